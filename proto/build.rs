@@ -1,0 +1,11 @@
+//! Compiles the vendored protocol files with protox, so that no `protoc` is needed.
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    println!("cargo::rerun-if-changed=cri");
+    let files = protox::compile(["cri/v1/api.proto"], ["."])?;
+    tonic_prost_build::configure()
+        .build_server(true)
+        .build_transport(false)
+        .compile_fds(files)?;
+    Ok(())
+}

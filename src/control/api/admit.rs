@@ -1,0 +1,172 @@
+//! Mutating admission (control-plane spec, 6.3): what the server adds to objects on creation.
+
+use serde_json::{Value, json};
+
+use super::error::ApiError;
+use super::object::{at, entry, list, text};
+use super::resources::Resource;
+use crate::control::store::Store;
+
+/// Where a new object's namespace stands.
+pub fn namespace(store: &Store, resource: &Resource, namespace: &str, name: &str) -> Result<(), ApiError> {
+    let record = store.get(&format!("namespaces/{namespace}")).ok_or_else(|| ApiError::not_found("", "namespaces", namespace))?;
+    let object: Value = serde_json::from_slice(&record.value).map_err(ApiError::internal)?;
+    if super::object::deleting(&object) {
+        let mut error = ApiError::forbidden(format!(
+            "{} {name:?} is forbidden: unable to create new content in namespace {namespace} because it is being terminated",
+            resource.plural
+        ));
+        error.details = json!({"name": name, "kind": resource.plural, "causes": [{"reason": "NamespaceTerminating",
+            "message": format!("namespace {namespace} is being terminated"), "field": "metadata.namespace"}]});
+        return Err(error);
+    }
+    Ok(())
+}
+
+/// Pods: service account, token volume, priority, default tolerations. May wait a little for the
+/// namespace's `default` account, which a controller makes.
+pub async fn pod(store: &Store, namespace: &str, pod: &mut Value) -> Result<(), ApiError> {
+    tolerations(&mut pod["spec"]);
+    priority(pod)?;
+    if at(pod, &["metadata", "annotations", "kubernetes.io/config.mirror"]).is_some() {
+        return Ok(());
+    }
+    let name = super::object::name(pod).to_owned();
+    let spec = entry(pod, "spec");
+    let account = match spec.get("serviceAccountName").and_then(Value::as_str) {
+        Some(account) if !account.is_empty() => account.to_owned(),
+        _ => "default".into(),
+    };
+    spec.insert("serviceAccountName".into(), account.as_str().into());
+    spec.insert("serviceAccount".into(), account.as_str().into());
+    let key = format!("serviceaccounts/{namespace}/{account}");
+    let mut found = store.get(&key);
+    for _ in 0..20 {
+        if found.is_some() || account != "default" {
+            break;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        found = store.get(&key);
+    }
+    let Some(found) = found else {
+        return Err(ApiError::forbidden(format!(
+            "pods {name:?} is forbidden: error looking up service account {namespace}/{account}: serviceaccount {account:?} not found"
+        )));
+    };
+    let found: Value = serde_json::from_slice(&found.value).map_err(ApiError::internal)?;
+    if list(pod, &["spec", "imagePullSecrets"]).is_empty()
+        && let Some(secrets) = at(&found, &["imagePullSecrets"])
+    {
+        pod["spec"]["imagePullSecrets"] = secrets.clone();
+    }
+    let wanted = |object: &Value, path: &[&str]| at(object, path).and_then(Value::as_bool);
+    let mount = wanted(pod, &["spec", "automountServiceAccountToken"]).or(wanted(&found, &["automountServiceAccountToken"]));
+    if mount.unwrap_or(true) {
+        token_volume(&mut pod["spec"]);
+    }
+    Ok(())
+}
+
+const TOKEN_PATH: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
+
+fn token_volume(spec: &mut Value) {
+    let name = format!("kube-api-access-{}", super::object::name_suffix());
+    let mut used = false;
+    for kind in ["containers", "initContainers"] {
+        for container in spec.get_mut(kind).and_then(Value::as_array_mut).into_iter().flatten() {
+            if list(container, &["volumeMounts"]).iter().any(|m| m["mountPath"] == TOKEN_PATH) {
+                continue;
+            }
+            let mounts = container.as_object_mut().map(|c| c.entry("volumeMounts").or_insert_with(|| json!([])));
+            if let Some(mounts) = mounts.and_then(Value::as_array_mut) {
+                mounts.push(json!({"name": name, "readOnly": true, "mountPath": TOKEN_PATH}));
+                used = true;
+            }
+        }
+    }
+    if !used {
+        return;
+    }
+    let volume = json!({"name": name, "projected": {"defaultMode": 420, "sources": [
+        {"serviceAccountToken": {"expirationSeconds": 3607, "path": "token"}},
+        {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+        {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.namespace"}}]}},
+    ]}});
+    let volumes = spec.as_object_mut().map(|s| s.entry("volumes").or_insert_with(|| json!([])));
+    if let Some(volumes) = volumes.and_then(Value::as_array_mut) {
+        volumes.push(volume);
+    }
+}
+
+fn tolerations(spec: &mut Value) {
+    for key in ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"] {
+        let covered = list(spec, &["tolerations"]).iter().any(|t| {
+            (t["key"] == key || text(t, &["key"]).is_none_or(str::is_empty))
+                && matches!(text(t, &["effect"]), None | Some("" | "NoExecute"))
+        });
+        if covered {
+            continue;
+        }
+        let list = entry_list(spec, "tolerations");
+        list.push(json!({"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}));
+    }
+}
+
+fn entry_list<'a>(object: &'a mut Value, key: &str) -> &'a mut Vec<Value> {
+    let slot = &mut object[key];
+    if !slot.is_array() {
+        *slot = json!([]);
+    }
+    slot.as_array_mut().expect("made a list just above")
+}
+
+fn priority(pod: &mut Value) -> Result<(), ApiError> {
+    let name = super::object::name(pod).to_owned();
+    let class = text(pod, &["spec", "priorityClassName"]).unwrap_or_default().to_owned();
+    let value = match class.as_str() {
+        "" => 0,
+        "system-node-critical" => 2_000_001_000,
+        "system-cluster-critical" => 2_000_000_000,
+        other => return Err(ApiError::forbidden(format!("pods {name:?} is forbidden: no PriorityClass with name {other} was found"))),
+    };
+    if let Some(own) = at(pod, &["spec", "priority"]).and_then(Value::as_i64)
+        && own != value
+    {
+        return Err(ApiError::forbidden(format!(
+            "pods {name:?} is forbidden: the integer value of priority ({own}) must not be provided in pod spec; priority admission controller computed {value} from the given PriorityClass name"
+        )));
+    }
+    pod["spec"]["priority"] = value.into();
+    if at(pod, &["spec", "preemptionPolicy"]).is_none() {
+        pod["spec"]["preemptionPolicy"] = "PreemptLowerPriority".into();
+    }
+    Ok(())
+}
+
+/// Services: a free cluster address. The caller holds the allocation lock until the service is stored.
+pub fn cluster_ip(store: &Store, range: ipnet::Ipv4Net, service: &mut Value) -> Result<(), ApiError> {
+    let spec = &mut service["spec"];
+    if spec["type"] == "ExternalName" {
+        return Ok(());
+    }
+    let asked = text(spec, &["clusterIP"]).unwrap_or_default().to_owned();
+    if asked == "None" {
+        spec["clusterIPs"] = json!(["None"]);
+        return Ok(());
+    }
+    let taken: std::collections::HashSet<String> =
+        store.list("services/").0.iter().filter_map(|(_, r)| r.attrs.fields.get("spec.clusterIP").cloned()).collect();
+    let address = if asked.is_empty() {
+        // The first addresses are kept for well-known services: .1 the API, .10 DNS.
+        range.hosts().skip(15).map(|a| a.to_string()).find(|a| !taken.contains(a))
+    } else {
+        asked.parse::<std::net::Ipv4Addr>().ok().filter(|a| range.contains(a) && !taken.contains(&asked)).map(|_| asked.clone())
+    };
+    let Some(address) = address else {
+        let detail = format!("failed to allocate IP {asked}: it is taken, or not in the valid range {range}");
+        return Err(ApiError::invalid("Service", "", super::object::name(service), &[super::error::FieldError::invalid("spec.clusterIPs", &json!([asked]), &detail)]));
+    };
+    service["spec"]["clusterIP"] = address.as_str().into();
+    service["spec"]["clusterIPs"] = json!([address]);
+    Ok(())
+}

@@ -1,0 +1,213 @@
+//! Who asks, and what they may do.
+//!
+//! Authentication: client certificates (CN is the user, O the groups) and service-account tokens.
+//! Authorisation is deny-by-default: `system:masters` may do everything, a node what a node agent
+//! needs, everybody authenticated may discover, everybody may see health and version. RBAC and the
+//! Node authoriser's graph come with issue 5.
+
+use serde_json::{Value, json};
+
+use super::error::ApiError;
+use super::object::text;
+use super::resources::Resource;
+use super::token::Tokens;
+use crate::control::store::Store;
+
+/// The requester.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct User {
+    /// The user name.
+    pub name: String,
+    /// The unique id, if the authenticator knows one.
+    pub uid: String,
+    /// The groups, the implied ones included.
+    pub groups: Vec<String>,
+}
+
+impl User {
+    fn authenticated(name: String, uid: String, mut groups: Vec<String>) -> User {
+        groups.push("system:authenticated".into());
+        User { name, uid, groups }
+    }
+
+    /// Whether the user is in `group`.
+    #[must_use]
+    pub fn is_in(&self, group: &str) -> bool {
+        self.groups.iter().any(|g| g == group)
+    }
+
+    /// The node this user is the agent of.
+    #[must_use]
+    pub fn node(&self) -> Option<&str> {
+        self.name.strip_prefix("system:node:").filter(|_| self.is_in("system:nodes"))
+    }
+
+    /// As in review answers.
+    #[must_use]
+    pub fn info(&self) -> Value {
+        let mut info = json!({"username": self.name, "groups": self.groups});
+        if !self.uid.is_empty() {
+            info["uid"] = self.uid.as_str().into();
+        }
+        info
+    }
+}
+
+/// Reads user and groups from the subject of a verified client certificate (DER).
+#[must_use]
+pub fn of_certificate(der: &[u8]) -> Option<User> {
+    let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
+    let subject = certificate.subject();
+    let name = subject.iter_common_name().next()?.as_str().ok()?.to_owned();
+    let groups = subject.iter_organization().filter_map(|o| o.as_str().ok().map(Into::into)).collect();
+    Some(User::authenticated(name, String::new(), groups))
+}
+
+/// Decides who asks. A credential that is presented and does not hold is an error, not anonymous.
+pub fn authenticate(certificate: Option<&[u8]>, authorization: Option<&str>, tokens: &Tokens, store: &Store) -> Result<User, ApiError> {
+    let unauthorized = || ApiError::new(401, "Unauthorized", "Unauthorized");
+    if let Some(token) = authorization {
+        let token = token.strip_prefix("Bearer ").ok_or_else(unauthorized)?;
+        return of_token(token.trim(), tokens, store).ok_or_else(unauthorized);
+    }
+    if let Some(der) = certificate {
+        return of_certificate(der).ok_or_else(unauthorized);
+    }
+    Ok(User { name: "system:anonymous".into(), uid: String::new(), groups: vec!["system:unauthenticated".into()] })
+}
+
+/// Verifies a service-account token: its signature, and that account and pod still exist.
+#[must_use]
+pub fn of_token(token: &str, tokens: &Tokens, store: &Store) -> Option<User> {
+    let claims = tokens.verify(token)?;
+    let about = claims.get("kubernetes.io")?;
+    let namespace = text(about, &["namespace"])?;
+    let account = text(about, &["serviceaccount", "name"])?;
+    let uid = text(about, &["serviceaccount", "uid"])?;
+    let alive = |key: String, uid: &str| {
+        let object: Option<Value> = store.get(&key).and_then(|r| serde_json::from_slice(&r.value).ok());
+        object.is_some_and(|o| super::object::uid(&o) == uid)
+    };
+    if !alive(format!("serviceaccounts/{namespace}/{account}"), uid) {
+        return None;
+    }
+    if let (Some(pod), Some(pod_uid)) = (text(about, &["pod", "name"]), text(about, &["pod", "uid"]))
+        && !alive(format!("pods/{namespace}/{pod}"), pod_uid)
+    {
+        return None;
+    }
+    Some(User::authenticated(
+        format!("system:serviceaccount:{namespace}:{account}"),
+        uid.to_owned(),
+        vec!["system:serviceaccounts".into(), format!("system:serviceaccounts:{namespace}")],
+    ))
+}
+
+/// What is asked, for authorisation.
+#[derive(Debug, Clone, Copy)]
+pub struct Ask<'a> {
+    /// The verb, for instance `list`.
+    pub verb: &'a str,
+    /// The group.
+    pub group: &'a str,
+    /// The plural.
+    pub resource: &'a str,
+    /// The subresource or empty.
+    pub sub: &'a str,
+    /// The namespace or empty.
+    pub namespace: &'a str,
+    /// The name or empty.
+    pub name: &'a str,
+}
+
+/// Whether `user` may do it.
+#[must_use]
+pub fn may(user: &User, ask: &Ask<'_>) -> bool {
+    if user.is_in("system:masters") {
+        return true;
+    }
+    if user.is_in("system:authenticated") && ask.verb == "create" && ask.resource.starts_with("selfsubject") {
+        return true;
+    }
+    user.node().is_some_and(|node| node_may(node, ask))
+}
+
+fn node_may(node: &str, ask: &Ask<'_>) -> bool {
+    let read = matches!(ask.verb, "get" | "list" | "watch");
+    match (ask.resource, ask.sub) {
+        ("nodes", "" | "status") => match ask.verb {
+            "create" => true,
+            "update" | "patch" => ask.name == node,
+            _ => read,
+        },
+        ("pods", "") => read || matches!(ask.verb, "create" | "delete"),
+        ("pods", "status") => matches!(ask.verb, "patch" | "update" | "get"),
+        ("pods", "eviction") | ("serviceaccounts", "token") => ask.verb == "create",
+        ("configmaps" | "secrets" | "services" | "serviceaccounts" | "namespaces" | "endpoints" | "endpointslices", "") => read,
+        ("events", "") => matches!(ask.verb, "create" | "patch" | "update"),
+        ("leases", "") => ask.namespace == "kube-node-lease" && (ask.verb == "create" || ask.name == node),
+        ("tokenreviews" | "subjectaccessreviews", "") => ask.verb == "create",
+        _ => false,
+    }
+}
+
+/// Whether `user` may GET a path outside the object API.
+#[must_use]
+pub fn may_get(user: &User, path: &str) -> bool {
+    let public = ["/healthz", "/livez", "/readyz", "/version"];
+    public.iter().any(|p| path == *p || path.starts_with(&format!("{p}/")))
+        || user.is_in("system:masters")
+        || (user.is_in("system:authenticated") && (path.is_empty() || ["/api", "/apis", "/openapi"].iter().any(|p| path == *p || path.starts_with(&format!("{p}/")))))
+}
+
+/// The refusal, worded as clients expect it.
+#[must_use]
+pub fn refusal(user: &User, ask: &Ask<'_>) -> ApiError {
+    let what = if ask.sub.is_empty() { ask.resource.to_owned() } else { format!("{}/{}", ask.resource, ask.sub) };
+    let group = if ask.group.is_empty() { String::new() } else { format!(".{}", ask.group) };
+    let whom = if ask.name.is_empty() { format!("{}{group}", ask.resource) } else { format!("{}{group} {:?}", ask.resource, ask.name) };
+    let scope = if ask.namespace.is_empty() { "at the cluster scope".into() } else { format!("in the namespace {:?}", ask.namespace) };
+    ApiError::forbidden(format!(
+        "{whom} is forbidden: User {:?} cannot {} resource {what:?} in API group {:?} {scope}",
+        user.name, ask.verb, ask.group
+    ))
+}
+
+/// Builds the question about a stored kind.
+#[must_use]
+pub fn ask<'a>(verb: &'a str, resource: &'a Resource, sub: &'a str, namespace: &'a str, name: &'a str) -> Ask<'a> {
+    Ask { verb, group: resource.group, resource: resource.plural, sub, namespace, name }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_allowed_is_denied() {
+        let user = |name: &str, groups: &[&str]| User { name: name.into(), uid: String::new(), groups: groups.iter().map(|g| (*g).into()).collect() };
+        let master = user("admin", &["system:masters", "system:authenticated"]);
+        let node = user("system:node:n1", &["system:nodes", "system:authenticated"]);
+        let account = user("system:serviceaccount:default:default", &["system:serviceaccounts", "system:authenticated"]);
+        let anonymous = user("system:anonymous", &["system:unauthenticated"]);
+        let pods = Resource::find("", "v1", "pods").expect("pods");
+        let nodes = Resource::find("", "v1", "nodes").expect("nodes");
+        let leases = Resource::find("coordination.k8s.io", "v1", "leases").expect("leases");
+        let cases = [
+            (&master, ask("delete", nodes, "", "", "n1"), true),
+            (&node, ask("patch", nodes, "status", "", "n1"), true),
+            (&node, ask("patch", nodes, "status", "", "n2"), false),
+            (&node, ask("delete", nodes, "", "", "n1"), false),
+            (&node, ask("update", leases, "", "kube-node-lease", "n1"), true),
+            (&node, ask("update", leases, "", "kube-node-lease", "n2"), false),
+            (&account, ask("list", pods, "", "default", ""), false),
+            (&anonymous, ask("list", pods, "", "default", ""), false),
+        ];
+        for (user, ask, expected) in cases {
+            assert_eq!(may(user, &ask), expected, "{} {ask:?}", user.name);
+        }
+        for (user, path, expected) in [(&anonymous, "/readyz", true), (&anonymous, "/apis", false), (&account, "/apis", true), (&account, "/metrics", false), (&anonymous, "/versionx", false)] {
+            assert_eq!(may_get(user, path), expected, "{} {path}", user.name);
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! What this server has: discovery in both forms, version, OpenAPI (control-plane spec, chapter 2).
+
+use serde_json::{Value, json};
+
+use super::resources::{REVIEWS, RESOURCES, Resource, Sub};
+
+/// The content type by which a client knows aggregated discovery.
+pub const AGGREGATED: &str = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList";
+
+/// The Kubernetes version whose behaviour this server follows.
+pub const VERSION: &str = "v1.36.2+holdfast";
+
+fn groups() -> Vec<(&'static str, &'static str)> {
+    let mut groups: Vec<(&str, &str)> = Vec::new();
+    let reviews = REVIEWS.iter().map(|(group, _, _)| (*group, "v1"));
+    for pair in RESOURCES.iter().map(|r| (r.group, r.version)).chain(reviews) {
+        if !groups.contains(&pair) {
+            groups.push(pair);
+        }
+    }
+    groups
+}
+
+fn sub_kind(resource: &Resource, sub: Sub) -> (String, String, &'static str, Vec<&'static str>) {
+    let edit = vec!["get", "patch", "update"];
+    match sub {
+        Sub::Status => (resource.group.into(), resource.version.into(), resource.kind, edit),
+        Sub::Scale => ("autoscaling".into(), "v1".into(), "Scale", edit),
+        Sub::Binding => (String::new(), "v1".into(), "Binding", vec!["create"]),
+        Sub::Eviction => ("policy".into(), "v1".into(), "Eviction", vec!["create"]),
+        Sub::Finalize => (String::new(), "v1".into(), "Namespace", vec!["update"]),
+        Sub::Token => ("authentication.k8s.io".into(), "v1".into(), "TokenRequest", vec!["create"]),
+    }
+}
+
+/// `GET /api` (core) or `GET /apis` in aggregated form.
+#[must_use]
+pub fn aggregated(core: bool) -> Value {
+    let items: Vec<Value> = groups()
+        .into_iter()
+        .filter(|(group, _)| group.is_empty() == core)
+        .map(|(group, version)| {
+            let mut resources: Vec<Value> = RESOURCES
+                .iter()
+                .filter(|r| r.group == group)
+                .map(|r| {
+                    let subs: Vec<Value> = r.subresources.iter().map(|sub| {
+                        let (group, version, kind, verbs) = sub_kind(r, *sub);
+                        json!({"subresource": sub.name(), "responseKind": {"group": group, "version": version, "kind": kind}, "verbs": verbs})
+                    }).collect();
+                    let mut entry = json!({
+                        "resource": r.plural, "responseKind": {"group": r.group, "version": r.version, "kind": r.kind},
+                        "scope": if r.namespaced { "Namespaced" } else { "Cluster" }, "singularResource": r.singular, "verbs": r.verbs(),
+                    });
+                    if !r.short.is_empty() { entry["shortNames"] = json!(r.short); }
+                    if !r.categories.is_empty() { entry["categories"] = json!(r.categories); }
+                    if !subs.is_empty() { entry["subresources"] = subs.into(); }
+                    entry
+                })
+                .collect();
+            resources.extend(REVIEWS.iter().filter(|(g, _, _)| *g == group).map(|(group, plural, kind)| {
+                json!({"resource": plural, "responseKind": {"group": group, "version": "v1", "kind": kind}, "scope": "Cluster",
+                       "singularResource": kind.to_lowercase(), "verbs": ["create"]})
+            }));
+            let metadata = if core { json!({}) } else { json!({"name": group}) };
+            json!({"metadata": metadata, "versions": [{"version": version, "freshness": "Current", "resources": resources}]})
+        })
+        .collect();
+    json!({"kind": "APIGroupDiscoveryList", "apiVersion": "apidiscovery.k8s.io/v2", "metadata": {}, "items": items})
+}
+
+fn group_object(group: &str, version: &str) -> Value {
+    let version = json!({"groupVersion": format!("{group}/{version}"), "version": version});
+    json!({"name": group, "versions": [version], "preferredVersion": version})
+}
+
+/// `GET /apis` in the older form.
+#[must_use]
+pub fn group_list() -> Value {
+    let list: Vec<Value> = groups().into_iter().filter(|(g, _)| !g.is_empty()).map(|(g, v)| group_object(g, v)).collect();
+    json!({"kind": "APIGroupList", "apiVersion": "v1", "groups": list})
+}
+
+/// `GET /apis/<group>`.
+#[must_use]
+pub fn group(name: &str) -> Option<Value> {
+    let (group, version) = groups().into_iter().find(|(g, _)| *g == name && !g.is_empty())?;
+    let mut object = group_object(group, version);
+    object["kind"] = "APIGroup".into();
+    object["apiVersion"] = "v1".into();
+    Some(object)
+}
+
+/// `GET /api/v1` or `GET /apis/<group>/<version>`.
+#[must_use]
+pub fn resource_list(group: &str, version: &str) -> Option<Value> {
+    groups().into_iter().find(|pair| *pair == (group, version))?;
+    let mut list = Vec::new();
+    for r in RESOURCES.iter().filter(|r| r.group == group) {
+        let mut entry = json!({"name": r.plural, "singularName": r.singular, "namespaced": r.namespaced, "kind": r.kind, "verbs": r.verbs()});
+        if !r.short.is_empty() {
+            entry["shortNames"] = json!(r.short);
+        }
+        if !r.categories.is_empty() {
+            entry["categories"] = json!(r.categories);
+        }
+        list.push(entry);
+        for sub in r.subresources {
+            let (group, version, kind, verbs) = sub_kind(r, *sub);
+            list.push(json!({"name": format!("{}/{}", r.plural, sub.name()), "singularName": "", "namespaced": r.namespaced,
+                             "group": group, "version": version, "kind": kind, "verbs": verbs}));
+        }
+    }
+    for (_, plural, kind) in REVIEWS.iter().filter(|(g, _, _)| *g == group) {
+        list.push(json!({"name": plural, "singularName": kind.to_lowercase(), "namespaced": false, "kind": kind, "verbs": ["create"]}));
+    }
+    let group_version = if group.is_empty() { version.to_owned() } else { format!("{group}/{version}") };
+    Some(json!({"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": list}))
+}
+
+/// `GET /version`.
+#[must_use]
+pub fn version() -> Value {
+    json!({
+        "major": "1", "minor": "36", "gitVersion": VERSION, "gitCommit": "", "gitTreeState": "clean", "buildDate": "1970-01-01T00:00:00Z",
+        "goVersion": "none", "compiler": "rustc", "platform": format!("linux/{}", arch()),
+    })
+}
+
+/// The processor as Kubernetes names it.
+#[must_use]
+pub fn arch() -> &'static str {
+    match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    }
+}
+
+fn path_of(group: &str, version: &str) -> String {
+    if group.is_empty() { format!("api/{version}") } else { format!("apis/{group}/{version}") }
+}
+
+/// `GET /openapi/v3`.
+#[must_use]
+pub fn openapi_index() -> Value {
+    let paths: serde_json::Map<String, Value> = groups()
+        .into_iter()
+        .map(|(g, v)| {
+            let path = path_of(g, v);
+            let url = format!("/openapi/v3/{path}?hash={}", env!("CARGO_PKG_VERSION"));
+            (path, json!({"serverRelativeURL": url}))
+        })
+        .collect();
+    json!({"paths": paths})
+}
+
+/// `GET /openapi/v3/<path>`: what `kubectl apply` and `create -f` look for. They learn from it that the
+/// server validates fields itself.
+#[must_use]
+pub fn openapi(path: &str) -> Option<Value> {
+    let (group, version) = groups().into_iter().find(|(g, v)| path_of(g, v) == path)?;
+    let paths: serde_json::Map<String, Value> = RESOURCES
+        .iter()
+        .filter(|r| r.group == group)
+        .map(|r| {
+            let scope = if r.namespaced { "/namespaces/{namespace}" } else { "" };
+            let gvk = json!({"group": r.group, "version": r.version, "kind": r.kind});
+            let parameters = json!([{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}]);
+            let operations = json!({"patch": {"x-kubernetes-group-version-kind": gvk, "parameters": parameters, "responses": {"200": {"description": "OK"}}}});
+            (format!("/{path}{scope}/{}/{{name}}", r.plural), operations)
+        })
+        .collect();
+    Some(json!({"openapi": "3.0.0", "info": {"title": "Holdfast", "version": version}, "paths": paths}))
+}

@@ -1,0 +1,306 @@
+//! The API over the store: what a request means and what is answered.
+//!
+//! [`Api::answer`] is the way in: it takes a decoded request and gives an answer, whatever the
+//! transport. `server` puts it behind TLS. Nothing here knows the agent; controllers and scheduler
+//! come in over HTTPS like everybody else.
+
+mod admit;
+pub mod auth;
+mod defaults;
+mod discovery;
+mod error;
+pub mod object;
+mod patch;
+mod read;
+pub mod resources;
+mod route;
+mod schema;
+pub mod selector;
+pub mod server;
+mod sub;
+mod table;
+pub mod token;
+mod validate;
+mod watch;
+mod write;
+
+use std::sync::Arc;
+
+use serde_json::Value;
+use tokio::sync::mpsc;
+
+pub use discovery::VERSION;
+pub use error::{ApiError, FieldError};
+use read::{View, render};
+use resources::{Resource, Sub};
+pub use route::Query;
+use route::Target;
+use write::{Options, Written};
+
+use crate::control::store::{Bytes, Store};
+
+/// The API; clones share everything.
+#[derive(Clone)]
+pub struct Api {
+    store: Store,
+    tokens: Arc<token::Tokens>,
+    service_range: ipnet::Ipv4Net,
+    /// Held while a cluster address is chosen and the service stored.
+    services: Arc<tokio::sync::Mutex<()>>,
+}
+
+/// A request, decoded from the wire.
+#[derive(Debug, Default)]
+pub struct Request {
+    /// The HTTP method.
+    pub method: String,
+    /// The path, still encoded.
+    pub path: String,
+    /// The query.
+    pub query: Query,
+    /// The `Accept` header.
+    pub accept: String,
+    /// The `Content-Type` header.
+    pub content_type: String,
+    /// The body.
+    pub body: Bytes,
+    /// Who asks.
+    pub user: auth::User,
+}
+
+/// What goes back.
+pub enum Answer {
+    /// A complete body.
+    Body {
+        /// The HTTP status.
+        code: u16,
+        /// Its content type.
+        content_type: &'static str,
+        /// The bytes.
+        body: Bytes,
+        /// `Warning` headers.
+        warnings: Vec<String>,
+    },
+    /// Lines of a watch, until the channel closes.
+    Watch(mpsc::Receiver<Bytes>),
+}
+
+const JSON: &str = "application/json";
+
+impl Answer {
+    fn json(body: Bytes) -> Answer {
+        Answer::Body { code: 200, content_type: JSON, body, warnings: vec![] }
+    }
+
+    fn text(code: u16, text: &str) -> Answer {
+        Answer::Body { code, content_type: "text/plain; charset=utf-8", body: Bytes::copy_from_slice(text.as_bytes()), warnings: vec![] }
+    }
+}
+
+impl From<Written> for Answer {
+    fn from(written: Written) -> Answer {
+        Answer::Body { code: written.code, content_type: JSON, body: written.body, warnings: written.warnings }
+    }
+}
+
+impl From<ApiError> for Answer {
+    fn from(error: ApiError) -> Answer {
+        Answer::Body { code: error.code, content_type: JSON, body: render(&error.status()), warnings: vec![] }
+    }
+}
+
+impl Api {
+    /// An API over `store`; services get addresses from `service_range`.
+    #[must_use]
+    pub fn new(store: Store, tokens: token::Tokens, service_range: ipnet::Ipv4Net) -> Api {
+        Api { store, tokens: Arc::new(tokens), service_range, services: Arc::default() }
+    }
+
+    /// The store, for the housekeeping of this process.
+    #[must_use]
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// Who presents these credentials.
+    pub fn authenticate(&self, certificate: Option<&[u8]>, authorization: Option<&str>) -> Result<auth::User, ApiError> {
+        auth::authenticate(certificate, authorization, &self.tokens, &self.store)
+    }
+
+    /// Answers a request; refusals are answers too.
+    pub async fn answer(&self, request: Request) -> Answer {
+        match self.dispatch(request).await {
+            Ok(answer) => answer,
+            Err(error) => error.into(),
+        }
+    }
+
+    async fn dispatch(&self, request: Request) -> Result<Answer, ApiError> {
+        match route::target(&request.path)? {
+            Target::Other(path) => Self::other(&request, &path),
+            Target::Review(kind) => {
+                let plural = resources::REVIEWS.iter().find(|(_, _, k)| *k == kind).map_or("", |(_, plural, _)| plural);
+                let ask = auth::Ask { verb: "create", group: "", resource: plural, sub: "", namespace: "", name: "" };
+                if !auth::may(&request.user, &ask) {
+                    return Err(auth::refusal(&request.user, &ask));
+                }
+                if request.method != "POST" {
+                    return Err(ApiError::method_not_allowed());
+                }
+                let body = decode_body(&request)?;
+                Ok(self.review(kind, &request.user, &body)?.into())
+            }
+            Target::Objects { resource, namespace, name, sub } => {
+                self.objects(&request, resource, namespace.as_deref(), name.as_deref(), sub).await
+            }
+        }
+    }
+
+    async fn objects(&self, request: &Request, resource: &'static Resource, namespace: Option<&str>, name: Option<&str>, sub: Option<Sub>) -> Result<Answer, ApiError> {
+        let query = &request.query;
+        let watching = query.flag("watch") && query.get("watch").is_some();
+        let verb = match (request.method.as_str(), name) {
+            ("GET" | "HEAD", None) if watching => "watch",
+            ("GET" | "HEAD", None) => "list",
+            ("GET" | "HEAD", Some(_)) => "get",
+            ("POST", _) => "create",
+            ("PUT", Some(_)) => "update",
+            ("PATCH", Some(_)) => "patch",
+            ("DELETE", Some(_)) => "delete",
+            ("DELETE", None) => "deletecollection",
+            _ => return Err(ApiError::method_not_allowed()),
+        };
+        let selected = query.get("fieldSelector").and_then(|f| f.strip_prefix("metadata.name=")).filter(|f| !f.contains(','));
+        let ask = auth::ask(verb, resource, sub.map_or("", Sub::name), namespace.unwrap_or_default(), name.or(selected).unwrap_or_default());
+        if !auth::may(&request.user, &ask) {
+            return Err(auth::refusal(&request.user, &ask));
+        }
+        if let (Some(sub), Some(name)) = (sub, name)
+            && !matches!(sub, Sub::Status | Sub::Finalize)
+        {
+            return self.subresource(request, verb, resource, namespace.unwrap_or_default(), name, sub).await;
+        }
+        if sub == Some(Sub::Finalize) && verb != "update" {
+            return Err(ApiError::method_not_allowed());
+        }
+        match (verb, name) {
+            ("watch", _) => Ok(Answer::Watch(self.watch(resource, namespace, query, View::of(&request.accept, query)?)?)),
+            ("list", _) => Ok(Answer::json(self.list(resource, namespace, query, &View::of(&request.accept, query)?).await?)),
+            ("get", Some(name)) => Ok(Answer::json(self.get(resource, namespace, name, &View::of(&request.accept, query)?)?)),
+            ("create", None) => {
+                let options = Options::of(query, "CreateOptions")?;
+                Ok(self.create(resource, namespace, decode_body(request)?, &options).await?.into())
+            }
+            ("update", Some(name)) => {
+                let options = Options::of(query, "UpdateOptions")?;
+                Ok(self.update(resource, namespace, name, sub, decode_body(request)?, &options).await?.into())
+            }
+            ("patch", Some(name)) => {
+                let options = Options::of(query, "PatchOptions")?;
+                let format = patch::Format::of(&request.content_type)?;
+                let patch = decode_json(&request.body)?;
+                Ok(self.patch(resource, namespace, name, sub, format, &patch, &options).await?.into())
+            }
+            ("delete", Some(name)) if sub.is_none() => Ok(self.delete(resource, namespace, name, query, &delete_body(request)?).await?.into()),
+            ("deletecollection", None) => Ok(self.delete_collection(resource, namespace, query, &delete_body(request)?).await?.into()),
+            _ => Err(ApiError::method_not_allowed()),
+        }
+    }
+
+    async fn subresource(&self, request: &Request, verb: &str, resource: &'static Resource, namespace: &str, name: &str, sub: Sub) -> Result<Answer, ApiError> {
+        match (sub, verb) {
+            (Sub::Binding, "create") => Ok(self.bind(namespace, name, &decode_body(request)?).await?.into()),
+            (Sub::Eviction, "create") => Ok(self.evict(namespace, name, &decode_body(request)?).await?.into()),
+            (Sub::Token, "create") => Ok(self.issue_token(namespace, name, &decode_body(request)?)?.into()),
+            (Sub::Scale, "get") => Ok(Answer::json(render(&self.scale(resource, namespace, name)?))),
+            (Sub::Scale, "update") => {
+                let options = Options::of(&request.query, "UpdateOptions")?;
+                Ok(self.set_scale(resource, namespace, name, &decode_body(request)?, None, &options).await?.into())
+            }
+            (Sub::Scale, "patch") => {
+                let options = Options::of(&request.query, "PatchOptions")?;
+                let format = patch::Format::of(&request.content_type)?;
+                Ok(self.set_scale(resource, namespace, name, &decode_json(&request.body)?, Some(format), &options).await?.into())
+            }
+            _ => Err(ApiError::method_not_allowed()),
+        }
+    }
+
+    /// Replaces an object that is at `revision`, without further rules.
+    pub(super) async fn replace(&self, resource: &'static Resource, namespace: Option<&str>, name: &str, revision: u64, object: Value) -> Result<(), ApiError> {
+        use crate::control::store::{Change, Expect, Write, WriteError};
+        let attrs = Arc::new(object::attrs(resource, &object));
+        let mut object = object;
+        let render = Box::new(move |revision: u64| {
+            object::meta(&mut object).insert("resourceVersion".into(), revision.to_string().into());
+            read::render(&object)
+        });
+        let write = Write { key: resource.key(namespace, name), expect: Expect::Revision(revision), change: Change::Put, render, attrs };
+        match self.store.write(write).await {
+            Ok(_) => Ok(()),
+            Err(WriteError::Conflict(_)) => Err(ApiError::modified(resource.group, resource.plural, name)),
+            Err(other) => Err(ApiError::internal(other)),
+        }
+    }
+
+    fn other(request: &Request, path: &str) -> Result<Answer, ApiError> {
+        if !auth::may_get(&request.user, path) {
+            return Err(ApiError::forbidden(format!("forbidden: User {:?} cannot get path {:?}", request.user.name, if path.is_empty() { "/" } else { path })));
+        }
+        if !matches!(request.method.as_str(), "GET" | "HEAD") {
+            return Err(ApiError::method_not_allowed());
+        }
+        let wants_aggregated = request.accept.contains("as=APIGroupDiscoveryList") && request.accept.contains("v=v2;") | request.accept.contains("v=v2,") | request.accept.ends_with("v=v2");
+        let aggregated = |core| Answer::Body { code: 200, content_type: discovery::AGGREGATED, body: render(&discovery::aggregated(core)), warnings: vec![] };
+        let segments: Vec<&str> = path.split('/').skip(1).collect();
+        let json = |value: Option<Value>| value.map(|v| Answer::json(render(&v))).ok_or_else(ApiError::no_such_resource);
+        match segments.as_slice() {
+            ["api"] if wants_aggregated => Ok(aggregated(true)),
+            ["apis"] if wants_aggregated => Ok(aggregated(false)),
+            ["api"] => Ok(Answer::json(render(&serde_json::json!({"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": []})))),
+            ["apis"] => Ok(Answer::json(render(&discovery::group_list()))),
+            ["api", version] => json(discovery::resource_list("", version)),
+            ["apis", group] => json(discovery::group(group)),
+            ["apis", group, version] => json(discovery::resource_list(group, version)),
+            ["version"] => Ok(Answer::json(render(&discovery::version()))),
+            ["openapi", "v3"] => Ok(Answer::json(render(&discovery::openapi_index()))),
+            ["openapi", "v3", rest @ ..] => json(discovery::openapi(&rest.join("/"))),
+            ["healthz" | "livez" | "readyz"] => Ok(if request.query.flag("verbose") {
+                Answer::text(200, &format!("[+]ping ok\n[+]store ok\n{} check passed\n", segments[0]))
+            } else {
+                Answer::text(200, "ok")
+            }),
+            ["healthz" | "livez" | "readyz", "ping" | "store"] => Ok(Answer::text(200, "ok")),
+            [] | [""] => {
+                let mut paths = vec!["/api".to_owned(), "/api/v1".into(), "/apis".into(), "/healthz".into(), "/livez".into(), "/openapi/v3".into(), "/readyz".into(), "/version".into()];
+                paths.extend(resources::RESOURCES.iter().filter(|r| !r.group.is_empty()).map(|r| format!("/apis/{}", r.api_version())));
+                paths.sort();
+                paths.dedup();
+                Ok(Answer::json(render(&serde_json::json!({"paths": paths}))))
+            }
+            _ => Ok(Answer::text(404, "404 page not found\n")),
+        }
+    }
+}
+
+fn decode_json(body: &[u8]) -> Result<Value, ApiError> {
+    serde_json::from_slice(body).map_err(|e| ApiError::bad_request(format!("the object provided is unrecognized: couldn't get version/kind; json parse error: {e}")))
+}
+
+/// A body in one of the accepted formats as JSON.
+fn decode_body(request: &Request) -> Result<Value, ApiError> {
+    match request.content_type.split(';').next().unwrap_or_default().trim() {
+        "" | "application/json" => decode_json(&request.body),
+        "application/yaml" => {
+            let text = std::str::from_utf8(&request.body).map_err(|_| ApiError::bad_request("the YAML body is not UTF-8"))?;
+            serde_saphyr::from_str(text).map_err(|e| ApiError::bad_request(format!("the YAML body cannot be read: {e}")))
+        }
+        "application/vnd.kubernetes.protobuf" => schema::decode(&request.body).map_err(|e| ApiError::bad_request(e.to_string())),
+        _ => Err(ApiError::unsupported_body()),
+    }
+}
+
+/// Delete options: optional, in any accepted format, their kind does not matter.
+fn delete_body(request: &Request) -> Result<Value, ApiError> {
+    if request.body.is_empty() { Ok(Value::Null) } else { decode_body(request) }
+}

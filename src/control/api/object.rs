@@ -1,0 +1,142 @@
+//! Reading and writing fields of objects held as JSON values.
+
+use serde_json::{Map, Value, json};
+
+use super::resources::Resource;
+use crate::control::store::Attrs;
+
+/// The string at a path of keys.
+#[must_use]
+pub fn text<'a>(object: &'a Value, path: &[&str]) -> Option<&'a str> {
+    at(object, path).and_then(Value::as_str)
+}
+
+/// The value at a path of keys; `null` counts as absent.
+#[must_use]
+pub fn at<'a>(object: &'a Value, path: &[&str]) -> Option<&'a Value> {
+    path.iter().try_fold(object, |value, key| value.get(key)).filter(|value| !value.is_null())
+}
+
+/// The list at a path, empty if absent.
+#[must_use]
+pub fn list<'a>(object: &'a Value, path: &[&str]) -> &'a [Value] {
+    at(object, path).and_then(Value::as_array).map_or(&[], Vec::as_slice)
+}
+
+/// `object[key]` as a map, created if it is absent or not a map.
+pub fn entry<'a>(object: &'a mut Value, key: &str) -> &'a mut Map<String, Value> {
+    if !object.is_object() {
+        *object = json!({});
+    }
+    let slot = &mut object[key];
+    if !slot.is_object() {
+        *slot = json!({});
+    }
+    slot.as_object_mut().expect("made an object just above")
+}
+
+/// `object.metadata`, created if absent.
+pub fn meta(object: &mut Value) -> &mut Map<String, Value> {
+    entry(object, "metadata")
+}
+
+/// `metadata.name`.
+#[must_use]
+pub fn name(object: &Value) -> &str {
+    text(object, &["metadata", "name"]).unwrap_or_default()
+}
+
+/// `metadata.namespace`.
+#[must_use]
+pub fn namespace(object: &Value) -> Option<&str> {
+    text(object, &["metadata", "namespace"]).filter(|n| !n.is_empty())
+}
+
+/// `metadata.uid`.
+#[must_use]
+pub fn uid(object: &Value) -> &str {
+    text(object, &["metadata", "uid"]).unwrap_or_default()
+}
+
+/// Whether deletion has begun.
+#[must_use]
+pub fn deleting(object: &Value) -> bool {
+    at(object, &["metadata", "deletionTimestamp"]).is_some()
+}
+
+/// The present time as the API writes it, in whole seconds.
+#[must_use]
+pub fn now() -> String {
+    stamp(jiff::Timestamp::now())
+}
+
+/// A time as the API writes it, in whole seconds.
+#[must_use]
+pub fn stamp(time: jiff::Timestamp) -> String {
+    time.strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
+}
+
+/// A random version-4 UUID.
+#[must_use]
+pub fn new_uid() -> String {
+    let mut b = [0u8; 16];
+    random(&mut b);
+    b[6] = (b[6] & 0x0f) | 0x40;
+    b[8] = (b[8] & 0x3f) | 0x80;
+    let h: String = b.iter().map(|x| format!("{x:02x}")).collect();
+    format!("{}-{}-{}-{}-{}", &h[..8], &h[8..12], &h[12..16], &h[16..20], &h[20..])
+}
+
+/// Five characters for a generated name, from the set that spells no words.
+#[must_use]
+pub fn name_suffix() -> String {
+    const LETTERS: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
+    let mut bytes = [0u8; 5];
+    random(&mut bytes);
+    bytes.iter().map(|b| char::from(LETTERS[usize::from(*b) % LETTERS.len()])).collect()
+}
+
+fn random(bytes: &mut [u8]) {
+    aws_lc_rs::rand::fill(bytes).expect("the system's random source works");
+}
+
+/// Labels and selectable fields of an object.
+#[must_use]
+pub fn attrs(resource: &Resource, object: &Value) -> Attrs {
+    let mut attrs = Attrs::default();
+    if let Some(labels) = at(object, &["metadata", "labels"]).and_then(Value::as_object) {
+        for (key, value) in labels {
+            attrs.labels.insert(key.clone(), value.as_str().unwrap_or_default().to_owned());
+        }
+    }
+    attrs.fields.insert("metadata.name".into(), name(object).into());
+    if resource.namespaced {
+        attrs.fields.insert("metadata.namespace".into(), namespace(object).unwrap_or_default().into());
+    }
+    for field in resource.fields {
+        let path: Vec<&str> = match *field {
+            "source" => vec!["source", "component"],
+            other => other.split('.').collect(),
+        };
+        let value = match at(object, &path) {
+            Some(Value::String(s)) => s.clone(),
+            Some(Value::Bool(b)) => b.to_string(),
+            Some(Value::Number(n)) => n.to_string(),
+            _ if *field == "spec.unschedulable" || *field == "spec.hostNetwork" => "false".into(),
+            _ => String::new(),
+        };
+        attrs.fields.insert((*field).into(), value);
+    }
+    attrs
+}
+
+/// The attributes of stored bytes; the key's first segment names the kind.
+#[must_use]
+pub fn index(key: &str, bytes: &[u8]) -> Attrs {
+    let plural = key.split('/').next().unwrap_or_default();
+    let resource = super::resources::RESOURCES.iter().find(|r| r.plural == plural);
+    match (resource, serde_json::from_slice(bytes)) {
+        (Some(resource), Ok(object)) => attrs(resource, &object),
+        _ => Attrs::default(),
+    }
+}

@@ -1,0 +1,296 @@
+//! The patch formats: JSON patch (RFC 6902), merge patch (RFC 7386) and strategic merge patch
+//! (control-plane spec, 3.6). Server-side apply is refused with 415 until it is done properly.
+
+use serde_json::{Map, Value, json};
+
+use super::error::ApiError;
+
+/// The most operations of one JSON patch.
+const MAX_OPERATIONS: usize = 10_000;
+
+/// The format of a patch body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// `application/json-patch+json`.
+    Json,
+    /// `application/merge-patch+json`.
+    Merge,
+    /// `application/strategic-merge-patch+json`.
+    Strategic,
+}
+
+impl Format {
+    /// From a content type.
+    pub fn of(content_type: &str) -> Result<Format, ApiError> {
+        match content_type.split(';').next().unwrap_or_default().trim() {
+            "application/json-patch+json" => Ok(Format::Json),
+            "application/merge-patch+json" => Ok(Format::Merge),
+            "application/strategic-merge-patch+json" => Ok(Format::Strategic),
+            "application/apply-patch+yaml" => Err(ApiError::new(
+                415,
+                "UnsupportedMediaType",
+                "server-side apply is not supported by this server; use client-side apply (kubectl apply without --server-side)",
+            )),
+            _ => Err(ApiError::new(415, "UnsupportedMediaType", "415: Unsupported Media Type")),
+        }
+    }
+}
+
+/// Applies `patch` to `object`, which is left as it was if the patch is refused.
+pub fn apply(format: Format, object: &Value, patch: &Value) -> Result<Value, ApiError> {
+    let mut result = object.clone();
+    match format {
+        Format::Json => {
+            let operations = patch.as_array().ok_or_else(|| ApiError::bad_request("a JSON patch must be an array of operations"))?;
+            if operations.len() > MAX_OPERATIONS {
+                return Err(ApiError::new(413, "RequestEntityTooLarge", format!("The allowed maximum operations in a JSON patch is {MAX_OPERATIONS}, got {}", operations.len())));
+            }
+            let patch: json_patch::Patch = serde_json::from_value(patch.clone())
+                .map_err(|e| ApiError::bad_request(format!("the JSON patch cannot be read: {e}")))?;
+            json_patch::patch(&mut result, &patch).map_err(|e| ApiError {
+                details: json!({}),
+                ..ApiError::new(422, "Invalid", format!("the server rejected our request due to an error in our request: {e}"))
+            })?;
+        }
+        Format::Merge => {
+            object_only(patch)?;
+            json_patch::merge(&mut result, patch);
+        }
+        Format::Strategic => {
+            let patch = object_only(patch)?;
+            let target = result.as_object_mut().ok_or_else(|| ApiError::internal("the stored object is not an object"))?;
+            merge_map(target, patch, "")?;
+        }
+    }
+    Ok(result)
+}
+
+fn object_only(patch: &Value) -> Result<&Map<String, Value>, ApiError> {
+    patch.as_object().ok_or_else(|| ApiError::bad_request("the patch must be a JSON object"))
+}
+
+/// How a list is merged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ListRule {
+    /// The patch's list replaces the old one.
+    Atomic,
+    /// Objects matched by this key.
+    Key(&'static str),
+    /// Primitives, united.
+    Set,
+}
+
+/// The rule of a list, by its name and the field around it (control-plane spec, the complete table).
+fn list_rule(parent: &str, field: &str) -> ListRule {
+    match (parent, field) {
+        (_, "ownerReferences") => ListRule::Key("uid"),
+        (_, "finalizers") if parent == "metadata" => ListRule::Set,
+        (_, "podCIDRs") => ListRule::Set,
+        (_, "containers" | "initContainers" | "ephemeralContainers" | "volumes" | "schedulingGates" | "resourceClaims") => ListRule::Key("name"),
+        ("spec", "imagePullSecrets") => ListRule::Key("name"),
+        (_, "env") => ListRule::Key("name"),
+        ("containers" | "initContainers" | "ephemeralContainers", "ports") => ListRule::Key("containerPort"),
+        ("spec", "ports") => ListRule::Key("port"),
+        (_, "volumeMounts") => ListRule::Key("mountPath"),
+        (_, "volumeDevices") => ListRule::Key("devicePath"),
+        (_, "hostAliases" | "podIPs" | "hostIPs") => ListRule::Key("ip"),
+        (_, "topologySpreadConstraints") => ListRule::Key("topologyKey"),
+        ("status", "conditions" | "addresses") => ListRule::Key("type"),
+        (_, "secrets") => ListRule::Key("name"),
+        (_, "resourceClaimStatuses" | "allocatedResourcesStatus") => ListRule::Key("name"),
+        _ => ListRule::Atomic,
+    }
+}
+
+fn unknown_directive(directive: &Value, map: &Map<String, Value>) -> ApiError {
+    let text = directive.as_str().unwrap_or_default();
+    ApiError::new(500, "", format!("unknown patch type: {text} in map: {}", Value::Object(map.clone())))
+}
+
+fn merge_map(target: &mut Map<String, Value>, patch: &Map<String, Value>, parent: &str) -> Result<(), ApiError> {
+    match patch.get("$patch") {
+        None => {}
+        Some(Value::String(d)) if d == "merge" => {}
+        Some(Value::String(d)) if d == "replace" => {
+            *target = patch.iter().filter(|(k, _)| *k != "$patch").map(|(k, v)| (k.clone(), v.clone())).collect();
+            return Ok(());
+        }
+        Some(Value::String(d)) if d == "delete" => {
+            target.clear();
+            return Ok(());
+        }
+        Some(other) => return Err(unknown_directive(other, patch)),
+    }
+    if let Some(keep) = patch.get("$retainKeys").and_then(Value::as_array) {
+        target.retain(|key, _| keep.iter().any(|k| k == key));
+    }
+    for (key, value) in patch {
+        if let Some(field) = key.strip_prefix("$deleteFromPrimitiveList/") {
+            let gone = value.as_array().map_or(&[][..], Vec::as_slice);
+            if let Some(list) = target.get_mut(field).and_then(Value::as_array_mut) {
+                list.retain(|item| !gone.contains(item));
+            }
+            continue;
+        }
+        if key.starts_with('$') {
+            continue;
+        }
+        match value {
+            Value::Null => {
+                target.remove(key);
+            }
+            Value::Object(map) => {
+                let slot = target.entry(key.clone()).or_insert_with(|| json!({}));
+                if !slot.is_object() {
+                    *slot = json!({});
+                }
+                if let Some(inner) = slot.as_object_mut() {
+                    merge_map(inner, map, key)?;
+                }
+            }
+            Value::Array(items) => {
+                let order = patch.get(&format!("$setElementOrder/{key}")).and_then(Value::as_array);
+                let old = target.get(key).and_then(Value::as_array).cloned().unwrap_or_default();
+                let merged = merge_list(old, items, parent, key, order)?;
+                target.insert(key.clone(), merged.into());
+            }
+            other => {
+                target.insert(key.clone(), other.clone());
+            }
+        }
+    }
+    // An order without a list moves what is there.
+    for (key, value) in patch {
+        if let (Some(field), Some(order)) = (key.strip_prefix("$setElementOrder/"), value.as_array())
+            && !patch.contains_key(field)
+            && let Some(list) = target.get_mut(field).and_then(Value::as_array_mut)
+        {
+            *list = in_order(std::mem::take(list), order, list_rule(parent, field));
+        }
+    }
+    Ok(())
+}
+
+fn merge_list(
+    old: Vec<Value>,
+    patch: &[Value],
+    parent: &str,
+    field: &str,
+    order: Option<&Vec<Value>>,
+) -> Result<Vec<Value>, ApiError> {
+    let directive = |item: &Value, what: &str| item.get("$patch").and_then(Value::as_str) == Some(what);
+    let plain = || patch.iter().filter(|i| i.get("$patch").is_none()).cloned().collect::<Vec<_>>();
+    if patch.iter().any(|item| directive(item, "replace")) {
+        return Ok(plain());
+    }
+    match list_rule(parent, field) {
+        ListRule::Atomic => Ok(patch.to_vec()),
+        ListRule::Set => {
+            let mut result = old;
+            for item in patch {
+                if !result.contains(item) {
+                    result.push(item.clone());
+                }
+            }
+            Ok(result)
+        }
+        ListRule::Key(key) => {
+            let mut result = old;
+            let mut added = Vec::new();
+            for item in patch {
+                let map = item.as_object().ok_or_else(|| ApiError::bad_request(format!("{field}: every element of the patch must be an object")))?;
+                let id = map.get(key).ok_or_else(|| {
+                    ApiError::new(500, "", format!("map: {item} does not contain declared merge key: {key}"))
+                })?;
+                let place = result.iter().position(|have| have.get(key) == Some(id));
+                if directive(item, "delete") {
+                    result.retain(|have| have.get(key) != Some(id));
+                } else if let Some(place) = place {
+                    if let Some(target) = result[place].as_object_mut() {
+                        merge_map(target, map, field)?;
+                    }
+                } else {
+                    let mut fresh = Map::new();
+                    merge_map(&mut fresh, map, field)?;
+                    added.push(Value::Object(fresh));
+                }
+            }
+            // New elements stand before the existing ones unless the patch gives an order.
+            added.append(&mut result);
+            Ok(match order {
+                Some(order) => in_order(added, order, ListRule::Key(key)),
+                None => added,
+            })
+        }
+    }
+}
+
+/// Puts the listed elements into the given order; the others keep their place behind their neighbour.
+fn in_order(list: Vec<Value>, order: &[Value], rule: ListRule) -> Vec<Value> {
+    let rank = |item: &Value| match rule {
+        ListRule::Key(key) => order.iter().position(|o| o.get(key) == item.get(key)),
+        _ => order.iter().position(|o| o == item),
+    };
+    let mut ordered: Vec<Value> = list.iter().filter(|i| rank(i).is_some()).cloned().collect();
+    ordered.sort_by_key(|i| rank(i));
+    let mut listed = ordered.into_iter();
+    list.iter()
+        .map(|item| if rank(item).is_some() { listed.next().unwrap_or(Value::Null) } else { item.clone() })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn strategic(object: Value, patch: Value) -> Value {
+        apply(Format::Strategic, &object, &patch).expect("applies")
+    }
+
+    #[test]
+    fn strategic_merge_follows_the_merge_keys() {
+        let pod = json!({"spec": {"containers": [
+            {"name": "a", "image": "x", "args": ["1"], "env": [{"name": "E", "value": "1"}]},
+            {"name": "b", "image": "y"}]}});
+        let cases = [
+            ("merge by name", json!({"spec": {"containers": [{"name": "a", "image": "z"}]}}), "/spec/containers/0/image", json!("z")),
+            ("others stay", json!({"spec": {"containers": [{"name": "a", "image": "z"}]}}), "/spec/containers/1/image", json!("y")),
+            ("atomic list", json!({"spec": {"containers": [{"name": "a", "args": ["2"]}]}}), "/spec/containers/0/args", json!(["2"])),
+            ("nested key", json!({"spec": {"containers": [{"name": "a", "env": [{"name": "E", "value": "2"}]}]}}), "/spec/containers/0/env", json!([{"name": "E", "value": "2"}])),
+            ("new ones first", json!({"spec": {"containers": [{"name": "c"}]}}), "/spec/containers/0/name", json!("c")),
+            ("given order", json!({"spec": {"$setElementOrder/containers": [{"name": "a"}, {"name": "b"}, {"name": "c"}], "containers": [{"name": "c"}]}}), "/spec/containers/2/name", json!("c")),
+            ("delete", json!({"spec": {"containers": [{"name": "a", "$patch": "delete"}]}}), "/spec/containers", json!([{"name": "b", "image": "y"}])),
+            ("replace", json!({"spec": {"containers": [{"$patch": "replace"}, {"name": "n"}]}}), "/spec/containers", json!([{"name": "n"}])),
+        ];
+        for (what, patch, path, expected) in cases {
+            assert_eq!(strategic(pod.clone(), patch).pointer(path), Some(&expected), "{what}");
+        }
+    }
+
+    #[test]
+    fn strategic_merge_of_maps_and_sets() {
+        assert_eq!(strategic(json!({"a": {"x": 1, "y": 2}}), json!({"a": {"x": null}})), json!({"a": {"y": 2}}));
+        assert_eq!(
+            strategic(json!({"spec": {"strategy": {"type": "R", "rollingUpdate": {}}}}), json!({"spec": {"strategy": {"$retainKeys": ["type"], "type": "Recreate"}}})),
+            json!({"spec": {"strategy": {"type": "Recreate"}}})
+        );
+        assert_eq!(
+            strategic(json!({"metadata": {"finalizers": ["a", "b"]}}), json!({"metadata": {"finalizers": ["c"], "$deleteFromPrimitiveList/finalizers": ["a"]}})),
+            json!({"metadata": {"finalizers": ["b", "c"]}})
+        );
+        let addresses = json!({"status": {"addresses": [{"type": "Hostname", "address": "old"}]}});
+        let patch = json!({"status": {"addresses": [{"type": "InternalIP", "address": "1"}, {"$patch": "replace"}]}});
+        assert_eq!(strategic(addresses, patch), json!({"status": {"addresses": [{"type": "InternalIP", "address": "1"}]}}));
+    }
+
+    #[test]
+    fn bad_patches_are_refused_with_the_right_code() {
+        let object = json!({"spec": {"containers": [{"name": "a"}]}});
+        let code = |format, patch: Value| apply(format, &object, &patch).expect_err("refused").code;
+        assert_eq!(code(Format::Strategic, json!({"spec": {"containers": [{"image": "x"}]}})), 500);
+        assert_eq!(code(Format::Strategic, json!({"spec": {"$patch": "bogus"}})), 500);
+        assert_eq!(code(Format::Strategic, json!([1])), 400);
+        assert_eq!(code(Format::Json, json!({})), 400);
+        assert_eq!(code(Format::Json, json!([{"op": "test", "path": "/spec", "value": 1}])), 422);
+    }
+}

@@ -1,0 +1,257 @@
+//! The kinds that this API serves: one table, read by routing, discovery, validation and storage.
+
+/// What a kind is called, where it lives and how it behaves.
+#[derive(Debug)]
+pub struct Resource {
+    /// The API group; empty for core.
+    pub group: &'static str,
+    /// The version, for instance `v1`.
+    pub version: &'static str,
+    /// The plural in paths.
+    pub plural: &'static str,
+    /// The singular.
+    pub singular: &'static str,
+    /// The kind.
+    pub kind: &'static str,
+    /// Whether objects live in namespaces.
+    pub namespaced: bool,
+    /// Short names for kubectl.
+    pub short: &'static [&'static str],
+    /// Discovery categories, for instance `all`.
+    pub categories: &'static [&'static str],
+    /// The subresources it has.
+    pub subresources: &'static [Sub],
+    /// Whether `metadata.generation` counts changes of the spec.
+    pub generation: bool,
+    /// Whether an update of a missing object creates it.
+    pub create_on_update: bool,
+    /// Whether an update must name the resource version.
+    pub needs_version: bool,
+    /// Whether deleting answers with the object rather than with a Status.
+    pub returns_deleted: bool,
+    /// Fields that field selectors may name besides the metadata ones.
+    pub fields: &'static [&'static str],
+}
+
+/// A subresource.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sub {
+    /// The observed state, written by controllers and agents.
+    Status,
+    /// `autoscaling/v1` Scale.
+    Scale,
+    /// Pods: assignment to a node.
+    Binding,
+    /// Pods: deletion that respects disruption budgets.
+    Eviction,
+    /// Namespaces: removal of spec finalizers.
+    Finalize,
+    /// Service accounts: TokenRequest.
+    Token,
+}
+
+impl Sub {
+    /// The name in paths.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Sub::Status => "status",
+            Sub::Scale => "scale",
+            Sub::Binding => "binding",
+            Sub::Eviction => "eviction",
+            Sub::Finalize => "finalize",
+            Sub::Token => "token",
+        }
+    }
+}
+
+const NONE: Resource = Resource {
+    group: "",
+    version: "v1",
+    plural: "",
+    singular: "",
+    kind: "",
+    namespaced: true,
+    short: &[],
+    categories: &[],
+    subresources: &[],
+    generation: false,
+    create_on_update: false,
+    needs_version: false,
+    returns_deleted: false,
+    fields: &[],
+};
+
+/// All stored kinds, in discovery order.
+pub static RESOURCES: &[Resource] = &[
+    Resource { plural: "configmaps", singular: "configmap", kind: "ConfigMap", short: &["cm"], ..NONE },
+    Resource { plural: "endpoints", singular: "endpoints", kind: "Endpoints", short: &["ep"], create_on_update: true, ..NONE },
+    Resource {
+        plural: "events",
+        singular: "event",
+        kind: "Event",
+        short: &["ev"],
+        create_on_update: true,
+        fields: &[
+            "involvedObject.kind", "involvedObject.namespace", "involvedObject.name", "involvedObject.uid",
+            "involvedObject.apiVersion", "involvedObject.resourceVersion", "involvedObject.fieldPath",
+            "reason", "reportingComponent", "source", "type",
+        ],
+        ..NONE
+    },
+    Resource {
+        plural: "namespaces",
+        singular: "namespace",
+        kind: "Namespace",
+        namespaced: false,
+        short: &["ns"],
+        subresources: &[Sub::Status, Sub::Finalize],
+        returns_deleted: true,
+        fields: &["status.phase"],
+        ..NONE
+    },
+    Resource {
+        plural: "nodes",
+        singular: "node",
+        kind: "Node",
+        namespaced: false,
+        short: &["no"],
+        subresources: &[Sub::Status],
+        fields: &["spec.unschedulable"],
+        ..NONE
+    },
+    Resource {
+        plural: "pods",
+        singular: "pod",
+        kind: "Pod",
+        short: &["po"],
+        categories: &["all"],
+        subresources: &[Sub::Status, Sub::Binding, Sub::Eviction],
+        generation: true,
+        returns_deleted: true,
+        fields: &[
+            "spec.nodeName", "spec.restartPolicy", "spec.schedulerName", "spec.serviceAccountName",
+            "spec.hostNetwork", "status.phase", "status.podIP", "status.nominatedNodeName",
+        ],
+        ..NONE
+    },
+    Resource { plural: "secrets", singular: "secret", kind: "Secret", fields: &["type"], ..NONE },
+    Resource {
+        plural: "serviceaccounts",
+        singular: "serviceaccount",
+        kind: "ServiceAccount",
+        short: &["sa"],
+        subresources: &[Sub::Token],
+        returns_deleted: true,
+        ..NONE
+    },
+    Resource {
+        plural: "services",
+        singular: "service",
+        kind: "Service",
+        short: &["svc"],
+        categories: &["all"],
+        subresources: &[Sub::Status],
+        create_on_update: true,
+        returns_deleted: true,
+        fields: &["spec.clusterIP", "spec.type"],
+        ..NONE
+    },
+    Resource {
+        group: "apps",
+        plural: "deployments",
+        singular: "deployment",
+        kind: "Deployment",
+        short: &["deploy"],
+        categories: &["all"],
+        subresources: &[Sub::Status, Sub::Scale],
+        generation: true,
+        ..NONE
+    },
+    Resource {
+        group: "apps",
+        plural: "replicasets",
+        singular: "replicaset",
+        kind: "ReplicaSet",
+        short: &["rs"],
+        categories: &["all"],
+        subresources: &[Sub::Status, Sub::Scale],
+        generation: true,
+        ..NONE
+    },
+    Resource {
+        group: "coordination.k8s.io",
+        plural: "leases",
+        singular: "lease",
+        kind: "Lease",
+        create_on_update: true,
+        needs_version: true,
+        ..NONE
+    },
+    Resource {
+        group: "discovery.k8s.io",
+        plural: "endpointslices",
+        singular: "endpointslice",
+        kind: "EndpointSlice",
+        ..NONE
+    },
+];
+
+/// Kinds that are answered but never stored: group, plural, kind, namespaced.
+pub static REVIEWS: &[(&str, &str, &str)] = &[
+    ("authentication.k8s.io", "tokenreviews", "TokenReview"),
+    ("authentication.k8s.io", "selfsubjectreviews", "SelfSubjectReview"),
+    ("authorization.k8s.io", "selfsubjectaccessreviews", "SelfSubjectAccessReview"),
+    ("authorization.k8s.io", "subjectaccessreviews", "SubjectAccessReview"),
+];
+
+impl Resource {
+    /// Finds a kind by its place in a path.
+    #[must_use]
+    pub fn find(group: &str, version: &str, plural: &str) -> Option<&'static Resource> {
+        RESOURCES.iter().find(|r| r.group == group && r.version == version && r.plural == plural)
+    }
+
+    /// Finds a kind by its kind, whatever the group.
+    #[must_use]
+    pub fn of_kind(kind: &str) -> Option<&'static Resource> {
+        RESOURCES.iter().find(|r| r.kind == kind)
+    }
+
+    /// `v1` or `apps/v1`.
+    #[must_use]
+    pub fn api_version(&self) -> String {
+        if self.group.is_empty() { self.version.into() } else { format!("{}/{}", self.group, self.version) }
+    }
+
+    /// The store prefix of all its objects, or of those in one namespace.
+    #[must_use]
+    pub fn prefix(&self, namespace: Option<&str>) -> String {
+        match namespace {
+            Some(namespace) if self.namespaced => format!("{}/{namespace}/", self.plural),
+            _ => format!("{}/", self.plural),
+        }
+    }
+
+    /// The store key of one object.
+    #[must_use]
+    pub fn key(&self, namespace: Option<&str>, name: &str) -> String {
+        format!("{}{name}", self.prefix(namespace))
+    }
+
+    /// Whether it has `sub`.
+    #[must_use]
+    pub fn has(&self, sub: Sub) -> bool {
+        self.subresources.contains(&sub)
+    }
+
+    /// The standard verbs it answers.
+    #[must_use]
+    pub fn verbs(&self) -> Vec<&'static str> {
+        let mut verbs = vec!["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"];
+        if self.kind == "Namespace" {
+            verbs.retain(|v| *v != "deletecollection");
+        }
+        verbs
+    }
+}

@@ -1,0 +1,155 @@
+//! From a method, path and query to what the request is about. Pure.
+
+use std::collections::HashMap;
+
+use super::error::ApiError;
+use super::resources::{REVIEWS, Resource, Sub};
+
+/// The query parameters, decoded; the last of repeated ones counts.
+#[derive(Debug, Default, Clone)]
+pub struct Query(HashMap<String, String>);
+
+impl Query {
+    /// Decodes `a=b&c=d`.
+    #[must_use]
+    pub fn parse(text: &str) -> Query {
+        let pairs = text.split('&').filter(|p| !p.is_empty()).map(|pair| {
+            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+            (decode(key), decode(value))
+        });
+        Query(pairs.collect())
+    }
+
+    /// A parameter that is present and not empty.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<&str> {
+        self.0.get(key).map(String::as_str).filter(|v| !v.is_empty())
+    }
+
+    /// A boolean as Go parses it; present without a value counts as true.
+    #[must_use]
+    pub fn flag(&self, key: &str) -> bool {
+        matches!(self.0.get(key).map(String::as_str), Some("1" | "t" | "T" | "true" | "TRUE" | "True" | ""))
+    }
+}
+
+fn decode(text: &str) -> String {
+    let mut out = Vec::with_capacity(text.len());
+    let bytes = text.as_bytes();
+    let mut i = 0;
+    while i < bytes.len() {
+        match bytes[i] {
+            b'+' => out.push(b' '),
+            b'%' => {
+                let hex = text.get(i + 1..i + 3).and_then(|h| u8::from_str_radix(h, 16).ok());
+                match hex {
+                    Some(byte) => {
+                        out.push(byte);
+                        i += 2;
+                    }
+                    None => out.push(b'%'),
+                }
+            }
+            byte => out.push(byte),
+        }
+        i += 1;
+    }
+    String::from_utf8_lossy(&out).into_owned()
+}
+
+/// What a request is about.
+#[derive(Debug)]
+pub enum Target {
+    /// Objects of a stored kind.
+    Objects {
+        /// The kind.
+        resource: &'static Resource,
+        /// The namespace, absent for cluster-wide kinds and lists over all namespaces.
+        namespace: Option<String>,
+        /// The object's name, absent for collections.
+        name: Option<String>,
+        /// The subresource.
+        sub: Option<Sub>,
+    },
+    /// A review that is answered and not stored: its kind.
+    Review(&'static str),
+    /// Anything else: discovery, health, version. The path without a trailing slash.
+    Other(String),
+}
+
+/// Parses a path.
+pub fn target(path: &str) -> Result<Target, ApiError> {
+    let trimmed = path.trim_end_matches('/');
+    let segments: Vec<String> = trimmed.split('/').skip(1).map(decode).collect();
+    let segments: Vec<&str> = segments.iter().map(String::as_str).collect();
+    let (group, version, rest) = match segments.as_slice() {
+        ["api", version, rest @ ..] if !rest.is_empty() => ("", *version, rest),
+        ["apis", group, version, rest @ ..] if !rest.is_empty() => (*group, *version, rest),
+        _ => return Ok(Target::Other(trimmed.to_owned())),
+    };
+    if let [plural] = rest
+        && let Some((_, _, kind)) = REVIEWS.iter().find(|(g, p, _)| *g == group && p == plural)
+    {
+        return Ok(Target::Review(kind));
+    }
+    let (namespace, rest) = match rest {
+        // `namespaces/x/status` and `/finalize` are subresources of the namespace itself.
+        ["namespaces", _] | ["namespaces", _, "status" | "finalize"] if group.is_empty() => (None, rest),
+        ["namespaces", namespace, rest @ ..] if !rest.is_empty() => (Some((*namespace).to_owned()), rest),
+        rest => (None, rest),
+    };
+    let resource = Resource::find(group, version, rest[0]).ok_or_else(ApiError::no_such_resource)?;
+    if namespace.is_some() && !resource.namespaced {
+        return Err(ApiError::no_such_resource());
+    }
+    let (name, sub) = match &rest[1..] {
+        [] => (None, None),
+        [name] => (Some((*name).to_owned()), None),
+        [name, sub] => {
+            let sub = resource.subresources.iter().find(|s| s.name() == *sub).ok_or_else(ApiError::no_such_resource)?;
+            (Some((*name).to_owned()), Some(*sub))
+        }
+        _ => return Err(ApiError::no_such_resource()),
+    };
+    if name.is_some() && resource.namespaced && namespace.is_none() {
+        return Err(ApiError::no_such_resource());
+    }
+    Ok(Target::Objects { resource, namespace, name, sub })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_understood() {
+        let shape = |path: &str| match target(path) {
+            Ok(Target::Objects { resource, namespace, name, sub }) => {
+                format!("{} {namespace:?} {name:?} {:?}", resource.plural, sub.map(Sub::name))
+            }
+            Ok(Target::Review(kind)) => format!("review {kind}"),
+            Ok(Target::Other(path)) => format!("other {path}"),
+            Err(error) => error.code.to_string(),
+        };
+        let cases = [
+            ("/api/v1/pods", "pods None None None"),
+            ("/api/v1/namespaces/a/pods/p/status", "pods Some(\"a\") Some(\"p\") Some(\"status\")"),
+            ("/api/v1/namespaces/a", "namespaces None Some(\"a\") None"),
+            ("/api/v1/namespaces/a/finalize", "namespaces None Some(\"a\") Some(\"finalize\")"),
+            ("/apis/apps/v1/namespaces/a/deployments/d/scale", "deployments Some(\"a\") Some(\"d\") Some(\"scale\")"),
+            ("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", "review SelfSubjectAccessReview"),
+            ("/api/v1", "other /api/v1"),
+            ("/version/", "other /version"),
+            ("/api/v1/widgets", "404"),
+            ("/api/v1/namespaces/a/nodes", "404"),
+            ("/api/v1/pods/p", "404"),
+            ("/api/v1/namespaces/a/pods/p/frob", "404"),
+        ];
+        for (path, expected) in cases {
+            assert_eq!(shape(path), expected, "{path}");
+        }
+        let query = Query::parse("labelSelector=a%3Db%2Cc&watch=true&x");
+        assert_eq!(query.get("labelSelector"), Some("a=b,c"));
+        assert!(query.flag("watch") && query.flag("x") && !query.flag("y"));
+    }
+}

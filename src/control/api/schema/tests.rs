@@ -1,0 +1,79 @@
+use super::*;
+use proptest::prelude::*;
+
+fn field(number: u64, bytes: &[u8]) -> Vec<u8> {
+    let mut out = vec![(number << 3 | 2) as u8, bytes.len() as u8];
+    out.extend_from_slice(bytes);
+    out
+}
+
+#[test]
+fn a_deployment_as_kubectl_sends_it_becomes_json() {
+    let container = [field(1, b"web"), field(2, b"img:1"), field(8, b"")].concat();
+    let pod_spec = field(2, &container);
+    let label = [field(1, b"app"), field(2, b"web")].concat();
+    let template = [field(1, &field(11, &label)), field(2, &pod_spec)].concat();
+    let selector = field(1, &label);
+    // replicas: 0 is kept (a pointer), minReadySeconds: 0 is not.
+    let spec = [vec![0x08, 0x00, 0x28, 0x00], field(2, &selector), field(3, &template)].concat();
+    let meta = [field(1, b"web"), field(2, b""), field(8, b"")].concat();
+    let object = [field(1, &meta), field(2, &spec), field(3, b"")].concat();
+    let type_meta = [field(1, b"apps/v1"), field(2, b"Deployment")].concat();
+    let mut raw = b"k8s\0".to_vec();
+    raw.extend(field(1, &type_meta));
+    raw.extend(field(2, &object));
+    assert_eq!(
+        decode(&raw).expect("decodes"),
+        json!({
+            "apiVersion": "apps/v1", "kind": "Deployment",
+            "metadata": {"name": "web"},
+            "spec": {
+                "replicas": 0,
+                "selector": {"matchLabels": {"app": "web"}},
+                "template": {
+                    "metadata": {"labels": {"app": "web"}},
+                    "spec": {"containers": [{"name": "web", "image": "img:1", "resources": {}}]},
+                },
+            },
+            "status": {},
+        })
+    );
+}
+
+#[test]
+fn the_schema_file_refers_only_to_messages_it_has() {
+    let special = [
+        "string", "bytes", "bool", "int32", "int64", "double", "meta.v1.Time", "meta.v1.MicroTime",
+        "meta.v1.Duration", "resource.Quantity", "intstr.IntOrString", "meta.v1.FieldsV1", "runtime.RawExtension",
+    ];
+    for (message, fields) in MESSAGES.iter() {
+        for field in fields {
+            assert!(special.contains(&field.kind) || MESSAGES.contains_key(field.kind), "{message}: {}", field.kind);
+        }
+    }
+}
+
+#[test]
+fn unknown_and_mistyped_fields_are_named() {
+    let pod = json!({
+        "metadata": {"name": "a", "labels": {"n": 1}},
+        "spec": {"nosuch": 1, "containers": [{"name": "c", "livenessProbe": {"httpGet": {"port": 80}}, "imge": "x"}],
+                 "volumes": [{"name": "v", "configMap": {"name": "cm"}}]},
+    });
+    let found = check("v1", "Pod", &pod);
+    assert_eq!(found.unknown, ["spec.containers[0].imge", "spec.nosuch"]);
+    assert_eq!(found.mistyped, Some(("metadata.labels.n".into(), "number", "string")));
+}
+
+proptest! {
+    #[test]
+    fn no_bytes_make_the_decoder_fail_badly(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        let type_meta = [field(1, b"v1"), field(2, b"Pod")].concat();
+        let mut raw = b"k8s\0".to_vec();
+        raw.extend(field(1, &type_meta));
+        raw.push(0x12);
+        raw.extend([(bytes.len() & 0x7f) as u8 | 0x80, (bytes.len() >> 7) as u8]);
+        raw.extend(bytes);
+        let _ = decode(&raw);
+    }
+}

@@ -1,0 +1,208 @@
+//! Label and field selectors: their grammar and what they match.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+use super::error::ApiError;
+use super::resources::Resource;
+use crate::control::store::Attrs;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Need {
+    In(Vec<String>),
+    NotIn(Vec<String>),
+    Exists,
+    Missing,
+    Greater(i64),
+    Less(i64),
+}
+
+/// What a list, watch or controller asks for. The default matches everything.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Selector {
+    labels: Vec<(String, Need)>,
+    fields: Vec<(String, bool, String)>,
+}
+
+impl Selector {
+    /// Parses the `labelSelector` and `fieldSelector` query parameters.
+    pub fn parse(resource: &Resource, labels: Option<&str>, fields: Option<&str>) -> Result<Selector, ApiError> {
+        let mut selector = Selector::default();
+        for requirement in split_outside_parentheses(labels.unwrap_or_default()) {
+            let parsed = requirement_of(&requirement)
+                .ok_or_else(|| ApiError::bad_request(format!("unable to parse requirement: {requirement:?}: expected k, !k, k=v, k!=v, k in (a,b) or k notin (a,b)")))?;
+            selector.labels.push(parsed);
+        }
+        for term in fields.unwrap_or_default().split(',').filter(|t| !t.is_empty()) {
+            let (field, equal, value) = if let Some((f, v)) = term.split_once("!=") {
+                (f, false, v)
+            } else if let Some((f, v)) = term.split_once("==") {
+                (f, true, v)
+            } else if let Some((f, v)) = term.split_once('=') {
+                (f, true, v)
+            } else {
+                return Err(ApiError::bad_request(format!("invalid selector: {term:?}: expected field=value")));
+            };
+            let field = match (resource.kind, field) {
+                ("Pod", "spec.host") => "spec.nodeName",
+                _ => field,
+            };
+            let known = field == "metadata.name"
+                || (field == "metadata.namespace" && resource.namespaced)
+                || resource.fields.contains(&field);
+            if !known {
+                return Err(ApiError::bad_request(format!("field label not supported: {field}")));
+            }
+            selector.fields.push((field.into(), equal, value.replace('\\', "")));
+        }
+        Ok(selector)
+    }
+
+    /// A `LabelSelector` object (`matchLabels`, `matchExpressions`). Absent or empty matches nothing
+    /// here, as workload controllers want it.
+    #[must_use]
+    pub fn of_object(selector: &Value) -> Option<Selector> {
+        let mut result = Selector::default();
+        if let Some(labels) = selector.get("matchLabels").and_then(Value::as_object) {
+            for (key, value) in labels {
+                result.labels.push((key.clone(), Need::In(vec![value.as_str().unwrap_or_default().into()])));
+            }
+        }
+        for expression in selector.get("matchExpressions").and_then(Value::as_array).into_iter().flatten() {
+            let key = expression["key"].as_str()?.to_owned();
+            let values = expression["values"].as_array().into_iter().flatten();
+            let values: Vec<String> = values.filter_map(|v| v.as_str().map(Into::into)).collect();
+            let need = match expression["operator"].as_str()? {
+                "In" => Need::In(values),
+                "NotIn" => Need::NotIn(values),
+                "Exists" => Need::Exists,
+                "DoesNotExist" => Need::Missing,
+                _ => return None,
+            };
+            result.labels.push((key, need));
+        }
+        (!result.labels.is_empty()).then_some(result)
+    }
+
+    /// Whether it matches everything.
+    #[must_use]
+    pub fn is_everything(&self) -> bool {
+        self.labels.is_empty() && self.fields.is_empty()
+    }
+
+    /// The name that a `metadata.name=` term fixes.
+    #[must_use]
+    pub fn fixed_name(&self) -> Option<&str> {
+        self.fields.iter().find(|(f, equal, _)| *equal && f == "metadata.name").map(|(_, _, v)| v.as_str())
+    }
+
+    /// Whether an object with these attributes matches.
+    #[must_use]
+    pub fn matches(&self, attrs: &Attrs) -> bool {
+        self.matches_labels(&attrs.labels)
+            && self.fields.iter().all(|(field, equal, value)| {
+                (attrs.fields.get(field).map_or("", String::as_str) == value) == *equal
+            })
+    }
+
+    /// Whether these labels match.
+    #[must_use]
+    pub fn matches_labels(&self, labels: &BTreeMap<String, String>) -> bool {
+        self.labels.iter().all(|(key, need)| {
+            let value = labels.get(key);
+            match need {
+                Need::In(values) => value.is_some_and(|v| values.contains(v)),
+                Need::NotIn(values) => value.is_none_or(|v| !values.contains(v)),
+                Need::Exists => value.is_some(),
+                Need::Missing => value.is_none(),
+                Need::Greater(bound) => value.and_then(|v| v.parse::<i64>().ok()).is_some_and(|v| v > *bound),
+                Need::Less(bound) => value.and_then(|v| v.parse::<i64>().ok()).is_some_and(|v| v < *bound),
+            }
+        })
+    }
+}
+
+fn split_outside_parentheses(text: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    let mut depth = 0;
+    for c in text.chars() {
+        match c {
+            '(' => depth += 1,
+            ')' => depth -= 1,
+            _ => {}
+        }
+        if c == ',' && depth == 0 {
+            parts.push(String::new());
+        } else if let Some(last) = parts.last_mut() {
+            last.push(c);
+        }
+    }
+    parts.into_iter().map(|p| p.trim().to_owned()).filter(|p| !p.is_empty()).collect()
+}
+
+fn requirement_of(text: &str) -> Option<(String, Need)> {
+    let key_ok = |key: &str| {
+        !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || "-_./".contains(c))
+    };
+    if let Some(key) = text.strip_prefix('!') {
+        let key = key.trim();
+        return key_ok(key).then(|| (key.to_owned(), Need::Missing));
+    }
+    let (key, need) = if let Some((key, value)) = text.split_once("!=") {
+        (key, Need::NotIn(vec![value.trim().into()]))
+    } else if let Some((key, value)) = text.split_once("==").or_else(|| text.split_once('=')) {
+        (key, Need::In(vec![value.trim().into()]))
+    } else if let Some((key, value)) = text.split_once('>') {
+        (key, Need::Greater(value.trim().parse().ok()?))
+    } else if let Some((key, value)) = text.split_once('<') {
+        (key, Need::Less(value.trim().parse().ok()?))
+    } else if let Some((head, values)) = text.split_once('(') {
+        let values = values.strip_suffix(')')?;
+        let values: Vec<String> = values.split(',').map(|v| v.trim().to_owned()).collect();
+        let head = head.trim();
+        if let Some(key) = head.strip_suffix(" notin") {
+            (key, Need::NotIn(values))
+        } else {
+            (head.strip_suffix(" in")?, Need::In(values))
+        }
+    } else {
+        (text, Need::Exists)
+    };
+    let key = key.trim();
+    key_ok(key).then(|| (key.to_owned(), need))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn labels(pairs: &[(&str, &str)]) -> Attrs {
+        let labels = pairs.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect();
+        Attrs { labels, ..Attrs::default() }
+    }
+
+    #[test]
+    fn label_selectors_match_as_the_grammar_says() {
+        let pods = Resource::find("", "v1", "pods").expect("pods");
+        let cases: &[(&str, &[(&str, &str)], bool)] = &[
+            ("", &[], true),
+            ("a=1", &[("a", "1")], true),
+            ("a==1", &[("a", "2")], false),
+            ("a!=1", &[], true),
+            ("a in (1, 2),b", &[("a", "2"), ("b", "")], true),
+            ("a notin (1,2)", &[("a", "2")], false),
+            ("!a", &[("a", "")], false),
+            ("n>5", &[("n", "6")], true),
+            ("n<5", &[("n", "x")], false),
+        ];
+        for (text, have, expected) in cases {
+            let selector = Selector::parse(pods, Some(text), None).expect(text);
+            assert_eq!(selector.matches(&labels(have)), *expected, "{text}");
+        }
+        for bad in ["a in 1", "a b", "=x", "n>five"] {
+            assert_eq!(Selector::parse(pods, Some(bad), None).expect_err(bad).code, 400, "{bad}");
+        }
+        assert!(Selector::parse(pods, None, Some("spec.foo=1")).is_err());
+    }
+}

@@ -1,0 +1,205 @@
+//! Subresources with rules of their own, and reviews (control-plane spec, 3.9 and 5.4).
+
+use serde_json::{Value, json};
+
+use super::auth::{self, User};
+use super::error::{ApiError, FieldError};
+use super::object::{at, deleting, list, meta, text};
+use super::read::render;
+use super::resources::Resource;
+use super::route::Query;
+use super::token::{ISSUER, Subject};
+use super::write::{Options, Written};
+use super::{Api, object, patch};
+
+fn success(code: u16) -> Written {
+    let body = render(&json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": code}));
+    Written { code, body, warnings: vec![] }
+}
+
+impl Api {
+    /// POST `pods/<name>/binding`: the scheduler's decision.
+    pub(super) async fn bind(&self, namespace: &str, name: &str, binding: &Value) -> Result<Written, ApiError> {
+        let pods = Resource::of_kind("Pod").ok_or_else(ApiError::no_such_resource)?;
+        let node = text(binding, &["target", "name"]).filter(|n| !n.is_empty());
+        let node = node.ok_or_else(|| ApiError::invalid("Binding", "", name, &[FieldError::required("target.name", "")]))?;
+        let refuse = |why: String| ApiError::conflict("", "pods/binding", name, &why);
+        for _ in 0..super::write::RETRIES {
+            let (record, old) = self.fetch(pods, Some(namespace), name)?;
+            if let Some(uid) = text(binding, &["metadata", "uid"]).filter(|uid| !uid.is_empty() && *uid != object::uid(&old)) {
+                return Err(refuse(format!("Precondition failed: UID in precondition: {uid}, UID in object meta: {}", object::uid(&old))));
+            }
+            if deleting(&old) {
+                return Err(refuse(format!("pod {name} is being deleted, cannot be assigned to a host")));
+            }
+            if let Some(taken) = text(&old, &["spec", "nodeName"]).filter(|n| !n.is_empty()) {
+                return Err(refuse(format!("pod {name} is already assigned to node {taken:?}")));
+            }
+            match self.replace(pods, Some(namespace), name, record.revision, bound(old, node)).await {
+                Ok(()) => return Ok(success(201)),
+                Err(error) if error.code == 409 => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Err(ApiError::modified("", "pods/binding", name))
+    }
+
+    /// POST `pods/<name>/eviction`: without disruption budgets this is a deletion.
+    pub(super) async fn evict(&self, namespace: &str, name: &str, eviction: &Value) -> Result<Written, ApiError> {
+        let pods = Resource::of_kind("Pod").ok_or_else(ApiError::no_such_resource)?;
+        self.delete(pods, Some(namespace), name, &Query::default(), &eviction["deleteOptions"]).await?;
+        Ok(success(201))
+    }
+
+    /// `autoscaling/v1` Scale of a workload.
+    pub(super) fn scale(&self, resource: &'static Resource, namespace: &str, name: &str) -> Result<Value, ApiError> {
+        let (_, object) = self.fetch(resource, Some(namespace), name)?;
+        Ok(scale_of(&object))
+    }
+
+    /// PUT or PATCH of a Scale: only the replicas change.
+    pub(super) async fn set_scale(&self, resource: &'static Resource, namespace: &str, name: &str, body: &Value, format: Option<patch::Format>, options: &Options) -> Result<Written, ApiError> {
+        let written = self
+            .change(resource, Some(namespace), name, None, options, vec![], |old| {
+                let scale = match format {
+                    Some(format) => patch::apply(format, &scale_of(old), body)?,
+                    None => body.clone(),
+                };
+                let replicas = at(&scale, &["spec", "replicas"]).map_or(Some(0), Value::as_i64).filter(|r| *r >= 0);
+                let replicas = replicas.ok_or_else(|| {
+                    let error = FieldError::invalid("spec.replicas", &scale["spec"]["replicas"], "must be greater than or equal to 0");
+                    ApiError::invalid("Scale", "autoscaling", name, &[error])
+                })?;
+                let mut new = old.clone();
+                new["spec"]["replicas"] = replicas.into();
+                // A version in the body is a precondition; none means any.
+                let named = body["metadata"].get("resourceVersion").cloned();
+                match named {
+                    Some(version) => meta(&mut new).insert("resourceVersion".into(), version),
+                    None => meta(&mut new).remove("resourceVersion"),
+                };
+                Ok(new)
+            })
+            .await?;
+        let object: Value = serde_json::from_slice(&written.body).map_err(ApiError::internal)?;
+        Ok(Written { body: render(&scale_of(&object)), ..written })
+    }
+
+    /// POST `serviceaccounts/<name>/token`.
+    pub(super) fn issue_token(&self, namespace: &str, account: &str, request: &Value) -> Result<Written, ApiError> {
+        let accounts = Resource::of_kind("ServiceAccount").ok_or_else(ApiError::no_such_resource)?;
+        let (_, found) = self.fetch(accounts, Some(namespace), account)?;
+        let seconds = at(request, &["spec", "expirationSeconds"]).and_then(Value::as_i64).unwrap_or(3600);
+        if seconds < 600 {
+            let error = FieldError::invalid("spec.expirationSeconds", &seconds.into(), "may not specify a duration less than 10 minutes");
+            return Err(ApiError::invalid("TokenRequest", "authentication.k8s.io", account, &[error]));
+        }
+        let mut audiences: Vec<String> = list(request, &["spec", "audiences"]).iter().filter_map(|a| a.as_str().map(Into::into)).collect();
+        if audiences.is_empty() {
+            audiences.push(ISSUER.into());
+        }
+        let bound = at(request, &["spec", "boundObjectRef"]);
+        let pod = match bound {
+            None => None,
+            Some(bound) if text(bound, &["kind"]) == Some("Pod") => {
+                let pods = Resource::of_kind("Pod").ok_or_else(ApiError::no_such_resource)?;
+                let name = text(bound, &["name"]).unwrap_or_default();
+                let (_, pod) = self.fetch(pods, Some(namespace), name)?;
+                if text(&pod, &["spec", "serviceAccountName"]) != Some(account) {
+                    return Err(ApiError::bad_request(format!("cannot bind token for serviceaccount {account:?} to pod running with different serviceaccount name.")));
+                }
+                if let Some(uid) = text(bound, &["uid"]).filter(|uid| *uid != object::uid(&pod)) {
+                    let why = format!("the UID in the bound object reference ({uid}) does not match the UID in record. The object might have been deleted and then recreated");
+                    return Err(ApiError::conflict("", "Pod", name, &why));
+                }
+                Some((name.to_owned(), object::uid(&pod).to_owned()))
+            }
+            Some(bound) => {
+                let error = FieldError::unsupported("spec.boundObjectRef.kind", text(bound, &["kind"]).unwrap_or_default(), &["Pod"]);
+                return Err(ApiError::invalid("TokenRequest", "authentication.k8s.io", account, &[error]));
+            }
+        };
+        let subject = Subject {
+            namespace,
+            account,
+            uid: object::uid(&found),
+            pod: pod.as_ref().map(|(name, uid)| (name.as_str(), uid.as_str())),
+            audiences: audiences.clone(),
+            seconds,
+        };
+        let (token, expires) = self.tokens.issue(&subject, jiff::Timestamp::now().as_second()).map_err(ApiError::internal)?;
+        let expires = jiff::Timestamp::from_second(expires).map_err(ApiError::internal)?;
+        let mut answer = json!({
+            "kind": "TokenRequest", "apiVersion": "authentication.k8s.io/v1",
+            "metadata": {"name": account, "namespace": namespace, "creationTimestamp": object::now()},
+            "spec": {"audiences": audiences, "expirationSeconds": seconds},
+            "status": {"token": token, "expirationTimestamp": object::stamp(expires)},
+        });
+        if let Some(bound) = bound {
+            answer["spec"]["boundObjectRef"] = bound.clone();
+        }
+        Ok(Written { code: 201, body: render(&answer), warnings: vec![] })
+    }
+
+    /// POST of a review.
+    pub(super) fn review(&self, kind: &str, user: &User, request: &Value) -> Result<Written, ApiError> {
+        let group = if kind.ends_with("AccessReview") { "authorization.k8s.io/v1" } else { "authentication.k8s.io/v1" };
+        let mut answer = json!({"kind": kind, "apiVersion": group, "metadata": {}, "spec": request["spec"]});
+        answer["status"] = match kind {
+            "SelfSubjectReview" => json!({"userInfo": user.info()}),
+            "TokenReview" => match auth::of_token(text(request, &["spec", "token"]).unwrap_or_default(), &self.tokens, &self.store) {
+                Some(user) => json!({"authenticated": true, "user": user.info(), "audiences": [ISSUER]}),
+                None => json!({"user": {}, "error": "invalid bearer token"}),
+            },
+            _ => {
+                let about = if kind == "SelfSubjectAccessReview" {
+                    user.clone()
+                } else {
+                    let groups = list(request, &["spec", "groups"]).iter().filter_map(|g| g.as_str().map(Into::into)).collect();
+                    User { name: text(request, &["spec", "user"]).unwrap_or_default().into(), uid: String::new(), groups }
+                };
+                json!({"allowed": access(&about, &request["spec"])})
+            }
+        };
+        Ok(Written { code: 201, body: render(&answer), warnings: vec![] })
+    }
+}
+
+fn access(user: &User, spec: &Value) -> bool {
+    if let Some(path) = text(spec, &["nonResourceAttributes", "path"]) {
+        return text(spec, &["nonResourceAttributes", "verb"]) == Some("get") && auth::may_get(user, path);
+    }
+    let get = |key: &str| text(spec, &["resourceAttributes", key]).unwrap_or_default();
+    let ask = auth::Ask { verb: get("verb"), group: get("group"), resource: get("resource"), sub: get("subresource"), namespace: get("namespace"), name: get("name") };
+    auth::may(user, &ask)
+}
+
+/// The pod as it is once `node` has been chosen.
+fn bound(mut pod: Value, node: &str) -> Value {
+    pod["spec"]["nodeName"] = node.into();
+    let status = object::entry(&mut pod, "status");
+    status.remove("nominatedNodeName");
+    let conditions = status.entry("conditions").or_insert_with(|| json!([]));
+    if let Some(conditions) = conditions.as_array_mut() {
+        conditions.retain(|c| c["type"] != "PodScheduled");
+        conditions.push(json!({"type": "PodScheduled", "status": "True", "lastProbeTime": null, "lastTransitionTime": object::now()}));
+    }
+    pod
+}
+
+fn scale_of(object: &Value) -> Value {
+    let selector: Vec<String> = at(object, &["spec", "selector", "matchLabels"])
+        .and_then(Value::as_object)
+        .into_iter()
+        .flatten()
+        .map(|(k, v)| format!("{k}={}", v.as_str().unwrap_or_default()))
+        .collect();
+    let metadata = &object["metadata"];
+    json!({
+        "kind": "Scale", "apiVersion": "autoscaling/v1",
+        "metadata": {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"],
+                     "resourceVersion": metadata["resourceVersion"], "creationTimestamp": metadata["creationTimestamp"]},
+        "spec": {"replicas": object["spec"]["replicas"]},
+        "status": {"replicas": object["status"]["replicas"].as_i64().unwrap_or(0), "selector": selector.join(",")},
+    })
+}

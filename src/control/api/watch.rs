@@ -1,0 +1,186 @@
+//! WATCH: streaming lists, bookmarks, selectors over time (control-plane spec, 3.4).
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+
+use super::error::ApiError;
+use super::read::{View, list_options, render, table_of, version};
+use super::resources::Resource;
+use super::route::Query;
+use super::selector::Selector;
+use super::{Api, table};
+use crate::control::store::{Bytes, Change, Event, Record};
+
+/// How often a watcher that asked for bookmarks gets one.
+const BOOKMARK: Duration = Duration::from_secs(60);
+/// How long a watch lasts when the client does not say.
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(2700);
+
+struct Watch {
+    resource: &'static Resource,
+    prefix: String,
+    selector: Selector,
+    view: View,
+    bookmarks: bool,
+    /// Changes up to here have been sent.
+    position: u64,
+    /// Column definitions go with the first event only.
+    columns_sent: bool,
+    out: mpsc::Sender<Bytes>,
+}
+
+impl Api {
+    /// Starts a watch; its lines arrive on the returned channel until it ends.
+    pub(super) fn watch(
+        &self,
+        resource: &'static Resource,
+        namespace: Option<&str>,
+        query: &Query,
+        view: View,
+    ) -> Result<mpsc::Receiver<Bytes>, ApiError> {
+        let selector = Selector::parse(resource, query.get("labelSelector"), query.get("fieldSelector"))?;
+        let asked = version(query)?;
+        let initial = query.get("sendInitialEvents").map(|_| query.flag("sendInitialEvents"));
+        let matching = query.get("resourceVersionMatch");
+        match (initial, matching) {
+            (Some(_), Some("NotOlderThan")) => {}
+            (Some(_), _) => return Err(list_options("resourceVersionMatch", "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan")),
+            (None, Some(_)) => return Err(list_options("resourceVersionMatch", "resourceVersionMatch is forbidden for watch unless sendInitialEvents is provided")),
+            (None, None) => {}
+        }
+        let state_first = initial.unwrap_or(matches!(asked, None | Some(0)));
+        let seconds = query.get("timeoutSeconds").or_else(|| query.get("timeout").map(|t| t.trim_end_matches('s'))).and_then(|s| s.parse().ok());
+        let timeout = seconds.map_or(DEFAULT_TIMEOUT, Duration::from_secs);
+        let (out, lines) = mpsc::channel(64);
+        let watch = Watch {
+            resource,
+            prefix: resource.prefix(namespace),
+            selector,
+            view,
+            bookmarks: query.flag("allowWatchBookmarks"),
+            position: asked.unwrap_or(0),
+            columns_sent: false,
+            out,
+        };
+        let api = self.clone();
+        tokio::spawn(async move {
+            // `None` says that the client went away: nothing is left to do.
+            let _ = watch.run(api, state_first, asked.unwrap_or(0), timeout).await;
+        });
+        Ok(lines)
+    }
+}
+
+impl Watch {
+    async fn run(mut self, api: Api, state_first: bool, at_least: u64, timeout: Duration) -> Option<()> {
+        let deadline = Instant::now() + timeout;
+        let mut head = api.store.head();
+        if state_first {
+            if let Err(error) = api.wait_for(at_least).await {
+                return self.error(&error).await;
+            }
+            let (items, revision) = api.store.list(&self.prefix);
+            self.position = revision;
+            for (_, record) in &items {
+                if self.selector.matches(&record.attrs) {
+                    self.send("ADDED", record).await?;
+                }
+            }
+            if self.bookmarks {
+                self.bookmark(true).await?;
+            }
+        }
+        let mut next_bookmark = Instant::now() + BOOKMARK;
+        loop {
+            let newest = *head.borrow_and_update();
+            if newest > self.position {
+                match api.store.changes(self.position, &self.prefix) {
+                    Ok(events) => {
+                        for event in &events {
+                            self.show(event).await?;
+                            self.position = self.position.max(event.revision);
+                        }
+                        self.position = self.position.max(newest);
+                    }
+                    Err(compacted) => return self.error(&ApiError::expired(compacted.to_string())).await,
+                }
+            }
+            tokio::select! {
+                // Cancel-safe: a missed notification is seen by borrow_and_update above.
+                changed = head.changed() => changed.ok()?,
+                // Cancel-safe: timers and the closing of a channel can be awaited anew.
+                () = tokio::time::sleep_until(next_bookmark.min(deadline)) => {
+                    if Instant::now() >= deadline {
+                        return Some(());
+                    }
+                    next_bookmark += BOOKMARK;
+                    if self.bookmarks {
+                        self.bookmark(false).await?;
+                    }
+                }
+                () = self.out.closed() => return None,
+            }
+        }
+    }
+
+    /// A change as this watcher's selector sees it.
+    async fn show(&mut self, event: &Event) -> Option<()> {
+        let before = event.previous.as_ref().is_some_and(|r| self.selector.matches(&r.attrs));
+        let after = event.change == Change::Put && self.selector.matches(&event.record.attrs);
+        match (before, after) {
+            (false, true) => self.send("ADDED", &event.record).await,
+            (true, true) => self.send("MODIFIED", &event.record).await,
+            (true, false) => self.send("DELETED", &event.record).await,
+            (false, false) => Some(()),
+        }
+    }
+
+    async fn send(&mut self, kind: &str, record: &Record) -> Option<()> {
+        let object = match &self.view {
+            View::Plain => record.value.clone(),
+            view => {
+                let object: Value = serde_json::from_slice(&record.value).ok()?;
+                match view {
+                    View::Table(include) => {
+                        let row = table::row(self.resource, &object, include.as_deref(), jiff::Timestamp::now());
+                        let mut table = table_of(self.resource, json!({"resourceVersion": record.revision.to_string()}), vec![row]);
+                        if std::mem::replace(&mut self.columns_sent, true) {
+                            table["columnDefinitions"] = Value::Null;
+                        }
+                        render(&table)
+                    }
+                    _ => render(&table::partial(&object)),
+                }
+            }
+        };
+        self.line(kind, &object).await
+    }
+
+    async fn bookmark(&mut self, initial: bool) -> Option<()> {
+        let mut metadata = json!({"resourceVersion": self.position.to_string()});
+        if initial {
+            metadata["annotations"] = json!({"k8s.io/initial-events-end": "true"});
+        }
+        let object = match self.view {
+            View::Table(_) => table_of(self.resource, metadata, vec![]),
+            View::Partial => json!({"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": metadata}),
+            View::Plain => json!({"kind": self.resource.kind, "apiVersion": self.resource.api_version(), "metadata": metadata}),
+        };
+        self.line("BOOKMARK", &render(&object)).await
+    }
+
+    async fn error(&mut self, error: &ApiError) -> Option<()> {
+        self.line("ERROR", &render(&error.status())).await
+    }
+
+    async fn line(&mut self, kind: &str, object: &[u8]) -> Option<()> {
+        let mut line = Vec::with_capacity(object.len() + 40);
+        line.extend_from_slice(format!(r#"{{"type":"{kind}","object":"#).as_bytes());
+        line.extend_from_slice(object);
+        line.extend_from_slice(b"}\n");
+        self.out.send(line.into()).await.ok()
+    }
+}

@@ -1,0 +1,545 @@
+//! CREATE, UPDATE, PATCH and DELETE (control-plane spec, 3.3 and 3.5 to 3.8).
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::error::{ApiError, FieldError};
+use super::object::{at, deleting, list, meta, now, text};
+use super::resources::{Resource, Sub};
+use super::route::Query;
+use super::{Api, admit, defaults, object, patch, schema, validate};
+use crate::control::store::{Bytes, Change, Expect, Record, Write, WriteError};
+
+/// How often the server retries a write that lost a race and named no version.
+pub(super) const RETRIES: usize = 16;
+
+/// What `dryRun` and `fieldValidation` ask for.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// Do everything but store.
+    pub dry_run: bool,
+    /// `Ignore`, `Warn` or `Strict`.
+    pub strict: Strictness,
+}
+
+/// What happens to unknown fields.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Strictness {
+    /// They are dropped silently.
+    Ignore,
+    /// They are dropped with a warning.
+    #[default]
+    Warn,
+    /// They are refused.
+    Strict,
+}
+
+impl Options {
+    /// From the query of a write; `kind` is `CreateOptions`, `UpdateOptions`, `PatchOptions` or `DeleteOptions`.
+    pub fn of(query: &Query, kind: &str) -> Result<Options, ApiError> {
+        let refuse = |error| ApiError::invalid(kind, "meta.k8s.io", "", &[error]);
+        let dry_run = match query.get("dryRun") {
+            None => false,
+            Some("All") => true,
+            Some(other) => return Err(refuse(FieldError::unsupported("dryRun", other, &["All"]))),
+        };
+        let strict = match query.get("fieldValidation") {
+            None | Some("Warn") => Strictness::Warn,
+            Some("Strict") => Strictness::Strict,
+            Some("Ignore") => Strictness::Ignore,
+            Some(other) => return Err(refuse(FieldError::unsupported("fieldValidation", other, &["", "Ignore", "Strict", "Warn"]))),
+        };
+        Ok(Options { dry_run, strict })
+    }
+}
+
+/// The outcome of a write.
+pub struct Written {
+    /// The HTTP status.
+    pub code: u16,
+    /// The body.
+    pub body: Bytes,
+    /// Warnings for the client.
+    pub warnings: Vec<String>,
+}
+
+/// Compares a body with its kind's layout: mistyped fields are refused, unknown ones treated as asked.
+pub(super) fn check_fields(resource: &Resource, body: &mut Value, strict: Strictness) -> Result<Vec<String>, ApiError> {
+    let (version, kind) = (resource.api_version(), resource.kind);
+    let findings = schema::check(&version, kind, body);
+    if let Some((path, is, expected)) = findings.mistyped {
+        return Err(ApiError::bad_request(format!(
+            "{kind} in version {:?} cannot be handled as a {kind}: json: cannot unmarshal {is} into Go struct field {kind}.{path} of type {expected}",
+            resource.version
+        )));
+    }
+    if findings.unknown.is_empty() {
+        return Ok(vec![]);
+    }
+    let texts: Vec<String> = findings.unknown.iter().map(|path| format!("unknown field {path:?}")).collect();
+    if strict == Strictness::Strict {
+        return Err(ApiError::bad_request(format!(
+            "{kind} in version {:?} cannot be handled as a {kind}: strict decoding error: {}",
+            resource.version,
+            texts.join(", ")
+        )));
+    }
+    for path in &findings.unknown {
+        remove_path(body, path);
+    }
+    Ok(if strict == Strictness::Warn { texts } else { vec![] })
+}
+
+fn remove_path(value: &mut Value, path: &str) {
+    let pointer: String = path.replace('[', ".").replace(']', "").split('.').map(|p| format!("/{p}")).collect();
+    if let Some((parent, key)) = pointer.rsplit_once('/')
+        && let Some(map) = value.pointer_mut(parent).and_then(Value::as_object_mut)
+    {
+        map.remove(key);
+    }
+}
+
+/// The body must be of the kind and namespace that the path names; what is missing the path supplies.
+pub(super) fn fit_to_path(resource: &Resource, namespace: Option<&str>, body: &mut Value) -> Result<(), ApiError> {
+    if !body.is_object() {
+        return Err(ApiError::bad_request(format!(
+            "the object provided is unrecognized (must be of type {}): couldn't get version/kind; the body is not a JSON object",
+            resource.kind
+        )));
+    }
+    let (version, kind) = (resource.api_version(), resource.kind);
+    let given_kind = text(body, &["kind"]).unwrap_or_default().to_owned();
+    let given_version = text(body, &["apiVersion"]).unwrap_or_default().to_owned();
+    if (!given_kind.is_empty() && given_kind != kind) || (!given_version.is_empty() && given_version != version) {
+        return Err(ApiError::bad_request(format!(
+            "{given_kind} in version {given_version:?} cannot be handled as a {kind}: no kind {given_kind:?} is registered for version {given_version:?} in scheme \"holdfast\""
+        )));
+    }
+    body["apiVersion"] = version.into();
+    body["kind"] = kind.into();
+    if let Some(namespace) = namespace {
+        let meta = meta(body);
+        match meta.get("namespace").and_then(Value::as_str) {
+            Some(own) if !own.is_empty() && own != namespace => {
+                return Err(ApiError::bad_request("the namespace of the provided object does not match the namespace sent on the request"));
+            }
+            _ => meta.insert("namespace".into(), namespace.into()),
+        };
+    }
+    Ok(())
+}
+
+impl Api {
+    /// POST to a collection.
+    pub(super) async fn create(&self, resource: &'static Resource, namespace: Option<&str>, mut body: Value, options: &Options) -> Result<Written, ApiError> {
+        if resource.namespaced && namespace.is_none() {
+            return Err(ApiError::method_not_allowed());
+        }
+        fit_to_path(resource, namespace, &mut body)?;
+        let warnings = check_fields(resource, &mut body, options.strict)?;
+        if !object::text(&body, &["metadata", "resourceVersion"]).unwrap_or_default().is_empty() {
+            return Err(ApiError::new(500, "", "resourceVersion should not be set on objects to be created"));
+        }
+        let generate = text(&body, &["metadata", "generateName"]).unwrap_or_default().to_owned();
+        let fixed_name = !object::name(&body).is_empty();
+        let _allocation = if resource.kind == "Service" { Some(self.services.lock().await) } else { None };
+        for _ in 0..8 {
+            let mut fresh = body.clone();
+            if !fixed_name && !generate.is_empty() {
+                let prefix: String = generate.chars().take(58).collect();
+                meta(&mut fresh).insert("name".into(), format!("{prefix}{}", object::name_suffix()).into());
+            }
+            let name = object::name(&fresh).to_owned();
+            if let Some(namespace) = namespace {
+                admit::namespace(&self.store, resource, namespace, &name)?;
+            }
+            self.prepare_new(resource, namespace, &mut fresh).await?;
+            let errors = validate::object(resource, &fresh);
+            if !errors.is_empty() {
+                return Err(ApiError::invalid(resource.kind, resource.group, &name, &errors));
+            }
+            let key = resource.key(namespace, &name);
+            if options.dry_run {
+                if self.store.get(&key).is_some() {
+                    return Err(ApiError::already_exists(resource.group, resource.plural, &name));
+                }
+                return Ok(Written { code: 201, body: super::read::render(&fresh), warnings });
+            }
+            match self.put(resource, key, Expect::Absent, fresh).await {
+                Ok(record) => return Ok(Written { code: 201, body: record.value, warnings }),
+                Err(WriteError::Conflict(_)) if !fixed_name => {}
+                Err(WriteError::Conflict(found)) => {
+                    let mut error = ApiError::already_exists(resource.group, resource.plural, &name);
+                    let old: Option<Value> = found.and_then(|r| serde_json::from_slice(&r.value).ok());
+                    if old.is_some_and(|o| deleting(&o)) {
+                        error.message = format!("object is being deleted: {}", error.message);
+                    }
+                    return Err(error);
+                }
+                Err(other) => return Err(ApiError::internal(other)),
+            }
+        }
+        Err(ApiError::already_exists(resource.group, resource.plural, &generate))
+    }
+
+    async fn prepare_new(&self, resource: &Resource, namespace: Option<&str>, fresh: &mut Value) -> Result<(), ApiError> {
+        let metadata = meta(fresh);
+        for key in ["uid", "selfLink", "deletionTimestamp", "deletionGracePeriodSeconds", "resourceVersion", "generation", "managedFields"] {
+            metadata.remove(key);
+        }
+        metadata.insert("uid".into(), object::new_uid().into());
+        metadata.insert("creationTimestamp".into(), now().into());
+        if resource.generation {
+            metadata.insert("generation".into(), 1.into());
+        }
+        if resource.has(Sub::Status) && resource.kind != "Node" {
+            fresh.as_object_mut().map(|o| o.remove("status"));
+        }
+        defaults::apply(resource.kind, fresh);
+        match (resource.kind, namespace) {
+            ("Pod", Some(namespace)) => admit::pod(&self.store, namespace, fresh).await?,
+            ("Service", _) => admit::cluster_ip(&self.store, self.service_range, fresh)?,
+            _ => {}
+        }
+        // What admission added is defaulted too.
+        defaults::apply(resource.kind, fresh);
+        Ok(())
+    }
+
+    /// Stores an object; the revision is stamped into it when it is known.
+    async fn put(&self, resource: &Resource, key: String, expect: Expect, mut value: Value) -> Result<Record, WriteError> {
+        let attrs = Arc::new(object::attrs(resource, &value));
+        let render = Box::new(move |revision: u64| {
+            meta(&mut value).insert("resourceVersion".into(), revision.to_string().into());
+            super::read::render(&value)
+        });
+        self.store.write(Write { key, expect, change: Change::Put, render, attrs }).await
+    }
+
+    async fn remove(&self, resource: &Resource, key: String, revision: u64, mut value: Value) -> Result<Record, WriteError> {
+        let attrs = Arc::new(object::attrs(resource, &value));
+        let render = Box::new(move |revision: u64| {
+            meta(&mut value).insert("resourceVersion".into(), revision.to_string().into());
+            super::read::render(&value)
+        });
+        self.store.write(Write { key, expect: Expect::Revision(revision), change: Change::Delete, render, attrs }).await
+    }
+
+    /// PUT of an object or subresource.
+    pub(super) async fn update(&self, resource: &'static Resource, namespace: Option<&str>, name: &str, sub: Option<Sub>, mut body: Value, options: &Options) -> Result<Written, ApiError> {
+        fit_to_path(resource, namespace, &mut body)?;
+        let warnings = check_fields(resource, &mut body, options.strict)?;
+        let own = object::name(&body);
+        if !own.is_empty() && own != name {
+            return Err(ApiError::bad_request(format!("the name of the object ({own}) does not match the name on the URL ({name})")));
+        }
+        meta(&mut body).insert("name".into(), name.into());
+        if sub.is_none() && resource.create_on_update && self.store.get(&resource.key(namespace, name)).is_none() {
+            return Box::pin(self.create(resource, namespace, body, options)).await;
+        }
+        if resource.needs_version && text(&body, &["metadata", "resourceVersion"]).unwrap_or_default().is_empty() {
+            let error = FieldError::invalid("metadata.resourceVersion", &0.into(), "must be specified for an update");
+            return Err(ApiError::invalid(resource.kind, resource.group, name, &[error]));
+        }
+        self.change(resource, namespace, name, sub, options, warnings, |_| Ok(body.clone())).await
+    }
+
+    /// PATCH of an object or subresource.
+    pub(super) async fn patch(&self, resource: &'static Resource, namespace: Option<&str>, name: &str, sub: Option<Sub>, format: patch::Format, patch: &Value, options: &Options) -> Result<Written, ApiError> {
+        let wanted_uid = text(patch, &["metadata", "uid"]).map(str::to_owned);
+        let wanted_version = text(patch, &["metadata", "resourceVersion"]).map(str::to_owned);
+        self.change(resource, namespace, name, sub, options, vec![], |old| {
+            if let Some(uid) = wanted_uid.as_deref().filter(|uid| *uid != object::uid(old)) {
+                return Err(ApiError::conflict(resource.group, resource.plural, name, &format!("Precondition failed: UID in precondition: {uid}, UID in object meta: {}", object::uid(old))));
+            }
+            let mut new = patch::apply(format, old, patch)?;
+            if wanted_version.is_none() {
+                meta(&mut new).remove("resourceVersion");
+            }
+            fit_to_path(resource, namespace, &mut new)?;
+            let unknown = check_fields(resource, &mut new, if options.strict == Strictness::Strict { Strictness::Strict } else { Strictness::Ignore });
+            unknown.map_err(|error| match error.message.split_once("strict decoding error: ") {
+                Some((_, what)) => ApiError::invalid(resource.kind, resource.group, name, &[FieldError::invalid("patch", patch, &format!("strict decoding error: {what}"))]),
+                None => ApiError::invalid(resource.kind, resource.group, name, &[FieldError::invalid("patch", patch, &error.message)]),
+            })?;
+            Ok(new)
+        })
+        .await
+    }
+
+    /// The shared path of all updates: compute the new object from the stored one, restore what may not
+    /// change, check, store; again if another write came first and the caller named no version.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) async fn change(
+        &self,
+        resource: &'static Resource,
+        namespace: Option<&str>,
+        name: &str,
+        sub: Option<Sub>,
+        options: &Options,
+        warnings: Vec<String>,
+        make: impl Fn(&Value) -> Result<Value, ApiError>,
+    ) -> Result<Written, ApiError> {
+        for _ in 0..RETRIES {
+            let (record, old) = self.fetch(resource, namespace, name)?;
+            let mut new = make(&old)?;
+            let named = text(&new, &["metadata", "resourceVersion"]).unwrap_or_default().to_owned();
+            if !named.is_empty() && named != record.revision.to_string() {
+                return Err(ApiError::modified(resource.group, resource.plural, name));
+            }
+            let uid = object::uid(&new);
+            if !uid.is_empty() && uid != object::uid(&old) {
+                return Err(ApiError::conflict(resource.group, resource.plural, name, &format!("Precondition failed: UID in precondition: {uid}, UID in object meta: {}", object::uid(&old))));
+            }
+            merge_unchangeable(resource, sub, &old, &mut new);
+            if sub.is_none() {
+                let mut errors = validate::object(resource, &new);
+                errors.extend(validate::update(resource, &old, &new));
+                if !errors.is_empty() {
+                    return Err(ApiError::invalid(resource.kind, resource.group, name, &errors));
+                }
+            }
+            if new == old || options.dry_run {
+                let body = if new == old { record.value } else { super::read::render(&new) };
+                return Ok(Written { code: 200, body, warnings });
+            }
+            let key = resource.key(namespace, name);
+            let finished = if is_finished(resource, &new) {
+                self.remove(resource, key, record.revision, new).await
+            } else {
+                self.put(resource, key, Expect::Revision(record.revision), new).await
+            };
+            match finished {
+                Ok(record) => return Ok(Written { code: 200, body: record.value, warnings }),
+                Err(WriteError::Conflict(_)) if named.is_empty() => {}
+                Err(WriteError::Conflict(Some(_))) => return Err(ApiError::modified(resource.group, resource.plural, name)),
+                Err(WriteError::Conflict(None)) => return Err(ApiError::not_found(resource.group, resource.plural, name)),
+                Err(other) => return Err(ApiError::internal(other)),
+            }
+        }
+        Err(ApiError::modified(resource.group, resource.plural, name))
+    }
+
+    /// DELETE of one object.
+    pub(super) async fn delete(&self, resource: &'static Resource, namespace: Option<&str>, name: &str, query: &Query, body: &Value) -> Result<Written, ApiError> {
+        let options = delete_options(query, body)?;
+        if resource.kind == "Namespace" && ["default", "kube-system", "kube-public", "kube-node-lease"].contains(&name) {
+            return Err(ApiError::forbidden(format!("namespaces {name:?} is forbidden: this namespace may not be deleted")));
+        }
+        for _ in 0..RETRIES {
+            let (record, old) = self.fetch(resource, namespace, name)?;
+            preconditions(resource, &old, body)?;
+            let mut new = old.clone();
+            let gone = mark_deleted(resource, &mut new, &options);
+            if options.dry_run {
+                return Ok(deleted_answer(resource, gone, &old, record.value));
+            }
+            let key = resource.key(namespace, name);
+            let done = if gone {
+                self.remove(resource, key, record.revision, new).await
+            } else if new == old {
+                Ok(record)
+            } else {
+                self.put(resource, key, Expect::Revision(record.revision), new).await
+            };
+            match done {
+                Ok(record) => return Ok(deleted_answer(resource, gone, &old, record.value)),
+                Err(WriteError::Conflict(_)) => {}
+                Err(other) => return Err(ApiError::internal(other)),
+            }
+        }
+        Err(ApiError::modified(resource.group, resource.plural, name))
+    }
+
+    /// DELETE of a collection: every matching object, with the same options.
+    pub(super) async fn delete_collection(&self, resource: &'static Resource, namespace: Option<&str>, query: &Query, body: &Value) -> Result<Written, ApiError> {
+        if resource.kind == "Namespace" {
+            return Err(ApiError::method_not_allowed());
+        }
+        let list = self.list(resource, namespace, query, &super::read::View::Plain).await?;
+        let parsed: Value = serde_json::from_slice(&list).map_err(ApiError::internal)?;
+        for item in object::list(&parsed, &["items"]) {
+            match self.delete(resource, object::namespace(item), object::name(item), query, body).await {
+                Err(error) if error.code != 404 => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(Written { code: 200, body: list, warnings: vec![] })
+    }
+}
+
+/// Restores what the kind of write may not touch, and counts the generation.
+fn merge_unchangeable(resource: &Resource, sub: Option<Sub>, old: &Value, new: &mut Value) {
+    match sub {
+        Some(Sub::Status) => {
+            // Only the status changes, and labels, annotations and finalizers may go along (not for pods).
+            let status = new.get("status").cloned();
+            let metadata = new["metadata"].clone();
+            *new = old.clone();
+            if let Some(status) = status {
+                new["status"] = status;
+            }
+            if resource.kind != "Pod" {
+                for key in ["labels", "annotations", "finalizers"] {
+                    match metadata.get(key) {
+                        Some(value) => meta(new).insert(key.into(), value.clone()),
+                        None => meta(new).remove(key),
+                    };
+                }
+            }
+        }
+        Some(Sub::Finalize) => {
+            let finalizers = at(new, &["spec", "finalizers"]).cloned().unwrap_or(json!([]));
+            *new = old.clone();
+            new["spec"]["finalizers"] = finalizers;
+        }
+        _ => {
+            if resource.has(Sub::Status) {
+                match old.get("status") {
+                    Some(status) => new["status"] = status.clone(),
+                    None => {
+                        new.as_object_mut().map(|o| o.remove("status"));
+                    }
+                }
+            }
+            defaults::apply(resource.kind, new);
+            if resource.kind == "Namespace" {
+                new["spec"] = old["spec"].clone();
+            }
+            if resource.kind == "Service" && old["spec"]["clusterIP"].is_string() && new["spec"]["clusterIP"].is_null() {
+                for key in ["clusterIP", "clusterIPs"] {
+                    new["spec"][key] = old["spec"][key].clone();
+                }
+            }
+        }
+    }
+    for key in ["uid", "creationTimestamp", "generation", "deletionTimestamp", "deletionGracePeriodSeconds", "resourceVersion", "namespace", "name", "generateName"] {
+        match old["metadata"].get(key) {
+            Some(value) => meta(new).insert(key.into(), value.clone()),
+            None => meta(new).remove(key),
+        };
+    }
+    let annotations = |o: &Value| at(o, &["metadata", "annotations"]).cloned();
+    let changed = old["spec"] != new["spec"] || (resource.kind == "Deployment" && sub.is_none() && annotations(old) != annotations(new));
+    if resource.generation && changed {
+        bump_generation(new);
+    }
+}
+
+fn bump_generation(object: &mut Value) {
+    let generation = object["metadata"]["generation"].as_i64().unwrap_or(0);
+    if generation > 0 {
+        meta(object).insert("generation".into(), (generation + 1).into());
+    }
+}
+
+/// Whether nothing holds a deleted object any longer.
+fn is_finished(resource: &Resource, object: &Value) -> bool {
+    let held = !list(object, &["metadata", "finalizers"]).is_empty() || !list(object, &["spec", "finalizers"]).is_empty() && resource.kind == "Namespace";
+    let graceful = object["metadata"]["deletionGracePeriodSeconds"].as_i64().is_some_and(|g| g > 0);
+    deleting(object) && !held && !graceful
+}
+
+struct DeleteOptions {
+    grace: Option<i64>,
+    policy: Option<String>,
+    dry_run: bool,
+}
+
+fn delete_options(query: &Query, body: &Value) -> Result<DeleteOptions, ApiError> {
+    let invalid = |error| ApiError::invalid("DeleteOptions", "meta.k8s.io", "", &[error]);
+    let grace = body["gracePeriodSeconds"].as_i64().or_else(|| query.get("gracePeriodSeconds").and_then(|g| g.parse().ok()));
+    let policy = text(body, &["propagationPolicy"]).or(query.get("propagationPolicy")).map(str::to_owned);
+    let orphan = body["orphanDependents"].as_bool().or_else(|| query.get("orphanDependents").map(|o| o == "true"));
+    let policy = policy.or(orphan.map(|o| if o { "Orphan" } else { "Background" }.into()));
+    if let Some(policy) = policy.as_deref()
+        && !["Foreground", "Background", "Orphan"].contains(&policy)
+    {
+        return Err(invalid(FieldError::unsupported("propagationPolicy", policy, &["Foreground", "Background", "Orphan", "nil"])));
+    }
+    let dry_run: Vec<&str> = list(body, &["dryRun"]).iter().filter_map(Value::as_str).chain(query.get("dryRun")).collect();
+    if let Some(other) = dry_run.iter().find(|d| **d != "All") {
+        return Err(invalid(FieldError::unsupported("dryRun", other, &["All"])));
+    }
+    Ok(DeleteOptions { grace: grace.map(|g| if g < 0 { 1 } else { g }), policy, dry_run: !dry_run.is_empty() })
+}
+
+fn preconditions(resource: &Resource, old: &Value, body: &Value) -> Result<(), ApiError> {
+    let name = object::name(old);
+    let refuse = |what: &str, wanted: &str, is: &str| {
+        let why = format!("the {what} in the precondition ({wanted}) does not match the {what} in record ({is}). The object might have been deleted and then recreated");
+        Err(ApiError::conflict("", resource.kind, name, &why))
+    };
+    if let Some(uid) = text(body, &["preconditions", "uid"]).filter(|uid| *uid != object::uid(old)) {
+        return refuse("UID", uid, object::uid(old));
+    }
+    let version = text(old, &["metadata", "resourceVersion"]).unwrap_or_default();
+    if let Some(wanted) = text(body, &["preconditions", "resourceVersion"]).filter(|v| *v != version) {
+        return refuse("ResourceVersion", wanted, version);
+    }
+    Ok(())
+}
+
+/// Marks an object as deleted; true if it can go at once.
+fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions) -> bool {
+    let was_deleting = deleting(object);
+    if let Some(policy) = options.policy.as_deref().filter(|_| !was_deleting) {
+        let mut finalizers: Vec<Value> = list(object, &["metadata", "finalizers"]).to_vec();
+        finalizers.retain(|f| f != "orphan" && f != "foregroundDeletion");
+        match policy {
+            "Orphan" => finalizers.push("orphan".into()),
+            "Foreground" => finalizers.push("foregroundDeletion".into()),
+            _ => {}
+        }
+        if finalizers.is_empty() {
+            meta(object).remove("finalizers");
+        } else {
+            meta(object).insert("finalizers".into(), finalizers.into());
+        }
+    }
+    let grace = if resource.kind == "Pod" { pod_grace(object, options.grace) } else { 0 };
+    let time = jiff::Timestamp::now();
+    if was_deleting {
+        let old_grace = object["metadata"]["deletionGracePeriodSeconds"].as_i64().unwrap_or(0);
+        let asked = options.grace.is_some() || resource.kind != "Pod";
+        if asked && grace < old_grace {
+            let old: Option<jiff::Timestamp> = text(object, &["metadata", "deletionTimestamp"]).and_then(|t| t.parse().ok());
+            let new = old.unwrap_or(time) - jiff::SignedDuration::from_secs(old_grace - grace);
+            let (new, grace) = if new < time && grace != 0 { (time + jiff::SignedDuration::from_secs(1), 1) } else { (new, grace) };
+            meta(object).insert("deletionTimestamp".into(), object::stamp(new).into());
+            meta(object).insert("deletionGracePeriodSeconds".into(), grace.into());
+        }
+    } else {
+        let at = time + jiff::SignedDuration::from_secs(grace);
+        meta(object).insert("deletionTimestamp".into(), object::stamp(at).into());
+        meta(object).insert("deletionGracePeriodSeconds".into(), grace.into());
+        bump_generation(object);
+        if resource.kind == "Namespace" {
+            object["status"]["phase"] = "Terminating".into();
+        }
+    }
+    is_finished(resource, object)
+}
+
+/// A pod's grace: nobody waits for a pod that is on no node or has finished.
+fn pod_grace(pod: &Value, asked: Option<i64>) -> i64 {
+    let unassigned = text(pod, &["spec", "nodeName"]).unwrap_or_default().is_empty();
+    if unassigned || matches!(text(pod, &["status", "phase"]), Some("Succeeded" | "Failed")) {
+        return 0;
+    }
+    asked.unwrap_or_else(|| pod["spec"]["terminationGracePeriodSeconds"].as_i64().unwrap_or(30)).max(0)
+}
+
+fn deleted_answer(resource: &Resource, gone: bool, old: &Value, value: Bytes) -> Written {
+    let body = if gone && !resource.returns_deleted {
+        let mut details = json!({"name": object::name(old), "kind": resource.plural, "uid": object::uid(old)});
+        if !resource.group.is_empty() {
+            details["group"] = resource.group.into();
+        }
+        super::read::render(&json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}))
+    } else {
+        value
+    };
+    Written { code: 200, body, warnings: vec![] }
+}

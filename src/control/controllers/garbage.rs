@@ -1,0 +1,207 @@
+//! Garbage collection by owner references (control-plane spec, 5.8), for the kinds that have owners
+//! here: ReplicaSets and pods. Also gives up pods on nodes that are gone.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+use kube::api::{DeleteParams, Patch, PatchParams, Preconditions};
+use kube::{Api, Client, Resource};
+use serde::de::DeserializeOwned;
+use serde_json::json;
+
+use super::{Caches, any_change};
+use crate::kubeapi::client::code;
+
+/// What happens to one object.
+#[derive(Debug, PartialEq, Eq)]
+enum Fate {
+    Stay,
+    /// All owners are gone.
+    Delete,
+    /// An owner waits for its dependents.
+    DeleteForeground,
+    /// The owner gave it away: its reference goes.
+    Release(String),
+}
+
+/// What is known about an owner.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Owner {
+    Alive,
+    Gone,
+    WaitsForDependents,
+    Orphans,
+}
+
+fn fate(owners: &[OwnerReference], look: impl Fn(&OwnerReference) -> Owner) -> Fate {
+    if owners.is_empty() {
+        return Fate::Stay;
+    }
+    let seen: Vec<(Owner, &OwnerReference)> = owners.iter().map(|o| (look(o), o)).collect();
+    if let Some((_, owner)) = seen.iter().find(|(s, _)| *s == Owner::Orphans) {
+        return Fate::Release(owner.uid.clone());
+    }
+    if seen.iter().all(|(s, _)| *s == Owner::Gone) {
+        return Fate::Delete;
+    }
+    if seen.iter().any(|(s, _)| *s == Owner::WaitsForDependents) && seen.iter().all(|(s, _)| *s != Owner::Alive) {
+        return Fate::DeleteForeground;
+    }
+    match seen.iter().find(|(s, _)| *s == Owner::Gone) {
+        Some((_, dangling)) => Fate::Release(dangling.uid.clone()),
+        None => Fate::Stay,
+    }
+}
+
+fn has_finalizer(meta: &ObjectMeta, name: &str) -> bool {
+    meta.deletion_timestamp.is_some() && meta.finalizers.iter().flatten().any(|f| f == name)
+}
+
+pub(super) async fn run(client: Client, caches: Caches) {
+    let mut changes = [caches.deployments.changes(), caches.replica_sets.changes(), caches.pods.changes()];
+    loop {
+        for receiver in &mut changes {
+            receiver.mark_unchanged();
+        }
+        for set in caches.replica_sets.list() {
+            act::<ReplicaSet>(&client, &caches, &set.metadata).await;
+        }
+        let pods = caches.pods.list();
+        let work = pods.iter().map(|pod| act::<Pod>(&client, &caches, &pod.metadata));
+        futures::future::join_all(work).await;
+        for deployment in caches.deployments.list() {
+            finish::<Deployment>(&client, &caches, &deployment.metadata).await;
+        }
+        for set in caches.replica_sets.list() {
+            finish::<ReplicaSet>(&client, &caches, &set.metadata).await;
+        }
+        any_change(&mut changes, Duration::from_secs(10)).await;
+    }
+}
+
+fn dependents(caches: &Caches, uid: &str) -> (usize, usize) {
+    let mut counts = (0, 0);
+    let mut add = |meta: &ObjectMeta| {
+        for owner in meta.owner_references.iter().flatten().filter(|o| o.uid == uid) {
+            counts.0 += 1;
+            counts.1 += usize::from(owner.block_owner_deletion == Some(true));
+        }
+    };
+    caches.replica_sets.list().iter().for_each(|s| add(&s.metadata));
+    caches.pods.list().iter().for_each(|p| add(&p.metadata));
+    counts
+}
+
+async fn act<K>(client: &Client, caches: &Caches, meta: &ObjectMeta)
+where
+    K: Resource<Scope = k8s_openapi::NamespaceResourceScope> + Clone + DeserializeOwned + std::fmt::Debug,
+    K::DynamicType: Default,
+{
+    let namespace = meta.namespace.as_deref().unwrap_or_default();
+    let look = |owner: &OwnerReference| {
+        let found = match owner.kind.as_str() {
+            "Deployment" => caches.deployments.get(namespace, &owner.name).map(|d| d.metadata.clone()),
+            "ReplicaSet" => caches.replica_sets.get(namespace, &owner.name).map(|s| s.metadata.clone()),
+            // Other kinds (a mirror pod's Node, for one) are not collected here.
+            _ => return Owner::Alive,
+        };
+        match found.filter(|m| m.uid.as_deref() == Some(&owner.uid)) {
+            None => Owner::Gone,
+            Some(meta) if has_finalizer(&meta, "orphan") => Owner::Orphans,
+            Some(meta) if has_finalizer(&meta, "foregroundDeletion") => Owner::WaitsForDependents,
+            Some(_) => Owner::Alive,
+        }
+    };
+    let api: Api<K> = Api::namespaced(client.clone(), namespace);
+    let name = meta.name.as_deref().unwrap_or_default();
+    let decided = fate(meta.owner_references.as_deref().unwrap_or_default(), look);
+    let result = match decided {
+        Fate::Release(uid) => {
+            let patch = json!({"metadata": {"uid": meta.uid, "ownerReferences": [{"$patch": "delete", "uid": uid}]}});
+            api.patch(name, &PatchParams::default(), &Patch::Strategic(patch)).await.map(|_| ())
+        }
+        Fate::Delete | Fate::DeleteForeground if meta.deletion_timestamp.is_none() => {
+            // The cache may be behind: an owner that it does not show may have just been made.
+            if decided == Fate::Delete && !truly_gone(client, namespace, meta).await {
+                return;
+            }
+            let mut parameters = if decided == Fate::Delete { DeleteParams::background() } else { DeleteParams::foreground() };
+            parameters.preconditions = Some(Preconditions { uid: meta.uid.clone(), resource_version: None });
+            api.delete(name, &parameters).await.map(|_| ())
+        }
+        _ => Ok(()),
+    };
+    if let Err(error) = result
+        && !matches!(code(&error), Some(404 | 409))
+    {
+        tracing::debug!(%error, name, "garbage collection of an object failed; it is tried again");
+    }
+}
+
+/// Asks the API itself whether every owner is gone.
+async fn truly_gone(client: &Client, namespace: &str, meta: &ObjectMeta) -> bool {
+    for owner in meta.owner_references.iter().flatten() {
+        let found = match owner.kind.as_str() {
+            "Deployment" => Api::<Deployment>::namespaced(client.clone(), namespace).get_opt(&owner.name).await.map(|o| o.and_then(|o| o.metadata.uid)),
+            _ => Api::<ReplicaSet>::namespaced(client.clone(), namespace).get_opt(&owner.name).await.map(|o| o.and_then(|o| o.metadata.uid)),
+        };
+        match found {
+            Ok(None) => {}
+            Ok(Some(uid)) if uid != owner.uid => {}
+            _ => return false,
+        }
+    }
+    true
+}
+
+/// Removes the collector's own finalizers when their work is done.
+async fn finish<K>(client: &Client, caches: &Caches, meta: &ObjectMeta)
+where
+    K: Resource<Scope = k8s_openapi::NamespaceResourceScope> + Clone + DeserializeOwned + std::fmt::Debug,
+    K::DynamicType: Default,
+{
+    let uid = meta.uid.as_deref().unwrap_or_default();
+    let (all, blocking) = dependents(caches, uid);
+    let done: HashSet<&str> = [("orphan", all), ("foregroundDeletion", blocking)].into_iter().filter(|(f, n)| has_finalizer(meta, f) && *n == 0).map(|(f, _)| f).collect();
+    if done.is_empty() {
+        return;
+    }
+    let left: Vec<&String> = meta.finalizers.iter().flatten().filter(|f| !done.contains(f.as_str())).collect();
+    let patch = json!({"metadata": {"finalizers": left, "resourceVersion": meta.resource_version}});
+    let api: Api<K> = Api::namespaced(client.clone(), meta.namespace.as_deref().unwrap_or_default());
+    if let Err(error) = api.patch(meta.name.as_deref().unwrap_or_default(), &PatchParams::default(), &Patch::Merge(patch)).await {
+        tracing::debug!(%error, "removing a finalizer failed; it is tried again");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_object_goes_when_all_its_owners_have() {
+        let owner = |uid: &str| OwnerReference { uid: uid.into(), ..OwnerReference::default() };
+        let look = |o: &OwnerReference| match o.uid.as_str() {
+            "alive" => Owner::Alive,
+            "waits" => Owner::WaitsForDependents,
+            "orphans" => Owner::Orphans,
+            _ => Owner::Gone,
+        };
+        let cases = [
+            (vec![], Fate::Stay),
+            (vec!["gone"], Fate::Delete),
+            (vec!["alive"], Fate::Stay),
+            (vec!["alive", "gone"], Fate::Release("gone".into())),
+            (vec!["waits"], Fate::DeleteForeground),
+            (vec!["waits", "alive"], Fate::Stay),
+            (vec!["orphans"], Fate::Release("orphans".into())),
+        ];
+        for (owners, expected) in cases {
+            let owners: Vec<_> = owners.into_iter().map(owner).collect();
+            assert_eq!(fate(&owners, look), expected, "{owners:?}");
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! The controllers that `kubectl create deployment` needs: Deployment, ReplicaSet, garbage
+//! collection by owner references, namespaces, and the expiry of events.
+//!
+//! Each is a loop of observe, decide, act over watched caches. The deciding halves are pure
+//! functions over typed objects. Everything goes through the API.
+
+mod deployment;
+mod garbage;
+mod namespace;
+mod replicaset;
+mod rollout;
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
+use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Pod, ServiceAccount};
+use kube::runtime::watcher;
+use kube::{Api, Client, Resource};
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use crate::kubeapi::cache::{Cache, Key, key, revision};
+
+/// How long a controller waits for its own write to come back before it looks anew.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What controllers and scheduler watch.
+#[derive(Clone)]
+pub struct Caches {
+    /// All pods.
+    pub pods: Cache<Pod>,
+    replica_sets: Cache<ReplicaSet>,
+    deployments: Cache<Deployment>,
+    namespaces: Cache<Namespace>,
+    accounts: Cache<ServiceAccount>,
+    config_maps: Cache<ConfigMap>,
+}
+
+impl Caches {
+    /// Starts the watches.
+    #[must_use]
+    pub fn start(client: &Client) -> Caches {
+        let config = || watcher::Config::default().streaming_lists();
+        Caches {
+            pods: Cache::start(Api::all(client.clone()), config()),
+            replica_sets: Cache::start(Api::all(client.clone()), config()),
+            deployments: Cache::start(Api::all(client.clone()), config()),
+            namespaces: Cache::start(Api::all(client.clone()), config()),
+            accounts: Cache::start(Api::all(client.clone()), config()),
+            config_maps: Cache::start(Api::all(client.clone()), config().fields("metadata.name=kube-root-ca.crt")),
+        }
+    }
+
+    async fn synced(&self) {
+        tokio::join!(
+            self.pods.synced(), self.replica_sets.synced(), self.deployments.synced(),
+            self.namespaces.synced(), self.accounts.synced(), self.config_maps.synced()
+        );
+    }
+}
+
+/// Runs all controllers until the process ends. `ca` is the certificate that pods verify the API with.
+pub async fn run(client: Client, caches: Caches, ca: String) {
+    caches.synced().await;
+    tokio::join!(
+        deployment::run(client.clone(), caches.clone()),
+        replicaset::run(client.clone(), caches.clone()),
+        garbage::run(client.clone(), caches.clone()),
+        namespace::run(client, caches, ca),
+    );
+}
+
+/// What a controller wrote and has not seen in its cache yet. Acting again before that would act twice.
+#[derive(Default)]
+struct Pending(Mutex<HashMap<String, Vec<Wrote>>>);
+
+struct Wrote {
+    key: Key,
+    revision: u64,
+    /// A deletion has also been seen when the object is no longer there.
+    deletion: bool,
+    until: Instant,
+}
+
+impl Pending {
+    /// Notes that `owner`'s work wrote `object`.
+    fn wrote<K: Resource>(&self, owner: &str, object: &K) {
+        self.note(owner, object, false);
+    }
+
+    /// Notes that `owner`'s work deleted `object`.
+    fn deleted<K: Resource>(&self, owner: &str, object: &K) {
+        self.note(owner, object, true);
+    }
+
+    fn note<K: Resource>(&self, owner: &str, object: &K, deletion: bool) {
+        let mut map = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let wrote = Wrote { key: key(object), revision: revision(object), deletion, until: Instant::now() + PATIENCE };
+        map.entry(owner.to_owned()).or_default().push(wrote);
+    }
+
+    /// Whether everything written for `owner` has been seen, or has been awaited long enough.
+    fn settled(&self, owner: &str, seen: impl Fn(&Key) -> Option<u64>) -> bool {
+        let mut map = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let Some(list) = map.get_mut(owner) else { return true };
+        list.retain(|wrote| seen(&wrote.key).map_or(!wrote.deletion, |r| r < wrote.revision) && Instant::now() < wrote.until);
+        let settled = list.is_empty();
+        if settled {
+            map.remove(owner);
+        }
+        settled
+    }
+}
+
+/// Waits until one of the caches changes, or `most` has passed.
+async fn any_change(receivers: &mut [watch::Receiver<u64>], most: Duration) {
+    let waits = receivers.iter_mut().map(|r| Box::pin(r.changed()));
+    // A cache lives as long as the controllers, so `changed` fails only when the process ends.
+    let _ = tokio::time::timeout(most, futures::future::select_all(waits)).await;
+}
+
+/// The controlling owner's uid.
+fn controller_of<K: Resource>(object: &K) -> Option<&str> {
+    let owners = object.meta().owner_references.as_deref()?;
+    owners.iter().find(|o| o.controller == Some(true)).map(|o| o.uid.as_str())
+}
+
+/// Posts an event about an object; failures are logged, as events never hold anything up.
+pub(super) async fn event<K>(client: &Client, about: &K, kind: &str, api_version: &str, component: &str, reason: &str, message: String)
+where
+    K: Resource,
+{
+    let warning = reason.starts_with("Failed");
+    let meta = about.meta();
+    let namespace = meta.namespace.clone().unwrap_or_else(|| "default".into());
+    let now = super::api::object::now();
+    let event = serde_json::json!({
+        "apiVersion": "v1", "kind": "Event",
+        "metadata": {"name": format!("{}.{}", meta.name.as_deref().unwrap_or_default(), super::api::object::new_uid().replace('-', "")), "namespace": namespace},
+        "involvedObject": {"kind": kind, "apiVersion": api_version, "name": meta.name, "namespace": namespace, "uid": meta.uid, "resourceVersion": meta.resource_version},
+        "reason": reason, "message": message, "type": if warning { "Warning" } else { "Normal" },
+        "source": {"component": component}, "reportingComponent": component, "firstTimestamp": now, "lastTimestamp": now, "count": 1,
+    });
+    let api: Api<k8s_openapi::api::core::v1::Event> = Api::namespaced(client.clone(), &namespace);
+    let sent = match serde_json::from_value(event) {
+        Ok(event) => api.create(&kube::api::PostParams::default(), &event).await.map(|_| ()).map_err(|e| e.to_string()),
+        Err(error) => Err(error.to_string()),
+    };
+    if let Err(error) = sent {
+        tracing::debug!(%error, reason, "an event could not be written");
+    }
+}

@@ -1,0 +1,126 @@
+//! The bundled minimal control plane: API, scheduler and the controllers that
+//! `kubectl create deployment` needs, in one process.
+//!
+//! It never imports the agent, and the agent never imports it: they meet over HTTPS.
+
+pub mod api;
+pub mod controllers;
+pub mod pki;
+pub mod scheduler;
+pub mod store;
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use serde_json::{Value, json};
+
+use api::{Api, Request, token::Tokens};
+use store::Store;
+
+/// Settings of the control plane.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Where the store and the certificates lie.
+    pub dir: PathBuf,
+    /// Where to listen.
+    pub listen: SocketAddr,
+    /// The address under which nodes and pods reach it.
+    pub advertise: IpAddr,
+    /// Cluster addresses of services.
+    pub service_range: ipnet::Ipv4Net,
+}
+
+/// Runs the control plane until the process ends.
+pub async fn run(settings: Settings) -> anyhow::Result<()> {
+    let pki = pki::Pki::open(&settings.dir.join("pki"))?;
+    let service_address = settings.service_range.hosts().next().map(IpAddr::V4);
+    let names = ["localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"];
+    let addresses: Vec<IpAddr> = [IpAddr::from([127, 0, 0, 1]), settings.advertise].into_iter().chain(service_address).collect();
+    let serving = pki.serving(&names, &addresses)?;
+    let (private, public) = pki.token_keys()?;
+    let store = Store::open(&settings.dir.join("store.redb"), api::object::index)?;
+    let api = Api::new(store, Tokens::new(&private, &public)?, settings.service_range);
+    bootstrap(&api, &settings).await?;
+
+    let chain = vec![CertificateDer::from_pem_slice(serving.certificate.as_bytes())?];
+    let key = PrivateKeyDer::from_pem_slice(serving.key.as_bytes())?;
+    let ca = CertificateDer::from_pem_slice(pki.ca.as_bytes())?;
+    let tls = api::server::tls(chain, key, ca).map_err(|e| anyhow::anyhow!("TLS cannot be set up: {e}"))?;
+    let listener = tokio::net::TcpListener::bind(settings.listen).await.map_err(|e| {
+        anyhow::anyhow!("the API cannot listen on {}: {e}; stop what uses the port, or choose another with --api-port", settings.listen)
+    })?;
+    let port = listener.local_addr()?.port();
+
+    let controller = pki.client("controller-manager", "system:kube-controller-manager", &["system:masters"])?;
+    let kubeconfig = settings.dir.join("controller-manager.kubeconfig");
+    write_private(&kubeconfig, &pki::kubeconfig(&format!("https://127.0.0.1:{port}"), &pki.ca, "controller-manager", &controller))?;
+    let client = crate::kubeapi::client::connect(&kubeconfig).await?;
+    let caches = controllers::Caches::start(&client);
+    tracing::info!(listen = %settings.listen, "the control plane serves");
+
+    tokio::select! {
+        result = api::server::serve(api.clone(), listener, tls) => result?,
+        () = scheduler::run(client.clone(), caches.pods.clone()) => anyhow::bail!("the scheduler ended"),
+        () = controllers::run(client, caches, pki.ca.clone()) => anyhow::bail!("the controllers ended"),
+        () = expire_events(api) => anyhow::bail!("the event clean-up ended"),
+    }
+    Ok(())
+}
+
+/// Writes a file that only root may read.
+pub fn write_private(path: &std::path::Path, text: &str) -> anyhow::Result<()> {
+    use std::io::Write as _;
+    use std::os::unix::fs::OpenOptionsExt as _;
+    let temporary = path.with_extension("tmp");
+    let mut file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
+    file.write_all(text.as_bytes())?;
+    std::fs::rename(&temporary, path)?;
+    Ok(())
+}
+
+fn master() -> api::auth::User {
+    api::auth::User { name: "system:apiserver".into(), uid: String::new(), groups: vec!["system:masters".into()] }
+}
+
+async fn post(api: &Api, path: &str, body: &Value) -> anyhow::Result<()> {
+    let request = Request { method: "POST".into(), path: path.into(), body: body.to_string().into(), user: master(), ..Request::default() };
+    match api.answer(request).await {
+        api::Answer::Body { code: 201 | 409, .. } => Ok(()),
+        api::Answer::Body { code, body, .. } => anyhow::bail!("a bootstrap object was refused with {code}: {}", String::from_utf8_lossy(&body)),
+        api::Answer::Watch(_) => anyhow::bail!("a bootstrap object was answered with a watch"),
+    }
+}
+
+/// The objects that every cluster has.
+async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
+    for namespace in ["default", "kube-system", "kube-public", "kube-node-lease"] {
+        post(api, "/api/v1/namespaces", &json!({"metadata": {"name": namespace}})).await?;
+    }
+    let address = settings.service_range.hosts().next().map(|a| a.to_string());
+    let service = json!({"metadata": {"name": "kubernetes", "labels": {"component": "apiserver", "provider": "kubernetes"}},
+        "spec": {"clusterIP": address, "ports": [{"name": "https", "port": 443, "protocol": "TCP", "targetPort": settings.listen.port()}]}});
+    if api.store().get("services/default/kubernetes").is_none() {
+        post(api, "/api/v1/namespaces/default/services", &service).await?;
+    }
+    Ok(())
+}
+
+/// Events are kept for an hour.
+async fn expire_events(api: Api) {
+    loop {
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        let before = api::object::stamp(jiff::Timestamp::now() - jiff::SignedDuration::from_secs(3600));
+        let (events, _) = api.store().list("events/");
+        for (_, record) in events {
+            let Ok(event) = serde_json::from_slice::<Value>(&record.value) else { continue };
+            let last = ["lastTimestamp", "eventTime"].iter().find_map(|k| api::object::text(&event, &[k])).or(api::object::text(&event, &["metadata", "creationTimestamp"]));
+            if last.is_some_and(|last| last < before.as_str()) {
+                let path = format!("/api/v1/namespaces/{}/events/{}", api::object::namespace(&event).unwrap_or("default"), api::object::name(&event));
+                api.answer(Request { method: "DELETE".into(), path, user: master(), ..Request::default() }).await;
+            }
+        }
+    }
+}

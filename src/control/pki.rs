@@ -1,0 +1,172 @@
+//! The certificates of a bundled cluster: one CA, and what it signs. Keys are ECDSA P-256.
+//!
+//! Everything lies in one directory: `ca.crt`, `ca.key`, `apiserver.{crt,key}`, `sa.{key,pub}` and
+//! a pair per client. What exists is kept, so that a restart changes no identity.
+
+use std::io::Write as _;
+use std::net::IpAddr;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, PublicKeyData as _, SanType,
+};
+
+/// Why certificates cannot be made or read.
+#[derive(Debug, thiserror::Error)]
+pub enum PkiError {
+    /// The directory cannot be written.
+    #[error("the certificate file {path} cannot be read or written: {source}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: std::io::Error,
+    },
+    /// A key or certificate is damaged.
+    #[error("certificates in {dir} cannot be made or used: {source}; if a file there is damaged, remove the directory and start anew")]
+    Crypto {
+        /// The directory.
+        dir: PathBuf,
+        /// The cause.
+        source: rcgen::Error,
+    },
+}
+
+/// A directory of certificates with its CA.
+pub struct Pki {
+    dir: PathBuf,
+    issuer: Issuer<'static, KeyPair>,
+    /// The CA certificate, PEM.
+    pub ca: String,
+}
+
+/// A certificate and its key, both PEM.
+pub struct Pair {
+    /// The certificate.
+    pub certificate: String,
+    /// The private key.
+    pub key: String,
+}
+
+const TEN_YEARS: i32 = 10;
+
+impl Pki {
+    /// Opens or creates the directory and its CA.
+    pub fn open(dir: &Path) -> Result<Pki, PkiError> {
+        std::fs::create_dir_all(dir).map_err(|source| PkiError::File { path: dir.into(), source })?;
+        let crypto = |source| PkiError::Crypto { dir: dir.into(), source };
+        let (cert_file, key_file) = (dir.join("ca.crt"), dir.join("ca.key"));
+        if !cert_file.exists() || !key_file.exists() {
+            let key = KeyPair::generate().map_err(crypto)?;
+            let mut params = CertificateParams::new(Vec::<String>::new()).map_err(crypto)?;
+            params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+            params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign, KeyUsagePurpose::DigitalSignature];
+            params.distinguished_name.push(DnType::CommonName, "holdfast-ca");
+            validity(&mut params);
+            let certificate = params.self_signed(&key).map_err(crypto)?;
+            write(&key_file, &key.serialize_pem(), 0o600)?;
+            write(&cert_file, &certificate.pem(), 0o644)?;
+        }
+        let ca = read(&cert_file)?;
+        let key = KeyPair::from_pem(&read(&key_file)?).map_err(crypto)?;
+        let issuer = Issuer::from_ca_cert_pem(&ca, key).map_err(crypto)?;
+        Ok(Pki { dir: dir.into(), issuer, ca })
+    }
+
+    /// The serving certificate for these names and addresses, made anew at each start so that they are right.
+    pub fn serving(&self, names: &[&str], addresses: &[IpAddr]) -> Result<Pair, PkiError> {
+        let names: Vec<String> = names.iter().map(|n| (*n).to_owned()).collect();
+        let mut params = CertificateParams::new(names).map_err(|e| self.crypto(e))?;
+        params.subject_alt_names.extend(addresses.iter().map(|a| SanType::IpAddress(*a)));
+        params.distinguished_name.push(DnType::CommonName, "kube-apiserver");
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        self.sign(params)
+    }
+
+    /// A client certificate, kept in `<file>.crt` and `<file>.key`.
+    pub fn client(&self, file: &str, user: &str, groups: &[&str]) -> Result<Pair, PkiError> {
+        let (cert_file, key_file) = (self.dir.join(format!("{file}.crt")), self.dir.join(format!("{file}.key")));
+        if cert_file.exists() && key_file.exists() {
+            return Ok(Pair { certificate: read(&cert_file)?, key: read(&key_file)? });
+        }
+        let mut params = CertificateParams::new(Vec::<String>::new()).map_err(|e| self.crypto(e))?;
+        params.distinguished_name.push(DnType::CommonName, user);
+        for group in groups {
+            params.distinguished_name.push(DnType::OrganizationName, *group);
+        }
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        let pair = self.sign(params)?;
+        write(&key_file, &pair.key, 0o600)?;
+        write(&cert_file, &pair.certificate, 0o644)?;
+        Ok(pair)
+    }
+
+    /// The key pair that signs service-account tokens: private and public, PEM.
+    pub fn token_keys(&self) -> Result<(String, String), PkiError> {
+        let file = self.dir.join("sa.key");
+        if !file.exists() {
+            let key = KeyPair::generate().map_err(|e| self.crypto(e))?;
+            write(&file, &key.serialize_pem(), 0o600)?;
+        }
+        let private = read(&file)?;
+        let key = KeyPair::from_pem(&private).map_err(|e| self.crypto(e))?;
+        let public = pem("PUBLIC KEY", &key.subject_public_key_info());
+        write(&self.dir.join("sa.pub"), &public, 0o644)?;
+        Ok((private, public))
+    }
+
+    fn sign(&self, mut params: CertificateParams) -> Result<Pair, PkiError> {
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        validity(&mut params);
+        let key = KeyPair::generate().map_err(|e| self.crypto(e))?;
+        let certificate = params.signed_by(&key, &self.issuer).map_err(|e| self.crypto(e))?;
+        Ok(Pair { certificate: certificate.pem(), key: key.serialize_pem() })
+    }
+
+    fn crypto(&self, source: rcgen::Error) -> PkiError {
+        PkiError::Crypto { dir: self.dir.clone(), source }
+    }
+}
+
+fn validity(params: &mut CertificateParams) {
+    let today = jiff::Timestamp::now().to_zoned(jiff::tz::TimeZone::UTC);
+    let day = |offset: i32| rcgen::date_time_ymd(i32::from(today.year()) + offset, u8::try_from(today.month()).unwrap_or(1), 1);
+    params.not_before = day(0);
+    params.not_after = day(TEN_YEARS);
+}
+
+fn pem(label: &str, der: &[u8]) -> String {
+    use base64::Engine as _;
+    let text = base64::engine::general_purpose::STANDARD.encode(der);
+    let lines: Vec<&str> = text.as_bytes().chunks(64).filter_map(|c| std::str::from_utf8(c).ok()).collect();
+    format!("-----BEGIN {label}-----\n{}\n-----END {label}-----\n", lines.join("\n"))
+}
+
+fn read(path: &Path) -> Result<String, PkiError> {
+    std::fs::read_to_string(path).map_err(|source| PkiError::File { path: path.into(), source })
+}
+
+fn write(path: &Path, text: &str, mode: u32) -> Result<(), PkiError> {
+    let result = (|| {
+        let temporary = path.with_extension("tmp");
+        let mut file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(&temporary)?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        std::fs::rename(&temporary, path)
+    })();
+    result.map_err(|source| PkiError::File { path: path.into(), source })
+}
+
+/// A kubeconfig with embedded credentials.
+#[must_use]
+pub fn kubeconfig(server: &str, ca: &str, user: &str, pair: &Pair) -> String {
+    use base64::Engine as _;
+    let encode = |text: &str| base64::engine::general_purpose::STANDARD.encode(text);
+    format!(
+        "apiVersion: v1\nkind: Config\nclusters:\n- name: holdfast\n  cluster:\n    server: {server}\n    certificate-authority-data: {}\nusers:\n- name: {user}\n  user:\n    client-certificate-data: {}\n    client-key-data: {}\ncontexts:\n- name: holdfast\n  context:\n    cluster: holdfast\n    user: {user}\ncurrent-context: holdfast\n",
+        encode(ca),
+        encode(&pair.certificate),
+        encode(&pair.key)
+    )
+}

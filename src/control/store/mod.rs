@@ -1,0 +1,334 @@
+//! The store behind the API: an ordered map from key to bytes with one revision counter.
+//!
+//! What it promises (control-plane spec, chapter 7):
+//! - revisions grow strictly and are never reused, also after a crash;
+//! - a write names the revision it expects, and loses if another came first;
+//! - a write is on disk before anybody can see it, in the answer, a list or a watch;
+//! - every change newer than the compaction point can be read in order, with the content before it.
+//!
+//! One thread commits. Writers queue; what has queued up while the disk was busy goes to disk
+//! together (group commit). Readers look at memory only. A watcher pulls changes from a bounded ring
+//! at its own pace; one that falls behind the ring is told so ([`Compacted`]) and never skips.
+
+mod disk;
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::path::Path;
+use std::sync::{Arc, RwLock, RwLockReadGuard};
+
+use tokio::sync::{mpsc, oneshot, watch};
+
+pub use disk::DiskError;
+use disk::Disk;
+pub use hyper::body::Bytes;
+
+/// The number of changes that can be read back. At 2 KB a change this is about 16 MiB.
+const RING: usize = 8192;
+/// The most writes that share one commit.
+const BATCH: usize = 128;
+
+/// Labels and selectable fields of a stored object, so that selectors never parse its bytes.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Attrs {
+    /// `metadata.labels`.
+    pub labels: BTreeMap<String, String>,
+    /// The kind's selectable fields, for instance `spec.nodeName`.
+    pub fields: BTreeMap<String, String>,
+}
+
+/// One version of one object.
+#[derive(Debug, Clone)]
+pub struct Record {
+    /// The JSON text, its `metadata.resourceVersion` included.
+    pub value: Bytes,
+    /// What selectors look at.
+    pub attrs: Arc<Attrs>,
+    /// The revision that wrote this version.
+    pub revision: u64,
+}
+
+/// What happened to a key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Change {
+    /// The key was created or replaced.
+    Put,
+    /// The key was removed.
+    Delete,
+}
+
+/// One change, as watchers see it.
+#[derive(Debug)]
+pub struct Event {
+    /// The revision of this change.
+    pub revision: u64,
+    /// The key that changed.
+    pub key: Arc<str>,
+    /// What happened.
+    pub change: Change,
+    /// The new content; for a deletion the last content, stamped with the deletion's revision.
+    pub record: Record,
+    /// The content before, absent when the key was created.
+    pub previous: Option<Record>,
+}
+
+/// What a write expects to find.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Expect {
+    /// No such key.
+    Absent,
+    /// The key at exactly this revision.
+    Revision(u64),
+}
+
+/// Renders the final bytes once the revision is known.
+pub type Render = Box<dyn FnOnce(u64) -> Bytes + Send>;
+
+/// A conditional write.
+pub struct Write {
+    /// The key, for instance `pods/default/web-1`.
+    pub key: String,
+    /// The condition.
+    pub expect: Expect,
+    /// Put or delete.
+    pub change: Change,
+    /// Makes the bytes; for a deletion the last content.
+    pub render: Render,
+    /// The attributes of the new content.
+    pub attrs: Arc<Attrs>,
+}
+
+/// Why a write did not happen.
+#[derive(Debug, thiserror::Error)]
+pub enum WriteError {
+    /// Another write came first. Holds what is there now.
+    #[error("the key is not at the expected revision")]
+    Conflict(Option<Record>),
+    /// The disk refused; the write did not happen.
+    #[error("writing to the store failed: {0}")]
+    Disk(String),
+    /// The store is shutting down.
+    #[error("the store is closed")]
+    Closed,
+}
+
+/// The asked-for history is gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("too old resource version: {asked} ({oldest})")]
+pub struct Compacted {
+    /// What was asked for.
+    pub asked: u64,
+    /// The oldest revision from which changes can still be read.
+    pub oldest: u64,
+}
+
+#[derive(Default)]
+struct State {
+    map: BTreeMap<Arc<str>, Record>,
+    ring: VecDeque<Arc<Event>>,
+    revision: u64,
+    /// Changes up to and including this revision cannot be read back.
+    compacted: u64,
+}
+
+type Request = (Write, oneshot::Sender<Result<Record, WriteError>>);
+
+/// A handle to the store; clones share it. The last one dropped ends the committing thread.
+#[derive(Clone)]
+pub struct Store {
+    state: Arc<RwLock<State>>,
+    queue: mpsc::Sender<Request>,
+    head: watch::Receiver<u64>,
+}
+
+impl Store {
+    /// Opens or creates the store in `file`. `index` computes the attributes of a key's bytes.
+    pub fn open(file: &Path, index: impl Fn(&str, &[u8]) -> Attrs) -> Result<Store, DiskError> {
+        let (disk, loaded) = Disk::open(file)?;
+        Ok(Self::start(Some(disk), loaded, index))
+    }
+
+    /// A store that forgets everything when it ends: for tests.
+    #[must_use]
+    pub fn in_memory() -> Store {
+        Self::start(None, disk::Loaded::default(), |_, _| Attrs::default())
+    }
+
+    fn start(disk: Option<Disk>, loaded: disk::Loaded, index: impl Fn(&str, &[u8]) -> Attrs) -> Store {
+        let mut state = State { revision: loaded.revision, compacted: loaded.revision, ..State::default() };
+        for (key, revision, value) in loaded.entries {
+            let attrs = Arc::new(index(&key, &value));
+            state.map.insert(key.into(), Record { value, attrs, revision });
+        }
+        let (announce, head) = watch::channel(state.revision);
+        let state = Arc::new(RwLock::new(state));
+        let (queue, requests) = mpsc::channel(1024);
+        let shared = Arc::clone(&state);
+        std::thread::Builder::new()
+            .name("store".into())
+            .spawn(move || commit_loop(disk, &shared, requests, &announce))
+            .expect("a thread can be started while the process starts");
+        Store { state, queue, head }
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, State> {
+        self.state.read().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// The newest revision.
+    #[must_use]
+    pub fn revision(&self) -> u64 {
+        self.read().revision
+    }
+
+    /// The newest version of `key`.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<Record> {
+        self.read().map.get(key).cloned()
+    }
+
+    /// Everything below `prefix` in key order, and the revision at which that was true.
+    #[must_use]
+    pub fn list(&self, prefix: &str) -> (Vec<(Arc<str>, Record)>, u64) {
+        let state = self.read();
+        let items = state
+            .map
+            .range::<str, _>((std::ops::Bound::Included(prefix), std::ops::Bound::Unbounded))
+            .take_while(|(key, _)| key.starts_with(prefix))
+            .map(|(key, record)| (Arc::clone(key), record.clone()))
+            .collect();
+        (items, state.revision)
+    }
+
+    /// As [`Store::list`], but as it was at `revision`, worked out from the changes since.
+    pub fn list_at(&self, prefix: &str, revision: u64) -> Result<Vec<(Arc<str>, Record)>, Compacted> {
+        let (items, _) = {
+            let state = self.read();
+            if revision < state.compacted {
+                return Err(Compacted { asked: revision, oldest: state.compacted });
+            }
+            drop(state);
+            self.list(prefix)
+        };
+        let mut then: BTreeMap<Arc<str>, Record> = items.into_iter().collect();
+        for event in self.changes(revision, prefix)?.into_iter().rev() {
+            match &event.previous {
+                Some(record) => then.insert(Arc::clone(&event.key), record.clone()),
+                None => then.remove(&event.key),
+            };
+        }
+        Ok(then.into_iter().collect())
+    }
+
+    /// All changes below `prefix` newer than `after`, oldest first.
+    pub fn changes(&self, after: u64, prefix: &str) -> Result<Vec<Arc<Event>>, Compacted> {
+        let state = self.read();
+        if after < state.compacted {
+            return Err(Compacted { asked: after, oldest: state.compacted });
+        }
+        let from = state.ring.partition_point(|event| event.revision <= after);
+        Ok(state.ring.range(from..).filter(|event| event.key.starts_with(prefix)).cloned().collect())
+    }
+
+    /// Announces the newest revision; a watcher waits on it and then asks for [`Store::changes`].
+    #[must_use]
+    pub fn head(&self) -> watch::Receiver<u64> {
+        self.head.clone()
+    }
+
+    /// Performs a conditional write; it is durable when this returns.
+    pub async fn write(&self, write: Write) -> Result<Record, WriteError> {
+        let (reply, answer) = oneshot::channel();
+        self.queue.send((write, reply)).await.map_err(|_| WriteError::Closed)?;
+        answer.await.map_err(|_| WriteError::Closed)?
+    }
+}
+
+/// Takes what has queued up, decides each write against the state as of the ones before it, commits
+/// them together, and only then shows them.
+fn commit_loop(
+    mut disk: Option<Disk>,
+    state: &RwLock<State>,
+    mut requests: mpsc::Receiver<Request>,
+    announce: &watch::Sender<u64>,
+) {
+    while let Some(first) = requests.blocking_recv() {
+        let mut batch = vec![first];
+        while batch.len() < BATCH
+            && let Ok(next) = requests.try_recv()
+        {
+            batch.push(next);
+        }
+        let (events, replies) = decide(state, batch);
+        let committed = match (&mut disk, events.is_empty()) {
+            (Some(disk), false) => disk.commit(&events),
+            _ => Ok(()),
+        };
+        match committed {
+            Ok(()) => {
+                show(state, events);
+                let revision = state.read().unwrap_or_else(std::sync::PoisonError::into_inner).revision;
+                announce.send_replace(revision);
+                for (reply, result) in replies {
+                    // A caller that gave up does not need the answer; the write stands.
+                    let _ = reply.send(result);
+                }
+            }
+            Err(error) => {
+                let text = error.to_string();
+                tracing::error!(error = %text, "the store could not write; the affected requests fail");
+                for (reply, result) in replies {
+                    let _ = reply.send(result.and_then(|_| Err(WriteError::Disk(text.clone()))));
+                }
+            }
+        }
+    }
+}
+
+type Replies = Vec<(oneshot::Sender<Result<Record, WriteError>>, Result<Record, WriteError>)>;
+
+fn decide(state: &RwLock<State>, batch: Vec<Request>) -> (Vec<Event>, Replies) {
+    let state = state.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut overlay: HashMap<Arc<str>, Option<Record>> = HashMap::new();
+    let mut revision = state.revision;
+    let mut events = Vec::with_capacity(batch.len());
+    let mut replies = Vec::with_capacity(batch.len());
+    for (write, reply) in batch {
+        let key: Arc<str> = write.key.as_str().into();
+        let now = overlay.get(&key).cloned().unwrap_or_else(|| state.map.get(&key).cloned());
+        let fits = match (write.expect, &now) {
+            (Expect::Absent, None) => true,
+            (Expect::Revision(expected), Some(record)) => record.revision == expected,
+            _ => false,
+        };
+        if !fits {
+            replies.push((reply, Err(WriteError::Conflict(now))));
+            continue;
+        }
+        revision += 1;
+        let record = Record { value: (write.render)(revision), attrs: write.attrs, revision };
+        overlay.insert(Arc::clone(&key), (write.change == Change::Put).then(|| record.clone()));
+        events.push(Event { revision, key, change: write.change, record: record.clone(), previous: now });
+        replies.push((reply, Ok(record)));
+    }
+    (events, replies)
+}
+
+fn show(state: &RwLock<State>, events: Vec<Event>) {
+    let mut state = state.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+    for event in events {
+        match event.change {
+            Change::Put => state.map.insert(Arc::clone(&event.key), event.record.clone()),
+            Change::Delete => state.map.remove(&event.key),
+        };
+        state.revision = event.revision;
+        state.ring.push_back(Arc::new(event));
+    }
+    while state.ring.len() > RING {
+        if let Some(oldest) = state.ring.pop_front() {
+            state.compacted = oldest.revision;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

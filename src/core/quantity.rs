@@ -1,0 +1,218 @@
+//! Kubernetes quantities: exact arithmetic on billionths, canonical text.
+//!
+//! The rules are those of apimachinery's `resource.Quantity`: a decimal number with a binary suffix
+//! (`Ki` to `Ei`), a decimal one (`n`, `u`, `m`, ``, `k` to `E`) or an exponent; what is finer than a
+//! billionth rounds up.
+
+use std::fmt;
+use std::str::FromStr;
+
+const NANO: i128 = 1_000_000_000;
+
+/// An exact amount, in billionths of the unit. Ordered and added by amount; the suffix family of the
+/// text it was read from is kept for printing.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Quantity {
+    nanos: i128,
+    binary: bool,
+}
+
+/// Why a text is no quantity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("quantities must match the regular expression '^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'")]
+pub struct BadQuantity;
+
+impl Quantity {
+    /// Nothing.
+    pub const ZERO: Quantity = Quantity { nanos: 0, binary: false };
+
+    /// From thousandths, as CPU is counted.
+    #[must_use]
+    pub fn from_milli(milli: i64) -> Quantity {
+        Quantity { nanos: i128::from(milli) * (NANO / 1000), binary: false }
+    }
+
+    /// From whole units.
+    #[must_use]
+    pub fn from_units(units: i64) -> Quantity {
+        Quantity { nanos: i128::from(units) * NANO, binary: false }
+    }
+
+    /// From bytes, printed with binary suffixes.
+    #[must_use]
+    pub fn from_bytes(bytes: u64) -> Quantity {
+        Quantity { nanos: i128::from(bytes) * NANO, binary: true }
+    }
+
+    /// Thousandths, rounded up, saturating.
+    #[must_use]
+    pub fn milli(self) -> i64 {
+        saturate(div_up(self.nanos, NANO / 1000))
+    }
+
+    /// Whole units, rounded up, saturating.
+    #[must_use]
+    pub fn units(self) -> i64 {
+        saturate(div_up(self.nanos, NANO))
+    }
+
+    /// Whether it is nothing.
+    #[must_use]
+    pub fn is_zero(self) -> bool {
+        self.nanos == 0
+    }
+}
+
+fn div_up(value: i128, by: i128) -> i128 {
+    value.div_euclid(by) + i128::from(value.rem_euclid(by) != 0)
+}
+
+fn saturate(value: i128) -> i64 {
+    i64::try_from(value).unwrap_or(if value < 0 { i64::MIN } else { i64::MAX })
+}
+
+impl PartialEq for Quantity {
+    fn eq(&self, other: &Self) -> bool {
+        self.nanos == other.nanos
+    }
+}
+
+impl Eq for Quantity {}
+
+impl PartialOrd for Quantity {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Quantity {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.nanos.cmp(&other.nanos)
+    }
+}
+
+impl std::ops::Add for Quantity {
+    type Output = Quantity;
+    fn add(self, other: Quantity) -> Quantity {
+        Quantity { nanos: self.nanos.saturating_add(other.nanos), binary: self.binary || other.binary }
+    }
+}
+
+impl std::ops::Sub for Quantity {
+    type Output = Quantity;
+    fn sub(self, other: Quantity) -> Quantity {
+        Quantity { nanos: self.nanos.saturating_sub(other.nanos), binary: self.binary || other.binary }
+    }
+}
+
+impl std::iter::Sum for Quantity {
+    fn sum<I: Iterator<Item = Quantity>>(items: I) -> Quantity {
+        items.fold(Quantity::ZERO, |a, b| a + b)
+    }
+}
+
+impl FromStr for Quantity {
+    type Err = BadQuantity;
+
+    fn from_str(text: &str) -> Result<Quantity, BadQuantity> {
+        let split = text.find(|c: char| !c.is_ascii_digit() && !"+-.".contains(c)).unwrap_or(text.len());
+        let (number, suffix) = text.split_at(split);
+        let (negative, digits) = match number.as_bytes().first() {
+            Some(b'-') => (true, &number[1..]),
+            Some(b'+') => (false, &number[1..]),
+            _ => (false, number),
+        };
+        let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
+        let numeric = |s: &str| s.bytes().all(|b| b.is_ascii_digit());
+        if !numeric(whole) || !numeric(fraction) || whole.len() + fraction.len() == 0 || whole.len() > 20 || fraction.len() > 20 {
+            return Err(BadQuantity);
+        }
+        let (factor, divisor, binary): (i128, i128, bool) = match suffix {
+            "" => (NANO, 1, false),
+            "n" => (1, 1, false),
+            "u" => (1000, 1, false),
+            "m" => (1_000_000, 1, false),
+            "k" => (NANO * 1000, 1, false),
+            "M" => (NANO * 1_000_000, 1, false),
+            "G" => (NANO * NANO, 1, false),
+            "T" => (NANO * NANO * 1000, 1, false),
+            "P" => (NANO * NANO * 1_000_000, 1, false),
+            "E" => (NANO * NANO * NANO, 1, false),
+            "Ki" => (NANO << 10, 1, true),
+            "Mi" => (NANO << 20, 1, true),
+            "Gi" => (NANO << 30, 1, true),
+            "Ti" => (NANO << 40, 1, true),
+            "Pi" => (NANO << 50, 1, true),
+            "Ei" => (NANO << 60, 1, true),
+            other => {
+                let exponent = other.strip_prefix(['e', 'E']).and_then(|e| e.parse::<i32>().ok()).ok_or(BadQuantity)?;
+                let power = 10i128.checked_pow(exponent.unsigned_abs()).ok_or(BadQuantity)?;
+                if exponent >= 0 { (NANO.checked_mul(power).ok_or(BadQuantity)?, 1, false) } else { (NANO, power, false) }
+            }
+        };
+        let scaled = |digits: &str| -> Result<i128, BadQuantity> {
+            let value: i128 = if digits.is_empty() { 0 } else { digits.parse().map_err(|_| BadQuantity)? };
+            Ok(value.saturating_mul(factor))
+        };
+        let fraction_divisor = 10i128.pow(u32::try_from(fraction.len()).map_err(|_| BadQuantity)?);
+        let magnitude = div_up(scaled(whole)?, divisor).saturating_add(div_up(scaled(fraction)?, fraction_divisor.saturating_mul(divisor)));
+        Ok(Quantity { nanos: if negative { -magnitude } else { magnitude }, binary })
+    }
+}
+
+impl fmt::Display for Quantity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.nanos == 0 {
+            return f.write_str("0");
+        }
+        if self.binary && self.nanos % NANO == 0 {
+            let units = self.nanos / NANO;
+            let steps = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
+            let step = (1..steps.len()).take_while(|s| units % (1i128 << (10 * s)) == 0).last().unwrap_or(0);
+            return write!(f, "{}{}", units >> (10 * step), steps[step]);
+        }
+        let steps = ["n", "u", "m", "", "k", "M", "G", "T", "P", "E"];
+        let mut value = self.nanos;
+        let mut step = 0;
+        while step + 1 < steps.len() && value % 1000 == 0 {
+            value /= 1000;
+            step += 1;
+        }
+        write!(f, "{value}{}", steps[step])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn texts_are_read_and_printed_canonically() {
+        let cases = [
+            ("0", "0"), ("100m", "100m"), ("0.1", "100m"), ("1000m", "1"), ("1.5Gi", "1536Mi"), ("1024Ki", "1Mi"),
+            ("1k", "1k"), ("1e3", "1k"), ("1E", "1E"), ("12e-3", "12m"), ("-5", "-5"), ("0.0000000001", "1n"), ("128974848", "128974848"),
+        ];
+        for (text, canonical) in cases {
+            assert_eq!(text.parse::<Quantity>().expect(text).to_string(), canonical, "{text}");
+        }
+        for bad in ["", "x", "1x", "--1", "1.2.3", "1ki", ".", "1e", "1 "] {
+            assert!(bad.parse::<Quantity>().is_err(), "{bad}");
+        }
+        assert_eq!("1500u".parse::<Quantity>().expect("small").milli(), 2, "rounds up");
+    }
+
+    proptest! {
+        #[test]
+        fn printing_and_reading_agree(nanos in -1_000_000_000_000_000_000i64..1_000_000_000_000_000_000, binary: bool) {
+            let quantity = Quantity { nanos: i128::from(nanos), binary };
+            let again: Quantity = quantity.to_string().parse().expect("what is printed can be read");
+            prop_assert_eq!(again, quantity);
+        }
+
+        #[test]
+        fn no_text_makes_reading_fail_badly(text in "[-+0-9.eEinumkKMGTPi]{0,30}") {
+            let _ = text.parse::<Quantity>();
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! Connections to an apiserver.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use kube::config::{KubeConfigOptions, Kubeconfig};
+
+/// Why no connection can be made.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The file is missing or cannot be read.
+    #[error("the kubeconfig {path} cannot be read ({why}); name another with --kubeconfig, or create it")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        why: String,
+    },
+    /// The file is not a usable kubeconfig.
+    #[error("the kubeconfig {path} cannot be used: {why}")]
+    Use {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        why: String,
+    },
+}
+
+/// A client for the current context of a kubeconfig file. Nothing is sent yet.
+pub async fn connect(path: &Path) -> Result<kube::Client, ConnectError> {
+    let used = |why: String| ConnectError::Use { path: path.to_owned(), why };
+    std::fs::File::open(path).map_err(|e| ConnectError::Read { path: path.to_owned(), why: e.to_string() })?;
+    let file = Kubeconfig::read_from(path).map_err(|e| used(chain(&e)))?;
+    let mut config = kube::Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await.map_err(|e| used(chain(&e)))?;
+    config.connect_timeout = Some(Duration::from_secs(5));
+    kube::Client::try_from(config).map_err(|e| used(chain(&e)))
+}
+
+/// An error with its causes in one line.
+#[must_use]
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
+}
+
+/// The HTTP code of an API refusal, if it is one.
+#[must_use]
+pub fn code(error: &kube::Error) -> Option<u16> {
+    match error {
+        kube::Error::Api(status) => Some(status.code),
+        _ => None,
+    }
+}

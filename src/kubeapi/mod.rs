@@ -1,0 +1,6 @@
+//! The Kubernetes API as a client sees it: connections from a kubeconfig, watched caches.
+
+pub mod cache;
+pub mod client;
+
+pub use cache::Cache;
