@@ -1,5 +1,12 @@
 //! Holdfast: a node agent for Kubernetes. ARCHITECTURE.md says what lives where and who may import whom.
 
+pub mod agent;
+pub mod cli;
+pub mod config;
 pub mod control;
 pub mod core;
+pub mod cri;
+pub mod host;
 pub mod kubeapi;
+pub mod sys;
+pub mod up;

@@ -1,11 +1,96 @@
-//! Temporary entry.
-#[tokio::main]
-async fn main() -> anyhow::Result<()> {
-    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    tracing_subscriber::fmt().with_env_filter(tracing_subscriber::EnvFilter::from_default_env()).with_writer(std::io::stderr).init();
-    let dir = std::path::PathBuf::from(std::env::args().nth(1).unwrap());
-    let pki = holdfast::control::pki::Pki::open(&dir.join("pki"))?;
-    let admin = pki.client("admin", "kubernetes-admin", &["system:masters"])?;
-    holdfast::control::write_private(&dir.join("kubeconfig"), &holdfast::control::pki::kubeconfig("https://127.0.0.1:16443", &pki.ca, "admin", &admin))?;
-    holdfast::control::run(holdfast::control::Settings { dir, listen: "127.0.0.1:16443".parse()?, advertise: "127.0.0.1".parse()?, service_range: "10.96.0.0/16".parse()? }).await
+//! The binary: which command, which logs, which exit code.
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+use holdfast::cli::{AgentFlags, Cli, Command, KubeletCli};
+use holdfast::{agent, config, control, sys, up};
+use tracing_subscriber::EnvFilter;
+
+fn main() -> ExitCode {
+    let called_as = std::env::args_os().next().unwrap_or_default();
+    let as_kubelet = std::path::Path::new(&called_as).file_name().is_some_and(|n| n == "kubelet");
+    let command = if as_kubelet { Command::Agent(Box::new(KubeletCli::parse().agent)) } else { Cli::parse().command };
+    logs(&command);
+    if rustls::crypto::aws_lc_rs::default_provider().install_default().is_err() {
+        eprintln!("holdfast: the TLS library is already set up; this is a bug");
+        return ExitCode::FAILURE;
+    }
+    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).max_blocking_threads(64).thread_keep_alive(std::time::Duration::from_secs(2)).enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("holdfast: no threads can be started: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    match runtime.block_on(run(command)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("holdfast: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn logs(command: &Command) {
+    let level = match command {
+        Command::Agent(flags) if flags.verbosity > 4 => "trace",
+        Command::Agent(flags) if flags.verbosity > 2 => "debug",
+        Command::Agent(_) | Command::ControlPlane(_) => "info",
+        _ => "error",
+    };
+    let filter = EnvFilter::try_from_env("HOLDFAST_LOG").unwrap_or_else(|_| EnvFilter::new(format!("warn,holdfast={level}")));
+    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_writer(std::io::stderr).init();
+}
+
+async fn run(command: Command) -> anyhow::Result<()> {
+    match command {
+        Command::Up(flags) => {
+            let settings = up::Settings::new(&flags.name, flags.containerd_endpoint, flags.api_port, flags.pod_cidr).await?;
+            up::up(&settings).await
+        }
+        Command::Down(flags) => {
+            let settings = up::Settings::new(&flags.name, flags.containerd_endpoint, 0, "10.244.0.0/24".parse()?).await?;
+            up::down(&settings, flags.purge).await
+        }
+        Command::Kubeconfig { name } => {
+            print!("{}", up::kubeconfig(&up::Settings::dirs(&name))?);
+            Ok(())
+        }
+        Command::Agent(flags) => until_stopped(run_agent(*flags)).await,
+        Command::ControlPlane(flags) => {
+            let settings = control::Settings {
+                dir: flags.dir,
+                listen: ([0, 0, 0, 0], flags.api_port).into(),
+                advertise: flags.advertise_address,
+                service_range: up::SERVICE_RANGE.parse()?,
+            };
+            until_stopped(control::run(settings)).await
+        }
+    }
+}
+
+async fn run_agent(flags: AgentFlags) -> anyhow::Result<()> {
+    if !nix::unistd::geteuid().is_root() {
+        anyhow::bail!("the agent needs root: it makes cgroups and mounts; run it with sudo");
+    }
+    let config = config::load(flags.config.as_deref(), &flags.overrides(), &sys::machine::hostname())?;
+    tracing::info!(node = config.node_name, runtime = config.runtime_endpoint, "the agent starts");
+    let agent = agent::build(config).await?;
+    // Told to systemd, where it started us.
+    if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
+        tracing::debug!(%error, "systemd could not be told that the agent is ready");
+    }
+    agent.run().await
+}
+
+/// Runs `work` until it ends or the process is told to stop; pods and their containers stay.
+async fn until_stopped(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    tokio::select! {
+        result = work => result,
+        _ = terminate.recv() => Ok(()),
+        _ = interrupt.recv() => Ok(()),
+    }
 }

@@ -1,8 +1,23 @@
 //! Decisions. No files, sockets, clock, environment, randomness or logging: time and seeds are
 //! arguments, and the same input gives the same output.
+//!
+//! What a pod's life looks like is in `lifecycle`; what to do next in `actions`; what to report in
+//! `status`; how pods become runtime messages in `config`, `env` and `dns`.
 
+pub mod actions;
+pub mod admit;
+pub mod backoff;
+pub mod cgroup;
+pub mod config;
+pub mod dns;
+pub mod env;
 pub mod images;
+pub mod lifecycle;
 pub mod node_affinity;
+pub mod observed;
+pub mod pod;
 pub mod qos;
 pub mod quantity;
 pub mod resources;
+pub mod status;
+pub mod volumes;

@@ -2,5 +2,6 @@
 
 pub mod cache;
 pub mod client;
+pub mod pods;
 
 pub use cache::Cache;

@@ -1,0 +1,71 @@
+//! Errors as the protocol has them (CNI spec, "Error").
+
+use serde_json::{Value, json};
+
+/// A refusal: its code says what kind, its message what and what to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Error {
+    /// See the constants.
+    pub code: u32,
+    /// One line.
+    pub message: String,
+    /// More, or empty.
+    pub details: String,
+}
+
+impl Error {
+    /// The config's version is not spoken.
+    pub const VERSION: u32 = 1;
+    /// The environment is incomplete or wrong.
+    pub const ENVIRONMENT: u32 = 4;
+    /// Input or output failed.
+    pub const IO: u32 = 5;
+    /// The input is not JSON of the right shape.
+    pub const DECODE: u32 = 6;
+    /// The network configuration is wrong.
+    pub const CONFIG: u32 = 7;
+    /// The network namespace is missing or the plugin's own.
+    pub const NAMESPACE: u32 = 8;
+    /// STATUS: ADD cannot be served.
+    pub const UNAVAILABLE: u32 = 50;
+    /// Anything else.
+    pub const OTHER: u32 = 999;
+
+    /// With a code.
+    pub fn new(code: u32, message: impl Into<String>) -> Error {
+        Error { code, message: message.into(), details: String::new() }
+    }
+
+    /// A wrong configuration.
+    pub fn config(message: impl Into<String>) -> Error {
+        Error::new(Error::CONFIG, message)
+    }
+
+    /// Anything else.
+    pub fn other(message: impl Into<String>) -> Error {
+        Error::new(Error::OTHER, message)
+    }
+
+    /// What was being done when `error` came.
+    pub fn doing(what: impl std::fmt::Display, error: impl std::fmt::Display) -> Error {
+        Error::other(format!("{what}: {error}"))
+    }
+
+    /// As it is printed.
+    #[must_use]
+    pub fn json(&self, version: &str) -> Value {
+        let mut value = json!({"cniVersion": version, "code": self.code, "msg": self.message});
+        if !self.details.is_empty() {
+            value["details"] = self.details.as_str().into();
+        }
+        value
+    }
+}
+
+impl std::fmt::Display for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Error {}

@@ -1,0 +1,19 @@
+//! The protocol: errors, network configurations, results and their versions.
+
+mod config;
+mod error;
+mod result;
+
+pub use config::{Args, Json, cni_args};
+pub use error::Error;
+pub use result::{parse_routes, Address, Dns, Interface, Route, Success};
+
+/// Every version that is spoken, oldest first.
+pub const VERSIONS: &[&str] = &["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"];
+
+/// Whether `version` is at least `least`; both are from [`VERSIONS`].
+#[must_use]
+pub fn at_least(version: &str, least: &str) -> bool {
+    let place = |v: &str| VERSIONS.iter().position(|x| *x == v);
+    place(version) >= place(least)
+}

@@ -1,0 +1,82 @@
+//! Calling the IPAM plugin of a configuration (CNI reference spec, 1.7). Our own host-local is called
+//! as a function when it is what `CNI_PATH` would run; anybody else's is run.
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+use crate::cni::{Error, Success};
+use crate::plugins;
+use crate::skel::{Call, Plugin};
+
+enum Delegate {
+    Own(&'static dyn Plugin),
+    Foreign(PathBuf),
+}
+
+fn find(call: &Call<'_>, kind: &str) -> Result<Delegate, Error> {
+    if kind.is_empty() {
+        return Err(Error::config("no plugin name provided: set \"type\" in \"ipam\""));
+    }
+    if kind.contains('/') || kind == "." || kind == ".." {
+        return Err(Error::config(format!("invalid plugin name: {kind:?} must not contain a slash")));
+    }
+    let found = call.path.split(':').filter(|d| !d.is_empty()).map(|d| Path::new(d).join(kind)).find(|p| p.is_file());
+    let Some(found) = found else {
+        return Err(Error::other(format!("failed to find plugin {kind:?} in path [{}]; install it there", call.path.replace(':', " "))));
+    };
+    let own = std::fs::canonicalize("/proc/self/exe").ok();
+    match plugins::find(kind) {
+        Some(plugin) if own.is_some() && std::fs::canonicalize(&found).ok() == own => Ok(Delegate::Own(plugin)),
+        _ => Ok(Delegate::Foreign(found)),
+    }
+}
+
+fn execute(path: &Path, verb: &str, input: &[u8]) -> Result<Vec<u8>, Error> {
+    let failed = |e: std::io::Error| Error::doing(format!("the IPAM plugin {} cannot be run", path.display()), e);
+    let mut child = Command::new(path).env("CNI_COMMAND", verb).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(failed)?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // A plugin that does not read its input closes the pipe; its answer says what it thinks.
+        let _ = stdin.write_all(input);
+    }
+    let output = child.wait_with_output().map_err(failed)?;
+    if output.status.success() {
+        return Ok(output.stdout);
+    }
+    let parsed: Option<Value> = serde_json::from_slice(&output.stdout).ok();
+    let message = parsed.as_ref().and_then(|v| v["msg"].as_str()).map_or_else(|| String::from_utf8_lossy(&output.stdout).into_owned(), str::to_owned);
+    let code = parsed.as_ref().and_then(|v| v["code"].as_u64()).and_then(|c| u32::try_from(c).ok()).unwrap_or(Error::OTHER);
+    Err(Error::new(code, format!("IPAM plugin {}: {message}", path.display())))
+}
+
+/// ADD.
+pub fn add(call: &Call<'_>, kind: &str) -> Result<Success, Error> {
+    match find(call, kind)? {
+        Delegate::Own(plugin) => plugin.add(call),
+        Delegate::Foreign(path) => {
+            let output = execute(&path, "ADD", call.input)?;
+            let value = serde_json::from_slice(&output).map_err(|e| Error::new(Error::DECODE, format!("the IPAM plugin {kind} answered no JSON: {e}")))?;
+            Success::parse(&value, call.version)
+        }
+    }
+}
+
+/// DEL, CHECK or STATUS.
+pub fn forward(call: &Call<'_>, kind: &str, verb: &str) -> Result<(), Error> {
+    match (find(call, kind)?, verb) {
+        (Delegate::Own(plugin), "DEL") => plugin.del(call),
+        (Delegate::Own(plugin), "CHECK") => plugin.check(call),
+        (Delegate::Own(plugin), _) => plugin.status(call),
+        (Delegate::Foreign(path), verb) => execute(&path, verb, call.input).map(|_| ()),
+    }
+}
+
+/// GC.
+pub fn collect(call: &Call<'_>, kind: &str, keep: &[(String, String)]) -> Result<(), Error> {
+    match find(call, kind)? {
+        Delegate::Own(plugin) => plugin.gc(call, keep),
+        Delegate::Foreign(path) => execute(&path, "GC", call.input).map(|_| ()),
+    }
+}

@@ -1,0 +1,309 @@
+//! Links, addresses and routes over rtnetlink.
+
+use std::fs::File;
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::AsRawFd as _;
+
+use ipnet::IpNet;
+
+use super::netlink::{ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes};
+
+const NEW_LINK: u16 = 16;
+const DEL_LINK: u16 = 17;
+const GET_LINK: u16 = 18;
+const NEW_ADDR: u16 = 20;
+const DEL_ADDR: u16 = 21;
+const GET_ADDR: u16 = 22;
+const NEW_ROUTE: u16 = 24;
+const GET_ROUTE: u16 = 26;
+
+const IFLA_ADDRESS: u16 = 1;
+const IFLA_IFNAME: u16 = 3;
+const IFLA_MTU: u16 = 4;
+const IFLA_MASTER: u16 = 10;
+const IFLA_PROTINFO: u16 = 12;
+const IFLA_LINKINFO: u16 = 18;
+const IFLA_NET_NS_FD: u16 = 28;
+const IFLA_INFO_KIND: u16 = 1;
+const IFLA_INFO_DATA: u16 = 2;
+const VETH_INFO_PEER: u16 = 1;
+const IFLA_BRPORT_MODE: u16 = 4;
+const IFLA_BRPORT_ISOLATED: u16 = 33;
+
+const IFF_UP: u32 = 0x1;
+const IFF_PROMISC: u32 = 0x100;
+const AF_BRIDGE: u8 = 7;
+const NODAD: u8 = 0x2;
+
+/// A link as the kernel shows it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Link {
+    /// The index.
+    pub index: u32,
+    /// The name.
+    pub name: String,
+    /// The hardware address, as text.
+    pub mac: String,
+    /// The kind, for instance `bridge`; empty for hardware.
+    pub kind: String,
+    /// The MTU.
+    pub mtu: u32,
+    /// The index of the bridge that it is a port of.
+    pub master: Option<u32>,
+    /// Whether it is administratively up.
+    pub up: bool,
+    /// Whether it takes packets for everybody.
+    pub promiscuous: bool,
+}
+
+/// Six bytes as text.
+#[must_use]
+pub fn mac_text(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect::<Vec<_>>().join(":")
+}
+
+/// A hardware address from text.
+#[must_use]
+pub fn parse_mac(text: &str) -> Option<[u8; 6]> {
+    let bytes: Vec<u8> = text.split([':', '-']).map(|p| u8::from_str_radix(p, 16)).collect::<Result<_, _>>().ok()?;
+    bytes.try_into().ok()
+}
+
+/// A random, locally administered hardware address. Set explicitly it keeps udev and the bridge from
+/// changing it later.
+pub fn random_mac() -> io::Result<[u8; 6]> {
+    let mut mac = [0; 6];
+    super::random(&mut mac)?;
+    mac[0] = (mac[0] | 0x02) & 0xfe;
+    Ok(mac)
+}
+
+fn header(family: u8, index: u32, flags: u32, change: u32) -> Vec<u8> {
+    let mut bytes = vec![family, 0, 0, 0];
+    bytes.extend_from_slice(&index.to_ne_bytes());
+    bytes.extend_from_slice(&flags.to_ne_bytes());
+    bytes.extend_from_slice(&change.to_ne_bytes());
+    bytes
+}
+
+fn number(bytes: &[u8]) -> Option<u32> {
+    bytes.get(..4)?.try_into().ok().map(u32::from_ne_bytes)
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).trim_end_matches('\0').to_owned()
+}
+
+fn parse_link(body: &[u8]) -> Option<Link> {
+    let index = number(body.get(4..)?)?;
+    let flags = number(body.get(8..)?)?;
+    let mut link = Link { index, up: flags & IFF_UP != 0, promiscuous: flags & IFF_PROMISC != 0, ..Link::default() };
+    for (kind, value) in attributes(body.get(16..)?) {
+        match kind {
+            IFLA_IFNAME => link.name = text(value),
+            IFLA_ADDRESS => link.mac = mac_text(value),
+            IFLA_MTU => link.mtu = number(value).unwrap_or(0),
+            IFLA_MASTER => link.master = number(value),
+            IFLA_LINKINFO => link.kind = attributes(value).find(|(k, _)| *k == IFLA_INFO_KIND).map(|(_, v)| text(v)).unwrap_or_default(),
+            _ => {}
+        }
+    }
+    Some(link)
+}
+
+/// What a veth pair is made of.
+pub struct VethPlan<'a> {
+    /// The host end's name.
+    pub host_name: &'a str,
+    /// The host end's address.
+    pub host_mac: [u8; 6],
+    /// The container end's name.
+    pub peer_name: &'a str,
+    /// The container end's address.
+    pub peer_mac: [u8; 6],
+    /// The container's namespace.
+    pub namespace: &'a File,
+    /// 0 leaves it to the kernel.
+    pub mtu: u32,
+    /// The bridge that the host end becomes a port of.
+    pub master: u32,
+}
+
+impl Socket {
+    /// The link of a name.
+    pub fn link(&mut self, name: &str) -> io::Result<Option<Link>> {
+        let message = Message::new(GET_LINK, REQUEST, &header(0, 0, 0, 0)).text(IFLA_IFNAME, name);
+        match self.query(message) {
+            Ok(answers) => Ok(answers.first().and_then(|(_, body)| parse_link(body))),
+            Err(error) if error.raw_os_error() == Some(nix::errno::Errno::ENODEV as i32) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// All links.
+    pub fn links(&mut self) -> io::Result<Vec<Link>> {
+        let answers = self.query(Message::new(GET_LINK, REQUEST | DUMP, &header(0, 0, 0, 0)))?;
+        Ok(answers.iter().filter_map(|(_, body)| parse_link(body)).collect())
+    }
+
+    /// Creates a bridge that is up; one that exists already is an error.
+    pub fn add_bridge(&mut self, name: &str, mac: [u8; 6], mtu: u32) -> io::Result<()> {
+        let info = Attributes::new().text(IFLA_INFO_KIND, "bridge");
+        let mut message = Message::new(NEW_LINK, REQUEST | ACK | CREATE | EXCL, &header(0, 0, IFF_UP, IFF_UP)).text(IFLA_IFNAME, name).put(IFLA_ADDRESS, &mac);
+        if mtu > 0 {
+            message = message.number(IFLA_MTU, mtu);
+        }
+        self.execute(message.nest(IFLA_LINKINFO, &info))
+    }
+
+    /// Creates a veth pair in one message: host end up and a port of the bridge, peer in the container.
+    pub fn add_veth(&mut self, plan: &VethPlan<'_>) -> io::Result<()> {
+        let mut peer = Attributes(header(0, 0, 0, 0)).text(IFLA_IFNAME, plan.peer_name).put(IFLA_ADDRESS, &plan.peer_mac);
+        peer = peer.put(IFLA_NET_NS_FD, &plan.namespace.as_raw_fd().to_ne_bytes());
+        if plan.mtu > 0 {
+            peer = peer.put(IFLA_MTU, &plan.mtu.to_ne_bytes());
+        }
+        let data = Attributes::new().nest(VETH_INFO_PEER, &peer);
+        let info = Attributes::new().text(IFLA_INFO_KIND, "veth").nest(IFLA_INFO_DATA, &data);
+        let mut message = Message::new(NEW_LINK, REQUEST | ACK | CREATE | EXCL, &header(0, 0, IFF_UP, IFF_UP))
+            .text(IFLA_IFNAME, plan.host_name)
+            .put(IFLA_ADDRESS, &plan.host_mac)
+            .number(IFLA_MASTER, plan.master);
+        if plan.mtu > 0 {
+            message = message.number(IFLA_MTU, plan.mtu);
+        }
+        self.execute(message.nest(IFLA_LINKINFO, &info))
+    }
+
+    /// Brings a link up or down.
+    pub fn set_up(&mut self, index: u32, up: bool) -> io::Result<()> {
+        self.execute(Message::new(NEW_LINK, REQUEST | ACK, &header(0, index, if up { IFF_UP } else { 0 }, IFF_UP)))
+    }
+
+    /// Turns promiscuous mode on.
+    pub fn set_promiscuous(&mut self, index: u32) -> io::Result<()> {
+        self.execute(Message::new(NEW_LINK, REQUEST | ACK, &header(0, index, IFF_PROMISC, IFF_PROMISC)))
+    }
+
+    /// Sets hairpin and isolation of a bridge port.
+    pub fn set_port(&mut self, index: u32, hairpin: bool, isolated: bool) -> io::Result<()> {
+        let port = Attributes::new().put(IFLA_BRPORT_MODE, &[u8::from(hairpin)]).put(IFLA_BRPORT_ISOLATED, &[u8::from(isolated)]);
+        self.execute(Message::new(NEW_LINK, REQUEST | ACK, &header(AF_BRIDGE, index, 0, 0)).nest(IFLA_PROTINFO, &port))
+    }
+
+    /// Deletes a link; a missing one is fine.
+    pub fn delete_link(&mut self, name: &str) -> io::Result<()> {
+        let message = Message::new(DEL_LINK, REQUEST | ACK, &header(0, 0, 0, 0)).text(IFLA_IFNAME, name);
+        match self.execute(message) {
+            Err(error) if error.raw_os_error() == Some(nix::errno::Errno::ENODEV as i32) => Ok(()),
+            other => other,
+        }
+    }
+
+    fn address_message(kind: u16, flags: u16, index: u32, address: IpNet) -> Message {
+        let (family, bytes) = octets(address.addr());
+        let nodad = if address.addr().is_ipv6() { NODAD } else { 0 };
+        let mut head = vec![family, address.prefix_len(), nodad, 0];
+        head.extend_from_slice(&index.to_ne_bytes());
+        let mut message = Message::new(kind, flags, &head).put(2, &bytes).put(1, &bytes);
+        if let IpNet::V4(net) = address
+            && net.prefix_len() < 31
+        {
+            message = message.put(4, &net.broadcast().octets());
+        }
+        message
+    }
+
+    /// Adds an address; IPv6 without waiting for duplicate detection, as the address was assigned.
+    pub fn add_address(&mut self, index: u32, address: IpNet) -> io::Result<()> {
+        self.execute(Self::address_message(NEW_ADDR, REQUEST | ACK | CREATE | EXCL, index, address))
+    }
+
+    /// Removes an address.
+    pub fn delete_address(&mut self, index: u32, address: IpNet) -> io::Result<()> {
+        self.execute(Self::address_message(DEL_ADDR, REQUEST | ACK, index, address))
+    }
+
+    /// The addresses of a link, link-local ones left out.
+    pub fn addresses(&mut self, index: u32) -> io::Result<Vec<IpNet>> {
+        let answers = self.query(Message::new(GET_ADDR, REQUEST | DUMP, &[0; 8]))?;
+        let mut found = Vec::new();
+        for (_, body) in answers {
+            let (Some(prefix), Some(owner)) = (body.get(1), body.get(4..).and_then(number)) else { continue };
+            if owner != index {
+                continue;
+            }
+            let mut address = None;
+            for (kind, value) in attributes(body.get(8..).unwrap_or_default()) {
+                // IFA_LOCAL, where there is one, is the link's own address.
+                if kind == 2 || (kind == 1 && address.is_none()) {
+                    address = ip(value);
+                }
+            }
+            let local = |a: &IpAddr| matches!(a, IpAddr::V6(a) if a.segments()[0] & 0xffc0 == 0xfe80);
+            if let Some(address) = address.filter(|a| !local(a)).and_then(|a| IpNet::new(a, *prefix).ok()) {
+                found.push(address);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Adds a route through a link; one that is there already is fine.
+    pub fn add_route(&mut self, index: u32, destination: IpNet, gateway: Option<IpAddr>, priority: Option<u32>) -> io::Result<()> {
+        let (family, bytes) = octets(destination.network());
+        let scope = if gateway.is_some() { 0 } else { 253 };
+        let head = [family, destination.prefix_len(), 0, 0, 254, 3, scope, 1, 0, 0, 0, 0];
+        let mut message = Message::new(NEW_ROUTE, REQUEST | ACK | CREATE | APPEND, &head).number(4, index);
+        if destination.prefix_len() > 0 {
+            message = message.put(1, &bytes);
+        }
+        if let Some(gateway) = gateway {
+            message = message.put(5, &octets(gateway).1);
+        }
+        if let Some(priority) = priority {
+            message = message.number(6, priority);
+        }
+        match self.execute(message) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            other => other,
+        }
+    }
+
+    /// The routes of the main table: destination and gateway.
+    pub fn routes(&mut self) -> io::Result<Vec<(IpNet, Option<IpAddr>)>> {
+        let answers = self.query(Message::new(GET_ROUTE, REQUEST | DUMP, &[0; 12]))?;
+        let mut routes = Vec::new();
+        for (_, body) in answers {
+            let (Some(&family), Some(&prefix)) = (body.first(), body.get(1)) else { continue };
+            let any: IpAddr = if family == 2 { IpAddr::from([0u8; 4]) } else { IpAddr::from([0u8; 16]) };
+            let (mut destination, mut gateway) = (any, None);
+            for (kind, value) in attributes(body.get(12..).unwrap_or_default()) {
+                match kind {
+                    1 => destination = ip(value).unwrap_or(any),
+                    5 => gateway = ip(value),
+                    _ => {}
+                }
+            }
+            if let Ok(net) = IpNet::new(destination, prefix) {
+                routes.push((net, gateway));
+            }
+        }
+        Ok(routes)
+    }
+}
+
+fn octets(address: IpAddr) -> (u8, Vec<u8>) {
+    match address {
+        IpAddr::V4(a) => (2, a.octets().to_vec()),
+        IpAddr::V6(a) => (10, a.octets().to_vec()),
+    }
+}
+
+fn ip(bytes: &[u8]) -> Option<IpAddr> {
+    match bytes.len() {
+        4 => <[u8; 4]>::try_from(bytes).ok().map(IpAddr::from),
+        16 => <[u8; 16]>::try_from(bytes).ok().map(IpAddr::from),
+        _ => None,
+    }
+}

@@ -1,0 +1,246 @@
+//! Netlink messages and one socket type for both families (rtnetlink and nfnetlink).
+//!
+//! The kernel handles a message inside `send`, so its answers are there when `send` returns.
+
+use std::io;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+
+use nix::sys::socket::{AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, send, setsockopt, socket, sockopt};
+
+pub const REQUEST: u16 = 0x1;
+pub const ACK: u16 = 0x4;
+pub const DUMP: u16 = 0x300;
+pub const EXCL: u16 = 0x200;
+pub const CREATE: u16 = 0x400;
+pub const APPEND: u16 = 0x800;
+
+const ERROR: u16 = 2;
+const DONE: u16 = 3;
+const NESTED: u16 = 0x8000;
+
+/// A message under construction.
+#[derive(Debug, Default, Clone)]
+pub struct Message {
+    bytes: Vec<u8>,
+}
+
+impl Message {
+    /// A message of a type with flags, and its fixed header.
+    #[must_use]
+    pub fn new(kind: u16, flags: u16, header: &[u8]) -> Message {
+        let mut bytes = Vec::with_capacity(256);
+        bytes.extend_from_slice(&[0; 4]);
+        bytes.extend_from_slice(&kind.to_ne_bytes());
+        bytes.extend_from_slice(&flags.to_ne_bytes());
+        bytes.extend_from_slice(&[0; 8]);
+        bytes.extend_from_slice(header);
+        Message { bytes }
+    }
+
+    /// An attribute.
+    #[must_use]
+    pub fn put(mut self, kind: u16, value: &[u8]) -> Message {
+        attribute(&mut self.bytes, kind, value);
+        self
+    }
+
+    /// An attribute with a zero-terminated text.
+    #[must_use]
+    pub fn text(self, kind: u16, value: &str) -> Message {
+        let mut bytes = value.as_bytes().to_vec();
+        bytes.push(0);
+        self.put(kind, &bytes)
+    }
+
+    /// An attribute with a number in the machine's order.
+    #[must_use]
+    pub fn number(self, kind: u16, value: u32) -> Message {
+        self.put(kind, &value.to_ne_bytes())
+    }
+
+    /// A nested attribute.
+    #[must_use]
+    pub fn nest(self, kind: u16, inner: &Attributes) -> Message {
+        self.put(kind | NESTED, &inner.0)
+    }
+
+    fn finish(&mut self, sequence: u32) {
+        let length = u32::try_from(self.bytes.len()).unwrap_or(u32::MAX);
+        self.bytes[..4].copy_from_slice(&length.to_ne_bytes());
+        self.bytes[8..12].copy_from_slice(&sequence.to_ne_bytes());
+        while !self.bytes.len().is_multiple_of(4) {
+            self.bytes.push(0);
+        }
+    }
+}
+
+/// The content of a nested attribute.
+#[derive(Debug, Default, Clone)]
+pub struct Attributes(pub Vec<u8>);
+
+impl Attributes {
+    /// Starts empty.
+    #[must_use]
+    pub fn new() -> Attributes {
+        Attributes::default()
+    }
+
+    /// An attribute.
+    #[must_use]
+    pub fn put(mut self, kind: u16, value: &[u8]) -> Attributes {
+        attribute(&mut self.0, kind, value);
+        self
+    }
+
+    /// A zero-terminated text.
+    #[must_use]
+    pub fn text(self, kind: u16, value: &str) -> Attributes {
+        let mut bytes = value.as_bytes().to_vec();
+        bytes.push(0);
+        self.put(kind, &bytes)
+    }
+
+    /// A number in network order, as nfnetlink has them.
+    #[must_use]
+    pub fn big(self, kind: u16, value: u32) -> Attributes {
+        self.put(kind, &value.to_be_bytes())
+    }
+
+    /// A nested attribute.
+    #[must_use]
+    pub fn nest(self, kind: u16, inner: &Attributes) -> Attributes {
+        self.put(kind | NESTED, &inner.0)
+    }
+}
+
+fn attribute(into: &mut Vec<u8>, kind: u16, value: &[u8]) {
+    let length = u16::try_from(value.len() + 4).unwrap_or(u16::MAX);
+    into.extend_from_slice(&length.to_ne_bytes());
+    into.extend_from_slice(&kind.to_ne_bytes());
+    into.extend_from_slice(value);
+    while !into.len().is_multiple_of(4) {
+        into.push(0);
+    }
+}
+
+/// Walks attributes; stops at the first that does not fit.
+pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    std::iter::from_fn(move || {
+        let length = usize::from(u16::from_ne_bytes(bytes.get(..2)?.try_into().ok()?));
+        let kind = u16::from_ne_bytes(bytes.get(2..4)?.try_into().ok()?) & !NESTED & !0x4000;
+        let value = bytes.get(4..length)?;
+        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
+        Some((kind, value))
+    })
+}
+
+/// An answer: its type and what follows the netlink header.
+pub type Answer = (u16, Vec<u8>);
+
+/// A netlink socket; it belongs to the namespace it was opened in.
+pub struct Socket {
+    fd: OwnedFd,
+    sequence: u32,
+}
+
+impl Socket {
+    /// For links, addresses and routes.
+    pub fn route() -> io::Result<Socket> {
+        Self::open(SockProtocol::NetlinkRoute)
+    }
+
+    /// For nftables.
+    pub fn netfilter() -> io::Result<Socket> {
+        Self::open(SockProtocol::NetlinkNetFilter)
+    }
+
+    fn open(protocol: SockProtocol) -> io::Result<Socket> {
+        let fd = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol)?;
+        // Best effort: large dumps need room, small ones work without.
+        let _ = setsockopt(&fd, sockopt::RcvBuf, &(1 << 20));
+        bind(fd.as_raw_fd(), &NetlinkAddr::new(0, 0))?;
+        Ok(Socket { fd, sequence: 1 })
+    }
+
+    /// Sends one message and waits for its acknowledgement.
+    pub fn execute(&mut self, message: Message) -> io::Result<()> {
+        self.batch(vec![message])
+    }
+
+    /// Sends messages in one go. The first refusal is the result.
+    pub fn batch(&mut self, mut messages: Vec<Message>) -> io::Result<()> {
+        let mut bytes = Vec::new();
+        let mut waiting = 0;
+        for message in &mut messages {
+            self.sequence += 1;
+            message.finish(self.sequence);
+            waiting += usize::from(u16::from_ne_bytes([message.bytes[6], message.bytes[7]]) & ACK != 0);
+            bytes.extend_from_slice(&message.bytes);
+        }
+        send(self.fd.as_raw_fd(), &bytes, MsgFlags::empty())?;
+        let mut result = Ok(());
+        // A refused batch acknowledges less than was asked: after an error only what is there is read.
+        while waiting > 0 || result.is_err() {
+            let flags = if result.is_err() { MsgFlags::MSG_DONTWAIT } else { MsgFlags::empty() };
+            let Some(answers) = self.receive(flags)? else { break };
+            for (kind, body) in answers {
+                if kind == ERROR {
+                    waiting = usize::saturating_sub(waiting, 1);
+                    let code = error_code(&body);
+                    if code != 0 && result.is_ok() {
+                        result = Err(io::Error::from_raw_os_error(-code));
+                    }
+                }
+            }
+        }
+        result
+    }
+
+    /// Sends a request and collects what it answers with: one object, or all of a dump.
+    pub fn query(&mut self, mut message: Message) -> io::Result<Vec<Answer>> {
+        self.sequence += 1;
+        message.finish(self.sequence);
+        let flags = u16::from_ne_bytes([message.bytes[6], message.bytes[7]]);
+        let dump = flags & DUMP == DUMP;
+        send(self.fd.as_raw_fd(), &message.bytes, MsgFlags::empty())?;
+        let mut all = Vec::new();
+        while let Some(answers) = self.receive(MsgFlags::empty())? {
+            for (kind, body) in answers {
+                match kind {
+                    DONE => return Ok(all),
+                    ERROR => {
+                        let code = error_code(&body);
+                        return if code == 0 { Ok(all) } else { Err(io::Error::from_raw_os_error(-code)) };
+                    }
+                    _ => all.push((kind, body)),
+                }
+            }
+            if !dump {
+                return Ok(all);
+            }
+        }
+        Ok(all)
+    }
+
+    fn receive(&self, flags: MsgFlags) -> io::Result<Option<Vec<Answer>>> {
+        let mut buffer = vec![0u8; 64 << 10];
+        let length = match recv(self.fd.as_raw_fd(), &mut buffer, flags) {
+            Ok(length) => length,
+            Err(nix::errno::Errno::EAGAIN) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let mut bytes = &buffer[..length];
+        let mut answers = Vec::new();
+        while let Some(header) = bytes.get(..16) {
+            let size = u32::from_ne_bytes([header[0], header[1], header[2], header[3]]) as usize;
+            let Some(body) = bytes.get(16..size) else { break };
+            answers.push((u16::from_ne_bytes([header[4], header[5]]), body.to_vec()));
+            bytes = bytes.get(size.next_multiple_of(4)..).unwrap_or_default();
+        }
+        Ok(Some(answers))
+    }
+}
+
+fn error_code(body: &[u8]) -> i32 {
+    body.get(..4).and_then(|b| b.try_into().ok()).map_or(-5, i32::from_ne_bytes)
+}

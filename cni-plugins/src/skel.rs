@@ -1,0 +1,194 @@
+//! The process contract of a plugin (CNI reference spec, 1.1 to 1.4): environment in, one JSON document
+//! out, exit code 0 or 1.
+
+use std::io::{Read as _, Write as _};
+use std::process::ExitCode;
+
+use serde_json::{Value, json};
+
+use crate::cni::{Error, Json, Success, VERSIONS, at_least};
+use crate::net::netns;
+
+/// The largest configuration that is read.
+const INPUT_LIMIT: u64 = 4 << 20;
+
+/// One call of a plugin.
+pub struct Call<'a> {
+    /// The container's id.
+    pub container: String,
+    /// The path of its network namespace, perhaps empty on DEL.
+    pub netns: String,
+    /// The interface in the container.
+    pub ifname: String,
+    /// `CNI_ARGS`.
+    pub args: String,
+    /// `CNI_PATH`.
+    pub path: String,
+    /// The network configuration.
+    pub config: Json<'a>,
+    /// Its bytes, for delegates.
+    pub input: &'a [u8],
+    /// Its version.
+    pub version: &'a str,
+}
+
+impl Call<'_> {
+    /// The network's name.
+    pub fn network(&self) -> Result<&str, Error> {
+        self.config.text("name")
+    }
+
+    /// The result of the chain so far, if there is one.
+    pub fn previous(&self) -> Result<Option<Success>, Error> {
+        self.config.get("prevResult").map(|v| Success::parse(v, self.version)).transpose()
+    }
+}
+
+/// What a plugin does. Verbs that it does not implement succeed.
+pub trait Plugin: Sync {
+    /// Its name.
+    fn name(&self) -> &'static str;
+    /// ADD.
+    fn add(&self, call: &Call<'_>) -> Result<Success, Error>;
+    /// DEL: best effort, and again is fine.
+    fn del(&self, call: &Call<'_>) -> Result<(), Error>;
+    /// CHECK.
+    fn check(&self, call: &Call<'_>) -> Result<(), Error>;
+    /// GC: `keep` lists container ids and interfaces that are still wanted.
+    fn gc(&self, _call: &Call<'_>, _keep: &[(String, String)]) -> Result<(), Error> {
+        Ok(())
+    }
+    /// STATUS.
+    fn status(&self, _call: &Call<'_>) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
+/// Runs a plugin as this process was called.
+pub fn run(plugin: &dyn Plugin) -> ExitCode {
+    let env = |name: &str| std::env::var(name).unwrap_or_default();
+    if env("CNI_COMMAND").is_empty() {
+        eprintln!("holdfast CNI {} plugin {}\nCNI protocol versions supported: {}", plugin.name(), env!("CARGO_PKG_VERSION"), VERSIONS.join(", "));
+        return ExitCode::SUCCESS;
+    }
+    let mut version = "0.1.0".to_owned();
+    let (output, code) = match call(plugin, &env, &mut version) {
+        Ok(output) => (output, ExitCode::SUCCESS),
+        Err(error) => (Some(error.json(&version)), ExitCode::FAILURE),
+    };
+    if let Some(output) = output
+        && writeln!(std::io::stdout(), "{output}").is_err()
+    {
+        return ExitCode::FAILURE;
+    }
+    code
+}
+
+fn call(plugin: &dyn Plugin, env: &dyn Fn(&str) -> String, version: &mut String) -> Result<Option<Value>, Error> {
+    let command = env("CNI_COMMAND");
+    let needed: &[&str] = match command.as_str() {
+        "VERSION" => return Ok(Some(json!({"cniVersion": "1.1.0", "supportedVersions": VERSIONS}))),
+        "ADD" | "CHECK" => &["CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_PATH"],
+        "DEL" => &["CNI_CONTAINERID", "CNI_IFNAME", "CNI_PATH"],
+        "GC" | "STATUS" => &["CNI_PATH"],
+        other => return Err(Error::new(Error::ENVIRONMENT, format!("unknown CNI_COMMAND: {other}"))),
+    };
+    let missing: Vec<&str> = needed.iter().copied().filter(|name| env(name).is_empty()).collect();
+    if !missing.is_empty() {
+        return Err(Error::new(Error::ENVIRONMENT, format!("required env variables [{}] missing", missing.join(","))));
+    }
+    let attaches = needed.contains(&"CNI_CONTAINERID");
+    if attaches {
+        check_id("CNI_CONTAINERID", &env("CNI_CONTAINERID"))?;
+        check_ifname(&env("CNI_IFNAME"))?;
+    }
+    let mut input = Vec::new();
+    std::io::stdin().take(INPUT_LIMIT + 1).read_to_end(&mut input).map_err(|e| Error::new(Error::IO, format!("error reading from stdin: {e}")))?;
+    if input.len() as u64 > INPUT_LIMIT {
+        return Err(Error::new(Error::DECODE, format!("the configuration is larger than {INPUT_LIMIT} bytes")));
+    }
+    let parsed: Value = serde_json::from_slice(&input).map_err(|e| Error::new(Error::DECODE, format!("the configuration is not JSON: {e}")))?;
+    if !parsed.is_object() {
+        return Err(Error::new(Error::DECODE, "the configuration must be a JSON object"));
+    }
+    let config = Json(&parsed);
+    let name = config.text("name")?;
+    if name.is_empty() {
+        return Err(Error::config("missing network name: set \"name\" in the network configuration"));
+    }
+    check_id("network name", name).map_err(|e| Error::config(e.message))?;
+    let given = config.text("cniVersion")?;
+    let given = if given.is_empty() { "0.1.0" } else { given };
+    if !VERSIONS.contains(&given) {
+        let mut error = Error::new(Error::VERSION, "incompatible CNI versions");
+        error.details = format!("config is {given:?}, plugin supports {VERSIONS:?}");
+        return Err(error);
+    }
+    given.clone_into(version);
+    let least = match command.as_str() {
+        "CHECK" => "0.4.0",
+        "GC" | "STATUS" => "1.1.0",
+        _ => "0.1.0",
+    };
+    if !at_least(given, least) {
+        return Err(Error::new(Error::VERSION, format!("config version {given} does not allow {command}: it needs at least {least}")));
+    }
+    let call = Call {
+        container: env("CNI_CONTAINERID"),
+        netns: env("CNI_NETNS"),
+        ifname: env("CNI_IFNAME"),
+        args: env("CNI_ARGS"),
+        path: env("CNI_PATH"),
+        config,
+        input: &input,
+        version: given,
+    };
+    let overridden = matches!(env("CNI_NETNS_OVERRIDE").to_lowercase().as_str(), "1" | "true");
+    if attaches && !call.netns.is_empty() && !overridden && netns::is_own(&call.netns) {
+        return Err(Error::new(Error::NAMESPACE, format!("plugin's netns and netns from CNI_NETNS should not be the same: {}", call.netns)));
+    }
+    match command.as_str() {
+        "ADD" => Ok(Some(plugin.add(&call)?.json(given)?)),
+        "DEL" => plugin.del(&call).map(|()| None),
+        "CHECK" => {
+            if config.get("prevResult").is_none() {
+                return Err(Error::config("CHECK needs prevResult in the configuration"));
+            }
+            plugin.check(&call).map(|()| None)
+        }
+        "STATUS" => plugin.status(&call).map(|()| None),
+        // A missing list says nothing about what is valid: then nothing is removed.
+        _ => match keep(config)? {
+            Some(keep) => plugin.gc(&call, &keep).map(|()| None),
+            None => Ok(None),
+        },
+    }
+}
+
+fn keep(config: Json<'_>) -> Result<Option<Vec<(String, String)>>, Error> {
+    let key = ["cni.dev/valid-attachments", "cni.dev/attachments"].into_iter().find(|k| config.get(k).is_some());
+    let Some(key) = key else { return Ok(None) };
+    let list = config.list(key)?.iter().map(|item| Ok((Json(item).text("containerID")?.to_owned(), Json(item).text("ifname")?.to_owned())));
+    list.collect::<Result<Vec<_>, Error>>().map(Some)
+}
+
+fn check_id(what: &str, id: &str) -> Result<(), Error> {
+    let first = id.chars().next().is_some_and(|c| c.is_ascii_alphanumeric());
+    if first && id.len() <= 255 && id.chars().all(|c| c.is_ascii_alphanumeric() || "_.-".contains(c)) {
+        return Ok(());
+    }
+    Err(Error::new(Error::ENVIRONMENT, format!("invalid characters in {what}: {:?}", id.chars().take(60).collect::<String>())))
+}
+
+fn check_ifname(name: &str) -> Result<(), Error> {
+    let why = if name.len() > 15 {
+        "it is longer than 15 bytes"
+    } else if name == "." || name == ".." {
+        "it is . or .."
+    } else if name.chars().any(|c| c == '/' || c == ':' || c.is_whitespace()) {
+        "it contains /, : or white space"
+    } else {
+        return Ok(());
+    };
+    Err(Error::new(Error::ENVIRONMENT, format!("invalid interface name {name:?}: {why}")))
+}

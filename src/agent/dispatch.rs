@@ -1,0 +1,190 @@
+//! From sources to workers: merges what the API and the files want, keeps one worker a pod, and ends
+//! what nobody wants any more.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt as _;
+use tokio::sync::{Notify, mpsc, watch};
+
+use super::relist::{Hint, Seen};
+use super::worker::{self, Desired};
+use super::{Context, mirror};
+use crate::core::pod;
+use crate::cri::ListedPod;
+use crate::kubeapi::Cache;
+
+struct Worker {
+    desired: watch::Sender<Desired>,
+    hint: Arc<Notify>,
+    full_name: String,
+}
+
+struct Dispatcher {
+    context: Arc<Context>,
+    workers: HashMap<String, Worker>,
+    seen: Seen,
+    finished: mpsc::Sender<String>,
+}
+
+/// Runs until the process ends.
+pub async fn run(context: Arc<Context>, api: Option<Cache<Pod>>, mut statics: watch::Receiver<Option<Vec<Arc<Pod>>>>, mut hints: mpsc::Receiver<Hint>, seen: Seen) {
+    let (finished, mut endings) = mpsc::channel(256);
+    let mut dispatcher = Dispatcher { context, workers: HashMap::new(), seen, finished };
+    let mut api_changes = api.as_ref().map(Cache::changes);
+    let mut tended = false;
+    loop {
+        let ready = api.as_ref().is_none_or(Cache::is_synced) && statics.borrow().is_some();
+        if let Some(changes) = &mut api_changes {
+            changes.mark_unchanged();
+        }
+        let api_pods = api.as_ref().filter(|c| c.is_synced()).map(Cache::list).unwrap_or_default();
+        let static_pods = statics.borrow_and_update().clone().unwrap_or_default();
+        dispatcher.update(&api_pods, &static_pods, ready).await;
+        if ready && !std::mem::replace(&mut tended, true) {
+            dispatcher.clean_up(&api_pods, &static_pods).await;
+        }
+        // Wait for the next thing that concerns the sources; everything else is handled here.
+        loop {
+            let api_changed = async {
+                match &mut api_changes {
+                    Some(changes) => _ = changes.changed().await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                // All arms are cancel-safe: receivers and watches keep what has not been taken.
+                () = api_changed => break,
+                _ = statics.changed() => break,
+                Some(uid) = endings.recv() => {
+                    dispatcher.ended(&uid);
+                    break;
+                }
+                Some(hint) = hints.recv() => match hint {
+                    Hint::Pod(uid) => dispatcher.nudge(&uid),
+                    Hint::Listed(listed) => if ready { dispatcher.adopt_orphans(&listed) },
+                },
+            }
+        }
+    }
+}
+
+impl Dispatcher {
+    fn nudge(&self, uid: &str) {
+        if let Some(worker) = self.workers.get(uid) {
+            worker.hint.notify_one();
+        }
+    }
+
+    fn ended(&mut self, uid: &str) {
+        self.workers.remove(uid);
+        self.seen.forget(uid);
+        self.context.release(uid);
+    }
+
+    /// Tells every worker what is wanted now, starts those that are missing, oldest pod first.
+    async fn update(&mut self, api: &[Arc<Pod>], statics: &[Arc<Pod>], ready: bool) {
+        let mirrors: HashMap<String, &Arc<Pod>> = api.iter().filter(|p| pod::is_mirror(p)).map(|p| (pod::full_name(p), p)).collect();
+        let mut wanted: Vec<Desired> = Vec::new();
+        for pod in api.iter().filter(|p| !pod::is_mirror(p)) {
+            wanted.push(Desired { pod: Arc::clone(pod), object: Some(Arc::clone(pod)), removed: false });
+        }
+        for pod in statics {
+            let object = mirrors.get(&pod::full_name(pod)).map(|m| Arc::clone(m));
+            wanted.push(Desired { pod: Arc::clone(pod), object, removed: false });
+        }
+        wanted.sort_by_key(|d| d.pod.metadata.creation_timestamp.as_ref().map(|t| t.0));
+        if ready {
+            for (uid, worker) in &self.workers {
+                if !wanted.iter().any(|d| pod::uid(&d.pod) == uid) {
+                    worker.desired.send_if_modified(|d| !std::mem::replace(&mut d.removed, true));
+                }
+            }
+            for mirror in mirrors.values() {
+                let held = self.workers.values().any(|w| w.full_name == pod::full_name(mirror));
+                let of_static = statics.iter().any(|s| pod::full_name(s) == pod::full_name(mirror));
+                if !held && !of_static
+                    && let Err(error) = mirror::remove(&self.context, mirror).await
+                {
+                    tracing::warn!(%error, pod = %pod::full_name(mirror), "an orphaned mirror pod stays for now");
+                }
+            }
+        }
+        for desired in wanted {
+            self.want(desired);
+        }
+    }
+
+    fn want(&mut self, desired: Desired) {
+        let uid = pod::uid(&desired.pod).to_owned();
+        if let Some(worker) = self.workers.get(&uid) {
+            worker.desired.send_if_modified(|old| {
+                let version = |d: &Desired| (d.pod.resource_version(), d.object.as_ref().map(|o| (o.uid(), o.resource_version())));
+                // A pod that left its source does not come back under the same uid until it has ended.
+                let changed = !old.removed && version(old) != version(&desired);
+                if changed {
+                    *old = desired;
+                }
+                changed
+            });
+            return;
+        }
+        // A static pod waits until the one before it under the same name has gone.
+        let full_name = pod::full_name(&desired.pod);
+        if self.workers.values().any(|w| w.full_name == full_name) {
+            return;
+        }
+        self.start(uid, full_name, desired);
+    }
+
+    fn start(&mut self, uid: String, full_name: String, desired: Desired) {
+        let (sender, receiver) = watch::channel(desired);
+        let hint = Arc::new(Notify::new());
+        let work = worker::run(Arc::clone(&self.context), receiver, Arc::clone(&hint), self.seen.clone());
+        let (finished, id) = (self.finished.clone(), uid.clone());
+        tokio::spawn(async move {
+            work.await;
+            // The dispatcher lives as long as the process.
+            let _ = finished.send(id).await;
+        });
+        self.workers.insert(uid, Worker { desired: sender, hint, full_name });
+    }
+
+    /// Pods that only the runtime knows are ended.
+    fn adopt_orphans(&mut self, listed: &[ListedPod]) {
+        for orphan in listed.iter().filter(|p| !self.workers.contains_key(&p.uid)).collect::<Vec<_>>() {
+            tracing::info!(pod = orphan.name, namespace = orphan.namespace, uid = orphan.uid, "the runtime has a pod that nobody wants; it is removed");
+            let mut pod = Pod::default();
+            pod.metadata.name = Some(orphan.name.clone());
+            pod.metadata.namespace = Some(orphan.namespace.clone());
+            pod.metadata.uid = Some(orphan.uid.clone());
+            let mut spec = k8s_openapi::api::core::v1::PodSpec::default();
+            spec.termination_grace_period_seconds = Some(1);
+            pod.spec = Some(spec);
+            let full_name = pod::full_name(&pod);
+            self.start(orphan.uid.clone(), full_name, Desired { pod: Arc::new(pod), object: None, removed: true });
+        }
+    }
+
+    /// Once all sources are known: directories and cgroups of pods that are in none are removed.
+    async fn clean_up(&self, api: &[Arc<Pod>], statics: &[Arc<Pod>]) {
+        let mut listed = self.context.runtime.list().await;
+        while listed.is_err() {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            listed = self.context.runtime.list().await;
+        }
+        let in_runtime = listed.unwrap_or_default();
+        for uid in self.context.host.leftovers().await {
+            let known = api.iter().chain(statics).any(|p| pod::uid(p) == uid) || in_runtime.iter().any(|p| p.uid == uid);
+            if known {
+                continue;
+            }
+            match self.context.host.remove_leftovers(&uid).await {
+                Ok(()) => tracing::info!(uid, "removed what a pod that is gone had left"),
+                Err(error) => tracing::warn!(%error, uid, "what a pod that is gone had left cannot be removed"),
+            }
+        }
+    }
+}

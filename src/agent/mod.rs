@@ -1,0 +1,158 @@
+//! The agent: tasks and the channels between them. Decisions are in `core`.
+//!
+//! ```text
+//! kubeapi::Cache<Pod> ┐
+//! sources (files)     ┴─→ dispatch ─→ worker, one a pod (watch: the newest wish wins)
+//!                            ▲            │  sync: the ten steps ─→ runtime, host, API
+//! relist (events, audit) ────┴─ hints ───→│  status writer ─→ patches
+//!                                         └─ finished ─→ dispatch
+//! node: registration, status, lease        events: one queue, posted in the background
+//! ```
+//!
+//! A task that ends unexpectedly ends the process: [`Agent::run`] returns then.
+
+mod dispatch;
+mod events;
+mod images;
+mod mirror;
+mod node;
+mod objects;
+mod relist;
+mod sources;
+mod standalone;
+mod start;
+mod status;
+mod sync;
+mod worker;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use k8s_openapi::api::core::v1::{Node, Pod};
+use tokio::sync::watch;
+
+pub use events::{Events, Kind};
+pub use images::Images;
+pub use start::build;
+pub use node::{KubeNodes, NodeApi};
+
+use crate::config::Config;
+use crate::core::admit::{self, Refusal};
+use crate::core::dns::Resolver;
+use crate::core::resources::Amounts;
+use crate::core::pod;
+use crate::cri::Runtime;
+use crate::host::PodHost;
+use crate::kubeapi::pods::PodApi;
+use crate::sys::clock::Clock;
+use crate::sys::machine::Machine;
+
+/// What every worker shares.
+pub struct Context {
+    /// The configuration.
+    pub config: Config,
+    /// The runtime.
+    pub runtime: Arc<dyn Runtime>,
+    /// The API.
+    pub api: Arc<dyn PodApi>,
+    /// The machine's side of pods.
+    pub host: Arc<dyn PodHost>,
+    /// The time.
+    pub clock: Clock,
+    /// Events.
+    pub events: Events,
+    /// Pulls.
+    pub images: Images,
+    /// The machine.
+    pub machine: Machine,
+    /// The node's addresses.
+    pub node_ips: Vec<String>,
+    /// Name resolution of pods.
+    pub resolver: Resolver,
+    /// Whether the runtime's network is ready, and if not why.
+    pub network: watch::Receiver<Option<String>>,
+    /// Our own Node object once it is known.
+    pub node: watch::Receiver<Option<Arc<Node>>>,
+    /// Pods that have been taken, by uid.
+    pub admitted: Mutex<HashMap<String, Arc<Pod>>>,
+    /// How long starts took, for those who ask.
+    pub latency: Latency,
+}
+
+/// The startup latency record: from first sight to running, without image pulls being told apart.
+#[derive(Default)]
+pub struct Latency(Mutex<Vec<f64>>);
+
+impl Latency {
+    /// Notes one start, in seconds. The newest thousand are kept.
+    pub fn record(&self, seconds: f64) {
+        let mut list = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if list.len() >= 1000 {
+            list.remove(0);
+        }
+        list.push(seconds);
+    }
+
+    /// All that is kept, oldest first.
+    #[must_use]
+    pub fn all(&self) -> Vec<f64> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+}
+
+impl Context {
+    /// What pods may use of this node.
+    #[must_use]
+    pub fn allocatable(&self) -> Amounts {
+        node::allocatable(&self.machine, &self.config)
+    }
+
+    /// Takes a pod, or says why not. A pod that has been taken stays so until it is released.
+    pub fn admit(&self, pod: &Arc<Pod>) -> Result<(), Refusal> {
+        let mut admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let uid = pod::uid(pod).to_owned();
+        if !admitted.contains_key(&uid) {
+            let node = self.node.borrow().clone();
+            admit::admit(pod, admitted.values().map(|p| &**p), &self.allocatable(), node.as_deref())?;
+        }
+        admitted.insert(uid, Arc::clone(pod));
+        Ok(())
+    }
+
+    /// Forgets a pod that takes nothing any more.
+    pub fn release(&self, uid: &str) {
+        self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(uid);
+    }
+}
+
+/// The agent with everything it is made of.
+pub struct Agent {
+    /// What workers share.
+    pub context: Arc<Context>,
+    /// The node's side of the API; none when there are only static pods.
+    pub nodes: Option<Arc<dyn NodeApi>>,
+    /// The pods bound to this node; none when there are only static pods.
+    pub pods: Option<crate::kubeapi::Cache<Pod>>,
+    /// Where the runtime's network state is announced.
+    pub network: watch::Sender<Option<String>>,
+    /// Where our own Node object is announced.
+    pub node: watch::Sender<Option<Arc<Node>>>,
+}
+
+impl Agent {
+    /// Runs until a part of it ends, which none should.
+    pub async fn run(self) -> anyhow::Result<()> {
+        let (hints, hinted) = tokio::sync::mpsc::channel(1024);
+        let (known, workers) = relist::registry();
+        let statics = sources::start(&self.context);
+        let context = Arc::clone(&self.context);
+        let dispatch = dispatch::run(Arc::clone(&context), self.pods, statics, hinted, known);
+        let relist = relist::run(Arc::clone(&context), workers, hints);
+        let node = node::run(context, self.nodes, self.network, self.node);
+        tokio::select! {
+            () = dispatch => anyhow::bail!("the dispatcher ended"),
+            () = relist => anyhow::bail!("the relisting ended"),
+            () = node => anyhow::bail!("the node's status loop ended"),
+        }
+    }
+}

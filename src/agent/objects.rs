@@ -1,0 +1,74 @@
+//! The ConfigMaps and Secrets that one pod refers to, fetched together before they are needed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret};
+use kube::ResourceExt as _;
+
+use crate::core::env::Objects;
+use crate::core::{pod, volumes};
+use crate::kubeapi::pods::{ApiFailure, PodApi};
+
+/// What was found. What is missing is absent; whether that matters the reader knows.
+#[derive(Default)]
+pub struct Fetched {
+    maps: BTreeMap<String, Arc<ConfigMap>>,
+    secrets: BTreeMap<String, Arc<Secret>>,
+}
+
+impl Objects for Fetched {
+    fn config_map(&self, name: &str) -> Option<Arc<ConfigMap>> {
+        self.maps.get(name).cloned()
+    }
+
+    fn secret(&self, name: &str) -> Option<Arc<Secret>> {
+        self.secrets.get(name).cloned()
+    }
+}
+
+fn references(pod: &Pod) -> (BTreeSet<String>, BTreeSet<String>) {
+    let (mut maps, mut secrets) = (BTreeSet::new(), BTreeSet::new());
+    let spec = pod.spec.clone().unwrap_or_default();
+    for volume in spec.volumes.iter().flatten() {
+        let (m, s) = volumes::references(volume);
+        maps.extend(m);
+        secrets.extend(s);
+    }
+    for (_, container) in pod::containers(&spec) {
+        for source in container.env_from.iter().flatten() {
+            maps.extend(source.config_map_ref.as_ref().map(|r| r.name.clone()));
+            secrets.extend(source.secret_ref.as_ref().map(|r| r.name.clone()));
+        }
+        for source in container.env.iter().flatten().filter_map(|e| e.value_from.as_ref()) {
+            maps.extend(source.config_map_key_ref.as_ref().map(|r| r.name.clone()));
+            secrets.extend(source.secret_key_ref.as_ref().map(|r| r.name.clone()));
+        }
+    }
+    (maps, secrets)
+}
+
+/// Fetches everything the pod refers to. An error is one that trying again may cure.
+pub async fn fetch(api: &dyn PodApi, pod: &Pod) -> Result<Fetched, String> {
+    let namespace = pod.namespace().unwrap_or_default();
+    let (maps, secrets) = references(pod);
+    let found = |result: Result<_, ApiFailure>| match result {
+        Err(ApiFailure::NotFound(_)) => Ok(None),
+        Err(error) => Err(error.to_string()),
+        Ok(object) => Ok(Some(object)),
+    };
+    let mut fetched = Fetched::default();
+    for name in maps {
+        if let Some(map) = found(api.config_map(&namespace, &name).await)? {
+            fetched.maps.insert(name, map);
+        }
+    }
+    for name in secrets {
+        match api.secret(&namespace, &name).await {
+            Ok(secret) => _ = fetched.secrets.insert(name, secret),
+            Err(ApiFailure::NotFound(_)) => {}
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+    Ok(fetched)
+}

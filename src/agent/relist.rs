@@ -1,0 +1,109 @@
+//! Noticing what happens in the runtime (kubelet spec, chapter 19): events where it has them, listing
+//! where it has not, and a slow listing as audit in any case. Both only hint; the worker looks itself.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+
+use super::Context;
+use crate::cri::{ListedPod, RuntimeErrorKind};
+
+/// How often the runtime is listed without events, and with them.
+const PERIOD: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+
+/// What workers last saw, by uid: a listing that shows the same is no news.
+#[derive(Clone, Default)]
+pub struct Seen(Arc<Mutex<HashMap<String, u64>>>);
+
+impl Seen {
+    /// A worker has seen this.
+    pub fn set(&self, uid: &str, fingerprint: u64) {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert(uid.to_owned(), fingerprint);
+    }
+
+    /// The worker is gone.
+    pub fn forget(&self, uid: &str) {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(uid);
+    }
+
+    fn differing(&self, listed: &[ListedPod]) -> Vec<String> {
+        let seen = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let now: HashMap<&str, u64> = listed.iter().map(|p| (p.uid.as_str(), p.fingerprint)).collect();
+        seen.iter().filter(|(uid, seen)| now.get(uid.as_str()).copied().unwrap_or(0) != **seen).map(|(uid, _)| uid.clone()).collect()
+    }
+}
+
+/// The two ends of what is shared with the workers.
+#[must_use]
+pub fn registry() -> (Seen, Seen) {
+    let seen = Seen::default();
+    (seen.clone(), seen)
+}
+
+/// What is found.
+#[derive(Debug)]
+pub enum Hint {
+    /// Something may have changed in this pod.
+    Pod(String),
+    /// All pods that the runtime has.
+    Listed(Vec<ListedPod>),
+}
+
+/// Runs until the receiver is gone.
+pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
+    let mut events: Option<mpsc::Receiver<String>> = None;
+    let mut has_events = true;
+    let mut next_try = Instant::now();
+    let mut failing = false;
+    loop {
+        if events.is_none() && has_events && Instant::now() >= next_try {
+            match context.runtime.events().await {
+                Ok(stream) => events = Some(stream),
+                Err(error) if error.kind == RuntimeErrorKind::Unimplemented => {
+                    tracing::info!("the runtime has no container events; it is listed every second instead");
+                    has_events = false;
+                }
+                Err(_) => next_try = Instant::now() + Duration::from_secs(5),
+            }
+        }
+        match context.runtime.list().await {
+            Ok(listed) => {
+                if std::mem::replace(&mut failing, false) {
+                    tracing::info!("the container runtime answers again");
+                }
+                for uid in seen.differing(&listed) {
+                    if hints.send(Hint::Pod(uid)).await.is_err() {
+                        return;
+                    }
+                }
+                if hints.send(Hint::Listed(listed)).await.is_err() {
+                    return;
+                }
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut failing, true) {
+                    tracing::error!(%error, endpoint = context.config.runtime_endpoint, "the container runtime does not answer; is it running? it is tried every second");
+                }
+            }
+        }
+        let period = if events.is_some() { PERIOD.1 } else { PERIOD.0 };
+        let until = Instant::now() + period;
+        while let Some(stream) = &mut events {
+            tokio::select! {
+                // Cancel-safe: a received event is handled before the next wait.
+                event = stream.recv() => match event {
+                    Some(uid) => if hints.send(Hint::Pod(uid)).await.is_err() { return },
+                    None => events = None,
+                },
+                () = tokio::time::sleep_until(until) => break,
+            }
+        }
+        if events.is_none() {
+            next_try = next_try.max(Instant::now() + Duration::from_secs(1));
+            tokio::time::sleep_until(until.min(Instant::now() + PERIOD.0)).await;
+        }
+    }
+}

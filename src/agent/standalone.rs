@@ -1,0 +1,57 @@
+//! The API of an agent that has none: static pods only. What would be told to an API is dropped.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
+use serde_json::Value;
+
+use crate::kubeapi::pods::{ApiFailure, PodApi, Token, TokenFor};
+
+/// No API.
+pub struct NoApi;
+
+fn none<T>() -> Result<T, ApiFailure> {
+    Err(ApiFailure::NotFound("this agent runs without an API (--kubeconfig is not set)".into()))
+}
+
+#[async_trait]
+impl PodApi for NoApi {
+    async fn patch_status(&self, _: &str, _: &str, _: &Value) -> Result<Pod, ApiFailure> {
+        none()
+    }
+
+    async fn delete(&self, _: &str, _: &str, _: &str) -> Result<(), ApiFailure> {
+        none()
+    }
+
+    async fn create(&self, _: &Pod) -> Result<Pod, ApiFailure> {
+        none()
+    }
+
+    async fn config_map(&self, _: &str, _: &str) -> Result<Arc<ConfigMap>, ApiFailure> {
+        none()
+    }
+
+    async fn secret(&self, _: &str, _: &str) -> Result<Arc<Secret>, ApiFailure> {
+        none()
+    }
+
+    async fn token(&self, _: TokenFor<'_>) -> Result<Token, ApiFailure> {
+        none()
+    }
+
+    async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {
+        let about = &event.involved_object;
+        tracing::info!(kind = about.kind, name = about.name, reason = event.reason, message = event.message, "event");
+        Ok(())
+    }
+
+    async fn count_event(&self, _: &str, _: &str, _: &Value) -> Result<(), ApiFailure> {
+        Ok(())
+    }
+
+    fn services(&self) -> Option<Vec<Arc<Service>>> {
+        Some(vec![])
+    }
+}

@@ -1,0 +1,92 @@
+//! Putting an agent together from its configuration and the real world.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use k8s_openapi::api::core::v1::Pod;
+use kube::Api;
+use kube::runtime::watcher;
+use tokio::sync::watch;
+
+use super::{Agent, Context, Events, Images, KubeNodes, Latency, NodeApi};
+use crate::config::Config;
+use crate::core::cgroup::Driver;
+use crate::core::dns::Resolver;
+use crate::cri::{CriClient, Runtime};
+use crate::host::linux::LinuxHost;
+use crate::kubeapi::Cache;
+use crate::kubeapi::pods::{KubePods, PodApi};
+use crate::sys::clock::Clock;
+use crate::sys::machine::{Machine, default_address};
+
+/// Waits for the runtime, as long as that takes, and asks who makes cgroups.
+async fn driver(runtime: &dyn Runtime, config: &Config) -> Driver {
+    let mut said = false;
+    loop {
+        match runtime.systemd_cgroups().await {
+            Ok(answer) => return if answer.unwrap_or(config.systemd_cgroups) { Driver::Systemd } else { Driver::Cgroupfs },
+            Err(error) => {
+                if !std::mem::replace(&mut said, true) {
+                    tracing::error!(%error, endpoint = config.runtime_endpoint, "the container runtime does not answer; is it running? it is tried until it does");
+                }
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+        }
+    }
+}
+
+/// Makes the agent.
+pub async fn build(config: Config) -> anyhow::Result<Agent> {
+    for field in &config.not_honoured {
+        tracing::warn!(field, "this field of the configuration is read but not honoured by this version");
+    }
+    for dir in [config.root_dir.clone(), config.root_dir.join("pods"), config.pod_logs_dir.clone()] {
+        std::fs::create_dir_all(&dir).with_context(|| format!("the directory {} cannot be made", dir.display()))?;
+    }
+    let runtime: Arc<dyn Runtime> = Arc::new(CriClient::new(&config.runtime_endpoint, config.runtime_timeout).map_err(anyhow::Error::msg)?);
+    let client = match &config.kubeconfig {
+        Some(path) => Some(crate::kubeapi::client::connect(path).await?),
+        None => None,
+    };
+    let driver = driver(&*runtime, &config).await;
+    let host = LinuxHost { root: config.root_dir.clone(), logs: config.pod_logs_dir.clone(), cgroup_root: config.cgroup_root.clone(), driver, pids: config.pod_pids };
+    let clock = Clock::system();
+    let machine = Machine::read(&config.root_dir);
+    let mut node_ips: Vec<String> = config.node_ips.iter().map(ToString::to_string).collect();
+    if node_ips.is_empty() {
+        node_ips.extend(default_address().await.map(|a| a.to_string()));
+    }
+    let mut resolver = if config.resolv_conf.is_empty() { Resolver::default() } else { Resolver::parse(&std::fs::read_to_string(&config.resolv_conf).unwrap_or_default()) };
+    resolver.cluster_dns.clone_from(&config.cluster_dns);
+    resolver.cluster_domain.clone_from(&config.cluster_domain);
+    let (api, pods, nodes): (Arc<dyn PodApi>, _, Option<Arc<dyn NodeApi>>) = match client {
+        Some(client) => {
+            let only_ours = watcher::Config::default().fields(&format!("spec.nodeName={}", config.node_name));
+            let pods: Cache<Pod> = Cache::start(Api::all(client.clone()), only_ours);
+            (Arc::new(KubePods::new(client.clone())), Some(pods), Some(Arc::new(KubeNodes(client))))
+        }
+        None => (Arc::new(super::standalone::NoApi), None, None),
+    };
+    let (network, network_state) = watch::channel(Some("the runtime has not been asked yet".to_owned()));
+    let (node, node_state) = watch::channel(None);
+    let events = Events::start(Arc::clone(&api), &config.node_name, clock);
+    let images = Images::new(config.parallel_pulls);
+    let context = Arc::new(Context {
+        runtime,
+        api,
+        host: Arc::new(host),
+        clock,
+        events,
+        images,
+        machine,
+        node_ips,
+        resolver,
+        network: network_state,
+        node: node_state,
+        admitted: std::sync::Mutex::default(),
+        latency: Latency::default(),
+        config,
+    });
+    Ok(Agent { context, nodes, pods, network, node })
+}

@@ -1,0 +1,158 @@
+//! One pod's worker: observe, decide, act, again. It wakes when the wish changes, when the runtime hints,
+//! or when a timer it asked for is due; never on a tick.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt as _;
+use tokio::sync::{Notify, watch};
+use tokio::time::Instant;
+
+use super::relist::Seen;
+use super::status::StatusWriter;
+use super::sync::{self, Memory, Outcome};
+use super::{Context, Kind};
+use crate::core::lifecycle::{Cause, Input, State, Wish};
+use crate::core::{pod, status};
+use crate::kubeapi::pods::ApiFailure;
+
+/// How long to wait after an error, doubling up to the maximum.
+const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(10));
+
+/// What the sources want of a pod.
+#[derive(Clone)]
+pub struct Desired {
+    /// The pod as it is to run.
+    pub pod: Arc<Pod>,
+    /// The object in the API that its status belongs to: the pod itself, or a static pod's mirror.
+    pub object: Option<Arc<Pod>>,
+    /// It is in no source any more.
+    pub removed: bool,
+}
+
+impl Desired {
+    fn wish(&self) -> Wish {
+        let is_static = pod::is_static(&self.pod);
+        Wish {
+            deleted: !is_static && self.pod.metadata.deletion_timestamp.is_some(),
+            removed: self.removed,
+            terminal: !is_static && pod::is_terminal(&self.pod),
+            grace: pod::grace_seconds(&self.pod),
+        }
+    }
+}
+
+/// Whether the newest wish ends the pod: what a long step asks between its parts.
+pub struct Stop<'a>(&'a watch::Receiver<Desired>);
+
+impl Stop<'_> {
+    /// Whether nothing more should be started.
+    #[must_use]
+    pub fn wanted(&self) -> bool {
+        State::Syncing.step(Input::Wish(self.0.borrow().wish())).is_ending()
+    }
+
+    /// Waits until it is.
+    pub async fn when_wanted(&self) {
+        let mut wishes = self.0.clone();
+        // The dispatcher drops the sender only when the process ends; then waiting on is right.
+        if wishes.wait_for(|d| State::Syncing.step(Input::Wish(d.wish())).is_ending()).await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// Runs until the pod has ended and nothing of it is left.
+pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hint: Arc<Notify>, seen: Seen) {
+    let writer = StatusWriter::start(Arc::clone(&context.api));
+    let first = wishes.borrow().clone();
+    let previous = first.object.as_ref().and_then(|o| o.status.clone()).unwrap_or_default();
+    let mut memory = Memory::new(previous, context.clock.now());
+    let mut state = State::Syncing;
+    let mut pause = RETRY.0;
+    let uid = pod::uid(&first.pod).to_owned();
+    let mut admitted = false;
+    loop {
+        let desired = wishes.borrow_and_update().clone();
+        state = state.step(Input::Wish(desired.wish()));
+        // Step 4, admission, stands before the first sync and is not repeated.
+        if state == State::Syncing {
+            match context.admit(&desired.pod) {
+                Ok(()) => admitted = true,
+                Err(refusal) if !admitted => {
+                    context.events.pod(&desired.pod, None, Kind::Warning, &refusal.reason, refusal.message.clone());
+                    memory.status = status::rejected(&memory.status, &refusal.reason, &refusal.message, context.clock.now());
+                    state = state.step(Input::Ended(Cause::Rejected));
+                }
+                Err(_) => {}
+            }
+        }
+        let outcome = step(&context, state, &desired, &mut memory, &writer, &Stop(&wishes), &seen).await;
+        let wait = match outcome {
+            Ok(Outcome::Next(input)) => {
+                state = state.step(input);
+                pause = RETRY.0;
+                continue;
+            }
+            Ok(Outcome::Gone) => return,
+            Ok(Outcome::Wait(until)) => {
+                pause = RETRY.0;
+                until
+            }
+            Err(error) => {
+                tracing::warn!(%error, pod = %pod::full_name(&desired.pod), uid, retry_in = ?pause, "the pod could not be synced");
+                let until = Instant::now() + pause;
+                pause = (pause * 2).min(RETRY.1);
+                Some(until)
+            }
+        };
+        tokio::select! {
+            // All arms are cancel-safe: the wish is read anew above, a hint is only a nudge.
+            changed = wishes.changed() => if changed.is_err() { return },
+            () = hint.notified() => {}
+            () = async { match wait { Some(until) => tokio::time::sleep_until(until).await, None => std::future::pending().await } } => {}
+        }
+    }
+}
+
+async fn step(context: &Arc<Context>, state: State, desired: &Desired, memory: &mut Memory, writer: &StatusWriter, stop: &Stop<'_>, seen: &Seen) -> Result<Outcome, String> {
+    let uid = pod::uid(&desired.pod);
+    match state {
+        State::Syncing => {
+            let outcome = sync::sync_pod(context, desired, memory, writer, stop).await;
+            seen.set(uid, memory.fingerprint);
+            outcome
+        }
+        State::Terminating { grace, cause } => {
+            sync::terminate(context, desired, memory, writer, grace, cause, stop).await?;
+            seen.set(uid, memory.fingerprint);
+            Ok(Outcome::Next(Input::Stopped))
+        }
+        State::Terminated { cause } => {
+            sync::release(context, desired, memory, cause).await?;
+            seen.set(uid, memory.fingerprint);
+            if cause.removes_content() {
+                finalise(context, desired, writer, cause).await?;
+            }
+            context.release(uid);
+            Ok(Outcome::Next(Input::Released))
+        }
+        State::Finished { cause } if cause.removes_content() => Ok(Outcome::Gone),
+        State::Finished { .. } => Ok(Outcome::Wait(None)),
+    }
+}
+
+/// Lets the API have the object back, once everything has been released (kubelet spec, 3.9).
+async fn finalise(context: &Context, desired: &Desired, writer: &StatusWriter, cause: Cause) -> Result<(), String> {
+    let Some(object) = &desired.object else { return Ok(()) };
+    if cause == Cause::Removed && !pod::is_mirror(object) {
+        return Ok(());
+    }
+    writer.flush().await;
+    match context.api.delete(&object.namespace().unwrap_or_default(), &object.name_any(), pod::uid(object)).await {
+        // Another object under the name is not ours to delete.
+        Ok(()) | Err(ApiFailure::NotFound(_) | ApiFailure::Conflict(_)) => Ok(()),
+        Err(error) => Err(format!("the pod cannot be deleted from the API: {error}")),
+    }
+}

@@ -1,0 +1,179 @@
+//! The command line. `holdfast agent` takes the kubelet's own flag names; a binary called `kubelet` is
+//! the agent.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+/// A node agent for Kubernetes, with a minimal control plane to try it on one machine.
+#[derive(Parser)]
+#[command(name = "holdfast", version, max_term_width = 100)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The agent under the kubelet's name.
+#[derive(Parser)]
+#[command(name = "kubelet", version, about = "The Holdfast node agent, as a drop-in kubelet", max_term_width = 100)]
+pub struct KubeletCli {
+    /// The agent's flags.
+    #[command(flatten)]
+    pub agent: AgentFlags,
+}
+
+/// What to do.
+#[derive(Subcommand)]
+pub enum Command {
+    /// Start a cluster on this machine: containerd, control plane and agent.
+    Up(UpFlags),
+    /// Stop the cluster and remove everything its pods had on this machine.
+    Down(DownFlags),
+    /// Print the cluster's kubeconfig.
+    Kubeconfig {
+        /// The cluster's name.
+        #[arg(long, default_value = "holdfast")]
+        name: String,
+    },
+    /// Run the node agent against an apiserver, as the kubelet does.
+    Agent(Box<AgentFlags>),
+    /// Run the control plane (`up` does this).
+    #[command(hide = true)]
+    ControlPlane(ControlPlaneFlags),
+}
+
+/// Flags of `holdfast up`.
+#[derive(Args)]
+pub struct UpFlags {
+    /// The cluster's name; clusters of different names do not touch each other.
+    #[arg(long, default_value = "holdfast")]
+    pub name: String,
+    /// Use this containerd instead of starting a private one, for instance unix:///run/containerd/containerd.sock. It needs a CNI network of its own.
+    #[arg(long, value_name = "URL")]
+    pub containerd_endpoint: Option<String>,
+    /// The port of the API, on 127.0.0.1 and the node's address.
+    #[arg(long, default_value_t = 6443)]
+    pub api_port: u16,
+    /// The addresses of the pods.
+    #[arg(long, default_value = "10.244.0.0/24")]
+    pub pod_cidr: ipnet::Ipv4Net,
+}
+
+/// Flags of `holdfast down`.
+#[derive(Args)]
+pub struct DownFlags {
+    /// The cluster's name.
+    #[arg(long, default_value = "holdfast")]
+    pub name: String,
+    /// The containerd that the cluster was started with, if it was not a private one.
+    #[arg(long, value_name = "URL")]
+    pub containerd_endpoint: Option<String>,
+    /// Remove the cluster's data too: objects, certificates, images.
+    #[arg(long)]
+    pub purge: bool,
+}
+
+/// Flags of the control plane.
+#[derive(Args)]
+pub struct ControlPlaneFlags {
+    /// Where store and certificates lie.
+    #[arg(long)]
+    pub dir: PathBuf,
+    /// The port of the API.
+    #[arg(long, default_value_t = 6443)]
+    pub api_port: u16,
+    /// The address under which nodes and pods reach it.
+    #[arg(long)]
+    pub advertise_address: IpAddr,
+}
+
+/// Flags of the agent; the names are the kubelet's.
+#[derive(Args, Debug, Clone, Default)]
+pub struct AgentFlags {
+    /// A KubeletConfiguration file; flags win over it.
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// The kubeconfig of the apiserver. Without one only static pods run.
+    #[arg(long, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
+    /// The node's name instead of the host name.
+    #[arg(long, value_name = "NAME")]
+    pub hostname_override: Option<String>,
+    /// The node's address, or two of different families separated by a comma.
+    #[arg(long, value_name = "IP")]
+    pub node_ip: Option<String>,
+    /// Where the agent keeps its files [default: /var/lib/kubelet].
+    #[arg(long, value_name = "DIR")]
+    pub root_dir: Option<PathBuf>,
+    /// Where certificates lie [default: <root-dir>/pki].
+    #[arg(long, value_name = "DIR")]
+    pub cert_dir: Option<PathBuf>,
+    /// Labels for the node, key=value separated by commas.
+    #[arg(long, value_name = "LABELS")]
+    pub node_labels: Option<String>,
+    /// Whether to make the Node object [default: true].
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL")]
+    pub register_node: Option<bool>,
+    /// The runtime's socket [default: unix:///run/containerd/containerd.sock].
+    #[arg(long, value_name = "URL")]
+    pub container_runtime_endpoint: Option<String>,
+    /// The directory of static pods.
+    #[arg(long, value_name = "DIR")]
+    pub pod_manifest_path: Option<PathBuf>,
+    /// The cgroup below which `kubepods` is made.
+    #[arg(long, value_name = "PATH")]
+    pub cgroup_root: Option<String>,
+    /// How many pods the node takes [default: 110].
+    #[arg(long, value_name = "N")]
+    pub max_pods: Option<i64>,
+    /// The cluster's DNS servers, separated by commas.
+    #[arg(long, value_name = "IPS")]
+    pub cluster_dns: Option<String>,
+    /// The cluster's domain.
+    #[arg(long, value_name = "DOMAIN")]
+    pub cluster_domain: Option<String>,
+    /// Log verbosity: 0 to 2 for information, 4 for debugging, more for tracing.
+    #[arg(short = 'v', long = "v", default_value_t = 0, value_name = "LEVEL")]
+    pub verbosity: u8,
+}
+
+impl AgentFlags {
+    /// The flags as overrides of a configuration file.
+    #[must_use]
+    pub fn overrides(&self) -> crate::config::Overrides {
+        crate::config::Overrides {
+            hostname: self.hostname_override.clone(),
+            node_ip: self.node_ip.clone(),
+            kubeconfig: self.kubeconfig.clone(),
+            root_dir: self.root_dir.clone(),
+            cert_dir: self.cert_dir.clone(),
+            node_labels: self.node_labels.clone(),
+            register_node: self.register_node,
+            runtime_endpoint: self.container_runtime_endpoint.clone(),
+            static_pod_path: self.pod_manifest_path.clone(),
+            cgroup_root: self.cgroup_root.clone(),
+            max_pods: self.max_pods,
+            cluster_dns: self.cluster_dns.clone(),
+            cluster_domain: self.cluster_domain.clone(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn flags_are_consistent_and_take_go_style_booleans() {
+        Cli::command().debug_assert();
+        KubeletCli::command().debug_assert();
+        for (arguments, expected) in [(vec!["kubelet"], None), (vec!["kubelet", "--register-node"], Some(true)), (vec!["kubelet", "--register-node=false"], Some(false))] {
+            let cli = KubeletCli::try_parse_from(arguments).expect("parses");
+            assert_eq!(cli.agent.register_node, expected);
+        }
+        assert_eq!(KubeletCli::try_parse_from(["kubelet", "--v=4"]).expect("parses").agent.verbosity, 4);
+    }
+}

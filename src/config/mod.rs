@@ -1,0 +1,386 @@
+//! KubeletConfiguration v1beta1: what an agent is told by file and flags, as one immutable value.
+//!
+//! Every field of the format is known by name. One that is not honoured yet is reported at start; one
+//! that does not exist is refused, with its name.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::core::quantity::Quantity;
+use crate::core::resources::Amounts;
+
+/// Fields of the format that are read but not honoured by this version.
+const NOT_HONOURED: &[&str] = &[
+    "enableServer", "staticPodURL", "staticPodURLHeader", "httpCheckFrequency", "address", "port", "readOnlyPort", "tlsCertFile", "tlsPrivateKeyFile",
+    "tlsCipherSuites", "tlsCurvePreferences", "tlsMinVersion", "rotateCertificates", "serverTLSBootstrap", "authentication", "authorization", "registryPullQPS",
+    "registryBurst", "imagePullCredentialsVerificationPolicy", "preloadedImagesVerificationAllowlist", "eventRecordQPS", "eventBurst", "enableDebuggingHandlers",
+    "enableContentionProfiling", "enableProfilingHandler", "enableDebugFlagsHandler", "healthzPort", "healthzBindAddress", "oomScoreAdj",
+    "streamingConnectionIdleTimeout", "imageMinimumGCAge", "imageMaximumGCAge", "imageGCHighThresholdPercent", "imageGCLowThresholdPercent", "volumeStatsAggPeriod",
+    "kubeletCgroups", "systemCgroups", "cgroupsPerQOS", "cpuManagerPolicy", "cpuManagerPolicyOptions", "cpuManagerReconcilePeriod", "memoryManagerPolicy",
+    "reservedMemory", "topologyManagerPolicy", "topologyManagerScope", "topologyManagerPolicyOptions", "singleProcessOOMKill", "qosReserved", "hairpinMode",
+    "podsPerCore", "podCIDR", "cpuCFSQuota", "cpuCFSQuotaPeriod", "maxOpenFiles", "contentType", "kubeAPIQPS", "kubeAPIBurst", "evictionHard", "evictionSoft",
+    "evictionSoftGracePeriod", "evictionMinimumReclaim", "evictionPressureTransitionPeriod", "evictionMaxPodGracePeriod", "mergeDefaultEvictionSettings",
+    "enableControllerAttachDetach", "protectKernelDefaults", "makeIPTablesUtilChains", "iptablesMasqueradeBit", "iptablesDropBit", "featureGates", "failSwapOn",
+    "memorySwap", "failCgroupV1", "containerLogMaxSize", "containerLogMaxFiles", "containerLogMaxWorkers", "containerLogMonitorInterval",
+    "configMapAndSecretChangeDetectionStrategy", "reservedSystemCPUs", "systemReservedCgroup", "kubeReservedCgroup", "enforceNodeAllocatable", "allowedUnsafeSysctls",
+    "volumePluginDir", "kernelMemcgNotification", "logging", "tracing", "enableSystemLogHandler", "enableSystemLogQuery", "shutdownGracePeriod",
+    "shutdownGracePeriodCriticalPods", "shutdownGracePeriodByPodPriority", "memoryThrottlingFactor", "memoryReservationPolicy", "localStorageCapacityIsolation",
+    "imageServiceEndpoint", "userNamespaces", "showHiddenMetricsForVersion", "nodeStatusReportFrequency",
+];
+
+/// Why a configuration cannot be used. Names the field, the value and the remedy.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("the configuration file {0} cannot be read: {1}")]
+    Read(PathBuf, String),
+    /// It is not YAML or JSON of the right shape.
+    #[error("the configuration file {0} is not a KubeletConfiguration: {1}")]
+    Parse(PathBuf, String),
+    /// A field's value will not do.
+    #[error("{field}: {value:?} is invalid: {remedy}")]
+    Field {
+        /// The path of the field.
+        field: String,
+        /// What it is.
+        value: String,
+        /// What it should be.
+        remedy: String,
+    },
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct CrashLoop {
+    max_container_restart_period: Option<String>,
+}
+
+/// The honoured fields as they stand in a file.
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Document {
+    #[serde(rename = "apiVersion")]
+    api_version: Option<String>,
+    kind: Option<String>,
+    static_pod_path: Option<String>,
+    pod_logs_dir: Option<String>,
+    sync_frequency: Option<String>,
+    file_check_frequency: Option<String>,
+    cluster_domain: Option<String>,
+    #[serde(rename = "clusterDNS")]
+    cluster_dns: Option<Vec<String>>,
+    resolv_conf: Option<String>,
+    node_status_update_frequency: Option<String>,
+    node_lease_duration_seconds: Option<i32>,
+    node_status_max_images: Option<i64>,
+    cgroup_root: Option<String>,
+    cgroup_driver: Option<String>,
+    runtime_request_timeout: Option<String>,
+    max_pods: Option<i64>,
+    pod_pids_limit: Option<i64>,
+    serialize_image_pulls: Option<bool>,
+    max_parallel_image_pulls: Option<usize>,
+    system_reserved: Option<BTreeMap<String, String>>,
+    kube_reserved: Option<BTreeMap<String, String>>,
+    seccomp_default: Option<bool>,
+    #[serde(rename = "providerID")]
+    provider_id: Option<String>,
+    crash_loop_back_off: Option<CrashLoop>,
+    register_node: Option<bool>,
+    register_with_taints: Option<Vec<k8s_openapi::api::core::v1::Taint>>,
+    container_runtime_endpoint: Option<String>,
+    #[serde(flatten)]
+    rest: BTreeMap<String, Value>,
+}
+
+/// The resolved configuration.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// The node's name.
+    pub node_name: String,
+    /// The addresses given by `--node-ip`.
+    pub node_ips: Vec<IpAddr>,
+    /// `--kubeconfig`; without one the agent runs static pods only.
+    pub kubeconfig: Option<PathBuf>,
+    /// `--root-dir`.
+    pub root_dir: PathBuf,
+    /// `--cert-dir`.
+    pub cert_dir: PathBuf,
+    /// Extra labels of the node.
+    pub node_labels: BTreeMap<String, String>,
+    /// Whether the agent makes its Node object.
+    pub register_node: bool,
+    /// Taints of a new Node object.
+    pub register_with_taints: Vec<k8s_openapi::api::core::v1::Taint>,
+    /// `spec.providerID`.
+    pub provider_id: Option<String>,
+    /// The runtime's socket.
+    pub runtime_endpoint: String,
+    /// The deadline of ordinary calls to it.
+    pub runtime_timeout: Duration,
+    /// The directory of static pods.
+    pub static_pod_path: Option<PathBuf>,
+    /// How often it is listed in any case.
+    pub file_check: Duration,
+    /// The directory of pod logs.
+    pub pod_logs_dir: PathBuf,
+    /// How often a pod is looked at in any case.
+    pub sync_frequency: Duration,
+    /// The cluster's DNS servers.
+    pub cluster_dns: Vec<String>,
+    /// The cluster's domain.
+    pub cluster_domain: String,
+    /// The resolv.conf that pods inherit; empty for none.
+    pub resolv_conf: String,
+    /// How often the node's status is computed.
+    pub node_status_update: Duration,
+    /// How long the node's lease lasts, in seconds.
+    pub lease_seconds: i32,
+    /// How many images the node reports; negative for all.
+    pub max_images: i64,
+    /// The cgroup below which `kubepods` lies.
+    pub cgroup_root: String,
+    /// Who makes cgroups where the runtime does not say.
+    pub systemd_cgroups: bool,
+    /// How many pods the node takes.
+    pub max_pods: i64,
+    /// The number of processes a pod may have.
+    pub pod_pids: Option<i64>,
+    /// How many images are pulled at once.
+    pub parallel_pulls: usize,
+    /// What is set aside for the system and for Kubernetes.
+    pub reserved: Amounts,
+    /// Whether containers without a seccomp profile get the runtime's.
+    pub seccomp_default: bool,
+    /// The longest crash-loop back-off.
+    pub max_backoff: Duration,
+    /// Fields that were set but are not honoured.
+    pub not_honoured: Vec<String>,
+}
+
+/// What flags say; each wins over the file.
+#[derive(Debug, Clone, Default)]
+pub struct Overrides {
+    /// `--hostname-override`.
+    pub hostname: Option<String>,
+    /// `--node-ip`.
+    pub node_ip: Option<String>,
+    /// `--kubeconfig`.
+    pub kubeconfig: Option<PathBuf>,
+    /// `--root-dir`.
+    pub root_dir: Option<PathBuf>,
+    /// `--cert-dir`.
+    pub cert_dir: Option<PathBuf>,
+    /// `--node-labels`.
+    pub node_labels: Option<String>,
+    /// `--register-node`.
+    pub register_node: Option<bool>,
+    /// `--container-runtime-endpoint`.
+    pub runtime_endpoint: Option<String>,
+    /// `--pod-manifest-path`.
+    pub static_pod_path: Option<PathBuf>,
+    /// `--cgroup-root`.
+    pub cgroup_root: Option<String>,
+    /// `--max-pods`.
+    pub max_pods: Option<i64>,
+    /// `--cluster-dns`.
+    pub cluster_dns: Option<String>,
+    /// `--cluster-domain`.
+    pub cluster_domain: Option<String>,
+}
+
+fn invalid(field: &str, value: impl std::fmt::Debug, remedy: &str) -> ConfigError {
+    ConfigError::Field { field: field.into(), value: format!("{value:?}").trim_matches('"').to_owned(), remedy: remedy.into() }
+}
+
+/// Parses a Go duration such as `1m30s` or `100ms`.
+#[must_use]
+pub fn duration(text: &str) -> Option<Duration> {
+    if text == "0" {
+        return Some(Duration::ZERO);
+    }
+    let mut total = 0.0;
+    let mut rest = text;
+    while !rest.is_empty() {
+        let digits = rest.find(|c: char| !c.is_ascii_digit() && c != '.')?;
+        let number: f64 = rest[..digits].parse().ok()?;
+        rest = &rest[digits..];
+        let unit = rest.find(|c: char| c.is_ascii_digit() || c == '.').unwrap_or(rest.len());
+        total += number
+            * match &rest[..unit] {
+                "h" => 3600.0,
+                "m" => 60.0,
+                "s" => 1.0,
+                "ms" => 1e-3,
+                "us" | "µs" => 1e-6,
+                "ns" => 1e-9,
+                _ => return None,
+            };
+        rest = &rest[unit..];
+    }
+    (!text.is_empty()).then(|| Duration::try_from_secs_f64(total).ok()).flatten()
+}
+
+fn time(field: &str, text: Option<&String>, default: u64) -> Result<Duration, ConfigError> {
+    match text {
+        None => Ok(Duration::from_secs(default)),
+        Some(text) => duration(text).map(|d| if d.is_zero() { Duration::from_secs(default) } else { d }).ok_or_else(|| invalid(field, text, "use a duration such as 10s or 1m30s")),
+    }
+}
+
+fn read(path: &Path) -> Result<Document, ConfigError> {
+    let text = std::fs::read_to_string(path).map_err(|e| ConfigError::Read(path.into(), e.to_string()))?;
+    parse(&text).map_err(|why| ConfigError::Parse(path.into(), why))
+}
+
+fn parse(text: &str) -> Result<Document, String> {
+    let value: Value = serde_saphyr::from_str(text).map_err(|e| e.to_string())?;
+    let document: Document = serde_json::from_value(value).map_err(|e| e.to_string())?;
+    if document.kind.as_deref() != Some("KubeletConfiguration") || document.api_version.as_deref() != Some("kubelet.config.k8s.io/v1beta1") {
+        return Err(format!(
+            "expected apiVersion kubelet.config.k8s.io/v1beta1 and kind KubeletConfiguration, found {:?} and {:?}",
+            document.api_version.unwrap_or_default(),
+            document.kind.unwrap_or_default()
+        ));
+    }
+    Ok(document)
+}
+
+/// Reads the file, if one is named, and resolves everything. `hostname` is the machine's own name.
+pub fn load(file: Option<&Path>, overrides: &Overrides, hostname: &str) -> Result<Config, ConfigError> {
+    let document = file.map(read).transpose()?.unwrap_or_default();
+    resolve(document, overrides, hostname)
+}
+
+fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Config, ConfigError> {
+    let mut not_honoured = Vec::new();
+    for (name, value) in &document.rest {
+        if !NOT_HONOURED.contains(&name.as_str()) {
+            return Err(invalid(name, value, "there is no such field in KubeletConfiguration v1beta1; check its spelling"));
+        }
+        not_honoured.push(name.clone());
+    }
+    let node_name = flags.hostname.as_deref().unwrap_or(hostname).trim().to_lowercase();
+    if node_name.is_empty() || node_name.len() > 253 || !node_name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '.') {
+        return Err(invalid("--hostname-override", &node_name, "a node name consists of lower-case letters, digits, '-' and '.'"));
+    }
+    let node_ips = flags.node_ip.iter().flat_map(|t| t.split(',')).map(|t| t.trim().parse::<IpAddr>().map_err(|_| invalid("--node-ip", t, "use one IP address, or two of different families separated by a comma"))).collect::<Result<_, _>>()?;
+    let mut node_labels = BTreeMap::new();
+    for pair in flags.node_labels.iter().flat_map(|t| t.split(',')).filter(|p| !p.is_empty()) {
+        let (key, value) = pair.split_once('=').ok_or_else(|| invalid("--node-labels", pair, "use key=value pairs separated by commas"))?;
+        node_labels.insert(key.to_owned(), value.to_owned());
+    }
+    let mut reserved = Amounts::new();
+    for (field, map) in [("systemReserved", &document.system_reserved), ("kubeReserved", &document.kube_reserved)] {
+        for (name, text) in map.iter().flatten() {
+            let amount: Quantity = text.parse().map_err(|_| invalid(&format!("{field}.{name}"), text, "use a quantity such as 100m or 256Mi"))?;
+            let sum = reserved.entry(name.clone()).or_default();
+            *sum = *sum + amount;
+        }
+    }
+    let max_pods = flags.max_pods.or(document.max_pods).unwrap_or(110);
+    if max_pods < 0 {
+        return Err(invalid("maxPods", max_pods, "use 0 or more"));
+    }
+    let lease_seconds = document.node_lease_duration_seconds.unwrap_or(40);
+    if lease_seconds <= 0 {
+        return Err(invalid("nodeLeaseDurationSeconds", lease_seconds, "use more than 0"));
+    }
+    let systemd_cgroups = match document.cgroup_driver.as_deref() {
+        None | Some("cgroupfs") => false,
+        Some("systemd") => true,
+        Some(other) => return Err(invalid("cgroupDriver", other, "use cgroupfs or systemd")),
+    };
+    let parallel_pulls = match (document.serialize_image_pulls, document.max_parallel_image_pulls) {
+        (Some(true), Some(n)) if n > 1 => return Err(invalid("maxParallelImagePulls", n, "it can only be above 1 when serializeImagePulls is false")),
+        (_, Some(n)) => n.max(1),
+        (Some(false), None) => 32,
+        _ => 1,
+    };
+    let backoff = document.crash_loop_back_off.and_then(|c| c.max_container_restart_period);
+    let max_backoff = time("crashLoopBackOff.maxContainerRestartPeriod", backoff.as_ref(), 300)?;
+    if !(Duration::from_secs(1)..=Duration::from_secs(300)).contains(&max_backoff) {
+        return Err(invalid("crashLoopBackOff.maxContainerRestartPeriod", backoff, "use between 1s and 300s"));
+    }
+    let root_dir = flags.root_dir.clone().unwrap_or_else(|| "/var/lib/kubelet".into());
+    let absolute = |field: &str, path: PathBuf| if path.is_absolute() { Ok(path) } else { Err(invalid(field, path.display().to_string(), "use an absolute path")) };
+    Ok(Config {
+        node_name,
+        node_ips,
+        kubeconfig: flags.kubeconfig.clone(),
+        cert_dir: flags.cert_dir.clone().unwrap_or_else(|| root_dir.join("pki")),
+        root_dir: absolute("--root-dir", root_dir)?,
+        node_labels,
+        register_node: flags.register_node.or(document.register_node).unwrap_or(true),
+        register_with_taints: document.register_with_taints.unwrap_or_default(),
+        provider_id: document.provider_id.filter(|p| !p.is_empty()),
+        runtime_endpoint: flags.runtime_endpoint.clone().or(document.container_runtime_endpoint).filter(|e| !e.is_empty()).unwrap_or_else(|| "unix:///run/containerd/containerd.sock".into()),
+        runtime_timeout: time("runtimeRequestTimeout", document.runtime_request_timeout.as_ref(), 120)?,
+        static_pod_path: flags.static_pod_path.clone().or(document.static_pod_path.filter(|p| !p.is_empty()).map(Into::into)),
+        file_check: time("fileCheckFrequency", document.file_check_frequency.as_ref(), 20)?,
+        pod_logs_dir: absolute("podLogsDir", document.pod_logs_dir.map_or_else(|| "/var/log/pods".into(), PathBuf::from))?,
+        sync_frequency: time("syncFrequency", document.sync_frequency.as_ref(), 60)?,
+        cluster_dns: flags.cluster_dns.as_ref().map(|t| t.split(',').map(Into::into).collect()).or(document.cluster_dns).unwrap_or_default(),
+        cluster_domain: flags.cluster_domain.clone().or(document.cluster_domain).unwrap_or_default(),
+        resolv_conf: document.resolv_conf.unwrap_or_else(|| "/etc/resolv.conf".into()),
+        node_status_update: time("nodeStatusUpdateFrequency", document.node_status_update_frequency.as_ref(), 10)?,
+        lease_seconds,
+        max_images: document.node_status_max_images.unwrap_or(50),
+        cgroup_root: flags.cgroup_root.clone().or(document.cgroup_root).filter(|r| !r.is_empty()).unwrap_or_else(|| "/".into()),
+        systemd_cgroups,
+        max_pods,
+        pod_pids: document.pod_pids_limit.filter(|p| *p > 0),
+        parallel_pulls,
+        reserved,
+        seccomp_default: document.seccomp_default.unwrap_or(false),
+        max_backoff,
+        not_honoured,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(text: &str, flags: &Overrides) -> Result<Config, String> {
+        let text = format!("apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n{text}");
+        resolve(parse(&text)?, flags, "HOST").map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn files_are_read_flags_win_and_mistakes_are_named() {
+        let flags = Overrides::default();
+        let config = load("maxPods: 5\nsyncFrequency: 1m30s\nclusterDNS: [10.96.0.10]\nsystemReserved: {cpu: 100m}\nkubeReserved: {cpu: 200m}\nfailSwapOn: false\n", &flags).expect("fine");
+        assert_eq!((config.max_pods, config.sync_frequency.as_secs(), config.node_name.as_str(), config.reserved["cpu"].milli()), (5, 90, "host", 300));
+        assert_eq!(config.not_honoured, ["failSwapOn"]);
+        let over = load("maxPods: 5\n", &Overrides { max_pods: Some(7), hostname: Some(" N1 ".into()), ..Overrides::default() }).expect("fine");
+        assert_eq!((over.max_pods, over.node_name.as_str()), (7, "n1"));
+        let cases = [
+            ("maxPodz: 5\n", "maxPodz"),
+            ("maxPods: -1\n", "maxPods"),
+            ("maxPods: many\n", "many"),
+            ("syncFrequency: soon\n", "syncFrequency: \"soon\""),
+            ("cgroupDriver: other\n", "use cgroupfs or systemd"),
+            ("podLogsDir: relative\n", "podLogsDir"),
+            ("crashLoopBackOff: {maxContainerRestartPeriod: 10m}\n", "between 1s and 300s"),
+            ("systemReserved: {memory: lots}\n", "systemReserved.memory"),
+        ];
+        for (text, expected) in cases {
+            let error = load(text, &flags).expect_err(text);
+            assert!(error.contains(expected), "{error}");
+        }
+        assert!(parse("kind: Pod\n").is_err());
+    }
+
+    #[test]
+    fn durations_are_read_as_go_writes_them() {
+        for (text, millis) in [("0", Some(0)), ("1m30s", Some(90_000)), ("100ms", Some(100)), ("1.5h", Some(5_400_000)), ("", None), ("5", None), ("x", None)] {
+            assert_eq!(duration(text).map(|d| d.as_millis()), millis, "{text}");
+        }
+    }
+}

@@ -1,0 +1,147 @@
+use super::*;
+use crate::core::observed::Sandbox;
+use jiff::Timestamp;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+fn a_pod(policy: &str, init: Value, names: &[&str]) -> Pod {
+    let containers: Vec<Value> = names.iter().map(|n| json!({"name": n, "image": "i"})).collect();
+    serde_json::from_value(json!({"metadata": {"name": "p", "uid": "u"}, "spec": {"restartPolicy": policy, "initContainers": init, "containers": containers}})).expect("a pod")
+}
+
+fn sandbox(id: &str, attempt: u32, ready: bool) -> Sandbox {
+    Sandbox { id: id.into(), attempt, ready, created_at: Timestamp::from_second(i64::from(attempt)).expect("time"), ips: vec!["10.0.0.2".into()], host_network: false }
+}
+
+fn container(name: &str, sandbox: &str, attempt: u32, state: ContainerState, code: i32) -> observed::Container {
+    let hash = pod::container_hash(&Container { name: name.into(), image: Some("i".into()), ..Container::default() });
+    observed::Container {
+        id: format!("{name}-{attempt}"),
+        name: name.into(),
+        sandbox: sandbox.into(),
+        attempt,
+        state,
+        created_at: Timestamp::from_second(i64::from(attempt)).expect("time"),
+        started_at: None,
+        finished_at: None,
+        exit_code: code,
+        reason: String::new(),
+        message: String::new(),
+        image: "i".into(),
+        image_ref: String::new(),
+        hash: Some(hash),
+    }
+}
+
+fn seen(sandboxes: Vec<Sandbox>, containers: Vec<observed::Container>) -> ObservedPod {
+    let mut observed = ObservedPod { sandboxes, containers };
+    observed.sort();
+    observed
+}
+
+fn starts(actions: &PodActions) -> Vec<(String, u32)> {
+    actions.start.iter().map(|s| (s.container.name.clone(), s.attempt)).collect()
+}
+
+use ContainerState::{Exited, Running, Unknown};
+
+#[test]
+fn a_new_pod_gets_a_sandbox_and_its_containers() {
+    let actions = compute(&a_pod("Always", json!([]), &["a", "b"]), &ObservedPod::default(), |_| 0);
+    assert_eq!((actions.create_sandbox, actions.kill_pod, starts(&actions).len()), (Some(0), false, 2));
+}
+
+#[test]
+fn restarts_follow_policy_exit_code_and_state() {
+    let ready = || vec![sandbox("s", 0, true)];
+    let cases: Vec<(&str, ContainerState, i32, &[(&str, u32)], bool)> = vec![
+        ("Always", Running, 0, &[], false),
+        ("Always", Exited, 0, &[("a", 1)], false),
+        ("OnFailure", Exited, 0, &[], true),
+        ("OnFailure", Exited, 1, &[("a", 1)], false),
+        ("Never", Exited, 1, &[], true),
+        ("Always", Unknown, 0, &[("a", 1)], false),
+    ];
+    for (policy, state, code, expected, kills) in cases {
+        let actions = compute(&a_pod(policy, json!([]), &["a"]), &seen(ready(), vec![container("a", "s", 0, state, code)]), |_| 0);
+        let expected: Vec<(String, u32)> = expected.iter().map(|(n, a)| ((*n).into(), *a)).collect();
+        assert_eq!((starts(&actions), actions.kill_pod), (expected, kills), "{policy} {state:?} {code}");
+        assert_eq!(actions.kill.len(), usize::from(state == Unknown));
+    }
+}
+
+#[test]
+fn a_lost_sandbox_is_replaced_and_its_containers_with_it() {
+    let observed = seen(vec![sandbox("s", 3, false)], vec![container("a", "s", 1, Exited, 137)]);
+    let actions = compute(&a_pod("Always", json!([]), &["a"]), &observed, |_| 0);
+    assert_eq!((actions.kill_pod, actions.create_sandbox, starts(&actions)), (true, Some(4), vec![("a".into(), 2)]));
+    let never = compute(&a_pod("Never", json!([]), &["a"]), &observed, |_| 0);
+    assert_eq!((never.kill_pod, never.create_sandbox, never.start.len()), (true, None, 0));
+    let mut host = a_pod("Always", json!([]), &["a"]);
+    host.spec.as_mut().expect("spec").host_network = Some(true);
+    assert_eq!(compute(&host, &seen(vec![sandbox("s", 0, true)], vec![]), |_| 0).create_sandbox, Some(1));
+}
+
+#[test]
+fn init_containers_run_one_by_one_and_sidecars_stay() {
+    let init = json!([{"name": "i1", "image": "i"}, {"name": "side", "image": "i", "restartPolicy": "Always"}, {"name": "i2", "image": "i"}]);
+    let pod = a_pod("Always", init, &["a"]);
+    let ready = || vec![sandbox("s", 0, true)];
+    let done = |n: &str| container(n, "s", 0, Exited, 0);
+    let up = |n: &str| container(n, "s", 0, Running, 0);
+    let cases = [
+        (vec![], vec!["i1"]),
+        (vec![up("i1")], vec![]),
+        (vec![container("i1", "s", 0, Exited, 1)], vec!["i1"]),
+        (vec![done("i1")], vec!["side"]),
+        (vec![done("i1"), up("side")], vec!["i2"]),
+        (vec![done("i1"), up("side"), done("i2")], vec!["a"]),
+        (vec![done("i1"), up("side"), done("i2"), up("a")], vec![]),
+        (vec![done("i1"), container("side", "s", 0, Exited, 0), done("i2"), up("a")], vec!["side"]),
+    ];
+    for (containers, expected) in cases {
+        let names: Vec<String> = containers.iter().map(|c| format!("{} {:?}", c.name, c.state)).collect();
+        let actions = compute(&pod, &seen(ready(), containers), |_| 0);
+        let started: Vec<&str> = actions.start.iter().map(|s| s.container.name.as_str()).collect();
+        assert_eq!(started, expected, "{names:?}");
+        assert!(!actions.kill_pod, "{names:?}");
+    }
+    let never = a_pod("Never", json!([{"name": "i1", "image": "i"}]), &["a"]);
+    let failed = compute(&never, &seen(ready(), vec![container("i1", "s", 0, Exited, 1)]), |_| 0);
+    assert!(failed.kill_pod && failed.start.is_empty());
+}
+
+#[test]
+fn a_changed_image_restarts_only_that_container() {
+    let mut pod = a_pod("Always", json!([]), &["a", "b"]);
+    pod.spec.as_mut().expect("spec").containers[0].image = Some("other".into());
+    let actions = compute(&pod, &seen(vec![sandbox("s", 0, true)], vec![container("a", "s", 0, Running, 0), container("b", "s", 0, Running, 0)]), |_| 0);
+    assert_eq!((actions.kill.len(), starts(&actions)), (1, vec![("a".into(), 1)]));
+}
+
+proptest! {
+    #[test]
+    fn no_plan_starts_a_running_container_or_anything_of_a_deleted_pod(
+        states in proptest::collection::vec((0u8..4, 0i32..3), 0..4), ready: bool, policy in 0usize..3, deleted: bool,
+    ) {
+        let names = ["a", "b", "c"];
+        let mut pod = a_pod(["Always", "OnFailure", "Never"][policy], json!([]), &names);
+        if deleted {
+            pod.metadata.deletion_timestamp = Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(Timestamp::UNIX_EPOCH));
+        }
+        let containers = states.iter().zip(names).map(|((state, code), name)| {
+            let state = [ContainerState::Created, Running, Exited, Unknown][usize::from(*state)];
+            container(name, "s", 0, state, *code)
+        }).collect();
+        let observed = seen(vec![sandbox("s", 0, ready)], containers);
+        let actions = compute(&pod, &observed, |_| 0);
+        for start in &actions.start {
+            let running = observed.newest(&start.container.name).is_some_and(|c| c.state == Running);
+            prop_assert!(!running || actions.kill_pod, "a running container is only started anew after its pod was killed");
+        }
+        if deleted && ready {
+            prop_assert!(actions.start.is_empty());
+        }
+        prop_assert_eq!(actions.clone(), compute(&pod, &observed, |_| 0), "the same input gives the same plan");
+    }
+}

@@ -1,0 +1,153 @@
+//! The cgroups of pods: their place in the tree and their values (kubelet spec, chapter 7). Pure.
+
+use k8s_openapi::api::core::v1::Pod;
+
+use super::pod::{self, Role};
+use super::qos::{self, QosClass};
+use super::resources::{Side, of_container, of_pod};
+
+/// Who makes cgroups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Driver {
+    /// We do, as directories.
+    Cgroupfs,
+    /// systemd does, as slices.
+    Systemd,
+}
+
+/// The limits of one pod's cgroup. Absent means unlimited.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PodLimits {
+    /// CPU weight as v1 shares.
+    pub shares: u64,
+    /// Microseconds of CPU each period.
+    pub quota: Option<i64>,
+    /// The period in microseconds.
+    pub period: u64,
+    /// Bytes of memory.
+    pub memory: Option<i64>,
+    /// The number of processes.
+    pub pids: Option<i64>,
+}
+
+/// The length of a CPU quota period in microseconds.
+pub const PERIOD: u64 = 100_000;
+
+/// CPU shares of thousandths of a CPU.
+#[must_use]
+pub fn shares(milli: i64) -> u64 {
+    u64::try_from(milli.saturating_mul(1024) / 1000).unwrap_or(0).clamp(2, 262_144)
+}
+
+/// Microseconds a period of thousandths of a CPU.
+#[must_use]
+pub fn quota(milli: i64) -> i64 {
+    (milli.saturating_mul(100_000) / 1000).max(1000)
+}
+
+/// The cgroup v2 weight of v1 shares.
+#[must_use]
+pub fn weight(shares: u64) -> u64 {
+    1 + (shares.clamp(2, 262_144) - 2) * 9999 / 262_142
+}
+
+/// The path of a pod's cgroup under the root, in the driver's spelling. For systemd this is the name
+/// of the slice, as the runtime wants it.
+#[must_use]
+pub fn pod_path(root: &str, driver: Driver, class: QosClass, uid: &str) -> String {
+    let tier = match class {
+        QosClass::Guaranteed => None,
+        QosClass::Burstable => Some("burstable"),
+        QosClass::BestEffort => Some("besteffort"),
+    };
+    match driver {
+        Driver::Cgroupfs => {
+            let root = root.trim_matches('/');
+            let root = if root.is_empty() { String::new() } else { format!("/{root}") };
+            let tier = tier.map_or(String::new(), |t| format!("/{t}"));
+            format!("{root}/kubepods{tier}/pod{uid}")
+        }
+        Driver::Systemd => {
+            let tier = tier.map_or(String::new(), |t| format!("-{t}"));
+            format!("kubepods{tier}-pod{}.slice", uid.replace('-', "_"))
+        }
+    }
+}
+
+/// The tiers above a pod, outermost first, in cgroupfs spelling.
+#[must_use]
+pub fn tiers(root: &str, class: QosClass) -> Vec<String> {
+    let pod = pod_path(root, Driver::Cgroupfs, class, "x");
+    let parts: Vec<&str> = pod.trim_start_matches('/').split('/').collect();
+    (1..parts.len()).map(|n| format!("/{}", parts[..n].join("/"))).collect()
+}
+
+/// The values of a pod's cgroup.
+#[must_use]
+pub fn pod_limits(pod: &Pod, pids: Option<i64>) -> PodLimits {
+    let spec = pod.spec.clone().unwrap_or_default();
+    let class = qos::of(&spec);
+    let requests = of_pod(pod, Side::Requests);
+    let limits = of_pod(pod, Side::Limits);
+    let everyone_has = |name: &str| {
+        pod::containers(&spec).iter().filter(|(role, _)| *role != Role::Ephemeral).all(|(_, c)| of_container(c, Side::Limits).get(name).is_some_and(|q| !q.is_zero()))
+    };
+    let milli = requests.get("cpu").map_or(0, |q| q.milli());
+    let bounded = |name: &str| (class != QosClass::BestEffort && everyone_has(name)).then(|| limits.get(name).copied()).flatten();
+    PodLimits {
+        shares: if class == QosClass::BestEffort { 2 } else { shares(milli) },
+        quota: bounded("cpu").map(|q| quota(q.milli())),
+        period: PERIOD,
+        memory: bounded("memory").map(|q| q.units()),
+        pids: pids.filter(|p| *p > 0),
+    }
+}
+
+/// How ready the kernel is to kill a container's processes (kubelet spec, 6.8). `memory` is the node's, in bytes.
+#[must_use]
+pub fn oom_score_adj(pod: &Pod, container: &k8s_openapi::api::core::v1::Container, memory: u64) -> i64 {
+    let spec = pod.spec.clone().unwrap_or_default();
+    if spec.priority.is_some_and(|p| p >= 2_000_001_000) {
+        return -997;
+    }
+    match qos::of(&spec) {
+        QosClass::Guaranteed => -997,
+        QosClass::BestEffort => 1000,
+        QosClass::Burstable => {
+            let request = of_container(container, Side::Requests).get("memory").map_or(0, |q| q.units());
+            let share = 1000_i128 * i128::from(request) / i128::from(memory.max(1));
+            i64::try_from((1000 - share).clamp(3, 999)).unwrap_or(999)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    #[test]
+    fn paths_follow_driver_and_class() {
+        let uid = "1-2";
+        assert_eq!(pod_path("/", Driver::Cgroupfs, QosClass::Guaranteed, uid), "/kubepods/pod1-2");
+        assert_eq!(pod_path("/test", Driver::Cgroupfs, QosClass::BestEffort, uid), "/test/kubepods/besteffort/pod1-2");
+        assert_eq!(pod_path("/", Driver::Systemd, QosClass::Burstable, uid), "kubepods-burstable-pod1_2.slice");
+        assert_eq!(tiers("/t", QosClass::Burstable), ["/t", "/t/kubepods", "/t/kubepods/burstable"]);
+    }
+
+    #[test]
+    fn a_limit_counts_only_if_every_container_has_one() {
+        let limits = |containers: Value| pod_limits(&serde_json::from_value(json!({"spec": {"containers": containers}})).expect("a pod"), Some(0));
+        let none = limits(json!([{"name": "a"}]));
+        assert_eq!((none.shares, none.quota, none.memory, none.pids), (2, None, None, None));
+        let one = limits(json!([{"name": "a", "resources": {"limits": {"cpu": "500m", "memory": "1Mi"}, "requests": {"cpu": "250m"}}}, {"name": "b", "resources": {"limits": {"cpu": "500m"}}}]));
+        assert_eq!((one.shares, one.quota, one.memory), (256, Some(100_000), None));
+    }
+
+    #[test]
+    fn conversions_keep_their_bounds() {
+        assert_eq!([shares(0), shares(1000), shares(i64::MAX)], [2, 1024, 262_144]);
+        assert_eq!([weight(2), weight(1024), weight(262_144)], [1, 39, 10_000]);
+        assert_eq!([quota(1), quota(1500)], [1000, 150_000]);
+    }
+}

@@ -1,0 +1,178 @@
+//! The life of a pod on this node as a state machine: `Syncing → Terminating → Terminated → Finished`,
+//! never backwards (kubelet spec, chapter 2). Pure.
+
+/// Why a pod ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cause {
+    /// It was deleted in the API.
+    Deleted,
+    /// It left its source: a static pod's manifest, or the runtime has a pod that nobody wants.
+    Removed,
+    /// Its containers have finished, or its phase was final already.
+    Completed,
+    /// It was refused by admission.
+    Rejected,
+}
+
+/// Where a pod stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// Being brought to, and kept at, what its spec says.
+    Syncing,
+    /// Its containers are being stopped.
+    Terminating {
+        /// Seconds the containers get; it only ever shrinks.
+        grace: i64,
+        /// Why.
+        cause: Cause,
+    },
+    /// No container runs any more; what it held is being released.
+    Terminated {
+        /// Why.
+        cause: Cause,
+    },
+    /// Nothing is left to do while the object stays as it is.
+    Finished {
+        /// Why.
+        cause: Cause,
+    },
+}
+
+/// What the sources want.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Wish {
+    /// The pod is marked as deleted in the API.
+    pub deleted: bool,
+    /// The pod is in no source any more.
+    pub removed: bool,
+    /// The API has a final phase for it.
+    pub terminal: bool,
+    /// The grace period that its spec or deletion gives, in seconds.
+    pub grace: i64,
+}
+
+/// What happened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Input {
+    /// The sources changed, or are looked at first.
+    Wish(Wish),
+    /// A sync found that the pod has come to its end.
+    Ended(Cause),
+    /// All containers have been seen stopped.
+    Stopped,
+    /// Everything has been released.
+    Released,
+}
+
+impl State {
+    /// The state after `input`.
+    #[must_use]
+    pub fn step(self, input: Input) -> State {
+        match (self, input) {
+            (State::Syncing, Input::Wish(wish)) => match wish.cause() {
+                Some(cause) => State::Terminating { grace: wish.grace.max(1), cause },
+                None => State::Syncing,
+            },
+            (State::Syncing, Input::Ended(cause)) => State::Terminating { grace: 1, cause },
+            // A deletion may shorten the time that is left, and is the stronger reason.
+            (State::Terminating { grace, cause }, Input::Wish(wish)) => {
+                State::Terminating { grace: if wish.deleted { grace.min(wish.grace.max(1)) } else { grace }, cause: cause.with(wish) }
+            }
+            (State::Terminating { cause, .. }, Input::Stopped) => State::Terminated { cause },
+            (State::Terminated { cause }, Input::Wish(wish)) => State::Terminated { cause: cause.with(wish) },
+            (State::Terminated { cause }, Input::Released) => State::Finished { cause },
+            // A finished pod that is deleted now has its last records released.
+            (State::Finished { cause }, Input::Wish(wish)) if cause != cause.with(wish) => State::Terminated { cause: cause.with(wish) },
+            (state, _) => state,
+        }
+    }
+
+    /// Whether no container may be started any more.
+    #[must_use]
+    pub fn is_ending(self) -> bool {
+        !matches!(self, State::Syncing)
+    }
+}
+
+impl Wish {
+    fn cause(self) -> Option<Cause> {
+        match self {
+            Wish { deleted: true, .. } => Some(Cause::Deleted),
+            Wish { removed: true, .. } => Some(Cause::Removed),
+            Wish { terminal: true, .. } => Some(Cause::Completed),
+            _ => None,
+        }
+    }
+}
+
+impl Cause {
+    fn with(self, wish: Wish) -> Cause {
+        match wish {
+            Wish { removed: true, .. } => Cause::Removed,
+            Wish { deleted: true, .. } => Cause::Deleted,
+            _ => self,
+        }
+    }
+
+    /// Whether dead containers, logs and directories go too.
+    #[must_use]
+    pub fn removes_content(self) -> bool {
+        matches!(self, Cause::Deleted | Cause::Removed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn rank(state: State) -> u8 {
+        match state {
+            State::Syncing => 0,
+            State::Terminating { .. } => 1,
+            State::Terminated { .. } => 2,
+            State::Finished { .. } => 3,
+        }
+    }
+
+    fn input() -> impl Strategy<Value = Input> {
+        prop_oneof![
+            (any::<bool>(), any::<bool>(), any::<bool>(), -5i64..100).prop_map(|(deleted, removed, terminal, grace)| Input::Wish(Wish { deleted, removed, terminal, grace })),
+            Just(Input::Ended(Cause::Completed)),
+            Just(Input::Ended(Cause::Rejected)),
+            Just(Input::Stopped),
+            Just(Input::Released),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn the_order_never_goes_back_and_grace_never_grows(inputs in proptest::collection::vec(input(), 0..40)) {
+            let mut state = State::Syncing;
+            for input in inputs {
+                let next = state.step(input);
+                // From Finished only the release of a deleted pod's last records is repeated.
+                prop_assert!(rank(next) >= rank(state) || (rank(state) == 3 && rank(next) == 2));
+                prop_assert!(!state.is_ending() || next.is_ending(), "nothing starts after the end began");
+                if let (State::Terminating { grace: before, .. }, State::Terminating { grace: after, .. }) = (state, next) {
+                    prop_assert!(after <= before && after >= 1);
+                }
+                state = next;
+            }
+            // With observations coming in, every ending pod finishes.
+            if state.is_ending() {
+                let done = state.step(Input::Stopped).step(Input::Released);
+                prop_assert_eq!(rank(done), 3);
+            }
+        }
+    }
+
+    #[test]
+    fn a_deleted_pod_shortens_and_wins() {
+        let wish = |deleted, grace| Wish { deleted, removed: false, terminal: false, grace };
+        let state = State::Syncing.step(Input::Ended(Cause::Completed));
+        assert_eq!(state, State::Terminating { grace: 1, cause: Cause::Completed });
+        let state = State::Syncing.step(Input::Wish(wish(true, 30))).step(Input::Wish(wish(true, 5))).step(Input::Wish(wish(true, 60)));
+        assert_eq!(state, State::Terminating { grace: 5, cause: Cause::Deleted });
+    }
+}

@@ -1,0 +1,124 @@
+//! What the runtime says about one pod, in our own types. Newest first everywhere.
+
+use jiff::Timestamp;
+
+/// The state of a container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ContainerState {
+    /// Created, not started.
+    Created,
+    /// Its process runs.
+    Running,
+    /// Its process has ended.
+    Exited,
+    /// The runtime does not know.
+    Unknown,
+}
+
+/// One instance of a container.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Container {
+    /// The runtime's id.
+    pub id: String,
+    /// The name in the pod spec.
+    pub name: String,
+    /// The sandbox it lives in.
+    pub sandbox: String,
+    /// How many instances came before it: the restart count.
+    pub attempt: u32,
+    /// Its state.
+    pub state: ContainerState,
+    /// When it was created.
+    pub created_at: Timestamp,
+    /// When it was started.
+    pub started_at: Option<Timestamp>,
+    /// When it ended.
+    pub finished_at: Option<Timestamp>,
+    /// How it ended.
+    pub exit_code: i32,
+    /// Why it ended, in the runtime's word, for instance `OOMKilled`.
+    pub reason: String,
+    /// More about the end, the termination message included.
+    pub message: String,
+    /// The image's name.
+    pub image: String,
+    /// The image's id or digest.
+    pub image_ref: String,
+    /// The hash of the definition it was made from.
+    pub hash: Option<String>,
+}
+
+/// One sandbox.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sandbox {
+    /// The runtime's id.
+    pub id: String,
+    /// How many came before it.
+    pub attempt: u32,
+    /// Whether it can hold containers.
+    pub ready: bool,
+    /// When it was created.
+    pub created_at: Timestamp,
+    /// Its addresses; empty on the host network.
+    pub ips: Vec<String>,
+    /// Whether it is on the host network.
+    pub host_network: bool,
+}
+
+/// One pod as the runtime has it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ObservedPod {
+    /// Newest first.
+    pub sandboxes: Vec<Sandbox>,
+    /// Newest first.
+    pub containers: Vec<Container>,
+}
+
+impl ObservedPod {
+    /// The newest instance of a container.
+    #[must_use]
+    pub fn newest(&self, name: &str) -> Option<&Container> {
+        self.containers.iter().find(|c| c.name == name)
+    }
+
+    /// The two newest instances: the present one and the one before.
+    #[must_use]
+    pub fn latest_two(&self, name: &str) -> (Option<&Container>, Option<&Container>) {
+        let mut of = self.containers.iter().filter(|c| c.name == name);
+        (of.next(), of.next())
+    }
+
+    /// Containers that may have a process.
+    pub fn live(&self) -> impl Iterator<Item = &Container> {
+        self.containers.iter().filter(|c| matches!(c.state, ContainerState::Running | ContainerState::Unknown))
+    }
+
+    /// Whether nothing of the pod is left in the runtime.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.sandboxes.is_empty() && self.containers.is_empty()
+    }
+
+    /// Puts everything in order, newest first; of equal times the higher attempt.
+    pub fn sort(&mut self) {
+        self.sandboxes.sort_by_key(|s| std::cmp::Reverse((s.created_at, s.attempt)));
+        self.containers.sort_by_key(|c| std::cmp::Reverse((c.created_at, c.attempt)));
+    }
+
+    /// A number that changes whenever a state does: what a listing can see.
+    #[must_use]
+    pub fn fingerprint(&self) -> u64 {
+        let sandboxes = self.sandboxes.iter().map(|s| (s.id.as_str(), u8::from(s.ready)));
+        let containers = self.containers.iter().map(|c| (c.id.as_str(), 10 + c.state as u8));
+        fingerprint(sandboxes.chain(containers))
+    }
+}
+
+/// The order-independent fingerprint of ids and states.
+#[must_use]
+pub fn fingerprint<'a>(entries: impl Iterator<Item = (&'a str, u8)>) -> u64 {
+    entries.fold(0, |sum, (id, state)| {
+        let hash = id.bytes().chain([state]).fold(0xcbf2_9ce4_8422_2325_u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3));
+        sum.wrapping_add(hash)
+    })
+}

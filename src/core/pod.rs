@@ -1,0 +1,117 @@
+//! Predicates on pods, and names derived from them. Pure.
+
+use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
+use kube::ResourceExt as _;
+
+/// Marks where a pod came from.
+pub const SOURCE: &str = "kubernetes.io/config.source";
+/// The identity of a static pod's manifest.
+pub const HASH: &str = "kubernetes.io/config.hash";
+/// On mirror pods: the hash of the static pod they stand for.
+pub const MIRROR: &str = "kubernetes.io/config.mirror";
+
+/// `name_namespace`, as in messages and log directories.
+#[must_use]
+pub fn full_name(pod: &Pod) -> String {
+    format!("{}_{}", pod.name_any(), pod.namespace().unwrap_or_default())
+}
+
+/// `name_namespace(uid)`, as in messages.
+#[must_use]
+pub fn described(pod: &Pod) -> String {
+    format!("{}({})", full_name(pod), uid(pod))
+}
+
+/// The uid.
+#[must_use]
+pub fn uid(pod: &Pod) -> &str {
+    pod.metadata.uid.as_deref().unwrap_or_default()
+}
+
+/// Whether the pod stands in the API for a static one.
+#[must_use]
+pub fn is_mirror(pod: &Pod) -> bool {
+    pod.annotations().contains_key(MIRROR)
+}
+
+/// Whether the pod came from a file or URL.
+#[must_use]
+pub fn is_static(pod: &Pod) -> bool {
+    pod.annotations().get(SOURCE).is_some_and(|s| s != "api")
+}
+
+/// The phase in the API.
+#[must_use]
+pub fn phase(pod: &Pod) -> &str {
+    pod.status.as_ref().and_then(|s| s.phase.as_deref()).unwrap_or("Pending")
+}
+
+/// Whether the pod has reached its end.
+#[must_use]
+pub fn is_terminal(pod: &Pod) -> bool {
+    matches!(phase(pod), "Succeeded" | "Failed")
+}
+
+/// Whether it uses the node's network.
+#[must_use]
+pub fn host_network(pod: &Pod) -> bool {
+    pod.spec.as_ref().and_then(|s| s.host_network).unwrap_or(false)
+}
+
+/// An init container that keeps running.
+#[must_use]
+pub fn is_sidecar(container: &Container) -> bool {
+    container.restart_policy.as_deref() == Some("Always")
+}
+
+/// What a container is in its pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Role {
+    /// Runs once before the regular ones.
+    Init,
+    /// Started in init order, runs on.
+    Sidecar,
+    /// The pod's purpose.
+    Regular,
+    /// Added later to look around.
+    Ephemeral,
+}
+
+impl Role {
+    /// The field of the spec it stands in, for event field paths.
+    #[must_use]
+    pub fn field(self) -> &'static str {
+        match self {
+            Role::Init | Role::Sidecar => "initContainers",
+            Role::Regular => "containers",
+            Role::Ephemeral => "ephemeralContainers",
+        }
+    }
+}
+
+/// All containers with their roles; ephemeral ones as the containers they are like.
+#[must_use]
+pub fn containers(spec: &PodSpec) -> Vec<(Role, Container)> {
+    let init = spec.init_containers.iter().flatten().map(|c| (if is_sidecar(c) { Role::Sidecar } else { Role::Init }, c.clone()));
+    let regular = spec.containers.iter().map(|c| (Role::Regular, c.clone()));
+    let ephemeral = spec.ephemeral_containers.iter().flatten().map(|e| {
+        let value = serde_json::to_value(e).unwrap_or_default();
+        (Role::Ephemeral, serde_json::from_value(value).unwrap_or_default())
+    });
+    init.chain(regular).chain(ephemeral).collect()
+}
+
+/// The hash over name and image: only a change of these restarts a container.
+#[must_use]
+pub fn container_hash(container: &Container) -> String {
+    let text = serde_json::json!({"name": container.name, "image": container.image}).to_string();
+    let hash = text.bytes().fold(0x811c_9dc5_u32, |h, b| (h ^ u32::from(b)).wrapping_mul(0x0100_0193));
+    format!("{hash:x}")
+}
+
+/// The grace period for ending the pod, in seconds: a deletion's own, else the spec's; at least 1.
+#[must_use]
+pub fn grace_seconds(pod: &Pod) -> i64 {
+    let spec = pod.spec.as_ref().and_then(|s| s.termination_grace_period_seconds).unwrap_or(30);
+    pod.metadata.deletion_timestamp.as_ref().and(pod.metadata.deletion_grace_period_seconds).unwrap_or(spec).max(1)
+}

@@ -1,0 +1,372 @@
+//! The status of a pod: phase, conditions, container statuses, and the patch that brings the API up to
+//! it (kubelet spec, chapter 4). Pure.
+
+use std::collections::BTreeMap;
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{
+    Container, ContainerState as ApiState, ContainerStateRunning, ContainerStateTerminated, ContainerStateWaiting, ContainerStatus, HostIP, Pod, PodCondition, PodIP, PodStatus,
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use serde_json::{Value, json};
+
+use super::actions::restarts_after;
+use super::observed::{self, ContainerState, ObservedPod};
+use super::pod::{self, Role};
+use super::qos;
+
+/// Why a container is not running, by container name: reason and message of its waiting state.
+pub type Problems = BTreeMap<String, (String, String)>;
+
+/// Everything a status is made from.
+pub struct Facts<'a> {
+    /// The pod.
+    pub pod: &'a Pod,
+    /// What the runtime has.
+    pub observed: &'a ObservedPod,
+    /// The status before this one.
+    pub previous: &'a PodStatus,
+    /// Why containers could not be started.
+    pub problems: &'a Problems,
+    /// The node's addresses.
+    pub node_ips: &'a [String],
+    /// All containers have been stopped for good.
+    pub ended: bool,
+    /// The time.
+    pub now: Timestamp,
+}
+
+const LOST: &str = "The container could not be located when the pod was terminated";
+
+fn seconds(time: Timestamp) -> Time {
+    Time(Timestamp::from_second(time.as_second()).unwrap_or(time))
+}
+
+fn terminated(container: &observed::Container) -> ContainerStateTerminated {
+    let reason = match (container.reason.as_str(), container.exit_code) {
+        ("", 0) => "Completed",
+        ("", _) => "Error",
+        (reason, _) => reason,
+    };
+    ContainerStateTerminated {
+        container_id: Some(format!("containerd://{}", container.id)),
+        exit_code: container.exit_code,
+        finished_at: container.finished_at.map(seconds),
+        started_at: container.started_at.map(seconds),
+        reason: Some(reason.into()),
+        message: (!container.message.is_empty()).then(|| container.message.clone()),
+        signal: None,
+    }
+}
+
+fn lost() -> ContainerStateTerminated {
+    ContainerStateTerminated { exit_code: 137, reason: Some("ContainerStatusUnknown".into()), message: Some(LOST.into()), ..ContainerStateTerminated::default() }
+}
+
+fn waiting(reason: &str, message: &str) -> ApiState {
+    let text = |s: &str| (!s.is_empty()).then(|| s.to_owned());
+    ApiState { waiting: Some(ContainerStateWaiting { reason: text(reason), message: text(message) }), ..ApiState::default() }
+}
+
+/// The status of one container (kubelet spec, 4.4).
+fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> ContainerStatus {
+    let before = [&facts.previous.container_statuses, &facts.previous.init_container_statuses, &facts.previous.ephemeral_container_statuses]
+        .into_iter()
+        .flatten()
+        .flatten()
+        .find(|s| s.name == container.name);
+    let has_init = facts.pod.spec.as_ref().is_some_and(|s| s.init_containers.as_ref().is_some_and(|i| !i.is_empty()));
+    let initial = if has_init { "PodInitializing" } else { "ContainerCreating" };
+    let (newest, older) = facts.observed.latest_two(&container.name);
+    let image = container.image.clone().unwrap_or_default();
+    let mut status = ContainerStatus { name: container.name.clone(), image: image.clone(), ..ContainerStatus::default() };
+    let Some(newest) = newest else {
+        status.restart_count = before.map_or(0, |b| b.restart_count);
+        status.last_state = before.and_then(|b| b.last_state.clone());
+        let ended_before = before.and_then(|b| b.state.as_ref()).and_then(|s| s.terminated.clone());
+        let ran_before = before.and_then(|b| b.state.as_ref()).is_some_and(|s| s.running.is_some());
+        status.state = Some(if let Some(ended) = ended_before {
+            ApiState { terminated: Some(ended), ..ApiState::default() }
+        } else if ran_before || facts.ended {
+            status.restart_count += i32::from(ran_before && !facts.ended);
+            if facts.ended {
+                ApiState { terminated: Some(lost()), ..ApiState::default() }
+            } else {
+                status.last_state = Some(ApiState { terminated: Some(lost()), ..ApiState::default() });
+                waiting(initial, "")
+            }
+        } else {
+            let (reason, message) = facts.problems.get(&container.name).map_or((initial, ""), |(r, m)| (r, m));
+            waiting(reason, message)
+        });
+        if facts.ended && let Some(before) = before {
+            status.image_id.clone_from(&before.image_id);
+            status.container_id.clone_from(&before.container_id);
+        }
+        status.ready = false;
+        status.started = Some(false);
+        return status;
+    };
+    status.restart_count = i32::try_from(newest.attempt).unwrap_or(i32::MAX);
+    status.container_id = Some(format!("containerd://{}", newest.id));
+    status.image = if newest.image.is_empty() { image } else { newest.image.clone() };
+    status.image_id.clone_from(&newest.image_ref);
+    status.last_state = older.filter(|o| o.state == ContainerState::Exited).map(|o| ApiState { terminated: Some(terminated(o)), ..ApiState::default() });
+    if status.last_state.is_none() && older.is_none() && newest.attempt > 0 {
+        // The instance before has been removed; what was said about it stays.
+        status.last_state = before.and_then(|b| b.last_state.clone());
+    }
+    let running = newest.state == ContainerState::Running;
+    let state = match newest.state {
+        ContainerState::Running => ApiState { running: Some(ContainerStateRunning { started_at: newest.started_at.map(seconds) }), ..ApiState::default() },
+        ContainerState::Created => waiting("", ""),
+        ContainerState::Unknown => ApiState { terminated: Some(lost()), ..ApiState::default() },
+        ContainerState::Exited => ApiState { terminated: Some(terminated(newest)), ..ApiState::default() },
+    };
+    status.state = Some(state);
+    if let (Some((reason, message)), false) = (facts.problems.get(&container.name), running || facts.ended) {
+        // The container is to be started again but cannot be yet: its end becomes the last state.
+        if newest.state == ContainerState::Exited {
+            status.last_state = Some(ApiState { terminated: Some(terminated(newest)), ..ApiState::default() });
+        }
+        status.state = Some(waiting(reason, message));
+    }
+    status.started = Some(running);
+    status.ready = match role {
+        Role::Init => newest.state == ContainerState::Exited && newest.exit_code == 0,
+        Role::Ephemeral => false,
+        Role::Sidecar | Role::Regular => running,
+    };
+    status
+}
+
+fn exit_of(status: &ContainerStatus) -> Option<i32> {
+    let state = status.state.as_ref();
+    let now = state.and_then(|s| s.terminated.as_ref());
+    let before = state.filter(|s| s.waiting.is_some()).and(status.last_state.as_ref()).and_then(|s| s.terminated.as_ref());
+    now.or(before).map(|t| t.exit_code)
+}
+
+fn is_running(status: &ContainerStatus) -> bool {
+    status.state.as_ref().is_some_and(|s| s.running.is_some())
+}
+
+/// The phase (kubelet spec, 4.1).
+fn phase(facts: &Facts<'_>, regular: &[ContainerStatus], init: &[ContainerStatus]) -> &'static str {
+    let spec = facts.pod.spec.clone().unwrap_or_default();
+    let definitions: &[Container] = spec.init_containers.as_deref().unwrap_or_default();
+    let never_started = regular.iter().all(|s| exit_of(s).is_none() && !is_running(s));
+    for (definition, status) in definitions.iter().zip(init) {
+        let exit = exit_of(status);
+        if pod::is_sidecar(definition) {
+            if never_started && !is_running(status) && !facts.ended {
+                return "Pending";
+            }
+            continue;
+        }
+        match exit {
+            Some(0) => {}
+            Some(code) if facts.ended || !(restarts_after(facts.pod, definition, code) || spec.restart_policy.as_deref() != Some("Never")) => return "Failed",
+            _ if facts.ended => return "Failed",
+            _ => return "Pending",
+        }
+    }
+    let running = regular.iter().filter(|s| is_running(s)).count();
+    let stopped: Vec<(i32, &Container)> = regular.iter().zip(&spec.containers).filter(|(s, _)| !is_running(s)).filter_map(|(s, c)| exit_of(s).map(|e| (e, c))).collect();
+    let never = regular.len() - running - stopped.len();
+    if never > 0 {
+        return if facts.ended { "Failed" } else { "Pending" };
+    }
+    if running > 0 {
+        return "Running";
+    }
+    let success = stopped.iter().all(|(code, _)| *code == 0);
+    if facts.ended {
+        return if success { "Succeeded" } else { "Failed" };
+    }
+    if stopped.iter().any(|(code, c)| restarts_after(facts.pod, c, *code)) {
+        return "Running";
+    }
+    if success { "Succeeded" } else { "Failed" }
+}
+
+fn list(names: &[&str]) -> String {
+    format!("[{}]", names.join(" "))
+}
+
+struct Verdict {
+    kind: &'static str,
+    holds: bool,
+    reason: Option<&'static str>,
+    message: Option<String>,
+}
+
+fn verdicts(facts: &Facts<'_>, phase: &str, regular: &[ContainerStatus], init: &[ContainerStatus]) -> Vec<Verdict> {
+    let spec = facts.pod.spec.clone().unwrap_or_default();
+    let say = |kind, holds, reason, message| Verdict { kind, holds, reason, message };
+    let sandbox = facts.observed.sandboxes.first().is_some_and(|s| s.ready && (s.host_network || !s.ips.is_empty()));
+    let sidecars: Vec<&str> = spec.init_containers.iter().flatten().filter(|c| pod::is_sidecar(c)).map(|c| c.name.as_str()).collect();
+    let incomplete: Vec<&str> = init.iter().filter(|s| if sidecars.contains(&s.name.as_str()) { s.started != Some(true) } else { !s.ready }).map(|s| s.name.as_str()).collect();
+    let ran = regular.iter().any(|s| is_running(s) || exit_of(s).is_some());
+    let initialized = if phase == "Succeeded" {
+        say("Initialized", true, Some("PodCompleted"), None)
+    } else if incomplete.is_empty() || ran {
+        say("Initialized", true, None, None)
+    } else {
+        say("Initialized", false, Some("ContainersNotInitialized"), Some(format!("containers with incomplete status: {}", list(&incomplete))))
+    };
+    let unready: Vec<&str> = regular.iter().chain(init.iter().filter(|s| sidecars.contains(&s.name.as_str()))).filter(|s| !s.ready).map(|s| s.name.as_str()).collect();
+    let (holds, reason, message) = match phase {
+        "Succeeded" => (false, Some("PodCompleted"), None),
+        "Failed" => (false, Some("PodFailed"), None),
+        _ if unready.is_empty() => (true, None, None),
+        _ => (false, Some("ContainersNotReady"), Some(format!("containers with unready status: {}", list(&unready)))),
+    };
+    let gates: Vec<String> = spec
+        .readiness_gates
+        .iter()
+        .flatten()
+        .filter_map(|gate| {
+            let found = facts.pod.status.iter().flat_map(|s| s.conditions.iter().flatten()).find(|c| c.type_ == gate.condition_type);
+            match found {
+                None => Some(format!("corresponding condition of pod readiness gate \"{}\" does not exist.", gate.condition_type)),
+                Some(c) if c.status != "True" => Some(format!("the status of pod readiness gate \"{}\" is not \"True\", but {}", gate.condition_type, c.status)),
+                Some(_) => None,
+            }
+        })
+        .collect();
+    let ready = if holds && !gates.is_empty() {
+        say("Ready", false, Some("ReadinessGatesNotReady"), Some(gates.join(", ")))
+    } else {
+        say("Ready", holds, reason, message.clone())
+    };
+    vec![
+        say("PodReadyToStartContainers", sandbox, None, None),
+        initialized,
+        ready,
+        say("ContainersReady", holds, reason, message),
+        say("PodScheduled", true, None, None),
+    ]
+}
+
+/// Computes the status.
+#[must_use]
+pub fn compute(facts: &Facts<'_>) -> PodStatus {
+    let spec = facts.pod.spec.clone().unwrap_or_default();
+    let all = pod::containers(&spec);
+    let of = |wanted: fn(Role) -> bool| -> Vec<ContainerStatus> { all.iter().filter(|(role, _)| wanted(*role)).map(|(role, c)| container_status(facts, *role, c)).collect() };
+    let regular = of(|r| r == Role::Regular);
+    let init = of(|r| matches!(r, Role::Init | Role::Sidecar));
+    let ephemeral = of(|r| r == Role::Ephemeral);
+    // A final phase is final, whatever is seen later.
+    let known = facts.previous.phase.as_deref().unwrap_or_default();
+    let phase = match (known, pod::phase(facts.pod)) {
+        ("Succeeded", _) | (_, "Succeeded") => "Succeeded",
+        ("Failed", _) | (_, "Failed") => "Failed",
+        _ => phase(facts, &regular, &init),
+    };
+    let conditions = verdicts(facts, phase, &regular, &init)
+        .into_iter()
+        .map(|verdict| {
+            let status = if verdict.holds { "True" } else { "False" };
+            let before = facts.previous.conditions.iter().flatten().find(|c| c.type_ == verdict.kind && c.status == status);
+            PodCondition {
+                type_: verdict.kind.into(),
+                status: status.into(),
+                reason: verdict.reason.map(Into::into),
+                message: verdict.message,
+                last_transition_time: Some(before.and_then(|c| c.last_transition_time.clone()).unwrap_or_else(|| seconds(facts.now))),
+                observed_generation: facts.pod.metadata.generation,
+                last_probe_time: None,
+            }
+        })
+        .collect();
+    let sandbox_ips = facts.observed.sandboxes.first().map(|s| s.ips.clone()).unwrap_or_default();
+    let before: Vec<String> = facts.previous.pod_ips.iter().flatten().map(|i| i.ip.clone()).collect();
+    let ips = if pod::host_network(facts.pod) {
+        facts.node_ips.to_vec()
+    } else if sandbox_ips.is_empty() {
+        before
+    } else {
+        sandbox_ips
+    };
+    let some = |list: Vec<ContainerStatus>| (!list.is_empty()).then_some(list);
+    let mut regular = regular;
+    regular.sort_by(|a, b| a.name.cmp(&b.name));
+    PodStatus {
+        phase: Some(phase.into()),
+        conditions: Some(conditions),
+        container_statuses: some(regular),
+        init_container_statuses: some(init),
+        ephemeral_container_statuses: some(ephemeral),
+        host_ip: facts.node_ips.first().cloned(),
+        host_ips: Some(facts.node_ips.iter().map(|ip| HostIP { ip: ip.clone() }).collect()),
+        pod_ip: ips.first().cloned(),
+        pod_ips: (!ips.is_empty()).then(|| ips.iter().map(|ip| PodIP { ip: ip.clone() }).collect()),
+        start_time: facts.previous.start_time.clone().or_else(|| Some(seconds(facts.now))),
+        qos_class: facts.previous.qos_class.clone().or_else(|| Some(qos::of(&spec).name().into())),
+        reason: facts.previous.reason.clone().filter(|_| known == phase),
+        message: facts.previous.message.clone().filter(|_| known == phase),
+        observed_generation: facts.pod.metadata.generation,
+        ..PodStatus::default()
+    }
+}
+
+/// The condition types that are ours; all others belong to somebody else.
+const OWN: &[&str] = &["PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady", "PodScheduled"];
+
+/// The strategic merge patch that turns what the API has into `wanted`; `None` if nothing differs.
+#[must_use]
+pub fn patch(uid: &str, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
+    let (old, new) = (serde_json::to_value(api).ok()?, serde_json::to_value(wanted).ok()?);
+    let mut changes = serde_json::Map::new();
+    for (key, value) in new.as_object()? {
+        if key == "conditions" {
+            continue;
+        }
+        if old.get(key) != Some(value) {
+            changes.insert(key.clone(), value.clone());
+        }
+    }
+    for key in ["reason", "message", "initContainerStatuses", "ephemeralContainerStatuses"] {
+        if old.get(key).is_some() && new.get(key).is_none() {
+            changes.insert(key.into(), Value::Null);
+        }
+    }
+    let of = |status: &PodStatus, kind: &str| status.conditions.iter().flatten().find(|c| c.type_ == kind).cloned();
+    let conditions: Vec<PodCondition> = OWN.iter().filter_map(|kind| of(wanted, kind).filter(|c| of(api, kind).as_ref() != Some(c))).collect();
+    let conditions: Vec<Value> = conditions
+        .iter()
+        .filter_map(|c| serde_json::to_value(c).ok())
+        .map(|mut c| {
+            // What is absent now must not survive the merge.
+            for key in ["reason", "message"] {
+                if c.get(key).is_none() {
+                    c[key] = Value::Null;
+                }
+            }
+            c
+        })
+        .collect();
+    if !conditions.is_empty() {
+        let order: Vec<Value> = wanted.conditions.iter().flatten().map(|c| json!({"type": c.type_})).collect();
+        changes.insert("$setElementOrder/conditions".into(), order.into());
+        changes.insert("conditions".into(), conditions.into());
+    }
+    (!changes.is_empty()).then(|| json!({"metadata": {"uid": uid}, "status": changes}))
+}
+
+/// The status of a pod that admission refused.
+#[must_use]
+pub fn rejected(previous: &PodStatus, reason: &str, message: &str, now: Timestamp) -> PodStatus {
+    PodStatus {
+        phase: Some("Failed".into()),
+        reason: Some(reason.into()),
+        message: Some(format!("Pod was rejected: {message}")),
+        start_time: previous.start_time.clone().or_else(|| Some(seconds(now))),
+        ..previous.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests;

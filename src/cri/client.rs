@@ -1,0 +1,308 @@
+//! The CRI v1 client over a unix socket.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use holdfast_proto::cri as pb;
+use pb::image_service_client::ImageServiceClient;
+use pb::runtime_service_client::RuntimeServiceClient;
+use tokio::sync::mpsc;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Request, Status};
+
+use super::{Credentials, Image, ListedPod, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus, convert};
+use crate::core::config::label;
+use crate::core::observed::{Container, ContainerState, ObservedPod, fingerprint};
+
+/// The largest message, as the kubelet has it.
+const MESSAGE_LIMIT: usize = 16 << 20;
+/// How many ended containers' details are remembered; they never change.
+const REMEMBERED: usize = 4096;
+
+/// A client; clones share the connection, which comes back by itself.
+pub struct CriClient {
+    runtime: RuntimeServiceClient<Channel>,
+    images: ImageServiceClient<Channel>,
+    /// The deadline of ordinary calls.
+    deadline: Duration,
+    /// Details of containers by id and state, which do not change any more.
+    details: Mutex<HashMap<(String, ContainerState), Container>>,
+    networks: Mutex<HashMap<String, (Vec<String>, bool)>>,
+}
+
+impl From<Status> for RuntimeError {
+    fn from(status: Status) -> RuntimeError {
+        let kind = match status.code() {
+            Code::NotFound => RuntimeErrorKind::NotFound,
+            Code::Unavailable => RuntimeErrorKind::Unavailable,
+            Code::DeadlineExceeded | Code::Cancelled => RuntimeErrorKind::Timeout,
+            Code::Unimplemented => RuntimeErrorKind::Unimplemented,
+            _ => RuntimeErrorKind::Failed,
+        };
+        RuntimeError { kind, message: format!("rpc error: code = {:?} desc = {}", status.code(), status.message()) }
+    }
+}
+
+fn gone_is_fine(result: Result<(), RuntimeError>) -> Result<(), RuntimeError> {
+    match result {
+        Err(error) if error.kind == RuntimeErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+impl CriClient {
+    /// For an endpoint such as `unix:///run/containerd/containerd.sock`. Nothing is sent yet.
+    pub fn new(endpoint: &str, deadline: Duration) -> Result<CriClient, String> {
+        let address = if endpoint.starts_with('/') { format!("unix://{endpoint}") } else { endpoint.to_owned() };
+        if !address.starts_with("unix://") {
+            return Err(format!("the runtime endpoint {endpoint:?} is not a unix socket; use for instance unix:///run/containerd/containerd.sock"));
+        }
+        let endpoint = Endpoint::from_shared(address.clone()).map_err(|e| format!("the runtime endpoint {address:?} cannot be used: {e}"))?;
+        let channel = endpoint.connect_timeout(Duration::from_secs(5)).connect_lazy();
+        Ok(CriClient {
+            runtime: RuntimeServiceClient::new(channel.clone()).max_decoding_message_size(MESSAGE_LIMIT),
+            images: ImageServiceClient::new(channel).max_decoding_message_size(MESSAGE_LIMIT),
+            deadline,
+            details: Mutex::default(),
+            networks: Mutex::default(),
+        })
+    }
+
+    fn request<T>(&self, message: T) -> Request<T> {
+        Self::within(self.deadline, message)
+    }
+
+    fn within<T>(deadline: Duration, message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        request.set_timeout(deadline);
+        request
+    }
+
+    /// Checks that the runtime speaks CRI v1.
+    pub async fn version(&self) -> Result<String, RuntimeError> {
+        let answer = self.runtime.clone().version(self.request(pb::VersionRequest { version: "0.1.0".into() })).await;
+        let answer = answer.map_err(|status| {
+            let mut error = RuntimeError::from(status);
+            if error.kind == RuntimeErrorKind::Unimplemented {
+                error.message = format!("the container runtime does not speak CRI v1 (runtime.v1.RuntimeService): upgrade it to containerd 1.6 or newer, and check that its CRI plugin is not disabled ({})", error.message);
+            }
+            error
+        })?;
+        let version = answer.into_inner();
+        Ok(format!("{}://{}", version.runtime_name, version.runtime_version))
+    }
+
+    async fn sandboxes(&self, filter: Option<HashMap<String, String>>) -> Result<Vec<pb::PodSandbox>, RuntimeError> {
+        let filter = filter.map(|label_selector| pb::PodSandboxFilter { label_selector, ..pb::PodSandboxFilter::default() });
+        Ok(self.runtime.clone().list_pod_sandbox(self.request(pb::ListPodSandboxRequest { filter })).await?.into_inner().items)
+    }
+
+    async fn containers(&self, filter: Option<HashMap<String, String>>) -> Result<Vec<pb::Container>, RuntimeError> {
+        let filter = filter.map(|label_selector| pb::ContainerFilter { label_selector, ..pb::ContainerFilter::default() });
+        Ok(self.runtime.clone().list_containers(self.request(pb::ListContainersRequest { filter })).await?.into_inner().containers)
+    }
+
+    /// Details of a container, from memory where they cannot have changed.
+    async fn detail(&self, mut container: Container) -> Result<Option<Container>, RuntimeError> {
+        let key = (container.id.clone(), container.state);
+        if let Some(known) = self.details.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get(&key) {
+            return Ok(Some(known.clone()));
+        }
+        let request = self.request(pb::ContainerStatusRequest { container_id: container.id.clone(), verbose: false });
+        let status = match self.runtime.clone().container_status(request).await {
+            Ok(answer) => answer.into_inner().status,
+            Err(status) if status.code() == Code::NotFound => return Ok(None),
+            Err(status) => return Err(status.into()),
+        };
+        if let Some(status) = status {
+            convert::complete(&mut container, &status);
+            if matches!(container.state, ContainerState::Running | ContainerState::Exited) {
+                let mut details = self.details.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                if details.len() >= REMEMBERED {
+                    details.clear();
+                }
+                details.insert((container.id.clone(), container.state), container.clone());
+            }
+        }
+        Ok(Some(container))
+    }
+
+    async fn network(&self, id: &str) -> Result<Option<(Vec<String>, bool)>, RuntimeError> {
+        if let Some(known) = self.networks.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get(id) {
+            return Ok(Some(known.clone()));
+        }
+        let request = self.request(pb::PodSandboxStatusRequest { pod_sandbox_id: id.into(), verbose: false });
+        let status = match self.runtime.clone().pod_sandbox_status(request).await {
+            Ok(answer) => answer.into_inner().status,
+            Err(status) if status.code() == Code::NotFound => return Ok(None),
+            Err(status) => return Err(status.into()),
+        };
+        let Some(status) = status else { return Ok(None) };
+        let network = convert::network(&status);
+        let mut networks = self.networks.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if networks.len() >= REMEMBERED {
+            networks.clear();
+        }
+        networks.insert(id.into(), network.clone());
+        Ok(Some(network))
+    }
+
+    fn forget(&self, sandbox: &str) {
+        self.networks.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(sandbox);
+        self.details.lock().unwrap_or_else(std::sync::PoisonError::into_inner).retain(|_, c| c.sandbox != sandbox);
+    }
+}
+
+fn condition(conditions: &[pb::RuntimeCondition], kind: &str) -> Option<String> {
+    match conditions.iter().find(|c| c.r#type == kind) {
+        Some(c) if c.status => None,
+        Some(c) => Some(format!("{kind}=false reason:{} message:{}", c.reason, c.message)),
+        None => Some(format!("{kind} condition is missing")),
+    }
+}
+
+#[async_trait]
+impl Runtime for CriClient {
+    async fn status(&self) -> Result<RuntimeStatus, RuntimeError> {
+        let status = self.runtime.clone().status(Self::within(Duration::from_secs(10), pb::StatusRequest { verbose: false })).await?.into_inner().status.unwrap_or_default();
+        Ok(RuntimeStatus {
+            version: self.version().await?,
+            not_ready: condition(&status.conditions, "RuntimeReady"),
+            network_not_ready: condition(&status.conditions, "NetworkReady"),
+        })
+    }
+
+    async fn systemd_cgroups(&self) -> Result<Option<bool>, RuntimeError> {
+        match self.runtime.clone().runtime_config(self.request(pb::RuntimeConfigRequest {})).await {
+            Ok(answer) => Ok(answer.into_inner().linux.map(|l| l.cgroup_driver == pb::CgroupDriver::Systemd as i32)),
+            Err(status) if status.code() == Code::Unimplemented => Ok(None),
+            Err(status) => Err(status.into()),
+        }
+    }
+
+    async fn list(&self) -> Result<Vec<ListedPod>, RuntimeError> {
+        let (sandboxes, containers) = (self.sandboxes(None).await?, self.containers(None).await?);
+        let mut pods: HashMap<String, ListedPod> = HashMap::new();
+        let mut add = |labels: &HashMap<String, String>, id: &str, state: u8| {
+            let get = |key: &str| labels.get(key).cloned();
+            // Others may use the runtime too; what is not a pod's is not ours.
+            let (Some(uid), Some(name), Some(namespace)) = (get(label::POD_UID), get(label::POD_NAME), get(label::POD_NAMESPACE)) else { return };
+            let pod = pods.entry(uid.clone()).or_insert(ListedPod { uid, name, namespace, fingerprint: 0 });
+            pod.fingerprint = pod.fingerprint.wrapping_add(fingerprint(std::iter::once((id, state))));
+        };
+        for sandbox in &sandboxes {
+            add(&sandbox.labels, &sandbox.id, u8::from(sandbox.state == pb::PodSandboxState::SandboxReady as i32));
+        }
+        for container in &containers {
+            add(&container.labels, &container.id, 10 + convert::state(container.state) as u8);
+        }
+        Ok(pods.into_values().collect())
+    }
+
+    async fn observe(&self, uid: &str) -> Result<ObservedPod, RuntimeError> {
+        let filter = || Some(HashMap::from([(label::POD_UID.to_owned(), uid.to_owned())]));
+        let (sandboxes, containers) = tokio::try_join!(self.sandboxes(filter()), self.containers(filter()))?;
+        let mut observed = ObservedPod::default();
+        for listed in &sandboxes {
+            let Some(mut sandbox) = convert::sandbox(listed) else { continue };
+            if let Some((ips, host)) = self.network(&sandbox.id).await? {
+                (sandbox.ips, sandbox.host_network) = (ips, host);
+            }
+            observed.sandboxes.push(sandbox);
+        }
+        for listed in &containers {
+            let Some(container) = convert::container(listed) else { continue };
+            observed.containers.extend(self.detail(container).await?);
+        }
+        observed.sort();
+        Ok(observed)
+    }
+
+    async fn run_sandbox(&self, config: pb::PodSandboxConfig, handler: &str) -> Result<String, RuntimeError> {
+        let request = pb::RunPodSandboxRequest { config: Some(config), runtime_handler: handler.into() };
+        Ok(self.runtime.clone().run_pod_sandbox(Self::within(self.deadline * 2, request)).await?.into_inner().pod_sandbox_id)
+    }
+
+    async fn sandbox_ips(&self, id: &str) -> Result<Vec<String>, RuntimeError> {
+        Ok(self.network(id).await?.map(|(ips, _)| ips).unwrap_or_default())
+    }
+
+    async fn stop_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
+        gone_is_fine(self.runtime.clone().stop_pod_sandbox(self.request(pb::StopPodSandboxRequest { pod_sandbox_id: id.into() })).await.map(|_| ()).map_err(Into::into))
+    }
+
+    async fn remove_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
+        let result = self.runtime.clone().remove_pod_sandbox(self.request(pb::RemovePodSandboxRequest { pod_sandbox_id: id.into() })).await;
+        self.forget(id);
+        gone_is_fine(result.map(|_| ()).map_err(Into::into))
+    }
+
+    async fn create_container(&self, sandbox: &str, config: pb::ContainerConfig, sandbox_config: pb::PodSandboxConfig) -> Result<String, RuntimeError> {
+        let request = pb::CreateContainerRequest { pod_sandbox_id: sandbox.into(), config: Some(config), sandbox_config: Some(sandbox_config) };
+        Ok(self.runtime.clone().create_container(self.request(request)).await?.into_inner().container_id)
+    }
+
+    async fn start_container(&self, id: &str) -> Result<(), RuntimeError> {
+        self.runtime.clone().start_container(self.request(pb::StartContainerRequest { container_id: id.into() })).await?;
+        Ok(())
+    }
+
+    async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError> {
+        let deadline = self.deadline + Duration::from_secs(u64::try_from(grace).unwrap_or(0));
+        let request = Self::within(deadline, pb::StopContainerRequest { container_id: id.into(), timeout: grace });
+        gone_is_fine(self.runtime.clone().stop_container(request).await.map(|_| ()).map_err(Into::into))
+    }
+
+    async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {
+        gone_is_fine(self.runtime.clone().remove_container(self.request(pb::RemoveContainerRequest { container_id: id.into() })).await.map(|_| ()).map_err(Into::into))
+    }
+
+    async fn image(&self, name: &str) -> Result<Option<Image>, RuntimeError> {
+        let image = pb::ImageSpec { image: name.into(), ..pb::ImageSpec::default() };
+        let answer = self.images.clone().image_status(self.request(pb::ImageStatusRequest { image: Some(image), verbose: false })).await?;
+        Ok(answer.into_inner().image.map(image_of))
+    }
+
+    async fn images(&self) -> Result<Vec<Image>, RuntimeError> {
+        let answer = self.images.clone().list_images(self.request(pb::ListImagesRequest::default())).await?;
+        Ok(answer.into_inner().images.into_iter().map(image_of).collect())
+    }
+
+    async fn pull(&self, name: &str, credentials: Option<Credentials>) -> Result<String, RuntimeError> {
+        let image = pb::ImageSpec { image: name.into(), ..pb::ImageSpec::default() };
+        let auth = credentials.map(|c| pb::AuthConfig { username: c.username, password: c.password, ..pb::AuthConfig::default() });
+        // A pull takes as long as it takes; the worker can drop it.
+        let request = Request::new(pb::PullImageRequest { image: Some(image), auth, sandbox_config: None });
+        Ok(self.images.clone().pull_image(request).await?.into_inner().image_ref)
+    }
+
+    async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError> {
+        let mut stream = self.runtime.clone().get_container_events(Request::new(pb::GetEventsRequest {})).await?.into_inner();
+        let (sender, receiver) = mpsc::channel(256);
+        // The first message tells a runtime that has events from one that only accepts the call.
+        tokio::spawn(async move {
+            while let Ok(Some(event)) = stream.message().await {
+                let uid = event.pod_sandbox_status.and_then(|s| s.metadata).map(|m| m.uid);
+                if let Some(uid) = uid
+                    && sender.send(uid).await.is_err()
+                {
+                    return;
+                }
+            }
+        });
+        Ok(receiver)
+    }
+}
+
+fn image_of(image: pb::Image) -> Image {
+    Image {
+        id: image.id,
+        // Digests before tags, as nodes report them.
+        names: image.repo_digests.into_iter().chain(image.repo_tags).collect(),
+        size: image.size,
+        uid: image.uid.map(|u| u.value),
+        username: image.username,
+    }
+}

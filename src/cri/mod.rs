@@ -1,0 +1,131 @@
+//! The container runtime: a narrow trait in our own types, and the CRI v1 client behind it.
+//!
+//! A call that times out has an unknown outcome: the caller observes before it acts again.
+
+mod client;
+mod convert;
+
+use async_trait::async_trait;
+use holdfast_proto::cri as pb;
+use tokio::sync::mpsc;
+
+pub use client::CriClient;
+
+use crate::core::observed::ObservedPod;
+
+/// Why a call to the runtime failed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct RuntimeError {
+    /// What kind of failure.
+    pub kind: RuntimeErrorKind,
+    /// The runtime's message.
+    pub message: String,
+}
+
+/// What a failure means for the caller.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RuntimeErrorKind {
+    /// There is no such object; for stopping and removing that is success.
+    NotFound,
+    /// The runtime cannot be reached.
+    Unavailable,
+    /// No answer in time: the outcome is unknown.
+    Timeout,
+    /// The runtime does not know the call.
+    Unimplemented,
+    /// The runtime refused.
+    Failed,
+}
+
+/// An image that is present.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Image {
+    /// The runtime's id.
+    pub id: String,
+    /// All its names.
+    pub names: Vec<String>,
+    /// Bytes.
+    pub size: u64,
+    /// The uid that its configuration names.
+    pub uid: Option<i64>,
+    /// The user name that its configuration names.
+    pub username: String,
+}
+
+/// Credentials for one registry.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct Credentials {
+    /// User name.
+    pub username: String,
+    /// Password.
+    pub password: String,
+}
+
+impl std::fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Credentials(redacted)")
+    }
+}
+
+/// What the runtime says about itself.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RuntimeStatus {
+    /// `containerd://1.6.20`.
+    pub version: String,
+    /// Why it is not ready, if it is not.
+    pub not_ready: Option<String>,
+    /// Why the network is not ready, if it is not.
+    pub network_not_ready: Option<String>,
+}
+
+/// A listed pod: its identity and the fingerprint of its states.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ListedPod {
+    /// The uid.
+    pub uid: String,
+    /// The name.
+    pub name: String,
+    /// The namespace.
+    pub namespace: String,
+    /// See [`ObservedPod::fingerprint`].
+    pub fingerprint: u64,
+}
+
+/// The runtime and its images. Stopping and removing what is not there succeeds.
+#[async_trait]
+pub trait Runtime: Send + Sync + 'static {
+    /// Its state; an error if it cannot be reached.
+    async fn status(&self) -> Result<RuntimeStatus, RuntimeError>;
+    /// Whether it makes cgroups through systemd; `None` if it cannot say.
+    async fn systemd_cgroups(&self) -> Result<Option<bool>, RuntimeError>;
+    /// All pods.
+    async fn list(&self) -> Result<Vec<ListedPod>, RuntimeError>;
+    /// One pod in full.
+    async fn observe(&self, uid: &str) -> Result<ObservedPod, RuntimeError>;
+    /// Makes a sandbox; the answer is its id.
+    async fn run_sandbox(&self, config: pb::PodSandboxConfig, handler: &str) -> Result<String, RuntimeError>;
+    /// The addresses of a sandbox, empty on the host network.
+    async fn sandbox_ips(&self, id: &str) -> Result<Vec<String>, RuntimeError>;
+    /// Stops a sandbox and gives its addresses back.
+    async fn stop_sandbox(&self, id: &str) -> Result<(), RuntimeError>;
+    /// Removes a sandbox and its containers.
+    async fn remove_sandbox(&self, id: &str) -> Result<(), RuntimeError>;
+    /// Makes a container; the answer is its id.
+    async fn create_container(&self, sandbox: &str, config: pb::ContainerConfig, sandbox_config: pb::PodSandboxConfig) -> Result<String, RuntimeError>;
+    /// Starts a container.
+    async fn start_container(&self, id: &str) -> Result<(), RuntimeError>;
+    /// Stops a container: SIGTERM, and SIGKILL after `grace` seconds.
+    async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError>;
+    /// Removes a container.
+    async fn remove_container(&self, id: &str) -> Result<(), RuntimeError>;
+    /// An image by name or id.
+    async fn image(&self, name: &str) -> Result<Option<Image>, RuntimeError>;
+    /// All images.
+    async fn images(&self) -> Result<Vec<Image>, RuntimeError>;
+    /// Pulls an image; the answer is its id.
+    async fn pull(&self, name: &str, credentials: Option<Credentials>) -> Result<String, RuntimeError>;
+    /// The uids of pods in which something happened, until the stream breaks. `Unimplemented` where
+    /// the runtime has no events (containerd 1.6).
+    async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError>;
+}

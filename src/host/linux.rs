@@ -1,0 +1,295 @@
+//! The real machine: directories below the root directory, tmpfs mounts, cgroups.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+
+use async_trait::async_trait;
+use k8s_openapi::api::core::v1::{Pod, Volume, VolumeMount};
+use kube::ResourceExt as _;
+
+use super::PodHost;
+use crate::core::cgroup::{self, Driver, pod_limits};
+use crate::core::quantity::Quantity;
+use crate::core::volumes::{self, Files};
+use crate::core::{pod, qos};
+use crate::sys::{atomic_dir, beneath, mount};
+
+/// The most that is read of a termination message.
+const MESSAGE_LIMIT: u64 = 4096;
+
+/// The machine.
+pub struct LinuxHost {
+    /// The root directory, for instance `/var/lib/kubelet`.
+    pub root: PathBuf,
+    /// The directory of pod logs.
+    pub logs: PathBuf,
+    /// The cgroup below which `kubepods` lies.
+    pub cgroup_root: String,
+    /// Who makes cgroups.
+    pub driver: Driver,
+    /// The number of processes a pod may have.
+    pub pids: Option<i64>,
+}
+
+/// A pod's uid as one path segment; anything else is refused.
+fn segment(text: &str) -> Result<&str, String> {
+    let fine = !text.is_empty() && text != "." && text != ".." && !text.contains('/') && text.len() < 256;
+    if fine { Ok(text) } else { Err(format!("{text:?} cannot be used as a directory name")) }
+}
+
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, String> + Send + 'static) -> Result<T, String> {
+    tokio::task::spawn_blocking(work).await.map_err(|e| format!("an operation on the filesystem ended unexpectedly: {e}"))?
+}
+
+fn doing<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl FnOnce(E) -> String {
+    move |error| format!("{what}: {error}")
+}
+
+fn make(path: &Path, mode: u32) -> Result<(), String> {
+    fs::DirBuilder::new().recursive(true).mode(mode).create(path).map_err(doing(format!("the directory {} cannot be made", path.display())))
+}
+
+fn gone_is_fine(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+impl LinuxHost {
+    fn pod_dir(&self, uid: &str) -> Result<PathBuf, String> {
+        Ok(self.root.join("pods").join(segment(uid)?))
+    }
+
+    fn volume_dir(&self, uid: &str, volume: &Volume) -> Result<PathBuf, String> {
+        Ok(self.pod_dir(uid)?.join("volumes").join(volumes::plugin_dir(volume)).join(segment(&volume.name)?))
+    }
+
+    fn message_file(&self, uid: &str, container: &str, attempt: u32) -> Result<PathBuf, String> {
+        Ok(self.pod_dir(uid)?.join("containers").join(segment(container)?).join(format!("{attempt:08x}")))
+    }
+
+    fn cgroup(&self, pod: &Pod) -> (Vec<String>, String) {
+        let class = qos::of(&pod.spec.clone().unwrap_or_default());
+        (cgroup::tiers(&self.cgroup_root, class), cgroup::pod_path(&self.cgroup_root, Driver::Cgroupfs, class, pod::uid(pod)))
+    }
+}
+
+/// Checks a hostPath volume's type (kubelet spec, 9.3).
+fn check_host_path(path: &Path, kind: &str) -> Result<(), String> {
+    let found = fs::metadata(path);
+    let refuse = |what: &str| Err(format!("hostPath type check failed: {} is not a {what}", path.display()));
+    match kind {
+        "" => Ok(()),
+        "DirectoryOrCreate" if found.is_err() => make(path, 0o755),
+        "FileOrCreate" if found.is_err() => {
+            fs::OpenOptions::new().create(true).append(true).mode(0o644).open(path).map(|_| ()).map_err(doing(format!("the file {} cannot be made", path.display())))
+        }
+        "Directory" | "DirectoryOrCreate" => if found.is_ok_and(|m| m.is_dir()) { Ok(()) } else { refuse("directory") },
+        "File" | "FileOrCreate" => if found.is_ok_and(|m| m.is_file()) { Ok(()) } else { refuse("file") },
+        "Socket" => if found.is_ok_and(|m| m.file_type().is_socket()) { Ok(()) } else { refuse("socket file") },
+        "CharDevice" => if found.is_ok_and(|m| m.file_type().is_char_device()) { Ok(()) } else { refuse("character device") },
+        "BlockDevice" => if found.is_ok_and(|m| m.file_type().is_block_device()) { Ok(()) } else { refuse("block device") },
+        other => Err(format!("hostPath type {other:?} is not known")),
+    }
+}
+
+/// An emptyDir: a directory everybody may write, or a tmpfs.
+fn empty_dir(dir: &Path, volume: &Volume, group: Option<u32>) -> Result<(), String> {
+    make(dir, 0o777)?;
+    let source = volume.empty_dir.clone().unwrap_or_default();
+    match source.medium.as_deref().unwrap_or_default() {
+        "" => {}
+        "Memory" => {
+            let size = source.size_limit.and_then(|q| q.0.parse::<Quantity>().ok()).map_or(0, |q| u64::try_from(q.units()).unwrap_or(0));
+            mount::tmpfs(dir, size).map_err(doing(format!("a tmpfs cannot be mounted at {}", dir.display())))?;
+        }
+        other => return Err(format!("emptyDir medium {other:?} of volume {:?} is not supported; use \"\" or Memory", volume.name)),
+    }
+    let mode = if group.is_some() { 0o2777 } else { 0o777 };
+    if let Some(group) = group {
+        std::os::unix::fs::chown(dir, None, Some(group)).map_err(doing("the volume's group cannot be set"))?;
+    }
+    fs::set_permissions(dir, fs::Permissions::from_mode(mode)).map_err(doing("the volume's mode cannot be set"))
+}
+
+#[async_trait]
+impl PodHost for LinuxHost {
+    async fn ensure_cgroup(&self, pod: &Pod) -> Result<String, String> {
+        let class = qos::of(&pod.spec.clone().unwrap_or_default());
+        let parent = cgroup::pod_path(&self.cgroup_root, self.driver, class, pod::uid(pod));
+        if self.driver == Driver::Systemd {
+            // systemd makes the slice, and those above it, when the runtime names it.
+            return Ok(parent);
+        }
+        let (tiers, path) = self.cgroup(pod);
+        let limits = pod_limits(pod, self.pids);
+        blocking(move || crate::sys::cgroup::ensure_pod(&tiers, &path, &limits).map_err(|e| e.to_string())).await?;
+        Ok(parent)
+    }
+
+    async fn make_directories(&self, pod: &Pod) -> Result<(), String> {
+        let dir = self.pod_dir(pod::uid(pod))?;
+        let logs = self.log_directory(pod);
+        blocking(move || {
+            for below in ["volumes", "plugins", "containers"] {
+                make(&dir.join(below), 0o750)?;
+            }
+            make(&logs, 0o755)
+        })
+        .await
+    }
+
+    async fn set_up_volume(&self, pod: &Pod, volume: &Volume, files: Option<Files>) -> Result<(), String> {
+        if let Some(host) = &volume.host_path {
+            let (path, kind) = (PathBuf::from(&host.path), host.type_.clone().unwrap_or_default());
+            return blocking(move || check_host_path(&path, &kind)).await;
+        }
+        let dir = self.volume_dir(pod::uid(pod), volume)?;
+        let group = pod.spec.as_ref().and_then(|s| s.security_context.as_ref()).and_then(|s| s.fs_group).and_then(|g| u32::try_from(g).ok());
+        let volume = volume.clone();
+        blocking(move || {
+            if volume.empty_dir.is_some() {
+                return empty_dir(&dir, &volume, group);
+            }
+            let files = files.ok_or_else(|| format!("volume {:?} has no content", volume.name))?;
+            make(&dir, 0o755)?;
+            // What may be secret never reaches a disk.
+            if volume.secret.is_some() || volume.projected.is_some() {
+                mount::tmpfs(&dir, 0).map_err(doing(format!("a tmpfs cannot be mounted at {}", dir.display())))?;
+            }
+            fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).map_err(doing("the volume's mode cannot be set"))?;
+            let stamp = jiff::Timestamp::now().strftime("%Y_%m_%d_%H_%M_%S").to_string();
+            atomic_dir::write(&dir, &files, group, &stamp).map(|_| ()).map_err(doing(format!("the files of volume {:?} cannot be written", volume.name)))
+        })
+        .await
+    }
+
+    async fn mount_source(&self, pod: &Pod, volume: &Volume, mount: &VolumeMount) -> Result<PathBuf, String> {
+        let base = match &volume.host_path {
+            Some(host) => PathBuf::from(&host.path),
+            None => self.volume_dir(pod::uid(pod), volume)?,
+        };
+        let Some(sub) = mount.sub_path.clone().filter(|s| !s.is_empty()) else { return Ok(base) };
+        let volume = volume.name.clone();
+        blocking(move || {
+            let sub = Path::new(&sub);
+            if sub.is_absolute() || sub.components().any(|c| matches!(c, std::path::Component::ParentDir)) {
+                return Err(format!("unable to provision SubPath `{}`: it must be relative and must not contain '..'", sub.display()));
+            }
+            let base = beneath::Dir::open(&base).map_err(doing(format!("failed to prepare subPath for volumeMount {volume:?}")))?;
+            let found = base.make_dirs(sub).map_err(doing(format!("failed to create subPath directory for volumeMount {volume:?}")))?;
+            found.real_path().map_err(doing(format!("failed to prepare subPath for volumeMount {volume:?}")))
+        })
+        .await
+    }
+
+    async fn write_hosts(&self, pod: &Pod, text: String) -> Result<PathBuf, String> {
+        let path = self.pod_dir(pod::uid(pod))?.join("etc-hosts");
+        blocking(move || {
+            fs::write(&path, text).map_err(doing(format!("{} cannot be written", path.display())))?;
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).map_err(doing("the mode of etc-hosts cannot be set"))?;
+            Ok(path)
+        })
+        .await
+    }
+
+    async fn termination_log(&self, pod: &Pod, container: &str, attempt: u32) -> Result<PathBuf, String> {
+        let path = self.message_file(pod::uid(pod), container, attempt)?;
+        blocking(move || {
+            if let Some(parent) = path.parent() {
+                make(parent, 0o750)?;
+            }
+            fs::write(&path, "").map_err(doing(format!("{} cannot be written", path.display())))?;
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).map_err(doing("the mode of the termination log cannot be set"))?;
+            Ok(path)
+        })
+        .await
+    }
+
+    async fn termination_message(&self, uid: &str, container: &str, attempt: u32) -> Option<String> {
+        let path = self.message_file(uid, container, attempt).ok()?;
+        let read = blocking(move || {
+            use std::io::{Read as _, Seek as _};
+            let mut file = fs::File::open(path).map_err(|e| e.to_string())?;
+            let length = file.metadata().map_err(|e| e.to_string())?.len();
+            file.seek(io::SeekFrom::Start(length.saturating_sub(MESSAGE_LIMIT))).map_err(|e| e.to_string())?;
+            let mut bytes = Vec::new();
+            file.take(MESSAGE_LIMIT).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
+            Ok(String::from_utf8_lossy(&bytes).into_owned())
+        });
+        read.await.ok().filter(|text| !text.is_empty())
+    }
+
+    async fn tear_down_volumes(&self, uid: &str) -> Result<(), String> {
+        let dir = self.pod_dir(uid)?;
+        blocking(move || mount::unmount_all(&dir).map_err(|e| e.to_string())).await
+    }
+
+    async fn remove_cgroup(&self, pod: &Pod) -> Result<(), String> {
+        let (_, path) = self.cgroup(pod);
+        if self.driver == Driver::Systemd {
+            return Ok(());
+        }
+        blocking(move || crate::sys::cgroup::remove(&path).map_err(|e| e.to_string())).await
+    }
+
+    async fn remove_directories(&self, pod: &Pod) -> Result<(), String> {
+        let (dir, logs) = (self.pod_dir(pod::uid(pod))?, self.log_directory(pod));
+        blocking(move || {
+            remove_unmounted(&dir)?;
+            gone_is_fine(fs::remove_dir_all(&logs)).map_err(doing(format!("{} cannot be removed", logs.display())))
+        })
+        .await
+    }
+
+    fn log_directory(&self, pod: &Pod) -> PathBuf {
+        self.logs.join(format!("{}_{}_{}", pod.namespace().unwrap_or_default(), pod.name_any(), pod::uid(pod)))
+    }
+
+    async fn node_hosts(&self) -> String {
+        tokio::fs::read_to_string("/etc/hosts").await.unwrap_or_default()
+    }
+
+    async fn leftovers(&self) -> Vec<String> {
+        let (pods, root) = (self.root.join("pods"), self.cgroup_root.clone());
+        let found = blocking(move || {
+            let dirs = fs::read_dir(pods).into_iter().flatten().filter_map(Result::ok).filter_map(|e| e.file_name().into_string().ok());
+            let mut uids: Vec<String> = dirs.chain(crate::sys::cgroup::pods(&root).into_iter().map(|(uid, _)| uid)).collect();
+            uids.sort();
+            uids.dedup();
+            Ok(uids)
+        });
+        found.await.unwrap_or_default()
+    }
+
+    async fn remove_leftovers(&self, uid: &str) -> Result<(), String> {
+        let dir = self.pod_dir(uid)?;
+        let (root, uid, logs) = (self.cgroup_root.clone(), uid.to_owned(), self.logs.clone());
+        blocking(move || {
+            mount::unmount_all(&dir).map_err(|e| e.to_string())?;
+            remove_unmounted(&dir)?;
+            for (_, path) in crate::sys::cgroup::pods(&root).into_iter().filter(|(u, _)| *u == uid) {
+                crate::sys::cgroup::remove(&path).map_err(|e| e.to_string())?;
+            }
+            for entry in fs::read_dir(&logs).into_iter().flatten().filter_map(Result::ok) {
+                if entry.file_name().to_str().is_some_and(|n| n.ends_with(&format!("_{uid}"))) {
+                    gone_is_fine(fs::remove_dir_all(entry.path())).map_err(doing("logs cannot be removed"))?;
+                }
+            }
+            Ok(())
+        })
+        .await
+    }
+}
+
+/// Removes a directory unless something is still mounted below it.
+fn remove_unmounted(dir: &Path) -> Result<(), String> {
+    let mounted = mount::below(dir).map_err(|e| e.to_string())?;
+    if let Some(point) = mounted.first() {
+        return Err(format!("{} is still mounted; {} is kept", point.display(), dir.display()));
+    }
+    gone_is_fine(fs::remove_dir_all(dir)).map_err(doing(format!("{} cannot be removed", dir.display())))
+}

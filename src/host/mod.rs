@@ -1,0 +1,45 @@
+//! What a pod has on this machine besides its containers: a cgroup, directories, volumes, logs.
+//!
+//! [`PodHost`] is the narrow trait the agent calls; [`linux::LinuxHost`] does it for real.
+
+pub mod linux;
+
+use std::path::PathBuf;
+
+use async_trait::async_trait;
+use k8s_openapi::api::core::v1::{Pod, Volume, VolumeMount};
+
+use crate::core::volumes::Files;
+
+/// The machine's side of pods. Errors are sentences for people. Removing what is gone succeeds.
+#[async_trait]
+pub trait PodHost: Send + Sync + 'static {
+    /// Makes the pod's cgroup and sets its values. The answer is the parent that the runtime is given.
+    async fn ensure_cgroup(&self, pod: &Pod) -> Result<String, String>;
+    /// Makes the pod's directories.
+    async fn make_directories(&self, pod: &Pod) -> Result<(), String>;
+    /// Mounts a volume and, for projecting kinds, writes its files.
+    async fn set_up_volume(&self, pod: &Pod, volume: &Volume, files: Option<Files>) -> Result<(), String>;
+    /// The directory that a container mounts.
+    async fn mount_source(&self, pod: &Pod, volume: &Volume, mount: &VolumeMount) -> Result<PathBuf, String>;
+    /// Writes the pod's `/etc/hosts`; the answer is its path here.
+    async fn write_hosts(&self, pod: &Pod, text: String) -> Result<PathBuf, String>;
+    /// Makes an empty file for a container's termination message.
+    async fn termination_log(&self, pod: &Pod, container: &str, attempt: u32) -> Result<PathBuf, String>;
+    /// What a container left as its termination message.
+    async fn termination_message(&self, uid: &str, container: &str, attempt: u32) -> Option<String>;
+    /// Unmounts the pod's volumes.
+    async fn tear_down_volumes(&self, uid: &str) -> Result<(), String>;
+    /// Removes the pod's cgroup.
+    async fn remove_cgroup(&self, pod: &Pod) -> Result<(), String>;
+    /// Removes the pod's directory and logs.
+    async fn remove_directories(&self, pod: &Pod) -> Result<(), String>;
+    /// The directory of the pod's logs.
+    fn log_directory(&self, pod: &Pod) -> PathBuf;
+    /// The node's own `/etc/hosts`.
+    async fn node_hosts(&self) -> String;
+    /// Uids of pods that have a directory or cgroup here.
+    async fn leftovers(&self) -> Vec<String>;
+    /// Removes what a pod that nobody knows any more left here, never crossing a mount.
+    async fn remove_leftovers(&self, uid: &str) -> Result<(), String>;
+}

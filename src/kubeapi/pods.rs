@@ -1,0 +1,190 @@
+//! What the agent asks of the API for its pods: a narrow trait, and the real thing over kube.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
+use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service, ServiceAccount};
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
+use kube::{Api, Client};
+use serde_json::Value;
+use tokio::time::Instant;
+
+use super::Cache;
+use super::client::{chain, code};
+
+/// Why a request had no success.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ApiFailure {
+    /// There is no such object.
+    #[error("{0}")]
+    NotFound(String),
+    /// The object is another one now, or has changed.
+    #[error("{0}")]
+    Conflict(String),
+    /// Refused or not reached; trying again can help.
+    #[error("{0}")]
+    Other(String),
+}
+
+impl From<kube::Error> for ApiFailure {
+    fn from(error: kube::Error) -> ApiFailure {
+        let text = match &error {
+            kube::Error::Api(status) => status.message.clone(),
+            other => chain(other),
+        };
+        match code(&error) {
+            Some(404) => ApiFailure::NotFound(text),
+            Some(409) => ApiFailure::Conflict(text),
+            _ => ApiFailure::Other(text),
+        }
+    }
+}
+
+/// A service-account token. Never printed.
+#[derive(Clone)]
+pub struct Token {
+    /// The token.
+    pub text: String,
+    /// When it expires.
+    pub expires: Timestamp,
+}
+
+/// The token that a pod asks for.
+#[derive(Debug, Clone, Copy)]
+pub struct TokenFor<'a> {
+    /// The pod it is bound to.
+    pub pod: &'a Pod,
+    /// The audience; empty for the API's own.
+    pub audience: &'a str,
+    /// The lifetime in seconds.
+    pub seconds: i64,
+}
+
+/// The API's side of pods.
+#[async_trait]
+pub trait PodApi: Send + Sync + 'static {
+    /// Patches a pod's status (strategic merge).
+    async fn patch_status(&self, namespace: &str, name: &str, patch: &Value) -> Result<Pod, ApiFailure>;
+    /// Removes a pod at once, if it still has this uid.
+    async fn delete(&self, namespace: &str, name: &str, uid: &str) -> Result<(), ApiFailure>;
+    /// Creates a (mirror) pod.
+    async fn create(&self, pod: &Pod) -> Result<Pod, ApiFailure>;
+    /// A ConfigMap.
+    async fn config_map(&self, namespace: &str, name: &str) -> Result<Arc<ConfigMap>, ApiFailure>;
+    /// A Secret.
+    async fn secret(&self, namespace: &str, name: &str) -> Result<Arc<Secret>, ApiFailure>;
+    /// A token bound to a pod.
+    async fn token(&self, wish: TokenFor<'_>) -> Result<Token, ApiFailure>;
+    /// Posts an event.
+    async fn post_event(&self, event: &Event) -> Result<(), ApiFailure>;
+    /// Counts an event once more.
+    async fn count_event(&self, namespace: &str, name: &str, patch: &Value) -> Result<(), ApiFailure>;
+    /// The services; `None` until they have been read once.
+    fn services(&self) -> Option<Vec<Arc<Service>>>;
+}
+
+/// How long a ConfigMap or Secret is taken from memory: long enough to make a burst of pods cheap.
+const FRESH: Duration = Duration::from_secs(2);
+
+type Remembered<K> = Mutex<HashMap<(String, String), (Instant, Arc<K>)>>;
+
+/// The API over kube.
+pub struct KubePods {
+    client: Client,
+    services: Cache<Service>,
+    config_maps: Remembered<ConfigMap>,
+    secrets: Remembered<Secret>,
+}
+
+impl KubePods {
+    /// Starts watching services.
+    #[must_use]
+    pub fn new(client: Client) -> KubePods {
+        let services = Cache::start(Api::all(client.clone()), kube::runtime::watcher::Config::default());
+        KubePods { client, services, config_maps: Mutex::default(), secrets: Mutex::default() }
+    }
+
+    async fn remembered<K>(&self, memory: &Remembered<K>, namespace: &str, name: &str) -> Result<Arc<K>, ApiFailure>
+    where
+        K: kube::Resource<Scope = k8s_openapi::NamespaceResourceScope> + Clone + serde::de::DeserializeOwned + std::fmt::Debug,
+        K::DynamicType: Default,
+    {
+        let key = (namespace.to_owned(), name.to_owned());
+        {
+            let mut memory = memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            memory.retain(|_, (at, _)| at.elapsed() < FRESH);
+            if let Some((_, object)) = memory.get(&key) {
+                return Ok(Arc::clone(object));
+            }
+        }
+        let object = Arc::new(Api::<K>::namespaced(self.client.clone(), namespace).get(name).await?);
+        memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert(key, (Instant::now(), Arc::clone(&object)));
+        Ok(object)
+    }
+}
+
+#[async_trait]
+impl PodApi for KubePods {
+    async fn patch_status(&self, namespace: &str, name: &str, patch: &Value) -> Result<Pod, ApiFailure> {
+        let api: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
+        Ok(api.patch_status(name, &PatchParams::default(), &Patch::Strategic(patch)).await?)
+    }
+
+    async fn delete(&self, namespace: &str, name: &str, uid: &str) -> Result<(), ApiFailure> {
+        let api: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
+        let preconditions = Some(Preconditions { uid: Some(uid.into()), resource_version: None });
+        api.delete(name, &DeleteParams { grace_period_seconds: Some(0), preconditions, ..DeleteParams::default() }).await?;
+        Ok(())
+    }
+
+    async fn create(&self, pod: &Pod) -> Result<Pod, ApiFailure> {
+        let namespace = pod.metadata.namespace.as_deref().unwrap_or("default");
+        Ok(Api::namespaced(self.client.clone(), namespace).create(&PostParams::default(), pod).await?)
+    }
+
+    async fn config_map(&self, namespace: &str, name: &str) -> Result<Arc<ConfigMap>, ApiFailure> {
+        self.remembered(&self.config_maps, namespace, name).await
+    }
+
+    async fn secret(&self, namespace: &str, name: &str) -> Result<Arc<Secret>, ApiFailure> {
+        self.remembered(&self.secrets, namespace, name).await
+    }
+
+    async fn token(&self, wish: TokenFor<'_>) -> Result<Token, ApiFailure> {
+        let metadata = &wish.pod.metadata;
+        let namespace = metadata.namespace.as_deref().unwrap_or_default();
+        let account = wish.pod.spec.as_ref().and_then(|s| s.service_account_name.as_deref()).unwrap_or("default");
+        let request = TokenRequest {
+            spec: Some(TokenRequestSpec {
+                audiences: (!wish.audience.is_empty()).then(|| vec![wish.audience.to_owned()]),
+                bound_object_ref: Some(BoundObjectReference { api_version: Some("v1".into()), kind: Some("Pod".into()), name: metadata.name.clone(), uid: metadata.uid.clone() }),
+                expiration_seconds: Some(wish.seconds),
+            }),
+            ..TokenRequest::default()
+        };
+        let api: Api<ServiceAccount> = Api::namespaced(self.client.clone(), namespace);
+        let answer = api.create_token_request(account, &PostParams::default(), &request).await?;
+        let status = answer.status.and_then(|s| Some(Token { text: s.token?, expires: s.expiration_timestamp?.0 }));
+        status.ok_or_else(|| ApiFailure::Other("the TokenRequest was answered without a token".into()))
+    }
+
+    async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {
+        let namespace = event.metadata.namespace.as_deref().unwrap_or("default");
+        Api::<Event>::namespaced(self.client.clone(), namespace).create(&PostParams::default(), event).await?;
+        Ok(())
+    }
+
+    async fn count_event(&self, namespace: &str, name: &str, patch: &Value) -> Result<(), ApiFailure> {
+        let api: Api<Event> = Api::namespaced(self.client.clone(), namespace);
+        api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await?;
+        Ok(())
+    }
+
+    fn services(&self) -> Option<Vec<Arc<Service>>> {
+        self.services.is_synced().then(|| self.services.list())
+    }
+}

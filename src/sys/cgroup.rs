@@ -1,0 +1,179 @@
+//! Pod cgroups, on v1 and v2, made directly (cgroupfs driver). Blocking: callers use a blocking thread.
+//!
+//! cgroups-rs knows which hierarchies there are and writes the values; this module keeps it from
+//! touching anything but the cgroups named here.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use cgroups_rs::fs::hierarchies;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::core::cgroup::{PodLimits, weight};
+
+const ROOT: &str = "/sys/fs/cgroup";
+
+/// The controllers of v1 in which pods get a cgroup.
+const CONTROLLERS: &[&str] = &["cpu", "cpuacct", "cpuset", "memory", "devices", "freezer", "blkio", "pids", "hugetlb", "net_cls", "net_prio", "perf_event", "systemd", "rdma", "misc"];
+
+/// Whether this machine has the unified hierarchy only.
+#[must_use]
+pub fn is_v2() -> bool {
+    hierarchies::is_cgroup2_unified_mode()
+}
+
+/// The directories that a cgroup path stands for: one on v2, one a hierarchy on v1.
+fn places(path: &str) -> Vec<PathBuf> {
+    let relative = path.trim_start_matches('/');
+    if is_v2() {
+        return vec![Path::new(ROOT).join(relative)];
+    }
+    let mut seen = Vec::new();
+    CONTROLLERS
+        .iter()
+        .map(|c| Path::new(ROOT).join(c))
+        .filter(|dir| dir.is_dir())
+        // `cpu` and `cpuacct` may be one hierarchy under two names.
+        .filter(|dir| match fs::canonicalize(dir) {
+            Ok(real) if !seen.contains(&real) => {
+                seen.push(real);
+                true
+            }
+            _ => false,
+        })
+        .map(|dir| dir.join(relative))
+        .collect()
+}
+
+fn controller(dir: &Path, path: &str) -> String {
+    let depth = path.trim_matches('/').split('/').count();
+    dir.ancestors().nth(depth).and_then(Path::file_name).map(|n| n.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+fn write(dir: &Path, file: &str, value: &str) -> io::Result<()> {
+    fs::write(dir.join(file), value).map_err(|e| io::Error::new(e.kind(), format!("{} cannot be set to {value}: {e}", dir.join(file).display())))
+}
+
+/// Makes one level. On v1 a cpuset starts without CPUs and must copy its parent's; on v2 the parent must
+/// pass its controllers down.
+fn make_level(path: &str) -> io::Result<()> {
+    for dir in places(path) {
+        match fs::create_dir(&dir) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+            Err(error) => return Err(io::Error::new(error.kind(), format!("the cgroup {} cannot be made: {error}", dir.display()))),
+        }
+        if !is_v2() && controller(&dir, path) == "cpuset" {
+            for file in ["cpuset.cpus", "cpuset.mems"] {
+                if let Some(parent) = dir.parent() {
+                    let inherited = fs::read_to_string(parent.join(file))?;
+                    write(&dir, file, inherited.trim())?;
+                }
+            }
+        }
+    }
+    if is_v2() {
+        let dir = Path::new(ROOT).join(path.trim_start_matches('/'));
+        if let Some(parent) = dir.parent() {
+            let available = fs::read_to_string(parent.join("cgroup.controllers")).unwrap_or_default();
+            for name in ["cpu", "cpuset", "memory", "pids", "io", "hugetlb"].iter().filter(|c| available.split_whitespace().any(|a| a == **c)) {
+                write(parent, "cgroup.subtree_control", &format!("+{name}"))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Makes a pod's cgroup below `tiers` and sets its values.
+pub fn ensure_pod(tiers: &[String], path: &str, limits: &PodLimits) -> io::Result<()> {
+    for tier in tiers {
+        make_level(tier)?;
+    }
+    make_level(path)?;
+    for dir in places(path) {
+        if is_v2() {
+            let max = |v: Option<i64>| v.map_or_else(|| "max".to_owned(), |v| v.to_string());
+            write(&dir, "cpu.weight", &weight(limits.shares).to_string())?;
+            write(&dir, "cpu.max", &format!("{} {}", max(limits.quota), limits.period))?;
+            write(&dir, "memory.max", &max(limits.memory))?;
+            if limits.pids.is_some() {
+                write(&dir, "pids.max", &max(limits.pids))?;
+            }
+            continue;
+        }
+        match controller(&dir, path).as_str() {
+            "cpu" => {
+                write(&dir, "cpu.shares", &limits.shares.to_string())?;
+                if let Some(quota) = limits.quota {
+                    write(&dir, "cpu.cfs_period_us", &limits.period.to_string())?;
+                    write(&dir, "cpu.cfs_quota_us", &quota.to_string())?;
+                }
+            }
+            "memory" => {
+                if let Some(memory) = limits.memory {
+                    write(&dir, "memory.limit_in_bytes", &memory.to_string())?;
+                }
+            }
+            "pids" => {
+                if let Some(pids) = limits.pids {
+                    write(&dir, "pids.max", &pids.to_string())?;
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Removes a cgroup and all below it; processes still in it are killed.
+pub fn remove(path: &str) -> io::Result<()> {
+    for dir in places(path) {
+        remove_tree(&dir)?;
+    }
+    Ok(())
+}
+
+fn remove_tree(dir: &Path) -> io::Result<()> {
+    let entries = match fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    for entry in entries.filter_map(Result::ok).filter(|e| e.file_type().is_ok_and(|t| t.is_dir())) {
+        remove_tree(&entry.path())?;
+    }
+    for _ in 0..5 {
+        match fs::remove_dir(dir) {
+            Ok(()) => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(_) => {}
+        }
+        let processes = fs::read_to_string(dir.join("cgroup.procs")).unwrap_or_default();
+        for pid in processes.lines().filter_map(|l| l.parse().ok()) {
+            // It may have ended meanwhile.
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    fs::remove_dir(dir).map_err(|e| io::Error::new(e.kind(), format!("the cgroup {} cannot be removed: {e}", dir.display())))
+}
+
+/// The uids of pods that have a cgroup below `root`, with their paths.
+#[must_use]
+pub fn pods(root: &str) -> Vec<(String, String)> {
+    let base = format!("{}/kubepods", root.trim_end_matches('/'));
+    let first = places(&base).into_iter().next();
+    let mut found = Vec::new();
+    let Some(first) = first else { return found };
+    for (dir, prefix) in [(first.clone(), base.clone()), (first.join("burstable"), format!("{base}/burstable")), (first.join("besteffort"), format!("{base}/besteffort"))] {
+        for entry in fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok) {
+            if let Some(uid) = entry.file_name().to_str().and_then(|n| n.strip_prefix("pod")) {
+                found.push((uid.to_owned(), format!("{prefix}/pod{uid}")));
+            }
+        }
+    }
+    found
+}

@@ -1,0 +1,87 @@
+//! Facts about this machine.
+
+use std::fs;
+use std::net::IpAddr;
+use std::path::Path;
+
+use futures::TryStreamExt as _;
+use netlink_packet_route::AddressFamily;
+use netlink_packet_route::address::AddressAttribute;
+use netlink_packet_route::route::RouteAttribute;
+
+/// What a node reports about itself.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Machine {
+    /// Logical processors.
+    pub cpus: u32,
+    /// Bytes of memory.
+    pub memory: u64,
+    /// Bytes of the filesystem with the root directory.
+    pub storage: u64,
+    /// `/etc/machine-id`.
+    pub machine_id: String,
+    /// The firmware's uuid.
+    pub system_uuid: String,
+    /// Changes with every boot.
+    pub boot_id: String,
+    /// `uname -r`.
+    pub kernel: String,
+    /// The distribution's name.
+    pub os_image: String,
+}
+
+fn line(path: &str) -> String {
+    fs::read_to_string(path).map(|t| t.trim().to_owned()).unwrap_or_default()
+}
+
+impl Machine {
+    /// Reads everything; what cannot be read is empty or zero.
+    #[must_use]
+    pub fn read(root: &Path) -> Machine {
+        let meminfo = line("/proc/meminfo");
+        let total = meminfo.lines().find_map(|l| l.strip_prefix("MemTotal:")).and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok());
+        let release = line("/etc/os-release");
+        let pretty = release.lines().find_map(|l| l.strip_prefix("PRETTY_NAME=")).map(|n| n.trim_matches('"').to_owned());
+        let storage = nix::sys::statvfs::statvfs(root).map(|s| s.blocks() * s.fragment_size()).unwrap_or(0);
+        Machine {
+            cpus: std::thread::available_parallelism().map_or(1, |n| u32::try_from(n.get()).unwrap_or(1)),
+            memory: total.unwrap_or(0) * 1024,
+            storage,
+            machine_id: line("/etc/machine-id"),
+            system_uuid: line("/sys/class/dmi/id/product_uuid"),
+            boot_id: line("/proc/sys/kernel/random/boot_id"),
+            kernel: line("/proc/sys/kernel/osrelease"),
+            os_image: pretty.unwrap_or_else(|| "Linux".into()),
+        }
+    }
+}
+
+/// The OS's host name.
+#[must_use]
+pub fn hostname() -> String {
+    line("/proc/sys/kernel/hostname").to_lowercase()
+}
+
+/// The address of the interface with the default route, or of the first interface that has one.
+pub async fn default_address() -> Option<IpAddr> {
+    let (connection, handle, _) = rtnetlink::new_connection().ok()?;
+    let task = tokio::spawn(connection);
+    let found = find_address(&handle).await;
+    task.abort();
+    found
+}
+
+async fn find_address(handle: &rtnetlink::Handle) -> Option<IpAddr> {
+    let query = rtnetlink::RouteMessageBuilder::<std::net::Ipv4Addr>::new().build();
+    let routes: Vec<_> = handle.route().get(query).execute().try_collect().await.ok()?;
+    let default = routes.iter().filter(|r| r.header.destination_prefix_length == 0).find_map(|r| {
+        r.attributes.iter().find_map(|a| if let RouteAttribute::Oif(index) = a { Some(*index) } else { None })
+    });
+    let addresses: Vec<_> = handle.address().get().execute().try_collect().await.ok()?;
+    let usable = addresses.iter().filter(|m| m.header.family == AddressFamily::Inet).filter_map(|m| {
+        let address = m.attributes.iter().find_map(|a| if let AddressAttribute::Address(ip) = a { Some(*ip) } else { None })?;
+        (!address.is_loopback()).then_some((m.header.index, address))
+    });
+    let usable: Vec<(u32, IpAddr)> = usable.collect();
+    usable.iter().find(|(index, _)| Some(*index) == default).or(usable.first()).map(|(_, ip)| *ip)
+}

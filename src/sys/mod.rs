@@ -1,0 +1,10 @@
+//! The only callers of the kernel: mounts, cgroups, directories below a handle, facts about the machine.
+
+pub mod atomic_dir;
+pub mod beneath;
+pub mod cgroup;
+pub mod clock;
+pub mod link;
+pub mod machine;
+pub mod mount;
+pub mod watch;

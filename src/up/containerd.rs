@@ -1,0 +1,125 @@
+//! A private containerd: own root, state, socket and CNI directories. One of the system is left alone.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+
+use super::images;
+use super::process::find_program;
+use super::settings::Settings;
+use crate::cri::CriClient;
+
+/// Whether this process may lower `oom_score_adj`; without it containers must be told not to try.
+fn may_lower_oom_score() -> bool {
+    const CAP_SYS_RESOURCE: u64 = 1 << 24;
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let effective = status.lines().find_map(|l| l.strip_prefix("CapEff:")).and_then(|h| u64::from_str_radix(h.trim(), 16).ok());
+    effective.is_some_and(|caps| caps & CAP_SYS_RESOURCE != 0)
+}
+
+fn toml(path: &Path) -> String {
+    format!("{:?}", path.display().to_string())
+}
+
+/// The configuration file.
+#[must_use]
+pub fn config(settings: &Settings) -> String {
+    let dirs = &settings.dirs;
+    let mut text = String::new();
+    // Writing to a String cannot fail.
+    let _ = writeln!(
+        text,
+        "version = 2\nroot = {}\nstate = {}\n\n[grpc]\n  address = {}\n\n[plugins.\"io.containerd.internal.v1.opt\"]\n  path = {}\n",
+        toml(&dirs.data.join("containerd/root")),
+        toml(&dirs.run.join("containerd")),
+        toml(&dirs.socket()),
+        toml(&dirs.data.join("containerd/opt")),
+    );
+    let _ = writeln!(
+        text,
+        "[plugins.\"io.containerd.grpc.v1.cri\"]\n  sandbox_image = \"{}\"\n  stream_server_address = \"127.0.0.1\"\n  restrict_oom_score_adj = {}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".cni]\n    bin_dir = {}\n    conf_dir = {}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\n    runtime_type = \"io.containerd.runc.v2\"\n    [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc.options]\n      SystemdCgroup = false",
+        images::PAUSE,
+        !may_lower_oom_score(),
+        toml(&dirs.data.join("cni/bin")),
+        toml(&dirs.data.join("cni/net.d")),
+    );
+    text
+}
+
+/// The CNI network of the pods.
+#[must_use]
+pub fn network(settings: &Settings) -> serde_json::Value {
+    serde_json::json!({
+        "cniVersion": "1.0.0", "name": settings.name, "plugins": [{
+            "type": "bridge", "bridge": settings.bridge, "isDefaultGateway": true, "ipMasq": true, "hairpinMode": true,
+            "ipam": {"type": "host-local", "dataDir": settings.dirs.data.join("cni/networks"), "ranges": [[{"subnet": settings.pod_cidr}]]},
+        }],
+    })
+}
+
+/// Installs the CNI plugins of this build and the network's configuration.
+pub fn install_network(settings: &Settings) -> anyhow::Result<()> {
+    let (bin, conf) = (settings.dirs.data.join("cni/bin"), settings.dirs.data.join("cni/net.d"));
+    std::fs::create_dir_all(&bin)?;
+    std::fs::create_dir_all(&conf)?;
+    let source = cni_binary()?;
+    // By rename: a plugin that runs right now must not be overwritten.
+    let fresh = bin.join(".holdfast-cni.new");
+    std::fs::copy(&source, &fresh).with_context(|| format!("the CNI plugins cannot be copied from {}", source.display()))?;
+    std::fs::rename(&fresh, bin.join("holdfast-cni"))?;
+    for plugin in ["bridge", "host-local", "loopback"] {
+        let link = bin.join(plugin);
+        if std::fs::symlink_metadata(&link).is_err() {
+            std::os::unix::fs::symlink("holdfast-cni", &link)?;
+        }
+    }
+    std::fs::write(conf.join("10-holdfast.conflist"), network(settings).to_string())?;
+    Ok(())
+}
+
+fn cni_binary() -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe()?;
+    let places = [own.with_file_name("holdfast-cni"), PathBuf::from("/usr/lib/holdfast/holdfast-cni"), PathBuf::from("/opt/cni/bin/holdfast-cni")];
+    places.iter().find(|p| p.is_file()).cloned().with_context(|| format!("the CNI plugins (holdfast-cni) are not beside {}; build them with `cargo build --release --workspace`, or install them in /usr/lib/holdfast", own.display()))
+}
+
+/// Waits until a runtime answers CRI v1 at `endpoint`; `alive` says whether waiting still makes sense.
+pub async fn wait_ready(endpoint: &str, patience: Duration, alive: impl Fn() -> bool) -> anyhow::Result<String> {
+    let client = CriClient::new(endpoint, Duration::from_secs(5)).map_err(anyhow::Error::msg)?;
+    let deadline = tokio::time::Instant::now() + patience;
+    loop {
+        match client.version().await {
+            Ok(version) => return Ok(version),
+            Err(error) if tokio::time::Instant::now() > deadline || !alive() => bail!("the container runtime at {endpoint} does not answer: {error}"),
+            Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
+        }
+    }
+}
+
+/// Imports the bundled images; what is there already is left.
+pub fn import_images(settings: &Settings, endpoint: &str) -> anyhow::Result<()> {
+    let ctr = find_program("ctr").context("ctr is not installed; it comes with containerd (Debian: apt-get install containerd)")?;
+    let address = endpoint.trim_start_matches("unix://");
+    let run = |arguments: &[&str]| -> anyhow::Result<std::process::Output> {
+        Command::new(&ctr).args(["--address", address, "--namespace", "k8s.io"]).args(arguments).output().context("ctr cannot be run")
+    };
+    let listed = run(&["images", "list", "--quiet"])?;
+    let present = String::from_utf8_lossy(&listed.stdout).into_owned();
+    for (name, archive) in images::write_bundled(&settings.dirs.data.join("images"))? {
+        // The archives are the same for the same build; a new build brings new digests.
+        let stamp = settings.dirs.data.join("images").join(format!("{}.imported", name.replace(['/', ':'], "_")));
+        let current = std::fs::read(&archive)?.len().to_string() + env!("CARGO_PKG_VERSION");
+        if present.lines().any(|l| l == name) && std::fs::read_to_string(&stamp).is_ok_and(|s| s == current) {
+            continue;
+        }
+        let output = run(&["images", "import", &archive.display().to_string()])?;
+        if !output.status.success() {
+            bail!("the image {name} cannot be imported: {}", String::from_utf8_lossy(&output.stderr).trim());
+        }
+        std::fs::write(stamp, current)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,139 @@
+//! The bundled images: pause and demo, packed as OCI archives from the programs inside this binary.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use oci_spec::image::{
+    Arch, ConfigBuilder, DescriptorBuilder, ImageConfigurationBuilder, ImageIndexBuilder, ImageManifestBuilder, MediaType, OciLayoutBuilder, Os, RootFsBuilder, Sha256Digest,
+};
+
+/// The image of every sandbox.
+pub const PAUSE: &str = "holdfast.local/pause:1";
+/// The demo image; a second version is there for trying a rollout.
+pub const DEMO: [&str; 2] = ["holdfast.local/demo:1", "holdfast.local/demo:2"];
+
+const PAUSE_PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/pause"));
+const WEB_PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/web"));
+
+/// One file of an image.
+pub struct ImageFile<'a> {
+    /// The path without a leading slash.
+    pub path: &'a str,
+    /// The content.
+    pub content: &'a [u8],
+    /// The mode.
+    pub mode: u32,
+}
+
+/// An image to pack.
+pub struct Image<'a> {
+    /// Its name with tag.
+    pub name: &'a str,
+    /// Its only layer.
+    pub files: Vec<ImageFile<'a>>,
+    /// The entry point.
+    pub entrypoint: Vec<String>,
+    /// The environment as `K=V`.
+    pub env: Vec<String>,
+}
+
+fn digest(bytes: &[u8]) -> String {
+    let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, bytes);
+    digest.as_ref().iter().map(|b| format!("{b:02x}")).collect()
+}
+
+fn append<W: std::io::Write>(tar: &mut tar::Builder<W>, path: &str, content: &[u8], mode: u32) -> std::io::Result<()> {
+    let mut header = tar::Header::new_gnu();
+    header.set_size(content.len() as u64);
+    header.set_mode(mode);
+    header.set_entry_type(tar::EntryType::Regular);
+    header.set_cksum();
+    tar.append_data(&mut header, path, content)
+}
+
+/// Packs an image as an OCI archive that `ctr images import` reads.
+pub fn pack(image: &Image<'_>) -> anyhow::Result<Vec<u8>> {
+    let mut layer = tar::Builder::new(Vec::new());
+    for file in &image.files {
+        append(&mut layer, file.path, file.content, file.mode)?;
+    }
+    let layer = layer.into_inner()?;
+    let arch: Arch = match std::env::consts::ARCH {
+        "x86_64" => Arch::Amd64,
+        "aarch64" => Arch::ARM64,
+        other => Arch::Other(other.into()),
+    };
+    let settings = ConfigBuilder::default().entrypoint(image.entrypoint.clone()).env(image.env.clone()).build()?;
+    let rootfs = RootFsBuilder::default().typ("layers").diff_ids(vec![format!("sha256:{}", digest(&layer))]).build()?;
+    let config = ImageConfigurationBuilder::default().architecture(arch).os(Os::Linux).config(settings).rootfs(rootfs).build()?;
+    let config = serde_json::to_vec(&config)?;
+    let describe = |kind: MediaType, bytes: &[u8]| -> anyhow::Result<oci_spec::image::Descriptor> {
+        let digest: Sha256Digest = digest(bytes).parse()?;
+        Ok(DescriptorBuilder::default().media_type(kind).size(bytes.len() as u64).digest(digest).build()?)
+    };
+    let manifest = ImageManifestBuilder::default()
+        .schema_version(2u32)
+        .media_type(MediaType::ImageManifest)
+        .config(describe(MediaType::ImageConfig, &config)?)
+        .layers(vec![describe(MediaType::ImageLayer, &layer)?])
+        .build()?;
+    let manifest = serde_json::to_vec(&manifest)?;
+    let mut named = describe(MediaType::ImageManifest, &manifest)?;
+    named.set_annotations(Some(HashMap::from([("io.containerd.image.name".to_owned(), image.name.to_owned())])));
+    let index = ImageIndexBuilder::default().schema_version(2u32).manifests(vec![named]).build()?;
+    let layout = OciLayoutBuilder::default().image_layout_version("1.0.0").build()?;
+    let mut archive = tar::Builder::new(Vec::new());
+    append(&mut archive, "oci-layout", &serde_json::to_vec(&layout)?, 0o644)?;
+    append(&mut archive, "index.json", &serde_json::to_vec(&index)?, 0o644)?;
+    for blob in [&layer, &config, &manifest] {
+        append(&mut archive, &format!("blobs/sha256/{}", digest(blob)), blob, 0o644)?;
+    }
+    Ok(archive.into_inner()?)
+}
+
+/// Packs the bundled images into `dir` and returns their archives by name.
+pub fn write_bundled(dir: &Path) -> anyhow::Result<Vec<(String, std::path::PathBuf)>> {
+    std::fs::create_dir_all(dir)?;
+    let mut archives = Vec::new();
+    let pause = Image { name: PAUSE, files: vec![ImageFile { path: "pause", content: PAUSE_PROGRAM, mode: 0o755 }], entrypoint: vec!["/pause".into()], env: vec![] };
+    let demo = |name, version: &str| Image {
+        name,
+        files: vec![ImageFile { path: "web", content: WEB_PROGRAM, mode: 0o755 }],
+        entrypoint: vec!["/web".into()],
+        env: vec![format!("VERSION={version}")],
+    };
+    for image in [pause, demo(DEMO[0], "1"), demo(DEMO[1], "2")] {
+        let file = dir.join(format!("{}.tar", image.name.replace(['/', ':'], "_")));
+        std::fs::write(&file, pack(&image)?)?;
+        archives.push((image.name.to_owned(), file));
+    }
+    Ok(archives)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_bundled_programs_are_static_and_packed_with_matching_digests() {
+        for program in [PAUSE_PROGRAM, WEB_PROGRAM] {
+            assert_eq!(&program[..4], b"\x7fELF");
+            assert!(!program.windows(8).any(|w| w == b"ld-linux"), "it must not need a dynamic linker");
+        }
+        let image = Image { name: "x/y:1", files: vec![ImageFile { path: "a", content: b"1", mode: 0o644 }], entrypoint: vec!["/a".into()], env: vec![] };
+        let archive = pack(&image).expect("packed");
+        let mut tar = tar::Archive::new(archive.as_slice());
+        let mut blobs = 0;
+        for entry in tar.entries().expect("entries") {
+            let mut entry = entry.expect("entry");
+            let path = entry.path().expect("path").to_string_lossy().into_owned();
+            if let Some(name) = path.strip_prefix("blobs/sha256/") {
+                let mut content = Vec::new();
+                std::io::Read::read_to_end(&mut entry, &mut content).expect("content");
+                assert_eq!(digest(&content), name);
+                blobs += 1;
+            }
+        }
+        assert_eq!(blobs, 3);
+    }
+}

@@ -1,0 +1,265 @@
+//! `holdfast up`, `down` and `kubeconfig`: a whole cluster on this machine — containerd, control plane
+//! and agent as three processes that meet over sockets like strangers.
+
+mod containerd;
+pub mod images;
+mod process;
+mod progress;
+mod settings;
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use kube::ResourceExt as _;
+use process::{Part, find_program};
+use progress::Progress;
+pub use settings::{Dirs, Settings};
+
+use crate::control::pki::{self, Pki};
+use crate::cri::{CriClient, Runtime as _};
+
+/// The addresses of services.
+pub const SERVICE_RANGE: &str = "10.96.0.0/16";
+
+struct Parts {
+    containerd: Part,
+    control: Part,
+    agent: Part,
+}
+
+fn parts(dirs: &Dirs) -> Parts {
+    let part = |name| Part::new(name, &dirs.run, &dirs.logs);
+    Parts { containerd: part("containerd"), control: part("control-plane"), agent: part("agent") }
+}
+
+fn require_root(command: &str) -> anyhow::Result<()> {
+    if !nix::unistd::geteuid().is_root() {
+        bail!("`holdfast {command}` needs root: it makes network interfaces, mounts and cgroups; run it with sudo");
+    }
+    Ok(())
+}
+
+/// Starts everything that does not run yet, and waits until the node is ready.
+pub async fn up(settings: &Settings) -> anyhow::Result<()> {
+    require_root("up")?;
+    let dirs = &settings.dirs;
+    for dir in [&dirs.data, &dirs.run, &dirs.logs, &dirs.agent()] {
+        fs::create_dir_all(dir).with_context(|| format!("the directory {} cannot be made", dir.display()))?;
+    }
+    fs::set_permissions(&dirs.data, std::os::unix::fs::PermissionsExt::from_mode(0o700))?;
+    let parts = parts(dirs);
+    let mut progress = Progress::new();
+    let endpoint = settings.endpoint();
+
+    progress.step("containerd");
+    if settings.containerd_endpoint.is_none() {
+        start_containerd(settings, &parts.containerd)?;
+    }
+    let private = settings.containerd_endpoint.is_none();
+    let alive = || !private || parts.containerd.pid().is_some();
+    let runtime = containerd::wait_ready(&endpoint, Duration::from_secs(30), alive).await.with_context(|| hint(&parts.containerd, private))?;
+
+    progress.step("bundled images");
+    containerd::import_images(settings, &endpoint)?;
+
+    progress.step("control plane");
+    start_control_plane(settings, &parts.control)?;
+    let client = wait_api(settings, &parts.control).await?;
+
+    progress.step("agent");
+    start_agent(settings, &parts.agent, &endpoint)?;
+    let node = wait_node(&client, &parts.agent).await?;
+    progress.done();
+
+    let kubeconfig = dirs.kubeconfig();
+    println!("Holdfast is running: node {node} is Ready on {runtime}, API at https://127.0.0.1:{}.", settings.api_port);
+    println!("The kubeconfig is {}; use it with: export KUBECONFIG={}", kubeconfig.display(), kubeconfig.display());
+    println!("Try next: kubectl create deployment web --image={} --replicas=3", images::DEMO[0]);
+    Ok(())
+}
+
+fn hint(part: &Part, ours: bool) -> String {
+    if ours { format!("{} did not come up; its log is {}\n{}", part.name, part.log.display(), part.last_words()) } else { "the given --containerd-endpoint does not work".into() }
+}
+
+fn start_containerd(settings: &Settings, part: &Part) -> anyhow::Result<()> {
+    if part.pid().is_some() {
+        return Ok(());
+    }
+    let program = find_program("containerd").context("containerd is not installed (Debian: apt-get install containerd); or name a running one with --containerd-endpoint")?;
+    find_program("runc").context("runc is not installed (Debian: apt-get install runc)")?;
+    containerd::install_network(settings)?;
+    let config = settings.dirs.data.join("containerd.toml");
+    fs::write(&config, containerd::config(settings))?;
+    part.start(&program, &["--config".into(), config.display().to_string(), "--log-level".into(), "warn".into()])
+}
+
+fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<()> {
+    let dir = settings.dirs.data.join("control");
+    let pki = Pki::open(&dir.join("pki"))?;
+    let server = format!("https://127.0.0.1:{}", settings.api_port);
+    let write = |path: &Path, user: &str, pair: &pki::Pair| crate::control::write_private(path, &pki::kubeconfig(&server, &pki.ca, user, pair));
+    write(&settings.dirs.kubeconfig(), "holdfast-admin", &pki.client("admin", "kubernetes-admin", &["system:masters"])?)?;
+    let node = crate::sys::machine::hostname();
+    let pair = pki.client(&format!("node-{node}"), &format!("system:node:{node}"), &["system:nodes"])?;
+    write(&settings.dirs.agent().join("kubeconfig"), &node, &pair)?;
+    if part.pid().is_some() {
+        return Ok(());
+    }
+    let own = std::env::current_exe()?;
+    let arguments = ["control-plane", "--dir", &dir.display().to_string(), "--api-port", &settings.api_port.to_string(), "--advertise-address", &settings.node_ip.to_string()];
+    part.start(&own, &arguments.map(Into::into))
+}
+
+async fn wait_api(settings: &Settings, part: &Part) -> anyhow::Result<kube::Client> {
+    let client = crate::kubeapi::client::connect(&settings.dirs.kubeconfig()).await?;
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(30);
+    loop {
+        let error = match client.apiserver_version().await {
+            Ok(_) => return Ok(client),
+            Err(error) => crate::kubeapi::client::chain(&error),
+        };
+        if part.pid().is_none() || tokio::time::Instant::now() > deadline {
+            bail!("the control plane did not come up ({error}); its log is {}\n{}", part.log.display(), part.last_words());
+        }
+        tokio::time::sleep(Duration::from_millis(30)).await;
+    }
+}
+
+fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Result<()> {
+    if part.pid().is_some() {
+        return Ok(());
+    }
+    let root = settings.dirs.agent();
+    let manifests = root.join("manifests");
+    fs::create_dir_all(&manifests)?;
+    let config = serde_json::json!({
+        "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration", "clusterDomain": "cluster.local",
+        "staticPodPath": manifests, "podLogsDir": settings.dirs.data.join("pods-logs"), "cgroupRoot": settings.cgroup(),
+        "containerRuntimeEndpoint": endpoint, "maxPods": 110.min((1_i64 << (32 - settings.pod_cidr.prefix_len())) - 3),
+        "serializeImagePulls": false, "failSwapOn": false,
+    });
+    fs::write(root.join("config.json"), format!("{config:#}\n"))?;
+    let own = std::env::current_exe()?;
+    let arguments = [
+        "agent", "--config", &root.join("config.json").display().to_string(), "--kubeconfig", &root.join("kubeconfig").display().to_string(), "--root-dir",
+        &root.display().to_string(), "--node-ip", &settings.node_ip.to_string(),
+    ];
+    part.start(&own, &arguments.map(Into::into))
+}
+
+async fn wait_node(client: &kube::Client, part: &Part) -> anyhow::Result<String> {
+    let api: kube::Api<k8s_openapi::api::core::v1::Node> = kube::Api::all(client.clone());
+    let name = crate::sys::machine::hostname();
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
+    let mut why = "it has not registered".to_owned();
+    loop {
+        if let Some(node) = api.get_opt(&name).await? {
+            let ready = node.status.iter().flat_map(|s| s.conditions.iter().flatten()).find(|c| c.type_ == "Ready").cloned();
+            match ready {
+                Some(c) if c.status == "True" => return Ok(node.name_any()),
+                Some(c) => why = c.message.unwrap_or_default(),
+                None => {}
+            }
+        }
+        if part.pid().is_none() || tokio::time::Instant::now() > deadline {
+            bail!("the node {name} did not become ready: {why}; the agent's log is {}\n{}", part.log.display(), part.last_words());
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Stops everything and removes what pods had on this machine; with `purge` the data too.
+pub async fn down(settings: &Settings, purge: bool) -> anyhow::Result<()> {
+    require_root("down")?;
+    let dirs = &settings.dirs;
+    let parts = parts(dirs);
+    let mut progress = Progress::new();
+    progress.step("agent");
+    let mut stopped = parts.agent.stop(Duration::from_secs(10))?;
+    progress.step("control plane");
+    stopped |= parts.control.stop(Duration::from_secs(10))?;
+    progress.step("pods");
+    if settings.containerd_endpoint.is_some() || parts.containerd.pid().is_some() {
+        remove_pods(settings).await?;
+    }
+    progress.step("containerd");
+    stopped |= parts.containerd.stop(Duration::from_secs(10))?;
+    progress.step("leftovers");
+    tidy(settings).await?;
+    progress.done();
+    if purge {
+        for dir in [&dirs.run, &dirs.data] {
+            match fs::remove_dir_all(dir) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => bail!("{} cannot be removed: {error}", dir.display()),
+                _ => {}
+            }
+        }
+    }
+    println!("{}", if stopped { "Holdfast has stopped; nothing of its pods is left." } else { "Holdfast was not running." });
+    if !purge && dirs.data.exists() {
+        println!("Its data stays in {}; `holdfast down --purge` removes it.", dirs.data.display());
+    }
+    Ok(())
+}
+
+/// Removes the sandboxes of this cluster's pods; in a private runtime that is all of them.
+async fn remove_pods(settings: &Settings) -> anyhow::Result<()> {
+    let endpoint = settings.endpoint();
+    let runtime = CriClient::new(&endpoint, Duration::from_secs(30)).map_err(anyhow::Error::msg)?;
+    let listed = runtime.list().await.with_context(|| format!("the runtime at {endpoint} cannot be asked for its pods"))?;
+    let private = settings.containerd_endpoint.is_none();
+    let ours = listed.into_iter().filter(|p| private || settings.dirs.agent().join("pods").join(&p.uid).exists());
+    let work = ours.map(|pod| {
+        let runtime = &runtime;
+        async move {
+            let observed = runtime.observe(&pod.uid).await?;
+            for container in observed.live() {
+                runtime.stop_container(&container.id, 1).await?;
+            }
+            for sandbox in &observed.sandboxes {
+                runtime.stop_sandbox(&sandbox.id).await?;
+                runtime.remove_sandbox(&sandbox.id).await?;
+            }
+            Ok::<(), crate::cri::RuntimeError>(())
+        }
+    });
+    for result in futures::future::join_all(work).await {
+        result.context("a pod cannot be removed")?;
+    }
+    Ok(())
+}
+
+/// Unmounts and removes pod directories, logs, cgroups and the bridge.
+async fn tidy(settings: &Settings) -> anyhow::Result<()> {
+    let dirs = settings.dirs.clone();
+    let cgroup = settings.cgroup();
+    let private = settings.containerd_endpoint.is_none();
+    tokio::task::spawn_blocking(move || -> anyhow::Result<()> {
+        crate::sys::mount::unmount_all(&dirs.agent().join("pods"))?;
+        if private {
+            crate::sys::mount::unmount_all(&dirs.run)?;
+        }
+        for dir in [dirs.agent().join("pods"), dirs.data.join("pods-logs")] {
+            match fs::remove_dir_all(&dir) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => bail!("{} cannot be removed: {error}", dir.display()),
+                _ => {}
+            }
+        }
+        crate::sys::cgroup::remove(&cgroup)?;
+        Ok(())
+    })
+    .await??;
+    if private {
+        crate::sys::link::remove(&settings.bridge).await.with_context(|| format!("the bridge {} cannot be removed", settings.bridge))?;
+    }
+    Ok(())
+}
+
+/// The kubeconfig's text.
+pub fn kubeconfig(dirs: &Dirs) -> anyhow::Result<String> {
+    let path = dirs.kubeconfig();
+    fs::read_to_string(&path).with_context(|| format!("{} cannot be read; start the cluster with `holdfast up` first", path.display()))
+}

@@ -1,0 +1,100 @@
+//! Long-running parts of a local cluster: started in the background, found again by a pid file that
+//! also says when the process started, so that a recycled pid is never mistaken for ours.
+
+use std::fs;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+/// A part with its pid file and log.
+#[derive(Debug, Clone)]
+pub struct Part {
+    /// The name, for messages and files.
+    pub name: &'static str,
+    pid_file: PathBuf,
+    /// Where it writes.
+    pub log: PathBuf,
+}
+
+/// When a process started, in clock ticks since boot; `None` if there is no such process.
+fn started_at(pid: i32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name is in parentheses and may hold anything; fields count from behind it.
+    let rest = stat.rsplit_once(')')?.1;
+    let fields: Vec<&str> = rest.split_whitespace().collect();
+    if fields.first() == Some(&"Z") {
+        return None;
+    }
+    fields.get(19)?.parse().ok()
+}
+
+impl Part {
+    /// The part `name` of the cluster whose files lie in `run` and `logs`.
+    #[must_use]
+    pub fn new(name: &'static str, run: &Path, logs: &Path) -> Part {
+        Part { name, pid_file: run.join(format!("{name}.pid")), log: logs.join(format!("{name}.log")) }
+    }
+
+    /// Its pid, if it runs. A stale pid file is removed.
+    #[must_use]
+    pub fn pid(&self) -> Option<i32> {
+        let text = fs::read_to_string(&self.pid_file).ok()?;
+        let (pid, start) = text.trim().split_once(' ')?;
+        let pid: i32 = pid.parse().ok()?;
+        if started_at(pid) == start.parse().ok() {
+            return Some(pid);
+        }
+        // Nothing is lost if it cannot be removed: it is recognised as stale again.
+        let _ = fs::remove_file(&self.pid_file);
+        None
+    }
+
+    /// Starts it in the background.
+    pub fn start(&self, program: &Path, arguments: &[String]) -> anyhow::Result<()> {
+        let log = fs::OpenOptions::new().create(true).append(true).open(&self.log).with_context(|| format!("the log {} cannot be written", self.log.display()))?;
+        let mut command = Command::new(program);
+        command.args(arguments).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).process_group(0).current_dir("/");
+        let child = command.spawn().with_context(|| format!("{} cannot be started ({})", self.name, program.display()))?;
+        let pid = i32::try_from(child.id())?;
+        let start = started_at(pid).with_context(|| format!("{} ended at once; see {}", self.name, self.log.display()))?;
+        fs::write(&self.pid_file, format!("{pid} {start}\n"))?;
+        Ok(())
+    }
+
+    /// The last lines of its log, for an error message.
+    #[must_use]
+    pub fn last_words(&self) -> String {
+        let text = fs::read(&self.log).map(|b| String::from_utf8_lossy(&b[b.len().saturating_sub(4096)..]).into_owned()).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().rev().take(5).collect();
+        lines.into_iter().rev().map(|l| format!("  | {l}\n")).collect()
+    }
+
+    /// Stops it: SIGTERM, and SIGKILL after `patience`.
+    pub fn stop(&self, patience: Duration) -> anyhow::Result<bool> {
+        let Some(pid) = self.pid() else { return Ok(false) };
+        let target = Pid::from_raw(pid);
+        kill(target, Signal::SIGTERM).with_context(|| format!("{} (pid {pid}) cannot be stopped", self.name))?;
+        let deadline = std::time::Instant::now() + patience;
+        while self.pid().is_some() {
+            // A child of this very process must be waited for to be gone.
+            let _ = nix::sys::wait::waitpid(target, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
+            if std::time::Instant::now() > deadline {
+                kill(target, Signal::SIGKILL).with_context(|| format!("{} (pid {pid}) cannot be killed", self.name))?;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(true)
+    }
+}
+
+/// Finds a program in `PATH` and the usual places for system programs.
+#[must_use]
+pub fn find_program(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).chain(["/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin"].map(PathBuf::from)).map(|d| d.join(name)).find(|p| p.is_file())
+}

@@ -1,0 +1,93 @@
+//! What a local cluster is called and where its things lie.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::PathBuf;
+
+use anyhow::bail;
+
+/// The directories of one cluster.
+#[derive(Debug, Clone)]
+pub struct Dirs {
+    /// What lasts: store, certificates, images.
+    pub data: PathBuf,
+    /// What ends with the boot: sockets, pid files.
+    pub run: PathBuf,
+    /// Logs of the parts.
+    pub logs: PathBuf,
+}
+
+impl Dirs {
+    /// The private containerd's socket.
+    #[must_use]
+    pub fn socket(&self) -> PathBuf {
+        self.run.join("containerd.sock")
+    }
+
+    /// The administrator's kubeconfig.
+    #[must_use]
+    pub fn kubeconfig(&self) -> PathBuf {
+        self.data.join("kubeconfig")
+    }
+
+    /// The agent's root directory.
+    #[must_use]
+    pub fn agent(&self) -> PathBuf {
+        self.data.join("agent")
+    }
+}
+
+/// A local cluster.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Its name.
+    pub name: String,
+    /// Its directories.
+    pub dirs: Dirs,
+    /// A runtime that is already there.
+    pub containerd_endpoint: Option<String>,
+    /// The port of the API.
+    pub api_port: u16,
+    /// The addresses of the pods.
+    pub pod_cidr: ipnet::Ipv4Net,
+    /// The bridge they are on.
+    pub bridge: String,
+    /// The node's address.
+    pub node_ip: IpAddr,
+}
+
+impl Settings {
+    /// Checks and completes what the user gave.
+    pub async fn new(name: &str, containerd_endpoint: Option<String>, api_port: u16, pod_cidr: ipnet::Ipv4Net) -> anyhow::Result<Settings> {
+        let fine = !name.is_empty() && name.len() <= 20 && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-') && !name.starts_with('-');
+        if !fine {
+            bail!("--name: {name:?} is invalid: use at most 20 lower-case letters, digits and '-'");
+        }
+        if pod_cidr.prefix_len() > 28 || pod_cidr.addr() != pod_cidr.network() {
+            bail!("--pod-cidr: {pod_cidr} is invalid: use a network address with a prefix of at most 28, such as 10.244.0.0/24");
+        }
+        let hash = name.bytes().fold(0x811c_9dc5_u32, |h, b| (h ^ u32::from(b)).wrapping_mul(0x0100_0193));
+        let bridge = if name == "holdfast" { "hf0".to_owned() } else { format!("hf-{hash:08x}") };
+        let node_ip = crate::sys::machine::default_address().await.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
+        Ok(Settings { name: name.into(), dirs: Self::dirs(name), containerd_endpoint, api_port, pod_cidr, bridge, node_ip })
+    }
+
+    /// Where the cluster `name` lies.
+    #[must_use]
+    pub fn dirs(name: &str) -> Dirs {
+        let data = PathBuf::from("/var/lib").join(if name == "holdfast" { "holdfast".into() } else { format!("holdfast-{name}") });
+        let run = PathBuf::from("/run").join(if name == "holdfast" { "holdfast".into() } else { format!("holdfast-{name}") });
+        Dirs { logs: data.join("logs"), data, run }
+    }
+
+    /// The runtime's endpoint.
+    #[must_use]
+    pub fn endpoint(&self) -> String {
+        self.containerd_endpoint.clone().unwrap_or_else(|| format!("unix://{}", self.dirs.socket().display()))
+    }
+
+    /// The cgroup below which its pods are.
+    #[must_use]
+    pub fn cgroup(&self) -> String {
+        if self.name == "holdfast" { "/holdfast".into() } else { format!("/holdfast-{}", self.name) }
+    }
+}
