@@ -15,7 +15,8 @@ fn main() {
         rustc.args(["-C", "strip=symbols", "-C", "target-feature=+crt-static", "-C", "relocation-model=static"]);
         if program == "pause" {
             // Without the standard library nothing else asks for libc.
-            rustc.args(["-C", "link-arg=-lc"]);
+            let libraries = ["-Wl,-Bstatic", "-Wl,--start-group", "-lc", "-lgcc", "-lgcc_eh", "-Wl,--end-group"];
+            rustc.args(libraries.map(|l| format!("-Clink-arg={l}")));
         }
         let status = rustc.arg("-o").arg(out.join(program)).arg(&source).status();
         assert!(matches!(&status, Ok(s) if s.success()), "{source} could not be compiled ({status:?}); a static libc is needed (Debian: libc6-dev)");

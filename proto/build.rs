@@ -3,9 +3,6 @@
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=cri");
     let files = protox::compile(["cri/v1/api.proto"], ["."])?;
-    tonic_prost_build::configure()
-        .build_server(true)
-        .build_transport(false)
-        .compile_fds(files)?;
+    tonic_prost_build::configure().build_server(true).build_transport(false).compile_fds(files)?;
     Ok(())
 }

@@ -16,7 +16,13 @@ fn main() -> ExitCode {
         eprintln!("holdfast: the TLS library is already set up; this is a bug");
         return ExitCode::FAILURE;
     }
-    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).max_blocking_threads(64).thread_keep_alive(std::time::Duration::from_secs(2)).enable_all().build() {
+    let runtime = match tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .max_blocking_threads(64)
+        .thread_keep_alive(std::time::Duration::from_secs(2))
+        .enable_all()
+        .build()
+    {
         Ok(runtime) => runtime,
         Err(error) => {
             eprintln!("holdfast: no threads can be started: {error}");
@@ -39,7 +45,8 @@ fn logs(command: &Command) {
         Command::Agent(_) | Command::ControlPlane(_) => "info",
         _ => "error",
     };
-    let filter = EnvFilter::try_from_env("HOLDFAST_LOG").unwrap_or_else(|_| EnvFilter::new(format!("warn,holdfast={level}")));
+    // A server that is not there is reported by us, once, and not by the client library at every try.
+    let filter = EnvFilter::try_from_env("HOLDFAST_LOG").unwrap_or_else(|_| EnvFilter::new(format!("warn,kube_client=off,holdfast={level}")));
     tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_writer(std::io::stderr).init();
 }
 
@@ -47,7 +54,7 @@ async fn run(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Up(flags) => {
             let settings = up::Settings::new(&flags.name, flags.containerd_endpoint, flags.api_port, flags.pod_cidr).await?;
-            up::up(&settings).await
+            Box::pin(up::up(&settings)).await
         }
         Command::Down(flags) => {
             let settings = up::Settings::new(&flags.name, flags.containerd_endpoint, 0, "10.244.0.0/24".parse()?).await?;
@@ -57,7 +64,7 @@ async fn run(command: Command) -> anyhow::Result<()> {
             print!("{}", up::kubeconfig(&up::Settings::dirs(&name))?);
             Ok(())
         }
-        Command::Agent(flags) => until_stopped(run_agent(*flags)).await,
+        Command::Agent(flags) => until_stopped(Box::pin(run_agent(*flags))).await,
         Command::ControlPlane(flags) => {
             let settings = control::Settings {
                 dir: flags.dir,
@@ -65,7 +72,7 @@ async fn run(command: Command) -> anyhow::Result<()> {
                 advertise: flags.advertise_address,
                 service_range: up::SERVICE_RANGE.parse()?,
             };
-            until_stopped(control::run(settings)).await
+            until_stopped(Box::pin(control::run(settings))).await
         }
     }
 }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Pod, PodSpec};
 use kube::ResourceExt as _;
 use tokio::sync::{Notify, mpsc, watch};
 
@@ -30,7 +30,13 @@ struct Dispatcher {
 }
 
 /// Runs until the process ends.
-pub async fn run(context: Arc<Context>, api: Option<Cache<Pod>>, mut statics: watch::Receiver<Option<Vec<Arc<Pod>>>>, mut hints: mpsc::Receiver<Hint>, seen: Seen) {
+pub async fn run(
+    context: Arc<Context>,
+    api: Option<Cache<Pod>>,
+    mut statics: watch::Receiver<Option<Vec<Arc<Pod>>>>,
+    mut hints: mpsc::Receiver<Hint>,
+    seen: Seen,
+) {
     let (finished, mut endings) = mpsc::channel(256);
     let mut dispatcher = Dispatcher { context, workers: HashMap::new(), seen, finished };
     let mut api_changes = api.as_ref().map(Cache::changes);
@@ -105,7 +111,8 @@ impl Dispatcher {
             for mirror in mirrors.values() {
                 let held = self.workers.values().any(|w| w.full_name == pod::full_name(mirror));
                 let of_static = statics.iter().any(|s| pod::full_name(s) == pod::full_name(mirror));
-                if !held && !of_static
+                if !held
+                    && !of_static
                     && let Err(error) = mirror::remove(&self.context, mirror).await
                 {
                     tracing::warn!(%error, pod = %pod::full_name(mirror), "an orphaned mirror pod stays for now");
@@ -155,14 +162,17 @@ impl Dispatcher {
     /// Pods that only the runtime knows are ended.
     fn adopt_orphans(&mut self, listed: &[ListedPod]) {
         for orphan in listed.iter().filter(|p| !self.workers.contains_key(&p.uid)).collect::<Vec<_>>() {
-            tracing::info!(pod = orphan.name, namespace = orphan.namespace, uid = orphan.uid, "the runtime has a pod that nobody wants; it is removed");
+            tracing::info!(
+                pod = orphan.name,
+                namespace = orphan.namespace,
+                uid = orphan.uid,
+                "the runtime has a pod that nobody wants; it is removed"
+            );
             let mut pod = Pod::default();
             pod.metadata.name = Some(orphan.name.clone());
             pod.metadata.namespace = Some(orphan.namespace.clone());
             pod.metadata.uid = Some(orphan.uid.clone());
-            let mut spec = k8s_openapi::api::core::v1::PodSpec::default();
-            spec.termination_grace_period_seconds = Some(1);
-            pod.spec = Some(spec);
+            pod.spec = Some(PodSpec { termination_grace_period_seconds: Some(1), ..PodSpec::default() });
             let full_name = pod::full_name(&pod);
             self.start(orphan.uid.clone(), full_name, Desired { pod: Arc::new(pod), object: None, removed: true });
         }

@@ -71,7 +71,8 @@ impl Events {
 
     /// About the node.
     pub fn node(&self, name: &str, kind: Kind, reason: &str, message: impl Into<String>) {
-        let about = ObjectReference { api_version: Some("v1".into()), kind: Some("Node".into()), name: Some(name.into()), ..ObjectReference::default() };
+        let about =
+            ObjectReference { api_version: Some("v1".into()), kind: Some("Node".into()), name: Some(name.into()), ..ObjectReference::default() };
         self.say(about, kind, reason.to_owned(), message.into());
     }
 }

@@ -69,7 +69,13 @@ pub async fn ensure(context: &Context, pod: &Pod, role: Role, container: &Contai
     })?;
     match (container.image_pull_policy.as_deref().unwrap_or("IfNotPresent"), present) {
         ("IfNotPresent" | "Never", Some(image)) => {
-            context.events.pod(pod, path, Kind::Normal, "Pulled", format!("Container image {spec_image:?} already present on machine and can be accessed by the pod"));
+            context.events.pod(
+                pod,
+                path,
+                Kind::Normal,
+                "Pulled",
+                format!("Container image {spec_image:?} already present on machine and can be accessed by the pod"),
+            );
             Ok(image)
         }
         ("Never", None) => {
@@ -97,7 +103,11 @@ async fn pull(context: &Context, pod: &Pod, shown: &str, name: &str, path: Optio
     match result {
         Ok((image, took)) => {
             context.images.failed.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(&key);
-            let message = format!("Successfully pulled image {shown:?} in {took:.3?} ({:.3?} including waiting). Image size: {} bytes.", asked.elapsed(), image.size);
+            let message = format!(
+                "Successfully pulled image {shown:?} in {took:.3?} ({:.3?} including waiting). Image size: {} bytes.",
+                asked.elapsed(),
+                image.size
+            );
             context.events.pod(pod, path, Kind::Normal, "Pulled", message);
             Ok(image)
         }
@@ -171,8 +181,11 @@ mod tests {
     #[test]
     fn pull_secrets_give_the_credentials_of_their_registry_only() {
         let encode = |text: String| base64::engine::general_purpose::STANDARD.encode(text);
-        let config = json!({"auths": {"https://reg.example:5000/v2/": {"auth": encode("u:p:w".into())}, "other.example": {"username": "x", "password": "y"}}});
-        let secret: Secret = serde_json::from_value(json!({"type": "kubernetes.io/dockerconfigjson", "data": {".dockerconfigjson": encode(config.to_string())}})).expect("a secret");
+        let config =
+            json!({"auths": {"https://reg.example:5000/v2/": {"auth": encode("u:p:w".into())}, "other.example": {"username": "x", "password": "y"}}});
+        let secret: Secret =
+            serde_json::from_value(json!({"type": "kubernetes.io/dockerconfigjson", "data": {".dockerconfigjson": encode(config.to_string())}}))
+                .expect("a secret");
         let found = credentials(&secret, "reg.example:5000");
         assert_eq!(found.iter().map(|c| (c.username.as_str(), c.password.as_str())).collect::<Vec<_>>(), [("u", "p:w")]);
         assert_eq!(format!("{found:?}"), "[Credentials(redacted)]");

@@ -29,19 +29,19 @@ fn of(pod: &Pod, node: &Node) -> Pod {
     mirror
 }
 
-/// Makes sure that a static pod's mirror is there and is the right one. Without a Node object there is
-/// none yet.
-pub async fn reconcile(context: &Context, pod: &Pod, mirror: Option<&Arc<Pod>>) -> Result<(), String> {
-    let Some(node) = context.node.borrow().clone() else { return Ok(()) };
+/// Makes sure that a static pod's mirror is there and is the right one. False while there is no Node
+/// object yet to own it.
+pub async fn reconcile(context: &Context, pod: &Pod, mirror: Option<&Arc<Pod>>) -> Result<bool, String> {
+    let Some(node) = context.node.borrow().clone() else { return Ok(false) };
     if let Some(mirror) = mirror {
         let right = mirror.annotations().get(pod::MIRROR) == pod.annotations().get(pod::HASH) && mirror.metadata.deletion_timestamp.is_none();
         if right {
-            return Ok(());
+            return Ok(true);
         }
         remove(context, mirror).await?;
     }
     match context.api.create(&of(pod, &node)).await {
-        Ok(_) | Err(ApiFailure::Conflict(_)) => Ok(()),
+        Ok(_) | Err(ApiFailure::Conflict(_)) => Ok(true),
         Err(error) => Err(format!("the mirror pod cannot be created: {error}")),
     }
 }

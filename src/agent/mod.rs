@@ -33,14 +33,14 @@ use tokio::sync::watch;
 
 pub use events::{Events, Kind};
 pub use images::Images;
-pub use start::build;
 pub use node::{KubeNodes, NodeApi};
+pub use start::build;
 
 use crate::config::Config;
 use crate::core::admit::{self, Refusal};
 use crate::core::dns::Resolver;
-use crate::core::resources::Amounts;
 use crate::core::pod;
+use crate::core::resources::Amounts;
 use crate::cri::Runtime;
 use crate::host::PodHost;
 use crate::kubeapi::pods::PodApi;

@@ -138,7 +138,11 @@ struct RuntimeView {
 
 async fn look(context: &Context, before: &RuntimeView) -> RuntimeView {
     match context.runtime.status().await {
-        Err(error) => RuntimeView { version: before.version.clone(), problem: Some(format!("container runtime is down: {error}")), network: Some("container runtime is down".into()) },
+        Err(error) => RuntimeView {
+            version: before.version.clone(),
+            problem: Some(format!("container runtime is down: {error}")),
+            network: Some("container runtime is down".into()),
+        },
         Ok(status) => {
             let network = status.network_not_ready.map(|n| format!("container runtime network not ready: {n}"));
             let problems: Vec<String> = status.not_ready.into_iter().chain(network.clone()).collect();
@@ -183,7 +187,11 @@ async fn status(context: &Context, view: &RuntimeView, old: &NodeStatus) -> Node
     let mut images = context.runtime.images().await.unwrap_or_default();
     images.sort_by_key(|i| std::cmp::Reverse(i.size));
     let most = usize::try_from(context.config.max_images).unwrap_or(usize::MAX);
-    let images = images.into_iter().take(most).map(|i| ContainerImage { names: Some(i.names.into_iter().take(5).collect()), size_bytes: i64::try_from(i.size).ok() }).collect();
+    let images = images
+        .into_iter()
+        .take(most)
+        .map(|i| ContainerImage { names: Some(i.names.into_iter().take(5).collect()), size_bytes: i64::try_from(i.size).ok() })
+        .collect();
     NodeStatus {
         addresses: Some(addresses),
         capacity: Some(texts(&capacity(machine, &context.config))),
@@ -257,13 +265,20 @@ async fn register(context: &Context, api: &dyn NodeApi, view: &RuntimeView) -> R
         return Err(ApiFailure::NotFound(format!("the node {:?} does not exist and --register-node is false", config.node_name)));
     }
     match api.create(&node).await {
-        Err(ApiFailure::Conflict(_)) => api.get(&config.node_name).await?.ok_or_else(|| ApiFailure::Other("the node vanished while it was registered".into())),
+        Err(ApiFailure::Conflict(_)) => {
+            api.get(&config.node_name).await?.ok_or_else(|| ApiFailure::Other("the node vanished while it was registered".into()))
+        }
         other => other,
     }
 }
 
 /// Runs until the process ends: watches the runtime, keeps the Node object and its lease.
-pub async fn run(context: Arc<Context>, api: Option<Arc<dyn NodeApi>>, network: watch::Sender<Option<String>>, announce: watch::Sender<Option<Arc<Node>>>) {
+pub async fn run(
+    context: Arc<Context>,
+    api: Option<Arc<dyn NodeApi>>,
+    network: watch::Sender<Option<String>>,
+    announce: watch::Sender<Option<Arc<Node>>>,
+) {
     let mut view = RuntimeView { problem: Some("container runtime status check may not have completed yet".into()), ..RuntimeView::default() };
     let mut node: Option<Node> = None;
     let mut reported = Instant::now();
@@ -311,7 +326,14 @@ pub async fn run(context: Arc<Context>, api: Option<Arc<dyn NodeApi>>, network: 
     }
 }
 
-async fn tend(context: &Context, api: &dyn NodeApi, view: &RuntimeView, node: &mut Option<Node>, due: bool, reported: &mut Instant) -> Result<(), ApiFailure> {
+async fn tend(
+    context: &Context,
+    api: &dyn NodeApi,
+    view: &RuntimeView,
+    node: &mut Option<Node>,
+    due: bool,
+    reported: &mut Instant,
+) -> Result<(), ApiFailure> {
     let name = &context.config.node_name;
     if node.is_none() {
         *node = Some(register(context, api, view).await?);
@@ -353,7 +375,13 @@ fn lease(context: &Context, node: &Node) -> Lease {
         metadata: ObjectMeta {
             name: Some(name.clone()),
             namespace: Some("kube-node-lease".into()),
-            owner_references: Some(vec![OwnerReference { api_version: "v1".into(), kind: "Node".into(), name: name.clone(), uid: node.uid().unwrap_or_default(), ..OwnerReference::default() }]),
+            owner_references: Some(vec![OwnerReference {
+                api_version: "v1".into(),
+                kind: "Node".into(),
+                name: name.clone(),
+                uid: node.uid().unwrap_or_default(),
+                ..OwnerReference::default()
+            }]),
             ..ObjectMeta::default()
         },
         spec: Some(LeaseSpec {

@@ -54,11 +54,17 @@ fn read_dir(dir: &Path, node: &str) -> (Vec<Arc<Pod>>, Vec<String>) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return (pods, errors),
         Err(error) => return (pods, vec![format!("the directory {} cannot be read: {error}", dir.display())]),
     };
-    let mut paths: Vec<_> = entries.filter_map(Result::ok).map(|e| e.path()).filter(|p| p.is_file() && !p.file_name().is_some_and(|n| n.as_encoded_bytes().starts_with(b"."))).collect();
+    let mut paths: Vec<_> = entries
+        .filter_map(Result::ok)
+        .map(|e| e.path())
+        .filter(|p| p.is_file() && !p.file_name().is_some_and(|n| n.as_encoded_bytes().starts_with(b".")))
+        .collect();
     paths.sort();
     for path in paths {
         match read(&path).and_then(|text| parse(&text, &path, node)) {
-            Ok(pod) if pods.iter().any(|p| pod::full_name(p) == pod::full_name(&pod)) => errors.push(format!("{}: another file already defines the pod {}", path.display(), pod::full_name(&pod))),
+            Ok(pod) if pods.iter().any(|p| pod::full_name(p) == pod::full_name(&pod)) => {
+                errors.push(format!("{}: another file already defines the pod {}", path.display(), pod::full_name(&pod)))
+            }
             Ok(pod) => pods.push(Arc::new(pod)),
             Err(error) => errors.push(format!("{}: {error}", path.display())),
         }
@@ -88,7 +94,8 @@ fn parse(text: &str, path: &Path, node: &str) -> Result<Pod, String> {
         if container.name.is_empty() {
             return Err("spec.containers[].name: Required value".into());
         }
-        let image = container.image.clone().filter(|i| !i.is_empty()).ok_or_else(|| format!("spec.containers[{}].image: Required value", container.name))?;
+        let image =
+            container.image.clone().filter(|i| !i.is_empty()).ok_or_else(|| format!("spec.containers[{}].image: Required value", container.name))?;
         let policy = if crate::core::images::tag_is_latest(&image) { "Always" } else { "IfNotPresent" };
         container.image_pull_policy.get_or_insert_with(|| policy.into());
         container.termination_message_path.get_or_insert_with(|| "/dev/termination-log".into());
@@ -110,7 +117,11 @@ fn parse(text: &str, path: &Path, node: &str) -> Result<Pod, String> {
     spec.dns_policy.get_or_insert_with(|| "ClusterFirst".into());
     spec.enable_service_links.get_or_insert(true);
     spec.termination_grace_period_seconds.get_or_insert(30);
-    spec.tolerations.get_or_insert_default().push(Toleration { operator: Some("Exists".into()), effect: Some("NoExecute".into()), ..Toleration::default() });
+    spec.tolerations.get_or_insert_default().push(Toleration {
+        operator: Some("Exists".into()),
+        effect: Some("NoExecute".into()),
+        ..Toleration::default()
+    });
     // Any change of the manifest, its path or the node makes another pod.
     let uid = pod.metadata.uid.clone().filter(|u| !u.is_empty()).unwrap_or_else(|| digest(&format!("{text}host:{node}file:{}", path.display())));
     let metadata = &mut pod.metadata;
@@ -125,7 +136,9 @@ fn parse(text: &str, path: &Path, node: &str) -> Result<Pod, String> {
 
 /// 128 bits of FNV-1a as 32 hexadecimal digits.
 fn digest(text: &str) -> String {
-    let hash = text.bytes().fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128, |h, b| (h ^ u128::from(b)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b));
+    let hash = text
+        .bytes()
+        .fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128, |h, b| (h ^ u128::from(b)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b));
     format!("{hash:032x}")
 }
 
@@ -138,17 +151,28 @@ mod tests {
     fn good_files_are_kept_and_bad_ones_named() {
         let dir = tempfile::tempdir().expect("a directory");
         let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).expect("write");
-        write("a.yaml", "apiVersion: v1\nkind: Pod\nmetadata: {name: web}\nspec:\n  containers: [{name: c, image: 'i:1'}]\n  volumes: [{name: v, emptyDir: {}}]\n");
+        write(
+            "a.yaml",
+            "apiVersion: v1\nkind: Pod\nmetadata: {name: web}\nspec:\n  containers: [{name: c, image: 'i:1'}]\n  volumes: [{name: v, emptyDir: {}}]\n",
+        );
         write("b.yaml", "apiVersion: v1\nkind: Pod\nmetadata: {name: web}\nspec: {containers: [{name: c, image: x}]}\n");
         write("c.yaml", "{{{{");
-        write("d.json", "{\"apiVersion\": \"v1\", \"kind\": \"Pod\", \"metadata\": {\"name\": \"s\"}, \"spec\": {\"containers\": [{\"name\": \"c\", \"image\": \"i\"}], \"volumes\": [{\"name\": \"v\", \"secret\": {\"secretName\": \"x\"}}]}}");
+        write(
+            "d.json",
+            "{\"apiVersion\": \"v1\", \"kind\": \"Pod\", \"metadata\": {\"name\": \"s\"}, \"spec\": {\"containers\": [{\"name\": \"c\", \"image\": \"i\"}], \"volumes\": [{\"name\": \"v\", \"secret\": {\"secretName\": \"x\"}}]}}",
+        );
         write("e.yaml", "apiVersion: v1\nkind: Deployment\n");
         write(".hidden", "x");
         let (pods, errors) = read_dir(dir.path(), "n1");
         assert_eq!(pods.len(), 1);
         assert_eq!((pods[0].name_any().as_str(), pod::uid(&pods[0]).len(), pod::is_static(&pods[0])), ("web-n1", 32, true));
         let text = errors.join("\n");
-        for expected in ["b.yaml: another file", "c.yaml: not YAML", "d.json: static pods may not reference secrets", "e.yaml: expected apiVersion v1 and kind Pod"] {
+        for expected in [
+            "b.yaml: another file",
+            "c.yaml: not YAML",
+            "d.json: static pods may not reference secrets",
+            "e.yaml: expected apiVersion v1 and kind Pod",
+        ] {
             assert!(text.contains(expected), "{expected} is not in {text}");
         }
         assert_eq!(read_dir(Path::new("/nonexistent"), "n"), (vec![], vec![]));

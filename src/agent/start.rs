@@ -50,14 +50,24 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         None => None,
     };
     let driver = driver(&*runtime, &config).await;
-    let host = LinuxHost { root: config.root_dir.clone(), logs: config.pod_logs_dir.clone(), cgroup_root: config.cgroup_root.clone(), driver, pids: config.pod_pids };
+    let host = LinuxHost {
+        root: config.root_dir.clone(),
+        logs: config.pod_logs_dir.clone(),
+        cgroup_root: config.cgroup_root.clone(),
+        driver,
+        pids: config.pod_pids,
+    };
     let clock = Clock::system();
     let machine = Machine::read(&config.root_dir);
     let mut node_ips: Vec<String> = config.node_ips.iter().map(ToString::to_string).collect();
     if node_ips.is_empty() {
         node_ips.extend(default_address().await.map(|a| a.to_string()));
     }
-    let mut resolver = if config.resolv_conf.is_empty() { Resolver::default() } else { Resolver::parse(&std::fs::read_to_string(&config.resolv_conf).unwrap_or_default()) };
+    let mut resolver = if config.resolv_conf.is_empty() {
+        Resolver::default()
+    } else {
+        Resolver::parse(&std::fs::read_to_string(&config.resolv_conf).unwrap_or_default())
+    };
     resolver.cluster_dns.clone_from(&config.cluster_dns);
     resolver.cluster_domain.clone_from(&config.cluster_domain);
     let (api, pods, nodes): (Arc<dyn PodApi>, _, Option<Arc<dyn NodeApi>>) = match client {

@@ -43,7 +43,8 @@ impl StatusWriter {
     /// Wants `status` to be on `object`.
     pub fn want(&self, object: Option<Arc<Pod>>, status: PodStatus) {
         self.wanted.send_if_modified(|wanted| {
-            let same = wanted.status == status && wanted.object.as_ref().map(|o| (o.uid(), o.resource_version())) == object.as_ref().map(|o| (o.uid(), o.resource_version()));
+            let same = wanted.status == status
+                && wanted.object.as_ref().map(|o| (o.uid(), o.resource_version())) == object.as_ref().map(|o| (o.uid(), o.resource_version()));
             if !same {
                 *wanted = Wanted { version: wanted.version + 1, status, object };
             }

@@ -34,6 +34,8 @@ pub struct Memory {
     pub status: PodStatus,
     /// What the runtime showed last.
     pub fingerprint: u64,
+    /// The status goes on from what the API had.
+    adopted: bool,
     problems: Problems,
     backoff: Backoff,
     tokens: BTreeMap<(String, String), Token>,
@@ -44,11 +46,31 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// For a pod first seen at `now` with this status.
+    /// For a pod first seen at `now`.
     #[must_use]
-    pub fn new(status: PodStatus, now: Timestamp) -> Memory {
-        let ran = status.phase.as_deref().is_some_and(|p| p != "Pending");
-        Memory { status, fingerprint: 0, problems: Problems::new(), backoff: Backoff::default(), tokens: BTreeMap::new(), first_seen: now, volumes_at: None, ran }
+    pub fn new(now: Timestamp) -> Memory {
+        Memory {
+            status: PodStatus::default(),
+            fingerprint: 0,
+            adopted: false,
+            problems: Problems::new(),
+            backoff: Backoff::default(),
+            tokens: BTreeMap::new(),
+            first_seen: now,
+            volumes_at: None,
+            ran: false,
+        }
+    }
+
+    /// Takes over what the API says, once: after a restart, times and counts go on from there. A static
+    /// pod's mirror may be seen only after its worker has begun.
+    pub fn adopt(&mut self, object: Option<&Pod>) {
+        let known = object.and_then(|o| o.status.clone()).filter(|s| !self.adopted && s.conditions.is_some());
+        if let Some(status) = known {
+            self.ran |= status.phase.as_deref().is_some_and(|p| p != "Pending");
+            self.status = status;
+            self.adopted = true;
+        }
     }
 }
 
@@ -87,7 +109,8 @@ fn record_startup_latency(context: &Context, memory: &mut Memory) {
 
 /// Step 2: the API status from what the runtime has.
 fn compute_status(context: &Context, pod: &Pod, observed: &ObservedPod, memory: &mut Memory, ended: bool) {
-    let facts = Facts { pod, observed, previous: &memory.status, problems: &memory.problems, node_ips: &context.node_ips, ended, now: context.clock.now() };
+    let facts =
+        Facts { pod, observed, previous: &memory.status, problems: &memory.problems, node_ips: &context.node_ips, ended, now: context.clock.now() };
     memory.status = status::compute(&facts);
 }
 
@@ -105,12 +128,19 @@ async fn ensure_cgroup(context: &Context, pod: &Pod) -> Result<String, String> {
     })
 }
 
-/// Step 6: a static pod's mirror in the API.
-async fn reconcile_mirror(context: &Context, desired: &Desired) {
-    if pod::is_static(&desired.pod)
-        && let Err(error) = mirror::reconcile(context, &desired.pod, desired.object.as_ref()).await
-    {
-        tracing::warn!(%error, pod = %pod::full_name(&desired.pod), "the static pod runs without a mirror for now");
+/// Step 6: a static pod's mirror in the API. The answer is when to look again, if it is not there yet.
+async fn reconcile_mirror(context: &Context, desired: &Desired) -> Option<Timestamp> {
+    if !pod::is_static(&desired.pod) || context.config.kubeconfig.is_none() {
+        return None;
+    }
+    let soon = context.clock.now() + SignedDuration::from_millis(200);
+    match mirror::reconcile(context, &desired.pod, desired.object.as_ref()).await {
+        Ok(true) => None,
+        Ok(false) => Some(soon),
+        Err(error) => {
+            tracing::warn!(%error, pod = %pod::full_name(&desired.pod), "the static pod runs without a mirror for now");
+            Some(soon + SignedDuration::from_secs(5))
+        }
     }
 }
 
@@ -174,7 +204,13 @@ async fn pull_secrets(context: &Context, pod: &Pod) -> Vec<Arc<Secret>> {
 }
 
 /// Brings a pod to what its spec says, as far as that is possible now.
-pub async fn sync_pod(context: &Arc<Context>, desired: &Desired, memory: &mut Memory, writer: &StatusWriter, stop: &Stop<'_>) -> Result<Outcome, String> {
+pub async fn sync_pod(
+    context: &Arc<Context>,
+    desired: &Desired,
+    memory: &mut Memory,
+    writer: &StatusWriter,
+    stop: &Stop<'_>,
+) -> Result<Outcome, String> {
     let pod = &desired.pod;
     let observed = observe(context, pod, memory).await?;
     compute_status(context, pod, &observed, memory, false);
@@ -190,7 +226,8 @@ pub async fn sync_pod(context: &Arc<Context>, desired: &Desired, memory: &mut Me
     if actions.is_empty() && !refresh {
         memory.problems.clear();
         memory.volumes_at.get_or_insert_with(Instant::now);
-        return Ok(Outcome::Wait(Some(Instant::now() + context.config.sync_frequency)));
+        let again = reconcile_mirror(context, desired).await;
+        return Ok(Outcome::Wait(Some(at(context, again))));
     }
     if !pod::host_network(pod)
         && actions.create_sandbox.is_some()
@@ -200,7 +237,7 @@ pub async fn sync_pod(context: &Arc<Context>, desired: &Desired, memory: &mut Me
         return Ok(Outcome::Wait(Some(Instant::now() + std::time::Duration::from_secs(1))));
     }
     let cgroup_parent = ensure_cgroup(context, pod).await?;
-    reconcile_mirror(context, desired).await;
+    let mirror_again = reconcile_mirror(context, desired).await;
     make_directories(context, pod).await?;
     let node = config::Node {
         resolver: &context.resolver,
@@ -215,16 +252,30 @@ pub async fn sync_pod(context: &Arc<Context>, desired: &Desired, memory: &mut Me
     compute_status(context, pod, &observed, memory, false);
     record_startup_latency(context, memory);
     publish_status(desired, memory, writer);
-    let again = again?;
-    let until = again.map_or(context.config.sync_frequency, |at| {
-        std::time::Duration::try_from(at.duration_since(context.clock.now())).unwrap_or_default().max(std::time::Duration::from_millis(10))
+    let again = again?.into_iter().chain(mirror_again).min();
+    Ok(Outcome::Wait(Some(at(context, again))))
+}
+
+/// When to sync again: at the given time, at the latest after the sync frequency.
+fn at(context: &Context, again: Option<Timestamp>) -> Instant {
+    let wait = again.map_or(context.config.sync_frequency, |time| {
+        let left = std::time::Duration::try_from(time.duration_since(context.clock.now())).unwrap_or_default();
+        left.clamp(std::time::Duration::from_millis(10), context.config.sync_frequency)
     });
-    Ok(Outcome::Wait(Some(Instant::now() + until)))
+    Instant::now() + wait
 }
 
 /// Step 10: sandbox changes, kills, then ephemeral, init and normal containers in the plan's order. The
 /// answer is when to try again what was held back.
-async fn runtime_sync(context: &Arc<Context>, desired: &Desired, observed: &ObservedPod, actions: PodActions, memory: &mut Memory, node: &config::Node<'_>, stop: &Stop<'_>) -> Result<Option<Timestamp>, String> {
+async fn runtime_sync(
+    context: &Arc<Context>,
+    desired: &Desired,
+    observed: &ObservedPod,
+    actions: PodActions,
+    memory: &mut Memory,
+    node: &config::Node<'_>,
+    stop: &Stop<'_>,
+) -> Result<Option<Timestamp>, String> {
     let pod = &desired.pod;
     if actions.kill_pod {
         if actions.create_sandbox.is_some() {
@@ -262,7 +313,8 @@ async fn runtime_sync(context: &Arc<Context>, desired: &Desired, observed: &Obse
         None => config::sandbox(pod, attempt, node)?,
     };
     let ips = if pod::host_network(pod) { context.node_ips.clone() } else { ips };
-    let starting = Starting { context, pod, sandbox: &sandbox, sandbox_config: &sandbox_config, ips: &ips, node, fetched: &fetched, secrets: &secrets };
+    let starting =
+        Starting { context, pod, sandbox: &sandbox, sandbox_config: &sandbox_config, ips: &ips, node, fetched: &fetched, secrets: &secrets };
     let mut again: Option<Timestamp> = None;
     for start in &actions.start {
         if stop.wanted() {
@@ -293,7 +345,13 @@ async fn runtime_sync(context: &Arc<Context>, desired: &Desired, observed: &Obse
     Ok(again)
 }
 
-async fn create_sandbox(context: &Context, pod: &Pod, attempt: u32, node: &config::Node<'_>, stop: &Stop<'_>) -> Result<(String, pb::PodSandboxConfig, Vec<String>), String> {
+async fn create_sandbox(
+    context: &Context,
+    pod: &Pod,
+    attempt: u32,
+    node: &config::Node<'_>,
+    stop: &Stop<'_>,
+) -> Result<(String, pb::PodSandboxConfig, Vec<String>), String> {
     let fail = |error: String| {
         let message = format!("Failed to create pod sandbox: {error}");
         if !stop.wanted() {
@@ -388,7 +446,12 @@ async fn mounts(s: &Starting<'_>, container: &Container, attempt: u32, env: &[(S
     let pod_spec = spec(s.pod);
     let mut mounts = Vec::new();
     for mount in container.volume_mounts.iter().flatten() {
-        let volume = pod_spec.volumes.iter().flatten().find(|v| v.name == mount.name).ok_or_else(|| format!("volume {:?} of a volumeMount does not exist", mount.name))?;
+        let volume = pod_spec
+            .volumes
+            .iter()
+            .flatten()
+            .find(|v| v.name == mount.name)
+            .ok_or_else(|| format!("volume {:?} of a volumeMount does not exist", mount.name))?;
         let mut resolved: VolumeMount = mount.clone();
         if let Some(expression) = mount.sub_path_expr.as_ref().filter(|e| !e.is_empty()) {
             let text = env::expand(expression, |name| env.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone()));
@@ -434,7 +497,8 @@ async fn kill_pod(context: &Context, pod: &Pod, observed: &ObservedPod, grace: i
     let roles = pod::containers(&spec(pod));
     let is_sidecar = |name: &str| roles.iter().any(|(r, c)| *r == Role::Sidecar && c.name == name);
     let started = Instant::now();
-    let kill = |c: &crate::core::observed::Container| Kill { id: c.id.clone(), name: c.name.clone(), message: format!("Stopping container {}", c.name) };
+    let kill =
+        |c: &crate::core::observed::Container| Kill { id: c.id.clone(), name: c.name.clone(), message: format!("Stopping container {}", c.name) };
     let (sidecars, others): (Vec<Kill>, Vec<Kill>) = observed.live().map(kill).partition(|k| is_sidecar(&k.name));
     let results = futures::future::join_all(others.iter().map(|k| kill_container(context, pod, k, grace))).await;
     results.into_iter().collect::<Result<Vec<_>, _>>()?;
@@ -454,7 +518,15 @@ async fn kill_pod(context: &Context, pod: &Pod, observed: &ObservedPod, grace: i
 }
 
 /// Ends all containers; returns when none is seen running any more.
-pub async fn terminate(context: &Arc<Context>, desired: &Desired, memory: &mut Memory, writer: &StatusWriter, grace: i64, cause: Cause, stop: &Stop<'_>) -> Result<(), String> {
+pub async fn terminate(
+    context: &Arc<Context>,
+    desired: &Desired,
+    memory: &mut Memory,
+    writer: &StatusWriter,
+    grace: i64,
+    cause: Cause,
+    stop: &Stop<'_>,
+) -> Result<(), String> {
     let pod = &desired.pod;
     let observed = observe(context, pod, memory).await?;
     // The status that led here is published before the work starts.

@@ -67,14 +67,14 @@ impl Stop<'_> {
 pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hint: Arc<Notify>, seen: Seen) {
     let writer = StatusWriter::start(Arc::clone(&context.api));
     let first = wishes.borrow().clone();
-    let previous = first.object.as_ref().and_then(|o| o.status.clone()).unwrap_or_default();
-    let mut memory = Memory::new(previous, context.clock.now());
+    let mut memory = Memory::new(context.clock.now());
     let mut state = State::Syncing;
     let mut pause = RETRY.0;
     let uid = pod::uid(&first.pod).to_owned();
     let mut admitted = false;
     loop {
         let desired = wishes.borrow_and_update().clone();
+        memory.adopt(desired.object.as_deref());
         state = state.step(Input::Wish(desired.wish()));
         // Step 4, admission, stands before the first sync and is not repeated.
         if state == State::Syncing {
@@ -116,7 +116,15 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
     }
 }
 
-async fn step(context: &Arc<Context>, state: State, desired: &Desired, memory: &mut Memory, writer: &StatusWriter, stop: &Stop<'_>, seen: &Seen) -> Result<Outcome, String> {
+async fn step(
+    context: &Arc<Context>,
+    state: State,
+    desired: &Desired,
+    memory: &mut Memory,
+    writer: &StatusWriter,
+    stop: &Stop<'_>,
+    seen: &Seen,
+) -> Result<Outcome, String> {
     let uid = pod::uid(&desired.pod);
     match state {
         State::Syncing => {

@@ -170,7 +170,9 @@ mod tests {
     fn flags_are_consistent_and_take_go_style_booleans() {
         Cli::command().debug_assert();
         KubeletCli::command().debug_assert();
-        for (arguments, expected) in [(vec!["kubelet"], None), (vec!["kubelet", "--register-node"], Some(true)), (vec!["kubelet", "--register-node=false"], Some(false))] {
+        for (arguments, expected) in
+            [(vec!["kubelet"], None), (vec!["kubelet", "--register-node"], Some(true)), (vec!["kubelet", "--register-node=false"], Some(false))]
+        {
             let cli = KubeletCli::try_parse_from(arguments).expect("parses");
             assert_eq!(cli.agent.register_node, expected);
         }

@@ -16,21 +16,105 @@ use crate::core::resources::Amounts;
 
 /// Fields of the format that are read but not honoured by this version.
 const NOT_HONOURED: &[&str] = &[
-    "enableServer", "staticPodURL", "staticPodURLHeader", "httpCheckFrequency", "address", "port", "readOnlyPort", "tlsCertFile", "tlsPrivateKeyFile",
-    "tlsCipherSuites", "tlsCurvePreferences", "tlsMinVersion", "rotateCertificates", "serverTLSBootstrap", "authentication", "authorization", "registryPullQPS",
-    "registryBurst", "imagePullCredentialsVerificationPolicy", "preloadedImagesVerificationAllowlist", "eventRecordQPS", "eventBurst", "enableDebuggingHandlers",
-    "enableContentionProfiling", "enableProfilingHandler", "enableDebugFlagsHandler", "healthzPort", "healthzBindAddress", "oomScoreAdj",
-    "streamingConnectionIdleTimeout", "imageMinimumGCAge", "imageMaximumGCAge", "imageGCHighThresholdPercent", "imageGCLowThresholdPercent", "volumeStatsAggPeriod",
-    "kubeletCgroups", "systemCgroups", "cgroupsPerQOS", "cpuManagerPolicy", "cpuManagerPolicyOptions", "cpuManagerReconcilePeriod", "memoryManagerPolicy",
-    "reservedMemory", "topologyManagerPolicy", "topologyManagerScope", "topologyManagerPolicyOptions", "singleProcessOOMKill", "qosReserved", "hairpinMode",
-    "podsPerCore", "podCIDR", "cpuCFSQuota", "cpuCFSQuotaPeriod", "maxOpenFiles", "contentType", "kubeAPIQPS", "kubeAPIBurst", "evictionHard", "evictionSoft",
-    "evictionSoftGracePeriod", "evictionMinimumReclaim", "evictionPressureTransitionPeriod", "evictionMaxPodGracePeriod", "mergeDefaultEvictionSettings",
-    "enableControllerAttachDetach", "protectKernelDefaults", "makeIPTablesUtilChains", "iptablesMasqueradeBit", "iptablesDropBit", "featureGates", "failSwapOn",
-    "memorySwap", "failCgroupV1", "containerLogMaxSize", "containerLogMaxFiles", "containerLogMaxWorkers", "containerLogMonitorInterval",
-    "configMapAndSecretChangeDetectionStrategy", "reservedSystemCPUs", "systemReservedCgroup", "kubeReservedCgroup", "enforceNodeAllocatable", "allowedUnsafeSysctls",
-    "volumePluginDir", "kernelMemcgNotification", "logging", "tracing", "enableSystemLogHandler", "enableSystemLogQuery", "shutdownGracePeriod",
-    "shutdownGracePeriodCriticalPods", "shutdownGracePeriodByPodPriority", "memoryThrottlingFactor", "memoryReservationPolicy", "localStorageCapacityIsolation",
-    "imageServiceEndpoint", "userNamespaces", "showHiddenMetricsForVersion", "nodeStatusReportFrequency",
+    "enableServer",
+    "staticPodURL",
+    "staticPodURLHeader",
+    "httpCheckFrequency",
+    "address",
+    "port",
+    "readOnlyPort",
+    "tlsCertFile",
+    "tlsPrivateKeyFile",
+    "tlsCipherSuites",
+    "tlsCurvePreferences",
+    "tlsMinVersion",
+    "rotateCertificates",
+    "serverTLSBootstrap",
+    "authentication",
+    "authorization",
+    "registryPullQPS",
+    "registryBurst",
+    "imagePullCredentialsVerificationPolicy",
+    "preloadedImagesVerificationAllowlist",
+    "eventRecordQPS",
+    "eventBurst",
+    "enableDebuggingHandlers",
+    "enableContentionProfiling",
+    "enableProfilingHandler",
+    "enableDebugFlagsHandler",
+    "healthzPort",
+    "healthzBindAddress",
+    "oomScoreAdj",
+    "streamingConnectionIdleTimeout",
+    "imageMinimumGCAge",
+    "imageMaximumGCAge",
+    "imageGCHighThresholdPercent",
+    "imageGCLowThresholdPercent",
+    "volumeStatsAggPeriod",
+    "kubeletCgroups",
+    "systemCgroups",
+    "cgroupsPerQOS",
+    "cpuManagerPolicy",
+    "cpuManagerPolicyOptions",
+    "cpuManagerReconcilePeriod",
+    "memoryManagerPolicy",
+    "reservedMemory",
+    "topologyManagerPolicy",
+    "topologyManagerScope",
+    "topologyManagerPolicyOptions",
+    "singleProcessOOMKill",
+    "qosReserved",
+    "hairpinMode",
+    "podsPerCore",
+    "podCIDR",
+    "cpuCFSQuota",
+    "cpuCFSQuotaPeriod",
+    "maxOpenFiles",
+    "contentType",
+    "kubeAPIQPS",
+    "kubeAPIBurst",
+    "evictionHard",
+    "evictionSoft",
+    "evictionSoftGracePeriod",
+    "evictionMinimumReclaim",
+    "evictionPressureTransitionPeriod",
+    "evictionMaxPodGracePeriod",
+    "mergeDefaultEvictionSettings",
+    "enableControllerAttachDetach",
+    "protectKernelDefaults",
+    "makeIPTablesUtilChains",
+    "iptablesMasqueradeBit",
+    "iptablesDropBit",
+    "featureGates",
+    "failSwapOn",
+    "memorySwap",
+    "failCgroupV1",
+    "containerLogMaxSize",
+    "containerLogMaxFiles",
+    "containerLogMaxWorkers",
+    "containerLogMonitorInterval",
+    "configMapAndSecretChangeDetectionStrategy",
+    "reservedSystemCPUs",
+    "systemReservedCgroup",
+    "kubeReservedCgroup",
+    "enforceNodeAllocatable",
+    "allowedUnsafeSysctls",
+    "volumePluginDir",
+    "kernelMemcgNotification",
+    "logging",
+    "tracing",
+    "enableSystemLogHandler",
+    "enableSystemLogQuery",
+    "shutdownGracePeriod",
+    "shutdownGracePeriodCriticalPods",
+    "shutdownGracePeriodByPodPriority",
+    "memoryThrottlingFactor",
+    "memoryReservationPolicy",
+    "localStorageCapacityIsolation",
+    "imageServiceEndpoint",
+    "userNamespaces",
+    "showHiddenMetricsForVersion",
+    "nodeStatusReportFrequency",
 ];
 
 /// Why a configuration cannot be used. Names the field, the value and the remedy.
@@ -229,7 +313,9 @@ pub fn duration(text: &str) -> Option<Duration> {
 fn time(field: &str, text: Option<&String>, default: u64) -> Result<Duration, ConfigError> {
     match text {
         None => Ok(Duration::from_secs(default)),
-        Some(text) => duration(text).map(|d| if d.is_zero() { Duration::from_secs(default) } else { d }).ok_or_else(|| invalid(field, text, "use a duration such as 10s or 1m30s")),
+        Some(text) => duration(text)
+            .map(|d| if d.is_zero() { Duration::from_secs(default) } else { d })
+            .ok_or_else(|| invalid(field, text, "use a duration such as 10s or 1m30s")),
     }
 }
 
@@ -269,7 +355,14 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
     if node_name.is_empty() || node_name.len() > 253 || !node_name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '.') {
         return Err(invalid("--hostname-override", &node_name, "a node name consists of lower-case letters, digits, '-' and '.'"));
     }
-    let node_ips = flags.node_ip.iter().flat_map(|t| t.split(',')).map(|t| t.trim().parse::<IpAddr>().map_err(|_| invalid("--node-ip", t, "use one IP address, or two of different families separated by a comma"))).collect::<Result<_, _>>()?;
+    let node_ips = flags
+        .node_ip
+        .iter()
+        .flat_map(|t| t.split(','))
+        .map(|t| {
+            t.trim().parse::<IpAddr>().map_err(|_| invalid("--node-ip", t, "use one IP address, or two of different families separated by a comma"))
+        })
+        .collect::<Result<_, _>>()?;
     let mut node_labels = BTreeMap::new();
     for pair in flags.node_labels.iter().flat_map(|t| t.split(',')).filter(|p| !p.is_empty()) {
         let (key, value) = pair.split_once('=').ok_or_else(|| invalid("--node-labels", pair, "use key=value pairs separated by commas"))?;
@@ -297,7 +390,9 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
         Some(other) => return Err(invalid("cgroupDriver", other, "use cgroupfs or systemd")),
     };
     let parallel_pulls = match (document.serialize_image_pulls, document.max_parallel_image_pulls) {
-        (Some(true), Some(n)) if n > 1 => return Err(invalid("maxParallelImagePulls", n, "it can only be above 1 when serializeImagePulls is false")),
+        (Some(true), Some(n)) if n > 1 => {
+            return Err(invalid("maxParallelImagePulls", n, "it can only be above 1 when serializeImagePulls is false"));
+        }
         (_, Some(n)) => n.max(1),
         (Some(false), None) => 32,
         _ => 1,
@@ -308,7 +403,9 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
         return Err(invalid("crashLoopBackOff.maxContainerRestartPeriod", backoff, "use between 1s and 300s"));
     }
     let root_dir = flags.root_dir.clone().unwrap_or_else(|| "/var/lib/kubelet".into());
-    let absolute = |field: &str, path: PathBuf| if path.is_absolute() { Ok(path) } else { Err(invalid(field, path.display().to_string(), "use an absolute path")) };
+    let absolute = |field: &str, path: PathBuf| {
+        if path.is_absolute() { Ok(path) } else { Err(invalid(field, path.display().to_string(), "use an absolute path")) }
+    };
     Ok(Config {
         node_name,
         node_ips,
@@ -319,7 +416,12 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
         register_node: flags.register_node.or(document.register_node).unwrap_or(true),
         register_with_taints: document.register_with_taints.unwrap_or_default(),
         provider_id: document.provider_id.filter(|p| !p.is_empty()),
-        runtime_endpoint: flags.runtime_endpoint.clone().or(document.container_runtime_endpoint).filter(|e| !e.is_empty()).unwrap_or_else(|| "unix:///run/containerd/containerd.sock".into()),
+        runtime_endpoint: flags
+            .runtime_endpoint
+            .clone()
+            .or(document.container_runtime_endpoint)
+            .filter(|e| !e.is_empty())
+            .unwrap_or_else(|| "unix:///run/containerd/containerd.sock".into()),
         runtime_timeout: time("runtimeRequestTimeout", document.runtime_request_timeout.as_ref(), 120)?,
         static_pod_path: flags.static_pod_path.clone().or(document.static_pod_path.filter(|p| !p.is_empty()).map(Into::into)),
         file_check: time("fileCheckFrequency", document.file_check_frequency.as_ref(), 20)?,
@@ -355,8 +457,15 @@ mod tests {
     #[test]
     fn files_are_read_flags_win_and_mistakes_are_named() {
         let flags = Overrides::default();
-        let config = load("maxPods: 5\nsyncFrequency: 1m30s\nclusterDNS: [10.96.0.10]\nsystemReserved: {cpu: 100m}\nkubeReserved: {cpu: 200m}\nfailSwapOn: false\n", &flags).expect("fine");
-        assert_eq!((config.max_pods, config.sync_frequency.as_secs(), config.node_name.as_str(), config.reserved["cpu"].milli()), (5, 90, "host", 300));
+        let config = load(
+            "maxPods: 5\nsyncFrequency: 1m30s\nclusterDNS: [10.96.0.10]\nsystemReserved: {cpu: 100m}\nkubeReserved: {cpu: 200m}\nfailSwapOn: false\n",
+            &flags,
+        )
+        .expect("fine");
+        assert_eq!(
+            (config.max_pods, config.sync_frequency.as_secs(), config.node_name.as_str(), config.reserved["cpu"].milli()),
+            (5, 90, "host", 300)
+        );
         assert_eq!(config.not_honoured, ["failSwapOn"]);
         let over = load("maxPods: 5\n", &Overrides { max_pods: Some(7), hostname: Some(" N1 ".into()), ..Overrides::default() }).expect("fine");
         assert_eq!((over.max_pods, over.node_name.as_str()), (7, "n1"));
@@ -379,7 +488,9 @@ mod tests {
 
     #[test]
     fn durations_are_read_as_go_writes_them() {
-        for (text, millis) in [("0", Some(0)), ("1m30s", Some(90_000)), ("100ms", Some(100)), ("1.5h", Some(5_400_000)), ("", None), ("5", None), ("x", None)] {
+        for (text, millis) in
+            [("0", Some(0)), ("1m30s", Some(90_000)), ("100ms", Some(100)), ("1.5h", Some(5_400_000)), ("", None), ("5", None), ("x", None)]
+        {
             assert_eq!(duration(text).map(|d| d.as_millis()), millis, "{text}");
         }
     }

@@ -116,7 +116,10 @@ async fn expire_events(api: Api) {
         let (events, _) = api.store().list("events/");
         for (_, record) in events {
             let Ok(event) = serde_json::from_slice::<Value>(&record.value) else { continue };
-            let last = ["lastTimestamp", "eventTime"].iter().find_map(|k| api::object::text(&event, &[k])).or(api::object::text(&event, &["metadata", "creationTimestamp"]));
+            let last = ["lastTimestamp", "eventTime"]
+                .iter()
+                .find_map(|k| api::object::text(&event, &[k]))
+                .or(api::object::text(&event, &["metadata", "creationTimestamp"]));
             if last.is_some_and(|last| last < before.as_str()) {
                 let path = format!("/api/v1/namespaces/{}/events/{}", api::object::namespace(&event).unwrap_or("default"), api::object::name(&event));
                 api.answer(Request { method: "DELETE".into(), path, user: master(), ..Request::default() }).await;

@@ -105,7 +105,8 @@ fn sandbox_decision(pod: &Pod, observed: &ObservedPod) -> Result<String, u32> {
 #[must_use]
 pub fn compute(pod: &Pod, observed: &ObservedPod, restarts: impl Fn(&str) -> u32) -> PodActions {
     let Some(spec) = &pod.spec else { return PodActions::default() };
-    let start = |role: Role, container: &Container| Start { role, container: container.clone(), attempt: next_attempt(observed, &container.name, &restarts) };
+    let start =
+        |role: Role, container: &Container| Start { role, container: container.clone(), attempt: next_attempt(observed, &container.name, &restarts) };
     let init: &[Container] = spec.init_containers.as_deref().unwrap_or_default();
     let attempt = match sandbox_decision(pod, observed) {
         Ok(id) => return with_sandbox(pod, observed, id, start),
@@ -122,7 +123,7 @@ pub fn compute(pod: &Pod, observed: &ObservedPod, restarts: impl Fn(&str) -> u32
         .iter()
         .filter(|c| {
             let succeeded = observed.newest(&c.name).is_some_and(|s| s.state == ContainerState::Exited && s.exit_code == 0);
-            !(succeeded && !restarts_after(pod, c, 0))
+            !succeeded || restarts_after(pod, c, 0)
         })
         .collect();
     if wanted.is_empty() && ever_ran {
@@ -148,7 +149,8 @@ fn with_sandbox(pod: &Pod, observed: &ObservedPod, sandbox: String, start: impl 
         }
     }
     let init = spec.init_containers.as_deref().unwrap_or_default();
-    let initialised = spec.containers.iter().any(|c| here(&c.name).is_some_and(|s| matches!(s.state, ContainerState::Created | ContainerState::Running)));
+    let initialised =
+        spec.containers.iter().any(|c| here(&c.name).is_some_and(|s| matches!(s.state, ContainerState::Created | ContainerState::Running)));
     let ran = spec.containers.iter().any(|c| here(&c.name).is_some());
     match init_step(pod, init, initialised || ran, &here, &start, &mut actions) {
         InitStep::Wait => return actions,
@@ -213,7 +215,11 @@ fn init_step<'a>(
         if pod::is_sidecar(container) {
             if state != Some(ContainerState::Running) {
                 if let (Some(ContainerState::Unknown), Some(seen)) = (state, seen) {
-                    actions.kill.push(Kill { id: seen.id.clone(), name: container.name.clone(), message: format!("Init container {} is in unknown state, try killing it before restart", container.name) });
+                    actions.kill.push(Kill {
+                        id: seen.id.clone(),
+                        name: container.name.clone(),
+                        message: format!("Init container {} is in unknown state, try killing it before restart", container.name),
+                    });
                 }
                 actions.start.push(start(Role::Sidecar, container));
                 // The next one waits until this one has been seen running.
@@ -232,7 +238,8 @@ fn init_step<'a>(
             (Some(ContainerState::Exited | ContainerState::Unknown), Some(seen)) => {
                 let code = if seen.state == ContainerState::Unknown { 137 } else { seen.exit_code };
                 // Init containers of an `Always` pod restart on failure.
-                let again = policy(pod) != "Never" || container.restart_policy.as_deref().is_some_and(|p| p != "Never") && restarts_after(pod, container, code);
+                let again = policy(pod) != "Never"
+                    || container.restart_policy.as_deref().is_some_and(|p| p != "Never") && restarts_after(pod, container, code);
                 if !again {
                     return InitStep::Failed;
                 }

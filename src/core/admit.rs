@@ -47,10 +47,16 @@ pub fn admit<'a>(pod: &Pod, others: impl Iterator<Item = &'a Pod> + Clone, alloc
         }
     }
     if node.is_some_and(|node| !node_affinity::pod_matches(pod, node)) {
-        return Err(Refusal { reason: "NodeAffinity".into(), message: "Predicate NodeAffinity failed: node(s) didn't match Pod's node affinity/selector".into() });
+        return Err(Refusal {
+            reason: "NodeAffinity".into(),
+            message: "Predicate NodeAffinity failed: node(s) didn't match Pod's node affinity/selector".into(),
+        });
     }
     if ports_clash(pod, others) {
-        return Err(Refusal { reason: "NodePorts".into(), message: "Predicate NodePorts failed: node(s) didn't have free ports for the requested pod ports".into() });
+        return Err(Refusal {
+            reason: "NodePorts".into(),
+            message: "Predicate NodePorts failed: node(s) didn't have free ports for the requested pod ports".into(),
+        });
     }
     let taints = node.and_then(|n| n.spec.as_ref()).and_then(|s| s.taints.clone()).unwrap_or_default();
     let tolerations = pod.spec.as_ref().and_then(|s| s.tolerations.clone()).unwrap_or_default();
@@ -60,11 +66,15 @@ pub fn admit<'a>(pod: &Pod, others: impl Iterator<Item = &'a Pod> + Clone, alloc
             let effect = t.effect.as_deref().unwrap_or_default();
             (key.is_empty() || key == taint.key)
                 && (effect.is_empty() || effect == taint.effect)
-                && (t.operator.as_deref() == Some("Exists") || (!key.is_empty() && t.value.as_deref().unwrap_or_default() == taint.value.as_deref().unwrap_or_default()))
+                && (t.operator.as_deref() == Some("Exists")
+                    || (!key.is_empty() && t.value.as_deref().unwrap_or_default() == taint.value.as_deref().unwrap_or_default()))
         })
     };
     if !pod::is_static(pod) && taints.iter().filter(|t| t.effect == "NoExecute").any(|t| !tolerated(t)) {
-        return Err(Refusal { reason: "TaintToleration".into(), message: "Predicate TaintToleration failed: node(s) had taints that the pod didn't tolerate".into() });
+        return Err(Refusal {
+            reason: "TaintToleration".into(),
+            message: "Predicate TaintToleration failed: node(s) had taints that the pod didn't tolerate".into(),
+        });
     }
     Ok(())
 }
@@ -82,13 +92,21 @@ mod tests {
 
     #[test]
     fn refusals_name_what_is_short() {
-        let node: Node = serde_json::from_value(json!({"metadata": {"labels": {"a": "1"}}, "spec": {"taints": [{"key": "k", "effect": "NoExecute"}]}})).expect("a node");
+        let node: Node =
+            serde_json::from_value(json!({"metadata": {"labels": {"a": "1"}}, "spec": {"taints": [{"key": "k", "effect": "NoExecute"}]}}))
+                .expect("a node");
         let allocatable = |cpu: &str, pods: &str| Amounts::from([("cpu".into(), cpu.parse().expect("q")), ("pods".into(), pods.parse().expect("q"))]);
         let other = pod(json!({}));
         let free = pod(json!({"spec": {"containers": [{"name": "c"}]}}));
         let big = allocatable("4", "10");
         let cases = [
-            (pod(json!({})), vec![], allocatable("100m", "10"), None, Some(("OutOfcpu", "Node didn't have enough resource: cpu, requested: 500, used: 0, capacity: 100"))),
+            (
+                pod(json!({})),
+                vec![],
+                allocatable("100m", "10"),
+                None,
+                Some(("OutOfcpu", "Node didn't have enough resource: cpu, requested: 500, used: 0, capacity: 100")),
+            ),
             (pod(json!({})), vec![&other], allocatable("4", "1"), None, Some(("OutOfpods", "requested: 1, used: 1, capacity: 1"))),
             (pod(json!({})), vec![&other], big.clone(), None, Some(("NodePorts", "free ports"))),
             (pod(json!({"spec": {"nodeSelector": {"a": "2"}}})), vec![], big.clone(), Some(&node), Some(("NodeAffinity", "affinity"))),

@@ -90,7 +90,10 @@ pub fn pod_limits(pod: &Pod, pids: Option<i64>) -> PodLimits {
     let requests = of_pod(pod, Side::Requests);
     let limits = of_pod(pod, Side::Limits);
     let everyone_has = |name: &str| {
-        pod::containers(&spec).iter().filter(|(role, _)| *role != Role::Ephemeral).all(|(_, c)| of_container(c, Side::Limits).get(name).is_some_and(|q| !q.is_zero()))
+        pod::containers(&spec)
+            .iter()
+            .filter(|(role, _)| *role != Role::Ephemeral)
+            .all(|(_, c)| of_container(c, Side::Limits).get(name).is_some_and(|q| !q.is_zero()))
     };
     let milli = requests.get("cpu").map_or(0, |q| q.milli());
     let bounded = |name: &str| (class != QosClass::BestEffort && everyone_has(name)).then(|| limits.get(name).copied()).flatten();
@@ -140,7 +143,9 @@ mod tests {
         let limits = |containers: Value| pod_limits(&serde_json::from_value(json!({"spec": {"containers": containers}})).expect("a pod"), Some(0));
         let none = limits(json!([{"name": "a"}]));
         assert_eq!((none.shares, none.quota, none.memory, none.pids), (2, None, None, None));
-        let one = limits(json!([{"name": "a", "resources": {"limits": {"cpu": "500m", "memory": "1Mi"}, "requests": {"cpu": "250m"}}}, {"name": "b", "resources": {"limits": {"cpu": "500m"}}}]));
+        let one = limits(
+            json!([{"name": "a", "resources": {"limits": {"cpu": "500m", "memory": "1Mi"}, "requests": {"cpu": "250m"}}}, {"name": "b", "resources": {"limits": {"cpu": "500m"}}}]),
+        );
         assert_eq!((one.shares, one.quota, one.memory), (256, Some(100_000), None));
     }
 

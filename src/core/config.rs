@@ -38,8 +38,18 @@ pub mod annotation {
 }
 
 const MASKED: &[&str] = &[
-    "/proc/asound", "/proc/acpi", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list", "/proc/timer_stats",
-    "/proc/sched_debug", "/proc/scsi", "/sys/firmware", "/sys/devices/virtual/powercap",
+    "/proc/asound",
+    "/proc/acpi",
+    "/proc/interrupts",
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/latency_stats",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/proc/sched_debug",
+    "/proc/scsi",
+    "/sys/firmware",
+    "/sys/devices/virtual/powercap",
 ];
 const READ_ONLY: &[&str] = &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
@@ -80,10 +90,16 @@ fn seccomp(profile: Option<&SeccompProfile>, node: &Node<'_>) -> Result<pb::Secu
             "RuntimeDefault" => simple(ProfileType::RuntimeDefault),
             "Unconfined" => simple(ProfileType::Unconfined),
             // An empty name must not come out as unconfined.
-            "Localhost" => match profile.localhost_profile.as_deref().filter(|p| !p.is_empty() && !p.starts_with('/') && !p.split('/').any(|s| s == "..")) {
-                Some(path) => pb::SecurityProfile { profile_type: ProfileType::Localhost as i32, localhost_ref: format!("{}/{path}", node.seccomp_root) },
-                None => return Err("localhostProfile must be set to a path below the seccomp directory if seccompProfile type is Localhost.".into()),
-            },
+            "Localhost" => {
+                match profile.localhost_profile.as_deref().filter(|p| !p.is_empty() && !p.starts_with('/') && !p.split('/').any(|s| s == "..")) {
+                    Some(path) => {
+                        pb::SecurityProfile { profile_type: ProfileType::Localhost as i32, localhost_ref: format!("{}/{path}", node.seccomp_root) }
+                    }
+                    None => {
+                        return Err("localhostProfile must be set to a path below the seccomp directory if seccompProfile type is Localhost.".into());
+                    }
+                }
+            }
             other => return Err(format!("seccompProfile type {other:?} is not supported: use RuntimeDefault, Localhost or Unconfined")),
         },
     })
@@ -103,7 +119,12 @@ pub fn sandbox(pod: &Pod, attempt: u32, node: &Node<'_>) -> Result<pb::PodSandbo
     labels.extend(pod_labels(pod));
     let groups = context.supplemental_groups.iter().flatten().copied().chain(context.fs_group).collect();
     Ok(pb::PodSandboxConfig {
-        metadata: Some(pb::PodSandboxMetadata { name: pod.name_any(), uid: pod::uid(pod).into(), namespace: pod.namespace().unwrap_or_default(), attempt }),
+        metadata: Some(pb::PodSandboxMetadata {
+            name: pod.name_any(),
+            uid: pod::uid(pod).into(),
+            namespace: pod.namespace().unwrap_or_default(),
+            attempt,
+        }),
         hostname,
         log_directory: node.log_directory.clone(),
         dns_config: Some(dns::config(pod, node.resolver)),
@@ -118,7 +139,10 @@ pub fn sandbox(pod: &Pod, attempt: u32, node: &Node<'_>) -> Result<pb::PodSandbo
                 run_as_group: id(context.run_as_group.filter(|_| context.run_as_user.is_some())),
                 supplemental_groups: groups,
                 privileged: pod::containers(&spec).iter().any(|(_, c)| privileged(c)),
-                seccomp: Some(pb::SecurityProfile { profile_type: pb::security_profile::ProfileType::RuntimeDefault as i32, localhost_ref: String::new() }),
+                seccomp: Some(pb::SecurityProfile {
+                    profile_type: pb::security_profile::ProfileType::RuntimeDefault as i32,
+                    localhost_ref: String::new(),
+                }),
                 ..pb::LinuxSandboxSecurityContext::default()
             }),
             sysctls: context.sysctls.iter().flatten().map(|s| (s.name.replace('/', "."), s.value.clone())).collect(),
@@ -177,7 +201,9 @@ fn check_non_root(pod: &Pod, container: &Container, user: Option<i64>, image: &(
     match (user, image) {
         (Some(0), _) => Err(format!("container's runAsUser breaks non-root policy {who}")),
         (Some(_), _) => Ok(()),
-        (None, (None, name)) if !name.is_empty() => Err(format!("container has runAsNonRoot and image has non-numeric user ({name}), cannot verify user is non-root {who}")),
+        (None, (None, name)) if !name.is_empty() => {
+            Err(format!("container has runAsNonRoot and image has non-numeric user ({name}), cannot verify user is non-root {who}"))
+        }
         (None, (None | Some(0), _)) => Err(format!("container has runAsNonRoot and image will run as root {who}")),
         (None, (Some(_), _)) => Ok(()),
     }
@@ -201,7 +227,11 @@ pub fn container(pod: &Pod, container: &Container, prepared: Prepared<'_>, node:
     let security = security(pod, container, &prepared.image_user, node)?;
     Ok(pb::ContainerConfig {
         metadata: Some(pb::ContainerMetadata { name: container.name.clone(), attempt: prepared.attempt }),
-        image: Some(pb::ImageSpec { image: prepared.image.into(), user_specified_image: container.image.clone().unwrap_or_default(), ..pb::ImageSpec::default() }),
+        image: Some(pb::ImageSpec {
+            image: prepared.image.into(),
+            user_specified_image: container.image.clone().unwrap_or_default(),
+            ..pb::ImageSpec::default()
+        }),
         command: expand(container.command.as_ref()),
         args: expand(container.args.as_ref()),
         working_dir: container.working_dir.clone().unwrap_or_default(),
@@ -218,7 +248,12 @@ pub fn container(pod: &Pod, container: &Container, prepared: Prepared<'_>, node:
     })
 }
 
-fn security(pod: &Pod, container: &Container, image_user: &(Option<i64>, String), node: &Node<'_>) -> Result<pb::LinuxContainerSecurityContext, String> {
+fn security(
+    pod: &Pod,
+    container: &Container,
+    image_user: &(Option<i64>, String),
+    node: &Node<'_>,
+) -> Result<pb::LinuxContainerSecurityContext, String> {
     let spec = pod.spec.clone().unwrap_or_default();
     let of_pod = spec.security_context.clone().unwrap_or_default();
     let own: SecurityContext = container.security_context.clone().unwrap_or_default();
@@ -228,7 +263,11 @@ fn security(pod: &Pod, container: &Container, image_user: &(Option<i64>, String)
     let named = user.is_none() && image_user.0.is_none() && !image_user.1.is_empty();
     let unmasked = own.proc_mount.as_deref() == Some("Unmasked");
     let paths = |list: &[&str]| if unmasked { vec![] } else { list.iter().map(|p| (*p).to_owned()).collect() };
-    let capabilities = |c: Capabilities| pb::Capability { add_capabilities: c.add.unwrap_or_default(), drop_capabilities: c.drop.unwrap_or_default(), ..pb::Capability::default() };
+    let capabilities = |c: Capabilities| pb::Capability {
+        add_capabilities: c.add.unwrap_or_default(),
+        drop_capabilities: c.drop.unwrap_or_default(),
+        ..pb::Capability::default()
+    };
     Ok(pb::LinuxContainerSecurityContext {
         capabilities: own.capabilities.clone().map(capabilities),
         privileged: privileged(container),
@@ -267,7 +306,14 @@ mod tests {
 
     fn made(pod: Value, image_user: (Option<i64>, String)) -> Result<pb::ContainerConfig, String> {
         let pod: Pod = serde_json::from_value(pod).expect("a pod");
-        let node = Node { resolver: &Resolver::default(), cgroup_parent: "/x".into(), log_directory: "/l".into(), seccomp_root: "/s".into(), seccomp_default: false, memory: 1 << 30 };
+        let node = Node {
+            resolver: &Resolver::default(),
+            cgroup_parent: "/x".into(),
+            log_directory: "/l".into(),
+            seccomp_root: "/s".into(),
+            seccomp_default: false,
+            memory: 1 << 30,
+        };
         sandbox(&pod, 0, &node)?;
         let first = pod.spec.as_ref().expect("spec").containers[0].clone();
         container(&pod, &first, Prepared { attempt: 2, image: "sha256:i", image_user, env: vec![("A".into(), "1".into())], mounts: vec![] }, &node)
@@ -280,7 +326,10 @@ mod tests {
     #[test]
     fn a_container_carries_what_a_restarted_agent_needs() {
         let config = made(with(json!({})), (None, String::new())).expect("fine");
-        assert_eq!((config.args, config.log_path.as_str(), config.annotations[annotation::RESTARTS].as_str(), config.labels[label::POD_UID].as_str()), (vec!["1".to_owned()], "c/2.log", "2", "u"));
+        assert_eq!(
+            (config.args, config.log_path.as_str(), config.annotations[annotation::RESTARTS].as_str(), config.labels[label::POD_UID].as_str()),
+            (vec!["1".to_owned()], "c/2.log", "2", "u")
+        );
         let linux = config.linux.expect("linux");
         assert_eq!(linux.resources.expect("resources").oom_score_adj, 1000);
         let security = linux.security_context.expect("security");
@@ -295,7 +344,11 @@ mod tests {
             (json!({"runAsNonRoot": true}), (Some(5), String::new()), None),
             (json!({"runAsNonRoot": true, "runAsUser": 0}), (Some(5), String::new()), Some("breaks non-root policy")),
             (json!({"seccompProfile": {"type": "Localhost", "localhostProfile": ""}}), (None, String::new()), Some("localhostProfile must be set")),
-            (json!({"seccompProfile": {"type": "Localhost", "localhostProfile": "../../x"}}), (None, String::new()), Some("localhostProfile must be set")),
+            (
+                json!({"seccompProfile": {"type": "Localhost", "localhostProfile": "../../x"}}),
+                (None, String::new()),
+                Some("localhostProfile must be set"),
+            ),
         ];
         for (context, user, expected) in cases {
             let result = made(with(context.clone()), user);

@@ -28,7 +28,9 @@ impl Resolver {
         let mut resolver = Resolver::default();
         for line in text.lines() {
             let mut words = line.split_whitespace();
-            let rest = |words: std::str::SplitWhitespace<'_>| words.map(|w| w.trim_end_matches('.').to_owned()).filter(|w| !w.is_empty()).collect::<Vec<_>>();
+            let rest = |words: std::str::SplitWhitespace<'_>| {
+                words.map(|w| w.trim_end_matches('.').to_owned()).filter(|w| !w.is_empty()).collect::<Vec<_>>()
+            };
             match words.next() {
                 Some("nameserver") => resolver.servers.extend(words.next().map(Into::into)),
                 Some("search") => resolver.searches = rest(words),
@@ -54,7 +56,8 @@ pub fn config(pod: &Pod, resolver: &Resolver) -> DnsConfig {
     } else if cluster && !resolver.cluster_dns.is_empty() {
         let domain = &resolver.cluster_domain;
         let namespace = pod.namespace().unwrap_or_default();
-        let mut searches = if domain.is_empty() { vec![] } else { vec![format!("{namespace}.svc.{domain}"), format!("svc.{domain}"), domain.clone()] };
+        let mut searches =
+            if domain.is_empty() { vec![] } else { vec![format!("{namespace}.svc.{domain}"), format!("svc.{domain}"), domain.clone()] };
         searches.extend(resolver.searches.iter().cloned());
         DnsConfig { servers: resolver.cluster_dns.clone(), searches, options: vec!["ndots:5".into()] }
     } else {
@@ -94,7 +97,10 @@ pub fn hostname(pod: &Pod, cluster_domain: &str) -> Result<(String, String), Str
     if spec.set_hostname_as_fqdn == Some(true) && !domain.is_empty() {
         let full = format!("{short}.{domain}");
         if full.len() > 64 {
-            return Err(format!("failed to construct FQDN from pod hostname and cluster domain, FQDN {full} is too long (64 characters is the max, {} characters requested)", full.len()));
+            return Err(format!(
+                "failed to construct FQDN from pod hostname and cluster domain, FQDN {full} is too long (64 characters is the max, {} characters requested)",
+                full.len()
+            ));
         }
         return Ok((full, domain));
     }
@@ -149,15 +155,30 @@ mod tests {
         resolver.cluster_dns = vec!["10.96.0.10".into()];
         resolver.cluster_domain = "cluster.local".into();
         let cluster = config(&pod(json!({})), &resolver);
-        assert_eq!((cluster.servers, cluster.searches, cluster.options), (vec!["10.96.0.10".into()], vec!["n.svc.cluster.local".into(), "svc.cluster.local".into(), "cluster.local".into(), "a.b".into()], vec!["ndots:5".to_owned()]));
+        assert_eq!(
+            (cluster.servers, cluster.searches, cluster.options),
+            (
+                vec!["10.96.0.10".into()],
+                vec!["n.svc.cluster.local".into(), "svc.cluster.local".into(), "cluster.local".into(), "a.b".into()],
+                vec!["ndots:5".to_owned()]
+            )
+        );
         assert_eq!(config(&pod(json!({"hostNetwork": true})), &resolver).servers, ["1.1.1.1"]);
-        let none = config(&pod(json!({"dnsPolicy": "None", "dnsConfig": {"nameservers": ["9.9.9.9", "9.9.9.9"], "options": [{"name": "ndots", "value": "2"}]}})), &resolver);
+        let none = config(
+            &pod(json!({"dnsPolicy": "None", "dnsConfig": {"nameservers": ["9.9.9.9", "9.9.9.9"], "options": [{"name": "ndots", "value": "2"}]}})),
+            &resolver,
+        );
         assert_eq!((none.servers, none.options), (vec!["9.9.9.9".to_owned()], vec!["ndots:2".to_owned()]));
     }
 
     #[test]
     fn hosts_name_the_pod() {
-        let text = hosts_file(&pod(json!({"subdomain": "s", "hostAliases": [{"ip": "1.2.3.4", "hostnames": ["x", "y"]}]})), &["10.0.0.2".into()], "cluster.local", "");
+        let text = hosts_file(
+            &pod(json!({"subdomain": "s", "hostAliases": [{"ip": "1.2.3.4", "hostnames": ["x", "y"]}]})),
+            &["10.0.0.2".into()],
+            "cluster.local",
+            "",
+        );
         assert!(text.contains("10.0.0.2\tp.s.n.svc.cluster.local\tp\n"), "{text}");
         assert!(text.ends_with("1.2.3.4\tx\ty\n"));
         assert!(hosts_file(&pod(json!({"hostNetwork": true})), &[], "", "127.0.0.1 me\n").contains("host network).\n127.0.0.1 me"));

@@ -72,7 +72,9 @@ pub fn of_services(services: &[std::sync::Arc<Service>], namespace: &str, links:
         let host = if ip.contains(':') { format!("[{ip}]") } else { ip.clone() };
         env.insert(format!("{upper}_SERVICE_HOST"), ip.clone());
         env.insert(format!("{upper}_SERVICE_PORT"), first.port.to_string());
-        let url = |port: &k8s_openapi::api::core::v1::ServicePort| format!("{}://{host}:{}", port.protocol.as_deref().unwrap_or("TCP").to_lowercase(), port.port);
+        let url = |port: &k8s_openapi::api::core::v1::ServicePort| {
+            format!("{}://{host}:{}", port.protocol.as_deref().unwrap_or("TCP").to_lowercase(), port.port)
+        };
         env.insert(format!("{upper}_PORT"), url(first));
         for port in &ports {
             let protocol = port.protocol.as_deref().unwrap_or("TCP");
@@ -135,7 +137,12 @@ pub fn resource(container: &Container, name: &str, divisor: Option<&str>, alloca
 }
 
 /// Builds the environment of a container. An error is a `CreateContainerConfigError`.
-pub fn build(container: &Container, around: &Surroundings<'_>, services: &BTreeMap<String, String>, objects: &dyn Objects) -> Result<Vec<(String, String)>, String> {
+pub fn build(
+    container: &Container,
+    around: &Surroundings<'_>,
+    services: &BTreeMap<String, String>,
+    objects: &dyn Objects,
+) -> Result<Vec<(String, String)>, String> {
     let namespace = around.pod.namespace().unwrap_or_default();
     let mut names: Vec<String> = Vec::new();
     let mut values: BTreeMap<String, String> = BTreeMap::new();
@@ -155,7 +162,11 @@ pub fn build(container: &Container, around: &Surroundings<'_>, services: &BTreeM
         }
         if let Some(reference) = &source.secret_ref {
             match objects.secret(&reference.name) {
-                Some(secret) => secret.data.iter().flatten().for_each(|(k, v)| set(&mut values, format!("{prefix}{k}"), String::from_utf8_lossy(&v.0).into_owned())),
+                Some(secret) => secret
+                    .data
+                    .iter()
+                    .flatten()
+                    .for_each(|(k, v)| set(&mut values, format!("{prefix}{k}"), String::from_utf8_lossy(&v.0).into_owned())),
                 None if reference.optional == Some(true) => {}
                 None => return Err(format!("secret {:?} not found", reference.name)),
             }
@@ -237,26 +248,35 @@ mod tests {
 
     #[test]
     fn later_sources_win_and_services_come_last() {
-        let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n", "labels": {"l": "x"}}, "spec": {"nodeName": "node", "containers": []}})).expect("a pod");
+        let pod: Pod = serde_json::from_value(
+            json!({"metadata": {"name": "p", "namespace": "n", "labels": {"l": "x"}}, "spec": {"nodeName": "node", "containers": []}}),
+        )
+        .expect("a pod");
         let container: Container = serde_json::from_value(json!({"name": "c",
-            "resources": {"limits": {"cpu": "1500m"}},
-            "envFrom": [{"prefix": "P_", "configMapRef": {"name": "cm"}}, {"secretRef": {"name": "none", "optional": true}}],
-            "env": [
-                {"name": "A", "value": "$(P_k)-$(SVC_SERVICE_HOST)-$(LATER)"},
-                {"name": "P_k", "value": "own"},
-                {"name": "LABEL", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['l']"}}},
-                {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-                {"name": "CPU", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}},
-                {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "s", "key": "p"}}},
-                {"name": "GONE", "valueFrom": {"configMapKeyRef": {"name": "cm", "key": "no", "optional": true}}},
-            ]})).expect("a container");
+        "resources": {"limits": {"cpu": "1500m"}},
+        "envFrom": [{"prefix": "P_", "configMapRef": {"name": "cm"}}, {"secretRef": {"name": "none", "optional": true}}],
+        "env": [
+            {"name": "A", "value": "$(P_k)-$(SVC_SERVICE_HOST)-$(LATER)"},
+            {"name": "P_k", "value": "own"},
+            {"name": "LABEL", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['l']"}}},
+            {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "CPU", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}},
+            {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "s", "key": "p"}}},
+            {"name": "GONE", "valueFrom": {"configMapKeyRef": {"name": "cm", "key": "no", "optional": true}}},
+        ]}))
+        .expect("a container");
         let around = Surroundings { pod: &pod, pod_ips: &["10.0.0.2".into()], node_ips: &[], allocatable: &Default::default() };
         let services = [("SVC_SERVICE_HOST".to_owned(), "10.96.0.9".to_owned()), ("A".to_owned(), "shadowed".to_owned())].into();
         let env = build(&container, &around, &services, &Fixed).expect("builds");
         let get = |name: &str| env.iter().find(|(n, _)| n == name).map(|(_, v)| v.as_str());
         assert_eq!(get("A"), Some("v-10.96.0.9-$(LATER)"));
-        assert_eq!((get("P_k"), get("LABEL"), get("IP"), get("CPU"), get("SECRET"), get("GONE")), (Some("own"), Some("x"), Some("10.0.0.2"), Some("2"), Some("qq"), None));
-        let missing: Container = serde_json::from_value(json!({"name": "c", "env": [{"name": "X", "valueFrom": {"secretKeyRef": {"name": "s", "key": "no"}}}]})).expect("a container");
+        assert_eq!(
+            (get("P_k"), get("LABEL"), get("IP"), get("CPU"), get("SECRET"), get("GONE")),
+            (Some("own"), Some("x"), Some("10.0.0.2"), Some("2"), Some("qq"), None)
+        );
+        let missing: Container =
+            serde_json::from_value(json!({"name": "c", "env": [{"name": "X", "valueFrom": {"secretKeyRef": {"name": "s", "key": "no"}}}]}))
+                .expect("a container");
         assert_eq!(build(&missing, &around, &services, &Fixed), Err("couldn't find key no in Secret n/s".into()));
     }
 }

@@ -137,7 +137,12 @@ mod tests {
 
     fn input() -> impl Strategy<Value = Input> {
         prop_oneof![
-            (any::<bool>(), any::<bool>(), any::<bool>(), -5i64..100).prop_map(|(deleted, removed, terminal, grace)| Input::Wish(Wish { deleted, removed, terminal, grace })),
+            (any::<bool>(), any::<bool>(), any::<bool>(), -5i64..100).prop_map(|(deleted, removed, terminal, grace)| Input::Wish(Wish {
+                deleted,
+                removed,
+                terminal,
+                grace
+            })),
             Just(Input::Ended(Cause::Completed)),
             Just(Input::Ended(Cause::Rejected)),
             Just(Input::Stopped),

@@ -37,9 +37,7 @@ pub fn of(spec: &PodSpec) -> QosClass {
         let map = if limits { &resources.limits } else { &resources.requests };
         map.as_ref()?.get(name)?.0.parse().ok().filter(|q: &Quantity| !q.is_zero())
     };
-    let any = containers.iter().any(|c| {
-        ["cpu", "memory"].iter().any(|r| amount(c, true, r).is_some() || amount(c, false, r).is_some())
-    });
+    let any = containers.iter().any(|c| ["cpu", "memory"].iter().any(|r| amount(c, true, r).is_some() || amount(c, false, r).is_some()));
     if !any {
         return QosClass::BestEffort;
     }

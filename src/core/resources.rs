@@ -107,9 +107,9 @@ pub fn ports_clash<'a>(pod: &Pod, mut others: impl Iterator<Item = &'a Pod>) -> 
     let any = |ip: &str| ip.is_empty() || ip == "0.0.0.0" || ip == "::";
     !wanted.is_empty()
         && others.any(|other| {
-            host_ports(other).iter().any(|(protocol, ip, port)| {
-                wanted.iter().any(|(p, i, n)| p == protocol && n == port && (i == ip || any(i) || any(ip)))
-            })
+            host_ports(other)
+                .iter()
+                .any(|(protocol, ip, port)| wanted.iter().any(|(p, i, n)| p == protocol && n == port && (i == ip || any(i) || any(ip))))
         })
 }
 

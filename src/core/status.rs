@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{
-    Container, ContainerState as ApiState, ContainerStateRunning, ContainerStateTerminated, ContainerStateWaiting, ContainerStatus, HostIP, Pod, PodCondition, PodIP, PodStatus,
+    Container, ContainerState as ApiState, ContainerStateRunning, ContainerStateTerminated, ContainerStateWaiting, ContainerStatus, HostIP, Pod,
+    PodCondition, PodIP, PodStatus,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde_json::{Value, json};
@@ -60,7 +61,12 @@ fn terminated(container: &observed::Container) -> ContainerStateTerminated {
 }
 
 fn lost() -> ContainerStateTerminated {
-    ContainerStateTerminated { exit_code: 137, reason: Some("ContainerStatusUnknown".into()), message: Some(LOST.into()), ..ContainerStateTerminated::default() }
+    ContainerStateTerminated {
+        exit_code: 137,
+        reason: Some("ContainerStatusUnknown".into()),
+        message: Some(LOST.into()),
+        ..ContainerStateTerminated::default()
+    }
 }
 
 fn waiting(reason: &str, message: &str) -> ApiState {
@@ -99,7 +105,9 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
             let (reason, message) = facts.problems.get(&container.name).map_or((initial, ""), |(r, m)| (r, m));
             waiting(reason, message)
         });
-        if facts.ended && let Some(before) = before {
+        if facts.ended
+            && let Some(before) = before
+        {
             status.image_id.clone_from(&before.image_id);
             status.container_id.clone_from(&before.container_id);
         }
@@ -111,14 +119,17 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     status.container_id = Some(format!("containerd://{}", newest.id));
     status.image = if newest.image.is_empty() { image } else { newest.image.clone() };
     status.image_id.clone_from(&newest.image_ref);
-    status.last_state = older.filter(|o| o.state == ContainerState::Exited).map(|o| ApiState { terminated: Some(terminated(o)), ..ApiState::default() });
+    status.last_state =
+        older.filter(|o| o.state == ContainerState::Exited).map(|o| ApiState { terminated: Some(terminated(o)), ..ApiState::default() });
     if status.last_state.is_none() && older.is_none() && newest.attempt > 0 {
         // The instance before has been removed; what was said about it stays.
         status.last_state = before.and_then(|b| b.last_state.clone());
     }
     let running = newest.state == ContainerState::Running;
     let state = match newest.state {
-        ContainerState::Running => ApiState { running: Some(ContainerStateRunning { started_at: newest.started_at.map(seconds) }), ..ApiState::default() },
+        ContainerState::Running => {
+            ApiState { running: Some(ContainerStateRunning { started_at: newest.started_at.map(seconds) }), ..ApiState::default() }
+        }
         ContainerState::Created => waiting("", ""),
         ContainerState::Unknown => ApiState { terminated: Some(lost()), ..ApiState::default() },
         ContainerState::Exited => ApiState { terminated: Some(terminated(newest)), ..ApiState::default() },
@@ -166,13 +177,16 @@ fn phase(facts: &Facts<'_>, regular: &[ContainerStatus], init: &[ContainerStatus
         }
         match exit {
             Some(0) => {}
-            Some(code) if facts.ended || !(restarts_after(facts.pod, definition, code) || spec.restart_policy.as_deref() != Some("Never")) => return "Failed",
+            Some(code) if facts.ended || !(restarts_after(facts.pod, definition, code) || spec.restart_policy.as_deref() != Some("Never")) => {
+                return "Failed";
+            }
             _ if facts.ended => return "Failed",
             _ => return "Pending",
         }
     }
     let running = regular.iter().filter(|s| is_running(s)).count();
-    let stopped: Vec<(i32, &Container)> = regular.iter().zip(&spec.containers).filter(|(s, _)| !is_running(s)).filter_map(|(s, c)| exit_of(s).map(|e| (e, c))).collect();
+    let stopped: Vec<(i32, &Container)> =
+        regular.iter().zip(&spec.containers).filter(|(s, _)| !is_running(s)).filter_map(|(s, c)| exit_of(s).map(|e| (e, c))).collect();
     let never = regular.len() - running - stopped.len();
     if never > 0 {
         return if facts.ended { "Failed" } else { "Pending" };
@@ -206,7 +220,11 @@ fn verdicts(facts: &Facts<'_>, phase: &str, regular: &[ContainerStatus], init: &
     let say = |kind, holds, reason, message| Verdict { kind, holds, reason, message };
     let sandbox = facts.observed.sandboxes.first().is_some_and(|s| s.ready && (s.host_network || !s.ips.is_empty()));
     let sidecars: Vec<&str> = spec.init_containers.iter().flatten().filter(|c| pod::is_sidecar(c)).map(|c| c.name.as_str()).collect();
-    let incomplete: Vec<&str> = init.iter().filter(|s| if sidecars.contains(&s.name.as_str()) { s.started != Some(true) } else { !s.ready }).map(|s| s.name.as_str()).collect();
+    let incomplete: Vec<&str> = init
+        .iter()
+        .filter(|s| if sidecars.contains(&s.name.as_str()) { s.started != Some(true) } else { !s.ready })
+        .map(|s| s.name.as_str())
+        .collect();
     let ran = regular.iter().any(|s| is_running(s) || exit_of(s).is_some());
     let initialized = if phase == "Succeeded" {
         say("Initialized", true, Some("PodCompleted"), None)
@@ -215,7 +233,8 @@ fn verdicts(facts: &Facts<'_>, phase: &str, regular: &[ContainerStatus], init: &
     } else {
         say("Initialized", false, Some("ContainersNotInitialized"), Some(format!("containers with incomplete status: {}", list(&incomplete))))
     };
-    let unready: Vec<&str> = regular.iter().chain(init.iter().filter(|s| sidecars.contains(&s.name.as_str()))).filter(|s| !s.ready).map(|s| s.name.as_str()).collect();
+    let unready: Vec<&str> =
+        regular.iter().chain(init.iter().filter(|s| sidecars.contains(&s.name.as_str()))).filter(|s| !s.ready).map(|s| s.name.as_str()).collect();
     let (holds, reason, message) = match phase {
         "Succeeded" => (false, Some("PodCompleted"), None),
         "Failed" => (false, Some("PodFailed"), None),
@@ -230,7 +249,9 @@ fn verdicts(facts: &Facts<'_>, phase: &str, regular: &[ContainerStatus], init: &
             let found = facts.pod.status.iter().flat_map(|s| s.conditions.iter().flatten()).find(|c| c.type_ == gate.condition_type);
             match found {
                 None => Some(format!("corresponding condition of pod readiness gate \"{}\" does not exist.", gate.condition_type)),
-                Some(c) if c.status != "True" => Some(format!("the status of pod readiness gate \"{}\" is not \"True\", but {}", gate.condition_type, c.status)),
+                Some(c) if c.status != "True" => {
+                    Some(format!("the status of pod readiness gate \"{}\" is not \"True\", but {}", gate.condition_type, c.status))
+                }
                 Some(_) => None,
             }
         })
@@ -254,7 +275,9 @@ fn verdicts(facts: &Facts<'_>, phase: &str, regular: &[ContainerStatus], init: &
 pub fn compute(facts: &Facts<'_>) -> PodStatus {
     let spec = facts.pod.spec.clone().unwrap_or_default();
     let all = pod::containers(&spec);
-    let of = |wanted: fn(Role) -> bool| -> Vec<ContainerStatus> { all.iter().filter(|(role, _)| wanted(*role)).map(|(role, c)| container_status(facts, *role, c)).collect() };
+    let of = |wanted: fn(Role) -> bool| -> Vec<ContainerStatus> {
+        all.iter().filter(|(role, _)| wanted(*role)).map(|(role, c)| container_status(facts, *role, c)).collect()
+    };
     let regular = of(|r| r == Role::Regular);
     let init = of(|r| matches!(r, Role::Init | Role::Sidecar));
     let ephemeral = of(|r| r == Role::Ephemeral);

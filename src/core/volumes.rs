@@ -46,7 +46,12 @@ pub fn tokens(volume: &Volume) -> Vec<TokenWish> {
     let sources = volume.projected.iter().flat_map(|p| p.sources.iter().flatten());
     sources
         .filter_map(|s| s.service_account_token.as_ref())
-        .map(|t| TokenWish { audience: t.audience.clone().unwrap_or_default(), seconds: t.expiration_seconds.unwrap_or(3600), path: t.path.clone(), volume: volume.name.clone() })
+        .map(|t| TokenWish {
+            audience: t.audience.clone().unwrap_or_default(),
+            seconds: t.expiration_seconds.unwrap_or(3600),
+            path: t.path.clone(),
+            volume: volume.name.clone(),
+        })
         .collect()
 }
 
@@ -66,7 +71,11 @@ pub fn references(volume: &Volume) -> (Vec<String>, Vec<String>) {
 /// A path below the volume: relative, no `..`.
 fn safe(path: &str) -> Result<String, String> {
     let bad = path.is_empty() || path.starts_with('/') || path.split('/').any(|part| part.is_empty() || part == ".." || part == ".");
-    if bad || path.starts_with("..") { Err(format!("invalid path {path:?}: it must be relative and must not contain '..'")) } else { Ok(path.to_owned()) }
+    if bad || path.starts_with("..") {
+        Err(format!("invalid path {path:?}: it must be relative and must not contain '..'"))
+    } else {
+        Ok(path.to_owned())
+    }
 }
 
 fn mode(own: Option<i32>, default: i32) -> u32 {
@@ -160,7 +169,8 @@ pub fn files(volume: &Volume, around: &Surroundings<'_>, objects: &dyn Objects, 
             downward(api.items.as_deref().unwrap_or_default(), default, around)
         } else if let Some(token) = &source.service_account_token {
             match tokens.get(&token.path) {
-                Some(text) => safe(&token.path).map(|path| Files::from([(path, File { content: text.clone().into_bytes(), mode: token_mode(around.pod, default) })])),
+                Some(text) => safe(&token.path)
+                    .map(|path| Files::from([(path, File { content: text.clone().into_bytes(), mode: token_mode(around.pod, default) })])),
                 None => Err("the service account token has not been issued".into()),
             }
         } else {
@@ -183,8 +193,18 @@ fn token_mode(pod: &Pod, default: i32) -> u32 {
 /// Why a volume's kind cannot be served; `None` if it can.
 #[must_use]
 pub fn unsupported(volume: &Volume) -> Option<String> {
-    let known = volume.empty_dir.is_some() || volume.host_path.is_some() || volume.config_map.is_some() || volume.secret.is_some() || volume.downward_api.is_some() || volume.projected.is_some();
-    (!known).then(|| format!("volume {:?} is of a type that this version does not serve; it serves emptyDir, hostPath, configMap, secret, downwardAPI and projected", volume.name))
+    let known = volume.empty_dir.is_some()
+        || volume.host_path.is_some()
+        || volume.config_map.is_some()
+        || volume.secret.is_some()
+        || volume.downward_api.is_some()
+        || volume.projected.is_some();
+    (!known).then(|| {
+        format!(
+            "volume {:?} is of a type that this version does not serve; it serves emptyDir, hostPath, configMap, secret, downwardAPI and projected",
+            volume.name
+        )
+    })
 }
 
 /// The directory of a volume's plugin below the pod's `volumes`.
@@ -230,7 +250,9 @@ mod tests {
         let mut volume = volume;
         volume["name"] = "v".into();
         let volume: Volume = serde_json::from_value(volume).expect("a volume");
-        let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n", "labels": {"k": "v\"x"}}, "spec": {"containers": []}})).expect("a pod");
+        let pod: Pod =
+            serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n", "labels": {"k": "v\"x"}}, "spec": {"containers": []}}))
+                .expect("a pod");
         let around = Surroundings { pod: &pod, pod_ips: &[], node_ips: &[], allocatable: &Default::default() };
         let tokens = BTreeMap::from([("token".to_owned(), "TOKEN".to_owned())]);
         let files = files(&volume, &around, &Fixed, &tokens).expect("projecting")?;
@@ -241,11 +263,20 @@ mod tests {
     fn projections_choose_paths_and_modes() {
         let file = |path: &str, text: &str, mode: u32| (path.to_owned(), text.to_owned(), mode);
         assert_eq!(made(json!({"configMap": {"name": "cm", "defaultMode": 256}})), Ok(vec![file("a", "1", 0o400), file("b", "2", 0o400)]));
-        assert_eq!(made(json!({"configMap": {"name": "cm", "items": [{"key": "b", "path": "x/y", "mode": 384}]}})), Ok(vec![file("x/y", "2", 0o600)]));
+        assert_eq!(
+            made(json!({"configMap": {"name": "cm", "items": [{"key": "b", "path": "x/y", "mode": 384}]}})),
+            Ok(vec![file("x/y", "2", 0o600)])
+        );
         assert_eq!(made(json!({"secret": {"secretName": "none", "optional": true}})), Ok(vec![]));
         assert_eq!(made(json!({"secret": {"secretName": "none"}})), Err("secret \"none\" not found".into()));
-        assert_eq!(made(json!({"configMap": {"name": "cm", "items": [{"key": "z", "path": "z"}]}})), Err("references non-existent config key: z".into()));
-        assert_eq!(made(json!({"downwardAPI": {"items": [{"path": "l", "fieldRef": {"fieldPath": "metadata.labels"}}]}})), Ok(vec![file("l", "k=\"v\\\"x\"", 0o644)]));
+        assert_eq!(
+            made(json!({"configMap": {"name": "cm", "items": [{"key": "z", "path": "z"}]}})),
+            Err("references non-existent config key: z".into())
+        );
+        assert_eq!(
+            made(json!({"downwardAPI": {"items": [{"path": "l", "fieldRef": {"fieldPath": "metadata.labels"}}]}})),
+            Ok(vec![file("l", "k=\"v\\\"x\"", 0o644)])
+        );
         let projected = json!({"projected": {"sources": [
             {"serviceAccountToken": {"path": "token"}}, {"configMap": {"name": "cm", "items": [{"key": "a", "path": "ca.crt"}]}},
             {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}}]}});

@@ -166,7 +166,14 @@ fn condition(conditions: &[pb::RuntimeCondition], kind: &str) -> Option<String> 
 #[async_trait]
 impl Runtime for CriClient {
     async fn status(&self) -> Result<RuntimeStatus, RuntimeError> {
-        let status = self.runtime.clone().status(Self::within(Duration::from_secs(10), pb::StatusRequest { verbose: false })).await?.into_inner().status.unwrap_or_default();
+        let status = self
+            .runtime
+            .clone()
+            .status(Self::within(Duration::from_secs(10), pb::StatusRequest { verbose: false }))
+            .await?
+            .into_inner()
+            .status
+            .unwrap_or_default();
         Ok(RuntimeStatus {
             version: self.version().await?,
             not_ready: condition(&status.conditions, "RuntimeReady"),
@@ -230,7 +237,14 @@ impl Runtime for CriClient {
     }
 
     async fn stop_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
-        gone_is_fine(self.runtime.clone().stop_pod_sandbox(self.request(pb::StopPodSandboxRequest { pod_sandbox_id: id.into() })).await.map(|_| ()).map_err(Into::into))
+        gone_is_fine(
+            self.runtime
+                .clone()
+                .stop_pod_sandbox(self.request(pb::StopPodSandboxRequest { pod_sandbox_id: id.into() }))
+                .await
+                .map(|_| ())
+                .map_err(Into::into),
+        )
     }
 
     async fn remove_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
@@ -239,7 +253,12 @@ impl Runtime for CriClient {
         gone_is_fine(result.map(|_| ()).map_err(Into::into))
     }
 
-    async fn create_container(&self, sandbox: &str, config: pb::ContainerConfig, sandbox_config: pb::PodSandboxConfig) -> Result<String, RuntimeError> {
+    async fn create_container(
+        &self,
+        sandbox: &str,
+        config: pb::ContainerConfig,
+        sandbox_config: pb::PodSandboxConfig,
+    ) -> Result<String, RuntimeError> {
         let request = pb::CreateContainerRequest { pod_sandbox_id: sandbox.into(), config: Some(config), sandbox_config: Some(sandbox_config) };
         Ok(self.runtime.clone().create_container(self.request(request)).await?.into_inner().container_id)
     }
@@ -256,7 +275,14 @@ impl Runtime for CriClient {
     }
 
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {
-        gone_is_fine(self.runtime.clone().remove_container(self.request(pb::RemoveContainerRequest { container_id: id.into() })).await.map(|_| ()).map_err(Into::into))
+        gone_is_fine(
+            self.runtime
+                .clone()
+                .remove_container(self.request(pb::RemoveContainerRequest { container_id: id.into() }))
+                .await
+                .map(|_| ())
+                .map_err(Into::into),
+        )
     }
 
     async fn image(&self, name: &str) -> Result<Option<Image>, RuntimeError> {

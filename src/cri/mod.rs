@@ -112,7 +112,12 @@ pub trait Runtime: Send + Sync + 'static {
     /// Removes a sandbox and its containers.
     async fn remove_sandbox(&self, id: &str) -> Result<(), RuntimeError>;
     /// Makes a container; the answer is its id.
-    async fn create_container(&self, sandbox: &str, config: pb::ContainerConfig, sandbox_config: pb::PodSandboxConfig) -> Result<String, RuntimeError>;
+    async fn create_container(
+        &self,
+        sandbox: &str,
+        config: pb::ContainerConfig,
+        sandbox_config: pb::PodSandboxConfig,
+    ) -> Result<String, RuntimeError>;
     /// Starts a container.
     async fn start_container(&self, id: &str) -> Result<(), RuntimeError>;
     /// Stops a container: SIGTERM, and SIGKILL after `grace` seconds.

@@ -84,14 +84,48 @@ fn check_host_path(path: &Path, kind: &str) -> Result<(), String> {
     match kind {
         "" => Ok(()),
         "DirectoryOrCreate" if found.is_err() => make(path, 0o755),
-        "FileOrCreate" if found.is_err() => {
-            fs::OpenOptions::new().create(true).append(true).mode(0o644).open(path).map(|_| ()).map_err(doing(format!("the file {} cannot be made", path.display())))
+        "FileOrCreate" if found.is_err() => fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .mode(0o644)
+            .open(path)
+            .map(|_| ())
+            .map_err(doing(format!("the file {} cannot be made", path.display()))),
+        "Directory" | "DirectoryOrCreate" => {
+            if found.is_ok_and(|m| m.is_dir()) {
+                Ok(())
+            } else {
+                refuse("directory")
+            }
         }
-        "Directory" | "DirectoryOrCreate" => if found.is_ok_and(|m| m.is_dir()) { Ok(()) } else { refuse("directory") },
-        "File" | "FileOrCreate" => if found.is_ok_and(|m| m.is_file()) { Ok(()) } else { refuse("file") },
-        "Socket" => if found.is_ok_and(|m| m.file_type().is_socket()) { Ok(()) } else { refuse("socket file") },
-        "CharDevice" => if found.is_ok_and(|m| m.file_type().is_char_device()) { Ok(()) } else { refuse("character device") },
-        "BlockDevice" => if found.is_ok_and(|m| m.file_type().is_block_device()) { Ok(()) } else { refuse("block device") },
+        "File" | "FileOrCreate" => {
+            if found.is_ok_and(|m| m.is_file()) {
+                Ok(())
+            } else {
+                refuse("file")
+            }
+        }
+        "Socket" => {
+            if found.is_ok_and(|m| m.file_type().is_socket()) {
+                Ok(())
+            } else {
+                refuse("socket file")
+            }
+        }
+        "CharDevice" => {
+            if found.is_ok_and(|m| m.file_type().is_char_device()) {
+                Ok(())
+            } else {
+                refuse("character device")
+            }
+        }
+        "BlockDevice" => {
+            if found.is_ok_and(|m| m.file_type().is_block_device()) {
+                Ok(())
+            } else {
+                refuse("block device")
+            }
+        }
         other => Err(format!("hostPath type {other:?} is not known")),
     }
 }
@@ -162,7 +196,9 @@ impl PodHost for LinuxHost {
             }
             fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).map_err(doing("the volume's mode cannot be set"))?;
             let stamp = jiff::Timestamp::now().strftime("%Y_%m_%d_%H_%M_%S").to_string();
-            atomic_dir::write(&dir, &files, group, &stamp).map(|_| ()).map_err(doing(format!("the files of volume {:?} cannot be written", volume.name)))
+            atomic_dir::write(&dir, &files, group, &stamp)
+                .map(|_| ())
+                .map_err(doing(format!("the files of volume {:?} cannot be written", volume.name)))
         })
         .await
     }

@@ -161,7 +161,12 @@ impl PodApi for KubePods {
         let request = TokenRequest {
             spec: Some(TokenRequestSpec {
                 audiences: (!wish.audience.is_empty()).then(|| vec![wish.audience.to_owned()]),
-                bound_object_ref: Some(BoundObjectReference { api_version: Some("v1".into()), kind: Some("Pod".into()), name: metadata.name.clone(), uid: metadata.uid.clone() }),
+                bound_object_ref: Some(BoundObjectReference {
+                    api_version: Some("v1".into()),
+                    kind: Some("Pod".into()),
+                    name: metadata.name.clone(),
+                    uid: metadata.uid.clone(),
+                }),
                 expiration_seconds: Some(wish.seconds),
             }),
             ..TokenRequest::default()

@@ -65,7 +65,9 @@ fn unused(dir: &Path, stamp: &str) -> io::Result<PathBuf> {
 
 fn same(dir: &Path, files: &Files) -> bool {
     let mut found = BTreeSet::new();
-    walk(dir, Path::new(""), &mut found).is_ok() && found.len() == files.len() && files.iter().all(|(path, file)| found.contains(Path::new(path)) && fs::read(dir.join(path)).is_ok_and(|c| c == file.content))
+    walk(dir, Path::new(""), &mut found).is_ok()
+        && found.len() == files.len()
+        && files.iter().all(|(path, file)| found.contains(Path::new(path)) && fs::read(dir.join(path)).is_ok_and(|c| c == file.content))
 }
 
 fn walk(dir: &Path, below: &Path, found: &mut BTreeSet<PathBuf>) -> io::Result<()> {
@@ -116,7 +118,8 @@ mod tests {
         assert!(!write(dir.path(), &files(&[("a", "1"), ("d/x", "2")]), None, "t").expect("same"));
         assert_eq!(fs::read_link(dir.path().join(DATA)).expect("link"), before);
         assert!(write(dir.path(), &files(&[("b", "3")]), None, "t").expect("changed"));
-        let visible: BTreeSet<String> = fs::read_dir(dir.path()).expect("list").map(|e| e.expect("entry").file_name().into_string().expect("name")).collect();
+        let visible: BTreeSet<String> =
+            fs::read_dir(dir.path()).expect("list").map(|e| e.expect("entry").file_name().into_string().expect("name")).collect();
         assert_eq!(visible.iter().filter(|n| !n.starts_with("..")).collect::<Vec<_>>(), ["b"]);
         assert_eq!(visible.len(), 3, "the old version is gone: {visible:?}");
     }

@@ -17,7 +17,24 @@ use crate::core::cgroup::{PodLimits, weight};
 const ROOT: &str = "/sys/fs/cgroup";
 
 /// The controllers of v1 in which pods get a cgroup.
-const CONTROLLERS: &[&str] = &["cpu", "cpuacct", "cpuset", "memory", "devices", "freezer", "blkio", "pids", "hugetlb", "net_cls", "net_prio", "perf_event", "systemd", "rdma", "misc"];
+const CONTROLLERS: &[&str] = &[
+    "cpu",
+    "cpuacct",
+    "cpuset",
+    "memory",
+    "devices",
+    "freezer",
+    "blkio",
+    "pids",
+    "hugetlb",
+    "net_cls",
+    "net_prio",
+    "perf_event",
+    "systemd",
+    "rdma",
+    "misc",
+    "unified",
+];
 
 /// Whether this machine has the unified hierarchy only.
 #[must_use]
@@ -168,7 +185,11 @@ pub fn pods(root: &str) -> Vec<(String, String)> {
     let first = places(&base).into_iter().next();
     let mut found = Vec::new();
     let Some(first) = first else { return found };
-    for (dir, prefix) in [(first.clone(), base.clone()), (first.join("burstable"), format!("{base}/burstable")), (first.join("besteffort"), format!("{base}/besteffort"))] {
+    for (dir, prefix) in [
+        (first.clone(), base.clone()),
+        (first.join("burstable"), format!("{base}/burstable")),
+        (first.join("besteffort"), format!("{base}/besteffort")),
+    ] {
         for entry in fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok) {
             if let Some(uid) = entry.file_name().to_str().and_then(|n| n.strip_prefix("pod")) {
                 found.push((uid.to_owned(), format!("{prefix}/pod{uid}")));

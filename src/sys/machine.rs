@@ -74,9 +74,10 @@ pub async fn default_address() -> Option<IpAddr> {
 async fn find_address(handle: &rtnetlink::Handle) -> Option<IpAddr> {
     let query = rtnetlink::RouteMessageBuilder::<std::net::Ipv4Addr>::new().build();
     let routes: Vec<_> = handle.route().get(query).execute().try_collect().await.ok()?;
-    let default = routes.iter().filter(|r| r.header.destination_prefix_length == 0).find_map(|r| {
-        r.attributes.iter().find_map(|a| if let RouteAttribute::Oif(index) = a { Some(*index) } else { None })
-    });
+    let default = routes
+        .iter()
+        .filter(|r| r.header.destination_prefix_length == 0)
+        .find_map(|r| r.attributes.iter().find_map(|a| if let RouteAttribute::Oif(index) = a { Some(*index) } else { None }));
     let addresses: Vec<_> = handle.address().get().execute().try_collect().await.ok()?;
     let usable = addresses.iter().filter(|m| m.header.family == AddressFamily::Inet).filter_map(|m| {
         let address = m.attributes.iter().find_map(|a| if let AddressAttribute::Address(ip) = a { Some(*ip) } else { None })?;

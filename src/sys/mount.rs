@@ -8,7 +8,8 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 /// The mount points at or below `dir`, deepest first.
 pub fn below(dir: &Path) -> io::Result<Vec<PathBuf>> {
     let table = std::fs::read_to_string("/proc/self/mountinfo")?;
-    let mut points: Vec<PathBuf> = table.lines().filter_map(|l| l.split(' ').nth(4)).map(|p| PathBuf::from(unescape(p))).filter(|p| p.starts_with(dir)).collect();
+    let mut points: Vec<PathBuf> =
+        table.lines().filter_map(|l| l.split(' ').nth(4)).map(|p| PathBuf::from(unescape(p))).filter(|p| p.starts_with(dir)).collect();
     points.sort_by_key(|p| std::cmp::Reverse(p.components().count()));
     Ok(points)
 }

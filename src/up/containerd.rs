@@ -109,9 +109,9 @@ pub fn import_images(settings: &Settings, endpoint: &str) -> anyhow::Result<()> 
     let listed = run(&["images", "list", "--quiet"])?;
     let present = String::from_utf8_lossy(&listed.stdout).into_owned();
     for (name, archive) in images::write_bundled(&settings.dirs.data.join("images"))? {
-        // The archives are the same for the same build; a new build brings new digests.
+        // The archives are the same for the same build; another build brings other digests.
         let stamp = settings.dirs.data.join("images").join(format!("{}.imported", name.replace(['/', ':'], "_")));
-        let current = std::fs::read(&archive)?.len().to_string() + env!("CARGO_PKG_VERSION");
+        let current = images::digest(&std::fs::read(&archive)?);
         if present.lines().any(|l| l == name) && std::fs::read_to_string(&stamp).is_ok_and(|s| s == current) {
             continue;
         }

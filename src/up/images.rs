@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use oci_spec::image::{
-    Arch, ConfigBuilder, DescriptorBuilder, ImageConfigurationBuilder, ImageIndexBuilder, ImageManifestBuilder, MediaType, OciLayoutBuilder, Os, RootFsBuilder, Sha256Digest,
+    Arch, ConfigBuilder, DescriptorBuilder, ImageConfigurationBuilder, ImageIndexBuilder, ImageManifestBuilder, MediaType, OciLayoutBuilder, Os,
+    RootFsBuilder, Sha256Digest,
 };
 
 /// The image of every sandbox.
@@ -37,7 +38,9 @@ pub struct Image<'a> {
     pub env: Vec<String>,
 }
 
-fn digest(bytes: &[u8]) -> String {
+/// The SHA-256 of bytes in hexadecimal.
+#[must_use]
+pub fn digest(bytes: &[u8]) -> String {
     let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, bytes);
     digest.as_ref().iter().map(|b| format!("{b:02x}")).collect()
 }
@@ -95,7 +98,12 @@ pub fn pack(image: &Image<'_>) -> anyhow::Result<Vec<u8>> {
 pub fn write_bundled(dir: &Path) -> anyhow::Result<Vec<(String, std::path::PathBuf)>> {
     std::fs::create_dir_all(dir)?;
     let mut archives = Vec::new();
-    let pause = Image { name: PAUSE, files: vec![ImageFile { path: "pause", content: PAUSE_PROGRAM, mode: 0o755 }], entrypoint: vec!["/pause".into()], env: vec![] };
+    let pause = Image {
+        name: PAUSE,
+        files: vec![ImageFile { path: "pause", content: PAUSE_PROGRAM, mode: 0o755 }],
+        entrypoint: vec!["/pause".into()],
+        env: vec![],
+    };
     let demo = |name, version: &str| Image {
         name,
         files: vec![ImageFile { path: "web", content: WEB_PROGRAM, mode: 0o755 }],
@@ -114,13 +122,39 @@ pub fn write_bundled(dir: &Path) -> anyhow::Result<Vec<(String, std::path::PathB
 mod tests {
     use super::*;
 
+    /// Whether an ELF file of 64 bits has a PT_INTERP segment.
+    fn has_interpreter(elf: &[u8]) -> bool {
+        let number = |at: usize, size: usize| elf[at..at + size].iter().rev().fold(0usize, |n, b| n << 8 | usize::from(*b));
+        let (start, size, count) = (number(32, 8), number(54, 2), number(56, 2));
+        (0..count).any(|i| number(start + i * size, 4) == 3)
+    }
+
     #[test]
-    fn the_bundled_programs_are_static_and_packed_with_matching_digests() {
-        for program in [PAUSE_PROGRAM, WEB_PROGRAM] {
-            assert_eq!(&program[..4], b"\x7fELF");
-            assert!(!program.windows(8).any(|w| w == b"ld-linux"), "it must not need a dynamic linker");
+    fn the_bundled_programs_run_without_any_library_and_leave_on_sigterm() {
+        use nix::sys::signal::{Signal, kill};
+        use std::os::unix::fs::PermissionsExt as _;
+        let dir = tempfile::tempdir().expect("a directory");
+        for (name, program) in [("pause", PAUSE_PROGRAM), ("web", WEB_PROGRAM)] {
+            assert!(!has_interpreter(program), "{name} must not need a dynamic linker");
+            let file = dir.path().join(name);
+            std::fs::write(&file, program).expect("written");
+            std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755)).expect("executable");
+            let mut child = std::process::Command::new(&file).arg("0").stdout(std::process::Stdio::null()).spawn().expect("started");
+            let pid = nix::unistd::Pid::from_raw(i32::try_from(child.id()).expect("a pid"));
+            // Ready once the handler is there: SIGTERM is bit 14 of the caught signals.
+            let caught = |status: &str| status.lines().find_map(|l| l.strip_prefix("SigCgt:")).and_then(|h| u64::from_str_radix(h.trim(), 16).ok());
+            while caught(&std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs")).is_none_or(|c| c & (1 << 14) == 0) {
+                assert!(child.try_wait().expect("waited").is_none(), "{name} ended by itself");
+            }
+            kill(pid, Signal::SIGTERM).expect("told to stop");
+            assert_eq!(child.wait().expect("waited").code(), Some(0), "{name}");
         }
-        let image = Image { name: "x/y:1", files: vec![ImageFile { path: "a", content: b"1", mode: 0o644 }], entrypoint: vec!["/a".into()], env: vec![] };
+    }
+
+    #[test]
+    fn images_are_packed_with_matching_digests() {
+        let image =
+            Image { name: "x/y:1", files: vec![ImageFile { path: "a", content: b"1", mode: 0o644 }], entrypoint: vec!["/a".into()], env: vec![] };
         let archive = pack(&image).expect("packed");
         let mut tar = tar::Archive::new(archive.as_slice());
         let mut blobs = 0;

@@ -81,14 +81,19 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
 }
 
 fn hint(part: &Part, ours: bool) -> String {
-    if ours { format!("{} did not come up; its log is {}\n{}", part.name, part.log.display(), part.last_words()) } else { "the given --containerd-endpoint does not work".into() }
+    if ours {
+        format!("{} did not come up; its log is {}\n{}", part.name, part.log.display(), part.last_words())
+    } else {
+        "the given --containerd-endpoint does not work".into()
+    }
 }
 
 fn start_containerd(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     if part.pid().is_some() {
         return Ok(());
     }
-    let program = find_program("containerd").context("containerd is not installed (Debian: apt-get install containerd); or name a running one with --containerd-endpoint")?;
+    let program = find_program("containerd")
+        .context("containerd is not installed (Debian: apt-get install containerd); or name a running one with --containerd-endpoint")?;
     find_program("runc").context("runc is not installed (Debian: apt-get install runc)")?;
     containerd::install_network(settings)?;
     let config = settings.dirs.data.join("containerd.toml");
@@ -109,7 +114,15 @@ fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<()> {
         return Ok(());
     }
     let own = std::env::current_exe()?;
-    let arguments = ["control-plane", "--dir", &dir.display().to_string(), "--api-port", &settings.api_port.to_string(), "--advertise-address", &settings.node_ip.to_string()];
+    let arguments = [
+        "control-plane",
+        "--dir",
+        &dir.display().to_string(),
+        "--api-port",
+        &settings.api_port.to_string(),
+        "--advertise-address",
+        &settings.node_ip.to_string(),
+    ];
     part.start(&own, &arguments.map(Into::into))
 }
 
@@ -144,8 +157,15 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
     fs::write(root.join("config.json"), format!("{config:#}\n"))?;
     let own = std::env::current_exe()?;
     let arguments = [
-        "agent", "--config", &root.join("config.json").display().to_string(), "--kubeconfig", &root.join("kubeconfig").display().to_string(), "--root-dir",
-        &root.display().to_string(), "--node-ip", &settings.node_ip.to_string(),
+        "agent",
+        "--config",
+        &root.join("config.json").display().to_string(),
+        "--kubeconfig",
+        &root.join("kubeconfig").display().to_string(),
+        "--root-dir",
+        &root.display().to_string(),
+        "--node-ip",
+        &settings.node_ip.to_string(),
     ];
     part.start(&own, &arguments.map(Into::into))
 }

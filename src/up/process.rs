@@ -56,7 +56,11 @@ impl Part {
 
     /// Starts it in the background.
     pub fn start(&self, program: &Path, arguments: &[String]) -> anyhow::Result<()> {
-        let log = fs::OpenOptions::new().create(true).append(true).open(&self.log).with_context(|| format!("the log {} cannot be written", self.log.display()))?;
+        let log = fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&self.log)
+            .with_context(|| format!("the log {} cannot be written", self.log.display()))?;
         let mut command = Command::new(program);
         command.args(arguments).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).process_group(0).current_dir("/");
         let child = command.spawn().with_context(|| format!("{} cannot be started ({})", self.name, program.display()))?;
@@ -96,5 +100,8 @@ impl Part {
 #[must_use]
 pub fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).chain(["/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin"].map(PathBuf::from)).map(|d| d.join(name)).find(|p| p.is_file())
+    std::env::split_paths(&path)
+        .chain(["/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin"].map(PathBuf::from))
+        .map(|d| d.join(name))
+        .find(|p| p.is_file())
 }

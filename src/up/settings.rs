@@ -58,7 +58,10 @@ pub struct Settings {
 impl Settings {
     /// Checks and completes what the user gave.
     pub async fn new(name: &str, containerd_endpoint: Option<String>, api_port: u16, pod_cidr: ipnet::Ipv4Net) -> anyhow::Result<Settings> {
-        let fine = !name.is_empty() && name.len() <= 20 && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-') && !name.starts_with('-');
+        let fine = !name.is_empty()
+            && name.len() <= 20
+            && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
+            && !name.starts_with('-');
         if !fine {
             bail!("--name: {name:?} is invalid: use at most 20 lower-case letters, digits and '-'");
         }

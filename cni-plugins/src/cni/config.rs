@@ -50,7 +50,10 @@ impl<'a> Json<'a> {
     pub fn number(self, key: &str, absent: i64, bounds: std::ops::RangeInclusive<i64>) -> Result<i64, Error> {
         match self.get(key) {
             None => Ok(absent),
-            Some(value) => value.as_i64().filter(|n| bounds.contains(n)).ok_or_else(|| wrong(key, value, &format!("an integer from {} to {}", bounds.start(), bounds.end()))),
+            Some(value) => value
+                .as_i64()
+                .filter(|n| bounds.contains(n))
+                .ok_or_else(|| wrong(key, value, &format!("an integer from {} to {}", bounds.start(), bounds.end()))),
         }
     }
 
@@ -94,7 +97,8 @@ pub fn cni_args(text: &str, known: &[&str]) -> Result<Args, Error> {
         args.insert(key.into(), value.into());
     }
     let ignore = args.get("IgnoreUnknown").is_some_and(|v| v == "1" || v.eq_ignore_ascii_case("true"));
-    let unknown: Vec<String> = args.iter().filter(|(k, _)| *k != "IgnoreUnknown" && !known.contains(&k.as_str())).map(|(k, v)| format!("{k}={v}")).collect();
+    let unknown: Vec<String> =
+        args.iter().filter(|(k, _)| *k != "IgnoreUnknown" && !known.contains(&k.as_str())).map(|(k, v)| format!("{k}={v}")).collect();
     if !ignore && !unknown.is_empty() {
         return Err(Error::new(Error::ENVIRONMENT, format!("ARGS: unknown args {unknown:?}; set IgnoreUnknown=1 to ignore them")));
     }

@@ -6,7 +6,7 @@ mod result;
 
 pub use config::{Args, Json, cni_args};
 pub use error::Error;
-pub use result::{parse_routes, Address, Dns, Interface, Route, Success};
+pub use result::{Address, Dns, Interface, Route, Success, parse_routes};
 
 /// Every version that is spoken, oldest first.
 pub const VERSIONS: &[&str] = &["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"];

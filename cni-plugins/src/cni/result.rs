@@ -112,7 +112,11 @@ impl Success {
         }
         for item in config.list("interfaces")? {
             let item = Json(item);
-            success.interfaces.push(Interface { name: item.text("name")?.into(), mac: item.text("mac")?.into(), sandbox: item.text("sandbox")?.into() });
+            success.interfaces.push(Interface {
+                name: item.text("name")?.into(),
+                mac: item.text("mac")?.into(),
+                sandbox: item.text("sandbox")?.into(),
+            });
         }
         for item in config.list("ips")? {
             let address = Json(item);
@@ -163,28 +167,36 @@ impl Success {
             return Ok(value);
         }
         let modern = at_least(version, "1.0.0");
-        let interfaces: Vec<Value> = self.interfaces.iter().map(|i| {
-            let mut value = json!({"name": i.name});
-            for (key, text) in [("mac", &i.mac), ("sandbox", &i.sandbox)] {
-                if !text.is_empty() {
-                    value[key] = text.as_str().into();
+        let interfaces: Vec<Value> = self
+            .interfaces
+            .iter()
+            .map(|i| {
+                let mut value = json!({"name": i.name});
+                for (key, text) in [("mac", &i.mac), ("sandbox", &i.sandbox)] {
+                    if !text.is_empty() {
+                        value[key] = text.as_str().into();
+                    }
                 }
-            }
-            value
-        }).collect();
-        let ips: Vec<Value> = self.ips.iter().map(|i| {
-            let mut value = json!({"address": i.address.to_string()});
-            if !modern {
-                value["version"] = if i.address.addr().is_ipv4() { "4" } else { "6" }.into();
-            }
-            if let Some(interface) = i.interface {
-                value["interface"] = interface.into();
-            }
-            if let Some(gateway) = i.gateway {
-                value["gateway"] = gateway.to_string().into();
-            }
-            value
-        }).collect();
+                value
+            })
+            .collect();
+        let ips: Vec<Value> = self
+            .ips
+            .iter()
+            .map(|i| {
+                let mut value = json!({"address": i.address.to_string()});
+                if !modern {
+                    value["version"] = if i.address.addr().is_ipv4() { "4" } else { "6" }.into();
+                }
+                if let Some(interface) = i.interface {
+                    value["interface"] = interface.into();
+                }
+                if let Some(gateway) = i.gateway {
+                    value["gateway"] = gateway.to_string().into();
+                }
+                value
+            })
+            .collect();
         let mut value = json!({"cniVersion": version});
         for (key, list) in [("interfaces", interfaces), ("ips", ips), ("routes", self.routes.iter().map(route).collect())] {
             if !list.is_empty() {

@@ -57,7 +57,8 @@ pub fn add(call: &Call<'_>, kind: &str) -> Result<Success, Error> {
         Delegate::Own(plugin) => plugin.add(call),
         Delegate::Foreign(path) => {
             let output = execute(&path, "ADD", call.input)?;
-            let value = serde_json::from_slice(&output).map_err(|e| Error::new(Error::DECODE, format!("the IPAM plugin {kind} answered no JSON: {e}")))?;
+            let value =
+                serde_json::from_slice(&output).map_err(|e| Error::new(Error::DECODE, format!("the IPAM plugin {kind} answered no JSON: {e}")))?;
             Success::parse(&value, call.version)
         }
     }

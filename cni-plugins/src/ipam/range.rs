@@ -39,9 +39,15 @@ impl Range {
         if text.is_empty() {
             return Err(Error::config("a range needs a \"subnet\""));
         }
-        let subnet: IpNet = text.parse().map_err(|_| Error::config(format!("invalid subnet {text:?}: expected an address and a prefix length such as 10.22.0.0/24")))?;
+        let subnet: IpNet = text
+            .parse()
+            .map_err(|_| Error::config(format!("invalid subnet {text:?}: expected an address and a prefix length such as 10.22.0.0/24")))?;
         if subnet.addr() != subnet.network() {
-            return Err(Error::config(format!("Network has host bits set. For a subnet mask of length {} the network address is {}", subnet.prefix_len(), subnet.network())));
+            return Err(Error::config(format!(
+                "Network has host bits set. For a subnet mask of length {} the network address is {}",
+                subnet.prefix_len(),
+                subnet.network()
+            )));
         }
         if subnet.prefix_len() + 2 > subnet.max_prefix_len() {
             return Err(Error::config(format!("Network {subnet} too small to allocate from")));
@@ -162,7 +168,10 @@ mod tests {
     fn ranges_are_checked_and_defaulted() {
         let sets = parsed(&json!({"subnet": "10.1.2.0/24"})).expect("fine");
         let range = &sets[0][0];
-        assert_eq!((range.start.to_string(), range.end.to_string(), range.gateway.to_string()), ("10.1.2.1".into(), "10.1.2.254".into(), "10.1.2.1".into()));
+        assert_eq!(
+            (range.start.to_string(), range.end.to_string(), range.gateway.to_string()),
+            ("10.1.2.1".into(), "10.1.2.254".into(), "10.1.2.1".into())
+        );
         let v6 = parsed(&json!({"ranges": [[{"subnet": "fd00::/64"}]]})).expect("fine");
         assert_eq!(v6[0][0].end.to_string(), "fd00::ffff:ffff:ffff:ffff");
         let refused = [
@@ -184,7 +193,9 @@ mod tests {
 
     #[test]
     fn addresses_come_round_robin_without_gateways() {
-        let set = parsed(&json!({"ranges": [[{"subnet": "10.0.0.0/29", "rangeEnd": "10.0.0.3"}, {"subnet": "10.0.1.0/29", "rangeEnd": "10.0.1.2"}]]})).expect("fine");
+        let set =
+            parsed(&json!({"ranges": [[{"subnet": "10.0.0.0/29", "rangeEnd": "10.0.0.3"}, {"subnet": "10.0.1.0/29", "rangeEnd": "10.0.1.2"}]]}))
+                .expect("fine");
         let from = |last: Option<&str>| candidates(&set[0], last.and_then(|l| l.parse().ok())).map(|(a, _)| a.to_string()).collect::<Vec<_>>();
         assert_eq!(from(None), ["10.0.0.2", "10.0.0.3", "10.0.1.2"]);
         assert_eq!(from(Some("10.0.0.2")), ["10.0.0.3", "10.0.1.2", "10.0.0.2"]);

@@ -36,7 +36,8 @@ impl Store {
         let dir = data_dir.join(network);
         let failed = |what: &str, e: &dyn std::fmt::Display| Error::other(format!("the address store {} cannot be {what}: {e}", dir.display()));
         DirBuilder::new().recursive(true).mode(0o755).create(&dir).map_err(|e| failed("created", &e))?;
-        let file = OpenOptions::new().create(true).truncate(false).write(true).mode(0o750).open(dir.join("lock")).map_err(|e| failed("locked", &e))?;
+        let file =
+            OpenOptions::new().create(true).truncate(false).write(true).mode(0o750).open(dir.join("lock")).map_err(|e| failed("locked", &e))?;
         let lock = Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, e)| failed("locked", &e))?;
         Ok(Store { dir, _lock: lock })
     }
@@ -65,12 +66,15 @@ impl Store {
     /// The taken addresses. Files that say nothing are removed: nobody will ever release them.
     pub fn taken(&self) -> Result<HashSet<IpAddr>, Error> {
         let all = self.addresses().map_err(|e| Error::doing("the address store cannot be read", e))?;
-        Ok(all.into_iter().filter(|address| {
-            let path = self.path(&address.to_string());
-            let empty = std::fs::metadata(&path).is_ok_and(|m| m.len() == 0);
-            // If removing fails the address only stays unavailable.
-            !(empty && std::fs::remove_file(&path).is_ok())
-        }).collect())
+        Ok(all
+            .into_iter()
+            .filter(|address| {
+                let path = self.path(&address.to_string());
+                let empty = std::fs::metadata(&path).is_ok_and(|m| m.len() == 0);
+                // If removing fails the address only stays unavailable.
+                !(empty && std::fs::remove_file(&path).is_ok())
+            })
+            .collect())
     }
 
     /// Reserves an address; false if somebody has it.
@@ -86,7 +90,13 @@ impl Store {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(false),
             Err(error) => return Err(failed(error)),
         }
-        let mut last = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(self.path(&format!("last_reserved_ip.{set}"))).map_err(failed)?;
+        let mut last = OpenOptions::new()
+            .create(true)
+            .truncate(true)
+            .write(true)
+            .mode(0o600)
+            .open(self.path(&format!("last_reserved_ip.{set}")))
+            .map_err(failed)?;
         last.write_all(address.to_string().as_bytes()).map_err(failed)?;
         Ok(true)
     }
@@ -123,7 +133,9 @@ impl Store {
     pub fn release(&self, addresses: &[IpAddr]) -> Result<(), Error> {
         for address in addresses {
             match std::fs::remove_file(self.path(&address.to_string())) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(Error::doing(format!("address {address} cannot be released"), error)),
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    return Err(Error::doing(format!("address {address} cannot be released"), error));
+                }
                 _ => {}
             }
         }

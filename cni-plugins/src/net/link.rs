@@ -150,7 +150,8 @@ impl Socket {
     /// Creates a bridge that is up; one that exists already is an error.
     pub fn add_bridge(&mut self, name: &str, mac: [u8; 6], mtu: u32) -> io::Result<()> {
         let info = Attributes::new().text(IFLA_INFO_KIND, "bridge");
-        let mut message = Message::new(NEW_LINK, REQUEST | ACK | CREATE | EXCL, &header(0, 0, IFF_UP, IFF_UP)).text(IFLA_IFNAME, name).put(IFLA_ADDRESS, &mac);
+        let mut message =
+            Message::new(NEW_LINK, REQUEST | ACK | CREATE | EXCL, &header(0, 0, IFF_UP, IFF_UP)).text(IFLA_IFNAME, name).put(IFLA_ADDRESS, &mac);
         if mtu > 0 {
             message = message.number(IFLA_MTU, mtu);
         }

@@ -180,7 +180,9 @@ fn rules(socket: &mut Socket) -> io::Result<Vec<(Vec<u8>, String)>> {
         for (kind, value) in attributes(body.get(4..).unwrap_or_default()) {
             match kind {
                 3 => handle = Some(value.to_vec()),
-                7 if value.first() == Some(&0) => comment = String::from_utf8_lossy(value.get(2..).unwrap_or_default()).trim_end_matches('\0').to_owned(),
+                7 if value.first() == Some(&0) => {
+                    comment = String::from_utf8_lossy(value.get(2..).unwrap_or_default()).trim_end_matches('\0').to_owned()
+                }
                 _ => {}
             }
         }

@@ -49,11 +49,16 @@ impl<'a> Config<'a> {
         }
         let backend = c.text("ipMasqBackend")?;
         if !["", "nftables", "iptables"].contains(&backend) {
-            return Err(Error::config(format!("unknown ipMasqBackend {backend:?}: expected \"nftables\" or \"iptables\" (which is honoured through nftables)")));
+            return Err(Error::config(format!(
+                "unknown ipMasqBackend {backend:?}: expected \"nftables\" or \"iptables\" (which is honoured through nftables)"
+            )));
         }
         for later in ["vlan", "vlanTrunk", "macspoofchk"] {
             if c.get(later).is_some_and(|v| *v != false && *v != 0 && v.as_array().is_none_or(|a| !a.is_empty())) {
-                return Err(Error::new(2, format!("the option {later:?} is not supported by this version of the bridge plugin; leave it out or use the reference plugin")));
+                return Err(Error::new(
+                    2,
+                    format!("the option {later:?} is not supported by this version of the bridge plugin; leave it out or use the reference plugin"),
+                ));
             }
         }
         let config = Config {
@@ -68,11 +73,19 @@ impl<'a> Config<'a> {
             isolated: c.flag("portIsolation")?,
             dad: c.flag("enabledad")?,
             leave_down: c.flag("disableContainerInterface")?,
-            mac: if mac.is_empty() { None } else { Some(parse_mac(&mac).ok_or_else(|| Error::config(format!("invalid MAC address {mac:?}: expected six hexadecimal bytes")))?) },
+            mac: if mac.is_empty() {
+                None
+            } else {
+                Some(parse_mac(&mac).ok_or_else(|| Error::config(format!("invalid MAC address {mac:?}: expected six hexadecimal bytes")))?)
+            },
             ipam: c.object("ipam")?.text("type")?,
             dns: Dns::parse(c.object("dns")?),
         };
-        if config.bridge.len() > 15 || config.bridge.contains(['/', ':']) || config.bridge.contains(char::is_whitespace) || config.bridge.starts_with('.') {
+        if config.bridge.len() > 15
+            || config.bridge.contains(['/', ':'])
+            || config.bridge.contains(char::is_whitespace)
+            || config.bridge.starts_with('.')
+        {
             return Err(Error::config(format!("invalid bridge name {:?}: at most 15 bytes, no slash, colon or white space", config.bridge)));
         }
         if config.hairpin && config.promiscuous {
@@ -129,12 +142,17 @@ fn ensure_address(socket: &mut Socket, bridge: &Link, address: IpNet, force: boo
     };
     for other in have.iter().filter(conflict) {
         if !force {
-            return Err(Error::other(format!("{:?} already has an IP address different from {address}; set \"forceAddress\" to replace it", bridge.name)));
+            return Err(Error::other(format!(
+                "{:?} already has an IP address different from {address}; set \"forceAddress\" to replace it",
+                bridge.name
+            )));
         }
         socket.delete_address(bridge.index, *other).map_err(doing(format!("could not remove {other} from {:?}", bridge.name)))?;
     }
     match socket.add_address(bridge.index, address) {
-        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(Error::doing(format!("could not add {address} to {:?}", bridge.name), error)),
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+            Err(Error::doing(format!("could not add {address} to {:?}", bridge.name), error))
+        }
         _ => Ok(()),
     }
 }
@@ -193,7 +211,9 @@ fn configure(namespace: &File, ifname: &str, success: &Success, dad: bool) -> Re
             let v4 = route.destination.addr().is_ipv4();
             let gateway = route.gateway.or_else(|| success.ips.iter().find(|i| i.address.addr().is_ipv4() == v4).and_then(|i| i.gateway));
             let priority = route.extra.get("priority").and_then(serde_json::Value::as_u64).and_then(|p| u32::try_from(p).ok());
-            socket.add_route(link.index, route.destination, gateway, priority).map_err(doing(format!("failed to add route {} via {gateway:?} dev {ifname}", route.destination)))?;
+            socket
+                .add_route(link.index, route.destination, gateway, priority)
+                .map_err(doing(format!("failed to add route {} via {gateway:?} dev {ifname}", route.destination)))?;
         }
         Ok(())
     })
@@ -235,7 +255,12 @@ impl Plugin for Bridge {
         if !call.netns.is_empty()
             && let Some(namespace) = netns::open(&call.netns)?
         {
-            errors.extend(netns::inside(&namespace, || Socket::route().and_then(|mut s| s.delete_link(&call.ifname)).map_err(doing("the interface cannot be removed"))).err());
+            errors.extend(
+                netns::inside(&namespace, || {
+                    Socket::route().and_then(|mut s| s.delete_link(&call.ifname)).map_err(doing("the interface cannot be removed"))
+                })
+                .err(),
+            );
         }
         match errors.len() {
             0 => Ok(()),
@@ -264,13 +289,18 @@ impl Plugin for Bridge {
         netns::inside(&namespace, || {
             let failed = "the container's interface cannot be read";
             let mut socket = Socket::route().map_err(doing(failed))?;
-            let link = socket.link(&call.ifname).map_err(doing(failed))?.ok_or_else(|| Error::other(format!("the interface {:?} is missing in the container", call.ifname)))?;
+            let link = socket
+                .link(&call.ifname)
+                .map_err(doing(failed))?
+                .ok_or_else(|| Error::other(format!("the interface {:?} is missing in the container", call.ifname)))?;
             let known = expected.interfaces.iter().find(|i| i.name == call.ifname && !i.sandbox.is_empty());
             if let Some(known) = known.filter(|k| !k.mac.is_empty() && !k.mac.eq_ignore_ascii_case(&link.mac)) {
                 return Err(Error::other(format!("the interface {:?} has MAC {}, not {}", call.ifname, link.mac, known.mac)));
             }
             let addresses = socket.addresses(link.index).map_err(doing(failed))?;
-            if let Some(missing) = expected.ips.iter().find(|i| i.interface.is_none_or(|n| expected.interfaces.get(n).is_some_and(|i| i.name == call.ifname)) && !addresses.contains(&i.address)) {
+            if let Some(missing) = expected.ips.iter().find(|i| {
+                i.interface.is_none_or(|n| expected.interfaces.get(n).is_some_and(|i| i.name == call.ifname)) && !addresses.contains(&i.address)
+            }) {
                 return Err(Error::other(format!("the address {} is missing on {:?}", missing.address, call.ifname)));
             }
             let routes = socket.routes().map_err(doing("the container's routes cannot be read"))?;
@@ -331,7 +361,14 @@ fn add_pair(socket: &mut Socket, config: &Config<'_>, call: &Call<'_>, bridge: &
     Err(Error::other("failed to make veth pair: no free name found in ten tries"))
 }
 
-fn attach(socket: &mut Socket, config: &Config<'_>, call: &Call<'_>, bridge: &Link, namespace: &File, interfaces: [Interface; 3]) -> Result<Success, Error> {
+fn attach(
+    socket: &mut Socket,
+    config: &Config<'_>,
+    call: &Call<'_>,
+    bridge: &Link,
+    namespace: &File,
+    interfaces: [Interface; 3],
+) -> Result<Success, Error> {
     let host_name = interfaces[1].name.clone();
     let _ = sysctl::write(&format!("ipv6/conf/{host_name}/accept_ra"), "0");
     if config.hairpin || config.isolated {
@@ -358,7 +395,8 @@ fn attach(socket: &mut Socket, config: &Config<'_>, call: &Call<'_>, bridge: &Li
     }
     if config.masquerade && !success.ips.is_empty() {
         let addresses: Vec<IpNet> = success.ips.iter().map(|i| i.address).collect();
-        nft::add(&addresses, &nft::comment(call.network()?, &call.container, &call.ifname)).map_err(doing("masquerading cannot be set up in nftables"))?;
+        nft::add(&addresses, &nft::comment(call.network()?, &call.container, &call.ifname))
+            .map_err(doing("masquerading cannot be set up in nftables"))?;
     }
     if !config.dns.fields.is_empty() {
         success.dns = config.dns.clone();

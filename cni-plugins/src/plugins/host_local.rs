@@ -44,7 +44,11 @@ fn parse(call: &Call<'_>) -> Result<Config, Error> {
     texts.extend(cni_args(&call.args, &["IP"])?.remove("IP"));
     let requested = texts
         .iter()
-        .map(|t| t.parse::<IpAddr>().or_else(|_| t.parse::<IpNet>().map(|n| n.addr())).map_err(|_| Error::config(format!("invalid requested IP {t:?}: expected an address"))))
+        .map(|t| {
+            t.parse::<IpAddr>()
+                .or_else(|_| t.parse::<IpNet>().map(|n| n.addr()))
+                .map_err(|_| Error::config(format!("invalid requested IP {t:?}: expected an address")))
+        })
         .collect::<Result<Vec<_>, _>>()?;
     let mut success = Success { routes: parse_routes(ipam.list("routes")?)?, ..Success::default() };
     let resolv = ipam.text("resolvConf")?;
@@ -150,7 +154,15 @@ impl Plugin for HostLocal {
     }
 }
 
-fn allocate(store: &Store, set: &RangeSet, index: usize, requested: &mut Vec<IpAddr>, taken: &std::collections::HashSet<IpAddr>, mine: &[IpAddr], call: &Call<'_>) -> Result<Address, Error> {
+fn allocate(
+    store: &Store,
+    set: &RangeSet,
+    index: usize,
+    requested: &mut Vec<IpAddr>,
+    taken: &std::collections::HashSet<IpAddr>,
+    mine: &[IpAddr],
+    call: &Call<'_>,
+) -> Result<Address, Error> {
     let reply = |address: IpAddr, range: &range::Range| -> Result<Address, Error> {
         let net = IpNet::new(address, range.subnet.prefix_len()).map_err(|e| Error::doing("an address does not fit its subnet", e))?;
         Ok(Address { address: net, gateway: Some(range.gateway), interface: None })
@@ -185,7 +197,10 @@ mod tests {
     #[test]
     fn resolv_conf_is_read_as_resolvers_do() {
         let dns = resolv_conf("# c\nnameserver 1.1.1.1\nnameserver 8.8.8.8\ndomain a\ndomain b\nsearch x y\noptions ndots:5\nnonsense\n;c\n");
-        assert_eq!(Value::Object(dns.fields), serde_json::json!({"nameservers": ["1.1.1.1", "8.8.8.8"], "domain": "b", "search": ["x", "y"], "options": ["ndots:5"]}));
+        assert_eq!(
+            Value::Object(dns.fields),
+            serde_json::json!({"nameservers": ["1.1.1.1", "8.8.8.8"], "domain": "b", "search": ["x", "y"], "options": ["ndots:5"]})
+        );
         assert!(crate::cni::Json(&Value::Null).texts("x").expect("absent").is_empty());
     }
 }

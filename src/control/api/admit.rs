@@ -101,8 +101,7 @@ fn token_volume(spec: &mut Value) {
 fn tolerations(spec: &mut Value) {
     for key in ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"] {
         let covered = list(spec, &["tolerations"]).iter().any(|t| {
-            (t["key"] == key || text(t, &["key"]).is_none_or(str::is_empty))
-                && matches!(text(t, &["effect"]), None | Some("" | "NoExecute"))
+            (t["key"] == key || text(t, &["key"]).is_none_or(str::is_empty)) && matches!(text(t, &["effect"]), None | Some("" | "NoExecute"))
         });
         if covered {
             continue;
@@ -164,7 +163,12 @@ pub fn cluster_ip(store: &Store, range: ipnet::Ipv4Net, service: &mut Value) -> 
     };
     let Some(address) = address else {
         let detail = format!("failed to allocate IP {asked}: it is taken, or not in the valid range {range}");
-        return Err(ApiError::invalid("Service", "", super::object::name(service), &[super::error::FieldError::invalid("spec.clusterIPs", &json!([asked]), &detail)]));
+        return Err(ApiError::invalid(
+            "Service",
+            "",
+            super::object::name(service),
+            &[super::error::FieldError::invalid("spec.clusterIPs", &json!([asked]), &detail)],
+        ));
     };
     service["spec"]["clusterIP"] = address.as_str().into();
     service["spec"]["clusterIPs"] = json!([address]);

@@ -157,7 +157,8 @@ pub fn may_get(user: &User, path: &str) -> bool {
     let public = ["/healthz", "/livez", "/readyz", "/version"];
     public.iter().any(|p| path == *p || path.starts_with(&format!("{p}/")))
         || user.is_in("system:masters")
-        || (user.is_in("system:authenticated") && (path.is_empty() || ["/api", "/apis", "/openapi"].iter().any(|p| path == *p || path.starts_with(&format!("{p}/")))))
+        || (user.is_in("system:authenticated")
+            && (path.is_empty() || ["/api", "/apis", "/openapi"].iter().any(|p| path == *p || path.starts_with(&format!("{p}/")))))
 }
 
 /// The refusal, worded as clients expect it.
@@ -206,7 +207,13 @@ mod tests {
         for (user, ask, expected) in cases {
             assert_eq!(may(user, &ask), expected, "{} {ask:?}", user.name);
         }
-        for (user, path, expected) in [(&anonymous, "/readyz", true), (&anonymous, "/apis", false), (&account, "/apis", true), (&account, "/metrics", false), (&anonymous, "/versionx", false)] {
+        for (user, path, expected) in [
+            (&anonymous, "/readyz", true),
+            (&anonymous, "/apis", false),
+            (&account, "/apis", true),
+            (&account, "/metrics", false),
+            (&anonymous, "/versionx", false),
+        ] {
             assert_eq!(may_get(user, path), expected, "{} {path}", user.name);
         }
     }

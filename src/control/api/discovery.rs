@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::resources::{REVIEWS, RESOURCES, Resource, Sub};
+use super::resources::{RESOURCES, REVIEWS, Resource, Sub};
 
 /// The content type by which a client knows aggregated discovery.
 pub const AGGREGATED: &str = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList";
@@ -36,36 +36,44 @@ fn sub_kind(resource: &Resource, sub: Sub) -> (String, String, &'static str, Vec
 /// `GET /api` (core) or `GET /apis` in aggregated form.
 #[must_use]
 pub fn aggregated(core: bool) -> Value {
-    let items: Vec<Value> = groups()
-        .into_iter()
-        .filter(|(group, _)| group.is_empty() == core)
-        .map(|(group, version)| {
-            let mut resources: Vec<Value> = RESOURCES
-                .iter()
-                .filter(|r| r.group == group)
-                .map(|r| {
-                    let subs: Vec<Value> = r.subresources.iter().map(|sub| {
+    let items: Vec<Value> =
+        groups()
+            .into_iter()
+            .filter(|(group, _)| group.is_empty() == core)
+            .map(|(group, version)| {
+                let mut resources: Vec<Value> =
+                    RESOURCES
+                        .iter()
+                        .filter(|r| r.group == group)
+                        .map(|r| {
+                            let subs: Vec<Value> = r.subresources.iter().map(|sub| {
                         let (group, version, kind, verbs) = sub_kind(r, *sub);
                         json!({"subresource": sub.name(), "responseKind": {"group": group, "version": version, "kind": kind}, "verbs": verbs})
                     }).collect();
-                    let mut entry = json!({
-                        "resource": r.plural, "responseKind": {"group": r.group, "version": r.version, "kind": r.kind},
-                        "scope": if r.namespaced { "Namespaced" } else { "Cluster" }, "singularResource": r.singular, "verbs": r.verbs(),
-                    });
-                    if !r.short.is_empty() { entry["shortNames"] = json!(r.short); }
-                    if !r.categories.is_empty() { entry["categories"] = json!(r.categories); }
-                    if !subs.is_empty() { entry["subresources"] = subs.into(); }
-                    entry
-                })
-                .collect();
-            resources.extend(REVIEWS.iter().filter(|(g, _, _)| *g == group).map(|(group, plural, kind)| {
-                json!({"resource": plural, "responseKind": {"group": group, "version": "v1", "kind": kind}, "scope": "Cluster",
+                            let mut entry = json!({
+                                "resource": r.plural, "responseKind": {"group": r.group, "version": r.version, "kind": r.kind},
+                                "scope": if r.namespaced { "Namespaced" } else { "Cluster" }, "singularResource": r.singular, "verbs": r.verbs(),
+                            });
+                            if !r.short.is_empty() {
+                                entry["shortNames"] = json!(r.short);
+                            }
+                            if !r.categories.is_empty() {
+                                entry["categories"] = json!(r.categories);
+                            }
+                            if !subs.is_empty() {
+                                entry["subresources"] = subs.into();
+                            }
+                            entry
+                        })
+                        .collect();
+                resources.extend(REVIEWS.iter().filter(|(g, _, _)| *g == group).map(|(group, plural, kind)| {
+                    json!({"resource": plural, "responseKind": {"group": group, "version": "v1", "kind": kind}, "scope": "Cluster",
                        "singularResource": kind.to_lowercase(), "verbs": ["create"]})
-            }));
-            let metadata = if core { json!({}) } else { json!({"name": group}) };
-            json!({"metadata": metadata, "versions": [{"version": version, "freshness": "Current", "resources": resources}]})
-        })
-        .collect();
+                }));
+                let metadata = if core { json!({}) } else { json!({"name": group}) };
+                json!({"metadata": metadata, "versions": [{"version": version, "freshness": "Current", "resources": resources}]})
+            })
+            .collect();
     json!({"kind": "APIGroupDiscoveryList", "apiVersion": "apidiscovery.k8s.io/v2", "metadata": {}, "items": items})
 }
 
@@ -167,7 +175,8 @@ pub fn openapi(path: &str) -> Option<Value> {
             let scope = if r.namespaced { "/namespaces/{namespace}" } else { "" };
             let gvk = json!({"group": r.group, "version": r.version, "kind": r.kind});
             let parameters = json!([{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}]);
-            let operations = json!({"patch": {"x-kubernetes-group-version-kind": gvk, "parameters": parameters, "responses": {"200": {"description": "OK"}}}});
+            let operations =
+                json!({"patch": {"x-kubernetes-group-version-kind": gvk, "parameters": parameters, "responses": {"200": {"description": "OK"}}}});
             (format!("/{path}{scope}/{}/{{name}}", r.plural), operations)
         })
         .collect();

@@ -108,10 +108,7 @@ impl ApiError {
     pub fn invalid(kind: &str, group: &str, name: &str, errors: &[FieldError]) -> ApiError {
         let texts: Vec<String> = errors.iter().map(|e| format!("{}: {}", e.field, e.detail)).collect();
         let text = if texts.len() == 1 { texts[0].clone() } else { format!("[{}]", texts.join(", ")) };
-        let causes: Vec<Value> = errors
-            .iter()
-            .map(|e| json!({"reason": e.reason, "message": e.detail, "field": e.field}))
-            .collect();
+        let causes: Vec<Value> = errors.iter().map(|e| json!({"reason": e.reason, "message": e.detail, "field": e.field})).collect();
         ApiError {
             code: 422,
             reason: "Invalid",

@@ -150,13 +150,18 @@ impl Api {
                 let body = decode_body(&request)?;
                 Ok(self.review(kind, &request.user, &body)?.into())
             }
-            Target::Objects { resource, namespace, name, sub } => {
-                self.objects(&request, resource, namespace.as_deref(), name.as_deref(), sub).await
-            }
+            Target::Objects { resource, namespace, name, sub } => self.objects(&request, resource, namespace.as_deref(), name.as_deref(), sub).await,
         }
     }
 
-    async fn objects(&self, request: &Request, resource: &'static Resource, namespace: Option<&str>, name: Option<&str>, sub: Option<Sub>) -> Result<Answer, ApiError> {
+    async fn objects(
+        &self,
+        request: &Request,
+        resource: &'static Resource,
+        namespace: Option<&str>,
+        name: Option<&str>,
+        sub: Option<Sub>,
+    ) -> Result<Answer, ApiError> {
         let query = &request.query;
         let watching = query.flag("watch") && query.get("watch").is_some();
         let verb = match (request.method.as_str(), name) {
@@ -207,7 +212,15 @@ impl Api {
         }
     }
 
-    async fn subresource(&self, request: &Request, verb: &str, resource: &'static Resource, namespace: &str, name: &str, sub: Sub) -> Result<Answer, ApiError> {
+    async fn subresource(
+        &self,
+        request: &Request,
+        verb: &str,
+        resource: &'static Resource,
+        namespace: &str,
+        name: &str,
+        sub: Sub,
+    ) -> Result<Answer, ApiError> {
         match (sub, verb) {
             (Sub::Binding, "create") => Ok(self.bind(namespace, name, &decode_body(request)?).await?.into()),
             (Sub::Eviction, "create") => Ok(self.evict(namespace, name, &decode_body(request)?).await?.into()),
@@ -227,7 +240,14 @@ impl Api {
     }
 
     /// Replaces an object that is at `revision`, without further rules.
-    pub(super) async fn replace(&self, resource: &'static Resource, namespace: Option<&str>, name: &str, revision: u64, object: Value) -> Result<(), ApiError> {
+    pub(super) async fn replace(
+        &self,
+        resource: &'static Resource,
+        namespace: Option<&str>,
+        name: &str,
+        revision: u64,
+        object: Value,
+    ) -> Result<(), ApiError> {
         use crate::control::store::{Change, Expect, Write, WriteError};
         let attrs = Arc::new(object::attrs(resource, &object));
         let mut object = object;
@@ -245,13 +265,19 @@ impl Api {
 
     fn other(request: &Request, path: &str) -> Result<Answer, ApiError> {
         if !auth::may_get(&request.user, path) {
-            return Err(ApiError::forbidden(format!("forbidden: User {:?} cannot get path {:?}", request.user.name, if path.is_empty() { "/" } else { path })));
+            return Err(ApiError::forbidden(format!(
+                "forbidden: User {:?} cannot get path {:?}",
+                request.user.name,
+                if path.is_empty() { "/" } else { path }
+            )));
         }
         if !matches!(request.method.as_str(), "GET" | "HEAD") {
             return Err(ApiError::method_not_allowed());
         }
-        let wants_aggregated = request.accept.contains("as=APIGroupDiscoveryList") && request.accept.contains("v=v2;") | request.accept.contains("v=v2,") | request.accept.ends_with("v=v2");
-        let aggregated = |core| Answer::Body { code: 200, content_type: discovery::AGGREGATED, body: render(&discovery::aggregated(core)), warnings: vec![] };
+        let wants_aggregated = request.accept.contains("as=APIGroupDiscoveryList")
+            && request.accept.contains("v=v2;") | request.accept.contains("v=v2,") | request.accept.ends_with("v=v2");
+        let aggregated =
+            |core| Answer::Body { code: 200, content_type: discovery::AGGREGATED, body: render(&discovery::aggregated(core)), warnings: vec![] };
         let segments: Vec<&str> = path.split('/').skip(1).collect();
         let json = |value: Option<Value>| value.map(|v| Answer::json(render(&v))).ok_or_else(ApiError::no_such_resource);
         match segments.as_slice() {
@@ -272,7 +298,16 @@ impl Api {
             }),
             ["healthz" | "livez" | "readyz", "ping" | "store"] => Ok(Answer::text(200, "ok")),
             [] | [""] => {
-                let mut paths = vec!["/api".to_owned(), "/api/v1".into(), "/apis".into(), "/healthz".into(), "/livez".into(), "/openapi/v3".into(), "/readyz".into(), "/version".into()];
+                let mut paths = vec![
+                    "/api".to_owned(),
+                    "/api/v1".into(),
+                    "/apis".into(),
+                    "/healthz".into(),
+                    "/livez".into(),
+                    "/openapi/v3".into(),
+                    "/readyz".into(),
+                    "/version".into(),
+                ];
                 paths.extend(resources::RESOURCES.iter().filter(|r| !r.group.is_empty()).map(|r| format!("/apis/{}", r.api_version())));
                 paths.sort();
                 paths.dedup();
@@ -284,7 +319,8 @@ impl Api {
 }
 
 fn decode_json(body: &[u8]) -> Result<Value, ApiError> {
-    serde_json::from_slice(body).map_err(|e| ApiError::bad_request(format!("the object provided is unrecognized: couldn't get version/kind; json parse error: {e}")))
+    serde_json::from_slice(body)
+        .map_err(|e| ApiError::bad_request(format!("the object provided is unrecognized: couldn't get version/kind; json parse error: {e}")))
 }
 
 /// A body in one of the accepted formats as JSON.

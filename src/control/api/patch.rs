@@ -43,10 +43,14 @@ pub fn apply(format: Format, object: &Value, patch: &Value) -> Result<Value, Api
         Format::Json => {
             let operations = patch.as_array().ok_or_else(|| ApiError::bad_request("a JSON patch must be an array of operations"))?;
             if operations.len() > MAX_OPERATIONS {
-                return Err(ApiError::new(413, "RequestEntityTooLarge", format!("The allowed maximum operations in a JSON patch is {MAX_OPERATIONS}, got {}", operations.len())));
+                return Err(ApiError::new(
+                    413,
+                    "RequestEntityTooLarge",
+                    format!("The allowed maximum operations in a JSON patch is {MAX_OPERATIONS}, got {}", operations.len()),
+                ));
             }
-            let patch: json_patch::Patch = serde_json::from_value(patch.clone())
-                .map_err(|e| ApiError::bad_request(format!("the JSON patch cannot be read: {e}")))?;
+            let patch: json_patch::Patch =
+                serde_json::from_value(patch.clone()).map_err(|e| ApiError::bad_request(format!("the JSON patch cannot be read: {e}")))?;
             json_patch::patch(&mut result, &patch).map_err(|e| ApiError {
                 details: json!({}),
                 ..ApiError::new(422, "Invalid", format!("the server rejected our request due to an error in our request: {e}"))
@@ -171,13 +175,7 @@ fn merge_map(target: &mut Map<String, Value>, patch: &Map<String, Value>, parent
     Ok(())
 }
 
-fn merge_list(
-    old: Vec<Value>,
-    patch: &[Value],
-    parent: &str,
-    field: &str,
-    order: Option<&Vec<Value>>,
-) -> Result<Vec<Value>, ApiError> {
+fn merge_list(old: Vec<Value>, patch: &[Value], parent: &str, field: &str, order: Option<&Vec<Value>>) -> Result<Vec<Value>, ApiError> {
     let directive = |item: &Value, what: &str| item.get("$patch").and_then(Value::as_str) == Some(what);
     let plain = || patch.iter().filter(|i| i.get("$patch").is_none()).cloned().collect::<Vec<_>>();
     if patch.iter().any(|item| directive(item, "replace")) {
@@ -199,9 +197,7 @@ fn merge_list(
             let mut added = Vec::new();
             for item in patch {
                 let map = item.as_object().ok_or_else(|| ApiError::bad_request(format!("{field}: every element of the patch must be an object")))?;
-                let id = map.get(key).ok_or_else(|| {
-                    ApiError::new(500, "", format!("map: {item} does not contain declared merge key: {key}"))
-                })?;
+                let id = map.get(key).ok_or_else(|| ApiError::new(500, "", format!("map: {item} does not contain declared merge key: {key}")))?;
                 let place = result.iter().position(|have| have.get(key) == Some(id));
                 if directive(item, "delete") {
                     result.retain(|have| have.get(key) != Some(id));
@@ -234,9 +230,7 @@ fn in_order(list: Vec<Value>, order: &[Value], rule: ListRule) -> Vec<Value> {
     let mut ordered: Vec<Value> = list.iter().filter(|i| rank(i).is_some()).cloned().collect();
     ordered.sort_by_key(|i| rank(i));
     let mut listed = ordered.into_iter();
-    list.iter()
-        .map(|item| if rank(item).is_some() { listed.next().unwrap_or(Value::Null) } else { item.clone() })
-        .collect()
+    list.iter().map(|item| if rank(item).is_some() { listed.next().unwrap_or(Value::Null) } else { item.clone() }).collect()
 }
 
 #[cfg(test)]
@@ -256,10 +250,25 @@ mod tests {
             ("merge by name", json!({"spec": {"containers": [{"name": "a", "image": "z"}]}}), "/spec/containers/0/image", json!("z")),
             ("others stay", json!({"spec": {"containers": [{"name": "a", "image": "z"}]}}), "/spec/containers/1/image", json!("y")),
             ("atomic list", json!({"spec": {"containers": [{"name": "a", "args": ["2"]}]}}), "/spec/containers/0/args", json!(["2"])),
-            ("nested key", json!({"spec": {"containers": [{"name": "a", "env": [{"name": "E", "value": "2"}]}]}}), "/spec/containers/0/env", json!([{"name": "E", "value": "2"}])),
+            (
+                "nested key",
+                json!({"spec": {"containers": [{"name": "a", "env": [{"name": "E", "value": "2"}]}]}}),
+                "/spec/containers/0/env",
+                json!([{"name": "E", "value": "2"}]),
+            ),
             ("new ones first", json!({"spec": {"containers": [{"name": "c"}]}}), "/spec/containers/0/name", json!("c")),
-            ("given order", json!({"spec": {"$setElementOrder/containers": [{"name": "a"}, {"name": "b"}, {"name": "c"}], "containers": [{"name": "c"}]}}), "/spec/containers/2/name", json!("c")),
-            ("delete", json!({"spec": {"containers": [{"name": "a", "$patch": "delete"}]}}), "/spec/containers", json!([{"name": "b", "image": "y"}])),
+            (
+                "given order",
+                json!({"spec": {"$setElementOrder/containers": [{"name": "a"}, {"name": "b"}, {"name": "c"}], "containers": [{"name": "c"}]}}),
+                "/spec/containers/2/name",
+                json!("c"),
+            ),
+            (
+                "delete",
+                json!({"spec": {"containers": [{"name": "a", "$patch": "delete"}]}}),
+                "/spec/containers",
+                json!([{"name": "b", "image": "y"}]),
+            ),
             ("replace", json!({"spec": {"containers": [{"$patch": "replace"}, {"name": "n"}]}}), "/spec/containers", json!([{"name": "n"}])),
         ];
         for (what, patch, path, expected) in cases {
@@ -271,11 +280,17 @@ mod tests {
     fn strategic_merge_of_maps_and_sets() {
         assert_eq!(strategic(json!({"a": {"x": 1, "y": 2}}), json!({"a": {"x": null}})), json!({"a": {"y": 2}}));
         assert_eq!(
-            strategic(json!({"spec": {"strategy": {"type": "R", "rollingUpdate": {}}}}), json!({"spec": {"strategy": {"$retainKeys": ["type"], "type": "Recreate"}}})),
+            strategic(
+                json!({"spec": {"strategy": {"type": "R", "rollingUpdate": {}}}}),
+                json!({"spec": {"strategy": {"$retainKeys": ["type"], "type": "Recreate"}}})
+            ),
             json!({"spec": {"strategy": {"type": "Recreate"}}})
         );
         assert_eq!(
-            strategic(json!({"metadata": {"finalizers": ["a", "b"]}}), json!({"metadata": {"finalizers": ["c"], "$deleteFromPrimitiveList/finalizers": ["a"]}})),
+            strategic(
+                json!({"metadata": {"finalizers": ["a", "b"]}}),
+                json!({"metadata": {"finalizers": ["c"], "$deleteFromPrimitiveList/finalizers": ["a"]}})
+            ),
             json!({"metadata": {"finalizers": ["b", "c"]}})
         );
         let addresses = json!({"status": {"addresses": [{"type": "Hostname", "address": "old"}]}});

@@ -43,7 +43,11 @@ impl View {
                 Some(_) => {}
             }
         }
-        Err(ApiError::new(406, "NotAcceptable", "only the following media types are accepted: application/json, application/yaml, application/vnd.kubernetes.protobuf"))
+        Err(ApiError::new(
+            406,
+            "NotAcceptable",
+            "only the following media types are accepted: application/json, application/yaml, application/vnd.kubernetes.protobuf",
+        ))
     }
 }
 
@@ -98,7 +102,10 @@ impl Api {
             }
             match asked {
                 Some(revision) if revision > 0 && (matching == Some("Exact") || (limit > 0 && matching.is_none())) => {
-                    let items = self.store.list_at(&prefix, revision).map_err(|_| ApiError::expired("The resourceVersion for the provided list is too old."))?;
+                    let items = self
+                        .store
+                        .list_at(&prefix, revision)
+                        .map_err(|_| ApiError::expired("The resourceVersion for the provided list is too old."))?;
                     (items, revision, None)
                 }
                 _ => {
@@ -133,8 +140,10 @@ impl Api {
         let mut head = self.store.head();
         let reached = head.wait_for(|now| *now >= revision);
         if tokio::time::timeout(std::time::Duration::from_secs(3), reached).await.is_err() {
-            let mut error = ApiError::new(504, "Timeout", format!("Timeout: Too large resource version: {revision}, current: {}", self.store.revision()));
-            error.details = json!({"causes": [{"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}], "retryAfterSeconds": 1});
+            let mut error =
+                ApiError::new(504, "Timeout", format!("Timeout: Too large resource version: {revision}, current: {}", self.store.revision()));
+            error.details =
+                json!({"causes": [{"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}], "retryAfterSeconds": 1});
             return Err(error);
         }
         Ok(())
@@ -148,7 +157,10 @@ pub(super) fn list_options(field: &str, why: &str) -> ApiError {
 
 /// The `resourceVersion` parameter.
 pub(super) fn version(query: &Query) -> Result<Option<u64>, ApiError> {
-    query.get("resourceVersion").map(|v| v.parse().map_err(|_| ApiError::bad_request(format!("invalid resource version: {v:?}: must be a decimal number")))).transpose()
+    query
+        .get("resourceVersion")
+        .map(|v| v.parse().map_err(|_| ApiError::bad_request(format!("invalid resource version: {v:?}: must be a decimal number"))))
+        .transpose()
 }
 
 fn parse_token(token: &str) -> Result<(u64, String), ApiError> {
@@ -165,7 +177,9 @@ fn list_body(resource: &Resource, view: &View, metadata: &Value, items: Items) -
         View::Plain => {
             let size: usize = items.iter().map(|(_, r)| r.value.len() + 1).sum();
             let mut body = Vec::with_capacity(size + 128);
-            body.extend_from_slice(format!(r#"{{"kind":"{}List","apiVersion":"{}","metadata":{metadata},"items":["#, resource.kind, resource.api_version()).as_bytes());
+            body.extend_from_slice(
+                format!(r#"{{"kind":"{}List","apiVersion":"{}","metadata":{metadata},"items":["#, resource.kind, resource.api_version()).as_bytes(),
+            );
             for (i, (_, record)) in items.iter().enumerate() {
                 if i > 0 {
                     body.push(b',');
@@ -181,7 +195,8 @@ fn list_body(resource: &Resource, view: &View, metadata: &Value, items: Items) -
         }
         View::Table(include) => {
             let now = jiff::Timestamp::now();
-            let rows: Result<Vec<Value>, ApiError> = items.iter().map(|(_, r)| parse(r).map(|o| table::row(resource, &o, include.as_deref(), now))).collect();
+            let rows: Result<Vec<Value>, ApiError> =
+                items.iter().map(|(_, r)| parse(r).map(|o| table::row(resource, &o, include.as_deref(), now))).collect();
             Ok(render(&table_of(resource, metadata.clone(), rows?)))
         }
     }

@@ -93,9 +93,17 @@ pub static RESOURCES: &[Resource] = &[
         short: &["ev"],
         create_on_update: true,
         fields: &[
-            "involvedObject.kind", "involvedObject.namespace", "involvedObject.name", "involvedObject.uid",
-            "involvedObject.apiVersion", "involvedObject.resourceVersion", "involvedObject.fieldPath",
-            "reason", "reportingComponent", "source", "type",
+            "involvedObject.kind",
+            "involvedObject.namespace",
+            "involvedObject.name",
+            "involvedObject.uid",
+            "involvedObject.apiVersion",
+            "involvedObject.resourceVersion",
+            "involvedObject.fieldPath",
+            "reason",
+            "reportingComponent",
+            "source",
+            "type",
         ],
         ..NONE
     },
@@ -130,8 +138,14 @@ pub static RESOURCES: &[Resource] = &[
         generation: true,
         returns_deleted: true,
         fields: &[
-            "spec.nodeName", "spec.restartPolicy", "spec.schedulerName", "spec.serviceAccountName",
-            "spec.hostNetwork", "status.phase", "status.podIP", "status.nominatedNodeName",
+            "spec.nodeName",
+            "spec.restartPolicy",
+            "spec.schedulerName",
+            "spec.serviceAccountName",
+            "spec.hostNetwork",
+            "status.phase",
+            "status.podIP",
+            "status.nominatedNodeName",
         ],
         ..NONE
     },
@@ -188,13 +202,7 @@ pub static RESOURCES: &[Resource] = &[
         needs_version: true,
         ..NONE
     },
-    Resource {
-        group: "discovery.k8s.io",
-        plural: "endpointslices",
-        singular: "endpointslice",
-        kind: "EndpointSlice",
-        ..NONE
-    },
+    Resource { group: "discovery.k8s.io", plural: "endpointslices", singular: "endpointslice", kind: "EndpointSlice", ..NONE },
 ];
 
 /// Kinds that are answered but never stored: group, plural, kind, namespaced.

@@ -223,9 +223,7 @@ fn single(field: &Field, raw: &Raw<'_>, depth: usize) -> Result<Option<Value>, D
     let keep = |zero: bool, value: Value| (field.pointer || !zero).then_some(value);
     Ok(match (field.kind, raw) {
         ("string", Raw::Bytes(b)) => keep(b.is_empty(), String::from_utf8_lossy(b).into_owned().into()),
-        ("bytes", Raw::Bytes(b)) => {
-            keep(b.is_empty(), base64::engine::general_purpose::STANDARD.encode(b).into())
-        }
+        ("bytes", Raw::Bytes(b)) => keep(b.is_empty(), base64::engine::general_purpose::STANDARD.encode(b).into()),
         ("bool", Raw::Varint(v)) => keep(*v == 0, (*v != 0).into()),
         ("int32" | "int64", Raw::Varint(v)) => keep(*v == 0, v.cast_signed().into()),
         ("double", Raw::Fixed(v)) => keep(*v == 0, json!(f64::from_bits(*v))),
@@ -233,22 +231,16 @@ fn single(field: &Field, raw: &Raw<'_>, depth: usize) -> Result<Option<Value>, D
             let (seconds, nanos) = (number_at(b, 1)?, number_at(b, 2)?);
             let time = jiff::Timestamp::new(seconds.unwrap_or(0), i32::try_from(nanos.unwrap_or(0)).unwrap_or(0));
             match (seconds, time) {
-                (Some(_), Ok(time)) if field.kind == "meta.v1.MicroTime" => {
-                    Some(time.strftime("%Y-%m-%dT%H:%M:%S.%6fZ").to_string().into())
-                }
+                (Some(_), Ok(time)) if field.kind == "meta.v1.MicroTime" => Some(time.strftime("%Y-%m-%dT%H:%M:%S.%6fZ").to_string().into()),
                 (Some(_), Ok(time)) => Some(super::object::stamp(time).into()),
                 _ => None,
             }
         }
         ("resource.Quantity", Raw::Bytes(b)) => Some(text_at(b, 1)?.unwrap_or_else(|| "0".into()).into()),
-        ("intstr.IntOrString", Raw::Bytes(b)) => Some(if number_at(b, 1)?.unwrap_or(0) == 1 {
-            text_at(b, 3)?.unwrap_or_default().into()
-        } else {
-            number_at(b, 2)?.unwrap_or(0).into()
-        }),
-        ("meta.v1.FieldsV1" | "runtime.RawExtension", Raw::Bytes(b)) => {
-            text_at(b, 1)?.and_then(|text| serde_json::from_str(&text).ok())
+        ("intstr.IntOrString", Raw::Bytes(b)) => {
+            Some(if number_at(b, 1)?.unwrap_or(0) == 1 { text_at(b, 3)?.unwrap_or_default().into() } else { number_at(b, 2)?.unwrap_or(0).into() })
         }
+        ("meta.v1.FieldsV1" | "runtime.RawExtension", Raw::Bytes(b)) => text_at(b, 1)?.and_then(|text| serde_json::from_str(&text).ok()),
         (kind, Raw::Bytes(b)) if MESSAGES.contains_key(kind) => {
             let mut map = Map::new();
             message(kind, b, &mut map, depth + 1)?;

@@ -30,8 +30,9 @@ impl Selector {
     pub fn parse(resource: &Resource, labels: Option<&str>, fields: Option<&str>) -> Result<Selector, ApiError> {
         let mut selector = Selector::default();
         for requirement in split_outside_parentheses(labels.unwrap_or_default()) {
-            let parsed = requirement_of(&requirement)
-                .ok_or_else(|| ApiError::bad_request(format!("unable to parse requirement: {requirement:?}: expected k, !k, k=v, k!=v, k in (a,b) or k notin (a,b)")))?;
+            let parsed = requirement_of(&requirement).ok_or_else(|| {
+                ApiError::bad_request(format!("unable to parse requirement: {requirement:?}: expected k, !k, k=v, k!=v, k in (a,b) or k notin (a,b)"))
+            })?;
             selector.labels.push(parsed);
         }
         for term in fields.unwrap_or_default().split(',').filter(|t| !t.is_empty()) {
@@ -48,9 +49,7 @@ impl Selector {
                 ("Pod", "spec.host") => "spec.nodeName",
                 _ => field,
             };
-            let known = field == "metadata.name"
-                || (field == "metadata.namespace" && resource.namespaced)
-                || resource.fields.contains(&field);
+            let known = field == "metadata.name" || (field == "metadata.namespace" && resource.namespaced) || resource.fields.contains(&field);
             if !known {
                 return Err(ApiError::bad_request(format!("field label not supported: {field}")));
             }
@@ -101,9 +100,7 @@ impl Selector {
     #[must_use]
     pub fn matches(&self, attrs: &Attrs) -> bool {
         self.matches_labels(&attrs.labels)
-            && self.fields.iter().all(|(field, equal, value)| {
-                (attrs.fields.get(field).map_or("", String::as_str) == value) == *equal
-            })
+            && self.fields.iter().all(|(field, equal, value)| (attrs.fields.get(field).map_or("", String::as_str) == value) == *equal)
     }
 
     /// Whether these labels match.
@@ -142,9 +139,7 @@ fn split_outside_parentheses(text: &str) -> Vec<String> {
 }
 
 fn requirement_of(text: &str) -> Option<(String, Need)> {
-    let key_ok = |key: &str| {
-        !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || "-_./".contains(c))
-    };
+    let key_ok = |key: &str| !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || "-_./".contains(c));
     if let Some(key) = text.strip_prefix('!') {
         let key = key.trim();
         return key_ok(key).then(|| (key.to_owned(), Need::Missing));
@@ -161,11 +156,7 @@ fn requirement_of(text: &str) -> Option<(String, Need)> {
         let values = values.strip_suffix(')')?;
         let values: Vec<String> = values.split(',').map(|v| v.trim().to_owned()).collect();
         let head = head.trim();
-        if let Some(key) = head.strip_suffix(" notin") {
-            (key, Need::NotIn(values))
-        } else {
-            (head.strip_suffix(" in")?, Need::In(values))
-        }
+        if let Some(key) = head.strip_suffix(" notin") { (key, Need::NotIn(values)) } else { (head.strip_suffix(" in")?, Need::In(values)) }
     } else {
         (text, Need::Exists)
     };

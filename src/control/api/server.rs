@@ -26,7 +26,11 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 type Body = UnsyncBoxBody<Bytes, Infallible>;
 
 /// Builds the TLS settings: our certificate, and the CA whose client certificates count.
-pub fn tls(chain: Vec<CertificateDer<'static>>, key: PrivateKeyDer<'static>, client_ca: CertificateDer<'static>) -> Result<rustls::ServerConfig, Box<dyn std::error::Error + Send + Sync>> {
+pub fn tls(
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
+    client_ca: CertificateDer<'static>,
+) -> Result<rustls::ServerConfig, Box<dyn std::error::Error + Send + Sync>> {
     let mut roots = rustls::RootCertStore::empty();
     roots.add(client_ca)?;
     let verifier = WebPkiClientVerifier::builder(Arc::new(roots)).allow_unauthenticated().build()?;

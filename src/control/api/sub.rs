@@ -58,7 +58,15 @@ impl Api {
     }
 
     /// PUT or PATCH of a Scale: only the replicas change.
-    pub(super) async fn set_scale(&self, resource: &'static Resource, namespace: &str, name: &str, body: &Value, format: Option<patch::Format>, options: &Options) -> Result<Written, ApiError> {
+    pub(super) async fn set_scale(
+        &self,
+        resource: &'static Resource,
+        namespace: &str,
+        name: &str,
+        body: &Value,
+        format: Option<patch::Format>,
+        options: &Options,
+    ) -> Result<Written, ApiError> {
         let written = self
             .change(resource, Some(namespace), name, None, options, vec![], |old| {
                 let scale = match format {
@@ -106,10 +114,14 @@ impl Api {
                 let name = text(bound, &["name"]).unwrap_or_default();
                 let (_, pod) = self.fetch(pods, Some(namespace), name)?;
                 if text(&pod, &["spec", "serviceAccountName"]) != Some(account) {
-                    return Err(ApiError::bad_request(format!("cannot bind token for serviceaccount {account:?} to pod running with different serviceaccount name.")));
+                    return Err(ApiError::bad_request(format!(
+                        "cannot bind token for serviceaccount {account:?} to pod running with different serviceaccount name."
+                    )));
                 }
                 if let Some(uid) = text(bound, &["uid"]).filter(|uid| *uid != object::uid(&pod)) {
-                    let why = format!("the UID in the bound object reference ({uid}) does not match the UID in record. The object might have been deleted and then recreated");
+                    let why = format!(
+                        "the UID in the bound object reference ({uid}) does not match the UID in record. The object might have been deleted and then recreated"
+                    );
                     return Err(ApiError::conflict("", "Pod", name, &why));
                 }
                 Some((name.to_owned(), object::uid(&pod).to_owned()))
@@ -170,7 +182,14 @@ fn access(user: &User, spec: &Value) -> bool {
         return text(spec, &["nonResourceAttributes", "verb"]) == Some("get") && auth::may_get(user, path);
     }
     let get = |key: &str| text(spec, &["resourceAttributes", key]).unwrap_or_default();
-    let ask = auth::Ask { verb: get("verb"), group: get("group"), resource: get("resource"), sub: get("subresource"), namespace: get("namespace"), name: get("name") };
+    let ask = auth::Ask {
+        verb: get("verb"),
+        group: get("group"),
+        resource: get("resource"),
+        sub: get("subresource"),
+        namespace: get("namespace"),
+        name: get("name"),
+    };
     auth::may(user, &ask)
 }
 

@@ -12,23 +12,56 @@ const AGE: Column = ("Age", "string", 0);
 fn columns(kind: &str) -> &'static [Column] {
     match kind {
         "Pod" => &[
-            NAME, ("Ready", "string", 0), ("Status", "string", 0), ("Restarts", "string", 0), AGE, ("IP", "string", 1),
-            ("Node", "string", 1), ("Nominated Node", "string", 1), ("Readiness Gates", "string", 1),
+            NAME,
+            ("Ready", "string", 0),
+            ("Status", "string", 0),
+            ("Restarts", "string", 0),
+            AGE,
+            ("IP", "string", 1),
+            ("Node", "string", 1),
+            ("Nominated Node", "string", 1),
+            ("Readiness Gates", "string", 1),
         ],
         "Node" => &[
-            NAME, ("Status", "string", 0), ("Roles", "string", 0), AGE, ("Version", "string", 0), ("Internal-IP", "string", 1),
-            ("External-IP", "string", 1), ("OS-Image", "string", 1), ("Kernel-Version", "string", 1), ("Container-Runtime", "string", 1),
+            NAME,
+            ("Status", "string", 0),
+            ("Roles", "string", 0),
+            AGE,
+            ("Version", "string", 0),
+            ("Internal-IP", "string", 1),
+            ("External-IP", "string", 1),
+            ("OS-Image", "string", 1),
+            ("Kernel-Version", "string", 1),
+            ("Container-Runtime", "string", 1),
         ],
         "Deployment" => &[
-            NAME, ("Ready", "string", 0), ("Up-to-date", "string", 0), ("Available", "string", 0), AGE,
-            ("Containers", "string", 1), ("Images", "string", 1), ("Selector", "string", 1),
+            NAME,
+            ("Ready", "string", 0),
+            ("Up-to-date", "string", 0),
+            ("Available", "string", 0),
+            AGE,
+            ("Containers", "string", 1),
+            ("Images", "string", 1),
+            ("Selector", "string", 1),
         ],
         "ReplicaSet" => &[
-            NAME, ("Desired", "integer", 0), ("Current", "integer", 0), ("Ready", "integer", 0), AGE,
-            ("Containers", "string", 1), ("Images", "string", 1), ("Selector", "string", 1),
+            NAME,
+            ("Desired", "integer", 0),
+            ("Current", "integer", 0),
+            ("Ready", "integer", 0),
+            AGE,
+            ("Containers", "string", 1),
+            ("Images", "string", 1),
+            ("Selector", "string", 1),
         ],
         "Service" => &[
-            NAME, ("Type", "string", 0), ("Cluster-IP", "string", 0), ("External-IP", "string", 0), ("Port(s)", "string", 0), AGE, ("Selector", "string", 1),
+            NAME,
+            ("Type", "string", 0),
+            ("Cluster-IP", "string", 0),
+            ("External-IP", "string", 0),
+            ("Port(s)", "string", 0),
+            AGE,
+            ("Selector", "string", 1),
         ],
         "Namespace" => &[NAME, ("Status", "string", 0), AGE],
         "ConfigMap" => &[NAME, ("Data", "string", 0), AGE],
@@ -38,8 +71,16 @@ fn columns(kind: &str) -> &'static [Column] {
         "Endpoints" => &[NAME, ("Endpoints", "string", 0), AGE],
         "EndpointSlice" => &[NAME, ("AddressType", "string", 0), ("Ports", "string", 0), ("Endpoints", "string", 0), AGE],
         "Event" => &[
-            ("Last Seen", "string", 0), ("Type", "string", 0), ("Reason", "string", 0), ("Object", "string", 0), ("Subobject", "string", 1),
-            ("Source", "string", 1), ("Message", "string", 0), ("First Seen", "string", 1), ("Count", "string", 1), ("Name", "string", 1),
+            ("Last Seen", "string", 0),
+            ("Type", "string", 0),
+            ("Reason", "string", 0),
+            ("Object", "string", 0),
+            ("Subobject", "string", 1),
+            ("Source", "string", 1),
+            ("Message", "string", 0),
+            ("First Seen", "string", 1),
+            ("Count", "string", 1),
+            ("Name", "string", 1),
         ],
         _ => &[NAME, ("Created At", "date", 0)],
     }
@@ -89,15 +130,27 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
             let ready = format!("{}/{}", count(&["status", "readyReplicas"]), count(&["spec", "replicas"]));
             let (containers, images, selector) = workload(object);
             vec![
-                name.into(), ready.into(), count(&["status", "updatedReplicas"]).into(), count(&["status", "availableReplicas"]).into(),
-                age.into(), containers, images, selector,
+                name.into(),
+                ready.into(),
+                count(&["status", "updatedReplicas"]).into(),
+                count(&["status", "availableReplicas"]).into(),
+                age.into(),
+                containers,
+                images,
+                selector,
             ]
         }
         "ReplicaSet" => {
             let (containers, images, selector) = workload(object);
             vec![
-                name.into(), count(&["spec", "replicas"]).into(), count(&["status", "replicas"]).into(),
-                count(&["status", "readyReplicas"]).into(), age.into(), containers, images, selector,
+                name.into(),
+                count(&["spec", "replicas"]).into(),
+                count(&["status", "replicas"]).into(),
+                count(&["status", "readyReplicas"]).into(),
+                age.into(),
+                containers,
+                images,
+                selector,
             ]
         }
         "Service" => {
@@ -112,7 +165,12 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
                 .collect();
             let ports = if ports.is_empty() { "<none>".into() } else { ports.join(",") };
             vec![
-                name.into(), kind.into(), or(text(object, &["spec", "clusterIP"]), "<none>"), external.into(), ports.into(), age.into(),
+                name.into(),
+                kind.into(),
+                or(text(object, &["spec", "clusterIP"]), "<none>"),
+                external.into(),
+                ports.into(),
+                age.into(),
                 pairs(at(object, &["spec", "selector"])).into(),
             ]
         }
@@ -128,13 +186,16 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
         "ServiceAccount" => vec![name.into(), age.into()],
         "Lease" => vec![name.into(), or(text(object, &["spec", "holderIdentity"]), ""), age.into()],
         "Endpoints" => {
-            let all: Vec<String> = list(object, &["subsets"]).iter().flat_map(|s| {
-                let ports: Vec<i64> = list(s, &["ports"]).iter().filter_map(|p| p["port"].as_i64()).collect();
-                list(s, &["addresses"]).iter().flat_map(move |a| {
-                    let ip = a["ip"].as_str().unwrap_or_default().to_owned();
-                    ports.clone().into_iter().map(move |p| format!("{ip}:{p}"))
+            let all: Vec<String> = list(object, &["subsets"])
+                .iter()
+                .flat_map(|s| {
+                    let ports: Vec<i64> = list(s, &["ports"]).iter().filter_map(|p| p["port"].as_i64()).collect();
+                    list(s, &["addresses"]).iter().flat_map(move |a| {
+                        let ip = a["ip"].as_str().unwrap_or_default().to_owned();
+                        ports.clone().into_iter().map(move |p| format!("{ip}:{p}"))
+                    })
                 })
-            }).collect();
+                .collect();
             vec![name.into(), shorten(&all).into(), age.into()]
         }
         "EndpointSlice" => {
@@ -156,7 +217,8 @@ fn shorten(items: &[String]) -> String {
 }
 
 fn pairs(map: Option<&Value>) -> String {
-    let pairs: Vec<String> = map.and_then(Value::as_object).into_iter().flatten().map(|(k, v)| format!("{k}={}", v.as_str().unwrap_or_default())).collect();
+    let pairs: Vec<String> =
+        map.and_then(Value::as_object).into_iter().flatten().map(|(k, v)| format!("{k}={}", v.as_str().unwrap_or_default())).collect();
     if pairs.is_empty() { "<none>".into() } else { pairs.join(",") }
 }
 
@@ -180,10 +242,16 @@ fn event(object: &Value, now: jiff::Timestamp) -> Vec<Value> {
         None => source.to_owned(),
     };
     vec![
-        age_of(last, now).into(), object["type"].clone(), object["reason"].clone(), involved.into(),
-        text(object, &["involvedObject", "fieldPath"]).unwrap_or_default().into(), source.into(),
-        text(object, &["message"]).unwrap_or_default().trim().into(), age_of(first, now).into(),
-        at(object, &["count"]).cloned().unwrap_or(json!(1)), super::object::name(object).into(),
+        age_of(last, now).into(),
+        object["type"].clone(),
+        object["reason"].clone(),
+        involved.into(),
+        text(object, &["involvedObject", "fieldPath"]).unwrap_or_default().into(),
+        source.into(),
+        text(object, &["message"]).unwrap_or_default().trim().into(),
+        age_of(first, now).into(),
+        at(object, &["count"]).cloned().unwrap_or(json!(1)),
+        super::object::name(object).into(),
     ]
 }
 
@@ -206,15 +274,23 @@ fn node(object: &Value, age: &str) -> Vec<Value> {
     };
     let info = |key: &str| text(object, &["status", "nodeInfo", key]).unwrap_or("<unknown>");
     vec![
-        super::object::name(object).into(), status.into(), roles.into(), age.into(), info("kubeletVersion").into(),
-        address("InternalIP").into(), address("ExternalIP").into(), info("osImage").into(),
-        format!("{} ({})", info("kernelVersion"), info("architecture")).into(), info("containerRuntimeVersion").into(),
+        super::object::name(object).into(),
+        status.into(),
+        roles.into(),
+        age.into(),
+        info("kubeletVersion").into(),
+        address("InternalIP").into(),
+        address("ExternalIP").into(),
+        info("osImage").into(),
+        format!("{} ({})", info("kernelVersion"), info("architecture")).into(),
+        info("containerRuntimeVersion").into(),
     ]
 }
 
 fn pod(object: &Value, age: &str, now: jiff::Timestamp) -> Vec<Value> {
     let spec = &object["spec"];
-    let sidecars: Vec<&str> = list(spec, &["initContainers"]).iter().filter(|c| c["restartPolicy"] == "Always").filter_map(|c| c["name"].as_str()).collect();
+    let sidecars: Vec<&str> =
+        list(spec, &["initContainers"]).iter().filter(|c| c["restartPolicy"] == "Always").filter_map(|c| c["name"].as_str()).collect();
     let statuses = list(object, &["status", "containerStatuses"]);
     let init = list(object, &["status", "initContainerStatuses"]);
     let is_sidecar = |s: &&Value| s["name"].as_str().is_some_and(|n| sidecars.contains(&n));
@@ -229,8 +305,14 @@ fn pod(object: &Value, age: &str, now: jiff::Timestamp) -> Vec<Value> {
     };
     let or_none = |path: &[&str]| text(object, path).filter(|t| !t.is_empty()).unwrap_or("<none>");
     vec![
-        super::object::name(object).into(), format!("{ready}/{total}").into(), pod_status(object, &sidecars).into(), restarts.into(), age.into(),
-        or_none(&["status", "podIP"]).into(), or_none(&["spec", "nodeName"]).into(), or_none(&["status", "nominatedNodeName"]).into(),
+        super::object::name(object).into(),
+        format!("{ready}/{total}").into(),
+        pod_status(object, &sidecars).into(),
+        restarts.into(),
+        age.into(),
+        or_none(&["status", "podIP"]).into(),
+        or_none(&["spec", "nodeName"]).into(),
+        or_none(&["status", "nominatedNodeName"]).into(),
         "<none>".into(),
     ]
 }
@@ -243,7 +325,8 @@ fn pod_status(object: &Value, sidecars: &[&str]) -> String {
     if condition("PodScheduled").is_some_and(|c| c["reason"] == "SchedulingGated") {
         shown = "SchedulingGated".into();
     }
-    let exit = |terminated: &Value| match (terminated["reason"].as_str().filter(|r| !r.is_empty()), terminated["signal"].as_i64().filter(|s| *s > 0)) {
+    let exit = |terminated: &Value| match (terminated["reason"].as_str().filter(|r| !r.is_empty()), terminated["signal"].as_i64().filter(|s| *s > 0))
+    {
         (Some(reason), _) => reason.to_owned(),
         (None, Some(signal)) => format!("Signal:{signal}"),
         (None, None) => format!("ExitCode:{}", terminated["exitCode"]),
@@ -299,9 +382,9 @@ pub fn age_of(time: Option<&str>, now: jiff::Timestamp) -> String {
     let (m, h, d) = (s / 60, s / 3600, s / 86_400);
     let two = |a: i64, unit_a: &str, b: i64, unit_b: &str| if b == 0 { format!("{a}{unit_a}") } else { format!("{a}{unit_a}{b}{unit_b}") };
     match s {
-        ..-1 => "<invalid>".into(),
-        ..0 => "0s".into(),
-        ..120 => format!("{s}s"),
+        ..=-2 => "<invalid>".into(),
+        -1 => "0s".into(),
+        0..120 => format!("{s}s"),
         ..600 => two(m, "m", s % 60, "s"),
         ..10_800 => format!("{m}m"),
         ..28_800 => two(h, "h", m % 60, "m"),
@@ -321,7 +404,18 @@ mod tests {
     fn ages_read_as_kubectl_writes_them() {
         let now: jiff::Timestamp = "2026-11-20T12:00:00Z".parse().expect("a time");
         let ago = |s: i64| age_of(Some(&(now - jiff::SignedDuration::from_secs(s)).to_string()), now);
-        let cases = [(0, "0s"), (119, "119s"), (125, "2m5s"), (600, "10m"), (10_799, "179m"), (10_800, "3h"), (12_000, "3h20m"), (86_400, "24h"), (180_000, "2d2h"), (864_000, "10d")];
+        let cases = [
+            (0, "0s"),
+            (119, "119s"),
+            (125, "2m5s"),
+            (600, "10m"),
+            (10_799, "179m"),
+            (10_800, "3h"),
+            (12_000, "3h20m"),
+            (86_400, "24h"),
+            (180_000, "2d2h"),
+            (864_000, "10d"),
+        ];
         for (seconds, text) in cases {
             assert_eq!(ago(seconds), text);
         }
@@ -332,10 +426,19 @@ mod tests {
     fn pod_status_words() {
         let cases = [
             (json!({"status": {"phase": "Pending"}}), "Pending"),
-            (json!({"status": {"phase": "Running", "containerStatuses": [{"state": {"waiting": {"reason": "CrashLoopBackOff"}}}]}}), "CrashLoopBackOff"),
-            (json!({"spec": {"initContainers": [{"name": "i"}]}, "status": {"phase": "Pending", "initContainerStatuses": [{"name": "i", "state": {"running": {}}}]}}), "Init:0/1"),
+            (
+                json!({"status": {"phase": "Running", "containerStatuses": [{"state": {"waiting": {"reason": "CrashLoopBackOff"}}}]}}),
+                "CrashLoopBackOff",
+            ),
+            (
+                json!({"spec": {"initContainers": [{"name": "i"}]}, "status": {"phase": "Pending", "initContainerStatuses": [{"name": "i", "state": {"running": {}}}]}}),
+                "Init:0/1",
+            ),
             (json!({"metadata": {"deletionTimestamp": "x"}, "status": {"phase": "Running"}}), "Terminating"),
-            (json!({"status": {"phase": "Succeeded", "containerStatuses": [{"state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}]}}), "Completed"),
+            (
+                json!({"status": {"phase": "Succeeded", "containerStatuses": [{"state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}]}}),
+                "Completed",
+            ),
             (json!({"status": {"phase": "Failed", "reason": "Evicted"}}), "Evicted"),
         ];
         for (pod, expected) in cases {

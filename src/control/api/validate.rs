@@ -64,7 +64,12 @@ pub fn object(resource: &Resource, object: &Value) -> Errors {
         "ConfigMap" | "Secret" => {
             for field in ["data", "binaryData"] {
                 for key in at(object, &[field]).and_then(Value::as_object).into_iter().flat_map(|m| m.keys()) {
-                    if key.is_empty() || key.len() > 253 || !key.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c)) || key == "." || key == ".." {
+                    if key.is_empty()
+                        || key.len() > 253
+                        || !key.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+                        || key == "."
+                        || key == ".."
+                    {
                         errors.push(FieldError::invalid(format!("{field}[{key}]"), &key.as_str().into(), KEY));
                     }
                 }
@@ -110,7 +115,11 @@ fn metadata(resource: &Resource, object: &Value, errors: &mut Errors) {
     let annotations = at(object, &["metadata", "annotations"]).and_then(Value::as_object);
     let size: usize = annotations.into_iter().flatten().map(|(k, v)| k.len() + v.as_str().map_or(0, str::len)).sum();
     if size > 256 << 10 {
-        errors.push(FieldError { reason: "FieldValueTooLong", field: "metadata.annotations".into(), detail: "Too long: may not be more than 262144 bytes".into() });
+        errors.push(FieldError {
+            reason: "FieldValueTooLong",
+            field: "metadata.annotations".into(),
+            detail: "Too long: may not be more than 262144 bytes".into(),
+        });
     }
     let owners = list(object, &["metadata", "ownerReferences"]);
     for (i, owner) in owners.iter().enumerate() {
@@ -121,7 +130,11 @@ fn metadata(resource: &Resource, object: &Value, errors: &mut Errors) {
         }
     }
     if owners.iter().filter(|o| o["controller"] == true).count() > 1 {
-        errors.push(FieldError::invalid("metadata.ownerReferences", &Value::from(owners.to_vec()), "Only one reference can have Controller set to true"));
+        errors.push(FieldError::invalid(
+            "metadata.ownerReferences",
+            &Value::from(owners.to_vec()),
+            "Only one reference can have Controller set to true",
+        ));
     }
 }
 
@@ -144,7 +157,9 @@ fn workload(resource: &Resource, object: &Value, errors: &mut Errors) {
     if resource.kind == "Deployment" {
         let strategy = &object["spec"]["strategy"];
         match text(strategy, &["type"]) {
-            Some("Recreate") if at(strategy, &["rollingUpdate"]).is_some() => errors.push(FieldError::forbidden("spec.strategy.rollingUpdate", "may not be specified when strategy `type` is 'Recreate'")),
+            Some("Recreate") if at(strategy, &["rollingUpdate"]).is_some() => {
+                errors.push(FieldError::forbidden("spec.strategy.rollingUpdate", "may not be specified when strategy `type` is 'Recreate'"))
+            }
             Some("Recreate" | "RollingUpdate") | None => {}
             Some(other) => errors.push(FieldError::unsupported("spec.strategy.type", other, &["Recreate", "RollingUpdate"])),
         }
@@ -210,7 +225,9 @@ fn pod_spec(spec: &Value, path: &str, restart: Option<&[&str]>, errors: &mut Err
             errors.push(FieldError::required(format!("{path}.dnsConfig"), "must provide `dnsConfig` when `dnsPolicy` is None"));
         }
         Some("ClusterFirst" | "ClusterFirstWithHostNet" | "Default" | "None") | None => {}
-        Some(other) => errors.push(FieldError::unsupported(format!("{path}.dnsPolicy"), other, &["ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"])),
+        Some(other) => {
+            errors.push(FieldError::unsupported(format!("{path}.dnsPolicy"), other, &["ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"]))
+        }
     }
     if let Some(deadline) = at(spec, &["activeDeadlineSeconds"])
         && !deadline.as_i64().is_some_and(|d| (1..=i64::from(i32::MAX)).contains(&d))
@@ -227,7 +244,8 @@ fn pod_spec(spec: &Value, path: &str, restart: Option<&[&str]>, errors: &mut Err
         if !volumes.insert(name) {
             errors.push(FieldError::duplicate(format!("{here}.name"), name));
         }
-        let sources: Vec<&String> = volume.as_object().into_iter().flat_map(|m| m.iter()).filter(|(k, v)| *k != "name" && !v.is_null()).map(|(k, _)| k).collect();
+        let sources: Vec<&String> =
+            volume.as_object().into_iter().flat_map(|m| m.iter()).filter(|(k, v)| *k != "name" && !v.is_null()).map(|(k, _)| k).collect();
         if sources.len() > 1 {
             errors.push(FieldError::forbidden(format!("{here}.{}", sources[1]), "may not specify more than 1 volume type"));
         }
@@ -246,7 +264,11 @@ fn pod_spec(spec: &Value, path: &str, restart: Option<&[&str]>, errors: &mut Err
     for (i, toleration) in list(spec, &["tolerations"]).iter().enumerate() {
         let operator = text(toleration, &["operator"]).unwrap_or("Equal");
         if text(toleration, &["key"]).is_none_or(str::is_empty) && operator != "Exists" {
-            errors.push(FieldError::invalid(format!("{path}.tolerations[{i}].operator"), &operator.into(), "operator must be Exists when `key` is empty, which means \"match all values and all keys\""));
+            errors.push(FieldError::invalid(
+                format!("{path}.tolerations[{i}].operator"),
+                &operator.into(),
+                "operator must be Exists when `key` is empty, which means \"match all values and all keys\"",
+            ));
         }
     }
 }
@@ -292,7 +314,9 @@ fn container(container: &Value, path: &str, volumes: &HashSet<&str>, errors: &mu
         let here = format!("{path}.ports[{i}]");
         match port["containerPort"].as_i64() {
             None | Some(0) => errors.push(FieldError::required(format!("{here}.containerPort"), "")),
-            Some(p) if !(1..=65535).contains(&p) => errors.push(FieldError::invalid(format!("{here}.containerPort"), &p.into(), "must be between 1 and 65535, inclusive")),
+            Some(p) if !(1..=65535).contains(&p) => {
+                errors.push(FieldError::invalid(format!("{here}.containerPort"), &p.into(), "must be between 1 and 65535, inclusive"))
+            }
             _ => {}
         }
         if let Some(protocol) = text(port, &["protocol"])
@@ -306,7 +330,11 @@ fn container(container: &Value, path: &str, volumes: &HashSet<&str>, errors: &mu
         if name.is_empty() {
             errors.push(FieldError::required(format!("{path}.env[{i}].name"), ""));
         } else if !name.chars().all(|c| (' '..='~').contains(&c) && c != '=') {
-            errors.push(FieldError::invalid(format!("{path}.env[{i}].name"), &name.into(), "a valid environment variable name must consist only of printable ASCII characters other than '='"));
+            errors.push(FieldError::invalid(
+                format!("{path}.env[{i}].name"),
+                &name.into(),
+                "a valid environment variable name must consist only of printable ASCII characters other than '='",
+            ));
         }
     }
     resources(container, path, errors);
@@ -319,7 +347,11 @@ fn container(container: &Value, path: &str, volumes: &HashSet<&str>, errors: &mu
     }
     let security = &container["securityContext"];
     if security["privileged"] == true && security["allowPrivilegeEscalation"] == false {
-        errors.push(FieldError::invalid(format!("{path}.securityContext"), &"".into(), "cannot set `allowPrivilegeEscalation` to false and `privileged` to true"));
+        errors.push(FieldError::invalid(
+            format!("{path}.securityContext"),
+            &"".into(),
+            "cannot set `allowPrivilegeEscalation` to false and `privileged` to true",
+        ));
     }
 }
 
@@ -340,7 +372,11 @@ fn resources(container: &Value, path: &str, errors: &mut Errors) {
                     if let Some((limit, text)) = limits.get(name)
                         && quantity > *limit
                     {
-                        errors.push(FieldError::invalid(format!("{path}.resources.requests"), value, &format!("must be less than or equal to {name} limit of {text}")));
+                        errors.push(FieldError::invalid(
+                            format!("{path}.resources.requests"),
+                            value,
+                            &format!("must be less than or equal to {name} limit of {text}"),
+                        ));
                     }
                 }
             }

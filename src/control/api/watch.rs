@@ -47,8 +47,12 @@ impl Api {
         let matching = query.get("resourceVersionMatch");
         match (initial, matching) {
             (Some(_), Some("NotOlderThan")) => {}
-            (Some(_), _) => return Err(list_options("resourceVersionMatch", "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan")),
-            (None, Some(_)) => return Err(list_options("resourceVersionMatch", "resourceVersionMatch is forbidden for watch unless sendInitialEvents is provided")),
+            (Some(_), _) => {
+                return Err(list_options("resourceVersionMatch", "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan"));
+            }
+            (None, Some(_)) => {
+                return Err(list_options("resourceVersionMatch", "resourceVersionMatch is forbidden for watch unless sendInitialEvents is provided"));
+            }
             (None, None) => {}
         }
         let state_first = initial.unwrap_or(matches!(asked, None | Some(0)));

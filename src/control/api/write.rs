@@ -132,7 +132,13 @@ pub(super) fn fit_to_path(resource: &Resource, namespace: Option<&str>, body: &m
 
 impl Api {
     /// POST to a collection.
-    pub(super) async fn create(&self, resource: &'static Resource, namespace: Option<&str>, mut body: Value, options: &Options) -> Result<Written, ApiError> {
+    pub(super) async fn create(
+        &self,
+        resource: &'static Resource,
+        namespace: Option<&str>,
+        mut body: Value,
+        options: &Options,
+    ) -> Result<Written, ApiError> {
         if resource.namespaced && namespace.is_none() {
             return Err(ApiError::method_not_allowed());
         }
@@ -227,7 +233,15 @@ impl Api {
     }
 
     /// PUT of an object or subresource.
-    pub(super) async fn update(&self, resource: &'static Resource, namespace: Option<&str>, name: &str, sub: Option<Sub>, mut body: Value, options: &Options) -> Result<Written, ApiError> {
+    pub(super) async fn update(
+        &self,
+        resource: &'static Resource,
+        namespace: Option<&str>,
+        name: &str,
+        sub: Option<Sub>,
+        mut body: Value,
+        options: &Options,
+    ) -> Result<Written, ApiError> {
         fit_to_path(resource, namespace, &mut body)?;
         let warnings = check_fields(resource, &mut body, options.strict)?;
         let own = object::name(&body);
@@ -246,21 +260,41 @@ impl Api {
     }
 
     /// PATCH of an object or subresource.
-    pub(super) async fn patch(&self, resource: &'static Resource, namespace: Option<&str>, name: &str, sub: Option<Sub>, format: patch::Format, patch: &Value, options: &Options) -> Result<Written, ApiError> {
+    pub(super) async fn patch(
+        &self,
+        resource: &'static Resource,
+        namespace: Option<&str>,
+        name: &str,
+        sub: Option<Sub>,
+        format: patch::Format,
+        patch: &Value,
+        options: &Options,
+    ) -> Result<Written, ApiError> {
         let wanted_uid = text(patch, &["metadata", "uid"]).map(str::to_owned);
         let wanted_version = text(patch, &["metadata", "resourceVersion"]).map(str::to_owned);
         self.change(resource, namespace, name, sub, options, vec![], |old| {
             if let Some(uid) = wanted_uid.as_deref().filter(|uid| *uid != object::uid(old)) {
-                return Err(ApiError::conflict(resource.group, resource.plural, name, &format!("Precondition failed: UID in precondition: {uid}, UID in object meta: {}", object::uid(old))));
+                return Err(ApiError::conflict(
+                    resource.group,
+                    resource.plural,
+                    name,
+                    &format!("Precondition failed: UID in precondition: {uid}, UID in object meta: {}", object::uid(old)),
+                ));
             }
             let mut new = patch::apply(format, old, patch)?;
             if wanted_version.is_none() {
                 meta(&mut new).remove("resourceVersion");
             }
             fit_to_path(resource, namespace, &mut new)?;
-            let unknown = check_fields(resource, &mut new, if options.strict == Strictness::Strict { Strictness::Strict } else { Strictness::Ignore });
+            let unknown =
+                check_fields(resource, &mut new, if options.strict == Strictness::Strict { Strictness::Strict } else { Strictness::Ignore });
             unknown.map_err(|error| match error.message.split_once("strict decoding error: ") {
-                Some((_, what)) => ApiError::invalid(resource.kind, resource.group, name, &[FieldError::invalid("patch", patch, &format!("strict decoding error: {what}"))]),
+                Some((_, what)) => ApiError::invalid(
+                    resource.kind,
+                    resource.group,
+                    name,
+                    &[FieldError::invalid("patch", patch, &format!("strict decoding error: {what}"))],
+                ),
                 None => ApiError::invalid(resource.kind, resource.group, name, &[FieldError::invalid("patch", patch, &error.message)]),
             })?;
             Ok(new)
@@ -290,7 +324,12 @@ impl Api {
             }
             let uid = object::uid(&new);
             if !uid.is_empty() && uid != object::uid(&old) {
-                return Err(ApiError::conflict(resource.group, resource.plural, name, &format!("Precondition failed: UID in precondition: {uid}, UID in object meta: {}", object::uid(&old))));
+                return Err(ApiError::conflict(
+                    resource.group,
+                    resource.plural,
+                    name,
+                    &format!("Precondition failed: UID in precondition: {uid}, UID in object meta: {}", object::uid(&old)),
+                ));
             }
             merge_unchangeable(resource, sub, &old, &mut new);
             if sub.is_none() {
@@ -322,7 +361,14 @@ impl Api {
     }
 
     /// DELETE of one object.
-    pub(super) async fn delete(&self, resource: &'static Resource, namespace: Option<&str>, name: &str, query: &Query, body: &Value) -> Result<Written, ApiError> {
+    pub(super) async fn delete(
+        &self,
+        resource: &'static Resource,
+        namespace: Option<&str>,
+        name: &str,
+        query: &Query,
+        body: &Value,
+    ) -> Result<Written, ApiError> {
         let options = delete_options(query, body)?;
         if resource.kind == "Namespace" && ["default", "kube-system", "kube-public", "kube-node-lease"].contains(&name) {
             return Err(ApiError::forbidden(format!("namespaces {name:?} is forbidden: this namespace may not be deleted")));
@@ -353,7 +399,13 @@ impl Api {
     }
 
     /// DELETE of a collection: every matching object, with the same options.
-    pub(super) async fn delete_collection(&self, resource: &'static Resource, namespace: Option<&str>, query: &Query, body: &Value) -> Result<Written, ApiError> {
+    pub(super) async fn delete_collection(
+        &self,
+        resource: &'static Resource,
+        namespace: Option<&str>,
+        query: &Query,
+        body: &Value,
+    ) -> Result<Written, ApiError> {
         if resource.kind == "Namespace" {
             return Err(ApiError::method_not_allowed());
         }
@@ -414,7 +466,17 @@ fn merge_unchangeable(resource: &Resource, sub: Option<Sub>, old: &Value, new: &
             }
         }
     }
-    for key in ["uid", "creationTimestamp", "generation", "deletionTimestamp", "deletionGracePeriodSeconds", "resourceVersion", "namespace", "name", "generateName"] {
+    for key in [
+        "uid",
+        "creationTimestamp",
+        "generation",
+        "deletionTimestamp",
+        "deletionGracePeriodSeconds",
+        "resourceVersion",
+        "namespace",
+        "name",
+        "generateName",
+    ] {
         match old["metadata"].get(key) {
             Some(value) => meta(new).insert(key.into(), value.clone()),
             None => meta(new).remove(key),
@@ -436,7 +498,8 @@ fn bump_generation(object: &mut Value) {
 
 /// Whether nothing holds a deleted object any longer.
 fn is_finished(resource: &Resource, object: &Value) -> bool {
-    let held = !list(object, &["metadata", "finalizers"]).is_empty() || !list(object, &["spec", "finalizers"]).is_empty() && resource.kind == "Namespace";
+    let held =
+        !list(object, &["metadata", "finalizers"]).is_empty() || !list(object, &["spec", "finalizers"]).is_empty() && resource.kind == "Namespace";
     let graceful = object["metadata"]["deletionGracePeriodSeconds"].as_i64().is_some_and(|g| g > 0);
     deleting(object) && !held && !graceful
 }
@@ -468,7 +531,9 @@ fn delete_options(query: &Query, body: &Value) -> Result<DeleteOptions, ApiError
 fn preconditions(resource: &Resource, old: &Value, body: &Value) -> Result<(), ApiError> {
     let name = object::name(old);
     let refuse = |what: &str, wanted: &str, is: &str| {
-        let why = format!("the {what} in the precondition ({wanted}) does not match the {what} in record ({is}). The object might have been deleted and then recreated");
+        let why = format!(
+            "the {what} in the precondition ({wanted}) does not match the {what} in record ({is}). The object might have been deleted and then recreated"
+        );
         Err(ApiError::conflict("", resource.kind, name, &why))
     };
     if let Some(uid) = text(body, &["preconditions", "uid"]).filter(|uid| *uid != object::uid(old)) {

@@ -50,7 +50,8 @@ async fn reconcile(client: &Client, caches: &Caches, deployment: &Deployment, pe
     let Some(spec) = &deployment.spec else { return Ok(()) };
     let owned = own(client, caches, deployment, pending).await?;
     let template = rollout::bare_template(Some(&spec.template));
-    let mut matching: Vec<&Arc<ReplicaSet>> = owned.iter().filter(|s| rollout::bare_template(s.spec.as_ref().and_then(|s| s.template.as_ref())) == template).collect();
+    let mut matching: Vec<&Arc<ReplicaSet>> =
+        owned.iter().filter(|s| rollout::bare_template(s.spec.as_ref().and_then(|s| s.template.as_ref())) == template).collect();
     matching.sort_by_key(|s| s.metadata.creation_timestamp.as_ref().map(|t| t.0));
     let mut new = matching.first().map(|s| Arc::clone(s));
     let old: Vec<Arc<ReplicaSet>> = owned.iter().filter(|s| new.as_ref().is_none_or(|n| n.uid() != s.uid())).cloned().collect();
@@ -75,14 +76,24 @@ async fn reconcile(client: &Client, caches: &Caches, deployment: &Deployment, pe
     }
     let old_uids: Vec<String> = old.iter().filter_map(|s| s.uid()).collect();
     let running_old = caches.pods.list().iter().any(|p| {
-        controller_of(&**p).is_some_and(|o| old_uids.iter().any(|u| u == o)) && !matches!(p.status.as_ref().and_then(|s| s.phase.as_deref()), Some("Succeeded" | "Failed"))
+        controller_of(&**p).is_some_and(|o| old_uids.iter().any(|u| u == o))
+            && !matches!(p.status.as_ref().and_then(|s| s.phase.as_deref()), Some("Succeeded" | "Failed"))
     });
     for scale in rollout::step(deployment, new.as_deref(), &old, running_old) {
         let patch = json!({"spec": {"replicas": scale.to}, "metadata": {"annotations": {"deployment.kubernetes.io/desired-replicas": spec.replicas.unwrap_or(1).to_string()}}});
         let patched = sets.patch(&scale.name, &PatchParams::default(), &Patch::Merge(patch)).await?;
         pending.wrote(&uid, &patched);
         let direction = if scale.to > scale.from { "up" } else { "down" };
-        event(client, deployment, "Deployment", "apps/v1", COMPONENT, "ScalingReplicaSet", format!("Scaled {direction} replica set {} from {} to {}", scale.name, scale.from, scale.to)).await;
+        event(
+            client,
+            deployment,
+            "Deployment",
+            "apps/v1",
+            COMPONENT,
+            "ScalingReplicaSet",
+            format!("Scaled {direction} replica set {} from {} to {}", scale.name, scale.from, scale.to),
+        )
+        .await;
     }
     write_status(client, deployment, new.as_deref(), &old, &namespace, &name, pending).await?;
     clean_up(&sets, deployment, &old).await
@@ -128,7 +139,12 @@ fn owner(deployment: &Deployment) -> OwnerReference {
 
 /// Creates the set of the present template with no replicas yet. `None` if its name is taken by a set
 /// of another template: the collision is counted and another name is tried next time.
-async fn create(sets: &Api<ReplicaSet>, deployment: &Deployment, revision: i64, template: &serde_json::Value) -> Result<Option<ReplicaSet>, kube::Error> {
+async fn create(
+    sets: &Api<ReplicaSet>,
+    deployment: &Deployment,
+    revision: i64,
+    template: &serde_json::Value,
+) -> Result<Option<ReplicaSet>, kube::Error> {
     let Some(spec) = deployment.spec.clone() else { return Ok(None) };
     let collisions = deployment.status.as_ref().and_then(|s| s.collision_count).unwrap_or(0);
     let hash = rollout::template_hash(template, collisions);
@@ -169,7 +185,15 @@ async fn create(sets: &Api<ReplicaSet>, deployment: &Deployment, revision: i64, 
 }
 
 /// Writes status and revision together through `/status`, which leaves the generation alone.
-async fn write_status(client: &Client, deployment: &Deployment, new: Option<&ReplicaSet>, old: &[Arc<ReplicaSet>], namespace: &str, name: &str, pending: &Pending) -> Result<(), kube::Error> {
+async fn write_status(
+    client: &Client,
+    deployment: &Deployment,
+    new: Option<&ReplicaSet>,
+    old: &[Arc<ReplicaSet>],
+    namespace: &str,
+    name: &str,
+    pending: &Pending,
+) -> Result<(), kube::Error> {
     let status = rollout::status(deployment, new, old, &object::now());
     let revision = new.map(|s| rollout::revision(s).to_string());
     let current = deployment.status.as_ref().and_then(|s| serde_json::to_value(s).ok()).unwrap_or_default();
@@ -192,7 +216,11 @@ async fn clean_up(sets: &Api<ReplicaSet>, deployment: &Deployment, old: &[Arc<Re
     let limit = deployment.spec.as_ref().and_then(|s| s.revision_history_limit).unwrap_or(10);
     let mut empty: Vec<&Arc<ReplicaSet>> = old
         .iter()
-        .filter(|s| s.spec.as_ref().and_then(|s| s.replicas) == Some(0) && s.status.as_ref().is_none_or(|s| s.replicas == 0) && s.metadata.deletion_timestamp.is_none())
+        .filter(|s| {
+            s.spec.as_ref().and_then(|s| s.replicas) == Some(0)
+                && s.status.as_ref().is_none_or(|s| s.replicas == 0)
+                && s.metadata.deletion_timestamp.is_none()
+        })
         .collect();
     empty.sort_by_key(|s| rollout::revision(s));
     let surplus = empty.len().saturating_sub(usize::try_from(limit).unwrap_or(usize::MAX));

@@ -145,7 +145,9 @@ where
 async fn truly_gone(client: &Client, namespace: &str, meta: &ObjectMeta) -> bool {
     for owner in meta.owner_references.iter().flatten() {
         let found = match owner.kind.as_str() {
-            "Deployment" => Api::<Deployment>::namespaced(client.clone(), namespace).get_opt(&owner.name).await.map(|o| o.and_then(|o| o.metadata.uid)),
+            "Deployment" => {
+                Api::<Deployment>::namespaced(client.clone(), namespace).get_opt(&owner.name).await.map(|o| o.and_then(|o| o.metadata.uid))
+            }
             _ => Api::<ReplicaSet>::namespaced(client.clone(), namespace).get_opt(&owner.name).await.map(|o| o.and_then(|o| o.metadata.uid)),
         };
         match found {
@@ -165,7 +167,8 @@ where
 {
     let uid = meta.uid.as_deref().unwrap_or_default();
     let (all, blocking) = dependents(caches, uid);
-    let done: HashSet<&str> = [("orphan", all), ("foregroundDeletion", blocking)].into_iter().filter(|(f, n)| has_finalizer(meta, f) && *n == 0).map(|(f, _)| f).collect();
+    let done: HashSet<&str> =
+        [("orphan", all), ("foregroundDeletion", blocking)].into_iter().filter(|(f, n)| has_finalizer(meta, f) && *n == 0).map(|(f, _)| f).collect();
     if done.is_empty() {
         return;
     }

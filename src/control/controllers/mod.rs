@@ -55,8 +55,12 @@ impl Caches {
 
     async fn synced(&self) {
         tokio::join!(
-            self.pods.synced(), self.replica_sets.synced(), self.deployments.synced(),
-            self.namespaces.synced(), self.accounts.synced(), self.config_maps.synced()
+            self.pods.synced(),
+            self.replica_sets.synced(),
+            self.deployments.synced(),
+            self.namespaces.synced(),
+            self.accounts.synced(),
+            self.config_maps.synced()
         );
     }
 }

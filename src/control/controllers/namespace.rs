@@ -97,8 +97,11 @@ async fn empty(client: &Client, caches: &Caches, namespace: &Namespace) -> Resul
     let mut finished = namespace.clone();
     finished.spec = Some(k8s_openapi::api::core::v1::NamespaceSpec { finalizers: Some(vec![]) });
     finished.metadata.resource_version = None;
-    let body = serde_json::to_vec(&json!({"apiVersion": "v1", "kind": "Namespace", "metadata": finished.metadata, "spec": {"finalizers": []}})).map_err(kube::Error::SerdeError)?;
-    let request = kube::core::Request::new("/api/v1/namespaces").replace_subresource("finalize", &name, &PostParams::default(), body).map_err(kube::Error::BuildRequest)?;
+    let body = serde_json::to_vec(&json!({"apiVersion": "v1", "kind": "Namespace", "metadata": finished.metadata, "spec": {"finalizers": []}}))
+        .map_err(kube::Error::SerdeError)?;
+    let request = kube::core::Request::new("/api/v1/namespaces")
+        .replace_subresource("finalize", &name, &PostParams::default(), body)
+        .map_err(kube::Error::BuildRequest)?;
     match client.request::<Namespace>(request).await {
         Err(error) if !matches!(code(&error), Some(404 | 409)) => Err(error),
         _ => Ok(()),

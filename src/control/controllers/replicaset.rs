@@ -233,7 +233,8 @@ mod tests {
     }
 
     fn pod(name: &str, owner: Option<&str>, label: &str, ready: bool) -> Arc<Pod> {
-        let owners: Vec<_> = owner.iter().map(|o| json!({"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "s", "uid": o, "controller": true})).collect();
+        let owners: Vec<_> =
+            owner.iter().map(|o| json!({"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "s", "uid": o, "controller": true})).collect();
         let conditions = if ready { json!([{"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}]) } else { json!([]) };
         Arc::new(
             serde_json::from_value(json!({

@@ -84,7 +84,7 @@ pub fn template_hash(template: &Value, collisions: i32) -> String {
     let mut text = String::new();
     while text.len() < 9 {
         text.push(char::from(LETTERS[(hash % 27) as usize]));
-        hash = hash / 27 ^ hash.rotate_left(13);
+        hash = (hash / 27) ^ hash.rotate_left(13);
     }
     text
 }
@@ -169,7 +169,9 @@ pub fn status(deployment: &Deployment, new: Option<&ReplicaSet>, old: &[Arc<Repl
     let old_conditions = deployment.status.as_ref().and_then(|s| s.conditions.clone()).unwrap_or_default();
     let condition = |kind: &str, value: &str, reason: &str, message: String, progressed: bool| {
         let before = old_conditions.iter().find(|c| c.type_ == kind);
-        let time = |t: Option<&k8s_openapi::apimachinery::pkg::apis::meta::v1::Time>| t.map_or_else(|| now.to_owned(), |t| crate::control::api::object::stamp(t.0));
+        let time = |t: Option<&k8s_openapi::apimachinery::pkg::apis::meta::v1::Time>| {
+            t.map_or_else(|| now.to_owned(), |t| crate::control::api::object::stamp(t.0))
+        };
         let transition = before.filter(|c| c.status == value).map_or_else(|| now.to_owned(), |c| time(c.last_transition_time.as_ref()));
         let same = before.filter(|c| c.status == value && c.reason.as_deref() == Some(reason) && !progressed);
         let update = same.map_or_else(|| now.to_owned(), |c| time(c.last_update_time.as_ref()));
@@ -183,16 +185,22 @@ pub fn status(deployment: &Deployment, new: Option<&ReplicaSet>, old: &[Arc<Repl
     }];
     let complete = updated == wanted_replicas && total == wanted_replicas && avail == wanted_replicas;
     let before = deployment.status.clone().unwrap_or_default();
-    let progressed = before.updated_replicas.unwrap_or(0) != updated || before.available_replicas.unwrap_or(0) != avail || before.replicas.unwrap_or(0) != total;
+    let progressed =
+        before.updated_replicas.unwrap_or(0) != updated || before.available_replicas.unwrap_or(0) != avail || before.replicas.unwrap_or(0) != total;
     let progressing = old_conditions.iter().find(|c| c.type_ == "Progressing");
     let deadline = i64::from(spec.progress_deadline_seconds.unwrap_or(600));
-    let late = progressing.filter(|c| c.reason.as_deref() != Some("NewReplicaSetAvailable")).and_then(|c| c.last_update_time.as_ref()).is_some_and(|t| {
-        now.parse::<jiff::Timestamp>().is_ok_and(|now| now.as_second() - t.0.as_second() > deadline)
-    });
+    let late = progressing
+        .filter(|c| c.reason.as_deref() != Some("NewReplicaSetAvailable"))
+        .and_then(|c| c.last_update_time.as_ref())
+        .is_some_and(|t| now.parse::<jiff::Timestamp>().is_ok_and(|now| now.as_second() - t.0.as_second() > deadline));
     conditions.push(match new.map(|s| s.name_any()) {
         _ if spec.paused == Some(true) => condition("Progressing", "Unknown", "DeploymentPaused", "Deployment is paused".into(), false),
-        Some(name) if complete => condition("Progressing", "True", "NewReplicaSetAvailable", format!("ReplicaSet \"{name}\" has successfully progressed."), false),
-        Some(name) if late && !progressed => condition("Progressing", "False", "ProgressDeadlineExceeded", format!("ReplicaSet \"{name}\" has timed out progressing."), false),
+        Some(name) if complete => {
+            condition("Progressing", "True", "NewReplicaSetAvailable", format!("ReplicaSet \"{name}\" has successfully progressed."), false)
+        }
+        Some(name) if late && !progressed => {
+            condition("Progressing", "False", "ProgressDeadlineExceeded", format!("ReplicaSet \"{name}\" has timed out progressing."), false)
+        }
         Some(name) => condition("Progressing", "True", "ReplicaSetUpdated", format!("ReplicaSet \"{name}\" is progressing."), progressed),
         None => condition("Progressing", "True", "NewReplicaSetCreated", "Creating a new replica set".into(), false),
     });

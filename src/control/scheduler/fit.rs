@@ -35,7 +35,10 @@ pub fn choose(pod: &Pod, nodes: &[Arc<Node>], pods: &[Arc<Pod>], assumed: &HashM
         let mut texts: Vec<String> = reasons.into_iter().map(|(reason, count)| format!("{count} {reason}")).collect();
         texts.sort();
         let all = nodes.len();
-        format!("0/{all} nodes are available: {}. preemption: 0/{all} nodes are available: {all} Preemption is not helpful for scheduling.", texts.join(", "))
+        format!(
+            "0/{all} nodes are available: {}. preemption: 0/{all} nodes are available: {all} Preemption is not helpful for scheduling.",
+            texts.join(", ")
+        )
     })
 }
 
@@ -144,7 +147,12 @@ mod tests {
             (json!({"nodeSelector": {"disk": "ssd"}}), one.to_vec(), vec![], None),
             (json!({}), vec![taint.clone()], vec![], Some("untolerated taint")),
             (json!({"tolerations": [{"operator": "Exists"}]}), vec![taint], vec![], None),
-            (json!({}), vec![node("n", json!({"status": {"conditions": [{"type": "Ready", "status": "False"}]}}))], vec![], Some("untolerated taint")),
+            (
+                json!({}),
+                vec![node("n", json!({"status": {"conditions": [{"type": "Ready", "status": "False"}]}}))],
+                vec![],
+                Some("untolerated taint"),
+            ),
             (json!({}), vec![node("u", json!({"spec": {"unschedulable": true}}))], vec![], Some("were unschedulable")),
         ];
         for (spec, nodes, pods, expected) in cases {

@@ -40,7 +40,13 @@ pub async fn run(client: Client, pods: Cache<Pod>) {
         node_changes.mark_unchanged();
         let all = pods.list();
         let mut queue: Vec<&Arc<Pod>> = all.iter().filter(|p| wants_node(p)).collect();
-        queue.sort_by_key(|p| (std::cmp::Reverse(p.spec.as_ref().and_then(|s| s.priority).unwrap_or(0)), p.metadata.creation_timestamp.as_ref().map(|t| t.0), p.name_any()));
+        queue.sort_by_key(|p| {
+            (
+                std::cmp::Reverse(p.spec.as_ref().and_then(|s| s.priority).unwrap_or(0)),
+                p.metadata.creation_timestamp.as_ref().map(|t| t.0),
+                p.name_any(),
+            )
+        });
         assumed.retain(|uid, _| queue.iter().any(|p| p.metadata.uid.as_deref() == Some(uid)));
         waiting.retain(|uid, _| queue.iter().any(|p| p.metadata.uid.as_deref() == Some(uid)));
         let node_list = nodes.list();
@@ -90,7 +96,8 @@ async fn bind(client: &Client, pod: &Pod, node: &str) -> bool {
         target: ObjectReference { kind: Some("Node".into()), name: Some(node.into()), ..ObjectReference::default() },
     };
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
-    let result: Result<k8s_openapi::apimachinery::pkg::apis::meta::v1::Status, kube::Error> = api.create_subresource("binding", &name, &PostParams::default(), &binding).await;
+    let result: Result<k8s_openapi::apimachinery::pkg::apis::meta::v1::Status, kube::Error> =
+        api.create_subresource("binding", &name, &PostParams::default(), &binding).await;
     match result {
         Ok(_) => {
             event(client, pod, "Scheduled", format!("Successfully assigned {namespace}/{name} to {node}")).await;

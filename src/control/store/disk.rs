@@ -53,11 +53,7 @@ impl Disk {
             let (key, stored) = entry?;
             let stored = stored.value();
             let Some((revision, value)) = stored.split_first_chunk::<8>() else { continue };
-            loaded.entries.push((
-                key.value().to_owned(),
-                u64::from_be_bytes(*revision),
-                Bytes::copy_from_slice(value),
-            ));
+            loaded.entries.push((key.value().to_owned(), u64::from_be_bytes(*revision), Bytes::copy_from_slice(value)));
         }
         drop(read);
         Ok((Disk { database }, loaded))

@@ -18,8 +18,8 @@ use std::sync::{Arc, RwLock, RwLockReadGuard};
 
 use tokio::sync::{mpsc, oneshot, watch};
 
-pub use disk::DiskError;
 use disk::Disk;
+pub use disk::DiskError;
 pub use hyper::body::Bytes;
 
 /// The number of changes that can be read back. At 2 KB a change this is about 16 MiB.
@@ -245,12 +245,7 @@ impl Store {
 
 /// Takes what has queued up, decides each write against the state as of the ones before it, commits
 /// them together, and only then shows them.
-fn commit_loop(
-    mut disk: Option<Disk>,
-    state: &RwLock<State>,
-    mut requests: mpsc::Receiver<Request>,
-    announce: &watch::Sender<u64>,
-) {
+fn commit_loop(mut disk: Option<Disk>, state: &RwLock<State>, mut requests: mpsc::Receiver<Request>, announce: &watch::Sender<u64>) {
     while let Some(first) = requests.blocking_recv() {
         let mut batch = vec![first];
         while batch.len() < BATCH

@@ -6,11 +6,21 @@ use serde_json::{Value, json};
 
 fn a_pod(policy: &str, init: Value, names: &[&str]) -> Pod {
     let containers: Vec<Value> = names.iter().map(|n| json!({"name": n, "image": "i"})).collect();
-    serde_json::from_value(json!({"metadata": {"name": "p", "uid": "u"}, "spec": {"restartPolicy": policy, "initContainers": init, "containers": containers}})).expect("a pod")
+    serde_json::from_value(
+        json!({"metadata": {"name": "p", "uid": "u"}, "spec": {"restartPolicy": policy, "initContainers": init, "containers": containers}}),
+    )
+    .expect("a pod")
 }
 
 fn sandbox(id: &str, attempt: u32, ready: bool) -> Sandbox {
-    Sandbox { id: id.into(), attempt, ready, created_at: Timestamp::from_second(i64::from(attempt)).expect("time"), ips: vec!["10.0.0.2".into()], host_network: false }
+    Sandbox {
+        id: id.into(),
+        attempt,
+        ready,
+        created_at: Timestamp::from_second(i64::from(attempt)).expect("time"),
+        ips: vec!["10.0.0.2".into()],
+        host_network: false,
+    }
 }
 
 fn container(name: &str, sandbox: &str, attempt: u32, state: ContainerState, code: i32) -> observed::Container {
@@ -115,7 +125,8 @@ fn init_containers_run_one_by_one_and_sidecars_stay() {
 fn a_changed_image_restarts_only_that_container() {
     let mut pod = a_pod("Always", json!([]), &["a", "b"]);
     pod.spec.as_mut().expect("spec").containers[0].image = Some("other".into());
-    let actions = compute(&pod, &seen(vec![sandbox("s", 0, true)], vec![container("a", "s", 0, Running, 0), container("b", "s", 0, Running, 0)]), |_| 0);
+    let actions =
+        compute(&pod, &seen(vec![sandbox("s", 0, true)], vec![container("a", "s", 0, Running, 0), container("b", "s", 0, Running, 0)]), |_| 0);
     assert_eq!((actions.kill.len(), starts(&actions)), (1, vec![("a".into(), 1)]));
 }
 

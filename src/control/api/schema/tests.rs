@@ -43,8 +43,19 @@ fn a_deployment_as_kubectl_sends_it_becomes_json() {
 #[test]
 fn the_schema_file_refers_only_to_messages_it_has() {
     let special = [
-        "string", "bytes", "bool", "int32", "int64", "double", "meta.v1.Time", "meta.v1.MicroTime",
-        "meta.v1.Duration", "resource.Quantity", "intstr.IntOrString", "meta.v1.FieldsV1", "runtime.RawExtension",
+        "string",
+        "bytes",
+        "bool",
+        "int32",
+        "int64",
+        "double",
+        "meta.v1.Time",
+        "meta.v1.MicroTime",
+        "meta.v1.Duration",
+        "resource.Quantity",
+        "intstr.IntOrString",
+        "meta.v1.FieldsV1",
+        "runtime.RawExtension",
     ];
     for (message, fields) in MESSAGES.iter() {
         for field in fields {

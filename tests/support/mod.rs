@@ -1,0 +1,220 @@
+//! A private cluster for a test: own name, directories, ports, bridge and subnet; gone when dropped,
+//! also when the test fails.
+
+#![allow(dead_code, clippy::unwrap_used)]
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// How long a condition may take to come true.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+pub struct Cluster {
+    pub name: String,
+    pub number: u16,
+}
+
+pub fn holdfast() -> PathBuf {
+    let binary = PathBuf::from(env!("CARGO_BIN_EXE_holdfast"));
+    let plugins = binary.with_file_name("holdfast-cni");
+    assert!(plugins.is_file(), "{} is missing: run the tests with --workspace (make test)", plugins.display());
+    binary
+}
+
+fn text(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+impl Cluster {
+    /// Starts a cluster; `number` (1 to 99) makes its ports and addresses its own.
+    pub fn start(name: &str, number: u16) -> Cluster {
+        assert!(nix::unistd::geteuid().is_root(), "this test makes containers: run it as root");
+        let cluster = Cluster { name: format!("t-{name}"), number };
+        cluster.up();
+        cluster
+    }
+
+    pub fn up(&self) -> String {
+        let output = Command::new(holdfast())
+            .args(["up", "--name", &self.name, "--api-port", &(16_400 + self.number).to_string()])
+            .args(["--pod-cidr", &format!("10.199.{}.0/24", self.number)])
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "up failed: {}", text(&output));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    pub fn down(&self) -> String {
+        let output = Command::new(holdfast()).args(["down", "--name", &self.name]).output().unwrap();
+        assert!(output.status.success(), "down failed: {}", text(&output));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    pub fn data(&self) -> PathBuf {
+        PathBuf::from(format!("/var/lib/holdfast-{}", self.name))
+    }
+
+    pub fn run_dir(&self) -> PathBuf {
+        PathBuf::from(format!("/run/holdfast-{}", self.name))
+    }
+
+    pub fn pid(&self, part: &str) -> i32 {
+        let text = std::fs::read_to_string(self.run_dir().join(format!("{part}.pid"))).unwrap();
+        text.split(' ').next().unwrap().parse().unwrap()
+    }
+
+    pub fn log(&self, part: &str) -> String {
+        std::fs::read_to_string(self.data().join("logs").join(format!("{part}.log"))).unwrap_or_default()
+    }
+
+    fn kubectl_command(&self, arguments: &[&str]) -> Output {
+        Command::new("kubectl").arg("--kubeconfig").arg(self.data().join("kubeconfig")).args(arguments).output().expect("kubectl is installed (make test does that)")
+    }
+
+    /// Runs kubectl, which must succeed.
+    pub fn kubectl(&self, arguments: &[&str]) -> String {
+        let output = self.kubectl_command(arguments);
+        assert!(output.status.success(), "kubectl {arguments:?} failed: {}\nagent's log:\n{}", text(&output), self.log("agent"));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Runs kubectl, which must fail; the answer is what it says.
+    pub fn kubectl_refused(&self, arguments: &[&str]) -> String {
+        let output = self.kubectl_command(arguments);
+        assert!(!output.status.success(), "kubectl {arguments:?} succeeded: {}", text(&output));
+        text(&output)
+    }
+
+    pub fn apply(&self, manifest: &str) {
+        use std::io::Write as _;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().write_all(manifest.as_bytes()).unwrap();
+        self.kubectl(&["apply", "-f", file.path().to_str().unwrap()]);
+    }
+
+    pub fn pods(&self) -> Vec<Value> {
+        let list: Value = serde_json::from_str(&self.kubectl(&["get", "pods", "-o", "json"])).unwrap();
+        list["items"].as_array().unwrap().clone()
+    }
+
+    pub fn pod(&self, name: &str) -> Value {
+        serde_json::from_str(&self.kubectl(&["get", "pod", name, "-o", "json"])).unwrap()
+    }
+
+    /// Waits until a condition holds; on time-out shows what there is.
+    pub fn wait(&self, what: &str, condition: impl Fn() -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !condition() {
+            assert!(
+                Instant::now() < deadline,
+                "not in time: {what}\npods:\n{}\nagent's log:\n{}",
+                self.kubectl(&["get", "pods", "-A", "-o", "wide"]),
+                self.log("agent")
+            );
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// What pods have left on this machine; empty when all is clean.
+    pub fn leftovers(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        let mut list = |what: &str, dir: PathBuf, ours: &dyn Fn(&str) -> bool| {
+            for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+                let name = entry.file_name().into_string().unwrap();
+                if ours(&name) {
+                    found.push(format!("{what} {name}"));
+                }
+            }
+        };
+        let all = |_: &str| true;
+        list("pod directory", self.data().join("agent/pods"), &all);
+        list("pod log", self.data().join("pods-logs"), &all);
+        list("address", self.data().join("cni/networks").join(&self.name), &|n| n.parse::<std::net::IpAddr>().is_ok());
+        list("sandbox state", self.run_dir().join("containerd/io.containerd.runtime.v2.task/k8s.io"), &all);
+        for line in std::fs::read_to_string("/proc/self/mountinfo").unwrap().lines() {
+            let point = line.split(' ').nth(4).unwrap_or_default();
+            let ours = point.starts_with(self.data().to_str().unwrap()) || point.starts_with(self.run_dir().to_str().unwrap());
+            if ours {
+                found.push(format!("mount {point}"));
+            }
+        }
+        for controller in std::fs::read_dir("/sys/fs/cgroup").unwrap().flatten() {
+            find_pods(&controller.path().join(format!("holdfast-{}", self.name)), &mut found);
+        }
+        for process in std::fs::read_dir("/proc").unwrap().flatten() {
+            let line = std::fs::read(process.path().join("cmdline")).unwrap_or_default();
+            let line = String::from_utf8_lossy(&line).replace('\0', " ");
+            if line.contains("containerd-shim") && line.contains(&format!("/run/holdfast-{}/", self.name)) {
+                found.push(format!("shim {line}"));
+            }
+        }
+        let ports = Command::new("ip").args(["-o", "link", "show", "type", "veth"]).output().expect("iproute2 is installed (make test does that)");
+        let bridge = self.bridge();
+        found.extend(String::from_utf8_lossy(&ports.stdout).lines().filter(|l| l.contains(&format!("master {bridge} "))).map(|l| format!("link {l}")));
+        found
+    }
+
+    pub fn bridge(&self) -> String {
+        let config = std::fs::read_to_string(self.data().join("cni/net.d/10-holdfast.conflist")).unwrap_or_default();
+        let config: Value = serde_json::from_str(&config).unwrap_or_default();
+        config["plugins"][0]["bridge"].as_str().unwrap_or("none").to_owned()
+    }
+}
+
+fn find_pods(dir: &std::path::Path, found: &mut Vec<String>) {
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        if entry.path().is_dir() {
+            if entry.file_name().to_str().unwrap().starts_with("pod") {
+                found.push(format!("cgroup {}", entry.path().display()));
+            }
+            find_pods(&entry.path(), found);
+        }
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        if std::thread::panicking() && std::env::var_os("HOLDFAST_KEEP").is_some() {
+            return;
+        }
+        let output = Command::new(holdfast()).args(["down", "--name", &self.name, "--purge"]).output();
+        if !std::thread::panicking() {
+            let output = output.unwrap();
+            assert!(output.status.success(), "down --purge failed: {}", text(&output));
+            assert!(!self.data().exists() && !self.run_dir().exists());
+        }
+    }
+}
+
+/// GETs a page over plain HTTP; the answer is the body.
+pub fn http_get(address: &str) -> Option<String> {
+    use std::io::{Read as _, Write as _};
+    let target: std::net::SocketAddr = address.parse().ok()?;
+    let mut stream = std::net::TcpStream::connect_timeout(&target, Duration::from_secs(2)).ok()?;
+    stream.set_read_timeout(Some(Duration::from_secs(2))).ok()?;
+    stream.write_all(b"GET / HTTP/1.0\r\n\r\n").ok()?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).ok()?;
+    text.split_once("\r\n\r\n").map(|(_, body)| body.to_owned())
+}
+
+/// Imports a busybox image made from Debian's static busybox; the answer is its name.
+pub fn busybox(cluster: &Cluster) -> String {
+    use holdfast::up::images::{Image, ImageFile, pack};
+    let name = "test.local/busybox:1";
+    let program = std::fs::read("/bin/busybox").expect("busybox-static is installed (make test does that)");
+    let shell: Vec<String> = ["sh", "cat", "echo", "test", "grep", "wget", "sleep", "false", "true", "ls"].iter().map(|c| format!("bin/{c}")).collect();
+    let mut files = vec![ImageFile { path: "bin/busybox", content: &program, mode: 0o755 }];
+    // The archive has files only: every command is a copy. Seldom worth more than a few megabytes.
+    files.extend(shell.iter().map(|path| ImageFile { path, content: &program, mode: 0o755 }));
+    let image = Image { name, files, entrypoint: vec![], env: vec!["PATH=/bin".into()] };
+    let archive = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(archive.path(), pack(&image).unwrap()).unwrap();
+    let socket = cluster.run_dir().join("containerd.sock");
+    let output = Command::new("ctr").arg("--address").arg(socket).args(["--namespace", "k8s.io", "images", "import"]).arg(archive.path()).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    name.to_owned()
+}
