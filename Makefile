@@ -1,0 +1,37 @@
+# `make help` lists the targets.
+CARGO ?= cargo
+RELEASE = target/release/holdfast
+
+.DEFAULT_GOAL := help
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+deps: ## Install what running needs (containerd, runc) from the distribution
+	@sh tests/support/install.sh containerd runc
+
+test-deps: ## Install what the tests need besides
+	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables kubectl
+
+build: ## Build the release binaries
+	$(CARGO) build --release --workspace --locked
+
+up: deps build ## Start a cluster on this machine
+	@$(RELEASE) up
+
+down: ## Stop it and remove what its pods left
+	@if [ -x $(RELEASE) ]; then $(RELEASE) down; else echo "Holdfast is not built, so it does not run."; fi
+
+test: test-deps ## Run all tests
+	$(CARGO) test --workspace --locked -- --test-threads=2
+
+check: ## Format, lints and, where installed, licences and advisories
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny --offline check licenses bans sources; else echo "cargo-deny is not installed; licences are not checked"; fi
+
+bench: test-deps ## Compare the agent with the bare runtime (ratios for BENCHMARKS.md)
+	$(CARGO) build --release --workspace --locked
+	$(CARGO) bench --locked --bench pods
+
+.PHONY: help deps test-deps build up down test check bench

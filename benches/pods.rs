@@ -1,0 +1,209 @@
+//! `make bench`: what the agent adds to the runtime. In one run, on one containerd, with the same CNI
+//! plugins: pods through the bundled control plane and the agent, and the floor — the same sandboxes
+//! and containers made by bare CRI calls. Ratios are what counts; seconds are this machine's.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../tests/support/mod.rs"]
+mod support;
+
+use std::time::{Duration, Instant};
+
+use futures::{StreamExt as _, TryStreamExt as _};
+use holdfast::cri::{CriClient, Runtime as _};
+use holdfast_proto::cri as pb;
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::{DeleteParams, PostParams, WatchEvent, WatchParams};
+use kube::{Api, ResourceExt as _};
+use serde_json::json;
+use support::Cluster;
+
+const IMAGE: &str = "holdfast.local/demo:1";
+const SINGLES: usize = 10;
+const BURST: usize = 50;
+const MANY: usize = 110;
+
+fn p50(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+fn pod(name: &str) -> Pod {
+    serde_json::from_value(json!({"metadata": {"name": name, "labels": {"bench": "1"}},
+        "spec": {"terminationGracePeriodSeconds": 1, "containers": [{"name": "demo", "image": IMAGE}]}}))
+    .unwrap()
+}
+
+fn is_ready(pod: &Pod) -> bool {
+    pod.status.iter().flat_map(|s| s.conditions.iter().flatten()).any(|c| c.type_ == "Ready" && c.status == "True")
+}
+
+/// Follows the pods from now on until `done` has been true for `count` of them.
+async fn follow(api: &Api<Pod>, count: usize, done: impl Fn(&WatchEvent<Pod>) -> Option<String>) -> Duration {
+    let start = Instant::now();
+    let mut stream = api.watch(&WatchParams::default().labels("bench=1"), "0").await.unwrap().boxed();
+    let mut seen = std::collections::HashSet::new();
+    while seen.len() < count {
+        let event = tokio::time::timeout(Duration::from_secs(120), stream.try_next()).await.expect("in time").unwrap().expect("the watch goes on");
+        seen.extend(done(&event));
+    }
+    start.elapsed()
+}
+
+fn ready(event: &WatchEvent<Pod>) -> Option<String> {
+    match event {
+        WatchEvent::Added(pod) | WatchEvent::Modified(pod) if is_ready(pod) => Some(pod.name_any()),
+        _ => None,
+    }
+}
+
+fn gone(event: &WatchEvent<Pod>) -> Option<String> {
+    match event {
+        WatchEvent::Deleted(pod) => Some(pod.name_any()),
+        _ => None,
+    }
+}
+
+/// Creates pods and waits until a watcher sees them all ready.
+async fn create(api: &Api<Pod>, names: &[String]) -> Duration {
+    let start = Instant::now();
+    let requests = futures::future::join_all(names.iter().map(|name| async move { api.create(&PostParams::default(), &pod(name)).await.unwrap() }));
+    let known: std::collections::HashSet<String> = names.iter().cloned().collect();
+    tokio::join!(requests, follow(api, names.len(), move |e| ready(e).filter(|n| known.contains(n))));
+    start.elapsed()
+}
+
+async fn delete(api: &Api<Pod>, names: &[String]) -> Duration {
+    let start = Instant::now();
+    let requests = futures::future::join_all(names.iter().map(|name| async move { api.delete(name, &DeleteParams::default()).await.unwrap() }));
+    tokio::join!(follow(api, names.len(), gone), requests);
+    start.elapsed()
+}
+
+struct Made {
+    sandbox: String,
+    container: String,
+}
+
+fn sandbox_config(name: &str) -> pb::PodSandboxConfig {
+    pb::PodSandboxConfig {
+        metadata: Some(pb::PodSandboxMetadata { name: name.into(), uid: name.into(), namespace: "floor".into(), attempt: 0 }),
+        hostname: name.into(),
+        log_directory: format!("/tmp/holdfast-floor/{name}"),
+        linux: Some(pb::LinuxPodSandboxConfig { cgroup_parent: "/holdfast-floor".into(), ..Default::default() }),
+        ..Default::default()
+    }
+}
+
+/// The floor of a start.
+async fn floor_create(runtime: &CriClient, name: &str) -> Made {
+    let config = sandbox_config(name);
+    std::fs::create_dir_all(&config.log_directory).unwrap();
+    let sandbox = runtime.run_sandbox(config.clone(), "").await.unwrap();
+    let container = pb::ContainerConfig {
+        metadata: Some(pb::ContainerMetadata { name: "demo".into(), attempt: 0 }),
+        image: Some(pb::ImageSpec { image: IMAGE.into(), ..Default::default() }),
+        log_path: "demo/0.log".into(),
+        linux: Some(pb::LinuxContainerConfig {
+            resources: Some(pb::LinuxContainerResources { cpu_shares: 2, oom_score_adj: 1000, ..Default::default() }),
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    let container = runtime.create_container(&sandbox, container, config).await.unwrap();
+    runtime.start_container(&container).await.unwrap();
+    Made { sandbox, container }
+}
+
+/// The floor of a deletion.
+async fn floor_delete(runtime: &CriClient, made: &Made) {
+    runtime.stop_container(&made.container, 1).await.unwrap();
+    runtime.remove_container(&made.container).await.unwrap();
+    runtime.stop_sandbox(&made.sandbox).await.unwrap();
+    runtime.remove_sandbox(&made.sandbox).await.unwrap();
+}
+
+fn rss_mib(pid: i32) -> f64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let kib: f64 = status.lines().find_map(|l| l.strip_prefix("VmRSS:")).unwrap().trim().trim_end_matches(" kB").parse().unwrap();
+    kib / 1024.0
+}
+
+fn cpu_seconds(pid: i32) -> f64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+    (fields[11].parse::<f64>().unwrap() + fields[12].parse::<f64>().unwrap()) / 100.0
+}
+
+async fn idle_percent(pid: i32) -> f64 {
+    let (start, before) = (Instant::now(), cpu_seconds(pid));
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    (cpu_seconds(pid) - before) / start.elapsed().as_secs_f64() * 100.0
+}
+
+fn row(what: &str, ours: f64, floor: f64, mark: &str) {
+    println!("| {what} | {ours:.3} | {floor:.3} | **{:.2}** | {mark} |", ours / floor);
+}
+
+#[tokio::main]
+async fn main() {
+    if std::env::args().any(|a| a == "--test") {
+        return;
+    }
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    let cluster = Cluster::start("bench", 90);
+    let client = holdfast::kubeapi::client::connect(&cluster.data().join("kubeconfig")).await.unwrap();
+    let api: Api<Pod> = Api::default_namespaced(client);
+    let runtime = CriClient::new(cluster.run_dir().join("containerd.sock").to_str().unwrap(), Duration::from_secs(120)).unwrap();
+    let agent = cluster.pid("agent");
+    let name = |kind: &str, i: usize| format!("{kind}-{i}");
+
+    // Warm everything once: caches, the snapshotter, the bridge.
+    create(&api, &[name("warm", 0)]).await;
+    delete(&api, &[name("warm", 0)]).await;
+    let warm = floor_create(&runtime, "warm").await;
+    floor_delete(&runtime, &warm).await;
+    let rss_empty = rss_mib(agent);
+
+    // One by one, taking turns so that both see the same machine.
+    let (mut starts, mut floor_starts, mut ends, mut floor_ends) = (vec![], vec![], vec![], vec![]);
+    for i in 0..SINGLES {
+        starts.push(create(&api, &[name("one", i)]).await.as_secs_f64());
+        ends.push(delete(&api, &[name("one", i)]).await.as_secs_f64());
+        let start = Instant::now();
+        let made = floor_create(&runtime, &name("floor", i)).await;
+        floor_starts.push(start.elapsed().as_secs_f64());
+        let start = Instant::now();
+        floor_delete(&runtime, &made).await;
+        floor_ends.push(start.elapsed().as_secs_f64());
+    }
+
+    let floor_names: Vec<String> = (0..BURST).map(|i| name("floor-burst", i)).collect();
+    let start = Instant::now();
+    let made = futures::future::join_all(floor_names.iter().map(|n| floor_create(&runtime, n))).await;
+    let floor_rate = BURST as f64 / start.elapsed().as_secs_f64();
+    futures::future::join_all(made.iter().map(|m| floor_delete(&runtime, m))).await;
+
+    let names: Vec<String> = (0..BURST).map(|i| name("burst", i)).collect();
+    let rate = BURST as f64 / create(&api, &names).await.as_secs_f64();
+    let rss_burst = rss_mib(agent);
+    let more: Vec<String> = (BURST..MANY).map(|i| name("burst", i)).collect();
+    create(&api, &more).await;
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    let rss_many = rss_mib(agent);
+    let idle = idle_percent(agent).await;
+    let all: Vec<String> = names.into_iter().chain(more).collect();
+    delete(&api, &all).await;
+    let _ = holdfast::sys::cgroup::remove("/holdfast-floor");
+    let _ = std::fs::remove_dir_all("/tmp/holdfast-floor");
+
+    println!("\n| what | Holdfast | floor | ratio | mark |\n|---|---|---|---|---|");
+    row("start one by one, p50 (s)", p50(starts), p50(floor_starts), "≤ 1.4");
+    row(&format!("{BURST} at once (pods/s)"), rate, floor_rate, "≥ 0.9");
+    row("deletion one by one, p50 (s)", p50(ends), p50(floor_ends), "≤ 1.5");
+    println!("\n| agent | value | mark |\n|---|---|---|");
+    println!("| RSS without pods (MiB) | {rss_empty:.1} | ≤ 25 |");
+    println!("| RSS with {BURST} pods (MiB) | {rss_burst:.1} | |");
+    println!("| RSS with {MANY} pods (MiB) | {rss_many:.1} | ≤ 45 |");
+    println!("| idle CPU with {MANY} pods (% of a core) | {idle:.2} | ≤ 1 |");
+    println!("| CPU time of the whole run (s) | {:.1} | |", cpu_seconds(agent));
+}

@@ -1,0 +1,36 @@
+#!/bin/sh
+# Installs the named things from the distribution unless they are there. Arguments: package names;
+# kubectl is satisfied by any kubectl on the PATH.
+set -eu
+
+missing=
+for package in "$@"; do
+    case $package in
+        kubectl)
+            command -v kubectl >/dev/null || missing="$missing kubernetes-client" ;;
+        containerd | runc)
+            PATH="$PATH:/usr/sbin:/sbin" command -v "$package" >/dev/null || missing="$missing $package" ;;
+        *)
+            dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing="$missing $package" ;;
+    esac
+done
+if ! command -v cc >/dev/null; then missing="$missing gcc libc6-dev"; fi
+[ -n "$missing" ] || exit 0
+
+if ! command -v apt-get >/dev/null; then
+    echo "please install:$missing (this script knows only Debian's apt-get)" >&2
+    exit 1
+fi
+echo "installing:$missing"
+[ "$(id -u)" = 0 ] || { echo "root is needed to install packages: run make with sudo" >&2; exit 1; }
+export DEBIAN_FRONTEND=noninteractive
+# The package must not start a containerd of its own: `holdfast up` brings a private one.
+policy=/usr/sbin/policy-rc.d
+if [ ! -e $policy ]; then
+    printf '#!/bin/sh\nexit 101\n' >$policy
+    chmod 755 $policy
+    trap 'rm -f $policy' EXIT
+fi
+apt-get update -qq
+# shellcheck disable=SC2086
+apt-get install -y -qq --no-install-recommends $missing >/dev/null
