@@ -30,8 +30,11 @@ check: ## Format, lints and, where installed, licences and advisories
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny --offline check licenses bans sources; else echo "cargo-deny is not installed; licences are not checked"; fi
 
+sim: ## Run many seeds of the simulation (SEEDS=1000)
+	HOLDFAST_SEEDS=$(or $(SEEDS),1000) $(CARGO) test --release --locked --test sim
+
 bench: test-deps ## Compare the agent with the bare runtime (ratios for BENCHMARKS.md)
 	$(CARGO) build --release --workspace --locked
 	$(CARGO) bench --locked --bench pods
 
-.PHONY: help deps test-deps build up down test check bench
+.PHONY: help sim deps test-deps build up down test check bench

@@ -103,7 +103,14 @@ async fn refusals_have_the_right_code_reason_and_words() {
         ("POST", MAPS.into(), json!({"metadata": {"name": "a"}}), 409, "AlreadyExists", "configmaps \"a\" already exists"),
         ("POST", MAPS.into(), json!({"metadata": {}}), 422, "Invalid", "name or generateName is required"),
         ("POST", MAPS.into(), json!({"metadata": {"name": "A_b"}}), 422, "Invalid", "RFC 1123 subdomain"),
-        ("POST", MAPS.into(), json!({"metadata": {"name": "b", "namespace": "other"}}), 400, "BadRequest", "does not match the namespace sent on the request"),
+        (
+            "POST",
+            MAPS.into(),
+            json!({"metadata": {"name": "b", "namespace": "other"}}),
+            400,
+            "BadRequest",
+            "does not match the namespace sent on the request",
+        ),
         ("POST", MAPS.into(), json!({"kind": "Secret", "metadata": {"name": "b"}}), 400, "BadRequest", "cannot be handled as a ConfigMap"),
         ("POST", MAPS.into(), json!({"metadata": {"name": "b"}, "data": {"k": 1}}), 400, "BadRequest", "cannot unmarshal number"),
         ("POST", MAPS.into(), json!({"metadata": {"name": "b"}, "data": {"a/b": "1"}}), 422, "Invalid", "data[a/b]"),
@@ -111,14 +118,35 @@ async fn refusals_have_the_right_code_reason_and_words() {
         ("POST", format!("{MAPS}?fieldValidation=Strict"), json!({"metadata": {"name": "b"}, "dat": {}}), 400, "BadRequest", "unknown field \"dat\""),
         ("POST", format!("{MAPS}?fieldValidation=Foo"), json!({"metadata": {"name": "b"}}), 422, "Invalid", "supported values"),
         ("POST", format!("{MAPS}?dryRun=Some"), json!({"metadata": {"name": "b"}}), 422, "Invalid", "dryRun"),
-        ("POST", "/api/v1/namespaces/nosuch/configmaps".into(), json!({"metadata": {"name": "b"}}), 404, "NotFound", "namespaces \"nosuch\" not found"),
+        (
+            "POST",
+            "/api/v1/namespaces/nosuch/configmaps".into(),
+            json!({"metadata": {"name": "b"}}),
+            404,
+            "NotFound",
+            "namespaces \"nosuch\" not found",
+        ),
         ("POST", "/api/v1/configmaps".into(), json!({"metadata": {"name": "b"}}), 405, "MethodNotAllowed", "does not allow this method"),
         ("PUT", format!("{MAPS}/a"), json!({"metadata": {"name": "b"}}), 400, "BadRequest", "does not match the name on the URL"),
-        ("PUT", format!("{MAPS}/a"), json!({"metadata": {"name": "a", "resourceVersion": "1"}}), 409, "Conflict", "please apply your changes to the latest version"),
+        (
+            "PUT",
+            format!("{MAPS}/a"),
+            json!({"metadata": {"name": "a", "resourceVersion": "1"}}),
+            409,
+            "Conflict",
+            "please apply your changes to the latest version",
+        ),
         ("PUT", format!("{MAPS}/a"), json!({"metadata": {"name": "a"}, "data": {"k": "x"}, "immutable": true}), 422, "Invalid", "immutable"),
         ("PUT", format!("{MAPS}/zz"), json!({"metadata": {"name": "zz"}}), 404, "NotFound", "not found"),
         ("PUT", "/apis/coordination.k8s.io/v1/namespaces/default/leases/l".into(), json!({"metadata": {"name": "l"}}), 201, "", ""),
-        ("PUT", "/apis/coordination.k8s.io/v1/namespaces/default/leases/l".into(), json!({"metadata": {"name": "l"}}), 422, "Invalid", "must be specified for an update"),
+        (
+            "PUT",
+            "/apis/coordination.k8s.io/v1/namespaces/default/leases/l".into(),
+            json!({"metadata": {"name": "l"}}),
+            422,
+            "Invalid",
+            "must be specified for an update",
+        ),
         ("DELETE", "/api/v1/namespaces/default".into(), Value::Null, 403, "Forbidden", "may not be deleted"),
         ("DELETE", "/api/v1/namespaces".into(), Value::Null, 405, "MethodNotAllowed", ""),
         ("DELETE", format!("{MAPS}/a"), json!({"preconditions": {"uid": "zz"}}), 409, "Conflict", "UID in the precondition"),
@@ -132,8 +160,22 @@ async fn refusals_have_the_right_code_reason_and_words() {
         ("GET", "/api/v1/widgets".into(), Value::Null, 404, "NotFound", "could not find the requested resource"),
         ("POST", format!("{PODS}/p/binding"), json!({"target": {}}), 422, "Invalid", "target.name"),
         ("POST", PODS.into(), json!({"metadata": {"name": "q"}, "spec": {"containers": []}}), 422, "Invalid", "spec.containers: Required value"),
-        ("POST", PODS.into(), json!({"metadata": {"name": "q"}, "spec": {"serviceAccountName": "x", "containers": [{"name": "c", "image": "i"}]}}), 403, "Forbidden", "serviceaccount \"x\" not found"),
-        ("PUT", format!("{PODS}/p"), json!({"metadata": {"name": "p"}, "spec": {"containers": [{"name": "c", "image": "i:2"}], "hostNetwork": true}}), 422, "Invalid", "pod updates may not change fields"),
+        (
+            "POST",
+            PODS.into(),
+            json!({"metadata": {"name": "q"}, "spec": {"serviceAccountName": "x", "containers": [{"name": "c", "image": "i"}]}}),
+            403,
+            "Forbidden",
+            "serviceaccount \"x\" not found",
+        ),
+        (
+            "PUT",
+            format!("{PODS}/p"),
+            json!({"metadata": {"name": "p"}, "spec": {"containers": [{"name": "c", "image": "i:2"}], "hostNetwork": true}}),
+            422,
+            "Invalid",
+            "pod updates may not change fields",
+        ),
         ("POST", deployments.into(), deployment(json!({"a": "2"})), 422, "Invalid", "`selector` does not match template `labels`"),
     ];
     for (method, url, body, code, reason, words) in cases {
@@ -160,7 +202,13 @@ async fn refusals_have_the_right_code_reason_and_words() {
 #[tokio::test]
 async fn writes_keep_what_is_the_servers() {
     let server = Server::new().await;
-    let made = server.ok("POST", MAPS, &json!({"metadata": {"generateName": "g-", "uid": "mine", "creationTimestamp": "2001-01-01T00:00:00Z"}, "data": {"k": "1"}})).await;
+    let made = server
+        .ok(
+            "POST",
+            MAPS,
+            &json!({"metadata": {"generateName": "g-", "uid": "mine", "creationTimestamp": "2001-01-01T00:00:00Z"}, "data": {"k": "1"}}),
+        )
+        .await;
     let name = made["metadata"]["name"].as_str().unwrap();
     assert!(name.starts_with("g-") && name.len() == 7);
     assert_ne!(made["metadata"]["uid"], "mine");
@@ -182,11 +230,20 @@ async fn writes_keep_what_is_the_servers() {
     let pod_url = format!("{PODS}/p");
     let stored = server.ok("GET", &pod_url, &Value::Null).await;
     assert_eq!(stored["spec"]["tolerations"].as_array().unwrap().len(), 2);
-    assert_eq!((stored["status"]["phase"].as_str(), stored["status"]["qosClass"].as_str(), stored["metadata"]["generation"].as_i64()), (Some("Pending"), Some("BestEffort"), Some(1)));
+    assert_eq!(
+        (stored["status"]["phase"].as_str(), stored["status"]["qosClass"].as_str(), stored["metadata"]["generation"].as_i64()),
+        (Some("Pending"), Some("BestEffort"), Some(1))
+    );
     assert!(stored["spec"]["volumes"][0]["name"].as_str().unwrap().starts_with("kube-api-access-"));
     server.patch(&pod_url, STRATEGIC, json!({"status": {"phase": "Running"}})).await;
     assert_eq!(server.ok("GET", &pod_url, &Value::Null).await["status"]["phase"], "Pending", "status only through /status");
-    server.patch(&format!("{pod_url}/status"), STRATEGIC, json!({"metadata": {"labels": {"x": "y"}}, "spec": {"nodeName": "n"}, "status": {"phase": "Running"}})).await;
+    server
+        .patch(
+            &format!("{pod_url}/status"),
+            STRATEGIC,
+            json!({"metadata": {"labels": {"x": "y"}}, "spec": {"nodeName": "n"}, "status": {"phase": "Running"}}),
+        )
+        .await;
     let after = server.ok("GET", &pod_url, &Value::Null).await;
     assert_eq!((after["status"]["phase"].as_str(), after["spec"].get("nodeName"), after["metadata"].get("labels")), (Some("Running"), None, None));
     server.patch(&pod_url, STRATEGIC, json!({"spec": {"containers": [{"name": "c", "image": "i:2"}]}})).await;
@@ -248,7 +305,8 @@ async fn lists_page_from_one_snapshot() {
     for i in 0..5 {
         server.ok("POST", MAPS, &json!({"metadata": {"name": format!("m{i}")}})).await;
     }
-    let names = |list: &Value| list["items"].as_array().unwrap().iter().map(|i| i["metadata"]["name"].as_str().unwrap().to_owned()).collect::<Vec<_>>();
+    let names =
+        |list: &Value| list["items"].as_array().unwrap().iter().map(|i| i["metadata"]["name"].as_str().unwrap().to_owned()).collect::<Vec<_>>();
     let first = server.ok("GET", &format!("{MAPS}?limit=2"), &Value::Null).await;
     assert_eq!((names(&first), first["metadata"]["remainingItemCount"].as_i64()), (vec!["m0".into(), "m1".into()], Some(3)));
     server.ok("DELETE", &format!("{MAPS}/m2"), &Value::Null).await;
@@ -262,7 +320,10 @@ async fn lists_page_from_one_snapshot() {
     let mut table = Server::request("GET", &format!("{MAPS}?limit=500"), "", vec![]);
     table.accept = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json".into();
     let table = server.send(table).await.body;
-    assert_eq!((table["kind"].as_str(), table["columnDefinitions"][1]["name"].as_str(), table["rows"][0]["cells"][0].as_str()), (Some("Table"), Some("Data"), Some("m0")));
+    assert_eq!(
+        (table["kind"].as_str(), table["columnDefinitions"][1]["name"].as_str(), table["rows"][0]["cells"][0].as_str()),
+        (Some("Table"), Some("Data"), Some("m0"))
+    );
     let future = server.call("GET", &format!("{MAPS}?resourceVersion=999999&resourceVersionMatch=NotOlderThan"), &Value::Null).await;
     assert_eq!((future.code, future.body["reason"].as_str()), (504, Some("Timeout")));
 }
@@ -271,11 +332,20 @@ async fn lists_page_from_one_snapshot() {
 async fn watches_see_every_change_as_their_selector_does() {
     let server = Server::new().await;
     server.ok("POST", MAPS, &json!({"metadata": {"name": "a", "labels": {"l": "1"}}})).await;
-    let mut initial = server.watch(&format!("{MAPS}?watch=true&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&allowWatchBookmarks=true&labelSelector=l=1")).await;
+    let mut initial = server
+        .watch(&format!("{MAPS}?watch=true&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&allowWatchBookmarks=true&labelSelector=l=1"))
+        .await;
     let added = next(&mut initial).await;
     assert_eq!((added["type"].as_str(), added["object"]["metadata"]["name"].as_str()), (Some("ADDED"), Some("a")));
     let bookmark = next(&mut initial).await;
-    assert_eq!((bookmark["type"].as_str(), bookmark["object"]["kind"].as_str(), bookmark["object"]["metadata"]["annotations"]["k8s.io/initial-events-end"].as_str()), (Some("BOOKMARK"), Some("ConfigMap"), Some("true")));
+    assert_eq!(
+        (
+            bookmark["type"].as_str(),
+            bookmark["object"]["kind"].as_str(),
+            bookmark["object"]["metadata"]["annotations"]["k8s.io/initial-events-end"].as_str()
+        ),
+        (Some("BOOKMARK"), Some("ConfigMap"), Some("true"))
+    );
     let since = bookmark["object"]["metadata"]["resourceVersion"].as_str().unwrap().to_owned();
 
     server.patch(&format!("{MAPS}/a"), MERGE, json!({"data": {"x": "1"}})).await;
@@ -304,7 +374,10 @@ async fn watches_see_every_change_as_their_selector_does() {
     }
     let mut old = server.watch(&format!("{MAPS}?watch=1&resourceVersion={since}")).await;
     let error = next(&mut old).await;
-    assert_eq!((error["type"].as_str(), error["object"]["code"].as_u64(), error["object"]["reason"].as_str()), (Some("ERROR"), Some(410), Some("Expired")));
+    assert_eq!(
+        (error["type"].as_str(), error["object"]["code"].as_u64(), error["object"]["reason"].as_str()),
+        (Some("ERROR"), Some(410), Some("Expired"))
+    );
 }
 
 #[tokio::test]
@@ -357,17 +430,39 @@ async fn discovery_tells_what_there_is_in_both_forms() {
 async fn hostile_requests_get_an_answer() {
     let server = Server::new().await;
     let bodies: Vec<Vec<u8>> = vec![
-        b"k8s\0".to_vec(), b"k8s\0\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff".to_vec(), b"null".to_vec(), b"[]".to_vec(), b"\"x\"".to_vec(), b"{\"metadata\":[]}".to_vec(),
-        b"{\"metadata\":{\"name\":{}},\"spec\":1}".to_vec(), b"{\"spec\":{\"containers\":{}}}".to_vec(), vec![0xff; 100], format!("{}1{}", "[".repeat(5000), "]".repeat(5000)).into_bytes(),
+        b"k8s\0".to_vec(),
+        b"k8s\0\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff".to_vec(),
+        b"null".to_vec(),
+        b"[]".to_vec(),
+        b"\"x\"".to_vec(),
+        b"{\"metadata\":[]}".to_vec(),
+        b"{\"metadata\":{\"name\":{}},\"spec\":1}".to_vec(),
+        b"{\"spec\":{\"containers\":{}}}".to_vec(),
+        vec![0xff; 100],
+        format!("{}1{}", "[".repeat(5000), "]".repeat(5000)).into_bytes(),
     ];
     let types = ["application/json", "application/vnd.kubernetes.protobuf", "application/yaml", STRATEGIC, MERGE, "application/json-patch+json", "x"];
-    let paths = [PODS, "/apis/apps/v1/namespaces/default/deployments/d", "/apis/apps/v1/namespaces/default/deployments/d/scale", "/api/v1/namespaces/default/pods/p/binding", "/api/v1/nodes/n/status", "/api/v1/namespaces/%2e%2e/pods/..%2f..", "/apis/authentication.k8s.io/v1/tokenreviews"];
+    let paths = [
+        PODS,
+        "/apis/apps/v1/namespaces/default/deployments/d",
+        "/apis/apps/v1/namespaces/default/deployments/d/scale",
+        "/api/v1/namespaces/default/pods/p/binding",
+        "/api/v1/nodes/n/status",
+        "/api/v1/namespaces/%2e%2e/pods/..%2f..",
+        "/apis/authentication.k8s.io/v1/tokenreviews",
+    ];
     for body in &bodies {
         for content_type in types {
             for path in paths {
                 for method in ["POST", "PUT", "PATCH", "DELETE", "TRACE"] {
                     let reply = server.send(Server::request(method, path, content_type, body.clone())).await;
-                    assert!((200..500).contains(&reply.code), "{method} {path} {content_type} {:?}: {} {}", String::from_utf8_lossy(&body[..body.len().min(60)]), reply.code, reply.body);
+                    assert!(
+                        (200..500).contains(&reply.code),
+                        "{method} {path} {content_type} {:?}: {} {}",
+                        String::from_utf8_lossy(&body[..body.len().min(60)]),
+                        reply.code,
+                        reply.body
+                    );
                 }
             }
         }

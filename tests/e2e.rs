@@ -139,7 +139,10 @@ spec:
     ));
     cluster.wait("the client has ended", || matches!(cluster.pod("client")["status"]["phase"].as_str(), Some("Succeeded" | "Failed")));
     let client = cluster.pod("client");
-    assert!(client["status"]["containerStatuses"][0]["state"]["terminated"]["message"].as_str().is_some_and(|m| m.contains("Hello from server")), "{client:#}");
+    assert!(
+        client["status"]["containerStatuses"][0]["state"]["terminated"]["message"].as_str().is_some_and(|m| m.contains("Hello from server")),
+        "{client:#}"
+    );
 
     // A crash loop waits, says so, and is counted; a bad reference says what is missing.
     cluster.apply(&format!(
@@ -171,7 +174,8 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
     assert_eq!(mirror["metadata"]["ownerReferences"][0]["kind"], "Node");
 
     let state = || -> Vec<String> {
-        let one = |p: &Value| format!("{} {} {}", p["metadata"]["name"], p["status"]["containerStatuses"][0]["containerID"], p["status"]["conditions"]);
+        let one =
+            |p: &Value| format!("{} {} {}", p["metadata"]["name"], p["status"]["containerStatuses"][0]["containerID"], p["status"]["conditions"]);
         cluster.pods().iter().map(one).collect()
     };
     let before = state();
@@ -201,7 +205,9 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
     let name = mirror["metadata"]["name"].as_str().unwrap();
     let id = |p: &Value| p["status"]["containerStatuses"][0]["containerID"].clone();
     cluster.kubectl(&["delete", "pod", name, "--force", "--grace-period=0"]);
-    cluster.wait("a new mirror of the same pod", || cluster.pods().iter().any(|p| p["metadata"]["name"] == *name && p["metadata"]["uid"] != mirror["metadata"]["uid"] && id(p) == id(&mirror)));
+    cluster.wait("a new mirror of the same pod", || {
+        cluster.pods().iter().any(|p| p["metadata"]["name"] == *name && p["metadata"]["uid"] != mirror["metadata"]["uid"] && id(p) == id(&mirror))
+    });
     std::fs::remove_file(cluster.data().join("agent/manifests/static.yaml")).unwrap();
     cluster.wait("no static pod", || !cluster.pods().iter().any(|p| p["metadata"]["name"] == *name));
     cluster.kubectl(&["delete", "deployment", "web"]);

@@ -93,7 +93,12 @@ fn imports_follow_the_table() {
 #[test]
 fn a_forbidden_import_is_found() {
     let table = table();
-    let cases = [("agent", "use crate::control::store::Store;", 1), ("agent", "use crate::core::{pod, qos};", 0), ("core", "use crate::{sys, core};", 1), ("control::scheduler", "let x = crate::control::store::Store::in_memory();", 1)];
+    let cases = [
+        ("agent", "use crate::control::store::Store;", 1),
+        ("agent", "use crate::core::{pod, qos};", 0),
+        ("core", "use crate::{sys, core};", 1),
+        ("control::scheduler", "let x = crate::control::store::Store::in_memory();", 1),
+    ];
     for (from, text, expected) in cases {
         assert_eq!(violations(from, text, &table).len(), expected, "{from}: {text}");
     }
@@ -101,7 +106,19 @@ fn a_forbidden_import_is_found() {
 
 #[test]
 fn the_core_touches_nothing() {
-    let banned = ["tokio", "std::fs", "std::net::Tcp", "std::env", "std::process", "Timestamp::now", "Instant::now", "SystemTime", "tracing::", "rand::", "nix::"];
+    let banned = [
+        "tokio",
+        "std::fs",
+        "std::net::Tcp",
+        "std::env",
+        "std::process",
+        "Timestamp::now",
+        "Instant::now",
+        "SystemTime",
+        "tracing::",
+        "rand::",
+        "nix::",
+    ];
     let mut files = Vec::new();
     sources(Path::new("src/core"), &mut files);
     for file in files {

@@ -104,7 +104,10 @@ impl World {
     }
 
     fn masquerading(&self) -> String {
-        let output = Command::new("ip").args(["netns", "exec", &self.host, "nft", "list", "ruleset"]).output().expect("nftables is installed (make test does that)");
+        let output = Command::new("ip")
+            .args(["netns", "exec", &self.host, "nft", "list", "ruleset"])
+            .output()
+            .expect("nftables is installed (make test does that)");
         String::from_utf8(output.stdout).unwrap()
     }
 }
@@ -231,7 +234,8 @@ fn many_containers_at_once_get_different_addresses() {
 #[test]
 fn dual_stack_layer_two_and_exhaustion() {
     let world = World::new();
-    let ranges = json!({"ipam": {"type": "host-local", "dataDir": world.data.path(), "ranges": [[{"subnet": "10.198.2.0/30"}], [{"subnet": "fd42::/64"}]]}});
+    let ranges =
+        json!({"ipam": {"type": "host-local", "dataDir": world.data.path(), "ranges": [[{"subnet": "10.198.2.0/30"}], [{"subnet": "fd42::/64"}]]}});
     let config = world.config("1.1.0", ranges);
     let result = world.ok("bridge", "ADD", &config);
     assert_eq!((result["ips"].as_array().unwrap().len(), result["routes"].as_array().unwrap().len()), (2, 2), "{result}");
@@ -255,7 +259,13 @@ fn host_local_gives_requested_addresses_and_refuses_what_it_cannot() {
     let asked = world.call("host-local", "ADD", &config, &[("CNI_ARGS", "IgnoreUnknown=1;IP=10.198.1.77")]);
     let result: Value = serde_json::from_slice(&asked.stdout).unwrap();
     assert_eq!(result["ips"][0]["address"], "10.198.1.77/24", "{result}");
-    let cases = [("c2", "IP=10.198.1.77", "not available"), ("c3", "IP=10.198.1.1", "gateway"), ("c4", "IP=192.168.0.1", "failed to allocate all requested IPs"), ("c1", "", "duplicate allocation"), ("c5", "X=1", "unknown args")];
+    let cases = [
+        ("c2", "IP=10.198.1.77", "not available"),
+        ("c3", "IP=10.198.1.1", "gateway"),
+        ("c4", "IP=192.168.0.1", "failed to allocate all requested IPs"),
+        ("c1", "", "duplicate allocation"),
+        ("c5", "X=1", "unknown args"),
+    ];
     for (container, args, expected) in cases {
         let refusal = world.refused("host-local", "ADD", &config, &[("CNI_CONTAINERID", container), ("CNI_ARGS", args)]);
         assert!(refusal["msg"].as_str().unwrap().contains(expected), "{args}: {refusal}");

@@ -25,12 +25,40 @@ pub struct Cache<K> {
     map: Arc<RwLock<Map<K>>>,
     /// Counts changes; 0 until the first complete list.
     version: watch::Receiver<u64>,
-    _task: Arc<AbortOnDropHandle<()>>,
+    _task: Option<Arc<AbortOnDropHandle<()>>>,
+}
+
+/// The writing half of a cache: there is one, so only one task writes.
+pub struct Writer<K> {
+    map: Arc<RwLock<Map<K>>>,
+    announce: watch::Sender<u64>,
+}
+
+impl<K: Resource> Writer<K> {
+    fn change(&self, change: impl FnOnce(&mut Map<K>)) {
+        change(&mut self.map.write().unwrap_or_else(std::sync::PoisonError::into_inner));
+        self.announce.send_modify(|version| *version += 1);
+    }
+
+    /// An object is there, or is there in a new version.
+    pub fn apply(&self, object: K) {
+        self.change(|map| _ = map.insert(key(&object), Arc::new(slim(object))));
+    }
+
+    /// An object is gone.
+    pub fn delete(&self, object: &K) {
+        self.change(|map| _ = map.remove(&key(object)));
+    }
+
+    /// A complete list, which replaces everything.
+    pub fn replace(&self, objects: Vec<K>) {
+        self.change(|map| *map = objects.into_iter().map(|o| (key(&o), Arc::new(slim(o)))).collect());
+    }
 }
 
 impl<K> Clone for Cache<K> {
     fn clone(&self) -> Self {
-        Cache { map: Arc::clone(&self.map), version: self.version.clone(), _task: Arc::clone(&self._task) }
+        Cache { map: Arc::clone(&self.map), version: self.version.clone(), _task: self._task.clone() }
     }
 }
 
@@ -52,13 +80,20 @@ where
     K: Resource + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
     K::DynamicType: Default,
 {
+    /// A cache that is written by hand: for simulations.
+    #[must_use]
+    pub fn by_hand() -> (Writer<K>, Cache<K>) {
+        let map: Arc<RwLock<Map<K>>> = Arc::default();
+        let (announce, version) = watch::channel(0);
+        (Writer { map: Arc::clone(&map), announce }, Cache { map, version, _task: None })
+    }
+
     /// Starts watching.
     #[must_use]
     pub fn start(api: Api<K>, config: watcher::Config) -> Cache<K> {
-        let map: Arc<RwLock<Map<K>>> = Arc::default();
-        let (announce, version) = watch::channel(0);
-        let task = tokio::spawn(follow(api, config, Arc::clone(&map), announce));
-        Cache { map, version, _task: Arc::new(AbortOnDropHandle::new(task)) }
+        let (writer, mut cache) = Self::by_hand();
+        cache._task = Some(Arc::new(AbortOnDropHandle::new(tokio::spawn(follow(api, config, writer)))));
+        cache
     }
 
     /// Waits for the first complete list.
@@ -95,34 +130,21 @@ where
     }
 }
 
-async fn follow<K>(api: Api<K>, config: watcher::Config, map: Arc<RwLock<Map<K>>>, announce: watch::Sender<u64>)
+async fn follow<K>(api: Api<K>, config: watcher::Config, writer: Writer<K>)
 where
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
     K::DynamicType: Default,
 {
     let mut events = pin!(watcher(api, config));
-    let mut aside: Map<K> = BTreeMap::new();
+    let mut aside = Vec::new();
     let mut pause = Duration::from_millis(50);
     while let Some(event) = events.next().await {
-        let write = || map.write().unwrap_or_else(std::sync::PoisonError::into_inner);
         match event {
-            Ok(watcher::Event::Apply(object)) => {
-                let object = slim(object);
-                write().insert(key(&object), Arc::new(object));
-            }
-            Ok(watcher::Event::Delete(object)) => {
-                write().remove(&key(&object));
-            }
-            Ok(watcher::Event::Init) => {
-                aside.clear();
-                continue;
-            }
-            Ok(watcher::Event::InitApply(object)) => {
-                let object = slim(object);
-                aside.insert(key(&object), Arc::new(object));
-                continue;
-            }
-            Ok(watcher::Event::InitDone) => *write() = std::mem::take(&mut aside),
+            Ok(watcher::Event::Apply(object)) => writer.apply(object),
+            Ok(watcher::Event::Delete(object)) => writer.delete(&object),
+            Ok(watcher::Event::Init) => aside.clear(),
+            Ok(watcher::Event::InitApply(object)) => aside.push(object),
+            Ok(watcher::Event::InitDone) => writer.replace(std::mem::take(&mut aside)),
             Err(error) => {
                 tracing::debug!(error = %super::client::chain(&error), "watch interrupted, it resumes by itself");
                 tokio::time::sleep(pause).await;
@@ -131,7 +153,6 @@ where
             }
         }
         pause = Duration::from_millis(50);
-        announce.send_modify(|version| *version += 1);
     }
 }
 

@@ -71,7 +71,12 @@ impl Cluster {
     }
 
     fn kubectl_command(&self, arguments: &[&str]) -> Output {
-        Command::new("kubectl").arg("--kubeconfig").arg(self.data().join("kubeconfig")).args(arguments).output().expect("kubectl is installed (make test does that)")
+        Command::new("kubectl")
+            .arg("--kubeconfig")
+            .arg(self.data().join("kubeconfig"))
+            .args(arguments)
+            .output()
+            .expect("kubectl is installed (make test does that)")
     }
 
     /// Runs kubectl, which must succeed.
@@ -153,7 +158,8 @@ impl Cluster {
         }
         let ports = Command::new("ip").args(["-o", "link", "show", "type", "veth"]).output().expect("iproute2 is installed (make test does that)");
         let bridge = self.bridge();
-        found.extend(String::from_utf8_lossy(&ports.stdout).lines().filter(|l| l.contains(&format!("master {bridge} "))).map(|l| format!("link {l}")));
+        found
+            .extend(String::from_utf8_lossy(&ports.stdout).lines().filter(|l| l.contains(&format!("master {bridge} "))).map(|l| format!("link {l}")));
         found
     }
 
@@ -206,7 +212,8 @@ pub fn busybox(cluster: &Cluster) -> String {
     use holdfast::up::images::{Image, ImageFile, pack};
     let name = "test.local/busybox:1";
     let program = std::fs::read("/bin/busybox").expect("busybox-static is installed (make test does that)");
-    let shell: Vec<String> = ["sh", "cat", "echo", "test", "grep", "wget", "sleep", "false", "true", "ls"].iter().map(|c| format!("bin/{c}")).collect();
+    let shell: Vec<String> =
+        ["sh", "cat", "echo", "test", "grep", "wget", "sleep", "false", "true", "ls"].iter().map(|c| format!("bin/{c}")).collect();
     let mut files = vec![ImageFile { path: "bin/busybox", content: &program, mode: 0o755 }];
     // The archive has files only: every command is a copy. Seldom worth more than a few megabytes.
     files.extend(shell.iter().map(|path| ImageFile { path, content: &program, mode: 0o755 }));
@@ -214,7 +221,8 @@ pub fn busybox(cluster: &Cluster) -> String {
     let archive = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(archive.path(), pack(&image).unwrap()).unwrap();
     let socket = cluster.run_dir().join("containerd.sock");
-    let output = Command::new("ctr").arg("--address").arg(socket).args(["--namespace", "k8s.io", "images", "import"]).arg(archive.path()).output().unwrap();
+    let output =
+        Command::new("ctr").arg("--address").arg(socket).args(["--namespace", "k8s.io", "images", "import"]).arg(archive.path()).output().unwrap();
     assert!(output.status.success(), "{}", text(&output));
     name.to_owned()
 }
