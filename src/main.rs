@@ -11,6 +11,7 @@ fn main() -> ExitCode {
     let called_as = std::env::args_os().next().unwrap_or_default();
     let as_kubelet = std::path::Path::new(&called_as).file_name().is_some_and(|n| n == "kubelet");
     let command = if as_kubelet { Command::Agent(Box::new(KubeletCli::parse().agent)) } else { Cli::parse().command };
+    sys::memory::limit_arenas();
     logs(&command);
     if rustls::crypto::aws_lc_rs::default_provider().install_default().is_err() {
         eprintln!("holdfast: the TLS library is already set up; this is a bug");

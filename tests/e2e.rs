@@ -238,6 +238,46 @@ fn a_runtime_that_dies_makes_the_node_say_so_and_comes_back() {
     cluster.wait("no pods", || cluster.pods().is_empty());
 }
 
+/// With the containerds that `make test` has unpacked (1.7 and 2.x, which have events; the installed one
+/// may not), the same life of pods.
+#[test]
+fn newer_runtimes_do_the_same_with_events() {
+    let Some(dir) = std::env::var_os("HOLDFAST_RUNTIMES") else {
+        eprintln!("HOLDFAST_RUNTIMES is not set: only the installed containerd is tested (make test sets it)");
+        return;
+    };
+    for (i, entry) in std::fs::read_dir(dir).into_iter().flatten().flatten().enumerate() {
+        let bin = entry.path().join("usr/bin");
+        if !bin.join("containerd").is_file() {
+            continue;
+        }
+        let cluster = Cluster::start_with(&format!("rt{i}"), 10 + u16::try_from(i).unwrap(), Some(bin));
+        let version = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].status.nodeInfo.containerRuntimeVersion}"]);
+        eprintln!("testing with {version}");
+        assert!(!version.contains("://1.6."), "{version}");
+        let busybox = support::busybox(&cluster);
+        cluster.kubectl(&["create", "deployment", "web", &format!("--image={}", DEMO[0]), "--replicas=3"]);
+        cluster.kubectl(&["rollout", "status", "deployment/web", "--timeout=60s"]);
+        cluster.apply(&format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: job}}\nspec: {{restartPolicy: Never, containers: [{{name: c, image: '{busybox}', command: [sleep, '2']}}]}}\n"
+        ));
+        cluster.wait("the job has ended", || cluster.pod("job")["status"]["phase"] == "Succeeded");
+        assert!(!cluster.log("agent").contains("listed every second"), "this runtime has events");
+        let job = cluster.pod("job");
+        let time = |v: &Value| v.as_str().unwrap().parse::<jiff::Timestamp>().unwrap();
+        let finished = time(&job["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"]);
+        let seen = job["status"]["conditions"].as_array().unwrap().iter().find(|c| c["type"] == "Ready").unwrap();
+        assert!(
+            time(&seen["lastTransitionTime"]).as_second() - finished.as_second() <= 5,
+            "the end was seen by its event, not by the audit: {job:#}"
+        );
+        cluster.kubectl(&["delete", "pod", "job"]);
+        cluster.kubectl(&["delete", "deployment", "web"]);
+        cluster.wait("no pods", || cluster.pods().is_empty());
+        assert_eq!(cluster.leftovers(), Vec::<String>::new(), "{version}");
+    }
+}
+
 #[test]
 fn mistakes_are_answered_with_the_thing_and_the_remedy() {
     let run = |arguments: &[&str]| {

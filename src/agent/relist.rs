@@ -14,6 +14,9 @@ use crate::cri::{ListedPod, RuntimeErrorKind};
 /// How often the runtime is listed without events, and with them.
 const PERIOD: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
+/// How long nothing must have happened before memory is given back.
+const QUIET: Duration = Duration::from_secs(2);
+
 /// What workers last saw, by uid: a listing that shows the same is no news.
 #[derive(Clone, Default)]
 pub struct Seen(Arc<Mutex<HashMap<String, u64>>>);
@@ -58,7 +61,13 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
     let mut has_events = true;
     let mut next_try = Instant::now();
     let mut failing = false;
+    // Memory is given back once a burst is over: something happened, and then a while nothing did.
+    let mut quiet_since: Option<Instant> = None;
     loop {
+        if quiet_since.is_some_and(|since| since.elapsed() >= QUIET) {
+            quiet_since = None;
+            crate::sys::memory::trim();
+        }
         if events.is_none() && has_events && Instant::now() >= next_try {
             match context.runtime.events().await {
                 Ok(stream) => events = Some(stream),
@@ -75,6 +84,7 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
                     tracing::info!("the container runtime answers again");
                 }
                 for uid in seen.differing(&listed) {
+                    quiet_since = Some(Instant::now());
                     if hints.send(Hint::Pod(uid)).await.is_err() {
                         return;
                     }

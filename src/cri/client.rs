@@ -166,16 +166,12 @@ fn condition(conditions: &[pb::RuntimeCondition], kind: &str) -> Option<String> 
 #[async_trait]
 impl Runtime for CriClient {
     async fn status(&self) -> Result<RuntimeStatus, RuntimeError> {
-        let status = self
-            .runtime
-            .clone()
-            .status(Self::within(Duration::from_secs(10), pb::StatusRequest { verbose: false }))
-            .await?
-            .into_inner()
-            .status
-            .unwrap_or_default();
+        // Asked first: it is the call that can say best what is wrong.
+        let version = self.version().await?;
+        let request = Self::within(Duration::from_secs(10), pb::StatusRequest { verbose: false });
+        let status = self.runtime.clone().status(request).await?.into_inner().status.unwrap_or_default();
         Ok(RuntimeStatus {
-            version: self.version().await?,
+            version,
             not_ready: condition(&status.conditions, "RuntimeReady"),
             network_not_ready: condition(&status.conditions, "NetworkReady"),
         })
@@ -305,12 +301,21 @@ impl Runtime for CriClient {
     }
 
     async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError> {
-        let mut stream = self.runtime.clone().get_container_events(Request::new(pb::GetEventsRequest {})).await?.into_inner();
         let (sender, receiver) = mpsc::channel(256);
-        // The first message tells a runtime that has events from one that only accepts the call.
+        let (refused, refusal) = tokio::sync::oneshot::channel();
+        let mut client = self.runtime.clone();
         tokio::spawn(async move {
+            let mut stream = match client.get_container_events(Request::new(pb::GetEventsRequest {})).await {
+                Ok(answer) => answer.into_inner(),
+                Err(status) => {
+                    // Nobody waits for it any more if it comes late; the closed channel says enough then.
+                    let _ = refused.send(RuntimeError::from(status));
+                    return;
+                }
+            };
             while let Ok(Some(event)) = stream.message().await {
-                let uid = event.pod_sandbox_status.and_then(|s| s.metadata).map(|m| m.uid);
+                let labelled = event.containers_statuses.first().and_then(|c| c.labels.get(label::POD_UID).cloned());
+                let uid = event.pod_sandbox_status.and_then(|s| s.metadata).map(|m| m.uid).or(labelled);
                 if let Some(uid) = uid
                     && sender.send(uid).await.is_err()
                 {
@@ -318,7 +323,11 @@ impl Runtime for CriClient {
                 }
             }
         });
-        Ok(receiver)
+        // A runtime may answer only with its first event: no refusal within this time is a yes.
+        match tokio::time::timeout(Duration::from_millis(500), refusal).await {
+            Ok(Ok(error)) => Err(error),
+            _ => Ok(receiver),
+        }
     }
 }
 

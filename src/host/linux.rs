@@ -63,7 +63,16 @@ impl LinuxHost {
         Ok(self.root.join("pods").join(segment(uid)?))
     }
 
+    /// Where volumes lie that must never reach a disk: one tmpfs for all pods. One mount a volume would
+    /// lengthen the mount table, which the runtime reads for every container it starts.
+    fn memory(&self) -> PathBuf {
+        self.root.join("memory")
+    }
+
     fn volume_dir(&self, uid: &str, volume: &Volume) -> Result<PathBuf, String> {
+        if volume.secret.is_some() || volume.projected.is_some() {
+            return Ok(self.memory().join(segment(uid)?).join(segment(&volume.name)?));
+        }
         Ok(self.pod_dir(uid)?.join("volumes").join(volumes::plugin_dir(volume)).join(segment(&volume.name)?))
     }
 
@@ -184,16 +193,18 @@ impl PodHost for LinuxHost {
         let dir = self.volume_dir(pod::uid(pod), volume)?;
         let group = pod.spec.as_ref().and_then(|s| s.security_context.as_ref()).and_then(|s| s.fs_group).and_then(|g| u32::try_from(g).ok());
         let volume = volume.clone();
+        let memory = self.memory();
         blocking(move || {
             if volume.empty_dir.is_some() {
                 return empty_dir(&dir, &volume, group);
             }
             let files = files.ok_or_else(|| format!("volume {:?} has no content", volume.name))?;
-            make(&dir, 0o755)?;
-            // What may be secret never reaches a disk.
-            if volume.secret.is_some() || volume.projected.is_some() {
-                mount::tmpfs(&dir, 0).map_err(doing(format!("a tmpfs cannot be mounted at {}", dir.display())))?;
+            // What may be secret never reaches a disk, also after somebody unmounted it.
+            if dir.starts_with(&memory) && !mount::is_tmpfs(&memory) {
+                make(&memory, 0o700)?;
+                mount::tmpfs(&memory, 0).map_err(doing(format!("a tmpfs cannot be mounted at {}", memory.display())))?;
             }
+            make(&dir, 0o755)?;
             fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).map_err(doing("the volume's mode cannot be set"))?;
             let stamp = jiff::Timestamp::now().strftime("%Y_%m_%d_%H_%M_%S").to_string();
             atomic_dir::write(&dir, &files, group, &stamp)
@@ -260,8 +271,12 @@ impl PodHost for LinuxHost {
     }
 
     async fn tear_down_volumes(&self, uid: &str) -> Result<(), String> {
-        let dir = self.pod_dir(uid)?;
-        blocking(move || mount::unmount_all(&dir).map_err(|e| e.to_string())).await
+        let (dir, memory) = (self.pod_dir(uid)?, self.memory().join(segment(uid)?));
+        blocking(move || {
+            mount::unmount_all(&dir).map_err(|e| e.to_string())?;
+            gone_is_fine(fs::remove_dir_all(&memory)).map_err(doing(format!("{} cannot be removed", memory.display())))
+        })
+        .await
     }
 
     async fn remove_cgroup(&self, pod: &Pod) -> Result<(), String> {
@@ -290,9 +305,10 @@ impl PodHost for LinuxHost {
     }
 
     async fn leftovers(&self) -> Vec<String> {
-        let (pods, root) = (self.root.join("pods"), self.cgroup_root.clone());
+        let (pods, memory, root) = (self.root.join("pods"), self.memory(), self.cgroup_root.clone());
         let found = blocking(move || {
-            let dirs = fs::read_dir(pods).into_iter().flatten().filter_map(Result::ok).filter_map(|e| e.file_name().into_string().ok());
+            let list = |dir: PathBuf| fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok).filter_map(|e| e.file_name().into_string().ok());
+            let dirs = list(pods).chain(list(memory));
             let mut uids: Vec<String> = dirs.chain(crate::sys::cgroup::pods(&root).into_iter().map(|(uid, _)| uid)).collect();
             uids.sort();
             uids.dedup();
@@ -302,11 +318,12 @@ impl PodHost for LinuxHost {
     }
 
     async fn remove_leftovers(&self, uid: &str) -> Result<(), String> {
-        let dir = self.pod_dir(uid)?;
+        let (dir, memory) = (self.pod_dir(uid)?, self.memory().join(segment(uid)?));
         let (root, uid, logs) = (self.cgroup_root.clone(), uid.to_owned(), self.logs.clone());
         blocking(move || {
             mount::unmount_all(&dir).map_err(|e| e.to_string())?;
             remove_unmounted(&dir)?;
+            gone_is_fine(fs::remove_dir_all(&memory)).map_err(doing(format!("{} cannot be removed", memory.display())))?;
             for (_, path) in crate::sys::cgroup::pods(&root).into_iter().filter(|(u, _)| *u == uid) {
                 crate::sys::cgroup::remove(&path).map_err(|e| e.to_string())?;
             }

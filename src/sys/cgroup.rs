@@ -8,7 +8,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cgroups_rs::fs::hierarchies;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -39,30 +38,37 @@ const CONTROLLERS: &[&str] = &[
 /// Whether this machine has the unified hierarchy only.
 #[must_use]
 pub fn is_v2() -> bool {
-    hierarchies::is_cgroup2_unified_mode()
+    static V2: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    *V2.get_or_init(cgroups_rs::fs::hierarchies::is_cgroup2_unified_mode)
 }
 
-/// The directories that a cgroup path stands for: one on v2, one a hierarchy on v1.
+/// The hierarchies of this machine: the unified one on v2, every mounted one on v1. They do not change
+/// while the process runs.
+fn hierarchies() -> &'static [PathBuf] {
+    static FOUND: std::sync::OnceLock<Vec<PathBuf>> = std::sync::OnceLock::new();
+    FOUND.get_or_init(|| {
+        if is_v2() {
+            return vec![PathBuf::from(ROOT)];
+        }
+        let mut seen = Vec::new();
+        let mounted = CONTROLLERS.iter().map(|c| Path::new(ROOT).join(c)).filter(|dir| dir.is_dir());
+        mounted
+            // `cpu` and `cpuacct` may be one hierarchy under two names.
+            .filter(|dir| match fs::canonicalize(dir) {
+                Ok(real) if !seen.contains(&real) => {
+                    seen.push(real);
+                    true
+                }
+                _ => false,
+            })
+            .collect()
+    })
+}
+
+/// The directories that a cgroup path stands for.
 fn places(path: &str) -> Vec<PathBuf> {
     let relative = path.trim_start_matches('/');
-    if is_v2() {
-        return vec![Path::new(ROOT).join(relative)];
-    }
-    let mut seen = Vec::new();
-    CONTROLLERS
-        .iter()
-        .map(|c| Path::new(ROOT).join(c))
-        .filter(|dir| dir.is_dir())
-        // `cpu` and `cpuacct` may be one hierarchy under two names.
-        .filter(|dir| match fs::canonicalize(dir) {
-            Ok(real) if !seen.contains(&real) => {
-                seen.push(real);
-                true
-            }
-            _ => false,
-        })
-        .map(|dir| dir.join(relative))
-        .collect()
+    hierarchies().iter().map(|h| h.join(relative)).collect()
 }
 
 fn controller(dir: &Path, path: &str) -> String {
@@ -106,10 +112,16 @@ fn make_level(path: &str) -> io::Result<()> {
 
 /// Makes a pod's cgroup below `tiers` and sets its values.
 pub fn ensure_pod(tiers: &[String], path: &str, limits: &PodLimits) -> io::Result<()> {
-    for tier in tiers {
-        make_level(tier)?;
+    // The tiers are there for all pods but the first.
+    let first = make_level(path);
+    if first.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
+        for tier in tiers {
+            make_level(tier)?;
+        }
+        make_level(path)?;
+    } else {
+        first?;
     }
-    make_level(path)?;
     for dir in places(path) {
         if is_v2() {
             let max = |v: Option<i64>| v.map_or_else(|| "max".to_owned(), |v| v.to_string());

@@ -6,5 +6,6 @@ pub mod cgroup;
 pub mod clock;
 pub mod link;
 pub mod machine;
+pub mod memory;
 pub mod mount;
 pub mod watch;

@@ -23,6 +23,12 @@ fn unescape(text: &str) -> String {
     text.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
 }
 
+/// Whether a path is on a tmpfs.
+#[must_use]
+pub fn is_tmpfs(path: &Path) -> bool {
+    nix::sys::statfs::statfs(path).is_ok_and(|s| s.filesystem_type() == nix::sys::statfs::TMPFS_MAGIC)
+}
+
 /// Mounts a tmpfs of at most `size` bytes (0: the kernel's default) at `dir`, unless one is there.
 pub fn tmpfs(dir: &Path, size: u64) -> io::Result<()> {
     if is_mounted(dir)? {

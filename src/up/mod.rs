@@ -258,7 +258,7 @@ async fn tidy(settings: &Settings) -> anyhow::Result<()> {
     let cgroup = settings.cgroup();
     let private = settings.containerd_endpoint.is_none();
     tokio::task::spawn_blocking(move || -> anyhow::Result<()> {
-        crate::sys::mount::unmount_all(&dirs.agent().join("pods"))?;
+        crate::sys::mount::unmount_all(&dirs.agent())?;
         if private {
             crate::sys::mount::unmount_all(&dirs.run)?;
         }

@@ -15,6 +15,8 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub struct Cluster {
     pub name: String,
     pub number: u16,
+    /// A directory with a containerd to use instead of the installed one.
+    pub runtime: Option<PathBuf>,
 }
 
 pub fn holdfast() -> PathBuf {
@@ -31,14 +33,23 @@ fn text(output: &Output) -> String {
 impl Cluster {
     /// Starts a cluster; `number` (1 to 99) makes its ports and addresses its own.
     pub fn start(name: &str, number: u16) -> Cluster {
+        Self::start_with(name, number, None)
+    }
+
+    /// As [`Cluster::start`], with the containerd in `runtime`.
+    pub fn start_with(name: &str, number: u16, runtime: Option<PathBuf>) -> Cluster {
         assert!(nix::unistd::geteuid().is_root(), "this test makes containers: run it as root");
-        let cluster = Cluster { name: format!("t-{name}"), number };
+        let cluster = Cluster { name: format!("t-{name}"), number, runtime };
         cluster.up();
         cluster
     }
 
     pub fn up(&self) -> String {
-        let output = Command::new(holdfast())
+        let mut command = Command::new(holdfast());
+        if let Some(runtime) = &self.runtime {
+            command.env("PATH", format!("{}:{}", runtime.display(), std::env::var("PATH").unwrap()));
+        }
+        let output = command
             .args(["up", "--name", &self.name, "--api-port", &(16_400 + self.number).to_string()])
             .args(["--pod-cidr", &format!("10.199.{}.0/24", self.number)])
             .output()
@@ -136,12 +147,15 @@ impl Cluster {
         };
         let all = |_: &str| true;
         list("pod directory", self.data().join("agent/pods"), &all);
+        list("secret", self.data().join("agent/memory"), &all);
         list("pod log", self.data().join("pods-logs"), &all);
         list("address", self.data().join("cni/networks").join(&self.name), &|n| n.parse::<std::net::IpAddr>().is_ok());
         list("sandbox state", self.run_dir().join("containerd/io.containerd.runtime.v2.task/k8s.io"), &all);
         for line in std::fs::read_to_string("/proc/self/mountinfo").unwrap().lines() {
             let point = line.split(' ').nth(4).unwrap_or_default();
-            let ours = point.starts_with(self.data().to_str().unwrap()) || point.starts_with(self.run_dir().to_str().unwrap());
+            // The tmpfs that all pods share stays while the agent's directory does; what is in it counts.
+            let shared = point == self.data().join("agent/memory").to_str().unwrap() && self.run_dir().join("agent.pid").exists();
+            let ours = !shared && point.starts_with(self.data().to_str().unwrap()) || point.starts_with(self.run_dir().to_str().unwrap());
             if ours {
                 found.push(format!("mount {point}"));
             }
