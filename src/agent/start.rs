@@ -74,7 +74,12 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         Some(client) => {
             let only_ours = watcher::Config::default().fields(&format!("spec.nodeName={}", config.node_name));
             let pods: Cache<Pod> = Cache::start(Api::all(client.clone()), only_ours);
-            (Arc::new(KubePods::new(client.clone())), Some(pods), Some(Arc::new(KubeNodes(client))))
+            // The heartbeat has a connection of its own: pods must not make the node look dead.
+            let heartbeat = match &config.kubeconfig {
+                Some(path) => crate::kubeapi::client::connect(path).await?,
+                None => client.clone(),
+            };
+            (Arc::new(KubePods::new(client)), Some(pods), Some(Arc::new(KubeNodes(heartbeat))))
         }
         None => (Arc::new(super::standalone::NoApi), None, None),
     };

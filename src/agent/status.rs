@@ -61,6 +61,15 @@ impl StatusWriter {
     }
 }
 
+/// Whether the object that was written to is no longer there. Any other conflict is cured by trying again.
+fn is_gone(error: &ApiFailure) -> bool {
+    match error {
+        ApiFailure::NotFound(_) => true,
+        ApiFailure::Conflict(why) => why.contains("UID"),
+        ApiFailure::Other(_) => false,
+    }
+}
+
 async fn write(api: Arc<dyn PodApi>, mut changes: watch::Receiver<Wanted>, done: watch::Sender<u64>) {
     // What the API had after our last write: newer than what the watch has shown so far.
     let mut last: Option<Pod> = None;
@@ -85,12 +94,12 @@ async fn write(api: Arc<dyn PodApi>, mut changes: watch::Receiver<Wanted>, done:
                     done.send_replace(wanted.version);
                     break;
                 }
-                Err(ApiFailure::NotFound(_) | ApiFailure::Conflict(_)) => {
+                Err(error) if is_gone(&error) => {
                     // The object is gone, or another one has its name: there is nobody to tell.
                     done.send_replace(wanted.version);
                     break;
                 }
-                Err(error @ ApiFailure::Other(_)) => {
+                Err(error) => {
                     tracing::warn!(%error, pod = %pod::full_name(object), retry_in = ?pause, "the pod's status could not be written");
                     tokio::select! {
                         // Cancel-safe: the newest value is read at the top of the loop in any case.

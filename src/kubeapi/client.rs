@@ -26,6 +26,10 @@ pub enum ConnectError {
     },
 }
 
+/// How many requests of one client are under way at once. More would only open more connections, each
+/// with its handshake and buffers; watches count until they have begun.
+const AT_ONCE: usize = 8;
+
 /// A client for the current context of a kubeconfig file. Nothing is sent yet.
 pub async fn connect(path: &Path) -> Result<kube::Client, ConnectError> {
     let used = |why: String| ConnectError::Use { path: path.to_owned(), why };
@@ -33,7 +37,8 @@ pub async fn connect(path: &Path) -> Result<kube::Client, ConnectError> {
     let file = Kubeconfig::read_from(path).map_err(|e| used(chain(&e)))?;
     let mut config = kube::Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await.map_err(|e| used(chain(&e)))?;
     config.connect_timeout = Some(Duration::from_secs(5));
-    kube::Client::try_from(config).map_err(|e| used(chain(&e)))
+    let builder = kube::client::ClientBuilder::try_from(config).map_err(|e| used(chain(&e)))?;
+    Ok(builder.with_layer(&tower::limit::ConcurrencyLimitLayer::new(AT_ONCE)).build())
 }
 
 /// An error with its causes in one line.

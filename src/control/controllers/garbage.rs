@@ -70,7 +70,8 @@ pub(super) async fn run(client: Client, caches: Caches) {
             act::<ReplicaSet>(&client, &caches, &set.metadata).await;
         }
         let pods = caches.pods.list();
-        let work = pods.iter().map(|pod| act::<Pod>(&client, &caches, &pod.metadata));
+        let owned = pods.iter().filter(|pod| pod.metadata.owner_references.is_some());
+        let work = owned.map(|pod| act::<Pod>(&client, &caches, &pod.metadata));
         futures::future::join_all(work).await;
         for deployment in caches.deployments.list() {
             finish::<Deployment>(&client, &caches, &deployment.metadata).await;

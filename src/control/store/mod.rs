@@ -15,6 +15,7 @@ mod disk;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::Path;
 use std::sync::{Arc, RwLock, RwLockReadGuard};
+use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot, watch};
 
@@ -26,6 +27,10 @@ pub use hyper::body::Bytes;
 const RING: usize = 8192;
 /// The most writes that share one commit.
 const BATCH: usize = 128;
+/// How long a busy committer waits for more writes to share the next sync, which takes about as long.
+/// One that has been idle for longer than [`IDLE`] commits at once.
+const GATHER: Duration = Duration::from_millis(2);
+const IDLE: Duration = Duration::from_millis(5);
 
 /// Labels and selectable fields of a stored object, so that selectors never parse its bytes.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -246,7 +251,11 @@ impl Store {
 /// Takes what has queued up, decides each write against the state as of the ones before it, commits
 /// them together, and only then shows them.
 fn commit_loop(mut disk: Option<Disk>, state: &RwLock<State>, mut requests: mpsc::Receiver<Request>, announce: &watch::Sender<u64>) {
+    let mut last_commit: Option<Instant> = None;
     while let Some(first) = requests.blocking_recv() {
+        if disk.is_some() && last_commit.is_some_and(|at| at.elapsed() < IDLE) {
+            std::thread::sleep(GATHER);
+        }
         let mut batch = vec![first];
         while batch.len() < BATCH
             && let Ok(next) = requests.try_recv()
@@ -258,6 +267,7 @@ fn commit_loop(mut disk: Option<Disk>, state: &RwLock<State>, mut requests: mpsc
             (Some(disk), false) => disk.commit(&events),
             _ => Ok(()),
         };
+        last_commit = Some(Instant::now());
         match committed {
             Ok(()) => {
                 show(state, events);
