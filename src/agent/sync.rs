@@ -62,6 +62,11 @@ impl Memory {
         }
     }
 
+    /// Hands the newest status to the writer, to be on `object`.
+    pub fn report(&self, object: Option<Arc<Pod>>, writer: &StatusWriter) {
+        writer.want(object, self.status.clone());
+    }
+
     /// Takes over what the API says, once: after a restart, times and counts go on from there. A static
     /// pod's mirror may be seen only after its worker has begun.
     pub fn adopt(&mut self, object: Option<&Pod>) {
@@ -116,7 +121,7 @@ fn compute_status(context: &Context, pod: &Pod, observed: &ObservedPod, memory: 
 
 /// Step 3: hands the status to the status writer.
 fn publish_status(desired: &Desired, memory: &Memory, writer: &StatusWriter) {
-    writer.want(desired.object.clone(), memory.status.clone());
+    memory.report(desired.object.clone(), writer);
 }
 
 /// Step 5: the pod's cgroup with its limits.
@@ -222,6 +227,9 @@ pub async fn sync_pod(
     let known = memory.status.container_statuses.clone().unwrap_or_default();
     let restarts = |name: &str| known.iter().find(|s| s.name == name).and_then(|s| u32::try_from(s.restart_count).ok()).unwrap_or(0);
     let actions = actions::compute(pod, &observed, restarts);
+    if actions.give_up {
+        return Ok(Outcome::Next(Input::Ended(Cause::Completed)));
+    }
     let refresh = memory.volumes_at.is_some_and(|at| at.elapsed() >= context.config.sync_frequency);
     if actions.is_empty() && !refresh {
         memory.problems.clear();
@@ -248,6 +256,7 @@ pub async fn sync_pod(
         memory: context.machine.memory,
     };
     let again = runtime_sync(context, desired, &observed, actions, memory, &node, stop).await;
+    stop.forget_hint();
     let observed = observe(context, pod, memory).await?;
     compute_status(context, pod, &observed, memory, false);
     record_startup_latency(context, memory);

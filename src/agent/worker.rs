@@ -32,6 +32,21 @@ pub struct Desired {
 }
 
 impl Desired {
+    /// Whether nothing but the reported status differs. Readiness gates read conditions of others, so
+    /// with them every change counts.
+    fn asks_the_same(&self, other: &Desired) -> bool {
+        let (a, b) = (&self.pod, &other.pod);
+        let gates = a.spec.as_ref().is_some_and(|s| s.readiness_gates.is_some());
+        let object = |d: &Desired| d.object.as_ref().map(|o| (o.metadata.uid.clone(), o.metadata.deletion_timestamp.is_some()));
+        !gates
+            && self.wish() == other.wish()
+            && a.spec == b.spec
+            && a.metadata.labels == b.metadata.labels
+            && a.metadata.annotations == b.metadata.annotations
+            && a.metadata.generation == b.metadata.generation
+            && object(self) == object(other)
+    }
+
     fn wish(&self) -> Wish {
         let is_static = pod::is_static(&self.pod);
         Wish {
@@ -44,13 +59,18 @@ impl Desired {
 }
 
 /// Whether the newest wish ends the pod: what a long step asks between its parts.
-pub struct Stop<'a>(&'a watch::Receiver<Desired>);
+pub struct Stop<'a>(&'a watch::Receiver<Desired>, &'a Notify);
 
 impl Stop<'_> {
     /// Whether nothing more should be started.
     #[must_use]
     pub fn wanted(&self) -> bool {
         State::Syncing.step(Input::Wish(self.0.borrow().wish())).is_ending()
+    }
+
+    /// Drops a hint that came so far: what it hints at is about to be looked at anyway.
+    pub fn forget_hint(&self) {
+        let _ = futures::FutureExt::now_or_never(self.1.notified());
     }
 
     /// Waits until it is.
@@ -88,7 +108,7 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
                 Err(_) => {}
             }
         }
-        let outcome = step(&context, state, &desired, &mut memory, &writer, &Stop(&wishes), &seen).await;
+        let outcome = step(&context, state, &desired, &mut memory, &writer, &Stop(&wishes, &hint), &seen).await;
         let wait = match outcome {
             Ok(Outcome::Next(input)) => {
                 state = state.step(input);
@@ -107,11 +127,37 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
                 Some(until)
             }
         };
+        if !sleep(&mut wishes, &hint, &desired, state, wait, |object| memory.report(object, &writer)).await {
+            return;
+        }
+    }
+}
+
+/// Waits for something that concerns the pod. An object whose status alone has changed (mostly by our own
+/// writing) is only noted by `report`. False when the process ends.
+async fn sleep(
+    wishes: &mut watch::Receiver<Desired>,
+    hint: &Notify,
+    before: &Desired,
+    state: State,
+    until: Option<Instant>,
+    report: impl Fn(Option<Arc<Pod>>),
+) -> bool {
+    loop {
         tokio::select! {
-            // All arms are cancel-safe: the wish is read anew above, a hint is only a nudge.
-            changed = wishes.changed() => if changed.is_err() { return },
-            () = hint.notified() => {}
-            () = async { match wait { Some(until) => tokio::time::sleep_until(until).await, None => std::future::pending().await } } => {}
+            // All arms are cancel-safe: the wish is read anew by the caller, a hint is only a nudge.
+            changed = wishes.changed() => {
+                if changed.is_err() {
+                    return false;
+                }
+                if state != State::Syncing || !wishes.borrow().asks_the_same(before) {
+                    wishes.mark_changed();
+                    return true;
+                }
+                report(wishes.borrow_and_update().object.clone());
+            }
+            () = hint.notified() => return true,
+            () = async { match until { Some(until) => tokio::time::sleep_until(until).await, None => std::future::pending().await } } => return true,
         }
     }
 }

@@ -31,6 +31,8 @@ pub struct Kill {
 /// The plan for one sync.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PodActions {
+    /// The pod cannot go on: its sandbox is gone and what ran in it must not run again. It ends as it is.
+    pub give_up: bool,
     /// Stop everything, the sandbox too, before anything else.
     pub kill_pod: bool,
     /// Make a sandbox with this attempt number.
@@ -115,7 +117,10 @@ pub fn compute(pod: &Pod, observed: &ObservedPod, restarts: impl Fn(&str) -> u32
     let mut actions = PodActions { kill_pod: !observed.sandboxes.is_empty(), ..PodActions::default() };
     let ever_ran = spec.containers.iter().any(|c| observed.newest(&c.name).is_some());
     let all_never = spec.containers.iter().all(|c| c.restart_policy.as_deref().unwrap_or(policy(pod)) == "Never");
-    if all_never && attempt != 0 && !observed.containers.is_empty() {
+    // Upstream looks at all containers here, and leaves a pod pending for ever whose init container had
+    // finished when the sandbox was lost.
+    if all_never && attempt != 0 && ever_ran {
+        actions.give_up = true;
         return actions;
     }
     let wanted: Vec<&Container> = spec

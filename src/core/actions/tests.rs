@@ -87,6 +87,11 @@ fn a_lost_sandbox_is_replaced_and_its_containers_with_it() {
     assert_eq!((actions.kill_pod, actions.create_sandbox, starts(&actions)), (true, Some(4), vec![("a".into(), 2)]));
     let never = compute(&a_pod("Never", json!([]), &["a"]), &observed, |_| 0);
     assert_eq!((never.kill_pod, never.create_sandbox, never.start.len()), (true, None, 0));
+    assert!(never.give_up, "what ran under Never must not run again");
+    let init = json!([{"name": "i", "image": "i"}]);
+    let early = seen(vec![sandbox("s", 0, false)], vec![container("i", "s", 0, Exited, 0)]);
+    let again = compute(&a_pod("Never", init, &["a"]), &early, |_| 0);
+    assert_eq!((again.give_up, again.create_sandbox, starts(&again)), (false, Some(1), vec![("i".into(), 1)]), "nothing of the pod itself had run");
     let mut host = a_pod("Always", json!([]), &["a"]);
     host.spec.as_mut().expect("spec").host_network = Some(true);
     assert_eq!(compute(&host, &seen(vec![sandbox("s", 0, true)], vec![]), |_| 0).create_sandbox, Some(1));
