@@ -6,6 +6,7 @@ use super::node_affinity;
 use super::pod;
 use super::quantity::Quantity;
 use super::resources::{Amounts, ports_clash, requests};
+use super::taints::tolerates;
 
 /// A refusal.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,17 +61,7 @@ pub fn admit<'a>(pod: &Pod, others: impl Iterator<Item = &'a Pod> + Clone, alloc
     }
     let taints = node.and_then(|n| n.spec.as_ref()).and_then(|s| s.taints.clone()).unwrap_or_default();
     let tolerations = pod.spec.as_ref().and_then(|s| s.tolerations.clone()).unwrap_or_default();
-    let tolerated = |taint: &k8s_openapi::api::core::v1::Taint| {
-        tolerations.iter().any(|t| {
-            let key = t.key.as_deref().unwrap_or_default();
-            let effect = t.effect.as_deref().unwrap_or_default();
-            (key.is_empty() || key == taint.key)
-                && (effect.is_empty() || effect == taint.effect)
-                && (t.operator.as_deref() == Some("Exists")
-                    || (!key.is_empty() && t.value.as_deref().unwrap_or_default() == taint.value.as_deref().unwrap_or_default()))
-        })
-    };
-    if !pod::is_static(pod) && taints.iter().filter(|t| t.effect == "NoExecute").any(|t| !tolerated(t)) {
+    if !pod::is_static(pod) && taints.iter().filter(|t| t.effect == "NoExecute").any(|t| !tolerates(&tolerations, t)) {
         return Err(Refusal {
             reason: "TaintToleration".into(),
             message: "Predicate TaintToleration failed: node(s) had taints that the pod didn't tolerate".into(),

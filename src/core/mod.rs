@@ -20,4 +20,5 @@ pub mod qos;
 pub mod quantity;
 pub mod resources;
 pub mod status;
+pub mod taints;
 pub mod volumes;

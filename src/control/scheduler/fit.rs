@@ -3,11 +3,12 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use k8s_openapi::api::core::v1::{Node, Pod, Taint, Toleration};
+use k8s_openapi::api::core::v1::{Node, Pod, Taint};
 use kube::ResourceExt as _;
 
 use crate::core::quantity::Quantity;
 use crate::core::resources::{Amounts, requests};
+use crate::core::taints::tolerates;
 
 /// Picks a node, or explains. `assumed` maps uids of pods bound a moment ago to their nodes.
 pub fn choose(pod: &Pod, nodes: &[Arc<Node>], pods: &[Arc<Pod>], assumed: &HashMap<String, String>) -> Result<String, String> {
@@ -50,19 +51,6 @@ fn is_on(pod: &Pod, node: &str, assumed: &HashMap<String, String>) -> bool {
     let bound = pod.spec.as_ref().and_then(|s| s.node_name.as_deref()).filter(|n| !n.is_empty());
     let bound = bound.or_else(|| pod.metadata.uid.as_ref().and_then(|uid| assumed.get(uid)).map(String::as_str));
     bound == Some(node)
-}
-
-fn tolerates(tolerations: &[Toleration], taint: &Taint) -> bool {
-    tolerations.iter().any(|t| {
-        let effect = t.effect.as_deref().unwrap_or_default();
-        let key = t.key.as_deref().unwrap_or_default();
-        (effect.is_empty() || effect == taint.effect)
-            && (key.is_empty() || key == taint.key)
-            && match t.operator.as_deref() {
-                Some("Exists") => true,
-                _ => !key.is_empty() && t.value.as_deref().unwrap_or_default() == taint.value.as_deref().unwrap_or_default(),
-            }
-    })
 }
 
 fn fits(pod: &Pod, node: &Node, here: &[&Arc<Pod>]) -> Result<i64, Vec<String>> {
