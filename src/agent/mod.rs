@@ -33,7 +33,7 @@ use tokio::sync::watch;
 
 pub use events::{Events, Kind};
 pub use images::Images;
-pub use node::{KubeNodes, NodeApi};
+pub use node::{KubeNodes, Network, NodeApi};
 pub use start::build;
 
 use crate::config::Config;
@@ -69,8 +69,8 @@ pub struct Context {
     pub node_ips: Vec<String>,
     /// Name resolution of pods.
     pub resolver: Resolver,
-    /// Whether the runtime's network is ready, and if not why.
-    pub network: watch::Receiver<Option<String>>,
+    /// What the runtime last said of its network.
+    pub network: watch::Receiver<Network>,
     /// Our own Node object once it is known.
     pub node: watch::Receiver<Option<Arc<Node>>>,
     /// Pods that have been taken, by uid.
@@ -134,7 +134,7 @@ pub struct Agent {
     /// The pods bound to this node; none when there are only static pods.
     pub pods: Option<crate::kubeapi::Cache<Pod>>,
     /// Where the runtime's network state is announced.
-    pub network: watch::Sender<Option<String>>,
+    pub network: watch::Sender<Network>,
     /// Where our own Node object is announced.
     pub node: watch::Sender<Option<Arc<Node>>>,
 }

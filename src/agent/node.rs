@@ -128,12 +128,24 @@ fn labels(config: &Config) -> BTreeMap<String, String> {
     labels
 }
 
+/// What the runtime last said of its network.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Network {
+    /// Nothing yet: the agent has just started.
+    #[default]
+    Unasked,
+    /// Sandboxes can be given an address.
+    Ready,
+    /// They can not, for this reason.
+    NotReady(String),
+}
+
 /// What the runtime said last.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct RuntimeView {
     version: String,
     problem: Option<String>,
-    network: Option<String>,
+    network: Network,
 }
 
 async fn look(context: &Context, before: &RuntimeView) -> RuntimeView {
@@ -141,11 +153,12 @@ async fn look(context: &Context, before: &RuntimeView) -> RuntimeView {
         Err(error) => RuntimeView {
             version: before.version.clone(),
             problem: Some(format!("container runtime is down: {error}")),
-            network: Some("container runtime is down".into()),
+            network: Network::NotReady("container runtime is down".into()),
         },
         Ok(status) => {
             let network = status.network_not_ready.map(|n| format!("container runtime network not ready: {n}"));
             let problems: Vec<String> = status.not_ready.into_iter().chain(network.clone()).collect();
+            let network = network.map_or(Network::Ready, Network::NotReady);
             let problem = match problems.as_slice() {
                 [] => None,
                 [one] => Some(one.clone()),
@@ -273,12 +286,7 @@ async fn register(context: &Context, api: &dyn NodeApi, view: &RuntimeView) -> R
 }
 
 /// Runs until the process ends: watches the runtime, keeps the Node object and its lease.
-pub async fn run(
-    context: Arc<Context>,
-    api: Option<Arc<dyn NodeApi>>,
-    network: watch::Sender<Option<String>>,
-    announce: watch::Sender<Option<Arc<Node>>>,
-) {
+pub async fn run(context: Arc<Context>, api: Option<Arc<dyn NodeApi>>, network: watch::Sender<Network>, announce: watch::Sender<Option<Arc<Node>>>) {
     let mut view = RuntimeView { problem: Some("container runtime status check may not have completed yet".into()), ..RuntimeView::default() };
     let mut node: Option<Node> = None;
     let mut reported = Instant::now();

@@ -9,7 +9,7 @@ use kube::Api;
 use kube::runtime::watcher;
 use tokio::sync::watch;
 
-use super::{Agent, Context, Events, Images, KubeNodes, Latency, NodeApi};
+use super::{Agent, Context, Events, Images, KubeNodes, Latency, Network, NodeApi};
 use crate::config::Config;
 use crate::core::cgroup::Driver;
 use crate::core::dns::Resolver;
@@ -83,7 +83,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         }
         None => (Arc::new(super::standalone::NoApi), None, None),
     };
-    let (network, network_state) = watch::channel(Some("the runtime has not been asked yet".to_owned()));
+    let (network, network_state) = watch::channel(Network::Unasked);
     let (node, node_state) = watch::channel(None);
     let events = Events::start(Arc::clone(&api), &config.node_name, clock);
     let images = Images::new(config.parallel_pulls);

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use holdfast_proto::cri as pb;
 use jiff::{SignedDuration, Timestamp};
@@ -16,7 +17,7 @@ use tokio::time::Instant;
 use super::objects::{self, Fetched};
 use super::status::StatusWriter;
 use super::worker::{Desired, Stop};
-use super::{Context, Kind, images, mirror};
+use super::{Context, Kind, Network, images, mirror};
 use crate::core::actions::{self, Kill, PodActions, Start};
 use crate::core::backoff::Backoff;
 use crate::core::env::{self, Surroundings};
@@ -237,12 +238,17 @@ pub async fn sync_pod(
         let again = reconcile_mirror(context, desired).await;
         return Ok(Outcome::Wait(Some(at(context, again))));
     }
-    if !pod::host_network(pod)
-        && actions.create_sandbox.is_some()
-        && let Some(why) = context.network.borrow().clone()
-    {
-        context.events.pod(pod, None, Kind::Warning, "NetworkNotReady", format!("network is not ready: {why}"));
-        return Ok(Outcome::Wait(Some(Instant::now() + std::time::Duration::from_secs(1))));
+    if !pod::host_network(pod) && actions.create_sandbox.is_some() {
+        let network = context.network.borrow().clone();
+        match network {
+            Network::Ready => {}
+            // The node's loop asks as its first act: this is no news to anybody.
+            Network::Unasked => return Ok(Outcome::Wait(Some(Instant::now() + Duration::from_millis(20)))),
+            Network::NotReady(why) => {
+                context.events.pod(pod, None, Kind::Warning, "NetworkNotReady", format!("network is not ready: {why}"));
+                return Ok(Outcome::Wait(Some(Instant::now() + Duration::from_secs(1))));
+            }
+        }
     }
     let cgroup_parent = ensure_cgroup(context, pod).await?;
     let mirror_again = reconcile_mirror(context, desired).await;
@@ -268,8 +274,8 @@ pub async fn sync_pod(
 /// When to sync again: at the given time, at the latest after the sync frequency.
 fn at(context: &Context, again: Option<Timestamp>) -> Instant {
     let wait = again.map_or(context.config.sync_frequency, |time| {
-        let left = std::time::Duration::try_from(time.duration_since(context.clock.now())).unwrap_or_default();
-        left.clamp(std::time::Duration::from_millis(10), context.config.sync_frequency)
+        let left = Duration::try_from(time.duration_since(context.clock.now())).unwrap_or_default();
+        left.clamp(Duration::from_millis(10), context.config.sync_frequency)
     });
     Instant::now() + wait
 }

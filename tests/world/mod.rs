@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use holdfast::agent::{Agent, Context, Events, Images, Latency};
+use holdfast::agent::{Agent, Context, Events, Images, Latency, Network};
 use holdfast::config::{self, Overrides};
 use holdfast::core::config::label;
 use holdfast::core::dns::Resolver;
@@ -136,7 +136,7 @@ impl World {
         self.state().watcher.as_ref().unwrap().replace(current);
         let mut config = config::load(None, &Overrides::default(), "node").unwrap();
         config.kubeconfig = Some("simulated".into());
-        let (network, network_state) = watch::channel(None);
+        let (network, network_state) = watch::channel(Network::Ready);
         let (node, node_state) = watch::channel(None);
         let api: Arc<dyn PodApi> = Arc::new(self.clone());
         let events = Events::start(Arc::clone(&api), "node", self.1);
