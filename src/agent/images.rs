@@ -49,15 +49,11 @@ impl Images {
     }
 }
 
-fn field_path(role: Role, container: &str) -> Option<String> {
-    Some(format!("spec.{}{{{container}}}", role.field()))
-}
-
 /// Makes sure that the container's image is there.
 pub async fn ensure(context: &Context, pod: &Pod, role: Role, container: &Container, secrets: &[Arc<Secret>]) -> Result<Image, Waiting> {
     let waiting = |reason: &str, message: String| Waiting { reason: reason.into(), message, again: None };
     let spec_image = container.image.clone().unwrap_or_default();
-    let path = field_path(role, &container.name);
+    let path = Some(role.field_path(&container.name));
     let name = with_default_tag(&spec_image).map_err(|error| {
         context.events.pod(pod, path.clone(), Kind::Warning, "InspectFailed", error.clone());
         waiting("InvalidImageName", error)

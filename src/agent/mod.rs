@@ -143,11 +143,11 @@ impl Agent {
     /// Runs until a part of it ends, which none should.
     pub async fn run(self) -> anyhow::Result<()> {
         let (hints, hinted) = tokio::sync::mpsc::channel(1024);
-        let (known, workers) = relist::registry();
+        let seen = relist::Seen::default();
         let statics = sources::start(&self.context);
         let context = Arc::clone(&self.context);
-        let dispatch = dispatch::run(Arc::clone(&context), self.pods, statics, hinted, known);
-        let relist = relist::run(Arc::clone(&context), workers, hints);
+        let dispatch = dispatch::run(Arc::clone(&context), self.pods, statics, hinted, seen.clone());
+        let relist = relist::run(Arc::clone(&context), seen, hints);
         let node = node::run(context, self.nodes, self.network, self.node);
         tokio::select! {
             () = dispatch => anyhow::bail!("the dispatcher ended"),

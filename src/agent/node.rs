@@ -253,6 +253,16 @@ fn patch(old: &NodeStatus, new: &NodeStatus) -> Option<Value> {
 
 async fn register(context: &Context, api: &dyn NodeApi, view: &RuntimeView) -> Result<Node, ApiFailure> {
     let config = &context.config;
+    if let Some(found) = api.get(&config.node_name).await? {
+        let missing: BTreeMap<_, _> = labels(config).into_iter().filter(|(k, v)| found.labels().get(k) != Some(v)).collect();
+        if missing.is_empty() {
+            return Ok(found);
+        }
+        return api.patch(&config.node_name, &json!({"metadata": {"labels": missing}})).await;
+    }
+    if !config.register_node {
+        return Err(ApiFailure::NotFound(format!("the node {:?} does not exist and --register-node is false", config.node_name)));
+    }
     let node = Node {
         metadata: ObjectMeta {
             name: Some(config.node_name.clone()),
@@ -267,16 +277,6 @@ async fn register(context: &Context, api: &dyn NodeApi, view: &RuntimeView) -> R
         }),
         status: Some(status(context, view, &NodeStatus::default()).await),
     };
-    if let Some(found) = api.get(&config.node_name).await? {
-        let missing: BTreeMap<_, _> = labels(config).into_iter().filter(|(k, v)| found.labels().get(k) != Some(v)).collect();
-        if missing.is_empty() {
-            return Ok(found);
-        }
-        return api.patch(&config.node_name, &json!({"metadata": {"labels": missing}})).await;
-    }
-    if !config.register_node {
-        return Err(ApiFailure::NotFound(format!("the node {:?} does not exist and --register-node is false", config.node_name)));
-    }
     match api.create(&node).await {
         Err(ApiFailure::Conflict(_)) => {
             api.get(&config.node_name).await?.ok_or_else(|| ApiFailure::Other("the node vanished while it was registered".into()))

@@ -48,15 +48,18 @@ fn references(pod: &Pod) -> (BTreeSet<String>, BTreeSet<String>) {
     (maps, secrets)
 }
 
+fn found<K>(result: Result<K, ApiFailure>) -> Result<Option<K>, String> {
+    match result {
+        Ok(object) => Ok(Some(object)),
+        Err(ApiFailure::NotFound(_)) => Ok(None),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
 /// Fetches everything the pod refers to. An error is one that trying again may cure.
 pub async fn fetch(api: &dyn PodApi, pod: &Pod) -> Result<Fetched, String> {
     let namespace = pod.namespace().unwrap_or_default();
     let (maps, secrets) = references(pod);
-    let found = |result: Result<_, ApiFailure>| match result {
-        Err(ApiFailure::NotFound(_)) => Ok(None),
-        Err(error) => Err(error.to_string()),
-        Ok(object) => Ok(Some(object)),
-    };
     let mut fetched = Fetched::default();
     for name in maps {
         if let Some(map) = found(api.config_map(&namespace, &name).await)? {
@@ -64,10 +67,8 @@ pub async fn fetch(api: &dyn PodApi, pod: &Pod) -> Result<Fetched, String> {
         }
     }
     for name in secrets {
-        match api.secret(&namespace, &name).await {
-            Ok(secret) => _ = fetched.secrets.insert(name, secret),
-            Err(ApiFailure::NotFound(_)) => {}
-            Err(error) => return Err(error.to_string()),
+        if let Some(secret) = found(api.secret(&namespace, &name).await)? {
+            fetched.secrets.insert(name, secret);
         }
     }
     Ok(fetched)

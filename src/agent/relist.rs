@@ -39,13 +39,6 @@ impl Seen {
     }
 }
 
-/// The two ends of what is shared with the workers.
-#[must_use]
-pub fn registry() -> (Seen, Seen) {
-    let seen = Seen::default();
-    (seen.clone(), seen)
-}
-
 /// What is found.
 #[derive(Debug)]
 pub enum Hint {

@@ -16,6 +16,7 @@ use crate::core::dns::Resolver;
 use crate::cri::{CriClient, Runtime};
 use crate::host::linux::LinuxHost;
 use crate::kubeapi::Cache;
+use crate::kubeapi::client::connect;
 use crate::kubeapi::pods::{KubePods, PodApi};
 use crate::sys::clock::Clock;
 use crate::sys::machine::{Machine, default_address};
@@ -45,8 +46,9 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         std::fs::create_dir_all(&dir).with_context(|| format!("the directory {} cannot be made", dir.display()))?;
     }
     let runtime: Arc<dyn Runtime> = Arc::new(CriClient::new(&config.runtime_endpoint, config.runtime_timeout).map_err(anyhow::Error::msg)?);
-    let client = match &config.kubeconfig {
-        Some(path) => Some(crate::kubeapi::client::connect(path).await?),
+    // The heartbeat has a connection of its own: pods must not make the node look dead.
+    let clients = match &config.kubeconfig {
+        Some(path) => Some((connect(path).await?, connect(path).await?)),
         None => None,
     };
     let driver = driver(&*runtime, &config).await;
@@ -70,15 +72,10 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     };
     resolver.cluster_dns.clone_from(&config.cluster_dns);
     resolver.cluster_domain.clone_from(&config.cluster_domain);
-    let (api, pods, nodes): (Arc<dyn PodApi>, _, Option<Arc<dyn NodeApi>>) = match client {
-        Some(client) => {
+    let (api, pods, nodes): (Arc<dyn PodApi>, _, Option<Arc<dyn NodeApi>>) = match clients {
+        Some((client, heartbeat)) => {
             let only_ours = watcher::Config::default().fields(&format!("spec.nodeName={}", config.node_name));
             let pods: Cache<Pod> = Cache::start(Api::all(client.clone()), only_ours);
-            // The heartbeat has a connection of its own: pods must not make the node look dead.
-            let heartbeat = match &config.kubeconfig {
-                Some(path) => crate::kubeapi::client::connect(path).await?,
-                None => client.clone(),
-            };
             (Arc::new(KubePods::new(client)), Some(pods), Some(Arc::new(KubeNodes(heartbeat))))
         }
         None => (Arc::new(super::standalone::NoApi), None, None),

@@ -296,7 +296,7 @@ async fn runtime_sync(
         if actions.create_sandbox.is_some() {
             context.events.pod(pod, None, Kind::Normal, "SandboxChanged", "Pod sandbox changed, it will be killed and re-created.");
         }
-        kill_pod(context, pod, observed, pod::grace_seconds(pod), stop).await?;
+        kill_pod(context, pod, observed, pod::grace_seconds(pod)).await?;
     }
     for kill in &actions.kill {
         kill_container(context, pod, kill, pod::grace_seconds(pod)).await?;
@@ -404,7 +404,7 @@ fn held_back(context: &Context, pod: &Pod, start: &Start, last_end: Option<Times
 }
 
 fn path(start: &Start) -> Option<String> {
-    Some(format!("spec.{}{{{}}}", start.role.field(), start.container.name))
+    Some(start.role.field_path(&start.container.name))
 }
 
 struct Starting<'a> {
@@ -503,12 +503,12 @@ async fn mounts(s: &Starting<'_>, container: &Container, attempt: u32, env: &[(S
 
 async fn kill_container(context: &Context, pod: &Pod, kill: &Kill, grace: i64) -> Result<(), String> {
     let role = pod::containers(&spec(pod)).into_iter().find(|(_, c)| c.name == kill.name).map_or(Role::Regular, |(r, _)| r);
-    context.events.pod(pod, Some(format!("spec.{}{{{}}}", role.field(), kill.name)), Kind::Normal, "Killing", kill.message.clone());
+    context.events.pod(pod, Some(role.field_path(&kill.name)), Kind::Normal, "Killing", kill.message.clone());
     context.runtime.stop_container(&kill.id, grace).await.map_err(|e| format!("container {} cannot be stopped: {e}", kill.name))
 }
 
 /// Stops all containers at once, sidecars after the others and in reverse order, then every sandbox.
-async fn kill_pod(context: &Context, pod: &Pod, observed: &ObservedPod, grace: i64, stop: &Stop<'_>) -> Result<(), String> {
+async fn kill_pod(context: &Context, pod: &Pod, observed: &ObservedPod, grace: i64) -> Result<(), String> {
     let roles = pod::containers(&spec(pod));
     let is_sidecar = |name: &str| roles.iter().any(|(r, c)| *r == Role::Sidecar && c.name == name);
     let started = Instant::now();
@@ -524,8 +524,6 @@ async fn kill_pod(context: &Context, pod: &Pod, observed: &ObservedPod, grace: i
         let left = grace.saturating_sub(i64::try_from(started.elapsed().as_secs()).unwrap_or(grace)).max(2);
         kill_container(context, pod, sidecar, left).await?;
     }
-    // A shorter grace that arrives meanwhile takes effect when the worker looks again.
-    let _ = stop;
     for sandbox in &observed.sandboxes {
         context.runtime.stop_sandbox(&sandbox.id).await.map_err(|e| format!("the sandbox {} cannot be stopped: {e}", sandbox.id))?;
     }
@@ -540,13 +538,12 @@ pub async fn terminate(
     writer: &StatusWriter,
     grace: i64,
     cause: Cause,
-    stop: &Stop<'_>,
 ) -> Result<(), String> {
     let pod = &desired.pod;
     let observed = observe(context, pod, memory).await?;
     // The status that led here is published before the work starts.
     publish_status(desired, memory, writer);
-    kill_pod(context, pod, &observed, grace, stop).await.map_err(|error| {
+    kill_pod(context, pod, &observed, grace).await.map_err(|error| {
         context.events.pod(pod, None, Kind::Warning, "FailedKillPod", format!("error killing pod: {error}"));
         error
     })?;

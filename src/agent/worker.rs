@@ -179,7 +179,7 @@ async fn step(
             outcome
         }
         State::Terminating { grace, cause } => {
-            sync::terminate(context, desired, memory, writer, grace, cause, stop).await?;
+            sync::terminate(context, desired, memory, writer, grace, cause).await?;
             seen.set(uid, memory.fingerprint);
             Ok(Outcome::Next(Input::Stopped))
         }

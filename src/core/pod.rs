@@ -78,14 +78,18 @@ pub enum Role {
 }
 
 impl Role {
-    /// The field of the spec it stands in, for event field paths.
-    #[must_use]
-    pub fn field(self) -> &'static str {
+    fn field(self) -> &'static str {
         match self {
             Role::Init | Role::Sidecar => "initContainers",
             Role::Regular => "containers",
             Role::Ephemeral => "ephemeralContainers",
         }
+    }
+
+    /// The field path of events about a container, for instance `spec.containers{web}`.
+    #[must_use]
+    pub fn field_path(self, container: &str) -> String {
+        format!("spec.{}{{{container}}}", self.field())
     }
 }
 

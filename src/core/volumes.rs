@@ -4,7 +4,6 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{ConfigMap, DownwardAPIVolumeFile, KeyToPath, Pod, Secret, Volume};
-use kube::ResourceExt as _;
 
 use super::env::{self, Objects, Surroundings};
 
@@ -221,12 +220,6 @@ pub fn plugin_dir(volume: &Volume) -> &'static str {
     } else {
         "kubernetes.io~projected"
     }
-}
-
-/// Names for messages: `ns/name`.
-#[must_use]
-pub fn described(pod: &Pod, volume: &Volume) -> String {
-    format!("volume {:?} of pod {}/{}", volume.name, pod.namespace().unwrap_or_default(), pod.name_any())
 }
 
 #[cfg(test)]

@@ -45,10 +45,11 @@ impl From<Status> for RuntimeError {
     }
 }
 
-fn gone_is_fine(result: Result<(), RuntimeError>) -> Result<(), RuntimeError> {
+/// The answer to stopping or removing something; what is gone already was what was wanted.
+fn gone_is_fine<T>(result: Result<T, Status>) -> Result<(), RuntimeError> {
     match result {
-        Err(error) if error.kind == RuntimeErrorKind::NotFound => Ok(()),
-        other => other,
+        Err(status) if status.code() != Code::NotFound => Err(status.into()),
+        _ => Ok(()),
     }
 }
 
@@ -233,20 +234,13 @@ impl Runtime for CriClient {
     }
 
     async fn stop_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
-        gone_is_fine(
-            self.runtime
-                .clone()
-                .stop_pod_sandbox(self.request(pb::StopPodSandboxRequest { pod_sandbox_id: id.into() }))
-                .await
-                .map(|_| ())
-                .map_err(Into::into),
-        )
+        gone_is_fine(self.runtime.clone().stop_pod_sandbox(self.request(pb::StopPodSandboxRequest { pod_sandbox_id: id.into() })).await)
     }
 
     async fn remove_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
         let result = self.runtime.clone().remove_pod_sandbox(self.request(pb::RemovePodSandboxRequest { pod_sandbox_id: id.into() })).await;
         self.forget(id);
-        gone_is_fine(result.map(|_| ()).map_err(Into::into))
+        gone_is_fine(result)
     }
 
     async fn create_container(
@@ -267,18 +261,11 @@ impl Runtime for CriClient {
     async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError> {
         let deadline = self.deadline + Duration::from_secs(u64::try_from(grace).unwrap_or(0));
         let request = Self::within(deadline, pb::StopContainerRequest { container_id: id.into(), timeout: grace });
-        gone_is_fine(self.runtime.clone().stop_container(request).await.map(|_| ()).map_err(Into::into))
+        gone_is_fine(self.runtime.clone().stop_container(request).await)
     }
 
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {
-        gone_is_fine(
-            self.runtime
-                .clone()
-                .remove_container(self.request(pb::RemoveContainerRequest { container_id: id.into() }))
-                .await
-                .map(|_| ())
-                .map_err(Into::into),
-        )
+        gone_is_fine(self.runtime.clone().remove_container(self.request(pb::RemoveContainerRequest { container_id: id.into() })).await)
     }
 
     async fn image(&self, name: &str) -> Result<Option<Image>, RuntimeError> {

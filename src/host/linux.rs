@@ -51,10 +51,11 @@ fn make(path: &Path, mode: u32) -> Result<(), String> {
     fs::DirBuilder::new().recursive(true).mode(mode).create(path).map_err(doing(format!("the directory {} cannot be made", path.display())))
 }
 
-fn gone_is_fine(result: io::Result<()>) -> io::Result<()> {
-    match result {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
+/// Removes a directory and all in it; a missing one is fine.
+fn remove(dir: &Path) -> Result<(), String> {
+    match fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(format!("{} cannot be removed: {error}", dir.display())),
+        _ => Ok(()),
     }
 }
 
@@ -89,7 +90,9 @@ impl LinuxHost {
 /// Checks a hostPath volume's type (kubelet spec, 9.3).
 fn check_host_path(path: &Path, kind: &str) -> Result<(), String> {
     let found = fs::metadata(path);
-    let refuse = |what: &str| Err(format!("hostPath type check failed: {} is not a {what}", path.display()));
+    let must_be = |what: &str, is: fn(&fs::Metadata) -> bool| {
+        if found.as_ref().is_ok_and(is) { Ok(()) } else { Err(format!("hostPath type check failed: {} is not a {what}", path.display())) }
+    };
     match kind {
         "" => Ok(()),
         "DirectoryOrCreate" if found.is_err() => make(path, 0o755),
@@ -100,41 +103,11 @@ fn check_host_path(path: &Path, kind: &str) -> Result<(), String> {
             .open(path)
             .map(|_| ())
             .map_err(doing(format!("the file {} cannot be made", path.display()))),
-        "Directory" | "DirectoryOrCreate" => {
-            if found.is_ok_and(|m| m.is_dir()) {
-                Ok(())
-            } else {
-                refuse("directory")
-            }
-        }
-        "File" | "FileOrCreate" => {
-            if found.is_ok_and(|m| m.is_file()) {
-                Ok(())
-            } else {
-                refuse("file")
-            }
-        }
-        "Socket" => {
-            if found.is_ok_and(|m| m.file_type().is_socket()) {
-                Ok(())
-            } else {
-                refuse("socket file")
-            }
-        }
-        "CharDevice" => {
-            if found.is_ok_and(|m| m.file_type().is_char_device()) {
-                Ok(())
-            } else {
-                refuse("character device")
-            }
-        }
-        "BlockDevice" => {
-            if found.is_ok_and(|m| m.file_type().is_block_device()) {
-                Ok(())
-            } else {
-                refuse("block device")
-            }
-        }
+        "Directory" | "DirectoryOrCreate" => must_be("directory", |m| m.is_dir()),
+        "File" | "FileOrCreate" => must_be("file", |m| m.is_file()),
+        "Socket" => must_be("socket file", |m| m.file_type().is_socket()),
+        "CharDevice" => must_be("character device", |m| m.file_type().is_char_device()),
+        "BlockDevice" => must_be("block device", |m| m.file_type().is_block_device()),
         other => Err(format!("hostPath type {other:?} is not known")),
     }
 }
@@ -274,7 +247,7 @@ impl PodHost for LinuxHost {
         let (dir, memory) = (self.pod_dir(uid)?, self.memory().join(segment(uid)?));
         blocking(move || {
             mount::unmount_all(&dir).map_err(|e| e.to_string())?;
-            gone_is_fine(fs::remove_dir_all(&memory)).map_err(doing(format!("{} cannot be removed", memory.display())))
+            remove(&memory)
         })
         .await
     }
@@ -291,7 +264,7 @@ impl PodHost for LinuxHost {
         let (dir, logs) = (self.pod_dir(pod::uid(pod))?, self.log_directory(pod));
         blocking(move || {
             remove_unmounted(&dir)?;
-            gone_is_fine(fs::remove_dir_all(&logs)).map_err(doing(format!("{} cannot be removed", logs.display())))
+            remove(&logs)
         })
         .await
     }
@@ -323,13 +296,13 @@ impl PodHost for LinuxHost {
         blocking(move || {
             mount::unmount_all(&dir).map_err(|e| e.to_string())?;
             remove_unmounted(&dir)?;
-            gone_is_fine(fs::remove_dir_all(&memory)).map_err(doing(format!("{} cannot be removed", memory.display())))?;
+            remove(&memory)?;
             for (_, path) in crate::sys::cgroup::pods(&root).into_iter().filter(|(u, _)| *u == uid) {
                 crate::sys::cgroup::remove(&path).map_err(|e| e.to_string())?;
             }
             for entry in fs::read_dir(&logs).into_iter().flatten().filter_map(Result::ok) {
                 if entry.file_name().to_str().is_some_and(|n| n.ends_with(&format!("_{uid}"))) {
-                    gone_is_fine(fs::remove_dir_all(entry.path())).map_err(doing("logs cannot be removed"))?;
+                    remove(&entry.path())?;
                 }
             }
             Ok(())
@@ -344,5 +317,5 @@ fn remove_unmounted(dir: &Path) -> Result<(), String> {
     if let Some(point) = mounted.first() {
         return Err(format!("{} is still mounted; {} is kept", point.display(), dir.display()));
     }
-    gone_is_fine(fs::remove_dir_all(dir)).map_err(doing(format!("{} cannot be removed", dir.display())))
+    remove(dir)
 }

@@ -54,10 +54,10 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
     let endpoint = settings.endpoint();
 
     progress.step("containerd");
-    if settings.containerd_endpoint.is_none() {
+    let private = settings.containerd_endpoint.is_none();
+    if private {
         start_containerd(settings, &parts.containerd)?;
     }
-    let private = settings.containerd_endpoint.is_none();
     let alive = || !private || parts.containerd.pid().is_some();
     let runtime = containerd::wait_ready(&endpoint, Duration::from_secs(30), alive).await.with_context(|| hint(&parts.containerd, private))?;
 
@@ -212,10 +212,7 @@ pub async fn down(settings: &Settings, purge: bool) -> anyhow::Result<()> {
     progress.done();
     if purge {
         for dir in [&dirs.run, &dirs.data] {
-            match fs::remove_dir_all(dir) {
-                Err(error) if error.kind() != std::io::ErrorKind::NotFound => bail!("{} cannot be removed: {error}", dir.display()),
-                _ => {}
-            }
+            remove_dir(dir)?;
         }
     }
     println!("{}", if stopped { "Holdfast has stopped; nothing of its pods is left." } else { "Holdfast was not running." });
@@ -263,10 +260,7 @@ async fn tidy(settings: &Settings) -> anyhow::Result<()> {
             crate::sys::mount::unmount_all(&dirs.run)?;
         }
         for dir in [dirs.agent().join("pods"), dirs.data.join("pods-logs")] {
-            match fs::remove_dir_all(&dir) {
-                Err(error) if error.kind() != std::io::ErrorKind::NotFound => bail!("{} cannot be removed: {error}", dir.display()),
-                _ => {}
-            }
+            remove_dir(&dir)?;
         }
         crate::sys::cgroup::remove(&cgroup)?;
         Ok(())
@@ -276,6 +270,13 @@ async fn tidy(settings: &Settings) -> anyhow::Result<()> {
         crate::sys::link::remove(&settings.bridge).await.with_context(|| format!("the bridge {} cannot be removed", settings.bridge))?;
     }
     Ok(())
+}
+
+fn remove_dir(dir: &Path) -> anyhow::Result<()> {
+    match fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => bail!("{} cannot be removed: {error}", dir.display()),
+        _ => Ok(()),
+    }
 }
 
 /// The kubeconfig's text.

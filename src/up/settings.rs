@@ -36,6 +36,11 @@ impl Dirs {
     }
 }
 
+/// What the directories and the cgroup of the cluster `name` are called.
+fn stem(name: &str) -> String {
+    if name == "holdfast" { name.into() } else { format!("holdfast-{name}") }
+}
+
 /// A local cluster.
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -77,8 +82,7 @@ impl Settings {
     /// Where the cluster `name` lies.
     #[must_use]
     pub fn dirs(name: &str) -> Dirs {
-        let data = PathBuf::from("/var/lib").join(if name == "holdfast" { "holdfast".into() } else { format!("holdfast-{name}") });
-        let run = PathBuf::from("/run").join(if name == "holdfast" { "holdfast".into() } else { format!("holdfast-{name}") });
+        let (data, run) = (PathBuf::from("/var/lib").join(stem(name)), PathBuf::from("/run").join(stem(name)));
         Dirs { logs: data.join("logs"), data, run }
     }
 
@@ -91,6 +95,6 @@ impl Settings {
     /// The cgroup below which its pods are.
     #[must_use]
     pub fn cgroup(&self) -> String {
-        if self.name == "holdfast" { "/holdfast".into() } else { format!("/holdfast-{}", self.name) }
+        format!("/{}", stem(&self.name))
     }
 }

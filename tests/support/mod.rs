@@ -97,13 +97,6 @@ impl Cluster {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Runs kubectl, which must fail; the answer is what it says.
-    pub fn kubectl_refused(&self, arguments: &[&str]) -> String {
-        let output = self.kubectl_command(arguments);
-        assert!(!output.status.success(), "kubectl {arguments:?} succeeded: {}", text(&output));
-        text(&output)
-    }
-
     pub fn apply(&self, manifest: &str) {
         use std::io::Write as _;
         let file = tempfile::NamedTempFile::new().unwrap();

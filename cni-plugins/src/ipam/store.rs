@@ -52,8 +52,9 @@ impl Store {
     }
 
     /// The names of all address files, read without opening them.
-    fn addresses(&self) -> io::Result<HashSet<IpAddr>> {
-        let names = std::fs::read_dir(&self.dir)?.filter_map(Result::ok);
+    fn addresses(&self) -> Result<HashSet<IpAddr>, Error> {
+        let entries = std::fs::read_dir(&self.dir).map_err(|e| Error::doing("the address store cannot be read", e))?;
+        let names = entries.filter_map(Result::ok);
         Ok(names.filter_map(|e| e.file_name().to_str().and_then(|n| n.parse().ok())).collect())
     }
 
@@ -65,7 +66,7 @@ impl Store {
 
     /// The taken addresses. Files that say nothing are removed: nobody will ever release them.
     pub fn taken(&self) -> Result<HashSet<IpAddr>, Error> {
-        let all = self.addresses().map_err(|e| Error::doing("the address store cannot be read", e))?;
+        let all = self.addresses()?;
         Ok(all
             .into_iter()
             .filter(|address| {
@@ -110,7 +111,7 @@ impl Store {
     /// Every address that a container's interface has; records of old, with the id alone, count if
     /// there is no other.
     pub fn of(&self, container: &str, ifname: &str) -> Result<Vec<IpAddr>, Error> {
-        let all = self.addresses().map_err(|e| Error::doing("the address store cannot be read", e))?;
+        let all = self.addresses()?;
         let wanted = record(container, ifname);
         let (mut exact, mut legacy) = (Vec::new(), Vec::new());
         for address in all {
@@ -144,7 +145,7 @@ impl Store {
 
     /// Releases what belongs to none of `keep`.
     pub fn collect(&self, keep: &[(String, String)]) -> Result<(), Error> {
-        let all = self.addresses().map_err(|e| Error::doing("the address store cannot be read", e))?;
+        let all = self.addresses()?;
         let wanted: HashSet<String> = keep.iter().flat_map(|(id, ifname)| [record(id, ifname), id.clone()]).collect();
         let doomed: Vec<IpAddr> = all.into_iter().filter(|a| self.owner(*a).is_none_or(|owner| !wanted.contains(&owner))).collect();
         self.release(&doomed)
