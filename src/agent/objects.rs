@@ -29,13 +29,13 @@ impl Objects for Fetched {
 
 fn references(pod: &Pod) -> (BTreeSet<String>, BTreeSet<String>) {
     let (mut maps, mut secrets) = (BTreeSet::new(), BTreeSet::new());
-    let spec = pod.spec.clone().unwrap_or_default();
+    let spec = pod::spec(pod);
     for volume in spec.volumes.iter().flatten() {
         let (m, s) = volumes::references(volume);
         maps.extend(m);
         secrets.extend(s);
     }
-    for (_, container) in pod::containers(&spec) {
+    for (_, container) in pod::containers(pod) {
         for source in container.env_from.iter().flatten() {
             maps.extend(source.config_map_ref.as_ref().map(|r| r.name.clone()));
             secrets.extend(source.secret_ref.as_ref().map(|r| r.name.clone()));

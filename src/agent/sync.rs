@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use holdfast_proto::cri as pb;
 use jiff::{SignedDuration, Timestamp};
-use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, PodStatus, Secret, VolumeMount};
+use k8s_openapi::api::core::v1::{Container, Pod, PodStatus, Secret, VolumeMount};
 use kube::ResourceExt as _;
 use tokio::time::Instant;
 
@@ -90,10 +90,6 @@ pub enum Outcome {
     Gone,
 }
 
-fn spec(pod: &Pod) -> PodSpec {
-    pod.spec.clone().unwrap_or_default()
-}
-
 async fn observe(context: &Context, pod: &Pod, memory: &mut Memory) -> Result<ObservedPod, String> {
     let mut observed = context.runtime.observe(pod::uid(pod)).await.map_err(|e| format!("the runtime cannot be asked about the pod: {e}"))?;
     memory.fingerprint = observed.fingerprint();
@@ -164,7 +160,7 @@ async fn set_up_volumes(context: &Context, pod: &Pod, pod_ips: &[String], tokens
     let fetched = objects::fetch(&*context.api, pod).await?;
     let allocatable = context.allocatable();
     let around = Surroundings { pod, pod_ips, node_ips: &context.node_ips, allocatable: &allocatable };
-    for volume in spec(pod).volumes.iter().flatten() {
+    for volume in pod::spec(pod).volumes.iter().flatten() {
         let result = async {
             if let Some(why) = volumes::unsupported(volume) {
                 return Err(why);
@@ -196,7 +192,7 @@ async fn set_up_volumes(context: &Context, pod: &Pod, pod_ips: &[String], tokens
 async fn pull_secrets(context: &Context, pod: &Pod) -> Vec<Arc<Secret>> {
     let namespace = pod.namespace().unwrap_or_default();
     let (mut found, mut missing) = (vec![], vec![]);
-    for reference in spec(pod).image_pull_secrets.iter().flatten() {
+    for reference in pod::spec(pod).image_pull_secrets.iter().flatten() {
         match context.api.secret(&namespace, &reference.name).await {
             Ok(secret) => found.push(secret),
             Err(_) => missing.push(reference.name.clone()),
@@ -375,7 +371,7 @@ async fn create_sandbox(
         message
     };
     let message = config::sandbox(pod, attempt, node).map_err(fail)?;
-    let handler = spec(pod).runtime_class_name.unwrap_or_default();
+    let handler = pod::spec(pod).runtime_class_name.clone().unwrap_or_default();
     if !handler.is_empty() {
         return Err(fail(format!("RuntimeClass {handler:?} not found: this version does not serve runtime classes")));
     }
@@ -443,7 +439,7 @@ async fn start_container(s: &Starting<'_>, start: &Start) -> Result<(), images::
 
 async fn container_config(s: &Starting<'_>, start: &Start, image: &crate::cri::Image) -> Result<pb::ContainerConfig, String> {
     let container = &start.container;
-    let pod_spec = spec(s.pod);
+    let pod_spec = pod::spec(s.pod);
     let services = match s.context.api.services() {
         Some(services) => env::of_services(&services, &s.pod.namespace().unwrap_or_default(), pod_spec.enable_service_links != Some(false)),
         None if pod::is_static(s.pod) => BTreeMap::new(),
@@ -458,7 +454,7 @@ async fn container_config(s: &Starting<'_>, start: &Start, image: &crate::cri::I
 }
 
 async fn mounts(s: &Starting<'_>, container: &Container, attempt: u32, env: &[(String, String)]) -> Result<Vec<pb::Mount>, String> {
-    let pod_spec = spec(s.pod);
+    let pod_spec = pod::spec(s.pod);
     let mut mounts = Vec::new();
     for mount in container.volume_mounts.iter().flatten() {
         let volume = pod_spec
@@ -502,14 +498,14 @@ async fn mounts(s: &Starting<'_>, container: &Container, attempt: u32, env: &[(S
 }
 
 async fn kill_container(context: &Context, pod: &Pod, kill: &Kill, grace: i64) -> Result<(), String> {
-    let role = pod::containers(&spec(pod)).into_iter().find(|(_, c)| c.name == kill.name).map_or(Role::Regular, |(r, _)| r);
+    let role = pod::containers(pod).into_iter().find(|(_, c)| c.name == kill.name).map_or(Role::Regular, |(r, _)| r);
     context.events.pod(pod, Some(role.field_path(&kill.name)), Kind::Normal, "Killing", kill.message.clone());
     context.runtime.stop_container(&kill.id, grace).await.map_err(|e| format!("container {} cannot be stopped: {e}", kill.name))
 }
 
 /// Stops all containers at once, sidecars after the others and in reverse order, then every sandbox.
 async fn kill_pod(context: &Context, pod: &Pod, observed: &ObservedPod, grace: i64) -> Result<(), String> {
-    let roles = pod::containers(&spec(pod));
+    let roles = pod::containers(pod);
     let is_sidecar = |name: &str| roles.iter().any(|(r, c)| *r == Role::Sidecar && c.name == name);
     let started = Instant::now();
     let kill =

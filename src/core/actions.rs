@@ -144,11 +144,11 @@ pub fn compute(pod: &Pod, observed: &ObservedPod, restarts: impl Fn(&str) -> u32
 }
 
 fn with_sandbox(pod: &Pod, observed: &ObservedPod, sandbox: String, start: impl Fn(Role, &Container) -> Start) -> PodActions {
-    let spec = pod.spec.clone().unwrap_or_default();
+    let spec = pod::spec(pod);
     // Containers of an older sandbox are history.
     let here = |name: &str| observed.newest(name).filter(|c| c.sandbox == sandbox);
     let mut actions = PodActions { sandbox: Some(sandbox.clone()), ..PodActions::default() };
-    for (role, container) in pod::containers(&spec).into_iter().filter(|(r, _)| *r == Role::Ephemeral) {
+    for (role, container) in pod::containers(pod).into_iter().filter(|(r, _)| *r == Role::Ephemeral) {
         if observed.newest(&container.name).is_none() && pod.metadata.deletion_timestamp.is_none() {
             actions.start.push(start(role, &container));
         }

@@ -85,12 +85,12 @@ pub fn tiers(root: &str, class: QosClass) -> Vec<String> {
 /// The values of a pod's cgroup.
 #[must_use]
 pub fn pod_limits(pod: &Pod, pids: Option<i64>) -> PodLimits {
-    let spec = pod.spec.clone().unwrap_or_default();
-    let class = qos::of(&spec);
+    let spec = pod::spec(pod);
+    let class = qos::of(spec);
     let requests = of_pod(pod, Side::Requests);
     let limits = of_pod(pod, Side::Limits);
     let everyone_has = |name: &str| {
-        pod::containers(&spec)
+        pod::containers(pod)
             .iter()
             .filter(|(role, _)| *role != Role::Ephemeral)
             .all(|(_, c)| of_container(c, Side::Limits).get(name).is_some_and(|q| !q.is_zero()))
@@ -109,11 +109,11 @@ pub fn pod_limits(pod: &Pod, pids: Option<i64>) -> PodLimits {
 /// How ready the kernel is to kill a container's processes (kubelet spec, 6.8). `memory` is the node's, in bytes.
 #[must_use]
 pub fn oom_score_adj(pod: &Pod, container: &k8s_openapi::api::core::v1::Container, memory: u64) -> i64 {
-    let spec = pod.spec.clone().unwrap_or_default();
+    let spec = pod::spec(pod);
     if spec.priority.is_some_and(|p| p >= 2_000_001_000) {
         return -997;
     }
-    match qos::of(&spec) {
+    match qos::of(spec) {
         QosClass::Guaranteed => -997,
         QosClass::BestEffort => 1000,
         QosClass::Burstable => {

@@ -111,7 +111,7 @@ fn privileged(container: &Container) -> bool {
 
 /// The sandbox of a pod. The error is a sandbox error.
 pub fn sandbox(pod: &Pod, attempt: u32, node: &Node<'_>) -> Result<pb::PodSandboxConfig, String> {
-    let spec = pod.spec.clone().unwrap_or_default();
+    let spec = pod::spec(pod);
     let context = spec.security_context.clone().unwrap_or_default();
     let id = |value: Option<i64>| value.map(|value| pb::Int64Value { value });
     let hostname = if pod::host_network(pod) { String::new() } else { dns::hostname(pod, &node.resolver.cluster_domain)?.0 };
@@ -128,17 +128,17 @@ pub fn sandbox(pod: &Pod, attempt: u32, node: &Node<'_>) -> Result<pb::PodSandbo
         hostname,
         log_directory: node.log_directory.clone(),
         dns_config: Some(dns::config(pod, node.resolver)),
-        port_mappings: port_mappings(&spec),
+        port_mappings: port_mappings(spec),
         labels,
         annotations: pod.annotations().clone().into_iter().collect(),
         linux: Some(pb::LinuxPodSandboxConfig {
             cgroup_parent: node.cgroup_parent.clone(),
             security_context: Some(pb::LinuxSandboxSecurityContext {
-                namespace_options: Some(namespaces(&spec)),
+                namespace_options: Some(namespaces(spec)),
                 run_as_user: id(context.run_as_user),
                 run_as_group: id(context.run_as_group.filter(|_| context.run_as_user.is_some())),
                 supplemental_groups: groups,
-                privileged: pod::containers(&spec).iter().any(|(_, c)| privileged(c)),
+                privileged: pod::containers(pod).iter().any(|(_, c)| privileged(c)),
                 seccomp: Some(pb::SecurityProfile {
                     profile_type: pb::security_profile::ProfileType::RuntimeDefault as i32,
                     localhost_ref: String::new(),
@@ -254,7 +254,7 @@ fn security(
     image_user: &(Option<i64>, String),
     node: &Node<'_>,
 ) -> Result<pb::LinuxContainerSecurityContext, String> {
-    let spec = pod.spec.clone().unwrap_or_default();
+    let spec = pod::spec(pod);
     let of_pod = spec.security_context.clone().unwrap_or_default();
     let own: SecurityContext = container.security_context.clone().unwrap_or_default();
     let user = own.run_as_user.or(of_pod.run_as_user);
@@ -271,7 +271,7 @@ fn security(
     Ok(pb::LinuxContainerSecurityContext {
         capabilities: own.capabilities.clone().map(capabilities),
         privileged: privileged(container),
-        namespace_options: Some(namespaces(&spec)),
+        namespace_options: Some(namespaces(spec)),
         run_as_user: if named { None } else { id(user.or(image_user.0).or(Some(0))) },
         run_as_group: id(own.run_as_group.or(of_pod.run_as_group)),
         run_as_username: if named { image_user.1.clone() } else { String::new() },

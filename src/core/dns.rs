@@ -48,7 +48,7 @@ const MAX_SEARCHES: usize = 32;
 /// The resolver configuration of a pod.
 #[must_use]
 pub fn config(pod: &Pod, resolver: &Resolver) -> DnsConfig {
-    let spec = pod.spec.clone().unwrap_or_default();
+    let spec = pod::spec(pod);
     let policy = spec.dns_policy.as_deref().unwrap_or("ClusterFirst");
     let cluster = policy == "ClusterFirstWithHostNet" || (policy == "ClusterFirst" && !pod::host_network(pod));
     let mut dns = if policy == "None" {
@@ -86,11 +86,11 @@ fn unique(list: &mut Vec<String>) {
 
 /// Host name and domain of a pod; the error is a sandbox error.
 pub fn hostname(pod: &Pod, cluster_domain: &str) -> Result<(String, String), String> {
-    let spec = pod.spec.clone().unwrap_or_default();
-    let name = spec.hostname.filter(|h| !h.is_empty()).unwrap_or_else(|| pod.name_any());
+    let spec = pod::spec(pod);
+    let name = spec.hostname.clone().filter(|h| !h.is_empty()).unwrap_or_else(|| pod.name_any());
     let short: String = name.chars().take(63).collect();
     let short = short.trim_end_matches(['-', '.']).to_owned();
-    let domain = match spec.subdomain.filter(|s| !s.is_empty()) {
+    let domain = match spec.subdomain.clone().filter(|s| !s.is_empty()) {
         Some(subdomain) => format!("{subdomain}.{}.svc.{cluster_domain}", pod.namespace().unwrap_or_default()),
         None => String::new(),
     };

@@ -101,7 +101,7 @@ pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
     if let Some(key) = keyed("metadata.annotations") {
         return Ok(pod.annotations().get(key).cloned().unwrap_or_default());
     }
-    let spec = pod.spec.clone().unwrap_or_default();
+    let spec = super::pod::spec(pod);
     let lines = |map: &BTreeMap<String, String>| map.iter().map(|(k, v)| format!("{k}={v:?}")).collect::<Vec<_>>().join("\n");
     Ok(match path {
         "metadata.name" => pod.name_any(),
@@ -109,8 +109,8 @@ pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
         "metadata.uid" => pod.uid().unwrap_or_default(),
         "metadata.labels" => lines(pod.labels()),
         "metadata.annotations" => lines(pod.annotations()),
-        "spec.nodeName" => spec.node_name.unwrap_or_default(),
-        "spec.serviceAccountName" => spec.service_account_name.unwrap_or_default(),
+        "spec.nodeName" => spec.node_name.clone().unwrap_or_default(),
+        "spec.serviceAccountName" => spec.service_account_name.clone().unwrap_or_default(),
         "status.hostIP" => around.node_ips.first().cloned().unwrap_or_default(),
         "status.hostIPs" => around.node_ips.join(","),
         "status.podIP" => around.pod_ips.first().cloned().unwrap_or_default(),
@@ -179,7 +179,7 @@ pub fn build(
                 if let Some(reference) = &source.field_ref {
                     Some(field(&reference.field_path, around)?)
                 } else if let Some(reference) = &source.resource_field_ref {
-                    let all = super::pod::containers(&around.pod.spec.clone().unwrap_or_default());
+                    let all = super::pod::containers(around.pod);
                     let named = reference.container_name.as_ref().and_then(|n| all.iter().find(|(_, c)| c.name == *n)).map_or(container, |(_, c)| c);
                     Some(resource(named, &reference.resource, reference.divisor.as_ref().map(|q| q.0.as_str()), around.allocatable)?)
                 } else if let Some(reference) = &source.config_map_key_ref {

@@ -1,5 +1,8 @@
 //! Predicates on pods, and names derived from them. Pure.
 
+use std::borrow::Cow;
+use std::sync::LazyLock;
+
 use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
 use kube::ResourceExt as _;
 
@@ -20,6 +23,13 @@ pub fn full_name(pod: &Pod) -> String {
 #[must_use]
 pub fn described(pod: &Pod) -> String {
     format!("{}({})", full_name(pod), uid(pod))
+}
+
+/// The spec; an empty one where there is none, which only what the runtime alone knows lacks.
+#[must_use]
+pub fn spec(pod: &Pod) -> &PodSpec {
+    static NONE: LazyLock<PodSpec> = LazyLock::new(PodSpec::default);
+    pod.spec.as_ref().unwrap_or(&NONE)
 }
 
 /// The uid.
@@ -55,7 +65,7 @@ pub fn is_terminal(pod: &Pod) -> bool {
 /// Whether it uses the node's network.
 #[must_use]
 pub fn host_network(pod: &Pod) -> bool {
-    pod.spec.as_ref().and_then(|s| s.host_network).unwrap_or(false)
+    spec(pod).host_network.unwrap_or(false)
 }
 
 /// An init container that keeps running.
@@ -95,12 +105,13 @@ impl Role {
 
 /// All containers with their roles; ephemeral ones as the containers they are like.
 #[must_use]
-pub fn containers(spec: &PodSpec) -> Vec<(Role, Container)> {
-    let init = spec.init_containers.iter().flatten().map(|c| (if is_sidecar(c) { Role::Sidecar } else { Role::Init }, c.clone()));
-    let regular = spec.containers.iter().map(|c| (Role::Regular, c.clone()));
+pub fn containers(pod: &Pod) -> Vec<(Role, Cow<'_, Container>)> {
+    let spec = spec(pod);
+    let init = spec.init_containers.iter().flatten().map(|c| (if is_sidecar(c) { Role::Sidecar } else { Role::Init }, Cow::Borrowed(c)));
+    let regular = spec.containers.iter().map(|c| (Role::Regular, Cow::Borrowed(c)));
     let ephemeral = spec.ephemeral_containers.iter().flatten().map(|e| {
         let value = serde_json::to_value(e).unwrap_or_default();
-        (Role::Ephemeral, serde_json::from_value(value).unwrap_or_default())
+        (Role::Ephemeral, Cow::Owned(serde_json::from_value(value).unwrap_or_default()))
     });
     init.chain(regular).chain(ephemeral).collect()
 }
@@ -116,6 +127,6 @@ pub fn container_hash(container: &Container) -> String {
 /// The grace period for ending the pod, in seconds: a deletion's own, else the spec's; at least 1.
 #[must_use]
 pub fn grace_seconds(pod: &Pod) -> i64 {
-    let spec = pod.spec.as_ref().and_then(|s| s.termination_grace_period_seconds).unwrap_or(30);
+    let spec = spec(pod).termination_grace_period_seconds.unwrap_or(30);
     pod.metadata.deletion_timestamp.as_ref().and(pod.metadata.deletion_grace_period_seconds).unwrap_or(spec).max(1)
 }

@@ -164,7 +164,7 @@ fn is_running(status: &ContainerStatus) -> bool {
 
 /// The phase (kubelet spec, 4.1).
 fn phase(facts: &Facts<'_>, regular: &[ContainerStatus], init: &[ContainerStatus]) -> &'static str {
-    let spec = facts.pod.spec.clone().unwrap_or_default();
+    let spec = pod::spec(facts.pod);
     let definitions: &[Container] = spec.init_containers.as_deref().unwrap_or_default();
     let never_started = regular.iter().all(|s| exit_of(s).is_none() && !is_running(s));
     for (definition, status) in definitions.iter().zip(init) {
@@ -216,7 +216,7 @@ struct Verdict {
 }
 
 fn verdicts(facts: &Facts<'_>, phase: &str, regular: &[ContainerStatus], init: &[ContainerStatus]) -> Vec<Verdict> {
-    let spec = facts.pod.spec.clone().unwrap_or_default();
+    let spec = pod::spec(facts.pod);
     let say = |kind, holds, reason, message| Verdict { kind, holds, reason, message };
     let sandbox = facts.observed.sandboxes.first().is_some_and(|s| s.ready && (s.host_network || !s.ips.is_empty()));
     let sidecars: Vec<&str> = spec.init_containers.iter().flatten().filter(|c| pod::is_sidecar(c)).map(|c| c.name.as_str()).collect();
@@ -273,8 +273,8 @@ fn verdicts(facts: &Facts<'_>, phase: &str, regular: &[ContainerStatus], init: &
 /// Computes the status.
 #[must_use]
 pub fn compute(facts: &Facts<'_>) -> PodStatus {
-    let spec = facts.pod.spec.clone().unwrap_or_default();
-    let all = pod::containers(&spec);
+    let spec = pod::spec(facts.pod);
+    let all = pod::containers(facts.pod);
     let of = |wanted: fn(Role) -> bool| -> Vec<ContainerStatus> {
         all.iter().filter(|(role, _)| wanted(*role)).map(|(role, c)| container_status(facts, *role, c)).collect()
     };
@@ -327,7 +327,7 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
         pod_ip: ips.first().cloned(),
         pod_ips: (!ips.is_empty()).then(|| ips.iter().map(|ip| PodIP { ip: ip.clone() }).collect()),
         start_time: facts.previous.start_time.clone().or_else(|| Some(seconds(facts.now))),
-        qos_class: facts.previous.qos_class.clone().or_else(|| Some(qos::of(&spec).name().into())),
+        qos_class: facts.previous.qos_class.clone().or_else(|| Some(qos::of(spec).name().into())),
         reason: facts.previous.reason.clone().filter(|_| known == phase),
         message: facts.previous.message.clone().filter(|_| known == phase),
         observed_generation: facts.pod.metadata.generation,

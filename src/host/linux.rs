@@ -82,7 +82,7 @@ impl LinuxHost {
     }
 
     fn cgroup(&self, pod: &Pod) -> (Vec<String>, String) {
-        let class = qos::of(&pod.spec.clone().unwrap_or_default());
+        let class = qos::of(pod::spec(pod));
         (cgroup::tiers(&self.cgroup_root, class), cgroup::pod_path(&self.cgroup_root, Driver::Cgroupfs, class, pod::uid(pod)))
     }
 }
@@ -134,7 +134,7 @@ fn empty_dir(dir: &Path, volume: &Volume, group: Option<u32>) -> Result<(), Stri
 #[async_trait]
 impl PodHost for LinuxHost {
     async fn ensure_cgroup(&self, pod: &Pod) -> Result<String, String> {
-        let class = qos::of(&pod.spec.clone().unwrap_or_default());
+        let class = qos::of(pod::spec(pod));
         let parent = cgroup::pod_path(&self.cgroup_root, self.driver, class, pod::uid(pod));
         if self.driver == Driver::Systemd {
             // systemd makes the slice, and those above it, when the runtime names it.
