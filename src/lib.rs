@@ -8,5 +8,6 @@ pub mod core;
 pub mod cri;
 pub mod host;
 pub mod kubeapi;
+pub mod probes;
 pub mod sys;
 pub mod up;

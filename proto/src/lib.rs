@@ -1,9 +1,16 @@
 //! Generated gRPC types. They live in a package of their own so that they compile once.
 //!
-//! The messages are plain values and may be used anywhere; only `holdfast::cri` may call the clients.
+//! The messages are plain values and may be used anywhere; only `holdfast::cri` and
+//! `holdfast::probes` may call the clients.
 
 /// CRI v1 (`runtime.v1`): the protocol of containerd and CRI-O.
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
 pub mod cri {
     tonic::include_proto!("runtime.v1");
+}
+
+/// The gRPC health checking protocol (`grpc.health.v1`): what a gRPC probe speaks.
+#[allow(clippy::all, clippy::pedantic, missing_docs)]
+pub mod health {
+    tonic::include_proto!("grpc.health.v1");
 }

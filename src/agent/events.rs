@@ -4,11 +4,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Event, EventSource, ObjectReference, Pod};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::ResourceExt as _;
 use serde_json::json;
 use tokio::sync::mpsc;
 
+use crate::core::time::seconds;
 use crate::kubeapi::pods::{ApiFailure, PodApi};
 use crate::sys::clock::Clock;
 
@@ -83,7 +84,7 @@ async fn post(api: Arc<dyn PodApi>, node: String, clock: Clock, mut said: mpsc::
         let namespace = said.about.namespace.clone().unwrap_or_else(|| "default".into());
         let key = format!("{:?}{:?}{:?}{}{}", said.about.uid, said.about.name, said.about.field_path, said.reason, said.message);
         let now = clock.now();
-        let stamp = Time(jiff::Timestamp::from_second(now.as_second()).unwrap_or(now));
+        let stamp = seconds(now);
         if let Some((name, count)) = known.get_mut(&key) {
             *count += 1;
             let patch = json!({"count": *count, "lastTimestamp": stamp});

@@ -18,6 +18,12 @@ use crate::cri::{Credentials, Image};
 
 const BACKOFF: (SignedDuration, SignedDuration) = (SignedDuration::from_secs(10), SignedDuration::from_secs(300));
 
+impl std::fmt::Display for Waiting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.reason, self.message)
+    }
+}
+
 /// Why a container waits: reason, message, and when to try again if that is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Waiting {

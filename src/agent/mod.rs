@@ -13,10 +13,13 @@
 
 mod dispatch;
 mod events;
+mod hooks;
 mod images;
+mod journal;
 mod mirror;
 mod node;
 mod objects;
+mod probing;
 mod relist;
 mod sources;
 mod standalone;
@@ -28,11 +31,13 @@ mod worker;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Node, Pod};
 use tokio::sync::watch;
 
 pub use events::{Events, Kind};
 pub use images::Images;
+pub use journal::Journals;
 pub use node::{KubeNodes, Network, NodeApi};
 pub use start::build;
 
@@ -44,6 +49,7 @@ use crate::core::resources::Amounts;
 use crate::cri::Runtime;
 use crate::host::PodHost;
 use crate::kubeapi::pods::PodApi;
+use crate::probes::Dialer;
 use crate::sys::clock::Clock;
 use crate::sys::machine::Machine;
 
@@ -77,6 +83,12 @@ pub struct Context {
     pub admitted: Mutex<HashMap<String, Arc<Pod>>>,
     /// How long starts took, for those who ask.
     pub latency: Latency,
+    /// The network as probes and hooks use it.
+    pub dialer: Arc<dyn Dialer>,
+    /// What was done for each pod.
+    pub journals: Journals,
+    /// When this agent started.
+    pub started: Timestamp,
 }
 
 /// The startup latency record: from first sight to running, without image pulls being told apart.

@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::api::core::v1::{ContainerImage, Node, NodeAddress, NodeCondition, NodeSpec, NodeStatus, NodeSystemInfo};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta, OwnerReference, Time};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta, OwnerReference};
 use kube::api::{Patch, PatchParams, PostParams};
 use kube::{Api, Client, ResourceExt as _};
 use serde_json::{Value, json};
@@ -20,6 +20,7 @@ use super::{Context, Kind};
 use crate::config::Config;
 use crate::core::quantity::Quantity;
 use crate::core::resources::Amounts;
+use crate::core::time::seconds;
 use crate::kubeapi::pods::ApiFailure;
 use crate::sys::machine::Machine;
 
@@ -170,7 +171,7 @@ async fn look(context: &Context, before: &RuntimeView) -> RuntimeView {
 }
 
 fn conditions(problem: Option<&String>, old: &[NodeCondition], now: Timestamp) -> Vec<NodeCondition> {
-    let now = Time(Timestamp::from_second(now.as_second()).unwrap_or(now));
+    let now = seconds(now);
     let condition = |kind: &str, status: &str, reason: &str, message: String| {
         let before = old.iter().find(|c| c.type_ == kind && c.status == status);
         NodeCondition {

@@ -9,7 +9,7 @@ use kube::Api;
 use kube::runtime::watcher;
 use tokio::sync::watch;
 
-use super::{Agent, Context, Events, Images, KubeNodes, Latency, Network, NodeApi};
+use super::{Agent, Context, Events, Images, Journals, KubeNodes, Latency, Network, NodeApi};
 use crate::config::Config;
 use crate::core::cgroup::Driver;
 use crate::core::dns::Resolver;
@@ -98,6 +98,9 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         node: node_state,
         admitted: std::sync::Mutex::default(),
         latency: Latency::default(),
+        dialer: Arc::new(crate::probes::Network),
+        journals: Journals::default(),
+        started: clock.now(),
         config,
     });
     Ok(Agent { context, nodes, pods, network, node })

@@ -13,6 +13,7 @@ use super::relist::Seen;
 use super::status::StatusWriter;
 use super::sync::{self, Memory, Outcome};
 use super::{Context, Kind};
+use crate::core::journal::{Progress, Step};
 use crate::core::lifecycle::{Cause, Input, State, Wish};
 use crate::core::{pod, status};
 use crate::kubeapi::pods::ApiFailure;
@@ -73,6 +74,20 @@ impl Stop<'_> {
         let _ = futures::FutureExt::now_or_never(self.1.notified());
     }
 
+    /// Waits for a hint, and takes it.
+    pub async fn hinted(&self) {
+        self.1.notified().await;
+    }
+
+    /// Waits until less grace is wished for than `grace` seconds.
+    async fn when_shorter(&self, grace: i64) {
+        let mut wishes = self.0.clone();
+        let shorter = |d: &Desired| d.wish().deleted && d.wish().grace < grace;
+        if wishes.wait_for(shorter).await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+
     /// Waits until it is.
     pub async fn when_wanted(&self) {
         let mut wishes = self.0.clone();
@@ -87,7 +102,8 @@ impl Stop<'_> {
 pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hint: Arc<Notify>, seen: Seen) {
     let writer = StatusWriter::start(Arc::clone(&context.api));
     let first = wishes.borrow().clone();
-    let mut memory = Memory::new(context.clock.now());
+    let log = context.journals.open(&first.pod, context.clock);
+    let mut memory = Memory::new(context.clock.now(), log, Arc::clone(&hint));
     let mut state = State::Syncing;
     let mut pause = RETRY.0;
     let uid = pod::uid(&first.pod).to_owned();
@@ -95,15 +111,21 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
     loop {
         let desired = wishes.borrow_and_update().clone();
         memory.adopt(desired.object.as_deref());
-        state = state.step(Input::Wish(desired.wish()));
+        state = decide(&memory, state, Input::Wish(desired.wish()));
         // Step 4, admission, stands before the first sync and is not repeated.
         if state == State::Syncing {
             match context.admit(&desired.pod) {
-                Ok(()) => admitted = true,
+                Ok(()) => {
+                    if !std::mem::replace(&mut admitted, true) {
+                        memory.log.begin(Step::Admission, "");
+                        memory.log.end(Step::Admission, "", Progress::Done);
+                    }
+                }
                 Err(refusal) if !admitted => {
+                    memory.log.fail(Step::Admission, "", &refusal.message, None);
                     context.events.pod(&desired.pod, None, Kind::Warning, &refusal.reason, refusal.message.clone());
                     memory.status = status::rejected(&memory.status, &refusal.reason, &refusal.message, context.clock.now());
-                    state = state.step(Input::Ended(Cause::Rejected));
+                    state = decide(&memory, state, Input::Ended { cause: Cause::Rejected, grace: 1 });
                 }
                 Err(_) => {}
             }
@@ -111,11 +133,14 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
         let outcome = step(&context, state, &desired, &mut memory, &writer, &Stop(&wishes, &hint), &seen).await;
         let wait = match outcome {
             Ok(Outcome::Next(input)) => {
-                state = state.step(input);
+                state = decide(&memory, state, input);
                 pause = RETRY.0;
                 continue;
             }
-            Ok(Outcome::Gone) => return,
+            Ok(Outcome::Gone) => {
+                context.journals.gone(&uid);
+                return;
+            }
             Ok(Outcome::Wait(until)) => {
                 pause = RETRY.0;
                 until
@@ -123,6 +148,7 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
             Err(error) => {
                 tracing::warn!(%error, pod = %pod::full_name(&desired.pod), uid, retry_in = ?pause, "the pod could not be synced");
                 let until = Instant::now() + pause;
+                memory.log.again(context.clock.now() + jiff::SignedDuration::try_from(pause).unwrap_or_default());
                 pause = (pause * 2).min(RETRY.1);
                 Some(until)
             }
@@ -162,6 +188,13 @@ async fn sleep(
     }
 }
 
+/// One decision, noted in the pod's journal.
+fn decide(memory: &Memory, state: State, input: Input) -> State {
+    let next = state.step(input);
+    memory.log.decided(state, input, next);
+    next
+}
+
 async fn step(
     context: &Arc<Context>,
     state: State,
@@ -179,7 +212,11 @@ async fn step(
             outcome
         }
         State::Terminating { grace, cause } => {
-            sync::terminate(context, desired, memory, writer, grace, cause).await?;
+            tokio::select! {
+                ended = sync::terminate(context, desired, memory, writer, grace, cause) => ended?,
+                // Stopping is begun anew with what is left; the runtime takes the shorter time.
+                () = stop.when_shorter(grace) => return Ok(Outcome::Wait(Some(Instant::now()))),
+            }
             seen.set(uid, memory.fingerprint);
             Ok(Outcome::Next(Input::Stopped))
         }
@@ -187,7 +224,7 @@ async fn step(
             sync::release(context, desired, memory, cause).await?;
             seen.set(uid, memory.fingerprint);
             if cause.removes_content() {
-                finalise(context, desired, writer, cause).await?;
+                memory.log.step(Step::Finalise, "", finalise(context, desired, writer, cause)).await?;
             }
             context.release(uid);
             Ok(Outcome::Next(Input::Released))

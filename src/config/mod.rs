@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use crate::core::quantity::Quantity;
 use crate::core::resources::Amounts;
+use crate::core::time::duration;
 
 /// Fields of the format that are read but not honoured by this version.
 const NOT_HONOURED: &[&str] = &[
@@ -282,34 +283,6 @@ fn invalid(field: &str, value: impl std::fmt::Debug, remedy: &str) -> ConfigErro
     ConfigError::Field { field: field.into(), value: format!("{value:?}").trim_matches('"').to_owned(), remedy: remedy.into() }
 }
 
-/// Parses a Go duration such as `1m30s` or `100ms`.
-#[must_use]
-pub fn duration(text: &str) -> Option<Duration> {
-    if text == "0" {
-        return Some(Duration::ZERO);
-    }
-    let mut total = 0.0;
-    let mut rest = text;
-    while !rest.is_empty() {
-        let digits = rest.find(|c: char| !c.is_ascii_digit() && c != '.')?;
-        let number: f64 = rest[..digits].parse().ok()?;
-        rest = &rest[digits..];
-        let unit = rest.find(|c: char| c.is_ascii_digit() || c == '.').unwrap_or(rest.len());
-        total += number
-            * match &rest[..unit] {
-                "h" => 3600.0,
-                "m" => 60.0,
-                "s" => 1.0,
-                "ms" => 1e-3,
-                "us" | "µs" => 1e-6,
-                "ns" => 1e-9,
-                _ => return None,
-            };
-        rest = &rest[unit..];
-    }
-    (!text.is_empty()).then(|| Duration::try_from_secs_f64(total).ok()).flatten()
-}
-
 fn time(field: &str, text: Option<&String>, default: u64) -> Result<Duration, ConfigError> {
     match text {
         None => Ok(Duration::from_secs(default)),
@@ -484,14 +457,5 @@ mod tests {
             assert!(error.contains(expected), "{error}");
         }
         assert!(parse("kind: Pod\n").is_err());
-    }
-
-    #[test]
-    fn durations_are_read_as_go_writes_them() {
-        for (text, millis) in
-            [("0", Some(0)), ("1m30s", Some(90_000)), ("100ms", Some(100)), ("1.5h", Some(5_400_000)), ("", None), ("5", None), ("x", None)]
-        {
-            assert_eq!(duration(text).map(|d| d.as_millis()), millis, "{text}");
-        }
     }
 }

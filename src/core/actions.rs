@@ -5,6 +5,7 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::observed::{self, ContainerState, ObservedPod};
 use super::pod::{self, Role};
+use super::probe::{self, Probed};
 
 /// A container to start.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,6 +27,8 @@ pub struct Kill {
     pub name: String,
     /// What the event says.
     pub message: String,
+    /// Seconds it gets instead of the pod's grace period.
+    pub grace: Option<i64>,
 }
 
 /// The plan for one sync.
@@ -39,6 +42,9 @@ pub struct PodActions {
     pub create_sandbox: Option<u32>,
     /// The sandbox to use when none is made.
     pub sandbox: Option<String>,
+    /// A rule asks for all containers to start over in the same sandbox: these are stopped without grace
+    /// and removed, in this order, and nothing else is done in this sync.
+    pub restart_all: Vec<Kill>,
     /// Containers to stop.
     pub kill: Vec<Kill>,
     /// Containers to start, in order.
@@ -49,7 +55,7 @@ impl PodActions {
     /// Whether there is nothing to do.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        !self.kill_pod && self.create_sandbox.is_none() && self.kill.is_empty() && self.start.is_empty()
+        !self.kill_pod && self.create_sandbox.is_none() && self.restart_all.is_empty() && self.kill.is_empty() && self.start.is_empty()
     }
 }
 
@@ -57,20 +63,43 @@ fn policy(pod: &Pod) -> &str {
     pod.spec.as_ref().and_then(|s| s.restart_policy.as_deref()).unwrap_or("Always")
 }
 
-/// Whether a container that ended with `code` is started again.
-#[must_use]
-pub fn restarts_after(pod: &Pod, container: &Container, code: i32) -> bool {
-    let rule = container.restart_policy_rules.iter().flatten().find_map(|rule| {
+/// What follows from a container's end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AfterExit {
+    /// It stays as it is.
+    Stay,
+    /// It is started again.
+    Restart,
+    /// The whole pod starts over in its sandbox.
+    RestartAll,
+}
+
+/// The first of the container's own rules that matches (KEP-5307, KEP-5532).
+fn ruled(container: &Container, code: i32) -> Option<AfterExit> {
+    container.restart_policy_rules.iter().flatten().find_map(|rule| {
         let codes = rule.exit_codes.as_ref()?;
         let listed = codes.values.iter().flatten().any(|v| *v == code);
         let matches = if codes.operator == "NotIn" { !listed } else { listed };
-        matches.then_some(true)
-    });
-    rule.unwrap_or_else(|| match container.restart_policy.as_deref().unwrap_or(policy(pod)) {
-        "Never" => false,
-        "OnFailure" => code != 0,
-        _ => true,
+        matches.then_some(if rule.action == "RestartAllContainers" { AfterExit::RestartAll } else { AfterExit::Restart })
     })
+}
+
+/// What follows when a container ends with `code` (kubelet spec, 5.3): its rules, else its own policy, else
+/// the pod's. Init containers of a pod whose policy is `Always` are repeated only when they fail.
+#[must_use]
+pub fn after_exit(pod: &Pod, role: Role, container: &Container, code: i32) -> AfterExit {
+    let restarts = match (role, container.restart_policy.as_deref().unwrap_or(policy(pod))) {
+        (Role::Ephemeral, _) | (_, "Never") => false,
+        (Role::Init, _) | (_, "OnFailure") => code != 0,
+        _ => true,
+    };
+    ruled(container, code).unwrap_or(if restarts { AfterExit::Restart } else { AfterExit::Stay })
+}
+
+/// Whether a regular container that ended with `code` is started again.
+#[must_use]
+pub fn restarts_after(pod: &Pod, container: &Container, code: i32) -> bool {
+    after_exit(pod, Role::Regular, container, code) != AfterExit::Stay
 }
 
 /// Whether a container should be started in the state it is in (kubelet spec, 5.3).
@@ -105,13 +134,13 @@ fn sandbox_decision(pod: &Pod, observed: &ObservedPod) -> Result<String, u32> {
 
 /// Computes the plan. `restarts` is the count a container with no instance left should start from.
 #[must_use]
-pub fn compute(pod: &Pod, observed: &ObservedPod, restarts: impl Fn(&str) -> u32) -> PodActions {
+pub fn compute(pod: &Pod, observed: &ObservedPod, probed: &Probed, restarts: impl Fn(&str) -> u32) -> PodActions {
     let Some(spec) = &pod.spec else { return PodActions::default() };
     let start =
         |role: Role, container: &Container| Start { role, container: container.clone(), attempt: next_attempt(observed, &container.name, &restarts) };
     let init: &[Container] = spec.init_containers.as_deref().unwrap_or_default();
     let attempt = match sandbox_decision(pod, observed) {
-        Ok(id) => return with_sandbox(pod, observed, id, start),
+        Ok(id) => return with_sandbox(pod, observed, probed, id, start),
         Err(attempt) => attempt,
     };
     let mut actions = PodActions { kill_pod: !observed.sandboxes.is_empty(), ..PodActions::default() };
@@ -143,21 +172,74 @@ pub fn compute(pod: &Pod, observed: &ObservedPod, restarts: impl Fn(&str) -> u32
     actions
 }
 
-fn with_sandbox(pod: &Pod, observed: &ObservedPod, sandbox: String, start: impl Fn(Role, &Container) -> Start) -> PodActions {
+/// The containers that a rule makes start over, if one does: first the others, then those whose end asked
+/// for it, so that a crash in between leaves the reason standing.
+fn restart_all(pod: &Pod, observed: &ObservedPod, sandbox: &str) -> Vec<Kill> {
+    let asks = |seen: &&observed::Container| {
+        seen.state == ContainerState::Exited
+            && pod::containers(pod).iter().any(|(role, c)| {
+                c.name == seen.name
+                    && *role != Role::Ephemeral
+                    && observed.newest(&c.name).is_some_and(|n| n.id == seen.id)
+                    && after_exit(pod, *role, c, seen.exit_code) == AfterExit::RestartAll
+            })
+    };
+    let ephemeral = |seen: &observed::Container| pod::spec(pod).ephemeral_containers.iter().flatten().any(|e| e.name == seen.name);
+    let (sources, others): (Vec<_>, Vec<_>) = observed.containers.iter().filter(|c| c.sandbox == sandbox && !ephemeral(c)).partition(asks);
+    if sources.is_empty() || pod.metadata.deletion_timestamp.is_some() {
+        return vec![];
+    }
+    let over = |seen: &observed::Container| Kill {
+        id: seen.id.clone(),
+        name: seen.name.clone(),
+        message: format!("Container {} is stopped because RestartAllContainers in place", seen.name),
+        grace: Some(0),
+    };
+    others.into_iter().chain(sources).map(over).collect()
+}
+
+/// Why a running container cannot stay (kubelet spec, 5.2).
+fn condemned(pod: &Pod, role: Role, container: &Container, seen: &observed::Container, probed: &Probed) -> Option<(Kill, bool)> {
+    if pod.metadata.deletion_timestamp.is_some() {
+        return None;
+    }
+    let who = if role == Role::Sidecar { "Init container" } else { "Container" };
+    let changed = seen.hash.as_ref().is_some_and(|h| *h != pod::container_hash(container));
+    let (what, grace) = if changed {
+        ("definition changed", None)
+    } else {
+        let kind = probed.failed(container, &seen.id)?;
+        let grace = kind.of(container).and_then(|p| p.termination_grace_period_seconds);
+        (if kind == probe::Kind::Liveness { "failed liveness probe" } else { "failed startup probe" }, grace)
+    };
+    // A changed definition is carried out whatever the policy.
+    let restarts = changed || role == Role::Sidecar || container.restart_policy.as_deref().unwrap_or(policy(pod)) != "Never";
+    let message = format!("{who} {} {what}{}", container.name, if restarts { ", will be restarted" } else { "" });
+    Some((Kill { id: seen.id.clone(), name: container.name.clone(), message, grace }, restarts))
+}
+
+fn unknown(role: Role, seen: &observed::Container) -> Kill {
+    let who = if role == Role::Regular { "Container" } else { "Init container" };
+    let message = format!("{who} {} is in unknown state, try killing it before restart", seen.name);
+    Kill { id: seen.id.clone(), name: seen.name.clone(), message, grace: None }
+}
+
+fn with_sandbox(pod: &Pod, observed: &ObservedPod, probed: &Probed, sandbox: String, start: impl Fn(Role, &Container) -> Start) -> PodActions {
     let spec = pod::spec(pod);
     // Containers of an older sandbox are history.
     let here = |name: &str| observed.newest(name).filter(|c| c.sandbox == sandbox);
-    let mut actions = PodActions { sandbox: Some(sandbox.clone()), ..PodActions::default() };
+    let mut actions = PodActions { sandbox: Some(sandbox.clone()), restart_all: restart_all(pod, observed, &sandbox), ..PodActions::default() };
+    if !actions.restart_all.is_empty() {
+        return actions;
+    }
     for (role, container) in pod::containers(pod).into_iter().filter(|(r, _)| *r == Role::Ephemeral) {
         if observed.newest(&container.name).is_none() && pod.metadata.deletion_timestamp.is_none() {
             actions.start.push(start(role, &container));
         }
     }
     let init = spec.init_containers.as_deref().unwrap_or_default();
-    let initialised =
-        spec.containers.iter().any(|c| here(&c.name).is_some_and(|s| matches!(s.state, ContainerState::Created | ContainerState::Running)));
     let ran = spec.containers.iter().any(|c| here(&c.name).is_some());
-    match init_step(pod, init, initialised || ran, &here, &start, &mut actions) {
+    match init_step(pod, init, ran, probed, &here, &start, &mut actions) {
         InitStep::Wait => return actions,
         InitStep::Failed => {
             actions.start.clear();
@@ -169,25 +251,19 @@ fn with_sandbox(pod: &Pod, observed: &ObservedPod, sandbox: String, start: impl 
     let mut keep = 0;
     for container in &spec.containers {
         let seen = here(&container.name);
-        let kill = |message: String| seen.map(|s| Kill { id: s.id.clone(), name: container.name.clone(), message });
-        match seen.map(|s| s.state) {
-            Some(ContainerState::Running) => {
-                let changed = seen.and_then(|s| s.hash.as_ref()).is_some_and(|h| *h != pod::container_hash(container));
-                if changed && pod.metadata.deletion_timestamp.is_none() {
-                    actions.kill.extend(kill(format!("Container {} definition changed, will be restarted", container.name)));
-                    actions.start.push(start(Role::Regular, container));
-                } else {
-                    keep += 1;
-                }
-            }
-            state => {
-                if should_start(pod, container, seen) {
-                    if state == Some(ContainerState::Unknown) {
-                        actions.kill.extend(kill(format!("Container {} is in unknown state, try killing it before restart", container.name)));
+        if let Some(seen) = seen.filter(|s| s.state == ContainerState::Running) {
+            match condemned(pod, Role::Regular, container, seen, probed) {
+                None => keep += 1,
+                Some((kill, restarts)) => {
+                    actions.kill.push(kill);
+                    if restarts {
+                        actions.start.push(start(Role::Regular, container));
                     }
-                    actions.start.push(start(Role::Regular, container));
                 }
             }
+        } else if should_start(pod, container, seen) {
+            actions.kill.extend(seen.filter(|s| s.state == ContainerState::Unknown).map(|s| unknown(Role::Regular, s)));
+            actions.start.push(start(Role::Regular, container));
         }
     }
     if keep == 0 && actions.start.is_empty() && pod.metadata.deletion_timestamp.is_none() {
@@ -210,42 +286,46 @@ fn init_step<'a>(
     pod: &Pod,
     init: &[Container],
     initialised: bool,
+    probed: &Probed,
     here: &impl Fn(&str) -> Option<&'a observed::Container>,
     start: &impl Fn(Role, &Container) -> Start,
     actions: &mut PodActions,
 ) -> InitStep {
     for container in init {
         let seen = here(&container.name);
-        let state = seen.map(|s| s.state);
         if pod::is_sidecar(container) {
-            if state != Some(ContainerState::Running) {
-                if let (Some(ContainerState::Unknown), Some(seen)) = (state, seen) {
-                    actions.kill.push(Kill {
-                        id: seen.id.clone(),
-                        name: container.name.clone(),
-                        message: format!("Init container {} is in unknown state, try killing it before restart", container.name),
-                    });
+            let goes_on = match seen {
+                Some(seen) if seen.state == ContainerState::Running => match condemned(pod, Role::Sidecar, container, seen, probed) {
+                    None => probed.started(container, &seen.id),
+                    Some((kill, _)) => {
+                        actions.kill.push(kill);
+                        actions.start.push(start(Role::Sidecar, container));
+                        false
+                    }
+                },
+                other => {
+                    actions.kill.extend(other.filter(|s| s.state == ContainerState::Unknown).map(|s| unknown(Role::Sidecar, s)));
+                    if pod.metadata.deletion_timestamp.is_none() {
+                        actions.start.push(start(Role::Sidecar, container));
+                    }
+                    false
                 }
-                actions.start.push(start(Role::Sidecar, container));
-                // The next one waits until this one has been seen running.
-                if !initialised {
-                    return InitStep::Wait;
-                }
+            };
+            // The next one waits until this one has started.
+            if !goes_on && !initialised {
+                return InitStep::Wait;
             }
             continue;
         }
         if initialised {
             continue;
         }
-        match (state, seen) {
-            (Some(ContainerState::Exited), Some(seen)) if seen.exit_code == 0 => {}
-            (Some(ContainerState::Running), _) => return InitStep::Wait,
-            (Some(ContainerState::Exited | ContainerState::Unknown), Some(seen)) => {
+        match seen {
+            Some(seen) if seen.state == ContainerState::Exited && seen.exit_code == 0 => {}
+            Some(seen) if seen.state == ContainerState::Running => return InitStep::Wait,
+            Some(seen) if matches!(seen.state, ContainerState::Exited | ContainerState::Unknown) => {
                 let code = if seen.state == ContainerState::Unknown { 137 } else { seen.exit_code };
-                // Init containers of an `Always` pod restart on failure.
-                let again = policy(pod) != "Never"
-                    || container.restart_policy.as_deref().is_some_and(|p| p != "Never") && restarts_after(pod, container, code);
-                if !again {
+                if after_exit(pod, Role::Init, container, code) == AfterExit::Stay {
                     return InitStep::Failed;
                 }
                 actions.start.push(start(Role::Init, container));

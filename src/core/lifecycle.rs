@@ -1,8 +1,13 @@
 //! The life of a pod on this node as a state machine: `Syncing → Terminating → Terminated → Finished`,
 //! never backwards (kubelet spec, chapter 2). Pure.
+//!
+//! Inputs and states are values that can be stored: a recorded run is replayed by feeding its inputs to
+//! [`State::step`] again, and must show the same states.
+
+use serde::{Deserialize, Serialize};
 
 /// Why a pod ends.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Cause {
     /// It was deleted in the API.
     Deleted,
@@ -12,10 +17,12 @@ pub enum Cause {
     Completed,
     /// It was refused by admission.
     Rejected,
+    /// It made room for a critical pod.
+    Preempted,
 }
 
 /// Where a pod stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum State {
     /// Being brought to, and kept at, what its spec says.
     Syncing,
@@ -39,7 +46,7 @@ pub enum State {
 }
 
 /// What the sources want.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wish {
     /// The pod is marked as deleted in the API.
     pub deleted: bool,
@@ -52,12 +59,17 @@ pub struct Wish {
 }
 
 /// What happened.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Input {
     /// The sources changed, or are looked at first.
     Wish(Wish),
-    /// A sync found that the pod has come to its end.
-    Ended(Cause),
+    /// A sync found that the pod has come to its end; what still runs gets this many seconds.
+    Ended {
+        /// Why.
+        cause: Cause,
+        /// Seconds.
+        grace: i64,
+    },
     /// All containers have been seen stopped.
     Stopped,
     /// Everything has been released.
@@ -73,7 +85,9 @@ impl State {
                 Some(cause) => State::Terminating { grace: wish.grace.max(1), cause },
                 None => State::Syncing,
             },
-            (State::Syncing, Input::Ended(cause)) => State::Terminating { grace: 1, cause },
+            (State::Syncing, Input::Ended { cause, grace }) => State::Terminating { grace: grace.max(1), cause },
+            // A stronger end (preemption of a pod that ends anyway) can only shorten.
+            (State::Terminating { grace, cause }, Input::Ended { grace: new, .. }) => State::Terminating { grace: grace.min(new.max(1)), cause },
             // A deletion may shorten the time that is left, and is the stronger reason.
             (State::Terminating { grace, cause }, Input::Wish(wish)) => {
                 State::Terminating { grace: if wish.deleted { grace.min(wish.grace.max(1)) } else { grace }, cause: cause.with(wish) }
@@ -143,8 +157,8 @@ mod tests {
                 terminal,
                 grace
             })),
-            Just(Input::Ended(Cause::Completed)),
-            Just(Input::Ended(Cause::Rejected)),
+            (-5i64..100).prop_map(|grace| Input::Ended { cause: Cause::Completed, grace }),
+            Just(Input::Ended { cause: Cause::Rejected, grace: 1 }),
             Just(Input::Stopped),
             Just(Input::Released),
         ]
@@ -175,8 +189,8 @@ mod tests {
     #[test]
     fn a_deleted_pod_shortens_and_wins() {
         let wish = |deleted, grace| Wish { deleted, removed: false, terminal: false, grace };
-        let state = State::Syncing.step(Input::Ended(Cause::Completed));
-        assert_eq!(state, State::Terminating { grace: 1, cause: Cause::Completed });
+        let state = State::Syncing.step(Input::Ended { cause: Cause::Completed, grace: 7 });
+        assert_eq!(state, State::Terminating { grace: 7, cause: Cause::Completed });
         let state = State::Syncing.step(Input::Wish(wish(true, 30))).step(Input::Wish(wish(true, 5))).step(Input::Wish(wish(true, 60)));
         assert_eq!(state, State::Terminating { grace: 5, cause: Cause::Deleted });
     }

@@ -8,13 +8,14 @@ use k8s_openapi::api::core::v1::{
     Container, ContainerState as ApiState, ContainerStateRunning, ContainerStateTerminated, ContainerStateWaiting, ContainerStatus, HostIP, Pod,
     PodCondition, PodIP, PodStatus,
 };
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde_json::{Value, json};
 
-use super::actions::restarts_after;
+use super::actions::{AfterExit, after_exit, restarts_after};
 use super::observed::{self, ContainerState, ObservedPod};
 use super::pod::{self, Role};
+use super::probe::Probed;
 use super::qos;
+use super::time::seconds;
 
 /// Why a container is not running, by container name: reason and message of its waiting state.
 pub type Problems = BTreeMap<String, (String, String)>;
@@ -29,6 +30,8 @@ pub struct Facts<'a> {
     pub previous: &'a PodStatus,
     /// Why containers could not be started.
     pub problems: &'a Problems,
+    /// What their probes say.
+    pub probed: &'a Probed,
     /// The node's addresses.
     pub node_ips: &'a [String],
     /// All containers have been stopped for good.
@@ -37,11 +40,9 @@ pub struct Facts<'a> {
     pub now: Timestamp,
 }
 
+/// The waiting reason of containers that start over together (KEP-5532).
+pub const RESTARTING_ALL: &str = "RestartingAllContainers";
 const LOST: &str = "The container could not be located when the pod was terminated";
-
-fn seconds(time: Timestamp) -> Time {
-    Time(Timestamp::from_second(time.as_second()).unwrap_or(time))
-}
 
 fn terminated(container: &observed::Container) -> ContainerStateTerminated {
     let reason = match (container.reason.as_str(), container.exit_code) {
@@ -69,6 +70,15 @@ fn lost() -> ContainerStateTerminated {
     }
 }
 
+fn removed_to_restart() -> ContainerStateTerminated {
+    ContainerStateTerminated {
+        exit_code: 137,
+        reason: Some(RESTARTING_ALL.into()),
+        message: Some("The container is removed because RestartAllContainers in place".into()),
+        ..ContainerStateTerminated::default()
+    }
+}
+
 fn waiting(reason: &str, message: &str) -> ApiState {
     let text = |s: &str| (!s.is_empty()).then(|| s.to_owned());
     ApiState { waiting: Some(ContainerStateWaiting { reason: text(reason), message: text(message) }), ..ApiState::default() }
@@ -89,6 +99,14 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     let Some(newest) = newest else {
         status.restart_count = before.map_or(0, |b| b.restart_count);
         status.last_state = before.and_then(|b| b.last_state.clone());
+        let restarting = facts.problems.get(&container.name).is_some_and(|(reason, _)| reason == RESTARTING_ALL) && !facts.ended;
+        if restarting {
+            status.restart_count = before.map_or(0, |b| b.restart_count);
+            status.last_state = Some(ApiState { terminated: Some(removed_to_restart()), ..ApiState::default() });
+            status.state = Some(waiting(RESTARTING_ALL, ""));
+            status.started = Some(false);
+            return status;
+        }
         let ended_before = before.and_then(|b| b.state.as_ref()).and_then(|s| s.terminated.clone());
         let ran_before = before.and_then(|b| b.state.as_ref()).is_some_and(|s| s.running.is_some());
         status.state = Some(if let Some(ended) = ended_before {
@@ -142,13 +160,18 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
         }
         status.state = Some(waiting(reason, message));
     }
-    status.started = Some(running);
+    status.started = Some(running && facts.probed.started(container, &newest.id));
     status.ready = match role {
         Role::Init => newest.state == ContainerState::Exited && newest.exit_code == 0,
         Role::Ephemeral => false,
-        Role::Sidecar | Role::Regular => running,
+        Role::Sidecar | Role::Regular => running && facts.probed.ready(container, &newest.id),
     };
     status
+}
+
+/// Whether the container was removed so that all start over: it comes back, whatever its policy.
+fn comes_back(status: &ContainerStatus) -> bool {
+    status.state.as_ref().and_then(|s| s.waiting.as_ref()).is_some_and(|w| w.reason.as_deref() == Some(RESTARTING_ALL))
 }
 
 fn exit_of(status: &ContainerStatus) -> Option<i32> {
@@ -168,16 +191,17 @@ fn phase(facts: &Facts<'_>, regular: &[ContainerStatus], init: &[ContainerStatus
     let definitions: &[Container] = spec.init_containers.as_deref().unwrap_or_default();
     let never_started = regular.iter().all(|s| exit_of(s).is_none() && !is_running(s));
     for (definition, status) in definitions.iter().zip(init) {
-        let exit = exit_of(status);
+        let exit = exit_of(status).filter(|_| !comes_back(status));
         if pod::is_sidecar(definition) {
-            if never_started && !is_running(status) && !facts.ended {
+            let up = is_running(status) && status.started == Some(true);
+            if never_started && !up && !facts.ended {
                 return "Pending";
             }
             continue;
         }
         match exit {
             Some(0) => {}
-            Some(code) if facts.ended || !(restarts_after(facts.pod, definition, code) || spec.restart_policy.as_deref() != Some("Never")) => {
+            Some(code) if facts.ended || after_exit(facts.pod, Role::Init, definition, code) == AfterExit::Stay => {
                 return "Failed";
             }
             _ if facts.ended => return "Failed",
@@ -198,7 +222,7 @@ fn phase(facts: &Facts<'_>, regular: &[ContainerStatus], init: &[ContainerStatus
     if facts.ended {
         return if success { "Succeeded" } else { "Failed" };
     }
-    if stopped.iter().any(|(code, c)| restarts_after(facts.pod, c, *code)) {
+    if regular.iter().any(comes_back) || stopped.iter().any(|(code, c)| restarts_after(facts.pod, c, *code)) {
         return "Running";
     }
     if success { "Succeeded" } else { "Failed" }
@@ -379,13 +403,26 @@ pub fn patch(uid: &str, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
     (!changes.is_empty()).then(|| json!({"metadata": {"uid": uid}, "status": changes}))
 }
 
+/// When the pod has been active for as long as it may be.
+#[must_use]
+pub fn deadline(pod: &Pod, status: &PodStatus) -> Option<Timestamp> {
+    let most = pod::spec(pod).active_deadline_seconds?;
+    Some(status.start_time.as_ref()?.0 + jiff::SignedDuration::from_secs(most))
+}
+
 /// The status of a pod that admission refused.
 #[must_use]
 pub fn rejected(previous: &PodStatus, reason: &str, message: &str, now: Timestamp) -> PodStatus {
+    failed(previous, reason, &format!("Pod was rejected: {message}"), now)
+}
+
+/// The status of a pod that this node ends for a reason of its own.
+#[must_use]
+pub fn failed(previous: &PodStatus, reason: &str, message: &str, now: Timestamp) -> PodStatus {
     PodStatus {
         phase: Some("Failed".into()),
         reason: Some(reason.into()),
-        message: Some(format!("Pod was rejected: {message}")),
+        message: Some(message.into()),
         start_time: previous.start_time.clone().or_else(|| Some(seconds(now))),
         ..previous.clone()
     }

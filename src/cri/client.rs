@@ -12,9 +12,10 @@ use tokio::sync::mpsc;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
-use super::{Credentials, Image, ListedPod, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus, convert};
+use super::{Credentials, Exec, Image, ListedPod, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus, convert};
 use crate::core::config::label;
 use crate::core::observed::{Container, ContainerState, ObservedPod, fingerprint};
+use crate::core::probe;
 
 /// The largest message, as the kubelet has it.
 const MESSAGE_LIMIT: usize = 16 << 20;
@@ -262,6 +263,19 @@ impl Runtime for CriClient {
         let deadline = self.deadline + Duration::from_secs(u64::try_from(grace).unwrap_or(0));
         let request = Self::within(deadline, pb::StopContainerRequest { container_id: id.into(), timeout: grace });
         gone_is_fine(self.runtime.clone().stop_container(request).await)
+    }
+
+    async fn exec(&self, id: &str, command: &[String], timeout: Option<Duration>) -> Result<Exec, RuntimeError> {
+        // The runtime counts whole seconds, and ends the command itself when they are over.
+        let seconds = timeout.map_or(0, |t| i64::try_from(t.as_secs_f64().ceil() as u64).unwrap_or(i64::MAX));
+        let message = pb::ExecSyncRequest { container_id: id.into(), cmd: command.to_vec(), timeout: seconds };
+        let request = match timeout {
+            Some(timeout) => Self::within(self.deadline + timeout, message),
+            None => Request::new(message),
+        };
+        let answer = self.runtime.clone().exec_sync(request).await?.into_inner();
+        let output = [answer.stdout, answer.stderr].concat();
+        Ok(Exec { code: answer.exit_code, output: probe::limited(&String::from_utf8_lossy(&output)) })
     }
 
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {

@@ -5,6 +5,8 @@
 mod client;
 mod convert;
 
+use std::time::Duration;
+
 use async_trait::async_trait;
 use holdfast_proto::cri as pb;
 use tokio::sync::mpsc;
@@ -51,6 +53,15 @@ pub struct Image {
     pub uid: Option<i64>,
     /// The user name that its configuration names.
     pub username: String,
+}
+
+/// What a command in a container came to.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Exec {
+    /// Its exit code.
+    pub code: i32,
+    /// Standard output and error, bounded.
+    pub output: String,
 }
 
 /// Credentials for one registry.
@@ -122,6 +133,8 @@ pub trait Runtime: Send + Sync + 'static {
     async fn start_container(&self, id: &str) -> Result<(), RuntimeError>;
     /// Stops a container: SIGTERM, and SIGKILL after `grace` seconds.
     async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError>;
+    /// Runs a command in a container; without `timeout` until it ends.
+    async fn exec(&self, id: &str, command: &[String], timeout: Option<Duration>) -> Result<Exec, RuntimeError>;
     /// Removes a container.
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError>;
     /// An image by name or id.

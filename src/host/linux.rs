@@ -13,11 +13,16 @@ use super::PodHost;
 use crate::core::cgroup::{self, Driver, pod_limits};
 use crate::core::quantity::Quantity;
 use crate::core::volumes::{self, Files};
-use crate::core::{pod, qos};
+use crate::core::{logs, pod, qos};
 use crate::sys::{atomic_dir, beneath, mount};
 
 /// The most that is read of a termination message.
 const MESSAGE_LIMIT: u64 = 4096;
+
+/// The end of a log that may stand in for a message: lines, bytes, and how far back is read.
+const LOG_LINES: usize = 80;
+const LOG_BYTES: usize = 2048;
+const LOG_END: u64 = 64 << 10;
 
 /// The machine.
 pub struct LinuxHost {
@@ -57,6 +62,17 @@ fn remove(dir: &Path) -> Result<(), String> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(format!("{} cannot be removed: {error}", dir.display())),
         _ => Ok(()),
     }
+}
+
+/// The last `limit` bytes of a file.
+fn last_bytes(path: &Path, limit: u64) -> Result<String, String> {
+    use std::io::{Read as _, Seek as _};
+    let mut file = fs::File::open(path).map_err(|e| e.to_string())?;
+    let length = file.metadata().map_err(|e| e.to_string())?.len();
+    file.seek(io::SeekFrom::Start(length.saturating_sub(limit))).map_err(|e| e.to_string())?;
+    let mut bytes = Vec::new();
+    file.take(limit).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 impl LinuxHost {
@@ -231,16 +247,23 @@ impl PodHost for LinuxHost {
 
     async fn termination_message(&self, uid: &str, container: &str, attempt: u32) -> Option<String> {
         let path = self.message_file(uid, container, attempt).ok()?;
-        let read = blocking(move || {
-            use std::io::{Read as _, Seek as _};
-            let mut file = fs::File::open(path).map_err(|e| e.to_string())?;
-            let length = file.metadata().map_err(|e| e.to_string())?.len();
-            file.seek(io::SeekFrom::Start(length.saturating_sub(MESSAGE_LIMIT))).map_err(|e| e.to_string())?;
-            let mut bytes = Vec::new();
-            file.take(MESSAGE_LIMIT).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
-            Ok(String::from_utf8_lossy(&bytes).into_owned())
-        });
-        read.await.ok().filter(|text| !text.is_empty())
+        blocking(move || last_bytes(&path, MESSAGE_LIMIT)).await.ok().filter(|text| !text.is_empty())
+    }
+
+    async fn log_tail(&self, pod: &Pod, container: &str, attempt: u32) -> Option<String> {
+        let path = self.log_directory(pod).join(segment(container).ok()?).join(format!("{attempt}.log"));
+        let text = blocking(move || last_bytes(&path, LOG_END)).await.ok()?;
+        Some(logs::tail(&text, LOG_LINES, LOG_BYTES)).filter(|text| !text.is_empty())
+    }
+
+    async fn last_attempt(&self, pod: &Pod, container: &str) -> Option<u32> {
+        let dir = self.log_directory(pod).join(segment(container).ok()?);
+        let number = |name: &str| name.split_once(".log").and_then(|(number, _)| number.parse().ok());
+        let highest = move || {
+            let entries = fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok);
+            Ok(entries.filter_map(|e| e.file_name().to_str().and_then(number)).max())
+        };
+        blocking(highest).await.ok().flatten()
     }
 
     async fn tear_down_volumes(&self, uid: &str) -> Result<(), String> {

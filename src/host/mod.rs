@@ -28,6 +28,10 @@ pub trait PodHost: Send + Sync + 'static {
     async fn termination_log(&self, pod: &Pod, container: &str, attempt: u32) -> Result<PathBuf, String>;
     /// What a container left as its termination message.
     async fn termination_message(&self, uid: &str, container: &str, attempt: u32) -> Option<String>;
+    /// The end of a container's log: at most 80 lines and 2048 bytes.
+    async fn log_tail(&self, pod: &Pod, container: &str, attempt: u32) -> Option<String>;
+    /// The highest restart count that a container has a log of.
+    async fn last_attempt(&self, pod: &Pod, container: &str) -> Option<u32>;
     /// Unmounts the pod's volumes.
     async fn tear_down_volumes(&self, uid: &str) -> Result<(), String>;
     /// Removes the pod's cgroup.

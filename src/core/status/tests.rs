@@ -1,5 +1,6 @@
 use super::*;
 use crate::core::observed::Sandbox;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 fn time(s: i64) -> Timestamp {
     Timestamp::from_second(s).expect("a time")
@@ -32,7 +33,16 @@ fn status(pod: &Pod, containers: Vec<observed::Container>, problems: &Problems, 
     let sandbox = Sandbox { id: "s".into(), attempt: 0, ready: true, created_at: time(0), ips: vec!["10.0.0.2".into()], host_network: false };
     let mut observed = ObservedPod { sandboxes: vec![sandbox], containers };
     observed.sort();
-    compute(&Facts { pod, observed: &observed, previous, problems, node_ips: &["192.0.2.1".into()], ended, now: time(100) })
+    compute(&Facts {
+        pod,
+        observed: &observed,
+        previous,
+        problems,
+        probed: &Probed::default(),
+        node_ips: &["192.0.2.1".into()],
+        ended,
+        now: time(100),
+    })
 }
 
 use ContainerState::{Exited, Running};

@@ -1,0 +1,420 @@
+//! The pod sync in ten named steps (kubelet spec, 3.1 and 3.2), and the two that end a pod.
+//!
+//! 1 startup latency, 2 API status, 3 status manager, 4 admission (in the worker, before the first sync),
+//! 5 pod cgroup, 6 mirror pod, 7 data directories, 8 volumes, 9 pull secrets, 10 runtime sync
+//! ([`runtime`]). The sandbox of step 10 is made while volumes, secrets and images are fetched: neither
+//! needs the other.
+
+mod runtime;
+mod stop;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::{Container, Pod, PodStatus, Secret};
+use kube::ResourceExt as _;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use self::stop::{Ending, Stopping};
+use super::journal::Log;
+use super::objects::{self, Fetched};
+use super::probing::Probing;
+use super::status::StatusWriter;
+use super::worker::{Desired, Stop};
+use super::{Context, Kind, Network, mirror};
+use crate::core::actions;
+use crate::core::backoff::Backoff;
+use crate::core::env::Surroundings;
+use crate::core::journal::Step;
+use crate::core::lifecycle::{Cause, Input};
+use crate::core::observed::{self, ContainerState, ObservedPod};
+use crate::core::pod;
+use crate::core::status::{self, Facts, Problems};
+use crate::core::{config, volumes};
+use crate::kubeapi::pods::{Token, TokenFor};
+
+/// What a worker remembers between syncs. All of it can be had again from the runtime and the API.
+pub struct Memory {
+    /// The newest status.
+    pub status: PodStatus,
+    /// What the runtime showed last.
+    pub fingerprint: u64,
+    /// The status goes on from what the API had.
+    adopted: bool,
+    problems: Problems,
+    backoff: Backoff,
+    tokens: BTreeMap<(String, String), Token>,
+    first_seen: Timestamp,
+    /// Volumes were set up, and refreshed at this time.
+    volumes_at: Option<Instant>,
+    ran: bool,
+    /// Restart counts that removed containers must go on from.
+    counts: BTreeMap<String, u32>,
+    /// What was done to end the pod so far.
+    ending: Ending,
+    /// Its probes.
+    probing: Probing,
+    /// Its journal.
+    pub log: Log,
+}
+
+impl Memory {
+    /// For a pod first seen at `now`; `hint` wakes its worker.
+    #[must_use]
+    pub fn new(now: Timestamp, log: Log, hint: Arc<Notify>) -> Memory {
+        Memory {
+            status: PodStatus::default(),
+            fingerprint: 0,
+            adopted: false,
+            problems: Problems::new(),
+            backoff: Backoff::default(),
+            tokens: BTreeMap::new(),
+            first_seen: now,
+            volumes_at: None,
+            ran: false,
+            counts: BTreeMap::new(),
+            ending: Ending::default(),
+            probing: Probing::new(hint, log.clone()),
+            log,
+        }
+    }
+
+    /// Hands the newest status to the writer, to be on `object`.
+    pub fn report(&self, object: Option<Arc<Pod>>, writer: &StatusWriter) {
+        writer.want(object, self.status.clone());
+    }
+
+    /// Takes over what the API says, once: after a restart, times and counts go on from there. A static
+    /// pod's mirror may be seen only after its worker has begun.
+    pub fn adopt(&mut self, object: Option<&Pod>) {
+        let known = object.and_then(|o| o.status.clone()).filter(|s| !self.adopted && s.conditions.is_some());
+        if let Some(status) = known {
+            self.ran |= status.phase.as_deref().is_some_and(|p| p != "Pending");
+            self.status = status;
+            self.adopted = true;
+        }
+    }
+}
+
+/// How a step ended.
+pub enum Outcome {
+    /// The state moves on.
+    Next(Input),
+    /// Nothing to do until something happens, or this time.
+    Wait(Option<Instant>),
+    /// The pod has left this node.
+    Gone,
+}
+
+async fn observe(context: &Context, pod: &Pod, memory: &mut Memory) -> Result<ObservedPod, String> {
+    let look = async { context.runtime.observe(pod::uid(pod)).await.map_err(|e| format!("the runtime cannot be asked about the pod: {e}")) };
+    let mut observed = memory.log.step(Step::Observe, "", look).await?;
+    memory.fingerprint = observed.fingerprint();
+    for container in observed.containers.iter_mut().filter(|c| c.state == ContainerState::Exited) {
+        let mut text = context.host.termination_message(pod::uid(pod), &container.name, container.attempt).await;
+        if text.is_none() && falls_back_to_logs(pod, container) {
+            text = context.host.log_tail(pod, &container.name, container.attempt).await;
+        }
+        if let Some(text) = text {
+            container.message = if container.message.is_empty() { text } else { format!("{}: {text}", container.message) };
+        }
+    }
+    Ok(observed)
+}
+
+/// Whether the end of its log is a container's termination message (kubelet spec, 4.5).
+fn falls_back_to_logs(pod: &Pod, ended: &observed::Container) -> bool {
+    let wished = |c: &Container| c.name == ended.name && c.termination_message_policy.as_deref() == Some("FallbackToLogsOnError");
+    ended.exit_code != 0 && ended.reason != "ContainerCannotRun" && pod::containers(pod).iter().any(|(_, c)| wished(c))
+}
+
+/// Step 1: how long the start took, noted at the first sight of the pod running.
+fn record_startup_latency(context: &Context, memory: &mut Memory) {
+    if !memory.ran && memory.status.phase.as_deref() == Some("Running") {
+        memory.ran = true;
+        context.latency.record(context.clock.now().duration_since(memory.first_seen).as_secs_f64());
+    }
+}
+
+/// Step 2: the API status from what the runtime has.
+fn compute_status(context: &Context, pod: &Pod, observed: &ObservedPod, memory: &mut Memory, ended: bool) {
+    let facts = Facts {
+        pod,
+        observed,
+        previous: &memory.status,
+        problems: &memory.problems,
+        probed: &memory.probing.results(),
+        node_ips: &context.node_ips,
+        ended,
+        now: context.clock.now(),
+    };
+    memory.status = status::compute(&facts);
+}
+
+/// Step 3: hands the status to the status writer.
+fn publish_status(desired: &Desired, memory: &Memory, writer: &StatusWriter) {
+    memory.report(desired.object.clone(), writer);
+}
+
+/// Step 5: the pod's cgroup with its limits.
+async fn ensure_cgroup(context: &Context, pod: &Pod, log: &Log) -> Result<String, String> {
+    log.step(Step::Cgroup, "", context.host.ensure_cgroup(pod)).await.map_err(|error| {
+        let message = format!("unable to ensure pod container exists: {error}");
+        context.events.pod(pod, None, Kind::Warning, "FailedCreatePodContainer", message.clone());
+        message
+    })
+}
+
+/// Step 6: a static pod's mirror in the API. The answer is when to look again, if it is not there yet.
+async fn reconcile_mirror(context: &Context, desired: &Desired, log: &Log) -> Option<Timestamp> {
+    if !pod::is_static(&desired.pod) || context.config.kubeconfig.is_none() {
+        return None;
+    }
+    let soon = context.clock.now() + SignedDuration::from_millis(200);
+    match log.step(Step::Mirror, "", mirror::reconcile(context, &desired.pod, desired.object.as_ref())).await {
+        Ok(true) => None,
+        Ok(false) => Some(soon),
+        Err(error) => {
+            tracing::warn!(%error, pod = %pod::full_name(&desired.pod), "the static pod runs without a mirror for now");
+            Some(soon + SignedDuration::from_secs(5))
+        }
+    }
+}
+
+/// Step 7: the pod's directories.
+async fn make_directories(context: &Context, pod: &Pod, log: &Log) -> Result<(), String> {
+    log.step(Step::Directories, "", context.host.make_directories(pod)).await.map_err(|error| {
+        let message = format!("error making pod data directories: {error}");
+        context.events.pod(pod, None, Kind::Warning, "Failed", message.clone());
+        message
+    })
+}
+
+/// Step 8: the pod's volumes. Also fetches what the environment refers to.
+async fn set_up_volumes(
+    context: &Context,
+    pod: &Pod,
+    pod_ips: &[String],
+    tokens: &mut BTreeMap<(String, String), Token>,
+    log: &Log,
+) -> Result<Fetched, String> {
+    let fetched = log.step(Step::Objects, "", objects::fetch(&*context.api, pod)).await?;
+    let allocatable = context.allocatable();
+    let around = Surroundings { pod, pod_ips, node_ips: &context.node_ips, allocatable: &allocatable };
+    for volume in pod::spec(pod).volumes.iter().flatten() {
+        let result = async {
+            if let Some(why) = volumes::unsupported(volume) {
+                return Err(why);
+            }
+            let mut issued = BTreeMap::new();
+            for wish in volumes::tokens(volume) {
+                let key = (wish.volume.clone(), wish.path.clone());
+                let now = context.clock.now();
+                let fresh = tokens.get(&key).is_some_and(|t| t.expires.duration_since(now) > SignedDuration::from_secs(wish.seconds / 5));
+                if !fresh {
+                    let token = context.api.token(TokenFor { pod, audience: &wish.audience, seconds: wish.seconds }).await;
+                    tokens.insert(key.clone(), token.map_err(|e| format!("failed to fetch token: {e}"))?);
+                }
+                issued.extend(tokens.get(&key).map(|t| (wish.path.clone(), t.text.clone())));
+            }
+            let files = volumes::files(volume, &around, &fetched, &issued).transpose()?;
+            context.host.set_up_volume(pod, volume, files).await
+        };
+        log.step(Step::Volume, &volume.name, result).await.map_err(|error| {
+            let message = format!("MountVolume.SetUp failed for volume {:?} : {error}", volume.name);
+            context.events.pod(pod, None, Kind::Warning, "FailedMount", message.clone());
+            message
+        })?;
+    }
+    Ok(fetched)
+}
+
+/// Step 9: the pull secrets; those that are missing are reported, the rest is used.
+async fn pull_secrets(context: &Context, pod: &Pod) -> Vec<Arc<Secret>> {
+    let namespace = pod.namespace().unwrap_or_default();
+    let (mut found, mut missing) = (vec![], vec![]);
+    for reference in pod::spec(pod).image_pull_secrets.iter().flatten() {
+        match context.api.secret(&namespace, &reference.name).await {
+            Ok(secret) => found.push(secret),
+            Err(_) => missing.push(reference.name.clone()),
+        }
+    }
+    if !missing.is_empty() {
+        let message = format!("Unable to retrieve some image pull secrets ({}); attempting to pull the image may not succeed.", missing.join(", "));
+        context.events.pod(pod, None, Kind::Warning, "FailedToRetrieveImagePullSecret", message);
+    }
+    found
+}
+
+/// The end of a pod that has been active for as long as it may be (kubelet spec, 4.1).
+fn past_deadline(context: &Context, pod: &Pod, memory: &mut Memory) -> bool {
+    let Some(until) = status::deadline(pod, &memory.status).filter(|until| *until <= context.clock.now()) else { return false };
+    let message = "Pod was active on the node longer than the specified deadline";
+    tracing::info!(pod = %pod::full_name(pod), %until, "the pod is past its active deadline");
+    context.events.pod(pod, None, Kind::Normal, "DeadlineExceeded", message);
+    memory.status = status::failed(&memory.status, "DeadlineExceeded", message, context.clock.now());
+    true
+}
+
+fn ended(pod: &Pod) -> Outcome {
+    Outcome::Next(Input::Ended { cause: Cause::Completed, grace: pod::grace_seconds(pod) })
+}
+
+/// Brings a pod to what its spec says, as far as that is possible now.
+pub async fn sync_pod(
+    context: &Arc<Context>,
+    desired: &Desired,
+    memory: &mut Memory,
+    writer: &StatusWriter,
+    stop: &Stop<'_>,
+) -> Result<Outcome, String> {
+    let pod = &desired.pod;
+    let observed = look(context, desired, memory, writer).await?;
+    if matches!(memory.status.phase.as_deref(), Some("Succeeded" | "Failed")) || past_deadline(context, pod, memory) {
+        publish_status(desired, memory, writer);
+        return Ok(ended(pod));
+    }
+    let restarts = restart_counts(context, pod, &observed, memory).await;
+    let actions = actions::compute(pod, &observed, &memory.probing.results(), |name| restarts.get(name).copied().unwrap_or(0));
+    if actions.give_up {
+        return Ok(ended(pod));
+    }
+    let deadline = status::deadline(pod, &memory.status);
+    let refresh = memory.volumes_at.is_some_and(|at| at.elapsed() >= context.config.sync_frequency);
+    if actions.is_empty() && !refresh {
+        memory.problems.clear();
+        memory.volumes_at.get_or_insert_with(Instant::now);
+        let mirror_again = reconcile_mirror(context, desired, &memory.log).await;
+        return Ok(Outcome::Wait(Some(at(context, mirror_again.into_iter().chain(deadline).min()))));
+    }
+    if !pod::host_network(pod) && actions.create_sandbox.is_some() {
+        let network = context.network.borrow().clone();
+        match network {
+            Network::Ready => memory.log.close(Step::Network, ""),
+            // The node's loop asks as its first act: this is no news to anybody.
+            Network::Unasked => {
+                let mut known = context.network.clone();
+                // The sender lives as long as the process.
+                let _ = known.wait_for(|n| *n != Network::Unasked).await;
+                return Ok(Outcome::Wait(Some(Instant::now())));
+            }
+            Network::NotReady(why) => {
+                let message = format!("network is not ready: {why}");
+                let again = context.clock.now() + SignedDuration::from_secs(1);
+                memory.log.fail(Step::Network, "", &message, Some(again));
+                context.events.pod(pod, None, Kind::Warning, "NetworkNotReady", message);
+                return Ok(Outcome::Wait(Some(Instant::now() + Duration::from_secs(1))));
+            }
+        }
+    }
+    let cgroup_parent = ensure_cgroup(context, pod, &memory.log).await?;
+    let mirror_again = reconcile_mirror(context, desired, &memory.log).await;
+    make_directories(context, pod, &memory.log).await?;
+    let node = config::Node {
+        resolver: &context.resolver,
+        cgroup_parent,
+        log_directory: context.host.log_directory(pod).display().to_string(),
+        seccomp_root: context.config.root_dir.join("seccomp").display().to_string(),
+        seccomp_default: context.config.seccomp_default,
+        memory: context.machine.memory,
+    };
+    let again = runtime::sync(context, desired, &observed, actions, memory, &node, stop, writer).await;
+    stop.forget_hint();
+    look(context, desired, memory, writer).await?;
+    let again = again?.into_iter().chain(mirror_again).chain(deadline).min();
+    Ok(Outcome::Wait(Some(at(context, again))))
+}
+
+/// Steps 1 to 3: looks at the runtime, keeps the probes in line, computes the status and hands it on.
+async fn look(context: &Arc<Context>, desired: &Desired, memory: &mut Memory, writer: &StatusWriter) -> Result<ObservedPod, String> {
+    let pod = &desired.pod;
+    let observed = observe(context, pod, memory).await?;
+    memory.probing.follow(context, pod, &observed, &memory.status);
+    compute_status(context, pod, &observed, memory, false);
+    record_startup_latency(context, memory);
+    publish_status(desired, memory, writer);
+    Ok(observed)
+}
+
+/// The restart counts that containers without an instance start from: what the status says, what was
+/// removed on purpose, what the logs tell (kubelet spec, 4.4).
+async fn restart_counts(context: &Context, pod: &Pod, observed: &ObservedPod, memory: &Memory) -> BTreeMap<String, u32> {
+    let status = &memory.status;
+    let known = [&status.container_statuses, &status.init_container_statuses].into_iter().flatten().flatten();
+    let mut counts: BTreeMap<String, u32> = known.map(|s| (s.name.clone(), u32::try_from(s.restart_count).unwrap_or(0))).collect();
+    for (_, container) in pod::containers(pod).iter().filter(|(_, c)| observed.newest(&c.name).is_none()) {
+        let logged = context.host.last_attempt(pod, &container.name).await.map(|last| last + 1);
+        let count = counts.entry(container.name.clone()).or_default();
+        *count = (*count).max(logged.unwrap_or(0)).max(memory.counts.get(&container.name).copied().unwrap_or(0));
+    }
+    counts
+}
+
+/// When to sync again: at the given time, at the latest after the sync frequency.
+fn at(context: &Context, again: Option<Timestamp>) -> Instant {
+    let wait = again.map_or(context.config.sync_frequency, |time| {
+        let left = Duration::try_from(time.duration_since(context.clock.now())).unwrap_or_default();
+        left.clamp(Duration::from_millis(10), context.config.sync_frequency)
+    });
+    Instant::now() + wait
+}
+
+/// Ends all containers within `grace` seconds; returns when none is seen running any more.
+pub async fn terminate(
+    context: &Arc<Context>,
+    desired: &Desired,
+    memory: &mut Memory,
+    writer: &StatusWriter,
+    grace: i64,
+    cause: Cause,
+) -> Result<(), String> {
+    let pod = &desired.pod;
+    memory.ending.within(grace);
+    let observed = look(context, desired, memory, writer).await?;
+    memory.probing.ending(pod, &observed);
+    let log = memory.log.clone();
+    let stopping = Stopping { context, pod, observed: &observed, log: &log };
+    stopping.pod(&mut memory.ending).await.inspect_err(|error| {
+        context.events.pod(pod, None, Kind::Warning, "FailedKillPod", format!("error killing pod: {error}"));
+    })?;
+    memory.probing.stop();
+    memory.problems.clear();
+    let observed = observe(context, pod, memory).await?;
+    if let Some(running) = observed.live().next() {
+        return Err(format!("container {} still runs after it was stopped", running.name));
+    }
+    tracing::debug!(?cause, pod = %pod::full_name(pod), "all containers have ended");
+    compute_status(context, pod, &observed, memory, true);
+    publish_status(desired, memory, writer);
+    Ok(())
+}
+
+/// Gives back what the pod held: volumes, cgroup and, for a pod that leaves, everything else.
+pub async fn release(context: &Arc<Context>, desired: &Desired, memory: &mut Memory, cause: Cause) -> Result<(), String> {
+    let pod = &desired.pod;
+    let uid = pod::uid(pod);
+    if cause.removes_content() {
+        let observed = observe(context, pod, memory).await?;
+        let removals = observed.sandboxes.iter().map(|s| context.runtime.remove_sandbox(&s.id));
+        for removed in futures::future::join_all(removals).await {
+            removed.map_err(|e| format!("the sandbox cannot be removed: {e}"))?;
+        }
+        let orphans = observed.containers.iter().filter(|c| !observed.sandboxes.iter().any(|s| s.id == c.sandbox));
+        for container in orphans {
+            context.runtime.remove_container(&container.id).await.map_err(|e| format!("container {} cannot be removed: {e}", container.name))?;
+        }
+        memory.fingerprint = 0;
+    }
+    let give_back = async {
+        context.host.tear_down_volumes(uid).await?;
+        context.host.remove_cgroup(pod).await?;
+        if cause.removes_content() {
+            context.host.remove_directories(pod).await?;
+        }
+        Ok(())
+    };
+    memory.log.step(Step::Release, "", give_back).await
+}

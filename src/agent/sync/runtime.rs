@@ -1,0 +1,383 @@
+//! Step 10, the runtime sync: sandbox changes, kills, then ephemeral, init and normal containers in the
+//! plan's order (kubelet spec, 3.2 and 3.3).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use holdfast_proto::cri as pb;
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::{Container, Pod, Secret, VolumeMount};
+use kube::ResourceExt as _;
+use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::super::journal::Log;
+use super::super::objects::Fetched;
+use super::super::status::StatusWriter;
+use super::super::worker::{Desired, Stop};
+use super::super::{Context, Kind, hooks, images};
+use super::stop::Stopping;
+use super::{Memory, compute_status, observe, publish_status, pull_secrets, set_up_volumes};
+use crate::core::actions::{Kill, PodActions, Start};
+use crate::core::backoff::Backoff;
+use crate::core::env::{self, Surroundings};
+use crate::core::journal::Step;
+use crate::core::observed::{ContainerState, ObservedPod};
+use crate::core::pod::{self, Role};
+use crate::core::{config, dns, time};
+use crate::cri::{Image, RuntimeErrorKind};
+
+/// A start that waits for its image this long lets the status so far be seen, and again each time a probe
+/// has news.
+const PATIENCE: Duration = Duration::from_millis(300);
+
+type Pull = AbortOnDropHandle<Result<Image, images::Waiting>>;
+
+/// Executes the plan. The answer is when to try again what was held back.
+#[allow(clippy::too_many_arguments)]
+pub async fn sync(
+    context: &Arc<Context>,
+    desired: &Desired,
+    observed: &ObservedPod,
+    actions: PodActions,
+    memory: &mut Memory,
+    node: &config::Node<'_>,
+    stop: &Stop<'_>,
+    writer: &StatusWriter,
+) -> Result<Option<Timestamp>, String> {
+    let pod = &desired.pod;
+    let log = memory.log.clone();
+    let stopping = Stopping { context, pod, observed, log: &log };
+    if !actions.restart_all.is_empty() {
+        return restart_all(&stopping, &actions.restart_all, memory).await;
+    }
+    if actions.kill_pod {
+        if actions.create_sandbox.is_some() {
+            context.events.pod(pod, None, Kind::Normal, "SandboxChanged", "Pod sandbox changed, it will be killed and re-created.");
+        }
+        memory.ending.within(pod::grace_seconds(pod));
+        stopping.pod(&mut memory.ending).await?;
+        memory.ending = super::Ending::default();
+    }
+    for kill in &actions.kill {
+        stopping.container(kill, kill.grace.unwrap_or_else(|| pod::grace_seconds(pod))).await?;
+    }
+    if stop.wanted() || (actions.start.is_empty() && actions.create_sandbox.is_none() && memory.volumes_at.is_none()) {
+        return Ok(None);
+    }
+    let known_ips: Vec<String> = observed.sandboxes.first().map(|s| s.ips.clone()).unwrap_or_default();
+    let mut sandbox_message = None;
+    let make_sandbox = async {
+        match (actions.create_sandbox, &actions.sandbox) {
+            (Some(attempt), _) => {
+                let made = log.step(Step::Sandbox, "", create_sandbox(context, pod, attempt, node, stop)).await;
+                made.map(|(id, config, ips)| {
+                    sandbox_message = Some(config);
+                    (id, ips)
+                })
+            }
+            (None, Some(id)) => Ok((id.clone(), known_ips.clone())),
+            (None, None) => Err("there is no sandbox to use".into()),
+        }
+    };
+    let held: Vec<Option<images::Waiting>> = actions
+        .start
+        .iter()
+        .map(|start| {
+            let ended = observed.newest(&start.container.name).filter(|c| c.state == ContainerState::Exited);
+            held_back(context, pod, start, ended.map(|c| c.finished_at.unwrap_or(c.created_at)), &mut memory.backoff)
+        })
+        .collect();
+    let tokens = &mut memory.tokens;
+    let images = async {
+        let secrets: Arc<[Arc<Secret>]> = pull_secrets(context, pod).await.into();
+        // All pulls begin now; each container waits for its own.
+        let pulls = actions.start.iter().zip(&held).map(|(start, held)| held.is_none().then(|| pull(context, pod, start, &secrets, &log)));
+        pulls.collect::<Vec<Option<Pull>>>()
+    };
+    let prepare = async { tokio::join!(set_up_volumes(context, pod, &known_ips, tokens, &log), images) };
+    let (sandbox, (fetched, pulls)) = tokio::join!(make_sandbox, prepare);
+    let (sandbox, ips) = sandbox?;
+    let fetched = fetched?;
+    memory.volumes_at = Some(Instant::now());
+    let attempt = observed.sandboxes.iter().find(|s| s.id == sandbox).map_or(0, |s| s.attempt);
+    let sandbox_config = match sandbox_message {
+        Some(config) => config,
+        None => config::sandbox(pod, attempt, node)?,
+    };
+    let ips = if pod::host_network(pod) { context.node_ips.clone() } else { ips };
+    let starting = Starting { context, pod, sandbox: &sandbox, sandbox_config: &sandbox_config, ips: &ips, node, fetched: &fetched, log: &log };
+    let mut again: Option<Timestamp> = None;
+    for ((start, held), pull) in actions.start.iter().zip(held).zip(pulls) {
+        if stop.wanted() {
+            break;
+        }
+        let name = start.container.name.clone();
+        let result = match (held, pull) {
+            (None, Some(pull)) => {
+                let begin = async {
+                    let image = patiently(&starting, desired, pull, memory, writer, stop).await?;
+                    start_container(&starting, start, &image).await
+                };
+                tokio::select! {
+                    // Dropping a start is safe: what was created is found by the next observation.
+                    result = begin => result,
+                    () = stop.when_wanted(), if start.role != Role::Ephemeral => break,
+                }
+            }
+            (held, _) => held.map_or(Ok(()), Err),
+        };
+        match result {
+            Ok(()) => {
+                log.close(Step::BackOff, &name);
+                memory.problems.remove(&name);
+            }
+            Err(waiting) => {
+                let at = waiting.again.unwrap_or_else(|| context.clock.now() + SignedDuration::from_secs(10));
+                again = Some(again.map_or(at, |a| a.min(at)));
+                log.again(at);
+                memory.problems.insert(name, (waiting.reason, waiting.message));
+                if start.role == Role::Init {
+                    break;
+                }
+            }
+        }
+    }
+    Ok(again)
+}
+
+/// Begins to make sure of a container's image.
+fn pull(context: &Arc<Context>, pod: &Arc<Pod>, start: &Start, secrets: &Arc<[Arc<Secret>]>, log: &Log) -> Pull {
+    let (context, pod, start, secrets, log) = (Arc::clone(context), Arc::clone(pod), start.clone(), Arc::clone(secrets), log.clone());
+    AbortOnDropHandle::new(tokio::spawn(async move {
+        log.step(Step::Image, &start.container.name, images::ensure(&context, &pod, start.role, &start.container, &secrets)).await
+    }))
+}
+
+/// Waits for an image. While that takes long, the pod's state so far is published: that its sandbox is
+/// there, and what the probes of containers that run already say.
+async fn patiently(
+    s: &Starting<'_>,
+    desired: &Desired,
+    mut pull: Pull,
+    memory: &mut Memory,
+    writer: &StatusWriter,
+    stop: &Stop<'_>,
+) -> Result<Image, images::Waiting> {
+    let failed = |error: String| images::Waiting { reason: "ErrImagePull".into(), message: error, again: None };
+    let mut patience = Some(PATIENCE);
+    loop {
+        let hint = async {
+            match patience {
+                Some(time) => tokio::time::sleep(time).await,
+                None => stop.hinted().await,
+            }
+        };
+        tokio::select! {
+            // Cancel-safe: the pull goes on in its task.
+            pulled = &mut pull => return pulled.map_err(|e| failed(format!("the pull ended unexpectedly: {e}")))?,
+            () = hint => patience = None,
+        }
+        if let Ok(observed) = observe(s.context, s.pod, memory).await {
+            compute_status(s.context, s.pod, &observed, memory, false);
+            publish_status(desired, memory, writer);
+        }
+    }
+}
+
+/// Starts all containers over in their sandbox (KEP-5532): stopped at once and removed, the ones that
+/// asked for it last. The next sync starts them, with their counts going on.
+async fn restart_all(stopping: &Stopping<'_>, kills: &[Kill], memory: &mut Memory) -> Result<Option<Timestamp>, String> {
+    let (context, observed) = (stopping.context, stopping.observed);
+    let runs = |kill: &&Kill| observed.live().any(|c| c.id == kill.id);
+    let stopped = futures::future::join_all(kills.iter().filter(runs).map(|kill| stopping.container(kill, 0))).await;
+    stopped.into_iter().collect::<Result<Vec<_>, _>>()?;
+    for kill in kills {
+        let attempt = observed.containers.iter().find(|c| c.id == kill.id).map_or(0, |c| c.attempt);
+        let count = memory.counts.entry(kill.name.clone()).or_default();
+        *count = (*count).max(attempt + 1);
+        memory.problems.insert(kill.name.clone(), (crate::core::status::RESTARTING_ALL.into(), String::new()));
+        let removed = context.runtime.remove_container(&kill.id).await;
+        removed.map_err(|e| format!("container {} cannot be removed to start over: {e}", kill.name))?;
+    }
+    Ok(Some(context.clock.now()))
+}
+
+async fn create_sandbox(
+    context: &Context,
+    pod: &Pod,
+    attempt: u32,
+    node: &config::Node<'_>,
+    stop: &Stop<'_>,
+) -> Result<(String, pb::PodSandboxConfig, Vec<String>), String> {
+    let fail = |error: String| {
+        let message = format!("Failed to create pod sandbox: {error}");
+        if !stop.wanted() {
+            context.events.pod(pod, None, Kind::Warning, "FailedCreatePodSandBox", message.clone());
+        }
+        message
+    };
+    let message = config::sandbox(pod, attempt, node).map_err(fail)?;
+    let handler = pod::spec(pod).runtime_class_name.clone().unwrap_or_default();
+    if !handler.is_empty() {
+        return Err(fail(format!("RuntimeClass {handler:?} not found: this version does not serve runtime classes")));
+    }
+    let id = context.runtime.run_sandbox(message.clone(), &handler).await.map_err(|e| fail(e.to_string()))?;
+    let ips = context.runtime.sandbox_ips(&id).await.map_err(|e| {
+        let message = format!("Unable to get pod sandbox status: {e}");
+        context.events.pod(pod, None, Kind::Warning, "FailedPodSandBoxStatus", message.clone());
+        message
+    })?;
+    Ok((id, message, ips))
+}
+
+/// The crash-loop back-off, if it holds this start back.
+fn held_back(context: &Context, pod: &Pod, start: &Start, last_end: Option<Timestamp>, backoff: &mut Backoff) -> Option<images::Waiting> {
+    let finished = last_end?;
+    let container = &start.container;
+    let key = format!("{}{:?}{:?}", container.name, container.image, container.resources);
+    let maximum = SignedDuration::try_from(context.config.max_backoff).unwrap_or(crate::core::backoff::MAXIMUM);
+    let held = backoff.start(&key, finished, context.clock.now(), maximum).err()?;
+    let who = format!("{} in pod {}", container.name, pod::described(pod));
+    context.events.pod(
+        pod,
+        Some(start.role.field_path(&container.name)),
+        Kind::Warning,
+        "BackOff",
+        format!("Back-off restarting failed container {who}"),
+    );
+    let shown = time::shown(Duration::try_from(held.delay).unwrap_or_default());
+    let message = format!("back-off {shown} restarting failed container={} pod={}", container.name, pod::described(pod));
+    Some(images::Waiting { reason: "CrashLoopBackOff".into(), message, again: Some(held.until) })
+}
+
+struct Starting<'a> {
+    context: &'a Context,
+    pod: &'a Pod,
+    sandbox: &'a str,
+    sandbox_config: &'a pb::PodSandboxConfig,
+    ips: &'a [String],
+    node: &'a config::Node<'a>,
+    fetched: &'a Fetched,
+    log: &'a Log,
+}
+
+impl Starting<'_> {
+    fn say(&self, start: &Start, kind: Kind, reason: &str, message: impl Into<String>) {
+        self.context.events.pod(self.pod, Some(start.role.field_path(&start.container.name)), kind, reason, message);
+    }
+
+    fn refuse(&self, start: &Start, reason: &str, error: String) -> images::Waiting {
+        self.say(start, Kind::Warning, "Failed", format!("Error: {error}"));
+        images::Waiting { reason: reason.into(), message: error, again: None }
+    }
+}
+
+async fn start_container(s: &Starting<'_>, start: &Start, image: &Image) -> Result<(), images::Waiting> {
+    let name = &start.container.name;
+    let id = s.log.step(Step::Create, name, create_container(s, start, image)).await?;
+    s.say(start, Kind::Normal, "Created", "Container created");
+    let begin = async { s.context.runtime.start_container(&id).await.map_err(|e| s.refuse(start, "RunContainerError", e.to_string())) };
+    s.log.step(Step::Start, name, begin).await?;
+    s.say(start, Kind::Normal, "Started", "Container started");
+    match start.container.lifecycle.as_ref().and_then(|l| l.post_start.as_ref()) {
+        None => Ok(()),
+        Some(handler) => post_start(s, start, &id, handler).await,
+    }
+}
+
+async fn create_container(s: &Starting<'_>, start: &Start, image: &Image) -> Result<String, images::Waiting> {
+    let config = container_config(s, start, image).await.map_err(|e| s.refuse(start, "CreateContainerConfigError", e))?;
+    let failed = |e: String| s.refuse(start, "CreateContainerError", e);
+    match s.context.runtime.create_container(s.sandbox, config, s.sandbox_config.clone()).await {
+        Ok(id) => Ok(id),
+        // The outcome is unknown: what was made under this name is looked up and used.
+        Err(error) if error.kind == RuntimeErrorKind::Timeout => {
+            let observed = s.context.runtime.observe(pod::uid(s.pod)).await.map_err(|e| failed(e.to_string()))?;
+            let made = observed.newest(&start.container.name).filter(|c| c.attempt == start.attempt && c.state == ContainerState::Created);
+            made.map(|c| c.id.clone()).ok_or_else(|| failed(error.to_string()))
+        }
+        Err(error) => Err(failed(error.to_string())),
+    }
+}
+
+/// Runs the postStart hook; a container whose hook fails is stopped.
+async fn post_start(
+    s: &Starting<'_>,
+    start: &Start,
+    id: &str,
+    handler: &k8s_openapi::api::core::v1::LifecycleHandler,
+) -> Result<(), images::Waiting> {
+    let ip = s.ips.first().filter(|_| !pod::host_network(s.pod)).map(String::as_str);
+    let run = hooks::run(s.context, s.pod, &start.container, handler, id, ip);
+    let Err(error) = s.log.step(Step::PostStart, &start.container.name, run).await else { return Ok(()) };
+    s.say(start, Kind::Warning, "FailedPostStartHook", "PostStartHook failed");
+    let kill = Kill { id: id.to_owned(), name: start.container.name.clone(), message: "FailedPostStartHook".into(), grace: None };
+    let observed = s.context.runtime.observe(pod::uid(s.pod)).await.unwrap_or_default();
+    let stopping = Stopping { context: s.context, pod: s.pod, observed: &observed, log: s.log };
+    if let Err(error) = stopping.container(&kill, pod::grace_seconds(s.pod)).await {
+        tracing::warn!(%error, pod = %pod::full_name(s.pod), "a container whose postStart hook failed could not be stopped");
+    }
+    Err(images::Waiting { reason: "PostStartHookError".into(), message: error, again: Some(s.context.clock.now()) })
+}
+
+async fn container_config(s: &Starting<'_>, start: &Start, image: &crate::cri::Image) -> Result<pb::ContainerConfig, String> {
+    let container = &start.container;
+    let pod_spec = pod::spec(s.pod);
+    let services = match s.context.api.services() {
+        Some(services) => env::of_services(&services, &s.pod.namespace().unwrap_or_default(), pod_spec.enable_service_links != Some(false)),
+        None if pod::is_static(s.pod) => BTreeMap::new(),
+        None => return Err("services have not yet been read at least once, cannot construct envvars".into()),
+    };
+    let allocatable = s.context.allocatable();
+    let around = Surroundings { pod: s.pod, pod_ips: s.ips, node_ips: &s.context.node_ips, allocatable: &allocatable };
+    let env = env::build(container, &around, &services, s.fetched)?;
+    let mounts = mounts(s, container, start.attempt, &env).await?;
+    let image_user = (image.uid, image.username.clone());
+    config::container(s.pod, container, config::Prepared { attempt: start.attempt, image: &image.id, image_user, env, mounts }, s.node)
+}
+
+async fn mounts(s: &Starting<'_>, container: &Container, attempt: u32, env: &[(String, String)]) -> Result<Vec<pb::Mount>, String> {
+    let pod_spec = pod::spec(s.pod);
+    let mut mounts = Vec::new();
+    for mount in container.volume_mounts.iter().flatten() {
+        let volume = pod_spec
+            .volumes
+            .iter()
+            .flatten()
+            .find(|v| v.name == mount.name)
+            .ok_or_else(|| format!("volume {:?} of a volumeMount does not exist", mount.name))?;
+        let mut resolved: VolumeMount = mount.clone();
+        if let Some(expression) = mount.sub_path_expr.as_ref().filter(|e| !e.is_empty()) {
+            let text = env::expand(expression, |name| env.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone()));
+            if text.contains("$(") {
+                return Err(format!("subPathExpr {expression:?} names a variable that is not set: missing value for {text}"));
+            }
+            resolved.sub_path = Some(text);
+        }
+        let host_path = s.context.host.mount_source(s.pod, volume, &resolved).await?;
+        mounts.push(pb::Mount {
+            container_path: mount.mount_path.clone(),
+            host_path: host_path.display().to_string(),
+            readonly: mount.read_only.unwrap_or(false),
+            propagation: match mount.mount_propagation.as_deref() {
+                Some("HostToContainer") => pb::MountPropagation::PropagationHostToContainer,
+                Some("Bidirectional") => pb::MountPropagation::PropagationBidirectional,
+                _ => pb::MountPropagation::PropagationPrivate,
+            } as i32,
+            ..pb::Mount::default()
+        });
+    }
+    let taken = |path: &str, mounts: &[pb::Mount]| mounts.iter().any(|m| m.container_path == path);
+    if !taken("/etc/hosts", &mounts) && (!s.ips.is_empty() || pod::host_network(s.pod)) {
+        let text = dns::hosts_file(s.pod, s.ips, &s.context.resolver.cluster_domain, &s.context.host.node_hosts().await);
+        let path = s.context.host.write_hosts(s.pod, text).await?;
+        mounts.push(pb::Mount { container_path: "/etc/hosts".into(), host_path: path.display().to_string(), ..pb::Mount::default() });
+    }
+    if let Some(path) = container.termination_message_path.as_ref().filter(|p| !p.is_empty()) {
+        let file = s.context.host.termination_log(s.pod, &container.name, attempt).await?;
+        mounts.push(pb::Mount { container_path: path.clone(), host_path: file.display().to_string(), ..pb::Mount::default() });
+    }
+    Ok(mounts)
+}

@@ -1,0 +1,140 @@
+//! The simulated machine and its network.
+
+use super::*;
+
+/// Containers answer probes, now and then not in time or wrongly.
+#[async_trait]
+impl Dialer for World {
+    async fn http(&self, _: &Http, timeout: Duration) -> Result<Reply, HttpError> {
+        self.only_alive().await;
+        let (faults, fate) = {
+            let mut state = self.state();
+            (state.faults, state.pick(8))
+        };
+        match fate {
+            0 if faults => {
+                self.sleep(timeout).await;
+                Err(HttpError::Failed("deadline exceeded".into()))
+            }
+            1 if faults => Ok(Reply { status: 503, body: String::new(), elsewhere: false }),
+            _ => Ok(Reply { status: 200, body: String::new(), elsewhere: false }),
+        }
+    }
+
+    async fn tcp(&self, _: &str, _: u16, _: Duration) -> Result<(), String> {
+        Ok(())
+    }
+
+    async fn grpc(&self, _: &str, _: u16, _: &str, _: Duration) -> Result<(), String> {
+        Ok(())
+    }
+}
+
+impl World {
+    /// A call to the machine: may fail before acting.
+    async fn machine<T>(&self, act: impl FnOnce(&mut State) -> T) -> Result<T, String> {
+        match self.fault().await {
+            Fault::Before => Err("injected".into()),
+            _ => Ok(act(&mut self.state())),
+        }
+    }
+}
+
+fn uid(pod: &Pod) -> String {
+    pod.metadata.uid.clone().unwrap()
+}
+
+#[async_trait]
+impl PodHost for World {
+    async fn ensure_cgroup(&self, pod: &Pod) -> Result<String, String> {
+        self.machine(|s| s.cgroups.insert(uid(pod))).await?;
+        Ok("/kubepods".into())
+    }
+
+    async fn make_directories(&self, pod: &Pod) -> Result<(), String> {
+        self.machine(|s| _ = s.dirs.insert(uid(pod))).await
+    }
+
+    async fn set_up_volume(&self, pod: &Pod, _: &Volume, _: Option<Files>) -> Result<(), String> {
+        self.machine(|s| {
+            if !s.dirs.contains(&uid(pod)) {
+                s.deny(format!("{}: a volume without its directory", uid(pod)));
+            }
+            s.volumes.insert(uid(pod));
+        })
+        .await
+    }
+
+    async fn mount_source(&self, _: &Pod, _: &Volume, _: &VolumeMount) -> Result<PathBuf, String> {
+        Ok("/v".into())
+    }
+
+    async fn write_hosts(&self, _: &Pod, _: String) -> Result<PathBuf, String> {
+        self.machine(|_| "/h".into()).await
+    }
+
+    async fn termination_log(&self, _: &Pod, _: &str, _: u32) -> Result<PathBuf, String> {
+        Ok("/t".into())
+    }
+
+    async fn termination_message(&self, _: &str, _: &str, _: u32) -> Option<String> {
+        None
+    }
+
+    async fn log_tail(&self, _: &Pod, _: &str, _: u32) -> Option<String> {
+        None
+    }
+
+    async fn last_attempt(&self, _: &Pod, _: &str) -> Option<u32> {
+        None
+    }
+
+    async fn tear_down_volumes(&self, uid: &str) -> Result<(), String> {
+        self.machine(|s| {
+            if !s.live(uid).is_empty() {
+                s.deny(format!("{uid}: volumes were torn down under a running container"));
+            }
+            s.volumes.remove(uid);
+        })
+        .await
+    }
+
+    async fn remove_cgroup(&self, pod: &Pod) -> Result<(), String> {
+        self.machine(|s| _ = s.cgroups.remove(&uid(pod))).await
+    }
+
+    async fn remove_directories(&self, pod: &Pod) -> Result<(), String> {
+        self.machine(|s| {
+            if s.volumes.contains(&uid(pod)) {
+                s.deny(format!("{}: directories were removed with a volume mounted", uid(pod)));
+            }
+            s.dirs.remove(&uid(pod));
+        })
+        .await
+    }
+
+    fn log_directory(&self, _: &Pod) -> PathBuf {
+        "/l".into()
+    }
+
+    async fn node_hosts(&self) -> String {
+        String::new()
+    }
+
+    async fn leftovers(&self) -> Vec<String> {
+        let state = self.state();
+        state.dirs.union(&state.cgroups).cloned().collect()
+    }
+
+    async fn remove_leftovers(&self, uid: &str) -> Result<(), String> {
+        self.machine(|s| {
+            if s.pods.contains_key(uid) {
+                s.deny(format!("{uid}: a pod's directories were taken for leftovers"));
+            }
+            s.volumes.remove(uid);
+            s.dirs.remove(uid);
+            s.cgroups.remove(uid);
+        })
+        .await
+    }
+}

@@ -1,0 +1,240 @@
+//! The simulated runtime.
+
+use super::*;
+
+#[async_trait]
+impl Runtime for World {
+    async fn status(&self) -> Result<RuntimeStatus, RuntimeError> {
+        self.call(|_| Ok(RuntimeStatus { version: "fake://1".into(), ..RuntimeStatus::default() })).await
+    }
+
+    async fn systemd_cgroups(&self) -> Result<Option<bool>, RuntimeError> {
+        Ok(Some(false))
+    }
+
+    async fn list(&self) -> Result<Vec<ListedPod>, RuntimeError> {
+        self.call(|state| {
+            let mut pods: BTreeMap<String, ObservedPod> = BTreeMap::new();
+            let mut names = BTreeMap::new();
+            for b in state.boxes.values() {
+                names.insert(b.uid.clone(), b.name.clone());
+                pods.entry(b.uid.clone()).or_default().sandboxes.push(b.sandbox.clone());
+            }
+            for c in state.containers.values() {
+                pods.entry(c.uid.clone()).or_default().containers.push(c.container.clone());
+            }
+            let listed = |(uid, pod): (String, ObservedPod)| ListedPod {
+                name: names.get(&uid).cloned().unwrap_or_default(),
+                namespace: "ns".into(),
+                fingerprint: pod.fingerprint(),
+                uid,
+            };
+            Ok(pods.into_iter().map(listed).collect())
+        })
+        .await
+    }
+
+    async fn observe(&self, uid: &str) -> Result<ObservedPod, RuntimeError> {
+        self.call(|state| {
+            let mut observed = ObservedPod {
+                sandboxes: state.boxes.values().filter(|b| b.uid == uid).map(|b| b.sandbox.clone()).collect(),
+                containers: state.containers.values().filter(|c| c.uid == uid).map(|c| c.container.clone()).collect(),
+            };
+            observed.sort();
+            Ok(observed)
+        })
+        .await
+    }
+
+    async fn run_sandbox(&self, config: pb::PodSandboxConfig, _: &str) -> Result<String, RuntimeError> {
+        let now = self.1.now();
+        self.call(|state| {
+            let metadata = config.metadata.clone().unwrap();
+            if state.boxes.values().any(|b| b.uid == metadata.uid && b.sandbox.attempt == metadata.attempt) {
+                return Err(RuntimeError { kind: RuntimeErrorKind::Failed, message: format!("failed to reserve sandbox name {}", metadata.name) });
+            }
+            if !state.cgroups.contains(&metadata.uid) {
+                state.deny(format!("{}: a sandbox without a cgroup", metadata.name));
+            }
+            let id = state.id("box");
+            let sandbox = Sandbox {
+                id: id.clone(),
+                attempt: metadata.attempt,
+                ready: true,
+                created_at: now,
+                ips: vec![format!("10.0.0.{}", state.next % 250)],
+                host_network: false,
+            };
+            state.boxes.insert(id.clone(), Box_ { uid: metadata.uid, name: metadata.name, sandbox });
+            Ok(id)
+        })
+        .await
+    }
+
+    async fn sandbox_ips(&self, id: &str) -> Result<Vec<String>, RuntimeError> {
+        self.call(|state| state.boxes.get(id).map(|b| b.sandbox.ips.clone()).ok_or_else(|| missing("sandbox"))).await
+    }
+
+    async fn stop_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
+        let now = self.1.now();
+        self.call(|state| {
+            let inside: Vec<String> = state.containers.iter().filter(|(_, c)| c.container.sandbox == id).map(|(id, _)| id.clone()).collect();
+            for container in inside {
+                end(state, &container, 137, now);
+            }
+            if let Some(b) = state.boxes.get_mut(id) {
+                b.sandbox.ready = false;
+            }
+            Ok(())
+        })
+        .await
+    }
+
+    async fn remove_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
+        self.call(|state| {
+            if state.containers.values().any(|c| c.container.sandbox == id && c.container.state == ContainerState::Running) {
+                state.deny(format!("{id}: a sandbox was removed with a container running"));
+            }
+            state.containers.retain(|_, c| c.container.sandbox != id);
+            state.boxes.remove(id);
+            Ok(())
+        })
+        .await
+    }
+
+    async fn create_container(&self, sandbox: &str, config: pb::ContainerConfig, _: pb::PodSandboxConfig) -> Result<String, RuntimeError> {
+        let now = self.1.now();
+        self.call(|state| {
+            let Some(b) = state.boxes.get(sandbox).filter(|b| b.sandbox.ready) else { return Err(missing("sandbox")) };
+            let (uid, metadata) = (b.uid.clone(), config.metadata.clone().unwrap());
+            if state.containers.values().any(|c| {
+                c.uid == uid && c.container.name == metadata.name && c.container.attempt == metadata.attempt && c.container.sandbox == sandbox
+            }) {
+                return Err(RuntimeError { kind: RuntimeErrorKind::Failed, message: format!("failed to reserve container name {}", metadata.name) });
+            }
+            if !state.volumes.contains(&uid) {
+                state.deny(format!("{}: a container without its volumes", metadata.name));
+            }
+            assert_eq!(config.labels[label::POD_UID], uid);
+            let id = state.id("ctr");
+            let container = Container {
+                id: id.clone(),
+                name: metadata.name,
+                sandbox: sandbox.into(),
+                attempt: metadata.attempt,
+                state: ContainerState::Created,
+                created_at: now,
+                started_at: None,
+                finished_at: None,
+                exit_code: 0,
+                reason: String::new(),
+                message: String::new(),
+                image: "i:1".into(),
+                image_ref: "sha256:i".into(),
+                hash: config.annotations.get(holdfast::core::config::annotation::HASH).cloned(),
+            };
+            state.containers.insert(id.clone(), Ctr { uid, container });
+            Ok(id)
+        })
+        .await
+    }
+
+    async fn start_container(&self, id: &str) -> Result<(), RuntimeError> {
+        let now = self.1.now();
+        self.call(|state| {
+            let Some(c) = state.containers.get(id) else { return Err(missing("container")) };
+            let (uid, name, attempt) = (c.uid.clone(), c.container.name.clone(), c.container.attempt);
+            if c.container.state != ContainerState::Created {
+                return Err(RuntimeError { kind: RuntimeErrorKind::Failed, message: "already started".into() });
+            }
+            if state.live(&uid).iter().any(|other| other.name == name) {
+                state.deny(format!("{uid}/{name}: two instances run at once"));
+            }
+            if !state.started.insert((uid.clone(), name.clone(), attempt)) && !state.boxes.values().any(|b| b.uid == uid && b.sandbox.attempt > 0) {
+                state.deny(format!("{uid}/{name}: attempt {attempt} was started twice"));
+            }
+            if name.starts_with('c')
+                && state.pods.get(&uid).is_some_and(|p| p["spec"]["initContainers"].as_array().is_some_and(|i| i.iter().any(|i| i["name"] == "i0")))
+            {
+                let sandbox = state.containers[id].container.sandbox.clone();
+                let initialised = state.containers.values().any(|c| {
+                    c.uid == uid
+                        && c.container.name == "i0"
+                        && c.container.sandbox == sandbox
+                        && c.container.state == ContainerState::Exited
+                        && c.container.exit_code == 0
+                });
+                let ran = state
+                    .containers
+                    .values()
+                    .any(|c| c.uid == uid && c.container.name.starts_with('c') && c.container.sandbox == sandbox && c.container.started_at.is_some());
+                if !initialised && !ran {
+                    state.deny(format!("{uid}/{name}: started before its init container had succeeded"));
+                }
+            }
+            let c = state.containers.get_mut(id).unwrap();
+            c.container.state = ContainerState::Running;
+            c.container.started_at = Some(now);
+            if name.starts_with('i') {
+                end(state, id, 0, now);
+            }
+            Ok(())
+        })
+        .await
+    }
+
+    async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError> {
+        let now = self.1.now();
+        // Some processes need their time.
+        let (slow, limit) = {
+            let mut state = self.state();
+            let slow = state.pick(4) == 0;
+            let uid = state.containers.get(id).map(|c| c.uid.clone()).unwrap_or_default();
+            let limit = state.pods.get(&uid).and_then(|p| p["spec"]["terminationGracePeriodSeconds"].as_i64()).unwrap_or(1);
+            (slow, limit)
+        };
+        if grace > limit.max(2) {
+            self.state().deny(format!("{id}: stopped with {grace} s where {limit} s are allowed"));
+        }
+        if slow {
+            self.sleep(Duration::from_secs(u64::try_from(grace).unwrap())).await;
+        }
+        self.call(|state| {
+            end(state, id, if slow { 137 } else { 143 }, now);
+            Ok(())
+        })
+        .await
+    }
+
+    async fn exec(&self, id: &str, _: &[String], _: Option<Duration>) -> Result<Exec, RuntimeError> {
+        self.call(|state| match state.containers.get(id) {
+            Some(c) if c.container.state == ContainerState::Running => Ok(Exec::default()),
+            _ => Err(missing("container")),
+        })
+        .await
+    }
+
+    async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {
+        self.call(|state| {
+            state.containers.remove(id);
+            Ok(())
+        })
+        .await
+    }
+
+    async fn image(&self, _: &str) -> Result<Option<Image>, RuntimeError> {
+        self.call(|_| Ok(Some(Image { id: "sha256:i".into(), ..Image::default() }))).await
+    }
+
+    async fn images(&self) -> Result<Vec<Image>, RuntimeError> {
+        Ok(vec![])
+    }
+
+    async fn pull(&self, _: &str, _: Option<Credentials>) -> Result<String, RuntimeError> {
+        self.call(|_| Ok("sha256:i".into())).await
+    }
+
+    async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError> {
+        Err(RuntimeError { kind: RuntimeErrorKind::Unimplemented, message: String::new() })
+    }
+}
