@@ -74,3 +74,38 @@ async fn connections_are_refused_in_the_words_people_search_for() {
     let not_grpc = Network.grpc("127.0.0.1", server().await, "", SECOND).await.expect_err("not grpc");
     assert!(not_grpc.starts_with("error: ") || not_grpc.starts_with("timeout: "), "{not_grpc}");
 }
+
+struct Healthy;
+
+#[tonic::async_trait]
+impl holdfast_proto::health::health_server::Health for Healthy {
+    async fn check(
+        &self,
+        request: tonic::Request<holdfast_proto::health::HealthCheckRequest>,
+    ) -> Result<tonic::Response<holdfast_proto::health::HealthCheckResponse>, tonic::Status> {
+        let status = match request.into_inner().service.as_str() {
+            "" => 1,
+            "ill" => 2,
+            other => return Err(tonic::Status::not_found(other.to_owned())),
+        };
+        Ok(tonic::Response::new(holdfast_proto::health::HealthCheckResponse { status }))
+    }
+}
+
+#[tokio::test]
+async fn grpc_servers_are_asked_for_their_health() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let port = listener.local_addr().expect("an address").port();
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let service = hyper_util::service::TowerToHyperService::new(holdfast_proto::health::health_server::HealthServer::new(Healthy));
+            let serve =
+                hyper::server::conn::http2::Builder::new(hyper_util::rt::TokioExecutor::new()).serve_connection(TokioIo::new(stream), service);
+            tokio::spawn(serve);
+        }
+    });
+    let check = |service: &'static str| async move { Network.grpc("127.0.0.1", port, service, SECOND).await };
+    assert_eq!(check("").await, Ok(()));
+    assert_eq!(check("ill").await, Err("service unhealthy (responded with \"NOT_SERVING\")".into()));
+    assert!(check("none").await.is_err_and(|e| e.starts_with("error: health rpc probe failed: rpc error: code = NotFound")));
+}

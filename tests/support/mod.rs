@@ -220,7 +220,7 @@ pub fn busybox(cluster: &Cluster) -> String {
     let name = "test.local/busybox:1";
     let program = std::fs::read("/bin/busybox").expect("busybox-static is installed (make test does that)");
     let shell: Vec<String> =
-        ["sh", "cat", "echo", "test", "grep", "wget", "sleep", "false", "true", "ls"].iter().map(|c| format!("bin/{c}")).collect();
+        ["sh", "cat", "echo", "busybox", "test", "grep", "wget", "sleep", "false", "true", "ls"].iter().map(|c| format!("bin/{c}")).collect();
     let mut files = vec![ImageFile { path: "bin/busybox", content: &program, mode: 0o755 }];
     // The archive has files only: every command is a copy. Seldom worth more than a few megabytes.
     files.extend(shell.iter().map(|path| ImageFile { path, content: &program, mode: 0o755 }));

@@ -1,0 +1,180 @@
+//! The life of pods against a real containerd: probes, hooks, restarts, deadlines and ends.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use support::Cluster;
+
+fn status<'a>(pod: &'a Value, container: &str) -> &'a Value {
+    ["containerStatuses", "initContainerStatuses"]
+        .iter()
+        .filter_map(|list| pod["status"][list].as_array())
+        .flatten()
+        .find(|s| s["name"] == container)
+        .unwrap_or(&Value::Null)
+}
+
+fn condition(pod: &Value, kind: &str) -> String {
+    let found = pod["status"]["conditions"].as_array().into_iter().flatten().find(|c| c["type"] == kind);
+    found.map_or(String::new(), |c| c["status"].as_str().unwrap().to_owned())
+}
+
+fn events(cluster: &Cluster, pod: &str) -> String {
+    cluster.kubectl(&[
+        "get",
+        "events",
+        "--field-selector",
+        &format!("involvedObject.name={pod}"),
+        "-o",
+        "jsonpath={range .items[*]}{.type} {.reason} {.message}{\"\\n\"}{end}",
+    ])
+}
+
+fn manifest(name: &str, spec: &str) -> String {
+    format!("apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec:\n  terminationGracePeriodSeconds: 2\n{spec}\n---\n")
+}
+
+#[test]
+fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
+    let cluster = Cluster::start("life", 20);
+    let image = support::busybox(&cluster);
+    let notes = tempfile::tempdir().unwrap();
+    let note = |name: &str| std::fs::read_to_string(notes.path().join(name)).unwrap_or_default();
+    let volume = format!("  volumes: [{{name: notes, hostPath: {{path: '{}'}}}}]", notes.path().display());
+    let mount = "volumeMounts: [{name: notes, mountPath: /notes}]";
+    let shell = |script: &str| format!("image: '{image}', command: [busybox, sh, -c, '{script}']");
+    let wait_for_term = "trap \"exit 0\" TERM; while true; do sleep 0.1; done";
+    let pods = [
+        manifest(
+            "ready",
+            &format!(
+                "  containers: [{{name: c, {}, readinessProbe: {{periodSeconds: 1, httpGet: {{port: 8080, path: /ok}}}}}}]",
+                shell(&format!("mkdir /www; (sleep 1; touch /www/ok; sleep 4; rm /www/ok) & httpd -p 8080 -h /www; {wait_for_term}"))
+            ),
+        ),
+        manifest(
+            "live",
+            &format!(
+                "  containers: [{{name: c, {}, livenessProbe: {{periodSeconds: 1, failureThreshold: 2, exec: {{command: [cat, /tmp/alive]}}}}}}]",
+                shell(&format!("mkdir -p /tmp; touch /tmp/alive; (sleep 2; rm /tmp/alive) & {wait_for_term}"))
+            ),
+        ),
+        manifest(
+            "startup",
+            &format!(
+                "  containers: [{{name: c, {}, startupProbe: {{periodSeconds: 1, failureThreshold: 30, tcpSocket: {{port: 8080}}}}, readinessProbe: {{periodSeconds: 60, httpGet: {{port: 8080}}}}}}]",
+                shell(&format!("mkdir /www; echo hi > /www/index.html; sleep 2; httpd -p 8080 -h /www; {wait_for_term}"))
+            ),
+        ),
+        manifest(
+            "hooks",
+            &format!(
+                "  containers: [{{name: c, {}, {mount}, lifecycle: {{postStart: {{exec: {{command: [sh, -c, 'echo post > /notes/hooks']}}}}, preStop: {{exec: {{command: [sh, -c, 'echo pre >> /notes/hooks']}}}}}}}}]\n{volume}",
+                shell("trap \"echo term >> /notes/hooks; exit 0\" TERM; while true; do sleep 0.1; done")
+            ),
+        ),
+        manifest(
+            "badhook",
+            &format!("  containers: [{{name: c, {}, lifecycle: {{postStart: {{exec: {{command: ['false']}}}}}}}}]", shell(wait_for_term)),
+        ),
+        manifest(
+            "sidecar",
+            &format!(
+                "  initContainers: [{{name: side, restartPolicy: Always, {}, {mount}, startupProbe: {{periodSeconds: 1, exec: {{command: [cat, /notes/side-up]}}}}}}]\n  containers: [{{name: c, {}, {mount}}}]\n{volume}",
+                shell("trap \"echo side >> /notes/order; exit 0\" TERM; sleep 2; touch /notes/side-up; while true; do sleep 0.1; done"),
+                shell(
+                    "test -f /notes/side-up && echo after > /notes/sidecar-start; trap \"sleep 0.5; echo main >> /notes/order; exit 0\" TERM; while true; do sleep 0.1; done"
+                )
+            ),
+        ),
+        manifest("deadline", &format!("  activeDeadlineSeconds: 2\n  containers: [{{name: c, {}}}]", shell(wait_for_term))),
+        manifest(
+            "fallback",
+            &format!(
+                "  restartPolicy: Never\n  containers: [{{name: c, terminationMessagePolicy: FallbackToLogsOnError, {}}}]",
+                shell("echo first; echo boom; exit 3")
+            ),
+        ),
+        manifest(
+            "rules",
+            &format!(
+                "  restartPolicy: Never\n  containers: [{{name: c, restartPolicy: Never, restartPolicyRules: [{{action: Restart, exitCodes: {{operator: In, values: [3]}}}}], {}, volumeMounts: [{{name: v, mountPath: /v}}]}}]\n  volumes: [{{name: v, emptyDir: {{}}}}]",
+                shell("test -f /v/again && exit 0; touch /v/again; exit 3")
+            ),
+        ),
+        manifest(
+            "all",
+            &format!(
+                "  restartPolicy: Never\n  initContainers: [{{name: i, {}, volumeMounts: [{{name: v, mountPath: /v}}]}}]\n  containers: [{{name: a, restartPolicy: Never, restartPolicyRules: [{{action: RestartAllContainers, exitCodes: {{operator: In, values: [4]}}}}], {}, volumeMounts: [{{name: v, mountPath: /v}}]}}, {{name: b, {}}}]\n  volumes: [{{name: v, emptyDir: {{}}}}]",
+                shell("echo init >> /v/inits"),
+                shell("test -f /v/again && wc -l < /v/inits > /dev/termination-log && exit 0; touch /v/again; sleep 1; exit 4"),
+                shell(wait_for_term)
+            ),
+        ),
+        manifest("stubborn", &format!("  containers: [{{name: c, {}}}]", shell("trap \"\" TERM; while true; do sleep 0.1; done")))
+            .replace("Seconds: 2", "Seconds: 60"),
+    ];
+    cluster.apply(&pods.concat());
+    let pod = |name: &str| cluster.pod(name);
+
+    cluster.wait("readiness by HTTP", || condition(&pod("ready"), "Ready") == "True");
+    cluster.wait("readiness is taken back", || condition(&pod("ready"), "Ready") == "False");
+    assert!(pod("ready")["status"]["phase"] == "Running" && status(&pod("ready"), "c")["restartCount"] == 0);
+
+    cluster.wait("a container that fails its liveness probe is restarted", || status(&pod("live"), "c")["restartCount"].as_i64() >= Some(1));
+    cluster.wait("the events of that", || {
+        let said = events(&cluster, "live");
+        said.contains("Warning Unhealthy Liveness probe failed: cat: can't open '/tmp/alive'")
+            && said.contains("Normal Killing Container c failed liveness probe, will be restarted")
+    });
+
+    cluster.wait("the startup probe lets readiness follow", || condition(&pod("startup"), "Ready") == "True");
+    assert_eq!(status(&pod("startup"), "c")["started"], true);
+
+    cluster.wait("the postStart hook ran", || note("hooks") == "post\n");
+    cluster.wait("the pod with hooks runs", || condition(&pod("hooks"), "Ready") == "True");
+    cluster.kubectl(&["delete", "pod", "hooks"]);
+    assert_eq!(note("hooks"), "post\npre\nterm\n", "the hook comes before the signal");
+
+    cluster.wait("a failing postStart hook stops its container", || {
+        let said = events(&cluster, "badhook");
+        said.contains("Warning FailedPostStartHook PostStartHook failed") && status(&pod("badhook"), "c")["restartCount"].as_i64() >= Some(1)
+    });
+
+    cluster.wait("the sidecar's pod is ready", || condition(&pod("sidecar"), "Ready") == "True");
+    assert_eq!(note("sidecar-start"), "after\n", "the container waited for the sidecar's startup probe");
+    cluster.kubectl(&["delete", "pod", "sidecar"]);
+    assert_eq!(note("order"), "main\nside\n", "sidecars end last");
+
+    cluster.wait("the deadline", || pod("deadline")["status"]["reason"] == "DeadlineExceeded");
+    let ended = pod("deadline");
+    assert_eq!(ended["status"]["phase"], "Failed");
+    assert_eq!(ended["status"]["message"], "Pod was active on the node longer than the specified deadline");
+
+    cluster.wait("the end of the log is the message", || pod("fallback")["status"]["phase"] == "Failed");
+    assert_eq!(status(&pod("fallback"), "c")["state"]["terminated"]["message"], "first\nboom\n");
+
+    cluster.wait("the rule restarts once", || pod("rules")["status"]["phase"] == "Succeeded");
+    assert_eq!(status(&pod("rules"), "c")["restartCount"], 1);
+
+    cluster.wait("all containers start over", || status(&pod("all"), "a")["state"]["terminated"]["exitCode"] == 0);
+    let all = pod("all");
+    assert_eq!(
+        (&status(&all, "a")["restartCount"], &status(&all, "b")["restartCount"], &status(&all, "i")["restartCount"]),
+        (&1.into(), &1.into(), &1.into())
+    );
+    assert_eq!(status(&all, "a")["state"]["terminated"]["message"], "2\n", "the init container ran again: {all:#}");
+
+    cluster.wait("the stubborn pod runs", || condition(&pod("stubborn"), "Ready") == "True");
+    cluster.kubectl(&["delete", "pod", "stubborn", "--wait=false"]);
+    std::thread::sleep(Duration::from_secs(1));
+    let shortened = Instant::now();
+    cluster.kubectl(&["delete", "pod", "stubborn", "--grace-period=1"]);
+    assert!(shortened.elapsed() < Duration::from_secs(20), "the shorter grace took effect while the pod was being stopped");
+
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}
