@@ -1,6 +1,7 @@
 //! Holdfast: a node agent for Kubernetes. ARCHITECTURE.md says what lives where and who may import whom.
 
 pub mod agent;
+pub mod ask;
 pub mod cli;
 pub mod config;
 pub mod control;

@@ -3,8 +3,9 @@
 use std::process::ExitCode;
 
 use clap::Parser as _;
-use holdfast::cli::{AgentFlags, Cli, Command, KubeletCli};
-use holdfast::{agent, config, control, sys, up};
+use holdfast::cli::{AgentFlags, Cli, Command, ExplainFlags, Explained, KubeletCli, Output};
+use holdfast::core::explain as explanation;
+use holdfast::{agent, ask, config, control, sys, up};
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
@@ -65,6 +66,7 @@ async fn run(command: Command) -> anyhow::Result<()> {
             print!("{}", up::kubeconfig(&up::Settings::dirs(&name))?);
             Ok(())
         }
+        Command::Explain { what: Explained::Pod(flags) } => explain(&flags).await,
         Command::Agent(flags) => until_stopped(Box::pin(run_agent(*flags))).await,
         Command::ControlPlane(flags) => {
             let settings = control::Settings {
@@ -90,6 +92,27 @@ async fn run_agent(flags: AgentFlags) -> anyhow::Result<()> {
         tracing::debug!(%error, "systemd could not be told that the agent is ready");
     }
     agent.run().await
+}
+
+/// Prints why a pod is as it is.
+async fn explain(flags: &ExplainFlags) -> anyhow::Result<()> {
+    let root = match (&flags.root_dir, &flags.name) {
+        (Some(dir), _) => dir.clone(),
+        (None, Some(name)) => up::Settings::dirs(name).agent(),
+        // The cluster of `holdfast up` where one runs, else the kubelet's directory.
+        (None, None) => {
+            let bundled = up::Settings::dirs("holdfast").agent();
+            if bundled.join(agent::SOCKET).exists() { bundled } else { "/var/lib/kubelet".into() }
+        }
+    };
+    let answer = ask::explain(&root.join(agent::SOCKET), &flags.namespace, &flags.pod).await?;
+    let now = sys::clock::Clock::system().now();
+    match flags.output {
+        Output::Text => print!("{}", explanation::text(&answer, now)),
+        Output::Json => println!("{}", serde_json::to_string_pretty(&answer)?),
+        Output::Svg => print!("{}", explanation::svg(&answer, now)),
+    }
+    Ok(())
 }
 
 /// Runs `work` until it ends or the process is told to stop; pods and their containers stay.

@@ -175,6 +175,34 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
     cluster.kubectl(&["delete", "pod", "stubborn", "--grace-period=1"]);
     assert!(shortened.elapsed() < Duration::from_secs(20), "the shorter grace took effect while the pod was being stopped");
 
+    // The agent can say why: of a pod that runs, and of one that is held up.
+    cluster.apply(&format!(
+        "{}{}",
+        manifest("nosuch", "  containers: [{name: c, image: 'nosuch.invalid/x:1', imagePullPolicy: Never}]"),
+        manifest("unmounted", &format!("  containers: [{{name: c, {}}}]\n  volumes: [{{name: v, configMap: {{name: nosuch}}}}]", shell("true")))
+    ));
+    let explain = |pod: &str, output: &str| {
+        let run =
+            std::process::Command::new(support::holdfast()).args(["explain", "pod", pod, "--name", &cluster.name, "-o", output]).output().unwrap();
+        format!("{}{}", String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr))
+    };
+    let running = explain("startup", "text");
+    assert!(running.contains("as its spec says") && running.contains("startup probe c") && running.contains("sandbox"), "{running}");
+    cluster.wait("the image that is not there is named", || {
+        explain("nosuch", "text").contains("the image of container c cannot be had: ErrImageNeverPull")
+    });
+    cluster.wait("the volume that cannot be had is named", || {
+        let (said, pod) = (explain("unmounted", "text"), pod("unmounted"));
+        let message = status(&pod, "c")["state"]["waiting"]["message"].as_str().unwrap_or_default().to_owned();
+        said.contains("volume v cannot be set up: configmap \"nosuch\" not found")
+            && said.contains("next try")
+            && message.contains("configmap \"nosuch\" not found")
+    });
+    let json: Value = serde_json::from_str(&explain("unmounted", "json")).unwrap();
+    assert_eq!((&json["blocking"]["step"], &json["blocking"]["subject"]), (&"volume".into(), &"v".into()), "{json:#}");
+    assert!(explain("startup", "svg").starts_with("<svg "));
+    assert!(explain("nobody", "text").contains("kubectl get pod -o wide"));
+
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }

@@ -16,6 +16,7 @@ mod events;
 mod hooks;
 mod images;
 mod journal;
+mod local;
 mod mirror;
 mod node;
 mod objects;
@@ -38,6 +39,7 @@ use tokio::sync::watch;
 pub use events::{Events, Kind};
 pub use images::Images;
 pub use journal::Journals;
+pub use local::SOCKET;
 pub use node::{KubeNodes, Network, NodeApi};
 pub use start::build;
 
@@ -160,8 +162,10 @@ impl Agent {
         let context = Arc::clone(&self.context);
         let dispatch = dispatch::run(Arc::clone(&context), self.pods, statics, hinted, seen.clone());
         let relist = relist::run(Arc::clone(&context), seen, hints);
+        let local = local::run(Arc::clone(&context));
         let node = node::run(context, self.nodes, self.network, self.node);
         tokio::select! {
+            () = local => anyhow::bail!("the local socket ended"),
             () = dispatch => anyhow::bail!("the dispatcher ended"),
             () = relist => anyhow::bail!("the relisting ended"),
             () = node => anyhow::bail!("the node's status loop ended"),

@@ -43,6 +43,7 @@ impl Board {
 
 /// The tasks of one container instance.
 struct Instance {
+    name: String,
     tasks: BTreeMap<Kind, AbortOnDropHandle<()>>,
     started: Arc<watch::Sender<bool>>,
 }
@@ -106,7 +107,14 @@ impl Probing {
                 self.begin(context, pod, role, &container, (&seen.id, since, ip), status.as_ref());
             }
         }
-        self.instances.retain(|id, _| running.contains(id));
+        self.instances.retain(|id, instance| {
+            let stays = running.contains(id);
+            if !stays {
+                // What its probes said last is history with it.
+                Kind::ALL.into_iter().for_each(|kind| self.log.close(step(kind), &instance.name));
+            }
+            stays
+        });
         self.board.results.lock().unwrap_or_else(PoisonError::into_inner).0.retain(|id, _| running.contains(id));
     }
 
@@ -148,7 +156,7 @@ impl Probing {
             };
             tasks.insert(kind, AbortOnDropHandle::new(tokio::spawn(prober.run())));
         }
-        self.instances.insert(id.to_owned(), Instance { tasks, started });
+        self.instances.insert(id.to_owned(), Instance { name: container.name.clone(), tasks, started });
     }
 
     /// The pod ends: nothing is restarted any more, but readiness is still told, and sidecars are still
@@ -166,7 +174,9 @@ impl Probing {
 
     /// Ends all probes.
     pub fn stop(&mut self) {
-        self.instances.clear();
+        for instance in std::mem::take(&mut self.instances).into_values() {
+            Kind::ALL.into_iter().for_each(|kind| self.log.close(step(kind), &instance.name));
+        }
         self.board.results.lock().unwrap_or_else(PoisonError::into_inner).0.clear();
     }
 }
@@ -183,15 +193,15 @@ fn first_probe(context: &Context, id: &str, since: Timestamp, timing: &Timing) -
     Instant::now() + timing.delay.saturating_sub(Duration::try_from(up).unwrap_or_default())
 }
 
-impl Prober {
-    fn step(&self) -> Step {
-        match self.kind {
-            Kind::Startup => Step::Startup,
-            Kind::Readiness => Step::Readiness,
-            Kind::Liveness => Step::Liveness,
-        }
+fn step(kind: Kind) -> Step {
+    match kind {
+        Kind::Startup => Step::Startup,
+        Kind::Readiness => Step::Readiness,
+        Kind::Liveness => Step::Liveness,
     }
+}
 
+impl Prober {
     async fn run(self) {
         let mut started = self.started.subscribe();
         if self.kind != Kind::Startup && started.wait_for(|s| *s).await.is_err() {
@@ -203,7 +213,7 @@ impl Prober {
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut counter = Counter::default();
         if self.kind != Kind::Liveness {
-            self.log.begin(self.step(), &self.container.name);
+            self.log.begin(step(self.kind), &self.container.name);
         }
         loop {
             ticks.tick().await;
@@ -213,7 +223,7 @@ impl Prober {
                 continue;
             }
             if result {
-                self.log.end(self.step(), &self.container.name, Progress::Done);
+                self.log.end(step(self.kind), &self.container.name, Progress::Done);
             }
             if self.kind == Kind::Startup && result {
                 self.started.send_replace(true);
@@ -250,12 +260,12 @@ impl Prober {
                 Some(true)
             }
             Answer::Failure(output) => {
-                self.log.fail(self.step(), &self.container.name, &output, Some(self.next()));
+                self.log.fail(step(self.kind), &self.container.name, &output, Some(self.next()));
                 self.say("Unhealthy", format!("{name} probe failed: {output}"));
                 Some(false)
             }
             Answer::Unknown(error) => {
-                self.log.fail(self.step(), &self.container.name, &error, Some(self.next()));
+                self.log.fail(step(self.kind), &self.container.name, &error, Some(self.next()));
                 self.say("Unhealthy", format!("{name} probe errored and resulted in unknown state: {error}"));
                 None
             }

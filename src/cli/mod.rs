@@ -37,11 +37,55 @@ pub enum Command {
         #[arg(long, default_value = "holdfast")]
         name: String,
     },
+    /// Say why something is as it is.
+    Explain {
+        /// Of what.
+        #[command(subcommand)]
+        what: Explained,
+    },
     /// Run the node agent against an apiserver, as the kubelet does.
     Agent(Box<AgentFlags>),
     /// Run the control plane (`up` does this).
     #[command(hide = true)]
     ControlPlane(ControlPlaneFlags),
+}
+
+/// What can be explained.
+#[derive(Subcommand)]
+pub enum Explained {
+    /// A pod on this node: the step that blocks it, why, since when, and when it is tried again; where the
+    /// time of its start went. Needs root.
+    Pod(ExplainFlags),
+}
+
+/// How an explanation is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Output {
+    /// For people.
+    Text,
+    /// All that is known, for programs.
+    Json,
+    /// The timeline as a picture.
+    Svg,
+}
+
+/// Flags of `holdfast explain pod`.
+#[derive(Args)]
+pub struct ExplainFlags {
+    /// The pod's name.
+    pub pod: String,
+    /// Its namespace.
+    #[arg(short, long, default_value = "default")]
+    pub namespace: String,
+    /// How to print it.
+    #[arg(short, long, value_enum, default_value_t = Output::Text)]
+    pub output: Output,
+    /// The cluster that `holdfast up --name` started.
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
+    /// The agent's root directory [default: that of the running `holdfast up`, else /var/lib/kubelet].
+    #[arg(long, value_name = "DIR", conflicts_with = "name")]
+    pub root_dir: Option<PathBuf>,
 }
 
 /// Flags of `holdfast up`.

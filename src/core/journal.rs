@@ -63,6 +63,13 @@ pub enum Step {
     Finalise,
 }
 
+impl Step {
+    /// Whether it is repeated for as long as the pod lives.
+    fn is_upkeep(self) -> bool {
+        matches!(self, Step::Observe | Step::Cgroup | Step::Mirror | Step::Directories | Step::Volume | Step::Objects)
+    }
+}
+
 /// How far a step is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state", content = "error")]
@@ -142,10 +149,14 @@ impl Journal {
 
     /// The step that was begun has ended; what was never begun is not noted.
     pub fn end(&mut self, step: Step, subject: &str, progress: Progress, now: Timestamp) {
-        if let Some(entry) = self.find(step, subject) {
-            entry.ended = Some(now);
-            entry.progress = progress;
-            entry.next = None;
+        let Some(at) = self.steps.iter().rposition(|e| e.step == step && e.subject == subject) else { return };
+        let entry = &mut self.steps[at];
+        (entry.ended, entry.next) = (Some(now), None);
+        entry.progress = progress;
+        let again = step.is_upkeep() && entry.attempts == 1 && entry.progress == Progress::Done;
+        // Doing once more what was done before is no news: the first time tells where the start went.
+        if again && self.steps.iter().take(at).any(|e| e.step == step && e.subject == subject && e.progress == Progress::Done) {
+            self.steps.remove(at);
         }
     }
 

@@ -11,6 +11,7 @@ pub mod cgroup;
 pub mod config;
 pub mod dns;
 pub mod env;
+pub mod explain;
 pub mod images;
 pub mod journal;
 pub mod lifecycle;

@@ -30,6 +30,8 @@ pub struct Facts<'a> {
     pub previous: &'a PodStatus,
     /// Why containers could not be started.
     pub problems: &'a Problems,
+    /// Why nothing of the pod can be started yet, where something fails.
+    pub held_up: Option<String>,
     /// What their probes say.
     pub probed: &'a Probed,
     /// The node's addresses.
@@ -120,7 +122,9 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
                 waiting(initial, "")
             }
         } else {
-            let (reason, message) = facts.problems.get(&container.name).map_or((initial, ""), |(r, m)| (r, m));
+            // The kubelet leaves the message empty here; we say what is in the way.
+            let held_up = facts.held_up.as_deref().unwrap_or_default();
+            let (reason, message) = facts.problems.get(&container.name).map_or((initial, held_up), |(r, m)| (r, m));
             waiting(reason, message)
         });
         if facts.ended
@@ -286,7 +290,8 @@ fn verdicts(facts: &Facts<'_>, phase: &str, regular: &[ContainerStatus], init: &
         say("Ready", holds, reason, message.clone())
     };
     vec![
-        say("PodReadyToStartContainers", sandbox, None, None),
+        // The kubelet says nothing here; we say what is in the way.
+        say("PodReadyToStartContainers", sandbox, None, facts.held_up.clone().filter(|_| !sandbox && !facts.ended)),
         initialized,
         ready,
         say("ContainersReady", holds, reason, message),

@@ -33,7 +33,7 @@ use crate::core::lifecycle::{Cause, Input};
 use crate::core::observed::{self, ContainerState, ObservedPod};
 use crate::core::pod;
 use crate::core::status::{self, Facts, Problems};
-use crate::core::{config, volumes};
+use crate::core::{config, explain, volumes};
 use crate::kubeapi::pods::{Token, TokenFor};
 
 /// What a worker remembers between syncs. All of it can be had again from the runtime and the API.
@@ -146,6 +146,7 @@ fn compute_status(context: &Context, pod: &Pod, observed: &ObservedPod, memory: 
         observed,
         previous: &memory.status,
         problems: &memory.problems,
+        held_up: explain::held_up(&memory.log.read()),
         probed: &memory.probing.results(),
         node_ips: &context.node_ips,
         ended,

@@ -86,7 +86,11 @@ pub async fn sync(
         .iter()
         .map(|start| {
             let ended = observed.newest(&start.container.name).filter(|c| c.state == ContainerState::Exited);
-            held_back(context, pod, start, ended.map(|c| c.finished_at.unwrap_or(c.created_at)), &mut memory.backoff)
+            let held = held_back(context, pod, start, ended.map(|c| c.finished_at.unwrap_or(c.created_at)), &mut memory.backoff);
+            if let Some(held) = &held {
+                log.fail(Step::BackOff, &start.container.name, &held.message, held.again);
+            }
+            held
         })
         .collect();
     let tokens = &mut memory.tokens;

@@ -1,0 +1,43 @@
+//! Asking an agent on this machine through its socket: what `holdfast explain` does.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use http_body_util::{BodyExt as _, Empty, Limited};
+use hyper::body::Bytes;
+use hyper_util::rt::TokioIo;
+
+use crate::core::explain::Explanation;
+
+/// The largest answer.
+const LIMIT: usize = 1 << 20;
+/// How long an answer may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Asks the agent whose socket this is about one pod.
+pub async fn explain(socket: &Path, namespace: &str, name: &str) -> anyhow::Result<Explanation> {
+    let asked = tokio::time::timeout(PATIENCE, get(socket, &format!("/explain/{namespace}/{name}"))).await;
+    let (status, body) = asked.with_context(|| format!("the agent at {} does not answer", socket.display()))??;
+    if !status.is_success() {
+        bail!("{}", String::from_utf8_lossy(&body));
+    }
+    serde_json::from_slice(&body).context("the agent's answer cannot be read: is it of another version?")
+}
+
+async fn get(socket: &Path, path: &str) -> anyhow::Result<(hyper::StatusCode, Bytes)> {
+    let stream = tokio::net::UnixStream::connect(socket).await.with_context(|| {
+        format!(
+            "no agent answers at {}: run this as root on the pod's node, and name the agent's --root-dir or the cluster's --name",
+            socket.display()
+        )
+    })?;
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+    let driver = tokio_util::task::AbortOnDropHandle::new(tokio::spawn(connection));
+    let request = hyper::Request::get(path).header(hyper::header::HOST, "localhost").body(Empty::<Bytes>::new())?;
+    let answer = sender.send_request(request).await?;
+    let status = answer.status();
+    let body = Limited::new(answer.into_body(), LIMIT).collect().await.map_err(|e| anyhow::anyhow!("{e}"))?.to_bytes();
+    drop(driver);
+    Ok((status, body))
+}
