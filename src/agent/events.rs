@@ -1,22 +1,22 @@
 //! Events about pods and the node: posted in the background, repeated ones counted instead of repeated.
 
-use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Event, EventSource, ObjectReference, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::ResourceExt as _;
 use serde_json::json;
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 
+use crate::core::correlate::{self, Correlator};
 use crate::core::time::seconds;
 use crate::kubeapi::pods::{ApiFailure, PodApi};
 use crate::sys::clock::Clock;
 
 /// How many events may wait; beyond that the newest are dropped, as they hold nothing up.
 const QUEUE: usize = 1024;
-/// How many are remembered for counting.
-const REMEMBERED: usize = 512;
 
 /// Normal or warning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -42,10 +42,11 @@ pub struct Events {
 
 impl Events {
     /// Starts posting as component `kubelet` on `node`.
+    /// `pace` is how many are posted a second (0: any number), and how many at once.
     #[must_use]
-    pub fn start(api: Arc<dyn PodApi>, node: &str, clock: Clock) -> Events {
+    pub fn start(api: Arc<dyn PodApi>, node: &str, clock: Clock, pace: (f64, f64)) -> Events {
         let (queue, said) = mpsc::channel(QUEUE);
-        tokio::spawn(post(api, node.to_owned(), clock, said));
+        tokio::spawn(post(api, node.to_owned(), clock, said, pace));
         Events { queue }
     }
 
@@ -78,18 +79,48 @@ impl Events {
     }
 }
 
-async fn post(api: Arc<dyn PodApi>, node: String, clock: Clock, mut said: mpsc::Receiver<Said>) {
-    let mut known: HashMap<String, (String, i32)> = HashMap::new();
+/// Lets so many through a second, and a burst at once.
+struct Pace {
+    rate: f64,
+    burst: f64,
+    tokens: f64,
+    at: Instant,
+}
+
+impl Pace {
+    async fn wait(&mut self) {
+        if self.rate <= 0.0 {
+            return;
+        }
+        self.tokens = (self.tokens + self.at.elapsed().as_secs_f64() * self.rate).min(self.burst);
+        self.at = Instant::now();
+        if self.tokens < 1.0 {
+            tokio::time::sleep(Duration::from_secs_f64((1.0 - self.tokens) / self.rate)).await;
+            self.at = Instant::now();
+            self.tokens = 1.0;
+        }
+        self.tokens -= 1.0;
+    }
+}
+
+async fn post(api: Arc<dyn PodApi>, node: String, clock: Clock, mut said: mpsc::Receiver<Said>, (rate, burst): (f64, f64)) {
+    let mut correlator = Correlator::default();
+    let mut pace = Pace { rate, burst, tokens: burst, at: Instant::now() };
     while let Some(said) = said.recv().await {
         let namespace = said.about.namespace.clone().unwrap_or_else(|| "default".into());
-        let key = format!("{:?}{:?}{:?}{}{}", said.about.uid, said.about.name, said.about.field_path, said.reason, said.message);
+        let about = format!("{namespace}/{:?}/{:?}/{:?}", said.about.uid, said.about.name, said.about.field_path);
+        let reason = format!("{:?} {}", said.kind, said.reason);
         let now = clock.now();
+        let Some(verdict) = correlator.decide(correlate::Said { about: &about, reason: &reason, message: &said.message }, now) else {
+            tracing::debug!(about, reason, "an event is not posted: there were too many about this object");
+            continue;
+        };
+        pace.wait().await;
         let stamp = seconds(now);
-        if let Some((name, count)) = known.get_mut(&key) {
-            *count += 1;
-            let patch = json!({"count": *count, "lastTimestamp": stamp});
-            match api.count_event(&namespace, name, &patch).await {
-                Err(ApiFailure::NotFound(_)) => _ = known.remove(&key),
+        if let Some((name, count)) = verdict.counted {
+            let patch = json!({"count": count, "lastTimestamp": stamp, "message": shortened(&verdict.message)});
+            match api.count_event(&namespace, &name, &patch).await {
+                Err(ApiFailure::NotFound(_)) => correlator.forget(&verdict.key),
                 Err(error) => tracing::debug!(%error, "an event could not be counted"),
                 Ok(()) => {}
             }
@@ -100,7 +131,7 @@ async fn post(api: Arc<dyn PodApi>, node: String, clock: Clock, mut said: mpsc::
             metadata: ObjectMeta { name: Some(name.clone()), namespace: Some(namespace), ..ObjectMeta::default() },
             involved_object: said.about,
             reason: Some(said.reason),
-            message: Some(said.message.chars().take(1024).collect()),
+            message: Some(shortened(&verdict.message)),
             type_: Some(format!("{:?}", said.kind)),
             source: Some(EventSource { component: Some("kubelet".into()), host: Some(node.clone()) }),
             reporting_component: Some("kubelet".into()),
@@ -111,13 +142,13 @@ async fn post(api: Arc<dyn PodApi>, node: String, clock: Clock, mut said: mpsc::
             ..Event::default()
         };
         match api.post_event(&event).await {
-            Ok(()) => {
-                if known.len() >= REMEMBERED {
-                    known.clear();
-                }
-                known.insert(key, (name, 1));
-            }
+            Ok(()) => correlator.posted(verdict.key, name, now),
             Err(error) => tracing::debug!(%error, "an event could not be posted"),
         }
     }
+}
+
+/// The API's limit for messages.
+fn shortened(message: &str) -> String {
+    message.chars().take(1024).collect()
 }

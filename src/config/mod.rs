@@ -37,8 +37,6 @@ const NOT_HONOURED: &[&str] = &[
     "registryBurst",
     "imagePullCredentialsVerificationPolicy",
     "preloadedImagesVerificationAllowlist",
-    "eventRecordQPS",
-    "eventBurst",
     "enableDebuggingHandlers",
     "enableContentionProfiling",
     "enableProfilingHandler",
@@ -179,6 +177,9 @@ struct Document {
     register_node: Option<bool>,
     register_with_taints: Option<Vec<k8s_openapi::api::core::v1::Taint>>,
     container_runtime_endpoint: Option<String>,
+    #[serde(rename = "eventRecordQPS")]
+    event_record_qps: Option<i32>,
+    event_burst: Option<i32>,
     #[serde(flatten)]
     rest: BTreeMap<String, Value>,
 }
@@ -244,6 +245,8 @@ pub struct Config {
     pub seccomp_default: bool,
     /// The longest crash-loop back-off.
     pub max_backoff: Duration,
+    /// How many events are posted a second (0: any number), and how many at once.
+    pub event_pace: (f64, f64),
     /// Fields that were set but are not honoured.
     pub not_honoured: Vec<String>,
 }
@@ -290,6 +293,11 @@ fn time(field: &str, text: Option<&String>, default: u64) -> Result<Duration, Co
             .map(|d| if d.is_zero() { Duration::from_secs(default) } else { d })
             .ok_or_else(|| invalid(field, text, "use a duration such as 10s or 1m30s")),
     }
+}
+
+fn at_least_zero(field: &str, value: Option<i32>, default: i32) -> Result<i32, ConfigError> {
+    let value = value.unwrap_or(default);
+    if value >= 0 { Ok(value) } else { Err(invalid(field, value, "use 0 or more")) }
 }
 
 fn read(path: &Path) -> Result<Document, ConfigError> {
@@ -414,6 +422,10 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
         reserved,
         seccomp_default: document.seccomp_default.unwrap_or(false),
         max_backoff,
+        event_pace: (
+            f64::from(at_least_zero("eventRecordQPS", document.event_record_qps, 50)?),
+            f64::from(at_least_zero("eventBurst", document.event_burst, 100)?).max(1.0),
+        ),
         not_honoured,
     })
 }
@@ -446,6 +458,7 @@ mod tests {
             ("maxPodz: 5\n", "maxPodz"),
             ("maxPods: -1\n", "maxPods"),
             ("maxPods: many\n", "many"),
+            ("eventRecordQPS: -1\n", "eventRecordQPS"),
             ("syncFrequency: soon\n", "syncFrequency: \"soon\""),
             ("cgroupDriver: other\n", "use cgroupfs or systemd"),
             ("podLogsDir: relative\n", "podLogsDir"),

@@ -9,6 +9,7 @@ pub mod admit;
 pub mod backoff;
 pub mod cgroup;
 pub mod config;
+pub mod correlate;
 pub mod dns;
 pub mod env;
 pub mod explain;

@@ -145,7 +145,7 @@ impl World {
         let (network, network_state) = watch::channel(Network::Ready);
         let (node, node_state) = watch::channel(None);
         let api: Arc<dyn PodApi> = Arc::new(self.clone());
-        let events = Events::start(Arc::clone(&api), "node", self.1);
+        let events = Events::start(Arc::clone(&api), "node", self.1, (0.0, 0.0));
         let context = Arc::new(Context {
             runtime: Arc::new(self.clone()),
             api,

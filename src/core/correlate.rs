@@ -1,0 +1,174 @@
+//! Which events are posted anew, which only counted, and which are too many: the correlation that clients
+//! of the API are expected to do (kubelet spec, chapter 17). Pure: the clock is an argument.
+
+use std::collections::{BTreeSet, HashMap};
+
+use jiff::{SignedDuration, Timestamp};
+
+/// So many different messages of one reason about one object are posted one by one; more are merged.
+const SIMILAR: usize = 10;
+/// For how long events count as similar.
+const WINDOW: SignedDuration = SignedDuration::from_mins(10);
+/// How many events one object may have at once, and how often it gets one more.
+const BURST: f64 = 25.0;
+const REFILL_SECONDS: f64 = 300.0;
+/// How much is remembered of each sort.
+const REMEMBERED: usize = 4096;
+
+/// An event before it is posted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Said<'a> {
+    /// What it is about: everything that identifies the object and its part.
+    pub about: &'a str,
+    /// The type and reason.
+    pub reason: &'a str,
+    /// The message.
+    pub message: &'a str,
+}
+
+/// What is to be done with it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Verdict {
+    /// By which [`Correlator::posted`] is told the name.
+    pub key: String,
+    /// The message, perhaps merged.
+    pub message: String,
+    /// The event that is counted up instead, and to what.
+    pub counted: Option<(String, i32)>,
+}
+
+#[derive(Debug)]
+struct Group {
+    messages: BTreeSet<String>,
+    last: Timestamp,
+}
+
+#[derive(Debug)]
+struct Bucket {
+    tokens: f64,
+    at: Timestamp,
+}
+
+#[derive(Debug)]
+struct Known {
+    name: String,
+    count: i32,
+    last: Timestamp,
+}
+
+/// Remembers what has been posted.
+#[derive(Debug, Default)]
+pub struct Correlator {
+    groups: HashMap<String, Group>,
+    buckets: HashMap<String, Bucket>,
+    known: HashMap<String, Known>,
+}
+
+/// Forgets what is old when there is too much; all of it if that is not enough.
+fn bound<V>(map: &mut HashMap<String, V>, now: Timestamp, last: impl Fn(&V) -> Timestamp) {
+    if map.len() >= REMEMBERED {
+        map.retain(|_, value| now.duration_since(last(value)) < WINDOW);
+    }
+    if map.len() >= REMEMBERED {
+        map.clear();
+    }
+}
+
+impl Correlator {
+    /// Decides; `None` if the object has had too many.
+    pub fn decide(&mut self, said: Said<'_>, now: Timestamp) -> Option<Verdict> {
+        let group_key = format!("{}\u{0}{}", said.about, said.reason);
+        bound(&mut self.groups, now, |g| g.last);
+        let group = self.groups.entry(group_key.clone()).or_insert_with(|| Group { messages: BTreeSet::new(), last: now });
+        if now.duration_since(group.last) > WINDOW {
+            group.messages.clear();
+        }
+        group.last = now;
+        if group.messages.len() <= SIMILAR {
+            group.messages.insert(said.message.to_owned());
+        }
+        let merged = group.messages.len() > SIMILAR;
+        let (key, message) = if merged {
+            (group_key, format!("(combined from similar events): {}", said.message))
+        } else {
+            (format!("{group_key}\u{0}{}", said.message), said.message.to_owned())
+        };
+        bound(&mut self.buckets, now, |b| b.at);
+        let bucket = self.buckets.entry(said.about.to_owned()).or_insert(Bucket { tokens: BURST, at: now });
+        bucket.tokens = (bucket.tokens + now.duration_since(bucket.at).as_secs_f64() / REFILL_SECONDS).min(BURST);
+        bucket.at = now;
+        if bucket.tokens < 1.0 {
+            return None;
+        }
+        bucket.tokens -= 1.0;
+        let counted = self.known.get_mut(&key).map(|known| {
+            known.count = known.count.saturating_add(1);
+            known.last = now;
+            (known.name.clone(), known.count)
+        });
+        Some(Verdict { key, message, counted })
+    }
+
+    /// A new event has been posted under this name.
+    pub fn posted(&mut self, key: String, name: String, now: Timestamp) {
+        bound(&mut self.known, now, |k| k.last);
+        self.known.insert(key, Known { name, count: 1, last: now });
+    }
+
+    /// The event that was to be counted is not there any more.
+    pub fn forget(&mut self, key: &str) {
+        self.known.remove(key);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(s: i64) -> Timestamp {
+        Timestamp::from_second(s).expect("a time")
+    }
+
+    fn say(correlator: &mut Correlator, message: &str, s: i64) -> Option<Verdict> {
+        let verdict = correlator.decide(Said { about: "pod", reason: "Warning BackOff", message }, at(s))?;
+        if verdict.counted.is_none() {
+            correlator.posted(verdict.key.clone(), format!("e{s}"), at(s));
+        }
+        Some(verdict)
+    }
+
+    #[test]
+    fn the_same_event_is_counted_and_similar_ones_are_merged() {
+        let mut correlator = Correlator::default();
+        assert_eq!(say(&mut correlator, "a", 0).and_then(|v| v.counted), None);
+        assert_eq!(say(&mut correlator, "a", 1).and_then(|v| v.counted), Some(("e0".into(), 2)));
+        for n in 2..11 {
+            assert_eq!(say(&mut correlator, &format!("m{n}"), n).map(|v| (v.message, v.counted)), Some((format!("m{n}"), None)));
+        }
+        let merged = say(&mut correlator, "m11", 11).expect("posted");
+        assert_eq!((merged.message.as_str(), merged.counted), ("(combined from similar events): m11", None));
+        assert_eq!(say(&mut correlator, "m12", 12).and_then(|v| v.counted), Some(("e11".into(), 2)));
+        assert_eq!(say(&mut correlator, "m13", 5000).map(|v| v.message).as_deref(), Some("m13"), "later it is a matter of its own");
+    }
+
+    #[test]
+    fn an_object_that_says_too_much_is_silenced_and_others_are_not() {
+        let mut correlator = Correlator::default();
+        let posted = (0..100).filter(|_| say(&mut correlator, "x", 0).is_some()).count();
+        assert_eq!(posted, 25);
+        assert!(say(&mut correlator, "x", 299).is_none() && say(&mut correlator, "x", 301).is_some());
+        assert!(correlator.decide(Said { about: "other", reason: "r", message: "x" }, at(0)).is_some());
+    }
+
+    #[test]
+    fn what_is_remembered_stays_bounded() {
+        let mut correlator = Correlator::default();
+        for n in 0..20_000 {
+            let about = format!("pod{n}");
+            if let Some(verdict) = correlator.decide(Said { about: &about, reason: "r", message: "m" }, at(n)) {
+                correlator.posted(verdict.key, about, at(n));
+            }
+        }
+        assert!(correlator.groups.len() <= REMEMBERED && correlator.buckets.len() <= REMEMBERED && correlator.known.len() <= REMEMBERED);
+    }
+}
