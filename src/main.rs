@@ -55,7 +55,8 @@ fn logs(command: &Command) {
 async fn run(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Up(flags) => {
-            let settings = up::Settings::new(&flags.name, flags.containerd_endpoint, flags.api_port, flags.pod_cidr).await?;
+            let mut settings = up::Settings::new(&flags.name, flags.containerd_endpoint, flags.api_port, flags.pod_cidr).await?;
+            settings.agent_config = flags.agent_config;
             Box::pin(up::up(&settings)).await
         }
         Command::Down(flags) => {

@@ -206,3 +206,66 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }
+
+#[test]
+fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
+    let cluster = Cluster::start_configured("logs", 21, "{containerLogMaxSize: 20Ki, containerLogMaxFiles: 3, containerLogMonitorInterval: 500ms}");
+    let image = support::busybox(&cluster);
+    let shell = |script: &str| format!("image: '{image}', command: [busybox, sh, -c, '{script}']");
+    let count = "i=0; while [ $i -lt 3000 ]; do echo line-$i; i=$((i+1)); [ $((i % 50)) = 0 ] && sleep 0.1; done; trap \"exit 0\" TERM; while true; do sleep 0.1; done";
+    let crash = "test -f /v/4 && sleep 1000; n=$(ls /v | wc -l); touch /v/$((n+1)); exit 1";
+    cluster.apply(&format!(
+        "{}{}",
+        manifest("chatty", &format!("  containers: [{{name: c, {}}}]", shell(count))),
+        manifest(
+            "crash",
+            &format!(
+                "  containers: [{{name: c, {}, volumeMounts: [{{name: v, mountPath: /v}}]}}]\n  volumes: [{{name: v, emptyDir: {{}}}}]",
+                shell(crash)
+            )
+        )
+    ));
+    let uid = |pod: &str| cluster.pod(pod)["metadata"]["uid"].as_str().unwrap().to_owned();
+    let dir = |pod: &str| cluster.data().join("pods-logs").join(format!("default_{pod}_{}", uid(pod))).join("c");
+    let names = |pod: &str| -> Vec<String> {
+        let mut names: Vec<String> =
+            std::fs::read_dir(dir(pod)).into_iter().flatten().flatten().map(|e| e.file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    };
+    // Follow as `kubectl logs -f` must: the open file to its end, then the new one.
+    cluster.wait("the log", || dir("chatty").join("0.log").exists());
+    let log = dir("chatty").join("0.log");
+    let (mut file, mut text, start) = (std::fs::File::open(&log).unwrap(), String::new(), Instant::now());
+    while !text.contains("line-2999\n") {
+        use std::io::Read as _;
+        use std::os::unix::fs::MetadataExt as _;
+        let moved = std::fs::metadata(&log).is_ok_and(|m| m.ino() != file.metadata().unwrap().ino());
+        file.read_to_string(&mut text).unwrap();
+        if moved {
+            file = std::fs::File::open(&log).unwrap();
+        }
+        assert!(start.elapsed() < Duration::from_secs(60), "the log was not followed to its end");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let seen: Vec<usize> = text.lines().filter_map(|l| l.rsplit_once("line-")?.1.parse().ok()).collect();
+    assert_eq!(seen, (0..3000).collect::<Vec<_>>(), "no line is lost or doubled across rotations");
+    cluster.wait("files are bounded", || names("chatty").len() <= 3);
+    assert!(names("chatty").iter().any(|n| n.ends_with(".gz")), "{:?}", names("chatty"));
+    let link = std::fs::read_dir(cluster.data().join("containers"))
+        .unwrap()
+        .flatten()
+        .find(|e| e.file_name().to_str().unwrap().starts_with("chatty_default_c-"))
+        .unwrap();
+    assert_eq!(std::fs::read_link(link.path()).unwrap(), log);
+
+    // Of a container that crashes again and again the last two instances stay.
+    cluster.wait("two restarts", || status(&cluster.pod("crash"), "c")["restartCount"].as_i64() >= Some(2));
+    cluster.wait("older instances are gone with their logs", || {
+        let count = status(&cluster.pod("crash"), "c")["restartCount"].as_i64().unwrap();
+        let newest = [format!("{}.log", count - 1), format!("{count}.log")];
+        names("crash").iter().all(|n| newest.contains(n))
+    });
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}

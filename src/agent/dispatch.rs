@@ -8,6 +8,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::{Pod, PodSpec};
 use kube::ResourceExt as _;
 use tokio::sync::{Notify, mpsc, watch};
+use tokio::time::Instant;
 
 use super::relist::{Hint, Seen};
 use super::worker::{self, Desired};
@@ -15,6 +16,9 @@ use super::{Context, mirror};
 use crate::core::pod;
 use crate::cri::ListedPod;
 use crate::kubeapi::Cache;
+
+/// How often it is looked for what pods that are gone have left.
+const TENDING: Duration = Duration::from_secs(60);
 
 struct Worker {
     desired: watch::Sender<Desired>,
@@ -40,7 +44,7 @@ pub async fn run(
     let (finished, mut endings) = mpsc::channel(256);
     let mut dispatcher = Dispatcher { context, workers: HashMap::new(), seen, finished };
     let mut api_changes = api.as_ref().map(Cache::changes);
-    let mut tended = false;
+    let mut next_tending: Option<Instant> = None;
     loop {
         let ready = api.as_ref().is_none_or(Cache::is_synced) && statics.borrow().is_some();
         if let Some(changes) = &mut api_changes {
@@ -49,8 +53,9 @@ pub async fn run(
         let api_pods = api.as_ref().filter(|c| c.is_synced()).map(Cache::list).unwrap_or_default();
         let static_pods = statics.borrow_and_update().clone().unwrap_or_default();
         dispatcher.update(&api_pods, &static_pods, ready).await;
-        if ready && !std::mem::replace(&mut tended, true) {
+        if ready && next_tending.is_none_or(|at| Instant::now() >= at) {
             dispatcher.clean_up(&api_pods, &static_pods).await;
+            next_tending = Some(Instant::now() + TENDING);
         }
         // Wait for the next thing that concerns the sources; everything else is handled here.
         loop {
@@ -70,7 +75,12 @@ pub async fn run(
                 }
                 Some(hint) = hints.recv() => match hint {
                     Hint::Pod(uid) => dispatcher.nudge(&uid),
-                    Hint::Listed(listed) => if ready { dispatcher.adopt_orphans(&listed) },
+                    Hint::Listed(listed) => if ready {
+                        dispatcher.adopt_orphans(&listed);
+                        if next_tending.is_some_and(|at| Instant::now() >= at) {
+                            break;
+                        }
+                    },
                 },
             }
         }
@@ -187,7 +197,8 @@ impl Dispatcher {
         }
         let in_runtime = listed.unwrap_or_default();
         for uid in self.context.host.leftovers().await {
-            let known = api.iter().chain(statics).any(|p| pod::uid(p) == uid) || in_runtime.iter().any(|p| p.uid == uid);
+            let wanted = self.workers.contains_key(&uid) || api.iter().chain(statics).any(|p| pod::uid(p) == uid);
+            let known = wanted || in_runtime.iter().any(|p| p.uid == uid);
             if known {
                 continue;
             }

@@ -27,6 +27,7 @@ mod standalone;
 mod start;
 mod status;
 mod sync;
+mod upkeep;
 mod worker;
 
 use std::collections::HashMap;
@@ -163,8 +164,10 @@ impl Agent {
         let dispatch = dispatch::run(Arc::clone(&context), self.pods, statics, hinted, seen.clone());
         let relist = relist::run(Arc::clone(&context), seen, hints);
         let local = local::run(Arc::clone(&context));
+        let upkeep = upkeep::run(Arc::clone(&context));
         let node = node::run(context, self.nodes, self.network, self.node);
         tokio::select! {
+            () = upkeep => anyhow::bail!("the upkeep ended"),
             () = local => anyhow::bail!("the local socket ended"),
             () = dispatch => anyhow::bail!("the dispatcher ended"),
             () = relist => anyhow::bail!("the relisting ended"),

@@ -103,6 +103,9 @@ pub struct UpFlags {
     /// The addresses of the pods.
     #[arg(long, default_value = "10.244.0.0/24")]
     pub pod_cidr: ipnet::Ipv4Net,
+    /// A KubeletConfiguration for the agent: its fields win over what the cluster sets by itself.
+    #[arg(long, value_name = "FILE")]
+    pub agent_config: Option<PathBuf>,
 }
 
 /// Flags of `holdfast down`.

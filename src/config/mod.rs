@@ -88,10 +88,6 @@ const NOT_HONOURED: &[&str] = &[
     "failSwapOn",
     "memorySwap",
     "failCgroupV1",
-    "containerLogMaxSize",
-    "containerLogMaxFiles",
-    "containerLogMaxWorkers",
-    "containerLogMonitorInterval",
     "configMapAndSecretChangeDetectionStrategy",
     "reservedSystemCPUs",
     "systemReservedCgroup",
@@ -177,11 +173,28 @@ struct Document {
     register_node: Option<bool>,
     register_with_taints: Option<Vec<k8s_openapi::api::core::v1::Taint>>,
     container_runtime_endpoint: Option<String>,
+    container_log_max_size: Option<String>,
+    container_log_max_files: Option<i32>,
+    // One at a time is what we do; more would only read the disk harder.
+    #[serde(rename = "containerLogMaxWorkers")]
+    _container_log_max_workers: Option<i32>,
+    container_log_monitor_interval: Option<String>,
     #[serde(rename = "eventRecordQPS")]
     event_record_qps: Option<i32>,
     event_burst: Option<i32>,
     #[serde(flatten)]
     rest: BTreeMap<String, Value>,
+}
+
+/// How container logs are rotated.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Logs {
+    /// A log larger than this is rotated, in bytes.
+    pub max_size: u64,
+    /// How many files a log may have.
+    pub max_files: usize,
+    /// How often logs are looked at.
+    pub interval: Duration,
 }
 
 /// The resolved configuration.
@@ -245,6 +258,8 @@ pub struct Config {
     pub seccomp_default: bool,
     /// The longest crash-loop back-off.
     pub max_backoff: Duration,
+    /// How container logs are rotated.
+    pub logs: Logs,
     /// How many events are posted a second (0: any number), and how many at once.
     pub event_pace: (f64, f64),
     /// Fields that were set but are not honoured.
@@ -293,6 +308,19 @@ fn time(field: &str, text: Option<&String>, default: u64) -> Result<Duration, Co
             .map(|d| if d.is_zero() { Duration::from_secs(default) } else { d })
             .ok_or_else(|| invalid(field, text, "use a duration such as 10s or 1m30s")),
     }
+}
+
+fn logs(size: Option<&String>, files: Option<i32>, interval: Option<&String>) -> Result<Logs, ConfigError> {
+    let text = size.map_or("10Mi", String::as_str);
+    let bytes = text.parse::<Quantity>().ok().and_then(|q| u64::try_from(q.units()).ok());
+    Ok(Logs {
+        max_size: bytes.filter(|b| *b > 0).ok_or_else(|| invalid("containerLogMaxSize", text, "use a positive quantity such as 10Mi"))?,
+        max_files: usize::try_from(files.unwrap_or(5))
+            .ok()
+            .filter(|f| *f > 1)
+            .ok_or_else(|| invalid("containerLogMaxFiles", files, "use 2 or more"))?,
+        interval: time("containerLogMonitorInterval", interval, 10)?,
+    })
 }
 
 fn at_least_zero(field: &str, value: Option<i32>, default: i32) -> Result<i32, ConfigError> {
@@ -422,6 +450,7 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
         reserved,
         seccomp_default: document.seccomp_default.unwrap_or(false),
         max_backoff,
+        logs: logs(document.container_log_max_size.as_ref(), document.container_log_max_files, document.container_log_monitor_interval.as_ref())?,
         event_pace: (
             f64::from(at_least_zero("eventRecordQPS", document.event_record_qps, 50)?),
             f64::from(at_least_zero("eventBurst", document.event_burst, 100)?).max(1.0),
@@ -459,6 +488,8 @@ mod tests {
             ("maxPods: -1\n", "maxPods"),
             ("maxPods: many\n", "many"),
             ("eventRecordQPS: -1\n", "eventRecordQPS"),
+            ("containerLogMaxSize: big\n", "containerLogMaxSize"),
+            ("containerLogMaxFiles: 1\n", "containerLogMaxFiles"),
             ("syncFrequency: soon\n", "syncFrequency: \"soon\""),
             ("cgroupDriver: other\n", "use cgroupfs or systemd"),
             ("podLogsDir: relative\n", "podLogsDir"),

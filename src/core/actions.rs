@@ -18,6 +18,22 @@ pub struct Start {
     pub attempt: u32,
 }
 
+/// Ended containers that nobody needs any more: the newest of a name stays, and the one before it while a
+/// newer one is there, so that the last state can be told (kubelet spec, 8.6).
+#[must_use]
+pub fn surplus(observed: &ObservedPod) -> Vec<&observed::Container> {
+    let mut kept = std::collections::BTreeSet::new();
+    // Newest first: of each name the first that has ended stays.
+    observed.containers.iter().filter(|c| c.state == ContainerState::Exited && !kept.insert(c.name.as_str())).collect()
+}
+
+/// Sandboxes that nobody needs any more: not ready, not the newest, without containers.
+#[must_use]
+pub fn surplus_sandboxes(observed: &ObservedPod) -> Vec<&str> {
+    let used = |id: &str| observed.containers.iter().any(|c| c.sandbox == id);
+    observed.sandboxes.iter().skip(1).filter(|s| !s.ready && !used(&s.id)).map(|s| s.id.as_str()).collect()
+}
+
 /// A container to stop.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kill {

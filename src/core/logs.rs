@@ -44,6 +44,39 @@ pub fn tail(text: &str, lines: usize, limit: usize) -> String {
     out
 }
 
+/// What a rotation does with the files rotated before.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Rotation {
+    /// These are deleted.
+    pub remove: Vec<String>,
+    /// These are compressed.
+    pub compress: Vec<String>,
+}
+
+/// Decides over the rotated files of a log, so that with the present and the next one at most `files` stay
+/// (kubelet spec, 8.7). Their names sort by age.
+#[must_use]
+pub fn rotation(names: &[String], files: usize) -> Rotation {
+    let (unfinished, mut whole): (Vec<String>, Vec<String>) = names.iter().cloned().partition(|n| n.ends_with(".tmp"));
+    whole.sort();
+    let surplus = whole.len().saturating_sub(files.saturating_sub(2));
+    let kept = whole.split_off(surplus);
+    Rotation { remove: unfinished.into_iter().chain(whole).collect(), compress: kept.into_iter().filter(|n| !n.ends_with(".gz")).collect() }
+}
+
+/// The name of the link to a container's log in the directory that log collectors read.
+#[must_use]
+pub fn link_name(pod: &str, namespace: &str, container: &str, id: &str) -> String {
+    let end = format!("-{id}.log");
+    let mut start = format!("{pod}_{namespace}_{container}");
+    let mut room = 255_usize.saturating_sub(end.len()).min(start.len());
+    while !start.is_char_boundary(room) {
+        room -= 1;
+    }
+    start.truncate(room);
+    start + &end
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

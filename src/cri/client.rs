@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
-use super::{Credentials, Exec, Image, ListedPod, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus, convert};
+use super::{Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus, convert};
 use crate::core::config::label;
 use crate::core::observed::{Container, ContainerState, ObservedPod, fingerprint};
 use crate::core::probe;
@@ -276,6 +276,30 @@ impl Runtime for CriClient {
         let answer = self.runtime.clone().exec_sync(request).await?.into_inner();
         let output = [answer.stdout, answer.stderr].concat();
         Ok(Exec { code: answer.exit_code, output: probe::limited(&String::from_utf8_lossy(&output)) })
+    }
+
+    async fn running(&self) -> Result<Vec<RunningContainer>, RuntimeError> {
+        let state = Some(pb::ContainerStateValue { state: pb::ContainerState::ContainerRunning as i32 });
+        let filter = Some(pb::ContainerFilter { state, ..pb::ContainerFilter::default() });
+        let listed = self.runtime.clone().list_containers(self.request(pb::ListContainersRequest { filter })).await?.into_inner().containers;
+        let of = |c: &pb::Container| {
+            let get = |key: &str| c.labels.get(key).cloned();
+            let container = convert::container(c)?;
+            Some(RunningContainer {
+                id: container.id,
+                namespace: get(label::POD_NAMESPACE)?,
+                pod: get(label::POD_NAME)?,
+                uid: get(label::POD_UID)?,
+                name: container.name,
+                attempt: container.attempt,
+            })
+        };
+        Ok(listed.iter().filter_map(of).collect())
+    }
+
+    async fn reopen_log(&self, id: &str) -> Result<(), RuntimeError> {
+        self.runtime.clone().reopen_container_log(self.request(pb::ReopenContainerLogRequest { container_id: id.into() })).await?;
+        Ok(())
     }
 
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {

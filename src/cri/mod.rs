@@ -103,6 +103,23 @@ pub struct ListedPod {
     pub fingerprint: u64,
 }
 
+/// A container that runs, and whose it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RunningContainer {
+    /// The runtime's id.
+    pub id: String,
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod's name.
+    pub pod: String,
+    /// The pod's uid.
+    pub uid: String,
+    /// The container's name.
+    pub name: String,
+    /// The restart count.
+    pub attempt: u32,
+}
+
 /// The runtime and its images. Stopping and removing what is not there succeeds.
 #[async_trait]
 pub trait Runtime: Send + Sync + 'static {
@@ -135,6 +152,10 @@ pub trait Runtime: Send + Sync + 'static {
     async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError>;
     /// Runs a command in a container; without `timeout` until it ends.
     async fn exec(&self, id: &str, command: &[String], timeout: Option<Duration>) -> Result<Exec, RuntimeError>;
+    /// The containers that run.
+    async fn running(&self) -> Result<Vec<RunningContainer>, RuntimeError>;
+    /// Makes the runtime open a container's log anew, after the old one was moved aside.
+    async fn reopen_log(&self, id: &str) -> Result<(), RuntimeError>;
     /// Removes a container.
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError>;
     /// An image by name or id.

@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use k8s_openapi::api::core::v1::{Pod, Volume, VolumeMount};
 use kube::ResourceExt as _;
 
-use super::PodHost;
+use super::{Log, PodHost, rotate};
 use crate::core::cgroup::{self, Driver, pod_limits};
 use crate::core::quantity::Quantity;
 use crate::core::volumes::{self, Files};
@@ -95,6 +95,17 @@ impl LinuxHost {
 
     fn message_file(&self, uid: &str, container: &str, attempt: u32) -> Result<PathBuf, String> {
         Ok(self.pod_dir(uid)?.join("containers").join(segment(container)?).join(format!("{attempt:08x}")))
+    }
+
+    /// Where log collectors look: `containers` beside the directory of pod logs, as `/var/log/containers`
+    /// is beside `/var/log/pods`.
+    fn log_links(&self) -> PathBuf {
+        self.logs.with_file_name("containers")
+    }
+
+    fn log_path(&self, log: &Log) -> Result<PathBuf, String> {
+        let dir = format!("{}_{}_{}", log.namespace, log.pod, log.uid);
+        Ok(self.logs.join(segment(&dir)?).join(segment(&log.container)?).join(format!("{}.log", log.attempt)))
     }
 
     fn cgroup(&self, pod: &Pod) -> (Vec<String>, String) {
@@ -266,6 +277,54 @@ impl PodHost for LinuxHost {
         blocking(highest).await.ok().flatten()
     }
 
+    async fn link_log(&self, pod: &Pod, container: &str, attempt: u32, id: &str) -> Result<(), String> {
+        let target = self.log_directory(pod).join(segment(container)?).join(format!("{attempt}.log"));
+        let links = self.log_links();
+        let link = links.join(segment(&logs::link_name(&pod.name_any(), &pod.namespace().unwrap_or_default(), container, id))?);
+        blocking(move || {
+            make(&links, 0o755)?;
+            match std::os::unix::fs::symlink(target, &link) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(format!("{} cannot be made: {error}", link.display())),
+                _ => Ok(()),
+            }
+        })
+        .await
+    }
+
+    async fn remove_instance(&self, pod: &Pod, container: &str, attempt: u32, id: &str) -> Result<(), String> {
+        let dir = self.log_directory(pod).join(segment(container)?);
+        let link = self.log_links().join(segment(&logs::link_name(&pod.name_any(), &pod.namespace().unwrap_or_default(), container, id))?);
+        let message = self.message_file(pod::uid(pod), container, attempt)?;
+        blocking(move || {
+            let prefix = format!("{attempt}.log");
+            let named = |e: &fs::DirEntry| e.file_name().to_str().is_some_and(|n| n == prefix || n.starts_with(&format!("{prefix}.")));
+            let logs = fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok).filter(named).map(|e| e.path());
+            for file in logs.chain([link, message]) {
+                match fs::remove_file(&file) {
+                    Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(format!("{} cannot be removed: {error}", file.display())),
+                    _ => {}
+                }
+            }
+            Ok(())
+        })
+        .await
+    }
+
+    async fn log_exceeds(&self, log: &Log, most: u64) -> Option<bool> {
+        let path = self.log_path(log).ok()?;
+        blocking(move || fs::metadata(path).map(|m| m.len() > most).map_err(|e| e.to_string())).await.ok()
+    }
+
+    async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str) -> Result<PathBuf, String> {
+        let (path, stamp) = (self.log_path(log)?, stamp.to_owned());
+        blocking(move || rotate::aside(&path, files, &stamp).map_err(doing(format!("the log {} cannot be rotated", path.display())))).await
+    }
+
+    async fn put_log_back(&self, log: &Log, aside: PathBuf) -> Result<(), String> {
+        let path = self.log_path(log)?;
+        blocking(move || fs::rename(aside, &path).map_err(doing(format!("the log {} cannot be put back", path.display())))).await
+    }
+
     async fn tear_down_volumes(&self, uid: &str) -> Result<(), String> {
         let (dir, memory) = (self.pod_dir(uid)?, self.memory().join(segment(uid)?));
         blocking(move || {
@@ -284,9 +343,10 @@ impl PodHost for LinuxHost {
     }
 
     async fn remove_directories(&self, pod: &Pod) -> Result<(), String> {
-        let (dir, logs) = (self.pod_dir(pod::uid(pod))?, self.log_directory(pod));
+        let (dir, logs, links) = (self.pod_dir(pod::uid(pod))?, self.log_directory(pod), self.log_links());
         blocking(move || {
             remove_unmounted(&dir)?;
+            remove_links(&links, &logs)?;
             remove(&logs)
         })
         .await
@@ -315,7 +375,7 @@ impl PodHost for LinuxHost {
 
     async fn remove_leftovers(&self, uid: &str) -> Result<(), String> {
         let (dir, memory) = (self.pod_dir(uid)?, self.memory().join(segment(uid)?));
-        let (root, uid, logs) = (self.cgroup_root.clone(), uid.to_owned(), self.logs.clone());
+        let (root, uid, logs, links) = (self.cgroup_root.clone(), uid.to_owned(), self.logs.clone(), self.log_links());
         blocking(move || {
             mount::unmount_all(&dir).map_err(|e| e.to_string())?;
             remove_unmounted(&dir)?;
@@ -325,6 +385,7 @@ impl PodHost for LinuxHost {
             }
             for entry in fs::read_dir(&logs).into_iter().flatten().filter_map(Result::ok) {
                 if entry.file_name().to_str().is_some_and(|n| n.ends_with(&format!("_{uid}"))) {
+                    remove_links(&links, &entry.path())?;
                     remove(&entry.path())?;
                 }
             }
@@ -332,6 +393,16 @@ impl PodHost for LinuxHost {
         })
         .await
     }
+}
+
+/// Removes the links that point below `logs`.
+fn remove_links(links: &Path, logs: &Path) -> Result<(), String> {
+    for entry in fs::read_dir(links).into_iter().flatten().filter_map(Result::ok) {
+        if fs::read_link(entry.path()).is_ok_and(|target| target.starts_with(logs)) {
+            fs::remove_file(entry.path()).map_err(doing(format!("{} cannot be removed", entry.path().display())))?;
+        }
+    }
+    Ok(())
 }
 
 /// Removes a directory unless something is still mounted below it.

@@ -3,6 +3,7 @@
 //! [`PodHost`] is the narrow trait the agent calls; [`linux::LinuxHost`] does it for real.
 
 pub mod linux;
+mod rotate;
 
 use std::path::PathBuf;
 
@@ -10,6 +11,21 @@ use async_trait::async_trait;
 use k8s_openapi::api::core::v1::{Pod, Volume, VolumeMount};
 
 use crate::core::volumes::Files;
+
+/// The log of one instance of a container.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Log {
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod's name.
+    pub pod: String,
+    /// The pod's uid.
+    pub uid: String,
+    /// The container's name.
+    pub container: String,
+    /// The restart count.
+    pub attempt: u32,
+}
 
 /// The machine's side of pods. Errors are sentences for people. Removing what is gone succeeds.
 #[async_trait]
@@ -32,6 +48,16 @@ pub trait PodHost: Send + Sync + 'static {
     async fn log_tail(&self, pod: &Pod, container: &str, attempt: u32) -> Option<String>;
     /// The highest restart count that a container has a log of.
     async fn last_attempt(&self, pod: &Pod, container: &str) -> Option<u32>;
+    /// Links a container's log from the directory that log collectors read.
+    async fn link_log(&self, pod: &Pod, container: &str, attempt: u32, id: &str) -> Result<(), String>;
+    /// Removes what one ended instance of a container has here: logs, their link, its message.
+    async fn remove_instance(&self, pod: &Pod, container: &str, attempt: u32, id: &str) -> Result<(), String>;
+    /// Whether a log is larger than `most` bytes; `None` if it is not there.
+    async fn log_exceeds(&self, log: &Log, most: u64) -> Option<bool>;
+    /// Moves a log aside, keeping at most `files` in all; the answer puts it back.
+    async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str) -> Result<PathBuf, String>;
+    /// Undoes that.
+    async fn put_log_back(&self, log: &Log, aside: PathBuf) -> Result<(), String>;
     /// Unmounts the pod's volumes.
     async fn tear_down_volumes(&self, uid: &str) -> Result<(), String>;
     /// Removes the pod's cgroup.

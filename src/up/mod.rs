@@ -148,12 +148,18 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
     let root = settings.dirs.agent();
     let manifests = root.join("manifests");
     fs::create_dir_all(&manifests)?;
-    let config = serde_json::json!({
+    let mut config = serde_json::json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration", "clusterDomain": "cluster.local",
         "staticPodPath": manifests, "podLogsDir": settings.dirs.data.join("pods-logs"), "cgroupRoot": settings.cgroup(),
         "containerRuntimeEndpoint": endpoint, "maxPods": 110.min((1_i64 << (32 - settings.pod_cidr.prefix_len())) - 3),
         "serializeImagePulls": false, "failSwapOn": false,
     });
+    if let Some(path) = &settings.agent_config {
+        let text = fs::read_to_string(path).with_context(|| format!("--agent-config: {} cannot be read", path.display()))?;
+        let own: serde_json::Value =
+            serde_saphyr::from_str(&text).map_err(|e| anyhow::anyhow!("--agent-config: {} is not YAML or JSON: {e}", path.display()))?;
+        json_patch::merge(&mut config, &own);
+    }
     fs::write(root.join("config.json"), format!("{config:#}\n"))?;
     let own = std::env::current_exe()?;
     let arguments = [
@@ -259,7 +265,7 @@ async fn tidy(settings: &Settings) -> anyhow::Result<()> {
         if private {
             crate::sys::mount::unmount_all(&dirs.run)?;
         }
-        for dir in [dirs.agent().join("pods"), dirs.data.join("pods-logs")] {
+        for dir in [dirs.agent().join("pods"), dirs.data.join("pods-logs"), dirs.data.join("containers")] {
             remove_dir(&dir)?;
         }
         crate::sys::cgroup::remove(&cgroup)?;

@@ -58,6 +58,8 @@ pub struct Settings {
     pub bridge: String,
     /// The node's address.
     pub node_ip: IpAddr,
+    /// A KubeletConfiguration whose fields win over ours.
+    pub agent_config: Option<PathBuf>,
 }
 
 impl Settings {
@@ -76,7 +78,7 @@ impl Settings {
         let hash = name.bytes().fold(0x811c_9dc5_u32, |h, b| (h ^ u32::from(b)).wrapping_mul(0x0100_0193));
         let bridge = if name == "holdfast" { "hf0".to_owned() } else { format!("hf-{hash:08x}") };
         let node_ip = crate::sys::machine::default_address().await.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
-        Ok(Settings { name: name.into(), dirs: Self::dirs(name), containerd_endpoint, api_port, pod_cidr, bridge, node_ip })
+        Ok(Settings { name: name.into(), dirs: Self::dirs(name), containerd_endpoint, api_port, pod_cidr, bridge, node_ip, agent_config: None })
     }
 
     /// Where the cluster `name` lies.

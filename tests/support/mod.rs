@@ -17,6 +17,8 @@ pub struct Cluster {
     pub number: u16,
     /// A directory with a containerd to use instead of the installed one.
     pub runtime: Option<PathBuf>,
+    /// A KubeletConfiguration for the agent.
+    pub config: Option<tempfile::NamedTempFile>,
 }
 
 pub fn holdfast() -> PathBuf {
@@ -39,7 +41,17 @@ impl Cluster {
     /// As [`Cluster::start`], with the containerd in `runtime`.
     pub fn start_with(name: &str, number: u16, runtime: Option<PathBuf>) -> Cluster {
         assert!(nix::unistd::geteuid().is_root(), "this test makes containers: run it as root");
-        let cluster = Cluster { name: format!("t-{name}"), number, runtime };
+        let cluster = Cluster { name: format!("t-{name}"), number, runtime, config: None };
+        cluster.up();
+        cluster
+    }
+
+    /// As [`Cluster::start`], with fields of a KubeletConfiguration.
+    pub fn start_configured(name: &str, number: u16, fields: &str) -> Cluster {
+        assert!(nix::unistd::geteuid().is_root(), "this test makes containers: run it as root");
+        let config = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(config.path(), fields).unwrap();
+        let cluster = Cluster { name: format!("t-{name}"), number, runtime: None, config: Some(config) };
         cluster.up();
         cluster
     }
@@ -49,8 +61,13 @@ impl Cluster {
         if let Some(runtime) = &self.runtime {
             command.env("PATH", format!("{}:{}", runtime.display(), std::env::var("PATH").unwrap()));
         }
+        if let Some(config) = &self.config {
+            command.arg("up").arg("--agent-config").arg(config.path());
+        } else {
+            command.arg("up");
+        }
         let output = command
-            .args(["up", "--name", &self.name, "--api-port", &(16_400 + self.number).to_string()])
+            .args(["--name", &self.name, "--api-port", &(16_400 + self.number).to_string()])
             .args(["--pod-cidr", &format!("10.199.{}.0/24", self.number)])
             .output()
             .unwrap();
@@ -142,6 +159,7 @@ impl Cluster {
         list("pod directory", self.data().join("agent/pods"), &all);
         list("secret", self.data().join("agent/memory"), &all);
         list("pod log", self.data().join("pods-logs"), &all);
+        list("log link", self.data().join("containers"), &all);
         list("address", self.data().join("cni/networks").join(&self.name), &|n| n.parse::<std::net::IpAddr>().is_ok());
         list("sandbox state", self.run_dir().join("containerd/io.containerd.runtime.v2.task/k8s.io"), &all);
         for line in std::fs::read_to_string("/proc/self/mountinfo").unwrap().lines() {

@@ -214,6 +214,14 @@ impl Runtime for World {
         .await
     }
 
+    async fn running(&self) -> Result<Vec<RunningContainer>, RuntimeError> {
+        Ok(vec![])
+    }
+
+    async fn reopen_log(&self, _: &str) -> Result<(), RuntimeError> {
+        Ok(())
+    }
+
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {
         self.call(|state| {
             state.containers.remove(id);

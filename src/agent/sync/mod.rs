@@ -324,9 +324,32 @@ pub async fn sync_pod(
     };
     let again = runtime::sync(context, desired, &observed, actions, memory, &node, stop, writer).await;
     stop.forget_hint();
-    look(context, desired, memory, writer).await?;
+    let observed = look(context, desired, memory, writer).await?;
+    collect_garbage(context, pod, &observed, memory).await;
     let again = again?.into_iter().chain(mirror_again).chain(deadline).min();
     Ok(Outcome::Wait(Some(at(context, again))))
+}
+
+/// Removes ended containers and sandboxes that nobody needs any more, with their logs. What cannot be
+/// removed now is found again by the next sync.
+async fn collect_garbage(context: &Context, pod: &Pod, observed: &ObservedPod, memory: &mut Memory) {
+    let gone = |error: String| tracing::warn!(error, pod = %pod::full_name(pod), "what has ended could not be removed yet");
+    let (containers, sandboxes) = (actions::surplus(observed), actions::surplus_sandboxes(observed));
+    for container in &containers {
+        match context.runtime.remove_container(&container.id).await {
+            Ok(()) => context.host.remove_instance(pod, &container.name, container.attempt, &container.id).await.unwrap_or_else(gone),
+            Err(error) => gone(error.to_string()),
+        }
+    }
+    for sandbox in &sandboxes {
+        context.runtime.remove_sandbox(sandbox).await.unwrap_or_else(|e| gone(e.to_string()));
+    }
+    if !containers.is_empty() || !sandboxes.is_empty() {
+        // What was removed by us is no news.
+        if let Err(error) = observe(context, pod, memory).await {
+            gone(error);
+        }
+    }
 }
 
 /// Steps 1 to 3: looks at the runtime, keeps the probes in line, computes the status and hands it on.

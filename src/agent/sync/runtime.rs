@@ -285,6 +285,9 @@ async fn start_container(s: &Starting<'_>, start: &Start, image: &Image) -> Resu
     let begin = async { s.context.runtime.start_container(&id).await.map_err(|e| s.refuse(start, "RunContainerError", e.to_string())) };
     s.log.step(Step::Start, name, begin).await?;
     s.say(start, Kind::Normal, "Started", "Container started");
+    if let Err(error) = s.context.host.link_log(s.pod, name, start.attempt, &id).await {
+        tracing::warn!(error, pod = %pod::full_name(s.pod), container = name, "log collectors will not find this container's log");
+    }
     match start.container.lifecycle.as_ref().and_then(|l| l.post_start.as_ref()) {
         None => Ok(()),
         Some(handler) => post_start(s, start, &id, handler).await,

@@ -128,6 +128,21 @@ fn init_containers_run_one_by_one_and_sidecars_stay() {
 }
 
 #[test]
+fn of_ended_containers_the_newest_stays() {
+    let observed = seen(
+        vec![sandbox("old", 0, false), sandbox("used", 1, false), sandbox("s", 2, true)],
+        vec![
+            container("a", "s", 3, Running, 0),
+            container("a", "s", 2, Exited, 1),
+            container("a", "used", 1, Exited, 1),
+            container("b", "used", 0, Exited, 0),
+        ],
+    );
+    assert_eq!(surplus(&observed).iter().map(|c| c.id.as_str()).collect::<Vec<_>>(), ["a-1"]);
+    assert_eq!(surplus_sandboxes(&observed), ["old"]);
+}
+
+#[test]
 fn a_changed_image_restarts_only_that_container() {
     let mut pod = a_pod("Always", json!([]), &["a", "b"]);
     pod.spec.as_mut().expect("spec").containers[0].image = Some("other".into());
