@@ -110,9 +110,8 @@ async fn floor_create(runtime: &CriClient, pod: &Pod, dir: &Path) -> Made {
         resolver: &resolver,
         cgroup_parent: format!("/holdfast-floor/kubepods/besteffort/pod{uid}"),
         log_directory: dir.join("logs").display().to_string(),
-        seccomp_root: String::new(),
-        seccomp_default: false,
         memory: 1 << 34,
+        ..config::Node::new(&resolver)
     };
     let mut sandbox_message = config::sandbox(pod, 0, &node).unwrap();
     // Without the labels the agent does not take them for pods that nobody wants.
@@ -121,7 +120,7 @@ async fn floor_create(runtime: &CriClient, pod: &Pod, dir: &Path) -> Made {
     let mount = |from: &str, to: &str| pb::Mount { container_path: to.into(), host_path: dir.join(from).display().to_string(), ..Default::default() };
     let mounts =
         vec![mount("token", "/var/run/secrets/kubernetes.io/serviceaccount"), mount("hosts", "/etc/hosts"), mount("message", "/dev/termination-log")];
-    let prepared = config::Prepared { attempt: 0, image: IMAGE, image_user: (None, String::new()), env: vec![], mounts };
+    let prepared = config::Prepared { attempt: 0, image: IMAGE, image_user: (None, String::new()), env: vec![], mounts, target: None };
     let mut container = config::container(pod, &pod.spec.as_ref().unwrap().containers[0], prepared, &node).unwrap();
     container.labels.clear();
     let container = runtime.create_container(&sandbox, container, sandbox_message).await.unwrap();

@@ -1,6 +1,6 @@
 //! Getting the image of a container: present or pulled, with what waiting reason if not (kubelet spec, 8.1).
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
 use base64::Engine as _;
@@ -13,7 +13,7 @@ use tokio::sync::Semaphore;
 use super::Context;
 use super::events::Kind;
 use crate::core::images::{registry, with_default_tag};
-use crate::core::pod::Role;
+use crate::core::pod::{self, Role};
 use crate::cri::{Credentials, Image};
 
 const BACKOFF: (SignedDuration, SignedDuration) = (SignedDuration::from_secs(10), SignedDuration::from_secs(300));
@@ -41,6 +41,15 @@ struct Failed {
     error: String,
 }
 
+/// The images of one container: its own, and those of the image volumes it mounts, by volume.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Pulled {
+    /// Its own.
+    pub own: Image,
+    /// The ids of its volumes' images.
+    pub volumes: BTreeMap<String, String>,
+}
+
 /// Pulls, shared by all pods.
 pub struct Images {
     slots: Semaphore,
@@ -55,8 +64,24 @@ impl Images {
     }
 }
 
+/// Makes sure that all images that a container needs are there.
+pub async fn ensure_all(context: &Context, pod: &Pod, role: Role, container: &Container, secrets: &[Arc<Secret>]) -> Result<Pulled, Waiting> {
+    let mut volumes = BTreeMap::new();
+    for volume in pod::spec(pod).volumes.iter().flatten() {
+        let mounted = container.volume_mounts.iter().flatten().any(|m| m.name == volume.name);
+        let Some(source) = volume.image.as_ref().filter(|_| mounted) else { continue };
+        // It is had as the container's own image would be.
+        let wanted = Container { image: source.reference.clone(), image_pull_policy: source.pull_policy.clone(), ..container.clone() };
+        let image = ensure(context, pod, role, &wanted, secrets).await.inspect_err(|waiting| {
+            context.events.pod(pod, Some(role.field_path(&container.name)), Kind::Warning, "Failed", format!("Error: {waiting}"));
+        })?;
+        volumes.insert(volume.name.clone(), image.id);
+    }
+    Ok(Pulled { own: ensure(context, pod, role, container, secrets).await?, volumes })
+}
+
 /// Makes sure that the container's image is there.
-pub async fn ensure(context: &Context, pod: &Pod, role: Role, container: &Container, secrets: &[Arc<Secret>]) -> Result<Image, Waiting> {
+async fn ensure(context: &Context, pod: &Pod, role: Role, container: &Container, secrets: &[Arc<Secret>]) -> Result<Image, Waiting> {
     let waiting = |reason: &str, message: String| Waiting { reason: reason.into(), message, again: None };
     let spec_image = container.image.clone().unwrap_or_default();
     let path = Some(role.field_path(&container.name));

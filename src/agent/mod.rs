@@ -35,7 +35,7 @@ use std::sync::{Arc, Mutex};
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Node, Pod};
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 
 pub use events::{Events, Kind};
 pub use images::Images;
@@ -47,9 +47,9 @@ pub use start::build;
 use crate::config::Config;
 use crate::core::admit::{self, Refusal};
 use crate::core::dns::Resolver;
-use crate::core::pod;
 use crate::core::resources::Amounts;
-use crate::cri::Runtime;
+use crate::core::{pod, preempt};
+use crate::cri::{Features, Runtime};
 use crate::host::PodHost;
 use crate::kubeapi::pods::PodApi;
 use crate::probes::Dialer;
@@ -82,8 +82,10 @@ pub struct Context {
     pub network: watch::Receiver<Network>,
     /// Our own Node object once it is known.
     pub node: watch::Receiver<Option<Arc<Node>>>,
+    /// What the runtime can do, as it last said.
+    pub features: watch::Sender<Features>,
     /// Pods that have been taken, by uid.
-    pub admitted: Mutex<HashMap<String, Arc<Pod>>>,
+    pub admitted: Mutex<HashMap<String, Taken>>,
     /// How long starts took, for those who ask.
     pub latency: Latency,
     /// The network as probes and hooks use it.
@@ -92,6 +94,25 @@ pub struct Context {
     pub journals: Journals,
     /// When this agent started.
     pub started: Timestamp,
+}
+
+/// A pod that has been taken.
+pub struct Taken {
+    pod: Arc<Pod>,
+    /// Wakes its worker.
+    hint: Arc<Notify>,
+    /// It must make room for a critical pod.
+    preempted: bool,
+}
+
+/// What becomes of a pod that wants to run here.
+pub enum Admission {
+    /// It is taken.
+    Taken,
+    /// It is taken once others have made room; they have been told.
+    Room,
+    /// It is not taken.
+    Refused(Refusal),
 }
 
 /// The startup latency record: from first sight to running, without image pulls being told apart.
@@ -122,16 +143,47 @@ impl Context {
         node::allocatable(&self.machine, &self.config)
     }
 
-    /// Takes a pod, or says why not. A pod that has been taken stays so until it is released.
-    pub fn admit(&self, pod: &Arc<Pod>) -> Result<(), Refusal> {
+    /// Takes a pod, or says why not. A pod that has been taken stays so until it is released. For a
+    /// critical pod that lacks only resources others are told to go (kubelet spec, chapter 11).
+    pub fn admit(&self, pod: &Arc<Pod>, hint: &Arc<Notify>) -> Admission {
         let mut admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let uid = pod::uid(pod).to_owned();
-        if !admitted.contains_key(&uid) {
-            let node = self.node.borrow().clone();
-            admit::admit(pod, admitted.values().map(|p| &**p), &self.allocatable(), node.as_deref())?;
+        if let Some(taken) = admitted.get_mut(&uid) {
+            taken.pod = Arc::clone(pod);
+            return Admission::Taken;
         }
-        admitted.insert(uid, Arc::clone(pod));
-        Ok(())
+        let (node, allocatable) = (self.node.borrow().clone(), self.allocatable());
+        let here = admit::Here {
+            allocatable: &allocatable,
+            node: node.as_deref(),
+            unsafe_sysctls: &self.config.unsafe_sysctls,
+            kernel: &self.machine.kernel,
+            apparmor: self.machine.apparmor,
+            strict_groups: self.features.borrow().strict_groups,
+        };
+        let Err(refusal) = admit::admit(pod, admitted.values().map(|t| &*t.pod), &here) else {
+            admitted.insert(uid, Taken { pod: Arc::clone(pod), hint: Arc::clone(hint), preempted: false });
+            return Admission::Taken;
+        };
+        if refusal.missing.is_empty() || !preempt::is_critical(pod) {
+            return Admission::Refused(refusal);
+        }
+        let others: Vec<&Pod> = admitted.values().map(|t| &*t.pod).collect();
+        let Some(victims) = preempt::victims(pod, &others, &refusal.missing) else { return Admission::Refused(refusal) };
+        for uid in victims {
+            if let Some(taken) = admitted.get_mut(&uid) {
+                taken.preempted = true;
+                taken.hint.notify_one();
+            }
+        }
+        Admission::Room
+    }
+
+    /// Whether a pod must make room for a critical one.
+    #[must_use]
+    pub fn is_preempted(&self, uid: &str) -> bool {
+        let admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        admitted.get(uid).is_some_and(|t| t.preempted)
     }
 
     /// Forgets a pod that takes nothing any more.

@@ -7,7 +7,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
-use k8s_openapi::api::core::v1::{ContainerImage, Node, NodeAddress, NodeCondition, NodeSpec, NodeStatus, NodeSystemInfo};
+use k8s_openapi::api::core::v1::{
+    ContainerImage, Node, NodeAddress, NodeCondition, NodeFeatures, NodeRuntimeHandler, NodeRuntimeHandlerFeatures, NodeSpec, NodeStatus,
+    NodeSystemInfo,
+};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta, OwnerReference};
 use kube::api::{Patch, PatchParams, PostParams};
@@ -21,6 +24,7 @@ use crate::config::Config;
 use crate::core::quantity::Quantity;
 use crate::core::resources::Amounts;
 use crate::core::time::seconds;
+use crate::cri::Features;
 use crate::kubeapi::pods::ApiFailure;
 use crate::sys::machine::Machine;
 
@@ -28,6 +32,8 @@ use crate::sys::machine::Machine;
 const VERSION: &str = "v1.36.2+holdfast";
 /// How often the runtime is asked while it is not ready, and when it is.
 const POLL: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+/// What this agent can do that the scheduler and the API ask for: only what truly works.
+const DECLARED: &[&str] = &["RestartAllContainersOnContainerExits"];
 /// An unchanged status is reported this often all the same.
 const REPORT: Duration = Duration::from_secs(300);
 
@@ -147,6 +153,7 @@ struct RuntimeView {
     version: String,
     problem: Option<String>,
     network: Network,
+    features: Features,
 }
 
 async fn look(context: &Context, before: &RuntimeView) -> RuntimeView {
@@ -155,6 +162,7 @@ async fn look(context: &Context, before: &RuntimeView) -> RuntimeView {
             version: before.version.clone(),
             problem: Some(format!("container runtime is down: {error}")),
             network: Network::NotReady("container runtime is down".into()),
+            features: before.features.clone(),
         },
         Ok(status) => {
             let network = status.network_not_ready.map(|n| format!("container runtime network not ready: {n}"));
@@ -165,7 +173,7 @@ async fn look(context: &Context, before: &RuntimeView) -> RuntimeView {
                 [one] => Some(one.clone()),
                 many => Some(format!("[{}]", many.join(", "))),
             };
-            RuntimeView { version: status.version, problem, network }
+            RuntimeView { version: status.version, problem, network, features: status.features }
         }
     }
 }
@@ -212,6 +220,9 @@ async fn status(context: &Context, view: &RuntimeView, old: &NodeStatus) -> Node
         allocatable: Some(texts(&allocatable(machine, &context.config))),
         conditions: Some(conditions(view.problem.as_ref(), old.conditions.as_deref().unwrap_or_default(), context.clock.now())),
         images: Some(images),
+        runtime_handlers: Some(handlers(&view.features)).filter(|h| !h.is_empty()),
+        features: view.features.strict_groups.then_some(NodeFeatures { supplemental_groups_policy: Some(true) }),
+        declared_features: Some(DECLARED.iter().map(|f| (*f).to_owned()).collect()),
         node_info: Some(NodeSystemInfo {
             architecture: arch().into(),
             boot_id: machine.boot_id.clone(),
@@ -226,6 +237,17 @@ async fn status(context: &Context, view: &RuntimeView, old: &NodeStatus) -> Node
         }),
         ..NodeStatus::default()
     }
+}
+
+fn handlers(features: &Features) -> Vec<NodeRuntimeHandler> {
+    let of = |h: &crate::cri::Handler| NodeRuntimeHandler {
+        name: Some(h.name.clone()),
+        features: Some(NodeRuntimeHandlerFeatures {
+            recursive_read_only_mounts: Some(h.recursive_read_only),
+            user_namespaces: Some(h.user_namespaces),
+        }),
+    };
+    features.handlers.iter().map(of).collect()
 }
 
 /// The patch from one status to the next; heartbeats alone are no difference.
@@ -298,6 +320,11 @@ pub async fn run(context: Arc<Context>, api: Option<Arc<dyn NodeApi>>, network: 
         let new = look(&context, &view).await;
         let changed = new != view;
         view = new;
+        context.features.send_if_modified(|old| {
+            let differs = *old != view.features;
+            old.clone_from(&view.features);
+            differs
+        });
         network.send_if_modified(|old| {
             let differs = *old != view.network;
             old.clone_from(&view.network);

@@ -51,6 +51,10 @@ impl PodApi for NoApi {
         Ok(())
     }
 
+    async fn runtime_handler(&self, _: &str) -> Result<String, ApiFailure> {
+        none()
+    }
+
     fn services(&self) -> Option<Vec<Arc<Service>>> {
         Some(vec![])
     }

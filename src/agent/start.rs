@@ -58,6 +58,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         cgroup_root: config.cgroup_root.clone(),
         driver,
         pids: config.pod_pids,
+        cpu_period: config.cpu_period,
     };
     let clock = Clock::system();
     let machine = Machine::read(&config.root_dir);
@@ -97,6 +98,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         network: network_state,
         node: node_state,
         admitted: std::sync::Mutex::default(),
+        features: watch::channel(crate::cri::Features::default()).0,
         latency: Latency::default(),
         dialer: Arc::new(crate::probes::Network),
         journals: Journals::default(),

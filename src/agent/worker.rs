@@ -12,10 +12,11 @@ use tokio::time::Instant;
 use super::relist::Seen;
 use super::status::StatusWriter;
 use super::sync::{self, Memory, Outcome};
-use super::{Context, Kind};
+use super::{Admission, Context, Kind};
 use crate::core::journal::{Progress, Step};
 use crate::core::lifecycle::{Cause, Input, State, Wish};
-use crate::core::{pod, status};
+use crate::core::pod;
+use crate::core::status::{self, Verdict};
 use crate::kubeapi::pods::ApiFailure;
 
 /// How long to wait after an error, doubling up to the maximum.
@@ -114,20 +115,35 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
         state = decide(&memory, state, Input::Wish(desired.wish()));
         // Step 4, admission, stands before the first sync and is not repeated.
         if state == State::Syncing {
-            match context.admit(&desired.pod) {
-                Ok(()) => {
+            match context.admit(&desired.pod, &hint) {
+                Admission::Taken => {
                     if !std::mem::replace(&mut admitted, true) {
                         memory.log.begin(Step::Admission, "");
                         memory.log.end(Step::Admission, "", Progress::Done);
                     }
                 }
-                Err(refusal) if !admitted => {
+                Admission::Refused(refusal) if !admitted => {
                     memory.log.fail(Step::Admission, "", &refusal.message, None);
                     context.events.pod(&desired.pod, None, Kind::Warning, &refusal.reason, refusal.message.clone());
                     memory.status = status::rejected(&memory.status, &refusal.reason, &refusal.message, context.clock.now());
                     state = decide(&memory, state, Input::Ended { cause: Cause::Rejected, grace: 1 });
                 }
-                Err(_) => {}
+                Admission::Room if !admitted => {
+                    let again = context.clock.now() + jiff::SignedDuration::from_millis(100);
+                    memory.log.fail(Step::Admission, "", "other pods are making room for this critical one", Some(again));
+                    if !sleep(&mut wishes, &hint, &desired, state, Some(Instant::now() + Duration::from_millis(100)), |_| {}).await {
+                        return;
+                    }
+                    continue;
+                }
+                Admission::Room | Admission::Refused(_) => {}
+            }
+            if state == State::Syncing && context.is_preempted(&uid) {
+                let message = "Preempted in order to admit critical pod";
+                context.events.pod(&desired.pod, None, Kind::Warning, "Preempting", message);
+                let disruption = Some("Pod was preempted by Kubelet to accommodate a critical pod.".to_owned());
+                memory.verdict = Some(Verdict { reason: "Preempting", message: message.into(), disruption });
+                state = decide(&memory, state, Input::Ended { cause: Cause::Preempted, grace: pod::grace_seconds(&desired.pod) });
             }
         }
         let outcome = step(&context, state, &desired, &mut memory, &writer, &Stop(&wishes, &hint), &seen).await;

@@ -61,13 +61,10 @@ const NOT_HONOURED: &[&str] = &[
     "topologyManagerPolicy",
     "topologyManagerScope",
     "topologyManagerPolicyOptions",
-    "singleProcessOOMKill",
     "qosReserved",
     "hairpinMode",
     "podsPerCore",
     "podCIDR",
-    "cpuCFSQuota",
-    "cpuCFSQuotaPeriod",
     "maxOpenFiles",
     "contentType",
     "kubeAPIQPS",
@@ -93,7 +90,6 @@ const NOT_HONOURED: &[&str] = &[
     "systemReservedCgroup",
     "kubeReservedCgroup",
     "enforceNodeAllocatable",
-    "allowedUnsafeSysctls",
     "volumePluginDir",
     "kernelMemcgNotification",
     "logging",
@@ -173,6 +169,13 @@ struct Document {
     register_node: Option<bool>,
     register_with_taints: Option<Vec<k8s_openapi::api::core::v1::Taint>>,
     container_runtime_endpoint: Option<String>,
+    #[serde(rename = "singleProcessOOMKill")]
+    single_process_oom_kill: Option<bool>,
+    #[serde(rename = "cpuCFSQuota")]
+    cpu_cfs_quota: Option<bool>,
+    #[serde(rename = "cpuCFSQuotaPeriod")]
+    cpu_cfs_quota_period: Option<String>,
+    allowed_unsafe_sysctls: Option<Vec<String>>,
     container_log_max_size: Option<String>,
     container_log_max_files: Option<i32>,
     // One at a time is what we do; more would only read the disk harder.
@@ -258,6 +261,12 @@ pub struct Config {
     pub seccomp_default: bool,
     /// The longest crash-loop back-off.
     pub max_backoff: Duration,
+    /// The period of CPU quotas in microseconds; none where quotas are not enforced.
+    pub cpu_period: Option<u64>,
+    /// Whether a process that runs out of memory dies alone.
+    pub single_process_oom_kill: bool,
+    /// Sysctls that are allowed besides the safe ones; a `*` at the end stands for anything.
+    pub unsafe_sysctls: Vec<String>,
     /// How container logs are rotated.
     pub logs: Logs,
     /// How many events are posted a second (0: any number), and how many at once.
@@ -321,6 +330,21 @@ fn logs(size: Option<&String>, files: Option<i32>, interval: Option<&String>) ->
             .ok_or_else(|| invalid("containerLogMaxFiles", files, "use 2 or more"))?,
         interval: time("containerLogMonitorInterval", interval, 10)?,
     })
+}
+
+fn period(text: Option<&String>) -> Result<u64, ConfigError> {
+    let Some(text) = text else { return Ok(crate::core::cgroup::PERIOD) };
+    let micros = duration(text).and_then(|d| u64::try_from(d.as_micros()).ok());
+    micros.filter(|m| (1_000..=1_000_000).contains(m)).ok_or_else(|| invalid("cpuCFSQuotaPeriod", text, "use a duration between 1ms and 1s"))
+}
+
+fn unsafe_sysctls(patterns: Vec<String>) -> Result<Vec<String>, ConfigError> {
+    match patterns.iter().find(|p| !crate::core::sysctl::is_namespaced(p)) {
+        None => Ok(patterns),
+        Some(bad) => {
+            Err(invalid("allowedUnsafeSysctls", bad, "only kernel.shm*, kernel.msg*, kernel.sem, fs.mqueue.* and net.* belong to a pod alone"))
+        }
+    }
 }
 
 fn at_least_zero(field: &str, value: Option<i32>, default: i32) -> Result<i32, ConfigError> {
@@ -450,6 +474,12 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
         reserved,
         seccomp_default: document.seccomp_default.unwrap_or(false),
         max_backoff,
+        cpu_period: match document.cpu_cfs_quota {
+            Some(false) => None,
+            _ => Some(period(document.cpu_cfs_quota_period.as_ref())?),
+        },
+        single_process_oom_kill: document.single_process_oom_kill.unwrap_or(false),
+        unsafe_sysctls: unsafe_sysctls(document.allowed_unsafe_sysctls.unwrap_or_default())?,
         logs: logs(document.container_log_max_size.as_ref(), document.container_log_max_files, document.container_log_monitor_interval.as_ref())?,
         event_pace: (
             f64::from(at_least_zero("eventRecordQPS", document.event_record_qps, 50)?),
@@ -488,6 +518,8 @@ mod tests {
             ("maxPods: -1\n", "maxPods"),
             ("maxPods: many\n", "many"),
             ("eventRecordQPS: -1\n", "eventRecordQPS"),
+            ("cpuCFSQuotaPeriod: 2s\n", "cpuCFSQuotaPeriod"),
+            ("allowedUnsafeSysctls: [vm.swappiness]\n", "allowedUnsafeSysctls"),
             ("containerLogMaxSize: big\n", "containerLogMaxSize"),
             ("containerLogMaxFiles: 1\n", "containerLogMaxFiles"),
             ("syncFrequency: soon\n", "syncFrequency: \"soon\""),

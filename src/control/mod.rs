@@ -56,7 +56,10 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
 
     let controller = pki.client("controller-manager", "system:kube-controller-manager", &["system:masters"])?;
     let kubeconfig = settings.dir.join("controller-manager.kubeconfig");
-    write_private(&kubeconfig, &pki::kubeconfig(&format!("https://127.0.0.1:{port}"), &pki.ca, "controller-manager", &controller))?;
+    crate::sys::file::replace(
+        &kubeconfig,
+        pki::kubeconfig(&format!("https://127.0.0.1:{port}"), &pki.ca, "controller-manager", &controller).as_bytes(),
+    )?;
     let client = crate::kubeapi::client::connect(&kubeconfig).await?;
     let caches = controllers::Caches::start(&client);
     tracing::info!(listen = %settings.listen, "the control plane serves");
@@ -67,17 +70,6 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         () = controllers::run(client, caches, pki.ca.clone()) => anyhow::bail!("the controllers ended"),
         () = expire_events(api) => anyhow::bail!("the event clean-up ended"),
     }
-    Ok(())
-}
-
-/// Writes a file that only root may read.
-pub fn write_private(path: &std::path::Path, text: &str) -> anyhow::Result<()> {
-    use std::io::Write as _;
-    use std::os::unix::fs::OpenOptionsExt as _;
-    let temporary = path.with_extension("tmp");
-    let mut file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
-    file.write_all(text.as_bytes())?;
-    std::fs::rename(&temporary, path)?;
     Ok(())
 }
 
@@ -98,6 +90,10 @@ async fn post(api: &Api, path: &str, body: &Value) -> anyhow::Result<()> {
 async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
     for namespace in ["default", "kube-system", "kube-public", "kube-node-lease"] {
         post(api, "/api/v1/namespaces", &json!({"metadata": {"name": namespace}})).await?;
+    }
+    for (name, value, description) in api::classes::SYSTEM {
+        post(api, "/apis/scheduling.k8s.io/v1/priorityclasses", &json!({"metadata": {"name": name}, "value": value, "description": description}))
+            .await?;
     }
     let address = settings.service_range.hosts().next().map(|a| a.to_string());
     let service = json!({"metadata": {"name": "kubernetes", "labels": {"component": "apiserver", "provider": "kubernetes"}},

@@ -41,8 +41,8 @@ pub fn shares(milli: i64) -> u64 {
 
 /// Microseconds a period of thousandths of a CPU.
 #[must_use]
-pub fn quota(milli: i64) -> i64 {
-    (milli.saturating_mul(100_000) / 1000).max(1000)
+pub fn quota(milli: i64, period: u64) -> i64 {
+    (milli.saturating_mul(i64::try_from(period).unwrap_or(i64::MAX)) / 1000).max(1000)
 }
 
 /// The cgroup v2 weight of v1 shares.
@@ -82,9 +82,9 @@ pub fn tiers(root: &str, class: QosClass) -> Vec<String> {
     (1..parts.len()).map(|n| format!("/{}", parts[..n].join("/"))).collect()
 }
 
-/// The values of a pod's cgroup.
+/// The values of a pod's cgroup. Without `period` no CPU quota is set.
 #[must_use]
-pub fn pod_limits(pod: &Pod, pids: Option<i64>) -> PodLimits {
+pub fn pod_limits(pod: &Pod, pids: Option<i64>, period: Option<u64>) -> PodLimits {
     let spec = pod::spec(pod);
     let class = qos::of(spec);
     let requests = of_pod(pod, Side::Requests);
@@ -99,8 +99,8 @@ pub fn pod_limits(pod: &Pod, pids: Option<i64>) -> PodLimits {
     let bounded = |name: &str| (class != QosClass::BestEffort && everyone_has(name)).then(|| limits.get(name).copied()).flatten();
     PodLimits {
         shares: if class == QosClass::BestEffort { 2 } else { shares(milli) },
-        quota: bounded("cpu").map(|q| quota(q.milli())),
-        period: PERIOD,
+        quota: bounded("cpu").zip(period).map(|(q, period)| quota(q.milli(), period)),
+        period: period.unwrap_or(PERIOD),
         memory: bounded("memory").map(|q| q.units()),
         pids: pids.filter(|p| *p > 0),
     }
@@ -140,7 +140,9 @@ mod tests {
 
     #[test]
     fn a_limit_counts_only_if_every_container_has_one() {
-        let limits = |containers: Value| pod_limits(&serde_json::from_value(json!({"spec": {"containers": containers}})).expect("a pod"), Some(0));
+        let limits = |containers: Value| {
+            pod_limits(&serde_json::from_value(json!({"spec": {"containers": containers}})).expect("a pod"), Some(0), Some(PERIOD))
+        };
         let none = limits(json!([{"name": "a"}]));
         assert_eq!((none.shares, none.quota, none.memory, none.pids), (2, None, None, None));
         let one = limits(
@@ -153,6 +155,6 @@ mod tests {
     fn conversions_keep_their_bounds() {
         assert_eq!([shares(0), shares(1000), shares(i64::MAX)], [2, 1024, 262_144]);
         assert_eq!([weight(2), weight(1024), weight(262_144)], [1, 39, 10_000]);
-        assert_eq!([quota(1), quota(1500)], [1000, 150_000]);
+        assert_eq!([quota(1, PERIOD), quota(1500, PERIOD)], [1000, 150_000]);
     }
 }

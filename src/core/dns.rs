@@ -28,6 +28,7 @@ impl Resolver {
         let mut resolver = Resolver::default();
         for line in text.lines() {
             let mut words = line.split_whitespace();
+            // The root alone says nothing.
             let rest = |words: std::str::SplitWhitespace<'_>| {
                 words.map(|w| w.trim_end_matches('.').to_owned()).filter(|w| !w.is_empty()).collect::<Vec<_>>()
             };
@@ -44,13 +45,25 @@ impl Resolver {
 
 const MAX_SERVERS: usize = 3;
 const MAX_SEARCHES: usize = 32;
+const MAX_SEARCH: usize = 253;
+const MAX_SEARCH_LINE: usize = 2048;
+
+/// What had to be left out or done otherwise, for the pod's events: reason and message.
+pub type Warnings = Vec<(&'static str, String)>;
 
 /// The resolver configuration of a pod.
 #[must_use]
-pub fn config(pod: &Pod, resolver: &Resolver) -> DnsConfig {
+pub fn config(pod: &Pod, resolver: &Resolver) -> (DnsConfig, Warnings) {
+    let mut warnings = Warnings::new();
     let spec = pod::spec(pod);
     let policy = spec.dns_policy.as_deref().unwrap_or("ClusterFirst");
     let cluster = policy == "ClusterFirstWithHostNet" || (policy == "ClusterFirst" && !pod::host_network(pod));
+    if cluster && resolver.cluster_dns.is_empty() {
+        warnings.push((
+            "MissingClusterDNS",
+            format!("pod: {:?}. kubelet does not have ClusterDNS IP configured and cannot create Pod using {policy:?} policy. Falling back to \"Default\" policy.", pod::described(pod)),
+        ));
+    }
     let mut dns = if policy == "None" {
         DnsConfig::default()
     } else if cluster && !resolver.cluster_dns.is_empty() {
@@ -74,9 +87,40 @@ pub fn config(pod: &Pod, resolver: &Resolver) -> DnsConfig {
     }
     unique(&mut dns.servers);
     unique(&mut dns.searches);
-    dns.servers.truncate(MAX_SERVERS);
+    if dns.servers.len() > MAX_SERVERS {
+        dns.servers.truncate(MAX_SERVERS);
+        let line = dns.servers.join(" ");
+        let message = format!("Nameserver limits were exceeded, some nameservers have been omitted, the applied nameserver line is: {line}");
+        warnings.push(("DNSConfigForming", message));
+    }
+    let (before, mut length) = (dns.searches.len(), 0);
+    dns.searches.retain(|s| s.len() <= MAX_SEARCH);
     dns.searches.truncate(MAX_SEARCHES);
-    dns
+    dns.searches.retain(|s| {
+        length += s.len() + 1;
+        length <= MAX_SEARCH_LINE + 1
+    });
+    if dns.searches.len() < before {
+        let line = dns.searches.join(" ");
+        let message = format!("Search Line limits were exceeded, some search paths have been omitted, the applied search line is: {line}");
+        warnings.push(("DNSConfigForming", message));
+    }
+    (dns, warnings)
+}
+
+/// What is wrong with the node's own resolver configuration, for the node's events.
+#[must_use]
+pub fn check_host(resolver: &Resolver) -> Option<String> {
+    let own = if resolver.cluster_domain.is_empty() { 0 } else { 3 };
+    let most = MAX_SEARCHES - own;
+    if resolver.searches.len() > most {
+        return Some(format!("Resolv.conf file contains search line consisting of more than {most} domains!"));
+    }
+    if let Some(long) = resolver.searches.iter().find(|s| s.len() > MAX_SEARCH) {
+        return Some(format!("Resolv.conf file contains a search path which length is more than allowed {MAX_SEARCH} chars: {long}"));
+    }
+    let line: usize = resolver.searches.iter().map(|s| s.len() + 1).sum();
+    (line > MAX_SEARCH_LINE + 1).then(|| format!("Resolv.conf file contains search line which length is more than allowed {MAX_SEARCH_LINE} chars!"))
 }
 
 fn unique(list: &mut Vec<String>) {
@@ -87,6 +131,9 @@ fn unique(list: &mut Vec<String>) {
 /// Host name and domain of a pod; the error is a sandbox error.
 pub fn hostname(pod: &Pod, cluster_domain: &str) -> Result<(String, String), String> {
     let spec = pod::spec(pod);
+    if let Some(name) = spec.hostname_override.clone().filter(|h| !h.is_empty()) {
+        return Ok((name, String::new()));
+    }
     let name = spec.hostname.clone().filter(|h| !h.is_empty()).unwrap_or_else(|| pod.name_any());
     let short: String = name.chars().take(63).collect();
     let short = short.trim_end_matches(['-', '.']).to_owned();
@@ -154,7 +201,8 @@ mod tests {
         assert_eq!(resolver.searches, ["a.b"]);
         resolver.cluster_dns = vec!["10.96.0.10".into()];
         resolver.cluster_domain = "cluster.local".into();
-        let cluster = config(&pod(json!({})), &resolver);
+        let (cluster, warnings) = config(&pod(json!({})), &resolver);
+        assert_eq!(warnings, []);
         assert_eq!(
             (cluster.servers, cluster.searches, cluster.options),
             (
@@ -163,12 +211,24 @@ mod tests {
                 vec!["ndots:5".to_owned()]
             )
         );
-        assert_eq!(config(&pod(json!({"hostNetwork": true})), &resolver).servers, ["1.1.1.1"]);
-        let none = config(
+        assert_eq!(config(&pod(json!({"hostNetwork": true})), &resolver).0.servers, ["1.1.1.1"]);
+        let (none, _) = config(
             &pod(json!({"dnsPolicy": "None", "dnsConfig": {"nameservers": ["9.9.9.9", "9.9.9.9"], "options": [{"name": "ndots", "value": "2"}]}})),
             &resolver,
         );
         assert_eq!((none.servers, none.options), (vec!["9.9.9.9".to_owned()], vec!["ndots:2".to_owned()]));
+    }
+
+    #[test]
+    fn too_much_is_left_out_and_said() {
+        let resolver = Resolver { searches: (0..40).map(|n| format!("d{n}.example")).collect(), ..Resolver::default() };
+        let many = pod(json!({"dnsPolicy": "Default", "dnsConfig": {"nameservers": ["1.1.1.1", "2.2.2.2", "3.3.3.3", "4.4.4.4"]}}));
+        let (dns, warnings) = config(&many, &resolver);
+        assert_eq!((dns.servers.len(), dns.searches.len()), (3, 32));
+        assert!(warnings[0].1.ends_with("line is: 1.1.1.1 2.2.2.2 3.3.3.3") && warnings[1].1.starts_with("Search Line limits"), "{warnings:?}");
+        assert!(check_host(&resolver).is_some_and(|w| w.contains("32")) && check_host(&Resolver::default()).is_none());
+        assert_eq!(config(&pod(json!({})), &Resolver::default()).1[0].0, "MissingClusterDNS");
+        assert_eq!(hostname(&pod(json!({"hostnameOverride": "own.name", "subdomain": "s"})), "c"), Ok(("own.name".into(), String::new())));
     }
 
     #[test]

@@ -136,12 +136,38 @@ pub fn resource(container: &Container, name: &str, divisor: Option<&str>, alloca
     Ok((amount / divisor + i64::from(amount % divisor != 0)).to_string())
 }
 
+/// What stands in the files that variables refer to, by volume and path.
+pub type Files = BTreeMap<(String, String), Result<String, String>>;
+
+/// The files that a container's variables refer to: volume and path.
+pub fn file_references(container: &Container) -> impl Iterator<Item = (String, String)> {
+    let sources = container.env.iter().flatten().filter_map(|v| v.value_from.as_ref()?.file_key_ref.as_ref());
+    sources.map(|reference| (reference.volume_name.clone(), reference.path.clone()))
+}
+
+/// Replaces `$(NAME)` everywhere; a name that is not known is an error.
+pub fn expand_all(text: &str, lookup: impl Fn(&str) -> Option<String>) -> Result<String, String> {
+    let missing = std::cell::RefCell::new(None);
+    let expanded = expand(text, |name| {
+        let value = lookup(name);
+        if value.is_none() {
+            missing.borrow_mut().get_or_insert_with(|| name.to_owned());
+        }
+        value
+    });
+    match missing.into_inner() {
+        None => Ok(expanded),
+        Some(name) => Err(format!("missing value for {name:?}")),
+    }
+}
+
 /// Builds the environment of a container. An error is a `CreateContainerConfigError`.
 pub fn build(
     container: &Container,
     around: &Surroundings<'_>,
     services: &BTreeMap<String, String>,
     objects: &dyn Objects,
+    files: &Files,
 ) -> Result<Vec<(String, String)>, String> {
     let namespace = around.pod.namespace().unwrap_or_default();
     let mut names: Vec<String> = Vec::new();
@@ -203,6 +229,17 @@ pub fn build(
                             None if optional => None,
                             None => return Err(format!("couldn't find key {} in Secret {namespace}/{}", reference.key, reference.name)),
                         },
+                    }
+                } else if let Some(reference) = &source.file_key_ref {
+                    let text = match files.get(&(reference.volume_name.clone(), reference.path.clone())) {
+                        Some(Ok(text)) => text,
+                        Some(Err(error)) => return Err(format!("couldn't parse env file: {error}")),
+                        None => return Err(format!("couldn't parse env file: {} was not read", reference.path)),
+                    };
+                    match super::env_file::lookup(text, &reference.key)? {
+                        Some(value) => Some(value),
+                        None if reference.optional == Some(true) => None,
+                        None => return Err(format!("environment variable key {:?} not found in file {:?}", reference.key, reference.path)),
                     }
                 } else {
                     return Err(format!("environment variable {:?} has a source that is not supported", var.name));
@@ -267,7 +304,7 @@ mod tests {
         .expect("a container");
         let around = Surroundings { pod: &pod, pod_ips: &["10.0.0.2".into()], node_ips: &[], allocatable: &Default::default() };
         let services = [("SVC_SERVICE_HOST".to_owned(), "10.96.0.9".to_owned()), ("A".to_owned(), "shadowed".to_owned())].into();
-        let env = build(&container, &around, &services, &Fixed).expect("builds");
+        let env = build(&container, &around, &services, &Fixed, &Files::new()).expect("builds");
         let get = |name: &str| env.iter().find(|(n, _)| n == name).map(|(_, v)| v.as_str());
         assert_eq!(get("A"), Some("v-10.96.0.9-$(LATER)"));
         assert_eq!(
@@ -277,6 +314,6 @@ mod tests {
         let missing: Container =
             serde_json::from_value(json!({"name": "c", "env": [{"name": "X", "valueFrom": {"secretKeyRef": {"name": "s", "key": "no"}}}]}))
                 .expect("a container");
-        assert_eq!(build(&missing, &around, &services, &Fixed), Err("couldn't find key no in Secret n/s".into()));
+        assert_eq!(build(&missing, &around, &services, &Fixed, &Files::new()), Err("couldn't find key no in Secret n/s".into()));
     }
 }

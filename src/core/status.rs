@@ -20,6 +20,17 @@ use super::time::seconds;
 /// Why a container is not running, by container name: reason and message of its waiting state.
 pub type Problems = BTreeMap<String, (String, String)>;
 
+/// Why this node ends a pod.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Verdict {
+    /// The status' reason.
+    pub reason: &'static str,
+    /// The status' message.
+    pub message: String,
+    /// The message of the `DisruptionTarget` condition, where the pod could have gone on elsewhere.
+    pub disruption: Option<String>,
+}
+
 /// Everything a status is made from.
 pub struct Facts<'a> {
     /// The pod.
@@ -38,6 +49,8 @@ pub struct Facts<'a> {
     pub node_ips: &'a [String],
     /// All containers have been stopped for good.
     pub ended: bool,
+    /// Why this node ends the pod, if it does: told once all containers have been stopped.
+    pub verdict: Option<&'a Verdict>,
     /// The time.
     pub now: Timestamp,
 }
@@ -236,16 +249,16 @@ fn list(names: &[&str]) -> String {
     format!("[{}]", names.join(" "))
 }
 
-struct Verdict {
+struct Judged {
     kind: &'static str,
     holds: bool,
     reason: Option<&'static str>,
     message: Option<String>,
 }
 
-fn verdicts(facts: &Facts<'_>, phase: &str, regular: &[ContainerStatus], init: &[ContainerStatus]) -> Vec<Verdict> {
+fn verdicts(facts: &Facts<'_>, phase: &str, regular: &[ContainerStatus], init: &[ContainerStatus]) -> Vec<Judged> {
     let spec = pod::spec(facts.pod);
-    let say = |kind, holds, reason, message| Verdict { kind, holds, reason, message };
+    let say = |kind, holds, reason, message| Judged { kind, holds, reason, message };
     let sandbox = facts.observed.sandboxes.first().is_some_and(|s| s.ready && (s.host_network || !s.ips.is_empty()));
     let sidecars: Vec<&str> = spec.init_containers.iter().flatten().filter(|c| pod::is_sidecar(c)).map(|c| c.name.as_str()).collect();
     let incomplete: Vec<&str> = init
@@ -312,12 +325,18 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
     let ephemeral = of(|r| r == Role::Ephemeral);
     // A final phase is final, whatever is seen later.
     let known = facts.previous.phase.as_deref().unwrap_or_default();
+    let verdict = facts.verdict.filter(|_| facts.ended);
     let phase = match (known, pod::phase(facts.pod)) {
         ("Succeeded", _) | (_, "Succeeded") => "Succeeded",
         ("Failed", _) | (_, "Failed") => "Failed",
+        _ if verdict.is_some() => "Failed",
         _ => phase(facts, &regular, &init),
     };
-    let conditions = verdicts(facts, phase, &regular, &init)
+    let mut judged = verdicts(facts, phase, &regular, &init);
+    if let Some(message) = verdict.and_then(|v| v.disruption.clone()) {
+        judged.push(Judged { kind: "DisruptionTarget", holds: true, reason: Some("TerminationByKubelet"), message: Some(message) });
+    }
+    let conditions = judged
         .into_iter()
         .map(|verdict| {
             let status = if verdict.holds { "True" } else { "False" };
@@ -357,15 +376,15 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
         pod_ips: (!ips.is_empty()).then(|| ips.iter().map(|ip| PodIP { ip: ip.clone() }).collect()),
         start_time: facts.previous.start_time.clone().or_else(|| Some(seconds(facts.now))),
         qos_class: facts.previous.qos_class.clone().or_else(|| Some(qos::of(spec).name().into())),
-        reason: facts.previous.reason.clone().filter(|_| known == phase),
-        message: facts.previous.message.clone().filter(|_| known == phase),
+        reason: verdict.map(|v| v.reason.to_owned()).or_else(|| facts.previous.reason.clone().filter(|_| known == phase)),
+        message: verdict.map(|v| v.message.clone()).or_else(|| facts.previous.message.clone().filter(|_| known == phase)),
         observed_generation: facts.pod.metadata.generation,
         ..PodStatus::default()
     }
 }
 
 /// The condition types that are ours; all others belong to somebody else.
-const OWN: &[&str] = &["PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady", "PodScheduled"];
+const OWN: &[&str] = &["PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady", "PodScheduled", "DisruptionTarget"];
 
 /// The strategic merge patch that turns what the API has into `wanted`; `None` if nothing differs.
 #[must_use]
@@ -418,16 +437,10 @@ pub fn deadline(pod: &Pod, status: &PodStatus) -> Option<Timestamp> {
 /// The status of a pod that admission refused.
 #[must_use]
 pub fn rejected(previous: &PodStatus, reason: &str, message: &str, now: Timestamp) -> PodStatus {
-    failed(previous, reason, &format!("Pod was rejected: {message}"), now)
-}
-
-/// The status of a pod that this node ends for a reason of its own.
-#[must_use]
-pub fn failed(previous: &PodStatus, reason: &str, message: &str, now: Timestamp) -> PodStatus {
     PodStatus {
         phase: Some("Failed".into()),
         reason: Some(reason.into()),
-        message: Some(message.into()),
+        message: Some(format!("Pod was rejected: {message}")),
         start_time: previous.start_time.clone().or_else(|| Some(seconds(now))),
         ..previous.clone()
     }

@@ -197,10 +197,11 @@ pub fn unsupported(volume: &Volume) -> Option<String> {
         || volume.config_map.is_some()
         || volume.secret.is_some()
         || volume.downward_api.is_some()
-        || volume.projected.is_some();
+        || volume.projected.is_some()
+        || volume.image.is_some();
     (!known).then(|| {
         format!(
-            "volume {:?} is of a type that this version does not serve; it serves emptyDir, hostPath, configMap, secret, downwardAPI and projected",
+            "volume {:?} is of a type that this version does not serve; it serves emptyDir, hostPath, configMap, secret, downwardAPI, projected and image",
             volume.name
         )
     })

@@ -171,11 +171,14 @@ impl Runtime for CriClient {
         // Asked first: it is the call that can say best what is wrong.
         let version = self.version().await?;
         let request = Self::within(Duration::from_secs(10), pb::StatusRequest { verbose: false });
-        let status = self.runtime.clone().status(request).await?.into_inner().status.unwrap_or_default();
+        let answer = self.runtime.clone().status(request).await?.into_inner();
+        let features = convert::features(&answer);
+        let status = answer.status.unwrap_or_default();
         Ok(RuntimeStatus {
             version,
             not_ready: condition(&status.conditions, "RuntimeReady"),
             network_not_ready: condition(&status.conditions, "NetworkReady"),
+            features,
         })
     }
 

@@ -3,6 +3,7 @@
 use holdfast_proto::cri as pb;
 use jiff::Timestamp;
 
+use super::{Features, Handler};
 use crate::core::config::{annotation, label};
 use crate::core::observed::{Container, ContainerState, Sandbox};
 
@@ -54,6 +55,17 @@ pub(super) fn complete(container: &mut Container, status: &pb::ContainerStatus) 
     }
     if !status.image_ref.is_empty() {
         container.image_ref.clone_from(&status.image_ref);
+    }
+}
+
+pub(super) fn features(answer: &pb::StatusResponse) -> Features {
+    let handler = |h: &pb::RuntimeHandler| {
+        let features = h.features.unwrap_or_default();
+        Handler { name: h.name.clone(), recursive_read_only: features.recursive_read_only_mounts, user_namespaces: features.user_namespaces }
+    };
+    Features {
+        handlers: answer.runtime_handlers.iter().map(handler).collect(),
+        strict_groups: answer.features.is_some_and(|f| f.supplemental_groups_policy),
     }
 }
 

@@ -88,6 +88,36 @@ pub struct RuntimeStatus {
     pub not_ready: Option<String>,
     /// Why the network is not ready, if it is not.
     pub network_not_ready: Option<String>,
+    /// What it can do.
+    pub features: Features,
+}
+
+/// What a runtime can do beyond what all can.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Features {
+    /// Its handlers; the default one has an empty name.
+    pub handlers: Vec<Handler>,
+    /// Whether `supplementalGroupsPolicy: Strict` is honoured.
+    pub strict_groups: bool,
+}
+
+/// One handler of a runtime.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Handler {
+    /// The name that RuntimeClasses refer to.
+    pub name: String,
+    /// Whether mounts can be read-only with all below them.
+    pub recursive_read_only: bool,
+    /// Whether pods can have user namespaces.
+    pub user_namespaces: bool,
+}
+
+impl Features {
+    /// The handler of a name, one that can do nothing if it is not known.
+    #[must_use]
+    pub fn handler(&self, name: &str) -> Handler {
+        self.handlers.iter().find(|h| h.name == name).cloned().unwrap_or_default()
+    }
 }
 
 /// A listed pod: its identity and the fingerprint of its states.

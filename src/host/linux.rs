@@ -6,18 +6,22 @@ use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _, OpenOptionsExt as 
 use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
-use k8s_openapi::api::core::v1::{Pod, Volume, VolumeMount};
+use k8s_openapi::api::core::v1::{Pod, Volume};
 use kube::ResourceExt as _;
 
-use super::{Log, PodHost, rotate};
+use super::{Log, PodHost, SubPath, rotate};
 use crate::core::cgroup::{self, Driver, pod_limits};
 use crate::core::quantity::Quantity;
+use crate::core::users::{self, Mappings};
 use crate::core::volumes::{self, Files};
 use crate::core::{logs, pod, qos};
-use crate::sys::{atomic_dir, beneath, mount};
+use crate::sys::{atomic_dir, beneath, file, mount};
 
 /// The most that is read of a termination message.
 const MESSAGE_LIMIT: u64 = 4096;
+
+/// The largest environment file.
+const ENV_FILE_LIMIT: u64 = 64 << 10;
 
 /// The end of a log that may stand in for a message: lines, bytes, and how far back is read.
 const LOG_LINES: usize = 80;
@@ -36,6 +40,8 @@ pub struct LinuxHost {
     pub driver: Driver,
     /// The number of processes a pod may have.
     pub pids: Option<i64>,
+    /// The period of CPU quotas in microseconds; none where quotas are not enforced.
+    pub cpu_period: Option<u64>,
 }
 
 /// A pod's uid as one path segment; anything else is refused.
@@ -168,9 +174,29 @@ impl PodHost for LinuxHost {
             return Ok(parent);
         }
         let (tiers, path) = self.cgroup(pod);
-        let limits = pod_limits(pod, self.pids);
+        let limits = pod_limits(pod, self.pids, self.cpu_period);
         blocking(move || crate::sys::cgroup::ensure_pod(&tiers, &path, &limits).map_err(|e| e.to_string())).await?;
         Ok(parent)
+    }
+
+    async fn user_mappings(&self, pod: &Pod) -> Result<Mappings, String> {
+        let (pods, dir) = (self.root.join("pods"), self.pod_dir(pod::uid(pod))?);
+        blocking(move || {
+            // One at a time: two pods must not take the same range.
+            static TAKING: std::sync::Mutex<()> = std::sync::Mutex::new(());
+            let _taking = TAKING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let read = |dir: &Path| fs::read(dir.join("userns")).ok().and_then(|text| serde_json::from_slice::<Mappings>(&text).ok());
+            if let Some(own) = read(&dir) {
+                return Ok(own);
+            }
+            let taken: Vec<Mappings> = fs::read_dir(&pods).into_iter().flatten().filter_map(Result::ok).filter_map(|e| read(&e.path())).collect();
+            let free = users::free(&taken).ok_or("all ranges of user ids are taken by other pods")?;
+            make(&dir, 0o750)?;
+            let text = serde_json::to_vec(&free).map_err(|e| e.to_string())?;
+            file::replace(&dir.join("userns"), &text).map_err(doing("the pod's user ids cannot be noted"))?;
+            Ok(free)
+        })
+        .await
     }
 
     async fn make_directories(&self, pod: &Pod) -> Result<(), String> {
@@ -189,6 +215,10 @@ impl PodHost for LinuxHost {
         if let Some(host) = &volume.host_path {
             let (path, kind) = (PathBuf::from(&host.path), host.type_.clone().unwrap_or_default());
             return blocking(move || check_host_path(&path, &kind)).await;
+        }
+        if volume.image.is_some() {
+            // The runtime mounts it from its own store.
+            return Ok(());
         }
         let dir = self.volume_dir(pod::uid(pod), volume)?;
         let group = pod.spec.as_ref().and_then(|s| s.security_context.as_ref()).and_then(|s| s.fs_group).and_then(|g| u32::try_from(g).ok());
@@ -214,21 +244,41 @@ impl PodHost for LinuxHost {
         .await
     }
 
-    async fn mount_source(&self, pod: &Pod, volume: &Volume, mount: &VolumeMount) -> Result<PathBuf, String> {
+    async fn mount_source(&self, pod: &Pod, volume: &Volume, place: &SubPath) -> Result<PathBuf, String> {
         let base = match &volume.host_path {
             Some(host) => PathBuf::from(&host.path),
             None => self.volume_dir(pod::uid(pod), volume)?,
         };
-        let Some(sub) = mount.sub_path.clone().filter(|s| !s.is_empty()) else { return Ok(base) };
-        let volume = volume.name.clone();
+        let Some(sub) = place.path.clone() else { return Ok(base) };
+        let (volume, container, index) = (volume.name.clone(), place.container.clone(), place.index);
+        let places = self.pod_dir(pod::uid(pod))?.join("volume-subpaths").join(segment(&volume)?).join(segment(&container)?);
         blocking(move || {
             let sub = Path::new(&sub);
-            if sub.is_absolute() || sub.components().any(|c| matches!(c, std::path::Component::ParentDir)) {
-                return Err(format!("unable to provision SubPath `{}`: it must be relative and must not contain '..'", sub.display()));
+            if sub.is_absolute() {
+                return Err(format!("error SubPath `{}` must not be an absolute path", sub.display()));
             }
-            let base = beneath::Dir::open(&base).map_err(doing(format!("failed to prepare subPath for volumeMount {volume:?}")))?;
-            let found = base.make_dirs(sub).map_err(doing(format!("failed to create subPath directory for volumeMount {volume:?}")))?;
-            found.real_path().map_err(doing(format!("failed to prepare subPath for volumeMount {volume:?}")))
+            if sub.components().any(|c| matches!(c, std::path::Component::ParentDir)) {
+                return Err(format!("unable to provision SubPath `{}`: must not contain '..'", sub.display()));
+            }
+            let base = beneath::Dir::open(&base)
+                .map_err(doing(format!("failed to prepare subPath for volumeMount {volume:?} of container {container:?}")))?;
+            let found = base
+                .find_or_make(sub)
+                .map_err(doing(format!("failed to create subPath directory for volumeMount {volume:?} of container {container:?}")))?;
+            make(&places, 0o750)?;
+            let target = places.join(index.to_string());
+            mount::bind(&found, &target)
+                .map_err(doing(format!("failed to prepare subPath for volumeMount {volume:?} of container {container:?}")))?;
+            Ok(target)
+        })
+        .await
+    }
+
+    async fn read_file(&self, pod: &Pod, volume: &Volume, path: &str) -> Result<String, String> {
+        let (dir, path) = (self.volume_dir(pod::uid(pod), volume)?, PathBuf::from(path));
+        blocking(move || {
+            let dir = beneath::Dir::open(&dir).map_err(doing("the volume cannot be opened"))?;
+            dir.read(&path, ENV_FILE_LIMIT).map_err(doing(format!("{} cannot be read", path.display())))
         })
         .await
     }

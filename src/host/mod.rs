@@ -8,9 +8,21 @@ mod rotate;
 use std::path::PathBuf;
 
 use async_trait::async_trait;
-use k8s_openapi::api::core::v1::{Pod, Volume, VolumeMount};
+use k8s_openapi::api::core::v1::{Pod, Volume};
 
+use crate::core::users::Mappings;
 use crate::core::volumes::Files;
+
+/// The part of a volume that a container mounts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SubPath {
+    /// The container's name.
+    pub container: String,
+    /// The place of the mount among the container's.
+    pub index: usize,
+    /// The path in the volume, if not all of it is mounted.
+    pub path: Option<String>,
+}
 
 /// The log of one instance of a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,12 +44,16 @@ pub struct Log {
 pub trait PodHost: Send + Sync + 'static {
     /// Makes the pod's cgroup and sets its values. The answer is the parent that the runtime is given.
     async fn ensure_cgroup(&self, pod: &Pod) -> Result<String, String>;
+    /// The ids of the pod's user namespace: those it has already, else a range that no other pod has.
+    async fn user_mappings(&self, pod: &Pod) -> Result<Mappings, String>;
     /// Makes the pod's directories.
     async fn make_directories(&self, pod: &Pod) -> Result<(), String>;
     /// Mounts a volume and, for projecting kinds, writes its files.
     async fn set_up_volume(&self, pod: &Pod, volume: &Volume, files: Option<Files>) -> Result<(), String>;
-    /// The directory that a container mounts.
-    async fn mount_source(&self, pod: &Pod, volume: &Volume, mount: &VolumeMount) -> Result<PathBuf, String>;
+    /// The directory or file that a container mounts.
+    async fn mount_source(&self, pod: &Pod, volume: &Volume, place: &SubPath) -> Result<PathBuf, String>;
+    /// Reads a small file of a volume, never outside of it.
+    async fn read_file(&self, pod: &Pod, volume: &Volume, path: &str) -> Result<String, String>;
     /// Writes the pod's `/etc/hosts`; the answer is its path here.
     async fn write_hosts(&self, pod: &Pod, text: String) -> Result<PathBuf, String>;
     /// Makes an empty file for a container's termination message.

@@ -8,6 +8,7 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service, ServiceAccount};
+use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Api, Client};
 use serde_json::Value;
@@ -83,6 +84,8 @@ pub trait PodApi: Send + Sync + 'static {
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure>;
     /// Counts an event once more.
     async fn count_event(&self, namespace: &str, name: &str, patch: &Value) -> Result<(), ApiFailure>;
+    /// The runtime's handler for a RuntimeClass.
+    async fn runtime_handler(&self, class: &str) -> Result<String, ApiFailure>;
     /// The services; `None` until they have been read once.
     fn services(&self) -> Option<Vec<Arc<Service>>>;
 }
@@ -187,6 +190,10 @@ impl PodApi for KubePods {
         let api: Api<Event> = Api::namespaced(self.client.clone(), namespace);
         api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await?;
         Ok(())
+    }
+
+    async fn runtime_handler(&self, class: &str) -> Result<String, ApiFailure> {
+        Ok(Api::<RuntimeClass>::all(self.client.clone()).get(class).await?.handler)
     }
 
     fn services(&self) -> Option<Vec<Arc<Service>>> {

@@ -28,31 +28,78 @@ impl Dir {
         Ok(Dir(openat2(self.0.as_fd(), path, how(OFlag::O_DIRECTORY | OFlag::O_PATH))?))
     }
 
-    /// Opens or makes every directory of a relative path, mode 0750.
-    pub fn make_dirs(&self, path: &Path) -> io::Result<Dir> {
-        let mut here = Dir(self.0.try_clone()?);
-        for part in path.components() {
-            let part = Path::new(part.as_os_str());
-            match mkdirat(here.0.as_fd(), part, Mode::from_bits_truncate(0o750)) {
-                Err(nix::errno::Errno::EEXIST) | Ok(()) => {}
-                Err(error) => return Err(error.into()),
-            }
-            here = here.open_dir(part)?;
+    /// Opens what is at a relative path, a file or a directory. What is missing is made as directories with
+    /// the mode and owner of this one.
+    pub fn find_or_make(&self, path: &Path) -> io::Result<Found> {
+        match openat2(self.0.as_fd(), path, how(OFlag::O_PATH)) {
+            Ok(fd) => return Found::of(fd),
+            Err(nix::errno::Errno::ENOENT) => {}
+            Err(error) => return Err(error.into()),
         }
-        Ok(here)
+        let like = nix::sys::stat::fstat(self.0.as_fd())?;
+        let mut here = Dir(self.0.try_clone()?);
+        for part in path.components().map(|c| Path::new(c.as_os_str())) {
+            match mkdirat(here.0.as_fd(), part, Mode::from_bits_truncate(0o750)) {
+                Err(nix::errno::Errno::EEXIST) => here = here.open_dir(part)?,
+                Err(error) => return Err(error.into()),
+                Ok(()) => {
+                    // Opened for reading: the mode of a path handle cannot be set.
+                    let made = openat2(here.0.as_fd(), part, how(OFlag::O_DIRECTORY | OFlag::O_RDONLY | OFlag::O_NOFOLLOW))?;
+                    nix::unistd::fchown(&made, Some(like.st_uid.into()), Some(like.st_gid.into()))?;
+                    nix::sys::stat::fchmod(&made, Mode::from_bits_truncate(like.st_mode & 0o7777))?;
+                    here = Dir(made);
+                }
+            }
+        }
+        Found::of(here.0)
     }
 
-    /// The path by which the kernel finds this directory again, for calls that take only paths. It is
+    /// Reads a file of at most `limit` bytes below this directory.
+    pub fn read(&self, path: &Path, limit: u64) -> io::Result<String> {
+        use std::io::Read as _;
+        // A pipe would be waited for, a device could do anything: only files are read.
+        let fd = openat2(self.0.as_fd(), path, how(OFlag::O_RDONLY | OFlag::O_NONBLOCK))?;
+        let file = std::fs::File::from(fd);
+        if !file.metadata()?.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"));
+        }
+        let mut text = String::new();
+        file.take(limit + 1).read_to_string(&mut text)?;
+        if text.len() as u64 > limit {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("it is larger than {limit} bytes")));
+        }
+        Ok(text)
+    }
+}
+
+/// Something that was found, held open so that it stays the same whoever renames what.
+#[derive(Debug)]
+pub struct Found {
+    fd: OwnedFd,
+    /// Whether it is a directory.
+    pub is_dir: bool,
+    identity: (u64, u64),
+}
+
+impl Found {
+    fn of(fd: OwnedFd) -> io::Result<Found> {
+        let stat = nix::sys::stat::fstat(fd.as_fd())?;
+        let is_dir = nix::sys::stat::SFlag::from_bits_truncate(stat.st_mode).contains(nix::sys::stat::SFlag::S_IFDIR);
+        Ok(Found { fd, is_dir, identity: (stat.st_dev, stat.st_ino) })
+    }
+
+    /// Whether a path leads to the very same thing.
+    #[must_use]
+    pub fn is_at(&self, path: &Path) -> bool {
+        nix::sys::stat::lstat(path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == self.identity)
+    }
+
+    /// The path by which the kernel finds it again, for calls that take only paths. It is
     /// valid while the handle is open.
     #[must_use]
     pub fn magic_path(&self) -> std::path::PathBuf {
         use std::os::fd::AsRawFd as _;
-        format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
-    }
-
-    /// What the handle points to now, as a path of the host.
-    pub fn real_path(&self) -> io::Result<std::path::PathBuf> {
-        std::fs::read_link(self.magic_path())
+        format!("/proc/self/fd/{}", self.fd.as_raw_fd()).into()
     }
 }
 
@@ -71,8 +118,13 @@ mod tests {
         assert!(dir.open_dir(Path::new("fine")).is_ok() && dir.open_dir(Path::new("in")).is_ok());
         for path in ["out", "..", "fine/../..", "/etc", "out/x"] {
             assert!(dir.open_dir(Path::new(path)).is_err(), "{path}");
-            assert!(dir.make_dirs(Path::new(path)).is_err(), "{path}");
+            assert!(dir.find_or_make(Path::new(path)).is_err(), "{path}");
         }
-        assert!(dir.make_dirs(Path::new("a/b")).expect("made").real_path().expect("a path").ends_with("a/b"));
+        let made = dir.find_or_make(Path::new("a/b")).expect("made");
+        assert!(made.is_dir && made.is_at(&inside.path().join("a/b")) && !made.is_at(inside.path()));
+        std::fs::write(inside.path().join("fine/file"), "text").expect("write");
+        assert!(!dir.find_or_make(Path::new("in/file")).expect("found").is_dir, "links within are followed");
+        assert_eq!(dir.read(Path::new("in/file"), 4).expect("read"), "text");
+        assert!(dir.read(Path::new("in/file"), 3).is_err() && dir.read(Path::new("out"), 9).is_err() && dir.read(Path::new("fine"), 9).is_err());
     }
 }

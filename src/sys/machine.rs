@@ -28,6 +28,35 @@ pub struct Machine {
     pub kernel: String,
     /// The distribution's name.
     pub os_image: String,
+    /// The sizes of huge pages that the kernel knows, for instance `2MB`.
+    pub hugepages: Vec<String>,
+    /// The `thermal_throttle` directories of the processors.
+    pub thermal: Vec<String>,
+    /// Whether controllers are in the unified hierarchy.
+    pub cgroup_v2: bool,
+    /// Whether the kernel enforces AppArmor profiles.
+    pub apparmor: bool,
+}
+
+/// The huge page sizes as cgroup files name them.
+fn hugepages() -> Vec<String> {
+    let entries = fs::read_dir("/sys/kernel/mm/hugepages").into_iter().flatten().filter_map(Result::ok);
+    let kilobytes = entries.filter_map(|e| e.file_name().to_str()?.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse::<u64>().ok());
+    let named = |kb: u64| match kb {
+        kb if kb >= 1 << 20 => format!("{}GB", kb >> 20),
+        kb if kb >= 1 << 10 => format!("{}MB", kb >> 10),
+        kb => format!("{kb}KB"),
+    };
+    let mut sizes: Vec<String> = kilobytes.map(named).collect();
+    sizes.sort();
+    sizes
+}
+
+fn thermal() -> Vec<String> {
+    let entries = fs::read_dir("/sys/devices/system/cpu").into_iter().flatten().filter_map(Result::ok);
+    let mut paths: Vec<String> = entries.map(|e| e.path().join("thermal_throttle")).filter(|p| p.is_dir()).map(|p| p.display().to_string()).collect();
+    paths.sort();
+    paths
 }
 
 fn line(path: &str) -> String {
@@ -52,6 +81,10 @@ impl Machine {
             boot_id: line("/proc/sys/kernel/random/boot_id"),
             kernel: line("/proc/sys/kernel/osrelease"),
             os_image: pretty.unwrap_or_else(|| "Linux".into()),
+            hugepages: hugepages(),
+            thermal: thermal(),
+            cgroup_v2: crate::sys::cgroup::is_v2(),
+            apparmor: line("/sys/module/apparmor/parameters/enabled") == "Y",
         }
     }
 }

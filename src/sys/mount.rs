@@ -1,8 +1,10 @@
 //! Mounts.
 
 use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
+use super::beneath::Found;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 /// The mount points at or below `dir`, deepest first.
@@ -37,6 +39,34 @@ pub fn tmpfs(dir: &Path, size: u64) -> io::Result<()> {
     let options = if size == 0 { String::new() } else { format!("size={size}") };
     mount(Some("tmpfs"), dir, Some("tmpfs"), MsFlags::empty(), Some(options.as_str()))?;
     Ok(())
+}
+
+/// Binds what was found to `target`, which is made. What is mounted there already stays if it is the same
+/// thing, and goes if it is another.
+pub fn bind(found: &Found, target: &Path) -> io::Result<()> {
+    if is_mounted(target)? {
+        if found.is_at(target) {
+            return Ok(());
+        }
+        umount2(target, MntFlags::UMOUNT_NOFOLLOW)?;
+    }
+    // A place of the other kind, from before the volume changed.
+    match std::fs::symlink_metadata(target) {
+        Ok(there) if there.is_dir() && !found.is_dir => std::fs::remove_dir(target)?,
+        Ok(there) if !there.is_dir() && found.is_dir => std::fs::remove_file(target)?,
+        _ => {}
+    }
+    if found.is_dir {
+        std::fs::DirBuilder::new().recursive(true).mode(0o750).create(target)?;
+    } else {
+        std::fs::OpenOptions::new().create(true).append(true).mode(0o640).open(target)?;
+    }
+    mount(Some(&found.magic_path()), target, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
+    if found.is_at(target) {
+        return Ok(());
+    }
+    umount2(target, MntFlags::UMOUNT_NOFOLLOW)?;
+    Err(io::Error::other("what was mounted is not what was found"))
 }
 
 /// Unmounts everything at or below `dir`.

@@ -105,7 +105,7 @@ fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     let dir = settings.dirs.data.join("control");
     let pki = Pki::open(&dir.join("pki"))?;
     let server = format!("https://127.0.0.1:{}", settings.api_port);
-    let write = |path: &Path, user: &str, pair: &pki::Pair| crate::control::write_private(path, &pki::kubeconfig(&server, &pki.ca, user, pair));
+    let write = |path: &Path, user: &str, pair: &pki::Pair| crate::sys::file::replace(path, pki::kubeconfig(&server, &pki.ca, user, pair).as_bytes());
     write(&settings.dirs.kubeconfig(), "holdfast-admin", &pki.client("admin", "kubernetes-admin", &["system:masters"])?)?;
     let node = crate::sys::machine::hostname();
     let pair = pki.client(&format!("node-{node}"), &format!("system:node:{node}"), &["system:nodes"])?;

@@ -90,6 +90,10 @@ impl PodApi for World {
         Ok(())
     }
 
+    async fn runtime_handler(&self, _: &str) -> Result<String, ApiFailure> {
+        Ok(String::new())
+    }
+
     fn services(&self) -> Option<Vec<Arc<Service>>> {
         Some(vec![])
     }

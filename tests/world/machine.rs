@@ -51,6 +51,10 @@ impl PodHost for World {
         Ok("/kubepods".into())
     }
 
+    async fn user_mappings(&self, _: &Pod) -> Result<holdfast::core::users::Mappings, String> {
+        Err("no user namespaces here".into())
+    }
+
     async fn make_directories(&self, pod: &Pod) -> Result<(), String> {
         self.machine(|s| _ = s.dirs.insert(uid(pod))).await
     }
@@ -65,8 +69,12 @@ impl PodHost for World {
         .await
     }
 
-    async fn mount_source(&self, _: &Pod, _: &Volume, _: &VolumeMount) -> Result<PathBuf, String> {
+    async fn mount_source(&self, _: &Pod, _: &Volume, _: &SubPath) -> Result<PathBuf, String> {
         Ok("/v".into())
+    }
+
+    async fn read_file(&self, _: &Pod, _: &Volume, _: &str) -> Result<String, String> {
+        Ok(String::new())
     }
 
     async fn write_hosts(&self, _: &Pod, _: String) -> Result<PathBuf, String> {

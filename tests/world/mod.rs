@@ -18,7 +18,7 @@ use holdfast::core::observed::{Container, ContainerState, ObservedPod, Sandbox};
 use holdfast::core::probe::{Http, Reply};
 use holdfast::core::volumes::Files;
 use holdfast::cri::{Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus};
-use holdfast::host::{Log, PodHost};
+use holdfast::host::{Log, PodHost, SubPath};
 use holdfast::kubeapi::cache::{Cache, Writer};
 use holdfast::kubeapi::pods::{ApiFailure, PodApi, Token, TokenFor};
 use holdfast::probes::{Dialer, HttpError};
@@ -26,7 +26,7 @@ use holdfast::sys::clock::Clock;
 use holdfast::sys::machine::Machine;
 use holdfast_proto::cri as pb;
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service, Volume, VolumeMount};
+use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service, Volume};
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 
@@ -159,6 +159,7 @@ impl World {
             network: network_state,
             node: node_state,
             admitted: Mutex::default(),
+            features: watch::channel(holdfast::cri::Features::default()).0,
             latency: Latency::default(),
             dialer: Arc::new(self.clone()),
             journals: Journals::default(),

@@ -6,6 +6,7 @@
 //! needs the other.
 
 mod runtime;
+mod start;
 mod stop;
 
 use std::collections::BTreeMap;
@@ -32,7 +33,8 @@ use crate::core::journal::Step;
 use crate::core::lifecycle::{Cause, Input};
 use crate::core::observed::{self, ContainerState, ObservedPod};
 use crate::core::pod;
-use crate::core::status::{self, Facts, Problems};
+use crate::core::status::{self, Facts, Problems, Verdict};
+use crate::core::users::Mappings;
 use crate::core::{config, explain, volumes};
 use crate::kubeapi::pods::{Token, TokenFor};
 
@@ -57,6 +59,8 @@ pub struct Memory {
     ending: Ending,
     /// Its probes.
     probing: Probing,
+    /// Why this node ends the pod, if it does.
+    pub verdict: Option<Verdict>,
     /// Its journal.
     pub log: Log,
 }
@@ -77,6 +81,7 @@ impl Memory {
             ran: false,
             counts: BTreeMap::new(),
             ending: Ending::default(),
+            verdict: None,
             probing: Probing::new(hint, log.clone()),
             log,
         }
@@ -150,6 +155,7 @@ fn compute_status(context: &Context, pod: &Pod, observed: &ObservedPod, memory: 
         probed: &memory.probing.results(),
         node_ips: &context.node_ips,
         ended,
+        verdict: memory.verdict.as_ref(),
         now: context.clock.now(),
     };
     memory.status = status::compute(&facts);
@@ -256,7 +262,7 @@ fn past_deadline(context: &Context, pod: &Pod, memory: &mut Memory) -> bool {
     let message = "Pod was active on the node longer than the specified deadline";
     tracing::info!(pod = %pod::full_name(pod), %until, "the pod is past its active deadline");
     context.events.pod(pod, None, Kind::Normal, "DeadlineExceeded", message);
-    memory.status = status::failed(&memory.status, "DeadlineExceeded", message, context.clock.now());
+    memory.verdict = Some(Verdict { reason: "DeadlineExceeded", message: message.into(), disruption: None });
     true
 }
 
@@ -311,6 +317,7 @@ pub async fn sync_pod(
             }
         }
     }
+    let (handler, users) = isolation(context, pod).await?;
     let cgroup_parent = ensure_cgroup(context, pod, &memory.log).await?;
     let mirror_again = reconcile_mirror(context, desired, &memory.log).await;
     make_directories(context, pod, &memory.log).await?;
@@ -321,6 +328,13 @@ pub async fn sync_pod(
         seccomp_root: context.config.root_dir.join("seccomp").display().to_string(),
         seccomp_default: context.config.seccomp_default,
         memory: context.machine.memory,
+        cpu_period: context.config.cpu_period,
+        hugepages: context.machine.hugepages.clone(),
+        group_oom: context.machine.cgroup_v2 && !context.config.single_process_oom_kill,
+        masked: context.machine.thermal.clone(),
+        recursive_read_only: context.features.borrow().handler(&handler).recursive_read_only,
+        handler,
+        users,
     };
     let again = runtime::sync(context, desired, &observed, actions, memory, &node, stop, writer).await;
     stop.forget_hint();
@@ -375,6 +389,28 @@ async fn restart_counts(context: &Context, pod: &Pod, observed: &ObservedPod, me
         *count = (*count).max(logged.unwrap_or(0)).max(memory.counts.get(&container.name).copied().unwrap_or(0));
     }
     counts
+}
+
+/// The runtime's handler that the pod asks for, and its user namespace's ids.
+async fn isolation(context: &Context, pod: &Pod) -> Result<(String, Option<Mappings>), String> {
+    let spec = pod::spec(pod);
+    let fail = |error: String| {
+        let message = format!("Failed to create pod sandbox: {error}");
+        context.events.pod(pod, None, Kind::Warning, "FailedCreatePodSandBox", message.clone());
+        message
+    };
+    let handler = match spec.runtime_class_name.as_deref().filter(|n| !n.is_empty()) {
+        None => String::new(),
+        Some(class) => context.api.runtime_handler(class).await.map_err(|e| fail(format!("failed to get RuntimeClass {class:?}: {e}")))?,
+    };
+    if spec.host_users != Some(false) {
+        return Ok((handler, None));
+    }
+    if !context.features.borrow().handler(&handler).user_namespaces {
+        let which = if handler.is_empty() { "runtime".to_owned() } else { format!("RuntimeClass handler {handler:?}") };
+        return Err(fail(format!("can't set `spec.hostUsers: false`, {which} does not support user namespaces")));
+    }
+    Ok((handler, Some(context.host.user_mappings(pod).await.map_err(fail)?)))
 }
 
 /// When to sync again: at the given time, at the latest after the sync frequency.

@@ -1,38 +1,34 @@
 //! Step 10, the runtime sync: sandbox changes, kills, then ephemeral, init and normal containers in the
 //! plan's order (kubelet spec, 3.2 and 3.3).
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use holdfast_proto::cri as pb;
 use jiff::{SignedDuration, Timestamp};
-use k8s_openapi::api::core::v1::{Container, Pod, Secret, VolumeMount};
-use kube::ResourceExt as _;
+use k8s_openapi::api::core::v1::{Pod, Secret};
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::super::journal::Log;
-use super::super::objects::Fetched;
 use super::super::status::StatusWriter;
 use super::super::worker::{Desired, Stop};
-use super::super::{Context, Kind, hooks, images};
+use super::super::{Context, Kind, images};
+use super::start::{Starting, start_container};
 use super::stop::Stopping;
 use super::{Memory, compute_status, observe, publish_status, pull_secrets, set_up_volumes};
 use crate::core::actions::{Kill, PodActions, Start};
 use crate::core::backoff::Backoff;
-use crate::core::env::{self, Surroundings};
 use crate::core::journal::Step;
 use crate::core::observed::{ContainerState, ObservedPod};
 use crate::core::pod::{self, Role};
 use crate::core::{config, dns, time};
-use crate::cri::{Image, RuntimeErrorKind};
 
 /// A start that waits for its image this long lets the status so far be seen, and again each time a probe
 /// has news.
 const PATIENCE: Duration = Duration::from_millis(300);
 
-type Pull = AbortOnDropHandle<Result<Image, images::Waiting>>;
+type Pull = AbortOnDropHandle<Result<images::Pulled, images::Waiting>>;
 
 /// Executes the plan. The answer is when to try again what was held back.
 #[allow(clippy::too_many_arguments)]
@@ -111,7 +107,8 @@ pub async fn sync(
         None => config::sandbox(pod, attempt, node)?,
     };
     let ips = if pod::host_network(pod) { context.node_ips.clone() } else { ips };
-    let starting = Starting { context, pod, sandbox: &sandbox, sandbox_config: &sandbox_config, ips: &ips, node, fetched: &fetched, log: &log };
+    let starting =
+        Starting { context, pod, sandbox: &sandbox, sandbox_config: &sandbox_config, ips: &ips, node, fetched: &fetched, log: &log, observed };
     let mut again: Option<Timestamp> = None;
     for ((start, held), pull) in actions.start.iter().zip(held).zip(pulls) {
         if stop.wanted() {
@@ -155,7 +152,7 @@ pub async fn sync(
 fn pull(context: &Arc<Context>, pod: &Arc<Pod>, start: &Start, secrets: &Arc<[Arc<Secret>]>, log: &Log) -> Pull {
     let (context, pod, start, secrets, log) = (Arc::clone(context), Arc::clone(pod), start.clone(), Arc::clone(secrets), log.clone());
     AbortOnDropHandle::new(tokio::spawn(async move {
-        log.step(Step::Image, &start.container.name, images::ensure(&context, &pod, start.role, &start.container, &secrets)).await
+        log.step(Step::Image, &start.container.name, images::ensure_all(&context, &pod, start.role, &start.container, &secrets)).await
     }))
 }
 
@@ -168,7 +165,7 @@ async fn patiently(
     memory: &mut Memory,
     writer: &StatusWriter,
     stop: &Stop<'_>,
-) -> Result<Image, images::Waiting> {
+) -> Result<images::Pulled, images::Waiting> {
     let failed = |error: String| images::Waiting { reason: "ErrImagePull".into(), message: error, again: None };
     let mut patience = Some(PATIENCE);
     loop {
@@ -223,11 +220,10 @@ async fn create_sandbox(
         message
     };
     let message = config::sandbox(pod, attempt, node).map_err(fail)?;
-    let handler = pod::spec(pod).runtime_class_name.clone().unwrap_or_default();
-    if !handler.is_empty() {
-        return Err(fail(format!("RuntimeClass {handler:?} not found: this version does not serve runtime classes")));
+    for (reason, warning) in dns::config(pod, node.resolver).1 {
+        context.events.pod(pod, None, Kind::Warning, reason, warning);
     }
-    let id = context.runtime.run_sandbox(message.clone(), &handler).await.map_err(|e| fail(e.to_string()))?;
+    let id = context.runtime.run_sandbox(message.clone(), &node.handler).await.map_err(|e| fail(e.to_string()))?;
     let ips = context.runtime.sandbox_ips(&id).await.map_err(|e| {
         let message = format!("Unable to get pod sandbox status: {e}");
         context.events.pod(pod, None, Kind::Warning, "FailedPodSandBoxStatus", message.clone());
@@ -254,137 +250,4 @@ fn held_back(context: &Context, pod: &Pod, start: &Start, last_end: Option<Times
     let shown = time::shown(Duration::try_from(held.delay).unwrap_or_default());
     let message = format!("back-off {shown} restarting failed container={} pod={}", container.name, pod::described(pod));
     Some(images::Waiting { reason: "CrashLoopBackOff".into(), message, again: Some(held.until) })
-}
-
-struct Starting<'a> {
-    context: &'a Context,
-    pod: &'a Pod,
-    sandbox: &'a str,
-    sandbox_config: &'a pb::PodSandboxConfig,
-    ips: &'a [String],
-    node: &'a config::Node<'a>,
-    fetched: &'a Fetched,
-    log: &'a Log,
-}
-
-impl Starting<'_> {
-    fn say(&self, start: &Start, kind: Kind, reason: &str, message: impl Into<String>) {
-        self.context.events.pod(self.pod, Some(start.role.field_path(&start.container.name)), kind, reason, message);
-    }
-
-    fn refuse(&self, start: &Start, reason: &str, error: String) -> images::Waiting {
-        self.say(start, Kind::Warning, "Failed", format!("Error: {error}"));
-        images::Waiting { reason: reason.into(), message: error, again: None }
-    }
-}
-
-async fn start_container(s: &Starting<'_>, start: &Start, image: &Image) -> Result<(), images::Waiting> {
-    let name = &start.container.name;
-    let id = s.log.step(Step::Create, name, create_container(s, start, image)).await?;
-    s.say(start, Kind::Normal, "Created", "Container created");
-    let begin = async { s.context.runtime.start_container(&id).await.map_err(|e| s.refuse(start, "RunContainerError", e.to_string())) };
-    s.log.step(Step::Start, name, begin).await?;
-    s.say(start, Kind::Normal, "Started", "Container started");
-    if let Err(error) = s.context.host.link_log(s.pod, name, start.attempt, &id).await {
-        tracing::warn!(error, pod = %pod::full_name(s.pod), container = name, "log collectors will not find this container's log");
-    }
-    match start.container.lifecycle.as_ref().and_then(|l| l.post_start.as_ref()) {
-        None => Ok(()),
-        Some(handler) => post_start(s, start, &id, handler).await,
-    }
-}
-
-async fn create_container(s: &Starting<'_>, start: &Start, image: &Image) -> Result<String, images::Waiting> {
-    let config = container_config(s, start, image).await.map_err(|e| s.refuse(start, "CreateContainerConfigError", e))?;
-    let failed = |e: String| s.refuse(start, "CreateContainerError", e);
-    match s.context.runtime.create_container(s.sandbox, config, s.sandbox_config.clone()).await {
-        Ok(id) => Ok(id),
-        // The outcome is unknown: what was made under this name is looked up and used.
-        Err(error) if error.kind == RuntimeErrorKind::Timeout => {
-            let observed = s.context.runtime.observe(pod::uid(s.pod)).await.map_err(|e| failed(e.to_string()))?;
-            let made = observed.newest(&start.container.name).filter(|c| c.attempt == start.attempt && c.state == ContainerState::Created);
-            made.map(|c| c.id.clone()).ok_or_else(|| failed(error.to_string()))
-        }
-        Err(error) => Err(failed(error.to_string())),
-    }
-}
-
-/// Runs the postStart hook; a container whose hook fails is stopped.
-async fn post_start(
-    s: &Starting<'_>,
-    start: &Start,
-    id: &str,
-    handler: &k8s_openapi::api::core::v1::LifecycleHandler,
-) -> Result<(), images::Waiting> {
-    let ip = s.ips.first().filter(|_| !pod::host_network(s.pod)).map(String::as_str);
-    let run = hooks::run(s.context, s.pod, &start.container, handler, id, ip);
-    let Err(error) = s.log.step(Step::PostStart, &start.container.name, run).await else { return Ok(()) };
-    s.say(start, Kind::Warning, "FailedPostStartHook", "PostStartHook failed");
-    let kill = Kill { id: id.to_owned(), name: start.container.name.clone(), message: "FailedPostStartHook".into(), grace: None };
-    let observed = s.context.runtime.observe(pod::uid(s.pod)).await.unwrap_or_default();
-    let stopping = Stopping { context: s.context, pod: s.pod, observed: &observed, log: s.log };
-    if let Err(error) = stopping.container(&kill, pod::grace_seconds(s.pod)).await {
-        tracing::warn!(%error, pod = %pod::full_name(s.pod), "a container whose postStart hook failed could not be stopped");
-    }
-    Err(images::Waiting { reason: "PostStartHookError".into(), message: error, again: Some(s.context.clock.now()) })
-}
-
-async fn container_config(s: &Starting<'_>, start: &Start, image: &crate::cri::Image) -> Result<pb::ContainerConfig, String> {
-    let container = &start.container;
-    let pod_spec = pod::spec(s.pod);
-    let services = match s.context.api.services() {
-        Some(services) => env::of_services(&services, &s.pod.namespace().unwrap_or_default(), pod_spec.enable_service_links != Some(false)),
-        None if pod::is_static(s.pod) => BTreeMap::new(),
-        None => return Err("services have not yet been read at least once, cannot construct envvars".into()),
-    };
-    let allocatable = s.context.allocatable();
-    let around = Surroundings { pod: s.pod, pod_ips: s.ips, node_ips: &s.context.node_ips, allocatable: &allocatable };
-    let env = env::build(container, &around, &services, s.fetched)?;
-    let mounts = mounts(s, container, start.attempt, &env).await?;
-    let image_user = (image.uid, image.username.clone());
-    config::container(s.pod, container, config::Prepared { attempt: start.attempt, image: &image.id, image_user, env, mounts }, s.node)
-}
-
-async fn mounts(s: &Starting<'_>, container: &Container, attempt: u32, env: &[(String, String)]) -> Result<Vec<pb::Mount>, String> {
-    let pod_spec = pod::spec(s.pod);
-    let mut mounts = Vec::new();
-    for mount in container.volume_mounts.iter().flatten() {
-        let volume = pod_spec
-            .volumes
-            .iter()
-            .flatten()
-            .find(|v| v.name == mount.name)
-            .ok_or_else(|| format!("volume {:?} of a volumeMount does not exist", mount.name))?;
-        let mut resolved: VolumeMount = mount.clone();
-        if let Some(expression) = mount.sub_path_expr.as_ref().filter(|e| !e.is_empty()) {
-            let text = env::expand(expression, |name| env.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone()));
-            if text.contains("$(") {
-                return Err(format!("subPathExpr {expression:?} names a variable that is not set: missing value for {text}"));
-            }
-            resolved.sub_path = Some(text);
-        }
-        let host_path = s.context.host.mount_source(s.pod, volume, &resolved).await?;
-        mounts.push(pb::Mount {
-            container_path: mount.mount_path.clone(),
-            host_path: host_path.display().to_string(),
-            readonly: mount.read_only.unwrap_or(false),
-            propagation: match mount.mount_propagation.as_deref() {
-                Some("HostToContainer") => pb::MountPropagation::PropagationHostToContainer,
-                Some("Bidirectional") => pb::MountPropagation::PropagationBidirectional,
-                _ => pb::MountPropagation::PropagationPrivate,
-            } as i32,
-            ..pb::Mount::default()
-        });
-    }
-    let taken = |path: &str, mounts: &[pb::Mount]| mounts.iter().any(|m| m.container_path == path);
-    if !taken("/etc/hosts", &mounts) && (!s.ips.is_empty() || pod::host_network(s.pod)) {
-        let text = dns::hosts_file(s.pod, s.ips, &s.context.resolver.cluster_domain, &s.context.host.node_hosts().await);
-        let path = s.context.host.write_hosts(s.pod, text).await?;
-        mounts.push(pb::Mount { container_path: "/etc/hosts".into(), host_path: path.display().to_string(), ..pb::Mount::default() });
-    }
-    if let Some(path) = container.termination_message_path.as_ref().filter(|p| !p.is_empty()) {
-        let file = s.context.host.termination_log(s.pod, &container.name, attempt).await?;
-        mounts.push(pb::Mount { container_path: path.clone(), host_path: file.display().to_string(), ..pb::Mount::default() });
-    }
-    Ok(mounts)
 }

@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use super::classes;
 use super::error::ApiError;
 use super::object::{at, entry, list, text};
 use super::resources::Resource;
@@ -27,7 +28,8 @@ pub fn namespace(store: &Store, resource: &Resource, namespace: &str, name: &str
 /// namespace's `default` account, which a controller makes.
 pub async fn pod(store: &Store, namespace: &str, pod: &mut Value) -> Result<(), ApiError> {
     tolerations(&mut pod["spec"]);
-    priority(pod)?;
+    classes::runtime(store, pod)?;
+    classes::priority(store, pod)?;
     if at(pod, &["metadata", "annotations", "kubernetes.io/config.mirror"]).is_some() {
         return Ok(());
     }
@@ -117,29 +119,6 @@ fn entry_list<'a>(object: &'a mut Value, key: &str) -> &'a mut Vec<Value> {
         *slot = json!([]);
     }
     slot.as_array_mut().expect("made a list just above")
-}
-
-fn priority(pod: &mut Value) -> Result<(), ApiError> {
-    let name = super::object::name(pod).to_owned();
-    let class = text(pod, &["spec", "priorityClassName"]).unwrap_or_default().to_owned();
-    let value = match class.as_str() {
-        "" => 0,
-        "system-node-critical" => 2_000_001_000,
-        "system-cluster-critical" => 2_000_000_000,
-        other => return Err(ApiError::forbidden(format!("pods {name:?} is forbidden: no PriorityClass with name {other} was found"))),
-    };
-    if let Some(own) = at(pod, &["spec", "priority"]).and_then(Value::as_i64)
-        && own != value
-    {
-        return Err(ApiError::forbidden(format!(
-            "pods {name:?} is forbidden: the integer value of priority ({own}) must not be provided in pod spec; priority admission controller computed {value} from the given PriorityClass name"
-        )));
-    }
-    pod["spec"]["priority"] = value.into();
-    if at(pod, &["spec", "preemptionPolicy"]).is_none() {
-        pod["spec"]["preemptionPolicy"] = "PreemptLowerPriority".into();
-    }
-    Ok(())
 }
 
 /// Services: a free cluster address. The caller holds the allocation lock until the service is stored.

@@ -143,7 +143,11 @@ fn node_may(node: &str, ask: &Ask<'_>) -> bool {
         ("pods", "") => read || matches!(ask.verb, "create" | "delete"),
         ("pods", "status") => matches!(ask.verb, "patch" | "update" | "get"),
         ("pods", "eviction") | ("serviceaccounts", "token") => ask.verb == "create",
-        ("configmaps" | "secrets" | "services" | "serviceaccounts" | "namespaces" | "endpoints" | "endpointslices", "") => read,
+        (
+            "configmaps" | "secrets" | "services" | "serviceaccounts" | "namespaces" | "endpoints" | "endpointslices" | "runtimeclasses"
+            | "priorityclasses",
+            "",
+        ) => read,
         ("events", "") => matches!(ask.verb, "create" | "patch" | "update"),
         ("leases", "") => ask.namespace == "kube-node-lease" && (ask.verb == "create" || ask.name == node),
         ("tokenreviews" | "subjectaccessreviews", "") => ask.verb == "create",

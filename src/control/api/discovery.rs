@@ -29,6 +29,7 @@ fn sub_kind(resource: &Resource, sub: Sub) -> (String, String, &'static str, Vec
         Sub::Binding => (String::new(), "v1".into(), "Binding", vec!["create"]),
         Sub::Eviction => ("policy".into(), "v1".into(), "Eviction", vec!["create"]),
         Sub::Finalize => (String::new(), "v1".into(), "Namespace", vec!["update"]),
+        Sub::EphemeralContainers | Sub::Resize => (String::new(), "v1".into(), "Pod", edit),
         Sub::Token => ("authentication.k8s.io".into(), "v1".into(), "TokenRequest", vec!["create"]),
     }
 }

@@ -6,6 +6,7 @@
 
 mod admit;
 pub mod auth;
+pub mod classes;
 mod defaults;
 mod discovery;
 mod error;
@@ -181,7 +182,7 @@ impl Api {
             return Err(auth::refusal(&request.user, &ask));
         }
         if let (Some(sub), Some(name)) = (sub, name)
-            && !matches!(sub, Sub::Status | Sub::Finalize)
+            && !matches!(sub, Sub::Status | Sub::Finalize | Sub::EphemeralContainers | Sub::Resize)
         {
             return self.subresource(request, verb, resource, namespace.unwrap_or_default(), name, sub).await;
         }

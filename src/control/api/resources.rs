@@ -48,6 +48,10 @@ pub enum Sub {
     Finalize,
     /// Service accounts: TokenRequest.
     Token,
+    /// Pods: containers added to look around.
+    EphemeralContainers,
+    /// Pods: CPU and memory of containers that run.
+    Resize,
 }
 
 impl Sub {
@@ -61,6 +65,8 @@ impl Sub {
             Sub::Eviction => "eviction",
             Sub::Finalize => "finalize",
             Sub::Token => "token",
+            Sub::EphemeralContainers => "ephemeralcontainers",
+            Sub::Resize => "resize",
         }
     }
 }
@@ -134,7 +140,7 @@ pub static RESOURCES: &[Resource] = &[
         kind: "Pod",
         short: &["po"],
         categories: &["all"],
-        subresources: &[Sub::Status, Sub::Binding, Sub::Eviction],
+        subresources: &[Sub::Status, Sub::Binding, Sub::Eviction, Sub::EphemeralContainers, Sub::Resize],
         generation: true,
         returns_deleted: true,
         fields: &[
@@ -200,6 +206,16 @@ pub static RESOURCES: &[Resource] = &[
         kind: "Lease",
         create_on_update: true,
         needs_version: true,
+        ..NONE
+    },
+    Resource { group: "node.k8s.io", plural: "runtimeclasses", singular: "runtimeclass", kind: "RuntimeClass", namespaced: false, ..NONE },
+    Resource {
+        group: "scheduling.k8s.io",
+        plural: "priorityclasses",
+        singular: "priorityclass",
+        kind: "PriorityClass",
+        namespaced: false,
+        short: &["pc"],
         ..NONE
     },
     Resource { group: "discovery.k8s.io", plural: "endpointslices", singular: "endpointslice", kind: "EndpointSlice", ..NONE },

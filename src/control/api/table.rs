@@ -67,6 +67,8 @@ fn columns(kind: &str) -> &'static [Column] {
         "ConfigMap" => &[NAME, ("Data", "string", 0), AGE],
         "Secret" => &[NAME, ("Type", "string", 0), ("Data", "string", 0), AGE],
         "ServiceAccount" => &[NAME, AGE],
+        "RuntimeClass" => &[NAME, ("Handler", "string", 0), AGE],
+        "PriorityClass" => &[NAME, ("Value", "integer", 0), ("Global-Default", "boolean", 0), AGE, ("PreemptionPolicy", "string", 0)],
         "Lease" => &[NAME, ("Holder", "string", 0), AGE],
         "Endpoints" => &[NAME, ("Endpoints", "string", 0), AGE],
         "EndpointSlice" => &[NAME, ("AddressType", "string", 0), ("Ports", "string", 0), ("Endpoints", "string", 0), AGE],
@@ -184,6 +186,14 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
             vec![name.into(), or(text(object, &["type"]), ""), keys.into(), age.into()]
         }
         "ServiceAccount" => vec![name.into(), age.into()],
+        "RuntimeClass" => vec![name.into(), or(text(object, &["handler"]), ""), age.into()],
+        "PriorityClass" => vec![
+            name.into(),
+            object["value"].clone(),
+            (object["globalDefault"] == true).into(),
+            age.into(),
+            or(text(object, &["preemptionPolicy"]), "PreemptLowerPriority"),
+        ],
         "Lease" => vec![name.into(), or(text(object, &["spec", "holderIdentity"]), ""), age.into()],
         "Endpoints" => {
             let all: Vec<String> = list(object, &["subsets"])

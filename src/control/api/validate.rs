@@ -79,6 +79,10 @@ pub fn object(resource: &Resource, object: &Value) -> Errors {
             }
         }
         "Service" => service(object, &mut errors),
+        "RuntimeClass" if !text(object, &["handler"]).is_some_and(is_label) => {
+            errors.push(FieldError::invalid("handler", &object["handler"], LABEL));
+        }
+        "PriorityClass" => priority_class(object, &mut errors),
         "Event" => {
             let involved = text(object, &["involvedObject", "namespace"]).unwrap_or_default();
             let own = super::object::namespace(object).unwrap_or_default();
@@ -89,6 +93,27 @@ pub fn object(resource: &Resource, object: &Value) -> Errors {
         _ => {}
     }
     errors
+}
+
+fn priority_class(object: &Value, errors: &mut Errors) {
+    let (name, value) = (super::object::name(object), object["value"].as_i64().unwrap_or(0));
+    let system = super::classes::SYSTEM.iter().find(|(known, ..)| *known == name);
+    match system {
+        Some((_, known, _)) if *known != value => {
+            errors.push(FieldError::forbidden("metadata.name", "priority class names with 'system-' prefix are reserved for system use only"));
+        }
+        Some(_) => {}
+        None if name.starts_with("system-") => {
+            errors.push(FieldError::forbidden("metadata.name", "priority class names with 'system-' prefix are reserved for system use only"));
+        }
+        None if value > 1_000_000_000 => {
+            errors.push(FieldError::forbidden("value", "maximum allowed value of a user defined priority is 1000000000"));
+        }
+        None => {}
+    }
+    if let Some(policy) = text(object, &["preemptionPolicy"]).filter(|p| !["Never", "PreemptLowerPriority"].contains(p)) {
+        errors.push(FieldError::unsupported("preemptionPolicy", policy, &["Never", "PreemptLowerPriority"]));
+    }
 }
 
 fn metadata(resource: &Resource, object: &Value, errors: &mut Errors) {
@@ -413,10 +438,90 @@ pub fn update(resource: &Resource, old: &Value, new: &Value) -> Errors {
                 errors.push(FieldError::invalid("spec.clusterIPs[0]", &after.unwrap_or_default().into(), "may not change once set"));
             }
         }
+        "RuntimeClass" if old["handler"] != new["handler"] => {
+            errors.push(FieldError::invalid("handler", &new["handler"], "field is immutable"));
+        }
+        "PriorityClass" if old["value"] != new["value"] => {
+            errors.push(FieldError::forbidden("value", "may not be changed in an update."));
+        }
         _ => {}
     }
     if resource.kind == "Secret" && old["type"] != new["type"] {
         errors.push(FieldError::invalid("type", &new["type"], "field is immutable"));
+    }
+    errors
+}
+
+/// Checks a write to `ephemeralcontainers`: they are only ever added.
+#[must_use]
+pub fn ephemeral_update(old: &Value, new: &Value) -> Errors {
+    let mut errors = Errors::new();
+    let path = "spec.ephemeralContainers";
+    let (before, after) = (list(old, &["spec", "ephemeralContainers"]), list(new, &["spec", "ephemeralContainers"]));
+    for container in before {
+        let name = text(container, &["name"]).unwrap_or_default();
+        match after.iter().find(|c| c["name"] == container["name"]) {
+            None => errors.push(FieldError::forbidden(path, &format!("existing ephemeral containers {name:?} may not be removed"))),
+            Some(same) if same != container => {
+                errors.push(FieldError::forbidden(path, &format!("existing ephemeral containers {name:?} may not be changed")));
+            }
+            Some(_) => {}
+        }
+    }
+    let volumes: HashSet<&str> = list(new, &["spec", "volumes"]).iter().filter_map(|v| text(v, &["name"])).collect();
+    let taken: Vec<&str> =
+        ["containers", "initContainers"].iter().flat_map(|kind| list(new, &["spec", kind])).filter_map(|c| text(c, &["name"])).collect();
+    let mut seen = HashSet::new();
+    for (i, item) in after.iter().enumerate() {
+        let here = format!("{path}[{i}]");
+        container(item, &here, &volumes, &mut errors);
+        let name = text(item, &["name"]).unwrap_or_default();
+        if taken.contains(&name) || !seen.insert(name) {
+            errors.push(FieldError::duplicate(format!("{here}.name"), name));
+        }
+        for field in ["ports", "livenessProbe", "readinessProbe", "startupProbe", "lifecycle", "resources"] {
+            let set = at(item, &[field]).is_some_and(|v| !v.is_null() && v.as_object().is_none_or(|o| !o.is_empty()));
+            if set {
+                errors.push(FieldError::forbidden(format!("{here}.{field}"), "cannot be set for an Ephemeral Container"));
+            }
+        }
+        if let Some(target) = text(item, &["targetContainerName"]).filter(|t| !t.is_empty() && !taken.contains(t)) {
+            errors.push(FieldError::not_found(format!("{here}.targetContainerName"), target));
+        }
+    }
+    errors
+}
+
+/// Checks a write to `resize`: CPU and memory only, and what is set stays set (KEP-1287).
+#[must_use]
+pub fn resize(old: &Value, new: &Value) -> Errors {
+    let mut errors = Errors::new();
+    if ["Succeeded", "Failed"].contains(&text(old, &["status", "phase"]).unwrap_or_default()) {
+        errors.push(FieldError::forbidden("spec", "Pod that has ended cannot be resized"));
+    }
+    let class = |pod: &Value| serde_json::from_value(pod["spec"].clone()).map(|spec| crate::core::qos::of(&spec).name()).unwrap_or_default();
+    if class(old) != class(new) {
+        errors.push(FieldError::invalid("spec", &class(new).into(), "Pod QOS Class may not change as a result of resizing"));
+    }
+    for kind in ["containers", "initContainers"] {
+        for (i, (before, after)) in list(old, &["spec", kind]).iter().zip(list(new, &["spec", kind])).enumerate() {
+            let here = format!("spec.{kind}[{i}].resources");
+            if before["resources"] != after["resources"] && kind == "initContainers" && before["restartPolicy"] != "Always" {
+                errors.push(FieldError::forbidden(here.clone(), "only sidecar containers among the init containers can be resized"));
+            }
+            for side in ["requests", "limits"] {
+                let of = |container: &Value| at(container, &["resources", side]).and_then(Value::as_object).cloned().unwrap_or_default();
+                let (before, after) = (of(before), of(after));
+                for name in before.keys().chain(after.keys()) {
+                    if before.get(name) != after.get(name) && !["cpu", "memory"].contains(&name.as_str()) {
+                        errors.push(FieldError::forbidden(format!("{here}.{side}[{name}]"), "only cpu and memory resources are mutable"));
+                    }
+                    if !after.contains_key(name) && before.contains_key(name) {
+                        errors.push(FieldError::forbidden(format!("{here}.{side}"), &format!("resource {side} cannot be removed")));
+                    }
+                }
+            }
+        }
     }
     errors
 }

@@ -332,9 +332,13 @@ impl Api {
                 ));
             }
             merge_unchangeable(resource, sub, &old, &mut new);
-            if sub.is_none() {
+            if matches!(sub, None | Some(Sub::EphemeralContainers | Sub::Resize)) {
                 let mut errors = validate::object(resource, &new);
-                errors.extend(validate::update(resource, &old, &new));
+                errors.extend(match sub {
+                    Some(Sub::EphemeralContainers) => validate::ephemeral_update(&old, &new),
+                    Some(Sub::Resize) => validate::resize(&old, &new),
+                    _ => validate::update(resource, &old, &new),
+                });
                 if !errors.is_empty() {
                     return Err(ApiError::invalid(resource.kind, resource.group, name, &errors));
                 }
@@ -440,6 +444,26 @@ fn merge_unchangeable(resource: &Resource, sub: Option<Sub>, old: &Value, new: &
                     };
                 }
             }
+        }
+        Some(Sub::EphemeralContainers) => {
+            let wanted = at(new, &["spec", "ephemeralContainers"]).cloned();
+            *new = old.clone();
+            if let Some(wanted) = wanted {
+                new["spec"]["ephemeralContainers"] = wanted;
+            }
+            defaults::apply(resource.kind, new);
+        }
+        Some(Sub::Resize) => {
+            let wanted = std::mem::replace(new, old.clone());
+            for kind in ["containers", "initContainers"] {
+                let containers = new["spec"].get_mut(kind).and_then(Value::as_array_mut).into_iter().flatten();
+                for (container, wanted) in containers.zip(list(&wanted, &["spec", kind])) {
+                    if container["name"] == wanted["name"] {
+                        container["resources"] = wanted["resources"].clone();
+                    }
+                }
+            }
+            defaults::apply(resource.kind, new);
         }
         Some(Sub::Finalize) => {
             let finalizers = at(new, &["spec", "finalizers"]).cloned().unwrap_or(json!([]));

@@ -42,6 +42,7 @@ fn status(pod: &Pod, containers: Vec<observed::Container>, problems: &Problems, 
         probed: &Probed::default(),
         node_ips: &["192.0.2.1".into()],
         ended,
+        verdict: None,
         now: time(100),
     })
 }

@@ -1,15 +1,22 @@
 //! Pods as runtime configuration: sandbox and container messages (kubelet spec, chapter 6). Pure.
 
+mod resources;
+mod security;
+
 use std::collections::HashMap;
 
 use holdfast_proto::cri as pb;
-use k8s_openapi::api::core::v1::{Capabilities, Container, Pod, PodSpec, SeccompProfile, SecurityContext};
+use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, VolumeMount};
 use kube::ResourceExt as _;
 
-use super::cgroup::{self, oom_score_adj};
+use super::cgroup;
 use super::dns::{self, Resolver};
 use super::pod;
-use super::resources::{Side, of_container};
+use super::users::{Mapping, Mappings};
+pub use resources::resources;
+use resources::{overhead, whole_resources};
+pub use security::apparmor;
+use security::{groups_policy, security, selinux};
 
 /// Labels by which pods are found again in the runtime.
 pub mod label {
@@ -35,25 +42,16 @@ pub mod annotation {
     pub const MESSAGE_POLICY: &str = "io.kubernetes.container.terminationMessagePolicy";
     /// The pod's grace period.
     pub const GRACE: &str = "io.kubernetes.pod.terminationGracePeriod";
+    /// The grace period of the pod's deletion.
+    pub const DELETION_GRACE: &str = "io.kubernetes.pod.deletionGracePeriod";
+    /// The preStop hook, as JSON.
+    pub const PRE_STOP: &str = "io.kubernetes.container.preStopHandler";
+    /// The ports, as JSON.
+    pub const PORTS: &str = "io.kubernetes.container.ports";
 }
 
-const MASKED: &[&str] = &[
-    "/proc/asound",
-    "/proc/acpi",
-    "/proc/interrupts",
-    "/proc/kcore",
-    "/proc/keys",
-    "/proc/latency_stats",
-    "/proc/timer_list",
-    "/proc/timer_stats",
-    "/proc/sched_debug",
-    "/proc/scsi",
-    "/sys/firmware",
-    "/sys/devices/virtual/powercap",
-];
-const READ_ONLY: &[&str] = &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
-
 /// What a pod's messages need besides the pod.
+#[derive(Debug, Clone)]
 pub struct Node<'a> {
     /// Name resolution.
     pub resolver: &'a Resolver,
@@ -67,42 +65,61 @@ pub struct Node<'a> {
     pub seccomp_default: bool,
     /// The node's memory in bytes.
     pub memory: u64,
+    /// The period of CPU quotas in microseconds; none where quotas are not enforced.
+    pub cpu_period: Option<u64>,
+    /// The sizes of huge pages that the kernel knows, for instance `2MB`.
+    pub hugepages: Vec<String>,
+    /// Whether one process that runs out of memory takes the whole container with it (cgroup v2 only).
+    pub group_oom: bool,
+    /// Paths under `/sys` that are masked because this machine has them.
+    pub masked: Vec<String>,
+    /// The runtime's handler; empty for the default one.
+    pub handler: String,
+    /// The ids of the pod's user namespace, if it has one.
+    pub users: Option<Mappings>,
+    /// Whether the runtime can make mounts read-only with all that is mounted below them.
+    pub recursive_read_only: bool,
 }
 
-fn namespaces(spec: &PodSpec) -> pb::NamespaceOption {
-    let node = |yes: Option<bool>, other: pb::NamespaceMode| if yes == Some(true) { pb::NamespaceMode::Node } else { other } as i32;
-    let shared = if spec.share_process_namespace == Some(true) { pb::NamespaceMode::Pod } else { pb::NamespaceMode::Container };
-    pb::NamespaceOption {
-        network: node(spec.host_network, pb::NamespaceMode::Pod),
-        ipc: node(spec.host_ipc, pb::NamespaceMode::Pod),
-        pid: node(spec.host_pid, shared),
-        ..pb::NamespaceOption::default()
+impl<'a> Node<'a> {
+    /// With nothing but name resolution, and the field's defaults.
+    #[must_use]
+    pub fn new(resolver: &'a Resolver) -> Node<'a> {
+        Node {
+            resolver,
+            cgroup_parent: String::new(),
+            log_directory: String::new(),
+            seccomp_root: String::new(),
+            seccomp_default: false,
+            memory: 0,
+            cpu_period: Some(cgroup::PERIOD),
+            hugepages: vec![],
+            group_oom: false,
+            masked: vec![],
+            handler: String::new(),
+            users: None,
+            recursive_read_only: false,
+        }
     }
 }
 
-fn seccomp(profile: Option<&SeccompProfile>, node: &Node<'_>) -> Result<pb::SecurityProfile, String> {
-    use pb::security_profile::ProfileType;
-    let simple = |kind: ProfileType| pb::SecurityProfile { profile_type: kind as i32, localhost_ref: String::new() };
-    Ok(match profile {
-        None if node.seccomp_default => simple(ProfileType::RuntimeDefault),
-        None => simple(ProfileType::Unconfined),
-        Some(profile) => match profile.type_.as_str() {
-            "RuntimeDefault" => simple(ProfileType::RuntimeDefault),
-            "Unconfined" => simple(ProfileType::Unconfined),
-            // An empty name must not come out as unconfined.
-            "Localhost" => {
-                match profile.localhost_profile.as_deref().filter(|p| !p.is_empty() && !p.starts_with('/') && !p.split('/').any(|s| s == "..")) {
-                    Some(path) => {
-                        pb::SecurityProfile { profile_type: ProfileType::Localhost as i32, localhost_ref: format!("{}/{path}", node.seccomp_root) }
-                    }
-                    None => {
-                        return Err("localhostProfile must be set to a path below the seccomp directory if seccompProfile type is Localhost.".into());
-                    }
-                }
-            }
-            other => return Err(format!("seccompProfile type {other:?} is not supported: use RuntimeDefault, Localhost or Unconfined")),
-        },
-    })
+fn ids(list: &[Mapping]) -> Vec<pb::IdMapping> {
+    list.iter().map(|m| pb::IdMapping { host_id: m.host_id, container_id: m.container_id, length: m.length }).collect()
+}
+
+fn namespaces(spec: &PodSpec, node: &Node<'_>) -> pb::NamespaceOption {
+    let of = |yes: Option<bool>, other: pb::NamespaceMode| if yes == Some(true) { pb::NamespaceMode::Node } else { other } as i32;
+    let shared = if spec.share_process_namespace == Some(true) { pb::NamespaceMode::Pod } else { pb::NamespaceMode::Container };
+    pb::NamespaceOption {
+        network: of(spec.host_network, pb::NamespaceMode::Pod),
+        ipc: of(spec.host_ipc, pb::NamespaceMode::Pod),
+        pid: of(spec.host_pid, shared),
+        userns_options: Some(match &node.users {
+            None => pb::UserNamespace { mode: pb::NamespaceMode::Node as i32, ..pb::UserNamespace::default() },
+            Some(users) => pb::UserNamespace { mode: pb::NamespaceMode::Pod as i32, uids: ids(&users.uid_mappings), gids: ids(&users.gid_mappings) },
+        }),
+        ..pb::NamespaceOption::default()
+    }
 }
 
 fn privileged(container: &Container) -> bool {
@@ -127,17 +144,19 @@ pub fn sandbox(pod: &Pod, attempt: u32, node: &Node<'_>) -> Result<pb::PodSandbo
         }),
         hostname,
         log_directory: node.log_directory.clone(),
-        dns_config: Some(dns::config(pod, node.resolver)),
+        dns_config: Some(dns::config(pod, node.resolver).0),
         port_mappings: port_mappings(spec),
         labels,
         annotations: pod.annotations().clone().into_iter().collect(),
         linux: Some(pb::LinuxPodSandboxConfig {
             cgroup_parent: node.cgroup_parent.clone(),
             security_context: Some(pb::LinuxSandboxSecurityContext {
-                namespace_options: Some(namespaces(spec)),
+                namespace_options: Some(namespaces(spec, node)),
                 run_as_user: id(context.run_as_user),
                 run_as_group: id(context.run_as_group.filter(|_| context.run_as_user.is_some())),
                 supplemental_groups: groups,
+                supplemental_groups_policy: groups_policy(context.supplemental_groups_policy.as_deref()),
+                selinux_options: context.se_linux_options.as_ref().map(selinux),
                 privileged: pod::containers(pod).iter().any(|(_, c)| privileged(c)),
                 seccomp: Some(pb::SecurityProfile {
                     profile_type: pb::security_profile::ProfileType::RuntimeDefault as i32,
@@ -145,8 +164,9 @@ pub fn sandbox(pod: &Pod, attempt: u32, node: &Node<'_>) -> Result<pb::PodSandbo
                 }),
                 ..pb::LinuxSandboxSecurityContext::default()
             }),
+            overhead: Some(overhead(pod)),
+            resources: Some(whole_resources(pod, node)),
             sysctls: context.sysctls.iter().flatten().map(|s| (s.name.replace('/', "."), s.value.clone())).collect(),
-            ..pb::LinuxPodSandboxConfig::default()
         }),
         windows: None,
     })
@@ -161,9 +181,19 @@ fn pod_labels(pod: &Pod) -> [(String, String); 3] {
 }
 
 fn port_mappings(spec: &PodSpec) -> Vec<pb::PortMapping> {
-    let ports = spec.containers.iter().flat_map(|c| c.ports.iter().flatten());
+    let mut seen = std::collections::HashSet::new();
+    let ports = spec.containers.iter().flat_map(|c| c.ports.iter().flatten().map(move |p| (c, p)));
     ports
-        .map(|p| pb::PortMapping {
+        .filter(|(container, p)| {
+            // Of one container's ports a name, or an address and port, counts once.
+            let family = if p.host_ip.as_deref().is_some_and(|ip| ip.contains(':')) { 6 } else { 4 };
+            let key = match p.name.as_deref().filter(|n| !n.is_empty()) {
+                Some(name) => format!("{}:{name}", container.name),
+                None => format!("{}:{family}-{:?}-{:?}:{:?}:{}", container.name, p.protocol, p.host_ip, p.host_port, p.container_port),
+            };
+            seen.insert(key)
+        })
+        .map(|(_, p)| pb::PortMapping {
             protocol: match p.protocol.as_deref() {
                 Some("UDP") => pb::Protocol::Udp,
                 Some("SCTP") => pb::Protocol::Sctp,
@@ -188,25 +218,44 @@ pub struct Prepared<'a> {
     pub env: Vec<(String, String)>,
     /// The mounts.
     pub mounts: Vec<pb::Mount>,
+    /// The container whose processes an ephemeral one shares.
+    pub target: Option<String>,
 }
 
-/// Effective user checks (kubelet spec, 6.6): refuses root where it is not wanted.
-fn check_non_root(pod: &Pod, container: &Container, user: Option<i64>, image: &(Option<i64>, String)) -> Result<(), String> {
-    let of_pod = pod.spec.as_ref().and_then(|s| s.security_context.as_ref()).and_then(|s| s.run_as_non_root);
-    let wanted = container.security_context.as_ref().and_then(|s| s.run_as_non_root).or(of_pod);
-    if wanted != Some(true) {
-        return Ok(());
-    }
-    let who = format!("(pod: \"{}\", container: {})", pod::described(pod), container.name);
-    match (user, image) {
-        (Some(0), _) => Err(format!("container's runAsUser breaks non-root policy {who}")),
-        (Some(_), _) => Ok(()),
-        (None, (None, name)) if !name.is_empty() => {
-            Err(format!("container has runAsNonRoot and image has non-numeric user ({name}), cannot verify user is non-root {who}"))
+/// A volumeMount as far as it can be told without the machine (kubelet spec, 6.7).
+pub fn volume_mount(mount: &VolumeMount, node: &Node<'_>) -> Result<pb::Mount, String> {
+    let propagation = mount.mount_propagation.as_deref().unwrap_or("None");
+    let readonly = mount.read_only.unwrap_or(false);
+    let recursive = match mount.recursive_read_only.as_deref().unwrap_or("Disabled") {
+        "Disabled" => false,
+        // Where it cannot be had it is left out: that is what was asked for.
+        "IfPossible" => readonly && propagation == "None" && node.recursive_read_only,
+        "Enabled" if !readonly => return Err(format!("volume {:?} requested recursive read-only mode, but it is not read-only", mount.name)),
+        "Enabled" if propagation != "None" => {
+            return Err(format!(
+                "volume {:?} requested recursive read-only mode, but it is not compatible with propagation {propagation:?}",
+                mount.name
+            ));
         }
-        (None, (None | Some(0), _)) => Err(format!("container has runAsNonRoot and image will run as root {who}")),
-        (None, (Some(_), _)) => Ok(()),
-    }
+        "Enabled" if !node.recursive_read_only => {
+            return Err(format!("volume {:?} requested recursive read-only mode, but it is not supported by the runtime", mount.name));
+        }
+        "Enabled" => true,
+        other => return Err(format!("recursiveReadOnly {other:?} of volume {:?} is not known: use Disabled, IfPossible or Enabled", mount.name)),
+    };
+    Ok(pb::Mount {
+        container_path: mount.mount_path.clone(),
+        readonly,
+        recursive_read_only: recursive,
+        propagation: match propagation {
+            "HostToContainer" => pb::MountPropagation::PropagationHostToContainer,
+            "Bidirectional" => pb::MountPropagation::PropagationBidirectional,
+            _ => pb::MountPropagation::PropagationPrivate,
+        } as i32,
+        uid_mappings: node.users.as_ref().map(|u| ids(&u.uid_mappings)).unwrap_or_default(),
+        gid_mappings: node.users.as_ref().map(|u| ids(&u.gid_mappings)).unwrap_or_default(),
+        ..pb::Mount::default()
+    })
 }
 
 /// A container's message. The error is a `CreateContainerConfigError`.
@@ -222,9 +271,18 @@ pub fn container(pod: &Pod, container: &Container, prepared: Prepared<'_>, node:
     if let Some(grace) = pod.spec.as_ref().and_then(|s| s.termination_grace_period_seconds) {
         annotations.insert(annotation::GRACE.into(), grace.to_string());
     }
+    if let Some(grace) = pod.metadata.deletion_grace_period_seconds {
+        annotations.insert(annotation::DELETION_GRACE.into(), grace.to_string());
+    }
+    // What whoever stops this container without its pod's spec must know.
+    let json = |value: Option<serde_json::Value>| value.map(|v| v.to_string());
+    let hook = container.lifecycle.as_ref().and_then(|l| l.pre_stop.as_ref()).and_then(|h| serde_json::to_value(h).ok());
+    let ports = container.ports.as_ref().filter(|p| !p.is_empty()).and_then(|p| serde_json::to_value(p).ok());
+    annotations.extend(json(hook).map(|text| (annotation::PRE_STOP.to_owned(), text)));
+    annotations.extend(json(ports).map(|text| (annotation::PORTS.to_owned(), text)));
     let mut labels: HashMap<String, String> = pod_labels(pod).into();
     labels.insert(label::CONTAINER.into(), container.name.clone());
-    let security = security(pod, container, &prepared.image_user, node)?;
+    let security = security(pod, container, &prepared, node)?;
     Ok(pb::ContainerConfig {
         metadata: Some(pb::ContainerMetadata { name: container.name.clone(), attempt: prepared.attempt }),
         image: Some(pb::ImageSpec {
@@ -243,60 +301,9 @@ pub fn container(pod: &Pod, container: &Container, prepared: Prepared<'_>, node:
         stdin: container.stdin.unwrap_or(false),
         stdin_once: container.stdin_once.unwrap_or(false),
         tty: container.tty.unwrap_or(false),
-        linux: Some(pb::LinuxContainerConfig { resources: Some(resources(pod, container, node.memory)), security_context: Some(security) }),
+        linux: Some(pb::LinuxContainerConfig { resources: Some(resources(pod, container, node)), security_context: Some(security) }),
         ..pb::ContainerConfig::default()
     })
-}
-
-fn security(
-    pod: &Pod,
-    container: &Container,
-    image_user: &(Option<i64>, String),
-    node: &Node<'_>,
-) -> Result<pb::LinuxContainerSecurityContext, String> {
-    let spec = pod::spec(pod);
-    let of_pod = spec.security_context.clone().unwrap_or_default();
-    let own: SecurityContext = container.security_context.clone().unwrap_or_default();
-    let user = own.run_as_user.or(of_pod.run_as_user);
-    check_non_root(pod, container, user, image_user)?;
-    let id = |value: Option<i64>| value.map(|value| pb::Int64Value { value });
-    let named = user.is_none() && image_user.0.is_none() && !image_user.1.is_empty();
-    let unmasked = own.proc_mount.as_deref() == Some("Unmasked");
-    let paths = |list: &[&str]| if unmasked { vec![] } else { list.iter().map(|p| (*p).to_owned()).collect() };
-    let capabilities = |c: Capabilities| pb::Capability {
-        add_capabilities: c.add.unwrap_or_default(),
-        drop_capabilities: c.drop.unwrap_or_default(),
-        ..pb::Capability::default()
-    };
-    Ok(pb::LinuxContainerSecurityContext {
-        capabilities: own.capabilities.clone().map(capabilities),
-        privileged: privileged(container),
-        namespace_options: Some(namespaces(spec)),
-        run_as_user: if named { None } else { id(user.or(image_user.0).or(Some(0))) },
-        run_as_group: id(own.run_as_group.or(of_pod.run_as_group)),
-        run_as_username: if named { image_user.1.clone() } else { String::new() },
-        readonly_rootfs: own.read_only_root_filesystem.unwrap_or(false),
-        supplemental_groups: of_pod.supplemental_groups.iter().flatten().copied().chain(of_pod.fs_group).collect(),
-        no_new_privs: own.allow_privilege_escalation == Some(false),
-        masked_paths: paths(MASKED),
-        readonly_paths: paths(READ_ONLY),
-        seccomp: Some(seccomp(own.seccomp_profile.as_ref().or(of_pod.seccomp_profile.as_ref()), node)?),
-        ..pb::LinuxContainerSecurityContext::default()
-    })
-}
-
-fn resources(pod: &Pod, container: &Container, memory: u64) -> pb::LinuxContainerResources {
-    let (requests, limits) = (of_container(container, Side::Requests), of_container(container, Side::Limits));
-    let share = requests.get("cpu").or(limits.get("cpu")).map_or(0, |q| q.milli());
-    let bytes = limits.get("memory").map_or(0, |q| q.units());
-    pb::LinuxContainerResources {
-        cpu_shares: i64::try_from(cgroup::shares(share)).unwrap_or(2),
-        cpu_period: i64::try_from(cgroup::PERIOD).unwrap_or(100_000),
-        cpu_quota: limits.get("cpu").map_or(0, |q| cgroup::quota(q.milli())),
-        memory_limit_in_bytes: bytes,
-        oom_score_adj: oom_score_adj(pod, container, memory),
-        ..pb::LinuxContainerResources::default()
-    }
 }
 
 #[cfg(test)]
@@ -306,17 +313,16 @@ mod tests {
 
     fn made(pod: Value, image_user: (Option<i64>, String)) -> Result<pb::ContainerConfig, String> {
         let pod: Pod = serde_json::from_value(pod).expect("a pod");
-        let node = Node {
-            resolver: &Resolver::default(),
-            cgroup_parent: "/x".into(),
-            log_directory: "/l".into(),
-            seccomp_root: "/s".into(),
-            seccomp_default: false,
-            memory: 1 << 30,
-        };
+        let resolver = Resolver::default();
+        let node = Node { seccomp_root: "/s".into(), memory: 1 << 30, hugepages: vec!["2MB".into(), "1GB".into()], ..Node::new(&resolver) };
         sandbox(&pod, 0, &node)?;
         let first = pod.spec.as_ref().expect("spec").containers[0].clone();
-        container(&pod, &first, Prepared { attempt: 2, image: "sha256:i", image_user, env: vec![("A".into(), "1".into())], mounts: vec![] }, &node)
+        container(
+            &pod,
+            &first,
+            Prepared { attempt: 2, image: "sha256:i", image_user, env: vec![("A".into(), "1".into())], mounts: vec![], target: None },
+            &node,
+        )
     }
 
     fn with(context: Value) -> Value {
@@ -333,7 +339,7 @@ mod tests {
         let linux = config.linux.expect("linux");
         assert_eq!(linux.resources.expect("resources").oom_score_adj, 1000);
         let security = linux.security_context.expect("security");
-        assert_eq!((security.run_as_user.expect("a user").value, security.masked_paths.len()), (0, MASKED.len()));
+        assert_eq!((security.run_as_user.expect("a user").value, security.masked_paths.len()), (0, super::security::MASKED.len()));
     }
 
     #[test]

@@ -1,0 +1,67 @@
+//! Environment files, which `fileKeyRef` reads (KEP-3721; kubelet spec, 6.5): `KEY='value'` lines. Pure.
+
+/// The value of `key` in a file. The error is what is wrong with the file; `None` if the key is not in it,
+/// or has no value.
+pub fn lookup(text: &str, key: &str) -> Result<Option<String>, String> {
+    let mut rest = text;
+    let mut number = 1;
+    while !rest.is_empty() {
+        let (line, after) = rest.split_once('\n').unwrap_or((rest, ""));
+        let trimmed = line.trim();
+        if trimmed.is_empty() || trimmed.starts_with('#') {
+            rest = after;
+            number += 1;
+            continue;
+        }
+        let wrong = |why: &str| format!("couldn't parse env file: line {number}: {why}");
+        let (name, value) = rest.split_once('=').filter(|(name, _)| !name.contains('\n')).ok_or_else(|| wrong("it has no '='"))?;
+        let name = name.trim_start();
+        if name.is_empty() || name.ends_with(char::is_whitespace) {
+            return Err(wrong("there must be a name and no space before '='"));
+        }
+        let (value, after) = if let Some(quoted) = value.strip_prefix('\'') {
+            let (value, after) = quoted.split_once('\'').ok_or_else(|| wrong("the closing quote is missing"))?;
+            let (end, next) = after.split_once('\n').unwrap_or((after, ""));
+            let end = end.trim();
+            if !end.is_empty() && !end.starts_with('#') {
+                return Err(wrong("only a comment may follow the closing quote"));
+            }
+            (value, next)
+        } else {
+            let (bare, next) = value.split_once('\n').unwrap_or((value, ""));
+            // What begins with a space is empty; anything else must be quoted.
+            if !bare.is_empty() && !bare.starts_with(char::is_whitespace) {
+                return Err(wrong("the value must stand in single quotes"));
+            }
+            ("", next)
+        };
+        if name == key {
+            return Ok(Some(value.to_owned()).filter(|v| !v.is_empty()));
+        }
+        number += 1 + value.matches('\n').count();
+        rest = after;
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_quoted_and_the_first_wins() {
+        let text = "# a comment\n\nA='1' # one\nB='two\nlines'\nA='again'\nC= x\n  D='indented'\n";
+        for (key, expected) in [("A", Some("1")), ("B", Some("two\nlines")), ("C", None), ("D", Some("indented")), ("E", None)] {
+            assert_eq!(lookup(text, key), Ok(expected.map(str::to_owned)), "{key}");
+        }
+        for (wrong, expected) in [
+            ("A=1\n", "single quotes"),
+            ("A ='1'\n", "no space"),
+            ("A='1\n", "closing quote"),
+            ("A='1' x\n", "comment"),
+            ("A\n", "line 1: it has no '='"),
+        ] {
+            assert!(lookup(wrong, "B").is_err_and(|e| e.contains(expected)), "{wrong}");
+        }
+    }
+}
