@@ -10,5 +10,6 @@ pub mod cri;
 pub mod host;
 pub mod kubeapi;
 pub mod probes;
+pub mod sealed;
 pub mod sys;
 pub mod up;

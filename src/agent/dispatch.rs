@@ -16,6 +16,10 @@ use super::{Context, mirror};
 use crate::core::pod;
 use crate::cri::ListedPod;
 use crate::kubeapi::Cache;
+use crate::sealed::Keeper;
+
+/// How long the first list of the apiserver is waited for, before what is known from before is used.
+const PATIENCE: Duration = Duration::from_secs(3);
 
 /// How often it is looked for what pods that are gone have left.
 const TENDING: Duration = Duration::from_secs(60);
@@ -40,7 +44,9 @@ pub async fn run(
     mut statics: watch::Receiver<Option<Vec<Arc<Pod>>>>,
     mut hints: mpsc::Receiver<Hint>,
     seen: Seen,
+    keeper: Option<Keeper>,
 ) {
+    let cut_off_at = Instant::now() + PATIENCE;
     let (finished, mut endings) = mpsc::channel(256);
     let mut dispatcher = Dispatcher { context, workers: HashMap::new(), seen, finished };
     let mut api_changes = api.as_ref().map(Cache::changes);
@@ -50,7 +56,21 @@ pub async fn run(
         if let Some(changes) = &mut api_changes {
             changes.mark_unchanged();
         }
-        let api_pods = api.as_ref().filter(|c| c.is_synced()).map(Cache::list).unwrap_or_default();
+        let api_pods = match (&api, &keeper) {
+            (Some(cache), _) if cache.is_synced() => cache.list(),
+            // No apiserver since the start: the pods of before go on, and nothing is removed.
+            (Some(_), Some(keeper)) if Instant::now() >= cut_off_at => {
+                if !keeper.is_cut_off() {
+                    keeper.set_cut_off(true);
+                    tracing::warn!(
+                        pods = keeper.last_pods().len(),
+                        "no apiserver answers: the pods that were bound here before are started from what was kept"
+                    );
+                }
+                keeper.last_pods()
+            }
+            _ => vec![],
+        };
         let static_pods = statics.borrow_and_update().clone().unwrap_or_default();
         dispatcher.update(&api_pods, &static_pods, ready).await;
         if ready && next_tending.is_none_or(|at| Instant::now() >= at) {
@@ -67,6 +87,7 @@ pub async fn run(
             };
             tokio::select! {
                 // All arms are cancel-safe: receivers and watches keep what has not been taken.
+                () = tokio::time::sleep_until(cut_off_at), if !ready && Instant::now() < cut_off_at => break,
                 () = api_changed => break,
                 _ = statics.changed() => break,
                 Some(uid) = endings.recv() => {

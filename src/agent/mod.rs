@@ -53,6 +53,7 @@ use crate::cri::{Features, Runtime};
 use crate::host::PodHost;
 use crate::kubeapi::pods::PodApi;
 use crate::probes::Dialer;
+use crate::sealed::Keeper;
 use crate::sys::clock::Clock;
 use crate::sys::machine::Machine;
 
@@ -200,6 +201,8 @@ pub struct Agent {
     pub nodes: Option<Arc<dyn NodeApi>>,
     /// The pods bound to this node; none when there are only static pods.
     pub pods: Option<crate::kubeapi::Cache<Pod>>,
+    /// What is known from before, for a start without an apiserver.
+    pub keeper: Option<Keeper>,
     /// Where the runtime's network state is announced.
     pub network: watch::Sender<Network>,
     /// Where our own Node object is announced.
@@ -213,7 +216,7 @@ impl Agent {
         let seen = relist::Seen::default();
         let statics = sources::start(&self.context);
         let context = Arc::clone(&self.context);
-        let dispatch = dispatch::run(Arc::clone(&context), self.pods, statics, hinted, seen.clone());
+        let dispatch = dispatch::run(Arc::clone(&context), self.pods, statics, hinted, seen.clone(), self.keeper);
         let relist = relist::run(Arc::clone(&context), seen, hints);
         let local = local::run(Arc::clone(&context));
         let upkeep = upkeep::run(Arc::clone(&context));

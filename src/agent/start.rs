@@ -18,6 +18,7 @@ use crate::host::linux::LinuxHost;
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::connect;
 use crate::kubeapi::pods::{KubePods, PodApi};
+use crate::sealed::{self, Keeper, SealedApi, Vault};
 use crate::sys::clock::Clock;
 use crate::sys::machine::{Machine, default_address};
 
@@ -73,11 +74,17 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     };
     resolver.cluster_dns.clone_from(&config.cluster_dns);
     resolver.cluster_domain.clone_from(&config.cluster_domain);
+    let mut keeper = None;
     let (api, pods, nodes): (Arc<dyn PodApi>, _, Option<Arc<dyn NodeApi>>) = match clients {
         Some((client, heartbeat)) => {
             let only_ours = watcher::Config::default().fields(&format!("spec.nodeName={}", config.node_name));
             let pods: Cache<Pod> = Cache::start(Api::all(client.clone()), only_ours);
-            (Arc::new(KubePods::new(client)), Some(pods), Some(Arc::new(KubeNodes(heartbeat))))
+            let api: Arc<dyn PodApi> = Arc::new(KubePods::new(client));
+            let kept = Keeper::start(Vault::open(&config.root_dir.join("sealed"))?);
+            let services = Arc::clone(&api);
+            tokio::spawn(sealed::follow(kept.clone(), pods.clone(), move || services.services()));
+            keeper = Some(kept.clone());
+            (Arc::new(SealedApi::new(api, kept)), Some(pods), Some(Arc::new(KubeNodes(heartbeat))))
         }
         None => (Arc::new(super::standalone::NoApi), None, None),
     };
@@ -105,5 +112,5 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         started: clock.now(),
         config,
     });
-    Ok(Agent { context, nodes, pods, network, node })
+    Ok(Agent { context, nodes, pods, keeper, network, node })
 }

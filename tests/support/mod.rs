@@ -144,6 +144,15 @@ impl Cluster {
         }
     }
 
+    /// As [`Cluster::wait`], while there is no API to show things of.
+    pub fn wait_quietly(&self, what: &str, condition: impl Fn() -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !condition() {
+            assert!(Instant::now() < deadline, "not in time: {what}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
     /// What pods have left on this machine; empty when all is clean.
     pub fn leftovers(&self) -> Vec<String> {
         let mut found = Vec::new();

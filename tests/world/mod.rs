@@ -166,7 +166,7 @@ impl World {
             started: self.1.now(),
             config,
         });
-        let agent = Agent { context, nodes: None, pods: Some(pods), network, node };
+        let agent = Agent { context, nodes: None, pods: Some(pods), keeper: None, network, node };
         let world = self.clone();
         tokio::spawn(async move {
             let result = agent.run().await;

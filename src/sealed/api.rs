@@ -1,0 +1,98 @@
+//! The API as it is, or as it was last seen: what an apiserver that does not answer would say.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
+use kube::ResourceExt as _;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::{Keeper, Kind};
+use crate::kubeapi::pods::{ApiFailure, PodApi, Token, TokenFor};
+
+/// Asks the API; remembers, sealed, what it answered; and answers so itself when it cannot be reached.
+pub struct SealedApi {
+    api: Arc<dyn PodApi>,
+    keeper: Keeper,
+}
+
+#[derive(Serialize, Deserialize)]
+struct SealedToken {
+    text: String,
+    expires: Timestamp,
+}
+
+impl SealedApi {
+    /// Over an API.
+    #[must_use]
+    pub fn new(api: Arc<dyn PodApi>, keeper: Keeper) -> SealedApi {
+        SealedApi { api, keeper }
+    }
+
+    /// Notes an answer, or finds the one before.
+    fn settle<T: Serialize + DeserializeOwned>(&self, kind: Kind, name: &str, answer: Result<T, ApiFailure>) -> Result<T, ApiFailure> {
+        match answer {
+            Ok(value) => {
+                self.keeper.put(kind, name, &value);
+                Ok(value)
+            }
+            Err(error @ (ApiFailure::NotFound(_) | ApiFailure::Conflict(_))) => {
+                self.keeper.remove(kind, name);
+                Err(error)
+            }
+            Err(error @ ApiFailure::Other(_)) => self.keeper.get(kind, name).ok_or(error),
+        }
+    }
+}
+
+#[async_trait]
+impl PodApi for SealedApi {
+    async fn patch_status(&self, namespace: &str, name: &str, patch: &Value) -> Result<Pod, ApiFailure> {
+        self.api.patch_status(namespace, name, patch).await
+    }
+
+    async fn delete(&self, namespace: &str, name: &str, uid: &str) -> Result<(), ApiFailure> {
+        self.api.delete(namespace, name, uid).await
+    }
+
+    async fn create(&self, pod: &Pod) -> Result<Pod, ApiFailure> {
+        self.api.create(pod).await
+    }
+
+    async fn config_map(&self, namespace: &str, name: &str) -> Result<Arc<ConfigMap>, ApiFailure> {
+        let answer = self.api.config_map(namespace, name).await.map(Arc::unwrap_or_clone);
+        self.settle(Kind::ConfigMaps, &format!("{namespace}/{name}"), answer).map(Arc::new)
+    }
+
+    async fn secret(&self, namespace: &str, name: &str) -> Result<Arc<Secret>, ApiFailure> {
+        let answer = self.api.secret(namespace, name).await.map(Arc::unwrap_or_clone);
+        self.settle(Kind::Secrets, &format!("{namespace}/{name}"), answer).map(Arc::new)
+    }
+
+    async fn token(&self, wish: TokenFor<'_>) -> Result<Token, ApiFailure> {
+        // One that has expired is still a file that the pod's containers wait for.
+        let name = format!("{}/{}", wish.pod.uid().unwrap_or_default(), wish.audience);
+        let answer = self.api.token(wish).await.map(|t| SealedToken { text: t.text, expires: t.expires });
+        self.settle(Kind::Tokens, &name, answer).map(|t| Token { text: t.text, expires: t.expires })
+    }
+
+    async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {
+        self.api.post_event(event).await
+    }
+
+    async fn count_event(&self, namespace: &str, name: &str, patch: &Value) -> Result<(), ApiFailure> {
+        self.api.count_event(namespace, name, patch).await
+    }
+
+    async fn runtime_handler(&self, class: &str) -> Result<String, ApiFailure> {
+        let answer = self.api.runtime_handler(class).await;
+        self.settle(Kind::Handlers, class, answer)
+    }
+
+    fn services(&self) -> Option<Vec<Arc<Service>>> {
+        self.api.services().or_else(|| Some(self.keeper.last_services().to_vec()).filter(|_| self.keeper.is_cut_off()))
+    }
+}

@@ -1,0 +1,186 @@
+//! Writing what is to be sealed, in the background and in quiet moments: pods that start wait for no disk.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Pod, Service};
+use kube::ResourceExt as _;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use tokio::sync::Notify;
+
+use super::{Kind, Vault};
+use crate::core::pod;
+use crate::kubeapi::Cache;
+
+/// How long nothing must have come before it is written, and how long it waits at most.
+const QUIET: Duration = Duration::from_secs(2);
+const AT_MOST: u32 = 5;
+
+type Name = (Kind, String);
+
+/// Takes what is to be sealed; clones are the same one.
+#[derive(Clone)]
+pub struct Keeper(Arc<Inner>);
+
+struct Inner {
+    vault: Vault,
+    /// What is to be written; `None` is to be removed.
+    waiting: Mutex<BTreeMap<Name, Option<Value>>>,
+    /// Digests of what has been taken, so that only changes are written.
+    taken: Mutex<BTreeMap<Name, u64>>,
+    services: Vec<Arc<Service>>,
+    cut_off: AtomicBool,
+    news: Notify,
+}
+
+fn digest(value: &Value) -> u64 {
+    use std::hash::{Hash as _, Hasher as _};
+    let mut hasher = std::hash::DefaultHasher::new();
+    value.to_string().hash(&mut hasher);
+    hasher.finish()
+}
+
+impl Keeper {
+    /// Over a vault; writing begins at once.
+    #[must_use]
+    pub fn start(vault: Vault) -> Keeper {
+        let services = vault.get::<Vec<Service>>(Kind::Services, "all").unwrap_or_default().into_iter().map(Arc::new).collect();
+        let keeper = Keeper(Arc::new(Inner {
+            vault,
+            waiting: Mutex::default(),
+            taken: Mutex::default(),
+            services,
+            cut_off: AtomicBool::new(false),
+            news: Notify::new(),
+        }));
+        tokio::spawn(write(keeper.clone()));
+        keeper
+    }
+
+    /// Whether the API has not answered since the start.
+    #[must_use]
+    pub fn is_cut_off(&self) -> bool {
+        self.0.cut_off.load(Ordering::Relaxed)
+    }
+
+    /// Says whether the API has not answered since the start.
+    pub fn set_cut_off(&self, cut_off: bool) {
+        self.0.cut_off.store(cut_off, Ordering::Relaxed);
+    }
+
+    /// The services as they were before the start.
+    #[must_use]
+    pub fn last_services(&self) -> &[Arc<Service>] {
+        &self.0.services
+    }
+
+    /// The pods that were bound here before the start.
+    #[must_use]
+    pub fn last_pods(&self) -> Vec<Arc<Pod>> {
+        let uids: Vec<String> = self.0.vault.get(Kind::Pods, "index").unwrap_or_default();
+        uids.iter().filter_map(|uid| self.0.vault.get::<Pod>(Kind::Pods, uid)).map(Arc::new).collect()
+    }
+
+    /// Seals a value soon, if it is another one than before.
+    pub fn put(&self, kind: Kind, name: &str, value: &impl Serialize) {
+        let Ok(value) = serde_json::to_value(value) else { return };
+        let (name, digest) = ((kind, name.to_owned()), digest(&value));
+        let before = self.0.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(name.clone(), digest);
+        if before != Some(digest) {
+            self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner).insert(name, Some(value));
+            self.0.news.notify_one();
+        }
+    }
+
+    /// Removes what was sealed under a name.
+    pub fn remove(&self, kind: Kind, name: &str) {
+        let name = (kind, name.to_owned());
+        if self.0.taken.lock().unwrap_or_else(PoisonError::into_inner).remove(&name).is_some() {
+            self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner).insert(name, None);
+            self.0.news.notify_one();
+        }
+    }
+
+    /// What was sealed under a name, or is about to be.
+    #[must_use]
+    pub fn get<T: DeserializeOwned>(&self, kind: Kind, name: &str) -> Option<T> {
+        let waiting = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner).get(&(kind, name.to_owned())).cloned();
+        match waiting {
+            Some(value) => serde_json::from_value(value?).ok(),
+            None => self.0.vault.get(kind, name),
+        }
+    }
+}
+
+async fn write(keeper: Keeper) {
+    loop {
+        keeper.0.news.notified().await;
+        // A burst is waited out, but not for ever.
+        for _ in 0..AT_MOST {
+            if tokio::time::timeout(QUIET, keeper.0.news.notified()).await.is_err() {
+                break;
+            }
+        }
+        let batch = std::mem::take(&mut *keeper.0.waiting.lock().unwrap_or_else(PoisonError::into_inner));
+        let inner = Arc::clone(&keeper.0);
+        let done = tokio::task::spawn_blocking(move || {
+            for ((kind, name), value) in batch {
+                let written = match value {
+                    Some(value) => inner.vault.put(kind, &name, &value),
+                    None => inner.vault.remove(kind, &name),
+                };
+                if let Err(error) = written {
+                    tracing::warn!(%error, kind = kind.dir(), "what a start without an apiserver would need is not kept");
+                }
+            }
+        });
+        if let Err(error) = done.await {
+            tracing::error!(%error, "sealing ended unexpectedly");
+        }
+    }
+}
+
+/// What makes a pod worth sealing again.
+fn essence(pod: &Pod) -> Pod {
+    let mut pod = pod.clone();
+    pod.metadata.resource_version = None;
+    pod
+}
+
+/// Keeps the pods of the cache sealed, and the services. Runs until the process ends.
+pub async fn follow(keeper: Keeper, pods: Cache<Pod>, services: impl Fn() -> Option<Vec<Arc<Service>>>) {
+    let mut changes = pods.changes();
+    pods.synced().await;
+    keeper.set_cut_off(false);
+    let mut known: BTreeSet<String> = keeper.last_pods().iter().filter_map(|p| p.uid()).collect();
+    loop {
+        changes.mark_unchanged();
+        let bound: Vec<Arc<Pod>> =
+            pods.list().into_iter().filter(|p| !pod::is_mirror(p) && !pod::is_terminal(p) && p.metadata.deletion_timestamp.is_none()).collect();
+        let uids: BTreeSet<String> = bound.iter().filter_map(|p| p.uid()).collect();
+        for gone in known.difference(&uids) {
+            // Also of an earlier life, of which nothing was taken yet.
+            keeper.put(Kind::Pods, gone, &Value::Null);
+            keeper.remove(Kind::Pods, gone);
+        }
+        for pod in &bound {
+            keeper.put(Kind::Pods, pod::uid(pod), &essence(pod));
+        }
+        if uids != known {
+            keeper.put(Kind::Pods, "index", &uids);
+        }
+        if let Some(services) = services() {
+            keeper.put(Kind::Services, "all", &services.iter().map(|s| &**s).collect::<Vec<_>>());
+        }
+        known = uids;
+        if changes.changed().await.is_err() {
+            return std::future::pending().await;
+        }
+        // Statuses change often while pods start; one look after it is enough.
+        tokio::time::sleep(QUIET).await;
+    }
+}

@@ -1,0 +1,144 @@
+//! What the agent must know to start its pods when no apiserver answers: the pods bound to it and the
+//! objects they need, each in a file that only root may read and only this node's key opens.
+//!
+//! AES-256-GCM with a random nonce for every writing; what a file is about is authenticated with it, so
+//! that one cannot be put in another's place. A file that does not open is as good as none.
+
+mod api;
+mod keeper;
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use aws_lc_rs::aead::{AES_256_GCM, Aad, NONCE_LEN, Nonce, RandomizedNonceKey};
+use aws_lc_rs::digest;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+pub use api::SealedApi;
+pub use keeper::{Keeper, follow};
+
+use crate::sys::file;
+
+const KEY_LENGTH: usize = 32;
+/// The largest file that is read.
+const LIMIT: u64 = 4 << 20;
+
+/// A kind of thing that is sealed; also its directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// Pods, by uid.
+    Pods,
+    /// ConfigMaps, by namespace and name.
+    ConfigMaps,
+    /// Secrets, by namespace and name.
+    Secrets,
+    /// Tokens, by pod and audience.
+    Tokens,
+    /// The list of all services.
+    Services,
+    /// Handlers of RuntimeClasses.
+    Handlers,
+}
+
+impl Kind {
+    const ALL: [Kind; 6] = [Kind::Pods, Kind::ConfigMaps, Kind::Secrets, Kind::Tokens, Kind::Services, Kind::Handlers];
+
+    fn dir(self) -> &'static str {
+        match self {
+            Kind::Pods => "pods",
+            Kind::ConfigMaps => "configmaps",
+            Kind::Secrets => "secrets",
+            Kind::Tokens => "tokens",
+            Kind::Services => "services",
+            Kind::Handlers => "handlers",
+        }
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// The sealed files of one agent.
+pub struct Vault {
+    dir: PathBuf,
+    key: RandomizedNonceKey,
+}
+
+impl Vault {
+    /// Opens the vault below `dir`, with a new key where there is none.
+    pub fn open(dir: &Path) -> anyhow::Result<Vault> {
+        let make =
+            |dir: &Path| fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).with_context(|| format!("{} cannot be made", dir.display()));
+        make(dir)?;
+        for kind in Kind::ALL {
+            make(&dir.join(kind.dir()))?;
+        }
+        let path = dir.join("key");
+        let bytes = match fs::read(&path) {
+            Ok(bytes) if bytes.len() == KEY_LENGTH => bytes,
+            Ok(_) => anyhow::bail!("{} is not a key of {KEY_LENGTH} bytes: remove it, and what was sealed with it is written anew", path.display()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let mut bytes = vec![0; KEY_LENGTH];
+                aws_lc_rs::rand::fill(&mut bytes).map_err(|_| anyhow::anyhow!("the system gives no random numbers"))?;
+                file::replace(&path, &bytes).with_context(|| format!("{} cannot be written", path.display()))?;
+                bytes
+            }
+            Err(error) => return Err(error).with_context(|| format!("{} cannot be read", path.display())),
+        };
+        let key = RandomizedNonceKey::new(&AES_256_GCM, &bytes).map_err(|_| anyhow::anyhow!("{} is not a usable key", path.display()))?;
+        Ok(Vault { dir: dir.to_owned(), key })
+    }
+
+    fn path(&self, kind: Kind, name: &str) -> PathBuf {
+        // A name says nothing and needs no escaping as its digest.
+        self.dir.join(kind.dir()).join(hex(digest::digest(&digest::SHA256, name.as_bytes()).as_ref()))
+    }
+
+    fn about(kind: Kind, name: &str) -> Vec<u8> {
+        format!("{}\u{0}{name}", kind.dir()).into_bytes()
+    }
+
+    /// Seals a value under a name. Blocking.
+    pub fn put(&self, kind: Kind, name: &str, value: &impl Serialize) -> io::Result<()> {
+        // The name stands in the content: a listing has only digests.
+        let mut content = serde_json::to_vec(&(name, value)).map_err(io::Error::other)?;
+        let nonce =
+            self.key.seal_in_place_append_tag(Aad::from(Self::about(kind, name)), &mut content).map_err(|_| io::Error::other("sealing failed"))?;
+        let mut bytes = nonce.as_ref().to_vec();
+        bytes.append(&mut content);
+        file::replace(&self.path(kind, name), &bytes)
+    }
+
+    fn unseal<T: DeserializeOwned>(&self, kind: Kind, name: &str, path: &Path) -> Option<T> {
+        use std::io::Read as _;
+        let mut bytes = Vec::new();
+        fs::File::open(path).ok()?.take(LIMIT).read_to_end(&mut bytes).ok()?;
+        let (nonce, content) = bytes.split_at_mut_checked(NONCE_LEN)?;
+        let nonce = Nonce::try_assume_unique_for_key(nonce).ok()?;
+        let opened = self.key.open_in_place(nonce, Aad::from(Self::about(kind, name)), content).ok()?;
+        let (inside, value): (String, T) = serde_json::from_slice(opened).ok()?;
+        (inside == name).then_some(value)
+    }
+
+    /// What was sealed under a name. Blocking, but small.
+    #[must_use]
+    pub fn get<T: DeserializeOwned>(&self, kind: Kind, name: &str) -> Option<T> {
+        self.unseal(kind, name, &self.path(kind, name))
+    }
+
+    /// Removes what was sealed under a name. Blocking.
+    pub fn remove(&self, kind: Kind, name: &str) -> io::Result<()> {
+        match fs::remove_file(self.path(kind, name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,36 @@
+use super::*;
+use std::os::unix::fs::PermissionsExt as _;
+
+#[test]
+fn what_is_sealed_opens_only_here_and_only_as_what_it_is() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let vault = Vault::open(dir.path()).expect("opened");
+    vault.put(Kind::Secrets, "ns/canary", &"the-canary-value").expect("sealed");
+    vault.put(Kind::Secrets, "ns/other", &"other").expect("sealed");
+    assert_eq!(vault.get::<String>(Kind::Secrets, "ns/canary").as_deref(), Some("the-canary-value"));
+    assert_eq!(vault.get::<String>(Kind::ConfigMaps, "ns/canary"), None);
+    let again = Vault::open(dir.path()).expect("opened again");
+    assert_eq!(again.get::<String>(Kind::Secrets, "ns/canary").as_deref(), Some("the-canary-value"));
+
+    let (canary, other) = (vault.path(Kind::Secrets, "ns/canary"), vault.path(Kind::Secrets, "ns/other"));
+    for path in [&canary, &dir.path().join("key")] {
+        assert_eq!(fs::metadata(path).expect("metadata").permissions().mode() & 0o777, 0o600, "{}", path.display());
+    }
+    let bytes = fs::read(&canary).expect("read");
+    for secret in ["the-canary-value", "canary"] {
+        assert!(!bytes.windows(secret.len()).any(|w| w == secret.as_bytes()), "{secret} can be read in the file");
+    }
+    fs::copy(&other, &canary).expect("copied");
+    assert_eq!(vault.get::<String>(Kind::Secrets, "ns/canary"), None, "one cannot be put in another's place");
+    let mut bent = bytes;
+    *bent.last_mut().expect("bytes") ^= 1;
+    fs::write(&canary, bent).expect("write");
+    assert_eq!(vault.get::<String>(Kind::Secrets, "ns/canary"), None, "what was changed does not open");
+    fs::write(&canary, b"short").expect("write");
+    assert_eq!(vault.get::<String>(Kind::Secrets, "ns/canary"), None);
+
+    vault.remove(Kind::Secrets, "ns/other").expect("removed");
+    vault.remove(Kind::Secrets, "ns/other").expect("removing what is gone is fine");
+    fs::write(dir.path().join("key"), b"not a key").expect("write");
+    assert!(Vault::open(dir.path()).is_err_and(|e| e.to_string().contains("remove it")));
+}
