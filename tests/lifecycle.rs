@@ -269,3 +269,43 @@ fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }
+
+#[test]
+fn static_pods_of_a_url_run_until_it_lists_them_no_more() {
+    use std::io::{Read as _, Write as _};
+    use std::sync::{Arc, Mutex};
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let answer = Arc::new(Mutex::new((200, "{\"apiVersion\": \"v1\", \"kind\": \"PodList\", \"items\": []}".to_owned())));
+    let served = Arc::clone(&answer);
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let mut request = [0; 4096];
+            let length = stream.read(&mut request).unwrap_or(0);
+            let (mut code, body) = served.lock().unwrap().clone();
+            if !String::from_utf8_lossy(&request[..length]).to_lowercase().contains("x-token: abc") {
+                code = 403;
+            }
+            // A client that has gone is no matter.
+            let _ = write!(stream, "HTTP/1.1 {code} X\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+        }
+    });
+    let fields = format!("{{staticPodURL: 'http://127.0.0.1:{port}/pods', staticPodURLHeader: {{X-Token: [abc]}}, httpCheckFrequency: 300ms}}");
+    let cluster = Cluster::start_configured("url", 26, &fields);
+    let image = support::busybox(&cluster);
+    let mirror = || cluster.pods().into_iter().find(|p| p["metadata"]["name"].as_str().unwrap().starts_with("remote-"));
+    let pod = format!(
+        "{{\"apiVersion\": \"v1\", \"kind\": \"Pod\", \"metadata\": {{\"name\": \"remote\"}}, \"spec\": {{\"terminationGracePeriodSeconds\": 1, \"containers\": [{{\"name\": \"c\", \"image\": \"{image}\", \"command\": [\"busybox\", \"sleep\", \"1000\"]}}]}}}}"
+    );
+    *answer.lock().unwrap() = (200, pod);
+    cluster.wait("its mirror is ready", || mirror().is_some_and(|p| condition(&p, "Ready") == "True"));
+    assert_eq!(mirror().unwrap()["metadata"]["annotations"]["kubernetes.io/config.source"], "http");
+    answer.lock().unwrap().0 = 500;
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(mirror().is_some_and(|p| condition(&p, "Ready") == "True"), "an error changes nothing");
+    assert!(cluster.log("agent").contains("answered 500"));
+    *answer.lock().unwrap() = (200, "{\"apiVersion\": \"v1\", \"kind\": \"PodList\", \"items\": []}".to_owned());
+    cluster.wait("it is gone", || mirror().is_none());
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}

@@ -11,6 +11,7 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::Instant;
 
 use super::relist::{Hint, Seen};
+use super::sources::Statics;
 use super::worker::{self, Desired};
 use super::{Context, mirror};
 use crate::core::pod;
@@ -41,7 +42,7 @@ struct Dispatcher {
 pub async fn run(
     context: Arc<Context>,
     api: Option<Cache<Pod>>,
-    mut statics: watch::Receiver<Option<Vec<Arc<Pod>>>>,
+    mut statics: watch::Receiver<Statics>,
     mut hints: mpsc::Receiver<Hint>,
     seen: Seen,
     keeper: Option<Keeper>,
@@ -52,7 +53,8 @@ pub async fn run(
     let mut api_changes = api.as_ref().map(Cache::changes);
     let mut next_tending: Option<Instant> = None;
     loop {
-        let ready = api.as_ref().is_none_or(Cache::is_synced) && statics.borrow().is_some();
+        let wanted_statics = statics.borrow_and_update().pods();
+        let ready = api.as_ref().is_none_or(Cache::is_synced) && wanted_statics.is_some();
         if let Some(changes) = &mut api_changes {
             changes.mark_unchanged();
         }
@@ -71,7 +73,7 @@ pub async fn run(
             }
             _ => vec![],
         };
-        let static_pods = statics.borrow_and_update().clone().unwrap_or_default();
+        let static_pods = wanted_statics.unwrap_or_default();
         dispatcher.update(&api_pods, &static_pods, ready).await;
         if ready && next_tending.is_none_or(|at| Instant::now() >= at) {
             dispatcher.clean_up(&api_pods, &static_pods).await;

@@ -1,4 +1,4 @@
-//! Static pods from a directory (kubelet spec, 1.1 and 1.3). A file that cannot be read or parsed is
+//! Static pods from a directory and from a URL (kubelet spec, 1.1 and 1.3). A file that cannot be read or parsed is
 //! reported and skipped; the others are kept.
 
 use std::path::Path;
@@ -14,36 +14,123 @@ use crate::sys;
 /// The largest manifest.
 const FILE_LIMIT: u64 = 10 << 20;
 
-/// Starts following the directory; `None` until it has been listed once.
-pub fn start(context: &Arc<Context>) -> watch::Receiver<Option<Vec<Arc<Pod>>>> {
-    let (found, pods) = watch::channel(None);
-    let context = Arc::clone(context);
-    tokio::spawn(async move {
-        let Some(dir) = context.config.static_pod_path.clone() else {
-            found.send_replace(Some(vec![]));
-            // Nothing will change; the sender must stay.
-            return std::future::pending::<()>().await;
-        };
-        let mut reported = Vec::new();
-        loop {
-            let (path, node) = (dir.clone(), context.config.node_name.clone());
-            let listed = tokio::task::spawn_blocking(move || read_dir(&path, &node)).await;
-            let (pods, errors) = listed.unwrap_or_default();
-            for error in errors.iter().filter(|e| !reported.contains(*e)) {
-                tracing::error!(%error, "a static pod manifest is skipped");
-            }
-            reported = errors;
-            found.send_if_modified(|old| {
-                let changed = old.as_ref() != Some(&pods);
-                if changed {
-                    *old = Some(pods);
-                }
-                changed
-            });
-            sys::watch::changed(&dir, context.config.file_check).await;
-        }
+/// What the sources want; `None` where one has not been read yet.
+#[derive(Default, Clone, PartialEq)]
+pub struct Statics {
+    files: Option<Vec<Arc<Pod>>>,
+    url: Option<Vec<Arc<Pod>>>,
+}
+
+impl Statics {
+    /// All pods, once every source has been read.
+    #[must_use]
+    pub fn pods(&self) -> Option<Vec<Arc<Pod>>> {
+        Some(self.files.iter().flatten().chain(self.url.as_ref()?).cloned().collect()).filter(|_| self.files.is_some())
+    }
+}
+
+type Found = watch::Sender<Statics>;
+
+/// Starts following the directory and the URL.
+pub fn start(context: &Arc<Context>) -> watch::Receiver<Statics> {
+    let (found, statics) = watch::channel(Statics::default());
+    let (context, found) = (Arc::clone(context), Arc::new(found));
+    tokio::spawn(follow_files(Arc::clone(&context), Arc::clone(&found)));
+    tokio::spawn(follow_url(context, found));
+    statics
+}
+
+fn tell(found: &Found, change: impl FnOnce(&mut Statics)) {
+    found.send_if_modified(|statics| {
+        let before = statics.clone();
+        change(statics);
+        *statics != before
     });
-    pods
+}
+
+async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
+    let Some(dir) = context.config.static_pod_path.clone() else {
+        tell(&found, |statics| statics.files = Some(vec![]));
+        // Nothing will change; the sender must stay.
+        return std::future::pending::<()>().await;
+    };
+    let mut reported = Vec::new();
+    loop {
+        let (path, node) = (dir.clone(), context.config.node_name.clone());
+        let listed = tokio::task::spawn_blocking(move || read_dir(&path, &node)).await;
+        let (pods, errors) = listed.unwrap_or_default();
+        for error in errors.iter().filter(|e| !reported.contains(*e)) {
+            tracing::error!(%error, "a static pod manifest is skipped");
+        }
+        reported = errors;
+        tell(&found, |statics| statics.files = Some(pods));
+        sys::watch::changed(&dir, context.config.file_check).await;
+    }
+}
+
+async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
+    let Some(url) = context.config.static_pod_url.clone() else {
+        tell(&found, |statics| statics.url = Some(vec![]));
+        return std::future::pending::<()>().await;
+    };
+    let mut reported = String::new();
+    loop {
+        let fetched = crate::kubeapi::client::fetch(&url, &context.config.static_pod_url_header, FILE_LIMIT).await;
+        match fetched.and_then(|text| parse_url(&text, &url, &context.config.node_name)) {
+            Ok(pods) => {
+                reported.clear();
+                tell(&found, |statics| statics.url = Some(pods));
+            }
+            // The pods of before stay until there is an answer that can be read.
+            Err(error) if error != reported => {
+                tracing::error!(%error, url, "the static pods of the URL cannot be read; it is tried again");
+                reported = error;
+            }
+            Err(_) => {}
+        }
+        tokio::time::sleep(context.config.http_check).await;
+    }
+}
+
+/// One pod, or a list of them.
+fn parse_url(text: &str, url: &str, node: &str) -> Result<Vec<Arc<Pod>>, String> {
+    if text.trim().is_empty() {
+        return Ok(vec![]);
+    }
+    let value = decode(text)?;
+    let origin = Origin { source: "http", identity: format!("url:{url}") };
+    let items: Vec<serde_json::Value> = match value["kind"].as_str() {
+        Some("PodList" | "List") => {
+            let items = value["items"].as_array().cloned().unwrap_or_default();
+            // Items of a list need not repeat what the list says.
+            items
+                .into_iter()
+                .map(|mut item| {
+                    item["kind"] = "Pod".into();
+                    item["apiVersion"] = "v1".into();
+                    item
+                })
+                .collect()
+        }
+        _ => vec![value],
+    };
+    let mut pods: Vec<Arc<Pod>> = vec![];
+    for item in items {
+        let pod = complete(item.clone(), &item.to_string(), &origin, node)?;
+        if pods.iter().any(|p| pod::full_name(p) == pod::full_name(&pod)) {
+            return Err(format!("the pod {} is defined twice", pod::full_name(&pod)));
+        }
+        pods.push(Arc::new(pod));
+    }
+    Ok(pods)
+}
+
+/// Where a static pod came from.
+struct Origin {
+    /// As its annotation says it.
+    source: &'static str,
+    /// What makes the same manifest elsewhere another pod.
+    identity: String,
 }
 
 /// All pods of a directory, and what is wrong with the other files.
@@ -82,8 +169,17 @@ fn read(path: &Path) -> Result<String, String> {
 
 /// Parses one manifest and gives it what only a static pod needs.
 fn parse(text: &str, path: &Path, node: &str) -> Result<Pod, String> {
+    let origin = Origin { source: "file", identity: format!("host:{node}file:{}", path.display()) };
+    complete(decode(text)?, text, &origin, node)
+}
+
+fn decode(text: &str) -> Result<serde_json::Value, String> {
     let options = serde_saphyr::options! { legacy_octal_numbers: true };
-    let value: serde_json::Value = serde_saphyr::from_str_with_options(text, options).map_err(|e| format!("not YAML or JSON: {e}"))?;
+    serde_saphyr::from_str_with_options(text, options).map_err(|e| format!("not YAML or JSON: {e}"))
+}
+
+/// Makes a static pod of a manifest.
+fn complete(value: serde_json::Value, text: &str, origin: &Origin, node: &str) -> Result<Pod, String> {
     if value["kind"] != "Pod" || value["apiVersion"] != "v1" {
         return Err(format!("expected apiVersion v1 and kind Pod, found {} and {}", value["apiVersion"], value["kind"]));
     }
@@ -117,19 +213,18 @@ fn parse(text: &str, path: &Path, node: &str) -> Result<Pod, String> {
     spec.dns_policy.get_or_insert_with(|| "ClusterFirst".into());
     spec.enable_service_links.get_or_insert(true);
     spec.termination_grace_period_seconds.get_or_insert(30);
-    spec.tolerations.get_or_insert_default().push(Toleration {
-        operator: Some("Exists".into()),
-        effect: Some("NoExecute".into()),
-        ..Toleration::default()
-    });
+    if origin.source == "file" {
+        let everything = Toleration { operator: Some("Exists".into()), effect: Some("NoExecute".into()), ..Toleration::default() };
+        spec.tolerations.get_or_insert_default().push(everything);
+    }
     // Any change of the manifest, its path or the node makes another pod.
-    let uid = pod.metadata.uid.clone().filter(|u| !u.is_empty()).unwrap_or_else(|| digest(&format!("{text}host:{node}file:{}", path.display())));
+    let uid = pod.metadata.uid.clone().filter(|u| !u.is_empty()).unwrap_or_else(|| digest(&format!("{text}{}", origin.identity)));
     let metadata = &mut pod.metadata;
     metadata.name = Some(format!("{name}-{node}"));
     metadata.namespace.get_or_insert_with(|| "default".into());
     metadata.uid = Some(uid.clone());
     let annotations = metadata.annotations.get_or_insert_default();
-    annotations.insert(pod::SOURCE.into(), "file".into());
+    annotations.insert(pod::SOURCE.into(), origin.source.into());
     annotations.insert(pod::HASH.into(), uid);
     Ok(pod)
 }
@@ -146,6 +241,23 @@ fn digest(text: &str) -> String {
 mod tests {
     use super::*;
     use kube::ResourceExt as _;
+
+    #[test]
+    fn a_url_gives_one_pod_or_many_or_an_error_and_none_is_half_read() {
+        let one = r#"{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {"containers": [{"name": "c", "image": "i"}]}}"#;
+        let read = |text: &str| parse_url(text, "http://x/", "n1");
+        let pods = read(one).expect("one");
+        assert_eq!((pods[0].name_any().as_str(), pods[0].annotations()[pod::SOURCE].as_str()), ("a-n1", "http"));
+        assert!(pods[0].spec.as_ref().is_some_and(|s| s.tolerations.is_none()));
+        let list = format!(r#"{{"apiVersion": "v1", "kind": "PodList", "items": [{one}, {}]}}"#, one.replace("\"a\"", "\"b\""));
+        assert_eq!(read(&list).expect("two").len(), 2);
+        assert_eq!(read(" \n").expect("none"), vec![]);
+        let twice = format!(r#"{{"apiVersion": "v1", "kind": "PodList", "items": [{one}, {one}]}}"#);
+        for (text, expected) in [(twice.as_str(), "twice"), ("{", "not YAML"), ("kind: Node", "expected apiVersion v1")] {
+            assert!(read(text).is_err_and(|e| e.contains(expected)), "{text}");
+        }
+        assert_eq!(Statics { files: Some(vec![]), url: None }.pods(), None, "every source counts");
+    }
 
     #[test]
     fn good_files_are_kept_and_bad_ones_named() {

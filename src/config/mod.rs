@@ -18,9 +18,6 @@ use crate::core::time::duration;
 /// Fields of the format that are read but not honoured by this version.
 const NOT_HONOURED: &[&str] = &[
     "enableServer",
-    "staticPodURL",
-    "staticPodURLHeader",
-    "httpCheckFrequency",
     "address",
     "port",
     "readOnlyPort",
@@ -143,6 +140,11 @@ struct Document {
     api_version: Option<String>,
     kind: Option<String>,
     static_pod_path: Option<String>,
+    #[serde(rename = "staticPodURL")]
+    static_pod_url: Option<String>,
+    #[serde(rename = "staticPodURLHeader")]
+    static_pod_url_header: Option<BTreeMap<String, Vec<String>>>,
+    http_check_frequency: Option<String>,
     pod_logs_dir: Option<String>,
     sync_frequency: Option<String>,
     file_check_frequency: Option<String>,
@@ -227,7 +229,13 @@ pub struct Config {
     pub runtime_timeout: Duration,
     /// The directory of static pods.
     pub static_pod_path: Option<PathBuf>,
-    /// How often it is listed in any case.
+    /// The URL of static pods, and the headers it is asked with.
+    pub static_pod_url: Option<String>,
+    /// Its headers.
+    pub static_pod_url_header: Vec<(String, String)>,
+    /// How often it is asked.
+    pub http_check: Duration,
+    /// How often the directory is listed in any case.
     pub file_check: Duration,
     /// The directory of pod logs.
     pub pod_logs_dir: PathBuf,
@@ -330,6 +338,13 @@ fn logs(size: Option<&String>, files: Option<i32>, interval: Option<&String>) ->
             .ok_or_else(|| invalid("containerLogMaxFiles", files, "use 2 or more"))?,
         interval: time("containerLogMonitorInterval", interval, 10)?,
     })
+}
+
+fn url(field: &str, text: Option<String>) -> Result<Option<String>, ConfigError> {
+    match text {
+        Some(text) if !text.starts_with("http://") && !text.starts_with("https://") => Err(invalid(field, text, "use a URL with http or https")),
+        text => Ok(text),
+    }
 }
 
 fn period(text: Option<&String>) -> Result<u64, ConfigError> {
@@ -457,6 +472,14 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
             .unwrap_or_else(|| "unix:///run/containerd/containerd.sock".into()),
         runtime_timeout: time("runtimeRequestTimeout", document.runtime_request_timeout.as_ref(), 120)?,
         static_pod_path: flags.static_pod_path.clone().or(document.static_pod_path.filter(|p| !p.is_empty()).map(Into::into)),
+        static_pod_url: url("staticPodURL", document.static_pod_url.filter(|u| !u.is_empty()))?,
+        static_pod_url_header: document
+            .static_pod_url_header
+            .into_iter()
+            .flatten()
+            .flat_map(|(name, values)| values.into_iter().map(move |value| (name.clone(), value)))
+            .collect(),
+        http_check: time("httpCheckFrequency", document.http_check_frequency.as_ref(), 20)?,
         file_check: time("fileCheckFrequency", document.file_check_frequency.as_ref(), 20)?,
         pod_logs_dir: absolute("podLogsDir", document.pod_logs_dir.map_or_else(|| "/var/log/pods".into(), PathBuf::from))?,
         sync_frequency: time("syncFrequency", document.sync_frequency.as_ref(), 60)?,
@@ -518,6 +541,7 @@ mod tests {
             ("maxPods: -1\n", "maxPods"),
             ("maxPods: many\n", "many"),
             ("eventRecordQPS: -1\n", "eventRecordQPS"),
+            ("staticPodURL: ftp://x\n", "staticPodURL"),
             ("cpuCFSQuotaPeriod: 2s\n", "cpuCFSQuotaPeriod"),
             ("allowedUnsafeSysctls: [vm.swappiness]\n", "allowedUnsafeSysctls"),
             ("containerLogMaxSize: big\n", "containerLogMaxSize"),

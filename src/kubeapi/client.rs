@@ -41,6 +41,28 @@ pub async fn connect(path: &Path) -> Result<kube::Client, ConnectError> {
     Ok(builder.with_layer(&tower::limit::ConcurrencyLimitLayer::new(AT_ONCE)).build())
 }
 
+/// Gets a text of at most `limit` bytes from a URL, within ten seconds. Certificates are verified as the
+/// system does.
+pub async fn fetch(url: &str, headers: &[(String, String)], limit: u64) -> Result<String, String> {
+    let get = async {
+        let target: hyper::Uri = url.parse().map_err(|e| format!("{url:?} is not a URL: {e}"))?;
+        let client = kube::Client::try_from(kube::Config::new(target.clone())).map_err(|e| chain(&e))?;
+        let mut request = hyper::Request::get(target.path_and_query().map_or("/", |p| p.as_str()));
+        for (name, value) in headers {
+            request = request.header(name, value);
+        }
+        let request = request.body(kube::client::Body::empty()).map_err(|e| e.to_string())?;
+        let answer = client.send(request).await.map_err(|e| chain(&e))?;
+        if answer.status() != hyper::StatusCode::OK {
+            return Err(format!("{url} answered {}", answer.status()));
+        }
+        let body = http_body_util::Limited::new(answer.into_body(), usize::try_from(limit).unwrap_or(usize::MAX));
+        let bytes = http_body_util::BodyExt::collect(body).await.map_err(|e| format!("{url}: {e}"))?.to_bytes();
+        String::from_utf8(bytes.into()).map_err(|e| format!("{url}: {e}"))
+    };
+    tokio::time::timeout(Duration::from_secs(10), get).await.map_err(|_| format!("{url} did not answer within 10s"))?
+}
+
 /// An error with its causes in one line.
 #[must_use]
 pub fn chain(error: &dyn std::error::Error) -> String {
