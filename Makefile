@@ -11,7 +11,7 @@ deps: ## Install what running needs (containerd, runc) from the distribution
 	@sh tests/support/install.sh containerd runc
 
 test-deps: ## Install what the tests need besides
-	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables kubectl
+	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables kubectl docker-registry
 
 build: ## Build the release binaries
 	$(CARGO) build --release --workspace --locked

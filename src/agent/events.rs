@@ -1,15 +1,14 @@
 //! Events about pods and the node: posted in the background, repeated ones counted instead of repeated.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Event, EventSource, ObjectReference, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::ResourceExt as _;
 use serde_json::json;
 use tokio::sync::mpsc;
-use tokio::time::Instant;
 
+use crate::core::bucket::Bucket;
 use crate::core::correlate::{self, Correlator};
 use crate::core::time::seconds;
 use crate::kubeapi::pods::{ApiFailure, PodApi};
@@ -79,33 +78,9 @@ impl Events {
     }
 }
 
-/// Lets so many through a second, and a burst at once.
-struct Pace {
-    rate: f64,
-    burst: f64,
-    tokens: f64,
-    at: Instant,
-}
-
-impl Pace {
-    async fn wait(&mut self) {
-        if self.rate <= 0.0 {
-            return;
-        }
-        self.tokens = (self.tokens + self.at.elapsed().as_secs_f64() * self.rate).min(self.burst);
-        self.at = Instant::now();
-        if self.tokens < 1.0 {
-            tokio::time::sleep(Duration::from_secs_f64((1.0 - self.tokens) / self.rate)).await;
-            self.at = Instant::now();
-            self.tokens = 1.0;
-        }
-        self.tokens -= 1.0;
-    }
-}
-
 async fn post(api: Arc<dyn PodApi>, node: String, clock: Clock, mut said: mpsc::Receiver<Said>, (rate, burst): (f64, f64)) {
     let mut correlator = Correlator::default();
-    let mut pace = Pace { rate, burst, tokens: burst, at: Instant::now() };
+    let mut pace = Bucket::new(rate, burst, clock.now());
     while let Some(said) = said.recv().await {
         let namespace = said.about.namespace.clone().unwrap_or_else(|| "default".into());
         let about = format!("{namespace}/{:?}/{:?}/{:?}", said.about.uid, said.about.name, said.about.field_path);
@@ -115,7 +90,9 @@ async fn post(api: Arc<dyn PodApi>, node: String, clock: Clock, mut said: mpsc::
             tracing::debug!(about, reason, "an event is not posted: there were too many about this object");
             continue;
         };
-        pace.wait().await;
+        while let Err(wait) = pace.take(clock.now()) {
+            tokio::time::sleep(wait).await;
+        }
         let stamp = seconds(now);
         if let Some((name, count)) = verdict.counted {
             let patch = json!({"count": count, "lastTimestamp": stamp, "message": shortened(&verdict.message)});

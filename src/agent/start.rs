@@ -91,7 +91,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let (network, network_state) = watch::channel(Network::Unasked);
     let (node, node_state) = watch::channel(None);
     let events = Events::start(Arc::clone(&api), &config.node_name, clock, config.event_pace);
-    let images = Images::new(config.parallel_pulls);
+    let images = Images::configured(&config)?;
     let context = Arc::new(Context {
         runtime,
         api,

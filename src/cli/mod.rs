@@ -181,6 +181,12 @@ pub struct AgentFlags {
     /// The cluster's domain.
     #[arg(long, value_name = "DOMAIN")]
     pub cluster_domain: Option<String>,
+    /// The configuration of credential provider plugins, a file or a directory.
+    #[arg(long, value_name = "PATH")]
+    pub image_credential_provider_config: Option<PathBuf>,
+    /// Where these plugins lie.
+    #[arg(long, value_name = "DIR")]
+    pub image_credential_provider_bin_dir: Option<PathBuf>,
     /// Log verbosity: 0 to 2 for information, 4 for debugging, more for tracing.
     #[arg(short = 'v', long = "v", default_value_t = 0, value_name = "LEVEL")]
     pub verbosity: u8,
@@ -204,6 +210,8 @@ impl AgentFlags {
             max_pods: self.max_pods,
             cluster_dns: self.cluster_dns.clone(),
             cluster_domain: self.cluster_domain.clone(),
+            credential_providers: self.image_credential_provider_config.clone(),
+            credential_programs: self.image_credential_provider_bin_dir.clone(),
         }
     }
 }

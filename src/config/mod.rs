@@ -11,6 +11,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::Value;
 
+use crate::core::pulled::Policy;
 use crate::core::quantity::Quantity;
 use crate::core::resources::Amounts;
 use crate::core::time::duration;
@@ -30,10 +31,6 @@ const NOT_HONOURED: &[&str] = &[
     "serverTLSBootstrap",
     "authentication",
     "authorization",
-    "registryPullQPS",
-    "registryBurst",
-    "imagePullCredentialsVerificationPolicy",
-    "preloadedImagesVerificationAllowlist",
     "enableDebuggingHandlers",
     "enableContentionProfiling",
     "enableProfilingHandler",
@@ -178,6 +175,11 @@ struct Document {
     #[serde(rename = "cpuCFSQuotaPeriod")]
     cpu_cfs_quota_period: Option<String>,
     allowed_unsafe_sysctls: Option<Vec<String>>,
+    #[serde(rename = "registryPullQPS")]
+    registry_pull_qps: Option<i32>,
+    registry_burst: Option<i32>,
+    image_pull_credentials_verification_policy: Option<String>,
+    preloaded_images_verification_allowlist: Option<Vec<String>>,
     container_log_max_size: Option<String>,
     container_log_max_files: Option<i32>,
     // One at a time is what we do; more would only read the disk harder.
@@ -263,6 +265,14 @@ pub struct Config {
     pub pod_pids: Option<i64>,
     /// How many images are pulled at once.
     pub parallel_pulls: usize,
+    /// How many pulls are begun a second (0: any number), and how many at once.
+    pub pull_quota: (f64, f64),
+    /// When a pod must show that it could have pulled an image itself.
+    pub pull_verification: Policy,
+    /// `--image-credential-provider-config`.
+    pub credential_providers: Option<PathBuf>,
+    /// `--image-credential-provider-bin-dir`.
+    pub credential_programs: Option<PathBuf>,
     /// What is set aside for the system and for Kubernetes.
     pub reserved: Amounts,
     /// Whether containers without a seccomp profile get the runtime's.
@@ -312,6 +322,10 @@ pub struct Overrides {
     pub cluster_dns: Option<String>,
     /// `--cluster-domain`.
     pub cluster_domain: Option<String>,
+    /// `--image-credential-provider-config`.
+    pub credential_providers: Option<PathBuf>,
+    /// `--image-credential-provider-bin-dir`.
+    pub credential_programs: Option<PathBuf>,
 }
 
 fn invalid(field: &str, value: impl std::fmt::Debug, remedy: &str) -> ConfigError {
@@ -344,6 +358,35 @@ fn url(field: &str, text: Option<String>) -> Result<Option<String>, ConfigError>
     match text {
         Some(text) if !text.starts_with("http://") && !text.starts_with("https://") => Err(invalid(field, text, "use a URL with http or https")),
         text => Ok(text),
+    }
+}
+
+fn verification(policy: Option<&str>, allowlist: Vec<String>) -> Result<Policy, ConfigError> {
+    let policy = match policy.unwrap_or("NeverVerifyPreloadedImages") {
+        "NeverVerify" => Policy::NeverVerify,
+        "NeverVerifyPreloadedImages" => Policy::NeverVerifyPreloaded,
+        "NeverVerifyAllowlistedImages" => return Ok(Policy::NeverVerifyAllowlisted(allowlist)),
+        "AlwaysVerify" => Policy::AlwaysVerify,
+        other => {
+            let remedy = "use NeverVerify, NeverVerifyPreloadedImages, NeverVerifyAllowlistedImages or AlwaysVerify";
+            return Err(invalid("imagePullCredentialsVerificationPolicy", other, remedy));
+        }
+    };
+    match allowlist.first() {
+        None => Ok(policy),
+        Some(_) => Err(invalid(
+            "preloadedImagesVerificationAllowlist",
+            allowlist,
+            "it needs imagePullCredentialsVerificationPolicy NeverVerifyAllowlistedImages",
+        )),
+    }
+}
+
+fn both(config: Option<&PathBuf>, programs: Option<&PathBuf>) -> Result<Option<PathBuf>, ConfigError> {
+    match (config, programs) {
+        (Some(_), None) => Err(invalid("--image-credential-provider-bin-dir", "", "set it too: it is where the plugins lie")),
+        (None, Some(_)) => Err(invalid("--image-credential-provider-config", "", "set it too: it says which plugins there are")),
+        (config, _) => Ok(config.cloned()),
     }
 }
 
@@ -497,6 +540,16 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
         reserved,
         seccomp_default: document.seccomp_default.unwrap_or(false),
         max_backoff,
+        pull_quota: (
+            f64::from(at_least_zero("registryPullQPS", document.registry_pull_qps, 5)?),
+            f64::from(at_least_zero("registryBurst", document.registry_burst, 10)?).max(1.0),
+        ),
+        pull_verification: verification(
+            document.image_pull_credentials_verification_policy.as_deref(),
+            document.preloaded_images_verification_allowlist.unwrap_or_default(),
+        )?,
+        credential_providers: both(flags.credential_providers.as_ref(), flags.credential_programs.as_ref())?,
+        credential_programs: flags.credential_programs.clone(),
         cpu_period: match document.cpu_cfs_quota {
             Some(false) => None,
             _ => Some(period(document.cpu_cfs_quota_period.as_ref())?),
@@ -541,6 +594,7 @@ mod tests {
             ("maxPods: -1\n", "maxPods"),
             ("maxPods: many\n", "many"),
             ("eventRecordQPS: -1\n", "eventRecordQPS"),
+            ("imagePullCredentialsVerificationPolicy: Sometimes\n", "AlwaysVerify"),
             ("staticPodURL: ftp://x\n", "staticPodURL"),
             ("cpuCFSQuotaPeriod: 2s\n", "cpuCFSQuotaPeriod"),
             ("allowedUnsafeSysctls: [vm.swappiness]\n", "allowedUnsafeSysctls"),

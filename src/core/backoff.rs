@@ -1,4 +1,4 @@
-//! Crash-loop back-off (kubelet spec, 5.4). Pure: the clock is an argument.
+//! Back-off of crash loops and of pulls (kubelet spec, 5.4). Pure: the clock is an argument.
 
 use std::collections::BTreeMap;
 
@@ -45,9 +45,59 @@ impl Backoff {
     }
 }
 
+/// The longest back-off of a pull.
+const PULL_MAXIMUM: SignedDuration = SignedDuration::from_secs(300);
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct FailedPull {
+    delay: SignedDuration,
+    until: Timestamp,
+    error: String,
+}
+
+/// The back-offs of pulls, by pod and image: 10 s, doubling up to five minutes.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PullBackoff(BTreeMap<(String, String), FailedPull>);
+
+impl PullBackoff {
+    /// Until when a pull is held back, and why the last one failed.
+    #[must_use]
+    pub fn held(&self, key: &(String, String), now: Timestamp) -> Option<(Timestamp, String)> {
+        self.0.get(key).filter(|f| f.until > now).map(|f| (f.until, f.error.clone()))
+    }
+
+    /// A pull has failed; the answer is when it may be tried again.
+    pub fn failed(&mut self, key: (String, String), error: &str, now: Timestamp) -> Timestamp {
+        self.0.retain(|_, f| now.duration_since(f.until) < PULL_MAXIMUM * 2);
+        let delay = self.0.get(&key).map_or(INITIAL, |f| (f.delay * 2).min(PULL_MAXIMUM));
+        self.0.insert(key, FailedPull { delay, until: now + delay, error: error.to_owned() });
+        now + delay
+    }
+
+    /// A pull has succeeded.
+    pub fn succeeded(&mut self, key: &(String, String)) {
+        self.0.remove(key);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pulls_wait_longer_and_longer_until_one_succeeds() {
+        let mut backoff = PullBackoff::default();
+        let at = |s: i64| Timestamp::from_second(s).expect("a time");
+        let key = ("uid".to_owned(), "image".to_owned());
+        assert_eq!(backoff.held(&key, at(0)), None);
+        assert_eq!(backoff.failed(key.clone(), "first", at(0)), at(10));
+        assert_eq!(backoff.held(&key, at(9)), Some((at(10), "first".into())));
+        assert_eq!(backoff.held(&key, at(10)), None);
+        let delays: Vec<i64> = (0..6).map(|n| backoff.failed(key.clone(), "again", at(n)).as_second() - n).collect();
+        assert_eq!(delays, [20, 40, 80, 160, 300, 300]);
+        backoff.succeeded(&key);
+        assert_eq!(backoff.failed(key, "new", at(100)), at(110));
+    }
 
     #[test]
     fn restarts_wait_longer_and_longer_until_one_lasts() {

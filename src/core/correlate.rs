@@ -5,13 +5,15 @@ use std::collections::{BTreeSet, HashMap};
 
 use jiff::{SignedDuration, Timestamp};
 
+use super::bucket::Bucket;
+
 /// So many different messages of one reason about one object are posted one by one; more are merged.
 const SIMILAR: usize = 10;
 /// For how long events count as similar.
 const WINDOW: SignedDuration = SignedDuration::from_mins(10);
 /// How many events one object may have at once, and how often it gets one more.
 const BURST: f64 = 25.0;
-const REFILL_SECONDS: f64 = 300.0;
+const RATE: f64 = 1.0 / 300.0;
 /// How much is remembered of each sort.
 const REMEMBERED: usize = 4096;
 
@@ -41,12 +43,6 @@ pub struct Verdict {
 struct Group {
     messages: BTreeSet<String>,
     last: Timestamp,
-}
-
-#[derive(Debug)]
-struct Bucket {
-    tokens: f64,
-    at: Timestamp,
 }
 
 #[derive(Debug)]
@@ -93,14 +89,8 @@ impl Correlator {
         } else {
             (format!("{group_key}\u{0}{}", said.message), said.message.to_owned())
         };
-        bound(&mut self.buckets, now, |b| b.at);
-        let bucket = self.buckets.entry(said.about.to_owned()).or_insert(Bucket { tokens: BURST, at: now });
-        bucket.tokens = (bucket.tokens + now.duration_since(bucket.at).as_secs_f64() / REFILL_SECONDS).min(BURST);
-        bucket.at = now;
-        if bucket.tokens < 1.0 {
-            return None;
-        }
-        bucket.tokens -= 1.0;
+        bound(&mut self.buckets, now, Bucket::last);
+        self.buckets.entry(said.about.to_owned()).or_insert_with(|| Bucket::new(RATE, BURST, now)).take(now).ok()?;
         let counted = self.known.get_mut(&key).map(|known| {
             known.count = known.count.saturating_add(1);
             known.last = now;

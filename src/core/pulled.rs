@@ -1,0 +1,147 @@
+//! Who may use an image that is there already: records of how it was pulled, and by whose credentials
+//! (KEP-2535; kubelet spec, 8.4). Pure.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// When a pod must show that it could have pulled an image itself.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Policy {
+    /// Never.
+    NeverVerify,
+    /// For images that were pulled here, not for those that were put here by other means.
+    #[default]
+    NeverVerifyPreloaded,
+    /// For all but those listed; an entry may end in `/*`.
+    NeverVerifyAllowlisted(Vec<String>),
+    /// Always.
+    AlwaysVerify,
+}
+
+/// A secret by which an image was pulled.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct BySecret {
+    /// The secret's uid.
+    pub uid: String,
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// A digest of the credentials.
+    pub credential_hash: String,
+}
+
+/// Whose credentials were good for an image.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Access {
+    /// These secrets'.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub kubernetes_secrets: Vec<BySecret>,
+    /// Everybody's on this node: it needs none, or the node's own.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub node_pods_accessible: bool,
+}
+
+/// What is kept about one image.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Record {
+    /// `ImagePulledRecord`.
+    pub kind: String,
+    /// `kubelet.config.k8s.io/v1beta1`.
+    pub api_version: String,
+    /// When it was written last, RFC 3339.
+    pub last_updated_time: String,
+    /// The image's id in the runtime.
+    pub image_ref: String,
+    /// By repository.
+    pub credential_mapping: BTreeMap<String, Access>,
+}
+
+/// By what a pull succeeded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum By {
+    /// A pod's pull secret.
+    Secret(BySecret),
+    /// No credentials, or those that all pods of the node may use.
+    Anyone,
+}
+
+impl Record {
+    /// Notes one more way by which the image can be had.
+    pub fn note(&mut self, repository: &str, by: By, now: &str) {
+        self.kind = "ImagePulledRecord".into();
+        self.api_version = "kubelet.config.k8s.io/v1beta1".into();
+        self.last_updated_time = now.to_owned();
+        let access = self.credential_mapping.entry(repository.to_owned()).or_default();
+        match by {
+            By::Anyone => *access = Access { kubernetes_secrets: vec![], node_pods_accessible: true },
+            By::Secret(_) if access.node_pods_accessible => {}
+            By::Secret(secret) => {
+                access.kubernetes_secrets.retain(|s| (&s.uid, &s.namespace, &s.name) != (&secret.uid, &secret.namespace, &secret.name));
+                access.kubernetes_secrets.push(secret);
+            }
+        }
+    }
+}
+
+/// Whether a pod with these secrets may use an image that is there. `pulling` says that a pull of it was
+/// begun and its end not noted.
+#[must_use]
+pub fn may_use(policy: &Policy, repository: &str, record: Option<&Record>, pulling: bool, secrets: &[BySecret]) -> bool {
+    let preloaded = record.is_none() && !pulling;
+    let free = match policy {
+        Policy::NeverVerify => true,
+        Policy::NeverVerifyPreloaded => preloaded,
+        Policy::NeverVerifyAllowlisted(list) => {
+            preloaded
+                && list
+                    .iter()
+                    .any(|entry| entry.strip_suffix("/*").map_or(entry == repository, |prefix| repository.starts_with(&format!("{prefix}/"))))
+        }
+        Policy::AlwaysVerify => false,
+    };
+    let access = record.and_then(|r| r.credential_mapping.get(repository));
+    free || access.is_some_and(|access| {
+        // The same secret, changed or not; or the same credentials in another secret.
+        let same =
+            |a: &BySecret, b: &BySecret| (&a.uid, &a.namespace, &a.name) == (&b.uid, &b.namespace, &b.name) || a.credential_hash == b.credential_hash;
+        access.node_pods_accessible || access.kubernetes_secrets.iter().any(|known| secrets.iter().any(|own| same(known, own)))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn secret(name: &str, hash: &str) -> BySecret {
+        BySecret { uid: format!("{name}-uid"), namespace: "n".into(), name: name.into(), credential_hash: hash.into() }
+    }
+
+    #[test]
+    fn only_who_could_have_pulled_it_may_use_it() {
+        let mut record = Record::default();
+        record.note("r/x", By::Secret(secret("a", "h1")), "t");
+        let cases = [
+            (Policy::default(), None, false, vec![], true, "preloaded"),
+            (Policy::default(), None, true, vec![], false, "a pull was begun"),
+            (Policy::default(), Some(&record), false, vec![], false, "pulled by somebody's secret"),
+            (Policy::default(), Some(&record), false, vec![secret("a", "changed")], true, "the same secret"),
+            (Policy::default(), Some(&record), false, vec![secret("b", "h1")], true, "the same credentials"),
+            (Policy::default(), Some(&record), false, vec![secret("b", "h2")], false, "others"),
+            (Policy::NeverVerify, Some(&record), false, vec![], true, "nobody asks"),
+            (Policy::AlwaysVerify, None, false, vec![], false, "always asked"),
+            (Policy::NeverVerifyAllowlisted(vec!["r/*".into()]), None, false, vec![], true, "listed"),
+            (Policy::NeverVerifyAllowlisted(vec!["r/y".into()]), None, false, vec![], false, "not listed"),
+        ];
+        for (policy, record, pulling, secrets, expected, what) in cases {
+            assert_eq!(may_use(&policy, "r/x", record, pulling, &secrets), expected, "{what}");
+        }
+        assert!(!may_use(&Policy::default(), "r/other", Some(&record), false, &[secret("a", "h1")]), "another name of the image is another matter");
+        record.note("r/x", By::Anyone, "t");
+        assert!(may_use(&Policy::default(), "r/x", Some(&record), false, &[]));
+    }
+}

@@ -1,0 +1,150 @@
+//! Pulling from real registries, with and without credentials.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::process::{Child, Command, Stdio};
+
+use serde_json::Value;
+use support::Cluster;
+
+/// The password `secret` of the user `user`, as the registry keeps it.
+const HTPASSWD: &str = "user:$2b$04$Ix6ZGQBZApkDcv7z/5fA0.vqqvU8T.673W0lcbRS4zuY94hqF78Le\n";
+
+/// A private docker-registry on a port of this machine.
+struct Registry {
+    process: Child,
+    address: String,
+    _dir: tempfile::TempDir,
+}
+
+impl Registry {
+    fn start(closed: bool) -> Registry {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name).display().to_string();
+        let mut config = format!(
+            "version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: '{}'}}}}\nhttp: {{addr: '127.0.0.1:{port}'}}\n",
+            path("data")
+        );
+        if closed {
+            std::fs::write(path("htpasswd"), HTPASSWD).unwrap();
+            config += &format!("auth: {{htpasswd: {{realm: test, path: '{}'}}}}\n", path("htpasswd"));
+        }
+        std::fs::write(path("config.yml"), config).unwrap();
+        let process = Command::new("docker-registry")
+            .args(["serve", &path("config.yml")])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("docker-registry is installed (make test does that)");
+        let registry = Registry { process, address: format!("127.0.0.1:{port}"), _dir: dir };
+        let start = std::time::Instant::now();
+        while std::net::TcpStream::connect(&registry.address).is_err() {
+            assert!(start.elapsed() < support::PATIENCE, "the registry did not come up");
+            std::thread::sleep(std::time::Duration::from_millis(50));
+        }
+        registry
+    }
+
+    /// Pushes an image that the cluster's containerd has, under names of this registry.
+    fn push(&self, cluster: &Cluster, image: &str, names: &[&str]) {
+        let socket = cluster.run_dir().join("containerd.sock");
+        for name in names {
+            let target = format!("{}/{name}", self.address);
+            for arguments in [vec!["tag", image, &target], vec!["push", "--plain-http", "--user", "user:secret", &target], vec!["rm", &target]] {
+                let output =
+                    Command::new("ctr").arg("--address").arg(&socket).args(["--namespace", "k8s.io", "images"]).args(&arguments).output().unwrap();
+                assert!(output.status.success(), "{arguments:?}: {output:?}");
+            }
+        }
+    }
+}
+
+impl Drop for Registry {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn pod(name: &str, image: &str, more: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{restartPolicy: Never, {more} containers: [{{name: c, image: '{image}', imagePullPolicy: IfNotPresent, command: [busybox, 'true']}}]}}\n---\n"
+    )
+}
+
+#[test]
+fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
+    let (open, closed) = (Registry::start(false), Registry::start(true));
+    let cluster = Cluster::start("images", 27);
+    let image = support::busybox(&cluster);
+    open.push(&cluster, &image, &["free:1"]);
+    closed.push(&cluster, &image, &["team/one:1", "team/two:1"]);
+    cluster.kubectl(&[
+        "create",
+        "secret",
+        "docker-registry",
+        "pull",
+        &format!("--docker-server=http://{}", closed.address),
+        "--docker-username=user",
+        "--docker-password=secret",
+    ]);
+    cluster.kubectl(&[
+        "create",
+        "secret",
+        "docker-registry",
+        "wrong",
+        &format!("--docker-server={}/team", closed.address),
+        "--docker-username=user",
+        "--docker-password=wrong",
+    ]);
+    let secrets = "imagePullSecrets: [{name: wrong}, {name: pull}, {name: nosuch}],";
+    cluster.apply(&format!(
+        "{}{}{}{}",
+        pod("free", &format!("{}/free:1", open.address), ""),
+        pod("member", &format!("{}/team/one:1", closed.address), secrets),
+        pod("stranger", &format!("{}/team/two:1", closed.address), ""),
+        pod("nowhere", "127.0.0.1:1/x:1", ""),
+    ));
+    let phase = |name: &str| cluster.pod(name)["status"]["phase"].as_str().unwrap().to_owned();
+    let waiting = |name: &str| cluster.pod(name)["status"]["containerStatuses"][0]["state"]["waiting"].clone();
+    let events = |name: &str| {
+        cluster.kubectl(&[
+            "get",
+            "events",
+            "--field-selector",
+            &format!("involvedObject.name={name}"),
+            "-o",
+            "jsonpath={range .items[*]}{.type} {.reason} {.message}{\"\\n\"}{end}",
+        ])
+    };
+    cluster.wait("images that may be had are had", || phase("free") == "Succeeded" && phase("member") == "Succeeded");
+    cluster.wait("their events", || {
+        let said = events("member");
+        said.contains("Normal Pulled Successfully pulled image")
+            && said.contains("Warning FailedToRetrieveImagePullSecret Unable to retrieve some image pull secrets (nosuch)")
+    });
+    for name in ["stranger", "nowhere"] {
+        cluster.wait("others wait and say why", || {
+            let state: Value = waiting(name);
+            ["ErrImagePull", "ImagePullBackOff"].contains(&state["reason"].as_str().unwrap_or_default())
+                && !state["message"].as_str().unwrap_or_default().is_empty()
+        });
+    }
+    // The image is there now; who has no credentials for it must still show some.
+    cluster.apply(&format!(
+        "{}{}{}",
+        pod("thief", &format!("{}/team/one:1", closed.address), ""),
+        pod("colleague", &format!("{}/team/one:1", closed.address), "imagePullSecrets: [{name: pull}],"),
+        pod("again", &format!("{}/free:1", open.address), ""),
+    ));
+    cluster.wait("who may uses what is there", || phase("colleague") == "Succeeded" && phase("again") == "Succeeded");
+    assert!(events("colleague").contains("already present on machine"), "{}", events("colleague"));
+    cluster.wait("who may not does not", || ["ErrImagePull", "ImagePullBackOff"].contains(&waiting("thief")["reason"].as_str().unwrap_or_default()));
+    let said = std::process::Command::new(support::holdfast()).args(["explain", "pod", "thief", "--name", &cluster.name]).output().unwrap();
+    assert!(String::from_utf8_lossy(&said.stdout).contains("the image of container c cannot be had"), "{said:?}");
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}
