@@ -3,7 +3,8 @@
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=cri");
     println!("cargo::rerun-if-changed=grpc");
-    let files = protox::compile(["cri/v1/api.proto", "grpc/health/v1/health.proto"], ["."])?;
+    println!("cargo::rerun-if-changed=containerd");
+    let files = protox::compile(["cri/v1/api.proto", "grpc/health/v1/health.proto", "containerd/events/v1/events.proto"], ["."])?;
     tonic_prost_build::configure().build_server(true).build_transport(false).compile_fds(files)?;
     Ok(())
 }

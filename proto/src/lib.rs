@@ -14,3 +14,9 @@ pub mod cri {
 pub mod health {
     tonic::include_proto!("grpc.health.v1");
 }
+
+/// containerd's own events (`containerd.services.events.v1`), for versions whose CRI has none.
+#[allow(clippy::all, clippy::pedantic, missing_docs)]
+pub mod containerd {
+    tonic::include_proto!("containerd.services.events.v1");
+}

@@ -24,6 +24,7 @@ const REMEMBERED: usize = 4096;
 
 /// A client; clones share the connection, which comes back by itself.
 pub struct CriClient {
+    channel: Channel,
     runtime: RuntimeServiceClient<Channel>,
     images: ImageServiceClient<Channel>,
     /// The deadline of ordinary calls.
@@ -65,7 +66,8 @@ impl CriClient {
         let channel = endpoint.connect_timeout(Duration::from_secs(5)).connect_lazy();
         Ok(CriClient {
             runtime: RuntimeServiceClient::new(channel.clone()).max_decoding_message_size(MESSAGE_LIMIT),
-            images: ImageServiceClient::new(channel).max_decoding_message_size(MESSAGE_LIMIT),
+            images: ImageServiceClient::new(channel.clone()).max_decoding_message_size(MESSAGE_LIMIT),
+            channel,
             deadline,
             details: Mutex::default(),
             networks: Mutex::default(),
@@ -329,33 +331,7 @@ impl Runtime for CriClient {
     }
 
     async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError> {
-        let (sender, receiver) = mpsc::channel(256);
-        let (refused, refusal) = tokio::sync::oneshot::channel();
-        let mut client = self.runtime.clone();
-        tokio::spawn(async move {
-            let mut stream = match client.get_container_events(Request::new(pb::GetEventsRequest {})).await {
-                Ok(answer) => answer.into_inner(),
-                Err(status) => {
-                    // Nobody waits for it any more if it comes late; the closed channel says enough then.
-                    let _ = refused.send(RuntimeError::from(status));
-                    return;
-                }
-            };
-            while let Ok(Some(event)) = stream.message().await {
-                let labelled = event.containers_statuses.first().and_then(|c| c.labels.get(label::POD_UID).cloned());
-                let uid = event.pod_sandbox_status.and_then(|s| s.metadata).map(|m| m.uid).or(labelled);
-                if let Some(uid) = uid
-                    && sender.send(uid).await.is_err()
-                {
-                    return;
-                }
-            }
-        });
-        // A runtime may answer only with its first event: no refusal within this time is a yes.
-        match tokio::time::timeout(Duration::from_millis(500), refusal).await {
-            Ok(Ok(error)) => Err(error),
-            _ => Ok(receiver),
-        }
+        super::events::follow(&self.channel, &self.runtime).await
     }
 }
 

@@ -4,6 +4,7 @@
 
 mod client;
 mod convert;
+mod events;
 
 use std::time::Duration;
 
@@ -195,6 +196,6 @@ pub trait Runtime: Send + Sync + 'static {
     /// Pulls an image; the answer is its id.
     async fn pull(&self, name: &str, credentials: Option<Credentials>) -> Result<String, RuntimeError>;
     /// The uids of pods in which something happened, until the stream breaks. `Unimplemented` where
-    /// the runtime has no events (containerd 1.6).
+    /// the runtime has no events.
     async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError>;
 }

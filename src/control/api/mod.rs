@@ -48,7 +48,11 @@ pub struct Api {
     service_range: ipnet::Ipv4Net,
     /// Held while a cluster address is chosen and the service stored.
     services: Arc<tokio::sync::Mutex<()>>,
+    /// Requests by verb, plural, subresource and whether a node asked.
+    counts: Arc<std::sync::Mutex<Counts>>,
 }
+
+type Counts = std::collections::BTreeMap<(&'static str, &'static str, &'static str, bool), u64>;
 
 /// A request, decoded from the wire.
 #[derive(Debug, Default)]
@@ -114,7 +118,7 @@ impl Api {
     /// An API over `store`; services get addresses from `service_range`.
     #[must_use]
     pub fn new(store: Store, tokens: token::Tokens, service_range: ipnet::Ipv4Net) -> Api {
-        Api { store, tokens: Arc::new(tokens), service_range, services: Arc::default() }
+        Api { store, tokens: Arc::new(tokens), service_range, services: Arc::default(), counts: Arc::default() }
     }
 
     /// The store, for the housekeeping of this process.
@@ -136,8 +140,25 @@ impl Api {
         }
     }
 
+    /// Requests by verb and kind, in Prometheus' text format.
+    fn metrics(&self) -> String {
+        let counts = self.counts.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut text = String::from(
+            "# HELP apiserver_request_total Requests by verb, resource and whether a node asked.\n# TYPE apiserver_request_total counter\n",
+        );
+        for ((verb, resource, sub, node), count) in counts.iter() {
+            text.push_str(&format!(
+                "apiserver_request_total{{verb=\"{verb}\",resource=\"{resource}\",subresource=\"{sub}\",node=\"{node}\"}} {count}\n"
+            ));
+        }
+        text
+    }
+
     async fn dispatch(&self, request: Request) -> Result<Answer, ApiError> {
         match route::target(&request.path)? {
+            Target::Other(path) if path == "/metrics" && request.method == "GET" && auth::may_get(&request.user, &path) => {
+                Ok(Answer::text(200, &self.metrics()))
+            }
             Target::Other(path) => Self::other(&request, &path),
             Target::Review(kind) => {
                 let plural = resources::REVIEWS.iter().find(|(_, _, k)| *k == kind).map_or("", |(_, plural, _)| plural);
@@ -180,6 +201,10 @@ impl Api {
         let ask = auth::ask(verb, resource, sub.map_or("", Sub::name), namespace.unwrap_or_default(), name.or(selected).unwrap_or_default());
         if !auth::may(&request.user, &ask) {
             return Err(auth::refusal(&request.user, &ask));
+        }
+        {
+            let key = (verb, resource.plural, sub.map_or("", Sub::name), request.user.node().is_some());
+            *self.counts.lock().unwrap_or_else(std::sync::PoisonError::into_inner).entry(key).or_default() += 1;
         }
         if let (Some(sub), Some(name)) = (sub, name)
             && !matches!(sub, Sub::Status | Sub::Finalize | Sub::EphemeralContainers | Sub::Resize)
@@ -305,6 +330,7 @@ impl Api {
                     "/apis".into(),
                     "/healthz".into(),
                     "/livez".into(),
+                    "/metrics".into(),
                     "/openapi/v3".into(),
                     "/readyz".into(),
                     "/version".into(),
