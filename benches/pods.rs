@@ -134,7 +134,7 @@ async fn readiness_gap(api: &Api<Pod>, name: &str) -> f64 {
             let ready = asked > 0;
             let status = if ready { "200 OK" } else { "503 No" };
             let _ = stream.write_all(format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n").as_bytes()).await;
-            if let (true, Some(said)) = (ready, said.take()) {
+            if ready && let Some(said) = said.take() {
                 let _ = said.send(Instant::now());
             }
         }

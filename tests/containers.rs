@@ -155,3 +155,78 @@ fn critical_pods_make_room_and_ephemeral_containers_look_around() {
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }
+
+#[test]
+fn pods_are_resized_in_place_and_wait_for_room() {
+    use holdfast::cri::{CriClient, Runtime as _};
+    let cluster = Cluster::start("resize", 28);
+    let image = support::busybox(&cluster);
+    let node: Value = serde_json::from_str(&cluster.kubectl(&["get", "nodes", "-o", "json"])).unwrap();
+    let cpus: u64 = node["items"][0]["status"]["allocatable"]["cpu"].as_str().unwrap().parse().unwrap();
+    let pod = |name: &str, cpu: &str, policy: &str| {
+        format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{image}', command: [busybox, sleep, '1000'], resizePolicy: [{{resourceName: memory, restartPolicy: {policy}}}], resources: {{requests: {{cpu: {cpu}, memory: 32Mi}}, limits: {{cpu: '{cpus}', memory: 64Mi}}}}}}]}}\n---\n"
+        )
+    };
+    cluster.apply(&format!(
+        "{}{}{}",
+        pod("live", "100m", "NotRequired"),
+        pod("anew", "100m", "RestartContainer"),
+        pod("big", &format!("{}m", cpus * 1000 - 700), "NotRequired")
+    ));
+    let ready = |name: &str| cluster.pod(name)["status"]["containerStatuses"][0]["ready"] == true;
+    cluster.wait("all run", || ready("live") && ready("anew") && ready("big"));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let resize = |name: &str, resources: Value| {
+        let patch = serde_json::json!({"spec": {"containers": [{"name": "c", "resources": resources}]}});
+        runtime.block_on(async {
+            let client = holdfast::kubeapi::client::connect(&cluster.data().join("kubeconfig")).await.unwrap();
+            let api: kube::Api<k8s_openapi::api::core::v1::Pod> = kube::Api::default_namespaced(client);
+            api.patch_subresource("resize", name, &kube::api::PatchParams::default(), &kube::api::Patch::Strategic(&patch))
+                .await
+                .map(|_| ())
+                .map_err(|e| e.to_string())
+        })
+    };
+    let status = |name: &str| cluster.pod(name)["status"]["containerStatuses"][0].clone();
+    let inside = |name: &str, file: &str| {
+        let id = status(name)["containerID"].as_str().unwrap().rsplit('/').next().unwrap().to_owned();
+        runtime.block_on(async {
+            let client = CriClient::new(cluster.run_dir().join("containerd.sock").to_str().unwrap(), std::time::Duration::from_secs(60)).unwrap();
+            client.exec(&id, &["cat".into(), format!("/sys/fs/cgroup/{file}")], None).await.unwrap().output.trim().to_owned()
+        })
+    };
+    let before = status("live")["containerID"].clone();
+    let larger = serde_json::json!({"requests": {"cpu": "200m", "memory": "48Mi"}, "limits": {"memory": "128Mi"}});
+    for name in ["live", "anew"] {
+        resize(name, larger.clone()).unwrap();
+        cluster.wait("it has its new size", || status(name)["resources"]["limits"]["memory"] == "128Mi" && ready(name));
+        assert_eq!(status(name)["allocatedResources"]["cpu"], "200m");
+    }
+    assert_eq!((&status("live")["containerID"], &status("live")["restartCount"]), (&before, &0.into()), "cpu and memory changed while it ran");
+    assert_eq!(status("anew")["restartCount"], 1, "its policy wants a restart");
+    if !holdfast::sys::cgroup::is_v2() {
+        assert_eq!(inside("live", "memory/memory.limit_in_bytes"), (128 << 20).to_string());
+        assert_eq!(inside("live", "cpu/cpu.shares"), "204");
+    }
+    let said = |name: &str| events(&cluster, name);
+    cluster.wait("the events", || {
+        said("live").contains("ResizeStarted Pod resize started: {") && said("live").contains("ResizeCompleted Pod resize completed: {")
+    });
+
+    // What does not fit waits, says so, and is granted when there is room.
+    resize("live", serde_json::json!({"requests": {"cpu": "700m"}})).unwrap();
+    let pending = || cluster.pod("live")["status"]["conditions"].as_array().unwrap().iter().find(|c| c["type"] == "PodResizePending").cloned();
+    cluster.wait("it waits", || {
+        pending().is_some_and(|c| c["reason"] == "Deferred" && c["message"].as_str().unwrap().contains("Node didn't have enough resource: cpu"))
+    });
+    assert_eq!(status("live")["allocatedResources"]["cpu"], "200m");
+    cluster.kubectl(&["delete", "pod", "big"]);
+    cluster.wait("it is granted", || status("live")["resources"]["requests"]["cpu"] == "700m" && pending().is_none());
+    assert_eq!(status("live")["containerID"], before);
+    let refused =
+        resize("live", serde_json::json!({"requests": {"cpu": null, "memory": null}, "limits": {"cpu": null, "memory": null}})).unwrap_err();
+    assert!(refused.contains("QOS Class may not change"), "{refused}");
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}

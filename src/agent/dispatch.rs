@@ -1,7 +1,7 @@
 //! From sources to workers: merges what the API and the files want, keeps one worker a pod, and ends
 //! what nobody wants any more.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ struct Worker {
 
 struct Dispatcher {
     context: Arc<Context>,
-    workers: HashMap<String, Worker>,
+    workers: BTreeMap<String, Worker>,
     seen: Seen,
     finished: mpsc::Sender<String>,
 }
@@ -49,7 +49,7 @@ pub async fn run(
 ) {
     let cut_off_at = Instant::now() + PATIENCE;
     let (finished, mut endings) = mpsc::channel(256);
-    let mut dispatcher = Dispatcher { context, workers: HashMap::new(), seen, finished };
+    let mut dispatcher = Dispatcher { context, workers: BTreeMap::new(), seen, finished };
     let mut api_changes = api.as_ref().map(Cache::changes);
     let mut next_tending: Option<Instant> = None;
     loop {
@@ -88,10 +88,9 @@ pub async fn run(
                 }
             };
             tokio::select! {
+                // In this order, so that a simulated run replays exactly.
+                biased;
                 // All arms are cancel-safe: receivers and watches keep what has not been taken.
-                () = tokio::time::sleep_until(cut_off_at), if !ready && Instant::now() < cut_off_at => break,
-                () = api_changed => break,
-                _ = statics.changed() => break,
                 Some(uid) = endings.recv() => {
                     dispatcher.ended(&uid);
                     break;
@@ -105,6 +104,9 @@ pub async fn run(
                         }
                     },
                 },
+                () = tokio::time::sleep_until(cut_off_at), if !ready && Instant::now() < cut_off_at => break,
+                () = api_changed => break,
+                _ = statics.changed() => break,
             }
         }
     }
@@ -125,7 +127,7 @@ impl Dispatcher {
 
     /// Tells every worker what is wanted now, starts those that are missing, oldest pod first.
     async fn update(&mut self, api: &[Arc<Pod>], statics: &[Arc<Pod>], ready: bool) {
-        let mirrors: HashMap<String, &Arc<Pod>> = api.iter().filter(|p| pod::is_mirror(p)).map(|p| (pod::full_name(p), p)).collect();
+        let mirrors: BTreeMap<String, &Arc<Pod>> = api.iter().filter(|p| pod::is_mirror(p)).map(|p| (pod::full_name(p), p)).collect();
         let mut wanted: Vec<Desired> = Vec::new();
         for pod in api.iter().filter(|p| !pod::is_mirror(p)) {
             wanted.push(Desired { pod: Arc::clone(pod), object: Some(Arc::clone(pod)), removed: false });

@@ -30,7 +30,7 @@ mod sync;
 mod upkeep;
 mod worker;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use jiff::Timestamp;
@@ -86,7 +86,7 @@ pub struct Context {
     /// What the runtime can do, as it last said.
     pub features: watch::Sender<Features>,
     /// Pods that have been taken, by uid.
-    pub admitted: Mutex<HashMap<String, Taken>>,
+    pub admitted: Mutex<BTreeMap<String, Taken>>,
     /// How long starts took, for those who ask.
     pub latency: Latency,
     /// The network as probes and hooks use it.
@@ -104,6 +104,8 @@ pub struct Taken {
     hint: Arc<Notify>,
     /// It must make room for a critical pod.
     preempted: bool,
+    /// It waits for room to grow.
+    waits: bool,
 }
 
 /// What becomes of a pod that wants to run here.
@@ -163,7 +165,7 @@ impl Context {
             strict_groups: self.features.borrow().strict_groups,
         };
         let Err(refusal) = admit::admit(pod, admitted.values().map(|t| &*t.pod), &here) else {
-            admitted.insert(uid, Taken { pod: Arc::clone(pod), hint: Arc::clone(hint), preempted: false });
+            admitted.insert(uid, Taken { pod: Arc::clone(pod), hint: Arc::clone(hint), preempted: false, waits: false });
             return Admission::Taken;
         };
         if refusal.missing.is_empty() || !preempt::is_critical(pod) {
@@ -180,6 +182,20 @@ impl Context {
         Admission::Room
     }
 
+    /// Whether a pod that runs may have the sizes that its spec wishes for; the refusal says what is missing.
+    /// One that may not is woken when another pod goes.
+    pub fn may_grow(&self, pod: &Pod) -> Result<(), Refusal> {
+        let mut admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let allocatable = self.allocatable();
+        let here = admit::Here { allocatable: &allocatable, node: None, unsafe_sysctls: &[], kernel: "", apparmor: true, strict_groups: true };
+        let others = admitted.iter().filter(|(uid, _)| *uid != pod::uid(pod)).map(|(_, taken)| &*taken.pod);
+        let result = admit::check_resources(pod, others, &here);
+        if let Some(own) = admitted.get_mut(pod::uid(pod)) {
+            own.waits = result.is_err();
+        }
+        result
+    }
+
     /// Whether a pod must make room for a critical one.
     #[must_use]
     pub fn is_preempted(&self, uid: &str) -> bool {
@@ -189,7 +205,9 @@ impl Context {
 
     /// Forgets a pod that takes nothing any more.
     pub fn release(&self, uid: &str) {
-        self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(uid);
+        let mut admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        admitted.remove(uid);
+        admitted.values().filter(|t| t.waits).for_each(|t| t.hint.notify_one());
     }
 }
 
@@ -222,6 +240,8 @@ impl Agent {
         let upkeep = upkeep::run(Arc::clone(&context));
         let node = node::run(context, self.nodes, self.network, self.node);
         tokio::select! {
+            // In this order, so that a simulated run replays exactly.
+            biased;
             () = upkeep => anyhow::bail!("the upkeep ended"),
             () = local => anyhow::bail!("the local socket ended"),
             () = dispatch => anyhow::bail!("the dispatcher ended"),

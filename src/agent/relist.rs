@@ -1,7 +1,7 @@
 //! Noticing what happens in the runtime (kubelet spec, chapter 19): events where it has them, listing
 //! where it has not, and a slow listing as audit in any case. Both only hint; the worker looks itself.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ const QUIET: Duration = Duration::from_secs(2);
 
 /// What workers last saw, by uid: a listing that shows the same is no news.
 #[derive(Clone, Default)]
-pub struct Seen(Arc<Mutex<HashMap<String, u64>>>);
+pub struct Seen(Arc<Mutex<BTreeMap<String, u64>>>);
 
 impl Seen {
     /// A worker has seen this.
@@ -34,7 +34,7 @@ impl Seen {
 
     fn differing(&self, listed: &[ListedPod]) -> Vec<String> {
         let seen = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let now: HashMap<&str, u64> = listed.iter().map(|p| (p.uid.as_str(), p.fingerprint)).collect();
+        let now: BTreeMap<&str, u64> = listed.iter().map(|p| (p.uid.as_str(), p.fingerprint)).collect();
         seen.iter().filter(|(uid, seen)| now.get(uid.as_str()).copied().unwrap_or(0) != **seen).map(|(uid, _)| uid.clone()).collect()
     }
 }
@@ -96,6 +96,8 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
         let until = Instant::now() + period;
         while let Some(stream) = &mut events {
             tokio::select! {
+                // In this order, so that a simulated run replays exactly.
+                biased;
                 // Cancel-safe: a received event is handled before the next wait.
                 event = stream.recv() => match event {
                     Some(uid) => if hints.send(Hint::Pod(uid)).await.is_err() { return },

@@ -102,6 +102,8 @@ async fn write(api: Arc<dyn PodApi>, mut changes: watch::Receiver<Wanted>, done:
                 Err(error) => {
                     tracing::warn!(%error, pod = %pod::full_name(object), retry_in = ?pause, "the pod's status could not be written");
                     tokio::select! {
+                        // In this order, so that a simulated run replays exactly.
+                        biased;
                         // Cancel-safe: the newest value is read at the top of the loop in any case.
                         () = tokio::time::sleep(pause) => {}
                         changed = changes.changed() => if changed.is_err() { return },

@@ -16,6 +16,7 @@ use super::{Admission, Context, Kind};
 use crate::core::journal::{Progress, Step};
 use crate::core::lifecycle::{Cause, Input, State, Wish};
 use crate::core::pod;
+use crate::core::resize;
 use crate::core::status::{self, Verdict};
 use crate::kubeapi::pods::ApiFailure;
 
@@ -110,8 +111,13 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
     let uid = pod::uid(&first.pod).to_owned();
     let mut admitted = false;
     loop {
-        let desired = wishes.borrow_and_update().clone();
-        memory.adopt(desired.object.as_deref());
+        let wished = wishes.borrow_and_update().clone();
+        memory.adopt(wished.object.as_deref());
+        let granted = memory.granted(&wished.pod);
+        if admitted && state == State::Syncing {
+            grant(&context, &wished.pod, &granted, &mut memory);
+        }
+        let desired = Desired { pod: memory.granted(&wished.pod), ..wished.clone() };
         state = decide(&memory, state, Input::Wish(desired.wish()));
         // Step 4, admission, stands before the first sync and is not repeated.
         if state == State::Syncing {
@@ -131,7 +137,7 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
                 Admission::Room if !admitted => {
                     let again = context.clock.now() + jiff::SignedDuration::from_millis(100);
                     memory.log.fail(Step::Admission, "", "other pods are making room for this critical one", Some(again));
-                    if !sleep(&mut wishes, &hint, &desired, state, Some(Instant::now() + Duration::from_millis(100)), |_| {}).await {
+                    if !sleep(&mut wishes, &hint, &wished, state, Some(Instant::now() + Duration::from_millis(100)), |_| {}).await {
                         return;
                     }
                     continue;
@@ -169,7 +175,7 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
                 Some(until)
             }
         };
-        if !sleep(&mut wishes, &hint, &desired, state, wait, |object| memory.report(object, &writer)).await {
+        if !sleep(&mut wishes, &hint, &wished, state, wait, |object| memory.report(object, &writer)).await {
             return;
         }
     }
@@ -187,6 +193,8 @@ async fn sleep(
 ) -> bool {
     loop {
         tokio::select! {
+            // In this order, so that a simulated run replays exactly.
+            biased;
             // All arms are cancel-safe: the wish is read anew by the caller, a hint is only a nudge.
             changed = wishes.changed() => {
                 if changed.is_err() {
@@ -200,6 +208,26 @@ async fn sleep(
             }
             () = hint.notified() => return true,
             () = async { match until { Some(until) => tokio::time::sleep_until(until).await, None => std::future::pending().await } } => return true,
+        }
+    }
+}
+
+/// Grants a pod that runs the sizes its spec wishes for now, or says why not (kubelet spec, 11.1).
+fn grant(context: &Context, wished: &Pod, granted: &Arc<Pod>, memory: &mut Memory) {
+    if std::ptr::eq(wished, Arc::as_ptr(granted)) {
+        memory.grant(wished, None);
+        return;
+    }
+    let refusal = context.may_grow(wished).err();
+    let deferred = refusal.as_ref().map(|r| ("Deferred".to_owned(), r.message.clone()));
+    if !memory.grant(wished, deferred) {
+        return;
+    }
+    let described = resize::described(wished, None);
+    match refusal {
+        None => context.events.pod(wished, None, Kind::Normal, "ResizeStarted", format!("Pod resize started: {described}")),
+        Some(refusal) => {
+            context.events.pod(wished, None, Kind::Warning, "ResizeDeferred", format!("Pod resize {}: {described}", refusal.reason));
         }
     }
 }
@@ -229,6 +257,8 @@ async fn step(
         }
         State::Terminating { grace, cause } => {
             tokio::select! {
+                // In this order, so that a simulated run replays exactly.
+                biased;
                 ended = sync::terminate(context, desired, memory, writer, grace, cause) => ended?,
                 // Stopping is begun anew with what is left; the runtime takes the shorter time.
                 () = stop.when_shorter(grace) => return Ok(Outcome::Wait(Some(Instant::now()))),

@@ -6,6 +6,7 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 use super::observed::{self, ContainerState, ObservedPod};
 use super::pod::{self, Role};
 use super::probe::{self, Probed};
+use super::resize::{self, Sizes};
 
 /// A container to start.
 #[derive(Debug, Clone, PartialEq)]
@@ -23,8 +24,20 @@ pub struct Start {
 #[must_use]
 pub fn surplus(observed: &ObservedPod) -> Vec<&observed::Container> {
     let mut kept = std::collections::BTreeSet::new();
-    // Newest first: of each name the first that has ended stays.
-    observed.containers.iter().filter(|c| c.state == ContainerState::Exited && !kept.insert(c.name.as_str())).collect()
+    // Newest first: of each name the first that has ended stays. One that was never started and has a
+    // successor never will be.
+    let mut surplus = vec![];
+    for container in &observed.containers {
+        let needed = match container.state {
+            ContainerState::Exited => kept.insert(container.name.as_str()),
+            ContainerState::Created => observed.newest(&container.name).is_some_and(|newest| newest.id == container.id),
+            ContainerState::Running | ContainerState::Unknown => true,
+        };
+        if !needed {
+            surplus.push(container);
+        }
+    }
+    surplus
 }
 
 /// Sandboxes that nobody needs any more: not ready, not the newest, without containers.
@@ -63,6 +76,8 @@ pub struct PodActions {
     pub restart_all: Vec<Kill>,
     /// Containers to stop.
     pub kill: Vec<Kill>,
+    /// Names of containers to bring to their size while they run.
+    pub resize: Vec<String>,
     /// Containers to start, in order.
     pub start: Vec<Start>,
 }
@@ -71,7 +86,12 @@ impl PodActions {
     /// Whether there is nothing to do.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        !self.kill_pod && self.create_sandbox.is_none() && self.restart_all.is_empty() && self.kill.is_empty() && self.start.is_empty()
+        !self.kill_pod
+            && self.create_sandbox.is_none()
+            && self.restart_all.is_empty()
+            && self.kill.is_empty()
+            && self.resize.is_empty()
+            && self.start.is_empty()
     }
 }
 
@@ -150,13 +170,13 @@ fn sandbox_decision(pod: &Pod, observed: &ObservedPod) -> Result<String, u32> {
 
 /// Computes the plan. `restarts` is the count a container with no instance left should start from.
 #[must_use]
-pub fn compute(pod: &Pod, observed: &ObservedPod, probed: &Probed, restarts: impl Fn(&str) -> u32) -> PodActions {
+pub fn compute(pod: &Pod, observed: &ObservedPod, health: &Health<'_>, restarts: impl Fn(&str) -> u32) -> PodActions {
     let Some(spec) = &pod.spec else { return PodActions::default() };
     let start =
         |role: Role, container: &Container| Start { role, container: container.clone(), attempt: next_attempt(observed, &container.name, &restarts) };
     let init: &[Container] = spec.init_containers.as_deref().unwrap_or_default();
     let attempt = match sandbox_decision(pod, observed) {
-        Ok(id) => return with_sandbox(pod, observed, probed, id, start),
+        Ok(id) => return with_sandbox(pod, observed, health, id, start),
         Err(attempt) => attempt,
     };
     let mut actions = PodActions { kill_pod: !observed.sandboxes.is_empty(), ..PodActions::default() };
@@ -214,22 +234,37 @@ fn restart_all(pod: &Pod, observed: &ObservedPod, sandbox: &str) -> Vec<Kill> {
     others.into_iter().chain(sources).map(over).collect()
 }
 
+/// What is known of running containers besides their state.
+pub struct Health<'a> {
+    /// What their probes say.
+    pub probed: &'a Probed,
+    /// The sizes that the runtime has; a container that is not here has that of the spec.
+    pub actuated: &'a Sizes,
+}
+
+fn resized(container: &Container, health: &Health<'_>) -> Option<String> {
+    (resize::change(container, health.actuated) == resize::Change::Update).then(|| container.name.clone())
+}
+
 /// Why a running container cannot stay (kubelet spec, 5.2).
-fn condemned(pod: &Pod, role: Role, container: &Container, seen: &observed::Container, probed: &Probed) -> Option<(Kill, bool)> {
+fn condemned(pod: &Pod, role: Role, container: &Container, seen: &observed::Container, health: &Health<'_>) -> Option<(Kill, bool)> {
     if pod.metadata.deletion_timestamp.is_some() {
         return None;
     }
     let who = if role == Role::Sidecar { "Init container" } else { "Container" };
     let changed = seen.hash.as_ref().is_some_and(|h| *h != pod::container_hash(container));
+    let resize = resize::change(container, health.actuated) == resize::Change::Restart;
     let (what, grace) = if changed {
         ("definition changed", None)
+    } else if resize {
+        ("resize requires restart", None)
     } else {
-        let kind = probed.failed(container, &seen.id)?;
+        let kind = health.probed.failed(container, &seen.id)?;
         let grace = kind.of(container).and_then(|p| p.termination_grace_period_seconds);
         (if kind == probe::Kind::Liveness { "failed liveness probe" } else { "failed startup probe" }, grace)
     };
     // A changed definition is carried out whatever the policy.
-    let restarts = changed || role == Role::Sidecar || container.restart_policy.as_deref().unwrap_or(policy(pod)) != "Never";
+    let restarts = changed || resize || role == Role::Sidecar || container.restart_policy.as_deref().unwrap_or(policy(pod)) != "Never";
     let message = format!("{who} {} {what}{}", container.name, if restarts { ", will be restarted" } else { "" });
     Some((Kill { id: seen.id.clone(), name: container.name.clone(), message, grace }, restarts))
 }
@@ -240,7 +275,7 @@ fn unknown(role: Role, seen: &observed::Container) -> Kill {
     Kill { id: seen.id.clone(), name: seen.name.clone(), message, grace: None }
 }
 
-fn with_sandbox(pod: &Pod, observed: &ObservedPod, probed: &Probed, sandbox: String, start: impl Fn(Role, &Container) -> Start) -> PodActions {
+fn with_sandbox(pod: &Pod, observed: &ObservedPod, health: &Health<'_>, sandbox: String, start: impl Fn(Role, &Container) -> Start) -> PodActions {
     let spec = pod::spec(pod);
     // Containers of an older sandbox are history.
     let here = |name: &str| observed.newest(name).filter(|c| c.sandbox == sandbox);
@@ -255,7 +290,7 @@ fn with_sandbox(pod: &Pod, observed: &ObservedPod, probed: &Probed, sandbox: Str
     }
     let init = spec.init_containers.as_deref().unwrap_or_default();
     let ran = spec.containers.iter().any(|c| here(&c.name).is_some());
-    match init_step(pod, init, ran, probed, &here, &start, &mut actions) {
+    match init_step(pod, init, ran, health, &here, &start, &mut actions) {
         InitStep::Wait => return actions,
         InitStep::Failed => {
             actions.start.clear();
@@ -268,8 +303,11 @@ fn with_sandbox(pod: &Pod, observed: &ObservedPod, probed: &Probed, sandbox: Str
     for container in &spec.containers {
         let seen = here(&container.name);
         if let Some(seen) = seen.filter(|s| s.state == ContainerState::Running) {
-            match condemned(pod, Role::Regular, container, seen, probed) {
-                None => keep += 1,
+            match condemned(pod, Role::Regular, container, seen, health) {
+                None => {
+                    keep += 1;
+                    actions.resize.extend(resized(container, health));
+                }
                 Some((kill, restarts)) => {
                     actions.kill.push(kill);
                     if restarts {
@@ -302,7 +340,7 @@ fn init_step<'a>(
     pod: &Pod,
     init: &[Container],
     initialised: bool,
-    probed: &Probed,
+    health: &Health<'_>,
     here: &impl Fn(&str) -> Option<&'a observed::Container>,
     start: &impl Fn(Role, &Container) -> Start,
     actions: &mut PodActions,
@@ -311,8 +349,11 @@ fn init_step<'a>(
         let seen = here(&container.name);
         if pod::is_sidecar(container) {
             let goes_on = match seen {
-                Some(seen) if seen.state == ContainerState::Running => match condemned(pod, Role::Sidecar, container, seen, probed) {
-                    None => probed.started(container, &seen.id),
+                Some(seen) if seen.state == ContainerState::Running => match condemned(pod, Role::Sidecar, container, seen, health) {
+                    None => {
+                        actions.resize.extend(resized(container, health));
+                        health.probed.started(container, &seen.id)
+                    }
                     Some((kill, _)) => {
                         actions.kill.push(kill);
                         actions.start.push(start(Role::Sidecar, container));

@@ -81,7 +81,8 @@ pub fn admit<'a>(pod: &Pod, others: impl Iterator<Item = &'a Pod> + Clone, here:
     check_apparmor(pod, here)
 }
 
-fn check_resources<'a>(pod: &Pod, others: impl Iterator<Item = &'a Pod>, here: &Here<'_>) -> Result<(), Refusal> {
+/// Whether the node has what a pod asks for; the refusal says what is missing.
+pub fn check_resources<'a>(pod: &Pod, others: impl Iterator<Item = &'a Pod>, here: &Here<'_>) -> Result<(), Refusal> {
     let mut used = Amounts::from([("pods".to_owned(), Quantity::ZERO)]);
     let counted = |pod: &Pod| {
         let mut amounts = requests(pod);

@@ -51,6 +51,8 @@ pub enum Step {
     Readiness,
     /// The container's liveness probe.
     Liveness,
+    /// Bringing running containers to another size.
+    Resize,
     /// The container's preStop hook.
     PreStop,
     /// Stopping the container.

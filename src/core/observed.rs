@@ -81,11 +81,12 @@ impl ObservedPod {
         self.containers.iter().find(|c| c.name == name)
     }
 
-    /// The two newest instances: the present one and the one before.
+    /// The newest instance, and the newest before it that has ended. One that was made and never started
+    /// says nothing about how the container went before.
     #[must_use]
     pub fn latest_two(&self, name: &str) -> (Option<&Container>, Option<&Container>) {
         let mut of = self.containers.iter().filter(|c| c.name == name);
-        (of.next(), of.next())
+        (of.next(), of.find(|c| c.state == ContainerState::Exited))
     }
 
     /// Containers that may have a process.

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{
     Container, ContainerState as ApiState, ContainerStateRunning, ContainerStateTerminated, ContainerStateWaiting, ContainerStatus, HostIP, Pod,
-    PodCondition, PodIP, PodStatus,
+    PodCondition, PodIP, PodStatus, ResourceRequirements, VolumeMount, VolumeMountStatus,
 };
 use serde_json::{Value, json};
 
@@ -15,6 +15,7 @@ use super::observed::{self, ContainerState, ObservedPod};
 use super::pod::{self, Role};
 use super::probe::Probed;
 use super::qos;
+use super::resize::{self, Sizes};
 use super::time::seconds;
 
 /// Why a container is not running, by container name: reason and message of its waiting state.
@@ -31,6 +32,17 @@ pub struct Verdict {
     pub disruption: Option<String>,
 }
 
+/// How far a pod is with its resize. The pod of the facts has the sizes that were granted.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Resizing {
+    /// The sizes that the runtime has.
+    pub actuated: Sizes,
+    /// Why what the spec wishes for is not granted: reason and message.
+    pub pending: Option<(String, String)>,
+    /// Why what was granted is not carried out.
+    pub error: Option<String>,
+}
+
 /// Everything a status is made from.
 pub struct Facts<'a> {
     /// The pod.
@@ -45,6 +57,8 @@ pub struct Facts<'a> {
     pub held_up: Option<String>,
     /// What their probes say.
     pub probed: &'a Probed,
+    /// How far a resize is.
+    pub resize: &'a Resizing,
     /// The node's addresses.
     pub node_ips: &'a [String],
     /// All containers have been stopped for good.
@@ -99,6 +113,31 @@ fn waiting(reason: &str, message: &str) -> ApiState {
     ApiState { waiting: Some(ContainerStateWaiting { reason: text(reason), message: text(message) }), ..ApiState::default() }
 }
 
+/// The resources as the runtime has them.
+fn carried_out(container: &Container, resizing: &Resizing) -> ResourceRequirements {
+    let mut pod = Pod::default();
+    pod.spec.get_or_insert_default().containers = vec![container.clone()];
+    let pod = resize::with(&pod, &resizing.actuated);
+    let mut resources = pod::spec(&pod).containers.first().and_then(|c| c.resources.clone()).unwrap_or_default();
+    resources.claims = None;
+    resources
+}
+
+/// The mounts as they were made.
+fn volume_mounts(container: &Container) -> Option<Vec<VolumeMountStatus>> {
+    let of = |mount: &VolumeMount| VolumeMountStatus {
+        name: mount.name.clone(),
+        mount_path: mount.mount_path.clone(),
+        read_only: mount.read_only.filter(|r| *r),
+        recursive_read_only: mount
+            .read_only
+            .filter(|r| *r)
+            .and(mount.recursive_read_only.clone().filter(|r| r != "IfPossible").or(Some("Disabled".into()))),
+        ..VolumeMountStatus::default()
+    };
+    container.volume_mounts.as_ref().filter(|m| !m.is_empty()).map(|mounts| mounts.iter().map(of).collect())
+}
+
 /// The status of one container (kubelet spec, 4.4).
 fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> ContainerStatus {
     let before = [&facts.previous.container_statuses, &facts.previous.init_container_statuses, &facts.previous.ephemeral_container_statuses]
@@ -150,12 +189,12 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
         status.started = Some(false);
         return status;
     };
-    status.restart_count = i32::try_from(newest.attempt).unwrap_or(i32::MAX);
+    // Of a pod that is being removed the newest instance may have gone before older ones.
+    status.restart_count = i32::try_from(newest.attempt).unwrap_or(i32::MAX).max(before.map_or(0, |b| b.restart_count));
     status.container_id = Some(format!("containerd://{}", newest.id));
     status.image = if newest.image.is_empty() { image } else { newest.image.clone() };
     status.image_id.clone_from(&newest.image_ref);
-    status.last_state =
-        older.filter(|o| o.state == ContainerState::Exited).map(|o| ApiState { terminated: Some(terminated(o)), ..ApiState::default() });
+    status.last_state = older.map(|o| ApiState { terminated: Some(terminated(o)), ..ApiState::default() });
     if status.last_state.is_none() && older.is_none() && newest.attempt > 0 {
         // The instance before has been removed; what was said about it stays.
         status.last_state = before.and_then(|b| b.last_state.clone());
@@ -177,6 +216,11 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
         }
         status.state = Some(waiting(reason, message));
     }
+    if running && matches!(role, Role::Regular | Role::Sidecar) {
+        status.allocated_resources = container.resources.as_ref().and_then(|r| r.requests.clone()).filter(|r| !r.is_empty());
+        status.resources = Some(carried_out(container, facts.resize));
+    }
+    status.volume_mounts = volume_mounts(container);
     status.started = Some(running && facts.probed.started(container, &newest.id));
     status.ready = match role {
         Role::Init => newest.state == ContainerState::Exited && newest.exit_code == 0,
@@ -256,6 +300,11 @@ struct Judged {
     message: Option<String>,
 }
 
+/// What was initialised stays so, also while its init containers run again in a new sandbox.
+fn initialised_before(facts: &Facts<'_>) -> bool {
+    facts.previous.conditions.iter().flatten().any(|c| c.type_ == "Initialized" && c.status == "True")
+}
+
 fn verdicts(facts: &Facts<'_>, phase: &str, regular: &[ContainerStatus], init: &[ContainerStatus]) -> Vec<Judged> {
     let spec = pod::spec(facts.pod);
     let say = |kind, holds, reason, message| Judged { kind, holds, reason, message };
@@ -269,7 +318,7 @@ fn verdicts(facts: &Facts<'_>, phase: &str, regular: &[ContainerStatus], init: &
     let ran = regular.iter().any(|s| is_running(s) || exit_of(s).is_some());
     let initialized = if phase == "Succeeded" {
         say("Initialized", true, Some("PodCompleted"), None)
-    } else if incomplete.is_empty() || ran {
+    } else if incomplete.is_empty() || ran || initialised_before(facts) {
         say("Initialized", true, None, None)
     } else {
         say("Initialized", false, Some("ContainersNotInitialized"), Some(format!("containers with incomplete status: {}", list(&incomplete))))
@@ -333,6 +382,18 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
         _ => phase(facts, &regular, &init),
     };
     let mut judged = verdicts(facts, phase, &regular, &init);
+    if let Some((reason, message)) = &facts.resize.pending {
+        judged.push(Judged {
+            kind: "PodResizePending",
+            holds: true,
+            reason: Some(if reason == "Infeasible" { "Infeasible" } else { "Deferred" }),
+            message: Some(message.clone()),
+        });
+    }
+    if !facts.ended && (facts.resize.error.is_some() || !resize::same(&facts.resize.actuated, &resize::wished(facts.pod))) {
+        let error = facts.resize.error.clone();
+        judged.push(Judged { kind: "PodResizeInProgress", holds: true, reason: error.is_some().then_some("Error"), message: error });
+    }
     if let Some(message) = verdict.and_then(|v| v.disruption.clone()) {
         judged.push(Judged { kind: "DisruptionTarget", holds: true, reason: Some("TerminationByKubelet"), message: Some(message) });
     }
@@ -384,7 +445,18 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
 }
 
 /// The condition types that are ours; all others belong to somebody else.
-const OWN: &[&str] = &["PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady", "PodScheduled", "DisruptionTarget"];
+const OWN: &[&str] = &[
+    "PodReadyToStartContainers",
+    "Initialized",
+    "Ready",
+    "ContainersReady",
+    "PodScheduled",
+    "DisruptionTarget",
+    "PodResizePending",
+    "PodResizeInProgress",
+];
+/// Those of them that are there only while they hold.
+const PASSING: &[&str] = &["PodResizePending", "PodResizeInProgress"];
 
 /// The strategic merge patch that turns what the API has into `wanted`; `None` if nothing differs.
 #[must_use]
@@ -419,6 +491,8 @@ pub fn patch(uid: &str, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
             c
         })
         .collect();
+    let over = PASSING.iter().filter(|kind| of(api, kind).is_some() && of(wanted, kind).is_none());
+    let conditions: Vec<Value> = conditions.into_iter().chain(over.map(|kind| json!({"type": kind, "$patch": "delete"}))).collect();
     if !conditions.is_empty() {
         let order: Vec<Value> = wanted.conditions.iter().flatten().map(|c| json!({"type": c.type_})).collect();
         changes.insert("$setElementOrder/conditions".into(), order.into());

@@ -270,6 +270,19 @@ impl Runtime for CriClient {
         gone_is_fine(self.runtime.clone().stop_container(request).await)
     }
 
+    async fn update_container(&self, id: &str, resources: pb::LinuxContainerResources) -> Result<(), RuntimeError> {
+        let message = pb::UpdateContainerResourcesRequest { container_id: id.into(), linux: Some(resources), ..Default::default() };
+        self.runtime.clone().update_container_resources(self.request(message)).await?;
+        Ok(())
+    }
+
+    async fn memory_in_use(&self, id: &str) -> Result<u64, RuntimeError> {
+        let stats =
+            self.runtime.clone().container_stats(self.request(pb::ContainerStatsRequest { container_id: id.into() })).await?.into_inner().stats;
+        let memory = stats.and_then(|s| s.memory).and_then(|m| m.usage_bytes.or(m.working_set_bytes));
+        Ok(memory.map_or(0, |m| m.value))
+    }
+
     async fn exec(&self, id: &str, command: &[String], timeout: Option<Duration>) -> Result<Exec, RuntimeError> {
         // The runtime counts whole seconds, and ends the command itself when they are over.
         let seconds = timeout.map_or(0, |t| i64::try_from(t.as_secs_f64().ceil() as u64).unwrap_or(i64::MAX));

@@ -181,6 +181,10 @@ pub trait Runtime: Send + Sync + 'static {
     async fn start_container(&self, id: &str) -> Result<(), RuntimeError>;
     /// Stops a container: SIGTERM, and SIGKILL after `grace` seconds.
     async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError>;
+    /// Gives a running container other resources.
+    async fn update_container(&self, id: &str, resources: pb::LinuxContainerResources) -> Result<(), RuntimeError>;
+    /// The bytes of memory that a container uses.
+    async fn memory_in_use(&self, id: &str) -> Result<u64, RuntimeError>;
     /// Runs a command in a container; without `timeout` until it ends.
     async fn exec(&self, id: &str, command: &[String], timeout: Option<Duration>) -> Result<Exec, RuntimeError>;
     /// The containers that run.

@@ -11,6 +11,7 @@ impl PodApi for World {
         }
         let mut state = self.state();
         let uid = patch["metadata"]["uid"].as_str().unwrap().to_owned();
+        let earlier = state.pods.get(&uid).cloned();
         let Some(pod) = state.pods.get_mut(&uid) else { return Err(ApiFailure::NotFound("gone".into())) };
         for (key, value) in patch["status"].as_object().unwrap().iter().filter(|(k, _)| !k.starts_with('$')) {
             if key == "conditions" {
@@ -30,6 +31,12 @@ impl PodApi for World {
         }
         let phase = pod["status"]["phase"].as_str().unwrap().to_owned();
         let pod = pod.clone();
+        let live: Vec<String> = state.live(&uid).iter().filter(|c| c.name.starts_with('c')).map(|c| c.name.clone()).collect();
+        for broken in invariants::of_status(&earlier.unwrap(), &pod, &live, &state.probed) {
+            state.deny(format!("{uid}: {broken}"));
+        }
+        let at = self.1.now();
+        state.trace.push(format!("{at} status {uid} {phase}"));
         let before = state.final_phase.get(&uid).cloned();
         if before.as_ref().is_some_and(|b| *b != phase) {
             state.deny(format!("{uid}: the final phase {before:?} became {phase}"));

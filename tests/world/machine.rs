@@ -5,7 +5,7 @@ use super::*;
 /// Containers answer probes, now and then not in time or wrongly.
 #[async_trait]
 impl Dialer for World {
-    async fn http(&self, _: &Http, timeout: Duration) -> Result<Reply, HttpError> {
+    async fn http(&self, request: &Http, timeout: Duration) -> Result<Reply, HttpError> {
         self.only_alive().await;
         let (faults, fate) = {
             let mut state = self.state();
@@ -17,7 +17,21 @@ impl Dialer for World {
                 Err(HttpError::Failed("deadline exceeded".into()))
             }
             1 if faults => Ok(Reply { status: 503, body: String::new(), elsewhere: false }),
-            _ => Ok(Reply { status: 200, body: String::new(), elsewhere: false }),
+            _ => {
+                // The path names the container, the host its pod.
+                let mut state = self.state();
+                let boxes: Vec<String> =
+                    state.boxes.iter().filter(|(_, b)| b.sandbox.ips.contains(&request.host)).map(|(id, _)| id.clone()).collect();
+                let name = request.path.trim_start_matches('/');
+                let asked =
+                    |c: &&Ctr| c.container.name == name && boxes.contains(&c.container.sandbox) && c.container.state == ContainerState::Running;
+                let ids: Vec<String> = state.containers.values().filter(asked).map(|c| c.container.id.clone()).collect();
+                if ids.is_empty() {
+                    return Err(HttpError::Failed("connection refused".into()));
+                }
+                state.probed.extend(ids);
+                Ok(Reply { status: 200, body: String::new(), elsewhere: false })
+            }
         }
     }
 

@@ -1,6 +1,7 @@
 //! The simulated world: runtime, API and machine over one shared state, steered by a seed.
 
 mod api;
+mod invariants;
 mod machine;
 mod runtime;
 
@@ -59,6 +60,16 @@ struct State {
     /// Phases that a pod's status has shown.
     final_phase: BTreeMap<String, String>,
     broken: Vec<String>,
+    /// Every call as it ended: a seed gives the same list every time.
+    trace: Vec<String>,
+    /// Containers whose readiness or startup probe has succeeded at least once.
+    probed: BTreeSet<String>,
+    /// Hooks that ran, by container.
+    hooks: BTreeMap<String, Vec<String>>,
+    /// Calls about this pod never return.
+    hung: Option<String>,
+    /// Pulls under way, and the most at once.
+    pulls: (usize, usize),
     watcher: Option<Arc<Writer<Pod>>>,
 }
 
@@ -142,6 +153,8 @@ impl World {
         self.state().watcher.as_ref().unwrap().replace(current);
         let mut config = config::load(None, &Overrides::default(), "node").unwrap();
         config.kubeconfig = Some("simulated".into());
+        // Nothing of this machine is touched.
+        config.root_dir = "/nonexistent/holdfast-sim".into();
         let (network, network_state) = watch::channel(Network::Ready);
         let (node, node_state) = watch::channel(None);
         let api: Arc<dyn PodApi> = Arc::new(self.clone());
@@ -174,6 +187,17 @@ impl World {
         })
     }
 
+    /// A pod that stays up by itself.
+    pub fn create_steady_pod(&self, name: &str) {
+        let mut state = self.state();
+        let uid = state.id("uid");
+        let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "ns", "uid": uid, "creationTimestamp": self.1.now().to_string(), "generation": 1},
+            "spec": {"nodeName": "node", "restartPolicy": "Always", "terminationGracePeriodSeconds": 1, "containers": [{"name": "c0", "image": "i:1"}],
+                     "volumes": [{"name": "v", "emptyDir": {}}]}, "status": {"phase": "Pending"}});
+        state.pods.insert(uid.clone(), pod);
+        state.publish(&uid);
+    }
+
     pub fn create_pod(&self, name: &str) {
         let mut state = self.state();
         let policy = ["Always", "Always", "OnFailure", "Never"][usize::try_from(state.pick(4)).unwrap()];
@@ -183,11 +207,11 @@ impl World {
             .map(|i| {
                 let mut container = json!({"name": format!("c{i}"), "image": "i:1"});
                 if probing {
-                    let probe = json!({"httpGet": {"port": 80}, "periodSeconds": 1});
+                    let probe = json!({"httpGet": {"port": 80, "path": format!("/c{i}")}, "periodSeconds": 1});
                     container["startupProbe"] = probe.clone();
                     container["readinessProbe"] = probe.clone();
                     container["livenessProbe"] = probe;
-                    container["lifecycle"] = json!({"postStart": {"exec": {"command": ["x"]}}, "preStop": {"sleep": {"seconds": 1}}});
+                    container["lifecycle"] = json!({"postStart": {"exec": {"command": ["post"]}}, "preStop": {"sleep": {"seconds": 1}}});
                 }
                 container
             })
@@ -223,6 +247,18 @@ impl World {
         let uids: Vec<String> = state.pods.keys().cloned().collect();
         let place = state.pick(uids.len() as u64);
         uids.get(usize::try_from(place).unwrap()).cloned()
+    }
+
+    /// The uid of a pod.
+    pub fn uid(&self, name: &str) -> String {
+        let state = self.state();
+        state.pods.iter().find(|(_, p)| p["metadata"]["name"] == name).map(|(uid, _)| uid.clone()).unwrap()
+    }
+
+    /// Names of pods that are not in this phase.
+    pub fn not_in_phase(&self, phase: &str) -> Vec<String> {
+        let state = self.state();
+        state.pods.values().filter(|p| p["status"]["phase"] != phase).map(|p| p["metadata"]["name"].as_str().unwrap().to_owned()).collect()
     }
 
     pub fn delete_some_pod(&self) {
@@ -297,7 +333,11 @@ impl World {
     }
 
     pub fn broken(&self) -> Result<(), String> {
-        let state = self.state();
+        let mut state = self.state();
+        if state.pulls.1 > 4 {
+            let most = state.pulls.1;
+            state.deny(format!("{most} images were pulled at once"));
+        }
         if state.broken.is_empty() { Ok(()) } else { Err(state.broken.join("; ")) }
     }
 
@@ -320,9 +360,11 @@ impl World {
     /// Waits as long as a call takes, and decides how it goes wrong.
     async fn fault(&self) -> Fault {
         self.only_alive().await;
+        let at = self.1.now();
         let (delay, fault) = {
             let mut state = self.state();
             let delay = 1 + state.pick(40);
+            state.trace.push(format!("{at} delay {delay}"));
             let fault = if state.faults { state.pick(24) } else { 99 };
             (delay, fault)
         };
@@ -337,6 +379,35 @@ impl World {
 
     /// A call to the runtime: may fail before acting, after acting, or hang and then fail after acting.
     async fn call<T>(&self, act: impl FnOnce(&mut State) -> Result<T, RuntimeError>) -> Result<T, RuntimeError> {
+        let what = std::any::type_name_of_val(&act).trim_end_matches("::{{closure}}").rsplit("::").next().unwrap_or_default().to_owned();
+        let result = self.call_unseen(act).await;
+        self.note(&what, result.is_ok());
+        result
+    }
+
+    /// One more line of the trace.
+    fn note(&self, what: &str, good: bool) {
+        let at = self.1.now();
+        self.state().trace.push(format!("{at} {what} {good}"));
+    }
+
+    /// The trace so far.
+    pub fn trace(&self) -> Vec<String> {
+        self.state().trace.clone()
+    }
+
+    /// From now on calls about this pod hang.
+    pub fn hang(&self, uid: &str) {
+        self.state().hung = Some(uid.to_owned());
+    }
+
+    async fn hung(&self, uid: &str) {
+        if self.state().hung.as_deref() == Some(uid) {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    async fn call_unseen<T>(&self, act: impl FnOnce(&mut State) -> Result<T, RuntimeError>) -> Result<T, RuntimeError> {
         let timeout = || RuntimeError { kind: RuntimeErrorKind::Timeout, message: "deadline exceeded".into() };
         match self.fault().await {
             Fault::Before => Err(RuntimeError { kind: RuntimeErrorKind::Failed, message: "injected".into() }),

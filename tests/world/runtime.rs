@@ -35,6 +35,7 @@ impl Runtime for World {
     }
 
     async fn observe(&self, uid: &str) -> Result<ObservedPod, RuntimeError> {
+        self.hung(uid).await;
         self.call(|state| {
             let mut observed = ObservedPod {
                 sandboxes: state.boxes.values().filter(|b| b.uid == uid).map(|b| b.sandbox.clone()).collect(),
@@ -175,6 +176,12 @@ impl Runtime for World {
             let c = state.containers.get_mut(id).unwrap();
             c.container.state = ContainerState::Running;
             c.container.started_at = Some(now);
+            if state.final_phase.contains_key(&uid) {
+                state.deny(format!("{uid}/{name}: started after the pod's final phase"));
+            }
+            if !state.pods.contains_key(&uid) {
+                state.deny(format!("{uid}/{name}: started for a pod that is gone"));
+            }
             if name.starts_with('i') {
                 end(state, id, 0, now);
             }
@@ -206,7 +213,27 @@ impl Runtime for World {
         .await
     }
 
-    async fn exec(&self, id: &str, _: &[String], _: Option<Duration>) -> Result<Exec, RuntimeError> {
+    async fn update_container(&self, id: &str, _: pb::LinuxContainerResources) -> Result<(), RuntimeError> {
+        self.call(|state| state.containers.get(id).map(|_| ()).ok_or_else(|| missing("container"))).await
+    }
+
+    async fn memory_in_use(&self, _: &str) -> Result<u64, RuntimeError> {
+        Ok(0)
+    }
+
+    async fn exec(&self, id: &str, command: &[String], _: Option<Duration>) -> Result<Exec, RuntimeError> {
+        {
+            let mut state = self.state();
+            let (life, what) = (self.2, command.join(" "));
+            let hooks = state.hooks.entry(id.to_owned()).or_default();
+            // An agent that was killed cannot know that a hook had run.
+            let entry = format!("{life} {what}");
+            let twice = hooks.contains(&entry);
+            hooks.push(entry);
+            if twice {
+                state.deny(format!("{id}: the hook {what:?} ran twice"));
+            }
+        }
         self.call(|state| match state.containers.get(id) {
             Some(c) if c.container.state == ContainerState::Running => Ok(Exec::default()),
             _ => Err(missing("container")),
@@ -224,6 +251,9 @@ impl Runtime for World {
 
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {
         self.call(|state| {
+            if state.containers.get(id).is_some_and(|c| c.container.state == ContainerState::Running) {
+                state.deny(format!("{id}: removed while it runs"));
+            }
             state.containers.remove(id);
             Ok(())
         })
@@ -239,7 +269,14 @@ impl Runtime for World {
     }
 
     async fn pull(&self, _: &str, _: Option<Credentials>) -> Result<String, RuntimeError> {
-        self.call(|_| Ok("sha256:i".into())).await
+        {
+            let mut state = self.state();
+            state.pulls.0 += 1;
+            state.pulls.1 = state.pulls.1.max(state.pulls.0);
+        }
+        let result = self.call(|_| Ok("sha256:i".into())).await;
+        self.state().pulls.0 -= 1;
+        result
     }
 
     async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError> {

@@ -26,14 +26,15 @@ use super::probing::Probing;
 use super::status::StatusWriter;
 use super::worker::{Desired, Stop};
 use super::{Context, Kind, Network, mirror};
-use crate::core::actions;
+use crate::core::actions::{self, Health};
 use crate::core::backoff::Backoff;
 use crate::core::env::Surroundings;
 use crate::core::journal::Step;
 use crate::core::lifecycle::{Cause, Input};
 use crate::core::observed::{self, ContainerState, ObservedPod};
-use crate::core::pod;
-use crate::core::status::{self, Facts, Problems, Verdict};
+use crate::core::pod::{self, Role};
+use crate::core::resize::{self, Sizes};
+use crate::core::status::{self, Facts, Problems, Resizing, Verdict};
 use crate::core::users::Mappings;
 use crate::core::{config, explain, volumes};
 use crate::kubeapi::pods::{Token, TokenFor};
@@ -61,6 +62,10 @@ pub struct Memory {
     probing: Probing,
     /// Why this node ends the pod, if it does.
     pub verdict: Option<Verdict>,
+    /// The sizes that the node has granted; none until the pod is seen first.
+    granted: Option<Sizes>,
+    /// How far a resize is.
+    pub resizing: Resizing,
     /// Its journal.
     pub log: Log,
 }
@@ -82,6 +87,8 @@ impl Memory {
             counts: BTreeMap::new(),
             ending: Ending::default(),
             verdict: None,
+            granted: None,
+            resizing: Resizing::default(),
             probing: Probing::new(hint, log.clone()),
             log,
         }
@@ -92,14 +99,38 @@ impl Memory {
         writer.want(object, self.status.clone());
     }
 
+    /// The pod as it was granted. At first sight that is what its status shows as carried out.
+    pub fn granted(&mut self, pod: &Arc<Pod>) -> Arc<Pod> {
+        if self.granted.is_none() {
+            self.resizing.actuated = resize::known(pod);
+        }
+        let granted = self.granted.get_or_insert_with(|| self.resizing.actuated.clone());
+        if resize::same(granted, &resize::wished(pod)) { Arc::clone(pod) } else { Arc::new(resize::with(pod, granted)) }
+    }
+
+    /// What the spec wishes for is granted, or why not: reason and message. True if that is news.
+    pub fn grant(&mut self, pod: &Pod, refusal: Option<(String, String)>) -> bool {
+        let wished = resize::wished(pod);
+        let news = match &refusal {
+            Some(refusal) => self.resizing.pending.as_ref() != Some(refusal),
+            None => self.granted.as_ref().is_some_and(|granted| !resize::same(granted, &wished)),
+        };
+        if refusal.is_none() {
+            self.granted = Some(wished);
+        }
+        self.resizing.pending = refusal;
+        news
+    }
+
     /// Takes over what the API says, once: after a restart, times and counts go on from there. A static
     /// pod's mirror may be seen only after its worker has begun.
     pub fn adopt(&mut self, object: Option<&Pod>) {
-        let known = object.and_then(|o| o.status.clone()).filter(|s| !self.adopted && s.conditions.is_some());
-        if let Some(status) = known {
+        // Only the first sight counts: later ones may be echoes of what was written since, and older.
+        let Some(object) = object.filter(|_| !self.adopted) else { return };
+        self.adopted = true;
+        if let Some(status) = object.status.clone().filter(|s| s.conditions.is_some()) {
             self.ran |= status.phase.as_deref().is_some_and(|p| p != "Pending");
             self.status = status;
-            self.adopted = true;
         }
     }
 }
@@ -118,6 +149,12 @@ async fn observe(context: &Context, pod: &Pod, memory: &mut Memory) -> Result<Ob
     let look = async { context.runtime.observe(pod::uid(pod)).await.map_err(|e| format!("the runtime cannot be asked about the pod: {e}")) };
     let mut observed = memory.log.step(Step::Observe, "", look).await?;
     memory.fingerprint = observed.fingerprint();
+    // A start whose answer was lost may have succeeded: what runs or has done its work has no problem.
+    let settled = |name: &str| {
+        let init = pod::containers(pod).iter().any(|(role, c)| *role == Role::Init && c.name == name);
+        observed.newest(name).is_some_and(|c| c.state == ContainerState::Running || (init && c.state == ContainerState::Exited && c.exit_code == 0))
+    };
+    memory.problems.retain(|name, _| !settled(name));
     for container in observed.containers.iter_mut().filter(|c| c.state == ContainerState::Exited) {
         let mut text = context.host.termination_message(pod::uid(pod), &container.name, container.attempt).await;
         if text.is_none() && falls_back_to_logs(pod, container) {
@@ -153,6 +190,7 @@ fn compute_status(context: &Context, pod: &Pod, observed: &ObservedPod, memory: 
         problems: &memory.problems,
         held_up: explain::held_up(&memory.log.read()),
         probed: &memory.probing.results(),
+        resize: &memory.resizing,
         node_ips: &context.node_ips,
         ended,
         verdict: memory.verdict.as_ref(),
@@ -285,7 +323,9 @@ pub async fn sync_pod(
         return Ok(ended(pod));
     }
     let restarts = restart_counts(context, pod, &observed, memory).await;
-    let actions = actions::compute(pod, &observed, &memory.probing.results(), |name| restarts.get(name).copied().unwrap_or(0));
+    let actions = actions::compute(pod, &observed, &Health { probed: &memory.probing.results(), actuated: &memory.resizing.actuated }, |name| {
+        restarts.get(name).copied().unwrap_or(0)
+    });
     if actions.give_up {
         return Ok(ended(pod));
     }

@@ -22,7 +22,7 @@ use crate::core::backoff::Backoff;
 use crate::core::journal::Step;
 use crate::core::observed::{ContainerState, ObservedPod};
 use crate::core::pod::{self, Role};
-use crate::core::{config, dns, time};
+use crate::core::{config, dns, resize, time};
 
 /// A start that waits for its image this long lets the status so far be seen, and again each time a probe
 /// has news.
@@ -45,6 +45,8 @@ pub async fn sync(
     let pod = &desired.pod;
     let log = memory.log.clone();
     let stopping = Stopping { context, pod, observed, log: &log };
+    let is_resized = |memory: &Memory| resize::same(&memory.resizing.actuated, &resize::wished(pod));
+    let resizing = !is_resized(memory);
     if !actions.restart_all.is_empty() {
         return restart_all(&stopping, &actions.restart_all, memory).await;
     }
@@ -58,6 +60,10 @@ pub async fn sync(
     }
     for kill in &actions.kill {
         stopping.container(kill, kill.grace.unwrap_or_else(|| pod::grace_seconds(pod))).await?;
+    }
+    if !actions.resize.is_empty() && !stop.wanted() {
+        carry_out(&stopping, &actions.resize, memory, node).await?;
+        resize_completed(resizing && actions.start.is_empty() && is_resized(memory), context, pod);
     }
     if stop.wanted() || (actions.start.is_empty() && actions.create_sandbox.is_none() && memory.volumes_at.is_none()) {
         return Ok(None);
@@ -122,6 +128,8 @@ pub async fn sync(
                     start_container(&starting, start, &image).await
                 };
                 tokio::select! {
+                    // In this order, so that a simulated run replays exactly.
+                    biased;
                     // Dropping a start is safe: what was created is found by the next observation.
                     result = begin => result,
                     () = stop.when_wanted(), if start.role != Role::Ephemeral => break,
@@ -131,6 +139,8 @@ pub async fn sync(
         };
         match result {
             Ok(()) => {
+                // What is started now has the size that was granted.
+                memory.resizing.actuated.extend(resize::wished(pod).remove_entry(&name));
                 log.close(Step::BackOff, &name);
                 memory.problems.remove(&name);
             }
@@ -145,7 +155,61 @@ pub async fn sync(
             }
         }
     }
+    resize_completed(resizing && is_resized(memory), context, pod);
     Ok(again)
+}
+
+fn resize_completed(is: bool, context: &Context, pod: &Pod) {
+    if is {
+        let message = format!("Pod resize completed: {}", resize::described(pod, None));
+        context.events.pod(pod, None, Kind::Normal, "ResizeCompleted", message);
+    }
+}
+
+/// Brings running containers to the sizes that were granted: the pod's cgroup grows first, then those that
+/// shrink, then those that grow, and at last the pod's cgroup shrinks (kubelet spec, 5.7).
+async fn carry_out(s: &Stopping<'_>, names: &[String], memory: &mut Memory, node: &config::Node<'_>) -> Result<(), String> {
+    let (context, pod) = (s.context, s.pod);
+    let work = async {
+        let wished = resize::wished(pod);
+        context.host.ensure_cgroup(&resize::with_larger(pod, &memory.resizing.actuated, &wished)).await?;
+        let all = pod::containers(pod);
+        let mut wanted: Vec<_> = all.iter().filter(|(_, c)| names.contains(&c.name)).map(|(_, c)| c).collect();
+        wanted.sort_by_key(|c| resize::lowers_memory(c, &memory.resizing.actuated).is_none());
+        for container in wanted {
+            let Some(seen) = s.observed.newest(&container.name) else { continue };
+            if let Some(limit) = resize::lowers_memory(container, &memory.resizing.actuated) {
+                let used = context.runtime.memory_in_use(&seen.id).await.map_err(|e| e.to_string())?;
+                if i128::from(used) > i128::from(limit) {
+                    return Err(format!("attempting to set container {} memory limit ({limit}) below its current usage ({used})", container.name));
+                }
+            }
+            let resources = config::resources(pod, container, node);
+            context
+                .runtime
+                .update_container(&seen.id, resources)
+                .await
+                .map_err(|e| format!("container {} cannot be resized: {e}", container.name))?;
+            memory.resizing.actuated.extend(wished.get(&container.name).map(|size| (container.name.clone(), size.clone())));
+        }
+        context.host.ensure_cgroup(pod).await.map(|_| ())
+    };
+    let result = work.await;
+    match &result {
+        Ok(()) => {
+            memory.resizing.error = None;
+            s.log.close(Step::Resize, "");
+        }
+        Err(error) => {
+            s.log.fail(Step::Resize, "", error, None);
+            if memory.resizing.error.as_ref() != Some(error) {
+                let message = format!("Pod resize error: {}", resize::described(pod, Some(error)));
+                context.events.pod(pod, None, Kind::Warning, "ResizeError", message);
+            }
+            memory.resizing.error = Some(error.clone());
+        }
+    }
+    result
 }
 
 /// Begins to make sure of a container's image.
@@ -176,6 +240,8 @@ async fn patiently(
             }
         };
         tokio::select! {
+            // In this order, so that a simulated run replays exactly.
+            biased;
             // Cancel-safe: the pull goes on in its task.
             pulled = &mut pull => return pulled.map_err(|e| failed(format!("the pull ended unexpectedly: {e}")))?,
             () = hint => patience = None,

@@ -55,9 +55,19 @@ fn starts(actions: &PodActions) -> Vec<(String, u32)> {
 
 use ContainerState::{Exited, Running, Unknown};
 
+fn with(probed: &Probed) -> Health<'_> {
+    static AS_SPEC: Sizes = Sizes::new();
+    Health { probed, actuated: &AS_SPEC }
+}
+
+fn none() -> Health<'static> {
+    static NOTHING: Probed = Probed(std::collections::BTreeMap::new());
+    with(&NOTHING)
+}
+
 #[test]
 fn a_new_pod_gets_a_sandbox_and_its_containers() {
-    let actions = compute(&a_pod("Always", json!([]), &["a", "b"]), &ObservedPod::default(), &Probed::default(), |_| 0);
+    let actions = compute(&a_pod("Always", json!([]), &["a", "b"]), &ObservedPod::default(), &none(), |_| 0);
     assert_eq!((actions.create_sandbox, actions.kill_pod, starts(&actions).len()), (Some(0), false, 2));
 }
 
@@ -73,8 +83,7 @@ fn restarts_follow_policy_exit_code_and_state() {
         ("Always", Unknown, 0, &[("a", 1)], false),
     ];
     for (policy, state, code, expected, kills) in cases {
-        let actions =
-            compute(&a_pod(policy, json!([]), &["a"]), &seen(ready(), vec![container("a", "s", 0, state, code)]), &Probed::default(), |_| 0);
+        let actions = compute(&a_pod(policy, json!([]), &["a"]), &seen(ready(), vec![container("a", "s", 0, state, code)]), &none(), |_| 0);
         let expected: Vec<(String, u32)> = expected.iter().map(|(n, a)| ((*n).into(), *a)).collect();
         assert_eq!((starts(&actions), actions.kill_pod), (expected, kills), "{policy} {state:?} {code}");
         assert_eq!(actions.kill.len(), usize::from(state == Unknown));
@@ -84,18 +93,18 @@ fn restarts_follow_policy_exit_code_and_state() {
 #[test]
 fn a_lost_sandbox_is_replaced_and_its_containers_with_it() {
     let observed = seen(vec![sandbox("s", 3, false)], vec![container("a", "s", 1, Exited, 137)]);
-    let actions = compute(&a_pod("Always", json!([]), &["a"]), &observed, &Probed::default(), |_| 0);
+    let actions = compute(&a_pod("Always", json!([]), &["a"]), &observed, &none(), |_| 0);
     assert_eq!((actions.kill_pod, actions.create_sandbox, starts(&actions)), (true, Some(4), vec![("a".into(), 2)]));
-    let never = compute(&a_pod("Never", json!([]), &["a"]), &observed, &Probed::default(), |_| 0);
+    let never = compute(&a_pod("Never", json!([]), &["a"]), &observed, &none(), |_| 0);
     assert_eq!((never.kill_pod, never.create_sandbox, never.start.len()), (true, None, 0));
     assert!(never.give_up, "what ran under Never must not run again");
     let init = json!([{"name": "i", "image": "i"}]);
     let early = seen(vec![sandbox("s", 0, false)], vec![container("i", "s", 0, Exited, 0)]);
-    let again = compute(&a_pod("Never", init, &["a"]), &early, &Probed::default(), |_| 0);
+    let again = compute(&a_pod("Never", init, &["a"]), &early, &none(), |_| 0);
     assert_eq!((again.give_up, again.create_sandbox, starts(&again)), (false, Some(1), vec![("i".into(), 1)]), "nothing of the pod itself had run");
     let mut host = a_pod("Always", json!([]), &["a"]);
     host.spec.as_mut().expect("spec").host_network = Some(true);
-    assert_eq!(compute(&host, &seen(vec![sandbox("s", 0, true)], vec![]), &Probed::default(), |_| 0).create_sandbox, Some(1));
+    assert_eq!(compute(&host, &seen(vec![sandbox("s", 0, true)], vec![]), &none(), |_| 0).create_sandbox, Some(1));
 }
 
 #[test]
@@ -117,13 +126,13 @@ fn init_containers_run_one_by_one_and_sidecars_stay() {
     ];
     for (containers, expected) in cases {
         let names: Vec<String> = containers.iter().map(|c| format!("{} {:?}", c.name, c.state)).collect();
-        let actions = compute(&pod, &seen(ready(), containers), &Probed::default(), |_| 0);
+        let actions = compute(&pod, &seen(ready(), containers), &none(), |_| 0);
         let started: Vec<&str> = actions.start.iter().map(|s| s.container.name.as_str()).collect();
         assert_eq!(started, expected, "{names:?}");
         assert!(!actions.kill_pod, "{names:?}");
     }
     let never = a_pod("Never", json!([{"name": "i1", "image": "i"}]), &["a"]);
-    let failed = compute(&never, &seen(ready(), vec![container("i1", "s", 0, Exited, 1)]), &Probed::default(), |_| 0);
+    let failed = compute(&never, &seen(ready(), vec![container("i1", "s", 0, Exited, 1)]), &none(), |_| 0);
     assert!(failed.kill_pod && failed.start.is_empty());
 }
 
@@ -143,13 +152,31 @@ fn of_ended_containers_the_newest_stays() {
 }
 
 #[test]
+fn granted_sizes_are_carried_out_as_the_policy_says() {
+    let mut pod = a_pod("Always", json!([]), &["a", "b"]);
+    let actuated = resize::wished(&pod);
+    for (container, policy) in pod.spec.as_mut().expect("spec").containers.iter_mut().zip(["NotRequired", "RestartContainer"]) {
+        container.resources = serde_json::from_value(json!({"requests": {"cpu": "1"}})).expect("resources");
+        container.resize_policy = serde_json::from_value(json!([{"resourceName": "cpu", "restartPolicy": policy}])).expect("a policy");
+    }
+    let observed = seen(vec![sandbox("s", 0, true)], vec![container("a", "s", 0, Running, 0), container("b", "s", 0, Running, 0)]);
+    let actions = compute(&pod, &observed, &Health { probed: &Probed::default(), actuated: &actuated }, |_| 0);
+    assert_eq!(
+        (actions.resize, actions.kill[0].message.as_str(), actions.start.len()),
+        (vec!["a".to_owned()], "Container b resize requires restart, will be restarted", 1)
+    );
+    let wished = resize::wished(&pod);
+    assert!(compute(&pod, &observed, &Health { probed: &Probed::default(), actuated: &wished }, |_| 0).is_empty());
+}
+
+#[test]
 fn a_changed_image_restarts_only_that_container() {
     let mut pod = a_pod("Always", json!([]), &["a", "b"]);
     pod.spec.as_mut().expect("spec").containers[0].image = Some("other".into());
     let actions = compute(
         &pod,
         &seen(vec![sandbox("s", 0, true)], vec![container("a", "s", 0, Running, 0), container("b", "s", 0, Running, 0)]),
-        &Probed::default(),
+        &none(),
         |_| 0,
     );
     assert_eq!((actions.kill.len(), starts(&actions)), (1, vec![("a".into(), 1)]));
@@ -157,27 +184,26 @@ fn a_changed_image_restarts_only_that_container() {
 
 #[test]
 fn probes_restart_what_failed_and_gate_what_follows() {
-    use probe::Health;
     let mut pod = a_pod("Always", json!([{"name": "side", "image": "i", "restartPolicy": "Always", "startupProbe": {}}]), &["a"]);
     pod.spec.as_mut().expect("spec").containers[0].liveness_probe =
         Some(serde_json::from_value(json!({"terminationGracePeriodSeconds": 7})).expect("a probe"));
-    let health = |id: &str, health: Health| Probed([(id.to_owned(), health)].into());
+    let health = |id: &str, health: probe::Health| Probed([(id.to_owned(), health)].into());
     let up = |names: &[&str]| seen(vec![sandbox("s", 0, true)], names.iter().map(|n| container(n, "s", 0, Running, 0)).collect());
-    let waiting = compute(&pod, &up(&["side"]), &Probed::default(), |_| 0);
+    let waiting = compute(&pod, &up(&["side"]), &none(), |_| 0);
     assert!(waiting.is_empty(), "the sidecar has not started yet: {waiting:?}");
-    let started = health("side-0", Health { started: Some(true), ..Health::default() });
-    assert_eq!(starts(&compute(&pod, &up(&["side"]), &started, |_| 0)), [("a".to_owned(), 0)]);
-    let sick = health("side-0", Health { started: Some(false), ..Health::default() });
-    let actions = compute(&pod, &up(&["side"]), &sick, |_| 0);
+    let started = health("side-0", probe::Health { started: Some(true), ..probe::Health::default() });
+    assert_eq!(starts(&compute(&pod, &up(&["side"]), &with(&started), |_| 0)), [("a".to_owned(), 0)]);
+    let sick = health("side-0", probe::Health { started: Some(false), ..probe::Health::default() });
+    let actions = compute(&pod, &up(&["side"]), &with(&sick), |_| 0);
     assert_eq!(
         (actions.kill[0].message.as_str(), starts(&actions)),
         ("Init container side failed startup probe, will be restarted", vec![("side".into(), 1)])
     );
-    let dead = health("a-0", Health { alive: Some(false), ..Health::default() });
-    let actions = compute(&pod, &up(&["side", "a"]), &dead, |_| 0);
+    let dead = health("a-0", probe::Health { alive: Some(false), ..probe::Health::default() });
+    let actions = compute(&pod, &up(&["side", "a"]), &with(&dead), |_| 0);
     assert_eq!((actions.kill[0].message.as_str(), actions.kill[0].grace), ("Container a failed liveness probe, will be restarted", Some(7)));
     pod.spec.as_mut().expect("spec").restart_policy = Some("Never".into());
-    let actions = compute(&pod, &up(&["side", "a"]), &dead, |_| 0);
+    let actions = compute(&pod, &up(&["side", "a"]), &with(&dead), |_| 0);
     assert_eq!((actions.kill[0].message.as_str(), actions.start.len(), actions.kill_pod), ("Container a failed liveness probe", 0, true));
 }
 
@@ -193,7 +219,7 @@ fn rules_of_a_container_decide_before_its_policy_and_that_before_the_pods() {
     let b = &pod::spec(&pod).containers[1];
     assert_eq!(after_exit(&pod, Role::Regular, b, 1), AfterExit::Stay);
     let observed = seen(vec![sandbox("s", 0, true)], vec![container("a", "s", 0, Exited, 4), container("b", "s", 0, Running, 0)]);
-    let actions = compute(&pod, &observed, &Probed::default(), |_| 0);
+    let actions = compute(&pod, &observed, &none(), |_| 0);
     let order: Vec<&str> = actions.restart_all.iter().map(|k| k.name.as_str()).collect();
     assert_eq!((order, actions.start.len()), (vec!["b", "a"], 0), "the one that asked goes last");
     let init = Container { name: "i".into(), restart_policy: Some("Never".into()), ..Container::default() };
@@ -215,7 +241,7 @@ proptest! {
             container(name, "s", 0, state, *code)
         }).collect();
         let observed = seen(vec![sandbox("s", 0, ready)], containers);
-        let actions = compute(&pod, &observed, &Probed::default(), |_| 0);
+        let actions = compute(&pod, &observed, &none(), |_| 0);
         for start in &actions.start {
             let running = observed.newest(&start.container.name).is_some_and(|c| c.state == Running);
             prop_assert!(!running || actions.kill_pod, "a running container is only started anew after its pod was killed");
@@ -223,6 +249,6 @@ proptest! {
         if deleted && ready {
             prop_assert!(actions.start.is_empty());
         }
-        prop_assert_eq!(actions.clone(), compute(&pod, &observed, &Probed::default(), |_| 0), "the same input gives the same plan");
+        prop_assert_eq!(actions.clone(), compute(&pod, &observed, &none(), |_| 0), "the same input gives the same plan");
     }
 }
