@@ -1,0 +1,124 @@
+//! A proxy in front of the real containerd that makes chosen calls fail, hang, come late or lose their answer.
+
+use std::convert::Infallible;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt as _, Empty};
+use hyper::body::{Bytes, Incoming};
+use hyper::{Request, Response};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::watch;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// The call is refused and not passed on.
+    Fail,
+    /// The call is not passed on and not answered.
+    Hang,
+    /// The call is passed on after a while.
+    Delay,
+    /// The call is passed on, and its answer lost.
+    Lose,
+}
+
+pub const FAULTS: [Fault; 4] = [Fault::Fail, Fault::Hang, Fault::Delay, Fault::Lose];
+
+/// The fault that is on, if one is: a method's name and what happens to it.
+type Now = Option<(&'static str, Fault)>;
+
+pub struct Proxy {
+    fault: watch::Sender<Now>,
+    hits: Arc<Mutex<u64>>,
+    _runtime: tokio::runtime::Runtime,
+}
+
+type Body = BoxBody<Bytes, hyper::Error>;
+
+fn refusal(code: u8) -> Response<Body> {
+    let empty = Empty::<Bytes>::new().map_err(|never: Infallible| match never {}).boxed();
+    Response::builder()
+        .header("content-type", "application/grpc")
+        .header("grpc-status", code.to_string())
+        .header("grpc-message", "injected")
+        .body(empty)
+        .unwrap()
+}
+
+async fn pass_on(target: &Path, request: Request<Incoming>) -> Result<Response<Body>, Box<dyn std::error::Error + Send + Sync>> {
+    let stream = UnixStream::connect(target).await?;
+    let (mut sender, connection) = hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await?;
+    tokio::spawn(connection);
+    let (mut parts, body) = request.into_parts();
+    parts.uri = format!("http://localhost{}", parts.uri.path()).parse()?;
+    let answer = sender.send_request(Request::from_parts(parts, body)).await?;
+    Ok(answer.map(|body| body.boxed()))
+}
+
+async fn handle(target: PathBuf, mut fault: watch::Receiver<Now>, hits: Arc<Mutex<u64>>, request: Request<Incoming>) -> Response<Body> {
+    let method = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
+    let now = fault.borrow_and_update().filter(|(name, _)| *name == method).map(|(_, fault)| fault);
+    if now.is_some() {
+        *hits.lock().unwrap() += 1;
+    }
+    match now {
+        Some(Fault::Fail) => return refusal(2),
+        Some(Fault::Hang) => {
+            // Until the fault is lifted; most callers give up before.
+            let _ = fault.changed().await;
+            return refusal(14);
+        }
+        Some(Fault::Delay) => tokio::time::sleep(Duration::from_millis(700)).await,
+        Some(Fault::Lose) | None => {}
+    }
+    match pass_on(&target, request).await {
+        Ok(answer) if now == Some(Fault::Lose) => {
+            // All of it, so that the call has truly been carried out.
+            let _ = answer.into_body().collect().await;
+            refusal(4)
+        }
+        Ok(answer) => answer,
+        Err(_) => refusal(14),
+    }
+}
+
+impl Proxy {
+    /// Listens on `socket` and passes on to `target`, which may come later.
+    pub fn start(socket: PathBuf, target: PathBuf) -> Proxy {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let (fault, faults) = watch::channel(None);
+        let hits = Arc::new(Mutex::new(0));
+        let counted = Arc::clone(&hits);
+        let listener = runtime.block_on(async { UnixListener::bind(&socket).unwrap() });
+        runtime.spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let (target, faults, hits) = (target.clone(), faults.clone(), Arc::clone(&counted));
+                let service = hyper::service::service_fn(move |request| {
+                    let answer = handle(target.clone(), faults.clone(), Arc::clone(&hits), request);
+                    async move { Ok::<_, Infallible>(answer.await) }
+                });
+                tokio::spawn(hyper::server::conn::http2::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(stream), service));
+            }
+        });
+        Proxy { fault, hits, _runtime: runtime }
+    }
+
+    /// Turns a fault on.
+    pub fn set(&self, method: &'static str, fault: Fault) {
+        *self.hits.lock().unwrap() = 0;
+        self.fault.send_replace(Some((method, fault)));
+    }
+
+    /// How many calls it has hit.
+    pub fn hits(&self) -> u64 {
+        *self.hits.lock().unwrap()
+    }
+
+    /// Lifts it.
+    pub fn lift(&self) {
+        self.fault.send_replace(None);
+    }
+}
