@@ -35,8 +35,8 @@ check: ## Format, lints and, where installed, licences and advisories
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny --offline check licenses bans sources; else echo "cargo-deny is not installed; licences are not checked"; fi
 
-sim: ## Run many seeds of the simulation (SEEDS=1000)
-	HOLDFAST_SEEDS=$(or $(SEEDS),1000) $(CARGO) test --release --locked --test sim
+sim: ## Run many seeds of the simulation (SEEDS=2000)
+	HOLDFAST_SEEDS=$(or $(SEEDS),2000) $(CARGO) test --locked --test sim
 
 bench: test-deps ## Compare the agent with the bare runtime (ratios for BENCHMARKS.md)
 	$(CARGO) build --release --locked -p holdfast-cni

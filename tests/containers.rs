@@ -15,17 +15,6 @@ fn message(pod: &Value) -> &str {
     pod["status"]["containerStatuses"][0]["state"]["terminated"]["message"].as_str().unwrap_or_default()
 }
 
-fn events(cluster: &Cluster, pod: &str) -> String {
-    cluster.kubectl(&[
-        "get",
-        "events",
-        "--field-selector",
-        &format!("involvedObject.name={pod}"),
-        "-o",
-        "jsonpath={range .items[*]}{.reason} {.message}{\"\\n\"}{end}",
-    ])
-}
-
 #[test]
 fn containers_find_what_their_pods_promise() {
     let cluster = Cluster::start("inside", 22);
@@ -92,9 +81,9 @@ fn containers_find_what_their_pods_promise() {
         state["reason"] == "CreateContainerConfigError"
             && state["message"].as_str().unwrap_or_default().starts_with("container has runAsNonRoot and image will run as root")
     });
-    cluster.wait("a handler that the runtime lacks is named", || events(&cluster, "lost").contains("nosuch"));
+    cluster.wait("a handler that the runtime lacks is named", || cluster.events("lost").contains("nosuch"));
     cluster.wait("user namespaces are refused where the runtime lacks them", || {
-        events(&cluster, "userns").contains("FailedCreatePodSandBox Failed to create pod sandbox: can't set `spec.hostUsers: false`")
+        cluster.events("userns").contains("FailedCreatePodSandBox Failed to create pod sandbox: can't set `spec.hostUsers: false`")
     });
     let refused = std::process::Command::new("kubectl")
         .args([
@@ -209,7 +198,7 @@ fn pods_are_resized_in_place_and_wait_for_room() {
         assert_eq!(inside("live", "memory/memory.limit_in_bytes"), (128 << 20).to_string());
         assert_eq!(inside("live", "cpu/cpu.shares"), "204");
     }
-    let said = |name: &str| events(&cluster, name);
+    let said = |name: &str| cluster.events(name);
     cluster.wait("the events", || {
         said("live").contains("ResizeStarted Pod resize started: {") && said("live").contains("ResizeCompleted Pod resize completed: {")
     });

@@ -110,19 +110,9 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
     ));
     let phase = |name: &str| cluster.pod(name)["status"]["phase"].as_str().unwrap().to_owned();
     let waiting = |name: &str| cluster.pod(name)["status"]["containerStatuses"][0]["state"]["waiting"].clone();
-    let events = |name: &str| {
-        cluster.kubectl(&[
-            "get",
-            "events",
-            "--field-selector",
-            &format!("involvedObject.name={name}"),
-            "-o",
-            "jsonpath={range .items[*]}{.type} {.reason} {.message}{\"\\n\"}{end}",
-        ])
-    };
     cluster.wait("images that may be had are had", || phase("free") == "Succeeded" && phase("member") == "Succeeded");
     cluster.wait("their events", || {
-        let said = events("member");
+        let said = cluster.events("member");
         said.contains("Normal Pulled Successfully pulled image")
             && said.contains("Warning FailedToRetrieveImagePullSecret Unable to retrieve some image pull secrets (nosuch)")
     });
@@ -141,7 +131,7 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
         pod("again", &format!("{}/free:1", open.address), ""),
     ));
     cluster.wait("who may uses what is there", || phase("colleague") == "Succeeded" && phase("again") == "Succeeded");
-    assert!(events("colleague").contains("already present on machine"), "{}", events("colleague"));
+    assert!(cluster.events("colleague").contains("already present on machine"), "{}", cluster.events("colleague"));
     cluster.wait("who may not does not", || ["ErrImagePull", "ImagePullBackOff"].contains(&waiting("thief")["reason"].as_str().unwrap_or_default()));
     let said = std::process::Command::new(support::holdfast()).args(["explain", "pod", "thief", "--name", &cluster.name]).output().unwrap();
     assert!(String::from_utf8_lossy(&said.stdout).contains("the image of container c cannot be had"), "{said:?}");

@@ -6,7 +6,7 @@ mod support;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use support::Cluster;
+use support::{Cluster, condition};
 
 fn status<'a>(pod: &'a Value, container: &str) -> &'a Value {
     ["containerStatuses", "initContainerStatuses"]
@@ -15,22 +15,6 @@ fn status<'a>(pod: &'a Value, container: &str) -> &'a Value {
         .flatten()
         .find(|s| s["name"] == container)
         .unwrap_or(&Value::Null)
-}
-
-fn condition(pod: &Value, kind: &str) -> String {
-    let found = pod["status"]["conditions"].as_array().into_iter().flatten().find(|c| c["type"] == kind);
-    found.map_or(String::new(), |c| c["status"].as_str().unwrap().to_owned())
-}
-
-fn events(cluster: &Cluster, pod: &str) -> String {
-    cluster.kubectl(&[
-        "get",
-        "events",
-        "--field-selector",
-        &format!("involvedObject.name={pod}"),
-        "-o",
-        "jsonpath={range .items[*]}{.type} {.reason} {.message}{\"\\n\"}{end}",
-    ])
 }
 
 fn manifest(name: &str, spec: &str) -> String {
@@ -126,7 +110,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
 
     cluster.wait("a container that fails its liveness probe is restarted", || status(&pod("live"), "c")["restartCount"].as_i64() >= Some(1));
     cluster.wait("the events of that", || {
-        let said = events(&cluster, "live");
+        let said = cluster.events("live");
         said.contains("Warning Unhealthy Liveness probe failed: cat: can't open '/tmp/alive'")
             && said.contains("Normal Killing Container c failed liveness probe, will be restarted")
     });
@@ -140,7 +124,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
     assert_eq!(note("hooks"), "post\npre\nterm\n", "the hook comes before the signal");
 
     cluster.wait("a failing postStart hook stops its container", || {
-        let said = events(&cluster, "badhook");
+        let said = cluster.events("badhook");
         said.contains("Warning FailedPostStartHook PostStartHook failed") && status(&pod("badhook"), "c")["restartCount"].as_i64() >= Some(1)
     });
 

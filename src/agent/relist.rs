@@ -48,6 +48,14 @@ pub enum Hint {
     Listed(Vec<ListedPod>),
 }
 
+/// Waits until it has been quiet for long enough after something happened.
+async fn trimming(quiet_since: Option<Instant>) {
+    match quiet_since {
+        Some(since) => tokio::time::sleep_until(since + QUIET).await,
+        None => std::future::pending().await,
+    }
+}
+
 /// Runs until the receiver is gone.
 pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
     let mut events: Option<mpsc::Receiver<String>> = None;
@@ -100,9 +108,18 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
                 biased;
                 // Cancel-safe: a received event is handled before the next wait.
                 event = stream.recv() => match event {
-                    Some(uid) => if hints.send(Hint::Pod(uid)).await.is_err() { return },
+                    Some(uid) => {
+                        quiet_since = Some(Instant::now());
+                        if hints.send(Hint::Pod(uid)).await.is_err() {
+                            return;
+                        }
+                    }
                     None => events = None,
                 },
+                () = trimming(quiet_since) => {
+                    quiet_since = None;
+                    crate::sys::memory::trim();
+                }
                 () = tokio::time::sleep_until(until) => break,
             }
         }

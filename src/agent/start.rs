@@ -68,7 +68,9 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         node_ips.extend(default_address().await.map(|a| a.to_string()));
     }
     let mut resolver = if config.resolv_conf.is_empty() {
-        Resolver::default()
+        // Nothing of the node's: its own address as the server, and the root alone to search.
+        let local = if node_ips.first().is_some_and(|ip| ip.contains(':')) { "::1" } else { "127.0.0.1" };
+        Resolver { servers: vec![local.into()], searches: vec![".".into()], ..Resolver::default() }
     } else {
         Resolver::parse(&std::fs::read_to_string(&config.resolv_conf).unwrap_or_default())
     };
@@ -91,6 +93,9 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let (network, network_state) = watch::channel(Network::Unasked);
     let (node, node_state) = watch::channel(None);
     let events = Events::start(Arc::clone(&api), &config.node_name, clock, config.event_pace);
+    if let Some(warning) = crate::core::dns::check_host(&resolver) {
+        events.node(&config.node_name, super::Kind::Warning, "CheckLimitsForResolvConf", warning);
+    }
     let images = Images::configured(&config)?;
     let context = Arc::new(Context {
         runtime,

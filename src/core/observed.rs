@@ -46,6 +46,19 @@ pub struct Container {
     pub image_ref: String,
     /// The hash of the definition it was made from.
     pub hash: Option<String>,
+    /// As whom its first process was started, where the runtime says so.
+    pub user: Option<User>,
+}
+
+/// Whom a process runs as.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct User {
+    /// User.
+    pub uid: i64,
+    /// Group.
+    pub gid: i64,
+    /// The other groups.
+    pub groups: Vec<i64>,
 }
 
 /// One sandbox.

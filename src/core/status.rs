@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{
-    Container, ContainerState as ApiState, ContainerStateRunning, ContainerStateTerminated, ContainerStateWaiting, ContainerStatus, HostIP, Pod,
-    PodCondition, PodIP, PodStatus, ResourceRequirements, VolumeMount, VolumeMountStatus,
+    Container, ContainerState as ApiState, ContainerStateRunning, ContainerStateTerminated, ContainerStateWaiting, ContainerStatus, ContainerUser,
+    HostIP, LinuxContainerUser, Pod, PodCondition, PodIP, PodStatus, ResourceRequirements, VolumeMount, VolumeMountStatus,
 };
 use serde_json::{Value, json};
 
@@ -220,6 +220,9 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
         status.allocated_resources = container.resources.as_ref().and_then(|r| r.requests.clone()).filter(|r| !r.is_empty());
         status.resources = Some(carried_out(container, facts.resize));
     }
+    status.user = newest.user.as_ref().map(|user| ContainerUser {
+        linux: Some(LinuxContainerUser { uid: user.uid, gid: user.gid, supplemental_groups: Some(user.groups.clone()).filter(|g| !g.is_empty()) }),
+    });
     status.volume_mounts = volume_mounts(container);
     status.started = Some(running && facts.probed.started(container, &newest.id));
     status.ready = match role {
@@ -499,6 +502,16 @@ pub fn patch(uid: &str, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
         changes.insert("conditions".into(), conditions.into());
     }
     (!changes.is_empty()).then(|| json!({"metadata": {"uid": uid}, "status": changes}))
+}
+
+/// A status without the generation that it was observed at: what is worth telling at once.
+#[must_use]
+pub fn substance(status: &PodStatus) -> PodStatus {
+    let mut status = PodStatus { observed_generation: None, ..status.clone() };
+    for condition in status.conditions.iter_mut().flatten() {
+        condition.observed_generation = None;
+    }
+    status
 }
 
 /// When the pod has been active for as long as it may be.

@@ -5,7 +5,7 @@ use jiff::Timestamp;
 
 use super::{Features, Handler};
 use crate::core::config::{annotation, label};
-use crate::core::observed::{Container, ContainerState, Sandbox};
+use crate::core::observed::{Container, ContainerState, Sandbox, User};
 
 fn time(nanos: i64) -> Option<Timestamp> {
     (nanos > 0).then(|| Timestamp::from_nanosecond(i128::from(nanos)).ok()).flatten()
@@ -39,6 +39,7 @@ pub(super) fn container(listed: &pb::Container) -> Option<Container> {
         image: listed.image.as_ref().map(|i| i.image.clone()).unwrap_or_default(),
         image_ref: listed.image_ref.clone(),
         hash: listed.annotations.get(annotation::HASH).cloned(),
+        user: None,
     })
 }
 
@@ -47,6 +48,8 @@ pub(super) fn complete(container: &mut Container, status: &pb::ContainerStatus) 
     container.state = state(status.state);
     container.started_at = time(status.started_at);
     container.finished_at = time(status.finished_at);
+    container.user =
+        status.user.as_ref().and_then(|u| u.linux.as_ref()).map(|u| User { uid: u.uid, gid: u.gid, groups: u.supplemental_groups.clone() });
     container.exit_code = status.exit_code;
     container.reason.clone_from(&status.reason);
     container.message.clone_from(&status.message);

@@ -80,29 +80,36 @@ async fn of_containerd(mut client: EventsClient<Channel>, runtime: RuntimeServic
                 // A command in a container has ended, not the container.
                 continue;
             }
-            if let Some(uid) = uid_of(&runtime, &exit.container_id).await
-                && sender.send(uid).await.is_err()
-            {
-                return;
-            }
+            // Each on its own: one that is slow to be seen holds up no other.
+            let (runtime, sender) = (runtime.clone(), sender.clone());
+            tokio::spawn(async move {
+                if let Some(uid) = uid_of(&runtime, &exit.container_id).await {
+                    // The receiver has gone with the stream's reader; then nobody wants to know.
+                    let _ = sender.send(uid).await;
+                }
+            });
         }
     });
     accepted(refusal).await.map(|()| receiver)
 }
 
 /// The pod to which a container or sandbox belongs. CRI must have seen the end itself before it is worth
-/// looking: it listens to the same events.
+/// looking, and it listens to the same events: it is waited for, a second at most.
 async fn uid_of(runtime: &RuntimeServiceClient<Channel>, id: &str) -> Option<String> {
     let uid = |labels: &HashMap<String, String>| labels.get(label::POD_UID).cloned();
-    for pause in [0, 2, 5, 10, 20, 40] {
+    let mut found = None;
+    for pause in [0, 2, 4, 8, 16, 32, 64, 128, 256, 512] {
         tokio::time::sleep(std::time::Duration::from_millis(pause)).await;
         let filter = Some(pb::ContainerFilter { id: id.into(), ..pb::ContainerFilter::default() });
         let listed = runtime.clone().list_containers(Request::new(pb::ListContainersRequest { filter })).await.ok()?.into_inner().containers;
-        match listed.first() {
-            Some(container) if container.state == pb::ContainerState::ContainerRunning as i32 => {}
-            Some(container) => return uid(&container.labels),
-            None => break,
+        let Some(container) = listed.first() else { break };
+        found = uid(&container.labels);
+        if container.state != pb::ContainerState::ContainerRunning as i32 {
+            break;
         }
+    }
+    if found.is_some() {
+        return found;
     }
     let filter = Some(pb::PodSandboxFilter { id: id.into(), ..pb::PodSandboxFilter::default() });
     let listed = runtime.clone().list_pod_sandbox(Request::new(pb::ListPodSandboxRequest { filter })).await.ok()?.into_inner().items;

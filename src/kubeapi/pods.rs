@@ -92,6 +92,13 @@ pub trait PodApi: Send + Sync + 'static {
 
 /// How long a ConfigMap or Secret is taken from memory: long enough to make a burst of pods cheap.
 const FRESH: Duration = Duration::from_secs(2);
+/// The ConfigMap with the cluster's CA, which every pod with a token mounts, and how long it is taken from
+/// memory: it changes only when the cluster gets another CA, and then both are in it for long.
+const ROOT_CA: (&str, Duration) = ("kube-root-ca.crt", Duration::from_secs(600));
+
+fn lasts(name: &str) -> Duration {
+    if name == ROOT_CA.0 { ROOT_CA.1 } else { FRESH }
+}
 
 type Remembered<K> = Mutex<HashMap<(String, String), (Instant, Arc<K>)>>;
 
@@ -119,7 +126,7 @@ impl KubePods {
         let key = (namespace.to_owned(), name.to_owned());
         {
             let mut memory = memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            memory.retain(|_, (at, _)| at.elapsed() < FRESH);
+            memory.retain(|(_, name), (at, _)| at.elapsed() < lasts(name));
             if let Some((_, object)) = memory.get(&key) {
                 return Ok(Arc::clone(object));
             }

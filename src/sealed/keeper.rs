@@ -16,9 +16,10 @@ use super::{Kind, Vault};
 use crate::core::pod;
 use crate::kubeapi::Cache;
 
-/// How long nothing must have come before it is written, and how long it waits at most.
-const QUIET: Duration = Duration::from_secs(2);
-const AT_MOST: u32 = 5;
+/// How long nothing must have come before it is written, and how many times that it waits at most: the disk
+/// belongs to pods that start.
+const QUIET: Duration = Duration::from_secs(3);
+const AT_MOST: u32 = 20;
 
 type Name = (Kind, String);
 
@@ -29,7 +30,7 @@ pub struct Keeper(Arc<Inner>);
 struct Inner {
     vault: Vault,
     /// What is to be written; `None` is to be removed.
-    waiting: Mutex<BTreeMap<Name, Option<Value>>>,
+    waiting: Mutex<BTreeMap<Name, Option<Vec<u8>>>>,
     /// Digests of what has been taken, so that only changes are written.
     taken: Mutex<BTreeMap<Name, u64>>,
     services: Vec<Arc<Service>>,
@@ -37,10 +38,10 @@ struct Inner {
     news: Notify,
 }
 
-fn digest(value: &Value) -> u64 {
-    use std::hash::{Hash as _, Hasher as _};
+fn digest(bytes: &[u8]) -> u64 {
+    use std::hash::Hasher as _;
     let mut hasher = std::hash::DefaultHasher::new();
-    value.to_string().hash(&mut hasher);
+    hasher.write(bytes);
     hasher.finish()
 }
 
@@ -87,11 +88,11 @@ impl Keeper {
 
     /// Seals a value soon, if it is another one than before.
     pub fn put(&self, kind: Kind, name: &str, value: &impl Serialize) {
-        let Ok(value) = serde_json::to_value(value) else { return };
-        let (name, digest) = ((kind, name.to_owned()), digest(&value));
+        let Ok(content) = Vault::content(name, value) else { return };
+        let (name, digest) = ((kind, name.to_owned()), digest(&content));
         let before = self.0.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(name.clone(), digest);
         if before != Some(digest) {
-            self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner).insert(name, Some(value));
+            self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner).insert(name, Some(content));
             self.0.news.notify_one();
         }
     }
@@ -110,7 +111,7 @@ impl Keeper {
     pub fn get<T: DeserializeOwned>(&self, kind: Kind, name: &str) -> Option<T> {
         let waiting = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner).get(&(kind, name.to_owned())).cloned();
         match waiting {
-            Some(value) => serde_json::from_value(value?).ok(),
+            Some(content) => Vault::value(name, &content?),
             None => self.0.vault.get(kind, name),
         }
     }
@@ -130,7 +131,7 @@ async fn write(keeper: Keeper) {
         let done = tokio::task::spawn_blocking(move || {
             for ((kind, name), value) in batch {
                 let written = match value {
-                    Some(value) => inner.vault.put(kind, &name, &value),
+                    Some(content) => inner.vault.seal(kind, &name, content),
                     None => inner.vault.remove(kind, &name),
                 };
                 if let Err(error) = written {

@@ -14,14 +14,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use aws_lc_rs::aead::{AES_256_GCM, Aad, NONCE_LEN, Nonce, RandomizedNonceKey};
-use aws_lc_rs::digest;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 pub use api::SealedApi;
 pub use keeper::{Keeper, follow};
 
-use crate::sys::file;
+use crate::sys::{digest, file};
 
 const KEY_LENGTH: usize = 32;
 /// The largest file that is read.
@@ -59,10 +58,6 @@ impl Kind {
     }
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
-}
-
 /// The sealed files of one agent.
 pub struct Vault {
     dir: PathBuf,
@@ -96,22 +91,32 @@ impl Vault {
 
     fn path(&self, kind: Kind, name: &str) -> PathBuf {
         // A name says nothing and needs no escaping as its digest.
-        self.dir.join(kind.dir()).join(hex(digest::digest(&digest::SHA256, name.as_bytes()).as_ref()))
+        self.dir.join(kind.dir()).join(digest::sha256(name.as_bytes()))
     }
 
     fn about(kind: Kind, name: &str) -> Vec<u8> {
         format!("{}\u{0}{name}", kind.dir()).into_bytes()
     }
 
-    /// Seals a value under a name. Blocking.
-    pub fn put(&self, kind: Kind, name: &str, value: &impl Serialize) -> io::Result<()> {
-        // The name stands in the content: a listing has only digests.
-        let mut content = serde_json::to_vec(&(name, value)).map_err(io::Error::other)?;
+    /// A value as it is sealed. The name stands in it: a listing has only digests.
+    fn content(name: &str, value: &impl Serialize) -> serde_json::Result<Vec<u8>> {
+        serde_json::to_vec(&(name, value))
+    }
+
+    /// The value of an opened content, if it is this name's.
+    fn value<T: DeserializeOwned>(name: &str, content: &[u8]) -> Option<T> {
+        let (inside, value): (String, T) = serde_json::from_slice(content).ok()?;
+        (inside == name).then_some(value)
+    }
+
+    /// Seals a content under a name. Blocking. A loss of power may lose what was written within the last
+    /// half minute, never what was written before: a file that is half there does not open.
+    fn seal(&self, kind: Kind, name: &str, mut content: Vec<u8>) -> io::Result<()> {
         let nonce =
             self.key.seal_in_place_append_tag(Aad::from(Self::about(kind, name)), &mut content).map_err(|_| io::Error::other("sealing failed"))?;
         let mut bytes = nonce.as_ref().to_vec();
         bytes.append(&mut content);
-        file::replace(&self.path(kind, name), &bytes)
+        file::replace_soon(&self.path(kind, name), &bytes)
     }
 
     fn unseal<T: DeserializeOwned>(&self, kind: Kind, name: &str, path: &Path) -> Option<T> {
@@ -121,8 +126,7 @@ impl Vault {
         let (nonce, content) = bytes.split_at_mut_checked(NONCE_LEN)?;
         let nonce = Nonce::try_assume_unique_for_key(nonce).ok()?;
         let opened = self.key.open_in_place(nonce, Aad::from(Self::about(kind, name)), content).ok()?;
-        let (inside, value): (String, T) = serde_json::from_slice(opened).ok()?;
-        (inside == name).then_some(value)
+        Self::value(name, opened)
     }
 
     /// What was sealed under a name. Blocking, but small.

@@ -5,8 +5,8 @@ use std::os::unix::fs::PermissionsExt as _;
 fn what_is_sealed_opens_only_here_and_only_as_what_it_is() {
     let dir = tempfile::tempdir().expect("a directory");
     let vault = Vault::open(dir.path()).expect("opened");
-    vault.put(Kind::Secrets, "ns/canary", &"the-canary-value").expect("sealed");
-    vault.put(Kind::Secrets, "ns/other", &"other").expect("sealed");
+    vault.seal(Kind::Secrets, "ns/canary", Vault::content("ns/canary", &"the-canary-value").expect("json")).expect("sealed");
+    vault.seal(Kind::Secrets, "ns/other", Vault::content("ns/other", &"other").expect("json")).expect("sealed");
     assert_eq!(vault.get::<String>(Kind::Secrets, "ns/canary").as_deref(), Some("the-canary-value"));
     assert_eq!(vault.get::<String>(Kind::ConfigMaps, "ns/canary"), None);
     let again = Vault::open(dir.path()).expect("opened again");

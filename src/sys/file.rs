@@ -5,11 +5,22 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
-/// Replaces a file as a whole, readable by root only: after a crash there is the old content or the new.
-pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
+fn aside(path: &Path, content: &[u8]) -> io::Result<(PathBuf, fs::File)> {
     let aside = PathBuf::from(format!("{}.new", path.display()));
     let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&aside)?;
     file.write_all(content)?;
+    Ok((aside, file))
+}
+
+/// Replaces a file as a whole, readable by root only, and leaves it to the kernel when it reaches the disk.
+pub fn replace_soon(path: &Path, content: &[u8]) -> io::Result<()> {
+    let (aside, _) = aside(path, content)?;
+    fs::rename(aside, path)
+}
+
+/// Replaces a file as a whole, readable by root only: after a crash there is the old content or the new.
+pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
+    let (aside, file) = aside(path, content)?;
     file.sync_all()?;
     fs::rename(aside, path)?;
     if let Some(dir) = path.parent() {

@@ -130,6 +130,12 @@ impl Cluster {
         serde_json::from_str(&self.kubectl(&["get", "pod", name, "-o", "json"])).unwrap()
     }
 
+    /// The events about a pod: type, reason and message, a line each.
+    pub fn events(&self, pod: &str) -> String {
+        let lines = "jsonpath={range .items[*]}{.type} {.reason} {.message}{\"\\n\"}{end}";
+        self.kubectl(&["get", "events", "--field-selector", &format!("involvedObject.name={pod}"), "-o", lines])
+    }
+
     /// Waits until a condition holds; on time-out shows what there is.
     pub fn wait(&self, what: &str, condition: impl Fn() -> bool) {
         let deadline = Instant::now() + PATIENCE;
@@ -227,6 +233,12 @@ impl Drop for Cluster {
             assert!(!self.data().exists() && !self.run_dir().exists());
         }
     }
+}
+
+/// The status of a pod's condition; empty without one.
+pub fn condition(pod: &Value, kind: &str) -> String {
+    let found = pod["status"]["conditions"].as_array().into_iter().flatten().find(|c| c["type"] == kind);
+    found.map_or(String::new(), |c| c["status"].as_str().unwrap().to_owned())
 }
 
 /// GETs a page over plain HTTP; the answer is the body.

@@ -133,6 +133,7 @@ impl Runtime for World {
                 image: "i:1".into(),
                 image_ref: "sha256:i".into(),
                 hash: config.annotations.get(holdfast::core::config::annotation::HASH).cloned(),
+                user: None,
             };
             state.containers.insert(id.clone(), Ctr { uid, container });
             Ok(id)

@@ -26,6 +26,7 @@ use crate::core::keyring::{self, Entry};
 use crate::core::pod::{self, Role};
 use crate::core::pulled::{self, By, BySecret, Policy};
 use crate::cri::{Credentials, Image};
+use crate::sys::digest;
 
 impl std::fmt::Display for Waiting {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -128,8 +129,7 @@ fn of_secrets(secrets: &[Arc<Secret>], image: &str) -> Vec<(Entry, BySecret)> {
 }
 
 fn hash(entry: &Entry) -> String {
-    let bytes = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, format!("{}\u{0}{}", entry.username, entry.password).as_bytes());
-    bytes.as_ref().iter().map(|b| format!("{b:02x}")).collect()
+    digest::sha256(format!("{}\u{0}{}", entry.username, entry.password).as_bytes())
 }
 
 /// Makes sure that all images that a container needs are there.

@@ -3,20 +3,17 @@
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
-use aws_lc_rs::digest;
 use serde_json::json;
 
 use crate::core::pulled::{By, Record};
-use crate::sys::file;
+use crate::sys::{digest, file};
 
 /// The directories `pulling` and `pulled` below the agent's.
 #[derive(Debug, Clone)]
 pub struct Records(PathBuf);
 
 fn name(of: &str) -> String {
-    let bytes = digest::digest(&digest::SHA256, of.as_bytes());
-    let hex: String = bytes.as_ref().iter().map(|b| format!("{b:02x}")).collect();
-    format!("sha256-{hex}")
+    format!("sha256-{}", digest::sha256(of.as_bytes()))
 }
 
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {

@@ -473,7 +473,14 @@ pub async fn terminate(
 ) -> Result<(), String> {
     let pod = &desired.pod;
     memory.ending.within(grace);
-    let observed = look(context, desired, memory, writer).await?;
+    let observed = observe(context, pod, memory).await?;
+    memory.probing.follow(context, pod, &observed, &memory.status);
+    let before = status::substance(&memory.status);
+    compute_status(context, pod, &observed, memory, false);
+    // That the deletion was seen is told together with the end, which is near.
+    if before != status::substance(&memory.status) {
+        publish_status(desired, memory, writer);
+    }
     memory.probing.ending(pod, &observed);
     let log = memory.log.clone();
     let stopping = Stopping { context, pod, observed: &observed, log: &log };

@@ -46,7 +46,7 @@ pub async fn sync(
     let log = memory.log.clone();
     let stopping = Stopping { context, pod, observed, log: &log };
     let is_resized = |memory: &Memory| resize::same(&memory.resizing.actuated, &resize::wished(pod));
-    let resizing = !is_resized(memory);
+    let mut resizing = !is_resized(memory);
     if !actions.restart_all.is_empty() {
         return restart_all(&stopping, &actions.restart_all, memory).await;
     }
@@ -59,11 +59,19 @@ pub async fn sync(
         memory.ending = super::Ending::default();
     }
     for kill in &actions.kill {
-        stopping.container(kill, kill.grace.unwrap_or_else(|| pod::grace_seconds(pod))).await?;
+        tokio::select! {
+            // In this order, so that a simulated run replays exactly.
+            biased;
+            stopped = stopping.container(kill, kill.grace.unwrap_or_else(|| pod::grace_seconds(pod))) => stopped?,
+            // The pod's own end has a grace of its own, and stops this container too.
+            () = stop.when_wanted() => return Ok(None),
+        }
     }
     if !actions.resize.is_empty() && !stop.wanted() {
         carry_out(&stopping, &actions.resize, memory, node).await?;
-        resize_completed(resizing && actions.start.is_empty() && is_resized(memory), context, pod);
+        if is_resized(memory) {
+            resize_completed(std::mem::take(&mut resizing), context, pod);
+        }
     }
     if stop.wanted() || (actions.start.is_empty() && actions.create_sandbox.is_none() && memory.volumes_at.is_none()) {
         return Ok(None);

@@ -40,6 +40,7 @@ fn container(name: &str, sandbox: &str, attempt: u32, state: ContainerState, cod
         image: "i".into(),
         image_ref: String::new(),
         hash: Some(hash),
+        user: None,
     }
 }
 

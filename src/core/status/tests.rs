@@ -26,6 +26,7 @@ fn container(name: &str, attempt: u32, state: ContainerState, code: i32) -> obse
         image: "i".into(),
         image_ref: "sha256:x".into(),
         hash: None,
+        user: None,
     }
 }
 
