@@ -104,6 +104,8 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
     assert_eq!(back["status"]["containerStatuses"][0]["containerID"], format!("containerd://{container}"), "{:#}", back["status"]);
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    let secrets = || ["secrets", "tokens", "configmaps"].iter().map(|kind| std::fs::read_dir(sealed.join(kind)).unwrap().count()).sum::<usize>();
+    cluster.wait("what no pod needs is not kept", || secrets() == 0);
 }
 
 #[test]

@@ -65,6 +65,7 @@ fn run(seed: u64) -> (Result<(), String>, Vec<String>) {
     })
 }
 
+#[cfg(tokio_unstable)]
 #[test]
 fn a_seed_replays_exactly() {
     for seed in 1..=12 {

@@ -1,13 +1,13 @@
 //! The ConfigMaps and Secrets that one pod refers to, fetched together before they are needed.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret};
 use kube::ResourceExt as _;
 
 use crate::core::env::Objects;
-use crate::core::{pod, volumes};
+use crate::core::references;
 use crate::kubeapi::pods::{ApiFailure, PodApi};
 
 /// What was found. What is missing is absent; whether that matters the reader knows.
@@ -27,27 +27,6 @@ impl Objects for Fetched {
     }
 }
 
-fn references(pod: &Pod) -> (BTreeSet<String>, BTreeSet<String>) {
-    let (mut maps, mut secrets) = (BTreeSet::new(), BTreeSet::new());
-    let spec = pod::spec(pod);
-    for volume in spec.volumes.iter().flatten() {
-        let (m, s) = volumes::references(volume);
-        maps.extend(m);
-        secrets.extend(s);
-    }
-    for (_, container) in pod::containers(pod) {
-        for source in container.env_from.iter().flatten() {
-            maps.extend(source.config_map_ref.as_ref().map(|r| r.name.clone()));
-            secrets.extend(source.secret_ref.as_ref().map(|r| r.name.clone()));
-        }
-        for source in container.env.iter().flatten().filter_map(|e| e.value_from.as_ref()) {
-            maps.extend(source.config_map_key_ref.as_ref().map(|r| r.name.clone()));
-            secrets.extend(source.secret_key_ref.as_ref().map(|r| r.name.clone()));
-        }
-    }
-    (maps, secrets)
-}
-
 fn found<K>(result: Result<K, ApiFailure>) -> Result<Option<K>, String> {
     match result {
         Ok(object) => Ok(Some(object)),
@@ -59,14 +38,14 @@ fn found<K>(result: Result<K, ApiFailure>) -> Result<Option<K>, String> {
 /// Fetches everything the pod refers to. An error is one that trying again may cure.
 pub async fn fetch(api: &dyn PodApi, pod: &Pod) -> Result<Fetched, String> {
     let namespace = pod.namespace().unwrap_or_default();
-    let (maps, secrets) = references(pod);
+    let wanted = references::of(pod);
     let mut fetched = Fetched::default();
-    for name in maps {
+    for name in wanted.config_maps {
         if let Some(map) = found(api.config_map(&namespace, &name).await)? {
             fetched.maps.insert(name, map);
         }
     }
-    for name in secrets {
+    for name in wanted.secrets {
         if let Some(secret) = found(api.secret(&namespace, &name).await)? {
             fetched.secrets.insert(name, secret);
         }

@@ -28,6 +28,7 @@ pub mod probe;
 pub mod pulled;
 pub mod qos;
 pub mod quantity;
+pub mod references;
 pub mod resize;
 pub mod resources;
 pub mod status;

@@ -9,17 +9,19 @@ use k8s_openapi::api::core::v1::{Pod, Service};
 use kube::ResourceExt as _;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde_json::Value;
 use tokio::sync::Notify;
 
 use super::{Kind, Vault};
-use crate::core::pod;
+use crate::core::{pod, references, volumes};
 use crate::kubeapi::Cache;
 
 /// How long nothing must have come before it is written, and how many times that it waits at most: the disk
 /// belongs to pods that start.
 const QUIET: Duration = Duration::from_secs(3);
 const AT_MOST: u32 = 20;
+
+/// The name of the list of pods.
+const INDEX: &str = "index";
 
 type Name = (Kind, String);
 
@@ -35,6 +37,8 @@ struct Inner {
     taken: Mutex<BTreeMap<Name, u64>>,
     services: Vec<Arc<Service>>,
     cut_off: AtomicBool,
+    /// Of these kinds only these names are needed.
+    needed: Mutex<Option<BTreeMap<Kind, BTreeSet<String>>>>,
     news: Notify,
 }
 
@@ -56,6 +60,7 @@ impl Keeper {
             taken: Mutex::default(),
             services,
             cut_off: AtomicBool::new(false),
+            needed: Mutex::default(),
             news: Notify::new(),
         }));
         tokio::spawn(write(keeper.clone()));
@@ -82,7 +87,7 @@ impl Keeper {
     /// The pods that were bound here before the start.
     #[must_use]
     pub fn last_pods(&self) -> Vec<Arc<Pod>> {
-        let uids: Vec<String> = self.0.vault.get(Kind::Pods, "index").unwrap_or_default();
+        let uids: Vec<String> = self.0.vault.get(Kind::Pods, INDEX).unwrap_or_default();
         uids.iter().filter_map(|uid| self.0.vault.get::<Pod>(Kind::Pods, uid)).map(Arc::new).collect()
     }
 
@@ -106,6 +111,15 @@ impl Keeper {
         }
     }
 
+    /// Of these kinds only these names are needed any more.
+    fn retain(&self, needed: BTreeMap<Kind, BTreeSet<String>>) {
+        let unneeded = |name: &Name| needed.get(&name.0).is_some_and(|names| !names.contains(&name.1));
+        self.0.taken.lock().unwrap_or_else(PoisonError::into_inner).retain(|name, _| !unneeded(name));
+        self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner).retain(|name, _| !unneeded(name));
+        *self.0.needed.lock().unwrap_or_else(PoisonError::into_inner) = Some(needed);
+        self.0.news.notify_one();
+    }
+
     /// What was sealed under a name, or is about to be.
     #[must_use]
     pub fn get<T: DeserializeOwned>(&self, kind: Kind, name: &str) -> Option<T> {
@@ -127,8 +141,15 @@ async fn write(keeper: Keeper) {
             }
         }
         let batch = std::mem::take(&mut *keeper.0.waiting.lock().unwrap_or_else(PoisonError::into_inner));
+        let needed = keeper.0.needed.lock().unwrap_or_else(PoisonError::into_inner).take();
         let inner = Arc::clone(&keeper.0);
         let done = tokio::task::spawn_blocking(move || {
+            // Before writing: what is written now may be of pods that came after this was decided.
+            for (kind, names) in needed.into_iter().flatten() {
+                if let Err(error) = inner.vault.retain(kind, &names) {
+                    tracing::warn!(%error, kind = kind.dir(), "what no pod needs any more is still sealed");
+                }
+            }
             for ((kind, name), value) in batch {
                 let written = match value {
                     Some(content) => inner.vault.seal(kind, &name, content),
@@ -145,39 +166,49 @@ async fn write(keeper: Keeper) {
     }
 }
 
-/// What makes a pod worth sealing again.
-fn essence(pod: &Pod) -> Pod {
-    let mut pod = pod.clone();
-    pod.metadata.resource_version = None;
-    pod
+/// The names under which the objects are sealed that these pods need.
+fn needed(pods: &[Arc<Pod>]) -> BTreeMap<Kind, BTreeSet<String>> {
+    let mut needed: BTreeMap<Kind, BTreeSet<String>> =
+        [Kind::Pods, Kind::ConfigMaps, Kind::Secrets, Kind::Tokens].into_iter().map(|kind| (kind, BTreeSet::new())).collect();
+    let mut note = |kind: Kind, name: String| _ = needed.entry(kind).or_default().insert(name);
+    note(Kind::Pods, INDEX.into());
+    for pod in pods {
+        let (namespace, uid) = (pod.namespace().unwrap_or_default(), pod::uid(pod));
+        let found = references::of(pod);
+        note(Kind::Pods, uid.to_owned());
+        found.config_maps.iter().for_each(|name| note(Kind::ConfigMaps, format!("{namespace}/{name}")));
+        found.secrets.iter().chain(&found.pull_secrets).for_each(|name| note(Kind::Secrets, format!("{namespace}/{name}")));
+        for token in pod::spec(pod).volumes.iter().flatten().flat_map(volumes::tokens) {
+            note(Kind::Tokens, format!("{uid}/{}", token.audience));
+        }
+    }
+    needed
 }
 
-/// Keeps the pods of the cache sealed, and the services. Runs until the process ends.
+/// Keeps the pods of the cache sealed, and the services; what no pod needs any more goes. Runs until the
+/// process ends.
 pub async fn follow(keeper: Keeper, pods: Cache<Pod>, services: impl Fn() -> Option<Vec<Arc<Service>>>) {
     let mut changes = pods.changes();
     pods.synced().await;
     keeper.set_cut_off(false);
-    let mut known: BTreeSet<String> = keeper.last_pods().iter().filter_map(|p| p.uid()).collect();
+    let mut known: BTreeMap<String, Option<String>> = BTreeMap::new();
+    let mut first = true;
     loop {
         changes.mark_unchanged();
         let bound: Vec<Arc<Pod>> =
             pods.list().into_iter().filter(|p| !pod::is_mirror(p) && !pod::is_terminal(p) && p.metadata.deletion_timestamp.is_none()).collect();
-        let uids: BTreeSet<String> = bound.iter().filter_map(|p| p.uid()).collect();
-        for gone in known.difference(&uids) {
-            // Also of an earlier life, of which nothing was taken yet.
-            keeper.put(Kind::Pods, gone, &Value::Null);
-            keeper.remove(Kind::Pods, gone);
+        let versions: BTreeMap<String, Option<String>> = bound.iter().map(|p| (pod::uid(p).to_owned(), p.resource_version())).collect();
+        for pod in bound.iter().filter(|p| known.get(pod::uid(p)) != Some(&p.resource_version())) {
+            keeper.put(Kind::Pods, pod::uid(pod), &**pod);
         }
-        for pod in &bound {
-            keeper.put(Kind::Pods, pod::uid(pod), &essence(pod));
-        }
-        if uids != known {
-            keeper.put(Kind::Pods, "index", &uids);
+        if first || !known.keys().eq(versions.keys()) {
+            keeper.put(Kind::Pods, INDEX, &versions.keys().collect::<Vec<_>>());
+            keeper.retain(needed(&bound));
         }
         if let Some(services) = services() {
             keeper.put(Kind::Services, "all", &services.iter().map(|s| &**s).collect::<Vec<_>>());
         }
-        known = uids;
+        (known, first) = (versions, false);
         if changes.changed().await.is_err() {
             return std::future::pending().await;
         }

@@ -7,6 +7,7 @@
 mod api;
 mod keeper;
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
@@ -133,6 +134,18 @@ impl Vault {
     #[must_use]
     pub fn get<T: DeserializeOwned>(&self, kind: Kind, name: &str) -> Option<T> {
         self.unseal(kind, name, &self.path(kind, name))
+    }
+
+    /// Removes what is sealed under other names than these. Blocking.
+    pub fn retain(&self, kind: Kind, names: &BTreeSet<String>) -> io::Result<()> {
+        let kept: BTreeSet<PathBuf> = names.iter().map(|name| self.path(kind, name)).collect();
+        for entry in fs::read_dir(self.dir.join(kind.dir()))? {
+            let path = entry?.path();
+            if !kept.contains(&path) {
+                fs::remove_file(path)?;
+            }
+        }
+        Ok(())
     }
 
     /// Removes what was sealed under a name. Blocking.

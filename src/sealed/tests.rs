@@ -29,6 +29,9 @@ fn what_is_sealed_opens_only_here_and_only_as_what_it_is() {
     fs::write(&canary, b"short").expect("write");
     assert_eq!(vault.get::<String>(Kind::Secrets, "ns/canary"), None);
 
+    vault.seal(Kind::Secrets, "ns/kept", Vault::content("ns/kept", &"kept").expect("json")).expect("sealed");
+    vault.retain(Kind::Secrets, &["ns/kept".to_owned(), "ns/other".to_owned()].into()).expect("retained");
+    assert!(!canary.exists() && vault.get::<String>(Kind::Secrets, "ns/kept").is_some(), "what nobody needs goes");
     vault.remove(Kind::Secrets, "ns/other").expect("removed");
     vault.remove(Kind::Secrets, "ns/other").expect("removing what is gone is fine");
     fs::write(dir.path().join("key"), b"not a key").expect("write");
