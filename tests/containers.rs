@@ -215,7 +215,7 @@ fn pods_are_resized_in_place_and_wait_for_room() {
     assert_eq!(status("live")["containerID"], before);
     let refused =
         resize("live", serde_json::json!({"requests": {"cpu": null, "memory": null}, "limits": {"cpu": null, "memory": null}})).unwrap_err();
-    assert!(refused.contains("QOS Class may not change"), "{refused}");
+    assert!(refused.contains("may not change the pod's QoS class"), "{refused}");
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }

@@ -30,7 +30,7 @@ pub async fn run(context: &Context, pod: &Pod, container: &Container, handler: &
         },
         Hook::Http(request) => match context.dialer.http(&request, HTTP_LIMIT).await {
             Err(HttpError::Plain) => {
-                let message = format!("request to HTTPS lifecycle hook {} got HTTP response, retry with HTTP succeeded", request.host);
+                let message = format!("the HTTPS hook of {} was answered in plain HTTP, and repeated so", request.host);
                 plain(context, &request).await?;
                 context.events.pod(pod, None, Kind::Warning, "LifecycleHTTPFallback", message);
                 Ok(())

@@ -61,7 +61,10 @@ pub fn config(pod: &Pod, resolver: &Resolver) -> (DnsConfig, Warnings) {
     if cluster && resolver.cluster_dns.is_empty() {
         warnings.push((
             "MissingClusterDNS",
-            format!("pod: {:?}. kubelet does not have ClusterDNS IP configured and cannot create Pod using {policy:?} policy. Falling back to \"Default\" policy.", pod::described(pod)),
+            format!(
+                "no cluster DNS is configured (clusterDNS): pod {} asks for {policy:?} and gets the node's own name resolution",
+                pod::described(pod)
+            ),
         ));
     }
     let mut dns = if policy == "None" {
@@ -114,13 +117,14 @@ pub fn check_host(resolver: &Resolver) -> Option<String> {
     let own = if resolver.cluster_domain.is_empty() { 0 } else { 3 };
     let most = MAX_SEARCHES - own;
     if resolver.searches.len() > most {
-        return Some(format!("Resolv.conf file contains search line consisting of more than {most} domains!"));
+        return Some(format!("the node's resolv.conf has {} search domains; pods get the first {most}", resolver.searches.len()));
     }
     if let Some(long) = resolver.searches.iter().find(|s| s.len() > MAX_SEARCH) {
-        return Some(format!("Resolv.conf file contains a search path which length is more than allowed {MAX_SEARCH} chars: {long}"));
+        return Some(format!("a search domain in the node's resolv.conf is longer than {MAX_SEARCH} characters and is left out: {long}"));
     }
     let line: usize = resolver.searches.iter().map(|s| s.len() + 1).sum();
-    (line > MAX_SEARCH_LINE + 1).then(|| format!("Resolv.conf file contains search line which length is more than allowed {MAX_SEARCH_LINE} chars!"))
+    (line > MAX_SEARCH_LINE + 1)
+        .then(|| format!("the search line in the node's resolv.conf is longer than {MAX_SEARCH_LINE} characters; its end is left out"))
 }
 
 fn unique(list: &mut Vec<String>) {

@@ -189,7 +189,7 @@ async fn carry_out(s: &Stopping<'_>, names: &[String], memory: &mut Memory, node
             if let Some(limit) = resize::lowers_memory(container, &memory.resizing.actuated) {
                 let used = context.runtime.memory_in_use(&seen.id).await.map_err(|e| e.to_string())?;
                 if i128::from(used) > i128::from(limit) {
-                    return Err(format!("attempting to set container {} memory limit ({limit}) below its current usage ({used})", container.name));
+                    return Err(format!("container {} uses {used} bytes of memory, more than its new limit of {limit}", container.name));
                 }
             }
             let resources = config::resources(pod, container, node);

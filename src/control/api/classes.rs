@@ -9,12 +9,8 @@ use crate::control::store::Store;
 
 /// Classes that every cluster has: name, value, description.
 pub const SYSTEM: [(&str, i64, &str); 2] = [
-    ("system-node-critical", 2_000_001_000, "Used for system critical pods that must not be moved from their current node."),
-    (
-        "system-cluster-critical",
-        2_000_000_000,
-        "Used for system critical pods that must run in the cluster, but can be moved to another node if necessary.",
-    ),
+    ("system-node-critical", 2_000_001_000, "For pods that must stay on their node, whatever happens."),
+    ("system-cluster-critical", 2_000_000_000, "For pods that the cluster needs, on whichever node."),
 ];
 
 fn find(store: &Store, kind: &str, name: &str) -> Option<Value> {
@@ -68,7 +64,7 @@ pub fn runtime(store: &Store, pod: &mut Value) -> Result<(), ApiError> {
     let overhead = at(&class, &["overhead", "podFixed"]).cloned();
     let own = at(pod, &["spec", "overhead"]).cloned();
     if own.is_some() && own != overhead {
-        return Err(refuse("Pod's Overhead doesn't match RuntimeClass's defined Overhead".into()));
+        return Err(refuse("its overhead is not that of its RuntimeClass".into()));
     }
     if let Some(overhead) = overhead {
         pod["spec"]["overhead"] = overhead;

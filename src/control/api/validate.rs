@@ -100,14 +100,14 @@ fn priority_class(object: &Value, errors: &mut Errors) {
     let system = super::classes::SYSTEM.iter().find(|(known, ..)| *known == name);
     match system {
         Some((_, known, _)) if *known != value => {
-            errors.push(FieldError::forbidden("metadata.name", "priority class names with 'system-' prefix are reserved for system use only"));
+            errors.push(FieldError::forbidden("metadata.name", "names that begin with system- belong to the system"));
         }
         Some(_) => {}
         None if name.starts_with("system-") => {
-            errors.push(FieldError::forbidden("metadata.name", "priority class names with 'system-' prefix are reserved for system use only"));
+            errors.push(FieldError::forbidden("metadata.name", "names that begin with system- belong to the system"));
         }
         None if value > 1_000_000_000 => {
-            errors.push(FieldError::forbidden("value", "maximum allowed value of a user defined priority is 1000000000"));
+            errors.push(FieldError::forbidden("value", "a priority of one's own is at most 1000000000"));
         }
         None => {}
     }
@@ -442,7 +442,7 @@ pub fn update(resource: &Resource, old: &Value, new: &Value) -> Errors {
             errors.push(FieldError::invalid("handler", &new["handler"], "field is immutable"));
         }
         "PriorityClass" if old["value"] != new["value"] => {
-            errors.push(FieldError::forbidden("value", "may not be changed in an update."));
+            errors.push(FieldError::forbidden("value", "the value cannot be changed: make another class"));
         }
         _ => {}
     }
@@ -461,9 +461,9 @@ pub fn ephemeral_update(old: &Value, new: &Value) -> Errors {
     for container in before {
         let name = text(container, &["name"]).unwrap_or_default();
         match after.iter().find(|c| c["name"] == container["name"]) {
-            None => errors.push(FieldError::forbidden(path, &format!("existing ephemeral containers {name:?} may not be removed"))),
+            None => errors.push(FieldError::forbidden(path, &format!("ephemeral container {name:?} cannot be removed"))),
             Some(same) if same != container => {
-                errors.push(FieldError::forbidden(path, &format!("existing ephemeral containers {name:?} may not be changed")));
+                errors.push(FieldError::forbidden(path, &format!("ephemeral container {name:?} cannot be changed")));
             }
             Some(_) => {}
         }
@@ -482,7 +482,7 @@ pub fn ephemeral_update(old: &Value, new: &Value) -> Errors {
         for field in ["ports", "livenessProbe", "readinessProbe", "startupProbe", "lifecycle", "resources"] {
             let set = at(item, &[field]).is_some_and(|v| !v.is_null() && v.as_object().is_none_or(|o| !o.is_empty()));
             if set {
-                errors.push(FieldError::forbidden(format!("{here}.{field}"), "cannot be set for an Ephemeral Container"));
+                errors.push(FieldError::forbidden(format!("{here}.{field}"), "an ephemeral container cannot have it"));
             }
         }
         if let Some(target) = text(item, &["targetContainerName"]).filter(|t| !t.is_empty() && !taken.contains(t)) {
@@ -497,27 +497,27 @@ pub fn ephemeral_update(old: &Value, new: &Value) -> Errors {
 pub fn resize(old: &Value, new: &Value) -> Errors {
     let mut errors = Errors::new();
     if ["Succeeded", "Failed"].contains(&text(old, &["status", "phase"]).unwrap_or_default()) {
-        errors.push(FieldError::forbidden("spec", "Pod that has ended cannot be resized"));
+        errors.push(FieldError::forbidden("spec", "a pod that has ended cannot be resized"));
     }
     let class = |pod: &Value| serde_json::from_value(pod["spec"].clone()).map(|spec| crate::core::qos::of(&spec).name()).unwrap_or_default();
     if class(old) != class(new) {
-        errors.push(FieldError::invalid("spec", &class(new).into(), "Pod QOS Class may not change as a result of resizing"));
+        errors.push(FieldError::invalid("spec", &class(new).into(), "a resize may not change the pod's QoS class"));
     }
     for kind in ["containers", "initContainers"] {
         for (i, (before, after)) in list(old, &["spec", kind]).iter().zip(list(new, &["spec", kind])).enumerate() {
             let here = format!("spec.{kind}[{i}].resources");
             if before["resources"] != after["resources"] && kind == "initContainers" && before["restartPolicy"] != "Always" {
-                errors.push(FieldError::forbidden(here.clone(), "only sidecar containers among the init containers can be resized"));
+                errors.push(FieldError::forbidden(here.clone(), "of the init containers only sidecars can be resized"));
             }
             for side in ["requests", "limits"] {
                 let of = |container: &Value| at(container, &["resources", side]).and_then(Value::as_object).cloned().unwrap_or_default();
                 let (before, after) = (of(before), of(after));
                 for name in before.keys().chain(after.keys()) {
                     if before.get(name) != after.get(name) && !["cpu", "memory"].contains(&name.as_str()) {
-                        errors.push(FieldError::forbidden(format!("{here}.{side}[{name}]"), "only cpu and memory resources are mutable"));
+                        errors.push(FieldError::forbidden(format!("{here}.{side}[{name}]"), "only cpu and memory can be resized"));
                     }
                     if !after.contains_key(name) && before.contains_key(name) {
-                        errors.push(FieldError::forbidden(format!("{here}.{side}"), &format!("resource {side} cannot be removed")));
+                        errors.push(FieldError::forbidden(format!("{here}.{side}"), "what is set cannot be removed"));
                     }
                 }
             }
