@@ -74,6 +74,13 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
                 )
             ),
         ),
+        manifest(
+            "blip",
+            &format!(
+                "  containers: [{{name: c, {}, livenessProbe: {{periodSeconds: 1, failureThreshold: 3, exec: {{command: [sh, -c, 'n=$(cat /tmp/n || echo 0); echo $((n+1)) > /tmp/n; test $n -ne 1']}}}}}}]",
+                shell(&format!("mkdir -p /tmp; {wait_for_term}"))
+            ),
+        ),
         manifest("deadline", &format!("  activeDeadlineSeconds: 2\n  containers: [{{name: c, {}}}]", shell(wait_for_term))),
         manifest(
             "fallback",
@@ -170,6 +177,10 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
             std::process::Command::new(support::holdfast()).args(["explain", "pod", pod, "--name", &cluster.name, "-o", output]).output().unwrap();
         format!("{}{}", String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr))
     };
+    // One failure below the threshold is over as soon as the probe succeeds again.
+    cluster.wait("the probe that failed once", || cluster.events("blip").contains("Unhealthy Liveness probe failed"));
+    cluster.wait("it is well again", || explain("blip", "text").contains("as its spec says"));
+    assert_eq!(status(&pod("blip"), "c")["restartCount"], 0);
     let running = explain("startup", "text");
     assert!(running.contains("as its spec says") && running.contains("startup probe c") && running.contains("sandbox"), "{running}");
     cluster.wait("the image that is not there is named", || {

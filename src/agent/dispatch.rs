@@ -52,6 +52,7 @@ pub async fn run(
     let mut dispatcher = Dispatcher { context, workers: BTreeMap::new(), seen, finished };
     let mut api_changes = api.as_ref().map(Cache::changes);
     let mut next_tending: Option<Instant> = None;
+    let mut kept: Option<Vec<Arc<Pod>>> = None;
     loop {
         let wanted_statics = statics.borrow_and_update().pods();
         let ready = api.as_ref().is_none_or(Cache::is_synced) && wanted_statics.is_some();
@@ -62,14 +63,13 @@ pub async fn run(
             (Some(cache), _) if cache.is_synced() => cache.list(),
             // No apiserver since the start: the pods of before go on, and nothing is removed.
             (Some(_), Some(keeper)) if Instant::now() >= cut_off_at => {
-                if !keeper.is_cut_off() {
+                if kept.is_none() {
+                    let last = keeper.last_pods().await;
                     keeper.set_cut_off(true);
-                    tracing::warn!(
-                        pods = keeper.last_pods().len(),
-                        "no apiserver answers: the pods that were bound here before are started from what was kept"
-                    );
+                    tracing::warn!(pods = last.len(), "no apiserver answers: the pods that were bound here before are started from what was kept");
+                    kept = Some(last);
                 }
-                keeper.last_pods()
+                kept.clone().unwrap_or_default()
             }
             _ => vec![],
         };

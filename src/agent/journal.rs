@@ -7,6 +7,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 
+use crate::core::explain;
 use crate::core::journal::{Journal, Progress, Step};
 use crate::core::lifecycle::{Input, State};
 use crate::core::pod;
@@ -82,6 +83,17 @@ impl Log {
     /// A failure is over without having been tried again.
     pub fn close(&self, step: Step, subject: &str) {
         self.journal().close(step, subject, self.clock.now());
+    }
+
+    /// A failure is over: what was asked is well again, wholly or not yet.
+    pub fn recover(&self, step: Step, subject: &str, whole: bool) {
+        self.journal().recover(step, subject, whole, self.clock.now());
+    }
+
+    /// Why no container can be started yet, if something fails.
+    #[must_use]
+    pub fn held_up(&self) -> Option<String> {
+        explain::held_up(&self.journal())
     }
 
     /// What failed is tried again at this time.

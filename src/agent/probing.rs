@@ -31,6 +31,12 @@ struct Board {
 }
 
 impl Board {
+    /// Whether the standing result is a good one. Liveness counts as good until it has failed.
+    fn stands_good(&self, id: &str, kind: Kind) -> bool {
+        let mut results = self.results.lock().unwrap_or_else(PoisonError::into_inner);
+        results.0.entry(id.to_owned()).or_default().of(kind).unwrap_or(kind == Kind::Liveness)
+    }
+
     /// Notes a result; true if it is another one than before.
     fn set(&self, id: &str, kind: Kind, result: bool) -> bool {
         let mut results = self.results.lock().unwrap_or_else(PoisonError::into_inner);
@@ -218,13 +224,18 @@ impl Prober {
         loop {
             ticks.tick().await;
             let Some(good) = self.ask().await else { continue };
-            let Some(result) = counter.step(good, &self.timing) else { continue };
-            if !self.board.set(&self.id, self.kind, result) {
-                continue;
+            let result = counter.step(good, &self.timing);
+            let news = result.is_some_and(|result| self.board.set(&self.id, self.kind, result));
+            if good {
+                // A failure below its threshold is over too, though it never was a result.
+                let whole = self.board.stands_good(&self.id, self.kind);
+                if news && whole {
+                    self.log.end(step(self.kind), &self.container.name, Progress::Done);
+                } else {
+                    self.log.recover(step(self.kind), &self.container.name, whole);
+                }
             }
-            if result {
-                self.log.end(step(self.kind), &self.container.name, Progress::Done);
-            }
+            let Some(result) = result.filter(|_| news) else { continue };
             if self.kind == Kind::Startup && result {
                 self.started.send_replace(true);
             }

@@ -113,11 +113,11 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
     loop {
         let wished = wishes.borrow_and_update().clone();
         memory.adopt(wished.object.as_deref());
-        let granted = memory.granted(&wished.pod);
-        if admitted && state == State::Syncing {
-            grant(&context, &wished.pod, &granted, &mut memory);
+        let mut granted = memory.granted(&wished.pod);
+        if admitted && state == State::Syncing && grant(&context, &wished.pod, &granted, &mut memory) {
+            granted = Arc::clone(&wished.pod);
         }
-        let desired = Desired { pod: memory.granted(&wished.pod), ..wished.clone() };
+        let desired = Desired { pod: granted, ..wished.clone() };
         state = decide(&memory, state, Input::Wish(desired.wish()));
         // Step 4, admission, stands before the first sync and is not repeated.
         if state == State::Syncing {
@@ -212,16 +212,18 @@ async fn sleep(
     }
 }
 
-/// Grants a pod that runs the sizes its spec wishes for now, or says why not (kubelet spec, 11.1).
-fn grant(context: &Context, wished: &Pod, granted: &Arc<Pod>, memory: &mut Memory) {
+/// Grants a pod that runs the sizes its spec wishes for now, or says why not (kubelet spec, 11.1). True
+/// if they are granted.
+fn grant(context: &Context, wished: &Pod, granted: &Arc<Pod>, memory: &mut Memory) -> bool {
     if std::ptr::eq(wished, Arc::as_ptr(granted)) {
         memory.grant(wished, None);
-        return;
+        return true;
     }
     let refusal = context.may_grow(wished).err();
     let deferred = refusal.as_ref().map(|r| ("Deferred".to_owned(), r.message.clone()));
+    let may_grow = refusal.is_none();
     if !memory.grant(wished, deferred) {
-        return;
+        return may_grow;
     }
     let described = resize::described(wished, None);
     match refusal {
@@ -230,6 +232,7 @@ fn grant(context: &Context, wished: &Pod, granted: &Arc<Pod>, memory: &mut Memor
             context.events.pod(wished, None, Kind::Warning, "ResizeDeferred", format!("Pod resize {}: {described}", refusal.reason));
         }
     }
+    may_grow
 }
 
 /// One decision, noted in the pod's journal.

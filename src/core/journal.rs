@@ -185,6 +185,15 @@ impl Journal {
         }
     }
 
+    /// What failed is well again without having been begun anew: done, or still waited for if it is not
+    /// good enough yet.
+    pub fn recover(&mut self, step: Step, subject: &str, whole: bool, now: Timestamp) {
+        if let Some(entry) = self.find(step, subject).filter(|e| matches!(e.progress, Progress::Failed(_))) {
+            entry.progress = if whole { Progress::Done } else { Progress::Running };
+            (entry.ended, entry.next) = (whole.then_some(now), None);
+        }
+    }
+
     /// An input was decided on. What changes nothing is not kept: replaying without it gives the same.
     pub fn decided(&mut self, at: Timestamp, before: State, input: Input, state: State) {
         if before == state {
@@ -234,6 +243,20 @@ mod tests {
             journal.end(Step::Start, &n.to_string(), Progress::Done, at(n));
         }
         assert!(journal.steps.len() <= STEPS);
+    }
+
+    #[test]
+    fn a_failure_that_is_over_blocks_no_longer() {
+        let mut journal = Journal::default();
+        journal.recover(Step::Readiness, "web", true, at(1));
+        assert!(journal.steps.is_empty(), "what never failed cannot recover");
+        journal.begin(Step::Readiness, "web", at(1));
+        journal.end(Step::Readiness, "web", Progress::Failed("404".into()), at(2));
+        journal.recover(Step::Readiness, "web", false, at(3));
+        assert_eq!(journal.blocking().map(|e| &e.progress), Some(&Progress::Running));
+        journal.end(Step::Readiness, "web", Progress::Failed("404".into()), at(4));
+        journal.recover(Step::Readiness, "web", true, at(5));
+        assert_eq!((journal.blocking(), journal.steps[0].ended), (None, Some(at(5))));
     }
 
     proptest! {

@@ -86,9 +86,16 @@ impl Keeper {
 
     /// The pods that were bound here before the start.
     #[must_use]
-    pub fn last_pods(&self) -> Vec<Arc<Pod>> {
-        let uids: Vec<String> = self.0.vault.get(Kind::Pods, INDEX).unwrap_or_default();
-        uids.iter().filter_map(|uid| self.0.vault.get::<Pod>(Kind::Pods, uid)).map(Arc::new).collect()
+    pub async fn last_pods(&self) -> Vec<Arc<Pod>> {
+        let inner = Arc::clone(&self.0);
+        let unseal = move || -> Vec<Arc<Pod>> {
+            let uids: Vec<String> = inner.vault.get(Kind::Pods, INDEX).unwrap_or_default();
+            uids.iter().filter_map(|uid| inner.vault.get::<Pod>(Kind::Pods, uid)).map(Arc::new).collect()
+        };
+        tokio::task::spawn_blocking(unseal).await.unwrap_or_else(|error| {
+            tracing::error!(%error, "unsealing ended unexpectedly");
+            vec![]
+        })
     }
 
     /// Seals a value soon, if it is another one than before.
