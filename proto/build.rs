@@ -4,7 +4,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=cri");
     println!("cargo::rerun-if-changed=grpc");
     println!("cargo::rerun-if-changed=containerd");
-    let files = protox::compile(["cri/v1/api.proto", "grpc/health/v1/health.proto", "containerd/events/v1/events.proto"], ["."])?;
+    let files = protox::compile(
+        ["cri/v1/api.proto", "grpc/health/v1/health.proto", "containerd/events/v1/events.proto", "containerd/content/v1/content.proto"],
+        ["."],
+    )?;
     tonic_prost_build::configure().build_server(true).build_transport(false).compile_fds(files)?;
     Ok(())
 }

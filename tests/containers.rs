@@ -57,15 +57,24 @@ fn containers_find_what_their_pods_promise() {
         pod("armoured", "", "    securityContext: {appArmorProfile: {type: RuntimeDefault}}\n", &["true"]),
         pod("windows", "  os: {name: windows}\n", "", &["true"]),
         pod("classy", "  runtimeClassName: plain\n", "", &["true"]),
+        pod(
+            "whole",
+            "  resources: {limits: {memory: 64Mi, cpu: 500m}}\n",
+            "",
+            &["cat /sys/fs/cgroup/memory/memory.limit_in_bytes /sys/fs/cgroup/memory.max 2>/dev/null | grep -q 67108864"],
+        ),
         pod("lost", "  runtimeClassName: gone\n", "", &["true"]),
         pod("userns", "  hostUsers: false\n", "", &["true"]),
     ];
     cluster.apply("apiVersion: node.k8s.io/v1\nkind: RuntimeClass\nmetadata: {name: plain}\nhandler: runc\noverhead: {podFixed: {cpu: 10m}}\n---\napiVersion: node.k8s.io/v1\nkind: RuntimeClass\nmetadata: {name: gone}\nhandler: nosuch\n");
     cluster.apply(&pods.concat());
-    for name in ["files", "user", "names", "host", "sysctl", "classy"] {
+    for name in ["files", "user", "names", "host", "sysctl", "classy", "whole"] {
         let ended = end(&cluster, name);
         assert_eq!((ended["status"]["phase"].as_str(), message(&ended)), (Some("Succeeded"), ""), "{name}: {:#}", ended["status"]);
     }
+    let whole = cluster.pod("whole");
+    assert_eq!((&whole["status"]["qosClass"], &whole["spec"]["resources"]["requests"]["memory"]), (&"Guaranteed".into(), &"64Mi".into()));
+    assert_eq!(whole["status"]["allocatedResources"]["cpu"], "500m", "{:#}", whole["status"]);
     assert_eq!(cluster.pod("classy")["spec"]["overhead"]["cpu"], "10m");
     for (name, reason, text) in [
         ("forbidden", "SysctlForbidden", "Pod was rejected: forbidden sysctl: \"kernel.msgmax\" not allowlisted"),

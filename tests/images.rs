@@ -3,7 +3,11 @@
 
 mod support;
 
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::Value;
 use support::Cluster;
@@ -48,14 +52,15 @@ impl Registry {
     }
 
     /// Pushes an image that the cluster's containerd has, under names of this registry.
-    fn push(&self, cluster: &Cluster, image: &str, names: &[&str]) {
-        let socket = cluster.run_dir().join("containerd.sock");
+    fn push(&self, cluster: &Cluster, namespace: &str, image: &str, names: &[&str]) {
         for name in names {
             let target = format!("{}/{name}", self.address);
-            for arguments in [vec!["tag", image, &target], vec!["push", "--plain-http", "--user", "user:secret", &target], vec!["rm", &target]] {
-                let output =
-                    Command::new("ctr").arg("--address").arg(&socket).args(["--namespace", "k8s.io", "images"]).args(&arguments).output().unwrap();
-                assert!(output.status.success(), "{arguments:?}: {output:?}");
+            for arguments in [
+                vec!["images", "tag", image, &target],
+                vec!["images", "push", "--plain-http", "--user", "user:secret", &target],
+                vec!["images", "rm", "--sync", &target],
+            ] {
+                support::ctr(cluster, namespace, &arguments);
             }
         }
     }
@@ -66,6 +71,44 @@ impl Drop for Registry {
         // It may have ended by itself.
         let _ = self.process.kill();
         let _ = self.process.wait();
+    }
+}
+
+/// Stands before a registry and holds its answers back after the first MiB, until it is let go.
+struct Throttle {
+    address: String,
+    free: Arc<AtomicBool>,
+}
+
+impl Throttle {
+    fn before(registry: &Registry) -> Throttle {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let (target, free) = (registry.address.clone(), Arc::new(AtomicBool::new(false)));
+        let held = Arc::clone(&free);
+        // The threads end with their connections, or with the test.
+        std::thread::spawn(move || {
+            for client in listener.incoming() {
+                let (mut client, mut server, held) = (client.unwrap(), TcpStream::connect(&target).unwrap(), Arc::clone(&held));
+                let (mut from, mut to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+                std::thread::spawn(move || std::io::copy(&mut from, &mut to));
+                std::thread::spawn(move || {
+                    let (mut buffer, mut passed) = ([0; 16 << 10], 0);
+                    while let Ok(n) = server.read(&mut buffer)
+                        && n > 0
+                        && client.write_all(&buffer[..n]).is_ok()
+                    {
+                        passed += n;
+                        while passed > 1 << 20 && !held.load(Ordering::Relaxed) {
+                            std::thread::sleep(std::time::Duration::from_millis(20));
+                        }
+                    }
+                    // The other side may have closed first.
+                    let _ = client.shutdown(std::net::Shutdown::Both);
+                });
+            }
+        });
+        Throttle { address, free }
     }
 }
 
@@ -80,8 +123,8 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
     let (open, closed) = (Registry::start(false), Registry::start(true));
     let cluster = Cluster::start("images", 27);
     let image = support::busybox(&cluster);
-    open.push(&cluster, &image, &["free:1"]);
-    closed.push(&cluster, &image, &["team/one:1", "team/two:1"]);
+    open.push(&cluster, "k8s.io", &image, &["free:1"]);
+    closed.push(&cluster, "k8s.io", &image, &["team/one:1", "team/two:1"]);
     cluster.kubectl(&[
         "create",
         "secret",
@@ -135,6 +178,48 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
     cluster.wait("who may not does not", || ["ErrImagePull", "ImagePullBackOff"].contains(&waiting("thief")["reason"].as_str().unwrap_or_default()));
     let said = std::process::Command::new(support::holdfast()).args(["explain", "pod", "thief", "--name", &cluster.name]).output().unwrap();
     assert!(String::from_utf8_lossy(&said.stdout).contains("the image of container c cannot be had"), "{said:?}");
+    // A pull that takes long is seen to go on. Its layers were never in the pods' namespace.
+    let slow = support::busybox_in(&cluster, "elsewhere", "test.local/slow:1", b"slow");
+    open.push(&cluster, "elsewhere", &slow, &["slow:1"]);
+    support::ctr(&cluster, "elsewhere", &["images", "rm", "--sync", &slow]);
+    let throttle = Throttle::before(&open);
+    cluster.apply(&pod("slow", &format!("{}/slow:1", throttle.address), ""));
+    let explain = || {
+        let said = Command::new(support::holdfast()).args(["explain", "pod", "slow", "--name", &cluster.name]).output().unwrap();
+        String::from_utf8(said.stdout).unwrap()
+    };
+    cluster.wait("the pull's progress", || {
+        let said = explain();
+        said.contains("the image of container c is being pulled (") && said.contains("MiB of 1 part under way")
+    });
+    throttle.free.store(true, Ordering::Relaxed);
+    cluster.wait("the slow image", || phase("slow") == "Succeeded");
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}
+
+#[test]
+fn images_that_nothing_uses_make_room() {
+    let crowded = "imageGCHighThresholdPercent: 1\nimageGCLowThresholdPercent: 0\nimageMinimumGCAge: 0s\n";
+    let cluster = Cluster::start_configured("image-gc", 29, crowded);
+    let image = support::busybox(&cluster);
+    cluster.apply(&format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: user}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{image}', command: [busybox, sleep, '1000']}}]}}\n"
+    ));
+    cluster.wait("the pod", || support::condition(&cluster.pod("user"), "Ready") == "True");
+    let unused = support::busybox_in(&cluster, "k8s.io", "test.local/unused:1", b"unused");
+    // The first look after a start is at once, the next ones are minutes apart.
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(cluster.pid("agent")), nix::sys::signal::Signal::SIGKILL).unwrap();
+    cluster.up();
+    let images = || support::ctr(&cluster, "k8s.io", &["images", "ls", "-q"]);
+    cluster.wait("what nothing uses to go", || !images().contains(&unused));
+    let left = images();
+    assert!(left.contains(&image) && left.contains("pause"), "{left}");
+    cluster.wait("the node to be told that this was not enough", || {
+        cluster.kubectl(&["get", "events", "--field-selector", "reason=FreeDiskSpaceFailed"]).contains("Insufficient free disk space")
+    });
+    let pod = cluster.pod("user");
+    assert_eq!(pod["status"]["containerStatuses"][0]["restartCount"], 0, "{pod}");
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }

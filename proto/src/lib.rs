@@ -20,3 +20,9 @@ pub mod health {
 pub mod containerd {
     tonic::include_proto!("containerd.services.events.v1");
 }
+
+/// containerd's content store (`containerd.services.content.v1`), for the progress of pulls.
+#[allow(clippy::all, clippy::pedantic, missing_docs)]
+pub mod content {
+    tonic::include_proto!("containerd.services.content.v1");
+}

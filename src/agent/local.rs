@@ -14,7 +14,7 @@ use tokio::net::UnixListener;
 use tokio::sync::Semaphore;
 
 use super::Context;
-use crate::core::explain;
+use crate::core::explain::{self, Fetching};
 
 /// The socket's name below the root directory.
 pub const SOCKET: &str = "holdfast.sock";
@@ -57,8 +57,8 @@ pub async fn run(context: Arc<Context>) {
         tokio::spawn(async move {
             let _slot = slot;
             let service = hyper::service::service_fn(|request| {
-                let answer = answer(&context, &request);
-                async move { Ok::<_, Infallible>(answer) }
+                let context = Arc::clone(&context);
+                async move { Ok::<_, Infallible>(answer(&context, &request).await) }
             });
             let serve = hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service);
             // Whoever asks and does not listen is not waited for.
@@ -69,7 +69,18 @@ pub async fn run(context: Arc<Context>) {
     }
 }
 
-fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full<Bytes>> {
+/// What is being fetched. A runtime that cannot say is no reason to say nothing at all.
+async fn fetching(context: &Context) -> Option<Fetching> {
+    match context.runtime.fetching().await {
+        Ok(fetching) => Some(Fetching { pulls: context.images.under_way(), ..fetching }),
+        Err(error) => {
+            tracing::debug!(%error, "the runtime does not say how far its pulls are");
+            None
+        }
+    }
+}
+
+async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full<Bytes>> {
     let say = |status: StatusCode, text: String| {
         let mut response = Response::new(Full::from(text));
         *response.status_mut() = status;
@@ -84,7 +95,8 @@ fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full<Bytes
         let text = format!("the agent of node {node} knows no pod {namespace}/{name}: look with `kubectl get pod -o wide` which node it is bound to");
         return say(StatusCode::NOT_FOUND, text);
     };
-    match serde_json::to_string(&explain::explain(namespace, name, &uid, journal)) {
+    let fetching = if journal.is_pulling() { fetching(context).await } else { None };
+    match serde_json::to_string(&explain::explain(namespace, name, &uid, journal, fetching)) {
         Ok(text) => say(StatusCode::OK, text),
         Err(error) => say(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
     }

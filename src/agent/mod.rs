@@ -196,6 +196,13 @@ impl Context {
         result
     }
 
+    /// The pods that have been taken.
+    #[must_use]
+    pub fn pods(&self) -> Vec<Arc<Pod>> {
+        let admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        admitted.values().map(|t| Arc::clone(&t.pod)).collect()
+    }
+
     /// Whether a pod must make room for a critical one.
     #[must_use]
     pub fn is_preempted(&self, uid: &str) -> bool {
@@ -238,10 +245,12 @@ impl Agent {
         let relist = relist::run(Arc::clone(&context), seen, hints);
         let local = local::run(Arc::clone(&context));
         let upkeep = upkeep::run(Arc::clone(&context));
+        let collect = images::collect::run(Arc::clone(&context));
         let node = node::run(context, self.nodes, self.network, self.node);
         tokio::select! {
             // In this order, so that a simulated run replays exactly.
             biased;
+            () = collect => anyhow::bail!("the removal of images ended"),
             () = upkeep => anyhow::bail!("the upkeep ended"),
             () = local => anyhow::bail!("the local socket ended"),
             () = dispatch => anyhow::bail!("the dispatcher ended"),

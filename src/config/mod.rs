@@ -11,6 +11,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::Value;
 
+use crate::core::image_gc::Rules as ImageRules;
 use crate::core::pulled::Policy;
 use crate::core::quantity::Quantity;
 use crate::core::resources::Amounts;
@@ -39,10 +40,6 @@ const NOT_HONOURED: &[&str] = &[
     "healthzBindAddress",
     "oomScoreAdj",
     "streamingConnectionIdleTimeout",
-    "imageMinimumGCAge",
-    "imageMaximumGCAge",
-    "imageGCHighThresholdPercent",
-    "imageGCLowThresholdPercent",
     "volumeStatsAggPeriod",
     "kubeletCgroups",
     "systemCgroups",
@@ -77,7 +74,6 @@ const NOT_HONOURED: &[&str] = &[
     "iptablesDropBit",
     "featureGates",
     "failSwapOn",
-    "memorySwap",
     "failCgroupV1",
     "configMapAndSecretChangeDetectionStrategy",
     "reservedSystemCPUs",
@@ -127,6 +123,12 @@ pub enum ConfigError {
 #[serde(rename_all = "camelCase", default)]
 struct CrashLoop {
     max_container_restart_period: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+struct MemorySwap {
+    swap_behavior: Option<String>,
 }
 
 /// The honoured fields as they stand in a file.
@@ -189,6 +191,15 @@ struct Document {
     #[serde(rename = "eventRecordQPS")]
     event_record_qps: Option<i32>,
     event_burst: Option<i32>,
+    memory_swap: Option<MemorySwap>,
+    #[serde(rename = "imageMinimumGCAge")]
+    image_minimum_gc_age: Option<String>,
+    #[serde(rename = "imageMaximumGCAge")]
+    image_maximum_gc_age: Option<String>,
+    #[serde(rename = "imageGCHighThresholdPercent")]
+    image_gc_high_threshold_percent: Option<i32>,
+    #[serde(rename = "imageGCLowThresholdPercent")]
+    image_gc_low_threshold_percent: Option<i32>,
     #[serde(flatten)]
     rest: BTreeMap<String, Value>,
 }
@@ -289,6 +300,10 @@ pub struct Config {
     pub logs: Logs,
     /// How many events are posted a second (0: any number), and how many at once.
     pub event_pace: (f64, f64),
+    /// Whether containers may swap within their share (`memorySwap.swapBehavior`: `LimitedSwap`).
+    pub limited_swap: bool,
+    /// When images are removed that nothing uses.
+    pub image_rules: ImageRules,
     /// Fields that were set but are not honoured.
     pub not_honoured: Vec<String>,
 }
@@ -352,6 +367,39 @@ fn logs(size: Option<&String>, files: Option<i32>, interval: Option<&String>) ->
             .ok_or_else(|| invalid("containerLogMaxFiles", files, "use 2 or more"))?,
         interval: time("containerLogMonitorInterval", interval, 10)?,
     })
+}
+
+fn limited_swap(swap: Option<MemorySwap>) -> Result<bool, ConfigError> {
+    match swap.and_then(|s| s.swap_behavior).as_deref() {
+        None | Some("" | "NoSwap") => Ok(false),
+        Some("LimitedSwap") => Ok(true),
+        Some(other) => Err(invalid("memorySwap.swapBehavior", other, "use NoSwap or LimitedSwap")),
+    }
+}
+
+fn image_rules(document: &Document) -> Result<ImageRules, ConfigError> {
+    let percent = |field: &str, value: Option<i32>, default: i32| {
+        let value = value.unwrap_or(default);
+        u8::try_from(value).ok().filter(|p| *p <= 100).ok_or_else(|| invalid(field, value, "use a percentage between 0 and 100"))
+    };
+    let age = |field: &str, text: Option<&String>, default: &str| {
+        let text = text.map_or(default, String::as_str);
+        let age = duration(text).and_then(|d| jiff::SignedDuration::try_from(d).ok());
+        age.ok_or_else(|| invalid(field, text, "use a duration such as 2m or 168h"))
+    };
+    let rules = ImageRules {
+        high: percent("imageGCHighThresholdPercent", document.image_gc_high_threshold_percent, 85)?,
+        low: percent("imageGCLowThresholdPercent", document.image_gc_low_threshold_percent, 80)?,
+        minimum_age: age("imageMinimumGCAge", document.image_minimum_gc_age.as_ref(), "2m")?,
+        maximum_age: Some(age("imageMaximumGCAge", document.image_maximum_gc_age.as_ref(), "0s")?).filter(|age| !age.is_zero()),
+    };
+    if rules.low >= rules.high {
+        return Err(invalid("imageGCLowThresholdPercent", rules.low, "it must be below imageGCHighThresholdPercent"));
+    }
+    if rules.maximum_age.is_some_and(|most| most <= rules.minimum_age) {
+        return Err(invalid("imageMaximumGCAge", &document.image_maximum_gc_age, "it must be longer than imageMinimumGCAge, or 0s"));
+    }
+    Ok(rules)
 }
 
 fn url(field: &str, text: Option<String>) -> Result<Option<String>, ConfigError> {
@@ -435,6 +483,7 @@ pub fn load(file: Option<&Path>, overrides: &Overrides, hostname: &str) -> Resul
 }
 
 fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Config, ConfigError> {
+    let image_rules = image_rules(&document)?;
     let mut not_honoured = Vec::new();
     for (name, value) in &document.rest {
         if !NOT_HONOURED.contains(&name.as_str()) {
@@ -539,6 +588,8 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
         parallel_pulls,
         reserved,
         seccomp_default: document.seccomp_default.unwrap_or(false),
+        limited_swap: limited_swap(document.memory_swap)?,
+        image_rules,
         max_backoff,
         pull_quota: (
             f64::from(at_least_zero("registryPullQPS", document.registry_pull_qps, 5)?),

@@ -1,10 +1,10 @@
 //! The cgroups of pods: their place in the tree and their values (kubelet spec, chapter 7). Pure.
 
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::pod::{self, Role};
 use super::qos::{self, QosClass};
-use super::resources::{Side, of_container, of_pod};
+use super::resources::{Side, of_container, of_containers, of_pod, of_pod_level};
 
 /// Who makes cgroups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,11 +89,13 @@ pub fn pod_limits(pod: &Pod, pids: Option<i64>, period: Option<u64>) -> PodLimit
     let class = qos::of(spec);
     let requests = of_pod(pod, Side::Requests);
     let limits = of_pod(pod, Side::Limits);
+    let whole = of_pod_level(pod, Side::Limits);
     let everyone_has = |name: &str| {
-        pod::containers(pod)
-            .iter()
-            .filter(|(role, _)| *role != Role::Ephemeral)
-            .all(|(_, c)| of_container(c, Side::Limits).get(name).is_some_and(|q| !q.is_zero()))
+        whole.contains_key(name)
+            || pod::containers(pod)
+                .iter()
+                .filter(|(role, _)| *role != Role::Ephemeral)
+                .all(|(_, c)| of_container(c, Side::Limits).get(name).is_some_and(|q| !q.is_zero()))
     };
     let milli = requests.get("cpu").map_or(0, |q| q.milli());
     let bounded = |name: &str| (class != QosClass::BestEffort && everyone_has(name)).then(|| limits.get(name).copied()).flatten();
@@ -108,7 +110,7 @@ pub fn pod_limits(pod: &Pod, pids: Option<i64>, period: Option<u64>) -> PodLimit
 
 /// How ready the kernel is to kill a container's processes (kubelet spec, 6.8). `memory` is the node's, in bytes.
 #[must_use]
-pub fn oom_score_adj(pod: &Pod, container: &k8s_openapi::api::core::v1::Container, memory: u64) -> i64 {
+pub fn oom_score_adj(pod: &Pod, container: &Container, memory: u64) -> i64 {
     let spec = pod::spec(pod);
     if spec.priority.is_some_and(|p| p >= 2_000_001_000) {
         return -997;
@@ -117,9 +119,18 @@ pub fn oom_score_adj(pod: &Pod, container: &k8s_openapi::api::core::v1::Containe
         QosClass::Guaranteed => -997,
         QosClass::BestEffort => 1000,
         QosClass::Burstable => {
-            let request = of_container(container, Side::Requests).get("memory").map_or(0, |q| q.units());
-            let share = 1000_i128 * i128::from(request) / i128::from(memory.max(1));
-            i64::try_from((1000 - share).clamp(3, 999)).unwrap_or(999)
+            let request = |c: &Container| of_container(c, Side::Requests).get("memory").map_or(0, |q| q.units());
+            let running = spec.containers.len() + spec.init_containers.iter().flatten().filter(|c| pod::is_sidecar(c)).count();
+            let claimed = of_containers(pod, Side::Requests).get("memory").map_or(0, |q| q.units());
+            let unclaimed = of_pod_level(pod, Side::Requests).get("memory").map_or(0, |q| q.units() - claimed).max(0);
+            let extra = unclaimed / i64::try_from(running.max(1)).unwrap_or(1);
+            let score = |request: i64| {
+                let share = 1000_i128 * i128::from(request + extra) / i128::from(memory.max(1));
+                i64::try_from((1000 - share).clamp(3, 999)).unwrap_or(999)
+            };
+            // A sidecar outlives what it serves.
+            let served = spec.containers.iter().map(request).min().filter(|_| pod::is_sidecar(container));
+            served.map_or(i64::MAX, score).min(score(request(container)))
         }
     }
 }
@@ -149,6 +160,30 @@ mod tests {
             json!([{"name": "a", "resources": {"limits": {"cpu": "500m", "memory": "1Mi"}, "requests": {"cpu": "250m"}}}, {"name": "b", "resources": {"limits": {"cpu": "500m"}}}]),
         );
         assert_eq!((one.shares, one.quota, one.memory), (256, Some(100_000), None));
+    }
+
+    #[test]
+    fn limits_of_the_pod_as_a_whole_bound_its_cgroup() {
+        let pod: Pod =
+            serde_json::from_value(json!({"spec": {"resources": {"limits": {"cpu": "1", "memory": "1Mi"}}, "containers": [{"name": "a"}]}}))
+                .expect("a pod");
+        let limits = pod_limits(&pod, None, Some(PERIOD));
+        assert_eq!((limits.shares, limits.quota, limits.memory), (1024, Some(100_000), Some(1 << 20)));
+    }
+
+    #[test]
+    fn the_kernel_kills_those_first_that_asked_for_least() {
+        let scores = |spec: Value| -> Vec<i64> {
+            let pod: Pod = serde_json::from_value(json!({"spec": spec})).expect("a pod");
+            pod::containers(&pod).iter().map(|(_, c)| oom_score_adj(&pod, c, 1000)).collect()
+        };
+        let asks = |name: &str, memory: &str| json!({"name": name, "resources": {"requests": {"memory": memory}}});
+        assert_eq!(scores(json!({"containers": [asks("a", "100"), asks("b", "500")]})), [900, 500]);
+        let mut sidecar = asks("s", "10");
+        sidecar["restartPolicy"] = "Always".into();
+        assert_eq!(scores(json!({"initContainers": [sidecar], "containers": [asks("a", "100")]})), [900, 900]);
+        // 300 of the pod's 400 are nobody's: each of two containers has half of them.
+        assert_eq!(scores(json!({"resources": {"requests": {"memory": "400"}}, "containers": [asks("a", "100"), {"name": "b"}]})), [750, 850]);
     }
 
     #[test]

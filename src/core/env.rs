@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::{ConfigMap, Container, Pod, Secret, Service};
 use kube::ResourceExt as _;
 
 use super::quantity::Quantity;
-use super::resources::{Side, of_container};
+use super::resources::{Side, of_container, of_pod_level};
 
 /// Where references are looked up.
 pub trait Objects {
@@ -119,15 +119,17 @@ pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
     })
 }
 
-/// A resource of a container as text, in units of the divisor, rounded up.
-pub fn resource(container: &Container, name: &str, divisor: Option<&str>, allocatable: &super::resources::Amounts) -> Result<String, String> {
+/// A resource of a container as text, in units of the divisor, rounded up. A limit that it does not have is
+/// its pod's, else what the node can give.
+pub fn resource(container: &Container, name: &str, divisor: Option<&str>, around: &Surroundings<'_>) -> Result<String, String> {
     let (side, key) = match name.split_once('.') {
         Some(("limits", key)) => (Side::Limits, key),
         Some(("requests", key)) => (Side::Requests, key),
         _ => return Err(format!("unsupported container resource: {name}")),
     };
     let set = of_container(container, side).get(key).copied().filter(|q| !q.is_zero());
-    let amount = set.or_else(|| if side == Side::Limits { allocatable.get(key).copied() } else { None }).unwrap_or(Quantity::ZERO);
+    let of_others = || of_pod_level(around.pod, side).get(key).or(around.allocatable.get(key)).copied();
+    let amount = set.or_else(|| if side == Side::Limits { of_others() } else { None }).unwrap_or(Quantity::ZERO);
     let divisor: Quantity = match divisor {
         None | Some("" | "0") => Quantity::from_units(1),
         Some(text) => text.parse().map_err(|_| format!("invalid divisor {text:?}"))?,
@@ -207,7 +209,7 @@ pub fn build(
                 } else if let Some(reference) = &source.resource_field_ref {
                     let all = super::pod::containers(around.pod);
                     let named = reference.container_name.as_ref().and_then(|n| all.iter().find(|(_, c)| c.name == *n)).map_or(container, |(_, c)| c);
-                    Some(resource(named, &reference.resource, reference.divisor.as_ref().map(|q| q.0.as_str()), around.allocatable)?)
+                    Some(resource(named, &reference.resource, reference.divisor.as_ref().map(|q| q.0.as_str()), around)?)
                 } else if let Some(reference) = &source.config_map_key_ref {
                     let optional = reference.optional == Some(true);
                     match objects.config_map(&reference.name) {

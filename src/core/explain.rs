@@ -25,9 +25,43 @@ pub struct Explanation {
     pub sentence: String,
     /// The step that holds the pod up, if one does.
     pub blocking: Option<Entry>,
+    /// How far the pull is that it waits for, where the runtime says so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fetching: Option<Fetching>,
     /// What was done, in order, and the decisions that led there.
     #[serde(flatten)]
     pub journal: Journal,
+}
+
+/// What a runtime is fetching at a moment. What has arrived in whole does not count any more.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Fetching {
+    /// How many parts (layers, mostly).
+    pub parts: usize,
+    /// Bytes of them that are here.
+    pub bytes: u64,
+    /// Bytes that they have.
+    pub of_bytes: u64,
+    /// How many pulls they belong to: the runtime does not tell them apart.
+    pub pulls: usize,
+}
+
+impl std::fmt::Display for Fetching {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        let parts = if self.parts == 1 { "1 part".to_owned() } else { format!("{} parts", self.parts) };
+        write!(f, "{:.1} of {:.1} MiB of {parts} under way", mib(self.bytes), mib(self.of_bytes))?;
+        if self.pulls > 1 { write!(f, ", of {} pulls together", self.pulls) } else { Ok(()) }
+    }
+}
+
+impl Journal {
+    /// Whether the pod waits for an image that is being pulled.
+    #[must_use]
+    pub fn is_pulling(&self) -> bool {
+        self.blocking().is_some_and(|e| e.step == Step::Image && e.progress == Progress::Running)
+    }
 }
 
 impl Step {
@@ -119,9 +153,9 @@ pub fn held_up(journal: &Journal) -> Option<String> {
     Some(sentence(entry))
 }
 
-/// The answer for one pod.
+/// The answer for one pod; `fetching` is what the runtime fetches while the pod waits for an image.
 #[must_use]
-pub fn explain(namespace: &str, name: &str, uid: &str, journal: Journal) -> Explanation {
+pub fn explain(namespace: &str, name: &str, uid: &str, journal: Journal, fetching: Option<Fetching>) -> Explanation {
     let blocking = journal.blocking().cloned();
     let state = journal.decisions.back().map_or(State::Syncing, |d| d.state);
     let why = |cause: Cause| match cause {
@@ -131,7 +165,9 @@ pub fn explain(namespace: &str, name: &str, uid: &str, journal: Journal) -> Expl
         Cause::Rejected => "the node did not take it",
         Cause::Preempted => "it made room for a critical pod",
     };
-    let held = blocking.as_ref().map(sentence);
+    let fetching = fetching.filter(|f| f.parts > 0 && journal.is_pulling());
+    let progress = fetching.map_or(String::new(), |f| format!(" ({f})"));
+    let held = blocking.as_ref().map(|entry| format!("{}{progress}", sentence(entry)));
     let sentence = match (state, held) {
         (State::Syncing, None) => "It is as its spec says.".to_owned(),
         (State::Syncing, Some(held)) => format!("It is held up: {held}."),
@@ -142,7 +178,7 @@ pub fn explain(namespace: &str, name: &str, uid: &str, journal: Journal) -> Expl
         (State::Finished { cause }, _) => format!("It has ended: {}.", why(cause)),
     };
     let (namespace, name, uid) = (namespace.to_owned(), name.to_owned(), uid.to_owned());
-    Explanation { namespace, name, uid, sentence, blocking, journal }
+    Explanation { namespace, name, uid, sentence, blocking, fetching, journal }
 }
 
 /// A step as a bar: its label, where it begins and how long it is, in milliseconds.
@@ -282,6 +318,21 @@ pub fn svg(explanation: &Explanation, now: Timestamp) -> String {
 mod tests {
     use super::*;
 
+    #[test]
+    fn a_pull_that_is_under_way_shows_how_far_it_is() {
+        let mut journal = Journal::default();
+        journal.begin(Step::Image, "c", Timestamp::UNIX_EPOCH);
+        let far = Fetching { parts: 2, bytes: 1 << 20, of_bytes: 5 << 19, pulls: 3 };
+        let said = |journal: &Journal, far| explain("n", "p", "u", journal.clone(), Some(far)).sentence;
+        assert_eq!(
+            said(&journal, far),
+            "It is held up: the image of container c is being pulled (1.0 of 2.5 MiB of 2 parts under way, of 3 pulls together)."
+        );
+        assert_eq!(said(&journal, Fetching::default()), "It is held up: the image of container c is being pulled.");
+        journal.end(Step::Image, "c", Progress::Done, Timestamp::UNIX_EPOCH);
+        assert_eq!(said(&journal, far), "It is as its spec says.");
+    }
+
     fn at(ms: i64) -> Timestamp {
         Timestamp::from_millisecond(1_800_000_000_000 + ms).expect("a time")
     }
@@ -303,7 +354,7 @@ mod tests {
 
     #[test]
     fn a_blocked_pod_says_what_since_when_and_when_again() {
-        let explanation = explain("default", "web-1", "u", journal(true));
+        let explanation = explain("default", "web-1", "u", journal(true), None);
         let text = text(&explanation, at(30_010));
         for expected in
             ["Pod default/web-1", "held up: the image of container web cannot be had: ErrImagePull", "(30s ago)", "next try in 9s", "failing"]
@@ -318,7 +369,7 @@ mod tests {
 
     #[test]
     fn a_running_pod_shows_where_its_start_went() {
-        let text = text(&explain("default", "web-1", "u", journal(false)), at(100_000));
+        let text = text(&explain("default", "web-1", "u", journal(false), None), at(100_000));
         assert!(text.contains("as its spec says") && text.contains("(600 ms in all)") && text.contains("490 ms"), "{text}");
         let bars: Vec<usize> = text.lines().filter(|l| l.contains('│')).map(|l| l.matches('█').count()).collect();
         assert_eq!(bars, [1, 20, 32, 6], "bars are as long as their share");

@@ -20,6 +20,17 @@ pub fn with_default_tag(image: &str) -> Result<String, String> {
     Ok(if complete { image.to_owned() } else { format!("{image}:latest") })
 }
 
+/// A name as runtimes list it: in full, by digest where there is one, else by tag.
+#[must_use]
+pub fn canonical(image: &str) -> Option<String> {
+    let reference: oci_spec::distribution::Reference = image.parse().ok()?;
+    let repository = format!("{}/{}", reference.registry(), reference.repository());
+    Some(match (reference.digest(), reference.tag()) {
+        (Some(digest), _) => format!("{repository}@{digest}"),
+        (None, tag) => format!("{repository}:{}", tag.unwrap_or("latest")),
+    })
+}
+
 /// The registry host of an image name, `docker.io` where none is written.
 #[must_use]
 pub fn registry(image: &str) -> String {
@@ -46,5 +57,8 @@ mod tests {
             assert_eq!(with_default_tag(image).as_deref(), full, "{image}");
         }
         assert!(with_default_tag("Not Valid!").is_err());
+        assert_eq!(canonical("busybox").as_deref(), Some("docker.io/library/busybox:latest"));
+        assert_eq!(canonical("r.example:5000/a:1").as_deref(), Some("r.example:5000/a:1"));
+        assert_eq!(canonical(&digest), Some(format!("docker.io/library/{digest}")));
     }
 }

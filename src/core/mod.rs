@@ -15,6 +15,7 @@ pub mod dns;
 pub mod env;
 mod env_file;
 pub mod explain;
+pub mod image_gc;
 pub mod images;
 pub mod journal;
 pub mod keyring;

@@ -48,6 +48,8 @@ pub struct Container {
     pub hash: Option<String>,
     /// As whom its first process was started, where the runtime says so.
     pub user: Option<User>,
+    /// The signal that asks it to end, where the runtime says so, as the API spells it.
+    pub stop_signal: Option<String>,
 }
 
 /// Whom a process runs as.

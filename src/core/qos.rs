@@ -1,6 +1,6 @@
 //! QoS classes (kubelet spec, 7.1).
 
-use k8s_openapi::api::core::v1::{Container, PodSpec};
+use k8s_openapi::api::core::v1::{PodSpec, ResourceRequirements};
 use serde_json::Value;
 
 use super::quantity::Quantity;
@@ -31,9 +31,14 @@ impl QosClass {
 /// The class of a pod.
 #[must_use]
 pub fn of(spec: &PodSpec) -> QosClass {
-    let containers: Vec<&Container> = spec.containers.iter().chain(spec.init_containers.iter().flatten()).collect();
-    let amount = |container: &Container, limits: bool, name: &str| -> Option<Quantity> {
-        let resources = container.resources.as_ref()?;
+    // What is set for the pod as a whole stands for all its containers (KEP-2837).
+    let whole = spec.resources.as_ref().filter(|r| r.limits.is_some() || r.requests.is_some());
+    let containers: Vec<Option<&ResourceRequirements>> = match whole {
+        Some(whole) => vec![Some(whole)],
+        None => spec.containers.iter().chain(spec.init_containers.iter().flatten()).map(|c| c.resources.as_ref()).collect(),
+    };
+    let amount = |resources: &Option<&ResourceRequirements>, limits: bool, name: &str| -> Option<Quantity> {
+        let resources = (*resources)?;
         let map = if limits { &resources.limits } else { &resources.requests };
         map.as_ref()?.get(name)?.0.parse().ok().filter(|q: &Quantity| !q.is_zero())
     };
@@ -61,6 +66,17 @@ pub fn of_json(spec: &Value) -> &'static str {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn the_pods_own_resources_decide_where_they_are_set() {
+        for (resources, expected) in [
+            (json!({"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "1", "memory": "1Gi"}}), "Guaranteed"),
+            (json!({"requests": {"cpu": "1"}}), "Burstable"),
+            (json!({}), "BestEffort"),
+        ] {
+            assert_eq!(of_json(&json!({"resources": resources, "containers": [{"name": "c"}]})), expected);
+        }
+    }
 
     #[test]
     fn classes_follow_requests_and_limits() {

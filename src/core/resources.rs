@@ -54,10 +54,46 @@ fn raise(into: &mut Amounts, other: &Amounts) {
     }
 }
 
-/// A pod's amounts: the larger of all containers with the sidecars, and of each init step with the
-/// sidecars started before it; plus the overhead.
+/// Whether a resource can be set for a pod as a whole.
+#[must_use]
+pub fn is_pod_level(name: &str) -> bool {
+    matches!(name, "cpu" | "memory") || name.starts_with("hugepages-")
+}
+
+/// What is set for the pod as a whole (KEP-2837). A request that is not set follows its containers', else the
+/// limit.
+#[must_use]
+pub fn of_pod_level(pod: &Pod, side: Side) -> Amounts {
+    let Some(resources) = pod.spec.as_ref().and_then(|s| s.resources.as_ref()) else { return Amounts::new() };
+    let of = |map: Option<&BTreeMap<String, Text>>| -> Amounts {
+        map.map(amounts).unwrap_or_default().into_iter().filter(|(name, _)| is_pod_level(name)).collect()
+    };
+    let limits = of(resources.limits.as_ref());
+    if side == Side::Limits {
+        return limits;
+    }
+    let (mut requests, own) = (of(resources.requests.as_ref()), of_containers(pod, side));
+    for (name, limit) in limits {
+        requests.entry(name.clone()).or_insert_with(|| own.get(&name).copied().filter(|q| !q.is_zero()).unwrap_or(limit));
+    }
+    requests
+}
+
+/// A pod's amounts: those of its containers, what is set for it as a whole instead, and its overhead.
 #[must_use]
 pub fn of_pod(pod: &Pod, side: Side) -> Amounts {
+    let mut total = of_containers(pod, side);
+    total.extend(of_pod_level(pod, side));
+    if let Some(overhead) = pod.spec.as_ref().and_then(|s| s.overhead.as_ref()) {
+        add(&mut total, &amounts(overhead));
+    }
+    total
+}
+
+/// The amounts of a pod's containers: the larger of all containers with the sidecars, and of each init step with the
+/// sidecars started before it.
+#[must_use]
+pub fn of_containers(pod: &Pod, side: Side) -> Amounts {
     let Some(spec) = &pod.spec else { return Amounts::new() };
     let mut total = Amounts::new();
     for container in &spec.containers {
@@ -77,9 +113,6 @@ pub fn of_pod(pod: &Pod, side: Side) -> Amounts {
     }
     add(&mut total, &sidecars);
     raise(&mut total, &peak);
-    if let Some(overhead) = &spec.overhead {
-        add(&mut total, &amounts(overhead));
-    }
     total
 }
 
@@ -117,6 +150,18 @@ pub fn ports_clash<'a>(pod: &Pod, mut others: impl Iterator<Item = &'a Pod>) -> 
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn what_is_set_for_the_pod_replaces_its_containers_sums() {
+        let pod: Pod = serde_json::from_value(json!({"spec": {
+            "overhead": {"memory": "1Mi"},
+            "resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "4", "memory": "64Mi", "example.com/x": "9"}},
+            "containers": [{"name": "a", "resources": {"requests": {"cpu": "1", "memory": "16Mi", "example.com/x": "1"}}}]}}))
+        .expect("a pod");
+        let (requests, limits) = (of_pod(&pod, Side::Requests), of_pod(&pod, Side::Limits));
+        assert_eq!((requests["cpu"].milli(), requests["memory"].units(), requests["example.com/x"].units()), (2000, 17 << 20, 1));
+        assert_eq!((limits["cpu"].milli(), limits["memory"].units(), limits.contains_key("example.com/x")), (4000, 65 << 20, false));
+    }
 
     #[test]
     fn init_containers_count_at_their_peak_and_sidecars_throughout() {

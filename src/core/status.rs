@@ -223,6 +223,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     status.user = newest.user.as_ref().map(|user| ContainerUser {
         linux: Some(LinuxContainerUser { uid: user.uid, gid: user.gid, supplemental_groups: Some(user.groups.clone()).filter(|g| !g.is_empty()) }),
     });
+    status.stop_signal.clone_from(&newest.stop_signal);
     status.volume_mounts = volume_mounts(container);
     status.started = Some(running && facts.probed.started(container, &newest.id));
     status.ready = match role {
@@ -443,6 +444,8 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
         reason: verdict.map(|v| v.reason.to_owned()).or_else(|| facts.previous.reason.clone().filter(|_| known == phase)),
         message: verdict.map(|v| v.message.clone()).or_else(|| facts.previous.message.clone().filter(|_| known == phase)),
         observed_generation: facts.pod.metadata.generation,
+        allocated_resources: spec.resources.as_ref().and_then(|r| r.requests.clone()),
+        resources: spec.resources.clone(),
         ..PodStatus::default()
     }
 }

@@ -135,7 +135,7 @@ fn downward(items: &[DownwardAPIVolumeFile], default: i32, around: &Surroundings
             let containers = super::pod::containers(around.pod);
             let named = containers.iter().find(|(_, c)| Some(&c.name) == reference.container_name.as_ref());
             let (_, container) = named.ok_or_else(|| format!("resourceFieldRef names no container of the pod: {:?}", reference.container_name))?;
-            env::resource(container, &reference.resource, reference.divisor.as_ref().map(|q| q.0.as_str()), around.allocatable)?
+            env::resource(container, &reference.resource, reference.divisor.as_ref().map(|q| q.0.as_str()), around)?
         } else {
             return Err(format!("downward API file {:?} has no source", item.path));
         };

@@ -5,6 +5,8 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use holdfast_proto::content::ListStatusesRequest;
+use holdfast_proto::content::content_client::ContentClient;
 use holdfast_proto::cri as pb;
 use pb::image_service_client::ImageServiceClient;
 use pb::runtime_service_client::RuntimeServiceClient;
@@ -12,8 +14,9 @@ use tokio::sync::mpsc;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
-use super::{Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus, convert};
+use super::{Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus, Stock, convert, events};
 use crate::core::config::label;
+use crate::core::explain::Fetching;
 use crate::core::observed::{Container, ContainerState, ObservedPod, fingerprint};
 use crate::core::probe;
 
@@ -151,6 +154,14 @@ impl CriClient {
         }
         networks.insert(id.into(), network.clone());
         Ok(Some(network))
+    }
+
+    /// The image of sandboxes, as older containerds name it: newer ones pin it.
+    async fn sandbox_image(&self) -> Result<Option<String>, RuntimeError> {
+        let request = Self::within(Duration::from_secs(10), pb::StatusRequest { verbose: true });
+        let info = self.runtime.clone().status(request).await?.into_inner().info;
+        let config: Option<serde_json::Value> = info.get("config").and_then(|text| serde_json::from_str(text).ok());
+        Ok(config.and_then(|c| c["sandboxImage"].as_str().map(Into::into)))
     }
 
     fn forget(&self, sandbox: &str) {
@@ -335,6 +346,34 @@ impl Runtime for CriClient {
         Ok(answer.into_inner().images.into_iter().map(image_of).collect())
     }
 
+    async fn stock(&self) -> Result<Stock, RuntimeError> {
+        let filesystem = self.images.clone().image_fs_info(self.request(pb::ImageFsInfoRequest {})).await?.into_inner();
+        let mountpoint = filesystem.image_filesystems.into_iter().find_map(|f| f.fs_id).map(|id| id.mountpoint).unwrap_or_default();
+        let containers = self.containers(None).await?;
+        let names = |c: pb::Container| [c.image_ref, c.image_id, c.image.map(|i| i.image).unwrap_or_default()];
+        let in_use = containers.into_iter().flat_map(names).filter(|name| !name.is_empty()).collect();
+        // Asked last: an image that came meanwhile would seem unused.
+        let sandbox = self.sandbox_image().await?;
+        let mut images = self.images().await?;
+        for image in &mut images {
+            image.pinned |= sandbox.as_ref().is_some_and(|name| image.names.contains(name));
+        }
+        Ok(Stock { images, in_use, mountpoint: mountpoint.into() })
+    }
+
+    async fn remove_image(&self, id: &str) -> Result<(), RuntimeError> {
+        let image = pb::ImageSpec { image: id.into(), ..pb::ImageSpec::default() };
+        gone_is_fine(self.images.clone().remove_image(self.request(pb::RemoveImageRequest { image: Some(image) })).await)
+    }
+
+    async fn fetching(&self) -> Result<Fetching, RuntimeError> {
+        let mut request = Self::within(Duration::from_secs(2), ListStatusesRequest::default());
+        request.metadata_mut().insert("containerd-namespace", tonic::metadata::MetadataValue::from_static(events::NAMESPACE));
+        let statuses = ContentClient::new(self.channel.clone()).list_statuses(request).await?.into_inner().statuses;
+        let sum = |of: fn(&holdfast_proto::content::Status) -> i64| statuses.iter().map(|s| u64::try_from(of(s)).unwrap_or(0)).sum();
+        Ok(Fetching { parts: statuses.len(), bytes: sum(|s| s.offset), of_bytes: sum(|s| s.total), pulls: 0 })
+    }
+
     async fn pull(&self, name: &str, credentials: Option<Credentials>) -> Result<String, RuntimeError> {
         let image = pb::ImageSpec { image: name.into(), ..pb::ImageSpec::default() };
         let auth = credentials.map(|c| pb::AuthConfig { username: c.username, password: c.password, ..pb::AuthConfig::default() });
@@ -356,5 +395,6 @@ fn image_of(image: pb::Image) -> Image {
         size: image.size,
         uid: image.uid.map(|u| u.value),
         username: image.username,
+        pinned: image.pinned,
     }
 }

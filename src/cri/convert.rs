@@ -4,7 +4,7 @@ use holdfast_proto::cri as pb;
 use jiff::Timestamp;
 
 use super::{Features, Handler};
-use crate::core::config::{annotation, label};
+use crate::core::config::{annotation, label, signal_name};
 use crate::core::observed::{Container, ContainerState, Sandbox, User};
 
 fn time(nanos: i64) -> Option<Timestamp> {
@@ -40,6 +40,7 @@ pub(super) fn container(listed: &pb::Container) -> Option<Container> {
         image_ref: listed.image_ref.clone(),
         hash: listed.annotations.get(annotation::HASH).cloned(),
         user: None,
+        stop_signal: None,
     })
 }
 
@@ -50,6 +51,7 @@ pub(super) fn complete(container: &mut Container, status: &pb::ContainerStatus) 
     container.finished_at = time(status.finished_at);
     container.user =
         status.user.as_ref().and_then(|u| u.linux.as_ref()).map(|u| User { uid: u.uid, gid: u.gid, groups: u.supplemental_groups.clone() });
+    container.stop_signal = pb::Signal::try_from(status.stop_signal).ok().and_then(signal_name);
     container.exit_code = status.exit_code;
     container.reason.clone_from(&status.reason);
     container.message.clone_from(&status.message);

@@ -19,7 +19,7 @@ use crate::core::config::label;
 /// is a yes.
 const REFUSAL: std::time::Duration = std::time::Duration::from_millis(500);
 /// The namespace in which containerd keeps what came over CRI.
-const NAMESPACE: &str = "k8s.io";
+pub(super) const NAMESPACE: &str = "k8s.io";
 
 /// Waits whether a stream is refused.
 async fn accepted(refusal: oneshot::Receiver<Status>) -> Result<(), RuntimeError> {

@@ -6,6 +6,8 @@ mod client;
 mod convert;
 mod events;
 
+use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -14,6 +16,7 @@ use tokio::sync::mpsc;
 
 pub use client::CriClient;
 
+use crate::core::explain::Fetching;
 use crate::core::observed::ObservedPod;
 
 /// Why a call to the runtime failed.
@@ -54,6 +57,19 @@ pub struct Image {
     pub uid: Option<i64>,
     /// The user name that its configuration names.
     pub username: String,
+    /// The runtime keeps it for itself.
+    pub pinned: bool,
+}
+
+/// All images, and what speaks against removing them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Stock {
+    /// The images. The sandboxes' own is pinned, also where the runtime does not say so.
+    pub images: Vec<Image>,
+    /// Ids or names of images that containers use, those that have ended included.
+    pub in_use: BTreeSet<String>,
+    /// A directory on the filesystem with the images.
+    pub mountpoint: PathBuf,
 }
 
 /// What a command in a container came to.
@@ -197,6 +213,12 @@ pub trait Runtime: Send + Sync + 'static {
     async fn image(&self, name: &str) -> Result<Option<Image>, RuntimeError>;
     /// All images.
     async fn images(&self) -> Result<Vec<Image>, RuntimeError>;
+    /// All images, and what uses them.
+    async fn stock(&self) -> Result<Stock, RuntimeError>;
+    /// Removes an image by its id.
+    async fn remove_image(&self, id: &str) -> Result<(), RuntimeError>;
+    /// What it is fetching just now, over all pulls. `Unimplemented` where it cannot say.
+    async fn fetching(&self) -> Result<Fetching, RuntimeError>;
     /// Pulls an image; the answer is its id.
     async fn pull(&self, name: &str, credentials: Option<Credentials>) -> Result<String, RuntimeError>;
     /// The uids of pods in which something happened, until the stream breaks. `Unimplemented` where

@@ -11,11 +11,12 @@ use kube::ResourceExt as _;
 
 use super::{Log, PodHost, SubPath, rotate};
 use crate::core::cgroup::{self, Driver, pod_limits};
+use crate::core::image_gc::Filesystem;
 use crate::core::quantity::Quantity;
 use crate::core::users::{self, Mappings};
 use crate::core::volumes::{self, Files};
 use crate::core::{logs, pod, qos};
-use crate::sys::{atomic_dir, beneath, file, mount};
+use crate::sys::{atomic_dir, beneath, file, machine, mount};
 
 /// The most that is read of a termination message.
 const MESSAGE_LIMIT: u64 = 4096;
@@ -373,6 +374,11 @@ impl PodHost for LinuxHost {
     async fn put_log_back(&self, log: &Log, aside: PathBuf) -> Result<(), String> {
         let path = self.log_path(log)?;
         blocking(move || fs::rename(aside, &path).map_err(doing(format!("the log {} cannot be put back", path.display())))).await
+    }
+
+    async fn filesystem(&self, dir: &Path) -> Result<Filesystem, String> {
+        let dir = dir.to_owned();
+        blocking(move || machine::filesystem(&dir).map_err(|e| format!("the filesystem of {} cannot be read: {e}", dir.display()))).await
     }
 
     async fn tear_down_volumes(&self, uid: &str) -> Result<(), String> {

@@ -5,11 +5,12 @@
 pub mod linux;
 mod rotate;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
 use k8s_openapi::api::core::v1::{Pod, Volume};
 
+use crate::core::image_gc::Filesystem;
 use crate::core::users::Mappings;
 use crate::core::volumes::Files;
 
@@ -74,6 +75,8 @@ pub trait PodHost: Send + Sync + 'static {
     async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str) -> Result<PathBuf, String>;
     /// Undoes that.
     async fn put_log_back(&self, log: &Log, aside: PathBuf) -> Result<(), String>;
+    /// The filesystem that a directory is on.
+    async fn filesystem(&self, dir: &Path) -> Result<Filesystem, String>;
     /// Unmounts the pod's volumes.
     async fn tear_down_volumes(&self, uid: &str) -> Result<(), String>;
     /// Removes the pod's cgroup.

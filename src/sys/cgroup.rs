@@ -42,6 +42,17 @@ pub fn is_v2() -> bool {
     *V2.get_or_init(cgroups_rs::fs::hierarchies::is_cgroup2_unified_mode)
 }
 
+/// Whether the kernel accounts for the swap of cgroups.
+#[must_use]
+pub fn accounts_swap() -> bool {
+    if !is_v2() {
+        return Path::new(ROOT).join("memory/memory.memsw.limit_in_bytes").exists();
+    }
+    // The root has no such file, every cgroup below it has.
+    let below = fs::read_dir(ROOT).into_iter().flatten().filter_map(Result::ok);
+    below.into_iter().any(|entry| entry.path().join("memory.swap.max").exists())
+}
+
 /// The hierarchies of this machine: the unified one on v2, every mounted one on v1. They do not change
 /// while the process runs.
 fn hierarchies() -> &'static [PathBuf] {

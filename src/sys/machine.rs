@@ -9,6 +9,8 @@ use netlink_packet_route::AddressFamily;
 use netlink_packet_route::address::AddressAttribute;
 use netlink_packet_route::route::RouteAttribute;
 
+use crate::core::image_gc::Filesystem;
+
 /// What a node reports about itself.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Machine {
@@ -34,6 +36,8 @@ pub struct Machine {
     pub thermal: Vec<String>,
     /// Whether controllers are in the unified hierarchy.
     pub cgroup_v2: bool,
+    /// Bytes of swap; none where the kernel does not account for what cgroups use of it.
+    pub swap: Option<u64>,
     /// Whether the kernel enforces AppArmor profiles.
     pub apparmor: bool,
 }
@@ -68,14 +72,15 @@ impl Machine {
     #[must_use]
     pub fn read(root: &Path) -> Machine {
         let meminfo = line("/proc/meminfo");
-        let total = meminfo.lines().find_map(|l| l.strip_prefix("MemTotal:")).and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok());
+        let kilobytes =
+            |key: &str| meminfo.lines().find_map(|l| l.strip_prefix(key)).and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok());
+        let total = kilobytes("MemTotal:");
         let release = line("/etc/os-release");
         let pretty = release.lines().find_map(|l| l.strip_prefix("PRETTY_NAME=")).map(|n| n.trim_matches('"').to_owned());
-        let storage = nix::sys::statvfs::statvfs(root).map(|s| s.blocks() * s.fragment_size()).unwrap_or(0);
         Machine {
             cpus: std::thread::available_parallelism().map_or(1, |n| u32::try_from(n.get()).unwrap_or(1)),
             memory: total.unwrap_or(0) * 1024,
-            storage,
+            storage: filesystem(root).map_or(0, |f| f.capacity),
             machine_id: line("/etc/machine-id"),
             system_uuid: line("/sys/class/dmi/id/product_uuid"),
             boot_id: line("/proc/sys/kernel/random/boot_id"),
@@ -84,9 +89,16 @@ impl Machine {
             hugepages: hugepages(),
             thermal: thermal(),
             cgroup_v2: crate::sys::cgroup::is_v2(),
+            swap: crate::sys::cgroup::accounts_swap().then(|| kilobytes("SwapTotal:").unwrap_or(0) * 1024),
             apparmor: line("/sys/module/apparmor/parameters/enabled") == "Y",
         }
     }
+}
+
+/// The room on the filesystem that a directory is on.
+pub fn filesystem(dir: &Path) -> std::io::Result<Filesystem> {
+    let stat = nix::sys::statvfs::statvfs(dir)?;
+    Ok(Filesystem { capacity: stat.blocks() * stat.fragment_size(), available: stat.blocks_available() * stat.fragment_size() })
 }
 
 /// The OS's host name.

@@ -150,6 +150,8 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
     fs::create_dir_all(&manifests)?;
     let mut config = serde_json::json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration", "clusterDomain": "cluster.local",
+        // The disk is shared with everything else on this machine, and the bundled images cannot be pulled again.
+        "imageGCHighThresholdPercent": 100,
         "staticPodPath": manifests, "podLogsDir": settings.dirs.data.join("pods-logs"), "cgroupRoot": settings.cgroup(),
         "containerRuntimeEndpoint": endpoint, "maxPods": 110.min((1_i64 << (32 - settings.pod_cidr.prefix_len())) - 3),
         "serializeImagePulls": false, "failSwapOn": false,

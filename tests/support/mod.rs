@@ -253,22 +253,31 @@ pub fn http_get(address: &str) -> Option<String> {
     text.split_once("\r\n\r\n").map(|(_, body)| body.to_owned())
 }
 
+/// Runs containerd's own client in one of its namespaces; it must succeed.
+pub fn ctr(cluster: &Cluster, namespace: &str, arguments: &[&str]) -> String {
+    let socket = cluster.run_dir().join("containerd.sock");
+    let output = Command::new("ctr").arg("--address").arg(socket).args(["--namespace", namespace]).args(arguments).output().unwrap();
+    assert!(output.status.success(), "ctr {arguments:?}: {}", text(&output));
+    String::from_utf8(output.stdout).unwrap()
+}
+
 /// Imports a busybox image made from Debian's static busybox; the answer is its name.
 pub fn busybox(cluster: &Cluster) -> String {
+    busybox_in(cluster, "k8s.io", "test.local/busybox:1", b"")
+}
+
+/// As [`busybox`], into a namespace of containerd's and under a name; other marks make other layers.
+pub fn busybox_in(cluster: &Cluster, namespace: &str, name: &'static str, mark: &[u8]) -> String {
     use holdfast::up::images::{Image, ImageFile, pack};
-    let name = "test.local/busybox:1";
     let program = std::fs::read("/bin/busybox").expect("busybox-static is installed (make test does that)");
     let shell: Vec<String> =
         ["sh", "cat", "echo", "busybox", "test", "grep", "wget", "sleep", "false", "true", "ls"].iter().map(|c| format!("bin/{c}")).collect();
-    let mut files = vec![ImageFile { path: "bin/busybox", content: &program, mode: 0o755 }];
+    let mut files = vec![ImageFile { path: "bin/busybox", content: &program, mode: 0o755 }, ImageFile { path: "mark", content: mark, mode: 0o644 }];
     // The archive has files only: every command is a copy. Seldom worth more than a few megabytes.
     files.extend(shell.iter().map(|path| ImageFile { path, content: &program, mode: 0o755 }));
     let image = Image { name, files, entrypoint: vec![], env: vec!["PATH=/bin".into()] };
     let archive = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(archive.path(), pack(&image).unwrap()).unwrap();
-    let socket = cluster.run_dir().join("containerd.sock");
-    let output =
-        Command::new("ctr").arg("--address").arg(socket).args(["--namespace", "k8s.io", "images", "import"]).arg(archive.path()).output().unwrap();
-    assert!(output.status.success(), "{}", text(&output));
+    ctr(cluster, namespace, &["images", "import", archive.path().to_str().unwrap()]);
     name.to_owned()
 }

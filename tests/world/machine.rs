@@ -131,6 +131,10 @@ impl PodHost for World {
         Ok(())
     }
 
+    async fn filesystem(&self, _: &Path) -> Result<Filesystem, String> {
+        Ok(Filesystem { capacity: 100, available: 50 })
+    }
+
     async fn tear_down_volumes(&self, uid: &str) -> Result<(), String> {
         self.machine(|s| {
             if !s.live(uid).is_empty() {

@@ -6,7 +6,7 @@ mod machine;
 mod runtime;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -15,10 +15,12 @@ use holdfast::agent::{Agent, Context, Events, Images, Journals, Latency, Network
 use holdfast::config::{self, Overrides};
 use holdfast::core::config::label;
 use holdfast::core::dns::Resolver;
+use holdfast::core::explain::Fetching;
+use holdfast::core::image_gc::Filesystem;
 use holdfast::core::observed::{Container, ContainerState, ObservedPod, Sandbox};
 use holdfast::core::probe::{Http, Reply};
 use holdfast::core::volumes::Files;
-use holdfast::cri::{Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus};
+use holdfast::cri::{Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus, Stock};
 use holdfast::host::{Log, PodHost, SubPath};
 use holdfast::kubeapi::cache::{Cache, Writer};
 use holdfast::kubeapi::pods::{ApiFailure, PodApi, Token, TokenFor};

@@ -134,6 +134,7 @@ impl Runtime for World {
                 image_ref: "sha256:i".into(),
                 hash: config.annotations.get(holdfast::core::config::annotation::HASH).cloned(),
                 user: None,
+                stop_signal: None,
             };
             state.containers.insert(id.clone(), Ctr { uid, container });
             Ok(id)
@@ -267,6 +268,18 @@ impl Runtime for World {
 
     async fn images(&self) -> Result<Vec<Image>, RuntimeError> {
         Ok(vec![])
+    }
+
+    async fn stock(&self) -> Result<Stock, RuntimeError> {
+        Ok(Stock::default())
+    }
+
+    async fn remove_image(&self, _: &str) -> Result<(), RuntimeError> {
+        Ok(())
+    }
+
+    async fn fetching(&self) -> Result<Fetching, RuntimeError> {
+        Ok(Fetching::default())
     }
 
     async fn pull(&self, _: &str, _: Option<Credentials>) -> Result<String, RuntimeError> {

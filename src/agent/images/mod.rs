@@ -1,6 +1,7 @@
 //! Getting the image of a container: present or pulled, with what waiting reason if not (kubelet spec,
 //! chapter 8).
 
+pub mod collect;
 mod provider;
 mod records;
 
@@ -28,12 +29,6 @@ use crate::core::pulled::{self, By, BySecret, Policy};
 use crate::cri::{Credentials, Image};
 use crate::sys::digest;
 
-impl std::fmt::Display for Waiting {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}: {}", self.reason, self.message)
-    }
-}
-
 /// Why a container waits: reason, message, and when to try again if that is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Waiting {
@@ -43,6 +38,12 @@ pub struct Waiting {
     pub message: String,
     /// When trying again makes sense.
     pub again: Option<Timestamp>,
+}
+
+impl std::fmt::Display for Waiting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.reason, self.message)
+    }
 }
 
 /// The images of one container: its own, and those of the image volumes it mounts, by volume.
@@ -57,6 +58,7 @@ pub struct Pulled {
 /// Pulls, shared by all pods.
 pub struct Images {
     slots: Semaphore,
+    parallel: usize,
     backoff: Mutex<PullBackoff>,
     quota: Mutex<Bucket>,
     providers: Providers,
@@ -72,6 +74,7 @@ impl Images {
     pub fn new(parallel: usize) -> Images {
         Images {
             slots: Semaphore::new(parallel.max(1)),
+            parallel: parallel.max(1),
             backoff: Mutex::default(),
             quota: Mutex::new(Bucket::new(0.0, 0.0, Timestamp::UNIX_EPOCH)),
             providers: Providers::default(),
@@ -102,6 +105,12 @@ impl Images {
             policy: config.pull_verification.clone(),
             ..Images::new(config.parallel_pulls)
         })
+    }
+
+    /// How many pulls are under way.
+    #[must_use]
+    pub fn under_way(&self) -> usize {
+        self.parallel.saturating_sub(self.slots.available_permits())
     }
 
     async fn node_entries(&self) -> Vec<Entry> {
@@ -193,7 +202,8 @@ async fn ensure(context: &Context, pod: &Pod, role: Role, container: &Container,
 /// Whether a pod with these secrets may use an image that is there.
 async fn allowed(context: &Context, name: &str, image: &Image, secrets: &[Arc<Secret>]) -> bool {
     let images = &context.images;
-    let Some(records) = &images.records else { return true };
+    // Without rules nobody looks at the disk.
+    let Some(records) = images.records.as_ref().filter(|_| images.policy != Policy::NeverVerify) else { return true };
     let (record, pulling) = records.read(name, &image.id).await;
     let own: Vec<BySecret> = of_secrets(secrets, name).into_iter().map(|(_, by)| by).collect();
     pulled::may_use(&images.policy, &keyring::repository(name), record.as_ref(), pulling, &own)

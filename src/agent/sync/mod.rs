@@ -36,7 +36,7 @@ use crate::core::pod::{self, Role};
 use crate::core::resize::{self, Sizes};
 use crate::core::status::{self, Facts, Problems, Resizing, Verdict};
 use crate::core::users::Mappings;
-use crate::core::{config, explain, volumes};
+use crate::core::{config, volumes};
 use crate::kubeapi::pods::{Token, TokenFor};
 
 /// What a worker remembers between syncs. All of it can be had again from the runtime and the API.
@@ -188,7 +188,7 @@ fn compute_status(context: &Context, pod: &Pod, observed: &ObservedPod, memory: 
         observed,
         previous: &memory.status,
         problems: &memory.problems,
-        held_up: explain::held_up(&memory.log.read()),
+        held_up: memory.log.held_up(),
         probed: &memory.probing.results(),
         resize: &memory.resizing,
         node_ips: &context.node_ips,
@@ -371,6 +371,10 @@ pub async fn sync_pod(
         cpu_period: context.config.cpu_period,
         hugepages: context.machine.hugepages.clone(),
         group_oom: context.machine.cgroup_v2 && !context.config.single_process_oom_kill,
+        swap: context.machine.swap.map(|bytes| config::Swap {
+            bytes: if context.config.limited_swap && context.machine.cgroup_v2 { bytes } else { 0 },
+            unified: context.machine.cgroup_v2,
+        }),
         masked: context.machine.thermal.clone(),
         recursive_read_only: context.features.borrow().handler(&handler).recursive_read_only,
         handler,

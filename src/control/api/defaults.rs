@@ -18,6 +18,7 @@ pub fn apply(kind: &str, object: &mut Value) {
             let spec = &mut object["spec"];
             default(spec, "enableServiceLinks", json!(true));
             requests_from_limits(spec);
+            whole_requests(spec);
             let qos = crate::core::qos::of_json(spec);
             let status = entry(object, "status");
             status.entry("phase").or_insert(json!("Pending"));
@@ -191,6 +192,19 @@ fn requests_from_limits(spec: &mut Value) {
                 requests.entry(name).or_insert(quantity);
             }
         }
+    }
+}
+
+/// What a pod asks for as a whole is what its containers ask for, else its limit.
+fn whole_requests(spec: &mut Value) {
+    use crate::core::resources::{Side, of_pod_level};
+    let Some(limits) = at(spec, &["resources", "limits"]).and_then(Value::as_object).cloned() else { return };
+    let Ok(pod) = serde_json::from_value(json!({"spec": spec})) else { return };
+    let whole = of_pod_level(&pod, Side::Requests);
+    let requests = entry(entry_value(spec, "resources"), "requests");
+    for (name, limit) in limits {
+        let request = whole.get(&name).map_or(limit, |quantity| quantity.to_string().into());
+        requests.entry(name).or_insert(request);
     }
 }
 

@@ -286,6 +286,15 @@ fn pod_spec(spec: &Value, path: &str, restart: Option<&[&str]>, errors: &mut Err
             container(item, &here, &volumes, errors);
         }
     }
+    resources(spec, path, errors);
+    for side in ["limits", "requests"] {
+        for (name, value) in at(spec, &["resources", side]).and_then(Value::as_object).into_iter().flatten() {
+            if !crate::core::resources::is_pod_level(name) {
+                let remedy = "of a pod as a whole only cpu, memory and hugepages-<size> can be set: set it in a container";
+                errors.push(FieldError::invalid(format!("{path}.resources.{side}[{name}]"), value, remedy));
+            }
+        }
+    }
     for (i, toleration) in list(spec, &["tolerations"]).iter().enumerate() {
         let operator = text(toleration, &["operator"]).unwrap_or("Equal");
         if text(toleration, &["key"]).is_none_or(str::is_empty) && operator != "Exists" {
@@ -498,6 +507,9 @@ pub fn resize(old: &Value, new: &Value) -> Errors {
     let mut errors = Errors::new();
     if ["Succeeded", "Failed"].contains(&text(old, &["status", "phase"]).unwrap_or_default()) {
         errors.push(FieldError::forbidden("spec", "a pod that has ended cannot be resized"));
+    }
+    if old["spec"]["resources"] != new["spec"]["resources"] {
+        errors.push(FieldError::forbidden("spec.resources", "what is set for the pod as a whole cannot be resized yet"));
     }
     let class = |pod: &Value| serde_json::from_value(pod["spec"].clone()).map(|spec| crate::core::qos::of(&spec).name()).unwrap_or_default();
     if class(old) != class(new) {

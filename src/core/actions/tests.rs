@@ -41,6 +41,7 @@ fn container(name: &str, sandbox: &str, attempt: u32, state: ContainerState, cod
         image_ref: String::new(),
         hash: Some(hash),
         user: None,
+        stop_signal: None,
     }
 }
 

@@ -13,6 +13,7 @@ use super::cgroup;
 use super::dns::{self, Resolver};
 use super::pod;
 use super::users::{Mapping, Mappings};
+pub use resources::Swap;
 pub use resources::resources;
 use resources::{overhead, whole_resources};
 pub use security::apparmor;
@@ -71,6 +72,8 @@ pub struct Node<'a> {
     pub hugepages: Vec<String>,
     /// Whether one process that runs out of memory takes the whole container with it (cgroup v2 only).
     pub group_oom: bool,
+    /// What containers may have of the machine's swap; none where the kernel does not account for it.
+    pub swap: Option<Swap>,
     /// Paths under `/sys` that are masked because this machine has them.
     pub masked: Vec<String>,
     /// The runtime's handler; empty for the default one.
@@ -95,6 +98,7 @@ impl<'a> Node<'a> {
             cpu_period: Some(cgroup::PERIOD),
             hugepages: vec![],
             group_oom: false,
+            swap: None,
             masked: vec![],
             handler: String::new(),
             users: None,
@@ -258,6 +262,22 @@ pub fn volume_mount(mount: &VolumeMount, node: &Node<'_>) -> Result<pb::Mount, S
     })
 }
 
+/// The signal that asks a container to end: its own wish, else the image's (KEP-4960). The runtime's enum
+/// spells out the sign of real-time signals.
+fn stop_signal(container: &Container) -> Result<pb::Signal, String> {
+    let Some(name) = container.lifecycle.as_ref().and_then(|l| l.stop_signal.as_deref()).filter(|n| !n.is_empty()) else {
+        return Ok(pb::Signal::RuntimeDefault);
+    };
+    let known = pb::Signal::from_str_name(&name.replace('+', "PLUS").replace('-', "MINUS")).filter(|s| *s != pb::Signal::RuntimeDefault);
+    known.ok_or_else(|| format!("lifecycle.stopSignal {name:?} is not a signal: use a name such as SIGTERM or SIGRTMIN+1"))
+}
+
+/// A signal of the runtime's as the API spells it.
+#[must_use]
+pub fn signal_name(signal: pb::Signal) -> Option<String> {
+    (signal != pb::Signal::RuntimeDefault).then(|| signal.as_str_name().replace("PLUS", "+").replace("MINUS", "-"))
+}
+
 /// A container's message. The error is a `CreateContainerConfigError`.
 pub fn container(pod: &Pod, container: &Container, prepared: Prepared<'_>, node: &Node<'_>) -> Result<pb::ContainerConfig, String> {
     let lookup = |name: &str| prepared.env.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone());
@@ -302,6 +322,7 @@ pub fn container(pod: &Pod, container: &Container, prepared: Prepared<'_>, node:
         stdin_once: container.stdin_once.unwrap_or(false),
         tty: container.tty.unwrap_or(false),
         linux: Some(pb::LinuxContainerConfig { resources: Some(resources(pod, container, node)), security_context: Some(security) }),
+        stop_signal: stop_signal(container)? as i32,
         ..pb::ContainerConfig::default()
     })
 }
@@ -340,6 +361,24 @@ mod tests {
         assert_eq!(linux.resources.expect("resources").oom_score_adj, 1000);
         let security = linux.security_context.expect("security");
         assert_eq!((security.run_as_user.expect("a user").value, security.masked_paths.len()), (0, super::security::MASKED.len()));
+    }
+
+    #[test]
+    fn stop_signals_are_named_as_the_runtime_does_and_back() {
+        let config = |signal: &str| {
+            let mut pod = with(json!({}));
+            pod["spec"]["containers"][0]["lifecycle"] = json!({"stopSignal": signal});
+            made(pod, (None, String::new())).map(|c| c.stop_signal)
+        };
+        for (name, number) in [("SIGTERM", 23), ("SIGRTMIN+1", 36), ("SIGRTMAX-14", 51), ("SIGRTMAX", 65)] {
+            assert_eq!(config(name), Ok(number));
+            assert_eq!(signal_name(pb::Signal::try_from(number).expect("a signal")).as_deref(), Some(name));
+        }
+        assert_eq!(made(with(json!({})), (None, String::new())).map(|c| c.stop_signal), Ok(0));
+        assert_eq!(signal_name(pb::Signal::RuntimeDefault), None);
+        for wrong in ["TERM", "RUNTIME_DEFAULT", "15"] {
+            assert!(config(wrong).is_err_and(|e| e.contains(wrong)), "{wrong}");
+        }
     }
 
     #[test]

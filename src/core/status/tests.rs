@@ -27,6 +27,7 @@ fn container(name: &str, attempt: u32, state: ContainerState, code: i32) -> obse
         image_ref: "sha256:x".into(),
         hash: None,
         user: None,
+        stop_signal: None,
     }
 }
 
