@@ -1,55 +1,98 @@
-//! Every call to a real containerd fails, hangs, comes late or loses its answer; once that is over, pods
-//! that were started meanwhile run, once, and pods that were deleted are gone.
+//! Every call to a real containerd fails, hangs, comes late, loses its answer or costs the agent its life; once
+//! that is over, pods that were started meanwhile run, once, and pods that were deleted are gone.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/proxy.rs"]
 mod proxy;
 mod support;
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use holdfast::cri::{CriClient, Runtime as _};
-use proxy::{FAULTS, Proxy};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use proxy::{FAULTS, Fault, Proxy};
 use support::Cluster;
 
-fn every_fault(name: &str, number: u16, methods: &[&'static str]) {
-    let dir = tempfile::tempdir().unwrap();
-    let socket = dir.path().join("proxy.sock");
-    let target = std::path::PathBuf::from(format!("/run/holdfast-t-{name}/containerd.sock"));
-    let proxy = Proxy::start(socket.clone(), target.clone());
-    let cluster =
-        Cluster::start_configured(name, number, &format!("{{containerRuntimeEndpoint: 'unix://{}', runtimeRequestTimeout: 2s}}", socket.display()));
-    let image = support::busybox(&cluster);
-    let pod = |name: &str| {
-        format!(
-            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, 'trap \"exit 0\" TERM; while true; do sleep 0.1; done'], readinessProbe: {{periodSeconds: 1, exec: {{command: ['true']}}}}}}]}}\n"
-        )
-    };
-    let ready = |name: &str| cluster.pods().iter().any(|p| p["metadata"]["name"] == *name && p["status"]["containerStatuses"][0]["ready"] == true);
-    let mut old = "before".to_owned();
-    cluster.apply(&pod(&old));
-    cluster.wait("the first pod", || ready("before"));
-    for method in methods {
-        for fault in FAULTS {
-            let new = format!("{}-{fault:?}", method.to_lowercase()).to_lowercase();
-            proxy.set(method, fault);
-            cluster.apply(&pod(&new));
-            cluster.kubectl(&["delete", "pod", &old, "--wait=false"]);
-            std::thread::sleep(Duration::from_millis(1500));
-            // Some calls are made every few seconds only.
-            cluster.wait_quietly(&format!("{method} is called while {fault:?} is on"), || proxy.hits() > 0);
-            proxy.lift();
-            cluster.wait(&format!("{new} is ready after {method} {fault:?}"), || ready(&new));
-            cluster.wait(&format!("{old} is gone after {method} {fault:?}"), || !cluster.pods().iter().any(|p| p["metadata"]["name"] == *old));
-            let started = cluster.pod(&new);
-            // A start that is refused may be tried anew; one that has succeeded is not repeated.
-            let runs = ask(&target, started["metadata"]["uid"].as_str().unwrap());
-            assert_eq!(runs, 1, "{new}: {:#}", started["status"]);
-            old = new;
-        }
+/// A cluster whose agent reaches its containerd through a proxy.
+struct Bench {
+    _dir: tempfile::TempDir,
+    target: PathBuf,
+    proxy: Proxy,
+    cluster: Cluster,
+    image: String,
+}
+
+impl Bench {
+    fn start(name: &str, number: u16, more: &str) -> Bench {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("proxy.sock");
+        let target = PathBuf::from(format!("/run/holdfast-t-{name}/containerd.sock"));
+        let proxy = Proxy::start(socket.clone(), target.clone());
+        let fields = format!("{{containerRuntimeEndpoint: 'unix://{}', runtimeRequestTimeout: 2s{more}}}", socket.display());
+        let cluster = Cluster::start_configured(name, number, &fields);
+        let image = support::busybox(&cluster);
+        let pid = cluster.run_dir().join("agent.pid");
+        proxy.kill_with(move || {
+            let agent = std::fs::read_to_string(&pid).unwrap().split(' ').next().unwrap().parse().unwrap();
+            kill(Pid::from_raw(agent), Signal::SIGKILL).unwrap();
+        });
+        Bench { _dir: dir, target, proxy, cluster, image }
     }
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+
+    fn pod(&self, name: &str) -> String {
+        format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{}', command: [busybox, sh, -c, 'trap \"exit 0\" TERM; while true; do echo on; sleep 0.1; done'], resources: {{requests: {{cpu: 10m}}}}, readinessProbe: {{periodSeconds: 1, exec: {{command: ['true']}}}}}}], volumes: [{{name: v, emptyDir: {{medium: Memory}}}}]}}\n",
+            self.image
+        )
+    }
+
+    fn ready(&self, name: &str) -> bool {
+        self.cluster.pods().iter().any(|p| p["metadata"]["name"] == *name && p["status"]["containerStatuses"][0]["ready"] == true)
+    }
+
+    /// One pod starts and another one ends while each fault is on for each method.
+    fn every(&self, methods: &[&'static str], faults: &[Fault]) {
+        let Bench { cluster, proxy, target, .. } = self;
+        let mut old = "before".to_owned();
+        cluster.apply(&self.pod(&old));
+        cluster.wait("the first pod", || self.ready("before"));
+        for method in methods {
+            for fault in faults {
+                let kills = matches!(fault, Fault::KillBefore | Fault::KillAfter);
+                let new = format!("{}-{fault:?}", method.to_lowercase()).to_lowercase();
+                proxy.set(method, *fault);
+                cluster.apply(&self.pod(&new));
+                cluster.kubectl(&["delete", "pod", &old, "--wait=false"]);
+                if !kills {
+                    std::thread::sleep(Duration::from_millis(1500));
+                }
+                // Some calls are made every few seconds only.
+                cluster.wait_quietly(&format!("{method} is called while {fault:?} is on"), || proxy.hits() > 0);
+                if kills {
+                    cluster.up();
+                }
+                proxy.lift();
+                cluster.wait(&format!("{new} is ready after {method} {fault:?}"), || self.ready(&new));
+                cluster.wait(&format!("{old} is gone after {method} {fault:?}"), || !cluster.pods().iter().any(|p| p["metadata"]["name"] == *old));
+                let started = cluster.pod(&new);
+                // A start that is refused may be tried anew; one that has succeeded is not repeated.
+                let runs = ask(target, started["metadata"]["uid"].as_str().unwrap());
+                assert_eq!(runs, 1, "{new}: {:#}", started["status"]);
+                if kills {
+                    assert_eq!(started["status"]["containerStatuses"][0]["restartCount"], 0, "{new}: {:#}", started["status"]);
+                }
+                old = new;
+            }
+        }
+        self.end();
+    }
+
+    fn end(&self) {
+        self.cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+        self.cluster.wait_quietly("nothing is left", || self.cluster.leftovers().is_empty());
+    }
 }
 
 /// How many containers of a pod the runtime has.
@@ -61,16 +104,53 @@ fn ask(socket: &std::path::Path, uid: &str) -> usize {
     })
 }
 
+const STARTING: [&str; 7] = ["RunPodSandbox", "PodSandboxStatus", "ImageStatus", "CreateContainer", "StartContainer", "ContainerStatus", "ExecSync"];
+const ENDING: [&str; 6] = ["ListPodSandbox", "ListContainers", "StopContainer", "StopPodSandbox", "RemovePodSandbox", "Status"];
+
 #[test]
 fn calls_that_start_pods_may_go_wrong() {
-    every_fault(
-        "cri-a",
-        30,
-        &["RunPodSandbox", "PodSandboxStatus", "ImageStatus", "CreateContainer", "StartContainer", "ContainerStatus", "ExecSync"],
-    );
+    Bench::start("cri-a", 30, "").every(&STARTING, &FAULTS);
 }
 
 #[test]
 fn calls_that_watch_and_stop_pods_may_go_wrong() {
-    every_fault("cri-b", 31, &["ListPodSandbox", "ListContainers", "StopContainer", "StopPodSandbox", "RemovePodSandbox", "Status"]);
+    Bench::start("cri-b", 31, "").every(&ENDING, &FAULTS);
+}
+
+#[test]
+fn the_agent_may_be_killed_at_every_call() {
+    Bench::start("cri-kill", 32, "").every(&[STARTING.as_slice(), &ENDING].concat(), &[Fault::KillBefore, Fault::KillAfter]);
+}
+
+#[test]
+fn calls_of_upkeep_may_go_wrong() {
+    let bench = Bench::start("cri-c", 33, ", containerLogMaxSize: 1Ki, containerLogMonitorInterval: 500ms");
+    let Bench { cluster, proxy, .. } = &bench;
+    cluster.apply(&bench.pod("kept"));
+    cluster.wait("the pod", || bench.ready("kept"));
+    let pod = cluster.pod("kept");
+    let before = pod["status"]["containerStatuses"][0]["containerID"].clone();
+    let log = cluster.data().join("pods-logs").join(format!("default_kept_{}/c/0.log", pod["metadata"]["uid"].as_str().unwrap()));
+    for fault in FAULTS {
+        proxy.set("ReopenContainerLog", fault);
+        cluster.wait_quietly(&format!("a rotation while {fault:?} is on"), || proxy.hits() > 0);
+        proxy.lift();
+        let size = || std::fs::metadata(&log).map_or(0, |m| m.len());
+        cluster.wait(&format!("the log to be rotated after {fault:?}"), || size() < 1024);
+        let now = size();
+        cluster.wait(&format!("the log to go on after {fault:?}"), || size() != now);
+    }
+    for (n, fault) in FAULTS.into_iter().enumerate() {
+        let cpu = format!("{}m", 20 + n);
+        proxy.set("UpdateContainerResources", fault);
+        let patch = format!(r#"{{"spec": {{"containers": [{{"name": "c", "resources": {{"requests": {{"cpu": "{cpu}"}}}}}}]}}}}"#);
+        cluster.kubectl(&["patch", "pod", "kept", "--subresource=resize", "--patch", &patch]);
+        cluster.wait_quietly(&format!("a resize while {fault:?} is on"), || proxy.hits() > 0);
+        proxy.lift();
+        cluster.wait(&format!("the new size after {fault:?}"), || {
+            cluster.pod("kept")["status"]["containerStatuses"][0]["resources"]["requests"]["cpu"] == *cpu
+        });
+    }
+    assert_eq!(cluster.pod("kept")["status"]["containerStatuses"][0]["containerID"], before);
+    bench.end();
 }

@@ -263,6 +263,7 @@ async fn step(
                 // In this order, so that a simulated run replays exactly.
                 biased;
                 ended = sync::terminate(context, desired, memory, writer, grace, cause) => ended?,
+                () = overdue(context, &desired.pod, grace, cause) => {}
                 // Stopping is begun anew with what is left; the runtime takes the shorter time.
                 () = stop.when_shorter(grace) => return Ok(Outcome::Wait(Some(Instant::now()))),
             }
@@ -281,6 +282,18 @@ async fn step(
         State::Finished { cause } if cause.removes_content() => Ok(Outcome::Gone),
         State::Finished { .. } => Ok(Outcome::Wait(None)),
     }
+}
+
+/// Somebody waits for the room of a pod that is preempted: that it takes too long is told once for each try
+/// (kubelet spec, 2.2). Never ends.
+async fn overdue(context: &Context, pod: &Pod, grace: i64, cause: Cause) {
+    if cause == Cause::Preempted {
+        let patience = Duration::from_millis(u64::try_from(grace).unwrap_or(0).saturating_mul(1500)).max(Duration::from_secs(10));
+        tokio::time::sleep(patience).await;
+        let message = "Container runtime did not kill the pod within specified grace period.";
+        context.events.pod(pod, None, Kind::Warning, "ExceededGracePeriod", message);
+    }
+    std::future::pending().await
 }
 
 /// Lets the API have the object back, once everything has been released (kubelet spec, 3.9).

@@ -17,6 +17,8 @@ pub struct Start {
     pub container: Container,
     /// The restart count of the new instance.
     pub attempt: u32,
+    /// The id of an instance that was made and never started: it goes first, and does not count.
+    pub replaces: Option<String>,
 }
 
 /// Ended containers that nobody needs any more: the newest of a name stays, and the one before it while a
@@ -153,8 +155,15 @@ fn should_start(pod: &Pod, container: &Container, seen: Option<&observed::Contai
     }
 }
 
-fn next_attempt(observed: &ObservedPod, name: &str, known: impl Fn(&str) -> u32) -> u32 {
-    observed.newest(name).map_or_else(|| known(name), |c| c.attempt + 1)
+/// What to start in place of what is there.
+fn next(observed: &ObservedPod, role: Role, container: &Container, known: impl Fn(&str) -> u32) -> Start {
+    let (attempt, replaces) = match observed.newest(&container.name) {
+        None => (known(&container.name), None),
+        // Whoever made it died before starting it: nothing has run that could be restarted.
+        Some(newest) if newest.state == ContainerState::Created => (newest.attempt, Some(newest.id.clone())),
+        Some(newest) => (newest.attempt + 1, None),
+    };
+    Start { role, container: container.clone(), attempt, replaces }
 }
 
 /// Whether the newest sandbox will do; else the attempt number of a new one (kubelet spec, 5.1).
@@ -172,8 +181,7 @@ fn sandbox_decision(pod: &Pod, observed: &ObservedPod) -> Result<String, u32> {
 #[must_use]
 pub fn compute(pod: &Pod, observed: &ObservedPod, health: &Health<'_>, restarts: impl Fn(&str) -> u32) -> PodActions {
     let Some(spec) = &pod.spec else { return PodActions::default() };
-    let start =
-        |role: Role, container: &Container| Start { role, container: container.clone(), attempt: next_attempt(observed, &container.name, &restarts) };
+    let start = |role: Role, container: &Container| next(observed, role, container, &restarts);
     let init: &[Container] = spec.init_containers.as_deref().unwrap_or_default();
     let attempt = match sandbox_decision(pod, observed) {
         Ok(id) => return with_sandbox(pod, observed, health, id, start),

@@ -287,6 +287,13 @@ impl Runtime for CriClient {
         Ok(())
     }
 
+    async fn update_sandbox(&self, id: &str, sizes: pb::LinuxPodSandboxConfig) -> Result<(), RuntimeError> {
+        let (overhead, resources) = (sizes.overhead, sizes.resources);
+        let message = pb::UpdatePodSandboxResourcesRequest { pod_sandbox_id: id.into(), overhead, resources };
+        self.runtime.clone().update_pod_sandbox_resources(self.request(message)).await?;
+        Ok(())
+    }
+
     async fn memory_in_use(&self, id: &str) -> Result<u64, RuntimeError> {
         let stats =
             self.runtime.clone().container_stats(self.request(pb::ContainerStatsRequest { container_id: id.into() })).await?.into_inner().stats;

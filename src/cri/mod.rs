@@ -199,6 +199,9 @@ pub trait Runtime: Send + Sync + 'static {
     async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError>;
     /// Gives a running container other resources.
     async fn update_container(&self, id: &str, resources: pb::LinuxContainerResources) -> Result<(), RuntimeError>;
+    /// Tells the runtime what a sandbox's containers have together, for runtimes that size it by that.
+    /// `Unimplemented` by most.
+    async fn update_sandbox(&self, id: &str, sizes: pb::LinuxPodSandboxConfig) -> Result<(), RuntimeError>;
     /// The bytes of memory that a container uses.
     async fn memory_in_use(&self, id: &str) -> Result<u64, RuntimeError>;
     /// Runs a command in a container; without `timeout` until it ends.

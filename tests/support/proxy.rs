@@ -23,6 +23,10 @@ pub enum Fault {
     Delay,
     /// The call is passed on, and its answer lost.
     Lose,
+    /// The caller is killed before the call is passed on.
+    KillBefore,
+    /// The call is passed on, and the caller killed before it has the answer.
+    KillAfter,
 }
 
 pub const FAULTS: [Fault; 4] = [Fault::Fail, Fault::Hang, Fault::Delay, Fault::Lose];
@@ -30,9 +34,21 @@ pub const FAULTS: [Fault; 4] = [Fault::Fail, Fault::Hang, Fault::Delay, Fault::L
 /// The fault that is on, if one is: a method's name and what happens to it.
 type Now = Option<(&'static str, Fault)>;
 
+/// Kills the caller.
+type Killer = Arc<Mutex<Box<dyn Fn() + Send>>>;
+
+/// What all connections share.
+#[derive(Clone)]
+struct Shared {
+    fault: watch::Receiver<Now>,
+    hits: Arc<Mutex<u64>>,
+    killer: Killer,
+}
+
 pub struct Proxy {
     fault: watch::Sender<Now>,
     hits: Arc<Mutex<u64>>,
+    killer: Killer,
     _runtime: tokio::runtime::Runtime,
 }
 
@@ -58,12 +74,15 @@ async fn pass_on(target: &Path, request: Request<Incoming>) -> Result<Response<B
     Ok(answer.map(|body| body.boxed()))
 }
 
-async fn handle(target: PathBuf, mut fault: watch::Receiver<Now>, hits: Arc<Mutex<u64>>, request: Request<Incoming>) -> Response<Body> {
+async fn handle(target: PathBuf, shared: Shared, request: Request<Incoming>) -> Response<Body> {
+    let Shared { mut fault, hits, killer } = shared;
     let method = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
     let now = fault.borrow_and_update().filter(|(name, _)| *name == method).map(|(_, fault)| fault);
-    if now.is_some() {
-        *hits.lock().unwrap() += 1;
-    }
+    let first = now.is_some() && {
+        let mut hits = hits.lock().unwrap();
+        *hits += 1;
+        *hits == 1
+    };
     match now {
         Some(Fault::Fail) => return refusal(2),
         Some(Fault::Hang) => {
@@ -72,13 +91,23 @@ async fn handle(target: PathBuf, mut fault: watch::Receiver<Now>, hits: Arc<Mute
             return refusal(14);
         }
         Some(Fault::Delay) => tokio::time::sleep(Duration::from_millis(700)).await,
-        Some(Fault::Lose) | None => {}
+        // Once: whoever comes after the killed one is left alone.
+        Some(Fault::KillBefore) if first => {
+            killer.lock().unwrap()();
+            return refusal(14);
+        }
+        Some(_) | None => {}
     }
     match pass_on(&target, request).await {
         Ok(answer) if now == Some(Fault::Lose) => {
             // All of it, so that the call has truly been carried out.
             let _ = answer.into_body().collect().await;
             refusal(4)
+        }
+        Ok(answer) if now == Some(Fault::KillAfter) && first => {
+            let _ = answer.into_body().collect().await;
+            killer.lock().unwrap()();
+            refusal(14)
         }
         Ok(answer) => answer,
         Err(_) => refusal(14),
@@ -91,19 +120,25 @@ impl Proxy {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         let (fault, faults) = watch::channel(None);
         let hits = Arc::new(Mutex::new(0));
-        let counted = Arc::clone(&hits);
+        let killer: Killer = Arc::new(Mutex::new(Box::new(|| panic!("nobody said whom to kill"))));
+        let shared = Shared { fault: faults, hits: Arc::clone(&hits), killer: Arc::clone(&killer) };
         let listener = runtime.block_on(async { UnixListener::bind(&socket).unwrap() });
         runtime.spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
-                let (target, faults, hits) = (target.clone(), faults.clone(), Arc::clone(&counted));
+                let (target, shared) = (target.clone(), shared.clone());
                 let service = hyper::service::service_fn(move |request| {
-                    let answer = handle(target.clone(), faults.clone(), Arc::clone(&hits), request);
+                    let answer = handle(target.clone(), shared.clone(), request);
                     async move { Ok::<_, Infallible>(answer.await) }
                 });
                 tokio::spawn(hyper::server::conn::http2::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(stream), service));
             }
         });
-        Proxy { fault, hits, _runtime: runtime }
+        Proxy { fault, hits, killer, _runtime: runtime }
+    }
+
+    /// Says how the caller is killed.
+    pub fn kill_with(&self, killer: impl Fn() + Send + 'static) {
+        *self.killer.lock().unwrap() = Box::new(killer);
     }
 
     /// Turns a fault on.

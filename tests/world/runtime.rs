@@ -219,6 +219,10 @@ impl Runtime for World {
         self.call(|state| state.containers.get(id).map(|_| ()).ok_or_else(|| missing("container"))).await
     }
 
+    async fn update_sandbox(&self, _: &str, _: pb::LinuxPodSandboxConfig) -> Result<(), RuntimeError> {
+        Err(RuntimeError { kind: RuntimeErrorKind::Unimplemented, message: "unknown method".into() })
+    }
+
     async fn memory_in_use(&self, _: &str) -> Result<u64, RuntimeError> {
         Ok(0)
     }

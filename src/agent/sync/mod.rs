@@ -147,7 +147,10 @@ pub enum Outcome {
 
 async fn observe(context: &Context, pod: &Pod, memory: &mut Memory) -> Result<ObservedPod, String> {
     let look = async { context.runtime.observe(pod::uid(pod)).await.map_err(|e| format!("the runtime cannot be asked about the pod: {e}")) };
-    let mut observed = memory.log.step(Step::Observe, "", look).await?;
+    let seen = memory.log.step(Step::Observe, "", look).await;
+    let mut observed = seen.inspect_err(|error| {
+        context.events.pod(pod, None, Kind::Warning, "FailedSync", format!("error determining status: {error}"));
+    })?;
     memory.fingerprint = observed.fingerprint();
     // A start whose answer was lost may have succeeded: what runs or has done its work has no problem.
     let settled = |name: &str| {

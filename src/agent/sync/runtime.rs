@@ -23,6 +23,7 @@ use crate::core::journal::Step;
 use crate::core::observed::{ContainerState, ObservedPod};
 use crate::core::pod::{self, Role};
 use crate::core::{config, dns, resize, time};
+use crate::cri::RuntimeErrorKind;
 
 /// A start that waits for its image this long lets the status so far be seen, and again each time a probe
 /// has news.
@@ -203,6 +204,14 @@ async fn carry_out(s: &Stopping<'_>, names: &[String], memory: &mut Memory, node
         context.host.ensure_cgroup(pod).await.map(|_| ())
     };
     let result = work.await;
+    if result.is_ok()
+        && let Some(sandbox) = s.observed.sandboxes.first()
+        && let Err(error) = context.runtime.update_sandbox(&sandbox.id, config::sandbox_sizes(pod, node)).await
+        && error.kind != RuntimeErrorKind::Unimplemented
+    {
+        // The containers have their sizes; this only informs.
+        tracing::warn!(%error, pod = %pod::full_name(pod), "the runtime was not told the sandbox's new size");
+    }
     match &result {
         Ok(()) => {
             memory.resizing.error = None;

@@ -66,6 +66,10 @@ pub async fn start_container(s: &Starting<'_>, start: &Start, images: &Pulled) -
 async fn create_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> Result<String, Waiting> {
     let config = container_config(s, start, images).await.map_err(|e| s.refuse(start, "CreateContainerConfigError", e))?;
     let failed = |e: String| s.refuse(start, "CreateContainerError", e);
+    if let Some(old) = &start.replaces {
+        let removed = s.context.runtime.remove_container(old).await;
+        removed.map_err(|e| failed(format!("the instance that was made before and never started cannot be removed: {e}")))?;
+    }
     match s.context.runtime.create_container(s.sandbox, config, s.sandbox_config.clone()).await {
         Ok(id) => Ok(id),
         // The outcome is unknown: what was made under this name is looked up and used.

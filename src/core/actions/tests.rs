@@ -68,6 +68,13 @@ fn none() -> Health<'static> {
 }
 
 #[test]
+fn what_was_made_and_never_started_is_replaced_and_does_not_count() {
+    let observed = seen(vec![sandbox("s", 0, true)], vec![container("a", "s", 3, ContainerState::Created, 0)]);
+    let actions = compute(&a_pod("Always", json!([]), &["a"]), &observed, &none(), |_| 0);
+    assert_eq!((starts(&actions), actions.start[0].replaces.as_deref()), (vec![("a".to_owned(), 3)], Some("a-3")));
+}
+
+#[test]
 fn a_new_pod_gets_a_sandbox_and_its_containers() {
     let actions = compute(&a_pod("Always", json!([]), &["a", "b"]), &ObservedPod::default(), &none(), |_| 0);
     assert_eq!((actions.create_sandbox, actions.kill_pod, starts(&actions).len()), (Some(0), false, 2));

@@ -13,8 +13,7 @@ use super::cgroup;
 use super::dns::{self, Resolver};
 use super::pod;
 use super::users::{Mapping, Mappings};
-pub use resources::Swap;
-pub use resources::resources;
+pub use resources::{Swap, resources};
 use resources::{overhead, whole_resources};
 pub use security::apparmor;
 use security::{groups_policy, security, selinux};
@@ -168,12 +167,17 @@ pub fn sandbox(pod: &Pod, attempt: u32, node: &Node<'_>) -> Result<pb::PodSandbo
                 }),
                 ..pb::LinuxSandboxSecurityContext::default()
             }),
-            overhead: Some(overhead(pod)),
-            resources: Some(whole_resources(pod, node)),
             sysctls: context.sysctls.iter().flatten().map(|s| (s.name.replace('/', "."), s.value.clone())).collect(),
+            ..sandbox_sizes(pod, node)
         }),
         windows: None,
     })
+}
+
+/// What a pod's containers have together, and its overhead, as a sandbox's message says it.
+#[must_use]
+pub fn sandbox_sizes(pod: &Pod, node: &Node<'_>) -> pb::LinuxPodSandboxConfig {
+    pb::LinuxPodSandboxConfig { overhead: Some(overhead(pod)), resources: Some(whole_resources(pod, node)), ..pb::LinuxPodSandboxConfig::default() }
 }
 
 fn pod_labels(pod: &Pod) -> [(String, String); 3] {
