@@ -3,6 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use hyper_timeout::TimeoutConnector;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::Error as TransportError;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use kube::client::ConfigExt as _;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 
 /// Why no connection can be made.
@@ -30,6 +36,10 @@ pub enum ConnectError {
 /// with its handshake and buffers; watches count until they have begun.
 const AT_ONCE: usize = 8;
 
+/// A connection on which nothing comes is asked whether it is alive this often, and given up when it has not
+/// answered for this long: a server that was cut off says nothing.
+const ALIVE: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
+
 /// A client for the current context of a kubeconfig file. Nothing is sent yet.
 pub async fn connect(path: &Path) -> Result<kube::Client, ConnectError> {
     let used = |why: String| ConnectError::Use { path: path.to_owned(), why };
@@ -37,8 +47,37 @@ pub async fn connect(path: &Path) -> Result<kube::Client, ConnectError> {
     let file = Kubeconfig::read_from(path).map_err(|e| used(chain(&e)))?;
     let mut config = kube::Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await.map_err(|e| used(chain(&e)))?;
     config.connect_timeout = Some(Duration::from_secs(5));
-    let builder = kube::client::ClientBuilder::try_from(config).map_err(|e| used(chain(&e)))?;
-    Ok(builder.with_layer(&tower::limit::ConcurrencyLimitLayer::new(AT_ONCE)).build())
+    if config.proxy_url.is_some() || config.cluster_url.scheme_str() != Some("https") {
+        let builder = kube::client::ClientBuilder::try_from(config).map_err(|e| used(chain(&e)))?;
+        return Ok(builder.with_layer(&tower::limit::ConcurrencyLimitLayer::new(AT_ONCE)).build());
+    }
+    multiplexed(&config).map_err(|e| used(chain(&e)))
+}
+
+/// A client that speaks HTTP/2 where the server does: all requests and watches share one connection. kube's
+/// own opens one for each watch.
+fn multiplexed(config: &kube::Config) -> Result<kube::Client, kube::Error> {
+    let mut connector = HttpConnector::new();
+    connector.enforce_http(false);
+    connector.set_nodelay(true);
+    let https = hyper_rustls::HttpsConnectorBuilder::new().with_tls_config(config.rustls_client_config()?).https_only();
+    // Around the handshake too: whoever listens need not speak.
+    let mut connector = TimeoutConnector::new(https.enable_all_versions().wrap_connector(connector));
+    connector.set_connect_timeout(config.connect_timeout);
+    let client: Client<_, kube::client::Body> = Client::builder(TokioExecutor::new())
+        .timer(TokioTimer::new())
+        .pool_timer(TokioTimer::new())
+        .http2_keep_alive_interval(ALIVE.0)
+        .http2_keep_alive_timeout(ALIVE.1)
+        .build(connector);
+    let service = tower::ServiceBuilder::new()
+        .layer(config.base_uri_layer())
+        .option_layer(config.auth_layer()?)
+        .layer(config.extra_headers_layer()?)
+        .layer(tower::limit::ConcurrencyLimitLayer::new(AT_ONCE))
+        .map_err(|error: TransportError| tower::BoxError::from(error))
+        .service(client);
+    Ok(kube::client::ClientBuilder::new(service, config.default_namespace.clone()).build())
 }
 
 /// Gets a text of at most `limit` bytes from a URL, within ten seconds. Certificates are verified as the
