@@ -28,6 +28,7 @@ mod start;
 mod status;
 mod sync;
 mod upkeep;
+mod volumes;
 mod worker;
 
 use std::collections::BTreeMap;

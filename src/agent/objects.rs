@@ -13,11 +13,16 @@ use crate::kubeapi::pods::{ApiFailure, PodApi};
 /// What was found. What is missing is absent; whether that matters the reader knows.
 #[derive(Default)]
 pub struct Fetched {
+    namespace: String,
     maps: BTreeMap<String, Arc<ConfigMap>>,
     secrets: BTreeMap<String, Arc<Secret>>,
 }
 
 impl Objects for Fetched {
+    fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
     fn config_map(&self, name: &str) -> Option<Arc<ConfigMap>> {
         self.maps.get(name).cloned()
     }
@@ -39,7 +44,7 @@ fn found<K>(result: Result<K, ApiFailure>) -> Result<Option<K>, String> {
 pub async fn fetch(api: &dyn PodApi, pod: &Pod) -> Result<Fetched, String> {
     let namespace = pod.namespace().unwrap_or_default();
     let wanted = references::of(pod);
-    let mut fetched = Fetched::default();
+    let mut fetched = Fetched { namespace: namespace.clone(), ..Fetched::default() };
     for name in wanted.config_maps {
         if let Some(map) = found(api.config_map(&namespace, &name).await)? {
             fetched.maps.insert(name, map);

@@ -1,11 +1,13 @@
 //! The API of an agent that has none: static pods only. What would be told to an API is dropped.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
 use serde_json::Value;
 
+use crate::kubeapi::objects::{Following, News};
 use crate::kubeapi::pods::{ApiFailure, PodApi, Token, TokenFor};
 
 /// No API.
@@ -53,6 +55,10 @@ impl PodApi for NoApi {
 
     async fn runtime_handler(&self, _: &str) -> Result<String, ApiFailure> {
         none()
+    }
+
+    fn follow(&self, _: &str, _: &BTreeSet<String>, _: &BTreeSet<String>, _: &News) -> Following {
+        Following::nothing()
     }
 
     fn services(&self) -> Option<Vec<Arc<Service>>> {

@@ -11,6 +11,8 @@ use super::resources::{Side, of_container, of_pod_level};
 
 /// Where references are looked up.
 pub trait Objects {
+    /// The pod's namespace.
+    fn namespace(&self) -> &str;
     /// A ConfigMap of the pod's namespace.
     fn config_map(&self, name: &str) -> Option<std::sync::Arc<ConfigMap>>;
     /// A Secret of the pod's namespace.
@@ -269,6 +271,9 @@ mod tests {
     struct Fixed;
 
     impl Objects for Fixed {
+        fn namespace(&self) -> &str {
+            "n"
+        }
         fn config_map(&self, name: &str) -> Option<Arc<ConfigMap>> {
             (name == "cm").then(|| Arc::new(serde_json::from_value(json!({"data": {"k": "v", "A": "from-cm"}})).expect("a map")))
         }

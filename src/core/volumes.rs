@@ -114,7 +114,7 @@ fn config_map(name: &str, items: Option<&Vec<KeyToPath>>, default: i32, optional
     match objects.config_map(name) {
         Some(map) => project(map_data(&map), items.map_or(&[], Vec::as_slice), default, optional, "config"),
         None if optional => Ok(Files::new()),
-        None => Err(format!("configmap {name:?} not found")),
+        None => Err(format!("configmap {name:?} not found in namespace {:?}", objects.namespace())),
     }
 }
 
@@ -122,7 +122,7 @@ fn secret(name: &str, items: Option<&Vec<KeyToPath>>, default: i32, optional: bo
     match objects.secret(name) {
         Some(secret) => project(secret_data(&secret), items.map_or(&[], Vec::as_slice), default, optional, "secret"),
         None if optional => Ok(Files::new()),
-        None => Err(format!("secret {name:?} not found")),
+        None => Err(format!("secret {name:?} not found in namespace {:?}", objects.namespace())),
     }
 }
 
@@ -232,6 +232,9 @@ mod tests {
     struct Fixed;
 
     impl Objects for Fixed {
+        fn namespace(&self) -> &str {
+            "n"
+        }
         fn config_map(&self, name: &str) -> Option<Arc<ConfigMap>> {
             (name == "cm").then(|| Arc::new(serde_json::from_value(json!({"data": {"a": "1", "b": "2"}})).expect("a map")))
         }
@@ -262,7 +265,7 @@ mod tests {
             Ok(vec![file("x/y", "2", 0o600)])
         );
         assert_eq!(made(json!({"secret": {"secretName": "none", "optional": true}})), Ok(vec![]));
-        assert_eq!(made(json!({"secret": {"secretName": "none"}})), Err("secret \"none\" not found".into()));
+        assert_eq!(made(json!({"secret": {"secretName": "none"}})), Err("secret \"none\" not found in namespace \"n\"".into()));
         assert_eq!(
             made(json!({"configMap": {"name": "cm", "items": [{"key": "z", "path": "z"}]}})),
             Err("references non-existent config key: z".into())

@@ -2,6 +2,7 @@
 
 pub mod cache;
 pub mod client;
+pub mod objects;
 pub mod pods;
 
 pub use cache::Cache;

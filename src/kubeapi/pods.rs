@@ -1,8 +1,7 @@
 //! What the agent asks of the API for its pods: a narrow trait, and the real thing over kube.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -12,10 +11,10 @@ use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Api, Client};
 use serde_json::Value;
-use tokio::time::Instant;
 
 use super::Cache;
 use super::client::{chain, code};
+use super::objects::{Following, News, Watched};
 
 /// Why a request had no success.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -86,54 +85,26 @@ pub trait PodApi: Send + Sync + 'static {
     async fn count_event(&self, namespace: &str, name: &str, patch: &Value) -> Result<(), ApiFailure>;
     /// The runtime's handler for a RuntimeClass.
     async fn runtime_handler(&self, class: &str) -> Result<String, ApiFailure>;
+    /// Keeps these objects of a namespace watched, so that reading them costs nothing; `news` is told of changes.
+    fn follow(&self, namespace: &str, config_maps: &BTreeSet<String>, secrets: &BTreeSet<String>, news: &News) -> Following;
     /// The services; `None` until they have been read once.
     fn services(&self) -> Option<Vec<Arc<Service>>>;
 }
-
-/// How long a ConfigMap or Secret is taken from memory: long enough to make a burst of pods cheap.
-const FRESH: Duration = Duration::from_secs(2);
-/// The ConfigMap with the cluster's CA, which every pod with a token mounts, and how long it is taken from
-/// memory: it changes only when the cluster gets another CA, and then both are in it for long.
-const ROOT_CA: (&str, Duration) = ("kube-root-ca.crt", Duration::from_secs(600));
-
-fn lasts(name: &str) -> Duration {
-    if name == ROOT_CA.0 { ROOT_CA.1 } else { FRESH }
-}
-
-type Remembered<K> = Mutex<HashMap<(String, String), (Instant, Arc<K>)>>;
 
 /// The API over kube.
 pub struct KubePods {
     client: Client,
     services: Cache<Service>,
-    config_maps: Remembered<ConfigMap>,
-    secrets: Remembered<Secret>,
+    config_maps: Watched<ConfigMap>,
+    secrets: Watched<Secret>,
 }
 
 impl KubePods {
-    /// Starts watching services.
+    /// Starts watching services; other objects are watched while pods use them.
     #[must_use]
     pub fn new(client: Client) -> KubePods {
         let services = Cache::start(Api::all(client.clone()), kube::runtime::watcher::Config::default());
-        KubePods { client, services, config_maps: Mutex::default(), secrets: Mutex::default() }
-    }
-
-    async fn remembered<K>(&self, memory: &Remembered<K>, namespace: &str, name: &str) -> Result<Arc<K>, ApiFailure>
-    where
-        K: kube::Resource<Scope = k8s_openapi::NamespaceResourceScope> + Clone + serde::de::DeserializeOwned + std::fmt::Debug,
-        K::DynamicType: Default,
-    {
-        let key = (namespace.to_owned(), name.to_owned());
-        {
-            let mut memory = memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            memory.retain(|(_, name), (at, _)| at.elapsed() < lasts(name));
-            if let Some((_, object)) = memory.get(&key) {
-                return Ok(Arc::clone(object));
-            }
-        }
-        let object = Arc::new(Api::<K>::namespaced(self.client.clone(), namespace).get(name).await?);
-        memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert(key, (Instant::now(), Arc::clone(&object)));
-        Ok(object)
+        KubePods { config_maps: Watched::new(client.clone()), secrets: Watched::new(client.clone()), client, services }
     }
 }
 
@@ -157,11 +128,11 @@ impl PodApi for KubePods {
     }
 
     async fn config_map(&self, namespace: &str, name: &str) -> Result<Arc<ConfigMap>, ApiFailure> {
-        self.remembered(&self.config_maps, namespace, name).await
+        self.config_maps.get(namespace, name).await
     }
 
     async fn secret(&self, namespace: &str, name: &str) -> Result<Arc<Secret>, ApiFailure> {
-        self.remembered(&self.secrets, namespace, name).await
+        self.secrets.get(namespace, name).await
     }
 
     async fn token(&self, wish: TokenFor<'_>) -> Result<Token, ApiFailure> {
@@ -201,6 +172,10 @@ impl PodApi for KubePods {
 
     async fn runtime_handler(&self, class: &str) -> Result<String, ApiFailure> {
         Ok(Api::<RuntimeClass>::all(self.client.clone()).get(class).await?.handler)
+    }
+
+    fn follow(&self, namespace: &str, config_maps: &BTreeSet<String>, secrets: &BTreeSet<String>, news: &News) -> Following {
+        self.config_maps.follow(namespace, config_maps.iter(), news).and(self.secrets.follow(namespace, secrets.iter(), news))
     }
 
     fn services(&self) -> Option<Vec<Arc<Service>>> {

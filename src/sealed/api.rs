@@ -1,5 +1,6 @@
 //! The API as it is, or as it was last seen: what an apiserver that does not answer would say.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -11,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{Keeper, Kind};
+use crate::kubeapi::objects::{Following, News};
 use crate::kubeapi::pods::{ApiFailure, PodApi, Token, TokenFor};
 
 /// Asks the API; remembers, sealed, what it answered; and answers so itself when it cannot be reached.
@@ -90,6 +92,10 @@ impl PodApi for SealedApi {
     async fn runtime_handler(&self, class: &str) -> Result<String, ApiFailure> {
         let answer = self.api.runtime_handler(class).await;
         self.settle(Kind::Handlers, class, answer)
+    }
+
+    fn follow(&self, namespace: &str, config_maps: &BTreeSet<String>, secrets: &BTreeSet<String>, news: &News) -> Following {
+        self.api.follow(namespace, config_maps, secrets, news)
     }
 
     fn services(&self) -> Option<Vec<Arc<Service>>> {

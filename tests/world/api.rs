@@ -101,6 +101,10 @@ impl PodApi for World {
         Ok(String::new())
     }
 
+    fn follow(&self, _: &str, _: &BTreeSet<String>, _: &BTreeSet<String>, _: &News) -> Following {
+        Following::nothing()
+    }
+
     fn services(&self) -> Option<Vec<Arc<Service>>> {
         Some(vec![])
     }

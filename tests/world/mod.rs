@@ -23,6 +23,7 @@ use holdfast::core::volumes::Files;
 use holdfast::cri::{Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus, Stock};
 use holdfast::host::{Log, PodHost, SubPath};
 use holdfast::kubeapi::cache::{Cache, Writer};
+use holdfast::kubeapi::objects::{Following, News};
 use holdfast::kubeapi::pods::{ApiFailure, PodApi, Token, TokenFor};
 use holdfast::probes::{Dialer, HttpError};
 use holdfast::sys::clock::Clock;

@@ -21,14 +21,14 @@ use tokio::time::Instant;
 
 use self::stop::{Ending, Stopping};
 use super::journal::Log;
-use super::objects::{self, Fetched};
 use super::probing::Probing;
 use super::status::StatusWriter;
+use super::volumes::Volumes;
 use super::worker::{Desired, Stop};
 use super::{Context, Kind, Network, mirror};
 use crate::core::actions::{self, Health};
 use crate::core::backoff::Backoff;
-use crate::core::env::Surroundings;
+use crate::core::config;
 use crate::core::journal::Step;
 use crate::core::lifecycle::{Cause, Input};
 use crate::core::observed::{self, ContainerState, ObservedPod};
@@ -36,8 +36,6 @@ use crate::core::pod::{self, Role};
 use crate::core::resize::{self, Sizes};
 use crate::core::status::{self, Facts, Problems, Resizing, Verdict};
 use crate::core::users::Mappings;
-use crate::core::{config, volumes};
-use crate::kubeapi::pods::{Token, TokenFor};
 
 /// What a worker remembers between syncs. All of it can be had again from the runtime and the API.
 pub struct Memory {
@@ -49,10 +47,9 @@ pub struct Memory {
     adopted: bool,
     problems: Problems,
     backoff: Backoff,
-    tokens: BTreeMap<(String, String), Token>,
     first_seen: Timestamp,
-    /// Volumes were set up, and refreshed at this time.
-    volumes_at: Option<Instant>,
+    /// Its volumes.
+    volumes: Volumes,
     ran: bool,
     /// Restart counts that removed containers must go on from.
     counts: BTreeMap<String, u32>,
@@ -80,9 +77,8 @@ impl Memory {
             adopted: false,
             problems: Problems::new(),
             backoff: Backoff::default(),
-            tokens: BTreeMap::new(),
             first_seen: now,
-            volumes_at: None,
+            volumes: Volumes::new(Arc::clone(&hint)),
             ran: false,
             counts: BTreeMap::new(),
             ending: Ending::default(),
@@ -241,45 +237,6 @@ async fn make_directories(context: &Context, pod: &Pod, log: &Log) -> Result<(),
     })
 }
 
-/// Step 8: the pod's volumes. Also fetches what the environment refers to.
-async fn set_up_volumes(
-    context: &Context,
-    pod: &Pod,
-    pod_ips: &[String],
-    tokens: &mut BTreeMap<(String, String), Token>,
-    log: &Log,
-) -> Result<Fetched, String> {
-    let fetched = log.step(Step::Objects, "", objects::fetch(&*context.api, pod)).await?;
-    let allocatable = context.allocatable();
-    let around = Surroundings { pod, pod_ips, node_ips: &context.node_ips, allocatable: &allocatable };
-    for volume in pod::spec(pod).volumes.iter().flatten() {
-        let result = async {
-            if let Some(why) = volumes::unsupported(volume) {
-                return Err(why);
-            }
-            let mut issued = BTreeMap::new();
-            for wish in volumes::tokens(volume) {
-                let key = (wish.volume.clone(), wish.path.clone());
-                let now = context.clock.now();
-                let fresh = tokens.get(&key).is_some_and(|t| t.expires.duration_since(now) > SignedDuration::from_secs(wish.seconds / 5));
-                if !fresh {
-                    let token = context.api.token(TokenFor { pod, audience: &wish.audience, seconds: wish.seconds }).await;
-                    tokens.insert(key.clone(), token.map_err(|e| format!("failed to fetch token: {e}"))?);
-                }
-                issued.extend(tokens.get(&key).map(|t| (wish.path.clone(), t.text.clone())));
-            }
-            let files = volumes::files(volume, &around, &fetched, &issued).transpose()?;
-            context.host.set_up_volume(pod, volume, files).await
-        };
-        log.step(Step::Volume, &volume.name, result).await.map_err(|error| {
-            let message = format!("MountVolume.SetUp failed for volume {:?} : {error}", volume.name);
-            context.events.pod(pod, None, Kind::Warning, "FailedMount", message.clone());
-            message
-        })?;
-    }
-    Ok(fetched)
-}
-
 /// Step 9: the pull secrets; those that are missing are reported, the rest is used.
 async fn pull_secrets(context: &Context, pod: &Pod) -> Vec<Arc<Secret>> {
     let namespace = pod.namespace().unwrap_or_default();
@@ -333,10 +290,8 @@ pub async fn sync_pod(
         return Ok(ended(pod));
     }
     let deadline = status::deadline(pod, &memory.status);
-    let refresh = memory.volumes_at.is_some_and(|at| at.elapsed() >= context.config.sync_frequency);
-    if actions.is_empty() && !refresh {
+    if actions.is_empty() && !memory.volumes.are_due(pod, context.config.sync_frequency) {
         memory.problems.clear();
-        memory.volumes_at.get_or_insert_with(Instant::now);
         let mirror_again = reconcile_mirror(context, desired, &memory.log).await;
         return Ok(Outcome::Wait(Some(at(context, mirror_again.into_iter().chain(deadline).min()))));
     }

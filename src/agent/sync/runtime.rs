@@ -7,7 +7,6 @@ use std::time::Duration;
 use holdfast_proto::cri as pb;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{Pod, Secret};
-use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::super::journal::Log;
@@ -16,7 +15,7 @@ use super::super::worker::{Desired, Stop};
 use super::super::{Context, Kind, images};
 use super::start::{Starting, start_container};
 use super::stop::Stopping;
-use super::{Memory, compute_status, observe, publish_status, pull_secrets, set_up_volumes};
+use super::{Memory, compute_status, observe, publish_status, pull_secrets};
 use crate::core::actions::{Kill, PodActions, Start};
 use crate::core::backoff::Backoff;
 use crate::core::journal::Step;
@@ -74,7 +73,8 @@ pub async fn sync(
             resize_completed(std::mem::take(&mut resizing), context, pod);
         }
     }
-    if stop.wanted() || (actions.start.is_empty() && actions.create_sandbox.is_none() && memory.volumes_at.is_none()) {
+    if stop.wanted() || (actions.start.is_empty() && actions.create_sandbox.is_none() && !memory.volumes.are_due(pod, context.config.sync_frequency))
+    {
         return Ok(None);
     }
     let known_ips: Vec<String> = observed.sandboxes.first().map(|s| s.ips.clone()).unwrap_or_default();
@@ -104,18 +104,18 @@ pub async fn sync(
             held
         })
         .collect();
-    let tokens = &mut memory.tokens;
+    // Containers that run have theirs, from whoever set them up.
+    let (volumes, known) = (&mut memory.volumes, observed.live().next().is_some());
     let images = async {
         let secrets: Arc<[Arc<Secret>]> = pull_secrets(context, pod).await.into();
         // All pulls begin now; each container waits for its own.
         let pulls = actions.start.iter().zip(&held).map(|(start, held)| held.is_none().then(|| pull(context, pod, start, &secrets, &log)));
         pulls.collect::<Vec<Option<Pull>>>()
     };
-    let prepare = async { tokio::join!(set_up_volumes(context, pod, &known_ips, tokens, &log), images) };
+    let prepare = async { tokio::join!(volumes.set_up(context, pod, &known_ips, known, &log), images) };
     let (sandbox, (fetched, pulls)) = tokio::join!(make_sandbox, prepare);
     let (sandbox, ips) = sandbox?;
     let fetched = fetched?;
-    memory.volumes_at = Some(Instant::now());
     let attempt = observed.sandboxes.iter().find(|s| s.id == sandbox).map_or(0, |s| s.attempt);
     let sandbox_config = match sandbox_message {
         Some(config) => config,

@@ -1,0 +1,169 @@
+//! A pod's volumes: what they are made from is followed, they are set up side by side, and what a change in
+//! the API makes of them is in the container as soon as it is known (kubelet spec, chapter 9).
+
+use std::collections::BTreeMap;
+use std::hash::{Hash as _, Hasher as _};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::{Pod, Volume};
+use kube::ResourceExt as _;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use super::journal::Log;
+use super::objects::{self, Fetched};
+use super::{Context, Kind};
+use crate::core::env::Surroundings;
+use crate::core::journal::Step;
+use crate::core::references::{self, References};
+use crate::core::{pod, volumes};
+use crate::kubeapi::objects::{Following, News};
+use crate::kubeapi::pods::{Token, TokenFor};
+
+/// A token is fetched anew at this age at the latest.
+const OLD: SignedDuration = SignedDuration::from_hours(24);
+
+/// A token that was issued, and when.
+struct Issued {
+    token: Token,
+    at: Timestamp,
+}
+
+/// Volume and path of a token's file.
+type Place = (String, String);
+
+/// The volumes of one pod.
+pub struct Volumes {
+    tokens: BTreeMap<Place, Issued>,
+    /// When they were set up or refreshed last.
+    at: Option<Instant>,
+    /// What the files that show the pod itself were made from.
+    shape: u64,
+    /// Something that they are made from has changed.
+    stale: Arc<AtomicBool>,
+    /// What they are made from, and for as long as it is followed.
+    following: Option<(References, Following)>,
+    hint: Arc<Notify>,
+}
+
+/// What a pod's own files show of it: other labels make other files.
+fn shape(pod: &Pod) -> u64 {
+    let mut hasher = std::hash::DefaultHasher::new();
+    pod.labels().hash(&mut hasher);
+    pod.annotations().hash(&mut hasher);
+    for (_, container) in pod::containers(pod) {
+        let resources = container.resources.as_ref();
+        for map in [resources.and_then(|r| r.requests.as_ref()), resources.and_then(|r| r.limits.as_ref())].into_iter().flatten() {
+            map.iter().for_each(|(name, quantity)| (name, &quantity.0).hash(&mut hasher));
+        }
+    }
+    hasher.finish()
+}
+
+impl Volumes {
+    /// Nothing is set up; `hint` wakes the pod's worker.
+    #[must_use]
+    pub fn new(hint: Arc<Notify>) -> Volumes {
+        Volumes { tokens: BTreeMap::new(), at: None, shape: 0, stale: Arc::default(), following: None, hint }
+    }
+
+    /// Whether they have to be set up or refreshed: something has changed, or `every` has passed.
+    #[must_use]
+    pub fn are_due(&self, pod: &Pod, every: Duration) -> bool {
+        self.stale.load(Ordering::Relaxed) || self.at.is_none_or(|at| at.elapsed() >= every) || self.shape != shape(pod)
+    }
+
+    /// Follows the objects that the pod refers to, and only these.
+    fn follow(&mut self, context: &Context, pod: &Pod) {
+        let wanted = references::of(pod);
+        if self.following.as_ref().is_some_and(|(known, _)| *known == wanted) {
+            return;
+        }
+        let (stale, hint) = (Arc::clone(&self.stale), Arc::clone(&self.hint));
+        let news: News = Arc::new(move || {
+            stale.store(true, Ordering::Relaxed);
+            hint.notify_one();
+        });
+        // The new ones first, so that what stays is not given up in between.
+        let following = context.api.follow(&pod.namespace().unwrap_or_default(), &wanted.config_maps, &wanted.secrets, &news);
+        self.following = Some((wanted, following));
+    }
+
+    /// Sets up what is missing and refreshes what has changed. `known` says that they were set up before: then
+    /// what cannot be refreshed stays as it was, and is reported.
+    pub async fn set_up(&mut self, context: &Context, pod: &Pod, pod_ips: &[String], known: bool, log: &Log) -> Result<Fetched, String> {
+        self.follow(context, pod);
+        // Before reading: what changes from now on makes another turn.
+        self.stale.store(false, Ordering::Relaxed);
+        let fetched = log.step(Step::Objects, "", objects::fetch(&*context.api, pod)).await?;
+        let allocatable = context.allocatable();
+        let around = Surroundings { pod, pod_ips, node_ips: &context.node_ips, allocatable: &allocatable };
+        let tokens = &self.tokens;
+        let volumes = pod::spec(pod).volumes.iter().flatten();
+        let work = volumes.map(|volume| async {
+            let mut fresh = BTreeMap::new();
+            let made = log.step(Step::Volume, &volume.name, one(context, volume, &around, &fetched, tokens, &mut fresh)).await;
+            made.map(|()| fresh).map_err(|error| {
+                let message = format!("MountVolume.SetUp failed for volume {:?} : {error}", volume.name);
+                context.events.pod(pod, None, Kind::Warning, "FailedMount", message.clone());
+                message
+            })
+        });
+        let mut failed = None;
+        for result in futures::future::join_all(work).await {
+            match result {
+                Ok(fresh) => self.tokens.extend(fresh),
+                Err(error) => failed = failed.or(Some(error)),
+            }
+        }
+        match failed {
+            Some(error) if !(known || self.at.is_some()) => return Err(error),
+            _ => {}
+        }
+        (self.at, self.shape) = (Some(Instant::now()), shape(pod));
+        Ok(fetched)
+    }
+}
+
+/// One volume. Tokens that were fetched for it are added to `fresh`.
+async fn one(
+    context: &Context,
+    volume: &Volume,
+    around: &Surroundings<'_>,
+    fetched: &Fetched,
+    tokens: &BTreeMap<Place, Issued>,
+    fresh: &mut BTreeMap<Place, Issued>,
+) -> Result<(), String> {
+    if let Some(why) = volumes::unsupported(volume) {
+        return Err(why);
+    }
+    let mut issued = BTreeMap::new();
+    for wish in volumes::tokens(volume) {
+        let place = (wish.volume.clone(), wish.path.clone());
+        let now = context.clock.now();
+        // At four fifths of its life, while it can still be used if there is no other.
+        let good = |i: &&Issued| i.token.expires.duration_since(now) > SignedDuration::from_secs(wish.seconds / 5) && now.duration_since(i.at) < OLD;
+        let text = match tokens.get(&place).filter(good) {
+            Some(kept) => kept.token.text.clone(),
+            None => {
+                let asked = context.api.token(TokenFor { pod: around.pod, audience: &wish.audience, seconds: wish.seconds }).await;
+                let alive = tokens.get(&place).filter(|i| i.token.expires > now);
+                match (asked, alive) {
+                    (Ok(token), _) => {
+                        let text = token.text.clone();
+                        fresh.insert(place, Issued { token, at: now });
+                        text
+                    }
+                    (Err(_), Some(kept)) => kept.token.text.clone(),
+                    (Err(error), None) => return Err(format!("failed to fetch token: {error}")),
+                }
+            }
+        };
+        issued.insert(wish.path.clone(), text);
+    }
+    let files = volumes::files(volume, around, fetched, &issued).transpose()?;
+    context.host.set_up_volume(around.pod, volume, files).await
+}

@@ -1,0 +1,378 @@
+//! Single objects, each watched for as long as somebody uses it: ConfigMaps and Secrets of pods that run here
+//! (kubelet spec, 9.8). A node may read only what its own pods refer to, one object at a time.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use k8s_openapi::NamespaceResourceScope;
+use k8s_openapi::api::core::v1::{ConfigMap, Secret};
+use kube::runtime::watcher::watch_object;
+use kube::{Api, Client, Resource};
+use serde::de::DeserializeOwned;
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::cache::Key;
+use super::client::chain;
+use super::pods::ApiFailure;
+
+/// How long an object is watched that nobody uses any more: the next pod often wants the same.
+const LINGER: Duration = Duration::from_secs(60);
+/// How long a reader waits for the first answer.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// The pauses after a watch that failed.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+
+/// Is told that an object has changed. Must not block.
+pub type News = Arc<dyn Fn() + Send + Sync>;
+
+/// What can be watched so.
+pub trait Kept: Resource<Scope = NamespaceResourceScope> + Clone + DeserializeOwned + Debug + Send + Sync + 'static {
+    /// The kind in the words of messages, for instance `configmap`.
+    const KIND: &'static str;
+    /// Whether it never changes: then it need not be watched.
+    fn is_immutable(&self) -> bool;
+}
+
+impl Kept for ConfigMap {
+    const KIND: &'static str = "configmap";
+    fn is_immutable(&self) -> bool {
+        self.immutable == Some(true)
+    }
+}
+
+impl Kept for Secret {
+    const KIND: &'static str = "secret";
+    fn is_immutable(&self) -> bool {
+        self.immutable == Some(true)
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Seen<K> {
+    Unknown,
+    Unreachable(String),
+    Missing,
+    Here(Arc<K>),
+}
+
+struct Entry<K> {
+    seen: watch::Receiver<Seen<K>>,
+    /// Who is told of changes, by token.
+    users: Arc<Mutex<BTreeMap<u64, News>>>,
+    /// Since when nobody uses it.
+    idle: Option<Instant>,
+    _task: AbortOnDropHandle<()>,
+}
+
+struct Shelf<K> {
+    entries: BTreeMap<Key, Entry<K>>,
+    next: u64,
+}
+
+/// The objects of one kind. Clones are the same one.
+pub struct Watched<K> {
+    client: Client,
+    shelf: Arc<Mutex<Shelf<K>>>,
+    _janitor: Arc<AbortOnDropHandle<()>>,
+}
+
+impl<K> Clone for Watched<K> {
+    fn clone(&self) -> Self {
+        Watched { client: self.client.clone(), shelf: Arc::clone(&self.shelf), _janitor: Arc::clone(&self._janitor) }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Somebody who uses objects. Dropping it ends that.
+pub struct Following(Vec<Box<dyn FnOnce() + Send + Sync>>);
+
+impl Following {
+    /// Nothing is followed.
+    #[must_use]
+    pub fn nothing() -> Following {
+        Following(vec![])
+    }
+
+    /// Both together.
+    #[must_use]
+    pub fn and(mut self, mut other: Following) -> Following {
+        self.0.append(&mut other.0);
+        self
+    }
+}
+
+impl Drop for Following {
+    fn drop(&mut self) {
+        self.0.drain(..).for_each(|end| end());
+    }
+}
+
+impl<K: Kept> Watched<K>
+where
+    K::DynamicType: Default,
+{
+    /// Nothing is watched yet.
+    #[must_use]
+    pub fn new(client: Client) -> Watched<K> {
+        let shelf: Arc<Mutex<Shelf<K>>> = Arc::new(Mutex::new(Shelf { entries: BTreeMap::new(), next: 0 }));
+        let swept = Arc::clone(&shelf);
+        let janitor = tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(LINGER / 6).await;
+                lock(&swept).entries.retain(|_, entry| entry.idle.is_none_or(|since| since.elapsed() < LINGER));
+            }
+        });
+        Watched { client, shelf, _janitor: Arc::new(AbortOnDropHandle::new(janitor)) }
+    }
+
+    fn begin(&self, (namespace, name): &Key) -> Entry<K> {
+        let api = Api::namespaced(self.client.clone(), namespace);
+        let (sender, seen) = watch::channel(Seen::Unknown);
+        let users: Arc<Mutex<BTreeMap<u64, News>>> = Arc::default();
+        let task = tokio::spawn(follow(api, name.clone(), sender, Arc::clone(&users)));
+        Entry { seen, users, idle: Some(Instant::now()), _task: AbortOnDropHandle::new(task) }
+    }
+
+    /// Keeps objects of a namespace watched; `news` is told of every change after the first sight.
+    #[must_use]
+    pub fn follow<'a>(&self, namespace: &str, names: impl Iterator<Item = &'a String>, news: &News) -> Following {
+        let mut shelf = lock(&self.shelf);
+        let mut ends: Vec<Box<dyn FnOnce() + Send + Sync>> = vec![];
+        for name in names {
+            let key = (namespace.to_owned(), name.clone());
+            shelf.next += 1;
+            let token = shelf.next;
+            let entry = shelf.entries.entry(key.clone()).or_insert_with(|| self.begin(&key));
+            entry.idle = None;
+            lock(&entry.users).insert(token, Arc::clone(news));
+            let shelf = Arc::clone(&self.shelf);
+            ends.push(Box::new(move || {
+                if let Some(entry) = lock(&shelf).entries.get_mut(&key) {
+                    let mut users = lock(&entry.users);
+                    users.remove(&token);
+                    entry.idle = users.is_empty().then(Instant::now);
+                }
+            }));
+        }
+        Following(ends)
+    }
+
+    /// An object as last seen; the first time, as soon as the API has answered.
+    pub async fn get(&self, namespace: &str, name: &str) -> Result<Arc<K>, ApiFailure> {
+        let key = (namespace.to_owned(), name.to_owned());
+        let mut seen = {
+            let mut shelf = lock(&self.shelf);
+            let entry = shelf.entries.entry(key.clone()).or_insert_with(|| self.begin(&key));
+            // Somebody reads it: it stays for another while.
+            entry.idle = entry.idle.map(|_| Instant::now());
+            entry.seen.clone()
+        };
+        let late = || ApiFailure::Other(format!("failed to sync {} cache: timed out waiting for the condition", K::KIND));
+        let known = tokio::time::timeout(PATIENCE, seen.wait_for(|s| !matches!(s, Seen::Unknown))).await.map_err(|_| late())?;
+        let known = known.map_err(|_| late())?.clone();
+        match known {
+            Seen::Unknown => Err(late()),
+            Seen::Unreachable(error) => Err(ApiFailure::Other(error)),
+            Seen::Missing => Err(ApiFailure::NotFound(format!("{} {name:?} not found", K::KIND))),
+            Seen::Here(object) => Ok(object),
+        }
+    }
+
+    /// How many objects are watched.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        lock(&self.shelf).entries.len()
+    }
+
+    /// Whether nothing is watched.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+async fn follow<K: Kept>(api: Api<K>, name: String, sender: watch::Sender<Seen<K>>, users: Arc<Mutex<BTreeMap<u64, News>>>)
+where
+    K::DynamicType: Default,
+{
+    look(api, &name, &sender, &users).await;
+    // What was seen last holds, for those who still ask.
+    std::future::pending::<()>().await;
+}
+
+/// Watches until the object can change no more.
+async fn look<K: Kept>(api: Api<K>, name: &str, sender: &watch::Sender<Seen<K>>, users: &Mutex<BTreeMap<u64, News>>)
+where
+    K::DynamicType: Default,
+{
+    let mut stream = pin!(watch_object(api, name));
+    let mut pause = PAUSE.0;
+    while let Some(item) = stream.next().await {
+        let now = match item {
+            Ok(Some(mut object)) => {
+                object.meta_mut().managed_fields = None;
+                Seen::Here(Arc::new(object))
+            }
+            Ok(None) => Seen::Missing,
+            Err(error) => {
+                // What was seen before holds on: an apiserver that does not answer takes nothing away.
+                let why = chain(&error);
+                tracing::debug!(error = why, kind = K::KIND, name, "watch interrupted, it resumes by itself");
+                sender.send_if_modified(|seen| {
+                    let blind = matches!(seen, Seen::Unknown | Seen::Unreachable(_));
+                    if blind {
+                        *seen = Seen::Unreachable(why);
+                    }
+                    blind
+                });
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(PAUSE.1);
+                continue;
+            }
+        };
+        pause = PAUSE.0;
+        let over = matches!(&now, Seen::Here(object) if object.is_immutable());
+        let version = |seen: &Seen<K>| match seen {
+            Seen::Here(object) => object.meta().uid.clone().zip(object.meta().resource_version.clone()),
+            _ => None,
+        };
+        let mut news = false;
+        sender.send_modify(|seen| {
+            let first = matches!(seen, Seen::Unknown);
+            news = !first && (version(seen) != version(&now) || matches!(seen, Seen::Unreachable(_)));
+            *seen = now;
+        });
+        if news {
+            let told: Vec<News> = lock(users).values().cloned().collect();
+            told.iter().for_each(|tell| tell());
+        }
+        if over {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use http_body_util::StreamBody;
+    use hyper::body::{Bytes, Frame};
+    use serde_json::{Value, json};
+    use tokio::sync::{broadcast, mpsc};
+
+    use super::*;
+
+    /// An API with one ConfigMap: what it answers to a list, and the lines of its watches.
+    #[derive(Clone)]
+    struct Fake {
+        items: Arc<Mutex<Vec<Value>>>,
+        lines: broadcast::Sender<String>,
+        watching: Arc<AtomicUsize>,
+    }
+
+    /// Counts a watch for as long as its body lives.
+    struct Open(Arc<AtomicUsize>);
+
+    impl Drop for Open {
+        fn drop(&mut self) {
+            self.0.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    fn map(version: u32, text: &str, immutable: bool) -> Value {
+        json!({"apiVersion": "v1", "kind": "ConfigMap", "immutable": immutable, "data": {"k": text},
+               "metadata": {"name": "m", "namespace": "n", "uid": "u", "resourceVersion": version.to_string()}})
+    }
+
+    impl Fake {
+        fn client(&self) -> Client {
+            let fake = self.clone();
+            let service = tower::service_fn(move |request: hyper::Request<kube::client::Body>| {
+                let fake = fake.clone();
+                async move {
+                    let (sender, receiver) = mpsc::channel::<String>(8);
+                    if request.uri().query().unwrap_or_default().contains("watch=") {
+                        fake.watching.fetch_add(1, Ordering::Relaxed);
+                        let (open, mut lines) = (Open(Arc::clone(&fake.watching)), fake.lines.subscribe());
+                        tokio::spawn(async move {
+                            let _open = open;
+                            loop {
+                                tokio::select! {
+                                    line = lines.recv() => if sender.send(line.expect("a line")).await.is_err() { return },
+                                    () = sender.closed() => return,
+                                }
+                            }
+                        });
+                    } else {
+                        let list =
+                            json!({"apiVersion": "v1", "kind": "ConfigMapList", "metadata": {"resourceVersion": "1"}, "items": *lock(&fake.items)});
+                        sender.send(list.to_string()).await.expect("there is room");
+                    }
+                    let stream = futures::stream::unfold(receiver, |mut r| async move {
+                        r.recv().await.map(|line| (Ok::<_, Infallible>(Frame::data(Bytes::from(line + "\n"))), r))
+                    });
+                    Ok::<_, Infallible>(hyper::Response::new(StreamBody::new(stream)))
+                }
+            });
+            Client::new(service, "n")
+        }
+    }
+
+    async fn until(what: &str, condition: impl Fn() -> bool) {
+        for _ in 0..1000 {
+            if condition() {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("not in time: {what}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_object_is_watched_while_it_is_used_and_its_users_are_told() {
+        let fake = Fake { items: Arc::default(), lines: broadcast::channel(8).0, watching: Arc::default() };
+        let watched: Watched<ConfigMap> = Watched::new(fake.client());
+        let told = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&told);
+        let news: News = Arc::new(move || _ = counted.fetch_add(1, Ordering::Relaxed));
+        let names = ["m".to_owned()];
+        let (one, two) = (watched.follow("n", names.iter(), &news), watched.follow("n", names.iter(), &news));
+        assert!(matches!(watched.get("n", "m").await, Err(ApiFailure::NotFound(_))));
+        until("the watch", || fake.watching.load(Ordering::Relaxed) == 1).await;
+        assert_eq!(told.load(Ordering::Relaxed), 0, "the first sight is no news");
+        let say = |kind: &str, object: Value| _ = fake.lines.send(json!({"type": kind, "object": object}).to_string());
+        say("ADDED", map(2, "a", false));
+        until("both are told", || told.load(Ordering::Relaxed) == 2).await;
+        drop(one);
+        say("MODIFIED", map(3, "b", false));
+        until("the other is told", || told.load(Ordering::Relaxed) == 3).await;
+        assert_eq!(watched.get("n", "m").await.expect("it is there").data.as_ref().expect("data")["k"], "b");
+        drop(two);
+        tokio::time::sleep(LINGER / 2).await;
+        assert_eq!(watched.len(), 1, "it stays for a while");
+        tokio::time::sleep(LINGER).await;
+        assert!(watched.is_empty());
+        until("the watch has ended", || fake.watching.load(Ordering::Relaxed) == 0).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_cannot_change_is_not_watched() {
+        let fake = Fake { items: Arc::new(Mutex::new(vec![map(1, "a", true)])), lines: broadcast::channel(8).0, watching: Arc::default() };
+        let watched: Watched<ConfigMap> = Watched::new(fake.client());
+        assert_eq!(watched.get("n", "m").await.expect("it is there").data.as_ref().expect("data")["k"], "a");
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        assert_eq!(fake.watching.load(Ordering::Relaxed), 0);
+        assert!(watched.get("n", "m").await.is_ok());
+    }
+}
