@@ -62,12 +62,13 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     )?;
     let client = crate::kubeapi::client::connect(&kubeconfig).await?;
     let caches = controllers::Caches::start(&client);
+    let directories = (settings.dir.join("volumes"), crate::sys::machine::hostname());
     tracing::info!(listen = %settings.listen, "the control plane serves");
 
     tokio::select! {
         result = api::server::serve(api.clone(), listener, tls) => result?,
-        () = scheduler::run(client.clone(), caches.pods.clone()) => anyhow::bail!("the scheduler ended"),
-        () = controllers::run(client, caches, pki.ca.clone()) => anyhow::bail!("the controllers ended"),
+        () = scheduler::run(client.clone(), caches.clone()) => anyhow::bail!("the scheduler ended"),
+        () = controllers::run(client, caches, pki.ca.clone(), Some(directories)) => anyhow::bail!("the controllers ended"),
         () = expire_events(api) => anyhow::bail!("the event clean-up ended"),
     }
     Ok(())
@@ -95,6 +96,10 @@ async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
         post(api, "/apis/scheduling.k8s.io/v1/priorityclasses", &json!({"metadata": {"name": name}, "value": value, "description": description}))
             .await?;
     }
+    // Claims without a class get a directory of this machine once a pod wants them.
+    let class = json!({"metadata": {"name": "standard", "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}},
+        "provisioner": controllers::DIRECTORY, "reclaimPolicy": "Delete", "volumeBindingMode": "WaitForFirstConsumer"});
+    post(api, "/apis/storage.k8s.io/v1/storageclasses", &class).await?;
     let address = settings.service_range.hosts().next().map(|a| a.to_string());
     let service = json!({"metadata": {"name": "kubernetes", "labels": {"component": "apiserver", "provider": "kubernetes"}},
         "spec": {"clusterIP": address, "ports": [{"name": "https", "port": 443, "protocol": "TCP", "targetPort": settings.listen.port()}]}});

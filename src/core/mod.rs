@@ -9,6 +9,7 @@ pub mod admit;
 pub mod backoff;
 pub mod bucket;
 pub mod cgroup;
+pub mod claims;
 pub mod config;
 pub mod correlate;
 pub mod dns;

@@ -72,7 +72,7 @@ pub fn apply(kind: &str, object: &mut Value) {
             default(object, "reportingComponent", json!(""));
             default(object, "reportingInstance", json!(""));
         }
-        _ => {}
+        other => super::storage::defaults(other, object),
     }
 }
 

@@ -18,6 +18,7 @@ mod route;
 mod schema;
 pub mod selector;
 pub mod server;
+pub mod storage;
 mod sub;
 mod table;
 pub mod token;

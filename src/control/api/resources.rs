@@ -135,6 +135,25 @@ pub static RESOURCES: &[Resource] = &[
         ..NONE
     },
     Resource {
+        plural: "persistentvolumeclaims",
+        singular: "persistentvolumeclaim",
+        kind: "PersistentVolumeClaim",
+        short: &["pvc"],
+        subresources: &[Sub::Status],
+        returns_deleted: true,
+        ..NONE
+    },
+    Resource {
+        plural: "persistentvolumes",
+        singular: "persistentvolume",
+        kind: "PersistentVolume",
+        namespaced: false,
+        short: &["pv"],
+        subresources: &[Sub::Status],
+        returns_deleted: true,
+        ..NONE
+    },
+    Resource {
         plural: "pods",
         singular: "pod",
         kind: "Pod",
@@ -216,6 +235,47 @@ pub static RESOURCES: &[Resource] = &[
         kind: "PriorityClass",
         namespaced: false,
         short: &["pc"],
+        ..NONE
+    },
+    Resource {
+        group: "storage.k8s.io",
+        plural: "csidrivers",
+        singular: "csidriver",
+        kind: "CSIDriver",
+        namespaced: false,
+        needs_version: true,
+        returns_deleted: true,
+        ..NONE
+    },
+    Resource {
+        group: "storage.k8s.io",
+        plural: "csinodes",
+        singular: "csinode",
+        kind: "CSINode",
+        namespaced: false,
+        needs_version: true,
+        returns_deleted: true,
+        ..NONE
+    },
+    Resource {
+        group: "storage.k8s.io",
+        plural: "storageclasses",
+        singular: "storageclass",
+        kind: "StorageClass",
+        namespaced: false,
+        short: &["sc"],
+        returns_deleted: true,
+        ..NONE
+    },
+    Resource {
+        group: "storage.k8s.io",
+        plural: "volumeattachments",
+        singular: "volumeattachment",
+        kind: "VolumeAttachment",
+        namespaced: false,
+        subresources: &[Sub::Status],
+        needs_version: true,
+        returns_deleted: true,
         ..NONE
     },
     Resource { group: "discovery.k8s.io", plural: "endpointslices", singular: "endpointslice", kind: "EndpointSlice", ..NONE },

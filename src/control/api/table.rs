@@ -84,7 +84,7 @@ fn columns(kind: &str) -> &'static [Column] {
             ("Count", "string", 1),
             ("Name", "string", 1),
         ],
-        _ => &[NAME, ("Created At", "date", 0)],
+        other => super::storage::columns(other).unwrap_or(&[NAME, ("Created At", "date", 0)]),
     }
 }
 
@@ -214,6 +214,7 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
             vec![name.into(), or(text(object, &["addressType"]), ""), shorten(&ports).into(), shorten(&ends).into(), age.into()]
         }
         "Event" => event(object, now),
+        other if super::storage::columns(other).is_some() => super::storage::cells(other, object, &age),
         _ => vec![name.into(), object["metadata"]["creationTimestamp"].clone()],
     }
 }

@@ -90,7 +90,7 @@ pub fn object(resource: &Resource, object: &Value) -> Errors {
                 errors.push(FieldError::invalid("involvedObject.namespace", &involved.into(), "does not match event.namespace"));
             }
         }
-        _ => {}
+        other => super::storage::validate(other, object, &mut errors),
     }
     errors
 }
@@ -453,7 +453,7 @@ pub fn update(resource: &Resource, old: &Value, new: &Value) -> Errors {
         "PriorityClass" if old["value"] != new["value"] => {
             errors.push(FieldError::forbidden("value", "the value cannot be changed: make another class"));
         }
-        _ => {}
+        other => super::storage::validate_update(other, old, new, &mut errors),
     }
     if resource.kind == "Secret" && old["type"] != new["type"] {
         errors.push(FieldError::invalid("type", &new["type"], "field is immutable"));

@@ -8,7 +8,7 @@ use super::error::{ApiError, FieldError};
 use super::object::{at, deleting, list, meta, now, text};
 use super::resources::{Resource, Sub};
 use super::route::Query;
-use super::{Api, admit, defaults, object, patch, schema, validate};
+use super::{Api, admit, defaults, object, patch, schema, storage, validate};
 use crate::control::store::{Bytes, Change, Expect, Record, Write, WriteError};
 
 /// How often the server retries a write that lost a race and named no version.
@@ -205,6 +205,8 @@ impl Api {
         defaults::apply(resource.kind, fresh);
         match (resource.kind, namespace) {
             ("Pod", Some(namespace)) => admit::pod(&self.store, namespace, fresh).await?,
+            ("PersistentVolumeClaim", _) => storage::admit_claim(&self.store, fresh),
+            ("PersistentVolume", _) => storage::admit_volume(fresh),
             ("Service", _) => admit::cluster_ip(&self.store, self.service_range, fresh)?,
             _ => {}
         }

@@ -4,18 +4,23 @@
 //! Each is a loop of observe, decide, act over watched caches. The deciding halves are pure
 //! functions over typed objects. Everything goes through the API.
 
+mod binder;
 mod deployment;
 mod garbage;
 mod namespace;
 mod replicaset;
 mod rollout;
 
+pub use binder::DIRECTORY;
+
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
-use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Pod, ServiceAccount};
+use k8s_openapi::api::core::v1::{ConfigMap, Namespace, PersistentVolume, PersistentVolumeClaim, Pod, ServiceAccount};
+use k8s_openapi::api::storage::v1::StorageClass;
 use kube::runtime::watcher;
 use kube::{Api, Client, Resource};
 use tokio::sync::watch;
@@ -36,6 +41,12 @@ pub struct Caches {
     namespaces: Cache<Namespace>,
     accounts: Cache<ServiceAccount>,
     config_maps: Cache<ConfigMap>,
+    /// All claims.
+    pub claims: Cache<PersistentVolumeClaim>,
+    /// All volumes.
+    pub volumes: Cache<PersistentVolume>,
+    /// All storage classes.
+    pub classes: Cache<StorageClass>,
 }
 
 impl Caches {
@@ -50,6 +61,9 @@ impl Caches {
             namespaces: Cache::start(Api::all(client.clone()), config()),
             accounts: Cache::start(Api::all(client.clone()), config()),
             config_maps: Cache::start(Api::all(client.clone()), config().fields("metadata.name=kube-root-ca.crt")),
+            claims: Cache::start(Api::all(client.clone()), config()),
+            volumes: Cache::start(Api::all(client.clone()), config()),
+            classes: Cache::start(Api::all(client.clone()), config()),
         }
     }
 
@@ -60,18 +74,23 @@ impl Caches {
             self.deployments.synced(),
             self.namespaces.synced(),
             self.accounts.synced(),
-            self.config_maps.synced()
+            self.config_maps.synced(),
+            self.claims.synced(),
+            self.volumes.synced(),
+            self.classes.synced()
         );
     }
 }
 
-/// Runs all controllers until the process ends. `ca` is the certificate that pods verify the API with.
-pub async fn run(client: Client, caches: Caches, ca: String) {
+/// Runs all controllers until the process ends. `ca` is the certificate that pods verify the API with;
+/// `directories` is where volumes of this machine are made, and its node's name.
+pub async fn run(client: Client, caches: Caches, ca: String, directories: Option<(PathBuf, String)>) {
     caches.synced().await;
     tokio::join!(
         deployment::run(client.clone(), caches.clone()),
         replicaset::run(client.clone(), caches.clone()),
         garbage::run(client.clone(), caches.clone()),
+        binder::run(client.clone(), caches.clone(), directories),
         namespace::run(client, caches, ca),
     );
 }
@@ -136,7 +155,7 @@ pub(super) async fn event<K>(client: &Client, about: &K, kind: &str, api_version
 where
     K: Resource,
 {
-    let warning = reason.starts_with("Failed");
+    let warning = reason.starts_with("Failed") || reason.ends_with("Failed");
     let meta = about.meta();
     let namespace = meta.namespace.clone().unwrap_or_else(|| "default".into());
     let now = super::api::object::now();

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::{Node, Pod, Taint};
 use kube::ResourceExt as _;
 
+use super::storage::Storage;
 use crate::core::quantity::Quantity;
 use crate::core::resources::{Amounts, requests};
 use crate::core::taints::tolerates;
 
 /// Picks a node, or explains. `assumed` maps uids of pods bound a moment ago to their nodes.
-pub fn choose(pod: &Pod, nodes: &[Arc<Node>], pods: &[Arc<Pod>], assumed: &HashMap<String, String>) -> Result<String, String> {
+pub fn choose(pod: &Pod, nodes: &[Arc<Node>], pods: &[Arc<Pod>], assumed: &HashMap<String, String>, storage: &Storage) -> Result<String, String> {
     if nodes.is_empty() {
         return Err("no nodes available to schedule pods".into());
     }
@@ -19,7 +20,7 @@ pub fn choose(pod: &Pod, nodes: &[Arc<Node>], pods: &[Arc<Pod>], assumed: &HashM
     let mut best: Option<(i64, String)> = None;
     for node in nodes {
         let here: Vec<&Arc<Pod>> = pods.iter().filter(|p| is_on(p, &node.name_any(), assumed)).collect();
-        match fits(pod, node, &here) {
+        match fits(pod, node, &here, storage) {
             Ok(score) => {
                 if best.as_ref().is_none_or(|(other, _)| score > *other) {
                     best = Some((score, node.name_any()));
@@ -53,7 +54,7 @@ fn is_on(pod: &Pod, node: &str, assumed: &HashMap<String, String>) -> bool {
     bound == Some(node)
 }
 
-fn fits(pod: &Pod, node: &Node, here: &[&Arc<Pod>]) -> Result<i64, Vec<String>> {
+fn fits(pod: &Pod, node: &Node, here: &[&Arc<Pod>], storage: &Storage) -> Result<i64, Vec<String>> {
     let mut why = Vec::new();
     let Some(spec) = &pod.spec else { return Err(vec!["node(s) got a pod without a spec".into()]) };
     let tolerations = spec.tolerations.as_deref().unwrap_or_default();
@@ -72,6 +73,7 @@ fn fits(pod: &Pod, node: &Node, here: &[&Arc<Pod>]) -> Result<i64, Vec<String>> 
     if crate::core::resources::ports_clash(pod, here.iter().map(|p| &***p)) {
         why.push("node(s) didn't have free ports for the requested pod ports".into());
     }
+    why.extend(storage.check(pod, node));
     let allocatable: Amounts = node.status.as_ref().and_then(|s| s.allocatable.as_ref()).map(crate::core::resources::amounts).unwrap_or_default();
     let mut used = Amounts::new();
     for other in here {
@@ -125,7 +127,7 @@ mod tests {
     fn a_pod_goes_where_it_fits_best_or_is_told_why_not() {
         let empty = HashMap::new();
         let nodes = [node("a", json!({})), node("b", json!({}))];
-        assert_eq!(choose(&pod("p", "", json!({})), &nodes, &[pod("x", "a", json!({}))], &empty), Ok("b".into()));
+        assert_eq!(choose(&pod("p", "", json!({})), &nodes, &[pod("x", "a", json!({}))], &empty, &Storage::default()), Ok("b".into()));
         let one = &nodes[..1];
         let taint = node("t", json!({"spec": {"taints": [{"key": "k", "effect": "NoSchedule"}]}}));
         let cases: Vec<(Value, Vec<Arc<Node>>, Vec<Arc<Pod>>, Option<&str>)> = vec![
@@ -144,7 +146,7 @@ mod tests {
             (json!({}), vec![node("u", json!({"spec": {"unschedulable": true}}))], vec![], Some("were unschedulable")),
         ];
         for (spec, nodes, pods, expected) in cases {
-            let result = choose(&pod("p", "", spec.clone()), &nodes, &pods, &empty);
+            let result = choose(&pod("p", "", spec.clone()), &nodes, &pods, &empty, &Storage::default());
             match expected {
                 None => assert!(result.is_ok(), "{spec}: {result:?}"),
                 Some(text) => assert!(result.as_ref().expect_err("refused").contains(text), "{spec}: {result:?}"),
@@ -152,6 +154,6 @@ mod tests {
         }
         let assumed = HashMap::from([("q".to_owned(), "a".to_owned()), ("r".to_owned(), "a".to_owned())]);
         let bound = [pod("q", "", json!({})), pod("r", "", json!({}))];
-        assert!(choose(&pod("p", "", json!({})), one, &bound, &assumed).is_err(), "assumed pods count");
+        assert!(choose(&pod("p", "", json!({})), one, &bound, &assumed, &Storage::default()).is_err(), "assumed pods count");
     }
 }

@@ -4,12 +4,13 @@
 //! as there, so that a burst does not overfill a node.
 
 mod fit;
+mod storage;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{Binding, Node, ObjectReference, Pod};
+use k8s_openapi::api::core::v1::{Binding, Node, ObjectReference, PersistentVolume, PersistentVolumeClaim, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{Patch, PatchParams, PostParams};
 use kube::runtime::watcher;
@@ -17,7 +18,9 @@ use kube::{Api, Client, ResourceExt as _};
 use serde_json::json;
 use tokio::time::Instant;
 
+use super::controllers::Caches;
 use crate::kubeapi::Cache;
+use storage::{Storage, Wanted};
 
 /// A pod that did not fit is looked at again after this long at the latest, doubling up to the maximum.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(10));
@@ -29,15 +32,19 @@ struct Waiting {
 }
 
 /// Schedules until the process ends.
-pub async fn run(client: Client, pods: Cache<Pod>) {
+pub async fn run(client: Client, caches: Caches) {
+    let Caches { pods, claims, volumes, classes, .. } = caches;
     let nodes: Cache<Node> = Cache::start(Api::all(client.clone()), watcher::Config::default().streaming_lists());
-    tokio::join!(pods.synced(), nodes.synced());
+    tokio::join!(pods.synced(), nodes.synced(), claims.synced(), volumes.synced(), classes.synced());
     let mut assumed: HashMap<String, String> = HashMap::new();
     let mut waiting: HashMap<String, Waiting> = HashMap::new();
     let (mut pod_changes, mut node_changes) = (pods.changes(), nodes.changes());
+    let (mut claim_changes, mut volume_changes) = (claims.changes(), volumes.changes());
     loop {
         pod_changes.mark_unchanged();
         node_changes.mark_unchanged();
+        claim_changes.mark_unchanged();
+        volume_changes.mark_unchanged();
         let all = pods.list();
         let mut queue: Vec<&Arc<Pod>> = all.iter().filter(|p| wants_node(p)).collect();
         queue.sort_by_key(|p| {
@@ -50,13 +57,24 @@ pub async fn run(client: Client, pods: Cache<Pod>) {
         assumed.retain(|uid, _| queue.iter().any(|p| p.metadata.uid.as_deref() == Some(uid)));
         waiting.retain(|uid, _| queue.iter().any(|p| p.metadata.uid.as_deref() == Some(uid)));
         let node_list = nodes.list();
+        let mut storage = Storage { claims: claims.list(), volumes: volumes.list(), classes: classes.list() };
         let mut bindings = Vec::new();
         for pod in queue {
             let uid = pod.uid().unwrap_or_default();
             if assumed.contains_key(&uid) {
                 continue;
             }
-            match fit::choose(pod, &node_list, &all, &assumed) {
+            let chosen = fit::choose(pod, &node_list, &all, &assumed, &storage);
+            // Claims that waited for their consumer are bound first; then the pod comes again.
+            if let Ok(node) = &chosen
+                && let Some(node) = node_list.iter().find(|n| n.name_any() == *node)
+                && let Some(wanted) = storage.reserve(pod, node)
+            {
+                waiting.remove(&uid);
+                select(&client, wanted).await;
+                continue;
+            }
+            match chosen {
                 Ok(node) => {
                     assumed.insert(uid.clone(), node.clone());
                     waiting.remove(&uid);
@@ -73,10 +91,33 @@ pub async fn run(client: Client, pods: Cache<Pod>) {
         }
         let most = waiting.values().map(|w| w.next).min().map_or(Duration::from_secs(30), |next| next.saturating_duration_since(Instant::now()));
         tokio::select! {
-            // All three are cancel-safe: nothing is lost that the next round does not read anew.
+            // All are cancel-safe: nothing is lost that the next round does not read anew.
             _ = pod_changes.changed() => {}
             _ = node_changes.changed() => {}
+            _ = claim_changes.changed() => {}
+            _ = volume_changes.changed() => {}
             () = tokio::time::sleep(most.max(Duration::from_millis(20))) => {}
+        }
+    }
+}
+
+/// Tells the binder what the claims of a pod that has a node are to be bound to.
+async fn select(client: &Client, wanted: Vec<Wanted>) {
+    for wish in wanted {
+        let (name, result) = match wish {
+            Wanted::Volume(volume, patch) => {
+                let api: Api<PersistentVolume> = Api::all(client.clone());
+                let name = volume.name_any();
+                (name.clone(), api.patch(&name, &PatchParams::default(), &Patch::Merge(patch)).await.map(|_| ()))
+            }
+            Wanted::Node(claim, patch) => {
+                let api: Api<PersistentVolumeClaim> = Api::namespaced(client.clone(), &claim.namespace().unwrap_or_default());
+                let name = claim.name_any();
+                (name.clone(), api.patch(&name, &PatchParams::default(), &Patch::Merge(patch)).await.map(|_| ()))
+            }
+        };
+        if let Err(error) = result {
+            tracing::debug!(%error, name, "what a claim is to be bound to could not be written; it is decided anew");
         }
     }
 }
