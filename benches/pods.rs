@@ -191,7 +191,7 @@ async fn floor_container(runtime: &CriClient, pod: &Pod, dir: &Path, sandbox: &s
     let mount = |from: &str, to: &str| pb::Mount { container_path: to.into(), host_path: dir.join(from).display().to_string(), ..Default::default() };
     let mounts =
         vec![mount("token", "/var/run/secrets/kubernetes.io/serviceaccount"), mount("hosts", "/etc/hosts"), mount("message", "/dev/termination-log")];
-    let prepared = config::Prepared { attempt, image: IMAGE, image_user: (None, String::new()), env: vec![], mounts, target: None };
+    let prepared = config::Prepared { attempt, image: IMAGE, image_user: (None, String::new()), env: vec![], mounts, devices: vec![], target: None };
     let mut container = config::container(pod, &pod.spec.as_ref().unwrap().containers[0], prepared, node).unwrap();
     container.labels.clear();
     let container = runtime.create_container(sandbox, container, floor_sandbox(pod, node)).await.unwrap();

@@ -93,3 +93,187 @@ fn what_changes_in_the_api_changes_in_the_container() {
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }
+
+fn claim(name: &str, more: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {{name: {name}}}\nspec: {{accessModes: [ReadWriteOnce], resources: {{requests: {{storage: 1Mi}}}}{more}}}\n---\n"
+    )
+}
+
+fn volume(name: &str, node: &str, source: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: PersistentVolume\nmetadata: {{name: {name}}}\nspec: {{storageClassName: by-hand, capacity: {{storage: 1Mi}}, accessModes: [ReadWriteOnce], claimRef: {{namespace: default, name: {name}}}, nodeAffinity: {{required: {{nodeSelectorTerms: [{{matchExpressions: [{{key: kubernetes.io/hostname, operator: In, values: [{node}]}}]}}]}}}}, {source}}}\n---\n"
+    )
+}
+
+/// A file as a block device; taken away when dropped.
+struct Loop {
+    device: String,
+    _file: tempfile::NamedTempFile,
+}
+
+impl Loop {
+    fn new() -> Loop {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(64 << 20).unwrap();
+        let output = std::process::Command::new("losetup").args(["--find", "--show", file.path().to_str().unwrap()]).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        Loop { device: String::from_utf8(output.stdout).unwrap().trim().to_owned(), _file: file }
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        // The test has failed already if it is still in use.
+        let _ = std::process::Command::new("losetup").args(["--detach", &self.device]).status();
+    }
+}
+
+#[test]
+fn claims_are_bound_mounted_kept_and_given_back() {
+    let cluster = Cluster::start("claims", 35);
+    let image = support::busybox(&cluster);
+    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let of = |name: &str| format!("[{{name: v, persistentVolumeClaim: {{claimName: {name}}}}}]");
+    let at = "[{name: v, mountPath: /v}]";
+    let get = |kind: &str, name: &str, path: &str| cluster.kubectl(&["get", kind, name, "--ignore-not-found", "-o", &format!("jsonpath={{{path}}}")]);
+
+    // Without a class a claim gets a directory of this machine, once somebody wants it.
+    cluster.apply(&claim("data", ""));
+    cluster.wait("the claim to wait", || cluster.events("data").contains("WaitForFirstConsumer"));
+    cluster.apply(&pod("first", &image, &of("data"), at));
+    cluster.wait("its first consumer", || ready(&cluster, "first"));
+    inside(&cluster, "first", &["busybox", "sh", "-c", "echo kept > /v/note"]);
+    let made = get("pvc", "data", ".spec.volumeName");
+    let directory = get("pv", &made, ".spec.hostPath.path");
+    assert_eq!(std::fs::read_to_string(format!("{directory}/note")).unwrap(), "kept\n");
+    let listed = cluster.kubectl(&["get", "pvc", "data"]);
+    assert!(listed.contains("Bound") && listed.contains("RWO") && listed.contains("standard"), "{listed}");
+    // A claim in use stays until its last pod has gone.
+    cluster.apply(&pod("second", &image, &of("data"), at));
+    cluster.wait("its second consumer", || ready(&cluster, "second"));
+    cluster.kubectl(&["delete", "pvc", "data", "--wait=false"]);
+    cluster.kubectl(&["delete", "pod", "first"]);
+    assert_eq!(inside(&cluster, "second", &["cat", "/v/note"]), "kept");
+    assert!(cluster.kubectl(&["get", "pvc", "data"]).contains("Terminating"));
+    cluster.kubectl(&["delete", "pod", "second"]);
+    cluster.wait("the claim to go", || get("pvc", "data", ".metadata.name").is_empty());
+    cluster.wait("its volume to go", || get("pv", &made, ".metadata.name").is_empty());
+    assert!(!std::path::Path::new(&directory).exists());
+
+    // Volumes that were made by hand: a directory with a group, a device with and without a filesystem.
+    let (dir, disk, raw) = (tempfile::tempdir().unwrap(), Loop::new(), Loop::new());
+    std::fs::write(dir.path().join("old"), "x").unwrap();
+    cluster.apply(&format!(
+        "{}{}{}{}{}{}",
+        volume("directory", &node, &format!("local: {{path: '{}'}}", dir.path().display())),
+        volume("disk", &node, &format!("local: {{path: '{}'}}", disk.device)),
+        volume("raw", &node, &format!("volumeMode: Block, local: {{path: '{}'}}", raw.device)),
+        claim("directory", ", storageClassName: by-hand"),
+        claim("disk", ", storageClassName: by-hand"),
+        claim("raw", ", storageClassName: by-hand, volumeMode: Block"),
+    ));
+    let user = |name: &str| pod(name, &image, &of(name), at).replace("  volumes:", "  securityContext: {runAsUser: 1000, fsGroup: 4242}\n  volumes:");
+    cluster.apply(&user("directory"));
+    cluster.apply(&user("disk"));
+    cluster.apply(&pod("reader", &image, "[{name: v, persistentVolumeClaim: {claimName: disk, readOnly: true}}]", at));
+    cluster.apply(&pod("raw", &image, &of("raw"), "[], volumeDevices: [{name: v, devicePath: /dev/raw}]"));
+    for name in ["directory", "disk", "reader", "raw"] {
+        cluster.wait(&format!("{name} to run"), || ready(&cluster, name));
+    }
+    assert_eq!(
+        inside(&cluster, "directory", &["busybox", "sh", "-c", "echo more >> /v/old; stat -c %g:%a /v/old; stat -c %g:%a /v"]),
+        "4242:664\n4242:2775"
+    );
+    inside(&cluster, "disk", &["busybox", "sh", "-c", "echo here > /v/file"]);
+    assert_eq!(inside(&cluster, "reader", &["busybox", "sh", "-c", "cat /v/file; touch /v/x 2>/dev/null || echo refused"]), "here\nrefused");
+    assert!(inside(&cluster, "disk", &["busybox", "grep", " /v ", "/proc/mounts"]).contains("ext4"));
+    assert_eq!(inside(&cluster, "raw", &["busybox", "sh", "-c", "echo block > /dev/raw && head -c 5 /dev/raw"]), "block");
+    // The device stays mounted while a pod has it, whatever becomes of the other.
+    cluster.kubectl(&["delete", "pod", "reader"]);
+    assert_eq!(inside(&cluster, "disk", &["cat", "/v/file"]), "here");
+    cluster.kubectl(&["delete", "pod", "disk", "directory", "raw"]);
+    let mounted = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    assert!(!mounted.contains(&disk.device) && !mounted.contains("local-volume"), "{mounted}");
+    // What a device holds is never formatted away.
+    cluster.apply(&user("disk"));
+    cluster.wait("the disk once more", || ready(&cluster, "disk"));
+    assert_eq!(inside(&cluster, "disk", &["cat", "/v/file"]), "here");
+
+    // A claim that lives and dies with its pod; memory of a size; pages; and what is missing is named.
+    let template = "[{name: v, ephemeral: {volumeClaimTemplate: {spec: {accessModes: [ReadWriteOnce], resources: {requests: {storage: 1Mi}}}}}}]";
+    cluster.apply(&pod("short", &image, template, at));
+    cluster.apply(&pod(
+        "memory",
+        &image,
+        "[{name: v, emptyDir: {medium: Memory, sizeLimit: 8Mi}}, {name: p, emptyDir: {medium: HugePages-2Mi}}]",
+        "[{name: v, mountPath: /v}, {name: p, mountPath: /p}]",
+    ));
+    cluster.apply(&pod("lost", &image, &of("nosuch"), at));
+    for name in ["short", "memory"] {
+        cluster.wait(&format!("{name} to run"), || ready(&cluster, name));
+    }
+    let mounts = inside(&cluster, "memory", &["cat", "/proc/mounts"]);
+    assert!(mounts.lines().any(|l| l.contains(" /v ") && l.contains("size=8192k")), "{mounts}");
+    assert!(mounts.lines().any(|l| l.contains(" /p hugetlbfs") && l.contains("pagesize=2M")), "{mounts}");
+    assert!(!get("pvc", "short-v", ".spec.volumeName").is_empty());
+    cluster.wait("what is missing to be named", || cluster.events("lost").contains("persistentvolumeclaim \"nosuch\" not found"));
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    cluster.wait("the short-lived claim to go", || get("pvc", "short-v", ".metadata.name").is_empty());
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.kubectl(&["delete", "pvc", "--all"]);
+    assert!(cluster.kubectl(&["get", "pv", "disk"]).contains("Released"));
+}
+
+/// A filesystem that never answers, as one whose server is gone.
+struct Dead {
+    dir: tempfile::TempDir,
+    _answers: std::fs::File,
+}
+
+impl Dead {
+    fn mount() -> Dead {
+        use std::os::fd::AsRawFd as _;
+        let dir = tempfile::tempdir().unwrap();
+        let answers = std::fs::OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", answers.as_raw_fd());
+        let none = nix::mount::MsFlags::empty();
+        nix::mount::mount(Some("dead"), dir.path(), Some("fuse"), none, Some(options.as_str())).unwrap();
+        Dead { dir, _answers: answers }
+    }
+}
+
+impl Drop for Dead {
+    fn drop(&mut self) {
+        // Whoever waits for it gets an error then.
+        let _ = nix::mount::umount2(self.dir.path(), nix::mount::MntFlags::MNT_FORCE | nix::mount::MntFlags::MNT_DETACH);
+    }
+}
+
+#[test]
+fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
+    let cluster = Cluster::start("hung", 36);
+    let image = support::busybox(&cluster);
+    let dead = Dead::mount();
+    let path = dead.dir.path().display().to_string();
+    // More of them than there are threads to lend.
+    let stuck = |n: usize| {
+        pod(&format!("stuck-{n}"), &image, &format!("[{{name: v, hostPath: {{path: '{path}', type: Directory}}}}]"), "[{name: v, mountPath: /v}]")
+    };
+    cluster.apply(&(0..20).map(stuck).collect::<String>());
+    let why = |name: &str| cluster.pod(name)["status"]["containerStatuses"][0]["state"]["waiting"]["message"].as_str().unwrap_or_default().to_owned();
+    cluster.wait("the wait to be told", || why("stuck-7").contains("volume v cannot be set up: the kernel has not answered for"));
+    cluster.apply(&pod("free", &image, "[{name: v, emptyDir: {}}]", "[{name: v, mountPath: /v}]"));
+    let begun = std::time::Instant::now();
+    cluster.wait("another pod to start", || ready(&cluster, "free"));
+    cluster.kubectl(&["delete", "pod", "free"]);
+    assert!(begun.elapsed() < Duration::from_secs(8), "it was not held up: {:?}", begun.elapsed());
+    // The pods can go, and what hung is over once the filesystem has gone.
+    cluster.kubectl(&["delete", "pod", "stuck-0", "stuck-1"]);
+    drop(dead);
+    std::fs::create_dir_all(&path).unwrap();
+    cluster.wait("a pod that hung to start", || ready(&cluster, "stuck-2"));
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    std::fs::remove_dir(&path).unwrap();
+}

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret};
 use kube::ResourceExt as _;
 
+use crate::core::behind::Behind;
 use crate::core::env::Objects;
 use crate::core::references;
 use crate::kubeapi::pods::{ApiFailure, PodApi};
@@ -16,6 +17,8 @@ pub struct Fetched {
     namespace: String,
     maps: BTreeMap<String, Arc<ConfigMap>>,
     secrets: BTreeMap<String, Arc<Secret>>,
+    /// What is behind the pod's volumes, by their names.
+    pub behind: BTreeMap<String, Behind>,
 }
 
 impl Objects for Fetched {

@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
 use serde_json::Value;
 
 use crate::kubeapi::objects::{Following, News};
-use crate::kubeapi::pods::{ApiFailure, PodApi, Token, TokenFor};
+use crate::kubeapi::pods::{ApiFailure, Claimed, PodApi, Token, TokenFor};
 
 /// No API.
 pub struct NoApi;
@@ -40,6 +40,10 @@ impl PodApi for NoApi {
     }
 
     async fn token(&self, _: TokenFor<'_>) -> Result<Token, ApiFailure> {
+        none()
+    }
+
+    async fn claimed(&self, _: &str, _: &str) -> Result<Claimed, ApiFailure> {
         none()
     }
 

@@ -60,6 +60,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         driver,
         pids: config.pod_pids,
         cpu_period: config.cpu_period,
+        patient: crate::sys::patient::Patient::default(),
     };
     let clock = Clock::system();
     let machine = Machine::read(&config.root_dir);

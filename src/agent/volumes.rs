@@ -16,12 +16,13 @@ use tokio::time::Instant;
 use super::journal::Log;
 use super::objects::{self, Fetched};
 use super::{Context, Kind};
+use crate::core::behind::{self, Behind};
 use crate::core::env::Surroundings;
 use crate::core::journal::Step;
 use crate::core::references::{self, References};
-use crate::core::{pod, volumes};
+use crate::core::{claims, pod, volumes};
 use crate::kubeapi::objects::{Following, News};
-use crate::kubeapi::pods::{Token, TokenFor};
+use crate::kubeapi::pods::{ApiFailure, Token, TokenFor};
 
 /// A token is fetched anew at this age at the latest.
 const OLD: SignedDuration = SignedDuration::from_hours(24);
@@ -46,6 +47,8 @@ pub struct Volumes {
     stale: Arc<AtomicBool>,
     /// What they are made from, and for as long as it is followed.
     following: Option<(References, Following)>,
+    /// What is behind them, as far as that is known.
+    behind: BTreeMap<String, Behind>,
     hint: Arc<Notify>,
 }
 
@@ -67,7 +70,7 @@ impl Volumes {
     /// Nothing is set up; `hint` wakes the pod's worker.
     #[must_use]
     pub fn new(hint: Arc<Notify>) -> Volumes {
-        Volumes { tokens: BTreeMap::new(), at: None, shape: 0, stale: Arc::default(), following: None, hint }
+        Volumes { tokens: BTreeMap::new(), at: None, shape: 0, stale: Arc::default(), following: None, behind: BTreeMap::new(), hint }
     }
 
     /// Whether they have to be set up or refreshed: something has changed, or `every` has passed.
@@ -98,16 +101,26 @@ impl Volumes {
         self.follow(context, pod);
         // Before reading: what changes from now on makes another turn.
         self.stale.store(false, Ordering::Relaxed);
-        let fetched = log.step(Step::Objects, "", objects::fetch(&*context.api, pod)).await?;
+        let mut fetched = log.step(Step::Objects, "", objects::fetch(&*context.api, pod)).await?;
         let allocatable = context.allocatable();
         let around = Surroundings { pod, pod_ips, node_ips: &context.node_ips, allocatable: &allocatable };
-        let tokens = &self.tokens;
+        let (tokens, behind) = (&self.tokens, &self.behind);
+        let memory = allocatable.get("memory").and_then(|q| u64::try_from(q.units()).ok()).unwrap_or(0);
         let volumes = pod::spec(pod).volumes.iter().flatten();
         let work = volumes.map(|volume| async {
             let mut fresh = BTreeMap::new();
-            let made = log.step(Step::Volume, &volume.name, one(context, volume, &around, &fetched, tokens, &mut fresh)).await;
-            made.map(|()| fresh).map_err(|error| {
-                let message = format!("MountVolume.SetUp failed for volume {:?} : {error}", volume.name);
+            let set_up = async {
+                let behind = match behind.get(&volume.name) {
+                    // What a claim was bound to stays.
+                    Some(known) => known.clone(),
+                    None => resolve(context, pod, volume, memory).await?,
+                };
+                one(context, volume, &behind, &around, &fetched, tokens, &mut fresh).await?;
+                Ok::<_, String>(behind)
+            };
+            let made = log.step(Step::Volume, &volume.name, set_up).await;
+            made.map(|behind| (fresh, behind)).map_err(|error| {
+                let message = told(&volume.name, &error);
                 context.events.pod(pod, None, Kind::Warning, "FailedMount", message.clone());
                 message
             })
@@ -115,7 +128,10 @@ impl Volumes {
         let mut failed = None;
         for result in futures::future::join_all(work).await {
             match result {
-                Ok(fresh) => self.tokens.extend(fresh),
+                Ok((fresh, behind)) => {
+                    self.tokens.extend(fresh);
+                    self.behind.insert(behind.volume.clone(), behind);
+                }
                 Err(error) => failed = failed.or(Some(error)),
             }
         }
@@ -124,22 +140,42 @@ impl Volumes {
             _ => {}
         }
         (self.at, self.shape) = (Some(Instant::now()), shape(pod));
+        fetched.behind.clone_from(&self.behind);
         Ok(fetched)
     }
+}
+
+/// The event of a volume that cannot be had.
+fn told(volume: &str, error: &str) -> String {
+    if error.contains("PVC ") {
+        return format!("Unable to attach or mount volumes: unmounted volumes=[{volume}], failed to process volumes=[{volume}]: {error}");
+    }
+    format!("MountVolume.SetUp failed for volume {volume:?} : {error}")
+}
+
+/// What is behind a volume; a claim and its volume are read as they are now.
+async fn resolve(context: &Context, pod: &Pod, volume: &Volume, memory: u64) -> Result<Behind, String> {
+    let Some(name) = claims::of_volume(pod, volume) else { return behind::behind(pod, volume, None, memory) };
+    let namespace = pod.namespace().unwrap_or_default();
+    let failed = |e: ApiFailure| format!("error processing PVC {namespace}/{name}: failed to fetch PVC from API server: {e}");
+    let found = context.api.claimed(&namespace, &name).await.map_err(failed)?;
+    let wanted = behind::usable(pod, volume, &found.claim)?;
+    let bound = found.volume.ok_or_else(|| format!("error processing PVC {namespace}/{name}: persistentVolume {wanted:?} not found"))?;
+    let claimed = behind::Claimed { claim: found.claim, volume: bound };
+    behind::reached(&claimed, context.node.borrow().as_deref())?;
+    behind::behind(pod, volume, Some(&claimed), memory)
 }
 
 /// One volume. Tokens that were fetched for it are added to `fresh`.
 async fn one(
     context: &Context,
     volume: &Volume,
+    behind: &Behind,
     around: &Surroundings<'_>,
     fetched: &Fetched,
     tokens: &BTreeMap<Place, Issued>,
     fresh: &mut BTreeMap<Place, Issued>,
 ) -> Result<(), String> {
-    if let Some(why) = volumes::unsupported(volume) {
-        return Err(why);
-    }
     let mut issued = BTreeMap::new();
     for wish in volumes::tokens(volume) {
         let place = (wish.volume.clone(), wish.path.clone());
@@ -165,5 +201,5 @@ async fn one(
         issued.insert(wish.path.clone(), text);
     }
     let files = volumes::files(volume, around, fetched, &issued).transpose()?;
-    context.host.set_up_volume(around.pod, volume, files).await
+    context.host.set_up_volume(around.pod, behind, files).await
 }

@@ -7,6 +7,7 @@
 pub mod actions;
 pub mod admit;
 pub mod backoff;
+pub mod behind;
 pub mod bucket;
 pub mod cgroup;
 pub mod claims;

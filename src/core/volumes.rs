@@ -189,40 +189,6 @@ fn token_mode(pod: &Pod, default: i32) -> u32 {
     if group.is_some() { mode(None, default) | 0o040 } else { mode(None, default) }
 }
 
-/// Why a volume's kind cannot be served; `None` if it can.
-#[must_use]
-pub fn unsupported(volume: &Volume) -> Option<String> {
-    let known = volume.empty_dir.is_some()
-        || volume.host_path.is_some()
-        || volume.config_map.is_some()
-        || volume.secret.is_some()
-        || volume.downward_api.is_some()
-        || volume.projected.is_some()
-        || volume.image.is_some();
-    (!known).then(|| {
-        format!(
-            "volume {:?} is of a type that this version does not serve; it serves emptyDir, hostPath, configMap, secret, downwardAPI, projected and image",
-            volume.name
-        )
-    })
-}
-
-/// The directory of a volume's plugin below the pod's `volumes`.
-#[must_use]
-pub fn plugin_dir(volume: &Volume) -> &'static str {
-    if volume.empty_dir.is_some() {
-        "kubernetes.io~empty-dir"
-    } else if volume.config_map.is_some() {
-        "kubernetes.io~configmap"
-    } else if volume.secret.is_some() {
-        "kubernetes.io~secret"
-    } else if volume.downward_api.is_some() {
-        "kubernetes.io~downward-api"
-    } else {
-        "kubernetes.io~projected"
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

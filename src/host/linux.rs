@@ -2,21 +2,23 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
-use k8s_openapi::api::core::v1::{Pod, Volume};
+use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 
+use super::volumes::Ownership;
 use super::{Log, PodHost, SubPath, rotate};
+use crate::core::behind::Behind;
 use crate::core::cgroup::{self, Driver, pod_limits};
 use crate::core::image_gc::Filesystem;
-use crate::core::quantity::Quantity;
 use crate::core::users::{self, Mappings};
-use crate::core::volumes::{self, Files};
+use crate::core::volumes::Files;
 use crate::core::{logs, pod, qos};
-use crate::sys::{atomic_dir, beneath, file, machine, mount};
+use crate::sys::patient::Patient;
+use crate::sys::{file, machine, mount};
 
 /// The most that is read of a termination message.
 const MESSAGE_LIMIT: u64 = 4096;
@@ -43,28 +45,30 @@ pub struct LinuxHost {
     pub pids: Option<i64>,
     /// The period of CPU quotas in microseconds; none where quotas are not enforced.
     pub cpu_period: Option<u64>,
+    /// Calls that the kernel may never answer.
+    pub patient: Patient,
 }
 
 /// A pod's uid as one path segment; anything else is refused.
-fn segment(text: &str) -> Result<&str, String> {
+pub(super) fn segment(text: &str) -> Result<&str, String> {
     let fine = !text.is_empty() && text != "." && text != ".." && !text.contains('/') && text.len() < 256;
     if fine { Ok(text) } else { Err(format!("{text:?} cannot be used as a directory name")) }
 }
 
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, String> + Send + 'static) -> Result<T, String> {
+pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, String> + Send + 'static) -> Result<T, String> {
     tokio::task::spawn_blocking(work).await.map_err(|e| format!("an operation on the filesystem ended unexpectedly: {e}"))?
 }
 
-fn doing<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl FnOnce(E) -> String {
+pub(super) fn doing<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl FnOnce(E) -> String {
     move |error| format!("{what}: {error}")
 }
 
-fn make(path: &Path, mode: u32) -> Result<(), String> {
+pub(super) fn make(path: &Path, mode: u32) -> Result<(), String> {
     fs::DirBuilder::new().recursive(true).mode(mode).create(path).map_err(doing(format!("the directory {} cannot be made", path.display())))
 }
 
 /// Removes a directory and all in it; a missing one is fine.
-fn remove(dir: &Path) -> Result<(), String> {
+pub(super) fn remove(dir: &Path) -> Result<(), String> {
     match fs::remove_dir_all(dir) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(format!("{} cannot be removed: {error}", dir.display())),
         _ => Ok(()),
@@ -83,21 +87,8 @@ fn last_bytes(path: &Path, limit: u64) -> Result<String, String> {
 }
 
 impl LinuxHost {
-    fn pod_dir(&self, uid: &str) -> Result<PathBuf, String> {
+    pub(super) fn pod_dir(&self, uid: &str) -> Result<PathBuf, String> {
         Ok(self.root.join("pods").join(segment(uid)?))
-    }
-
-    /// Where volumes lie that must never reach a disk: one tmpfs for all pods. One mount a volume would
-    /// lengthen the mount table, which the runtime reads for every container it starts.
-    fn memory(&self) -> PathBuf {
-        self.root.join("memory")
-    }
-
-    fn volume_dir(&self, uid: &str, volume: &Volume) -> Result<PathBuf, String> {
-        if volume.secret.is_some() || volume.projected.is_some() {
-            return Ok(self.memory().join(segment(uid)?).join(segment(&volume.name)?));
-        }
-        Ok(self.pod_dir(uid)?.join("volumes").join(volumes::plugin_dir(volume)).join(segment(&volume.name)?))
     }
 
     fn message_file(&self, uid: &str, container: &str, attempt: u32) -> Result<PathBuf, String> {
@@ -119,50 +110,6 @@ impl LinuxHost {
         let class = qos::of(pod::spec(pod));
         (cgroup::tiers(&self.cgroup_root, class), cgroup::pod_path(&self.cgroup_root, Driver::Cgroupfs, class, pod::uid(pod)))
     }
-}
-
-/// Checks a hostPath volume's type (kubelet spec, 9.3).
-fn check_host_path(path: &Path, kind: &str) -> Result<(), String> {
-    let found = fs::metadata(path);
-    let must_be = |what: &str, is: fn(&fs::Metadata) -> bool| {
-        if found.as_ref().is_ok_and(is) { Ok(()) } else { Err(format!("hostPath type check failed: {} is not a {what}", path.display())) }
-    };
-    match kind {
-        "" => Ok(()),
-        "DirectoryOrCreate" if found.is_err() => make(path, 0o755),
-        "FileOrCreate" if found.is_err() => fs::OpenOptions::new()
-            .create(true)
-            .append(true)
-            .mode(0o644)
-            .open(path)
-            .map(|_| ())
-            .map_err(doing(format!("the file {} cannot be made", path.display()))),
-        "Directory" | "DirectoryOrCreate" => must_be("directory", |m| m.is_dir()),
-        "File" | "FileOrCreate" => must_be("file", |m| m.is_file()),
-        "Socket" => must_be("socket file", |m| m.file_type().is_socket()),
-        "CharDevice" => must_be("character device", |m| m.file_type().is_char_device()),
-        "BlockDevice" => must_be("block device", |m| m.file_type().is_block_device()),
-        other => Err(format!("hostPath type {other:?} is not known")),
-    }
-}
-
-/// An emptyDir: a directory everybody may write, or a tmpfs.
-fn empty_dir(dir: &Path, volume: &Volume, group: Option<u32>) -> Result<(), String> {
-    make(dir, 0o777)?;
-    let source = volume.empty_dir.clone().unwrap_or_default();
-    match source.medium.as_deref().unwrap_or_default() {
-        "" => {}
-        "Memory" => {
-            let size = source.size_limit.and_then(|q| q.0.parse::<Quantity>().ok()).map_or(0, |q| u64::try_from(q.units()).unwrap_or(0));
-            mount::tmpfs(dir, size).map_err(doing(format!("a tmpfs cannot be mounted at {}", dir.display())))?;
-        }
-        other => return Err(format!("emptyDir medium {other:?} of volume {:?} is not supported; use \"\" or Memory", volume.name)),
-    }
-    let mode = if group.is_some() { 0o2777 } else { 0o777 };
-    if let Some(group) = group {
-        std::os::unix::fs::chown(dir, None, Some(group)).map_err(doing("the volume's group cannot be set"))?;
-    }
-    fs::set_permissions(dir, fs::Permissions::from_mode(mode)).map_err(doing("the volume's mode cannot be set"))
 }
 
 #[async_trait]
@@ -212,76 +159,21 @@ impl PodHost for LinuxHost {
         .await
     }
 
-    async fn set_up_volume(&self, pod: &Pod, volume: &Volume, files: Option<Files>) -> Result<(), String> {
-        if let Some(host) = &volume.host_path {
-            let (path, kind) = (PathBuf::from(&host.path), host.type_.clone().unwrap_or_default());
-            return blocking(move || check_host_path(&path, &kind)).await;
-        }
-        if volume.image.is_some() {
-            // The runtime mounts it from its own store.
-            return Ok(());
-        }
-        let dir = self.volume_dir(pod::uid(pod), volume)?;
-        let group = pod.spec.as_ref().and_then(|s| s.security_context.as_ref()).and_then(|s| s.fs_group).and_then(|g| u32::try_from(g).ok());
-        let volume = volume.clone();
-        let memory = self.memory();
-        blocking(move || {
-            if volume.empty_dir.is_some() {
-                return empty_dir(&dir, &volume, group);
-            }
-            let files = files.ok_or_else(|| format!("volume {:?} has no content", volume.name))?;
-            // What may be secret never reaches a disk, also after somebody unmounted it.
-            if dir.starts_with(&memory) && !mount::is_tmpfs(&memory) {
-                make(&memory, 0o700)?;
-                mount::tmpfs(&memory, 0).map_err(doing(format!("a tmpfs cannot be mounted at {}", memory.display())))?;
-            }
-            make(&dir, 0o755)?;
-            fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).map_err(doing("the volume's mode cannot be set"))?;
-            let stamp = jiff::Timestamp::now().strftime("%Y_%m_%d_%H_%M_%S").to_string();
-            atomic_dir::write(&dir, &files, group, &stamp)
-                .map(|_| ())
-                .map_err(doing(format!("the files of volume {:?} cannot be written", volume.name)))
-        })
-        .await
-    }
-
-    async fn mount_source(&self, pod: &Pod, volume: &Volume, place: &SubPath) -> Result<PathBuf, String> {
-        let base = match &volume.host_path {
-            Some(host) => PathBuf::from(&host.path),
-            None => self.volume_dir(pod::uid(pod), volume)?,
+    async fn set_up_volume(&self, pod: &Pod, behind: &Behind, files: Option<Files>) -> Result<(), String> {
+        let security = pod::spec(pod).security_context.as_ref();
+        let owner = Ownership {
+            group: security.and_then(|s| s.fs_group).and_then(|g| u32::try_from(g).ok()),
+            on_mismatch: security.and_then(|s| s.fs_group_change_policy.as_deref()) == Some("OnRootMismatch"),
         };
-        let Some(sub) = place.path.clone() else { return Ok(base) };
-        let (volume, container, index) = (volume.name.clone(), place.container.clone(), place.index);
-        let places = self.pod_dir(pod::uid(pod))?.join("volume-subpaths").join(segment(&volume)?).join(segment(&container)?);
-        blocking(move || {
-            let sub = Path::new(&sub);
-            if sub.is_absolute() {
-                return Err(format!("error SubPath `{}` must not be an absolute path", sub.display()));
-            }
-            if sub.components().any(|c| matches!(c, std::path::Component::ParentDir)) {
-                return Err(format!("unable to provision SubPath `{}`: must not contain '..'", sub.display()));
-            }
-            let base = beneath::Dir::open(&base)
-                .map_err(doing(format!("failed to prepare subPath for volumeMount {volume:?} of container {container:?}")))?;
-            let found = base
-                .find_or_make(sub)
-                .map_err(doing(format!("failed to create subPath directory for volumeMount {volume:?} of container {container:?}")))?;
-            make(&places, 0o750)?;
-            let target = places.join(index.to_string());
-            mount::bind(&found, &target)
-                .map_err(doing(format!("failed to prepare subPath for volumeMount {volume:?} of container {container:?}")))?;
-            Ok(target)
-        })
-        .await
+        self.set_up(pod::uid(pod), behind, owner, files).await
     }
 
-    async fn read_file(&self, pod: &Pod, volume: &Volume, path: &str) -> Result<String, String> {
-        let (dir, path) = (self.volume_dir(pod::uid(pod), volume)?, PathBuf::from(path));
-        blocking(move || {
-            let dir = beneath::Dir::open(&dir).map_err(doing("the volume cannot be opened"))?;
-            dir.read(&path, ENV_FILE_LIMIT).map_err(doing(format!("{} cannot be read", path.display())))
-        })
-        .await
+    async fn mount_source(&self, pod: &Pod, behind: &Behind, place: &SubPath) -> Result<PathBuf, String> {
+        self.source(pod::uid(pod), behind, place).await
+    }
+
+    async fn read_file(&self, pod: &Pod, behind: &Behind, path: &str) -> Result<String, String> {
+        self.read(pod::uid(pod), behind, path, ENV_FILE_LIMIT).await
     }
 
     async fn write_hosts(&self, pod: &Pod, text: String) -> Result<PathBuf, String> {
@@ -382,12 +274,7 @@ impl PodHost for LinuxHost {
     }
 
     async fn tear_down_volumes(&self, uid: &str) -> Result<(), String> {
-        let (dir, memory) = (self.pod_dir(uid)?, self.memory().join(segment(uid)?));
-        blocking(move || {
-            mount::unmount_all(&dir).map_err(|e| e.to_string())?;
-            remove(&memory)
-        })
-        .await
+        self.tear_down(uid).await
     }
 
     async fn remove_cgroup(&self, pod: &Pod) -> Result<(), String> {
@@ -430,12 +317,11 @@ impl PodHost for LinuxHost {
     }
 
     async fn remove_leftovers(&self, uid: &str) -> Result<(), String> {
-        let (dir, memory) = (self.pod_dir(uid)?, self.memory().join(segment(uid)?));
+        self.tear_down(uid).await?;
+        let dir = self.pod_dir(uid)?;
         let (root, uid, logs, links) = (self.cgroup_root.clone(), uid.to_owned(), self.logs.clone(), self.log_links());
         blocking(move || {
-            mount::unmount_all(&dir).map_err(|e| e.to_string())?;
             remove_unmounted(&dir)?;
-            remove(&memory)?;
             for (_, path) in crate::sys::cgroup::pods(&root).into_iter().filter(|(u, _)| *u == uid) {
                 crate::sys::cgroup::remove(&path).map_err(|e| e.to_string())?;
             }

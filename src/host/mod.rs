@@ -4,12 +4,15 @@
 
 pub mod linux;
 mod rotate;
+mod tool;
+mod volumes;
 
 use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
-use k8s_openapi::api::core::v1::{Pod, Volume};
+use k8s_openapi::api::core::v1::Pod;
 
+use crate::core::behind::Behind;
 use crate::core::image_gc::Filesystem;
 use crate::core::users::Mappings;
 use crate::core::volumes::Files;
@@ -50,11 +53,11 @@ pub trait PodHost: Send + Sync + 'static {
     /// Makes the pod's directories.
     async fn make_directories(&self, pod: &Pod) -> Result<(), String>;
     /// Mounts a volume and, for projecting kinds, writes its files.
-    async fn set_up_volume(&self, pod: &Pod, volume: &Volume, files: Option<Files>) -> Result<(), String>;
+    async fn set_up_volume(&self, pod: &Pod, behind: &Behind, files: Option<Files>) -> Result<(), String>;
     /// The directory or file that a container mounts.
-    async fn mount_source(&self, pod: &Pod, volume: &Volume, place: &SubPath) -> Result<PathBuf, String>;
+    async fn mount_source(&self, pod: &Pod, behind: &Behind, place: &SubPath) -> Result<PathBuf, String>;
     /// Reads a small file of a volume, never outside of it.
-    async fn read_file(&self, pod: &Pod, volume: &Volume, path: &str) -> Result<String, String>;
+    async fn read_file(&self, pod: &Pod, behind: &Behind, path: &str) -> Result<String, String>;
     /// Writes the pod's `/etc/hosts`; the answer is its path here.
     async fn write_hosts(&self, pod: &Pod, text: String) -> Result<PathBuf, String>;
     /// Makes an empty file for a container's termination message.

@@ -6,10 +6,11 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
-use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service, ServiceAccount};
+use k8s_openapi::api::core::v1::{ConfigMap, Event, PersistentVolume, PersistentVolumeClaim, Pod, Secret, Service, ServiceAccount};
 use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Api, Client};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::Cache;
@@ -64,6 +65,15 @@ pub struct TokenFor<'a> {
     pub seconds: i64,
 }
 
+/// A claim and the volume it is bound to.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Claimed {
+    /// The claim.
+    pub claim: PersistentVolumeClaim,
+    /// Its volume, once it is bound.
+    pub volume: Option<PersistentVolume>,
+}
+
 /// The API's side of pods.
 #[async_trait]
 pub trait PodApi: Send + Sync + 'static {
@@ -79,6 +89,8 @@ pub trait PodApi: Send + Sync + 'static {
     async fn secret(&self, namespace: &str, name: &str) -> Result<Arc<Secret>, ApiFailure>;
     /// A token bound to a pod.
     async fn token(&self, wish: TokenFor<'_>) -> Result<Token, ApiFailure>;
+    /// A claim, as it is now, and the volume it is bound to.
+    async fn claimed(&self, namespace: &str, name: &str) -> Result<Claimed, ApiFailure>;
     /// Posts an event.
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure>;
     /// Counts an event once more.
@@ -156,6 +168,15 @@ impl PodApi for KubePods {
         let answer = api.create_token_request(account, &PostParams::default(), &request).await?;
         let status = answer.status.and_then(|s| Some(Token { text: s.token?, expires: s.expiration_timestamp?.0 }));
         status.ok_or_else(|| ApiFailure::Other("the TokenRequest was answered without a token".into()))
+    }
+
+    async fn claimed(&self, namespace: &str, name: &str) -> Result<Claimed, ApiFailure> {
+        let claim: PersistentVolumeClaim = Api::namespaced(self.client.clone(), namespace).get(name).await?;
+        let volume = match claim.spec.as_ref().and_then(|s| s.volume_name.as_deref()).filter(|v| !v.is_empty()) {
+            Some(volume) => Some(Api::all(self.client.clone()).get(volume).await?),
+            None => None,
+        };
+        Ok(Claimed { claim, volume })
     }
 
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::{Keeper, Kind};
 use crate::kubeapi::objects::{Following, News};
-use crate::kubeapi::pods::{ApiFailure, PodApi, Token, TokenFor};
+use crate::kubeapi::pods::{ApiFailure, Claimed, PodApi, Token, TokenFor};
 
 /// Asks the API; remembers, sealed, what it answered; and answers so itself when it cannot be reached.
 pub struct SealedApi {
@@ -79,6 +79,11 @@ impl PodApi for SealedApi {
         let name = format!("{}/{}", wish.pod.uid().unwrap_or_default(), wish.audience);
         let answer = self.api.token(wish).await.map(|t| SealedToken { text: t.text, expires: t.expires });
         self.settle(Kind::Tokens, &name, answer).map(|t| Token { text: t.text, expires: t.expires })
+    }
+
+    async fn claimed(&self, namespace: &str, name: &str) -> Result<Claimed, ApiFailure> {
+        let answer = self.api.claimed(namespace, name).await;
+        self.settle(Kind::Claims, &format!("{namespace}/{name}"), answer)
     }
 
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {

@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::Notify;
 
 use super::{Kind, Vault};
-use crate::core::{pod, references, volumes};
+use crate::core::{claims, pod, references, volumes};
 use crate::kubeapi::Cache;
 
 /// How long nothing must have come before it is written, and how many times that it waits at most: the disk
@@ -176,7 +176,7 @@ async fn write(keeper: Keeper) {
 /// The names under which the objects are sealed that these pods need.
 fn needed(pods: &[Arc<Pod>]) -> BTreeMap<Kind, BTreeSet<String>> {
     let mut needed: BTreeMap<Kind, BTreeSet<String>> =
-        [Kind::Pods, Kind::ConfigMaps, Kind::Secrets, Kind::Tokens].into_iter().map(|kind| (kind, BTreeSet::new())).collect();
+        [Kind::Pods, Kind::ConfigMaps, Kind::Secrets, Kind::Tokens, Kind::Claims].into_iter().map(|kind| (kind, BTreeSet::new())).collect();
     let mut note = |kind: Kind, name: String| _ = needed.entry(kind).or_default().insert(name);
     note(Kind::Pods, INDEX.into());
     for pod in pods {
@@ -185,6 +185,7 @@ fn needed(pods: &[Arc<Pod>]) -> BTreeMap<Kind, BTreeSet<String>> {
         note(Kind::Pods, uid.to_owned());
         found.config_maps.iter().for_each(|name| note(Kind::ConfigMaps, format!("{namespace}/{name}")));
         found.secrets.iter().chain(&found.pull_secrets).for_each(|name| note(Kind::Secrets, format!("{namespace}/{name}")));
+        claims::of_pod(pod).into_iter().for_each(|(_, name)| note(Kind::Claims, format!("{namespace}/{name}")));
         for token in pod::spec(pod).volumes.iter().flatten().flat_map(volumes::tokens) {
             note(Kind::Tokens, format!("{uid}/{}", token.audience));
         }

@@ -38,6 +38,8 @@ pub enum Kind {
     Secrets,
     /// Tokens, by pod and audience.
     Tokens,
+    /// Claims with their volumes, by namespace and name.
+    Claims,
     /// The list of all services.
     Services,
     /// Handlers of RuntimeClasses.
@@ -45,7 +47,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    const ALL: [Kind; 6] = [Kind::Pods, Kind::ConfigMaps, Kind::Secrets, Kind::Tokens, Kind::Services, Kind::Handlers];
+    const ALL: [Kind; 7] = [Kind::Pods, Kind::ConfigMaps, Kind::Secrets, Kind::Tokens, Kind::Claims, Kind::Services, Kind::Handlers];
 
     fn dir(self) -> &'static str {
         match self {
@@ -53,6 +55,7 @@ impl Kind {
             Kind::ConfigMaps => "configmaps",
             Kind::Secrets => "secrets",
             Kind::Tokens => "tokens",
+            Kind::Claims => "claims",
             Kind::Services => "services",
             Kind::Handlers => "handlers",
         }

@@ -23,6 +23,11 @@ impl Dir {
         Ok(Dir(fd))
     }
 
+    /// This directory itself, as something found.
+    pub fn itself(&self) -> io::Result<Found> {
+        Found::of(self.0.try_clone()?)
+    }
+
     /// Opens a directory below this one.
     pub fn open_dir(&self, path: &Path) -> io::Result<Dir> {
         Ok(Dir(openat2(self.0.as_fd(), path, how(OFlag::O_DIRECTORY | OFlag::O_PATH))?))

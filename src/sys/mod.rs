@@ -10,4 +10,6 @@ pub mod link;
 pub mod machine;
 pub mod memory;
 pub mod mount;
+pub mod ownership;
+pub mod patient;
 pub mod watch;

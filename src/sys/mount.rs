@@ -7,11 +7,29 @@ use std::path::{Path, PathBuf};
 use super::beneath::Found;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
+/// One mount.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mount {
+    /// Where.
+    pub point: PathBuf,
+    /// The filesystem's number, `major:minor`.
+    pub device: String,
+}
+
+/// All mounts of this mount namespace, oldest first. Reading them asks no filesystem.
+pub fn table() -> io::Result<Vec<Mount>> {
+    let table = std::fs::read_to_string("/proc/self/mountinfo")?;
+    let mount = |line: &str| {
+        let mut fields = line.split(' ').skip(2);
+        let device = fields.next()?.to_owned();
+        Some(Mount { device, point: unescape(fields.nth(1)?).into() })
+    };
+    Ok(table.lines().filter_map(mount).collect())
+}
+
 /// The mount points at or below `dir`, deepest first.
 pub fn below(dir: &Path) -> io::Result<Vec<PathBuf>> {
-    let table = std::fs::read_to_string("/proc/self/mountinfo")?;
-    let mut points: Vec<PathBuf> =
-        table.lines().filter_map(|l| l.split(' ').nth(4)).map(|p| PathBuf::from(unescape(p))).filter(|p| p.starts_with(dir)).collect();
+    let mut points: Vec<PathBuf> = table()?.into_iter().map(|m| m.point).filter(|p| p.starts_with(dir)).collect();
     points.sort_by_key(|p| std::cmp::Reverse(p.components().count()));
     Ok(points)
 }
@@ -38,6 +56,17 @@ pub fn tmpfs(dir: &Path, size: u64) -> io::Result<()> {
     }
     let options = if size == 0 { String::new() } else { format!("size={size}") };
     mount(Some("tmpfs"), dir, Some("tmpfs"), MsFlags::empty(), Some(options.as_str()))?;
+    Ok(())
+}
+
+/// Mounts huge pages of so many bytes each at `dir`, unless they are there. Pages of another size there are an
+/// error.
+pub fn hugetlbfs(dir: &Path, page: u64) -> io::Result<()> {
+    if is_mounted(dir)? {
+        let there = u64::try_from(nix::sys::statfs::statfs(dir)?.block_size()).unwrap_or(0);
+        return if there == page { Ok(()) } else { Err(io::Error::other(format!("pages of {there} bytes are mounted there"))) };
+    }
+    mount(Some("nodev"), dir, Some("hugetlbfs"), MsFlags::empty(), Some(format!("pagesize={page}").as_str()))?;
     Ok(())
 }
 

@@ -89,6 +89,10 @@ impl PodApi for World {
         Err(ApiFailure::Other("no tokens here".into()))
     }
 
+    async fn claimed(&self, _: &str, _: &str) -> Result<Claimed, ApiFailure> {
+        Err(ApiFailure::Other("no claims here".into()))
+    }
+
     async fn post_event(&self, _: &Event) -> Result<(), ApiFailure> {
         Ok(())
     }

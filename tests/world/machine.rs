@@ -73,7 +73,7 @@ impl PodHost for World {
         self.machine(|s| _ = s.dirs.insert(uid(pod))).await
     }
 
-    async fn set_up_volume(&self, pod: &Pod, _: &Volume, _: Option<Files>) -> Result<(), String> {
+    async fn set_up_volume(&self, pod: &Pod, _: &Behind, _: Option<Files>) -> Result<(), String> {
         self.machine(|s| {
             if !s.dirs.contains(&uid(pod)) {
                 s.deny(format!("{}: a volume without its directory", uid(pod)));
@@ -83,11 +83,11 @@ impl PodHost for World {
         .await
     }
 
-    async fn mount_source(&self, _: &Pod, _: &Volume, _: &SubPath) -> Result<PathBuf, String> {
+    async fn mount_source(&self, _: &Pod, _: &Behind, _: &SubPath) -> Result<PathBuf, String> {
         Ok("/v".into())
     }
 
-    async fn read_file(&self, _: &Pod, _: &Volume, _: &str) -> Result<String, String> {
+    async fn read_file(&self, _: &Pod, _: &Behind, _: &str) -> Result<String, String> {
         Ok(String::new())
     }
 

@@ -13,6 +13,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use holdfast::agent::{Agent, Context, Events, Images, Journals, Latency, Network};
 use holdfast::config::{self, Overrides};
+use holdfast::core::behind::Behind;
 use holdfast::core::config::label;
 use holdfast::core::dns::Resolver;
 use holdfast::core::explain::Fetching;
@@ -24,13 +25,13 @@ use holdfast::cri::{Credentials, Exec, Image, ListedPod, RunningContainer, Runti
 use holdfast::host::{Log, PodHost, SubPath};
 use holdfast::kubeapi::cache::{Cache, Writer};
 use holdfast::kubeapi::objects::{Following, News};
-use holdfast::kubeapi::pods::{ApiFailure, PodApi, Token, TokenFor};
+use holdfast::kubeapi::pods::{ApiFailure, Claimed, PodApi, Token, TokenFor};
 use holdfast::probes::{Dialer, HttpError};
 use holdfast::sys::clock::Clock;
 use holdfast::sys::machine::Machine;
 use holdfast_proto::cri as pb;
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service, Volume};
+use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 

@@ -14,6 +14,7 @@ use super::super::objects::Fetched;
 use super::super::{Context, Kind, hooks};
 use super::stop::Stopping;
 use crate::core::actions::{Kill, Start};
+use crate::core::behind::Source;
 use crate::core::env::{self, Surroundings};
 use crate::core::journal::Step;
 use crate::core::observed::{ContainerState, ObservedPod};
@@ -106,7 +107,7 @@ async fn environment(s: &Starting<'_>, container: &Container) -> Result<Vec<(Str
     };
     let mut files = env::Files::new();
     for (volume, path) in env::file_references(container) {
-        let found = pod::spec(s.pod).volumes.iter().flatten().find(|v| v.name == volume && v.empty_dir.is_some());
+        let found = s.fetched.behind.get(&volume).filter(|b| matches!(b.source, Source::EmptyDir(_)));
         let text = match found {
             Some(found) => s.context.host.read_file(s.pod, found, &path).await,
             None => Err(format!("volume {volume:?} is not an emptyDir of the pod")),
@@ -124,7 +125,8 @@ async fn container_config(s: &Starting<'_>, start: &Start, images: &Pulled) -> R
     let mounts = mounts(s, start, &env, &images.volumes).await?;
     let image_user = (images.own.uid, images.own.username.clone());
     let target = target(s, start)?;
-    let prepared = config::Prepared { attempt: start.attempt, image: &images.own.id, image_user, env, mounts, target };
+    let prepared =
+        config::Prepared { attempt: start.attempt, image: &images.own.id, image_user, env, mounts, devices: devices(s, container)?, target };
     config::container(s.pod, container, prepared, s.node)
 }
 
@@ -158,9 +160,22 @@ async fn volume_mount(
         message.readonly = true;
         return Ok(message);
     }
+    let behind = s.fetched.behind.get(&volume.name).ok_or_else(|| format!("volume {:?} has not been set up", volume.name))?;
+    message.readonly |= behind.read_only;
     let place = SubPath { container: start.container.name.clone(), index, path: sub_path };
-    message.host_path = s.context.host.mount_source(s.pod, volume, &place).await?.display().to_string();
+    message.host_path = s.context.host.mount_source(s.pod, behind, &place).await?.display().to_string();
     Ok(message)
+}
+
+/// The block volumes of a container, as devices.
+fn devices(s: &Starting<'_>, container: &Container) -> Result<Vec<pb::Device>, String> {
+    let device = |wish: &k8s_openapi::api::core::v1::VolumeDevice| {
+        let behind = s.fetched.behind.get(&wish.name).ok_or_else(|| format!("volume {:?} has not been set up", wish.name))?;
+        let path = behind.device().ok_or_else(|| format!("volume {:?} is not a block volume, but is specified in volumeDevices", wish.name))?;
+        let permissions = if behind.read_only { "r" } else { "mrw" };
+        Ok(pb::Device { container_path: wish.device_path.clone(), host_path: path.to_owned(), permissions: permissions.into() })
+    };
+    container.volume_devices.iter().flatten().map(device).collect()
 }
 
 async fn mounts(s: &Starting<'_>, start: &Start, env: &[(String, String)], images: &BTreeMap<String, String>) -> Result<Vec<pb::Mount>, String> {

@@ -226,6 +226,8 @@ pub struct Prepared<'a> {
     pub env: Vec<(String, String)>,
     /// The mounts.
     pub mounts: Vec<pb::Mount>,
+    /// The devices.
+    pub devices: Vec<pb::Device>,
     /// The container whose processes an ephemeral one shares.
     pub target: Option<String>,
 }
@@ -319,6 +321,7 @@ pub fn container(pod: &Pod, container: &Container, prepared: Prepared<'_>, node:
         working_dir: container.working_dir.clone().unwrap_or_default(),
         envs: prepared.env.iter().map(|(key, value)| pb::KeyValue { key: key.clone(), value: value.clone() }).collect(),
         mounts: prepared.mounts,
+        devices: prepared.devices,
         labels,
         annotations,
         log_path: format!("{}/{}.log", container.name, prepared.attempt),
@@ -345,7 +348,15 @@ mod tests {
         container(
             &pod,
             &first,
-            Prepared { attempt: 2, image: "sha256:i", image_user, env: vec![("A".into(), "1".into())], mounts: vec![], target: None },
+            Prepared {
+                attempt: 2,
+                image: "sha256:i",
+                image_user,
+                env: vec![("A".into(), "1".into())],
+                mounts: vec![],
+                devices: vec![],
+                target: None,
+            },
             &node,
         )
     }

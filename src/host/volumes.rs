@@ -1,0 +1,292 @@
+//! Volumes on this machine: made, mounted, handed out and taken away (kubelet spec, 9.3, 9.7 and 9.8).
+//!
+//! What can hang, because another machine or a device is behind it, is waited for only so long.
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use super::SubPath;
+use super::linux::{LinuxHost, blocking, doing, make, remove, segment};
+use super::tool::tool;
+use crate::core::behind::{Behind, Medium, Source};
+use crate::core::volumes::Files;
+use crate::sys::{atomic_dir, beneath, mount, ownership};
+
+/// How long the kernel is waited for.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What a pod wants of its volumes' ownership.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Ownership {
+    /// `fsGroup`.
+    pub group: Option<u32>,
+    /// `fsGroupChangePolicy: OnRootMismatch`.
+    pub on_mismatch: bool,
+}
+
+/// Devices of local volumes are mounted once and bound into pods: this is done by one at a time.
+static STAGING: Mutex<()> = Mutex::new(());
+
+impl LinuxHost {
+    /// Where volumes lie that must never reach a disk: one tmpfs for all pods. One mount a volume would
+    /// lengthen the mount table, which the runtime reads for every container it starts.
+    pub(super) fn memory(&self) -> PathBuf {
+        self.root.join("memory")
+    }
+
+    fn staged(&self, name: &str) -> Result<PathBuf, String> {
+        Ok(self.root.join("plugins/kubernetes.io/local-volume/mounts").join(segment(name)?))
+    }
+
+    /// The directory of a volume in a pod's.
+    fn volume_dir(&self, uid: &str, behind: &Behind) -> Result<PathBuf, String> {
+        Ok(match &behind.source {
+            Source::HostPath { path, .. } => PathBuf::from(path),
+            Source::Local { path, .. } if behind.block => PathBuf::from(path),
+            Source::Files { secret: true, .. } => self.memory().join(segment(uid)?).join(segment(&behind.name)?),
+            _ => self.pod_dir(uid)?.join("volumes").join(behind.plugin()).join(segment(&behind.name)?),
+        })
+    }
+
+    pub(super) async fn set_up(&self, uid: &str, behind: &Behind, owner: Ownership, files: Option<Files>) -> Result<(), String> {
+        let dir = self.volume_dir(uid, behind)?;
+        let key = format!("{uid}/{}", behind.volume);
+        match behind.source.clone() {
+            // The runtime mounts it from its own store.
+            Source::Image => Ok(()),
+            Source::HostPath { kind, .. } => self.patient.call(&key, PATIENCE, move || check_host_path(&dir, &kind)).await,
+            Source::EmptyDir(medium) => blocking(move || empty_dir(&dir, &medium, owner.group)).await,
+            Source::Files { .. } => {
+                let (memory, volume) = (self.memory(), behind.volume.clone());
+                blocking(move || write_files(&dir, &memory, &volume, files, owner.group)).await
+            }
+            Source::Nfs { device } => {
+                let behind = behind.clone();
+                self.patient.call(&key, PATIENCE, move || nfs(&device, &dir, &behind)).await
+            }
+            Source::Local { path, filesystem } => {
+                let (staged, behind) = (self.staged(&behind.name)?, behind.clone());
+                self.patient.call(&key, PATIENCE, move || local(Path::new(&path), &filesystem, &staged, &dir, &behind, owner)).await
+            }
+        }
+    }
+
+    pub(super) async fn source(&self, uid: &str, behind: &Behind, place: &SubPath) -> Result<PathBuf, String> {
+        let base = self.volume_dir(uid, behind)?;
+        let Some(sub) = place.path.clone() else { return Ok(base) };
+        let (volume, container, index) = (behind.volume.clone(), place.container.clone(), place.index);
+        let places = self.pod_dir(uid)?.join("volume-subpaths").join(segment(&volume)?).join(segment(&container)?);
+        let key = format!("{uid}/{volume}/{container}/{index}");
+        let work = move || {
+            let sub = Path::new(&sub);
+            if sub.is_absolute() {
+                return Err(format!("error SubPath `{}` must not be an absolute path", sub.display()));
+            }
+            if sub.components().any(|c| matches!(c, std::path::Component::ParentDir)) {
+                return Err(format!("unable to provision SubPath `{}`: must not contain '..'", sub.display()));
+            }
+            let base = beneath::Dir::open(&base)
+                .map_err(doing(format!("failed to prepare subPath for volumeMount {volume:?} of container {container:?}")))?;
+            let found = base
+                .find_or_make(sub)
+                .map_err(doing(format!("failed to create subPath directory for volumeMount {volume:?} of container {container:?}")))?;
+            make(&places, 0o750)?;
+            let target = places.join(index.to_string());
+            mount::bind(&found, &target)
+                .map_err(doing(format!("failed to prepare subPath for volumeMount {volume:?} of container {container:?}")))?;
+            Ok(target)
+        };
+        self.patient.call(&key, PATIENCE, work).await
+    }
+
+    pub(super) async fn read(&self, uid: &str, behind: &Behind, path: &str, limit: u64) -> Result<String, String> {
+        let (dir, path) = (self.volume_dir(uid, behind)?, PathBuf::from(path));
+        blocking(move || {
+            let dir = beneath::Dir::open(&dir).map_err(doing("the volume cannot be opened"))?;
+            dir.read(&path, limit).map_err(doing(format!("{} cannot be read", path.display())))
+        })
+        .await
+    }
+
+    /// Unmounts what a pod has mounted, and what was staged for it alone.
+    pub(super) async fn tear_down(&self, uid: &str) -> Result<(), String> {
+        let (dir, memory) = (self.pod_dir(uid)?, self.memory().join(segment(uid)?));
+        let (pods, staging) = (self.root.join("pods"), self.staged("x")?.with_file_name(""));
+        let work = move || {
+            mount::unmount_all(&dir).map_err(|e| e.to_string())?;
+            remove(&memory)?;
+            let _staging = STAGING.lock().unwrap_or_else(PoisonError::into_inner);
+            unstage(&pods, &staging)
+        };
+        self.patient.call(&format!("{uid}/end"), PATIENCE, work).await.map_err(|e| format!("volumes cannot be unmounted: {e}"))
+    }
+}
+
+/// Unmounts staged devices that no pod has mounted any more.
+fn unstage(pods: &Path, staging: &Path) -> Result<(), String> {
+    let table = mount::table().map_err(|e| e.to_string())?;
+    for staged in table.iter().filter(|m| m.point.starts_with(staging)) {
+        if table.iter().any(|m| m.device == staged.device && m.point.starts_with(pods)) {
+            continue;
+        }
+        mount::unmount_all(&staged.point).map_err(|e| e.to_string())?;
+        fs::remove_dir(&staged.point).map_err(doing(format!("{} cannot be removed", staged.point.display())))?;
+    }
+    Ok(())
+}
+
+/// Checks a hostPath volume's type (kubelet spec, 9.3).
+fn check_host_path(path: &Path, kind: &str) -> Result<(), String> {
+    if kind.is_empty() {
+        return Ok(());
+    }
+    let found = fs::metadata(path);
+    let must_be = |what: &str, is: fn(&fs::Metadata) -> bool| {
+        if found.as_ref().is_ok_and(is) { Ok(()) } else { Err(format!("hostPath type check failed: {} is not a {what}", path.display())) }
+    };
+    match kind {
+        "DirectoryOrCreate" if found.is_err() => make(path, 0o755),
+        "FileOrCreate" if found.is_err() => fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .mode(0o644)
+            .open(path)
+            .map(|_| ())
+            .map_err(doing(format!("the file {} cannot be made", path.display()))),
+        "Directory" | "DirectoryOrCreate" => must_be("directory", |m| m.is_dir()),
+        "File" | "FileOrCreate" => must_be("file", |m| m.is_file()),
+        "Socket" => must_be("socket file", |m| m.file_type().is_socket()),
+        "CharDevice" => must_be("character device", |m| m.file_type().is_char_device()),
+        "BlockDevice" => must_be("block device", |m| m.file_type().is_block_device()),
+        other => Err(format!("hostPath type {other:?} is not known")),
+    }
+}
+
+/// An emptyDir: a directory everybody may write, a tmpfs, or huge pages.
+fn empty_dir(dir: &Path, medium: &Medium, group: Option<u32>) -> Result<(), String> {
+    make(dir, 0o777)?;
+    match medium {
+        Medium::Disk => {}
+        Medium::Memory(size) => mount::tmpfs(dir, *size).map_err(doing(format!("a tmpfs cannot be mounted at {}", dir.display())))?,
+        Medium::HugePages(size) => {
+            mount::hugetlbfs(dir, *size).map_err(doing(format!("huge pages of {size} bytes cannot be mounted at {}", dir.display())))?;
+        }
+    }
+    let mode = if group.is_some() { 0o2777 } else { 0o777 };
+    if let Some(group) = group {
+        std::os::unix::fs::chown(dir, None, Some(group)).map_err(doing("the volume's group cannot be set"))?;
+    }
+    fs::set_permissions(dir, fs::Permissions::from_mode(mode)).map_err(doing("the volume's mode cannot be set"))
+}
+
+/// The files that the agent projects.
+fn write_files(dir: &Path, memory: &Path, volume: &str, files: Option<Files>, group: Option<u32>) -> Result<(), String> {
+    let files = files.ok_or_else(|| format!("volume {volume:?} has no content"))?;
+    // What may be secret never reaches a disk, also after somebody unmounted it.
+    if dir.starts_with(memory) && !mount::is_tmpfs(memory) {
+        make(memory, 0o700)?;
+        mount::tmpfs(memory, 0).map_err(doing(format!("a tmpfs cannot be mounted at {}", memory.display())))?;
+    }
+    make(dir, 0o755)?;
+    fs::set_permissions(dir, fs::Permissions::from_mode(0o755)).map_err(doing("the volume's mode cannot be set"))?;
+    let stamp = jiff::Timestamp::now().strftime("%Y_%m_%d_%H_%M_%S").to_string();
+    atomic_dir::write(dir, &files, group, &stamp).map(|_| ()).map_err(doing(format!("the files of volume {volume:?} cannot be written")))
+}
+
+/// Mounts through the system's `mount`, which knows the helpers of filesystems.
+fn mount_with_tool(kind: &str, device: &str, dir: &Path, options: &[String]) -> Result<(), String> {
+    let (options, dir) = (options.join(","), dir.display().to_string());
+    let mut arguments = vec!["-t", kind];
+    if !options.is_empty() {
+        arguments.extend(["-o", &options]);
+    }
+    arguments.extend([device, &dir]);
+    match tool("mount", &arguments)? {
+        (0, _) => Ok(()),
+        (code, said) => Err(format!("mount -t {kind} {device} failed with {code}: {said}")),
+    }
+}
+
+fn nfs(device: &str, dir: &Path, behind: &Behind) -> Result<(), String> {
+    if mount::is_mounted(dir).map_err(|e| e.to_string())? {
+        return Ok(());
+    }
+    make(dir, 0o750)?;
+    let mut options = behind.options.clone();
+    options.extend(behind.read_only.then(|| "ro".to_owned()));
+    mount_with_tool("nfs", device, dir, &options)
+}
+
+/// A local volume: a directory is bound into the pod; a device is mounted once, formatted if it is empty.
+fn local(path: &Path, filesystem: &str, staged: &Path, dir: &Path, behind: &Behind, owner: Ownership) -> Result<(), String> {
+    let found = fs::metadata(path).map_err(doing(format!("local volume {}", path.display())))?;
+    let device = found.file_type().is_block_device();
+    if behind.block {
+        return if device { Ok(()) } else { Err(format!("{} is not a block device, as volumeMode Block asks for", path.display())) };
+    }
+    if mount::is_mounted(dir).map_err(|e| e.to_string())? {
+        return Ok(());
+    }
+    let _staging = STAGING.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut source = path;
+    if device {
+        stage(path, filesystem, staged, behind)?;
+        source = staged;
+    } else if !found.is_dir() {
+        return Err(format!("local volume {} is neither a directory nor a block device", path.display()));
+    }
+    if let Some(group) = owner.group.filter(|_| behind.owned) {
+        let given = ownership::set_group(source, group, owner.on_mismatch, behind.read_only);
+        given.map_err(doing(format!("the group of volume {} cannot be set", behind.volume)))?;
+    }
+    make(dir, 0o750)?;
+    let base = beneath::Dir::open(source).map_err(doing("the volume cannot be opened"))?;
+    mount::bind(&base.itself().map_err(|e| e.to_string())?, dir).map_err(doing(format!("{} cannot be bound to {}", source.display(), dir.display())))
+}
+
+/// Mounts a device where all pods of this node find it. One that holds anything is never formatted.
+fn stage(device: &Path, filesystem: &str, staged: &Path, behind: &Behind) -> Result<(), String> {
+    if mount::is_mounted(staged).map_err(|e| e.to_string())? {
+        return Ok(());
+    }
+    let shown = device.display().to_string();
+    let known = ["ext4", "ext3", "ext2", "xfs", "btrfs"];
+    if !known.contains(&filesystem) {
+        return Err(format!("filesystem {filesystem:?} is not known: use one of {}", known.join(", ")));
+    }
+    // blkid ends with 2 where it finds nothing.
+    let empty = match tool("blkid", &["-p", "-s", "TYPE", "-s", "PTTYPE", "-o", "export", &shown])? {
+        (2, _) => true,
+        (0, _) => false,
+        (code, said) => return Err(format!("blkid cannot tell what is on {shown} ({code}): {said}")),
+    };
+    let program = format!("mkfs.{filesystem}");
+    if empty && behind.read_only {
+        return Err(format!("{shown} is empty, and the volume is read-only: nothing can be mounted"));
+    }
+    if empty {
+        let mut arguments = match filesystem {
+            "xfs" | "btrfs" => vec!["-f"],
+            _ => vec!["-F", "-m0"],
+        };
+        arguments.push(&shown);
+        match tool(&program, &arguments)? {
+            (0, _) => {}
+            (code, said) => return Err(format!("{program} {shown} failed with {code}: {said}")),
+        }
+    } else if filesystem.starts_with("ext") {
+        // 1 says that errors were mended, 4 that they were not.
+        match tool("fsck", &["-a", &shown])? {
+            (4, said) => return Err(format!("fsck found errors on {shown} that it could not mend: {said}")),
+            (code, said) if code > 1 => tracing::warn!(code, said, device = shown, "fsck could not check a volume"),
+            _ => {}
+        }
+    }
+    make(staged, 0o750)?;
+    let mut options = behind.options.clone();
+    options.extend(behind.read_only.then(|| "ro".to_owned()));
+    mount_with_tool(filesystem, &shown, staged, &options)
+}

@@ -1,0 +1,130 @@
+//! Giving a volume to a group: every file of it, never through a link and never into another mount's parent
+//! (kubelet spec, 9.7).
+
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use nix::dir::{Dir, Type};
+use nix::fcntl::{AtFlags, OFlag, openat};
+use nix::sys::stat::{FchmodatFlags, FileStat, Mode, fchmodat, fstat};
+use nix::unistd::{Gid, fchownat};
+
+/// The bits that a member of the group needs: of files, and of directories besides.
+const FILE: u32 = 0o660;
+const FILE_READ_ONLY: u32 = 0o440;
+const DIR: u32 = 0o2110;
+/// How deep a tree may be.
+const DEPTH: usize = 1000;
+
+fn wanted(stat: &FileStat, read_only: bool) -> u32 {
+    let bits = if read_only { FILE_READ_ONLY } else { FILE };
+    if stat.st_mode & libc::S_IFMT == libc::S_IFDIR { bits | DIR } else { bits }
+}
+
+/// Sets group and mode of what is held open, which may be a path handle.
+fn give(fd: BorrowedFd<'_>, group: u32, read_only: bool) -> io::Result<()> {
+    let stat = fstat(fd)?;
+    if stat.st_gid != group {
+        fchownat(fd, c"", None, Some(Gid::from_raw(group)), AtFlags::AT_EMPTY_PATH)?;
+    }
+    if stat.st_mode & libc::S_IFMT == libc::S_IFLNK {
+        return Ok(());
+    }
+    let mode = stat.st_mode & 0o7777;
+    let wanted = mode | wanted(&stat, read_only);
+    // Changing the group of a file clears its set-id bits: they are put back.
+    if mode != wanted || (stat.st_gid != group && mode & 0o6000 != 0) {
+        let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+        fchmodat(nix::fcntl::AT_FDCWD, path.as_str(), Mode::from_bits_truncate(wanted), FchmodatFlags::FollowSymlink)?;
+    }
+    Ok(())
+}
+
+fn walk(dir: OwnedFd, group: u32, read_only: bool, depth: usize) -> io::Result<()> {
+    if depth > DEPTH {
+        return Err(io::Error::other(format!("the volume's directories are more than {DEPTH} deep")));
+    }
+    let mut listed = Dir::from_fd(dir)?;
+    let mut names = vec![];
+    for entry in listed.iter() {
+        let entry = entry?;
+        let name = entry.file_name().to_owned();
+        if name.as_bytes() != b"." && name.as_bytes() != b".." {
+            names.push((name, entry.file_type()));
+        }
+    }
+    for (name, kind) in names {
+        let held = match openat(listed.as_fd(), name.as_c_str(), OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty()) {
+            Ok(held) => held,
+            // Somebody removed it meanwhile.
+            Err(nix::errno::Errno::ENOENT) => continue,
+            Err(error) => return Err(error.into()),
+        };
+        let is_dir = match kind {
+            Some(kind) => kind == Type::Directory,
+            None => fstat(&held)?.st_mode & libc::S_IFMT == libc::S_IFDIR,
+        };
+        if is_dir {
+            let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+            match openat(listed.as_fd(), name.as_c_str(), flags, Mode::empty()) {
+                Ok(below) => walk(below, group, read_only, depth + 1)?,
+                // It was swapped for something else: that is looked at as what it is now.
+                Err(nix::errno::Errno::ENOTDIR | nix::errno::Errno::ELOOP | nix::errno::Errno::ENOENT) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        give(held.as_fd(), group, read_only)?;
+    }
+    Ok(())
+}
+
+/// Gives a volume to a group. With `on_mismatch` only if its root is not the group's yet: the root is changed
+/// last, so that a change that was cut off is done again.
+pub fn set_group(root: &Path, group: u32, on_mismatch: bool, read_only: bool) -> io::Result<()> {
+    let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    let dir = nix::fcntl::open(root, flags, Mode::empty())?;
+    let stat = fstat(&dir)?;
+    let bits = wanted(&stat, read_only);
+    if on_mismatch && stat.st_gid == group && stat.st_mode & bits == bits {
+        return Ok(());
+    }
+    walk(dir.try_clone()?, group, read_only, 0)?;
+    give(dir.as_fd(), group, read_only)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
+
+    #[test]
+    fn a_group_gets_every_file_and_nothing_behind_a_link() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let (volume, outside) = (tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory"));
+        let (root, victim) = (volume.path(), outside.path().join("victim"));
+        std::fs::write(&victim, "x").expect("write");
+        std::fs::create_dir_all(root.join("a/b")).expect("mkdir");
+        std::fs::write(root.join("a/b/f"), "x").expect("write");
+        std::fs::set_permissions(root.join("a/b/f"), std::fs::Permissions::from_mode(0o4755)).expect("chmod");
+        symlink(&victim, root.join("a/link")).expect("link");
+        symlink(outside.path(), root.join("dir")).expect("link");
+        let before = std::fs::metadata(&victim).expect("stat");
+        set_group(root, 4242, false, false).expect("given");
+        let stat = |path: &str| std::fs::symlink_metadata(root.join(path)).expect("stat");
+        assert_eq!((stat("").gid(), stat("").mode() & 0o2770), (4242, 0o2770));
+        assert_eq!((stat("a/b").gid(), stat("a/b").mode() & 0o2770), (4242, 0o2770));
+        assert_eq!((stat("a/b/f").gid(), stat("a/b/f").mode() & 0o7777), (4242, 0o4775));
+        assert_eq!(stat("a/link").gid(), 4242);
+        let after = std::fs::metadata(&victim).expect("stat");
+        assert_eq!((before.gid(), before.mode()), (after.gid(), after.mode()));
+        // On a mismatch only: what was changed below a root that is right stays.
+        std::os::unix::fs::chown(root.join("a/b/f"), None, Some(0)).expect("chown");
+        set_group(root, 4242, true, false).expect("looked at");
+        assert_eq!(stat("a/b/f").gid(), 0);
+        set_group(root, 4242, false, true).expect("given");
+        assert_eq!(stat("a/b/f").gid(), 4242);
+    }
+}
