@@ -277,3 +277,82 @@ fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
     std::fs::remove_dir(&path).unwrap();
 }
+
+#[test]
+fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+    use holdfast::core::behind::{Behind, Source};
+    use holdfast::core::cgroup::Driver;
+    use holdfast::host::linux::LinuxHost;
+    use holdfast::host::{PodHost as _, SubPath};
+
+    const SWAPS: u64 = 100_000;
+    let (root, inside, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let base = inside.path();
+    std::fs::create_dir_all(outside.path().join("x/deep")).unwrap();
+    std::fs::write(outside.path().join("x/secret"), "no").unwrap();
+    std::fs::write(outside.path().join("x/deep/secret"), "no").unwrap();
+    std::fs::create_dir_all(base.join("a/x/deep")).unwrap();
+    std::os::unix::fs::symlink(outside.path(), base.join("link")).unwrap();
+    let (swaps, over) = (AtomicU64::new(0), AtomicBool::new(false));
+    let host = LinuxHost {
+        root: root.path().into(),
+        logs: root.path().join("logs"),
+        cgroup_root: "/".into(),
+        driver: Driver::Cgroupfs,
+        pids: None,
+        cpu_period: None,
+        patient: holdfast::sys::patient::Patient::default(),
+    };
+    let behind = Behind {
+        volume: "v".into(),
+        name: "v".into(),
+        source: Source::HostPath { path: base.display().to_string(), kind: String::new() },
+        read_only: false,
+        block: false,
+        options: vec![],
+        owned: false,
+    };
+    let pod: k8s_openapi::api::core::v1::Pod = serde_json::from_value(serde_json::json!({"metadata": {"name": "p", "uid": "u"}})).unwrap();
+    let (mut mounted, mut refused) = (0_u64, 0_u64);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // The directory and the link change places, and its own directories are renamed.
+            let swap = |a: &str, b: &str, flags: nix::fcntl::RenameFlags| {
+                nix::fcntl::renameat2(nix::fcntl::AT_FDCWD, &base.join(a), nix::fcntl::AT_FDCWD, &base.join(b), flags)
+            };
+            while !over.load(Ordering::Relaxed) {
+                swap("a", "link", nix::fcntl::RenameFlags::RENAME_EXCHANGE).unwrap();
+                // What is moved may be behind the link just now, where it is not found.
+                if swap("a/x/deep", "a/x/gone", nix::fcntl::RenameFlags::RENAME_NOREPLACE).is_ok() {
+                    let _ = swap("a/x/gone", "a/x/deep", nix::fcntl::RenameFlags::RENAME_NOREPLACE);
+                }
+                swaps.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let mut turn = 0_u64;
+        while swaps.load(Ordering::Relaxed) < SWAPS || mounted < 200 || refused < 200 {
+            turn += 1;
+            let path = match turn % 3 {
+                0 => "a/x".to_owned(),
+                1 => "a/x/deep".to_owned(),
+                _ => format!("a/made-{turn}/below"),
+            };
+            let place = SubPath { container: "c".into(), index: 0, path: Some(path.clone()) };
+            match runtime.block_on(host.mount_source(&pod, &behind, &place)) {
+                Ok(target) => {
+                    mounted += 1;
+                    assert!(!target.join("secret").exists(), "{path} led outside");
+                    nix::mount::umount2(&target, nix::mount::MntFlags::MNT_DETACH).unwrap();
+                }
+                Err(_) => refused += 1,
+            }
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    let names: Vec<String> = std::fs::read_dir(outside.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    assert_eq!(names, ["x"], "nothing was made outside");
+    eprintln!("{} swaps, {mounted} mounts, {refused} refusals", swaps.load(Ordering::Relaxed));
+}
