@@ -251,6 +251,36 @@ impl Drop for Dead {
 }
 
 #[test]
+fn who_uses_more_of_the_disk_than_it_may_is_evicted() {
+    let cluster = Cluster::start("evict", 37);
+    let image = support::busybox(&cluster);
+    let greedy = |name: &str, limit: &str, volumes: &str, target: &str| {
+        pod(name, &image, volumes, "[{name: v, mountPath: /v}]")
+            .replace("command: [busybox, sleep, '10000']", &format!("command: [busybox, sh, -c, 'mkdir -p /tmp; busybox dd if=/dev/zero of={target} bs=1M count=8; sleep 10000'], resources: {{limits: {{{limit}}}}}"))
+    };
+    let empty = "[{name: v, emptyDir: {}}]";
+    cluster.apply(&greedy("volume", "", "[{name: v, emptyDir: {sizeLimit: 2Mi}}]", "/v/large"));
+    cluster.apply(&greedy("whole", "ephemeral-storage: 4Mi", empty, "/v/large"));
+    cluster.apply(&greedy("layer", "ephemeral-storage: 4Mi", empty, "/tmp/large"));
+    cluster.apply(&greedy("modest", "ephemeral-storage: 100Mi", "[{name: v, emptyDir: {sizeLimit: 100Mi}}]", "/v/large"));
+    let status = |name: &str| cluster.pod(name)["status"].clone();
+    for (name, message) in [
+        ("volume", "Usage of EmptyDir volume \"v\" exceeds the limit \"2Mi\". "),
+        ("whole", "Pod ephemeral local storage usage exceeds the total limit of containers 4Mi. "),
+        ("layer", "Pod ephemeral local storage usage exceeds the total limit of containers 4Mi. "),
+    ] {
+        cluster.wait(&format!("{name} to be evicted"), || status(name)["phase"] == "Failed");
+        let now = status(name);
+        assert_eq!((now["reason"].as_str(), now["message"].as_str()), (Some("Evicted"), Some(message)), "{now:#}");
+        cluster.wait("its event", || cluster.events(name).contains(&format!("Warning Evicted {}", message.trim())));
+        assert_eq!(condition(&cluster.pod(name), "DisruptionTarget"), "");
+    }
+    assert!(ready(&cluster, "modest"));
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}
+
+#[test]
 fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
     let cluster = Cluster::start("hung", 36);
     let image = support::busybox(&cluster);

@@ -16,6 +16,7 @@ mod events;
 mod hooks;
 mod images;
 mod journal;
+mod limits;
 mod local;
 mod mirror;
 mod node;
@@ -49,6 +50,7 @@ use crate::config::Config;
 use crate::core::admit::{self, Refusal};
 use crate::core::dns::Resolver;
 use crate::core::resources::Amounts;
+use crate::core::status::Verdict;
 use crate::core::{pod, preempt};
 use crate::cri::{Features, Runtime};
 use crate::host::PodHost;
@@ -103,8 +105,8 @@ pub struct Taken {
     pod: Arc<Pod>,
     /// Wakes its worker.
     hint: Arc<Notify>,
-    /// It must make room for a critical pod.
-    preempted: bool,
+    /// This node ends it, for this reason.
+    verdict: Option<Verdict>,
     /// It waits for room to grow.
     waits: bool,
 }
@@ -166,7 +168,7 @@ impl Context {
             strict_groups: self.features.borrow().strict_groups,
         };
         let Err(refusal) = admit::admit(pod, admitted.values().map(|t| &*t.pod), &here) else {
-            admitted.insert(uid, Taken { pod: Arc::clone(pod), hint: Arc::clone(hint), preempted: false, waits: false });
+            admitted.insert(uid, Taken { pod: Arc::clone(pod), hint: Arc::clone(hint), verdict: None, waits: false });
             return Admission::Taken;
         };
         if refusal.missing.is_empty() || !preempt::is_critical(pod) {
@@ -176,7 +178,12 @@ impl Context {
         let Some(victims) = preempt::victims(pod, &others, &refusal.missing) else { return Admission::Refused(refusal) };
         for uid in victims {
             if let Some(taken) = admitted.get_mut(&uid) {
-                taken.preempted = true;
+                taken.verdict = Some(Verdict {
+                    reason: "Preempting",
+                    message: "Preempted in order to admit critical pod".into(),
+                    disruption: Some("Pod was preempted by Kubelet to accommodate a critical pod.".into()),
+                    grace: None,
+                });
                 taken.hint.notify_one();
             }
         }
@@ -204,11 +211,20 @@ impl Context {
         admitted.values().map(|t| Arc::clone(&t.pod)).collect()
     }
 
-    /// Whether a pod must make room for a critical one.
+    /// Ends a pod that uses more than it may.
+    pub fn evict(&self, uid: &str, message: String) {
+        let mut admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(taken) = admitted.get_mut(uid).filter(|t| t.verdict.is_none()) {
+            taken.verdict = Some(Verdict { reason: "Evicted", message, disruption: None, grace: Some(1) });
+            taken.hint.notify_one();
+        }
+    }
+
+    /// Why this node ends a pod, if it does.
     #[must_use]
-    pub fn is_preempted(&self, uid: &str) -> bool {
+    pub fn verdict(&self, uid: &str) -> Option<Verdict> {
         let admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        admitted.get(uid).is_some_and(|t| t.preempted)
+        admitted.get(uid).and_then(|t| t.verdict.clone())
     }
 
     /// Forgets a pod that takes nothing any more.
@@ -246,11 +262,13 @@ impl Agent {
         let relist = relist::run(Arc::clone(&context), seen, hints);
         let local = local::run(Arc::clone(&context));
         let upkeep = upkeep::run(Arc::clone(&context));
-        let collect = images::collect::run(Arc::clone(&context));
+        let limits = Box::pin(limits::run(Arc::clone(&context)));
+        let collect = Box::pin(images::collect::run(Arc::clone(&context)));
         let node = node::run(context, self.nodes, self.network, self.node);
         tokio::select! {
             // In this order, so that a simulated run replays exactly.
             biased;
+            () = limits => anyhow::bail!("the watch over disk limits ended"),
             () = collect => anyhow::bail!("the removal of images ended"),
             () = upkeep => anyhow::bail!("the upkeep ended"),
             () = local => anyhow::bail!("the local socket ended"),

@@ -17,7 +17,7 @@ use crate::core::journal::{Progress, Step};
 use crate::core::lifecycle::{Cause, Input, State, Wish};
 use crate::core::pod;
 use crate::core::resize;
-use crate::core::status::{self, Verdict};
+use crate::core::status;
 use crate::kubeapi::pods::ApiFailure;
 
 /// How long to wait after an error, doubling up to the maximum.
@@ -144,12 +144,11 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
                 }
                 Admission::Room | Admission::Refused(_) => {}
             }
-            if state == State::Syncing && context.is_preempted(&uid) {
-                let message = "Preempted in order to admit critical pod";
-                context.events.pod(&desired.pod, None, Kind::Warning, "Preempting", message);
-                let disruption = Some("Pod was preempted by Kubelet to accommodate a critical pod.".to_owned());
-                memory.verdict = Some(Verdict { reason: "Preempting", message: message.into(), disruption });
-                state = decide(&memory, state, Input::Ended { cause: Cause::Preempted, grace: pod::grace_seconds(&desired.pod) });
+            if let Some(verdict) = context.verdict(&uid).filter(|_| state == State::Syncing) {
+                context.events.pod(&desired.pod, None, Kind::Warning, verdict.reason, verdict.message.clone());
+                let grace = verdict.grace.unwrap_or_else(|| pod::grace_seconds(&desired.pod));
+                memory.verdict = Some(verdict);
+                state = decide(&memory, state, Input::Ended { cause: Cause::Preempted, grace });
             }
         }
         let outcome = step(&context, state, &desired, &mut memory, &writer, &Stop(&wishes, &hint), &seen).await;

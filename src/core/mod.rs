@@ -22,6 +22,7 @@ pub mod images;
 pub mod journal;
 pub mod keyring;
 pub mod lifecycle;
+pub mod local_storage;
 pub mod logs;
 pub mod node_affinity;
 pub mod observed;

@@ -30,6 +30,8 @@ pub struct Verdict {
     pub message: String,
     /// The message of the `DisruptionTarget` condition, where the pod could have gone on elsewhere.
     pub disruption: Option<String>,
+    /// Seconds that its containers get instead of its own grace period.
+    pub grace: Option<i64>,
 }
 
 /// How far a pod is with its resize. The pod of the facts has the sizes that were granted.

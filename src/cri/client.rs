@@ -1,6 +1,6 @@
 //! The CRI v1 client over a unix socket.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -312,6 +312,16 @@ impl Runtime for CriClient {
         let answer = self.runtime.clone().exec_sync(request).await?.into_inner();
         let output = [answer.stdout, answer.stderr].concat();
         Ok(Exec { code: answer.exit_code, output: probe::limited(&String::from_utf8_lossy(&output)) })
+    }
+
+    async fn layers(&self) -> Result<BTreeMap<(String, String), u64>, RuntimeError> {
+        let all = self.runtime.clone().list_container_stats(self.request(pb::ListContainerStatsRequest { filter: None })).await?.into_inner().stats;
+        let of = |stats: pb::ContainerStats| {
+            let labels = stats.attributes?.labels;
+            let key = (labels.get(label::POD_UID)?.clone(), labels.get(label::CONTAINER)?.clone());
+            Some((key, stats.writable_layer?.used_bytes?.value))
+        };
+        Ok(all.into_iter().filter_map(of).collect())
     }
 
     async fn running(&self) -> Result<Vec<RunningContainer>, RuntimeError> {

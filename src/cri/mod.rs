@@ -6,7 +6,7 @@ mod client;
 mod convert;
 mod events;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -206,6 +206,8 @@ pub trait Runtime: Send + Sync + 'static {
     async fn memory_in_use(&self, id: &str) -> Result<u64, RuntimeError>;
     /// Runs a command in a container; without `timeout` until it ends.
     async fn exec(&self, id: &str, command: &[String], timeout: Option<Duration>) -> Result<Exec, RuntimeError>;
+    /// The bytes that running containers have written outside of volumes, by pod and container.
+    async fn layers(&self) -> Result<BTreeMap<(String, String), u64>, RuntimeError>;
     /// The containers that run.
     async fn running(&self) -> Result<Vec<RunningContainer>, RuntimeError>;
     /// Makes the runtime open a container's log anew, after the old one was moved aside.

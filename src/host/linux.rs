@@ -18,7 +18,10 @@ use crate::core::users::{self, Mappings};
 use crate::core::volumes::Files;
 use crate::core::{logs, pod, qos};
 use crate::sys::patient::Patient;
-use crate::sys::{file, machine, mount};
+use crate::sys::{file, machine, mount, usage};
+
+/// How long a volume may be counted.
+const COUNTING: std::time::Duration = std::time::Duration::from_secs(300);
 
 /// The most that is read of a termination message.
 const MESSAGE_LIMIT: u64 = 4096;
@@ -266,6 +269,20 @@ impl PodHost for LinuxHost {
     async fn put_log_back(&self, log: &Log, aside: PathBuf) -> Result<(), String> {
         let path = self.log_path(log)?;
         blocking(move || fs::rename(aside, &path).map_err(doing(format!("the log {} cannot be put back", path.display())))).await
+    }
+
+    async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<u64, String> {
+        let volumes = self.pod_dir(pod::uid(pod))?.join("volumes");
+        let name = segment(volume)?.to_owned();
+        let places =
+            ["kubernetes.io~empty-dir", "kubernetes.io~configmap", "kubernetes.io~downward-api"].map(|plugin| volumes.join(plugin).join(&name));
+        let count = move || places.iter().map(|p| usage::of(p, enough).map(|u| u.bytes).map_err(doing(p.display()))).sum();
+        self.patient.call(&format!("{}/{volume}/usage", pod::uid(pod)), COUNTING, count).await
+    }
+
+    async fn log_usage(&self, pod: &Pod, container: &str) -> Result<u64, String> {
+        let dir = self.log_directory(pod).join(segment(container)?);
+        blocking(move || usage::of(&dir, u64::MAX).map(|u| u.bytes).map_err(doing(dir.display()))).await
     }
 
     async fn filesystem(&self, dir: &Path) -> Result<Filesystem, String> {

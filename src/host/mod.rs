@@ -78,6 +78,10 @@ pub trait PodHost: Send + Sync + 'static {
     async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str) -> Result<PathBuf, String>;
     /// Undoes that.
     async fn put_log_back(&self, log: &Log, aside: PathBuf) -> Result<(), String>;
+    /// The bytes that a volume on the node's disk uses; counting may end once it is more than `enough`.
+    async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<u64, String>;
+    /// The bytes of a container's logs.
+    async fn log_usage(&self, pod: &Pod, container: &str) -> Result<u64, String>;
     /// The filesystem that a directory is on.
     async fn filesystem(&self, dir: &Path) -> Result<Filesystem, String>;
     /// Unmounts the pod's volumes.

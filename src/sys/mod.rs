@@ -12,4 +12,5 @@ pub mod memory;
 pub mod mount;
 pub mod ownership;
 pub mod patient;
+pub mod usage;
 pub mod watch;

@@ -131,6 +131,14 @@ impl PodHost for World {
         Ok(())
     }
 
+    async fn volume_usage(&self, _: &Pod, _: &str, _: u64) -> Result<u64, String> {
+        Ok(0)
+    }
+
+    async fn log_usage(&self, _: &Pod, _: &str) -> Result<u64, String> {
+        Ok(0)
+    }
+
     async fn filesystem(&self, _: &Path) -> Result<Filesystem, String> {
         Ok(Filesystem { capacity: 100, available: 50 })
     }

@@ -247,6 +247,10 @@ impl Runtime for World {
         .await
     }
 
+    async fn layers(&self) -> Result<BTreeMap<(String, String), u64>, RuntimeError> {
+        Ok(BTreeMap::new())
+    }
+
     async fn running(&self) -> Result<Vec<RunningContainer>, RuntimeError> {
         Ok(vec![])
     }

@@ -260,7 +260,7 @@ fn past_deadline(context: &Context, pod: &Pod, memory: &mut Memory) -> bool {
     let message = "Pod was active on the node longer than the specified deadline";
     tracing::info!(pod = %pod::full_name(pod), %until, "the pod is past its active deadline");
     context.events.pod(pod, None, Kind::Normal, "DeadlineExceeded", message);
-    memory.verdict = Some(Verdict { reason: "DeadlineExceeded", message: message.into(), disruption: None });
+    memory.verdict = Some(Verdict { reason: "DeadlineExceeded", message: message.into(), disruption: None, grace: None });
     true
 }
 
