@@ -4,8 +4,17 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=cri");
     println!("cargo::rerun-if-changed=grpc");
     println!("cargo::rerun-if-changed=containerd");
+    println!("cargo::rerun-if-changed=csi");
+    println!("cargo::rerun-if-changed=pluginregistration");
     let files = protox::compile(
-        ["cri/v1/api.proto", "grpc/health/v1/health.proto", "containerd/events/v1/events.proto", "containerd/content/v1/content.proto"],
+        [
+            "cri/v1/api.proto",
+            "grpc/health/v1/health.proto",
+            "containerd/events/v1/events.proto",
+            "containerd/content/v1/content.proto",
+            "csi/v1/csi.proto",
+            "pluginregistration/v1/api.proto",
+        ],
         ["."],
     )?;
     tonic_prost_build::configure().build_server(true).build_transport(false).compile_fds(files)?;

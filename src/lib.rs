@@ -7,6 +7,7 @@ pub mod config;
 pub mod control;
 pub mod core;
 pub mod cri;
+pub mod csi;
 pub mod host;
 pub mod kubeapi;
 pub mod probes;

@@ -1,7 +1,7 @@
 //! Generated gRPC types. They live in a package of their own so that they compile once.
 //!
-//! The messages are plain values and may be used anywhere; only `holdfast::cri` and
-//! `holdfast::probes` may call the clients.
+//! The messages are plain values and may be used anywhere; only `holdfast::cri`,
+//! `holdfast::csi` and `holdfast::probes` may call the clients.
 
 /// CRI v1 (`runtime.v1`): the protocol of containerd and CRI-O.
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
@@ -25,4 +25,16 @@ pub mod containerd {
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
 pub mod content {
     tonic::include_proto!("containerd.services.content.v1");
+}
+
+/// The Container Storage Interface (`csi.v1`), the node's side.
+#[allow(clippy::all, clippy::pedantic, missing_docs)]
+pub mod csi {
+    tonic::include_proto!("csi.v1");
+}
+
+/// How plugins register (`pluginregistration`).
+#[allow(clippy::all, clippy::pedantic, missing_docs)]
+pub mod registration {
+    tonic::include_proto!("pluginregistration");
 }

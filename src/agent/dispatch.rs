@@ -227,7 +227,11 @@ impl Dispatcher {
             if known {
                 continue;
             }
-            match self.context.host.remove_leftovers(&uid).await {
+            let removed = async {
+                super::csi::unpublish(&self.context, &uid).await?;
+                self.context.host.remove_leftovers(&uid).await
+            };
+            match removed.await {
                 Ok(()) => tracing::info!(uid, "removed what a pod that is gone had left"),
                 Err(error) => tracing::warn!(%error, uid, "what a pod that is gone had left cannot be removed"),
             }

@@ -11,6 +11,7 @@
 //!
 //! A task that ends unexpectedly ends the process: [`Agent::run`] returns then.
 
+mod csi;
 mod dispatch;
 mod events;
 mod hooks;
@@ -39,6 +40,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Node, Pod};
 use tokio::sync::{Notify, watch};
 
+pub use csi::Csi;
 pub use events::{Events, Kind};
 pub use images::Images;
 pub use journal::Journals;
@@ -96,6 +98,8 @@ pub struct Context {
     pub dialer: Arc<dyn Dialer>,
     /// What was done for each pod.
     pub journals: Journals,
+    /// Storage drivers.
+    pub csi: Csi,
     /// When this agent started.
     pub started: Timestamp,
 }
@@ -204,6 +208,12 @@ impl Context {
         result
     }
 
+    /// Wakes the workers of all pods that have been taken.
+    pub fn wake_all(&self) {
+        let admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        admitted.values().for_each(|t| t.hint.notify_one());
+    }
+
     /// The pods that have been taken.
     #[must_use]
     pub fn pods(&self) -> Vec<Arc<Pod>> {
@@ -262,12 +272,14 @@ impl Agent {
         let relist = relist::run(Arc::clone(&context), seen, hints);
         let local = local::run(Arc::clone(&context));
         let upkeep = upkeep::run(Arc::clone(&context));
+        let csi = Box::pin(csi::run(Arc::clone(&context), self.nodes.clone()));
         let limits = Box::pin(limits::run(Arc::clone(&context)));
         let collect = Box::pin(images::collect::run(Arc::clone(&context)));
         let node = node::run(context, self.nodes, self.network, self.node);
         tokio::select! {
             // In this order, so that a simulated run replays exactly.
             biased;
+            () = csi => anyhow::bail!("the registration of drivers ended"),
             () = limits => anyhow::bail!("the watch over disk limits ended"),
             () = collect => anyhow::bail!("the removal of images ended"),
             () = upkeep => anyhow::bail!("the upkeep ended"),

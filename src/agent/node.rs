@@ -11,6 +11,7 @@ use k8s_openapi::api::core::v1::{
     ContainerImage, Node, NodeAddress, NodeCondition, NodeFeatures, NodeRuntimeHandler, NodeRuntimeHandlerFeatures, NodeSpec, NodeStatus,
     NodeSystemInfo,
 };
+use k8s_openapi::api::storage::v1::{CSINode, CSINodeDriver};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta, OwnerReference};
 use kube::api::{Patch, PatchParams, PostParams};
@@ -48,6 +49,8 @@ pub trait NodeApi: Send + Sync + 'static {
     async fn patch(&self, name: &str, patch: &Value) -> Result<Node, ApiFailure>;
     /// Patches its status (strategic merge).
     async fn patch_status(&self, name: &str, patch: &Value) -> Result<Node, ApiFailure>;
+    /// Makes the node's CSINode say which drivers there are.
+    async fn report_drivers(&self, node: &Node, drivers: &[CSINodeDriver]) -> Result<(), ApiFailure>;
     /// Creates or renews its lease.
     async fn renew(&self, lease: &Lease) -> Result<(), ApiFailure>;
 }
@@ -71,6 +74,23 @@ impl NodeApi for KubeNodes {
 
     async fn patch_status(&self, name: &str, patch: &Value) -> Result<Node, ApiFailure> {
         Ok(Api::<Node>::all(self.0.clone()).patch_status(name, &PatchParams::default(), &Patch::Strategic(patch)).await?)
+    }
+
+    async fn report_drivers(&self, node: &Node, drivers: &[CSINodeDriver]) -> Result<(), ApiFailure> {
+        let api: Api<CSINode> = Api::all(self.0.clone());
+        let name = node.name_any();
+        let Some(mut known) = api.get_opt(&name).await? else {
+            let owner = json!({"apiVersion": "v1", "kind": "Node", "name": name, "uid": node.uid()});
+            let fresh = json!({"metadata": {"name": name, "ownerReferences": [owner]}, "spec": {"drivers": drivers}});
+            let fresh: CSINode = serde_json::from_value(fresh).map_err(|e| ApiFailure::Other(e.to_string()))?;
+            api.create(&PostParams::default(), &fresh).await?;
+            return Ok(());
+        };
+        if known.spec.drivers != drivers {
+            known.spec.drivers = drivers.to_vec();
+            api.replace(&name, &PostParams::default(), &known).await?;
+        }
+        Ok(())
     }
 
     async fn renew(&self, lease: &Lease) -> Result<(), ApiFailure> {

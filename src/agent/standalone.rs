@@ -1,10 +1,11 @@
 //! The API of an agent that has none: static pods only. What would be told to an API is dropped.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
+use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::Value;
 
 use crate::kubeapi::objects::{Following, News};
@@ -45,6 +46,14 @@ impl PodApi for NoApi {
 
     async fn claimed(&self, _: &str, _: &str) -> Result<Claimed, ApiFailure> {
         none()
+    }
+
+    async fn csi_driver(&self, _: &str) -> Result<Option<CSIDriver>, ApiFailure> {
+        Ok(None)
+    }
+
+    async fn attached(&self, _: &str) -> Result<Option<HashMap<String, String>>, ApiFailure> {
+        Ok(None)
     }
 
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {

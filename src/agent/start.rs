@@ -115,6 +115,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         latency: Latency::default(),
         dialer: Arc::new(crate::probes::Network),
         journals: Journals::default(),
+        csi: super::Csi::new(&config.root_dir),
         started: clock.now(),
         config,
     });

@@ -15,8 +15,8 @@ use tokio::time::Instant;
 
 use super::journal::Log;
 use super::objects::{self, Fetched};
-use super::{Context, Kind};
-use crate::core::behind::{self, Behind};
+use super::{Context, Kind, csi};
+use crate::core::behind::{self, Behind, Source};
 use crate::core::env::Surroundings;
 use crate::core::journal::Step;
 use crate::core::references::{self, References};
@@ -145,6 +145,12 @@ impl Volumes {
     }
 }
 
+/// Takes away the volumes of a pod, those of drivers first.
+pub async fn tear_down(context: &Context, uid: &str) -> Result<(), String> {
+    csi::unpublish(context, uid).await?;
+    context.host.tear_down_volumes(uid).await
+}
+
 /// The event of a volume that cannot be had.
 fn told(volume: &str, error: &str) -> String {
     if error.contains("PVC ") {
@@ -176,6 +182,12 @@ async fn one(
     tokens: &BTreeMap<Place, Issued>,
     fresh: &mut BTreeMap<Place, Issued>,
 ) -> Result<(), String> {
+    if let Source::Csi(served) = &behind.source {
+        let security = pod::spec(around.pod).security_context.as_ref();
+        let group = security.and_then(|s| s.fs_group).and_then(|g| u32::try_from(g).ok());
+        let on_mismatch = security.and_then(|s| s.fs_group_change_policy.as_deref()) == Some("OnRootMismatch");
+        return csi::publish(context, around.pod, served, group.map(|group| (group, on_mismatch))).await;
+    }
     let mut issued = BTreeMap::new();
     for wish in volumes::tokens(volume) {
         let place = (wish.volume.clone(), wish.path.clone());

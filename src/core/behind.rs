@@ -5,6 +5,7 @@ use k8s_openapi::api::core::v1::{Container, PersistentVolume, PersistentVolumeCl
 use kube::ResourceExt as _;
 
 use super::claims;
+use super::csi;
 use super::pod;
 use super::quantity::Quantity;
 use super::resources::{Side, of_container};
@@ -48,6 +49,8 @@ pub enum Source {
         /// The filesystem that a device gets which has none.
         filesystem: String,
     },
+    /// A driver publishes it.
+    Csi(Box<csi::Volume>),
     /// Another machine's directory.
     Nfs {
         /// `server:/path`.
@@ -85,6 +88,7 @@ impl Behind {
             Source::Image => "kubernetes.io~image",
             Source::Local { .. } => "kubernetes.io~local-volume",
             Source::Nfs { .. } => "kubernetes.io~nfs",
+            Source::Csi(_) => "kubernetes.io~csi",
         }
     }
 }
@@ -206,12 +210,15 @@ pub fn behind(pod: &Pod, volume: &Volume, claimed: Option<&Claimed>, memory: u64
     if let Some(nfs) = &volume.nfs {
         return Ok(Behind { read_only: nfs.read_only == Some(true), ..plain(Source::Nfs { device: nfs_device(&nfs.server, &nfs.path) }) });
     }
+    if let Some(inline) = csi::of_inline(pod, volume) {
+        return Ok(Behind { read_only: inline.read_only, ..plain(Source::Csi(Box::new(inline))) });
+    }
     Err(unserved(&volume.name))
 }
 
 fn unserved(name: &str) -> String {
     format!(
-        "volume {name:?} is of a type that this version does not serve: it serves emptyDir, hostPath, configMap, secret, downwardAPI, projected, image, nfs, and claims of hostPath, local and nfs volumes"
+        "volume {name:?} is of a type that this version does not serve: it serves emptyDir, hostPath, configMap, secret, downwardAPI, projected, image, nfs, csi, and claims of hostPath, local, nfs and csi volumes"
     )
 }
 
@@ -258,6 +265,10 @@ fn persistent(pod: &Pod, volume: &Volume, claimed: &Claimed) -> Result<Behind, S
     }
     if let Some(nfs) = &spec.nfs {
         return Ok(made(Source::Nfs { device: nfs_device(&nfs.server, &nfs.path) }, read_only || nfs.read_only == Some(true), false));
+    }
+    if let Some(source) = &spec.csi {
+        let served = csi::of_persistent(&claimed.volume, source, read_only);
+        return Ok(made(Source::Csi(Box::new(served.clone())), served.read_only, false));
     }
     Err(unserved(&volume.name))
 }

@@ -13,6 +13,7 @@ pub mod cgroup;
 pub mod claims;
 pub mod config;
 pub mod correlate;
+pub mod csi;
 pub mod dns;
 pub mod env;
 mod env_file;

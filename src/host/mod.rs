@@ -2,6 +2,7 @@
 //!
 //! [`PodHost`] is the narrow trait the agent calls; [`linux::LinuxHost`] does it for real.
 
+pub mod csi;
 pub mod linux;
 mod rotate;
 mod tool;

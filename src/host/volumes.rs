@@ -47,6 +47,7 @@ impl LinuxHost {
             Source::HostPath { path, .. } => PathBuf::from(path),
             Source::Local { path, .. } if behind.block => PathBuf::from(path),
             Source::Files { secret: true, .. } => self.memory().join(segment(uid)?).join(segment(&behind.name)?),
+            Source::Csi(_) => self.pod_dir(uid)?.join("volumes").join(behind.plugin()).join(segment(&behind.name)?).join("mount"),
             _ => self.pod_dir(uid)?.join("volumes").join(behind.plugin()).join(segment(&behind.name)?),
         })
     }
@@ -55,8 +56,8 @@ impl LinuxHost {
         let dir = self.volume_dir(uid, behind)?;
         let key = format!("{uid}/{}", behind.volume);
         match behind.source.clone() {
-            // The runtime mounts it from its own store.
-            Source::Image => Ok(()),
+            // The runtime mounts it from its own store, the driver from its.
+            Source::Image | Source::Csi(_) => Ok(()),
             Source::HostPath { kind, .. } => self.patient.call(&key, PATIENCE, move || check_host_path(&dir, &kind)).await,
             Source::EmptyDir(medium) => blocking(move || empty_dir(&dir, &medium, owner.group)).await,
             Source::Files { .. } => {

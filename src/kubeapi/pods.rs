@@ -1,6 +1,6 @@
 //! What the agent asks of the API for its pods: a narrow trait, and the real thing over kube.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -8,6 +8,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{ConfigMap, Event, PersistentVolume, PersistentVolumeClaim, Pod, Secret, Service, ServiceAccount};
 use k8s_openapi::api::node::v1::RuntimeClass;
+use k8s_openapi::api::storage::v1::{CSIDriver, VolumeAttachment};
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Api, Client};
 use serde::{Deserialize, Serialize};
@@ -91,6 +92,10 @@ pub trait PodApi: Send + Sync + 'static {
     async fn token(&self, wish: TokenFor<'_>) -> Result<Token, ApiFailure>;
     /// A claim, as it is now, and the volume it is bound to.
     async fn claimed(&self, namespace: &str, name: &str) -> Result<Claimed, ApiFailure>;
+    /// What the cluster says of a storage driver.
+    async fn csi_driver(&self, name: &str) -> Result<Option<CSIDriver>, ApiFailure>;
+    /// Whether an attachment is carried out, and what its attacher tells the node.
+    async fn attached(&self, attachment: &str) -> Result<Option<HashMap<String, String>>, ApiFailure>;
     /// Posts an event.
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure>;
     /// Counts an event once more.
@@ -177,6 +182,16 @@ impl PodApi for KubePods {
             None => None,
         };
         Ok(Claimed { claim, volume })
+    }
+
+    async fn csi_driver(&self, name: &str) -> Result<Option<CSIDriver>, ApiFailure> {
+        Ok(Api::all(self.client.clone()).get_opt(name).await?)
+    }
+
+    async fn attached(&self, attachment: &str) -> Result<Option<HashMap<String, String>>, ApiFailure> {
+        let found: Option<VolumeAttachment> = Api::all(self.client.clone()).get_opt(attachment).await?;
+        let status = found.and_then(|a| a.status).filter(|s| s.attached);
+        Ok(status.map(|s| s.attachment_metadata.unwrap_or_default().into_iter().collect()))
     }
 
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {

@@ -1,11 +1,12 @@
 //! The API as it is, or as it was last seen: what an apiserver that does not answer would say.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
+use k8s_openapi::api::storage::v1::CSIDriver;
 use kube::ResourceExt as _;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -84,6 +85,15 @@ impl PodApi for SealedApi {
     async fn claimed(&self, namespace: &str, name: &str) -> Result<Claimed, ApiFailure> {
         let answer = self.api.claimed(namespace, name).await;
         self.settle(Kind::Claims, &format!("{namespace}/{name}"), answer)
+    }
+
+    async fn csi_driver(&self, name: &str) -> Result<Option<CSIDriver>, ApiFailure> {
+        let answer = self.api.csi_driver(name).await;
+        self.settle(Kind::Handlers, &format!("csi/{name}"), answer)
+    }
+
+    async fn attached(&self, attachment: &str) -> Result<Option<HashMap<String, String>>, ApiFailure> {
+        self.api.attached(attachment).await
     }
 
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {

@@ -93,6 +93,14 @@ impl PodApi for World {
         Err(ApiFailure::Other("no claims here".into()))
     }
 
+    async fn csi_driver(&self, _: &str) -> Result<Option<CSIDriver>, ApiFailure> {
+        Ok(None)
+    }
+
+    async fn attached(&self, _: &str) -> Result<Option<HashMap<String, String>>, ApiFailure> {
+        Ok(None)
+    }
+
     async fn post_event(&self, _: &Event) -> Result<(), ApiFailure> {
         Ok(())
     }

@@ -5,7 +5,7 @@ mod invariants;
 mod machine;
 mod runtime;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -32,6 +32,7 @@ use holdfast::sys::machine::Machine;
 use holdfast_proto::cri as pb;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
+use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 
@@ -180,6 +181,7 @@ impl World {
             latency: Latency::default(),
             dialer: Arc::new(self.clone()),
             journals: Journals::default(),
+            csi: holdfast::agent::Csi::new(&config.root_dir),
             started: self.1.now(),
             config,
         });

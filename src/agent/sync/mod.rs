@@ -478,7 +478,7 @@ pub async fn release(context: &Arc<Context>, desired: &Desired, memory: &mut Mem
         memory.fingerprint = 0;
     }
     let give_back = async {
-        context.host.tear_down_volumes(uid).await?;
+        super::volumes::tear_down(context, uid).await?;
         context.host.remove_cgroup(pod).await?;
         if cause.removes_content() {
             context.host.remove_directories(pod).await?;

@@ -1,0 +1,149 @@
+//! Storage drivers on this node: how they make themselves known, and what is asked of them (CSI 1).
+//!
+//! Every call has two minutes. One that fails in between has an unknown outcome: it is repeated, as CSI makes all
+//! of them repeatable, and nothing is forgotten before the driver has said that it is undone.
+
+use std::time::Duration;
+
+use holdfast_proto::csi as pb;
+use holdfast_proto::registration as reg;
+use pb::node_client::NodeClient;
+use pb::node_service_capability::Type as Capability;
+use pb::node_service_capability::rpc::Type as Rpc;
+use reg::registration_client::RegistrationClient;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Request, Status};
+
+use crate::core::csi::Abilities;
+
+/// How long a driver is waited for.
+const DEADLINE: Duration = Duration::from_secs(120);
+/// How long registration's calls may take: asking, and telling the outcome.
+const REGISTRATION: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(5));
+
+/// Why a call had no success.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("rpc error: code = {code} desc = {message}")]
+pub struct CsiError {
+    /// gRPC's name of the code.
+    pub code: String,
+    /// The driver's words.
+    pub message: String,
+    /// Whether nothing was done. Otherwise it may have been, or still be under way.
+    pub certain: bool,
+}
+
+impl From<Status> for CsiError {
+    fn from(status: Status) -> CsiError {
+        let open = matches!(status.code(), Code::Cancelled | Code::DeadlineExceeded | Code::Unavailable | Code::ResourceExhausted | Code::Aborted);
+        CsiError { code: format!("{:?}", status.code()), message: status.message().to_owned(), certain: !open }
+    }
+}
+
+/// What a driver says of itself and this node.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NodeInfo {
+    /// Its name for this node.
+    pub node_id: String,
+    /// How many volumes it serves here; 0 for any number.
+    pub most: i64,
+    /// Where this node is, in the driver's terms.
+    pub topology: std::collections::BTreeMap<String, String>,
+}
+
+/// A plugin that wants to be registered.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Plugin {
+    /// `CSIPlugin`, for instance.
+    pub kind: String,
+    /// Its name.
+    pub name: String,
+    /// The socket of its service; empty for the one it registers with.
+    pub endpoint: String,
+    /// The versions it speaks.
+    pub versions: Vec<String>,
+}
+
+fn channel(socket: &str) -> Result<Channel, CsiError> {
+    let path = socket.strip_prefix("unix://").unwrap_or(socket);
+    let endpoint = Endpoint::try_from(format!("unix://{path}")).map_err(|e| CsiError {
+        code: "InvalidArgument".into(),
+        message: format!("{socket:?} is not a socket: {e}"),
+        certain: true,
+    })?;
+    Ok(endpoint.connect_timeout(Duration::from_secs(10)).connect_lazy())
+}
+
+fn within<T>(message: T, deadline: Duration) -> Request<T> {
+    let mut request = Request::new(message);
+    request.set_timeout(deadline);
+    request
+}
+
+/// Asks a socket in the directory of registrations who is behind it.
+pub async fn ask(socket: &str) -> Result<Plugin, CsiError> {
+    let info = RegistrationClient::new(channel(socket)?).get_info(within(reg::InfoRequest {}, REGISTRATION.0)).await?.into_inner();
+    Ok(Plugin { kind: info.r#type, name: info.name, endpoint: info.endpoint, versions: info.supported_versions })
+}
+
+/// Tells it the outcome.
+pub async fn tell(socket: &str, outcome: Result<(), String>) -> Result<(), CsiError> {
+    let status = reg::RegistrationStatus { plugin_registered: outcome.is_ok(), error: outcome.err().unwrap_or_default() };
+    RegistrationClient::new(channel(socket)?).notify_registration_status(within(status, REGISTRATION.1)).await?;
+    Ok(())
+}
+
+/// A driver. Clones share the connection.
+#[derive(Debug, Clone)]
+pub struct Driver(NodeClient<Channel>);
+
+impl Driver {
+    /// Behind a socket. Nothing is sent yet.
+    pub fn new(socket: &str) -> Result<Driver, CsiError> {
+        Ok(Driver(NodeClient::new(channel(socket)?)))
+    }
+
+    /// What it says of itself and this node.
+    pub async fn info(&self) -> Result<NodeInfo, CsiError> {
+        let info = self.0.clone().node_get_info(within(pb::NodeGetInfoRequest {}, DEADLINE)).await?.into_inner();
+        let topology = info.accessible_topology.unwrap_or_default().segments.into_iter().collect();
+        Ok(NodeInfo { node_id: info.node_id, most: info.max_volumes_per_node, topology })
+    }
+
+    /// What it can do.
+    pub async fn abilities(&self) -> Result<Abilities, CsiError> {
+        let answer = self.0.clone().node_get_capabilities(within(pb::NodeGetCapabilitiesRequest {}, DEADLINE)).await?.into_inner();
+        let has = |rpc: Rpc| answer.capabilities.iter().any(|c| matches!(&c.r#type, Some(Capability::Rpc(r)) if r.r#type == rpc as i32));
+        Ok(Abilities {
+            stage: has(Rpc::StageUnstageVolume),
+            mount_group: has(Rpc::VolumeMountGroup),
+            single_node_multi_writer: has(Rpc::SingleNodeMultiWriter),
+        })
+    }
+
+    /// Makes a volume ready for this node.
+    pub async fn stage(&self, request: pb::NodeStageVolumeRequest) -> Result<(), CsiError> {
+        self.0.clone().node_stage_volume(within(request, DEADLINE)).await?;
+        Ok(())
+    }
+
+    /// Undoes that.
+    pub async fn unstage(&self, volume: &str, staging: &str) -> Result<(), CsiError> {
+        let request = pb::NodeUnstageVolumeRequest { volume_id: volume.into(), staging_target_path: staging.into() };
+        self.0.clone().node_unstage_volume(within(request, DEADLINE)).await?;
+        Ok(())
+    }
+
+    /// Makes a volume ready for one pod.
+    pub async fn publish(&self, request: pb::NodePublishVolumeRequest) -> Result<(), CsiError> {
+        self.0.clone().node_publish_volume(within(request, DEADLINE)).await?;
+        Ok(())
+    }
+
+    /// Undoes that.
+    pub async fn unpublish(&self, volume: &str, target: &str) -> Result<(), CsiError> {
+        let request = pb::NodeUnpublishVolumeRequest { volume_id: volume.into(), target_path: target.into() };
+        self.0.clone().node_unpublish_volume(within(request, DEADLINE)).await?;
+        Ok(())
+    }
+}

@@ -1,0 +1,127 @@
+//! Storage drivers against a real containerd, with a small driver of our own.
+#![allow(clippy::unwrap_used)]
+
+#[path = "support/driver.rs"]
+mod driver;
+mod support;
+
+use std::time::Duration;
+
+use driver::Driver;
+use holdfast::cri::{CriClient, Runtime as _};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use support::{Cluster, condition};
+
+const NAME: &str = "directories.test";
+
+fn inside(cluster: &Cluster, pod: &str, script: &str) -> String {
+    let id = cluster.pod(pod)["status"]["containerStatuses"][0]["containerID"].as_str().unwrap().rsplit('/').next().unwrap().to_owned();
+    let command: Vec<String> = ["busybox", "sh", "-c", script].map(Into::into).to_vec();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let client = CriClient::new(cluster.run_dir().join("containerd.sock").to_str().unwrap(), Duration::from_secs(60)).unwrap();
+        client.exec(&id, &command, None).await.unwrap().output.trim().to_owned()
+    })
+}
+
+#[test]
+fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
+    let cluster = Cluster::start("csi", 38);
+    let image = support::busybox(&cluster);
+    let (dir, root) = (tempfile::tempdir().unwrap(), cluster.data().join("agent"));
+    let registry = root.join("plugins_registry");
+    let pod = |name: &str, volume: &str, more: &str| {
+        format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{terminationGracePeriodSeconds: 1, {more} containers: [{{name: c, image: '{image}', command: [busybox, sleep, '10000'], volumeMounts: [{{name: v, mountPath: /v}}]}}], volumes: [{{name: v, {volume}}}]}}\n---\n"
+        )
+    };
+    let ready = |name: &str| condition(&cluster.pod(name), "Ready") == "True";
+    let volume = |name: &str, source: &str| {
+        format!(
+            "apiVersion: v1\nkind: PersistentVolume\nmetadata: {{name: {name}}}\nspec: {{storageClassName: '', capacity: {{storage: 1Mi}}, accessModes: [ReadWriteOnce], claimRef: {{namespace: default, name: {name}}}, {source}}}\n---\napiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {{name: {name}}}\nspec: {{storageClassName: '', accessModes: [ReadWriteOnce], resources: {{requests: {{storage: 1Mi}}}}}}\n---\n"
+        )
+    };
+    cluster.kubectl(&["create", "secret", "generic", "login", "--from-literal=user=me"]);
+    cluster.apply(&format!(
+        "apiVersion: storage.k8s.io/v1\nkind: CSIDriver\nmetadata: {{name: {NAME}}}\nspec: {{attachRequired: false, podInfoOnMount: true, volumeLifecycleModes: [Persistent, Ephemeral], fsGroupPolicy: File, tokenRequests: [{{audience: vault}}]}}\n---\n{}{}",
+        volume("shared", &format!("csi: {{driver: {NAME}, volumeHandle: shared-1, nodePublishSecretRef: {{namespace: default, name: login}}, volumeAttributes: {{color: blue}}}}")),
+        volume("elsewhere", "csi: {driver: attached.test, volumeHandle: e}"),
+    ));
+    // A pod that comes before its driver waits, says for what, and starts as soon as the driver is there.
+    let by_claim = "persistentVolumeClaim: {claimName: shared}";
+    cluster.apply(&pod("one", by_claim, "securityContext: {runAsUser: 1000, fsGroup: 4242},"));
+    cluster.wait("the driver to be missed", || {
+        cluster.events("one").contains(&format!("driver name {NAME} not found in the list of registered CSI drivers"))
+    });
+    let running = Driver::new(NAME, dir.path()).run(&registry);
+    let driver = running.driver.clone();
+    cluster.wait("the registration", || driver.outcome().as_deref() == Some(""));
+    cluster.wait("the pod", || ready("one"));
+    let node = cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]);
+    assert!(node.contains(NAME) && node.contains("node-of-test") && node.contains("topology.test/zone") && node.contains('7'), "{node}");
+    cluster.wait("the node's annotation and label", || {
+        let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata}"]);
+        node.contains("csi.volume.kubernetes.io/nodeid") && node.contains("topology.test/zone")
+    });
+    assert_eq!(inside(&cluster, "one", "echo hello > /v/file && stat -c %g /v/file /v"), "4242\n4242");
+    assert_eq!(std::fs::read_to_string(dir.path().join("shared-1/file")).unwrap(), "hello\n");
+    let (told, secrets) = driver.told();
+    assert_eq!((told["color"].as_str(), told["csi.storage.k8s.io/pod.name"].as_str(), secrets["user"].as_str()), ("blue", "one", "me"));
+    assert!(told["csi.storage.k8s.io/serviceAccount.tokens"].contains("vault"));
+
+    // A second pod: staged once, published twice; undone in the same order.
+    cluster.apply(&pod("two", by_claim, ""));
+    cluster.wait("the second pod", || ready("two"));
+    assert_eq!(inside(&cluster, "two", "cat /v/file"), "hello");
+    cluster.kubectl(&["delete", "pod", "one"]);
+    assert_eq!((driver.count("unpublish"), driver.count("unstage")), (1, 0), "{:?}", driver.calls());
+    // An agent that was killed finds its way back, and publishes nothing anew.
+    let published = driver.count("publish");
+    kill(Pid::from_raw(cluster.pid("agent")), Signal::SIGKILL).unwrap();
+    cluster.up();
+    cluster.kubectl(&["delete", "pod", "two"]);
+    assert_eq!((driver.count("publish"), driver.count("unstage")), (published, 1), "{:?}", driver.calls());
+
+    // Inline volumes live and die with their pod.
+    cluster.apply(&pod("inline", &format!("csi: {{driver: {NAME}, volumeAttributes: {{size: small}}}}"), ""));
+    cluster.wait("the pod with an inline volume", || ready("inline"));
+    assert_eq!(driver.told().0["csi.storage.k8s.io/ephemeral"], "true");
+    cluster.kubectl(&["delete", "pod", "inline"]);
+
+    // Answers that are lost: what was done is done again, and all of it is undone.
+    for call in ["stage", "publish"] {
+        driver.lose(call, true);
+        cluster.apply(&pod("unlucky", by_claim, ""));
+        let before = driver.count(call);
+        cluster.wait("it to be tried", || driver.count(call) > before);
+        cluster.wait("the error to be told", || cluster.events("unlucky").contains("the answer was lost"));
+        driver.lose(call, false);
+        cluster.wait("the pod", || ready("unlucky"));
+        cluster.kubectl(&["delete", "pod", "unlucky"]);
+    }
+    for call in ["unpublish", "unstage"] {
+        cluster.apply(&pod("stuck", by_claim, ""));
+        cluster.wait("the pod", || ready("stuck"));
+        driver.lose(call, true);
+        cluster.kubectl(&["delete", "pod", "stuck", "--wait=false"]);
+        let before = driver.count(call);
+        cluster.wait("it to be tried twice", || driver.count(call) > before + 1 || (before == 0 && driver.count(call) > 1));
+        assert!(!cluster.kubectl(&["get", "pod", "stuck", "--ignore-not-found"]).is_empty(), "it stays until the driver says that all is undone");
+        driver.lose(call, false);
+        cluster.wait("it to go", || cluster.kubectl(&["get", "pod", "stuck", "--ignore-not-found"]).is_empty());
+    }
+    // A volume that somebody has to attach is waited for.
+    cluster.apply(&pod("waiting", "persistentVolumeClaim: {claimName: elsewhere}", ""));
+    cluster.wait("the wait to be told", || cluster.events("waiting").contains("driver name attached.test not found"));
+
+    // A driver that goes is forgotten, and comes back.
+    drop(running);
+    cluster.wait("the driver to go", || !cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]).contains(NAME));
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    assert!(!table.contains("kubernetes.io~csi") && !table.contains("globalmount"), "{table}");
+    let staged: Vec<_> = std::fs::read_dir(root.join("plugins/kubernetes.io/csi").join(NAME)).unwrap().collect();
+    assert!(staged.is_empty(), "{staged:?}");
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}

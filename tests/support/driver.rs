@@ -1,0 +1,218 @@
+//! A small CSI driver that keeps its volumes in directories, and registers as drivers do.
+
+use std::collections::{BTreeSet, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use holdfast_proto::csi as pb;
+use holdfast_proto::registration as reg;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use pb::node_server::{Node, NodeServer};
+use pb::node_service_capability::{Rpc, Type, rpc};
+use reg::registration_server::{Registration, RegistrationServer};
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::{Request, Response, Status};
+
+#[derive(Default)]
+struct State {
+    /// What was asked, in order.
+    calls: Vec<String>,
+    /// Calls that are carried out and then answered as if they had not come through.
+    lost: BTreeSet<String>,
+    /// What the driver was told when it published last.
+    context: HashMap<String, String>,
+    secrets: HashMap<String, String>,
+    outcome: Option<String>,
+}
+
+#[derive(Clone)]
+pub struct Driver {
+    name: &'static str,
+    dir: PathBuf,
+    state: Arc<Mutex<State>>,
+    endpoint: String,
+}
+
+/// The driver while it runs; dropping it ends it and takes its sockets away.
+pub struct Running {
+    pub driver: Driver,
+    sockets: Vec<PathBuf>,
+    _runtime: tokio::runtime::Runtime,
+}
+
+fn failed(error: impl std::fmt::Display) -> Status {
+    Status::internal(error.to_string())
+}
+
+fn is_mounted(path: &Path) -> bool {
+    std::fs::read_to_string("/proc/self/mountinfo").unwrap().lines().any(|l| l.split(' ').nth(4) == path.to_str())
+}
+
+impl Driver {
+    pub fn new(name: &'static str, dir: &Path) -> Driver {
+        Driver { name, dir: dir.into(), state: Arc::default(), endpoint: String::new() }
+    }
+
+    /// Runs it: its own socket beside its volumes, and one in the node's directory of registrations.
+    pub fn run(mut self, registry: &Path) -> Running {
+        let (own, registration) = (self.dir.join("csi.sock"), registry.join(format!("{}-reg.sock", self.name)));
+        for socket in [&own, &registration] {
+            let _ = std::fs::remove_file(socket);
+        }
+        self.endpoint = own.display().to_string();
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let (node, register) = (self.clone(), self.clone());
+        let listen = |path: &Path| UnixListenerStream::new(runtime.block_on(async { tokio::net::UnixListener::bind(path).unwrap() }));
+        let (node_socket, register_socket) = (listen(&own), listen(&registration));
+        runtime.spawn(async move { tonic::transport::Server::builder().add_service(NodeServer::new(node)).serve_with_incoming(node_socket).await });
+        runtime.spawn(async move {
+            tonic::transport::Server::builder().add_service(RegistrationServer::new(register)).serve_with_incoming(register_socket).await
+        });
+        Running { driver: self, sockets: vec![own, registration], _runtime: runtime }
+    }
+
+    /// How often a call was made.
+    pub fn count(&self, call: &str) -> usize {
+        self.state.lock().unwrap().calls.iter().filter(|c| c.starts_with(call)).count()
+    }
+
+    pub fn calls(&self) -> Vec<String> {
+        self.state.lock().unwrap().calls.clone()
+    }
+
+    /// What it was told of a volume and its pod, and the secrets that came with it.
+    pub fn told(&self) -> (HashMap<String, String>, HashMap<String, String>) {
+        let state = self.state.lock().unwrap();
+        (state.context.clone(), state.secrets.clone())
+    }
+
+    /// The outcome of its registration: empty for a success.
+    pub fn outcome(&self) -> Option<String> {
+        self.state.lock().unwrap().outcome.clone()
+    }
+
+    /// From the next such call on, until it is called again with `false`, answers are lost.
+    pub fn lose(&self, call: &str, lose: bool) {
+        let mut state = self.state.lock().unwrap();
+        if lose { _ = state.lost.insert(call.into()) } else { _ = state.lost.remove(call) }
+    }
+
+    fn note(&self, call: &str, volume: &str) {
+        self.state.lock().unwrap().calls.push(format!("{call} {volume}"));
+    }
+
+    fn answer<T>(&self, call: &str, value: T) -> Result<Response<T>, Status> {
+        if self.state.lock().unwrap().lost.contains(call) {
+            return Err(Status::deadline_exceeded("the answer was lost"));
+        }
+        Ok(Response::new(value))
+    }
+
+    fn bind(from: &Path, to: &Path, read_only: bool) -> Result<(), Status> {
+        std::fs::create_dir_all(to).map_err(failed)?;
+        if is_mounted(to) {
+            return Ok(());
+        }
+        mount(Some(from), to, None::<&str>, MsFlags::MS_BIND, None::<&str>).map_err(failed)?;
+        if read_only {
+            let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+            mount(None::<&str>, to, None::<&str>, flags, None::<&str>).map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    fn unbind(path: &Path) -> Result<(), Status> {
+        if is_mounted(path) {
+            umount2(path, MntFlags::UMOUNT_NOFOLLOW).map_err(failed)?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        for socket in &self.sockets {
+            let _ = std::fs::remove_file(socket);
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl Registration for Driver {
+    async fn get_info(&self, _: Request<reg::InfoRequest>) -> Result<Response<reg::PluginInfo>, Status> {
+        let info = reg::PluginInfo {
+            r#type: "CSIPlugin".into(),
+            name: self.name.into(),
+            endpoint: self.endpoint.clone(),
+            supported_versions: vec!["1.9.0".into()],
+        };
+        Ok(Response::new(info))
+    }
+
+    async fn notify_registration_status(
+        &self,
+        request: Request<reg::RegistrationStatus>,
+    ) -> Result<Response<reg::RegistrationStatusResponse>, Status> {
+        self.state.lock().unwrap().outcome = Some(request.into_inner().error);
+        Ok(Response::new(reg::RegistrationStatusResponse {}))
+    }
+}
+
+#[tonic::async_trait]
+impl Node for Driver {
+    async fn node_get_info(&self, _: Request<pb::NodeGetInfoRequest>) -> Result<Response<pb::NodeGetInfoResponse>, Status> {
+        let topology = pb::Topology { segments: HashMap::from([("topology.test/zone".to_owned(), "here".to_owned())]) };
+        Ok(Response::new(pb::NodeGetInfoResponse { node_id: "node-of-test".into(), max_volumes_per_node: 7, accessible_topology: Some(topology) }))
+    }
+
+    async fn node_get_capabilities(&self, _: Request<pb::NodeGetCapabilitiesRequest>) -> Result<Response<pb::NodeGetCapabilitiesResponse>, Status> {
+        let stage = pb::NodeServiceCapability { r#type: Some(Type::Rpc(Rpc { r#type: rpc::Type::StageUnstageVolume as i32 })) };
+        Ok(Response::new(pb::NodeGetCapabilitiesResponse { capabilities: vec![stage] }))
+    }
+
+    async fn node_stage_volume(&self, request: Request<pb::NodeStageVolumeRequest>) -> Result<Response<pb::NodeStageVolumeResponse>, Status> {
+        let request = request.into_inner();
+        self.note("stage", &request.volume_id);
+        let volume = self.dir.join(&request.volume_id);
+        std::fs::create_dir_all(&volume).map_err(failed)?;
+        Driver::bind(&volume, Path::new(&request.staging_target_path), false)?;
+        self.answer("stage", pb::NodeStageVolumeResponse {})
+    }
+
+    async fn node_unstage_volume(&self, request: Request<pb::NodeUnstageVolumeRequest>) -> Result<Response<pb::NodeUnstageVolumeResponse>, Status> {
+        let request = request.into_inner();
+        self.note("unstage", &request.volume_id);
+        Driver::unbind(Path::new(&request.staging_target_path))?;
+        self.answer("unstage", pb::NodeUnstageVolumeResponse {})
+    }
+
+    async fn node_publish_volume(&self, request: Request<pb::NodePublishVolumeRequest>) -> Result<Response<pb::NodePublishVolumeResponse>, Status> {
+        let request = request.into_inner();
+        self.note("publish", &request.volume_id);
+        {
+            let mut state = self.state.lock().unwrap();
+            state.context = request.volume_context.clone();
+            state.secrets = request.secrets.clone();
+        }
+        let source = if request.staging_target_path.is_empty() {
+            let own = self.dir.join(&request.volume_id);
+            std::fs::create_dir_all(&own).map_err(failed)?;
+            own
+        } else {
+            PathBuf::from(&request.staging_target_path)
+        };
+        Driver::bind(&source, Path::new(&request.target_path), request.readonly)?;
+        self.answer("publish", pb::NodePublishVolumeResponse {})
+    }
+
+    async fn node_unpublish_volume(
+        &self,
+        request: Request<pb::NodeUnpublishVolumeRequest>,
+    ) -> Result<Response<pb::NodeUnpublishVolumeResponse>, Status> {
+        let request = request.into_inner();
+        self.note("unpublish", &request.volume_id);
+        Driver::unbind(Path::new(&request.target_path))?;
+        let _ = std::fs::remove_dir(&request.target_path);
+        self.answer("unpublish", pb::NodeUnpublishVolumeResponse {})
+    }
+}
