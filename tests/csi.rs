@@ -111,12 +111,32 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         driver.lose(call, false);
         cluster.wait("it to go", || cluster.kubectl(&["get", "pod", "stuck", "--ignore-not-found"]).is_empty());
     }
-    // A volume that somebody has to attach is waited for.
+    // A volume that has to be attached is waited for; its attacher is played here.
+    let (other, other_dir) = ("attached.test", tempfile::tempdir().unwrap());
+    let attached = Driver::new(other, other_dir.path()).run(&registry);
+    cluster.wait("the other driver", || attached.driver.outcome().as_deref() == Some(""));
     cluster.apply(&pod("waiting", "persistentVolumeClaim: {claimName: elsewhere}", ""));
-    cluster.wait("the wait to be told", || cluster.events("waiting").contains("driver name attached.test not found"));
+    cluster.wait("the wait to be told", || cluster.events("waiting").contains("volume is not attached yet: VolumeAttachment csi-"));
+    let attachment = || cluster.kubectl(&["get", "volumeattachments", "-o", "jsonpath={.items[*].metadata.name}"]);
+    assert_eq!(attached.driver.count("stage"), 0);
+    cluster.kubectl(&[
+        "patch",
+        "volumeattachment",
+        &attachment(),
+        "--subresource=status",
+        "--type=merge",
+        "--patch",
+        r#"{"status": {"attached": true, "attachmentMetadata": {"lun": "7"}}}"#,
+    ]);
+    cluster.wait("the pod", || ready("waiting"));
+    cluster.wait("the node to be told", || {
+        cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].status.volumesAttached}"]).contains("kubernetes.io/csi/attached.test^e")
+    });
+    cluster.kubectl(&["delete", "pod", "waiting"]);
+    cluster.wait("the attachment to go", || attachment().is_empty());
 
     // A driver that goes is forgotten, and comes back.
-    drop(running);
+    drop((running, attached));
     cluster.wait("the driver to go", || !cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]).contains(NAME));
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();

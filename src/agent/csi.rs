@@ -78,6 +78,19 @@ impl Csi {
         Arc::clone(locks.entry(format!("{}^{}", data.driver_name, data.volume_handle)).or_default())
     }
 
+    /// The volumes that this node has, or is about to have, of those that are attached, as nodes name them.
+    #[must_use]
+    pub fn in_use(&self) -> Vec<String> {
+        if lock(&self.drivers).is_empty() {
+            return vec![];
+        }
+        let of = |v: Published| format!("kubernetes.io/csi/{}^{}", v.data.driver_name, v.data.volume_handle);
+        let mut names: Vec<String> = self.dirs.published().into_iter().filter(|v| !v.data.attachment_id.is_empty()).map(of).collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+
     /// What CSINode says of the drivers.
     fn described(&self) -> Vec<CSINodeDriver> {
         let of = |(name, registered): (&String, &Registered)| CSINodeDriver {

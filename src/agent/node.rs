@@ -240,6 +240,8 @@ async fn status(context: &Context, view: &RuntimeView, old: &NodeStatus) -> Node
         allocatable: Some(texts(&allocatable(machine, &context.config))),
         conditions: Some(conditions(view.problem.as_ref(), old.conditions.as_deref().unwrap_or_default(), context.clock.now())),
         images: Some(images),
+        // An empty list is said only where another one stands: what is not said stays.
+        volumes_in_use: Some(context.csi.in_use()).filter(|v| !v.is_empty() || old.volumes_in_use.iter().flatten().next().is_some()),
         runtime_handlers: Some(handlers(&view.features)).filter(|h| !h.is_empty()),
         features: view.features.strict_groups.then_some(NodeFeatures { supplemental_groups_policy: Some(true) }),
         declared_features: Some(DECLARED.iter().map(|f| (*f).to_owned()).collect()),

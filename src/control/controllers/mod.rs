@@ -4,6 +4,7 @@
 //! Each is a loop of observe, decide, act over watched caches. The deciding halves are pure
 //! functions over typed objects. Everything goes through the API.
 
+mod attach;
 mod binder;
 mod deployment;
 mod garbage;
@@ -90,6 +91,7 @@ pub async fn run(client: Client, caches: Caches, ca: String, directories: Option
         deployment::run(client.clone(), caches.clone()),
         replicaset::run(client.clone(), caches.clone()),
         garbage::run(client.clone(), caches.clone()),
+        attach::run(client.clone(), caches.clone()),
         binder::run(client.clone(), caches.clone(), directories),
         namespace::run(client, caches, ca),
     );
