@@ -85,6 +85,9 @@ async fn run_agent(flags: AgentFlags) -> anyhow::Result<()> {
     if !nix::unistd::geteuid().is_root() {
         anyhow::bail!("the agent needs root: it makes cgroups and mounts; run it with sudo");
     }
+    // Secrets are in this process's memory: it leaves no core file, and nobody but root looks inside.
+    nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_CORE, 0, 0)?;
+    nix::sys::prctl::set_dumpable(false)?;
     let config = config::load(flags.config.as_deref(), &flags.overrides(), &sys::machine::hostname())?;
     tracing::info!(node = config.node_name, runtime = config.runtime_endpoint, "the agent starts");
     let agent = agent::build(config).await?;

@@ -19,6 +19,8 @@ pub struct Cluster {
     pub runtime: Option<PathBuf>,
     /// A KubeletConfiguration for the agent.
     pub config: Option<tempfile::NamedTempFile>,
+    /// Everything is logged.
+    pub verbose: bool,
 }
 
 pub fn holdfast() -> PathBuf {
@@ -41,7 +43,7 @@ impl Cluster {
     /// As [`Cluster::start`], with the containerd in `runtime`.
     pub fn start_with(name: &str, number: u16, runtime: Option<PathBuf>) -> Cluster {
         assert!(nix::unistd::geteuid().is_root(), "this test makes containers: run it as root");
-        let cluster = Cluster { name: format!("t-{name}"), number, runtime, config: None };
+        let cluster = Cluster { name: format!("t-{name}"), number, runtime, config: None, verbose: false };
         cluster.up();
         cluster
     }
@@ -51,13 +53,24 @@ impl Cluster {
         assert!(nix::unistd::geteuid().is_root(), "this test makes containers: run it as root");
         let config = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(config.path(), fields).unwrap();
-        let cluster = Cluster { name: format!("t-{name}"), number, runtime: None, config: Some(config) };
+        let cluster = Cluster { name: format!("t-{name}"), number, runtime: None, config: Some(config), verbose: false };
+        cluster.up();
+        cluster
+    }
+
+    /// As [`Cluster::start`], with everything logged that can be.
+    pub fn start_verbose(name: &str, number: u16) -> Cluster {
+        assert!(nix::unistd::geteuid().is_root(), "this test makes containers: run it as root");
+        let cluster = Cluster { name: format!("t-{name}"), number, runtime: None, config: None, verbose: true };
         cluster.up();
         cluster
     }
 
     pub fn up(&self) -> String {
         let mut command = Command::new(holdfast());
+        if self.verbose {
+            command.env("HOLDFAST_LOG", "trace");
+        }
         if let Some(runtime) = &self.runtime {
             command.env("PATH", format!("{}:{}", runtime.display(), std::env::var("PATH").unwrap()));
         }
