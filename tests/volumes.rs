@@ -386,3 +386,102 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
     assert_eq!(names, ["x"], "nothing was made outside");
     eprintln!("{} swaps, {mounted} mounts, {refused} refusals", swaps.load(Ordering::Relaxed));
 }
+
+#[test]
+fn mounts_appear_where_their_propagation_says_and_host_paths_are_checked() {
+    use nix::mount::{MntFlags, MsFlags, mount, umount2};
+
+    let cluster = Cluster::start("propagation", 40);
+    let image = support::busybox(&cluster);
+    // A place whose mounts others see.
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().display().to_string();
+    mount(Some(place.path()), place.path(), None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
+    mount(None::<&str>, place.path(), None::<&str>, MsFlags::MS_SHARED, None::<&str>).unwrap();
+    for dir in ["early", "late", "theirs"] {
+        std::fs::create_dir(place.path().join(dir)).unwrap();
+    }
+    let host = format!("[{{name: v, hostPath: {{path: '{path}', type: Directory}}}}]");
+    let user = |name: &str, propagation: &str| {
+        let pod = pod(name, &image, &host, &format!("[{{name: v, mountPath: /v{propagation}}}]"));
+        if name == "both" { pod.replace("containers: [{name: c,", "containers: [{name: c, securityContext: {privileged: true},") } else { pod }
+    };
+    cluster.apply(&user("none", ""));
+    cluster.apply(&user("in", ", mountPropagation: HostToContainer"));
+    cluster.apply(&user("both", ", mountPropagation: Bidirectional"));
+    for name in ["none", "in", "both"] {
+        cluster.wait(&format!("{name} to run"), || ready(&cluster, name));
+    }
+    mount(Some("tmpfs"), &place.path().join("late"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+    std::fs::write(place.path().join("late/file"), "came later").unwrap();
+    let look = |name: &str| inside(&cluster, name, &["busybox", "sh", "-c", "cat /v/late/file 2>/dev/null || echo nothing"]);
+    assert_eq!([look("none"), look("in"), look("both")], ["nothing", "came later", "came later"]);
+    inside(&cluster, "both", &["busybox", "sh", "-c", "busybox mount -t tmpfs tmpfs /v/theirs && echo out > /v/theirs/file"]);
+    assert_eq!(std::fs::read_to_string(place.path().join("theirs/file")).unwrap(), "out\n");
+
+    // Types of host paths: what is not as it says is named, what may be made is made.
+    let typed = |name: &str, below: &str, kind: &str| {
+        pod(name, &image, &format!("[{{name: v, hostPath: {{path: '{path}/{below}', type: {kind}}}}}]"), "[{name: v, mountPath: /v}]")
+    };
+    for (name, below, kind, complaint) in [
+        ("file", "early", "File", "is not a file"),
+        ("socket", "early", "Socket", "is not a socket file"),
+        ("device", "early", "CharDevice", "is not a character device"),
+        ("missing", "none", "Directory", "is not a directory"),
+    ] {
+        cluster.apply(&typed(name, below, kind));
+        cluster.wait(complaint, || cluster.events(name).contains(&format!("hostPath type check failed: {path}/{below} {complaint}")));
+    }
+    cluster.apply(&typed("made-dir", "made/deep", "DirectoryOrCreate"));
+    cluster.apply(&typed("made-file", "made-file", "FileOrCreate"));
+    for name in ["made-dir", "made-file"] {
+        cluster.wait(name, || ready(&cluster, name));
+    }
+    assert!(place.path().join("made/deep").is_dir() && place.path().join("made-file").is_file());
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    assert!(place.path().join("made/deep").is_dir(), "what is on the host stays");
+    for below in ["late", "theirs", ""] {
+        umount2(&place.path().join(below), MntFlags::MNT_DETACH).unwrap();
+    }
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}
+
+#[test]
+fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
+    let cluster = Cluster::start("mount-kill", 41);
+    let image = support::busybox(&cluster);
+    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let disk = Loop::new();
+    cluster.kubectl(&["create", "configmap", "map", "--from-literal=key=value"]);
+    cluster.kubectl(&["create", "secret", "generic", "keys", "--from-literal=key=value"]);
+    cluster.apply(&format!(
+        "{}{}",
+        volume("disk", &node, &format!("local: {{path: '{}'}}", disk.device)),
+        claim("disk", ", storageClassName: by-hand")
+    ));
+    let volumes = "[{name: d, persistentVolumeClaim: {claimName: disk}}, {name: m, configMap: {name: map}}, {name: s, secret: {secretName: keys}}, {name: t, emptyDir: {medium: Memory}}, {name: e, emptyDir: {}}]";
+    let mounts = "[{name: d, mountPath: /d}, {name: d, mountPath: /sub, subPath: one/two}, {name: m, mountPath: /m}, {name: m, mountPath: /key, subPath: key}, {name: s, mountPath: /s}, {name: t, mountPath: /t}, {name: e, mountPath: /e, subPath: x}]";
+    let die_after = |milliseconds: u64| {
+        std::thread::sleep(Duration::from_millis(milliseconds));
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(cluster.pid("agent")), nix::sys::signal::Signal::SIGKILL).unwrap();
+        cluster.up();
+    };
+    // From before the first mount to after the last: a start takes about 300 ms here, an end less.
+    for round in 0..14 {
+        let name = format!("pod-{round}");
+        cluster.apply(&pod(&name, &image, volumes, mounts));
+        die_after(round * 25);
+        cluster.wait("the pod", || ready(&cluster, &name));
+        assert_eq!(
+            inside(&cluster, &name, &["busybox", "sh", "-c", "cat /m/key /s/key /key; echo x >> /d/rounds; wc -l < /d/rounds"]),
+            format!("valuevaluevalue{}", round + 1)
+        );
+        cluster.kubectl(&["delete", "pod", &name, "--wait=false"]);
+        die_after(round * 15);
+        cluster.wait("the pod to go", || cluster.pods().is_empty());
+        let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let left: Vec<&str> = table.lines().filter(|l| l.contains("/holdfast-t-mount-kill/agent/") && !l.contains("/agent/memory ")).collect();
+        assert!(left.is_empty(), "round {round}: {left:?}");
+        assert_eq!(cluster.leftovers(), Vec::<String>::new(), "round {round}");
+    }
+}
