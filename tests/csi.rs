@@ -111,6 +111,15 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         driver.lose(call, false);
         cluster.wait("it to go", || cluster.kubectl(&["get", "pod", "stuck", "--ignore-not-found"]).is_empty());
     }
+    // A driver that does not answer holds up its pod alone, and not its end.
+    driver.hang("publish", true);
+    let before = driver.count("publish");
+    cluster.apply(&pod("slow", by_claim, ""));
+    cluster.wait("the driver to be asked", || driver.count("publish") > before);
+    let begun = std::time::Instant::now();
+    cluster.kubectl(&["delete", "pod", "slow"]);
+    assert!(begun.elapsed() < Duration::from_secs(60), "the driver had two minutes to answer: {:?}", begun.elapsed());
+    driver.hang("publish", false);
     // A volume that has to be attached is waited for; its attacher is played here.
     let (other, other_dir) = ("attached.test", tempfile::tempdir().unwrap());
     let attached = Driver::new(other, other_dir.path()).run(&registry);

@@ -200,6 +200,15 @@ fn claims_are_bound_mounted_kept_and_given_back() {
     cluster.wait("the disk once more", || ready(&cluster, "disk"));
     assert_eq!(inside(&cluster, "disk", &["cat", "/v/file"]), "here");
 
+    // A claim for one pod at a time is refused to the next, and had by it after the first.
+    cluster.apply(&claim("single", "").replace("ReadWriteOnce]", "ReadWriteOncePod]"));
+    cluster.apply(&pod("holder", &image, &of("single"), at));
+    cluster.wait("the holder", || ready(&cluster, "holder"));
+    cluster.apply(&pod("heir", &image, &of("single"), at));
+    cluster.wait("the heir to be told", || cluster.events("heir").contains("already in use by another pod"));
+    cluster.kubectl(&["delete", "pod", "holder"]);
+    cluster.wait("the heir", || ready(&cluster, "heir"));
+
     // A claim that lives and dies with its pod; memory of a size; pages; and what is missing is named.
     let template = "[{name: v, ephemeral: {volumeClaimTemplate: {spec: {accessModes: [ReadWriteOnce], resources: {requests: {storage: 1Mi}}}}}}]";
     cluster.apply(&pod("short", &image, template, at));

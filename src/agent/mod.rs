@@ -33,7 +33,7 @@ mod upkeep;
 mod volumes;
 mod worker;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 
 use jiff::Timestamp;
@@ -53,7 +53,7 @@ use crate::core::admit::{self, Refusal};
 use crate::core::dns::Resolver;
 use crate::core::resources::Amounts;
 use crate::core::status::Verdict;
-use crate::core::{pod, preempt};
+use crate::core::{claims, pod, preempt};
 use crate::cri::{Features, Runtime};
 use crate::host::PodHost;
 use crate::kubeapi::pods::PodApi;
@@ -113,6 +113,8 @@ pub struct Taken {
     verdict: Option<Verdict>,
     /// It waits for room to grow.
     waits: bool,
+    /// Claims that it has alone.
+    alone: BTreeSet<(String, String)>,
 }
 
 /// What becomes of a pod that wants to run here.
@@ -172,7 +174,7 @@ impl Context {
             strict_groups: self.features.borrow().strict_groups,
         };
         let Err(refusal) = admit::admit(pod, admitted.values().map(|t| &*t.pod), &here) else {
-            admitted.insert(uid, Taken { pod: Arc::clone(pod), hint: Arc::clone(hint), verdict: None, waits: false });
+            admitted.insert(uid, Taken { pod: Arc::clone(pod), hint: Arc::clone(hint), verdict: None, waits: false, alone: BTreeSet::new() });
             return Admission::Taken;
         };
         if refusal.missing.is_empty() || !preempt::is_critical(pod) {
@@ -212,6 +214,24 @@ impl Context {
     pub fn wake_all(&self) {
         let admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         admitted.values().for_each(|t| t.hint.notify_one());
+    }
+
+    /// Whether a pod has a claim that only one may have at a time: nobody else got it first, or runs with it since
+    /// before this agent started. It has it until it is released.
+    #[must_use]
+    pub fn holds_alone(&self, pod: &Pod, namespace: &str, claim: &str) -> bool {
+        let mut admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let (own, key) = (pod::uid(pod), (namespace.to_owned(), claim.to_owned()));
+        let runs = |pod: &Pod| pod.status.as_ref().and_then(|s| s.phase.as_deref()) == Some("Running");
+        let other_has = |(uid, taken): (&String, &Taken)| {
+            uid != own && (taken.alone.contains(&key) || (runs(&taken.pod) && claims::uses(&taken.pod, namespace, claim)))
+        };
+        if admitted.iter().any(other_has) {
+            return false;
+        }
+        let Some(taken) = admitted.get_mut(own) else { return false };
+        taken.alone.insert(key);
+        true
     }
 
     /// The pods that have been taken.

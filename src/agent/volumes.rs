@@ -168,6 +168,9 @@ async fn resolve(context: &Context, pod: &Pod, volume: &Volume, memory: u64) -> 
     let wanted = behind::usable(pod, volume, &found.claim)?;
     let bound = found.volume.ok_or_else(|| format!("error processing PVC {namespace}/{name}: persistentVolume {wanted:?} not found"))?;
     let claimed = behind::Claimed { claim: found.claim, volume: bound };
+    if claimed.is_for_one_pod() && !context.holds_alone(pod, &namespace, &name) {
+        return Err("volume uses the ReadWriteOncePod access mode and is already in use by another pod".into());
+    }
     behind::reached(&claimed, context.node.borrow().as_deref())?;
     behind::behind(pod, volume, Some(&claimed), memory)
 }

@@ -113,6 +113,14 @@ pub struct Claimed {
     pub volume: PersistentVolume,
 }
 
+impl Claimed {
+    /// Whether only one pod at a time may use it.
+    #[must_use]
+    pub fn is_for_one_pod(&self) -> bool {
+        self.claim.spec.as_ref().and_then(|s| s.access_modes.as_ref()).is_some_and(|modes| modes.iter().any(|m| m == "ReadWriteOncePod"))
+    }
+}
+
 /// Why a claim cannot be used by a pod, as far as the claim itself tells; else the name of its volume.
 pub fn usable(pod: &Pod, volume: &Volume, claim: &PersistentVolumeClaim) -> Result<String, String> {
     let (namespace, name) = (pod.namespace().unwrap_or_default(), claim.name_any());

@@ -19,6 +19,8 @@ struct State {
     calls: Vec<String>,
     /// Calls that are carried out and then answered as if they had not come through.
     lost: BTreeSet<String>,
+    /// Calls that are never answered.
+    hung: BTreeSet<String>,
     /// What the driver was told when it published last.
     context: HashMap<String, String>,
     secrets: HashMap<String, String>,
@@ -95,6 +97,12 @@ impl Driver {
     pub fn lose(&self, call: &str, lose: bool) {
         let mut state = self.state.lock().unwrap();
         if lose { _ = state.lost.insert(call.into()) } else { _ = state.lost.remove(call) }
+    }
+
+    /// From the next such call on, until it is called again with `false`, there are no answers.
+    pub fn hang(&self, call: &str, hang: bool) {
+        let mut state = self.state.lock().unwrap();
+        if hang { _ = state.hung.insert(call.into()) } else { _ = state.hung.remove(call) }
     }
 
     fn note(&self, call: &str, volume: &str) {
@@ -193,6 +201,9 @@ impl Node for Driver {
             let mut state = self.state.lock().unwrap();
             state.context = request.volume_context.clone();
             state.secrets = request.secrets.clone();
+        }
+        if self.state.lock().unwrap().hung.contains("publish") {
+            std::future::pending::<()>().await;
         }
         let source = if request.staging_target_path.is_empty() {
             let own = self.dir.join(&request.volume_id);

@@ -112,9 +112,18 @@ pub async fn sync(
         let pulls = actions.start.iter().zip(&held).map(|(start, held)| held.is_none().then(|| pull(context, pod, start, &secrets, &log)));
         pulls.collect::<Vec<Option<Pull>>>()
     };
-    let prepare = async { tokio::join!(volumes.set_up(context, pod, &known_ips, known, &log), images) };
-    let (sandbox, (fetched, pulls)) = tokio::join!(make_sandbox, prepare);
+    let prepare = async {
+        tokio::select! {
+            // In this order, so that a simulated run replays exactly.
+            biased;
+            done = async { tokio::join!(volumes.set_up(context, pod, &known_ips, known, &log), images) } => Some(done),
+            // A driver may take minutes. Dropping what it was asked is safe: what came of it is undone with the pod.
+            () = stop.when_wanted() => None,
+        }
+    };
+    let (sandbox, prepared) = tokio::join!(make_sandbox, prepare);
     let (sandbox, ips) = sandbox?;
+    let Some((fetched, pulls)) = prepared else { return Ok(None) };
     let fetched = fetched?;
     let attempt = observed.sandboxes.iter().find(|s| s.id == sandbox).map_or(0, |s| s.attempt);
     let sandbox_config = match sandbox_message {
