@@ -111,6 +111,20 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         driver.lose(call, false);
         cluster.wait("it to go", || cluster.kubectl(&["get", "pod", "stuck", "--ignore-not-found"]).is_empty());
     }
+    // A device of a driver, raw.
+    let disk = support::Loop::new();
+    let raw = format!("volumeMode: Block, csi: {{driver: {NAME}, volumeHandle: raw-1, volumeAttributes: {{device: '{}'}}}}", disk.device);
+    cluster.apply(
+        &volume("raw", &raw).replace("spec: {storageClassName: '', accessModes", "spec: {volumeMode: Block, storageClassName: '', accessModes"),
+    );
+    cluster.apply(
+        &pod("raw", "persistentVolumeClaim: {claimName: raw}", "")
+            .replace("volumeMounts: [{name: v, mountPath: /v}]", "volumeDevices: [{name: v, devicePath: /dev/raw}]"),
+    );
+    cluster.wait("the pod with a device", || ready("raw"));
+    assert_eq!(inside(&cluster, "raw", "echo block > /dev/raw && head -c 5 /dev/raw"), "block");
+    cluster.kubectl(&["delete", "pod", "raw"]);
+
     // A driver that does not answer holds up its pod alone, and not its end.
     driver.hang("publish", true);
     let before = driver.count("publish");

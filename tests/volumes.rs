@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use holdfast::cri::{CriClient, Runtime as _};
 use serde_json::Value;
-use support::{Cluster, condition};
+use support::{Cluster, Loop, condition};
 
 /// Runs a command in the only container of a pod; the answer is what it printed.
 fn inside(cluster: &Cluster, pod: &str, command: &[&str]) -> String {
@@ -104,29 +104,6 @@ fn volume(name: &str, node: &str, source: &str) -> String {
     format!(
         "apiVersion: v1\nkind: PersistentVolume\nmetadata: {{name: {name}}}\nspec: {{storageClassName: by-hand, capacity: {{storage: 1Mi}}, accessModes: [ReadWriteOnce], claimRef: {{namespace: default, name: {name}}}, nodeAffinity: {{required: {{nodeSelectorTerms: [{{matchExpressions: [{{key: kubernetes.io/hostname, operator: In, values: [{node}]}}]}}]}}}}, {source}}}\n---\n"
     )
-}
-
-/// A file as a block device; taken away when dropped.
-struct Loop {
-    device: String,
-    _file: tempfile::NamedTempFile,
-}
-
-impl Loop {
-    fn new() -> Loop {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        file.as_file().set_len(64 << 20).unwrap();
-        let output = std::process::Command::new("losetup").args(["--find", "--show", file.path().to_str().unwrap()]).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-        Loop { device: String::from_utf8(output.stdout).unwrap().trim().to_owned(), _file: file }
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        // The test has failed already if it is still in use.
-        let _ = std::process::Command::new("losetup").args(["--detach", &self.device]).status();
-    }
 }
 
 #[test]

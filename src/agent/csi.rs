@@ -78,6 +78,11 @@ impl Csi {
         Arc::clone(locks.entry(format!("{}^{}", data.driver_name, data.volume_handle)).or_default())
     }
 
+    /// Where the device of a pod's volume is published.
+    pub fn device(&self, uid: &str, name: &str) -> Result<PathBuf, String> {
+        self.dirs.device(uid, name)
+    }
+
     /// The volumes that this node has, or is about to have, of those that are attached, as nodes name them.
     #[must_use]
     pub fn in_use(&self) -> Vec<String> {
@@ -113,9 +118,6 @@ async fn secret(context: &Context, reference: Option<&(String, String)>) -> Resu
 /// Stages and publishes a volume for a pod. `group` is the pod's, with whether it is only set where it differs.
 pub async fn publish(context: &Context, pod: &Pod, volume: &Volume, group: Option<(u32, bool)>) -> Result<(), String> {
     let registered = context.csi.driver(&volume.driver)?;
-    if volume.block {
-        return Err("block volumes of CSI drivers are not served by this version".into());
-    }
     let described = context.api.csi_driver(&volume.driver).await.map_err(|e| e.to_string())?;
     let described = described.as_ref();
     let uid = pod::uid(pod).to_owned();
@@ -145,9 +147,9 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume, group: Optio
     }
     let turn = context.csi.turn(&data);
     let _turn = turn.lock().await;
-    let (dirs, noted, owner) = (context.csi.dirs.clone(), data.clone(), uid.clone());
+    let (dirs, noted, owner, block) = (context.csi.dirs.clone(), data.clone(), uid.clone(), volume.block);
     let (target, there) = blocking(move || {
-        let target = dirs.prepare(&owner, &noted)?;
+        let target = dirs.prepare(&owner, &noted, block)?;
         let there = is_mounted(&target)?;
         Ok((target, there))
     })
@@ -164,7 +166,7 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume, group: Optio
     let mut staging = String::new();
     if registered.abilities.stage && !volume.inline {
         let (dirs, noted) = (context.csi.dirs.clone(), data.clone());
-        staging = blocking(move || dirs.stage(&noted)).await?.display().to_string();
+        staging = blocking(move || dirs.stage(&noted, block)).await?.display().to_string();
         let request = pb::NodeStageVolumeRequest {
             volume_id: handle.clone(),
             publish_context: publish_context.clone(),
@@ -233,7 +235,7 @@ async fn one(context: &Context, volume: &Published) -> Result<(), String> {
     let staged = blocking(move || {
         let same = |v: &Published| v.data.driver_name == own.data.driver_name && v.data.volume_handle == own.data.volume_handle;
         let others = dirs.published().iter().any(|v| same(v) && (&v.uid, &v.name) != (&own.uid, &own.name));
-        Ok(dirs.staged(&own.data).filter(|_| !others))
+        Ok(dirs.staged(&own).filter(|_| !others))
     })
     .await?;
     if let Some(staged) = &staged {
@@ -243,7 +245,7 @@ async fn one(context: &Context, volume: &Published) -> Result<(), String> {
     let (dirs, own) = (context.csi.dirs.clone(), volume.clone());
     blocking(move || {
         if staged.is_some() {
-            dirs.unstaged(&own.data)?;
+            dirs.unstaged(&own)?;
         }
         dirs.forget(&own)
     })

@@ -93,17 +93,6 @@ impl Behind {
     }
 }
 
-impl Behind {
-    /// The device of a block volume.
-    #[must_use]
-    pub fn device(&self) -> Option<&str> {
-        match &self.source {
-            Source::Local { path, .. } if self.block => Some(path),
-            _ => None,
-        }
-    }
-}
-
 /// A claim and the volume it is bound to.
 #[derive(Debug, Clone)]
 pub struct Claimed {

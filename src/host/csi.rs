@@ -26,6 +26,8 @@ pub struct Published {
     pub target: PathBuf,
     /// What was noted.
     pub data: VolumeData,
+    /// Whether it is a device.
+    pub block: bool,
 }
 
 fn names(dir: &Path) -> Vec<String> {
@@ -44,34 +46,67 @@ impl CsiDirs {
         Ok(self.0.join("pods").join(segment(uid)?).join("volumes").join(PLUGIN))
     }
 
-    fn of_staging(&self, driver: &str, handle: &str) -> Result<PathBuf, String> {
-        Ok(self.0.join("plugins/kubernetes.io/csi").join(segment(driver)?).join(digest::sha256(handle.as_bytes())))
+    /// Where the devices of a pod are listed.
+    fn devices_of(&self, uid: &str) -> Result<PathBuf, String> {
+        Ok(self.0.join("pods").join(segment(uid)?).join("volumeDevices").join(PLUGIN))
+    }
+
+    fn devices(&self) -> PathBuf {
+        self.0.join("plugins/kubernetes.io/csi/volumeDevices")
+    }
+
+    /// Where a driver publishes a device for a pod.
+    pub fn device(&self, uid: &str, name: &str) -> Result<PathBuf, String> {
+        Ok(self.devices().join("publish").join(segment(name)?).join(segment(uid)?))
+    }
+
+    fn of_staging(&self, data: &VolumeData, block: bool) -> Result<(PathBuf, PathBuf), String> {
+        if block {
+            let name = segment(&data.spec_vol_id)?;
+            return Ok((self.devices().join(name).join("data"), self.devices().join("staging").join(name)));
+        }
+        let driver = self.0.join("plugins/kubernetes.io/csi").join(segment(&data.driver_name)?);
+        let dir = driver.join(digest::sha256(data.volume_handle.as_bytes()));
+        Ok((dir.clone(), dir.join("globalmount")))
     }
 
     /// Whether a pod has any.
     #[must_use]
     pub fn has(&self, uid: &str) -> bool {
-        self.of_pod(uid).is_ok_and(|dir| dir.exists())
+        [self.of_pod(uid), self.devices_of(uid)].into_iter().flatten().any(|dir| dir.exists())
     }
 
     /// Makes the directory of a pod's volume and notes what it is for. The answer is where the driver mounts it: the
     /// driver makes that itself.
-    pub fn prepare(&self, uid: &str, data: &VolumeData) -> Result<PathBuf, String> {
+    pub fn prepare(&self, uid: &str, data: &VolumeData, block: bool) -> Result<PathBuf, String> {
+        if block {
+            let target = self.device(uid, &data.spec_vol_id)?;
+            make(target.parent().unwrap_or(&target), 0o750)?;
+            let (note, _) = self.of_staging(data, true)?;
+            self.note(&note, data)?;
+            let list = self.devices_of(uid)?;
+            make(&list, 0o750)?;
+            return match std::os::unix::fs::symlink(&target, list.join(&data.spec_vol_id)) {
+                Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+                    Err(format!("the device of {} cannot be noted: {error}", data.spec_vol_id))
+                }
+                _ => Ok(target),
+            };
+        }
         let dir = self.of_pod(uid)?.join(segment(&data.spec_vol_id)?);
-        make(&dir, 0o750)?;
         self.note(&dir, data)?;
         Ok(dir.join("mount"))
     }
 
     fn note(&self, dir: &Path, data: &VolumeData) -> Result<(), String> {
+        make(dir, 0o750)?;
         let text = serde_json::to_vec(data).map_err(|e| e.to_string())?;
         file::replace(&dir.join(NOTE), &text).map_err(doing(format!("what {} is for cannot be noted", dir.display())))
     }
 
     /// Makes the directory in which a driver stages a volume for all pods.
-    pub fn stage(&self, data: &VolumeData) -> Result<PathBuf, String> {
-        let dir = self.of_staging(&data.driver_name, &data.volume_handle)?;
-        let place = dir.join("globalmount");
+    pub fn stage(&self, data: &VolumeData, block: bool) -> Result<PathBuf, String> {
+        let (dir, place) = self.of_staging(data, block)?;
         make(&place, 0o750)?;
         self.note(&dir, data)?;
         Ok(place)
@@ -79,31 +114,41 @@ impl CsiDirs {
 
     /// Where a volume is staged, if it is.
     #[must_use]
-    pub fn staged(&self, data: &VolumeData) -> Option<PathBuf> {
-        let place = self.of_staging(&data.driver_name, &data.volume_handle).ok()?.join("globalmount");
+    pub fn staged(&self, volume: &Published) -> Option<PathBuf> {
+        let (_, place) = self.of_staging(&volume.data, volume.block).ok()?;
         place.exists().then_some(place)
     }
 
     /// All volumes that were published here.
     #[must_use]
     pub fn published(&self) -> Vec<Published> {
-        let pods = self.0.join("pods");
-        let of = |uid: String| {
-            let dir = pods.join(&uid).join("volumes").join(PLUGIN);
-            let one = |name: String| {
+        let read = |note: PathBuf| -> Option<VolumeData> { serde_json::from_slice(&fs::read(note).ok()?).ok() };
+        let mut all = vec![];
+        for uid in names(&self.0.join("pods")) {
+            let (Ok(dir), Ok(devices)) = (self.of_pod(&uid), self.devices_of(&uid)) else { continue };
+            for name in names(&dir) {
                 let place = dir.join(&name);
-                let data = fs::read(place.join(NOTE)).ok().and_then(|text| serde_json::from_slice(&text).ok())?;
-                Some(Published { uid: uid.clone(), name: name.clone(), target: place.join("mount"), data })
-            };
-            names(&dir).into_iter().filter_map(one).collect::<Vec<_>>()
-        };
-        names(&pods).into_iter().flat_map(of).collect()
+                if let Some(data) = read(place.join(NOTE)) {
+                    all.push(Published { uid: uid.clone(), name, target: place.join("mount"), data, block: false });
+                }
+            }
+            for name in names(&devices) {
+                let (data, target) = (read(self.devices().join(&name).join("data").join(NOTE)), self.device(&uid, &name));
+                if let (Some(data), Ok(target)) = (data, target) {
+                    all.push(Published { uid: uid.clone(), name, target, data, block: true });
+                }
+            }
+        }
+        all
     }
 
     /// Removes what is left of a volume that the driver has unpublished. What is still mounted is an error.
     pub fn forget(&self, volume: &Published) -> Result<(), String> {
-        if mount::is_mounted(&volume.target).map_err(|e| e.to_string())? {
-            return Err(format!("{} is still mounted, though its driver says that it is not", volume.target.display()));
+        still(&volume.target)?;
+        if volume.block {
+            let link = self.devices_of(&volume.uid)?.join(segment(&volume.name)?);
+            gone(fs::remove_file(&volume.target), &volume.target)?;
+            return gone(fs::remove_file(&link), &link);
         }
         let dir = self.of_pod(&volume.uid)?.join(segment(&volume.name)?);
         gone(fs::remove_dir(&volume.target), &volume.target)?;
@@ -111,17 +156,25 @@ impl CsiDirs {
         gone(fs::remove_dir(&dir), &dir)
     }
 
-    /// The same for one that was unstaged.
-    pub fn unstaged(&self, data: &VolumeData) -> Result<(), String> {
-        let dir = self.of_staging(&data.driver_name, &data.volume_handle)?;
-        let place = dir.join("globalmount");
-        if mount::is_mounted(&place).map_err(|e| e.to_string())? {
-            return Err(format!("{} is still mounted, though its driver says that it is not", place.display()));
-        }
+    /// The same for one that was unstaged, and that no other pod has.
+    pub fn unstaged(&self, volume: &Published) -> Result<(), String> {
+        let (dir, place) = self.of_staging(&volume.data, volume.block)?;
+        still(&place)?;
         gone(fs::remove_dir(&place), &place)?;
+        if volume.block {
+            // The note goes with the pod's own link: until then it is what the volume is known by.
+            return Ok(());
+        }
         gone(fs::remove_file(dir.join(NOTE)), &dir)?;
         gone(fs::remove_dir(&dir), &dir)
     }
+}
+
+fn still(path: &Path) -> Result<(), String> {
+    if mount::is_mounted(path).map_err(|e| e.to_string())? {
+        return Err(format!("{} is still mounted, though its driver says that it is not", path.display()));
+    }
+    Ok(())
 }
 
 /// Whether a volume is mounted.
@@ -144,20 +197,26 @@ mod tests {
         let dirs = CsiDirs(root.path().into());
         let data = VolumeData { spec_vol_id: "pv".into(), volume_handle: "../h".into(), driver_name: "d.example".into(), ..VolumeData::default() };
         assert!(!dirs.has("u") && dirs.published().is_empty());
-        let target = dirs.prepare("u", &data).expect("prepared");
+        let target = dirs.prepare("u", &data, false).expect("prepared");
         assert!(target.ends_with("pods/u/volumes/kubernetes.io~csi/pv/mount") && !target.exists());
-        assert_eq!(dirs.staged(&data), None);
-        let staging = dirs.stage(&data).expect("staged");
-        assert_eq!(dirs.staged(&data), Some(staging));
         let found = dirs.published();
+        assert_eq!(dirs.staged(&found[0]), None);
+        let staging = dirs.stage(&data, false).expect("staged");
+        assert_eq!(dirs.staged(&found[0]), Some(staging));
         assert_eq!(found.iter().map(|p| (p.uid.as_str(), &p.data)).collect::<Vec<_>>(), [("u", &data)]);
+        dirs.unstaged(&found[0]).expect("forgotten");
+        dirs.unstaged(&found[0]).expect("once more is fine");
         dirs.forget(&found[0]).expect("forgotten");
-        dirs.unstaged(&data).expect("forgotten");
-        dirs.unstaged(&data).expect("once more is fine");
-        assert!(dirs.published().is_empty() && dirs.staged(&data).is_none());
+        assert!(dirs.published().is_empty() && dirs.staged(&found[0]).is_none());
+        let device = dirs.prepare("u", &data, true).expect("prepared");
+        assert!(device.ends_with("volumeDevices/publish/pv/u") && !device.exists());
+        let found = dirs.published();
+        assert_eq!(found.iter().map(|p| (&p.target, p.block)).collect::<Vec<_>>(), [(&device, true)]);
+        dirs.forget(&found[0]).expect("forgotten");
+        assert!(dirs.published().is_empty());
         for bad in ["../x", "", ".."] {
-            assert!(dirs.prepare(bad, &data).is_err(), "{bad:?}");
-            assert!(dirs.stage(&VolumeData { driver_name: bad.into(), ..data.clone() }).is_err(), "{bad:?}");
+            assert!(dirs.prepare(bad, &data, false).is_err(), "{bad:?}");
+            assert!(dirs.stage(&VolumeData { driver_name: bad.into(), ..data.clone() }, false).is_err(), "{bad:?}");
         }
     }
 }

@@ -9,6 +9,7 @@ use holdfast_proto::registration as reg;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use pb::node_server::{Node, NodeServer};
 use pb::node_service_capability::{Rpc, Type, rpc};
+use pb::volume_capability::AccessType;
 use reg::registration_server::{Registration, RegistrationServer};
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::{Request, Response, Status};
@@ -202,6 +203,15 @@ impl Node for Driver {
             state.context = request.volume_context.clone();
             state.secrets = request.secrets.clone();
         }
+        if let Some(AccessType::Block(_)) = request.volume_capability.as_ref().and_then(|c| c.access_type.as_ref()) {
+            let target = Path::new(&request.target_path);
+            std::fs::File::create(target).map_err(failed)?;
+            if !is_mounted(target) {
+                let device = Path::new(&request.volume_context["device"]);
+                mount(Some(device), target, None::<&str>, MsFlags::MS_BIND, None::<&str>).map_err(failed)?;
+            }
+            return self.answer("publish", pb::NodePublishVolumeResponse {});
+        }
         if self.state.lock().unwrap().hung.contains("publish") {
             std::future::pending::<()>().await;
         }
@@ -223,7 +233,7 @@ impl Node for Driver {
         let request = request.into_inner();
         self.note("unpublish", &request.volume_id);
         Driver::unbind(Path::new(&request.target_path))?;
-        let _ = std::fs::remove_dir(&request.target_path);
+        let _ = std::fs::remove_dir(&request.target_path).or_else(|_| std::fs::remove_file(&request.target_path));
         self.answer("unpublish", pb::NodeUnpublishVolumeResponse {})
     }
 }

@@ -294,3 +294,26 @@ pub fn busybox_in(cluster: &Cluster, namespace: &str, name: &'static str, mark: 
     ctr(cluster, namespace, &["images", "import", archive.path().to_str().unwrap()]);
     name.to_owned()
 }
+
+/// A file as a block device; taken away when dropped.
+pub struct Loop {
+    pub device: String,
+    _file: tempfile::NamedTempFile,
+}
+
+impl Loop {
+    pub fn new() -> Loop {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(64 << 20).unwrap();
+        let output = Command::new("losetup").args(["--find", "--show", file.path().to_str().unwrap()]).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        Loop { device: String::from_utf8(output.stdout).unwrap().trim().to_owned(), _file: file }
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        // The test has failed already if it is still in use.
+        let _ = Command::new("losetup").args(["--detach", &self.device]).status();
+    }
+}

@@ -171,9 +171,13 @@ async fn volume_mount(
 fn devices(s: &Starting<'_>, container: &Container) -> Result<Vec<pb::Device>, String> {
     let device = |wish: &k8s_openapi::api::core::v1::VolumeDevice| {
         let behind = s.fetched.behind.get(&wish.name).ok_or_else(|| format!("volume {:?} has not been set up", wish.name))?;
-        let path = behind.device().ok_or_else(|| format!("volume {:?} is not a block volume, but is specified in volumeDevices", wish.name))?;
+        let path = match &behind.source {
+            Source::Local { path, .. } if behind.block => path.clone(),
+            Source::Csi(_) if behind.block => s.context.csi.device(pod::uid(s.pod), &behind.name)?.display().to_string(),
+            _ => return Err(format!("volume {:?} is not a block volume, but is specified in volumeDevices", wish.name)),
+        };
         let permissions = if behind.read_only { "r" } else { "mrw" };
-        Ok(pb::Device { container_path: wish.device_path.clone(), host_path: path.to_owned(), permissions: permissions.into() })
+        Ok(pb::Device { container_path: wish.device_path.clone(), host_path: path, permissions: permissions.into() })
     };
     container.volume_devices.iter().flatten().map(device).collect()
 }
