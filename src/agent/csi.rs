@@ -154,9 +154,14 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume, group: Optio
         Ok((target, there))
     })
     .await?;
+    let gives = csi::gives_group(volume, described, registered.abilities);
     let again = described.is_some_and(|d| d.spec.requires_republish == Some(true));
     if there && !again {
-        return Ok(());
+        // An agent that was killed may have left the group half given: its root is given last.
+        return match group.filter(|_| gives) {
+            Some((group, _)) => blocking(move || give(&target, group, true)).await,
+            None => Ok(()),
+        };
     }
     let capability = csi::capability(volume, registered.abilities, group.map(|(group, _)| group));
     let failed = |what: &str| {
@@ -192,7 +197,7 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume, group: Optio
         volume_context,
     };
     registered.driver.publish(request).await.map_err(failed("MountVolume.SetUp failed"))?;
-    match group.filter(|_| csi::gives_group(volume, described, registered.abilities)) {
+    match group.filter(|_| gives) {
         Some((group, on_mismatch)) => blocking(move || give(&target, group, on_mismatch)).await,
         None => Ok(()),
     }

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::Context;
 use crate::core::local_storage::{self, Limits, Usage};
-use crate::core::pod;
+use crate::core::{pod, preempt};
 
 /// How often it is looked.
 const PERIOD: Duration = Duration::from_secs(10);
@@ -28,8 +28,10 @@ pub async fn run(context: Arc<Context>) {
 }
 
 async fn pass(context: &Context) {
+    // Critical pods are never evicted.
+    let pods = context.pods().into_iter().filter(|pod| !preempt::is_critical(pod));
     let limited: Vec<(Arc<Pod>, Limits)> =
-        context.pods().into_iter().map(|pod| (Arc::clone(&pod), local_storage::limits(&pod))).filter(|(_, limits)| !limits.is_empty()).collect();
+        pods.map(|pod| (Arc::clone(&pod), local_storage::limits(&pod))).filter(|(_, limits)| !limits.is_empty()).collect();
     if limited.is_empty() {
         return;
     }

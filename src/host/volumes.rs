@@ -2,6 +2,7 @@
 //!
 //! What can hang, because another machine or a device is behind it, is waited for only so long.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
@@ -27,8 +28,26 @@ pub struct Ownership {
     pub on_mismatch: bool,
 }
 
-/// Devices of local volumes are mounted once and bound into pods: this is done by one at a time.
-static STAGING: Mutex<()> = Mutex::new(());
+/// The local volumes whose device is being mounted or unmounted just now: each by one at a time, and a device that
+/// hangs in the way of no other.
+static STAGING: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+/// A turn at one of them.
+struct Turn(PathBuf);
+
+impl Turn {
+    /// None if somebody else has it.
+    fn at(staged: &Path) -> Option<Turn> {
+        let mut all = STAGING.lock().unwrap_or_else(PoisonError::into_inner);
+        all.insert(staged.into()).then(|| Turn(staged.into()))
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        STAGING.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.0);
+    }
+}
 
 impl LinuxHost {
     /// Where volumes lie that must never reach a disk: one tmpfs for all pods. One mount a volume would
@@ -58,6 +77,7 @@ impl LinuxHost {
         match behind.source.clone() {
             // The runtime mounts it from its own store, the driver from its.
             Source::Image | Source::Csi(_) => Ok(()),
+            Source::HostPath { kind, .. } if kind.is_empty() => Ok(()),
             Source::HostPath { kind, .. } => self.patient.call(&key, PATIENCE, move || check_host_path(&dir, &kind)).await,
             Source::EmptyDir(medium) => blocking(move || empty_dir(&dir, &medium, owner.group)).await,
             Source::Files { .. } => {
@@ -112,38 +132,48 @@ impl LinuxHost {
         .await
     }
 
-    /// Unmounts what a pod has mounted, and what was staged for it alone.
+    /// Unmounts what a pod has mounted, and staged devices that nobody has any more: its own, and those that an agent
+    /// left behind that was killed.
     pub(super) async fn tear_down(&self, uid: &str) -> Result<(), String> {
         let (dir, memory) = (self.pod_dir(uid)?, self.memory().join(segment(uid)?));
         let (pods, staging) = (self.root.join("pods"), self.staged("x")?.with_file_name(""));
         let work = move || {
+            let table = mount::table().map_err(|e| e.to_string())?;
+            let had: BTreeSet<String> = table.iter().filter(|m| m.point.starts_with(&dir)).map(|m| m.device.clone()).collect();
             mount::unmount_all(&dir).map_err(|e| e.to_string())?;
             remove(&memory)?;
-            let _staging = STAGING.lock().unwrap_or_else(PoisonError::into_inner);
-            unstage(&pods, &staging)
+            let staged = table.into_iter().filter(|m| m.point.starts_with(&staging));
+            Ok(staged.map(|m| (had.contains(&m.device), m)).collect::<Vec<_>>())
         };
-        self.patient.call(&format!("{uid}/end"), PATIENCE, work).await.map_err(|e| format!("volumes cannot be unmounted: {e}"))
+        let failed = |e: String| format!("volumes cannot be unmounted: {e}");
+        for (own, staged) in self.patient.call(&format!("{uid}/end"), PATIENCE, work).await.map_err(failed)? {
+            let (key, pods) = (staged.point.display().to_string(), pods.clone());
+            match self.patient.call(&key, PATIENCE, move || unstage(&pods, &staged)).await {
+                // Another pod's device that hangs is no reason to stay.
+                Err(error) if own => return Err(failed(error)),
+                Err(error) => tracing::warn!(error, volume = key, "a local volume that no pod uses stays mounted for now"),
+                Ok(()) => {}
+            }
+        }
+        Ok(())
     }
 }
 
-/// Unmounts staged devices that no pod has mounted any more.
-fn unstage(pods: &Path, staging: &Path) -> Result<(), String> {
+/// Unmounts a staged device if no pod has it mounted.
+fn unstage(pods: &Path, staged: &mount::Mount) -> Result<(), String> {
+    // Whoever has its turn is about to use it, or does just this.
+    let Some(_turn) = Turn::at(&staged.point) else { return Ok(()) };
     let table = mount::table().map_err(|e| e.to_string())?;
-    for staged in table.iter().filter(|m| m.point.starts_with(staging)) {
-        if table.iter().any(|m| m.device == staged.device && m.point.starts_with(pods)) {
-            continue;
-        }
-        mount::unmount_all(&staged.point).map_err(|e| e.to_string())?;
-        fs::remove_dir(&staged.point).map_err(doing(format!("{} cannot be removed", staged.point.display())))?;
+    let there = table.iter().any(|m| m.point == staged.point);
+    if !there || table.iter().any(|m| m.device == staged.device && m.point.starts_with(pods)) {
+        return Ok(());
     }
-    Ok(())
+    mount::unmount_all(&staged.point).map_err(|e| e.to_string())?;
+    fs::remove_dir(&staged.point).map_err(doing(format!("{} cannot be removed", staged.point.display())))
 }
 
 /// Checks a hostPath volume's type (kubelet spec, 9.3).
 fn check_host_path(path: &Path, kind: &str) -> Result<(), String> {
-    if kind.is_empty() {
-        return Ok(());
-    }
     let found = fs::metadata(path);
     let must_be = |what: &str, is: fn(&fs::Metadata) -> bool| {
         if found.as_ref().is_ok_and(is) { Ok(()) } else { Err(format!("hostPath type check failed: {} is not a {what}", path.display())) }
@@ -231,7 +261,7 @@ fn local(path: &Path, filesystem: &str, staged: &Path, dir: &Path, behind: &Behi
     if mount::is_mounted(dir).map_err(|e| e.to_string())? {
         return Ok(());
     }
-    let _staging = STAGING.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(_turn) = Turn::at(staged) else { return Err("another pod is mounting or unmounting it just now".into()) };
     let mut source = path;
     if device {
         stage(path, filesystem, staged, behind)?;
