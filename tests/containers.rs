@@ -156,7 +156,6 @@ fn critical_pods_make_room_and_ephemeral_containers_look_around() {
 
 #[test]
 fn pods_are_resized_in_place_and_wait_for_room() {
-    use holdfast::cri::{CriClient, Runtime as _};
     let cluster = Cluster::start("resize", 28);
     let image = support::busybox(&cluster);
     let node: Value = serde_json::from_str(&cluster.kubectl(&["get", "nodes", "-o", "json"])).unwrap();
@@ -187,13 +186,7 @@ fn pods_are_resized_in_place_and_wait_for_room() {
         })
     };
     let status = |name: &str| cluster.pod(name)["status"]["containerStatuses"][0].clone();
-    let inside = |name: &str, file: &str| {
-        let id = status(name)["containerID"].as_str().unwrap().rsplit('/').next().unwrap().to_owned();
-        runtime.block_on(async {
-            let client = CriClient::new(cluster.run_dir().join("containerd.sock").to_str().unwrap(), std::time::Duration::from_secs(60)).unwrap();
-            client.exec(&id, &["cat".into(), format!("/sys/fs/cgroup/{file}")], None).await.unwrap().output.trim().to_owned()
-        })
-    };
+    let inside = |name: &str, file: &str| support::inside(&cluster, name, &["cat", &format!("/sys/fs/cgroup/{file}")]);
     let before = status("live")["containerID"].clone();
     let larger = serde_json::json!({"requests": {"cpu": "200m", "memory": "48Mi"}, "limits": {"memory": "128Mi"}});
     for name in ["live", "anew"] {

@@ -8,7 +8,6 @@ mod support;
 use std::time::Duration;
 
 use driver::Driver;
-use holdfast::cri::{CriClient, Runtime as _};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use support::{Cluster, condition};
@@ -16,13 +15,7 @@ use support::{Cluster, condition};
 const NAME: &str = "directories.test";
 
 fn inside(cluster: &Cluster, pod: &str, script: &str) -> String {
-    let id = cluster.pod(pod)["status"]["containerStatuses"][0]["containerID"].as_str().unwrap().rsplit('/').next().unwrap().to_owned();
-    let command: Vec<String> = ["busybox", "sh", "-c", script].map(Into::into).to_vec();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
-        let client = CriClient::new(cluster.run_dir().join("containerd.sock").to_str().unwrap(), Duration::from_secs(60)).unwrap();
-        client.exec(&id, &command, None).await.unwrap().output.trim().to_owned()
-    })
+    support::inside(cluster, pod, &["busybox", "sh", "-c", script])
 }
 
 #[test]

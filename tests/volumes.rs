@@ -5,20 +5,8 @@ mod support;
 
 use std::time::Duration;
 
-use holdfast::cri::{CriClient, Runtime as _};
 use serde_json::Value;
-use support::{Cluster, Loop, condition};
-
-/// Runs a command in the only container of a pod; the answer is what it printed.
-fn inside(cluster: &Cluster, pod: &str, command: &[&str]) -> String {
-    let id = cluster.pod(pod)["status"]["containerStatuses"][0]["containerID"].as_str().unwrap().rsplit('/').next().unwrap().to_owned();
-    let command: Vec<String> = command.iter().map(|c| (*c).to_owned()).collect();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
-        let client = CriClient::new(cluster.run_dir().join("containerd.sock").to_str().unwrap(), Duration::from_secs(60)).unwrap();
-        client.exec(&id, &command, None).await.unwrap().output.trim().to_owned()
-    })
-}
+use support::{Cluster, Loop, condition, inside};
 
 fn pod(name: &str, image: &str, volumes: &str, mounts: &str) -> String {
     format!(
@@ -419,6 +407,9 @@ fn mounts_appear_where_their_propagation_says_and_host_paths_are_checked() {
         cluster.apply(&typed(name, below, kind));
         cluster.wait(complaint, || cluster.events(name).contains(&format!("hostPath type check failed: {path}/{below} {complaint}")));
     }
+    // Without the tools of a filesystem its mount fails, and says so.
+    cluster.apply(&pod("nfs", &image, "[{name: v, nfs: {server: 127.0.0.1, path: /none, readOnly: true}}]", "[{name: v, mountPath: /v}]"));
+    cluster.wait("the mount's words", || cluster.events("nfs").contains("mount -t nfs 127.0.0.1:/none failed with "));
     cluster.apply(&typed("made-dir", "made/deep", "DirectoryOrCreate"));
     cluster.apply(&typed("made-file", "made-file", "FileOrCreate"));
     for name in ["made-dir", "made-file"] {
@@ -470,9 +461,6 @@ fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
         let left: Vec<&str> = table.lines().filter(|l| l.contains("/holdfast-t-mount-kill/agent/") && !l.contains("/agent/memory ")).collect();
         assert!(left.is_empty(), "round {round}: {left:?}");
         // What the runtime had begun to end may end a moment later.
-        // A call that the agent's death cut off can cost containerd 1.6 a shim that it knows nothing of any more.
-        let known = || support::ctr(&cluster, "k8s.io", &["containers", "ls", "-q"]);
-        let ours = |left: &str| !left.starts_with("shim ") || known().lines().any(|id| left.contains(id));
-        cluster.wait_quietly(&format!("nothing to be left in round {round}"), || !cluster.leftovers().iter().any(|l| ours(l)));
+        cluster.wait_quietly(&format!("nothing to be left in round {round}"), || cluster.leftovers_known().is_empty());
     }
 }

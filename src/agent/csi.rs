@@ -18,6 +18,7 @@ use super::{Context, NodeApi};
 use crate::core::csi::{self, Abilities, Volume, VolumeData};
 use crate::core::pod;
 use crate::csi::{Driver, NodeInfo, Plugin, ask, tell};
+use crate::host::blocking;
 use crate::host::csi::{CsiDirs, Published, give, is_mounted};
 use crate::kubeapi::pods::TokenFor;
 use crate::sys::{digest, watch};
@@ -54,10 +55,6 @@ struct Socket {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, String> + Send + 'static) -> Result<T, String> {
-    tokio::task::spawn_blocking(work).await.map_err(|e| format!("an operation on the filesystem ended unexpectedly: {e}"))?
 }
 
 impl Csi {

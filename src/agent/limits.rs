@@ -50,11 +50,11 @@ async fn pass(context: &Context) {
         match usage(context, &pod, &limits, &layers).await {
             Ok(usage) => {
                 if let Some(message) = limits.exceeded(&usage) {
-                    tracing::warn!(pod = local_storage::shown(&pod), message, "the pod is evicted");
+                    tracing::warn!(pod = %pod::full_name(&pod), message, "the pod is evicted");
                     context.evict(pod::uid(&pod), message);
                 }
             }
-            Err(error) => tracing::warn!(error, pod = local_storage::shown(&pod), "what the pod uses of the disk cannot be counted"),
+            Err(error) => tracing::warn!(error, pod = %pod::full_name(&pod), "what the pod uses of the disk cannot be counted"),
         }
     }
 }

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::Pod;
-use kube::ResourceExt as _;
 
 use super::pod::{self, Role};
 use super::quantity::Quantity;
@@ -100,12 +99,6 @@ pub fn counted(pod: &Pod) -> Vec<String> {
         disk || v.config_map.is_some() || v.downward_api.is_some()
     };
     pod::spec(pod).volumes.iter().flatten().filter(on_disk).map(|v| v.name.clone()).collect()
-}
-
-/// The text of a pod that is looked at, for logs.
-#[must_use]
-pub fn shown(pod: &Pod) -> String {
-    format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any())
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 
 use super::volumes::Ownership;
-use super::{Log, PodHost, SubPath, rotate};
+use super::{Log, PodHost, SubPath, blocking, rotate};
 use crate::core::behind::Behind;
 use crate::core::cgroup::{self, Driver, pod_limits};
 use crate::core::image_gc::Filesystem;
@@ -56,10 +56,6 @@ pub struct LinuxHost {
 pub(super) fn segment(text: &str) -> Result<&str, String> {
     let fine = !text.is_empty() && text != "." && text != ".." && !text.contains('/') && text.len() < 256;
     if fine { Ok(text) } else { Err(format!("{text:?} cannot be used as a directory name")) }
-}
-
-pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, String> + Send + 'static) -> Result<T, String> {
-    tokio::task::spawn_blocking(work).await.map_err(|e| format!("an operation on the filesystem ended unexpectedly: {e}"))?
 }
 
 pub(super) fn doing<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl FnOnce(E) -> String {

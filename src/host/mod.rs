@@ -18,6 +18,11 @@ use crate::core::image_gc::Filesystem;
 use crate::core::users::Mappings;
 use crate::core::volumes::Files;
 
+/// Does work on the filesystem where it holds up nobody.
+pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, String> + Send + 'static) -> Result<T, String> {
+    tokio::task::spawn_blocking(work).await.map_err(|e| format!("an operation on the filesystem ended unexpectedly: {e}"))?
+}
+
 /// The part of a volume that a container mounts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SubPath {

@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use super::SubPath;
-use super::linux::{LinuxHost, blocking, doing, make, remove, segment};
+use super::linux::{LinuxHost, doing, make, remove, segment};
 use super::tool::tool;
+use super::{SubPath, blocking};
 use crate::core::behind::{Behind, Medium, Source};
 use crate::core::volumes::Files;
 use crate::sys::{atomic_dir, beneath, mount, ownership};
