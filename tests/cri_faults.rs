@@ -71,6 +71,8 @@ impl Bench {
                 // Some calls are made every few seconds only.
                 cluster.wait_quietly(&format!("{method} is called while {fault:?} is on"), || proxy.hits() > 0);
                 if kills {
+                    // After a call that takes its time the caller lives on until it is answered.
+                    cluster.wait_quietly(&format!("the agent to be killed by {fault:?} of {method}"), || proxy.has_killed());
                     cluster.up();
                 }
                 proxy.lift();
@@ -122,7 +124,10 @@ fn calls_that_watch_and_stop_pods_may_go_wrong() {
 
 #[test]
 fn the_agent_may_be_killed_at_every_call() {
-    Bench::start("cri-kill", 32, "").every(&[STARTING.as_slice(), &ENDING].concat(), &[Fault::KillBefore, Fault::KillAfter]);
+    let bench = Bench::start("cri-kill", 32, "");
+    bench.every(&[STARTING.as_slice(), &ENDING].concat(), &[Fault::KillBefore, Fault::KillAfter]);
+    bench.cluster.down();
+    bench.cluster.wait_quietly("nothing at all to be left", || bench.cluster.leftovers().is_empty());
 }
 
 #[test]

@@ -463,4 +463,6 @@ fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
         // What the runtime had begun to end may end a moment later.
         cluster.wait_quietly(&format!("nothing to be left in round {round}"), || cluster.leftovers_known().is_empty());
     }
+    cluster.down();
+    cluster.wait_quietly("nothing at all to be left", || cluster.leftovers().is_empty());
 }

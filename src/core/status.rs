@@ -191,8 +191,13 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
         status.started = Some(false);
         return status;
     };
-    // Of a pod that is being removed the newest instance may have gone before older ones.
-    status.restart_count = i32::try_from(newest.attempt).unwrap_or(i32::MAX).max(before.map_or(0, |b| b.restart_count));
+    // Of a pod that is being removed the newest instance may have gone before older ones. One that has not been
+    // started yet may still be replaced, and is not counted before it has run.
+    let (attempt, counted) = (i32::try_from(newest.attempt).unwrap_or(i32::MAX), before.map(|b| b.restart_count));
+    status.restart_count = match newest.state {
+        ContainerState::Created => counted.unwrap_or(attempt),
+        _ => attempt.max(counted.unwrap_or(0)),
+    };
     status.container_id = Some(format!("containerd://{}", newest.id));
     status.image = if newest.image.is_empty() { image } else { newest.image.clone() };
     status.image_id.clone_from(&newest.image_ref);

@@ -265,6 +265,7 @@ async fn tidy(settings: &Settings) -> anyhow::Result<()> {
     tokio::task::spawn_blocking(move || -> anyhow::Result<()> {
         crate::sys::mount::unmount_all(&dirs.agent())?;
         if private {
+            process::end_shims(&dirs.run.join("containerd.sock"));
             crate::sys::mount::unmount_all(&dirs.run)?;
         }
         for dir in [dirs.agent().join("pods"), dirs.data.join("pods-logs"), dirs.data.join("containers")] {

@@ -96,6 +96,22 @@ impl Part {
     }
 }
 
+/// Ends the shims of a containerd that has stopped: those that it lost sight of, when whoever asked for a sandbox
+/// died meanwhile. `socket` is its own, by which they are told from all others.
+pub fn end_shims(socket: &Path) {
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else { continue };
+        let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let arguments: Vec<&[u8]> = line.split(|b| *b == 0).collect();
+        let program = arguments.first().and_then(|p| p.rsplit(|b| *b == b'/').next()).unwrap_or_default();
+        let of_ours = arguments.windows(2).any(|pair| pair[0] == b"-address" && pair[1] == socket.as_os_str().as_encoded_bytes());
+        if program.starts_with(b"containerd-shim") && of_ours {
+            // It may have ended by itself.
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+    }
+}
+
 /// Finds a program in `PATH` and the usual places for system programs.
 #[must_use]
 pub fn find_program(name: &str) -> Option<PathBuf> {

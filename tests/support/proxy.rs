@@ -49,6 +49,7 @@ pub struct Proxy {
     fault: watch::Sender<Now>,
     hits: Arc<Mutex<u64>>,
     killer: Killer,
+    killed: Arc<Mutex<bool>>,
     _runtime: tokio::runtime::Runtime,
 }
 
@@ -133,23 +134,33 @@ impl Proxy {
                 tokio::spawn(hyper::server::conn::http2::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(stream), service));
             }
         });
-        Proxy { fault, hits, killer, _runtime: runtime }
+        Proxy { fault, hits, killer, killed: Arc::default(), _runtime: runtime }
     }
 
     /// Says how the caller is killed.
     pub fn kill_with(&self, killer: impl Fn() + Send + 'static) {
-        *self.killer.lock().unwrap() = Box::new(killer);
+        let killed = Arc::clone(&self.killed);
+        *self.killer.lock().unwrap() = Box::new(move || {
+            killer();
+            *killed.lock().unwrap() = true;
+        });
     }
 
     /// Turns a fault on.
     pub fn set(&self, method: &'static str, fault: Fault) {
         *self.hits.lock().unwrap() = 0;
+        *self.killed.lock().unwrap() = false;
         self.fault.send_replace(Some((method, fault)));
     }
 
     /// How many calls it has hit.
     pub fn hits(&self) -> u64 {
         *self.hits.lock().unwrap()
+    }
+
+    /// Whether the fault that is on has killed the caller.
+    pub fn has_killed(&self) -> bool {
+        *self.killed.lock().unwrap()
     }
 
     /// Lifts it.
