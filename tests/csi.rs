@@ -71,8 +71,16 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     assert_eq!((driver.count("unpublish"), driver.count("unstage")), (1, 0), "{:?}", driver.calls());
     // An agent that was killed finds its way back, and publishes nothing anew.
     let published = driver.count("publish");
+    // Meanwhile the volume has grown, as its controller says; its filesystem has not.
+    cluster.kubectl(&["patch", "pv", "shared", "--type=merge", "--patch", r#"{"spec": {"capacity": {"storage": "2Mi"}}}"#]);
+    let pending = r#"{"status": {"conditions": [{"type": "FileSystemResizePending", "status": "True"}, {"type": "Other", "status": "True"}]}}"#;
+    cluster.kubectl(&["patch", "pvc", "shared", "--subresource=status", "--type=merge", "--patch", pending]);
     kill(Pid::from_raw(cluster.pid("agent")), Signal::SIGKILL).unwrap();
     cluster.up();
+    cluster.wait("the filesystem to grow", || driver.count("expand to 2097152 shared-1") > 0);
+    let claim = || cluster.kubectl(&["get", "pvc", "shared", "-o", "jsonpath={.status.capacity.storage} {.status.conditions[*].type}"]);
+    cluster.wait("the claim to be told", || claim() == "2Mi Other");
+    cluster.wait("the event", || cluster.events("two").contains("FileSystemResizeSuccessful"));
     cluster.kubectl(&["delete", "pod", "two"]);
     assert_eq!((driver.count("publish"), driver.count("unstage")), (published, 1), "{:?}", driver.calls());
 
@@ -135,6 +143,10 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     cluster.wait("the wait to be told", || cluster.events("waiting").contains("volume is not attached yet: VolumeAttachment csi-"));
     let attachment = || cluster.kubectl(&["get", "volumeattachments", "-o", "jsonpath={.items[*].metadata.name}"]);
     assert_eq!(attached.driver.count("stage"), 0);
+    // Before it is mounted, the node says that it is in use: nobody detaches it from then on.
+    let in_use =
+        || cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].status.volumesInUse}"]).contains("kubernetes.io/csi/attached.test^e");
+    assert!(in_use());
     cluster.kubectl(&[
         "patch",
         "volumeattachment",
@@ -150,6 +162,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     });
     cluster.kubectl(&["delete", "pod", "waiting"]);
     cluster.wait("the attachment to go", || attachment().is_empty());
+    assert!(!in_use());
 
     // A driver that goes is forgotten, and comes back.
     drop((running, attached));

@@ -70,6 +70,18 @@ impl Events {
         self.say(about, kind, reason.to_owned(), message.into());
     }
 
+    /// About a claim.
+    pub fn claim(&self, namespace: &str, name: &str, kind: Kind, reason: &str, message: impl Into<String>) {
+        let about = ObjectReference {
+            api_version: Some("v1".into()),
+            kind: Some("PersistentVolumeClaim".into()),
+            name: Some(name.into()),
+            namespace: Some(namespace.into()),
+            ..ObjectReference::default()
+        };
+        self.say(about, kind, reason.to_owned(), message.into());
+    }
+
     /// About the node.
     pub fn node(&self, name: &str, kind: Kind, reason: &str, message: impl Into<String>) {
         let about =

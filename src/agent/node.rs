@@ -380,7 +380,11 @@ pub async fn run(context: Arc<Context>, api: Option<Arc<dyn NodeApi>>, network: 
             }
         }
         let settled = view.problem.is_none() && (api.is_none() || node.is_some());
-        tokio::time::sleep(if settled { POLL.1 } else { POLL.0 }).await;
+        tokio::select! {
+            () = tokio::time::sleep(if settled { POLL.1 } else { POLL.0 }) => {}
+            // Pods wait for it to be said.
+            () = context.csi.in_use_changed() => next_status = Instant::now(),
+        }
     }
 }
 

@@ -56,6 +56,7 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
     };
     let mut reported = Vec::new();
     loop {
+        let changes = sys::watch::Changes::of(&dir);
         let (path, node) = (dir.clone(), context.config.node_name.clone());
         let listed = tokio::task::spawn_blocking(move || read_dir(&path, &node)).await;
         let (pods, errors) = listed.unwrap_or_default();
@@ -64,7 +65,7 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
         }
         reported = errors;
         tell(&found, |statics| statics.files = Some(pods));
-        sys::watch::changed(&dir, context.config.file_check).await;
+        changes.wait(context.config.file_check).await;
     }
 }
 

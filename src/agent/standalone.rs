@@ -9,7 +9,7 @@ use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::Value;
 
 use crate::kubeapi::objects::{Following, News};
-use crate::kubeapi::pods::{ApiFailure, Claimed, PodApi, Token, TokenFor};
+use crate::kubeapi::pods::{ApiFailure, Binding, PodApi, Token, TokenFor};
 
 /// No API.
 pub struct NoApi;
@@ -44,7 +44,11 @@ impl PodApi for NoApi {
         none()
     }
 
-    async fn claimed(&self, _: &str, _: &str) -> Result<Claimed, ApiFailure> {
+    async fn claimed(&self, _: &str, _: &str) -> Result<Binding, ApiFailure> {
+        none()
+    }
+
+    async fn claim_has(&self, _: &str, _: &str, _: &str) -> Result<(), ApiFailure> {
         none()
     }
 

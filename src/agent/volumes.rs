@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use super::journal::Log;
 use super::objects::{self, Fetched};
 use super::{Context, Kind, csi};
-use crate::core::behind::{self, Behind, Source};
+use crate::core::behind::{self, Behind, Problem, Source};
 use crate::core::env::Surroundings;
 use crate::core::journal::Step;
 use crate::core::references::{self, References};
@@ -111,18 +111,16 @@ impl Volumes {
             let mut fresh = BTreeMap::new();
             let set_up = async {
                 let behind = match behind.get(&volume.name) {
-                    // What a claim was bound to stays.
-                    Some(known) => known.clone(),
+                    Some(known) => again(context, pod, volume, known, memory).await,
                     None => resolve(context, pod, volume, memory).await?,
                 };
                 one(context, volume, &behind, &around, &fetched, tokens, &mut fresh).await?;
-                Ok::<_, String>(behind)
+                Ok::<_, Problem>(behind)
             };
+            let set_up = async { set_up.await.map_err(|problem| problem.told(&volume.name)) };
             let made = log.step(Step::Volume, &volume.name, set_up).await;
-            made.map(|behind| (fresh, behind)).map_err(|error| {
-                let message = told(&volume.name, &error);
+            made.map(|behind| (fresh, behind)).inspect_err(|message| {
                 context.events.pod(pod, None, Kind::Warning, "FailedMount", message.clone());
-                message
             })
         });
         let mut failed = None;
@@ -151,25 +149,28 @@ pub async fn tear_down(context: &Context, uid: &str) -> Result<(), String> {
     context.host.tear_down_volumes(uid).await
 }
 
-/// The event of a volume that cannot be had.
-fn told(volume: &str, error: &str) -> String {
-    if error.contains("PVC ") {
-        return format!("Unable to attach or mount volumes: unmounted volumes=[{volume}], failed to process volumes=[{volume}]: {error}");
+/// What is behind a volume that is set up: what a claim was bound to stays, but it may have grown.
+async fn again(context: &Context, pod: &Pod, volume: &Volume, known: &Behind, memory: u64) -> Behind {
+    let may_grow = matches!(&known.source, Source::Csi(served) if served.claim.is_some() && context.csi.grows(&served.driver));
+    if !may_grow {
+        return known.clone();
     }
-    format!("MountVolume.SetUp failed for volume {volume:?} : {error}")
+    let fresh = resolve(context, pod, volume, memory).await.ok().filter(|fresh| fresh.name == known.name);
+    fresh.unwrap_or_else(|| known.clone())
 }
 
 /// What is behind a volume; a claim and its volume are read as they are now.
-async fn resolve(context: &Context, pod: &Pod, volume: &Volume, memory: u64) -> Result<Behind, String> {
+async fn resolve(context: &Context, pod: &Pod, volume: &Volume, memory: u64) -> Result<Behind, Problem> {
     let Some(name) = claims::of_volume(pod, volume) else { return behind::behind(pod, volume, None, memory) };
     let namespace = pod.namespace().unwrap_or_default();
-    let failed = |e: ApiFailure| format!("error processing PVC {namespace}/{name}: failed to fetch PVC from API server: {e}");
+    let refused = |why: String| Problem::Claim(format!("error processing PVC {namespace}/{name}: {why}"));
+    let failed = |e: ApiFailure| refused(format!("failed to fetch PVC from API server: {e}"));
     let found = context.api.claimed(&namespace, &name).await.map_err(failed)?;
     let wanted = behind::usable(pod, volume, &found.claim)?;
-    let bound = found.volume.ok_or_else(|| format!("error processing PVC {namespace}/{name}: persistentVolume {wanted:?} not found"))?;
+    let bound = found.volume.ok_or_else(|| refused(format!("persistentVolume {wanted:?} not found")))?;
     let claimed = behind::Claimed { claim: found.claim, volume: bound };
     if claimed.is_for_one_pod() && !context.holds_alone(pod, &namespace, &name) {
-        return Err("volume uses the ReadWriteOncePod access mode and is already in use by another pod".into());
+        return Err(Problem::SetUp("volume uses the ReadWriteOncePod access mode and is already in use by another pod".into()));
     }
     behind::reached(&claimed, context.node.borrow().as_deref())?;
     behind::behind(pod, volume, Some(&claimed), memory)
@@ -186,10 +187,7 @@ async fn one(
     fresh: &mut BTreeMap<Place, Issued>,
 ) -> Result<(), String> {
     if let Source::Csi(served) = &behind.source {
-        let security = pod::spec(around.pod).security_context.as_ref();
-        let group = security.and_then(|s| s.fs_group).and_then(|g| u32::try_from(g).ok());
-        let on_mismatch = security.and_then(|s| s.fs_group_change_policy.as_deref()) == Some("OnRootMismatch");
-        return csi::publish(context, around.pod, served, group.map(|group| (group, on_mismatch))).await;
+        return Box::pin(csi::publish(context, around.pod, served)).await;
     }
     let mut issued = BTreeMap::new();
     for wish in volumes::tokens(volume) {

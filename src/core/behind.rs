@@ -110,13 +110,42 @@ impl Claimed {
     }
 }
 
+/// Why a volume cannot be had.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Problem {
+    /// Its claim is in the way.
+    Claim(String),
+    /// It cannot be set up.
+    SetUp(String),
+}
+
+impl From<String> for Problem {
+    fn from(why: String) -> Problem {
+        Problem::SetUp(why)
+    }
+}
+
+impl Problem {
+    /// The message of the pod's event (kubelet spec, 9.1 and 9.4).
+    #[must_use]
+    pub fn told(&self, volume: &str) -> String {
+        match self {
+            Problem::Claim(why) => {
+                format!("Unable to attach or mount volumes: unmounted volumes=[{volume}], failed to process volumes=[{volume}]: {why}")
+            }
+            Problem::SetUp(why) => format!("MountVolume.SetUp failed for volume {volume:?} : {why}"),
+        }
+    }
+}
+
 /// Why a claim cannot be used by a pod, as far as the claim itself tells; else the name of its volume.
-pub fn usable(pod: &Pod, volume: &Volume, claim: &PersistentVolumeClaim) -> Result<String, String> {
+pub fn usable(pod: &Pod, volume: &Volume, claim: &PersistentVolumeClaim) -> Result<String, Problem> {
     let (namespace, name) = (pod.namespace().unwrap_or_default(), claim.name_any());
-    let refuse = |why: &str| Err(format!("error processing PVC {namespace}/{name}: {why}"));
+    let refuse = |why: &str| Err(Problem::Claim(format!("error processing PVC {namespace}/{name}: {why}")));
     let owned = || claim.owner_references().iter().any(|o| o.controller == Some(true) && Some(&o.uid) == pod.metadata.uid.as_ref());
     if volume.ephemeral.is_some() && !owned() {
-        return Err(format!("PVC {namespace}/{name} was not created for pod {namespace}/{} (pod is not owner)", pod.name_any()));
+        let why = format!("PVC {namespace}/{name} was not created for pod {namespace}/{} (pod is not owner)", pod.name_any());
+        return Err(Problem::Claim(why));
     }
     if claim.metadata.deletion_timestamp.is_some() {
         return refuse("PVC is being deleted");
@@ -172,7 +201,7 @@ fn empty_dir(pod: &Pod, source: &k8s_openapi::api::core::v1::EmptyDirVolumeSourc
 }
 
 /// What is behind a volume. `claimed` is its claim if it has one; `memory` what pods may use of the node's, in bytes.
-pub fn behind(pod: &Pod, volume: &Volume, claimed: Option<&Claimed>, memory: u64) -> Result<Behind, String> {
+pub fn behind(pod: &Pod, volume: &Volume, claimed: Option<&Claimed>, memory: u64) -> Result<Behind, Problem> {
     let plain = |source: Source| Behind {
         volume: volume.name.clone(),
         name: volume.name.clone(),
@@ -210,7 +239,7 @@ pub fn behind(pod: &Pod, volume: &Volume, claimed: Option<&Claimed>, memory: u64
     if let Some(inline) = csi::of_inline(pod, volume) {
         return Ok(Behind { read_only: inline.read_only, ..plain(Source::Csi(Box::new(inline))) });
     }
-    Err(unserved(&volume.name))
+    Err(unserved(&volume.name).into())
 }
 
 fn unserved(name: &str) -> String {
@@ -224,24 +253,21 @@ fn nfs_device(server: &str, path: &str) -> String {
 }
 
 /// A volume that a claim is bound to.
-fn persistent(pod: &Pod, volume: &Volume, claimed: &Claimed) -> Result<Behind, String> {
+fn persistent(pod: &Pod, volume: &Volume, claimed: &Claimed) -> Result<Behind, Problem> {
     let spec = claimed.volume.spec.clone().unwrap_or_default();
     let name = claimed.volume.name_any();
     let reference = spec.claim_ref.as_ref().and_then(|r| r.uid.as_ref());
     if reference != claimed.claim.metadata.uid.as_ref() {
-        return Err(format!(
-            "error processing PVC {}/{}: persistentVolume {name:?} is bound to another claim",
-            pod.namespace().unwrap_or_default(),
-            claimed.claim.name_any()
-        ));
+        let (namespace, claim) = (pod.namespace().unwrap_or_default(), claimed.claim.name_any());
+        return Err(Problem::Claim(format!("error processing PVC {namespace}/{claim}: persistentVolume {name:?} is bound to another claim")));
     }
     let block = spec.volume_mode.as_deref() == Some("Block");
     let everyone = pod::containers(pod);
     if block && everyone.iter().any(|(_, c)| mounts(c, &volume.name)) {
-        return Err(format!("volume {} has volumeMode Block, but is specified in volumeMounts", volume.name));
+        return Err(Problem::Claim(format!("volume {} has volumeMode Block, but is specified in volumeMounts", volume.name)));
     }
     if !block && everyone.iter().any(|(_, c)| devices(c, &volume.name)) {
-        return Err(format!("volume {} has volumeMode Filesystem, but is specified in volumeDevices", volume.name));
+        return Err(Problem::Claim(format!("volume {} has volumeMode Filesystem, but is specified in volumeDevices", volume.name)));
     }
     let read_only = volume.persistent_volume_claim.as_ref().and_then(|c| c.read_only) == Some(true);
     let made = |source: Source, read_only: bool, owned: bool| Behind {
@@ -264,10 +290,10 @@ fn persistent(pod: &Pod, volume: &Volume, claimed: &Claimed) -> Result<Behind, S
         return Ok(made(Source::Nfs { device: nfs_device(&nfs.server, &nfs.path) }, read_only || nfs.read_only == Some(true), false));
     }
     if let Some(source) = &spec.csi {
-        let served = csi::of_persistent(&claimed.volume, source, read_only);
+        let served = csi::of_persistent(&claimed.volume, &claimed.claim, source, read_only);
         return Ok(made(Source::Csi(Box::new(served.clone())), served.read_only, false));
     }
-    Err(unserved(&volume.name))
+    Err(unserved(&volume.name).into())
 }
 
 /// Whether a node reaches the volume of a claim.
@@ -292,7 +318,7 @@ mod tests {
             .expect("a pod")
     }
 
-    fn made(volume: Value, container: Value) -> Result<Behind, String> {
+    fn made(volume: Value, container: Value) -> Result<Behind, Problem> {
         let pod = pod(volume, container);
         let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
         behind(&pod, &volume, None, 1 << 30)
@@ -314,8 +340,8 @@ mod tests {
         };
         assert_eq!(pages("HugePages", json!({"hugepages-2Mi": "4Mi"})), Ok(Source::EmptyDir(Medium::HugePages(2 << 20))));
         assert_eq!(pages("HugePages-1Gi", json!({})), Ok(Source::EmptyDir(Medium::HugePages(1 << 30))));
-        assert!(pages("HugePages", json!({"hugepages-2Mi": "4Mi", "hugepages-1Gi": "1Gi"})).is_err_and(|e| e.contains("multiple")));
-        assert!(pages("Tape", json!({})).is_err_and(|e| e.contains("Tape")));
+        assert!(pages("HugePages", json!({"hugepages-2Mi": "4Mi", "hugepages-1Gi": "1Gi"})).is_err_and(|e| e.told("v").contains("multiple")));
+        assert!(pages("Tape", json!({})).is_err_and(|e| e.told("v").contains("Tape")));
     }
 
     fn claimed(volume: Value, phase: &str) -> Claimed {
@@ -349,9 +375,18 @@ mod tests {
         );
         let local = json!({"local": {"path": "/dev/x"}, "volumeMode": "Block"});
         assert!(of(local.clone(), json!({}), json!({"volumeDevices": [{"name": "v", "devicePath": "/dev/y"}]})).expect("fine").block);
-        assert!(of(local, json!({}), json!({"volumeMounts": [{"name": "v", "mountPath": "/y"}]})).is_err_and(|e| e.contains("volumeMode Block")));
-        assert!(of(json!({"hostPath": {"path": "/x"}, "claimRef": {"uid": "9"}}), json!({}), json!({})).is_err_and(|e| e.contains("another claim")));
-        assert!(of(json!({"iscsi": {"targetPortal": "t", "iqn": "q", "lun": 0}}), json!({}), json!({})).is_err_and(|e| e.contains("does not serve")));
+        assert!(
+            of(local, json!({}), json!({"volumeMounts": [{"name": "v", "mountPath": "/y"}]}))
+                .is_err_and(|e| e.told("v").contains("volumeMode Block"))
+        );
+        assert!(
+            of(json!({"hostPath": {"path": "/x"}, "claimRef": {"uid": "9"}}), json!({}), json!({}))
+                .is_err_and(|e| e.told("v").contains("another claim"))
+        );
+        assert!(
+            of(json!({"iscsi": {"targetPortal": "t", "iqn": "q", "lun": 0}}), json!({}), json!({}))
+                .is_err_and(|e| e.told("v").contains("does not serve"))
+        );
     }
 
     #[test]
@@ -360,8 +395,11 @@ mod tests {
         let by_claim = volume(json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}}));
         let p = pod(json!({"name": "v"}), json!({}));
         assert_eq!(usable(&p, &by_claim, &claimed(json!({}), "Bound").claim), Ok("pv".into()));
-        assert_eq!(usable(&p, &by_claim, &claimed(json!({}), "Pending").claim), Err("error processing PVC n/c: PVC is not bound".into()));
+        assert_eq!(
+            usable(&p, &by_claim, &claimed(json!({}), "Pending").claim),
+            Err(Problem::Claim("error processing PVC n/c: PVC is not bound".into()))
+        );
         let ephemeral = volume(json!({"name": "v", "ephemeral": {}}));
-        assert!(usable(&p, &ephemeral, &claimed(json!({}), "Bound").claim).is_err_and(|e| e.contains("(pod is not owner)")));
+        assert!(usable(&p, &ephemeral, &claimed(json!({}), "Bound").claim).is_err_and(|e| e.told("v").contains("(pod is not owner)")));
     }
 }

@@ -4,14 +4,16 @@
 use std::collections::{BTreeMap, HashMap};
 
 use holdfast_proto::csi as pb;
-use k8s_openapi::api::core::v1::{CSIPersistentVolumeSource, PersistentVolume, Pod, SecretReference, Volume as PodVolume};
+use k8s_openapi::api::core::v1::{CSIPersistentVolumeSource, PersistentVolume, PersistentVolumeClaim, Pod, SecretReference, Volume as PodVolume};
 use k8s_openapi::api::storage::v1::CSIDriver;
 use kube::ResourceExt as _;
 use pb::volume_capability::access_mode::Mode;
 use pb::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use serde::{Deserialize, Serialize};
 
+use super::digest::sha256;
 use super::pod;
+use super::quantity::Quantity;
 
 /// A volume that a driver serves.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -40,6 +42,47 @@ pub struct Volume {
     pub stage_secret: Option<(String, String)>,
     /// The secret for publishing.
     pub publish_secret: Option<(String, String)>,
+    /// The secret for growing.
+    pub expand_secret: Option<(String, String)>,
+    /// The claim's namespace and name; none for an inline volume.
+    pub claim: Option<(String, String)>,
+    /// What it has grown to behind its filesystem, where the claim says that the filesystem has less.
+    pub grown: Option<Grown>,
+}
+
+/// What a volume has grown to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Grown {
+    /// In bytes.
+    pub bytes: i64,
+    /// As the API writes it.
+    pub text: String,
+}
+
+/// The name that nodes and attachers know a volume by (kubelet spec, 9.2).
+#[must_use]
+pub fn unique_name(driver: &str, handle: &str) -> String {
+    format!("kubernetes.io/csi/{driver}^{handle}")
+}
+
+/// The name of the VolumeAttachment that ties a volume to a node.
+#[must_use]
+pub fn attachment_name(driver: &str, handle: &str, node: &str) -> String {
+    format!("csi-{}", sha256(format!("{handle}{driver}{node}").as_bytes()))
+}
+
+/// What the driver calls an inline volume of a pod.
+#[must_use]
+pub fn inline_handle(uid: &str, volume: &str) -> String {
+    format!("csi-{}", sha256(format!("{uid}{volume}").as_bytes()))
+}
+
+/// What a volume has, where its claim says that its filesystem has less: somebody has to grow that.
+fn growth(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> Option<Grown> {
+    let has = claim.status.as_ref()?.capacity.as_ref()?.get("storage")?.0.parse::<Quantity>().ok()?;
+    let text = &volume.spec.as_ref()?.capacity.as_ref()?.get("storage")?.0;
+    let now = text.parse::<Quantity>().ok().filter(|now| *now > has)?;
+    Some(Grown { bytes: now.units(), text: text.clone() })
 }
 
 fn secret(reference: Option<&SecretReference>) -> Option<(String, String)> {
@@ -49,7 +92,7 @@ fn secret(reference: Option<&SecretReference>) -> Option<(String, String)> {
 
 /// A persistent volume's.
 #[must_use]
-pub fn of_persistent(volume: &PersistentVolume, source: &CSIPersistentVolumeSource, read_only: bool) -> Volume {
+pub fn of_persistent(volume: &PersistentVolume, claim: &PersistentVolumeClaim, source: &CSIPersistentVolumeSource, read_only: bool) -> Volume {
     let spec = volume.spec.clone().unwrap_or_default();
     Volume {
         driver: source.driver.clone(),
@@ -64,6 +107,9 @@ pub fn of_persistent(volume: &PersistentVolume, source: &CSIPersistentVolumeSour
         inline: false,
         stage_secret: secret(source.node_stage_secret_ref.as_ref()),
         publish_secret: secret(source.node_publish_secret_ref.as_ref()),
+        expand_secret: secret(source.node_expand_secret_ref.as_ref()),
+        claim: Some((claim.namespace().unwrap_or_default(), claim.name_any())),
+        grown: growth(volume, claim),
     }
 }
 
@@ -94,6 +140,10 @@ pub struct Abilities {
     pub mount_group: bool,
     /// It tells several writers of one node from a single one.
     pub single_node_multi_writer: bool,
+    /// It makes a filesystem as large as its volume has become.
+    pub expand: bool,
+    /// It says how full a volume is.
+    pub stats: bool,
 }
 
 /// How a volume is accessed (kubelet spec, 9.5).
@@ -252,6 +302,24 @@ mod tests {
         assert!(!wants_attachment(&inline, None) && !serves_inline(None));
         assert!(serves_inline(Some(&driver(json!({"volumeLifecycleModes": ["Ephemeral"]})))));
         assert!(!wants_attachment(&volume(&[], ""), Some(&driver(json!({"attachRequired": false})))));
+    }
+
+    #[test]
+    fn a_volume_that_is_larger_than_its_claim_knows_has_grown() {
+        let volume =
+            |size: &str| serde_json::from_value(json!({"metadata": {"name": "v"}, "spec": {"capacity": {"storage": size}}})).expect("a volume");
+        let claim = |status: Value| serde_json::from_value(json!({"metadata": {"name": "c"}, "status": status})).expect("a claim");
+        let known = claim(json!({"capacity": {"storage": "1Mi"}}));
+        assert_eq!(growth(&volume("2Mi"), &known), Some(Grown { bytes: 2 << 20, text: "2Mi".into() }));
+        assert_eq!((growth(&volume("1Mi"), &known), growth(&volume("512Ki"), &known)), (None, None));
+        assert_eq!(growth(&volume("2Mi"), &claim(json!({}))), None, "what it has is not known yet");
+    }
+
+    #[test]
+    fn names_are_those_that_the_attacher_makes() {
+        assert_eq!(unique_name("d", "h"), "kubernetes.io/csi/d^h");
+        assert_eq!(attachment_name("d", "h", "n"), format!("csi-{}", sha256(b"hdn")));
+        assert_eq!(inline_handle("u", "v"), format!("csi-{}", sha256(b"uv")));
     }
 
     #[test]

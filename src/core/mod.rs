@@ -14,6 +14,7 @@ pub mod claims;
 pub mod config;
 pub mod correlate;
 pub mod csi;
+pub mod digest;
 pub mod dns;
 pub mod env;
 mod env_file;

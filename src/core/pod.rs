@@ -62,6 +62,25 @@ pub fn is_terminal(pod: &Pod) -> bool {
     matches!(phase(pod), "Succeeded" | "Failed")
 }
 
+/// What a pod wants of its volumes' ownership.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Ownership {
+    /// `fsGroup`.
+    pub group: Option<u32>,
+    /// `fsGroupChangePolicy: OnRootMismatch`: a volume whose root is the group's already is taken as it is.
+    pub on_mismatch: bool,
+}
+
+/// What it wants of its volumes' ownership.
+#[must_use]
+pub fn ownership(pod: &Pod) -> Ownership {
+    let security = spec(pod).security_context.as_ref();
+    Ownership {
+        group: security.and_then(|s| s.fs_group).and_then(|g| u32::try_from(g).ok()),
+        on_mismatch: security.and_then(|s| s.fs_group_change_policy.as_deref()) == Some("OnRootMismatch"),
+    }
+}
+
 /// Whether it uses the node's network.
 #[must_use]
 pub fn host_network(pod: &Pod) -> bool {

@@ -118,6 +118,8 @@ impl Driver {
             stage: has(Rpc::StageUnstageVolume),
             mount_group: has(Rpc::VolumeMountGroup),
             single_node_multi_writer: has(Rpc::SingleNodeMultiWriter),
+            expand: has(Rpc::ExpandVolume),
+            stats: has(Rpc::GetVolumeStats),
         })
     }
 
@@ -131,6 +133,12 @@ impl Driver {
     pub async fn unstage(&self, volume: &str, staging: &str) -> Result<(), CsiError> {
         let request = pb::NodeUnstageVolumeRequest { volume_id: volume.into(), staging_target_path: staging.into() };
         self.0.clone().node_unstage_volume(within(request, DEADLINE)).await?;
+        Ok(())
+    }
+
+    /// Makes the filesystem of a published volume as large as the volume is.
+    pub async fn expand(&self, request: pb::NodeExpandVolumeRequest) -> Result<(), CsiError> {
+        self.0.clone().node_expand_volume(within(request, DEADLINE)).await?;
         Ok(())
     }
 

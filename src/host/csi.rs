@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 
 use super::linux::{doing, make, segment};
 use crate::core::csi::VolumeData;
-use crate::sys::{digest, file, mount, ownership};
+use crate::core::digest;
+use crate::core::pod::Ownership;
+use crate::sys::{file, mount, ownership};
 
 const PLUGIN: &str = "kubernetes.io~csi";
 const NOTE: &str = "vol_data.json";
@@ -70,32 +72,29 @@ impl CsiDirs {
         Ok((dir.clone(), dir.join("globalmount")))
     }
 
-    /// Whether a pod has any.
-    #[must_use]
-    pub fn has(&self, uid: &str) -> bool {
-        [self.of_pod(uid), self.devices_of(uid)].into_iter().flatten().any(|dir| dir.exists())
+    /// Where a volume of a pod is published. Nothing is touched.
+    pub fn place(&self, uid: &str, data: VolumeData, block: bool) -> Result<Published, String> {
+        let name = segment(&data.spec_vol_id)?.to_owned();
+        let target = if block { self.device(uid, &name)? } else { self.of_pod(uid)?.join(&name).join("mount") };
+        Ok(Published { uid: uid.to_owned(), name, target, data, block })
     }
 
-    /// Makes the directory of a pod's volume and notes what it is for. The answer is where the driver mounts it: the
-    /// driver makes that itself.
-    pub fn prepare(&self, uid: &str, data: &VolumeData, block: bool) -> Result<PathBuf, String> {
-        if block {
-            let target = self.device(uid, &data.spec_vol_id)?;
-            make(target.parent().unwrap_or(&target), 0o750)?;
-            let (note, _) = self.of_staging(data, true)?;
-            self.note(&note, data)?;
-            let list = self.devices_of(uid)?;
-            make(&list, 0o750)?;
-            return match std::os::unix::fs::symlink(&target, list.join(&data.spec_vol_id)) {
-                Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
-                    Err(format!("the device of {} cannot be noted: {error}", data.spec_vol_id))
-                }
-                _ => Ok(target),
-            };
+    /// Makes the directory of a pod's volume and notes what it is for; the driver makes its target itself.
+    pub fn prepare(&self, volume: &Published) -> Result<(), String> {
+        let target = &volume.target;
+        let parent = target.parent().unwrap_or(target);
+        if !volume.block {
+            return self.note(parent, &volume.data);
         }
-        let dir = self.of_pod(uid)?.join(segment(&data.spec_vol_id)?);
-        self.note(&dir, data)?;
-        Ok(dir.join("mount"))
+        make(parent, 0o750)?;
+        let (note, _) = self.of_staging(&volume.data, true)?;
+        self.note(&note, &volume.data)?;
+        let list = self.devices_of(&volume.uid)?;
+        make(&list, 0o750)?;
+        match std::os::unix::fs::symlink(target, list.join(&volume.name)) {
+            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(format!("the device of {} cannot be noted: {error}", volume.name)),
+            _ => Ok(()),
+        }
     }
 
     fn note(&self, dir: &Path, data: &VolumeData) -> Result<(), String> {
@@ -105,11 +104,20 @@ impl CsiDirs {
     }
 
     /// Makes the directory in which a driver stages a volume for all pods.
-    pub fn stage(&self, data: &VolumeData, block: bool) -> Result<PathBuf, String> {
-        let (dir, place) = self.of_staging(data, block)?;
+    pub fn stage(&self, volume: &Published) -> Result<PathBuf, String> {
+        let (dir, place) = self.of_staging(&volume.data, volume.block)?;
         make(&place, 0o750)?;
-        self.note(&dir, data)?;
+        self.note(&dir, &volume.data)?;
         Ok(place)
+    }
+
+    /// Whether a volume's driver may know of it.
+    #[must_use]
+    pub fn is_noted(&self, volume: &Published) -> bool {
+        if volume.block {
+            return self.devices_of(&volume.uid).is_ok_and(|dir| dir.join(&volume.name).is_symlink());
+        }
+        volume.target.parent().is_some_and(|dir| dir.join(NOTE).exists())
     }
 
     /// Where a volume is staged, if it is.
@@ -183,8 +191,9 @@ pub fn is_mounted(target: &Path) -> Result<bool, String> {
 }
 
 /// Gives a published volume to its pod's group.
-pub fn give(target: &Path, group: u32, on_mismatch: bool) -> Result<(), String> {
-    ownership::set_group(target, group, on_mismatch, false).map_err(doing("the volume's group cannot be set"))
+pub fn give(target: &Path, owner: Ownership) -> Result<(), String> {
+    let Some(group) = owner.group else { return Ok(()) };
+    ownership::set_group(target, group, owner.on_mismatch, false).map_err(doing("the volume's group cannot be set"))
 }
 
 #[cfg(test)]
@@ -196,27 +205,32 @@ mod tests {
         let root = tempfile::tempdir().expect("a directory");
         let dirs = CsiDirs(root.path().into());
         let data = VolumeData { spec_vol_id: "pv".into(), volume_handle: "../h".into(), driver_name: "d.example".into(), ..VolumeData::default() };
-        assert!(!dirs.has("u") && dirs.published().is_empty());
-        let target = dirs.prepare("u", &data, false).expect("prepared");
-        assert!(target.ends_with("pods/u/volumes/kubernetes.io~csi/pv/mount") && !target.exists());
+        assert!(dirs.published().is_empty());
+        let volume = dirs.place("u", data.clone(), false).expect("a place");
+        assert!(volume.target.ends_with("pods/u/volumes/kubernetes.io~csi/pv/mount"));
+        dirs.prepare(&volume).expect("prepared");
+        assert!(!volume.target.exists(), "that is the driver's to make");
         let found = dirs.published();
+        assert_eq!(found, [volume]);
         assert_eq!(dirs.staged(&found[0]), None);
-        let staging = dirs.stage(&data, false).expect("staged");
+        let staging = dirs.stage(&found[0]).expect("staged");
         assert_eq!(dirs.staged(&found[0]), Some(staging));
-        assert_eq!(found.iter().map(|p| (p.uid.as_str(), &p.data)).collect::<Vec<_>>(), [("u", &data)]);
         dirs.unstaged(&found[0]).expect("forgotten");
         dirs.unstaged(&found[0]).expect("once more is fine");
         dirs.forget(&found[0]).expect("forgotten");
         assert!(dirs.published().is_empty() && dirs.staged(&found[0]).is_none());
-        let device = dirs.prepare("u", &data, true).expect("prepared");
-        assert!(device.ends_with("volumeDevices/publish/pv/u") && !device.exists());
+        let device = dirs.place("u", data.clone(), true).expect("a place");
+        dirs.prepare(&device).expect("prepared");
+        assert!(device.target.ends_with("volumeDevices/publish/pv/u") && !device.target.exists());
         let found = dirs.published();
-        assert_eq!(found.iter().map(|p| (&p.target, p.block)).collect::<Vec<_>>(), [(&device, true)]);
+        assert_eq!(found, [device]);
         dirs.forget(&found[0]).expect("forgotten");
         assert!(dirs.published().is_empty());
         for bad in ["../x", "", ".."] {
-            assert!(dirs.prepare(bad, &data, false).is_err(), "{bad:?}");
-            assert!(dirs.stage(&VolumeData { driver_name: bad.into(), ..data.clone() }, false).is_err(), "{bad:?}");
+            assert!(dirs.place(bad, data.clone(), false).is_err(), "{bad:?}");
+            assert!(dirs.place("u", VolumeData { spec_vol_id: bad.into(), ..data.clone() }, true).is_err(), "{bad:?}");
+            let place = dirs.place("u", VolumeData { driver_name: bad.into(), ..data.clone() }, false).expect("a place");
+            assert!(dirs.stage(&place).is_err(), "{bad:?}");
         }
     }
 }

@@ -9,7 +9,6 @@ use async_trait::async_trait;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 
-use super::volumes::Ownership;
 use super::{Log, PodHost, SubPath, blocking, rotate};
 use crate::core::behind::Behind;
 use crate::core::cgroup::{self, Driver, pod_limits};
@@ -159,12 +158,7 @@ impl PodHost for LinuxHost {
     }
 
     async fn set_up_volume(&self, pod: &Pod, behind: &Behind, files: Option<Files>) -> Result<(), String> {
-        let security = pod::spec(pod).security_context.as_ref();
-        let owner = Ownership {
-            group: security.and_then(|s| s.fs_group).and_then(|g| u32::try_from(g).ok()),
-            on_mismatch: security.and_then(|s| s.fs_group_change_policy.as_deref()) == Some("OnRootMismatch"),
-        };
-        self.set_up(pod::uid(pod), behind, owner, files).await
+        self.set_up(pod::uid(pod), behind, pod::ownership(pod), files).await
     }
 
     async fn mount_source(&self, pod: &Pod, behind: &Behind, place: &SubPath) -> Result<PathBuf, String> {

@@ -13,20 +13,12 @@ use super::linux::{LinuxHost, doing, make, remove, segment};
 use super::tool::tool;
 use super::{SubPath, blocking};
 use crate::core::behind::{Behind, Medium, Source};
+use crate::core::pod::Ownership;
 use crate::core::volumes::Files;
 use crate::sys::{atomic_dir, beneath, mount, ownership};
 
 /// How long the kernel is waited for.
 const PATIENCE: Duration = Duration::from_secs(10);
-
-/// What a pod wants of its volumes' ownership.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Ownership {
-    /// `fsGroup`.
-    pub group: Option<u32>,
-    /// `fsGroupChangePolicy: OnRootMismatch`.
-    pub on_mismatch: bool,
-}
 
 /// The local volumes whose device is being mounted or unmounted just now: each by one at a time, and a device that
 /// hangs in the way of no other.

@@ -1,18 +1,21 @@
 //! What the agent asks of the API for its pods: a narrow trait, and the real thing over kube.
 
 use std::collections::{BTreeSet, HashMap};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
-use k8s_openapi::api::core::v1::{ConfigMap, Event, PersistentVolume, PersistentVolumeClaim, Pod, Secret, Service, ServiceAccount};
+use k8s_openapi::api::core::v1::{
+    ConfigMap, Event, PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimCondition, Pod, Secret, Service, ServiceAccount,
+};
 use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::api::storage::v1::{CSIDriver, VolumeAttachment};
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Api, Client};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::Cache;
 use super::client::{chain, code};
@@ -66,9 +69,9 @@ pub struct TokenFor<'a> {
     pub seconds: i64,
 }
 
-/// A claim and the volume it is bound to.
+/// A claim, and the volume it is bound to if it is.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Claimed {
+pub struct Binding {
     /// The claim.
     pub claim: PersistentVolumeClaim,
     /// Its volume, once it is bound.
@@ -91,7 +94,9 @@ pub trait PodApi: Send + Sync + 'static {
     /// A token bound to a pod.
     async fn token(&self, wish: TokenFor<'_>) -> Result<Token, ApiFailure>;
     /// A claim, as it is now, and the volume it is bound to.
-    async fn claimed(&self, namespace: &str, name: &str) -> Result<Claimed, ApiFailure>;
+    async fn claimed(&self, namespace: &str, name: &str) -> Result<Binding, ApiFailure>;
+    /// A claim's filesystem has this size now.
+    async fn claim_has(&self, namespace: &str, name: &str, size: &str) -> Result<(), ApiFailure>;
     /// What the cluster says of a storage driver.
     async fn csi_driver(&self, name: &str) -> Result<Option<CSIDriver>, ApiFailure>;
     /// Whether an attachment is carried out, and what its attacher tells the node.
@@ -114,14 +119,18 @@ pub struct KubePods {
     services: Cache<Service>,
     config_maps: Watched<ConfigMap>,
     secrets: Watched<Secret>,
+    drivers: OnceLock<Cache<CSIDriver>>,
 }
+
+/// How long a question waits for the first list of drivers.
+const SYNC: Duration = Duration::from_secs(1);
 
 impl KubePods {
     /// Starts watching services; other objects are watched while pods use them.
     #[must_use]
     pub fn new(client: Client) -> KubePods {
         let services = Cache::start(Api::all(client.clone()), kube::runtime::watcher::Config::default());
-        KubePods { config_maps: Watched::new(client.clone()), secrets: Watched::new(client.clone()), client, services }
+        KubePods { config_maps: Watched::new(client.clone()), secrets: Watched::new(client.clone()), drivers: OnceLock::new(), client, services }
     }
 }
 
@@ -175,16 +184,33 @@ impl PodApi for KubePods {
         status.ok_or_else(|| ApiFailure::Other("the TokenRequest was answered without a token".into()))
     }
 
-    async fn claimed(&self, namespace: &str, name: &str) -> Result<Claimed, ApiFailure> {
+    async fn claimed(&self, namespace: &str, name: &str) -> Result<Binding, ApiFailure> {
         let claim: PersistentVolumeClaim = Api::namespaced(self.client.clone(), namespace).get(name).await?;
         let volume = match claim.spec.as_ref().and_then(|s| s.volume_name.as_deref()).filter(|v| !v.is_empty()) {
             Some(volume) => Some(Api::all(self.client.clone()).get(volume).await?),
             None => None,
         };
-        Ok(Claimed { claim, volume })
+        Ok(Binding { claim, volume })
+    }
+
+    async fn claim_has(&self, namespace: &str, name: &str, size: &str) -> Result<(), ApiFailure> {
+        let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
+        let claim = api.get(name).await?;
+        let status = claim.status.unwrap_or_default();
+        let others = |c: &&PersistentVolumeClaimCondition| !matches!(c.type_.as_str(), "Resizing" | "FileSystemResizePending");
+        let conditions: Vec<_> = status.conditions.iter().flatten().filter(others).collect();
+        let patch = json!({"metadata": {"resourceVersion": claim.metadata.resource_version},
+            "status": {"capacity": {"storage": size}, "conditions": conditions, "allocatedResourceStatuses": null}});
+        api.patch_status(name, &PatchParams::default(), &Patch::Merge(patch)).await?;
+        Ok(())
     }
 
     async fn csi_driver(&self, name: &str) -> Result<Option<CSIDriver>, ApiFailure> {
+        // Watched from the first question on: they are few, and asked for with every volume.
+        let drivers = self.drivers.get_or_init(|| Cache::start(Api::all(self.client.clone()), kube::runtime::watcher::Config::default()));
+        if tokio::time::timeout(SYNC, drivers.synced()).await.is_ok() {
+            return Ok(drivers.get("", name).map(|d| CSIDriver::clone(&d)));
+        }
         Ok(Api::all(self.client.clone()).get_opt(name).await?)
     }
 

@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use super::{Keeper, Kind};
 use crate::kubeapi::objects::{Following, News};
-use crate::kubeapi::pods::{ApiFailure, Claimed, PodApi, Token, TokenFor};
+use crate::kubeapi::pods::{ApiFailure, Binding, PodApi, Token, TokenFor};
 
 /// Asks the API; remembers, sealed, what it answered; and answers so itself when it cannot be reached.
 pub struct SealedApi {
@@ -82,9 +82,13 @@ impl PodApi for SealedApi {
         self.settle(Kind::Tokens, &name, answer).map(|t| Token { text: t.text, expires: t.expires })
     }
 
-    async fn claimed(&self, namespace: &str, name: &str) -> Result<Claimed, ApiFailure> {
+    async fn claimed(&self, namespace: &str, name: &str) -> Result<Binding, ApiFailure> {
         let answer = self.api.claimed(namespace, name).await;
         self.settle(Kind::Claims, &format!("{namespace}/{name}"), answer)
+    }
+
+    async fn claim_has(&self, namespace: &str, name: &str, size: &str) -> Result<(), ApiFailure> {
+        self.api.claim_has(namespace, name, size).await
     }
 
     async fn csi_driver(&self, name: &str) -> Result<Option<CSIDriver>, ApiFailure> {

@@ -21,7 +21,8 @@ use serde::de::DeserializeOwned;
 pub use api::SealedApi;
 pub use keeper::{Keeper, follow};
 
-use crate::sys::{digest, file};
+use crate::core::digest;
+use crate::sys::file;
 
 const KEY_LENGTH: usize = 32;
 /// The largest file that is read.

@@ -4,7 +4,6 @@ pub mod atomic_dir;
 pub mod beneath;
 pub mod cgroup;
 pub mod clock;
-pub mod digest;
 pub mod file;
 pub mod link;
 pub mod machine;

@@ -175,8 +175,27 @@ impl Node for Driver {
     }
 
     async fn node_get_capabilities(&self, _: Request<pb::NodeGetCapabilitiesRequest>) -> Result<Response<pb::NodeGetCapabilitiesResponse>, Status> {
-        let stage = pb::NodeServiceCapability { r#type: Some(Type::Rpc(Rpc { r#type: rpc::Type::StageUnstageVolume as i32 })) };
-        Ok(Response::new(pb::NodeGetCapabilitiesResponse { capabilities: vec![stage] }))
+        let able = |what: rpc::Type| pb::NodeServiceCapability { r#type: Some(Type::Rpc(Rpc { r#type: what as i32 })) };
+        let capabilities = [rpc::Type::StageUnstageVolume, rpc::Type::ExpandVolume, rpc::Type::GetVolumeStats].map(able).into();
+        Ok(Response::new(pb::NodeGetCapabilitiesResponse { capabilities }))
+    }
+
+    async fn node_get_volume_stats(
+        &self,
+        request: Request<pb::NodeGetVolumeStatsRequest>,
+    ) -> Result<Response<pb::NodeGetVolumeStatsResponse>, Status> {
+        self.note("stats", &request.into_inner().volume_id);
+        let bytes = pb::VolumeUsage { available: 300, total: 1000, used: 700, unit: pb::volume_usage::Unit::Bytes as i32 };
+        let inodes = pb::VolumeUsage { available: 3, total: 10, used: 7, unit: pb::volume_usage::Unit::Inodes as i32 };
+        let condition = pb::VolumeCondition { abnormal: true, message: "worn".into() };
+        self.answer("stats", pb::NodeGetVolumeStatsResponse { usage: vec![bytes, inodes], volume_condition: Some(condition) })
+    }
+
+    async fn node_expand_volume(&self, request: Request<pb::NodeExpandVolumeRequest>) -> Result<Response<pb::NodeExpandVolumeResponse>, Status> {
+        let request = request.into_inner();
+        let bytes = request.capacity_range.map_or(0, |c| c.required_bytes);
+        self.note(&format!("expand to {bytes}"), &request.volume_id);
+        self.answer("expand", pb::NodeExpandVolumeResponse { capacity_bytes: bytes })
     }
 
     async fn node_stage_volume(&self, request: Request<pb::NodeStageVolumeRequest>) -> Result<Response<pb::NodeStageVolumeResponse>, Status> {

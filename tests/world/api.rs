@@ -89,8 +89,12 @@ impl PodApi for World {
         Err(ApiFailure::Other("no tokens here".into()))
     }
 
-    async fn claimed(&self, _: &str, _: &str) -> Result<Claimed, ApiFailure> {
+    async fn claimed(&self, _: &str, _: &str) -> Result<Binding, ApiFailure> {
         Err(ApiFailure::Other("no claims here".into()))
+    }
+
+    async fn claim_has(&self, _: &str, _: &str, _: &str) -> Result<(), ApiFailure> {
+        Ok(())
     }
 
     async fn csi_driver(&self, _: &str) -> Result<Option<CSIDriver>, ApiFailure> {

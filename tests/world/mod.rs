@@ -25,7 +25,7 @@ use holdfast::cri::{Credentials, Exec, Image, ListedPod, RunningContainer, Runti
 use holdfast::host::{Log, PodHost, SubPath};
 use holdfast::kubeapi::cache::{Cache, Writer};
 use holdfast::kubeapi::objects::{Following, News};
-use holdfast::kubeapi::pods::{ApiFailure, Claimed, PodApi, Token, TokenFor};
+use holdfast::kubeapi::pods::{ApiFailure, Binding, PodApi, Token, TokenFor};
 use holdfast::probes::{Dialer, HttpError};
 use holdfast::sys::clock::Clock;
 use holdfast::sys::machine::Machine;

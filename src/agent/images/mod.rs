@@ -22,12 +22,12 @@ use super::events::Kind;
 use crate::config::Config;
 use crate::core::backoff::PullBackoff;
 use crate::core::bucket::Bucket;
+use crate::core::digest;
 use crate::core::images::with_default_tag;
 use crate::core::keyring::{self, Entry};
 use crate::core::pod::{self, Role};
 use crate::core::pulled::{self, By, BySecret, Policy};
 use crate::cri::{Credentials, Image};
-use crate::sys::digest;
 
 /// Why a container waits: reason, message, and when to try again if that is known.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
+use crate::core::digest;
 use crate::core::pulled::{By, Record};
-use crate::sys::{digest, file};
+use crate::sys::file;
 
 /// The directories `pulling` and `pulled` below the agent's.
 #[derive(Debug, Clone)]

@@ -4,8 +4,9 @@ use serde_json::{Value, json};
 
 use super::object::{at, entry, meta, text};
 
-fn default(object: &mut Value, key: &str, value: Value) {
-    if object.get(key).is_none_or(Value::is_null) {
+/// Fills in a field that is not there, or empty: both mean that nobody chose.
+pub(super) fn default(object: &mut Value, key: &str, value: Value) {
+    if object.get(key).is_none_or(|v| v.is_null() || *v == "") {
         object[key] = value;
     }
 }

@@ -3,6 +3,7 @@
 
 use serde_json::{Value, json};
 
+use super::defaults::default;
 use super::error::FieldError;
 use super::object::{at, entry, list, text};
 use super::resources::Resource;
@@ -37,34 +38,30 @@ const NOT_SOURCES: [&str; 9] = [
 
 /// Fills in the defaults of a kind.
 pub fn defaults(kind: &str, object: &mut Value) {
-    let fill = |map: &mut serde_json::Map<String, Value>, key: &str, value: Value| {
-        let slot = map.entry(key).or_insert(Value::Null);
-        if slot.is_null() || *slot == "" {
-            *slot = value;
-        }
-    };
     match kind {
         "PersistentVolumeClaim" => {
-            fill(entry(object, "spec"), "volumeMode", json!("Filesystem"));
-            fill(entry(object, "status"), "phase", json!("Pending"));
+            entry(object, "spec");
+            entry(object, "status");
+            default(&mut object["spec"], "volumeMode", json!("Filesystem"));
+            default(&mut object["status"], "phase", json!("Pending"));
         }
         "PersistentVolume" => {
-            let spec = entry(object, "spec");
-            fill(spec, "volumeMode", json!("Filesystem"));
-            fill(spec, "persistentVolumeReclaimPolicy", json!("Retain"));
+            entry(object, "spec");
+            entry(object, "status");
+            let spec = &mut object["spec"];
+            default(spec, "volumeMode", json!("Filesystem"));
+            default(spec, "persistentVolumeReclaimPolicy", json!("Retain"));
             if let Some(host) = spec.get_mut("hostPath").filter(|h| h.is_object() && h.get("type").is_none()) {
                 host["type"] = json!("");
             }
-            fill(entry(object, "status"), "phase", json!("Pending"));
+            default(&mut object["status"], "phase", json!("Pending"));
         }
         "StorageClass" => {
-            if let Some(map) = object.as_object_mut() {
-                fill(map, "reclaimPolicy", json!("Delete"));
-                fill(map, "volumeBindingMode", json!("Immediate"));
-            }
+            default(object, "reclaimPolicy", json!("Delete"));
+            default(object, "volumeBindingMode", json!("Immediate"));
         }
         "CSIDriver" => {
-            let spec = entry(object, "spec");
+            entry(object, "spec");
             for (key, value) in [
                 ("attachRequired", json!(true)),
                 ("podInfoOnMount", json!(false)),
@@ -74,7 +71,7 @@ pub fn defaults(kind: &str, object: &mut Value) {
                 ("fsGroupPolicy", json!("ReadWriteOnceWithFSType")),
                 ("volumeLifecycleModes", json!(["Persistent"])),
             ] {
-                fill(spec, key, value);
+                default(&mut object["spec"], key, value);
             }
         }
         _ => {}

@@ -14,10 +14,9 @@ use kube::{Api, Client, ResourceExt as _};
 use serde_json::{Value, json};
 
 use super::{Caches, any_change};
-use crate::core::{claims, pod};
+use crate::core::{claims, csi, pod};
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::code;
-use crate::sys::digest;
 
 /// An attachment that should be.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -63,8 +62,8 @@ impl World {
                 if driver.is_some_and(|d| d.spec.attach_required == Some(false)) {
                     continue;
                 }
-                let name = format!("csi-{}", digest::sha256(format!("{}{}{node}", source.volume_handle, source.driver).as_bytes()));
-                let unique = format!("kubernetes.io/csi/{}^{}", source.driver, source.volume_handle);
+                let name = csi::attachment_name(&source.driver, &source.volume_handle, &node);
+                let unique = csi::unique_name(&source.driver, &source.volume_handle);
                 wanted.insert(name, Wanted { driver: source.driver.clone(), node: node.clone(), volume: volume.name_any(), unique });
             }
         }
@@ -82,7 +81,7 @@ impl World {
         let unique = |attachment: &VolumeAttachment| {
             let volume = attachment.spec.source.persistent_volume_name.as_ref()?;
             let source = self.volumes.iter().find(|v| v.name_any() == *volume)?.spec.as_ref()?.csi.as_ref()?;
-            Some(format!("kubernetes.io/csi/{}^{}", source.driver, source.volume_handle))
+            Some(csi::unique_name(&source.driver, &source.volume_handle))
         };
         for attachment in self.attachments.iter().filter(|a| a.metadata.deletion_timestamp.is_none()) {
             let held = unique(attachment).is_some_and(|u| in_use.contains(&u));
