@@ -123,6 +123,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
             .replace("volumeMounts: [{name: v, mountPath: /v}]", "volumeDevices: [{name: v, devicePath: /dev/raw}]"),
     );
     cluster.wait("the pod with a device", || ready("raw"));
+    assert!(cluster.events("raw").contains("MapVolume.MapPodDevice succeeded for volume \"raw\""));
     assert_eq!(inside(&cluster, "raw", "echo block > /dev/raw && head -c 5 /dev/raw"), "block");
     cluster.kubectl(&["delete", "pod", "raw"]);
 
@@ -143,6 +144,12 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     cluster.wait("the wait to be told", || cluster.events("waiting").contains("volume is not attached yet: VolumeAttachment csi-"));
     let attachment = || cluster.kubectl(&["get", "volumeattachments", "-o", "jsonpath={.items[*].metadata.name}"]);
     assert_eq!(attached.driver.count("stage"), 0);
+    let failure = r#"{"status": {"attached": false, "attachError": {"message": "no room in the rack"}}}"#;
+    cluster.kubectl(&["patch", "volumeattachment", &attachment(), "--subresource=status", "--type=merge", "--patch", failure]);
+    cluster.wait("the failure to be told", || {
+        let events = cluster.events("waiting");
+        events.contains("FailedAttachVolume") && events.contains("AttachVolume.Attach failed for volume \"elsewhere\" : no room in the rack")
+    });
     // Before it is mounted, the node says that it is in use: nobody detaches it from then on.
     let in_use =
         || cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].status.volumesInUse}"]).contains("kubernetes.io/csi/attached.test^e");
@@ -154,7 +161,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         "--subresource=status",
         "--type=merge",
         "--patch",
-        r#"{"status": {"attached": true, "attachmentMetadata": {"lun": "7"}}}"#,
+        r#"{"status": {"attached": true, "attachError": null, "attachmentMetadata": {"lun": "7"}}}"#,
     ]);
     cluster.wait("the pod", || ready("waiting"));
     cluster.wait("the node to be told", || {

@@ -23,6 +23,7 @@ mod mirror;
 mod node;
 mod objects;
 mod probing;
+mod projected;
 mod relist;
 mod sources;
 mod standalone;

@@ -4,12 +4,13 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequest};
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
 use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::Value;
 
 use crate::kubeapi::objects::{Following, News};
-use crate::kubeapi::pods::{ApiFailure, Binding, PodApi, Token, TokenFor};
+use crate::kubeapi::pods::{ApiFailure, Binding, CertificateFor, PodApi, Token, TokenFor};
 
 /// No API.
 pub struct NoApi;
@@ -58,6 +59,18 @@ impl PodApi for NoApi {
 
     async fn attached(&self, _: &str) -> Result<Option<HashMap<String, String>>, ApiFailure> {
         Ok(None)
+    }
+
+    async fn trust_bundles(&self) -> Result<Vec<Arc<ClusterTrustBundle>>, ApiFailure> {
+        none()
+    }
+
+    async fn request_certificate(&self, _: CertificateFor<'_>) -> Result<String, ApiFailure> {
+        none()
+    }
+
+    async fn certificate(&self, _: &str, _: &str) -> Result<PodCertificateRequest, ApiFailure> {
+        none()
     }
 
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{Pod, Volume};
 use kube::ResourceExt as _;
 use tokio::sync::Notify;
@@ -15,30 +14,20 @@ use tokio::time::Instant;
 
 use super::journal::Log;
 use super::objects::{self, Fetched};
+use super::projected::Held;
 use super::{Context, Kind, csi};
 use crate::core::behind::{self, Behind, Problem, Source};
+use crate::core::disks::{Chap, Disk, Iscsi};
 use crate::core::env::Surroundings;
 use crate::core::journal::Step;
 use crate::core::references::{self, References};
 use crate::core::{claims, pod, volumes};
 use crate::kubeapi::objects::{Following, News};
-use crate::kubeapi::pods::{ApiFailure, Token, TokenFor};
-
-/// A token is fetched anew at this age at the latest.
-const OLD: SignedDuration = SignedDuration::from_hours(24);
-
-/// A token that was issued, and when.
-struct Issued {
-    token: Token,
-    at: Timestamp,
-}
-
-/// Volume and path of a token's file.
-type Place = (String, String);
+use crate::kubeapi::pods::ApiFailure;
 
 /// The volumes of one pod.
 pub struct Volumes {
-    tokens: BTreeMap<Place, Issued>,
+    held: Held,
     /// When they were set up or refreshed last.
     at: Option<Instant>,
     /// What the files that show the pod itself were made from.
@@ -70,7 +59,7 @@ impl Volumes {
     /// Nothing is set up; `hint` wakes the pod's worker.
     #[must_use]
     pub fn new(hint: Arc<Notify>) -> Volumes {
-        Volumes { tokens: BTreeMap::new(), at: None, shape: 0, stale: Arc::default(), following: None, behind: BTreeMap::new(), hint }
+        Volumes { held: Held::default(), at: None, shape: 0, stale: Arc::default(), following: None, behind: BTreeMap::new(), hint }
     }
 
     /// Whether they have to be set up or refreshed: something has changed, or `every` has passed.
@@ -104,33 +93,36 @@ impl Volumes {
         let mut fetched = log.step(Step::Objects, "", objects::fetch(&*context.api, pod)).await?;
         let allocatable = context.allocatable();
         let around = Surroundings { pod, pod_ips, node_ips: &context.node_ips, allocatable: &allocatable };
-        let (tokens, behind) = (&self.tokens, &self.behind);
+        let (held, behind) = (&self.held, &self.behind);
         let memory = allocatable.get("memory").and_then(|q| u64::try_from(q.units()).ok()).unwrap_or(0);
         let volumes = pod::spec(pod).volumes.iter().flatten();
         let work = volumes.map(|volume| async {
-            let mut fresh = BTreeMap::new();
             let set_up = async {
                 let behind = match behind.get(&volume.name) {
                     Some(known) => again(context, pod, volume, known, memory).await,
                     None => resolve(context, pod, volume, memory).await?,
                 };
-                one(context, volume, &behind, &around, &fetched, tokens, &mut fresh).await?;
-                Ok::<_, Problem>(behind)
+                let outcome = one(context, volume, &behind, &around, &fetched, held).await;
+                outcome.map_err(|why| if behind.block { Problem::Map(why) } else { Problem::SetUp(why) })?;
+                Ok(behind)
             };
-            let set_up = async { set_up.await.map_err(|problem| problem.told(&volume.name)) };
-            let made = log.step(Step::Volume, &volume.name, set_up).await;
-            made.map(|behind| (fresh, behind)).inspect_err(|message| {
-                context.events.pod(pod, None, Kind::Warning, "FailedMount", message.clone());
-            })
+            let say = |kind: Kind, reason: &str, message: &str| context.events.pod(pod, None, kind, reason, message);
+            let made = log.step(Step::Volume, &volume.name, set_up).await.map_err(|problem: Problem| {
+                let message = problem.told(&volume.name);
+                say(Kind::Warning, problem.reason(), &message);
+                message
+            })?;
+            if made.block && !behind.contains_key(&volume.name) {
+                let message = format!("MapVolume.MapPodDevice succeeded for volume {:?}", made.name);
+                say(Kind::Normal, "SuccessfulMountVolume", &message);
+            }
+            Ok(made)
         });
         let mut failed = None;
         for result in futures::future::join_all(work).await {
             match result {
-                Ok((fresh, behind)) => {
-                    self.tokens.extend(fresh);
-                    self.behind.insert(behind.volume.clone(), behind);
-                }
-                Err(error) => failed = failed.or(Some(error)),
+                Ok(behind) => _ = self.behind.insert(behind.volume.clone(), behind),
+                Err::<_, String>(error) => failed = failed.or(Some(error)),
             }
         }
         match failed {
@@ -176,43 +168,26 @@ async fn resolve(context: &Context, pod: &Pod, volume: &Volume, memory: u64) -> 
     behind::behind(pod, volume, Some(&claimed), memory)
 }
 
-/// One volume. Tokens that were fetched for it are added to `fresh`.
-async fn one(
-    context: &Context,
-    volume: &Volume,
-    behind: &Behind,
-    around: &Surroundings<'_>,
-    fetched: &Fetched,
-    tokens: &BTreeMap<Place, Issued>,
-    fresh: &mut BTreeMap<Place, Issued>,
-) -> Result<(), String> {
+/// A disk that asks for passwords, with them; they are held only while it is set up.
+async fn passwords(context: &Context, behind: &Behind) -> Result<Option<Behind>, String> {
+    let Source::Disk { disk, filesystem } = &behind.source else { return Ok(None) };
+    let Disk::Iscsi(iscsi) = &**disk else { return Ok(None) };
+    let Some((namespace, name)) = iscsi.secret.as_ref().filter(|_| iscsi.chap.0 || iscsi.chap.1) else { return Ok(None) };
+    let secret = context.api.secret(namespace, name).await.map_err(|e| format!("the secret {namespace}/{name} cannot be read: {e}"))?;
+    let known = secret.data.iter().flatten().map(|(key, value)| (key.clone(), String::from_utf8_lossy(&value.0).into_owned()));
+    let disk = Box::new(Disk::Iscsi(Iscsi { passwords: Chap(known.collect()), ..iscsi.clone() }));
+    Ok(Some(Behind { source: Source::Disk { disk, filesystem: filesystem.clone() }, ..behind.clone() }))
+}
+
+/// One volume.
+async fn one(context: &Context, volume: &Volume, behind: &Behind, around: &Surroundings<'_>, fetched: &Fetched, held: &Held) -> Result<(), String> {
     if let Source::Csi(served) = &behind.source {
         return Box::pin(csi::publish(context, around.pod, served)).await;
     }
-    let mut issued = BTreeMap::new();
-    for wish in volumes::tokens(volume) {
-        let place = (wish.volume.clone(), wish.path.clone());
-        let now = context.clock.now();
-        // At four fifths of its life, while it can still be used if there is no other.
-        let good = |i: &&Issued| i.token.expires.duration_since(now) > SignedDuration::from_secs(wish.seconds / 5) && now.duration_since(i.at) < OLD;
-        let text = match tokens.get(&place).filter(good) {
-            Some(kept) => kept.token.text.clone(),
-            None => {
-                let asked = context.api.token(TokenFor { pod: around.pod, audience: &wish.audience, seconds: wish.seconds }).await;
-                let alive = tokens.get(&place).filter(|i| i.token.expires > now);
-                match (asked, alive) {
-                    (Ok(token), _) => {
-                        let text = token.text.clone();
-                        fresh.insert(place, Issued { token, at: now });
-                        text
-                    }
-                    (Err(_), Some(kept)) => kept.token.text.clone(),
-                    (Err(error), None) => return Err(format!("failed to fetch token: {error}")),
-                }
-            }
-        };
-        issued.insert(wish.path.clone(), text);
+    let given = held.fetch(context, around.pod, volume).await?;
+    let files = volumes::files(volume, around, fetched, &given).transpose()?;
+    if let Some(with_passwords) = passwords(context, behind).await? {
+        return context.host.set_up_volume(around.pod, &with_passwords, files).await;
     }
-    let files = volumes::files(volume, around, fetched, &issued).transpose()?;
     context.host.set_up_volume(around.pod, behind, files).await
 }

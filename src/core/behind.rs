@@ -6,6 +6,7 @@ use kube::ResourceExt as _;
 
 use super::claims;
 use super::csi;
+use super::disks::{self, Disk};
 use super::pod;
 use super::quantity::Quantity;
 use super::resources::{Side, of_container};
@@ -51,6 +52,13 @@ pub enum Source {
     },
     /// A driver publishes it.
     Csi(Box<csi::Volume>),
+    /// A disk behind a network, with the filesystem that it gets if it has none.
+    Disk {
+        /// The disk.
+        disk: Box<Disk>,
+        /// The filesystem.
+        filesystem: String,
+    },
     /// Another machine's directory.
     Nfs {
         /// `server:/path`.
@@ -81,7 +89,7 @@ impl Behind {
     /// The directory of its plugin below the pod's `volumes`.
     #[must_use]
     pub fn plugin(&self) -> &'static str {
-        match self.source {
+        match &self.source {
             Source::EmptyDir(_) => "kubernetes.io~empty-dir",
             Source::Files { plugin, .. } => plugin,
             Source::HostPath { .. } => "kubernetes.io~host-path",
@@ -89,6 +97,7 @@ impl Behind {
             Source::Local { .. } => "kubernetes.io~local-volume",
             Source::Nfs { .. } => "kubernetes.io~nfs",
             Source::Csi(_) => "kubernetes.io~csi",
+            Source::Disk { disk, .. } => disk.plugin(),
         }
     }
 }
@@ -111,12 +120,17 @@ impl Claimed {
 }
 
 /// Why a volume cannot be had.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
     /// Its claim is in the way.
+    #[error("{0}")]
     Claim(String),
     /// It cannot be set up.
+    #[error("{0}")]
     SetUp(String),
+    /// It cannot be had as a device.
+    #[error("{0}")]
+    Map(String),
 }
 
 impl From<String> for Problem {
@@ -126,6 +140,12 @@ impl From<String> for Problem {
 }
 
 impl Problem {
+    /// The reason of the pod's event.
+    #[must_use]
+    pub fn reason(&self) -> &'static str {
+        if matches!(self, Problem::Map(_)) { "FailedMapVolume" } else { "FailedMount" }
+    }
+
     /// The message of the pod's event (kubelet spec, 9.1 and 9.4).
     #[must_use]
     pub fn told(&self, volume: &str) -> String {
@@ -134,6 +154,7 @@ impl Problem {
                 format!("Unable to attach or mount volumes: unmounted volumes=[{volume}], failed to process volumes=[{volume}]: {why}")
             }
             Problem::SetUp(why) => format!("MountVolume.SetUp failed for volume {volume:?} : {why}"),
+            Problem::Map(why) => format!("MapVolume.SetUpDevice failed for volume {volume:?} : {why}"),
         }
     }
 }
@@ -236,6 +257,15 @@ pub fn behind(pod: &Pod, volume: &Volume, claimed: Option<&Claimed>, memory: u64
     if let Some(nfs) = &volume.nfs {
         return Ok(Behind { read_only: nfs.read_only == Some(true), ..plain(Source::Nfs { device: nfs_device(&nfs.server, &nfs.path) }) });
     }
+    let namespace = pod.namespace().unwrap_or_default();
+    if let Some(source) = &volume.iscsi {
+        let source_of = Source::Disk { disk: Box::new(disks::of_iscsi(source, &namespace)), filesystem: filesystem(source.fs_type.as_ref()) };
+        return Ok(Behind { read_only: source.read_only == Some(true), owned: true, ..plain(source_of) });
+    }
+    if let Some(source) = &volume.fc {
+        let source_of = Source::Disk { disk: Box::new(disks::of_fc(source)), filesystem: filesystem(source.fs_type.as_ref()) };
+        return Ok(Behind { read_only: source.read_only == Some(true), owned: true, ..plain(source_of) });
+    }
     if let Some(inline) = csi::of_inline(pod, volume) {
         return Ok(Behind { read_only: inline.read_only, ..plain(Source::Csi(Box::new(inline))) });
     }
@@ -244,8 +274,13 @@ pub fn behind(pod: &Pod, volume: &Volume, claimed: Option<&Claimed>, memory: u64
 
 fn unserved(name: &str) -> String {
     format!(
-        "volume {name:?} is of a type that this version does not serve: it serves emptyDir, hostPath, configMap, secret, downwardAPI, projected, image, nfs, csi, and claims of hostPath, local, nfs and csi volumes"
+        "volume {name:?} is of a type that this version does not serve: it serves emptyDir, hostPath, configMap, secret, downwardAPI, projected, image, nfs, iscsi, fc, csi, and claims of hostPath, local, nfs, iscsi, fc and csi volumes"
     )
+}
+
+/// The filesystem of a disk.
+fn filesystem(named: Option<&String>) -> String {
+    named.cloned().filter(|f| !f.is_empty()).unwrap_or_else(|| "ext4".into())
 }
 
 fn nfs_device(server: &str, path: &str) -> String {
@@ -283,11 +318,23 @@ fn persistent(pod: &Pod, volume: &Volume, claimed: &Claimed) -> Result<Behind, P
         return Ok(made(Source::HostPath { path: host.path.clone(), kind: host.type_.clone().unwrap_or_default() }, read_only, false));
     }
     if let Some(local) = &spec.local {
-        let filesystem = local.fs_type.clone().filter(|f| !f.is_empty()).unwrap_or_else(|| "ext4".into());
+        let filesystem = filesystem(local.fs_type.as_ref());
         return Ok(made(Source::Local { path: local.path.clone(), filesystem }, read_only, !block));
     }
     if let Some(nfs) = &spec.nfs {
         return Ok(made(Source::Nfs { device: nfs_device(&nfs.server, &nfs.path) }, read_only || nfs.read_only == Some(true), false));
+    }
+    if let Some(source) = &spec.iscsi {
+        if block {
+            return Err(Problem::SetUp("iSCSI volumes of volumeMode Block are not served by this version: use a CSI driver for them".into()));
+        }
+        let disk = Box::new(disks::of_persistent_iscsi(source, &pod.namespace().unwrap_or_default()));
+        let source_of = Source::Disk { disk, filesystem: filesystem(source.fs_type.as_ref()) };
+        return Ok(made(source_of, read_only || source.read_only == Some(true), true));
+    }
+    if let Some(source) = &spec.fc {
+        let source_of = Source::Disk { disk: Box::new(disks::of_fc(source)), filesystem: filesystem(source.fs_type.as_ref()) };
+        return Ok(made(source_of, read_only || source.read_only == Some(true), !block));
     }
     if let Some(source) = &spec.csi {
         let served = csi::of_persistent(&claimed.volume, &claimed.claim, source, read_only);
@@ -383,10 +430,7 @@ mod tests {
             of(json!({"hostPath": {"path": "/x"}, "claimRef": {"uid": "9"}}), json!({}), json!({}))
                 .is_err_and(|e| e.told("v").contains("another claim"))
         );
-        assert!(
-            of(json!({"iscsi": {"targetPortal": "t", "iqn": "q", "lun": 0}}), json!({}), json!({}))
-                .is_err_and(|e| e.told("v").contains("does not serve"))
-        );
+        assert!(of(json!({"cephfs": {"monitors": []}}), json!({}), json!({})).is_err_and(|e| e.told("v").contains("does not serve")));
     }
 
     #[test]

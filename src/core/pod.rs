@@ -81,6 +81,15 @@ pub fn ownership(pod: &Pod) -> Ownership {
     }
 }
 
+/// The user that all of a pod's containers run as, if it is one and the pod says which.
+#[must_use]
+pub fn common_user(pod: &Pod) -> Option<u32> {
+    let of_pod = spec(pod).security_context.as_ref().and_then(|s| s.run_as_user);
+    let mut users = containers(pod).into_iter().map(|(_, c)| c.security_context.as_ref().and_then(|s| s.run_as_user).or(of_pod));
+    let first = users.next()??;
+    users.all(|user| user == Some(first)).then(|| u32::try_from(first).ok()).flatten()
+}
+
 /// Whether it uses the node's network.
 #[must_use]
 pub fn host_network(pod: &Pod) -> bool {

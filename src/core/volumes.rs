@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::{ConfigMap, DownwardAPIVolumeFile, KeyToPath, Pod, Secret, Volume};
+use k8s_openapi::api::core::v1::{ConfigMap, DownwardAPIVolumeFile, KeyToPath, Pod, Secret, Volume, VolumeProjection};
 
 use super::env::{self, Objects, Surroundings};
 
@@ -14,6 +14,16 @@ pub struct File {
     pub content: Vec<u8>,
     /// Its mode.
     pub mode: u32,
+    /// Who owns it, if not root.
+    pub owner: Option<u32>,
+}
+
+impl File {
+    /// One that belongs to root.
+    #[must_use]
+    pub fn new(content: Vec<u8>, mode: u32) -> File {
+        File { content, mode, owner: None }
+    }
 }
 
 impl std::fmt::Debug for File {
@@ -25,6 +35,26 @@ impl std::fmt::Debug for File {
 
 /// Files by relative path.
 pub type Files = BTreeMap<String, File>;
+
+/// A private key and the certificates for it, both PEM. Never printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Credential {
+    /// PKCS#8.
+    pub key: String,
+    /// The leaf first.
+    pub chain: String,
+}
+
+/// What was fetched for the sources of one projected volume.
+#[derive(Default)]
+pub struct Given {
+    /// Service account tokens by the path of their file.
+    pub tokens: BTreeMap<String, String>,
+    /// Trusted roots by the path of their file; none where there are none, and there need not be any.
+    pub bundles: BTreeMap<String, Option<String>>,
+    /// Keys and certificates, by the place of their source in the volume.
+    pub credentials: BTreeMap<usize, Credential>,
+}
 
 /// A token that a projected volume needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -85,14 +115,14 @@ fn project(data: BTreeMap<String, Vec<u8>>, items: &[KeyToPath], default: i32, o
     let mut files = Files::new();
     if items.is_empty() {
         for (key, content) in data {
-            files.insert(safe(&key)?, File { content, mode: mode(None, default) });
+            files.insert(safe(&key)?, File::new(content, mode(None, default)));
         }
         return Ok(files);
     }
     for item in items {
         match data.get(&item.key) {
             Some(content) => {
-                files.insert(safe(&item.path)?, File { content: content.clone(), mode: mode(item.mode, default) });
+                files.insert(safe(&item.path)?, File::new(content.clone(), mode(item.mode, default)));
             }
             None if optional => {}
             None => return Err(format!("references non-existent {whose} key: {}", item.key)),
@@ -139,13 +169,13 @@ fn downward(items: &[DownwardAPIVolumeFile], default: i32, around: &Surroundings
         } else {
             return Err(format!("downward API file {:?} has no source", item.path));
         };
-        files.insert(safe(&item.path)?, File { content: text.into_bytes(), mode: mode(item.mode, default) });
+        files.insert(safe(&item.path)?, File::new(text.into_bytes(), mode(item.mode, default)));
     }
     Ok(files)
 }
 
-/// The files of a volume; `None` if it is not of a projecting kind. `tokens` holds what was issued, by path.
-pub fn files(volume: &Volume, around: &Surroundings<'_>, objects: &dyn Objects, tokens: &BTreeMap<String, String>) -> Option<Result<Files, String>> {
+/// The files of a volume; `None` if it is not of a projecting kind.
+pub fn files(volume: &Volume, around: &Surroundings<'_>, objects: &dyn Objects, given: &Given) -> Option<Result<Files, String>> {
     if let Some(source) = &volume.config_map {
         return Some(config_map(&source.name, source.items.as_ref(), source.default_mode.unwrap_or(0o644), source.optional == Some(true), objects));
     }
@@ -159,23 +189,8 @@ pub fn files(volume: &Volume, around: &Surroundings<'_>, objects: &dyn Objects, 
     let projected = volume.projected.as_ref()?;
     let default = projected.default_mode.unwrap_or(0o644);
     let mut all = Files::new();
-    for source in projected.sources.iter().flatten() {
-        let files = if let Some(map) = &source.config_map {
-            config_map(&map.name, map.items.as_ref(), default, map.optional == Some(true), objects)
-        } else if let Some(s) = &source.secret {
-            secret(&s.name, s.items.as_ref(), default, s.optional == Some(true), objects)
-        } else if let Some(api) = &source.downward_api {
-            downward(api.items.as_deref().unwrap_or_default(), default, around)
-        } else if let Some(token) = &source.service_account_token {
-            match tokens.get(&token.path) {
-                Some(text) => safe(&token.path)
-                    .map(|path| Files::from([(path, File { content: text.clone().into_bytes(), mode: token_mode(around.pod, default) })])),
-                None => Err("the service account token has not been issued".into()),
-            }
-        } else {
-            Err("the projected volume has a source that is not supported: use configMap, secret, downwardAPI or serviceAccountToken".into())
-        };
-        match files {
+    for (place, source) in projected.sources.iter().flatten().enumerate() {
+        match projection(place, source, default, around, objects, given) {
             Ok(files) => all.extend(files),
             Err(error) => return Some(Err(error)),
         }
@@ -183,10 +198,61 @@ pub fn files(volume: &Volume, around: &Surroundings<'_>, objects: &dyn Objects, 
     Some(Ok(all))
 }
 
-/// With an `fsGroup` the group may read a token that is otherwise its owner's.
-fn token_mode(pod: &Pod, default: i32) -> u32 {
-    let group = pod.spec.as_ref().and_then(|s| s.security_context.as_ref()).and_then(|s| s.fs_group);
-    if group.is_some() { mode(None, default) | 0o040 } else { mode(None, default) }
+/// The files of one source of a projected volume.
+fn projection(
+    place: usize,
+    source: &VolumeProjection,
+    default: i32,
+    around: &Surroundings<'_>,
+    objects: &dyn Objects,
+    given: &Given,
+) -> Result<Files, String> {
+    if let Some(map) = &source.config_map {
+        return config_map(&map.name, map.items.as_ref(), default, map.optional == Some(true), objects);
+    }
+    if let Some(s) = &source.secret {
+        return secret(&s.name, s.items.as_ref(), default, s.optional == Some(true), objects);
+    }
+    if let Some(api) = &source.downward_api {
+        return downward(api.items.as_deref().unwrap_or_default(), default, around);
+    }
+    if let Some(token) = &source.service_account_token {
+        let text = given.tokens.get(&token.path).ok_or("the service account token has not been issued")?;
+        return Ok(Files::from([(safe(&token.path)?, private(around.pod, text.clone(), default))]));
+    }
+    if let Some(bundle) = &source.cluster_trust_bundle {
+        let text = given.bundles.get(&bundle.path).ok_or("the trust bundle has not been fetched")?;
+        let content = text.clone().unwrap_or_default().into_bytes();
+        return Ok(Files::from([(safe(&bundle.path)?, File::new(content, mode(None, default)))]));
+    }
+    if let Some(wish) = &source.pod_certificate {
+        let credential = given.credentials.get(&place).ok_or("the certificate has not been issued")?;
+        let mut files = Files::new();
+        for (path, content) in [
+            (&wish.credential_bundle_path, format!("{}{}", credential.key, credential.chain)),
+            (&wish.key_path, credential.key.clone()),
+            (&wish.certificate_chain_path, credential.chain.clone()),
+        ] {
+            if let Some(path) = path.as_deref().filter(|p| !p.is_empty()) {
+                files.insert(safe(path)?, private(around.pod, content, default));
+            }
+        }
+        return Ok(files);
+    }
+    let known = "configMap, secret, downwardAPI, serviceAccountToken, clusterTrustBundle or podCertificate";
+    Err(format!("the projected volume has a source that is not known: use {known}"))
+}
+
+/// A file that proves who the pod is. Only one user may read it where the pod says which: the one that all containers
+/// run as, or those of its `fsGroup` (kubelet spec, 9.3).
+fn private(pod: &Pod, text: String, default: i32) -> File {
+    let owner = super::pod::common_user(pod);
+    let mode = match (super::pod::ownership(pod).group, owner) {
+        (Some(_), _) => 0o640,
+        (None, Some(_)) => 0o600,
+        (None, None) => mode(None, default),
+    };
+    File { content: text.into_bytes(), mode, owner }
 }
 
 #[cfg(test)]
@@ -217,8 +283,12 @@ mod tests {
             serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n", "labels": {"k": "v\"x"}}, "spec": {"containers": []}}))
                 .expect("a pod");
         let around = Surroundings { pod: &pod, pod_ips: &[], node_ips: &[], allocatable: &Default::default() };
-        let tokens = BTreeMap::from([("token".to_owned(), "TOKEN".to_owned())]);
-        let files = files(&volume, &around, &Fixed, &tokens).expect("projecting")?;
+        let given = Given {
+            tokens: BTreeMap::from([("token".to_owned(), "TOKEN".to_owned())]),
+            bundles: BTreeMap::from([("roots".to_owned(), Some("ROOTS".to_owned())), ("none".to_owned(), None)]),
+            credentials: BTreeMap::from([(2, Credential { key: "KEY".into(), chain: "CHAIN".into() })]),
+        };
+        let files = files(&volume, &around, &Fixed, &given).expect("projecting")?;
         Ok(files.into_iter().map(|(path, f)| (path, String::from_utf8(f.content).expect("text"), f.mode)).collect())
     }
 
@@ -244,6 +314,33 @@ mod tests {
             {"serviceAccountToken": {"path": "token"}}, {"configMap": {"name": "cm", "items": [{"key": "a", "path": "ca.crt"}]}},
             {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}}]}});
         assert_eq!(made(projected), Ok(vec![file("ca.crt", "1", 0o644), file("namespace", "n", 0o644), file("token", "TOKEN", 0o644)]));
+    }
+
+    #[test]
+    fn roots_and_certificates_are_projected() {
+        let file = |path: &str, text: &str| (path.to_owned(), text.to_owned(), 0o644);
+        let bundles = json!({"projected": {"sources": [
+            {"clusterTrustBundle": {"name": "b", "path": "roots"}}, {"clusterTrustBundle": {"name": "c", "path": "none", "optional": true}},
+            {"podCertificate": {"signerName": "a.b/c", "keyType": "ED25519", "credentialBundlePath": "both", "keyPath": "key"}}]}});
+        assert_eq!(made(bundles), Ok(vec![file("both", "KEYCHAIN"), file("key", "KEY"), file("none", ""), file("roots", "ROOTS")]));
+        let missing = json!({"projected": {"sources": [{"podCertificate": {"signerName": "a.b/c", "keyType": "ED25519", "keyPath": "key"}}]}});
+        assert!(made(missing).is_err_and(|e| e.contains("not been issued")));
+    }
+
+    #[test]
+    fn who_may_read_a_token_follows_the_pods_user_and_group() {
+        let of = |spec: Value| {
+            let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p"}, "spec": spec})).expect("a pod");
+            let file = private(&pod, "t".into(), 0o644);
+            (file.mode, file.owner)
+        };
+        let container = |user: Value| json!({"name": "c", "securityContext": {"runAsUser": user}});
+        assert_eq!(of(json!({"containers": [container(Value::Null)]})), (0o644, None));
+        assert_eq!(of(json!({"containers": [container(json!(7)), container(json!(7))]})), (0o600, Some(7)));
+        assert_eq!(of(json!({"containers": [container(json!(7)), container(json!(8))]})), (0o644, None));
+        let pods = json!({"securityContext": {"runAsUser": 9}, "containers": [container(Value::Null)]});
+        assert_eq!(of(pods), (0o600, Some(9)));
+        assert_eq!(of(json!({"securityContext": {"fsGroup": 3, "runAsUser": 9}, "containers": [container(Value::Null)]})), (0o640, Some(9)));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! [`PodHost`] is the narrow trait the agent calls; [`linux::LinuxHost`] does it for real.
 
 pub mod csi;
+mod disks;
 pub mod linux;
 mod rotate;
 mod tool;

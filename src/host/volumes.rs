@@ -11,11 +11,12 @@ use std::time::Duration;
 
 use super::linux::{LinuxHost, doing, make, remove, segment};
 use super::tool::tool;
-use super::{SubPath, blocking};
+use super::{SubPath, blocking, disks};
 use crate::core::behind::{Behind, Medium, Source};
+use crate::core::disks::{Disk, Iscsi};
 use crate::core::pod::Ownership;
 use crate::core::volumes::Files;
-use crate::sys::{atomic_dir, beneath, mount, ownership};
+use crate::sys::{atomic_dir, beneath, file, mount, ownership};
 
 /// How long the kernel is waited for.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -52,11 +53,22 @@ impl LinuxHost {
         Ok(self.root.join("plugins/kubernetes.io/local-volume/mounts").join(segment(name)?))
     }
 
+    /// Where a disk behind a network is mounted for all pods.
+    fn staged_disk(&self, disk: &Disk) -> Result<PathBuf, String> {
+        disk.place().iter().try_fold(self.root.join("plugins"), |path, name| Ok(path.join(segment(name)?)))
+    }
+
+    /// Where devices are mounted for all pods.
+    fn staging(&self) -> [PathBuf; 3] {
+        ["local-volume/mounts", "iscsi", "fc"].map(|name| self.root.join("plugins/kubernetes.io").join(name))
+    }
+
     /// The directory of a volume in a pod's.
     fn volume_dir(&self, uid: &str, behind: &Behind) -> Result<PathBuf, String> {
         Ok(match &behind.source {
             Source::HostPath { path, .. } => PathBuf::from(path),
             Source::Local { path, .. } if behind.block => PathBuf::from(path),
+            Source::Disk { disk, .. } if behind.block => disks::find(disk).ok_or("the disk is not there any more")?,
             Source::Files { secret: true, .. } => self.memory().join(segment(uid)?).join(segment(&behind.name)?),
             Source::Csi(_) => self.pod_dir(uid)?.join("volumes").join(behind.plugin()).join(segment(&behind.name)?).join("mount"),
             _ => self.pod_dir(uid)?.join("volumes").join(behind.plugin()).join(segment(&behind.name)?),
@@ -64,8 +76,12 @@ impl LinuxHost {
     }
 
     pub(super) async fn set_up(&self, uid: &str, behind: &Behind, owner: Ownership, files: Option<Files>) -> Result<(), String> {
-        let dir = self.volume_dir(uid, behind)?;
         let key = format!("{uid}/{}", behind.volume);
+        if let (Source::Disk { disk, .. }, true) = (&behind.source, behind.block) {
+            let disk = disk.clone();
+            return self.patient.call(&key, PATIENCE, move || disks::attach(&disk).map(|_| ())).await;
+        }
+        let dir = self.volume_dir(uid, behind)?;
         match behind.source.clone() {
             // The runtime mounts it from its own store, the driver from its.
             Source::Image | Source::Csi(_) => Ok(()),
@@ -79,6 +95,10 @@ impl LinuxHost {
             Source::Nfs { device } => {
                 let behind = behind.clone();
                 self.patient.call(&key, PATIENCE, move || nfs(&device, &dir, &behind)).await
+            }
+            Source::Disk { disk, filesystem } => {
+                let (staged, behind) = (self.staged_disk(&disk)?, behind.clone());
+                self.patient.call(&key, PATIENCE, move || remote(&disk, &filesystem, &staged, &dir, &behind, owner)).await
             }
             Source::Local { path, filesystem } => {
                 let (staged, behind) = (self.staged(&behind.name)?, behind.clone());
@@ -128,13 +148,13 @@ impl LinuxHost {
     /// left behind that was killed.
     pub(super) async fn tear_down(&self, uid: &str) -> Result<(), String> {
         let (dir, memory) = (self.pod_dir(uid)?, self.memory().join(segment(uid)?));
-        let (pods, staging) = (self.root.join("pods"), self.staged("x")?.with_file_name(""));
+        let (pods, staging) = (self.root.join("pods"), self.staging());
         let work = move || {
             let table = mount::table().map_err(|e| e.to_string())?;
             let had: BTreeSet<String> = table.iter().filter(|m| m.point.starts_with(&dir)).map(|m| m.device.clone()).collect();
             mount::unmount_all(&dir).map_err(|e| e.to_string())?;
             remove(&memory)?;
-            let staged = table.into_iter().filter(|m| m.point.starts_with(&staging));
+            let staged = table.into_iter().filter(|m| staging.iter().any(|dir| m.point.starts_with(dir)));
             Ok(staged.map(|m| (had.contains(&m.device), m)).collect::<Vec<_>>())
         };
         let failed = |e: String| format!("volumes cannot be unmounted: {e}");
@@ -161,7 +181,58 @@ fn unstage(pods: &Path, staged: &mount::Mount) -> Result<(), String> {
         return Ok(());
     }
     mount::unmount_all(&staged.point).map_err(|e| e.to_string())?;
+    end_session(&staged.point, &table)?;
     fs::remove_dir(&staged.point).map_err(doing(format!("{} cannot be removed", staged.point.display())))
+}
+
+/// Where it is noted how a disk came here; hidden while the disk is mounted over it.
+const SESSION: &str = "iscsi.json";
+
+/// Ends the session of an unmounted disk, unless another disk of the same target is mounted.
+fn end_session(point: &Path, table: &[mount::Mount]) -> Result<(), String> {
+    let note = point.join(SESSION);
+    let session: Iscsi = match fs::read(&note) {
+        Ok(text) => serde_json::from_slice(&text).map_err(doing(format!("{} cannot be read", note.display())))?,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(format!("{} cannot be read: {error}", note.display())),
+    };
+    let of_target = |m: &&mount::Mount| {
+        let same = m.point.parent() == point.parent() && m.point != point;
+        same && m.point.file_name().is_some_and(|n| n.to_string_lossy().contains(&format!("-{}-lun-", session.iqn)))
+    };
+    if table.iter().find(of_target).is_none() {
+        disks::log_out(&session)?;
+    }
+    fs::remove_file(&note).map_err(doing(format!("{} cannot be removed", note.display())))
+}
+
+/// A disk behind a network: it is mounted once, formatted if it is empty, and bound into the pod.
+fn remote(disk: &Disk, filesystem: &str, staged: &Path, dir: &Path, behind: &Behind, owner: Ownership) -> Result<(), String> {
+    if mount::is_mounted(dir).map_err(|e| e.to_string())? {
+        return Ok(());
+    }
+    let Some(_turn) = Turn::at(staged) else { return Err("another pod is mounting or unmounting it just now".into()) };
+    if !mount::is_mounted(staged).map_err(|e| e.to_string())? {
+        if let Disk::Iscsi(session) = disk {
+            make(staged, 0o750)?;
+            let text = serde_json::to_vec(session).map_err(|e| e.to_string())?;
+            file::replace(&staged.join(SESSION), &text).map_err(doing("the session cannot be noted"))?;
+        }
+        let device = disks::attach(disk)?;
+        stage(&device, filesystem, staged, behind)?;
+    }
+    bind_staged(staged, dir, behind, owner)
+}
+
+/// Binds what is mounted for all pods into one, and gives it to the pod's group.
+fn bind_staged(source: &Path, dir: &Path, behind: &Behind, owner: Ownership) -> Result<(), String> {
+    if let Some(group) = owner.group.filter(|_| behind.owned) {
+        let given = ownership::set_group(source, group, owner.on_mismatch, behind.read_only);
+        given.map_err(doing(format!("the group of volume {} cannot be set", behind.volume)))?;
+    }
+    make(dir, 0o750)?;
+    let base = beneath::Dir::open(source).map_err(doing("the volume cannot be opened"))?;
+    mount::bind(&base.itself().map_err(|e| e.to_string())?, dir).map_err(doing(format!("{} cannot be bound to {}", source.display(), dir.display())))
 }
 
 /// Checks a hostPath volume's type (kubelet spec, 9.3).
@@ -261,13 +332,7 @@ fn local(path: &Path, filesystem: &str, staged: &Path, dir: &Path, behind: &Behi
     } else if !found.is_dir() {
         return Err(format!("local volume {} is neither a directory nor a block device", path.display()));
     }
-    if let Some(group) = owner.group.filter(|_| behind.owned) {
-        let given = ownership::set_group(source, group, owner.on_mismatch, behind.read_only);
-        given.map_err(doing(format!("the group of volume {} cannot be set", behind.volume)))?;
-    }
-    make(dir, 0o750)?;
-    let base = beneath::Dir::open(source).map_err(doing("the volume cannot be opened"))?;
-    mount::bind(&base.itself().map_err(|e| e.to_string())?, dir).map_err(doing(format!("{} cannot be bound to {}", source.display(), dir.display())))
+    bind_staged(source, dir, behind, owner)
 }
 
 /// Mounts a device where all pods of this node find it. One that holds anything is never formatted.

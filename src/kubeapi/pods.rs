@@ -1,25 +1,31 @@
 //! What the agent asks of the API for its pods: a narrow trait, and the real thing over kube.
 
 use std::collections::{BTreeSet, HashMap};
+use std::fmt::Debug;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
+use k8s_openapi::ByteString;
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
+use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequest, PodCertificateRequestSpec};
 use k8s_openapi::api::core::v1::{
-    ConfigMap, Event, PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimCondition, Pod, Secret, Service, ServiceAccount,
+    ConfigMap, Event, Node, PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimCondition, Pod, Secret, Service, ServiceAccount,
 };
 use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::api::storage::v1::{CSIDriver, VolumeAttachment};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
-use kube::{Api, Client};
+use kube::{Api, Client, ResourceExt as _};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::Cache;
 use super::client::{chain, code};
 use super::objects::{Following, News, Watched};
+use crate::core::certificates::CertificateWish;
 
 /// Why a request had no success.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -69,6 +75,19 @@ pub struct TokenFor<'a> {
     pub seconds: i64,
 }
 
+/// The certificate that a pod asks for.
+#[derive(Debug, Clone, Copy)]
+pub struct CertificateFor<'a> {
+    /// The pod.
+    pub pod: &'a Pod,
+    /// The node it is on.
+    pub node: &'a Node,
+    /// Signer, longest lifetime and words for the signer.
+    pub wish: &'a CertificateWish,
+    /// A PKCS#10 request made with the key, DER.
+    pub request: &'a [u8],
+}
+
 /// A claim, and the volume it is bound to if it is.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Binding {
@@ -101,6 +120,12 @@ pub trait PodApi: Send + Sync + 'static {
     async fn csi_driver(&self, name: &str) -> Result<Option<CSIDriver>, ApiFailure>;
     /// Whether an attachment is carried out, and what its attacher tells the node.
     async fn attached(&self, attachment: &str) -> Result<Option<HashMap<String, String>>, ApiFailure>;
+    /// The roots that the cluster trusts for its signers.
+    async fn trust_bundles(&self) -> Result<Vec<Arc<ClusterTrustBundle>>, ApiFailure>;
+    /// Asks for a certificate; the answer is the request's name.
+    async fn request_certificate(&self, wish: CertificateFor<'_>) -> Result<String, ApiFailure>;
+    /// What has become of a request.
+    async fn certificate(&self, namespace: &str, request: &str) -> Result<PodCertificateRequest, ApiFailure>;
     /// Posts an event.
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure>;
     /// Counts an event once more.
@@ -119,18 +144,43 @@ pub struct KubePods {
     services: Cache<Service>,
     config_maps: Watched<ConfigMap>,
     secrets: Watched<Secret>,
-    drivers: OnceLock<Cache<CSIDriver>>,
+    drivers: Lazy<CSIDriver>,
+    bundles: Lazy<ClusterTrustBundle>,
 }
 
-/// How long a question waits for the first list of drivers.
+/// How long a question waits for the first list of a kind.
 const SYNC: Duration = Duration::from_secs(1);
+
+/// All objects of a kind of which there are few, watched from the first question on.
+struct Lazy<K>(OnceLock<Cache<K>>);
+
+impl<K> Lazy<K>
+where
+    K: kube::Resource + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+    K::DynamicType: Default,
+{
+    async fn get(&self, client: &Client) -> Result<&Cache<K>, ApiFailure> {
+        let cache = self.0.get_or_init(|| Cache::start(Api::all(client.clone()), kube::runtime::watcher::Config::default()));
+        let late =
+            |_| ApiFailure::Other(format!("failed to sync {} cache: timed out waiting for the condition", K::kind(&K::DynamicType::default())));
+        tokio::time::timeout(SYNC, cache.synced()).await.map_err(late)?;
+        Ok(cache)
+    }
+}
 
 impl KubePods {
     /// Starts watching services; other objects are watched while pods use them.
     #[must_use]
     pub fn new(client: Client) -> KubePods {
         let services = Cache::start(Api::all(client.clone()), kube::runtime::watcher::Config::default());
-        KubePods { config_maps: Watched::new(client.clone()), secrets: Watched::new(client.clone()), drivers: OnceLock::new(), client, services }
+        KubePods {
+            config_maps: Watched::new(client.clone()),
+            secrets: Watched::new(client.clone()),
+            drivers: Lazy(OnceLock::new()),
+            bundles: Lazy(OnceLock::new()),
+            client,
+            services,
+        }
     }
 }
 
@@ -206,12 +256,42 @@ impl PodApi for KubePods {
     }
 
     async fn csi_driver(&self, name: &str) -> Result<Option<CSIDriver>, ApiFailure> {
-        // Watched from the first question on: they are few, and asked for with every volume.
-        let drivers = self.drivers.get_or_init(|| Cache::start(Api::all(self.client.clone()), kube::runtime::watcher::Config::default()));
-        if tokio::time::timeout(SYNC, drivers.synced()).await.is_ok() {
-            return Ok(drivers.get("", name).map(|d| CSIDriver::clone(&d)));
-        }
-        Ok(Api::all(self.client.clone()).get_opt(name).await?)
+        Ok(self.drivers.get(&self.client).await?.get("", name).map(|d| CSIDriver::clone(&d)))
+    }
+
+    async fn trust_bundles(&self) -> Result<Vec<Arc<ClusterTrustBundle>>, ApiFailure> {
+        Ok(self.bundles.get(&self.client).await?.list())
+    }
+
+    async fn request_certificate(&self, asked: CertificateFor<'_>) -> Result<String, ApiFailure> {
+        let CertificateFor { pod, node, wish, request } = asked;
+        let namespace = pod.namespace().unwrap_or_default();
+        let account = pod.spec.as_ref().and_then(|s| s.service_account_name.clone()).unwrap_or_else(|| "default".into());
+        let accounts: Api<ServiceAccount> = Api::namespaced(self.client.clone(), &namespace);
+        let account_uid = accounts.get(&account).await?.uid().unwrap_or_default();
+        let object = PodCertificateRequest {
+            metadata: ObjectMeta { generate_name: Some("req-".into()), namespace: Some(namespace.clone()), ..ObjectMeta::default() },
+            spec: PodCertificateRequestSpec {
+                signer_name: wish.signer.clone(),
+                pod_name: pod.name_any(),
+                pod_uid: pod.uid().unwrap_or_default(),
+                service_account_name: account,
+                service_account_uid: account_uid,
+                node_name: node.name_any(),
+                node_uid: node.uid().unwrap_or_default(),
+                max_expiration_seconds: Some(wish.seconds.unwrap_or(86_400)),
+                stub_pkc_s10_request: ByteString(request.to_vec()),
+                unverified_user_annotations: Some(wish.annotations.clone()).filter(|a| !a.is_empty()),
+                ..PodCertificateRequestSpec::default()
+            },
+            status: None,
+        };
+        let api: Api<PodCertificateRequest> = Api::namespaced(self.client.clone(), &namespace);
+        Ok(api.create(&PostParams::default(), &object).await?.name_any())
+    }
+
+    async fn certificate(&self, namespace: &str, request: &str) -> Result<PodCertificateRequest, ApiFailure> {
+        Ok(Api::namespaced(self.client.clone(), namespace).get(request).await?)
     }
 
     async fn attached(&self, attachment: &str) -> Result<Option<HashMap<String, String>>, ApiFailure> {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
+use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequest};
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
 use k8s_openapi::api::storage::v1::CSIDriver;
 use kube::ResourceExt as _;
@@ -14,7 +15,7 @@ use serde_json::Value;
 
 use super::{Keeper, Kind};
 use crate::kubeapi::objects::{Following, News};
-use crate::kubeapi::pods::{ApiFailure, Binding, PodApi, Token, TokenFor};
+use crate::kubeapi::pods::{ApiFailure, Binding, CertificateFor, PodApi, Token, TokenFor};
 
 /// Asks the API; remembers, sealed, what it answered; and answers so itself when it cannot be reached.
 pub struct SealedApi {
@@ -98,6 +99,18 @@ impl PodApi for SealedApi {
 
     async fn attached(&self, attachment: &str) -> Result<Option<HashMap<String, String>>, ApiFailure> {
         self.api.attached(attachment).await
+    }
+
+    async fn trust_bundles(&self) -> Result<Vec<Arc<ClusterTrustBundle>>, ApiFailure> {
+        self.api.trust_bundles().await
+    }
+
+    async fn request_certificate(&self, wish: CertificateFor<'_>) -> Result<String, ApiFailure> {
+        self.api.request_certificate(wish).await
+    }
+
+    async fn certificate(&self, namespace: &str, request: &str) -> Result<PodCertificateRequest, ApiFailure> {
+        self.api.certificate(namespace, request).await
     }
 
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {

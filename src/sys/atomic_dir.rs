@@ -14,8 +14,8 @@ use crate::core::volumes::Files;
 
 const DATA: &str = "..data";
 
-/// Makes the directory hold exactly `files`; true if anything changed. `owner` and `group` are set on
-/// every file where given.
+/// Makes the directory hold exactly `files`; true if anything changed. `group` is set on
+/// every file where given, and each file's owner.
 pub fn write(dir: &Path, files: &Files, group: Option<u32>, stamp: &str) -> io::Result<bool> {
     let current = fs::read_link(dir.join(DATA)).ok().filter(|target| target.components().count() == 1);
     if let Some(current) = &current
@@ -33,8 +33,8 @@ pub fn write(dir: &Path, files: &Files, group: Option<u32>, stamp: &str) -> io::
         }
         let mut handle = fs::OpenOptions::new().create_new(true).write(true).mode(0o600).open(&target)?;
         handle.write_all(&file.content)?;
-        if let Some(group) = group {
-            std::os::unix::fs::fchown(&handle, None, Some(group))?;
+        if file.owner.is_some() || group.is_some() {
+            std::os::unix::fs::fchown(&handle, file.owner, group)?;
         }
         handle.set_permissions(fs::Permissions::from_mode(file.mode))?;
     }
@@ -105,7 +105,7 @@ mod tests {
     use crate::core::volumes::File;
 
     fn files(list: &[(&str, &str)]) -> Files {
-        list.iter().map(|(p, c)| ((*p).to_owned(), File { content: c.as_bytes().to_vec(), mode: 0o440 })).collect()
+        list.iter().map(|(p, c)| ((*p).to_owned(), File::new(c.as_bytes().to_vec(), 0o440))).collect()
     }
 
     #[test]

@@ -105,6 +105,18 @@ impl PodApi for World {
         Ok(None)
     }
 
+    async fn trust_bundles(&self) -> Result<Vec<Arc<ClusterTrustBundle>>, ApiFailure> {
+        Err(ApiFailure::Other("not here".into()))
+    }
+
+    async fn request_certificate(&self, _: CertificateFor<'_>) -> Result<String, ApiFailure> {
+        Err(ApiFailure::Other("not here".into()))
+    }
+
+    async fn certificate(&self, _: &str, _: &str) -> Result<PodCertificateRequest, ApiFailure> {
+        Err(ApiFailure::Other("not here".into()))
+    }
+
     async fn post_event(&self, _: &Event) -> Result<(), ApiFailure> {
         Ok(())
     }

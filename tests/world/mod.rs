@@ -25,12 +25,13 @@ use holdfast::cri::{Credentials, Exec, Image, ListedPod, RunningContainer, Runti
 use holdfast::host::{Log, PodHost, SubPath};
 use holdfast::kubeapi::cache::{Cache, Writer};
 use holdfast::kubeapi::objects::{Following, News};
-use holdfast::kubeapi::pods::{ApiFailure, Binding, PodApi, Token, TokenFor};
+use holdfast::kubeapi::pods::{ApiFailure, Binding, CertificateFor, PodApi, Token, TokenFor};
 use holdfast::probes::{Dialer, HttpError};
 use holdfast::sys::clock::Clock;
 use holdfast::sys::machine::Machine;
 use holdfast_proto::cri as pb;
 use jiff::Timestamp;
+use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequest};
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
 use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::{Value, json};

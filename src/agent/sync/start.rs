@@ -126,7 +126,7 @@ async fn container_config(s: &Starting<'_>, start: &Start, images: &Pulled) -> R
     let image_user = (images.own.uid, images.own.username.clone());
     let target = target(s, start)?;
     let prepared =
-        config::Prepared { attempt: start.attempt, image: &images.own.id, image_user, env, mounts, devices: devices(s, container)?, target };
+        config::Prepared { attempt: start.attempt, image: &images.own.id, image_user, env, mounts, devices: devices(s, container).await?, target };
     config::container(s.pod, container, prepared, s.node)
 }
 
@@ -168,18 +168,22 @@ async fn volume_mount(
 }
 
 /// The block volumes of a container, as devices.
-fn devices(s: &Starting<'_>, container: &Container) -> Result<Vec<pb::Device>, String> {
-    let device = |wish: &k8s_openapi::api::core::v1::VolumeDevice| {
+async fn devices(s: &Starting<'_>, container: &Container) -> Result<Vec<pb::Device>, String> {
+    let mut devices = vec![];
+    for (index, wish) in container.volume_devices.iter().flatten().enumerate() {
         let behind = s.fetched.behind.get(&wish.name).ok_or_else(|| format!("volume {:?} has not been set up", wish.name))?;
+        if !behind.block {
+            return Err(format!("volume {:?} is not a block volume, but is specified in volumeDevices", wish.name));
+        }
+        let place = SubPath { container: container.name.clone(), index, path: None };
         let path = match &behind.source {
-            Source::Local { path, .. } if behind.block => path.clone(),
-            Source::Csi(_) if behind.block => s.context.csi.device(pod::uid(s.pod), &behind.name)?.display().to_string(),
-            _ => return Err(format!("volume {:?} is not a block volume, but is specified in volumeDevices", wish.name)),
+            Source::Csi(_) => s.context.csi.device(pod::uid(s.pod), &behind.name)?,
+            _ => s.context.host.mount_source(s.pod, behind, &place).await?,
         };
         let permissions = if behind.read_only { "r" } else { "mrw" };
-        Ok(pb::Device { container_path: wish.device_path.clone(), host_path: path, permissions: permissions.into() })
-    };
-    container.volume_devices.iter().flatten().map(device).collect()
+        devices.push(pb::Device { container_path: wish.device_path.clone(), host_path: path.display().to_string(), permissions: permissions.into() });
+    }
+    Ok(devices)
 }
 
 async fn mounts(s: &Starting<'_>, start: &Start, env: &[(String, String)], images: &BTreeMap<String, String>) -> Result<Vec<pb::Mount>, String> {

@@ -150,6 +150,8 @@ fn node_may(node: &str, ask: &Ask<'_>) -> bool {
         ) => read,
         ("persistentvolumes" | "persistentvolumeclaims" | "csidrivers" | "volumeattachments", "") => read,
         ("persistentvolumeclaims", "status") => matches!(ask.verb, "patch" | "update" | "get"),
+        ("clustertrustbundles", "") => read,
+        ("podcertificaterequests" | "certificatesigningrequests", "") => read || ask.verb == "create",
         ("csinodes", "") => read || ask.name == node || ask.verb == "create",
         ("events", "") => matches!(ask.verb, "create" | "patch" | "update"),
         ("leases", "") => ask.namespace == "kube-node-lease" && (ask.verb == "create" || ask.name == node),

@@ -24,7 +24,7 @@ fn groups() -> Vec<(&'static str, &'static str)> {
 fn sub_kind(resource: &Resource, sub: Sub) -> (String, String, &'static str, Vec<&'static str>) {
     let edit = vec!["get", "patch", "update"];
     match sub {
-        Sub::Status => (resource.group.into(), resource.version.into(), resource.kind, edit),
+        Sub::Status | Sub::Approval => (resource.group.into(), resource.version.into(), resource.kind, edit),
         Sub::Scale => ("autoscaling".into(), "v1".into(), "Scale", edit),
         Sub::Binding => (String::new(), "v1".into(), "Binding", vec!["create"]),
         Sub::Eviction => ("policy".into(), "v1".into(), "Eviction", vec!["create"]),
@@ -34,67 +34,89 @@ fn sub_kind(resource: &Resource, sub: Sub) -> (String, String, &'static str, Vec
     }
 }
 
+/// The names of the groups, each once.
+fn names() -> Vec<&'static str> {
+    let mut names: Vec<&str> = groups().into_iter().map(|(group, _)| group).collect();
+    let mut seen = std::collections::HashSet::new();
+    names.retain(|name| seen.insert(*name));
+    names
+}
+
+/// The versions of a group, the preferred one first.
+fn versions(group: &str) -> Vec<&'static str> {
+    groups().into_iter().filter(|(g, _)| *g == group).map(|(_, version)| version).collect()
+}
+
+fn served(group: &str, version: &str) -> impl Iterator<Item = &'static Resource> {
+    let found: Vec<_> = RESOURCES.iter().filter(|r| r.group == group && r.version == version).collect();
+    found.into_iter()
+}
+
+/// The reviews of a group; all of them are `v1`.
+fn reviews(group: &str, version: &str) -> impl Iterator<Item = &'static (&'static str, &'static str, &'static str)> {
+    let found: Vec<_> = REVIEWS.iter().filter(|(g, _, _)| *g == group && version == "v1").collect();
+    found.into_iter()
+}
+
+fn described(r: &Resource) -> Value {
+    let of = |sub: &Sub| {
+        let (group, version, kind, verbs) = sub_kind(r, *sub);
+        json!({"subresource": sub.name(), "responseKind": {"group": group, "version": version, "kind": kind}, "verbs": verbs})
+    };
+    let subs: Vec<Value> = r.subresources.iter().map(of).collect();
+    let mut entry = json!({
+        "resource": r.plural, "responseKind": {"group": r.group, "version": r.version, "kind": r.kind},
+        "scope": if r.namespaced { "Namespaced" } else { "Cluster" }, "singularResource": r.singular, "verbs": r.verbs(),
+    });
+    if !r.short.is_empty() {
+        entry["shortNames"] = json!(r.short);
+    }
+    if !r.categories.is_empty() {
+        entry["categories"] = json!(r.categories);
+    }
+    if !subs.is_empty() {
+        entry["subresources"] = subs.into();
+    }
+    entry
+}
+
 /// `GET /api` (core) or `GET /apis` in aggregated form.
 #[must_use]
 pub fn aggregated(core: bool) -> Value {
-    let items: Vec<Value> =
-        groups()
-            .into_iter()
-            .filter(|(group, _)| group.is_empty() == core)
-            .map(|(group, version)| {
-                let mut resources: Vec<Value> =
-                    RESOURCES
-                        .iter()
-                        .filter(|r| r.group == group)
-                        .map(|r| {
-                            let subs: Vec<Value> = r.subresources.iter().map(|sub| {
-                        let (group, version, kind, verbs) = sub_kind(r, *sub);
-                        json!({"subresource": sub.name(), "responseKind": {"group": group, "version": version, "kind": kind}, "verbs": verbs})
-                    }).collect();
-                            let mut entry = json!({
-                                "resource": r.plural, "responseKind": {"group": r.group, "version": r.version, "kind": r.kind},
-                                "scope": if r.namespaced { "Namespaced" } else { "Cluster" }, "singularResource": r.singular, "verbs": r.verbs(),
-                            });
-                            if !r.short.is_empty() {
-                                entry["shortNames"] = json!(r.short);
-                            }
-                            if !r.categories.is_empty() {
-                                entry["categories"] = json!(r.categories);
-                            }
-                            if !subs.is_empty() {
-                                entry["subresources"] = subs.into();
-                            }
-                            entry
-                        })
-                        .collect();
-                resources.extend(REVIEWS.iter().filter(|(g, _, _)| *g == group).map(|(group, plural, kind)| {
-                    json!({"resource": plural, "responseKind": {"group": group, "version": "v1", "kind": kind}, "scope": "Cluster",
-                       "singularResource": kind.to_lowercase(), "verbs": ["create"]})
-                }));
-                let metadata = if core { json!({}) } else { json!({"name": group}) };
-                json!({"metadata": metadata, "versions": [{"version": version, "freshness": "Current", "resources": resources}]})
-            })
-            .collect();
+    let version_of = |group: &'static str, version: &'static str| {
+        let mut resources: Vec<Value> = served(group, version).map(described).collect();
+        resources.extend(reviews(group, version).map(|(group, plural, kind)| {
+            json!({"resource": plural, "responseKind": {"group": group, "version": "v1", "kind": kind}, "scope": "Cluster",
+                   "singularResource": kind.to_lowercase(), "verbs": ["create"]})
+        }));
+        json!({"version": version, "freshness": "Current", "resources": resources})
+    };
+    let of = |group: &'static str| {
+        let versions: Vec<Value> = versions(group).into_iter().map(|version| version_of(group, version)).collect();
+        json!({"metadata": if core { json!({}) } else { json!({"name": group}) }, "versions": versions})
+    };
+    let items: Vec<Value> = names().into_iter().filter(|group| group.is_empty() == core).map(of).collect();
     json!({"kind": "APIGroupDiscoveryList", "apiVersion": "apidiscovery.k8s.io/v2", "metadata": {}, "items": items})
 }
 
-fn group_object(group: &str, version: &str) -> Value {
-    let version = json!({"groupVersion": format!("{group}/{version}"), "version": version});
-    json!({"name": group, "versions": [version], "preferredVersion": version})
+fn group_object(group: &str) -> Value {
+    let of = |version: &str| json!({"groupVersion": format!("{group}/{version}"), "version": version});
+    let versions: Vec<Value> = versions(group).into_iter().map(of).collect();
+    json!({"name": group, "preferredVersion": versions.first(), "versions": versions})
 }
 
 /// `GET /apis` in the older form.
 #[must_use]
 pub fn group_list() -> Value {
-    let list: Vec<Value> = groups().into_iter().filter(|(g, _)| !g.is_empty()).map(|(g, v)| group_object(g, v)).collect();
+    let list: Vec<Value> = names().into_iter().filter(|g| !g.is_empty()).map(group_object).collect();
     json!({"kind": "APIGroupList", "apiVersion": "v1", "groups": list})
 }
 
 /// `GET /apis/<group>`.
 #[must_use]
 pub fn group(name: &str) -> Option<Value> {
-    let (group, version) = groups().into_iter().find(|(g, _)| *g == name && !g.is_empty())?;
-    let mut object = group_object(group, version);
+    let group = names().into_iter().find(|g| *g == name && !g.is_empty())?;
+    let mut object = group_object(group);
     object["kind"] = "APIGroup".into();
     object["apiVersion"] = "v1".into();
     Some(object)
@@ -105,7 +127,7 @@ pub fn group(name: &str) -> Option<Value> {
 pub fn resource_list(group: &str, version: &str) -> Option<Value> {
     groups().into_iter().find(|pair| *pair == (group, version))?;
     let mut list = Vec::new();
-    for r in RESOURCES.iter().filter(|r| r.group == group) {
+    for r in served(group, version) {
         let mut entry = json!({"name": r.plural, "singularName": r.singular, "namespaced": r.namespaced, "kind": r.kind, "verbs": r.verbs()});
         if !r.short.is_empty() {
             entry["shortNames"] = json!(r.short);
@@ -120,7 +142,7 @@ pub fn resource_list(group: &str, version: &str) -> Option<Value> {
                              "group": group, "version": version, "kind": kind, "verbs": verbs}));
         }
     }
-    for (_, plural, kind) in REVIEWS.iter().filter(|(g, _, _)| *g == group) {
+    for (_, plural, kind) in reviews(group, version) {
         list.push(json!({"name": plural, "singularName": kind.to_lowercase(), "namespaced": false, "kind": kind, "verbs": ["create"]}));
     }
     let group_version = if group.is_empty() { version.to_owned() } else { format!("{group}/{version}") };
@@ -169,9 +191,7 @@ pub fn openapi_index() -> Value {
 #[must_use]
 pub fn openapi(path: &str) -> Option<Value> {
     let (group, version) = groups().into_iter().find(|(g, v)| path_of(g, v) == path)?;
-    let paths: serde_json::Map<String, Value> = RESOURCES
-        .iter()
-        .filter(|r| r.group == group)
+    let paths: serde_json::Map<String, Value> = served(group, version)
         .map(|r| {
             let scope = if r.namespaced { "/namespaces/{namespace}" } else { "" };
             let gvk = json!({"group": r.group, "version": r.version, "kind": r.kind});

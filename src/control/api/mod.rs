@@ -6,6 +6,7 @@
 
 mod admit;
 pub mod auth;
+pub mod certificates;
 pub mod classes;
 mod defaults;
 mod discovery;
@@ -208,11 +209,14 @@ impl Api {
             *self.counts.lock().unwrap_or_else(std::sync::PoisonError::into_inner).entry(key).or_default() += 1;
         }
         if let (Some(sub), Some(name)) = (sub, name)
-            && !matches!(sub, Sub::Status | Sub::Finalize | Sub::EphemeralContainers | Sub::Resize)
+            && !matches!(sub, Sub::Status | Sub::Finalize | Sub::EphemeralContainers | Sub::Resize | Sub::Approval)
         {
             return self.subresource(request, verb, resource, namespace.unwrap_or_default(), name, sub).await;
         }
         if sub == Some(Sub::Finalize) && verb != "update" {
+            return Err(ApiError::method_not_allowed());
+        }
+        if sub == Some(Sub::Approval) && !matches!(verb, "get" | "update" | "patch") {
             return Err(ApiError::method_not_allowed());
         }
         match (verb, name) {
@@ -221,7 +225,11 @@ impl Api {
             ("get", Some(name)) => Ok(Answer::json(self.get(resource, namespace, name, &View::of(&request.accept, query)?)?)),
             ("create", None) => {
                 let options = Options::of(query, "CreateOptions")?;
-                Ok(self.create(resource, namespace, decode_body(request)?, &options).await?.into())
+                let mut body = decode_body(request)?;
+                if resource.kind == "CertificateSigningRequest" {
+                    certificates::requested_by(&mut body, &request.user);
+                }
+                Ok(self.create(resource, namespace, body, &options).await?.into())
             }
             ("update", Some(name)) => {
                 let options = Options::of(query, "UpdateOptions")?;

@@ -52,6 +52,8 @@ pub enum Sub {
     EphemeralContainers,
     /// Pods: CPU and memory of containers that run.
     Resize,
+    /// Certificate requests: whether somebody allows them.
+    Approval,
 }
 
 impl Sub {
@@ -67,6 +69,7 @@ impl Sub {
             Sub::Token => "token",
             Sub::EphemeralContainers => "ephemeralcontainers",
             Sub::Resize => "resize",
+            Sub::Approval => "approval",
         }
     }
 }
@@ -276,6 +279,40 @@ pub static RESOURCES: &[Resource] = &[
         subresources: &[Sub::Status],
         needs_version: true,
         returns_deleted: true,
+        ..NONE
+    },
+    Resource {
+        group: "certificates.k8s.io",
+        plural: "certificatesigningrequests",
+        singular: "certificatesigningrequest",
+        kind: "CertificateSigningRequest",
+        namespaced: false,
+        short: &["csr"],
+        subresources: &[Sub::Status, Sub::Approval],
+        needs_version: true,
+        fields: &["spec.signerName"],
+        ..NONE
+    },
+    Resource {
+        group: "certificates.k8s.io",
+        version: "v1beta1",
+        plural: "clustertrustbundles",
+        singular: "clustertrustbundle",
+        kind: "ClusterTrustBundle",
+        namespaced: false,
+        needs_version: true,
+        fields: &["spec.signerName"],
+        ..NONE
+    },
+    Resource {
+        group: "certificates.k8s.io",
+        version: "v1beta1",
+        plural: "podcertificaterequests",
+        singular: "podcertificaterequest",
+        kind: "PodCertificateRequest",
+        subresources: &[Sub::Status],
+        needs_version: true,
+        fields: &["spec.signerName", "spec.podName", "spec.nodeName"],
         ..NONE
     },
     Resource { group: "discovery.k8s.io", plural: "endpointslices", singular: "endpointslice", kind: "EndpointSlice", ..NONE },

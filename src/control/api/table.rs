@@ -84,7 +84,7 @@ fn columns(kind: &str) -> &'static [Column] {
             ("Count", "string", 1),
             ("Name", "string", 1),
         ],
-        other => super::storage::columns(other).unwrap_or(&[NAME, ("Created At", "date", 0)]),
+        other => super::storage::columns(other).or_else(|| super::certificates::columns(other)).unwrap_or(&[NAME, ("Created At", "date", 0)]),
     }
 }
 
@@ -215,6 +215,7 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
         }
         "Event" => event(object, now),
         other if super::storage::columns(other).is_some() => super::storage::cells(other, object, &age),
+        other if super::certificates::columns(other).is_some() => super::certificates::cells(other, object, &age),
         _ => vec![name.into(), object["metadata"]["creationTimestamp"].clone()],
     }
 }
@@ -389,7 +390,12 @@ fn pod_status(object: &Value, sidecars: &[&str]) -> String {
 #[must_use]
 pub fn age_of(time: Option<&str>, now: jiff::Timestamp) -> String {
     let Some(then) = time.and_then(|t| t.parse::<jiff::Timestamp>().ok()) else { return "<unknown>".into() };
-    let s = now.as_second() - then.as_second();
+    duration(now.as_second() - then.as_second())
+}
+
+/// Seconds as kubectl writes them.
+#[must_use]
+pub fn duration(s: i64) -> String {
     let (m, h, d) = (s / 60, s / 3600, s / 86_400);
     let two = |a: i64, unit_a: &str, b: i64, unit_b: &str| if b == 0 { format!("{a}{unit_a}") } else { format!("{a}{unit_a}{b}{unit_b}") };
     match s {

@@ -14,6 +14,8 @@ const LABEL: &str = "a lowercase RFC 1123 label must consist of lower case alpha
 const LABEL_VALUE: &str = "a valid label must be an empty string or consist of alphanumeric characters, '-', '_' or '.', and must start and end with an alphanumeric character (e.g. 'MyValue',  or 'my_value',  or '12345', regex used for validation is '(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?')";
 const KEY: &str = "a valid config key must consist of alphanumeric characters, '-', '_' or '.' (e.g. 'key.name',  or 'KEY_NAME',  or 'key-name', regex used for validation is '[-._a-zA-Z0-9]+')";
 
+const SEGMENT: &str = "may not be '.' or '..', and may not contain '/' or '%'";
+
 type Errors = Vec<FieldError>;
 
 /// Whether `name` is an RFC 1123 label.
@@ -30,6 +32,11 @@ pub fn is_label(name: &str) -> bool {
 #[must_use]
 pub fn is_subdomain(name: &str) -> bool {
     name.len() <= 253 && !name.is_empty() && name.split('.').all(is_label_part)
+}
+
+/// Whether `name` can stand between two slashes of a path.
+fn is_segment(name: &str) -> bool {
+    name != "." && name != ".." && !name.contains(['/', '%'])
 }
 
 fn is_label_part(part: &str) -> bool {
@@ -90,7 +97,10 @@ pub fn object(resource: &Resource, object: &Value) -> Errors {
                 errors.push(FieldError::invalid("involvedObject.namespace", &involved.into(), "does not match event.namespace"));
             }
         }
-        other => super::storage::validate(other, object, &mut errors),
+        other => {
+            super::storage::validate(other, object, &mut errors);
+            super::certificates::validate(other, object, &mut errors);
+        }
     }
     errors
 }
@@ -123,6 +133,7 @@ fn metadata(resource: &Resource, object: &Value, errors: &mut Errors) {
     } else {
         let (fine, rule) = match resource.kind {
             "Namespace" | "Service" => (is_label(name), LABEL),
+            "ClusterTrustBundle" | "Role" | "ClusterRole" | "RoleBinding" | "ClusterRoleBinding" => (is_segment(name), SEGMENT),
             _ => (is_subdomain(name), SUBDOMAIN),
         };
         if !fine {
@@ -453,7 +464,10 @@ pub fn update(resource: &Resource, old: &Value, new: &Value) -> Errors {
         "PriorityClass" if old["value"] != new["value"] => {
             errors.push(FieldError::forbidden("value", "the value cannot be changed: make another class"));
         }
-        other => super::storage::validate_update(other, old, new, &mut errors),
+        other => {
+            super::storage::validate_update(other, old, new, &mut errors);
+            super::certificates::validate_update(other, old, new, &mut errors);
+        }
     }
     if resource.kind == "Secret" && old["type"] != new["type"] {
         errors.push(FieldError::invalid("type", &new["type"], "field is immutable"));

@@ -8,7 +8,7 @@ use super::error::{ApiError, FieldError};
 use super::object::{at, deleting, list, meta, now, text};
 use super::resources::{Resource, Sub};
 use super::route::Query;
-use super::{Api, admit, defaults, object, patch, schema, storage, validate};
+use super::{Api, admit, certificates, defaults, object, patch, schema, storage, validate};
 use crate::control::store::{Bytes, Change, Expect, Record, Write, WriteError};
 
 /// How often the server retries a write that lost a race and named no version.
@@ -446,6 +446,11 @@ fn merge_unchangeable(resource: &Resource, sub: Option<Sub>, old: &Value, new: &
                     };
                 }
             }
+        }
+        Some(Sub::Approval) => {
+            let status = new.get("status").cloned().unwrap_or_default();
+            *new = old.clone();
+            certificates::approve(new, &status);
         }
         Some(Sub::EphemeralContainers) => {
             let wanted = at(new, &["spec", "ephemeralContainers"]).cloned();

@@ -48,9 +48,9 @@ enum Step {
 }
 
 impl World {
-    /// All attachments that pods need, by name.
-    fn wanted(&self) -> BTreeMap<String, Wanted> {
-        let mut wanted = BTreeMap::new();
+    /// All attachments that pods need: the pod, the attachment's name and what it is.
+    fn needs(&self) -> Vec<(&Arc<Pod>, String, Wanted)> {
+        let mut needs = vec![];
         for pod in self.pods.iter().filter(|p| !pod::is_terminal(p)) {
             let Some(node) = pod::spec(pod).node_name.clone().filter(|n| !n.is_empty()) else { continue };
             for (_, name) in claims::of_pod(pod) {
@@ -64,14 +64,34 @@ impl World {
                 }
                 let name = csi::attachment_name(&source.driver, &source.volume_handle, &node);
                 let unique = csi::unique_name(&source.driver, &source.volume_handle);
-                wanted.insert(name, Wanted { driver: source.driver.clone(), node: node.clone(), volume: volume.name_any(), unique });
+                needs.push((pod, name, Wanted { driver: source.driver.clone(), node: node.clone(), volume: volume.name_any(), unique }));
             }
         }
-        wanted
+        needs
+    }
+
+    /// What the users of waiting pods are told: the pod, a reason and a message (kubelet spec, 9.4).
+    fn news(&self) -> Vec<(Arc<Pod>, &'static str, String)> {
+        let mut news = vec![];
+        for (pod, name, wish) in self.needs().into_iter().filter(|(pod, ..)| pod::phase(pod) == "Pending") {
+            let status = self.attachments.iter().find(|a| a.name_any() == name).and_then(|a| a.status.as_ref());
+            let failed = status.and_then(|s| s.attach_error.as_ref()).map(|e| e.message.clone().unwrap_or_default());
+            let volume = &wish.volume;
+            match (status.is_some_and(|s| s.attached), failed) {
+                (true, _) => {
+                    news.push((Arc::clone(pod), "SuccessfulAttachVolume", format!("AttachVolume.Attach succeeded for volume {volume:?} ")));
+                }
+                (false, Some(why)) => {
+                    news.push((Arc::clone(pod), "FailedAttachVolume", format!("AttachVolume.Attach failed for volume {volume:?} : {why}")))
+                }
+                (false, None) => {}
+            }
+        }
+        news
     }
 
     fn steps(&self) -> Vec<Step> {
-        let wanted = self.wanted();
+        let wanted: BTreeMap<String, Wanted> = self.needs().into_iter().map(|(_, name, wish)| (name, wish)).collect();
         let mut steps = vec![];
         for (name, wish) in wanted.iter().filter(|(name, _)| !self.attachments.iter().any(|a| a.name_any() == **name)) {
             steps.push(Step::Attach(name.clone(), Box::new(wish.clone())));
@@ -127,6 +147,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
     tokio::join!(drivers.synced(), attachments.synced(), nodes.synced());
     let mut changes =
         [caches.pods.changes(), caches.claims.changes(), caches.volumes.changes(), drivers.changes(), attachments.changes(), nodes.changes()];
+    let mut said: BTreeSet<(String, String)> = BTreeSet::new();
     loop {
         for receiver in &mut changes {
             receiver.mark_unchanged();
@@ -143,6 +164,13 @@ pub(super) async fn run(client: Client, caches: Caches) {
                 attachments: attachments.list(),
                 nodes: nodes.list(),
             };
+            let news = world.news();
+            said.retain(|(uid, _)| world.pods.iter().any(|p| p.uid().as_ref() == Some(uid)));
+            for (pod, reason, message) in news {
+                if said.insert((pod.uid().unwrap_or_default(), message.clone())) {
+                    super::event(&client, &*pod, "Pod", "v1", "attachdetach-controller", reason, message).await;
+                }
+            }
             for step in world.steps() {
                 if let Err(error) = take(&client, step).await {
                     unfinished = true;
@@ -192,6 +220,12 @@ mod tests {
         assert!(
             matches!(&attached.steps()[..], [Step::Tell(node, told)] if node == "here" && told["status"]["volumesAttached"][0]["name"] == "kubernetes.io/csi/d^h")
         );
+        assert_eq!(attached.news().iter().map(|(_, reason, _)| *reason).collect::<Vec<_>>(), ["SuccessfulAttachVolume"]);
+        let mut failing = world(true, &[]);
+        failing.attachments =
+            one(json!({"metadata": {"name": name}, "spec": {"attacher": "d", "nodeName": "here", "source": {"persistentVolumeName": "pv"}},
+            "status": {"attached": false, "attachError": {"message": "no room"}}}));
+        assert!(matches!(&failing.news()[..], [(_, "FailedAttachVolume", why)] if why.ends_with("\"pv\" : no room")));
         attached.pods.clear();
         assert!(!attached.steps().iter().any(|s| matches!(s, Step::Detach(_))), "the node still has it mounted");
         attached.nodes = world(true, &[]).nodes;

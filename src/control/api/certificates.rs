@@ -1,0 +1,292 @@
+//! Certificates that are asked for, allowed and issued, and the roots that are trusted (control-plane spec, 5.11).
+
+use serde_json::{Map, Value, json};
+use x509_parser::prelude::FromDer as _;
+
+use super::auth::User;
+use super::error::FieldError;
+use super::object::{at, entry, list, now, text};
+
+type Column = (&'static str, &'static str, u8);
+type Errors = Vec<FieldError>;
+
+const USAGES: [&str; 23] = [
+    "signing",
+    "digital signature",
+    "content commitment",
+    "key encipherment",
+    "key agreement",
+    "data encipherment",
+    "cert sign",
+    "crl sign",
+    "encipher only",
+    "decipher only",
+    "any",
+    "server auth",
+    "client auth",
+    "code signing",
+    "email protection",
+    "s/mime",
+    "ipsec end system",
+    "ipsec tunnel",
+    "ipsec user",
+    "timestamping",
+    "ocsp signing",
+    "microsoft sgc",
+    "netscape sgc",
+];
+
+/// Notes who asks: what a client says of itself here does not count.
+pub fn requested_by(request: &mut Value, user: &User) {
+    let spec = entry(request, "spec");
+    for key in ["username", "uid", "groups", "extra"] {
+        spec.remove(key);
+    }
+    spec.insert("username".into(), user.name.as_str().into());
+    spec.insert("groups".into(), json!(user.groups));
+    if !user.uid.is_empty() {
+        spec.insert("uid".into(), user.uid.as_str().into());
+    }
+}
+
+/// Takes over the conditions of a request; nothing else of it may change. They get their times here.
+pub fn approve(request: &mut Value, status: &Value) {
+    let known = list(request, &["status", "conditions"]).to_vec();
+    let mut conditions = list(status, &["conditions"]).to_vec();
+    for condition in conditions.iter_mut().filter_map(Value::as_object_mut) {
+        let before = known.iter().find(|c| c.get("type") == condition.get("type"));
+        let stamp = |map: &mut Map<String, Value>, key: &str, old: Option<&Value>| {
+            if map.get(key).is_none_or(Value::is_null) {
+                map.insert(key.into(), old.cloned().filter(|v| !v.is_null()).unwrap_or_else(|| now().into()));
+            }
+        };
+        stamp(condition, "lastUpdateTime", before.and_then(|c| c.get("lastUpdateTime")));
+        stamp(condition, "lastTransitionTime", before.and_then(|c| c.get("lastTransitionTime")));
+    }
+    entry(request, "status").insert("conditions".into(), conditions.into());
+}
+
+/// The DER of a PEM block, or the bytes themselves.
+#[must_use]
+pub fn der_of(base64: &str) -> Option<Vec<u8>> {
+    use base64::Engine as _;
+    let bytes = base64::engine::general_purpose::STANDARD.decode(base64).ok()?;
+    match x509_parser::pem::parse_x509_pem(&bytes) {
+        Ok((_, pem)) if pem.label == "CERTIFICATE REQUEST" => Some(pem.contents),
+        _ => None,
+    }
+}
+
+fn is_qualified(signer: &str) -> bool {
+    signer.split_once('/').is_some_and(|(domain, path)| domain.contains('.') && !path.is_empty()) && signer.len() <= 571
+}
+
+fn signer(object: &Value, errors: &mut Errors) {
+    match text(object, &["spec", "signerName"]).unwrap_or_default() {
+        "" => errors.push(FieldError::required("spec.signerName", "")),
+        name if !is_qualified(name) => {
+            errors.push(FieldError::invalid(
+                "spec.signerName",
+                &name.into(),
+                "must be a fully qualified domain and path of the form 'example.com/signer-name'",
+            ));
+        }
+        _ => {}
+    }
+}
+
+/// Whether a text is nothing but certificates in PEM.
+fn is_bundle(pem: &str) -> bool {
+    let mut blocks = 0;
+    for block in x509_parser::pem::Pem::iter_from_buffer(pem.as_bytes()) {
+        let Ok(block) = block else { return false };
+        if block.label != "CERTIFICATE" || x509_parser::parse_x509_certificate(&block.contents).is_err() {
+            return false;
+        }
+        blocks += 1;
+    }
+    blocks > 0
+}
+
+/// Checks an object.
+pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
+    match kind {
+        "CertificateSigningRequest" => {
+            signer(object, errors);
+            let request = text(object, &["spec", "request"]).unwrap_or_default();
+            let der = der_of(request);
+            let good = der.as_deref().and_then(|der| x509_parser::certification_request::X509CertificationRequest::from_der(der).ok());
+            if good.is_none_or(|(_, csr)| csr.verify_signature().is_err()) {
+                errors.push(FieldError::invalid(
+                    "spec.request",
+                    &json!("<omitted>"),
+                    "PEM block type must be CERTIFICATE REQUEST, and its signature must hold",
+                ));
+            }
+            let usages = list(object, &["spec", "usages"]);
+            if usages.is_empty() {
+                errors.push(FieldError::required("spec.usages", "usages must be provided"));
+            }
+            for (i, usage) in usages.iter().filter_map(Value::as_str).enumerate().filter(|(_, u)| !USAGES.contains(u)) {
+                errors.push(FieldError::unsupported(format!("spec.usages[{i}]"), usage, &USAGES));
+            }
+            if let Some(seconds) = at(object, &["spec", "expirationSeconds"]).and_then(Value::as_i64).filter(|s| *s < 600) {
+                errors.push(FieldError::invalid(
+                    "spec.expirationSeconds",
+                    &seconds.into(),
+                    "may not specify a duration less than 600 seconds (10 minutes)",
+                ));
+            }
+        }
+        "ClusterTrustBundle" => {
+            if !is_bundle(text(object, &["spec", "trustBundle"]).unwrap_or_default()) {
+                errors.push(FieldError::invalid(
+                    "spec.trustBundle",
+                    &json!("<value omitted>"),
+                    "must be one or more certificates in PEM, and nothing else",
+                ));
+            }
+            // A bundle of a signer carries its name, so that names of others cannot be taken.
+            let (name, signer) = (super::object::name(object), text(object, &["spec", "signerName"]).unwrap_or_default());
+            let prefix = signer.replace('/', ":") + ":";
+            if !signer.is_empty() && !name.starts_with(&prefix) {
+                errors.push(FieldError::invalid(
+                    "metadata.name",
+                    &name.into(),
+                    &format!("ClusterTrustBundle for signerName {signer} must be named with prefix {prefix}"),
+                ));
+            }
+        }
+        "PodCertificateRequest" => {
+            signer(object, errors);
+            for field in ["podName", "podUID", "serviceAccountName", "serviceAccountUID", "nodeName", "nodeUID", "stubPKCS10Request"] {
+                if text(object, &["spec", field]).is_none_or(str::is_empty) {
+                    errors.push(FieldError::required(format!("spec.{field}"), ""));
+                }
+            }
+            let seconds = at(object, &["spec", "maxExpirationSeconds"]).and_then(Value::as_i64);
+            if let Some(seconds) = seconds.filter(|s| !(3600..=7_862_400).contains(s)) {
+                errors.push(FieldError::invalid("spec.maxExpirationSeconds", &seconds.into(), "must be in the range [3600, 7862400]"));
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Checks what an update changes: a request stays what was asked.
+pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors) {
+    let fixed = match kind {
+        "CertificateSigningRequest" | "PodCertificateRequest" => old["spec"] != new["spec"],
+        "ClusterTrustBundle" => old["spec"]["signerName"] != new["spec"]["signerName"],
+        _ => false,
+    };
+    if fixed {
+        errors.push(FieldError::invalid("spec", &json!("<omitted>"), "field is immutable"));
+    }
+}
+
+/// The columns of a kind; none if it is not one of these.
+#[must_use]
+pub fn columns(kind: &str) -> Option<&'static [Column]> {
+    Some(match kind {
+        "CertificateSigningRequest" => &[
+            ("Name", "string", 0),
+            ("Age", "string", 0),
+            ("SignerName", "string", 0),
+            ("Requestor", "string", 0),
+            ("RequestedDuration", "string", 0),
+            ("Condition", "string", 0),
+        ],
+        "ClusterTrustBundle" => &[("Name", "string", 0), ("SignerName", "string", 0)],
+        "PodCertificateRequest" => &[
+            ("Name", "string", 0),
+            ("PodName", "string", 0),
+            ("ServiceAccountName", "string", 0),
+            ("NodeName", "string", 0),
+            ("SignerName", "string", 0),
+            ("State", "string", 0),
+        ],
+        _ => return None,
+    })
+}
+
+/// The cells of a row.
+#[must_use]
+pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
+    let name = super::object::name(object);
+    let of = |path: &[&str]| Value::from(text(object, path).filter(|v| !v.is_empty()).unwrap_or("<none>"));
+    let conditions: Vec<&str> = list(object, &["status", "conditions"]).iter().filter_map(|c| c["type"].as_str()).collect();
+    let state = if conditions.is_empty() { "Pending".to_owned() } else { conditions.join(",") };
+    match kind {
+        "CertificateSigningRequest" => {
+            let issued = text(object, &["status", "certificate"]).is_some_and(|c| !c.is_empty());
+            let seconds = at(object, &["spec", "expirationSeconds"]).and_then(Value::as_i64);
+            let lasts = seconds.map_or("<none>".to_owned(), super::table::duration);
+            let state = if issued { format!("{state},Issued") } else { state };
+            vec![name.into(), age.into(), of(&["spec", "signerName"]), of(&["spec", "username"]), lasts.into(), state.into()]
+        }
+        "ClusterTrustBundle" => vec![name.into(), of(&["spec", "signerName"])],
+        _ => vec![
+            name.into(),
+            of(&["spec", "podName"]),
+            of(&["spec", "serviceAccountName"]),
+            of(&["spec", "nodeName"]),
+            of(&["spec", "signerName"]),
+            state.into(),
+        ],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn errors(kind: &str, object: &Value) -> Vec<String> {
+        let mut errors = vec![];
+        validate(kind, object, &mut errors);
+        errors.iter().map(|e| e.field.clone()).collect()
+    }
+
+    #[test]
+    fn requests_are_what_they_say() {
+        use base64::Engine as _;
+        let key = rcgen::KeyPair::generate().expect("a key");
+        let csr = rcgen::CertificateParams::default().serialize_request(&key).expect("a request");
+        let pem = base64::engine::general_purpose::STANDARD.encode(csr.pem().expect("pem"));
+        let mut request = json!({"spec": {"signerName": "a.b/c", "request": pem, "usages": ["client auth"]}});
+        assert_eq!(errors("CertificateSigningRequest", &request), Vec::<String>::new());
+        request["spec"]["usages"] = json!(["flying"]);
+        request["spec"]["signerName"] = json!("c");
+        request["spec"]["request"] = json!("AAAA");
+        request["spec"]["expirationSeconds"] = json!(60);
+        assert_eq!(errors("CertificateSigningRequest", &request), ["spec.signerName", "spec.request", "spec.usages[0]", "spec.expirationSeconds"]);
+        let mut changed = vec![];
+        validate_update("CertificateSigningRequest", &json!({"spec": {"usages": []}}), &request, &mut changed);
+        assert_eq!(changed.len(), 1);
+    }
+
+    #[test]
+    fn who_asks_is_not_for_the_client_to_say() {
+        let mut request = json!({"spec": {"username": "admin", "groups": ["system:masters"], "extra": {}}});
+        requested_by(&mut request, &User { name: "me".into(), uid: String::new(), groups: vec!["mine".into()] });
+        assert_eq!(request["spec"], json!({"username": "me", "groups": ["mine"]}));
+    }
+
+    #[test]
+    fn approval_changes_conditions_alone_and_times_them() {
+        let mut request = json!({"spec": {"a": 1}, "status": {"certificate": "x"}});
+        approve(&mut request, &json!({"certificate": "y", "conditions": [{"type": "Approved", "status": "True"}]}));
+        assert_eq!((&request["spec"]["a"], &request["status"]["certificate"]), (&json!(1), &json!("x")));
+        let first = request["status"]["conditions"][0]["lastUpdateTime"].clone();
+        assert!(first.is_string());
+    }
+
+    #[test]
+    fn bundles_are_certificates_and_named_for_their_signer() {
+        let certificate = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate").cert.pem();
+        let bundle = |name: &str, signer: &str, pem: &str| json!({"metadata": {"name": name}, "spec": {"signerName": signer, "trustBundle": pem}});
+        assert_eq!(errors("ClusterTrustBundle", &bundle("a.b:c:x", "a.b/c", &certificate)), Vec::<String>::new());
+        assert_eq!(errors("ClusterTrustBundle", &bundle("x", "a.b/c", &certificate)), ["metadata.name"]);
+        assert_eq!(errors("ClusterTrustBundle", &bundle("x", "", "no pem")), ["spec.trustBundle"]);
+    }
+}

@@ -1,0 +1,107 @@
+//! Disks behind a network, with a real containerd. There is no such network here: loop devices stand in for the disks,
+//! under the names that udev would give them, and a small program for `iscsiadm`.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::PathBuf;
+
+use support::{Cluster, Loop, condition, inside};
+
+const IQN: &str = "iqn.2026-11.test.holdfast:disk";
+
+/// A link as udev makes them; gone when dropped.
+struct Link(PathBuf);
+
+impl Link {
+    fn named(name: &str) -> Link {
+        let dir = PathBuf::from("/dev/disk/by-path");
+        std::fs::create_dir_all(&dir).unwrap();
+        Link(dir.join(name))
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+#[test]
+fn disks_are_attached_mounted_shared_and_let_go() {
+    let tools = tempfile::tempdir().unwrap();
+    let (disk, other, said) = (Loop::new(), Loop::new(), tools.path().join("said"));
+    let link = Link::named(&format!("ip-192.0.2.7:3260-iscsi-{IQN}-lun-1"));
+    // Logging in makes the disk appear, logging out makes it go; a wrong password does neither.
+    let script = format!(
+        "#!/bin/sh\necho \"$@\" >> {said}\ncase \"$*\" in\n*--login) grep -q 'password -v right' {said} || {{ echo 'login failed'; exit 24; }}; ln -sf {device} {link};;\n*--logout) rm -f {link};;\nesac\n",
+        said = said.display(),
+        device = disk.device,
+        link = link.0.display()
+    );
+    let program = tools.path().join("iscsiadm");
+    std::fs::write(&program, script).unwrap();
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let cluster = Cluster::start_with("disks", 42, Some(tools.path().into()));
+    let image = support::busybox(&cluster);
+    let pod = |name: &str, volume: &str| {
+        format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{terminationGracePeriodSeconds: 1, securityContext: {{fsGroup: 4343}}, containers: [{{name: c, image: '{image}', command: [busybox, sleep, '10000'], volumeMounts: [{{name: v, mountPath: /v}}]}}], volumes: [{{name: v, {volume}}}]}}\n---\n"
+        )
+    };
+    let ready = |name: &str| condition(&cluster.pod(name), "Ready") == "True";
+    let calls = || std::fs::read_to_string(&said).unwrap_or_default();
+    let secret = |password: &str| {
+        cluster.apply(&format!(
+            "apiVersion: v1\nkind: Secret\nmetadata: {{name: chap}}\ntype: kubernetes.io/iscsi-chap\nstringData: {{node.session.auth.username: me, node.session.auth.password: {password}}}"
+        ));
+    };
+    let source = format!("iscsi: {{targetPortal: 192.0.2.7, iqn: '{IQN}', lun: 1, fsType: ext4, chapAuthSession: true, secretRef: {{name: chap}}}}");
+
+    secret("wrong");
+    cluster.apply(&pod("one", &source));
+    cluster.wait("the refusal to be told", || cluster.events("one").contains("failed to attach iSCSI target"));
+    assert!(!cluster.events("one").contains("wrong"), "a password is nobody's business");
+    secret("right");
+    cluster.wait("the pod", || ready("one"));
+    assert_eq!(inside(&cluster, "one", &["busybox", "sh", "-c", "echo kept > /v/file; stat -c %g /v/file"]), "4343");
+    cluster.apply(&pod("two", &source));
+    cluster.wait("the second pod", || ready("two"));
+    assert_eq!(inside(&cluster, "two", &["busybox", "cat", "/v/file"]), "kept");
+    let logins = calls().matches("--login").count();
+    cluster.kubectl(&["delete", "pod", "one"]);
+    assert!(!calls().contains("--logout"), "the other pod still uses it");
+    cluster.kubectl(&["delete", "pod", "two"]);
+    assert!(calls().contains("--logout") && calls().contains("-o delete"), "{}", calls());
+    assert!(!link.0.exists());
+    // What was written is there again.
+    cluster.apply(&pod("three", &source));
+    cluster.wait("the pod", || ready("three"));
+    assert_eq!(inside(&cluster, "three", &["busybox", "cat", "/v/file"]), "kept");
+    assert_eq!(calls().matches("--login").count(), logins + 1);
+    cluster.kubectl(&["delete", "pod", "three"]);
+
+    // Fibre Channel: the disk is there, by its name; as a filesystem and as a device.
+    let fibre = Link::named("pci-0000:41:00.0-fc-0x50060e801049cfd1-lun-0");
+    std::os::unix::fs::symlink(&other.device, &fibre.0).unwrap();
+    let channel = "fc: {targetWWNs: ['50060e801049cfd1'], lun: 0, fsType: ext4}";
+    cluster.apply(&pod("fibre", channel));
+    cluster.wait("the pod", || ready("fibre"));
+    inside(&cluster, "fibre", &["busybox", "touch", "/v/file"]);
+    cluster.kubectl(&["delete", "pod", "fibre"]);
+    cluster.apply(&format!(
+        "apiVersion: v1\nkind: PersistentVolume\nmetadata: {{name: raw}}\nspec: {{storageClassName: '', volumeMode: Block, capacity: {{storage: 1Mi}}, accessModes: [ReadWriteOnce], {channel}}}\n---\napiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {{name: raw}}\nspec: {{storageClassName: '', volumeMode: Block, accessModes: [ReadWriteOnce], resources: {{requests: {{storage: 1Mi}}}}}}"
+    ));
+    cluster.apply(
+        &pod("raw", "persistentVolumeClaim: {claimName: raw}")
+            .replace("volumeMounts: [{name: v, mountPath: /v}]", "volumeDevices: [{name: v, devicePath: /dev/raw}]"),
+    );
+    cluster.wait("the pod", || ready("raw"));
+    assert_eq!(inside(&cluster, "raw", &["busybox", "sh", "-c", "dd if=/dev/raw bs=1 skip=1080 count=2 2>/dev/null | od -An -tx1"]), "53 ef", "ext4");
+    cluster.kubectl(&["delete", "pod", "raw"]);
+
+    let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    assert!(!table.contains("kubernetes.io/iscsi") && !table.contains("kubernetes.io/fc"), "{table}");
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}
