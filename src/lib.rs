@@ -9,6 +9,7 @@ pub mod core;
 pub mod cri;
 pub mod csi;
 pub mod host;
+pub mod https;
 pub mod kubeapi;
 pub mod probes;
 pub mod sealed;

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use super::relist::{Hint, Seen};
 use super::sources::Statics;
 use super::worker::{self, Desired};
-use super::{Context, mirror};
+use super::{Context, Known, mirror};
 use crate::core::pod;
 use crate::cri::ListedPod;
 use crate::kubeapi::Cache;
@@ -136,6 +136,8 @@ impl Dispatcher {
             let object = mirrors.get(&pod::full_name(pod)).map(|m| Arc::clone(m));
             wanted.push(Desired { pod: Arc::clone(pod), object, removed: false });
         }
+        let roster = wanted.iter().map(|d| Known { pod: Arc::clone(&d.pod), object: d.object.clone() }).collect();
+        self.context.roster.send_replace(roster);
         wanted.sort_by_key(|d| d.pod.metadata.creation_timestamp.as_ref().map(|t| t.0));
         if ready {
             for (uid, worker) in &self.workers {

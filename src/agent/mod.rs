@@ -25,6 +25,7 @@ mod objects;
 mod probing;
 mod projected;
 mod relist;
+mod server;
 mod sources;
 mod standalone;
 mod start;
@@ -47,6 +48,7 @@ pub use images::Images;
 pub use journal::Journals;
 pub use local::SOCKET;
 pub use node::{KubeNodes, Network, NodeApi};
+pub use server::Known;
 pub use start::build;
 
 use crate::config::Config;
@@ -58,6 +60,7 @@ use crate::core::{claims, pod, preempt};
 use crate::cri::{Features, Runtime};
 use crate::host::PodHost;
 use crate::kubeapi::pods::PodApi;
+use crate::kubeapi::reviews::Reviews;
 use crate::probes::Dialer;
 use crate::sealed::Keeper;
 use crate::sys::clock::Clock;
@@ -101,6 +104,8 @@ pub struct Context {
     pub journals: Journals,
     /// Storage drivers.
     pub csi: Csi,
+    /// All pods that this node is to have, as the dispatcher last saw them.
+    pub roster: watch::Sender<Vec<Known>>,
     /// When this agent started.
     pub started: Timestamp,
 }
@@ -272,6 +277,10 @@ pub struct Agent {
     pub context: Arc<Context>,
     /// The node's side of the API; none when there are only static pods.
     pub nodes: Option<Arc<dyn NodeApi>>,
+    /// Who says who may use our own API; none when there is nobody to ask.
+    pub reviews: Option<Arc<dyn Reviews>>,
+    /// Whether our own API is served.
+    pub serves: bool,
     /// The pods bound to this node; none when there are only static pods.
     pub pods: Option<crate::kubeapi::Cache<Pod>>,
     /// What is known from before, for a start without an apiserver.
@@ -295,6 +304,13 @@ impl Agent {
         let upkeep = upkeep::run(Arc::clone(&context));
         let csi = Box::pin(csi::run(Arc::clone(&context), self.nodes.clone()));
         let limits = Box::pin(limits::run(Arc::clone(&context)));
+        let (serves, shared) = (self.serves.then_some(self.reviews), Arc::clone(&context));
+        let server = Box::pin(async move {
+            match serves {
+                Some(reviews) => server::run(shared, reviews).await,
+                None => std::future::pending().await,
+            }
+        });
         let collect = Box::pin(images::collect::run(Arc::clone(&context)));
         let node = node::run(context, self.nodes, self.network, self.node);
         tokio::select! {
@@ -303,6 +319,7 @@ impl Agent {
             () = csi => anyhow::bail!("the registration of drivers ended"),
             () = limits => anyhow::bail!("the watch over disk limits ended"),
             () = collect => anyhow::bail!("the removal of images ended"),
+            () = server => anyhow::bail!("the agent's HTTP API ended"),
             () = upkeep => anyhow::bail!("the upkeep ended"),
             () = local => anyhow::bail!("the local socket ended"),
             () = dispatch => anyhow::bail!("the dispatcher ended"),

@@ -8,8 +8,8 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::api::core::v1::{
-    ContainerImage, Node, NodeAddress, NodeCondition, NodeFeatures, NodeRuntimeHandler, NodeRuntimeHandlerFeatures, NodeSpec, NodeStatus,
-    NodeSystemInfo,
+    ContainerImage, DaemonEndpoint, Node, NodeAddress, NodeCondition, NodeDaemonEndpoints, NodeFeatures, NodeRuntimeHandler,
+    NodeRuntimeHandlerFeatures, NodeSpec, NodeStatus, NodeSystemInfo,
 };
 use k8s_openapi::api::storage::v1::{CSINode, CSINodeDriver};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
@@ -30,7 +30,7 @@ use crate::kubeapi::pods::ApiFailure;
 use crate::sys::machine::Machine;
 
 /// The Kubernetes version whose agent behaviour this is.
-const VERSION: &str = "v1.36.2+holdfast";
+pub(super) const VERSION: &str = "v1.36.2+holdfast";
 /// How often the runtime is asked while it is not ready, and when it is.
 const POLL: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 /// What this agent can do that the scheduler and the API ask for: only what truly works.
@@ -242,6 +242,11 @@ async fn status(context: &Context, view: &RuntimeView, old: &NodeStatus) -> Node
         images: Some(images),
         // An empty list is said only where another one stands: what is not said stays.
         volumes_in_use: Some(context.csi.in_use()).filter(|v| !v.is_empty() || old.volumes_in_use.iter().flatten().next().is_some()),
+        daemon_endpoints: context
+            .config
+            .serving
+            .enabled
+            .then(|| NodeDaemonEndpoints { kubelet_endpoint: Some(DaemonEndpoint { port: i32::from(context.config.serving.main.port()) }) }),
         runtime_handlers: Some(handlers(&view.features)).filter(|h| !h.is_empty()),
         features: view.features.strict_groups.then_some(NodeFeatures { supplemental_groups_policy: Some(true) }),
         declared_features: Some(DECLARED.iter().map(|f| (*f).to_owned()).collect()),

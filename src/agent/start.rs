@@ -18,6 +18,7 @@ use crate::host::linux::LinuxHost;
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::connect;
 use crate::kubeapi::pods::{KubePods, PodApi};
+use crate::kubeapi::reviews::{KubeReviews, Reviews};
 use crate::sealed::{self, Keeper, SealedApi, Vault};
 use crate::sys::clock::Clock;
 use crate::sys::machine::{Machine, default_address};
@@ -78,6 +79,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     resolver.cluster_dns.clone_from(&config.cluster_dns);
     resolver.cluster_domain.clone_from(&config.cluster_domain);
     let mut keeper = None;
+    let reviews = clients.as_ref().map(|(client, _)| Arc::new(KubeReviews(client.clone())) as Arc<dyn Reviews>);
     let (api, pods, nodes): (Arc<dyn PodApi>, _, Option<Arc<dyn NodeApi>>) = match clients {
         Some((client, heartbeat)) => {
             let only_ours = watcher::Config::default().fields(&format!("spec.nodeName={}", config.node_name));
@@ -116,8 +118,9 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         dialer: Arc::new(crate::probes::Network),
         journals: Journals::default(),
         csi: super::Csi::new(&config.root_dir),
+        roster: watch::channel(vec![]).0,
         started: clock.now(),
         config,
     });
-    Ok(Agent { context, nodes, pods, keeper, network, node })
+    Ok(Agent { context, nodes, reviews, serves: true, pods, keeper, network, node })
 }

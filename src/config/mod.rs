@@ -3,6 +3,9 @@
 //! Every field of the format is known by name. One that is not honoured yet is reported at start; one
 //! that does not exist is refused, with its name.
 
+mod effective;
+mod serving;
+
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -17,27 +20,18 @@ use crate::core::quantity::Quantity;
 use crate::core::resources::Amounts;
 use crate::core::time::duration;
 
+pub use serving::Serving;
+
 /// Fields of the format that are read but not honoured by this version.
 const NOT_HONOURED: &[&str] = &[
-    "enableServer",
-    "address",
-    "port",
-    "readOnlyPort",
-    "tlsCertFile",
-    "tlsPrivateKeyFile",
     "tlsCipherSuites",
     "tlsCurvePreferences",
     "tlsMinVersion",
     "rotateCertificates",
     "serverTLSBootstrap",
-    "authentication",
-    "authorization",
-    "enableDebuggingHandlers",
     "enableContentionProfiling",
     "enableProfilingHandler",
     "enableDebugFlagsHandler",
-    "healthzPort",
-    "healthzBindAddress",
     "oomScoreAdj",
     "streamingConnectionIdleTimeout",
     "volumeStatsAggPeriod",
@@ -84,7 +78,6 @@ const NOT_HONOURED: &[&str] = &[
     "kernelMemcgNotification",
     "logging",
     "tracing",
-    "enableSystemLogHandler",
     "enableSystemLogQuery",
     "shutdownGracePeriod",
     "shutdownGracePeriodCriticalPods",
@@ -135,6 +128,9 @@ struct MemorySwap {
 #[derive(Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct Document {
+    /// All of it, as it stands.
+    #[serde(skip)]
+    raw: Value,
     #[serde(rename = "apiVersion")]
     api_version: Option<String>,
     kind: Option<String>,
@@ -200,6 +196,8 @@ struct Document {
     image_gc_high_threshold_percent: Option<i32>,
     #[serde(rename = "imageGCLowThresholdPercent")]
     image_gc_low_threshold_percent: Option<i32>,
+    #[serde(flatten)]
+    serving: serving::Fields,
     #[serde(flatten)]
     rest: BTreeMap<String, Value>,
 }
@@ -304,6 +302,10 @@ pub struct Config {
     pub limited_swap: bool,
     /// When images are removed that nothing uses.
     pub image_rules: ImageRules,
+    /// The file as it stands, over the defaults of the format.
+    pub effective: Value,
+    /// The agent's HTTP API.
+    pub serving: Serving,
     /// Fields that were set but are not honoured.
     pub not_honoured: Vec<String>,
 }
@@ -465,7 +467,8 @@ fn read(path: &Path) -> Result<Document, ConfigError> {
 
 fn parse(text: &str) -> Result<Document, String> {
     let value: Value = serde_saphyr::from_str(text).map_err(|e| e.to_string())?;
-    let document: Document = serde_json::from_value(value).map_err(|e| e.to_string())?;
+    let mut document: Document = serde_json::from_value(value.clone()).map_err(|e| e.to_string())?;
+    document.raw = value;
     if document.kind.as_deref() != Some("KubeletConfiguration") || document.api_version.as_deref() != Some("kubelet.config.k8s.io/v1beta1") {
         return Err(format!(
             "expected apiVersion kubelet.config.k8s.io/v1beta1 and kind KubeletConfiguration, found {:?} and {:?}",
@@ -542,6 +545,7 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
     if !(Duration::from_secs(1)..=Duration::from_secs(300)).contains(&max_backoff) {
         return Err(invalid("crashLoopBackOff.maxContainerRestartPeriod", backoff, "use between 1s and 300s"));
     }
+    let empty = Value::Object(serde_json::Map::new());
     let root_dir = flags.root_dir.clone().unwrap_or_else(|| "/var/lib/kubelet".into());
     let absolute = |field: &str, path: PathBuf| {
         if path.is_absolute() { Ok(path) } else { Err(invalid(field, path.display().to_string(), "use an absolute path")) }
@@ -612,6 +616,8 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
             f64::from(at_least_zero("eventRecordQPS", document.event_record_qps, 50)?),
             f64::from(at_least_zero("eventBurst", document.event_burst, 100)?).max(1.0),
         ),
+        effective: effective::of(if document.raw.is_null() { &empty } else { &document.raw }),
+        serving: serving::resolve(&document.serving, document.kind.is_some())?,
         not_honoured,
     })
 }

@@ -13,8 +13,6 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use rustls::pki_types::pem::PemObject as _;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use serde_json::{Value, json};
 
 use api::{Api, Request, token::Tokens};
@@ -39,16 +37,16 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let service_address = settings.service_range.hosts().next().map(IpAddr::V4);
     let names = ["localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"];
     let addresses: Vec<IpAddr> = [IpAddr::from([127, 0, 0, 1]), settings.advertise].into_iter().chain(service_address).collect();
-    let serving = pki.serving(&names, &addresses)?;
+    let serving = pki.serving("kube-apiserver", &names, &addresses)?;
     let (private, public) = pki.token_keys()?;
     let store = Store::open(&settings.dir.join("store.redb"), api::object::index)?;
-    let api = Api::new(store, Tokens::new(&private, &public)?, settings.service_range);
+    let own = pki.client("apiserver-kubelet-client", "kube-apiserver-kubelet-client", &["system:masters"])?;
+    let broken = |e: crate::https::BoxError| anyhow::anyhow!("TLS cannot be set up: {e}");
+    let nodes = api::nodes::Nodes::new(&own.certificate, &own.key, &pki.ca).map_err(broken)?;
+    let api = Api::new(store, Tokens::new(&private, &public)?, settings.service_range).with_nodes(nodes);
     bootstrap(&api, &settings).await?;
 
-    let chain = vec![CertificateDer::from_pem_slice(serving.certificate.as_bytes())?];
-    let key = PrivateKeyDer::from_pem_slice(serving.key.as_bytes())?;
-    let ca = CertificateDer::from_pem_slice(pki.ca.as_bytes())?;
-    let tls = api::server::tls(chain, key, ca).map_err(|e| anyhow::anyhow!("TLS cannot be set up: {e}"))?;
+    let tls = crate::https::Tls::fixed(&serving.certificate, &serving.key, &pki.ca).map_err(broken)?;
     let listener = tokio::net::TcpListener::bind(settings.listen).await.map_err(|e| {
         anyhow::anyhow!("the API cannot listen on {}: {e}; stop what uses the port, or choose another with --api-port", settings.listen)
     })?;
@@ -66,12 +64,11 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     tracing::info!(listen = %settings.listen, "the control plane serves");
 
     tokio::select! {
-        result = api::server::serve(api.clone(), listener, tls) => result?,
+        () = api::server::serve(api.clone(), listener, tls) => anyhow::bail!("the API server ended"),
         () = scheduler::run(client.clone(), caches.clone()) => anyhow::bail!("the scheduler ended"),
         () = controllers::run(client, caches, pki.ca.clone(), Some(directories)) => anyhow::bail!("the controllers ended"),
         () = expire_events(api) => anyhow::bail!("the event clean-up ended"),
     }
-    Ok(())
 }
 
 fn master() -> api::auth::User {

@@ -74,12 +74,12 @@ impl Pki {
         Ok(Pki { dir: dir.into(), issuer, ca })
     }
 
-    /// The serving certificate for these names and addresses, made anew at each start so that they are right.
-    pub fn serving(&self, names: &[&str], addresses: &[IpAddr]) -> Result<Pair, PkiError> {
+    /// The serving certificate of `user` for these names and addresses, made anew at each start so that they are right.
+    pub fn serving(&self, user: &str, names: &[&str], addresses: &[IpAddr]) -> Result<Pair, PkiError> {
         let names: Vec<String> = names.iter().map(|n| (*n).to_owned()).collect();
         let mut params = CertificateParams::new(names).map_err(|e| self.crypto(e))?;
         params.subject_alt_names.extend(addresses.iter().map(|a| SanType::IpAddress(*a)));
-        params.distinguished_name.push(DnType::CommonName, "kube-apiserver");
+        params.distinguished_name.push(DnType::CommonName, user);
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         self.sign(params)
     }

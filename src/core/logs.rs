@@ -1,5 +1,7 @@
 //! Container logs as the runtime writes them: `<time> <stream> <tags> <data>` lines (kubelet spec, 8.8). Pure.
 
+use super::serving::LogOptions;
+
 /// One line of a log file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Line<'a> {
@@ -44,6 +46,80 @@ pub fn tail(text: &str, lines: usize, limit: usize) -> String {
     out
 }
 
+/// Turns what is in a log file into what the reader gets, piece by piece.
+#[derive(Debug, Default)]
+pub struct Decoder {
+    since: Option<jiff::Timestamp>,
+    timestamps: bool,
+    /// So many bytes are still wanted; none for any number.
+    left: Option<u64>,
+    /// The beginning of a line whose end has not come.
+    rest: Vec<u8>,
+    /// The line goes on, and its time has been written.
+    within: bool,
+    /// A line has come that is new enough: all after it are.
+    begun: bool,
+}
+
+/// The longest line that is taken whole; runtimes cut theirs far shorter.
+const LINE_LIMIT: usize = 1 << 20;
+
+impl Decoder {
+    /// For a reader who wants the log so.
+    #[must_use]
+    pub fn new(options: &LogOptions) -> Decoder {
+        Decoder { since: options.since, timestamps: options.timestamps, left: options.limit, ..Decoder::default() }
+    }
+
+    /// Whether nothing more is wanted.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.left == Some(0)
+    }
+
+    /// Takes a piece of a file; the answer is what the reader gets of it.
+    pub fn push(&mut self, piece: &[u8]) -> Vec<u8> {
+        let mut text = std::mem::take(&mut self.rest);
+        text.extend_from_slice(piece);
+        let mut out = Vec::with_capacity(piece.len());
+        let whole = text.iter().rposition(|b| *b == b'\n').map_or(0, |end| end + 1);
+        text[..whole].split(|b| *b == b'\n').for_each(|line| self.line(line, &mut out));
+        if text.len() - whole <= LINE_LIMIT {
+            self.rest = text.split_off(whole);
+        }
+        if let Some(left) = &mut self.left {
+            out.truncate(usize::try_from(*left).unwrap_or(usize::MAX));
+            *left -= out.len() as u64;
+        }
+        out
+    }
+
+    fn line(&mut self, line: &[u8], out: &mut Vec<u8>) {
+        let mut fields = line.splitn(4, |b| *b == b' ');
+        let (Some(time), Some(stream), Some(tags)) = (fields.next(), fields.next(), fields.next()) else { return };
+        let data = fields.next().unwrap_or_default();
+        if !matches!(stream, b"stdout" | b"stderr") {
+            return;
+        }
+        if let (Some(since), false) = (self.since, self.begun) {
+            let at = std::str::from_utf8(time).ok().and_then(|t| t.parse::<jiff::Timestamp>().ok());
+            if at.is_none_or(|at| at < since) {
+                return;
+            }
+            self.begun = true;
+        }
+        if self.timestamps && !self.within {
+            out.extend_from_slice(time);
+            out.push(b' ');
+        }
+        out.extend_from_slice(data);
+        self.within = tags.split(|b| *b == b':').next() == Some(b"P");
+        if !self.within {
+            out.push(b'\n');
+        }
+    }
+}
+
 /// What a rotation does with the files rotated before.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rotation {
@@ -80,6 +156,23 @@ pub fn link_name(pod: &str, namespace: &str, container: &str, id: &str) -> Strin
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_log_is_read_in_pieces_of_any_size() {
+        let text = "2026-11-20T00:00:01Z stdout F one\n2026-11-20T00:00:02Z stderr P tw\n2026-11-20T00:00:03Z stderr F o\nnonsense\n2026-11-20T00:00:04Z stdout F \n2026-11-20T00:00:05Z stdout F half";
+        for size in [1, 7, 1000] {
+            let read = |mut decoder: Decoder| {
+                let bytes: Vec<u8> = text.as_bytes().chunks(size).flat_map(|piece| decoder.push(piece)).collect();
+                String::from_utf8(bytes).expect("text")
+            };
+            assert_eq!(read(Decoder::default()), "one\ntwo\n\n", "pieces of {size}");
+            let times = read(Decoder { timestamps: true, ..Decoder::default() });
+            assert_eq!(times, "2026-11-20T00:00:01Z one\n2026-11-20T00:00:02Z two\n2026-11-20T00:00:04Z \n");
+            let since = "2026-11-20T00:00:02Z".parse().ok();
+            assert_eq!(read(Decoder { since, ..Decoder::default() }), "two\n\n");
+            assert_eq!(read(Decoder { left: Some(5), ..Decoder::default() }), "one\nt");
+        }
+    }
 
     #[test]
     fn the_tail_joins_partial_lines_and_keeps_its_end() {

@@ -19,6 +19,7 @@ use crate::core::config::label;
 use crate::core::explain::Fetching;
 use crate::core::observed::{Container, ContainerState, ObservedPod, fingerprint};
 use crate::core::probe;
+use crate::core::serving::Streams;
 
 /// The largest message, as the kubelet has it.
 const MESSAGE_LIMIT: usize = 16 << 20;
@@ -312,6 +313,23 @@ impl Runtime for CriClient {
         let answer = self.runtime.clone().exec_sync(request).await?.into_inner();
         let output = [answer.stdout, answer.stderr].concat();
         Ok(Exec { code: answer.exit_code, output: probe::limited(&String::from_utf8_lossy(&output)) })
+    }
+
+    async fn exec_url(&self, id: &str, command: &[String], streams: Streams) -> Result<String, RuntimeError> {
+        let Streams { stdin, stdout, stderr, tty } = streams;
+        let message = pb::ExecRequest { container_id: id.into(), cmd: command.to_vec(), tty, stdin, stdout, stderr };
+        Ok(self.runtime.clone().exec(self.request(message)).await?.into_inner().url)
+    }
+
+    async fn attach_url(&self, id: &str, streams: Streams) -> Result<String, RuntimeError> {
+        let Streams { stdin, stdout, stderr, tty } = streams;
+        let message = pb::AttachRequest { container_id: id.into(), stdin, tty, stdout, stderr };
+        Ok(self.runtime.clone().attach(self.request(message)).await?.into_inner().url)
+    }
+
+    async fn forward_url(&self, sandbox: &str, ports: &[i32]) -> Result<String, RuntimeError> {
+        let message = pb::PortForwardRequest { pod_sandbox_id: sandbox.into(), port: ports.to_vec() };
+        Ok(self.runtime.clone().port_forward(self.request(message)).await?.into_inner().url)
     }
 
     async fn layers(&self) -> Result<BTreeMap<(String, String), u64>, RuntimeError> {

@@ -18,6 +18,7 @@ pub use client::CriClient;
 
 use crate::core::explain::Fetching;
 use crate::core::observed::ObservedPod;
+use crate::core::serving::Streams;
 
 /// Why a call to the runtime failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -206,6 +207,12 @@ pub trait Runtime: Send + Sync + 'static {
     async fn memory_in_use(&self, id: &str) -> Result<u64, RuntimeError>;
     /// Runs a command in a container; without `timeout` until it ends.
     async fn exec(&self, id: &str, command: &[String], timeout: Option<Duration>) -> Result<Exec, RuntimeError>;
+    /// Prepares a command in a container; the answer is the URL at which the runtime lets it begin.
+    async fn exec_url(&self, id: &str, command: &[String], streams: Streams) -> Result<String, RuntimeError>;
+    /// The same for an attachment to a container's own streams.
+    async fn attach_url(&self, id: &str, streams: Streams) -> Result<String, RuntimeError>;
+    /// The same for connections to ports of a sandbox; none for those that are named later.
+    async fn forward_url(&self, sandbox: &str, ports: &[i32]) -> Result<String, RuntimeError>;
     /// The bytes that running containers have written outside of volumes, by pod and container.
     async fn layers(&self) -> Result<BTreeMap<(String, String), u64>, RuntimeError>;
     /// The containers that run.

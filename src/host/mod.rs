@@ -5,6 +5,7 @@
 pub mod csi;
 mod disks;
 pub mod linux;
+pub mod logfile;
 mod rotate;
 mod tool;
 mod volumes;

@@ -4,5 +4,6 @@ pub mod cache;
 pub mod client;
 pub mod objects;
 pub mod pods;
+pub mod reviews;
 
 pub use cache::Cache;

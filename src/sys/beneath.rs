@@ -59,15 +59,45 @@ impl Dir {
         Found::of(here.0)
     }
 
+    /// Opens a file for reading; no part of the path may be a link.
+    pub fn open_file(&self, path: &Path) -> io::Result<std::fs::File> {
+        let how = how(OFlag::O_RDONLY | OFlag::O_NONBLOCK);
+        let resolve = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_MAGICLINKS;
+        Self::only_a_file(openat2(self.0.as_fd(), path, how.resolve(resolve))?)
+    }
+
+    /// The same, where links may lead to other places below this directory.
+    pub fn open_within(&self, path: &Path) -> io::Result<std::fs::File> {
+        Self::only_a_file(openat2(self.0.as_fd(), path, how(OFlag::O_RDONLY | OFlag::O_NONBLOCK))?)
+    }
+
+    /// A pipe would be waited for, a device could do anything.
+    fn only_a_file(fd: OwnedFd) -> io::Result<std::fs::File> {
+        let file = std::fs::File::from(fd);
+        if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file")) }
+    }
+
+    /// The names in a directory below this one, in order; directories end with a slash.
+    pub fn list(&self, path: &Path) -> io::Result<Vec<String>> {
+        let fd = openat2(self.0.as_fd(), path, how(OFlag::O_DIRECTORY | OFlag::O_RDONLY))?;
+        let mut dir = nix::dir::Dir::from_fd(fd)?;
+        let mut names = vec![];
+        for entry in dir.iter() {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let slash = if entry.file_type() == Some(nix::dir::Type::Directory) { "/" } else { "" };
+            if name != "." && name != ".." {
+                names.push(format!("{name}{slash}"));
+            }
+        }
+        names.sort();
+        Ok(names)
+    }
+
     /// Reads a file of at most `limit` bytes below this directory.
     pub fn read(&self, path: &Path, limit: u64) -> io::Result<String> {
         use std::io::Read as _;
-        // A pipe would be waited for, a device could do anything: only files are read.
-        let fd = openat2(self.0.as_fd(), path, how(OFlag::O_RDONLY | OFlag::O_NONBLOCK))?;
-        let file = std::fs::File::from(fd);
-        if !file.metadata()?.is_file() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"));
-        }
+        let file = self.open_within(path)?;
         let mut text = String::new();
         file.take(limit + 1).read_to_string(&mut text)?;
         if text.len() as u64 > limit {

@@ -110,6 +110,13 @@ fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     let node = crate::sys::machine::hostname();
     let pair = pki.client(&format!("node-{node}"), &format!("system:node:{node}"), &["system:nodes"])?;
     write(&settings.dirs.agent().join("kubeconfig"), &node, &pair)?;
+    // The agent's own API: its clients are those of the cluster's CA, and its certificate is signed by it.
+    let certs = settings.dirs.agent().join("pki");
+    fs::create_dir_all(&certs)?;
+    let serving = pki.serving(&format!("system:node:{node}"), &[&node], &[settings.node_ip])?;
+    crate::sys::file::replace(&certs.join("ca.crt"), pki.ca.as_bytes())?;
+    crate::sys::file::replace(&certs.join("serving.key"), serving.key.as_bytes())?;
+    crate::sys::file::replace(&certs.join("serving.crt"), serving.certificate.as_bytes())?;
     if part.pid().is_some() {
         return Ok(());
     }
@@ -155,6 +162,10 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
         "staticPodPath": manifests, "podLogsDir": settings.dirs.data.join("pods-logs"), "cgroupRoot": settings.cgroup(),
         "containerRuntimeEndpoint": endpoint, "maxPods": 110.min((1_i64 << (32 - settings.pod_cidr.prefix_len())) - 3),
         "serializeImagePulls": false, "failSwapOn": false,
+        "port": settings.agent_port(), "healthzPort": settings.healthz_port(),
+        "tlsCertFile": root.join("pki/serving.crt"), "tlsPrivateKeyFile": root.join("pki/serving.key"),
+        "authentication": {"anonymous": {"enabled": false}, "webhook": {"enabled": true}, "x509": {"clientCAFile": root.join("pki/ca.crt")}},
+        "authorization": {"mode": "Webhook"},
     });
     if let Some(path) = &settings.agent_config {
         let text = fs::read_to_string(path).with_context(|| format!("--agent-config: {} cannot be read", path.display()))?;

@@ -88,6 +88,18 @@ impl Settings {
         Dirs { logs: data.join("logs"), data, run }
     }
 
+    /// The port of the agent's HTTP API: the kubelet's, for the API's own port; so far from it for another.
+    #[must_use]
+    pub fn agent_port(&self) -> u16 {
+        if self.api_port == 6443 { 10250 } else { self.api_port.wrapping_add(1000).max(1) }
+    }
+
+    /// The port on which the agent tells its health: the kubelet's, or none beside another cluster.
+    #[must_use]
+    pub fn healthz_port(&self) -> u16 {
+        if self.api_port == 6443 { 10248 } else { 0 }
+    }
+
     /// The runtime's endpoint.
     #[must_use]
     pub fn endpoint(&self) -> String {

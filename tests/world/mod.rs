@@ -20,6 +20,7 @@ use holdfast::core::explain::Fetching;
 use holdfast::core::image_gc::Filesystem;
 use holdfast::core::observed::{Container, ContainerState, ObservedPod, Sandbox};
 use holdfast::core::probe::{Http, Reply};
+use holdfast::core::serving::Streams;
 use holdfast::core::volumes::Files;
 use holdfast::cri::{Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus, Stock};
 use holdfast::host::{Log, PodHost, SubPath};
@@ -183,10 +184,11 @@ impl World {
             dialer: Arc::new(self.clone()),
             journals: Journals::default(),
             csi: holdfast::agent::Csi::new(&config.root_dir),
+            roster: watch::channel(vec![]).0,
             started: self.1.now(),
             config,
         });
-        let agent = Agent { context, nodes: None, pods: Some(pods), keeper: None, network, node };
+        let agent = Agent { context, nodes: None, reviews: None, serves: false, pods: Some(pods), keeper: None, network, node };
         let world = self.clone();
         tokio::spawn(async move {
             let result = agent.run().await;

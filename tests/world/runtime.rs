@@ -227,6 +227,18 @@ impl Runtime for World {
         Ok(0)
     }
 
+    async fn exec_url(&self, _: &str, _: &[String], _: Streams) -> Result<String, RuntimeError> {
+        Err(RuntimeError { kind: RuntimeErrorKind::Unimplemented, message: "no streams here".into() })
+    }
+
+    async fn attach_url(&self, _: &str, _: Streams) -> Result<String, RuntimeError> {
+        Err(RuntimeError { kind: RuntimeErrorKind::Unimplemented, message: "no streams here".into() })
+    }
+
+    async fn forward_url(&self, _: &str, _: &[i32]) -> Result<String, RuntimeError> {
+        Err(RuntimeError { kind: RuntimeErrorKind::Unimplemented, message: "no streams here".into() })
+    }
+
     async fn exec(&self, id: &str, command: &[String], _: Option<Duration>) -> Result<Exec, RuntimeError> {
         {
             let mut state = self.state();

@@ -30,6 +30,11 @@ fn sub_kind(resource: &Resource, sub: Sub) -> (String, String, &'static str, Vec
         Sub::Eviction => ("policy".into(), "v1".into(), "Eviction", vec!["create"]),
         Sub::Finalize => (String::new(), "v1".into(), "Namespace", vec!["update"]),
         Sub::EphemeralContainers | Sub::Resize => (String::new(), "v1".into(), "Pod", edit),
+        Sub::Log => (String::new(), "v1".into(), "Pod", vec!["get"]),
+        Sub::Exec => (String::new(), "v1".into(), "PodExecOptions", vec!["create", "get"]),
+        Sub::Attach => (String::new(), "v1".into(), "PodAttachOptions", vec!["create", "get"]),
+        Sub::PortForward => (String::new(), "v1".into(), "PodPortForwardOptions", vec!["create", "get"]),
+        Sub::Proxy => (String::new(), "v1".into(), "NodeProxyOptions", vec!["create", "delete", "get", "patch", "update"]),
         Sub::Token => ("authentication.k8s.io".into(), "v1".into(), "TokenRequest", vec!["create"]),
     }
 }

@@ -11,6 +11,7 @@ pub mod classes;
 mod defaults;
 mod discovery;
 mod error;
+pub mod nodes;
 pub mod object;
 mod patch;
 mod read;
@@ -52,6 +53,8 @@ pub struct Api {
     services: Arc<tokio::sync::Mutex<()>>,
     /// Requests by verb, plural, subresource and whether a node asked.
     counts: Arc<std::sync::Mutex<Counts>>,
+    /// How nodes are reached; none where they are not.
+    nodes: Option<nodes::Nodes>,
 }
 
 type Counts = std::collections::BTreeMap<(&'static str, &'static str, &'static str, bool), u64>;
@@ -120,7 +123,13 @@ impl Api {
     /// An API over `store`; services get addresses from `service_range`.
     #[must_use]
     pub fn new(store: Store, tokens: token::Tokens, service_range: ipnet::Ipv4Net) -> Api {
-        Api { store, tokens: Arc::new(tokens), service_range, services: Arc::default(), counts: Arc::default() }
+        Api { store, tokens: Arc::new(tokens), service_range, services: Arc::default(), counts: Arc::default(), nodes: None }
+    }
+
+    /// The same, with credentials for the agents of nodes.
+    #[must_use]
+    pub fn with_nodes(self, nodes: nodes::Nodes) -> Api {
+        Api { nodes: Some(nodes), ..self }
     }
 
     /// The store, for the housekeeping of this process.

@@ -54,6 +54,16 @@ pub enum Sub {
     Resize,
     /// Certificate requests: whether somebody allows them.
     Approval,
+    /// Pods: what a container wrote.
+    Log,
+    /// Pods: a command in a container.
+    Exec,
+    /// Pods: a container's own streams.
+    Attach,
+    /// Pods: connections to their ports.
+    PortForward,
+    /// Nodes: their agent's own API.
+    Proxy,
 }
 
 impl Sub {
@@ -70,6 +80,11 @@ impl Sub {
             Sub::EphemeralContainers => "ephemeralcontainers",
             Sub::Resize => "resize",
             Sub::Approval => "approval",
+            Sub::Log => "log",
+            Sub::Exec => "exec",
+            Sub::Attach => "attach",
+            Sub::PortForward => "portforward",
+            Sub::Proxy => "proxy",
         }
     }
 }
@@ -133,7 +148,7 @@ pub static RESOURCES: &[Resource] = &[
         kind: "Node",
         namespaced: false,
         short: &["no"],
-        subresources: &[Sub::Status],
+        subresources: &[Sub::Status, Sub::Proxy],
         fields: &["spec.unschedulable"],
         ..NONE
     },
@@ -162,7 +177,17 @@ pub static RESOURCES: &[Resource] = &[
         kind: "Pod",
         short: &["po"],
         categories: &["all"],
-        subresources: &[Sub::Status, Sub::Binding, Sub::Eviction, Sub::EphemeralContainers, Sub::Resize],
+        subresources: &[
+            Sub::Status,
+            Sub::Binding,
+            Sub::Eviction,
+            Sub::EphemeralContainers,
+            Sub::Resize,
+            Sub::Log,
+            Sub::Exec,
+            Sub::Attach,
+            Sub::PortForward,
+        ],
         generation: true,
         returns_deleted: true,
         fields: &[

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use super::error::ApiError;
 use super::resources::{REVIEWS, Resource, Sub};
+use crate::core::query::{self, decode};
 
 /// The query parameters, decoded; the last of repeated ones counts.
 #[derive(Debug, Default, Clone)]
@@ -13,11 +14,7 @@ impl Query {
     /// Decodes `a=b&c=d`.
     #[must_use]
     pub fn parse(text: &str) -> Query {
-        let pairs = text.split('&').filter(|p| !p.is_empty()).map(|pair| {
-            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
-            (decode(key), decode(value))
-        });
-        Query(pairs.collect())
+        Query(query::pairs(text).into_iter().collect())
     }
 
     /// A parameter that is present and not empty.
@@ -29,32 +26,8 @@ impl Query {
     /// A boolean as Go parses it; present without a value counts as true.
     #[must_use]
     pub fn flag(&self, key: &str) -> bool {
-        matches!(self.0.get(key).map(String::as_str), Some("1" | "t" | "T" | "true" | "TRUE" | "True" | ""))
+        self.0.get(key).is_some_and(|value| query::is_true(value))
     }
-}
-
-fn decode(text: &str) -> String {
-    let mut out = Vec::with_capacity(text.len());
-    let bytes = text.as_bytes();
-    let mut i = 0;
-    while i < bytes.len() {
-        match bytes[i] {
-            b'+' => out.push(b' '),
-            b'%' => {
-                let hex = text.get(i + 1..i + 3).and_then(|h| u8::from_str_radix(h, 16).ok());
-                match hex {
-                    Some(byte) => {
-                        out.push(byte);
-                        i += 2;
-                    }
-                    None => out.push(b'%'),
-                }
-            }
-            byte => out.push(byte),
-        }
-        i += 1;
-    }
-    String::from_utf8_lossy(&out).into_owned()
 }
 
 /// What a request is about.
@@ -105,6 +78,8 @@ pub fn target(path: &str) -> Result<Target, ApiError> {
     let (name, sub) = match &rest[1..] {
         [] => (None, None),
         [name] => (Some((*name).to_owned()), None),
+        // What is below a node's proxy is the node's own path.
+        [name, "proxy", ..] if resource.has(Sub::Proxy) => (Some((*name).to_owned()), Some(Sub::Proxy)),
         [name, sub] => {
             let sub = resource.subresources.iter().find(|s| s.name() == *sub).ok_or_else(ApiError::no_such_resource)?;
             (Some((*name).to_owned()), Some(*sub))
@@ -140,6 +115,8 @@ mod tests {
             ("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", "review SelfSubjectAccessReview"),
             ("/api/v1", "other /api/v1"),
             ("/version/", "other /version"),
+            ("/api/v1/nodes/n/proxy/pods/x", "nodes None Some(\"n\") Some(\"proxy\")"),
+            ("/api/v1/namespaces/a/pods/p/log", "pods Some(\"a\") Some(\"p\") Some(\"log\")"),
             ("/api/v1/widgets", "404"),
             ("/api/v1/namespaces/a/nodes", "404"),
             ("/api/v1/pods/p", "404"),

@@ -1,0 +1,82 @@
+//! What can be looked at: pods, configuration, status.
+
+use std::sync::Arc;
+
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::{Response, StatusCode};
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Value, json};
+
+use super::{Known, Refusal, Server};
+use crate::https::{Body, text};
+
+fn as_json(value: &impl serde::Serialize) -> Response<Body> {
+    match serde_json::to_string(value) {
+        Ok(text_of) => {
+            let mut response = text(StatusCode::OK, text_of);
+            response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+            response
+        }
+        Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+    }
+}
+
+/// `/pods`: the pods of all sources as they came, each with the status that is known of it.
+pub fn pods(server: &Arc<Server>) -> Response<Body> {
+    let of = |known: &Known| {
+        let mut pod = Pod::clone(&known.pod);
+        pod.status.clone_from(&known.told().status);
+        pod
+    };
+    let items: Vec<Pod> = server.context.roster.borrow().iter().map(of).collect();
+    as_json(&json!({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": items}))
+}
+
+/// `/runningpods/`: what the runtime has.
+pub async fn running(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
+    let all = server.context.runtime.running().await.map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e.message))?;
+    let mut pods: Vec<Value> = vec![];
+    for container in all {
+        let known = pods.iter_mut().find(|p| p["metadata"]["uid"] == container.uid.as_str());
+        let entry = json!({"name": container.name, "resources": {}});
+        match known.and_then(|pod| pod["spec"]["containers"].as_array_mut()) {
+            Some(containers) => containers.push(entry),
+            None => pods.push(json!({
+                "metadata": {"name": container.pod, "namespace": container.namespace, "uid": container.uid},
+                "spec": {"containers": [entry]}, "status": {},
+            })),
+        }
+    }
+    Ok(as_json(&json!({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": pods})))
+}
+
+/// `/configz`: the configuration with its defaults.
+pub fn config(server: &Arc<Server>) -> Response<Body> {
+    as_json(&json!({"kubeletconfig": server.context.config.effective}))
+}
+
+/// `/statusz`.
+pub fn status(server: &Arc<Server>) -> Response<Body> {
+    let context = &server.context;
+    let (started, now) = (context.started, context.clock.now());
+    let up = now.duration_since(started).as_secs();
+    let lines = [
+        "kubelet statusz".to_owned(),
+        "Warning: This endpoint is not meant to be machine parseable, has no formatting compatibility guarantees and is for debugging purposes only."
+            .to_owned(),
+        String::new(),
+        format!("Started: {started}"),
+        format!("Up: {} hr {:02} min {:02} sec", up / 3600, up / 60 % 60, up % 60),
+        format!("Binary version: {} (Holdfast {})", crate::agent::node::VERSION, env!("CARGO_PKG_VERSION")),
+        "Paths: /configz /healthz /metrics".to_owned(),
+        String::new(),
+    ];
+    text(StatusCode::OK, lines.join("\n"))
+}
+
+/// `/flagz`: the command line.
+pub fn flags() -> Response<Body> {
+    let head = "kubelet flags\nWarning: This endpoint is not meant to be machine parseable, has no formatting compatibility guarantees and is for debugging purposes only.\n\n";
+    let own: Vec<String> = std::env::args().skip(1).collect();
+    text(StatusCode::OK, format!("{head}{}\n", own.join(" ")))
+}

@@ -1,0 +1,34 @@
+//! The configuration as `/configz` shows it: the file over the defaults of KubeletConfiguration v1beta1 (kubelet spec, 16.2).
+
+use serde_json::{Value, json};
+
+fn defaults() -> Value {
+    serde_json::from_str(include_str!("defaults.json")).expect("the file is part of the program")
+}
+
+/// The file over the defaults. Headers that a URL is asked with may be secret and are not shown.
+pub(super) fn of(file: &Value) -> Value {
+    let mut all = defaults();
+    json_patch::merge(&mut all, file);
+    all["apiVersion"] = "kubelet.config.k8s.io/v1beta1".into();
+    all["kind"] = "KubeletConfiguration".into();
+    for value in all.get_mut("staticPodURLHeader").and_then(Value::as_object_mut).into_iter().flat_map(|headers| headers.values_mut()) {
+        *value = json!(["<masked>"]);
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_wins_over_the_defaults_and_hides_its_secrets() {
+        let shown =
+            of(&json!({"maxPods": 5, "authentication": {"anonymous": {"enabled": true}}, "staticPodURLHeader": {"Authorization": ["Bearer x"]}}));
+        assert_eq!((&shown["maxPods"], &shown["port"]), (&json!(5), &json!(10250)));
+        assert_eq!(shown["authentication"]["webhook"]["enabled"], true);
+        assert!(!shown.to_string().contains("Bearer"));
+        assert_eq!(of(&json!({}))["kind"], "KubeletConfiguration");
+    }
+}

@@ -1,0 +1,195 @@
+//! The agent's HTTP API: where it listens, who it believes and who may do what.
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use super::{ConfigError, invalid, time};
+
+#[derive(Debug, Default, Clone, Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+struct Anonymous {
+    enabled: Option<bool>,
+}
+
+#[derive(Debug, Default, Clone, Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+struct TokenWebhook {
+    enabled: Option<bool>,
+    #[serde(rename = "cacheTTL")]
+    cache_ttl: Option<String>,
+}
+
+#[derive(Debug, Default, Clone, Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+struct X509 {
+    #[serde(rename = "clientCAFile")]
+    client_ca_file: Option<String>,
+}
+
+#[derive(Debug, Default, Clone, Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+struct Authentication {
+    anonymous: Anonymous,
+    webhook: TokenWebhook,
+    x509: X509,
+}
+
+#[derive(Debug, Default, Clone, Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+struct AccessWebhook {
+    #[serde(rename = "cacheAuthorizedTTL")]
+    authorized: Option<String>,
+    #[serde(rename = "cacheUnauthorizedTTL")]
+    unauthorized: Option<String>,
+}
+
+#[derive(Debug, Default, Clone, Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+struct Authorization {
+    mode: Option<String>,
+    webhook: AccessWebhook,
+}
+
+/// The fields as they stand in a file.
+#[derive(Debug, Default, Clone, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct Fields {
+    enable_server: Option<bool>,
+    address: Option<String>,
+    port: Option<i32>,
+    read_only_port: Option<i32>,
+    tls_cert_file: Option<String>,
+    tls_private_key_file: Option<String>,
+    authentication: Authentication,
+    authorization: Authorization,
+    enable_debugging_handlers: Option<bool>,
+    enable_system_log_handler: Option<bool>,
+    healthz_port: Option<i32>,
+    healthz_bind_address: Option<String>,
+}
+
+/// The agent's HTTP API.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Serving {
+    /// Whether it is served at all.
+    pub enabled: bool,
+    /// Where.
+    pub main: SocketAddr,
+    /// Where it is served to everybody, in the clear; none for nowhere.
+    pub read_only: Option<SocketAddr>,
+    /// Where `/healthz` alone is served in the clear.
+    pub healthz: Option<SocketAddr>,
+    /// Certificate and key; none for a self-signed one.
+    pub certificate: Option<(PathBuf, PathBuf)>,
+    /// The CAs whose clients are believed.
+    pub client_ca: Option<PathBuf>,
+    /// Whether those without credentials get a name.
+    pub anonymous: bool,
+    /// Whether tokens are shown to the apiserver.
+    pub tokens: bool,
+    /// For how long its answer counts.
+    pub token_ttl: Duration,
+    /// Whether the apiserver is asked who may do what. Otherwise all who have a name may do everything.
+    pub reviews: bool,
+    /// For how long its permissions and its refusals count.
+    pub review_ttl: (Duration, Duration),
+    /// Whether commands, attachments, forwarded ports and logs are served.
+    pub debugging: bool,
+    /// Whether the node's log files are served.
+    pub system_logs: bool,
+}
+
+fn port(field: &str, value: Option<i32>, default: u16) -> Result<u16, ConfigError> {
+    let value = value.unwrap_or(i32::from(default));
+    u16::try_from(value).map_err(|_| invalid(field, value, "use a port between 0 and 65535; 0 turns it off"))
+}
+
+fn address(field: &str, text: Option<&String>, default: &str) -> Result<IpAddr, ConfigError> {
+    let text = text.map_or(default, String::as_str);
+    text.parse().map_err(|_| invalid(field, text, "use an IP address"))
+}
+
+/// Resolves the fields. Without a file the kubelet has older, open defaults, and so do we (kubelet spec, 13.1).
+pub(super) fn resolve(fields: &Fields, from_file: bool) -> Result<Serving, ConfigError> {
+    let host = address("address", fields.address.as_ref(), "0.0.0.0")?;
+    let main = port("port", fields.port, 10250)?;
+    if main == 0 {
+        return Err(invalid("port", main, "use a port between 1 and 65535, or enableServer: false"));
+    }
+    let read_only = port("readOnlyPort", fields.read_only_port, if from_file { 0 } else { 10255 })?;
+    let healthz_host = address("healthzBindAddress", fields.healthz_bind_address.as_ref(), "127.0.0.1")?;
+    let healthz = port("healthzPort", fields.healthz_port, 10248)?;
+    let named = |text: &Option<String>| text.clone().filter(|t| !t.is_empty()).map(PathBuf::from);
+    let certificate = match (named(&fields.tls_cert_file), named(&fields.tls_private_key_file)) {
+        (Some(certificate), Some(key)) => Some((certificate, key)),
+        (None, None) => None,
+        (Some(one), None) => return Err(invalid("tlsPrivateKeyFile", "", &format!("set it too: it is the key of {}", one.display()))),
+        (None, Some(one)) => return Err(invalid("tlsCertFile", "", &format!("set it too: {} is its key", one.display()))),
+    };
+    let reviews = match fields.authorization.mode.as_deref() {
+        None | Some("") => from_file,
+        Some("Webhook") => true,
+        Some("AlwaysAllow") => false,
+        Some(other) => return Err(invalid("authorization.mode", other, "use Webhook or AlwaysAllow")),
+    };
+    let (authentication, webhook) = (&fields.authentication, &fields.authorization.webhook);
+    Ok(Serving {
+        enabled: fields.enable_server.unwrap_or(true),
+        main: (host, main).into(),
+        read_only: (read_only != 0).then_some((host, read_only).into()),
+        healthz: (healthz != 0).then_some((healthz_host, healthz).into()),
+        certificate,
+        client_ca: named(&authentication.x509.client_ca_file),
+        anonymous: authentication.anonymous.enabled.unwrap_or(!from_file),
+        tokens: authentication.webhook.enabled.unwrap_or(from_file),
+        token_ttl: time("authentication.webhook.cacheTTL", authentication.webhook.cache_ttl.as_ref(), 120)?,
+        reviews,
+        review_ttl: (
+            time("authorization.webhook.cacheAuthorizedTTL", webhook.authorized.as_ref(), 300)?,
+            time("authorization.webhook.cacheUnauthorizedTTL", webhook.unauthorized.as_ref(), 30)?,
+        ),
+        debugging: fields.enable_debugging_handlers.unwrap_or(true),
+        system_logs: fields.enable_system_log_handler.unwrap_or(true),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(text: &str, from_file: bool) -> Result<Serving, String> {
+        let fields: Fields = serde_saphyr::from_str(text).map_err(|e| e.to_string())?;
+        resolve(&fields, from_file).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn a_file_closes_what_is_open_without_one() {
+        let closed = of("{}", true).expect("fine");
+        assert_eq!((closed.read_only, closed.anonymous, closed.tokens, closed.reviews), (None, false, true, true));
+        assert_eq!((closed.main, closed.healthz), (([0, 0, 0, 0], 10250).into(), Some(([127, 0, 0, 1], 10248).into())));
+        let open = of("{}", false).expect("fine");
+        assert_eq!((open.read_only.map(|a| a.port()), open.anonymous, open.tokens, open.reviews), (Some(10255), true, false, false));
+        let own = of("port: 1234\nhealthzPort: 0\nauthorization: {mode: AlwaysAllow, webhook: {cacheAuthorizedTTL: 1s}}\nauthentication: {x509: {clientCAFile: /ca}}", true)
+            .expect("fine");
+        assert_eq!((own.main.port(), own.healthz, own.reviews, own.review_ttl.0.as_secs()), (1234, None, false, 1));
+        assert_eq!(own.client_ca, Some("/ca".into()));
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (text, field) in [
+            ("port: 0", "port"),
+            ("port: 70000", "port"),
+            ("address: here", "address"),
+            ("tlsCertFile: /c", "tlsPrivateKeyFile"),
+            ("authorization: {mode: RBAC}", "authorization.mode"),
+            ("authentication: {webhook: {cacheTTL: soon}}", "authentication.webhook.cacheTTL"),
+            ("authentication: {x508: {}}", "x508"),
+        ] {
+            assert!(of(text, true).is_err_and(|e| e.contains(field)), "{text}");
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! The query of a URL. Pure.
+
+/// Decodes `%41` and `+`; what is not an encoding stays as it is.
+#[must_use]
+pub fn decode(text: &str) -> String {
+    let mut out = Vec::with_capacity(text.len());
+    let bytes = text.as_bytes();
+    let mut i = 0;
+    while i < bytes.len() {
+        let hex = || text.get(i + 1..i + 3).and_then(|h| u8::from_str_radix(h, 16).ok());
+        match bytes[i] {
+            b'+' => out.push(b' '),
+            b'%' if hex().is_some() => {
+                out.extend(hex());
+                i += 2;
+            }
+            byte => out.push(byte),
+        }
+        i += 1;
+    }
+    String::from_utf8_lossy(&out).into_owned()
+}
+
+/// Encodes what cannot stand in a query as it is.
+#[must_use]
+pub fn encode(text: &str) -> String {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.~".contains(&b);
+    text.bytes().map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
+}
+
+/// The pairs of a query in their order, decoded.
+#[must_use]
+pub fn pairs(text: &str) -> Vec<(String, String)> {
+    let pair = |pair: &str| {
+        let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+        (decode(key), decode(value))
+    };
+    text.split('&').filter(|p| !p.is_empty()).map(pair).collect()
+}
+
+/// A boolean as Go parses it; present without a value counts as true.
+#[must_use]
+pub fn is_true(value: &str) -> bool {
+    matches!(value, "1" | "t" | "T" | "true" | "TRUE" | "True" | "")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queries_are_taken_apart_and_put_together() {
+        let found = pairs("command=sh&command=-c&x=a%3Db%2Cc+d&flag&bad=%zz%");
+        let expected = [("command", "sh"), ("command", "-c"), ("x", "a=b,c d"), ("flag", ""), ("bad", "%zz%")];
+        assert_eq!(found, expected.map(|(k, v)| (k.to_owned(), v.to_owned())));
+        let hard = "a&b=c d/ü%";
+        assert_eq!(decode(&encode(hard)), hard);
+        assert!(is_true("1") && is_true("") && !is_true("0") && !is_true("yes"));
+    }
+}

@@ -1,0 +1,145 @@
+//! What TLS is spoken with: our certificate and key, and the CAs whose clients count.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+
+use super::BoxError;
+
+/// How often files are looked at; a handshake in between uses what is known.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// The files that TLS is spoken with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// Our certificate chain, PEM.
+    pub certificate: PathBuf,
+    /// Its key, PEM.
+    pub key: PathBuf,
+    /// The CAs whose client certificates count, PEM; none where no certificate counts.
+    pub client_ca: Option<PathBuf>,
+}
+
+type Stamp = [Option<SystemTime>; 3];
+
+struct State {
+    looked: Instant,
+    stamp: Stamp,
+    config: Arc<ServerConfig>,
+}
+
+/// The present settings; those of files are read anew when a file changes.
+pub struct Tls {
+    files: Option<TlsFiles>,
+    state: Mutex<State>,
+}
+
+fn roots(pem: &[u8]) -> Result<RootCertStore, BoxError> {
+    let mut roots = RootCertStore::empty();
+    for certificate in CertificateDer::pem_slice_iter(pem) {
+        roots.add(certificate?)?;
+    }
+    Ok(roots)
+}
+
+fn config(chain: &[u8], key: &[u8], client_ca: Option<&[u8]>) -> Result<ServerConfig, BoxError> {
+    let chain = CertificateDer::pem_slice_iter(chain).collect::<Result<Vec<_>, _>>()?;
+    let key = PrivateKeyDer::from_pem_slice(key)?;
+    let builder = ServerConfig::builder();
+    let builder = match client_ca.map(roots).transpose()? {
+        Some(roots) => builder.with_client_cert_verifier(WebPkiClientVerifier::builder(Arc::new(roots)).allow_unauthenticated().build()?),
+        None => builder.with_no_client_auth(),
+    };
+    let mut config = builder.with_single_cert(chain, key)?;
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    Ok(config)
+}
+
+impl TlsFiles {
+    fn stamp(&self) -> Stamp {
+        let of = |path: &Path| std::fs::metadata(path).and_then(|m| m.modified()).ok();
+        [of(&self.certificate), of(&self.key), self.client_ca.as_deref().and_then(of)]
+    }
+
+    fn load(&self) -> Result<ServerConfig, BoxError> {
+        let read = |path: &Path| std::fs::read(path).map_err(|e| format!("{} cannot be read: {e}", path.display()));
+        let client_ca = self.client_ca.as_deref().map(read).transpose()?;
+        let loaded = config(&read(&self.certificate)?, &read(&self.key)?, client_ca.as_deref());
+        loaded.map_err(|e| format!("{} and what belongs to it cannot be used: {e}", self.certificate.display()).into())
+    }
+}
+
+impl Tls {
+    /// From files, which are followed.
+    pub fn follow(files: TlsFiles) -> Result<Tls, BoxError> {
+        let (stamp, config) = (files.stamp(), Arc::new(files.load()?));
+        Ok(Tls { files: Some(files), state: Mutex::new(State { looked: Instant::now(), stamp, config }) })
+    }
+
+    /// From PEM texts that stay.
+    pub fn fixed(chain: &str, key: &str, client_ca: &str) -> Result<Tls, BoxError> {
+        let config = Arc::new(config(chain.as_bytes(), key.as_bytes(), Some(client_ca.as_bytes()))?);
+        Ok(Tls { files: None, state: Mutex::new(State { looked: Instant::now(), stamp: [None; 3], config }) })
+    }
+
+    /// The settings as they are now. Files that cannot be used leave those of before.
+    pub(super) fn current(&self) -> Arc<ServerConfig> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(files) = self.files.as_ref().filter(|_| state.looked.elapsed() >= LOOK) else { return Arc::clone(&state.config) };
+        state.looked = Instant::now();
+        let stamp = files.stamp();
+        if stamp != state.stamp {
+            state.stamp = stamp;
+            match files.load() {
+                Ok(config) => {
+                    state.config = Arc::new(config);
+                    tracing::info!(certificate = %files.certificate.display(), "the serving certificate was read anew");
+                }
+                Err(error) => tracing::error!(error, "the new serving certificate cannot be used; the old one stays"),
+            }
+        }
+        Arc::clone(&state.config)
+    }
+}
+
+/// The settings of a client with a certificate (PEM) that trusts a CA (PEM). It speaks HTTP/1.1: what it asks for may
+/// leave HTTP.
+pub fn client(chain: &str, key: &str, ca: &str) -> Result<ClientConfig, BoxError> {
+    let chain = CertificateDer::pem_slice_iter(chain.as_bytes()).collect::<Result<Vec<_>, _>>()?;
+    let key = PrivateKeyDer::from_pem_slice(key.as_bytes())?;
+    let mut config = ClientConfig::builder().with_root_certificates(roots(ca.as_bytes())?).with_client_auth_cert(chain, key)?;
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Ok(config)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_that_change_are_read_and_bad_ones_are_not_used() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let files = TlsFiles { certificate: dir.path().join("c"), key: dir.path().join("k"), client_ca: None };
+        let write = || {
+            let made = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
+            std::fs::write(&files.certificate, made.cert.pem()).expect("written");
+            std::fs::write(&files.key, made.signing_key.serialize_pem()).expect("written");
+        };
+        assert!(Tls::follow(files.clone()).is_err_and(|e| e.to_string().contains("cannot be read")));
+        write();
+        let tls = Tls::follow(files.clone()).expect("fine");
+        let first = tls.current();
+        let look = || tls.state.lock().expect("the state").looked -= LOOK;
+        std::fs::write(&files.key, "nonsense").expect("written");
+        look();
+        assert!(Arc::ptr_eq(&first, &tls.current()), "the old one stays");
+        write();
+        look();
+        assert!(!Arc::ptr_eq(&first, &tls.current()));
+    }
+}

@@ -1,0 +1,87 @@
+//! Asking the apiserver who somebody is and what they may do: TokenReview and SubjectAccessReview.
+
+use std::collections::BTreeMap;
+
+use async_trait::async_trait;
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
+use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
+use kube::api::PostParams;
+use kube::{Api, Client};
+
+use super::pods::ApiFailure;
+
+/// Somebody who has shown who they are.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub struct Identity {
+    /// The user's name.
+    pub name: String,
+    /// The user's unique id, if there is one.
+    pub uid: String,
+    /// The groups.
+    pub groups: Vec<String>,
+    /// More about the user.
+    pub extra: BTreeMap<String, Vec<String>>,
+}
+
+/// Something somebody wants to do with a node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NodeAsk<'a> {
+    /// The verb.
+    pub verb: &'a str,
+    /// The node.
+    pub node: &'a str,
+    /// The subresource.
+    pub subresource: &'a str,
+}
+
+/// The API's side of authentication and authorisation.
+#[async_trait]
+pub trait Reviews: Send + Sync + 'static {
+    /// Whose token this is; nobody's if it does not hold.
+    async fn who(&self, token: &str) -> Result<Option<Identity>, ApiFailure>;
+    /// Whether somebody may.
+    async fn may(&self, who: &Identity, ask: &NodeAsk<'_>) -> Result<bool, ApiFailure>;
+}
+
+/// The reviews over kube.
+pub struct KubeReviews(pub Client);
+
+#[async_trait]
+impl Reviews for KubeReviews {
+    async fn who(&self, token: &str) -> Result<Option<Identity>, ApiFailure> {
+        let review = TokenReview { spec: TokenReviewSpec { token: token.into(), audiences: None }, ..TokenReview::default() };
+        let answer = Api::<TokenReview>::all(self.0.clone()).create(&PostParams::default(), &review).await?;
+        let Some(status) = answer.status.filter(|s| s.authenticated == Some(true)) else { return Ok(None) };
+        let user = status.user.unwrap_or_default();
+        Ok(Some(Identity {
+            name: user.username.unwrap_or_default(),
+            uid: user.uid.unwrap_or_default(),
+            groups: user.groups.unwrap_or_default(),
+            extra: user.extra.unwrap_or_default(),
+        }))
+    }
+
+    async fn may(&self, who: &Identity, ask: &NodeAsk<'_>) -> Result<bool, ApiFailure> {
+        let attributes = ResourceAttributes {
+            verb: Some(ask.verb.into()),
+            version: Some("v1".into()),
+            resource: Some("nodes".into()),
+            subresource: Some(ask.subresource.into()),
+            name: Some(ask.node.into()),
+            ..ResourceAttributes::default()
+        };
+        let review = SubjectAccessReview {
+            spec: SubjectAccessReviewSpec {
+                user: Some(who.name.clone()),
+                uid: Some(who.uid.clone()).filter(|u| !u.is_empty()),
+                groups: Some(who.groups.clone()),
+                extra: Some(who.extra.clone()).filter(|e| !e.is_empty()),
+                resource_attributes: Some(attributes),
+                ..SubjectAccessReviewSpec::default()
+            },
+            ..SubjectAccessReview::default()
+        };
+        let answer = Api::<SubjectAccessReview>::all(self.0.clone()).create(&PostParams::default(), &review).await?;
+        Ok(answer.status.is_some_and(|s| s.allowed && s.denied != Some(true)))
+    }
+}

@@ -1,0 +1,202 @@
+//! Logs, commands, copies, attachments and forwarded ports, with the real kubectl and a real containerd.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use support::{Cluster, condition};
+
+fn kubectl(cluster: &Cluster, arguments: &[&str]) -> Command {
+    let mut command = Command::new("kubectl");
+    command.arg("--kubeconfig").arg(cluster.data().join("kubeconfig")).args(arguments);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// Ends a child, whatever the test comes to.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn pod(name: &str, image: &str, script: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{terminationGracePeriodSeconds: 1, restartPolicy: OnFailure, containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, '{script}']}}]}}\n---\n"
+    )
+}
+
+#[test]
+fn what_a_container_says_is_read_in_every_way() {
+    let cluster = Cluster::start_configured("logs", 44, "containerLogMaxSize: 4Ki\ncontainerLogMonitorInterval: 3s\n");
+    let image = support::busybox(&cluster);
+    let script = "for i in 1 2 3 4 5; do echo line $i; done; sleep 1; echo wrong >&2; sleep 10000";
+    let twice = "if test -e /tmp/there; then echo second; sleep 10000; fi; touch /tmp/there; echo first; exit 1";
+    // A container's own files do not outlive it: the second instance is known by a volume.
+    let again = pod("again", &image, &twice.replace("/tmp", "/v"))
+        .replace("containers:", "volumes: [{name: v, emptyDir: {}}], containers:")
+        .replace("command:", "volumeMounts: [{name: v, mountPath: /v}], command:");
+    cluster.apply(&format!("{}{}{}", pod("talker", &image, script), again, pod("absent", "registry.test/none:1", "true")));
+    cluster.wait("the pods", || {
+        let again = cluster.pod("again");
+        let twice = again["status"]["containerStatuses"][0]["restartCount"] == 1;
+        condition(&cluster.pod("talker"), "Ready") == "True" && twice && condition(&again, "Ready") == "True"
+    });
+    let log = |arguments: &[&str]| cluster.kubectl(&[&["logs", "talker"], arguments].concat()).trim_end().to_owned();
+    cluster.wait("all to be said", || log(&[]).contains("wrong"));
+    assert_eq!(log(&[]), "line 1\nline 2\nline 3\nline 4\nline 5\nwrong");
+    assert_eq!(log(&["--tail=2"]), "line 5\nwrong");
+    assert_eq!(log(&["--limit-bytes=10"]), "line 1\nlin");
+    assert_eq!(log(&["--since=1h", "--tail=1"]), "wrong");
+    let stamped = log(&["--timestamps", "--tail=1"]);
+    assert!(stamped.ends_with("Z wrong") && stamped.split(' ').next().unwrap().parse::<jiff::Timestamp>().is_ok(), "{stamped}");
+    assert_eq!((cluster.kubectl(&["logs", "again", "-p"]), cluster.kubectl(&["logs", "again"])), ("first\n".into(), "second\n".into()));
+    let refused = |arguments: &[&str]| {
+        let output = kubectl(&cluster, arguments).output().unwrap();
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(refused(&["logs", "talker", "-p"]).contains("previous terminated container \"c\" in pod \"talker\" not found"));
+    assert!(refused(&["logs", "talker", "-c", "d"]).contains("container d is not valid for pod talker"));
+    cluster.wait("the pull to fail", || {
+        let why = refused(&["logs", "absent"]);
+        why.contains("is waiting to start: image can't be pulled") || why.contains("is waiting to start: trying and failing to pull image")
+    });
+
+    // Followed across rotations: every line once and in order, and the end with the container's.
+    cluster.apply(&pod("counter", &image, "i=0; while test $i -lt 3000; do i=$((i+1)); echo number $i; done; sleep 5; echo over"));
+    cluster.wait("it to run", || !cluster.pod("counter")["status"]["containerStatuses"][0]["state"]["running"].is_null());
+    let begun = Instant::now();
+    let followed = kubectl(&cluster, &["logs", "-f", "counter"]).output().unwrap();
+    let text = String::from_utf8(followed.stdout).unwrap();
+    let expected: String = (1..=3000).map(|n| format!("number {n}\n")).chain(["over\n".to_owned()]).collect();
+    let rotated =
+        std::fs::read_dir(cluster.data().join("pods-logs")).unwrap().flatten().find(|e| e.file_name().to_string_lossy().contains("_counter_"));
+    let files = std::fs::read_dir(rotated.unwrap().path().join("c")).unwrap().count();
+    // What was rotated away before the reader came is in the older file.
+    assert!(files > 1 && expected.ends_with(&text) && text.lines().count() > 1, "{files} files, {} lines: {:.200}", text.lines().count(), text);
+    assert!(begun.elapsed() < Duration::from_secs(40), "it ends with the container: {:?}", begun.elapsed());
+
+    // The node's own API: closed to those without a name, open to those who may.
+    let port = 16_400 + cluster.number + 1000;
+    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let address = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].status.addresses[0].address}"]);
+    let curl = |arguments: &[&str], path: &str| {
+        let url = format!("https://{address}:{port}{path}");
+        let output = Command::new("curl").args(["-sk", "-o", "/dev/null", "-w", "%{http_code}"]).args(arguments).arg(url).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let account = cluster.kubectl(&["create", "token", "default"]);
+    let bearer = format!("Authorization: Bearer {account}");
+    for path in ["/pods", "/healthz", "/containerLogs/default/talker/c", "/nobody/thought/of/it", "/"] {
+        assert_eq!((curl(&[], path).as_str(), curl(&["-H", &bearer], path).as_str()), ("401", "403"), "{path}");
+        assert_eq!(curl(&["-H", "Authorization: Bearer wrong"], path), "401", "{path}");
+    }
+    let pki = cluster.data().join("control/pki");
+    let (certificate, key) = (pki.join("admin.crt").display().to_string(), pki.join("admin.key").display().to_string());
+    let admin = ["--cert", certificate.as_str(), "--key", key.as_str()];
+    for (path, code) in [
+        ("/pods", "200"),
+        ("/healthz", "200"),
+        ("/configz", "200"),
+        ("/runningpods/", "200"),
+        ("/statusz", "200"),
+        ("/nobody", "404"),
+        ("/run/a/b/c", "405"),
+    ] {
+        assert_eq!(curl(&admin, path), code, "{path}");
+    }
+    let raw = |path: &str| cluster.kubectl(&["get", "--raw", &format!("/api/v1/nodes/{node}/proxy{path}")]);
+    let pods: serde_json::Value = serde_json::from_str(&raw("/pods")).unwrap();
+    let talker = pods["items"].as_array().unwrap().iter().find(|p| p["metadata"]["name"] == "talker").unwrap();
+    assert_eq!(talker["status"]["phase"], "Running");
+    assert!(raw("/configz").contains("\"containerLogMaxSize\":\"4Ki\""));
+    assert!(raw("/runningpods/").contains("talker") && raw("/logs/").contains('\n') && raw("/statusz").contains("Holdfast"));
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}
+
+#[test]
+fn commands_run_in_containers_and_ports_are_reached() {
+    let cluster = Cluster::start("exec", 45);
+    let image = support::busybox(&cluster);
+    let script = "echo ready; while read line; do echo got $line; done; sleep 10000";
+    cluster.apply(&pod("shell", &image, script).replace("command:", "stdin: true, command:"));
+    cluster.kubectl(&["run", "web", "--image=holdfast.local/demo:1"]);
+    cluster.wait("the pods", || ["shell", "web"].iter().all(|name| condition(&cluster.pod(name), "Ready") == "True"));
+    let descriptors = || std::fs::read_dir(format!("/proc/{}/fd", cluster.pid("agent"))).unwrap().count();
+
+    // Output, errors and the exit code come back; input goes in and ends.
+    let output = kubectl(&cluster, &["exec", "shell", "--", "busybox", "sh", "-c", "echo out; echo err >&2; exit 7"]).output().unwrap();
+    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stdout).as_ref()), (Some(7), "out\n"), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).starts_with("err\n"), "{output:?}");
+    let mut child = kubectl(&cluster, &["exec", "-i", "shell", "--", "busybox", "wc", "-c"]).spawn().unwrap();
+    let payload = vec![b'x'; 3 << 20];
+    child.stdin.take().unwrap().write_all(&payload).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), payload.len().to_string(), "{output:?}");
+    let output = kubectl(&cluster, &["exec", "shell", "-c", "other", "--", "true"]).output().unwrap();
+    assert!(String::from_utf8_lossy(&output.stderr).contains("container other is not valid for pod shell"), "{output:?}");
+
+    // Files there and back.
+    cluster.kubectl(&["exec", "shell", "--", "busybox", "ln", "-s", "/bin/busybox", "/bin/tar"]);
+    let dir = tempfile::tempdir().unwrap();
+    let (here, back) = (dir.path().join("here"), dir.path().join("back"));
+    std::fs::write(&here, &payload).unwrap();
+    cluster.kubectl(&["cp", here.to_str().unwrap(), "shell:/there"]);
+    cluster.kubectl(&["cp", "shell:/there", back.to_str().unwrap()]);
+    assert_eq!(std::fs::read(&back).unwrap(), payload);
+
+    // A port.
+    let mut forward = Running(kubectl(&cluster, &["port-forward", "web", ":80"]).spawn().unwrap());
+    let mut line = String::new();
+    // Held open: it says something of every connection.
+    let mut said = BufReader::new(forward.0.stdout.take().unwrap());
+    said.read_line(&mut line).unwrap();
+    let port = line.split("127.0.0.1:").nth(1).and_then(|rest| rest.split(' ').next()).unwrap_or_else(|| panic!("{line}")).to_owned();
+    for _ in 0..20 {
+        let mut stream = std::net::TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
+        stream.write_all(b"GET / HTTP/1.0\r\n\r\n").unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        assert!(text.contains("Hello from web"), "{text}");
+    }
+    drop((forward, said));
+
+    // A container's own streams.
+    let mut attached = Running(kubectl(&cluster, &["attach", "-i", "shell"]).spawn().unwrap());
+    attached.0.stdin.as_mut().unwrap().write_all(b"hello\n").unwrap();
+    let mut reader = BufReader::new(attached.0.stdout.take().unwrap());
+    let mut said = String::new();
+    while !said.contains("got hello") {
+        assert!(reader.read_line(&mut said).unwrap() > 0, "{said}");
+    }
+    drop(attached);
+
+    // A container to look around with.
+    let looked =
+        kubectl(&cluster, &["debug", "shell", &format!("--image={image}"), "--target=c", "--", "busybox", "echo", "looked"]).output().unwrap();
+    assert!(looked.status.success(), "{looked:?}");
+    cluster.wait("what it saw", || {
+        let pod = cluster.pod("shell");
+        let name = pod["spec"]["ephemeralContainers"][0]["name"].as_str().unwrap_or_default().to_owned();
+        let output = kubectl(&cluster, &["logs", "shell", "-c", &name]).output().unwrap();
+        String::from_utf8_lossy(&output.stdout) == "looked\n"
+    });
+
+    // Streams leave nothing behind.
+    cluster.wait("all streams to end", || descriptors() < 200);
+    let before = descriptors();
+    for _ in 0..20 {
+        assert!(kubectl(&cluster, &["exec", "shell", "--", "true"]).output().unwrap().status.success());
+    }
+    cluster.wait("their descriptors to be closed", || descriptors() <= before + 2);
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}
