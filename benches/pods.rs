@@ -315,7 +315,7 @@ async fn main() {
     let client = holdfast::kubeapi::client::connect(&cluster.data().join("kubeconfig")).await.unwrap();
     let api: Api<Pod> = Api::default_namespaced(client.clone());
     let busybox = support::busybox(&cluster);
-    let runtime = CriClient::new(cluster.run_dir().join("containerd.sock").to_str().unwrap(), Duration::from_secs(120)).unwrap();
+    let runtime = CriClient::new(cluster.run_dir().join("containerd.sock").to_str().unwrap(), Duration::from_secs(120), None).unwrap();
     let agent = cluster.pid("agent");
     let name = |kind: &str, i: usize| format!("{kind}-{i}");
     tokio::time::sleep(Duration::from_secs(2)).await;

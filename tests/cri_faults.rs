@@ -104,7 +104,7 @@ impl Bench {
 fn ask(socket: &std::path::Path, uid: &str) -> usize {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
-        let client = CriClient::new(socket.to_str().unwrap(), Duration::from_secs(30)).unwrap();
+        let client = CriClient::new(socket.to_str().unwrap(), Duration::from_secs(30), None).unwrap();
         client.observe(uid).await.unwrap().live().count()
     })
 }

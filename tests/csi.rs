@@ -63,6 +63,16 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     assert_eq!((told["color"].as_str(), told["csi.storage.k8s.io/pod.name"].as_str(), secrets["user"].as_str()), ("blue", "one", "me"));
     assert!(told["csi.storage.k8s.io/serviceAccount.tokens"].contains("vault"));
 
+    // How full it is, the driver says.
+    let cluster_node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let summary = cluster.kubectl(&["get", "--raw", &format!("/api/v1/nodes/{cluster_node}/proxy/stats/summary")]);
+    let summary: serde_json::Value = serde_json::from_str(&summary).unwrap();
+    let full = summary["pods"][0]["volume"].as_array().unwrap().iter().find(|v| v["pvcRef"]["name"] == "shared").unwrap().clone();
+    assert_eq!((&full["name"], &full["usedBytes"], &full["inodesFree"]), (&"v".into(), &700.into(), &3.into()), "{full}");
+    assert_eq!(full["volumeHealthStats"]["abnormal"], true);
+    let metrics = cluster.kubectl(&["get", "--raw", &format!("/api/v1/nodes/{cluster_node}/proxy/metrics")]);
+    assert!(metrics.contains("kubelet_volume_stats_used_bytes{namespace=\"default\",persistentvolumeclaim=\"shared\"} 700"), "{metrics}");
+
     // A second pod: staged once, published twice; undone in the same order.
     cluster.apply(&pod("two", by_claim, ""));
     cluster.wait("the second pod", || ready("two"));

@@ -25,7 +25,7 @@ fn ready(pod: &Value) -> bool {
 fn ask<T>(cluster: &Cluster, work: impl AsyncFnOnce(CriClient) -> T) -> T {
     let endpoint = cluster.run_dir().join("containerd.sock");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async { work(CriClient::new(endpoint.to_str().unwrap(), Duration::from_secs(60)).unwrap()).await })
+    runtime.block_on(async { work(CriClient::new(endpoint.to_str().unwrap(), Duration::from_secs(60), None).unwrap()).await })
 }
 
 fn observe(cluster: &Cluster, uid: &str) -> ObservedPod {

@@ -200,3 +200,71 @@ fn commands_run_in_containers_and_ports_are_reached() {
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }
+
+#[test]
+fn figures_are_those_that_dashboards_read() {
+    let cluster = Cluster::start("figures", 46);
+    let image = support::busybox(&cluster);
+    let script = "busybox dd if=/dev/zero of=/v/file bs=1M count=5 2>/dev/null; i=0; while test $i -lt 300000; do i=$((i+1)); done; sleep 10000";
+    let busy = pod("busy", &image, script)
+        .replace("containers:", "volumes: [{name: v, emptyDir: {}}], containers:")
+        .replace("command:", "resources: {limits: {memory: 64Mi, cpu: '1'}}, readinessProbe: {periodSeconds: 1, exec: {command: [busybox, 'true']}}, volumeMounts: [{name: v, mountPath: /v}], command:");
+    cluster.apply(&busy);
+    cluster.wait("the pod", || condition(&cluster.pod("busy"), "Ready") == "True");
+    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let raw = |path: &str| cluster.kubectl(&["get", "--raw", &format!("/api/v1/nodes/{node}/proxy{path}")]);
+    let value = |text: &str, begin: &str| -> f64 {
+        let line = text.lines().find(|l| l.starts_with(begin)).unwrap_or_else(|| panic!("no {begin} in\n{text}"));
+        let rest = line.rsplit_once('}').map_or_else(|| line.split_once(' ').unwrap().1, |(_, rest)| rest.trim());
+        rest.split(' ').next().unwrap().parse().unwrap()
+    };
+    let labels = r#"{container="c",namespace="default",pod="busy"}"#;
+    let cpu = || value(&raw("/metrics/resource"), &format!("container_cpu_usage_seconds_total{labels}"));
+    cluster.wait("the processor time to count", || cpu() > 0.05);
+    let resource = raw("/metrics/resource");
+    let memory = value(&resource, &format!("container_memory_working_set_bytes{labels}"));
+    assert!(memory > 10_000.0 && memory < f64::from(64 << 20), "{memory}");
+    let began = value(&resource, &format!("container_start_time_seconds{labels}"));
+    assert!((jiff::Timestamp::now().as_second() as f64 - began).abs() < 120.0, "{began}");
+    assert!(value(&resource, "node_memory_working_set_bytes") > memory && value(&resource, "scrape_error") == 0.0);
+    assert!(value(&resource, r#"pod_cpu_usage_seconds_total{namespace="default",pod="busy"}"#) >= 0.05);
+
+    let adviser = raw("/metrics/cadvisor");
+    for name in ["container_memory_working_set_bytes", "container_cpu_cfs_periods_total", "container_spec_memory_limit_bytes", "container_processes"]
+    {
+        assert!(adviser.lines().any(|l| l.starts_with(name) && l.contains(r#"container="c""#) && l.contains(r#"pod="busy""#)), "{name}");
+    }
+    let limit = adviser.lines().find(|l| l.starts_with("container_spec_memory_limit_bytes") && l.contains(r#"container="c""#)).unwrap();
+    assert!(limit.contains(&format!("}} {} ", 64 << 20)), "{limit}");
+    assert!(adviser.lines().any(|l| l.starts_with("container_network_receive_bytes_total") && l.contains(r#"interface="eth0""#)));
+
+    let summary: serde_json::Value = serde_json::from_str(&raw("/stats/summary")).unwrap();
+    let own = &summary["pods"].as_array().unwrap().iter().find(|p| p["podRef"]["name"] == "busy").unwrap();
+    assert_eq!(own["containers"][0]["name"], "c");
+    assert!(
+        own["containers"][0]["memory"]["availableBytes"].as_u64() < Some(64 << 20) && own["cpu"]["usageCoreNanoSeconds"].as_u64() > Some(50_000_000)
+    );
+    assert!(own["network"]["rxBytes"].is_u64() && own["process_stats"]["process_count"].as_u64() > Some(0), "{own}");
+    let volume = own["volume"].as_array().unwrap().iter().find(|v| v["name"] == "v").unwrap();
+    assert!(volume["usedBytes"].as_u64() >= Some(5 << 20), "{volume}");
+    assert!(own["ephemeral-storage"]["usedBytes"].as_u64() >= Some(5 << 20));
+    for key in ["cpu", "memory", "fs", "runtime", "rlimit", "swap"] {
+        assert!(summary["node"][key].is_object(), "{key}: {}", summary["node"]);
+    }
+    let short: serde_json::Value = serde_json::from_str(&raw("/stats/summary?only_cpu_and_memory=true")).unwrap();
+    assert!(short["node"]["fs"].is_null() && short["pods"][0]["cpu"].is_object());
+
+    let agent = raw("/metrics");
+    assert!(value(&agent, "process_resident_memory_bytes") > f64::from(1 << 20));
+    assert!(value(&agent, r#"kubelet_runtime_operations_total{operation_type="run_podsandbox"}"#) >= 1.0);
+    assert!(value(&agent, "kubelet_pod_start_duration_seconds_count") >= 1.0 && value(&agent, "kubelet_running_pods") >= 1.0);
+    assert!(value(&agent, r#"kubelet_http_requests_total{method="GET",path="stats""#) >= 1.0);
+    assert!(
+        raw("/metrics/probes")
+            .lines()
+            .any(|l| l.starts_with("prober_probe_total") && l.contains(r#"result="successful""#) && l.contains(r#"pod="busy""#))
+    );
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    cluster.wait("its figures to go", || !raw("/metrics/probes").contains("busy") && !raw("/metrics/resource").contains("busy"));
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}

@@ -19,6 +19,7 @@ mod images;
 mod journal;
 mod limits;
 mod local;
+mod metrics;
 mod mirror;
 mod node;
 mod objects;
@@ -47,6 +48,7 @@ pub use events::{Events, Kind};
 pub use images::Images;
 pub use journal::Journals;
 pub use local::SOCKET;
+pub use metrics::Metrics;
 pub use node::{KubeNodes, Network, NodeApi};
 pub use server::Known;
 pub use start::build;
@@ -96,8 +98,8 @@ pub struct Context {
     pub features: watch::Sender<Features>,
     /// Pods that have been taken, by uid.
     pub admitted: Mutex<BTreeMap<String, Taken>>,
-    /// How long starts took, for those who ask.
-    pub latency: Latency,
+    /// What is counted as it happens.
+    pub metrics: Arc<Metrics>,
     /// The network as probes and hooks use it.
     pub dialer: Arc<dyn Dialer>,
     /// What was done for each pod.
@@ -131,27 +133,6 @@ pub enum Admission {
     Room,
     /// It is not taken.
     Refused(Refusal),
-}
-
-/// The startup latency record: from first sight to running, without image pulls being told apart.
-#[derive(Default)]
-pub struct Latency(Mutex<Vec<f64>>);
-
-impl Latency {
-    /// Notes one start, in seconds. The newest thousand are kept.
-    pub fn record(&self, seconds: f64) {
-        let mut list = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if list.len() >= 1000 {
-            list.remove(0);
-        }
-        list.push(seconds);
-    }
-
-    /// All that is kept, oldest first.
-    #[must_use]
-    pub fn all(&self) -> Vec<f64> {
-        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
-    }
 }
 
 impl Context {

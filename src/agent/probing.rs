@@ -11,7 +11,10 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::task::AbortOnDropHandle;
 
+use kube::ResourceExt as _;
+
 use super::journal::Log;
+use super::metrics::Probe;
 use super::{Context, Kind as Severity};
 use crate::core::journal::{Progress, Step};
 use crate::core::observed::{ContainerState, ObservedPod};
@@ -264,6 +267,14 @@ impl Prober {
             answer = self.answer().await;
         }
         let name = self.kind.name();
+        let result = match &answer {
+            Answer::Success | Answer::Warning(_) => "successful",
+            Answer::Failure(_) => "failed",
+            Answer::Unknown(_) => "unknown",
+        };
+        let (namespace, pod) = (self.pod.namespace().unwrap_or_default(), self.pod.name_any());
+        let of = [self.container.name.as_str(), &namespace, &pod, pod::uid(&self.pod)];
+        self.context.metrics.probed(Probe { of, kind: name, result });
         match answer {
             Answer::Success => Some(true),
             Answer::Warning(output) => {

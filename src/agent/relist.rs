@@ -62,6 +62,7 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
     let mut has_events = true;
     let mut next_try = Instant::now();
     let mut failing = false;
+    let mut last: Option<Instant> = None;
     // Memory is given back once a burst is over: something happened, and then a while nothing did.
     let mut quiet_since: Option<Instant> = None;
     loop {
@@ -79,7 +80,10 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
                 Err(_) => next_try = Instant::now() + Duration::from_secs(5),
             }
         }
-        match context.runtime.list().await {
+        let begun = Instant::now();
+        let listing = context.runtime.list().await;
+        context.metrics.listed(begun.elapsed(), last.replace(begun).map(|last| begun - last));
+        match listing {
             Ok(listed) => {
                 if std::mem::replace(&mut failing, false) {
                     tracing::info!("the container runtime answers again");

@@ -9,7 +9,7 @@ use kube::Api;
 use kube::runtime::watcher;
 use tokio::sync::watch;
 
-use super::{Agent, Context, Events, Images, Journals, KubeNodes, Latency, Network, NodeApi};
+use super::{Agent, Context, Events, Images, Journals, KubeNodes, Network, NodeApi};
 use crate::config::Config;
 use crate::core::cgroup::Driver;
 use crate::core::dns::Resolver;
@@ -47,7 +47,11 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     for dir in [config.root_dir.clone(), config.root_dir.join("pods"), config.pod_logs_dir.clone()] {
         std::fs::create_dir_all(&dir).with_context(|| format!("the directory {} cannot be made", dir.display()))?;
     }
-    let runtime: Arc<dyn Runtime> = Arc::new(CriClient::new(&config.runtime_endpoint, config.runtime_timeout).map_err(anyhow::Error::msg)?);
+    let metrics = Arc::new(super::Metrics::default());
+    let counted = Arc::clone(&metrics);
+    let report: crate::cri::Report = Arc::new(move |operation, refused, took| counted.runtime(operation, refused, took));
+    let runtime = CriClient::new(&config.runtime_endpoint, config.runtime_timeout, Some(report)).map_err(anyhow::Error::msg)?;
+    let runtime: Arc<dyn Runtime> = Arc::new(runtime);
     // The heartbeat has a connection of its own: pods must not make the node look dead.
     let clients = match &config.kubeconfig {
         Some(path) => Some((connect(path).await?, connect(path).await?)),
@@ -114,7 +118,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         node: node_state,
         admitted: std::sync::Mutex::default(),
         features: watch::channel(crate::cri::Features::default()).0,
-        latency: Latency::default(),
+        metrics,
         dialer: Arc::new(crate::probes::Network),
         journals: Journals::default(),
         csi: super::Csi::new(&config.root_dir),

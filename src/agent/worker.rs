@@ -160,6 +160,7 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
             }
             Ok(Outcome::Gone) => {
                 context.journals.gone(&uid);
+                context.metrics.gone(&uid);
                 return;
             }
             Ok(Outcome::Wait(until)) => {

@@ -74,6 +74,19 @@ pub fn pod_path(root: &str, driver: Driver, class: QosClass, uid: &str) -> Strin
     }
 }
 
+/// Where a cgroup of [`pod_path`] lies below the hierarchy's root, or one of its containers'.
+#[must_use]
+pub fn place(path: &str, container: Option<&str>) -> String {
+    let Some(name) = path.strip_suffix(".slice") else {
+        return container.map_or_else(|| path.to_owned(), |id| format!("{path}/{id}"));
+    };
+    // systemd nests slices by the dashes in their names.
+    let parts: Vec<&str> = name.split('-').collect();
+    let slices: Vec<String> = (1..=parts.len()).map(|n| format!("{}.slice", parts[..n].join("-"))).collect();
+    let scope = container.map(|id| format!("/cri-containerd-{id}.scope")).unwrap_or_default();
+    format!("/{}{scope}", slices.join("/"))
+}
+
 /// The tiers above a pod, outermost first, in cgroupfs spelling.
 #[must_use]
 pub fn tiers(root: &str, class: QosClass) -> Vec<String> {
@@ -139,6 +152,16 @@ pub fn oom_score_adj(pod: &Pod, container: &Container, memory: u64) -> i64 {
 mod tests {
     use super::*;
     use serde_json::{Value, json};
+
+    #[test]
+    fn cgroups_lie_where_their_driver_puts_them() {
+        assert_eq!(place("/kubepods/podu", None), "/kubepods/podu");
+        assert_eq!(place("/kubepods/podu", Some("id")), "/kubepods/podu/id");
+        assert_eq!(
+            place("kubepods-burstable-podu_1.slice", Some("id")),
+            "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-podu_1.slice/cri-containerd-id.scope"
+        );
+    }
 
     #[test]
     fn paths_follow_driver_and_class() {

@@ -154,6 +154,41 @@ pub fn needs(method: &str, path: &str) -> Needs {
     Needs { verb, subresources }
 }
 
+/// The first part of a path as metrics show it: of others only that they were asked for.
+#[must_use]
+pub fn family(path: &str) -> &'static str {
+    const KNOWN: [&str; 14] = [
+        "healthz",
+        "pods",
+        "runningpods",
+        "containerLogs",
+        "exec",
+        "attach",
+        "portForward",
+        "run",
+        "configz",
+        "stats",
+        "metrics",
+        "logs",
+        "statusz",
+        "flagz",
+    ];
+    let first = path.trim_start_matches('/').split('/').next().unwrap_or_default();
+    KNOWN.into_iter().find(|known| *known == first).unwrap_or("other")
+}
+
+/// Whether what is asked for takes as long as its reader wishes.
+#[must_use]
+pub fn is_long(family: &str) -> bool {
+    matches!(family, "exec" | "attach" | "portForward" | "containerLogs")
+}
+
+/// A method as metrics show it.
+#[must_use]
+pub fn known_method(method: &str) -> &'static str {
+    ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"].into_iter().find(|known| *known == method).unwrap_or("other")
+}
+
 /// How a log is read.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LogOptions {

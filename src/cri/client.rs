@@ -14,6 +14,7 @@ use tokio::sync::mpsc;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
+use super::measured::{Measured, Report};
 use super::{Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus, Stock, convert, events};
 use crate::core::config::label;
 use crate::core::explain::Fetching;
@@ -29,8 +30,8 @@ const REMEMBERED: usize = 4096;
 /// A client; clones share the connection, which comes back by itself.
 pub struct CriClient {
     channel: Channel,
-    runtime: RuntimeServiceClient<Channel>,
-    images: ImageServiceClient<Channel>,
+    runtime: RuntimeServiceClient<Measured>,
+    images: ImageServiceClient<Measured>,
     /// The deadline of ordinary calls.
     deadline: Duration,
     /// Details of containers by id and state, which do not change any more.
@@ -60,17 +61,19 @@ fn gone_is_fine<T>(result: Result<T, Status>) -> Result<(), RuntimeError> {
 }
 
 impl CriClient {
-    /// For an endpoint such as `unix:///run/containerd/containerd.sock`. Nothing is sent yet.
-    pub fn new(endpoint: &str, deadline: Duration) -> Result<CriClient, String> {
+    /// For an endpoint such as `unix:///run/containerd/containerd.sock`. Nothing is sent yet. Of calls that
+    /// end, `report` is told.
+    pub fn new(endpoint: &str, deadline: Duration, report: Option<Report>) -> Result<CriClient, String> {
         let address = if endpoint.starts_with('/') { format!("unix://{endpoint}") } else { endpoint.to_owned() };
         if !address.starts_with("unix://") {
             return Err(format!("the runtime endpoint {endpoint:?} is not a unix socket; use for instance unix:///run/containerd/containerd.sock"));
         }
         let endpoint = Endpoint::from_shared(address.clone()).map_err(|e| format!("the runtime endpoint {address:?} cannot be used: {e}"))?;
         let channel = endpoint.connect_timeout(Duration::from_secs(5)).connect_lazy();
+        let measured = Measured { channel: channel.clone(), report };
         Ok(CriClient {
-            runtime: RuntimeServiceClient::new(channel.clone()).max_decoding_message_size(MESSAGE_LIMIT),
-            images: ImageServiceClient::new(channel.clone()).max_decoding_message_size(MESSAGE_LIMIT),
+            runtime: RuntimeServiceClient::new(measured.clone()).max_decoding_message_size(MESSAGE_LIMIT),
+            images: ImageServiceClient::new(measured).max_decoding_message_size(MESSAGE_LIMIT),
             channel,
             deadline,
             details: Mutex::default(),

@@ -12,6 +12,7 @@ use tokio::sync::{mpsc, oneshot};
 use tonic::transport::Channel;
 use tonic::{Request, Status};
 
+use super::measured::Measured;
 use super::{RuntimeError, RuntimeErrorKind};
 use crate::core::config::label;
 
@@ -30,14 +31,14 @@ async fn accepted(refusal: oneshot::Receiver<Status>) -> Result<(), RuntimeError
 }
 
 /// The uids of pods in which something happened.
-pub(super) async fn follow(channel: &Channel, runtime: &RuntimeServiceClient<Channel>) -> Result<mpsc::Receiver<String>, RuntimeError> {
+pub(super) async fn follow(channel: &Channel, runtime: &RuntimeServiceClient<Measured>) -> Result<mpsc::Receiver<String>, RuntimeError> {
     match of_cri(runtime.clone()).await {
         Err(error) if error.kind == RuntimeErrorKind::Unimplemented => of_containerd(EventsClient::new(channel.clone()), runtime.clone()).await,
         other => other,
     }
 }
 
-async fn of_cri(mut client: RuntimeServiceClient<Channel>) -> Result<mpsc::Receiver<String>, RuntimeError> {
+async fn of_cri(mut client: RuntimeServiceClient<Measured>) -> Result<mpsc::Receiver<String>, RuntimeError> {
     let (sender, receiver) = mpsc::channel(256);
     let (refused, refusal) = oneshot::channel();
     tokio::spawn(async move {
@@ -62,7 +63,7 @@ async fn of_cri(mut client: RuntimeServiceClient<Channel>) -> Result<mpsc::Recei
     accepted(refusal).await.map(|()| receiver)
 }
 
-async fn of_containerd(mut client: EventsClient<Channel>, runtime: RuntimeServiceClient<Channel>) -> Result<mpsc::Receiver<String>, RuntimeError> {
+async fn of_containerd(mut client: EventsClient<Channel>, runtime: RuntimeServiceClient<Measured>) -> Result<mpsc::Receiver<String>, RuntimeError> {
     let (sender, receiver) = mpsc::channel(256);
     let (refused, refusal) = oneshot::channel();
     tokio::spawn(async move {
@@ -95,7 +96,7 @@ async fn of_containerd(mut client: EventsClient<Channel>, runtime: RuntimeServic
 
 /// The pod to which a container or sandbox belongs. CRI must have seen the end itself before it is worth
 /// looking, and it listens to the same events: it is waited for, a second at most.
-async fn uid_of(runtime: &RuntimeServiceClient<Channel>, id: &str) -> Option<String> {
+async fn uid_of(runtime: &RuntimeServiceClient<Measured>, id: &str) -> Option<String> {
     let uid = |labels: &HashMap<String, String>| labels.get(label::POD_UID).cloned();
     let mut found = None;
     for pause in [0, 2, 4, 8, 16, 32, 64, 128, 256, 512] {

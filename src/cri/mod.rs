@@ -5,6 +5,7 @@
 mod client;
 mod convert;
 mod events;
+mod measured;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -15,6 +16,7 @@ use holdfast_proto::cri as pb;
 use tokio::sync::mpsc;
 
 pub use client::CriClient;
+pub use measured::Report;
 
 use crate::core::explain::Fetching;
 use crate::core::observed::ObservedPod;

@@ -136,6 +136,12 @@ impl Driver {
         Ok(())
     }
 
+    /// How full a published volume is.
+    pub async fn stats(&self, volume: &str, target: &str, staging: &str) -> Result<pb::NodeGetVolumeStatsResponse, CsiError> {
+        let request = pb::NodeGetVolumeStatsRequest { volume_id: volume.into(), volume_path: target.into(), staging_target_path: staging.into() };
+        Ok(self.0.clone().node_get_volume_stats(within(request, DEADLINE)).await?.into_inner())
+    }
+
     /// Makes the filesystem of a published volume as large as the volume is.
     pub async fn expand(&self, request: pb::NodeExpandVolumeRequest) -> Result<(), CsiError> {
         self.0.clone().node_expand_volume(within(request, DEADLINE)).await?;

@@ -30,6 +30,9 @@ pub struct Published {
     pub data: VolumeData,
     /// Whether it is a device.
     pub block: bool,
+    /// Its claim's namespace and name; not known of what an agent before this one published, until its pod is
+    /// looked at.
+    pub claim: Option<(String, String)>,
 }
 
 fn names(dir: &Path) -> Vec<String> {
@@ -73,10 +76,10 @@ impl CsiDirs {
     }
 
     /// Where a volume of a pod is published. Nothing is touched.
-    pub fn place(&self, uid: &str, data: VolumeData, block: bool) -> Result<Published, String> {
+    pub fn place(&self, uid: &str, data: VolumeData, block: bool, claim: Option<(String, String)>) -> Result<Published, String> {
         let name = segment(&data.spec_vol_id)?.to_owned();
         let target = if block { self.device(uid, &name)? } else { self.of_pod(uid)?.join(&name).join("mount") };
-        Ok(Published { uid: uid.to_owned(), name, target, data, block })
+        Ok(Published { uid: uid.to_owned(), name, target, data, block, claim })
     }
 
     /// Makes the directory of a pod's volume and notes what it is for; the driver makes its target itself.
@@ -137,13 +140,13 @@ impl CsiDirs {
             for name in names(&dir) {
                 let place = dir.join(&name);
                 if let Some(data) = read(place.join(NOTE)) {
-                    all.push(Published { uid: uid.clone(), name, target: place.join("mount"), data, block: false });
+                    all.push(Published { uid: uid.clone(), name, target: place.join("mount"), data, block: false, claim: None });
                 }
             }
             for name in names(&devices) {
                 let (data, target) = (read(self.devices().join(&name).join("data").join(NOTE)), self.device(&uid, &name));
                 if let (Some(data), Ok(target)) = (data, target) {
-                    all.push(Published { uid: uid.clone(), name, target, data, block: true });
+                    all.push(Published { uid: uid.clone(), name, target, data, block: true, claim: None });
                 }
             }
         }
@@ -206,7 +209,7 @@ mod tests {
         let dirs = CsiDirs(root.path().into());
         let data = VolumeData { spec_vol_id: "pv".into(), volume_handle: "../h".into(), driver_name: "d.example".into(), ..VolumeData::default() };
         assert!(dirs.published().is_empty());
-        let volume = dirs.place("u", data.clone(), false).expect("a place");
+        let volume = dirs.place("u", data.clone(), false, None).expect("a place");
         assert!(volume.target.ends_with("pods/u/volumes/kubernetes.io~csi/pv/mount"));
         dirs.prepare(&volume).expect("prepared");
         assert!(!volume.target.exists(), "that is the driver's to make");
@@ -219,7 +222,7 @@ mod tests {
         dirs.unstaged(&found[0]).expect("once more is fine");
         dirs.forget(&found[0]).expect("forgotten");
         assert!(dirs.published().is_empty() && dirs.staged(&found[0]).is_none());
-        let device = dirs.place("u", data.clone(), true).expect("a place");
+        let device = dirs.place("u", data.clone(), true, None).expect("a place");
         dirs.prepare(&device).expect("prepared");
         assert!(device.target.ends_with("volumeDevices/publish/pv/u") && !device.target.exists());
         let found = dirs.published();
@@ -227,9 +230,9 @@ mod tests {
         dirs.forget(&found[0]).expect("forgotten");
         assert!(dirs.published().is_empty());
         for bad in ["../x", "", ".."] {
-            assert!(dirs.place(bad, data.clone(), false).is_err(), "{bad:?}");
-            assert!(dirs.place("u", VolumeData { spec_vol_id: bad.into(), ..data.clone() }, true).is_err(), "{bad:?}");
-            let place = dirs.place("u", VolumeData { driver_name: bad.into(), ..data.clone() }, false).expect("a place");
+            assert!(dirs.place(bad, data.clone(), false, None).is_err(), "{bad:?}");
+            assert!(dirs.place("u", VolumeData { spec_vol_id: bad.into(), ..data.clone() }, true, None).is_err(), "{bad:?}");
+            let place = dirs.place("u", VolumeData { driver_name: bad.into(), ..data.clone() }, false, None).expect("a place");
             assert!(dirs.stage(&place).is_err(), "{bad:?}");
         }
     }

@@ -125,6 +125,11 @@ impl PodHost for LinuxHost {
         Ok(parent)
     }
 
+    fn cgroup_path(&self, pod: &Pod, container: Option<&str>) -> String {
+        let class = qos::of(pod::spec(pod));
+        cgroup::place(&cgroup::pod_path(&self.cgroup_root, self.driver, class, pod::uid(pod)), container)
+    }
+
     async fn user_mappings(&self, pod: &Pod) -> Result<Mappings, String> {
         let (pods, dir) = (self.root.join("pods"), self.pod_dir(pod::uid(pod))?);
         blocking(move || {

@@ -101,6 +101,36 @@ pub fn filesystem(dir: &Path) -> std::io::Result<Filesystem> {
     Ok(Filesystem { capacity: stat.blocks() * stat.fragment_size(), available: stat.blocks_available() * stat.fragment_size() })
 }
 
+/// The room on a filesystem.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Room {
+    /// All bytes.
+    pub capacity: u64,
+    /// Those that anybody may still write.
+    pub available: u64,
+    /// Those that root may.
+    pub free: u64,
+    /// All inodes.
+    pub inodes: u64,
+    /// Those that are free.
+    pub inodes_free: u64,
+}
+
+impl Room {
+    /// That of the filesystem that a directory is on.
+    pub fn of(dir: &Path) -> std::io::Result<Room> {
+        let stat = nix::sys::statvfs::statvfs(dir)?;
+        let bytes = |blocks: u64| blocks * stat.fragment_size();
+        Ok(Room {
+            capacity: bytes(stat.blocks()),
+            available: bytes(stat.blocks_available()),
+            free: bytes(stat.blocks_free()),
+            inodes: stat.files(),
+            inodes_free: stat.files_free(),
+        })
+    }
+}
+
 /// The OS's host name.
 #[must_use]
 pub fn hostname() -> String {

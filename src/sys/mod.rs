@@ -8,6 +8,7 @@ pub mod file;
 pub mod link;
 pub mod machine;
 pub mod memory;
+pub mod meter;
 pub mod mount;
 pub mod ownership;
 pub mod patient;

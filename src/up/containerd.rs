@@ -88,7 +88,7 @@ fn cni_binary() -> anyhow::Result<PathBuf> {
 
 /// Waits until a runtime answers CRI v1 at `endpoint`; `alive` says whether waiting still makes sense.
 pub async fn wait_ready(endpoint: &str, patience: Duration, alive: impl Fn() -> bool) -> anyhow::Result<String> {
-    let client = CriClient::new(endpoint, Duration::from_secs(5)).map_err(anyhow::Error::msg)?;
+    let client = CriClient::new(endpoint, Duration::from_secs(5), None).map_err(anyhow::Error::msg)?;
     let deadline = tokio::time::Instant::now() + patience;
     loop {
         match client.version().await {

@@ -244,7 +244,7 @@ pub async fn down(settings: &Settings, purge: bool) -> anyhow::Result<()> {
 /// Removes the sandboxes of this cluster's pods; in a private runtime that is all of them.
 async fn remove_pods(settings: &Settings) -> anyhow::Result<()> {
     let endpoint = settings.endpoint();
-    let runtime = CriClient::new(&endpoint, Duration::from_secs(30)).map_err(anyhow::Error::msg)?;
+    let runtime = CriClient::new(&endpoint, Duration::from_secs(30), None).map_err(anyhow::Error::msg)?;
     let listed = runtime.list().await.with_context(|| format!("the runtime at {endpoint} cannot be asked for its pods"))?;
     let private = settings.containerd_endpoint.is_none();
     let ours = listed.into_iter().filter(|p| private || settings.dirs.agent().join("pods").join(&p.uid).exists());

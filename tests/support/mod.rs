@@ -309,7 +309,7 @@ pub fn inside(cluster: &Cluster, pod: &str, command: &[&str]) -> String {
     let command: Vec<String> = command.iter().map(|c| (*c).to_owned()).collect();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
-        let client = CriClient::new(cluster.run_dir().join("containerd.sock").to_str().unwrap(), Duration::from_secs(60)).unwrap();
+        let client = CriClient::new(cluster.run_dir().join("containerd.sock").to_str().unwrap(), Duration::from_secs(60), None).unwrap();
         client.exec(&id, &command, None).await.unwrap().output.trim().to_owned()
     })
 }

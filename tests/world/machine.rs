@@ -65,6 +65,10 @@ impl PodHost for World {
         Ok("/kubepods".into())
     }
 
+    fn cgroup_path(&self, _: &Pod, _: Option<&str>) -> String {
+        String::new()
+    }
+
     async fn user_mappings(&self, _: &Pod) -> Result<holdfast::core::users::Mappings, String> {
         Err("no user namespaces here".into())
     }

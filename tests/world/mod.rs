@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use holdfast::agent::{Agent, Context, Events, Images, Journals, Latency, Network};
+use holdfast::agent::{Agent, Context, Events, Images, Journals, Metrics, Network};
 use holdfast::config::{self, Overrides};
 use holdfast::core::behind::Behind;
 use holdfast::core::config::label;
@@ -180,7 +180,7 @@ impl World {
             node: node_state,
             admitted: Mutex::default(),
             features: watch::channel(holdfast::cri::Features::default()).0,
-            latency: Latency::default(),
+            metrics: Arc::new(Metrics::default()),
             dialer: Arc::new(self.clone()),
             journals: Journals::default(),
             csi: holdfast::agent::Csi::new(&config.root_dir),

@@ -15,6 +15,7 @@ use tokio::sync::Notify;
 
 pub use registry::run;
 
+use super::server::VolumeFigures;
 use super::{Context, Kind};
 use crate::core::csi::{self, Abilities, Volume, VolumeData};
 use crate::core::pod;
@@ -22,6 +23,7 @@ use crate::csi::{CsiError, Driver, NodeInfo};
 use crate::host::blocking;
 use crate::host::csi::{CsiDirs, Published, give, is_mounted};
 use crate::kubeapi::pods::TokenFor;
+use crate::sys::machine::Room;
 
 /// How long a volume waits until the node's status says that it is in use.
 const REPORTING: Duration = Duration::from_secs(10);
@@ -169,7 +171,7 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<()
         volume_lifecycle_mode: if volume.inline { "Ephemeral" } else { "Persistent" }.into(),
         volume_handle: handle,
     };
-    let place = context.csi.dirs.place(uid, data, volume.block)?;
+    let place = context.csi.dirs.place(uid, data, volume.block, volume.claim.clone())?;
     let wanted = Wanted { volume, registered, described, place };
     let turn = context.csi.turn(&wanted.place.data);
     let _turn = turn.lock().await;
@@ -321,4 +323,45 @@ async fn one(context: &Context, place: &Published) -> Result<(), String> {
         dirs.forget(&own)
     })
     .await
+}
+
+/// How full the volumes are that drivers have published for a pod: as the driver says, or else as their filesystem does.
+pub async fn figures(context: &Context, uid: &str) -> Vec<VolumeFigures> {
+    let of_pod = |place: &&Published| place.uid == uid && !place.block;
+    let all: Vec<Published> = lock(&context.csi.published).values().filter(of_pod).cloned().collect();
+    let mut found = vec![];
+    for place in all {
+        match full(context, &place).await {
+            Ok(figures) => found.push(figures),
+            Err(error) => tracing::debug!(error, volume = place.name, "it cannot be told how full a volume is"),
+        }
+    }
+    found
+}
+
+async fn full(context: &Context, place: &Published) -> Result<VolumeFigures, String> {
+    let (namespace, claim) = place.claim.clone().unzip();
+    let mut figures = VolumeFigures { name: place.name.clone(), namespace: namespace.unwrap_or_default(), claim, ..VolumeFigures::default() };
+    let registered = context.csi.driver(&place.data.driver_name)?;
+    if registered.abilities.stats {
+        let staging = context.csi.dirs.staged(place).map(|dir| dir.display().to_string()).unwrap_or_default();
+        let target = place.target.display().to_string();
+        let answer = registered.driver.stats(&place.data.volume_handle, &target, &staging).await.map_err(failed("NodeGetVolumeStats"))?;
+        let number = |n: i64| u64::try_from(n).unwrap_or(0);
+        for usage in &answer.usage {
+            let of = (number(usage.used), number(usage.total), number(usage.available));
+            match usage.unit() {
+                pb::volume_usage::Unit::Bytes => figures.bytes = of,
+                pb::volume_usage::Unit::Inodes => figures.inodes = of,
+                pb::volume_usage::Unit::Unknown => {}
+            }
+        }
+        figures.abnormal = answer.volume_condition.map(|c| c.abnormal);
+        return Ok(figures);
+    }
+    let target = place.target.clone();
+    let room = blocking(move || Room::of(&target).map_err(|e| e.to_string())).await?;
+    figures.bytes = (room.capacity.saturating_sub(room.free), room.capacity, room.available);
+    figures.inodes = (room.inodes.saturating_sub(room.inodes_free), room.inodes, room.inodes_free);
+    Ok(figures)
 }

@@ -36,7 +36,7 @@ struct Instance {
     running: Option<String>,
 }
 
-fn status<'a>(pod: &'a Pod, container: &str) -> Option<&'a ContainerStatus> {
+pub(super) fn status<'a>(pod: &'a Pod, container: &str) -> Option<&'a ContainerStatus> {
     let status = pod.status.as_ref()?;
     let all = [&status.container_statuses, &status.init_container_statuses, &status.ephemeral_container_statuses];
     all.into_iter().flatten().flatten().find(|s| s.name == container)

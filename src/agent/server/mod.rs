@@ -3,7 +3,10 @@
 //! Every path is authenticated and authorised before it is looked at. What is shown is read when it is asked for.
 
 mod access;
+mod figures;
 mod logs;
+mod metrics;
+mod stats;
 mod streams;
 mod views;
 
@@ -21,9 +24,13 @@ use tokio::net::TcpListener;
 use super::Context;
 use crate::core::pod;
 use crate::core::serving::{self, Endpoint, Place, Routed};
+use crate::host::blocking;
 use crate::https::{self, Body, Limits, Peer, Tls, TlsFiles, text};
 use crate::kubeapi::reviews::Reviews;
+use crate::sys::machine::Room;
 use access::Access;
+
+pub use figures::VolumeFigures;
 
 /// What the main listener gives away.
 const MAIN: Limits = Limits { connections: 512, idle: Some(Duration::from_secs(90)) };
@@ -62,6 +69,9 @@ impl Refusal {
 pub struct Server {
     context: Arc<Context>,
     access: Access,
+    figures: figures::Figures,
+    /// Where the runtime keeps its images.
+    images: tokio::sync::OnceCell<PathBuf>,
 }
 
 impl Server {
@@ -75,8 +85,25 @@ impl Server {
         self.context.roster.borrow().iter().find(fits).cloned()
     }
 
+    /// The room on the filesystem of the runtime's images; nothing where the runtime does not say where that is.
+    async fn image_room(&self) -> Room {
+        let ask = || async { self.context.runtime.stock().await.map(|stock| stock.mountpoint) };
+        match self.images.get_or_try_init(ask).await {
+            Ok(dir) => {
+                let dir = dir.clone();
+                blocking(move || Room::of(&dir).map_err(|e| e.to_string())).await.unwrap_or_default()
+            }
+            Err(error) => {
+                tracing::debug!(%error, "the runtime does not say where its images are");
+                Room::default()
+            }
+        }
+    }
+
     async fn answer(self: Arc<Self>, peer: Peer, request: Request<Incoming>) -> Response<Body> {
         let needs = serving::needs(request.method().as_str(), request.uri().path());
+        let path = serving::family(request.uri().path());
+        self.context.metrics.http(serving::known_method(request.method().as_str()), path, serving::is_long(path));
         if let Err(refusal) = self.access.check(&peer, request.headers(), &needs).await {
             return refusal;
         }
@@ -123,7 +150,8 @@ impl Server {
             Endpoint::Files(path) => logs::of_node(path).await,
             Endpoint::Run(place) => streams::run(self, place, &query).await,
             Endpoint::Exec(_) | Endpoint::Attach(_) | Endpoint::PortForward(_) => streams::hand_on(self, endpoint, request).await,
-            Endpoint::Stats | Endpoint::Metrics(_) => Err(Refusal(StatusCode::NOT_FOUND, "404 page not found".into())),
+            Endpoint::Stats => stats::summary(self, &query).await,
+            Endpoint::Metrics(part) => metrics::part(self, part).await,
         }
     }
 }
@@ -178,7 +206,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>) {
         return std::future::pending().await;
     }
     let access = Access::new(serving.clone(), &context.config.node_name, reviews);
-    let server = Arc::new(Server { context, access });
+    let server = Arc::new(Server { context, access, figures: figures::Figures::default(), images: tokio::sync::OnceCell::new() });
     if !serving.reviews && serving.anonymous {
         tracing::warn!(address = %serving.main, "everybody may do everything over this agent's HTTP API: set authentication and authorization in its configuration");
     }

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::{Known, Refusal, Server};
 use crate::https::{Body, text};
 
-fn as_json(value: &impl serde::Serialize) -> Response<Body> {
+pub(super) fn as_json(value: &impl serde::Serialize) -> Response<Body> {
     match serde_json::to_string(value) {
         Ok(text_of) => {
             let mut response = text(StatusCode::OK, text_of);

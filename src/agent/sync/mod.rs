@@ -176,7 +176,7 @@ fn falls_back_to_logs(pod: &Pod, ended: &observed::Container) -> bool {
 fn record_startup_latency(context: &Context, memory: &mut Memory) {
     if !memory.ran && memory.status.phase.as_deref() == Some("Running") {
         memory.ran = true;
-        context.latency.record(context.clock.now().duration_since(memory.first_seen).as_secs_f64());
+        context.metrics.pod_started(context.clock.now().duration_since(memory.first_seen).as_secs_f64());
     }
 }
 

@@ -1,0 +1,190 @@
+//! Figures in Prometheus' text format. Pure.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+/// Labels in the order they are given.
+pub type Labels<'a> = &'a [(&'a str, &'a str)];
+
+/// A page of figures.
+#[derive(Debug, Default)]
+pub struct Page(String);
+
+fn escaped(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+fn number(value: f64) -> String {
+    if value.fract() == 0.0 && value.abs() < 1e15 { format!("{value:.0}") } else { format!("{value}") }
+}
+
+impl Page {
+    /// Begins a family: all its samples follow.
+    pub fn family(&mut self, name: &str, kind: &str, help: &str) -> &mut Page {
+        // Writing to a String cannot fail.
+        let _ = write!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}\n");
+        self
+    }
+
+    /// A sample; `at` is its time in milliseconds, where it is not now.
+    pub fn sample(&mut self, name: &str, labels: Labels<'_>, value: f64, at: Option<i64>) -> &mut Page {
+        let labels: Vec<String> = labels.iter().map(|(key, value)| format!("{key}=\"{}\"", escaped(value))).collect();
+        let labels = if labels.is_empty() { String::new() } else { format!("{{{}}}", labels.join(",")) };
+        let at = at.map(|at| format!(" {at}")).unwrap_or_default();
+        let _ = writeln!(self.0, "{name}{labels} {}{at}", number(value));
+        self
+    }
+
+    /// A family of one sample.
+    pub fn single(&mut self, name: &str, kind: &str, help: &str, labels: Labels<'_>, value: f64) -> &mut Page {
+        self.family(name, kind, help).sample(name, labels, value, None)
+    }
+
+    /// The text.
+    #[must_use]
+    pub fn into_text(self) -> String {
+        self.0
+    }
+}
+
+/// Counted observations.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Histogram {
+    bounds: &'static [f64],
+    counts: Vec<u64>,
+    sum: f64,
+    count: u64,
+}
+
+impl Histogram {
+    /// None yet; `bounds` are the buckets' upper ends, rising.
+    #[must_use]
+    pub fn new(bounds: &'static [f64]) -> Histogram {
+        Histogram { bounds, counts: vec![0; bounds.len()], sum: 0.0, count: 0 }
+    }
+
+    /// One more.
+    pub fn observe(&mut self, value: f64) {
+        for (count, _) in self.counts.iter_mut().zip(self.bounds).filter(|(_, bound)| value <= **bound) {
+            *count += 1;
+        }
+        self.sum += value;
+        self.count += 1;
+    }
+
+    /// Its samples.
+    pub fn write(&self, page: &mut Page, name: &str, labels: Labels<'_>) {
+        let bucket = format!("{name}_bucket");
+        let bounds = self.bounds.iter().map(|b| format!("{b}")).chain(["+Inf".to_owned()]);
+        for (bound, count) in bounds.zip(self.counts.iter().chain([&self.count])) {
+            page.sample(&bucket, &[labels, &[("le", bound.as_str())]].concat(), *count as f64, None);
+        }
+        page.sample(&format!("{name}_sum"), labels, self.sum, None);
+        page.sample(&format!("{name}_count"), labels, self.count as f64, None);
+    }
+}
+
+/// A family that is counted as things happen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Family {
+    /// Its name.
+    pub name: &'static str,
+    /// What it tells.
+    pub help: &'static str,
+    /// The names of its labels.
+    pub labels: &'static [&'static str],
+}
+
+type Values = Vec<String>;
+
+/// All that is counted as things happen.
+#[derive(Debug, Default)]
+pub struct Registry {
+    counters: BTreeMap<&'static str, (Family, BTreeMap<Values, u64>)>,
+    histograms: BTreeMap<&'static str, (Family, BTreeMap<Values, Histogram>)>,
+}
+
+/// How many label sets a family has at most: what the outside names must not fill the memory.
+const MOST: usize = 512;
+
+fn values(values: &[&str]) -> Values {
+    values.iter().map(|v| (*v).to_owned()).collect()
+}
+
+impl Registry {
+    /// Counts.
+    pub fn count(&mut self, family: Family, labels: &[&str], by: u64) {
+        let (_, all) = self.counters.entry(family.name).or_insert_with(|| (family, BTreeMap::new()));
+        if all.len() < MOST || all.contains_key(&values(labels)) {
+            *all.entry(values(labels)).or_default() += by;
+        }
+    }
+
+    /// Observes.
+    pub fn observe(&mut self, family: Family, bounds: &'static [f64], labels: &[&str], value: f64) {
+        let (_, all) = self.histograms.entry(family.name).or_insert_with(|| (family, BTreeMap::new()));
+        if all.len() < MOST || all.contains_key(&values(labels)) {
+            all.entry(values(labels)).or_insert_with(|| Histogram::new(bounds)).observe(value);
+        }
+    }
+
+    /// Forgets all label sets with this value.
+    pub fn forget(&mut self, label: &str, value: &str) {
+        for (family, all) in self.counters.values_mut() {
+            if let Some(at) = family.labels.iter().position(|l| *l == label) {
+                all.retain(|values, _| values.get(at).is_none_or(|v| v != value));
+            }
+        }
+    }
+
+    /// Writes everything.
+    pub fn write(&self, page: &mut Page) {
+        fn pairs<'a>(family: &Family, of: &'a Values) -> Vec<(&'static str, &'a str)> {
+            family.labels.iter().copied().zip(of.iter().map(String::as_str)).collect()
+        }
+        for (family, all) in self.counters.values() {
+            page.family(family.name, "counter", family.help);
+            for (of, count) in all {
+                page.sample(family.name, &pairs(family, of), *count as f64, None);
+            }
+        }
+        for (family, all) in self.histograms.values() {
+            page.family(family.name, "histogram", family.help);
+            for (of, histogram) in all {
+                histogram.write(page, family.name, &pairs(family, of));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_read_as_prometheus_writes_them() {
+        let mut registry = Registry::default();
+        let seconds = Family { name: "a_seconds", help: "How long.", labels: &["of"] };
+        for value in [0.1, 0.7, 9.0] {
+            registry.observe(seconds, &[0.5, 1.0], &["x\"y"], value);
+        }
+        registry.count(Family { name: "b_total", help: "How many.", labels: &[] }, &[], 3);
+        let mut page = Page::default();
+        registry.write(&mut page);
+        page.family("c", "gauge", "What.").sample("c", &[("l", "v")], 1.5, Some(7));
+        let expected = "# HELP b_total How many.\n# TYPE b_total counter\nb_total 3\n# HELP a_seconds How long.\n# TYPE a_seconds histogram\n\
+            a_seconds_bucket{of=\"x\\\"y\",le=\"0.5\"} 1\na_seconds_bucket{of=\"x\\\"y\",le=\"1\"} 2\na_seconds_bucket{of=\"x\\\"y\",le=\"+Inf\"} 3\n\
+            a_seconds_sum{of=\"x\\\"y\"} 9.8\na_seconds_count{of=\"x\\\"y\"} 3\n# HELP c What.\n# TYPE c gauge\nc{l=\"v\"} 1.5 7\n";
+        assert_eq!(page.into_text(), expected);
+    }
+
+    #[test]
+    fn what_the_outside_names_does_not_fill_the_memory() {
+        let mut registry = Registry::default();
+        let family = Family { name: "a_total", help: "", labels: &["path"] };
+        (0..10_000).for_each(|n| registry.count(family, &[&n.to_string()], 1));
+        assert_eq!(registry.counters["a_total"].1.len(), MOST);
+        registry.forget("path", "7");
+        assert_eq!(registry.counters["a_total"].1.len(), MOST - 1);
+    }
+}
