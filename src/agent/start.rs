@@ -9,6 +9,7 @@ use kube::Api;
 use kube::runtime::watcher;
 use tokio::sync::watch;
 
+use super::credentials;
 use super::{Agent, Context, Events, Images, Journals, KubeNodes, Network, NodeApi};
 use crate::config::Config;
 use crate::core::cgroup::Driver;
@@ -52,11 +53,23 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let report: crate::cri::Report = Arc::new(move |operation, refused, took| counted.runtime(operation, refused, took));
     let runtime = CriClient::new(&config.runtime_endpoint, config.runtime_timeout, Some(report)).map_err(anyhow::Error::msg)?;
     let runtime: Arc<dyn Runtime> = Arc::new(runtime);
+    let clock = Clock::system();
+    credentials::bootstrap(&config, clock).await?;
     // The heartbeat has a connection of its own: pods must not make the node look dead.
     let clients = match &config.kubeconfig {
         Some(path) => Some((connect(path).await?, connect(path).await?)),
         None => None,
     };
+    if let (Some((client, _)), true) = (&clients, config.rotate_certificates) {
+        tokio::spawn(credentials::keep(credentials::Kept::client(&config), client.clone(), clock));
+    }
+    let mut node_ips: Vec<String> = config.node_ips.iter().map(ToString::to_string).collect();
+    if node_ips.is_empty() {
+        node_ips.extend(default_address().await.map(|a| a.to_string()));
+    }
+    if let (Some((client, _)), true) = (&clients, config.serving.asks_for_certificate) {
+        tokio::spawn(credentials::keep(credentials::Kept::serving(&config, &node_ips), client.clone(), clock));
+    }
     let driver = driver(&*runtime, &config).await;
     let host = LinuxHost {
         root: config.root_dir.clone(),
@@ -67,12 +80,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         cpu_period: config.cpu_period,
         patient: crate::sys::patient::Patient::default(),
     };
-    let clock = Clock::system();
     let machine = Machine::read(&config.root_dir);
-    let mut node_ips: Vec<String> = config.node_ips.iter().map(ToString::to_string).collect();
-    if node_ips.is_empty() {
-        node_ips.extend(default_address().await.map(|a| a.to_string()));
-    }
     let mut resolver = if config.resolv_conf.is_empty() {
         // Nothing of the node's: its own address as the server, and the root alone to search.
         let local = if node_ips.first().is_some_and(|ip| ip.contains(':')) { "::1" } else { "127.0.0.1" };

@@ -145,6 +145,9 @@ pub struct AgentFlags {
     /// The kubeconfig of the apiserver. Without one only static pods run.
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
+    /// A kubeconfig with which the node's first certificate is asked for, if --kubeconfig has none that can be used.
+    #[arg(long, value_name = "FILE")]
+    pub bootstrap_kubeconfig: Option<PathBuf>,
     /// The node's name instead of the host name.
     #[arg(long, value_name = "NAME")]
     pub hostname_override: Option<String>,
@@ -200,6 +203,7 @@ impl AgentFlags {
             hostname: self.hostname_override.clone(),
             node_ip: self.node_ip.clone(),
             kubeconfig: self.kubeconfig.clone(),
+            bootstrap_kubeconfig: self.bootstrap_kubeconfig.clone(),
             root_dir: self.root_dir.clone(),
             cert_dir: self.cert_dir.clone(),
             node_labels: self.node_labels.clone(),

@@ -27,8 +27,6 @@ const NOT_HONOURED: &[&str] = &[
     "tlsCipherSuites",
     "tlsCurvePreferences",
     "tlsMinVersion",
-    "rotateCertificates",
-    "serverTLSBootstrap",
     "enableContentionProfiling",
     "enableProfilingHandler",
     "enableDebugFlagsHandler",
@@ -134,6 +132,7 @@ struct Document {
     #[serde(rename = "apiVersion")]
     api_version: Option<String>,
     kind: Option<String>,
+    rotate_certificates: Option<bool>,
     static_pod_path: Option<String>,
     #[serde(rename = "staticPodURL")]
     static_pod_url: Option<String>,
@@ -222,6 +221,10 @@ pub struct Config {
     pub node_ips: Vec<IpAddr>,
     /// `--kubeconfig`; without one the agent runs static pods only.
     pub kubeconfig: Option<PathBuf>,
+    /// `--bootstrap-kubeconfig`: with what the first certificate is asked for.
+    pub bootstrap_kubeconfig: Option<PathBuf>,
+    /// Whether the client certificate is renewed before it ends.
+    pub rotate_certificates: bool,
     /// `--root-dir`.
     pub root_dir: PathBuf,
     /// `--cert-dir`.
@@ -319,6 +322,8 @@ pub struct Overrides {
     pub node_ip: Option<String>,
     /// `--kubeconfig`.
     pub kubeconfig: Option<PathBuf>,
+    /// `--bootstrap-kubeconfig`.
+    pub bootstrap_kubeconfig: Option<PathBuf>,
     /// `--root-dir`.
     pub root_dir: Option<PathBuf>,
     /// `--cert-dir`.
@@ -554,6 +559,11 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
         node_name,
         node_ips,
         kubeconfig: flags.kubeconfig.clone(),
+        bootstrap_kubeconfig: match (&flags.bootstrap_kubeconfig, &flags.kubeconfig) {
+            (Some(_), None) => return Err(invalid("--kubeconfig", "", "set it too: it is where the node's own credentials are written")),
+            (path, _) => path.clone(),
+        },
+        rotate_certificates: document.rotate_certificates.unwrap_or(false),
         cert_dir: flags.cert_dir.clone().unwrap_or_else(|| root_dir.join("pki")),
         root_dir: absolute("--root-dir", root_dir)?,
         node_labels,

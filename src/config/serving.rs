@@ -61,6 +61,8 @@ pub(super) struct Fields {
     address: Option<String>,
     port: Option<i32>,
     read_only_port: Option<i32>,
+    #[serde(rename = "serverTLSBootstrap")]
+    server_tls_bootstrap: Option<bool>,
     tls_cert_file: Option<String>,
     tls_private_key_file: Option<String>,
     authentication: Authentication,
@@ -82,6 +84,8 @@ pub struct Serving {
     pub read_only: Option<SocketAddr>,
     /// Where `/healthz` alone is served in the clear.
     pub healthz: Option<SocketAddr>,
+    /// Whether the certificate is asked for at the apiserver.
+    pub asks_for_certificate: bool,
     /// Certificate and key; none for a self-signed one.
     pub certificate: Option<(PathBuf, PathBuf)>,
     /// The CAs whose clients are believed.
@@ -141,6 +145,7 @@ pub(super) fn resolve(fields: &Fields, from_file: bool) -> Result<Serving, Confi
         main: (host, main).into(),
         read_only: (read_only != 0).then_some((host, read_only).into()),
         healthz: (healthz != 0).then_some((healthz_host, healthz).into()),
+        asks_for_certificate: fields.server_tls_bootstrap.unwrap_or(false) && certificate.is_none(),
         certificate,
         client_ca: named(&authentication.x509.client_ca_file),
         anonymous: authentication.anonymous.enabled.unwrap_or(!from_file),

@@ -59,14 +59,16 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         pki::kubeconfig(&format!("https://127.0.0.1:{port}"), &pki.ca, "controller-manager", &controller).as_bytes(),
     )?;
     let client = crate::kubeapi::client::connect(&kubeconfig).await?;
+    let ca = pki.ca.clone();
     let caches = controllers::Caches::start(&client);
+    let sign: controllers::Sign = std::sync::Arc::new(move |der, client, seconds| pki.sign_request(der, client, seconds).map_err(|e| e.to_string()));
     let directories = (settings.dir.join("volumes"), crate::sys::machine::hostname());
     tracing::info!(listen = %settings.listen, "the control plane serves");
 
     tokio::select! {
         () = api::server::serve(api.clone(), listener, tls) => anyhow::bail!("the API server ended"),
         () = scheduler::run(client.clone(), caches.clone()) => anyhow::bail!("the scheduler ended"),
-        () = controllers::run(client, caches, pki.ca.clone(), Some(directories)) => anyhow::bail!("the controllers ended"),
+        () = controllers::run(client, caches, ca, Some(directories), sign) => anyhow::bail!("the controllers ended"),
         () = expire_events(api) => anyhow::bail!("the event clean-up ended"),
     }
 }

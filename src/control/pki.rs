@@ -7,6 +7,7 @@ use std::io::Write as _;
 use std::net::IpAddr;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, PublicKeyData as _, SanType,
@@ -114,6 +115,24 @@ impl Pki {
         let public = pem("PUBLIC KEY", &key.subject_public_key_info());
         write(&self.dir.join("sa.pub"), &public, 0o644)?;
         Ok((private, public))
+    }
+
+    /// Signs a request of a node (DER) for so many seconds: what it may be used for we say, not the request.
+    pub fn sign_request(&self, der: &[u8], client: bool, seconds: i64) -> Result<String, PkiError> {
+        let mut request = rcgen::CertificateSigningRequestParams::from_der(&der.into()).map_err(|e| self.crypto(e))?;
+        let params = &mut request.params;
+        params.is_ca = IsCa::ExplicitNoCa;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
+        params.extended_key_usages = vec![if client { ExtendedKeyUsagePurpose::ClientAuth } else { ExtendedKeyUsagePurpose::ServerAuth }];
+        if client {
+            params.subject_alt_names.clear();
+        }
+        params.custom_extensions.clear();
+        let now = jiff::Timestamp::now().as_second();
+        let at = |second: i64| rcgen::date_time_ymd(1970, 1, 1) + Duration::from_secs(u64::try_from(second).unwrap_or(0));
+        // Clocks differ: it is good since five minutes.
+        (params.not_before, params.not_after) = (at(now - 300), at(now + seconds));
+        Ok(request.signed_by(&self.issuer).map_err(|e| self.crypto(e))?.pem())
     }
 
     fn sign(&self, mut params: CertificateParams) -> Result<Pair, PkiError> {

@@ -43,6 +43,7 @@ pub mod references;
 pub mod resize;
 pub mod resources;
 pub mod serving;
+pub mod signing;
 pub mod status;
 pub mod sysctl;
 pub mod taints;

@@ -1,6 +1,7 @@
 //! Connections to an apiserver.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use hyper_timeout::TimeoutConnector;
@@ -10,6 +11,8 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use kube::client::ConfigExt as _;
 use kube::config::{KubeConfigOptions, Kubeconfig};
+
+use crate::https::ClientFiles;
 
 /// Why no connection can be made.
 #[derive(Debug, thiserror::Error)]
@@ -60,7 +63,14 @@ fn multiplexed(config: &kube::Config) -> Result<kube::Client, kube::Error> {
     let mut connector = HttpConnector::new();
     connector.enforce_http(false);
     connector.set_nodelay(true);
-    let https = hyper_rustls::HttpsConnectorBuilder::new().with_tls_config(config.rustls_client_config()?).https_only();
+    let mut tls = config.rustls_client_config()?;
+    // Files may be renewed while we run.
+    if let (Some(certificate), Some(key), None) =
+        (&config.auth_info.client_certificate, &config.auth_info.client_key, &config.auth_info.client_certificate_data)
+    {
+        tls.client_auth_cert_resolver = Arc::new(ClientFiles::new(Path::new(certificate), Path::new(key)));
+    }
+    let https = hyper_rustls::HttpsConnectorBuilder::new().with_tls_config(tls).https_only();
     // Around the handshake too: whoever listens need not speak.
     let mut connector = TimeoutConnector::new(https.enable_all_versions().wrap_connector(connector));
     connector.set_connect_timeout(config.connect_timeout);

@@ -5,5 +5,6 @@ pub mod client;
 pub mod objects;
 pub mod pods;
 pub mod reviews;
+pub mod signing;
 
 pub use cache::Cache;

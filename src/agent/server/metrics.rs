@@ -9,6 +9,7 @@ use kube::ResourceExt as _;
 
 use super::figures::{self, ContainerFigures, PodFigures, Snapshot};
 use super::{Refusal, Server};
+use crate::agent::credentials::Pair;
 use crate::core::exposition::Page;
 use crate::core::meter::Usage;
 use crate::core::pod;
@@ -235,6 +236,15 @@ async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
         ("process_start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds.", began),
     ] {
         out.single(name, kind, help, &[], value);
+    }
+    for (name, pair) in [
+        ("kubelet_certificate_manager_client_ttl_seconds", Pair::client(&context.config.cert_dir)),
+        ("kubelet_certificate_manager_server_ttl_seconds", Pair::serving(&context.config.cert_dir)),
+    ] {
+        if let Some((_, ends)) = pair.lifetime() {
+            let left = ends.duration_since(context.clock.now()).as_secs_f64();
+            out.single(name, "gauge", "Seconds until the certificate ends; negative if it has.", &[], left);
+        }
     }
     let version = crate::agent::node::VERSION;
     let labels = [("git_version", version), ("major", "1"), ("minor", "36"), ("platform", "linux")];

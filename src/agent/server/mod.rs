@@ -22,6 +22,7 @@ use kube::ResourceExt as _;
 use tokio::net::TcpListener;
 
 use super::Context;
+use super::credentials::Pair;
 use crate::core::pod;
 use crate::core::serving::{self, Endpoint, Place, Routed};
 use crate::host::blocking;
@@ -161,6 +162,13 @@ fn files(context: &Context) -> Result<TlsFiles, String> {
     let config = &context.config;
     let (certificate, key) = match &config.serving.certificate {
         Some(pair) => pair.clone(),
+        None if config.serving.asks_for_certificate => {
+            let current = Pair::serving(&config.cert_dir).current();
+            if !current.exists() {
+                return Err("no serving certificate available for the kubelet: it is asked for, and somebody has to approve it".into());
+            }
+            (current.clone(), current)
+        }
         None => self_signed(&config.cert_dir, &config.node_name, &context.node_ips)?,
     };
     Ok(TlsFiles { certificate, key, client_ca: config.serving.client_ca.clone() })

@@ -79,6 +79,9 @@ pub fn authenticate(certificate: Option<&[u8]>, authorization: Option<&str>, tok
 /// Verifies a service-account token: its signature, and that account and pod still exist.
 #[must_use]
 pub fn of_token(token: &str, tokens: &Tokens, store: &Store) -> Option<User> {
+    if let Some((id, secret)) = token.split_once('.').filter(|(id, secret)| id.len() == 6 && secret.len() == 16) {
+        return of_bootstrap(id, secret, store);
+    }
     let claims = tokens.verify(token)?;
     let about = claims.get("kubernetes.io")?;
     let namespace = text(about, &["namespace"])?;
@@ -101,6 +104,33 @@ pub fn of_token(token: &str, tokens: &Tokens, store: &Store) -> Option<User> {
         uid.to_owned(),
         vec!["system:serviceaccounts".into(), format!("system:serviceaccounts:{namespace}")],
     ))
+}
+
+/// Who a bootstrap token stands for: it lies in a secret of kube-system, and may have ended (control-plane spec, 6.1).
+fn of_bootstrap(id: &str, secret: &str, store: &Store) -> Option<User> {
+    use base64::Engine as _;
+    let plain = |text: &str| text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit());
+    if !plain(id) || !plain(secret) {
+        return None;
+    }
+    let record = store.get(&format!("secrets/kube-system/bootstrap-token-{id}"))?;
+    let object: Value = serde_json::from_slice(&record.value).ok()?;
+    let value = |key: &str| {
+        let text = text(&object, &["data", key])?;
+        String::from_utf8(base64::engine::general_purpose::STANDARD.decode(text).ok()?).ok()
+    };
+    let kind = text(&object, &["type"]) == Some("bootstrap.kubernetes.io/token") && !super::object::deleting(&object);
+    let known = value("token-secret")?;
+    let same = aws_lc_rs::constant_time::verify_slices_are_equal(known.as_bytes(), secret.as_bytes()).is_ok();
+    let alive = value("expiration").is_none_or(|at| at.parse::<jiff::Timestamp>().is_ok_and(|at| at > jiff::Timestamp::now()));
+    let used_so = value("usage-bootstrap-authentication").as_deref() == Some("true");
+    if !(kind && same && alive && used_so && value("token-id").as_deref() == Some(id)) {
+        return None;
+    }
+    let mut groups = vec!["system:bootstrappers".to_owned()];
+    let more = value("auth-extra-groups").unwrap_or_default();
+    groups.extend(more.split(',').filter(|g| g.starts_with("system:bootstrappers:")).map(Into::into));
+    Some(User::authenticated(format!("system:bootstrap:{id}"), String::new(), groups))
 }
 
 /// What is asked, for authorisation.
@@ -127,6 +157,10 @@ pub fn may(user: &User, ask: &Ask<'_>) -> bool {
         return true;
     }
     if user.is_in("system:authenticated") && ask.verb == "create" && ask.resource.starts_with("selfsubject") {
+        return true;
+    }
+    let for_a_certificate = ask.resource == "certificatesigningrequests" && ask.sub.is_empty();
+    if user.is_in("system:bootstrappers") && for_a_certificate && matches!(ask.verb, "create" | "get" | "list" | "watch") {
         return true;
     }
     user.node().is_some_and(|node| node_may(node, ask))

@@ -6,6 +6,7 @@
 
 mod attach;
 mod binder;
+mod certificates;
 mod deployment;
 mod garbage;
 mod namespace;
@@ -13,6 +14,7 @@ mod replicaset;
 mod rollout;
 
 pub use binder::DIRECTORY;
+pub use certificates::Sign;
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -84,10 +86,11 @@ impl Caches {
 }
 
 /// Runs all controllers until the process ends. `ca` is the certificate that pods verify the API with;
-/// `directories` is where volumes of this machine are made, and its node's name.
-pub async fn run(client: Client, caches: Caches, ca: String, directories: Option<(PathBuf, String)>) {
+/// `directories` is where volumes of this machine are made, and its node's name; `sign` signs certificates of nodes.
+pub async fn run(client: Client, caches: Caches, ca: String, directories: Option<(PathBuf, String)>, sign: Sign) {
     caches.synced().await;
     tokio::join!(
+        certificates::run(client.clone(), sign),
         deployment::run(client.clone(), caches.clone()),
         replicaset::run(client.clone(), caches.clone()),
         garbage::run(client.clone(), caches.clone()),

@@ -1,0 +1,68 @@
+//! Asking the apiserver for a certificate, and waiting for it.
+
+use std::time::Duration;
+
+use k8s_openapi::ByteString;
+use k8s_openapi::api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::api::PostParams;
+use kube::{Api, Client, ResourceExt as _};
+use tokio::time::Instant;
+
+use super::pods::ApiFailure;
+
+/// How often it is looked whether a request was answered, at first and at most.
+const LOOKS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+
+/// A certificate that is asked for.
+#[derive(Debug, Clone)]
+pub struct Wish {
+    /// The request's name; none for one that the apiserver makes up.
+    pub name: Option<String>,
+    /// Who shall sign it.
+    pub signer: &'static str,
+    /// What it shall be good for.
+    pub usages: &'static [&'static str],
+    /// PKCS#10, PEM.
+    pub request: String,
+}
+
+/// Asks, and waits for at most `patience`; the answer is PEM.
+pub async fn obtain(client: &Client, wish: &Wish, patience: Duration) -> Result<String, ApiFailure> {
+    let api: Api<CertificateSigningRequest> = Api::all(client.clone());
+    let object = CertificateSigningRequest {
+        metadata: ObjectMeta { name: wish.name.clone(), generate_name: wish.name.is_none().then(|| "csr-".into()), ..ObjectMeta::default() },
+        spec: CertificateSigningRequestSpec {
+            request: ByteString(wish.request.clone().into_bytes()),
+            signer_name: wish.signer.into(),
+            usages: Some(wish.usages.iter().map(|u| (*u).to_owned()).collect()),
+            ..CertificateSigningRequestSpec::default()
+        },
+        ..CertificateSigningRequest::default()
+    };
+    let name = match api.create(&PostParams::default(), &object).await.map_err(ApiFailure::from) {
+        Ok(made) => made.name_any(),
+        // The same key under the same name: what was asked before is waited for.
+        Err(ApiFailure::Conflict(why)) => wish.name.clone().ok_or(ApiFailure::Conflict(why))?,
+        Err(error) => return Err(error),
+    };
+    let (until, mut pause) = (Instant::now() + patience, LOOKS.0);
+    loop {
+        let status = api.get(&name).await.map_err(ApiFailure::from)?.status.unwrap_or_default();
+        if let Some(certificate) = status.certificate.filter(|c| !c.0.is_empty()) {
+            return String::from_utf8(certificate.0).map_err(|e| ApiFailure::Other(format!("the certificate of {name} is not PEM: {e}")));
+        }
+        let refused = status.conditions.iter().flatten().find(|c| matches!(c.type_.as_str(), "Denied" | "Failed"));
+        if let Some(c) = refused {
+            let why = c.message.clone().unwrap_or_default();
+            return Err(ApiFailure::Other(format!("CertificateSigningRequest {name} was {}: {why}", c.type_.to_lowercase())));
+        }
+        if Instant::now() + pause > until {
+            return Err(ApiFailure::Other(format!(
+                "CertificateSigningRequest {name} is not signed yet: approve it with `kubectl certificate approve {name}`"
+            )));
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(LOOKS.1);
+    }
+}
