@@ -468,3 +468,68 @@ async fn hostile_requests_get_an_answer() {
         }
     }
 }
+
+#[tokio::test]
+async fn roles_give_what_they_say_and_nobody_gives_more_than_they_have() {
+    let server = Server::new().await;
+    for (plural, object) in holdfast::control::api::rbac::bootstrap() {
+        server.ok("POST", &format!("/apis/rbac.authorization.k8s.io/v1/{plural}"), &object).await;
+    }
+    let alice = |method: &str, url: &str, body: &Value| {
+        let body = if body.is_null() { vec![] } else { body.to_string().into_bytes() };
+        let mut request = Server::request(method, url, "application/json", body);
+        request.user = User { name: "alice".into(), uid: String::new(), groups: vec!["devs".into(), "system:authenticated".into()] };
+        server.send(request)
+    };
+    let rbac = "/apis/rbac.authorization.k8s.io/v1";
+    let role = |name: &str, rules: Value| json!({"metadata": {"name": name}, "rules": rules});
+    let binding =
+        |kind: &str, role: &str, subject: Value| json!({"metadata": {"name": role}, "roleRef": {"kind": kind, "name": role}, "subjects": [subject]});
+    let group = json!({"kind": "Group", "name": "devs"});
+    assert_eq!(alice("GET", "/api/v1/namespaces/default/pods", &Value::Null).await.code, 403);
+    server.ok("POST", &format!("{rbac}/namespaces/default/rolebindings"), &binding("ClusterRole", "view", group.clone())).await;
+    // What `view` gathers, in this namespace alone.
+    for (method, url, code) in [
+        ("GET", "/api/v1/namespaces/default/pods", 200),
+        ("GET", "/apis/apps/v1/namespaces/default/deployments", 200),
+        ("GET", "/api/v1/namespaces/default/secrets", 403),
+        ("GET", "/api/v1/namespaces/other/pods", 403),
+        ("GET", "/api/v1/pods", 403),
+        ("DELETE", "/api/v1/namespaces/default/pods/p", 403),
+        ("GET", "/metrics", 403),
+    ] {
+        assert_eq!(alice(method, url, &Value::Null).await.code, code, "{method} {url}");
+    }
+    // She may write roles, but not give what she has not.
+    let writer = role(
+        "writer",
+        json!([{"apiGroups": ["rbac.authorization.k8s.io"], "resources": ["roles", "rolebindings"], "verbs": ["create", "update", "patch"]}]),
+    );
+    server.ok("POST", &format!("{rbac}/namespaces/default/roles"), &writer).await;
+    server.ok("POST", &format!("{rbac}/namespaces/default/rolebindings"), &binding("Role", "writer", group)).await;
+    let roles = format!("{rbac}/namespaces/default/roles");
+    let secrets = json!([{"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]);
+    let refused = alice("POST", &roles, &role("thief", secrets.clone())).await;
+    assert_eq!(refused.code, 403);
+    let why = refused.body["message"].as_str().unwrap();
+    assert!(why.contains("is attempting to grant RBAC permissions not currently held") && why.contains("Resources:[\"secrets\"]"), "{why}");
+    assert_eq!(alice("POST", &roles, &role("reader", json!([{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}]))).await.code, 201);
+    server.ok("POST", &roles, &role("keeper", secrets)).await;
+    let own = json!({"kind": "User", "name": "alice"});
+    let bindings = format!("{rbac}/namespaces/default/rolebindings");
+    assert_eq!(alice("POST", &bindings, &binding("Role", "keeper", own.clone())).await.code, 403);
+    assert_eq!(alice("POST", &bindings, &binding("ClusterRole", "cluster-admin", own.clone())).await.code, 403);
+    assert_eq!(alice("POST", &bindings, &binding("Role", "reader", own)).await.code, 201);
+    // What was given is taken back at once; what a binding binds does not change.
+    let mut other = binding("ClusterRole", "edit", json!({"kind": "User", "name": "x"}));
+    other["metadata"]["name"] = json!("view");
+    let changed = server.call("PUT", &format!("{bindings}/view"), &other).await;
+    assert_eq!(changed.code, 422, "{}", changed.body);
+    let review =
+        json!({"spec": {"user": "alice", "groups": ["devs"], "resourceAttributes": {"verb": "list", "resource": "pods", "namespace": "default"}}});
+    let reviews = "/apis/authorization.k8s.io/v1/subjectaccessreviews";
+    assert_eq!(server.ok("POST", reviews, &review).await["status"]["allowed"], true);
+    server.ok("DELETE", &format!("{bindings}/view"), &Value::Null).await;
+    assert_eq!(server.ok("POST", reviews, &review).await["status"]["allowed"], false);
+    assert_eq!(alice("GET", "/api/v1/namespaces/default/pods", &Value::Null).await.code, 403);
+}

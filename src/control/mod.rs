@@ -95,6 +95,9 @@ async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
         post(api, "/apis/scheduling.k8s.io/v1/priorityclasses", &json!({"metadata": {"name": name}, "value": value, "description": description}))
             .await?;
     }
+    for (plural, object) in api::rbac::bootstrap() {
+        post(api, &format!("/apis/rbac.authorization.k8s.io/v1/{plural}"), &object).await?;
+    }
     // Claims without a class get a directory of this machine once a pod wants them.
     let class = json!({"metadata": {"name": "standard", "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}},
         "provisioner": controllers::DIRECTORY, "reclaimPolicy": "Delete", "volumeBindingMode": "WaitForFirstConsumer"});

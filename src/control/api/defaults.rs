@@ -73,7 +73,10 @@ pub fn apply(kind: &str, object: &mut Value) {
             default(object, "reportingComponent", json!(""));
             default(object, "reportingInstance", json!(""));
         }
-        other => super::storage::defaults(other, object),
+        other => {
+            super::storage::defaults(other, object);
+            super::rbac::defaults(other, object);
+        }
     }
 }
 

@@ -14,6 +14,7 @@ mod error;
 pub mod nodes;
 pub mod object;
 mod patch;
+pub mod rbac;
 mod read;
 pub mod resources;
 mod route;
@@ -53,6 +54,8 @@ pub struct Api {
     services: Arc<tokio::sync::Mutex<()>>,
     /// Requests by verb, plural, subresource and whether a node asked.
     counts: Arc<std::sync::Mutex<Counts>>,
+    /// Who may do what.
+    rbac: Arc<rbac::Rbac>,
     /// How nodes are reached; none where they are not.
     nodes: Option<nodes::Nodes>,
 }
@@ -123,7 +126,17 @@ impl Api {
     /// An API over `store`; services get addresses from `service_range`.
     #[must_use]
     pub fn new(store: Store, tokens: token::Tokens, service_range: ipnet::Ipv4Net) -> Api {
-        Api { store, tokens: Arc::new(tokens), service_range, services: Arc::default(), counts: Arc::default(), nodes: None }
+        Api { store, tokens: Arc::new(tokens), service_range, services: Arc::default(), counts: Arc::default(), rbac: Arc::default(), nodes: None }
+    }
+
+    /// Whether a user may do something.
+    fn may(&self, user: &auth::User, ask: &auth::Ask<'_>) -> bool {
+        auth::may(user, ask) || self.rbac.allows(&self.store, user, ask)
+    }
+
+    /// Whether a user may GET a path outside the object API.
+    fn may_get(&self, user: &auth::User, path: &str) -> bool {
+        auth::may_get(user, path) || self.rbac.allows_path(&self.store, user, "get", if path.is_empty() { "/" } else { path })
     }
 
     /// The same, with credentials for the agents of nodes.
@@ -167,14 +180,14 @@ impl Api {
 
     async fn dispatch(&self, request: Request) -> Result<Answer, ApiError> {
         match route::target(&request.path)? {
-            Target::Other(path) if path == "/metrics" && request.method == "GET" && auth::may_get(&request.user, &path) => {
+            Target::Other(path) if path == "/metrics" && request.method == "GET" && self.may_get(&request.user, &path) => {
                 Ok(Answer::text(200, &self.metrics()))
             }
-            Target::Other(path) => Self::other(&request, &path),
+            Target::Other(path) => self.other(&request, &path),
             Target::Review(kind) => {
                 let plural = resources::REVIEWS.iter().find(|(_, _, k)| *k == kind).map_or("", |(_, plural, _)| plural);
                 let ask = auth::Ask { verb: "create", group: "", resource: plural, sub: "", namespace: "", name: "" };
-                if !auth::may(&request.user, &ask) {
+                if !self.may(&request.user, &ask) {
                     return Err(auth::refusal(&request.user, &ask));
                 }
                 if request.method != "POST" {
@@ -210,7 +223,7 @@ impl Api {
         };
         let selected = query.get("fieldSelector").and_then(|f| f.strip_prefix("metadata.name=")).filter(|f| !f.contains(','));
         let ask = auth::ask(verb, resource, sub.map_or("", Sub::name), namespace.unwrap_or_default(), name.or(selected).unwrap_or_default());
-        if !auth::may(&request.user, &ask) {
+        if !self.may(&request.user, &ask) {
             return Err(auth::refusal(&request.user, &ask));
         }
         {
@@ -233,7 +246,7 @@ impl Api {
             ("list", _) => Ok(Answer::json(self.list(resource, namespace, query, &View::of(&request.accept, query)?).await?)),
             ("get", Some(name)) => Ok(Answer::json(self.get(resource, namespace, name, &View::of(&request.accept, query)?)?)),
             ("create", None) => {
-                let options = Options::of(query, "CreateOptions")?;
+                let options = Options::of(query, "CreateOptions")?.by(&request.user);
                 let mut body = decode_body(request)?;
                 if resource.kind == "CertificateSigningRequest" {
                     certificates::requested_by(&mut body, &request.user);
@@ -241,11 +254,11 @@ impl Api {
                 Ok(self.create(resource, namespace, body, &options).await?.into())
             }
             ("update", Some(name)) => {
-                let options = Options::of(query, "UpdateOptions")?;
+                let options = Options::of(query, "UpdateOptions")?.by(&request.user);
                 Ok(self.update(resource, namespace, name, sub, decode_body(request)?, &options).await?.into())
             }
             ("patch", Some(name)) => {
-                let options = Options::of(query, "PatchOptions")?;
+                let options = Options::of(query, "PatchOptions")?.by(&request.user);
                 let format = patch::Format::of(&request.content_type)?;
                 let patch = decode_json(&request.body)?;
                 Ok(self.patch(resource, namespace, name, sub, format, &patch, &options).await?.into())
@@ -307,8 +320,8 @@ impl Api {
         }
     }
 
-    fn other(request: &Request, path: &str) -> Result<Answer, ApiError> {
-        if !auth::may_get(&request.user, path) {
+    fn other(&self, request: &Request, path: &str) -> Result<Answer, ApiError> {
+        if !self.may_get(&request.user, path) {
             return Err(ApiError::forbidden(format!(
                 "forbidden: User {:?} cannot get path {:?}",
                 request.user.name,

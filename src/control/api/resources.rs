@@ -340,6 +340,17 @@ pub static RESOURCES: &[Resource] = &[
         fields: &["spec.signerName", "spec.podName", "spec.nodeName"],
         ..NONE
     },
+    Resource { group: "rbac.authorization.k8s.io", plural: "roles", singular: "role", kind: "Role", ..NONE },
+    Resource { group: "rbac.authorization.k8s.io", plural: "clusterroles", singular: "clusterrole", kind: "ClusterRole", namespaced: false, ..NONE },
+    Resource { group: "rbac.authorization.k8s.io", plural: "rolebindings", singular: "rolebinding", kind: "RoleBinding", ..NONE },
+    Resource {
+        group: "rbac.authorization.k8s.io",
+        plural: "clusterrolebindings",
+        singular: "clusterrolebinding",
+        kind: "ClusterRoleBinding",
+        namespaced: false,
+        ..NONE
+    },
     Resource { group: "discovery.k8s.io", plural: "endpointslices", singular: "endpointslice", kind: "EndpointSlice", ..NONE },
 ];
 

@@ -39,7 +39,7 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
                 _ => return Err(ApiError::method_not_allowed()),
             };
             let ask = auth::ask(verb, resource, sub.name(), namespace.as_deref().unwrap_or_default(), &name);
-            if !auth::may(&user, &ask) {
+            if !api.may(&user, &ask) {
                 return Err(auth::refusal(&user, &ask));
             }
             let path = request.uri().path().to_owned();

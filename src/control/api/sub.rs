@@ -153,6 +153,23 @@ impl Api {
         Ok(Written { code: 201, body: render(&answer), warnings: vec![] })
     }
 
+    /// Whether a user may do what a review asks about.
+    fn access(&self, user: &User, spec: &Value) -> bool {
+        if let Some(path) = text(spec, &["nonResourceAttributes", "path"]) {
+            return text(spec, &["nonResourceAttributes", "verb"]) == Some("get") && self.may_get(user, path);
+        }
+        let get = |key: &str| text(spec, &["resourceAttributes", key]).unwrap_or_default();
+        let ask = auth::Ask {
+            verb: get("verb"),
+            group: get("group"),
+            resource: get("resource"),
+            sub: get("subresource"),
+            namespace: get("namespace"),
+            name: get("name"),
+        };
+        self.may(user, &ask)
+    }
+
     /// POST of a review.
     pub(super) fn review(&self, kind: &str, user: &User, request: &Value) -> Result<Written, ApiError> {
         let group = if kind.ends_with("AccessReview") { "authorization.k8s.io/v1" } else { "authentication.k8s.io/v1" };
@@ -170,27 +187,11 @@ impl Api {
                     let groups = list(request, &["spec", "groups"]).iter().filter_map(|g| g.as_str().map(Into::into)).collect();
                     User { name: text(request, &["spec", "user"]).unwrap_or_default().into(), uid: String::new(), groups }
                 };
-                json!({"allowed": access(&about, &request["spec"])})
+                json!({"allowed": self.access(&about, &request["spec"])})
             }
         };
         Ok(Written { code: 201, body: render(&answer), warnings: vec![] })
     }
-}
-
-fn access(user: &User, spec: &Value) -> bool {
-    if let Some(path) = text(spec, &["nonResourceAttributes", "path"]) {
-        return text(spec, &["nonResourceAttributes", "verb"]) == Some("get") && auth::may_get(user, path);
-    }
-    let get = |key: &str| text(spec, &["resourceAttributes", key]).unwrap_or_default();
-    let ask = auth::Ask {
-        verb: get("verb"),
-        group: get("group"),
-        resource: get("resource"),
-        sub: get("subresource"),
-        namespace: get("namespace"),
-        name: get("name"),
-    };
-    auth::may(user, &ask)
 }
 
 /// The pod as it is once `node` has been chosen.

@@ -84,7 +84,10 @@ fn columns(kind: &str) -> &'static [Column] {
             ("Count", "string", 1),
             ("Name", "string", 1),
         ],
-        other => super::storage::columns(other).or_else(|| super::certificates::columns(other)).unwrap_or(&[NAME, ("Created At", "date", 0)]),
+        other => super::storage::columns(other)
+            .or_else(|| super::certificates::columns(other))
+            .or_else(|| super::rbac::columns(other))
+            .unwrap_or(&[NAME, ("Created At", "date", 0)]),
     }
 }
 
@@ -215,6 +218,7 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
         }
         "Event" => event(object, now),
         other if super::storage::columns(other).is_some() => super::storage::cells(other, object, &age),
+        other if super::rbac::columns(other).is_some() => super::rbac::cells(other, object, &age),
         other if super::certificates::columns(other).is_some() => super::certificates::cells(other, object, &age),
         _ => vec![name.into(), object["metadata"]["creationTimestamp"].clone()],
     }

@@ -100,6 +100,7 @@ pub fn object(resource: &Resource, object: &Value) -> Errors {
         other => {
             super::storage::validate(other, object, &mut errors);
             super::certificates::validate(other, object, &mut errors);
+            super::rbac::validate(other, object, &mut errors);
         }
     }
     errors
@@ -467,6 +468,7 @@ pub fn update(resource: &Resource, old: &Value, new: &Value) -> Errors {
         other => {
             super::storage::validate_update(other, old, new, &mut errors);
             super::certificates::validate_update(other, old, new, &mut errors);
+            super::rbac::validate_update(other, old, new, &mut errors);
         }
     }
     if resource.kind == "Secret" && old["type"] != new["type"] {

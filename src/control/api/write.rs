@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
+use super::auth::User;
 use super::error::{ApiError, FieldError};
 use super::object::{at, deleting, list, meta, now, text};
 use super::resources::{Resource, Sub};
@@ -21,6 +22,8 @@ pub struct Options {
     pub dry_run: bool,
     /// `Ignore`, `Warn` or `Strict`.
     pub strict: Strictness,
+    /// Who writes; nobody where it is the server itself.
+    pub user: Option<User>,
 }
 
 /// What happens to unknown fields.
@@ -50,7 +53,13 @@ impl Options {
             Some("Ignore") => Strictness::Ignore,
             Some(other) => return Err(refuse(FieldError::unsupported("fieldValidation", other, &["", "Ignore", "Strict", "Warn"]))),
         };
-        Ok(Options { dry_run, strict })
+        Ok(Options { dry_run, strict, user: None })
+    }
+
+    /// The same for a user.
+    #[must_use]
+    pub fn by(self, user: &User) -> Options {
+        Options { user: Some(user.clone()), ..self }
     }
 }
 
@@ -164,6 +173,9 @@ impl Api {
             let errors = validate::object(resource, &fresh);
             if !errors.is_empty() {
                 return Err(ApiError::invalid(resource.kind, resource.group, &name, &errors));
+            }
+            if let Some(user) = &options.user {
+                self.rbac.check_write(&self.store, user, resource.kind, &fresh)?;
             }
             let key = resource.key(namespace, &name);
             if options.dry_run {
@@ -334,6 +346,9 @@ impl Api {
                 ));
             }
             merge_unchangeable(resource, sub, &old, &mut new);
+            if let (Some(user), true) = (&options.user, new != old) {
+                self.rbac.check_write(&self.store, user, resource.kind, &new)?;
+            }
             if matches!(sub, None | Some(Sub::EphemeralContainers | Sub::Resize)) {
                 let mut errors = validate::object(resource, &new);
                 errors.extend(match sub {
