@@ -4,21 +4,26 @@
 mod tls;
 mod tunnel;
 
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt as _, Full};
-use hyper::body::{Bytes, Incoming};
+use hyper::body::{Bytes, Frame, Incoming, SizeHint};
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
+use tokio::sync::Notify;
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 
 pub use tls::{ClientFiles, Tls, TlsFiles, client};
@@ -35,7 +40,7 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 /// What one listener gives away.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// How many connections it has at most; more wait.
+    /// How many connections it has at most. For one more the longest idle one goes; if all are busy, it waits.
     pub connections: usize,
     /// How long a connection may be without a request, or with half of one. None for any time.
     pub idle: Option<Duration>,
@@ -65,15 +70,70 @@ pub fn text(status: StatusCode, text: impl Into<String>) -> Response<Body> {
     response
 }
 
+/// The connections of one listener.
+#[derive(Default)]
+struct Connections {
+    open: Mutex<BTreeMap<u64, Connection>>,
+    closed: Notify,
+}
+
+struct Connection {
+    /// Requests under way: while it is held more than once, there are some.
+    busy: Arc<()>,
+    /// Since when it has been as it is.
+    since: Instant,
+    task: AbortHandle,
+}
+
+impl Connections {
+    fn all(&self) -> MutexGuard<'_, BTreeMap<u64, Connection>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes room for one more: if there are too many, the one that has been idle longest goes. Whoever only holds
+    /// connections keeps nobody else out.
+    async fn make_room(&self, most: usize) {
+        loop {
+            let closed = self.closed.notified();
+            {
+                let mut all = self.all();
+                if all.len() < most {
+                    return;
+                }
+                let idle = all.iter().filter(|(_, c)| Arc::strong_count(&c.busy) == 1).min_by_key(|(_, c)| c.since).map(|(id, _)| *id);
+                if let Some(connection) = idle.and_then(|id| all.remove(&id)) {
+                    connection.task.abort();
+                    return;
+                }
+            }
+            closed.await;
+        }
+    }
+
+    /// A request begins; it lasts as long as what is returned.
+    fn begin(&self, id: u64) -> Option<Arc<()>> {
+        let mut all = self.all();
+        let connection = all.get_mut(&id)?;
+        connection.since = Instant::now();
+        Some(Arc::clone(&connection.busy))
+    }
+
+    fn end(&self, id: u64) {
+        self.all().remove(&id);
+        self.closed.notify_waiters();
+    }
+}
+
 /// Serves until the process ends; without `tls` in the clear.
 pub async fn serve<S, F>(listener: TcpListener, tls: Option<Arc<Tls>>, limits: Limits, respond: S)
 where
     S: Fn(Peer, Request<Incoming>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Response<Body>> + Send + 'static,
 {
-    let slots = Arc::new(Semaphore::new(limits.connections));
+    let connections = Arc::new(Connections::default());
+    let mut next = 0;
     loop {
-        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
+        connections.make_room(limits.connections).await;
         let (socket, address) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
@@ -85,31 +145,122 @@ where
         };
         // Small answers and watch lines must not wait for the acknowledgement of the one before.
         let _ = socket.set_nodelay(true);
-        let (respond, tls) = (respond.clone(), tls.clone());
-        tokio::spawn(async move {
-            let _slot = slot;
-            let Some(tls) = tls else { return converse(socket, Peer { address, certificate: None }, limits, respond).await };
+        next += 1;
+        let (respond, tls, held, id) = (respond.clone(), tls.clone(), Arc::clone(&connections), next);
+        // Entered before it begins, so that it finds itself.
+        let mut all = connections.all();
+        let task = tokio::spawn(async move {
+            let _end = OnEnd { connections: Arc::clone(&held), id };
+            let turn = Turn { connections: held, id };
+            let Some(tls) = tls else { return converse(socket, Peer { address, certificate: None }, limits, respond, turn).await };
             let acceptor = TlsAcceptor::from(tls.current());
             let Ok(Ok(stream)) = tokio::time::timeout(HANDSHAKE, acceptor.accept(socket)).await else { return };
             let certificate = stream.get_ref().1.peer_certificates().and_then(|c| c.first()).map(|c| Arc::new(c.to_vec()));
-            Box::pin(converse(stream, Peer { address, certificate }, limits, respond)).await;
+            Box::pin(converse(stream, Peer { address, certificate }, limits, respond, turn)).await;
         });
+        all.insert(id, Connection { busy: Arc::default(), since: Instant::now(), task: task.abort_handle() });
     }
 }
 
-async fn converse<S, F>(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, peer: Peer, limits: Limits, respond: S)
+/// A connection's place among the others.
+#[derive(Clone)]
+struct Turn {
+    connections: Arc<Connections>,
+    id: u64,
+}
+
+/// Gives the place back, however the connection ends.
+struct OnEnd {
+    connections: Arc<Connections>,
+    id: u64,
+}
+
+impl Drop for OnEnd {
+    fn drop(&mut self) {
+        self.connections.end(self.id);
+    }
+}
+
+/// A body whose connection is busy as long as it lives.
+struct Held {
+    body: Body,
+    _busy: Option<Arc<()>>,
+}
+
+impl hyper::body::Body for Held {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+async fn converse<S, F>(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, peer: Peer, limits: Limits, respond: S, turn: Turn)
 where
     S: Fn(Peer, Request<Incoming>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Response<Body>> + Send + 'static,
 {
     let service = service_fn(move |request| {
+        let busy = turn.connections.begin(turn.id);
         let answer = respond(peer.clone(), request);
-        async move { Ok::<_, Infallible>(answer.await) }
+        async move {
+            // Until the last of the body has gone.
+            let answer = answer.await.map(|body| Held { body, _busy: busy });
+            Ok::<_, Infallible>(answer)
+        }
     });
     let mut builder = auto::Builder::new(TokioExecutor::new());
     builder.http1().timer(TokioTimer::new()).header_read_timeout(limits.idle);
     builder.http2().timer(TokioTimer::new()).keep_alive_interval(limits.idle).max_concurrent_streams(250);
     if let Err(error) = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).await {
         tracing::debug!(error, "a connection ended early");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpStream;
+
+    async fn ask(stream: &mut TcpStream, path: &str) -> String {
+        stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").as_bytes()).await.expect("sent");
+        let mut all = vec![];
+        while !String::from_utf8_lossy(&all).contains("END") && stream.read_buf(&mut all).await.is_ok_and(|n| n > 0) {}
+        String::from_utf8_lossy(&all).into_owned()
+    }
+
+    #[tokio::test]
+    async fn idle_connections_make_room_and_busy_ones_stay() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let at = listener.local_addr().expect("an address");
+        let limits = Limits { connections: 4, idle: None };
+        tokio::spawn(serve(listener, None, limits, |_, request: Request<Incoming>| async move {
+            if request.uri().path() == "/slow" {
+                tokio::time::sleep(Duration::from_millis(300)).await;
+            }
+            text(StatusCode::OK, "END")
+        }));
+        let mut busy = TcpStream::connect(at).await.expect("connected");
+        let slow = tokio::spawn(async move { ask(&mut busy, "/slow").await });
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let mut idle = vec![];
+        for _ in 0..20 {
+            idle.push(TcpStream::connect(at).await.expect("connected"));
+        }
+        let mut last = TcpStream::connect(at).await.expect("connected");
+        let said = tokio::time::timeout(Duration::from_millis(200), ask(&mut last, "/")).await.expect("in time");
+        assert!(said.contains("200 OK"), "{said}");
+        assert!(slow.await.expect("ended").contains("END"), "whoever is answered is not cut off");
+        assert!(!ask(&mut idle[0], "/").await.contains("END"), "the oldest idle one made room");
     }
 }

@@ -58,11 +58,12 @@ fn headers(from: &HeaderMap, upgrade: bool) -> HeaderMap {
 }
 
 /// Hands a request on over a fresh connection, and the answer back. Where the other side leaves HTTP, bytes go both ways
-/// until one side ends.
+/// until one side ends; `held` is kept until then.
 pub async fn tunnel(
     mut request: Request<Incoming>,
     outgoing: &Outgoing,
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    held: impl Send + 'static,
 ) -> Result<Response<Body>, TunnelError> {
     let upgrade = is_upgrade(request.headers());
     // Taken before the request is used up.
@@ -92,6 +93,7 @@ pub async fn tunnel(
     if let (true, Some(inner)) = (leaves, inner) {
         let outer = hyper::upgrade::on(&mut answer);
         tokio::spawn(async move {
+            let _held = held;
             let (Ok(inner), Ok(outer)) = tokio::join!(inner, outer) else { return };
             let (mut inner, mut outer) = (TokioIo::new(inner), TokioIo::new(outer));
             // An end of either side is an end; nobody is left to be told of an error.
@@ -121,7 +123,7 @@ mod tests {
         tokio::spawn(serve(front, None, limits, move |_, request: Request<Incoming>| async move {
             let outgoing = Outgoing { host: "h".into(), target: "/there?x=1".into() };
             let stream = tokio::net::TcpStream::connect(back_at).await.expect("connected");
-            tunnel(request, &outgoing, stream).await.unwrap_or_else(|e| text(StatusCode::BAD_GATEWAY, e.to_string()))
+            tunnel(request, &outgoing, stream, ()).await.unwrap_or_else(|e| text(StatusCode::BAD_GATEWAY, e.to_string()))
         }));
         front_at
     }

@@ -20,6 +20,7 @@ use hyper::{Request, Response, StatusCode};
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
 
 use super::Context;
 use super::credentials::Pair;
@@ -37,6 +38,8 @@ pub use figures::VolumeFigures;
 const MAIN: Limits = Limits { connections: 512, idle: Some(Duration::from_secs(90)) };
 /// What the others do.
 const SIDE: Limits = Limits { connections: 32, idle: Some(Duration::from_secs(30)) };
+/// How many streams are open at once.
+const STREAMS: usize = 512;
 /// The pause before a port that is taken is tried again.
 const AGAIN: Duration = Duration::from_secs(5);
 
@@ -71,6 +74,8 @@ pub struct Server {
     context: Arc<Context>,
     access: Access,
     figures: figures::Figures,
+    /// Streams that are open; each costs memory.
+    streams: Arc<Semaphore>,
     /// Where the runtime keeps its images.
     images: tokio::sync::OnceCell<PathBuf>,
 }
@@ -214,7 +219,13 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>) {
         return std::future::pending().await;
     }
     let access = Access::new(serving.clone(), &context.config.node_name, reviews);
-    let server = Arc::new(Server { context, access, figures: figures::Figures::default(), images: tokio::sync::OnceCell::new() });
+    let server = Arc::new(Server {
+        context,
+        access,
+        figures: figures::Figures::default(),
+        streams: Arc::new(Semaphore::new(STREAMS)),
+        images: tokio::sync::OnceCell::new(),
+    });
     if !serving.reviews && serving.anonymous {
         tracing::warn!(address = %serving.main, "everybody may do everything over this agent's HTTP API: set authentication and authorization in its configuration");
     }

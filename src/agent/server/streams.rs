@@ -60,6 +60,9 @@ pub async fn hand_on(server: &Arc<Server>, endpoint: &Endpoint, request: Request
     if !is_upgrade(request.headers()) {
         return Err(Refusal(StatusCode::BAD_REQUEST, "Upgrade request required".into()));
     }
+    let Ok(held) = Arc::clone(&server.streams).try_acquire_owned() else {
+        return Err(Refusal(StatusCode::TOO_MANY_REQUESTS, "too many streams are open on this node: try again later".into()));
+    };
     let url = url(server, endpoint, request.uri().query().unwrap_or_default()).await?;
     let failed = |what: String| Refusal(StatusCode::BAD_GATEWAY, format!("the runtime's stream cannot be reached: {what}"));
     let uri: Uri = url.parse().map_err(|e| failed(format!("{url:?} is not a URL: {e}")))?;
@@ -72,7 +75,7 @@ pub async fn hand_on(server: &Arc<Server>, endpoint: &Endpoint, request: Request
         tracing::debug!(%error, "a stream may be slow");
     }
     let outgoing = Outgoing { host: host.to_string(), target: target.to_string() };
-    tunnel(request, &outgoing, stream).await.map_err(|e| failed(e.to_string()))
+    tunnel(request, &outgoing, stream, held).await.map_err(|e| failed(e.to_string()))
 }
 
 /// `POST /run/…?cmd=`: runs a command and answers with what it said.

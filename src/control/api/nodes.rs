@@ -158,7 +158,7 @@ impl Nodes {
         };
         let stream = tokio::time::timeout(CONNECT, connect).await.map_err(|_| failed("no answer".into()))?.map_err(failed)?;
         let outgoing = Outgoing { host: format!("{}:{}", agent.host, agent.port), target };
-        tunnel(request, &outgoing, stream).await.map_err(|e| failed(e.to_string()))
+        tunnel(request, &outgoing, stream, ()).await.map_err(|e| failed(e.to_string()))
     }
 }
 
