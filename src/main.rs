@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::Parser as _;
-use holdfast::cli::{AgentFlags, Cli, Command, ExplainFlags, Explained, KubeletCli, Output};
+use holdfast::cli::{AgentFlags, Cli, Command, ExplainFlags, Explained, KubeletCli, Output, fields};
 use holdfast::core::explain as explanation;
 use holdfast::{agent, ask, config, control, sys, up};
 use tracing_subscriber::EnvFilter;
@@ -11,7 +11,20 @@ use tracing_subscriber::EnvFilter;
 fn main() -> ExitCode {
     let called_as = std::env::args_os().next().unwrap_or_default();
     let as_kubelet = std::path::Path::new(&called_as).file_name().is_some_and(|n| n == "kubelet");
-    let command = if as_kubelet { Command::Agent(Box::new(KubeletCli::parse().agent)) } else { Cli::parse().command };
+    // Flags that stand for fields of the configuration are the agent's alone.
+    let is_agent = as_kubelet || std::env::args_os().nth(1).is_some_and(|a| a == "agent");
+    let given = match if is_agent {
+        fields::take(std::env::args_os())
+    } else {
+        Ok(fields::Given { rest: std::env::args_os().collect(), ..Default::default() })
+    } {
+        Ok(given) => given,
+        Err(error) => {
+            eprintln!("holdfast: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let command = if as_kubelet { Command::Agent(Box::new(KubeletCli::parse_from(&given.rest).agent)) } else { Cli::parse_from(&given.rest).command };
     sys::memory::limit_arenas();
     logs(&command);
     if rustls::crypto::aws_lc_rs::default_provider().install_default().is_err() {
@@ -31,7 +44,7 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    match runtime.block_on(run(command)) {
+    match runtime.block_on(run(command, given)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("holdfast: {error:#}");
@@ -52,7 +65,7 @@ fn logs(command: &Command) {
     tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_writer(std::io::stderr).init();
 }
 
-async fn run(command: Command) -> anyhow::Result<()> {
+async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
     match command {
         Command::Up(flags) => {
             let mut settings = up::Settings::new(&flags.name, flags.containerd_endpoint, flags.api_port, flags.pod_cidr).await?;
@@ -68,7 +81,7 @@ async fn run(command: Command) -> anyhow::Result<()> {
             Ok(())
         }
         Command::Explain { what: Explained::Pod(flags) } => explain(&flags).await,
-        Command::Agent(flags) => until_stopped(Box::pin(run_agent(*flags))).await,
+        Command::Agent(flags) => until_stopped(Box::pin(run_agent(*flags, given))).await,
         Command::ControlPlane(flags) => {
             let settings = control::Settings {
                 dir: flags.dir,
@@ -81,14 +94,22 @@ async fn run(command: Command) -> anyhow::Result<()> {
     }
 }
 
-async fn run_agent(flags: AgentFlags) -> anyhow::Result<()> {
+async fn run_agent(flags: AgentFlags, given: fields::Given) -> anyhow::Result<()> {
     if !nix::unistd::geteuid().is_root() {
         anyhow::bail!("the agent needs root: it makes cgroups and mounts; run it with sudo");
     }
     // Secrets are in this process's memory: it leaves no core file, and nobody but root looks inside.
     nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_CORE, 0, 0)?;
     nix::sys::prctl::set_dumpable(false)?;
-    let config = config::load(flags.config.as_deref(), &flags.overrides(), &sys::machine::hostname())?;
+    let config =
+        config::load_all(flags.config.as_deref(), flags.config_dir.as_deref(), &given.fields, &flags.overrides(), &sys::machine::hostname())?;
+    for flag in &given.without_effect {
+        tracing::warn!(flag, "this flag has no effect here");
+    }
+    if flags.check {
+        print!("{}", agent::check::run(&config).await?);
+        return Ok(());
+    }
     tracing::info!(node = config.node_name, runtime = config.runtime_endpoint, "the agent starts");
     let agent = agent::build(config).await?;
     // Told to systemd, where it started us.

@@ -255,6 +255,18 @@ fn figures_are_those_that_dashboards_read() {
     let short: serde_json::Value = serde_json::from_str(&raw("/stats/summary?only_cpu_and_memory=true")).unwrap();
     assert!(short["node"]["fs"].is_null() && short["pods"][0]["cpu"].is_object());
 
+    // What a start would do can be asked without one.
+    let root = cluster.data().join("agent");
+    let at = |name: &str| root.join(name).display().to_string();
+    let (file, login, dir) = (at("config.json"), at("kubeconfig"), root.display().to_string());
+    let flags = ["agent", "--check", "--config", &file, "--kubeconfig", &login, "--root-dir", &dir, "--fail-swap-on=false"];
+    let checked = Command::new(support::holdfast()).args(flags).output().unwrap();
+    let report = String::from_utf8(checked.stdout).unwrap();
+    assert!(checked.status.success() && report.contains("1 pods would go on undisturbed: busy_default"), "{report}");
+    assert!(report.contains("0 pods would be started") && report.contains("0 pods would be ended") && report.contains("failSwapOn"), "{report}");
+    let wrong = Command::new(support::holdfast()).args(flags).arg("--port=0").output().unwrap();
+    assert!(!wrong.status.success() && String::from_utf8_lossy(&wrong.stderr).contains("port: \"0\" is invalid"), "{wrong:?}");
+
     let agent = raw("/metrics");
     assert!(value(&agent, "process_resident_memory_bytes") > f64::from(1 << 20));
     assert!(value(&agent, r#"kubelet_runtime_operations_total{operation_type="run_podsandbox"}"#) >= 1.0);

@@ -11,6 +11,7 @@
 //!
 //! A task that ends unexpectedly ends the process: [`Agent::run`] returns then.
 
+pub mod check;
 mod credentials;
 mod csi;
 mod dispatch;

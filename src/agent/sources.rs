@@ -93,6 +93,13 @@ async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
     }
 }
 
+/// The pods of the directory as it is now; a file that would be skipped is an error.
+pub fn once(config: &crate::config::Config) -> Result<Vec<Pod>, String> {
+    let Some(dir) = &config.static_pod_path else { return Ok(vec![]) };
+    let (pods, errors) = read_dir(dir, &config.node_name);
+    if errors.is_empty() { Ok(pods.iter().map(|p| Pod::clone(p)).collect()) } else { Err(errors.join("; ")) }
+}
+
 /// One pod, or a list of them.
 fn parse_url(text: &str, url: &str, node: &str) -> Result<Vec<Arc<Pod>>, String> {
     if text.trim().is_empty() {

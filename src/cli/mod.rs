@@ -1,6 +1,8 @@
 //! The command line. `holdfast agent` takes the kubelet's own flag names; a binary called `kubelet` is
 //! the agent.
 
+pub mod fields;
+
 use std::net::IpAddr;
 use std::path::PathBuf;
 
@@ -142,6 +144,9 @@ pub struct AgentFlags {
     /// A KubeletConfiguration file; flags win over it.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
+    /// A directory of `*.conf` files that are merged over it, in the order of their names.
+    #[arg(long, value_name = "DIR")]
+    pub config_dir: Option<PathBuf>,
     /// The kubeconfig of the apiserver. Without one only static pods run.
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
@@ -190,6 +195,9 @@ pub struct AgentFlags {
     /// Where these plugins lie.
     #[arg(long, value_name = "DIR")]
     pub image_credential_provider_bin_dir: Option<PathBuf>,
+    /// Look at the configuration, the runtime and the apiserver, say what a start would do to pods, and end.
+    #[arg(long)]
+    pub check: bool,
     /// Log verbosity: 0 to 2 for information, 4 for debugging, more for tracing.
     #[arg(short = 'v', long = "v", default_value_t = 0, value_name = "LEVEL")]
     pub verbosity: u8,
@@ -218,6 +226,23 @@ impl AgentFlags {
             credential_programs: self.image_credential_provider_bin_dir.clone(),
         }
     }
+}
+
+/// The table of the agent's flags for the documentation.
+#[must_use]
+pub fn flags_table() -> String {
+    use clap::CommandFactory as _;
+    let command = KubeletCli::command();
+    let mut rows: Vec<String> = command
+        .get_arguments()
+        .filter_map(|a| {
+            let name = a.get_long()?;
+            let help = a.get_help().map(ToString::to_string).unwrap_or_default().replace('|', "\\|");
+            Some(format!("| `--{name}` | {help} |\n"))
+        })
+        .collect();
+    rows.sort();
+    format!("| Flag | |\n|---|---|\n{}", rows.concat())
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 //! that does not exist is refused, with its name.
 
 mod effective;
+mod fields;
 mod serving;
 
 use std::collections::BTreeMap;
@@ -20,6 +21,7 @@ use crate::core::quantity::Quantity;
 use crate::core::resources::Amounts;
 use crate::core::time::duration;
 
+pub use fields::table as fields_table;
 pub use serving::Serving;
 
 /// Fields of the format that are read but not honoured by this version.
@@ -465,28 +467,66 @@ fn at_least_zero(field: &str, value: Option<i32>, default: i32) -> Result<i32, C
     if value >= 0 { Ok(value) } else { Err(invalid(field, value, "use 0 or more")) }
 }
 
-fn read(path: &Path) -> Result<Document, ConfigError> {
+fn read(path: &Path) -> Result<Value, ConfigError> {
     let text = std::fs::read_to_string(path).map_err(|e| ConfigError::Read(path.into(), e.to_string()))?;
     parse(&text).map_err(|why| ConfigError::Parse(path.into(), why))
 }
 
-fn parse(text: &str) -> Result<Document, String> {
+/// A KubeletConfiguration, as it stands.
+fn parse(text: &str) -> Result<Value, String> {
     let value: Value = serde_saphyr::from_str(text).map_err(|e| e.to_string())?;
+    let of = |key: &str| value[key].as_str().unwrap_or_default();
+    if of("kind") != "KubeletConfiguration" || of("apiVersion") != "kubelet.config.k8s.io/v1beta1" {
+        let (version, kind) = (of("apiVersion"), of("kind"));
+        return Err(format!("expected apiVersion kubelet.config.k8s.io/v1beta1 and kind KubeletConfiguration, found {version:?} and {kind:?}"));
+    }
+    Ok(value)
+}
+
+fn document(value: Value) -> Result<Document, String> {
     let mut document: Document = serde_json::from_value(value.clone()).map_err(|e| e.to_string())?;
     document.raw = value;
-    if document.kind.as_deref() != Some("KubeletConfiguration") || document.api_version.as_deref() != Some("kubelet.config.k8s.io/v1beta1") {
-        return Err(format!(
-            "expected apiVersion kubelet.config.k8s.io/v1beta1 and kind KubeletConfiguration, found {:?} and {:?}",
-            document.api_version.unwrap_or_default(),
-            document.kind.unwrap_or_default()
-        ));
-    }
     Ok(document)
+}
+
+/// The drop-ins of a directory and those below it, in the order of their paths; only `*.conf` counts (kubelet spec, 16.1).
+fn drop_ins(dir: &Path) -> Result<Vec<PathBuf>, ConfigError> {
+    let failed = |e: std::io::Error| ConfigError::Read(dir.into(), e.to_string());
+    let mut found = vec![];
+    for entry in std::fs::read_dir(dir).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        if path.is_dir() {
+            found.extend(drop_ins(&path)?);
+        } else if path.extension().is_some_and(|e| e == "conf") {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
 }
 
 /// Reads the file, if one is named, and resolves everything. `hostname` is the machine's own name.
 pub fn load(file: Option<&Path>, overrides: &Overrides, hostname: &str) -> Result<Config, ConfigError> {
-    let document = file.map(read).transpose()?.unwrap_or_default();
+    load_all(file, None, &Value::Null, overrides, hostname)
+}
+
+/// The same with drop-ins, each merged over what came before it, and with `fields` of flags, which win.
+pub fn load_all(
+    file: Option<&Path>,
+    drop_in_dir: Option<&Path>,
+    fields: &Value,
+    overrides: &Overrides,
+    hostname: &str,
+) -> Result<Config, ConfigError> {
+    let mut all = file.map(read).transpose()?.unwrap_or_else(|| Value::Object(serde_json::Map::new()));
+    for path in drop_in_dir.map(drop_ins).transpose()?.unwrap_or_default() {
+        json_patch::merge(&mut all, &read(&path)?);
+    }
+    if !fields.is_null() {
+        json_patch::merge(&mut all, fields);
+    }
+    let named = file.or(drop_in_dir).unwrap_or(Path::new("the flags"));
+    let document = document(all).map_err(|why| ConfigError::Parse(named.into(), why))?;
     resolve(document, overrides, hostname)
 }
 
@@ -550,7 +590,6 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
     if !(Duration::from_secs(1)..=Duration::from_secs(300)).contains(&max_backoff) {
         return Err(invalid("crashLoopBackOff.maxContainerRestartPeriod", backoff, "use between 1s and 300s"));
     }
-    let empty = Value::Object(serde_json::Map::new());
     let root_dir = flags.root_dir.clone().unwrap_or_else(|| "/var/lib/kubelet".into());
     let absolute = |field: &str, path: PathBuf| {
         if path.is_absolute() { Ok(path) } else { Err(invalid(field, path.display().to_string(), "use an absolute path")) }
@@ -626,7 +665,7 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
             f64::from(at_least_zero("eventRecordQPS", document.event_record_qps, 50)?),
             f64::from(at_least_zero("eventBurst", document.event_burst, 100)?).max(1.0),
         ),
-        effective: effective::of(if document.raw.is_null() { &empty } else { &document.raw }),
+        effective: effective::of(&document.raw),
         serving: serving::resolve(&document.serving, document.kind.is_some())?,
         not_honoured,
     })
@@ -638,7 +677,7 @@ mod tests {
 
     fn load(text: &str, flags: &Overrides) -> Result<Config, String> {
         let text = format!("apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n{text}");
-        resolve(parse(&text)?, flags, "HOST").map_err(|e| e.to_string())
+        resolve(document(parse(&text)?)?, flags, "HOST").map_err(|e| e.to_string())
     }
 
     #[test]
@@ -678,5 +717,27 @@ mod tests {
             assert!(error.contains(expected), "{error}");
         }
         assert!(parse("kind: Pod\n").is_err());
+    }
+
+    #[test]
+    fn drop_ins_win_over_the_file_and_flags_over_both() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let head = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n";
+        let write = |name: &str, text: &str| {
+            let path = dir.path().join(name);
+            std::fs::create_dir_all(path.parent().expect("a parent")).expect("made");
+            std::fs::write(&path, format!("{head}{text}")).expect("written");
+            path
+        };
+        let file = write("config.yaml", "maxPods: 1\nsyncFrequency: 10s\nclusterDNS: [192.0.2.1, 192.0.2.2]\nclusterDomain: a\n");
+        write("d/20.conf", "maxPods: 3\nclusterDNS: [192.0.2.3]\n");
+        write("d/10.conf", "maxPods: 2\nsyncFrequency: 20s\n");
+        write("d/30.yaml", "maxPods: 9\n");
+        let (drop_ins, flags) = (dir.path().join("d"), serde_json::json!({"syncFrequency": "30s"}));
+        let config = load_all(Some(&file), Some(&drop_ins), &flags, &Overrides::default(), "h").expect("fine");
+        assert_eq!((config.max_pods, config.sync_frequency.as_secs(), config.cluster_domain.as_str()), (3, 30, "a"));
+        assert_eq!(config.cluster_dns, ["192.0.2.3"], "lists are replaced");
+        std::fs::write(drop_ins.join("40.conf"), "maxPods: 4").expect("written");
+        assert!(load_all(Some(&file), Some(&drop_ins), &flags, &Overrides::default(), "h").is_err_and(|e| e.to_string().contains("40.conf")));
     }
 }
