@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::{FCVolumeSource, ISCSIPersistentVolumeSource, ISCSIVolumeSource};
+use k8s_openapi::api::core::v1::{FCVolumeSource, ISCSIPersistentVolumeSource, ISCSIVolumeSource, LocalObjectReference};
 use serde::{Deserialize, Serialize};
 
 /// Names and passwords for a portal. Never printed.
@@ -73,22 +73,25 @@ pub fn of_iscsi(source: &ISCSIVolumeSource, namespace: &str) -> Disk {
     })
 }
 
-/// The iSCSI volume of a claim in `namespace`.
+/// The iSCSI volume of a claim in `namespace`: as a pod's own, but its secret may lie elsewhere.
 #[must_use]
 pub fn of_persistent_iscsi(source: &ISCSIPersistentVolumeSource, namespace: &str) -> Disk {
-    let reference = source.secret_ref.as_ref();
-    let secret = reference.map(|s| (s.namespace.clone().unwrap_or_else(|| namespace.to_owned()), s.name.clone().unwrap_or_default()));
-    let all = std::iter::once(&source.target_portal).chain(source.portals.iter().flatten());
-    Disk::Iscsi(Iscsi {
-        portals: all.map(|p| with_port(p)).collect(),
+    let reference = source.secret_ref.clone();
+    let place = reference.as_ref().and_then(|s| s.namespace.clone()).unwrap_or_else(|| namespace.to_owned());
+    let own = ISCSIVolumeSource {
+        chap_auth_discovery: source.chap_auth_discovery,
+        chap_auth_session: source.chap_auth_session,
+        fs_type: source.fs_type.clone(),
+        initiator_name: source.initiator_name.clone(),
         iqn: source.iqn.clone(),
+        iscsi_interface: source.iscsi_interface.clone(),
         lun: source.lun,
-        interface: source.iscsi_interface.clone().filter(|i| !i.is_empty()).unwrap_or_else(|| "default".into()),
-        initiator: source.initiator_name.clone(),
-        chap: (source.chap_auth_discovery == Some(true), source.chap_auth_session == Some(true)),
-        secret,
-        passwords: Chap::default(),
-    })
+        portals: source.portals.clone(),
+        read_only: source.read_only,
+        secret_ref: reference.map(|s| LocalObjectReference { name: s.name.unwrap_or_default() }),
+        target_portal: source.target_portal.clone(),
+    };
+    of_iscsi(&own, &place)
 }
 
 /// A Fibre Channel volume.

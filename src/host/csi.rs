@@ -103,6 +103,10 @@ impl CsiDirs {
     fn note(&self, dir: &Path, data: &VolumeData) -> Result<(), String> {
         make(dir, 0o750)?;
         let text = serde_json::to_vec(data).map_err(|e| e.to_string())?;
+        // Looked at with every refresh, and written once.
+        if fs::read(dir.join(NOTE)).is_ok_and(|there| there == text) {
+            return Ok(());
+        }
         file::replace(&dir.join(NOTE), &text).map_err(doing(format!("what {} is for cannot be noted", dir.display())))
     }
 

@@ -82,8 +82,10 @@ impl Csi {
     }
 
     fn note(&self, place: &Published) {
-        lock(&self.published).insert((place.uid.clone(), place.name.clone()), place.clone());
-        self.changed.notify_one();
+        let before = lock(&self.published).insert((place.uid.clone(), place.name.clone()), place.clone());
+        if before.is_none() {
+            self.changed.notify_one();
+        }
     }
 
     fn forget(&self, place: &Published) {
