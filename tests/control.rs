@@ -533,3 +533,58 @@ async fn roles_give_what_they_say_and_nobody_gives_more_than_they_have() {
     assert_eq!(server.ok("POST", reviews, &review).await["status"]["allowed"], false);
     assert_eq!(alice("GET", "/api/v1/namespaces/default/pods", &Value::Null).await.code, 403);
 }
+
+#[tokio::test]
+async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
+    let server = Server::new().await;
+    for name in ["mine", "other", "theirs"] {
+        server.ok("POST", "/api/v1/namespaces/default/secrets", &json!({"metadata": {"name": name}})).await;
+        server.ok("POST", "/api/v1/namespaces/default/serviceaccounts", &json!({"metadata": {"name": name}})).await;
+        let claim = json!({"metadata": {"name": name}, "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Mi"}}}});
+        server.ok("POST", "/api/v1/namespaces/default/persistentvolumeclaims", &claim).await;
+        let volume = json!({"metadata": {"name": name}, "spec": {"accessModes": ["ReadWriteOnce"], "capacity": {"storage": "1Mi"}, "claimRef": {"namespace": "default", "name": name},
+            "csi": {"driver": "d", "volumeHandle": name, "nodePublishSecretRef": {"namespace": "other", "name": format!("of-{name}")}}}});
+        server.ok("POST", "/api/v1/persistentvolumes", &volume).await;
+        server.ok("POST", "/api/v1/namespaces/other/secrets", &json!({"metadata": {"name": format!("of-{name}")}})).await;
+    }
+    for (name, node) in [("mine", "n1"), ("theirs", "n2")] {
+        let pod = json!({"metadata": {"name": name}, "spec": {"nodeName": node, "serviceAccountName": name, "containers": [{"name": "c", "image": "i"}],
+            "volumes": [{"name": "a", "secret": {"secretName": name}}, {"name": "b", "persistentVolumeClaim": {"claimName": name}}]}});
+        server.ok("POST", "/api/v1/namespaces/default/pods", &pod).await;
+    }
+    let node = |method: &str, url: &str, body: Value| {
+        let body = if body.is_null() { vec![] } else { body.to_string().into_bytes() };
+        let mut request = Server::request(method, url, if method == "PATCH" { MERGE } else { "application/json" }, body);
+        request.user = User { name: "system:node:n1".into(), uid: String::new(), groups: vec!["system:nodes".into(), "system:authenticated".into()] };
+        server.send(request)
+    };
+    for (name, code) in [("mine", 200), ("theirs", 403), ("other", 403)] {
+        for path in [
+            format!("namespaces/default/secrets/{name}"),
+            format!("namespaces/other/secrets/of-{name}"),
+            format!("namespaces/default/serviceaccounts/{name}"),
+            format!("namespaces/default/persistentvolumeclaims/{name}"),
+            format!("persistentvolumes/{name}"),
+        ] {
+            assert_eq!(node("GET", &format!("/api/v1/{path}"), Value::Null).await.code, code, "{path}");
+        }
+        let token = node("POST", &format!("/api/v1/namespaces/default/serviceaccounts/{name}/token"), json!({"spec": {}})).await;
+        assert_eq!(token.code, if code == 200 { 201 } else { code }, "{name}");
+    }
+    for (method, url, code) in [
+        ("GET", "/api/v1/namespaces/default/secrets?fieldSelector=metadata.name%3Dmine", 200),
+        ("GET", "/api/v1/namespaces/default/secrets", 403),
+        ("GET", "/api/v1/secrets", 403),
+        ("GET", "/api/v1/nodes", 200),
+        ("PATCH", "/api/v1/namespaces/default/pods/mine/status", 200),
+        ("PATCH", "/api/v1/namespaces/default/pods/theirs/status", 403),
+        ("DELETE", "/api/v1/namespaces/default/pods/theirs", 403),
+        ("DELETE", "/api/v1/namespaces/default/pods/nobody", 404),
+    ] {
+        let body = if method == "PATCH" { json!({"status": {"reason": "x"}}) } else { Value::Null };
+        assert_eq!(node(method, url, body).await.code, code, "{method} {url}");
+    }
+    // With its last pod the node loses sight of what the pod referred to.
+    server.ok("DELETE", "/api/v1/namespaces/default/pods/mine?gracePeriodSeconds=0", &Value::Null).await;
+    assert_eq!(node("GET", "/api/v1/namespaces/default/secrets/mine", Value::Null).await.code, 403);
+}

@@ -108,6 +108,8 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     let old = params.signed_by(&key, &issuer).unwrap().pem();
     let first: PathBuf = std::fs::read_link(&current).unwrap();
     std::fs::write(&first, format!("{old}{}", key.serialize_pem())).unwrap();
+    // Pairs are named by the second.
+    std::thread::sleep(std::time::Duration::from_millis(1100));
     let agent = join(dir, 17_999, false);
     cluster.wait("the renewal", || std::fs::read_link(&current).unwrap() != first);
     assert!(as_node(dir, &["auth", "whoami"]).contains("system:node:second"));
@@ -118,6 +120,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     let ended = params.signed_by(&key, &issuer).unwrap().pem();
     std::fs::write(std::fs::read_link(&current).unwrap(), format!("{ended}{}", key.serialize_pem())).unwrap();
     let second = std::fs::read_link(&current).unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(1100));
     let agent = join(dir, 17_999, true);
     cluster.wait("another first certificate", || {
         std::fs::read_link(&current).unwrap() != second && log().matches("the node has a certificate").count() == 2

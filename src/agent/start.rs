@@ -55,10 +55,14 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let runtime: Arc<dyn Runtime> = Arc::new(runtime);
     let clock = Clock::system();
     credentials::bootstrap(&config, clock).await?;
-    // The heartbeat has a connection of its own: pods must not make the node look dead.
-    let clients = match &config.kubeconfig {
-        Some(path) => Some((connect(path).await?, connect(path).await?)),
-        None => None,
+    // The heartbeat has a connection of its own: pods must not make the node look dead. So have reviews: whoever shows
+    // us wrong tokens holds up no pod.
+    let (clients, reviews) = match &config.kubeconfig {
+        Some(path) => {
+            let reviews: Arc<dyn Reviews> = Arc::new(KubeReviews(connect(path).await?));
+            (Some((connect(path).await?, connect(path).await?)), Some(reviews))
+        }
+        None => (None, None),
     };
     if let (Some((client, _)), true) = (&clients, config.rotate_certificates) {
         tokio::spawn(credentials::keep(credentials::Kept::client(&config), client.clone(), clock));
@@ -91,7 +95,6 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     resolver.cluster_dns.clone_from(&config.cluster_dns);
     resolver.cluster_domain.clone_from(&config.cluster_domain);
     let mut keeper = None;
-    let reviews = clients.as_ref().map(|(client, _)| Arc::new(KubeReviews(client.clone())) as Arc<dyn Reviews>);
     let (api, pods, nodes): (Arc<dyn PodApi>, _, Option<Arc<dyn NodeApi>>) = match clients {
         Some((client, heartbeat)) => {
             let only_ours = watcher::Config::default().fields(&format!("spec.nodeName={}", config.node_name));

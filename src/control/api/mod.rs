@@ -11,6 +11,7 @@ pub mod classes;
 mod defaults;
 mod discovery;
 mod error;
+mod graph;
 pub mod nodes;
 pub mod object;
 mod patch;
@@ -56,6 +57,8 @@ pub struct Api {
     counts: Arc<std::sync::Mutex<Counts>>,
     /// Who may do what.
     rbac: Arc<rbac::Rbac>,
+    /// What nodes have to do with.
+    graph: Arc<graph::Graph>,
     /// How nodes are reached; none where they are not.
     nodes: Option<nodes::Nodes>,
 }
@@ -126,12 +129,25 @@ impl Api {
     /// An API over `store`; services get addresses from `service_range`.
     #[must_use]
     pub fn new(store: Store, tokens: token::Tokens, service_range: ipnet::Ipv4Net) -> Api {
-        Api { store, tokens: Arc::new(tokens), service_range, services: Arc::default(), counts: Arc::default(), rbac: Arc::default(), nodes: None }
+        Api {
+            store,
+            tokens: Arc::new(tokens),
+            service_range,
+            services: Arc::default(),
+            counts: Arc::default(),
+            rbac: Arc::default(),
+            graph: Arc::default(),
+            nodes: None,
+        }
     }
 
     /// Whether a user may do something.
     fn may(&self, user: &auth::User, ask: &auth::Ask<'_>) -> bool {
-        auth::may(user, ask) || self.rbac.allows(&self.store, user, ask)
+        let related = || match user.node() {
+            Some(node) if !user.is_in("system:masters") => self.graph.is_related(&self.store, node, ask),
+            _ => true,
+        };
+        (auth::may(user, ask) && related()) || self.rbac.allows(&self.store, user, ask)
     }
 
     /// Whether a user may GET a path outside the object API.
