@@ -89,6 +89,21 @@ pub fn judge(signer: &str, request: &[u8], usages: &[&str], requester: Requester
     if bootstraps || requester.name == name { Verdict::Allow } else { Verdict::Wait }
 }
 
+/// The user and the groups that a client certificate (DER) names: its common name and its organizations.
+#[must_use]
+pub fn subject(der: &[u8]) -> Option<(String, Vec<String>)> {
+    let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
+    let subject = certificate.subject();
+    let name = subject.iter_common_name().next()?.as_str().ok()?.to_owned();
+    Some((name, subject.iter_organization().filter_map(|o| o.as_str().ok().map(Into::into)).collect()))
+}
+
+/// The DER of a request in PEM.
+#[must_use]
+pub fn request_der(pem: &[u8]) -> Option<Vec<u8>> {
+    x509_parser::pem::parse_x509_pem(pem).ok().filter(|(_, block)| block.label == "CERTIFICATE REQUEST").map(|(_, block)| block.contents)
+}
+
 /// When a certificate is due to be renewed: between seven and nine tenths of its life. `share` is between 0 and 1.
 #[must_use]
 pub fn due(begins: Timestamp, ends: Timestamp, share: f64) -> Timestamp {

@@ -97,8 +97,8 @@ impl Machine {
 
 /// The room on the filesystem that a directory is on.
 pub fn filesystem(dir: &Path) -> std::io::Result<Filesystem> {
-    let stat = nix::sys::statvfs::statvfs(dir)?;
-    Ok(Filesystem { capacity: stat.blocks() * stat.fragment_size(), available: stat.blocks_available() * stat.fragment_size() })
+    let Room { capacity, available, .. } = Room::of(dir)?;
+    Ok(Filesystem { capacity, available })
 }
 
 /// The room on a filesystem.

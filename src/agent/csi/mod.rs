@@ -302,6 +302,12 @@ pub async fn unpublish(context: &Context, uid: &str) -> Result<(), String> {
     Ok(())
 }
 
+/// Where a volume is staged, if it is. What is mounted there may hang.
+async fn staged(context: &Context, place: &Published) -> Result<Option<PathBuf>, String> {
+    let (dirs, own) = (context.csi.dirs.clone(), place.clone());
+    blocking(move || Ok(dirs.staged(&own))).await
+}
+
 async fn one(context: &Context, place: &Published) -> Result<(), String> {
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
     if !blocking(move || Ok(dirs.is_noted(&own))).await? {
@@ -313,7 +319,7 @@ async fn one(context: &Context, place: &Published) -> Result<(), String> {
     let target = place.target.display().to_string();
     registered.driver.unpublish(&data.volume_handle, &target).await.map_err(failed("NodeUnpublishVolume"))?;
     // The pod's own note goes last: while it is there, a try that was cut off is made again as a whole.
-    let staged = if context.csi.is_shared(place) { None } else { context.csi.dirs.staged(place) };
+    let staged = if context.csi.is_shared(place) { None } else { staged(context, place).await? };
     if let Some(staged) = &staged {
         registered.driver.unstage(&data.volume_handle, &staged.display().to_string()).await.map_err(failed("NodeUnstageVolume"))?;
     }
@@ -346,7 +352,7 @@ async fn full(context: &Context, place: &Published) -> Result<VolumeFigures, Str
     let mut figures = VolumeFigures { name: place.name.clone(), namespace: namespace.unwrap_or_default(), claim, ..VolumeFigures::default() };
     let registered = context.csi.driver(&place.data.driver_name)?;
     if registered.abilities.stats {
-        let staging = context.csi.dirs.staged(place).map(|dir| dir.display().to_string()).unwrap_or_default();
+        let staging = staged(context, place).await?.map(|dir| dir.display().to_string()).unwrap_or_default();
         let target = place.target.display().to_string();
         let answer = registered.driver.stats(&place.data.volume_handle, &target, &staging).await.map_err(failed("NodeGetVolumeStats"))?;
         let number = |n: i64| u64::try_from(n).unwrap_or(0);

@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use crate::config::Serving;
 use crate::core::digest;
 use crate::core::serving::Needs;
+use crate::core::signing::subject;
 use crate::https::{Body, Peer, text};
 use crate::kubeapi::reviews::{Identity, NodeAsk, Reviews};
 
@@ -55,13 +56,11 @@ pub struct Access {
     decisions: Answers<(Identity, &'static str, &'static str), bool>,
 }
 
-/// Reads user and groups from the subject of a verified client certificate (DER).
+/// Whom a verified client certificate (DER) stands for.
 fn of_certificate(der: &[u8]) -> Option<Identity> {
-    let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
-    let subject = certificate.subject();
-    let name = subject.iter_common_name().next()?.as_str().ok()?.to_owned();
-    let groups = subject.iter_organization().filter_map(|o| o.as_str().ok().map(Into::into));
-    Some(Identity { name, groups: groups.chain(["system:authenticated".to_owned()]).collect(), ..Identity::default() })
+    let (name, mut groups) = subject(der)?;
+    groups.push("system:authenticated".to_owned());
+    Some(Identity { name, groups, ..Identity::default() })
 }
 
 fn unauthorized() -> Response<Body> {

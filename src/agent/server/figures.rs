@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, OnceCell};
 use tokio::time::Instant;
 
 use super::{Known, Server, logs};
@@ -120,14 +120,16 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// The volumes of claims that have been counted: namespace, claim, figures. Nothing is counted for it.
-    pub fn known_volumes(&self) -> Vec<(String, String, VolumeFigures)> {
+    /// The volumes of claims that have been counted. Nothing is counted for it.
+    pub fn known_volumes(&self) -> Vec<VolumeFigures> {
         let all = self.disks.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let known = all.values().filter_map(|disk| disk.try_lock().ok()?.as_ref().map(|(_, figures)| figures.volumes.clone()));
-        known.flatten().filter_map(|v| Some((v.namespace.clone(), v.claim.clone()?, v))).collect()
+        known.flatten().filter(|v| v.claim.is_some()).collect()
     }
 }
 
+/// Bytes of writable layers, by pod and container.
+type Layers = BTreeMap<(String, String), u64>;
 type Disk = Arc<Mutex<Option<(Instant, DiskFigures)>>>;
 
 /// Processor time a second between two readings.
@@ -143,8 +145,7 @@ fn began(pod: &Pod, container: &str) -> Option<Timestamp> {
 /// The present reading.
 pub async fn snapshot(server: &Arc<Server>) -> Result<Arc<Snapshot>, RuntimeError> {
     let mut last = server.figures.last.lock().await;
-    if let Some((at, known)) = last.as_ref().filter(|(at, _)| at.elapsed() < FRESH) {
-        tracing::trace!(age = ?at.elapsed(), "figures are shared");
+    if let Some((_, known)) = last.as_ref().filter(|(at, _)| at.elapsed() < FRESH) {
         return Ok(Arc::clone(known));
     }
     let fresh = Arc::new(read(server, last.as_ref().map(|(at, known)| (at.elapsed(), Arc::clone(known)))).await?);
@@ -217,7 +218,8 @@ async fn read(server: &Arc<Server>, before: Option<(Duration, Arc<Snapshot>)>) -
 
 /// What pods have on the disk, as far as it is known in time.
 pub async fn disks(server: &Arc<Server>, pods: &[PodFigures]) -> HashMap<String, DiskFigures> {
-    let layers = Arc::new(server.context.runtime.layers().await.unwrap_or_default());
+    // Asked once, and only if something is counted: it costs the runtime a look at every container.
+    let layers: Arc<OnceCell<Layers>> = Arc::default();
     let mut found = HashMap::new();
     let mut tasks = vec![];
     {
@@ -247,8 +249,9 @@ pub async fn disks(server: &Arc<Server>, pods: &[PodFigures]) -> HashMap<String,
     found
 }
 
-async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &BTreeMap<(String, String), u64>) -> DiskFigures {
+async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) -> DiskFigures {
     let context = &server.context;
+    let layers = layers.get_or_init(|| async { context.runtime.layers().await.unwrap_or_default() }).await;
     let mut figures = DiskFigures::default();
     for volume in local_storage::counted(pod) {
         match context.host.volume_usage(pod, &volume, u64::MAX).await {

@@ -265,7 +265,7 @@ async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     let name = "kubelet_running_containers";
     out.family(name, "gauge", "Number of containers currently running.").sample(name, &[("container_state", "running")], running.len() as f64, None);
     {
-        let snapshot = server.figures.known_volumes();
+        let volumes = server.figures.known_volumes();
         for (name, help, get) in [
             ("kubelet_volume_stats_capacity_bytes", "Capacity in bytes of the volume", (|v| v.bytes.1) as fn(&figures::VolumeFigures) -> u64),
             ("kubelet_volume_stats_available_bytes", "Number of available bytes in the volume", |v| v.bytes.2),
@@ -275,8 +275,9 @@ async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
             ("kubelet_volume_stats_inodes_used", "Number of used inodes in the volume", |v| v.inodes.0),
         ] {
             out.family(name, "gauge", help);
-            for (namespace, claim, volume) in &snapshot {
-                out.sample(name, &[("namespace", namespace), ("persistentvolumeclaim", claim)], get(volume) as f64, None);
+            for volume in &volumes {
+                let claim = volume.claim.as_deref().unwrap_or_default();
+                out.sample(name, &[("namespace", &volume.namespace), ("persistentvolumeclaim", claim)], get(volume) as f64, None);
             }
         }
     }

@@ -107,8 +107,7 @@ pub async fn summary(server: &Arc<Server>, query: &str) -> Result<Response<Body>
     let (at, machine, root) = (snapshot.at, &snapshot.machine, &snapshot.root);
     let mut of_machine = memory(at, &machine.usage);
     of_machine["availableBytes"] = machine.available.into();
-    let (tier, of_tier) = &snapshot.tier;
-    tracing::trace!(cgroup = tier, "all pods together");
+    let (_, of_tier) = &snapshot.tier;
     let mut node = Map::from_iter([
         ("nodeName".to_owned(), server.context.config.node_name.clone().into()),
         (

@@ -12,6 +12,7 @@ use super::object::text;
 use super::resources::Resource;
 use super::token::Tokens;
 use crate::control::store::Store;
+use crate::core::signing::subject;
 
 /// The requester.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -53,13 +54,10 @@ impl User {
     }
 }
 
-/// Reads user and groups from the subject of a verified client certificate (DER).
+/// Whom a verified client certificate (DER) stands for.
 #[must_use]
 pub fn of_certificate(der: &[u8]) -> Option<User> {
-    let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
-    let subject = certificate.subject();
-    let name = subject.iter_common_name().next()?.as_str().ok()?.to_owned();
-    let groups = subject.iter_organization().filter_map(|o| o.as_str().ok().map(Into::into)).collect();
+    let (name, groups) = subject(der)?;
     Some(User::authenticated(name, String::new(), groups))
 }
 
@@ -157,10 +155,6 @@ pub fn may(user: &User, ask: &Ask<'_>) -> bool {
         return true;
     }
     if user.is_in("system:authenticated") && ask.verb == "create" && ask.resource.starts_with("selfsubject") {
-        return true;
-    }
-    let for_a_certificate = ask.resource == "certificatesigningrequests" && ask.sub.is_empty();
-    if user.is_in("system:bootstrappers") && for_a_certificate && matches!(ask.verb, "create" | "get" | "list" | "watch") {
         return true;
     }
     user.node().is_some_and(|node| node_may(node, ask))

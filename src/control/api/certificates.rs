@@ -6,6 +6,7 @@ use x509_parser::prelude::FromDer as _;
 use super::auth::User;
 use super::error::FieldError;
 use super::object::{at, entry, list, now, text};
+use crate::core::signing::request_der;
 
 type Column = (&'static str, &'static str, u8);
 type Errors = Vec<FieldError>;
@@ -66,15 +67,10 @@ pub fn approve(request: &mut Value, status: &Value) {
     entry(request, "status").insert("conditions".into(), conditions.into());
 }
 
-/// The DER of a PEM block, or the bytes themselves.
-#[must_use]
-pub fn der_of(base64: &str) -> Option<Vec<u8>> {
+/// The DER of a request as it stands in the object: PEM, in base64.
+fn der_of(base64: &str) -> Option<Vec<u8>> {
     use base64::Engine as _;
-    let bytes = base64::engine::general_purpose::STANDARD.decode(base64).ok()?;
-    match x509_parser::pem::parse_x509_pem(&bytes) {
-        Ok((_, pem)) if pem.label == "CERTIFICATE REQUEST" => Some(pem.contents),
-        _ => None,
-    }
+    request_der(&base64::engine::general_purpose::STANDARD.decode(base64).ok()?)
 }
 
 fn is_qualified(signer: &str) -> bool {

@@ -262,7 +262,7 @@ impl Api {
             ("list", _) => Ok(Answer::json(self.list(resource, namespace, query, &View::of(&request.accept, query)?).await?)),
             ("get", Some(name)) => Ok(Answer::json(self.get(resource, namespace, name, &View::of(&request.accept, query)?)?)),
             ("create", None) => {
-                let options = Options::of(query, "CreateOptions")?.by(&request.user);
+                let options = Options::of(query, "CreateOptions")?.by(resource, &request.user);
                 let mut body = decode_body(request)?;
                 if resource.kind == "CertificateSigningRequest" {
                     certificates::requested_by(&mut body, &request.user);
@@ -270,11 +270,11 @@ impl Api {
                 Ok(self.create(resource, namespace, body, &options).await?.into())
             }
             ("update", Some(name)) => {
-                let options = Options::of(query, "UpdateOptions")?.by(&request.user);
+                let options = Options::of(query, "UpdateOptions")?.by(resource, &request.user);
                 Ok(self.update(resource, namespace, name, sub, decode_body(request)?, &options).await?.into())
             }
             ("patch", Some(name)) => {
-                let options = Options::of(query, "PatchOptions")?.by(&request.user);
+                let options = Options::of(query, "PatchOptions")?.by(resource, &request.user);
                 let format = patch::Format::of(&request.content_type)?;
                 let patch = decode_json(&request.body)?;
                 Ok(self.patch(resource, namespace, name, sub, format, &patch, &options).await?.into())

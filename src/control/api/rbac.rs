@@ -16,6 +16,9 @@ use crate::control::store::Store;
 type Column = (&'static str, &'static str, u8);
 type Errors = Vec<FieldError>;
 
+/// The group of roles and bindings.
+pub const GROUP: &str = "rbac.authorization.k8s.io";
+
 const KINDS: [&str; 4] = ["roles/", "clusterroles/", "rolebindings/", "clusterrolebindings/"];
 
 /// Something that is allowed.

@@ -9,7 +9,7 @@ use super::error::{ApiError, FieldError};
 use super::object::{at, deleting, list, meta, now, text};
 use super::resources::{Resource, Sub};
 use super::route::Query;
-use super::{Api, admit, certificates, defaults, object, patch, schema, storage, validate};
+use super::{Api, admit, certificates, defaults, object, patch, rbac, schema, storage, validate};
 use crate::control::store::{Bytes, Change, Expect, Record, Write, WriteError};
 
 /// How often the server retries a write that lost a race and named no version.
@@ -22,7 +22,7 @@ pub struct Options {
     pub dry_run: bool,
     /// `Ignore`, `Warn` or `Strict`.
     pub strict: Strictness,
-    /// Who writes; nobody where it is the server itself.
+    /// Who writes, where that decides whether it may be written.
     pub user: Option<User>,
 }
 
@@ -56,10 +56,10 @@ impl Options {
         Ok(Options { dry_run, strict, user: None })
     }
 
-    /// The same for a user.
+    /// The same for a user who writes objects of a kind.
     #[must_use]
-    pub fn by(self, user: &User) -> Options {
-        Options { user: Some(user.clone()), ..self }
+    pub fn by(self, resource: &Resource, user: &User) -> Options {
+        Options { user: (resource.group == rbac::GROUP).then(|| user.clone()), ..self }
     }
 }
 

@@ -47,7 +47,7 @@ fn decide(request: &CertificateSigningRequest, now: Timestamp) -> Step {
         return Step::Nothing;
     }
     let spec = &request.spec;
-    let Some(der) = der(&spec.request.0) else { return Step::Nothing };
+    let Some(der) = signing::request_der(&spec.request.0) else { return Step::Nothing };
     let usages: Vec<&str> = spec.usages.iter().flatten().map(String::as_str).collect();
     let groups = spec.groups.clone().unwrap_or_default();
     let requester = Requester { name: spec.username.as_deref().unwrap_or_default(), groups: &groups };
@@ -62,10 +62,6 @@ fn decide(request: &CertificateSigningRequest, now: Timestamp) -> Step {
             Step::Sign(spec.signer_name == signing::CLIENT, asked.unwrap_or(LIFE).min(LIFE))
         }
     }
-}
-
-fn der(pem: &[u8]) -> Option<Vec<u8>> {
-    x509_parser::pem::parse_x509_pem(pem).ok().map(|(_, block)| block.contents)
 }
 
 async fn take(client: &Client, request: &CertificateSigningRequest, step: Step, sign: &Sign) -> Result<(), kube::Error> {
@@ -97,7 +93,9 @@ async fn take(client: &Client, request: &CertificateSigningRequest, step: Step, 
             api.patch_status(&name, &PatchParams::default(), &Patch::Merge(with("Failed", "SignerValidationFailure", &why))).await.map(|_| ())
         }
         Step::Sign(is_client, seconds) => {
-            let signed = der(&request.spec.request.0).ok_or_else(|| "it is not PEM".to_owned()).and_then(|der| sign(&der, is_client, seconds));
+            let signed = signing::request_der(&request.spec.request.0)
+                .ok_or_else(|| "it is not PEM".to_owned())
+                .and_then(|der| sign(&der, is_client, seconds));
             let patch = match signed {
                 Ok(pem) => {
                     use base64::Engine as _;
