@@ -82,6 +82,33 @@ fn disks_are_attached_mounted_shared_and_let_go() {
     assert_eq!(calls().matches("--login").count(), logins + 1);
     cluster.kubectl(&["delete", "pod", "three"]);
 
+    // As a device, in two pods: the session ends with the second, and nothing is formatted or mounted.
+    let persistent = |name: &str, source: &str| {
+        cluster.apply(&format!(
+            "apiVersion: v1\nkind: PersistentVolume\nmetadata: {{name: {name}}}\nspec: {{storageClassName: '', volumeMode: Block, capacity: {{storage: 1Mi}}, accessModes: [ReadWriteOnce], claimRef: {{namespace: default, name: {name}}}, {source}}}\n---\napiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {{name: {name}}}\nspec: {{storageClassName: '', volumeName: {name}, volumeMode: Block, accessModes: [ReadWriteOnce], resources: {{requests: {{storage: 1Mi}}}}}}"
+        ));
+    };
+    let raw = |name: &str, claim: &str| {
+        pod(name, &format!("persistentVolumeClaim: {{claimName: {claim}}}"))
+            .replace("volumeMounts: [{name: v, mountPath: /v}]", "volumeDevices: [{name: v, devicePath: /dev/raw}]")
+    };
+    let magic = |name: &str| inside(&cluster, name, &["busybox", "sh", "-c", "dd if=/dev/raw bs=1 skip=1080 count=2 2>/dev/null | od -An -tx1"]);
+    persistent("block", &source.replace("secretRef: {name: chap}", "secretRef: {name: chap, namespace: default}"));
+    let logouts = || calls().matches("--logout").count();
+    let before = logouts();
+    cluster.apply(&raw("four", "block"));
+    cluster.apply(&raw("five", "block"));
+    cluster.wait("the pods", || ready("four") && ready("five"));
+    assert_eq!(magic("four"), "53 ef", "ext4");
+    cluster.kubectl(&["delete", "pod", "four"]);
+    assert_eq!((logouts(), magic("five").as_str()), (before, "53 ef"), "the other pod still has it");
+    // A node whose agent was killed knows whose it is.
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(cluster.pid("agent")), nix::sys::signal::Signal::SIGKILL).unwrap();
+    cluster.up();
+    cluster.kubectl(&["delete", "pod", "five"]);
+    assert_eq!(logouts(), before + 1);
+    assert!(!link.0.exists());
+
     // Fibre Channel: the disk is there, by its name; as a filesystem and as a device.
     let fibre = Link::named("pci-0000:41:00.0-fc-0x50060e801049cfd1-lun-0");
     std::os::unix::fs::symlink(&other.device, &fibre.0).unwrap();
@@ -90,15 +117,10 @@ fn disks_are_attached_mounted_shared_and_let_go() {
     cluster.wait("the pod", || ready("fibre"));
     inside(&cluster, "fibre", &["busybox", "touch", "/v/file"]);
     cluster.kubectl(&["delete", "pod", "fibre"]);
-    cluster.apply(&format!(
-        "apiVersion: v1\nkind: PersistentVolume\nmetadata: {{name: raw}}\nspec: {{storageClassName: '', volumeMode: Block, capacity: {{storage: 1Mi}}, accessModes: [ReadWriteOnce], {channel}}}\n---\napiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {{name: raw}}\nspec: {{storageClassName: '', volumeMode: Block, accessModes: [ReadWriteOnce], resources: {{requests: {{storage: 1Mi}}}}}}"
-    ));
-    cluster.apply(
-        &pod("raw", "persistentVolumeClaim: {claimName: raw}")
-            .replace("volumeMounts: [{name: v, mountPath: /v}]", "volumeDevices: [{name: v, devicePath: /dev/raw}]"),
-    );
+    persistent("raw", channel);
+    cluster.apply(&raw("raw", "raw"));
     cluster.wait("the pod", || ready("raw"));
-    assert_eq!(inside(&cluster, "raw", &["busybox", "sh", "-c", "dd if=/dev/raw bs=1 skip=1080 count=2 2>/dev/null | od -An -tx1"]), "53 ef", "ext4");
+    assert_eq!(magic("raw"), "53 ef", "ext4");
     cluster.kubectl(&["delete", "pod", "raw"]);
 
     let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();

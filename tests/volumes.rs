@@ -318,6 +318,7 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
         block: false,
         options: vec![],
         owned: false,
+        labelled: false,
     };
     let pod: k8s_openapi::api::core::v1::Pod = serde_json::from_value(serde_json::json!({"metadata": {"name": "p", "uid": "u"}})).unwrap();
     let (mut mounted, mut refused) = (0_u64, 0_u64);

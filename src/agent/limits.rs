@@ -64,8 +64,8 @@ async fn usage(context: &Context, pod: &Pod, limits: &Limits, layers: &BTreeMap<
     let mut usage = Usage::default();
     for volume in local_storage::counted(pod) {
         if limits.volumes.contains_key(&volume) || limits.pod.is_some() {
-            let bytes = context.host.volume_usage(pod, &volume, limits.enough(&volume)).await?;
-            usage.volumes.insert(volume, bytes);
+            let used = context.host.volume_usage(pod, &volume, limits.enough(&volume)).await?;
+            usage.volumes.insert(volume, used.bytes);
         }
     }
     if limits.counts_containers() {

@@ -103,8 +103,8 @@ impl Volumes {
                     None => resolve(context, pod, volume, memory).await?,
                 };
                 let outcome = one(context, volume, &behind, &around, &fetched, held).await;
-                outcome.map_err(|why| if behind.block { Problem::Map(why) } else { Problem::SetUp(why) })?;
-                Ok(behind)
+                let labelled = outcome.map_err(|why| if behind.block { Problem::Map(why) } else { Problem::SetUp(why) })?;
+                Ok(Behind { labelled, ..behind })
             };
             let say = |kind: Kind, reason: &str, message: &str| context.events.pod(pod, None, kind, reason, message);
             let made = log.step(Step::Volume, &volume.name, set_up).await.map_err(|problem: Problem| {
@@ -153,7 +153,8 @@ async fn again(context: &Context, pod: &Pod, volume: &Volume, known: &Behind, me
 
 /// What is behind a volume; a claim and its volume are read as they are now.
 async fn resolve(context: &Context, pod: &Pod, volume: &Volume, memory: u64) -> Result<Behind, Problem> {
-    let Some(name) = claims::of_volume(pod, volume) else { return behind::behind(pod, volume, None, memory) };
+    let here = behind::Here { memory, label: context.machine.selinux.as_deref() };
+    let Some(name) = claims::of_volume(pod, volume) else { return behind::behind(pod, volume, None, here) };
     let namespace = pod.namespace().unwrap_or_default();
     let refused = |why: String| Problem::Claim(format!("error processing PVC {namespace}/{name}: {why}"));
     let failed = |e: ApiFailure| refused(format!("failed to fetch PVC from API server: {e}"));
@@ -165,7 +166,7 @@ async fn resolve(context: &Context, pod: &Pod, volume: &Volume, memory: u64) -> 
         return Err(Problem::SetUp("volume uses the ReadWriteOncePod access mode and is already in use by another pod".into()));
     }
     behind::reached(&claimed, context.node.borrow().as_deref())?;
-    behind::behind(pod, volume, Some(&claimed), memory)
+    behind::behind(pod, volume, Some(&claimed), here)
 }
 
 /// A disk that asks for passwords, with them; they are held only while it is set up.
@@ -179,15 +180,17 @@ async fn passwords(context: &Context, behind: &Behind) -> Result<Option<Behind>,
     Ok(Some(Behind { source: Source::Disk { disk, filesystem: filesystem.clone() }, ..behind.clone() }))
 }
 
-/// One volume.
-async fn one(context: &Context, volume: &Volume, behind: &Behind, around: &Surroundings<'_>, fetched: &Fetched, held: &Held) -> Result<(), String> {
+/// One volume; the answer is whether its files have their SELinux label from the mount.
+async fn one(context: &Context, volume: &Volume, behind: &Behind, around: &Surroundings<'_>, fetched: &Fetched, held: &Held) -> Result<bool, String> {
     if let Source::Csi(served) = &behind.source {
         return Box::pin(csi::publish(context, around.pod, served)).await;
     }
     let given = held.fetch(context, around.pod, volume).await?;
     let files = volumes::files(volume, around, fetched, &given).transpose()?;
     if let Some(with_passwords) = passwords(context, behind).await? {
-        return context.host.set_up_volume(around.pod, &with_passwords, files).await;
+        context.host.set_up_volume(around.pod, &with_passwords, files).await?;
+    } else {
+        context.host.set_up_volume(around.pod, behind, files).await?;
     }
-    context.host.set_up_volume(around.pod, behind, files).await
+    Ok(behind.labelled)
 }

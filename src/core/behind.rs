@@ -10,12 +10,16 @@ use super::disks::{self, Disk};
 use super::pod;
 use super::quantity::Quantity;
 use super::resources::{Side, of_container};
+use super::selinux;
 
 /// What an emptyDir is made of.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Medium {
     /// A directory on the node's disk.
-    Disk,
+    Disk {
+        /// Whether the filesystem may be trusted to count it: who is in the pod cannot change whose its files are.
+        counted: bool,
+    },
     /// A tmpfs of at most so many bytes; 0 for the kernel's default.
     Memory(u64),
     /// Huge pages of so many bytes each.
@@ -83,6 +87,17 @@ pub struct Behind {
     pub options: Vec<String>,
     /// Whether its group is ours to set.
     pub owned: bool,
+    /// Whether its files get their SELinux label from the mount, and need none of their own.
+    pub labelled: bool,
+}
+
+/// What volumes are made with on this node.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Here<'a> {
+    /// What pods may use of the node's memory, in bytes.
+    pub memory: u64,
+    /// The SELinux label of containers' files; none where there is no SELinux.
+    pub label: Option<&'a str>,
 }
 
 impl Behind {
@@ -99,6 +114,18 @@ impl Behind {
             Source::Csi(_) => "kubernetes.io~csi",
             Source::Disk { disk, .. } => disk.plugin(),
         }
+    }
+
+    /// Whether the runtime gives its files the container's SELinux label (kubelet spec, 9.7): what is ours to change,
+    /// and has no label from its mount.
+    #[must_use]
+    pub fn is_relabelled(&self) -> bool {
+        let ours = match &self.source {
+            Source::EmptyDir(_) | Source::Files { .. } => true,
+            Source::Local { .. } | Source::Disk { .. } | Source::Csi(_) => !self.read_only,
+            Source::HostPath { .. } | Source::Image | Source::Nfs { .. } => false,
+        };
+        ours && !self.block && !self.labelled
     }
 }
 
@@ -209,7 +236,7 @@ fn page_size(pod: &Pod, medium: &str) -> Result<u64, String> {
 
 fn empty_dir(pod: &Pod, source: &k8s_openapi::api::core::v1::EmptyDirVolumeSource, memory: u64) -> Result<Medium, String> {
     match source.medium.as_deref().unwrap_or_default() {
-        "" => Ok(Medium::Disk),
+        "" => Ok(Medium::Disk { counted: pod::spec(pod).host_users == Some(false) }),
         "Memory" => {
             let own = source.size_limit.as_ref().and_then(|q| q.0.parse::<Quantity>().ok()).and_then(|q| u64::try_from(q.units()).ok());
             let pods = super::cgroup::pod_limits(pod, None, None).memory.and_then(|m| u64::try_from(m).ok());
@@ -221,8 +248,8 @@ fn empty_dir(pod: &Pod, source: &k8s_openapi::api::core::v1::EmptyDirVolumeSourc
     }
 }
 
-/// What is behind a volume. `claimed` is its claim if it has one; `memory` what pods may use of the node's, in bytes.
-pub fn behind(pod: &Pod, volume: &Volume, claimed: Option<&Claimed>, memory: u64) -> Result<Behind, Problem> {
+/// What is behind a volume. `claimed` is its claim if it has one.
+pub fn behind(pod: &Pod, volume: &Volume, claimed: Option<&Claimed>, here: Here<'_>) -> Result<Behind, Problem> {
     let plain = |source: Source| Behind {
         volume: volume.name.clone(),
         name: volume.name.clone(),
@@ -231,12 +258,13 @@ pub fn behind(pod: &Pod, volume: &Volume, claimed: Option<&Claimed>, memory: u64
         block: false,
         options: vec![],
         owned: false,
+        labelled: false,
     };
     if let Some(claimed) = claimed {
-        return persistent(pod, volume, claimed);
+        return persistent(pod, volume, claimed, here);
     }
     if let Some(source) = &volume.empty_dir {
-        return Ok(Behind { owned: true, ..plain(Source::EmptyDir(empty_dir(pod, source, memory)?)) });
+        return Ok(Behind { owned: true, ..plain(Source::EmptyDir(empty_dir(pod, source, here.memory)?)) });
     }
     if let Some(host) = &volume.host_path {
         return Ok(plain(Source::HostPath { path: host.path.clone(), kind: host.type_.clone().unwrap_or_default() }));
@@ -288,7 +316,7 @@ fn nfs_device(server: &str, path: &str) -> String {
 }
 
 /// A volume that a claim is bound to.
-fn persistent(pod: &Pod, volume: &Volume, claimed: &Claimed) -> Result<Behind, Problem> {
+fn persistent(pod: &Pod, volume: &Volume, claimed: &Claimed, here: Here<'_>) -> Result<Behind, Problem> {
     let spec = claimed.volume.spec.clone().unwrap_or_default();
     let name = claimed.volume.name_any();
     let reference = spec.claim_ref.as_ref().and_then(|r| r.uid.as_ref());
@@ -313,6 +341,15 @@ fn persistent(pod: &Pod, volume: &Volume, claimed: &Claimed) -> Result<Behind, P
         block,
         options: spec.mount_options.clone().unwrap_or_default(),
         owned,
+        labelled: false,
+    };
+    let modes = spec.access_modes.clone().unwrap_or_default();
+    let label = here.label.and_then(|files| selinux::of_volume(pod, &volume.name, &modes, files)).filter(|_| !block);
+    // A disk of our own is mounted with its label.
+    let disk = |disk: Disk, fs_type: Option<&String>, own: Option<bool>| {
+        let made = made(Source::Disk { disk: Box::new(disk), filesystem: filesystem(fs_type) }, read_only || own == Some(true), !block);
+        let options = made.options.iter().cloned().chain(label.as_deref().map(selinux::option)).collect();
+        Behind { labelled: label.is_some(), options, ..made }
     };
     if let Some(host) = &spec.host_path {
         return Ok(made(Source::HostPath { path: host.path.clone(), kind: host.type_.clone().unwrap_or_default() }, read_only, false));
@@ -325,19 +362,14 @@ fn persistent(pod: &Pod, volume: &Volume, claimed: &Claimed) -> Result<Behind, P
         return Ok(made(Source::Nfs { device: nfs_device(&nfs.server, &nfs.path) }, read_only || nfs.read_only == Some(true), false));
     }
     if let Some(source) = &spec.iscsi {
-        if block {
-            return Err(Problem::SetUp("iSCSI volumes of volumeMode Block are not served by this version: use a CSI driver for them".into()));
-        }
-        let disk = Box::new(disks::of_persistent_iscsi(source, &pod.namespace().unwrap_or_default()));
-        let source_of = Source::Disk { disk, filesystem: filesystem(source.fs_type.as_ref()) };
-        return Ok(made(source_of, read_only || source.read_only == Some(true), true));
+        let of = disks::of_persistent_iscsi(source, &pod.namespace().unwrap_or_default());
+        return Ok(disk(of, source.fs_type.as_ref(), source.read_only));
     }
     if let Some(source) = &spec.fc {
-        let source_of = Source::Disk { disk: Box::new(disks::of_fc(source)), filesystem: filesystem(source.fs_type.as_ref()) };
-        return Ok(made(source_of, read_only || source.read_only == Some(true), !block));
+        return Ok(disk(disks::of_fc(source), source.fs_type.as_ref(), source.read_only));
     }
     if let Some(source) = &spec.csi {
-        let served = csi::of_persistent(&claimed.volume, &claimed.claim, source, read_only);
+        let served = csi::Volume { label, ..csi::of_persistent(&claimed.volume, &claimed.claim, source, read_only) };
         return Ok(made(Source::Csi(Box::new(served.clone())), served.read_only, false));
     }
     Err(unserved(&volume.name).into())
@@ -368,7 +400,7 @@ mod tests {
     fn made(volume: Value, container: Value) -> Result<Behind, Problem> {
         let pod = pod(volume, container);
         let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
-        behind(&pod, &volume, None, 1 << 30)
+        behind(&pod, &volume, None, Here { memory: 1 << 30, label: None })
     }
 
     #[test]
@@ -408,7 +440,7 @@ mod tests {
             json_patch::merge(&mut v, &volume);
             let pod = pod(v, container);
             let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
-            behind(&pod, &volume, Some(&claimed(source, "Bound")), 0)
+            behind(&pod, &volume, Some(&claimed(source, "Bound")), Here { memory: 0, label: Some("u:r:t:s0") })
         };
         let nfs = of(
             json!({"nfs": {"server": "fd00::1", "path": "/x"}, "mountOptions": ["hard"]}),
@@ -430,6 +462,12 @@ mod tests {
             of(json!({"hostPath": {"path": "/x"}, "claimRef": {"uid": "9"}}), json!({}), json!({}))
                 .is_err_and(|e| e.told("v").contains("another claim"))
         );
+        // One pod alone uses it, and its containers' label is known: the mount gives it.
+        let disk = json!({"fc": {"wwids": ["w"]}, "accessModes": ["ReadWriteOncePod"], "mountOptions": ["noatime"]});
+        let context = json!({"securityContext": {"seLinuxOptions": {"level": "s0:c1,c2"}}, "volumeMounts": [{"name": "v", "mountPath": "/v"}]});
+        let labelled = of(disk.clone(), json!({}), context).expect("fine");
+        assert_eq!(labelled.options, ["noatime", "context=\"u:r:t:s0:c1,c2\""]);
+        assert!(!labelled.is_relabelled() && of(disk, json!({}), json!({})).expect("fine").is_relabelled());
         assert!(of(json!({"cephfs": {"monitors": []}}), json!({}), json!({})).is_err_and(|e| e.told("v").contains("does not serve")));
     }
 

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::digest::sha256;
 use super::pod;
 use super::quantity::Quantity;
+use super::selinux;
 
 /// A volume that a driver serves.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -38,6 +39,8 @@ pub struct Volume {
     pub block: bool,
     /// Whether it lives and dies with its pod.
     pub inline: bool,
+    /// The SELinux label that it is mounted with, if its driver can do so.
+    pub label: Option<String>,
     /// The secret for staging: namespace and name.
     pub stage_secret: Option<(String, String)>,
     /// The secret for publishing.
@@ -105,6 +108,7 @@ pub fn of_persistent(volume: &PersistentVolume, claim: &PersistentVolumeClaim, s
         read_only: read_only || source.read_only == Some(true),
         block: spec.volume_mode.as_deref() == Some("Block"),
         inline: false,
+        label: None,
         stage_secret: secret(source.node_stage_secret_ref.as_ref()),
         publish_secret: secret(source.node_publish_secret_ref.as_ref()),
         expand_secret: secret(source.node_expand_secret_ref.as_ref()),
@@ -190,6 +194,14 @@ pub fn gives_group(volume: &Volume, driver: Option<&CSIDriver>, abilities: Abili
     }
 }
 
+/// A volume with its SELinux label among the options of its mount; without a label where its driver cannot mount so.
+#[must_use]
+pub fn labelled(volume: &Volume, driver: Option<&CSIDriver>) -> Volume {
+    let label = volume.label.clone().filter(|_| driver.is_some_and(|d| d.spec.se_linux_mount == Some(true)));
+    let options = volume.options.iter().cloned().chain(label.as_deref().map(selinux::option)).collect();
+    Volume { label, options, ..volume.clone() }
+}
+
 /// Whether a driver serves inline volumes.
 #[must_use]
 pub fn serves_inline(driver: Option<&CSIDriver>) -> bool {
@@ -252,6 +264,17 @@ mod tests {
 
     fn volume(modes: &[&str], fs_type: &str) -> Volume {
         Volume { modes: modes.iter().map(|m| (*m).into()).collect(), fs_type: fs_type.into(), ..Volume::default() }
+    }
+
+    #[test]
+    fn a_label_goes_to_drivers_that_mount_with_it() {
+        let own = Volume { label: Some("u:r:t:s0:c1,c2".into()), options: vec!["noatime".into()], ..Volume::default() };
+        let told = labelled(&own, Some(&driver(json!({"seLinuxMount": true}))));
+        assert_eq!((told.options.join(","), told.label), ("noatime,context=\"u:r:t:s0:c1,c2\"".into(), own.label.clone()));
+        for none in [None, Some(driver(json!({})))] {
+            let told = labelled(&own, none.as_ref());
+            assert_eq!((told.options.len(), told.label), (1, None));
+        }
     }
 
     #[test]

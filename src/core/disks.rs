@@ -125,12 +125,20 @@ impl Disk {
         }
     }
 
+    /// Where it is noted which pods have it as a device, likewise.
+    #[must_use]
+    pub fn device_place(&self) -> Vec<String> {
+        let mut place = self.place();
+        place.insert(2, "volumeDevices".into());
+        place
+    }
+
     /// Whether a link below `/dev/disk` is to this disk: the directory's name and the link's.
     #[must_use]
     pub fn is_named(&self, dir: &str, link: &str) -> bool {
         let ends = |name: &str| link == name || link.strip_suffix(name).is_some_and(|before| before.ends_with('-'));
         match self {
-            Disk::Iscsi(i) => dir == "by-path" && i.portals.iter().any(|p| ends(&format!("ip-{p}-iscsi-{}-lun-{}", i.iqn, i.lun))),
+            Disk::Iscsi(i) => dir == "by-path" && i.portals.iter().any(|p| ends(&i.link(p))),
             Disk::Fc { wwns, lun, wwids } => match dir {
                 "by-path" => wwns.iter().any(|w| ends(&format!("fc-0x{}-lun-{lun}", w.trim_start_matches("0x").to_lowercase()))),
                 "by-id" => wwids.iter().any(|w| link == format!("scsi-{}", w.replace(' ', "_"))),
@@ -144,6 +152,12 @@ impl Iscsi {
     /// The interface that is used: one of our own where we have a name of our own.
     fn iface(&self, portal: &str) -> String {
         if self.initiator.is_some() { format!("{portal}:{}", self.iqn) } else { self.interface.clone() }
+    }
+
+    /// What udev calls the disk below `/dev/disk/by-path`.
+    #[must_use]
+    pub fn link(&self, portal: &str) -> String {
+        format!("ip-{portal}-iscsi-{}-lun-{}", self.iqn, self.lun)
     }
 
     fn with(words: &[&str]) -> Vec<String> {

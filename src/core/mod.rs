@@ -42,6 +42,7 @@ pub mod query;
 pub mod references;
 pub mod resize;
 pub mod resources;
+pub mod selinux;
 pub mod serving;
 pub mod signing;
 pub mod status;

@@ -17,7 +17,8 @@ use crate::core::users::{self, Mappings};
 use crate::core::volumes::Files;
 use crate::core::{logs, pod, qos};
 use crate::sys::patient::Patient;
-use crate::sys::{file, machine, mount, usage};
+use crate::sys::usage::{self, Usage};
+use crate::sys::{file, machine, mount, quota};
 
 /// How long a volume may be counted.
 const COUNTING: std::time::Duration = std::time::Duration::from_secs(300);
@@ -266,12 +267,18 @@ impl PodHost for LinuxHost {
         blocking(move || fs::rename(aside, &path).map_err(doing(format!("the log {} cannot be put back", path.display())))).await
     }
 
-    async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<u64, String> {
+    async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<Usage, String> {
         let volumes = self.pod_dir(pod::uid(pod))?.join("volumes");
         let name = segment(volume)?.to_owned();
         let places =
             ["kubernetes.io~empty-dir", "kubernetes.io~configmap", "kubernetes.io~downward-api"].map(|plugin| volumes.join(plugin).join(&name));
-        let count = move || places.iter().map(|p| usage::of(p, enough).map(|u| u.bytes).map_err(doing(p.display()))).sum();
+        let count = move || {
+            places.iter().try_fold(Usage::default(), |all, place| {
+                let counted = quota::used(place).and_then(|known| known.map_or_else(|| usage::of(place, enough), Ok));
+                let own = counted.map_err(doing(place.display()))?;
+                Ok(Usage { bytes: all.bytes + own.bytes, inodes: all.inodes + own.inodes })
+            })
+        };
         self.patient.call(&format!("{}/{volume}/usage", pod::uid(pod)), COUNTING, count).await
     }
 

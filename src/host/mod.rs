@@ -8,6 +8,7 @@ pub mod linux;
 pub mod logfile;
 mod rotate;
 mod tool;
+mod turn;
 mod volumes;
 
 use std::path::{Path, PathBuf};
@@ -19,6 +20,7 @@ use crate::core::behind::Behind;
 use crate::core::image_gc::Filesystem;
 use crate::core::users::Mappings;
 use crate::core::volumes::Files;
+use crate::sys::usage::Usage;
 
 /// Does work on the filesystem where it holds up nobody.
 pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, String> + Send + 'static) -> Result<T, String> {
@@ -88,8 +90,8 @@ pub trait PodHost: Send + Sync + 'static {
     async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str) -> Result<PathBuf, String>;
     /// Undoes that.
     async fn put_log_back(&self, log: &Log, aside: PathBuf) -> Result<(), String>;
-    /// The bytes that a volume on the node's disk uses; counting may end once it is more than `enough`.
-    async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<u64, String>;
+    /// What a volume on the node's disk uses; counting may end once it is more than `enough` bytes.
+    async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<Usage, String>;
     /// The bytes of a container's logs.
     async fn log_usage(&self, pod: &Pod, container: &str) -> Result<u64, String>;
     /// The filesystem that a directory is on.

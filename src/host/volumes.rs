@@ -6,41 +6,20 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::linux::{LinuxHost, doing, make, remove, segment};
 use super::tool::tool;
+use super::turn::Turn;
 use super::{SubPath, blocking, disks};
 use crate::core::behind::{Behind, Medium, Source};
-use crate::core::disks::{Disk, Iscsi};
+use crate::core::disks::Disk;
 use crate::core::pod::Ownership;
 use crate::core::volumes::Files;
-use crate::sys::{atomic_dir, beneath, file, mount, ownership};
+use crate::sys::{atomic_dir, beneath, mount, ownership, quota};
 
 /// How long the kernel is waited for.
 const PATIENCE: Duration = Duration::from_secs(10);
-
-/// The local volumes whose device is being mounted or unmounted just now: each by one at a time, and a device that
-/// hangs in the way of no other.
-static STAGING: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
-
-/// A turn at one of them.
-struct Turn(PathBuf);
-
-impl Turn {
-    /// None if somebody else has it.
-    fn at(staged: &Path) -> Option<Turn> {
-        let mut all = STAGING.lock().unwrap_or_else(PoisonError::into_inner);
-        all.insert(staged.into()).then(|| Turn(staged.into()))
-    }
-}
-
-impl Drop for Turn {
-    fn drop(&mut self) {
-        STAGING.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.0);
-    }
-}
 
 impl LinuxHost {
     /// Where volumes lie that must never reach a disk: one tmpfs for all pods. One mount a volume would
@@ -56,6 +35,11 @@ impl LinuxHost {
     /// Where a disk behind a network is mounted for all pods.
     fn staged_disk(&self, disk: &Disk) -> Result<PathBuf, String> {
         disk.place().iter().try_fold(self.root.join("plugins"), |path, name| Ok(path.join(segment(name)?)))
+    }
+
+    /// Where it is noted which pods have it as a device.
+    fn mapped_disk(&self, disk: &Disk) -> Result<PathBuf, String> {
+        disk.device_place().iter().try_fold(self.root.join("plugins"), |path, name| Ok(path.join(segment(name)?)))
     }
 
     /// Where devices are mounted for all pods.
@@ -78,8 +62,10 @@ impl LinuxHost {
     pub(super) async fn set_up(&self, uid: &str, behind: &Behind, owner: Ownership, files: Option<Files>) -> Result<(), String> {
         let key = format!("{uid}/{}", behind.volume);
         if let (Source::Disk { disk, .. }, true) = (&behind.source, behind.block) {
-            let disk = disk.clone();
-            return self.patient.call(&key, PATIENCE, move || disks::attach(&disk).map(|_| ())).await;
+            let (disk, place) = (disk.clone(), self.mapped_disk(disk)?);
+            let list = self.pod_dir(uid)?.join("volumeDevices").join(disk.plugin());
+            let (mark, link) = (place.join(segment(uid)?), list.join(segment(&behind.name)?));
+            return self.patient.call(&key, PATIENCE, move || disks::map(&disk, &place, [&mark, &link])).await;
         }
         let dir = self.volume_dir(uid, behind)?;
         match behind.source.clone() {
@@ -167,6 +153,30 @@ impl LinuxHost {
                 Ok(()) => {}
             }
         }
+        self.let_sessions_go(uid).await.map_err(failed)
+    }
+
+    /// Ends the sessions of disks that no pod has: those of a pod that had them as devices, and those that led to
+    /// nothing or whose agent was killed.
+    async fn let_sessions_go(&self, uid: &str) -> Result<(), String> {
+        let (iscsi, mark) = (self.root.join("plugins/kubernetes.io/iscsi"), segment(uid)?.to_owned());
+        let found = blocking(move || {
+            let mut own = BTreeSet::new();
+            for place in disks::places(&iscsi.join("volumeDevices")) {
+                if disks::unmark(&place.join(&mark))? {
+                    own.insert(place);
+                }
+            }
+            Ok(disks::places(&iscsi).into_iter().map(|place| (own.contains(&place), place)).collect::<Vec<_>>())
+        });
+        for (own, place) in found.await? {
+            let key = place.display().to_string();
+            match self.patient.call(&key, PATIENCE, move || disks::end_if_idle(&place)).await {
+                Err(error) if own => return Err(error),
+                Err(error) => tracing::warn!(error, disk = key, "a session that no pod uses stays for now"),
+                Ok(()) => {}
+            }
+        }
         Ok(())
     }
 }
@@ -181,29 +191,8 @@ fn unstage(pods: &Path, staged: &mount::Mount) -> Result<(), String> {
         return Ok(());
     }
     mount::unmount_all(&staged.point).map_err(|e| e.to_string())?;
-    end_session(&staged.point, &table)?;
+    disks::end_session(&staged.point)?;
     fs::remove_dir(&staged.point).map_err(doing(format!("{} cannot be removed", staged.point.display())))
-}
-
-/// Where it is noted how a disk came here; hidden while the disk is mounted over it.
-const SESSION: &str = "iscsi.json";
-
-/// Ends the session of an unmounted disk, unless another disk of the same target is mounted.
-fn end_session(point: &Path, table: &[mount::Mount]) -> Result<(), String> {
-    let note = point.join(SESSION);
-    let session: Iscsi = match fs::read(&note) {
-        Ok(text) => serde_json::from_slice(&text).map_err(doing(format!("{} cannot be read", note.display())))?,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(format!("{} cannot be read: {error}", note.display())),
-    };
-    let of_target = |m: &&mount::Mount| {
-        let same = m.point.parent() == point.parent() && m.point != point;
-        same && m.point.file_name().is_some_and(|n| n.to_string_lossy().contains(&format!("-{}-lun-", session.iqn)))
-    };
-    if table.iter().find(of_target).is_none() {
-        disks::log_out(&session)?;
-    }
-    fs::remove_file(&note).map_err(doing(format!("{} cannot be removed", note.display())))
 }
 
 /// A disk behind a network: it is mounted once, formatted if it is empty, and bound into the pod.
@@ -211,13 +200,9 @@ fn remote(disk: &Disk, filesystem: &str, staged: &Path, dir: &Path, behind: &Beh
     if mount::is_mounted(dir).map_err(|e| e.to_string())? {
         return Ok(());
     }
-    let Some(_turn) = Turn::at(staged) else { return Err("another pod is mounting or unmounting it just now".into()) };
+    let _turn = Turn::of_pod(staged)?;
     if !mount::is_mounted(staged).map_err(|e| e.to_string())? {
-        if let Disk::Iscsi(session) = disk {
-            make(staged, 0o750)?;
-            let text = serde_json::to_vec(session).map_err(|e| e.to_string())?;
-            file::replace(&staged.join(SESSION), &text).map_err(doing("the session cannot be noted"))?;
-        }
+        disks::note(disk, staged)?;
         let device = disks::attach(disk)?;
         stage(&device, filesystem, staged, behind)?;
     }
@@ -263,7 +248,12 @@ fn check_host_path(path: &Path, kind: &str) -> Result<(), String> {
 fn empty_dir(dir: &Path, medium: &Medium, group: Option<u32>) -> Result<(), String> {
     make(dir, 0o777)?;
     match medium {
-        Medium::Disk => {}
+        Medium::Disk { counted: false } => {}
+        Medium::Disk { counted: true } => {
+            if let Err(error) = quota::begin(dir) {
+                tracing::debug!(%error, dir = %dir.display(), "the volume's files will be counted one by one");
+            }
+        }
         Medium::Memory(size) => mount::tmpfs(dir, *size).map_err(doing(format!("a tmpfs cannot be mounted at {}", dir.display())))?,
         Medium::HugePages(size) => {
             mount::hugetlbfs(dir, *size).map_err(doing(format!("huge pages of {size} bytes cannot be mounted at {}", dir.display())))?;
@@ -324,7 +314,7 @@ fn local(path: &Path, filesystem: &str, staged: &Path, dir: &Path, behind: &Behi
     if mount::is_mounted(dir).map_err(|e| e.to_string())? {
         return Ok(());
     }
-    let Some(_turn) = Turn::at(staged) else { return Err("another pod is mounting or unmounting it just now".into()) };
+    let _turn = Turn::of_pod(staged)?;
     let mut source = path;
     if device {
         stage(path, filesystem, staged, behind)?;

@@ -10,6 +10,7 @@ use netlink_packet_route::address::AddressAttribute;
 use netlink_packet_route::route::RouteAttribute;
 
 use crate::core::image_gc::Filesystem;
+use crate::core::selinux;
 
 /// What a node reports about itself.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -40,6 +41,8 @@ pub struct Machine {
     pub swap: Option<u64>,
     /// Whether the kernel enforces AppArmor profiles.
     pub apparmor: bool,
+    /// The SELinux label of containers' files; none where SELinux is off.
+    pub selinux: Option<String>,
 }
 
 /// The huge page sizes as cgroup files name them.
@@ -67,6 +70,15 @@ fn line(path: &str) -> String {
     fs::read_to_string(path).map(|t| t.trim().to_owned()).unwrap_or_default()
 }
 
+/// What the loaded SELinux policy says of containers' files.
+fn selinux_files() -> Option<String> {
+    Path::new("/sys/fs/selinux/enforce").exists().then(|| {
+        let config = line("/etc/selinux/config");
+        let policy = config.lines().find_map(|l| l.strip_prefix("SELINUXTYPE=")).unwrap_or("targeted").trim();
+        selinux::files(&line(&format!("/etc/selinux/{policy}/contexts/lxc_contexts")))
+    })
+}
+
 impl Machine {
     /// Reads everything; what cannot be read is empty or zero.
     #[must_use]
@@ -91,6 +103,7 @@ impl Machine {
             cgroup_v2: crate::sys::cgroup::is_v2(),
             swap: crate::sys::cgroup::accounts_swap().then(|| kilobytes("SwapTotal:").unwrap_or(0) * 1024),
             apparmor: line("/sys/module/apparmor/parameters/enabled") == "Y",
+            selinux: selinux_files(),
         }
     }
 }

@@ -12,5 +12,6 @@ pub mod meter;
 pub mod mount;
 pub mod ownership;
 pub mod patient;
+pub mod quota;
 pub mod usage;
 pub mod watch;

@@ -135,8 +135,8 @@ impl PodHost for World {
         Ok(())
     }
 
-    async fn volume_usage(&self, _: &Pod, _: &str, _: u64) -> Result<u64, String> {
-        Ok(0)
+    async fn volume_usage(&self, _: &Pod, _: &str, _: u64) -> Result<holdfast::sys::usage::Usage, String> {
+        Ok(holdfast::sys::usage::Usage::default())
     }
 
     async fn log_usage(&self, _: &Pod, _: &str) -> Result<u64, String> {

@@ -154,10 +154,12 @@ struct Wanted<'a> {
     place: Published,
 }
 
-/// Stages and publishes a volume for a pod, and makes its filesystem as large as it has become.
-pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<(), String> {
+/// Stages and publishes a volume for a pod, and makes its filesystem as large as it has become. The answer is whether its
+/// files have their SELinux label from the mount.
+pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bool, String> {
     let registered = context.csi.driver(&volume.driver)?;
     let described = context.api.csi_driver(&volume.driver).await.map_err(|e| e.to_string())?;
+    let volume = &csi::labelled(volume, described.as_ref());
     if volume.inline && !csi::serves_inline(described.as_ref()) {
         return Err(format!("volume mode \"Ephemeral\" not supported by driver {} (no CSIDriver object)", volume.driver));
     }
@@ -183,7 +185,7 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<()
     if volume.grown.is_some() && wanted.registered.abilities.expand && !volume.read_only {
         grow(context, pod, &wanted, staging).await;
     }
-    Ok(())
+    Ok(volume.label.is_some())
 }
 
 /// Waits for the attachment; the answer is what its attacher tells the node.

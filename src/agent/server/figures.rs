@@ -255,9 +255,10 @@ async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) 
     let mut figures = DiskFigures::default();
     for volume in local_storage::counted(pod) {
         match context.host.volume_usage(pod, &volume, u64::MAX).await {
-            Ok(bytes) => {
-                figures.ephemeral += bytes;
-                figures.volumes.push(VolumeFigures { name: volume, bytes: (bytes, 0, 0), ..VolumeFigures::default() });
+            Ok(used) => {
+                figures.ephemeral += used.bytes;
+                let own = VolumeFigures { name: volume, bytes: (used.bytes, 0, 0), inodes: (used.inodes, 0, 0), ..VolumeFigures::default() };
+                figures.volumes.push(own);
             }
             Err(error) => tracing::debug!(error, volume, "a volume could not be counted"),
         }

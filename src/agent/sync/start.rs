@@ -162,6 +162,7 @@ async fn volume_mount(
     }
     let behind = s.fetched.behind.get(&volume.name).ok_or_else(|| format!("volume {:?} has not been set up", volume.name))?;
     message.readonly |= behind.read_only;
+    message.selinux_relabel = s.context.machine.selinux.is_some() && behind.is_relabelled();
     let place = SubPath { container: start.container.name.clone(), index, path: sub_path };
     message.host_path = s.context.host.mount_source(s.pod, behind, &place).await?.display().to_string();
     Ok(message)
@@ -193,7 +194,13 @@ async fn mounts(s: &Starting<'_>, start: &Start, env: &[(String, String)], image
         mounts.push(volume_mount(s, start, mount, env, images).await?);
     }
     let taken = |path: &str, mounts: &[pb::Mount]| mounts.iter().any(|m| m.container_path == path);
-    let file = |path: &str, host: PathBuf| pb::Mount { container_path: path.into(), host_path: host.display().to_string(), ..pb::Mount::default() };
+    let selinux_relabel = s.context.machine.selinux.is_some();
+    let file = |path: &str, host: PathBuf| pb::Mount {
+        container_path: path.into(),
+        host_path: host.display().to_string(),
+        selinux_relabel,
+        ..pb::Mount::default()
+    };
     if !taken("/etc/hosts", &mounts) && (!s.ips.is_empty() || pod::host_network(s.pod)) {
         let text = dns::hosts_file(s.pod, s.ips, &s.context.resolver.cluster_domain, &s.context.host.node_hosts().await);
         mounts.push(file("/etc/hosts", s.context.host.write_hosts(s.pod, text).await?));

@@ -1,5 +1,6 @@
 //! What containers may do: users, capabilities, profiles, hidden paths (kubelet spec, 6.6). Pure.
 
+use crate::core::selinux::merged;
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{AppArmorProfile, Capabilities, Container, Pod, SELinuxOptions, SeccompProfile, SecurityContext};
 use kube::ResourceExt as _;
@@ -31,21 +32,6 @@ pub(super) fn groups_policy(policy: Option<&str>) -> i32 {
 pub(super) fn selinux(options: &SELinuxOptions) -> pb::SeLinuxOption {
     let text = |value: &Option<String>| value.clone().unwrap_or_default();
     pb::SeLinuxOption { user: text(&options.user), role: text(&options.role), r#type: text(&options.type_), level: text(&options.level) }
-}
-
-/// The container's options over the pod's, field by field.
-fn merged_selinux(own: Option<&SELinuxOptions>, pod: Option<&SELinuxOptions>) -> Option<pb::SeLinuxOption> {
-    let (own, pod) = (own.cloned(), pod.cloned());
-    let mut merged = pod.clone().or(own.clone())?;
-    if let (Some(own), Some(_)) = (own, pod) {
-        merged = SELinuxOptions {
-            user: own.user.or(merged.user),
-            role: own.role.or(merged.role),
-            type_: own.type_.or(merged.type_),
-            level: own.level.or(merged.level),
-        };
-    }
-    Some(selinux(&merged))
 }
 
 /// The AppArmor profile of a container (kubelet spec, 6.6): its own field, the old annotation, the pod's
@@ -175,7 +161,7 @@ pub(super) fn security(
         no_new_privs: own.allow_privilege_escalation == Some(false),
         masked_paths: masked,
         supplemental_groups_policy: groups_policy(of_pod.supplemental_groups_policy.as_deref()),
-        selinux_options: merged_selinux(own.se_linux_options.as_ref(), of_pod.se_linux_options.as_ref()),
+        selinux_options: merged(own.se_linux_options.as_ref(), of_pod.se_linux_options.as_ref()).as_ref().map(selinux),
         apparmor,
         apparmor_profile,
         readonly_paths: paths(READ_ONLY),

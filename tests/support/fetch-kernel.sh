@@ -1,0 +1,12 @@
+#!/bin/sh
+# Unpacks the distribution's kernel for virtual machines below a directory, without installing it. Argument: directory.
+set -eu
+target=$1
+[ -e "$target/boot" ] && exit 0
+package=$(apt-cache depends linux-image-cloud-amd64 | sed -n 's/.*Depends: \(linux-image-[^ ]*\).*/\1/p' | head -n 1)
+[ -n "$package" ] || { echo "apt knows no linux-image-cloud-amd64" >&2; exit 1; }
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+(cd "$work" && apt-get -qq -o APT::Sandbox::User=root download "$package")
+mkdir -p "$target"
+dpkg-deb -x "$work"/*.deb "$target"
