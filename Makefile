@@ -11,7 +11,7 @@ deps: ## Install what running needs (containerd, runc) from the distribution
 	@sh tests/support/install.sh containerd runc
 
 test-deps: ## Install what the tests need besides
-	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables kubectl docker-registry qemu-system-x86 e2fsprogs
+	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables kubectl docker-registry qemu-system-x86 e2fsprogs mmdebstrap kmod
 
 build: ## Build the release binaries
 	$(CARGO) build --release --workspace --locked
@@ -27,13 +27,14 @@ RUNTIMES = target/containerd
 runtimes:
 	@for suite in trixie sid; do sh tests/support/fetch-containerd.sh $$suite $(RUNTIMES)/$$suite || echo "containerd of $$suite cannot be had; it is not tested with"; done
 
-# A kernel for virtual machines, where this one lacks something.
-KERNEL = target/kernel
-kernel:
-	@sh tests/support/fetch-kernel.sh $(KERNEL)
+# A virtual machine's kernel and disk, for what this machine lacks: cgroup v2 with systemd, NFS, quotas.
+MACHINE = target/machine
+machine:
+	@sh tests/support/fetch-kernel.sh $(MACHINE)
+	@sh tests/support/make-node.sh $(MACHINE) $(MACHINE)/node.img
 
-test: test-deps runtimes kernel ## Run all tests
-	HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_KERNEL=$(CURDIR)/$(KERNEL) $(CARGO) test --workspace --locked -- --test-threads=2
+test: test-deps runtimes machine ## Run all tests
+	HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test --workspace --locked -- --test-threads=2
 
 check: ## Format, lints and, where installed, licences and advisories
 	$(CARGO) fmt --all --check
@@ -47,4 +48,4 @@ bench: test-deps ## Compare the agent with the bare runtime (ratios for BENCHMAR
 	$(CARGO) build --release --locked -p holdfast-cni
 	$(CARGO) bench --locked --bench pods
 
-.PHONY: help runtimes kernel sim deps test-deps build up down test check bench
+.PHONY: help runtimes machine sim deps test-deps build up down test check bench

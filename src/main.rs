@@ -116,7 +116,7 @@ async fn run_agent(flags: AgentFlags, given: fields::Given) -> anyhow::Result<()
     if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
         tracing::debug!(%error, "systemd could not be told that the agent is ready");
     }
-    agent.run().await
+    Box::pin(agent.run()).await
 }
 
 /// Prints why a pod is as it is.

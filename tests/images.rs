@@ -45,7 +45,7 @@ impl Registry {
         let registry = Registry { process, address: format!("127.0.0.1:{port}"), _dir: dir };
         let start = std::time::Instant::now();
         while std::net::TcpStream::connect(&registry.address).is_err() {
-            assert!(start.elapsed() < support::PATIENCE, "the registry did not come up");
+            assert!(start.elapsed() < support::patience(), "the registry did not come up");
             std::thread::sleep(std::time::Duration::from_millis(50));
         }
         registry

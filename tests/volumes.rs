@@ -289,6 +289,7 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
 
     use holdfast::core::behind::{Behind, Source};
     use holdfast::core::cgroup::Driver;
+    use holdfast::host::cgroups::Cgroups;
     use holdfast::host::linux::LinuxHost;
     use holdfast::host::{PodHost as _, SubPath};
 
@@ -304,8 +305,7 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
     let host = LinuxHost {
         root: root.path().into(),
         logs: root.path().join("logs"),
-        cgroup_root: "/".into(),
-        driver: Driver::Cgroupfs,
+        cgroups: Cgroups::new("/", Driver::Cgroupfs),
         pids: None,
         cpu_period: None,
         patient: holdfast::sys::patient::Patient::default(),

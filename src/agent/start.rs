@@ -15,6 +15,7 @@ use crate::config::Config;
 use crate::core::cgroup::Driver;
 use crate::core::dns::Resolver;
 use crate::cri::{CriClient, Runtime};
+use crate::host::cgroups::Cgroups;
 use crate::host::linux::LinuxHost;
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::connect;
@@ -78,8 +79,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let host = LinuxHost {
         root: config.root_dir.clone(),
         logs: config.pod_logs_dir.clone(),
-        cgroup_root: config.cgroup_root.clone(),
-        driver,
+        cgroups: Cgroups::new(&config.cgroup_root, driver),
         pids: config.pod_pids,
         cpu_period: config.cpu_period,
         patient: crate::sys::patient::Patient::default(),

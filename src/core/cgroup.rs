@@ -69,9 +69,53 @@ pub fn pod_path(root: &str, driver: Driver, class: QosClass, uid: &str) -> Strin
         }
         Driver::Systemd => {
             let tier = tier.map_or(String::new(), |t| format!("-{t}"));
-            format!("kubepods{tier}-pod{}.slice", uid.replace('-', "_"))
+            format!("{}{tier}-pod{}.slice", all_pods(root, driver).trim_end_matches(".slice"), uid.replace('-', "_"))
         }
     }
+}
+
+/// The slice of a cgroup of our own, `/a/b`.
+#[must_use]
+pub fn slice_of(root: &str) -> String {
+    let parts: Vec<String> = root.split('/').filter(|p| !p.is_empty()).map(|p| p.replace('-', "_")).collect();
+    format!("{}.slice", parts.join("-"))
+}
+
+/// The cgroup of all pods, in the driver's spelling.
+#[must_use]
+pub fn all_pods(root: &str, driver: Driver) -> String {
+    let path = format!("{}/kubepods", root.trim_end_matches('/'));
+    match driver {
+        Driver::Cgroupfs => format!("/{}", path.trim_start_matches('/')),
+        Driver::Systemd => slice_of(&path),
+    }
+}
+
+/// Whose cgroup has this name, if it is a pod's.
+#[must_use]
+pub fn uid_of(name: &str, driver: Driver) -> Option<String> {
+    match driver {
+        Driver::Cgroupfs => Some(name.strip_prefix("pod")?.to_owned()),
+        Driver::Systemd => {
+            let (_, last) = name.strip_suffix(".slice")?.rsplit_once('-')?;
+            Some(last.strip_prefix("pod")?.replace('_', "-"))
+        }
+    }
+}
+
+/// A pod's limits as properties of its slice (systemd.resource-control(5)), in systemd's units: `u64::MAX` is unlimited.
+#[must_use]
+pub fn properties(limits: &PodLimits, unified: bool) -> Vec<(&'static str, u64)> {
+    let max = |value: Option<i64>| value.and_then(|v| u64::try_from(v).ok()).unwrap_or(u64::MAX);
+    // What one second may have, in microseconds; systemd knows no finer steps than a hundredth of a CPU.
+    let second = limits.quota.and_then(|q| u64::try_from(q).ok()).map_or(u64::MAX, |quota| {
+        let exact = quota.saturating_mul(1_000_000) / limits.period.max(1);
+        exact.next_multiple_of(10_000)
+    });
+    let (weight, memory) = if unified { (("CPUWeight", weight(limits.shares)), "MemoryMax") } else { (("CPUShares", limits.shares), "MemoryLimit") };
+    let pids = limits.pids.map(|_| ("TasksMax", max(limits.pids)));
+    let all = [weight, ("CPUQuotaPerSecUSec", second), ("CPUQuotaPeriodUSec", limits.period), (memory, max(limits.memory))];
+    all.into_iter().chain(pids).collect()
 }
 
 /// Where a cgroup of [`pod_path`] lies below the hierarchy's root, or one of its containers'.
@@ -169,7 +213,32 @@ mod tests {
         assert_eq!(pod_path("/", Driver::Cgroupfs, QosClass::Guaranteed, uid), "/kubepods/pod1-2");
         assert_eq!(pod_path("/test", Driver::Cgroupfs, QosClass::BestEffort, uid), "/test/kubepods/besteffort/pod1-2");
         assert_eq!(pod_path("/", Driver::Systemd, QosClass::Burstable, uid), "kubepods-burstable-pod1_2.slice");
+        assert_eq!(pod_path("/own-1", Driver::Systemd, QosClass::Guaranteed, uid), "own_1-kubepods-pod1_2.slice");
+        assert_eq!([all_pods("/", Driver::Cgroupfs), all_pods("/t", Driver::Systemd)], ["/kubepods", "t-kubepods.slice"]);
+        for (driver, name, expected) in [
+            (Driver::Cgroupfs, "pod1-2", Some("1-2")),
+            (Driver::Cgroupfs, "burstable", None),
+            (Driver::Systemd, "t-kubepods-burstable-pod1_2.slice", Some("1-2")),
+            (Driver::Systemd, "kubepods-burstable.slice", None),
+        ] {
+            assert_eq!(uid_of(name, driver).as_deref(), expected, "{name}");
+        }
         assert_eq!(tiers("/t", QosClass::Burstable), ["/t", "/t/kubepods", "/t/kubepods/burstable"]);
+    }
+
+    #[test]
+    fn systemd_is_told_limits_in_its_units() {
+        let limits = PodLimits { shares: 1024, quota: Some(12_345), period: 100_000, memory: Some(1 << 20), pids: Some(7) };
+        assert_eq!(
+            properties(&limits, true),
+            [("CPUWeight", 39), ("CPUQuotaPerSecUSec", 130_000), ("CPUQuotaPeriodUSec", 100_000), ("MemoryMax", 1 << 20), ("TasksMax", 7)]
+        );
+        let open = PodLimits { shares: 2, quota: None, period: 100_000, memory: None, pids: None };
+        assert_eq!(
+            properties(&open, false),
+            [("CPUShares", 2), ("CPUQuotaPerSecUSec", u64::MAX), ("CPUQuotaPeriodUSec", 100_000), ("MemoryLimit", u64::MAX)],
+            "what was limited before is not any more"
+        );
     }
 
     #[test]

@@ -9,9 +9,10 @@ use async_trait::async_trait;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 
+use super::cgroups::Cgroups;
 use super::{Log, PodHost, SubPath, blocking, rotate};
 use crate::core::behind::Behind;
-use crate::core::cgroup::{self, Driver, pod_limits};
+use crate::core::cgroup::pod_limits;
 use crate::core::image_gc::Filesystem;
 use crate::core::users::{self, Mappings};
 use crate::core::volumes::Files;
@@ -40,10 +41,8 @@ pub struct LinuxHost {
     pub root: PathBuf,
     /// The directory of pod logs.
     pub logs: PathBuf,
-    /// The cgroup below which `kubepods` lies.
-    pub cgroup_root: String,
-    /// Who makes cgroups.
-    pub driver: Driver,
+    /// The cgroups of pods.
+    pub cgroups: Cgroups,
     /// The number of processes a pod may have.
     pub pids: Option<i64>,
     /// The period of CPU quotas in microseconds; none where quotas are not enforced.
@@ -104,31 +103,20 @@ impl LinuxHost {
         let dir = format!("{}_{}_{}", log.namespace, log.pod, log.uid);
         Ok(self.logs.join(segment(&dir)?).join(segment(&log.container)?).join(format!("{}.log", log.attempt)))
     }
-
-    fn cgroup(&self, pod: &Pod) -> (Vec<String>, String) {
-        let class = qos::of(pod::spec(pod));
-        (cgroup::tiers(&self.cgroup_root, class), cgroup::pod_path(&self.cgroup_root, Driver::Cgroupfs, class, pod::uid(pod)))
-    }
 }
 
 #[async_trait]
 impl PodHost for LinuxHost {
     async fn ensure_cgroup(&self, pod: &Pod) -> Result<String, String> {
-        let class = qos::of(pod::spec(pod));
-        let parent = cgroup::pod_path(&self.cgroup_root, self.driver, class, pod::uid(pod));
-        if self.driver == Driver::Systemd {
-            // systemd makes the slice, and those above it, when the runtime names it.
-            return Ok(parent);
-        }
-        let (tiers, path) = self.cgroup(pod);
-        let limits = pod_limits(pod, self.pids, self.cpu_period);
-        blocking(move || crate::sys::cgroup::ensure_pod(&tiers, &path, &limits).map_err(|e| e.to_string())).await?;
-        Ok(parent)
+        self.cgroups.ensure(qos::of(pod::spec(pod)), pod::uid(pod), pod_limits(pod, self.pids, self.cpu_period)).await
+    }
+
+    fn cgroup_of_all(&self) -> String {
+        self.cgroups.place_of_all()
     }
 
     fn cgroup_path(&self, pod: &Pod, container: Option<&str>) -> String {
-        let class = qos::of(pod::spec(pod));
-        cgroup::place(&cgroup::pod_path(&self.cgroup_root, self.driver, class, pod::uid(pod)), container)
+        self.cgroups.place(qos::of(pod::spec(pod)), pod::uid(pod), container)
     }
 
     async fn user_mappings(&self, pod: &Pod) -> Result<Mappings, String> {
@@ -297,11 +285,7 @@ impl PodHost for LinuxHost {
     }
 
     async fn remove_cgroup(&self, pod: &Pod) -> Result<(), String> {
-        let (_, path) = self.cgroup(pod);
-        if self.driver == Driver::Systemd {
-            return Ok(());
-        }
-        blocking(move || crate::sys::cgroup::remove(&path).map_err(|e| e.to_string())).await
+        self.cgroups.remove(qos::of(pod::spec(pod)), pod::uid(pod)).await
     }
 
     async fn remove_directories(&self, pod: &Pod) -> Result<(), String> {
@@ -323,27 +307,27 @@ impl PodHost for LinuxHost {
     }
 
     async fn leftovers(&self) -> Vec<String> {
-        let (pods, memory, root) = (self.root.join("pods"), self.memory(), self.cgroup_root.clone());
+        let (pods, memory) = (self.root.join("pods"), self.memory());
         let found = blocking(move || {
             let list = |dir: PathBuf| fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok).filter_map(|e| e.file_name().into_string().ok());
-            let dirs = list(pods).chain(list(memory));
-            let mut uids: Vec<String> = dirs.chain(crate::sys::cgroup::pods(&root).into_iter().map(|(uid, _)| uid)).collect();
-            uids.sort();
-            uids.dedup();
-            Ok(uids)
+            Ok(list(pods).chain(list(memory)).collect::<Vec<String>>())
         });
-        found.await.unwrap_or_default()
+        let mut uids = found.await.unwrap_or_default();
+        uids.extend(self.cgroups.pods().await.unwrap_or_default().into_iter().map(|(_, uid)| uid));
+        uids.sort();
+        uids.dedup();
+        uids
     }
 
     async fn remove_leftovers(&self, uid: &str) -> Result<(), String> {
         self.tear_down(uid).await?;
         let dir = self.pod_dir(uid)?;
-        let (root, uid, logs, links) = (self.cgroup_root.clone(), uid.to_owned(), self.logs.clone(), self.log_links());
+        for (class, _) in self.cgroups.pods().await?.into_iter().filter(|(_, known)| known == uid) {
+            self.cgroups.remove(class, uid).await?;
+        }
+        let (uid, logs, links) = (uid.to_owned(), self.logs.clone(), self.log_links());
         blocking(move || {
             remove_unmounted(&dir)?;
-            for (_, path) in crate::sys::cgroup::pods(&root).into_iter().filter(|(u, _)| *u == uid) {
-                crate::sys::cgroup::remove(&path).map_err(|e| e.to_string())?;
-            }
             for entry in fs::read_dir(&logs).into_iter().flatten().filter_map(Result::ok) {
                 if entry.file_name().to_str().is_some_and(|n| n.ends_with(&format!("_{uid}"))) {
                     remove_links(&links, &entry.path())?;

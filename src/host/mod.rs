@@ -2,6 +2,7 @@
 //!
 //! [`PodHost`] is the narrow trait the agent calls; [`linux::LinuxHost`] does it for real.
 
+pub mod cgroups;
 pub mod csi;
 mod disks;
 pub mod linux;
@@ -58,6 +59,8 @@ pub struct Log {
 pub trait PodHost: Send + Sync + 'static {
     /// Makes the pod's cgroup and sets its values. The answer is the parent that the runtime is given.
     async fn ensure_cgroup(&self, pod: &Pod) -> Result<String, String>;
+    /// Where the cgroup of all pods lies below the hierarchies. Nothing is touched.
+    fn cgroup_of_all(&self) -> String;
     /// Where the pod's cgroup lies below the hierarchies, or a container's by its id. Nothing is touched.
     fn cgroup_path(&self, pod: &Pod, container: Option<&str>) -> String;
     /// The ids of the pod's user namespace: those it has already, else a range that no other pod has.

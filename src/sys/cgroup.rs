@@ -11,7 +11,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::core::cgroup::{PodLimits, weight};
+use crate::core::cgroup::{PodLimits, place, weight};
 
 const ROOT: &str = "/sys/fs/cgroup";
 
@@ -201,23 +201,17 @@ fn remove_tree(dir: &Path) -> io::Result<()> {
     fs::remove_dir(dir).map_err(|e| io::Error::new(e.kind(), format!("the cgroup {} cannot be removed: {e}", dir.display())))
 }
 
-/// The uids of pods that have a cgroup below `root`, with their paths.
+/// Whether there is such a cgroup; a slice's name is its path.
 #[must_use]
-pub fn pods(root: &str) -> Vec<(String, String)> {
-    let base = format!("{}/kubepods", root.trim_end_matches('/'));
-    let first = places(&base).into_iter().next();
-    let mut found = Vec::new();
-    let Some(first) = first else { return found };
-    for (dir, prefix) in [
-        (first.clone(), base.clone()),
-        (first.join("burstable"), format!("{base}/burstable")),
-        (first.join("besteffort"), format!("{base}/besteffort")),
-    ] {
-        for entry in fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok) {
-            if let Some(uid) = entry.file_name().to_str().and_then(|n| n.strip_prefix("pod")) {
-                found.push((uid.to_owned(), format!("{prefix}/pod{uid}")));
-            }
-        }
-    }
-    found
+pub fn exists(path: &str) -> bool {
+    let path = place(path, None);
+    places(&path).iter().any(|dir| dir.is_dir())
+}
+
+/// The names of the cgroups in one; none if it is not there.
+#[must_use]
+pub fn children(path: &str) -> Vec<String> {
+    let first = places(path).into_iter().next();
+    let entries = first.into_iter().filter_map(|dir| fs::read_dir(dir).ok()).flatten().filter_map(Result::ok);
+    entries.filter(|e| e.file_type().is_ok_and(|t| t.is_dir())).filter_map(|e| e.file_name().into_string().ok()).collect()
 }

@@ -13,5 +13,6 @@ pub mod mount;
 pub mod ownership;
 pub mod patient;
 pub mod quota;
+pub mod systemd;
 pub mod usage;
 pub mod watch;

@@ -24,9 +24,9 @@ fn toml(path: &Path) -> String {
     format!("{:?}", path.display().to_string())
 }
 
-/// The configuration file.
+/// The configuration file; with `systemd` the one that leaves cgroups to it.
 #[must_use]
-pub fn config(settings: &Settings) -> String {
+pub fn config(settings: &Settings, systemd: bool) -> String {
     let dirs = &settings.dirs;
     let mut text = String::new();
     // Writing to a String cannot fail.
@@ -40,7 +40,7 @@ pub fn config(settings: &Settings) -> String {
     );
     let _ = writeln!(
         text,
-        "[plugins.\"io.containerd.grpc.v1.cri\"]\n  sandbox_image = \"{}\"\n  stream_server_address = \"127.0.0.1\"\n  restrict_oom_score_adj = {}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".cni]\n    bin_dir = {}\n    conf_dir = {}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\n    runtime_type = \"io.containerd.runc.v2\"\n    [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc.options]\n      SystemdCgroup = false",
+        "[plugins.\"io.containerd.grpc.v1.cri\"]\n  sandbox_image = \"{}\"\n  stream_server_address = \"127.0.0.1\"\n  restrict_oom_score_adj = {}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".cni]\n    bin_dir = {}\n    conf_dir = {}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\n    runtime_type = \"io.containerd.runc.v2\"\n    [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc.options]\n      SystemdCgroup = {systemd}",
         images::PAUSE,
         !may_lower_oom_score(),
         toml(&dirs.data.join("cni/bin")),

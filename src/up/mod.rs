@@ -19,6 +19,7 @@ pub use settings::{Dirs, Settings};
 
 use crate::control::pki::{self, Pki};
 use crate::cri::{CriClient, Runtime as _};
+use crate::sys::systemd::Slices;
 
 /// The addresses of services.
 pub const SERVICE_RANGE: &str = "10.96.0.0/16";
@@ -97,7 +98,9 @@ fn start_containerd(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     find_program("runc").context("runc is not installed (Debian: apt-get install runc)")?;
     containerd::install_network(settings)?;
     let config = settings.dirs.data.join("containerd.toml");
-    fs::write(&config, containerd::config(settings))?;
+    // Both must make cgroups in the same way.
+    let systemd = own_fields(settings)?.is_some_and(|own| own["cgroupDriver"] == "systemd");
+    fs::write(&config, containerd::config(settings, systemd))?;
     part.start(&program, &["--config".into(), config.display().to_string(), "--log-level".into(), "warn".into()])
 }
 
@@ -167,10 +170,7 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
         "authentication": {"anonymous": {"enabled": false}, "webhook": {"enabled": true}, "x509": {"clientCAFile": root.join("pki/ca.crt")}},
         "authorization": {"mode": "Webhook"},
     });
-    if let Some(path) = &settings.agent_config {
-        let text = fs::read_to_string(path).with_context(|| format!("--agent-config: {} cannot be read", path.display()))?;
-        let own: serde_json::Value =
-            serde_saphyr::from_str(&text).map_err(|e| anyhow::anyhow!("--agent-config: {} is not YAML or JSON: {e}", path.display()))?;
+    if let Some(own) = own_fields(settings)? {
         json_patch::merge(&mut config, &own);
     }
     fs::write(root.join("config.json"), format!("{config:#}\n"))?;
@@ -187,6 +187,14 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
         &settings.node_ip.to_string(),
     ];
     part.start(&own, &arguments.map(Into::into))
+}
+
+/// The fields of the user's own configuration of the agent.
+fn own_fields(settings: &Settings) -> anyhow::Result<Option<serde_json::Value>> {
+    let Some(path) = &settings.agent_config else { return Ok(None) };
+    let text = fs::read_to_string(path).with_context(|| format!("--agent-config: {} cannot be read", path.display()))?;
+    let own = serde_saphyr::from_str(&text).map_err(|e| anyhow::anyhow!("--agent-config: {} is not YAML or JSON: {e}", path.display()))?;
+    Ok(Some(own))
 }
 
 async fn wait_node(client: &kube::Client, part: &Part) -> anyhow::Result<String> {
@@ -286,6 +294,9 @@ async fn tidy(settings: &Settings) -> anyhow::Result<()> {
         Ok(())
     })
     .await??;
+    if crate::sys::cgroup::exists(&settings.slice()) {
+        Slices::default().remove(&settings.slice()).await.map_err(anyhow::Error::msg)?;
+    }
     if private {
         crate::sys::link::remove(&settings.bridge).await.with_context(|| format!("the bridge {} cannot be removed", settings.bridge))?;
     }

@@ -106,6 +106,12 @@ impl Settings {
         self.containerd_endpoint.clone().unwrap_or_else(|| format!("unix://{}", self.dirs.socket().display()))
     }
 
+    /// The same as a slice, where systemd makes cgroups: dashes would nest it.
+    #[must_use]
+    pub fn slice(&self) -> String {
+        format!("{}.slice", stem(&self.name).replace('-', "_"))
+    }
+
     /// The cgroup below which its pods are.
     #[must_use]
     pub fn cgroup(&self) -> String {

@@ -9,8 +9,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// How long a condition may take to come true.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a condition may take to come true: longer in a machine that is emulated.
+pub fn patience() -> Duration {
+    Duration::from_secs(std::env::var("HOLDFAST_PATIENCE").map_or(60, |seconds| seconds.parse().unwrap()))
+}
 
 pub struct Cluster {
     pub name: String,
@@ -151,7 +153,7 @@ impl Cluster {
 
     /// Waits until a condition holds; on time-out shows what there is.
     pub fn wait(&self, what: &str, condition: impl Fn() -> bool) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + patience();
         while !condition() {
             assert!(
                 Instant::now() < deadline,
@@ -165,7 +167,7 @@ impl Cluster {
 
     /// As [`Cluster::wait`], while there is no API to show things of.
     pub fn wait_quietly(&self, what: &str, condition: impl Fn() -> bool) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + patience();
         while !condition() {
             assert!(Instant::now() < deadline, "not in time: {what}");
             std::thread::sleep(Duration::from_millis(50));
@@ -230,10 +232,12 @@ impl Cluster {
     }
 }
 
-fn find_pods(dir: &std::path::Path, found: &mut Vec<String>) {
+/// The cgroups of pods below a directory.
+pub fn find_pods(dir: &std::path::Path, found: &mut Vec<String>) {
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
         if entry.path().is_dir() {
-            if entry.file_name().to_str().unwrap().starts_with("pod") {
+            let name = entry.file_name().into_string().unwrap();
+            if name.starts_with("pod") || name.contains("-pod") {
                 found.push(format!("cgroup {}", entry.path().display()));
             }
             find_pods(&entry.path(), found);

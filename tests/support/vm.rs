@@ -79,63 +79,63 @@ pub fn is_inside() -> bool {
     std::fs::read_to_string("/proc/cmdline").is_ok_and(|line| line.contains(MARK))
 }
 
-/// Boots a machine with these modules, loaded in their order, and these programs of ours; there it runs the ignored test
-/// `name` of this binary. Without a kernel to boot (`make test` has one) nothing is tested.
-pub fn run(name: &str, modules: &[&str], programs: &[&str]) {
-    let Some(kernel) = std::env::var_os("HOLDFAST_KERNEL").map(PathBuf::from) else {
-        eprintln!("HOLDFAST_KERNEL is not set: {name} is not run (make test sets it)");
-        return;
-    };
+fn kernel(name: &str) -> Option<PathBuf> {
+    let found = std::env::var_os("HOLDFAST_MACHINE").map(PathBuf::from);
+    if found.is_none() {
+        eprintln!("HOLDFAST_MACHINE is not set: {name} is not run (make test sets it)");
+    }
+    found
+}
+
+/// The beginning of what a machine does first.
+const INIT: &str = "#!/bin/busybox sh
+export PATH=/sbin:/usr/sbin:/bin:/usr/bin
+for kind in proc sysfs devtmpfs; do at=$kind; case $kind in sysfs) at=sys;; devtmpfs) at=dev;; esac; busybox mount -t $kind $kind /$at; done
+";
+
+/// A memory disk with busybox and these modules, and the beginning of its `init`, which loads them.
+fn begin(kernel: &Path, modules: &[&str]) -> (Archive, String) {
     let mut disk = Archive::default();
-    for dir in ["/proc", "/sys", "/dev", "/tmp", "/run"] {
+    for dir in ["/proc", "/sys", "/dev", "/tmp", "/run", "/node"] {
         disk.dir(Path::new(dir));
     }
     disk.program(Path::new("/bin/busybox"), Path::new("/bin/busybox"));
-    disk.program(Path::new("/test"), &std::env::current_exe().unwrap());
-    for program in programs {
-        disk.program(Path::new(program), Path::new(program));
-    }
-    let mut init = String::from("#!/bin/busybox sh\nexport PATH=/sbin:/usr/sbin:/bin:/usr/bin\n");
-    init += "for kind in proc sysfs devtmpfs; do at=$kind; case $kind in sysfs) at=sys;; devtmpfs) at=dev;; esac; busybox mount -t $kind $kind /$at; done\n";
+    let mut init = INIT.to_owned();
+    let version = std::fs::read_dir(kernel.join("lib/modules")).unwrap().flatten().next().expect("modules").file_name().into_string().unwrap();
     for module in modules {
         let (name, options) = module.split_once(' ').unwrap_or((module, ""));
-        let file = find(&kernel.join("lib/modules"), &|found| found == format!("{name}.ko")).unwrap_or_else(|| panic!("no module {name}"));
-        let at = PathBuf::from(format!("/modules/{name}.ko"));
-        disk.file(&at, &std::fs::read(file).unwrap());
-        init += &format!("busybox insmod {} {options} || echo cannot load {name}\n", at.display());
+        // With those that it needs, in their order.
+        let needed = Command::new("/sbin/modprobe").arg("-d").arg(kernel).args(["-S", &version, "--show-depends", name]).output().unwrap();
+        assert!(needed.status.success(), "no module {name}: {}", String::from_utf8_lossy(&needed.stderr));
+        for file in String::from_utf8(needed.stdout).unwrap().lines().filter_map(|line| line.strip_prefix("insmod ")).map(|l| PathBuf::from(l.trim()))
+        {
+            let at = Path::new("/modules").join(file.file_name().unwrap());
+            let own = if file.file_stem().is_some_and(|stem| stem == name) { options } else { "" };
+            if !disk.made.contains(&at) {
+                init += &format!("busybox insmod {} {own} || echo cannot load {name}\n", at.display());
+            }
+            disk.file(&at, &std::fs::read(file).unwrap());
+        }
     }
-    init += &format!("/test --exact {name} --ignored --nocapture --test-threads=1\necho VM-ENDED-WITH $?\nbusybox poweroff -f\n");
+    (disk, init)
+}
+
+/// Boots it, and waits for the test's end.
+fn boot(kernel: &Path, mut disk: Archive, init: &str, more: &[&str]) {
     disk.file(Path::new("/init"), init.as_bytes());
     disk.entry("TRAILER!!!", 0, b"");
-
     let work = tempfile::tempdir().unwrap();
     let (image, console) = (work.path().join("initrd"), work.path().join("console"));
     std::fs::write(&image, disk.bytes).unwrap();
     let boot = find(&kernel.join("boot"), &|found| found.starts_with("vmlinuz")).expect("a kernel");
     let mut machine = Command::new("qemu-system-x86_64")
-        .args([
-            "-machine",
-            "q35,accel=tcg",
-            "-cpu",
-            "max",
-            "-m",
-            "1024",
-            "-smp",
-            "1",
-            "-display",
-            "none",
-            "-monitor",
-            "none",
-            "-nodefaults",
-            "-no-reboot",
-        ])
-        .arg("-serial")
-        .arg(format!("file:{}", console.display()))
-        .arg("-kernel")
+        .args(["-machine", "q35,accel=tcg", "-cpu", "max", "-m", "2048", "-smp", "2", "-display", "none", "-monitor", "none", "-nodefaults"])
+        .args(["-no-reboot", "-serial", &format!("file:{}", console.display()), "-kernel"])
         .arg(boot)
         .arg("-initrd")
         .arg(&image)
-        .args(["-append", &format!("console=ttyS0 quiet panic=-1 {MARK}")])
+        .args(["-append", &format!("console=ttyS0 quiet panic=-1 systemd.unified_cgroup_hierarchy=1 {MARK}")])
+        .args(more)
         .stdin(Stdio::null())
         .spawn()
         .unwrap();
@@ -149,4 +149,53 @@ pub fn run(name: &str, modules: &[&str], programs: &[&str]) {
     }
     let said = String::from_utf8_lossy(&std::fs::read(&console).unwrap()).into_owned();
     assert!(said.contains("VM-ENDED-WITH 0") && said.contains("1 passed"), "in the virtual machine:\n{said}");
+}
+
+fn test(name: &str) -> String {
+    format!("/test --exact {name} --ignored --nocapture --test-threads=1; echo VM-ENDED-WITH $?")
+}
+
+/// Boots a machine that has only these modules, loaded in their order, and these programs of ours; there it runs the ignored
+/// test `name` of this binary. Without a kernel to boot (`make test` has one) nothing is tested.
+pub fn run(name: &str, modules: &[&str], programs: &[&str]) {
+    let Some(kernel) = kernel(name) else { return };
+    let (mut disk, mut init) = begin(&kernel, modules);
+    disk.program(Path::new("/test"), &std::env::current_exe().unwrap());
+    for program in programs {
+        disk.program(Path::new(program), Path::new(program));
+    }
+    init += &format!("{}\nbusybox poweroff -f\n", test(name));
+    boot(&kernel, disk, &init, &[]);
+}
+
+/// The same with a whole Debian, with systemd, containerd and cgroup v2; the programs lie where they lie here.
+pub fn run_on_node(name: &str, programs: &[PathBuf]) {
+    let Some(kernel) = kernel(name) else { return };
+    let virtio = ["virtio_pci", "virtio_blk"];
+    let (mut disk, mut init) = begin(&kernel, &virtio);
+    let stripped = tempfile::tempdir().unwrap();
+    let mut carry = |at: &Path, program: &Path| {
+        // What nobody debugs there need not be carried there.
+        let small = stripped.path().join("program");
+        let status = Command::new("strip").arg("-o").arg(&small).arg(program).status().unwrap();
+        let program = if status.success() { &*small } else { program };
+        disk.file(&Path::new("/carried").join(at.strip_prefix("/").unwrap()), &std::fs::read(program).unwrap());
+    };
+    carry(Path::new("/test"), &std::env::current_exe().unwrap());
+    for program in programs {
+        // Directories may be links there too.
+        let dir = std::fs::canonicalize(program.parent().unwrap()).unwrap();
+        carry(&dir.join(program.file_name().unwrap()), &std::fs::canonicalize(program).unwrap());
+    }
+    let unit =
+        "[Unit]\nAfter=multi-user.target\n[Service]\nType=idle\nExecStart=/run-test\nStandardOutput=tty\nStandardError=tty\nTTYPath=/dev/ttyS0\n";
+    disk.file(Path::new("/carried/etc/systemd/system/test.service"), unit.as_bytes());
+    let script = format!("#!/bin/sh\nexport HOME=/root HOLDFAST_PATIENCE=200\n{}\nsystemctl poweroff --force --force\n", test(name));
+    disk.file(Path::new("/carried/run-test"), script.as_bytes());
+    init += "busybox mount -t ext4 /dev/vda /node && busybox cp -a /carried/. /node/\n";
+    init += "busybox mkdir -p /node/etc/systemd/system/multi-user.target.wants\n";
+    init += "busybox ln -s ../test.service /node/etc/systemd/system/multi-user.target.wants/test.service\n";
+    init += "for at in proc sys dev; do busybox umount -l /$at; done\nexec busybox switch_root /node /sbin/init\n";
+    let drive = format!("file={},if=virtio,format=raw,snapshot=on", kernel.join("node.img").display());
+    boot(&kernel, disk, &init, &["-drive", &drive]);
 }

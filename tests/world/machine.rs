@@ -65,6 +65,10 @@ impl PodHost for World {
         Ok("/kubepods".into())
     }
 
+    fn cgroup_of_all(&self) -> String {
+        "/kubepods".into()
+    }
+
     fn cgroup_path(&self, _: &Pod, _: Option<&str>) -> String {
         String::new()
     }

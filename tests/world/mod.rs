@@ -191,7 +191,7 @@ impl World {
         let agent = Agent { context, nodes: None, reviews: None, serves: false, pods: Some(pods), keeper: None, network, node };
         let world = self.clone();
         tokio::spawn(async move {
-            let result = agent.run().await;
+            let result = Box::pin(agent.run()).await;
             world.state().deny(format!("the agent ended: {result:?}"));
         })
     }

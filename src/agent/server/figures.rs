@@ -167,9 +167,7 @@ async fn read(server: &Arc<Server>, before: Option<(Duration, Arc<Snapshot>)>) -
         }
     }
     let (root_dir, at) = (context.config.root_dir.clone(), context.clock.now());
-    let tier =
-        crate::core::cgroup::pod_path(&context.config.cgroup_root, crate::core::cgroup::Driver::Cgroupfs, crate::core::qos::QosClass::Guaranteed, "");
-    let tier = tier.trim_end_matches("/pod").to_owned();
+    let tier = context.host.cgroup_of_all();
     let read = move || {
         let old: HashMap<&str, u64> = before.iter().flat_map(|(_, s)| s.pods.iter().map(|p| (p.cgroup.as_str(), p.usage.cpu))).collect();
         let old_containers: HashMap<&str, u64> =

@@ -1,0 +1,114 @@
+//! Slices that systemd makes and removes for us, over D-Bus (org.freedesktop.systemd1).
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use tokio::sync::Mutex;
+use zbus::Connection;
+use zbus::zvariant::Value;
+
+/// How long systemd may take for an answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+#[zbus::proxy(
+    interface = "org.freedesktop.systemd1.Manager",
+    default_service = "org.freedesktop.systemd1",
+    default_path = "/org/freedesktop/systemd1",
+    gen_blocking = false
+)]
+trait Manager {
+    fn start_transient_unit(
+        &self,
+        name: &str,
+        mode: &str,
+        properties: &[(&str, Value<'_>)],
+        others: &[(&str, &[(&str, Value<'_>)])],
+    ) -> zbus::Result<zbus::zvariant::OwnedObjectPath>;
+    fn set_unit_properties(&self, name: &str, runtime: bool, properties: &[(&str, Value<'_>)]) -> zbus::Result<()>;
+    fn stop_unit(&self, name: &str, mode: &str) -> zbus::Result<zbus::zvariant::OwnedObjectPath>;
+}
+
+/// systemd's slices, and what was last asked for each.
+#[derive(Default)]
+pub struct Slices {
+    /// Made with the first call, and again after it broke.
+    connection: Mutex<Option<Connection>>,
+    known: std::sync::Mutex<HashMap<String, Vec<(&'static str, u64)>>>,
+}
+
+fn is(error: &zbus::Error, name: &str) -> bool {
+    matches!(error, zbus::Error::MethodError(found, _, _) if found.as_str() == name)
+}
+
+impl Slices {
+    async fn manager(&self) -> Result<ManagerProxy<'static>, String> {
+        let mut held = self.connection.lock().await;
+        let connection = match &*held {
+            Some(connection) => connection.clone(),
+            None => held.insert(Connection::system().await.map_err(|e| format!("systemd cannot be reached over D-Bus: {e}"))?).clone(),
+        };
+        ManagerProxy::new(&connection).await.map_err(|e| format!("systemd cannot be asked: {e}"))
+    }
+
+    /// What a call came to. A connection that broke is made anew with the next.
+    async fn answer<T>(&self, what: String, call: impl Future<Output = zbus::Result<T>>) -> Result<zbus::Result<T>, String> {
+        match tokio::time::timeout(PATIENCE, call).await {
+            Ok(Err(error @ (zbus::Error::InputOutput(_) | zbus::Error::Handshake(_)))) => {
+                self.connection.lock().await.take();
+                Err(format!("{what}: {error}"))
+            }
+            Ok(result) => Ok(result),
+            Err(_) => {
+                self.connection.lock().await.take();
+                Err(format!("{what}: systemd has not answered for {}s", PATIENCE.as_secs()))
+            }
+        }
+    }
+
+    fn known(&self) -> std::sync::MutexGuard<'_, HashMap<String, Vec<(&'static str, u64)>>> {
+        self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// Makes a slice with these properties, or gives them to the one that is there. What was asked for already is not
+    /// asked for again.
+    pub async fn ensure(&self, name: &str, properties: Vec<(&'static str, u64)>) -> Result<(), String> {
+        if self.known().get(name) == Some(&properties) {
+            return Ok(());
+        }
+        let manager = self.manager().await?;
+        let values = || properties.iter().map(|(key, value)| (*key, Value::from(*value)));
+        let flags = ["MemoryAccounting", "CPUAccounting", "IOAccounting", "TasksAccounting"].map(|key| (key, Value::from(true)));
+        let text = [("Description", Value::from("pods of this node")), ("DefaultDependencies", Value::from(false))];
+        let all: Vec<(&str, Value<'_>)> = text.into_iter().chain(flags).chain(values()).collect();
+        let what = format!("the slice {name} cannot be made");
+        let made = self.answer(what.clone(), manager.start_transient_unit(name, "replace", &all, &[])).await?;
+        match made {
+            Ok(_) => {}
+            Err(error) if is(&error, "org.freedesktop.systemd1.UnitExists") => {
+                let own: Vec<(&str, Value<'_>)> = values().collect();
+                let set = self.answer(what, manager.set_unit_properties(name, true, &own)).await?;
+                set.map_err(|e| format!("the properties of the slice {name} cannot be set: {e}"))?;
+            }
+            Err(error) => return Err(format!("{what}: {error}")),
+        }
+        self.known().insert(name.to_owned(), properties);
+        Ok(())
+    }
+
+    /// What was asked for it is asked for again.
+    pub fn forget(&self, name: &str) {
+        self.known().remove(name);
+    }
+
+    /// Removes a slice with all below it; one that is not there is fine.
+    pub async fn remove(&self, name: &str) -> Result<(), String> {
+        self.forget(name);
+        let manager = self.manager().await?;
+        let what = format!("the slice {name} cannot be removed");
+        match self.answer(what.clone(), manager.stop_unit(name, "replace")).await? {
+            Err(error) if is(&error, "org.freedesktop.systemd1.NoSuchUnit") => Ok(()),
+            Err(error) => Err(format!("{what}: {error}")),
+            Ok(_) => Ok(()),
+        }
+    }
+}
