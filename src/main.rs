@@ -69,7 +69,8 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
     match command {
         Command::Up(flags) => {
             let mut settings = up::Settings::new(&flags.name, flags.containerd_endpoint, flags.api_port, flags.pod_cidr).await?;
-            settings.agent_config = flags.agent_config;
+            (settings.agent_config, settings.agent_port) = (flags.agent_config, flags.agent_port);
+            settings.agent_port()?;
             Box::pin(up::up(&settings)).await
         }
         Command::Down(flags) => {

@@ -43,7 +43,7 @@ impl Server {
             query: Query::parse(query),
             content_type: content_type.into(),
             body: body.into(),
-            user: User { name: "admin".into(), uid: String::new(), groups: vec!["system:masters".into(), "system:authenticated".into()] },
+            user: User { name: "admin".into(), groups: vec!["system:masters".into(), "system:authenticated".into()], ..Default::default() },
             ..Request::default()
         }
     }
@@ -478,7 +478,7 @@ async fn roles_give_what_they_say_and_nobody_gives_more_than_they_have() {
     let alice = |method: &str, url: &str, body: &Value| {
         let body = if body.is_null() { vec![] } else { body.to_string().into_bytes() };
         let mut request = Server::request(method, url, "application/json", body);
-        request.user = User { name: "alice".into(), uid: String::new(), groups: vec!["devs".into(), "system:authenticated".into()] };
+        request.user = User { name: "alice".into(), groups: vec!["devs".into(), "system:authenticated".into()], ..Default::default() };
         server.send(request)
     };
     let rbac = "/apis/rbac.authorization.k8s.io/v1";
@@ -555,7 +555,7 @@ async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
     let node = |method: &str, url: &str, body: Value| {
         let body = if body.is_null() { vec![] } else { body.to_string().into_bytes() };
         let mut request = Server::request(method, url, if method == "PATCH" { MERGE } else { "application/json" }, body);
-        request.user = User { name: "system:node:n1".into(), uid: String::new(), groups: vec!["system:nodes".into(), "system:authenticated".into()] };
+        request.user = User { name: "system:node:n1".into(), groups: vec!["system:nodes".into(), "system:authenticated".into()], ..Default::default() };
         server.send(request)
     };
     for (name, code) in [("mine", 200), ("theirs", 403), ("other", 403)] {

@@ -85,6 +85,18 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     assert!(as_node(dir, &["auth", "whoami"]).contains("system:node:second"));
     // It is a node and nothing more.
     assert!(as_node(dir, &["delete", "node", "--all"]).contains("forbidden"));
+    assert!(as_node(dir, &["get", "nodes", "--as", "kubernetes-admin", "--as-group", "system:masters"]).contains("cannot impersonate resource"));
+    // Who may, acts as it, with just its rights.
+    let as_second = |arguments: &[&str]| {
+        let whom = ["--as", "system:node:second", "--as-group", "system:nodes"];
+        let output = Command::new(support::holdfast()).args(["kubeconfig", "--name", &cluster.name]).output().unwrap();
+        std::fs::write(dir.join("admin.conf"), output.stdout).unwrap();
+        let output = Command::new("kubectl").arg("--kubeconfig").arg(dir.join("admin.conf")).args(whom).args(arguments).output().unwrap();
+        String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+    };
+    assert!(as_second(&["auth", "whoami"]).contains("system:node:second"));
+    assert!(as_second(&["auth", "can-i", "delete", "nodes"]).contains("no"));
+    assert!(as_second(&["delete", "node", "--all"]).contains("forbidden"));
     // The serving certificate waits for somebody who approves it.
     let waiting = || {
         cluster.kubectl(&["get", "csr", "-o", "jsonpath={range .items[?(@.spec.signerName=='kubernetes.io/kubelet-serving')]}{.metadata.name}{end}"])

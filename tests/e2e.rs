@@ -299,6 +299,8 @@ fn mistakes_are_answered_with_the_thing_and_the_remedy() {
         (&["up", "--name", "t-x", "--pod-cidr", "10.0.0.1/24"], &["--pod-cidr", "10.0.0.1/24"]),
         (&["up", "--name", "t-x", "--containerd-endpoint", "unix:///nonexistent.sock"], &["/nonexistent.sock", "does not answer"]),
         (&["up", "--name", "t-port", "--api-port", "16499"], &["16499", "--api-port"]),
+        (&["up", "--name", "t-port", "--api-port", "65000"], &["--agent-port", "65000 + 1000"]),
+        (&["up", "--name", "t-port", "--api-port", "16498", "--agent-port", "16498"], &["--agent-port", "16498", "not the API's"]),
         (&["agent", "--config", "/nonexistent.yaml"], &["/nonexistent.yaml", "cannot be read"]),
         (&["agent", "--kubeconfig", "/nonexistent", "--root-dir", "/tmp/holdfast-test-root"], &["/nonexistent", "--kubeconfig"]),
         (&["agent", "--node-ip", "here"], &["--node-ip", "here"]),

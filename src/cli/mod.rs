@@ -102,6 +102,9 @@ pub struct UpFlags {
     /// The port of the API, on 127.0.0.1 and the node's address.
     #[arg(long, default_value_t = 6443)]
     pub api_port: u16,
+    /// The port of the agent's HTTP API [default: 10250 beside API port 6443, else 1000 above the API's].
+    #[arg(long, value_name = "PORT")]
+    pub agent_port: Option<u16>,
     /// The addresses of the pods.
     #[arg(long, default_value = "10.244.0.0/24")]
     pub pod_cidr: ipnet::Ipv4Net,

@@ -74,7 +74,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
 }
 
 fn master() -> api::auth::User {
-    api::auth::User { name: "system:apiserver".into(), uid: String::new(), groups: vec!["system:masters".into()] }
+    api::auth::User { name: "system:apiserver".into(), groups: vec!["system:masters".into()], ..api::auth::User::default() }
 }
 
 async fn post(api: &Api, path: &str, body: &Value) -> anyhow::Result<()> {

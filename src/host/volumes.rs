@@ -84,11 +84,15 @@ impl LinuxHost {
             }
             Source::Disk { disk, filesystem } => {
                 let (staged, behind) = (self.staged_disk(&disk)?, behind.clone());
-                self.patient.call(&key, PATIENCE, move || remote(&disk, &filesystem, &staged, &dir, &behind, owner)).await
+                let given = staged.clone();
+                let result = self.patient.call(&key, PATIENCE, move || remote(&disk, &filesystem, &staged, &dir, &behind, owner)).await;
+                result.map_err(|why| giving(&given, owner).unwrap_or(why))
             }
             Source::Local { path, filesystem } => {
                 let (staged, behind) = (self.staged(&behind.name)?, behind.clone());
-                self.patient.call(&key, PATIENCE, move || local(Path::new(&path), &filesystem, &staged, &dir, &behind, owner)).await
+                let given = [staged.clone(), PathBuf::from(&path)];
+                let result = self.patient.call(&key, PATIENCE, move || local(Path::new(&path), &filesystem, &staged, &dir, &behind, owner)).await;
+                result.map_err(|why| given.iter().find_map(|place| giving(place, owner)).unwrap_or(why))
             }
         }
     }
@@ -179,6 +183,12 @@ impl LinuxHost {
         }
         Ok(())
     }
+}
+
+/// What a volume waits for whose files are being given to its pod's group: large ones take their time.
+fn giving(place: &Path, owner: Ownership) -> Option<String> {
+    let (files, group) = (ownership::under_way(place)?, owner.group?);
+    Some(format!("its files are being given to group {group}: {files} so far; with fsGroupChangePolicy OnRootMismatch this is done once"))
 }
 
 /// Unmounts a staged device if no pod has it mounted.
@@ -336,9 +346,9 @@ fn stage(device: &Path, filesystem: &str, staged: &Path, behind: &Behind) -> Res
         return Err(format!("filesystem {filesystem:?} is not known: use one of {}", known.join(", ")));
     }
     // blkid ends with 2 where it finds nothing.
-    let empty = match tool("blkid", &["-p", "-s", "TYPE", "-s", "PTTYPE", "-o", "export", &shown])? {
-        (2, _) => true,
-        (0, _) => false,
+    let (empty, found) = match tool("blkid", &["-p", "-s", "TYPE", "-s", "PTTYPE", "-o", "export", &shown])? {
+        (2, _) => (true, String::new()),
+        (0, said) => (false, said),
         (code, said) => return Err(format!("blkid cannot tell what is on {shown} ({code}): {said}")),
     };
     let program = format!("mkfs.{filesystem}");
@@ -366,5 +376,15 @@ fn stage(device: &Path, filesystem: &str, staged: &Path, behind: &Behind) -> Res
     make(staged, 0o750)?;
     let mut options = behind.options.clone();
     options.extend(behind.read_only.then(|| "ro".to_owned()));
-    mount_with_tool(filesystem, &shown, staged, &options)
+    mount_with_tool(filesystem, &shown, staged, &options).map_err(|why| match mismatch(&found, filesystem) {
+        Some(other) => format!("{shown} has {other}, and the volume asks for {filesystem}: {why}"),
+        None => why,
+    })
+}
+
+/// What is on a device by the words of `blkid`, if it is not what is asked for.
+fn mismatch(found: &str, filesystem: &str) -> Option<String> {
+    let value = |key: &str| found.lines().find_map(|l| l.strip_prefix(key)).map(str::to_owned);
+    let table = value("PTTYPE=").map(|kind| format!("a partition table ({kind})"));
+    value("TYPE=").filter(|kind| kind != filesystem).map(|kind| format!("a filesystem of type {kind}")).or(table)
 }

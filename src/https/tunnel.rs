@@ -46,7 +46,8 @@ fn headers(from: &HeaderMap, upgrade: bool) -> HeaderMap {
     let mut to = HeaderMap::new();
     for (name, value) in from {
         let stays = between.contains(name) || *name == AUTHORIZATION || *name == HOST || *name == CONNECTION || *name == UPGRADE;
-        if !stays {
+        let acting = name.as_str().starts_with("impersonate-");
+        if !stays && !acting {
             to.append(name, value.clone());
         }
     }
@@ -161,11 +162,11 @@ mod tests {
     #[tokio::test]
     async fn requests_go_on_without_credentials_and_redirects_do_not_come_back() {
         let at = pair(|request| {
-            let secret = request.headers().contains_key(AUTHORIZATION);
+            let secret = request.headers().contains_key(AUTHORIZATION) || request.headers().contains_key("impersonate-user");
             text(StatusCode::OK, format!("{} {} {secret} END", request.method(), request.uri()))
         })
         .await;
-        let said = ask(at, "PUT /here HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nContent-Length: 0\r\n\r\n").await;
+        let said = ask(at, "PUT /here HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nImpersonate-User: u\r\nContent-Length: 0\r\n\r\n").await;
         assert!(said.ends_with("PUT /there?x=1 false END"), "{said}");
         let at = pair(|_| Response::builder().status(302).header("Location", "http://169.254.169.254/END").body(full("")).expect("an answer")).await;
         let said = ask(at, "GET / HTTP/1.1\r\nHost: x\r\n\r\n").await;

@@ -55,7 +55,12 @@ pub fn tmpfs(dir: &Path, size: u64) -> io::Result<()> {
         return Ok(());
     }
     let options = if size == 0 { String::new() } else { format!("size={size}") };
-    mount(Some("tmpfs"), dir, Some("tmpfs"), MsFlags::empty(), Some(options.as_str()))?;
+    let with = |options: &str| mount(Some("tmpfs"), dir, Some("tmpfs"), MsFlags::empty(), Some(options));
+    // What is in memory may be secret: it is not swapped out where the kernel can keep it (6.4 and later).
+    match with(&format!("noswap,{options}")) {
+        Err(nix::errno::Errno::EINVAL) => with(&options)?,
+        result => result?,
+    }
     Ok(())
 }
 

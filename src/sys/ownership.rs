@@ -1,9 +1,11 @@
 //! Giving a volume to a group: every file of it, never through a link and never into another mount's parent
 //! (kubelet spec, 9.7).
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use nix::dir::{Dir, Type};
 use nix::fcntl::{AtFlags, OFlag, openat};
@@ -20,6 +22,41 @@ const DEPTH: usize = 1000;
 fn wanted(stat: &FileStat, read_only: bool) -> u32 {
     let bits = if read_only { FILE_READ_ONLY } else { FILE };
     if stat.st_mode & libc::S_IFMT == libc::S_IFDIR { bits | DIR } else { bits }
+}
+
+/// Volumes that are being given, and how many files of each have been.
+static UNDER_WAY: Mutex<BTreeMap<PathBuf, u64>> = Mutex::new(BTreeMap::new());
+
+fn under_way_now() -> MutexGuard<'static, BTreeMap<PathBuf, u64>> {
+    UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How many files have been given of a volume that is being given just now.
+#[must_use]
+pub fn under_way(root: &Path) -> Option<u64> {
+    under_way_now().get(root).copied()
+}
+
+/// A volume while it is being given.
+struct Giving<'a> {
+    root: &'a Path,
+    given: u64,
+}
+
+impl Giving<'_> {
+    /// One more file; told from time to time.
+    fn count(&mut self) {
+        self.given += 1;
+        if self.given.is_multiple_of(1000) {
+            under_way_now().insert(self.root.into(), self.given);
+        }
+    }
+}
+
+impl Drop for Giving<'_> {
+    fn drop(&mut self) {
+        under_way_now().remove(self.root);
+    }
 }
 
 /// Sets group and mode of what is held open, which may be a path handle.
@@ -41,7 +78,7 @@ fn give(fd: BorrowedFd<'_>, group: u32, read_only: bool) -> io::Result<()> {
     Ok(())
 }
 
-fn walk(dir: OwnedFd, group: u32, read_only: bool, depth: usize) -> io::Result<()> {
+fn walk(dir: OwnedFd, group: u32, read_only: bool, depth: usize, giving: &mut Giving<'_>) -> io::Result<()> {
     if depth > DEPTH {
         return Err(io::Error::other(format!("the volume's directories are more than {DEPTH} deep")));
     }
@@ -68,13 +105,14 @@ fn walk(dir: OwnedFd, group: u32, read_only: bool, depth: usize) -> io::Result<(
         if is_dir {
             let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
             match openat(listed.as_fd(), name.as_c_str(), flags, Mode::empty()) {
-                Ok(below) => walk(below, group, read_only, depth + 1)?,
+                Ok(below) => walk(below, group, read_only, depth + 1, giving)?,
                 // It was swapped for something else: that is looked at as what it is now.
                 Err(nix::errno::Errno::ENOTDIR | nix::errno::Errno::ELOOP | nix::errno::Errno::ENOENT) => {}
                 Err(error) => return Err(error.into()),
             }
         }
         give(held.as_fd(), group, read_only)?;
+        giving.count();
     }
     Ok(())
 }
@@ -89,7 +127,8 @@ pub fn set_group(root: &Path, group: u32, on_mismatch: bool, read_only: bool) ->
     if on_mismatch && stat.st_gid == group && stat.st_mode & bits == bits {
         return Ok(());
     }
-    walk(dir.try_clone()?, group, read_only, 0)?;
+    under_way_now().insert(root.into(), 0);
+    walk(dir.try_clone()?, group, read_only, 0, &mut Giving { root, given: 0 })?;
     give(dir.as_fd(), group, read_only)
 }
 

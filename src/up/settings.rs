@@ -52,6 +52,8 @@ pub struct Settings {
     pub containerd_endpoint: Option<String>,
     /// The port of the API.
     pub api_port: u16,
+    /// The port of the agent's HTTP API, if it is not the usual one.
+    pub agent_port: Option<u16>,
     /// The addresses of the pods.
     pub pod_cidr: ipnet::Ipv4Net,
     /// The bridge they are on.
@@ -78,7 +80,17 @@ impl Settings {
         let hash = name.bytes().fold(0x811c_9dc5_u32, |h, b| (h ^ u32::from(b)).wrapping_mul(0x0100_0193));
         let bridge = if name == "holdfast" { "hf0".to_owned() } else { format!("hf-{hash:08x}") };
         let node_ip = crate::sys::machine::default_address().await.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
-        Ok(Settings { name: name.into(), dirs: Self::dirs(name), containerd_endpoint, api_port, pod_cidr, bridge, node_ip, agent_config: None })
+        Ok(Settings {
+            name: name.into(),
+            dirs: Self::dirs(name),
+            containerd_endpoint,
+            api_port,
+            agent_port: None,
+            pod_cidr,
+            bridge,
+            node_ip,
+            agent_config: None,
+        })
     }
 
     /// Where the cluster `name` lies.
@@ -88,10 +100,16 @@ impl Settings {
         Dirs { logs: data.join("logs"), data, run }
     }
 
-    /// The port of the agent's HTTP API: the kubelet's, for the API's own port; so far from it for another.
-    #[must_use]
-    pub fn agent_port(&self) -> u16 {
-        if self.api_port == 6443 { 10250 } else { self.api_port.wrapping_add(1000).max(1) }
+    /// The port of the agent's HTTP API: the kubelet's, for the API's own port; 1000 from it for another.
+    pub fn agent_port(&self) -> anyhow::Result<u16> {
+        let port = self.agent_port.or(if self.api_port == 6443 { Some(10250) } else { self.api_port.checked_add(1000) });
+        match port {
+            Some(port) if port == self.api_port || port == 0 => {
+                bail!("--agent-port: {port} is invalid: use a port from 1 to 65535 that is not the API's")
+            }
+            Some(port) => Ok(port),
+            None => bail!("--agent-port is needed: without it the agent listens 1000 ports above the API, and {} + 1000 is no port", self.api_port),
+        }
     }
 
     /// The port on which the agent tells its health: the kubelet's, or none beside another cluster.

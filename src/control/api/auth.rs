@@ -2,8 +2,10 @@
 //!
 //! Authentication: client certificates (CN is the user, O the groups) and service-account tokens.
 //! Authorisation is deny-by-default: `system:masters` may do everything, a node what a node agent
-//! needs, everybody authenticated may discover, everybody may see health and version. RBAC and the
-//! Node authoriser's graph come with issue 5.
+//! needs, everybody authenticated may discover, everybody may see health and version; the rest is RBAC's
+//! ([`super::rbac`]), and what a node has to do with ([`super::graph`]).
+
+use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
@@ -23,12 +25,14 @@ pub struct User {
     pub uid: String,
     /// The groups, the implied ones included.
     pub groups: Vec<String>,
+    /// What else is known of the user.
+    pub extra: BTreeMap<String, Vec<String>>,
 }
 
 impl User {
     fn authenticated(name: String, uid: String, mut groups: Vec<String>) -> User {
         groups.push("system:authenticated".into());
-        User { name, uid, groups }
+        User { name, uid, groups, extra: BTreeMap::new() }
     }
 
     /// Whether the user is in `group`.
@@ -49,6 +53,9 @@ impl User {
         let mut info = json!({"username": self.name, "groups": self.groups});
         if !self.uid.is_empty() {
             info["uid"] = self.uid.as_str().into();
+        }
+        if !self.extra.is_empty() {
+            info["extra"] = json!(self.extra);
         }
         info
     }
@@ -71,7 +78,7 @@ pub fn authenticate(certificate: Option<&[u8]>, authorization: Option<&str>, tok
     if let Some(der) = certificate {
         return of_certificate(der).ok_or_else(unauthorized);
     }
-    Ok(User { name: "system:anonymous".into(), uid: String::new(), groups: vec!["system:unauthenticated".into()] })
+    Ok(User { name: "system:anonymous".into(), groups: vec!["system:unauthenticated".into()], ..User::default() })
 }
 
 /// Verifies a service-account token: its signature, and that account and pod still exist.
@@ -223,7 +230,7 @@ mod tests {
 
     #[test]
     fn what_is_not_allowed_is_denied() {
-        let user = |name: &str, groups: &[&str]| User { name: name.into(), uid: String::new(), groups: groups.iter().map(|g| (*g).into()).collect() };
+        let user = |name: &str, groups: &[&str]| User { name: name.into(), groups: groups.iter().map(|g| (*g).into()).collect(), ..User::default() };
         let master = user("admin", &["system:masters", "system:authenticated"]);
         let node = user("system:node:n1", &["system:nodes", "system:authenticated"]);
         let account = user("system:serviceaccount:default:default", &["system:serviceaccounts", "system:authenticated"]);

@@ -264,7 +264,7 @@ mod tests {
     #[test]
     fn who_asks_is_not_for_the_client_to_say() {
         let mut request = json!({"spec": {"username": "admin", "groups": ["system:masters"], "extra": {}}});
-        requested_by(&mut request, &User { name: "me".into(), uid: String::new(), groups: vec!["mine".into()] });
+        requested_by(&mut request, &User { name: "me".into(), groups: vec!["mine".into()], ..User::default() });
         assert_eq!(request["spec"], json!({"username": "me", "groups": ["mine"]}));
     }
 

@@ -12,6 +12,7 @@ mod defaults;
 mod discovery;
 mod error;
 mod graph;
+mod impersonate;
 pub mod nodes;
 pub mod object;
 mod patch;

@@ -489,7 +489,7 @@ mod tests {
 
     #[test]
     fn subjects_are_users_groups_and_accounts() {
-        let user = |name: &str| User { name: name.into(), uid: String::new(), groups: vec!["g".into()] };
+        let user = |name: &str| User { name: name.into(), groups: vec!["g".into()], ..User::default() };
         let is = |subject: Value, name: &str| serde_json::from_value::<Subject>(subject).expect("a subject").is(&user(name), Some("b"));
         assert!(is(json!({"kind": "User", "name": "u"}), "u") && !is(json!({"kind": "User", "name": "u"}), "v"));
         assert!(is(json!({"kind": "Group", "name": "g"}), "u") && !is(json!({"kind": "Group", "name": "h"}), "u"));

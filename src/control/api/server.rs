@@ -10,7 +10,7 @@ use tokio::net::TcpListener;
 
 use super::resources::Sub;
 use super::route::{self, Target};
-use super::{Answer, Api, ApiError, Query, Request, auth};
+use super::{Answer, Api, ApiError, Query, Request, auth, impersonate};
 use crate::https::{self, Body, BoxError, Limits, Peer, Tls, full};
 
 /// The largest request body: 3 MiB, as the real server has it.
@@ -52,7 +52,8 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
 
 fn who(api: &Api, peer: &Peer, headers: &hyper::HeaderMap) -> Result<auth::User, ApiError> {
     let authorization = headers.get(AUTHORIZATION).and_then(|v| v.to_str().ok());
-    api.authenticate(peer.certificate.as_deref().map(Vec::as_slice), authorization)
+    let user = api.authenticate(peer.certificate.as_deref().map(Vec::as_slice), authorization)?;
+    impersonate::acting(user, headers, |user, ask| api.may(user, ask))
 }
 
 async fn decode(api: &Api, peer: &Peer, request: hyper::Request<Incoming>) -> Result<Request, ApiError> {

@@ -185,7 +185,7 @@ impl Api {
                     user.clone()
                 } else {
                     let groups = list(request, &["spec", "groups"]).iter().filter_map(|g| g.as_str().map(Into::into)).collect();
-                    User { name: text(request, &["spec", "user"]).unwrap_or_default().into(), uid: String::new(), groups }
+                    User { name: text(request, &["spec", "user"]).unwrap_or_default().into(), groups, ..User::default() }
                 };
                 json!({"allowed": self.access(&about, &request["spec"])})
             }
