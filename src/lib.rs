@@ -11,6 +11,7 @@ pub mod csi;
 pub mod host;
 pub mod https;
 pub mod kubeapi;
+pub mod logging;
 pub mod probes;
 pub mod sealed;
 pub mod sys;

@@ -5,8 +5,7 @@ use std::process::ExitCode;
 use clap::Parser as _;
 use holdfast::cli::{AgentFlags, Cli, Command, ExplainFlags, Explained, KubeletCli, Output, fields};
 use holdfast::core::explain as explanation;
-use holdfast::{agent, ask, config, control, sys, up};
-use tracing_subscriber::EnvFilter;
+use holdfast::{agent, ask, config, control, logging, sys, up};
 
 fn main() -> ExitCode {
     let called_as = std::env::args_os().next().unwrap_or_default();
@@ -26,7 +25,10 @@ fn main() -> ExitCode {
     };
     let command = if as_kubelet { Command::Agent(Box::new(KubeletCli::parse_from(&given.rest).agent)) } else { Cli::parse_from(&given.rest).command };
     sys::memory::limit_arenas();
-    logs(&command);
+    // The agent's log is as its configuration has it.
+    if !matches!(command, Command::Agent(_)) {
+        logging::start(if matches!(command, Command::ControlPlane(_)) { "info" } else { "error" }, false);
+    }
     if rustls::crypto::aws_lc_rs::default_provider().install_default().is_err() {
         eprintln!("holdfast: the TLS library is already set up; this is a bug");
         return ExitCode::FAILURE;
@@ -51,18 +53,6 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-fn logs(command: &Command) {
-    let level = match command {
-        Command::Agent(flags) if flags.verbosity > 4 => "trace",
-        Command::Agent(flags) if flags.verbosity > 2 => "debug",
-        Command::Agent(_) | Command::ControlPlane(_) => "info",
-        _ => "error",
-    };
-    // A server that is not there is reported by us, once, and not by the client library at every try.
-    let filter = EnvFilter::try_from_env("HOLDFAST_LOG").unwrap_or_else(|_| EnvFilter::new(format!("warn,kube_client=off,holdfast={level}")));
-    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_writer(std::io::stderr).init();
 }
 
 async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
@@ -104,6 +94,7 @@ async fn run_agent(flags: AgentFlags, given: fields::Given) -> anyhow::Result<()
     nix::sys::prctl::set_dumpable(false)?;
     let config =
         config::load_all(flags.config.as_deref(), flags.config_dir.as_deref(), &given.fields, &flags.overrides(), &sys::machine::hostname())?;
+    logging::start(logging::level(config.logging.verbosity), config.logging.json);
     for flag in &given.without_effect {
         tracing::warn!(flag, "this flag has no effect here");
     }

@@ -555,7 +555,8 @@ async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
     let node = |method: &str, url: &str, body: Value| {
         let body = if body.is_null() { vec![] } else { body.to_string().into_bytes() };
         let mut request = Server::request(method, url, if method == "PATCH" { MERGE } else { "application/json" }, body);
-        request.user = User { name: "system:node:n1".into(), groups: vec!["system:nodes".into(), "system:authenticated".into()], ..Default::default() };
+        request.user =
+            User { name: "system:node:n1".into(), groups: vec!["system:nodes".into(), "system:authenticated".into()], ..Default::default() };
         server.send(request)
     };
     for (name, code) in [("mine", 200), ("theirs", 403), ("other", 403)] {

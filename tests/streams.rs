@@ -34,7 +34,11 @@ fn pod(name: &str, image: &str, script: &str) -> String {
 
 #[test]
 fn what_a_container_says_is_read_in_every_way() {
-    let cluster = Cluster::start_configured("logs", 44, "containerLogMaxSize: 4Ki\ncontainerLogMonitorInterval: 3s\n");
+    let cluster = Cluster::start_configured(
+        "logs",
+        44,
+        "containerLogMaxSize: 4Ki\ncontainerLogMonitorInterval: 3s\nenableSystemLogQuery: true\nlogging: {format: json}\ntlsMinVersion: VersionTLS13\n",
+    );
     let image = support::busybox(&cluster);
     let script = "for i in 1 2 3 4 5; do echo line $i; done; sleep 1; echo wrong >&2; sleep 10000";
     let twice = "if test -e /tmp/there; then echo second; sleep 10000; fi; touch /tmp/there; echo first; exit 1";
@@ -119,7 +123,37 @@ fn what_a_container_says_is_read_in_every_way() {
     assert_eq!(talker["status"]["phase"], "Running");
     assert!(raw("/configz").contains("\"containerLogMaxSize\":\"4Ki\""));
     assert!(raw("/runningpods/").contains("talker") && raw("/logs/").contains('\n') && raw("/statusz").contains("Holdfast"));
+    assert_eq!(curl(&[&admin[..], &["--tls-max", "1.2"]].concat(), "/pods"), "000", "an older version of TLS is not spoken");
+
+    // A service's logs are searched: in the journal, else in its own file.
+    let own = std::path::Path::new("/var/log/holdfast-t-logs.log");
+    std::fs::write(own, "what it said\n").unwrap();
+    assert_eq!(raw("/logs/?query=holdfast-t-logs"), "what it said\n");
+    assert_eq!(raw("/logs/?query=/holdfast-t-logs.log"), "what it said\n");
+    std::fs::remove_file(own).unwrap();
+    for (path, code) in [
+        ("/logs/?query=holdfast-t-logs", "404"),
+        ("/logs/?query=a&boot=1", "422"),
+        ("/logs/?query=/../etc/passwd", "404"),
+        ("/logs/?query=a%3Bb", "422"),
+        ("/checkpoint/default/talker/c", "405"),
+        ("/debug/flags/v", "405"),
+    ] {
+        assert_eq!(curl(&admin, path), code, "{path}");
+    }
+    // Checkpoints are made by runtimes that can; this one says that it cannot.
+    let post = [&admin[..], &["-X", "POST"]].concat();
+    assert_eq!(curl(&post, "/checkpoint/default/nobody/c"), "404");
+    assert_eq!(curl(&post, "/checkpoint/default/talker/c?timeout=soon"), "404");
+    assert_eq!(curl(&post, "/checkpoint/default/talker/c"), "500");
+    // More is logged from now on, line by line as JSON, with the pod where it is about one.
+    assert_eq!(curl(&[&admin[..], &["-X", "PUT", "-d", "many"]].concat(), "/debug/flags/v"), "400");
+    assert_eq!(curl(&[&admin[..], &["-X", "PUT", "-d", "5"]].concat(), "/debug/flags/v"), "200");
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    let log = cluster.log("agent");
+    let lines: Vec<serde_json::Value> = log.lines().map(|l| serde_json::from_str(l).unwrap_or_else(|e| panic!("{e}: {l}"))).collect();
+    assert!(lines.iter().any(|l| l["msg"] == "the log's verbosity was changed" && l["v"] == 0), "{log}");
+    assert!(lines.iter().any(|l| l["pod"] == "talker_default" && l["v"] == 4), "{log}");
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }
 
@@ -347,6 +381,67 @@ fn whoever_holds_connections_or_does_not_read_keeps_nobody_out() {
     unread.clear();
     // An unoptimised build is larger from the start: what counts is what is added to the 25 of a release build.
     assert!(held.max(streaming) - before <= 50, "MiB before, with idle connections, with streams nobody reads: {before}, {held}, {streaming}");
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}
+
+/// The open descriptors of the agent.
+fn descriptors(cluster: &Cluster) -> usize {
+    std::fs::read_dir(format!("/proc/{}/fd", cluster.pid("agent"))).unwrap().count()
+}
+
+#[test]
+fn thousands_of_streams_leave_nothing_behind() {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    const STREAMS: usize = 10_000;
+    let cluster = Cluster::start("thousands", 50);
+    let image = support::busybox(&cluster);
+    cluster.apply(&pod("shell", &image, "echo hello; sleep 10000"));
+    cluster.wait("the pod", || condition(&cluster.pod("shell"), "Ready") == "True");
+    let address = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].status.addresses[0].address}"]);
+    let port = 16_400 + cluster.number + 1000;
+    let pki = |name: &str| std::fs::read_to_string(cluster.data().join("control/pki").join(name)).unwrap();
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    let tls = std::sync::Arc::new(holdfast::https::client(&pki("admin.crt"), &pki("admin.key"), &pki("ca.crt")).unwrap());
+    let upgrade = "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n";
+    let kinds = [
+        ("POST /exec/default/shell/c?command=true&output=1", format!("{upgrade}X-Stream-Protocol-Version: v4.channel.k8s.io\r\n"), " 101 "),
+        ("POST /portForward/default/shell", format!("{upgrade}X-Stream-Protocol-Version: portforward.k8s.io\r\n"), " 101 "),
+        ("GET /containerLogs/default/shell/c?follow=true", String::new(), "hello"),
+    ];
+    let one = |n: usize| {
+        let (tls, address) = (std::sync::Arc::clone(&tls), address.clone());
+        let (line, headers, expected) = kinds[n % kinds.len()].clone();
+        async move {
+            let stream = tokio::net::TcpStream::connect((address.as_str(), port)).await.unwrap();
+            let name = rustls::pki_types::ServerName::try_from(address).unwrap();
+            let mut stream = tokio_rustls::TlsConnector::from(tls).connect(name, stream).await.unwrap();
+            let request = format!("{line} HTTP/1.1\r\nHost: node\r\nContent-Length: 0\r\n{headers}\r\n");
+            stream.write_all(request.as_bytes()).await.unwrap();
+            let mut said = String::new();
+            while !said.contains(expected) {
+                let mut piece = [0; 1024];
+                let length = tokio::time::timeout(Duration::from_secs(60), stream.read(&mut piece)).await.expect("an answer").unwrap();
+                assert!(length > 0, "{line}: it ended after {said:?}");
+                said += &String::from_utf8_lossy(&piece[..length]);
+            }
+            // Gone without a word, as clients go.
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let many = |from: usize, to: usize| {
+        use futures::StreamExt as _;
+        runtime.block_on(futures::stream::iter(from..to).map(one).for_each_concurrent(24, |stream| stream));
+    };
+    many(0, 300);
+    cluster.wait("the first to be gone", || descriptors(&cluster) < 60);
+    let before = (descriptors(&cluster), resident(&cluster));
+    many(0, STREAMS);
+    cluster.wait("all descriptors to be closed", || descriptors(&cluster) <= before.0 + 5);
+    let after = resident(&cluster);
+    assert!(after <= before.1 + 15, "MiB before and after {STREAMS} streams: {}, {after}", before.1);
+    assert_eq!(cluster.kubectl(&["exec", "shell", "--", "busybox", "echo", "still here"]), "still here\n");
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }

@@ -188,6 +188,8 @@ impl Dispatcher {
         let hint = Arc::new(Notify::new());
         let work = worker::run(Arc::clone(&self.context), receiver, Arc::clone(&hint), self.seen.clone());
         let (finished, id) = (self.finished.clone(), uid.clone());
+        let span = tracing::info_span!("pod", pod = full_name, uid);
+        let work = tracing::Instrument::instrument(work, span);
         tokio::spawn(async move {
             work.await;
             // The dispatcher lives as long as the process.

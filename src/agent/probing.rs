@@ -163,7 +163,9 @@ impl Probing {
                 started: Arc::clone(&started),
                 log: self.log.clone(),
             };
-            tasks.insert(kind, AbortOnDropHandle::new(tokio::spawn(prober.run())));
+            let span = tracing::info_span!("container", container = container.name);
+            let run = tracing::Instrument::instrument(prober.run(), span);
+            tasks.insert(kind, AbortOnDropHandle::new(tokio::spawn(run)));
         }
         self.instances.insert(id.to_owned(), Instance { name: container.name.clone(), tasks, started });
     }

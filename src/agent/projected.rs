@@ -103,7 +103,7 @@ impl Held {
         match (usable, outcome) {
             (Some(credential), Ok(())) => Ok(credential),
             (Some(credential), Err(error)) => {
-                tracing::warn!(error, pod = pod.name_any(), "a certificate cannot be renewed yet: the old one stays");
+                tracing::warn!(error, "a certificate cannot be renewed yet: the old one stays");
                 Ok(credential)
             }
             (None, Err(error)) => Err(error),

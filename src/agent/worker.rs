@@ -168,7 +168,7 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
                 until
             }
             Err(error) => {
-                tracing::warn!(%error, pod = %pod::full_name(&desired.pod), uid, retry_in = ?pause, "the pod could not be synced");
+                tracing::warn!(%error, retry_in = ?pause, "the pod could not be synced");
                 let until = Instant::now() + pause;
                 memory.log.again(context.clock.now() + jiff::SignedDuration::try_from(pause).unwrap_or_default());
                 pause = (pause * 2).min(RETRY.1);

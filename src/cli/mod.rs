@@ -215,6 +215,7 @@ impl AgentFlags {
             node_ip: self.node_ip.clone(),
             kubeconfig: self.kubeconfig.clone(),
             bootstrap_kubeconfig: self.bootstrap_kubeconfig.clone(),
+            verbosity: self.verbosity,
             root_dir: self.root_dir.clone(),
             cert_dir: self.cert_dir.clone(),
             node_labels: self.node_labels.clone(),

@@ -5,6 +5,7 @@
 
 mod effective;
 mod fields;
+mod logging;
 mod serving;
 
 use std::collections::BTreeMap;
@@ -22,16 +23,14 @@ use crate::core::resources::Amounts;
 use crate::core::time::duration;
 
 pub use fields::table as fields_table;
+pub use logging::Logging;
 pub use serving::Serving;
 
 /// Fields of the format that are read but not honoured by this version.
 const NOT_HONOURED: &[&str] = &[
-    "tlsCipherSuites",
     "tlsCurvePreferences",
-    "tlsMinVersion",
     "enableContentionProfiling",
     "enableProfilingHandler",
-    "enableDebugFlagsHandler",
     "oomScoreAdj",
     "streamingConnectionIdleTimeout",
     "volumeStatsAggPeriod",
@@ -76,9 +75,7 @@ const NOT_HONOURED: &[&str] = &[
     "enforceNodeAllocatable",
     "volumePluginDir",
     "kernelMemcgNotification",
-    "logging",
     "tracing",
-    "enableSystemLogQuery",
     "shutdownGracePeriod",
     "shutdownGracePeriodCriticalPods",
     "shutdownGracePeriodByPodPriority",
@@ -200,6 +197,8 @@ struct Document {
     #[serde(flatten)]
     serving: serving::Fields,
     #[serde(flatten)]
+    logging: logging::Fields,
+    #[serde(flatten)]
     rest: BTreeMap<String, Value>,
 }
 
@@ -311,6 +310,8 @@ pub struct Config {
     pub effective: Value,
     /// The agent's HTTP API.
     pub serving: Serving,
+    /// How it logs.
+    pub logging: Logging,
     /// Fields that were set but are not honoured.
     pub not_honoured: Vec<String>,
 }
@@ -326,6 +327,8 @@ pub struct Overrides {
     pub kubeconfig: Option<PathBuf>,
     /// `--bootstrap-kubeconfig`.
     pub bootstrap_kubeconfig: Option<PathBuf>,
+    /// `--v`; 0 where it is not given.
+    pub verbosity: u8,
     /// `--root-dir`.
     pub root_dir: Option<PathBuf>,
     /// `--cert-dir`.
@@ -539,6 +542,9 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
         }
         not_honoured.push(name.clone());
     }
+    let (logging, ignored) = logging::resolve(&document.logging, flags.verbosity)?;
+    let (serving, unspoken) = serving::resolve(&document.serving, document.kind.is_some())?;
+    not_honoured.extend(ignored.into_iter().chain(unspoken));
     let node_name = flags.hostname.as_deref().unwrap_or(hostname).trim().to_lowercase();
     if node_name.is_empty() || node_name.len() > 253 || !node_name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '.') {
         return Err(invalid("--hostname-override", &node_name, "a node name consists of lower-case letters, digits, '-' and '.'"));
@@ -666,7 +672,8 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
             f64::from(at_least_zero("eventBurst", document.event_burst, 100)?).max(1.0),
         ),
         effective: effective::of(&document.raw),
-        serving: serving::resolve(&document.serving, document.kind.is_some())?,
+        serving,
+        logging,
         not_honoured,
     })
 }

@@ -71,6 +71,10 @@ pub(super) struct Fields {
     enable_system_log_handler: Option<bool>,
     healthz_port: Option<i32>,
     healthz_bind_address: Option<String>,
+    tls_cipher_suites: Option<Vec<String>>,
+    tls_min_version: Option<String>,
+    enable_debug_flags_handler: Option<bool>,
+    enable_system_log_query: Option<bool>,
 }
 
 /// The agent's HTTP API.
@@ -104,6 +108,14 @@ pub struct Serving {
     pub debugging: bool,
     /// Whether the node's log files are served.
     pub system_logs: bool,
+    /// Whether the logs of its services are searched.
+    pub log_query: bool,
+    /// Whether the verbosity may be changed.
+    pub debug_flags: bool,
+    /// Whether TLS 1.3 alone is spoken.
+    pub only_tls13: bool,
+    /// The cipher suites of TLS 1.2, by their names; empty for all that are sound.
+    pub cipher_suites: Vec<String>,
 }
 
 fn port(field: &str, value: Option<i32>, default: u16) -> Result<u16, ConfigError> {
@@ -116,8 +128,38 @@ fn address(field: &str, text: Option<&String>, default: &str) -> Result<IpAddr, 
     text.parse().map_err(|_| invalid(field, text, "use an IP address"))
 }
 
-/// Resolves the fields. Without a file the kubelet has older, open defaults, and so do we (kubelet spec, 13.1).
-pub(super) fn resolve(fields: &Fields, from_file: bool) -> Result<Serving, ConfigError> {
+/// The cipher suites of TLS 1.2 that are spoken.
+const SUITES: [&str; 6] = [
+    "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256",
+    "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384",
+    "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256",
+    "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256",
+    "TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384",
+    "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256",
+];
+
+/// The cipher suites that are asked for and spoken, and those that are not spoken. Those of TLS 1.3 are never asked for.
+fn cipher_suites(asked: &[String]) -> Result<(Vec<String>, Vec<String>), ConfigError> {
+    let full = |name: &String| if name.ends_with("_CHACHA20_POLY1305") { format!("{name}_SHA256") } else { name.clone() };
+    let (spoken, unspoken): (Vec<String>, Vec<String>) = asked.iter().map(full).partition(|name| SUITES.contains(&name.as_str()));
+    if let Some(name) = unspoken.iter().find(|name| !name.starts_with("TLS_")) {
+        return Err(invalid("tlsCipherSuites", name, &format!("use some of {}", SUITES.join(", "))));
+    }
+    if spoken.is_empty() && !unspoken.is_empty() {
+        return Err(invalid("tlsCipherSuites", unspoken.join(", "), &format!("none of them is spoken here: use some of {}", SUITES.join(", "))));
+    }
+    Ok((spoken, unspoken.into_iter().map(|name| format!("tlsCipherSuites: {name}")).collect()))
+}
+
+/// Resolves the fields; also says what of them is not honoured. Without a file the kubelet has older, open defaults, and so do we (kubelet spec, 13.1).
+pub(super) fn resolve(fields: &Fields, from_file: bool) -> Result<(Serving, Vec<String>), ConfigError> {
+    let (cipher_suites, unspoken) = cipher_suites(fields.tls_cipher_suites.as_deref().unwrap_or_default())?;
+    let only_tls13 = match fields.tls_min_version.as_deref() {
+        // Older ones than 1.2 are not spoken at all.
+        None | Some("" | "VersionTLS10" | "VersionTLS11" | "VersionTLS12") => false,
+        Some("VersionTLS13") => true,
+        Some(other) => return Err(invalid("tlsMinVersion", other, "use VersionTLS12 or VersionTLS13")),
+    };
     let host = address("address", fields.address.as_ref(), "0.0.0.0")?;
     let main = port("port", fields.port, 10250)?;
     if main == 0 {
@@ -140,7 +182,7 @@ pub(super) fn resolve(fields: &Fields, from_file: bool) -> Result<Serving, Confi
         Some(other) => return Err(invalid("authorization.mode", other, "use Webhook or AlwaysAllow")),
     };
     let (authentication, webhook) = (&fields.authentication, &fields.authorization.webhook);
-    Ok(Serving {
+    let serving = Serving {
         enabled: fields.enable_server.unwrap_or(true),
         main: (host, main).into(),
         read_only: (read_only != 0).then_some((host, read_only).into()),
@@ -158,7 +200,12 @@ pub(super) fn resolve(fields: &Fields, from_file: bool) -> Result<Serving, Confi
         ),
         debugging: fields.enable_debugging_handlers.unwrap_or(true),
         system_logs: fields.enable_system_log_handler.unwrap_or(true),
-    })
+        log_query: fields.enable_system_log_query.unwrap_or(false),
+        debug_flags: fields.enable_debug_flags_handler.unwrap_or(true),
+        only_tls13,
+        cipher_suites,
+    };
+    Ok((serving, unspoken))
 }
 
 #[cfg(test)]
@@ -167,7 +214,7 @@ mod tests {
 
     fn of(text: &str, from_file: bool) -> Result<Serving, String> {
         let fields: Fields = serde_saphyr::from_str(text).map_err(|e| e.to_string())?;
-        resolve(&fields, from_file).map_err(|e| e.to_string())
+        resolve(&fields, from_file).map(|(serving, _)| serving).map_err(|e| e.to_string())
     }
 
     #[test]
@@ -181,6 +228,11 @@ mod tests {
             .expect("fine");
         assert_eq!((own.main.port(), own.healthz, own.reviews, own.review_ttl.0.as_secs()), (1234, None, false, 1));
         assert_eq!(own.client_ca, Some("/ca".into()));
+        let suites = "tlsMinVersion: VersionTLS13\ntlsCipherSuites: [TLS_RSA_WITH_AES_128_CBC_SHA, TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305]";
+        let (own, unspoken) = resolve(&serde_saphyr::from_str(suites).expect("YAML"), true).expect("fine");
+        assert!(own.only_tls13);
+        assert_eq!(own.cipher_suites, ["TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256"]);
+        assert_eq!(unspoken, ["tlsCipherSuites: TLS_RSA_WITH_AES_128_CBC_SHA"]);
     }
 
     #[test]
@@ -189,6 +241,9 @@ mod tests {
             ("port: 0", "port"),
             ("port: 70000", "port"),
             ("address: here", "address"),
+            ("tlsMinVersion: SSL3", "tlsMinVersion"),
+            ("tlsCipherSuites: [AES]", "tlsCipherSuites"),
+            ("tlsCipherSuites: [TLS_RSA_WITH_AES_128_CBC_SHA]", "tlsCipherSuites"),
             ("tlsCertFile: /c", "tlsPrivateKeyFile"),
             ("authorization: {mode: RBAC}", "authorization.mode"),
             ("authentication: {webhook: {cacheTTL: soon}}", "authentication.webhook.cacheTTL"),

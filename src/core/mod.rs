@@ -28,6 +28,7 @@ pub mod journal;
 pub mod keyring;
 pub mod lifecycle;
 pub mod local_storage;
+pub mod log_query;
 pub mod logs;
 pub mod meter;
 pub mod node_affinity;

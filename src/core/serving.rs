@@ -44,6 +44,10 @@ pub enum Endpoint {
     Metrics(String),
     /// `/logs/…`: a path below the node's log directory.
     Files(String),
+    /// `/checkpoint/…`.
+    Checkpoint(Place),
+    /// `/debug/flags/v`.
+    Verbosity,
     /// `/statusz`.
     Status,
     /// `/flagz`.
@@ -104,6 +108,8 @@ pub fn route(method: &str, path: &str) -> Routed {
         ["metrics"] => (Some(Endpoint::Metrics(String::new())), get),
         ["metrics", part @ ("cadvisor" | "resource" | "probes" | "slis")] => (Some(Endpoint::Metrics((*part).into())), get),
         ["logs", rest @ ..] => (Some(Endpoint::Files(rest.join("/"))), get),
+        ["checkpoint", rest @ ..] => (place(rest).filter(|p| p.uid.is_none()).map(Endpoint::Checkpoint), &["POST"][..]),
+        ["debug", "flags", "v"] => (Some(Endpoint::Verbosity), &["PUT"][..]),
         ["statusz"] => (Some(Endpoint::Status), get),
         ["flagz"] => (Some(Endpoint::Flags), get),
         _ => (None, get),
@@ -157,7 +163,7 @@ pub fn needs(method: &str, path: &str) -> Needs {
 /// The first part of a path as metrics show it: of others only that they were asked for.
 #[must_use]
 pub fn family(path: &str) -> &'static str {
-    const KNOWN: [&str; 14] = [
+    const KNOWN: [&str; 16] = [
         "healthz",
         "pods",
         "runningpods",
@@ -170,6 +176,8 @@ pub fn family(path: &str) -> &'static str {
         "stats",
         "metrics",
         "logs",
+        "checkpoint",
+        "debug",
         "statusz",
         "flagz",
     ];

@@ -369,6 +369,15 @@ impl Runtime for CriClient {
         Ok(())
     }
 
+    async fn checkpoint(&self, id: &str, path: &str, timeout: Duration) -> Result<(), RuntimeError> {
+        let seconds = i64::try_from(timeout.as_secs()).unwrap_or(0);
+        let wish = pb::CheckpointContainerRequest { container_id: id.into(), location: path.into(), timeout: seconds };
+        // It takes as long as writing the container's memory does.
+        let request = if seconds > 0 { Self::within(timeout + self.deadline, wish) } else { Request::new(wish) };
+        self.runtime.clone().checkpoint_container(request).await?;
+        Ok(())
+    }
+
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {
         gone_is_fine(self.runtime.clone().remove_container(self.request(pb::RemoveContainerRequest { container_id: id.into() })).await)
     }

@@ -221,6 +221,8 @@ pub trait Runtime: Send + Sync + 'static {
     async fn running(&self) -> Result<Vec<RunningContainer>, RuntimeError>;
     /// Makes the runtime open a container's log anew, after the old one was moved aside.
     async fn reopen_log(&self, id: &str) -> Result<(), RuntimeError>;
+    /// Writes a running container's state to a file; a timeout of zero is the runtime's own.
+    async fn checkpoint(&self, id: &str, path: &str, timeout: Duration) -> Result<(), RuntimeError>;
     /// Removes a container.
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError>;
     /// An image by name or id.

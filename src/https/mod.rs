@@ -26,7 +26,7 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 
-pub use tls::{ClientFiles, Tls, TlsFiles, client};
+pub use tls::{ClientFiles, Protocol, Tls, TlsFiles, client};
 pub use tunnel::{Outgoing, TunnelError, is_upgrade, tunnel};
 
 /// What a body may fail with.

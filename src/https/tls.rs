@@ -9,7 +9,7 @@ use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::sign::CertifiedKey;
-use rustls::{ClientConfig, RootCertStore, ServerConfig, SignatureScheme};
+use rustls::{ClientConfig, ConfigBuilder, RootCertStore, ServerConfig, SignatureScheme, WantsVerifier};
 
 use super::BoxError;
 
@@ -27,6 +27,26 @@ pub struct TlsFiles {
     pub client_ca: Option<PathBuf>,
 }
 
+/// How TLS is spoken.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Protocol {
+    /// In its version 1.3 alone; else also in 1.2.
+    pub only_tls13: bool,
+    /// The cipher suites of 1.2, by their names; empty for all.
+    pub suites: Vec<String>,
+}
+
+impl Protocol {
+    fn builder(&self) -> Result<ConfigBuilder<ServerConfig, WantsVerifier>, BoxError> {
+        let mut provider = rustls::crypto::aws_lc_rs::default_provider();
+        let asked = |suite: &rustls::SupportedCipherSuite| self.suites.iter().any(|name| Some(name.as_str()) == suite.suite().as_str());
+        provider.cipher_suites.retain(|suite| suite.tls13().is_some() || self.suites.is_empty() || asked(suite));
+        let versions: &[&rustls::SupportedProtocolVersion] =
+            if self.only_tls13 { &[&rustls::version::TLS13] } else { &[&rustls::version::TLS13, &rustls::version::TLS12] };
+        Ok(ServerConfig::builder_with_provider(Arc::new(provider)).with_protocol_versions(versions)?)
+    }
+}
+
 type Stamp = [Option<SystemTime>; 3];
 
 struct State {
@@ -37,7 +57,7 @@ struct State {
 
 /// The present settings; those of files are read anew when a file changes.
 pub struct Tls {
-    files: Option<TlsFiles>,
+    files: Option<(TlsFiles, Protocol)>,
     state: Mutex<State>,
 }
 
@@ -49,10 +69,10 @@ fn roots(pem: &[u8]) -> Result<RootCertStore, BoxError> {
     Ok(roots)
 }
 
-fn config(chain: &[u8], key: &[u8], client_ca: Option<&[u8]>) -> Result<ServerConfig, BoxError> {
+fn config(chain: &[u8], key: &[u8], client_ca: Option<&[u8]>, protocol: &Protocol) -> Result<ServerConfig, BoxError> {
     let chain = CertificateDer::pem_slice_iter(chain).collect::<Result<Vec<_>, _>>()?;
     let key = PrivateKeyDer::from_pem_slice(key)?;
-    let builder = ServerConfig::builder();
+    let builder = protocol.builder()?;
     let builder = match client_ca.map(roots).transpose()? {
         Some(roots) => builder.with_client_cert_verifier(WebPkiClientVerifier::builder(Arc::new(roots)).allow_unauthenticated().build()?),
         None => builder.with_no_client_auth(),
@@ -68,36 +88,36 @@ impl TlsFiles {
         [of(&self.certificate), of(&self.key), self.client_ca.as_deref().and_then(of)]
     }
 
-    fn load(&self) -> Result<ServerConfig, BoxError> {
+    fn load(&self, protocol: &Protocol) -> Result<ServerConfig, BoxError> {
         let read = |path: &Path| std::fs::read(path).map_err(|e| format!("{} cannot be read: {e}", path.display()));
         let client_ca = self.client_ca.as_deref().map(read).transpose()?;
-        let loaded = config(&read(&self.certificate)?, &read(&self.key)?, client_ca.as_deref());
+        let loaded = config(&read(&self.certificate)?, &read(&self.key)?, client_ca.as_deref(), protocol);
         loaded.map_err(|e| format!("{} and what belongs to it cannot be used: {e}", self.certificate.display()).into())
     }
 }
 
 impl Tls {
     /// From files, which are followed.
-    pub fn follow(files: TlsFiles) -> Result<Tls, BoxError> {
-        let (stamp, config) = (files.stamp(), Arc::new(files.load()?));
-        Ok(Tls { files: Some(files), state: Mutex::new(State { looked: Instant::now(), stamp, config }) })
+    pub fn follow(files: TlsFiles, protocol: Protocol) -> Result<Tls, BoxError> {
+        let (stamp, config) = (files.stamp(), Arc::new(files.load(&protocol)?));
+        Ok(Tls { files: Some((files, protocol)), state: Mutex::new(State { looked: Instant::now(), stamp, config }) })
     }
 
     /// From PEM texts that stay.
     pub fn fixed(chain: &str, key: &str, client_ca: &str) -> Result<Tls, BoxError> {
-        let config = Arc::new(config(chain.as_bytes(), key.as_bytes(), Some(client_ca.as_bytes()))?);
+        let config = Arc::new(config(chain.as_bytes(), key.as_bytes(), Some(client_ca.as_bytes()), &Protocol::default())?);
         Ok(Tls { files: None, state: Mutex::new(State { looked: Instant::now(), stamp: [None; 3], config }) })
     }
 
     /// The settings as they are now. Files that cannot be used leave those of before.
     pub(super) fn current(&self) -> Arc<ServerConfig> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(files) = self.files.as_ref().filter(|_| state.looked.elapsed() >= LOOK) else { return Arc::clone(&state.config) };
+        let Some((files, protocol)) = self.files.as_ref().filter(|_| state.looked.elapsed() >= LOOK) else { return Arc::clone(&state.config) };
         state.looked = Instant::now();
         let stamp = files.stamp();
         if stamp != state.stamp {
             state.stamp = stamp;
-            match files.load() {
+            match files.load(protocol) {
                 Ok(config) => {
                     state.config = Arc::new(config);
                     tracing::info!(certificate = %files.certificate.display(), "the serving certificate was read anew");
@@ -173,9 +193,9 @@ mod tests {
             std::fs::write(&files.certificate, made.cert.pem()).expect("written");
             std::fs::write(&files.key, made.signing_key.serialize_pem()).expect("written");
         };
-        assert!(Tls::follow(files.clone()).is_err_and(|e| e.to_string().contains("cannot be read")));
+        assert!(Tls::follow(files.clone(), Protocol::default()).is_err_and(|e| e.to_string().contains("cannot be read")));
         write();
-        let tls = Tls::follow(files.clone()).expect("fine");
+        let tls = Tls::follow(files.clone(), Protocol::default()).expect("fine");
         let first = tls.current();
         let look = || tls.state.lock().expect("the state").looked -= LOOK;
         std::fs::write(&files.key, "nonsense").expect("written");
@@ -184,6 +204,19 @@ mod tests {
         write();
         look();
         assert!(!Arc::ptr_eq(&first, &tls.current()));
+    }
+
+    #[test]
+    fn versions_and_suites_are_those_that_are_asked_for() {
+        let of = |only_tls13: bool, suites: &[&str]| {
+            let protocol = Protocol { only_tls13, suites: suites.iter().map(|s| (*s).into()).collect() };
+            let made = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
+            let config = config(made.cert.pem().as_bytes(), made.signing_key.serialize_pem().as_bytes(), None, &protocol).expect("a configuration");
+            let tls12 = config.crypto_provider().cipher_suites.iter().filter(|s| s.tls13().is_none()).count();
+            (format!("{config:?}").contains("TLSv1_2"), tls12)
+        };
+        assert_eq!(of(false, &["TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256"]).1, 1);
+        assert_eq!(of(false, &[]).1, 6);
     }
 
     #[test]

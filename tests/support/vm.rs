@@ -189,10 +189,12 @@ pub fn run_on_node(name: &str, programs: &[PathBuf]) {
     }
     let unit =
         "[Unit]\nAfter=multi-user.target\n[Service]\nType=idle\nExecStart=/run-test\nStandardOutput=tty\nStandardError=tty\nTTYPath=/dev/ttyS0\n";
-    disk.file(Path::new("/carried/etc/systemd/system/test.service"), unit.as_bytes());
-    let script = format!("#!/bin/sh\nexport HOME=/root HOLDFAST_PATIENCE=200\n{}\nsystemctl poweroff --force --force\n", test(name));
-    disk.file(Path::new("/carried/run-test"), script.as_bytes());
-    init += "busybox mount -t ext4 /dev/vda /node && busybox cp -a /carried/. /node/\n";
+    disk.file(Path::new("/unit/etc/systemd/system/test.service"), unit.as_bytes());
+    // Only now: what lies in temporary directories is removed while the node comes up.
+    let script =
+        format!("#!/bin/sh\nexport HOME=/root HOLDFAST_PATIENCE=200\ncp -a /carried/. /\n{}\nsystemctl poweroff --force --force\n", test(name));
+    disk.file(Path::new("/unit/run-test"), script.as_bytes());
+    init += "busybox mount -t ext4 /dev/vda /node && busybox cp -a /unit/. /node/ && busybox cp -a /carried /node/\n";
     init += "busybox mkdir -p /node/etc/systemd/system/multi-user.target.wants\n";
     init += "busybox ln -s ../test.service /node/etc/systemd/system/multi-user.target.wants/test.service\n";
     init += "for at in proc sys dev; do busybox umount -l /$at; done\nexec busybox switch_root /node /sbin/init\n";

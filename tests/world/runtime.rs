@@ -271,6 +271,10 @@ impl Runtime for World {
         Ok(())
     }
 
+    async fn checkpoint(&self, _: &str, _: &str, _: Duration) -> Result<(), RuntimeError> {
+        Ok(())
+    }
+
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {
         self.call(|state| {
             if state.containers.get(id).is_some_and(|c| c.container.state == ContainerState::Running) {

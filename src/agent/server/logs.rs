@@ -96,7 +96,7 @@ pub async fn of_container(server: &Arc<Server>, place: &Place, query: &str) -> R
     Ok(stream(pieces))
 }
 
-fn stream(pieces: mpsc::Receiver<Bytes>) -> Response<Body> {
+pub(super) fn stream(pieces: mpsc::Receiver<Bytes>) -> Response<Body> {
     let pieces = futures::stream::unfold(pieces, |mut pieces| async move { pieces.recv().await.map(|piece| (piece, pieces)) });
     let body = StreamBody::new(pieces.map(|piece| Ok::<_, BoxError>(Frame::data(piece)))).boxed_unsync();
     let mut response = text(StatusCode::OK, "");
@@ -173,12 +173,21 @@ async fn read(mut log: LogFile, mut decoder: Decoder, follow: Option<Following>,
 
 /// `GET /logs/…`: a file of the node's log directory, or what is in a directory.
 pub async fn of_node(path: &str) -> Result<Response<Body>, Refusal> {
+    below(path, true).await
+}
+
+/// A file alone.
+pub async fn of_file(path: &str) -> Result<Response<Body>, Refusal> {
+    below(path, false).await
+}
+
+async fn below(path: &str, lists: bool) -> Result<Response<Body>, Refusal> {
     let root = Path::new("/var/log");
     let path = PathBuf::from(if path.is_empty() { "." } else { path });
     let found = blocking(move || {
         let dir = crate::sys::beneath::Dir::open(root).map_err(|e| e.to_string())?;
         Ok(match dir.list(&path) {
-            Ok(names) => Some(Err(names)),
+            Ok(names) => lists.then_some(Err(names)),
             Err(_) => dir.open_within(&path).ok().map(Ok),
         })
     });

@@ -3,7 +3,9 @@
 //! Every path is authenticated and authorised before it is looked at. What is shown is read when it is asked for.
 
 mod access;
+mod checkpoint;
 mod figures;
+mod journal;
 mod logs;
 mod metrics;
 mod stats;
@@ -27,7 +29,7 @@ use super::credentials::Pair;
 use crate::core::pod;
 use crate::core::serving::{self, Endpoint, Place, Routed};
 use crate::host::blocking;
-use crate::https::{self, Body, Limits, Peer, Tls, TlsFiles, text};
+use crate::https::{self, Body, Limits, Peer, Protocol, Tls, TlsFiles, text};
 use crate::kubeapi::reviews::Reviews;
 use crate::sys::machine::Room;
 use access::Access;
@@ -138,6 +140,7 @@ impl Server {
         match endpoint {
             Endpoint::Files(_) if !serving.debugging => Some("Debug endpoints are disabled."),
             Endpoint::Files(_) if !serving.system_logs => Some("logs endpoint is disabled."),
+            Endpoint::Verbosity if !serving.debug_flags => Some("flags endpoint is disabled."),
             _ if debugging && !serving.debugging => Some("Debug endpoints are disabled."),
             _ => None,
         }
@@ -153,7 +156,13 @@ impl Server {
             Endpoint::Status => Ok(views::status(self)),
             Endpoint::Flags => Ok(views::flags()),
             Endpoint::Logs(place) => logs::of_container(self, place, &query).await,
+            Endpoint::Files(path) if path.is_empty() && self.context.config.serving.log_query => match journal::search(&query).await? {
+                Some(answer) => Ok(answer),
+                None => logs::of_node(path).await,
+            },
             Endpoint::Files(path) => logs::of_node(path).await,
+            Endpoint::Checkpoint(place) => checkpoint::make(self, place, &query).await,
+            Endpoint::Verbosity => views::verbosity(request).await,
             Endpoint::Run(place) => streams::run(self, place, &query).await,
             Endpoint::Exec(_) | Endpoint::Attach(_) | Endpoint::PortForward(_) => streams::hand_on(self, endpoint, request).await,
             Endpoint::Stats => stats::summary(self, &query).await,
@@ -229,9 +238,10 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>) {
     if !serving.reviews && serving.anonymous {
         tracing::warn!(address = %serving.main, "everybody may do everything over this agent's HTTP API: set authentication and authorization in its configuration");
     }
+    let protocol = Protocol { only_tls13: serving.only_tls13, suites: serving.cipher_suites.clone() };
     let main = async {
         let tls = loop {
-            match files(&server.context).and_then(|files| Tls::follow(files).map_err(|e| e.to_string())) {
+            match files(&server.context).and_then(|files| Tls::follow(files, protocol.clone()).map_err(|e| e.to_string())) {
                 Ok(tls) => break Arc::new(tls),
                 Err(error) => {
                     tracing::error!(error, "the agent's HTTP API cannot be served yet");

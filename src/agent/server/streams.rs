@@ -19,7 +19,7 @@ fn broken(error: RuntimeError) -> Refusal {
 }
 
 /// The runtime's id of a container that runs.
-async fn running(server: &Server, place: &Place) -> Result<String, Refusal> {
+pub(super) async fn running(server: &Server, place: &Place) -> Result<String, Refusal> {
     let known = server.find(place).ok_or_else(|| Refusal(StatusCode::NOT_FOUND, "pod does not exist".into()))?;
     let observed = server.context.runtime.observe(pod::uid(&known.pod)).await.map_err(broken)?;
     let found = observed.newest(&place.container).filter(|c| c.state == ContainerState::Running);

@@ -2,13 +2,16 @@
 
 use std::sync::Arc;
 
+use http_body_util::{BodyExt as _, Limited};
+use hyper::body::Incoming;
 use hyper::header::{CONTENT_TYPE, HeaderValue};
-use hyper::{Response, StatusCode};
+use hyper::{Request, Response, StatusCode};
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 
 use super::{Known, Refusal, Server};
 use crate::https::{Body, text};
+use crate::logging;
 
 pub(super) fn as_json(value: &impl serde::Serialize) -> Response<Body> {
     match serde_json::to_string(value) {
@@ -19,6 +22,17 @@ pub(super) fn as_json(value: &impl serde::Serialize) -> Response<Body> {
         }
         Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
     }
+}
+
+/// `PUT /debug/flags/v`: how much the agent logs from now on.
+pub async fn verbosity(request: Request<Incoming>) -> Result<Response<Body>, Refusal> {
+    let refuse = |why: String| Refusal(StatusCode::BAD_REQUEST, why);
+    let body = Limited::new(request.into_body(), 16).collect().await.map_err(|e| refuse(format!("error reading request body: {e}")))?.to_bytes();
+    let text_of = String::from_utf8_lossy(&body).trim().to_owned();
+    let verbosity = text_of.parse::<u8>().map_err(|_| refuse(format!("failed set klog.logging.verbosity {text_of}: use a number from 0 to 255")))?;
+    logging::set_verbosity(verbosity).map_err(|why| Refusal(StatusCode::INTERNAL_SERVER_ERROR, why))?;
+    tracing::info!(verbosity, "the log's verbosity was changed");
+    Ok(text(StatusCode::OK, format!("successfully set klog.logging.verbosity to {verbosity}")))
 }
 
 /// `/pods`: the pods of all sources as they came, each with the status that is known of it.

@@ -222,7 +222,7 @@ async fn reconcile_mirror(context: &Context, desired: &Desired, log: &Log) -> Op
         Ok(true) => None,
         Ok(false) => Some(soon),
         Err(error) => {
-            tracing::warn!(%error, pod = %pod::full_name(&desired.pod), "the static pod runs without a mirror for now");
+            tracing::warn!(%error, "the static pod runs without a mirror for now");
             Some(soon + SignedDuration::from_secs(5))
         }
     }
@@ -258,7 +258,7 @@ async fn pull_secrets(context: &Context, pod: &Pod) -> Vec<Arc<Secret>> {
 fn past_deadline(context: &Context, pod: &Pod, memory: &mut Memory) -> bool {
     let Some(until) = status::deadline(pod, &memory.status).filter(|until| *until <= context.clock.now()) else { return false };
     let message = "Pod was active on the node longer than the specified deadline";
-    tracing::info!(pod = %pod::full_name(pod), %until, "the pod is past its active deadline");
+    tracing::info!(%until, "the pod is past its active deadline");
     context.events.pod(pod, None, Kind::Normal, "DeadlineExceeded", message);
     memory.verdict = Some(Verdict { reason: "DeadlineExceeded", message: message.into(), disruption: None, grace: None });
     true
@@ -349,7 +349,7 @@ pub async fn sync_pod(
 /// Removes ended containers and sandboxes that nobody needs any more, with their logs. What cannot be
 /// removed now is found again by the next sync.
 async fn collect_garbage(context: &Context, pod: &Pod, observed: &ObservedPod, memory: &mut Memory) {
-    let gone = |error: String| tracing::warn!(error, pod = %pod::full_name(pod), "what has ended could not be removed yet");
+    let gone = |error: String| tracing::warn!(error, "what has ended could not be removed yet");
     let (containers, sandboxes) = (actions::surplus(observed), actions::surplus_sandboxes(observed));
     for container in &containers {
         match context.runtime.remove_container(&container.id).await {
@@ -455,7 +455,7 @@ pub async fn terminate(
     if let Some(running) = observed.live().next() {
         return Err(format!("container {} still runs after it was stopped", running.name));
     }
-    tracing::debug!(?cause, pod = %pod::full_name(pod), "all containers have ended");
+    tracing::debug!(?cause, "all containers have ended");
     compute_status(context, pod, &observed, memory, true);
     publish_status(desired, memory, writer);
     Ok(())

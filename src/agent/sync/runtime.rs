@@ -219,7 +219,7 @@ async fn carry_out(s: &Stopping<'_>, names: &[String], memory: &mut Memory, node
         && error.kind != RuntimeErrorKind::Unimplemented
     {
         // The containers have their sizes; this only informs.
-        tracing::warn!(%error, pod = %pod::full_name(pod), "the runtime was not told the sandbox's new size");
+        tracing::warn!(%error, "the runtime was not told the sandbox's new size");
     }
     match &result {
         Ok(()) => {

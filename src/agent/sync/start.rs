@@ -56,7 +56,7 @@ pub async fn start_container(s: &Starting<'_>, start: &Start, images: &Pulled) -
     s.log.step(Step::Start, name, begin).await?;
     s.say(start, Kind::Normal, "Started", "Container started");
     if let Err(error) = s.context.host.link_log(s.pod, name, start.attempt, &id).await {
-        tracing::warn!(error, pod = %pod::full_name(s.pod), container = name, "log collectors will not find this container's log");
+        tracing::warn!(error, container = name, "log collectors will not find this container's log");
     }
     match start.container.lifecycle.as_ref().and_then(|l| l.post_start.as_ref()) {
         None => Ok(()),
@@ -93,7 +93,7 @@ async fn post_start(s: &Starting<'_>, start: &Start, id: &str, handler: &k8s_ope
     let observed = s.context.runtime.observe(pod::uid(s.pod)).await.unwrap_or_default();
     let stopping = Stopping { context: s.context, pod: s.pod, observed: &observed, log: s.log };
     if let Err(error) = stopping.container(&kill, pod::grace_seconds(s.pod)).await {
-        tracing::warn!(%error, pod = %pod::full_name(s.pod), "a container whose postStart hook failed could not be stopped");
+        tracing::warn!(%error, "a container whose postStart hook failed could not be stopped");
     }
     Err(Waiting { reason: "PostStartHookError".into(), message: error, again: Some(s.context.clock.now()) })
 }

@@ -85,7 +85,7 @@ impl Stopping<'_> {
             tokio::time::timeout_at(until, hook).await.map_err(|_| "it did not end within the grace period".to_owned())?
         };
         if let Err(error) = self.log.step(Step::PreStop, &kill.name, run).await {
-            tracing::info!(pod = %pod::full_name(self.pod), container = kill.name, error, "the preStop hook failed");
+            tracing::info!(container = kill.name, error, "the preStop hook failed");
             self.context.events.pod(self.pod, Some(path), Kind::Warning, "FailedPreStopHook", "PreStopHook failed");
             // It was the hook's last word: the container's end does not wait for a second try.
             self.log.close(Step::PreStop, &kill.name);

@@ -87,7 +87,7 @@ impl Graph {
                 named && attachment.is_none_or(|a| text(&a, &["spec", "nodeName"]) == Some(node))
             }
             // One that is gone is answered as such.
-            ("pods", "status") => own_pod(store, node, ask),
+            ("pods", "status" | "eviction") => own_pod(store, node, ask),
             ("pods", "") if ask.verb == "delete" => own_pod(store, node, ask),
             _ => true,
         }

@@ -19,6 +19,7 @@ mod patch;
 pub mod rbac;
 mod read;
 pub mod resources;
+mod restriction;
 mod route;
 mod schema;
 pub mod selector;
@@ -298,7 +299,7 @@ impl Api {
         match (sub, verb) {
             (Sub::Binding, "create") => Ok(self.bind(namespace, name, &decode_body(request)?).await?.into()),
             (Sub::Eviction, "create") => Ok(self.evict(namespace, name, &decode_body(request)?).await?.into()),
-            (Sub::Token, "create") => Ok(self.issue_token(namespace, name, &decode_body(request)?)?.into()),
+            (Sub::Token, "create") => Ok(self.issue_token(namespace, name, &decode_body(request)?, &request.user)?.into()),
             (Sub::Scale, "get") => Ok(Answer::json(render(&self.scale(resource, namespace, name)?))),
             (Sub::Scale, "update") => {
                 let options = Options::of(&request.query, "UpdateOptions")?;

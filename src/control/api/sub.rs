@@ -10,7 +10,7 @@ use super::resources::Resource;
 use super::route::Query;
 use super::token::{ISSUER, Subject};
 use super::write::{Options, Written};
-use super::{Api, object, patch};
+use super::{Api, object, patch, restriction};
 
 fn success(code: u16) -> Written {
     let body = render(&json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": code}));
@@ -94,7 +94,7 @@ impl Api {
     }
 
     /// POST `serviceaccounts/<name>/token`.
-    pub(super) fn issue_token(&self, namespace: &str, account: &str, request: &Value) -> Result<Written, ApiError> {
+    pub(super) fn issue_token(&self, namespace: &str, account: &str, request: &Value, user: &User) -> Result<Written, ApiError> {
         let accounts = Resource::of_kind("ServiceAccount").ok_or_else(ApiError::no_such_resource)?;
         let (_, found) = self.fetch(accounts, Some(namespace), account)?;
         let seconds = at(request, &["spec", "expirationSeconds"]).and_then(Value::as_i64).unwrap_or(3600);
@@ -124,18 +124,21 @@ impl Api {
                     );
                     return Err(ApiError::conflict("", "Pod", name, &why));
                 }
-                Some((name.to_owned(), object::uid(&pod).to_owned()))
+                Some(pod)
             }
             Some(bound) => {
                 let error = FieldError::unsupported("spec.boundObjectRef.kind", text(bound, &["kind"]).unwrap_or_default(), &["Pod"]);
                 return Err(ApiError::invalid("TokenRequest", "authentication.k8s.io", account, &[error]));
             }
         };
+        if let Some(node) = user.node() {
+            restriction::check_token(node, account, pod.as_ref())?;
+        }
         let subject = Subject {
             namespace,
             account,
             uid: object::uid(&found),
-            pod: pod.as_ref().map(|(name, uid)| (name.as_str(), uid.as_str())),
+            pod: pod.as_ref().map(|pod| (object::name(pod), object::uid(pod))),
             audiences: audiences.clone(),
             seconds,
         };

@@ -9,7 +9,7 @@ use super::error::{ApiError, FieldError};
 use super::object::{at, deleting, list, meta, now, text};
 use super::resources::{Resource, Sub};
 use super::route::Query;
-use super::{Api, admit, certificates, defaults, object, patch, rbac, schema, storage, validate};
+use super::{Api, admit, certificates, defaults, object, patch, rbac, restriction, schema, storage, validate};
 use crate::control::store::{Bytes, Change, Expect, Record, Write, WriteError};
 
 /// How often the server retries a write that lost a race and named no version.
@@ -59,7 +59,8 @@ impl Options {
     /// The same for a user who writes objects of a kind.
     #[must_use]
     pub fn by(self, resource: &Resource, user: &User) -> Options {
-        Options { user: (resource.group == rbac::GROUP).then(|| user.clone()), ..self }
+        let matters = resource.group == rbac::GROUP || user.node().is_some();
+        Options { user: matters.then(|| user.clone()), ..self }
     }
 }
 
@@ -175,7 +176,7 @@ impl Api {
                 return Err(ApiError::invalid(resource.kind, resource.group, &name, &errors));
             }
             if let Some(user) = &options.user {
-                self.rbac.check_write(&self.store, user, resource.kind, &fresh)?;
+                self.check_writer(user, resource, None, None, &fresh)?;
             }
             let key = resource.key(namespace, &name);
             if options.dry_run {
@@ -225,6 +226,15 @@ impl Api {
         // What admission added is defaulted too.
         defaults::apply(resource.kind, fresh);
         Ok(())
+    }
+
+    /// Whether a user may make `new` of `old`, where that depends on what is in them.
+    fn check_writer(&self, user: &User, resource: &Resource, sub: Option<Sub>, old: Option<&Value>, new: &Value) -> Result<(), ApiError> {
+        if let Some(node) = user.node() {
+            let own = self.store.get(&format!("nodes/{node}")).and_then(|r| serde_json::from_slice::<Value>(&r.value).ok());
+            restriction::check(node, own.as_ref().map(object::uid), resource, sub, old, new)?;
+        }
+        self.rbac.check_write(&self.store, user, resource.kind, new)
     }
 
     /// Stores an object; the revision is stamped into it when it is known.
@@ -347,7 +357,7 @@ impl Api {
             }
             merge_unchangeable(resource, sub, &old, &mut new);
             if let (Some(user), true) = (&options.user, new != old) {
-                self.rbac.check_write(&self.store, user, resource.kind, &new)?;
+                self.check_writer(user, resource, sub, Some(&old), &new)?;
             }
             if matches!(sub, None | Some(Sub::EphemeralContainers | Sub::Resize)) {
                 let mut errors = validate::object(resource, &new);

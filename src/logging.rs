@@ -1,0 +1,160 @@
+//! The process's log: its format, and its verbosity, which may change while it runs.
+
+use std::sync::OnceLock;
+
+use serde_json::{Map, Value};
+use tracing::field::{Field, Visit};
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::fmt::format::{JsonFields, Writer};
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, FormattedFields};
+use tracing_subscriber::layer::{Layer as _, SubscriberExt as _};
+use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::util::SubscriberInitExt as _;
+use tracing_subscriber::{EnvFilter, Registry, reload};
+
+static FILTER: OnceLock<reload::Handle<EnvFilter, Registry>> = OnceLock::new();
+
+/// The level of a kubelet's verbosity (`--v`).
+#[must_use]
+pub fn level(verbosity: u8) -> &'static str {
+    match verbosity {
+        0..=2 => "info",
+        3..=4 => "debug",
+        _ => "trace",
+    }
+}
+
+fn filter(level: &str) -> EnvFilter {
+    // A server that is not there is reported by us, once, and not by the client library at every try.
+    EnvFilter::new(format!("warn,kube_client=off,holdfast={level}"))
+}
+
+/// Begins to log to standard error, from `level` on unless `HOLDFAST_LOG` says otherwise; as lines of text or of JSON.
+pub fn start(level: &str, json: bool) {
+    let (filter, handle) = reload::Layer::new(EnvFilter::try_from_env("HOLDFAST_LOG").unwrap_or_else(|_| filter(level)));
+    let lines = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(std::io::stderr);
+    let lines = if json { lines.fmt_fields(JsonFields::new()).event_format(Json).boxed() } else { lines.boxed() };
+    tracing_subscriber::registry().with(filter).with(lines).init();
+    // It is begun once.
+    let _ = FILTER.set(handle);
+}
+
+/// Changes the verbosity; the error says why it cannot be changed.
+pub fn set_verbosity(verbosity: u8) -> Result<(), String> {
+    let handle = FILTER.get().ok_or("this process does not keep its log itself")?;
+    handle.reload(filter(level(verbosity))).map_err(|e| e.to_string())
+}
+
+/// Lines as the kubelet's JSON format has them: `ts` in milliseconds, `msg`, `v` or `level`, and the fields of the event
+/// and of what it happened in.
+struct Json;
+
+/// The fields of an event.
+struct Fields<'a>(&'a mut Map<String, Value>);
+
+impl Visit for Fields<'_> {
+    fn record_f64(&mut self, field: &Field, value: f64) {
+        self.0.insert(field.name().into(), value.into());
+    }
+
+    fn record_i64(&mut self, field: &Field, value: i64) {
+        self.0.insert(field.name().into(), value.into());
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        self.0.insert(field.name().into(), value.into());
+    }
+
+    fn record_bool(&mut self, field: &Field, value: bool) {
+        self.0.insert(field.name().into(), value.into());
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        let name = match field.name() {
+            "message" => "msg",
+            "error" => "err",
+            name => name,
+        };
+        self.0.insert(name.into(), value.into());
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        self.record_str(field, &format!("{value:?}"));
+    }
+}
+
+/// One line.
+fn line(at: jiff::Timestamp, level: Level, target: &str, around: Vec<Map<String, Value>>, own: impl FnOnce(&mut Fields<'_>)) -> Value {
+    let mut line = Map::new();
+    line.insert("ts".into(), (at.as_microsecond() as f64 / 1000.0).into());
+    line.insert("caller".into(), target.into());
+    match level {
+        Level::ERROR => line.insert("level".into(), "error".into()),
+        Level::WARN => line.insert("level".into(), "warning".into()),
+        Level::INFO => line.insert("v".into(), 0.into()),
+        Level::DEBUG => line.insert("v".into(), 4.into()),
+        Level::TRACE => line.insert("v".into(), 6.into()),
+    };
+    line.extend(around.into_iter().flatten());
+    own(&mut Fields(&mut line));
+    Value::Object(line)
+}
+
+impl<S, N> FormatEvent<S, N> for Json
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(&self, context: &FmtContext<'_, S, N>, mut writer: Writer<'_>, event: &Event<'_>) -> std::fmt::Result {
+        let spans = context.event_scope().into_iter().flat_map(tracing_subscriber::registry::Scope::from_root);
+        let around = spans.filter_map(|span| serde_json::from_str(span.extensions().get::<FormattedFields<N>>()?.as_str()).ok()).collect();
+        let metadata = event.metadata();
+        let line = line(jiff::Timestamp::now(), *metadata.level(), metadata.target(), around, |fields| event.record(fields));
+        writeln!(writer, "{line}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::sync::{Arc, Mutex};
+
+    #[derive(Clone, Default)]
+    struct Kept(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Kept {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().expect("kept").write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn lines_carry_their_fields_and_those_of_what_they_happen_in() {
+        let kept = Kept::default();
+        let writer = kept.clone();
+        let layer = tracing_subscriber::fmt::layer().fmt_fields(JsonFields::new()).event_format(Json).with_writer(move || writer.clone());
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || {
+            let pod = tracing::info_span!("pod", pod = "n/p");
+            let _in_pod = pod.enter();
+            tracing::info_span!("container", container = "c").in_scope(|| tracing::warn!(error = "it \"broke\"", tries = 3, "a line"));
+            tracing::info!("another");
+        });
+        let text = String::from_utf8(kept.0.lock().expect("kept").clone()).expect("text");
+        let lines: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).expect("JSON")).collect();
+        let first = &lines[0];
+        assert_eq!((&first["msg"], &first["err"], &first["tries"]), (&"a line".into(), &"it \"broke\"".into(), &3.into()));
+        assert_eq!((&first["pod"], &first["container"], &first["level"]), (&"n/p".into(), &"c".into(), &"warning".into()));
+        assert!(first["ts"].as_f64() > Some(1.6e12));
+        assert_eq!((&lines[1]["pod"], &lines[1]["container"], &lines[1]["v"]), (&"n/p".into(), &Value::Null, &0.into()));
+    }
+
+    #[test]
+    fn verbosities_have_levels() {
+        assert_eq!([0, 2, 3, 4, 5, 10].map(level), ["info", "info", "debug", "debug", "trace", "trace"]);
+    }
+}
