@@ -108,7 +108,19 @@ async fn run_agent(flags: AgentFlags, given: fields::Given) -> anyhow::Result<()
     if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
         tracing::debug!(%error, "systemd could not be told that the agent is ready");
     }
+    tokio::spawn(alive());
     Box::pin(agent.run()).await
+}
+
+/// Tells systemd that the agent is alive, where it wishes to know: tasks run, or it would not be told.
+async fn alive() {
+    let Some(patience) = sd_notify::watchdog_enabled() else { return };
+    loop {
+        if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Watchdog]) {
+            tracing::warn!(%error, "systemd could not be told that the agent is alive");
+        }
+        tokio::time::sleep(patience / 2).await;
+    }
 }
 
 /// Prints why a pod is as it is.

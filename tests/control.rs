@@ -559,6 +559,7 @@ async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
             User { name: "system:node:n1".into(), groups: vec!["system:nodes".into(), "system:authenticated".into()], ..Default::default() };
         server.send(request)
     };
+    let bound = |pod: &str| json!({"spec": {"boundObjectRef": {"apiVersion": "v1", "kind": "Pod", "name": pod}}});
     for (name, code) in [("mine", 200), ("theirs", 403), ("other", 403)] {
         for path in [
             format!("namespaces/default/secrets/{name}"),
@@ -569,9 +570,29 @@ async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
         ] {
             assert_eq!(node("GET", &format!("/api/v1/{path}"), Value::Null).await.code, code, "{path}");
         }
-        let token = node("POST", &format!("/api/v1/namespaces/default/serviceaccounts/{name}/token"), json!({"spec": {}})).await;
+        let token = node("POST", &format!("/api/v1/namespaces/default/serviceaccounts/{name}/token"), bound(name)).await;
         assert_eq!(token.code, if code == 200 { 201 } else { code }, "{name}");
     }
+    // What it writes is its own (NodeRestriction).
+    let unbound = node("POST", "/api/v1/namespaces/default/serviceaccounts/mine/token", json!({"spec": {}})).await;
+    assert!(unbound.code == 403 && unbound.body.to_string().contains("not bound to a pod"), "{}", unbound.body);
+    let label = |key: &str| json!({"metadata": {"labels": {key: "x"}}});
+    assert_eq!(node("POST", "/api/v1/nodes", json!({"metadata": {"name": "n1"}})).await.code, 201);
+    assert_eq!(node("POST", "/api/v1/nodes", json!({"metadata": {"name": "n2"}})).await.code, 403);
+    assert_eq!(node("PATCH", "/api/v1/nodes/n1", label("pool")).await.code, 200);
+    assert_eq!(node("PATCH", "/api/v1/nodes/n1", label("node-restriction.kubernetes.io/pool")).await.code, 403);
+    assert_eq!(node("PATCH", "/api/v1/nodes/n1", json!({"spec": {"taints": [{"key": "t", "effect": "NoSchedule"}]}})).await.code, 403);
+    assert_eq!(
+        node(
+            "POST",
+            "/api/v1/namespaces/default/pods",
+            json!({"metadata": {"name": "own"}, "spec": {"nodeName": "n1", "containers": [{"name": "c", "image": "i"}]}})
+        )
+        .await
+        .code,
+        403,
+        "only mirrors"
+    );
     for (method, url, code) in [
         ("GET", "/api/v1/namespaces/default/secrets?fieldSelector=metadata.name%3Dmine", 200),
         ("GET", "/api/v1/namespaces/default/secrets", 403),

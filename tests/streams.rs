@@ -306,6 +306,27 @@ fn figures_are_those_that_dashboards_read() {
     assert!(value(&agent, r#"kubelet_runtime_operations_total{operation_type="run_podsandbox"}"#) >= 1.0);
     assert!(value(&agent, "kubelet_pod_start_duration_seconds_count") >= 1.0 && value(&agent, "kubelet_running_pods") >= 1.0);
     assert!(value(&agent, r#"kubelet_http_requests_total{method="GET",path="stats""#) >= 1.0);
+    for (begin, least) in [
+        ("kubelet_pod_start_sli_duration_seconds_count", 1.0),
+        ("kubelet_pod_start_total_duration_seconds_count", 1.0),
+        (r#"kubelet_pod_worker_duration_seconds_count{operation_type="create"}"#, 1.0),
+        ("kubelet_pod_status_sync_duration_seconds_count", 1.0),
+        (r#"kubelet_run_podsandbox_duration_seconds_count{runtime_handler=""}"#, 1.0),
+        (r#"kubelet_started_containers_total{container_type="container"}"#, 1.0),
+        ("kubelet_started_pods_total", 1.0),
+        (
+            r#"storage_operation_duration_seconds_count{migrated="false",operation_name="volume_mount",status="success",volume_plugin="kubernetes.io/empty-dir"}"#,
+            1.0,
+        ),
+        (r#"kubelet_http_requests_duration_seconds_count{method="GET",path="stats""#, 1.0),
+        (r#"rest_client_requests_total{code="200",method="PATCH""#, 1.0),
+        (r#"holdfast_step_duration_seconds_count{step="sandbox",result="done"}"#, 1.0),
+        (r#"kubernetes_feature_enabled{name="NodeSwap",stage=""}"#, 1.0),
+        (r#"kubernetes_feature_enabled{name="MemoryQoS",stage="ALPHA"}"#, 0.0),
+        ("kubelet_mirror_pods", 0.0),
+    ] {
+        assert!(value(&agent, begin) >= least, "{begin}");
+    }
     assert!(
         raw("/metrics/probes")
             .lines()

@@ -25,6 +25,8 @@ const PATIENCE: (Duration, Duration) = (Duration::from_secs(3600), Duration::fro
 const AGAIN: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(32));
 /// How often it is looked whether one is due.
 const LOOK: Duration = Duration::from_secs(60);
+/// How long a node without a certificate that can be used goes on while its API answers.
+const LOST: Duration = Duration::from_secs(300);
 const CLIENT_USAGES: &[&str] = &["digital signature", "client auth"];
 const SERVING_USAGES: &[&str] = &["digital signature", "server auth"];
 
@@ -203,9 +205,24 @@ impl Kept {
     }
 }
 
-/// Renews a certificate when it is due, until the process ends.
+/// Whether an apiserver answers, if only to refuse us.
+async fn answers(client: &Client) -> bool {
+    matches!(client.apiserver_version().await, Ok(_) | Err(kube::Error::Api(_)))
+}
+
+/// Since when a node has had no certificate that can be used; none if it has one.
+fn without(lifetime: Option<(Timestamp, Timestamp)>, before: Option<Timestamp>, now: Timestamp) -> Option<Timestamp> {
+    match lifetime {
+        Some((_, ends)) if ends > now => None,
+        _ => Some(before.unwrap_or(now)),
+    }
+}
+
+/// Renews a certificate when it is due. Returns when the node has lost its own for good: the API answers, and what is left
+/// is to begin anew with a bootstrap token (kubelet spec, chapter 15).
 pub async fn keep(kept: Kept, client: Client, clock: Clock) {
     let mut pause = AGAIN.0;
+    let mut since = None;
     loop {
         let now = clock.now();
         // Nodes that began together are not due together.
@@ -222,6 +239,11 @@ pub async fn keep(kept: Kept, client: Client, clock: Clock) {
             }
             Err(error) => {
                 tracing::warn!(error, signer = kept.signer, "a certificate cannot be renewed yet; it is tried again");
+                since = without(kept.pair.lifetime(), since, now);
+                let long = since.is_some_and(|since| now.duration_since(since) >= jiff::SignedDuration::try_from(LOST).unwrap_or_default());
+                if kept.signer == CLIENT && long && answers(&client).await {
+                    return;
+                }
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(AGAIN.1);
             }
@@ -257,6 +279,14 @@ mod tests {
         let target = std::fs::read_link(pair.current()).expect("a link");
         assert!(target.ends_with("kubelet-client-1970-01-01-00-01-40.pem"), "{target:?}");
         assert_eq!(std::fs::metadata(&target).expect("metadata").permissions().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn a_node_without_a_certificate_knows_since_when() {
+        let at = |second: i64| Timestamp::from_second(second).expect("a time");
+        assert_eq!(without(Some((at(0), at(10))), Some(at(1)), at(9)), None, "it has one again");
+        assert_eq!(without(Some((at(0), at(10))), None, at(10)), Some(at(10)));
+        assert_eq!(without(None, Some(at(3)), at(10)), Some(at(3)));
     }
 
     #[test]

@@ -7,6 +7,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 
+use super::Metrics;
 use crate::core::explain;
 use crate::core::journal::{Journal, Progress, Step};
 use crate::core::lifecycle::{Input, State};
@@ -21,6 +22,7 @@ const GONE: usize = 64;
 pub struct Log {
     journal: Arc<Mutex<Journal>>,
     clock: Clock,
+    metrics: Arc<Metrics>,
 }
 
 /// Closes a step that nobody waits for any more.
@@ -67,7 +69,22 @@ impl Log {
 
     /// A step has ended.
     pub fn end(&self, step: Step, subject: &str, progress: Progress) {
-        self.journal().end(step, subject, progress, self.clock.now());
+        let result = match &progress {
+            Progress::Running => "running",
+            Progress::Done => "done",
+            Progress::Failed(_) => "failed",
+            Progress::Dropped => "dropped",
+        };
+        let took = self.journal().end(step, subject, progress, self.clock.now());
+        if let Some(took) = took.and_then(|t| std::time::Duration::try_from(t).ok()) {
+            self.metrics.step(step.name(), result, took);
+        }
+    }
+
+    /// How long all steps of a kind took together.
+    #[must_use]
+    pub fn took(&self, step: Step) -> std::time::Duration {
+        self.journal().took(step).try_into().unwrap_or_default()
     }
 
     /// A step failed that is not tried here.
@@ -130,10 +147,14 @@ impl Journals {
     }
 
     /// The journal of a pod, a new one if there is none.
-    pub fn open(&self, pod: &Pod, clock: Clock) -> Log {
+    pub fn open(&self, pod: &Pod, clock: Clock, metrics: &Arc<Metrics>) -> Log {
         let mut shelf = self.shelf();
         shelf.gone.retain(|uid| uid != pod::uid(pod));
-        let fresh = || Kept { namespace: pod.namespace().unwrap_or_default(), name: pod.name_any(), log: Log { journal: Arc::default(), clock } };
+        let fresh = || Kept {
+            namespace: pod.namespace().unwrap_or_default(),
+            name: pod.name_any(),
+            log: Log { journal: Arc::default(), clock, metrics: Arc::clone(metrics) },
+        };
         shelf.pods.entry(pod::uid(pod).to_owned()).or_insert_with(fresh).log.clone()
     }
 

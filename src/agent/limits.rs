@@ -49,9 +49,9 @@ async fn pass(context: &Context) {
     for (pod, limits) in limited {
         match usage(context, &pod, &limits, &layers).await {
             Ok(usage) => {
-                if let Some(message) = limits.exceeded(&usage) {
+                if let Some((signal, message)) = limits.exceeded(&usage) {
                     tracing::warn!(pod = %pod::full_name(&pod), message, "the pod is evicted");
-                    context.evict(pod::uid(&pod), message);
+                    context.evict(pod::uid(&pod), signal, message);
                 }
             }
             Err(error) => tracing::warn!(error, pod = %pod::full_name(&pod), "what the pod uses of the disk cannot be counted"),

@@ -47,11 +47,84 @@ const HTTP: Family = family(
     "Number of the HTTP requests received since the agent started.",
     &["method", "path", "server_type", "long_running"],
 );
+const POD_START_SLI: Family = family(
+    "kubelet_pod_start_sli_duration_seconds",
+    "Duration in seconds to start a pod, excluding time to pull images and run init containers; pods with claims are left out.",
+    &[],
+);
+const POD_START_TOTAL: Family =
+    family("kubelet_pod_start_total_duration_seconds", "Duration in seconds to start a pod since creation, including time to pull images.", &[]);
+const WORKER: Family =
+    family("kubelet_pod_worker_duration_seconds", "Duration in seconds to sync a single pod, by operation type.", &["operation_type"]);
+const STATUS: Family = family("kubelet_pod_status_sync_duration_seconds", "Duration in seconds to sync a pod status update.", &[]);
+const SANDBOX: Family =
+    family("kubelet_run_podsandbox_duration_seconds", "Duration in seconds of the run_podsandbox operations.", &["runtime_handler"]);
+const SANDBOX_ERRORS: Family =
+    family("kubelet_run_podsandbox_errors_total", "Cumulative number of the run_podsandbox operation errors.", &["runtime_handler"]);
+const STARTED_PODS: Family = family("kubelet_started_pods_total", "Cumulative number of pods started.", &[]);
+const STARTED_PODS_ERRORS: Family = family("kubelet_started_pods_errors_total", "Cumulative number of errors when starting pods.", &[]);
+const STARTED: Family = family("kubelet_started_containers_total", "Cumulative number of containers started.", &["container_type"]);
+const STARTED_ERRORS: Family =
+    family("kubelet_started_containers_errors_total", "Cumulative number of errors when starting containers.", &["container_type", "code"]);
+const REJECTED: Family = family("kubelet_admission_rejections_total", "Cumulative number of pod admission rejections.", &["reason"]);
+const PREEMPTED: Family = family("kubelet_preemptions", "Cumulative number of pod preemptions by preemption resource.", &["preemption_signal"]);
+const EVICTED: Family = family("kubelet_evictions", "Cumulative number of pod evictions by eviction signal.", &["eviction_signal"]);
+const PULLED: Family = family("kubelet_image_pull_duration_seconds", "Duration in seconds to pull an image.", &["image_size_in_bytes"]);
+const COLLECTED: Family =
+    family("kubelet_image_garbage_collected_total", "Total number of images garbage collected, whether for room or for age.", &["reason"]);
+const STORAGE: Family =
+    family("storage_operation_duration_seconds", "Storage operation duration.", &["migrated", "operation_name", "status", "volume_plugin"]);
+const HTTP_SECONDS: Family = family(
+    "kubelet_http_requests_duration_seconds",
+    "Duration in seconds to serve http requests",
+    &["method", "path", "server_type", "long_running"],
+);
+const CLIENT: Family =
+    family("rest_client_requests_total", "Number of HTTP requests, partitioned by status code, method, and host.", &["code", "method", "host"]);
+const STEPS: Family = family("holdfast_step_duration_seconds", "Duration in seconds of each step of a pod's life.", &["step", "result"]);
 const PROBES: Family = family(
     "prober_probe_total",
     "Cumulative number of a liveness, readiness or startup probe for a container by result.",
     &["container", "namespace", "pod", "pod_uid", "probe_type", "result"],
 );
+
+const PULLS: &[f64] = &[1.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0];
+const STATUSES: &[f64] = &[0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 20.0, 30.0, 45.0, 60.0];
+const STORING: &[f64] = &[0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 120.0, 300.0, 600.0];
+const STEP: &[f64] = &[0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0];
+
+/// The size of an image as metrics show it.
+fn size_class(bytes: u64) -> &'static str {
+    const MB: u64 = 1 << 20;
+    const GB: u64 = 1 << 30;
+    let classes = [
+        (10 * MB, "0-10MB"),
+        (100 * MB, "10MB-100MB"),
+        (500 * MB, "100MB-500MB"),
+        (GB, "500MB-1GB"),
+        (5 * GB, "1GB-5GB"),
+        (10 * GB, "5GB-10GB"),
+        (20 * GB, "10GB-20GB"),
+        (30 * GB, "20GB-30GB"),
+        (40 * GB, "30GB-40GB"),
+        (60 * GB, "40GB-60GB"),
+        (100 * GB, "60GB-100GB"),
+    ];
+    classes.into_iter().find(|(most, _)| bytes <= *most).map_or("GT100GB", |(_, name)| name)
+}
+
+/// How long a pod's start took, in seconds.
+#[derive(Debug, Clone, Copy)]
+pub struct PodStart {
+    /// Since the agent saw it first.
+    pub seen: f64,
+    /// Since it was created.
+    pub created: f64,
+    /// What of it went into images.
+    pub images: f64,
+    /// Whether it has storage of its own, whose time is not ours.
+    pub stateful: bool,
+}
 
 /// A probe of a container.
 #[derive(Debug, Clone, Copy)]
@@ -76,9 +149,87 @@ impl Metrics {
         work(&mut self.own.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// A pod runs, so many seconds after it was first seen.
-    pub fn pod_started(&self, seconds: f64) {
-        self.with(|r| r.observe(POD_START, POD_STARTS, &[], seconds));
+    /// A pod runs.
+    pub fn pod_started(&self, start: PodStart) {
+        self.with(|r| {
+            r.observe(POD_START, POD_STARTS, &[], start.seen);
+            r.observe(POD_START_TOTAL, POD_STARTS, &[], start.created);
+            if !start.stateful {
+                r.observe(POD_START_SLI, POD_STARTS, &[], (start.created - start.images).max(0.0));
+            }
+        });
+    }
+
+    /// A worker has done a turn for its pod.
+    pub fn worked(&self, operation: &str, took: Duration) {
+        self.with(|r| r.observe(WORKER, USUAL, &[operation], took.as_secs_f64()));
+    }
+
+    /// A status has reached the API, so long after it was wanted.
+    pub fn status_written(&self, took: Duration) {
+        self.with(|r| r.observe(STATUS, STATUSES, &[], took.as_secs_f64()));
+    }
+
+    /// A sandbox was made, or not.
+    pub fn sandbox(&self, handler: &str, refused: bool, took: Duration) {
+        self.with(|r| {
+            r.observe(SANDBOX, USUAL, &[handler], took.as_secs_f64());
+            r.count(SANDBOX_ERRORS, &[handler], u64::from(refused));
+            r.count(STARTED_PODS, &[], 1);
+            r.count(STARTED_PODS_ERRORS, &[], u64::from(refused));
+        });
+    }
+
+    /// A container was started, or failed for this reason.
+    pub fn container_started(&self, kind: &str, failed: Option<&str>) {
+        self.with(|r| {
+            r.count(STARTED, &[kind], 1);
+            if let Some(code) = failed {
+                r.count(STARTED_ERRORS, &[kind, code], 1);
+            }
+        });
+    }
+
+    /// A pod was not taken.
+    pub fn rejected(&self, reason: &str) {
+        self.with(|r| r.count(REJECTED, &[reason], 1));
+    }
+
+    /// A pod was ended for another.
+    pub fn preempted(&self, signal: &str) {
+        self.with(|r| r.count(PREEMPTED, &[signal], 1));
+    }
+
+    /// A pod was ended for what it used.
+    pub fn evicted(&self, signal: &str) {
+        self.with(|r| r.count(EVICTED, &[signal], 1));
+    }
+
+    /// An image of so many bytes was pulled.
+    pub fn pulled(&self, bytes: u64, took: Duration) {
+        self.with(|r| r.observe(PULLED, PULLS, &[size_class(bytes)], took.as_secs_f64()));
+    }
+
+    /// An image was removed, for `space` or for `age`.
+    pub fn collected(&self, reason: &str) {
+        self.with(|r| r.count(COLLECTED, &[reason], 1));
+    }
+
+    /// A volume was set up, or not.
+    pub fn volume(&self, plugin: &str, failed: bool, took: Duration) {
+        let status = if failed { "fail-unknown" } else { "success" };
+        self.with(|r| r.observe(STORAGE, STORING, &["false", "volume_mount", status, plugin], took.as_secs_f64()));
+    }
+
+    /// A request to an apiserver was answered; without a code it was not.
+    pub fn requested(&self, method: &str, host: &str, code: Option<u16>) {
+        let code = code.map_or_else(|| "<error>".to_owned(), |c| c.to_string());
+        self.with(|r| r.count(CLIENT, &[&code, method, host], 1));
+    }
+
+    /// A step of a pod's life has ended: `done`, `failed` or `dropped`.
+    pub fn step(&self, step: &str, result: &str, took: Duration) {
+        self.with(|r| r.observe(STEPS, STEP, &[step, result], took.as_secs_f64()));
     }
 
     /// A call to the runtime has ended.
@@ -100,9 +251,13 @@ impl Metrics {
         });
     }
 
-    /// Something was asked over HTTP.
-    pub fn http(&self, method: &str, path: &str, long: bool) {
-        self.with(|r| r.count(HTTP, &[method, path, "readwrite", if long { "true" } else { "false" }], 1));
+    /// Something was asked over HTTP, and answered after so long.
+    pub fn http(&self, method: &str, path: &str, long: bool, took: Duration) {
+        let labels = [method, path, "readwrite", if long { "true" } else { "false" }];
+        self.with(|r| {
+            r.count(HTTP, &labels, 1);
+            r.observe(HTTP_SECONDS, USUAL, &labels, took.as_secs_f64());
+        });
     }
 
     /// A probe has an answer.
@@ -121,5 +276,16 @@ impl Metrics {
     pub fn write(&self, probes: bool, page: &mut Page) {
         let of = if probes { &self.probes } else { &self.own };
         of.lock().unwrap_or_else(PoisonError::into_inner).write(page);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_are_of_a_size() {
+        let classes = [0, 10 << 20, (10 << 20) + 1, 2 << 30, 200 << 30].map(size_class);
+        assert_eq!(classes, ["0-10MB", "0-10MB", "10MB-100MB", "1GB-5GB", "GT100GB"]);
     }
 }

@@ -44,6 +44,7 @@ use std::sync::{Arc, Mutex};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Node, Pod};
 use tokio::sync::{Notify, watch};
+use tokio_util::task::AbortOnDropHandle;
 
 pub use csi::Csi;
 pub use events::{Events, Kind};
@@ -171,7 +172,9 @@ impl Context {
         }
         let others: Vec<&Pod> = admitted.values().map(|t| &*t.pod).collect();
         let Some(victims) = preempt::victims(pod, &others, &refusal.missing) else { return Admission::Refused(refusal) };
+        let signal = refusal.reason.trim_start_matches("OutOf").to_owned();
         for uid in victims {
+            self.metrics.preempted(&signal);
             if let Some(taken) = admitted.get_mut(&uid) {
                 taken.verdict = Some(Verdict {
                     reason: "Preempting",
@@ -231,9 +234,10 @@ impl Context {
     }
 
     /// Ends a pod that uses more than it may.
-    pub fn evict(&self, uid: &str, message: String) {
+    pub fn evict(&self, uid: &str, signal: &str, message: String) {
         let mut admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(taken) = admitted.get_mut(uid).filter(|t| t.verdict.is_none()) {
+            self.metrics.evicted(signal);
             taken.verdict = Some(Verdict { reason: "Evicted", message, disruption: None, grace: Some(1) });
             taken.hint.notify_one();
         }
@@ -272,6 +276,8 @@ pub struct Agent {
     pub network: watch::Sender<Network>,
     /// Where our own Node object is announced.
     pub node: watch::Sender<Option<Arc<Node>>>,
+    /// The renewal of the node's own certificate, where it is ours: it ends when there is none to be had any more.
+    pub renewal: Option<AbortOnDropHandle<()>>,
 }
 
 impl Agent {
@@ -295,11 +301,18 @@ impl Agent {
             }
         });
         let collect = Box::pin(images::collect::run(Arc::clone(&context)));
+        let renewal = async move {
+            match self.renewal {
+                Some(task) => _ = task.await,
+                None => std::future::pending().await,
+            }
+        };
         let node = node::run(context, self.nodes, self.network, self.node);
         tokio::select! {
             // In this order, so that a simulated run replays exactly.
             biased;
             () = csi => anyhow::bail!("the registration of drivers ended"),
+            () = renewal => anyhow::bail!("the node's client certificate has ended, and the apiserver gives it no other: it begins anew with --bootstrap-kubeconfig at the next start"),
             () = limits => anyhow::bail!("the watch over disk limits ended"),
             () = collect => anyhow::bail!("the removal of images ended"),
             () = server => anyhow::bail!("the agent's HTTP API ended"),

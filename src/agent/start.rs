@@ -8,6 +8,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::Api;
 use kube::runtime::watcher;
 use tokio::sync::watch;
+use tokio_util::task::AbortOnDropHandle;
 
 use super::credentials;
 use super::{Agent, Context, Events, Images, Journals, KubeNodes, Network, NodeApi};
@@ -18,7 +19,8 @@ use crate::cri::{CriClient, Runtime};
 use crate::host::cgroups::Cgroups;
 use crate::host::linux::LinuxHost;
 use crate::kubeapi::Cache;
-use crate::kubeapi::client::connect;
+use crate::kubeapi::client::connect_reporting;
+use crate::kubeapi::measured::Report;
 use crate::kubeapi::pods::{KubePods, PodApi};
 use crate::kubeapi::reviews::{KubeReviews, Reviews};
 use crate::sealed::{self, Keeper, SealedApi, Vault};
@@ -60,14 +62,19 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     // us wrong tokens holds up no pod.
     let (clients, reviews) = match &config.kubeconfig {
         Some(path) => {
-            let reviews: Arc<dyn Reviews> = Arc::new(KubeReviews(connect(path).await?));
-            (Some((connect(path).await?, connect(path).await?)), Some(reviews))
+            let counted = Arc::clone(&metrics);
+            let report: Report = Arc::new(move |method, host, code| counted.requested(method, host, code));
+            let connect = || connect_reporting(path, Some(Arc::clone(&report)));
+            let reviews: Arc<dyn Reviews> = Arc::new(KubeReviews(connect().await?));
+            (Some((connect().await?, connect().await?)), Some(reviews))
         }
         None => (None, None),
     };
-    if let (Some((client, _)), true) = (&clients, config.rotate_certificates) {
-        tokio::spawn(credentials::keep(credentials::Kept::client(&config), client.clone(), clock));
-    }
+    // Begun here: what follows waits for the runtime.
+    let renewal = clients.as_ref().filter(|_| config.rotate_certificates).map(|(client, _)| {
+        let keep = credentials::keep(credentials::Kept::client(&config), client.clone(), clock);
+        AbortOnDropHandle::new(tokio::spawn(keep))
+    });
     let mut node_ips: Vec<String> = config.node_ips.iter().map(ToString::to_string).collect();
     if node_ips.is_empty() {
         node_ips.extend(default_address().await.map(|a| a.to_string()));
@@ -137,5 +144,5 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         started: clock.now(),
         config,
     });
-    Ok(Agent { context, nodes, reviews, serves: true, pods, keeper, network, node })
+    Ok(Agent { context, nodes, reviews, serves: true, pods, keeper, network, node, renewal })
 }

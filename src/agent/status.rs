@@ -7,8 +7,10 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::{Pod, PodStatus};
 use kube::ResourceExt as _;
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::Metrics;
 use crate::core::{pod, status};
 use crate::kubeapi::cache::revision;
 use crate::kubeapi::pods::{ApiFailure, PodApi};
@@ -33,10 +35,10 @@ pub struct StatusWriter {
 impl StatusWriter {
     /// Starts with nothing to write.
     #[must_use]
-    pub fn start(api: Arc<dyn PodApi>) -> StatusWriter {
+    pub fn start(api: Arc<dyn PodApi>, metrics: Arc<Metrics>) -> StatusWriter {
         let (wanted, changes) = watch::channel(Wanted::default());
         let (done, written) = watch::channel(0);
-        let task = tokio::spawn(write(api, changes, done));
+        let task = tokio::spawn(write(api, changes, done, metrics));
         StatusWriter { wanted, written, _task: AbortOnDropHandle::new(task) }
     }
 
@@ -70,11 +72,12 @@ fn is_gone(error: &ApiFailure) -> bool {
     }
 }
 
-async fn write(api: Arc<dyn PodApi>, mut changes: watch::Receiver<Wanted>, done: watch::Sender<u64>) {
+async fn write(api: Arc<dyn PodApi>, mut changes: watch::Receiver<Wanted>, done: watch::Sender<u64>, metrics: Arc<Metrics>) {
     // What the API had after our last write: newer than what the watch has shown so far.
     let mut last: Option<Pod> = None;
     let mut pause = RETRY.0;
     while changes.changed().await.is_ok() {
+        let begun = Instant::now();
         loop {
             let wanted = changes.borrow_and_update().clone();
             let Some(object) = &wanted.object else {
@@ -90,6 +93,7 @@ async fn write(api: Arc<dyn PodApi>, mut changes: watch::Receiver<Wanted>, done:
             match api.patch_status(&object.namespace().unwrap_or_default(), &object.name_any(), &patch).await {
                 Ok(pod) => {
                     last = Some(pod);
+                    metrics.status_written(begun.elapsed());
                     pause = RETRY.0;
                     done.send_replace(wanted.version);
                     break;

@@ -102,7 +102,9 @@ impl Volumes {
                     Some(known) => again(context, pod, volume, known, memory).await,
                     None => resolve(context, pod, volume, memory).await?,
                 };
+                let begun = Instant::now();
                 let outcome = one(context, volume, &behind, &around, &fetched, held).await;
+                context.metrics.volume(&behind.plugin().replace('~', "/"), outcome.is_err(), begun.elapsed());
                 let labelled = outcome.map_err(|why| if behind.block { Problem::Map(why) } else { Problem::SetUp(why) })?;
                 Ok(Behind { labelled, ..behind })
             };

@@ -102,14 +102,14 @@ impl Stop<'_> {
 
 /// Runs until the pod has ended and nothing of it is left.
 pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hint: Arc<Notify>, seen: Seen) {
-    let writer = StatusWriter::start(Arc::clone(&context.api));
+    let writer = StatusWriter::start(Arc::clone(&context.api), Arc::clone(&context.metrics));
     let first = wishes.borrow().clone();
-    let log = context.journals.open(&first.pod, context.clock);
+    let log = context.journals.open(&first.pod, context.clock, &context.metrics);
     let mut memory = Memory::new(context.clock.now(), log, Arc::clone(&hint));
     let mut state = State::Syncing;
     let mut pause = RETRY.0;
     let uid = pod::uid(&first.pod).to_owned();
-    let mut admitted = false;
+    let (mut admitted, mut turns) = (false, 0_u64);
     loop {
         let wished = wishes.borrow_and_update().clone();
         memory.adopt(wished.object.as_deref());
@@ -129,6 +129,7 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
                     }
                 }
                 Admission::Refused(refusal) if !admitted => {
+                    context.metrics.rejected(&refusal.reason);
                     memory.log.fail(Step::Admission, "", &refusal.message, None);
                     context.events.pod(&desired.pod, None, Kind::Warning, &refusal.reason, refusal.message.clone());
                     memory.status = status::rejected(&memory.status, &refusal.reason, &refusal.message, context.clock.now());
@@ -151,7 +152,15 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
                 state = decide(&memory, state, Input::Ended { cause: Cause::Preempted, grace });
             }
         }
+        let begun = Instant::now();
         let outcome = step(&context, state, &desired, &mut memory, &writer, &Stop(&wishes, &hint), &seen).await;
+        let operation = match state {
+            State::Syncing if turns == 0 => "create",
+            State::Syncing => "sync",
+            _ => "kill",
+        };
+        context.metrics.worked(operation, begun.elapsed());
+        turns += 1;
         let wait = match outcome {
             Ok(Outcome::Next(input)) => {
                 state = decide(&memory, state, input);

@@ -16,6 +16,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::Value;
 
+use crate::core::features::{self, Objection};
 use crate::core::image_gc::Rules as ImageRules;
 use crate::core::pulled::Policy;
 use crate::core::quantity::Quantity;
@@ -65,7 +66,6 @@ const NOT_HONOURED: &[&str] = &[
     "makeIPTablesUtilChains",
     "iptablesMasqueradeBit",
     "iptablesDropBit",
-    "featureGates",
     "failSwapOn",
     "failCgroupV1",
     "configMapAndSecretChangeDetectionStrategy",
@@ -194,6 +194,7 @@ struct Document {
     image_gc_high_threshold_percent: Option<i32>,
     #[serde(rename = "imageGCLowThresholdPercent")]
     image_gc_low_threshold_percent: Option<i32>,
+    feature_gates: Option<BTreeMap<String, bool>>,
     #[serde(flatten)]
     serving: serving::Fields,
     #[serde(flatten)]
@@ -533,6 +534,19 @@ pub fn load_all(
     resolve(document, overrides, hostname)
 }
 
+/// What wishes of feature gates make no difference.
+fn gates(wishes: Option<&BTreeMap<String, bool>>) -> Result<Vec<String>, ConfigError> {
+    let mut ignored = vec![];
+    for (name, wish) in wishes.into_iter().flatten() {
+        match features::object(name, *wish) {
+            Some(Objection::Refused(remedy)) => return Err(invalid(&format!("featureGates.{name}"), wish, &remedy)),
+            Some(Objection::Ignored(why)) => ignored.push(why),
+            None => {}
+        }
+    }
+    Ok(ignored)
+}
+
 fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Config, ConfigError> {
     let image_rules = image_rules(&document)?;
     let mut not_honoured = Vec::new();
@@ -545,6 +559,7 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
     let (logging, ignored) = logging::resolve(&document.logging, flags.verbosity)?;
     let (serving, unspoken) = serving::resolve(&document.serving, document.kind.is_some())?;
     not_honoured.extend(ignored.into_iter().chain(unspoken));
+    not_honoured.extend(gates(document.feature_gates.as_ref())?);
     let node_name = flags.hostname.as_deref().unwrap_or(hostname).trim().to_lowercase();
     if node_name.is_empty() || node_name.len() > 253 || !node_name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '.') {
         return Err(invalid("--hostname-override", &node_name, "a node name consists of lower-case letters, digits, '-' and '.'"));
@@ -705,6 +720,7 @@ mod tests {
         let cases = [
             ("maxPodz: 5\n", "maxPodz"),
             ("maxPods: -1\n", "maxPods"),
+            ("featureGates: {NodeSwap: false}\n", "featureGates.NodeSwap"),
             ("maxPods: many\n", "many"),
             ("eventRecordQPS: -1\n", "eventRecordQPS"),
             ("imagePullCredentialsVerificationPolicy: Sometimes\n", "AlwaysVerify"),

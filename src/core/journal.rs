@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
 
 use super::lifecycle::{Input, State};
@@ -66,6 +66,36 @@ pub enum Step {
 }
 
 impl Step {
+    /// Its name, as it is written.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Step::Admission => "admission",
+            Step::Observe => "observe",
+            Step::Network => "network",
+            Step::Cgroup => "cgroup",
+            Step::Mirror => "mirror",
+            Step::Directories => "directories",
+            Step::Volume => "volume",
+            Step::Objects => "objects",
+            Step::Sandbox => "sandbox",
+            Step::Image => "image",
+            Step::Create => "create",
+            Step::Start => "start",
+            Step::PostStart => "post-start",
+            Step::BackOff => "back-off",
+            Step::Startup => "startup",
+            Step::Readiness => "readiness",
+            Step::Liveness => "liveness",
+            Step::Resize => "resize",
+            Step::PreStop => "pre-stop",
+            Step::Stop => "stop",
+            Step::StopSandbox => "stop-sandbox",
+            Step::Release => "release",
+            Step::Finalise => "finalise",
+        }
+    }
+
     /// Whether it is repeated for as long as the pod lives.
     fn is_upkeep(self) -> bool {
         matches!(self, Step::Observe | Step::Cgroup | Step::Mirror | Step::Directories | Step::Volume | Step::Objects)
@@ -149,10 +179,11 @@ impl Journal {
         self.steps.push_back(Entry { step, subject, since: now, tried: now, ended: None, attempts: 1, progress: Progress::Running, next: None });
     }
 
-    /// The step that was begun has ended; what was never begun is not noted.
-    pub fn end(&mut self, step: Step, subject: &str, progress: Progress, now: Timestamp) {
-        let Some(at) = self.steps.iter().rposition(|e| e.step == step && e.subject == subject) else { return };
+    /// The step that was begun has ended; what was never begun is not noted. The answer is how long its last try took.
+    pub fn end(&mut self, step: Step, subject: &str, progress: Progress, now: Timestamp) -> Option<SignedDuration> {
+        let at = self.steps.iter().rposition(|e| e.step == step && e.subject == subject)?;
         let entry = &mut self.steps[at];
+        let took = now.duration_since(entry.tried);
         (entry.ended, entry.next) = (Some(now), None);
         entry.progress = progress;
         let again = step.is_upkeep() && entry.attempts == 1 && entry.progress == Progress::Done;
@@ -160,6 +191,14 @@ impl Journal {
         if again && self.steps.iter().take(at).any(|e| e.step == step && e.subject == subject && e.progress == Progress::Done) {
             self.steps.remove(at);
         }
+        Some(took)
+    }
+
+    /// How long all steps of a kind that have ended took together, failed tries and the pauses between them included.
+    #[must_use]
+    pub fn took(&self, step: Step) -> SignedDuration {
+        let ended = self.steps.iter().filter(|e| e.step == step).filter_map(|e| Some(e.ended?.duration_since(e.since)));
+        ended.sum()
     }
 
     /// What has failed is tried again at `next`.

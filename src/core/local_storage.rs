@@ -75,19 +75,21 @@ impl Limits {
         own.into_iter().chain(self.pod.as_ref().map(|(_, limit)| *limit)).min().unwrap_or(u64::MAX)
     }
 
-    /// Why a pod must go that uses this much.
+    /// Why a pod must go that uses this much: the signal, as metrics name it, and the sentence.
     #[must_use]
-    pub fn exceeded(&self, usage: &Usage) -> Option<String> {
+    pub fn exceeded(&self, usage: &Usage) -> Option<(&'static str, String)> {
         let over = |map: &BTreeMap<String, u64>, name: &str, limit: u64| map.get(name).is_some_and(|used| *used > limit);
         if let Some((name, (text, _))) = self.volumes.iter().find(|(name, (_, limit))| over(&usage.volumes, name, *limit)) {
-            return Some(format!("Usage of EmptyDir volume {name:?} exceeds the limit {text:?}. "));
+            return Some(("emptydirfs.limit", format!("Usage of EmptyDir volume {name:?} exceeds the limit {text:?}. ")));
         }
         let total: u64 = usage.volumes.values().chain(usage.containers.values()).sum();
         if let Some((text, _)) = self.pod.as_ref().filter(|(_, limit)| total > *limit) {
-            return Some(format!("Pod ephemeral local storage usage exceeds the total limit of containers {text}. "));
+            return Some(("ephemeralpodfs.limit", format!("Pod ephemeral local storage usage exceeds the total limit of containers {text}. ")));
         }
         let container = self.containers.iter().find(|(name, (_, limit))| over(&usage.containers, name, *limit));
-        container.map(|(name, (text, _))| format!("Container {name} exceeded its local ephemeral storage limit {text:?}. "))
+        container.map(|(name, (text, _))| {
+            ("ephemeralcontainerfs.limit", format!("Container {name} exceeded its local ephemeral storage limit {text:?}. "))
+        })
     }
 }
 
@@ -128,7 +130,7 @@ mod tests {
             (usage(0, 3073, 0, 0), Some("Pod ephemeral local storage usage exceeds the total limit of containers 3Ki. ")),
             (usage(0, 0, 1025, 0), Some("Container a exceeded its local ephemeral storage limit \"1Ki\". ")),
         ] {
-            assert_eq!(limits.exceeded(&used).as_deref(), expected, "{used:?}");
+            assert_eq!(limits.exceeded(&used).map(|(_, why)| why).as_deref(), expected, "{used:?}");
         }
         assert_eq!((limits.enough("v"), limits.enough("w")), (1024, 3072));
         let open = limits_of(json!([container("a", "1Ki"), container("b", "")]), volumes);

@@ -22,6 +22,7 @@ pub mod env;
 mod env_file;
 pub mod explain;
 pub mod exposition;
+pub mod features;
 pub mod image_gc;
 pub mod images;
 pub mod journal;

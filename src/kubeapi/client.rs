@@ -12,6 +12,7 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use kube::client::ConfigExt as _;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 
+use super::measured::{Measured, Report};
 use crate::https::ClientFiles;
 
 /// Why no connection can be made.
@@ -45,6 +46,11 @@ const ALIVE: (Duration, Duration) = (Duration::from_secs(20), Duration::from_sec
 
 /// A client for the current context of a kubeconfig file. Nothing is sent yet.
 pub async fn connect(path: &Path) -> Result<kube::Client, ConnectError> {
+    connect_reporting(path, None).await
+}
+
+/// The same; each answer is reported.
+pub async fn connect_reporting(path: &Path, report: Option<Report>) -> Result<kube::Client, ConnectError> {
     let used = |why: String| ConnectError::Use { path: path.to_owned(), why };
     std::fs::File::open(path).map_err(|e| ConnectError::Read { path: path.to_owned(), why: e.to_string() })?;
     let file = Kubeconfig::read_from(path).map_err(|e| used(chain(&e)))?;
@@ -54,12 +60,12 @@ pub async fn connect(path: &Path) -> Result<kube::Client, ConnectError> {
         let builder = kube::client::ClientBuilder::try_from(config).map_err(|e| used(chain(&e)))?;
         return Ok(builder.with_layer(&tower::limit::ConcurrencyLimitLayer::new(AT_ONCE)).build());
     }
-    multiplexed(&config).map_err(|e| used(chain(&e)))
+    multiplexed(&config, report).map_err(|e| used(chain(&e)))
 }
 
 /// A client that speaks HTTP/2 where the server does: all requests and watches share one connection. kube's
 /// own opens one for each watch.
-fn multiplexed(config: &kube::Config) -> Result<kube::Client, kube::Error> {
+fn multiplexed(config: &kube::Config, report: Option<Report>) -> Result<kube::Client, kube::Error> {
     let mut connector = HttpConnector::new();
     connector.enforce_http(false);
     connector.set_nodelay(true);
@@ -86,7 +92,7 @@ fn multiplexed(config: &kube::Config) -> Result<kube::Client, kube::Error> {
         .layer(config.extra_headers_layer()?)
         .layer(tower::limit::ConcurrencyLimitLayer::new(AT_ONCE))
         .map_err(|error: TransportError| tower::BoxError::from(error))
-        .service(client);
+        .service(Measured { inner: client, report });
     Ok(kube::client::ClientBuilder::new(service, config.default_namespace.clone()).build())
 }
 

@@ -2,6 +2,7 @@
 
 pub mod cache;
 pub mod client;
+pub mod measured;
 pub mod objects;
 pub mod pods;
 pub mod reviews;

@@ -188,7 +188,7 @@ impl World {
             started: self.1.now(),
             config,
         });
-        let agent = Agent { context, nodes: None, reviews: None, serves: false, pods: Some(pods), keeper: None, network, node };
+        let agent = Agent { context, nodes: None, reviews: None, serves: false, pods: Some(pods), keeper: None, network, node, renewal: None };
         let world = self.clone();
         tokio::spawn(async move {
             let result = Box::pin(agent.run()).await;

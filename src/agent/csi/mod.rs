@@ -225,8 +225,12 @@ async fn mount(context: &Context, pod: &Pod, wanted: &Wanted<'_>, told: HashMap<
             registered.driver.stage(request).await.map_err(failed("MountVolume.MountDevice failed"))?;
         }
         let mut volume_context = csi::context(volume, pod, described);
+        let mut secrets = secret(context, volume.publish_secret.as_ref()).await?;
         if let Some(tokens) = tokens(context, pod, described).await? {
-            volume_context.insert("csi.storage.k8s.io/serviceAccount.tokens".into(), tokens.to_string());
+            // Drivers log their context, but not what is in secrets: they may wish for the tokens there.
+            let place =
+                if described.is_some_and(|d| d.spec.service_account_token_in_secrets == Some(true)) { &mut secrets } else { &mut volume_context };
+            place.insert("csi.storage.k8s.io/serviceAccount.tokens".into(), tokens.to_string());
         }
         let request = pb::NodePublishVolumeRequest {
             volume_id: place.data.volume_handle.clone(),
@@ -235,7 +239,7 @@ async fn mount(context: &Context, pod: &Pod, wanted: &Wanted<'_>, told: HashMap<
             target_path: place.target.display().to_string(),
             volume_capability: Some(capability),
             readonly: volume.read_only,
-            secrets: secret(context, volume.publish_secret.as_ref()).await?,
+            secrets,
             volume_context,
         };
         registered.driver.publish(request).await.map_err(failed("MountVolume.SetUp failed"))?;

@@ -71,7 +71,7 @@ async fn pass(context: &Context, ledger: &mut Ledger) -> Result<(), String> {
     let plan = ledger.plan(&images, &context.config.image_rules, disk, context.started, now);
     let mut failed = None;
     for image in &plan.aged {
-        if let Err(error) = remove(context, image, "nobody has used it for too long").await {
+        if let Err(error) = remove(context, image, ("age", "nobody has used it for too long")).await {
             failed = Some(error);
         }
     }
@@ -80,7 +80,7 @@ async fn pass(context: &Context, ledger: &mut Ledger) -> Result<(), String> {
         if freed >= plan.wanted {
             break;
         }
-        match remove(context, image, "room is needed").await {
+        match remove(context, image, ("space", "room is needed")).await {
             Ok(()) => freed += image.size,
             Err(error) => failed = Some(error),
         }
@@ -97,9 +97,10 @@ async fn pass(context: &Context, ledger: &mut Ledger) -> Result<(), String> {
     failed.map_or(Ok(()), Err)
 }
 
-async fn remove(context: &Context, image: &Present, why: &str) -> Result<(), String> {
+async fn remove(context: &Context, image: &Present, (reason, why): (&str, &str)) -> Result<(), String> {
     let result = context.runtime.remove_image(&image.id).await.map_err(|e| format!("image {} cannot be removed: {e}", image.id));
     if result.is_ok() {
+        context.metrics.collected(reason);
         tracing::info!(image = image.id, bytes = image.size, "removed an image that nothing uses: {why}");
     }
     result

@@ -222,6 +222,7 @@ async fn pull(context: &Context, pod: &Pod, shown: &str, name: &str, path: Optio
     match attempt(context, name, secrets).await {
         Ok((image, took)) => {
             backoff().succeeded(&key);
+            context.metrics.pulled(image.size, took);
             let message = format!(
                 "Successfully pulled image {shown:?} in {took:.3?} ({:.3?} including waiting). Image size: {} bytes.",
                 asked.elapsed(),

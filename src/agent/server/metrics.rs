@@ -11,6 +11,7 @@ use super::figures::{self, ContainerFigures, PodFigures, Snapshot};
 use super::{Refusal, Server};
 use crate::agent::credentials::Pair;
 use crate::core::exposition::Page;
+use crate::core::features::FEATURES;
 use crate::core::meter::Usage;
 use crate::core::pod;
 use crate::https::{Body, text};
@@ -246,6 +247,11 @@ async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
             out.single(name, "gauge", "Seconds until the certificate ends; negative if it has.", &[], left);
         }
     }
+    let name = "kubernetes_feature_enabled";
+    out.family(name, "gauge", "This metric records the data about the stage and enablement of a k8s feature.");
+    for feature in FEATURES {
+        out.sample(name, &[("name", feature.name), ("stage", feature.stage.shown())], f64::from(u8::from(feature.here)), None);
+    }
     let version = crate::agent::node::VERSION;
     let labels = [("git_version", version), ("major", "1"), ("minor", "36"), ("platform", "linux")];
     out.single("kubernetes_build_info", "gauge", "A metric with a constant '1' value labeled by what was built.", &labels, 1.0);
@@ -256,6 +262,10 @@ async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     let name = "kubelet_desired_pods";
     out.family(name, "gauge", "The number of pods the kubelet is being instructed to run.");
     out.sample(name, &[("static", "")], (roster.len() - statics) as f64, None).sample(name, &[("static", "true")], statics as f64, None);
+    let mirrors = roster.iter().filter(|k| pod::is_static(&k.pod) && k.object.is_some()).count();
+    out.single("kubelet_mirror_pods", "gauge", "The number of mirror pods the kubelet will try to create.", &[], mirrors as f64);
+    let guests = roster.iter().map(|k| pod::spec(&k.pod).ephemeral_containers.as_ref().map_or(0, Vec::len)).sum::<usize>();
+    out.single("kubelet_managed_ephemeral_containers", "gauge", "Current number of ephemeral containers in pods.", &[], guests as f64);
     let active = roster.iter().filter(|k| !pod::is_terminal(k.told())).count();
     out.single("kubelet_active_pods", "gauge", "The number of pods the kubelet considers active.", &[], active as f64);
     let running = context.runtime.running().await.map_err(broken)?;

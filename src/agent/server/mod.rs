@@ -23,6 +23,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
 use super::Context;
 use super::credentials::Pair;
@@ -111,11 +112,13 @@ impl Server {
     async fn answer(self: Arc<Self>, peer: Peer, request: Request<Incoming>) -> Response<Body> {
         let needs = serving::needs(request.method().as_str(), request.uri().path());
         let path = serving::family(request.uri().path());
-        self.context.metrics.http(serving::known_method(request.method().as_str()), path, serving::is_long(path));
-        if let Err(refusal) = self.access.check(&peer, request.headers(), &needs).await {
-            return refusal;
-        }
-        self.serve(request).await
+        let (method, begun) = (serving::known_method(request.method().as_str()), Instant::now());
+        let answer = match self.access.check(&peer, request.headers(), &needs).await {
+            Ok(()) => Arc::clone(&self).serve(request).await,
+            Err(refusal) => refusal,
+        };
+        self.context.metrics.http(method, path, serving::is_long(path), begun.elapsed());
+        answer
     }
 
     async fn serve(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {

@@ -21,6 +21,7 @@ use tokio::time::Instant;
 
 use self::stop::{Ending, Stopping};
 use super::journal::Log;
+use super::metrics::PodStart;
 use super::probing::Probing;
 use super::status::StatusWriter;
 use super::volumes::Volumes;
@@ -173,10 +174,15 @@ fn falls_back_to_logs(pod: &Pod, ended: &observed::Container) -> bool {
 }
 
 /// Step 1: how long the start took, noted at the first sight of the pod running.
-fn record_startup_latency(context: &Context, memory: &mut Memory) {
+fn record_startup_latency(context: &Context, pod: &Pod, memory: &mut Memory) {
     if !memory.ran && memory.status.phase.as_deref() == Some("Running") {
         memory.ran = true;
-        context.metrics.pod_started(context.clock.now().duration_since(memory.first_seen).as_secs_f64());
+        let now = context.clock.now();
+        let since = |at: Timestamp| now.duration_since(at).as_secs_f64();
+        let created = pod.metadata.creation_timestamp.as_ref().map_or(memory.first_seen, |t| t.0);
+        let stateful = pod::spec(pod).volumes.iter().flatten().any(|v| v.persistent_volume_claim.is_some() || v.ephemeral.is_some());
+        let images = memory.log.took(Step::Image).as_secs_f64();
+        context.metrics.pod_started(PodStart { seen: since(memory.first_seen), created: since(created), images, stateful });
     }
 }
 
@@ -374,7 +380,7 @@ async fn look(context: &Arc<Context>, desired: &Desired, memory: &mut Memory, wr
     let observed = observe(context, pod, memory).await?;
     memory.probing.follow(context, pod, &observed, &memory.status);
     compute_status(context, pod, &observed, memory, false);
-    record_startup_latency(context, memory);
+    record_startup_latency(context, pod, memory);
     publish_status(desired, memory, writer);
     Ok(observed)
 }

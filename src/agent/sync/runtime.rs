@@ -23,6 +23,7 @@ use crate::core::observed::{ContainerState, ObservedPod};
 use crate::core::pod::{self, Role};
 use crate::core::{config, dns, resize, time};
 use crate::cri::RuntimeErrorKind;
+use tokio::time::Instant;
 
 /// A start that waits for its image this long lets the status so far be seen, and again each time a probe
 /// has news.
@@ -315,7 +316,10 @@ async fn create_sandbox(
     for (reason, warning) in dns::config(pod, node.resolver).1 {
         context.events.pod(pod, None, Kind::Warning, reason, warning);
     }
-    let id = context.runtime.run_sandbox(message.clone(), &node.handler).await.map_err(|e| fail(e.to_string()))?;
+    let begun = Instant::now();
+    let made = context.runtime.run_sandbox(message.clone(), &node.handler).await;
+    context.metrics.sandbox(&node.handler, made.is_err(), begun.elapsed());
+    let id = made.map_err(|e| fail(e.to_string()))?;
     let ips = context.runtime.sandbox_ips(&id).await.map_err(|e| {
         let message = format!("Unable to get pod sandbox status: {e}");
         context.events.pod(pod, None, Kind::Warning, "FailedPodSandBoxStatus", message.clone());

@@ -49,6 +49,17 @@ impl Starting<'_> {
 
 /// Creates and starts one container whose images are there, and runs its postStart hook.
 pub async fn start_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> Result<(), Waiting> {
+    let result = begin_container(s, start, images).await;
+    let kind = match start.role {
+        Role::Regular => "container",
+        Role::Init | Role::Sidecar => "init_container",
+        Role::Ephemeral => "ephemeral_container",
+    };
+    s.context.metrics.container_started(kind, result.as_ref().err().map(|w| w.reason.as_str()));
+    result
+}
+
+async fn begin_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> Result<(), Waiting> {
     let name = &start.container.name;
     let id = s.log.step(Step::Create, name, create_container(s, start, images)).await?;
     s.say(start, Kind::Normal, "Created", "Container created");

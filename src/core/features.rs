@@ -1,0 +1,180 @@
+//! The kubelet's feature gates that say how a node behaves (kubelet spec, chapter 0), and whether this agent behaves so.
+//! Pure.
+
+/// How far a feature is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// It cannot be turned off any more.
+    Ga,
+    /// It is on or off by default.
+    Beta,
+    /// It is off by default.
+    Alpha,
+}
+
+impl Stage {
+    /// As metrics show it.
+    #[must_use]
+    pub fn shown(self) -> &'static str {
+        match self {
+            Stage::Ga => "",
+            Stage::Beta => "BETA",
+            Stage::Alpha => "ALPHA",
+        }
+    }
+}
+
+/// A feature.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Feature {
+    /// The gate's name.
+    pub name: &'static str,
+    /// How far it is.
+    pub stage: Stage,
+    /// Whether this agent behaves so. No gate changes that.
+    pub here: bool,
+}
+
+const fn ga(name: &'static str, here: bool) -> Feature {
+    Feature { name, stage: Stage::Ga, here }
+}
+
+const fn beta(name: &'static str, here: bool) -> Feature {
+    Feature { name, stage: Stage::Beta, here }
+}
+
+const fn alpha(name: &'static str, here: bool) -> Feature {
+    Feature { name, stage: Stage::Alpha, here }
+}
+
+/// All of them.
+pub const FEATURES: &[Feature] = &[
+    ga("CPUCFSQuotaPeriod", true),
+    ga("CPUManagerPolicyOptions", false),
+    ga("CSIServiceAccountTokenSecrets", true),
+    ga("DynamicResourceAllocation", false),
+    ga("ExecProbeTimeout", true),
+    ga("ImageMaximumGCAge", true),
+    ga("ImageVolume", true),
+    ga("InPlacePodVerticalScaling", true),
+    ga("KubeletCgroupDriverFromCRI", true),
+    ga("KubeletFineGrainedAuthz", true),
+    ga("KubeletPSI", false),
+    ga("KubeletPodResourcesDynamicResources", false),
+    ga("KubeletPodResourcesGet", false),
+    ga("KubeletTracing", false),
+    ga("MutableCSINodeAllocatableCount", false),
+    ga("NodeLogQuery", true),
+    ga("NodeSwap", true),
+    ga("PodLifecycleSleepAction", true),
+    ga("PodLifecycleSleepActionAllowZero", true),
+    ga("PodObservedGenerationTracking", true),
+    ga("ProcMountType", true),
+    ga("RecursiveReadOnlyMounts", true),
+    ga("SELinuxChangePolicy", true),
+    ga("SELinuxMountReadWriteOncePod", true),
+    ga("SidecarContainers", true),
+    ga("SupplementalGroupsPolicy", true),
+    ga("SystemdWatchdog", true),
+    ga("TopologyManagerPolicyOptions", false),
+    ga("UserNamespacesSupport", true),
+    beta("ComponentFlagz", true),
+    beta("ComponentStatusz", true),
+    beta("ContainerCheckpoint", true),
+    beta("ContainerRestartRules", true),
+    beta("DRAExtendedResource", false),
+    beta("DisableCPUQuotaWithExclusiveCPUs", false),
+    beta("EnvFiles", true),
+    beta("ExtendWebSocketsToKubelet", false),
+    beta("GracefulNodeShutdown", false),
+    beta("GracefulNodeShutdownBasedOnPodPriority", false),
+    beta("HostnameOverride", true),
+    beta("InPlacePodLevelResourcesVerticalScaling", false),
+    beta("InPlacePodVerticalScalingInitContainers", true),
+    beta("KubeletCrashLoopBackOffMax", true),
+    beta("KubeletEnsureSecretPulledImages", true),
+    beta("KubeletSeparateDiskGC", false),
+    beta("KubeletServiceAccountTokenForCredentialProviders", false),
+    beta("NodeDeclaredFeatures", true),
+    beta("PLEGOnDemandRelist", true),
+    beta("PodLevelResources", true),
+    beta("PodReadyToStartContainersCondition", true),
+    beta("PreventStaticPodAPIReferences", true),
+    beta("ReloadKubeletClientCAFile", true),
+    beta("ReloadKubeletServerCertificateFile", true),
+    beta("ResourceHealthStatus", false),
+    beta("RestartAllContainersOnContainerExits", true),
+    beta("RotateKubeletServerCertificate", true),
+    beta("SELinuxMount", false),
+    alpha("AllowDNSOnlyNodeCSR", true),
+    alpha("CRIListStreaming", false),
+    alpha("ChangeContainerStatusOnKubeletRestart", false),
+    alpha("ClusterTrustBundle", true),
+    alpha("ClusterTrustBundleProjection", true),
+    alpha("ContainerStopSignals", true),
+    alpha("EventedPLEG", true),
+    alpha("ImageVolumeWithDigest", false),
+    alpha("InPlacePodVerticalScalingExclusiveCPUs", false),
+    alpha("InPlacePodVerticalScalingExclusiveMemory", false),
+    alpha("LocalStorageCapacityIsolationFSQuotaMonitoring", true),
+    alpha("MemoryQoS", false),
+    alpha("PodAndContainerStatsFromCRI", false),
+    alpha("PodCertificateRequest", true),
+    alpha("PodLevelResourceManagers", false),
+    alpha("PodLogsQuerySplitStreams", false),
+    alpha("PodsAPI", false),
+    alpha("QOSReserved", false),
+    alpha("ReduceDefaultCrashLoopBackOffDecay", false),
+    alpha("RuntimeClassInImageCriAPI", false),
+    alpha("UserNamespacesHostNetworkSupport", false),
+];
+
+/// What is wrong with a gate's wish: the remedy, or a remark for the log.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Objection {
+    /// It cannot be asked for.
+    Refused(String),
+    /// It makes no difference.
+    Ignored(String),
+}
+
+/// What there is to say of a gate's wish; nothing if the agent behaves so.
+#[must_use]
+pub fn object(name: &str, wish: bool) -> Option<Objection> {
+    // These two set others, for all of which it is said here what they do.
+    if matches!(name, "AllAlpha" | "AllBeta") {
+        return Some(Objection::Ignored(format!("featureGates.{name}: it changes nothing here")));
+    }
+    match FEATURES.iter().find(|f| f.name == name) {
+        None => Some(Objection::Ignored(format!("featureGates.{name}: it is not known here"))),
+        Some(Feature { stage: Stage::Ga, .. }) if !wish => Some(Objection::Refused("remove it: the feature is locked to true".into())),
+        Some(feature) if feature.here != wish => {
+            let way = if feature.here { "behaves so in any case" } else { "does not behave so" };
+            Some(Objection::Ignored(format!("featureGates.{name}: the agent {way}")))
+        }
+        Some(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wishes_that_make_no_difference_are_told_and_impossible_ones_refused() {
+        assert_eq!(object("NodeSwap", true), None);
+        assert!(matches!(object("NodeSwap", false), Some(Objection::Refused(_))));
+        assert_eq!(object("MemoryQoS", false), None);
+        for (name, wish) in [("MemoryQoS", true), ("EnvFiles", false), ("NoSuchGate", true), ("AllAlpha", true)] {
+            assert!(matches!(object(name, wish), Some(Objection::Ignored(why)) if why.contains(name)), "{name}");
+        }
+    }
+
+    #[test]
+    fn every_gate_stands_once() {
+        let mut names: Vec<&str> = FEATURES.iter().map(|f| f.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), FEATURES.len());
+    }
+}
