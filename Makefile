@@ -33,8 +33,13 @@ machine:
 	@sh tests/support/fetch-kernel.sh $(MACHINE)
 	@sh tests/support/make-node.sh $(MACHINE) $(MACHINE)/node.img
 
-test: test-deps runtimes machine ## Run all tests
-	HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test --workspace --locked -- --test-threads=2
+# A newer kubectl beside the installed one.
+KUBECTLS = target/kubectl
+kubectls:
+	@sh tests/support/fetch-kubectl.sh sid $(KUBECTLS)/sid || echo "kubectl of sid cannot be had; it is not tested with"
+
+test: test-deps runtimes kubectls machine ## Run all tests
+	HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_KUBECTLS=$(CURDIR)/$(KUBECTLS) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test --workspace --locked -- --test-threads=2
 
 check: ## Format, lints and, where installed, licences and advisories
 	$(CARGO) fmt --all --check
@@ -48,4 +53,4 @@ bench: test-deps ## Compare the agent with the bare runtime (ratios for BENCHMAR
 	$(CARGO) build --release --locked -p holdfast-cni
 	$(CARGO) bench --locked --bench pods
 
-.PHONY: help runtimes machine sim deps test-deps build up down test check bench
+.PHONY: help runtimes kubectls machine sim deps test-deps build up down test check bench

@@ -10,7 +10,12 @@ use std::time::{Duration, Instant};
 use support::{Cluster, condition};
 
 fn kubectl(cluster: &Cluster, arguments: &[&str]) -> Command {
-    let mut command = Command::new("kubectl");
+    with(std::path::Path::new("kubectl"), cluster, arguments)
+}
+
+/// The same, by one of several programs.
+fn with(program: &std::path::Path, cluster: &Cluster, arguments: &[&str]) -> Command {
+    let mut command = Command::new(program);
     command.arg("--kubeconfig").arg(cluster.data().join("kubeconfig")).args(arguments);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
@@ -465,4 +470,65 @@ fn thousands_of_streams_leave_nothing_behind() {
     assert_eq!(cluster.kubectl(&["exec", "shell", "--", "busybox", "echo", "still here"]), "still here\n");
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}
+
+#[test]
+fn newer_kubectls_do_the_same() {
+    let Some(dir) = std::env::var_os("HOLDFAST_KUBECTLS") else {
+        eprintln!("HOLDFAST_KUBECTLS is not set: only the installed kubectl is tested with (make test sets it)");
+        return;
+    };
+    let programs = std::fs::read_dir(dir).map(|all| all.flatten().map(|e| e.path().join("usr/bin/kubectl")).collect::<Vec<_>>()).unwrap_or_default();
+    let cluster = Cluster::start("kubectls", 51);
+    let image = support::busybox(&cluster);
+    let script = "echo ready; while read line; do echo got $line; done; sleep 10000";
+    cluster.apply(&pod("shell", &image, script).replace("command:", "stdin: true, command:"));
+    cluster.kubectl(&["run", "web", "--image=holdfast.local/demo:1"]);
+    cluster.wait("the pods", || ["shell", "web"].iter().all(|name| condition(&cluster.pod(name), "Ready") == "True"));
+    cluster.kubectl(&["exec", "shell", "--", "busybox", "ln", "-s", "/bin/busybox", "/bin/tar"]);
+    for program in programs.iter().filter(|p| p.exists()) {
+        let run = |arguments: &[&str]| {
+            let output = with(program, &cluster, arguments).output().unwrap();
+            (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned(), String::from_utf8_lossy(&output.stderr).into_owned())
+        };
+        let version = run(&["version"]).1;
+        let (code, out, errors) = run(&["exec", "shell", "--", "busybox", "sh", "-c", "echo out; echo err >&2; exit 7"]);
+        assert_eq!((code, out.as_str()), (Some(7), "out\n"), "{version}: {errors}");
+        assert!(errors.starts_with("err\n"), "{version}: {errors}");
+        assert!(run(&["logs", "shell", "--tail=1"]).1.contains("ready"), "{version}");
+        let payload = vec![b'x'; 1 << 20];
+        let mut child = with(program, &cluster, &["exec", "-i", "shell", "--", "busybox", "wc", "-c"]).spawn().unwrap();
+        child.stdin.take().unwrap().write_all(&payload).unwrap();
+        assert_eq!(String::from_utf8_lossy(&child.wait_with_output().unwrap().stdout).trim(), payload.len().to_string(), "{version}");
+        let dir = tempfile::tempdir().unwrap();
+        let (here, back) = (dir.path().join("here"), dir.path().join("back"));
+        std::fs::write(&here, &payload).unwrap();
+        run(&["cp", here.to_str().unwrap(), "shell:/there"]);
+        run(&["cp", "shell:/there", back.to_str().unwrap()]);
+        assert_eq!(std::fs::read(&back).unwrap(), payload, "{version}");
+        let mut attached = with(program, &cluster, &["attach", "-i", "shell"]).spawn().unwrap();
+        attached.stdin.as_mut().unwrap().write_all(b"hello\n").unwrap();
+        let mut said = BufReader::new(attached.stdout.take().unwrap());
+        let attached = Running(attached);
+        let mut line = String::new();
+        said.read_line(&mut line).unwrap();
+        assert_eq!(line.trim(), "got hello", "{version}");
+        drop((attached, said));
+        let mut forward = Running(with(program, &cluster, &["port-forward", "web", ":80"]).spawn().unwrap());
+        let (mut line, mut said) = (String::new(), BufReader::new(forward.0.stdout.take().unwrap()));
+        said.read_line(&mut line).unwrap();
+        let port = line.split("127.0.0.1:").nth(1).and_then(|rest| rest.split(' ').next()).unwrap_or_else(|| panic!("{version}: {line}"));
+        let answer = support::http_get(&format!("127.0.0.1:{port}")).unwrap_or_default();
+        assert!(answer.contains("Hello from web"), "{version}: {answer}");
+        drop((forward, said));
+        assert!(run(&["auth", "whoami"]).1.contains("kubernetes-admin"), "{version}");
+        let (code, _, errors) = run(&["create", "deployment", "twice", "--image=holdfast.local/demo:1", "--replicas=2"]);
+        assert_eq!(code, Some(0), "{version}: {errors}");
+        let (code, _, errors) = run(&["rollout", "status", "deployment/twice", "--timeout=60s"]);
+        assert_eq!(code, Some(0), "{version}: {errors}");
+        let described = run(&["describe", "pod", "web"]);
+        assert!(described.1.contains("Started"), "{version}: {described:?}");
+        run(&["delete", "deployment", "twice"]);
+    }
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
 }

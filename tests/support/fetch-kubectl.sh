@@ -1,0 +1,19 @@
+#!/bin/sh
+# Unpacks the kubectl of a newer Debian suite below a directory, without installing anything: the suite is taken from where
+# this machine's own apt takes its packages. Arguments: suite, directory.
+set -eu
+suite=$1
+target=$2
+[ -x "$target/usr/bin/kubectl" ] && exit 0
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir -p "$work/lists/partial" "$work/etc" "$work/debs" "$work/cache/archives/partial"
+uri=$(cat /etc/apt/sources.list.d/debian.sources /etc/apt/sources.list 2>/dev/null | sed -nE 's/^URIs: *([^ ]+).*/\1/p; s/^deb +(\[[^]]*\] +)?([^ ]+) .*/\2/p' | grep -v security | head -n 1)
+[ -n "$uri" ] || { echo "no Debian archive in apt's sources" >&2; exit 1; }
+key=/usr/share/keyrings/debian-archive-keyring.gpg
+echo "deb [signed-by=$key] $uri $suite main" >"$work/etc/sources.list"
+apt="apt-get -qq -o Dir::Etc::sourcelist=$work/etc/sources.list -o Dir::Etc::sourceparts=/dev/null -o Dir::State::lists=$work/lists -o Dir::State::status=/dev/null -o Dir::Cache=$work/cache -o APT::Sandbox::User=root"
+$apt update
+(cd "$work/debs" && $apt download kubectl)
+mkdir -p "$target"
+dpkg-deb -x "$work"/debs/kubectl_*.deb "$target"
