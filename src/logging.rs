@@ -1,16 +1,27 @@
-//! The process's log: its format, and its verbosity, which may change while it runs.
+//! The process's log: its format, and its verbosity, which may change while it runs. And its traces, over OpenTelemetry:
+//! spans whose target begins with `trace` are traced and not logged.
 
 use std::sync::OnceLock;
+use std::time::Duration;
 
+use opentelemetry::KeyValue;
+use opentelemetry::trace::TracerProvider as _;
+use opentelemetry_otlp::WithExportConfig as _;
+use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::trace::{Sampler, SdkTracerProvider};
 use serde_json::{Map, Value};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::filter::Targets;
 use tracing_subscriber::fmt::format::{JsonFields, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, FormattedFields};
 use tracing_subscriber::layer::{Layer as _, SubscriberExt as _};
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Registry, reload};
+
+/// How long a collector may take.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 static FILTER: OnceLock<reload::Handle<EnvFilter, Registry>> = OnceLock::new();
 
@@ -29,14 +40,56 @@ fn filter(level: &str) -> EnvFilter {
     EnvFilter::new(format!("warn,kube_client=off,holdfast={level}"))
 }
 
-/// Begins to log to standard error, from `level` on unless `HOLDFAST_LOG` says otherwise; as lines of text or of JSON.
-pub fn start(level: &str, json: bool) {
+/// Where traces go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Traces {
+    /// A collector that speaks OTLP over gRPC, `host:port`.
+    pub endpoint: String,
+    /// How many of a million traces are kept.
+    pub per_million: u32,
+    /// The node's name.
+    pub node: String,
+}
+
+static PROVIDER: OnceLock<SdkTracerProvider> = OnceLock::new();
+
+/// What sends traces. Nothing is sent yet, and a collector that does not answer holds up nobody.
+fn provider(traces: &Traces) -> Result<SdkTracerProvider, String> {
+    let endpoint = if traces.endpoint.contains("://") { traces.endpoint.clone() } else { format!("http://{}", traces.endpoint) };
+    let exporter = opentelemetry_otlp::SpanExporter::builder().with_tonic().with_endpoint(endpoint).with_timeout(PATIENCE).build();
+    let sampler = Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(f64::from(traces.per_million) / 1e6)));
+    let resource = Resource::builder().with_service_name("kubelet").with_attribute(KeyValue::new("host.name", traces.node.clone())).build();
+    let exporter = exporter.map_err(|e| format!("traces cannot be sent to {}: {e}", traces.endpoint))?;
+    Ok(SdkTracerProvider::builder().with_batch_exporter(exporter).with_sampler(sampler).with_resource(resource).build())
+}
+
+/// Begins to log to standard error, from `level` on unless `HOLDFAST_LOG` says otherwise; as lines of text or of JSON. And
+/// to trace, where that is wished; then it is called within a runtime.
+pub fn start(level: &str, json: bool, traces: Option<&Traces>) -> Result<(), String> {
     let (filter, handle) = reload::Layer::new(EnvFilter::try_from_env("HOLDFAST_LOG").unwrap_or_else(|_| filter(level)));
     let lines = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(std::io::stderr);
     let lines = if json { lines.fmt_fields(JsonFields::new()).event_format(Json).boxed() } else { lines.boxed() };
-    tracing_subscriber::registry().with(filter).with(lines).init();
+    let traced = match traces {
+        None => None,
+        Some(traces) => {
+            let provider = provider(traces)?;
+            // Kept, so that what is left can be sent at the end.
+            let _ = PROVIDER.set(provider.clone());
+            let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("holdfast")).with_location(false).with_threads(false);
+            Some(layer.with_filter(Targets::new().with_target("trace", Level::INFO)))
+        }
+    };
+    tracing_subscriber::registry().with(lines.with_filter(filter)).with(traced).init();
     // It is begun once.
     let _ = FILTER.set(handle);
+    Ok(())
+}
+
+/// Sends what is left of the traces.
+pub fn finish() {
+    if let Some(Err(error)) = PROVIDER.get().map(SdkTracerProvider::shutdown) {
+        tracing::debug!(%error, "the last traces were not sent");
+    }
 }
 
 /// Changes the verbosity; the error says why it cannot be changed.

@@ -27,7 +27,11 @@ fn main() -> ExitCode {
     sys::memory::limit_arenas();
     // The agent's log is as its configuration has it.
     if !matches!(command, Command::Agent(_)) {
-        logging::start(if matches!(command, Command::ControlPlane(_)) { "info" } else { "error" }, false);
+        let level = if matches!(command, Command::ControlPlane(_)) { "info" } else { "error" };
+        if let Err(error) = logging::start(level, false, None) {
+            eprintln!("holdfast: {error}");
+            return ExitCode::FAILURE;
+        }
     }
     if rustls::crypto::aws_lc_rs::default_provider().install_default().is_err() {
         eprintln!("holdfast: the TLS library is already set up; this is a bug");
@@ -72,7 +76,12 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
             Ok(())
         }
         Command::Explain { what: Explained::Pod(flags) } => explain(&flags).await,
-        Command::Agent(flags) => until_stopped(Box::pin(run_agent(*flags, given))).await,
+        Command::Agent(flags) => {
+            let result = until_stopped(Box::pin(run_agent(*flags, given))).await;
+            // What is left of the traces is sent from a thread of its own.
+            tokio::task::block_in_place(logging::finish);
+            result
+        }
         Command::ControlPlane(flags) => {
             let settings = control::Settings {
                 dir: flags.dir,
@@ -94,7 +103,9 @@ async fn run_agent(flags: AgentFlags, given: fields::Given) -> anyhow::Result<()
     nix::sys::prctl::set_dumpable(false)?;
     let config =
         config::load_all(flags.config.as_deref(), flags.config_dir.as_deref(), &given.fields, &flags.overrides(), &sys::machine::hostname())?;
-    logging::start(logging::level(config.logging.verbosity), config.logging.json);
+    let traces = config.logging.traces.clone();
+    let traces = traces.map(|(endpoint, per_million)| logging::Traces { endpoint, per_million, node: config.node_name.clone() });
+    logging::start(logging::level(config.logging.verbosity), config.logging.json, traces.as_ref()).map_err(anyhow::Error::msg)?;
     for flag in &given.without_effect {
         tracing::warn!(flag, "this flag has no effect here");
     }

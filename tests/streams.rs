@@ -241,9 +241,49 @@ fn commands_run_in_containers_and_ports_are_reached() {
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }
 
+/// A collector of traces that keeps their spans' names, with those of the spans that they are in.
+#[derive(Clone, Default)]
+struct Collector(std::sync::Arc<std::sync::Mutex<Vec<opentelemetry_proto::tonic::trace::v1::Span>>>);
+
+#[tonic::async_trait]
+impl opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::TraceService for Collector {
+    async fn export(
+        &self,
+        request: tonic::Request<opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest>,
+    ) -> Result<tonic::Response<opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceResponse>, tonic::Status> {
+        let spans = request.into_inner().resource_spans.into_iter().flat_map(|r| r.scope_spans).flat_map(|s| s.spans);
+        self.0.lock().unwrap().extend(spans);
+        Ok(tonic::Response::new(Default::default()))
+    }
+}
+
+impl Collector {
+    /// It listens as long as the runtime lives.
+    fn listen() -> (Collector, u16, tokio::runtime::Runtime) {
+        use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::TraceServiceServer;
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).unwrap();
+        let (collector, port) = (Collector::default(), listener.local_addr().unwrap().port());
+        let served = tonic::transport::Server::builder().add_service(TraceServiceServer::new(collector.clone()));
+        runtime.spawn(served.serve_with_incoming(tokio_stream::wrappers::TcpListenerStream::new(listener)));
+        (collector, port, runtime)
+    }
+
+    /// Whether a span of this name is in one of that name.
+    fn has(&self, name: &str, within: &str) -> bool {
+        let all = self.0.lock().unwrap();
+        let parent = |span: &opentelemetry_proto::tonic::trace::v1::Span| {
+            all.iter().find(|p| p.span_id == span.parent_span_id && p.trace_id == span.trace_id).map_or(String::new(), |p| p.name.clone())
+        };
+        all.iter().any(|span| span.name == name && parent(span) == within)
+    }
+}
+
 #[test]
 fn figures_are_those_that_dashboards_read() {
-    let cluster = Cluster::start("figures", 46);
+    let (collector, collects, _runtime) = Collector::listen();
+    let tracing = format!("tracing: {{endpoint: '127.0.0.1:{collects}', samplingRatePerMillion: 1000000}}\n");
+    let cluster = Cluster::start_configured("figures", 46, &tracing);
     let image = support::busybox(&cluster);
     let script = "busybox dd if=/dev/zero of=/v/file bs=1M count=5 2>/dev/null; i=0; while test $i -lt 300000; do i=$((i+1)); done; sleep 10000";
     let busy = pod("busy", &image, script)
@@ -293,6 +333,22 @@ fn figures_are_those_that_dashboards_read() {
     }
     let short: serde_json::Value = serde_json::from_str(&raw("/stats/summary?only_cpu_and_memory=true")).unwrap();
     assert!(short["node"]["fs"].is_null() && short["pods"][0]["cpu"].is_object());
+
+    // Where a pod's start went is traced, down to the calls to the runtime.
+    for (name, within) in [
+        ("syncPod", ""),
+        ("sandbox", "syncPod"),
+        ("runtime.v1.RuntimeService/RunPodSandbox", "sandbox"),
+        ("runtime.v1.RuntimeService/CreateContainer", "create"),
+        ("volume", "syncPod"),
+        ("GET /stats", ""),
+    ] {
+        cluster.wait(&format!("the trace of {name} in {within:?}"), || collector.has(name, within));
+    }
+    let of_pod = |span: &opentelemetry_proto::tonic::trace::v1::Span| {
+        span.attributes.iter().any(|a| a.key == "k8s.pod.name" && format!("{a:?}").contains("busy"))
+    };
+    assert!(collector.0.lock().unwrap().iter().any(|span| span.name == "syncPod" && of_pod(span)));
 
     // What a start would do can be asked without one.
     let root = cluster.data().join("agent");

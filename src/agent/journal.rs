@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
+use tracing::Instrument as _;
 
 use super::Metrics;
 use crate::core::explain;
@@ -56,7 +57,11 @@ impl Log {
     pub async fn step<T, E: std::fmt::Display>(&self, step: Step, subject: &str, work: impl Future<Output = Result<T, E>>) -> Result<T, E> {
         self.begin(step, subject);
         let mut open = Open { log: self, step, subject, closed: false };
-        let result = work.await;
+        let span = tracing::info_span!(target: "trace::step", "step", otel.name = step.name(), subject, otel.status_code = tracing::field::Empty, otel.status_description = tracing::field::Empty);
+        let result = work.instrument(span.clone()).await;
+        if let Err(error) = &result {
+            span.record("otel.status_code", "ERROR").record("otel.status_description", error.to_string());
+        }
         open.closed = true;
         self.end(step, subject, result.as_ref().map_or_else(|error| Progress::Failed(error.to_string()), |_| Progress::Done));
         result

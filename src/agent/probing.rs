@@ -163,7 +163,8 @@ impl Probing {
                 started: Arc::clone(&started),
                 log: self.log.clone(),
             };
-            let span = tracing::info_span!("container", container = container.name);
+            // On its own: a turn of the pod's worker ends long before its probes do.
+            let span = tracing::info_span!(parent: None, "container", pod = pod::full_name(pod), uid = pod::uid(pod), container = container.name);
             let run = tracing::Instrument::instrument(prober.run(), span);
             tasks.insert(kind, AbortOnDropHandle::new(tokio::spawn(run)));
         }

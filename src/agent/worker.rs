@@ -8,6 +8,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
+use tracing::Instrument as _;
 
 use super::relist::Seen;
 use super::status::StatusWriter;
@@ -153,7 +154,9 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
             }
         }
         let begun = Instant::now();
-        let outcome = step(&context, state, &desired, &mut memory, &writer, &Stop(&wishes, &hint), &seen).await;
+        let stop = Stop(&wishes, &hint);
+        let turn = step(&context, state, &desired, &mut memory, &writer, &stop, &seen);
+        let outcome = turn.instrument(span(&desired.pod, state)).await;
         let operation = match state {
             State::Syncing if turns == 0 => "create",
             State::Syncing => "sync",
@@ -188,6 +191,18 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
             return;
         }
     }
+}
+
+/// What a worker's turn is traced as.
+fn span(pod: &Pod, state: State) -> tracing::Span {
+    tracing::info_span!(
+        target: "trace::pod",
+        "syncPod",
+        "k8s.pod.uid" = pod::uid(pod),
+        "k8s.pod.name" = pod.metadata.name,
+        "k8s.namespace.name" = pod.metadata.namespace,
+        "k8s.pod.update_type" = if state == State::Syncing { "sync" } else { "kill" },
+    )
 }
 
 /// Waits for something that concerns the pod. An object whose status alone has changed (mostly by our own

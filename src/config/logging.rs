@@ -16,9 +16,17 @@ struct Section {
 }
 
 #[derive(Debug, Default, Clone, Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+struct Tracing {
+    endpoint: Option<String>,
+    sampling_rate_per_million: Option<i64>,
+}
+
+#[derive(Debug, Default, Clone, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct Fields {
     logging: Section,
+    tracing: Option<Tracing>,
 }
 
 /// How the agent logs.
@@ -28,6 +36,8 @@ pub struct Logging {
     pub json: bool,
     /// As the kubelet counts: 0 to 2 for information, 4 for debugging, more for tracing.
     pub verbosity: u8,
+    /// Where traces go, and how many of a million are kept; none where none are made.
+    pub traces: Option<(String, u32)>,
 }
 
 /// Resolves the fields; the flag wins where it was given. Also says which are not honoured.
@@ -48,7 +58,18 @@ pub(super) fn resolve(fields: &Fields, verbosity: u8) -> Result<(Logging, Vec<St
             _ => return Err(invalid(&format!("logging.{key}"), value, "there is no such field; use format or verbosity")),
         }
     }
-    Ok((Logging { json, verbosity: if verbosity > 0 { verbosity } else { own } }, ignored))
+    let traces = match &fields.tracing {
+        None => None,
+        Some(wish) => {
+            let field = "tracing.samplingRatePerMillion";
+            let rate = wish.sampling_rate_per_million.unwrap_or(0);
+            let rate = u32::try_from(rate).ok().filter(|r| *r <= 1_000_000);
+            let rate = rate.ok_or_else(|| invalid(field, wish.sampling_rate_per_million.unwrap_or(0), "use a number from 0 to 1000000"))?;
+            let endpoint = wish.endpoint.clone().filter(|e| !e.is_empty()).unwrap_or_else(|| "localhost:4317".into());
+            (rate > 0).then_some((endpoint, rate))
+        }
+    };
+    Ok((Logging { json, verbosity: if verbosity > 0 { verbosity } else { own }, traces }, ignored))
 }
 
 #[cfg(test)]
@@ -60,8 +81,11 @@ mod tests {
         let of = |text: &str, flag: u8| resolve(&serde_saphyr::from_str(text).expect("YAML"), flag).map_err(|e| e.to_string());
         assert_eq!(of("{}", 0), Ok((Logging::default(), vec![])));
         let own = "logging: {format: json, verbosity: 4, flushFrequency: 5s, vmodule: [{filePattern: a, verbosity: 9}]}";
-        assert_eq!(of(own, 0), Ok((Logging { json: true, verbosity: 4 }, vec!["logging.vmodule".to_owned()])));
+        assert_eq!(of(own, 0), Ok((Logging { json: true, verbosity: 4, traces: None }, vec!["logging.vmodule".to_owned()])));
         assert_eq!(of(own, 6).map(|(l, _)| l.verbosity), Ok(6));
+        assert_eq!(of("tracing: {samplingRatePerMillion: 7}", 0).map(|(l, _)| l.traces), Ok(Some(("localhost:4317".into(), 7))));
+        assert_eq!(of("tracing: {endpoint: 'h:1'}", 0).map(|(l, _)| l.traces), Ok(None), "nothing is kept");
+        assert!(of("tracing: {samplingRatePerMillion: 1000001}", 0).is_err_and(|e| e.contains("tracing.samplingRatePerMillion")));
         assert!(of("logging: {format: xml}", 0).is_err_and(|e| e.contains("logging.format")));
         assert!(of("logging: {formt: json}", 0).is_err_and(|e| e.contains("logging.formt")));
     }

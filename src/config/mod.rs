@@ -75,7 +75,6 @@ const NOT_HONOURED: &[&str] = &[
     "enforceNodeAllocatable",
     "volumePluginDir",
     "kernelMemcgNotification",
-    "tracing",
     "shutdownGracePeriod",
     "shutdownGracePeriodCriticalPods",
     "shutdownGracePeriodByPodPriority",

@@ -62,7 +62,7 @@ pub const FEATURES: &[Feature] = &[
     ga("KubeletPSI", false),
     ga("KubeletPodResourcesDynamicResources", false),
     ga("KubeletPodResourcesGet", false),
-    ga("KubeletTracing", false),
+    ga("KubeletTracing", true),
     ga("MutableCSINodeAllocatableCount", false),
     ga("NodeLogQuery", true),
     ga("NodeSwap", true),

@@ -9,6 +9,7 @@ use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
 use tonic::transport::{Channel, Error};
 use tower::Service;
+use tracing::Instrument as _;
 
 /// Is told of a call: the operation in the kubelet's words, whether it was refused, and how long it took.
 pub type Report = Arc<dyn Fn(&'static str, bool, Duration) + Send + Sync>;
@@ -68,7 +69,8 @@ impl Service<Request<Body>> for Measured {
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         let report = self.report.clone().zip(operation(request.uri().path()));
-        let answer = Service::call(&mut self.channel, request);
+        let span = tracing::info_span!(target: "trace::cri", "rpc", otel.name = request.uri().path().trim_start_matches('/'), otel.kind = "client");
+        let answer = Service::call(&mut self.channel, request).instrument(span);
         Box::pin(async move {
             let begun = Instant::now();
             let answer = answer.await;

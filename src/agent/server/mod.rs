@@ -24,6 +24,7 @@ use kube::ResourceExt as _;
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
+use tracing::Instrument as _;
 
 use super::Context;
 use super::credentials::Pair;
@@ -113,10 +114,14 @@ impl Server {
         let needs = serving::needs(request.method().as_str(), request.uri().path());
         let path = serving::family(request.uri().path());
         let (method, begun) = (serving::known_method(request.method().as_str()), Instant::now());
-        let answer = match self.access.check(&peer, request.headers(), &needs).await {
-            Ok(()) => Arc::clone(&self).serve(request).await,
-            Err(refusal) => refusal,
+        let span = tracing::info_span!(target: "trace::http", "http", otel.name = format!("{method} /{path}"), otel.kind = "server");
+        let answer = async {
+            match self.access.check(&peer, request.headers(), &needs).await {
+                Ok(()) => Arc::clone(&self).serve(request).await,
+                Err(refusal) => refusal,
+            }
         };
+        let answer = answer.instrument(span).await;
         self.context.metrics.http(method, path, serving::is_long(path), begun.elapsed());
         answer
     }

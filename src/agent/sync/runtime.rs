@@ -8,6 +8,7 @@ use holdfast_proto::cri as pb;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{Pod, Secret};
 use tokio_util::task::AbortOnDropHandle;
+use tracing::Instrument as _;
 
 use super::super::journal::Log;
 use super::super::status::StatusWriter;
@@ -242,9 +243,9 @@ async fn carry_out(s: &Stopping<'_>, names: &[String], memory: &mut Memory, node
 /// Begins to make sure of a container's image.
 fn pull(context: &Arc<Context>, pod: &Arc<Pod>, start: &Start, secrets: &Arc<[Arc<Secret>]>, log: &Log) -> Pull {
     let (context, pod, start, secrets, log) = (Arc::clone(context), Arc::clone(pod), start.clone(), Arc::clone(secrets), log.clone());
-    AbortOnDropHandle::new(tokio::spawn(async move {
-        log.step(Step::Image, &start.container.name, images::ensure_all(&context, &pod, start.role, &start.container, &secrets)).await
-    }))
+    let pull =
+        async move { log.step(Step::Image, &start.container.name, images::ensure_all(&context, &pod, start.role, &start.container, &secrets)).await };
+    AbortOnDropHandle::new(tokio::spawn(pull.in_current_span()))
 }
 
 /// Waits for an image. While that takes long, the pod's state so far is published: that its sandbox is
