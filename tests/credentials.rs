@@ -141,3 +141,130 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     drop(agent);
     assert!(!log().contains(TOKEN.1), "the token is nobody's business");
 }
+
+/// What `kubeadm init` leaves in a cluster for those who join, and the configuration of their agents.
+fn prepared(cluster: &Cluster, server: &str, containers: &Cluster) -> String {
+    use base64::Engine as _;
+    let ca = std::fs::read(cluster.data().join("control/pki/ca.crt")).unwrap();
+    let ca = base64::engine::general_purpose::STANDARD.encode(ca);
+    let info = format!(
+        "apiVersion: v1\nkind: Config\nclusters:\n- name: ''\n  cluster:\n    server: {server}\n    certificate-authority-data: {ca}\ncontexts: null\ncurrent-context: ''\nusers: null\n"
+    );
+    let config = format!(
+        "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nauthentication:\n  anonymous: {{enabled: false}}\n  webhook: {{cacheTTL: 0s, enabled: true}}\n  x509: {{clientCAFile: CA_FILE}}\nauthorization: {{mode: Webhook, webhook: {{cacheAuthorizedTTL: 0s, cacheUnauthorizedTTL: 0s}}}}\ncgroupDriver: cgroupfs\nclusterDNS: [10.96.0.10]\nclusterDomain: cluster.local\ncpuManagerReconcilePeriod: 0s\nevictionPressureTransitionPeriod: 0s\nfileCheckFrequency: 0s\nhealthzBindAddress: 127.0.0.1\nhealthzPort: 0\nhttpCheckFrequency: 0s\nimageMaximumGCAge: 0s\nimageMinimumGCAge: 0s\nlogging: {{flushFrequency: 0, options: {{json: {{infoBufferSize: '0'}}, text: {{infoBufferSize: '0'}}}}, verbosity: 0}}\nmemorySwap: {{}}\nfailSwapOn: false\nnodeStatusReportFrequency: 0s\nnodeStatusUpdateFrequency: 0s\nrotateCertificates: true\nserverTLSBootstrap: true\nruntimeRequestTimeout: 0s\nshutdownGracePeriod: 0s\nshutdownGracePeriodCriticalPods: 0s\nstreamingConnectionIdleTimeout: 0s\nsyncFrequency: 0s\nvolumeStatsAggPeriod: 0s\nport: 17998\nimageGCHighThresholdPercent: 100\ncontainerRuntimeEndpoint: unix://{}\npodLogsDir: {}\ncgroupRoot: /holdfast-{}\n",
+        containers.run_dir().join("containerd.sock").display(),
+        containers.data().join("pods-logs").display(),
+        containers.name
+    );
+    let map = |namespace: &str, name: &str, key: &str, text: &str| {
+        serde_json::json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "namespace": namespace}, "data": {key: text}})
+            .to_string()
+    };
+    let readable = |namespace: &str, name: &str, role: &str, subjects: serde_json::Value| {
+        let rule = serde_json::json!({"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [name], "verbs": ["get"]});
+        let group = "rbac.authorization.k8s.io";
+        let of = serde_json::json!({"apiVersion": format!("{group}/v1"), "kind": "Role", "metadata": {"name": role, "namespace": namespace}, "rules": [rule]});
+        let bound = serde_json::json!({"apiVersion": format!("{group}/v1"), "kind": "RoleBinding", "metadata": {"name": role, "namespace": namespace},
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": role}, "subjects": subjects});
+        format!("{of}\n---\n{bound}\n---\n")
+    };
+    let groups =
+        serde_json::json!([{"kind": "Group", "apiGroup": "rbac.authorization.k8s.io", "name": "system:bootstrappers:kubeadm:default-node-token"}]);
+    let anybody = serde_json::json!([{"kind": "User", "apiGroup": "rbac.authorization.k8s.io", "name": "system:anonymous"}]);
+    cluster.apply(&format!(
+        "apiVersion: v1\nkind: Secret\nmetadata: {{name: bootstrap-token-{id}, namespace: kube-system}}\ntype: bootstrap.kubernetes.io/token\nstringData: {{token-id: '{id}', token-secret: '{secret}', usage-bootstrap-authentication: 'true', usage-bootstrap-signing: 'true', auth-extra-groups: 'system:bootstrappers:kubeadm:default-node-token'}}\n---\n{}\n---\n{}\n---\n{}\n---\n{}{}{}",
+        map("kube-public", "cluster-info", "kubeconfig", &info),
+        map("kube-system", "kubelet-config", "kubelet", &config),
+        map("kube-system", "kubeadm-config", "ClusterConfiguration", "apiVersion: kubeadm.k8s.io/v1beta4\nkind: ClusterConfiguration\nkubernetesVersion: v1.36.2\n"),
+        readable("kube-public", "cluster-info", "kubeadm:bootstrap-signer-clusterinfo", anybody),
+        readable("kube-system", "kubelet-config", "kubeadm:kubelet-config", groups.clone()),
+        readable("kube-system", "kubeadm-config", "kubeadm:nodes-kubeadm-config", groups),
+        id = TOKEN.0,
+        secret = TOKEN.1
+    ));
+    server.to_owned()
+}
+
+#[test]
+fn a_node_joins_as_kubeadm_prepares_it() {
+    let (cluster, other) = (Cluster::start("joined", 52), Cluster::start("joiner", 53));
+    // Of the second cluster only its containerd is left: its machine is the node that joins.
+    let image = support::busybox(&other);
+    for part in ["agent", "control-plane"] {
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(other.pid(part)), nix::sys::signal::Signal::SIGTERM).unwrap();
+    }
+    let server = prepared(&cluster, &format!("https://127.0.0.1:{}", 16_400 + cluster.number), &other);
+    let dir = tempfile::tempdir().unwrap();
+    let (etc, lib) = (dir.path().join("etc/kubernetes"), dir.path().join("var/lib/kubelet"));
+    std::fs::create_dir_all(etc.join("pki")).unwrap();
+    std::fs::create_dir_all(&lib).unwrap();
+
+    // Discovery, by anybody; the CA is in it. Then the configuration, with the token.
+    let get = |path: &str, more: &[&str]| -> serde_json::Value {
+        let output = Command::new("curl").arg("-sk").args(more).arg(format!("{server}/api/v1/namespaces/{path}")).output().unwrap();
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let bearer = format!("Authorization: Bearer {}.{}", TOKEN.0, TOKEN.1);
+    assert_eq!(get("kube-system/configmaps/kubelet-config", &[])["code"], 403, "not for anybody");
+    let info = get("kube-public/configmaps/cluster-info", &[]);
+    let info: serde_json::Value = serde_saphyr::from_str(info["data"]["kubeconfig"].as_str().unwrap()).unwrap();
+    let shared = &info["clusters"][0]["cluster"];
+    let ca = {
+        use base64::Engine as _;
+        base64::engine::general_purpose::STANDARD.decode(shared["certificate-authority-data"].as_str().unwrap()).unwrap()
+    };
+    std::fs::write(etc.join("pki/ca.crt"), ca).unwrap();
+    assert!(get("kube-system/configmaps/kubeadm-config", &["-H", &bearer])["data"]["ClusterConfiguration"].is_string());
+    let config = get("kube-system/configmaps/kubelet-config", &["-H", &bearer]);
+    let config = config["data"]["kubelet"].as_str().unwrap().replace("CA_FILE", &etc.join("pki/ca.crt").display().to_string());
+    std::fs::write(lib.join("config.yaml"), config).unwrap();
+    let bootstrap = serde_json::json!({"apiVersion": "v1", "kind": "Config", "clusters": [{"name": "kubernetes", "cluster": shared}], "current-context": "tls-bootstrap-token-user@kubernetes",
+        "contexts": [{"name": "tls-bootstrap-token-user@kubernetes", "context": {"cluster": "kubernetes", "user": "tls-bootstrap-token-user"}}],
+        "users": [{"name": "tls-bootstrap-token-user", "user": {"token": format!("{}.{}", TOKEN.0, TOKEN.1)}}]});
+    std::fs::write(etc.join("bootstrap-kubelet.conf"), bootstrap.to_string()).unwrap();
+    let address = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].status.addresses[0].address}"]);
+    let environment =
+        format!("KUBELET_KUBEADM_ARGS=\"--node-ip={address} --hostname-override=second --pod-infra-container-image=registry.k8s.io/pause:3.10.1\"\n");
+    std::fs::write(lib.join("kubeadm-flags.env"), environment).unwrap();
+
+    // The unit's line, with the files where this test has them.
+    let program = dir.path().join("kubelet");
+    std::os::unix::fs::symlink(support::holdfast(), &program).unwrap();
+    let flags = std::fs::read_to_string(lib.join("kubeadm-flags.env")).unwrap();
+    let flags = flags.trim().trim_start_matches("KUBELET_KUBEADM_ARGS=").trim_matches('"').to_owned();
+    let log = std::fs::File::create(dir.path().join("log")).unwrap();
+    let mut command = Command::new(program);
+    command.arg(format!("--bootstrap-kubeconfig={}", etc.join("bootstrap-kubelet.conf").display()));
+    command.arg(format!("--kubeconfig={}", etc.join("kubelet.conf").display()));
+    command.arg(format!("--config={}", lib.join("config.yaml").display()));
+    command.args(flags.split(' ')).arg(format!("--root-dir={}", lib.display()));
+    let agent = Agent(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().unwrap());
+    let said = || std::fs::read_to_string(dir.path().join("log")).unwrap_or_default();
+    let ready = || {
+        let path = r#"jsonpath={.items[?(@.metadata.name=="second")].status.conditions[?(@.type=="Ready")].status}"#;
+        cluster.kubectl(&["get", "nodes", "-o", path]) == "True"
+    };
+    cluster.wait("the node to join", || {
+        ready() || {
+            std::thread::sleep(std::time::Duration::from_millis(200));
+            false
+        }
+    });
+    // The serving certificate waits for somebody who approves it; then commands reach its pods.
+    let waiting = || {
+        cluster.kubectl(&["get", "csr", "-o", "jsonpath={range .items[?(@.spec.signerName=='kubernetes.io/kubelet-serving')]}{.metadata.name}{end}"])
+    };
+    cluster.wait("the request for a serving certificate", || !waiting().is_empty());
+    cluster.kubectl(&["certificate", "approve", &waiting()]);
+    cluster.apply(&format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: there}}\nspec: {{nodeName: second, terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, 'echo hello; sleep 10000']}}]}}\n"
+    ));
+    cluster.wait("its pod", || support::condition(&cluster.pod("there"), "Ready") == "True");
+    let logs = || Command::new("kubectl").arg("--kubeconfig").arg(cluster.data().join("kubeconfig")).args(["logs", "there"]).output().unwrap();
+    cluster.wait("its log", || String::from_utf8_lossy(&logs().stdout) == "hello\n");
+    assert_eq!(cluster.kubectl(&["exec", "there", "--", "busybox", "echo", "reached"]), "reached\n");
+    cluster.kubectl(&["delete", "pod", "there"]);
+    assert!(!said().contains(TOKEN.1), "the token is nobody's business");
+    drop(agent);
+    holdfast::sys::mount::unmount_all(&lib).unwrap();
+}

@@ -6,10 +6,27 @@ fn defaults() -> Value {
     serde_json::from_str(include_str!("defaults.json")).expect("the file is part of the program")
 }
 
+/// Durations of zero are left to the defaults: kubeadm writes them for what it does not set.
+fn leave_zeros(all: &mut Value, known: &Value) {
+    let is_duration = |text: &str| text.starts_with(|c: char| c.is_ascii_digit()) && text.ends_with(['s', 'm', 'h']);
+    match (all, known) {
+        (Value::Object(all), Value::Object(known)) => {
+            for (key, value) in all.iter_mut() {
+                if let Some(known) = known.get(key) {
+                    leave_zeros(value, known);
+                }
+            }
+        }
+        (value, Value::String(known)) if is_duration(known) && (*value == "0s" || *value == 0) => *value = known.as_str().into(),
+        _ => {}
+    }
+}
+
 /// The file over the defaults. Headers that a URL is asked with may be secret and are not shown.
 pub(super) fn of(file: &Value) -> Value {
-    let mut all = defaults();
+    let (mut all, known) = (defaults(), defaults());
     json_patch::merge(&mut all, file);
+    leave_zeros(&mut all, &known);
     all["apiVersion"] = "kubelet.config.k8s.io/v1beta1".into();
     all["kind"] = "KubeletConfiguration".into();
     for value in all.get_mut("staticPodURLHeader").and_then(Value::as_object_mut).into_iter().flat_map(|headers| headers.values_mut()) {
@@ -29,6 +46,9 @@ mod tests {
         assert_eq!((&shown["maxPods"], &shown["port"]), (&json!(5), &json!(10250)));
         assert_eq!(shown["authentication"]["webhook"]["enabled"], true);
         assert!(!shown.to_string().contains("Bearer"));
+        let zeros = of(&json!({"syncFrequency": "0s", "authentication": {"webhook": {"cacheTTL": "0s"}}, "maxPods": 0, "imageMaximumGCAge": "0s"}));
+        assert_eq!((&zeros["syncFrequency"], &zeros["authentication"]["webhook"]["cacheTTL"]), (&json!("1m0s"), &json!("2m0s")));
+        assert_eq!((&zeros["maxPods"], &zeros["imageMaximumGCAge"]), (&json!(0), &json!("0s")));
         assert_eq!(of(&json!({}))["kind"], "KubeletConfiguration");
     }
 }

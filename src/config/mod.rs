@@ -402,7 +402,10 @@ fn image_rules(document: &Document) -> Result<ImageRules, ConfigError> {
     let rules = ImageRules {
         high: percent("imageGCHighThresholdPercent", document.image_gc_high_threshold_percent, 85)?,
         low: percent("imageGCLowThresholdPercent", document.image_gc_low_threshold_percent, 80)?,
-        minimum_age: age("imageMinimumGCAge", document.image_minimum_gc_age.as_ref(), "2m")?,
+        // kubeadm writes zeros for what it leaves to the kubelet.
+        minimum_age: Some(age("imageMinimumGCAge", document.image_minimum_gc_age.as_ref(), "2m")?)
+            .filter(|age| !age.is_zero())
+            .unwrap_or(jiff::SignedDuration::from_mins(2)),
         maximum_age: Some(age("imageMaximumGCAge", document.image_maximum_gc_age.as_ref(), "0s")?).filter(|age| !age.is_zero()),
     };
     if rules.low >= rules.high {
@@ -714,6 +717,8 @@ mod tests {
             (5, 90, "host", 300)
         );
         assert_eq!(config.not_honoured, ["failSwapOn"]);
+        let zeros = load("imageMinimumGCAge: 0s\nsyncFrequency: 0s\n", &flags).expect("fine");
+        assert_eq!((zeros.image_rules.minimum_age.as_secs(), zeros.sync_frequency.as_secs()), (120, 60), "zeros are left to us");
         let over = load("maxPods: 5\n", &Overrides { max_pods: Some(7), hostname: Some(" N1 ".into()), ..Overrides::default() }).expect("fine");
         assert_eq!((over.max_pods, over.node_name.as_str()), (7, "n1"));
         let cases = [
