@@ -237,6 +237,12 @@ fn commands_run_in_containers_and_ports_are_reached() {
         assert!(kubectl(&cluster, &["exec", "shell", "--", "true"]).output().unwrap().status.success());
     }
     cluster.wait("their descriptors to be closed", || descriptors() <= before + 2);
+    // It came over WebSockets of the newest kind: kubectl goes back to SPDY only where they are refused.
+    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let metrics = cluster.kubectl(&["get", "--raw", &format!("/api/v1/nodes/{node}/proxy/metrics")]);
+    for what in ["exec", "attach", "portforward"] {
+        assert!(metrics.contains(&format!("kubelet_websocket_streaming_requests_total{{subresource=\"{what}\"}}")), "{what}");
+    }
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }
@@ -487,14 +493,22 @@ fn thousands_of_streams_leave_nothing_behind() {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let tls = std::sync::Arc::new(holdfast::https::client(&pki("admin.crt"), &pki("admin.key"), &pki("ca.crt")).unwrap());
     let upgrade = "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n";
+    let socket = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n";
     let kinds = [
         ("POST /exec/default/shell/c?command=true&output=1", format!("{upgrade}X-Stream-Protocol-Version: v4.channel.k8s.io\r\n"), " 101 "),
         ("POST /portForward/default/shell", format!("{upgrade}X-Stream-Protocol-Version: portforward.k8s.io\r\n"), " 101 "),
         ("GET /containerLogs/default/shell/c?follow=true", String::new(), "hello"),
+        ("GET /portForward/default/shell", format!("{socket}Sec-WebSocket-Protocol: SPDY/3.1+portforward.k8s.io\r\n"), " 101 "),
     ];
+    // This one really runs its command.
+    let command = (
+        "GET /exec/default/shell/c?command=busybox&command=true&output=1",
+        format!("{socket}Sec-WebSocket-Protocol: v5.channel.k8s.io\r\n"),
+        " 101 ",
+    );
     let one = |n: usize| {
         let (tls, address) = (std::sync::Arc::clone(&tls), address.clone());
-        let (line, headers, expected) = kinds[n % kinds.len()].clone();
+        let (line, headers, expected) = if n % 40 == 39 { command.clone() } else { kinds[n % kinds.len()].clone() };
         async move {
             let stream = tokio::net::TcpStream::connect((address.as_str(), port)).await.unwrap();
             let name = rustls::pki_types::ServerName::try_from(address).unwrap();

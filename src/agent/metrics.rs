@@ -81,6 +81,7 @@ const HTTP_SECONDS: Family = family(
 );
 const CLIENT: Family =
     family("rest_client_requests_total", "Number of HTTP requests, partitioned by status code, method, and host.", &["code", "method", "host"]);
+const WEBSOCKETS: Family = family("kubelet_websocket_streaming_requests_total", "Total number of WebSocket streaming requests.", &["subresource"]);
 const STEPS: Family = family("holdfast_step_duration_seconds", "Duration in seconds of each step of a pod's life.", &["step", "result"]);
 const PROBES: Family = family(
     "prober_probe_total",
@@ -225,6 +226,11 @@ impl Metrics {
     pub fn requested(&self, method: &str, host: &str, code: Option<u16>) {
         let code = code.map_or_else(|| "<error>".to_owned(), |c| c.to_string());
         self.with(|r| r.count(CLIENT, &[&code, method, host], 1));
+    }
+
+    /// A command or port is served over a WebSocket.
+    pub fn websocket(&self, what: &str) {
+        self.with(|r| r.count(WEBSOCKETS, &[what], 1));
     }
 
     /// A step of a pod's life has ended: `done`, `failed` or `dropped`.

@@ -34,7 +34,7 @@ pub(super) const VERSION: &str = "v1.36.2+holdfast";
 /// How often the runtime is asked while it is not ready, and when it is.
 const POLL: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 /// What this agent can do that the scheduler and the API ask for: only what truly works.
-const DECLARED: &[&str] = &["RestartAllContainersOnContainerExits"];
+const DECLARED: &[&str] = &["ExtendWebSocketsToKubelet", "RestartAllContainersOnContainerExits"];
 /// An unchanged status is reported this often all the same.
 const REPORT: Duration = Duration::from_secs(300);
 

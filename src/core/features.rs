@@ -85,7 +85,7 @@ pub const FEATURES: &[Feature] = &[
     beta("DRAExtendedResource", false),
     beta("DisableCPUQuotaWithExclusiveCPUs", false),
     beta("EnvFiles", true),
-    beta("ExtendWebSocketsToKubelet", false),
+    beta("ExtendWebSocketsToKubelet", true),
     beta("GracefulNodeShutdown", false),
     beta("GracefulNodeShutdownBasedOnPodPriority", false),
     beta("HostnameOverride", true),

@@ -1,8 +1,10 @@
 //! HTTP and HTTPS listeners: bounded in connections and in patience, with certificates that are read anew when their
 //! files change, and tunnels for connections that leave HTTP.
 
+mod spdy;
 mod tls;
 mod tunnel;
+mod websocket;
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -28,6 +30,7 @@ use tokio_rustls::TlsAcceptor;
 
 pub use tls::{ClientFiles, Protocol, Tls, TlsFiles, client};
 pub use tunnel::{Outgoing, TunnelError, is_upgrade, tunnel};
+pub use websocket::{Carried, Channels, carried, serve_socket};
 
 /// What a body may fail with.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;

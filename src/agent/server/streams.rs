@@ -12,7 +12,7 @@ use crate::core::observed::ContainerState;
 use crate::core::serving::{Endpoint, Place, Streams};
 use crate::core::{pod, query};
 use crate::cri::RuntimeError;
-use crate::https::{Body, Outgoing, is_upgrade, text, tunnel};
+use crate::https::{Body, Carried, Channels, Outgoing, carried, is_upgrade, serve_socket, text, tunnel};
 
 fn broken(error: RuntimeError) -> Refusal {
     Refusal(StatusCode::INTERNAL_SERVER_ERROR, error.message)
@@ -75,6 +75,20 @@ pub async fn hand_on(server: &Arc<Server>, endpoint: &Endpoint, request: Request
         tracing::debug!(%error, "a stream may be slow");
     }
     let outgoing = Outgoing { host: host.to_string(), target: target.to_string() };
+    if let Some(carried) = carried(request.headers()) {
+        let what = match endpoint {
+            Endpoint::Exec(_) => "exec",
+            Endpoint::Attach(_) => "attach",
+            _ => "portforward",
+        };
+        server.context.metrics.websocket(what);
+        let channels = match carried {
+            Carried::Command => Streams::parse(request.uri().query().unwrap_or_default()).map_err(Refusal::of)?,
+            Carried::Ports => Streams::default(),
+        };
+        let channels = Channels { stdin: channels.stdin, stdout: channels.stdout, stderr: channels.stderr, tty: channels.tty };
+        return serve_socket(request, carried, channels, &outgoing, stream, held).await.map_err(|e| failed(e.to_string()));
+    }
     tunnel(request, &outgoing, stream, held).await.map_err(|e| failed(e.to_string()))
 }
 

@@ -1,0 +1,292 @@
+//! Commands and forwarded ports over WebSockets, for runtimes that speak SPDY (kubelet spec, 13.4).
+
+use std::collections::BTreeMap;
+use std::io;
+
+use base64::Engine as _;
+use futures::{SinkExt as _, StreamExt as _};
+use hyper::body::Incoming;
+use hyper::header::{CONNECTION, HOST, HeaderValue, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_KEY, SEC_WEBSOCKET_PROTOCOL, UPGRADE};
+use hyper::upgrade::{OnUpgrade, Upgraded};
+use hyper::{HeaderMap, Request, Response, StatusCode};
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, split};
+use tokio::sync::mpsc;
+use tokio_tungstenite::WebSocketStream;
+use tokio_tungstenite::tungstenite::protocol::frame::coding::CloseCode;
+use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig};
+use tokio_tungstenite::tungstenite::{Bytes, Message};
+
+use super::spdy::{Frame, Reader, Writer};
+use super::{Body, Outgoing, TunnelError, full};
+
+/// The protocols that we turn into SPDY; older ones a runtime speaks itself.
+const COMMAND: &str = "v5.channel.k8s.io";
+const FORWARD: &str = "SPDY/3.1+portforward.k8s.io";
+/// The largest message that is taken.
+const LARGEST: usize = 1 << 20;
+/// How much is read of a port at once.
+const PIECE: usize = 32 << 10;
+
+/// The channels of a command, by their first byte.
+const STDIN: u8 = 0;
+const STDOUT: u8 = 1;
+const STDERR: u8 = 2;
+const ERROR: u8 = 3;
+const RESIZE: u8 = 4;
+const CLOSE: u8 = 255;
+
+type Socket = WebSocketStream<TokioIo<Upgraded>>;
+
+/// What a request's WebSocket carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Carried {
+    /// A command's streams.
+    Command,
+    /// Forwarded ports.
+    Ports,
+}
+
+/// What a request asks to be turned into SPDY, if it does.
+#[must_use]
+pub fn carried(headers: &HeaderMap) -> Option<Carried> {
+    let websocket = headers.get(UPGRADE).and_then(|v| v.to_str().ok()).is_some_and(|v| v.eq_ignore_ascii_case("websocket"));
+    let offered = headers.get_all(SEC_WEBSOCKET_PROTOCOL).iter().filter_map(|v| v.to_str().ok()).flat_map(|v| v.split(',')).map(str::trim);
+    let mut found = offered.filter_map(|protocol| match protocol {
+        COMMAND => Some(Carried::Command),
+        FORWARD => Some(Carried::Ports),
+        _ => None,
+    });
+    found.next().filter(|_| websocket)
+}
+
+/// The streams of a command.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Channels {
+    /// Whether something goes in.
+    pub stdin: bool,
+    /// Whether output comes.
+    pub stdout: bool,
+    /// Whether errors come.
+    pub stderr: bool,
+    /// Whether it has a terminal, whose size changes.
+    pub tty: bool,
+}
+
+/// What proves to a client that we understood it (RFC 6455, 4.2.2).
+fn accept(key: &HeaderValue) -> Option<HeaderValue> {
+    let text = [key.as_bytes(), b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"].concat();
+    let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA1_FOR_LEGACY_USE_ONLY, &text);
+    HeaderValue::from_str(&base64::engine::general_purpose::STANDARD.encode(digest)).ok()
+}
+
+/// Has the runtime leave HTTP for SPDY. Any other answer of its is handed back.
+async fn spdy(
+    outgoing: &Outgoing,
+    protocol: &str,
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+) -> Result<Result<Upgraded, Response<Incoming>>, TunnelError> {
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+    tokio::spawn(async move {
+        if let Err(error) = connection.with_upgrades().await {
+            tracing::debug!(%error, "a runtime's stream ended early");
+        }
+    });
+    let request = Request::post(&outgoing.target).header(HOST, &outgoing.host).header(CONNECTION, "Upgrade").header(UPGRADE, "SPDY/3.1");
+    let answer = sender.send_request(request.header("X-Stream-Protocol-Version", protocol).body(full(""))?).await?;
+    if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
+        return Ok(Err(answer));
+    }
+    Ok(Ok(hyper::upgrade::on(answer).await?))
+}
+
+/// Serves a request's WebSocket with what a runtime serves over SPDY on a fresh connection. `held` is kept until it ends.
+pub async fn serve_socket(
+    mut request: Request<Incoming>,
+    carried: Carried,
+    channels: Channels,
+    outgoing: &Outgoing,
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    held: impl Send + 'static,
+) -> Result<Response<Body>, TunnelError> {
+    let Some(accept) = request.headers().get(SEC_WEBSOCKET_KEY).and_then(accept) else {
+        return Ok(super::text(StatusCode::BAD_REQUEST, "Sec-WebSocket-Key is missing"));
+    };
+    let inner: OnUpgrade = hyper::upgrade::on(&mut request);
+    let (asked, chosen) = match carried {
+        Carried::Command => ("v4.channel.k8s.io", COMMAND),
+        Carried::Ports => ("portforward.k8s.io", FORWARD),
+    };
+    let outer = match spdy(outgoing, asked, stream).await? {
+        Ok(outer) => TokioIo::new(outer),
+        Err(answer) => {
+            use http_body_util::BodyExt as _;
+            return Ok(answer.map(|body| body.map_err(Into::into).boxed_unsync()));
+        }
+    };
+    tokio::spawn(async move {
+        let _held = held;
+        let Ok(inner) = inner.await else { return };
+        let limits = WebSocketConfig::default().max_message_size(Some(LARGEST)).max_frame_size(Some(LARGEST));
+        let socket = WebSocketStream::from_raw_socket(TokioIo::new(inner), Role::Server, Some(limits)).await;
+        let done = match carried {
+            Carried::Command => command(socket, channels, outer).await,
+            Carried::Ports => ports(socket, outer).await,
+        };
+        if let Err(error) = done {
+            tracing::debug!(%error, "a stream was cut off");
+        }
+    });
+    let answer = Response::builder().status(StatusCode::SWITCHING_PROTOCOLS).header(CONNECTION, "Upgrade").header(UPGRADE, "websocket");
+    Ok(answer.header(SEC_WEBSOCKET_ACCEPT, accept).header(SEC_WEBSOCKET_PROTOCOL, chosen).body(full(""))?)
+}
+
+fn broken(error: impl std::fmt::Display) -> io::Error {
+    io::Error::other(error.to_string())
+}
+
+/// A message of a channel.
+fn message(channel: u8, data: &[u8]) -> Message {
+    let mut bytes = Vec::with_capacity(data.len() + 1);
+    bytes.push(channel);
+    bytes.extend(data);
+    Message::Binary(bytes.into())
+}
+
+/// A command: each channel is a stream of the runtime's.
+async fn command(socket: Socket, channels: Channels, runtime: impl AsyncRead + AsyncWrite + Unpin) -> io::Result<()> {
+    let (mut sink, mut messages) = socket.split();
+    let (from, to) = split(runtime);
+    let (mut reader, mut writer) = (Reader(from), Writer::new(to));
+    let wanted = [
+        (ERROR, "error", true),
+        (STDIN, "stdin", channels.stdin),
+        (STDOUT, "stdout", channels.stdout),
+        (STDERR, "stderr", channels.stderr && !channels.tty),
+        (RESIZE, "resize", channels.tty),
+    ];
+    let mut streams: BTreeMap<u8, u32> = BTreeMap::new();
+    for (channel, kind, _) in wanted.into_iter().filter(|(_, _, wanted)| *wanted) {
+        streams.insert(channel, writer.open(&[("streamtype", kind)]).await?);
+    }
+    // The client learns that it may begin.
+    let first = [STDOUT, STDERR, ERROR].into_iter().find(|c| streams.contains_key(c)).unwrap_or(ERROR);
+    sink.send(message(first, &[])).await.map_err(broken)?;
+    let (questions, mut asked) = mpsc::channel(8);
+    let inward = async {
+        let mut closed = false;
+        loop {
+            let message = tokio::select! {
+                biased;
+                // Both can be begun anew without losing anything.
+                Some(number) = asked.recv() => {
+                    writer.pong(number).await?;
+                    continue;
+                }
+                message = messages.next() => message,
+            };
+            let data = match message {
+                Some(Ok(Message::Binary(data))) => data,
+                Some(Ok(Message::Close(_))) | None => return Ok(()),
+                Some(Ok(_)) => continue,
+                Some(Err(error)) => return Err(broken(error)),
+            };
+            match data.split_first() {
+                Some((&CLOSE, &[channel])) if channel == STDIN && !closed => {
+                    closed = true;
+                    if let Some(stream) = streams.get(&STDIN) {
+                        writer.data(*stream, &[], true).await?;
+                    }
+                }
+                Some((&channel @ (STDIN | RESIZE), data)) if !(closed && channel == STDIN) => {
+                    if let Some(stream) = streams.get(&channel) {
+                        writer.data(*stream, data, false).await?;
+                    }
+                }
+                _ => {}
+            }
+        }
+    };
+    let outward = async {
+        let mut open: BTreeMap<u32, u8> = [STDOUT, STDERR, ERROR].into_iter().filter_map(|c| Some((*streams.get(&c)?, c))).collect();
+        while !open.is_empty() {
+            match reader.next().await? {
+                Frame::Data(stream, data, last) => {
+                    if let (Some(channel), false) = (open.get(&stream), data.is_empty()) {
+                        sink.send(message(*channel, &data)).await.map_err(broken)?;
+                    }
+                    if last {
+                        open.remove(&stream);
+                    }
+                }
+                Frame::Reset(stream) => _ = open.remove(&stream),
+                // Whoever does not read answers lets us wait; questions are few.
+                Frame::Ping(number) => _ = questions.send(number).await,
+                Frame::End => break,
+                Frame::Other => {}
+            }
+        }
+        let end = CloseFrame { code: CloseCode::Normal, reason: "".into() };
+        sink.send(Message::Close(Some(end))).await.map_err(broken)
+    };
+    tokio::select! {
+        biased;
+        result = outward => result,
+        result = inward => result,
+    }
+}
+
+/// Forwarded ports: the socket carries the bytes of a connection that speaks SPDY.
+async fn ports(socket: Socket, runtime: impl AsyncRead + AsyncWrite + Unpin) -> io::Result<()> {
+    let (mut sink, mut messages) = socket.split();
+    let (mut from, mut to) = split(runtime);
+    let inward = async {
+        while let Some(message) = messages.next().await {
+            match message.map_err(broken)? {
+                Message::Binary(data) => to.write_all(&data).await?,
+                Message::Close(_) => break,
+                _ => {}
+            }
+        }
+        Ok(())
+    };
+    let outward = async {
+        let mut piece = vec![0; PIECE];
+        loop {
+            let length = from.read(&mut piece).await?;
+            if length == 0 {
+                return sink.send(Message::Close(None)).await.map_err(broken);
+            }
+            sink.send(Message::Binary(Bytes::copy_from_slice(&piece[..length]))).await.map_err(broken)?;
+        }
+    };
+    tokio::select! {
+        biased;
+        result = outward => result,
+        result = inward => result,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_carried_is_what_we_can_turn() {
+        let of = |upgrade: &str, protocols: &[&str]| {
+            let mut headers = HeaderMap::new();
+            headers.insert(UPGRADE, HeaderValue::from_str(upgrade).expect("a value"));
+            for protocol in protocols {
+                headers.append(SEC_WEBSOCKET_PROTOCOL, HeaderValue::from_str(protocol).expect("a value"));
+            }
+            carried(&headers)
+        };
+        assert_eq!(of("websocket", &["v5.channel.k8s.io"]), Some(Carried::Command));
+        assert_eq!(of("WebSocket", &["v4.channel.k8s.io, v5.channel.k8s.io"]), Some(Carried::Command));
+        assert_eq!(of("websocket", &["SPDY/3.1+portforward.k8s.io"]), Some(Carried::Ports));
+        assert_eq!(of("websocket", &["v4.channel.k8s.io"]), None, "the runtime speaks this itself");
+        assert_eq!(of("SPDY/3.1", &["v5.channel.k8s.io"]), None);
+        let key = HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ==");
+        assert_eq!(accept(&key), Some(HeaderValue::from_static("s3pPLMBiTxaQ9kYGzzhZRbK+xOo=")), "the example of RFC 6455");
+    }
+}
