@@ -102,9 +102,12 @@ impl Volumes {
                     Some(known) => again(context, pod, volume, known, memory).await,
                     None => resolve(context, pod, volume, memory).await?,
                 };
-                let begun = Instant::now();
+                let (begun, known_before) = (Instant::now(), self.behind.contains_key(&volume.name));
                 let outcome = one(context, volume, &behind, &around, &fetched, held).await;
-                context.metrics.volume(&behind.plugin().replace('~', "/"), outcome.is_err(), begun.elapsed());
+                // Looking once more at what is set up is no operation.
+                if outcome.is_err() || !known_before {
+                    context.metrics.volume(&behind.plugin().replace('~', "/"), outcome.is_err(), begun.elapsed());
+                }
                 let labelled = outcome.map_err(|why| if behind.block { Problem::Map(why) } else { Problem::SetUp(why) })?;
                 Ok(Behind { labelled, ..behind })
             };

@@ -1,10 +1,11 @@
 #!/bin/sh
-# Unpacks the kubectl of a newer Debian suite below a directory, without installing anything: the suite is taken from where
-# this machine's own apt takes its packages. Arguments: suite, directory.
+# Unpacks a package of a newer Debian suite below a directory, without installing anything: the suite is taken from where
+# this machine's own apt takes its packages. Arguments: suite, package, directory, a file in it that tells that it is there.
 set -eu
 suite=$1
-target=$2
-[ -x "$target/usr/bin/kubectl" ] && exit 0
+package=$2
+target=$3
+[ -x "$target/$4" ] && exit 0
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$work/lists/partial" "$work/etc" "$work/debs" "$work/cache/archives/partial"
@@ -12,8 +13,9 @@ uri=$(cat /etc/apt/sources.list.d/debian.sources /etc/apt/sources.list 2>/dev/nu
 [ -n "$uri" ] || { echo "no Debian archive in apt's sources" >&2; exit 1; }
 key=/usr/share/keyrings/debian-archive-keyring.gpg
 echo "deb [signed-by=$key] $uri $suite main" >"$work/etc/sources.list"
+# What is installed here does not matter there.
 apt="apt-get -qq -o Dir::Etc::sourcelist=$work/etc/sources.list -o Dir::Etc::sourceparts=/dev/null -o Dir::State::lists=$work/lists -o Dir::State::status=/dev/null -o Dir::Cache=$work/cache -o APT::Sandbox::User=root"
 $apt update
-(cd "$work/debs" && $apt download kubectl)
+(cd "$work/debs" && $apt download "$package")
 mkdir -p "$target"
-dpkg-deb -x "$work"/debs/kubectl_*.deb "$target"
+dpkg-deb -x "$work"/debs/*.deb "$target"
