@@ -3,11 +3,12 @@
 mod bridge;
 mod host_local;
 mod loopback;
+mod static_ipam;
 
 use crate::skel::Plugin;
 
 /// The plugins in this binary.
-pub const NAMES: &[&str] = &["bridge", "host-local", "loopback"];
+pub const NAMES: &[&str] = &["bridge", "host-local", "loopback", "static"];
 
 /// The plugin of a name.
 #[must_use]
@@ -16,6 +17,7 @@ pub fn find(name: &str) -> Option<&'static dyn Plugin> {
         "bridge" => Some(&bridge::Bridge),
         "host-local" => Some(&host_local::HostLocal),
         "loopback" => Some(&loopback::Loopback),
+        "static" => Some(&static_ipam::Static),
         _ => None,
     }
 }
