@@ -433,3 +433,70 @@ fn static_addresses_come_from_the_place_that_counts() {
     assert!(ip(&["-n", &world.container, "route"]).contains("default via 10.10.0.1"));
     world.ok("bridge", "DEL", &bridged);
 }
+
+#[test]
+fn ptp_leads_everything_over_a_line_to_the_host() {
+    for version in VERSIONS {
+        let world = World::new();
+        let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "subnet": "10.198.2.0/24", "routes": [{"dst": "0.0.0.0/0"}]});
+        let config = world.config(version, json!({"type": "ptp", "ipMasq": true, "mtu": 1400, "ipam": ipam, "dns": {"nameservers": ["192.0.2.53"]}}));
+        let result = world.ok("ptp", "ADD", &config);
+        assert_eq!(result["dns"]["nameservers"][0], "192.0.2.53");
+        if version >= "0.3.0" {
+            assert_eq!((&result["ips"][0]["address"], &result["ips"][0]["interface"]), (&json!("10.198.2.2/24"), &json!(1)), "{version}: {result}");
+            assert_eq!(result["interfaces"][1]["name"], "eth0");
+        }
+        let shown = ip(&["-n", &world.container, "addr", "show", "eth0"]);
+        assert!(shown.contains("10.198.2.2/24") && shown.contains("mtu 1400") && shown.contains("state UP"), "{shown}");
+        let routes = ip(&["-n", &world.container, "route"]);
+        for expected in ["default via 10.198.2.1 dev eth0", "10.198.2.0/24 via 10.198.2.1 dev eth0", "10.198.2.1 dev eth0 scope link"] {
+            assert!(routes.contains(expected), "{expected}: {routes}");
+        }
+        assert!(ip(&["-n", &world.host, "route"]).contains("10.198.2.2 dev veth"));
+        assert!(world.masquerading().contains("10.198.2.2"));
+        let ping = ["netns", "exec", &world.container, "busybox", "ping", "-c1", "-W2", "10.198.2.1"];
+        assert!(Command::new("ip").args(ping).output().unwrap().status.success(), "the host answers");
+        if version >= "0.4.0" {
+            let with = World::with_previous(&config, &result);
+            world.ok("ptp", "CHECK", &with);
+            ip(&["-n", &world.host, "route", "del", "10.198.2.2"]);
+            assert!(world.refused("ptp", "CHECK", &with, &[])["msg"].as_str().unwrap().contains("10.198.2.2"));
+        }
+        world.ok("ptp", "DEL", &World::with_previous(&config, &result));
+        world.ok("ptp", "DEL", &config);
+        assert!(world.taken().is_empty() && !world.masquerading().contains("10.198.2.2"));
+        assert!(!ip(&["-n", &world.host, "link"]).contains("veth"), "nothing is left");
+    }
+    // Both families, without waiting for anybody who might have the address too.
+    let world = World::new();
+    let ranges = json!([[{"subnet": "10.198.3.0/24"}], [{"subnet": "fd00:198:3::/64"}]]);
+    let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "ranges": ranges, "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}]});
+    let config = world.config("1.1.0", json!({"type": "ptp", "ipam": ipam}));
+    let begun = std::time::Instant::now();
+    let result = world.ok("ptp", "ADD", &config);
+    assert!(begun.elapsed() < std::time::Duration::from_millis(900), "{:?}", begun.elapsed());
+    let routes = ip(&["-n", &world.container, "-6", "route"]);
+    assert!(routes.contains("default via fd00:198:3::1") && routes.contains("fd00:198:3::/64 via fd00:198:3::1"), "{routes}");
+    assert!(ip(&["-n", &world.host, "-6", "route"]).contains("fd00:198:3::2 dev veth"));
+    let ping = ["netns", "exec", &world.container, "busybox", "ping", "-6", "-c1", "-W2", "fd00:198:3::1"];
+    assert!(Command::new("ip").args(ping).output().unwrap().status.success(), "the host answers");
+    // Two containers reach each other over the host.
+    let other = World::new();
+    let env = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())];
+    let second = world.call("ptp", "ADD", &config, &env);
+    assert!(second.status.success(), "{}", String::from_utf8_lossy(&second.stdout));
+    let ping = ["netns", "exec", &world.container, "busybox", "ping", "-c1", "-W2", "10.198.3.3"];
+    assert!(Command::new("ip").args(ping).output().unwrap().status.success(), "the other answers");
+    assert!(world.call("ptp", "DEL", &config, &env).status.success());
+    world.ok("ptp", "STATUS", &config);
+    let mut gone = config.clone();
+    gone["cni.dev/valid-attachments"] = json!([]);
+    world.ok("ptp", "GC", &gone);
+    assert!(world.taken().is_empty(), "{result}");
+    // An address without a gateway leads nowhere, and leaves nothing.
+    let lone = json!({"type": "static", "addresses": [{"address": "10.198.4.2/24"}]});
+    let world = World::new();
+    let error = world.refused("ptp", "ADD", &world.config("1.0.0", json!({"type": "ptp", "ipam": lone})), &[]);
+    assert!(error["msg"].as_str().unwrap().contains("no gateway"), "{error}");
+    assert!(!ip(&["-n", &world.host, "link"]).contains("veth"));
+}

@@ -35,6 +35,8 @@ const IFF_UP: u32 = 0x1;
 const IFF_PROMISC: u32 = 0x100;
 const AF_BRIDGE: u8 = 7;
 const NODAD: u8 = 0x2;
+const IFA_FLAGS: u16 = 8;
+const NO_PREFIX_ROUTE: u32 = 0x200;
 
 /// A link as the kernel shows it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -126,8 +128,8 @@ pub struct VethPlan<'a> {
     pub namespace: &'a File,
     /// 0 leaves it to the kernel.
     pub mtu: u32,
-    /// The bridge that the host end becomes a port of.
-    pub master: u32,
+    /// The bridge that the host end becomes a port of, if it does.
+    pub master: Option<u32>,
 }
 
 impl Socket {
@@ -169,8 +171,10 @@ impl Socket {
         let info = Attributes::new().text(IFLA_INFO_KIND, "veth").nest(IFLA_INFO_DATA, &data);
         let mut message = Message::new(NEW_LINK, REQUEST | ACK | CREATE | EXCL, &header(0, 0, IFF_UP, IFF_UP))
             .text(IFLA_IFNAME, plan.host_name)
-            .put(IFLA_ADDRESS, &plan.host_mac)
-            .number(IFLA_MASTER, plan.master);
+            .put(IFLA_ADDRESS, &plan.host_mac);
+        if let Some(master) = plan.master {
+            message = message.number(IFLA_MASTER, master);
+        }
         if plan.mtu > 0 {
             message = message.number(IFLA_MTU, plan.mtu);
         }
@@ -202,12 +206,16 @@ impl Socket {
         }
     }
 
-    fn address_message(kind: u16, flags: u16, index: u32, address: IpNet) -> Message {
+    fn address_message(kind: u16, flags: u16, index: u32, address: IpNet, more: u32) -> Message {
         let (family, bytes) = octets(address.addr());
         let nodad = if address.addr().is_ipv6() { NODAD } else { 0 };
         let mut head = vec![family, address.prefix_len(), nodad, 0];
         head.extend_from_slice(&index.to_ne_bytes());
         let mut message = Message::new(kind, flags, &head).put(2, &bytes).put(1, &bytes);
+        if more != 0 {
+            // Longer than the header's eight bits, which it replaces.
+            message = message.number(IFA_FLAGS, more | u32::from(nodad));
+        }
         if let IpNet::V4(net) = address
             && net.prefix_len() < 31
         {
@@ -218,12 +226,17 @@ impl Socket {
 
     /// Adds an address; IPv6 without waiting for duplicate detection, as the address was assigned.
     pub fn add_address(&mut self, index: u32, address: IpNet) -> io::Result<()> {
-        self.execute(Self::address_message(NEW_ADDR, REQUEST | ACK | CREATE | EXCL, index, address))
+        self.execute(Self::address_message(NEW_ADDR, REQUEST | ACK | CREATE | EXCL, index, address, 0))
+    }
+
+    /// The same without the route to its network, which is reached in another way.
+    pub fn add_lone_address(&mut self, index: u32, address: IpNet) -> io::Result<()> {
+        self.execute(Self::address_message(NEW_ADDR, REQUEST | ACK | CREATE | EXCL, index, address, NO_PREFIX_ROUTE))
     }
 
     /// Removes an address.
     pub fn delete_address(&mut self, index: u32, address: IpNet) -> io::Result<()> {
-        self.execute(Self::address_message(DEL_ADDR, REQUEST | ACK, index, address))
+        self.execute(Self::address_message(DEL_ADDR, REQUEST | ACK, index, address, 0))
     }
 
     /// The addresses of a link, link-local ones left out.

@@ -9,11 +9,12 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use serde_json::Map;
 
+use super::pair::{self, Wish, doing};
 use crate::cni::{Args, Dns, Error, Interface, Route, Success, cni_args};
 use crate::ipam::delegate;
-use crate::net::link::{Link, VethPlan, parse_mac, random_mac};
+use crate::net::link::{Link, parse_mac, random_mac};
 use crate::net::netlink::Socket;
-use crate::net::{netns, nft, sysctl};
+use crate::net::{netns, sysctl};
 use crate::skel::{Call, Plugin};
 
 /// The plugin.
@@ -96,10 +97,6 @@ impl<'a> Config<'a> {
         }
         Ok(config)
     }
-}
-
-fn doing<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl FnOnce(E) -> Error {
-    move |error| Error::doing(what, error)
 }
 
 /// The bridge, created if it is not there. Its MAC is set explicitly, which pins it.
@@ -188,37 +185,6 @@ fn complete(success: &mut Success, config: &Config<'_>) {
     }
 }
 
-/// Addresses, up, routes: inside the container.
-fn configure(namespace: &File, ifname: &str, success: &Success, dad: bool) -> Result<(), Error> {
-    netns::inside(namespace, || {
-        let mut socket = Socket::route().map_err(doing("no netlink socket in the container"))?;
-        let link = socket.link(ifname).map_err(doing("the container's interface cannot be read"))?;
-        let link = link.ok_or_else(|| Error::other(format!("the interface {ifname:?} vanished from the container")))?;
-        // Best effort, as in the reference: neighbours learn the address at once.
-        let _ = sysctl::write(&format!("ipv4/conf/{ifname}/arp_notify"), "1");
-        if success.ips.iter().any(|i| i.address.addr().is_ipv6()) {
-            for name in ["lo", ifname] {
-                let _ = sysctl::ensure(&format!("ipv6/conf/{name}/disable_ipv6"), "0");
-            }
-            let _ = sysctl::write(&format!("ipv6/conf/{ifname}/accept_dad"), if dad { "1" } else { "0" });
-            sysctl::write(&format!("ipv6/conf/{ifname}/keep_addr_on_down"), "1").map_err(doing("keep_addr_on_down cannot be set"))?;
-        }
-        for ip in &success.ips {
-            socket.add_address(link.index, ip.address).map_err(doing(format!("failed to add IP addr {} to {ifname:?}", ip.address)))?;
-        }
-        socket.set_up(link.index, true).map_err(doing(format!("failed to set {ifname:?} UP")))?;
-        for route in &success.routes {
-            let v4 = route.destination.addr().is_ipv4();
-            let gateway = route.gateway.or_else(|| success.ips.iter().find(|i| i.address.addr().is_ipv4() == v4).and_then(|i| i.gateway));
-            let priority = route.extra.get("priority").and_then(serde_json::Value::as_u64).and_then(|p| u32::try_from(p).ok());
-            socket
-                .add_route(link.index, route.destination, gateway, priority)
-                .map_err(doing(format!("failed to add route {} via {gateway:?} dev {ifname}", route.destination)))?;
-        }
-        Ok(())
-    })
-}
-
 impl Plugin for Bridge {
     fn name(&self) -> &'static str {
         "bridge"
@@ -229,7 +195,11 @@ impl Plugin for Bridge {
         let namespace = netns::require(&call.netns)?;
         let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
         let bridge = ensure_bridge(&mut socket, &config)?;
-        let (host_name, interfaces) = add_pair(&mut socket, &config, call, &bridge, &namespace)?;
+        let made = pair::add(&mut socket, call, &namespace, Wish { mac: config.mac, mtu: config.mtu, master: Some(bridge.index) })?;
+        let host_name = made[0].name.clone();
+        let own = Interface { name: bridge.name.clone(), mac: bridge.mac.clone(), sandbox: String::new() };
+        let [host, container] = made;
+        let interfaces = [own, host, container];
         let result = attach(&mut socket, &config, call, &bridge, &namespace, interfaces);
         if result.is_err() {
             // The first error is the one to report; the runtime calls DEL for whatever is left.
@@ -247,25 +217,8 @@ impl Plugin for Bridge {
         if !ipam.is_empty() {
             errors.extend(delegate::forward(call, ipam, "DEL").err());
         }
-        if call.config.flag("ipMasq").unwrap_or(false) {
-            let comment = nft::comment(call.network()?, &call.container, &call.ifname);
-            let key = comment.split(',').next().unwrap_or_default().to_owned();
-            errors.extend(nft::remove(|c| c.starts_with(&key)).map_err(doing("masquerading cannot be removed")).err());
-        }
-        if !call.netns.is_empty()
-            && let Some(namespace) = netns::open(&call.netns)?
-        {
-            errors.extend(
-                netns::inside(&namespace, || {
-                    Socket::route().and_then(|mut s| s.delete_link(&call.ifname)).map_err(doing("the interface cannot be removed"))
-                })
-                .err(),
-            );
-        }
-        match errors.len() {
-            0 => Ok(()),
-            _ => Err(Error { message: errors.iter().map(|e| e.message.as_str()).collect::<Vec<_>>().join("; "), ..errors.swap_remove(0) }),
-        }
+        errors.extend(pair::remove(call));
+        pair::all(errors)
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
@@ -285,44 +238,16 @@ impl Plugin for Bridge {
         if !attached {
             return Err(Error::other(format!("no interface of prevResult is a port of the bridge {:?}", config.bridge)));
         }
-        let namespace = netns::require(&call.netns)?;
-        netns::inside(&namespace, || {
-            let failed = "the container's interface cannot be read";
-            let mut socket = Socket::route().map_err(doing(failed))?;
-            let link = socket
-                .link(&call.ifname)
-                .map_err(doing(failed))?
-                .ok_or_else(|| Error::other(format!("the interface {:?} is missing in the container", call.ifname)))?;
-            let known = expected.interfaces.iter().find(|i| i.name == call.ifname && !i.sandbox.is_empty());
-            if let Some(known) = known.filter(|k| !k.mac.is_empty() && !k.mac.eq_ignore_ascii_case(&link.mac)) {
-                return Err(Error::other(format!("the interface {:?} has MAC {}, not {}", call.ifname, link.mac, known.mac)));
-            }
-            let addresses = socket.addresses(link.index).map_err(doing(failed))?;
-            if let Some(missing) = expected.ips.iter().find(|i| {
-                i.interface.is_none_or(|n| expected.interfaces.get(n).is_some_and(|i| i.name == call.ifname)) && !addresses.contains(&i.address)
-            }) {
-                return Err(Error::other(format!("the address {} is missing on {:?}", missing.address, call.ifname)));
-            }
-            let routes = socket.routes().map_err(doing("the container's routes cannot be read"))?;
-            match expected.routes.iter().find(|r| !routes.iter().any(|(d, _)| *d == r.destination)) {
-                Some(missing) => Err(Error::other(format!("the route to {} is missing", missing.destination))),
-                None => Ok(()),
-            }
-        })?;
-        let comment = nft::comment(call.network()?, &call.container, &call.ifname);
-        if config.masquerade && !nft::has(&comment).map_err(doing("masquerading cannot be read"))? {
-            return Err(Error::other("the masquerading rule is missing"));
+        pair::check(call, &expected)?;
+        if config.masquerade {
+            pair::check_masquerade(call)?;
         }
         Ok(())
     }
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
         let config = Config::parse(call)?;
-        let network = call.network()?;
-        let wanted: Vec<String> = keep.iter().map(|(id, ifname)| nft::comment(network, id, ifname)).collect();
-        let own = nft::comment(network, "", "");
-        let prefix = own.split('-').next().unwrap_or_default();
-        let rules = nft::remove(|c| c.starts_with(prefix) && !wanted.iter().any(|w| w == c)).map_err(doing("masquerading cannot be removed"));
+        let rules = pair::collect_masquerade(call, keep);
         let addresses = if config.ipam.is_empty() { Ok(()) } else { delegate::collect(call, config.ipam, keep) };
         rules.and(addresses)
     }
@@ -331,34 +256,6 @@ impl Plugin for Bridge {
         let config = Config::parse(call)?;
         if config.ipam.is_empty() { Ok(()) } else { delegate::forward(call, config.ipam, "STATUS") }
     }
-}
-
-fn add_pair(socket: &mut Socket, config: &Config<'_>, call: &Call<'_>, bridge: &Link, namespace: &File) -> Result<(String, [Interface; 3]), Error> {
-    let mac = |given: Option<[u8; 6]>| given.map_or_else(|| random_mac().map_err(doing("no random MAC address")), Ok);
-    let (host_mac, peer_mac) = (mac(None)?, mac(config.mac)?);
-    for _ in 0..10 {
-        let mut suffix = [0; 4];
-        crate::net::random(&mut suffix).map_err(doing("no random name"))?;
-        let host_name = format!("veth{}", suffix.iter().map(|b| format!("{b:02x}")).collect::<String>());
-        let plan = VethPlan { host_name: &host_name, host_mac, peer_name: &call.ifname, peer_mac, namespace, mtu: config.mtu, master: bridge.index };
-        match socket.add_veth(&plan) {
-            Ok(()) => {
-                let text = |mac: [u8; 6]| crate::net::link::mac_text(&mac);
-                let interfaces = [
-                    Interface { name: bridge.name.clone(), mac: bridge.mac.clone(), sandbox: String::new() },
-                    Interface { name: host_name.clone(), mac: text(host_mac), sandbox: String::new() },
-                    Interface { name: call.ifname.clone(), mac: text(peer_mac), sandbox: call.netns.clone() },
-                ];
-                return Ok((host_name, interfaces));
-            }
-            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && socket.link(&host_name).is_ok_and(|l| l.is_some()) => {}
-            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
-                return Err(Error::other(format!("container veth name ({:?}) peer provided ({host_name:?}) already exists", call.ifname)));
-            }
-            Err(error) => return Err(Error::doing("failed to make veth pair", error)),
-        }
-    }
-    Err(Error::other("failed to make veth pair: no free name found in ten tries"))
 }
 
 fn attach(
@@ -383,7 +280,7 @@ fn attach(
     }
     complete(&mut success, config);
     if !config.leave_down {
-        configure(namespace, &call.ifname, &success, config.dad)?;
+        pair::configure(namespace, &call.ifname, &success, config.dad)?;
     }
     if config.is_gateway {
         for ip in &success.ips {
@@ -394,9 +291,7 @@ fn attach(
         }
     }
     if config.masquerade && !success.ips.is_empty() {
-        let addresses: Vec<IpNet> = success.ips.iter().map(|i| i.address).collect();
-        nft::add(&addresses, &nft::comment(call.network()?, &call.container, &call.ifname))
-            .map_err(doing("masquerading cannot be set up in nftables"))?;
+        pair::masquerade(call, &success)?;
     }
     if !config.dns.fields.is_empty() {
         success.dns = config.dns.clone();

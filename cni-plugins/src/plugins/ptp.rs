@@ -1,0 +1,178 @@
+//! `ptp`: a container with a line of its own to the host, and everything over it (CNI reference spec, chapter 6).
+
+use std::fs::File;
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+use super::pair::{self, Wish, doing};
+use crate::cni::{Address, Dns, Error, Interface, Success};
+use crate::ipam::delegate;
+use crate::net::netlink::Socket;
+use crate::net::{netns, sysctl};
+use crate::skel::{Call, Plugin};
+
+/// The plugin.
+pub struct Ptp;
+
+struct Config<'a> {
+    masquerade: bool,
+    mtu: u32,
+    ipam: &'a str,
+    dns: Option<Dns>,
+}
+
+impl<'a> Config<'a> {
+    fn parse(call: &Call<'a>) -> Result<Config<'a>, Error> {
+        let c = call.config;
+        let backend = c.text("ipMasqBackend")?;
+        if !["", "nftables", "iptables"].contains(&backend) {
+            return Err(Error::config(format!(
+                "unknown ipMasqBackend {backend:?}: expected \"nftables\" or \"iptables\" (which is honoured through nftables)"
+            )));
+        }
+        let dns = Dns::parse(c.object("dns")?);
+        Ok(Config {
+            masquerade: c.flag("ipMasq")?,
+            mtu: u32::try_from(c.number("mtu", 0, 0..=65535)?).unwrap_or(0),
+            ipam: c.object("ipam")?.text("type")?,
+            dns: (!dns.fields.is_empty()).then_some(dns),
+        })
+    }
+}
+
+/// An address with nothing beside it.
+fn alone(address: IpAddr) -> Result<IpNet, Error> {
+    IpNet::new(address, if address.is_ipv4() { 32 } else { 128 }).map_err(doing("an address cannot stand alone"))
+}
+
+fn gateway(ip: &Address) -> Result<IpAddr, Error> {
+    ip.gateway.ok_or_else(|| Error::config(format!("the address {} has no gateway, over which ptp leads: give it one in \"ipam\"", ip.address)))
+}
+
+/// Inside the container: its network is behind the host like all else.
+fn inside(namespace: &File, ifname: &str, success: &Success) -> Result<(), Error> {
+    netns::inside(namespace, || {
+        let mut socket = Socket::route().map_err(doing("no netlink socket in the container"))?;
+        let link = socket.link(ifname).map_err(doing("the container's interface cannot be read"))?;
+        let link = link.ok_or_else(|| Error::other(format!("the interface {ifname:?} vanished from the container")))?;
+        // Best effort, as in the reference: neighbours learn the address at once.
+        let _ = sysctl::write(&format!("ipv4/conf/{ifname}/arp_notify"), "1");
+        if success.ips.iter().any(|i| i.address.addr().is_ipv6()) {
+            for name in ["lo", ifname] {
+                let _ = sysctl::ensure(&format!("ipv6/conf/{name}/disable_ipv6"), "0");
+            }
+            let _ = sysctl::write(&format!("ipv6/conf/{ifname}/accept_dad"), "0");
+            sysctl::write(&format!("ipv6/conf/{ifname}/keep_addr_on_down"), "1").map_err(doing("keep_addr_on_down cannot be set"))?;
+        }
+        for ip in &success.ips {
+            socket.add_lone_address(link.index, ip.address).map_err(doing(format!("failed to add IP addr {} to {ifname:?}", ip.address)))?;
+        }
+        socket.set_up(link.index, true).map_err(doing(format!("failed to set {ifname:?} UP")))?;
+        for ip in &success.ips {
+            let gateway = gateway(ip)?;
+            for (destination, over) in [(alone(gateway)?, None), (ip.address.trunc(), Some(gateway))] {
+                let added = socket.add_route(link.index, destination, over, None);
+                added.map_err(doing(format!("failed to add route {destination} via {over:?} dev {ifname}")))?;
+            }
+        }
+        pair::add_routes(&mut socket, link.index, ifname, success)
+    })
+}
+
+/// On the host: the gateway's address on the line, and the container behind it.
+fn outside(socket: &mut Socket, host: &str, success: &Success) -> Result<(), Error> {
+    let _ = sysctl::write(&format!("ipv6/conf/{host}/accept_ra"), "0");
+    let link = socket.link(host).map_err(doing("the host interface cannot be read"))?;
+    let link = link.ok_or_else(|| Error::other(format!("the interface {host:?} vanished")))?;
+    for ip in &success.ips {
+        let address = alone(gateway(ip)?)?;
+        match socket.add_address(link.index, address) {
+            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+                return Err(Error::doing(format!("failed to add {address} to {host:?}"), error));
+            }
+            _ => {}
+        }
+        let container = alone(ip.address.addr())?;
+        socket.add_route(link.index, container, None, None).map_err(doing(format!("failed to add route to {container} dev {host}")))?;
+        let forward = if address.addr().is_ipv4() { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
+        sysctl::ensure(forward, "1").map_err(doing("failed to enable forwarding"))?;
+    }
+    Ok(())
+}
+
+fn attach(socket: &mut Socket, config: &Config<'_>, call: &Call<'_>, namespace: &File, interfaces: [Interface; 2]) -> Result<Success, Error> {
+    let mut success = delegate::add(call, config.ipam)?;
+    if success.ips.is_empty() {
+        return Err(Error::other("IPAM plugin returned missing IP config"));
+    }
+    success.ips.iter_mut().for_each(|ip| ip.interface = Some(1));
+    success.interfaces = interfaces.to_vec();
+    inside(namespace, &call.ifname, &success)?;
+    outside(socket, &success.interfaces[0].name, &success)?;
+    if config.masquerade {
+        pair::masquerade(call, &success)?;
+    }
+    if let Some(dns) = &config.dns {
+        success.dns = dns.clone();
+    }
+    Ok(success)
+}
+
+impl Plugin for Ptp {
+    fn name(&self) -> &'static str {
+        "ptp"
+    }
+
+    fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
+        let config = Config::parse(call)?;
+        let namespace = netns::require(&call.netns)?;
+        let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
+        let interfaces = pair::add(&mut socket, call, &namespace, Wish { mac: None, mtu: config.mtu, master: None })?;
+        let host = interfaces[0].name.clone();
+        let result = attach(&mut socket, &config, call, &namespace, interfaces);
+        if result.is_err() {
+            // The first error is the one to report; the runtime calls DEL for whatever is left.
+            let _ = socket.delete_link(&host);
+            let _ = delegate::forward(call, config.ipam, "DEL");
+        }
+        result
+    }
+
+    fn del(&self, call: &Call<'_>) -> Result<(), Error> {
+        let ipam = call.config.object("ipam").and_then(|i| i.text("type")).unwrap_or_default();
+        let mut errors: Vec<Error> = if ipam.is_empty() { vec![] } else { delegate::forward(call, ipam, "DEL").err().into_iter().collect() };
+        errors.extend(pair::remove(call));
+        pair::all(errors)
+    }
+
+    fn check(&self, call: &Call<'_>) -> Result<(), Error> {
+        let config = Config::parse(call)?;
+        delegate::forward(call, config.ipam, "CHECK")?;
+        let expected = call.previous()?.unwrap_or_default();
+        pair::check(call, &expected)?;
+        let host = expected.interfaces.iter().find(|i| i.sandbox.is_empty()).map(|i| i.name.clone()).unwrap_or_default();
+        let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
+        if socket.link(&host).map_err(doing("the host interface cannot be read"))?.is_none_or(|l| l.kind != "veth") {
+            return Err(Error::other(format!("the host's end {host:?} is missing")));
+        }
+        let routes = socket.routes().map_err(doing("the host's routes cannot be read"))?;
+        for ip in &expected.ips {
+            let container = alone(ip.address.addr())?;
+            if !routes.iter().any(|(destination, _)| *destination == container) {
+                return Err(Error::other(format!("the host's route to {container} is missing")));
+            }
+        }
+        if config.masquerade { pair::check_masquerade(call) } else { Ok(()) }
+    }
+
+    fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
+        let config = Config::parse(call)?;
+        let rules = pair::collect_masquerade(call, keep);
+        rules.and(delegate::collect(call, config.ipam, keep))
+    }
+
+    fn status(&self, call: &Call<'_>) -> Result<(), Error> {
+        delegate::forward(call, Config::parse(call)?.ipam, "STATUS")
+    }
+}
