@@ -81,14 +81,19 @@ pub struct Plan {
 /// Since when images are known and when they were used last. It begins anew with the agent, as the kubelet's
 /// does.
 #[derive(Debug, Default)]
-pub struct Ledger(BTreeMap<String, Known>);
+pub struct Ledger {
+    known: BTreeMap<String, Known>,
+    /// Whether it was looked before.
+    begun: bool,
+}
 
 impl Ledger {
-    /// Notes what is there.
+    /// Notes what is there. What is there at the first look has been there before, nobody knows since when.
     pub fn look(&mut self, images: &[Present], now: Timestamp) {
-        self.0.retain(|id, _| images.iter().any(|i| i.id == *id));
+        let detected = if std::mem::replace(&mut self.begun, true) { now } else { Timestamp::UNIX_EPOCH };
+        self.known.retain(|id, _| images.iter().any(|i| i.id == *id));
         for image in images {
-            let known = self.0.entry(image.id.clone()).or_insert(Known { detected: now, used: None });
+            let known = self.known.entry(image.id.clone()).or_insert(Known { detected, used: None });
             if image.used {
                 known.used = Some(now);
             }
@@ -98,7 +103,7 @@ impl Ledger {
     /// What is to be removed now. `since` is when the agent started: ages are counted from there.
     #[must_use]
     pub fn plan(&self, images: &[Present], rules: &Rules, disk: Filesystem, since: Timestamp, now: Timestamp) -> Plan {
-        let of = |image: &Present| self.0.get(&image.id).copied().unwrap_or(Known { detected: now, used: None });
+        let of = |image: &Present| self.known.get(&image.id).copied().unwrap_or(Known { detected: now, used: None });
         let old_enough = |image: &&Present| now.duration_since(of(image).detected) >= rules.minimum_age;
         let mut idle: Vec<Present> = images.iter().filter(|i| !i.used && !i.pinned).filter(old_enough).cloned().collect();
         idle.sort_by_key(|image| (of(image).used, of(image).detected, image.id.clone()));
@@ -148,6 +153,17 @@ mod tests {
         // Seen first a moment ago: somebody may be about to use it.
         assert!(ledger.plan(&now[3..4], &rules, full, at(0), at(200)).candidates.is_empty());
         assert_eq!(ids(&ledger.plan(&now[3..4], &rules, full, at(0), at(270)).candidates), ["new"]);
+    }
+
+    #[test]
+    fn what_was_there_before_the_agent_is_old() {
+        let (mut ledger, full) = (Ledger::default(), Filesystem { capacity: 1000, available: 100 });
+        let there = [image("old", false)];
+        ledger.look(&there, at(1000));
+        assert_eq!(ids(&ledger.plan(&there, &Rules::default(), full, at(1000), at(1000)).candidates), ["old"]);
+        let more = [image("old", false), image("new", false)];
+        ledger.look(&more, at(1001));
+        assert_eq!(ids(&ledger.plan(&more, &Rules::default(), full, at(1000), at(1001)).candidates), ["old"]);
     }
 
     #[test]
