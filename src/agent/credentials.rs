@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use base64::Engine as _;
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use kube::Client;
 use kube::config::Kubeconfig;
 use rcgen::{CertificateParams, DnType, KeyPair, PublicKeyData as _};
@@ -26,7 +26,7 @@ const AGAIN: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs
 /// How often it is looked whether one is due.
 const LOOK: Duration = Duration::from_secs(60);
 /// How long a node without a certificate that can be used goes on while its API answers.
-const LOST: Duration = Duration::from_secs(300);
+const LOST: SignedDuration = SignedDuration::from_secs(300);
 const CLIENT_USAGES: &[&str] = &["digital signature", "client auth"];
 const SERVING_USAGES: &[&str] = &["digital signature", "server auth"];
 
@@ -240,7 +240,7 @@ pub async fn keep(kept: Kept, client: Client, clock: Clock) {
             Err(error) => {
                 tracing::warn!(error, signer = kept.signer, "a certificate cannot be renewed yet; it is tried again");
                 since = without(kept.pair.lifetime(), since, now);
-                let long = since.is_some_and(|since| now.duration_since(since) >= jiff::SignedDuration::try_from(LOST).unwrap_or_default());
+                let long = since.is_some_and(|since| now.duration_since(since) >= LOST);
                 if kept.signer == CLIENT && long && answers(&client).await {
                     return;
                 }

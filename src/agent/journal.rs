@@ -59,11 +59,12 @@ impl Log {
         let mut open = Open { log: self, step, subject, closed: false };
         let span = tracing::info_span!(target: "trace::step", "step", otel.name = step.name(), subject, otel.status_code = tracing::field::Empty, otel.status_description = tracing::field::Empty);
         let result = work.instrument(span.clone()).await;
-        if let Err(error) = &result {
-            span.record("otel.status_code", "ERROR").record("otel.status_description", error.to_string());
+        let failure = result.as_ref().err().map(ToString::to_string);
+        if let Some(why) = &failure {
+            span.record("otel.status_code", "ERROR").record("otel.status_description", why);
         }
         open.closed = true;
-        self.end(step, subject, result.as_ref().map_or_else(|error| Progress::Failed(error.to_string()), |_| Progress::Done));
+        self.end(step, subject, failure.map_or(Progress::Done, Progress::Failed));
         result
     }
 

@@ -48,12 +48,6 @@ impl<'a> Config<'a> {
                 source.clone_into(&mut mac);
             }
         }
-        let backend = c.text("ipMasqBackend")?;
-        if !["", "nftables", "iptables"].contains(&backend) {
-            return Err(Error::config(format!(
-                "unknown ipMasqBackend {backend:?}: expected \"nftables\" or \"iptables\" (which is honoured through nftables)"
-            )));
-        }
         for later in ["vlan", "vlanTrunk", "macspoofchk"] {
             if c.get(later).is_some_and(|v| *v != false && *v != 0 && v.as_array().is_none_or(|a| !a.is_empty())) {
                 return Err(Error::new(
@@ -67,7 +61,7 @@ impl<'a> Config<'a> {
             is_default_gateway: c.flag("isDefaultGateway")?,
             is_gateway: c.flag("isGateway")? || c.flag("isDefaultGateway")?,
             force_address: c.flag("forceAddress")?,
-            masquerade: c.flag("ipMasq")?,
+            masquerade: pair::masquerades(c)?,
             mtu: u32::try_from(c.number("mtu", 0, 0..=65535)?).unwrap_or(0),
             hairpin: c.flag("hairpinMode")?,
             promiscuous: c.flag("promiscMode")?,
@@ -212,13 +206,7 @@ impl Plugin for Bridge {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        let ipam = call.config.object("ipam").and_then(|i| i.text("type")).unwrap_or_default();
-        let mut errors = Vec::new();
-        if !ipam.is_empty() {
-            errors.extend(delegate::forward(call, ipam, "DEL").err());
-        }
-        errors.extend(pair::remove(call));
-        pair::all(errors)
+        pair::remove(call)
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
@@ -286,8 +274,7 @@ fn attach(
         for ip in &success.ips {
             let Some(gateway) = ip.gateway.and_then(|g| IpNet::new(g, ip.address.prefix_len()).ok()) else { continue };
             ensure_address(socket, bridge, gateway, config.force_address)?;
-            let forward = if gateway.addr().is_ipv4() { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
-            sysctl::ensure(forward, "1").map_err(doing("failed to enable forwarding"))?;
+            pair::forward(gateway.addr())?;
         }
     }
     if config.masquerade && !success.ips.is_empty() {

@@ -1,10 +1,12 @@
 //! What plugins share that join a container to the host by a veth pair (CNI reference spec, 2.1 to 2.6).
 
 use std::fs::File;
+use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use crate::cni::{Error, Interface, Success};
+use crate::cni::{Error, Interface, Json, Success};
+use crate::ipam::delegate;
 use crate::net::link::{VethPlan, mac_text, random_mac};
 use crate::net::netlink::Socket;
 use crate::net::{netns, nft, sysctl};
@@ -48,26 +50,32 @@ pub(super) fn add(socket: &mut Socket, call: &Call<'_>, namespace: &File, wish: 
     Err(Error::other("failed to make veth pair: no free name found in ten tries"))
 }
 
+/// Readies the container's interface for its addresses; called inside the container.
+pub(super) fn ready(ifname: &str, success: &Success, dad: bool) -> Result<(Socket, u32), Error> {
+    let mut socket = Socket::route().map_err(doing("no netlink socket in the container"))?;
+    let link = socket.link(ifname).map_err(doing("the container's interface cannot be read"))?;
+    let link = link.ok_or_else(|| Error::other(format!("the interface {ifname:?} vanished from the container")))?;
+    // Best effort, as in the reference: neighbours learn the address at once.
+    let _ = sysctl::write(&format!("ipv4/conf/{ifname}/arp_notify"), "1");
+    if success.ips.iter().any(|i| i.address.addr().is_ipv6()) {
+        for name in ["lo", ifname] {
+            let _ = sysctl::ensure(&format!("ipv6/conf/{name}/disable_ipv6"), "0");
+        }
+        let _ = sysctl::write(&format!("ipv6/conf/{ifname}/accept_dad"), if dad { "1" } else { "0" });
+        sysctl::write(&format!("ipv6/conf/{ifname}/keep_addr_on_down"), "1").map_err(doing("keep_addr_on_down cannot be set"))?;
+    }
+    Ok((socket, link.index))
+}
+
 /// Addresses, up, routes: inside the container.
 pub(super) fn configure(namespace: &File, ifname: &str, success: &Success, dad: bool) -> Result<(), Error> {
     netns::inside(namespace, || {
-        let mut socket = Socket::route().map_err(doing("no netlink socket in the container"))?;
-        let link = socket.link(ifname).map_err(doing("the container's interface cannot be read"))?;
-        let link = link.ok_or_else(|| Error::other(format!("the interface {ifname:?} vanished from the container")))?;
-        // Best effort, as in the reference: neighbours learn the address at once.
-        let _ = sysctl::write(&format!("ipv4/conf/{ifname}/arp_notify"), "1");
-        if success.ips.iter().any(|i| i.address.addr().is_ipv6()) {
-            for name in ["lo", ifname] {
-                let _ = sysctl::ensure(&format!("ipv6/conf/{name}/disable_ipv6"), "0");
-            }
-            let _ = sysctl::write(&format!("ipv6/conf/{ifname}/accept_dad"), if dad { "1" } else { "0" });
-            sysctl::write(&format!("ipv6/conf/{ifname}/keep_addr_on_down"), "1").map_err(doing("keep_addr_on_down cannot be set"))?;
-        }
+        let (mut socket, index) = ready(ifname, success, dad)?;
         for ip in &success.ips {
-            socket.add_address(link.index, ip.address).map_err(doing(format!("failed to add IP addr {} to {ifname:?}", ip.address)))?;
+            socket.add_address(index, ip.address).map_err(doing(format!("failed to add IP addr {} to {ifname:?}", ip.address)))?;
         }
-        socket.set_up(link.index, true).map_err(doing(format!("failed to set {ifname:?} UP")))?;
-        add_routes(&mut socket, link.index, ifname, success)
+        socket.set_up(index, true).map_err(doing(format!("failed to set {ifname:?} UP")))?;
+        add_routes(&mut socket, index, ifname, success)
     })
 }
 
@@ -84,9 +92,14 @@ pub(super) fn add_routes(socket: &mut Socket, index: u32, ifname: &str, success:
     Ok(())
 }
 
-/// Removes the container's interface, and with it the pair, and what was masqueraded for it. The answer is all that failed.
-pub(super) fn remove(call: &Call<'_>) -> Vec<Error> {
-    let mut errors = vec![];
+/// DEL: gives the addresses back, and removes the pair and what was masqueraded for it. All of it is tried; what failed is
+/// told as one, and the first says what kind it is.
+pub(super) fn remove(call: &Call<'_>) -> Result<(), Error> {
+    let ipam = call.config.object("ipam").and_then(|i| i.text("type")).unwrap_or_default();
+    let mut errors = Vec::new();
+    if !ipam.is_empty() {
+        errors.extend(delegate::forward(call, ipam, "DEL").err());
+    }
     if call.config.flag("ipMasq").unwrap_or(false) {
         let removed = call.network().and_then(|network| {
             let comment = nft::comment(network, &call.container, &call.ifname);
@@ -95,25 +108,36 @@ pub(super) fn remove(call: &Call<'_>) -> Vec<Error> {
         });
         errors.extend(removed.err());
     }
-    if call.netns.is_empty() {
-        return errors;
+    if !call.netns.is_empty() {
+        let deleted = netns::open(&call.netns).and_then(|namespace| match namespace {
+            Some(namespace) => netns::inside(&namespace, || {
+                Socket::route().and_then(|mut s| s.delete_link(&call.ifname)).map_err(doing("the interface cannot be removed"))
+            }),
+            None => Ok(()),
+        });
+        errors.extend(deleted.err());
     }
-    let deleted = netns::open(&call.netns).and_then(|namespace| match namespace {
-        Some(namespace) => netns::inside(&namespace, || {
-            Socket::route().and_then(|mut s| s.delete_link(&call.ifname)).map_err(doing("the interface cannot be removed"))
-        }),
-        None => Ok(()),
-    });
-    errors.extend(deleted.err());
-    errors
-}
-
-/// Several failures as one; the first says what kind it is.
-pub(super) fn all(mut errors: Vec<Error>) -> Result<(), Error> {
     match errors.len() {
         0 => Ok(()),
         _ => Err(Error { message: errors.iter().map(|e| e.message.as_str()).collect::<Vec<_>>().join("; "), ..errors.swap_remove(0) }),
     }
+}
+
+/// Whether the configuration asks for masquerading, by a backend that is known.
+pub(super) fn masquerades(config: Json<'_>) -> Result<bool, Error> {
+    let backend = config.text("ipMasqBackend")?;
+    if !["", "nftables", "iptables"].contains(&backend) {
+        return Err(Error::config(format!(
+            "unknown ipMasqBackend {backend:?}: expected \"nftables\" or \"iptables\" (which is honoured through nftables)"
+        )));
+    }
+    config.flag("ipMasq")
+}
+
+/// Has the host forward what comes from and goes to addresses of this family.
+pub(super) fn forward(address: IpAddr) -> Result<(), Error> {
+    let path = if address.is_ipv4() { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
+    sysctl::ensure(path, "1").map_err(doing("failed to enable forwarding"))
 }
 
 /// Masquerades what comes from the container's addresses.

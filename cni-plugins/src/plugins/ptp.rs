@@ -25,15 +25,9 @@ struct Config<'a> {
 impl<'a> Config<'a> {
     fn parse(call: &Call<'a>) -> Result<Config<'a>, Error> {
         let c = call.config;
-        let backend = c.text("ipMasqBackend")?;
-        if !["", "nftables", "iptables"].contains(&backend) {
-            return Err(Error::config(format!(
-                "unknown ipMasqBackend {backend:?}: expected \"nftables\" or \"iptables\" (which is honoured through nftables)"
-            )));
-        }
         let dns = Dns::parse(c.object("dns")?);
         Ok(Config {
-            masquerade: c.flag("ipMasq")?,
+            masquerade: pair::masquerades(c)?,
             mtu: u32::try_from(c.number("mtu", 0, 0..=65535)?).unwrap_or(0),
             ipam: c.object("ipam")?.text("type")?,
             dns: (!dns.fields.is_empty()).then_some(dns),
@@ -53,30 +47,19 @@ fn gateway(ip: &Address) -> Result<IpAddr, Error> {
 /// Inside the container: its network is behind the host like all else.
 fn inside(namespace: &File, ifname: &str, success: &Success) -> Result<(), Error> {
     netns::inside(namespace, || {
-        let mut socket = Socket::route().map_err(doing("no netlink socket in the container"))?;
-        let link = socket.link(ifname).map_err(doing("the container's interface cannot be read"))?;
-        let link = link.ok_or_else(|| Error::other(format!("the interface {ifname:?} vanished from the container")))?;
-        // Best effort, as in the reference: neighbours learn the address at once.
-        let _ = sysctl::write(&format!("ipv4/conf/{ifname}/arp_notify"), "1");
-        if success.ips.iter().any(|i| i.address.addr().is_ipv6()) {
-            for name in ["lo", ifname] {
-                let _ = sysctl::ensure(&format!("ipv6/conf/{name}/disable_ipv6"), "0");
-            }
-            let _ = sysctl::write(&format!("ipv6/conf/{ifname}/accept_dad"), "0");
-            sysctl::write(&format!("ipv6/conf/{ifname}/keep_addr_on_down"), "1").map_err(doing("keep_addr_on_down cannot be set"))?;
-        }
+        let (mut socket, index) = pair::ready(ifname, success, false)?;
         for ip in &success.ips {
-            socket.add_lone_address(link.index, ip.address).map_err(doing(format!("failed to add IP addr {} to {ifname:?}", ip.address)))?;
+            socket.add_lone_address(index, ip.address).map_err(doing(format!("failed to add IP addr {} to {ifname:?}", ip.address)))?;
         }
-        socket.set_up(link.index, true).map_err(doing(format!("failed to set {ifname:?} UP")))?;
+        socket.set_up(index, true).map_err(doing(format!("failed to set {ifname:?} UP")))?;
         for ip in &success.ips {
             let gateway = gateway(ip)?;
             for (destination, over) in [(alone(gateway)?, None), (ip.address.trunc(), Some(gateway))] {
-                let added = socket.add_route(link.index, destination, over, None);
+                let added = socket.add_route(index, destination, over, None);
                 added.map_err(doing(format!("failed to add route {destination} via {over:?} dev {ifname}")))?;
             }
         }
-        pair::add_routes(&mut socket, link.index, ifname, success)
+        pair::add_routes(&mut socket, index, ifname, success)
     })
 }
 
@@ -95,8 +78,7 @@ fn outside(socket: &mut Socket, host: &str, success: &Success) -> Result<(), Err
         }
         let container = alone(ip.address.addr())?;
         socket.add_route(link.index, container, None, None).map_err(doing(format!("failed to add route to {container} dev {host}")))?;
-        let forward = if address.addr().is_ipv4() { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
-        sysctl::ensure(forward, "1").map_err(doing("failed to enable forwarding"))?;
+        pair::forward(address.addr())?;
     }
     Ok(())
 }
@@ -140,10 +122,7 @@ impl Plugin for Ptp {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        let ipam = call.config.object("ipam").and_then(|i| i.text("type")).unwrap_or_default();
-        let mut errors: Vec<Error> = if ipam.is_empty() { vec![] } else { delegate::forward(call, ipam, "DEL").err().into_iter().collect() };
-        errors.extend(pair::remove(call));
-        pair::all(errors)
+        pair::remove(call)
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {

@@ -68,7 +68,7 @@ fn node_object(node: &str, old: Option<&Value>, new: &Value) -> Result<(), Strin
 }
 
 /// Whether a pod is the mirror of a static pod of this node, and draws on nothing of the API.
-fn mirror(node: &str, uid: Option<&str>, pod: &Value) -> Result<(), String> {
+fn mirror(node: &str, uid: Option<String>, pod: &Value) -> Result<(), String> {
     if at(pod, &["metadata", "annotations", "kubernetes.io/config.mirror"]).is_none() {
         return Err(format!("pod does not have \"kubernetes.io/config.mirror\" annotation, node {node:?} can only create mirror pods"));
     }
@@ -79,7 +79,7 @@ fn mirror(node: &str, uid: Option<&str>, pod: &Value) -> Result<(), String> {
         return Err(format!("node {node:?} can only create pods with a single owner reference set to itself"));
     };
     let ours = text(owner, &["apiVersion"]) == Some("v1") && text(owner, &["kind"]) == Some("Node") && text(owner, &["name"]) == Some(node);
-    if !ours || owner["controller"] != true || owner["blockOwnerDeletion"] == true || text(owner, &["uid"]) != uid {
+    if !ours || owner["controller"] != true || owner["blockOwnerDeletion"] == true || text(owner, &["uid"]) != uid.as_deref() {
         return Err(format!("node {node:?} can only create pods with an owner reference that is itself, by its uid, as their controller"));
     }
     let refuse = |what: &str| Err(format!("node {node:?} can not create pods that reference {what}"));
@@ -104,12 +104,19 @@ fn mirror(node: &str, uid: Option<&str>, pod: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether a node may make `new` of `old`. `uid` is its own Node's.
-pub fn check(node: &str, uid: Option<&str>, resource: &Resource, sub: Option<Sub>, old: Option<&Value>, new: &Value) -> Result<(), ApiError> {
+/// Whether a node may make `new` of `old`. `uid` reads its own Node's, which only mirrors need.
+pub fn check(
+    node: &str,
+    uid: impl FnOnce() -> Option<String>,
+    resource: &Resource,
+    sub: Option<Sub>,
+    old: Option<&Value>,
+    new: &Value,
+) -> Result<(), ApiError> {
     let same = |what: &str| if name(new) == node { Ok(()) } else { Err(format!("can only access {what} with the same name as the requesting node")) };
     let result = match (resource.kind, sub, old) {
         ("Node", None | Some(Sub::Status), _) => node_object(node, old, new),
-        ("Pod", None, None) => mirror(node, uid, new),
+        ("Pod", None, None) => mirror(node, uid(), new),
         ("Pod", None, Some(_)) => Err(format!("node {node:?} can only change the status of pods")),
         ("Pod", Some(Sub::Status), _) if text(new, &["spec", "nodeName"]) != Some(node) => {
             Err(format!("node {node:?} can only update pod status for pods with spec.nodeName set to itself"))
@@ -141,7 +148,7 @@ mod tests {
 
     fn may(kind: &str, sub: Option<Sub>, old: Option<Value>, new: Value) -> Result<(), String> {
         let resource = Resource::of_kind(kind).expect("a kind");
-        check("n1", Some("uid-1"), resource, sub, old.as_ref(), &new).map_err(|e| e.message)
+        check("n1", || Some("uid-1".into()), resource, sub, old.as_ref(), &new).map_err(|e| e.message)
     }
 
     #[test]

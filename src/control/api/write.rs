@@ -231,8 +231,11 @@ impl Api {
     /// Whether a user may make `new` of `old`, where that depends on what is in them.
     fn check_writer(&self, user: &User, resource: &Resource, sub: Option<Sub>, old: Option<&Value>, new: &Value) -> Result<(), ApiError> {
         if let Some(node) = user.node() {
-            let own = self.store.get(&format!("nodes/{node}")).and_then(|r| serde_json::from_slice::<Value>(&r.value).ok());
-            restriction::check(node, own.as_ref().map(object::uid), resource, sub, old, new)?;
+            let uid = || {
+                let own: Value = serde_json::from_slice(&self.store.get(&format!("nodes/{node}"))?.value).ok()?;
+                Some(object::uid(&own).to_owned())
+            };
+            restriction::check(node, uid, resource, sub, old, new)?;
         }
         self.rbac.check_write(&self.store, user, resource.kind, new)
     }
