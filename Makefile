@@ -11,7 +11,7 @@ deps: ## Install what running needs (containerd, runc) from the distribution
 	@sh tests/support/install.sh containerd runc
 
 test-deps: ## Install what the tests need besides
-	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables kubectl docker-registry qemu-system-x86 e2fsprogs mmdebstrap kmod
+	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables iptables kubectl docker-registry qemu-system-x86 e2fsprogs mmdebstrap kmod
 
 build: ## Build the release binaries
 	$(CARGO) build --release --workspace --locked

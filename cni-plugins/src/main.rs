@@ -1,21 +1,57 @@
 //! The multi-call binary: its name decides which plugin it is.
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use holdfast_cni::{plugins, skel};
 
 fn main() -> ExitCode {
     let name = std::env::args_os().next().unwrap_or_default();
-    let name = std::path::Path::new(&name).file_name().and_then(|n| n.to_str()).unwrap_or_default().to_owned();
+    let name = Path::new(&name).file_name().and_then(|n| n.to_str()).unwrap_or_default().to_owned();
     match plugins::find(&name) {
         Some(plugin) => skel::run(plugin),
-        None => {
-            eprintln!(
-                "holdfast-cni {}: call it as one of: {}. Make links of those names to it in the runtime's CNI directory, for instance:\n  ln -s holdfast-cni /opt/cni/bin/bridge",
+        None => own(),
+    }
+}
+
+/// Called by its own name: what it is, or its installation.
+fn own() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match arguments.as_slice() {
+        ["install", dir] => match install(Path::new(dir)) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("holdfast-cni: the plugins cannot be installed in {dir}: {error}");
+                ExitCode::FAILURE
+            }
+        },
+        arguments => {
+            let help = matches!(arguments, ["--help" | "-h" | "help"]);
+            let text = format!(
+                "holdfast-cni {}: CNI plugins in one binary, which is the plugin that it is called as.\n\nPlugins: {}\n\nUsage:\n  holdfast-cni install DIR   copy it to DIR (such as /opt/cni/bin) and make links of these names to it,\n                             in place of any plugins that are there",
                 env!("CARGO_PKG_VERSION"),
-                plugins::NAMES.join(", ")
+                plugins::names().collect::<Vec<_>>().join(", ")
             );
-            ExitCode::from(2)
+            if help {
+                println!("{text}")
+            } else {
+                eprintln!("{text}")
+            }
+            ExitCode::from(if help { 0 } else { 2 })
         }
     }
+}
+
+/// Everything appears by rename: a plugin that runs right now is not disturbed, and there is never one missing.
+fn install(dir: &Path) -> std::io::Result<()> {
+    std::fs::create_dir_all(dir)?;
+    let fresh = dir.join(format!(".holdfast-cni.{}", std::process::id()));
+    std::fs::copy("/proc/self/exe", &fresh)?;
+    std::fs::rename(&fresh, dir.join("holdfast-cni"))?;
+    for name in plugins::names() {
+        std::os::unix::fs::symlink("holdfast-cni", &fresh)?;
+        std::fs::rename(&fresh, dir.join(name))?;
+    }
+    Ok(())
 }

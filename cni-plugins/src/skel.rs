@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use serde_json::{Value, json};
 
-use crate::cni::{Error, Json, Success, VERSIONS, at_least};
+use crate::cni::{Error, Json, Owner, Success, VERSIONS, at_least};
 use crate::net::netns;
 
 /// The largest configuration that is read.
@@ -38,6 +38,16 @@ impl Call<'_> {
         self.config.text("name")
     }
 
+    /// Whose things on the host are those of this attachment.
+    pub fn owner(&self) -> Result<Owner, Error> {
+        Ok(Owner::new(self.network()?, &self.container, &self.ifname))
+    }
+
+    /// The result of the chain so far, without which `plugin` can do nothing.
+    pub fn chained(&self, plugin: &str) -> Result<Success, Error> {
+        self.previous()?.ok_or_else(|| Error::config(format!("{plugin} must be called as chained plugin: prevResult is missing")))
+    }
+
     /// The result of the chain so far, if there is one.
     pub fn previous(&self) -> Result<Option<Success>, Error> {
         self.config.get("prevResult").map(|v| Success::parse(v, self.version)).transpose()
@@ -48,6 +58,10 @@ impl Call<'_> {
 pub trait Plugin: Sync {
     /// Its name.
     fn name(&self) -> &'static str;
+    /// The versions of the protocol that it speaks.
+    fn versions(&self) -> &'static [&'static str] {
+        VERSIONS
+    }
     /// ADD.
     fn add(&self, call: &Call<'_>) -> Result<Success, Error>;
     /// DEL: best effort, and again is fine.
@@ -68,7 +82,12 @@ pub trait Plugin: Sync {
 pub fn run(plugin: &dyn Plugin) -> ExitCode {
     let env = |name: &str| std::env::var(name).unwrap_or_default();
     if env("CNI_COMMAND").is_empty() {
-        eprintln!("holdfast CNI {} plugin {}\nCNI protocol versions supported: {}", plugin.name(), env!("CARGO_PKG_VERSION"), VERSIONS.join(", "));
+        eprintln!(
+            "holdfast CNI {} plugin {}\nCNI protocol versions supported: {}",
+            plugin.name(),
+            env!("CARGO_PKG_VERSION"),
+            plugin.versions().join(", ")
+        );
         return ExitCode::SUCCESS;
     }
     let mut version = "0.1.0".to_owned();
@@ -87,7 +106,7 @@ pub fn run(plugin: &dyn Plugin) -> ExitCode {
 fn call(plugin: &dyn Plugin, env: &dyn Fn(&str) -> String, version: &mut String) -> Result<Option<Value>, Error> {
     let command = env("CNI_COMMAND");
     let needed: &[&str] = match command.as_str() {
-        "VERSION" => return Ok(Some(json!({"cniVersion": "1.1.0", "supportedVersions": VERSIONS}))),
+        "VERSION" => return Ok(Some(json!({"cniVersion": "1.1.0", "supportedVersions": plugin.versions()}))),
         "ADD" | "CHECK" => &["CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_PATH"],
         "DEL" => &["CNI_CONTAINERID", "CNI_IFNAME", "CNI_PATH"],
         "GC" | "STATUS" => &["CNI_PATH"],
@@ -119,9 +138,9 @@ fn call(plugin: &dyn Plugin, env: &dyn Fn(&str) -> String, version: &mut String)
     check_id("network name", name).map_err(|e| Error::config(e.message))?;
     let given = config.text("cniVersion")?;
     let given = if given.is_empty() { "0.1.0" } else { given };
-    if !VERSIONS.contains(&given) {
+    if !plugin.versions().contains(&given) {
         let mut error = Error::new(Error::VERSION, "incompatible CNI versions");
-        error.details = format!("config is {given:?}, plugin supports {VERSIONS:?}");
+        error.details = format!("config is {given:?}, plugin supports {:?}", plugin.versions());
         return Err(error);
     }
     given.clone_into(version);
@@ -180,7 +199,8 @@ fn check_id(what: &str, id: &str) -> Result<(), Error> {
     Err(Error::new(Error::ENVIRONMENT, format!("invalid characters in {what}: {:?}", id.chars().take(60).collect::<String>())))
 }
 
-fn check_ifname(name: &str) -> Result<(), Error> {
+/// Refuses what cannot be the name of an interface.
+pub fn check_ifname(name: &str) -> Result<(), Error> {
     let why = if name.len() > 15 {
         "it is longer than 15 bytes"
     } else if name == "." || name == ".." {

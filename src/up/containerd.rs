@@ -56,25 +56,19 @@ pub fn network(settings: &Settings) -> serde_json::Value {
         "cniVersion": "1.0.0", "name": settings.name, "plugins": [{
             "type": "bridge", "bridge": settings.bridge, "isDefaultGateway": true, "ipMasq": true, "hairpinMode": true,
             "ipam": {"type": "host-local", "dataDir": settings.dirs.data.join("cni/networks"), "ranges": [[{"subnet": settings.pod_cidr}]]},
-        }],
+        }, {"type": "portmap", "capabilities": {"portMappings": true}}],
     })
 }
 
 /// Installs the CNI plugins of this build and the network's configuration.
 pub fn install_network(settings: &Settings) -> anyhow::Result<()> {
     let (bin, conf) = (settings.dirs.data.join("cni/bin"), settings.dirs.data.join("cni/net.d"));
-    std::fs::create_dir_all(&bin)?;
     std::fs::create_dir_all(&conf)?;
     let source = cni_binary()?;
-    // By rename: a plugin that runs right now must not be overwritten.
-    let fresh = bin.join(".holdfast-cni.new");
-    std::fs::copy(&source, &fresh).with_context(|| format!("the CNI plugins cannot be copied from {}", source.display()))?;
-    std::fs::rename(&fresh, bin.join("holdfast-cni"))?;
-    for plugin in ["bridge", "host-local", "loopback"] {
-        let link = bin.join(plugin);
-        if std::fs::symlink_metadata(&link).is_err() {
-            std::os::unix::fs::symlink("holdfast-cni", &link)?;
-        }
+    let installed = std::process::Command::new(&source).arg("install").arg(&bin).output();
+    let installed = installed.with_context(|| format!("{} cannot be run", source.display()))?;
+    if !installed.status.success() {
+        bail!("{}", String::from_utf8_lossy(&installed.stderr).trim());
     }
     std::fs::write(conf.join("10-holdfast.conflist"), network(settings).to_string())?;
     Ok(())

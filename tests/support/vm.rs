@@ -107,7 +107,11 @@ fn begin(kernel: &Path, modules: &[&str]) -> (Archive, String) {
         // With those that it needs, in their order.
         let needed = Command::new("/sbin/modprobe").arg("-d").arg(kernel).args(["-S", &version, "--show-depends", name]).output().unwrap();
         assert!(needed.status.success(), "no module {name}: {}", String::from_utf8_lossy(&needed.stderr));
-        for file in String::from_utf8(needed.stdout).unwrap().lines().filter_map(|line| line.strip_prefix("insmod ")).map(|l| PathBuf::from(l.trim()))
+        for file in String::from_utf8(needed.stdout)
+            .unwrap()
+            .lines()
+            .filter_map(|line| line.strip_prefix("insmod ")?.split_whitespace().next())
+            .map(PathBuf::from)
         {
             let at = Path::new("/modules").join(file.file_name().unwrap());
             let own = if file.file_stem().is_some_and(|stem| stem == name) { options } else { "" };

@@ -2,14 +2,23 @@
 
 mod config;
 mod error;
+mod owner;
 mod result;
 
 pub use config::{Args, Json, cni_args};
 pub use error::Error;
+pub use owner::{Owner, digest, is_left_over};
 pub use result::{Address, Dns, Interface, Route, Success, parse_routes};
 
 /// Every version that is spoken, oldest first.
 pub const VERSIONS: &[&str] = &["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"];
+
+/// The versions from `least` on, for plugins that did not exist before.
+#[must_use]
+pub fn since(least: &str) -> &'static [&'static str] {
+    let first = VERSIONS.iter().position(|v| *v == least).unwrap_or(0);
+    VERSIONS.get(first..).unwrap_or_default()
+}
 
 /// Whether `version` is at least `least`; both are from [`VERSIONS`].
 #[must_use]

@@ -16,6 +16,8 @@ pub struct Interface {
     pub mac: String,
     /// The path of its network namespace, empty for the host's.
     pub sandbox: String,
+    /// The members that are only passed on: mtu, socketPath, pciID.
+    pub extra: Map<String, Value>,
 }
 
 /// An address of a container.
@@ -116,6 +118,7 @@ impl Success {
                 name: item.text("name")?.into(),
                 mac: item.text("mac")?.into(),
                 sandbox: item.text("sandbox")?.into(),
+                extra: ["mtu", "socketPath", "pciID"].iter().filter_map(|k| item.get(k).map(|v| ((*k).to_owned(), v.clone()))).collect(),
             });
         }
         for item in config.list("ips")? {
@@ -171,7 +174,8 @@ impl Success {
             .interfaces
             .iter()
             .map(|i| {
-                let mut value = json!({"name": i.name});
+                let mut value = if modern { Value::Object(i.extra.clone()) } else { json!({}) };
+                value["name"] = i.name.as_str().into();
                 for (key, text) in [("mac", &i.mac), ("sandbox", &i.sandbox)] {
                     if !text.is_empty() {
                         value[key] = text.as_str().into();
@@ -217,7 +221,7 @@ mod tests {
     #[test]
     fn every_version_reads_what_it_writes() {
         let success = Success {
-            interfaces: vec![Interface { name: "eth0".into(), mac: "aa:bb:cc:dd:ee:ff".into(), sandbox: "/ns".into() }],
+            interfaces: vec![Interface { name: "eth0".into(), mac: "aa:bb:cc:dd:ee:ff".into(), sandbox: "/ns".into(), extra: Map::new() }],
             ips: vec![Address { address: "10.0.0.2/24".parse().expect("ip"), gateway: Some("10.0.0.1".parse().expect("ip")), interface: Some(0) }],
             routes: vec![Route { destination: "0.0.0.0/0".parse().expect("net"), gateway: None, extra: Map::new() }],
             dns: Dns::default(),

@@ -1,4 +1,4 @@
-//! Links, addresses and routes over rtnetlink.
+//! Links and their addresses over rtnetlink.
 
 use std::fs::File;
 use std::io;
@@ -7,33 +7,39 @@ use std::os::fd::AsRawFd as _;
 
 use ipnet::IpNet;
 
-use super::netlink::{ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes};
+use super::netlink::{ACK, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes};
 
-const NEW_LINK: u16 = 16;
-const DEL_LINK: u16 = 17;
-const GET_LINK: u16 = 18;
+pub(super) const NEW_LINK: u16 = 16;
+pub(super) const DEL_LINK: u16 = 17;
+pub(super) const GET_LINK: u16 = 18;
+pub(super) const SET_LINK: u16 = 19;
 const NEW_ADDR: u16 = 20;
 const DEL_ADDR: u16 = 21;
 const GET_ADDR: u16 = 22;
-const NEW_ROUTE: u16 = 24;
-const GET_ROUTE: u16 = 26;
 
 const IFLA_ADDRESS: u16 = 1;
 const IFLA_IFNAME: u16 = 3;
 const IFLA_MTU: u16 = 4;
+const IFLA_LINK: u16 = 5;
 const IFLA_MASTER: u16 = 10;
 const IFLA_PROTINFO: u16 = 12;
+const IFLA_TXQLEN: u16 = 13;
+const IFLA_OPERSTATE: u16 = 16;
 const IFLA_LINKINFO: u16 = 18;
+const IFLA_IFALIAS: u16 = 20;
 const IFLA_NET_NS_FD: u16 = 28;
 const IFLA_INFO_KIND: u16 = 1;
 const IFLA_INFO_DATA: u16 = 2;
 const VETH_INFO_PEER: u16 = 1;
+/// Whether a bridge tells VLANs apart.
+pub const IFLA_BR_VLAN_FILTERING: u16 = 7;
 const IFLA_BRPORT_MODE: u16 = 4;
 const IFLA_BRPORT_ISOLATED: u16 = 33;
 
 const IFF_UP: u32 = 0x1;
 const IFF_PROMISC: u32 = 0x100;
-const AF_BRIDGE: u8 = 7;
+const IFF_ALLMULTI: u32 = 0x200;
+pub(super) const AF_BRIDGE: u8 = 7;
 const NODAD: u8 = 0x2;
 const IFA_FLAGS: u16 = 8;
 const NO_PREFIX_ROUTE: u32 = 0x200;
@@ -57,6 +63,30 @@ pub struct Link {
     pub up: bool,
     /// Whether it takes packets for everybody.
     pub promiscuous: bool,
+    /// Whether it takes all multicast packets.
+    pub all_multicast: bool,
+    /// The link below it, or the other end of its pair.
+    pub below: Option<u32>,
+    /// How many packets wait to be sent at most.
+    pub queue: u32,
+    /// What somebody has called it besides.
+    pub alias: String,
+    /// Whether packets can pass.
+    pub operates: bool,
+    /// What only links of its kind have, as the kernel writes it.
+    pub data: Vec<u8>,
+}
+
+impl Link {
+    /// One of the things that only links of its kind have, as a number of one, two or four bytes.
+    #[must_use]
+    pub fn option(&self, kind: u16) -> Option<u32> {
+        let value = attributes(&self.data).find(|(k, _)| *k == kind).map(|(_, v)| v)?;
+        if let [byte] = value {
+            return Some((*byte).into());
+        }
+        <[u8; 2]>::try_from(value).ok().map(|b| u16::from_ne_bytes(b).into()).or_else(|| number(value))
+    }
 }
 
 /// Six bytes as text.
@@ -81,7 +111,7 @@ pub fn random_mac() -> io::Result<[u8; 6]> {
     Ok(mac)
 }
 
-fn header(family: u8, index: u32, flags: u32, change: u32) -> Vec<u8> {
+pub(super) fn header(family: u8, index: u32, flags: u32, change: u32) -> Vec<u8> {
     let mut bytes = vec![family, 0, 0, 0];
     bytes.extend_from_slice(&index.to_ne_bytes());
     bytes.extend_from_slice(&flags.to_ne_bytes());
@@ -89,7 +119,7 @@ fn header(family: u8, index: u32, flags: u32, change: u32) -> Vec<u8> {
     bytes
 }
 
-fn number(bytes: &[u8]) -> Option<u32> {
+pub(super) fn number(bytes: &[u8]) -> Option<u32> {
     bytes.get(..4)?.try_into().ok().map(u32::from_ne_bytes)
 }
 
@@ -100,14 +130,27 @@ fn text(bytes: &[u8]) -> String {
 fn parse_link(body: &[u8]) -> Option<Link> {
     let index = number(body.get(4..)?)?;
     let flags = number(body.get(8..)?)?;
-    let mut link = Link { index, up: flags & IFF_UP != 0, promiscuous: flags & IFF_PROMISC != 0, ..Link::default() };
+    let mut link =
+        Link { index, up: flags & IFF_UP != 0, promiscuous: flags & IFF_PROMISC != 0, all_multicast: flags & IFF_ALLMULTI != 0, ..Link::default() };
     for (kind, value) in attributes(body.get(16..)?) {
         match kind {
             IFLA_IFNAME => link.name = text(value),
             IFLA_ADDRESS => link.mac = mac_text(value),
             IFLA_MTU => link.mtu = number(value).unwrap_or(0),
             IFLA_MASTER => link.master = number(value),
-            IFLA_LINKINFO => link.kind = attributes(value).find(|(k, _)| *k == IFLA_INFO_KIND).map(|(_, v)| text(v)).unwrap_or_default(),
+            IFLA_LINK => link.below = number(value),
+            IFLA_TXQLEN => link.queue = number(value).unwrap_or(0),
+            IFLA_IFALIAS => link.alias = text(value),
+            IFLA_OPERSTATE => link.operates = value == [6],
+            IFLA_LINKINFO => {
+                for (kind, value) in attributes(value) {
+                    match kind {
+                        IFLA_INFO_KIND => link.kind = text(value),
+                        IFLA_INFO_DATA => value.clone_into(&mut link.data),
+                        _ => {}
+                    }
+                }
+            }
             _ => {}
         }
     }
@@ -132,7 +175,109 @@ pub struct VethPlan<'a> {
     pub master: Option<u32>,
 }
 
+/// A link on its own, or above another one.
+#[derive(Default)]
+pub struct LinkPlan<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// Its kind, for instance `macvlan`.
+    pub kind: &'a str,
+    /// What only links of this kind have.
+    pub data: Attributes,
+    /// The link below it, in the namespace of the socket.
+    pub below: Option<u32>,
+    /// Where it shall be; in the namespace of the socket if there is none.
+    pub namespace: Option<&'a File>,
+    /// 0 leaves it to the kernel.
+    pub mtu: u32,
+    /// Its address, if not what the kernel chooses.
+    pub mac: Option<[u8; 6]>,
+}
+
+/// What shall be otherwise about a link; what is `None` stays.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Change<'a> {
+    /// The name.
+    pub name: Option<&'a str>,
+    /// The hardware address.
+    pub mac: Option<[u8; 6]>,
+    /// The MTU.
+    pub mtu: Option<u32>,
+    /// The queue's length.
+    pub queue: Option<u32>,
+    /// Administratively up or down.
+    pub up: Option<bool>,
+    /// Takes packets for everybody.
+    pub promiscuous: Option<bool>,
+    /// Takes all multicast packets.
+    pub all_multicast: Option<bool>,
+    /// What it is called besides; empty for nothing.
+    pub alias: Option<&'a str>,
+    /// The link that it becomes a port of; 0 for none.
+    pub master: Option<u32>,
+    /// The namespace that it moves to.
+    pub namespace: Option<&'a File>,
+}
+
 impl Socket {
+    /// Creates a link, down.
+    pub fn add_link(&mut self, plan: &LinkPlan<'_>) -> io::Result<()> {
+        let mut message = Message::new(NEW_LINK, REQUEST | ACK | CREATE | EXCL, &header(0, 0, 0, 0)).text(IFLA_IFNAME, plan.name);
+        if let Some(below) = plan.below {
+            message = message.number(IFLA_LINK, below);
+        }
+        if let Some(mac) = plan.mac {
+            message = message.put(IFLA_ADDRESS, &mac);
+        }
+        if plan.mtu > 0 {
+            message = message.number(IFLA_MTU, plan.mtu);
+        }
+        if let Some(namespace) = plan.namespace {
+            message = message.put(IFLA_NET_NS_FD, &namespace.as_raw_fd().to_ne_bytes());
+        }
+        let mut info = Attributes::new().text(IFLA_INFO_KIND, plan.kind);
+        if !plan.data.0.is_empty() {
+            info = info.nest(IFLA_INFO_DATA, &plan.data);
+        }
+        self.execute(message.nest(IFLA_LINKINFO, &info))
+    }
+
+    /// Changes a link, in one message.
+    pub fn change_link(&mut self, index: u32, change: Change<'_>) -> io::Result<()> {
+        let (mut flags, mut mask) = (0, 0);
+        for (wanted, flag) in [(change.up, IFF_UP), (change.promiscuous, IFF_PROMISC), (change.all_multicast, IFF_ALLMULTI)] {
+            mask |= if wanted.is_some() { flag } else { 0 };
+            flags |= if wanted == Some(true) { flag } else { 0 };
+        }
+        let mut message = Message::new(NEW_LINK, REQUEST | ACK, &header(0, index, flags, mask));
+        for (kind, text) in [(IFLA_IFNAME, change.name), (IFLA_IFALIAS, change.alias)] {
+            if let Some(text) = text {
+                message = message.text(kind, text);
+            }
+        }
+        for (kind, number) in [(IFLA_MTU, change.mtu), (IFLA_TXQLEN, change.queue), (IFLA_MASTER, change.master)] {
+            if let Some(number) = number {
+                message = message.number(kind, number);
+            }
+        }
+        if let Some(mac) = change.mac {
+            message = message.put(IFLA_ADDRESS, &mac);
+        }
+        if let Some(namespace) = change.namespace {
+            message = message.put(IFLA_NET_NS_FD, &namespace.as_raw_fd().to_ne_bytes());
+        }
+        self.execute(message)
+    }
+
+    /// The link of an index.
+    pub fn link_at(&mut self, index: u32) -> io::Result<Option<Link>> {
+        match self.query(Message::new(GET_LINK, REQUEST, &header(0, index, 0, 0))) {
+            Ok(answers) => Ok(answers.first().and_then(|(_, body)| parse_link(body))),
+            Err(error) if error.raw_os_error() == Some(nix::errno::Errno::ENODEV as i32) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     /// The link of a name.
     pub fn link(&mut self, name: &str) -> io::Result<Option<Link>> {
         let message = Message::new(GET_LINK, REQUEST, &header(0, 0, 0, 0)).text(IFLA_IFNAME, name);
@@ -149,9 +294,12 @@ impl Socket {
         Ok(answers.iter().filter_map(|(_, body)| parse_link(body)).collect())
     }
 
-    /// Creates a bridge that is up; one that exists already is an error.
-    pub fn add_bridge(&mut self, name: &str, mac: [u8; 6], mtu: u32) -> io::Result<()> {
-        let info = Attributes::new().text(IFLA_INFO_KIND, "bridge");
+    /// Creates a bridge that is up, one that tells VLANs apart if so; one that exists already is an error.
+    pub fn add_bridge(&mut self, name: &str, mac: [u8; 6], mtu: u32, filters_vlans: bool) -> io::Result<()> {
+        let mut info = Attributes::new().text(IFLA_INFO_KIND, "bridge");
+        if filters_vlans {
+            info = info.nest(IFLA_INFO_DATA, &Attributes::new().put(IFLA_BR_VLAN_FILTERING, &[1]));
+        }
         let mut message =
             Message::new(NEW_LINK, REQUEST | ACK | CREATE | EXCL, &header(0, 0, IFF_UP, IFF_UP)).text(IFLA_IFNAME, name).put(IFLA_ADDRESS, &mac);
         if mtu > 0 {
@@ -194,7 +342,7 @@ impl Socket {
     /// Sets hairpin and isolation of a bridge port.
     pub fn set_port(&mut self, index: u32, hairpin: bool, isolated: bool) -> io::Result<()> {
         let port = Attributes::new().put(IFLA_BRPORT_MODE, &[u8::from(hairpin)]).put(IFLA_BRPORT_ISOLATED, &[u8::from(isolated)]);
-        self.execute(Message::new(NEW_LINK, REQUEST | ACK, &header(AF_BRIDGE, index, 0, 0)).nest(IFLA_PROTINFO, &port))
+        self.execute(Message::new(SET_LINK, REQUEST | ACK, &header(AF_BRIDGE, index, 0, 0)).nest(IFLA_PROTINFO, &port))
     }
 
     /// Deletes a link; a missing one is fine.
@@ -262,59 +410,16 @@ impl Socket {
         }
         Ok(found)
     }
-
-    /// Adds a route through a link; one that is there already is fine.
-    pub fn add_route(&mut self, index: u32, destination: IpNet, gateway: Option<IpAddr>, priority: Option<u32>) -> io::Result<()> {
-        let (family, bytes) = octets(destination.network());
-        let scope = if gateway.is_some() { 0 } else { 253 };
-        let head = [family, destination.prefix_len(), 0, 0, 254, 3, scope, 1, 0, 0, 0, 0];
-        let mut message = Message::new(NEW_ROUTE, REQUEST | ACK | CREATE | APPEND, &head).number(4, index);
-        if destination.prefix_len() > 0 {
-            message = message.put(1, &bytes);
-        }
-        if let Some(gateway) = gateway {
-            message = message.put(5, &octets(gateway).1);
-        }
-        if let Some(priority) = priority {
-            message = message.number(6, priority);
-        }
-        match self.execute(message) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            other => other,
-        }
-    }
-
-    /// The routes of the main table: destination and gateway.
-    pub fn routes(&mut self) -> io::Result<Vec<(IpNet, Option<IpAddr>)>> {
-        let answers = self.query(Message::new(GET_ROUTE, REQUEST | DUMP, &[0; 12]))?;
-        let mut routes = Vec::new();
-        for (_, body) in answers {
-            let (Some(&family), Some(&prefix)) = (body.first(), body.get(1)) else { continue };
-            let any: IpAddr = if family == 2 { IpAddr::from([0u8; 4]) } else { IpAddr::from([0u8; 16]) };
-            let (mut destination, mut gateway) = (any, None);
-            for (kind, value) in attributes(body.get(12..).unwrap_or_default()) {
-                match kind {
-                    1 => destination = ip(value).unwrap_or(any),
-                    5 => gateway = ip(value),
-                    _ => {}
-                }
-            }
-            if let Ok(net) = IpNet::new(destination, prefix) {
-                routes.push((net, gateway));
-            }
-        }
-        Ok(routes)
-    }
 }
 
-fn octets(address: IpAddr) -> (u8, Vec<u8>) {
+pub(super) fn octets(address: IpAddr) -> (u8, Vec<u8>) {
     match address {
         IpAddr::V4(a) => (2, a.octets().to_vec()),
         IpAddr::V6(a) => (10, a.octets().to_vec()),
     }
 }
 
-fn ip(bytes: &[u8]) -> Option<IpAddr> {
+pub(super) fn ip(bytes: &[u8]) -> Option<IpAddr> {
     match bytes.len() {
         4 => <[u8; 4]>::try_from(bytes).ok().map(IpAddr::from),
         16 => <[u8; 16]>::try_from(bytes).ok().map(IpAddr::from),

@@ -1,10 +1,28 @@
-//! The only code here that talks to the kernel: netlink messages, links, nftables, namespaces, sysctls.
+//! The only code here that talks to the kernel: netlink messages, links, routes, nftables, traffic control, namespaces,
+//! sysctls.
 
+pub mod bridge;
+pub mod conntrack;
 pub mod link;
 pub mod netlink;
 pub mod netns;
 pub mod nft;
+pub mod route;
 pub mod sysctl;
+pub mod tap;
+pub mod traffic;
+
+/// Runs `work` with an SELinux label for the sockets and devices that it makes; without one if that is empty.
+pub fn with_socket_label<T>(label: &str, work: impl FnOnce() -> std::io::Result<T>) -> std::io::Result<T> {
+    const ATTRIBUTE: &str = "/proc/thread-self/attr/sockcreate";
+    if label.is_empty() {
+        return work();
+    }
+    std::fs::write(ATTRIBUTE, label)?;
+    let result = work();
+    std::fs::write(ATTRIBUTE, "")?;
+    result
+}
 
 /// Fills a buffer from the system's random source.
 pub fn random(bytes: &mut [u8]) -> std::io::Result<()> {

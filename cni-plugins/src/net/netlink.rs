@@ -16,7 +16,7 @@ pub const APPEND: u16 = 0x800;
 
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
-const NESTED: u16 = 0x8000;
+pub const NESTED: u16 = 0x8000;
 
 /// A message under construction.
 #[derive(Debug, Default, Clone)]
@@ -98,6 +98,12 @@ impl Attributes {
         let mut bytes = value.as_bytes().to_vec();
         bytes.push(0);
         self.put(kind, &bytes)
+    }
+
+    /// A number in the machine's order.
+    #[must_use]
+    pub fn number(self, kind: u16, value: u32) -> Attributes {
+        self.put(kind, &value.to_ne_bytes())
     }
 
     /// A number in network order, as nfnetlink has them.

@@ -32,6 +32,11 @@ fn is_namespace(path: &str) -> bool {
     nix::sys::statfs::statfs(path).is_ok_and(|s| [NSFS_MAGIC, PROC_MAGIC].contains(&s.filesystem_type().0))
 }
 
+/// The namespace that the thread is in.
+pub fn own() -> Result<File, Error> {
+    File::open(OWN).map_err(|e| Error::new(Error::NAMESPACE, format!("cannot open the own network namespace: {e}")))
+}
+
 /// Opens a namespace that must be there.
 pub fn require(path: &str) -> Result<File, Error> {
     open(path)?.ok_or_else(|| Error::new(Error::NAMESPACE, format!("netns {path:?} does not exist or is not a network namespace")))
@@ -40,7 +45,7 @@ pub fn require(path: &str) -> Result<File, Error> {
 /// Runs `work` inside a namespace and comes back. The process has one thread, so nobody else moves.
 pub fn inside<T>(namespace: &File, work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     let fail = |what: &str, error: &dyn std::fmt::Display| Error::new(Error::NAMESPACE, format!("{what}: {error}"));
-    let home = File::open(OWN).map_err(|e| fail("cannot open the own network namespace", &e))?;
+    let home = own()?;
     setns(namespace, CloneFlags::CLONE_NEWNET).map_err(|e| fail("cannot enter the container's network namespace", &e))?;
     let result = work();
     setns(&home, CloneFlags::CLONE_NEWNET).map_err(|e| fail("cannot come back from the container's network namespace", &e))?;

@@ -1,19 +1,21 @@
 //! `bridge`: a veth pair between a container and a bridge of the host (CNI reference spec, chapter 5).
 //!
 //! `Config` says what is wanted; ADD makes it so in as few messages as the kernel allows, and takes its
-//! veth and addresses back if it fails. VLANs and MAC spoof checks are refused until they are done.
+//! veth and addresses back if it fails.
 
 use std::fs::File;
 use std::net::IpAddr;
 
 use ipnet::IpNet;
-use serde_json::Map;
+use serde_json::{Map, Value};
 
-use super::pair::{self, Wish, doing};
-use crate::cni::{Args, Dns, Error, Interface, Route, Success, cni_args};
+use super::interface::{self, doing};
+use super::pair::{self, Wish};
+use crate::cni::{Args, Dns, Error, Interface, Json, Route, Success, cni_args};
 use crate::ipam::delegate;
-use crate::net::link::{Link, parse_mac, random_mac};
+use crate::net::link::{IFLA_BR_VLAN_FILTERING, Link, VethPlan, parse_mac, random_mac};
 use crate::net::netlink::Socket;
+use crate::net::nft::{Nft, spoof};
 use crate::net::{netns, sysctl};
 use crate::skel::{Call, Plugin};
 
@@ -33,6 +35,10 @@ struct Config<'a> {
     dad: bool,
     leave_down: bool,
     mac: Option<[u8; 6]>,
+    spoof_check: bool,
+    vlan: u16,
+    trunk: Vec<u16>,
+    keep_default_vlan: bool,
     ipam: &'a str,
     dns: Dns,
 }
@@ -46,14 +52,6 @@ impl<'a> Config<'a> {
         for source in [c.object("args")?.object("cni")?.text("mac")?, c.object("runtimeConfig")?.text("mac")?] {
             if !source.is_empty() {
                 source.clone_into(&mut mac);
-            }
-        }
-        for later in ["vlan", "vlanTrunk", "macspoofchk"] {
-            if c.get(later).is_some_and(|v| *v != false && *v != 0 && v.as_array().is_none_or(|a| !a.is_empty())) {
-                return Err(Error::new(
-                    2,
-                    format!("the option {later:?} is not supported by this version of the bridge plugin; leave it out or use the reference plugin"),
-                ));
             }
         }
         let config = Config {
@@ -73,6 +71,10 @@ impl<'a> Config<'a> {
             } else {
                 Some(parse_mac(&mac).ok_or_else(|| Error::config(format!("invalid MAC address {mac:?}: expected six hexadecimal bytes")))?)
             },
+            spoof_check: c.flag("macspoofchk")?,
+            vlan: vid(c.number("vlan", 0, i64::MIN..=i64::MAX)?, 0, "vlan")?,
+            trunk: trunk(c.list("vlanTrunk")?)?,
+            keep_default_vlan: c.flag("preserveDefaultVlan")?,
             ipam: c.object("ipam")?.text("type")?,
             dns: Dns::parse(c.object("dns")?),
         };
@@ -93,6 +95,96 @@ impl<'a> Config<'a> {
     }
 }
 
+impl Config<'_> {
+    fn has_vlans(&self) -> bool {
+        self.vlan != 0 || !self.trunk.is_empty()
+    }
+}
+
+fn vid(number: i64, least: i64, what: &str) -> Result<u16, Error> {
+    let fits = u16::try_from(number).ok().filter(|_| (least..=4094).contains(&number));
+    fits.ok_or_else(|| Error::config(format!("invalid VLAN ID {number} in {what:?} (must be between {least} and 4094)")))
+}
+
+/// The VLANs of a trunk, each once.
+fn trunk(list: &[Value]) -> Result<Vec<u16>, Error> {
+    let mut found = std::collections::BTreeSet::new();
+    for item in list.iter().map(Json) {
+        let number = |key: &str| item.get(key).map(|_| item.number(key, 0, i64::MIN..=i64::MAX).and_then(|n| vid(n, 1, key))).transpose();
+        let (low, high, id) = (number("minID")?, number("maxID")?, number("id")?);
+        match (low, high) {
+            (Some(low), Some(high)) if low > high => {
+                return Err(Error::config(format!("minID {low} is greater than maxID {high} in \"vlanTrunk\"")));
+            }
+            (Some(low), Some(high)) => found.extend(low..=high),
+            (None, None) if id.is_some() => {}
+            (None, None) => return Err(Error::config("an item of \"vlanTrunk\" must have \"id\", or \"minID\" and \"maxID\"")),
+            (Some(_), None) => return Err(Error::config("\"vlanTrunk\" has a \"minID\" without its \"maxID\"")),
+            (None, Some(_)) => return Err(Error::config("\"vlanTrunk\" has a \"maxID\" without its \"minID\"")),
+        }
+        found.extend(id);
+    }
+    Ok(found.into_iter().collect())
+}
+
+/// The VLANs of a port: none but those that were asked for, unless the default one shall stay.
+fn set_vlans(socket: &mut Socket, config: &Config<'_>, port: u32) -> Result<(), Error> {
+    let failed = || doing(format!("the VLANs of the port cannot be set on the bridge {:?}", config.bridge));
+    if !config.keep_default_vlan {
+        for (vid, _) in socket.vlans(port).map_err(failed())? {
+            socket.delete_vlan(port, vid).map_err(failed())?;
+        }
+    }
+    // A trunk alone takes what has no tag as VLAN 1, as it always did.
+    let access = if config.vlan != 0 { config.vlan } else { 1 };
+    socket.add_vlan(port, access, true, false).map_err(failed())?;
+    for vid in config.trunk.iter().filter(|v| **v != access) {
+        socket.add_vlan(port, *vid, false, false).map_err(failed())?;
+    }
+    Ok(())
+}
+
+/// Where the gateway's address is: on the bridge, or for a VLAN on a line of the host's to it.
+fn gateway_link(socket: &mut Socket, config: &Config<'_>, bridge: &Link) -> Result<Link, Error> {
+    if config.vlan == 0 {
+        return Ok(bridge.clone());
+    }
+    let name = format!("{}.{}", config.bridge, config.vlan);
+    if name.len() > 15 {
+        return Err(Error::config(format!("the gateway's interface {name:?} would be longer than 15 bytes: choose a shorter name for the bridge")));
+    }
+    let failed = || doing(format!("the gateway's interface {name:?} cannot be made"));
+    if socket.link(&name).map_err(failed())?.is_none() {
+        let here = netns::own()?;
+        let macs = [random_mac().map_err(failed())?, random_mac().map_err(failed())?];
+        let port = pair::random_name()?;
+        let plan = VethPlan {
+            host_name: &port,
+            host_mac: macs[0],
+            peer_name: &name,
+            peer_mac: macs[1],
+            namespace: &here,
+            mtu: config.mtu,
+            master: Some(bridge.index),
+        };
+        match socket.add_veth(&plan) {
+            // Somebody else was as quick.
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(failed()(error)),
+            Ok(()) => {
+                let port = socket.link(&port).map_err(failed())?.ok_or_else(|| Error::other(format!("the interface {port:?} vanished")))?;
+                for (vid, _) in socket.vlans(port.index).map_err(failed())? {
+                    socket.delete_vlan(port.index, vid).map_err(failed())?;
+                }
+                socket.add_vlan(port.index, config.vlan, true, false).map_err(failed())?;
+            }
+        }
+    }
+    let link = socket.link(&name).map_err(failed())?.ok_or_else(|| Error::other(format!("the interface {name:?} vanished")))?;
+    socket.set_up(link.index, true).map_err(failed())?;
+    Ok(link)
+}
+
 /// The bridge, created if it is not there. Its MAC is set explicitly, which pins it.
 fn ensure_bridge(socket: &mut Socket, config: &Config<'_>) -> Result<Link, Error> {
     let name = config.bridge;
@@ -100,7 +192,12 @@ fn ensure_bridge(socket: &mut Socket, config: &Config<'_>) -> Result<Link, Error
     let mut found = find(socket)?;
     if found.is_none() {
         let mac = random_mac().map_err(doing("no random MAC address"))?;
-        match socket.add_bridge(name, mac, config.mtu) {
+        match socket.add_bridge(name, mac, config.mtu, config.has_vlans()) {
+            Err(error) if config.has_vlans() && error.raw_os_error() == Some(nix::errno::Errno::EOPNOTSUPP as i32) => {
+                return Err(Error::other(format!(
+                    "could not add {name:?}: the kernel has no VLAN filtering for bridges (CONFIG_BRIDGE_VLAN_FILTERING), which \"vlan\" and \"vlanTrunk\" need"
+                )));
+            }
             Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(Error::doing(format!("could not add {name:?}"), error)),
             _ => {}
         }
@@ -111,6 +208,11 @@ fn ensure_bridge(socket: &mut Socket, config: &Config<'_>) -> Result<Link, Error
     let link = found.ok_or_else(|| Error::other(format!("the bridge {name:?} vanished while it was set up")))?;
     if link.kind != "bridge" {
         return Err(Error::other(format!("{name:?} already exists but is not a bridge")));
+    }
+    if config.has_vlans() && link.option(IFLA_BR_VLAN_FILTERING) != Some(1) {
+        return Err(Error::other(format!(
+            "the bridge {name:?} was made without VLAN filtering, which \"vlan\" and \"vlanTrunk\" need: turn it on (ip link set {name} type bridge vlan_filtering 1) or name another bridge"
+        )));
     }
     if !link.up {
         socket.set_up(link.index, true).map_err(doing(format!("the bridge {name:?} cannot be brought up")))?;
@@ -145,6 +247,19 @@ fn ensure_address(socket: &mut Socket, bridge: &Link, address: IpNet, force: boo
             Err(Error::doing(format!("could not add {address} to {:?}", bridge.name), error))
         }
         _ => Ok(()),
+    }
+}
+
+/// CHECK: the port has its VLANs.
+fn check_port(socket: &mut Socket, config: &Config<'_>, expected: &Success) -> Result<(), Error> {
+    let Some(port) = expected.interfaces.get(1).filter(|_| config.has_vlans()) else { return Ok(()) };
+    let failed = || doing("the port's VLANs cannot be read");
+    let link = socket.link(&port.name).map_err(failed())?.ok_or_else(|| Error::other(format!("the port {:?} is missing", port.name)))?;
+    let found = socket.vlans(link.index).map_err(failed())?;
+    let wanted = config.trunk.iter().map(|v| (*v, false)).chain((config.vlan != 0).then_some((config.vlan, true)));
+    match wanted.filter(|(v, access)| *access || *v != config.vlan).find(|(v, access)| !found.iter().any(|f| f.0 == *v && (f.1 || !access))) {
+        Some((missing, _)) => Err(Error::other(format!("the port {:?} is not in the VLAN {missing}", port.name))),
+        None => Ok(()),
     }
 }
 
@@ -191,13 +306,16 @@ impl Plugin for Bridge {
         let bridge = ensure_bridge(&mut socket, &config)?;
         let made = pair::add(&mut socket, call, &namespace, Wish { mac: config.mac, mtu: config.mtu, master: Some(bridge.index) })?;
         let host_name = made[0].name.clone();
-        let own = Interface { name: bridge.name.clone(), mac: bridge.mac.clone(), sandbox: String::new() };
+        let own = Interface { name: bridge.name.clone(), mac: bridge.mac.clone(), ..Interface::default() };
         let [host, container] = made;
         let interfaces = [own, host, container];
         let result = attach(&mut socket, &config, call, &bridge, &namespace, interfaces);
         if result.is_err() {
             // The first error is the one to report; the runtime calls DEL for whatever is left.
             let _ = socket.delete_link(&host_name);
+            if config.spoof_check {
+                let _ = Nft::open().and_then(|mut nft| spoof::remove(&mut nft, &call.container, &call.ifname));
+            }
             if !config.ipam.is_empty() {
                 let _ = delegate::forward(call, config.ipam, "DEL");
             }
@@ -206,7 +324,13 @@ impl Plugin for Bridge {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        pair::remove(call)
+        let spoof = if call.config.flag("macspoofchk").unwrap_or(false) {
+            let removed = Nft::open().and_then(|mut nft| spoof::remove(&mut nft, &call.container, &call.ifname));
+            removed.map_err(doing("the MAC spoof check cannot be removed"))
+        } else {
+            Ok(())
+        };
+        interface::together([spoof, pair::remove(call)])
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
@@ -226,7 +350,11 @@ impl Plugin for Bridge {
         if !attached {
             return Err(Error::other(format!("no interface of prevResult is a port of the bridge {:?}", config.bridge)));
         }
-        pair::check(call, &expected)?;
+        interface::check(call, &expected)?;
+        check_port(&mut socket, &config, &expected)?;
+        if config.spoof_check && !spoof::has(&call.container, &call.ifname).map_err(doing("the MAC spoof check cannot be read"))? {
+            return Err(Error::other("the rules that check the container's MAC address are missing"));
+        }
         if config.masquerade {
             pair::check_masquerade(call)?;
         }
@@ -235,14 +363,22 @@ impl Plugin for Bridge {
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
         let config = Config::parse(call)?;
-        let rules = pair::collect_masquerade(call, keep);
-        let addresses = if config.ipam.is_empty() { Ok(()) } else { delegate::collect(call, config.ipam, keep) };
-        rules.and(addresses)
+        let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
+        let spoof = if config.spoof_check {
+            let gone = |port: &str| matches!(socket.link(port), Ok(None));
+            spoof::collect(keep, gone).map_err(doing("MAC spoof checks cannot be removed"))
+        } else {
+            Ok(())
+        };
+        interface::together([spoof, pair::collect_masquerade(call, keep), interface::collect_addresses(call, keep)])
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
         let config = Config::parse(call)?;
-        if config.ipam.is_empty() { Ok(()) } else { delegate::forward(call, config.ipam, "STATUS") }
+        if config.masquerade || config.spoof_check {
+            super::has_nftables()?;
+        }
+        interface::ask_ipam(call, "STATUS")
     }
 }
 
@@ -256,24 +392,32 @@ fn attach(
 ) -> Result<Success, Error> {
     let host_name = interfaces[1].name.clone();
     let _ = sysctl::write(&format!("ipv6/conf/{host_name}/accept_ra"), "0");
-    if config.hairpin || config.isolated {
+    if config.hairpin || config.isolated || config.has_vlans() {
         let port = socket.link(&host_name).map_err(doing("the host interface cannot be read"))?;
         let port = port.ok_or_else(|| Error::other(format!("the interface {host_name:?} vanished")))?;
         socket.set_port(port.index, config.hairpin, config.isolated).map_err(doing(format!("failed to setup hairpin mode for {host_name:?}")))?;
+        if config.has_vlans() {
+            set_vlans(socket, config, port.index)?;
+        }
     }
-    let mut success = if config.ipam.is_empty() { Success::default() } else { delegate::add(call, config.ipam)? };
+    if config.spoof_check {
+        let mac = parse_mac(&interfaces[2].mac).ok_or_else(|| Error::other("the container's MAC address is unknown"))?;
+        spoof::add(&host_name, mac, &call.container, &call.ifname).map_err(doing("the MAC spoof check cannot be set up in nftables"))?;
+    }
+    let mut success = if config.ipam.is_empty() { Success::default() } else { interface::obtain(call, config.ipam)? };
     success.interfaces = interfaces.to_vec();
-    if !config.ipam.is_empty() && success.ips.is_empty() {
-        return Err(Error::other("IPAM plugin returned missing IP config"));
-    }
     complete(&mut success, config);
     if !config.leave_down {
-        pair::configure(namespace, &call.ifname, &success, config.dad)?;
+        interface::configure(namespace, &call.ifname, &success, config.dad)?;
     }
     if config.is_gateway {
-        for ip in &success.ips {
+        for ip in success.ips.clone() {
             let Some(gateway) = ip.gateway.and_then(|g| IpNet::new(g, ip.address.prefix_len()).ok()) else { continue };
-            ensure_address(socket, bridge, gateway, config.force_address)?;
+            let link = gateway_link(socket, config, bridge)?;
+            ensure_address(socket, &link, gateway, config.force_address)?;
+            if config.vlan != 0 && !success.interfaces.iter().any(|i| i.name == link.name) {
+                success.interfaces.push(Interface { name: link.name, mac: link.mac, ..Interface::default() });
+            }
             pair::forward(gateway.addr())?;
         }
     }

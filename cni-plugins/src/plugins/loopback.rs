@@ -28,7 +28,7 @@ impl Plugin for Loopback {
         if let Some(previous) = call.previous()? {
             return Ok(previous);
         }
-        let lo = Interface { name: "lo".into(), mac: "00:00:00:00:00:00".into(), sandbox: call.netns.clone() };
+        let lo = Interface { name: "lo".into(), mac: "00:00:00:00:00:00".into(), sandbox: call.netns.clone(), ..Interface::default() };
         let ips = addresses.into_iter().map(|address| Address { address, gateway: None, interface: Some(0) }).collect();
         Ok(Success { interfaces: vec![lo], ips, ..Success::default() })
     }

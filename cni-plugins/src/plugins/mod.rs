@@ -1,26 +1,66 @@
-//! One file a plugin.
+//! One file a plugin; `interface`, `pair` and `sublink` are what several of them share.
 
+mod bandwidth;
 mod bridge;
+mod dummy;
+mod firewall;
+mod host_device;
 mod host_local;
+mod interface;
+mod ipvlan;
 mod loopback;
+mod macvlan;
 mod pair;
+mod portmap;
 mod ptp;
+mod sbr;
 mod static_ipam;
+mod sublink;
+mod tap;
+mod tuning;
+mod vlan;
+mod vrf;
 
+use crate::cni::Error;
+use crate::net::nft::Nft;
 use crate::skel::Plugin;
 
 /// The plugins in this binary.
-pub const NAMES: &[&str] = &["bridge", "host-local", "loopback", "ptp", "static"];
+const ALL: &[&dyn Plugin] = &[
+    &bandwidth::Bandwidth,
+    &bridge::Bridge,
+    &dummy::Dummy,
+    &firewall::Firewall,
+    &host_device::HostDevice,
+    &host_local::HostLocal,
+    &ipvlan::Ipvlan,
+    &loopback::Loopback,
+    &macvlan::Macvlan,
+    &portmap::Portmap,
+    &ptp::Ptp,
+    &sbr::Sbr,
+    &static_ipam::Static,
+    &tap::Tap,
+    &tuning::Tuning,
+    &vlan::Vlan,
+    &vrf::Vrf,
+];
+
+/// Their names.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    ALL.iter().map(|plugin| plugin.name())
+}
 
 /// The plugin of a name.
 #[must_use]
 pub fn find(name: &str) -> Option<&'static dyn Plugin> {
-    match name {
-        "bridge" => Some(&bridge::Bridge),
-        "host-local" => Some(&host_local::HostLocal),
-        "loopback" => Some(&loopback::Loopback),
-        "ptp" => Some(&ptp::Ptp),
-        "static" => Some(&static_ipam::Static),
-        _ => None,
-    }
+    ALL.iter().find(|plugin| plugin.name() == name).copied()
+}
+
+/// For STATUS: whether what the plugin writes to is there.
+fn has_nftables() -> Result<(), Error> {
+    let probed = Nft::open().and_then(|mut nft| nft.probe());
+    probed.map_err(|e| {
+        Error::new(Error::UNAVAILABLE, format!("nftables cannot be used: {e}; the kernel needs nf_tables, and this process CAP_NET_ADMIN"))
+    })
 }

@@ -5,10 +5,12 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::pair::{self, Wish, doing};
+use super::interface::{self, doing};
+use super::pair::{self, Wish};
 use crate::cni::{Address, Dns, Error, Interface, Success};
 use crate::ipam::delegate;
 use crate::net::netlink::Socket;
+use crate::net::route::Route;
 use crate::net::{netns, sysctl};
 use crate::skel::{Call, Plugin};
 
@@ -47,7 +49,7 @@ fn gateway(ip: &Address) -> Result<IpAddr, Error> {
 /// Inside the container: its network is behind the host like all else.
 fn inside(namespace: &File, ifname: &str, success: &Success) -> Result<(), Error> {
     netns::inside(namespace, || {
-        let (mut socket, index) = pair::ready(ifname, success, false)?;
+        let (mut socket, index) = interface::ready(ifname, success, false)?;
         for ip in &success.ips {
             socket.add_lone_address(index, ip.address).map_err(doing(format!("failed to add IP addr {} to {ifname:?}", ip.address)))?;
         }
@@ -55,11 +57,11 @@ fn inside(namespace: &File, ifname: &str, success: &Success) -> Result<(), Error
         for ip in &success.ips {
             let gateway = gateway(ip)?;
             for (destination, over) in [(alone(gateway)?, None), (ip.address.trunc(), Some(gateway))] {
-                let added = socket.add_route(index, destination, over, None);
+                let added = socket.add_route(&Route::new(index, destination, over));
                 added.map_err(doing(format!("failed to add route {destination} via {over:?} dev {ifname}")))?;
             }
         }
-        pair::add_routes(&mut socket, index, ifname, success)
+        interface::add_routes(&mut socket, index, ifname, success)
     })
 }
 
@@ -77,17 +79,14 @@ fn outside(socket: &mut Socket, host: &str, success: &Success) -> Result<(), Err
             _ => {}
         }
         let container = alone(ip.address.addr())?;
-        socket.add_route(link.index, container, None, None).map_err(doing(format!("failed to add route to {container} dev {host}")))?;
+        socket.add_route(&Route::new(link.index, container, None)).map_err(doing(format!("failed to add route to {container} dev {host}")))?;
         pair::forward(address.addr())?;
     }
     Ok(())
 }
 
 fn attach(socket: &mut Socket, config: &Config<'_>, call: &Call<'_>, namespace: &File, interfaces: [Interface; 2]) -> Result<Success, Error> {
-    let mut success = delegate::add(call, config.ipam)?;
-    if success.ips.is_empty() {
-        return Err(Error::other("IPAM plugin returned missing IP config"));
-    }
+    let mut success = interface::obtain(call, config.ipam)?;
     success.ips.iter_mut().for_each(|ip| ip.interface = Some(1));
     success.interfaces = interfaces.to_vec();
     inside(namespace, &call.ifname, &success)?;
@@ -129,7 +128,7 @@ impl Plugin for Ptp {
         let config = Config::parse(call)?;
         delegate::forward(call, config.ipam, "CHECK")?;
         let expected = call.previous()?.unwrap_or_default();
-        pair::check(call, &expected)?;
+        interface::check(call, &expected)?;
         let host = expected.interfaces.iter().find(|i| i.sandbox.is_empty()).map(|i| i.name.clone()).unwrap_or_default();
         let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
         if socket.link(&host).map_err(doing("the host interface cannot be read"))?.is_none_or(|l| l.kind != "veth") {
@@ -138,7 +137,7 @@ impl Plugin for Ptp {
         let routes = socket.routes().map_err(doing("the host's routes cannot be read"))?;
         for ip in &expected.ips {
             let container = alone(ip.address.addr())?;
-            if !routes.iter().any(|(destination, _)| *destination == container) {
+            if !routes.iter().any(|r| r.destination == container) {
                 return Err(Error::other(format!("the host's route to {container} is missing")));
             }
         }
@@ -147,8 +146,7 @@ impl Plugin for Ptp {
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
         let config = Config::parse(call)?;
-        let rules = pair::collect_masquerade(call, keep);
-        rules.and(delegate::collect(call, config.ipam, keep))
+        interface::together([pair::collect_masquerade(call, keep), delegate::collect(call, config.ipam, keep)])
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {

@@ -1,0 +1,161 @@
+//! Ports of the host that lead to containers, in the tables of the reference (CNI reference spec, 7.3). Conditions stand
+//! in the rules of the container that they are for, not in the chains that all share.
+
+use std::io;
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+use super::expression::{Verdict, address_is, for_this_host, interface_is, masquerade, port_is, protocol_is, redirect, verdict};
+use super::{Family, Hook, Mark, Nft, Table};
+use crate::cni::{Owner, is_left_over};
+use crate::net::netlink::{Attributes, Message};
+
+const TABLES: [Table; 2] = [Table { family: Family::V4, name: "cni_hostport" }, Table { family: Family::V6, name: "cni_hostport" }];
+const PORTS: &str = "hostports";
+const ALL: &str = "hostports_all";
+const BY_ADDRESS: &str = "hostip_hostports";
+const MASQUERADING: &str = "masquerading";
+const PREROUTING: &str = "prerouting";
+
+/// A port of the host and where it leads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Forward {
+    /// The number of the protocol.
+    pub protocol: u8,
+    /// The address of the host that it is for; all if there is none.
+    pub host: Option<IpAddr>,
+    /// The port there.
+    pub port: u16,
+    /// The container's.
+    pub target: u16,
+}
+
+/// What must hold besides for a port to be forwarded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Condition {
+    /// Source (or destination) is in the network (or not).
+    Address(bool, IpNet, bool),
+    /// It came in by (or goes out by) the interface (or not).
+    Interface(bool, String, bool),
+}
+
+impl Condition {
+    fn expressions(&self) -> Vec<Attributes> {
+        match self {
+            Condition::Address(source, net, equal) => address_is(*source, *net, *equal),
+            Condition::Interface(incoming, name, equal) => interface_is(*incoming, name, *equal),
+        }
+    }
+}
+
+/// What a container wants of one family.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// Its address.
+    pub container: IpAddr,
+    /// Its ports.
+    pub forwards: Vec<Forward>,
+    /// For all of them.
+    pub conditions: Vec<Condition>,
+    /// What comes from the container itself, and from this host by localhost, gets an address of the host's.
+    pub hairpin: bool,
+    /// Whatever is forwarded does.
+    pub all: bool,
+}
+
+fn table(v4: bool) -> Table {
+    TABLES[usize::from(!v4)]
+}
+
+fn scaffold(table: Table) -> Vec<Message> {
+    let mut local = for_this_host();
+    local.push(verdict(Verdict::Jump(ALL)));
+    let nat = |hook, priority| Hook { kind: "nat", hook, priority };
+    vec![
+        table.create(),
+        table.chain(PORTS),
+        table.chain(BY_ADDRESS),
+        table.chain(ALL),
+        table.hooked(PREROUTING, nat(0, -100)),
+        table.hooked("output", nat(3, -100)),
+        table.hooked(MASQUERADING, nat(4, 100)),
+        table.append(ALL, &[verdict(Verdict::Jump(BY_ADDRESS))], Mark::None),
+        table.append(ALL, &[verdict(Verdict::Jump(PORTS))], Mark::None),
+        table.append(PREROUTING, &local, Mark::None),
+        table.append("output", &local, Mark::None),
+    ]
+}
+
+impl Plan {
+    /// The sources that are masqueraded on their way to the container.
+    fn masqueraded(&self) -> Vec<IpNet> {
+        let v4 = self.container.is_ipv4();
+        if !self.hairpin {
+            return vec![];
+        }
+        if self.all {
+            let any: IpAddr = if v4 { [0u8; 4].into() } else { [0u8; 16].into() };
+            return IpNet::new(any, 0).into_iter().collect();
+        }
+        let localhost = v4.then(|| IpNet::from(IpAddr::from([127, 0, 0, 1])));
+        std::iter::once(IpNet::from(self.container)).chain(localhost).collect()
+    }
+
+    /// How many rules it needs.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        self.forwards.len() + self.masqueraded().len()
+    }
+
+    fn rules(&self, owner: &Owner) -> Vec<Message> {
+        let table = table(self.container.is_ipv4());
+        let mark = Mark::Comment(&owner.comment);
+        let mut rules = vec![];
+        for forward in &self.forwards {
+            let mut list: Vec<Attributes> = self.conditions.iter().flat_map(Condition::expressions).collect();
+            list.extend(forward.host.map(|h| address_is(false, IpNet::from(h), true)).unwrap_or_default());
+            list.extend(protocol_is(forward.protocol));
+            list.extend(port_is(forward.port));
+            list.extend(redirect(self.container, forward.target));
+            rules.push(table.append(PORTS, &list, mark));
+        }
+        for source in self.masqueraded() {
+            let mut list = if source.prefix_len() == 0 { vec![] } else { address_is(true, source, true) };
+            list.extend(address_is(false, IpNet::from(self.container), true));
+            list.push(masquerade());
+            rules.push(table.append(MASQUERADING, &list, mark));
+        }
+        rules
+    }
+}
+
+/// Forwards.
+pub fn add(plan: &Plan, owner: &Owner) -> io::Result<()> {
+    let table = table(plan.container.is_ipv4());
+    Nft::open()?.add(table, PREROUTING, || scaffold(table), &plan.rules(owner))
+}
+
+fn chains() -> Vec<(Table, &'static str)> {
+    TABLES.iter().flat_map(|t| [(*t, PORTS), (*t, MASQUERADING)]).collect()
+}
+
+/// How many of the owner's rules there are for a family.
+pub fn count(v4: bool, owner: &Owner) -> io::Result<usize> {
+    let mut nft = Nft::open()?;
+    let mut found = 0;
+    for chain in [PORTS, MASQUERADING] {
+        found += nft.rules(table(v4), chain)?.iter().filter(|r| owner.has(&r.mark)).count();
+    }
+    Ok(found)
+}
+
+/// Stops forwarding for the owner, also what the reference marked with nothing but the container's id.
+pub fn remove(nft: &mut Nft, owner: &Owner, container: &str) -> io::Result<()> {
+    nft.delete(&chains(), |rule| owner.has(&rule.mark) || rule.mark == container)
+}
+
+/// Stops forwarding for attachments that are not in `keep`.
+pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
+    Nft::open()?.delete(&chains(), |rule| is_left_over(&rule.mark, network, keep))
+}

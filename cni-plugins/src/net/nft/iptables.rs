@@ -1,0 +1,220 @@
+//! The tables of iptables, as `iptables-nft` lays them out in nftables: what the reference plugins left there is
+//! recognised and removed, and the firewall plugin writes there, as only there it can let pass what these tables would
+//! drop (CNI reference spec, 2.3, 2.4, 7.2 and 9).
+
+use std::io;
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+use super::expression::{Verdict, address_is, counter, extension, interface_is, octets, verdict};
+use super::{Family, Hook, Mark, Nft, Rule, Table, missing_is_fine};
+use crate::cni::{Owner, digest, is_left_over};
+use crate::net::netlink::{Attributes, Message};
+
+const NAT: [Table; 2] = [Table { family: Family::V4, name: "nat" }, Table { family: Family::V6, name: "nat" }];
+const FILTER: [Table; 2] = [Table { family: Family::V4, name: "filter" }, Table { family: Family::V6, name: "filter" }];
+
+const FORWARD: &str = "FORWARD";
+const OURS: &str = "CNI-FORWARD";
+const STAGES: [&str; 2] = ["CNI-ISOLATION-STAGE-1", "CNI-ISOLATION-STAGE-2"];
+
+/// Whether the kernel has such a table of the old iptables, which netlink does not reach.
+#[must_use]
+pub fn is_legacy(table: &str) -> bool {
+    ["/proc/net/ip_tables_names", "/proc/net/ip6_tables_names"]
+        .iter()
+        .any(|path| std::fs::read_to_string(path).is_ok_and(|names| names.lines().any(|name| name == table)))
+}
+
+/// Removes a chain and the rules of `entries` that jump to it.
+fn drop_chain(nft: &mut Nft, entries: &[&str], chain: &str) -> io::Result<()> {
+    for table in NAT {
+        if !nft.has(table, chain)? {
+            continue;
+        }
+        let mut doomed = vec![];
+        for entry in entries {
+            let jumps = |r: &&Rule| r.target.as_deref() == Some(chain);
+            doomed.extend(nft.rules(table, entry)?.iter().filter(jumps).map(|r| table.delete(entry, r)));
+        }
+        doomed.extend(table.remove(chain));
+        missing_is_fine(nft.commit(doomed))?;
+    }
+    Ok(())
+}
+
+/// Removes how the reference masqueraded a container.
+pub fn remove_masquerade(nft: &mut Nft, network: &str, container: &str) -> io::Result<()> {
+    drop_chain(nft, &["POSTROUTING"], &format!("CNI-{}", digest(&format!("{network}{container}"), 24)))
+}
+
+/// Removes how the reference forwarded ports to a container.
+pub fn remove_hostports(nft: &mut Nft, network: &str, container: &str) -> io::Result<()> {
+    let hash = digest(&format!("{network}{container}"), 21);
+    drop_chain(nft, &["CNI-HOSTPORT-DNAT"], &format!("CNI-DN-{hash}"))?;
+    drop_chain(nft, &["CNI-HOSTPORT-SNAT"], &format!("CNI-SN-{hash}"))
+}
+
+fn comment(text: &str) -> Attributes {
+    let mut bytes = text.as_bytes().to_vec();
+    bytes.resize(256, 0);
+    extension("comment", 0, &bytes)
+}
+
+/// `-m conntrack --ctstate RELATED,ESTABLISHED`: `struct xt_conntrack_mtinfo3`, of which only the states count.
+fn answers() -> Attributes {
+    const MATCH_FLAGS: usize = 146;
+    const STATE_MASK: usize = 150;
+    const STATE: u16 = 1;
+    const ESTABLISHED_RELATED: u16 = 2 | 4;
+    let mut info = vec![0; 168];
+    info[MATCH_FLAGS..MATCH_FLAGS + 2].copy_from_slice(&STATE.to_ne_bytes());
+    info[STATE_MASK..STATE_MASK + 2].copy_from_slice(&ESTABLISHED_RELATED.to_ne_bytes());
+    extension("conntrack", 3, &info)
+}
+
+fn end(mut expressions: Vec<Attributes>, last: Verdict<'_>) -> Vec<Attributes> {
+    expressions.push(counter());
+    expressions.push(verdict(last));
+    expressions
+}
+
+fn families(addresses: &[IpAddr]) -> Vec<Table> {
+    [true, false].into_iter().zip(FILTER).filter(|(v4, _)| addresses.iter().any(|a| a.is_ipv4() == *v4)).map(|(_, t)| t).collect()
+}
+
+fn belongs(table: Table, address: IpAddr) -> bool {
+    address.is_ipv4() == (table.family == Family::V4)
+}
+
+fn is_about(rule: &Rule, address: IpAddr) -> bool {
+    rule.target.is_none() && rule.values.first() == Some(&octets(address))
+}
+
+/// What a table lacks of its base chain and of `chains`.
+fn missing_chains(nft: &mut Nft, table: Table, chains: &[&str]) -> io::Result<Vec<Message>> {
+    let mut messages = vec![];
+    if !nft.has(table, FORWARD)? {
+        messages.push(table.create());
+        messages.push(table.hooked(FORWARD, Hook { kind: "filter", hook: 2, priority: 0 }));
+    }
+    for chain in chains {
+        if !nft.has(table, chain)? {
+            messages.push(table.chain(chain));
+        }
+    }
+    Ok(messages)
+}
+
+/// A jump at the beginning of `from`, unless there is one.
+fn jump(nft: &mut Nft, table: Table, from: &str, to: &str, text: &str) -> io::Result<Option<Message>> {
+    let there = nft.rules(table, from)?.iter().any(|r| r.target.as_deref() == Some(to));
+    Ok((!there).then(|| table.prepend(from, &end(vec![comment(text)], Verdict::Jump(to)))))
+}
+
+/// Lets pass what `addresses` send, and the answers to them.
+pub fn allow(addresses: &[IpAddr], admin: &str, owner: &Owner) -> io::Result<()> {
+    Nft::open()?.agree(|nft| {
+        let mut messages = vec![];
+        for table in families(addresses) {
+            messages.extend(missing_chains(nft, table, &[OURS, admin])?);
+            messages.extend(jump(nft, table, FORWARD, OURS, "CNI firewall plugin rules")?);
+            messages.extend(jump(nft, table, OURS, admin, "CNI firewall plugin admin overrides")?);
+            let rules = nft.rules(table, OURS)?;
+            for address in addresses.iter().filter(|a| belongs(table, **a)) {
+                if rules.iter().filter(|r| is_about(r, *address)).count() >= 2 {
+                    continue;
+                }
+                let host = IpNet::from(*address);
+                let mut back = address_is(false, host, true);
+                back.push(answers());
+                messages.push(table.append(OURS, &end(back, Verdict::Accept), Mark::Key(&owner.comment)));
+                messages.push(table.append(OURS, &end(address_is(true, host, true), Verdict::Accept), Mark::Key(&owner.comment)));
+            }
+        }
+        Ok(messages)
+    })
+}
+
+/// Whether all of that is there.
+pub fn allows(addresses: &[IpAddr]) -> io::Result<bool> {
+    let mut nft = Nft::open()?;
+    for table in families(addresses) {
+        let entered = nft.rules(table, FORWARD)?.iter().any(|r| r.target.as_deref() == Some(OURS));
+        let rules = nft.rules(table, OURS)?;
+        let complete = |a: &IpAddr| rules.iter().filter(|r| is_about(r, *a)).count() >= 2;
+        if !entered || !addresses.iter().filter(|a| belongs(table, **a)).all(complete) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Removes what is the owner's; of the reference's rules, which have no owner, those about `addresses`.
+pub fn disallow(addresses: &[IpAddr], owner: &Owner) -> io::Result<()> {
+    let chains = FILTER.map(|table| (table, OURS));
+    let of_reference = |r: &Rule| r.mark.is_empty() && addresses.iter().any(|a| is_about(r, *a));
+    Nft::open()?.delete(&chains, |r| owner.has(&r.mark) || of_reference(r))
+}
+
+/// Removes what is of no attachment in `keep`.
+pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
+    Nft::open()?.delete(&FILTER.map(|table| (table, OURS)), |r| is_left_over(&r.mark, network, keep))
+}
+
+fn names(rule: &Rule) -> Vec<String> {
+    rule.values.iter().map(|v| super::text(v)).collect()
+}
+
+/// Lets nothing pass from another bridge that is kept apart; `within` not even between containers of this one.
+pub fn isolate(bridge: &str, within: bool, addresses: &[IpAddr]) -> io::Result<()> {
+    let text = format!("CNI firewall plugin rules (ingressPolicy: {})", if within { "isolated" } else { "same-bridge" });
+    Nft::open()?.agree(|nft| {
+        let mut messages = vec![];
+        for table in families(addresses) {
+            messages.extend(missing_chains(nft, table, &STAGES)?);
+            messages.extend(jump(nft, table, FORWARD, STAGES[0], &text)?);
+            let [first, second] = [nft.rules(table, STAGES[0])?, nft.rules(table, STAGES[1])?];
+            let here = |r: &&Rule| names(r) == [bridge, bridge];
+            if !first.iter().filter(here).any(|r| r.target.is_some()) {
+                let mut leaving = interface_is(true, bridge, true);
+                leaving.extend(interface_is(false, bridge, false));
+                leaving.push(comment(&text));
+                messages.push(table.prepend(STAGES[0], &end(leaving, Verdict::Jump(STAGES[1]))));
+            }
+            if within && !first.iter().filter(here).any(|r| r.target.is_none()) {
+                let mut staying = interface_is(true, bridge, true);
+                staying.extend(interface_is(false, bridge, true));
+                staying.push(comment(&text));
+                messages.push(table.prepend(STAGES[0], &end(staying, Verdict::Drop)));
+            }
+            if !second.iter().any(|r| names(r) == [bridge]) {
+                let mut entering = interface_is(false, bridge, true);
+                entering.push(comment(&text));
+                messages.push(table.prepend(STAGES[1], &end(entering, Verdict::Drop)));
+            }
+            for (stage, rules) in STAGES.iter().zip([first, second]) {
+                if rules.is_empty() {
+                    messages.push(table.append(stage, &end(vec![comment(&text)], Verdict::Return), Mark::None));
+                }
+            }
+        }
+        Ok(messages)
+    })
+}
+
+/// Whether a bridge is kept apart.
+pub fn is_isolated(bridge: &str, within: bool, addresses: &[IpAddr]) -> io::Result<bool> {
+    let mut nft = Nft::open()?;
+    for table in families(addresses) {
+        let first = nft.rules(table, STAGES[0])?;
+        let here: Vec<&Rule> = first.iter().filter(|r| names(r) == [bridge, bridge]).collect();
+        let inner = !within || here.iter().any(|r| r.target.is_none());
+        let outer = here.iter().any(|r| r.target.is_some()) && nft.rules(table, STAGES[1])?.iter().any(|r| names(r) == [bridge]);
+        if !inner || !outer {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}

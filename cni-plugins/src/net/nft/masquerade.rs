@@ -1,0 +1,65 @@
+//! Masquerading (CNI reference spec, 2.4).
+
+use std::io;
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+use super::expression::{Verdict, address_is, family_is, masquerade, verdict};
+use super::{Family, Hook, Mark, Nft, Table};
+use crate::cni::{Owner, is_left_over};
+use crate::net::netlink::Message;
+
+const TABLE: Table = Table { family: Family::Inet, name: "cni_plugins_masquerade" };
+const CHECKS: &str = "masq_checks";
+const POSTROUTING: &str = "postrouting";
+
+fn scaffold() -> Vec<Message> {
+    let v4: IpNet = IpNet::new(IpAddr::from([224, 0, 0, 0]), 4).unwrap_or_default();
+    let v6: IpNet = IpNet::new(IpAddr::from([0xff00, 0, 0, 0, 0, 0, 0, 0]), 8).unwrap_or_default();
+    let multicast = |net: IpNet| {
+        let mut list = family_is(net.addr().is_ipv4());
+        list.extend(address_is(false, net, true));
+        list.push(verdict(Verdict::Return));
+        TABLE.append(POSTROUTING, &list, Mark::None)
+    };
+    vec![
+        TABLE.create(),
+        TABLE.chain(CHECKS),
+        TABLE.hooked(POSTROUTING, Hook { kind: "nat", hook: 4, priority: 100 }),
+        multicast(v4),
+        multicast(v6),
+        TABLE.append(POSTROUTING, &[verdict(Verdict::Goto(CHECKS))], Mark::None),
+    ]
+}
+
+/// Masquerades what `addresses` send to outside their networks.
+pub fn add(addresses: &[IpNet], owner: &Owner) -> io::Result<()> {
+    let rules: Vec<Message> = addresses
+        .iter()
+        .map(|address| {
+            let host = IpNet::new(address.addr(), address.max_prefix_len()).unwrap_or(*address);
+            let mut list = family_is(address.addr().is_ipv4());
+            list.extend(address_is(true, host, true));
+            list.extend(address_is(false, address.trunc(), false));
+            list.push(masquerade());
+            TABLE.append(CHECKS, &list, Mark::Comment(&owner.comment))
+        })
+        .collect();
+    Nft::open()?.add(TABLE, POSTROUTING, scaffold, &rules)
+}
+
+/// Removes what is the owner's.
+pub fn remove(nft: &mut Nft, owner: &Owner) -> io::Result<()> {
+    nft.delete(&[(TABLE, CHECKS)], |rule| owner.has(&rule.mark))
+}
+
+/// Removes what is of no attachment in `keep`.
+pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
+    Nft::open()?.delete(&[(TABLE, CHECKS)], |rule| is_left_over(&rule.mark, network, keep))
+}
+
+/// Whether the owner's are there.
+pub fn has(owner: &Owner) -> io::Result<bool> {
+    Ok(Nft::open()?.rules(TABLE, CHECKS)?.iter().any(|r| owner.has(&r.mark)))
+}

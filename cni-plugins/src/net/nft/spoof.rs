@@ -1,0 +1,81 @@
+//! What a container sends on a bridge must come from its hardware address (CNI reference spec, 2.5).
+
+use std::io;
+
+use super::expression::{Verdict, interface_is, sender_is, verdict};
+use super::{Family, Hook, Mark, Nft, Table, missing_is_fine};
+use crate::net::netlink::Message;
+
+const TABLE: Table = Table { family: Family::Bridge, name: "nat" };
+const ENTRY: &str = "PREROUTING";
+
+/// An attachment's chains, and the comment of its rules.
+struct Names {
+    first: String,
+    second: String,
+    comment: String,
+}
+
+fn names(container: &str, ifname: &str) -> Names {
+    let id = format!("{container}-{ifname}");
+    Names { first: format!("cni-br-iface-{id}"), second: format!("cni-br-iface-{id}-mac"), comment: format!("macspoofchk-{id}") }
+}
+
+fn scaffold() -> Vec<Message> {
+    vec![TABLE.create(), TABLE.hooked(ENTRY, Hook { kind: "filter", hook: 0, priority: -300 })]
+}
+
+/// Has the host's end `port` take only what `mac` sends.
+pub fn add(port: &str, mac: [u8; 6], container: &str, ifname: &str) -> io::Result<()> {
+    let Names { first, second, comment } = names(container, ifname);
+    let mark = Mark::Comment(&comment);
+    let mut from_port = interface_is(true, port, true);
+    from_port.push(verdict(Verdict::Jump(&first)));
+    let mut from_mac = sender_is(mac);
+    from_mac.push(verdict(Verdict::Return));
+    let rules = [
+        TABLE.create(),
+        TABLE.chain(&first),
+        TABLE.chain(&second),
+        TABLE.append(&first, &[verdict(Verdict::Jump(&second))], mark),
+        TABLE.append(&second, &from_mac, mark),
+        TABLE.append(&second, &[verdict(Verdict::Drop)], mark),
+        TABLE.append(ENTRY, &from_port, mark),
+    ];
+    Nft::open()?.add(TABLE, ENTRY, scaffold, &rules)
+}
+
+/// Removes it; what is missing is fine.
+pub fn remove(nft: &mut Nft, container: &str, ifname: &str) -> io::Result<()> {
+    let Names { first, second, comment } = names(container, ifname);
+    let mut doomed: Vec<Message> = nft.rules(TABLE, ENTRY)?.iter().filter(|r| r.mark == comment).map(|r| TABLE.delete(ENTRY, r)).collect();
+    for chain in [&first, &second] {
+        if nft.has(TABLE, chain)? {
+            doomed.extend(TABLE.remove(chain));
+        }
+    }
+    missing_is_fine(nft.commit(doomed))
+}
+
+/// Whether it is there.
+pub fn has(container: &str, ifname: &str) -> io::Result<bool> {
+    let Names { second, comment, .. } = names(container, ifname);
+    let mut nft = Nft::open()?;
+    let entry = nft.rules(TABLE, ENTRY)?.iter().any(|r| r.mark == comment);
+    Ok(entry && nft.rules(TABLE, &second)?.len() >= 2)
+}
+
+/// The key by which GC finds the network of such a rule is not in its comment, which is the reference's: the attachments of
+/// `keep` stay, and of the others those whose port is gone.
+pub fn collect(keep: &[(String, String)], mut gone: impl FnMut(&str) -> bool) -> io::Result<()> {
+    let mut nft = Nft::open()?;
+    for rule in nft.rules(TABLE, ENTRY)? {
+        let Some(id) = rule.mark.strip_prefix("macspoofchk-") else { continue };
+        let port = rule.values.first().map(|v| super::text(v)).unwrap_or_default();
+        let Some((container, ifname)) = id.rsplit_once('-') else { continue };
+        if !keep.iter().any(|(c, i)| c == container && i == ifname) && gone(&port) {
+            remove(&mut nft, container, ifname)?;
+        }
+    }
+    Ok(())
+}

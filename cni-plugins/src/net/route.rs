@@ -1,0 +1,191 @@
+//! Routes, and the rules that say which table of them holds.
+
+use std::io;
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+use super::link::{ip, number, octets};
+use super::netlink::{ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes};
+
+const NEW_ROUTE: u16 = 24;
+const DEL_ROUTE: u16 = 25;
+const GET_ROUTE: u16 = 26;
+const NEW_RULE: u16 = 32;
+const DEL_RULE: u16 = 33;
+const GET_RULE: u16 = 34;
+
+const MAIN: u32 = 254;
+const UNIVERSE: u8 = 0;
+const LINK: u8 = 253;
+const UNICAST: u8 = 1;
+const METRICS: u16 = 8;
+const METRIC_MTU: u16 = 2;
+const METRIC_ADVMSS: u16 = 8;
+
+/// A route through a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Route {
+    /// Where it leads.
+    pub destination: IpNet,
+    /// The next hop.
+    pub gateway: Option<IpAddr>,
+    /// Lower ones count first.
+    pub priority: Option<u32>,
+    /// The table; that of every day is 254.
+    pub table: u32,
+    /// How far away it is; unless told, behind a gateway or on the link.
+    pub scope: Option<u8>,
+    /// The link's index.
+    pub link: u32,
+    /// The path's MTU.
+    pub mtu: Option<u32>,
+    /// The segment size that is advertised.
+    pub advmss: Option<u32>,
+    /// The source address that is preferred.
+    pub source: Option<IpAddr>,
+    /// Who made it: 2 is the kernel.
+    pub maker: u8,
+}
+
+impl Route {
+    /// A plain route of the main table.
+    #[must_use]
+    pub fn new(link: u32, destination: IpNet, gateway: Option<IpAddr>) -> Route {
+        const BOOT: u8 = 3;
+        Route { destination, gateway, link, priority: None, table: MAIN, scope: None, mtu: None, advmss: None, source: None, maker: BOOT }
+    }
+
+    fn message(&self, kind: u16, flags: u16) -> Message {
+        let (family, bytes) = octets(self.destination.network());
+        let scope = self.scope.unwrap_or(if self.gateway.is_some() { UNIVERSE } else { LINK });
+        let table = u8::try_from(self.table).unwrap_or(0);
+        let head = [family, self.destination.prefix_len(), 0, 0, table, self.maker, scope, UNICAST, 0, 0, 0, 0];
+        let mut message = Message::new(kind, flags, &head).number(4, self.link).number(15, self.table);
+        if self.destination.prefix_len() > 0 {
+            message = message.put(1, &bytes);
+        }
+        for (kind, address) in [(5, self.gateway), (7, self.source)] {
+            if let Some(address) = address {
+                message = message.put(kind, &octets(address).1);
+            }
+        }
+        if let Some(priority) = self.priority {
+            message = message.number(6, priority);
+        }
+        let mut metrics = Attributes::new();
+        for (kind, metric) in [(METRIC_MTU, self.mtu), (METRIC_ADVMSS, self.advmss)] {
+            if let Some(metric) = metric {
+                metrics = metrics.number(kind, metric);
+            }
+        }
+        if metrics.0.is_empty() { message } else { message.nest(METRICS, &metrics) }
+    }
+}
+
+fn parse(body: &[u8]) -> Option<Route> {
+    let (&family, &prefix, &table, &maker, &scope, &kind) = (body.first()?, body.get(1)?, body.get(4)?, body.get(5)?, body.get(6)?, body.get(7)?);
+    if kind != UNICAST {
+        return None;
+    }
+    let any: IpAddr = if family == 2 { IpAddr::from([0u8; 4]) } else { IpAddr::from([0u8; 16]) };
+    let mut route = Route { table: table.into(), scope: Some(scope), maker, ..Route::new(0, IpNet::new(any, prefix).ok()?, None) };
+    for (kind, value) in attributes(body.get(12..)?) {
+        match kind {
+            1 => route.destination = IpNet::new(ip(value)?, prefix).ok()?,
+            4 => route.link = number(value)?,
+            5 => route.gateway = ip(value),
+            6 => route.priority = number(value),
+            7 => route.source = ip(value),
+            15 => route.table = number(value)?,
+            METRICS => {
+                for (kind, value) in attributes(value) {
+                    match kind {
+                        METRIC_MTU => route.mtu = number(value),
+                        METRIC_ADVMSS => route.advmss = number(value),
+                        _ => {}
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    Some(route)
+}
+
+impl Socket {
+    /// Adds a route; one that is there already is fine.
+    pub fn add_route(&mut self, route: &Route) -> io::Result<()> {
+        match self.execute(route.message(NEW_ROUTE, REQUEST | ACK | CREATE | APPEND)) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            other => other,
+        }
+    }
+
+    /// Deletes a route.
+    pub fn delete_route(&mut self, route: &Route) -> io::Result<()> {
+        self.execute(route.message(DEL_ROUTE, REQUEST | ACK))
+    }
+
+    /// The routes of all tables to neighbours and networks; those to addresses of this host are left out.
+    pub fn routes(&mut self) -> io::Result<Vec<Route>> {
+        let answers = self.query(Message::new(GET_ROUTE, REQUEST | DUMP, &[0; 12]))?;
+        Ok(answers.iter().filter_map(|(_, body)| parse(body)).collect())
+    }
+
+    /// The interface over which packets for an address leave.
+    pub fn link_to(&mut self, address: IpAddr) -> io::Result<Option<u32>> {
+        let (family, bytes) = octets(address);
+        let length = if address.is_ipv4() { 32 } else { 128 };
+        let answers = self.query(Message::new(GET_ROUTE, REQUEST, &[family, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]).put(1, &bytes))?;
+        Ok(answers.first().and_then(|(_, body)| parse(body)).map(|r| r.link))
+    }
+
+    /// The interface over which everything goes that no other route is for, of IPv4 before IPv6.
+    pub fn default_link(&mut self) -> io::Result<Option<u32>> {
+        let mut routes = self.routes()?;
+        routes.retain(|r| r.destination.prefix_len() == 0 && r.table == MAIN && r.link != 0);
+        routes.sort_by_key(|r| (r.destination.addr().is_ipv6(), r.priority));
+        Ok(routes.first().map(|r| r.link))
+    }
+
+    fn source_rule(kind: u16, flags: u16, source: IpAddr, table: u32) -> Message {
+        let (family, bytes) = octets(source);
+        let length = if source.is_ipv4() { 32 } else { 128 };
+        let head = [family, 0, length, 0, u8::try_from(table).unwrap_or(0), 0, 0, 1, 0, 0, 0, 0];
+        Message::new(kind, flags, &head).put(2, &bytes).number(15, table)
+    }
+
+    /// What comes from `source` goes by a table of its own.
+    pub fn add_rule(&mut self, source: IpAddr, table: u32) -> io::Result<()> {
+        match self.execute(Self::source_rule(NEW_RULE, REQUEST | ACK | CREATE | EXCL, source, table)) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            other => other,
+        }
+    }
+
+    /// It does not any more.
+    pub fn delete_rule(&mut self, source: IpAddr, table: u32) -> io::Result<()> {
+        self.execute(Self::source_rule(DEL_RULE, REQUEST | ACK, source, table))
+    }
+
+    /// The single sources that have tables of their own, and these.
+    pub fn source_rules(&mut self) -> io::Result<Vec<(IpAddr, u32)>> {
+        let mut rules = vec![];
+        for (_, body) in self.query(Message::new(GET_RULE, REQUEST | DUMP, &[0; 12]))? {
+            let (Some(length), Some(&table)) = (body.get(2), body.get(4)) else { continue };
+            let (mut source, mut table) = (None, u32::from(table));
+            for (kind, value) in attributes(body.get(12..).unwrap_or_default()) {
+                match kind {
+                    2 => source = ip(value),
+                    15 => table = number(value).unwrap_or(table),
+                    _ => {}
+                }
+            }
+            if let Some(source) = source.filter(|s| *length == if s.is_ipv4() { 32 } else { 128 }) {
+                rules.push((source, table));
+            }
+        }
+        Ok(rules)
+    }
+}

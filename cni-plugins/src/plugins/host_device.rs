@@ -1,0 +1,144 @@
+//! `host-device`: one of the host's own links moves into a container, and back (CNI reference spec, chapter 12).
+
+use std::fs::File;
+use std::path::Path;
+
+use super::interface::{self, doing};
+use super::sublink::{self, Addresses, beside};
+use crate::cni::{Error, Success};
+use crate::net::link::{Change, Link, parse_mac};
+use crate::net::netlink::Socket;
+use crate::net::netns;
+use crate::skel::{Call, Plugin};
+
+/// The plugin.
+pub struct HostDevice;
+
+/// How the device is named; exactly one of them.
+enum Device<'a> {
+    Name(&'a str),
+    Mac(&'a str),
+    Path(&'a str),
+    Pci(&'a str),
+}
+
+impl<'a> Device<'a> {
+    fn parse(call: &Call<'a>) -> Result<Device<'a>, Error> {
+        let c = call.config;
+        let injected = c.object("runtimeConfig")?.text("deviceID")?;
+        let pci = if injected.is_empty() { c.text("pciBusID")? } else { injected };
+        let given = [c.text("device")?, c.text("hwaddr")?, c.text("kernelpath")?, pci];
+        match given {
+            [name, "", "", ""] if !name.is_empty() => Ok(Device::Name(name)),
+            [_, mac, "", ""] if !mac.is_empty() => Ok(Device::Mac(mac)),
+            [_, _, path, ""] if !path.is_empty() => Ok(Device::Path(path)),
+            [_, _, _, pci] if !pci.is_empty() => Ok(Device::Pci(pci)),
+            _ => Err(Error::config("specify either \"device\", \"hwaddr\", \"kernelpath\" or \"pciBusID\"")),
+        }
+    }
+
+    /// The interface's name below a directory of sysfs.
+    fn below(dir: &Path) -> Result<String, Error> {
+        let net = dir.join("net");
+        let first = std::fs::read_dir(&net).ok().and_then(|mut entries| entries.next()).and_then(Result::ok);
+        let name = first.and_then(|entry| entry.file_name().into_string().ok());
+        name.ok_or_else(|| Error::config(format!("there is no network interface below {}", net.display())))
+    }
+
+    fn find(&self, socket: &mut Socket) -> Result<Link, Error> {
+        let failed = || doing("the host's interfaces cannot be read");
+        let named = |socket: &mut Socket, name: &str| {
+            let found = socket.link(name).map_err(failed())?;
+            found.ok_or_else(|| Error::config(format!("the host has no interface {name:?}")))
+        };
+        match self {
+            Device::Name(name) => named(socket, name),
+            Device::Mac(text) => {
+                let mac =
+                    parse_mac(text).ok_or_else(|| Error::config(format!("hwaddr {text:?} is no MAC address: expected six hexadecimal bytes")))?;
+                let text = crate::net::link::mac_text(&mac);
+                let links = socket.links().map_err(failed())?;
+                links.into_iter().find(|l| l.mac == text).ok_or_else(|| Error::config(format!("no interface of the host has the MAC {text}")))
+            }
+            Device::Path(path) => {
+                let real = std::fs::canonicalize(path).map_err(|e| Error::config(format!("kernelpath {path:?}: {e}")))?;
+                if !real.starts_with("/sys/devices") {
+                    return Err(Error::config(format!("kernelpath {path:?} must be a path below /sys/devices")));
+                }
+                named(socket, &Self::below(&real)?)
+            }
+            Device::Pci(id) => {
+                if id.chars().any(|c| !c.is_ascii_hexdigit() && !":.".contains(c)) {
+                    return Err(Error::config(format!("pciBusID {id:?} is no address on the PCI bus, such as 0000:00:1f.6")));
+                }
+                named(socket, &Self::below(&Path::new("/sys/bus/pci/devices").join(id))?)
+            }
+        }
+    }
+}
+
+/// Moves a link; its name there, and what it is called besides.
+fn hand_over(socket: &mut Socket, link: &Link, to: &File, name: &str, alias: &str) -> Result<(), Error> {
+    let failed = || doing(format!("the interface {:?} cannot be moved", link.name));
+    // It carries its own name with it, so that it can be given back under it.
+    socket.change_link(link.index, Change { up: Some(false), ..Change::default() }).map_err(failed())?;
+    socket.change_link(link.index, Change { alias: Some(alias), ..Change::default() }).map_err(failed())?;
+    socket.change_link(link.index, Change { namespace: Some(to), name: Some(name), ..Change::default() }).map_err(|error| match error.kind() {
+        std::io::ErrorKind::AlreadyExists => Error::other(format!("there is an interface {name:?} already where {:?} shall go", link.name)),
+        _ => failed()(error),
+    })
+}
+
+/// Gives the container's interface back to the host under the name that it had there.
+fn give_back(call: &Call<'_>) -> Result<(), Error> {
+    let Some(namespace) = (if call.netns.is_empty() { None } else { netns::open(&call.netns)? }) else { return Ok(()) };
+    let host = netns::own()?;
+    netns::inside(&namespace, || {
+        let mut socket = Socket::route().map_err(doing("no netlink socket in the container"))?;
+        let Some(link) = socket.link(&call.ifname).map_err(doing("the container's interface cannot be read"))? else { return Ok(()) };
+        let name = if link.alias.is_empty() { link.name.clone() } else { link.alias.clone() };
+        hand_over(&mut socket, &link, &host, &name, "")
+    })
+}
+
+impl Plugin for HostDevice {
+    fn name(&self) -> &'static str {
+        "host-device"
+    }
+
+    fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
+        let device = Device::parse(call)?;
+        let make = || {
+            beside(call, false, |socket, namespace| {
+                let link = device.find(socket)?;
+                let namespace = namespace.ok_or_else(|| Error::other("the container has no namespace"))?;
+                hand_over(socket, &link, namespace, &call.ifname, &link.name)
+            })
+        };
+        // The first error is the one to report; the runtime calls DEL for whatever is left.
+        let unmake = || drop(give_back(call));
+        sublink::add(call, Addresses::of(call)?, make, unmake)
+    }
+
+    /// Addresses go back also when the namespace is gone, with which the kernel has given the link back.
+    fn del(&self, call: &Call<'_>) -> Result<(), Error> {
+        interface::together([interface::ask_ipam(call, "DEL"), give_back(call)])
+    }
+
+    fn check(&self, call: &Call<'_>) -> Result<(), Error> {
+        interface::ask_ipam(call, "CHECK")?;
+        interface::check(call, &call.previous()?.unwrap_or_default())?;
+        let up =
+            interface::inside(call, |socket| Ok(socket.link(&call.ifname).map_err(doing("the interface cannot be read"))?.is_some_and(|l| l.up)))?;
+        if up { Ok(()) } else { Err(Error::other(format!("the interface {:?} is down", call.ifname))) }
+    }
+
+    fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
+        interface::collect_addresses(call, keep)
+    }
+
+    fn status(&self, call: &Call<'_>) -> Result<(), Error> {
+        Device::parse(call)?;
+        interface::ask_ipam(call, "STATUS")
+    }
+}

@@ -1,0 +1,159 @@
+//! What plugins share that give a container an interface: addresses, routes, what CHECK compares, and DEL
+//! (CNI reference spec, 2.2 and 2.6).
+
+use std::fs::File;
+
+use serde_json::Value;
+
+use crate::cni::{Dns, Error, Success};
+use crate::ipam::delegate;
+use crate::net::netlink::Socket;
+use crate::net::route::Route;
+use crate::net::{netns, sysctl};
+use crate::skel::Call;
+
+pub(super) fn doing<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl FnOnce(E) -> Error {
+    move |error| Error::doing(what, error)
+}
+
+/// Readies the container's interface for its addresses; called inside the container.
+pub(super) fn ready(ifname: &str, success: &Success, dad: bool) -> Result<(Socket, u32), Error> {
+    let mut socket = Socket::route().map_err(doing("no netlink socket in the container"))?;
+    let link = socket.link(ifname).map_err(doing("the container's interface cannot be read"))?;
+    let link = link.ok_or_else(|| Error::other(format!("the interface {ifname:?} vanished from the container")))?;
+    // Best effort, as in the reference: neighbours learn the address at once.
+    let _ = sysctl::write(&format!("ipv4/conf/{ifname}/arp_notify"), "1");
+    if success.ips.iter().any(|i| i.address.addr().is_ipv6()) {
+        for name in ["lo", ifname] {
+            let _ = sysctl::ensure(&format!("ipv6/conf/{name}/disable_ipv6"), "0");
+        }
+        let _ = sysctl::write(&format!("ipv6/conf/{ifname}/accept_dad"), if dad { "1" } else { "0" });
+        sysctl::write(&format!("ipv6/conf/{ifname}/keep_addr_on_down"), "1").map_err(doing("keep_addr_on_down cannot be set"))?;
+    }
+    Ok((socket, link.index))
+}
+
+/// Addresses, up, routes: inside the container.
+pub(super) fn configure(namespace: &File, ifname: &str, success: &Success, dad: bool) -> Result<(), Error> {
+    netns::inside(namespace, || {
+        let (mut socket, index) = ready(ifname, success, dad)?;
+        for ip in &success.ips {
+            socket.add_address(index, ip.address).map_err(doing(format!("failed to add IP addr {} to {ifname:?}", ip.address)))?;
+        }
+        socket.set_up(index, true).map_err(doing(format!("failed to set {ifname:?} UP")))?;
+        add_routes(&mut socket, index, ifname, success)
+    })
+}
+
+/// The routes that were asked for; without a gateway of their own over that of their family.
+pub(super) fn add_routes(socket: &mut Socket, index: u32, ifname: &str, success: &Success) -> Result<(), Error> {
+    for route in &success.routes {
+        let v4 = route.destination.addr().is_ipv4();
+        let number = |key: &str| route.extra.get(key).and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok());
+        // Behind no gateway: what is said to be on the link is.
+        let on_link = number("scope") == Some(253);
+        let inferred = || success.ips.iter().find(|i| i.address.addr().is_ipv4() == v4).and_then(|i| i.gateway);
+        let gateway = route.gateway.or_else(|| if on_link { None } else { inferred() });
+        let mut wanted = Route::new(index, route.destination, gateway);
+        wanted.priority = number("priority");
+        wanted.table = number("table").unwrap_or(wanted.table);
+        wanted.scope = number("scope").and_then(|s| u8::try_from(s).ok());
+        wanted.mtu = number("mtu").filter(|m| *m > 0);
+        wanted.advmss = number("advmss").filter(|m| *m > 0);
+        socket.add_route(&wanted).map_err(doing(format!("failed to add route {} via {gateway:?} dev {ifname}", route.destination)))?;
+    }
+    Ok(())
+}
+
+/// Addresses from the network's IPAM plugin, at least one.
+pub(super) fn obtain(call: &Call<'_>, ipam: &str) -> Result<Success, Error> {
+    let success = delegate::add(call, ipam)?;
+    if success.ips.is_empty() {
+        return Err(Error::other("IPAM plugin returned missing IP config"));
+    }
+    Ok(success)
+}
+
+/// The name resolution that the network's configuration asks for.
+pub(super) fn dns(call: &Call<'_>) -> Result<Dns, Error> {
+    call.config.object("dns").map(Dns::parse)
+}
+
+/// The IPAM plugin's name, empty if the network has none.
+pub(super) fn ipam<'a>(call: &Call<'a>) -> Result<&'a str, Error> {
+    call.config.object("ipam")?.text("type")
+}
+
+/// Has the network's IPAM plugin do something, if there is one.
+pub(super) fn ask_ipam(call: &Call<'_>, verb: &str) -> Result<(), Error> {
+    match ipam(call)? {
+        "" => Ok(()),
+        kind => delegate::forward(call, kind, verb),
+    }
+}
+
+/// GC of the addresses.
+pub(super) fn collect_addresses(call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
+    match ipam(call)? {
+        "" => Ok(()),
+        kind => delegate::collect(call, kind, keep),
+    }
+}
+
+/// What failed, as one; the first says what kind it is.
+pub(super) fn together(results: impl IntoIterator<Item = Result<(), Error>>) -> Result<(), Error> {
+    let mut errors: Vec<Error> = results.into_iter().filter_map(Result::err).collect();
+    match errors.len() {
+        0 => Ok(()),
+        _ => Err(Error { message: errors.iter().map(|e| e.message.as_str()).collect::<Vec<_>>().join("; "), ..errors.swap_remove(0) }),
+    }
+}
+
+/// DEL: gives the addresses back, then removes what `rules` removes, then the interface. All of it is tried, whether or not the
+/// namespace is still there.
+pub(super) fn remove(call: &Call<'_>, rules: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+    let addresses = ask_ipam(call, "DEL");
+    // Rules before the link: the waits of both for the kernel overlap.
+    let rules = rules();
+    let link = || match if call.netns.is_empty() { None } else { netns::open(&call.netns)? } {
+        Some(namespace) => netns::inside(&namespace, || {
+            Socket::route().and_then(|mut s| s.delete_link(&call.ifname)).map_err(doing("the interface cannot be removed"))
+        }),
+        None => Ok(()),
+    };
+    together([addresses, rules, link()])
+}
+
+/// Runs `work` in the container.
+pub(super) fn inside<T>(call: &Call<'_>, work: impl FnOnce(&mut Socket) -> Result<T, Error>) -> Result<T, Error> {
+    let namespace = netns::require(&call.netns)?;
+    netns::inside(&namespace, || work(&mut Socket::route().map_err(doing("no netlink socket in the container"))?))
+}
+
+/// Whether the container has what the result says.
+pub(super) fn check(call: &Call<'_>, expected: &Success) -> Result<(), Error> {
+    let namespace = netns::require(&call.netns)?;
+    netns::inside(&namespace, || {
+        let failed = "the container's interface cannot be read";
+        let mut socket = Socket::route().map_err(doing(failed))?;
+        let link = socket
+            .link(&call.ifname)
+            .map_err(doing(failed))?
+            .ok_or_else(|| Error::other(format!("the interface {:?} is missing in the container", call.ifname)))?;
+        let known = expected.interfaces.iter().find(|i| i.name == call.ifname && !i.sandbox.is_empty());
+        if let Some(known) = known.filter(|k| !k.mac.is_empty() && !k.mac.eq_ignore_ascii_case(&link.mac)) {
+            return Err(Error::other(format!("the interface {:?} has MAC {}, not {}", call.ifname, link.mac, known.mac)));
+        }
+        let addresses = socket.addresses(link.index).map_err(doing(failed))?;
+        if let Some(missing) = expected.ips.iter().find(|i| {
+            i.interface.is_none_or(|n| expected.interfaces.get(n).is_some_and(|i| i.name == call.ifname)) && !addresses.contains(&i.address)
+        }) {
+            return Err(Error::other(format!("the address {} is missing on {:?}", missing.address, call.ifname)));
+        }
+        let routes = socket.routes().map_err(doing("the container's routes cannot be read"))?;
+        match expected.routes.iter().find(|r| !routes.iter().any(|d| d.destination == r.destination)) {
+            Some(missing) => Err(Error::other(format!("the route to {} is missing", missing.destination))),
+            None => Ok(()),
+        }
+    })
+}

@@ -1,0 +1,83 @@
+//! `ipvlan`: a link with addresses of its own above one of the host's, whose hardware address it shares (CNI reference spec,
+//! chapter 11). It can stand behind a plugin that makes the link below.
+
+use super::interface;
+use super::sublink::{self, Addresses, below, beside};
+use crate::cni::{Error, Success};
+use crate::net::link::LinkPlan;
+use crate::net::netlink::Attributes;
+use crate::skel::{Call, Plugin};
+
+/// The plugin.
+pub struct Ipvlan;
+
+const MODE: u16 = 1;
+
+fn mode(call: &Call<'_>) -> Result<u16, Error> {
+    match call.config.text("mode")? {
+        "" | "l2" => Ok(0),
+        "l3" => Ok(1),
+        "l3s" => Ok(2),
+        other => Err(Error::config(format!("unknown mode {other:?}: expected l2, l3 or l3s"))),
+    }
+}
+
+/// The configured master, or the one interface of the plugin before.
+fn master<'a>(call: &Call<'a>, previous: Option<&'a Success>) -> Result<&'a str, Error> {
+    match (call.config.text("master")?, previous.map(|p| p.interfaces.as_slice())) {
+        ("", Some([one])) => Ok(&one.name),
+        ("", Some(_)) => Err(Error::config("chained master failure. PrevResult lacks a single named interface: set \"master\"")),
+        (name, _) => Ok(name),
+    }
+}
+
+impl Plugin for Ipvlan {
+    fn name(&self) -> &'static str {
+        "ipvlan"
+    }
+
+    fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
+        let c = call.config;
+        let previous = call.previous()?;
+        let data = Attributes::new().put(MODE, &mode(call)?.to_ne_bytes());
+        let addresses = match (Addresses::of(call)?, &previous) {
+            (Addresses::None, Some(previous)) if !previous.ips.is_empty() => Addresses::Previous(previous.clone()),
+            (Addresses::None, _) => {
+                return Err(Error::config("ipvlan needs addresses: set \"ipam\", or put it behind a plugin that gives them"));
+            }
+            (other, _) => other,
+        };
+        let make = || {
+            beside(call, c.flag("linkInContainer")?, |socket, namespace| {
+                let below = below(socket, master(call, previous.as_ref())?)?;
+                let mtu = sublink::mtu(call, None)?;
+                let plan = LinkPlan { name: &call.ifname, kind: "ipvlan", data, below: Some(below.index), namespace, mtu, mac: None };
+                sublink::make(socket, &plan)
+            })
+        };
+        sublink::add(call, addresses, make, || sublink::discard(call))
+    }
+
+    fn del(&self, call: &Call<'_>) -> Result<(), Error> {
+        interface::remove(call, || Ok(()))
+    }
+
+    fn check(&self, call: &Call<'_>) -> Result<(), Error> {
+        // Behind another plugin the master is what that one made; prevResult is this one's by now.
+        let name = call.config.text("master")?;
+        if !name.is_empty() {
+            beside(call, call.config.flag("linkInContainer")?, |socket, _| below(socket, name))?;
+        }
+        let mode = mode(call)?;
+        sublink::check(call, "ipvlan", |link| sublink::has(link, MODE, mode.into(), "the mode"))
+    }
+
+    fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
+        interface::collect_addresses(call, keep)
+    }
+
+    fn status(&self, call: &Call<'_>) -> Result<(), Error> {
+        mode(call)?;
+        interface::ask_ipam(call, "STATUS")
+    }
+}

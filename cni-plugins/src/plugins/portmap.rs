@@ -1,0 +1,250 @@
+//! `portmap`: ports of the host that lead to a container (CNI reference spec, chapter 7). Chained behind a plugin that
+//! gives addresses.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+use super::interface::doing;
+use crate::cni::{Error, Json, Success};
+use crate::net::netlink::Socket;
+use crate::net::nft::hostport::{self, Condition, Forward, Plan};
+use crate::net::nft::{Nft, iptables};
+use crate::net::{conntrack, sysctl};
+use crate::skel::{Call, Plugin};
+
+/// The plugin.
+pub struct Portmap;
+
+const UDP: u8 = 17;
+
+struct Config {
+    forwards: Vec<Forward>,
+    conditions: [Vec<Condition>; 2],
+    snat: bool,
+    all: bool,
+}
+
+fn mapping(config: Json<'_>) -> Result<Forward, Error> {
+    let port = |key: &str| {
+        let number = config.number(key, 0, 0..=65535)?;
+        match u16::try_from(number) {
+            Ok(port) if port > 0 => Ok(port),
+            _ => Err(Error::config(format!("portMappings: {key:?} is {number}, but must be a port from 1 to 65535"))),
+        }
+    };
+    let protocol = match config.text("protocol")?.to_ascii_lowercase().as_str() {
+        "tcp" => 6,
+        "udp" => UDP,
+        "sctp" => 132,
+        other => return Err(Error::config(format!("portMappings: the protocol {other:?} is unknown: use tcp, udp or sctp"))),
+    };
+    let host = match config.text("hostIP")? {
+        "" => None,
+        text => Some(text.parse::<IpAddr>().map_err(|_| Error::config(format!("portMappings: hostIP {text:?} is no IP address")))?),
+    };
+    // The unspecified address is all of its family; which one, its presence says.
+    Ok(Forward { protocol, host, port: port("hostPort")?, target: port("containerPort")? })
+}
+
+/// One condition in the words of iptables or nft, and how many of the words it took.
+fn condition(words: &[&str]) -> Option<(Condition, usize)> {
+    let net = |text: &str| text.parse::<IpNet>().ok().or_else(|| text.parse::<IpAddr>().ok().map(IpNet::from));
+    let name = |text: &str| Some(text.trim_matches('"').to_owned()).filter(|n| !n.is_empty() && n.len() < 16);
+    let iptables = |option: &str, value: &str, equal: bool| match option {
+        "-s" | "--source" | "--src" => Some(Condition::Address(true, net(value)?, equal)),
+        "-d" | "--destination" | "--dst" => Some(Condition::Address(false, net(value)?, equal)),
+        "-i" | "--in-interface" => Some(Condition::Interface(true, name(value)?, equal)),
+        "-o" | "--out-interface" => Some(Condition::Interface(false, name(value)?, equal)),
+        _ => None,
+    };
+    let (negated, rest) = match words {
+        ["!", rest @ ..] => (true, rest),
+        rest => (false, rest),
+    };
+    match rest {
+        [option, value, ..] if option.starts_with('-') => Some((iptables(option, value, !negated)?, 2 + usize::from(negated))),
+        ["ip" | "ip6", end @ ("saddr" | "daddr"), "!=", value, ..] => Some((Condition::Address(*end == "saddr", net(value)?, false), 4)),
+        ["ip" | "ip6", end @ ("saddr" | "daddr"), value, ..] => Some((Condition::Address(*end == "saddr", net(value)?, true), 3)),
+        [end @ ("iifname" | "oifname"), "!=", value, ..] => Some((Condition::Interface(*end == "iifname", name(value)?, false), 3)),
+        [end @ ("iifname" | "oifname"), value, ..] => Some((Condition::Interface(*end == "iifname", name(value)?, true), 2)),
+        _ => None,
+    }
+}
+
+fn conditions(config: Json<'_>, key: &str, v4: bool) -> Result<Vec<Condition>, Error> {
+    let texts = config.texts(key)?;
+    let all: Vec<&str> = texts.iter().flat_map(|t| t.split_whitespace()).collect();
+    let mut words = all.as_slice();
+    let mut found = vec![];
+    while !words.is_empty() {
+        let (condition, length) = condition(words).ok_or_else(|| {
+            Error::config(format!(
+                "{key}: {words:?} is not understood: addresses (\"-s\", \"-d\", \"ip saddr\", \"ip daddr\") and interfaces (\"-i\", \"-o\", \"iifname\", \"oifname\") are, \"!\" or \"!=\" for others"
+            ))
+        })?;
+        if matches!(&condition, Condition::Address(_, net, _) if net.addr().is_ipv4() != v4) {
+            return Err(Error::config(format!("{key}: {words:?} is about an address of the other family")));
+        }
+        found.push(condition);
+        words = words.get(length..).unwrap_or_default();
+    }
+    Ok(found)
+}
+
+impl Config {
+    fn parse(call: &Call<'_>) -> Result<Config, Error> {
+        let c = call.config;
+        let backend = c.text("backend")?;
+        if !["", "iptables", "nftables"].contains(&backend) {
+            return Err(Error::config(format!(
+                "unknown backend {backend:?}: expected \"nftables\" or \"iptables\" (which is honoured through nftables)"
+            )));
+        }
+        // What iptables needs marks for is done without them, so they are only checked.
+        if c.get("markMasqBit").is_some() && !c.text("externalSetMarkChain")?.is_empty() {
+            return Err(Error::config("Cannot specify externalSetMarkChain and markMasqBit"));
+        }
+        c.number("markMasqBit", 13, 0..=31)?;
+        let conditions = [conditions(c, "conditionsV4", true)?, conditions(c, "conditionsV6", false)?];
+        let forwards = c.object("runtimeConfig")?.list("portMappings")?.iter().map(|m| mapping(Json(m))).collect::<Result<_, _>>()?;
+        let snat = c.get("snat").is_none() || c.flag("snat")?;
+        Ok(Config { forwards, conditions, snat, all: c.flag("masqAll")? })
+    }
+
+    /// What is to be done for the container's addresses.
+    fn plans(&self, call: &Call<'_>, success: &Success) -> Vec<Plan> {
+        let mut plans = vec![];
+        for (v4, conditions) in [true, false].into_iter().zip(&self.conditions) {
+            let of_container = |index: Option<usize>| {
+                index.is_none_or(|n| success.interfaces.get(n).is_some_and(|i| i.name == call.ifname && !i.sandbox.is_empty()))
+            };
+            let Some(ip) = success.ips.iter().find(|ip| ip.address.addr().is_ipv4() == v4 && of_container(ip.interface)) else { continue };
+            let fits = |f: &&Forward| f.host.is_none_or(|h| h.is_ipv4() == v4);
+            let any = |f: &Forward| Forward { host: f.host.filter(|h| !h.is_unspecified()), ..*f };
+            let forwards: Vec<Forward> = self.forwards.iter().filter(fits).map(any).collect();
+            if !forwards.is_empty() {
+                plans.push(Plan { container: ip.address.addr(), forwards, conditions: conditions.clone(), hairpin: self.snat, all: self.all });
+            }
+        }
+        plans
+    }
+
+    fn udp_ports(&self) -> Vec<u16> {
+        self.forwards.iter().filter(|f| f.protocol == UDP).map(|f| f.port).collect()
+    }
+}
+
+/// UDP flows go by the new rules; that they did not is no reason to fail.
+fn forget(ports: &[u16], containers: &[IpAddr]) {
+    if ports.is_empty() {
+        return;
+    }
+    for v4 in [true, false] {
+        if let Err(error) = conntrack::forget_udp(v4, ports, containers) {
+            eprintln!("portmap: UDP flows that were known already may go on to where they went: {error}");
+        }
+    }
+}
+
+/// Lets what comes from localhost be routed to the container.
+fn route_localnet(container: IpAddr) -> Result<(), Error> {
+    let failed = "the container's interface on the host cannot be found";
+    let mut socket = Socket::route().map_err(doing(failed))?;
+    let Some(index) = socket.link_to(container).map_err(doing(failed))? else { return Ok(()) };
+    let Some(link) = socket.link_at(index).map_err(doing(failed))? else { return Ok(()) };
+    sysctl::ensure(&format!("ipv4/conf/{}/route_localnet", link.name), "1")
+        .map_err(doing(format!("route_localnet cannot be set for {:?}", link.name)))
+}
+
+impl Plugin for Portmap {
+    fn name(&self) -> &'static str {
+        "portmap"
+    }
+
+    fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
+        let previous = call.chained("portmap")?;
+        let config = Config::parse(call)?;
+        let owner = call.owner()?;
+        for plan in config.plans(call, &previous) {
+            hostport::add(&plan, &owner).map_err(doing("ports cannot be forwarded in nftables"))?;
+            if plan.hairpin && plan.container.is_ipv4() {
+                route_localnet(plan.container)?;
+            }
+        }
+        forget(&config.udp_ports(), &[]);
+        Ok(previous)
+    }
+
+    /// Needs neither the mappings nor the addresses: what is ours is marked so.
+    fn del(&self, call: &Call<'_>) -> Result<(), Error> {
+        let (network, owner) = (call.network()?, call.owner()?);
+        let removed = Nft::open().and_then(|mut nft| {
+            hostport::remove(&mut nft, &owner, &call.container)?;
+            iptables::remove_hostports(&mut nft, network, &call.container)
+        });
+        // A configuration that has become wrong holds nothing up.
+        let ports = Config::parse(call).map(|c| c.udp_ports()).unwrap_or_default();
+        let addresses: Vec<IpAddr> = call.previous().ok().flatten().into_iter().flat_map(|s| s.ips).map(|ip| ip.address.addr()).collect();
+        forget(&ports, &addresses);
+        removed.map_err(doing("forwarded ports cannot be removed"))
+    }
+
+    fn check(&self, call: &Call<'_>) -> Result<(), Error> {
+        let config = Config::parse(call)?;
+        for plan in config.plans(call, &call.chained("portmap")?) {
+            let found = hostport::count(plan.container.is_ipv4(), &call.owner()?).map_err(doing("forwarded ports cannot be read"))?;
+            if found < plan.size() {
+                return Err(Error::other(format!("{found} of {} rules are there that forward ports to {}", plan.size(), plan.container)));
+            }
+        }
+        Ok(())
+    }
+
+    fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
+        hostport::collect(call.network()?, keep).map_err(doing("forwarded ports cannot be removed"))
+    }
+
+    fn status(&self, call: &Call<'_>) -> Result<(), Error> {
+        Config::parse(call)?;
+        super::has_nftables()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn conditions_are_read_in_the_words_of_both_tools() {
+        let read = |words: serde_json::Value, v4| conditions(Json(&json!({"c": words})), "c", v4);
+        let net = |text: &str| text.parse::<IpNet>().expect("a network");
+        assert_eq!(
+            read(json!(["!", "-s", "192.0.2.0/24", "-i", "eth0"]), true),
+            Ok(vec![Condition::Address(true, net("192.0.2.0/24"), false), Condition::Interface(true, "eth0".into(), true)])
+        );
+        assert_eq!(read(json!(["ip6 daddr != fd00::/8"]), false), Ok(vec![Condition::Address(false, net("fd00::/8"), false)]));
+        assert_eq!(read(json!(["iifname", "\"eth0\""]), true), Ok(vec![Condition::Interface(true, "eth0".into(), true)]));
+        for wrong in [json!(["-p", "tcp"]), json!(["-s"]), json!(["ip", "saddr", "x"]), json!(["-s", "fd00::1"]), json!(["!"])] {
+            assert!(read(wrong.clone(), true).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn mappings_are_checked() {
+        let read = |m: serde_json::Value| mapping(Json(&m));
+        assert_eq!(
+            read(json!({"HostPort": 8080, "ContainerPort": 80, "Protocol": "TCP", "HostIP": "127.0.0.1"})),
+            Ok(Forward { protocol: 6, host: Some([127, 0, 0, 1].into()), port: 8080, target: 80 })
+        );
+        for wrong in [
+            json!({"hostPort": 0, "containerPort": 80, "protocol": "tcp"}),
+            json!({"hostPort": 1, "containerPort": 70000, "protocol": "tcp"}),
+            json!({"hostPort": 1, "containerPort": 1, "protocol": "icmp"}),
+            json!({"hostPort": 1, "containerPort": 1, "protocol": "udp", "hostIP": "here"}),
+        ] {
+            assert!(read(wrong.clone()).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! `bridge`, `ptp` and `loopback`.
+
+use std::process::Command;
+
+use serde_json::json;
+
+use super::world::{VERSIONS, World, ip};
+
+#[test]
+fn bridge_adds_checks_and_deletes_in_every_version() {
+    for version in VERSIONS {
+        let world = World::new();
+        let config = world.config(version, json!({"ipMasq": true}));
+        let result = world.ok("bridge", "ADD", &config);
+        assert_eq!(result["cniVersion"], version);
+        let address = if version < "0.3.0" { result["ip4"]["ip"].clone() } else { result["ips"][0]["address"].clone() };
+        assert_eq!(address, "10.198.1.2/24", "{version}: {result}");
+        let shown = ip(&["-n", &world.container, "addr", "show", "eth0"]);
+        assert!(shown.contains("10.198.1.2/24") && shown.contains("state UP"), "{shown}");
+        assert!(ip(&["-n", &world.container, "route"]).contains("default via 10.198.1.1"));
+        assert!(ip(&["-n", &world.host, "addr", "show", "br0"]).contains("10.198.1.1/24"));
+        let rules = world.ruleset();
+        assert!(rules.contains("ip saddr 10.198.1.2 ip daddr != 10.198.1.0/24 masquerade"), "{rules}");
+        let ping = ["netns", "exec", &world.container, "busybox", "ping", "-c1", "-W2", "10.198.1.1"];
+        assert!(ip(&ping).contains("1 packets received"), "the container reaches its gateway");
+        let chained = World::with_previous(&config, &result);
+        if version >= "0.4.0" {
+            world.ok("bridge", "CHECK", &chained);
+            ip(&["-n", &world.container, "addr", "flush", "dev", "eth0"]);
+            let refusal = world.refused("bridge", "CHECK", &chained, &[]);
+            assert!(refusal["msg"].as_str().unwrap().contains("10.198.1.2"), "{refusal}");
+        }
+        for _ in 0..2 {
+            world.ok("bridge", "DEL", &chained);
+        }
+        assert!(world.taken().is_empty(), "{version}");
+        assert!(!world.ruleset().contains("saddr"), "{version}: {}", world.ruleset());
+        assert!(!ip(&["-n", &world.host, "link"]).contains("veth"), "the host's end is gone");
+    }
+}
+
+#[test]
+fn del_cleans_up_when_the_namespace_is_gone_or_unknown() {
+    for netns in ["", "/run/netns/nonexistent"] {
+        let world = World::new();
+        let config = world.config("1.0.0", json!({"ipMasq": true}));
+        world.ok("bridge", "ADD", &config);
+        ip(&["netns", "del", &world.container]);
+        let output = world.call("bridge", "DEL", &config, &[("CNI_NETNS", netns)]);
+        assert!(output.status.success(), "{output:?}");
+        assert!(world.taken().is_empty());
+        assert!(!world.ruleset().contains("saddr"));
+        ip(&["netns", "add", &world.container]);
+    }
+}
+
+#[test]
+fn a_failed_add_leaves_nothing() {
+    let world = World::new();
+    let config = world.config("1.0.0", json!({}));
+    world.ok("bridge", "ADD", &config);
+    // The same interface again is an error and does not disturb the first.
+    let refusal = world.refused("bridge", "ADD", &config, &[("CNI_CONTAINERID", "c2")]);
+    assert!(refusal["msg"].as_str().unwrap().contains("already exists"), "{refusal}");
+    assert_eq!(world.taken().len(), 1);
+    // A bridge address that conflicts.
+    ip(&["-n", &world.host, "link", "add", "br1", "type", "bridge"]);
+    ip(&["-n", &world.host, "addr", "add", "10.1.1.1/24", "dev", "br1"]);
+    let other = world.config("1.0.0", json!({"bridge": "br1"}));
+    let refusal = world.refused("bridge", "ADD", &other, &[("CNI_CONTAINERID", "c3"), ("CNI_IFNAME", "eth1")]);
+    assert!(refusal["msg"].as_str().unwrap().contains("forceAddress"), "{refusal}");
+    assert_eq!(world.taken().len(), 1, "the address was given back");
+    let links = ip(&["-n", &world.host, "link"]);
+    assert_eq!(links.matches("master br1").count(), 0, "{links}");
+}
+
+#[test]
+fn many_containers_at_once_get_different_addresses() {
+    let world = World::new();
+    let config = world.config("1.0.0", json!({"ipMasq": true}));
+    let names: Vec<String> = (0..20).map(|i| format!("{}-{i}", world.container)).collect();
+    for name in &names {
+        ip(&["netns", "add", name]);
+    }
+    std::thread::scope(|scope| {
+        let calls: Vec<_> = names
+            .iter()
+            .map(|name| {
+                let (world, config) = (&world, &config);
+                scope.spawn(move || {
+                    let netns = format!("/run/netns/{name}");
+                    world.call("bridge", "ADD", config, &[("CNI_CONTAINERID", name), ("CNI_NETNS", &netns)])
+                })
+            })
+            .collect();
+        for call in calls {
+            let output = call.join().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        }
+    });
+    assert_eq!(world.taken().len(), 20);
+    let rules = world.ruleset();
+    assert_eq!((rules.matches("masquerade comment").count(), rules.matches("goto masq_checks").count()), (20, 1), "{rules}");
+    // GC keeps what is listed and nothing else.
+    let mut gc = world.config("1.1.0", json!({"ipMasq": true}));
+    let keep = json!([{"containerID": names[3], "ifname": "eth0"}]);
+    world.ok("bridge", "GC", &gc);
+    assert_eq!(world.taken().len(), 20, "a missing list says nothing");
+    gc["cni.dev/valid-attachments"] = keep;
+    world.ok("bridge", "GC", &gc);
+    assert_eq!(world.taken().len(), 1);
+    assert_eq!(world.ruleset().matches("masquerade comment").count(), 1);
+    for name in &names {
+        ip(&["netns", "del", name]);
+    }
+}
+
+#[test]
+fn dual_stack_layer_two_and_exhaustion() {
+    let world = World::new();
+    let ranges =
+        json!({"ipam": {"type": "host-local", "dataDir": world.data.path(), "ranges": [[{"subnet": "10.198.2.0/30"}], [{"subnet": "fd42::/64"}]]}});
+    let config = world.config("1.1.0", ranges);
+    let result = world.ok("bridge", "ADD", &config);
+    assert_eq!((result["ips"].as_array().unwrap().len(), result["routes"].as_array().unwrap().len()), (2, 2), "{result}");
+    let shown = ip(&["-n", &world.container, "-6", "addr", "show", "eth0"]);
+    assert!(shown.contains("fd42::2/64") && !shown.contains("tentative"), "no waiting for duplicates: {shown}");
+    let status = world.refused("host-local", "STATUS", &config, &[]);
+    assert_eq!(status["code"], 50, "{status}");
+    let full = world.refused("host-local", "ADD", &config, &[("CNI_CONTAINERID", "c9")]);
+    assert!(full["msg"].as_str().unwrap().contains("no IP addresses available in range set: 10.198.2.1-10.198.2.2"), "{full}");
+    let layer_two = World::new();
+    let config = layer_two.config("1.0.0", json!({"ipam": {}, "isDefaultGateway": false}));
+    let result = layer_two.ok("bridge", "ADD", &config);
+    assert!(result.get("ips").is_none(), "{result}");
+    layer_two.ok("bridge", "CHECK", &World::with_previous(&config, &result));
+}
+
+#[test]
+fn ptp_leads_everything_over_a_line_to_the_host() {
+    for version in VERSIONS {
+        let world = World::new();
+        let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "subnet": "10.198.2.0/24", "routes": [{"dst": "0.0.0.0/0"}]});
+        let config = world.config(version, json!({"type": "ptp", "ipMasq": true, "mtu": 1400, "ipam": ipam, "dns": {"nameservers": ["192.0.2.53"]}}));
+        let result = world.ok("ptp", "ADD", &config);
+        assert_eq!(result["dns"]["nameservers"][0], "192.0.2.53");
+        if version >= "0.3.0" {
+            assert_eq!((&result["ips"][0]["address"], &result["ips"][0]["interface"]), (&json!("10.198.2.2/24"), &json!(1)), "{version}: {result}");
+            assert_eq!(result["interfaces"][1]["name"], "eth0");
+        }
+        let shown = ip(&["-n", &world.container, "addr", "show", "eth0"]);
+        assert!(shown.contains("10.198.2.2/24") && shown.contains("mtu 1400") && shown.contains("state UP"), "{shown}");
+        let routes = ip(&["-n", &world.container, "route"]);
+        for expected in ["default via 10.198.2.1 dev eth0", "10.198.2.0/24 via 10.198.2.1 dev eth0", "10.198.2.1 dev eth0 scope link"] {
+            assert!(routes.contains(expected), "{expected}: {routes}");
+        }
+        assert!(ip(&["-n", &world.host, "route"]).contains("10.198.2.2 dev veth"));
+        assert!(world.ruleset().contains("10.198.2.2"));
+        let ping = ["netns", "exec", &world.container, "busybox", "ping", "-c1", "-W2", "10.198.2.1"];
+        assert!(Command::new("ip").args(ping).output().unwrap().status.success(), "the host answers");
+        if version >= "0.4.0" {
+            let with = World::with_previous(&config, &result);
+            world.ok("ptp", "CHECK", &with);
+            ip(&["-n", &world.host, "route", "del", "10.198.2.2"]);
+            assert!(world.refused("ptp", "CHECK", &with, &[])["msg"].as_str().unwrap().contains("10.198.2.2"));
+        }
+        world.ok("ptp", "DEL", &World::with_previous(&config, &result));
+        world.ok("ptp", "DEL", &config);
+        assert!(world.taken().is_empty() && !world.ruleset().contains("10.198.2.2"));
+        assert!(!ip(&["-n", &world.host, "link"]).contains("veth"), "nothing is left");
+    }
+    // Both families, without waiting for anybody who might have the address too.
+    let world = World::new();
+    let ranges = json!([[{"subnet": "10.198.3.0/24"}], [{"subnet": "fd00:198:3::/64"}]]);
+    let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "ranges": ranges, "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}]});
+    let config = world.config("1.1.0", json!({"type": "ptp", "ipam": ipam}));
+    let begun = std::time::Instant::now();
+    let result = world.ok("ptp", "ADD", &config);
+    assert!(begun.elapsed() < std::time::Duration::from_millis(900), "{:?}", begun.elapsed());
+    let routes = ip(&["-n", &world.container, "-6", "route"]);
+    assert!(routes.contains("default via fd00:198:3::1") && routes.contains("fd00:198:3::/64 via fd00:198:3::1"), "{routes}");
+    assert!(ip(&["-n", &world.host, "-6", "route"]).contains("fd00:198:3::2 dev veth"));
+    let ping = ["netns", "exec", &world.container, "busybox", "ping", "-6", "-c1", "-W2", "fd00:198:3::1"];
+    assert!(Command::new("ip").args(ping).output().unwrap().status.success(), "the host answers");
+    // Two containers reach each other over the host.
+    let other = World::new();
+    let env = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())];
+    let second = world.call("ptp", "ADD", &config, &env);
+    assert!(second.status.success(), "{}", String::from_utf8_lossy(&second.stdout));
+    let ping = ["netns", "exec", &world.container, "busybox", "ping", "-c1", "-W2", "10.198.3.3"];
+    assert!(Command::new("ip").args(ping).output().unwrap().status.success(), "the other answers");
+    assert!(world.call("ptp", "DEL", &config, &env).status.success());
+    world.ok("ptp", "STATUS", &config);
+    let mut gone = config.clone();
+    gone["cni.dev/valid-attachments"] = json!([]);
+    world.ok("ptp", "GC", &gone);
+    assert!(world.taken().is_empty(), "{result}");
+    // An address without a gateway leads nowhere, and leaves nothing.
+    let lone = json!({"type": "static", "addresses": [{"address": "10.198.4.2/24"}]});
+    let world = World::new();
+    let error = world.refused("ptp", "ADD", &world.config("1.0.0", json!({"type": "ptp", "ipam": lone})), &[]);
+    assert!(error["msg"].as_str().unwrap().contains("no gateway"), "{error}");
+    assert!(!ip(&["-n", &world.host, "link"]).contains("veth"));
+}
+#[test]
+fn loopback_goes_up_and_down() {
+    let world = World::new();
+    for version in VERSIONS {
+        let config = json!({"cniVersion": version, "name": "lo", "type": "loopback"});
+        let result = world.ok("loopback", "ADD", &config);
+        assert!(result.to_string().contains("127.0.0.1/8"), "{result}");
+        assert!(ip(&["-n", &world.container, "link", "show", "lo"]).contains("LOOPBACK,UP"));
+        world.ok("loopback", "DEL", &config);
+        assert!(!ip(&["-n", &world.container, "link", "show", "lo"]).contains("LOOPBACK,UP"));
+    }
+}
