@@ -8,6 +8,10 @@ use holdfast_cni::{plugins, skel};
 fn main() -> ExitCode {
     let name = std::env::args_os().next().unwrap_or_default();
     let name = Path::new(&name).file_name().and_then(|n| n.to_str()).unwrap_or_default().to_owned();
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if let ("host-local", Some(("audit", rest))) = (&*name, arguments.split_first().map(|(a, rest)| (a.as_str(), rest))) {
+        return audit(rest);
+    }
     match plugins::find(&name) {
         Some(plugin) => skel::run(plugin),
         None => own(),
@@ -39,6 +43,20 @@ fn own() -> ExitCode {
                 eprintln!("{text}")
             }
             ExitCode::from(if help { 0 } else { 2 })
+        }
+    }
+}
+
+/// `host-local audit`.
+fn audit(arguments: &[String]) -> ExitCode {
+    match holdfast_cni::ipam::audit::run(arguments) {
+        Ok((text, well)) => {
+            println!("{text}");
+            ExitCode::from(u8::from(!well))
+        }
+        Err(error) => {
+            eprintln!("host-local audit: {error}");
+            ExitCode::from(2)
         }
     }
 }

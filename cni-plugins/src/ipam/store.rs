@@ -4,16 +4,21 @@
 //! One file an address, named by it, holding container id and interface. A file appears complete or not
 //! at all: it is written under another name, synced and linked into place. An empty file, as a crash of
 //! the reference leaves it, counts as free.
+//!
+//! `Owners` is the index. It is complete as long as nobody else has changed the directory, which its stamp tells;
+//! then no reservation is read. Otherwise all are, once.
 
-use std::collections::HashSet;
+use std::cell::OnceCell;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
 use std::net::IpAddr;
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use nix::fcntl::{Flock, FlockArg};
 
+use super::owners::{Here, Life, Owners, Record, inhabited};
 use crate::cni::Error;
 
 /// Records longer than this are nobody's.
@@ -22,6 +27,9 @@ const RECORD_LIMIT: u64 = 1024;
 /// The locked directory of one network.
 pub struct Store {
     dir: PathBuf,
+    owners: Owners,
+    here: Here,
+    inhabited: OnceCell<BTreeSet<u64>>,
     _lock: Flock<File>,
 }
 
@@ -33,13 +41,23 @@ fn record(container: &str, ifname: &str) -> String {
 impl Store {
     /// Opens and locks the directory of `network`, and creates it.
     pub fn open(data_dir: &Path, network: &str) -> Result<Store, Error> {
+        Store::open_at(data_dir, network, Here::now())
+    }
+
+    /// As [`Store::open`], at another time or place.
+    pub fn open_at(data_dir: &Path, network: &str, here: Here) -> Result<Store, Error> {
         let dir = data_dir.join(network);
         let failed = |what: &str, e: &dyn std::fmt::Display| Error::other(format!("the address store {} cannot be {what}: {e}", dir.display()));
         DirBuilder::new().recursive(true).mode(0o755).create(&dir).map_err(|e| failed("created", &e))?;
         let file =
             OpenOptions::new().create(true).truncate(false).write(true).mode(0o750).open(dir.join("lock")).map_err(|e| failed("locked", &e))?;
         let lock = Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, e)| failed("locked", &e))?;
-        Ok(Store { dir, _lock: lock })
+        let owners = Owners::open(data_dir, network).map_err(|e| failed("indexed", &e))?;
+        let store = Store { dir, owners, here, inhabited: OnceCell::new(), _lock: lock };
+        if !store.owners.has_seen(&store.stamp()) {
+            store.reconcile()?;
+        }
+        Ok(store)
     }
 
     /// As [`Store::open`], but `None` if the network has no directory.
@@ -51,6 +69,55 @@ impl Store {
         self.dir.join(name)
     }
 
+    /// What the directory looks like that the owners are known of.
+    fn stamp(&self) -> String {
+        let changed = std::fs::metadata(&self.dir).map_or((0, 0), |m| (m.mtime(), m.mtime_nsec()));
+        format!("{} {} {}.{}", self.here.boot, self.here.machine, changed.0, changed.1)
+    }
+
+    fn failed(&self) -> impl Fn(io::Error) -> Error {
+        let dir = self.dir.display().to_string();
+        move |e| Error::doing(format!("the address store {dir} cannot be used"), e)
+    }
+
+    /// Makes the owners what the directory says, whoever wrote it, and drops those that a reboot has ended.
+    fn reconcile(&self) -> Result<(), Error> {
+        let failed = self.failed();
+        self.owners.tidy().map_err(&failed)?;
+        let mut known: BTreeMap<(String, String), Record> = BTreeMap::new();
+        let mut listed: BTreeMap<IpAddr, (String, String)> = BTreeMap::new();
+        for mut record in self.owners.all().map_err(&failed)? {
+            let key = (record.container.clone(), record.ifname.clone());
+            listed.extend(std::mem::take(&mut record.addresses).into_iter().map(|a| (a, key.clone())));
+            known.insert(key, record);
+        }
+        let mut changed: BTreeMap<(String, String), bool> = BTreeMap::new();
+        for address in self.addresses()? {
+            let Some(text) = self.text(address) else {
+                // Nobody will ever release what belongs to nobody. If removing fails it only stays unavailable.
+                let _ = std::fs::remove_file(self.path(&address.to_string()));
+                continue;
+            };
+            let (container, ifname) = text.split_once("\r\n").unwrap_or((&text, ""));
+            let key = (container.to_owned(), ifname.to_owned());
+            let record = known.entry(key.clone()).or_insert_with(|| Record::new(container, ifname, "", &Here::default()));
+            record.addresses.insert(address);
+            *changed.entry(key.clone()).or_default() |= listed.remove(&address).is_none_or(|owner| owner != key);
+        }
+        for key in listed.into_values() {
+            changed.insert(key, true);
+        }
+        for (key, record) in &known {
+            let dead = record.here.boot != self.here.boot && matches!(self.life(record), Life::Gone(_));
+            if dead || record.addresses.is_empty() {
+                self.release(record)?;
+            } else if changed.get(key).copied().unwrap_or(false) {
+                self.owners.put(record).map_err(&failed)?;
+            }
+        }
+        Ok(())
+    }
+
     /// The names of all address files, read without opening them.
     fn addresses(&self) -> Result<HashSet<IpAddr>, Error> {
         let entries = std::fs::read_dir(&self.dir).map_err(|e| Error::doing("the address store cannot be read", e))?;
@@ -58,48 +125,34 @@ impl Store {
         Ok(names.filter_map(|e| e.file_name().to_str().and_then(|n| n.parse().ok())).collect())
     }
 
-    fn owner(&self, address: IpAddr) -> Option<String> {
+    /// What a reservation says; `None` if it says nothing.
+    fn text(&self, address: IpAddr) -> Option<String> {
         let mut text = String::new();
         File::open(self.path(&address.to_string())).ok()?.take(RECORD_LIMIT).read_to_string(&mut text).ok()?;
-        Some(text.trim().to_owned())
+        Some(text.trim().to_owned()).filter(|t| !t.is_empty())
     }
 
-    /// The taken addresses. Files that say nothing are removed: nobody will ever release them.
+    /// The taken addresses.
     pub fn taken(&self) -> Result<HashSet<IpAddr>, Error> {
-        let all = self.addresses()?;
-        Ok(all
-            .into_iter()
-            .filter(|address| {
-                let path = self.path(&address.to_string());
-                let empty = std::fs::metadata(&path).is_ok_and(|m| m.len() == 0);
-                // If removing fails the address only stays unavailable.
-                !(empty && std::fs::remove_file(&path).is_ok())
-            })
-            .collect())
+        self.addresses()
     }
 
-    /// Reserves an address; false if somebody has it.
-    pub fn reserve(&self, address: IpAddr, set: usize, container: &str, ifname: &str) -> Result<bool, Error> {
-        let failed = |e: io::Error| Error::doing(format!("address {address} cannot be reserved in {}", self.dir.display()), e);
-        let temporary = self.path(&format!("tmp.{}", std::process::id()));
-        let mut file = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(&temporary).map_err(failed)?;
-        let written = file.write_all(record(container, ifname).as_bytes()).and_then(|()| file.sync_data());
-        let linked = written.and_then(|()| std::fs::hard_link(&temporary, self.path(&address.to_string())));
-        std::fs::remove_file(&temporary).map_err(failed)?;
-        match linked {
-            Ok(()) => {}
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(false),
-            Err(error) => return Err(failed(error)),
+    /// Begins to give an attachment addresses. From here on it is known whose they are, whatever happens.
+    pub fn begin(&self, container: &str, ifname: &str, netns: &str) -> Result<Reservation<'_>, Error> {
+        let failed = |e: io::Error| Error::doing(format!("an address cannot be reserved in {}", self.dir.display()), e);
+        let before = self.owners.get(container, ifname);
+        let mut owner = Record::new(container, ifname, netns, &self.here);
+        owner.addresses.extend(before.iter().flat_map(|b| &b.addresses));
+        self.owners.put(&owner).map_err(failed)?;
+        let scratch = self.owners.scratch();
+        // One that was left behind may be the same file as a reservation: it is not written to.
+        match std::fs::remove_file(&scratch) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+            _ => {}
         }
-        let mut last = OpenOptions::new()
-            .create(true)
-            .truncate(true)
-            .write(true)
-            .mode(0o600)
-            .open(self.path(&format!("last_reserved_ip.{set}")))
-            .map_err(failed)?;
-        last.write_all(address.to_string().as_bytes()).map_err(failed)?;
-        Ok(true)
+        let mut file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&scratch).map_err(failed)?;
+        file.write_all(record(container, ifname).as_bytes()).and_then(|()| file.sync_data()).map_err(failed)?;
+        Ok(Reservation { store: self, owner, before, scratch, taken: vec![], finished: false })
     }
 
     /// The address that a set gave out last.
@@ -108,31 +161,33 @@ impl Store {
         std::fs::read_to_string(self.path(&format!("last_reserved_ip.{set}"))).ok()?.trim().parse().ok()
     }
 
-    /// Every address that a container's interface has; records of old, with the id alone, count if
-    /// there is no other.
-    pub fn of(&self, container: &str, ifname: &str) -> Result<Vec<IpAddr>, Error> {
-        let all = self.addresses()?;
-        let wanted = record(container, ifname);
-        let (mut exact, mut legacy) = (Vec::new(), Vec::new());
-        for address in all {
-            match self.owner(address) {
-                Some(owner) if owner == wanted => exact.push(address),
-                Some(owner) if owner == container => legacy.push(address),
-                _ => {}
-            }
-        }
-        Ok(if exact.is_empty() { legacy } else { exact })
+    /// What a container's interface has; records of old, with the id alone, count if there is no other.
+    #[must_use]
+    pub fn of(&self, container: &str, ifname: &str) -> Option<Record> {
+        let of = |ifname: &str| self.owners.get(container, ifname).filter(|r| !r.addresses.is_empty());
+        of(ifname).or_else(|| of(""))
+    }
+
+    /// Whether an owner can still use what it has.
+    #[must_use]
+    pub fn life(&self, record: &Record) -> Life {
+        record.life(&self.here, |number| self.inhabited.get_or_init(inhabited).contains(&number))
     }
 
     /// Whether `address` belongs to a container's interface.
     #[must_use]
     pub fn is_of(&self, address: IpAddr, container: &str, ifname: &str) -> bool {
-        self.owner(address).is_some_and(|owner| owner == record(container, ifname) || owner == container)
+        self.text(address).is_some_and(|owner| owner == record(container, ifname) || owner == container)
     }
 
-    /// Releases addresses.
-    pub fn release(&self, addresses: &[IpAddr]) -> Result<(), Error> {
-        for address in addresses {
+    /// Everybody who has addresses.
+    pub fn owners(&self) -> Result<Vec<Record>, Error> {
+        self.owners.all().map_err(self.failed())
+    }
+
+    /// Releases all that an owner has.
+    pub fn release(&self, owner: &Record) -> Result<(), Error> {
+        for address in &owner.addresses {
             match std::fs::remove_file(self.path(&address.to_string())) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
                     return Err(Error::doing(format!("address {address} cannot be released"), error));
@@ -140,15 +195,90 @@ impl Store {
                 _ => {}
             }
         }
-        Ok(())
+        self.owners.remove(owner).map_err(self.failed())
+    }
+
+    /// Releases one of the addresses that an owner has.
+    pub fn release_one(&self, owner: &Record, address: IpAddr) -> Result<(), Error> {
+        let rest = Record { addresses: owner.addresses.iter().copied().filter(|a| *a != address).collect(), ..owner.clone() };
+        self.release(&Record { addresses: [address].into(), ..owner.clone() })?;
+        if rest.addresses.is_empty() { Ok(()) } else { self.owners.put(&rest).map_err(self.failed()) }
     }
 
     /// Releases what belongs to none of `keep`.
     pub fn collect(&self, keep: &[(String, String)]) -> Result<(), Error> {
-        let all = self.addresses()?;
-        let wanted: HashSet<String> = keep.iter().flat_map(|(id, ifname)| [record(id, ifname), id.clone()]).collect();
-        let doomed: Vec<IpAddr> = all.into_iter().filter(|a| self.owner(*a).is_none_or(|owner| !wanted.contains(&owner))).collect();
-        self.release(&doomed)
+        let wanted = |r: &Record| keep.iter().any(|(id, ifname)| *id == r.container && (*ifname == r.ifname || r.ifname.is_empty()));
+        for owner in self.owners()?.iter().filter(|r| !wanted(r)) {
+            self.release(owner)?;
+        }
+        Ok(())
+    }
+
+    /// Releases what owners have that cannot use it any more; how many addresses that were.
+    pub fn reclaim(&self) -> Result<usize, Error> {
+        let mut found = 0;
+        for owner in self.owners()?.iter().filter(|r| matches!(self.life(r), Life::Gone(_))) {
+            found += owner.addresses.len();
+            self.release(owner)?;
+        }
+        Ok(found)
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // If this fails the next one reads everything again.
+        let _ = self.owners.set_seen(&self.stamp());
+    }
+}
+
+/// Addresses being given to an attachment. What is not finished is given back.
+pub struct Reservation<'a> {
+    store: &'a Store,
+    owner: Record,
+    before: Option<Record>,
+    scratch: PathBuf,
+    taken: Vec<(usize, IpAddr)>,
+    finished: bool,
+}
+
+impl Reservation<'_> {
+    /// Takes an address for a set; false if somebody has it.
+    pub fn take(&mut self, address: IpAddr, set: usize) -> Result<bool, Error> {
+        match std::fs::hard_link(&self.scratch, self.store.path(&address.to_string())) {
+            Ok(()) => {
+                self.owner.addresses.insert(address);
+                self.taken.push((set, address));
+                Ok(true)
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+            Err(error) => Err(Error::doing(format!("address {address} cannot be reserved in {}", self.store.dir.display()), error)),
+        }
+    }
+
+    /// All of them are the attachment's.
+    pub fn finish(mut self) -> Result<(), Error> {
+        let failed = self.store.failed();
+        self.store.owners.put(&self.owner).map_err(&failed)?;
+        for (set, address) in &self.taken {
+            let path = self.store.path(&format!("last_reserved_ip.{set}"));
+            let mut last = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(path).map_err(&failed)?;
+            last.write_all(address.to_string().as_bytes()).map_err(&failed)?;
+        }
+        self.finished = true;
+        Ok(())
+    }
+}
+
+impl Drop for Reservation<'_> {
+    fn drop(&mut self) {
+        // What a failure here leaves, the next call finds: the owner is written down.
+        let _ = std::fs::remove_file(&self.scratch);
+        if !self.finished {
+            let addresses = self.taken.iter().map(|(_, address)| *address).collect();
+            let _ = self.store.release(&Record { addresses, ..self.owner.clone() });
+            let _ = self.before.as_ref().map(|before| self.store.owners.put(before));
+        }
     }
 }
 
@@ -156,28 +286,69 @@ impl Store {
 mod tests {
     use super::*;
 
+    fn ip(text: &str) -> IpAddr {
+        text.parse().expect("an address")
+    }
+
+    fn reserve(store: &Store, container: &str, addresses: &[&str]) -> bool {
+        let mut reservation = store.begin(container, "eth0", "").expect("begin");
+        let all = addresses.iter().enumerate().all(|(set, a)| reservation.take(ip(a), set).expect("take"));
+        if all {
+            reservation.finish().expect("finish");
+        }
+        all
+    }
+
     #[test]
     fn reservations_are_exclusive_readable_by_the_reference_and_released_by_owner() {
         let dir = tempfile::tempdir().expect("a directory");
         let store = Store::open(dir.path(), "net").expect("open");
-        let a: IpAddr = "10.0.0.2".parse().expect("ip");
-        let b: IpAddr = "fd00::5".parse().expect("ip");
-        assert!(store.reserve(a, 0, "c1", "eth0").expect("reserve"));
-        assert!(!store.reserve(a, 0, "c2", "eth0").expect("taken"));
-        assert!(store.reserve(b, 1, "c1", "eth0").expect("reserve"));
+        assert!(reserve(&store, "c1", &["10.0.0.2", "fd00::5"]));
+        assert!(!reserve(&store, "c2", &["10.0.0.3", "fd00::5"]), "the second is taken");
+        assert_eq!(store.taken().expect("taken"), HashSet::from([ip("10.0.0.2"), ip("fd00::5")]), "the first was given back");
         assert_eq!(std::fs::read(dir.path().join("net/10.0.0.2")).expect("a file"), b"c1\r\neth0");
         assert_eq!(std::fs::read(dir.path().join("net/last_reserved_ip.0")).expect("a file"), b"10.0.0.2");
-        assert_eq!(store.last(1), Some(b));
+        assert_eq!(store.last(1), Some(ip("fd00::5")));
+        drop(store);
+        // Others write there too, and do not clean up.
         std::fs::write(dir.path().join("net/10.0.0.9"), " c9 \n").expect("an old record");
         std::fs::write(dir.path().join("net/10.0.0.8"), "").expect("what a crash leaves");
+        let store = Store::open(dir.path(), "net").expect("open");
         assert_eq!(store.taken().expect("taken").len(), 3);
         assert!(!dir.path().join("net/10.0.0.8").exists());
-        assert_eq!(store.of("c9", "eth0").expect("legacy"), ["10.0.0.9".parse::<IpAddr>().expect("ip")]);
-        assert_eq!(store.of("c1", "eth1").expect("none"), Vec::<IpAddr>::new());
+        assert_eq!(store.of("c9", "eth0").expect("legacy").addresses, [ip("10.0.0.9")].into());
+        assert_eq!(store.of("c1", "eth1"), None);
         store.collect(&[("c1".into(), "eth0".into())]).expect("collect");
-        assert_eq!(store.taken().expect("taken"), HashSet::from([a, b]));
-        store.release(&store.of("c1", "eth0").expect("mine")).expect("release");
-        store.release(&[a]).expect("again is fine");
+        assert_eq!(store.taken().expect("taken"), HashSet::from([ip("10.0.0.2"), ip("fd00::5")]));
+        let mine = store.of("c1", "eth0").expect("mine");
+        store.release(&mine).expect("release");
+        store.release(&mine).expect("again is fine");
         assert!(store.taken().expect("taken").is_empty());
+    }
+
+    #[test]
+    fn a_reboot_frees_what_was_given_before_it_and_nothing_else() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let at = |boot: &str, machine: &str| Store::open_at(dir.path(), "net", Here { boot: boot.into(), machine: machine.into() }).expect("open");
+        assert!(reserve(&at("b1", "m"), "c1", &["10.0.0.2"]));
+        assert!(reserve(&at("b1", "other"), "c2", &["10.0.0.3"]));
+        std::fs::write(dir.path().join("net/10.0.0.4"), "c3\r\neth0").expect("the reference's");
+        let store = at("b2", "m");
+        assert_eq!(store.taken().expect("taken"), HashSet::from([ip("10.0.0.3"), ip("10.0.0.4")]), "another machine's and an unknown's stay");
+        assert_eq!(store.of("c1", "eth0"), None);
+    }
+
+    #[test]
+    fn what_died_half_way_is_known_and_can_be_released() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let store = Store::open(dir.path(), "net").expect("open");
+        let mut reservation = store.begin("c1", "eth0", "/nonexistent").expect("begin");
+        assert!(reservation.take(ip("10.0.0.2"), 0).expect("take"));
+        std::mem::forget(reservation);
+        // Killed: nothing was finished, and the lock went with the process.
+        drop(store);
+        std::fs::write(dir.path().join(".owners/net/seen"), "something else").expect("never seen");
+        let store = Store::open(dir.path(), "net").expect("open");
+        assert_eq!(store.of("c1", "eth0").expect("known").addresses, [ip("10.0.0.2")].into());
     }
 }

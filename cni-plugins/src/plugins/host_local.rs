@@ -7,8 +7,9 @@ use ipnet::IpNet;
 use serde_json::{Map, Value};
 
 use crate::cni::{Address, Dns, Error, Success, at_least, cni_args, parse_routes};
+use crate::ipam::owners::Life;
 use crate::ipam::range::{self, RangeSet};
-use crate::ipam::store::Store;
+use crate::ipam::store::{Reservation, Store};
 use crate::skel::{Call, Plugin};
 
 /// The plugin.
@@ -92,45 +93,38 @@ impl Plugin for HostLocal {
         let store = Store::open(&data_dir(call)?, call.network()?)?;
         let mut success = config.success;
         let mut requested = config.requested;
-        let mut given: Vec<IpAddr> = Vec::new();
-        let result = (|| {
-            let taken = store.taken()?;
-            let mine = store.of(&call.container, &call.ifname)?;
-            for (i, set) in config.sets.iter().enumerate() {
-                let address = allocate(&store, set, i, &mut requested, &taken, &mine, call)?;
-                given.push(address.address.addr());
-                success.ips.push(address);
+        if let Some(mine) = store.of(&call.container, &call.ifname) {
+            // Its own of a life before: the container has been made anew under the same id.
+            if matches!(store.life(&mine), Life::Gone(_)) {
+                store.release(&mine)?;
+            } else if let Some(have) = mine.addresses.iter().find(|a| config.sets.iter().flatten().any(|r| r.contains(**a))) {
+                return Err(Error::other(format!("{have} has been allocated to {}, duplicate allocation is not allowed", call.container)));
             }
-            if requested.is_empty() {
-                return Ok(());
-            }
-            let left: Vec<String> = requested.iter().map(ToString::to_string).collect();
-            Err(Error::other(format!("failed to allocate all requested IPs: {}: they are in none of the ranges", left.join(","))))
-        })();
-        if let Err(error) = result {
-            store.release(&given)?;
-            return Err(error);
         }
+        let mut reservation = store.begin(&call.container, &call.ifname, &call.netns)?;
+        for (i, set) in config.sets.iter().enumerate() {
+            success.ips.push(allocate(&store, &mut reservation, set, i, &mut requested)?);
+        }
+        if !requested.is_empty() {
+            let left: Vec<String> = requested.iter().map(ToString::to_string).collect();
+            return Err(Error::other(format!("failed to allocate all requested IPs: {}: they are in none of the ranges", left.join(","))));
+        }
+        reservation.finish()?;
         Ok(success)
     }
 
     /// Needs only the network's name and the directory, so that a changed configuration holds nothing up.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
         let Some(store) = Store::open_existing(&data_dir(call)?, call.network()?)? else { return Ok(()) };
-        // The addresses of the result are tried first; only when they are not there is every file read.
-        let known: Vec<IpAddr> = call.previous().ok().flatten().into_iter().flat_map(|s| s.ips).map(|i| i.address.addr()).collect();
-        let owned: Vec<IpAddr> = known.into_iter().filter(|a| store.is_of(*a, &call.container, &call.ifname)).collect();
-        store.release(&if owned.is_empty() { store.of(&call.container, &call.ifname)? } else { owned })
+        store.of(&call.container, &call.ifname).map_or(Ok(()), |mine| store.release(&mine))
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
         let store = Store::open_existing(&data_dir(call)?, call.network()?)?;
-        let mine = store.map_or(Ok(vec![]), |s| s.of(&call.container, &call.ifname))?;
-        if mine.is_empty() {
-            return Err(Error::other(format!("host-local: Failed to find address added by container {}", call.container)));
-        }
+        let mine = store.and_then(|s| s.of(&call.container, &call.ifname));
+        let mine = mine.ok_or_else(|| Error::other(format!("host-local: Failed to find address added by container {}", call.container)))?;
         let expected = call.previous()?.unwrap_or_default().ips;
-        match mine.iter().find(|a| !expected.iter().any(|e| e.address.addr() == **a)) {
+        match mine.addresses.iter().find(|a| !expected.iter().any(|e| e.address.addr() == **a)) {
             Some(missing) => Err(Error::other(format!("host-local: container {} holds {missing}, which is not in prevResult", call.container))),
             None => Ok(()),
         }
@@ -148,21 +142,21 @@ impl Plugin for HostLocal {
         let store = Store::open(&data_dir(call)?, call.network()?)?;
         let taken = store.taken()?;
         match config.sets.iter().find(|set| range::candidates(set, None).all(|(a, _)| taken.contains(&a))) {
+            // What the dead hold is there for the next one.
+            Some(_) if store.owners()?.iter().any(|o| matches!(store.life(o), Life::Gone(_))) => Ok(()),
             Some(full) => Err(Error::new(Error::UNAVAILABLE, format!("no IP addresses available in range set: {}", range::describe(full)))),
             None => Ok(()),
         }
     }
 }
 
-fn allocate(
-    store: &Store,
-    set: &RangeSet,
-    index: usize,
-    requested: &mut Vec<IpAddr>,
-    taken: &std::collections::HashSet<IpAddr>,
-    mine: &[IpAddr],
-    call: &Call<'_>,
-) -> Result<Address, Error> {
+/// Who holds an address, for people.
+fn holder(store: &Store, address: IpAddr) -> String {
+    let owner = store.owners().ok().and_then(|all| all.into_iter().find(|o| o.addresses.contains(&address)));
+    owner.map_or_else(String::new, |o| format!("{} of container {} has it", o.ifname, o.container))
+}
+
+fn allocate(store: &Store, reservation: &mut Reservation<'_>, set: &RangeSet, index: usize, requested: &mut Vec<IpAddr>) -> Result<Address, Error> {
     let reply = |address: IpAddr, range: &range::Range| -> Result<Address, Error> {
         let net = IpNet::new(address, range.subnet.prefix_len()).map_err(|e| Error::doing("an address does not fit its subnet", e))?;
         Ok(Address { address: net, gateway: Some(range.gateway), interface: None })
@@ -174,17 +168,28 @@ fn allocate(
         if address == range.gateway {
             return Err(Error::other(format!("requested IP {address} is gateway's IP")));
         }
-        if !store.reserve(address, index, &call.container, &call.ifname)? {
-            return Err(Error::other(format!("requested IP address {address} is not available in range set {}", range::describe(set))));
-        }
-        return reply(address, range);
-    }
-    if let Some(have) = mine.iter().find(|a| set.iter().any(|r| r.contains(**a))) {
-        return Err(Error::other(format!("{have} has been allocated to {}, duplicate allocation is not allowed", call.container)));
-    }
-    for (address, range) in range::candidates(set, store.last(index)) {
-        if !taken.contains(&address) && store.reserve(address, index, &call.container, &call.ifname)? {
+        if reservation.take(address, index)? || store.reclaim()? > 0 && reservation.take(address, index)? {
             return reply(address, range);
+        }
+        let text = format!("requested IP address {address} is not available in range set {}", range::describe(set));
+        return Err(Error { details: holder(store, address), ..Error::other(text) });
+    }
+    // Most often the next one is free. Where many are not, their names say so faster than the attempt.
+    const ATTEMPTS: usize = 16;
+    for (address, range) in range::candidates(set, store.last(index)).take(ATTEMPTS) {
+        if reservation.take(address, index)? {
+            return reply(address, range);
+        }
+    }
+    for again in [true, false] {
+        let taken = store.taken()?;
+        for (address, range) in range::candidates(set, store.last(index)) {
+            if !taken.contains(&address) && reservation.take(address, index)? {
+                return reply(address, range);
+            }
+        }
+        if !again || store.reclaim()? == 0 {
+            break;
         }
     }
     Err(Error::other(format!("no IP addresses available in range set: {}", range::describe(set))))

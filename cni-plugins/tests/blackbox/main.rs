@@ -4,6 +4,7 @@
 
 mod addresses;
 mod chained;
+mod leaks;
 mod links;
 mod pairs;
 mod protocol;

@@ -1,0 +1,235 @@
+//! host-local under crashes of everybody: of the plugin, of containers, of the machine.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+use nix::mount::{MsFlags, mount};
+use serde_json::{Value, json};
+
+use super::world::plugins;
+
+/// A machine as far as host-local can see one, in a mount namespace of the test's own.
+struct Machine {
+    dir: tempfile::TempDir,
+    boot: u32,
+}
+
+const CAPACITY: usize = 13;
+
+impl Machine {
+    fn new() -> Machine {
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
+        mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>).unwrap();
+        let machine = Machine { dir: tempfile::tempdir().unwrap(), boot: 0 };
+        std::fs::create_dir(machine.dir.path().join("netns")).unwrap();
+        std::fs::write(machine.dir.path().join("boot"), "boot 0").unwrap();
+        mount(Some(&machine.dir.path().join("boot")), "/proc/sys/kernel/random/boot_id", None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
+        machine
+    }
+
+    fn reboot(&mut self) {
+        self.boot += 1;
+        std::fs::write(self.dir.path().join("boot"), format!("boot {}", self.boot)).unwrap();
+        for entry in std::fs::read_dir(self.dir.path().join("netns")).unwrap() {
+            std::fs::remove_file(entry.unwrap().path()).unwrap();
+        }
+    }
+
+    fn data(&self) -> PathBuf {
+        self.dir.path().join("networks")
+    }
+
+    /// What stands for a container's namespace: host-local never opens one.
+    fn netns(&self, container: &str) -> PathBuf {
+        self.dir.path().join("netns").join(container)
+    }
+
+    fn start(&self, verb: &str, container: &str, more: Value) -> Child {
+        let mut config = json!({"cniVersion": "1.1.0", "name": "net", "type": "host-local",
+            "ipam": {"type": "host-local", "dataDir": self.data(), "subnet": "10.9.9.0/28"}});
+        for (key, value) in more.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        let mut command = Command::new(plugins().join("host-local"));
+        command.env("CNI_COMMAND", verb).env("CNI_CONTAINERID", container).env("CNI_IFNAME", "eth0").env("CNI_PATH", plugins());
+        command.env("CNI_NETNS", self.netns(container));
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        child.stdin.take().unwrap().write_all(config.to_string().as_bytes()).unwrap();
+        child
+    }
+
+    fn call(&self, verb: &str, container: &str, more: Value) -> Output {
+        self.start(verb, container, more).wait_with_output().unwrap()
+    }
+
+    /// Kills it somewhere on its way.
+    fn cut_off(&self, verb: &str, container: &str, after: Duration) {
+        let mut child = self.start(verb, container, json!({}));
+        std::thread::sleep(after);
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    fn audit(&self, arguments: &[&str]) -> (bool, String) {
+        let output = Command::new(plugins().join("host-local")).arg("audit").arg("--data-dir").arg(self.data()).args(arguments).output().unwrap();
+        (output.status.success(), String::from_utf8(output.stdout).unwrap())
+    }
+}
+
+fn addresses(dir: &Path) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    entries.map(|e| e.file_name().into_string().unwrap()).filter(|n| n.parse::<std::net::IpAddr>().is_ok()).collect()
+}
+
+/// The same numbers in every run.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % sides
+    }
+}
+
+fn in_a_thread_of_its_own(work: impl FnOnce() + Send) {
+    std::thread::scope(|scope| scope.spawn(work).join()).unwrap();
+}
+
+#[test]
+fn no_address_is_lost_and_none_given_twice() {
+    in_a_thread_of_its_own(|| {
+        let mut machine = Machine::new();
+        let mut dice = Dice(42);
+        let mut live: BTreeMap<String, String> = BTreeMap::new();
+        let mut killed = 0;
+        for round in 0..2000 {
+            let pick = |dice: &mut Dice, live: &BTreeMap<String, String>| {
+                let place = usize::try_from(dice.roll(live.len().max(1) as u64)).unwrap();
+                live.keys().nth(place).cloned()
+            };
+            match dice.roll(100) {
+                0..50 if live.len() < CAPACITY => {
+                    let container = format!("c{round}");
+                    std::fs::write(machine.netns(&container), "").unwrap();
+                    if dice.roll(10) < 4 {
+                        killed += 1;
+                        machine.cut_off("ADD", &container, Duration::from_micros(dice.roll(2500)));
+                        // The runtime gives up: most of them say so, and the container goes either way.
+                        if dice.roll(2) == 0 {
+                            assert!(machine.call("DEL", &container, json!({})).status.success());
+                        }
+                        std::fs::remove_file(machine.netns(&container)).unwrap();
+                        continue;
+                    }
+                    let output = machine.call("ADD", &container, json!({}));
+                    let result: Value = serde_json::from_slice(&output.stdout).unwrap();
+                    assert!(output.status.success(), "round {round}, {} of {CAPACITY} live: {result}", live.len());
+                    let address = result["ips"][0]["address"].as_str().unwrap().to_owned();
+                    assert!(!live.values().any(|a| *a == address), "round {round}: {address} was given twice");
+                    live.insert(container, address);
+                }
+                0..75 => {
+                    let Some(container) = pick(&mut dice, &live) else { continue };
+                    if dice.roll(10) == 0 {
+                        killed += 1;
+                        machine.cut_off("DEL", &container, Duration::from_micros(dice.roll(2500)));
+                    }
+                    assert!(machine.call("DEL", &container, json!({})).status.success());
+                    std::fs::remove_file(machine.netns(&container)).unwrap();
+                    live.remove(&container);
+                }
+                75..90 => {
+                    // A container vanishes, and nobody says so.
+                    let Some(container) = pick(&mut dice, &live) else { continue };
+                    std::fs::remove_file(machine.netns(&container)).unwrap();
+                    live.remove(&container);
+                }
+                90..95 => {
+                    let keep: Vec<Value> = live.keys().map(|c| json!({"containerID": c, "ifname": "eth0"})).collect();
+                    assert!(machine.call("GC", "", json!({"cni.dev/valid-attachments": keep})).status.success());
+                    assert_eq!(addresses(&machine.data().join("net")).len(), live.len(), "round {round}: GC leaves what lives and nothing else");
+                }
+                95..98 => {
+                    machine.reboot();
+                    live.clear();
+                }
+                _ => {
+                    let (_, table) = machine.audit(&["--mend"]);
+                    assert_eq!(addresses(&machine.data().join("net")).len(), live.len(), "round {round}: {table}");
+                }
+            }
+            // Whoever lives has what it was given.
+            let held = addresses(&machine.data().join("net"));
+            let missing = live.iter().find(|(_, a)| !held.contains(a.trim_end_matches("/28")));
+            assert_eq!(missing, None, "round {round}");
+        }
+        assert!(killed > 200, "{killed} were killed");
+        let names: Vec<String> = live.keys().cloned().collect();
+        for container in names {
+            assert!(machine.call("DEL", &container, json!({})).status.success());
+        }
+        machine.audit(&["--mend"]);
+        assert!(addresses(&machine.data().join("net")).is_empty());
+    });
+}
+
+#[test]
+fn an_audit_shows_what_is_wrong_and_mends_it() {
+    in_a_thread_of_its_own(|| {
+        let machine = Machine::new();
+        let dir = machine.data().join("net");
+        for container in ["alive", "gone"] {
+            std::fs::write(machine.netns(container), "").unwrap();
+            assert!(machine.call("ADD", container, json!({})).status.success());
+        }
+        std::fs::remove_file(machine.netns("gone")).unwrap();
+        // What the reference leaves: of a container whose result a runtime has kept, and of one that nobody knows.
+        std::fs::write(dir.join("10.9.9.7"), "theirs\r\neth0").unwrap();
+        std::fs::write(dir.join("10.9.9.8"), "nobodys\r\neth0").unwrap();
+        let cache = machine.dir.path().join("results");
+        std::fs::create_dir(&cache).unwrap();
+        std::fs::write(cache.join("net-theirs-eth0"), json!({"kind": "cniCacheV1", "netns": "/nonexistent"}).to_string()).unwrap();
+        let cache = cache.to_str().unwrap();
+        let (well, table) = machine.audit(&["--cache-dir", cache]);
+        let row = |address: &str| table.lines().find(|l| l.contains(address)).unwrap_or_default().to_owned();
+        assert!(!well, "{table}");
+        assert!(row("10.9.9.2").contains("used") && row("10.9.9.3").contains("leaked: its network namespace is gone"), "{table}");
+        assert!(row("10.9.9.7").contains("leaked") && row("10.9.9.8").contains("unknown"), "{table}");
+        let (well, table) = machine.audit(&["--cache-dir", cache, "--network=net", "--mend"]);
+        assert!(well && table.matches("released").count() == 2, "{table}");
+        assert_eq!(addresses(&dir), ["10.9.9.2", "10.9.9.8"].map(str::to_owned).into());
+        let (well, table) = machine.audit(&["--cache-dir", cache]);
+        assert!(well && !table.contains("leaked"), "{table}");
+        for wrong in [&["--network", "nosuch"][..], &["--frob"], &["--network"]] {
+            assert!(!machine.audit(wrong).0, "{wrong:?}");
+        }
+    });
+}
+
+#[test]
+fn a_full_pool_is_not_full_of_the_dead() {
+    in_a_thread_of_its_own(|| {
+        let machine = Machine::new();
+        for i in 0..CAPACITY {
+            let container = format!("c{i}");
+            std::fs::write(machine.netns(&container), "").unwrap();
+            assert!(machine.call("ADD", &container, json!({})).status.success());
+        }
+        std::fs::write(machine.netns("last"), "").unwrap();
+        let full = machine.call("ADD", "last", json!({}));
+        assert!(String::from_utf8_lossy(&full.stdout).contains("no IP addresses available"), "{full:?}");
+        let status = machine.call("STATUS", "", json!({}));
+        assert!(String::from_utf8_lossy(&status.stdout).contains("\"code\":50"), "{status:?}");
+        std::fs::remove_file(machine.netns("c5")).unwrap();
+        assert!(machine.call("STATUS", "", json!({})).status.success());
+        let taken = machine.call("ADD", "last", json!({}));
+        assert!(String::from_utf8_lossy(&taken.stdout).contains("10.9.9.7/28"), "{taken:?}");
+        // A wish that somebody has says who.
+        std::fs::write(machine.netns("wishes"), "").unwrap();
+        let wish = machine.call("ADD", "wishes", json!({"runtimeConfig": {"ips": ["10.9.9.4"]}}));
+        assert!(String::from_utf8_lossy(&wish.stdout).contains("eth0 of container c2 has it"), "{wish:?}");
+    });
+}
