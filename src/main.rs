@@ -3,9 +3,10 @@
 use std::process::ExitCode;
 
 use clap::Parser as _;
-use holdfast::cli::{AgentFlags, Cli, Command, ExplainFlags, Explained, KubeletCli, Output, fields};
+use holdfast::cli::{AgentFlags, AuditFlags, Cli, Command, ExplainFlags, Explained, Ipam, KubeletCli, Output, fields};
 use holdfast::core::explain as explanation;
 use holdfast::{agent, ask, config, control, logging, sys, up};
+use holdfast_cni::ipam::audit as ipam;
 
 fn main() -> ExitCode {
     let called_as = std::env::args_os().next().unwrap_or_default();
@@ -76,6 +77,7 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
             Ok(())
         }
         Command::Explain { what: Explained::Pod(flags) } => explain(&flags).await,
+        Command::Ipam { what: Ipam::Audit(flags) } => tokio::task::block_in_place(|| audit(flags)),
         Command::Agent(flags) => {
             let result = until_stopped(Box::pin(run_agent(*flags, given))).await;
             // What is left of the traces is sent from a thread of its own.
@@ -132,6 +134,16 @@ async fn alive() {
         }
         tokio::time::sleep(patience / 2).await;
     }
+}
+
+/// Prints what became of the addresses that were given out.
+fn audit(flags: AuditFlags) -> anyhow::Result<()> {
+    let AuditFlags { name, data_dir, cache_dir, network, mend } = flags;
+    let data_dir = name.map_or(data_dir, |name| up::Settings::dirs(&name).data.join("cni/networks"));
+    let findings = ipam::audit(&ipam::Request { data_dir, network, cache_dir, mend })?;
+    let (table, well) = ipam::table(&findings);
+    println!("{table}");
+    if well { Ok(()) } else { anyhow::bail!("some addresses are leaked or held twice; --mend releases the leaked ones") }
 }
 
 /// Prints why a pod is as it is.

@@ -45,11 +45,45 @@ pub enum Command {
         #[command(subcommand)]
         what: Explained,
     },
+    /// Look after the addresses that pods have.
+    Ipam {
+        /// How.
+        #[command(subcommand)]
+        what: Ipam,
+    },
     /// Run the node agent against an apiserver, as the kubelet does.
     Agent(Box<AgentFlags>),
     /// Run the control plane (`up` does this).
     #[command(hide = true)]
     ControlPlane(ControlPlaneFlags),
+}
+
+/// What can be done about addresses.
+#[derive(Subcommand)]
+pub enum Ipam {
+    /// Show which addresses host-local has given out, which of them nobody can use any more, and which two containers have
+    /// at once. Exits with 1 if there are such. Needs root. (`host-local audit` is the same, where only the plugins are.)
+    Audit(AuditFlags),
+}
+
+/// Flags of `holdfast ipam audit`.
+#[derive(Args)]
+pub struct AuditFlags {
+    /// The cluster of `holdfast up` whose addresses are meant, in place of the machine's own.
+    #[arg(long, conflicts_with = "data_dir")]
+    pub name: Option<String>,
+    /// Where host-local keeps its networks.
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/cni/networks")]
+    pub data_dir: PathBuf,
+    /// Where the runtime keeps results, which say where containers are that another host-local has given addresses.
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/cni/results")]
+    pub cache_dir: PathBuf,
+    /// Only this network.
+    #[arg(long)]
+    pub network: Option<String>,
+    /// Release what nobody can use any more.
+    #[arg(long)]
+    pub mend: bool,
 }
 
 /// What can be explained.

@@ -324,13 +324,7 @@ impl Plugin for Bridge {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        let spoof = if call.config.flag("macspoofchk").unwrap_or(false) {
-            let removed = Nft::open().and_then(|mut nft| spoof::remove(&mut nft, &call.container, &call.ifname));
-            removed.map_err(doing("the MAC spoof check cannot be removed"))
-        } else {
-            Ok(())
-        };
-        interface::together([spoof, pair::remove(call)])
+        pair::remove(call)
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {

@@ -8,6 +8,7 @@ use serde_json::Value;
 use crate::cni::{Dns, Error, Success};
 use crate::ipam::delegate;
 use crate::net::netlink::Socket;
+use crate::net::nft::Nft;
 use crate::net::route::Route;
 use crate::net::{netns, sysctl};
 use crate::skel::Call;
@@ -111,10 +112,14 @@ pub(super) fn together(results: impl IntoIterator<Item = Result<(), Error>>) -> 
 
 /// DEL: gives the addresses back, then removes what `rules` removes, then the interface. All of it is tried, whether or not the
 /// namespace is still there.
-pub(super) fn remove(call: &Call<'_>, rules: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+pub(super) fn remove(call: &Call<'_>, rules: impl FnOnce() -> Result<Option<Nft>, Error>) -> Result<(), Error> {
     let addresses = ask_ipam(call, "DEL");
-    // Rules before the link: the waits of both for the kernel overlap.
-    let rules = rules();
+    // Closing the connection waits until the kernel has let the rules go, removing the link until it has let that go: open to the
+    // end, the two waits are one.
+    let (rules, _open) = match rules() {
+        Ok(open) => (Ok(()), open),
+        Err(error) => (Err(error), None),
+    };
     let link = || match if call.netns.is_empty() { None } else { netns::open(&call.netns)? } {
         Some(namespace) => netns::inside(&namespace, || {
             Socket::route().and_then(|mut s| s.delete_link(&call.ifname)).map_err(doing("the interface cannot be removed"))

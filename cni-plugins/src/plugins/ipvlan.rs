@@ -59,7 +59,7 @@ impl Plugin for Ipvlan {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        interface::remove(call, || Ok(()))
+        interface::remove(call, || Ok(None))
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {

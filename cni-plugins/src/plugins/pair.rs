@@ -9,7 +9,7 @@ use super::interface::{self, doing};
 use crate::cni::{Error, Interface, Json, Success};
 use crate::net::link::{VethPlan, mac_text, random_mac};
 use crate::net::netlink::Socket;
-use crate::net::nft::{Nft, iptables, masquerade as table};
+use crate::net::nft::{Nft, iptables, masquerade as table, spoof};
 use crate::net::sysctl;
 use crate::skel::Call;
 
@@ -55,16 +55,24 @@ pub(super) fn add(socket: &mut Socket, call: &Call<'_>, namespace: &File, wish: 
 
 /// DEL: gives the addresses back, and removes the pair and what was masqueraded for it, whoever did that. All of it is tried.
 pub(super) fn remove(call: &Call<'_>) -> Result<(), Error> {
+    let asks = |key: &str| call.config.flag(key).unwrap_or(false);
+    let (masquerades, checks) = (asks("ipMasq"), asks("macspoofchk"));
     interface::remove(call, || {
-        if !call.config.flag("ipMasq").unwrap_or(false) {
-            return Ok(());
+        if !masquerades && !checks {
+            return Ok(None);
         }
         let (network, owner) = (call.network()?, call.owner()?);
         let removed = Nft::open().and_then(|mut nft| {
-            table::remove(&mut nft, &owner)?;
-            iptables::remove_masquerade(&mut nft, network, &call.container)
+            if masquerades {
+                table::remove(&mut nft, &owner)?;
+                iptables::remove_masquerade(&mut nft, network, &call.container)?;
+            }
+            if checks {
+                spoof::remove(&mut nft, &call.container, &call.ifname)?;
+            }
+            Ok(nft)
         });
-        removed.map_err(doing("masquerading cannot be removed"))
+        removed.map(Some).map_err(doing("the rules cannot be removed from nftables"))
     })
 }
 

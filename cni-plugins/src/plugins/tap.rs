@@ -77,7 +77,7 @@ impl Plugin for Tap {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        interface::remove(call, || Ok(()))
+        interface::remove(call, || Ok(None))
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {

@@ -58,7 +58,7 @@ impl Plugin for Vlan {
 
     /// Needs no master: it may be gone.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        interface::remove(call, || Ok(()))
+        interface::remove(call, || Ok(None))
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {

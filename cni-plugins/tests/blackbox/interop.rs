@@ -1,0 +1,187 @@
+//! With others: what the reference plugins made is removed by ours and the reverse, and podman uses ours as it would use those.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::{Value, json};
+
+use super::world::{World, ip, plugins};
+
+/// Where the distribution has the reference plugins.
+fn reference() -> PathBuf {
+    let dir = PathBuf::from("/usr/lib/cni");
+    assert!(dir.join("bridge").is_file(), "containernetworking-plugins is needed (make test installs it)");
+    dir
+}
+
+/// What a chain is made of; the version is one that Debian's plugins speak.
+fn chain(world: &World) -> Vec<Value> {
+    let of = |plugin: &str, extra: Value| {
+        let mut config = json!({"cniVersion": "1.0.0", "name": "net", "type": plugin});
+        for (key, value) in extra.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        config
+    };
+    let ports = json!([{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"}, {"hostPort": 8053, "containerPort": 53, "protocol": "udp"}]);
+    let limits = json!({"ingressRate": 8_000_000, "ingressBurst": 80_000, "egressRate": 8_000_000, "egressBurst": 80_000});
+    vec![
+        world.config("1.0.0", json!({"ipMasq": true})),
+        of("portmap", json!({"runtimeConfig": {"portMappings": ports}})),
+        of("firewall", json!({"backend": "iptables"})),
+        of("bandwidth", limits),
+        of("tuning", json!({"mtu": 1400, "dataDir": world.data.path().join("tuning")})),
+    ]
+}
+
+fn add(world: &World, bin: &Path, chain: &[Value]) -> Value {
+    let mut result = Value::Null;
+    for config in chain {
+        let mut config = config.clone();
+        if !result.is_null() {
+            config["prevResult"] = result;
+        }
+        let plugin = bin.join(config["type"].as_str().unwrap());
+        result = world.ok_with(plugin.to_str().unwrap(), "ADD", &config, &[("CNI_PATH", bin.to_str().unwrap())]);
+    }
+    result
+}
+
+fn del(world: &World, bin: &Path, chain: &[Value], result: &Value) {
+    for config in chain.iter().rev() {
+        let plugin = bin.join(config["type"].as_str().unwrap());
+        world.ok_with(plugin.to_str().unwrap(), "DEL", &World::with_previous(config, result), &[("CNI_PATH", bin.to_str().unwrap())]);
+    }
+}
+
+#[test]
+fn what_the_reference_made_is_removed() {
+    let world = World::new();
+    let chain = chain(&world);
+    let result = add(&world, &reference(), &chain);
+    let rules = world.on_host(&["iptables-save"]);
+    assert!(rules.contains("CNI-DN-") && rules.matches("10.198.1.2").count() > 4, "{rules}");
+    // As after an upgrade: other binaries, the same containers.
+    del(&world, &plugins(), &chain, &result);
+    let rules = world.on_host(&["iptables-save"]);
+    assert!(!rules.contains("10.198.1.2") && !rules.contains("CNI-DN-"), "{rules}");
+    assert!(world.taken().is_empty());
+    let links = ip(&["-n", &world.host, "link"]);
+    assert!(!links.contains("bwp") && !links.contains("veth"), "{links}");
+    // The next one is ours altogether, on the bridge that the reference made, with the address after the last.
+    let result = add(&world, &plugins(), &chain);
+    assert_eq!(result["ips"][0]["address"], "10.198.1.3/24");
+    del(&world, &plugins(), &chain, &result);
+    assert!(!world.ruleset().contains("10.198.1.3"), "{}", world.ruleset());
+}
+
+#[test]
+fn what_ours_made_the_reference_can_remove() {
+    let world = World::new();
+    let mut chain = chain(&world);
+    // These two write to tables that Debian's version does not know of yet; everything else it removes.
+    chain.remove(1);
+    chain[0]["ipMasq"] = false.into();
+    let result = add(&world, &plugins(), &chain);
+    del(&world, &reference(), &chain, &result);
+    let rules = world.on_host(&["iptables-save"]);
+    assert!(!rules.contains("10.198.1.2"), "{rules}");
+    assert!(world.taken().is_empty());
+    let links = ip(&["-n", &world.host, "link"]);
+    assert!(!links.contains("bwp") && !links.contains("veth"), "{links}");
+    // And its leases are seen beside ours.
+    let theirs = reference();
+    let second = add(&world, &theirs, &chain);
+    assert_eq!(second["ips"][0]["address"], "10.198.1.3/24", "it goes on behind our last");
+    let refusal = world.refused("host-local", "ADD", &chain[0], &[]);
+    assert!(refusal["msg"].as_str().unwrap().contains("duplicate allocation"), "{refusal}");
+    del(&world, &theirs, &chain, &second);
+    world.ok("host-local", "ADD", &chain[0]);
+}
+
+struct Podman {
+    world: World,
+    dir: tempfile::TempDir,
+}
+
+impl Podman {
+    fn new() -> Podman {
+        let podman = Podman { world: World::new(), dir: tempfile::tempdir().unwrap() };
+        let path = podman.dir.path();
+        for dir in ["net.d", "rootfs/bin", "rootfs/etc", "rootfs/proc", "rootfs/sys", "rootfs/dev", "rootfs/tmp", "rootfs/run"] {
+            std::fs::create_dir_all(path.join(dir)).unwrap();
+        }
+        std::fs::copy("/bin/busybox", path.join("rootfs/bin/busybox")).unwrap();
+        for name in ["sh", "nc", "ip", "sleep"] {
+            std::os::unix::fs::symlink("busybox", path.join("rootfs/bin").join(name)).unwrap();
+        }
+        let ipam = json!({"type": "host-local", "dataDir": path.join("networks"), "ranges": [[{"subnet": "10.198.7.0/24"}]], "routes": [{"dst": "0.0.0.0/0"}]});
+        let network = json!({"cniVersion": "0.4.0", "name": "hfnet", "plugins": [
+            {"type": "bridge", "bridge": "br7", "isGateway": true, "ipMasq": true, "hairpinMode": true, "capabilities": {"ips": true}, "ipam": ipam},
+            {"type": "portmap", "capabilities": {"portMappings": true}}, {"type": "firewall", "backend": "iptables"},
+            {"type": "tuning", "dataDir": path.join("tuning")}]});
+        std::fs::write(path.join("net.d/50-hfnet.conflist"), network.to_string()).unwrap();
+        let settings = format!(
+            "[network]\nnetwork_backend=\"cni\"\ncni_plugin_dirs=[{:?}]\nnetwork_config_dir={:?}\n[engine]\nruntime=\"runc\"\ncgroup_manager=\"cgroupfs\"\nevents_logger=\"none\"\n",
+            plugins(),
+            path.join("net.d")
+        );
+        std::fs::write(path.join("containers.conf"), settings).unwrap();
+        podman
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        let path = self.dir.path();
+        let mut command = Command::new("nsenter");
+        // Not by `ip netns exec`, which hides the cgroups.
+        command.arg(format!("--net=/run/netns/{}", self.world.host)).args(["podman", "--storage-driver", "vfs", "--root"]).arg(path.join("root"));
+        command.arg("--runroot").arg(path.join("run")).args(arguments).env("CONTAINERS_CONF", path.join("containers.conf"));
+        command.output().expect("podman and nsenter are installed (make test does that)")
+    }
+
+    fn ok(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert!(output.status.success(), "podman {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+}
+
+impl Drop for Podman {
+    fn drop(&mut self) {
+        self.run(&["rm", "--force", "--all", "--time", "0"]);
+    }
+}
+
+#[test]
+fn podman_uses_them() {
+    let podman = Podman::new();
+    let rootfs = podman.dir.path().join("rootfs");
+    let limits = ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"];
+    let server = "while true; do echo hello | nc -l -p 80; done";
+    let start = ["run", "--detach", "--name", "c1", "--net", "hfnet", "--ip", "10.198.7.77", "--mac-address", "c2:11:22:33:44:55", "-p", "8080:80"];
+    let command = ["--rootfs", rootfs.to_str().unwrap(), "sh", "-c", server];
+    podman.ok(&[&start[..], &limits, &command].concat());
+    let shown = podman.ok(&["exec", "c1", "ip", "addr", "show", "eth0"]);
+    assert!(shown.contains("10.198.7.77/24") && shown.contains("c2:11:22:33:44:55"), "{shown}");
+    let mut heard = String::new();
+    for _ in 0..50 {
+        heard = String::from_utf8(
+            Command::new("ip").args(["netns", "exec", &podman.world.host, "busybox", "nc", "-w", "2", "127.0.0.1", "8080"]).output().unwrap().stdout,
+        )
+        .unwrap();
+        if !heard.is_empty() {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    assert_eq!(heard, "hello\n", "{}", podman.world.ruleset());
+    podman.ok(&["network", "disconnect", "--force", "hfnet", "c1"]);
+    podman.ok(&["network", "connect", "hfnet", "c1"]);
+    podman.ok(&["restart", "--time", "0", "c1"]);
+    podman.ok(&["rm", "--force", "--time", "0", "c1"]);
+    let rules = podman.world.ruleset();
+    assert!(!rules.contains("10.198.7."), "{rules}");
+    let left = std::fs::read_dir(podman.dir.path().join("networks/hfnet")).unwrap().flatten();
+    assert_eq!(left.filter(|e| e.file_name().to_string_lossy().starts_with("10.")).count(), 0);
+    assert!(!ip(&["-n", &podman.world.host, "link"]).contains("veth"));
+}
