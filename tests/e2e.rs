@@ -13,6 +13,26 @@ fn running(pods: &[Value]) -> usize {
     pods.iter().filter(ready).count()
 }
 
+/// What a web server on a port of this machine says.
+fn page(port: u16) -> Option<String> {
+    use std::io::{Read as _, Write as _};
+    let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).ok()?;
+    stream.write_all(b"GET / HTTP/1.0\r\n\r\n").ok()?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).ok().map(|_| text)
+}
+
+/// A pod's port on this machine leads to it, and to nobody when it is gone.
+fn host_ports_lead_to_pods(cluster: &Cluster, port: u16) {
+    cluster.apply(&format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: exposed}}\nspec: {{containers: [{{name: c, image: '{}', ports: [{{hostPort: {port}, containerPort: 80}}]}}]}}\n",
+        DEMO[0]
+    ));
+    cluster.wait("the port leads to the pod", || page(port).is_some_and(|p| p.contains("Hello from exposed")));
+    cluster.kubectl(&["delete", "pod", "exposed"]);
+    assert_eq!(page(port), None);
+}
+
 #[test]
 fn the_main_job_from_up_to_down() {
     let cluster = Cluster::start("main", 1);
@@ -144,6 +164,7 @@ spec:
         "{client:#}"
     );
 
+    host_ports_lead_to_pods(&cluster, 18_002);
     // A crash loop waits, says so, and is counted; a bad reference says what is missing.
     cluster.apply(&format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: crash}}\nspec: {{containers: [{{name: c, image: '{busybox}', command: ['false']}}]}}\n---\napiVersion: v1\nkind: Pod\nmetadata: {{name: lost}}\nspec: {{containers: [{{name: c, image: '{busybox}', env: [{{name: X, valueFrom: {{configMapKeyRef: {{name: nosuch, key: k}}}}}}]}}]}}\n"
@@ -279,6 +300,7 @@ fn newer_runtimes_do_the_same_with_events() {
             cluster.wait("the image is mounted", || cluster.pod("imaged")["status"]["phase"] == "Succeeded");
             cluster.kubectl(&["delete", "pod", "imaged"]);
         }
+        host_ports_lead_to_pods(&cluster, 18_010 + u16::try_from(i).unwrap());
         cluster.kubectl(&["delete", "pod", "job"]);
         cluster.kubectl(&["delete", "deployment", "web"]);
         cluster.wait("no pods", || cluster.pods().is_empty());

@@ -201,7 +201,9 @@ fn check_id(what: &str, id: &str) -> Result<(), Error> {
 
 /// Refuses what cannot be the name of an interface.
 pub fn check_ifname(name: &str) -> Result<(), Error> {
-    let why = if name.len() > 15 {
+    let why = if name.is_empty() {
+        "it is empty"
+    } else if name.len() > 15 {
         "it is longer than 15 bytes"
     } else if name == "." || name == ".." {
         "it is . or .."

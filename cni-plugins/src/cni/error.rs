@@ -54,11 +54,20 @@ impl Error {
     /// As it is printed.
     #[must_use]
     pub fn json(&self, version: &str) -> Value {
-        let mut value = json!({"cniVersion": version, "code": self.code, "msg": self.message});
+        let mut value = json!({"cniVersion": version, "code": self.code, "msg": shortened(&self.message)});
         if !self.details.is_empty() {
-            value["details"] = self.details.as_str().into();
+            value["details"] = shortened(&self.details).into();
         }
         value
+    }
+}
+
+/// What somebody wrote may be part of a message, however long it is; a runtime's log has to bear it.
+fn shortened(text: &str) -> String {
+    const MOST: usize = 1000;
+    match text.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}...", text.get(..end).unwrap_or_default()),
+        None => text.to_owned(),
     }
 }
 

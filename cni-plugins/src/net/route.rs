@@ -133,11 +133,14 @@ impl Socket {
         Ok(answers.iter().filter_map(|(_, body)| parse(body)).collect())
     }
 
-    /// The interface over which packets for an address leave.
+    /// The interface over which packets for an address leave, if any can.
     pub fn link_to(&mut self, address: IpAddr) -> io::Result<Option<u32>> {
         let (family, bytes) = octets(address);
         let length = if address.is_ipv4() { 32 } else { 128 };
-        let answers = self.query(Message::new(GET_ROUTE, REQUEST, &[family, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]).put(1, &bytes))?;
+        let answers = match self.query(Message::new(GET_ROUTE, REQUEST, &[family, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]).put(1, &bytes)) {
+            Err(error) if [io::ErrorKind::NetworkUnreachable, io::ErrorKind::HostUnreachable].contains(&error.kind()) => return Ok(None),
+            answers => answers?,
+        };
         Ok(answers.first().and_then(|(_, body)| parse(body)).map(|r| r.link))
     }
 

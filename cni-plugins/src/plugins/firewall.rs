@@ -55,7 +55,7 @@ impl<'a> Config<'a> {
         if self.policy == Policy::Open {
             return Ok(None);
         }
-        let first = previous.interfaces.first().filter(|i| i.sandbox.is_empty());
+        let first = previous.interfaces.first().filter(|i| i.sandbox.is_empty() && crate::skel::check_ifname(&i.name).is_ok());
         first.map(|i| Some(i.name.as_str())).ok_or_else(|| {
             Error::config("ingressPolicy needs the bridge as the first interface of prevResult: put this plugin behind \"bridge\" in the list")
         })
@@ -94,10 +94,15 @@ impl Plugin for Firewall {
             return Ok(previous);
         }
         refuse_legacy()?;
+        let bridge = config.bridge(&previous)?;
         let added = iptables::allow(&addresses, config.admin, &call.owner()?);
         added.map_err(doing("the firewall cannot be opened in nftables"))?;
-        if let Some(bridge) = config.bridge(&previous)? {
+        if let Some(bridge) = bridge {
             let isolated = iptables::isolate(bridge, config.policy == Policy::Isolated, &addresses);
+            if isolated.is_err() {
+                // The first error is the one to report; the runtime calls DEL for whatever is left.
+                let _ = iptables::disallow(&[], &call.owner()?);
+            }
             isolated.map_err(doing(format!("the bridge {bridge:?} cannot be kept apart in nftables")))?;
         }
         Ok(previous)

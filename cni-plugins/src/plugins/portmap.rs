@@ -147,7 +147,7 @@ fn forget(ports: &[u16], containers: &[IpAddr]) {
     }
 }
 
-/// Lets what comes from localhost be routed to the container.
+/// Lets what comes from localhost be routed to the container, where this host knows the way there.
 fn route_localnet(container: IpAddr) -> Result<(), Error> {
     let failed = "the container's interface on the host cannot be found";
     let mut socket = Socket::route().map_err(doing(failed))?;
@@ -167,10 +167,15 @@ impl Plugin for Portmap {
         let config = Config::parse(call)?;
         let owner = call.owner()?;
         for plan in config.plans(call, &previous) {
-            hostport::add(&plan, &owner).map_err(doing("ports cannot be forwarded in nftables"))?;
             if plan.hairpin && plan.container.is_ipv4() {
                 route_localnet(plan.container)?;
             }
+            let added = hostport::add(&plan, &owner);
+            if added.is_err() {
+                // The first error is the one to report; the runtime calls DEL for whatever is left.
+                let _ = Nft::open().and_then(|mut nft| hostport::remove(&mut nft, &owner, ""));
+            }
+            added.map_err(doing("ports cannot be forwarded in nftables"))?;
         }
         forget(&config.udp_ports(), &[]);
         Ok(previous)

@@ -24,10 +24,8 @@ impl<'a> Config<'a> {
     fn parse(call: &Call<'a>) -> Result<Config<'a>, Error> {
         let c = call.config;
         let name = c.text("vrfname")?;
-        crate::skel::check_ifname(name).map_err(|e| Error::config(format!("vrfname: {}", e.message)))?;
-        if name.is_empty() {
-            return Err(Error::config("configuration is expected to have a valid vrf name: set \"vrfname\""));
-        }
+        crate::skel::check_ifname(name)
+            .map_err(|e| Error::config(format!("configuration is expected to have a valid vrf name in \"vrfname\": {}", e.message)))?;
         let table = c.get("table").map(|_| c.number("table", 0, 1..=i64::from(u32::MAX))).transpose()?;
         Ok(Config { name, table: table.and_then(|t| u32::try_from(t).ok()) })
     }

@@ -65,6 +65,10 @@ impl World {
     }
 
     pub fn call(&self, plugin: &str, verb: &str, config: &Value, env: &[(&str, &str)]) -> Output {
+        self.call_with(plugin, verb, &config.to_string(), env)
+    }
+
+    pub fn call_with(&self, plugin: &str, verb: &str, input: &str, env: &[(&str, &str)]) -> Output {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.host]).arg(plugins().join(plugin));
         command.env("CNI_COMMAND", verb).env("CNI_CONTAINERID", "c1").env("CNI_NETNS", self.netns()).env("CNI_IFNAME", "eth0");
@@ -74,7 +78,7 @@ impl World {
             command.env_remove(key);
         }
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        let _ = child.stdin.take().unwrap().write_all(config.to_string().as_bytes());
+        let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
         child.wait_with_output().unwrap()
     }
 
