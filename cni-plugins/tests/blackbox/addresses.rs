@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::world::{VERSIONS, World, ip};
+use super::world::{World, ip, versions};
 
 #[test]
 fn host_local_gives_requested_addresses_and_refuses_what_it_cannot() {
@@ -37,7 +37,7 @@ fn static_addresses_come_from_the_place_that_counts() {
     };
     let own = json!({"type": "static", "addresses": [{"address": "10.10.0.1/24", "gateway": "10.10.0.254"}, {"address": "3ffe:ffff:0:1ff::1/64"}],
         "routes": [{"dst": "0.0.0.0/0"}, {"dst": "192.168.0.0/16", "gw": "10.10.5.1"}], "dns": {"nameservers": ["8.8.8.8"], "domain": "example.test"}});
-    for version in VERSIONS {
+    for version in versions("static") {
         let result = world.ok("static", "ADD", &config(version, own.clone(), json!({})));
         if version < "0.3.0" {
             assert_eq!(

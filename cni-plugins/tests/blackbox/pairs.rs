@@ -4,11 +4,11 @@ use std::process::Command;
 
 use serde_json::json;
 
-use super::world::{VERSIONS, World, ip};
+use super::world::{World, ip, versions};
 
 #[test]
 fn bridge_adds_checks_and_deletes_in_every_version() {
-    for version in VERSIONS {
+    for version in versions("bridge") {
         let world = World::new();
         let config = world.config(version, json!({"ipMasq": true}));
         let result = world.ok("bridge", "ADD", &config);
@@ -138,7 +138,7 @@ fn dual_stack_layer_two_and_exhaustion() {
 
 #[test]
 fn ptp_leads_everything_over_a_line_to_the_host() {
-    for version in VERSIONS {
+    for version in versions("bridge") {
         let world = World::new();
         let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "subnet": "10.198.2.0/24", "routes": [{"dst": "0.0.0.0/0"}]});
         let config = world.config(version, json!({"type": "ptp", "ipMasq": true, "mtu": 1400, "ipam": ipam, "dns": {"nameservers": ["192.0.2.53"]}}));
@@ -205,7 +205,7 @@ fn ptp_leads_everything_over_a_line_to_the_host() {
 #[test]
 fn loopback_goes_up_and_down() {
     let world = World::new();
-    for version in VERSIONS {
+    for version in versions("bridge") {
         let config = json!({"cniVersion": version, "name": "lo", "type": "loopback"});
         let result = world.ok("loopback", "ADD", &config);
         assert!(result.to_string().contains("127.0.0.1/8"), "{result}");

@@ -155,5 +155,13 @@ impl Drop for World {
     }
 }
 
-/// What is spoken.
+/// What there is.
 pub const VERSIONS: [&str; 7] = ["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"];
+
+/// Those of them that a plugin speaks, as it says itself.
+pub fn versions(plugin: &str) -> Vec<&'static str> {
+    let output = Command::new(plugins().join(plugin)).env("CNI_COMMAND", "VERSION").stdin(Stdio::null()).output().unwrap();
+    let said: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let spoken: Vec<&str> = said["supportedVersions"].as_array().unwrap().iter().map(|v| v.as_str().unwrap()).collect();
+    VERSIONS.into_iter().filter(|v| spoken.contains(v)).collect()
+}
