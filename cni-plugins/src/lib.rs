@@ -8,6 +8,7 @@
 //! protocol's own types.
 
 pub mod cni;
+pub mod dhcp;
 pub mod ipam;
 pub mod net;
 pub mod plugins;

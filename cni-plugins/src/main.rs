@@ -12,6 +12,15 @@ fn main() -> ExitCode {
     if let ("host-local", Some(("audit", rest))) = (&*name, arguments.split_first().map(|(a, rest)| (a.as_str(), rest))) {
         return audit(rest);
     }
+    if let ("dhcp", Some(("daemon", rest))) = (&*name, arguments.split_first().map(|(a, rest)| (a.as_str(), rest))) {
+        return match holdfast_cni::dhcp::daemon::run(rest) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("dhcp daemon: {error}");
+                ExitCode::FAILURE
+            }
+        };
+    }
     match plugins::find(&name) {
         Some(plugin) => skel::run(plugin),
         None => own(),

@@ -7,6 +7,7 @@ pub mod link;
 pub mod netlink;
 pub mod netns;
 pub mod nft;
+pub mod packet;
 pub mod route;
 pub mod sysctl;
 pub mod tap;

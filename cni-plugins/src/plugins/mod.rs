@@ -2,6 +2,7 @@
 
 mod bandwidth;
 mod bridge;
+mod dhcp;
 mod dummy;
 mod firewall;
 mod host_device;
@@ -29,6 +30,7 @@ use crate::skel::Plugin;
 const ALL: &[&dyn Plugin] = &[
     &bandwidth::Bandwidth,
     &bridge::Bridge,
+    &dhcp::Dhcp,
     &dummy::Dummy,
     &firewall::Firewall,
     &host_device::HostDevice,

@@ -4,6 +4,7 @@
 
 mod addresses;
 mod chained;
+mod dhcp;
 mod hostile;
 mod interop;
 mod leaks;

@@ -1,0 +1,541 @@
+//! `dhcp daemon`: holds the leases of containers. The plugin asks it over a socket: one JSON object, one answer.
+//!
+//! Every lease has a thread that sleeps until it must be renewed. What it is and whose stands in a file, from which a daemon that starts
+//! goes on. A container's namespace is entered by its path when there is something to do, and never kept from going.
+
+use std::collections::BTreeMap;
+use std::io::{Read as _, Write as _};
+use std::os::fd::FromRawFd as _;
+use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value, json};
+
+use super::client::Asking;
+use super::lease::{Lease, Step};
+use super::message::option;
+use crate::cni::{Error, Json, cni_args, digest};
+use crate::ipam::owners::inode;
+use crate::net::link::{Change, parse_mac};
+use crate::net::netlink::Socket;
+use crate::net::netns;
+
+/// The largest request.
+const LIMIT: u64 = 4 << 20;
+/// How long a client may take to say what it wants.
+const CLIENT_PATIENCE: Duration = Duration::from_secs(10);
+
+const USAGE: &str = "usage: dhcp daemon [options]
+
+Holds the DHCP leases of containers for the CNI plugin \"dhcp\".
+  -socketpath PATH     where it listens (/run/cni/dhcp.sock); a socket from systemd comes first
+  -pidfile PATH        where it writes its process id
+  -hostprefix PATH     what it sees the host's files below, if it runs in a container
+  -broadcast           have servers send answers to all, as some networks need
+  -timeout DURATION    how long a server may take until it is asked again no more (10s)
+  -resendmax DURATION  the longest wait before a server is asked again (62s)
+  -resendtimeout DURATION  how long getting a lease may take altogether, if shorter than the timeout (208s)";
+
+/// How the daemon was started.
+#[derive(Debug, Clone)]
+struct Settings {
+    socket: PathBuf,
+    pid_file: Option<PathBuf>,
+    prefix: PathBuf,
+    broadcast: bool,
+    patience: Duration,
+    longest_wait: Duration,
+}
+
+/// `10s`, `1m30s`, `500ms`.
+fn duration(text: &str) -> Option<Duration> {
+    let mut rest = text;
+    let mut total = Duration::ZERO;
+    while !rest.is_empty() {
+        let digits = rest.find(|c: char| !c.is_ascii_digit())?;
+        let number: u32 = rest.get(..digits)?.parse().ok()?;
+        let unit_end = rest.get(digits..)?.find(|c: char| c.is_ascii_digit()).map_or(rest.len(), |n| digits + n);
+        let unit = match rest.get(digits..unit_end)? {
+            "ms" => Duration::from_millis(1),
+            "s" => Duration::from_secs(1),
+            "m" => Duration::from_secs(60),
+            "h" => Duration::from_secs(3600),
+            _ => return None,
+        };
+        total = total.checked_add(unit.checked_mul(number)?)?;
+        rest = rest.get(unit_end..)?;
+    }
+    Some(total).filter(|t| !t.is_zero())
+}
+
+impl Settings {
+    fn parse(arguments: &[String]) -> Result<Settings, String> {
+        let seconds = Duration::from_secs;
+        let mut settings = Settings {
+            socket: super::SOCKET.into(),
+            pid_file: None,
+            prefix: PathBuf::new(),
+            broadcast: false,
+            patience: seconds(10),
+            longest_wait: seconds(62),
+        };
+        let mut all = seconds(208);
+        let mut rest = arguments.iter();
+        while let Some(argument) = rest.next() {
+            let name = argument.trim_start_matches('-');
+            let (name, inline) = name.split_once('=').map_or((name, None), |(n, v)| (n, Some(v.to_owned())));
+            if name == "broadcast" && argument.starts_with('-') {
+                settings.broadcast = inline.is_none_or(|v| v == "true" || v == "1");
+                continue;
+            }
+            if !argument.starts_with('-') || !["socketpath", "pidfile", "hostprefix", "timeout", "resendmax", "resendtimeout"].contains(&name) {
+                return Err(format!("unknown argument {argument:?}\n{USAGE}"));
+            }
+            let value = inline.or_else(|| rest.next().cloned()).ok_or_else(|| format!("-{name} needs a value\n{USAGE}"))?;
+            let time = || duration(&value).ok_or_else(|| format!("-{name} {value:?} is no duration, such as 10s or 1m30s"));
+            match name {
+                "socketpath" => settings.socket = value.into(),
+                "pidfile" => settings.pid_file = Some(value.into()),
+                "hostprefix" => settings.prefix = value.into(),
+                "timeout" => settings.patience = time()?,
+                "resendmax" => settings.longest_wait = time()?,
+                _ => all = time()?,
+            }
+        }
+        settings.patience = settings.patience.min(all);
+        Ok(settings)
+    }
+}
+
+/// Whose a lease is, and how it was asked for.
+#[derive(Debug, Clone)]
+struct Holder {
+    network: String,
+    container: String,
+    ifname: String,
+    netns: String,
+    inode: u64,
+    options: Vec<(u8, Vec<u8>)>,
+    wanted: Vec<u8>,
+}
+
+/// A lease that is held. Whoever waits for `ended` is the thread that renews it.
+struct Held {
+    holder: Holder,
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+#[derive(Clone)]
+struct State {
+    lease: Lease,
+    since: SystemTime,
+    over: bool,
+}
+
+struct Daemon {
+    settings: Settings,
+    leases: Mutex<BTreeMap<String, Arc<Held>>>,
+}
+
+/// What the clock says: leases outlive this process, so no other measure of time will do.
+#[expect(clippy::disallowed_methods)]
+fn now() -> SystemTime {
+    SystemTime::now()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn log(text: &str) {
+    eprintln!("dhcp: {text}");
+}
+
+/// The number of an option by its name or in figures.
+fn code(name: &str) -> Result<u8, Error> {
+    let known = match name {
+        "subnet-mask" => Some(option::SUBNET_MASK),
+        "routers" => Some(option::ROUTERS),
+        "host-name" => Some(option::HOST_NAME),
+        "static-routes" => Some(option::STATIC_ROUTES),
+        "classless-static-routes" => Some(option::CLASSLESS_ROUTES),
+        "dhcp-client-identifier" => Some(option::CLIENT_ID),
+        "vendor-class-identifier" => Some(option::VENDOR_CLASS),
+        "user-class" => Some(option::USER_CLASS),
+        figures => figures.parse().ok().filter(|n| (1..255).contains(n)),
+    };
+    known.ok_or_else(|| Error::config(format!("ipam: the DHCP option {name:?} is unknown: give its number, from 1 to 254")))
+}
+
+impl Holder {
+    fn parse(request: Json<'_>, prefix: &Path) -> Result<Holder, Error> {
+        let config = request.object("config")?;
+        let ipam = config.object("ipam")?;
+        let (network, container, ifname) = (config.text("name")?, request.text("container")?, request.text("ifname")?);
+        let arguments: Vec<&str> = request.text("args")?.split(';').filter_map(|pair| pair.split_once('=')).map(|(k, _)| k).collect();
+        let arguments = cni_args(request.text("args")?, &arguments)?;
+        let mut options = vec![];
+        for item in ipam.list("provide")?.iter().map(Json) {
+            let (name, value, argument) = (item.text("option")?, item.text("value")?, item.text("fromArg")?);
+            let value = if argument.is_empty() { value } else { arguments.get(argument).map_or("", String::as_str) };
+            if !value.is_empty() {
+                options.push((code(name)?, value.as_bytes().to_vec()));
+            }
+        }
+        let id: String = format!("{container}/{network}/{ifname}").chars().take(253).collect();
+        if !options.iter().any(|(c, _)| *c == option::CLIENT_ID) {
+            options.push((option::CLIENT_ID, [&[0], id.as_bytes()].concat()));
+        }
+        let mut wanted = vec![option::SUBNET_MASK, option::ROUTERS, option::STATIC_ROUTES, option::CLASSLESS_ROUTES];
+        for item in ipam.list("request")?.iter().map(Json) {
+            if item.flag("skipDefault")? {
+                wanted.retain(|w| ![option::ROUTERS, option::SUBNET_MASK].contains(w));
+            }
+            let name = item.text("option")?;
+            if !name.is_empty() {
+                wanted.push(code(name)?);
+            }
+        }
+        wanted.dedup();
+        let netns = request.text("netns")?;
+        let below = || prefix.join(netns.trim_start_matches('/')).to_string_lossy().into_owned();
+        let netns = if prefix.as_os_str().is_empty() { netns.to_owned() } else { below() };
+        let (network, container, ifname) = (network.to_owned(), container.to_owned(), ifname.to_owned());
+        Ok(Holder { network, container, ifname, inode: inode(&netns), netns, options, wanted })
+    }
+
+    fn key(network: &str, container: &str, ifname: &str) -> String {
+        digest(&format!("{network}\n{container}\n{ifname}"), 32)
+    }
+
+    fn own_key(&self) -> String {
+        Self::key(&self.network, &self.container, &self.ifname)
+    }
+
+    /// Runs `work` in the container, as long as it is the same one.
+    fn inside<T>(&self, work: impl FnOnce(&mut Socket) -> Result<T, Error>) -> Result<T, Error> {
+        let namespace = netns::require(&self.netns)?;
+        if inode(&self.netns) != self.inode {
+            return Err(Error::new(Error::NAMESPACE, format!("{} is another network namespace by now", self.netns)));
+        }
+        netns::inside(&namespace, || work(&mut Socket::route().map_err(|e| Error::doing("no netlink socket", e))?))
+    }
+
+    /// The container's link, brought up.
+    fn asking(&self, settings: &Settings, socket: &mut Socket) -> Result<Asking, Error> {
+        let failed = |e| Error::doing(format!("the interface {:?} cannot be used", self.ifname), e);
+        let link = socket.link(&self.ifname).map_err(failed)?;
+        let link = link.ok_or_else(|| Error::other(format!("the interface {:?} is missing in the container", self.ifname)))?;
+        if !link.up {
+            socket.set_up(link.index, true).map_err(failed)?;
+        }
+        let mac = parse_mac(&link.mac).ok_or_else(|| Error::other(format!("the interface {:?} has no MAC address", self.ifname)))?;
+        Ok(Asking {
+            link: (link.index, mac),
+            options: self.options.clone(),
+            wanted: self.wanted.clone(),
+            broadcast: settings.broadcast,
+            patience: settings.patience,
+            longest_wait: settings.longest_wait,
+        })
+    }
+}
+
+fn to_json(holder: &Holder, state: &State) -> Value {
+    let since = state.since.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    json!({"network": holder.network, "container": holder.container, "ifname": holder.ifname, "netns": holder.netns, "inode": holder.inode,
+        "options": holder.options, "wanted": holder.wanted, "since": since, "lease": state.lease.json()})
+}
+
+fn from_json(value: &Value) -> Option<(Holder, State)> {
+    let text = |key: &str| value[key].as_str().map(str::to_owned);
+    let byte = |v: &Value| v.as_u64().and_then(|n| u8::try_from(n).ok());
+    let bytes = |v: &Value| v.as_array()?.iter().map(byte).collect::<Option<Vec<u8>>>();
+    let options = value["options"].as_array()?.iter().map(|o| Some((byte(&o[0])?, bytes(&o[1])?))).collect::<Option<_>>()?;
+    let holder = Holder {
+        network: text("network")?,
+        container: text("container")?,
+        ifname: text("ifname")?,
+        netns: text("netns")?,
+        inode: value["inode"].as_u64()?,
+        options,
+        wanted: bytes(&value["wanted"])?,
+    };
+    let since = UNIX_EPOCH + Duration::from_secs(value["since"].as_u64()?);
+    Some((holder, State { lease: Lease::parse(&value["lease"])?, since, over: false }))
+}
+
+impl Daemon {
+    fn dir(&self) -> PathBuf {
+        self.settings.socket.with_extension("leases")
+    }
+
+    fn file(&self, holder: &Holder) -> PathBuf {
+        self.dir().join(holder.own_key())
+    }
+
+    /// Writes a lease down, whole or not at all.
+    fn keep(&self, holder: &Holder, state: &State) -> std::io::Result<()> {
+        let path = self.file(holder);
+        let fresh = path.with_extension("new");
+        std::fs::write(&fresh, to_json(holder, state).to_string())?;
+        std::fs::rename(fresh, path)
+    }
+
+    fn forget(&self, holder: &Holder) {
+        match std::fs::remove_file(self.file(holder)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => log(&format!("a lease's file cannot be removed: {error}")),
+            _ => {}
+        }
+    }
+
+    /// Goes on with what a daemon before this has left.
+    fn resume(self: &Arc<Daemon>) -> std::io::Result<()> {
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(self.dir())?;
+        for entry in std::fs::read_dir(self.dir())? {
+            let path = entry?.path();
+            let text = std::fs::read_to_string(&path).unwrap_or_default();
+            match serde_json::from_str(&text).ok().as_ref().and_then(from_json) {
+                Some((holder, state)) => self.hold(holder, state),
+                None => {
+                    log(&format!("{} is no lease and is removed", path.display()));
+                    std::fs::remove_file(&path)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn hold(self: &Arc<Daemon>, holder: Holder, state: State) {
+        let key = holder.own_key();
+        let held = Arc::new(Held { holder, state: Mutex::new(state), ended: Condvar::new() });
+        let before = lock(&self.leases).insert(key, Arc::clone(&held));
+        if let Some(before) = before {
+            lock(&before.state).over = true;
+            before.ended.notify_all();
+        }
+        let daemon = Arc::clone(self);
+        std::thread::spawn(move || daemon.maintain(&held));
+    }
+
+    /// Renews a lease until it is given back, or has ended, or its container has gone.
+    fn maintain(&self, held: &Arc<Held>) {
+        let holder = &held.holder;
+        let name = format!("{} of {}", holder.ifname, holder.container);
+        loop {
+            let state = lock(&held.state).clone();
+            if state.over {
+                return;
+            }
+            let age = now().duration_since(state.since).unwrap_or_default();
+            let (any, again) = match state.lease.step(age) {
+                Step::Wait(time) => {
+                    self.sleep(held, time);
+                    continue;
+                }
+                Step::Renew(again) => (false, again),
+                Step::Rebind(again) => (true, again),
+                Step::Ended => {
+                    log(&format!("the lease of {} for {name} has ended; the interface is brought down", state.lease.address));
+                    let down = holder.inside(|socket| {
+                        let failed = |e| Error::doing("the interface cannot be brought down", e);
+                        match socket.link(&holder.ifname).map_err(failed)? {
+                            Some(link) => socket.change_link(link.index, Change { up: Some(false), ..Change::default() }).map_err(failed),
+                            None => Ok(()),
+                        }
+                    });
+                    if let Err(error) = down {
+                        log(&format!("{name}: {error}"));
+                    }
+                    return self.drop_lease(held);
+                }
+            };
+            let extended = holder.inside(|socket| holder.asking(&self.settings, socket)?.extend(&state.lease, any));
+            match extended {
+                Ok(lease) => {
+                    let mut state = lock(&held.state);
+                    (state.lease, state.since) = (lease, now());
+                    if !state.over
+                        && let Err(error) = self.keep(holder, &state)
+                    {
+                        log(&format!("the lease of {name} cannot be written down: {error}"));
+                    }
+                }
+                Err(error) if error.code == Error::NAMESPACE => {
+                    log(&format!("{name} is gone: {error}"));
+                    return self.drop_lease(held);
+                }
+                Err(error) => {
+                    log(&format!("the lease of {} for {name} cannot be renewed, yet: {error}", state.lease.address));
+                    self.sleep(held, Some(again));
+                }
+            }
+        }
+    }
+
+    fn sleep(&self, held: &Held, time: Option<Duration>) {
+        // Now and then it is looked whether the clock has been set.
+        const LONGEST: Duration = Duration::from_secs(3600);
+        let state = lock(&held.state);
+        let wait = held.ended.wait_timeout_while(state, time.unwrap_or(LONGEST).min(LONGEST), |state| !state.over);
+        drop(wait.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Forgets a lease, unless its place has been taken by a newer one.
+    fn drop_lease(&self, held: &Arc<Held>) {
+        let key = held.holder.own_key();
+        let mut leases = lock(&self.leases);
+        if leases.get(&key).is_some_and(|other| Arc::ptr_eq(other, held)) {
+            leases.remove(&key);
+            self.forget(&held.holder);
+        }
+    }
+
+    fn add(self: &Arc<Daemon>, request: Json<'_>) -> Result<Value, Error> {
+        let holder = Holder::parse(request, &self.settings.prefix)?;
+        let priority = request.object("config")?.object("ipam")?.get("priority").and_then(Value::as_i64);
+        let before = lock(&self.leases).get(&holder.own_key()).map(|held| lock(&held.state).lease.address.addr());
+        let lease = holder.inside(|socket| holder.asking(&self.settings, socket)?.acquire(before))?;
+        let state = State { lease, since: now(), over: false };
+        let failed = |e| Error::doing("the lease cannot be written down", e);
+        self.keep(&holder, &state).map_err(failed)?;
+        let result = state.lease.success(priority).json("1.0.0")?;
+        self.hold(holder, state);
+        Ok(result)
+    }
+
+    /// Gives leases back that `gone` selects. The container may be gone already: then the server hears nothing, and waits.
+    fn give_back(&self, gone: impl Fn(&Holder) -> bool) -> usize {
+        let ended: Vec<Arc<Held>> = lock(&self.leases).values().filter(|h| gone(&h.holder)).cloned().collect();
+        for held in &ended {
+            let lease = {
+                let mut state = lock(&held.state);
+                state.over = true;
+                state.lease.clone()
+            };
+            held.ended.notify_all();
+            let released = held.holder.inside(|socket| held.holder.asking(&self.settings, socket)?.release(&lease));
+            if let Err(error) = released {
+                log(&format!("the lease of {} for {} is let run out: {error}", lease.address, held.holder.container));
+            }
+            self.drop_lease(held);
+        }
+        ended.len()
+    }
+
+    fn check(&self, request: Json<'_>) -> Result<Value, Error> {
+        let (network, container, ifname) = (request.object("config")?.text("name")?, request.text("container")?, request.text("ifname")?);
+        let held = lock(&self.leases).get(&Holder::key(network, container, ifname)).cloned();
+        let held = held.ok_or_else(|| Error::other(format!("dhcp: there is no lease for {ifname} of container {container}")))?;
+        let address = lock(&held.state).lease.address.to_string();
+        Ok(json!({"address": address}))
+    }
+
+    fn answer(self: &Arc<Daemon>, request: Json<'_>) -> Result<Value, Error> {
+        let (container, ifname) = (request.text("container")?, request.text("ifname")?);
+        let network = request.object("config")?.text("name")?;
+        match request.text("verb")? {
+            "ADD" => self.add(request),
+            "DEL" => {
+                self.give_back(|h| h.network == network && h.container == container && h.ifname == ifname);
+                Ok(json!({}))
+            }
+            "CHECK" => self.check(request),
+            "GC" => {
+                let keep = request.list("keep")?;
+                let is_kept = |h: &Holder| keep.iter().any(|k| k[0] == h.container.as_str() && k[1] == h.ifname.as_str());
+                Ok(json!({"released": self.give_back(|h| h.network == network && !is_kept(h))}))
+            }
+            "STATUS" => Ok(json!({})),
+            other => Err(Error::new(Error::DECODE, format!("unknown request {other:?}"))),
+        }
+    }
+
+    fn serve(self: &Arc<Daemon>, mut stream: UnixStream) -> std::io::Result<()> {
+        stream.set_read_timeout(Some(CLIENT_PATIENCE))?;
+        stream.set_write_timeout(Some(CLIENT_PATIENCE))?;
+        let mut input = vec![];
+        std::io::Read::by_ref(&mut stream).take(LIMIT).read_to_end(&mut input)?;
+        let request: Result<Value, Error> = serde_json::from_slice(&input).map_err(|e| Error::new(Error::DECODE, e.to_string()));
+        let answer = match request.and_then(|request| self.answer(Json(&request))) {
+            Ok(result) => json!({"result": result}),
+            Err(error) => json!({"code": error.code, "msg": error.message}),
+        };
+        stream.write_all(answer.to_string().as_bytes())
+    }
+}
+
+/// The socket that systemd has opened, or one of our own, which only root may speak to.
+#[allow(unsafe_code)]
+fn listener(path: &Path) -> std::io::Result<UnixListener> {
+    const FIRST: i32 = 3;
+    let env = |key: &str| std::env::var(key).ok();
+    if env("LISTEN_PID") == Some(std::process::id().to_string()) && env("LISTEN_FDS").as_deref() == Some("1") {
+        // SAFETY: systemd has said that this descriptor is there and ours.
+        return Ok(unsafe { UnixListener::from_raw_fd(FIRST) });
+    }
+    if let Some(dir) = path.parent() {
+        std::fs::create_dir_all(dir)?;
+    }
+    // What nobody listens at any more is in the way; what somebody listens at is not ours to take.
+    if UnixStream::connect(path).is_ok() {
+        return Err(std::io::Error::new(std::io::ErrorKind::AddrInUse, "another daemon listens there"));
+    }
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(path)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+/// Runs until it is killed; leases stay, and the next daemon goes on with them.
+pub fn run(arguments: &[String]) -> Result<(), String> {
+    if arguments.iter().any(|a| ["-h", "-help", "--help"].contains(&a.as_str())) {
+        println!("{USAGE}");
+        return Ok(());
+    }
+    let settings = Settings::parse(arguments)?;
+    let listener = listener(&settings.socket).map_err(|e| format!("{} cannot be listened at: {e}", settings.socket.display()))?;
+    if let Some(path) = &settings.pid_file {
+        std::fs::write(path, std::process::id().to_string()).map_err(|e| format!("{} cannot be written: {e}", path.display()))?;
+    }
+    let daemon = Arc::new(Daemon { settings, leases: Mutex::default() });
+    daemon.resume().map_err(|e| format!("the leases in {} cannot be read: {e}", daemon.dir().display()))?;
+    for stream in listener.incoming() {
+        let daemon = Arc::clone(&daemon);
+        match stream {
+            Ok(stream) => drop(std::thread::spawn(move || {
+                if let Err(error) = daemon.serve(stream) {
+                    log(&format!("a request was cut off: {error}"));
+                }
+            })),
+            Err(error) => {
+                // Out of descriptors, most likely: the next one may have more luck.
+                log(&format!("a request cannot be taken: {error}"));
+                std::thread::sleep(Duration::from_millis(100));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_are_those_of_the_reference() {
+        let parse = |text: &str| Settings::parse(&text.split_whitespace().map(str::to_owned).collect::<Vec<_>>());
+        let settings = parse("-socketpath /x -timeout=1m30s --broadcast -resendmax 500ms").expect("fine");
+        assert_eq!((settings.socket, settings.patience, settings.broadcast), ("/x".into(), Duration::from_secs(90), true));
+        for wrong in ["-timeout", "-timeout 5", "-timeout 0s", "-frob", "x", "-resendmax 1y"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! IPv4 packets on a link that has no address yet.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::time::Duration;
+
+use nix::libc;
+
+/// A socket for the packets of one link, in the namespace that it was opened in.
+pub struct Packets {
+    socket: OwnedFd,
+    link: u32,
+}
+
+fn address(link: u32) -> libc::sockaddr_ll {
+    // SAFETY: all zeros are a valid value of this plain structure.
+    let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+    address.sll_family = libc::AF_PACKET as u16;
+    address.sll_protocol = (libc::ETH_P_IP as u16).to_be();
+    address.sll_ifindex = i32::try_from(link).unwrap_or(0);
+    address.sll_halen = 6;
+    address.sll_addr[..6].fill(0xff);
+    address
+}
+
+const SIZE: libc::socklen_t = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
+
+impl Packets {
+    /// Opens one.
+    pub fn open(link: u32) -> io::Result<Packets> {
+        let protocol = i32::from((libc::ETH_P_IP as u16).to_be());
+        // SAFETY: a plain call; the descriptor that it gives belongs to nobody yet.
+        let raw = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, protocol) };
+        if raw < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: it was just opened.
+        let socket = unsafe { OwnedFd::from_raw_fd(raw) };
+        let address = address(link);
+        // SAFETY: the address lives through the call and is as long as said.
+        if unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), SIZE) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Packets { socket, link })
+    }
+
+    /// Sends to everybody on the link.
+    pub fn send(&self, packet: &[u8]) -> io::Result<()> {
+        let address = address(self.link);
+        // SAFETY: both live through the call and are as long as said.
+        let sent = unsafe { libc::sendto(self.socket.as_raw_fd(), packet.as_ptr().cast(), packet.len(), 0, (&raw const address).cast(), SIZE) };
+        if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// The next packet, or `None` if there is none for so long.
+    pub fn receive(&self, patience: Duration) -> io::Result<Option<Vec<u8>>> {
+        use nix::sys::socket::{MsgFlags, recv, setsockopt, sockopt};
+        use nix::sys::time::{TimeVal, TimeValLike as _};
+        // No time at all would be for ever.
+        let patience = i64::try_from(patience.as_millis()).unwrap_or(i64::MAX).max(1);
+        setsockopt(&self.socket, sockopt::ReceiveTimeout, &TimeVal::milliseconds(patience))?;
+        let mut buffer = vec![0; 4096];
+        match recv(self.socket.as_raw_fd(), &mut buffer, MsgFlags::empty()) {
+            Ok(length) => {
+                buffer.truncate(length);
+                Ok(Some(buffer))
+            }
+            Err(nix::errno::Errno::EAGAIN | nix::errno::Errno::EINTR) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
