@@ -242,6 +242,16 @@ impl Socket {
         self.execute(message.nest(IFLA_LINKINFO, &info))
     }
 
+    /// Whether the kernel makes links of a kind: it is asked for one whose name cannot be.
+    pub fn knows(&mut self, kind: &str) -> io::Result<bool> {
+        const IMPOSSIBLE: &str = "a/b";
+        match self.add_link(&LinkPlan { name: IMPOSSIBLE, kind, ..LinkPlan::default() }) {
+            Err(error) if error.raw_os_error() == Some(nix::errno::Errno::EOPNOTSUPP as i32) => Ok(false),
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Err(error),
+            _ => Ok(true),
+        }
+    }
+
     /// Changes a link, in one message.
     pub fn change_link(&mut self, index: u32, change: Change<'_>) -> io::Result<()> {
         let (mut flags, mut mask) = (0, 0);

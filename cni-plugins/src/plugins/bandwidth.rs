@@ -166,7 +166,8 @@ impl Plugin for Bandwidth {
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
-        parse(call).map(|_| ())
+        parse(call)?;
+        super::has_links("ifb")
     }
 }
 

@@ -369,6 +369,7 @@ impl Plugin for Bridge {
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
         let config = Config::parse(call)?;
+        super::has_links("bridge")?;
         if config.masquerade || config.spoof_check {
             super::has_nftables()?;
         }

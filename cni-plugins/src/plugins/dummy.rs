@@ -37,6 +37,6 @@ impl Plugin for Dummy {
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
-        interface::ask_ipam(call, "STATUS")
+        sublink::status(call, "dummy")
     }
 }

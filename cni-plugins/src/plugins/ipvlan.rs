@@ -78,6 +78,6 @@ impl Plugin for Ipvlan {
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
         mode(call)?;
-        interface::ask_ipam(call, "STATUS")
+        sublink::status(call, "ipvlan")
     }
 }

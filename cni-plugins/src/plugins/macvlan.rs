@@ -68,6 +68,6 @@ impl Plugin for Macvlan {
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
         mode(call)?;
-        interface::ask_ipam(call, "STATUS")
+        sublink::status(call, "macvlan")
     }
 }

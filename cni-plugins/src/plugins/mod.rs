@@ -23,6 +23,7 @@ mod vlan;
 mod vrf;
 
 use crate::cni::Error;
+use crate::net::netlink::Socket;
 use crate::net::nft::Nft;
 use crate::skel::Plugin;
 
@@ -57,6 +58,16 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 #[must_use]
 pub fn find(name: &str) -> Option<&'static dyn Plugin> {
     ALL.iter().find(|plugin| plugin.name() == name).copied()
+}
+
+/// For STATUS: whether the kernel makes links of a kind.
+fn has_links(kind: &str) -> Result<(), Error> {
+    let unavailable = |text: String| Error::new(Error::UNAVAILABLE, text);
+    match Socket::route().and_then(|mut socket| socket.knows(kind)) {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(unavailable(format!("the kernel has no {kind} links: load the module {kind}"))),
+        Err(error) => Err(unavailable(format!("{kind} links cannot be made: {error}; this process needs CAP_NET_ADMIN"))),
+    }
 }
 
 /// For STATUS: whether what the plugin writes to is there.

@@ -57,6 +57,12 @@ pub(super) fn make(socket: &mut Socket, plan: &LinkPlan<'_>) -> Result<(), Error
     })
 }
 
+/// STATUS: the kernel has such links, and IPAM is well.
+pub(super) fn status(call: &Call<'_>, kind: &str) -> Result<(), Error> {
+    super::has_links(kind)?;
+    interface::ask_ipam(call, "STATUS")
+}
+
 /// Where addresses come from.
 pub(super) enum Addresses {
     /// Nowhere: the container gets none.

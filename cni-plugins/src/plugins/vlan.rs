@@ -79,6 +79,6 @@ impl Plugin for Vlan {
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
         Config::parse(call)?;
-        interface::ask_ipam(call, "STATUS")
+        sublink::status(call, "vlan")
     }
 }

@@ -137,6 +137,7 @@ impl Plugin for Vrf {
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
-        Config::parse(call).map(|_| ())
+        Config::parse(call)?;
+        super::has_links("vrf")
     }
 }

@@ -56,6 +56,9 @@ fn lives(kind: &str, extra: Value, expected: &[&str]) {
             ip(&["-n", &world.container, "addr", "flush", "dev", "eth0"]);
             assert!(world.refused(kind, "CHECK", &after, &[])["msg"].as_str().unwrap().contains("10.198.4.2"));
         }
+        if version == "1.1.0" {
+            world.ok(kind, "STATUS", &config);
+        }
         // A second container does not get the name twice, and nothing of its try is left.
         let refusal = world.refused(kind, "ADD", &config, &[("CNI_CONTAINERID", "c2")]);
         assert!(refusal["msg"].as_str().unwrap().contains("already exists"), "{refusal}");
@@ -98,6 +101,15 @@ fn macvlans_have_addresses_and_macs_of_their_own() {
     assert_eq!(result["interfaces"][0]["mac"], "c2:11:22:33:44:66");
     assert!(pings(&world, "10.198.4.1"), "the other end of the wire answers");
     world.ok("macvlan", "STATUS", &plain);
+    // What the kernel lacks is known before anything is added.
+    for kind in ["vlan", "ipvlan", "dummy", "vrf"] {
+        let config = config(&world, "1.1.0", kind, json!({"vrfname": "blue"}));
+        let known =
+            Command::new("ip").args(["-n", &world.host, "link", "add", "probe0", "link", "phys0", "type", kind, "table", "5"]).output().unwrap();
+        if String::from_utf8_lossy(&known.stderr).contains("Unknown device type") {
+            assert_eq!(world.refused(kind, "STATUS", &config, &[])["code"], 50, "{kind}");
+        }
+    }
     let mut gc = plain.clone();
     gc["cni.dev/valid-attachments"] = json!([]);
     world.ok("macvlan", "GC", &gc);

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::world::{World, ip, versions};
 
@@ -213,4 +213,90 @@ fn loopback_goes_up_and_down() {
         world.ok("loopback", "DEL", &config);
         assert!(!ip(&["-n", &world.container, "link", "show", "lo"]).contains("LOOPBACK,UP"));
     }
+}
+
+#[test]
+fn a_bridge_has_the_options_that_were_asked_for() {
+    let world = World::new();
+    let port = |result: &Value| -> Value {
+        let name = result["interfaces"][1]["name"].as_str().unwrap();
+        let shown = Command::new("bridge").args(["-n", &world.host, "-d", "-j", "link", "show", "dev", name]).output().unwrap();
+        serde_json::from_slice::<Value>(&shown.stdout).unwrap()[0].clone()
+    };
+    let bridge = |what: &str| ip(&["-n", &world.host, "-d", "link", "show", what]);
+    // Hairpin and isolation, on and off.
+    for on in [true, false] {
+        let config = world.config("1.0.0", json!({"hairpinMode": on, "portIsolation": on, "mtu": 1400}));
+        let result = world.ok("bridge", "ADD", &config);
+        assert_eq!((&port(&result)["hairpin"], &port(&result)["isolated"]), (&json!(on), &json!(on)), "{}", port(&result));
+        assert!(ip(&["-n", &world.container, "link", "show", "eth0"]).contains("mtu 1400"));
+        world.ok("bridge", "DEL", &config);
+    }
+    // The bridge keeps its MAC address, whatever comes and goes, also without addresses of its own.
+    let mac = |name: &str| bridge(name).split("link/ether ").nth(1).unwrap()[..17].to_owned();
+    for (name, extra) in [("br0", json!({})), ("br1", json!({"bridge": "br1", "ipam": {}, "isDefaultGateway": false}))] {
+        let config = world.config("1.0.0", extra);
+        let result = world.ok("bridge", "ADD", &config);
+        let before = mac(name);
+        assert_eq!(result["interfaces"][0]["mac"], before);
+        world.ok("bridge", "DEL", &config);
+        assert_eq!(mac(name), before);
+    }
+    let promiscuous = world.config("1.0.0", json!({"bridge": "br2", "promiscMode": true}));
+    world.ok("bridge", "ADD", &promiscuous);
+    assert!(bridge("br2").contains("PROMISC"));
+    let accept_ra = |name: &str| world.on_host(&["cat", &format!("/proc/sys/net/ipv6/conf/{name}/accept_ra")]).trim().to_owned();
+    assert_eq!(accept_ra("br2"), "0");
+    world.ok("bridge", "DEL", &promiscuous);
+    // The container's MAC address: each of these over the ones before.
+    let args = [("CNI_ARGS", "IgnoreUnknown=true;MAC=c2:11:22:33:44:01")];
+    for (extra, expected) in [
+        (json!({}), "c2:11:22:33:44:01"),
+        (json!({"args": {"cni": {"mac": "c2:11:22:33:44:02"}}}), "c2:11:22:33:44:02"),
+        (json!({"args": {"cni": {"mac": "c2:11:22:33:44:02"}}, "runtimeConfig": {"mac": "c2:11:22:33:44:03"}}), "c2:11:22:33:44:03"),
+    ] {
+        let config = world.config("1.0.0", extra);
+        let result = world.ok_with("bridge", "ADD", &config, &args);
+        assert_eq!(result["interfaces"][2]["mac"], expected);
+        assert!(ip(&["-n", &world.container, "link", "show", "eth0"]).contains(expected));
+        world.ok("bridge", "DEL", &config);
+    }
+    // A container that shall not be brought up, and one whose address is checked for duplicates.
+    let down = world.config("1.0.0", json!({"ipam": {}, "isDefaultGateway": false, "disableContainerInterface": true}));
+    world.ok("bridge", "ADD", &down);
+    assert!(ip(&["-n", &world.container, "link", "show", "eth0"]).contains("state DOWN"));
+    world.ok("bridge", "DEL", &down);
+    // The bridge's address gives way if it must.
+    ip(&["-n", &world.host, "link", "add", "br3", "type", "bridge"]);
+    ip(&["-n", &world.host, "addr", "add", "10.1.1.1/24", "dev", "br3"]);
+    let force = world.config("1.0.0", json!({"bridge": "br3", "forceAddress": true}));
+    world.ok("bridge", "ADD", &force);
+    let shown = ip(&["-n", &world.host, "addr", "show", "br3"]);
+    assert!(shown.contains("10.198.1.1/24") && !shown.contains("10.1.1.1"), "{shown}");
+    // What is no bridge is none.
+    ip(&["-n", &world.host, "link", "add", "fake0", "type", "veth", "peer", "name", "fake1"]);
+    let error = world.refused("bridge", "ADD", &world.config("1.0.0", json!({"bridge": "fake0"})), &[("CNI_IFNAME", "eth1")]);
+    assert!(error["msg"].as_str().unwrap().contains("not a bridge"), "{error}");
+}
+
+#[test]
+fn routes_have_what_ipam_says_of_them() {
+    let world = World::new();
+    let routes = json!([{"dst": "0.0.0.0/0"}, {"dst": "10.9.0.0/16", "gw": "10.198.1.9", "mtu": 1300, "advmss": 1200, "priority": 77},
+        {"dst": "10.8.0.0/16", "table": 42}, {"dst": "10.7.0.0/16", "scope": 253}, {"dst": "10.6.0.0/16", "gw": "10.198.1.6"}, {"dst": "10.6.0.0/16", "gw": "10.198.1.7"}]);
+    let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "subnet": "10.198.1.0/24", "routes": routes});
+    let config = world.config("1.1.0", json!({"isDefaultGateway": false, "isGateway": true, "ipam": ipam}));
+    let result = world.ok("bridge", "ADD", &config);
+    assert_eq!(result["routes"], routes, "as they were given");
+    let main = ip(&["-n", &world.container, "route"]);
+    for expected in [
+        "default via 10.198.1.1",
+        "10.9.0.0/16 via 10.198.1.9 dev eth0 metric 77 mtu 1300 advmss 1200",
+        "10.7.0.0/16 dev eth0 scope link",
+        "10.6.0.0/16 via 10.198.1.6",
+    ] {
+        assert!(main.contains(expected), "{expected}: {main}");
+    }
+    assert!(ip(&["-n", &world.container, "route", "show", "table", "42"]).contains("10.8.0.0/16 via 10.198.1.1"));
+    world.ok("bridge", "CHECK", &World::with_previous(&config, &result));
 }
