@@ -3,6 +3,8 @@
 
 pub mod bridge;
 pub mod conntrack;
+pub mod dbus;
+pub mod firewalld;
 pub mod link;
 pub mod netlink;
 pub mod netns;

@@ -1,10 +1,11 @@
 //! `firewall`: lets a container's packets pass the host (CNI reference spec, chapter 9). Only in the tables of iptables can
-//! be let pass what these would drop, so this writes there, as `iptables-nft` would.
+//! be let pass what these would drop, so this writes there, as `iptables-nft` would; where firewalld runs, it is told instead.
 
 use std::net::IpAddr;
 
-use super::interface::doing;
+use super::interface::{doing, together};
 use crate::cni::{Error, Success};
+use crate::net::firewalld::Firewalld;
 use crate::net::nft::iptables;
 use crate::skel::{Call, Plugin};
 
@@ -19,7 +20,18 @@ enum Policy {
     Isolated,
 }
 
+/// Who is told.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Backend {
+    Tables,
+    Firewalld,
+    /// firewalld if it runs.
+    Either,
+}
+
 struct Config<'a> {
+    backend: Backend,
+    zone: &'a str,
     admin: &'a str,
     policy: Policy,
 }
@@ -27,16 +39,17 @@ struct Config<'a> {
 impl<'a> Config<'a> {
     fn parse(call: &Call<'a>) -> Result<Config<'a>, Error> {
         let c = call.config;
-        match c.text("backend")? {
-            "" | "iptables" | "nftables" => {}
-            "firewalld" => {
-                return Err(Error::new(
-                    2,
-                    "backend is \"firewalld\", which this plugin does not talk to: leave it out, and add the network's subnet to the zone \"trusted\" (firewall-cmd --permanent --zone=trusted --add-source=SUBNET)",
-                ));
+        let backend = match c.text("backend")? {
+            "" => Backend::Either,
+            "iptables" | "nftables" => Backend::Tables,
+            "firewalld" => Backend::Firewalld,
+            other => {
+                return Err(Error::config(format!(
+                    "unknown backend {other:?}: expected \"firewalld\", or \"iptables\" (which is honoured through nftables)"
+                )));
             }
-            other => return Err(Error::config(format!("unknown backend {other:?}: expected \"iptables\" (which is honoured through nftables)"))),
-        }
+        };
+        let zone = c.text("firewalldZone")?;
         let admin = c.text("iptablesAdminChainName")?;
         if admin.len() > 28 || admin.chars().any(|c| !c.is_ascii_alphanumeric() && !"-_".contains(c)) {
             return Err(Error::config(format!("iptablesAdminChainName {admin:?} is no name of a chain: letters, digits, - and _, at most 28")));
@@ -47,7 +60,54 @@ impl<'a> Config<'a> {
             "isolated" => Policy::Isolated,
             other => return Err(Error::config(format!("unknown ingressPolicy {other:?}: expected \"open\", \"same-bridge\" or \"isolated\""))),
         };
-        Ok(Config { admin: if admin.is_empty() { "CNI-ADMIN" } else { admin }, policy })
+        let or = |text: &'a str, otherwise: &'a str| if text.is_empty() { otherwise } else { text };
+        Ok(Config { backend, zone: or(zone, "trusted"), admin: or(admin, "CNI-ADMIN"), policy })
+    }
+
+    /// firewalld, if it is the one to tell.
+    fn firewalld(&self) -> Result<Option<Firewalld>, Error> {
+        if self.backend == Backend::Tables {
+            return Ok(None);
+        }
+        match Firewalld::connect() {
+            Ok(None) if self.backend == Backend::Firewalld => Err(Error::new(
+                Error::UNAVAILABLE,
+                "backend is \"firewalld\", but firewalld does not run: start it (systemctl start firewalld), or leave the backend out",
+            )),
+            Ok(found) => Ok(found),
+            // Without a word from the configuration a bus that does not answer is none.
+            Err(_) if self.backend == Backend::Either => Ok(None),
+            Err(error) => Err(Error::doing("firewalld cannot be reached", error)),
+        }
+    }
+
+    /// Lets the addresses pass.
+    fn open(&self, call: &Call<'_>, addresses: &[IpAddr]) -> Result<(), Error> {
+        let Some(mut firewalld) = self.firewalld()? else {
+            refuse_legacy()?;
+            return iptables::allow(addresses, self.admin, &call.owner()?).map_err(doing("the firewall cannot be opened in nftables"));
+        };
+        for (done, address) in addresses.iter().enumerate() {
+            if let Err(error) = firewalld.add(self.zone, *address) {
+                // The first error is the one to report; the runtime calls DEL for whatever is left.
+                addresses.iter().take(done).for_each(|a| drop(firewalld.remove(self.zone, *a)));
+                return Err(Error::doing(format!("firewalld does not take {address} into its zone {:?}", self.zone), error));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether they may.
+    fn is_open(&self, addresses: &[IpAddr]) -> Result<bool, Error> {
+        let Some(mut firewalld) = self.firewalld()? else {
+            return iptables::allows(addresses).map_err(doing("the firewall cannot be read"));
+        };
+        for address in addresses {
+            if !firewalld.has(self.zone, *address).map_err(doing("firewalld cannot be asked"))? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// The bridge that is kept apart, if one is.
@@ -93,10 +153,8 @@ impl Plugin for Firewall {
         if addresses.is_empty() {
             return Ok(previous);
         }
-        refuse_legacy()?;
         let bridge = config.bridge(&previous)?;
-        let added = iptables::allow(&addresses, config.admin, &call.owner()?);
-        added.map_err(doing("the firewall cannot be opened in nftables"))?;
+        config.open(call, &addresses)?;
         if let Some(bridge) = bridge {
             let isolated = iptables::isolate(bridge, config.policy == Policy::Isolated, &addresses);
             if isolated.is_err() {
@@ -110,15 +168,25 @@ impl Plugin for Firewall {
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
         let known = call.previous().ok().flatten().map(|p| addresses(&p)).unwrap_or_default();
-        let removed = iptables::disallow(&known, &call.owner()?);
-        removed.map_err(doing("the firewall's rules cannot be removed"))
+        // Whoever was told at first: firewalld may have been started or ended since.
+        let tables = iptables::disallow(&known, &call.owner()?).map_err(doing("the firewall's rules cannot be removed"));
+        let config = Config::parse(call)?;
+        let zone = match config.firewalld() {
+            Ok(Some(mut firewalld)) => {
+                let removed = known.iter().try_for_each(|address| firewalld.remove(config.zone, *address));
+                removed.map_err(doing(format!("addresses cannot be taken out of firewalld's zone {:?}", config.zone)))
+            }
+            // With it have gone its zones.
+            _ => Ok(()),
+        };
+        together([tables, zone])
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
         let config = Config::parse(call)?;
         let previous = call.chained("firewall")?;
         let addresses = addresses(&previous);
-        if !iptables::allows(&addresses).map_err(doing("the firewall cannot be read"))? {
+        if !config.is_open(&addresses)? {
             return Err(Error::other(format!("the firewall's rules for {addresses:?} are missing")));
         }
         match config.bridge(&previous)? {
@@ -136,7 +204,9 @@ impl Plugin for Firewall {
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
-        Config::parse(call)?;
+        if Config::parse(call)?.firewalld()?.is_some() {
+            return Ok(());
+        }
         refuse_legacy()?;
         super::has_nftables()
     }

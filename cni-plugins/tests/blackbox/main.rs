@@ -5,6 +5,7 @@
 mod addresses;
 mod chained;
 mod dhcp;
+mod firewalld;
 mod hostile;
 mod interop;
 mod leaks;

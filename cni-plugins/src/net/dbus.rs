@@ -1,0 +1,241 @@
+//! As much of D-Bus as a short call needs: connect, call a method with texts, read a text, a flag or an error (D-Bus
+//! Specification 0.43). A library would bring an async runtime with it, and every plugin would start with that.
+
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+const PATIENCE: Duration = Duration::from_secs(10);
+/// No answer that is read here is longer.
+const LIMIT: usize = 1 << 16;
+
+const CALL: u8 = 1;
+const RETURN: u8 = 2;
+const ERROR: u8 = 3;
+
+const PATH: u8 = 1;
+const INTERFACE: u8 = 2;
+const MEMBER: u8 = 3;
+const REPLY_TO: u8 = 5;
+const DESTINATION: u8 = 6;
+const SIGNATURE: u8 = 8;
+
+/// A method of an object.
+#[derive(Debug, Clone, Copy)]
+pub struct Method<'a> {
+    /// Whose.
+    pub destination: &'a str,
+    /// The object.
+    pub path: &'a str,
+    /// The interface.
+    pub interface: &'a str,
+    /// The name.
+    pub name: &'a str,
+}
+
+/// An answer: a text, a flag, or nothing that is of interest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Answer {
+    /// Anything else.
+    Other,
+    /// A text.
+    Text(String),
+    /// A flag.
+    Flag(bool),
+    /// A refusal, in words.
+    Refused(String),
+}
+
+/// A message under construction.
+#[derive(Default)]
+struct Writer(Vec<u8>);
+
+impl Writer {
+    fn align(&mut self, to: usize) {
+        self.0.resize(self.0.len().next_multiple_of(to), 0);
+    }
+
+    fn number(&mut self, number: u32) {
+        self.align(4);
+        self.0.extend_from_slice(&number.to_le_bytes());
+    }
+
+    fn text(&mut self, text: &str) {
+        self.number(u32::try_from(text.len()).unwrap_or(0));
+        self.0.extend_from_slice(text.as_bytes());
+        self.0.push(0);
+    }
+
+    fn signature(&mut self, text: &str) {
+        self.0.push(u8::try_from(text.len()).unwrap_or(0));
+        self.0.extend_from_slice(text.as_bytes());
+        self.0.push(0);
+    }
+
+    fn field(&mut self, code: u8, kind: &str, text: &str) {
+        self.align(8);
+        self.0.push(code);
+        self.signature(kind);
+        if kind == "g" { self.signature(text) } else { self.text(text) }
+    }
+}
+
+fn call(method: Method<'_>, arguments: &[&str], serial: u32) -> Vec<u8> {
+    let mut body = Writer::default();
+    arguments.iter().for_each(|a| body.text(a));
+    let mut fields = Writer::default();
+    fields.field(PATH, "o", method.path);
+    fields.field(INTERFACE, "s", method.interface);
+    fields.field(MEMBER, "s", method.name);
+    fields.field(DESTINATION, "s", method.destination);
+    if !arguments.is_empty() {
+        fields.field(SIGNATURE, "g", &"s".repeat(arguments.len()));
+    }
+    let size = |bytes: &[u8]| u32::try_from(bytes.len()).unwrap_or(0);
+    let mut message = Writer(vec![b'l', CALL, 0, 1]);
+    message.number(size(&body.0));
+    message.number(serial);
+    message.number(size(&fields.0));
+    message.0.extend_from_slice(&fields.0);
+    message.align(8);
+    message.0.extend_from_slice(&body.0);
+    message.0
+}
+
+fn number(bytes: &[u8], at: usize) -> Option<u32> {
+    bytes.get(at..at + 4)?.try_into().ok().map(u32::from_le_bytes)
+}
+
+fn text(bytes: &[u8], at: usize) -> Option<String> {
+    let length = number(bytes, at)? as usize;
+    bytes.get(at + 4..at + 4 + length).map(|b| String::from_utf8_lossy(b).into_owned())
+}
+
+/// What a header says: the call that it answers, and the signature of its body.
+fn read_fields(fields: &[u8]) -> Option<(u32, String)> {
+    let (mut at, mut reply_to, mut signature) = (0, 0, String::new());
+    while at < fields.len() {
+        let code = *fields.get(at)?;
+        let kind_length = usize::from(*fields.get(at + 1)?);
+        let kind = fields.get(at + 2..at + 2 + kind_length)?;
+        let value = at + 3 + kind_length;
+        at = match kind {
+            b"u" => {
+                let value = value.next_multiple_of(4);
+                if code == REPLY_TO {
+                    reply_to = number(fields, value)?;
+                }
+                value + 4
+            }
+            b"g" => {
+                let length = usize::from(*fields.get(value)?);
+                if code == SIGNATURE {
+                    signature = String::from_utf8_lossy(fields.get(value + 1..value + 1 + length)?).into_owned();
+                }
+                value + length + 2
+            }
+            b"s" | b"o" => {
+                let value = value.next_multiple_of(4);
+                value + 4 + number(fields, value)? as usize + 1
+            }
+            _ => return None,
+        }
+        .next_multiple_of(8);
+    }
+    Some((reply_to, signature))
+}
+
+fn nonsense() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "the message bus answers nonsense")
+}
+
+/// A connection to the system's bus.
+pub struct Bus {
+    stream: UnixStream,
+    serial: u32,
+}
+
+impl Bus {
+    /// Connects; `Ok(None)` if there is no bus.
+    pub fn connect() -> io::Result<Option<Bus>> {
+        let address = std::env::var("DBUS_SYSTEM_BUS_ADDRESS").unwrap_or_default();
+        let path = address.split([',', ';']).find_map(|part| part.strip_prefix("unix:path=")).unwrap_or("/run/dbus/system_bus_socket");
+        let mut stream = match UnixStream::connect(path) {
+            Err(error) if [io::ErrorKind::NotFound, io::ErrorKind::ConnectionRefused].contains(&error.kind()) => return Ok(None),
+            stream => stream?,
+        };
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let user: String = nix::unistd::geteuid().to_string().bytes().map(|b| format!("{b:02x}")).collect();
+        stream.write_all(format!("\0AUTH EXTERNAL {user}\r\n").as_bytes())?;
+        let mut line = vec![];
+        while !line.ends_with(b"\r\n") && line.len() < 512 {
+            let mut byte = [0];
+            stream.read_exact(&mut byte)?;
+            line.push(byte[0]);
+        }
+        if !line.starts_with(b"OK ") {
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the message bus does not let this process in"));
+        }
+        stream.write_all(b"BEGIN\r\n")?;
+        let mut bus = Bus { stream, serial: 0 };
+        let own = "org.freedesktop.DBus";
+        bus.call(Method { destination: own, path: "/org/freedesktop/DBus", interface: own, name: "Hello" }, &[])?;
+        Ok(Some(bus))
+    }
+
+    /// Calls a method, and waits for its answer.
+    pub fn call(&mut self, method: Method<'_>, arguments: &[&str]) -> io::Result<Answer> {
+        self.serial += 1;
+        self.stream.write_all(&call(method, arguments, self.serial))?;
+        loop {
+            let mut fixed = [0; 16];
+            self.stream.read_exact(&mut fixed)?;
+            let (body, fields) = (number(&fixed, 4).ok_or_else(nonsense)? as usize, number(&fixed, 12).ok_or_else(nonsense)? as usize);
+            if fixed[0] != b'l' || body > LIMIT || fields > LIMIT {
+                return Err(nonsense());
+            }
+            let mut rest = vec![0; fields.next_multiple_of(8) + body];
+            self.stream.read_exact(&mut rest)?;
+            let (reply_to, signature) = read_fields(rest.get(..fields).ok_or_else(nonsense)?).ok_or_else(nonsense)?;
+            // Signals and such are for somebody else.
+            if reply_to != self.serial || ![RETURN, ERROR].contains(&fixed[1]) {
+                continue;
+            }
+            let body = rest.get(fields.next_multiple_of(8)..).ok_or_else(nonsense)?;
+            return Ok(match (fixed[1], signature.as_bytes().first()) {
+                (ERROR, Some(b's')) => Answer::Refused(text(body, 0).ok_or_else(nonsense)?),
+                (ERROR, _) => Answer::Refused("no reason was given".into()),
+                (_, Some(b's')) => Answer::Text(text(body, 0).ok_or_else(nonsense)?),
+                (_, Some(b'b')) => Answer::Flag(number(body, 0).ok_or_else(nonsense)? != 0),
+                _ => Answer::Other,
+            });
+        }
+    }
+
+    /// Whether somebody goes by a name.
+    pub fn has(&mut self, name: &str) -> io::Result<bool> {
+        let own = "org.freedesktop.DBus";
+        let method = Method { destination: own, path: "/org/freedesktop/DBus", interface: own, name: "NameHasOwner" };
+        Ok(self.call(method, &[name])? == Answer::Flag(true))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_are_aligned() {
+        let method = Method { destination: "a.b", path: "/p", interface: "i.j", name: "M" };
+        let bytes = call(method, &["x", "yz"], 7);
+        let fields = number(&bytes, 12).expect("a length") as usize;
+        assert_eq!((bytes[0], number(&bytes, 4), number(&bytes, 8)), (b'l', Some(15), Some(7)));
+        assert_eq!(read_fields(&bytes[16..16 + fields]), Some((0, "ss".into())));
+        let body = 16 + fields.next_multiple_of(8);
+        assert_eq!((text(&bytes, body).as_deref(), text(&bytes, body + 8).as_deref(), bytes.len()), (Some("x"), Some("yz"), body + 15));
+        for cut in 0..fields {
+            let _ = read_fields(&bytes[16..16 + cut]);
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! firewalld, which drops what is in none of its zones: containers' addresses become sources of one (CNI reference spec,
+//! chapter 9).
+
+use std::io;
+use std::net::IpAddr;
+
+use super::dbus::{Answer, Bus, Method};
+
+const NAME: &str = "org.fedoraproject.FirewallD1";
+
+/// A connection to it.
+pub struct Firewalld(Bus);
+
+/// An address as one of its sources.
+fn source(address: IpAddr) -> String {
+    format!("{address}/{}", if address.is_ipv4() { 32 } else { 128 })
+}
+
+impl Firewalld {
+    /// Connects; `Ok(None)` if it does not run.
+    pub fn connect() -> io::Result<Option<Firewalld>> {
+        let Some(mut bus) = Bus::connect()? else { return Ok(None) };
+        Ok(bus.has(NAME)?.then_some(Firewalld(bus)))
+    }
+
+    fn call(&mut self, method: &str, zone: &str, address: IpAddr) -> io::Result<Answer> {
+        let method =
+            Method { destination: NAME, path: "/org/fedoraproject/FirewallD1", interface: "org.fedoraproject.FirewallD1.zone", name: method };
+        self.0.call(method, &[zone, &source(address)])
+    }
+
+    /// Puts an address into a zone; one that is there is fine.
+    pub fn add(&mut self, zone: &str, address: IpAddr) -> io::Result<()> {
+        match self.call("addSource", zone, address)? {
+            Answer::Refused(why) if !why.starts_with("ZONE_ALREADY_SET") && !why.starts_with("ALREADY_ENABLED") => Err(io::Error::other(why)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes an address out of a zone; one that is not there is fine.
+    pub fn remove(&mut self, zone: &str, address: IpAddr) -> io::Result<()> {
+        match self.call("removeSource", zone, address)? {
+            Answer::Refused(why) if !why.starts_with("UNKNOWN_SOURCE") && !why.starts_with("NOT_ENABLED") => Err(io::Error::other(why)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether an address is in a zone.
+    pub fn has(&mut self, zone: &str, address: IpAddr) -> io::Result<bool> {
+        Ok(self.call("querySource", zone, address)? == Answer::Flag(true))
+    }
+}
