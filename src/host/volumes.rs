@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::linux::{LinuxHost, doing, make, remove, segment};
@@ -276,13 +277,23 @@ fn empty_dir(dir: &Path, medium: &Medium, group: Option<u32>) -> Result<(), Stri
     fs::set_permissions(dir, fs::Permissions::from_mode(mode)).map_err(doing("the volume's mode cannot be set"))
 }
 
+/// What may be secret never reaches a disk, also after somebody unmounted it. Volumes are set up side by side: the first of them
+/// mounts what they share, and the others must not mount it again over what the first has written.
+fn ensure_memory(memory: &Path) -> Result<(), String> {
+    static MOUNTING: Mutex<()> = Mutex::new(());
+    let _one = MOUNTING.lock().unwrap_or_else(PoisonError::into_inner);
+    if mount::is_tmpfs(memory) {
+        return Ok(());
+    }
+    make(memory, 0o700)?;
+    mount::tmpfs(memory, 0).map_err(doing(format!("a tmpfs cannot be mounted at {}", memory.display())))
+}
+
 /// The files that the agent projects.
 fn write_files(dir: &Path, memory: &Path, volume: &str, files: Option<Files>, group: Option<u32>) -> Result<(), String> {
     let files = files.ok_or_else(|| format!("volume {volume:?} has no content"))?;
-    // What may be secret never reaches a disk, also after somebody unmounted it.
-    if dir.starts_with(memory) && !mount::is_tmpfs(memory) {
-        make(memory, 0o700)?;
-        mount::tmpfs(memory, 0).map_err(doing(format!("a tmpfs cannot be mounted at {}", memory.display())))?;
+    if dir.starts_with(memory) {
+        ensure_memory(memory)?;
     }
     make(dir, 0o755)?;
     fs::set_permissions(dir, fs::Permissions::from_mode(0o755)).map_err(doing("the volume's mode cannot be set"))?;
@@ -387,4 +398,34 @@ fn mismatch(found: &str, filesystem: &str) -> Option<String> {
     let value = |key: &str| found.lines().find_map(|l| l.strip_prefix(key)).map(str::to_owned);
     let table = value("PTTYPE=").map(|kind| format!("a partition table ({kind})"));
     value("TYPE=").filter(|kind| kind != filesystem).map(|kind| format!("a filesystem of type {kind}")).or(table)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::volumes::File;
+
+    #[test]
+    fn volumes_set_up_side_by_side_share_one_memory() {
+        // Below the file systems of disks, as the agent's directory is.
+        let dir = tempfile::tempdir_in("/var/tmp").expect("a directory");
+        let memory = dir.path().join("memory");
+        for _ in 0..20 {
+            let barrier = std::sync::Barrier::new(8);
+            std::thread::scope(|scope| {
+                for n in 0..8 {
+                    let (barrier, memory) = (&barrier, &memory);
+                    scope.spawn(move || {
+                        barrier.wait();
+                        let files = Files::from([("key".to_owned(), File::new(b"value".to_vec(), 0o400))]);
+                        write_files(&memory.join(format!("pod/v{n}")), memory, "v", Some(files), None).expect("written");
+                    });
+                }
+            });
+            for n in 0..8 {
+                assert_eq!(fs::read(memory.join(format!("pod/v{n}/key"))).expect("it is there"), b"value");
+            }
+            mount::unmount_all(&memory).expect("unmounted");
+        }
+    }
 }
