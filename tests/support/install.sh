@@ -34,3 +34,9 @@ fi
 apt-get update -qq
 # shellcheck disable=SC2086
 apt-get install -y -qq --no-install-recommends $missing >/dev/null
+# A firewall or a registry that came for the tests must not start with the machine. Without systemd nothing does.
+if command -v systemctl >/dev/null; then
+    for service in firewalld docker-registry; do
+        case " $missing " in *" $service "*) systemctl disable --quiet "$service" ;; esac
+    done
+fi

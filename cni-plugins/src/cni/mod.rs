@@ -4,11 +4,13 @@ mod config;
 mod error;
 mod owner;
 mod result;
+mod unique;
 
 pub use config::{Args, Json, cni_args};
 pub use error::Error;
 pub use owner::{Owner, digest, is_left_over};
 pub use result::{Address, Dns, Interface, Route, Success, parse_routes};
+pub use unique::duplicate;
 
 /// Every version that is spoken, oldest first.
 pub const VERSIONS: &[&str] = &["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"];

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 
 use super::interface::{self, doing};
-use crate::cni::{Error, Json, Success, cni_args};
+use crate::cni::{Error, Json, Success, cni_args, duplicate};
 use crate::net::link::{Change, Link, mac_text, parse_mac};
 use crate::net::netlink::Socket;
 use crate::net::{netns, sysctl};
@@ -42,6 +42,9 @@ fn numbers(config: Json<'_>, key: &str, most: u32) -> Result<Option<u32>, Error>
 impl Config {
     fn parse(call: &Call<'_>) -> Result<Config, Error> {
         let (top, args) = (call.config, call.config.object("args")?.object("cni")?);
+        if let Some(key) = duplicate(call.input, "sysctl") {
+            return Err(Error::config(format!("the sysctl {key:?} stands twice in the configuration: which of them counts?")));
+        }
         let mut config = Config::default();
         for source in [top, args] {
             let sysctls = source.object("sysctl")?;

@@ -113,3 +113,60 @@ fn static_addresses_come_from_the_place_that_counts() {
     assert!(ip(&["-n", &world.container, "route"]).contains("default via 10.10.0.1"));
     world.ok("bridge", "DEL", &bridged);
 }
+
+#[test]
+fn host_local_reads_what_it_finds_and_takes_wishes_from_everywhere() {
+    let world = World::new();
+    let resolv = world.data.path().join("resolv.conf");
+    std::fs::write(&resolv, "# c\nnameserver 192.0.2.1\n nameserver 192.0.2.2\ndomain a.test\nsearch a b\noptions ndots:5\n").unwrap();
+    let ranges = json!([[{"subnet": "10.198.1.0/28"}, {"subnet": "10.198.2.0/28"}], [{"subnet": "fd00:198:1::/64"}]]);
+    let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "ranges": ranges, "resolvConf": resolv, "routes": [{"dst": "0.0.0.0/0"}]});
+    let config = world.config("1.0.0", json!({"ipam": ipam}));
+    let addresses = |result: &Value| result["ips"].as_array().unwrap().iter().map(|i| i["address"].as_str().unwrap().to_owned()).collect::<Vec<_>>();
+    // No error on the first call, and everything of resolv.conf.
+    let result = world.ok("host-local", "ADD", &config);
+    assert_eq!(addresses(&result), ["10.198.1.2/28", "fd00:198:1::2/64"]);
+    assert_eq!(result["dns"], json!({"nameservers": ["192.0.2.1", "192.0.2.2"], "domain": "a.test", "search": ["a", "b"], "options": ["ndots:5"]}));
+    assert!(result.get("interfaces").is_none());
+    // A second interface of the container has addresses of its own.
+    let second = world.ok_with("host-local", "ADD", &config, &[("CNI_IFNAME", "eth1")]);
+    assert_eq!(addresses(&second), ["10.198.1.3/28", "fd00:198:1::3/64"]);
+    world.ok("host-local", "DEL", &config);
+    assert_eq!(world.taken().len(), 2, "eth1's stay");
+    assert!(world.call("host-local", "DEL", &config, &[("CNI_IFNAME", "eth1")]).status.success());
+    // Old records say nothing of interfaces; white space is nothing.
+    std::fs::write(world.data.path().join("net/10.198.1.9"), " c1 \n").unwrap();
+    std::fs::write(world.data.path().join("net/10.198.1.8"), "c1\r\neth0\n").unwrap();
+    world.ok("host-local", "DEL", &config);
+    assert_eq!(world.taken(), ["10.198.1.9"], "its own first");
+    world.ok("host-local", "DEL", &config);
+    assert!(world.taken().is_empty());
+    // Wishes, with and without a prefix, one for each set.
+    for wish in [
+        json!({"runtimeConfig": {"ips": ["10.198.2.5", "fd00:198:1::99/64"]}}),
+        json!({"args": {"cni": {"ips": ["10.198.2.5/28", "fd00:198:1::99"]}}}),
+    ] {
+        let mut wished = config.clone();
+        wished.as_object_mut().unwrap().extend(wish.as_object().unwrap().clone());
+        assert_eq!(addresses(&world.ok("host-local", "ADD", &wished)), ["10.198.2.5/28", "fd00:198:1::99/64"]);
+        world.ok("host-local", "DEL", &wished);
+    }
+    // Ranges that the runtime injects come first.
+    let mut injected = config.clone();
+    injected["runtimeConfig"] = json!({"ipRanges": [[{"Subnet": "10.198.3.0/28", "RangeStart": "10.198.3.7"}]]});
+    assert_eq!(addresses(&world.ok("host-local", "ADD", &injected))[0], "10.198.3.7/28");
+    world.ok("host-local", "DEL", &injected);
+    // DEL needs no ranges that make sense.
+    world.ok("host-local", "ADD", &config);
+    let mut broken = config.clone();
+    broken["ipam"]["ranges"] = json!([[{"subnet": "10.198.1.1/28"}]]);
+    assert_eq!(world.refused("host-local", "ADD", &broken, &[])["code"], 7);
+    world.ok("host-local", "DEL", &broken);
+    assert!(world.taken().is_empty());
+    // Two of a family need a version that can say so.
+    let mut old = config.clone();
+    old["cniVersion"] = "0.2.0".into();
+    assert_eq!(addresses(&world.ok("host-local", "ADD", &config)).len(), 2);
+    old["ipam"]["ranges"] = json!([[{"subnet": "10.198.1.0/28"}], [{"subnet": "10.198.2.0/28"}]]);
+    assert!(world.refused("host-local", "ADD", &old, &[])["msg"].as_str().unwrap().contains("more than 1 address"));
+}

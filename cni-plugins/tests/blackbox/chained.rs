@@ -342,6 +342,21 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
     gc["cni.dev/valid-attachments"] = json!([]);
     world.ok("bandwidth", "GC", &gc);
     assert!(!ip(&["-n", &world.host, "link"]).contains("bwp"), "GC");
+    // Behind ptp, and a burst that no number holds.
+    let line = World::new();
+    let config = line.config("1.0.0", json!({"type": "ptp"}));
+    let ends = line.ok("ptp", "ADD", &config);
+    let limits = World::chained("1.0.0", "bandwidth", &ends, json!({"ingressRate": 8_000_000, "ingressBurst": 80_000}));
+    line.ok("bandwidth", "ADD", &limits);
+    assert!(tc(&line, &["qdisc", "show", "dev", ends["interfaces"][0]["name"].as_str().unwrap()]).contains("rate 8Mbit"));
+    assert!(!ip(&["-n", &line.host, "link"]).contains("bwp"), "nothing for what it sends");
+    let huge = World::chained("1.0.0", "bandwidth", &ends, json!({"egressRate": 8_000_000, "egressBurst": 8_u64 * u64::from(u32::MAX)}));
+    assert!(line.refused("bandwidth", "ADD", &huge, &[])["msg"].as_str().unwrap().contains("4 GiB"));
+    // A link without another end cannot be limited.
+    ip(&["-n", &line.container, "link", "del", "eth0"]);
+    ip(&["-n", &line.container, "link", "add", "eth0", "type", "bridge"]);
+    let error = line.refused("bandwidth", "ADD", &limits, &[]);
+    assert!(error["msg"].as_str().unwrap().contains("veth"), "{error}");
     // Bad input, and nothing to limit.
     let error = world.refused("bandwidth", "ADD", &World::chained("1.1.0", "bandwidth", &result, json!({"ingressRate": 8})), &[]);
     assert!(error["msg"].as_str().unwrap().contains("ingressBurst"), "{error}");
@@ -401,6 +416,13 @@ fn tuning_sets_sysctls_and_properties_and_gives_them_back() {
     assert_eq!(mac(json!({"runtimeConfig": {"mac": "c2:00:00:00:00:03"}}), &env), "c2:00:00:00:00:03");
     let both = json!({"runtimeConfig": {"mac": "c2:00:00:00:00:03"}, "args": {"cni": {"mac": "c2:00:00:00:00:04", "sysctl": {"net.ipv4.conf.all.arp_filter": "0"}}}});
     assert_eq!(mac(both, &env), "c2:00:00:00:00:04");
+    let twice = World::chained("1.0.0", "tuning", &result, json!({})).to_string().replacen(
+        '{',
+        r#"{"sysctl": {"net.ipv4.ip_forward": "0", "net.ipv4.ip_forward": "1"}, "#,
+        1,
+    );
+    let output = world.call_with("tuning", "ADD", &twice, &[]);
+    assert!(String::from_utf8_lossy(&output.stdout).contains("stands twice"), "{output:?}");
     for (extra, expected) in [
         (json!({"sysctl": {"kernel.hostname": "x"}}), "kernel.hostname"),
         (json!({"sysctl": {"net/../kernel/hostname": "x"}}), "kernel/hostname"),

@@ -70,3 +70,40 @@ fn the_protocol_is_kept_to_the_letter() {
     let version: Value = serde_json::from_slice(&version.stdout).unwrap();
     assert_eq!(version["supportedVersions"].as_array().unwrap().len(), 7);
 }
+
+#[test]
+fn every_verb_says_what_it_lacks() {
+    let world = World::new();
+    let all = ["CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_PATH"];
+    let without: Vec<(&str, &str)> = all.iter().map(|name| (*name, "")).collect();
+    for (verb, version, needed) in [
+        ("ADD", "0.1.0", &all[..]),
+        ("CHECK", "0.4.0", &all),
+        ("DEL", "0.1.0", &["CNI_CONTAINERID", "CNI_IFNAME", "CNI_PATH"]),
+        ("GC", "1.1.0", &["CNI_PATH"]),
+        ("STATUS", "1.1.0", &["CNI_PATH"]),
+    ] {
+        let refusal = world.refused("bridge", verb, &world.config(version, json!({})), &without);
+        assert_eq!(refusal["code"], 4);
+        let message = refusal["msg"].as_str().unwrap();
+        for name in all {
+            assert_eq!(message.contains(name), needed.contains(&name), "{verb}: {message}");
+        }
+    }
+    // A configuration without a version speaks the oldest; one with another is told which there are.
+    let mut config = world.config("1.0.0", json!({}));
+    config.as_object_mut().unwrap().remove("cniVersion");
+    assert_eq!(world.ok("bridge", "ADD", &config)["cniVersion"], "0.1.0");
+    world.ok("bridge", "DEL", &config);
+    config["cniVersion"] = "0.3.2".into();
+    let refusal = world.refused("bridge", "ADD", &config, &[]);
+    assert!(refusal["code"] == 1 && refusal["details"].as_str().unwrap().contains("0.3.2"), "{refusal}");
+    // Without a verb it says what it is.
+    let about = world.call("bridge", "", &config, &[("CNI_COMMAND", "")]);
+    assert!(about.status.success() && String::from_utf8_lossy(&about.stderr).contains("CNI protocol versions supported: 0.1.0"), "{about:?}");
+    // Own spellings of keys are keys.
+    let loud = json!({"CNIVersion": "1.0.0", "NAME": "net", "TYPE": "bridge", "Bridge": "br0", "ISDEFAULTGATEWAY": true, "IPAM": config["ipam"]});
+    let result = world.ok("bridge", "ADD", &loud);
+    assert_eq!(result["routes"][0]["dst"], "0.0.0.0/0", "{result}");
+    world.ok("bridge", "DEL", &loud);
+}

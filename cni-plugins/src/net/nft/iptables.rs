@@ -29,6 +29,11 @@ pub fn is_legacy(table: &str) -> bool {
 
 /// Removes a chain and the rules of `entries` that jump to it.
 fn drop_chain(nft: &mut Nft, entries: &[&str], chain: &str) -> io::Result<()> {
+    if is_legacy("nat") {
+        eprintln!(
+            "this host has rules of the old iptables; if the chain {chain} is among them, remove it by hand (iptables-legacy -t nat -S {chain})"
+        );
+    }
     for table in NAT {
         if !nft.has(table, chain)? {
             continue;
