@@ -8,7 +8,7 @@
 //! `Owners` is the index. It is complete as long as nobody else has changed the directory, which its stamp tells;
 //! then no reservation is read. Otherwise all are, once.
 
-use std::cell::OnceCell;
+use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -30,8 +30,15 @@ pub struct Store {
     owners: Owners,
     here: Here,
     inhabited: OnceCell<BTreeSet<u64>>,
+    /// What reading everything has found, where that was necessary.
+    found: RefCell<Option<BTreeMap<Key, Record>>>,
+    /// Whether the index could not be brought up to date, so that the next one reads everything again.
+    outdated: bool,
     _lock: Flock<File>,
 }
+
+/// A container and its interface.
+type Key = (String, String);
 
 /// The text of a reservation.
 fn record(container: &str, ifname: &str) -> String {
@@ -53,7 +60,7 @@ impl Store {
             OpenOptions::new().create(true).truncate(false).write(true).mode(0o750).open(dir.join("lock")).map_err(|e| failed("locked", &e))?;
         let lock = Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, e)| failed("locked", &e))?;
         let owners = Owners::open(data_dir, network).map_err(|e| failed("indexed", &e))?;
-        let store = Store { dir, owners, here, inhabited: OnceCell::new(), _lock: lock };
+        let mut store = Store { dir, owners, here, inhabited: OnceCell::new(), found: RefCell::default(), outdated: false, _lock: lock };
         if !store.owners.has_seen(&store.stamp()) {
             store.reconcile()?;
         }
@@ -75,23 +82,24 @@ impl Store {
         format!("{} {} {}.{}", self.here.boot, self.here.machine, changed.0, changed.1)
     }
 
-    fn failed(&self) -> impl Fn(io::Error) -> Error {
+    fn failed(&self) -> impl Fn(io::Error) -> Error + use<> {
         let dir = self.dir.display().to_string();
         move |e| Error::doing(format!("the address store {dir} cannot be used"), e)
     }
 
-    /// Makes the owners what the directory says, whoever wrote it, and drops those that a reboot has ended.
-    fn reconcile(&self) -> Result<(), Error> {
+    /// Makes the owners what the directory says, whoever wrote it, and drops those that a reboot has ended. On a disk that is full
+    /// they are not written down: what they have must be released all the same.
+    fn reconcile(&mut self) -> Result<(), Error> {
         let failed = self.failed();
         self.owners.tidy().map_err(&failed)?;
-        let mut known: BTreeMap<(String, String), Record> = BTreeMap::new();
-        let mut listed: BTreeMap<IpAddr, (String, String)> = BTreeMap::new();
+        let mut known: BTreeMap<Key, Record> = BTreeMap::new();
+        let mut listed: BTreeMap<IpAddr, Key> = BTreeMap::new();
         for mut record in self.owners.all().map_err(&failed)? {
             let key = (record.container.clone(), record.ifname.clone());
             listed.extend(std::mem::take(&mut record.addresses).into_iter().map(|a| (a, key.clone())));
             known.insert(key, record);
         }
-        let mut changed: BTreeMap<(String, String), bool> = BTreeMap::new();
+        let mut changed: BTreeMap<Key, bool> = BTreeMap::new();
         for address in self.addresses()? {
             let Some(text) = self.text(address) else {
                 // Nobody will ever release what belongs to nobody. If removing fails it only stays unavailable.
@@ -107,14 +115,15 @@ impl Store {
         for key in listed.into_values() {
             changed.insert(key, true);
         }
-        for (key, record) in &known {
-            let dead = record.here.boot != self.here.boot && matches!(self.life(record), Life::Gone(_));
-            if dead || record.addresses.is_empty() {
-                self.release(record)?;
-            } else if changed.get(key).copied().unwrap_or(false) {
-                self.owners.put(record).map_err(&failed)?;
+        let dead = |record: &Record| record.here.boot != self.here.boot && matches!(self.life(record), Life::Gone(_));
+        let ended: Vec<Key> = known.iter().filter(|(_, r)| r.addresses.is_empty() || dead(r)).map(|(key, _)| key.clone()).collect();
+        for key in ended {
+            if let Some(record) = known.remove(&key) {
+                self.release(&record)?;
             }
         }
+        let outdated = known.iter().filter(|(key, _)| changed.get(*key).copied().unwrap_or(false)).any(|(_, r)| self.owners.put(r).is_err());
+        (self.outdated, self.found) = (outdated, RefCell::new(Some(known)));
         Ok(())
     }
 
@@ -140,7 +149,7 @@ impl Store {
     /// Begins to give an attachment addresses. From here on it is known whose they are, whatever happens.
     pub fn begin(&self, container: &str, ifname: &str, netns: &str) -> Result<Reservation<'_>, Error> {
         let failed = |e: io::Error| Error::doing(format!("an address cannot be reserved in {}", self.dir.display()), e);
-        let before = self.owners.get(container, ifname);
+        let before = self.get(container, ifname);
         let mut owner = Record::new(container, ifname, netns, &self.here);
         owner.addresses.extend(before.iter().flat_map(|b| &b.addresses));
         self.owners.put(&owner).map_err(failed)?;
@@ -161,10 +170,17 @@ impl Store {
         std::fs::read_to_string(self.path(&format!("last_reserved_ip.{set}"))).ok()?.trim().parse().ok()
     }
 
+    fn get(&self, container: &str, ifname: &str) -> Option<Record> {
+        match &*self.found.borrow() {
+            Some(found) => found.get(&(container.to_owned(), ifname.to_owned())).cloned(),
+            None => self.owners.get(container, ifname),
+        }
+    }
+
     /// What a container's interface has; records of old, with the id alone, count if there is no other.
     #[must_use]
     pub fn of(&self, container: &str, ifname: &str) -> Option<Record> {
-        let of = |ifname: &str| self.owners.get(container, ifname).filter(|r| !r.addresses.is_empty());
+        let of = |ifname: &str| self.get(container, ifname).filter(|r| !r.addresses.is_empty());
         of(ifname).or_else(|| of(""))
     }
 
@@ -182,7 +198,10 @@ impl Store {
 
     /// Everybody who has addresses.
     pub fn owners(&self) -> Result<Vec<Record>, Error> {
-        self.owners.all().map_err(self.failed())
+        match &*self.found.borrow() {
+            Some(found) => Ok(found.values().cloned().collect()),
+            None => self.owners.all().map_err(self.failed()),
+        }
     }
 
     /// Releases all that an owner has.
@@ -194,6 +213,9 @@ impl Store {
                 }
                 _ => {}
             }
+        }
+        if let Some(found) = &mut *self.found.borrow_mut() {
+            found.remove(&(owner.container.clone(), owner.ifname.clone()));
         }
         self.owners.remove(owner).map_err(self.failed())
     }
@@ -228,7 +250,9 @@ impl Store {
 impl Drop for Store {
     fn drop(&mut self) {
         // If this fails the next one reads everything again.
-        let _ = self.owners.set_seen(&self.stamp());
+        if !self.outdated {
+            let _ = self.owners.set_seen(&self.stamp());
+        }
     }
 }
 

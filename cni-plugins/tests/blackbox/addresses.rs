@@ -170,3 +170,35 @@ fn host_local_reads_what_it_finds_and_takes_wishes_from_everywhere() {
     old["ipam"]["ranges"] = json!([[{"subnet": "10.198.1.0/28"}], [{"subnet": "10.198.2.0/28"}]]);
     assert!(world.refused("host-local", "ADD", &old, &[])["msg"].as_str().unwrap().contains("more than 1 address"));
 }
+
+#[test]
+fn an_audit_looks_at_the_interfaces() {
+    let (world, other) = (World::new(), World::new());
+    let config = world.config("1.0.0", json!({}));
+    world.ok("bridge", "ADD", &config);
+    world.ok_with("bridge", "ADD", &config, &[("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &other.netns())]);
+    let audit = |more: &[&str]| {
+        let output = std::process::Command::new(super::world::plugins().join("host-local"))
+            .arg("audit")
+            .arg("--data-dir")
+            .arg(world.data.path())
+            .args(more)
+            .output();
+        let output = output.unwrap();
+        (output.status.success(), String::from_utf8(output.stdout).unwrap())
+    };
+    let (well, table) = audit(&[]);
+    assert!(well && table.matches("used").count() == 2, "{table}");
+    // Somebody gave one container the other's address.
+    ip(&["-n", &other.container, "addr", "add", "10.198.1.2/24", "dev", "eth0"]);
+    let (well, table) = audit(&["--mend"]);
+    let row = |table: &str, address: &str| table.lines().find(|l| l.contains(address)).unwrap_or_default().to_owned();
+    assert!(!well && row(&table, "10.198.1.2").contains("held twice: on an interface of c2, too"), "{table}");
+    ip(&["-n", &other.container, "addr", "del", "10.198.1.2/24", "dev", "eth0"]);
+    // And took its own away.
+    ip(&["-n", &other.container, "addr", "flush", "dev", "eth0"]);
+    let (well, table) = audit(&["--mend"]);
+    assert!(well && row(&table, "10.198.1.3").contains("released: eth0 of its container has not got it"), "{table}");
+    assert_eq!(world.taken(), ["10.198.1.2"]);
+    assert!(world.call("bridge", "DEL", &config, &[("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &other.netns())]).status.success());
+}

@@ -210,6 +210,41 @@ fn an_audit_shows_what_is_wrong_and_mends_it() {
 }
 
 #[test]
+fn a_full_disk_takes_no_address_and_gives_all_back() {
+    in_a_thread_of_its_own(|| {
+        let machine = Machine::new();
+        std::fs::create_dir(machine.data()).unwrap();
+        mount(Some("tmpfs"), &machine.data(), Some("tmpfs"), MsFlags::empty(), Some("size=256k")).unwrap();
+        for container in ["c1", "c2"] {
+            std::fs::write(machine.netns(container), "").unwrap();
+            assert!(machine.call("ADD", container, json!({})).status.success());
+        }
+        let dir = machine.data().join("net");
+        std::fs::write(dir.join("10.9.9.7"), "theirs\r\neth0").unwrap();
+        let mut filler = std::fs::File::create(machine.data().join("filler")).unwrap();
+        while filler.write_all(&[0; 4096]).is_ok() {}
+        std::fs::write(machine.netns("c3"), "").unwrap();
+        let refused = machine.call("ADD", "c3", json!({}));
+        assert!(String::from_utf8_lossy(&refused.stdout).contains("No space left"), "{refused:?}");
+        assert_eq!(addresses(&dir), ["10.9.9.2", "10.9.9.3", "10.9.9.7"].map(str::to_owned).into());
+        // The index does not know of the reference's lease, and cannot be told.
+        for container in ["theirs", "c1"] {
+            assert!(machine.call("DEL", container, json!({})).status.success(), "{container}");
+        }
+        assert_eq!(addresses(&dir), ["10.9.9.3"].map(str::to_owned).into());
+        assert!(machine.call("GC", "", json!({"cni.dev/valid-attachments": []})).status.success());
+        assert!(addresses(&dir).is_empty());
+        drop(filler);
+        std::fs::remove_file(machine.data().join("filler")).unwrap();
+        assert!(machine.call("ADD", "c3", json!({})).status.success());
+        mount(None::<&str>, &machine.data(), None::<&str>, MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY, None::<&str>).unwrap();
+        let refused = machine.call("ADD", "c4", json!({}));
+        assert!(String::from_utf8_lossy(&refused.stdout).contains("Read-only"), "{refused:?}");
+        nix::mount::umount2(&machine.data(), nix::mount::MntFlags::MNT_DETACH).unwrap();
+    });
+}
+
+#[test]
 fn a_full_pool_is_not_full_of_the_dead() {
     in_a_thread_of_its_own(|| {
         let machine = Machine::new();
