@@ -316,9 +316,6 @@ impl Plugin for Bridge {
             if config.spoof_check {
                 let _ = Nft::open().and_then(|mut nft| spoof::remove(&mut nft, &call.container, &call.ifname));
             }
-            if !config.ipam.is_empty() {
-                let _ = delegate::forward(call, config.ipam, "DEL");
-            }
         }
         result
     }
@@ -399,8 +396,19 @@ fn attach(
         let mac = parse_mac(&interfaces[2].mac).ok_or_else(|| Error::other("the container's MAC address is unknown"))?;
         spoof::add(&host_name, mac, &call.container, &call.ifname).map_err(doing("the MAC spoof check cannot be set up in nftables"))?;
     }
-    let mut success = if config.ipam.is_empty() { Success::default() } else { interface::obtain(call, config.ipam)? };
-    success.interfaces = interfaces.to_vec();
+    let mut finish = |success| finish(socket, config, call, bridge, namespace, Success { interfaces: interfaces.to_vec(), ..success });
+    if config.ipam.is_empty() { finish(Success::default()) } else { interface::with_addresses(call, config.ipam, finish) }
+}
+
+/// What an attachment needs besides its port.
+fn finish(
+    socket: &mut Socket,
+    config: &Config<'_>,
+    call: &Call<'_>,
+    bridge: &Link,
+    namespace: &File,
+    mut success: Success,
+) -> Result<Success, Error> {
     complete(&mut success, config);
     if !config.leave_down {
         interface::configure(namespace, &call.ifname, &success, config.dad)?;

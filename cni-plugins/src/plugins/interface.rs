@@ -66,13 +66,16 @@ pub(super) fn add_routes(socket: &mut Socket, index: u32, ifname: &str, success:
     Ok(())
 }
 
-/// Addresses from the network's IPAM plugin, at least one.
-pub(super) fn obtain(call: &Call<'_>, ipam: &str) -> Result<Success, Error> {
-    let success = delegate::add(call, ipam)?;
-    if success.ips.is_empty() {
-        return Err(Error::other("IPAM plugin returned missing IP config"));
+/// Gets addresses from an IPAM plugin, at least one, and does something with them. If that fails they are given back; if there were
+/// none, nothing is: what the attachment may have had before is not this call's.
+pub(super) fn with_addresses(call: &Call<'_>, ipam: &str, then: impl FnOnce(Success) -> Result<Success, Error>) -> Result<Success, Error> {
+    let given = delegate::add(call, ipam)?;
+    let result = if given.ips.is_empty() { Err(Error::other("IPAM plugin returned missing IP config")) } else { then(given) };
+    if result.is_err() {
+        // The first error is the one to report; the runtime calls DEL for whatever is left.
+        let _ = delegate::forward(call, ipam, "DEL");
     }
-    Ok(success)
+    result
 }
 
 /// The name resolution that the network's configuration asks for.

@@ -86,18 +86,19 @@ fn outside(socket: &mut Socket, host: &str, success: &Success) -> Result<(), Err
 }
 
 fn attach(socket: &mut Socket, config: &Config<'_>, call: &Call<'_>, namespace: &File, interfaces: [Interface; 2]) -> Result<Success, Error> {
-    let mut success = interface::obtain(call, config.ipam)?;
-    success.ips.iter_mut().for_each(|ip| ip.interface = Some(1));
-    success.interfaces = interfaces.to_vec();
-    inside(namespace, &call.ifname, &success)?;
-    outside(socket, &success.interfaces[0].name, &success)?;
-    if config.masquerade {
-        pair::masquerade(call, &success)?;
-    }
-    if let Some(dns) = &config.dns {
-        success.dns = dns.clone();
-    }
-    Ok(success)
+    interface::with_addresses(call, config.ipam, |mut success| {
+        success.ips.iter_mut().for_each(|ip| ip.interface = Some(1));
+        success.interfaces = interfaces.to_vec();
+        inside(namespace, &call.ifname, &success)?;
+        outside(socket, &success.interfaces[0].name, &success)?;
+        if config.masquerade {
+            pair::masquerade(call, &success)?;
+        }
+        if let Some(dns) = &config.dns {
+            success.dns = dns.clone();
+        }
+        Ok(success)
+    })
 }
 
 impl Plugin for Ptp {
@@ -115,7 +116,6 @@ impl Plugin for Ptp {
         if result.is_err() {
             // The first error is the one to report; the runtime calls DEL for whatever is left.
             let _ = socket.delete_link(&host);
-            let _ = delegate::forward(call, config.ipam, "DEL");
         }
         result
     }

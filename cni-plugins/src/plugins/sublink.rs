@@ -84,24 +84,19 @@ impl Addresses {
 pub(super) fn add(call: &Call<'_>, addresses: Addresses, make: impl FnOnce() -> Result<(), Error>, unmake: impl FnOnce()) -> Result<Success, Error> {
     let namespace = netns::require(&call.netns)?;
     make()?;
-    let leased = matches!(addresses, Addresses::Ipam);
-    let result = equip(call, &namespace, addresses);
+    let equip = |success| equip(call, &namespace, success);
+    let result = match addresses {
+        Addresses::None => equip(Success::default()),
+        Addresses::Ipam => interface::ipam(call).and_then(|ipam| interface::with_addresses(call, ipam, equip)),
+        Addresses::Previous(success) => equip(Success { interfaces: vec![], ..success }),
+    };
     if result.is_err() {
         unmake();
-        if leased {
-            // The first error is the one to report; the runtime calls DEL for whatever is left.
-            let _ = interface::ask_ipam(call, "DEL");
-        }
     }
     result
 }
 
-fn equip(call: &Call<'_>, namespace: &File, addresses: Addresses) -> Result<Success, Error> {
-    let mut success = match addresses {
-        Addresses::None => Success::default(),
-        Addresses::Ipam => interface::obtain(call, interface::ipam(call)?)?,
-        Addresses::Previous(success) => Success { interfaces: vec![], ..success },
-    };
+fn equip(call: &Call<'_>, namespace: &File, mut success: Success) -> Result<Success, Error> {
     success.ips.iter_mut().for_each(|ip| ip.interface = Some(0));
     // Best effort: neighbours learn at once where the address is now.
     let notify = || sysctl::write(&format!("ipv6/conf/{}/ndisc_notify", call.ifname), "1");

@@ -63,6 +63,11 @@ fn a_failed_add_leaves_nothing() {
     let refusal = world.refused("bridge", "ADD", &config, &[("CNI_CONTAINERID", "c2")]);
     assert!(refusal["msg"].as_str().unwrap().contains("already exists"), "{refusal}");
     assert_eq!(world.taken().len(), 1);
+    // Nor does the same attachment somewhere else: its address is the first one's.
+    let elsewhere = World::new();
+    let refusal = world.refused("bridge", "ADD", &config, &[("CNI_NETNS", &elsewhere.netns())]);
+    assert!(refusal["msg"].as_str().unwrap().contains("duplicate allocation"), "{refusal}");
+    assert_eq!(world.taken(), ["10.198.1.2"]);
     // A bridge address that conflicts.
     ip(&["-n", &world.host, "link", "add", "br1", "type", "bridge"]);
     ip(&["-n", &world.host, "addr", "add", "10.1.1.1/24", "dev", "br1"]);
