@@ -129,9 +129,10 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
     };
     let mut findings = vec![];
     for network in &networks {
-        let Some(store) = Store::open_existing(&request.data_dir, network)? else {
+        let Some(mut store) = Store::open_existing(&request.data_dir, network)? else {
             return Err(Error::config(format!("there is no network {network:?} in {}", request.data_dir.display())));
         };
+        store.read_all()?;
         let mut on_interfaces: BTreeMap<IpAddr, Vec<String>> = BTreeMap::new();
         let mut owners = store.owners()?;
         owners.sort_by(|a, b| a.addresses.cmp(&b.addresses));

@@ -6,7 +6,8 @@
 //! the reference leaves it, counts as free.
 //!
 //! `Owners` is the index. It is complete as long as nobody else has changed the directory, which its stamp tells;
-//! then no reservation is read. Otherwise all are, once.
+//! then no reservation is read. Otherwise all are, once. Kernels before 6.13 give the same stamp to changes within some
+//! milliseconds: what is rare reads everything anyway, and what is released is looked for in its place, too.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
@@ -85,6 +86,11 @@ impl Store {
     fn failed(&self) -> impl Fn(io::Error) -> Error + use<> {
         let dir = self.dir.display().to_string();
         move |e| Error::doing(format!("the address store {dir} cannot be used"), e)
+    }
+
+    /// Reads everything, whatever the stamp says.
+    pub fn read_all(&mut self) -> Result<(), Error> {
+        self.reconcile()
     }
 
     /// Makes the owners what the directory says, whoever wrote it, and drops those that a reboot has ended. On a disk that is full
@@ -348,6 +354,20 @@ mod tests {
         store.release(&mine).expect("release");
         store.release(&mine).expect("again is fine");
         assert!(store.taken().expect("taken").is_empty());
+    }
+
+    #[test]
+    fn what_the_stamp_has_missed_is_found_when_everything_is_read() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let store = Store::open(dir.path(), "net").expect("open");
+        std::fs::write(dir.path().join("net/10.0.0.9"), "theirs\r\neth0").expect("the reference's");
+        // As if both had happened at the same time.
+        drop(store);
+        let mut store = Store::open(dir.path(), "net").expect("open");
+        assert_eq!(store.of("theirs", "eth0"), None);
+        assert!(store.is_of(ip("10.0.0.9"), "theirs", "eth0"));
+        store.read_all().expect("read");
+        assert!(store.of("theirs", "eth0").is_some());
     }
 
     #[test]

@@ -7,7 +7,7 @@ use ipnet::IpNet;
 use serde_json::{Map, Value};
 
 use crate::cni::{Address, Dns, Error, Success, at_least, cni_args, parse_routes};
-use crate::ipam::owners::Life;
+use crate::ipam::owners::{Life, Record};
 use crate::ipam::range::{self, RangeSet};
 use crate::ipam::store::{Reservation, Store};
 use crate::skel::{Call, Plugin};
@@ -116,7 +116,12 @@ impl Plugin for HostLocal {
     /// Needs only the network's name and the directory, so that a changed configuration holds nothing up.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
         let Some(store) = Store::open_existing(&data_dir(call)?, call.network()?)? else { return Ok(()) };
-        store.of(&call.container, &call.ifname).map_or(Ok(()), |mine| store.release(&mine))
+        if let Some(mine) = store.of(&call.container, &call.ifname) {
+            return store.release(&mine);
+        }
+        let known = call.previous().ok().flatten().into_iter().flat_map(|s| s.ips).map(|ip| ip.address.addr());
+        let addresses = known.filter(|a| store.is_of(*a, &call.container, &call.ifname)).collect();
+        store.release(&Record { container: call.container.clone(), ifname: call.ifname.clone(), addresses, ..Record::default() })
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
@@ -132,7 +137,10 @@ impl Plugin for HostLocal {
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
         match Store::open_existing(&data_dir(call)?, call.network()?)? {
-            Some(store) => store.collect(keep),
+            Some(mut store) => {
+                store.read_all()?;
+                store.collect(keep)
+            }
             None => Ok(()),
         }
     }
