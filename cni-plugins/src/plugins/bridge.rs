@@ -314,7 +314,7 @@ impl Plugin for Bridge {
             // The first error is the one to report; the runtime calls DEL for whatever is left.
             let _ = socket.delete_link(&host_name);
             if config.spoof_check {
-                let _ = Nft::open().and_then(|mut nft| spoof::remove(&mut nft, &call.container, &call.ifname));
+                let _ = Nft::clean(|nft| spoof::remove(nft, &call.container, &call.ifname));
             }
         }
         result

@@ -62,17 +62,17 @@ pub(super) fn remove(call: &Call<'_>) -> Result<(), Error> {
             return Ok(None);
         }
         let (network, owner) = (call.network()?, call.owner()?);
-        let removed = Nft::open().and_then(|mut nft| {
+        let removed = Nft::clean(|nft| {
             if masquerades {
-                table::remove(&mut nft, &owner)?;
-                iptables::remove_masquerade(&mut nft, network, &call.container)?;
+                table::remove(nft, &owner)?;
+                iptables::remove_masquerade(nft, network, &call.container)?;
             }
             if checks {
-                spoof::remove(&mut nft, &call.container, &call.ifname)?;
+                spoof::remove(nft, &call.container, &call.ifname)?;
             }
-            Ok(nft)
+            Ok(())
         });
-        removed.map(Some).map_err(doing("the rules cannot be removed from nftables"))
+        removed.map_err(doing("the rules cannot be removed from nftables"))
     })
 }
 

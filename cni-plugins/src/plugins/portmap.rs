@@ -173,7 +173,7 @@ impl Plugin for Portmap {
             let added = hostport::add(&plan, &owner);
             if added.is_err() {
                 // The first error is the one to report; the runtime calls DEL for whatever is left.
-                let _ = Nft::open().and_then(|mut nft| hostport::remove(&mut nft, &owner, ""));
+                let _ = Nft::clean(|nft| hostport::remove(nft, &owner, ""));
             }
             added.map_err(doing("ports cannot be forwarded in nftables"))?;
         }
@@ -184,15 +184,15 @@ impl Plugin for Portmap {
     /// Needs neither the mappings nor the addresses: what is ours is marked so.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
         let (network, owner) = (call.network()?, call.owner()?);
-        let removed = Nft::open().and_then(|mut nft| {
-            hostport::remove(&mut nft, &owner, &call.container)?;
-            iptables::remove_hostports(&mut nft, network, &call.container)
+        let removed = Nft::clean(|nft| {
+            hostport::remove(nft, &owner, &call.container)?;
+            iptables::remove_hostports(nft, network, &call.container)
         });
         // A configuration that has become wrong holds nothing up.
         let ports = Config::parse(call).map(|c| c.udp_ports()).unwrap_or_default();
         let addresses: Vec<IpAddr> = call.previous().ok().flatten().into_iter().flat_map(|s| s.ips).map(|ip| ip.address.addr()).collect();
         forget(&ports, &addresses);
-        removed.map_err(doing("forwarded ports cannot be removed"))
+        removed.map(drop).map_err(doing("forwarded ports cannot be removed"))
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {

@@ -207,6 +207,35 @@ fn what_the_kernel_at_hand_lacks_works_in_another() {
 }
 
 #[test]
+fn a_kernel_without_nftables_holds_no_del_up() {
+    vm::run("links::bare_kernel_inside", &["veth", "bridge"], &["/usr/sbin/ip", env!("CARGO_BIN_EXE_holdfast-cni")]);
+}
+
+#[test]
+#[ignore = "runs in a virtual machine"]
+fn bare_kernel_inside() {
+    assert!(vm::is_inside(), "this is for a virtual machine");
+    let world = World::new();
+    let plain = world.config("1.1.0", json!({}));
+    let result = world.ok("bridge", "ADD", &plain);
+    // The configuration may have changed since, and the kernel too.
+    let wants = config_with(&plain, json!({"ipMasq": true, "macspoofchk": true}));
+    let refusal = world.refused("bridge", "ADD", &wants, &[("CNI_IFNAME", "eth1")]);
+    assert!(refusal["msg"].as_str().unwrap().contains("nftables"), "{refusal}");
+    assert!(!ip(&["-n", &world.container, "link"]).contains("eth1"));
+    assert_eq!(world.refused("bridge", "STATUS", &wants, &[])["code"], 50);
+    let chained = |plugin: &str| World::chained("1.1.0", plugin, &result, json!({"cni.dev/valid-attachments": []}));
+    for plugin in ["portmap", "firewall"] {
+        world.ok(plugin, "DEL", &chained(plugin));
+        world.ok(plugin, "GC", &chained(plugin));
+        assert_eq!(world.refused(plugin, "STATUS", &chained(plugin), &[])["code"], 50);
+    }
+    world.ok("bridge", "DEL", &wants);
+    assert!(world.taken().is_empty());
+    assert!(!ip(&["-n", &world.container, "link"]).contains("eth0"));
+}
+
+#[test]
 #[ignore = "runs in a virtual machine"]
 fn kernel_inside() {
     assert!(vm::is_inside(), "this is for a virtual machine");

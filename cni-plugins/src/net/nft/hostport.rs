@@ -157,5 +157,5 @@ pub fn remove(nft: &mut Nft, owner: &Owner, container: &str) -> io::Result<()> {
 
 /// Stops forwarding for attachments that are not in `keep`.
 pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
-    Nft::open()?.delete(&chains(), |rule| is_left_over(&rule.mark, network, keep))
+    Nft::clean(|nft| nft.delete(&chains(), |rule| is_left_over(&rule.mark, network, keep))).map(drop)
 }

@@ -160,12 +160,12 @@ pub fn allows(addresses: &[IpAddr]) -> io::Result<bool> {
 pub fn disallow(addresses: &[IpAddr], owner: &Owner) -> io::Result<()> {
     let chains = FILTER.map(|table| (table, OURS));
     let of_reference = |r: &Rule| r.mark.is_empty() && addresses.iter().any(|a| is_about(r, *a));
-    Nft::open()?.delete(&chains, |r| owner.has(&r.mark) || of_reference(r))
+    Nft::clean(|nft| nft.delete(&chains, |r| owner.has(&r.mark) || of_reference(r))).map(drop)
 }
 
 /// Removes what is of no attachment in `keep`.
 pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
-    Nft::open()?.delete(&FILTER.map(|table| (table, OURS)), |r| is_left_over(&r.mark, network, keep))
+    Nft::clean(|nft| nft.delete(&FILTER.map(|table| (table, OURS)), |r| is_left_over(&r.mark, network, keep))).map(drop)
 }
 
 fn names(rule: &Rule) -> Vec<String> {

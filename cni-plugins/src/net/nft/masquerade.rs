@@ -56,7 +56,7 @@ pub fn remove(nft: &mut Nft, owner: &Owner) -> io::Result<()> {
 
 /// Removes what is of no attachment in `keep`.
 pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
-    Nft::open()?.delete(&[(TABLE, CHECKS)], |rule| is_left_over(&rule.mark, network, keep))
+    Nft::clean(|nft| nft.delete(&[(TABLE, CHECKS)], |rule| is_left_over(&rule.mark, network, keep))).map(drop)
 }
 
 /// Whether the owner's are there.

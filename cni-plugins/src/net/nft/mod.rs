@@ -210,6 +210,18 @@ impl Nft {
         Socket::netfilter().map(Nft)
     }
 
+    /// Removes what `work` removes, and leaves the connection open; where the kernel has no nftables, nothing is there.
+    pub fn clean(work: impl FnOnce(&mut Nft) -> io::Result<()>) -> io::Result<Option<Nft>> {
+        use nix::errno::Errno::{EINVAL, EOPNOTSUPP, EPROTONOSUPPORT};
+        let opened = Nft::open().and_then(|mut nft| nft.probe().map(|()| nft));
+        let mut nft = match opened {
+            Err(error) if [EINVAL, EOPNOTSUPP, EPROTONOSUPPORT].iter().any(|e| error.raw_os_error() == Some(*e as i32)) => return Ok(None),
+            nft => nft?,
+        };
+        work(&mut nft)?;
+        Ok(Some(nft))
+    }
+
     /// Whether there is such a chain.
     pub fn has(&mut self, table: Table, chain: &str) -> io::Result<bool> {
         let query = Message::new(GET_CHAIN, REQUEST, &table.header()).text(1, table.name).text(3, chain);

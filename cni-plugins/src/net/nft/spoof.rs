@@ -68,14 +68,16 @@ pub fn has(container: &str, ifname: &str) -> io::Result<bool> {
 /// The key by which GC finds the network of such a rule is not in its comment, which is the reference's: the attachments of
 /// `keep` stay, and of the others those whose port is gone.
 pub fn collect(keep: &[(String, String)], mut gone: impl FnMut(&str) -> bool) -> io::Result<()> {
-    let mut nft = Nft::open()?;
-    for rule in nft.rules(TABLE, ENTRY)? {
-        let Some(id) = rule.mark.strip_prefix("macspoofchk-") else { continue };
-        let port = rule.values.first().map(|v| super::text(v)).unwrap_or_default();
-        let Some((container, ifname)) = id.rsplit_once('-') else { continue };
-        if !keep.iter().any(|(c, i)| c == container && i == ifname) && gone(&port) {
-            remove(&mut nft, container, ifname)?;
+    let work = |nft: &mut Nft| {
+        for rule in nft.rules(TABLE, ENTRY)? {
+            let Some(id) = rule.mark.strip_prefix("macspoofchk-") else { continue };
+            let port = rule.values.first().map(|v| super::text(v)).unwrap_or_default();
+            let Some((container, ifname)) = id.rsplit_once('-') else { continue };
+            if !keep.iter().any(|(c, i)| c == container && i == ifname) && gone(&port) {
+                remove(nft, container, ifname)?;
+            }
         }
-    }
-    Ok(())
+        Ok(())
+    };
+    Nft::clean(work).map(drop)
 }
