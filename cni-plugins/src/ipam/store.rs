@@ -2,8 +2,8 @@
 //! any time (CNI reference spec, 3.4).
 //!
 //! One file an address, named by it, holding container id and interface. A file appears complete or not
-//! at all: it is written under another name, synced and linked into place. An empty file, as a crash of
-//! the reference leaves it, counts as free.
+//! at all: it is written under another name and linked into place. Nothing is synced: what a power loss may take
+//! belongs to a boot that is over. An empty file, as that or a crash of the reference leaves it, counts as free.
 //!
 //! `Owners` is the index. It is complete as long as nobody else has changed the directory, which its stamp tells;
 //! then no reservation is read. Otherwise all are, once. Kernels before 6.13 give the same stamp to changes within some
@@ -166,7 +166,7 @@ impl Store {
             _ => {}
         }
         let mut file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&scratch).map_err(failed)?;
-        file.write_all(record(container, ifname).as_bytes()).and_then(|()| file.sync_data()).map_err(failed)?;
+        file.write_all(record(container, ifname).as_bytes()).map_err(failed)?;
         Ok(Reservation { store: self, owner, before, scratch, taken: vec![], finished: false })
     }
 

@@ -113,10 +113,12 @@ pub(super) fn together(results: impl IntoIterator<Item = Result<(), Error>>) -> 
     }
 }
 
-/// DEL: gives the addresses back, then removes what `rules` removes, then the interface. All of it is tried, whether or not the
+/// DEL: removes what `rules` removes, then the interface, and gives the addresses back. All of it is tried, whether or not the
 /// namespace is still there.
 pub(super) fn remove(call: &Call<'_>, rules: impl FnOnce() -> Result<Option<Nft>, Error>) -> Result<(), Error> {
-    let addresses = ask_ipam(call, "DEL");
+    // An address of this host is free when its interface is gone; a server in the network is told over that interface.
+    let at_last = ["host-local", "static"].contains(&ipam(call).unwrap_or_default());
+    let early = if at_last { Ok(()) } else { ask_ipam(call, "DEL") };
     // Closing the connection waits until the kernel has let the rules go, removing the link until it has let that go: open to the
     // end, the two waits are one.
     let (rules, _open) = match rules() {
@@ -129,7 +131,8 @@ pub(super) fn remove(call: &Call<'_>, rules: impl FnOnce() -> Result<Option<Nft>
         }),
         None => Ok(()),
     };
-    together([addresses, rules, link()])
+    let link = link();
+    together([early, rules, link, if at_last { ask_ipam(call, "DEL") } else { Ok(()) }])
 }
 
 /// Runs `work` in the container.
