@@ -77,16 +77,31 @@ impl<'a> Device<'a> {
     }
 }
 
-/// Moves a link; its name there, and what it is called besides.
+/// Moves a link; its name there, and what it is called besides. Where it cannot go it stays as it is: this host may need it.
 fn hand_over(socket: &mut Socket, link: &Link, to: &File, name: &str, alias: &str) -> Result<(), Error> {
     let failed = || doing(format!("the interface {:?} cannot be moved", link.name));
+    let home = netns::own()?;
+    let there =
+        |name: &str| netns::inside(to, || Socket::route().and_then(|mut s| s.link(name)).map_err(doing("the interfaces there cannot be read")));
+    // The kernel would move it first, and then find that it cannot be called so.
+    if there(name)?.is_some() {
+        return Err(Error::other(format!("there is an interface {name:?} already where {:?} shall go", link.name)));
+    }
     // It carries its own name with it, so that it can be given back under it.
-    socket.change_link(link.index, Change { up: Some(false), ..Change::default() }).map_err(failed())?;
-    socket.change_link(link.index, Change { alias: Some(alias), ..Change::default() }).map_err(failed())?;
-    socket.change_link(link.index, Change { namespace: Some(to), name: Some(name), ..Change::default() }).map_err(|error| match error.kind() {
-        std::io::ErrorKind::AlreadyExists => Error::other(format!("there is an interface {name:?} already where {:?} shall go", link.name)),
-        _ => failed()(error),
-    })
+    socket.change_link(link.index, Change { up: Some(false), alias: Some(alias), ..Change::default() }).map_err(failed())?;
+    let moved = socket.change_link(link.index, Change { namespace: Some(to), name: Some(name), ..Change::default() });
+    if moved.is_err() {
+        // The first error is the one to report.
+        let _ = netns::inside(to, || {
+            let mut socket = Socket::route().map_err(failed())?;
+            let stray = socket.link(&link.name).map_err(failed())?.filter(|l| l.mac == link.mac && l.alias == alias);
+            stray.map_or(Ok(()), |l| socket.change_link(l.index, Change { namespace: Some(&home), ..Change::default() }).map_err(failed()))
+        });
+        if let Ok(Some(back)) = socket.link(&link.name) {
+            let _ = socket.change_link(back.index, Change { up: Some(link.up), alias: Some(&link.alias), ..Change::default() });
+        }
+    }
+    moved.map_err(failed())
 }
 
 /// Gives the container's interface back to the host under the name that it had there.

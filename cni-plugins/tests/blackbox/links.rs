@@ -160,6 +160,13 @@ fn a_device_of_the_host_moves_in_and_back() {
         let error = world.refused("host-device", "ADD", &config(&world, "1.0.0", "host-device", extra), &[]);
         assert!(error["msg"].as_str().unwrap().contains(expected), "{error}");
     }
+    // Where it cannot go, it stays as it was.
+    ip(&["-n", &world.container, "link", "add", "eth0", "type", "bridge"]);
+    let error = world.refused("host-device", "ADD", &config(&world, "1.0.0", "host-device", json!({"device": "phys0"})), &[]);
+    assert!(error["msg"].as_str().unwrap().contains("already"), "{error}");
+    let shown = ip(&["-n", &world.host, "link", "show", "phys0"]);
+    assert!(shown.contains("UP") && !shown.contains("alias"), "{shown}");
+    ip(&["-n", &world.container, "link", "del", "eth0"]);
     // No address: the device comes back at once.
     let full = json!({"device": "phys0", "ipam": {"type": "nosuch"}});
     world.refused("host-device", "ADD", &config(&world, "1.0.0", "host-device", full), &[]);
