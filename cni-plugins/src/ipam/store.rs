@@ -210,9 +210,10 @@ impl Store {
         }
     }
 
-    /// Releases all that an owner has.
+    /// Releases all that an owner has. What is somebody else's by now stays: one who was killed between releasing an address and
+    /// saying so leaves an index that does not know.
     pub fn release(&self, owner: &Record) -> Result<(), Error> {
-        for address in &owner.addresses {
+        for address in owner.addresses.iter().filter(|a| self.is_of(**a, &owner.container, &owner.ifname)) {
             match std::fs::remove_file(self.path(&address.to_string())) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
                     return Err(Error::doing(format!("address {address} cannot be released"), error));
@@ -354,6 +355,23 @@ mod tests {
         store.release(&mine).expect("release");
         store.release(&mine).expect("again is fine");
         assert!(store.taken().expect("taken").is_empty());
+    }
+
+    #[test]
+    fn what_is_somebody_elses_by_now_is_not_released() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let open = || Store::open(dir.path(), "net").expect("open");
+        assert!(reserve(&open(), "c1", &["10.0.0.2"]));
+        let store = open();
+        let old = store.of("c1", "eth0").expect("an owner");
+        // As one who was killed leaves it, and another one finds it.
+        std::fs::remove_file(dir.path().join("net/10.0.0.2")).expect("released");
+        assert!(reserve(&store, "c2", &["10.0.0.2"]));
+        store.release(&old).expect("release");
+        assert_eq!(store.taken().expect("taken"), HashSet::from([ip("10.0.0.2")]));
+        drop(store);
+        let store = open();
+        assert_eq!((store.of("c1", "eth0"), store.of("c2", "eth0").map(|o| o.addresses)), (None, Some([ip("10.0.0.2")].into())));
     }
 
     #[test]
