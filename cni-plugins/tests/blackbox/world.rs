@@ -35,6 +35,8 @@ pub struct World {
     pub host: String,
     pub container: String,
     pub data: tempfile::TempDir,
+    /// Where plugins run, so deep that two steps up lead nowhere else.
+    here: tempfile::TempDir,
 }
 
 static COUNT: AtomicU32 = AtomicU32::new(0);
@@ -43,12 +45,22 @@ impl World {
     pub fn new() -> World {
         assert!(Command::new("ip").arg("-V").output().is_ok(), "iproute2 is needed");
         let id = format!("{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
-        let world = World { host: format!("hfh-{id}"), container: format!("hfc-{id}"), data: tempfile::tempdir().unwrap() };
+        let world = World {
+            host: format!("hfh-{id}"),
+            container: format!("hfc-{id}"),
+            data: tempfile::tempdir().unwrap(),
+            here: tempfile::tempdir().unwrap(),
+        };
+        std::fs::create_dir_all(world.place()).unwrap();
         for name in [&world.host, &world.container] {
             ip(&["netns", "add", name]);
         }
         ip(&["-n", &world.host, "link", "set", "lo", "up"]);
         world
+    }
+
+    fn place(&self) -> PathBuf {
+        self.here.path().join("a/b")
     }
 
     pub fn netns(&self) -> String {
@@ -70,7 +82,7 @@ impl World {
 
     pub fn call_with(&self, plugin: &str, verb: &str, input: &str, env: &[(&str, &str)]) -> Output {
         let mut command = Command::new("ip");
-        command.args(["netns", "exec", &self.host]).arg(plugins().join(plugin));
+        command.args(["netns", "exec", &self.host]).arg(plugins().join(plugin)).current_dir(self.place());
         command.env("CNI_COMMAND", verb).env("CNI_CONTAINERID", "c1").env("CNI_NETNS", self.netns()).env("CNI_IFNAME", "eth0");
         command.env("CNI_PATH", plugins()).envs(env.iter().copied());
         for (key, value) in env.iter().filter(|(_, v)| v.is_empty()) {
