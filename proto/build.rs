@@ -17,6 +17,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ],
         ["."],
     )?;
-    tonic_prost_build::configure().build_server(true).build_transport(false).compile_fds(files)?;
+    tonic_prost_build::configure()
+        .build_server(true)
+        .build_transport(false)
+        .compile_fds(files)?;
     Ok(())
 }

@@ -17,12 +17,18 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Asks the agent whose socket this is about one pod.
 pub async fn explain(socket: &Path, namespace: &str, name: &str) -> anyhow::Result<Explanation> {
-    let asked = tokio::time::timeout(PATIENCE, get(socket, &format!("/explain/{namespace}/{name}"))).await;
-    let (status, body) = asked.with_context(|| format!("the agent at {} does not answer", socket.display()))??;
+    let asked = tokio::time::timeout(
+        PATIENCE,
+        get(socket, &format!("/explain/{namespace}/{name}")),
+    )
+    .await;
+    let (status, body) =
+        asked.with_context(|| format!("the agent at {} does not answer", socket.display()))??;
     if !status.is_success() {
         bail!("{}", String::from_utf8_lossy(&body));
     }
-    serde_json::from_slice(&body).context("the agent's answer cannot be read: is it of another version?")
+    serde_json::from_slice(&body)
+        .context("the agent's answer cannot be read: is it of another version?")
 }
 
 async fn get(socket: &Path, path: &str) -> anyhow::Result<(hyper::StatusCode, Bytes)> {
@@ -32,12 +38,19 @@ async fn get(socket: &Path, path: &str) -> anyhow::Result<(hyper::StatusCode, By
             socket.display()
         )
     })?;
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+    let (mut sender, connection) =
+        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     let driver = tokio_util::task::AbortOnDropHandle::new(tokio::spawn(connection));
-    let request = hyper::Request::get(path).header(hyper::header::HOST, "localhost").body(Empty::<Bytes>::new())?;
+    let request = hyper::Request::get(path)
+        .header(hyper::header::HOST, "localhost")
+        .body(Empty::<Bytes>::new())?;
     let answer = sender.send_request(request).await?;
     let status = answer.status();
-    let body = Limited::new(answer.into_body(), LIMIT).collect().await.map_err(|e| anyhow::anyhow!("{e}"))?.to_bytes();
+    let body = Limited::new(answer.into_body(), LIMIT)
+        .collect()
+        .await
+        .map_err(|e| anyhow::anyhow!("{e}"))?
+        .to_bytes();
     drop(driver);
     Ok((status, body))
 }

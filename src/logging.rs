@@ -55,31 +55,66 @@ static PROVIDER: OnceLock<SdkTracerProvider> = OnceLock::new();
 
 /// What sends traces. Nothing is sent yet, and a collector that does not answer holds up nobody.
 fn provider(traces: &Traces) -> Result<SdkTracerProvider, String> {
-    let endpoint = if traces.endpoint.contains("://") { traces.endpoint.clone() } else { format!("http://{}", traces.endpoint) };
-    let exporter = opentelemetry_otlp::SpanExporter::builder().with_tonic().with_endpoint(endpoint).with_timeout(PATIENCE).build();
-    let sampler = Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(f64::from(traces.per_million) / 1e6)));
-    let resource = Resource::builder().with_service_name("kubelet").with_attribute(KeyValue::new("host.name", traces.node.clone())).build();
-    let exporter = exporter.map_err(|e| format!("traces cannot be sent to {}: {e}", traces.endpoint))?;
-    Ok(SdkTracerProvider::builder().with_batch_exporter(exporter).with_sampler(sampler).with_resource(resource).build())
+    let endpoint = if traces.endpoint.contains("://") {
+        traces.endpoint.clone()
+    } else {
+        format!("http://{}", traces.endpoint)
+    };
+    let exporter = opentelemetry_otlp::SpanExporter::builder()
+        .with_tonic()
+        .with_endpoint(endpoint)
+        .with_timeout(PATIENCE)
+        .build();
+    let sampler = Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(
+        f64::from(traces.per_million) / 1e6,
+    )));
+    let resource = Resource::builder()
+        .with_service_name("kubelet")
+        .with_attribute(KeyValue::new("host.name", traces.node.clone()))
+        .build();
+    let exporter =
+        exporter.map_err(|e| format!("traces cannot be sent to {}: {e}", traces.endpoint))?;
+    Ok(SdkTracerProvider::builder()
+        .with_batch_exporter(exporter)
+        .with_sampler(sampler)
+        .with_resource(resource)
+        .build())
 }
 
 /// Begins to log to standard error, from `level` on unless `HOLDFAST_LOG` says otherwise; as lines of text or of JSON. And
 /// to trace, where that is wished; then it is called within a runtime.
 pub fn start(level: &str, json: bool, traces: Option<&Traces>) -> Result<(), String> {
-    let (filter, handle) = reload::Layer::new(EnvFilter::try_from_env("HOLDFAST_LOG").unwrap_or_else(|_| filter(level)));
-    let lines = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(std::io::stderr);
-    let lines = if json { lines.fmt_fields(JsonFields::new()).event_format(Json).boxed() } else { lines.boxed() };
+    let (filter, handle) = reload::Layer::new(
+        EnvFilter::try_from_env("HOLDFAST_LOG").unwrap_or_else(|_| filter(level)),
+    );
+    let lines = tracing_subscriber::fmt::layer()
+        .with_ansi(false)
+        .with_writer(std::io::stderr);
+    let lines = if json {
+        lines
+            .fmt_fields(JsonFields::new())
+            .event_format(Json)
+            .boxed()
+    } else {
+        lines.boxed()
+    };
     let traced = match traces {
         None => None,
         Some(traces) => {
             let provider = provider(traces)?;
             // Kept, so that what is left can be sent at the end.
             let _ = PROVIDER.set(provider.clone());
-            let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("holdfast")).with_location(false).with_threads(false);
+            let layer = tracing_opentelemetry::layer()
+                .with_tracer(provider.tracer("holdfast"))
+                .with_location(false)
+                .with_threads(false);
             Some(layer.with_filter(Targets::new().with_target("trace", Level::INFO)))
         }
     };
-    tracing_subscriber::registry().with(lines.with_filter(filter)).with(traced).init();
+    tracing_subscriber::registry()
+        .with(lines.with_filter(filter))
+        .with(traced)
+        .init();
     // It is begun once.
     let _ = FILTER.set(handle);
     Ok(())
@@ -94,8 +129,12 @@ pub fn finish() {
 
 /// Changes the verbosity; the error says why it cannot be changed.
 pub fn set_verbosity(verbosity: u8) -> Result<(), String> {
-    let handle = FILTER.get().ok_or("this process does not keep its log itself")?;
-    handle.reload(filter(level(verbosity))).map_err(|e| e.to_string())
+    let handle = FILTER
+        .get()
+        .ok_or("this process does not keep its log itself")?;
+    handle
+        .reload(filter(level(verbosity)))
+        .map_err(|e| e.to_string())
 }
 
 /// Lines as the kubelet's JSON format has them: `ts` in milliseconds, `msg`, `v` or `level`, and the fields of the event
@@ -137,7 +176,13 @@ impl Visit for Fields<'_> {
 }
 
 /// One line.
-fn line(at: jiff::Timestamp, level: Level, target: &str, around: Vec<Map<String, Value>>, own: impl FnOnce(&mut Fields<'_>)) -> Value {
+fn line(
+    at: jiff::Timestamp,
+    level: Level,
+    target: &str,
+    around: Vec<Map<String, Value>>,
+    own: impl FnOnce(&mut Fields<'_>),
+) -> Value {
     let mut line = Map::new();
     line.insert("ts".into(), (at.as_microsecond() as f64 / 1000.0).into());
     line.insert("caller".into(), target.into());
@@ -158,11 +203,29 @@ where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,
 {
-    fn format_event(&self, context: &FmtContext<'_, S, N>, mut writer: Writer<'_>, event: &Event<'_>) -> std::fmt::Result {
-        let spans = context.event_scope().into_iter().flat_map(tracing_subscriber::registry::Scope::from_root);
-        let around = spans.filter_map(|span| serde_json::from_str(span.extensions().get::<FormattedFields<N>>()?.as_str()).ok()).collect();
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> std::fmt::Result {
+        let spans = context
+            .event_scope()
+            .into_iter()
+            .flat_map(tracing_subscriber::registry::Scope::from_root);
+        let around = spans
+            .filter_map(|span| {
+                serde_json::from_str(span.extensions().get::<FormattedFields<N>>()?.as_str()).ok()
+            })
+            .collect();
         let metadata = event.metadata();
-        let line = line(jiff::Timestamp::now(), *metadata.level(), metadata.target(), around, |fields| event.record(fields));
+        let line = line(
+            jiff::Timestamp::now(),
+            *metadata.level(),
+            metadata.target(),
+            around,
+            |fields| event.record(fields),
+        );
         writeln!(writer, "{line}")
     }
 }
@@ -190,24 +253,43 @@ mod tests {
     fn lines_carry_their_fields_and_those_of_what_they_happen_in() {
         let kept = Kept::default();
         let writer = kept.clone();
-        let layer = tracing_subscriber::fmt::layer().fmt_fields(JsonFields::new()).event_format(Json).with_writer(move || writer.clone());
+        let layer = tracing_subscriber::fmt::layer()
+            .fmt_fields(JsonFields::new())
+            .event_format(Json)
+            .with_writer(move || writer.clone());
         tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || {
             let pod = tracing::info_span!("pod", pod = "n/p");
             let _in_pod = pod.enter();
-            tracing::info_span!("container", container = "c").in_scope(|| tracing::warn!(error = "it \"broke\"", tries = 3, "a line"));
+            tracing::info_span!("container", container = "c")
+                .in_scope(|| tracing::warn!(error = "it \"broke\"", tries = 3, "a line"));
             tracing::info!("another");
         });
         let text = String::from_utf8(kept.0.lock().expect("kept").clone()).expect("text");
-        let lines: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).expect("JSON")).collect();
+        let lines: Vec<Value> = text
+            .lines()
+            .map(|l| serde_json::from_str(l).expect("JSON"))
+            .collect();
         let first = &lines[0];
-        assert_eq!((&first["msg"], &first["err"], &first["tries"]), (&"a line".into(), &"it \"broke\"".into(), &3.into()));
-        assert_eq!((&first["pod"], &first["container"], &first["level"]), (&"n/p".into(), &"c".into(), &"warning".into()));
+        assert_eq!(
+            (&first["msg"], &first["err"], &first["tries"]),
+            (&"a line".into(), &"it \"broke\"".into(), &3.into())
+        );
+        assert_eq!(
+            (&first["pod"], &first["container"], &first["level"]),
+            (&"n/p".into(), &"c".into(), &"warning".into())
+        );
         assert!(first["ts"].as_f64() > Some(1.6e12));
-        assert_eq!((&lines[1]["pod"], &lines[1]["container"], &lines[1]["v"]), (&"n/p".into(), &Value::Null, &0.into()));
+        assert_eq!(
+            (&lines[1]["pod"], &lines[1]["container"], &lines[1]["v"]),
+            (&"n/p".into(), &Value::Null, &0.into())
+        );
     }
 
     #[test]
     fn verbosities_have_levels() {
-        assert_eq!([0, 2, 3, 4, 5, 10].map(level), ["info", "info", "debug", "debug", "trace", "trace"]);
+        assert_eq!(
+            [0, 2, 3, 4, 5, 10].map(level),
+            ["info", "info", "debug", "debug", "trace", "trace"]
+        );
     }
 }

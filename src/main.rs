@@ -3,20 +3,27 @@
 use std::process::ExitCode;
 
 use clap::Parser as _;
-use holdfast::cli::{AgentFlags, AuditFlags, Cli, Command, ExplainFlags, Explained, Ipam, KubeletCli, Output, fields};
+use holdfast::cli::{
+    AgentFlags, AuditFlags, Cli, Command, ExplainFlags, Explained, Ipam, KubeletCli, Output, fields,
+};
 use holdfast::core::explain as explanation;
 use holdfast::{agent, ask, config, control, logging, sys, up};
 use holdfast_cni::ipam::audit as ipam;
 
 fn main() -> ExitCode {
     let called_as = std::env::args_os().next().unwrap_or_default();
-    let as_kubelet = std::path::Path::new(&called_as).file_name().is_some_and(|n| n == "kubelet");
+    let as_kubelet = std::path::Path::new(&called_as)
+        .file_name()
+        .is_some_and(|n| n == "kubelet");
     // Flags that stand for fields of the configuration are the agent's alone.
     let is_agent = as_kubelet || std::env::args_os().nth(1).is_some_and(|a| a == "agent");
     let given = match if is_agent {
         fields::take(std::env::args_os())
     } else {
-        Ok(fields::Given { rest: std::env::args_os().collect(), ..Default::default() })
+        Ok(fields::Given {
+            rest: std::env::args_os().collect(),
+            ..Default::default()
+        })
     } {
         Ok(given) => given,
         Err(error) => {
@@ -24,17 +31,28 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let command = if as_kubelet { Command::Agent(Box::new(KubeletCli::parse_from(&given.rest).agent)) } else { Cli::parse_from(&given.rest).command };
+    let command = if as_kubelet {
+        Command::Agent(Box::new(KubeletCli::parse_from(&given.rest).agent))
+    } else {
+        Cli::parse_from(&given.rest).command
+    };
     sys::memory::limit_arenas();
     // The agent's log is as its configuration has it.
     if !matches!(command, Command::Agent(_)) {
-        let level = if matches!(command, Command::ControlPlane(_)) { "info" } else { "error" };
+        let level = if matches!(command, Command::ControlPlane(_)) {
+            "info"
+        } else {
+            "error"
+        };
         if let Err(error) = logging::start(level, false, None) {
             eprintln!("holdfast: {error}");
             return ExitCode::FAILURE;
         }
     }
-    if rustls::crypto::aws_lc_rs::default_provider().install_default().is_err() {
+    if rustls::crypto::aws_lc_rs::default_provider()
+        .install_default()
+        .is_err()
+    {
         eprintln!("holdfast: the TLS library is already set up; this is a bug");
         return ExitCode::FAILURE;
     }
@@ -63,21 +81,37 @@ fn main() -> ExitCode {
 async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
     match command {
         Command::Up(flags) => {
-            let mut settings = up::Settings::new(&flags.name, flags.containerd_endpoint, flags.api_port, flags.pod_cidr).await?;
+            let mut settings = up::Settings::new(
+                &flags.name,
+                flags.containerd_endpoint,
+                flags.api_port,
+                flags.pod_cidr,
+            )
+            .await?;
             (settings.agent_config, settings.agent_port) = (flags.agent_config, flags.agent_port);
             settings.agent_port()?;
             Box::pin(up::up(&settings)).await
         }
         Command::Down(flags) => {
-            let settings = up::Settings::new(&flags.name, flags.containerd_endpoint, 0, "10.244.0.0/24".parse()?).await?;
+            let settings = up::Settings::new(
+                &flags.name,
+                flags.containerd_endpoint,
+                0,
+                "10.244.0.0/24".parse()?,
+            )
+            .await?;
             up::down(&settings, flags.purge).await
         }
         Command::Kubeconfig { name } => {
             print!("{}", up::kubeconfig(&up::Settings::dirs(&name))?);
             Ok(())
         }
-        Command::Explain { what: Explained::Pod(flags) } => explain(&flags).await,
-        Command::Ipam { what: Ipam::Audit(flags) } => tokio::task::block_in_place(|| audit(flags)),
+        Command::Explain {
+            what: Explained::Pod(flags),
+        } => explain(&flags).await,
+        Command::Ipam {
+            what: Ipam::Audit(flags),
+        } => tokio::task::block_in_place(|| audit(flags)),
         Command::Agent(flags) => {
             let result = until_stopped(Box::pin(run_agent(*flags, given))).await;
             // What is left of the traces is sent from a thread of its own.
@@ -103,11 +137,25 @@ async fn run_agent(flags: AgentFlags, given: fields::Given) -> anyhow::Result<()
     // Secrets are in this process's memory: it leaves no core file, and nobody but root looks inside.
     nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_CORE, 0, 0)?;
     nix::sys::prctl::set_dumpable(false)?;
-    let config =
-        config::load_all(flags.config.as_deref(), flags.config_dir.as_deref(), &given.fields, &flags.overrides(), &sys::machine::hostname())?;
+    let config = config::load_all(
+        flags.config.as_deref(),
+        flags.config_dir.as_deref(),
+        &given.fields,
+        &flags.overrides(),
+        &sys::machine::hostname(),
+    )?;
     let traces = config.logging.traces.clone();
-    let traces = traces.map(|(endpoint, per_million)| logging::Traces { endpoint, per_million, node: config.node_name.clone() });
-    logging::start(logging::level(config.logging.verbosity), config.logging.json, traces.as_ref()).map_err(anyhow::Error::msg)?;
+    let traces = traces.map(|(endpoint, per_million)| logging::Traces {
+        endpoint,
+        per_million,
+        node: config.node_name.clone(),
+    });
+    logging::start(
+        logging::level(config.logging.verbosity),
+        config.logging.json,
+        traces.as_ref(),
+    )
+    .map_err(anyhow::Error::msg)?;
     for flag in &given.without_effect {
         tracing::warn!(flag, "this flag has no effect here");
     }
@@ -115,7 +163,11 @@ async fn run_agent(flags: AgentFlags, given: fields::Given) -> anyhow::Result<()
         print!("{}", agent::check::run(&config).await?);
         return Ok(());
     }
-    tracing::info!(node = config.node_name, runtime = config.runtime_endpoint, "the agent starts");
+    tracing::info!(
+        node = config.node_name,
+        runtime = config.runtime_endpoint,
+        "the agent starts"
+    );
     let agent = agent::build(config).await?;
     // Told to systemd, where it started us.
     if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
@@ -127,7 +179,9 @@ async fn run_agent(flags: AgentFlags, given: fields::Given) -> anyhow::Result<()
 
 /// Tells systemd that the agent is alive, where it wishes to know: tasks run, or it would not be told.
 async fn alive() {
-    let Some(patience) = sd_notify::watchdog_enabled() else { return };
+    let Some(patience) = sd_notify::watchdog_enabled() else {
+        return;
+    };
     loop {
         if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Watchdog]) {
             tracing::warn!(%error, "systemd could not be told that the agent is alive");
@@ -138,12 +192,29 @@ async fn alive() {
 
 /// Prints what became of the addresses that were given out.
 fn audit(flags: AuditFlags) -> anyhow::Result<()> {
-    let AuditFlags { name, data_dir, cache_dir, network, mend } = flags;
-    let data_dir = name.map_or(data_dir, |name| up::Settings::dirs(&name).data.join("cni/networks"));
-    let findings = ipam::audit(&ipam::Request { data_dir, network, cache_dir, mend })?;
+    let AuditFlags {
+        name,
+        data_dir,
+        cache_dir,
+        network,
+        mend,
+    } = flags;
+    let data_dir = name.map_or(data_dir, |name| {
+        up::Settings::dirs(&name).data.join("cni/networks")
+    });
+    let findings = ipam::audit(&ipam::Request {
+        data_dir,
+        network,
+        cache_dir,
+        mend,
+    })?;
     let (table, well) = ipam::table(&findings);
     println!("{table}");
-    if well { Ok(()) } else { anyhow::bail!("some addresses are leaked or held twice; --mend releases the leaked ones") }
+    if well {
+        Ok(())
+    } else {
+        anyhow::bail!("some addresses are leaked or held twice; --mend releases the leaked ones")
+    }
 }
 
 /// Prints why a pod is as it is.
@@ -154,7 +225,11 @@ async fn explain(flags: &ExplainFlags) -> anyhow::Result<()> {
         // The cluster of `holdfast up` where one runs, else the kubelet's directory.
         (None, None) => {
             let bundled = up::Settings::dirs("holdfast").agent();
-            if bundled.join(agent::SOCKET).exists() { bundled } else { "/var/lib/kubelet".into() }
+            if bundled.join(agent::SOCKET).exists() {
+                bundled
+            } else {
+                "/var/lib/kubelet".into()
+            }
         }
     };
     let answer = ask::explain(&root.join(agent::SOCKET), &flags.namespace, &flags.pod).await?;
@@ -170,7 +245,10 @@ async fn explain(flags: &ExplainFlags) -> anyhow::Result<()> {
 /// Runs `work` until it ends or the process is told to stop; pods and their containers stay.
 async fn until_stopped(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let (mut terminate, mut interrupt) = (
+        signal(SignalKind::terminate())?,
+        signal(SignalKind::interrupt())?,
+    );
     tokio::select! {
         result = work => result,
         _ = terminate.recv() => Ok(()),

@@ -3,25 +3,49 @@
 
 mod support;
 
-use rcgen::{BasicConstraints, CertificateParams, CertificateSigningRequestParams, IsCa, Issuer, KeyPair};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateSigningRequestParams, IsCa, Issuer, KeyPair,
+};
 use serde_json::{Value, json};
 use support::{Cluster, condition, inside};
 
 /// Signs a pending request, and says when another should be asked for.
-fn sign(cluster: &Cluster, request: &Value, issuer: &Issuer<'_, KeyPair>, refresh: jiff::Timestamp) -> String {
+fn sign(
+    cluster: &Cluster,
+    request: &Value,
+    issuer: &Issuer<'_, KeyPair>,
+    refresh: jiff::Timestamp,
+) -> String {
     use base64::Engine as _;
-    let der = base64::engine::general_purpose::STANDARD.decode(request["spec"]["stubPKCS10Request"].as_str().unwrap()).unwrap();
+    let der = base64::engine::general_purpose::STANDARD
+        .decode(request["spec"]["stubPKCS10Request"].as_str().unwrap())
+        .unwrap();
     let mut csr = CertificateSigningRequestParams::from_der(&der.as_slice().into()).unwrap();
     let now = jiff::Timestamp::now();
-    let at = |t: jiff::Timestamp| rcgen::date_time_ymd(2026, 1, 1) + std::time::Duration::from_secs((t.as_second() - 1_767_225_600) as u64);
+    let at = |t: jiff::Timestamp| {
+        rcgen::date_time_ymd(2026, 1, 1)
+            + std::time::Duration::from_secs((t.as_second() - 1_767_225_600) as u64)
+    };
     let ends = now + jiff::SignedDuration::from_hours(2);
     (csr.params.not_before, csr.params.not_after) = (at(now), at(ends));
     let pem = csr.signed_by(issuer).unwrap().pem();
-    let second = |t: jiff::Timestamp| jiff::Timestamp::from_second(t.as_second()).unwrap().to_string();
+    let second = |t: jiff::Timestamp| {
+        jiff::Timestamp::from_second(t.as_second())
+            .unwrap()
+            .to_string()
+    };
     let condition = json!([{"type": "Issued", "status": "True", "reason": "Signed", "message": "", "lastTransitionTime": second(now)}]);
     let status = json!({"status": {"certificateChain": pem, "notBefore": second(now), "notAfter": second(ends), "beginRefreshAt": second(refresh), "conditions": condition}});
     let name = request["metadata"]["name"].as_str().unwrap();
-    cluster.kubectl(&["patch", "podcertificaterequest", name, "--subresource=status", "--type=merge", "--patch", &status.to_string()]);
+    cluster.kubectl(&[
+        "patch",
+        "podcertificaterequest",
+        name,
+        "--subresource=status",
+        "--type=merge",
+        "--patch",
+        &status.to_string(),
+    ]);
     pem
 }
 
@@ -44,44 +68,111 @@ fn pods_get_roots_and_certificates_of_their_own() {
     };
     let roots = "{clusterTrustBundle: {signerName: test.holdfast/own, labelSelector: {matchLabels: {live: 'yes'}}, path: roots.pem}}, {clusterTrustBundle: {name: absent, optional: true, path: none.pem}}";
     let certificate = "{podCertificate: {signerName: test.holdfast/own, keyType: ED25519, credentialBundlePath: both.pem, userAnnotations: {test.holdfast/for: me}}}";
-    cluster.apply(&format!("{}{}", pod("one", &format!("{roots}, {certificate}")), pod("strict", "{clusterTrustBundle: {name: absent, path: x}}")));
-    cluster.wait("the missing bundle to be told", || cluster.events("strict").contains(r#"clustertrustbundle "absent" not found"#));
+    cluster.apply(&format!(
+        "{}{}",
+        pod("one", &format!("{roots}, {certificate}")),
+        pod("strict", "{clusterTrustBundle: {name: absent, path: x}}")
+    ));
+    cluster.wait("the missing bundle to be told", || {
+        cluster
+            .events("strict")
+            .contains(r#"clustertrustbundle "absent" not found"#)
+    });
     let requests = || -> Vec<Value> {
         let text = cluster.kubectl(&["get", "podcertificaterequests", "-o", "json"]);
-        serde_json::from_str::<Value>(&text).unwrap()["items"].as_array().unwrap().clone()
+        serde_json::from_str::<Value>(&text).unwrap()["items"]
+            .as_array()
+            .unwrap()
+            .clone()
     };
     cluster.wait("the request", || requests().len() == 1);
-    cluster.wait("the wait to be told", || cluster.events("one").contains("its signer test.holdfast/own has not decided yet"));
+    cluster.wait("the wait to be told", || {
+        cluster
+            .events("one")
+            .contains("its signer test.holdfast/own has not decided yet")
+    });
     let request = requests().remove(0);
     let spec = &request["spec"];
-    assert_eq!((spec["podName"].as_str(), spec["unverifiedUserAnnotations"]["test.holdfast/for"].as_str()), (Some("one"), Some("me")));
-    assert!(spec["nodeUID"].as_str().is_some_and(|u| !u.is_empty()) && spec["serviceAccountUID"].as_str().is_some_and(|u| !u.is_empty()));
+    assert_eq!(
+        (
+            spec["podName"].as_str(),
+            spec["unverifiedUserAnnotations"]["test.holdfast/for"].as_str()
+        ),
+        (Some("one"), Some("me"))
+    );
+    assert!(
+        spec["nodeUID"].as_str().is_some_and(|u| !u.is_empty())
+            && spec["serviceAccountUID"]
+                .as_str()
+                .is_some_and(|u| !u.is_empty())
+    );
     let pem = sign(&cluster, &request, &issuer, jiff::Timestamp::now());
-    cluster.wait("the pod", || condition(&cluster.pod("one"), "Ready") == "True");
+    cluster.wait("the pod", || {
+        condition(&cluster.pod("one"), "Ready") == "True"
+    });
     let read = |file: &str| inside(&cluster, "one", &["busybox", "cat", &format!("/v/{file}")]);
-    assert_eq!(read("roots.pem").trim(), root.replace("\r\n", "\n").trim(), "without the remark");
+    assert_eq!(
+        read("roots.pem").trim(),
+        root.replace("\r\n", "\n").trim(),
+        "without the remark"
+    );
     assert_eq!(read("none.pem"), "");
     let both = read("both.pem");
-    assert!(both.starts_with("-----BEGIN PRIVATE KEY-----") && both.trim().ends_with(pem.trim()), "{both}");
-    assert_eq!(inside(&cluster, "one", &["busybox", "sh", "-c", "stat -L -c '%a %u' /v/both.pem"]), "600 1234", "for the pod's user alone");
+    assert!(
+        both.starts_with("-----BEGIN PRIVATE KEY-----") && both.trim().ends_with(pem.trim()),
+        "{both}"
+    );
+    assert_eq!(
+        inside(
+            &cluster,
+            "one",
+            &["busybox", "sh", "-c", "stat -L -c '%a %u' /v/both.pem"]
+        ),
+        "600 1234",
+        "for the pod's user alone"
+    );
 
     // It is due at once: another is asked for at the next refresh, and the old one stays until it comes.
     cluster.wait("the renewal to be asked for", || requests().len() == 2);
     assert_eq!(read("both.pem"), both);
-    let renewal = requests().into_iter().find(|r| r["status"]["certificateChain"].is_null()).unwrap();
+    let renewal = requests()
+        .into_iter()
+        .find(|r| r["status"]["certificateChain"].is_null())
+        .unwrap();
     let later = jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1);
     let renewed = sign(&cluster, &renewal, &issuer, later);
-    cluster.wait("the renewed certificate", || read("both.pem").trim().ends_with(renewed.trim()));
-    assert_ne!(read("both.pem").split("-----END").next(), both.split("-----END").next(), "with a key of its own");
+    cluster.wait("the renewed certificate", || {
+        read("both.pem").trim().ends_with(renewed.trim())
+    });
+    assert_ne!(
+        read("both.pem").split("-----END").next(),
+        both.split("-----END").next(),
+        "with a key of its own"
+    );
 
     // A signer that refuses is quoted.
     cluster.apply(&pod("denied", certificate));
-    cluster.wait("the request", || requests().iter().any(|r| r["spec"]["podName"] == "denied"));
-    let request = requests().into_iter().find(|r| r["spec"]["podName"] == "denied").unwrap();
+    cluster.wait("the request", || {
+        requests().iter().any(|r| r["spec"]["podName"] == "denied")
+    });
+    let request = requests()
+        .into_iter()
+        .find(|r| r["spec"]["podName"] == "denied")
+        .unwrap();
     let status = json!({"status": {"conditions": [{"type": "Denied", "status": "True", "reason": "NotYou", "message": "no", "lastTransitionTime": "2026-11-20T00:00:00Z"}]}});
     let name = request["metadata"]["name"].as_str().unwrap();
-    cluster.kubectl(&["patch", "podcertificaterequest", name, "--subresource=status", "--type=merge", "--patch", &status.to_string()]);
-    cluster.wait("the refusal to be told", || cluster.events("denied").contains("was denied: no (NotYou)"));
+    cluster.kubectl(&[
+        "patch",
+        "podcertificaterequest",
+        name,
+        "--subresource=status",
+        "--type=merge",
+        "--patch",
+        &status.to_string(),
+    ]);
+    cluster.wait("the refusal to be told", || {
+        cluster.events("denied").contains("was denied: no (NotYou)")
+    });
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }

@@ -38,14 +38,42 @@ fn join(dir: &Path, port: u16, bootstrap: bool) -> Agent {
     if bootstrap {
         command.args(["--bootstrap-kubeconfig", &at("bootstrap.conf")]);
     }
-    let log = std::fs::OpenOptions::new().create(true).append(true).open(dir.join("log")).unwrap();
-    command.args(["--kubeconfig", &at("kubelet.conf"), "--config", &at("config.yaml"), "--root-dir", &at("root")]);
-    command.args(["--hostname-override", "second", "--container-runtime-endpoint", &format!("unix://{}", at("nothing.sock"))]);
-    Agent(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().unwrap())
+    let log = std::fs::OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(dir.join("log"))
+        .unwrap();
+    command.args([
+        "--kubeconfig",
+        &at("kubelet.conf"),
+        "--config",
+        &at("config.yaml"),
+        "--root-dir",
+        &at("root"),
+    ]);
+    command.args([
+        "--hostname-override",
+        "second",
+        "--container-runtime-endpoint",
+        &format!("unix://{}", at("nothing.sock")),
+    ]);
+    Agent(
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .unwrap(),
+    )
 }
 
 fn as_node(dir: &Path, arguments: &[&str]) -> String {
-    let output = Command::new("kubectl").arg("--kubeconfig").arg(dir.join("kubelet.conf")).args(arguments).output().unwrap();
+    let output = Command::new("kubectl")
+        .arg("--kubeconfig")
+        .arg(dir.join("kubelet.conf"))
+        .args(arguments)
+        .output()
+        .unwrap();
     String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
 }
 
@@ -55,7 +83,11 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     let dir = tempfile::tempdir().unwrap();
     let (dir, pki) = (dir.path(), dir.path().join("root/pki"));
     let server = format!("https://127.0.0.1:{}", 16_400 + cluster.number);
-    let ca = cluster.data().join("control/pki/ca.crt").display().to_string();
+    let ca = cluster
+        .data()
+        .join("control/pki/ca.crt")
+        .display()
+        .to_string();
     let bootstrap = |secret: &str| {
         format!(
             "apiVersion: v1\nkind: Config\nclusters: [{{name: c, cluster: {{server: '{server}', certificate-authority: {ca}}}}}]\nusers: [{{name: u, user: {{token: '{}.{secret}'}}}}]\ncontexts: [{{name: x, context: {{cluster: c, user: u}}}}]\ncurrent-context: x\n",
@@ -71,27 +103,61 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     // A token that is wrong opens nothing, and the agent says so and goes on trying.
     std::fs::write(dir.join("bootstrap.conf"), bootstrap("ffffffffffffffff")).unwrap();
     let agent = join(dir, 17_999, true);
-    cluster.wait("the refusal", || log().contains("the node has no certificate yet") && log().contains("Unauthorized"));
+    cluster.wait("the refusal", || {
+        log().contains("the node has no certificate yet") && log().contains("Unauthorized")
+    });
     drop(agent);
     assert!(!dir.join("kubelet.conf").exists());
 
     std::fs::write(dir.join("bootstrap.conf"), bootstrap(TOKEN.1)).unwrap();
     let agent = join(dir, 17_999, true);
     let current = pki.join("kubelet-client-current.pem");
-    cluster.wait("the certificate", || dir.join("kubelet.conf").exists() && current.exists());
-    assert!(!pki.join("kubelet-client.key.tmp").exists(), "the first key is in the pair now");
+    cluster.wait("the certificate", || {
+        dir.join("kubelet.conf").exists() && current.exists()
+    });
+    assert!(
+        !pki.join("kubelet-client.key.tmp").exists(),
+        "the first key is in the pair now"
+    );
     let request = cluster.kubectl(&["get", "csr"]);
-    assert!(request.contains("node-csr-") && request.contains("system:bootstrap:abcdef") && request.contains("Approved,Issued"), "{request}");
+    assert!(
+        request.contains("node-csr-")
+            && request.contains("system:bootstrap:abcdef")
+            && request.contains("Approved,Issued"),
+        "{request}"
+    );
     assert!(as_node(dir, &["auth", "whoami"]).contains("system:node:second"));
     // It is a node and nothing more.
     assert!(as_node(dir, &["delete", "node", "--all"]).contains("forbidden"));
-    assert!(as_node(dir, &["get", "nodes", "--as", "kubernetes-admin", "--as-group", "system:masters"]).contains("cannot impersonate resource"));
+    assert!(
+        as_node(
+            dir,
+            &[
+                "get",
+                "nodes",
+                "--as",
+                "kubernetes-admin",
+                "--as-group",
+                "system:masters"
+            ]
+        )
+        .contains("cannot impersonate resource")
+    );
     // Who may, acts as it, with just its rights.
     let as_second = |arguments: &[&str]| {
         let whom = ["--as", "system:node:second", "--as-group", "system:nodes"];
-        let output = Command::new(support::holdfast()).args(["kubeconfig", "--name", &cluster.name]).output().unwrap();
+        let output = Command::new(support::holdfast())
+            .args(["kubeconfig", "--name", &cluster.name])
+            .output()
+            .unwrap();
         std::fs::write(dir.join("admin.conf"), output.stdout).unwrap();
-        let output = Command::new("kubectl").arg("--kubeconfig").arg(dir.join("admin.conf")).args(whom).args(arguments).output().unwrap();
+        let output = Command::new("kubectl")
+            .arg("--kubeconfig")
+            .arg(dir.join("admin.conf"))
+            .args(whom)
+            .args(arguments)
+            .output()
+            .unwrap();
         String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
     };
     assert!(as_second(&["auth", "whoami"]).contains("system:node:second"));
@@ -101,41 +167,67 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     let waiting = || {
         cluster.kubectl(&["get", "csr", "-o", "jsonpath={range .items[?(@.spec.signerName=='kubernetes.io/kubelet-serving')]}{.metadata.name}{end}"])
     };
-    cluster.wait("the request for a serving certificate", || !waiting().is_empty());
+    cluster.wait("the request for a serving certificate", || {
+        !waiting().is_empty()
+    });
     assert!(!pki.join("kubelet-server-current.pem").exists());
     cluster.kubectl(&["certificate", "approve", &waiting()]);
-    cluster.wait("the serving certificate", || pki.join("kubelet-server-current.pem").exists());
+    cluster.wait("the serving certificate", || {
+        pki.join("kubelet-server-current.pem").exists()
+    });
     drop(agent);
 
     // What is past nine tenths of its life is renewed at once, by what it is.
-    let (key, now) = (rcgen::KeyPair::generate().unwrap(), jiff::Timestamp::now().as_second());
-    let at = |second: i64| rcgen::date_time_ymd(1970, 1, 1) + std::time::Duration::from_secs(second as u64);
+    let (key, now) = (
+        rcgen::KeyPair::generate().unwrap(),
+        jiff::Timestamp::now().as_second(),
+    );
+    let at = |second: i64| {
+        rcgen::date_time_ymd(1970, 1, 1) + std::time::Duration::from_secs(second as u64)
+    };
     let mut params = rcgen::CertificateParams::default();
-    params.distinguished_name.push(rcgen::DnType::OrganizationName, "system:nodes");
-    params.distinguished_name.push(rcgen::DnType::CommonName, "system:node:second");
+    params
+        .distinguished_name
+        .push(rcgen::DnType::OrganizationName, "system:nodes");
+    params
+        .distinguished_name
+        .push(rcgen::DnType::CommonName, "system:node:second");
     params.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ClientAuth];
     (params.not_before, params.not_after) = (at(now - 10_000), at(now + 600));
-    let read = |name: &str| std::fs::read_to_string(cluster.data().join("control/pki").join(name)).unwrap();
-    let issuer = rcgen::Issuer::from_ca_cert_pem(&read("ca.crt"), rcgen::KeyPair::from_pem(&read("ca.key")).unwrap()).unwrap();
+    let read = |name: &str| {
+        std::fs::read_to_string(cluster.data().join("control/pki").join(name)).unwrap()
+    };
+    let issuer = rcgen::Issuer::from_ca_cert_pem(
+        &read("ca.crt"),
+        rcgen::KeyPair::from_pem(&read("ca.key")).unwrap(),
+    )
+    .unwrap();
     let old = params.signed_by(&key, &issuer).unwrap().pem();
     let first: PathBuf = std::fs::read_link(&current).unwrap();
     std::fs::write(&first, format!("{old}{}", key.serialize_pem())).unwrap();
     // Pairs are named by the second.
     std::thread::sleep(std::time::Duration::from_millis(1100));
     let agent = join(dir, 17_999, false);
-    cluster.wait("the renewal", || std::fs::read_link(&current).unwrap() != first);
+    cluster.wait("the renewal", || {
+        std::fs::read_link(&current).unwrap() != first
+    });
     assert!(as_node(dir, &["auth", "whoami"]).contains("system:node:second"));
     drop(agent);
 
     // One that has ended is asked for anew with the token.
     (params.not_before, params.not_after) = (at(now - 10_000), at(now - 60));
     let ended = params.signed_by(&key, &issuer).unwrap().pem();
-    std::fs::write(std::fs::read_link(&current).unwrap(), format!("{ended}{}", key.serialize_pem())).unwrap();
+    std::fs::write(
+        std::fs::read_link(&current).unwrap(),
+        format!("{ended}{}", key.serialize_pem()),
+    )
+    .unwrap();
     let second = std::fs::read_link(&current).unwrap();
     std::thread::sleep(std::time::Duration::from_millis(1100));
     let agent = join(dir, 17_999, true);
     cluster.wait("another first certificate", || {
-        std::fs::read_link(&current).unwrap() != second && log().matches("the node has a certificate").count() == 2
+        std::fs::read_link(&current).unwrap() != second
+            && log().matches("the node has a certificate").count() == 2
     });
     assert!(as_node(dir, &["auth", "whoami"]).contains("system:node:second"));
     drop(agent);
@@ -168,8 +260,7 @@ fn prepared(cluster: &Cluster, server: &str, containers: &Cluster) -> String {
             "roleRef": {"apiGroup": group, "kind": "Role", "name": role}, "subjects": subjects});
         format!("{of}\n---\n{bound}\n---\n")
     };
-    let groups =
-        serde_json::json!([{"kind": "Group", "apiGroup": "rbac.authorization.k8s.io", "name": "system:bootstrappers:kubeadm:default-node-token"}]);
+    let groups = serde_json::json!([{"kind": "Group", "apiGroup": "rbac.authorization.k8s.io", "name": "system:bootstrappers:kubeadm:default-node-token"}]);
     let anybody = serde_json::json!([{"kind": "User", "apiGroup": "rbac.authorization.k8s.io", "name": "system:anonymous"}]);
     cluster.apply(&format!(
         "apiVersion: v1\nkind: Secret\nmetadata: {{name: bootstrap-token-{id}, namespace: kube-system}}\ntype: bootstrap.kubernetes.io/token\nstringData: {{token-id: '{id}', token-secret: '{secret}', usage-bootstrap-authentication: 'true', usage-bootstrap-signing: 'true', auth-extra-groups: 'system:bootstrappers:kubeadm:default-node-token'}}\n---\n{}\n---\n{}\n---\n{}\n---\n{}{}{}",
@@ -191,54 +282,105 @@ fn a_node_joins_as_kubeadm_prepares_it() {
     // Of the second cluster only its containerd is left: its machine is the node that joins.
     let image = support::busybox(&other);
     for part in ["agent", "control-plane"] {
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(other.pid(part)), nix::sys::signal::Signal::SIGTERM).unwrap();
+        nix::sys::signal::kill(
+            nix::unistd::Pid::from_raw(other.pid(part)),
+            nix::sys::signal::Signal::SIGTERM,
+        )
+        .unwrap();
     }
-    let server = prepared(&cluster, &format!("https://127.0.0.1:{}", 16_400 + cluster.number), &other);
+    let server = prepared(
+        &cluster,
+        &format!("https://127.0.0.1:{}", 16_400 + cluster.number),
+        &other,
+    );
     let dir = tempfile::tempdir().unwrap();
-    let (etc, lib) = (dir.path().join("etc/kubernetes"), dir.path().join("var/lib/kubelet"));
+    let (etc, lib) = (
+        dir.path().join("etc/kubernetes"),
+        dir.path().join("var/lib/kubelet"),
+    );
     std::fs::create_dir_all(etc.join("pki")).unwrap();
     std::fs::create_dir_all(&lib).unwrap();
 
     // Discovery, by anybody; the CA is in it. Then the configuration, with the token.
     let get = |path: &str, more: &[&str]| -> serde_json::Value {
-        let output = Command::new("curl").arg("-sk").args(more).arg(format!("{server}/api/v1/namespaces/{path}")).output().unwrap();
+        let output = Command::new("curl")
+            .arg("-sk")
+            .args(more)
+            .arg(format!("{server}/api/v1/namespaces/{path}"))
+            .output()
+            .unwrap();
         serde_json::from_slice(&output.stdout).unwrap()
     };
     let bearer = format!("Authorization: Bearer {}.{}", TOKEN.0, TOKEN.1);
-    assert_eq!(get("kube-system/configmaps/kubelet-config", &[])["code"], 403, "not for anybody");
+    assert_eq!(
+        get("kube-system/configmaps/kubelet-config", &[])["code"],
+        403,
+        "not for anybody"
+    );
     let info = get("kube-public/configmaps/cluster-info", &[]);
-    let info: serde_json::Value = serde_saphyr::from_str(info["data"]["kubeconfig"].as_str().unwrap()).unwrap();
+    let info: serde_json::Value =
+        serde_saphyr::from_str(info["data"]["kubeconfig"].as_str().unwrap()).unwrap();
     let shared = &info["clusters"][0]["cluster"];
     let ca = {
         use base64::Engine as _;
-        base64::engine::general_purpose::STANDARD.decode(shared["certificate-authority-data"].as_str().unwrap()).unwrap()
+        base64::engine::general_purpose::STANDARD
+            .decode(shared["certificate-authority-data"].as_str().unwrap())
+            .unwrap()
     };
     std::fs::write(etc.join("pki/ca.crt"), ca).unwrap();
     assert!(get("kube-system/configmaps/kubeadm-config", &["-H", &bearer])["data"]["ClusterConfiguration"].is_string());
     let config = get("kube-system/configmaps/kubelet-config", &["-H", &bearer]);
-    let config = config["data"]["kubelet"].as_str().unwrap().replace("CA_FILE", &etc.join("pki/ca.crt").display().to_string());
+    let config = config["data"]["kubelet"]
+        .as_str()
+        .unwrap()
+        .replace("CA_FILE", &etc.join("pki/ca.crt").display().to_string());
     std::fs::write(lib.join("config.yaml"), config).unwrap();
     let bootstrap = serde_json::json!({"apiVersion": "v1", "kind": "Config", "clusters": [{"name": "kubernetes", "cluster": shared}], "current-context": "tls-bootstrap-token-user@kubernetes",
         "contexts": [{"name": "tls-bootstrap-token-user@kubernetes", "context": {"cluster": "kubernetes", "user": "tls-bootstrap-token-user"}}],
         "users": [{"name": "tls-bootstrap-token-user", "user": {"token": format!("{}.{}", TOKEN.0, TOKEN.1)}}]});
     std::fs::write(etc.join("bootstrap-kubelet.conf"), bootstrap.to_string()).unwrap();
-    let address = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].status.addresses[0].address}"]);
-    let environment =
-        format!("KUBELET_KUBEADM_ARGS=\"--node-ip={address} --hostname-override=second --pod-infra-container-image=registry.k8s.io/pause:3.10.1\"\n");
+    let address = cluster.kubectl(&[
+        "get",
+        "nodes",
+        "-o",
+        "jsonpath={.items[0].status.addresses[0].address}",
+    ]);
+    let environment = format!(
+        "KUBELET_KUBEADM_ARGS=\"--node-ip={address} --hostname-override=second --pod-infra-container-image=registry.k8s.io/pause:3.10.1\"\n"
+    );
     std::fs::write(lib.join("kubeadm-flags.env"), environment).unwrap();
 
     // The unit's line, with the files where this test has them.
     let program = dir.path().join("kubelet");
     std::os::unix::fs::symlink(support::holdfast(), &program).unwrap();
     let flags = std::fs::read_to_string(lib.join("kubeadm-flags.env")).unwrap();
-    let flags = flags.trim().trim_start_matches("KUBELET_KUBEADM_ARGS=").trim_matches('"').to_owned();
+    let flags = flags
+        .trim()
+        .trim_start_matches("KUBELET_KUBEADM_ARGS=")
+        .trim_matches('"')
+        .to_owned();
     let log = std::fs::File::create(dir.path().join("log")).unwrap();
     let mut command = Command::new(program);
-    command.arg(format!("--bootstrap-kubeconfig={}", etc.join("bootstrap-kubelet.conf").display()));
-    command.arg(format!("--kubeconfig={}", etc.join("kubelet.conf").display()));
+    command.arg(format!(
+        "--bootstrap-kubeconfig={}",
+        etc.join("bootstrap-kubelet.conf").display()
+    ));
+    command.arg(format!(
+        "--kubeconfig={}",
+        etc.join("kubelet.conf").display()
+    ));
     command.arg(format!("--config={}", lib.join("config.yaml").display()));
-    command.args(flags.split(' ')).arg(format!("--root-dir={}", lib.display()));
-    let agent = Agent(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().unwrap());
+    command
+        .args(flags.split(' '))
+        .arg(format!("--root-dir={}", lib.display()));
+    let agent = Agent(
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .unwrap(),
+    );
     let said = || std::fs::read_to_string(dir.path().join("log")).unwrap_or_default();
     let ready = || {
         let path = r#"jsonpath={.items[?(@.metadata.name=="second")].status.conditions[?(@.type=="Ready")].status}"#;
@@ -254,15 +396,31 @@ fn a_node_joins_as_kubeadm_prepares_it() {
     let waiting = || {
         cluster.kubectl(&["get", "csr", "-o", "jsonpath={range .items[?(@.spec.signerName=='kubernetes.io/kubelet-serving')]}{.metadata.name}{end}"])
     };
-    cluster.wait("the request for a serving certificate", || !waiting().is_empty());
+    cluster.wait("the request for a serving certificate", || {
+        !waiting().is_empty()
+    });
     cluster.kubectl(&["certificate", "approve", &waiting()]);
     cluster.apply(&format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: there}}\nspec: {{nodeName: second, terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, 'echo hello; sleep 10000']}}]}}\n"
     ));
-    cluster.wait("its pod", || support::condition(&cluster.pod("there"), "Ready") == "True");
-    let logs = || Command::new("kubectl").arg("--kubeconfig").arg(cluster.data().join("kubeconfig")).args(["logs", "there"]).output().unwrap();
-    cluster.wait("its log", || String::from_utf8_lossy(&logs().stdout) == "hello\n");
-    assert_eq!(cluster.kubectl(&["exec", "there", "--", "busybox", "echo", "reached"]), "reached\n");
+    cluster.wait("its pod", || {
+        support::condition(&cluster.pod("there"), "Ready") == "True"
+    });
+    let logs = || {
+        Command::new("kubectl")
+            .arg("--kubeconfig")
+            .arg(cluster.data().join("kubeconfig"))
+            .args(["logs", "there"])
+            .output()
+            .unwrap()
+    };
+    cluster.wait("its log", || {
+        String::from_utf8_lossy(&logs().stdout) == "hello\n"
+    });
+    assert_eq!(
+        cluster.kubectl(&["exec", "there", "--", "busybox", "echo", "reached"]),
+        "reached\n"
+    );
     cluster.kubectl(&["delete", "pod", "there"]);
     assert!(!said().contains(TOKEN.1), "the token is nobody's business");
     drop(agent);

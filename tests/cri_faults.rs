@@ -30,15 +30,30 @@ impl Bench {
         let socket = dir.path().join("proxy.sock");
         let target = PathBuf::from(format!("/run/holdfast-t-{name}/containerd.sock"));
         let proxy = Proxy::start(socket.clone(), target.clone());
-        let fields = format!("{{containerRuntimeEndpoint: 'unix://{}', runtimeRequestTimeout: 2s{more}}}", socket.display());
+        let fields = format!(
+            "{{containerRuntimeEndpoint: 'unix://{}', runtimeRequestTimeout: 2s{more}}}",
+            socket.display()
+        );
         let cluster = Cluster::start_configured(name, number, &fields);
         let image = support::busybox(&cluster);
         let pid = cluster.run_dir().join("agent.pid");
         proxy.kill_with(move || {
-            let agent = std::fs::read_to_string(&pid).unwrap().split(' ').next().unwrap().parse().unwrap();
+            let agent = std::fs::read_to_string(&pid)
+                .unwrap()
+                .split(' ')
+                .next()
+                .unwrap()
+                .parse()
+                .unwrap();
             kill(Pid::from_raw(agent), Signal::SIGKILL).unwrap();
         });
-        Bench { _dir: dir, target, proxy, cluster, image }
+        Bench {
+            _dir: dir,
+            target,
+            proxy,
+            cluster,
+            image,
+        }
     }
 
     fn pod(&self, name: &str) -> String {
@@ -49,12 +64,19 @@ impl Bench {
     }
 
     fn ready(&self, name: &str) -> bool {
-        self.cluster.pods().iter().any(|p| p["metadata"]["name"] == *name && p["status"]["containerStatuses"][0]["ready"] == true)
+        self.cluster.pods().iter().any(|p| {
+            p["metadata"]["name"] == *name && p["status"]["containerStatuses"][0]["ready"] == true
+        })
     }
 
     /// One pod starts and another one ends while each fault is on for each method.
     fn every(&self, methods: &[&'static str], faults: &[Fault]) {
-        let Bench { cluster, proxy, target, .. } = self;
+        let Bench {
+            cluster,
+            proxy,
+            target,
+            ..
+        } = self;
         let mut old = "before".to_owned();
         cluster.apply(&self.pod(&old));
         cluster.wait("the first pod", || self.ready("before"));
@@ -69,15 +91,24 @@ impl Bench {
                     std::thread::sleep(Duration::from_millis(1500));
                 }
                 // Some calls are made every few seconds only.
-                cluster.wait_quietly(&format!("{method} is called while {fault:?} is on"), || proxy.hits() > 0);
+                cluster.wait_quietly(&format!("{method} is called while {fault:?} is on"), || {
+                    proxy.hits() > 0
+                });
                 if kills {
                     // After a call that takes its time the caller lives on until it is answered.
-                    cluster.wait_quietly(&format!("the agent to be killed by {fault:?} of {method}"), || proxy.has_killed());
+                    cluster.wait_quietly(
+                        &format!("the agent to be killed by {fault:?} of {method}"),
+                        || proxy.has_killed(),
+                    );
                     cluster.up();
                 }
                 proxy.lift();
-                cluster.wait(&format!("{new} is ready after {method} {fault:?}"), || self.ready(&new));
-                cluster.wait(&format!("{old} is gone after {method} {fault:?}"), || !cluster.pods().iter().any(|p| p["metadata"]["name"] == *old));
+                cluster.wait(&format!("{new} is ready after {method} {fault:?}"), || {
+                    self.ready(&new)
+                });
+                cluster.wait(&format!("{old} is gone after {method} {fault:?}"), || {
+                    !cluster.pods().iter().any(|p| p["metadata"]["name"] == *old)
+                });
                 let started = cluster.pod(&new);
                 // A start that is refused may be tried anew; one that has succeeded is not repeated.
                 let runs = ask(target, started["metadata"]["uid"].as_str().unwrap());
@@ -85,8 +116,15 @@ impl Bench {
                 if kills {
                     // A start that was under way when its caller died is one that the runtime has given up and counted.
                     let container = &started["status"]["containerStatuses"][0];
-                    let cut_off = container["lastState"]["terminated"]["message"].as_str().is_some_and(|m| m.contains("context canceled"));
-                    assert_eq!(container["restartCount"], u32::from(cut_off), "{new}: {:#}", started["status"]);
+                    let cut_off = container["lastState"]["terminated"]["message"]
+                        .as_str()
+                        .is_some_and(|m| m.contains("context canceled"));
+                    assert_eq!(
+                        container["restartCount"],
+                        u32::from(cut_off),
+                        "{new}: {:#}",
+                        started["status"]
+                    );
                 }
                 old = new;
             }
@@ -95,22 +133,44 @@ impl Bench {
     }
 
     fn end(&self) {
-        self.cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-        self.cluster.wait_quietly("nothing is left", || self.cluster.leftovers_known().is_empty());
+        self.cluster
+            .kubectl(&["delete", "pod", "--all", "--wait=true"]);
+        self.cluster.wait_quietly("nothing is left", || {
+            self.cluster.leftovers_known().is_empty()
+        });
     }
 }
 
 /// How many containers of a pod the runtime has.
 fn ask(socket: &std::path::Path, uid: &str) -> usize {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     runtime.block_on(async {
-        let client = CriClient::new(socket.to_str().unwrap(), Duration::from_secs(30), None).unwrap();
+        let client =
+            CriClient::new(socket.to_str().unwrap(), Duration::from_secs(30), None).unwrap();
         client.observe(uid).await.unwrap().live().count()
     })
 }
 
-const STARTING: [&str; 7] = ["RunPodSandbox", "PodSandboxStatus", "ImageStatus", "CreateContainer", "StartContainer", "ContainerStatus", "ExecSync"];
-const ENDING: [&str; 6] = ["ListPodSandbox", "ListContainers", "StopContainer", "StopPodSandbox", "RemovePodSandbox", "Status"];
+const STARTING: [&str; 7] = [
+    "RunPodSandbox",
+    "PodSandboxStatus",
+    "ImageStatus",
+    "CreateContainer",
+    "StartContainer",
+    "ContainerStatus",
+    "ExecSync",
+];
+const ENDING: [&str; 6] = [
+    "ListPodSandbox",
+    "ListContainers",
+    "StopContainer",
+    "StopPodSandbox",
+    "RemovePodSandbox",
+    "Status",
+];
 
 #[test]
 fn calls_that_start_pods_may_go_wrong() {
@@ -125,40 +185,73 @@ fn calls_that_watch_and_stop_pods_may_go_wrong() {
 #[test]
 fn the_agent_may_be_killed_at_every_call() {
     let bench = Bench::start("cri-kill", 32, "");
-    bench.every(&[STARTING.as_slice(), &ENDING].concat(), &[Fault::KillBefore, Fault::KillAfter]);
+    bench.every(
+        &[STARTING.as_slice(), &ENDING].concat(),
+        &[Fault::KillBefore, Fault::KillAfter],
+    );
     bench.cluster.down();
-    bench.cluster.wait_quietly("nothing at all to be left", || bench.cluster.leftovers().is_empty());
+    bench.cluster.wait_quietly("nothing at all to be left", || {
+        bench.cluster.leftovers().is_empty()
+    });
 }
 
 #[test]
 fn calls_of_upkeep_may_go_wrong() {
-    let bench = Bench::start("cri-c", 33, ", containerLogMaxSize: 1Ki, containerLogMonitorInterval: 500ms");
+    let bench = Bench::start(
+        "cri-c",
+        33,
+        ", containerLogMaxSize: 1Ki, containerLogMonitorInterval: 500ms",
+    );
     let Bench { cluster, proxy, .. } = &bench;
     cluster.apply(&bench.pod("kept"));
     cluster.wait("the pod", || bench.ready("kept"));
     let pod = cluster.pod("kept");
     let before = pod["status"]["containerStatuses"][0]["containerID"].clone();
-    let log = cluster.data().join("pods-logs").join(format!("default_kept_{}/c/0.log", pod["metadata"]["uid"].as_str().unwrap()));
+    let log = cluster.data().join("pods-logs").join(format!(
+        "default_kept_{}/c/0.log",
+        pod["metadata"]["uid"].as_str().unwrap()
+    ));
     for fault in FAULTS {
         proxy.set("ReopenContainerLog", fault);
-        cluster.wait_quietly(&format!("a rotation while {fault:?} is on"), || proxy.hits() > 0);
+        cluster.wait_quietly(&format!("a rotation while {fault:?} is on"), || {
+            proxy.hits() > 0
+        });
         proxy.lift();
         let size = || std::fs::metadata(&log).map_or(0, |m| m.len());
-        cluster.wait(&format!("the log to be rotated after {fault:?}"), || size() < 1024);
+        cluster.wait(&format!("the log to be rotated after {fault:?}"), || {
+            size() < 1024
+        });
         let now = size();
-        cluster.wait(&format!("the log to go on after {fault:?}"), || size() != now);
+        cluster.wait(&format!("the log to go on after {fault:?}"), || {
+            size() != now
+        });
     }
     for (n, fault) in FAULTS.into_iter().enumerate() {
         let cpu = format!("{}m", 20 + n);
         proxy.set("UpdateContainerResources", fault);
-        let patch = format!(r#"{{"spec": {{"containers": [{{"name": "c", "resources": {{"requests": {{"cpu": "{cpu}"}}}}}}]}}}}"#);
-        cluster.kubectl(&["patch", "pod", "kept", "--subresource=resize", "--patch", &patch]);
-        cluster.wait_quietly(&format!("a resize while {fault:?} is on"), || proxy.hits() > 0);
+        let patch = format!(
+            r#"{{"spec": {{"containers": [{{"name": "c", "resources": {{"requests": {{"cpu": "{cpu}"}}}}}}]}}}}"#
+        );
+        cluster.kubectl(&[
+            "patch",
+            "pod",
+            "kept",
+            "--subresource=resize",
+            "--patch",
+            &patch,
+        ]);
+        cluster.wait_quietly(&format!("a resize while {fault:?} is on"), || {
+            proxy.hits() > 0
+        });
         proxy.lift();
         cluster.wait(&format!("the new size after {fault:?}"), || {
-            cluster.pod("kept")["status"]["containerStatuses"][0]["resources"]["requests"]["cpu"] == *cpu
+            cluster.pod("kept")["status"]["containerStatuses"][0]["resources"]["requests"]["cpu"]
+                == *cpu
         });
     }
-    assert_eq!(cluster.pod("kept")["status"]["containerStatuses"][0]["containerID"], before);
+    assert_eq!(
+        cluster.pod("kept")["status"]["containerStatuses"][0]["containerID"],
+        before
+    );
     bench.end();
 }

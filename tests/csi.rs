@@ -35,7 +35,13 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
             "apiVersion: v1\nkind: PersistentVolume\nmetadata: {{name: {name}}}\nspec: {{storageClassName: '', capacity: {{storage: 1Mi}}, accessModes: [ReadWriteOnce], claimRef: {{namespace: default, name: {name}}}, {source}}}\n---\napiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {{name: {name}}}\nspec: {{storageClassName: '', accessModes: [ReadWriteOnce], resources: {{requests: {{storage: 1Mi}}}}}}\n---\n"
         )
     };
-    cluster.kubectl(&["create", "secret", "generic", "login", "--from-literal=user=me"]);
+    cluster.kubectl(&[
+        "create",
+        "secret",
+        "generic",
+        "login",
+        "--from-literal=user=me",
+    ]);
     cluster.apply(&format!(
         "apiVersion: storage.k8s.io/v1\nkind: CSIDriver\nmetadata: {{name: {NAME}}}\nspec: {{attachRequired: false, podInfoOnMount: true, volumeLifecycleModes: [Persistent, Ephemeral], fsGroupPolicy: File, tokenRequests: [{{audience: vault}}]}}\n---\n{}{}",
         volume("shared", &format!("csi: {{driver: {NAME}, volumeHandle: shared-1, nodePublishSecretRef: {{namespace: default, name: login}}, volumeAttributes: {{color: blue}}}}")),
@@ -43,34 +49,84 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     ));
     // A pod that comes before its driver waits, says for what, and starts as soon as the driver is there.
     let by_claim = "persistentVolumeClaim: {claimName: shared}";
-    cluster.apply(&pod("one", by_claim, "securityContext: {runAsUser: 1000, fsGroup: 4242},"));
+    cluster.apply(&pod(
+        "one",
+        by_claim,
+        "securityContext: {runAsUser: 1000, fsGroup: 4242},",
+    ));
     cluster.wait("the driver to be missed", || {
-        cluster.events("one").contains(&format!("driver name {NAME} not found in the list of registered CSI drivers"))
+        cluster.events("one").contains(&format!(
+            "driver name {NAME} not found in the list of registered CSI drivers"
+        ))
     });
     let running = Driver::new(NAME, dir.path()).run(&registry);
     let driver = running.driver.clone();
-    cluster.wait("the registration", || driver.outcome().as_deref() == Some(""));
+    cluster.wait("the registration", || {
+        driver.outcome().as_deref() == Some("")
+    });
     cluster.wait("the pod", || ready("one"));
     let node = cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]);
-    assert!(node.contains(NAME) && node.contains("node-of-test") && node.contains("topology.test/zone") && node.contains('7'), "{node}");
+    assert!(
+        node.contains(NAME)
+            && node.contains("node-of-test")
+            && node.contains("topology.test/zone")
+            && node.contains('7'),
+        "{node}"
+    );
     cluster.wait("the node's annotation and label", || {
         let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata}"]);
         node.contains("csi.volume.kubernetes.io/nodeid") && node.contains("topology.test/zone")
     });
-    assert_eq!(inside(&cluster, "one", "echo hello > /v/file && stat -c %g /v/file /v"), "4242\n4242");
-    assert_eq!(std::fs::read_to_string(dir.path().join("shared-1/file")).unwrap(), "hello\n");
+    assert_eq!(
+        inside(
+            &cluster,
+            "one",
+            "echo hello > /v/file && stat -c %g /v/file /v"
+        ),
+        "4242\n4242"
+    );
+    assert_eq!(
+        std::fs::read_to_string(dir.path().join("shared-1/file")).unwrap(),
+        "hello\n"
+    );
     let (told, secrets) = driver.told();
-    assert_eq!((told["color"].as_str(), told["csi.storage.k8s.io/pod.name"].as_str(), secrets["user"].as_str()), ("blue", "one", "me"));
+    assert_eq!(
+        (
+            told["color"].as_str(),
+            told["csi.storage.k8s.io/pod.name"].as_str(),
+            secrets["user"].as_str()
+        ),
+        ("blue", "one", "me")
+    );
     assert!(told["csi.storage.k8s.io/serviceAccount.tokens"].contains("vault"));
 
     // How full it is, the driver says.
-    let cluster_node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
-    let summary = cluster.kubectl(&["get", "--raw", &format!("/api/v1/nodes/{cluster_node}/proxy/stats/summary")]);
+    let cluster_node =
+        cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let summary = cluster.kubectl(&[
+        "get",
+        "--raw",
+        &format!("/api/v1/nodes/{cluster_node}/proxy/stats/summary"),
+    ]);
     let summary: serde_json::Value = serde_json::from_str(&summary).unwrap();
-    let full = summary["pods"][0]["volume"].as_array().unwrap().iter().find(|v| v["pvcRef"]["name"] == "shared").unwrap().clone();
-    assert_eq!((&full["name"], &full["usedBytes"], &full["inodesFree"]), (&"v".into(), &700.into(), &3.into()), "{full}");
+    let full = summary["pods"][0]["volume"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|v| v["pvcRef"]["name"] == "shared")
+        .unwrap()
+        .clone();
+    assert_eq!(
+        (&full["name"], &full["usedBytes"], &full["inodesFree"]),
+        (&"v".into(), &700.into(), &3.into()),
+        "{full}"
+    );
     assert_eq!(full["volumeHealthStats"]["abnormal"], true);
-    let metrics = cluster.kubectl(&["get", "--raw", &format!("/api/v1/nodes/{cluster_node}/proxy/metrics")]);
+    let metrics = cluster.kubectl(&[
+        "get",
+        "--raw",
+        &format!("/api/v1/nodes/{cluster_node}/proxy/metrics"),
+    ]);
     assert!(metrics.contains("kubelet_volume_stats_used_bytes{namespace=\"default\",persistentvolumeclaim=\"shared\"} 700"), "{metrics}");
 
     // A second pod: staged once, published twice; undone in the same order.
@@ -78,24 +134,65 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     cluster.wait("the second pod", || ready("two"));
     assert_eq!(inside(&cluster, "two", "cat /v/file"), "hello");
     cluster.kubectl(&["delete", "pod", "one"]);
-    assert_eq!((driver.count("unpublish"), driver.count("unstage")), (1, 0), "{:?}", driver.calls());
+    assert_eq!(
+        (driver.count("unpublish"), driver.count("unstage")),
+        (1, 0),
+        "{:?}",
+        driver.calls()
+    );
     // An agent that was killed finds its way back, and publishes nothing anew.
     let published = driver.count("publish");
     // Meanwhile the volume has grown, as its controller says; its filesystem has not.
-    cluster.kubectl(&["patch", "pv", "shared", "--type=merge", "--patch", r#"{"spec": {"capacity": {"storage": "2Mi"}}}"#]);
+    cluster.kubectl(&[
+        "patch",
+        "pv",
+        "shared",
+        "--type=merge",
+        "--patch",
+        r#"{"spec": {"capacity": {"storage": "2Mi"}}}"#,
+    ]);
     let pending = r#"{"status": {"conditions": [{"type": "FileSystemResizePending", "status": "True"}, {"type": "Other", "status": "True"}]}}"#;
-    cluster.kubectl(&["patch", "pvc", "shared", "--subresource=status", "--type=merge", "--patch", pending]);
+    cluster.kubectl(&[
+        "patch",
+        "pvc",
+        "shared",
+        "--subresource=status",
+        "--type=merge",
+        "--patch",
+        pending,
+    ]);
     kill(Pid::from_raw(cluster.pid("agent")), Signal::SIGKILL).unwrap();
     cluster.up();
-    cluster.wait("the filesystem to grow", || driver.count("expand to 2097152 shared-1") > 0);
-    let claim = || cluster.kubectl(&["get", "pvc", "shared", "-o", "jsonpath={.status.capacity.storage} {.status.conditions[*].type}"]);
+    cluster.wait("the filesystem to grow", || {
+        driver.count("expand to 2097152 shared-1") > 0
+    });
+    let claim = || {
+        cluster.kubectl(&[
+            "get",
+            "pvc",
+            "shared",
+            "-o",
+            "jsonpath={.status.capacity.storage} {.status.conditions[*].type}",
+        ])
+    };
     cluster.wait("the claim to be told", || claim() == "2Mi Other");
-    cluster.wait("the event", || cluster.events("two").contains("FileSystemResizeSuccessful"));
+    cluster.wait("the event", || {
+        cluster.events("two").contains("FileSystemResizeSuccessful")
+    });
     cluster.kubectl(&["delete", "pod", "two"]);
-    assert_eq!((driver.count("publish"), driver.count("unstage")), (published, 1), "{:?}", driver.calls());
+    assert_eq!(
+        (driver.count("publish"), driver.count("unstage")),
+        (published, 1),
+        "{:?}",
+        driver.calls()
+    );
 
     // Inline volumes live and die with their pod.
-    cluster.apply(&pod("inline", &format!("csi: {{driver: {NAME}, volumeAttributes: {{size: small}}}}"), ""));
+    cluster.apply(&pod(
+        "inline",
+        &format!("csi: {{driver: {NAME}, volumeAttributes: {{size: small}}}}"),
+        "",
+    ));
     cluster.wait("the pod with an inline volume", || ready("inline"));
     assert_eq!(driver.told().0["csi.storage.k8s.io/ephemeral"], "true");
     cluster.kubectl(&["delete", "pod", "inline"]);
@@ -106,7 +203,9 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         cluster.apply(&pod("unlucky", by_claim, ""));
         let before = driver.count(call);
         cluster.wait("it to be tried", || driver.count(call) > before);
-        cluster.wait("the error to be told", || cluster.events("unlucky").contains("the answer was lost"));
+        cluster.wait("the error to be told", || {
+            cluster.events("unlucky").contains("the answer was lost")
+        });
         driver.lose(call, false);
         cluster.wait("the pod", || ready("unlucky"));
         cluster.kubectl(&["delete", "pod", "unlucky"]);
@@ -117,52 +216,123 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         driver.lose(call, true);
         cluster.kubectl(&["delete", "pod", "stuck", "--wait=false"]);
         let before = driver.count(call);
-        cluster.wait("it to be tried twice", || driver.count(call) > before + 1 || (before == 0 && driver.count(call) > 1));
-        assert!(!cluster.kubectl(&["get", "pod", "stuck", "--ignore-not-found"]).is_empty(), "it stays until the driver says that all is undone");
+        cluster.wait("it to be tried twice", || {
+            driver.count(call) > before + 1 || (before == 0 && driver.count(call) > 1)
+        });
+        assert!(
+            !cluster
+                .kubectl(&["get", "pod", "stuck", "--ignore-not-found"])
+                .is_empty(),
+            "it stays until the driver says that all is undone"
+        );
         driver.lose(call, false);
-        cluster.wait("it to go", || cluster.kubectl(&["get", "pod", "stuck", "--ignore-not-found"]).is_empty());
+        cluster.wait("it to go", || {
+            cluster
+                .kubectl(&["get", "pod", "stuck", "--ignore-not-found"])
+                .is_empty()
+        });
     }
     // A device of a driver, raw.
     let disk = support::Loop::new();
-    let raw = format!("volumeMode: Block, csi: {{driver: {NAME}, volumeHandle: raw-1, volumeAttributes: {{device: '{}'}}}}", disk.device);
-    cluster.apply(
-        &volume("raw", &raw).replace("spec: {storageClassName: '', accessModes", "spec: {volumeMode: Block, storageClassName: '', accessModes"),
+    let raw = format!(
+        "volumeMode: Block, csi: {{driver: {NAME}, volumeHandle: raw-1, volumeAttributes: {{device: '{}'}}}}",
+        disk.device
     );
+    cluster.apply(&volume("raw", &raw).replace(
+        "spec: {storageClassName: '', accessModes",
+        "spec: {volumeMode: Block, storageClassName: '', accessModes",
+    ));
     cluster.apply(
-        &pod("raw", "persistentVolumeClaim: {claimName: raw}", "")
-            .replace("volumeMounts: [{name: v, mountPath: /v}]", "volumeDevices: [{name: v, devicePath: /dev/raw}]"),
+        &pod("raw", "persistentVolumeClaim: {claimName: raw}", "").replace(
+            "volumeMounts: [{name: v, mountPath: /v}]",
+            "volumeDevices: [{name: v, devicePath: /dev/raw}]",
+        ),
     );
     cluster.wait("the pod with a device", || ready("raw"));
-    assert!(cluster.events("raw").contains("MapVolume.MapPodDevice succeeded for volume \"raw\""));
-    assert_eq!(inside(&cluster, "raw", "echo block > /dev/raw && head -c 5 /dev/raw"), "block");
+    assert!(
+        cluster
+            .events("raw")
+            .contains("MapVolume.MapPodDevice succeeded for volume \"raw\"")
+    );
+    assert_eq!(
+        inside(
+            &cluster,
+            "raw",
+            "echo block > /dev/raw && head -c 5 /dev/raw"
+        ),
+        "block"
+    );
     cluster.kubectl(&["delete", "pod", "raw"]);
 
     // A driver that does not answer holds up its pod alone, and not its end.
     driver.hang("publish", true);
     let before = driver.count("publish");
     cluster.apply(&pod("slow", by_claim, ""));
-    cluster.wait("the driver to be asked", || driver.count("publish") > before);
+    cluster.wait("the driver to be asked", || {
+        driver.count("publish") > before
+    });
     let begun = std::time::Instant::now();
     cluster.kubectl(&["delete", "pod", "slow"]);
-    assert!(begun.elapsed() < Duration::from_secs(60), "the driver had two minutes to answer: {:?}", begun.elapsed());
+    assert!(
+        begun.elapsed() < Duration::from_secs(60),
+        "the driver had two minutes to answer: {:?}",
+        begun.elapsed()
+    );
     driver.hang("publish", false);
     // A volume that has to be attached is waited for; its attacher is played here.
     let (other, other_dir) = ("attached.test", tempfile::tempdir().unwrap());
     let attached = Driver::new(other, other_dir.path()).run(&registry);
-    cluster.wait("the other driver", || attached.driver.outcome().as_deref() == Some(""));
-    cluster.apply(&pod("waiting", "persistentVolumeClaim: {claimName: elsewhere}", ""));
-    cluster.wait("the wait to be told", || cluster.events("waiting").contains("volume is not attached yet: VolumeAttachment csi-"));
-    let attachment = || cluster.kubectl(&["get", "volumeattachments", "-o", "jsonpath={.items[*].metadata.name}"]);
+    cluster.wait("the other driver", || {
+        attached.driver.outcome().as_deref() == Some("")
+    });
+    cluster.apply(&pod(
+        "waiting",
+        "persistentVolumeClaim: {claimName: elsewhere}",
+        "",
+    ));
+    cluster.wait("the wait to be told", || {
+        cluster
+            .events("waiting")
+            .contains("volume is not attached yet: VolumeAttachment csi-")
+    });
+    let attachment = || {
+        cluster.kubectl(&[
+            "get",
+            "volumeattachments",
+            "-o",
+            "jsonpath={.items[*].metadata.name}",
+        ])
+    };
     assert_eq!(attached.driver.count("stage"), 0);
-    let failure = r#"{"status": {"attached": false, "attachError": {"message": "no room in the rack"}}}"#;
-    cluster.kubectl(&["patch", "volumeattachment", &attachment(), "--subresource=status", "--type=merge", "--patch", failure]);
+    let failure =
+        r#"{"status": {"attached": false, "attachError": {"message": "no room in the rack"}}}"#;
+    cluster.kubectl(&[
+        "patch",
+        "volumeattachment",
+        &attachment(),
+        "--subresource=status",
+        "--type=merge",
+        "--patch",
+        failure,
+    ]);
     cluster.wait("the failure to be told", || {
         let events = cluster.events("waiting");
-        events.contains("FailedAttachVolume") && events.contains("AttachVolume.Attach failed for volume \"elsewhere\" : no room in the rack")
+        events.contains("FailedAttachVolume")
+            && events.contains(
+                "AttachVolume.Attach failed for volume \"elsewhere\" : no room in the rack",
+            )
     });
     // Before it is mounted, the node says that it is in use: nobody detaches it from then on.
-    let in_use =
-        || cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].status.volumesInUse}"]).contains("kubernetes.io/csi/attached.test^e");
+    let in_use = || {
+        cluster
+            .kubectl(&[
+                "get",
+                "nodes",
+                "-o",
+                "jsonpath={.items[0].status.volumesInUse}",
+            ])
+            .contains("kubernetes.io/csi/attached.test^e")
+    };
     assert!(in_use());
     cluster.kubectl(&[
         "patch",
@@ -175,7 +345,14 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     ]);
     cluster.wait("the pod", || ready("waiting"));
     cluster.wait("the node to be told", || {
-        cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].status.volumesAttached}"]).contains("kubernetes.io/csi/attached.test^e")
+        cluster
+            .kubectl(&[
+                "get",
+                "nodes",
+                "-o",
+                "jsonpath={.items[0].status.volumesAttached}",
+            ])
+            .contains("kubernetes.io/csi/attached.test^e")
     });
     cluster.kubectl(&["delete", "pod", "waiting"]);
     cluster.wait("the attachment to go", || attachment().is_empty());
@@ -183,11 +360,20 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
 
     // A driver that goes is forgotten, and comes back.
     drop((running, attached));
-    cluster.wait("the driver to go", || !cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]).contains(NAME));
+    cluster.wait("the driver to go", || {
+        !cluster
+            .kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"])
+            .contains(NAME)
+    });
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-    assert!(!table.contains("kubernetes.io~csi") && !table.contains("globalmount"), "{table}");
-    let staged: Vec<_> = std::fs::read_dir(root.join("plugins/kubernetes.io/csi").join(NAME)).unwrap().collect();
+    assert!(
+        !table.contains("kubernetes.io~csi") && !table.contains("globalmount"),
+        "{table}"
+    );
+    let staged: Vec<_> = std::fs::read_dir(root.join("plugins/kubernetes.io/csi").join(NAME))
+        .unwrap()
+        .collect();
     assert!(staged.is_empty(), "{staged:?}");
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }

@@ -57,28 +57,59 @@ fn disks_are_attached_mounted_shared_and_let_go() {
             "apiVersion: v1\nkind: Secret\nmetadata: {{name: chap}}\ntype: kubernetes.io/iscsi-chap\nstringData: {{node.session.auth.username: me, node.session.auth.password: {password}}}"
         ));
     };
-    let source = format!("iscsi: {{targetPortal: 192.0.2.7, iqn: '{IQN}', lun: 1, fsType: ext4, chapAuthSession: true, secretRef: {{name: chap}}}}");
+    let source = format!(
+        "iscsi: {{targetPortal: 192.0.2.7, iqn: '{IQN}', lun: 1, fsType: ext4, chapAuthSession: true, secretRef: {{name: chap}}}}"
+    );
 
     secret("wrong");
     cluster.apply(&pod("one", &source));
-    cluster.wait("the refusal to be told", || cluster.events("one").contains("failed to attach iSCSI target"));
-    assert!(!cluster.events("one").contains("wrong"), "a password is nobody's business");
+    cluster.wait("the refusal to be told", || {
+        cluster
+            .events("one")
+            .contains("failed to attach iSCSI target")
+    });
+    assert!(
+        !cluster.events("one").contains("wrong"),
+        "a password is nobody's business"
+    );
     secret("right");
     cluster.wait("the pod", || ready("one"));
-    assert_eq!(inside(&cluster, "one", &["busybox", "sh", "-c", "echo kept > /v/file; stat -c %g /v/file"]), "4343");
+    assert_eq!(
+        inside(
+            &cluster,
+            "one",
+            &[
+                "busybox",
+                "sh",
+                "-c",
+                "echo kept > /v/file; stat -c %g /v/file"
+            ]
+        ),
+        "4343"
+    );
     cluster.apply(&pod("two", &source));
     cluster.wait("the second pod", || ready("two"));
-    assert_eq!(inside(&cluster, "two", &["busybox", "cat", "/v/file"]), "kept");
+    assert_eq!(
+        inside(&cluster, "two", &["busybox", "cat", "/v/file"]),
+        "kept"
+    );
     let logins = calls().matches("--login").count();
     cluster.kubectl(&["delete", "pod", "one"]);
     assert!(!calls().contains("--logout"), "the other pod still uses it");
     cluster.kubectl(&["delete", "pod", "two"]);
-    assert!(calls().contains("--logout") && calls().contains("-o delete"), "{}", calls());
+    assert!(
+        calls().contains("--logout") && calls().contains("-o delete"),
+        "{}",
+        calls()
+    );
     assert!(!link.0.exists());
     // What was written is there again.
     cluster.apply(&pod("three", &source));
     cluster.wait("the pod", || ready("three"));
-    assert_eq!(inside(&cluster, "three", &["busybox", "cat", "/v/file"]), "kept");
+    assert_eq!(
+        inside(&cluster, "three", &["busybox", "cat", "/v/file"]),
+        "kept"
+    );
     assert_eq!(calls().matches("--login").count(), logins + 1);
     cluster.kubectl(&["delete", "pod", "three"]);
 
@@ -89,11 +120,34 @@ fn disks_are_attached_mounted_shared_and_let_go() {
         ));
     };
     let raw = |name: &str, claim: &str| {
-        pod(name, &format!("persistentVolumeClaim: {{claimName: {claim}}}"))
-            .replace("volumeMounts: [{name: v, mountPath: /v}]", "volumeDevices: [{name: v, devicePath: /dev/raw}]")
+        pod(
+            name,
+            &format!("persistentVolumeClaim: {{claimName: {claim}}}"),
+        )
+        .replace(
+            "volumeMounts: [{name: v, mountPath: /v}]",
+            "volumeDevices: [{name: v, devicePath: /dev/raw}]",
+        )
     };
-    let magic = |name: &str| inside(&cluster, name, &["busybox", "sh", "-c", "dd if=/dev/raw bs=1 skip=1080 count=2 2>/dev/null | od -An -tx1"]);
-    persistent("block", &source.replace("secretRef: {name: chap}", "secretRef: {name: chap, namespace: default}"));
+    let magic = |name: &str| {
+        inside(
+            &cluster,
+            name,
+            &[
+                "busybox",
+                "sh",
+                "-c",
+                "dd if=/dev/raw bs=1 skip=1080 count=2 2>/dev/null | od -An -tx1",
+            ],
+        )
+    };
+    persistent(
+        "block",
+        &source.replace(
+            "secretRef: {name: chap}",
+            "secretRef: {name: chap, namespace: default}",
+        ),
+    );
     let logouts = || calls().matches("--logout").count();
     let before = logouts();
     cluster.apply(&raw("four", "block"));
@@ -101,9 +155,17 @@ fn disks_are_attached_mounted_shared_and_let_go() {
     cluster.wait("the pods", || ready("four") && ready("five"));
     assert_eq!(magic("four"), "53 ef", "ext4");
     cluster.kubectl(&["delete", "pod", "four"]);
-    assert_eq!((logouts(), magic("five").as_str()), (before, "53 ef"), "the other pod still has it");
+    assert_eq!(
+        (logouts(), magic("five").as_str()),
+        (before, "53 ef"),
+        "the other pod still has it"
+    );
     // A node whose agent was killed knows whose it is.
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(cluster.pid("agent")), nix::sys::signal::Signal::SIGKILL).unwrap();
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(cluster.pid("agent")),
+        nix::sys::signal::Signal::SIGKILL,
+    )
+    .unwrap();
     cluster.up();
     cluster.kubectl(&["delete", "pod", "five"]);
     assert_eq!(logouts(), before + 1);
@@ -124,6 +186,9 @@ fn disks_are_attached_mounted_shared_and_let_go() {
     cluster.kubectl(&["delete", "pod", "raw"]);
 
     let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-    assert!(!table.contains("kubernetes.io/iscsi") && !table.contains("kubernetes.io/fc"), "{table}");
+    assert!(
+        !table.contains("kubernetes.io/iscsi") && !table.contains("kubernetes.io/fc"),
+        "{table}"
+    );
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }

@@ -9,7 +9,10 @@ use support::{Cluster, http_get};
 const DEMO: [&str; 2] = ["holdfast.local/demo:1", "holdfast.local/demo:2"];
 
 fn running(pods: &[Value]) -> usize {
-    let ready = |p: &&Value| p["status"]["containerStatuses"][0]["ready"] == true && p["metadata"]["deletionTimestamp"].is_null();
+    let ready = |p: &&Value| {
+        p["status"]["containerStatuses"][0]["ready"] == true
+            && p["metadata"]["deletionTimestamp"].is_null()
+    };
     pods.iter().filter(ready).count()
 }
 
@@ -28,7 +31,9 @@ fn host_ports_lead_to_pods(cluster: &Cluster, port: u16) {
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: exposed}}\nspec: {{containers: [{{name: c, image: '{}', ports: [{{hostPort: {port}, containerPort: 80}}]}}]}}\n",
         DEMO[0]
     ));
-    cluster.wait("the port leads to the pod", || page(port).is_some_and(|p| p.contains("Hello from exposed")));
+    cluster.wait("the port leads to the pod", || {
+        page(port).is_some_and(|p| p.contains("Hello from exposed"))
+    });
     cluster.kubectl(&["delete", "pod", "exposed"]);
     assert_eq!(page(port), None);
 }
@@ -37,14 +42,27 @@ fn host_ports_lead_to_pods(cluster: &Cluster, port: u16) {
 fn the_main_job_from_up_to_down() {
     let cluster = Cluster::start("main", 1);
     let said = cluster.up();
-    assert_eq!(said.lines().count(), 3, "a second up is harmless and says the same: {said}");
+    assert_eq!(
+        said.lines().count(),
+        3,
+        "a second up is harmless and says the same: {said}"
+    );
     assert!(said.contains("kubectl create deployment web"), "{said}");
 
-    cluster.kubectl(&["create", "deployment", "web", &format!("--image={}", DEMO[0]), "--replicas=3"]);
+    cluster.kubectl(&[
+        "create",
+        "deployment",
+        "web",
+        &format!("--image={}", DEMO[0]),
+        "--replicas=3",
+    ]);
     cluster.kubectl(&["rollout", "status", "deployment/web", "--timeout=60s"]);
     let pods = cluster.pods();
     assert_eq!(running(&pods), 3);
-    let mut ips: Vec<&str> = pods.iter().map(|p| p["status"]["podIP"].as_str().unwrap()).collect();
+    let mut ips: Vec<&str> = pods
+        .iter()
+        .map(|p| p["status"]["podIP"].as_str().unwrap())
+        .collect();
     ips.sort_unstable();
     ips.dedup();
     assert_eq!(ips.len(), 3, "each pod has an address of its own");
@@ -58,32 +76,64 @@ fn the_main_job_from_up_to_down() {
     let name = pods[0]["metadata"]["name"].as_str().unwrap();
     cluster.wait("the events of the start", || {
         let described = cluster.kubectl(&["describe", "pod", name]);
-        ["Scheduled", "Pulled", "Created", "Started"].iter().all(|reason| described.contains(reason))
+        ["Scheduled", "Pulled", "Created", "Started"]
+            .iter()
+            .all(|reason| described.contains(reason))
     });
 
     cluster.kubectl(&["scale", "deployment", "web", "--replicas=5"]);
     cluster.kubectl(&["rollout", "status", "deployment/web", "--timeout=60s"]);
     assert_eq!(running(&cluster.pods()), 5);
 
-    cluster.kubectl(&["set", "image", "deployment/web", &format!("demo={}", DEMO[1])]);
+    cluster.kubectl(&[
+        "set",
+        "image",
+        "deployment/web",
+        &format!("demo={}", DEMO[1]),
+    ]);
     cluster.kubectl(&["rollout", "status", "deployment/web", "--timeout=60s"]);
-    cluster.wait("only new pods", || cluster.pods().iter().all(|p| p["spec"]["containers"][0]["image"] == DEMO[1]));
-    let ip = cluster.pods()[0]["status"]["podIP"].as_str().unwrap().to_owned();
-    assert!(http_get(&format!("{ip}:80")).expect("a page").contains("version 2"));
+    cluster.wait("only new pods", || {
+        cluster
+            .pods()
+            .iter()
+            .all(|p| p["spec"]["containers"][0]["image"] == DEMO[1])
+    });
+    let ip = cluster.pods()[0]["status"]["podIP"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    assert!(
+        http_get(&format!("{ip}:80"))
+            .expect("a page")
+            .contains("version 2")
+    );
     let history = cluster.kubectl(&["rollout", "history", "deployment/web"]);
     assert!(history.contains('2'), "{history}");
 
     cluster.kubectl(&["delete", "deployment", "web"]);
     cluster.wait("no pods", || cluster.pods().is_empty());
-    assert_eq!(cluster.leftovers(), Vec::<String>::new(), "after the delete");
+    assert_eq!(
+        cluster.leftovers(),
+        Vec::<String>::new(),
+        "after the delete"
+    );
 
     // A cluster that is stopped while pods run leaves nothing either, and comes back with them.
-    cluster.kubectl(&["create", "deployment", "web", &format!("--image={}", DEMO[0]), "--replicas=2"]);
+    cluster.kubectl(&[
+        "create",
+        "deployment",
+        "web",
+        &format!("--image={}", DEMO[0]),
+        "--replicas=2",
+    ]);
     cluster.kubectl(&["rollout", "status", "deployment/web", "--timeout=60s"]);
     let bridge = cluster.bridge();
     cluster.down();
     assert_eq!(cluster.leftovers(), Vec::<String>::new(), "after down");
-    assert!(!std::path::Path::new("/sys/class/net").join(bridge).exists(), "the bridge is gone");
+    assert!(
+        !std::path::Path::new("/sys/class/net").join(bridge).exists(),
+        "the bridge is gone"
+    );
     cluster.up();
     cluster.wait("the pods are back", || running(&cluster.pods()) == 2);
 }
@@ -91,8 +141,19 @@ fn the_main_job_from_up_to_down() {
 #[test]
 fn pods_reach_each_other_and_have_what_they_ask_for() {
     let cluster = Cluster::start("pods", 2);
-    cluster.kubectl(&["create", "configmap", "settings", "--from-literal=color=blue"]);
-    cluster.kubectl(&["create", "secret", "generic", "keys", "--from-literal=pin=1234"]);
+    cluster.kubectl(&[
+        "create",
+        "configmap",
+        "settings",
+        "--from-literal=color=blue",
+    ]);
+    cluster.kubectl(&[
+        "create",
+        "secret",
+        "generic",
+        "keys",
+        "--from-literal=pin=1234",
+    ]);
     let busybox = support::busybox(&cluster);
     cluster.apply(&format!(
         r#"
@@ -147,20 +208,44 @@ spec:
 "#,
         DEMO[0]
     ));
-    cluster.wait("the worker has ended", || matches!(cluster.pod("worker")["status"]["phase"].as_str(), Some("Succeeded" | "Failed")));
+    cluster.wait("the worker has ended", || {
+        matches!(
+            cluster.pod("worker")["status"]["phase"].as_str(),
+            Some("Succeeded" | "Failed")
+        )
+    });
     let worker = cluster.pod("worker");
     let terminated = &worker["status"]["containerStatuses"][0]["state"]["terminated"];
-    assert_eq!((worker["status"]["phase"].as_str(), terminated["message"].as_str()), (Some("Succeeded"), Some("checked\n")), "{worker:#}");
+    assert_eq!(
+        (
+            worker["status"]["phase"].as_str(),
+            terminated["message"].as_str()
+        ),
+        (Some("Succeeded"), Some("checked\n")),
+        "{worker:#}"
+    );
     assert_eq!(worker["status"]["qosClass"], "Burstable");
-    cluster.wait("the server runs", || cluster.pod("server")["status"]["phase"] == "Running");
-    let ip = cluster.pod("server")["status"]["podIP"].as_str().unwrap().to_owned();
+    cluster.wait("the server runs", || {
+        cluster.pod("server")["status"]["phase"] == "Running"
+    });
+    let ip = cluster.pod("server")["status"]["podIP"]
+        .as_str()
+        .unwrap()
+        .to_owned();
     cluster.apply(&format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: client}}\nspec:\n  restartPolicy: Never\n  containers: [{{name: c, image: '{busybox}', command: [wget, -q, -O, /dev/termination-log, 'http://{ip}/']}}]\n"
     ));
-    cluster.wait("the client has ended", || matches!(cluster.pod("client")["status"]["phase"].as_str(), Some("Succeeded" | "Failed")));
+    cluster.wait("the client has ended", || {
+        matches!(
+            cluster.pod("client")["status"]["phase"].as_str(),
+            Some("Succeeded" | "Failed")
+        )
+    });
     let client = cluster.pod("client");
     assert!(
-        client["status"]["containerStatuses"][0]["state"]["terminated"]["message"].as_str().is_some_and(|m| m.contains("Hello from server")),
+        client["status"]["containerStatuses"][0]["state"]["terminated"]["message"]
+            .as_str()
+            .is_some_and(|m| m.contains("Hello from server")),
         "{client:#}"
     );
 
@@ -169,10 +254,18 @@ spec:
     cluster.apply(&format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: crash}}\nspec: {{containers: [{{name: c, image: '{busybox}', command: ['false']}}]}}\n---\napiVersion: v1\nkind: Pod\nmetadata: {{name: lost}}\nspec: {{containers: [{{name: c, image: '{busybox}', env: [{{name: X, valueFrom: {{configMapKeyRef: {{name: nosuch, key: k}}}}}}]}}]}}\n"
     ));
-    let waiting = |name: &str| cluster.pod(name)["status"]["containerStatuses"][0]["state"]["waiting"].clone();
-    cluster.wait("the crash loop", || waiting("crash")["reason"] == "CrashLoopBackOff");
-    assert!(cluster.pod("crash")["status"]["containerStatuses"][0]["restartCount"].as_i64() >= Some(1));
-    cluster.wait("the missing reference", || waiting("lost")["message"] == "configmap \"nosuch\" not found");
+    let waiting = |name: &str| {
+        cluster.pod(name)["status"]["containerStatuses"][0]["state"]["waiting"].clone()
+    };
+    cluster.wait("the crash loop", || {
+        waiting("crash")["reason"] == "CrashLoopBackOff"
+    });
+    assert!(
+        cluster.pod("crash")["status"]["containerStatuses"][0]["restartCount"].as_i64() >= Some(1)
+    );
+    cluster.wait("the missing reference", || {
+        waiting("lost")["message"] == "configmap \"nosuch\" not found"
+    });
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     cluster.wait("no pods", || cluster.pods().is_empty());
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
@@ -186,33 +279,87 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
         format!("apiVersion: v1\nkind: Pod\nmetadata: {{name: static}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{}'}}]}}\n", DEMO[0]),
     )
     .unwrap();
-    std::fs::write(cluster.data().join("agent/manifests/broken.yaml"), "kind: Pod\nspec: [").unwrap();
-    cluster.kubectl(&["create", "deployment", "web", &format!("--image={}", DEMO[0]), "--replicas=3"]);
+    std::fs::write(
+        cluster.data().join("agent/manifests/broken.yaml"),
+        "kind: Pod\nspec: [",
+    )
+    .unwrap();
+    cluster.kubectl(&[
+        "create",
+        "deployment",
+        "web",
+        &format!("--image={}", DEMO[0]),
+        "--replicas=3",
+    ]);
     cluster.kubectl(&["rollout", "status", "deployment/web", "--timeout=60s"]);
-    cluster.wait("the static pod and its mirror", || running(&cluster.pods()) == 4);
-    assert!(cluster.log("agent").contains("broken.yaml"), "the bad manifest is reported");
-    let mirror = cluster.pods().into_iter().find(|p| p["metadata"]["name"].as_str().unwrap().starts_with("static-")).unwrap();
+    cluster.wait("the static pod and its mirror", || {
+        running(&cluster.pods()) == 4
+    });
+    assert!(
+        cluster.log("agent").contains("broken.yaml"),
+        "the bad manifest is reported"
+    );
+    let mirror = cluster
+        .pods()
+        .into_iter()
+        .find(|p| {
+            p["metadata"]["name"]
+                .as_str()
+                .unwrap()
+                .starts_with("static-")
+        })
+        .unwrap();
     assert_eq!(mirror["metadata"]["ownerReferences"][0]["kind"], "Node");
 
     let state = || -> Vec<String> {
-        let one =
-            |p: &Value| format!("{} {} {}", p["metadata"]["name"], p["status"]["containerStatuses"][0]["containerID"], p["status"]["conditions"]);
+        let one = |p: &Value| {
+            format!(
+                "{} {} {}",
+                p["metadata"]["name"],
+                p["status"]["containerStatuses"][0]["containerID"],
+                p["status"]["conditions"]
+            )
+        };
         cluster.pods().iter().map(one).collect()
     };
     let before = state();
-    let version = || cluster.pods().iter().map(|p| p["metadata"]["resourceVersion"].as_str().unwrap().to_owned()).collect::<Vec<_>>();
+    let version = || {
+        cluster
+            .pods()
+            .iter()
+            .map(|p| {
+                p["metadata"]["resourceVersion"]
+                    .as_str()
+                    .unwrap()
+                    .to_owned()
+            })
+            .collect::<Vec<_>>()
+    };
     let written = version();
-    let kill = |part: &str| nix::sys::signal::kill(nix::unistd::Pid::from_raw(cluster.pid(part)), nix::sys::signal::Signal::SIGKILL).unwrap();
+    let kill = |part: &str| {
+        nix::sys::signal::kill(
+            nix::unistd::Pid::from_raw(cluster.pid(part)),
+            nix::sys::signal::Signal::SIGKILL,
+        )
+        .unwrap()
+    };
     kill("agent");
     cluster.up();
     // The agent has looked at every pod once its node lease is renewed and a new pod starts.
     cluster.kubectl(&["scale", "deployment", "web", "--replicas=4"]);
     cluster.kubectl(&["rollout", "status", "deployment/web", "--timeout=60s"]);
     for line in before {
-        assert!(state().contains(&line), "changed by the restart: {line}\n{:#?}", state());
+        assert!(
+            state().contains(&line),
+            "changed by the restart: {line}\n{:#?}",
+            state()
+        );
     }
     for old in written {
-        assert!(version().contains(&old), "a status was written without need");
+        assert!(
+            version().contains(&old),
+            "a status was written without need"
+        );
     }
 
     // The control plane is killed too: nothing acknowledged is lost, and the agent carries on.
@@ -227,10 +374,19 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
     let id = |p: &Value| p["status"]["containerStatuses"][0]["containerID"].clone();
     cluster.kubectl(&["delete", "pod", name, "--force", "--grace-period=0"]);
     cluster.wait("a new mirror of the same pod", || {
-        cluster.pods().iter().any(|p| p["metadata"]["name"] == *name && p["metadata"]["uid"] != mirror["metadata"]["uid"] && id(p) == id(&mirror))
+        cluster.pods().iter().any(|p| {
+            p["metadata"]["name"] == *name
+                && p["metadata"]["uid"] != mirror["metadata"]["uid"]
+                && id(p) == id(&mirror)
+        })
     });
     std::fs::remove_file(cluster.data().join("agent/manifests/static.yaml")).unwrap();
-    cluster.wait("no static pod", || !cluster.pods().iter().any(|p| p["metadata"]["name"] == *name));
+    cluster.wait("no static pod", || {
+        !cluster
+            .pods()
+            .iter()
+            .any(|p| p["metadata"]["name"] == *name)
+    });
     cluster.kubectl(&["delete", "deployment", "web"]);
     cluster.wait("no pods", || cluster.pods().is_empty());
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
@@ -239,18 +395,53 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
 #[test]
 fn a_runtime_that_dies_makes_the_node_say_so_and_comes_back() {
     let cluster = Cluster::start("runtime", 4);
-    cluster.kubectl(&["create", "deployment", "web", &format!("--image={}", DEMO[0]), "--replicas=2"]);
+    cluster.kubectl(&[
+        "create",
+        "deployment",
+        "web",
+        &format!("--image={}", DEMO[0]),
+        "--replicas=2",
+    ]);
     cluster.kubectl(&["rollout", "status", "deployment/web", "--timeout=60s"]);
     let ready = || {
-        let nodes: Value = serde_json::from_str(&cluster.kubectl(&["get", "nodes", "-o", "json"])).unwrap();
-        let conditions = nodes["items"][0]["status"]["conditions"].as_array().unwrap().clone();
-        conditions.into_iter().find(|c| c["type"] == "Ready").unwrap()
+        let nodes: Value =
+            serde_json::from_str(&cluster.kubectl(&["get", "nodes", "-o", "json"])).unwrap();
+        let conditions = nodes["items"][0]["status"]["conditions"]
+            .as_array()
+            .unwrap()
+            .clone();
+        conditions
+            .into_iter()
+            .find(|c| c["type"] == "Ready")
+            .unwrap()
     };
-    let ids = || cluster.pods().iter().map(|p| p["status"]["containerStatuses"][0]["containerID"].as_str().unwrap().to_owned()).collect::<Vec<_>>();
+    let ids = || {
+        cluster
+            .pods()
+            .iter()
+            .map(|p| {
+                p["status"]["containerStatuses"][0]["containerID"]
+                    .as_str()
+                    .unwrap()
+                    .to_owned()
+            })
+            .collect::<Vec<_>>()
+    };
     let before = ids();
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(cluster.pid("containerd")), nix::sys::signal::Signal::SIGKILL).unwrap();
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(cluster.pid("containerd")),
+        nix::sys::signal::Signal::SIGKILL,
+    )
+    .unwrap();
     cluster.wait("the node is not ready", || ready()["status"] == "False");
-    assert!(ready()["message"].as_str().unwrap().contains("container runtime is down"), "{}", ready());
+    assert!(
+        ready()["message"]
+            .as_str()
+            .unwrap()
+            .contains("container runtime is down"),
+        "{}",
+        ready()
+    );
     cluster.up();
     cluster.wait("the node is ready again", || ready()["status"] == "True");
     assert_eq!(ids(), before, "containers outlive their daemon");
@@ -264,30 +455,60 @@ fn a_runtime_that_dies_makes_the_node_say_so_and_comes_back() {
 #[test]
 fn newer_runtimes_do_the_same_with_events() {
     let Some(dir) = std::env::var_os("HOLDFAST_RUNTIMES") else {
-        eprintln!("HOLDFAST_RUNTIMES is not set: only the installed containerd is tested (make test sets it)");
+        eprintln!(
+            "HOLDFAST_RUNTIMES is not set: only the installed containerd is tested (make test sets it)"
+        );
         return;
     };
-    for (i, entry) in std::fs::read_dir(dir).into_iter().flatten().flatten().enumerate() {
+    for (i, entry) in std::fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .enumerate()
+    {
         let bin = entry.path().join("usr/bin");
         if !bin.join("containerd").is_file() {
             continue;
         }
-        let cluster = Cluster::start_with(&format!("rt{i}"), 10 + u16::try_from(i).unwrap(), Some(bin));
-        let version = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].status.nodeInfo.containerRuntimeVersion}"]);
+        let cluster =
+            Cluster::start_with(&format!("rt{i}"), 10 + u16::try_from(i).unwrap(), Some(bin));
+        let version = cluster.kubectl(&[
+            "get",
+            "nodes",
+            "-o",
+            "jsonpath={.items[0].status.nodeInfo.containerRuntimeVersion}",
+        ]);
         eprintln!("testing with {version}");
         assert!(!version.contains("://1.6."), "{version}");
         let busybox = support::busybox(&cluster);
-        cluster.kubectl(&["create", "deployment", "web", &format!("--image={}", DEMO[0]), "--replicas=3"]);
+        cluster.kubectl(&[
+            "create",
+            "deployment",
+            "web",
+            &format!("--image={}", DEMO[0]),
+            "--replicas=3",
+        ]);
         cluster.kubectl(&["rollout", "status", "deployment/web", "--timeout=60s"]);
         cluster.apply(&format!(
             "apiVersion: v1\nkind: Pod\nmetadata: {{name: job}}\nspec: {{restartPolicy: Never, containers: [{{name: c, image: '{busybox}', command: [sleep, '2']}}]}}\n"
         ));
-        cluster.wait("the job has ended", || cluster.pod("job")["status"]["phase"] == "Succeeded");
-        assert!(!cluster.log("agent").contains("listed every second"), "this runtime has events");
+        cluster.wait("the job has ended", || {
+            cluster.pod("job")["status"]["phase"] == "Succeeded"
+        });
+        assert!(
+            !cluster.log("agent").contains("listed every second"),
+            "this runtime has events"
+        );
         let job = cluster.pod("job");
         let time = |v: &Value| v.as_str().unwrap().parse::<jiff::Timestamp>().unwrap();
-        let finished = time(&job["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"]);
-        let seen = job["status"]["conditions"].as_array().unwrap().iter().find(|c| c["type"] == "Ready").unwrap();
+        let finished =
+            time(&job["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"]);
+        let seen = job["status"]["conditions"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .find(|c| c["type"] == "Ready")
+            .unwrap();
         assert!(
             time(&seen["lastTransitionTime"]).as_second() - finished.as_second() <= 5,
             "the end was seen by its event, not by the audit: {job:#}"
@@ -297,7 +518,9 @@ fn newer_runtimes_do_the_same_with_events() {
             cluster.apply(&format!(
                 "apiVersion: v1\nkind: Pod\nmetadata: {{name: imaged}}\nspec: {{restartPolicy: Never, containers: [{{name: c, image: '{busybox}', command: [busybox, sh, -c, 'test -x /img/bin/busybox && ! touch /img/x'], volumeMounts: [{{name: i, mountPath: /img}}]}}], volumes: [{{name: i, image: {{reference: '{busybox}', pullPolicy: Never}}}}]}}\n"
             ));
-            cluster.wait("the image is mounted", || cluster.pod("imaged")["status"]["phase"] == "Succeeded");
+            cluster.wait("the image is mounted", || {
+                cluster.pod("imaged")["status"]["phase"] == "Succeeded"
+            });
             cluster.kubectl(&["delete", "pod", "imaged"]);
         }
         host_ports_lead_to_pods(&cluster, 18_010 + u16::try_from(i).unwrap());
@@ -311,32 +534,82 @@ fn newer_runtimes_do_the_same_with_events() {
 #[test]
 fn mistakes_are_answered_with_the_thing_and_the_remedy() {
     let run = |arguments: &[&str]| {
-        let output = std::process::Command::new(support::holdfast()).args(arguments).output().unwrap();
+        let output = std::process::Command::new(support::holdfast())
+            .args(arguments)
+            .output()
+            .unwrap();
         assert!(!output.status.success(), "{arguments:?} succeeded");
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
     let taken = std::net::TcpListener::bind("0.0.0.0:16499").unwrap();
     let cases: &[(&[&str], &[&str])] = &[
         (&["up", "--name", "Not Valid"], &["--name", "lower-case"]),
-        (&["up", "--name", "t-x", "--pod-cidr", "10.0.0.1/24"], &["--pod-cidr", "10.0.0.1/24"]),
-        (&["up", "--name", "t-x", "--containerd-endpoint", "unix:///nonexistent.sock"], &["/nonexistent.sock", "does not answer"]),
-        (&["up", "--name", "t-port", "--api-port", "16499"], &["16499", "--api-port"]),
-        (&["up", "--name", "t-port", "--api-port", "65000"], &["--agent-port", "65000 + 1000"]),
-        (&["up", "--name", "t-port", "--api-port", "16498", "--agent-port", "16498"], &["--agent-port", "16498", "not the API's"]),
-        (&["agent", "--config", "/nonexistent.yaml"], &["/nonexistent.yaml", "cannot be read"]),
-        (&["agent", "--kubeconfig", "/nonexistent", "--root-dir", "/tmp/holdfast-test-root"], &["/nonexistent", "--kubeconfig"]),
+        (
+            &["up", "--name", "t-x", "--pod-cidr", "10.0.0.1/24"],
+            &["--pod-cidr", "10.0.0.1/24"],
+        ),
+        (
+            &[
+                "up",
+                "--name",
+                "t-x",
+                "--containerd-endpoint",
+                "unix:///nonexistent.sock",
+            ],
+            &["/nonexistent.sock", "does not answer"],
+        ),
+        (
+            &["up", "--name", "t-port", "--api-port", "16499"],
+            &["16499", "--api-port"],
+        ),
+        (
+            &["up", "--name", "t-port", "--api-port", "65000"],
+            &["--agent-port", "65000 + 1000"],
+        ),
+        (
+            &[
+                "up",
+                "--name",
+                "t-port",
+                "--api-port",
+                "16498",
+                "--agent-port",
+                "16498",
+            ],
+            &["--agent-port", "16498", "not the API's"],
+        ),
+        (
+            &["agent", "--config", "/nonexistent.yaml"],
+            &["/nonexistent.yaml", "cannot be read"],
+        ),
+        (
+            &[
+                "agent",
+                "--kubeconfig",
+                "/nonexistent",
+                "--root-dir",
+                "/tmp/holdfast-test-root",
+            ],
+            &["/nonexistent", "--kubeconfig"],
+        ),
         (&["agent", "--node-ip", "here"], &["--node-ip", "here"]),
         (&["kubeconfig", "--name", "nosuch"], &["holdfast up"]),
     ];
     for (arguments, expected) in cases {
         let said = run(arguments);
         for text in *expected {
-            assert!(said.contains(text), "{arguments:?} says {said:?}, which lacks {text:?}");
+            assert!(
+                said.contains(text),
+                "{arguments:?} says {said:?}, which lacks {text:?}"
+            );
         }
     }
     drop(taken);
     for name in ["t-x", "t-port"] {
-        let output = std::process::Command::new(support::holdfast()).args(["down", "--name", name, "--purge"]).output().unwrap();
+        let output = std::process::Command::new(support::holdfast())
+            .args(["down", "--name", name, "--purge"])
+            .output()
+            .unwrap();
         assert!(output.status.success(), "{output:?}");
     }
 }

@@ -14,7 +14,13 @@ use serde_json::Value;
 use support::Cluster;
 
 fn condition(pod: &Value, kind: &str) -> Value {
-    pod["status"]["conditions"].as_array().into_iter().flatten().find(|c| c["type"] == kind).cloned().unwrap_or_default()
+    pod["status"]["conditions"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .find(|c| c["type"] == kind)
+        .cloned()
+        .unwrap_or_default()
 }
 
 fn ready(pod: &Value) -> bool {
@@ -24,8 +30,14 @@ fn ready(pod: &Value) -> bool {
 /// Asks the cluster's containerd directly.
 fn ask<T>(cluster: &Cluster, work: impl AsyncFnOnce(CriClient) -> T) -> T {
     let endpoint = cluster.run_dir().join("containerd.sock");
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async { work(CriClient::new(endpoint.to_str().unwrap(), Duration::from_secs(60), None).unwrap()).await })
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    runtime.block_on(async {
+        work(CriClient::new(endpoint.to_str().unwrap(), Duration::from_secs(60), None).unwrap())
+            .await
+    })
 }
 
 fn observe(cluster: &Cluster, uid: &str) -> ObservedPod {
@@ -39,7 +51,9 @@ fn found_below(dir: &Path, text: &str) -> Vec<String> {
         let path = entry.path();
         if path.is_dir() && !path.is_symlink() {
             found.extend(found_below(&path, text));
-        } else if std::fs::read(&path).is_ok_and(|bytes| bytes.windows(text.len()).any(|w| w == text.as_bytes())) {
+        } else if std::fs::read(&path)
+            .is_ok_and(|bytes| bytes.windows(text.len()).any(|w| w == text.as_bytes()))
+        {
             found.push(path.display().to_string());
         }
     }
@@ -51,13 +65,26 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
     let cluster = Cluster::start("sealed", 24);
     let image = support::busybox(&cluster);
     let canary = "canary-4f1d9c";
-    cluster.kubectl(&["create", "secret", "generic", "keys", &format!("--from-literal=pin={canary}")]);
-    cluster.kubectl(&["create", "configmap", "settings", "--from-literal=color=blue"]);
+    cluster.kubectl(&[
+        "create",
+        "secret",
+        "generic",
+        "keys",
+        &format!("--from-literal=pin={canary}"),
+    ]);
+    cluster.kubectl(&[
+        "create",
+        "configmap",
+        "settings",
+        "--from-literal=color=blue",
+    ]);
     let check = "test \"$COLOR\" = blue && grep -q canary /keys/pin && test -s /var/run/secrets/kubernetes.io/serviceaccount/token && echo fine; trap \"exit 0\" TERM; while true; do sleep 0.2; done";
     cluster.apply(&format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: kept}}\nspec:\n  terminationGracePeriodSeconds: 1\n  containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, '{check}'], env: [{{name: COLOR, valueFrom: {{configMapKeyRef: {{name: settings, key: color}}}}}}], volumeMounts: [{{name: k, mountPath: /keys}}]}}]\n  volumes: [{{name: k, secret: {{secretName: keys}}}}]\n---\napiVersion: v1\nkind: Pod\nmetadata: {{name: gone}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{image}', command: [busybox, sleep, '1000']}}]}}\n"
     ));
-    cluster.wait("both are ready", || ready(&cluster.pod("kept")) && ready(&cluster.pod("gone")));
+    cluster.wait("both are ready", || {
+        ready(&cluster.pod("kept")) && ready(&cluster.pod("gone"))
+    });
     let sealed = cluster.data().join("agent/sealed");
     let count = || std::fs::read_dir(sealed.join("pods")).unwrap().count();
     cluster.wait("both are sealed", || count() == 3);
@@ -65,12 +92,24 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
     cluster.wait("what is gone is unsealed", || count() == 2);
     let kept = cluster.pod("kept");
     let uid = kept["metadata"]["uid"].as_str().unwrap().to_owned();
-    assert_eq!(found_below(&sealed, canary), Vec::<String>::new(), "secrets are sealed");
-    assert_eq!(found_below(&cluster.data().join("logs"), canary), Vec::<String>::new(), "secrets are not logged");
+    assert_eq!(
+        found_below(&sealed, canary),
+        Vec::<String>::new(),
+        "secrets are sealed"
+    );
+    assert_eq!(
+        found_below(&cluster.data().join("logs"), canary),
+        Vec::<String>::new(),
+        "secrets are not logged"
+    );
 
     // The machine goes down, and comes up without its apiserver.
     let arguments = std::fs::read(format!("/proc/{}/cmdline", cluster.pid("agent"))).unwrap();
-    let arguments: Vec<String> = arguments.split(|b| *b == 0).filter(|a| !a.is_empty()).map(|a| String::from_utf8(a.to_vec()).unwrap()).collect();
+    let arguments: Vec<String> = arguments
+        .split(|b| *b == 0)
+        .filter(|a| !a.is_empty())
+        .map(|a| String::from_utf8(a.to_vec()).unwrap())
+        .collect();
     for part in ["agent", "control-plane"] {
         kill(Pid::from_raw(cluster.pid(part)), Signal::SIGKILL).unwrap();
     }
@@ -80,20 +119,38 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
             runtime.remove_sandbox(&sandbox.id).await.unwrap();
         }
     });
-    let mut alone = std::process::Command::new(&arguments[0]).args(&arguments[1..]).stderr(std::process::Stdio::null()).spawn().unwrap();
+    let mut alone = std::process::Command::new(&arguments[0])
+        .args(&arguments[1..])
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
     let running = || {
         let observed = observe(&cluster, &uid);
-        observed.newest("c").filter(|c| c.state == ContainerState::Running).map(|c| c.id.clone())
+        observed
+            .newest("c")
+            .filter(|c| c.state == ContainerState::Running)
+            .map(|c| c.id.clone())
     };
     let start = std::time::Instant::now();
     while running().is_none() {
-        assert!(start.elapsed() < Duration::from_secs(30), "the pod was not started without an apiserver");
+        assert!(
+            start.elapsed() < Duration::from_secs(30),
+            "the pod was not started without an apiserver"
+        );
         std::thread::sleep(Duration::from_millis(100));
     }
     let container = running().unwrap();
-    let log = cluster.data().join(format!("pods-logs/default_kept_{uid}/c"));
-    cluster.wait_quietly("it found its secret, its settings and its token", || !found_below(&log, "stdout F fine").is_empty());
-    kill(Pid::from_raw(i32::try_from(alone.id()).unwrap()), Signal::SIGKILL).unwrap();
+    let log = cluster
+        .data()
+        .join(format!("pods-logs/default_kept_{uid}/c"));
+    cluster.wait_quietly("it found its secret, its settings and its token", || {
+        !found_below(&log, "stdout F fine").is_empty()
+    });
+    kill(
+        Pid::from_raw(i32::try_from(alone.id()).unwrap()),
+        Signal::SIGKILL,
+    )
+    .unwrap();
     alone.wait().unwrap();
 
     // The apiserver is back: the same pod, undisturbed.
@@ -101,10 +158,20 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
     cluster.wait("the pod is ready", || ready(&cluster.pod("kept")));
     let back = cluster.pod("kept");
     assert_eq!(back["metadata"]["uid"], uid.as_str());
-    assert_eq!(back["status"]["containerStatuses"][0]["containerID"], format!("containerd://{container}"), "{:#}", back["status"]);
+    assert_eq!(
+        back["status"]["containerStatuses"][0]["containerID"],
+        format!("containerd://{container}"),
+        "{:#}",
+        back["status"]
+    );
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
-    let secrets = || ["secrets", "tokens", "configmaps"].iter().map(|kind| std::fs::read_dir(sealed.join(kind)).unwrap().count()).sum::<usize>();
+    let secrets = || {
+        ["secrets", "tokens", "configmaps"]
+            .iter()
+            .map(|kind| std::fs::read_dir(sealed.join(kind)).unwrap().count())
+            .sum::<usize>()
+    };
     cluster.wait("what no pod needs is not kept", || secrets() == 0);
 }
 
@@ -118,11 +185,19 @@ fn killed_agents_and_shims_disturb_no_other_and_no_readiness() {
         )
     };
     cluster.apply(&format!("{}{}", pod("one"), pod("two")));
-    cluster.wait("both are ready", || ready(&cluster.pod("one")) && ready(&cluster.pod("two")));
+    cluster.wait("both are ready", || {
+        ready(&cluster.pod("one")) && ready(&cluster.pod("two"))
+    });
     let state = |name: &str| {
         let pod = cluster.pod(name);
         let status = &pod["status"]["containerStatuses"][0];
-        format!("{} {} {} {}", status["containerID"], status["restartCount"], status["started"], condition(&pod, "Ready"))
+        format!(
+            "{} {} {} {}",
+            status["containerID"],
+            status["restartCount"],
+            status["started"],
+            condition(&pod, "Ready")
+        )
     };
     std::thread::sleep(Duration::from_secs(11));
     let before = [state("one"), state("two")];
@@ -135,13 +210,25 @@ fn killed_agents_and_shims_disturb_no_other_and_no_readiness() {
     }
 
     // A shim that dies takes its pod's containers with it; that pod starts anew, the other one stays.
-    let sandbox = observe(&cluster, cluster.pod("one")["metadata"]["uid"].as_str().unwrap()).sandboxes[0].id.clone();
+    let sandbox = observe(
+        &cluster,
+        cluster.pod("one")["metadata"]["uid"].as_str().unwrap(),
+    )
+    .sandboxes[0]
+        .id
+        .clone();
     let shim = std::fs::read_dir("/proc").unwrap().flatten().find_map(|p| {
-        let line = String::from_utf8_lossy(&std::fs::read(p.path().join("cmdline")).unwrap_or_default()).replace('\0', " ");
+        let line =
+            String::from_utf8_lossy(&std::fs::read(p.path().join("cmdline")).unwrap_or_default())
+                .replace('\0', " ");
         let ours = line.contains("containerd-shim") && line.contains(&sandbox);
         ours.then(|| p.file_name().to_str().unwrap().parse::<i32>().unwrap())
     });
-    kill(Pid::from_raw(shim.expect("the sandbox has a shim")), Signal::SIGKILL).unwrap();
+    kill(
+        Pid::from_raw(shim.expect("the sandbox has a shim")),
+        Signal::SIGKILL,
+    )
+    .unwrap();
     cluster.wait("the pod of the dead shim is ready again", || {
         let pod = cluster.pod("one");
         ready(&pod) && pod["status"]["containerStatuses"][0]["restartCount"].as_i64() >= Some(1)

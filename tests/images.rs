@@ -24,7 +24,11 @@ struct Registry {
 
 impl Registry {
     fn start(closed: bool) -> Registry {
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = std::net::TcpListener::bind("127.0.0.1:0")
+            .unwrap()
+            .local_addr()
+            .unwrap()
+            .port();
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name).display().to_string();
         let mut config = format!(
@@ -33,7 +37,10 @@ impl Registry {
         );
         if closed {
             std::fs::write(path("htpasswd"), HTPASSWD).unwrap();
-            config += &format!("auth: {{htpasswd: {{realm: test, path: '{}'}}}}\n", path("htpasswd"));
+            config += &format!(
+                "auth: {{htpasswd: {{realm: test, path: '{}'}}}}\n",
+                path("htpasswd")
+            );
         }
         std::fs::write(path("config.yml"), config).unwrap();
         let process = Command::new("docker-registry")
@@ -42,10 +49,17 @@ impl Registry {
             .stderr(Stdio::null())
             .spawn()
             .expect("docker-registry is installed (make test does that)");
-        let registry = Registry { process, address: format!("127.0.0.1:{port}"), _dir: dir };
+        let registry = Registry {
+            process,
+            address: format!("127.0.0.1:{port}"),
+            _dir: dir,
+        };
         let start = std::time::Instant::now();
         while std::net::TcpStream::connect(&registry.address).is_err() {
-            assert!(start.elapsed() < support::patience(), "the registry did not come up");
+            assert!(
+                start.elapsed() < support::patience(),
+                "the registry did not come up"
+            );
             std::thread::sleep(std::time::Duration::from_millis(50));
         }
         registry
@@ -57,7 +71,14 @@ impl Registry {
             let target = format!("{}/{name}", self.address);
             for arguments in [
                 vec!["images", "tag", image, &target],
-                vec!["images", "push", "--plain-http", "--user", "user:secret", &target],
+                vec![
+                    "images",
+                    "push",
+                    "--plain-http",
+                    "--user",
+                    "user:secret",
+                    &target,
+                ],
                 vec!["images", "rm", "--sync", &target],
             ] {
                 support::ctr(cluster, namespace, &arguments);
@@ -89,7 +110,11 @@ impl Throttle {
         // The threads end with their connections, or with the test.
         std::thread::spawn(move || {
             for client in listener.incoming() {
-                let (mut client, mut server, held) = (client.unwrap(), TcpStream::connect(&target).unwrap(), Arc::clone(&held));
+                let (mut client, mut server, held) = (
+                    client.unwrap(),
+                    TcpStream::connect(&target).unwrap(),
+                    Arc::clone(&held),
+                );
                 let (mut from, mut to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
                 std::thread::spawn(move || std::io::copy(&mut from, &mut to));
                 std::thread::spawn(move || {
@@ -151,9 +176,18 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
         pod("stranger", &format!("{}/team/two:1", closed.address), ""),
         pod("nowhere", "127.0.0.1:1/x:1", ""),
     ));
-    let phase = |name: &str| cluster.pod(name)["status"]["phase"].as_str().unwrap().to_owned();
-    let waiting = |name: &str| cluster.pod(name)["status"]["containerStatuses"][0]["state"]["waiting"].clone();
-    cluster.wait("images that may be had are had", || phase("free") == "Succeeded" && phase("member") == "Succeeded");
+    let phase = |name: &str| {
+        cluster.pod(name)["status"]["phase"]
+            .as_str()
+            .unwrap()
+            .to_owned()
+    };
+    let waiting = |name: &str| {
+        cluster.pod(name)["status"]["containerStatuses"][0]["state"]["waiting"].clone()
+    };
+    cluster.wait("images that may be had are had", || {
+        phase("free") == "Succeeded" && phase("member") == "Succeeded"
+    });
     cluster.wait("their events", || {
         let said = cluster.events("member");
         said.contains("Normal Pulled Successfully pulled image")
@@ -162,7 +196,8 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
     for name in ["stranger", "nowhere"] {
         cluster.wait("others wait and say why", || {
             let state: Value = waiting(name);
-            ["ErrImagePull", "ImagePullBackOff"].contains(&state["reason"].as_str().unwrap_or_default())
+            ["ErrImagePull", "ImagePullBackOff"]
+                .contains(&state["reason"].as_str().unwrap_or_default())
                 && !state["message"].as_str().unwrap_or_default().is_empty()
         });
     }
@@ -170,14 +205,35 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
     cluster.apply(&format!(
         "{}{}{}",
         pod("thief", &format!("{}/team/one:1", closed.address), ""),
-        pod("colleague", &format!("{}/team/one:1", closed.address), "imagePullSecrets: [{name: pull}],"),
+        pod(
+            "colleague",
+            &format!("{}/team/one:1", closed.address),
+            "imagePullSecrets: [{name: pull}],"
+        ),
         pod("again", &format!("{}/free:1", open.address), ""),
     ));
-    cluster.wait("who may uses what is there", || phase("colleague") == "Succeeded" && phase("again") == "Succeeded");
-    assert!(cluster.events("colleague").contains("already present on machine"), "{}", cluster.events("colleague"));
-    cluster.wait("who may not does not", || ["ErrImagePull", "ImagePullBackOff"].contains(&waiting("thief")["reason"].as_str().unwrap_or_default()));
-    let said = std::process::Command::new(support::holdfast()).args(["explain", "pod", "thief", "--name", &cluster.name]).output().unwrap();
-    assert!(String::from_utf8_lossy(&said.stdout).contains("the image of container c cannot be had"), "{said:?}");
+    cluster.wait("who may uses what is there", || {
+        phase("colleague") == "Succeeded" && phase("again") == "Succeeded"
+    });
+    assert!(
+        cluster
+            .events("colleague")
+            .contains("already present on machine"),
+        "{}",
+        cluster.events("colleague")
+    );
+    cluster.wait("who may not does not", || {
+        ["ErrImagePull", "ImagePullBackOff"]
+            .contains(&waiting("thief")["reason"].as_str().unwrap_or_default())
+    });
+    let said = std::process::Command::new(support::holdfast())
+        .args(["explain", "pod", "thief", "--name", &cluster.name])
+        .output()
+        .unwrap();
+    assert!(
+        String::from_utf8_lossy(&said.stdout).contains("the image of container c cannot be had"),
+        "{said:?}"
+    );
     // A pull that takes long is seen to go on. Its layers were never in the pods' namespace.
     let slow = support::busybox_in(&cluster, "elsewhere", "test.local/slow:1", b"slow");
     open.push(&cluster, "elsewhere", &slow, &["slow:1"]);
@@ -185,12 +241,16 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
     let throttle = Throttle::before(&open);
     cluster.apply(&pod("slow", &format!("{}/slow:1", throttle.address), ""));
     let explain = || {
-        let said = Command::new(support::holdfast()).args(["explain", "pod", "slow", "--name", &cluster.name]).output().unwrap();
+        let said = Command::new(support::holdfast())
+            .args(["explain", "pod", "slow", "--name", &cluster.name])
+            .output()
+            .unwrap();
         String::from_utf8(said.stdout).unwrap()
     };
     cluster.wait("the pull's progress", || {
         let said = explain();
-        said.contains("the image of container c is being pulled (") && said.contains("MiB of 1 part under way")
+        said.contains("the image of container c is being pulled (")
+            && said.contains("MiB of 1 part under way")
     });
     throttle.free.store(true, Ordering::Relaxed);
     cluster.wait("the slow image", || phase("slow") == "Succeeded");
@@ -200,26 +260,43 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
 
 #[test]
 fn images_that_nothing_uses_make_room() {
-    let crowded = "imageGCHighThresholdPercent: 1\nimageGCLowThresholdPercent: 0\nimageMinimumGCAge: 0s\n";
+    let crowded =
+        "imageGCHighThresholdPercent: 1\nimageGCLowThresholdPercent: 0\nimageMinimumGCAge: 0s\n";
     let cluster = Cluster::start_configured("image-gc", 29, crowded);
     let image = support::busybox(&cluster);
     cluster.apply(&format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: user}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{image}', command: [busybox, sleep, '1000']}}]}}\n"
     ));
-    cluster.wait("the pod", || support::condition(&cluster.pod("user"), "Ready") == "True");
+    cluster.wait("the pod", || {
+        support::condition(&cluster.pod("user"), "Ready") == "True"
+    });
     let unused = support::busybox_in(&cluster, "k8s.io", "test.local/unused:1", b"unused");
     // The first look after a start is at once, the next ones are minutes apart.
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(cluster.pid("agent")), nix::sys::signal::Signal::SIGKILL).unwrap();
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(cluster.pid("agent")),
+        nix::sys::signal::Signal::SIGKILL,
+    )
+    .unwrap();
     cluster.up();
     let images = || support::ctr(&cluster, "k8s.io", &["images", "ls", "-q"]);
     cluster.wait("what nothing uses to go", || !images().contains(&unused));
     let left = images();
     assert!(left.contains(&image) && left.contains("pause"), "{left}");
     cluster.wait("the node to be told that this was not enough", || {
-        cluster.kubectl(&["get", "events", "--field-selector", "reason=FreeDiskSpaceFailed"]).contains("Insufficient free disk space")
+        cluster
+            .kubectl(&[
+                "get",
+                "events",
+                "--field-selector",
+                "reason=FreeDiskSpaceFailed",
+            ])
+            .contains("Insufficient free disk space")
     });
     let pod = cluster.pod("user");
-    assert_eq!(pod["status"]["containerStatuses"][0]["restartCount"], 0, "{pod}");
+    assert_eq!(
+        pod["status"]["containerStatuses"][0]["restartCount"], 0,
+        "{pod}"
+    );
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }

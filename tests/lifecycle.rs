@@ -18,7 +18,9 @@ fn status<'a>(pod: &'a Value, container: &str) -> &'a Value {
 }
 
 fn manifest(name: &str, spec: &str) -> String {
-    format!("apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec:\n  terminationGracePeriodSeconds: 2\n{spec}\n---\n")
+    format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec:\n  terminationGracePeriodSeconds: 2\n{spec}\n---\n"
+    )
 }
 
 #[test]
@@ -27,7 +29,10 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
     let image = support::busybox(&cluster);
     let notes = tempfile::tempdir().unwrap();
     let note = |name: &str| std::fs::read_to_string(notes.path().join(name)).unwrap_or_default();
-    let volume = format!("  volumes: [{{name: notes, hostPath: {{path: '{}'}}}}]", notes.path().display());
+    let volume = format!(
+        "  volumes: [{{name: notes, hostPath: {{path: '{}'}}}}]",
+        notes.path().display()
+    );
     let mount = "volumeMounts: [{name: notes, mountPath: /notes}]";
     let shell = |script: &str| format!("image: '{image}', command: [busybox, sh, -c, '{script}']");
     let wait_for_term = "trap \"exit 0\" TERM; while true; do sleep 0.1; done";
@@ -36,39 +41,52 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
             "ready",
             &format!(
                 "  containers: [{{name: c, {}, readinessProbe: {{periodSeconds: 1, httpGet: {{port: 8080, path: /ok}}}}}}]",
-                shell(&format!("mkdir /www; (sleep 1; touch /www/ok; sleep 4; rm /www/ok) & httpd -p 8080 -h /www; {wait_for_term}"))
+                shell(&format!(
+                    "mkdir /www; (sleep 1; touch /www/ok; sleep 4; rm /www/ok) & httpd -p 8080 -h /www; {wait_for_term}"
+                ))
             ),
         ),
         manifest(
             "live",
             &format!(
                 "  containers: [{{name: c, {}, livenessProbe: {{periodSeconds: 1, failureThreshold: 2, exec: {{command: [cat, /tmp/alive]}}}}}}]",
-                shell(&format!("mkdir -p /tmp; touch /tmp/alive; (sleep 2; rm /tmp/alive) & {wait_for_term}"))
+                shell(&format!(
+                    "mkdir -p /tmp; touch /tmp/alive; (sleep 2; rm /tmp/alive) & {wait_for_term}"
+                ))
             ),
         ),
         manifest(
             "startup",
             &format!(
                 "  containers: [{{name: c, {}, startupProbe: {{periodSeconds: 1, failureThreshold: 30, tcpSocket: {{port: 8080}}}}, readinessProbe: {{periodSeconds: 60, httpGet: {{port: 8080}}}}}}]",
-                shell(&format!("mkdir /www; echo hi > /www/index.html; sleep 2; httpd -p 8080 -h /www; {wait_for_term}"))
+                shell(&format!(
+                    "mkdir /www; echo hi > /www/index.html; sleep 2; httpd -p 8080 -h /www; {wait_for_term}"
+                ))
             ),
         ),
         manifest(
             "hooks",
             &format!(
                 "  containers: [{{name: c, {}, {mount}, lifecycle: {{postStart: {{exec: {{command: [sh, -c, 'echo post > /notes/hooks']}}}}, preStop: {{exec: {{command: [sh, -c, 'echo pre >> /notes/hooks']}}}}}}}}]\n{volume}",
-                shell("trap \"echo term >> /notes/hooks; exit 0\" TERM; while true; do sleep 0.1; done")
+                shell(
+                    "trap \"echo term >> /notes/hooks; exit 0\" TERM; while true; do sleep 0.1; done"
+                )
             ),
         ),
         manifest(
             "badhook",
-            &format!("  containers: [{{name: c, {}, lifecycle: {{postStart: {{exec: {{command: ['false']}}}}}}}}]", shell(wait_for_term)),
+            &format!(
+                "  containers: [{{name: c, {}, lifecycle: {{postStart: {{exec: {{command: ['false']}}}}}}}}]",
+                shell(wait_for_term)
+            ),
         ),
         manifest(
             "sidecar",
             &format!(
                 "  initContainers: [{{name: side, restartPolicy: Always, {}, {mount}, startupProbe: {{periodSeconds: 1, exec: {{command: [cat, /notes/side-up]}}}}}}]\n  containers: [{{name: c, {}, {mount}}}]\n{volume}",
-                shell("trap \"echo side >> /notes/order; exit 0\" TERM; sleep 2; touch /notes/side-up; while true; do sleep 0.1; done"),
+                shell(
+                    "trap \"echo side >> /notes/order; exit 0\" TERM; sleep 2; touch /notes/side-up; while true; do sleep 0.1; done"
+                ),
                 shell(
                     "test -f /notes/side-up && echo after > /notes/sidecar-start; trap \"sleep 0.5; echo main >> /notes/order; exit 0\" TERM; while true; do sleep 0.1; done"
                 )
@@ -81,7 +99,13 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
                 shell(&format!("mkdir -p /tmp; {wait_for_term}"))
             ),
         ),
-        manifest("deadline", &format!("  activeDeadlineSeconds: 2\n  containers: [{{name: c, {}}}]", shell(wait_for_term))),
+        manifest(
+            "deadline",
+            &format!(
+                "  activeDeadlineSeconds: 2\n  containers: [{{name: c, {}}}]",
+                shell(wait_for_term)
+            ),
+        ),
         manifest(
             "fallback",
             &format!(
@@ -101,70 +125,130 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
             &format!(
                 "  restartPolicy: Never\n  initContainers: [{{name: i, {}, volumeMounts: [{{name: v, mountPath: /v}}]}}]\n  containers: [{{name: a, restartPolicy: Never, restartPolicyRules: [{{action: RestartAllContainers, exitCodes: {{operator: In, values: [4]}}}}], {}, volumeMounts: [{{name: v, mountPath: /v}}]}}, {{name: b, {}}}]\n  volumes: [{{name: v, emptyDir: {{}}}}]",
                 shell("echo init >> /v/inits"),
-                shell("test -f /v/again && wc -l < /v/inits > /dev/termination-log && exit 0; touch /v/again; sleep 1; exit 4"),
+                shell(
+                    "test -f /v/again && wc -l < /v/inits > /dev/termination-log && exit 0; touch /v/again; sleep 1; exit 4"
+                ),
                 shell(wait_for_term)
             ),
         ),
-        manifest("stubborn", &format!("  containers: [{{name: c, {}}}]", shell("trap \"\" TERM; while true; do sleep 0.1; done")))
-            .replace("Seconds: 2", "Seconds: 60"),
+        manifest(
+            "stubborn",
+            &format!(
+                "  containers: [{{name: c, {}}}]",
+                shell("trap \"\" TERM; while true; do sleep 0.1; done")
+            ),
+        )
+        .replace("Seconds: 2", "Seconds: 60"),
     ];
     cluster.apply(&pods.concat());
     let pod = |name: &str| cluster.pod(name);
 
-    cluster.wait("readiness by HTTP", || condition(&pod("ready"), "Ready") == "True");
-    cluster.wait("readiness is taken back", || condition(&pod("ready"), "Ready") == "False");
-    assert!(pod("ready")["status"]["phase"] == "Running" && status(&pod("ready"), "c")["restartCount"] == 0);
+    cluster.wait("readiness by HTTP", || {
+        condition(&pod("ready"), "Ready") == "True"
+    });
+    cluster.wait("readiness is taken back", || {
+        condition(&pod("ready"), "Ready") == "False"
+    });
+    assert!(
+        pod("ready")["status"]["phase"] == "Running"
+            && status(&pod("ready"), "c")["restartCount"] == 0
+    );
 
-    cluster.wait("a container that fails its liveness probe is restarted", || status(&pod("live"), "c")["restartCount"].as_i64() >= Some(1));
+    cluster.wait(
+        "a container that fails its liveness probe is restarted",
+        || status(&pod("live"), "c")["restartCount"].as_i64() >= Some(1),
+    );
     cluster.wait("the events of that", || {
         let said = cluster.events("live");
         said.contains("Warning Unhealthy Liveness probe failed: cat: can't open '/tmp/alive'")
             && said.contains("Normal Killing Container c failed liveness probe, will be restarted")
     });
 
-    cluster.wait("the startup probe lets readiness follow", || condition(&pod("startup"), "Ready") == "True");
+    cluster.wait("the startup probe lets readiness follow", || {
+        condition(&pod("startup"), "Ready") == "True"
+    });
     assert_eq!(status(&pod("startup"), "c")["started"], true);
 
     cluster.wait("the postStart hook ran", || note("hooks") == "post\n");
-    cluster.wait("the pod with hooks runs", || condition(&pod("hooks"), "Ready") == "True");
+    cluster.wait("the pod with hooks runs", || {
+        condition(&pod("hooks"), "Ready") == "True"
+    });
     cluster.kubectl(&["delete", "pod", "hooks"]);
-    assert_eq!(note("hooks"), "post\npre\nterm\n", "the hook comes before the signal");
+    assert_eq!(
+        note("hooks"),
+        "post\npre\nterm\n",
+        "the hook comes before the signal"
+    );
 
     cluster.wait("a failing postStart hook stops its container", || {
         let said = cluster.events("badhook");
-        said.contains("Warning FailedPostStartHook PostStartHook failed") && status(&pod("badhook"), "c")["restartCount"].as_i64() >= Some(1)
+        said.contains("Warning FailedPostStartHook PostStartHook failed")
+            && status(&pod("badhook"), "c")["restartCount"].as_i64() >= Some(1)
     });
 
-    cluster.wait("the sidecar's pod is ready", || condition(&pod("sidecar"), "Ready") == "True");
-    assert_eq!(note("sidecar-start"), "after\n", "the container waited for the sidecar's startup probe");
+    cluster.wait("the sidecar's pod is ready", || {
+        condition(&pod("sidecar"), "Ready") == "True"
+    });
+    assert_eq!(
+        note("sidecar-start"),
+        "after\n",
+        "the container waited for the sidecar's startup probe"
+    );
     cluster.kubectl(&["delete", "pod", "sidecar"]);
     assert_eq!(note("order"), "main\nside\n", "sidecars end last");
 
-    cluster.wait("the deadline", || pod("deadline")["status"]["reason"] == "DeadlineExceeded");
+    cluster.wait("the deadline", || {
+        pod("deadline")["status"]["reason"] == "DeadlineExceeded"
+    });
     let ended = pod("deadline");
     assert_eq!(ended["status"]["phase"], "Failed");
-    assert_eq!(ended["status"]["message"], "Pod was active on the node longer than the specified deadline");
+    assert_eq!(
+        ended["status"]["message"],
+        "Pod was active on the node longer than the specified deadline"
+    );
 
-    cluster.wait("the end of the log is the message", || pod("fallback")["status"]["phase"] == "Failed");
-    assert_eq!(status(&pod("fallback"), "c")["state"]["terminated"]["message"], "first\nboom\n");
+    cluster.wait("the end of the log is the message", || {
+        pod("fallback")["status"]["phase"] == "Failed"
+    });
+    assert_eq!(
+        status(&pod("fallback"), "c")["state"]["terminated"]["message"],
+        "first\nboom\n"
+    );
 
-    cluster.wait("the rule restarts once", || pod("rules")["status"]["phase"] == "Succeeded");
+    cluster.wait("the rule restarts once", || {
+        pod("rules")["status"]["phase"] == "Succeeded"
+    });
     assert_eq!(status(&pod("rules"), "c")["restartCount"], 1);
 
-    cluster.wait("all containers start over", || status(&pod("all"), "a")["state"]["terminated"]["exitCode"] == 0);
+    cluster.wait("all containers start over", || {
+        status(&pod("all"), "a")["state"]["terminated"]["exitCode"] == 0
+    });
     let all = pod("all");
     assert_eq!(
-        (&status(&all, "a")["restartCount"], &status(&all, "b")["restartCount"], &status(&all, "i")["restartCount"]),
+        (
+            &status(&all, "a")["restartCount"],
+            &status(&all, "b")["restartCount"],
+            &status(&all, "i")["restartCount"]
+        ),
         (&1.into(), &1.into(), &1.into())
     );
-    assert_eq!(status(&all, "a")["state"]["terminated"]["message"], "2\n", "the init container ran again: {all:#}");
+    assert_eq!(
+        status(&all, "a")["state"]["terminated"]["message"],
+        "2\n",
+        "the init container ran again: {all:#}"
+    );
 
-    cluster.wait("the stubborn pod runs", || condition(&pod("stubborn"), "Ready") == "True");
+    cluster.wait("the stubborn pod runs", || {
+        condition(&pod("stubborn"), "Ready") == "True"
+    });
     cluster.kubectl(&["delete", "pod", "stubborn", "--wait=false"]);
     std::thread::sleep(Duration::from_secs(1));
     let shortened = Instant::now();
     cluster.kubectl(&["delete", "pod", "stubborn", "--grace-period=1"]);
-    assert!(shortened.elapsed() < Duration::from_secs(20), "the shorter grace took effect while the pod was being stopped");
+    assert!(
+        shortened.elapsed() < Duration::from_secs(20),
+        "the shorter grace took effect while the pod was being stopped"
+    );
 
     // The agent can say why: of a pod that runs, and of one that is held up.
     cluster.apply(&format!(
@@ -173,28 +257,53 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
         manifest("unmounted", &format!("  containers: [{{name: c, {}}}]\n  volumes: [{{name: v, configMap: {{name: nosuch}}}}]", shell("true")))
     ));
     let explain = |pod: &str, output: &str| {
-        let run =
-            std::process::Command::new(support::holdfast()).args(["explain", "pod", pod, "--name", &cluster.name, "-o", output]).output().unwrap();
-        format!("{}{}", String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr))
+        let run = std::process::Command::new(support::holdfast())
+            .args(["explain", "pod", pod, "--name", &cluster.name, "-o", output])
+            .output()
+            .unwrap();
+        format!(
+            "{}{}",
+            String::from_utf8_lossy(&run.stdout),
+            String::from_utf8_lossy(&run.stderr)
+        )
     };
     // One failure below the threshold is over as soon as the probe succeeds again.
-    cluster.wait("the probe that failed once", || cluster.events("blip").contains("Unhealthy Liveness probe failed"));
-    cluster.wait("it is well again", || explain("blip", "text").contains("as its spec says"));
+    cluster.wait("the probe that failed once", || {
+        cluster
+            .events("blip")
+            .contains("Unhealthy Liveness probe failed")
+    });
+    cluster.wait("it is well again", || {
+        explain("blip", "text").contains("as its spec says")
+    });
     assert_eq!(status(&pod("blip"), "c")["restartCount"], 0);
     let running = explain("startup", "text");
-    assert!(running.contains("as its spec says") && running.contains("startup probe c") && running.contains("sandbox"), "{running}");
+    assert!(
+        running.contains("as its spec says")
+            && running.contains("startup probe c")
+            && running.contains("sandbox"),
+        "{running}"
+    );
     cluster.wait("the image that is not there is named", || {
-        explain("nosuch", "text").contains("the image of container c cannot be had: ErrImageNeverPull")
+        explain("nosuch", "text")
+            .contains("the image of container c cannot be had: ErrImageNeverPull")
     });
     cluster.wait("the volume that cannot be had is named", || {
         let (said, pod) = (explain("unmounted", "text"), pod("unmounted"));
-        let message = status(&pod, "c")["state"]["waiting"]["message"].as_str().unwrap_or_default().to_owned();
+        let message = status(&pod, "c")["state"]["waiting"]["message"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
         said.contains("volume v cannot be set up: configmap \"nosuch\" not found")
             && said.contains("next try")
             && message.contains("configmap \"nosuch\" not found")
     });
     let json: Value = serde_json::from_str(&explain("unmounted", "json")).unwrap();
-    assert_eq!((&json["blocking"]["step"], &json["blocking"]["subject"]), (&"volume".into(), &"v".into()), "{json:#}");
+    assert_eq!(
+        (&json["blocking"]["step"], &json["blocking"]["subject"]),
+        (&"volume".into(), &"v".into()),
+        "{json:#}"
+    );
     assert!(explain("startup", "svg").starts_with("<svg "));
     assert!(explain("nobody", "text").contains("kubectl get pod -o wide"));
 
@@ -204,7 +313,11 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
 
 #[test]
 fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
-    let cluster = Cluster::start_configured("logs", 21, "{containerLogMaxSize: 20Ki, containerLogMaxFiles: 3, containerLogMonitorInterval: 500ms}");
+    let cluster = Cluster::start_configured(
+        "logs",
+        21,
+        "{containerLogMaxSize: 20Ki, containerLogMaxFiles: 3, containerLogMonitorInterval: 500ms}",
+    );
     let image = support::busybox(&cluster);
     let shell = |script: &str| format!("image: '{image}', command: [busybox, sh, -c, '{script}']");
     let count = "i=0; while [ $i -lt 3000 ]; do echo line-$i; i=$((i+1)); [ $((i % 50)) = 0 ] && sleep 0.1; done; trap \"exit 0\" TERM; while true; do sleep 0.1; done";
@@ -220,44 +333,87 @@ fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
             )
         )
     ));
-    let uid = |pod: &str| cluster.pod(pod)["metadata"]["uid"].as_str().unwrap().to_owned();
-    let dir = |pod: &str| cluster.data().join("pods-logs").join(format!("default_{pod}_{}", uid(pod))).join("c");
+    let uid = |pod: &str| {
+        cluster.pod(pod)["metadata"]["uid"]
+            .as_str()
+            .unwrap()
+            .to_owned()
+    };
+    let dir = |pod: &str| {
+        cluster
+            .data()
+            .join("pods-logs")
+            .join(format!("default_{pod}_{}", uid(pod)))
+            .join("c")
+    };
     let names = |pod: &str| -> Vec<String> {
-        let mut names: Vec<String> =
-            std::fs::read_dir(dir(pod)).into_iter().flatten().flatten().map(|e| e.file_name().into_string().unwrap()).collect();
+        let mut names: Vec<String> = std::fs::read_dir(dir(pod))
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|e| e.file_name().into_string().unwrap())
+            .collect();
         names.sort();
         names
     };
     // Follow as `kubectl logs -f` must: the open file to its end, then the new one.
     cluster.wait("the log", || dir("chatty").join("0.log").exists());
     let log = dir("chatty").join("0.log");
-    let (mut file, mut text, start) = (std::fs::File::open(&log).unwrap(), String::new(), Instant::now());
+    let (mut file, mut text, start) = (
+        std::fs::File::open(&log).unwrap(),
+        String::new(),
+        Instant::now(),
+    );
     while !text.contains("line-2999\n") {
         use std::io::Read as _;
         use std::os::unix::fs::MetadataExt as _;
-        let moved = std::fs::metadata(&log).is_ok_and(|m| m.ino() != file.metadata().unwrap().ino());
+        let moved =
+            std::fs::metadata(&log).is_ok_and(|m| m.ino() != file.metadata().unwrap().ino());
         file.read_to_string(&mut text).unwrap();
         if moved {
             file = std::fs::File::open(&log).unwrap();
         }
-        assert!(start.elapsed() < Duration::from_secs(60), "the log was not followed to its end");
+        assert!(
+            start.elapsed() < Duration::from_secs(60),
+            "the log was not followed to its end"
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
-    let seen: Vec<usize> = text.lines().filter_map(|l| l.rsplit_once("line-")?.1.parse().ok()).collect();
-    assert_eq!(seen, (0..3000).collect::<Vec<_>>(), "no line is lost or doubled across rotations");
+    let seen: Vec<usize> = text
+        .lines()
+        .filter_map(|l| l.rsplit_once("line-")?.1.parse().ok())
+        .collect();
+    assert_eq!(
+        seen,
+        (0..3000).collect::<Vec<_>>(),
+        "no line is lost or doubled across rotations"
+    );
     cluster.wait("files are bounded", || names("chatty").len() <= 3);
-    assert!(names("chatty").iter().any(|n| n.ends_with(".gz")), "{:?}", names("chatty"));
+    assert!(
+        names("chatty").iter().any(|n| n.ends_with(".gz")),
+        "{:?}",
+        names("chatty")
+    );
     let link = std::fs::read_dir(cluster.data().join("containers"))
         .unwrap()
         .flatten()
-        .find(|e| e.file_name().to_str().unwrap().starts_with("chatty_default_c-"))
+        .find(|e| {
+            e.file_name()
+                .to_str()
+                .unwrap()
+                .starts_with("chatty_default_c-")
+        })
         .unwrap();
     assert_eq!(std::fs::read_link(link.path()).unwrap(), log);
 
     // Of a container that crashes again and again the last two instances stay.
-    cluster.wait("two restarts", || status(&cluster.pod("crash"), "c")["restartCount"].as_i64() >= Some(2));
+    cluster.wait("two restarts", || {
+        status(&cluster.pod("crash"), "c")["restartCount"].as_i64() >= Some(2)
+    });
     cluster.wait("older instances are gone with their logs", || {
-        let count = status(&cluster.pod("crash"), "c")["restartCount"].as_i64().unwrap();
+        let count = status(&cluster.pod("crash"), "c")["restartCount"]
+            .as_i64()
+            .unwrap();
         let newest = [format!("{}.log", count - 1), format!("{count}.log")];
         names("crash").iter().all(|n| newest.contains(n))
     });
@@ -271,7 +427,10 @@ fn static_pods_of_a_url_run_until_it_lists_them_no_more() {
     use std::sync::{Arc, Mutex};
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
-    let answer = Arc::new(Mutex::new((200, "{\"apiVersion\": \"v1\", \"kind\": \"PodList\", \"items\": []}".to_owned())));
+    let answer = Arc::new(Mutex::new((
+        200,
+        "{\"apiVersion\": \"v1\", \"kind\": \"PodList\", \"items\": []}".to_owned(),
+    )));
     let served = Arc::clone(&answer);
     std::thread::spawn(move || {
         for stream in listener.incoming() {
@@ -279,28 +438,55 @@ fn static_pods_of_a_url_run_until_it_lists_them_no_more() {
             let mut request = [0; 4096];
             let length = stream.read(&mut request).unwrap_or(0);
             let (mut code, body) = served.lock().unwrap().clone();
-            if !String::from_utf8_lossy(&request[..length]).to_lowercase().contains("x-token: abc") {
+            if !String::from_utf8_lossy(&request[..length])
+                .to_lowercase()
+                .contains("x-token: abc")
+            {
                 code = 403;
             }
             // A client that has gone is no matter.
-            let _ = write!(stream, "HTTP/1.1 {code} X\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+            let _ = write!(
+                stream,
+                "HTTP/1.1 {code} X\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}",
+                body.len()
+            );
         }
     });
-    let fields = format!("{{staticPodURL: 'http://127.0.0.1:{port}/pods', staticPodURLHeader: {{X-Token: [abc]}}, httpCheckFrequency: 300ms}}");
+    let fields = format!(
+        "{{staticPodURL: 'http://127.0.0.1:{port}/pods', staticPodURLHeader: {{X-Token: [abc]}}, httpCheckFrequency: 300ms}}"
+    );
     let cluster = Cluster::start_configured("url", 26, &fields);
     let image = support::busybox(&cluster);
-    let mirror = || cluster.pods().into_iter().find(|p| p["metadata"]["name"].as_str().unwrap().starts_with("remote-"));
+    let mirror = || {
+        cluster.pods().into_iter().find(|p| {
+            p["metadata"]["name"]
+                .as_str()
+                .unwrap()
+                .starts_with("remote-")
+        })
+    };
     let pod = format!(
         "{{\"apiVersion\": \"v1\", \"kind\": \"Pod\", \"metadata\": {{\"name\": \"remote\"}}, \"spec\": {{\"terminationGracePeriodSeconds\": 1, \"containers\": [{{\"name\": \"c\", \"image\": \"{image}\", \"command\": [\"busybox\", \"sleep\", \"1000\"]}}]}}}}"
     );
     *answer.lock().unwrap() = (200, pod);
-    cluster.wait("its mirror is ready", || mirror().is_some_and(|p| condition(&p, "Ready") == "True"));
-    assert_eq!(mirror().unwrap()["metadata"]["annotations"]["kubernetes.io/config.source"], "http");
+    cluster.wait("its mirror is ready", || {
+        mirror().is_some_and(|p| condition(&p, "Ready") == "True")
+    });
+    assert_eq!(
+        mirror().unwrap()["metadata"]["annotations"]["kubernetes.io/config.source"],
+        "http"
+    );
     answer.lock().unwrap().0 = 500;
     std::thread::sleep(Duration::from_secs(1));
-    assert!(mirror().is_some_and(|p| condition(&p, "Ready") == "True"), "an error changes nothing");
+    assert!(
+        mirror().is_some_and(|p| condition(&p, "Ready") == "True"),
+        "an error changes nothing"
+    );
     assert!(cluster.log("agent").contains("answered 500"));
-    *answer.lock().unwrap() = (200, "{\"apiVersion\": \"v1\", \"kind\": \"PodList\", \"items\": []}".to_owned());
+    *answer.lock().unwrap() = (
+        200,
+        "{\"apiVersion\": \"v1\", \"kind\": \"PodList\", \"items\": []}".to_owned(),
+    );
     cluster.wait("it is gone", || mirror().is_none());
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }

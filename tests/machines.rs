@@ -22,18 +22,35 @@ const IQN: &str = "iqn.2026-11.test.holdfast:disk";
 
 #[test]
 fn filesystems_count_what_pods_write() {
-    vm::run("quotas_inside", &["quota_v2", "brd rd_nr=1 rd_size=65536"], &["/sbin/mkfs.ext4"]);
+    vm::run(
+        "quotas_inside",
+        &["quota_v2", "brd rd_nr=1 rd_size=65536"],
+        &["/sbin/mkfs.ext4"],
+    );
 }
 
 #[test]
 #[ignore = "runs in a virtual machine"]
 fn quotas_inside() {
-    assert!(vm::is_inside(), "this makes filesystems: it runs in a virtual machine only");
-    let made = std::process::Command::new("/sbin/mkfs.ext4").args(["-q", "-O", "quota,project", "/dev/ram0"]).status().unwrap();
+    assert!(
+        vm::is_inside(),
+        "this makes filesystems: it runs in a virtual machine only"
+    );
+    let made = std::process::Command::new("/sbin/mkfs.ext4")
+        .args(["-q", "-O", "quota,project", "/dev/ram0"])
+        .status()
+        .unwrap();
     assert!(made.success());
     let root = Path::new("/run/node");
     std::fs::create_dir(root).unwrap();
-    nix::mount::mount(Some("/dev/ram0"), root, Some("ext4"), nix::mount::MsFlags::empty(), Some("prjquota")).unwrap();
+    nix::mount::mount(
+        Some("/dev/ram0"),
+        root,
+        Some("ext4"),
+        nix::mount::MsFlags::empty(),
+        Some("prjquota"),
+    )
+    .unwrap();
     let host = LinuxHost {
         root: root.into(),
         logs: root.join("logs"),
@@ -49,15 +66,28 @@ fn quotas_inside() {
         )
         .unwrap()
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     let set_up = |pod: &Pod| {
         for volume in pod.spec.as_ref().unwrap().volumes.iter().flatten() {
             let behind = behind::behind(pod, volume, None, Here::default()).unwrap();
-            runtime.block_on(host.set_up_volume(pod, &behind, None)).unwrap();
+            runtime
+                .block_on(host.set_up_volume(pod, &behind, None))
+                .unwrap();
         }
     };
-    let dir = |uid: &str, volume: &str| root.join(format!("pods/{uid}/volumes/kubernetes.io~empty-dir/{volume}"));
-    let used = |pod: &Pod, volume: &str| runtime.block_on(host.volume_usage(pod, volume, u64::MAX)).unwrap();
+    let dir = |uid: &str, volume: &str| {
+        root.join(format!(
+            "pods/{uid}/volumes/kubernetes.io~empty-dir/{volume}"
+        ))
+    };
+    let used = |pod: &Pod, volume: &str| {
+        runtime
+            .block_on(host.volume_usage(pod, volume, u64::MAX))
+            .unwrap()
+    };
 
     // Each volume is counted by itself, as walking it would, and again after it was set up once more.
     let (counted, walked) = (pod("counted", false), pod("walked", true));
@@ -71,21 +101,38 @@ fn quotas_inside() {
     nix::unistd::sync();
     set_up(&counted);
     for volume in ["v", "w"] {
-        let known = quota::used(&dir("counted", volume)).unwrap().expect("the filesystem counts");
+        let known = quota::used(&dir("counted", volume))
+            .unwrap()
+            .expect("the filesystem counts");
         assert_eq!(known, usage::of(&dir("counted", volume), u64::MAX).unwrap());
-        assert_eq!((used(&counted, volume), used(&walked, volume)), (known, known));
-        assert_eq!(quota::used(&dir("walked", volume)).unwrap(), None, "who is in that pod could tell the filesystem otherwise");
+        assert_eq!(
+            (used(&counted, volume), used(&walked, volume)),
+            (known, known)
+        );
+        assert_eq!(
+            quota::used(&dir("walked", volume)).unwrap(),
+            None,
+            "who is in that pod could tell the filesystem otherwise"
+        );
     }
     // What is removed is not counted any more, and its number is free for others.
     std::fs::remove_dir_all(dir("counted", "v")).unwrap();
     assert_eq!(used(&counted, "v"), usage::Usage::default());
     set_up(&counted);
-    assert_eq!(quota::used(&dir("counted", "v")).unwrap().map(|u| u.inodes), Some(1));
+    assert_eq!(
+        quota::used(&dir("counted", "v")).unwrap().map(|u| u.inodes),
+        Some(1)
+    );
     // Many volumes have many numbers.
     for n in 0..200 {
         set_up(&pod(&format!("many-{n}"), false));
     }
-    assert!((0..200).all(|n| quota::used(&dir(&format!("many-{n}"), "w")).unwrap().map(|u| u.inodes) == Some(1)));
+    assert!((0..200).all(|n| {
+        quota::used(&dir(&format!("many-{n}"), "w"))
+            .unwrap()
+            .map(|u| u.inodes)
+            == Some(1)
+    }));
 }
 
 /// A whole node, as most clusters have them: systemd makes the cgroups, and they are unified.
@@ -93,27 +140,66 @@ fn quotas_inside() {
 fn systemd_makes_the_cgroups() {
     let own = support::holdfast();
     let plugins = own.with_file_name("holdfast-cni");
-    vm::run_on_node("systemd_inside", &[own, plugins, "/usr/bin/kubectl".into(), "/bin/busybox".into()]);
+    vm::run_on_node(
+        "systemd_inside",
+        &[
+            own,
+            plugins,
+            "/usr/bin/kubectl".into(),
+            "/bin/busybox".into(),
+        ],
+    );
 }
 
 /// A disk behind iSCSI, by the kernel's own target.
 fn share_disk() {
-    let run = |program: &str, arguments: &[&str]| assert!(std::process::Command::new(program).args(arguments).status().unwrap().success());
-    for module in ["target_core_mod", "target_core_file", "iscsi_target_mod", "iscsi_tcp"] {
+    let run = |program: &str, arguments: &[&str]| {
+        assert!(
+            std::process::Command::new(program)
+                .args(arguments)
+                .status()
+                .unwrap()
+                .success()
+        )
+    };
+    for module in [
+        "target_core_mod",
+        "target_core_file",
+        "iscsi_target_mod",
+        "iscsi_tcp",
+    ] {
         run("modprobe", &[module]);
     }
-    std::fs::File::create("/srv/disk").unwrap().set_len(32 << 20).unwrap();
-    let (cores, target) = (Path::new("/sys/kernel/config/target/core"), Path::new("/sys/kernel/config/target/iscsi").join(IQN).join("tpgt_1"));
+    std::fs::File::create("/srv/disk")
+        .unwrap()
+        .set_len(32 << 20)
+        .unwrap();
+    let (cores, target) = (
+        Path::new("/sys/kernel/config/target/core"),
+        Path::new("/sys/kernel/config/target/iscsi")
+            .join(IQN)
+            .join("tpgt_1"),
+    );
     let disk = cores.join("fileio_0/disk");
     std::fs::create_dir_all(&disk).unwrap();
-    let say = |file: std::path::PathBuf, text: &str| std::fs::write(&file, text).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
-    say(disk.join("control"), "fd_dev_name=/srv/disk,fd_dev_size=33554432");
+    let say = |file: std::path::PathBuf, text: &str| {
+        std::fs::write(&file, text).unwrap_or_else(|e| panic!("{}: {e}", file.display()))
+    };
+    say(
+        disk.join("control"),
+        "fd_dev_name=/srv/disk,fd_dev_size=33554432",
+    );
     say(disk.join("enable"), "1");
     for dir in ["lun/lun_0", "np/192.0.2.10:3260"] {
         std::fs::create_dir_all(target.join(dir)).unwrap();
     }
     std::os::unix::fs::symlink(&disk, target.join("lun/lun_0/disk")).unwrap();
-    for (attribute, value) in [("authentication", "0"), ("generate_node_acls", "1"), ("demo_mode_write_protect", "0"), ("cache_dynamic_acls", "1")] {
+    for (attribute, value) in [
+        ("authentication", "0"),
+        ("generate_node_acls", "1"),
+        ("demo_mode_write_protect", "0"),
+        ("cache_dynamic_acls", "1"),
+    ] {
         say(target.join("attrib").join(attribute), value);
     }
     say(target.join("enable"), "1");
@@ -128,13 +214,25 @@ fn line(path: &Path) -> String {
 #[ignore = "runs in a virtual machine"]
 fn systemd_inside() {
     assert!(vm::is_inside(), "this needs a machine of its own");
-    let run = |program: &str, arguments: &[&str]| assert!(std::process::Command::new(program).args(arguments).status().unwrap().success());
+    let run = |program: &str, arguments: &[&str]| {
+        assert!(
+            std::process::Command::new(program)
+                .args(arguments)
+                .status()
+                .unwrap()
+                .success()
+        )
+    };
     run("ip", &["link", "add", "uplink", "type", "dummy"]);
     run("ip", &["address", "add", "192.0.2.10/24", "dev", "uplink"]);
     run("ip", &["link", "set", "uplink", "up"]);
     run("ip", &["route", "add", "default", "dev", "uplink"]);
     std::fs::create_dir_all("/srv/shared").unwrap();
-    std::fs::write("/etc/exports", "/srv/shared 192.0.2.10(rw,no_root_squash,insecure,no_subtree_check)\n").unwrap();
+    std::fs::write(
+        "/etc/exports",
+        "/srv/shared 192.0.2.10(rw,no_root_squash,insecure,no_subtree_check)\n",
+    )
+    .unwrap();
     run("systemctl", &["start", "nfs-server"]);
     share_disk();
     let cluster = Cluster::start_configured("vm", 49, "cgroupDriver: systemd\npodPidsLimit: 100\n");
@@ -145,37 +243,93 @@ fn systemd_inside() {
         )
     };
     let nfs = "nfs: {server: 192.0.2.10, path: /srv/shared}";
-    cluster.apply(&pod("one", "{cpu: 200m, memory: 64Mi}", "echo hello > /v/file; sleep 10000", nfs));
+    cluster.apply(&pod(
+        "one",
+        "{cpu: 200m, memory: 64Mi}",
+        "echo hello > /v/file; sleep 10000",
+        nfs,
+    ));
     cluster.apply(&pod("two", "{}", "sleep 10000", "emptyDir: {}"));
-    cluster.apply(&pod("greedy", "{memory: 32Mi}", "dd if=/dev/zero of=/v/file bs=1M count=64", "emptyDir: {medium: Memory}"));
+    cluster.apply(&pod(
+        "greedy",
+        "{memory: 32Mi}",
+        "dd if=/dev/zero of=/v/file bs=1M count=64",
+        "emptyDir: {medium: Memory}",
+    ));
     let disk = format!("iscsi: {{targetPortal: 192.0.2.10, iqn: '{IQN}', lun: 0, fsType: ext4}}");
-    cluster.apply(&pod("disk", "{}", "echo kept > /v/file; sync; sleep 10000", &disk));
+    cluster.apply(&pod(
+        "disk",
+        "{}",
+        "echo kept > /v/file; sync; sleep 10000",
+        &disk,
+    ));
     let ready = |name: &str| condition(&cluster.pod(name), "Ready") == "True";
     cluster.wait("the pods", || ready("one") && ready("two") && ready("disk"));
-    assert_eq!(line(Path::new("/srv/shared/file")), "hello", "what the pod wrote is on the server");
+    assert_eq!(
+        line(Path::new("/srv/shared/file")),
+        "hello",
+        "what the pod wrote is on the server"
+    );
 
     // The slices have the pods' limits, and the containers are in them.
     let tier = Path::new("/sys/fs/cgroup/holdfast_t_vm.slice/holdfast_t_vm-kubepods.slice");
-    let uid = |name: &str| cluster.pod(name)["metadata"]["uid"].as_str().unwrap().replace('-', "_");
+    let uid = |name: &str| {
+        cluster.pod(name)["metadata"]["uid"]
+            .as_str()
+            .unwrap()
+            .replace('-', "_")
+    };
     let one = tier.join(format!("holdfast_t_vm-kubepods-pod{}.slice", uid("one")));
-    let two = tier.join(format!("holdfast_t_vm-kubepods-besteffort.slice/holdfast_t_vm-kubepods-besteffort-pod{}.slice", uid("two")));
-    assert_eq!(["memory.max", "cpu.max", "cpu.weight", "pids.max"].map(|f| line(&one.join(f))), ["67108864", "20000 100000", "8", "100"]);
-    assert_eq!(["memory.max", "cpu.max", "cpu.weight", "pids.max"].map(|f| line(&two.join(f))), ["max", "max 100000", "1", "100"]);
+    let two = tier.join(format!(
+        "holdfast_t_vm-kubepods-besteffort.slice/holdfast_t_vm-kubepods-besteffort-pod{}.slice",
+        uid("two")
+    ));
+    assert_eq!(
+        ["memory.max", "cpu.max", "cpu.weight", "pids.max"].map(|f| line(&one.join(f))),
+        ["67108864", "20000 100000", "8", "100"]
+    );
+    assert_eq!(
+        ["memory.max", "cpu.max", "cpu.weight", "pids.max"].map(|f| line(&two.join(f))),
+        ["max", "max 100000", "1", "100"]
+    );
     for slice in [&one, &two] {
-        let scopes = std::fs::read_dir(slice).unwrap().flatten().filter(|e| e.file_name().to_string_lossy().starts_with("cri-containerd-"));
+        let scopes = std::fs::read_dir(slice).unwrap().flatten().filter(|e| {
+            e.file_name()
+                .to_string_lossy()
+                .starts_with("cri-containerd-")
+        });
         assert_eq!(scopes.count(), 2, "the sandbox's and the container's");
     }
     // Who uses too much is ended by the kernel. (That it was for its memory is told in time by the runtime, or not.)
-    let code = || cluster.pod("greedy")["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"].as_i64();
+    let code = || {
+        cluster.pod("greedy")["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"]
+            .as_i64()
+    };
     cluster.wait("the greedy pod to end", || code().is_some());
     assert_eq!(code(), Some(137));
 
     // Figures come from the same places.
-    let node = cluster.kubectl(&["get", "nodes", "-o", "name"]).replace("node/", "");
-    let summary = cluster.kubectl(&["get", "--raw", &format!("/api/v1/nodes/{}/proxy/stats/summary", node.trim())]);
+    let node = cluster
+        .kubectl(&["get", "nodes", "-o", "name"])
+        .replace("node/", "");
+    let summary = cluster.kubectl(&[
+        "get",
+        "--raw",
+        &format!("/api/v1/nodes/{}/proxy/stats/summary", node.trim()),
+    ]);
     let summary: serde_json::Value = serde_json::from_str(&summary).unwrap();
-    let of_one = summary["pods"].as_array().unwrap().iter().find(|p| p["podRef"]["name"] == "one").expect("the pod's figures").clone();
-    assert!(of_one["memory"]["workingSetBytes"].as_u64() > Some(0) && of_one["process_stats"]["process_count"].as_u64() > Some(0), "{of_one}");
+    let of_one = summary["pods"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|p| p["podRef"]["name"] == "one")
+        .expect("the pod's figures")
+        .clone();
+    assert!(
+        of_one["memory"]["workingSetBytes"].as_u64() > Some(0)
+            && of_one["process_stats"]["process_count"].as_u64() > Some(0),
+        "{of_one}"
+    );
 
     // The disk's session ends with its last pod, and what was written is on the disk.
     let sessions = || std::fs::read_dir("/sys/class/iscsi_session").map_or(0, Iterator::count);
@@ -188,14 +342,32 @@ fn systemd_inside() {
 
     // A pod that is resized keeps running, with its slice's limits changed.
     let patch = r#"{"spec": {"containers": [{"name": "c", "resources": {"limits": {"cpu": "300m", "memory": "96Mi"}, "requests": {"cpu": "300m", "memory": "96Mi"}}}]}}"#;
-    cluster.kubectl(&["patch", "pod", "one", "--subresource=resize", "--patch", patch]);
-    cluster.wait("the slice's limits", || [line(&one.join("memory.max")), line(&one.join("cpu.max"))] == ["100663296", "30000 100000"]);
+    cluster.kubectl(&[
+        "patch",
+        "pod",
+        "one",
+        "--subresource=resize",
+        "--patch",
+        patch,
+    ]);
+    cluster.wait("the slice's limits", || {
+        [line(&one.join("memory.max")), line(&one.join("cpu.max"))] == ["100663296", "30000 100000"]
+    });
 
     // An agent that was killed finds its pods, and takes away all of them.
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(cluster.pid("agent")), nix::sys::signal::Signal::SIGKILL).unwrap();
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(cluster.pid("agent")),
+        nix::sys::signal::Signal::SIGKILL,
+    )
+    .unwrap();
     cluster.up();
-    cluster.wait("the pods to be ready still", || ready("one") && ready("two"));
-    assert_eq!(cluster.pod("one")["status"]["containerStatuses"][0]["restartCount"], 0);
+    cluster.wait("the pods to be ready still", || {
+        ready("one") && ready("two")
+    });
+    assert_eq!(
+        cluster.pod("one")["status"]["containerStatuses"][0]["restartCount"],
+        0
+    );
     cluster.kubectl(&["delete", "pod", "one", "two", "greedy", "again"]);
     let slices = || {
         let mut found = vec![];
@@ -203,7 +375,12 @@ fn systemd_inside() {
         found
     };
     cluster.wait("the slices to go", || slices().is_empty());
-    assert!(!std::fs::read_to_string("/proc/self/mountinfo").unwrap().contains(" - nfs4 "), "nothing of the server is mounted");
+    assert!(
+        !std::fs::read_to_string("/proc/self/mountinfo")
+            .unwrap()
+            .contains(" - nfs4 "),
+        "nothing of the server is mounted"
+    );
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
     drop(cluster);
     assert!(!tier.exists());

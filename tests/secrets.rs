@@ -12,15 +12,24 @@ const CANARY: &str = "canary-7c1e50b2";
 
 fn stands_in(path: &Path, needles: &[String]) -> bool {
     let bytes = std::fs::read(path).unwrap_or_default();
-    needles.iter().any(|n| bytes.windows(n.len()).any(|w| w == n.as_bytes()))
+    needles
+        .iter()
+        .any(|n| bytes.windows(n.len()).any(|w| w == n.as_bytes()))
 }
 
 #[test]
 fn a_secret_is_in_no_log_event_or_core_file() {
     let cluster = Cluster::start_verbose("secrets", 39);
     let image = support::busybox(&cluster);
-    cluster.kubectl(&["create", "secret", "generic", "keys", &format!("--from-literal=pin={CANARY}")]);
-    let login = "{\"auths\": {\"registry.test\": {\"username\": \"u\", \"password\": \"CANARY\"}}}".replace("CANARY", CANARY);
+    cluster.kubectl(&[
+        "create",
+        "secret",
+        "generic",
+        "keys",
+        &format!("--from-literal=pin={CANARY}"),
+    ]);
+    let login = "{\"auths\": {\"registry.test\": {\"username\": \"u\", \"password\": \"CANARY\"}}}"
+        .replace("CANARY", CANARY);
     cluster.kubectl(&[
         "create",
         "secret",
@@ -35,31 +44,66 @@ fn a_secret_is_in_no_log_event_or_core_file() {
             "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{terminationGracePeriodSeconds: 1, imagePullSecrets: [{{name: pull}}], volumes: [{{name: k, secret: {{secretName: keys}}}}, {{name: p, projected: {{sources: [{{secret: {{name: keys}}}}]}}}}], containers: [{{name: c, image: '{image}', command: [busybox, sleep, '1000'], env: [{{name: PIN, valueFrom: {{secretKeyRef: {{name: keys, key: pin}}}}}}], volumeMounts: [{{name: k, mountPath: /k}}, {{name: p, mountPath: /p}}]{container}}}]}}\n---\n"
         )
     };
-    let probe = ", readinessProbe: {periodSeconds: 1, exec: {command: [busybox, test, -f, /k/pin]}}";
+    let probe =
+        ", readinessProbe: {periodSeconds: 1, exec: {command: [busybox, test, -f, /k/pin]}}";
     let dead = ", livenessProbe: {periodSeconds: 1, failureThreshold: 1, exec: {command: [busybox, test, -f, /nothing]}}, lifecycle: {postStart: {exec: {command: [busybox, 'true']}}}";
-    cluster.apply(&format!("{}{}{}", pod("well", probe), pod("dying", dead), pod("absent", "").replace(&image, "registry.test/none:1")));
-    cluster.wait("the pod", || condition(&cluster.pod("well"), "Ready") == "True");
-    cluster.kubectl(&["patch", "secret", "keys", "--patch", r#"{"stringData": {"more": "x"}}"#]);
-    cluster.wait("a restart", || cluster.pod("dying")["status"]["containerStatuses"][0]["restartCount"].as_i64() > Some(0));
-    cluster.wait("a failed pull", || cluster.events("absent").contains("Failed to pull image"));
-    let explained =
-        std::process::Command::new(support::holdfast()).args(["explain", "pod", "well", "-o", "json", "--name", &cluster.name]).output().unwrap();
+    cluster.apply(&format!(
+        "{}{}{}",
+        pod("well", probe),
+        pod("dying", dead),
+        pod("absent", "").replace(&image, "registry.test/none:1")
+    ));
+    cluster.wait("the pod", || {
+        condition(&cluster.pod("well"), "Ready") == "True"
+    });
+    cluster.kubectl(&[
+        "patch",
+        "secret",
+        "keys",
+        "--patch",
+        r#"{"stringData": {"more": "x"}}"#,
+    ]);
+    cluster.wait("a restart", || {
+        cluster.pod("dying")["status"]["containerStatuses"][0]["restartCount"].as_i64() > Some(0)
+    });
+    cluster.wait("a failed pull", || {
+        cluster.events("absent").contains("Failed to pull image")
+    });
+    let explained = std::process::Command::new(support::holdfast())
+        .args([
+            "explain",
+            "pod",
+            "well",
+            "-o",
+            "json",
+            "--name",
+            &cluster.name,
+        ])
+        .output()
+        .unwrap();
 
     // Within a longer text its encoding depends on where it begins; the first and last digits on what is beside it.
     let encoded = |shift: usize| {
-        let text = base64::engine::general_purpose::STANDARD.encode(format!("{}{CANARY}xxx", "x".repeat(shift)));
+        let text = base64::engine::general_purpose::STANDARD
+            .encode(format!("{}{CANARY}xxx", "x".repeat(shift)));
         text[4..text.len() - 8].to_owned()
     };
     let needles = [CANARY.to_owned(), encoded(0), encoded(1), encoded(2)];
     let log = cluster.data().join("logs/agent.log");
     let text = std::fs::read_to_string(&log).unwrap();
-    assert!(text.contains("TRACE") && text.len() > 100_000, "this is the highest verbosity: {} bytes", text.len());
+    assert!(
+        text.contains("TRACE") && text.len() > 100_000,
+        "this is the highest verbosity: {} bytes",
+        text.len()
+    );
     for entry in std::fs::read_dir(cluster.data().join("logs")).unwrap() {
         let path = entry.unwrap().path();
         assert!(!stands_in(&path, &needles), "{}", path.display());
     }
     // Where it must stand, it is found: what looks for it works.
-    let store = std::fs::read_dir(cluster.data().join("control")).unwrap().any(|e| stands_in(&e.unwrap().path(), &needles));
+    let store = std::fs::read_dir(cluster.data().join("control"))
+        .unwrap()
+        .any(|e| stands_in(&e.unwrap().path(), &needles));
     assert!(store, "the store has it");
     for said in [
         cluster.kubectl(&["get", "events", "-A", "-o", "yaml"]),
@@ -70,8 +114,15 @@ fn a_secret_is_in_no_log_event_or_core_file() {
     }
     // A core file would have it all: none is written.
     let limits = std::fs::read_to_string(format!("/proc/{}/limits", cluster.pid("agent"))).unwrap();
-    let core = limits.lines().find(|l| l.starts_with("Max core file size")).unwrap();
-    assert_eq!(core.split_whitespace().skip(4).take(2).collect::<Vec<_>>(), ["0", "0"], "{core}");
+    let core = limits
+        .lines()
+        .find(|l| l.starts_with("Max core file size"))
+        .unwrap();
+    assert_eq!(
+        core.split_whitespace().skip(4).take(2).collect::<Vec<_>>(),
+        ["0", "0"],
+        "{core}"
+    );
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }

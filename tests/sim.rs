@@ -71,10 +71,24 @@ fn a_seed_replays_exactly() {
     for seed in 1..=12 {
         let (first, second) = (run(seed), run(seed));
         let differs = first.1.iter().zip(&second.1).position(|(a, b)| a != b);
-        let shown = differs.map(|at| (at, &first.1[at.saturating_sub(2)..=at], &second.1[at.saturating_sub(2)..=at]));
+        let shown = differs.map(|at| {
+            (
+                at,
+                &first.1[at.saturating_sub(2)..=at],
+                &second.1[at.saturating_sub(2)..=at],
+            )
+        });
         assert_eq!(shown, None, "seed {seed} went another way");
-        assert_eq!((first.1.len(), &first.0), (second.1.len(), &second.0), "seed {seed}");
-        assert!(first.1.len() > 500, "seed {seed}: the trace has {} lines", first.1.len());
+        assert_eq!(
+            (first.1.len(), &first.0),
+            (second.1.len(), &second.0),
+            "seed {seed}"
+        );
+        assert!(
+            first.1.len() > 500,
+            "seed {seed}: the trace has {} lines",
+            first.1.len()
+        );
     }
 }
 
@@ -105,13 +119,39 @@ fn no_seed_breaks_an_invariant() {
         None => (1..=number("HOLDFAST_SEEDS").unwrap_or(200)).collect(),
     };
     // Seeds know nothing of each other: they share the machine's processors.
-    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8);
+    let threads = std::thread::available_parallelism()
+        .map_or(1, std::num::NonZero::get)
+        .min(8);
     let failures: Vec<String> = std::thread::scope(|scope| {
-        let parts: Vec<_> = (0..threads).map(|part| seeds.iter().skip(part).step_by(threads).copied().collect::<Vec<u64>>()).collect();
-        let each =
-            |part: Vec<u64>| part.into_iter().filter_map(|seed| run(seed).0.err().map(|why| format!("seed {seed}: {why}"))).collect::<Vec<_>>();
-        let running: Vec<_> = parts.into_iter().map(|part| scope.spawn(move || each(part))).collect();
-        running.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+        let parts: Vec<_> = (0..threads)
+            .map(|part| {
+                seeds
+                    .iter()
+                    .skip(part)
+                    .step_by(threads)
+                    .copied()
+                    .collect::<Vec<u64>>()
+            })
+            .collect();
+        let each = |part: Vec<u64>| {
+            part.into_iter()
+                .filter_map(|seed| run(seed).0.err().map(|why| format!("seed {seed}: {why}")))
+                .collect::<Vec<_>>()
+        };
+        let running: Vec<_> = parts
+            .into_iter()
+            .map(|part| scope.spawn(move || each(part)))
+            .collect();
+        running
+            .into_iter()
+            .flat_map(|thread| thread.join().unwrap())
+            .collect()
     });
-    assert!(failures.is_empty(), "{} of {} seeds failed, the first:\n{}", failures.len(), seeds.len(), failures[..failures.len().min(5)].join("\n"));
+    assert!(
+        failures.is_empty(),
+        "{} of {} seeds failed, the first:\n{}",
+        failures.len(),
+        seeds.len(),
+        failures[..failures.len().min(5)].join("\n")
+    );
 }

@@ -23,44 +23,117 @@ fn what_changes_in_the_api_changes_in_the_container() {
     // Nothing but the news of a change makes volumes be looked at again.
     let cluster = Cluster::start_configured("refresh", 34, "{syncFrequency: 1h}");
     let image = support::busybox(&cluster);
-    cluster.kubectl(&["create", "configmap", "settings", "--from-literal=color=blue"]);
-    cluster.kubectl(&["create", "secret", "generic", "keys", "--from-literal=pin=1111"]);
+    cluster.kubectl(&[
+        "create",
+        "configmap",
+        "settings",
+        "--from-literal=color=blue",
+    ]);
+    cluster.kubectl(&[
+        "create",
+        "secret",
+        "generic",
+        "keys",
+        "--from-literal=pin=1111",
+    ]);
     let volumes = "[{name: m, configMap: {name: settings}}, {name: s, secret: {secretName: keys, defaultMode: 0400}}, {name: d, downwardAPI: {items: [{path: labels, fieldRef: {fieldPath: metadata.labels}}]}}, {name: p, projected: {sources: [{configMap: {name: settings, items: [{key: color, path: a/b}]}}, {secret: {name: keys}}, {configMap: {name: late, optional: true}}]}}]";
     let mounts = "[{name: m, mountPath: /m}, {name: s, mountPath: /s}, {name: d, mountPath: /d}, {name: p, mountPath: /p}, {name: m, mountPath: /once, subPath: color}]";
     cluster.apply(&pod("one", &image, volumes, mounts));
     cluster.wait("the pod", || ready(&cluster, "one"));
     let cat = |path: &str| inside(&cluster, "one", &["cat", path]);
-    assert_eq!([cat("/m/color"), cat("/s/pin"), cat("/p/a/b"), cat("/p/pin"), cat("/once")], ["blue", "1111", "blue", "1111", "blue"]);
-    assert_eq!(inside(&cluster, "one", &["busybox", "stat", "-L", "-c", "%a", "/s/pin"]), "400");
+    assert_eq!(
+        [
+            cat("/m/color"),
+            cat("/s/pin"),
+            cat("/p/a/b"),
+            cat("/p/pin"),
+            cat("/once")
+        ],
+        ["blue", "1111", "blue", "1111", "blue"]
+    );
+    assert_eq!(
+        inside(
+            &cluster,
+            "one",
+            &["busybox", "stat", "-L", "-c", "%a", "/s/pin"]
+        ),
+        "400"
+    );
 
-    cluster.kubectl(&["patch", "configmap", "settings", "--patch", r#"{"data": {"color": "green", "size": "big"}}"#]);
-    cluster.wait("the new settings", || cat("/m/color") == "green" && cat("/m/size") == "big" && cat("/p/a/b") == "green");
-    assert_eq!(cat("/once"), "blue", "a subPath is what it was when its container was started");
-    cluster.kubectl(&["patch", "secret", "keys", "--patch", r#"{"stringData": {"pin": "2222"}}"#]);
-    cluster.wait("the new secret", || cat("/s/pin") == "2222" && cat("/p/pin") == "2222");
+    cluster.kubectl(&[
+        "patch",
+        "configmap",
+        "settings",
+        "--patch",
+        r#"{"data": {"color": "green", "size": "big"}}"#,
+    ]);
+    cluster.wait("the new settings", || {
+        cat("/m/color") == "green" && cat("/m/size") == "big" && cat("/p/a/b") == "green"
+    });
+    assert_eq!(
+        cat("/once"),
+        "blue",
+        "a subPath is what it was when its container was started"
+    );
+    cluster.kubectl(&[
+        "patch",
+        "secret",
+        "keys",
+        "--patch",
+        r#"{"stringData": {"pin": "2222"}}"#,
+    ]);
+    cluster.wait("the new secret", || {
+        cat("/s/pin") == "2222" && cat("/p/pin") == "2222"
+    });
     cluster.kubectl(&["label", "pod", "one", "color=red", "--overwrite"]);
-    cluster.wait("the new label", || cat("/d/labels").contains("color=\"red\""));
+    cluster.wait("the new label", || {
+        cat("/d/labels").contains("color=\"red\"")
+    });
     cluster.kubectl(&["create", "configmap", "late", "--from-literal=late=here"]);
-    cluster.wait("what was optional and came later", || cat("/p/late") == "here");
+    cluster.wait("what was optional and came later", || {
+        cat("/p/late") == "here"
+    });
 
     // What has gone leaves what was there, and says so; a restart of the container is not held up by it.
     cluster.kubectl(&["delete", "configmap", "settings"]);
-    cluster.wait("the loss to be told", || cluster.events("one").contains("configmap \"settings\" not found in namespace \"default\""));
+    cluster.wait("the loss to be told", || {
+        cluster
+            .events("one")
+            .contains("configmap \"settings\" not found in namespace \"default\"")
+    });
     assert_eq!(cat("/m/color"), "green");
     let before = cluster.pod("one")["status"]["containerStatuses"][0]["containerID"].clone();
     let process = support::ctr(&cluster, "k8s.io", &["tasks", "ls"]);
-    let id = before.as_str().unwrap().rsplit('/').next().unwrap().to_owned();
+    let id = before
+        .as_str()
+        .unwrap()
+        .rsplit('/')
+        .next()
+        .unwrap()
+        .to_owned();
     let line = process.lines().find(|l| l.contains(&id)).unwrap();
     let pid: i32 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).unwrap();
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(pid),
+        nix::sys::signal::Signal::SIGKILL,
+    )
+    .unwrap();
     cluster.wait("the container to be started again", || {
         let pod = cluster.pod("one");
-        pod["status"]["containerStatuses"][0]["restartCount"] == 1 && condition(&pod, "Ready") == "True"
+        pod["status"]["containerStatuses"][0]["restartCount"] == 1
+            && condition(&pod, "Ready") == "True"
     });
 
     // A pod that waits for an object starts when it comes, and says meanwhile what it waits for.
-    cluster.apply(&pod("two", &image, "[{name: m, configMap: {name: awaited}}]", "[{name: m, mountPath: /m}]"));
-    let message = || cluster.pod("two")["status"]["containerStatuses"][0]["state"]["waiting"]["message"].clone();
+    cluster.apply(&pod(
+        "two",
+        &image,
+        "[{name: m, configMap: {name: awaited}}]",
+        "[{name: m, mountPath: /m}]",
+    ));
+    let message = || {
+        cluster.pod("two")["status"]["containerStatuses"][0]["state"]["waiting"]["message"].clone()
+    };
     cluster.wait("the wait to be explained", || {
         message().as_str().is_some_and(|m| m.contains("volume m cannot be set up: configmap \"awaited\" not found in namespace \"default\""))
     });
@@ -69,14 +142,33 @@ fn what_changes_in_the_api_changes_in_the_container() {
     cluster.kubectl(&["create", "configmap", "awaited", "--from-literal=x=y"]);
     let came = std::time::Instant::now();
     cluster.wait("the pod to start", || ready(&cluster, "two"));
-    assert!(came.elapsed() < Duration::from_secs(6), "it was told, it did not try by chance");
+    assert!(
+        came.elapsed() < Duration::from_secs(6),
+        "it was told, it did not try by chance"
+    );
 
     // A restarted agent catches up with what changed meanwhile.
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(cluster.pid("agent")), nix::sys::signal::Signal::SIGKILL).unwrap();
-    cluster.kubectl(&["patch", "configmap", "awaited", "--patch", r#"{"data": {"x": "z"}}"#]);
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(cluster.pid("agent")),
+        nix::sys::signal::Signal::SIGKILL,
+    )
+    .unwrap();
+    cluster.kubectl(&[
+        "patch",
+        "configmap",
+        "awaited",
+        "--patch",
+        r#"{"data": {"x": "z"}}"#,
+    ]);
     cluster.up();
-    cluster.wait("what changed while nobody looked", || inside(&cluster, "two", &["cat", "/m/x"]) == "z");
-    let restarts: Vec<Value> = cluster.pods().iter().map(|p| p["status"]["containerStatuses"][0]["restartCount"].clone()).collect();
+    cluster.wait("what changed while nobody looked", || {
+        inside(&cluster, "two", &["cat", "/m/x"]) == "z"
+    });
+    let restarts: Vec<Value> = cluster
+        .pods()
+        .iter()
+        .map(|p| p["status"]["containerStatuses"][0]["restartCount"].clone())
+        .collect();
     assert_eq!(restarts, [1, 0]);
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
@@ -101,29 +193,58 @@ fn claims_are_bound_mounted_kept_and_given_back() {
     let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
     let of = |name: &str| format!("[{{name: v, persistentVolumeClaim: {{claimName: {name}}}}}]");
     let at = "[{name: v, mountPath: /v}]";
-    let get = |kind: &str, name: &str, path: &str| cluster.kubectl(&["get", kind, name, "--ignore-not-found", "-o", &format!("jsonpath={{{path}}}")]);
+    let get = |kind: &str, name: &str, path: &str| {
+        cluster.kubectl(&[
+            "get",
+            kind,
+            name,
+            "--ignore-not-found",
+            "-o",
+            &format!("jsonpath={{{path}}}"),
+        ])
+    };
 
     // Without a class a claim gets a directory of this machine, once somebody wants it.
     cluster.apply(&claim("data", ""));
-    cluster.wait("the claim to wait", || cluster.events("data").contains("WaitForFirstConsumer"));
+    cluster.wait("the claim to wait", || {
+        cluster.events("data").contains("WaitForFirstConsumer")
+    });
     cluster.apply(&pod("first", &image, &of("data"), at));
     cluster.wait("its first consumer", || ready(&cluster, "first"));
-    inside(&cluster, "first", &["busybox", "sh", "-c", "echo kept > /v/note"]);
+    inside(
+        &cluster,
+        "first",
+        &["busybox", "sh", "-c", "echo kept > /v/note"],
+    );
     let made = get("pvc", "data", ".spec.volumeName");
     let directory = get("pv", &made, ".spec.hostPath.path");
-    assert_eq!(std::fs::read_to_string(format!("{directory}/note")).unwrap(), "kept\n");
+    assert_eq!(
+        std::fs::read_to_string(format!("{directory}/note")).unwrap(),
+        "kept\n"
+    );
     let listed = cluster.kubectl(&["get", "pvc", "data"]);
-    assert!(listed.contains("Bound") && listed.contains("RWO") && listed.contains("standard"), "{listed}");
+    assert!(
+        listed.contains("Bound") && listed.contains("RWO") && listed.contains("standard"),
+        "{listed}"
+    );
     // A claim in use stays until its last pod has gone.
     cluster.apply(&pod("second", &image, &of("data"), at));
     cluster.wait("its second consumer", || ready(&cluster, "second"));
     cluster.kubectl(&["delete", "pvc", "data", "--wait=false"]);
     cluster.kubectl(&["delete", "pod", "first"]);
     assert_eq!(inside(&cluster, "second", &["cat", "/v/note"]), "kept");
-    assert!(cluster.kubectl(&["get", "pvc", "data"]).contains("Terminating"));
+    assert!(
+        cluster
+            .kubectl(&["get", "pvc", "data"])
+            .contains("Terminating")
+    );
     cluster.kubectl(&["delete", "pod", "second"]);
-    cluster.wait("the claim to go", || get("pvc", "data", ".metadata.name").is_empty());
-    cluster.wait("its volume to go", || get("pv", &made, ".metadata.name").is_empty());
+    cluster.wait("the claim to go", || {
+        get("pvc", "data", ".metadata.name").is_empty()
+    });
+    cluster.wait("its volume to go", || {
+        get("pv", &made, ".metadata.name").is_empty()
+    });
     assert!(!std::path::Path::new(&directory).exists());
 
     // Volumes that were made by hand: a directory with a group, a device with and without a filesystem.
@@ -131,35 +252,109 @@ fn claims_are_bound_mounted_kept_and_given_back() {
     std::fs::write(dir.path().join("old"), "x").unwrap();
     cluster.apply(&format!(
         "{}{}{}{}{}{}",
-        volume("directory", &node, &format!("local: {{path: '{}'}}", dir.path().display())),
-        volume("disk", &node, &format!("local: {{path: '{}'}}", disk.device)),
-        volume("raw", &node, &format!("volumeMode: Block, local: {{path: '{}'}}", raw.device)),
+        volume(
+            "directory",
+            &node,
+            &format!("local: {{path: '{}'}}", dir.path().display())
+        ),
+        volume(
+            "disk",
+            &node,
+            &format!("local: {{path: '{}'}}", disk.device)
+        ),
+        volume(
+            "raw",
+            &node,
+            &format!("volumeMode: Block, local: {{path: '{}'}}", raw.device)
+        ),
         claim("directory", ", storageClassName: by-hand"),
         claim("disk", ", storageClassName: by-hand"),
         claim("raw", ", storageClassName: by-hand, volumeMode: Block"),
     ));
-    let user = |name: &str| pod(name, &image, &of(name), at).replace("  volumes:", "  securityContext: {runAsUser: 1000, fsGroup: 4242}\n  volumes:");
+    let user = |name: &str| {
+        pod(name, &image, &of(name), at).replace(
+            "  volumes:",
+            "  securityContext: {runAsUser: 1000, fsGroup: 4242}\n  volumes:",
+        )
+    };
     cluster.apply(&user("directory"));
     cluster.apply(&user("disk"));
-    cluster.apply(&pod("reader", &image, "[{name: v, persistentVolumeClaim: {claimName: disk, readOnly: true}}]", at));
-    cluster.apply(&pod("raw", &image, &of("raw"), "[], volumeDevices: [{name: v, devicePath: /dev/raw}]"));
+    cluster.apply(&pod(
+        "reader",
+        &image,
+        "[{name: v, persistentVolumeClaim: {claimName: disk, readOnly: true}}]",
+        at,
+    ));
+    cluster.apply(&pod(
+        "raw",
+        &image,
+        &of("raw"),
+        "[], volumeDevices: [{name: v, devicePath: /dev/raw}]",
+    ));
     for name in ["directory", "disk", "reader", "raw"] {
         cluster.wait(&format!("{name} to run"), || ready(&cluster, name));
     }
     assert_eq!(
-        inside(&cluster, "directory", &["busybox", "sh", "-c", "echo more >> /v/old; stat -c %g:%a /v/old; stat -c %g:%a /v"]),
+        inside(
+            &cluster,
+            "directory",
+            &[
+                "busybox",
+                "sh",
+                "-c",
+                "echo more >> /v/old; stat -c %g:%a /v/old; stat -c %g:%a /v"
+            ]
+        ),
         "4242:664\n4242:2775"
     );
-    inside(&cluster, "disk", &["busybox", "sh", "-c", "echo here > /v/file"]);
-    assert_eq!(inside(&cluster, "reader", &["busybox", "sh", "-c", "cat /v/file; touch /v/x 2>/dev/null || echo refused"]), "here\nrefused");
-    assert!(inside(&cluster, "disk", &["busybox", "grep", " /v ", "/proc/mounts"]).contains("ext4"));
-    assert_eq!(inside(&cluster, "raw", &["busybox", "sh", "-c", "echo block > /dev/raw && head -c 5 /dev/raw"]), "block");
+    inside(
+        &cluster,
+        "disk",
+        &["busybox", "sh", "-c", "echo here > /v/file"],
+    );
+    assert_eq!(
+        inside(
+            &cluster,
+            "reader",
+            &[
+                "busybox",
+                "sh",
+                "-c",
+                "cat /v/file; touch /v/x 2>/dev/null || echo refused"
+            ]
+        ),
+        "here\nrefused"
+    );
+    assert!(
+        inside(
+            &cluster,
+            "disk",
+            &["busybox", "grep", " /v ", "/proc/mounts"]
+        )
+        .contains("ext4")
+    );
+    assert_eq!(
+        inside(
+            &cluster,
+            "raw",
+            &[
+                "busybox",
+                "sh",
+                "-c",
+                "echo block > /dev/raw && head -c 5 /dev/raw"
+            ]
+        ),
+        "block"
+    );
     // The device stays mounted while a pod has it, whatever becomes of the other.
     cluster.kubectl(&["delete", "pod", "reader"]);
     assert_eq!(inside(&cluster, "disk", &["cat", "/v/file"]), "here");
     cluster.kubectl(&["delete", "pod", "disk", "directory", "raw"]);
     let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-    let ours: Vec<&str> = table.lines().filter(|l| l.contains("/holdfast-t-claims/") && l.contains("local-volume")).collect();
+    let ours: Vec<&str> = table
+        .lines()
+        .filter(|l| l.contains("/holdfast-t-claims/") && l.contains("local-volume"))
+        .collect();
     assert!(!table.contains(&disk.device) && ours.is_empty(), "{ours:?}");
     // What a device holds is never formatted away.
     cluster.apply(&user("disk"));
@@ -171,7 +366,11 @@ fn claims_are_bound_mounted_kept_and_given_back() {
     cluster.apply(&pod("holder", &image, &of("single"), at));
     cluster.wait("the holder", || ready(&cluster, "holder"));
     cluster.apply(&pod("heir", &image, &of("single"), at));
-    cluster.wait("the heir to be told", || cluster.events("heir").contains("already in use by another pod"));
+    cluster.wait("the heir to be told", || {
+        cluster
+            .events("heir")
+            .contains("already in use by another pod")
+    });
     cluster.kubectl(&["delete", "pod", "holder"]);
     cluster.wait("the heir", || ready(&cluster, "heir"));
 
@@ -189,12 +388,28 @@ fn claims_are_bound_mounted_kept_and_given_back() {
         cluster.wait(&format!("{name} to run"), || ready(&cluster, name));
     }
     let mounts = inside(&cluster, "memory", &["cat", "/proc/mounts"]);
-    assert!(mounts.lines().any(|l| l.contains(" /v ") && l.contains("size=8192k")), "{mounts}");
-    assert!(mounts.lines().any(|l| l.contains(" /p hugetlbfs") && l.contains("pagesize=2M")), "{mounts}");
+    assert!(
+        mounts
+            .lines()
+            .any(|l| l.contains(" /v ") && l.contains("size=8192k")),
+        "{mounts}"
+    );
+    assert!(
+        mounts
+            .lines()
+            .any(|l| l.contains(" /p hugetlbfs") && l.contains("pagesize=2M")),
+        "{mounts}"
+    );
     assert!(!get("pvc", "short-v", ".spec.volumeName").is_empty());
-    cluster.wait("what is missing to be named", || cluster.events("lost").contains("persistentvolumeclaim \"nosuch\" not found"));
+    cluster.wait("what is missing to be named", || {
+        cluster
+            .events("lost")
+            .contains("persistentvolumeclaim \"nosuch\" not found")
+    });
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.wait("the short-lived claim to go", || get("pvc", "short-v", ".metadata.name").is_empty());
+    cluster.wait("the short-lived claim to go", || {
+        get("pvc", "short-v", ".metadata.name").is_empty()
+    });
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
     cluster.kubectl(&["delete", "pvc", "--all"]);
     assert!(cluster.kubectl(&["get", "pv", "disk"]).contains("Released"));
@@ -210,18 +425,38 @@ impl Dead {
     fn mount() -> Dead {
         use std::os::fd::AsRawFd as _;
         let dir = tempfile::tempdir().unwrap();
-        let answers = std::fs::OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
-        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", answers.as_raw_fd());
+        let answers = std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open("/dev/fuse")
+            .unwrap();
+        let options = format!(
+            "fd={},rootmode=40000,user_id=0,group_id=0",
+            answers.as_raw_fd()
+        );
         let none = nix::mount::MsFlags::empty();
-        nix::mount::mount(Some("dead"), dir.path(), Some("fuse"), none, Some(options.as_str())).unwrap();
-        Dead { dir, _answers: answers }
+        nix::mount::mount(
+            Some("dead"),
+            dir.path(),
+            Some("fuse"),
+            none,
+            Some(options.as_str()),
+        )
+        .unwrap();
+        Dead {
+            dir,
+            _answers: answers,
+        }
     }
 }
 
 impl Drop for Dead {
     fn drop(&mut self) {
         // Whoever waits for it gets an error then.
-        let _ = nix::mount::umount2(self.dir.path(), nix::mount::MntFlags::MNT_FORCE | nix::mount::MntFlags::MNT_DETACH);
+        let _ = nix::mount::umount2(
+            self.dir.path(),
+            nix::mount::MntFlags::MNT_FORCE | nix::mount::MntFlags::MNT_DETACH,
+        );
     }
 }
 
@@ -234,20 +469,59 @@ fn who_uses_more_of_the_disk_than_it_may_is_evicted() {
             .replace("command: [busybox, sleep, '10000']", &format!("command: [busybox, sh, -c, 'mkdir -p /tmp; busybox dd if=/dev/zero of={target} bs=1M count=8; sleep 10000'], resources: {{limits: {{{limit}}}}}"))
     };
     let empty = "[{name: v, emptyDir: {}}]";
-    cluster.apply(&greedy("volume", "", "[{name: v, emptyDir: {sizeLimit: 2Mi}}]", "/v/large"));
-    cluster.apply(&greedy("whole", "ephemeral-storage: 4Mi", empty, "/v/large"));
-    cluster.apply(&greedy("layer", "ephemeral-storage: 4Mi", empty, "/tmp/large"));
-    cluster.apply(&greedy("modest", "ephemeral-storage: 100Mi", "[{name: v, emptyDir: {sizeLimit: 100Mi}}]", "/v/large"));
+    cluster.apply(&greedy(
+        "volume",
+        "",
+        "[{name: v, emptyDir: {sizeLimit: 2Mi}}]",
+        "/v/large",
+    ));
+    cluster.apply(&greedy(
+        "whole",
+        "ephemeral-storage: 4Mi",
+        empty,
+        "/v/large",
+    ));
+    cluster.apply(&greedy(
+        "layer",
+        "ephemeral-storage: 4Mi",
+        empty,
+        "/tmp/large",
+    ));
+    cluster.apply(&greedy(
+        "modest",
+        "ephemeral-storage: 100Mi",
+        "[{name: v, emptyDir: {sizeLimit: 100Mi}}]",
+        "/v/large",
+    ));
     let status = |name: &str| cluster.pod(name)["status"].clone();
     for (name, message) in [
-        ("volume", "Usage of EmptyDir volume \"v\" exceeds the limit \"2Mi\". "),
-        ("whole", "Pod ephemeral local storage usage exceeds the total limit of containers 4Mi. "),
-        ("layer", "Pod ephemeral local storage usage exceeds the total limit of containers 4Mi. "),
+        (
+            "volume",
+            "Usage of EmptyDir volume \"v\" exceeds the limit \"2Mi\". ",
+        ),
+        (
+            "whole",
+            "Pod ephemeral local storage usage exceeds the total limit of containers 4Mi. ",
+        ),
+        (
+            "layer",
+            "Pod ephemeral local storage usage exceeds the total limit of containers 4Mi. ",
+        ),
     ] {
-        cluster.wait(&format!("{name} to be evicted"), || status(name)["phase"] == "Failed");
+        cluster.wait(&format!("{name} to be evicted"), || {
+            status(name)["phase"] == "Failed"
+        });
         let now = status(name);
-        assert_eq!((now["reason"].as_str(), now["message"].as_str()), (Some("Evicted"), Some(message)), "{now:#}");
-        cluster.wait("its event", || cluster.events(name).contains(&format!("Warning Evicted {}", message.trim())));
+        assert_eq!(
+            (now["reason"].as_str(), now["message"].as_str()),
+            (Some("Evicted"), Some(message)),
+            "{now:#}"
+        );
+        cluster.wait("its event", || {
+            cluster
+                .events(name)
+                .contains(&format!("Warning Evicted {}", message.trim()))
+        });
         assert_eq!(condition(&cluster.pod(name), "DisruptionTarget"), "");
     }
     assert!(ready(&cluster, "modest"));
@@ -262,17 +536,41 @@ fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
     let dead = Dead::mount();
     let path = dead.dir.path().display().to_string();
     // More of them than there are threads to lend.
-    let volumes: Vec<String> =
-        ["v", "v1", "v2", "v3"].map(|name| format!("{{name: {name}, hostPath: {{path: '{path}', type: Directory}}}}")).to_vec();
-    let stuck = |n: usize| pod(&format!("stuck-{n}"), &image, &format!("[{}]", volumes.join(", ")), "[{name: v, mountPath: /v}]");
+    let volumes: Vec<String> = ["v", "v1", "v2", "v3"]
+        .map(|name| format!("{{name: {name}, hostPath: {{path: '{path}', type: Directory}}}}"))
+        .to_vec();
+    let stuck = |n: usize| {
+        pod(
+            &format!("stuck-{n}"),
+            &image,
+            &format!("[{}]", volumes.join(", ")),
+            "[{name: v, mountPath: /v}]",
+        )
+    };
     cluster.apply(&(0..20).map(stuck).collect::<String>());
-    let why = |name: &str| cluster.pod(name)["status"]["containerStatuses"][0]["state"]["waiting"]["message"].as_str().unwrap_or_default().to_owned();
-    cluster.wait("the wait to be told", || why("stuck-7").contains("cannot be set up: the kernel has not answered for"));
-    cluster.apply(&pod("free", &image, "[{name: v, emptyDir: {}}]", "[{name: v, mountPath: /v}]"));
+    let why = |name: &str| {
+        cluster.pod(name)["status"]["containerStatuses"][0]["state"]["waiting"]["message"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned()
+    };
+    cluster.wait("the wait to be told", || {
+        why("stuck-7").contains("cannot be set up: the kernel has not answered for")
+    });
+    cluster.apply(&pod(
+        "free",
+        &image,
+        "[{name: v, emptyDir: {}}]",
+        "[{name: v, mountPath: /v}]",
+    ));
     let begun = std::time::Instant::now();
     cluster.wait("another pod to start", || ready(&cluster, "free"));
     cluster.kubectl(&["delete", "pod", "free"]);
-    assert!(begun.elapsed() < Duration::from_secs(30), "it was not held up: {:?}", begun.elapsed());
+    assert!(
+        begun.elapsed() < Duration::from_secs(30),
+        "it was not held up: {:?}",
+        begun.elapsed()
+    );
     // The pods can go, and what hung is over once the filesystem has gone.
     cluster.kubectl(&["delete", "pod", "stuck-0", "stuck-1"]);
     drop(dead);
@@ -294,7 +592,11 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
     use holdfast::host::{PodHost as _, SubPath};
 
     const SWAPS: u64 = 100_000;
-    let (root, inside, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (root, inside, outside) = (
+        tempfile::tempdir().unwrap(),
+        tempfile::tempdir().unwrap(),
+        tempfile::tempdir().unwrap(),
+    );
     let base = inside.path();
     std::fs::create_dir_all(outside.path().join("x/deep")).unwrap();
     std::fs::write(outside.path().join("x/secret"), "no").unwrap();
@@ -313,31 +615,54 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
     let behind = Behind {
         volume: "v".into(),
         name: "v".into(),
-        source: Source::HostPath { path: base.display().to_string(), kind: String::new() },
+        source: Source::HostPath {
+            path: base.display().to_string(),
+            kind: String::new(),
+        },
         read_only: false,
         block: false,
         options: vec![],
         owned: false,
         labelled: false,
     };
-    let pod: k8s_openapi::api::core::v1::Pod = serde_json::from_value(serde_json::json!({"metadata": {"name": "p", "uid": "u"}})).unwrap();
+    let pod: k8s_openapi::api::core::v1::Pod =
+        serde_json::from_value(serde_json::json!({"metadata": {"name": "p", "uid": "u"}})).unwrap();
     let (mut mounted, mut refused) = (0_u64, 0_u64);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             // The directory and the link change places, and its own directories are renamed.
             let swap = |a: &str, b: &str, flags: nix::fcntl::RenameFlags| {
-                nix::fcntl::renameat2(nix::fcntl::AT_FDCWD, &base.join(a), nix::fcntl::AT_FDCWD, &base.join(b), flags)
+                nix::fcntl::renameat2(
+                    nix::fcntl::AT_FDCWD,
+                    &base.join(a),
+                    nix::fcntl::AT_FDCWD,
+                    &base.join(b),
+                    flags,
+                )
             };
             while !over.load(Ordering::Relaxed) {
                 swap("a", "link", nix::fcntl::RenameFlags::RENAME_EXCHANGE).unwrap();
                 // What is moved may be behind the link just now, where it is not found.
-                if swap("a/x/deep", "a/x/gone", nix::fcntl::RenameFlags::RENAME_NOREPLACE).is_ok() {
-                    let _ = swap("a/x/gone", "a/x/deep", nix::fcntl::RenameFlags::RENAME_NOREPLACE);
+                if swap(
+                    "a/x/deep",
+                    "a/x/gone",
+                    nix::fcntl::RenameFlags::RENAME_NOREPLACE,
+                )
+                .is_ok()
+                {
+                    let _ = swap(
+                        "a/x/gone",
+                        "a/x/deep",
+                        nix::fcntl::RenameFlags::RENAME_NOREPLACE,
+                    );
                 }
                 swaps.fetch_add(1, Ordering::Relaxed);
             }
         });
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
         let mut turn = 0_u64;
         while swaps.load(Ordering::Relaxed) < SWAPS || mounted < 200 || refused < 200 {
             turn += 1;
@@ -346,7 +671,11 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
                 1 => "a/x/deep".to_owned(),
                 _ => format!("a/made-{turn}/below"),
             };
-            let place = SubPath { container: "c".into(), index: 0, path: Some(path.clone()) };
+            let place = SubPath {
+                container: "c".into(),
+                index: 0,
+                path: Some(path.clone()),
+            };
             match runtime.block_on(host.mount_source(&pod, &behind, &place)) {
                 Ok(target) => {
                     mounted += 1;
@@ -358,9 +687,15 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
         }
         over.store(true, Ordering::Relaxed);
     });
-    let names: Vec<String> = std::fs::read_dir(outside.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    let names: Vec<String> = std::fs::read_dir(outside.path())
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
     assert_eq!(names, ["x"], "nothing was made outside");
-    eprintln!("{} swaps, {mounted} mounts, {refused} refusals", swaps.load(Ordering::Relaxed));
+    eprintln!(
+        "{} swaps, {mounted} mounts, {refused} refusals",
+        swaps.load(Ordering::Relaxed)
+    );
 }
 
 #[test]
@@ -372,15 +707,41 @@ fn mounts_appear_where_their_propagation_says_and_host_paths_are_checked() {
     // A place whose mounts others see.
     let place = tempfile::tempdir().unwrap();
     let path = place.path().display().to_string();
-    mount(Some(place.path()), place.path(), None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
-    mount(None::<&str>, place.path(), None::<&str>, MsFlags::MS_SHARED, None::<&str>).unwrap();
+    mount(
+        Some(place.path()),
+        place.path(),
+        None::<&str>,
+        MsFlags::MS_BIND,
+        None::<&str>,
+    )
+    .unwrap();
+    mount(
+        None::<&str>,
+        place.path(),
+        None::<&str>,
+        MsFlags::MS_SHARED,
+        None::<&str>,
+    )
+    .unwrap();
     for dir in ["early", "late", "theirs"] {
         std::fs::create_dir(place.path().join(dir)).unwrap();
     }
     let host = format!("[{{name: v, hostPath: {{path: '{path}', type: Directory}}}}]");
     let user = |name: &str, propagation: &str| {
-        let pod = pod(name, &image, &host, &format!("[{{name: v, mountPath: /v{propagation}}}]"));
-        if name == "both" { pod.replace("containers: [{name: c,", "containers: [{name: c, securityContext: {privileged: true},") } else { pod }
+        let pod = pod(
+            name,
+            &image,
+            &host,
+            &format!("[{{name: v, mountPath: /v{propagation}}}]"),
+        );
+        if name == "both" {
+            pod.replace(
+                "containers: [{name: c,",
+                "containers: [{name: c, securityContext: {privileged: true},",
+            )
+        } else {
+            pod
+        }
     };
     cluster.apply(&user("none", ""));
     cluster.apply(&user("in", ", mountPropagation: HostToContainer"));
@@ -388,16 +749,54 @@ fn mounts_appear_where_their_propagation_says_and_host_paths_are_checked() {
     for name in ["none", "in", "both"] {
         cluster.wait(&format!("{name} to run"), || ready(&cluster, name));
     }
-    mount(Some("tmpfs"), &place.path().join("late"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+    mount(
+        Some("tmpfs"),
+        &place.path().join("late"),
+        Some("tmpfs"),
+        MsFlags::empty(),
+        None::<&str>,
+    )
+    .unwrap();
     std::fs::write(place.path().join("late/file"), "came later").unwrap();
-    let look = |name: &str| inside(&cluster, name, &["busybox", "sh", "-c", "cat /v/late/file 2>/dev/null || echo nothing"]);
-    assert_eq!([look("none"), look("in"), look("both")], ["nothing", "came later", "came later"]);
-    inside(&cluster, "both", &["busybox", "sh", "-c", "busybox mount -t tmpfs tmpfs /v/theirs && echo out > /v/theirs/file"]);
-    assert_eq!(std::fs::read_to_string(place.path().join("theirs/file")).unwrap(), "out\n");
+    let look = |name: &str| {
+        inside(
+            &cluster,
+            name,
+            &[
+                "busybox",
+                "sh",
+                "-c",
+                "cat /v/late/file 2>/dev/null || echo nothing",
+            ],
+        )
+    };
+    assert_eq!(
+        [look("none"), look("in"), look("both")],
+        ["nothing", "came later", "came later"]
+    );
+    inside(
+        &cluster,
+        "both",
+        &[
+            "busybox",
+            "sh",
+            "-c",
+            "busybox mount -t tmpfs tmpfs /v/theirs && echo out > /v/theirs/file",
+        ],
+    );
+    assert_eq!(
+        std::fs::read_to_string(place.path().join("theirs/file")).unwrap(),
+        "out\n"
+    );
 
     // Types of host paths: what is not as it says is named, what may be made is made.
     let typed = |name: &str, below: &str, kind: &str| {
-        pod(name, &image, &format!("[{{name: v, hostPath: {{path: '{path}/{below}', type: {kind}}}}}]"), "[{name: v, mountPath: /v}]")
+        pod(
+            name,
+            &image,
+            &format!("[{{name: v, hostPath: {{path: '{path}/{below}', type: {kind}}}}}]"),
+            "[{name: v, mountPath: /v}]",
+        )
     };
     for (name, below, kind, complaint) in [
         ("file", "early", "File", "is not a file"),
@@ -406,11 +805,24 @@ fn mounts_appear_where_their_propagation_says_and_host_paths_are_checked() {
         ("missing", "none", "Directory", "is not a directory"),
     ] {
         cluster.apply(&typed(name, below, kind));
-        cluster.wait(complaint, || cluster.events(name).contains(&format!("hostPath type check failed: {path}/{below} {complaint}")));
+        cluster.wait(complaint, || {
+            cluster.events(name).contains(&format!(
+                "hostPath type check failed: {path}/{below} {complaint}"
+            ))
+        });
     }
     // Without the tools of a filesystem its mount fails, and says so.
-    cluster.apply(&pod("nfs", &image, "[{name: v, nfs: {server: 127.0.0.1, path: /none, readOnly: true}}]", "[{name: v, mountPath: /v}]"));
-    cluster.wait("the mount's words", || cluster.events("nfs").contains("mount -t nfs 127.0.0.1:/none failed with "));
+    cluster.apply(&pod(
+        "nfs",
+        &image,
+        "[{name: v, nfs: {server: 127.0.0.1, path: /none, readOnly: true}}]",
+        "[{name: v, mountPath: /v}]",
+    ));
+    cluster.wait("the mount's words", || {
+        cluster
+            .events("nfs")
+            .contains("mount -t nfs 127.0.0.1:/none failed with ")
+    });
     cluster.apply(&typed("made-dir", "made/deep", "DirectoryOrCreate"));
     cluster.apply(&typed("made-file", "made-file", "FileOrCreate"));
     for name in ["made-dir", "made-file"] {
@@ -418,7 +830,10 @@ fn mounts_appear_where_their_propagation_says_and_host_paths_are_checked() {
     }
     assert!(place.path().join("made/deep").is_dir() && place.path().join("made-file").is_file());
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    assert!(place.path().join("made/deep").is_dir(), "what is on the host stays");
+    assert!(
+        place.path().join("made/deep").is_dir(),
+        "what is on the host stays"
+    );
     for below in ["late", "theirs", ""] {
         umount2(&place.path().join(below), MntFlags::MNT_DETACH).unwrap();
     }
@@ -432,17 +847,31 @@ fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
     let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
     let disk = Loop::new();
     cluster.kubectl(&["create", "configmap", "map", "--from-literal=key=value"]);
-    cluster.kubectl(&["create", "secret", "generic", "keys", "--from-literal=key=value"]);
+    cluster.kubectl(&[
+        "create",
+        "secret",
+        "generic",
+        "keys",
+        "--from-literal=key=value",
+    ]);
     cluster.apply(&format!(
         "{}{}",
-        volume("disk", &node, &format!("local: {{path: '{}'}}", disk.device)),
+        volume(
+            "disk",
+            &node,
+            &format!("local: {{path: '{}'}}", disk.device)
+        ),
         claim("disk", ", storageClassName: by-hand")
     ));
     let volumes = "[{name: d, persistentVolumeClaim: {claimName: disk}}, {name: m, configMap: {name: map}}, {name: s, secret: {secretName: keys}}, {name: t, emptyDir: {medium: Memory}}, {name: e, emptyDir: {}}]";
     let mounts = "[{name: d, mountPath: /d}, {name: d, mountPath: /sub, subPath: one/two}, {name: m, mountPath: /m}, {name: m, mountPath: /key, subPath: key}, {name: s, mountPath: /s}, {name: t, mountPath: /t}, {name: e, mountPath: /e, subPath: x}]";
     let die_after = |milliseconds: u64| {
         std::thread::sleep(Duration::from_millis(milliseconds));
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(cluster.pid("agent")), nix::sys::signal::Signal::SIGKILL).unwrap();
+        nix::sys::signal::kill(
+            nix::unistd::Pid::from_raw(cluster.pid("agent")),
+            nix::sys::signal::Signal::SIGKILL,
+        )
+        .unwrap();
         cluster.up();
     };
     // From before the first mount to after the last: a start takes about 300 ms here, an end less.
@@ -452,18 +881,36 @@ fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
         die_after(round * 25);
         cluster.wait("the pod", || ready(&cluster, &name));
         assert_eq!(
-            inside(&cluster, &name, &["busybox", "sh", "-c", "cat /m/key /s/key /key; echo x >> /d/rounds; wc -l < /d/rounds"]),
+            inside(
+                &cluster,
+                &name,
+                &[
+                    "busybox",
+                    "sh",
+                    "-c",
+                    "cat /m/key /s/key /key; echo x >> /d/rounds; wc -l < /d/rounds"
+                ]
+            ),
             format!("valuevaluevalue{}", round + 1)
         );
         cluster.kubectl(&["delete", "pod", &name, "--wait=false"]);
         die_after(round * 15);
         cluster.wait("the pod to go", || cluster.pods().is_empty());
         let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-        let left: Vec<&str> = table.lines().filter(|l| l.contains("/holdfast-t-mount-kill/agent/") && !l.contains("/agent/memory ")).collect();
+        let left: Vec<&str> = table
+            .lines()
+            .filter(|l| {
+                l.contains("/holdfast-t-mount-kill/agent/") && !l.contains("/agent/memory ")
+            })
+            .collect();
         assert!(left.is_empty(), "round {round}: {left:?}");
         // What the runtime had begun to end may end a moment later.
-        cluster.wait_quietly(&format!("nothing to be left in round {round}"), || cluster.leftovers_known().is_empty());
+        cluster.wait_quietly(&format!("nothing to be left in round {round}"), || {
+            cluster.leftovers_known().is_empty()
+        });
     }
     cluster.down();
-    cluster.wait_quietly("nothing at all to be left", || cluster.leftovers().is_empty());
+    cluster.wait_quietly("nothing at all to be left", || {
+        cluster.leftovers().is_empty()
+    });
 }

@@ -7,12 +7,22 @@ use holdfast_cni::{plugins, skel};
 
 fn main() -> ExitCode {
     let name = std::env::args_os().next().unwrap_or_default();
-    let name = Path::new(&name).file_name().and_then(|n| n.to_str()).unwrap_or_default().to_owned();
+    let name = Path::new(&name)
+        .file_name()
+        .and_then(|n| n.to_str())
+        .unwrap_or_default()
+        .to_owned();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    if let ("host-local", Some(("audit", rest))) = (&*name, arguments.split_first().map(|(a, rest)| (a.as_str(), rest))) {
+    if let ("host-local", Some(("audit", rest))) = (
+        &*name,
+        arguments.split_first().map(|(a, rest)| (a.as_str(), rest)),
+    ) {
         return audit(rest);
     }
-    if let ("dhcp", Some(("daemon", rest))) = (&*name, arguments.split_first().map(|(a, rest)| (a.as_str(), rest))) {
+    if let ("dhcp", Some(("daemon", rest))) = (
+        &*name,
+        arguments.split_first().map(|(a, rest)| (a.as_str(), rest)),
+    ) {
         return match holdfast_cni::dhcp::daemon::run(rest) {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {

@@ -45,12 +45,19 @@ impl Call<'_> {
 
     /// The result of the chain so far, without which `plugin` can do nothing.
     pub fn chained(&self, plugin: &str) -> Result<Success, Error> {
-        self.previous()?.ok_or_else(|| Error::config(format!("{plugin} must be called as chained plugin: prevResult is missing")))
+        self.previous()?.ok_or_else(|| {
+            Error::config(format!(
+                "{plugin} must be called as chained plugin: prevResult is missing"
+            ))
+        })
     }
 
     /// The result of the chain so far, if there is one.
     pub fn previous(&self) -> Result<Option<Success>, Error> {
-        self.config.get("prevResult").map(|v| Success::parse(v, self.version)).transpose()
+        self.config
+            .get("prevResult")
+            .map(|v| Success::parse(v, self.version))
+            .transpose()
     }
 }
 
@@ -103,18 +110,38 @@ pub fn run(plugin: &dyn Plugin) -> ExitCode {
     code
 }
 
-fn call(plugin: &dyn Plugin, env: &dyn Fn(&str) -> String, version: &mut String) -> Result<Option<Value>, Error> {
+fn call(
+    plugin: &dyn Plugin,
+    env: &dyn Fn(&str) -> String,
+    version: &mut String,
+) -> Result<Option<Value>, Error> {
     let command = env("CNI_COMMAND");
     let needed: &[&str] = match command.as_str() {
-        "VERSION" => return Ok(Some(json!({"cniVersion": "1.1.0", "supportedVersions": plugin.versions()}))),
+        "VERSION" => {
+            return Ok(Some(
+                json!({"cniVersion": "1.1.0", "supportedVersions": plugin.versions()}),
+            ));
+        }
         "ADD" | "CHECK" => &["CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_PATH"],
         "DEL" => &["CNI_CONTAINERID", "CNI_IFNAME", "CNI_PATH"],
         "GC" | "STATUS" => &["CNI_PATH"],
-        other => return Err(Error::new(Error::ENVIRONMENT, format!("unknown CNI_COMMAND: {other}"))),
+        other => {
+            return Err(Error::new(
+                Error::ENVIRONMENT,
+                format!("unknown CNI_COMMAND: {other}"),
+            ));
+        }
     };
-    let missing: Vec<&str> = needed.iter().copied().filter(|name| env(name).is_empty()).collect();
+    let missing: Vec<&str> = needed
+        .iter()
+        .copied()
+        .filter(|name| env(name).is_empty())
+        .collect();
     if !missing.is_empty() {
-        return Err(Error::new(Error::ENVIRONMENT, format!("required env variables [{}] missing", missing.join(","))));
+        return Err(Error::new(
+            Error::ENVIRONMENT,
+            format!("required env variables [{}] missing", missing.join(",")),
+        ));
     }
     let attaches = needed.contains(&"CNI_CONTAINERID");
     if attaches {
@@ -122,25 +149,40 @@ fn call(plugin: &dyn Plugin, env: &dyn Fn(&str) -> String, version: &mut String)
         check_ifname(&env("CNI_IFNAME"))?;
     }
     let mut input = Vec::new();
-    std::io::stdin().take(INPUT_LIMIT + 1).read_to_end(&mut input).map_err(|e| Error::new(Error::IO, format!("error reading from stdin: {e}")))?;
+    std::io::stdin()
+        .take(INPUT_LIMIT + 1)
+        .read_to_end(&mut input)
+        .map_err(|e| Error::new(Error::IO, format!("error reading from stdin: {e}")))?;
     if input.len() as u64 > INPUT_LIMIT {
-        return Err(Error::new(Error::DECODE, format!("the configuration is larger than {INPUT_LIMIT} bytes")));
+        return Err(Error::new(
+            Error::DECODE,
+            format!("the configuration is larger than {INPUT_LIMIT} bytes"),
+        ));
     }
-    let parsed: Value = serde_json::from_slice(&input).map_err(|e| Error::new(Error::DECODE, format!("the configuration is not JSON: {e}")))?;
+    let parsed: Value = serde_json::from_slice(&input)
+        .map_err(|e| Error::new(Error::DECODE, format!("the configuration is not JSON: {e}")))?;
     if !parsed.is_object() {
-        return Err(Error::new(Error::DECODE, "the configuration must be a JSON object"));
+        return Err(Error::new(
+            Error::DECODE,
+            "the configuration must be a JSON object",
+        ));
     }
     let config = Json(&parsed);
     let name = config.text("name")?;
     if name.is_empty() {
-        return Err(Error::config("missing network name: set \"name\" in the network configuration"));
+        return Err(Error::config(
+            "missing network name: set \"name\" in the network configuration",
+        ));
     }
     check_id("network name", name).map_err(|e| Error::config(e.message))?;
     let given = config.text("cniVersion")?;
     let given = if given.is_empty() { "0.1.0" } else { given };
     if !plugin.versions().contains(&given) {
         let mut error = Error::new(Error::VERSION, "incompatible CNI versions");
-        error.details = format!("config is {given:?}, plugin supports {:?}", plugin.versions());
+        error.details = format!(
+            "config is {given:?}, plugin supports {:?}",
+            plugin.versions()
+        );
         return Err(error);
     }
     given.clone_into(version);
@@ -150,7 +192,10 @@ fn call(plugin: &dyn Plugin, env: &dyn Fn(&str) -> String, version: &mut String)
         _ => "0.1.0",
     };
     if !at_least(given, least) {
-        return Err(Error::new(Error::VERSION, format!("config version {given} does not allow {command}: it needs at least {least}")));
+        return Err(Error::new(
+            Error::VERSION,
+            format!("config version {given} does not allow {command}: it needs at least {least}"),
+        ));
     }
     let call = Call {
         container: env("CNI_CONTAINERID"),
@@ -162,9 +207,18 @@ fn call(plugin: &dyn Plugin, env: &dyn Fn(&str) -> String, version: &mut String)
         input: &input,
         version: given,
     };
-    let overridden = matches!(env("CNI_NETNS_OVERRIDE").to_lowercase().as_str(), "1" | "true");
+    let overridden = matches!(
+        env("CNI_NETNS_OVERRIDE").to_lowercase().as_str(),
+        "1" | "true"
+    );
     if attaches && !call.netns.is_empty() && !overridden && netns::is_own(&call.netns) {
-        return Err(Error::new(Error::NAMESPACE, format!("plugin's netns and netns from CNI_NETNS should not be the same: {}", call.netns)));
+        return Err(Error::new(
+            Error::NAMESPACE,
+            format!(
+                "plugin's netns and netns from CNI_NETNS should not be the same: {}",
+                call.netns
+            ),
+        ));
     }
     match command.as_str() {
         "ADD" => Ok(Some(plugin.add(&call)?.json(given)?)),
@@ -185,18 +239,36 @@ fn call(plugin: &dyn Plugin, env: &dyn Fn(&str) -> String, version: &mut String)
 }
 
 fn keep(config: Json<'_>) -> Result<Option<Vec<(String, String)>>, Error> {
-    let key = ["cni.dev/valid-attachments", "cni.dev/attachments"].into_iter().find(|k| config.get(k).is_some());
+    let key = ["cni.dev/valid-attachments", "cni.dev/attachments"]
+        .into_iter()
+        .find(|k| config.get(k).is_some());
     let Some(key) = key else { return Ok(None) };
-    let list = config.list(key)?.iter().map(|item| Ok((Json(item).text("containerID")?.to_owned(), Json(item).text("ifname")?.to_owned())));
+    let list = config.list(key)?.iter().map(|item| {
+        Ok((
+            Json(item).text("containerID")?.to_owned(),
+            Json(item).text("ifname")?.to_owned(),
+        ))
+    });
     list.collect::<Result<Vec<_>, Error>>().map(Some)
 }
 
 fn check_id(what: &str, id: &str) -> Result<(), Error> {
     let first = id.chars().next().is_some_and(|c| c.is_ascii_alphanumeric());
-    if first && id.len() <= 255 && id.chars().all(|c| c.is_ascii_alphanumeric() || "_.-".contains(c)) {
+    if first
+        && id.len() <= 255
+        && id
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || "_.-".contains(c))
+    {
         return Ok(());
     }
-    Err(Error::new(Error::ENVIRONMENT, format!("invalid characters in {what}: {:?}", id.chars().take(60).collect::<String>())))
+    Err(Error::new(
+        Error::ENVIRONMENT,
+        format!(
+            "invalid characters in {what}: {:?}",
+            id.chars().take(60).collect::<String>()
+        ),
+    ))
 }
 
 /// Refuses what cannot be the name of an interface.
@@ -207,10 +279,16 @@ pub fn check_ifname(name: &str) -> Result<(), Error> {
         "it is longer than 15 bytes"
     } else if name == "." || name == ".." {
         "it is . or .."
-    } else if name.chars().any(|c| c == '/' || c == ':' || c.is_whitespace()) {
+    } else if name
+        .chars()
+        .any(|c| c == '/' || c == ':' || c.is_whitespace())
+    {
         "it contains /, : or white space"
     } else {
         return Ok(());
     };
-    Err(Error::new(Error::ENVIRONMENT, format!("invalid interface name {name:?}: {why}")))
+    Err(Error::new(
+        Error::ENVIRONMENT,
+        format!("invalid interface name {name:?}: {why}"),
+    ))
 }

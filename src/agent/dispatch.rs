@@ -49,7 +49,12 @@ pub async fn run(
 ) {
     let cut_off_at = Instant::now() + PATIENCE;
     let (finished, mut endings) = mpsc::channel(256);
-    let mut dispatcher = Dispatcher { context, workers: BTreeMap::new(), seen, finished };
+    let mut dispatcher = Dispatcher {
+        context,
+        workers: BTreeMap::new(),
+        seen,
+        finished,
+    };
     let mut api_changes = api.as_ref().map(Cache::changes);
     let mut next_tending: Option<Instant> = None;
     let mut kept: Option<Vec<Arc<Pod>>> = None;
@@ -66,7 +71,10 @@ pub async fn run(
                 if kept.is_none() {
                     let last = keeper.last_pods().await;
                     keeper.set_cut_off(true);
-                    tracing::warn!(pods = last.len(), "no apiserver answers: the pods that were bound here before are started from what was kept");
+                    tracing::warn!(
+                        pods = last.len(),
+                        "no apiserver answers: the pods that were bound here before are started from what was kept"
+                    );
                     kept = Some(last);
                 }
                 kept.clone().unwrap_or_default()
@@ -127,27 +135,52 @@ impl Dispatcher {
 
     /// Tells every worker what is wanted now, starts those that are missing, oldest pod first.
     async fn update(&mut self, api: &[Arc<Pod>], statics: &[Arc<Pod>], ready: bool) {
-        let mirrors: BTreeMap<String, &Arc<Pod>> = api.iter().filter(|p| pod::is_mirror(p)).map(|p| (pod::full_name(p), p)).collect();
+        let mirrors: BTreeMap<String, &Arc<Pod>> = api
+            .iter()
+            .filter(|p| pod::is_mirror(p))
+            .map(|p| (pod::full_name(p), p))
+            .collect();
         let mut wanted: Vec<Desired> = Vec::new();
         for pod in api.iter().filter(|p| !pod::is_mirror(p)) {
-            wanted.push(Desired { pod: Arc::clone(pod), object: Some(Arc::clone(pod)), removed: false });
+            wanted.push(Desired {
+                pod: Arc::clone(pod),
+                object: Some(Arc::clone(pod)),
+                removed: false,
+            });
         }
         for pod in statics {
             let object = mirrors.get(&pod::full_name(pod)).map(|m| Arc::clone(m));
-            wanted.push(Desired { pod: Arc::clone(pod), object, removed: false });
+            wanted.push(Desired {
+                pod: Arc::clone(pod),
+                object,
+                removed: false,
+            });
         }
-        let roster = wanted.iter().map(|d| Known { pod: Arc::clone(&d.pod), object: d.object.clone() }).collect();
+        let roster = wanted
+            .iter()
+            .map(|d| Known {
+                pod: Arc::clone(&d.pod),
+                object: d.object.clone(),
+            })
+            .collect();
         self.context.roster.send_replace(roster);
         wanted.sort_by_key(|d| d.pod.metadata.creation_timestamp.as_ref().map(|t| t.0));
         if ready {
             for (uid, worker) in &self.workers {
                 if !wanted.iter().any(|d| pod::uid(&d.pod) == uid) {
-                    worker.desired.send_if_modified(|d| !std::mem::replace(&mut d.removed, true));
+                    worker
+                        .desired
+                        .send_if_modified(|d| !std::mem::replace(&mut d.removed, true));
                 }
             }
             for mirror in mirrors.values() {
-                let held = self.workers.values().any(|w| w.full_name == pod::full_name(mirror));
-                let of_static = statics.iter().any(|s| pod::full_name(s) == pod::full_name(mirror));
+                let held = self
+                    .workers
+                    .values()
+                    .any(|w| w.full_name == pod::full_name(mirror));
+                let of_static = statics
+                    .iter()
+                    .any(|s| pod::full_name(s) == pod::full_name(mirror));
                 if !held
                     && !of_static
                     && let Err(error) = mirror::remove(&self.context, mirror).await
@@ -165,7 +198,12 @@ impl Dispatcher {
         let uid = pod::uid(&desired.pod).to_owned();
         if let Some(worker) = self.workers.get(&uid) {
             worker.desired.send_if_modified(|old| {
-                let version = |d: &Desired| (d.pod.resource_version(), d.object.as_ref().map(|o| (o.uid(), o.resource_version())));
+                let version = |d: &Desired| {
+                    (
+                        d.pod.resource_version(),
+                        d.object.as_ref().map(|o| (o.uid(), o.resource_version())),
+                    )
+                };
                 // A pod that left its source does not come back under the same uid until it has ended.
                 let changed = !old.removed && version(old) != version(&desired);
                 if changed {
@@ -186,7 +224,12 @@ impl Dispatcher {
     fn start(&mut self, uid: String, full_name: String, desired: Desired) {
         let (sender, receiver) = watch::channel(desired);
         let hint = Arc::new(Notify::new());
-        let work = worker::run(Arc::clone(&self.context), receiver, Arc::clone(&hint), self.seen.clone());
+        let work = worker::run(
+            Arc::clone(&self.context),
+            receiver,
+            Arc::clone(&hint),
+            self.seen.clone(),
+        );
         let (finished, id) = (self.finished.clone(), uid.clone());
         let span = tracing::info_span!("pod", pod = full_name, uid);
         let work = tracing::Instrument::instrument(work, span);
@@ -195,12 +238,23 @@ impl Dispatcher {
             // The dispatcher lives as long as the process.
             let _ = finished.send(id).await;
         });
-        self.workers.insert(uid, Worker { desired: sender, hint, full_name });
+        self.workers.insert(
+            uid,
+            Worker {
+                desired: sender,
+                hint,
+                full_name,
+            },
+        );
     }
 
     /// Pods that only the runtime knows are ended.
     fn adopt_orphans(&mut self, listed: &[ListedPod]) {
-        for orphan in listed.iter().filter(|p| !self.workers.contains_key(&p.uid)).collect::<Vec<_>>() {
+        for orphan in listed
+            .iter()
+            .filter(|p| !self.workers.contains_key(&p.uid))
+            .collect::<Vec<_>>()
+        {
             tracing::info!(
                 pod = orphan.name,
                 namespace = orphan.namespace,
@@ -211,9 +265,20 @@ impl Dispatcher {
             pod.metadata.name = Some(orphan.name.clone());
             pod.metadata.namespace = Some(orphan.namespace.clone());
             pod.metadata.uid = Some(orphan.uid.clone());
-            pod.spec = Some(PodSpec { termination_grace_period_seconds: Some(1), ..PodSpec::default() });
+            pod.spec = Some(PodSpec {
+                termination_grace_period_seconds: Some(1),
+                ..PodSpec::default()
+            });
             let full_name = pod::full_name(&pod);
-            self.start(orphan.uid.clone(), full_name, Desired { pod: Arc::new(pod), object: None, removed: true });
+            self.start(
+                orphan.uid.clone(),
+                full_name,
+                Desired {
+                    pod: Arc::new(pod),
+                    object: None,
+                    removed: true,
+                },
+            );
         }
     }
 
@@ -226,7 +291,8 @@ impl Dispatcher {
         }
         let in_runtime = listed.unwrap_or_default();
         for uid in self.context.host.leftovers().await {
-            let wanted = self.workers.contains_key(&uid) || api.iter().chain(statics).any(|p| pod::uid(p) == uid);
+            let wanted = self.workers.contains_key(&uid)
+                || api.iter().chain(statics).any(|p| pod::uid(p) == uid);
             let known = wanted || in_runtime.iter().any(|p| p.uid == uid);
             if known {
                 continue;
@@ -237,7 +303,9 @@ impl Dispatcher {
             };
             match removed.await {
                 Ok(()) => tracing::info!(uid, "removed what a pod that is gone had left"),
-                Err(error) => tracing::warn!(%error, uid, "what a pod that is gone had left cannot be removed"),
+                Err(error) => {
+                    tracing::warn!(%error, uid, "what a pod that is gone had left cannot be removed")
+                }
             }
         }
     }

@@ -51,13 +51,25 @@ impl Events {
 
     fn say(&self, about: ObjectReference, kind: Kind, reason: String, message: String) {
         tracing::debug!(object = about.name, reason, message, "event");
-        if let Err(error) = self.queue.try_send(Said { about, kind, reason, message }) {
+        if let Err(error) = self.queue.try_send(Said {
+            about,
+            kind,
+            reason,
+            message,
+        }) {
             tracing::warn!(%error, "an event was dropped: too many are waiting for the API");
         }
     }
 
     /// About a pod; `container` is a field path such as `spec.containers{web}`.
-    pub fn pod(&self, pod: &Pod, container: Option<String>, kind: Kind, reason: &str, message: impl Into<String>) {
+    pub fn pod(
+        &self,
+        pod: &Pod,
+        container: Option<String>,
+        kind: Kind,
+        reason: &str,
+        message: impl Into<String>,
+    ) {
         let about = ObjectReference {
             api_version: Some("v1".into()),
             kind: Some("Pod".into()),
@@ -71,7 +83,14 @@ impl Events {
     }
 
     /// About a claim.
-    pub fn claim(&self, namespace: &str, name: &str, kind: Kind, reason: &str, message: impl Into<String>) {
+    pub fn claim(
+        &self,
+        namespace: &str,
+        name: &str,
+        kind: Kind,
+        reason: &str,
+        message: impl Into<String>,
+    ) {
         let about = ObjectReference {
             api_version: Some("v1".into()),
             kind: Some("PersistentVolumeClaim".into()),
@@ -84,22 +103,50 @@ impl Events {
 
     /// About the node.
     pub fn node(&self, name: &str, kind: Kind, reason: &str, message: impl Into<String>) {
-        let about =
-            ObjectReference { api_version: Some("v1".into()), kind: Some("Node".into()), name: Some(name.into()), ..ObjectReference::default() };
+        let about = ObjectReference {
+            api_version: Some("v1".into()),
+            kind: Some("Node".into()),
+            name: Some(name.into()),
+            ..ObjectReference::default()
+        };
         self.say(about, kind, reason.to_owned(), message.into());
     }
 }
 
-async fn post(api: Arc<dyn PodApi>, node: String, clock: Clock, mut said: mpsc::Receiver<Said>, (rate, burst): (f64, f64)) {
+async fn post(
+    api: Arc<dyn PodApi>,
+    node: String,
+    clock: Clock,
+    mut said: mpsc::Receiver<Said>,
+    (rate, burst): (f64, f64),
+) {
     let mut correlator = Correlator::default();
     let mut pace = Bucket::new(rate, burst, clock.now());
     while let Some(said) = said.recv().await {
-        let namespace = said.about.namespace.clone().unwrap_or_else(|| "default".into());
-        let about = format!("{namespace}/{:?}/{:?}/{:?}", said.about.uid, said.about.name, said.about.field_path);
+        let namespace = said
+            .about
+            .namespace
+            .clone()
+            .unwrap_or_else(|| "default".into());
+        let about = format!(
+            "{namespace}/{:?}/{:?}/{:?}",
+            said.about.uid, said.about.name, said.about.field_path
+        );
         let reason = format!("{:?} {}", said.kind, said.reason);
         let now = clock.now();
-        let Some(verdict) = correlator.decide(correlate::Said { about: &about, reason: &reason, message: &said.message }, now) else {
-            tracing::debug!(about, reason, "an event is not posted: there were too many about this object");
+        let Some(verdict) = correlator.decide(
+            correlate::Said {
+                about: &about,
+                reason: &reason,
+                message: &said.message,
+            },
+            now,
+        ) else {
+            tracing::debug!(
+                about,
+                reason,
+                "an event is not posted: there were too many about this object"
+            );
             continue;
         };
         while let Err(wait) = pace.take(clock.now()) {
@@ -115,14 +162,25 @@ async fn post(api: Arc<dyn PodApi>, node: String, clock: Clock, mut said: mpsc::
             }
             continue;
         }
-        let name = format!("{}.{:x}", said.about.name.clone().unwrap_or_default(), now.as_nanosecond());
+        let name = format!(
+            "{}.{:x}",
+            said.about.name.clone().unwrap_or_default(),
+            now.as_nanosecond()
+        );
         let event = Event {
-            metadata: ObjectMeta { name: Some(name.clone()), namespace: Some(namespace), ..ObjectMeta::default() },
+            metadata: ObjectMeta {
+                name: Some(name.clone()),
+                namespace: Some(namespace),
+                ..ObjectMeta::default()
+            },
             involved_object: said.about,
             reason: Some(said.reason),
             message: Some(shortened(&verdict.message)),
             type_: Some(format!("{:?}", said.kind)),
-            source: Some(EventSource { component: Some("kubelet".into()), host: Some(node.clone()) }),
+            source: Some(EventSource {
+                component: Some("kubelet".into()),
+                host: Some(node.clone()),
+            }),
             reporting_component: Some("kubelet".into()),
             reporting_instance: Some(node.clone()),
             first_timestamp: Some(stamp.clone()),

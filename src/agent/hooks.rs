@@ -13,7 +13,14 @@ const HTTP_LIMIT: Duration = Duration::from_secs(3600);
 
 /// Runs a hook in the container `id`; `ip` is the pod's own address, which pods on the host's network lack.
 /// The error is what went wrong. The caller bounds the time.
-pub async fn run(context: &Context, pod: &Pod, container: &Container, handler: &LifecycleHandler, id: &str, ip: Option<&str>) -> Result<(), String> {
+pub async fn run(
+    context: &Context,
+    pod: &Pod,
+    container: &Container,
+    handler: &LifecycleHandler,
+    id: &str,
+    ip: Option<&str>,
+) -> Result<(), String> {
     match probe::hook(handler, container, ip)? {
         Hook::Sleep(time) => {
             tokio::time::sleep(time).await;
@@ -24,15 +31,24 @@ pub async fn run(context: &Context, pod: &Pod, container: &Container, handler: &
             Ok(done) => {
                 // What it printed may be secret: it is in the log at the highest verbosity only.
                 tracing::trace!(output = done.output, "a lifecycle hook failed");
-                Err(format!("command {:?} exited with {}", command.first().map(String::as_str).unwrap_or_default(), done.code))
+                Err(format!(
+                    "command {:?} exited with {}",
+                    command.first().map(String::as_str).unwrap_or_default(),
+                    done.code
+                ))
             }
             Err(error) => Err(error.to_string()),
         },
         Hook::Http(request) => match context.dialer.http(&request, HTTP_LIMIT).await {
             Err(HttpError::Plain) => {
-                let message = format!("the HTTPS hook of {} was answered in plain HTTP, and repeated so", request.host);
+                let message = format!(
+                    "the HTTPS hook of {} was answered in plain HTTP, and repeated so",
+                    request.host
+                );
                 plain(context, &request).await?;
-                context.events.pod(pod, None, Kind::Warning, "LifecycleHTTPFallback", message);
+                context
+                    .events
+                    .pod(pod, None, Kind::Warning, "LifecycleHTTPFallback", message);
                 Ok(())
             }
             // Any answer will do.
@@ -43,7 +59,17 @@ pub async fn run(context: &Context, pod: &Pod, container: &Container, handler: &
 
 /// The same request in plain HTTP, without what only TLS should carry.
 async fn plain(context: &Context, request: &Http) -> Result<(), String> {
-    let mut request = Http { tls: false, ..request.clone() };
-    request.headers.retain(|(name, _)| !name.eq_ignore_ascii_case("authorization"));
-    context.dialer.http(&request, HTTP_LIMIT).await.map(|_| ()).map_err(|e| e.to_string())
+    let mut request = Http {
+        tls: false,
+        ..request.clone()
+    };
+    request
+        .headers
+        .retain(|(name, _)| !name.eq_ignore_ascii_case("authorization"));
+    context
+        .dialer
+        .http(&request, HTTP_LIMIT)
+        .await
+        .map(|_| ())
+        .map_err(|e| e.to_string())
 }

@@ -54,17 +54,32 @@ impl Log {
     }
 
     /// Does a step and notes how it ends; one that is dropped is noted as such.
-    pub async fn step<T, E: std::fmt::Display>(&self, step: Step, subject: &str, work: impl Future<Output = Result<T, E>>) -> Result<T, E> {
+    pub async fn step<T, E: std::fmt::Display>(
+        &self,
+        step: Step,
+        subject: &str,
+        work: impl Future<Output = Result<T, E>>,
+    ) -> Result<T, E> {
         self.begin(step, subject);
-        let mut open = Open { log: self, step, subject, closed: false };
+        let mut open = Open {
+            log: self,
+            step,
+            subject,
+            closed: false,
+        };
         let span = tracing::info_span!(target: "trace::step", "step", otel.name = step.name(), subject, otel.status_code = tracing::field::Empty, otel.status_description = tracing::field::Empty);
         let result = work.instrument(span.clone()).await;
         let failure = result.as_ref().err().map(ToString::to_string);
         if let Some(why) = &failure {
-            span.record("otel.status_code", "ERROR").record("otel.status_description", why);
+            span.record("otel.status_code", "ERROR")
+                .record("otel.status_description", why);
         }
         open.closed = true;
-        self.end(step, subject, failure.map_or(Progress::Done, Progress::Failed));
+        self.end(
+            step,
+            subject,
+            failure.map_or(Progress::Done, Progress::Failed),
+        );
         result
     }
 
@@ -81,7 +96,9 @@ impl Log {
             Progress::Failed(_) => "failed",
             Progress::Dropped => "dropped",
         };
-        let took = self.journal().end(step, subject, progress, self.clock.now());
+        let took = self
+            .journal()
+            .end(step, subject, progress, self.clock.now());
         if let Some(took) = took.and_then(|t| std::time::Duration::try_from(t).ok()) {
             self.metrics.step(step.name(), result, took);
         }
@@ -110,7 +127,8 @@ impl Log {
 
     /// A failure is over: what was asked is well again, wholly or not yet.
     pub fn recover(&self, step: Step, subject: &str, whole: bool) {
-        self.journal().recover(step, subject, whole, self.clock.now());
+        self.journal()
+            .recover(step, subject, whole, self.clock.now());
     }
 
     /// Why no container can be started yet, if something fails.
@@ -126,7 +144,8 @@ impl Log {
 
     /// The state machine took a step.
     pub fn decided(&self, before: State, input: Input, state: State) {
-        self.journal().decided(self.clock.now(), before, input, state);
+        self.journal()
+            .decided(self.clock.now(), before, input, state);
     }
 }
 
@@ -159,9 +178,18 @@ impl Journals {
         let fresh = || Kept {
             namespace: pod.namespace().unwrap_or_default(),
             name: pod.name_any(),
-            log: Log { journal: Arc::default(), clock, metrics: Arc::clone(metrics) },
+            log: Log {
+                journal: Arc::default(),
+                clock,
+                metrics: Arc::clone(metrics),
+            },
         };
-        shelf.pods.entry(pod::uid(pod).to_owned()).or_insert_with(fresh).log.clone()
+        shelf
+            .pods
+            .entry(pod::uid(pod).to_owned())
+            .or_insert_with(fresh)
+            .log
+            .clone()
     }
 
     /// The pod has gone: its journal stays for a while.
@@ -179,8 +207,12 @@ impl Journals {
     #[must_use]
     pub fn find(&self, namespace: &str, name: &str) -> Vec<(String, Journal)> {
         let shelf = self.shelf();
-        let mut found: Vec<(String, Journal)> =
-            shelf.pods.iter().filter(|(_, k)| k.namespace == namespace && k.name == name).map(|(uid, k)| (uid.clone(), k.log.read())).collect();
+        let mut found: Vec<(String, Journal)> = shelf
+            .pods
+            .iter()
+            .filter(|(_, k)| k.namespace == namespace && k.name == name)
+            .map(|(uid, k)| (uid.clone(), k.log.read()))
+            .collect();
         found.sort_by_key(|(uid, _)| shelf.gone.contains(uid));
         found
     }

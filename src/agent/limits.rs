@@ -29,9 +29,14 @@ pub async fn run(context: Arc<Context>) {
 
 async fn pass(context: &Context) {
     // Critical pods are never evicted.
-    let pods = context.pods().into_iter().filter(|pod| !preempt::is_critical(pod));
-    let limited: Vec<(Arc<Pod>, Limits)> =
-        pods.map(|pod| (Arc::clone(&pod), local_storage::limits(&pod))).filter(|(_, limits)| !limits.is_empty()).collect();
+    let pods = context
+        .pods()
+        .into_iter()
+        .filter(|pod| !preempt::is_critical(pod));
+    let limited: Vec<(Arc<Pod>, Limits)> = pods
+        .map(|pod| (Arc::clone(&pod), local_storage::limits(&pod)))
+        .filter(|(_, limits)| !limits.is_empty())
+        .collect();
     if limited.is_empty() {
         return;
     }
@@ -54,25 +59,40 @@ async fn pass(context: &Context) {
                     context.evict(pod::uid(&pod), signal, message);
                 }
             }
-            Err(error) => tracing::warn!(error, pod = %pod::full_name(&pod), "what the pod uses of the disk cannot be counted"),
+            Err(error) => {
+                tracing::warn!(error, pod = %pod::full_name(&pod), "what the pod uses of the disk cannot be counted")
+            }
         }
     }
 }
 
 /// What a pod uses. `layers` has the bytes of writable layers, by pod and container.
-async fn usage(context: &Context, pod: &Pod, limits: &Limits, layers: &BTreeMap<(String, String), u64>) -> Result<Usage, String> {
+async fn usage(
+    context: &Context,
+    pod: &Pod,
+    limits: &Limits,
+    layers: &BTreeMap<(String, String), u64>,
+) -> Result<Usage, String> {
     let mut usage = Usage::default();
     for volume in local_storage::counted(pod) {
         if limits.volumes.contains_key(&volume) || limits.pod.is_some() {
-            let used = context.host.volume_usage(pod, &volume, limits.enough(&volume)).await?;
+            let used = context
+                .host
+                .volume_usage(pod, &volume, limits.enough(&volume))
+                .await?;
             usage.volumes.insert(volume, used.bytes);
         }
     }
     if limits.counts_containers() {
         for (_, container) in pod::containers(pod) {
-            let layer = layers.get(&(pod::uid(pod).to_owned(), container.name.clone())).copied().unwrap_or(0);
+            let layer = layers
+                .get(&(pod::uid(pod).to_owned(), container.name.clone()))
+                .copied()
+                .unwrap_or(0);
             let logs = context.host.log_usage(pod, &container.name).await?;
-            usage.containers.insert(container.name.clone(), layer + logs);
+            usage
+                .containers
+                .insert(container.name.clone(), layer + logs);
         }
     }
     Ok(usage)

@@ -44,7 +44,9 @@ pub async fn run(context: Arc<Context>) {
     };
     let slots = Arc::new(Semaphore::new(AT_ONCE));
     loop {
-        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
+        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else {
+            return;
+        };
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
@@ -60,9 +62,13 @@ pub async fn run(context: Arc<Context>) {
                 let context = Arc::clone(&context);
                 async move { Ok::<_, Infallible>(answer(&context, &request).await) }
             });
-            let serve = hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service);
+            let serve = hyper::server::conn::http1::Builder::new()
+                .serve_connection(TokioIo::new(stream), service);
             // Whoever asks and does not listen is not waited for.
-            if tokio::time::timeout(std::time::Duration::from_secs(10), serve).await.is_err() {
+            if tokio::time::timeout(std::time::Duration::from_secs(10), serve)
+                .await
+                .is_err()
+            {
                 tracing::debug!("a question on the local socket was given up");
             }
         });
@@ -72,7 +78,10 @@ pub async fn run(context: Arc<Context>) {
 /// What is being fetched. A runtime that cannot say is no reason to say nothing at all.
 async fn fetching(context: &Context) -> Option<Fetching> {
     match context.runtime.fetching().await {
-        Ok(fetching) => Some(Fetching { pulls: context.images.under_way(), ..fetching }),
+        Ok(fetching) => Some(Fetching {
+            pulls: context.images.under_way(),
+            ..fetching
+        }),
         Err(error) => {
             tracing::debug!(%error, "the runtime does not say how far its pulls are");
             None
@@ -88,14 +97,23 @@ async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full
     };
     let parts: Vec<&str> = request.uri().path().split('/').skip(1).collect();
     let ["explain", namespace, name] = parts.as_slice() else {
-        return say(StatusCode::NOT_FOUND, "there is only /explain/NAMESPACE/NAME here".into());
+        return say(
+            StatusCode::NOT_FOUND,
+            "there is only /explain/NAMESPACE/NAME here".into(),
+        );
     };
     let Some((uid, journal)) = context.journals.find(namespace, name).into_iter().next() else {
         let node = &context.config.node_name;
-        let text = format!("the agent of node {node} knows no pod {namespace}/{name}: look with `kubectl get pod -o wide` which node it is bound to");
+        let text = format!(
+            "the agent of node {node} knows no pod {namespace}/{name}: look with `kubectl get pod -o wide` which node it is bound to"
+        );
         return say(StatusCode::NOT_FOUND, text);
     };
-    let fetching = if journal.is_pulling() { fetching(context).await } else { None };
+    let fetching = if journal.is_pulling() {
+        fetching(context).await
+    } else {
+        None
+    };
     match serde_json::to_string(&explain::explain(namespace, name, &uid, journal, fetching)) {
         Ok(text) => say(StatusCode::OK, text),
         Err(error) => say(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),

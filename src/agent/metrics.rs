@@ -6,10 +6,12 @@ use std::time::Duration;
 use crate::core::exposition::{Family, Page, Registry};
 
 const POD_STARTS: &[f64] = &[
-    0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 20.0, 30.0, 45.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0, 1200.0, 1800.0,
-    2700.0, 3600.0,
+    0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 20.0, 30.0, 45.0, 60.0, 120.0, 180.0, 240.0,
+    300.0, 360.0, 480.0, 600.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0,
 ];
-const USUAL: &[f64] = &[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
+const USUAL: &[f64] = &[
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+];
 /// 0.005 × 2.5ⁿ, fourteen of them.
 const RUNTIME: &[f64] = &[
     0.005,
@@ -32,16 +34,36 @@ const fn family(name: &'static str, help: &'static str, labels: &'static [&'stat
     Family { name, help, labels }
 }
 
-const POD_START: Family =
-    family("kubelet_pod_start_duration_seconds", "Duration in seconds from the agent's first sight of a pod to its running.", &[]);
-const RUNTIME_TOTAL: Family =
-    family("kubelet_runtime_operations_total", "Cumulative number of runtime operations by operation type.", &["operation_type"]);
-const RUNTIME_ERRORS: Family =
-    family("kubelet_runtime_operations_errors_total", "Cumulative number of runtime operation errors by operation type.", &["operation_type"]);
-const RUNTIME_SECONDS: Family =
-    family("kubelet_runtime_operations_duration_seconds", "Duration in seconds of runtime operations by operation type.", &["operation_type"]);
-const RELIST: Family = family("kubelet_pleg_relist_duration_seconds", "Duration in seconds for listing the runtime's pods.", &[]);
-const INTERVAL: Family = family("kubelet_pleg_relist_interval_seconds", "Interval in seconds between two such listings.", &[]);
+const POD_START: Family = family(
+    "kubelet_pod_start_duration_seconds",
+    "Duration in seconds from the agent's first sight of a pod to its running.",
+    &[],
+);
+const RUNTIME_TOTAL: Family = family(
+    "kubelet_runtime_operations_total",
+    "Cumulative number of runtime operations by operation type.",
+    &["operation_type"],
+);
+const RUNTIME_ERRORS: Family = family(
+    "kubelet_runtime_operations_errors_total",
+    "Cumulative number of runtime operation errors by operation type.",
+    &["operation_type"],
+);
+const RUNTIME_SECONDS: Family = family(
+    "kubelet_runtime_operations_duration_seconds",
+    "Duration in seconds of runtime operations by operation type.",
+    &["operation_type"],
+);
+const RELIST: Family = family(
+    "kubelet_pleg_relist_duration_seconds",
+    "Duration in seconds for listing the runtime's pods.",
+    &[],
+);
+const INTERVAL: Family = family(
+    "kubelet_pleg_relist_interval_seconds",
+    "Interval in seconds between two such listings.",
+    &[],
+);
 const HTTP: Family = family(
     "kubelet_http_requests_total",
     "Number of the HTTP requests received since the agent started.",
@@ -52,47 +74,125 @@ const POD_START_SLI: Family = family(
     "Duration in seconds to start a pod, excluding time to pull images and run init containers; pods with claims are left out.",
     &[],
 );
-const POD_START_TOTAL: Family =
-    family("kubelet_pod_start_total_duration_seconds", "Duration in seconds to start a pod since creation, including time to pull images.", &[]);
-const WORKER: Family =
-    family("kubelet_pod_worker_duration_seconds", "Duration in seconds to sync a single pod, by operation type.", &["operation_type"]);
-const STATUS: Family = family("kubelet_pod_status_sync_duration_seconds", "Duration in seconds to sync a pod status update.", &[]);
-const SANDBOX: Family =
-    family("kubelet_run_podsandbox_duration_seconds", "Duration in seconds of the run_podsandbox operations.", &["runtime_handler"]);
-const SANDBOX_ERRORS: Family =
-    family("kubelet_run_podsandbox_errors_total", "Cumulative number of the run_podsandbox operation errors.", &["runtime_handler"]);
-const STARTED_PODS: Family = family("kubelet_started_pods_total", "Cumulative number of pods started.", &[]);
-const STARTED_PODS_ERRORS: Family = family("kubelet_started_pods_errors_total", "Cumulative number of errors when starting pods.", &[]);
-const STARTED: Family = family("kubelet_started_containers_total", "Cumulative number of containers started.", &["container_type"]);
-const STARTED_ERRORS: Family =
-    family("kubelet_started_containers_errors_total", "Cumulative number of errors when starting containers.", &["container_type", "code"]);
-const REJECTED: Family = family("kubelet_admission_rejections_total", "Cumulative number of pod admission rejections.", &["reason"]);
-const PREEMPTED: Family = family("kubelet_preemptions", "Cumulative number of pod preemptions by preemption resource.", &["preemption_signal"]);
-const EVICTED: Family = family("kubelet_evictions", "Cumulative number of pod evictions by eviction signal.", &["eviction_signal"]);
-const PULLED: Family = family("kubelet_image_pull_duration_seconds", "Duration in seconds to pull an image.", &["image_size_in_bytes"]);
-const COLLECTED: Family =
-    family("kubelet_image_garbage_collected_total", "Total number of images garbage collected, whether for room or for age.", &["reason"]);
-const STORAGE: Family =
-    family("storage_operation_duration_seconds", "Storage operation duration.", &["migrated", "operation_name", "status", "volume_plugin"]);
+const POD_START_TOTAL: Family = family(
+    "kubelet_pod_start_total_duration_seconds",
+    "Duration in seconds to start a pod since creation, including time to pull images.",
+    &[],
+);
+const WORKER: Family = family(
+    "kubelet_pod_worker_duration_seconds",
+    "Duration in seconds to sync a single pod, by operation type.",
+    &["operation_type"],
+);
+const STATUS: Family = family(
+    "kubelet_pod_status_sync_duration_seconds",
+    "Duration in seconds to sync a pod status update.",
+    &[],
+);
+const SANDBOX: Family = family(
+    "kubelet_run_podsandbox_duration_seconds",
+    "Duration in seconds of the run_podsandbox operations.",
+    &["runtime_handler"],
+);
+const SANDBOX_ERRORS: Family = family(
+    "kubelet_run_podsandbox_errors_total",
+    "Cumulative number of the run_podsandbox operation errors.",
+    &["runtime_handler"],
+);
+const STARTED_PODS: Family = family(
+    "kubelet_started_pods_total",
+    "Cumulative number of pods started.",
+    &[],
+);
+const STARTED_PODS_ERRORS: Family = family(
+    "kubelet_started_pods_errors_total",
+    "Cumulative number of errors when starting pods.",
+    &[],
+);
+const STARTED: Family = family(
+    "kubelet_started_containers_total",
+    "Cumulative number of containers started.",
+    &["container_type"],
+);
+const STARTED_ERRORS: Family = family(
+    "kubelet_started_containers_errors_total",
+    "Cumulative number of errors when starting containers.",
+    &["container_type", "code"],
+);
+const REJECTED: Family = family(
+    "kubelet_admission_rejections_total",
+    "Cumulative number of pod admission rejections.",
+    &["reason"],
+);
+const PREEMPTED: Family = family(
+    "kubelet_preemptions",
+    "Cumulative number of pod preemptions by preemption resource.",
+    &["preemption_signal"],
+);
+const EVICTED: Family = family(
+    "kubelet_evictions",
+    "Cumulative number of pod evictions by eviction signal.",
+    &["eviction_signal"],
+);
+const PULLED: Family = family(
+    "kubelet_image_pull_duration_seconds",
+    "Duration in seconds to pull an image.",
+    &["image_size_in_bytes"],
+);
+const COLLECTED: Family = family(
+    "kubelet_image_garbage_collected_total",
+    "Total number of images garbage collected, whether for room or for age.",
+    &["reason"],
+);
+const STORAGE: Family = family(
+    "storage_operation_duration_seconds",
+    "Storage operation duration.",
+    &["migrated", "operation_name", "status", "volume_plugin"],
+);
 const HTTP_SECONDS: Family = family(
     "kubelet_http_requests_duration_seconds",
     "Duration in seconds to serve http requests",
     &["method", "path", "server_type", "long_running"],
 );
-const CLIENT: Family =
-    family("rest_client_requests_total", "Number of HTTP requests, partitioned by status code, method, and host.", &["code", "method", "host"]);
-const WEBSOCKETS: Family = family("kubelet_websocket_streaming_requests_total", "Total number of WebSocket streaming requests.", &["subresource"]);
-const STEPS: Family = family("holdfast_step_duration_seconds", "Duration in seconds of each step of a pod's life.", &["step", "result"]);
+const CLIENT: Family = family(
+    "rest_client_requests_total",
+    "Number of HTTP requests, partitioned by status code, method, and host.",
+    &["code", "method", "host"],
+);
+const WEBSOCKETS: Family = family(
+    "kubelet_websocket_streaming_requests_total",
+    "Total number of WebSocket streaming requests.",
+    &["subresource"],
+);
+const STEPS: Family = family(
+    "holdfast_step_duration_seconds",
+    "Duration in seconds of each step of a pod's life.",
+    &["step", "result"],
+);
 const PROBES: Family = family(
     "prober_probe_total",
     "Cumulative number of a liveness, readiness or startup probe for a container by result.",
-    &["container", "namespace", "pod", "pod_uid", "probe_type", "result"],
+    &[
+        "container",
+        "namespace",
+        "pod",
+        "pod_uid",
+        "probe_type",
+        "result",
+    ],
 );
 
-const PULLS: &[f64] = &[1.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0];
+const PULLS: &[f64] = &[
+    1.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0,
+    1200.0, 1800.0, 2700.0, 3600.0,
+];
 const STATUSES: &[f64] = &[0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 20.0, 30.0, 45.0, 60.0];
-const STORING: &[f64] = &[0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 120.0, 300.0, 600.0];
-const STEP: &[f64] = &[0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0];
+const STORING: &[f64] = &[
+    0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 120.0, 300.0, 600.0,
+];
+const STEP: &[f64] = &[
+    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0,
+];
 
 /// The size of an image as metrics show it.
 fn size_class(bytes: u64) -> &'static str {
@@ -111,7 +211,10 @@ fn size_class(bytes: u64) -> &'static str {
         (60 * GB, "40GB-60GB"),
         (100 * GB, "60GB-100GB"),
     ];
-    classes.into_iter().find(|(most, _)| bytes <= *most).map_or("GT100GB", |(_, name)| name)
+    classes
+        .into_iter()
+        .find(|(most, _)| bytes <= *most)
+        .map_or("GT100GB", |(_, name)| name)
 }
 
 /// How long a pod's start took, in seconds.
@@ -156,7 +259,12 @@ impl Metrics {
             r.observe(POD_START, POD_STARTS, &[], start.seen);
             r.observe(POD_START_TOTAL, POD_STARTS, &[], start.created);
             if !start.stateful {
-                r.observe(POD_START_SLI, POD_STARTS, &[], (start.created - start.images).max(0.0));
+                r.observe(
+                    POD_START_SLI,
+                    POD_STARTS,
+                    &[],
+                    (start.created - start.images).max(0.0),
+                );
             }
         });
     }
@@ -219,7 +327,14 @@ impl Metrics {
     /// A volume was set up, or not.
     pub fn volume(&self, plugin: &str, failed: bool, took: Duration) {
         let status = if failed { "fail-unknown" } else { "success" };
-        self.with(|r| r.observe(STORAGE, STORING, &["false", "volume_mount", status, plugin], took.as_secs_f64()));
+        self.with(|r| {
+            r.observe(
+                STORAGE,
+                STORING,
+                &["false", "volume_mount", status, plugin],
+                took.as_secs_f64(),
+            )
+        });
     }
 
     /// A request to an apiserver was answered; without a code it was not.
@@ -259,7 +374,12 @@ impl Metrics {
 
     /// Something was asked over HTTP, and answered after so long.
     pub fn http(&self, method: &str, path: &str, long: bool, took: Duration) {
-        let labels = [method, path, "readwrite", if long { "true" } else { "false" }];
+        let labels = [
+            method,
+            path,
+            "readwrite",
+            if long { "true" } else { "false" },
+        ];
         self.with(|r| {
             r.count(HTTP, &labels, 1);
             r.observe(HTTP_SECONDS, USUAL, &labels, took.as_secs_f64());
@@ -270,18 +390,26 @@ impl Metrics {
     pub fn probed(&self, probe: Probe<'_>) {
         let [container, namespace, pod, uid] = probe.of;
         let labels = [container, namespace, pod, uid, probe.kind, probe.result];
-        self.probes.lock().unwrap_or_else(PoisonError::into_inner).count(PROBES, &labels, 1);
+        self.probes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .count(PROBES, &labels, 1);
     }
 
     /// A pod is gone: so is what was counted of its probes.
     pub fn gone(&self, uid: &str) {
-        self.probes.lock().unwrap_or_else(PoisonError::into_inner).forget("pod_uid", uid);
+        self.probes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .forget("pod_uid", uid);
     }
 
     /// Writes what is counted of the agent, or of probes.
     pub fn write(&self, probes: bool, page: &mut Page) {
         let of = if probes { &self.probes } else { &self.own };
-        of.lock().unwrap_or_else(PoisonError::into_inner).write(page);
+        of.lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .write(page);
     }
 }
 
@@ -292,6 +420,9 @@ mod tests {
     #[test]
     fn images_are_of_a_size() {
         let classes = [0, 10 << 20, (10 << 20) + 1, 2 << 30, 200 << 30].map(size_class);
-        assert_eq!(classes, ["0-10MB", "0-10MB", "10MB-100MB", "1GB-5GB", "GT100GB"]);
+        assert_eq!(
+            classes,
+            ["0-10MB", "0-10MB", "10MB-100MB", "1GB-5GB", "GT100GB"]
+        );
     }
 }

@@ -13,8 +13,16 @@ use crate::kubeapi::pods::ApiFailure;
 /// The mirror of a static pod.
 fn of(pod: &Pod, node: &Node) -> Pod {
     let mut mirror = pod.clone();
-    let hash = pod.annotations().get(pod::HASH).cloned().unwrap_or_default();
-    mirror.metadata.annotations.get_or_insert_default().insert(pod::MIRROR.into(), hash);
+    let hash = pod
+        .annotations()
+        .get(pod::HASH)
+        .cloned()
+        .unwrap_or_default();
+    mirror
+        .metadata
+        .annotations
+        .get_or_insert_default()
+        .insert(pod::MIRROR.into(), hash);
     mirror.metadata.uid = None;
     mirror.metadata.resource_version = None;
     mirror.metadata.owner_references = Some(vec![OwnerReference {
@@ -31,10 +39,17 @@ fn of(pod: &Pod, node: &Node) -> Pod {
 
 /// Makes sure that a static pod's mirror is there and is the right one. False while there is no Node
 /// object yet to own it.
-pub async fn reconcile(context: &Context, pod: &Pod, mirror: Option<&Arc<Pod>>) -> Result<bool, String> {
-    let Some(node) = context.node.borrow().clone() else { return Ok(false) };
+pub async fn reconcile(
+    context: &Context,
+    pod: &Pod,
+    mirror: Option<&Arc<Pod>>,
+) -> Result<bool, String> {
+    let Some(node) = context.node.borrow().clone() else {
+        return Ok(false);
+    };
     if let Some(mirror) = mirror {
-        let right = mirror.annotations().get(pod::MIRROR) == pod.annotations().get(pod::HASH) && mirror.metadata.deletion_timestamp.is_none();
+        let right = mirror.annotations().get(pod::MIRROR) == pod.annotations().get(pod::HASH)
+            && mirror.metadata.deletion_timestamp.is_none();
         if right {
             return Ok(true);
         }
@@ -48,7 +63,15 @@ pub async fn reconcile(context: &Context, pod: &Pod, mirror: Option<&Arc<Pod>>) 
 
 /// Removes a mirror.
 pub async fn remove(context: &Context, mirror: &Pod) -> Result<(), String> {
-    match context.api.delete(&mirror.namespace().unwrap_or_default(), &mirror.name_any(), pod::uid(mirror)).await {
+    match context
+        .api
+        .delete(
+            &mirror.namespace().unwrap_or_default(),
+            &mirror.name_any(),
+            pod::uid(mirror),
+        )
+        .await
+    {
         Ok(()) | Err(ApiFailure::NotFound(_) | ApiFailure::Conflict(_)) => Ok(()),
         Err(error) => Err(format!("the mirror pod cannot be removed: {error}")),
     }

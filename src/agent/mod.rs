@@ -148,7 +148,10 @@ impl Context {
     /// Takes a pod, or says why not. A pod that has been taken stays so until it is released. For a
     /// critical pod that lacks only resources others are told to go (kubelet spec, chapter 11).
     pub fn admit(&self, pod: &Arc<Pod>, hint: &Arc<Notify>) -> Admission {
-        let mut admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut admitted = self
+            .admitted
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         let uid = pod::uid(pod).to_owned();
         if let Some(taken) = admitted.get_mut(&uid) {
             taken.pod = Arc::clone(pod);
@@ -164,14 +167,25 @@ impl Context {
             strict_groups: self.features.borrow().strict_groups,
         };
         let Err(refusal) = admit::admit(pod, admitted.values().map(|t| &*t.pod), &here) else {
-            admitted.insert(uid, Taken { pod: Arc::clone(pod), hint: Arc::clone(hint), verdict: None, waits: false, alone: BTreeSet::new() });
+            admitted.insert(
+                uid,
+                Taken {
+                    pod: Arc::clone(pod),
+                    hint: Arc::clone(hint),
+                    verdict: None,
+                    waits: false,
+                    alone: BTreeSet::new(),
+                },
+            );
             return Admission::Taken;
         };
         if refusal.missing.is_empty() || !preempt::is_critical(pod) {
             return Admission::Refused(refusal);
         }
         let others: Vec<&Pod> = admitted.values().map(|t| &*t.pod).collect();
-        let Some(victims) = preempt::victims(pod, &others, &refusal.missing) else { return Admission::Refused(refusal) };
+        let Some(victims) = preempt::victims(pod, &others, &refusal.missing) else {
+            return Admission::Refused(refusal);
+        };
         let signal = refusal.reason.trim_start_matches("OutOf").to_owned();
         for uid in victims {
             self.metrics.preempted(&signal);
@@ -179,7 +193,9 @@ impl Context {
                 taken.verdict = Some(Verdict {
                     reason: "Preempting",
                     message: "Preempted in order to admit critical pod".into(),
-                    disruption: Some("Pod was preempted by Kubelet to accommodate a critical pod.".into()),
+                    disruption: Some(
+                        "Pod was preempted by Kubelet to accommodate a critical pod.".into(),
+                    ),
                     grace: None,
                 });
                 taken.hint.notify_one();
@@ -191,10 +207,23 @@ impl Context {
     /// Whether a pod that runs may have the sizes that its spec wishes for; the refusal says what is missing.
     /// One that may not is woken when another pod goes.
     pub fn may_grow(&self, pod: &Pod) -> Result<(), Refusal> {
-        let mut admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut admitted = self
+            .admitted
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         let allocatable = self.allocatable();
-        let here = admit::Here { allocatable: &allocatable, node: None, unsafe_sysctls: &[], kernel: "", apparmor: true, strict_groups: true };
-        let others = admitted.iter().filter(|(uid, _)| *uid != pod::uid(pod)).map(|(_, taken)| &*taken.pod);
+        let here = admit::Here {
+            allocatable: &allocatable,
+            node: None,
+            unsafe_sysctls: &[],
+            kernel: "",
+            apparmor: true,
+            strict_groups: true,
+        };
+        let others = admitted
+            .iter()
+            .filter(|(uid, _)| *uid != pod::uid(pod))
+            .map(|(_, taken)| &*taken.pod);
         let result = admit::check_resources(pod, others, &here);
         if let Some(own) = admitted.get_mut(pod::uid(pod)) {
             own.waits = result.is_err();
@@ -204,7 +233,10 @@ impl Context {
 
     /// Wakes the workers of all pods that have been taken.
     pub fn wake_all(&self) {
-        let admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let admitted = self
+            .admitted
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         admitted.values().for_each(|t| t.hint.notify_one());
     }
 
@@ -212,16 +244,24 @@ impl Context {
     /// before this agent started. It has it until it is released.
     #[must_use]
     pub fn holds_alone(&self, pod: &Pod, namespace: &str, claim: &str) -> bool {
-        let mut admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut admitted = self
+            .admitted
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         let (own, key) = (pod::uid(pod), (namespace.to_owned(), claim.to_owned()));
-        let runs = |pod: &Pod| pod.status.as_ref().and_then(|s| s.phase.as_deref()) == Some("Running");
+        let runs =
+            |pod: &Pod| pod.status.as_ref().and_then(|s| s.phase.as_deref()) == Some("Running");
         let other_has = |(uid, taken): (&String, &Taken)| {
-            uid != own && (taken.alone.contains(&key) || (runs(&taken.pod) && claims::uses(&taken.pod, namespace, claim)))
+            uid != own
+                && (taken.alone.contains(&key)
+                    || (runs(&taken.pod) && claims::uses(&taken.pod, namespace, claim)))
         };
         if admitted.iter().any(other_has) {
             return false;
         }
-        let Some(taken) = admitted.get_mut(own) else { return false };
+        let Some(taken) = admitted.get_mut(own) else {
+            return false;
+        };
         taken.alone.insert(key);
         true
     }
@@ -229,16 +269,27 @@ impl Context {
     /// The pods that have been taken.
     #[must_use]
     pub fn pods(&self) -> Vec<Arc<Pod>> {
-        let admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let admitted = self
+            .admitted
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         admitted.values().map(|t| Arc::clone(&t.pod)).collect()
     }
 
     /// Ends a pod that uses more than it may.
     pub fn evict(&self, uid: &str, signal: &str, message: String) {
-        let mut admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut admitted = self
+            .admitted
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(taken) = admitted.get_mut(uid).filter(|t| t.verdict.is_none()) {
             self.metrics.evicted(signal);
-            taken.verdict = Some(Verdict { reason: "Evicted", message, disruption: None, grace: Some(1) });
+            taken.verdict = Some(Verdict {
+                reason: "Evicted",
+                message,
+                disruption: None,
+                grace: Some(1),
+            });
             taken.hint.notify_one();
         }
     }
@@ -246,15 +297,24 @@ impl Context {
     /// Why this node ends a pod, if it does.
     #[must_use]
     pub fn verdict(&self, uid: &str) -> Option<Verdict> {
-        let admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let admitted = self
+            .admitted
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         admitted.get(uid).and_then(|t| t.verdict.clone())
     }
 
     /// Forgets a pod that takes nothing any more.
     pub fn release(&self, uid: &str) {
-        let mut admitted = self.admitted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut admitted = self
+            .admitted
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         admitted.remove(uid);
-        admitted.values().filter(|t| t.waits).for_each(|t| t.hint.notify_one());
+        admitted
+            .values()
+            .filter(|t| t.waits)
+            .for_each(|t| t.hint.notify_one());
     }
 }
 
@@ -287,7 +347,14 @@ impl Agent {
         let seen = relist::Seen::default();
         let statics = sources::start(&self.context);
         let context = Arc::clone(&self.context);
-        let dispatch = dispatch::run(Arc::clone(&context), self.pods, statics, hinted, seen.clone(), self.keeper);
+        let dispatch = dispatch::run(
+            Arc::clone(&context),
+            self.pods,
+            statics,
+            hinted,
+            seen.clone(),
+            self.keeper,
+        );
         let relist = relist::run(Arc::clone(&context), seen, hints);
         let local = local::run(Arc::clone(&context));
         let upkeep = upkeep::run(Arc::clone(&context));

@@ -8,8 +8,9 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::api::core::v1::{
-    ContainerImage, DaemonEndpoint, Node, NodeAddress, NodeCondition, NodeDaemonEndpoints, NodeFeatures, NodeRuntimeHandler,
-    NodeRuntimeHandlerFeatures, NodeSpec, NodeStatus, NodeSystemInfo,
+    ContainerImage, DaemonEndpoint, Node, NodeAddress, NodeCondition, NodeDaemonEndpoints,
+    NodeFeatures, NodeRuntimeHandler, NodeRuntimeHandlerFeatures, NodeSpec, NodeStatus,
+    NodeSystemInfo,
 };
 use k8s_openapi::api::storage::v1::{CSINode, CSINodeDriver};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
@@ -34,7 +35,10 @@ pub(super) const VERSION: &str = "v1.36.2+holdfast";
 /// How often the runtime is asked while it is not ready, and when it is.
 const POLL: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 /// What this agent can do that the scheduler and the API ask for: only what truly works.
-const DECLARED: &[&str] = &["ExtendWebSocketsToKubelet", "RestartAllContainersOnContainerExits"];
+const DECLARED: &[&str] = &[
+    "ExtendWebSocketsToKubelet",
+    "RestartAllContainersOnContainerExits",
+];
 /// An unchanged status is reported this often all the same.
 const REPORT: Duration = Duration::from_secs(300);
 
@@ -50,7 +54,11 @@ pub trait NodeApi: Send + Sync + 'static {
     /// Patches its status (strategic merge).
     async fn patch_status(&self, name: &str, patch: &Value) -> Result<Node, ApiFailure>;
     /// Makes the node's CSINode say which drivers there are.
-    async fn report_drivers(&self, node: &Node, drivers: &[CSINodeDriver]) -> Result<(), ApiFailure>;
+    async fn report_drivers(
+        &self,
+        node: &Node,
+        drivers: &[CSINodeDriver],
+    ) -> Result<(), ApiFailure>;
     /// Creates or renews its lease.
     async fn renew(&self, lease: &Lease) -> Result<(), ApiFailure>;
 }
@@ -65,24 +73,36 @@ impl NodeApi for KubeNodes {
     }
 
     async fn create(&self, node: &Node) -> Result<Node, ApiFailure> {
-        Ok(Api::all(self.0.clone()).create(&PostParams::default(), node).await?)
+        Ok(Api::all(self.0.clone())
+            .create(&PostParams::default(), node)
+            .await?)
     }
 
     async fn patch(&self, name: &str, patch: &Value) -> Result<Node, ApiFailure> {
-        Ok(Api::<Node>::all(self.0.clone()).patch(name, &PatchParams::default(), &Patch::Merge(patch)).await?)
+        Ok(Api::<Node>::all(self.0.clone())
+            .patch(name, &PatchParams::default(), &Patch::Merge(patch))
+            .await?)
     }
 
     async fn patch_status(&self, name: &str, patch: &Value) -> Result<Node, ApiFailure> {
-        Ok(Api::<Node>::all(self.0.clone()).patch_status(name, &PatchParams::default(), &Patch::Strategic(patch)).await?)
+        Ok(Api::<Node>::all(self.0.clone())
+            .patch_status(name, &PatchParams::default(), &Patch::Strategic(patch))
+            .await?)
     }
 
-    async fn report_drivers(&self, node: &Node, drivers: &[CSINodeDriver]) -> Result<(), ApiFailure> {
+    async fn report_drivers(
+        &self,
+        node: &Node,
+        drivers: &[CSINodeDriver],
+    ) -> Result<(), ApiFailure> {
         let api: Api<CSINode> = Api::all(self.0.clone());
         let name = node.name_any();
         let Some(mut known) = api.get_opt(&name).await? else {
-            let owner = json!({"apiVersion": "v1", "kind": "Node", "name": name, "uid": node.uid()});
+            let owner =
+                json!({"apiVersion": "v1", "kind": "Node", "name": name, "uid": node.uid()});
             let fresh = json!({"metadata": {"name": name, "ownerReferences": [owner]}, "spec": {"drivers": drivers}});
-            let fresh: CSINode = serde_json::from_value(fresh).map_err(|e| ApiFailure::Other(e.to_string()))?;
+            let fresh: CSINode =
+                serde_json::from_value(fresh).map_err(|e| ApiFailure::Other(e.to_string()))?;
             api.create(&PostParams::default(), &fresh).await?;
             return Ok(());
         };
@@ -97,7 +117,14 @@ impl NodeApi for KubeNodes {
         let api: Api<Lease> = Api::namespaced(self.0.clone(), "kube-node-lease");
         let name = lease.name_any();
         // A merge patch renews without reading first.
-        match api.patch(&name, &PatchParams::default(), &Patch::Merge(&json!({"spec": lease.spec}))).await {
+        match api
+            .patch(
+                &name,
+                &PatchParams::default(),
+                &Patch::Merge(&json!({"spec": lease.spec})),
+            )
+            .await
+        {
             Err(error) if crate::kubeapi::client::code(&error) == Some(404) => {
                 api.create(&PostParams::default(), lease).await?;
                 Ok(())
@@ -110,9 +137,15 @@ impl NodeApi for KubeNodes {
 /// What the machine has.
 fn capacity(machine: &Machine, config: &Config) -> Amounts {
     Amounts::from([
-        ("cpu".to_owned(), Quantity::from_units(i64::from(machine.cpus))),
+        (
+            "cpu".to_owned(),
+            Quantity::from_units(i64::from(machine.cpus)),
+        ),
         ("memory".to_owned(), Quantity::from_bytes(machine.memory)),
-        ("ephemeral-storage".to_owned(), Quantity::from_bytes(machine.storage)),
+        (
+            "ephemeral-storage".to_owned(),
+            Quantity::from_bytes(machine.storage),
+        ),
         ("pods".to_owned(), Quantity::from_units(config.max_pods)),
     ])
 }
@@ -130,7 +163,10 @@ pub fn allocatable(machine: &Machine, config: &Config) -> Amounts {
 }
 
 fn texts(amounts: &Amounts) -> BTreeMap<String, Text> {
-    amounts.iter().map(|(name, amount)| (name.clone(), Text(amount.to_string()))).collect()
+    amounts
+        .iter()
+        .map(|(name, amount)| (name.clone(), Text(amount.to_string())))
+        .collect()
 }
 
 fn arch() -> &'static str {
@@ -185,20 +221,35 @@ async fn look(context: &Context, before: &RuntimeView) -> RuntimeView {
             features: before.features.clone(),
         },
         Ok(status) => {
-            let network = status.network_not_ready.map(|n| format!("container runtime network not ready: {n}"));
-            let problems: Vec<String> = status.not_ready.into_iter().chain(network.clone()).collect();
+            let network = status
+                .network_not_ready
+                .map(|n| format!("container runtime network not ready: {n}"));
+            let problems: Vec<String> = status
+                .not_ready
+                .into_iter()
+                .chain(network.clone())
+                .collect();
             let network = network.map_or(Network::Ready, Network::NotReady);
             let problem = match problems.as_slice() {
                 [] => None,
                 [one] => Some(one.clone()),
                 many => Some(format!("[{}]", many.join(", "))),
             };
-            RuntimeView { version: status.version, problem, network, features: status.features }
+            RuntimeView {
+                version: status.version,
+                problem,
+                network,
+                features: status.features,
+            }
         }
     }
 }
 
-fn conditions(problem: Option<&String>, old: &[NodeCondition], now: Timestamp) -> Vec<NodeCondition> {
+fn conditions(
+    problem: Option<&String>,
+    old: &[NodeCondition],
+    now: Timestamp,
+) -> Vec<NodeCondition> {
     let now = seconds(now);
     let condition = |kind: &str, status: &str, reason: &str, message: String| {
         let before = old.iter().find(|c| c.type_ == kind && c.status == status);
@@ -208,15 +259,39 @@ fn conditions(problem: Option<&String>, old: &[NodeCondition], now: Timestamp) -
             reason: Some(reason.into()),
             message: Some(message),
             last_heartbeat_time: Some(now.clone()),
-            last_transition_time: Some(before.and_then(|c| c.last_transition_time.clone()).unwrap_or_else(|| now.clone())),
+            last_transition_time: Some(
+                before
+                    .and_then(|c| c.last_transition_time.clone())
+                    .unwrap_or_else(|| now.clone()),
+            ),
         }
     };
     vec![
-        condition("MemoryPressure", "False", "KubeletHasSufficientMemory", "kubelet has sufficient memory available".into()),
-        condition("DiskPressure", "False", "KubeletHasNoDiskPressure", "kubelet has no disk pressure".into()),
-        condition("PIDPressure", "False", "KubeletHasSufficientPID", "kubelet has sufficient PID available".into()),
+        condition(
+            "MemoryPressure",
+            "False",
+            "KubeletHasSufficientMemory",
+            "kubelet has sufficient memory available".into(),
+        ),
+        condition(
+            "DiskPressure",
+            "False",
+            "KubeletHasNoDiskPressure",
+            "kubelet has no disk pressure".into(),
+        ),
+        condition(
+            "PIDPressure",
+            "False",
+            "KubeletHasSufficientPID",
+            "kubelet has sufficient PID available".into(),
+        ),
         match problem {
-            None => condition("Ready", "True", "KubeletReady", "kubelet is posting ready status".into()),
+            None => condition(
+                "Ready",
+                "True",
+                "KubeletReady",
+                "kubelet is posting ready status".into(),
+            ),
             Some(problem) => condition("Ready", "False", "KubeletNotReady", problem.clone()),
         },
     ]
@@ -224,31 +299,51 @@ fn conditions(problem: Option<&String>, old: &[NodeCondition], now: Timestamp) -
 
 async fn status(context: &Context, view: &RuntimeView, old: &NodeStatus) -> NodeStatus {
     let machine = &context.machine;
-    let mut addresses: Vec<NodeAddress> = context.node_ips.iter().map(|ip| NodeAddress { type_: "InternalIP".into(), address: ip.clone() }).collect();
-    addresses.push(NodeAddress { type_: "Hostname".into(), address: context.config.node_name.clone() });
+    let mut addresses: Vec<NodeAddress> = context
+        .node_ips
+        .iter()
+        .map(|ip| NodeAddress {
+            type_: "InternalIP".into(),
+            address: ip.clone(),
+        })
+        .collect();
+    addresses.push(NodeAddress {
+        type_: "Hostname".into(),
+        address: context.config.node_name.clone(),
+    });
     let mut images = context.runtime.images().await.unwrap_or_default();
     images.sort_by_key(|i| std::cmp::Reverse(i.size));
     let most = usize::try_from(context.config.max_images).unwrap_or(usize::MAX);
     let images = images
         .into_iter()
         .take(most)
-        .map(|i| ContainerImage { names: Some(i.names.into_iter().take(5).collect()), size_bytes: i64::try_from(i.size).ok() })
+        .map(|i| ContainerImage {
+            names: Some(i.names.into_iter().take(5).collect()),
+            size_bytes: i64::try_from(i.size).ok(),
+        })
         .collect();
     NodeStatus {
         addresses: Some(addresses),
         capacity: Some(texts(&capacity(machine, &context.config))),
         allocatable: Some(texts(&allocatable(machine, &context.config))),
-        conditions: Some(conditions(view.problem.as_ref(), old.conditions.as_deref().unwrap_or_default(), context.clock.now())),
+        conditions: Some(conditions(
+            view.problem.as_ref(),
+            old.conditions.as_deref().unwrap_or_default(),
+            context.clock.now(),
+        )),
         images: Some(images),
         // An empty list is said only where another one stands: what is not said stays.
-        volumes_in_use: Some(context.csi.in_use()).filter(|v| !v.is_empty() || old.volumes_in_use.iter().flatten().next().is_some()),
-        daemon_endpoints: context
-            .config
-            .serving
-            .enabled
-            .then(|| NodeDaemonEndpoints { kubelet_endpoint: Some(DaemonEndpoint { port: i32::from(context.config.serving.main.port()) }) }),
+        volumes_in_use: Some(context.csi.in_use())
+            .filter(|v| !v.is_empty() || old.volumes_in_use.iter().flatten().next().is_some()),
+        daemon_endpoints: context.config.serving.enabled.then(|| NodeDaemonEndpoints {
+            kubelet_endpoint: Some(DaemonEndpoint {
+                port: i32::from(context.config.serving.main.port()),
+            }),
+        }),
         runtime_handlers: Some(handlers(&view.features)).filter(|h| !h.is_empty()),
-        features: view.features.strict_groups.then_some(NodeFeatures { supplemental_groups_policy: Some(true) }),
+        features: view.features.strict_groups.then_some(NodeFeatures {
+            supplemental_groups_policy: Some(true),
+        }),
         declared_features: Some(DECLARED.iter().map(|f| (*f).to_owned()).collect()),
         node_info: Some(NodeSystemInfo {
             architecture: arch().into(),
@@ -287,7 +382,11 @@ fn patch(old: &NodeStatus, new: &NodeStatus) -> Option<Value> {
         serde_json::to_value(status).unwrap_or_default()
     };
     let (before, after) = (still(old), still(new));
-    let same = after.as_object().into_iter().flatten().all(|(key, value)| before.get(key) == Some(value));
+    let same = after
+        .as_object()
+        .into_iter()
+        .flatten()
+        .all(|(key, value)| before.get(key) == Some(value));
     if same {
         return None;
     }
@@ -301,43 +400,71 @@ fn patch(old: &NodeStatus, new: &NodeStatus) -> Option<Value> {
     Some(json!({"status": status}))
 }
 
-async fn register(context: &Context, api: &dyn NodeApi, view: &RuntimeView) -> Result<Node, ApiFailure> {
+async fn register(
+    context: &Context,
+    api: &dyn NodeApi,
+    view: &RuntimeView,
+) -> Result<Node, ApiFailure> {
     let config = &context.config;
     if let Some(found) = api.get(&config.node_name).await? {
-        let missing: BTreeMap<_, _> = labels(config).into_iter().filter(|(k, v)| found.labels().get(k) != Some(v)).collect();
+        let missing: BTreeMap<_, _> = labels(config)
+            .into_iter()
+            .filter(|(k, v)| found.labels().get(k) != Some(v))
+            .collect();
         if missing.is_empty() {
             return Ok(found);
         }
-        return api.patch(&config.node_name, &json!({"metadata": {"labels": missing}})).await;
+        return api
+            .patch(&config.node_name, &json!({"metadata": {"labels": missing}}))
+            .await;
     }
     if !config.register_node {
-        return Err(ApiFailure::NotFound(format!("the node {:?} does not exist and --register-node is false", config.node_name)));
+        return Err(ApiFailure::NotFound(format!(
+            "the node {:?} does not exist and --register-node is false",
+            config.node_name
+        )));
     }
     let node = Node {
         metadata: ObjectMeta {
             name: Some(config.node_name.clone()),
             labels: Some(labels(config)),
-            annotations: Some([("volumes.kubernetes.io/controller-managed-attach-detach".to_owned(), "true".to_owned())].into()),
+            annotations: Some(
+                [(
+                    "volumes.kubernetes.io/controller-managed-attach-detach".to_owned(),
+                    "true".to_owned(),
+                )]
+                .into(),
+            ),
             ..ObjectMeta::default()
         },
         spec: Some(NodeSpec {
             provider_id: config.provider_id.clone(),
-            taints: (!config.register_with_taints.is_empty()).then(|| config.register_with_taints.clone()),
+            taints: (!config.register_with_taints.is_empty())
+                .then(|| config.register_with_taints.clone()),
             ..NodeSpec::default()
         }),
         status: Some(status(context, view, &NodeStatus::default()).await),
     };
     match api.create(&node).await {
-        Err(ApiFailure::Conflict(_)) => {
-            api.get(&config.node_name).await?.ok_or_else(|| ApiFailure::Other("the node vanished while it was registered".into()))
-        }
+        Err(ApiFailure::Conflict(_)) => api
+            .get(&config.node_name)
+            .await?
+            .ok_or_else(|| ApiFailure::Other("the node vanished while it was registered".into())),
         other => other,
     }
 }
 
 /// Runs until the process ends: watches the runtime, keeps the Node object and its lease.
-pub async fn run(context: Arc<Context>, api: Option<Arc<dyn NodeApi>>, network: watch::Sender<Network>, announce: watch::Sender<Option<Arc<Node>>>) {
-    let mut view = RuntimeView { problem: Some("container runtime status check may not have completed yet".into()), ..RuntimeView::default() };
+pub async fn run(
+    context: Arc<Context>,
+    api: Option<Arc<dyn NodeApi>>,
+    network: watch::Sender<Network>,
+    announce: watch::Sender<Option<Arc<Node>>>,
+) {
+    let mut view = RuntimeView {
+        problem: Some("container runtime status check may not have completed yet".into()),
+        ..RuntimeView::default()
+    };
     let mut node: Option<Node> = None;
     let mut reported = Instant::now();
     let mut next_lease = Instant::now();
@@ -358,7 +485,15 @@ pub async fn run(context: Arc<Context>, api: Option<Arc<dyn NodeApi>>, network: 
             differs
         });
         if let Some(api) = &api {
-            let result = tend(&context, &**api, &view, &mut node, changed || Instant::now() >= next_status, &mut reported).await;
+            let result = tend(
+                &context,
+                &**api,
+                &view,
+                &mut node,
+                changed || Instant::now() >= next_status,
+                &mut reported,
+            )
+            .await;
             if Instant::now() >= next_status {
                 next_status = Instant::now() + context.config.node_status_update;
             }
@@ -371,7 +506,8 @@ pub async fn run(context: Arc<Context>, api: Option<Arc<dyn NodeApi>>, network: 
                 }
             }
             announce.send_if_modified(|old| {
-                let differs = old.as_ref().map(|o| o.resource_version()) != node.as_ref().map(|n| n.resource_version());
+                let differs = old.as_ref().map(|o| o.resource_version())
+                    != node.as_ref().map(|n| n.resource_version());
                 if differs {
                     *old = node.clone().map(Arc::new);
                 }
@@ -379,8 +515,15 @@ pub async fn run(context: Arc<Context>, api: Option<Arc<dyn NodeApi>>, network: 
             });
             if let (Some(node), true) = (&node, Instant::now() >= next_lease) {
                 match api.renew(&lease(&context, node)).await {
-                    Ok(()) => next_lease = Instant::now() + Duration::from_secs(u64::try_from(context.config.lease_seconds).unwrap_or(40)) / 4,
-                    Err(error) => tracing::warn!(%error, "the node's lease cannot be renewed; it is tried again"),
+                    Ok(()) => {
+                        next_lease = Instant::now()
+                            + Duration::from_secs(
+                                u64::try_from(context.config.lease_seconds).unwrap_or(40),
+                            ) / 4
+                    }
+                    Err(error) => {
+                        tracing::warn!(%error, "the node's lease cannot be renewed; it is tried again")
+                    }
                 }
             }
         }
@@ -404,11 +547,15 @@ async fn tend(
     let name = &context.config.node_name;
     if node.is_none() {
         *node = Some(register(context, api, view).await?);
-        context.events.node(name, Kind::Normal, "Starting", "Starting kubelet.");
+        context
+            .events
+            .node(name, Kind::Normal, "Starting", "Starting kubelet.");
     } else if !due {
         return Ok(());
     }
-    let Some(current) = node.as_ref() else { return Ok(()) };
+    let Some(current) = node.as_ref() else {
+        return Ok(());
+    };
     let old = current.status.clone().unwrap_or_default();
     let new = status(context, view, &old).await;
     let patch = match patch(&old, &new) {
@@ -416,12 +563,27 @@ async fn tend(
         None if reported.elapsed() >= REPORT => json!({"status": {"conditions": new.conditions}}),
         None => return Ok(()),
     };
-    let ready = |s: &NodeStatus| s.conditions.iter().flatten().find(|c| c.type_ == "Ready").map(|c| c.status.clone());
+    let ready = |s: &NodeStatus| {
+        s.conditions
+            .iter()
+            .flatten()
+            .find(|c| c.type_ == "Ready")
+            .map(|c| c.status.clone())
+    };
     match api.patch_status(name, &patch).await {
         Ok(written) => {
             if ready(&old) != ready(&new) {
-                let reason = if ready(&new).as_deref() == Some("True") { "NodeReady" } else { "NodeNotReady" };
-                context.events.node(name, Kind::Normal, reason, format!("Node {name} status is now: {reason}"));
+                let reason = if ready(&new).as_deref() == Some("True") {
+                    "NodeReady"
+                } else {
+                    "NodeNotReady"
+                };
+                context.events.node(
+                    name,
+                    Kind::Normal,
+                    reason,
+                    format!("Node {name} status is now: {reason}"),
+                );
             }
             *node = Some(written);
             *reported = Instant::now();
@@ -467,17 +629,42 @@ mod tests {
     #[test]
     fn heartbeats_alone_are_not_reported_and_addresses_replace() {
         let at = |s: i64| Timestamp::from_second(s).expect("a time");
-        let status = |problem: Option<&String>, s: i64, ip: &str, old: &[NodeCondition]| NodeStatus {
-            conditions: Some(conditions(problem, old, at(s))),
-            addresses: Some(vec![NodeAddress { type_: "InternalIP".into(), address: ip.into() }]),
-            ..NodeStatus::default()
-        };
+        let status =
+            |problem: Option<&String>, s: i64, ip: &str, old: &[NodeCondition]| NodeStatus {
+                conditions: Some(conditions(problem, old, at(s))),
+                addresses: Some(vec![NodeAddress {
+                    type_: "InternalIP".into(),
+                    address: ip.into(),
+                }]),
+                ..NodeStatus::default()
+            };
         let first = status(None, 1, "192.0.2.1", &[]);
-        let later = status(None, 60, "192.0.2.1", first.conditions.as_deref().unwrap_or_default());
+        let later = status(
+            None,
+            60,
+            "192.0.2.1",
+            first.conditions.as_deref().unwrap_or_default(),
+        );
         assert_eq!(patch(&first, &later), None);
-        let down = status(Some(&"down".to_owned()), 61, "192.0.2.1", first.conditions.as_deref().unwrap_or_default());
-        assert!(patch(&first, &down).is_some_and(|p| p["status"]["conditions"][3]["reason"] == "KubeletNotReady"));
-        let moved = status(None, 62, "192.0.2.2", first.conditions.as_deref().unwrap_or_default());
-        assert_eq!(patch(&first, &moved).expect("a patch")["status"]["addresses"][1], json!({"$patch": "replace"}));
+        let down = status(
+            Some(&"down".to_owned()),
+            61,
+            "192.0.2.1",
+            first.conditions.as_deref().unwrap_or_default(),
+        );
+        assert!(
+            patch(&first, &down)
+                .is_some_and(|p| p["status"]["conditions"][3]["reason"] == "KubeletNotReady")
+        );
+        let moved = status(
+            None,
+            62,
+            "192.0.2.2",
+            first.conditions.as_deref().unwrap_or_default(),
+        );
+        assert_eq!(
+            patch(&first, &moved).expect("a patch")["status"]["addresses"][1],
+            json!({"$patch": "replace"})
+        );
     }
 }

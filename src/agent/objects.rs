@@ -47,7 +47,10 @@ fn found<K>(result: Result<K, ApiFailure>) -> Result<Option<K>, String> {
 pub async fn fetch(api: &dyn PodApi, pod: &Pod) -> Result<Fetched, String> {
     let namespace = pod.namespace().unwrap_or_default();
     let wanted = references::of(pod);
-    let mut fetched = Fetched { namespace: namespace.clone(), ..Fetched::default() };
+    let mut fetched = Fetched {
+        namespace: namespace.clone(),
+        ..Fetched::default()
+    };
     for name in wanted.config_maps {
         if let Some(map) = found(api.config_map(&namespace, &name).await)? {
             fetched.maps.insert(name, map);

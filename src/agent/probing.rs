@@ -37,7 +37,12 @@ impl Board {
     /// Whether the standing result is a good one. Liveness counts as good until it has failed.
     fn stands_good(&self, id: &str, kind: Kind) -> bool {
         let mut results = self.results.lock().unwrap_or_else(PoisonError::into_inner);
-        results.0.entry(id.to_owned()).or_default().of(kind).unwrap_or(kind == Kind::Liveness)
+        results
+            .0
+            .entry(id.to_owned())
+            .or_default()
+            .of(kind)
+            .unwrap_or(kind == Kind::Liveness)
     }
 
     /// Notes a result; true if it is another one than before.
@@ -84,47 +89,91 @@ impl Probing {
     /// No probes yet; `hint` wakes the worker.
     #[must_use]
     pub fn new(hint: Arc<Notify>, log: Log) -> Probing {
-        Probing { board: Arc::new(Board { results: Mutex::default(), hint }), instances: BTreeMap::new(), log }
+        Probing {
+            board: Arc::new(Board {
+                results: Mutex::default(),
+                hint,
+            }),
+            instances: BTreeMap::new(),
+            log,
+        }
     }
 
     /// The results so far.
     #[must_use]
     pub fn results(&self) -> Probed {
-        self.board.results.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.board
+            .results
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
     /// Brings the tasks in line with the containers that run: new ones are begun, others end. `known` is
     /// the status before, from which a fresh agent takes over.
-    pub fn follow(&mut self, context: &Arc<Context>, pod: &Arc<Pod>, observed: &ObservedPod, known: &PodStatus) {
+    pub fn follow(
+        &mut self,
+        context: &Arc<Context>,
+        pod: &Arc<Pod>,
+        observed: &ObservedPod,
+        known: &PodStatus,
+    ) {
         let mut running = vec![];
-        for (role, container) in pod::containers(pod).into_iter().filter(|(role, _)| matches!(role, Role::Regular | Role::Sidecar)) {
+        for (role, container) in pod::containers(pod)
+            .into_iter()
+            .filter(|(role, _)| matches!(role, Role::Regular | Role::Sidecar))
+        {
             if Kind::ALL.iter().all(|kind| kind.of(&container).is_none()) {
                 continue;
             }
-            let Some(seen) = observed.newest(&container.name).filter(|c| c.state == ContainerState::Running) else { continue };
+            let Some(seen) = observed
+                .newest(&container.name)
+                .filter(|c| c.state == ContainerState::Running)
+            else {
+                continue;
+            };
             running.push(seen.id.clone());
             if !self.instances.contains_key(&seen.id) {
-                let statuses: [&[ContainerStatus]; 2] =
-                    [known.container_statuses.as_deref().unwrap_or_default(), known.init_container_statuses.as_deref().unwrap_or_default()];
-                let status = statuses.concat().into_iter().find(|s| s.name == container.name);
+                let statuses: [&[ContainerStatus]; 2] = [
+                    known.container_statuses.as_deref().unwrap_or_default(),
+                    known.init_container_statuses.as_deref().unwrap_or_default(),
+                ];
+                let status = statuses
+                    .concat()
+                    .into_iter()
+                    .find(|s| s.name == container.name);
                 let since = seen.started_at.unwrap_or(seen.created_at);
                 let ip = match observed.sandboxes.first() {
                     Some(sandbox) if !pod::host_network(pod) => sandbox.ips.first(),
                     _ => context.node_ips.first(),
                 };
                 let ip = ip.cloned().unwrap_or_default();
-                self.begin(context, pod, role, &container, (&seen.id, since, ip), status.as_ref());
+                self.begin(
+                    context,
+                    pod,
+                    role,
+                    &container,
+                    (&seen.id, since, ip),
+                    status.as_ref(),
+                );
             }
         }
         self.instances.retain(|id, instance| {
             let stays = running.contains(id);
             if !stays {
                 // What its probes said last is history with it.
-                Kind::ALL.into_iter().for_each(|kind| self.log.close(step(kind), &instance.name));
+                Kind::ALL
+                    .into_iter()
+                    .for_each(|kind| self.log.close(step(kind), &instance.name));
             }
             stays
         });
-        self.board.results.lock().unwrap_or_else(PoisonError::into_inner).0.retain(|id, _| running.contains(id));
+        self.board
+            .results
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .0
+            .retain(|id, _| running.contains(id));
     }
 
     fn begin(
@@ -137,17 +186,32 @@ impl Probing {
         known: Option<&ContainerStatus>,
     ) {
         let health = Health::adopted(id, known);
-        self.board.results.lock().unwrap_or_else(PoisonError::into_inner).0.insert(id.to_owned(), health);
-        let started = Arc::new(watch::channel(container.startup_probe.is_none() || health.started == Some(true)).0);
+        self.board
+            .results
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .0
+            .insert(id.to_owned(), health);
+        let started = Arc::new(
+            watch::channel(container.startup_probe.is_none() || health.started == Some(true)).0,
+        );
         let mut tasks = BTreeMap::new();
         for kind in Kind::ALL {
-            let Some(spec) = kind.of(container) else { continue };
+            let Some(spec) = kind.of(container) else {
+                continue;
+            };
             if kind == Kind::Startup && *started.borrow() {
                 continue;
             }
             let (timing, problem) = Timing::of(pod, &container.name, kind, spec);
             if let Some(problem) = problem {
-                context.events.pod(pod, Some(role.field_path(&container.name)), Severity::Warning, "InvalidProbePeriod", problem);
+                context.events.pod(
+                    pod,
+                    Some(role.field_path(&container.name)),
+                    Severity::Warning,
+                    "InvalidProbePeriod",
+                    problem,
+                );
             }
             let prober = Prober {
                 context: Arc::clone(context),
@@ -168,7 +232,14 @@ impl Probing {
             let run = tracing::Instrument::instrument(prober.run(), span);
             tasks.insert(kind, AbortOnDropHandle::new(tokio::spawn(run)));
         }
-        self.instances.insert(id.to_owned(), Instance { name: container.name.clone(), tasks, started });
+        self.instances.insert(
+            id.to_owned(),
+            Instance {
+                name: container.name.clone(),
+                tasks,
+                started,
+            },
+        );
     }
 
     /// The pod ends: nothing is restarted any more, but readiness is still told, and sidecars are still
@@ -187,9 +258,16 @@ impl Probing {
     /// Ends all probes.
     pub fn stop(&mut self) {
         for instance in std::mem::take(&mut self.instances).into_values() {
-            Kind::ALL.into_iter().for_each(|kind| self.log.close(step(kind), &instance.name));
+            Kind::ALL
+                .into_iter()
+                .for_each(|kind| self.log.close(step(kind), &instance.name));
         }
-        self.board.results.lock().unwrap_or_else(PoisonError::into_inner).0.clear();
+        self.board
+            .results
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .0
+            .clear();
     }
 }
 
@@ -199,10 +277,15 @@ fn first_probe(context: &Context, id: &str, since: Timestamp, timing: &Timing) -
     let now = context.clock.now();
     let up = now.duration_since(since);
     if context.started.duration_since(since) > ADOPTED {
-        let share = id.bytes().fold(0_u64, |sum, b| sum.wrapping_mul(31).wrapping_add(u64::from(b))) % 1000;
+        let share = id.bytes().fold(0_u64, |sum, b| {
+            sum.wrapping_mul(31).wrapping_add(u64::from(b))
+        }) % 1000;
         return Instant::now() + timing.period.mul_f64(share as f64 / 1000.0);
     }
-    Instant::now() + timing.delay.saturating_sub(Duration::try_from(up).unwrap_or_default())
+    Instant::now()
+        + timing
+            .delay
+            .saturating_sub(Duration::try_from(up).unwrap_or_default())
 }
 
 fn step(kind: Kind) -> Step {
@@ -229,19 +312,25 @@ impl Prober {
         }
         loop {
             ticks.tick().await;
-            let Some(good) = self.ask().await else { continue };
+            let Some(good) = self.ask().await else {
+                continue;
+            };
             let result = counter.step(good, &self.timing);
             let news = result.is_some_and(|result| self.board.set(&self.id, self.kind, result));
             if good {
                 // A failure below its threshold is over too, though it never was a result.
                 let whole = self.board.stands_good(&self.id, self.kind);
                 if news && whole {
-                    self.log.end(step(self.kind), &self.container.name, Progress::Done);
+                    self.log
+                        .end(step(self.kind), &self.container.name, Progress::Done);
                 } else {
-                    self.log.recover(step(self.kind), &self.container.name, whole);
+                    self.log
+                        .recover(step(self.kind), &self.container.name, whole);
                 }
             }
-            let Some(result) = result.filter(|_| news) else { continue };
+            let Some(result) = result.filter(|_| news) else {
+                continue;
+            };
             if self.kind == Kind::Startup && result {
                 self.started.send_replace(true);
             }
@@ -257,7 +346,13 @@ impl Prober {
     }
 
     fn say(&self, reason: &str, message: String) {
-        self.context.events.pod(&self.pod, Some(self.role.field_path(&self.container.name)), Severity::Warning, reason, message);
+        self.context.events.pod(
+            &self.pod,
+            Some(self.role.field_path(&self.container.name)),
+            Severity::Warning,
+            reason,
+            message,
+        );
     }
 
     /// One question; `None` if it could not be asked.
@@ -275,9 +370,21 @@ impl Prober {
             Answer::Failure(_) => "failed",
             Answer::Unknown(_) => "unknown",
         };
-        let (namespace, pod) = (self.pod.namespace().unwrap_or_default(), self.pod.name_any());
-        let of = [self.container.name.as_str(), &namespace, &pod, pod::uid(&self.pod)];
-        self.context.metrics.probed(Probe { of, kind: name, result });
+        let (namespace, pod) = (
+            self.pod.namespace().unwrap_or_default(),
+            self.pod.name_any(),
+        );
+        let of = [
+            self.container.name.as_str(),
+            &namespace,
+            &pod,
+            pod::uid(&self.pod),
+        ];
+        self.context.metrics.probed(Probe {
+            of,
+            kind: name,
+            result,
+        });
         match answer {
             Answer::Success => Some(true),
             Answer::Warning(output) => {
@@ -285,40 +392,72 @@ impl Prober {
                 Some(true)
             }
             Answer::Failure(output) => {
-                self.log.fail(step(self.kind), &self.container.name, &output, Some(self.next()));
+                self.log.fail(
+                    step(self.kind),
+                    &self.container.name,
+                    &output,
+                    Some(self.next()),
+                );
                 self.say("Unhealthy", format!("{name} probe failed: {output}"));
                 Some(false)
             }
             Answer::Unknown(error) => {
-                self.log.fail(step(self.kind), &self.container.name, &error, Some(self.next()));
-                self.say("Unhealthy", format!("{name} probe errored and resulted in unknown state: {error}"));
+                self.log.fail(
+                    step(self.kind),
+                    &self.container.name,
+                    &error,
+                    Some(self.next()),
+                );
+                self.say(
+                    "Unhealthy",
+                    format!("{name} probe errored and resulted in unknown state: {error}"),
+                );
                 None
             }
         }
     }
 
     fn next(&self) -> Timestamp {
-        self.context.clock.now() + SignedDuration::try_from(self.timing.period).unwrap_or(SignedDuration::ZERO)
+        self.context.clock.now()
+            + SignedDuration::try_from(self.timing.period).unwrap_or(SignedDuration::ZERO)
     }
 
     async fn answer(&self) -> Answer {
-        let Some(spec) = self.kind.of(&self.container) else { return Answer::Success };
+        let Some(spec) = self.kind.of(&self.container) else {
+            return Answer::Success;
+        };
         let check = match probe::check(spec, &self.container, &self.ip) {
             Ok(check) => check,
             Err(error) => return Answer::Unknown(error),
         };
         let (dialer, timeout) = (&self.context.dialer, self.timing.timeout);
-        let failed = |result: Result<(), String>| result.map_or_else(Answer::Failure, |()| Answer::Success);
+        let failed =
+            |result: Result<(), String>| result.map_or_else(Answer::Failure, |()| Answer::Success);
         match check {
-            Check::Http(request) => probe::of_http(&request, dialer.http(&request, timeout).await.map_err(|e| e.to_string())),
+            Check::Http(request) => probe::of_http(
+                &request,
+                dialer
+                    .http(&request, timeout)
+                    .await
+                    .map_err(|e| e.to_string()),
+            ),
             Check::Tcp(host, port) => failed(dialer.tcp(&host, port, timeout).await),
-            Check::Grpc(host, port, service) => failed(dialer.grpc(&host, port, &service, timeout).await),
-            Check::Exec(command) => match self.context.runtime.exec(&self.id, &command, Some(timeout)).await {
+            Check::Grpc(host, port, service) => {
+                failed(dialer.grpc(&host, port, &service, timeout).await)
+            }
+            Check::Exec(command) => match self
+                .context
+                .runtime
+                .exec(&self.id, &command, Some(timeout))
+                .await
+            {
                 Ok(done) if done.code == 0 => Answer::Success,
                 Ok(done) => Answer::Failure(done.output),
-                Err(error) if error.kind == RuntimeErrorKind::Timeout => {
-                    Answer::Failure(format!("command timed out: {:?} timed out after {}", command.join(" "), crate::core::time::shown(timeout)))
-                }
+                Err(error) if error.kind == RuntimeErrorKind::Timeout => Answer::Failure(format!(
+                    "command timed out: {:?} timed out after {}",
+                    command.join(" "),
+                    crate::core::time::shown(timeout)
+                )),
                 Err(error) => Answer::Unknown(error.to_string()),
             },
         }

@@ -24,18 +24,33 @@ pub struct Seen(Arc<Mutex<BTreeMap<String, u64>>>);
 impl Seen {
     /// A worker has seen this.
     pub fn set(&self, uid: &str, fingerprint: u64) {
-        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert(uid.to_owned(), fingerprint);
+        self.0
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .insert(uid.to_owned(), fingerprint);
     }
 
     /// The worker is gone.
     pub fn forget(&self, uid: &str) {
-        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(uid);
+        self.0
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .remove(uid);
     }
 
     fn differing(&self, listed: &[ListedPod]) -> Vec<String> {
-        let seen = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let now: BTreeMap<&str, u64> = listed.iter().map(|p| (p.uid.as_str(), p.fingerprint)).collect();
-        seen.iter().filter(|(uid, seen)| now.get(uid.as_str()).copied().unwrap_or(0) != **seen).map(|(uid, _)| uid.clone()).collect()
+        let seen = self
+            .0
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let now: BTreeMap<&str, u64> = listed
+            .iter()
+            .map(|p| (p.uid.as_str(), p.fingerprint))
+            .collect();
+        seen.iter()
+            .filter(|(uid, seen)| now.get(uid.as_str()).copied().unwrap_or(0) != **seen)
+            .map(|(uid, _)| uid.clone())
+            .collect()
     }
 }
 
@@ -74,7 +89,9 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
             match context.runtime.events().await {
                 Ok(stream) => events = Some(stream),
                 Err(error) if error.kind == RuntimeErrorKind::Unimplemented => {
-                    tracing::info!("the runtime has no container events; it is listed every second instead");
+                    tracing::info!(
+                        "the runtime has no container events; it is listed every second instead"
+                    );
                     has_events = false;
                 }
                 Err(_) => next_try = Instant::now() + Duration::from_secs(5),
@@ -82,7 +99,10 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
         }
         let begun = Instant::now();
         let listing = context.runtime.list().await;
-        context.metrics.listed(begun.elapsed(), last.replace(begun).map(|last| begun - last));
+        context.metrics.listed(
+            begun.elapsed(),
+            last.replace(begun).map(|last| begun - last),
+        );
         match listing {
             Ok(listed) => {
                 if std::mem::replace(&mut failing, false) {

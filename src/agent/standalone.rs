@@ -16,7 +16,9 @@ use crate::kubeapi::pods::{ApiFailure, Binding, CertificateFor, PodApi, Token, T
 pub struct NoApi;
 
 fn none<T>() -> Result<T, ApiFailure> {
-    Err(ApiFailure::NotFound("this agent runs without an API (--kubeconfig is not set)".into()))
+    Err(ApiFailure::NotFound(
+        "this agent runs without an API (--kubeconfig is not set)".into(),
+    ))
 }
 
 #[async_trait]
@@ -75,7 +77,13 @@ impl PodApi for NoApi {
 
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {
         let about = &event.involved_object;
-        tracing::info!(kind = about.kind, name = about.name, reason = event.reason, message = event.message, "event");
+        tracing::info!(
+            kind = about.kind,
+            name = about.name,
+            reason = event.reason,
+            message = event.message,
+            "event"
+        );
         Ok(())
     }
 

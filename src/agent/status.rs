@@ -39,16 +39,28 @@ impl StatusWriter {
         let (wanted, changes) = watch::channel(Wanted::default());
         let (done, written) = watch::channel(0);
         let task = tokio::spawn(write(api, changes, done, metrics));
-        StatusWriter { wanted, written, _task: AbortOnDropHandle::new(task) }
+        StatusWriter {
+            wanted,
+            written,
+            _task: AbortOnDropHandle::new(task),
+        }
     }
 
     /// Wants `status` to be on `object`.
     pub fn want(&self, object: Option<Arc<Pod>>, status: PodStatus) {
         self.wanted.send_if_modified(|wanted| {
             let same = wanted.status == status
-                && wanted.object.as_ref().map(|o| (o.uid(), o.resource_version())) == object.as_ref().map(|o| (o.uid(), o.resource_version()));
+                && wanted
+                    .object
+                    .as_ref()
+                    .map(|o| (o.uid(), o.resource_version()))
+                    == object.as_ref().map(|o| (o.uid(), o.resource_version()));
             if !same {
-                *wanted = Wanted { version: wanted.version + 1, status, object };
+                *wanted = Wanted {
+                    version: wanted.version + 1,
+                    status,
+                    object,
+                };
             }
             !same
         });
@@ -72,7 +84,12 @@ fn is_gone(error: &ApiFailure) -> bool {
     }
 }
 
-async fn write(api: Arc<dyn PodApi>, mut changes: watch::Receiver<Wanted>, done: watch::Sender<u64>, metrics: Arc<Metrics>) {
+async fn write(
+    api: Arc<dyn PodApi>,
+    mut changes: watch::Receiver<Wanted>,
+    done: watch::Sender<u64>,
+    metrics: Arc<Metrics>,
+) {
     // What the API had after our last write: newer than what the watch has shown so far.
     let mut last: Option<Pod> = None;
     let mut pause = RETRY.0;
@@ -84,13 +101,22 @@ async fn write(api: Arc<dyn PodApi>, mut changes: watch::Receiver<Wanted>, done:
                 done.send_replace(wanted.version);
                 break;
             };
-            let newer = last.as_ref().filter(|l| l.uid() == object.uid() && revision(*l) > revision(&**object));
+            let newer = last
+                .as_ref()
+                .filter(|l| l.uid() == object.uid() && revision(*l) > revision(&**object));
             let base = newer.unwrap_or(object).status.clone().unwrap_or_default();
             let Some(patch) = status::patch(pod::uid(object), &base, &wanted.status) else {
                 done.send_replace(wanted.version);
                 break;
             };
-            match api.patch_status(&object.namespace().unwrap_or_default(), &object.name_any(), &patch).await {
+            match api
+                .patch_status(
+                    &object.namespace().unwrap_or_default(),
+                    &object.name_any(),
+                    &patch,
+                )
+                .await
+            {
                 Ok(pod) => {
                     last = Some(pod);
                     metrics.status_written(begun.elapsed());

@@ -20,25 +20,55 @@ pub async fn run(context: Arc<Context>) {
         };
         for container in running {
             if let Err(error) = rotate(&context, &container).await {
-                tracing::warn!(error, pod = container.pod, namespace = container.namespace, container = container.name, "a log was not rotated");
+                tracing::warn!(
+                    error,
+                    pod = container.pod,
+                    namespace = container.namespace,
+                    container = container.name,
+                    "a log was not rotated"
+                );
             }
         }
     }
 }
 
 async fn rotate(context: &Context, container: &RunningContainer) -> Result<(), String> {
-    let RunningContainer { id, namespace, pod, uid, name, attempt } = container.clone();
-    let log = Log { namespace, pod, uid, container: name, attempt };
+    let RunningContainer {
+        id,
+        namespace,
+        pod,
+        uid,
+        name,
+        attempt,
+    } = container.clone();
+    let log = Log {
+        namespace,
+        pod,
+        uid,
+        container: name,
+        attempt,
+    };
     let settings = &context.config.logs;
-    let reopen = async || context.runtime.reopen_log(&id).await.map_err(|e| format!("the runtime does not open the log anew: {e}"));
+    let reopen = async || {
+        context
+            .runtime
+            .reopen_log(&id)
+            .await
+            .map_err(|e| format!("the runtime does not open the log anew: {e}"))
+    };
     match context.host.log_exceeds(&log, settings.max_size).await {
         Some(false) => Ok(()),
         // Somebody removed it: the runtime makes a new one.
         None => reopen().await,
         Some(true) => {
             let stamp = context.clock.now().strftime("%Y%m%d-%H%M%S").to_string();
-            let aside = context.host.move_log_aside(&log, settings.max_files, &stamp).await?;
-            let Err(error) = reopen().await else { return Ok(()) };
+            let aside = context
+                .host
+                .move_log_aside(&log, settings.max_files, &stamp)
+                .await?;
+            let Err(error) = reopen().await else {
+                return Ok(());
+            };
             context.host.put_log_back(&log, aside).await?;
             Err(error)
         }

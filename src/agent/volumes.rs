@@ -48,8 +48,15 @@ fn shape(pod: &Pod) -> u64 {
     pod.annotations().hash(&mut hasher);
     for (_, container) in pod::containers(pod) {
         let resources = container.resources.as_ref();
-        for map in [resources.and_then(|r| r.requests.as_ref()), resources.and_then(|r| r.limits.as_ref())].into_iter().flatten() {
-            map.iter().for_each(|(name, quantity)| (name, &quantity.0).hash(&mut hasher));
+        for map in [
+            resources.and_then(|r| r.requests.as_ref()),
+            resources.and_then(|r| r.limits.as_ref()),
+        ]
+        .into_iter()
+        .flatten()
+        {
+            map.iter()
+                .for_each(|(name, quantity)| (name, &quantity.0).hash(&mut hasher));
         }
     }
     hasher.finish()
@@ -59,19 +66,33 @@ impl Volumes {
     /// Nothing is set up; `hint` wakes the pod's worker.
     #[must_use]
     pub fn new(hint: Arc<Notify>) -> Volumes {
-        Volumes { held: Held::default(), at: None, shape: 0, stale: Arc::default(), following: None, behind: BTreeMap::new(), hint }
+        Volumes {
+            held: Held::default(),
+            at: None,
+            shape: 0,
+            stale: Arc::default(),
+            following: None,
+            behind: BTreeMap::new(),
+            hint,
+        }
     }
 
     /// Whether they have to be set up or refreshed: something has changed, or `every` has passed.
     #[must_use]
     pub fn are_due(&self, pod: &Pod, every: Duration) -> bool {
-        self.stale.load(Ordering::Relaxed) || self.at.is_none_or(|at| at.elapsed() >= every) || self.shape != shape(pod)
+        self.stale.load(Ordering::Relaxed)
+            || self.at.is_none_or(|at| at.elapsed() >= every)
+            || self.shape != shape(pod)
     }
 
     /// Follows the objects that the pod refers to, and only these.
     fn follow(&mut self, context: &Context, pod: &Pod) {
         let wanted = references::of(pod);
-        if self.following.as_ref().is_some_and(|(known, _)| *known == wanted) {
+        if self
+            .following
+            .as_ref()
+            .is_some_and(|(known, _)| *known == wanted)
+        {
             return;
         }
         let (stale, hint) = (Arc::clone(&self.stale), Arc::clone(&self.hint));
@@ -80,21 +101,43 @@ impl Volumes {
             hint.notify_one();
         });
         // The new ones first, so that what stays is not given up in between.
-        let following = context.api.follow(&pod.namespace().unwrap_or_default(), &wanted.config_maps, &wanted.secrets, &news);
+        let following = context.api.follow(
+            &pod.namespace().unwrap_or_default(),
+            &wanted.config_maps,
+            &wanted.secrets,
+            &news,
+        );
         self.following = Some((wanted, following));
     }
 
     /// Sets up what is missing and refreshes what has changed. `known` says that they were set up before: then
     /// what cannot be refreshed stays as it was, and is reported.
-    pub async fn set_up(&mut self, context: &Context, pod: &Pod, pod_ips: &[String], known: bool, log: &Log) -> Result<Fetched, String> {
+    pub async fn set_up(
+        &mut self,
+        context: &Context,
+        pod: &Pod,
+        pod_ips: &[String],
+        known: bool,
+        log: &Log,
+    ) -> Result<Fetched, String> {
         self.follow(context, pod);
         // Before reading: what changes from now on makes another turn.
         self.stale.store(false, Ordering::Relaxed);
-        let mut fetched = log.step(Step::Objects, "", objects::fetch(&*context.api, pod)).await?;
+        let mut fetched = log
+            .step(Step::Objects, "", objects::fetch(&*context.api, pod))
+            .await?;
         let allocatable = context.allocatable();
-        let around = Surroundings { pod, pod_ips, node_ips: &context.node_ips, allocatable: &allocatable };
+        let around = Surroundings {
+            pod,
+            pod_ips,
+            node_ips: &context.node_ips,
+            allocatable: &allocatable,
+        };
         let (held, behind) = (&self.held, &self.behind);
-        let memory = allocatable.get("memory").and_then(|q| u64::try_from(q.units()).ok()).unwrap_or(0);
+        let memory = allocatable
+            .get("memory")
+            .and_then(|q| u64::try_from(q.units()).ok())
+            .unwrap_or(0);
         let volumes = pod::spec(pod).volumes.iter().flatten();
         let work = volumes.map(|volume| async {
             let set_up = async {
@@ -102,23 +145,41 @@ impl Volumes {
                     Some(known) => again(context, pod, volume, known, memory).await,
                     None => resolve(context, pod, volume, memory).await?,
                 };
-                let (begun, known_before) = (Instant::now(), self.behind.contains_key(&volume.name));
+                let (begun, known_before) =
+                    (Instant::now(), self.behind.contains_key(&volume.name));
                 let outcome = one(context, volume, &behind, &around, &fetched, held).await;
                 // Looking once more at what is set up is no operation.
                 if outcome.is_err() || !known_before {
-                    context.metrics.volume(&behind.plugin().replace('~', "/"), outcome.is_err(), begun.elapsed());
+                    context.metrics.volume(
+                        &behind.plugin().replace('~', "/"),
+                        outcome.is_err(),
+                        begun.elapsed(),
+                    );
                 }
-                let labelled = outcome.map_err(|why| if behind.block { Problem::Map(why) } else { Problem::SetUp(why) })?;
+                let labelled = outcome.map_err(|why| {
+                    if behind.block {
+                        Problem::Map(why)
+                    } else {
+                        Problem::SetUp(why)
+                    }
+                })?;
                 Ok(Behind { labelled, ..behind })
             };
-            let say = |kind: Kind, reason: &str, message: &str| context.events.pod(pod, None, kind, reason, message);
-            let made = log.step(Step::Volume, &volume.name, set_up).await.map_err(|problem: Problem| {
-                let message = problem.told(&volume.name);
-                say(Kind::Warning, problem.reason(), &message);
-                message
-            })?;
+            let say = |kind: Kind, reason: &str, message: &str| {
+                context.events.pod(pod, None, kind, reason, message)
+            };
+            let made = log.step(Step::Volume, &volume.name, set_up).await.map_err(
+                |problem: Problem| {
+                    let message = problem.told(&volume.name);
+                    say(Kind::Warning, problem.reason(), &message);
+                    message
+                },
+            )?;
             if made.block && !behind.contains_key(&volume.name) {
-                let message = format!("MapVolume.MapPodDevice succeeded for volume {:?}", made.name);
+                let message = format!(
+                    "MapVolume.MapPodDevice succeeded for volume {:?}",
+                    made.name
+                );
                 say(Kind::Normal, "SuccessfulMountVolume", &message);
             }
             Ok(made)
@@ -147,28 +208,60 @@ pub async fn tear_down(context: &Context, uid: &str) -> Result<(), String> {
 }
 
 /// What is behind a volume that is set up: what a claim was bound to stays, but it may have grown.
-async fn again(context: &Context, pod: &Pod, volume: &Volume, known: &Behind, memory: u64) -> Behind {
+async fn again(
+    context: &Context,
+    pod: &Pod,
+    volume: &Volume,
+    known: &Behind,
+    memory: u64,
+) -> Behind {
     let may_grow = matches!(&known.source, Source::Csi(served) if served.claim.is_some() && context.csi.grows(&served.driver));
     if !may_grow {
         return known.clone();
     }
-    let fresh = resolve(context, pod, volume, memory).await.ok().filter(|fresh| fresh.name == known.name);
+    let fresh = resolve(context, pod, volume, memory)
+        .await
+        .ok()
+        .filter(|fresh| fresh.name == known.name);
     fresh.unwrap_or_else(|| known.clone())
 }
 
 /// What is behind a volume; a claim and its volume are read as they are now.
-async fn resolve(context: &Context, pod: &Pod, volume: &Volume, memory: u64) -> Result<Behind, Problem> {
-    let here = behind::Here { memory, label: context.machine.selinux.as_deref() };
-    let Some(name) = claims::of_volume(pod, volume) else { return behind::behind(pod, volume, None, here) };
+async fn resolve(
+    context: &Context,
+    pod: &Pod,
+    volume: &Volume,
+    memory: u64,
+) -> Result<Behind, Problem> {
+    let here = behind::Here {
+        memory,
+        label: context.machine.selinux.as_deref(),
+    };
+    let Some(name) = claims::of_volume(pod, volume) else {
+        return behind::behind(pod, volume, None, here);
+    };
     let namespace = pod.namespace().unwrap_or_default();
-    let refused = |why: String| Problem::Claim(format!("error processing PVC {namespace}/{name}: {why}"));
+    let refused =
+        |why: String| Problem::Claim(format!("error processing PVC {namespace}/{name}: {why}"));
     let failed = |e: ApiFailure| refused(format!("failed to fetch PVC from API server: {e}"));
-    let found = context.api.claimed(&namespace, &name).await.map_err(failed)?;
+    let found = context
+        .api
+        .claimed(&namespace, &name)
+        .await
+        .map_err(failed)?;
     let wanted = behind::usable(pod, volume, &found.claim)?;
-    let bound = found.volume.ok_or_else(|| refused(format!("persistentVolume {wanted:?} not found")))?;
-    let claimed = behind::Claimed { claim: found.claim, volume: bound };
+    let bound = found
+        .volume
+        .ok_or_else(|| refused(format!("persistentVolume {wanted:?} not found")))?;
+    let claimed = behind::Claimed {
+        claim: found.claim,
+        volume: bound,
+    };
     if claimed.is_for_one_pod() && !context.holds_alone(pod, &namespace, &name) {
-        return Err(Problem::SetUp("volume uses the ReadWriteOncePod access mode and is already in use by another pod".into()));
+        return Err(Problem::SetUp(
+            "volume uses the ReadWriteOncePod access mode and is already in use by another pod"
+                .into(),
+        ));
     }
     behind::reached(&claimed, context.node.borrow().as_deref())?;
     behind::behind(pod, volume, Some(&claimed), here)
@@ -176,26 +269,66 @@ async fn resolve(context: &Context, pod: &Pod, volume: &Volume, memory: u64) -> 
 
 /// A disk that asks for passwords, with them; they are held only while it is set up.
 async fn passwords(context: &Context, behind: &Behind) -> Result<Option<Behind>, String> {
-    let Source::Disk { disk, filesystem } = &behind.source else { return Ok(None) };
-    let Disk::Iscsi(iscsi) = &**disk else { return Ok(None) };
-    let Some((namespace, name)) = iscsi.secret.as_ref().filter(|_| iscsi.chap.0 || iscsi.chap.1) else { return Ok(None) };
-    let secret = context.api.secret(namespace, name).await.map_err(|e| format!("the secret {namespace}/{name} cannot be read: {e}"))?;
-    let known = secret.data.iter().flatten().map(|(key, value)| (key.clone(), String::from_utf8_lossy(&value.0).into_owned()));
-    let disk = Box::new(Disk::Iscsi(Iscsi { passwords: Chap(known.collect()), ..iscsi.clone() }));
-    Ok(Some(Behind { source: Source::Disk { disk, filesystem: filesystem.clone() }, ..behind.clone() }))
+    let Source::Disk { disk, filesystem } = &behind.source else {
+        return Ok(None);
+    };
+    let Disk::Iscsi(iscsi) = &**disk else {
+        return Ok(None);
+    };
+    let Some((namespace, name)) = iscsi
+        .secret
+        .as_ref()
+        .filter(|_| iscsi.chap.0 || iscsi.chap.1)
+    else {
+        return Ok(None);
+    };
+    let secret = context
+        .api
+        .secret(namespace, name)
+        .await
+        .map_err(|e| format!("the secret {namespace}/{name} cannot be read: {e}"))?;
+    let known = secret
+        .data
+        .iter()
+        .flatten()
+        .map(|(key, value)| (key.clone(), String::from_utf8_lossy(&value.0).into_owned()));
+    let disk = Box::new(Disk::Iscsi(Iscsi {
+        passwords: Chap(known.collect()),
+        ..iscsi.clone()
+    }));
+    Ok(Some(Behind {
+        source: Source::Disk {
+            disk,
+            filesystem: filesystem.clone(),
+        },
+        ..behind.clone()
+    }))
 }
 
 /// One volume; the answer is whether its files have their SELinux label from the mount.
-async fn one(context: &Context, volume: &Volume, behind: &Behind, around: &Surroundings<'_>, fetched: &Fetched, held: &Held) -> Result<bool, String> {
+async fn one(
+    context: &Context,
+    volume: &Volume,
+    behind: &Behind,
+    around: &Surroundings<'_>,
+    fetched: &Fetched,
+    held: &Held,
+) -> Result<bool, String> {
     if let Source::Csi(served) = &behind.source {
         return Box::pin(csi::publish(context, around.pod, served)).await;
     }
     let given = held.fetch(context, around.pod, volume).await?;
     let files = volumes::files(volume, around, fetched, &given).transpose()?;
     if let Some(with_passwords) = passwords(context, behind).await? {
-        context.host.set_up_volume(around.pod, &with_passwords, files).await?;
+        context
+            .host
+            .set_up_volume(around.pod, &with_passwords, files)
+            .await?;
     } else {
-        context.host.set_up_volume(around.pod, behind, files).await?;
+        context
+            .host
+            .set_up_volume(around.pod, behind, files)
+            .await?;
     }
     Ok(behind.labelled)
 }

@@ -41,7 +41,14 @@ impl Desired {
     fn asks_the_same(&self, other: &Desired) -> bool {
         let (a, b) = (&self.pod, &other.pod);
         let gates = a.spec.as_ref().is_some_and(|s| s.readiness_gates.is_some());
-        let object = |d: &Desired| d.object.as_ref().map(|o| (o.metadata.uid.clone(), o.metadata.deletion_timestamp.is_some()));
+        let object = |d: &Desired| {
+            d.object.as_ref().map(|o| {
+                (
+                    o.metadata.uid.clone(),
+                    o.metadata.deletion_timestamp.is_some(),
+                )
+            })
+        };
         !gates
             && self.wish() == other.wish()
             && a.spec == b.spec
@@ -69,7 +76,9 @@ impl Stop<'_> {
     /// Whether nothing more should be started.
     #[must_use]
     pub fn wanted(&self) -> bool {
-        State::Syncing.step(Input::Wish(self.0.borrow().wish())).is_ending()
+        State::Syncing
+            .step(Input::Wish(self.0.borrow().wish()))
+            .is_ending()
     }
 
     /// Drops a hint that came so far: what it hints at is about to be looked at anyway.
@@ -95,17 +104,28 @@ impl Stop<'_> {
     pub async fn when_wanted(&self) {
         let mut wishes = self.0.clone();
         // The dispatcher drops the sender only when the process ends; then waiting on is right.
-        if wishes.wait_for(|d| State::Syncing.step(Input::Wish(d.wish())).is_ending()).await.is_err() {
+        if wishes
+            .wait_for(|d| State::Syncing.step(Input::Wish(d.wish())).is_ending())
+            .await
+            .is_err()
+        {
             std::future::pending::<()>().await;
         }
     }
 }
 
 /// Runs until the pod has ended and nothing of it is left.
-pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hint: Arc<Notify>, seen: Seen) {
+pub async fn run(
+    context: Arc<Context>,
+    mut wishes: watch::Receiver<Desired>,
+    hint: Arc<Notify>,
+    seen: Seen,
+) {
     let writer = StatusWriter::start(Arc::clone(&context.api), Arc::clone(&context.metrics));
     let first = wishes.borrow().clone();
-    let log = context.journals.open(&first.pod, context.clock, &context.metrics);
+    let log = context
+        .journals
+        .open(&first.pod, context.clock, &context.metrics);
     let mut memory = Memory::new(context.clock.now(), log, Arc::clone(&hint));
     let mut state = State::Syncing;
     let mut pause = RETRY.0;
@@ -115,10 +135,16 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
         let wished = wishes.borrow_and_update().clone();
         memory.adopt(wished.object.as_deref());
         let mut granted = memory.granted(&wished.pod);
-        if admitted && state == State::Syncing && grant(&context, &wished.pod, &granted, &mut memory) {
+        if admitted
+            && state == State::Syncing
+            && grant(&context, &wished.pod, &granted, &mut memory)
+        {
             granted = Arc::clone(&wished.pod);
         }
-        let desired = Desired { pod: granted, ..wished.clone() };
+        let desired = Desired {
+            pod: granted,
+            ..wished.clone()
+        };
         state = decide(&memory, state, Input::Wish(desired.wish()));
         // Step 4, admission, stands before the first sync and is not repeated.
         if state == State::Syncing {
@@ -132,14 +158,46 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
                 Admission::Refused(refusal) if !admitted => {
                     context.metrics.rejected(&refusal.reason);
                     memory.log.fail(Step::Admission, "", &refusal.message, None);
-                    context.events.pod(&desired.pod, None, Kind::Warning, &refusal.reason, refusal.message.clone());
-                    memory.status = status::rejected(&memory.status, &refusal.reason, &refusal.message, context.clock.now());
-                    state = decide(&memory, state, Input::Ended { cause: Cause::Rejected, grace: 1 });
+                    context.events.pod(
+                        &desired.pod,
+                        None,
+                        Kind::Warning,
+                        &refusal.reason,
+                        refusal.message.clone(),
+                    );
+                    memory.status = status::rejected(
+                        &memory.status,
+                        &refusal.reason,
+                        &refusal.message,
+                        context.clock.now(),
+                    );
+                    state = decide(
+                        &memory,
+                        state,
+                        Input::Ended {
+                            cause: Cause::Rejected,
+                            grace: 1,
+                        },
+                    );
                 }
                 Admission::Room if !admitted => {
                     let again = context.clock.now() + jiff::SignedDuration::from_millis(100);
-                    memory.log.fail(Step::Admission, "", "other pods are making room for this critical one", Some(again));
-                    if !sleep(&mut wishes, &hint, &wished, state, Some(Instant::now() + Duration::from_millis(100)), |_| {}).await {
+                    memory.log.fail(
+                        Step::Admission,
+                        "",
+                        "other pods are making room for this critical one",
+                        Some(again),
+                    );
+                    if !sleep(
+                        &mut wishes,
+                        &hint,
+                        &wished,
+                        state,
+                        Some(Instant::now() + Duration::from_millis(100)),
+                        |_| {},
+                    )
+                    .await
+                    {
                         return;
                     }
                     continue;
@@ -147,15 +205,38 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
                 Admission::Room | Admission::Refused(_) => {}
             }
             if let Some(verdict) = context.verdict(&uid).filter(|_| state == State::Syncing) {
-                context.events.pod(&desired.pod, None, Kind::Warning, verdict.reason, verdict.message.clone());
-                let grace = verdict.grace.unwrap_or_else(|| pod::grace_seconds(&desired.pod));
+                context.events.pod(
+                    &desired.pod,
+                    None,
+                    Kind::Warning,
+                    verdict.reason,
+                    verdict.message.clone(),
+                );
+                let grace = verdict
+                    .grace
+                    .unwrap_or_else(|| pod::grace_seconds(&desired.pod));
                 memory.verdict = Some(verdict);
-                state = decide(&memory, state, Input::Ended { cause: Cause::Preempted, grace });
+                state = decide(
+                    &memory,
+                    state,
+                    Input::Ended {
+                        cause: Cause::Preempted,
+                        grace,
+                    },
+                );
             }
         }
         let begun = Instant::now();
         let stop = Stop(&wishes, &hint);
-        let turn = step(&context, state, &desired, &mut memory, &writer, &stop, &seen);
+        let turn = step(
+            &context,
+            state,
+            &desired,
+            &mut memory,
+            &writer,
+            &stop,
+            &seen,
+        );
         let outcome = turn.instrument(span(&desired.pod, state)).await;
         let operation = match state {
             State::Syncing if turns == 0 => "create",
@@ -182,12 +263,18 @@ pub async fn run(context: Arc<Context>, mut wishes: watch::Receiver<Desired>, hi
             Err(error) => {
                 tracing::warn!(%error, retry_in = ?pause, "the pod could not be synced");
                 let until = Instant::now() + pause;
-                memory.log.again(context.clock.now() + jiff::SignedDuration::try_from(pause).unwrap_or_default());
+                memory.log.again(
+                    context.clock.now() + jiff::SignedDuration::try_from(pause).unwrap_or_default(),
+                );
                 pause = (pause * 2).min(RETRY.1);
                 Some(until)
             }
         };
-        if !sleep(&mut wishes, &hint, &wished, state, wait, |object| memory.report(object, &writer)).await {
+        if !sleep(&mut wishes, &hint, &wished, state, wait, |object| {
+            memory.report(object, &writer)
+        })
+        .await
+        {
             return;
         }
     }
@@ -244,16 +331,30 @@ fn grant(context: &Context, wished: &Pod, granted: &Arc<Pod>, memory: &mut Memor
         return true;
     }
     let refusal = context.may_grow(wished).err();
-    let deferred = refusal.as_ref().map(|r| ("Deferred".to_owned(), r.message.clone()));
+    let deferred = refusal
+        .as_ref()
+        .map(|r| ("Deferred".to_owned(), r.message.clone()));
     let may_grow = refusal.is_none();
     if !memory.grant(wished, deferred) {
         return may_grow;
     }
     let described = resize::described(wished, None);
     match refusal {
-        None => context.events.pod(wished, None, Kind::Normal, "ResizeStarted", format!("Pod resize started: {described}")),
+        None => context.events.pod(
+            wished,
+            None,
+            Kind::Normal,
+            "ResizeStarted",
+            format!("Pod resize started: {described}"),
+        ),
         Some(refusal) => {
-            context.events.pod(wished, None, Kind::Warning, "ResizeDeferred", format!("Pod resize {}: {described}", refusal.reason));
+            context.events.pod(
+                wished,
+                None,
+                Kind::Warning,
+                "ResizeDeferred",
+                format!("Pod resize {}: {described}", refusal.reason),
+            );
         }
     }
     may_grow
@@ -298,7 +399,14 @@ async fn step(
             sync::release(context, desired, memory, cause).await?;
             seen.set(uid, memory.fingerprint);
             if cause.removes_content() {
-                memory.log.step(Step::Finalise, "", finalise(context, desired, writer, cause)).await?;
+                memory
+                    .log
+                    .step(
+                        Step::Finalise,
+                        "",
+                        finalise(context, desired, writer, cause),
+                    )
+                    .await?;
             }
             context.release(uid);
             Ok(Outcome::Next(Input::Released))
@@ -312,22 +420,41 @@ async fn step(
 /// (kubelet spec, 2.2). Never ends.
 async fn overdue(context: &Context, pod: &Pod, grace: i64, cause: Cause) {
     if cause == Cause::Preempted {
-        let patience = Duration::from_millis(u64::try_from(grace).unwrap_or(0).saturating_mul(1500)).max(Duration::from_secs(10));
+        let patience =
+            Duration::from_millis(u64::try_from(grace).unwrap_or(0).saturating_mul(1500))
+                .max(Duration::from_secs(10));
         tokio::time::sleep(patience).await;
         let message = "Container runtime did not kill the pod within specified grace period.";
-        context.events.pod(pod, None, Kind::Warning, "ExceededGracePeriod", message);
+        context
+            .events
+            .pod(pod, None, Kind::Warning, "ExceededGracePeriod", message);
     }
     std::future::pending().await
 }
 
 /// Lets the API have the object back, once everything has been released (kubelet spec, 3.9).
-async fn finalise(context: &Context, desired: &Desired, writer: &StatusWriter, cause: Cause) -> Result<(), String> {
-    let Some(object) = &desired.object else { return Ok(()) };
+async fn finalise(
+    context: &Context,
+    desired: &Desired,
+    writer: &StatusWriter,
+    cause: Cause,
+) -> Result<(), String> {
+    let Some(object) = &desired.object else {
+        return Ok(());
+    };
     if cause == Cause::Removed && !pod::is_mirror(object) {
         return Ok(());
     }
     writer.flush().await;
-    match context.api.delete(&object.namespace().unwrap_or_default(), &object.name_any(), pod::uid(object)).await {
+    match context
+        .api
+        .delete(
+            &object.namespace().unwrap_or_default(),
+            &object.name_any(),
+            pod::uid(object),
+        )
+        .await
+    {
         // Another object under the name is not ours to delete.
         Ok(()) | Err(ApiFailure::NotFound(_) | ApiFailure::Conflict(_)) => Ok(()),
         Err(error) => Err(format!("the pod cannot be deleted from the API: {error}")),

@@ -27,11 +27,27 @@ const FLAGS: [(&str, &str, Shape); 84] = [
     ("address", "address", Text),
     ("allowed-unsafe-sysctls", "allowedUnsafeSysctls", List),
     ("anonymous-auth", "authentication.anonymous.enabled", Bool),
-    ("authentication-token-webhook", "authentication.webhook.enabled", Bool),
-    ("authentication-token-webhook-cache-ttl", "authentication.webhook.cacheTTL", Text),
+    (
+        "authentication-token-webhook",
+        "authentication.webhook.enabled",
+        Bool,
+    ),
+    (
+        "authentication-token-webhook-cache-ttl",
+        "authentication.webhook.cacheTTL",
+        Text,
+    ),
     ("authorization-mode", "authorization.mode", Text),
-    ("authorization-webhook-cache-authorized-ttl", "authorization.webhook.cacheAuthorizedTTL", Text),
-    ("authorization-webhook-cache-unauthorized-ttl", "authorization.webhook.cacheUnauthorizedTTL", Text),
+    (
+        "authorization-webhook-cache-authorized-ttl",
+        "authorization.webhook.cacheAuthorizedTTL",
+        Text,
+    ),
+    (
+        "authorization-webhook-cache-unauthorized-ttl",
+        "authorization.webhook.cacheUnauthorizedTTL",
+        Text,
+    ),
     ("cgroup-driver", "cgroupDriver", Text),
     ("cgroups-per-qos", "cgroupsPerQOS", Bool),
     ("client-ca-file", "authentication.x509.clientCAFile", Text),
@@ -41,18 +57,34 @@ const FLAGS: [(&str, &str, Shape); 84] = [
     ("cpu-cfs-quota", "cpuCFSQuota", Bool),
     ("cpu-cfs-quota-period", "cpuCFSQuotaPeriod", Text),
     ("cpu-manager-policy", "cpuManagerPolicy", Text),
-    ("enable-controller-attach-detach", "enableControllerAttachDetach", Bool),
+    (
+        "enable-controller-attach-detach",
+        "enableControllerAttachDetach",
+        Bool,
+    ),
     ("enable-debugging-handlers", "enableDebuggingHandlers", Bool),
     ("enable-server", "enableServer", Bool),
     ("enforce-node-allocatable", "enforceNodeAllocatable", List),
     ("event-burst", "eventBurst", Number),
     ("event-qps", "eventRecordQPS", Number),
     ("eviction-hard", "evictionHard", Pairs),
-    ("eviction-max-pod-grace-period", "evictionMaxPodGracePeriod", Number),
+    (
+        "eviction-max-pod-grace-period",
+        "evictionMaxPodGracePeriod",
+        Number,
+    ),
     ("eviction-minimum-reclaim", "evictionMinimumReclaim", Pairs),
-    ("eviction-pressure-transition-period", "evictionPressureTransitionPeriod", Text),
+    (
+        "eviction-pressure-transition-period",
+        "evictionPressureTransitionPeriod",
+        Text,
+    ),
     ("eviction-soft", "evictionSoft", Pairs),
-    ("eviction-soft-grace-period", "evictionSoftGracePeriod", Pairs),
+    (
+        "eviction-soft-grace-period",
+        "evictionSoftGracePeriod",
+        Pairs,
+    ),
     ("fail-swap-on", "failSwapOn", Bool),
     ("feature-gates", "featureGates", Gates),
     ("file-check-frequency", "fileCheckFrequency", Text),
@@ -60,8 +92,16 @@ const FLAGS: [(&str, &str, Shape); 84] = [
     ("healthz-bind-address", "healthzBindAddress", Text),
     ("healthz-port", "healthzPort", Number),
     ("http-check-frequency", "httpCheckFrequency", Text),
-    ("image-gc-high-threshold", "imageGCHighThresholdPercent", Number),
-    ("image-gc-low-threshold", "imageGCLowThresholdPercent", Number),
+    (
+        "image-gc-high-threshold",
+        "imageGCHighThresholdPercent",
+        Number,
+    ),
+    (
+        "image-gc-low-threshold",
+        "imageGCLowThresholdPercent",
+        Number,
+    ),
     ("kernel-memcg-notification", "kernelMemcgNotification", Bool),
     ("kube-api-burst", "kubeAPIBurst", Number),
     ("kube-api-content-type", "contentType", Text),
@@ -69,7 +109,11 @@ const FLAGS: [(&str, &str, Shape); 84] = [
     ("kube-reserved", "kubeReserved", Pairs),
     ("kube-reserved-cgroup", "kubeReservedCgroup", Text),
     ("kubelet-cgroups", "kubeletCgroups", Text),
-    ("local-storage-capacity-isolation", "localStorageCapacityIsolation", Bool),
+    (
+        "local-storage-capacity-isolation",
+        "localStorageCapacityIsolation",
+        Bool,
+    ),
     ("logging-format", "logging.format", Text),
     ("make-iptables-util-chains", "makeIPTablesUtilChains", Bool),
     ("manifest-url", "staticPodURL", Text),
@@ -77,7 +121,11 @@ const FLAGS: [(&str, &str, Shape); 84] = [
     ("memory-manager-policy", "memoryManagerPolicy", Text),
     ("minimum-image-ttl-duration", "imageMinimumGCAge", Text),
     ("node-status-max-images", "nodeStatusMaxImages", Number),
-    ("node-status-update-frequency", "nodeStatusUpdateFrequency", Text),
+    (
+        "node-status-update-frequency",
+        "nodeStatusUpdateFrequency",
+        Text,
+    ),
     ("pod-cidr", "podCIDR", Text),
     ("pod-max-pids", "podPidsLimit", Number),
     ("pods-per-core", "podsPerCore", Number),
@@ -95,7 +143,11 @@ const FLAGS: [(&str, &str, Shape); 84] = [
     ("runtime-request-timeout", "runtimeRequestTimeout", Text),
     ("seccomp-default", "seccompDefault", Bool),
     ("serialize-image-pulls", "serializeImagePulls", Bool),
-    ("streaming-connection-idle-timeout", "streamingConnectionIdleTimeout", Text),
+    (
+        "streaming-connection-idle-timeout",
+        "streamingConnectionIdleTimeout",
+        Text,
+    ),
     ("sync-frequency", "syncFrequency", Text),
     ("system-cgroups", "systemCgroups", Text),
     ("system-reserved", "systemReserved", Pairs),
@@ -136,21 +188,43 @@ pub struct Given {
 
 fn value(flag: &str, shape: Shape, text: &str) -> Result<Value, String> {
     let wrong = |what: &str| format!("--{flag}: {text:?} is invalid: use {what}");
-    let items = || text.split(',').map(str::trim).filter(|item| !item.is_empty());
-    let pair = |item: &str| item.split_once(['=', '<']).map(|(key, value)| (key.to_owned(), value.to_owned()));
+    let items = || {
+        text.split(',')
+            .map(str::trim)
+            .filter(|item| !item.is_empty())
+    };
+    let pair = |item: &str| {
+        item.split_once(['=', '<'])
+            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+    };
     match shape {
         Text => Ok(text.into()),
-        Bool => text.parse::<bool>().map(Value::from).map_err(|_| wrong("true or false")),
-        Number => text.parse::<i64>().map(Value::from).map_err(|_| wrong("a whole number")),
+        Bool => text
+            .parse::<bool>()
+            .map(Value::from)
+            .map_err(|_| wrong("true or false")),
+        Number => text
+            .parse::<i64>()
+            .map(Value::from)
+            .map_err(|_| wrong("a whole number")),
         List => Ok(items().collect::<Vec<_>>().into()),
         Pairs => {
-            let pairs: Option<Map<String, Value>> = items().map(|item| pair(item).map(|(k, v)| (k, v.into()))).collect();
-            pairs.map(Value::Object).ok_or_else(|| wrong("key=value pairs separated by commas"))
+            let pairs: Option<Map<String, Value>> = items()
+                .map(|item| pair(item).map(|(k, v)| (k, v.into())))
+                .collect();
+            pairs
+                .map(Value::Object)
+                .ok_or_else(|| wrong("key=value pairs separated by commas"))
         }
         Gates => {
-            let gate = |item: &str| pair(item).and_then(|(key, value)| Some((key, Value::from(value.parse::<bool>().ok()?))));
+            let gate = |item: &str| {
+                pair(item)
+                    .and_then(|(key, value)| Some((key, Value::from(value.parse::<bool>().ok()?))))
+            };
             let gates: Option<Map<String, Value>> = items().map(gate).collect();
-            gates.map(Value::Object).ok_or_else(|| wrong("Gate=true or Gate=false, separated by commas"))
+            gates
+                .map(Value::Object)
+                .ok_or_else(|| wrong("Gate=true or Gate=false, separated by commas"))
         }
         Taints => {
             let taint = |item: &str| {
@@ -159,7 +233,9 @@ fn value(flag: &str, shape: Shape, text: &str) -> Result<Value, String> {
                 Some(json!({"key": key, "value": value, "effect": effect}))
             };
             let taints: Option<Vec<Value>> = items().map(taint).collect();
-            taints.map(Value::from).ok_or_else(|| wrong("key=value:Effect, separated by commas"))
+            taints
+                .map(Value::from)
+                .ok_or_else(|| wrong("key=value:Effect, separated by commas"))
         }
     }
 }
@@ -177,12 +253,22 @@ fn set(fields: &mut Value, path: &str, value: Value) {
 
 /// Takes the flags for fields out of the arguments; what is not one is left for others to read.
 pub fn take(arguments: impl IntoIterator<Item = OsString>) -> Result<Given, String> {
-    let mut given = Given { fields: Value::Null, ..Given::default() };
+    let mut given = Given {
+        fields: Value::Null,
+        ..Given::default()
+    };
     let mut arguments = arguments.into_iter().peekable();
     while let Some(argument) = arguments.next() {
-        let text = argument.to_str().and_then(|a| a.strip_prefix("--")).map(str::to_owned);
+        let text = argument
+            .to_str()
+            .and_then(|a| a.strip_prefix("--"))
+            .map(str::to_owned);
         let (name, inline) = match &text {
-            Some(text) => text.split_once('=').map_or((text.as_str(), None), |(name, value)| (name, Some(value.to_owned()))),
+            Some(text) => text
+                .split_once('=')
+                .map_or((text.as_str(), None), |(name, value)| {
+                    (name, Some(value.to_owned()))
+                }),
             None => ("", None),
         };
         let ignored = WITHOUT_EFFECT.contains(&name);
@@ -191,14 +277,20 @@ pub fn take(arguments: impl IntoIterator<Item = OsString>) -> Result<Given, Stri
             given.rest.push(argument);
             continue;
         }
-        let is_bool = known.is_some_and(|(.., shape)| *shape == Bool) || name == "exit-on-lock-contention";
+        let is_bool =
+            known.is_some_and(|(.., shape)| *shape == Bool) || name == "exit-on-lock-contention";
         let text = match inline {
             Some(text) => text,
             None if is_bool => "true".to_owned(),
-            None => arguments.next().and_then(|v| v.into_string().ok()).ok_or_else(|| format!("--{name} needs a value"))?,
+            None => arguments
+                .next()
+                .and_then(|v| v.into_string().ok())
+                .ok_or_else(|| format!("--{name} needs a value"))?,
         };
         match known {
-            Some((flag, field, shape)) => set(&mut given.fields, field, value(flag, *shape, &text)?),
+            Some((flag, field, shape)) => {
+                set(&mut given.fields, field, value(flag, *shape, &text)?)
+            }
             None => given.without_effect.push(name.to_owned()),
         }
     }
@@ -213,7 +305,9 @@ pub fn table() -> String {
         text.push_str(&format!("| `--{flag}` | `{field}` |\n"));
     }
     for flag in WITHOUT_EFFECT {
-        text.push_str(&format!("| `--{flag}` | taken, without effect: a warning at start says so |\n"));
+        text.push_str(&format!(
+            "| `--{flag}` | taken, without effect: a warning at start says so |\n"
+        ));
     }
     text
 }
@@ -260,10 +354,15 @@ mod tests {
 
     #[test]
     fn mistakes_name_the_flag() {
-        for (arguments, flag) in
-            [(vec!["--port=x"], "--port"), (vec!["--anonymous-auth=maybe"], "--anonymous-auth"), (vec!["--address"], "--address")]
-        {
-            assert!(of(&arguments).is_err_and(|e| e.contains(flag)), "{arguments:?}");
+        for (arguments, flag) in [
+            (vec!["--port=x"], "--port"),
+            (vec!["--anonymous-auth=maybe"], "--anonymous-auth"),
+            (vec!["--address"], "--address"),
+        ] {
+            assert!(
+                of(&arguments).is_err_and(|e| e.contains(flag)),
+                "{arguments:?}"
+            );
         }
     }
 }

@@ -19,7 +19,12 @@ pub struct Cli {
 
 /// The agent under the kubelet's name.
 #[derive(Parser)]
-#[command(name = "kubelet", version, about = "The Holdfast node agent, as a drop-in kubelet", max_term_width = 100)]
+#[command(
+    name = "kubelet",
+    version,
+    about = "The Holdfast node agent, as a drop-in kubelet",
+    max_term_width = 100
+)]
 pub struct KubeletCli {
     /// The agent's flags.
     #[command(flatten)]
@@ -275,7 +280,11 @@ pub fn flags_table() -> String {
         .get_arguments()
         .filter_map(|a| {
             let name = a.get_long()?;
-            let help = a.get_help().map(ToString::to_string).unwrap_or_default().replace('|', "\\|");
+            let help = a
+                .get_help()
+                .map(ToString::to_string)
+                .unwrap_or_default()
+                .replace('|', "\\|");
             Some(format!("| `--{name}` | {help} |\n"))
         })
         .collect();
@@ -292,12 +301,20 @@ mod tests {
     fn flags_are_consistent_and_take_go_style_booleans() {
         Cli::command().debug_assert();
         KubeletCli::command().debug_assert();
-        for (arguments, expected) in
-            [(vec!["kubelet"], None), (vec!["kubelet", "--register-node"], Some(true)), (vec!["kubelet", "--register-node=false"], Some(false))]
-        {
+        for (arguments, expected) in [
+            (vec!["kubelet"], None),
+            (vec!["kubelet", "--register-node"], Some(true)),
+            (vec!["kubelet", "--register-node=false"], Some(false)),
+        ] {
             let cli = KubeletCli::try_parse_from(arguments).expect("parses");
             assert_eq!(cli.agent.register_node, expected);
         }
-        assert_eq!(KubeletCli::try_parse_from(["kubelet", "--v=4"]).expect("parses").agent.verbosity, 4);
+        assert_eq!(
+            KubeletCli::try_parse_from(["kubelet", "--v=4"])
+                .expect("parses")
+                .agent
+                .verbosity,
+            4
+        );
     }
 }

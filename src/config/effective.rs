@@ -8,7 +8,9 @@ fn defaults() -> Value {
 
 /// Durations of zero are left to the defaults: kubeadm writes them for what it does not set.
 fn leave_zeros(all: &mut Value, known: &Value) {
-    let is_duration = |text: &str| text.starts_with(|c: char| c.is_ascii_digit()) && text.ends_with(['s', 'm', 'h']);
+    let is_duration = |text: &str| {
+        text.starts_with(|c: char| c.is_ascii_digit()) && text.ends_with(['s', 'm', 'h'])
+    };
     match (all, known) {
         (Value::Object(all), Value::Object(known)) => {
             for (key, value) in all.iter_mut() {
@@ -17,7 +19,9 @@ fn leave_zeros(all: &mut Value, known: &Value) {
                 }
             }
         }
-        (value, Value::String(known)) if is_duration(known) && (*value == "0s" || *value == 0) => *value = known.as_str().into(),
+        (value, Value::String(known)) if is_duration(known) && (*value == "0s" || *value == 0) => {
+            *value = known.as_str().into()
+        }
         _ => {}
     }
 }
@@ -29,7 +33,12 @@ pub(super) fn of(file: &Value) -> Value {
     leave_zeros(&mut all, &known);
     all["apiVersion"] = "kubelet.config.k8s.io/v1beta1".into();
     all["kind"] = "KubeletConfiguration".into();
-    for value in all.get_mut("staticPodURLHeader").and_then(Value::as_object_mut).into_iter().flat_map(|headers| headers.values_mut()) {
+    for value in all
+        .get_mut("staticPodURLHeader")
+        .and_then(Value::as_object_mut)
+        .into_iter()
+        .flat_map(|headers| headers.values_mut())
+    {
         *value = json!(["<masked>"]);
     }
     all
@@ -41,14 +50,29 @@ mod tests {
 
     #[test]
     fn a_file_wins_over_the_defaults_and_hides_its_secrets() {
-        let shown =
-            of(&json!({"maxPods": 5, "authentication": {"anonymous": {"enabled": true}}, "staticPodURLHeader": {"Authorization": ["Bearer x"]}}));
-        assert_eq!((&shown["maxPods"], &shown["port"]), (&json!(5), &json!(10250)));
+        let shown = of(
+            &json!({"maxPods": 5, "authentication": {"anonymous": {"enabled": true}}, "staticPodURLHeader": {"Authorization": ["Bearer x"]}}),
+        );
+        assert_eq!(
+            (&shown["maxPods"], &shown["port"]),
+            (&json!(5), &json!(10250))
+        );
         assert_eq!(shown["authentication"]["webhook"]["enabled"], true);
         assert!(!shown.to_string().contains("Bearer"));
-        let zeros = of(&json!({"syncFrequency": "0s", "authentication": {"webhook": {"cacheTTL": "0s"}}, "maxPods": 0, "imageMaximumGCAge": "0s"}));
-        assert_eq!((&zeros["syncFrequency"], &zeros["authentication"]["webhook"]["cacheTTL"]), (&json!("1m0s"), &json!("2m0s")));
-        assert_eq!((&zeros["maxPods"], &zeros["imageMaximumGCAge"]), (&json!(0), &json!("0s")));
+        let zeros = of(
+            &json!({"syncFrequency": "0s", "authentication": {"webhook": {"cacheTTL": "0s"}}, "maxPods": 0, "imageMaximumGCAge": "0s"}),
+        );
+        assert_eq!(
+            (
+                &zeros["syncFrequency"],
+                &zeros["authentication"]["webhook"]["cacheTTL"]
+            ),
+            (&json!("1m0s"), &json!("2m0s"))
+        );
+        assert_eq!(
+            (&zeros["maxPods"], &zeros["imageMaximumGCAge"]),
+            (&json!(0), &json!("0s"))
+        );
         assert_eq!(of(&json!({}))["kind"], "KubeletConfiguration");
     }
 }

@@ -147,8 +147,15 @@ pub fn table() -> String {
     let defaults = effective::of(&Value::Object(serde_json::Map::new()));
     let mut text = String::from("| Field | Default | |\n|---|---|---|\n");
     for name in ALL {
-        let default = defaults.get(name).map(|v| format!("`{v}`")).unwrap_or_default();
-        let what = if is_honoured(name) { "honoured" } else { "read, not honoured: a warning at start says so" };
+        let default = defaults
+            .get(name)
+            .map(|v| format!("`{v}`"))
+            .unwrap_or_default();
+        let what = if is_honoured(name) {
+            "honoured"
+        } else {
+            "read, not honoured: a warning at start says so"
+        };
         text.push_str(&format!("| `{name}` | {default} | {what} |\n"));
     }
     text

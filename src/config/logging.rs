@@ -41,7 +41,10 @@ pub struct Logging {
 }
 
 /// Resolves the fields; the flag wins where it was given. Also says which are not honoured.
-pub(super) fn resolve(fields: &Fields, verbosity: u8) -> Result<(Logging, Vec<String>), ConfigError> {
+pub(super) fn resolve(
+    fields: &Fields,
+    verbosity: u8,
+) -> Result<(Logging, Vec<String>), ConfigError> {
     let section = &fields.logging;
     let json = match section.format.as_deref() {
         None | Some("" | "text") => false,
@@ -55,7 +58,13 @@ pub(super) fn resolve(fields: &Fields, verbosity: u8) -> Result<(Logging, Vec<St
             // Lines are written as they come, and whole.
             "flushFrequency" => {}
             "options" | "vmodule" => ignored.push(format!("logging.{key}")),
-            _ => return Err(invalid(&format!("logging.{key}"), value, "there is no such field; use format or verbosity")),
+            _ => {
+                return Err(invalid(
+                    &format!("logging.{key}"),
+                    value,
+                    "there is no such field; use format or verbosity",
+                ));
+            }
         }
     }
     let traces = match &fields.tracing {
@@ -64,12 +73,29 @@ pub(super) fn resolve(fields: &Fields, verbosity: u8) -> Result<(Logging, Vec<St
             let field = "tracing.samplingRatePerMillion";
             let rate = wish.sampling_rate_per_million.unwrap_or(0);
             let rate = u32::try_from(rate).ok().filter(|r| *r <= 1_000_000);
-            let rate = rate.ok_or_else(|| invalid(field, wish.sampling_rate_per_million.unwrap_or(0), "use a number from 0 to 1000000"))?;
-            let endpoint = wish.endpoint.clone().filter(|e| !e.is_empty()).unwrap_or_else(|| "localhost:4317".into());
+            let rate = rate.ok_or_else(|| {
+                invalid(
+                    field,
+                    wish.sampling_rate_per_million.unwrap_or(0),
+                    "use a number from 0 to 1000000",
+                )
+            })?;
+            let endpoint = wish
+                .endpoint
+                .clone()
+                .filter(|e| !e.is_empty())
+                .unwrap_or_else(|| "localhost:4317".into());
             (rate > 0).then_some((endpoint, rate))
         }
     };
-    Ok((Logging { json, verbosity: if verbosity > 0 { verbosity } else { own }, traces }, ignored))
+    Ok((
+        Logging {
+            json,
+            verbosity: if verbosity > 0 { verbosity } else { own },
+            traces,
+        },
+        ignored,
+    ))
 }
 
 #[cfg(test)]
@@ -78,14 +104,36 @@ mod tests {
 
     #[test]
     fn formats_are_known_and_the_flag_wins() {
-        let of = |text: &str, flag: u8| resolve(&serde_saphyr::from_str(text).expect("YAML"), flag).map_err(|e| e.to_string());
+        let of = |text: &str, flag: u8| {
+            resolve(&serde_saphyr::from_str(text).expect("YAML"), flag).map_err(|e| e.to_string())
+        };
         assert_eq!(of("{}", 0), Ok((Logging::default(), vec![])));
         let own = "logging: {format: json, verbosity: 4, flushFrequency: 5s, vmodule: [{filePattern: a, verbosity: 9}]}";
-        assert_eq!(of(own, 0), Ok((Logging { json: true, verbosity: 4, traces: None }, vec!["logging.vmodule".to_owned()])));
+        assert_eq!(
+            of(own, 0),
+            Ok((
+                Logging {
+                    json: true,
+                    verbosity: 4,
+                    traces: None
+                },
+                vec!["logging.vmodule".to_owned()]
+            ))
+        );
         assert_eq!(of(own, 6).map(|(l, _)| l.verbosity), Ok(6));
-        assert_eq!(of("tracing: {samplingRatePerMillion: 7}", 0).map(|(l, _)| l.traces), Ok(Some(("localhost:4317".into(), 7))));
-        assert_eq!(of("tracing: {endpoint: 'h:1'}", 0).map(|(l, _)| l.traces), Ok(None), "nothing is kept");
-        assert!(of("tracing: {samplingRatePerMillion: 1000001}", 0).is_err_and(|e| e.contains("tracing.samplingRatePerMillion")));
+        assert_eq!(
+            of("tracing: {samplingRatePerMillion: 7}", 0).map(|(l, _)| l.traces),
+            Ok(Some(("localhost:4317".into(), 7)))
+        );
+        assert_eq!(
+            of("tracing: {endpoint: 'h:1'}", 0).map(|(l, _)| l.traces),
+            Ok(None),
+            "nothing is kept"
+        );
+        assert!(
+            of("tracing: {samplingRatePerMillion: 1000001}", 0)
+                .is_err_and(|e| e.contains("tracing.samplingRatePerMillion"))
+        );
         assert!(of("logging: {format: xml}", 0).is_err_and(|e| e.contains("logging.format")));
         assert!(of("logging: {formt: json}", 0).is_err_and(|e| e.contains("logging.formt")));
     }

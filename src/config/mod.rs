@@ -356,23 +356,46 @@ pub struct Overrides {
 }
 
 fn invalid(field: &str, value: impl std::fmt::Debug, remedy: &str) -> ConfigError {
-    ConfigError::Field { field: field.into(), value: format!("{value:?}").trim_matches('"').to_owned(), remedy: remedy.into() }
+    ConfigError::Field {
+        field: field.into(),
+        value: format!("{value:?}").trim_matches('"').to_owned(),
+        remedy: remedy.into(),
+    }
 }
 
 fn time(field: &str, text: Option<&String>, default: u64) -> Result<Duration, ConfigError> {
     match text {
         None => Ok(Duration::from_secs(default)),
         Some(text) => duration(text)
-            .map(|d| if d.is_zero() { Duration::from_secs(default) } else { d })
+            .map(|d| {
+                if d.is_zero() {
+                    Duration::from_secs(default)
+                } else {
+                    d
+                }
+            })
             .ok_or_else(|| invalid(field, text, "use a duration such as 10s or 1m30s")),
     }
 }
 
-fn logs(size: Option<&String>, files: Option<i32>, interval: Option<&String>) -> Result<Logs, ConfigError> {
+fn logs(
+    size: Option<&String>,
+    files: Option<i32>,
+    interval: Option<&String>,
+) -> Result<Logs, ConfigError> {
     let text = size.map_or("10Mi", String::as_str);
-    let bytes = text.parse::<Quantity>().ok().and_then(|q| u64::try_from(q.units()).ok());
+    let bytes = text
+        .parse::<Quantity>()
+        .ok()
+        .and_then(|q| u64::try_from(q.units()).ok());
     Ok(Logs {
-        max_size: bytes.filter(|b| *b > 0).ok_or_else(|| invalid("containerLogMaxSize", text, "use a positive quantity such as 10Mi"))?,
+        max_size: bytes.filter(|b| *b > 0).ok_or_else(|| {
+            invalid(
+                "containerLogMaxSize",
+                text,
+                "use a positive quantity such as 10Mi",
+            )
+        })?,
         max_files: usize::try_from(files.unwrap_or(5))
             .ok()
             .filter(|f| *f > 1)
@@ -385,14 +408,21 @@ fn limited_swap(swap: Option<MemorySwap>) -> Result<bool, ConfigError> {
     match swap.and_then(|s| s.swap_behavior).as_deref() {
         None | Some("" | "NoSwap") => Ok(false),
         Some("LimitedSwap") => Ok(true),
-        Some(other) => Err(invalid("memorySwap.swapBehavior", other, "use NoSwap or LimitedSwap")),
+        Some(other) => Err(invalid(
+            "memorySwap.swapBehavior",
+            other,
+            "use NoSwap or LimitedSwap",
+        )),
     }
 }
 
 fn image_rules(document: &Document) -> Result<ImageRules, ConfigError> {
     let percent = |field: &str, value: Option<i32>, default: i32| {
         let value = value.unwrap_or(default);
-        u8::try_from(value).ok().filter(|p| *p <= 100).ok_or_else(|| invalid(field, value, "use a percentage between 0 and 100"))
+        u8::try_from(value)
+            .ok()
+            .filter(|p| *p <= 100)
+            .ok_or_else(|| invalid(field, value, "use a percentage between 0 and 100"))
     };
     let age = |field: &str, text: Option<&String>, default: &str| {
         let text = text.map_or(default, String::as_str);
@@ -400,26 +430,56 @@ fn image_rules(document: &Document) -> Result<ImageRules, ConfigError> {
         age.ok_or_else(|| invalid(field, text, "use a duration such as 2m or 168h"))
     };
     let rules = ImageRules {
-        high: percent("imageGCHighThresholdPercent", document.image_gc_high_threshold_percent, 85)?,
-        low: percent("imageGCLowThresholdPercent", document.image_gc_low_threshold_percent, 80)?,
+        high: percent(
+            "imageGCHighThresholdPercent",
+            document.image_gc_high_threshold_percent,
+            85,
+        )?,
+        low: percent(
+            "imageGCLowThresholdPercent",
+            document.image_gc_low_threshold_percent,
+            80,
+        )?,
         // kubeadm writes zeros for what it leaves to the kubelet.
-        minimum_age: Some(age("imageMinimumGCAge", document.image_minimum_gc_age.as_ref(), "2m")?)
-            .filter(|age| !age.is_zero())
-            .unwrap_or(jiff::SignedDuration::from_mins(2)),
-        maximum_age: Some(age("imageMaximumGCAge", document.image_maximum_gc_age.as_ref(), "0s")?).filter(|age| !age.is_zero()),
+        minimum_age: Some(age(
+            "imageMinimumGCAge",
+            document.image_minimum_gc_age.as_ref(),
+            "2m",
+        )?)
+        .filter(|age| !age.is_zero())
+        .unwrap_or(jiff::SignedDuration::from_mins(2)),
+        maximum_age: Some(age(
+            "imageMaximumGCAge",
+            document.image_maximum_gc_age.as_ref(),
+            "0s",
+        )?)
+        .filter(|age| !age.is_zero()),
     };
     if rules.low >= rules.high {
-        return Err(invalid("imageGCLowThresholdPercent", rules.low, "it must be below imageGCHighThresholdPercent"));
+        return Err(invalid(
+            "imageGCLowThresholdPercent",
+            rules.low,
+            "it must be below imageGCHighThresholdPercent",
+        ));
     }
-    if rules.maximum_age.is_some_and(|most| most <= rules.minimum_age) {
-        return Err(invalid("imageMaximumGCAge", &document.image_maximum_gc_age, "it must be longer than imageMinimumGCAge, or 0s"));
+    if rules
+        .maximum_age
+        .is_some_and(|most| most <= rules.minimum_age)
+    {
+        return Err(invalid(
+            "imageMaximumGCAge",
+            &document.image_maximum_gc_age,
+            "it must be longer than imageMinimumGCAge, or 0s",
+        ));
     }
     Ok(rules)
 }
 
 fn url(field: &str, text: Option<String>) -> Result<Option<String>, ConfigError> {
     match text {
-        Some(text) if !text.starts_with("http://") && !text.starts_with("https://") => Err(invalid(field, text, "use a URL with http or https")),
+        Some(text) if !text.starts_with("http://") && !text.starts_with("https://") => {
+            Err(invalid(field, text, "use a URL with http or https"))
+        }
         text => Ok(text),
     }
 }
@@ -432,7 +492,11 @@ fn verification(policy: Option<&str>, allowlist: Vec<String>) -> Result<Policy, 
         "AlwaysVerify" => Policy::AlwaysVerify,
         other => {
             let remedy = "use NeverVerify, NeverVerifyPreloadedImages, NeverVerifyAllowlistedImages or AlwaysVerify";
-            return Err(invalid("imagePullCredentialsVerificationPolicy", other, remedy));
+            return Err(invalid(
+                "imagePullCredentialsVerificationPolicy",
+                other,
+                remedy,
+            ));
         }
     };
     match allowlist.first() {
@@ -445,36 +509,67 @@ fn verification(policy: Option<&str>, allowlist: Vec<String>) -> Result<Policy, 
     }
 }
 
-fn both(config: Option<&PathBuf>, programs: Option<&PathBuf>) -> Result<Option<PathBuf>, ConfigError> {
+fn both(
+    config: Option<&PathBuf>,
+    programs: Option<&PathBuf>,
+) -> Result<Option<PathBuf>, ConfigError> {
     match (config, programs) {
-        (Some(_), None) => Err(invalid("--image-credential-provider-bin-dir", "", "set it too: it is where the plugins lie")),
-        (None, Some(_)) => Err(invalid("--image-credential-provider-config", "", "set it too: it says which plugins there are")),
+        (Some(_), None) => Err(invalid(
+            "--image-credential-provider-bin-dir",
+            "",
+            "set it too: it is where the plugins lie",
+        )),
+        (None, Some(_)) => Err(invalid(
+            "--image-credential-provider-config",
+            "",
+            "set it too: it says which plugins there are",
+        )),
         (config, _) => Ok(config.cloned()),
     }
 }
 
 fn period(text: Option<&String>) -> Result<u64, ConfigError> {
-    let Some(text) = text else { return Ok(crate::core::cgroup::PERIOD) };
+    let Some(text) = text else {
+        return Ok(crate::core::cgroup::PERIOD);
+    };
     let micros = duration(text).and_then(|d| u64::try_from(d.as_micros()).ok());
-    micros.filter(|m| (1_000..=1_000_000).contains(m)).ok_or_else(|| invalid("cpuCFSQuotaPeriod", text, "use a duration between 1ms and 1s"))
+    micros
+        .filter(|m| (1_000..=1_000_000).contains(m))
+        .ok_or_else(|| {
+            invalid(
+                "cpuCFSQuotaPeriod",
+                text,
+                "use a duration between 1ms and 1s",
+            )
+        })
 }
 
 fn unsafe_sysctls(patterns: Vec<String>) -> Result<Vec<String>, ConfigError> {
-    match patterns.iter().find(|p| !crate::core::sysctl::is_namespaced(p)) {
+    match patterns
+        .iter()
+        .find(|p| !crate::core::sysctl::is_namespaced(p))
+    {
         None => Ok(patterns),
-        Some(bad) => {
-            Err(invalid("allowedUnsafeSysctls", bad, "only kernel.shm*, kernel.msg*, kernel.sem, fs.mqueue.* and net.* belong to a pod alone"))
-        }
+        Some(bad) => Err(invalid(
+            "allowedUnsafeSysctls",
+            bad,
+            "only kernel.shm*, kernel.msg*, kernel.sem, fs.mqueue.* and net.* belong to a pod alone",
+        )),
     }
 }
 
 fn at_least_zero(field: &str, value: Option<i32>, default: i32) -> Result<i32, ConfigError> {
     let value = value.unwrap_or(default);
-    if value >= 0 { Ok(value) } else { Err(invalid(field, value, "use 0 or more")) }
+    if value >= 0 {
+        Ok(value)
+    } else {
+        Err(invalid(field, value, "use 0 or more"))
+    }
 }
 
 fn read(path: &Path) -> Result<Value, ConfigError> {
-    let text = std::fs::read_to_string(path).map_err(|e| ConfigError::Read(path.into(), e.to_string()))?;
+    let text =
+        std::fs::read_to_string(path).map_err(|e| ConfigError::Read(path.into(), e.to_string()))?;
     parse(&text).map_err(|why| ConfigError::Parse(path.into(), why))
 }
 
@@ -484,13 +579,16 @@ fn parse(text: &str) -> Result<Value, String> {
     let of = |key: &str| value[key].as_str().unwrap_or_default();
     if of("kind") != "KubeletConfiguration" || of("apiVersion") != "kubelet.config.k8s.io/v1beta1" {
         let (version, kind) = (of("apiVersion"), of("kind"));
-        return Err(format!("expected apiVersion kubelet.config.k8s.io/v1beta1 and kind KubeletConfiguration, found {version:?} and {kind:?}"));
+        return Err(format!(
+            "expected apiVersion kubelet.config.k8s.io/v1beta1 and kind KubeletConfiguration, found {version:?} and {kind:?}"
+        ));
     }
     Ok(value)
 }
 
 fn document(value: Value) -> Result<Document, String> {
-    let mut document: Document = serde_json::from_value(value.clone()).map_err(|e| e.to_string())?;
+    let mut document: Document =
+        serde_json::from_value(value.clone()).map_err(|e| e.to_string())?;
     document.raw = value;
     Ok(document)
 }
@@ -512,7 +610,11 @@ fn drop_ins(dir: &Path) -> Result<Vec<PathBuf>, ConfigError> {
 }
 
 /// Reads the file, if one is named, and resolves everything. `hostname` is the machine's own name.
-pub fn load(file: Option<&Path>, overrides: &Overrides, hostname: &str) -> Result<Config, ConfigError> {
+pub fn load(
+    file: Option<&Path>,
+    overrides: &Overrides,
+    hostname: &str,
+) -> Result<Config, ConfigError> {
     load_all(file, None, &Value::Null, overrides, hostname)
 }
 
@@ -524,7 +626,10 @@ pub fn load_all(
     overrides: &Overrides,
     hostname: &str,
 ) -> Result<Config, ConfigError> {
-    let mut all = file.map(read).transpose()?.unwrap_or_else(|| Value::Object(serde_json::Map::new()));
+    let mut all = file
+        .map(read)
+        .transpose()?
+        .unwrap_or_else(|| Value::Object(serde_json::Map::new()));
     for path in drop_in_dir.map(drop_ins).transpose()?.unwrap_or_default() {
         json_patch::merge(&mut all, &read(&path)?);
     }
@@ -541,7 +646,9 @@ fn gates(wishes: Option<&BTreeMap<String, bool>>) -> Result<Vec<String>, ConfigE
     let mut ignored = vec![];
     for (name, wish) in wishes.into_iter().flatten() {
         match features::object(name, *wish) {
-            Some(Objection::Refused(remedy)) => return Err(invalid(&format!("featureGates.{name}"), wish, &remedy)),
+            Some(Objection::Refused(remedy)) => {
+                return Err(invalid(&format!("featureGates.{name}"), wish, &remedy));
+            }
             Some(Objection::Ignored(why)) => ignored.push(why),
             None => {}
         }
@@ -554,7 +661,11 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
     let mut not_honoured = Vec::new();
     for (name, value) in &document.rest {
         if !NOT_HONOURED.contains(&name.as_str()) {
-            return Err(invalid(name, value, "there is no such field in KubeletConfiguration v1beta1; check its spelling"));
+            return Err(invalid(
+                name,
+                value,
+                "there is no such field in KubeletConfiguration v1beta1; check its spelling",
+            ));
         }
         not_honoured.push(name.clone());
     }
@@ -562,27 +673,67 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
     let (serving, unspoken) = serving::resolve(&document.serving, document.kind.is_some())?;
     not_honoured.extend(ignored.into_iter().chain(unspoken));
     not_honoured.extend(gates(document.feature_gates.as_ref())?);
-    let node_name = flags.hostname.as_deref().unwrap_or(hostname).trim().to_lowercase();
-    if node_name.is_empty() || node_name.len() > 253 || !node_name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '.') {
-        return Err(invalid("--hostname-override", &node_name, "a node name consists of lower-case letters, digits, '-' and '.'"));
+    let node_name = flags
+        .hostname
+        .as_deref()
+        .unwrap_or(hostname)
+        .trim()
+        .to_lowercase();
+    if node_name.is_empty()
+        || node_name.len() > 253
+        || !node_name
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '.')
+    {
+        return Err(invalid(
+            "--hostname-override",
+            &node_name,
+            "a node name consists of lower-case letters, digits, '-' and '.'",
+        ));
     }
     let node_ips = flags
         .node_ip
         .iter()
         .flat_map(|t| t.split(','))
         .map(|t| {
-            t.trim().parse::<IpAddr>().map_err(|_| invalid("--node-ip", t, "use one IP address, or two of different families separated by a comma"))
+            t.trim().parse::<IpAddr>().map_err(|_| {
+                invalid(
+                    "--node-ip",
+                    t,
+                    "use one IP address, or two of different families separated by a comma",
+                )
+            })
         })
         .collect::<Result<_, _>>()?;
     let mut node_labels = BTreeMap::new();
-    for pair in flags.node_labels.iter().flat_map(|t| t.split(',')).filter(|p| !p.is_empty()) {
-        let (key, value) = pair.split_once('=').ok_or_else(|| invalid("--node-labels", pair, "use key=value pairs separated by commas"))?;
+    for pair in flags
+        .node_labels
+        .iter()
+        .flat_map(|t| t.split(','))
+        .filter(|p| !p.is_empty())
+    {
+        let (key, value) = pair.split_once('=').ok_or_else(|| {
+            invalid(
+                "--node-labels",
+                pair,
+                "use key=value pairs separated by commas",
+            )
+        })?;
         node_labels.insert(key.to_owned(), value.to_owned());
     }
     let mut reserved = Amounts::new();
-    for (field, map) in [("systemReserved", &document.system_reserved), ("kubeReserved", &document.kube_reserved)] {
+    for (field, map) in [
+        ("systemReserved", &document.system_reserved),
+        ("kubeReserved", &document.kube_reserved),
+    ] {
         for (name, text) in map.iter().flatten() {
-            let amount: Quantity = text.parse().map_err(|_| invalid(&format!("{field}.{name}"), text, "use a quantity such as 100m or 256Mi"))?;
+            let amount: Quantity = text.parse().map_err(|_| {
+                invalid(
+                    &format!("{field}.{name}"),
+                    text,
+                    "use a quantity such as 100m or 256Mi",
+                )
+            })?;
             let sum = reserved.entry(name.clone()).or_default();
             *sum = *sum + amount;
         }
@@ -593,43 +744,87 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
     }
     let lease_seconds = document.node_lease_duration_seconds.unwrap_or(40);
     if lease_seconds <= 0 {
-        return Err(invalid("nodeLeaseDurationSeconds", lease_seconds, "use more than 0"));
+        return Err(invalid(
+            "nodeLeaseDurationSeconds",
+            lease_seconds,
+            "use more than 0",
+        ));
     }
     let systemd_cgroups = match document.cgroup_driver.as_deref() {
         None | Some("cgroupfs") => false,
         Some("systemd") => true,
         Some(other) => return Err(invalid("cgroupDriver", other, "use cgroupfs or systemd")),
     };
-    let parallel_pulls = match (document.serialize_image_pulls, document.max_parallel_image_pulls) {
+    let parallel_pulls = match (
+        document.serialize_image_pulls,
+        document.max_parallel_image_pulls,
+    ) {
         (Some(true), Some(n)) if n > 1 => {
-            return Err(invalid("maxParallelImagePulls", n, "it can only be above 1 when serializeImagePulls is false"));
+            return Err(invalid(
+                "maxParallelImagePulls",
+                n,
+                "it can only be above 1 when serializeImagePulls is false",
+            ));
         }
         (_, Some(n)) => n.max(1),
         (Some(false), None) => 32,
         _ => 1,
     };
-    let backoff = document.crash_loop_back_off.and_then(|c| c.max_container_restart_period);
-    let max_backoff = time("crashLoopBackOff.maxContainerRestartPeriod", backoff.as_ref(), 300)?;
+    let backoff = document
+        .crash_loop_back_off
+        .and_then(|c| c.max_container_restart_period);
+    let max_backoff = time(
+        "crashLoopBackOff.maxContainerRestartPeriod",
+        backoff.as_ref(),
+        300,
+    )?;
     if !(Duration::from_secs(1)..=Duration::from_secs(300)).contains(&max_backoff) {
-        return Err(invalid("crashLoopBackOff.maxContainerRestartPeriod", backoff, "use between 1s and 300s"));
+        return Err(invalid(
+            "crashLoopBackOff.maxContainerRestartPeriod",
+            backoff,
+            "use between 1s and 300s",
+        ));
     }
-    let root_dir = flags.root_dir.clone().unwrap_or_else(|| "/var/lib/kubelet".into());
+    let root_dir = flags
+        .root_dir
+        .clone()
+        .unwrap_or_else(|| "/var/lib/kubelet".into());
     let absolute = |field: &str, path: PathBuf| {
-        if path.is_absolute() { Ok(path) } else { Err(invalid(field, path.display().to_string(), "use an absolute path")) }
+        if path.is_absolute() {
+            Ok(path)
+        } else {
+            Err(invalid(
+                field,
+                path.display().to_string(),
+                "use an absolute path",
+            ))
+        }
     };
     Ok(Config {
         node_name,
         node_ips,
         kubeconfig: flags.kubeconfig.clone(),
         bootstrap_kubeconfig: match (&flags.bootstrap_kubeconfig, &flags.kubeconfig) {
-            (Some(_), None) => return Err(invalid("--kubeconfig", "", "set it too: it is where the node's own credentials are written")),
+            (Some(_), None) => {
+                return Err(invalid(
+                    "--kubeconfig",
+                    "",
+                    "set it too: it is where the node's own credentials are written",
+                ));
+            }
             (path, _) => path.clone(),
         },
         rotate_certificates: document.rotate_certificates.unwrap_or(false),
-        cert_dir: flags.cert_dir.clone().unwrap_or_else(|| root_dir.join("pki")),
+        cert_dir: flags
+            .cert_dir
+            .clone()
+            .unwrap_or_else(|| root_dir.join("pki")),
         root_dir: absolute("--root-dir", root_dir)?,
         node_labels,
-        register_node: flags.register_node.or(document.register_node).unwrap_or(true),
+        register_node: flags
+            .register_node
+            .or(document.register_node)
+            .unwrap_or(true),
         register_with_taints: document.register_with_taints.unwrap_or_default(),
         provider_id: document.provider_id.filter(|p| !p.is_empty()),
         runtime_endpoint: flags
@@ -638,26 +833,69 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
             .or(document.container_runtime_endpoint)
             .filter(|e| !e.is_empty())
             .unwrap_or_else(|| "unix:///run/containerd/containerd.sock".into()),
-        runtime_timeout: time("runtimeRequestTimeout", document.runtime_request_timeout.as_ref(), 120)?,
-        static_pod_path: flags.static_pod_path.clone().or(document.static_pod_path.filter(|p| !p.is_empty()).map(Into::into)),
-        static_pod_url: url("staticPodURL", document.static_pod_url.filter(|u| !u.is_empty()))?,
+        runtime_timeout: time(
+            "runtimeRequestTimeout",
+            document.runtime_request_timeout.as_ref(),
+            120,
+        )?,
+        static_pod_path: flags.static_pod_path.clone().or(document
+            .static_pod_path
+            .filter(|p| !p.is_empty())
+            .map(Into::into)),
+        static_pod_url: url(
+            "staticPodURL",
+            document.static_pod_url.filter(|u| !u.is_empty()),
+        )?,
         static_pod_url_header: document
             .static_pod_url_header
             .into_iter()
             .flatten()
             .flat_map(|(name, values)| values.into_iter().map(move |value| (name.clone(), value)))
             .collect(),
-        http_check: time("httpCheckFrequency", document.http_check_frequency.as_ref(), 20)?,
-        file_check: time("fileCheckFrequency", document.file_check_frequency.as_ref(), 20)?,
-        pod_logs_dir: absolute("podLogsDir", document.pod_logs_dir.map_or_else(|| "/var/log/pods".into(), PathBuf::from))?,
+        http_check: time(
+            "httpCheckFrequency",
+            document.http_check_frequency.as_ref(),
+            20,
+        )?,
+        file_check: time(
+            "fileCheckFrequency",
+            document.file_check_frequency.as_ref(),
+            20,
+        )?,
+        pod_logs_dir: absolute(
+            "podLogsDir",
+            document
+                .pod_logs_dir
+                .map_or_else(|| "/var/log/pods".into(), PathBuf::from),
+        )?,
         sync_frequency: time("syncFrequency", document.sync_frequency.as_ref(), 60)?,
-        cluster_dns: flags.cluster_dns.as_ref().map(|t| t.split(',').map(Into::into).collect()).or(document.cluster_dns).unwrap_or_default(),
-        cluster_domain: flags.cluster_domain.clone().or(document.cluster_domain).unwrap_or_default(),
-        resolv_conf: document.resolv_conf.unwrap_or_else(|| "/etc/resolv.conf".into()),
-        node_status_update: time("nodeStatusUpdateFrequency", document.node_status_update_frequency.as_ref(), 10)?,
+        cluster_dns: flags
+            .cluster_dns
+            .as_ref()
+            .map(|t| t.split(',').map(Into::into).collect())
+            .or(document.cluster_dns)
+            .unwrap_or_default(),
+        cluster_domain: flags
+            .cluster_domain
+            .clone()
+            .or(document.cluster_domain)
+            .unwrap_or_default(),
+        resolv_conf: document
+            .resolv_conf
+            .unwrap_or_else(|| "/etc/resolv.conf".into()),
+        node_status_update: time(
+            "nodeStatusUpdateFrequency",
+            document.node_status_update_frequency.as_ref(),
+            10,
+        )?,
         lease_seconds,
         max_images: document.node_status_max_images.unwrap_or(50),
-        cgroup_root: flags.cgroup_root.clone().or(document.cgroup_root).filter(|r| !r.is_empty()).unwrap_or_else(|| "/".into()),
+        cgroup_root: flags
+            .cgroup_root
+            .clone()
+            .or(document.cgroup_root)
+            .filter(|r| !r.is_empty())
+            .unwrap_or_else(|| "/".into()),
         systemd_cgroups,
         max_pods,
         pod_pids: document.pod_pids_limit.filter(|p| *p > 0),
@@ -668,14 +906,25 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
         image_rules,
         max_backoff,
         pull_quota: (
-            f64::from(at_least_zero("registryPullQPS", document.registry_pull_qps, 5)?),
+            f64::from(at_least_zero(
+                "registryPullQPS",
+                document.registry_pull_qps,
+                5,
+            )?),
             f64::from(at_least_zero("registryBurst", document.registry_burst, 10)?).max(1.0),
         ),
         pull_verification: verification(
-            document.image_pull_credentials_verification_policy.as_deref(),
-            document.preloaded_images_verification_allowlist.unwrap_or_default(),
+            document
+                .image_pull_credentials_verification_policy
+                .as_deref(),
+            document
+                .preloaded_images_verification_allowlist
+                .unwrap_or_default(),
         )?,
-        credential_providers: both(flags.credential_providers.as_ref(), flags.credential_programs.as_ref())?,
+        credential_providers: both(
+            flags.credential_providers.as_ref(),
+            flags.credential_programs.as_ref(),
+        )?,
         credential_programs: flags.credential_programs.clone(),
         cpu_period: match document.cpu_cfs_quota {
             Some(false) => None,
@@ -683,9 +932,17 @@ fn resolve(document: Document, flags: &Overrides, hostname: &str) -> Result<Conf
         },
         single_process_oom_kill: document.single_process_oom_kill.unwrap_or(false),
         unsafe_sysctls: unsafe_sysctls(document.allowed_unsafe_sysctls.unwrap_or_default())?,
-        logs: logs(document.container_log_max_size.as_ref(), document.container_log_max_files, document.container_log_monitor_interval.as_ref())?,
+        logs: logs(
+            document.container_log_max_size.as_ref(),
+            document.container_log_max_files,
+            document.container_log_monitor_interval.as_ref(),
+        )?,
         event_pace: (
-            f64::from(at_least_zero("eventRecordQPS", document.event_record_qps, 50)?),
+            f64::from(at_least_zero(
+                "eventRecordQPS",
+                document.event_record_qps,
+                50,
+            )?),
             f64::from(at_least_zero("eventBurst", document.event_burst, 100)?).max(1.0),
         ),
         effective: effective::of(&document.raw),
@@ -700,7 +957,9 @@ mod tests {
     use super::*;
 
     fn load(text: &str, flags: &Overrides) -> Result<Config, String> {
-        let text = format!("apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n{text}");
+        let text = format!(
+            "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n{text}"
+        );
         resolve(document(parse(&text)?)?, flags, "HOST").map_err(|e| e.to_string())
     }
 
@@ -713,13 +972,33 @@ mod tests {
         )
         .expect("fine");
         assert_eq!(
-            (config.max_pods, config.sync_frequency.as_secs(), config.node_name.as_str(), config.reserved["cpu"].milli()),
+            (
+                config.max_pods,
+                config.sync_frequency.as_secs(),
+                config.node_name.as_str(),
+                config.reserved["cpu"].milli()
+            ),
             (5, 90, "host", 300)
         );
         assert_eq!(config.not_honoured, ["failSwapOn"]);
         let zeros = load("imageMinimumGCAge: 0s\nsyncFrequency: 0s\n", &flags).expect("fine");
-        assert_eq!((zeros.image_rules.minimum_age.as_secs(), zeros.sync_frequency.as_secs()), (120, 60), "zeros are left to us");
-        let over = load("maxPods: 5\n", &Overrides { max_pods: Some(7), hostname: Some(" N1 ".into()), ..Overrides::default() }).expect("fine");
+        assert_eq!(
+            (
+                zeros.image_rules.minimum_age.as_secs(),
+                zeros.sync_frequency.as_secs()
+            ),
+            (120, 60),
+            "zeros are left to us"
+        );
+        let over = load(
+            "maxPods: 5\n",
+            &Overrides {
+                max_pods: Some(7),
+                hostname: Some(" N1 ".into()),
+                ..Overrides::default()
+            },
+        )
+        .expect("fine");
         assert_eq!((over.max_pods, over.node_name.as_str()), (7, "n1"));
         let cases = [
             ("maxPodz: 5\n", "maxPodz"),
@@ -727,16 +1006,25 @@ mod tests {
             ("featureGates: {NodeSwap: false}\n", "featureGates.NodeSwap"),
             ("maxPods: many\n", "many"),
             ("eventRecordQPS: -1\n", "eventRecordQPS"),
-            ("imagePullCredentialsVerificationPolicy: Sometimes\n", "AlwaysVerify"),
+            (
+                "imagePullCredentialsVerificationPolicy: Sometimes\n",
+                "AlwaysVerify",
+            ),
             ("staticPodURL: ftp://x\n", "staticPodURL"),
             ("cpuCFSQuotaPeriod: 2s\n", "cpuCFSQuotaPeriod"),
-            ("allowedUnsafeSysctls: [vm.swappiness]\n", "allowedUnsafeSysctls"),
+            (
+                "allowedUnsafeSysctls: [vm.swappiness]\n",
+                "allowedUnsafeSysctls",
+            ),
             ("containerLogMaxSize: big\n", "containerLogMaxSize"),
             ("containerLogMaxFiles: 1\n", "containerLogMaxFiles"),
             ("syncFrequency: soon\n", "syncFrequency: \"soon\""),
             ("cgroupDriver: other\n", "use cgroupfs or systemd"),
             ("podLogsDir: relative\n", "podLogsDir"),
-            ("crashLoopBackOff: {maxContainerRestartPeriod: 10m}\n", "between 1s and 300s"),
+            (
+                "crashLoopBackOff: {maxContainerRestartPeriod: 10m}\n",
+                "between 1s and 300s",
+            ),
             ("systemReserved: {memory: lots}\n", "systemReserved.memory"),
         ];
         for (text, expected) in cases {
@@ -756,15 +1044,44 @@ mod tests {
             std::fs::write(&path, format!("{head}{text}")).expect("written");
             path
         };
-        let file = write("config.yaml", "maxPods: 1\nsyncFrequency: 10s\nclusterDNS: [192.0.2.1, 192.0.2.2]\nclusterDomain: a\n");
+        let file = write(
+            "config.yaml",
+            "maxPods: 1\nsyncFrequency: 10s\nclusterDNS: [192.0.2.1, 192.0.2.2]\nclusterDomain: a\n",
+        );
         write("d/20.conf", "maxPods: 3\nclusterDNS: [192.0.2.3]\n");
         write("d/10.conf", "maxPods: 2\nsyncFrequency: 20s\n");
         write("d/30.yaml", "maxPods: 9\n");
-        let (drop_ins, flags) = (dir.path().join("d"), serde_json::json!({"syncFrequency": "30s"}));
-        let config = load_all(Some(&file), Some(&drop_ins), &flags, &Overrides::default(), "h").expect("fine");
-        assert_eq!((config.max_pods, config.sync_frequency.as_secs(), config.cluster_domain.as_str()), (3, 30, "a"));
+        let (drop_ins, flags) = (
+            dir.path().join("d"),
+            serde_json::json!({"syncFrequency": "30s"}),
+        );
+        let config = load_all(
+            Some(&file),
+            Some(&drop_ins),
+            &flags,
+            &Overrides::default(),
+            "h",
+        )
+        .expect("fine");
+        assert_eq!(
+            (
+                config.max_pods,
+                config.sync_frequency.as_secs(),
+                config.cluster_domain.as_str()
+            ),
+            (3, 30, "a")
+        );
         assert_eq!(config.cluster_dns, ["192.0.2.3"], "lists are replaced");
         std::fs::write(drop_ins.join("40.conf"), "maxPods: 4").expect("written");
-        assert!(load_all(Some(&file), Some(&drop_ins), &flags, &Overrides::default(), "h").is_err_and(|e| e.to_string().contains("40.conf")));
+        assert!(
+            load_all(
+                Some(&file),
+                Some(&drop_ins),
+                &flags,
+                &Overrides::default(),
+                "h"
+            )
+            .is_err_and(|e| e.to_string().contains("40.conf"))
+        );
     }
 }

@@ -120,12 +120,19 @@ pub struct Serving {
 
 fn port(field: &str, value: Option<i32>, default: u16) -> Result<u16, ConfigError> {
     let value = value.unwrap_or(i32::from(default));
-    u16::try_from(value).map_err(|_| invalid(field, value, "use a port between 0 and 65535; 0 turns it off"))
+    u16::try_from(value).map_err(|_| {
+        invalid(
+            field,
+            value,
+            "use a port between 0 and 65535; 0 turns it off",
+        )
+    })
 }
 
 fn address(field: &str, text: Option<&String>, default: &str) -> Result<IpAddr, ConfigError> {
     let text = text.map_or(default, String::as_str);
-    text.parse().map_err(|_| invalid(field, text, "use an IP address"))
+    text.parse()
+        .map_err(|_| invalid(field, text, "use an IP address"))
 }
 
 /// The cipher suites of TLS 1.2 that are spoken.
@@ -140,46 +147,115 @@ const SUITES: [&str; 6] = [
 
 /// The cipher suites that are asked for and spoken, and those that are not spoken. Those of TLS 1.3 are never asked for.
 fn cipher_suites(asked: &[String]) -> Result<(Vec<String>, Vec<String>), ConfigError> {
-    let full = |name: &String| if name.ends_with("_CHACHA20_POLY1305") { format!("{name}_SHA256") } else { name.clone() };
-    let (spoken, unspoken): (Vec<String>, Vec<String>) = asked.iter().map(full).partition(|name| SUITES.contains(&name.as_str()));
+    let full = |name: &String| {
+        if name.ends_with("_CHACHA20_POLY1305") {
+            format!("{name}_SHA256")
+        } else {
+            name.clone()
+        }
+    };
+    let (spoken, unspoken): (Vec<String>, Vec<String>) = asked
+        .iter()
+        .map(full)
+        .partition(|name| SUITES.contains(&name.as_str()));
     if let Some(name) = unspoken.iter().find(|name| !name.starts_with("TLS_")) {
-        return Err(invalid("tlsCipherSuites", name, &format!("use some of {}", SUITES.join(", "))));
+        return Err(invalid(
+            "tlsCipherSuites",
+            name,
+            &format!("use some of {}", SUITES.join(", ")),
+        ));
     }
     if spoken.is_empty() && !unspoken.is_empty() {
-        return Err(invalid("tlsCipherSuites", unspoken.join(", "), &format!("none of them is spoken here: use some of {}", SUITES.join(", "))));
+        return Err(invalid(
+            "tlsCipherSuites",
+            unspoken.join(", "),
+            &format!(
+                "none of them is spoken here: use some of {}",
+                SUITES.join(", ")
+            ),
+        ));
     }
-    Ok((spoken, unspoken.into_iter().map(|name| format!("tlsCipherSuites: {name}")).collect()))
+    Ok((
+        spoken,
+        unspoken
+            .into_iter()
+            .map(|name| format!("tlsCipherSuites: {name}"))
+            .collect(),
+    ))
 }
 
 /// Resolves the fields; also says what of them is not honoured. Without a file the kubelet has older, open defaults, and so do we (kubelet spec, 13.1).
-pub(super) fn resolve(fields: &Fields, from_file: bool) -> Result<(Serving, Vec<String>), ConfigError> {
-    let (cipher_suites, unspoken) = cipher_suites(fields.tls_cipher_suites.as_deref().unwrap_or_default())?;
+pub(super) fn resolve(
+    fields: &Fields,
+    from_file: bool,
+) -> Result<(Serving, Vec<String>), ConfigError> {
+    let (cipher_suites, unspoken) =
+        cipher_suites(fields.tls_cipher_suites.as_deref().unwrap_or_default())?;
     let only_tls13 = match fields.tls_min_version.as_deref() {
         // Older ones than 1.2 are not spoken at all.
         None | Some("" | "VersionTLS10" | "VersionTLS11" | "VersionTLS12") => false,
         Some("VersionTLS13") => true,
-        Some(other) => return Err(invalid("tlsMinVersion", other, "use VersionTLS12 or VersionTLS13")),
+        Some(other) => {
+            return Err(invalid(
+                "tlsMinVersion",
+                other,
+                "use VersionTLS12 or VersionTLS13",
+            ));
+        }
     };
     let host = address("address", fields.address.as_ref(), "0.0.0.0")?;
     let main = port("port", fields.port, 10250)?;
     if main == 0 {
-        return Err(invalid("port", main, "use a port between 1 and 65535, or enableServer: false"));
+        return Err(invalid(
+            "port",
+            main,
+            "use a port between 1 and 65535, or enableServer: false",
+        ));
     }
-    let read_only = port("readOnlyPort", fields.read_only_port, if from_file { 0 } else { 10255 })?;
-    let healthz_host = address("healthzBindAddress", fields.healthz_bind_address.as_ref(), "127.0.0.1")?;
+    let read_only = port(
+        "readOnlyPort",
+        fields.read_only_port,
+        if from_file { 0 } else { 10255 },
+    )?;
+    let healthz_host = address(
+        "healthzBindAddress",
+        fields.healthz_bind_address.as_ref(),
+        "127.0.0.1",
+    )?;
     let healthz = port("healthzPort", fields.healthz_port, 10248)?;
     let named = |text: &Option<String>| text.clone().filter(|t| !t.is_empty()).map(PathBuf::from);
-    let certificate = match (named(&fields.tls_cert_file), named(&fields.tls_private_key_file)) {
+    let certificate = match (
+        named(&fields.tls_cert_file),
+        named(&fields.tls_private_key_file),
+    ) {
         (Some(certificate), Some(key)) => Some((certificate, key)),
         (None, None) => None,
-        (Some(one), None) => return Err(invalid("tlsPrivateKeyFile", "", &format!("set it too: it is the key of {}", one.display()))),
-        (None, Some(one)) => return Err(invalid("tlsCertFile", "", &format!("set it too: {} is its key", one.display()))),
+        (Some(one), None) => {
+            return Err(invalid(
+                "tlsPrivateKeyFile",
+                "",
+                &format!("set it too: it is the key of {}", one.display()),
+            ));
+        }
+        (None, Some(one)) => {
+            return Err(invalid(
+                "tlsCertFile",
+                "",
+                &format!("set it too: {} is its key", one.display()),
+            ));
+        }
     };
     let reviews = match fields.authorization.mode.as_deref() {
         None | Some("") => from_file,
         Some("Webhook") => true,
         Some("AlwaysAllow") => false,
-        Some(other) => return Err(invalid("authorization.mode", other, "use Webhook or AlwaysAllow")),
+        Some(other) => {
+            return Err(invalid(
+                "authorization.mode",
+                other,
+                "use Webhook or AlwaysAllow",
+            ));
+        }
     };
     let (authentication, webhook) = (&fields.authentication, &fields.authorization.webhook);
     let serving = Serving {
@@ -192,11 +268,23 @@ pub(super) fn resolve(fields: &Fields, from_file: bool) -> Result<(Serving, Vec<
         client_ca: named(&authentication.x509.client_ca_file),
         anonymous: authentication.anonymous.enabled.unwrap_or(!from_file),
         tokens: authentication.webhook.enabled.unwrap_or(from_file),
-        token_ttl: time("authentication.webhook.cacheTTL", authentication.webhook.cache_ttl.as_ref(), 120)?,
+        token_ttl: time(
+            "authentication.webhook.cacheTTL",
+            authentication.webhook.cache_ttl.as_ref(),
+            120,
+        )?,
         reviews,
         review_ttl: (
-            time("authorization.webhook.cacheAuthorizedTTL", webhook.authorized.as_ref(), 300)?,
-            time("authorization.webhook.cacheUnauthorizedTTL", webhook.unauthorized.as_ref(), 30)?,
+            time(
+                "authorization.webhook.cacheAuthorizedTTL",
+                webhook.authorized.as_ref(),
+                300,
+            )?,
+            time(
+                "authorization.webhook.cacheUnauthorizedTTL",
+                webhook.unauthorized.as_ref(),
+                30,
+            )?,
         ),
         debugging: fields.enable_debugging_handlers.unwrap_or(true),
         system_logs: fields.enable_system_log_handler.unwrap_or(true),
@@ -214,24 +302,60 @@ mod tests {
 
     fn of(text: &str, from_file: bool) -> Result<Serving, String> {
         let fields: Fields = serde_saphyr::from_str(text).map_err(|e| e.to_string())?;
-        resolve(&fields, from_file).map(|(serving, _)| serving).map_err(|e| e.to_string())
+        resolve(&fields, from_file)
+            .map(|(serving, _)| serving)
+            .map_err(|e| e.to_string())
     }
 
     #[test]
     fn a_file_closes_what_is_open_without_one() {
         let closed = of("{}", true).expect("fine");
-        assert_eq!((closed.read_only, closed.anonymous, closed.tokens, closed.reviews), (None, false, true, true));
-        assert_eq!((closed.main, closed.healthz), (([0, 0, 0, 0], 10250).into(), Some(([127, 0, 0, 1], 10248).into())));
+        assert_eq!(
+            (
+                closed.read_only,
+                closed.anonymous,
+                closed.tokens,
+                closed.reviews
+            ),
+            (None, false, true, true)
+        );
+        assert_eq!(
+            (closed.main, closed.healthz),
+            (
+                ([0, 0, 0, 0], 10250).into(),
+                Some(([127, 0, 0, 1], 10248).into())
+            )
+        );
         let open = of("{}", false).expect("fine");
-        assert_eq!((open.read_only.map(|a| a.port()), open.anonymous, open.tokens, open.reviews), (Some(10255), true, false, false));
+        assert_eq!(
+            (
+                open.read_only.map(|a| a.port()),
+                open.anonymous,
+                open.tokens,
+                open.reviews
+            ),
+            (Some(10255), true, false, false)
+        );
         let own = of("port: 1234\nhealthzPort: 0\nauthorization: {mode: AlwaysAllow, webhook: {cacheAuthorizedTTL: 1s}}\nauthentication: {x509: {clientCAFile: /ca}}", true)
             .expect("fine");
-        assert_eq!((own.main.port(), own.healthz, own.reviews, own.review_ttl.0.as_secs()), (1234, None, false, 1));
+        assert_eq!(
+            (
+                own.main.port(),
+                own.healthz,
+                own.reviews,
+                own.review_ttl.0.as_secs()
+            ),
+            (1234, None, false, 1)
+        );
         assert_eq!(own.client_ca, Some("/ca".into()));
         let suites = "tlsMinVersion: VersionTLS13\ntlsCipherSuites: [TLS_RSA_WITH_AES_128_CBC_SHA, TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305]";
-        let (own, unspoken) = resolve(&serde_saphyr::from_str(suites).expect("YAML"), true).expect("fine");
+        let (own, unspoken) =
+            resolve(&serde_saphyr::from_str(suites).expect("YAML"), true).expect("fine");
         assert!(own.only_tls13);
-        assert_eq!(own.cipher_suites, ["TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256"]);
+        assert_eq!(
+            own.cipher_suites,
+            ["TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256"]
+        );
         assert_eq!(unspoken, ["tlsCipherSuites: TLS_RSA_WITH_AES_128_CBC_SHA"]);
     }
 
@@ -243,10 +367,16 @@ mod tests {
             ("address: here", "address"),
             ("tlsMinVersion: SSL3", "tlsMinVersion"),
             ("tlsCipherSuites: [AES]", "tlsCipherSuites"),
-            ("tlsCipherSuites: [TLS_RSA_WITH_AES_128_CBC_SHA]", "tlsCipherSuites"),
+            (
+                "tlsCipherSuites: [TLS_RSA_WITH_AES_128_CBC_SHA]",
+                "tlsCipherSuites",
+            ),
             ("tlsCertFile: /c", "tlsPrivateKeyFile"),
             ("authorization: {mode: RBAC}", "authorization.mode"),
-            ("authentication: {webhook: {cacheTTL: soon}}", "authentication.webhook.cacheTTL"),
+            (
+                "authentication: {webhook: {cacheTTL: soon}}",
+                "authentication.webhook.cacheTTL",
+            ),
             ("authentication: {x508: {}}", "x508"),
         ] {
             assert!(of(text, true).is_err_and(|e| e.contains(field)), "{text}");

@@ -35,34 +35,69 @@ pub struct Settings {
 pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let pki = pki::Pki::open(&settings.dir.join("pki"))?;
     let service_address = settings.service_range.hosts().next().map(IpAddr::V4);
-    let names = ["localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"];
-    let addresses: Vec<IpAddr> = [IpAddr::from([127, 0, 0, 1]), settings.advertise].into_iter().chain(service_address).collect();
+    let names = [
+        "localhost",
+        "kubernetes",
+        "kubernetes.default",
+        "kubernetes.default.svc",
+        "kubernetes.default.svc.cluster.local",
+    ];
+    let addresses: Vec<IpAddr> = [IpAddr::from([127, 0, 0, 1]), settings.advertise]
+        .into_iter()
+        .chain(service_address)
+        .collect();
     let serving = pki.serving("kube-apiserver", &names, &addresses)?;
     let (private, public) = pki.token_keys()?;
     let store = Store::open(&settings.dir.join("store.redb"), api::object::index)?;
-    let own = pki.client("apiserver-kubelet-client", "kube-apiserver-kubelet-client", &["system:masters"])?;
+    let own = pki.client(
+        "apiserver-kubelet-client",
+        "kube-apiserver-kubelet-client",
+        &["system:masters"],
+    )?;
     let broken = |e: crate::https::BoxError| anyhow::anyhow!("TLS cannot be set up: {e}");
     let nodes = api::nodes::Nodes::new(&own.certificate, &own.key, &pki.ca).map_err(broken)?;
-    let api = Api::new(store, Tokens::new(&private, &public)?, settings.service_range).with_nodes(nodes);
+    let api = Api::new(
+        store,
+        Tokens::new(&private, &public)?,
+        settings.service_range,
+    )
+    .with_nodes(nodes);
     bootstrap(&api, &settings).await?;
 
-    let tls = crate::https::Tls::fixed(&serving.certificate, &serving.key, &pki.ca).map_err(broken)?;
+    let tls =
+        crate::https::Tls::fixed(&serving.certificate, &serving.key, &pki.ca).map_err(broken)?;
     let listener = tokio::net::TcpListener::bind(settings.listen).await.map_err(|e| {
         anyhow::anyhow!("the API cannot listen on {}: {e}; stop what uses the port, or choose another with --api-port", settings.listen)
     })?;
     let port = listener.local_addr()?.port();
 
-    let controller = pki.client("controller-manager", "system:kube-controller-manager", &["system:masters"])?;
+    let controller = pki.client(
+        "controller-manager",
+        "system:kube-controller-manager",
+        &["system:masters"],
+    )?;
     let kubeconfig = settings.dir.join("controller-manager.kubeconfig");
     crate::sys::file::replace(
         &kubeconfig,
-        pki::kubeconfig(&format!("https://127.0.0.1:{port}"), &pki.ca, "controller-manager", &controller).as_bytes(),
+        pki::kubeconfig(
+            &format!("https://127.0.0.1:{port}"),
+            &pki.ca,
+            "controller-manager",
+            &controller,
+        )
+        .as_bytes(),
     )?;
     let client = crate::kubeapi::client::connect(&kubeconfig).await?;
     let ca = pki.ca.clone();
     let caches = controllers::Caches::start(&client);
-    let sign: controllers::Sign = std::sync::Arc::new(move |der, client, seconds| pki.sign_request(der, client, seconds).map_err(|e| e.to_string()));
-    let directories = (settings.dir.join("volumes"), crate::sys::machine::hostname());
+    let sign: controllers::Sign = std::sync::Arc::new(move |der, client, seconds| {
+        pki.sign_request(der, client, seconds)
+            .map_err(|e| e.to_string())
+    });
+    let directories = (
+        settings.dir.join("volumes"),
+        crate::sys::machine::hostname(),
+    );
     tracing::info!(listen = %settings.listen, "the control plane serves");
 
     tokio::select! {
@@ -74,14 +109,29 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
 }
 
 fn master() -> api::auth::User {
-    api::auth::User { name: "system:apiserver".into(), groups: vec!["system:masters".into()], ..api::auth::User::default() }
+    api::auth::User {
+        name: "system:apiserver".into(),
+        groups: vec!["system:masters".into()],
+        ..api::auth::User::default()
+    }
 }
 
 async fn post(api: &Api, path: &str, body: &Value) -> anyhow::Result<()> {
-    let request = Request { method: "POST".into(), path: path.into(), body: body.to_string().into(), user: master(), ..Request::default() };
+    let request = Request {
+        method: "POST".into(),
+        path: path.into(),
+        body: body.to_string().into(),
+        user: master(),
+        ..Request::default()
+    };
     match api.answer(request).await {
-        api::Answer::Body { code: 201 | 409, .. } => Ok(()),
-        api::Answer::Body { code, body, .. } => anyhow::bail!("a bootstrap object was refused with {code}: {}", String::from_utf8_lossy(&body)),
+        api::Answer::Body {
+            code: 201 | 409, ..
+        } => Ok(()),
+        api::Answer::Body { code, body, .. } => anyhow::bail!(
+            "a bootstrap object was refused with {code}: {}",
+            String::from_utf8_lossy(&body)
+        ),
         api::Answer::Watch(_) => anyhow::bail!("a bootstrap object was answered with a watch"),
     }
 }
@@ -89,14 +139,28 @@ async fn post(api: &Api, path: &str, body: &Value) -> anyhow::Result<()> {
 /// The objects that every cluster has.
 async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
     for namespace in ["default", "kube-system", "kube-public", "kube-node-lease"] {
-        post(api, "/api/v1/namespaces", &json!({"metadata": {"name": namespace}})).await?;
+        post(
+            api,
+            "/api/v1/namespaces",
+            &json!({"metadata": {"name": namespace}}),
+        )
+        .await?;
     }
     for (name, value, description) in api::classes::SYSTEM {
-        post(api, "/apis/scheduling.k8s.io/v1/priorityclasses", &json!({"metadata": {"name": name}, "value": value, "description": description}))
-            .await?;
+        post(
+            api,
+            "/apis/scheduling.k8s.io/v1/priorityclasses",
+            &json!({"metadata": {"name": name}, "value": value, "description": description}),
+        )
+        .await?;
     }
     for (plural, object) in api::rbac::bootstrap() {
-        post(api, &format!("/apis/rbac.authorization.k8s.io/v1/{plural}"), &object).await?;
+        post(
+            api,
+            &format!("/apis/rbac.authorization.k8s.io/v1/{plural}"),
+            &object,
+        )
+        .await?;
     }
     // Claims without a class get a directory of this machine once a pod wants them.
     let class = json!({"metadata": {"name": "standard", "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}},
@@ -115,17 +179,33 @@ async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
 async fn expire_events(api: Api) {
     loop {
         tokio::time::sleep(Duration::from_secs(60)).await;
-        let before = api::object::stamp(jiff::Timestamp::now() - jiff::SignedDuration::from_secs(3600));
+        let before =
+            api::object::stamp(jiff::Timestamp::now() - jiff::SignedDuration::from_secs(3600));
         let (events, _) = api.store().list("events/");
         for (_, record) in events {
-            let Ok(event) = serde_json::from_slice::<Value>(&record.value) else { continue };
+            let Ok(event) = serde_json::from_slice::<Value>(&record.value) else {
+                continue;
+            };
             let last = ["lastTimestamp", "eventTime"]
                 .iter()
                 .find_map(|k| api::object::text(&event, &[k]))
-                .or(api::object::text(&event, &["metadata", "creationTimestamp"]));
+                .or(api::object::text(
+                    &event,
+                    &["metadata", "creationTimestamp"],
+                ));
             if last.is_some_and(|last| last < before.as_str()) {
-                let path = format!("/api/v1/namespaces/{}/events/{}", api::object::namespace(&event).unwrap_or("default"), api::object::name(&event));
-                api.answer(Request { method: "DELETE".into(), path, user: master(), ..Request::default() }).await;
+                let path = format!(
+                    "/api/v1/namespaces/{}/events/{}",
+                    api::object::namespace(&event).unwrap_or("default"),
+                    api::object::name(&event)
+                );
+                api.answer(Request {
+                    method: "DELETE".into(),
+                    path,
+                    user: master(),
+                    ..Request::default()
+                })
+                .await;
             }
         }
     }

@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, PublicKeyData as _, SanType,
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, PublicKeyData as _, SanType,
 };
 
 /// Why certificates cannot be made or read.
@@ -25,7 +26,9 @@ pub enum PkiError {
         source: std::io::Error,
     },
     /// A key or certificate is damaged.
-    #[error("certificates in {dir} cannot be made or used: {source}; if a file there is damaged, remove the directory and start anew")]
+    #[error(
+        "certificates in {dir} cannot be made or used: {source}; if a file there is damaged, remove the directory and start anew"
+    )]
     Crypto {
         /// The directory.
         dir: PathBuf,
@@ -55,15 +58,27 @@ const TEN_YEARS: i32 = 10;
 impl Pki {
     /// Opens or creates the directory and its CA.
     pub fn open(dir: &Path) -> Result<Pki, PkiError> {
-        std::fs::create_dir_all(dir).map_err(|source| PkiError::File { path: dir.into(), source })?;
-        let crypto = |source| PkiError::Crypto { dir: dir.into(), source };
+        std::fs::create_dir_all(dir).map_err(|source| PkiError::File {
+            path: dir.into(),
+            source,
+        })?;
+        let crypto = |source| PkiError::Crypto {
+            dir: dir.into(),
+            source,
+        };
         let (cert_file, key_file) = (dir.join("ca.crt"), dir.join("ca.key"));
         if !cert_file.exists() || !key_file.exists() {
             let key = KeyPair::generate().map_err(crypto)?;
             let mut params = CertificateParams::new(Vec::<String>::new()).map_err(crypto)?;
             params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-            params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign, KeyUsagePurpose::DigitalSignature];
-            params.distinguished_name.push(DnType::CommonName, "holdfast-ca");
+            params.key_usages = vec![
+                KeyUsagePurpose::KeyCertSign,
+                KeyUsagePurpose::CrlSign,
+                KeyUsagePurpose::DigitalSignature,
+            ];
+            params
+                .distinguished_name
+                .push(DnType::CommonName, "holdfast-ca");
             validity(&mut params);
             let certificate = params.self_signed(&key).map_err(crypto)?;
             write(&key_file, &key.serialize_pem(), 0o600)?;
@@ -72,14 +87,25 @@ impl Pki {
         let ca = read(&cert_file)?;
         let key = KeyPair::from_pem(&read(&key_file)?).map_err(crypto)?;
         let issuer = Issuer::from_ca_cert_pem(&ca, key).map_err(crypto)?;
-        Ok(Pki { dir: dir.into(), issuer, ca })
+        Ok(Pki {
+            dir: dir.into(),
+            issuer,
+            ca,
+        })
     }
 
     /// The serving certificate of `user` for these names and addresses, made anew at each start so that they are right.
-    pub fn serving(&self, user: &str, names: &[&str], addresses: &[IpAddr]) -> Result<Pair, PkiError> {
+    pub fn serving(
+        &self,
+        user: &str,
+        names: &[&str],
+        addresses: &[IpAddr],
+    ) -> Result<Pair, PkiError> {
         let names: Vec<String> = names.iter().map(|n| (*n).to_owned()).collect();
         let mut params = CertificateParams::new(names).map_err(|e| self.crypto(e))?;
-        params.subject_alt_names.extend(addresses.iter().map(|a| SanType::IpAddress(*a)));
+        params
+            .subject_alt_names
+            .extend(addresses.iter().map(|a| SanType::IpAddress(*a)));
         params.distinguished_name.push(DnType::CommonName, user);
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         self.sign(params)
@@ -87,14 +113,23 @@ impl Pki {
 
     /// A client certificate, kept in `<file>.crt` and `<file>.key`.
     pub fn client(&self, file: &str, user: &str, groups: &[&str]) -> Result<Pair, PkiError> {
-        let (cert_file, key_file) = (self.dir.join(format!("{file}.crt")), self.dir.join(format!("{file}.key")));
+        let (cert_file, key_file) = (
+            self.dir.join(format!("{file}.crt")),
+            self.dir.join(format!("{file}.key")),
+        );
         if cert_file.exists() && key_file.exists() {
-            return Ok(Pair { certificate: read(&cert_file)?, key: read(&key_file)? });
+            return Ok(Pair {
+                certificate: read(&cert_file)?,
+                key: read(&key_file)?,
+            });
         }
-        let mut params = CertificateParams::new(Vec::<String>::new()).map_err(|e| self.crypto(e))?;
+        let mut params =
+            CertificateParams::new(Vec::<String>::new()).map_err(|e| self.crypto(e))?;
         params.distinguished_name.push(DnType::CommonName, user);
         for group in groups {
-            params.distinguished_name.push(DnType::OrganizationName, *group);
+            params
+                .distinguished_name
+                .push(DnType::OrganizationName, *group);
         }
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
         let pair = self.sign(params)?;
@@ -119,38 +154,66 @@ impl Pki {
 
     /// Signs a request of a node (DER) for so many seconds: what it may be used for we say, not the request.
     pub fn sign_request(&self, der: &[u8], client: bool, seconds: i64) -> Result<String, PkiError> {
-        let mut request = rcgen::CertificateSigningRequestParams::from_der(&der.into()).map_err(|e| self.crypto(e))?;
+        let mut request = rcgen::CertificateSigningRequestParams::from_der(&der.into())
+            .map_err(|e| self.crypto(e))?;
         let params = &mut request.params;
         params.is_ca = IsCa::ExplicitNoCa;
-        params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
-        params.extended_key_usages = vec![if client { ExtendedKeyUsagePurpose::ClientAuth } else { ExtendedKeyUsagePurpose::ServerAuth }];
+        params.key_usages = vec![
+            KeyUsagePurpose::DigitalSignature,
+            KeyUsagePurpose::KeyEncipherment,
+        ];
+        params.extended_key_usages = vec![if client {
+            ExtendedKeyUsagePurpose::ClientAuth
+        } else {
+            ExtendedKeyUsagePurpose::ServerAuth
+        }];
         if client {
             params.subject_alt_names.clear();
         }
         params.custom_extensions.clear();
         let now = jiff::Timestamp::now().as_second();
-        let at = |second: i64| rcgen::date_time_ymd(1970, 1, 1) + Duration::from_secs(u64::try_from(second).unwrap_or(0));
+        let at = |second: i64| {
+            rcgen::date_time_ymd(1970, 1, 1)
+                + Duration::from_secs(u64::try_from(second).unwrap_or(0))
+        };
         // Clocks differ: it is good since five minutes.
         (params.not_before, params.not_after) = (at(now - 300), at(now + seconds));
-        Ok(request.signed_by(&self.issuer).map_err(|e| self.crypto(e))?.pem())
+        Ok(request
+            .signed_by(&self.issuer)
+            .map_err(|e| self.crypto(e))?
+            .pem())
     }
 
     fn sign(&self, mut params: CertificateParams) -> Result<Pair, PkiError> {
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         validity(&mut params);
         let key = KeyPair::generate().map_err(|e| self.crypto(e))?;
-        let certificate = params.signed_by(&key, &self.issuer).map_err(|e| self.crypto(e))?;
-        Ok(Pair { certificate: certificate.pem(), key: key.serialize_pem() })
+        let certificate = params
+            .signed_by(&key, &self.issuer)
+            .map_err(|e| self.crypto(e))?;
+        Ok(Pair {
+            certificate: certificate.pem(),
+            key: key.serialize_pem(),
+        })
     }
 
     fn crypto(&self, source: rcgen::Error) -> PkiError {
-        PkiError::Crypto { dir: self.dir.clone(), source }
+        PkiError::Crypto {
+            dir: self.dir.clone(),
+            source,
+        }
     }
 }
 
 fn validity(params: &mut CertificateParams) {
     let today = jiff::Timestamp::now().to_zoned(jiff::tz::TimeZone::UTC);
-    let day = |offset: i32| rcgen::date_time_ymd(i32::from(today.year()) + offset, u8::try_from(today.month()).unwrap_or(1), 1);
+    let day = |offset: i32| {
+        rcgen::date_time_ymd(
+            i32::from(today.year()) + offset,
+            u8::try_from(today.month()).unwrap_or(1),
+            1,
+        )
+    };
     params.not_before = day(0);
     params.not_after = day(TEN_YEARS);
 }
@@ -158,23 +221,41 @@ fn validity(params: &mut CertificateParams) {
 fn pem(label: &str, der: &[u8]) -> String {
     use base64::Engine as _;
     let text = base64::engine::general_purpose::STANDARD.encode(der);
-    let lines: Vec<&str> = text.as_bytes().chunks(64).filter_map(|c| std::str::from_utf8(c).ok()).collect();
-    format!("-----BEGIN {label}-----\n{}\n-----END {label}-----\n", lines.join("\n"))
+    let lines: Vec<&str> = text
+        .as_bytes()
+        .chunks(64)
+        .filter_map(|c| std::str::from_utf8(c).ok())
+        .collect();
+    format!(
+        "-----BEGIN {label}-----\n{}\n-----END {label}-----\n",
+        lines.join("\n")
+    )
 }
 
 fn read(path: &Path) -> Result<String, PkiError> {
-    std::fs::read_to_string(path).map_err(|source| PkiError::File { path: path.into(), source })
+    std::fs::read_to_string(path).map_err(|source| PkiError::File {
+        path: path.into(),
+        source,
+    })
 }
 
 fn write(path: &Path, text: &str, mode: u32) -> Result<(), PkiError> {
     let result = (|| {
         let temporary = path.with_extension("tmp");
-        let mut file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(&temporary)?;
+        let mut file = std::fs::OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(mode)
+            .open(&temporary)?;
         file.write_all(text.as_bytes())?;
         file.sync_all()?;
         std::fs::rename(&temporary, path)
     })();
-    result.map_err(|source| PkiError::File { path: path.into(), source })
+    result.map_err(|source| PkiError::File {
+        path: path.into(),
+        source,
+    })
 }
 
 /// A kubeconfig with embedded credentials.

@@ -32,7 +32,9 @@ pub fn surplus(observed: &ObservedPod) -> Vec<&observed::Container> {
     for container in &observed.containers {
         let needed = match container.state {
             ContainerState::Exited => kept.insert(container.name.as_str()),
-            ContainerState::Created => observed.newest(&container.name).is_some_and(|newest| newest.id == container.id),
+            ContainerState::Created => observed
+                .newest(&container.name)
+                .is_some_and(|newest| newest.id == container.id),
             ContainerState::Running | ContainerState::Unknown => true,
         };
         if !needed {
@@ -46,7 +48,13 @@ pub fn surplus(observed: &ObservedPod) -> Vec<&observed::Container> {
 #[must_use]
 pub fn surplus_sandboxes(observed: &ObservedPod) -> Vec<&str> {
     let used = |id: &str| observed.containers.iter().any(|c| c.sandbox == id);
-    observed.sandboxes.iter().skip(1).filter(|s| !s.ready && !used(&s.id)).map(|s| s.id.as_str()).collect()
+    observed
+        .sandboxes
+        .iter()
+        .skip(1)
+        .filter(|s| !s.ready && !used(&s.id))
+        .map(|s| s.id.as_str())
+        .collect()
 }
 
 /// A container to stop.
@@ -98,7 +106,10 @@ impl PodActions {
 }
 
 fn policy(pod: &Pod) -> &str {
-    pod.spec.as_ref().and_then(|s| s.restart_policy.as_deref()).unwrap_or("Always")
+    pod.spec
+        .as_ref()
+        .and_then(|s| s.restart_policy.as_deref())
+        .unwrap_or("Always")
 }
 
 /// What follows from a container's end.
@@ -114,24 +125,43 @@ pub enum AfterExit {
 
 /// The first of the container's own rules that matches (KEP-5307, KEP-5532).
 fn ruled(container: &Container, code: i32) -> Option<AfterExit> {
-    container.restart_policy_rules.iter().flatten().find_map(|rule| {
-        let codes = rule.exit_codes.as_ref()?;
-        let listed = codes.values.iter().flatten().any(|v| *v == code);
-        let matches = if codes.operator == "NotIn" { !listed } else { listed };
-        matches.then_some(if rule.action == "RestartAllContainers" { AfterExit::RestartAll } else { AfterExit::Restart })
-    })
+    container
+        .restart_policy_rules
+        .iter()
+        .flatten()
+        .find_map(|rule| {
+            let codes = rule.exit_codes.as_ref()?;
+            let listed = codes.values.iter().flatten().any(|v| *v == code);
+            let matches = if codes.operator == "NotIn" {
+                !listed
+            } else {
+                listed
+            };
+            matches.then_some(if rule.action == "RestartAllContainers" {
+                AfterExit::RestartAll
+            } else {
+                AfterExit::Restart
+            })
+        })
 }
 
 /// What follows when a container ends with `code` (kubelet spec, 5.3): its rules, else its own policy, else
 /// the pod's. Init containers of a pod whose policy is `Always` are repeated only when they fail.
 #[must_use]
 pub fn after_exit(pod: &Pod, role: Role, container: &Container, code: i32) -> AfterExit {
-    let restarts = match (role, container.restart_policy.as_deref().unwrap_or(policy(pod))) {
+    let restarts = match (
+        role,
+        container.restart_policy.as_deref().unwrap_or(policy(pod)),
+    ) {
         (Role::Ephemeral, _) | (_, "Never") => false,
         (Role::Init, _) | (_, "OnFailure") => code != 0,
         _ => true,
     };
-    ruled(container, code).unwrap_or(if restarts { AfterExit::Restart } else { AfterExit::Stay })
+    ruled(container, code).unwrap_or(if restarts {
+        AfterExit::Restart
+    } else {
+        AfterExit::Stay
+    })
 }
 
 /// Whether a regular container that ended with `code` is started again.
@@ -156,22 +186,37 @@ fn should_start(pod: &Pod, container: &Container, seen: Option<&observed::Contai
 }
 
 /// What to start in place of what is there.
-fn next(observed: &ObservedPod, role: Role, container: &Container, known: impl Fn(&str) -> u32) -> Start {
+fn next(
+    observed: &ObservedPod,
+    role: Role,
+    container: &Container,
+    known: impl Fn(&str) -> u32,
+) -> Start {
     let (attempt, replaces) = match observed.newest(&container.name) {
         None => (known(&container.name), None),
         // Whoever made it died before starting it: nothing has run that could be restarted.
-        Some(newest) if newest.state == ContainerState::Created => (newest.attempt, Some(newest.id.clone())),
+        Some(newest) if newest.state == ContainerState::Created => {
+            (newest.attempt, Some(newest.id.clone()))
+        }
         Some(newest) => (newest.attempt + 1, None),
     };
-    Start { role, container: container.clone(), attempt, replaces }
+    Start {
+        role,
+        container: container.clone(),
+        attempt,
+        replaces,
+    }
 }
 
 /// Whether the newest sandbox will do; else the attempt number of a new one (kubelet spec, 5.1).
 fn sandbox_decision(pod: &Pod, observed: &ObservedPod) -> Result<String, u32> {
-    let Some(newest) = observed.sandboxes.first() else { return Err(0) };
+    let Some(newest) = observed.sandboxes.first() else {
+        return Err(0);
+    };
     let ready = observed.sandboxes.iter().filter(|s| s.ready).count();
     let host = pod::host_network(pod);
-    if ready > 1 || !newest.ready || newest.host_network != host || (!host && newest.ips.is_empty()) {
+    if ready > 1 || !newest.ready || newest.host_network != host || (!host && newest.ips.is_empty())
+    {
         return Err(newest.attempt + 1);
     }
     Ok(newest.id.clone())
@@ -179,17 +224,33 @@ fn sandbox_decision(pod: &Pod, observed: &ObservedPod) -> Result<String, u32> {
 
 /// Computes the plan. `restarts` is the count a container with no instance left should start from.
 #[must_use]
-pub fn compute(pod: &Pod, observed: &ObservedPod, health: &Health<'_>, restarts: impl Fn(&str) -> u32) -> PodActions {
-    let Some(spec) = &pod.spec else { return PodActions::default() };
+pub fn compute(
+    pod: &Pod,
+    observed: &ObservedPod,
+    health: &Health<'_>,
+    restarts: impl Fn(&str) -> u32,
+) -> PodActions {
+    let Some(spec) = &pod.spec else {
+        return PodActions::default();
+    };
     let start = |role: Role, container: &Container| next(observed, role, container, &restarts);
     let init: &[Container] = spec.init_containers.as_deref().unwrap_or_default();
     let attempt = match sandbox_decision(pod, observed) {
         Ok(id) => return with_sandbox(pod, observed, health, id, start),
         Err(attempt) => attempt,
     };
-    let mut actions = PodActions { kill_pod: !observed.sandboxes.is_empty(), ..PodActions::default() };
-    let ever_ran = spec.containers.iter().any(|c| observed.newest(&c.name).is_some());
-    let all_never = spec.containers.iter().all(|c| c.restart_policy.as_deref().unwrap_or(policy(pod)) == "Never");
+    let mut actions = PodActions {
+        kill_pod: !observed.sandboxes.is_empty(),
+        ..PodActions::default()
+    };
+    let ever_ran = spec
+        .containers
+        .iter()
+        .any(|c| observed.newest(&c.name).is_some());
+    let all_never = spec
+        .containers
+        .iter()
+        .all(|c| c.restart_policy.as_deref().unwrap_or(policy(pod)) == "Never");
     // Upstream looks at all containers here, and leaves a pod pending for ever whose init container had
     // finished when the sandbox was lost.
     if all_never && attempt != 0 && ever_ran {
@@ -200,7 +261,9 @@ pub fn compute(pod: &Pod, observed: &ObservedPod, health: &Health<'_>, restarts:
         .containers
         .iter()
         .filter(|c| {
-            let succeeded = observed.newest(&c.name).is_some_and(|s| s.state == ContainerState::Exited && s.exit_code == 0);
+            let succeeded = observed
+                .newest(&c.name)
+                .is_some_and(|s| s.state == ContainerState::Exited && s.exit_code == 0);
             !succeeded || restarts_after(pod, c, 0)
         })
         .collect();
@@ -210,8 +273,18 @@ pub fn compute(pod: &Pod, observed: &ObservedPod, health: &Health<'_>, restarts:
     actions.create_sandbox = Some(attempt);
     // All init containers run again in a new sandbox, from the first.
     actions.start = match init.first() {
-        Some(first) => vec![start(if pod::is_sidecar(first) { Role::Sidecar } else { Role::Init }, first)],
-        None => wanted.into_iter().map(|c| start(Role::Regular, c)).collect(),
+        Some(first) => vec![start(
+            if pod::is_sidecar(first) {
+                Role::Sidecar
+            } else {
+                Role::Init
+            },
+            first,
+        )],
+        None => wanted
+            .into_iter()
+            .map(|c| start(Role::Regular, c))
+            .collect(),
     };
     actions
 }
@@ -228,15 +301,28 @@ fn restart_all(pod: &Pod, observed: &ObservedPod, sandbox: &str) -> Vec<Kill> {
                     && after_exit(pod, *role, c, seen.exit_code) == AfterExit::RestartAll
             })
     };
-    let ephemeral = |seen: &observed::Container| pod::spec(pod).ephemeral_containers.iter().flatten().any(|e| e.name == seen.name);
-    let (sources, others): (Vec<_>, Vec<_>) = observed.containers.iter().filter(|c| c.sandbox == sandbox && !ephemeral(c)).partition(asks);
+    let ephemeral = |seen: &observed::Container| {
+        pod::spec(pod)
+            .ephemeral_containers
+            .iter()
+            .flatten()
+            .any(|e| e.name == seen.name)
+    };
+    let (sources, others): (Vec<_>, Vec<_>) = observed
+        .containers
+        .iter()
+        .filter(|c| c.sandbox == sandbox && !ephemeral(c))
+        .partition(asks);
     if sources.is_empty() || pod.metadata.deletion_timestamp.is_some() {
         return vec![];
     }
     let over = |seen: &observed::Container| Kill {
         id: seen.id.clone(),
         name: seen.name.clone(),
-        message: format!("Container {} is stopped because RestartAllContainers in place", seen.name),
+        message: format!(
+            "Container {} is stopped because RestartAllContainers in place",
+            seen.name
+        ),
         grace: Some(0),
     };
     others.into_iter().chain(sources).map(over).collect()
@@ -251,16 +337,30 @@ pub struct Health<'a> {
 }
 
 fn resized(container: &Container, health: &Health<'_>) -> Option<String> {
-    (resize::change(container, health.actuated) == resize::Change::Update).then(|| container.name.clone())
+    (resize::change(container, health.actuated) == resize::Change::Update)
+        .then(|| container.name.clone())
 }
 
 /// Why a running container cannot stay (kubelet spec, 5.2).
-fn condemned(pod: &Pod, role: Role, container: &Container, seen: &observed::Container, health: &Health<'_>) -> Option<(Kill, bool)> {
+fn condemned(
+    pod: &Pod,
+    role: Role,
+    container: &Container,
+    seen: &observed::Container,
+    health: &Health<'_>,
+) -> Option<(Kill, bool)> {
     if pod.metadata.deletion_timestamp.is_some() {
         return None;
     }
-    let who = if role == Role::Sidecar { "Init container" } else { "Container" };
-    let changed = seen.hash.as_ref().is_some_and(|h| *h != pod::container_hash(container));
+    let who = if role == Role::Sidecar {
+        "Init container"
+    } else {
+        "Container"
+    };
+    let changed = seen
+        .hash
+        .as_ref()
+        .is_some_and(|h| *h != pod::container_hash(container));
     let resize = resize::change(container, health.actuated) == resize::Change::Restart;
     let (what, grace) = if changed {
         ("definition changed", None)
@@ -268,30 +368,79 @@ fn condemned(pod: &Pod, role: Role, container: &Container, seen: &observed::Cont
         ("resize requires restart", None)
     } else {
         let kind = health.probed.failed(container, &seen.id)?;
-        let grace = kind.of(container).and_then(|p| p.termination_grace_period_seconds);
-        (if kind == probe::Kind::Liveness { "failed liveness probe" } else { "failed startup probe" }, grace)
+        let grace = kind
+            .of(container)
+            .and_then(|p| p.termination_grace_period_seconds);
+        (
+            if kind == probe::Kind::Liveness {
+                "failed liveness probe"
+            } else {
+                "failed startup probe"
+            },
+            grace,
+        )
     };
     // A changed definition is carried out whatever the policy.
-    let restarts = changed || resize || role == Role::Sidecar || container.restart_policy.as_deref().unwrap_or(policy(pod)) != "Never";
-    let message = format!("{who} {} {what}{}", container.name, if restarts { ", will be restarted" } else { "" });
-    Some((Kill { id: seen.id.clone(), name: container.name.clone(), message, grace }, restarts))
+    let restarts = changed
+        || resize
+        || role == Role::Sidecar
+        || container.restart_policy.as_deref().unwrap_or(policy(pod)) != "Never";
+    let message = format!(
+        "{who} {} {what}{}",
+        container.name,
+        if restarts { ", will be restarted" } else { "" }
+    );
+    Some((
+        Kill {
+            id: seen.id.clone(),
+            name: container.name.clone(),
+            message,
+            grace,
+        },
+        restarts,
+    ))
 }
 
 fn unknown(role: Role, seen: &observed::Container) -> Kill {
-    let who = if role == Role::Regular { "Container" } else { "Init container" };
-    let message = format!("{who} {} is in unknown state, try killing it before restart", seen.name);
-    Kill { id: seen.id.clone(), name: seen.name.clone(), message, grace: None }
+    let who = if role == Role::Regular {
+        "Container"
+    } else {
+        "Init container"
+    };
+    let message = format!(
+        "{who} {} is in unknown state, try killing it before restart",
+        seen.name
+    );
+    Kill {
+        id: seen.id.clone(),
+        name: seen.name.clone(),
+        message,
+        grace: None,
+    }
 }
 
-fn with_sandbox(pod: &Pod, observed: &ObservedPod, health: &Health<'_>, sandbox: String, start: impl Fn(Role, &Container) -> Start) -> PodActions {
+fn with_sandbox(
+    pod: &Pod,
+    observed: &ObservedPod,
+    health: &Health<'_>,
+    sandbox: String,
+    start: impl Fn(Role, &Container) -> Start,
+) -> PodActions {
     let spec = pod::spec(pod);
     // Containers of an older sandbox are history.
     let here = |name: &str| observed.newest(name).filter(|c| c.sandbox == sandbox);
-    let mut actions = PodActions { sandbox: Some(sandbox.clone()), restart_all: restart_all(pod, observed, &sandbox), ..PodActions::default() };
+    let mut actions = PodActions {
+        sandbox: Some(sandbox.clone()),
+        restart_all: restart_all(pod, observed, &sandbox),
+        ..PodActions::default()
+    };
     if !actions.restart_all.is_empty() {
         return actions;
     }
-    for (role, container) in pod::containers(pod).into_iter().filter(|(r, _)| *r == Role::Ephemeral) {
+    for (role, container) in pod::containers(pod)
+        .into_iter()
+        .filter(|(r, _)| *r == Role::Ephemeral)
+    {
         if observed.newest(&container.name).is_none() && pod.metadata.deletion_timestamp.is_none() {
             actions.start.push(start(role, &container));
         }
@@ -324,7 +473,10 @@ fn with_sandbox(pod: &Pod, observed: &ObservedPod, health: &Health<'_>, sandbox:
                 }
             }
         } else if should_start(pod, container, seen) {
-            actions.kill.extend(seen.filter(|s| s.state == ContainerState::Unknown).map(|s| unknown(Role::Regular, s)));
+            actions.kill.extend(
+                seen.filter(|s| s.state == ContainerState::Unknown)
+                    .map(|s| unknown(Role::Regular, s)),
+            );
             actions.start.push(start(Role::Regular, container));
         }
     }
@@ -357,19 +509,25 @@ fn init_step<'a>(
         let seen = here(&container.name);
         if pod::is_sidecar(container) {
             let goes_on = match seen {
-                Some(seen) if seen.state == ContainerState::Running => match condemned(pod, Role::Sidecar, container, seen, health) {
-                    None => {
-                        actions.resize.extend(resized(container, health));
-                        health.probed.started(container, &seen.id)
+                Some(seen) if seen.state == ContainerState::Running => {
+                    match condemned(pod, Role::Sidecar, container, seen, health) {
+                        None => {
+                            actions.resize.extend(resized(container, health));
+                            health.probed.started(container, &seen.id)
+                        }
+                        Some((kill, _)) => {
+                            actions.kill.push(kill);
+                            actions.start.push(start(Role::Sidecar, container));
+                            false
+                        }
                     }
-                    Some((kill, _)) => {
-                        actions.kill.push(kill);
-                        actions.start.push(start(Role::Sidecar, container));
-                        false
-                    }
-                },
+                }
                 other => {
-                    actions.kill.extend(other.filter(|s| s.state == ContainerState::Unknown).map(|s| unknown(Role::Sidecar, s)));
+                    actions.kill.extend(
+                        other
+                            .filter(|s| s.state == ContainerState::Unknown)
+                            .map(|s| unknown(Role::Sidecar, s)),
+                    );
                     if pod.metadata.deletion_timestamp.is_none() {
                         actions.start.push(start(Role::Sidecar, container));
                     }
@@ -388,8 +546,14 @@ fn init_step<'a>(
         match seen {
             Some(seen) if seen.state == ContainerState::Exited && seen.exit_code == 0 => {}
             Some(seen) if seen.state == ContainerState::Running => return InitStep::Wait,
-            Some(seen) if matches!(seen.state, ContainerState::Exited | ContainerState::Unknown) => {
-                let code = if seen.state == ContainerState::Unknown { 137 } else { seen.exit_code };
+            Some(seen)
+                if matches!(seen.state, ContainerState::Exited | ContainerState::Unknown) =>
+            {
+                let code = if seen.state == ContainerState::Unknown {
+                    137
+                } else {
+                    seen.exit_code
+                };
                 if after_exit(pod, Role::Init, container, code) == AfterExit::Stay {
                     return InitStep::Failed;
                 }

@@ -31,16 +31,41 @@ pub struct Held {
 impl Backoff {
     /// Whether a container that ended at `finished` may start at `now`; if so the start is counted. The
     /// first restart is immediate, then 10 s, doubling; ten minutes of running start it over.
-    pub fn start(&mut self, key: &str, finished: Timestamp, now: Timestamp, maximum: SignedDuration) -> Result<(), Held> {
-        let entry = self.0.get(key).copied().filter(|e| finished.duration_since(e.updated) <= EXPIRY);
+    pub fn start(
+        &mut self,
+        key: &str,
+        finished: Timestamp,
+        now: Timestamp,
+        maximum: SignedDuration,
+    ) -> Result<(), Held> {
+        let entry = self
+            .0
+            .get(key)
+            .copied()
+            .filter(|e| finished.duration_since(e.updated) <= EXPIRY);
         let Some(entry) = entry else {
-            self.0.insert(key.to_owned(), Entry { delay: INITIAL.min(maximum), updated: now });
+            self.0.insert(
+                key.to_owned(),
+                Entry {
+                    delay: INITIAL.min(maximum),
+                    updated: now,
+                },
+            );
             return Ok(());
         };
         if now.duration_since(finished) < entry.delay {
-            return Err(Held { delay: entry.delay, until: finished + entry.delay });
+            return Err(Held {
+                delay: entry.delay,
+                until: finished + entry.delay,
+            });
         }
-        self.0.insert(key.to_owned(), Entry { delay: (entry.delay * 2).min(maximum), updated: now });
+        self.0.insert(
+            key.to_owned(),
+            Entry {
+                delay: (entry.delay * 2).min(maximum),
+                updated: now,
+            },
+        );
         Ok(())
     }
 }
@@ -63,14 +88,28 @@ impl PullBackoff {
     /// Until when a pull is held back, and why the last one failed.
     #[must_use]
     pub fn held(&self, key: &(String, String), now: Timestamp) -> Option<(Timestamp, String)> {
-        self.0.get(key).filter(|f| f.until > now).map(|f| (f.until, f.error.clone()))
+        self.0
+            .get(key)
+            .filter(|f| f.until > now)
+            .map(|f| (f.until, f.error.clone()))
     }
 
     /// A pull has failed; the answer is when it may be tried again.
     pub fn failed(&mut self, key: (String, String), error: &str, now: Timestamp) -> Timestamp {
-        self.0.retain(|_, f| now.duration_since(f.until) < PULL_MAXIMUM * 2);
-        let delay = self.0.get(&key).map_or(INITIAL, |f| (f.delay * 2).min(PULL_MAXIMUM));
-        self.0.insert(key, FailedPull { delay, until: now + delay, error: error.to_owned() });
+        self.0
+            .retain(|_, f| now.duration_since(f.until) < PULL_MAXIMUM * 2);
+        let delay = self
+            .0
+            .get(&key)
+            .map_or(INITIAL, |f| (f.delay * 2).min(PULL_MAXIMUM));
+        self.0.insert(
+            key,
+            FailedPull {
+                delay,
+                until: now + delay,
+                error: error.to_owned(),
+            },
+        );
         now + delay
     }
 
@@ -93,7 +132,9 @@ mod tests {
         assert_eq!(backoff.failed(key.clone(), "first", at(0)), at(10));
         assert_eq!(backoff.held(&key, at(9)), Some((at(10), "first".into())));
         assert_eq!(backoff.held(&key, at(10)), None);
-        let delays: Vec<i64> = (0..6).map(|n| backoff.failed(key.clone(), "again", at(n)).as_second() - n).collect();
+        let delays: Vec<i64> = (0..6)
+            .map(|n| backoff.failed(key.clone(), "again", at(n)).as_second() - n)
+            .collect();
         assert_eq!(delays, [20, 40, 80, 160, 300, 300]);
         backoff.succeeded(&key);
         assert_eq!(backoff.failed(key, "new", at(100)), at(110));
@@ -103,18 +144,41 @@ mod tests {
     fn restarts_wait_longer_and_longer_until_one_lasts() {
         let mut backoff = Backoff::default();
         let at = |s: i64| Timestamp::from_second(s).expect("a time");
-        assert_eq!(backoff.start("c", at(100), at(100), MAXIMUM), Ok(()), "the first restart is immediate");
-        let held = backoff.start("c", at(101), at(105), MAXIMUM).expect_err("held");
+        assert_eq!(
+            backoff.start("c", at(100), at(100), MAXIMUM),
+            Ok(()),
+            "the first restart is immediate"
+        );
+        let held = backoff
+            .start("c", at(101), at(105), MAXIMUM)
+            .expect_err("held");
         assert_eq!((held.delay.as_secs(), held.until), (10, at(111)));
         assert_eq!(backoff.start("c", at(101), at(111), MAXIMUM), Ok(()));
-        assert_eq!(backoff.start("c", at(112), at(120), MAXIMUM).expect_err("held").delay.as_secs(), 20);
+        assert_eq!(
+            backoff
+                .start("c", at(112), at(120), MAXIMUM)
+                .expect_err("held")
+                .delay
+                .as_secs(),
+            20
+        );
         let mut now = 132;
         for _ in 0..10 {
             assert_eq!(backoff.start("c", at(now), at(now + 300), MAXIMUM), Ok(()));
             now += 301;
         }
-        assert_eq!(backoff.start("c", at(now), at(now), MAXIMUM).expect_err("held").delay, MAXIMUM);
-        assert_eq!(backoff.start("c", at(now + 1000), at(now + 1000), MAXIMUM), Ok(()), "ran for over ten minutes");
+        assert_eq!(
+            backoff
+                .start("c", at(now), at(now), MAXIMUM)
+                .expect_err("held")
+                .delay,
+            MAXIMUM
+        );
+        assert_eq!(
+            backoff.start("c", at(now + 1000), at(now + 1000), MAXIMUM),
+            Ok(()),
+            "ran for over ten minutes"
+        );
         assert_eq!(backoff.start("other", at(now), at(now), MAXIMUM), Ok(()));
     }
 }

@@ -142,7 +142,11 @@ impl Claimed {
     /// Whether only one pod at a time may use it.
     #[must_use]
     pub fn is_for_one_pod(&self) -> bool {
-        self.claim.spec.as_ref().and_then(|s| s.access_modes.as_ref()).is_some_and(|modes| modes.iter().any(|m| m == "ReadWriteOncePod"))
+        self.claim
+            .spec
+            .as_ref()
+            .and_then(|s| s.access_modes.as_ref())
+            .is_some_and(|modes| modes.iter().any(|m| m == "ReadWriteOncePod"))
     }
 }
 
@@ -170,7 +174,11 @@ impl Problem {
     /// The reason of the pod's event.
     #[must_use]
     pub fn reason(&self) -> &'static str {
-        if matches!(self, Problem::Map(_)) { "FailedMapVolume" } else { "FailedMount" }
+        if matches!(self, Problem::Map(_)) {
+            "FailedMapVolume"
+        } else {
+            "FailedMount"
+        }
     }
 
     /// The message of the pod's event (kubelet spec, 9.1 and 9.4).
@@ -178,21 +186,43 @@ impl Problem {
     pub fn told(&self, volume: &str) -> String {
         match self {
             Problem::Claim(why) => {
-                format!("Unable to attach or mount volumes: unmounted volumes=[{volume}], failed to process volumes=[{volume}]: {why}")
+                format!(
+                    "Unable to attach or mount volumes: unmounted volumes=[{volume}], failed to process volumes=[{volume}]: {why}"
+                )
             }
-            Problem::SetUp(why) => format!("MountVolume.SetUp failed for volume {volume:?} : {why}"),
-            Problem::Map(why) => format!("MapVolume.SetUpDevice failed for volume {volume:?} : {why}"),
+            Problem::SetUp(why) => {
+                format!("MountVolume.SetUp failed for volume {volume:?} : {why}")
+            }
+            Problem::Map(why) => {
+                format!("MapVolume.SetUpDevice failed for volume {volume:?} : {why}")
+            }
         }
     }
 }
 
 /// Why a claim cannot be used by a pod, as far as the claim itself tells; else the name of its volume.
-pub fn usable(pod: &Pod, volume: &Volume, claim: &PersistentVolumeClaim) -> Result<String, Problem> {
+pub fn usable(
+    pod: &Pod,
+    volume: &Volume,
+    claim: &PersistentVolumeClaim,
+) -> Result<String, Problem> {
     let (namespace, name) = (pod.namespace().unwrap_or_default(), claim.name_any());
-    let refuse = |why: &str| Err(Problem::Claim(format!("error processing PVC {namespace}/{name}: {why}")));
-    let owned = || claim.owner_references().iter().any(|o| o.controller == Some(true) && Some(&o.uid) == pod.metadata.uid.as_ref());
+    let refuse = |why: &str| {
+        Err(Problem::Claim(format!(
+            "error processing PVC {namespace}/{name}: {why}"
+        )))
+    };
+    let owned = || {
+        claim
+            .owner_references()
+            .iter()
+            .any(|o| o.controller == Some(true) && Some(&o.uid) == pod.metadata.uid.as_ref())
+    };
     if volume.ephemeral.is_some() && !owned() {
-        let why = format!("PVC {namespace}/{name} was not created for pod {namespace}/{} (pod is not owner)", pod.name_any());
+        let why = format!(
+            "PVC {namespace}/{name} was not created for pod {namespace}/{} (pod is not owner)",
+            pod.name_any()
+        );
         return Err(Problem::Claim(why));
     }
     if claim.metadata.deletion_timestamp.is_some() {
@@ -207,18 +237,33 @@ pub fn usable(pod: &Pod, volume: &Volume, claim: &PersistentVolumeClaim) -> Resu
 }
 
 fn mounts(container: &Container, volume: &str) -> bool {
-    container.volume_mounts.iter().flatten().any(|m| m.name == volume)
+    container
+        .volume_mounts
+        .iter()
+        .flatten()
+        .any(|m| m.name == volume)
 }
 
 fn devices(container: &Container, volume: &str) -> bool {
-    container.volume_devices.iter().flatten().any(|d| d.name == volume)
+    container
+        .volume_devices
+        .iter()
+        .flatten()
+        .any(|d| d.name == volume)
 }
 
 /// The size of huge pages that a pod asks for, if there is only one.
 fn page_size(pod: &Pod, medium: &str) -> Result<u64, String> {
-    let size = |text: &str| text.parse::<Quantity>().ok().and_then(|q| u64::try_from(q.units()).ok()).filter(|s| *s > 0);
+    let size = |text: &str| {
+        text.parse::<Quantity>()
+            .ok()
+            .and_then(|q| u64::try_from(q.units()).ok())
+            .filter(|s| *s > 0)
+    };
     if let Some(text) = medium.strip_prefix("HugePages-") {
-        return size(text).ok_or_else(|| format!("emptyDir medium {medium:?} is not known: use a size such as HugePages-2Mi"));
+        return size(text).ok_or_else(|| {
+            format!("emptyDir medium {medium:?} is not known: use a size such as HugePages-2Mi")
+        });
     }
     let mut sizes: Vec<String> = pod::containers(pod)
         .iter()
@@ -234,22 +279,45 @@ fn page_size(pod: &Pod, medium: &str) -> Result<u64, String> {
     }
 }
 
-fn empty_dir(pod: &Pod, source: &k8s_openapi::api::core::v1::EmptyDirVolumeSource, memory: u64) -> Result<Medium, String> {
+fn empty_dir(
+    pod: &Pod,
+    source: &k8s_openapi::api::core::v1::EmptyDirVolumeSource,
+    memory: u64,
+) -> Result<Medium, String> {
     match source.medium.as_deref().unwrap_or_default() {
-        "" => Ok(Medium::Disk { counted: pod::spec(pod).host_users == Some(false) }),
+        "" => Ok(Medium::Disk {
+            counted: pod::spec(pod).host_users == Some(false),
+        }),
         "Memory" => {
-            let own = source.size_limit.as_ref().and_then(|q| q.0.parse::<Quantity>().ok()).and_then(|q| u64::try_from(q.units()).ok());
-            let pods = super::cgroup::pod_limits(pod, None, None).memory.and_then(|m| u64::try_from(m).ok());
-            let smallest = [own, pods, Some(memory)].into_iter().flatten().filter(|s| *s > 0).min();
+            let own = source
+                .size_limit
+                .as_ref()
+                .and_then(|q| q.0.parse::<Quantity>().ok())
+                .and_then(|q| u64::try_from(q.units()).ok());
+            let pods = super::cgroup::pod_limits(pod, None, None)
+                .memory
+                .and_then(|m| u64::try_from(m).ok());
+            let smallest = [own, pods, Some(memory)]
+                .into_iter()
+                .flatten()
+                .filter(|s| *s > 0)
+                .min();
             Ok(Medium::Memory(smallest.unwrap_or(0)))
         }
         medium if medium.starts_with("HugePages") => page_size(pod, medium).map(Medium::HugePages),
-        other => Err(format!("emptyDir medium {other:?} is not known: use \"\", Memory or HugePages")),
+        other => Err(format!(
+            "emptyDir medium {other:?} is not known: use \"\", Memory or HugePages"
+        )),
     }
 }
 
 /// What is behind a volume. `claimed` is its claim if it has one.
-pub fn behind(pod: &Pod, volume: &Volume, claimed: Option<&Claimed>, here: Here<'_>) -> Result<Behind, Problem> {
+pub fn behind(
+    pod: &Pod,
+    volume: &Volume,
+    claimed: Option<&Claimed>,
+    here: Here<'_>,
+) -> Result<Behind, Problem> {
     let plain = |source: Source| Behind {
         volume: volume.name.clone(),
         name: volume.name.clone(),
@@ -264,38 +332,81 @@ pub fn behind(pod: &Pod, volume: &Volume, claimed: Option<&Claimed>, here: Here<
         return persistent(pod, volume, claimed, here);
     }
     if let Some(source) = &volume.empty_dir {
-        return Ok(Behind { owned: true, ..plain(Source::EmptyDir(empty_dir(pod, source, here.memory)?)) });
+        return Ok(Behind {
+            owned: true,
+            ..plain(Source::EmptyDir(empty_dir(pod, source, here.memory)?))
+        });
     }
     if let Some(host) = &volume.host_path {
-        return Ok(plain(Source::HostPath { path: host.path.clone(), kind: host.type_.clone().unwrap_or_default() }));
+        return Ok(plain(Source::HostPath {
+            path: host.path.clone(),
+            kind: host.type_.clone().unwrap_or_default(),
+        }));
     }
     for (is, secret, plugin) in [
-        (volume.config_map.is_some(), false, "kubernetes.io~configmap"),
-        (volume.downward_api.is_some(), false, "kubernetes.io~downward-api"),
+        (
+            volume.config_map.is_some(),
+            false,
+            "kubernetes.io~configmap",
+        ),
+        (
+            volume.downward_api.is_some(),
+            false,
+            "kubernetes.io~downward-api",
+        ),
         (volume.secret.is_some(), true, "kubernetes.io~secret"),
         (volume.projected.is_some(), true, "kubernetes.io~projected"),
     ] {
         if is {
-            return Ok(Behind { read_only: true, owned: true, ..plain(Source::Files { secret, plugin }) });
+            return Ok(Behind {
+                read_only: true,
+                owned: true,
+                ..plain(Source::Files { secret, plugin })
+            });
         }
     }
     if volume.image.is_some() {
-        return Ok(Behind { read_only: true, ..plain(Source::Image) });
+        return Ok(Behind {
+            read_only: true,
+            ..plain(Source::Image)
+        });
     }
     if let Some(nfs) = &volume.nfs {
-        return Ok(Behind { read_only: nfs.read_only == Some(true), ..plain(Source::Nfs { device: nfs_device(&nfs.server, &nfs.path) }) });
+        return Ok(Behind {
+            read_only: nfs.read_only == Some(true),
+            ..plain(Source::Nfs {
+                device: nfs_device(&nfs.server, &nfs.path),
+            })
+        });
     }
     let namespace = pod.namespace().unwrap_or_default();
     if let Some(source) = &volume.iscsi {
-        let source_of = Source::Disk { disk: Box::new(disks::of_iscsi(source, &namespace)), filesystem: filesystem(source.fs_type.as_ref()) };
-        return Ok(Behind { read_only: source.read_only == Some(true), owned: true, ..plain(source_of) });
+        let source_of = Source::Disk {
+            disk: Box::new(disks::of_iscsi(source, &namespace)),
+            filesystem: filesystem(source.fs_type.as_ref()),
+        };
+        return Ok(Behind {
+            read_only: source.read_only == Some(true),
+            owned: true,
+            ..plain(source_of)
+        });
     }
     if let Some(source) = &volume.fc {
-        let source_of = Source::Disk { disk: Box::new(disks::of_fc(source)), filesystem: filesystem(source.fs_type.as_ref()) };
-        return Ok(Behind { read_only: source.read_only == Some(true), owned: true, ..plain(source_of) });
+        let source_of = Source::Disk {
+            disk: Box::new(disks::of_fc(source)),
+            filesystem: filesystem(source.fs_type.as_ref()),
+        };
+        return Ok(Behind {
+            read_only: source.read_only == Some(true),
+            owned: true,
+            ..plain(source_of)
+        });
     }
     if let Some(inline) = csi::of_inline(pod, volume) {
-        return Ok(Behind { read_only: inline.read_only, ..plain(Source::Csi(Box::new(inline))) });
+        return Ok(Behind {
+            read_only: inline.read_only,
+            ..plain(Source::Csi(Box::new(inline)))
+        });
     }
     Err(unserved(&volume.name).into())
 }
@@ -308,31 +419,58 @@ fn unserved(name: &str) -> String {
 
 /// The filesystem of a disk.
 fn filesystem(named: Option<&String>) -> String {
-    named.cloned().filter(|f| !f.is_empty()).unwrap_or_else(|| "ext4".into())
+    named
+        .cloned()
+        .filter(|f| !f.is_empty())
+        .unwrap_or_else(|| "ext4".into())
 }
 
 fn nfs_device(server: &str, path: &str) -> String {
-    if server.contains(':') { format!("[{server}]:{path}") } else { format!("{server}:{path}") }
+    if server.contains(':') {
+        format!("[{server}]:{path}")
+    } else {
+        format!("{server}:{path}")
+    }
 }
 
 /// A volume that a claim is bound to.
-fn persistent(pod: &Pod, volume: &Volume, claimed: &Claimed, here: Here<'_>) -> Result<Behind, Problem> {
+fn persistent(
+    pod: &Pod,
+    volume: &Volume,
+    claimed: &Claimed,
+    here: Here<'_>,
+) -> Result<Behind, Problem> {
     let spec = claimed.volume.spec.clone().unwrap_or_default();
     let name = claimed.volume.name_any();
     let reference = spec.claim_ref.as_ref().and_then(|r| r.uid.as_ref());
     if reference != claimed.claim.metadata.uid.as_ref() {
-        let (namespace, claim) = (pod.namespace().unwrap_or_default(), claimed.claim.name_any());
-        return Err(Problem::Claim(format!("error processing PVC {namespace}/{claim}: persistentVolume {name:?} is bound to another claim")));
+        let (namespace, claim) = (
+            pod.namespace().unwrap_or_default(),
+            claimed.claim.name_any(),
+        );
+        return Err(Problem::Claim(format!(
+            "error processing PVC {namespace}/{claim}: persistentVolume {name:?} is bound to another claim"
+        )));
     }
     let block = spec.volume_mode.as_deref() == Some("Block");
     let everyone = pod::containers(pod);
     if block && everyone.iter().any(|(_, c)| mounts(c, &volume.name)) {
-        return Err(Problem::Claim(format!("volume {} has volumeMode Block, but is specified in volumeMounts", volume.name)));
+        return Err(Problem::Claim(format!(
+            "volume {} has volumeMode Block, but is specified in volumeMounts",
+            volume.name
+        )));
     }
     if !block && everyone.iter().any(|(_, c)| devices(c, &volume.name)) {
-        return Err(Problem::Claim(format!("volume {} has volumeMode Filesystem, but is specified in volumeDevices", volume.name)));
+        return Err(Problem::Claim(format!(
+            "volume {} has volumeMode Filesystem, but is specified in volumeDevices",
+            volume.name
+        )));
     }
-    let read_only = volume.persistent_volume_claim.as_ref().and_then(|c| c.read_only) == Some(true);
+    let read_only = volume
+        .persistent_volume_claim
+        .as_ref()
+        .and_then(|c| c.read_only)
+        == Some(true);
     let made = |source: Source, read_only: bool, owned: bool| Behind {
         volume: volume.name.clone(),
         name: name.clone(),
@@ -344,39 +482,92 @@ fn persistent(pod: &Pod, volume: &Volume, claimed: &Claimed, here: Here<'_>) -> 
         labelled: false,
     };
     let modes = spec.access_modes.clone().unwrap_or_default();
-    let label = here.label.and_then(|files| selinux::of_volume(pod, &volume.name, &modes, files)).filter(|_| !block);
+    let label = here
+        .label
+        .and_then(|files| selinux::of_volume(pod, &volume.name, &modes, files))
+        .filter(|_| !block);
     // A disk of our own is mounted with its label.
     let disk = |disk: Disk, fs_type: Option<&String>, own: Option<bool>| {
-        let made = made(Source::Disk { disk: Box::new(disk), filesystem: filesystem(fs_type) }, read_only || own == Some(true), !block);
-        let options = made.options.iter().cloned().chain(label.as_deref().map(selinux::option)).collect();
-        Behind { labelled: label.is_some(), options, ..made }
+        let made = made(
+            Source::Disk {
+                disk: Box::new(disk),
+                filesystem: filesystem(fs_type),
+            },
+            read_only || own == Some(true),
+            !block,
+        );
+        let options = made
+            .options
+            .iter()
+            .cloned()
+            .chain(label.as_deref().map(selinux::option))
+            .collect();
+        Behind {
+            labelled: label.is_some(),
+            options,
+            ..made
+        }
     };
     if let Some(host) = &spec.host_path {
-        return Ok(made(Source::HostPath { path: host.path.clone(), kind: host.type_.clone().unwrap_or_default() }, read_only, false));
+        return Ok(made(
+            Source::HostPath {
+                path: host.path.clone(),
+                kind: host.type_.clone().unwrap_or_default(),
+            },
+            read_only,
+            false,
+        ));
     }
     if let Some(local) = &spec.local {
         let filesystem = filesystem(local.fs_type.as_ref());
-        return Ok(made(Source::Local { path: local.path.clone(), filesystem }, read_only, !block));
+        return Ok(made(
+            Source::Local {
+                path: local.path.clone(),
+                filesystem,
+            },
+            read_only,
+            !block,
+        ));
     }
     if let Some(nfs) = &spec.nfs {
-        return Ok(made(Source::Nfs { device: nfs_device(&nfs.server, &nfs.path) }, read_only || nfs.read_only == Some(true), false));
+        return Ok(made(
+            Source::Nfs {
+                device: nfs_device(&nfs.server, &nfs.path),
+            },
+            read_only || nfs.read_only == Some(true),
+            false,
+        ));
     }
     if let Some(source) = &spec.iscsi {
         let of = disks::of_persistent_iscsi(source, &pod.namespace().unwrap_or_default());
         return Ok(disk(of, source.fs_type.as_ref(), source.read_only));
     }
     if let Some(source) = &spec.fc {
-        return Ok(disk(disks::of_fc(source), source.fs_type.as_ref(), source.read_only));
+        return Ok(disk(
+            disks::of_fc(source),
+            source.fs_type.as_ref(),
+            source.read_only,
+        ));
     }
     if let Some(source) = &spec.csi {
-        let served = csi::Volume { label, ..csi::of_persistent(&claimed.volume, &claimed.claim, source, read_only) };
-        return Ok(made(Source::Csi(Box::new(served.clone())), served.read_only, false));
+        let served = csi::Volume {
+            label,
+            ..csi::of_persistent(&claimed.volume, &claimed.claim, source, read_only)
+        };
+        return Ok(made(
+            Source::Csi(Box::new(served.clone())),
+            served.read_only,
+            false,
+        ));
     }
     Err(unserved(&volume.name).into())
 }
 
 /// Whether a node reaches the volume of a claim.
-pub fn reached(claimed: &Claimed, node: Option<&k8s_openapi::api::core::v1::Node>) -> Result<(), String> {
+pub fn reached(
+    claimed: &Claimed,
+    node: Option<&k8s_openapi::api::core::v1::Node>,
+) -> Result<(), String> {
     match node {
         Some(node) if !claims::reaches(&claimed.volume, node) => {
             Err("MountVolume.NodeAffinity check failed: the volume's node affinity does not match this node".into())
@@ -400,7 +591,15 @@ mod tests {
     fn made(volume: Value, container: Value) -> Result<Behind, Problem> {
         let pod = pod(volume, container);
         let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
-        behind(&pod, &volume, None, Here { memory: 1 << 30, label: None })
+        behind(
+            &pod,
+            &volume,
+            None,
+            Here {
+                memory: 1 << 30,
+                label: None,
+            },
+        )
     }
 
     #[test]
@@ -412,14 +611,33 @@ mod tests {
         let of = |size: u64| Ok(Source::EmptyDir(Medium::Memory(size)));
         assert_eq!(memory(Value::Null, json!({})), of(1 << 30));
         assert_eq!(memory(json!("64Mi"), json!({})), of(64 << 20));
-        assert_eq!(memory(json!("64Mi"), json!({"memory": "32Mi"})), of(32 << 20));
+        assert_eq!(
+            memory(json!("64Mi"), json!({"memory": "32Mi"})),
+            of(32 << 20)
+        );
         assert_eq!(memory(json!("4Gi"), json!({})), of(1 << 30));
         let pages = |medium: &str, requests: Value| {
-            made(json!({"name": "v", "emptyDir": {"medium": medium}}), json!({"resources": {"requests": requests}})).map(|b| b.source)
+            made(
+                json!({"name": "v", "emptyDir": {"medium": medium}}),
+                json!({"resources": {"requests": requests}}),
+            )
+            .map(|b| b.source)
         };
-        assert_eq!(pages("HugePages", json!({"hugepages-2Mi": "4Mi"})), Ok(Source::EmptyDir(Medium::HugePages(2 << 20))));
-        assert_eq!(pages("HugePages-1Gi", json!({})), Ok(Source::EmptyDir(Medium::HugePages(1 << 30))));
-        assert!(pages("HugePages", json!({"hugepages-2Mi": "4Mi", "hugepages-1Gi": "1Gi"})).is_err_and(|e| e.told("v").contains("multiple")));
+        assert_eq!(
+            pages("HugePages", json!({"hugepages-2Mi": "4Mi"})),
+            Ok(Source::EmptyDir(Medium::HugePages(2 << 20)))
+        );
+        assert_eq!(
+            pages("HugePages-1Gi", json!({})),
+            Ok(Source::EmptyDir(Medium::HugePages(1 << 30)))
+        );
+        assert!(
+            pages(
+                "HugePages",
+                json!({"hugepages-2Mi": "4Mi", "hugepages-1Gi": "1Gi"})
+            )
+            .is_err_and(|e| e.told("v").contains("multiple"))
+        );
         assert!(pages("Tape", json!({})).is_err_and(|e| e.told("v").contains("Tape")));
     }
 
@@ -429,7 +647,8 @@ mod tests {
         json_patch::merge(&mut spec, &volume);
         Claimed {
             claim: serde_json::from_value(claim).expect("a claim"),
-            volume: serde_json::from_value(json!({"metadata": {"name": "pv"}, "spec": spec})).expect("a volume"),
+            volume: serde_json::from_value(json!({"metadata": {"name": "pv"}, "spec": spec}))
+                .expect("a volume"),
         }
     }
 
@@ -440,7 +659,15 @@ mod tests {
             json_patch::merge(&mut v, &volume);
             let pod = pod(v, container);
             let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
-            behind(&pod, &volume, Some(&claimed(source, "Bound")), Here { memory: 0, label: Some("u:r:t:s0") })
+            behind(
+                &pod,
+                &volume,
+                Some(&claimed(source, "Bound")),
+                Here {
+                    memory: 0,
+                    label: Some("u:r:t:s0"),
+                },
+            )
         };
         let nfs = of(
             json!({"nfs": {"server": "fd00::1", "path": "/x"}, "mountOptions": ["hard"]}),
@@ -449,26 +676,62 @@ mod tests {
         )
         .expect("fine");
         assert_eq!(
-            (nfs.name.as_str(), &nfs.source, nfs.read_only, nfs.options.len()),
-            ("pv", &Source::Nfs { device: "[fd00::1]:/x".into() }, true, 1)
+            (
+                nfs.name.as_str(),
+                &nfs.source,
+                nfs.read_only,
+                nfs.options.len()
+            ),
+            (
+                "pv",
+                &Source::Nfs {
+                    device: "[fd00::1]:/x".into()
+                },
+                true,
+                1
+            )
         );
         let local = json!({"local": {"path": "/dev/x"}, "volumeMode": "Block"});
-        assert!(of(local.clone(), json!({}), json!({"volumeDevices": [{"name": "v", "devicePath": "/dev/y"}]})).expect("fine").block);
         assert!(
-            of(local, json!({}), json!({"volumeMounts": [{"name": "v", "mountPath": "/y"}]}))
-                .is_err_and(|e| e.told("v").contains("volumeMode Block"))
+            of(
+                local.clone(),
+                json!({}),
+                json!({"volumeDevices": [{"name": "v", "devicePath": "/dev/y"}]})
+            )
+            .expect("fine")
+            .block
         );
         assert!(
-            of(json!({"hostPath": {"path": "/x"}, "claimRef": {"uid": "9"}}), json!({}), json!({}))
-                .is_err_and(|e| e.told("v").contains("another claim"))
+            of(
+                local,
+                json!({}),
+                json!({"volumeMounts": [{"name": "v", "mountPath": "/y"}]})
+            )
+            .is_err_and(|e| e.told("v").contains("volumeMode Block"))
+        );
+        assert!(
+            of(
+                json!({"hostPath": {"path": "/x"}, "claimRef": {"uid": "9"}}),
+                json!({}),
+                json!({})
+            )
+            .is_err_and(|e| e.told("v").contains("another claim"))
         );
         // One pod alone uses it, and its containers' label is known: the mount gives it.
         let disk = json!({"fc": {"wwids": ["w"]}, "accessModes": ["ReadWriteOncePod"], "mountOptions": ["noatime"]});
         let context = json!({"securityContext": {"seLinuxOptions": {"level": "s0:c1,c2"}}, "volumeMounts": [{"name": "v", "mountPath": "/v"}]});
         let labelled = of(disk.clone(), json!({}), context).expect("fine");
         assert_eq!(labelled.options, ["noatime", "context=\"u:r:t:s0:c1,c2\""]);
-        assert!(!labelled.is_relabelled() && of(disk, json!({}), json!({})).expect("fine").is_relabelled());
-        assert!(of(json!({"cephfs": {"monitors": []}}), json!({}), json!({})).is_err_and(|e| e.told("v").contains("does not serve")));
+        assert!(
+            !labelled.is_relabelled()
+                && of(disk, json!({}), json!({}))
+                    .expect("fine")
+                    .is_relabelled()
+        );
+        assert!(
+            of(json!({"cephfs": {"monitors": []}}), json!({}), json!({}))
+                .is_err_and(|e| e.told("v").contains("does not serve"))
+        );
     }
 
     #[test]
@@ -476,12 +739,20 @@ mod tests {
         let volume = |v: Value| serde_json::from_value::<Volume>(v).expect("a volume");
         let by_claim = volume(json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}}));
         let p = pod(json!({"name": "v"}), json!({}));
-        assert_eq!(usable(&p, &by_claim, &claimed(json!({}), "Bound").claim), Ok("pv".into()));
+        assert_eq!(
+            usable(&p, &by_claim, &claimed(json!({}), "Bound").claim),
+            Ok("pv".into())
+        );
         assert_eq!(
             usable(&p, &by_claim, &claimed(json!({}), "Pending").claim),
-            Err(Problem::Claim("error processing PVC n/c: PVC is not bound".into()))
+            Err(Problem::Claim(
+                "error processing PVC n/c: PVC is not bound".into()
+            ))
         );
         let ephemeral = volume(json!({"name": "v", "ephemeral": {}}));
-        assert!(usable(&p, &ephemeral, &claimed(json!({}), "Bound").claim).is_err_and(|e| e.told("v").contains("(pod is not owner)")));
+        assert!(
+            usable(&p, &ephemeral, &claimed(json!({}), "Bound").claim)
+                .is_err_and(|e| e.told("v").contains("(pod is not owner)"))
+        );
     }
 }

@@ -17,7 +17,12 @@ impl Bucket {
     /// `rate` tokens a second, at most `burst` at once. A rate of 0 never runs out.
     #[must_use]
     pub fn new(rate: f64, burst: f64, now: Timestamp) -> Bucket {
-        Bucket { rate, burst, tokens: burst, at: now }
+        Bucket {
+            rate,
+            burst,
+            tokens: burst,
+            at: now,
+        }
     }
 
     /// Takes a token, or says how long until there is one.
@@ -29,7 +34,8 @@ impl Bucket {
         self.tokens = (self.tokens + passed * self.rate).min(self.burst);
         self.at = now;
         if self.tokens < 1.0 {
-            return Err(Duration::try_from_secs_f64((1.0 - self.tokens) / self.rate).unwrap_or(Duration::MAX));
+            return Err(Duration::try_from_secs_f64((1.0 - self.tokens) / self.rate)
+                .unwrap_or(Duration::MAX));
         }
         self.tokens -= 1.0;
         Ok(())
@@ -52,8 +58,15 @@ mod tests {
         let mut bucket = Bucket::new(2.0, 3.0, at(0));
         assert_eq!((0..5).filter(|_| bucket.take(at(0)).is_ok()).count(), 3);
         assert_eq!(bucket.take(at(0)), Err(Duration::from_millis(500)));
-        assert_eq!((bucket.take(at(500)), bucket.take(at(500)).is_err()), (Ok(()), true));
-        assert_eq!((0..9).filter(|_| bucket.take(at(60_000)).is_ok()).count(), 3, "what is not used does not pile up");
+        assert_eq!(
+            (bucket.take(at(500)), bucket.take(at(500)).is_err()),
+            (Ok(()), true)
+        );
+        assert_eq!(
+            (0..9).filter(|_| bucket.take(at(60_000)).is_ok()).count(),
+            3,
+            "what is not used does not pile up"
+        );
         assert!((0..1000).all(|_| Bucket::new(0.0, 0.0, at(0)).take(at(0)).is_ok()));
     }
 }

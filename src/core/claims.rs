@@ -27,51 +27,89 @@ pub fn of_volume(pod: &Pod, volume: &Volume) -> Option<String> {
     if let Some(claim) = &volume.persistent_volume_claim {
         return Some(claim.claim_name.clone());
     }
-    volume.ephemeral.as_ref().map(|_| format!("{}-{}", pod.name_any(), volume.name))
+    volume
+        .ephemeral
+        .as_ref()
+        .map(|_| format!("{}-{}", pod.name_any(), volume.name))
 }
 
 /// The claims of a pod: volume and claim.
 #[must_use]
 pub fn of_pod(pod: &Pod) -> Vec<(&Volume, String)> {
-    pod::spec(pod).volumes.iter().flatten().filter_map(|v| Some((v, of_volume(pod, v)?))).collect()
+    pod::spec(pod)
+        .volumes
+        .iter()
+        .flatten()
+        .filter_map(|v| Some((v, of_volume(pod, v)?)))
+        .collect()
 }
 
 /// Whether a pod still uses its claims.
 #[must_use]
 pub fn uses(pod: &Pod, namespace: &str, claim: &str) -> bool {
-    pod.namespace().as_deref() == Some(namespace) && !pod::is_terminal(pod) && of_pod(pod).iter().any(|(_, name)| name == claim)
+    pod.namespace().as_deref() == Some(namespace)
+        && !pod::is_terminal(pod)
+        && of_pod(pod).iter().any(|(_, name)| name == claim)
 }
 
 /// The volume that a claim is bound to.
 #[must_use]
 pub fn bound(claim: &PersistentVolumeClaim) -> Option<&str> {
-    let volume = claim.spec.as_ref()?.volume_name.as_deref().filter(|v| !v.is_empty())?;
-    claim.annotations().contains_key(BIND_COMPLETED).then_some(volume)
+    let volume = claim
+        .spec
+        .as_ref()?
+        .volume_name
+        .as_deref()
+        .filter(|v| !v.is_empty())?;
+    claim
+        .annotations()
+        .contains_key(BIND_COMPLETED)
+        .then_some(volume)
 }
 
-fn storage(map: Option<&BTreeMap<String, k8s_openapi::apimachinery::pkg::api::resource::Quantity>>) -> Quantity {
-    map.and_then(|m| m.get("storage")).and_then(|q| q.0.parse().ok()).unwrap_or(Quantity::ZERO)
+fn storage(
+    map: Option<&BTreeMap<String, k8s_openapi::apimachinery::pkg::api::resource::Quantity>>,
+) -> Quantity {
+    map.and_then(|m| m.get("storage"))
+        .and_then(|q| q.0.parse().ok())
+        .unwrap_or(Quantity::ZERO)
 }
 
 /// Whether a volume was set aside for a claim: by its name, and by its uid once that is known.
 #[must_use]
 pub fn is_for(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bool {
-    let Some(reference) = volume.spec.as_ref().and_then(|s| s.claim_ref.as_ref()) else { return false };
-    let same = reference.name == claim.metadata.name && reference.namespace == claim.metadata.namespace;
-    same && reference.uid.as_ref().is_none_or(|uid| uid.is_empty() || Some(uid) == claim.metadata.uid.as_ref())
+    let Some(reference) = volume.spec.as_ref().and_then(|s| s.claim_ref.as_ref()) else {
+        return false;
+    };
+    let same =
+        reference.name == claim.metadata.name && reference.namespace == claim.metadata.namespace;
+    same && reference
+        .uid
+        .as_ref()
+        .is_none_or(|uid| uid.is_empty() || Some(uid) == claim.metadata.uid.as_ref())
 }
 
 /// Whether a node reaches a volume.
 #[must_use]
 pub fn reaches(volume: &PersistentVolume, node: &Node) -> bool {
-    let required = volume.spec.as_ref().and_then(|s| s.node_affinity.as_ref()).and_then(|a| a.required.as_ref());
-    required.is_none_or(|r| r.node_selector_terms.iter().any(|term| term_matches(term, node)))
+    let required = volume
+        .spec
+        .as_ref()
+        .and_then(|s| s.node_affinity.as_ref())
+        .and_then(|a| a.required.as_ref());
+    required.is_none_or(|r| {
+        r.node_selector_terms
+            .iter()
+            .any(|term| term_matches(term, node))
+    })
 }
 
 /// Whether a volume has what a claim asks for.
 #[must_use]
 pub fn satisfies(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bool {
-    let (Some(has), Some(asks)) = (&volume.spec, &claim.spec) else { return false };
+    let (Some(has), Some(asks)) = (&volume.spec, &claim.spec) else {
+        return false;
+    };
     let class = |c: &Option<String>| c.clone().unwrap_or_default();
     let mode = |m: &Option<String>| m.clone().unwrap_or_else(|| "Filesystem".into());
     let request = asks.resources.as_ref().and_then(|r| r.requests.as_ref());
@@ -87,12 +125,21 @@ pub fn satisfies(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bo
                 _ => value.is_none(),
             }
         });
-        expressions && selector.match_labels.iter().flatten().all(|(k, v)| labels.get(k) == Some(v))
+        expressions
+            && selector
+                .match_labels
+                .iter()
+                .flatten()
+                .all(|(k, v)| labels.get(k) == Some(v))
     });
     volume.metadata.deletion_timestamp.is_none()
         && class(&has.storage_class_name) == class(&asks.storage_class_name)
         && mode(&has.volume_mode) == mode(&asks.volume_mode)
-        && asks.access_modes.iter().flatten().all(|m| offered.contains(m))
+        && asks
+            .access_modes
+            .iter()
+            .flatten()
+            .all(|m| offered.contains(m))
         && storage(has.capacity.as_ref()) >= storage(request)
         && selected
 }
@@ -110,7 +157,12 @@ pub fn best<'a>(
     }
     let free = |v: &&PersistentVolume| v.spec.as_ref().is_some_and(|s| s.claim_ref.is_none());
     let fits = |v: &&PersistentVolume| satisfies(v, claim) && node.is_none_or(|n| reaches(v, n));
-    volumes.filter(free).filter(fits).min_by_key(|v| (storage(v.spec.as_ref().and_then(|s| s.capacity.as_ref())), v.name_any()))
+    volumes.filter(free).filter(fits).min_by_key(|v| {
+        (
+            storage(v.spec.as_ref().and_then(|s| s.capacity.as_ref())),
+            v.name_any(),
+        )
+    })
 }
 
 #[cfg(test)]
@@ -121,13 +173,19 @@ mod tests {
     fn volume(name: &str, size: &str, more: Value) -> PersistentVolume {
         let mut spec = json!({"capacity": {"storage": size}, "accessModes": ["ReadWriteOnce"], "storageClassName": "c"});
         json_patch::merge(&mut spec, &more);
-        serde_json::from_value(json!({"metadata": {"name": name, "labels": {"disk": name}}, "spec": spec})).expect("a volume")
+        serde_json::from_value(
+            json!({"metadata": {"name": name, "labels": {"disk": name}}, "spec": spec}),
+        )
+        .expect("a volume")
     }
 
     fn claim(more: Value) -> PersistentVolumeClaim {
         let mut spec = json!({"resources": {"requests": {"storage": "2Gi"}}, "accessModes": ["ReadWriteOnce"], "storageClassName": "c"});
         json_patch::merge(&mut spec, &more);
-        serde_json::from_value(json!({"metadata": {"name": "claim", "namespace": "n", "uid": "u"}, "spec": spec})).expect("a claim")
+        serde_json::from_value(
+            json!({"metadata": {"name": "claim", "namespace": "n", "uid": "u"}, "spec": spec}),
+        )
+        .expect("a claim")
     }
 
     #[test]
@@ -140,15 +198,25 @@ mod tests {
             volume("fits", "3Gi", json!({})),
             volume("raw", "2Gi", json!({"volumeMode": "Block"})),
         ];
-        let chosen = |claim: &PersistentVolumeClaim| best(volumes.iter(), claim, None).map(|v| v.name_any());
+        let chosen =
+            |claim: &PersistentVolumeClaim| best(volumes.iter(), claim, None).map(|v| v.name_any());
         for (more, expected) in [
             (json!({}), Some("fits")),
-            (json!({"selector": {"matchLabels": {"disk": "large"}}}), Some("large")),
-            (json!({"selector": {"matchExpressions": [{"key": "disk", "operator": "NotIn", "values": ["fits"]}]}}), Some("large")),
+            (
+                json!({"selector": {"matchLabels": {"disk": "large"}}}),
+                Some("large"),
+            ),
+            (
+                json!({"selector": {"matchExpressions": [{"key": "disk", "operator": "NotIn", "values": ["fits"]}]}}),
+                Some("large"),
+            ),
             (json!({"accessModes": ["ReadWriteMany"]}), None),
             (json!({"storageClassName": ""}), None),
             (json!({"volumeMode": "Block"}), Some("raw")),
-            (json!({"resources": {"requests": {"storage": "11Gi"}}}), None),
+            (
+                json!({"resources": {"requests": {"storage": "11Gi"}}}),
+                None,
+            ),
         ] {
             assert_eq!(chosen(&claim(more.clone())).as_deref(), expected, "{more}");
         }
@@ -156,14 +224,30 @@ mod tests {
 
     #[test]
     fn what_was_set_aside_is_taken_whatever_its_size() {
-        let mine = volume("mine", "1Mi", json!({"claimRef": {"namespace": "n", "name": "claim"}}));
-        let before = volume("before", "9Gi", json!({"claimRef": {"namespace": "n", "name": "claim", "uid": "an older one"}}));
-        assert_eq!(best([before, mine].iter(), &claim(json!({})), None).map(|v| v.name_any()).as_deref(), Some("mine"));
+        let mine = volume(
+            "mine",
+            "1Mi",
+            json!({"claimRef": {"namespace": "n", "name": "claim"}}),
+        );
+        let before = volume(
+            "before",
+            "9Gi",
+            json!({"claimRef": {"namespace": "n", "name": "claim", "uid": "an older one"}}),
+        );
+        assert_eq!(
+            best([before, mine].iter(), &claim(json!({})), None)
+                .map(|v| v.name_any())
+                .as_deref(),
+            Some("mine")
+        );
     }
 
     #[test]
     fn a_volume_is_only_where_its_affinity_says() {
-        let node = |name: &str| -> Node { serde_json::from_value(json!({"metadata": {"name": name, "labels": {"host": name}}})).expect("a node") };
+        let node = |name: &str| -> Node {
+            serde_json::from_value(json!({"metadata": {"name": name, "labels": {"host": name}}}))
+                .expect("a node")
+        };
         let pinned = json!({"nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [{"key": "host", "operator": "In", "values": ["a"]}]}]}}});
         let volumes = [volume("pinned", "2Gi", pinned)];
         assert!(best(volumes.iter(), &claim(json!({})), Some(&node("a"))).is_some());
@@ -175,7 +259,13 @@ mod tests {
         let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n"}, "spec": {"containers": [], "volumes": [
             {"name": "a", "persistentVolumeClaim": {"claimName": "data"}}, {"name": "b", "ephemeral": {}}, {"name": "c", "emptyDir": {}}]}}))
         .expect("a pod");
-        assert_eq!(of_pod(&pod).iter().map(|(v, c)| (v.name.as_str(), c.as_str())).collect::<Vec<_>>(), [("a", "data"), ("b", "p-b")]);
+        assert_eq!(
+            of_pod(&pod)
+                .iter()
+                .map(|(v, c)| (v.name.as_str(), c.as_str()))
+                .collect::<Vec<_>>(),
+            [("a", "data"), ("b", "p-b")]
+        );
         assert!(uses(&pod, "n", "p-b") && !uses(&pod, "m", "p-b"));
     }
 }

@@ -75,7 +75,13 @@ impl Correlator {
     pub fn decide(&mut self, said: Said<'_>, now: Timestamp) -> Option<Verdict> {
         let group_key = format!("{}\u{0}{}", said.about, said.reason);
         bound(&mut self.groups, now, |g| g.last);
-        let group = self.groups.entry(group_key.clone()).or_insert_with(|| Group { messages: BTreeSet::new(), last: now });
+        let group = self
+            .groups
+            .entry(group_key.clone())
+            .or_insert_with(|| Group {
+                messages: BTreeSet::new(),
+                last: now,
+            });
         if now.duration_since(group.last) > WINDOW {
             group.messages.clear();
         }
@@ -85,24 +91,45 @@ impl Correlator {
         }
         let merged = group.messages.len() > SIMILAR;
         let (key, message) = if merged {
-            (group_key, format!("(combined from similar events): {}", said.message))
+            (
+                group_key,
+                format!("(combined from similar events): {}", said.message),
+            )
         } else {
-            (format!("{group_key}\u{0}{}", said.message), said.message.to_owned())
+            (
+                format!("{group_key}\u{0}{}", said.message),
+                said.message.to_owned(),
+            )
         };
         bound(&mut self.buckets, now, Bucket::last);
-        self.buckets.entry(said.about.to_owned()).or_insert_with(|| Bucket::new(RATE, BURST, now)).take(now).ok()?;
+        self.buckets
+            .entry(said.about.to_owned())
+            .or_insert_with(|| Bucket::new(RATE, BURST, now))
+            .take(now)
+            .ok()?;
         let counted = self.known.get_mut(&key).map(|known| {
             known.count = known.count.saturating_add(1);
             known.last = now;
             (known.name.clone(), known.count)
         });
-        Some(Verdict { key, message, counted })
+        Some(Verdict {
+            key,
+            message,
+            counted,
+        })
     }
 
     /// A new event has been posted under this name.
     pub fn posted(&mut self, key: String, name: String, now: Timestamp) {
         bound(&mut self.known, now, |k| k.last);
-        self.known.insert(key, Known { name, count: 1, last: now });
+        self.known.insert(
+            key,
+            Known {
+                name,
+                count: 1,
+                last: now,
+            },
+        );
     }
 
     /// The event that was to be counted is not there any more.
@@ -120,7 +147,14 @@ mod tests {
     }
 
     fn say(correlator: &mut Correlator, message: &str, s: i64) -> Option<Verdict> {
-        let verdict = correlator.decide(Said { about: "pod", reason: "Warning BackOff", message }, at(s))?;
+        let verdict = correlator.decide(
+            Said {
+                about: "pod",
+                reason: "Warning BackOff",
+                message,
+            },
+            at(s),
+        )?;
         if verdict.counted.is_none() {
             correlator.posted(verdict.key.clone(), format!("e{s}"), at(s));
         }
@@ -131,23 +165,56 @@ mod tests {
     fn the_same_event_is_counted_and_similar_ones_are_merged() {
         let mut correlator = Correlator::default();
         assert_eq!(say(&mut correlator, "a", 0).and_then(|v| v.counted), None);
-        assert_eq!(say(&mut correlator, "a", 1).and_then(|v| v.counted), Some(("e0".into(), 2)));
+        assert_eq!(
+            say(&mut correlator, "a", 1).and_then(|v| v.counted),
+            Some(("e0".into(), 2))
+        );
         for n in 2..11 {
-            assert_eq!(say(&mut correlator, &format!("m{n}"), n).map(|v| (v.message, v.counted)), Some((format!("m{n}"), None)));
+            assert_eq!(
+                say(&mut correlator, &format!("m{n}"), n).map(|v| (v.message, v.counted)),
+                Some((format!("m{n}"), None))
+            );
         }
         let merged = say(&mut correlator, "m11", 11).expect("posted");
-        assert_eq!((merged.message.as_str(), merged.counted), ("(combined from similar events): m11", None));
-        assert_eq!(say(&mut correlator, "m12", 12).and_then(|v| v.counted), Some(("e11".into(), 2)));
-        assert_eq!(say(&mut correlator, "m13", 5000).map(|v| v.message).as_deref(), Some("m13"), "later it is a matter of its own");
+        assert_eq!(
+            (merged.message.as_str(), merged.counted),
+            ("(combined from similar events): m11", None)
+        );
+        assert_eq!(
+            say(&mut correlator, "m12", 12).and_then(|v| v.counted),
+            Some(("e11".into(), 2))
+        );
+        assert_eq!(
+            say(&mut correlator, "m13", 5000)
+                .map(|v| v.message)
+                .as_deref(),
+            Some("m13"),
+            "later it is a matter of its own"
+        );
     }
 
     #[test]
     fn an_object_that_says_too_much_is_silenced_and_others_are_not() {
         let mut correlator = Correlator::default();
-        let posted = (0..100).filter(|_| say(&mut correlator, "x", 0).is_some()).count();
+        let posted = (0..100)
+            .filter(|_| say(&mut correlator, "x", 0).is_some())
+            .count();
         assert_eq!(posted, 25);
-        assert!(say(&mut correlator, "x", 299).is_none() && say(&mut correlator, "x", 301).is_some());
-        assert!(correlator.decide(Said { about: "other", reason: "r", message: "x" }, at(0)).is_some());
+        assert!(
+            say(&mut correlator, "x", 299).is_none() && say(&mut correlator, "x", 301).is_some()
+        );
+        assert!(
+            correlator
+                .decide(
+                    Said {
+                        about: "other",
+                        reason: "r",
+                        message: "x"
+                    },
+                    at(0)
+                )
+                .is_some()
+        );
     }
 
     #[test]
@@ -155,10 +222,21 @@ mod tests {
         let mut correlator = Correlator::default();
         for n in 0..20_000 {
             let about = format!("pod{n}");
-            if let Some(verdict) = correlator.decide(Said { about: &about, reason: "r", message: "m" }, at(n)) {
+            if let Some(verdict) = correlator.decide(
+                Said {
+                    about: &about,
+                    reason: "r",
+                    message: "m",
+                },
+                at(n),
+            ) {
                 correlator.posted(verdict.key, about, at(n));
             }
         }
-        assert!(correlator.groups.len() <= REMEMBERED && correlator.buckets.len() <= REMEMBERED && correlator.known.len() <= REMEMBERED);
+        assert!(
+            correlator.groups.len() <= REMEMBERED
+                && correlator.buckets.len() <= REMEMBERED
+                && correlator.known.len() <= REMEMBERED
+        );
     }
 }

@@ -4,7 +4,10 @@
 use std::collections::{BTreeMap, HashMap};
 
 use holdfast_proto::csi as pb;
-use k8s_openapi::api::core::v1::{CSIPersistentVolumeSource, PersistentVolume, PersistentVolumeClaim, Pod, SecretReference, Volume as PodVolume};
+use k8s_openapi::api::core::v1::{
+    CSIPersistentVolumeSource, PersistentVolume, PersistentVolumeClaim, Pod, SecretReference,
+    Volume as PodVolume,
+};
 use k8s_openapi::api::storage::v1::CSIDriver;
 use kube::ResourceExt as _;
 use pb::volume_capability::access_mode::Mode;
@@ -71,7 +74,10 @@ pub fn unique_name(driver: &str, handle: &str) -> String {
 /// The name of the VolumeAttachment that ties a volume to a node.
 #[must_use]
 pub fn attachment_name(driver: &str, handle: &str, node: &str) -> String {
-    format!("csi-{}", sha256(format!("{handle}{driver}{node}").as_bytes()))
+    format!(
+        "csi-{}",
+        sha256(format!("{handle}{driver}{node}").as_bytes())
+    )
 }
 
 /// What the driver calls an inline volume of a pod.
@@ -82,10 +88,21 @@ pub fn inline_handle(uid: &str, volume: &str) -> String {
 
 /// What a volume has, where its claim says that its filesystem has less: somebody has to grow that.
 fn growth(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> Option<Grown> {
-    let has = claim.status.as_ref()?.capacity.as_ref()?.get("storage")?.0.parse::<Quantity>().ok()?;
+    let has = claim
+        .status
+        .as_ref()?
+        .capacity
+        .as_ref()?
+        .get("storage")?
+        .0
+        .parse::<Quantity>()
+        .ok()?;
     let text = &volume.spec.as_ref()?.capacity.as_ref()?.get("storage")?.0;
     let now = text.parse::<Quantity>().ok().filter(|now| *now > has)?;
-    Some(Grown { bytes: now.units(), text: text.clone() })
+    Some(Grown {
+        bytes: now.units(),
+        text: text.clone(),
+    })
 }
 
 fn secret(reference: Option<&SecretReference>) -> Option<(String, String)> {
@@ -95,7 +112,12 @@ fn secret(reference: Option<&SecretReference>) -> Option<(String, String)> {
 
 /// A persistent volume's.
 #[must_use]
-pub fn of_persistent(volume: &PersistentVolume, claim: &PersistentVolumeClaim, source: &CSIPersistentVolumeSource, read_only: bool) -> Volume {
+pub fn of_persistent(
+    volume: &PersistentVolume,
+    claim: &PersistentVolumeClaim,
+    source: &CSIPersistentVolumeSource,
+    read_only: bool,
+) -> Volume {
     let spec = volume.spec.clone().unwrap_or_default();
     Volume {
         driver: source.driver.clone(),
@@ -130,7 +152,10 @@ pub fn of_inline(pod: &Pod, volume: &PodVolume) -> Option<Volume> {
         modes: vec!["ReadWriteOnce".into()],
         read_only: source.read_only == Some(true),
         inline: true,
-        publish_secret: source.node_publish_secret_ref.as_ref().map(|s| (namespace, s.name.clone())),
+        publish_secret: source
+            .node_publish_secret_ref
+            .as_ref()
+            .map(|s| (namespace, s.name.clone())),
         ..Volume::default()
     })
 }
@@ -158,9 +183,17 @@ pub fn mode(modes: &[String], abilities: Abilities) -> Mode {
     if has("ReadWriteMany") {
         Mode::MultiNodeMultiWriter
     } else if has("ReadWriteOncePod") {
-        if many { Mode::SingleNodeSingleWriter } else { Mode::SingleNodeWriter }
+        if many {
+            Mode::SingleNodeSingleWriter
+        } else {
+            Mode::SingleNodeWriter
+        }
     } else if has("ReadWriteOnce") {
-        if many { Mode::SingleNodeMultiWriter } else { Mode::SingleNodeWriter }
+        if many {
+            Mode::SingleNodeMultiWriter
+        } else {
+            Mode::SingleNodeWriter
+        }
     } else {
         Mode::MultiNodeReaderOnly
     }
@@ -168,17 +201,29 @@ pub fn mode(modes: &[String], abilities: Abilities) -> Mode {
 
 /// The message that says so.
 #[must_use]
-pub fn capability(volume: &Volume, abilities: Abilities, group: Option<u32>) -> pb::VolumeCapability {
+pub fn capability(
+    volume: &Volume,
+    abilities: Abilities,
+    group: Option<u32>,
+) -> pb::VolumeCapability {
     let access = if volume.block {
         AccessType::Block(BlockVolume {})
     } else {
         AccessType::Mount(MountVolume {
             fs_type: volume.fs_type.clone(),
             mount_flags: volume.options.clone(),
-            volume_mount_group: group.filter(|_| abilities.mount_group).map(|g| g.to_string()).unwrap_or_default(),
+            volume_mount_group: group
+                .filter(|_| abilities.mount_group)
+                .map(|g| g.to_string())
+                .unwrap_or_default(),
         })
     };
-    pb::VolumeCapability { access_type: Some(access), access_mode: Some(AccessMode { mode: mode(&volume.modes, abilities) as i32 }) }
+    pb::VolumeCapability {
+        access_type: Some(access),
+        access_mode: Some(AccessMode {
+            mode: mode(&volume.modes, abilities) as i32,
+        }),
+    }
 }
 
 /// Whether we give a volume to its pod's group ourselves.
@@ -187,25 +232,48 @@ pub fn gives_group(volume: &Volume, driver: Option<&CSIDriver>, abilities: Abili
     if abilities.mount_group || volume.block || volume.read_only {
         return false;
     }
-    match driver.and_then(|d| d.spec.fs_group_policy.as_deref()).unwrap_or("ReadWriteOnceWithFSType") {
+    match driver
+        .and_then(|d| d.spec.fs_group_policy.as_deref())
+        .unwrap_or("ReadWriteOnceWithFSType")
+    {
         "File" => true,
         "None" => false,
-        _ => !volume.fs_type.is_empty() && volume.modes.iter().any(|m| m == "ReadWriteOnce" || m == "ReadWriteOncePod"),
+        _ => {
+            !volume.fs_type.is_empty()
+                && volume
+                    .modes
+                    .iter()
+                    .any(|m| m == "ReadWriteOnce" || m == "ReadWriteOncePod")
+        }
     }
 }
 
 /// A volume with its SELinux label among the options of its mount; without a label where its driver cannot mount so.
 #[must_use]
 pub fn labelled(volume: &Volume, driver: Option<&CSIDriver>) -> Volume {
-    let label = volume.label.clone().filter(|_| driver.is_some_and(|d| d.spec.se_linux_mount == Some(true)));
-    let options = volume.options.iter().cloned().chain(label.as_deref().map(selinux::option)).collect();
-    Volume { label, options, ..volume.clone() }
+    let label = volume
+        .label
+        .clone()
+        .filter(|_| driver.is_some_and(|d| d.spec.se_linux_mount == Some(true)));
+    let options = volume
+        .options
+        .iter()
+        .cloned()
+        .chain(label.as_deref().map(selinux::option))
+        .collect();
+    Volume {
+        label,
+        options,
+        ..volume.clone()
+    }
 }
 
 /// Whether a driver serves inline volumes.
 #[must_use]
 pub fn serves_inline(driver: Option<&CSIDriver>) -> bool {
-    driver.and_then(|d| d.spec.volume_lifecycle_modes.as_ref()).is_some_and(|modes| modes.iter().any(|m| m == "Ephemeral"))
+    driver
+        .and_then(|d| d.spec.volume_lifecycle_modes.as_ref())
+        .is_some_and(|modes| modes.iter().any(|m| m == "Ephemeral"))
 }
 
 /// Whether a volume has to be attached before it can be staged.
@@ -219,7 +287,10 @@ pub fn wants_attachment(volume: &Volume, driver: Option<&CSIDriver>) -> bool {
 pub fn context(volume: &Volume, pod: &Pod, driver: Option<&CSIDriver>) -> HashMap<String, String> {
     let mut context: HashMap<String, String> = volume.attributes.clone().into_iter().collect();
     if driver.is_some_and(|d| d.spec.pod_info_on_mount == Some(true)) {
-        let account = pod::spec(pod).service_account_name.clone().unwrap_or_default();
+        let account = pod::spec(pod)
+            .service_account_name
+            .clone()
+            .unwrap_or_default();
         for (key, value) in [
             ("pod.name", pod.name_any()),
             ("pod.namespace", pod.namespace().unwrap_or_default()),
@@ -263,14 +334,28 @@ mod tests {
     }
 
     fn volume(modes: &[&str], fs_type: &str) -> Volume {
-        Volume { modes: modes.iter().map(|m| (*m).into()).collect(), fs_type: fs_type.into(), ..Volume::default() }
+        Volume {
+            modes: modes.iter().map(|m| (*m).into()).collect(),
+            fs_type: fs_type.into(),
+            ..Volume::default()
+        }
     }
 
     #[test]
     fn a_label_goes_to_drivers_that_mount_with_it() {
-        let own = Volume { label: Some("u:r:t:s0:c1,c2".into()), options: vec!["noatime".into()], ..Volume::default() };
+        let own = Volume {
+            label: Some("u:r:t:s0:c1,c2".into()),
+            options: vec!["noatime".into()],
+            ..Volume::default()
+        };
         let told = labelled(&own, Some(&driver(json!({"seLinuxMount": true}))));
-        assert_eq!((told.options.join(","), told.label), ("noatime,context=\"u:r:t:s0:c1,c2\"".into(), own.label.clone()));
+        assert_eq!(
+            (told.options.join(","), told.label),
+            (
+                "noatime,context=\"u:r:t:s0:c1,c2\"".into(),
+                own.label.clone()
+            )
+        );
         for none in [None, Some(driver(json!({})))] {
             let told = labelled(&own, none.as_ref());
             assert_eq!((told.options.len(), told.label), (1, None));
@@ -279,14 +364,24 @@ mod tests {
 
     #[test]
     fn access_modes_follow_what_the_driver_can_tell_apart() {
-        let (plain, fine) = (Abilities::default(), Abilities { single_node_multi_writer: true, ..Abilities::default() });
+        let (plain, fine) = (
+            Abilities::default(),
+            Abilities {
+                single_node_multi_writer: true,
+                ..Abilities::default()
+            },
+        );
         for (modes, abilities, expected) in [
             (vec!["ReadWriteOnce"], plain, Mode::SingleNodeWriter),
             (vec!["ReadWriteOnce"], fine, Mode::SingleNodeMultiWriter),
             (vec!["ReadWriteOncePod"], plain, Mode::SingleNodeWriter),
             (vec!["ReadWriteOncePod"], fine, Mode::SingleNodeSingleWriter),
             (vec!["ReadOnlyMany"], plain, Mode::MultiNodeReaderOnly),
-            (vec!["ReadOnlyMany", "ReadWriteMany"], plain, Mode::MultiNodeMultiWriter),
+            (
+                vec!["ReadOnlyMany", "ReadWriteMany"],
+                plain,
+                Mode::MultiNodeMultiWriter,
+            ),
         ] {
             let modes: Vec<String> = modes.into_iter().map(Into::into).collect();
             assert_eq!(mode(&modes, abilities), expected, "{modes:?}");
@@ -295,7 +390,10 @@ mod tests {
 
     #[test]
     fn the_group_is_set_by_whom_the_policy_says() {
-        let (rwo, rwx) = (volume(&["ReadWriteOnce"], "ext4"), volume(&["ReadWriteMany"], "ext4"));
+        let (rwo, rwx) = (
+            volume(&["ReadWriteOnce"], "ext4"),
+            volume(&["ReadWriteMany"], "ext4"),
+        );
         let policy = |p: &str| driver(json!({"fsGroupPolicy": p}));
         let plain = Abilities::default();
         for (volume, driver, expected) in [
@@ -305,12 +403,21 @@ mod tests {
             (&rwx, Some(policy("File")), true),
             (&rwo, Some(policy("None")), false),
         ] {
-            assert_eq!(gives_group(volume, driver.as_ref(), plain), expected, "{driver:?}");
+            assert_eq!(
+                gives_group(volume, driver.as_ref(), plain),
+                expected,
+                "{driver:?}"
+            );
         }
-        let own = Abilities { mount_group: true, ..plain };
+        let own = Abilities {
+            mount_group: true,
+            ..plain
+        };
         assert!(!gives_group(&rwo, None, own), "the driver does it");
         let message = capability(&rwo, own, Some(42));
-        assert!(matches!(message.access_type, Some(AccessType::Mount(m)) if m.volume_mount_group == "42"));
+        assert!(
+            matches!(message.access_type, Some(AccessType::Mount(m)) if m.volume_mount_group == "42")
+        );
     }
 
     #[test]
@@ -318,30 +425,76 @@ mod tests {
         let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"},
             "spec": {"serviceAccountName": "s", "containers": [], "volumes": [{"name": "v", "csi": {"driver": "d", "volumeAttributes": {"a": "b"}}}]}}))
         .expect("a pod");
-        let inline = of_inline(&pod, &pod::spec(&pod).volumes.as_ref().expect("volumes")[0]).expect("inline");
-        assert_eq!(context(&inline, &pod, None), HashMap::from([("a".to_owned(), "b".to_owned())]));
-        let told = context(&inline, &pod, Some(&driver(json!({"podInfoOnMount": true}))));
-        assert_eq!((told["csi.storage.k8s.io/pod.uid"].as_str(), told["csi.storage.k8s.io/ephemeral"].as_str(), told.len()), ("u", "true", 6));
+        let inline = of_inline(&pod, &pod::spec(&pod).volumes.as_ref().expect("volumes")[0])
+            .expect("inline");
+        assert_eq!(
+            context(&inline, &pod, None),
+            HashMap::from([("a".to_owned(), "b".to_owned())])
+        );
+        let told = context(
+            &inline,
+            &pod,
+            Some(&driver(json!({"podInfoOnMount": true}))),
+        );
+        assert_eq!(
+            (
+                told["csi.storage.k8s.io/pod.uid"].as_str(),
+                told["csi.storage.k8s.io/ephemeral"].as_str(),
+                told.len()
+            ),
+            ("u", "true", 6)
+        );
         assert!(!wants_attachment(&inline, None) && !serves_inline(None));
-        assert!(serves_inline(Some(&driver(json!({"volumeLifecycleModes": ["Ephemeral"]})))));
-        assert!(!wants_attachment(&volume(&[], ""), Some(&driver(json!({"attachRequired": false})))));
+        assert!(serves_inline(Some(&driver(
+            json!({"volumeLifecycleModes": ["Ephemeral"]})
+        ))));
+        assert!(!wants_attachment(
+            &volume(&[], ""),
+            Some(&driver(json!({"attachRequired": false})))
+        ));
     }
 
     #[test]
     fn a_volume_that_is_larger_than_its_claim_knows_has_grown() {
-        let volume =
-            |size: &str| serde_json::from_value(json!({"metadata": {"name": "v"}, "spec": {"capacity": {"storage": size}}})).expect("a volume");
-        let claim = |status: Value| serde_json::from_value(json!({"metadata": {"name": "c"}, "status": status})).expect("a claim");
+        let volume = |size: &str| {
+            serde_json::from_value(
+                json!({"metadata": {"name": "v"}, "spec": {"capacity": {"storage": size}}}),
+            )
+            .expect("a volume")
+        };
+        let claim = |status: Value| {
+            serde_json::from_value(json!({"metadata": {"name": "c"}, "status": status}))
+                .expect("a claim")
+        };
         let known = claim(json!({"capacity": {"storage": "1Mi"}}));
-        assert_eq!(growth(&volume("2Mi"), &known), Some(Grown { bytes: 2 << 20, text: "2Mi".into() }));
-        assert_eq!((growth(&volume("1Mi"), &known), growth(&volume("512Ki"), &known)), (None, None));
-        assert_eq!(growth(&volume("2Mi"), &claim(json!({}))), None, "what it has is not known yet");
+        assert_eq!(
+            growth(&volume("2Mi"), &known),
+            Some(Grown {
+                bytes: 2 << 20,
+                text: "2Mi".into()
+            })
+        );
+        assert_eq!(
+            (
+                growth(&volume("1Mi"), &known),
+                growth(&volume("512Ki"), &known)
+            ),
+            (None, None)
+        );
+        assert_eq!(
+            growth(&volume("2Mi"), &claim(json!({}))),
+            None,
+            "what it has is not known yet"
+        );
     }
 
     #[test]
     fn names_are_those_that_the_attacher_makes() {
         assert_eq!(unique_name("d", "h"), "kubernetes.io/csi/d^h");
-        assert_eq!(attachment_name("d", "h", "n"), format!("csi-{}", sha256(b"hdn")));
+        assert_eq!(
+            attachment_name("d", "h", "n"),
+            format!("csi-{}", sha256(b"hdn"))
+        );
         assert_eq!(inline_handle("u", "v"), format!("csi-{}", sha256(b"uv")));
     }
 
@@ -356,7 +509,13 @@ mod tests {
             ..VolumeData::default()
         };
         let text = serde_json::to_string(&data).expect("json");
-        assert_eq!(text, r#"{"specVolID":"pv","volumeHandle":"h","driverName":"d","nodeName":"n","volumeLifecycleMode":"Persistent"}"#);
-        assert_eq!(serde_json::from_str::<VolumeData>(&text).expect("read"), data);
+        assert_eq!(
+            text,
+            r#"{"specVolID":"pv","volumeHandle":"h","driverName":"d","nodeName":"n","volumeLifecycleMode":"Persistent"}"#
+        );
+        assert_eq!(
+            serde_json::from_str::<VolumeData>(&text).expect("read"),
+            data
+        );
     }
 }

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::{FCVolumeSource, ISCSIPersistentVolumeSource, ISCSIVolumeSource, LocalObjectReference};
+use k8s_openapi::api::core::v1::{
+    FCVolumeSource, ISCSIPersistentVolumeSource, ISCSIVolumeSource, LocalObjectReference,
+};
 use serde::{Deserialize, Serialize};
 
 /// Names and passwords for a portal. Never printed.
@@ -54,7 +56,14 @@ pub enum Disk {
 }
 
 fn with_port(portal: &str) -> String {
-    if portal.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok()) { portal.to_owned() } else { format!("{portal}:3260") }
+    if portal
+        .rsplit_once(':')
+        .is_some_and(|(_, port)| port.parse::<u16>().is_ok())
+    {
+        portal.to_owned()
+    } else {
+        format!("{portal}:3260")
+    }
 }
 
 /// An iSCSI volume of a pod in `namespace`.
@@ -65,10 +74,20 @@ pub fn of_iscsi(source: &ISCSIVolumeSource, namespace: &str) -> Disk {
         portals: all.map(|p| with_port(p)).collect(),
         iqn: source.iqn.clone(),
         lun: source.lun,
-        interface: source.iscsi_interface.clone().filter(|i| !i.is_empty()).unwrap_or_else(|| "default".into()),
+        interface: source
+            .iscsi_interface
+            .clone()
+            .filter(|i| !i.is_empty())
+            .unwrap_or_else(|| "default".into()),
         initiator: source.initiator_name.clone(),
-        chap: (source.chap_auth_discovery == Some(true), source.chap_auth_session == Some(true)),
-        secret: source.secret_ref.as_ref().map(|s| (namespace.to_owned(), s.name.clone())),
+        chap: (
+            source.chap_auth_discovery == Some(true),
+            source.chap_auth_session == Some(true),
+        ),
+        secret: source
+            .secret_ref
+            .as_ref()
+            .map(|s| (namespace.to_owned(), s.name.clone())),
         passwords: Chap::default(),
     })
 }
@@ -77,7 +96,10 @@ pub fn of_iscsi(source: &ISCSIVolumeSource, namespace: &str) -> Disk {
 #[must_use]
 pub fn of_persistent_iscsi(source: &ISCSIPersistentVolumeSource, namespace: &str) -> Disk {
     let reference = source.secret_ref.clone();
-    let place = reference.as_ref().and_then(|s| s.namespace.clone()).unwrap_or_else(|| namespace.to_owned());
+    let place = reference
+        .as_ref()
+        .and_then(|s| s.namespace.clone())
+        .unwrap_or_else(|| namespace.to_owned());
     let own = ISCSIVolumeSource {
         chap_auth_discovery: source.chap_auth_discovery,
         chap_auth_session: source.chap_auth_session,
@@ -88,7 +110,9 @@ pub fn of_persistent_iscsi(source: &ISCSIPersistentVolumeSource, namespace: &str
         lun: source.lun,
         portals: source.portals.clone(),
         read_only: source.read_only,
-        secret_ref: reference.map(|s| LocalObjectReference { name: s.name.unwrap_or_default() }),
+        secret_ref: reference.map(|s| LocalObjectReference {
+            name: s.name.unwrap_or_default(),
+        }),
         target_portal: source.target_portal.clone(),
     };
     of_iscsi(&own, &place)
@@ -97,7 +121,11 @@ pub fn of_persistent_iscsi(source: &ISCSIPersistentVolumeSource, namespace: &str
 /// A Fibre Channel volume.
 #[must_use]
 pub fn of_fc(source: &FCVolumeSource) -> Disk {
-    Disk::Fc { wwns: source.target_wwns.clone().unwrap_or_default(), lun: source.lun.unwrap_or(0), wwids: source.wwids.clone().unwrap_or_default() }
+    Disk::Fc {
+        wwns: source.target_wwns.clone().unwrap_or_default(),
+        lun: source.lun.unwrap_or(0),
+        wwids: source.wwids.clone().unwrap_or_default(),
+    }
 }
 
 impl Disk {
@@ -116,10 +144,19 @@ impl Disk {
         match self {
             Disk::Iscsi(i) => {
                 let portal = i.portals.first().map(String::as_str).unwrap_or_default();
-                vec!["kubernetes.io".into(), "iscsi".into(), format!("iface-{}", i.interface), format!("{portal}-{}-lun-{}", i.iqn, i.lun)]
+                vec![
+                    "kubernetes.io".into(),
+                    "iscsi".into(),
+                    format!("iface-{}", i.interface),
+                    format!("{portal}-{}-lun-{}", i.iqn, i.lun),
+                ]
             }
             Disk::Fc { wwns, lun, wwids } => {
-                let name = if wwns.is_empty() { wwids.join("-").replace(' ', "_") } else { format!("{}-lun-{lun}", wwns.join("-")) };
+                let name = if wwns.is_empty() {
+                    wwids.join("-").replace(' ', "_")
+                } else {
+                    format!("{}-lun-{lun}", wwns.join("-"))
+                };
                 vec!["kubernetes.io".into(), "fc".into(), name]
             }
         }
@@ -136,12 +173,24 @@ impl Disk {
     /// Whether a link below `/dev/disk` is to this disk: the directory's name and the link's.
     #[must_use]
     pub fn is_named(&self, dir: &str, link: &str) -> bool {
-        let ends = |name: &str| link == name || link.strip_suffix(name).is_some_and(|before| before.ends_with('-'));
+        let ends = |name: &str| {
+            link == name
+                || link
+                    .strip_suffix(name)
+                    .is_some_and(|before| before.ends_with('-'))
+        };
         match self {
             Disk::Iscsi(i) => dir == "by-path" && i.portals.iter().any(|p| ends(&i.link(p))),
             Disk::Fc { wwns, lun, wwids } => match dir {
-                "by-path" => wwns.iter().any(|w| ends(&format!("fc-0x{}-lun-{lun}", w.trim_start_matches("0x").to_lowercase()))),
-                "by-id" => wwids.iter().any(|w| link == format!("scsi-{}", w.replace(' ', "_"))),
+                "by-path" => wwns.iter().any(|w| {
+                    ends(&format!(
+                        "fc-0x{}-lun-{lun}",
+                        w.trim_start_matches("0x").to_lowercase()
+                    ))
+                }),
+                "by-id" => wwids
+                    .iter()
+                    .any(|w| link == format!("scsi-{}", w.replace(' ', "_"))),
                 _ => false,
             },
         }
@@ -151,7 +200,11 @@ impl Disk {
 impl Iscsi {
     /// The interface that is used: one of our own where we have a name of our own.
     fn iface(&self, portal: &str) -> String {
-        if self.initiator.is_some() { format!("{portal}:{}", self.iqn) } else { self.interface.clone() }
+        if self.initiator.is_some() {
+            format!("{portal}:{}", self.iqn)
+        } else {
+            self.interface.clone()
+        }
     }
 
     /// What udev calls the disk below `/dev/disk/by-path`.
@@ -171,21 +224,55 @@ impl Iscsi {
         let mut calls = vec![];
         if let Some(name) = &self.initiator {
             calls.push(Self::with(&["-m", "iface", "-I", &iface, "-o", "new"]));
-            calls.push(Self::with(&["-m", "iface", "-I", &iface, "-o", "update", "-n", "iface.initiatorname", "-v", name]));
+            calls.push(Self::with(&[
+                "-m",
+                "iface",
+                "-I",
+                &iface,
+                "-o",
+                "update",
+                "-n",
+                "iface.initiatorname",
+                "-v",
+                name,
+            ]));
         }
-        let discovery = ["-m", "discoverydb", "-t", "sendtargets", "-p", portal, "-I", &iface];
+        let discovery = [
+            "-m",
+            "discoverydb",
+            "-t",
+            "sendtargets",
+            "-p",
+            portal,
+            "-I",
+            &iface,
+        ];
         let node = ["-m", "node", "-p", portal, "-T", &self.iqn, "-I", &iface];
-        let set = |base: &[&str], key: &str, value: &str| Self::with(&[base, &["-o", "update", "-n", key, "-v", value]].concat());
+        let set = |base: &[&str], key: &str, value: &str| {
+            Self::with(&[base, &["-o", "update", "-n", key, "-v", value]].concat())
+        };
         if self.chap.0 {
             calls.push(Self::with(&[&discovery[..], &["-o", "new"]].concat()));
-            calls.push(set(&discovery, "discovery.sendtargets.auth.authmethod", "CHAP"));
-            let own = self.passwords.0.iter().filter(|(key, _)| key.starts_with("discovery.sendtargets.auth."));
+            calls.push(set(
+                &discovery,
+                "discovery.sendtargets.auth.authmethod",
+                "CHAP",
+            ));
+            let own = self
+                .passwords
+                .0
+                .iter()
+                .filter(|(key, _)| key.starts_with("discovery.sendtargets.auth."));
             calls.extend(own.map(|(key, value)| set(&discovery, key, value)));
         }
         calls.push(Self::with(&[&discovery[..], &["--discover"]].concat()));
         if self.chap.1 {
             calls.push(set(&node, "node.session.auth.authmethod", "CHAP"));
-            let own = self.passwords.0.iter().filter(|(key, _)| key.starts_with("node.session.auth."));
+            let own = self
+                .passwords
+                .0
+                .iter()
+                .filter(|(key, _)| key.starts_with("node.session.auth."));
             calls.extend(own.map(|(key, value)| set(&node, key, value)));
         }
         calls.push(Self::with(&[&node[..], &["--login"]].concat()));
@@ -199,7 +286,10 @@ impl Iscsi {
     pub fn logout(&self, portal: &str) -> Vec<Vec<String>> {
         let iface = self.iface(portal);
         let node = ["-m", "node", "-p", portal, "-T", &self.iqn, "-I", &iface];
-        let mut calls = vec![Self::with(&[&node[..], &["--logout"]].concat()), Self::with(&[&node[..], &["-o", "delete"]].concat())];
+        let mut calls = vec![
+            Self::with(&[&node[..], &["--logout"]].concat()),
+            Self::with(&[&node[..], &["-o", "delete"]].concat()),
+        ];
         if self.initiator.is_some() {
             calls.push(Self::with(&["-m", "iface", "-I", &iface, "-o", "delete"]));
         }
@@ -222,11 +312,31 @@ mod tests {
     fn disks_are_known_by_their_links() {
         let disk = iscsi(json!({}));
         for (dir, link, expected) in [
-            ("by-path", "ip-192.0.2.1:3260-iscsi-iqn.2026-11.test:disk-lun-3", true),
-            ("by-path", "pci-0000:01-ip-192.0.2.2:9999-iscsi-iqn.2026-11.test:disk-lun-3", true),
-            ("by-path", "ip-192.0.2.1:3260-iscsi-iqn.2026-11.test:disk-lun-33", false),
-            ("by-path", "ip-192.0.2.1:3260-iscsi-iqn.2026-11.test:disk-lun-3-part1", false),
-            ("by-id", "ip-192.0.2.1:3260-iscsi-iqn.2026-11.test:disk-lun-3", false),
+            (
+                "by-path",
+                "ip-192.0.2.1:3260-iscsi-iqn.2026-11.test:disk-lun-3",
+                true,
+            ),
+            (
+                "by-path",
+                "pci-0000:01-ip-192.0.2.2:9999-iscsi-iqn.2026-11.test:disk-lun-3",
+                true,
+            ),
+            (
+                "by-path",
+                "ip-192.0.2.1:3260-iscsi-iqn.2026-11.test:disk-lun-33",
+                false,
+            ),
+            (
+                "by-path",
+                "ip-192.0.2.1:3260-iscsi-iqn.2026-11.test:disk-lun-3-part1",
+                false,
+            ),
+            (
+                "by-id",
+                "ip-192.0.2.1:3260-iscsi-iqn.2026-11.test:disk-lun-3",
+                false,
+            ),
         ] {
             assert_eq!(disk.is_named(dir, link), expected, "{link}");
         }
@@ -236,13 +346,19 @@ mod tests {
         assert!(!by_target.is_named("by-path", "pci-0000:41:00.0-fc-0x50060e801049cfd1-lun-01"));
         let own = fc(json!({"wwids": ["3600508b400105e210000900000490000"]}));
         assert!(own.is_named("by-id", "scsi-3600508b400105e210000900000490000"));
-        assert_eq!(by_target.place().last().map(String::as_str), Some("50060E801049CFD1-lun-0"));
+        assert_eq!(
+            by_target.place().last().map(String::as_str),
+            Some("50060E801049CFD1-lun-0")
+        );
     }
 
     #[test]
     fn logging_in_says_only_what_is_asked_for() {
-        let Disk::Iscsi(plain) = iscsi(json!({})) else { panic!("iSCSI") };
-        let words = |calls: Vec<Vec<String>>| calls.into_iter().map(|c| c.join(" ")).collect::<Vec<_>>();
+        let Disk::Iscsi(plain) = iscsi(json!({})) else {
+            panic!("iSCSI")
+        };
+        let words =
+            |calls: Vec<Vec<String>>| calls.into_iter().map(|c| c.join(" ")).collect::<Vec<_>>();
         let node = "-m node -p P -T iqn.2026-11.test:disk -I default";
         assert_eq!(
             words(plain.login("P")),
@@ -252,11 +368,26 @@ mod tests {
                 format!("{node} -o update -n node.startup -v manual")
             ]
         );
-        assert_eq!(words(plain.logout("P")), [format!("{node} --logout"), format!("{node} -o delete")]);
-        let Disk::Iscsi(mut secured) = iscsi(json!({"chapAuthSession": true, "initiatorName": "iqn.me"})) else { panic!("iSCSI") };
-        secured.passwords = Chap(BTreeMap::from([("node.session.auth.password".into(), "p".into()), ("other".into(), "q".into())]));
+        assert_eq!(
+            words(plain.logout("P")),
+            [format!("{node} --logout"), format!("{node} -o delete")]
+        );
+        let Disk::Iscsi(mut secured) =
+            iscsi(json!({"chapAuthSession": true, "initiatorName": "iqn.me"}))
+        else {
+            panic!("iSCSI")
+        };
+        secured.passwords = Chap(BTreeMap::from([
+            ("node.session.auth.password".into(), "p".into()),
+            ("other".into(), "q".into()),
+        ]));
         let said = words(secured.login("P"));
-        assert!(said.iter().any(|c| c.ends_with("-n node.session.auth.password -v p")) && !said.iter().any(|c| c.contains("other")), "{said:?}");
+        assert!(
+            said.iter()
+                .any(|c| c.ends_with("-n node.session.auth.password -v p"))
+                && !said.iter().any(|c| c.contains("other")),
+            "{said:?}"
+        );
         assert!(said[0].ends_with("-o new") && said[1].ends_with("-v iqn.me"));
         assert_eq!(format!("{:?}", secured.passwords), "Chap(2 values)");
     }

@@ -30,7 +30,10 @@ impl Resolver {
             let mut words = line.split_whitespace();
             // The root alone says nothing.
             let rest = |words: std::str::SplitWhitespace<'_>| {
-                words.map(|w| w.trim_end_matches('.').to_owned()).filter(|w| !w.is_empty()).collect::<Vec<_>>()
+                words
+                    .map(|w| w.trim_end_matches('.').to_owned())
+                    .filter(|w| !w.is_empty())
+                    .collect::<Vec<_>>()
             };
             match words.next() {
                 Some("nameserver") => resolver.servers.extend(words.next().map(Into::into)),
@@ -57,7 +60,8 @@ pub fn config(pod: &Pod, resolver: &Resolver) -> (DnsConfig, Warnings) {
     let mut warnings = Warnings::new();
     let spec = pod::spec(pod);
     let policy = spec.dns_policy.as_deref().unwrap_or("ClusterFirst");
-    let cluster = policy == "ClusterFirstWithHostNet" || (policy == "ClusterFirst" && !pod::host_network(pod));
+    let cluster = policy == "ClusterFirstWithHostNet"
+        || (policy == "ClusterFirst" && !pod::host_network(pod));
     if cluster && resolver.cluster_dns.is_empty() {
         warnings.push((
             "MissingClusterDNS",
@@ -72,20 +76,41 @@ pub fn config(pod: &Pod, resolver: &Resolver) -> (DnsConfig, Warnings) {
     } else if cluster && !resolver.cluster_dns.is_empty() {
         let domain = &resolver.cluster_domain;
         let namespace = pod.namespace().unwrap_or_default();
-        let mut searches =
-            if domain.is_empty() { vec![] } else { vec![format!("{namespace}.svc.{domain}"), format!("svc.{domain}"), domain.clone()] };
+        let mut searches = if domain.is_empty() {
+            vec![]
+        } else {
+            vec![
+                format!("{namespace}.svc.{domain}"),
+                format!("svc.{domain}"),
+                domain.clone(),
+            ]
+        };
         searches.extend(resolver.searches.iter().cloned());
-        DnsConfig { servers: resolver.cluster_dns.clone(), searches, options: vec!["ndots:5".into()] }
+        DnsConfig {
+            servers: resolver.cluster_dns.clone(),
+            searches,
+            options: vec!["ndots:5".into()],
+        }
     } else {
-        DnsConfig { servers: resolver.servers.clone(), searches: resolver.searches.clone(), options: resolver.options.clone() }
+        DnsConfig {
+            servers: resolver.servers.clone(),
+            searches: resolver.searches.clone(),
+            options: resolver.options.clone(),
+        }
     };
     if let Some(own) = &spec.dns_config {
-        dns.servers.extend(own.nameservers.iter().flatten().cloned());
+        dns.servers
+            .extend(own.nameservers.iter().flatten().cloned());
         dns.searches.extend(own.searches.iter().flatten().cloned());
         for option in own.options.iter().flatten() {
             let name = option.name.clone().unwrap_or_default();
             dns.options.retain(|o| o.split(':').next() != Some(&name));
-            dns.options.push(option.value.as_ref().map_or(name.clone(), |v| format!("{name}:{v}")));
+            dns.options.push(
+                option
+                    .value
+                    .as_ref()
+                    .map_or(name.clone(), |v| format!("{name}:{v}")),
+            );
         }
     }
     unique(&mut dns.servers);
@@ -93,7 +118,9 @@ pub fn config(pod: &Pod, resolver: &Resolver) -> (DnsConfig, Warnings) {
     if dns.servers.len() > MAX_SERVERS {
         dns.servers.truncate(MAX_SERVERS);
         let line = dns.servers.join(" ");
-        let message = format!("Nameserver limits were exceeded, some nameservers have been omitted, the applied nameserver line is: {line}");
+        let message = format!(
+            "Nameserver limits were exceeded, some nameservers have been omitted, the applied nameserver line is: {line}"
+        );
         warnings.push(("DNSConfigForming", message));
     }
     let (before, mut length) = (dns.searches.len(), 0);
@@ -105,7 +132,9 @@ pub fn config(pod: &Pod, resolver: &Resolver) -> (DnsConfig, Warnings) {
     });
     if dns.searches.len() < before {
         let line = dns.searches.join(" ");
-        let message = format!("Search Line limits were exceeded, some search paths have been omitted, the applied search line is: {line}");
+        let message = format!(
+            "Search Line limits were exceeded, some search paths have been omitted, the applied search line is: {line}"
+        );
         warnings.push(("DNSConfigForming", message));
     }
     (dns, warnings)
@@ -114,13 +143,22 @@ pub fn config(pod: &Pod, resolver: &Resolver) -> (DnsConfig, Warnings) {
 /// What is wrong with the node's own resolver configuration, for the node's events.
 #[must_use]
 pub fn check_host(resolver: &Resolver) -> Option<String> {
-    let own = if resolver.cluster_domain.is_empty() { 0 } else { 3 };
+    let own = if resolver.cluster_domain.is_empty() {
+        0
+    } else {
+        3
+    };
     let most = MAX_SEARCHES - own;
     if resolver.searches.len() > most {
-        return Some(format!("the node's resolv.conf has {} search domains; pods get the first {most}", resolver.searches.len()));
+        return Some(format!(
+            "the node's resolv.conf has {} search domains; pods get the first {most}",
+            resolver.searches.len()
+        ));
     }
     if let Some(long) = resolver.searches.iter().find(|s| s.len() > MAX_SEARCH) {
-        return Some(format!("a search domain in the node's resolv.conf is longer than {MAX_SEARCH} characters and is left out: {long}"));
+        return Some(format!(
+            "a search domain in the node's resolv.conf is longer than {MAX_SEARCH} characters and is left out: {long}"
+        ));
     }
     let line: usize = resolver.searches.iter().map(|s| s.len() + 1).sum();
     (line > MAX_SEARCH_LINE + 1)
@@ -138,11 +176,18 @@ pub fn hostname(pod: &Pod, cluster_domain: &str) -> Result<(String, String), Str
     if let Some(name) = spec.hostname_override.clone().filter(|h| !h.is_empty()) {
         return Ok((name, String::new()));
     }
-    let name = spec.hostname.clone().filter(|h| !h.is_empty()).unwrap_or_else(|| pod.name_any());
+    let name = spec
+        .hostname
+        .clone()
+        .filter(|h| !h.is_empty())
+        .unwrap_or_else(|| pod.name_any());
     let short: String = name.chars().take(63).collect();
     let short = short.trim_end_matches(['-', '.']).to_owned();
     let domain = match spec.subdomain.clone().filter(|s| !s.is_empty()) {
-        Some(subdomain) => format!("{subdomain}.{}.svc.{cluster_domain}", pod.namespace().unwrap_or_default()),
+        Some(subdomain) => format!(
+            "{subdomain}.{}.svc.{cluster_domain}",
+            pod.namespace().unwrap_or_default()
+        ),
         None => String::new(),
     };
     if spec.set_hostname_as_fqdn == Some(true) && !domain.is_empty() {
@@ -178,11 +223,19 @@ pub fn hosts_file(pod: &Pod, ips: &[String], cluster_domain: &str, node: &str) -
         }
         text
     };
-    let aliases = pod.spec.as_ref().and_then(|s| s.host_aliases.clone()).unwrap_or_default();
+    let aliases = pod
+        .spec
+        .as_ref()
+        .and_then(|s| s.host_aliases.clone())
+        .unwrap_or_default();
     if !aliases.is_empty() {
         text.push_str("\n# Entries added by HostAliases.\n");
         for alias in aliases {
-            text.push_str(&format!("{}\t{}\n", alias.ip, alias.hostnames.unwrap_or_default().join("\t")));
+            text.push_str(&format!(
+                "{}\t{}\n",
+                alias.ip,
+                alias.hostnames.unwrap_or_default().join("\t")
+            ));
         }
     }
     text
@@ -194,7 +247,8 @@ mod tests {
     use serde_json::{Value, json};
 
     fn pod(spec: Value) -> Pod {
-        let mut base = json!({"metadata": {"name": "p", "namespace": "n"}, "spec": {"containers": []}});
+        let mut base =
+            json!({"metadata": {"name": "p", "namespace": "n"}, "spec": {"containers": []}});
         json_patch::merge(&mut base["spec"], &spec);
         serde_json::from_value(base).expect("a pod")
     }
@@ -211,42 +265,92 @@ mod tests {
             (cluster.servers, cluster.searches, cluster.options),
             (
                 vec!["10.96.0.10".into()],
-                vec!["n.svc.cluster.local".into(), "svc.cluster.local".into(), "cluster.local".into(), "a.b".into()],
+                vec![
+                    "n.svc.cluster.local".into(),
+                    "svc.cluster.local".into(),
+                    "cluster.local".into(),
+                    "a.b".into()
+                ],
                 vec!["ndots:5".to_owned()]
             )
         );
-        assert_eq!(config(&pod(json!({"hostNetwork": true})), &resolver).0.servers, ["1.1.1.1"]);
+        assert_eq!(
+            config(&pod(json!({"hostNetwork": true})), &resolver)
+                .0
+                .servers,
+            ["1.1.1.1"]
+        );
         let (none, _) = config(
-            &pod(json!({"dnsPolicy": "None", "dnsConfig": {"nameservers": ["9.9.9.9", "9.9.9.9"], "options": [{"name": "ndots", "value": "2"}]}})),
+            &pod(
+                json!({"dnsPolicy": "None", "dnsConfig": {"nameservers": ["9.9.9.9", "9.9.9.9"], "options": [{"name": "ndots", "value": "2"}]}}),
+            ),
             &resolver,
         );
-        assert_eq!((none.servers, none.options), (vec!["9.9.9.9".to_owned()], vec!["ndots:2".to_owned()]));
+        assert_eq!(
+            (none.servers, none.options),
+            (vec!["9.9.9.9".to_owned()], vec!["ndots:2".to_owned()])
+        );
     }
 
     #[test]
     fn too_much_is_left_out_and_said() {
-        let resolver = Resolver { searches: (0..40).map(|n| format!("d{n}.example")).collect(), ..Resolver::default() };
-        let many = pod(json!({"dnsPolicy": "Default", "dnsConfig": {"nameservers": ["1.1.1.1", "2.2.2.2", "3.3.3.3", "4.4.4.4"]}}));
+        let resolver = Resolver {
+            searches: (0..40).map(|n| format!("d{n}.example")).collect(),
+            ..Resolver::default()
+        };
+        let many = pod(
+            json!({"dnsPolicy": "Default", "dnsConfig": {"nameservers": ["1.1.1.1", "2.2.2.2", "3.3.3.3", "4.4.4.4"]}}),
+        );
         let (dns, warnings) = config(&many, &resolver);
         assert_eq!((dns.servers.len(), dns.searches.len()), (3, 32));
-        assert!(warnings[0].1.ends_with("line is: 1.1.1.1 2.2.2.2 3.3.3.3") && warnings[1].1.starts_with("Search Line limits"), "{warnings:?}");
-        assert!(check_host(&resolver).is_some_and(|w| w.contains("32")) && check_host(&Resolver::default()).is_none());
-        assert_eq!(config(&pod(json!({})), &Resolver::default()).1[0].0, "MissingClusterDNS");
-        assert_eq!(hostname(&pod(json!({"hostnameOverride": "own.name", "subdomain": "s"})), "c"), Ok(("own.name".into(), String::new())));
+        assert!(
+            warnings[0].1.ends_with("line is: 1.1.1.1 2.2.2.2 3.3.3.3")
+                && warnings[1].1.starts_with("Search Line limits"),
+            "{warnings:?}"
+        );
+        assert!(
+            check_host(&resolver).is_some_and(|w| w.contains("32"))
+                && check_host(&Resolver::default()).is_none()
+        );
+        assert_eq!(
+            config(&pod(json!({})), &Resolver::default()).1[0].0,
+            "MissingClusterDNS"
+        );
+        assert_eq!(
+            hostname(
+                &pod(json!({"hostnameOverride": "own.name", "subdomain": "s"})),
+                "c"
+            ),
+            Ok(("own.name".into(), String::new()))
+        );
     }
 
     #[test]
     fn hosts_name_the_pod() {
         let text = hosts_file(
-            &pod(json!({"subdomain": "s", "hostAliases": [{"ip": "1.2.3.4", "hostnames": ["x", "y"]}]})),
+            &pod(
+                json!({"subdomain": "s", "hostAliases": [{"ip": "1.2.3.4", "hostnames": ["x", "y"]}]}),
+            ),
             &["10.0.0.2".into()],
             "cluster.local",
             "",
         );
-        assert!(text.contains("10.0.0.2\tp.s.n.svc.cluster.local\tp\n"), "{text}");
+        assert!(
+            text.contains("10.0.0.2\tp.s.n.svc.cluster.local\tp\n"),
+            "{text}"
+        );
         assert!(text.ends_with("1.2.3.4\tx\ty\n"));
-        assert!(hosts_file(&pod(json!({"hostNetwork": true})), &[], "", "127.0.0.1 me\n").contains("host network).\n127.0.0.1 me"));
-        let long = pod(json!({"hostname": "h".repeat(60), "subdomain": "sub", "setHostnameAsFQDN": true}));
+        assert!(
+            hosts_file(
+                &pod(json!({"hostNetwork": true})),
+                &[],
+                "",
+                "127.0.0.1 me\n"
+            )
+            .contains("host network).\n127.0.0.1 me")
+        );
+        let long =
+            pod(json!({"hostname": "h".repeat(60), "subdomain": "sub", "setHostnameAsFQDN": true}));
         assert!(hostname(&long, "cluster.local").is_err());
     }
 }

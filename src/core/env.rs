@@ -58,30 +58,59 @@ pub fn expand(text: &str, lookup: impl Fn(&str) -> Option<String>) -> String {
 
 /// The variables that tell of services: `kubernetes` of `default` always, those of the namespace if wanted.
 #[must_use]
-pub fn of_services(services: &[std::sync::Arc<Service>], namespace: &str, links: bool) -> BTreeMap<String, String> {
+pub fn of_services(
+    services: &[std::sync::Arc<Service>],
+    namespace: &str,
+    links: bool,
+) -> BTreeMap<String, String> {
     let mut env = BTreeMap::new();
     for service in services {
         let (name, at) = (service.name_any(), service.namespace().unwrap_or_default());
         let own = at == namespace && links;
         let api = at == "default" && name == "kubernetes";
-        let Some(ip) = service.spec.as_ref().and_then(|s| s.cluster_ip.clone()).filter(|ip| !ip.is_empty() && ip != "None") else { continue };
-        let ports = service.spec.as_ref().and_then(|s| s.ports.clone()).unwrap_or_default();
+        let Some(ip) = service
+            .spec
+            .as_ref()
+            .and_then(|s| s.cluster_ip.clone())
+            .filter(|ip| !ip.is_empty() && ip != "None")
+        else {
+            continue;
+        };
+        let ports = service
+            .spec
+            .as_ref()
+            .and_then(|s| s.ports.clone())
+            .unwrap_or_default();
         let Some(first) = ports.first() else { continue };
         if !own && !api {
             continue;
         }
         let upper = name.to_uppercase().replace('-', "_");
-        let host = if ip.contains(':') { format!("[{ip}]") } else { ip.clone() };
+        let host = if ip.contains(':') {
+            format!("[{ip}]")
+        } else {
+            ip.clone()
+        };
         env.insert(format!("{upper}_SERVICE_HOST"), ip.clone());
         env.insert(format!("{upper}_SERVICE_PORT"), first.port.to_string());
         let url = |port: &k8s_openapi::api::core::v1::ServicePort| {
-            format!("{}://{host}:{}", port.protocol.as_deref().unwrap_or("TCP").to_lowercase(), port.port)
+            format!(
+                "{}://{host}:{}",
+                port.protocol.as_deref().unwrap_or("TCP").to_lowercase(),
+                port.port
+            )
         };
         env.insert(format!("{upper}_PORT"), url(first));
         for port in &ports {
             let protocol = port.protocol.as_deref().unwrap_or("TCP");
             if let Some(name) = port.name.as_deref().filter(|n| !n.is_empty()) {
-                env.insert(format!("{upper}_SERVICE_PORT_{}", name.to_uppercase().replace('-', "_")), port.port.to_string());
+                env.insert(
+                    format!(
+                        "{upper}_SERVICE_PORT_{}",
+                        name.to_uppercase().replace('-', "_")
+                    ),
+                    port.port.to_string(),
+                );
             }
             let prefix = format!("{upper}_PORT_{}_{protocol}", port.port);
             env.insert(prefix.clone(), url(port));
@@ -96,7 +125,11 @@ pub fn of_services(services: &[std::sync::Arc<Service>], namespace: &str, links:
 /// A field of the pod as text.
 pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
     let pod = around.pod;
-    let keyed = |prefix: &str| path.strip_prefix(prefix).and_then(|r| r.strip_prefix("['")).and_then(|r| r.strip_suffix("']"));
+    let keyed = |prefix: &str| {
+        path.strip_prefix(prefix)
+            .and_then(|r| r.strip_prefix("['"))
+            .and_then(|r| r.strip_suffix("']"))
+    };
     if let Some(key) = keyed("metadata.labels") {
         return Ok(pod.labels().get(key).cloned().unwrap_or_default());
     }
@@ -104,7 +137,12 @@ pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
         return Ok(pod.annotations().get(key).cloned().unwrap_or_default());
     }
     let spec = super::pod::spec(pod);
-    let lines = |map: &BTreeMap<String, String>| map.iter().map(|(k, v)| format!("{k}={v:?}")).collect::<Vec<_>>().join("\n");
+    let lines = |map: &BTreeMap<String, String>| {
+        map.iter()
+            .map(|(k, v)| format!("{k}={v:?}"))
+            .collect::<Vec<_>>()
+            .join("\n")
+    };
     Ok(match path {
         "metadata.name" => pod.name_any(),
         "metadata.namespace" => pod.namespace().unwrap_or_default(),
@@ -123,20 +161,47 @@ pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
 
 /// A resource of a container as text, in units of the divisor, rounded up. A limit that it does not have is
 /// its pod's, else what the node can give.
-pub fn resource(container: &Container, name: &str, divisor: Option<&str>, around: &Surroundings<'_>) -> Result<String, String> {
+pub fn resource(
+    container: &Container,
+    name: &str,
+    divisor: Option<&str>,
+    around: &Surroundings<'_>,
+) -> Result<String, String> {
     let (side, key) = match name.split_once('.') {
         Some(("limits", key)) => (Side::Limits, key),
         Some(("requests", key)) => (Side::Requests, key),
         _ => return Err(format!("unsupported container resource: {name}")),
     };
-    let set = of_container(container, side).get(key).copied().filter(|q| !q.is_zero());
-    let of_others = || of_pod_level(around.pod, side).get(key).or(around.allocatable.get(key)).copied();
-    let amount = set.or_else(|| if side == Side::Limits { of_others() } else { None }).unwrap_or(Quantity::ZERO);
+    let set = of_container(container, side)
+        .get(key)
+        .copied()
+        .filter(|q| !q.is_zero());
+    let of_others = || {
+        of_pod_level(around.pod, side)
+            .get(key)
+            .or(around.allocatable.get(key))
+            .copied()
+    };
+    let amount = set
+        .or_else(|| {
+            if side == Side::Limits {
+                of_others()
+            } else {
+                None
+            }
+        })
+        .unwrap_or(Quantity::ZERO);
     let divisor: Quantity = match divisor {
         None | Some("" | "0") => Quantity::from_units(1),
-        Some(text) => text.parse().map_err(|_| format!("invalid divisor {text:?}"))?,
+        Some(text) => text
+            .parse()
+            .map_err(|_| format!("invalid divisor {text:?}"))?,
     };
-    let (amount, divisor) = if key == "cpu" { (amount.milli(), divisor.milli().max(1)) } else { (amount.units(), divisor.units().max(1)) };
+    let (amount, divisor) = if key == "cpu" {
+        (amount.milli(), divisor.milli().max(1))
+    } else {
+        (amount.units(), divisor.units().max(1))
+    };
     Ok((amount / divisor + i64::from(amount % divisor != 0)).to_string())
 }
 
@@ -145,7 +210,11 @@ pub type Files = BTreeMap<(String, String), Result<String, String>>;
 
 /// The files that a container's variables refer to: volume and path.
 pub fn file_references(container: &Container) -> impl Iterator<Item = (String, String)> {
-    let sources = container.env.iter().flatten().filter_map(|v| v.value_from.as_ref()?.file_key_ref.as_ref());
+    let sources = container
+        .env
+        .iter()
+        .flatten()
+        .filter_map(|v| v.value_from.as_ref()?.file_key_ref.as_ref());
     sources.map(|reference| (reference.volume_name.clone(), reference.path.clone()))
 }
 
@@ -185,18 +254,24 @@ pub fn build(
         let prefix = source.prefix.clone().unwrap_or_default();
         if let Some(reference) = &source.config_map_ref {
             match objects.config_map(&reference.name) {
-                Some(map) => map.data.iter().flatten().for_each(|(k, v)| set(&mut values, format!("{prefix}{k}"), v.clone())),
+                Some(map) => map
+                    .data
+                    .iter()
+                    .flatten()
+                    .for_each(|(k, v)| set(&mut values, format!("{prefix}{k}"), v.clone())),
                 None if reference.optional == Some(true) => {}
                 None => return Err(format!("configmap {:?} not found", reference.name)),
             }
         }
         if let Some(reference) = &source.secret_ref {
             match objects.secret(&reference.name) {
-                Some(secret) => secret
-                    .data
-                    .iter()
-                    .flatten()
-                    .for_each(|(k, v)| set(&mut values, format!("{prefix}{k}"), String::from_utf8_lossy(&v.0).into_owned())),
+                Some(secret) => secret.data.iter().flatten().for_each(|(k, v)| {
+                    set(
+                        &mut values,
+                        format!("{prefix}{k}"),
+                        String::from_utf8_lossy(&v.0).into_owned(),
+                    )
+                }),
                 None if reference.optional == Some(true) => {}
                 None => return Err(format!("secret {:?} not found", reference.name)),
             }
@@ -204,14 +279,25 @@ pub fn build(
     }
     for var in container.env.iter().flatten() {
         let value = match &var.value_from {
-            None => Some(expand(&var.value.clone().unwrap_or_default(), |name| values.get(name).or_else(|| services.get(name)).cloned())),
+            None => Some(expand(&var.value.clone().unwrap_or_default(), |name| {
+                values.get(name).or_else(|| services.get(name)).cloned()
+            })),
             Some(source) => {
                 if let Some(reference) = &source.field_ref {
                     Some(field(&reference.field_path, around)?)
                 } else if let Some(reference) = &source.resource_field_ref {
                     let all = super::pod::containers(around.pod);
-                    let named = reference.container_name.as_ref().and_then(|n| all.iter().find(|(_, c)| c.name == *n)).map_or(container, |(_, c)| c);
-                    Some(resource(named, &reference.resource, reference.divisor.as_ref().map(|q| q.0.as_str()), around)?)
+                    let named = reference
+                        .container_name
+                        .as_ref()
+                        .and_then(|n| all.iter().find(|(_, c)| c.name == *n))
+                        .map_or(container, |(_, c)| c);
+                    Some(resource(
+                        named,
+                        &reference.resource,
+                        reference.divisor.as_ref().map(|q| q.0.as_str()),
+                        around,
+                    )?)
                 } else if let Some(reference) = &source.config_map_key_ref {
                     let optional = reference.optional == Some(true);
                     match objects.config_map(&reference.name) {
@@ -220,7 +306,12 @@ pub fn build(
                         Some(map) => match map.data.as_ref().and_then(|d| d.get(&reference.key)) {
                             Some(value) => Some(value.clone()),
                             None if optional => None,
-                            None => return Err(format!("couldn't find key {} in ConfigMap {namespace}/{}", reference.key, reference.name)),
+                            None => {
+                                return Err(format!(
+                                    "couldn't find key {} in ConfigMap {namespace}/{}",
+                                    reference.key, reference.name
+                                ));
+                            }
                         },
                     }
                 } else if let Some(reference) = &source.secret_key_ref {
@@ -228,25 +319,48 @@ pub fn build(
                     match objects.secret(&reference.name) {
                         None if optional => None,
                         None => return Err(format!("secret {:?} not found", reference.name)),
-                        Some(secret) => match secret.data.as_ref().and_then(|d| d.get(&reference.key)) {
-                            Some(value) => Some(String::from_utf8_lossy(&value.0).into_owned()),
-                            None if optional => None,
-                            None => return Err(format!("couldn't find key {} in Secret {namespace}/{}", reference.key, reference.name)),
-                        },
+                        Some(secret) => {
+                            match secret.data.as_ref().and_then(|d| d.get(&reference.key)) {
+                                Some(value) => Some(String::from_utf8_lossy(&value.0).into_owned()),
+                                None if optional => None,
+                                None => {
+                                    return Err(format!(
+                                        "couldn't find key {} in Secret {namespace}/{}",
+                                        reference.key, reference.name
+                                    ));
+                                }
+                            }
+                        }
                     }
                 } else if let Some(reference) = &source.file_key_ref {
-                    let text = match files.get(&(reference.volume_name.clone(), reference.path.clone())) {
-                        Some(Ok(text)) => text,
-                        Some(Err(error)) => return Err(format!("couldn't parse env file: {error}")),
-                        None => return Err(format!("couldn't parse env file: {} was not read", reference.path)),
-                    };
+                    let text =
+                        match files.get(&(reference.volume_name.clone(), reference.path.clone())) {
+                            Some(Ok(text)) => text,
+                            Some(Err(error)) => {
+                                return Err(format!("couldn't parse env file: {error}"));
+                            }
+                            None => {
+                                return Err(format!(
+                                    "couldn't parse env file: {} was not read",
+                                    reference.path
+                                ));
+                            }
+                        };
                     match super::env_file::lookup(text, &reference.key)? {
                         Some(value) => Some(value),
                         None if reference.optional == Some(true) => None,
-                        None => return Err(format!("environment variable key {:?} not found in file {:?}", reference.key, reference.path)),
+                        None => {
+                            return Err(format!(
+                                "environment variable key {:?} not found in file {:?}",
+                                reference.key, reference.path
+                            ));
+                        }
                     }
                 } else {
-                    return Err(format!("environment variable {:?} has a source that is not supported", var.name));
+                    return Err(format!(
+                        "environment variable {:?} has a source that is not supported",
+                        var.name
+                    ));
                 }
             }
         };
@@ -259,7 +373,10 @@ pub fn build(
             set(&mut values, name.clone(), value.clone());
         }
     }
-    Ok(names.into_iter().map(|name| (name.clone(), values.remove(&name).unwrap_or_default())).collect())
+    Ok(names
+        .into_iter()
+        .map(|name| (name.clone(), values.remove(&name).unwrap_or_default()))
+        .collect())
 }
 
 #[cfg(test)]
@@ -275,17 +392,32 @@ mod tests {
             "n"
         }
         fn config_map(&self, name: &str) -> Option<Arc<ConfigMap>> {
-            (name == "cm").then(|| Arc::new(serde_json::from_value(json!({"data": {"k": "v", "A": "from-cm"}})).expect("a map")))
+            (name == "cm").then(|| {
+                Arc::new(
+                    serde_json::from_value(json!({"data": {"k": "v", "A": "from-cm"}}))
+                        .expect("a map"),
+                )
+            })
         }
         fn secret(&self, name: &str) -> Option<Arc<Secret>> {
-            (name == "s").then(|| Arc::new(serde_json::from_value(json!({"data": {"p": "cXE="}})).expect("a secret")))
+            (name == "s").then(|| {
+                Arc::new(serde_json::from_value(json!({"data": {"p": "cXE="}})).expect("a secret"))
+            })
         }
     }
 
     #[test]
     fn dollars_expand_as_documented() {
         let lookup = |name: &str| (name == "X").then(|| "1".to_owned());
-        for (text, expected) in [("$(X)", "1"), ("$$(X)", "$(X)"), ("$(Y)", "$(Y)"), ("a$b", "a$b"), ("$(X", "$(X"), ("$$$(X)", "$1"), ("$", "$")] {
+        for (text, expected) in [
+            ("$(X)", "1"),
+            ("$$(X)", "$(X)"),
+            ("$(Y)", "$(Y)"),
+            ("a$b", "a$b"),
+            ("$(X", "$(X"),
+            ("$$$(X)", "$1"),
+            ("$", "$"),
+        ] {
             assert_eq!(expand(text, lookup), expected, "{text}");
         }
     }
@@ -309,18 +441,44 @@ mod tests {
             {"name": "GONE", "valueFrom": {"configMapKeyRef": {"name": "cm", "key": "no", "optional": true}}},
         ]}))
         .expect("a container");
-        let around = Surroundings { pod: &pod, pod_ips: &["10.0.0.2".into()], node_ips: &[], allocatable: &Default::default() };
-        let services = [("SVC_SERVICE_HOST".to_owned(), "10.96.0.9".to_owned()), ("A".to_owned(), "shadowed".to_owned())].into();
+        let around = Surroundings {
+            pod: &pod,
+            pod_ips: &["10.0.0.2".into()],
+            node_ips: &[],
+            allocatable: &Default::default(),
+        };
+        let services = [
+            ("SVC_SERVICE_HOST".to_owned(), "10.96.0.9".to_owned()),
+            ("A".to_owned(), "shadowed".to_owned()),
+        ]
+        .into();
         let env = build(&container, &around, &services, &Fixed, &Files::new()).expect("builds");
         let get = |name: &str| env.iter().find(|(n, _)| n == name).map(|(_, v)| v.as_str());
         assert_eq!(get("A"), Some("v-10.96.0.9-$(LATER)"));
         assert_eq!(
-            (get("P_k"), get("LABEL"), get("IP"), get("CPU"), get("SECRET"), get("GONE")),
-            (Some("own"), Some("x"), Some("10.0.0.2"), Some("2"), Some("qq"), None)
+            (
+                get("P_k"),
+                get("LABEL"),
+                get("IP"),
+                get("CPU"),
+                get("SECRET"),
+                get("GONE")
+            ),
+            (
+                Some("own"),
+                Some("x"),
+                Some("10.0.0.2"),
+                Some("2"),
+                Some("qq"),
+                None
+            )
         );
         let missing: Container =
             serde_json::from_value(json!({"name": "c", "env": [{"name": "X", "valueFrom": {"secretKeyRef": {"name": "s", "key": "no"}}}]}))
                 .expect("a container");
-        assert_eq!(build(&missing, &around, &services, &Fixed, &Files::new()), Err("couldn't find key no in Secret n/s".into()));
+        assert_eq!(
+            build(&missing, &around, &services, &Fixed, &Files::new()),
+            Err("couldn't find key no in Secret n/s".into())
+        );
     }
 }

@@ -14,13 +14,18 @@ pub fn lookup(text: &str, key: &str) -> Result<Option<String>, String> {
             continue;
         }
         let wrong = |why: &str| format!("couldn't parse env file: line {number}: {why}");
-        let (name, value) = rest.split_once('=').filter(|(name, _)| !name.contains('\n')).ok_or_else(|| wrong("it has no '='"))?;
+        let (name, value) = rest
+            .split_once('=')
+            .filter(|(name, _)| !name.contains('\n'))
+            .ok_or_else(|| wrong("it has no '='"))?;
         let name = name.trim_start();
         if name.is_empty() || name.ends_with(char::is_whitespace) {
             return Err(wrong("there must be a name and no space before '='"));
         }
         let (value, after) = if let Some(quoted) = value.strip_prefix('\'') {
-            let (value, after) = quoted.split_once('\'').ok_or_else(|| wrong("the closing quote is missing"))?;
+            let (value, after) = quoted
+                .split_once('\'')
+                .ok_or_else(|| wrong("the closing quote is missing"))?;
             let (end, next) = after.split_once('\n').unwrap_or((after, ""));
             let end = end.trim();
             if !end.is_empty() && !end.starts_with('#') {
@@ -51,7 +56,13 @@ mod tests {
     #[test]
     fn values_are_quoted_and_the_first_wins() {
         let text = "# a comment\n\nA='1' # one\nB='two\nlines'\nA='again'\nC= x\n  D='indented'\n";
-        for (key, expected) in [("A", Some("1")), ("B", Some("two\nlines")), ("C", None), ("D", Some("indented")), ("E", None)] {
+        for (key, expected) in [
+            ("A", Some("1")),
+            ("B", Some("two\nlines")),
+            ("C", None),
+            ("D", Some("indented")),
+            ("E", None),
+        ] {
             assert_eq!(lookup(text, key), Ok(expected.map(str::to_owned)), "{key}");
         }
         for (wrong, expected) in [
@@ -61,7 +72,10 @@ mod tests {
             ("A='1' x\n", "comment"),
             ("A\n", "line 1: it has no '='"),
         ] {
-            assert!(lookup(wrong, "B").is_err_and(|e| e.contains(expected)), "{wrong}");
+            assert!(
+                lookup(wrong, "B").is_err_and(|e| e.contains(expected)),
+                "{wrong}"
+            );
         }
     }
 }

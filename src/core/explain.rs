@@ -50,9 +50,22 @@ pub struct Fetching {
 impl std::fmt::Display for Fetching {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-        let parts = if self.parts == 1 { "1 part".to_owned() } else { format!("{} parts", self.parts) };
-        write!(f, "{:.1} of {:.1} MiB of {parts} under way", mib(self.bytes), mib(self.of_bytes))?;
-        if self.pulls > 1 { write!(f, ", of {} pulls together", self.pulls) } else { Ok(()) }
+        let parts = if self.parts == 1 {
+            "1 part".to_owned()
+        } else {
+            format!("{} parts", self.parts)
+        };
+        write!(
+            f,
+            "{:.1} of {:.1} MiB of {parts} under way",
+            mib(self.bytes),
+            mib(self.of_bytes)
+        )?;
+        if self.pulls > 1 {
+            write!(f, ", of {} pulls together", self.pulls)
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -60,7 +73,8 @@ impl Journal {
     /// Whether the pod waits for an image that is being pulled.
     #[must_use]
     pub fn is_pulling(&self) -> bool {
-        self.blocking().is_some_and(|e| e.step == Step::Image && e.progress == Progress::Running)
+        self.blocking()
+            .is_some_and(|e| e.step == Step::Image && e.progress == Progress::Running)
     }
 }
 
@@ -99,7 +113,16 @@ impl Step {
     /// `PodReadyToStartContainers` condition is about.
     #[must_use]
     pub fn before_containers(self) -> bool {
-        matches!(self, Step::Observe | Step::Network | Step::Cgroup | Step::Directories | Step::Volume | Step::Objects | Step::Sandbox)
+        matches!(
+            self,
+            Step::Observe
+                | Step::Network
+                | Step::Cgroup
+                | Step::Directories
+                | Step::Volume
+                | Step::Objects
+                | Step::Sandbox
+        )
     }
 }
 
@@ -110,8 +133,12 @@ pub fn sentence(entry: &Entry) -> String {
     let Progress::Failed(error) = &entry.progress else {
         return match entry.step {
             Step::Image => format!("the image of container {subject} is being pulled"),
-            Step::Startup => format!("the startup probe of container {subject} has not succeeded yet"),
-            Step::Readiness => format!("the readiness probe of container {subject} has not succeeded yet"),
+            Step::Startup => {
+                format!("the startup probe of container {subject} has not succeeded yet")
+            }
+            Step::Readiness => {
+                format!("the readiness probe of container {subject} has not succeeded yet")
+            }
             Step::PostStart => format!("the postStart hook of container {subject} runs"),
             Step::PreStop => format!("the preStop hook of container {subject} runs"),
             Step::Stop => format!("container {subject} was told to stop and has not ended yet"),
@@ -149,13 +176,21 @@ pub fn sentence(entry: &Entry) -> String {
 /// The sentence for a pod whose containers cannot be started yet, if something fails.
 #[must_use]
 pub fn held_up(journal: &Journal) -> Option<String> {
-    let entry = journal.blocking().filter(|e| e.step.before_containers() && matches!(e.progress, Progress::Failed(_)))?;
+    let entry = journal
+        .blocking()
+        .filter(|e| e.step.before_containers() && matches!(e.progress, Progress::Failed(_)))?;
     Some(sentence(entry))
 }
 
 /// The answer for one pod; `fetching` is what the runtime fetches while the pod waits for an image.
 #[must_use]
-pub fn explain(namespace: &str, name: &str, uid: &str, journal: Journal, fetching: Option<Fetching>) -> Explanation {
+pub fn explain(
+    namespace: &str,
+    name: &str,
+    uid: &str,
+    journal: Journal,
+    fetching: Option<Fetching>,
+) -> Explanation {
     let blocking = journal.blocking().cloned();
     let state = journal.decisions.back().map_or(State::Syncing, |d| d.state);
     let why = |cause: Cause| match cause {
@@ -167,7 +202,9 @@ pub fn explain(namespace: &str, name: &str, uid: &str, journal: Journal, fetchin
     };
     let fetching = fetching.filter(|f| f.parts > 0 && journal.is_pulling());
     let progress = fetching.map_or(String::new(), |f| format!(" ({f})"));
-    let held = blocking.as_ref().map(|entry| format!("{}{progress}", sentence(entry)));
+    let held = blocking
+        .as_ref()
+        .map(|entry| format!("{}{progress}", sentence(entry)));
     let sentence = match (state, held) {
         (State::Syncing, None) => "It is as its spec says.".to_owned(),
         (State::Syncing, Some(held)) => format!("It is held up: {held}."),
@@ -178,7 +215,15 @@ pub fn explain(namespace: &str, name: &str, uid: &str, journal: Journal, fetchin
         (State::Finished { cause }, _) => format!("It has ended: {}.", why(cause)),
     };
     let (namespace, name, uid) = (namespace.to_owned(), name.to_owned(), uid.to_owned());
-    Explanation { namespace, name, uid, sentence, blocking, fetching, journal }
+    Explanation {
+        namespace,
+        name,
+        uid,
+        sentence,
+        blocking,
+        fetching,
+        journal,
+    }
 }
 
 /// A step as a bar: its label, where it begins and how long it is, in milliseconds.
@@ -191,10 +236,19 @@ struct Bar {
 
 /// The bars of the start: everything up to the first time that all was well, or up to now.
 fn bars(journal: &Journal, now: Timestamp) -> Vec<Bar> {
-    let Some(first) = journal.steps.iter().map(|e| e.since).min() else { return vec![] };
+    let Some(first) = journal.steps.iter().map(|e| e.since).min() else {
+        return vec![];
+    };
     let bar = |entry: &Entry| {
-        let end = entry.ended.filter(|_| !matches!(entry.progress, Progress::Running)).unwrap_or(now);
-        let label = if entry.subject.is_empty() { entry.step.label().to_owned() } else { format!("{} {}", entry.step.label(), entry.subject) };
+        let end = entry
+            .ended
+            .filter(|_| !matches!(entry.progress, Progress::Running))
+            .unwrap_or(now);
+        let label = if entry.subject.is_empty() {
+            entry.step.label().to_owned()
+        } else {
+            format!("{} {}", entry.step.label(), entry.subject)
+        };
         Bar {
             label,
             start: milliseconds(entry.since.duration_since(first)),
@@ -210,7 +264,11 @@ fn milliseconds(time: SignedDuration) -> i64 {
 }
 
 fn took(ms: i64) -> String {
-    if ms < 10_000 { format!("{ms} ms") } else { time::shown(std::time::Duration::from_millis(ms.unsigned_abs())) }
+    if ms < 10_000 {
+        format!("{ms} ms")
+    } else {
+        time::shown(std::time::Duration::from_millis(ms.unsigned_abs()))
+    }
 }
 
 /// The part of the timeline that a chart of the start shows. Restarts long after would make the start
@@ -233,16 +291,27 @@ fn split(bars: Vec<Bar>) -> (Vec<Bar>, Vec<Bar>) {
 /// The answer for a terminal.
 #[must_use]
 pub fn text(explanation: &Explanation, now: Timestamp) -> String {
-    let mut out = format!("Pod {}/{} (uid {})\n{}\n", explanation.namespace, explanation.name, explanation.uid, explanation.sentence);
+    let mut out = format!(
+        "Pod {}/{} (uid {})\n{}\n",
+        explanation.namespace, explanation.name, explanation.uid, explanation.sentence
+    );
     if let Some(entry) = &explanation.blocking {
-        let since = time::shown(std::time::Duration::try_from(now.duration_since(entry.since)).unwrap_or_default());
-        let _ = write!(out, "  since {} ({since} ago)", time::seconds(entry.since).0);
+        let since = time::shown(
+            std::time::Duration::try_from(now.duration_since(entry.since)).unwrap_or_default(),
+        );
+        let _ = write!(
+            out,
+            "  since {} ({since} ago)",
+            time::seconds(entry.since).0
+        );
         if entry.attempts > 1 {
             let _ = write!(out, ", tried {} times", entry.attempts);
         }
         match entry.next {
             Some(next) if next > now => {
-                let left = time::shown(std::time::Duration::try_from(next.duration_since(now)).unwrap_or_default());
+                let left = time::shown(
+                    std::time::Duration::try_from(next.duration_since(now)).unwrap_or_default(),
+                );
                 let _ = write!(out, ", next try in {left}");
             }
             Some(_) => out.push_str(", next try now"),
@@ -251,18 +320,47 @@ pub fn text(explanation: &Explanation, now: Timestamp) -> String {
         out.push('\n');
     }
     let (start, later) = split(bars(&explanation.journal, now));
-    let whole = start.iter().map(|b| b.start + b.length).max().unwrap_or(0).max(1);
+    let whole = start
+        .iter()
+        .map(|b| b.start + b.length)
+        .max()
+        .unwrap_or(0)
+        .max(1);
     if !start.is_empty() {
         let _ = writeln!(out, "\nWhere the time went ({} in all):", took(whole));
     }
-    let width = start.iter().map(|b| b.label.chars().count()).max().unwrap_or(0);
+    let width = start
+        .iter()
+        .map(|b| b.label.chars().count())
+        .max()
+        .unwrap_or(0);
     for bar in &start {
-        let columns = |ms: i64| usize::try_from(ms.saturating_mul(i64::try_from(WIDTH).unwrap_or(40)) / whole).unwrap_or(0);
-        let (before, length) = (columns(bar.start).min(WIDTH - 1), columns(bar.length).max(1));
+        let columns = |ms: i64| {
+            usize::try_from(ms.saturating_mul(i64::try_from(WIDTH).unwrap_or(40)) / whole)
+                .unwrap_or(0)
+        };
+        let (before, length) = (
+            columns(bar.start).min(WIDTH - 1),
+            columns(bar.length).max(1),
+        );
         let length = length.min(WIDTH - before);
-        let (fill, mark) = if bar.failed { ("░", " failing") } else { ("█", "") };
-        let line = format!("{}{}{}", " ".repeat(before), fill.repeat(length), " ".repeat(WIDTH - before - length));
-        let _ = writeln!(out, "  {:<width$} │{line}│ {:>8}{mark}", bar.label, took(bar.length));
+        let (fill, mark) = if bar.failed {
+            ("░", " failing")
+        } else {
+            ("█", "")
+        };
+        let line = format!(
+            "{}{}{}",
+            " ".repeat(before),
+            fill.repeat(length),
+            " ".repeat(WIDTH - before - length)
+        );
+        let _ = writeln!(
+            out,
+            "  {:<width$} │{line}│ {:>8}{mark}",
+            bar.label,
+            took(bar.length)
+        );
     }
     if !later.is_empty() {
         out.push_str("\nLater:\n");
@@ -281,14 +379,22 @@ pub fn text(explanation: &Explanation, now: Timestamp) -> String {
 }
 
 fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('"', "&quot;")
 }
 
 /// The answer as a picture.
 #[must_use]
 pub fn svg(explanation: &Explanation, now: Timestamp) -> String {
     let (start, _) = split(bars(&explanation.journal, now));
-    let whole = start.iter().map(|b| b.start + b.length).max().unwrap_or(0).max(1);
+    let whole = start
+        .iter()
+        .map(|b| b.start + b.length)
+        .max()
+        .unwrap_or(0)
+        .max(1);
     let height = 60 + start.len() * 22;
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"900\" height=\"{height}\" font-family=\"sans-serif\" font-size=\"13\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n<text x=\"10\" y=\"20\" font-weight=\"bold\">{}/{}</text>\n<text x=\"10\" y=\"40\">{}</text>\n",
@@ -322,13 +428,22 @@ mod tests {
     fn a_pull_that_is_under_way_shows_how_far_it_is() {
         let mut journal = Journal::default();
         journal.begin(Step::Image, "c", Timestamp::UNIX_EPOCH);
-        let far = Fetching { parts: 2, bytes: 1 << 20, of_bytes: 5 << 19, pulls: 3 };
-        let said = |journal: &Journal, far| explain("n", "p", "u", journal.clone(), Some(far)).sentence;
+        let far = Fetching {
+            parts: 2,
+            bytes: 1 << 20,
+            of_bytes: 5 << 19,
+            pulls: 3,
+        };
+        let said =
+            |journal: &Journal, far| explain("n", "p", "u", journal.clone(), Some(far)).sentence;
         assert_eq!(
             said(&journal, far),
             "It is held up: the image of container c is being pulled (1.0 of 2.5 MiB of 2 parts under way, of 3 pulls together)."
         );
-        assert_eq!(said(&journal, Fetching::default()), "It is held up: the image of container c is being pulled.");
+        assert_eq!(
+            said(&journal, Fetching::default()),
+            "It is held up: the image of container c is being pulled."
+        );
         journal.end(Step::Image, "c", Progress::Done, Timestamp::UNIX_EPOCH);
         assert_eq!(said(&journal, far), "It is as its spec says.");
     }
@@ -339,11 +454,18 @@ mod tests {
 
     fn journal(failing: bool) -> Journal {
         let mut journal = Journal::default();
-        for (step, subject, from, to) in
-            [(Step::Admission, "", 0, 0), (Step::Sandbox, "", 0, 300), (Step::Image, "web", 10, 500), (Step::Start, "web", 500, 600)]
-        {
+        for (step, subject, from, to) in [
+            (Step::Admission, "", 0, 0),
+            (Step::Sandbox, "", 0, 300),
+            (Step::Image, "web", 10, 500),
+            (Step::Start, "web", 500, 600),
+        ] {
             journal.begin(step, subject, at(from));
-            let progress = if failing && step == Step::Image { Progress::Failed("ErrImagePull: <no such host>".into()) } else { Progress::Done };
+            let progress = if failing && step == Step::Image {
+                Progress::Failed("ErrImagePull: <no such host>".into())
+            } else {
+                Progress::Done
+            };
             journal.end(step, subject, progress, at(to));
         }
         if failing {
@@ -356,22 +478,41 @@ mod tests {
     fn a_blocked_pod_says_what_since_when_and_when_again() {
         let explanation = explain("default", "web-1", "u", journal(true), None);
         let text = text(&explanation, at(30_010));
-        for expected in
-            ["Pod default/web-1", "held up: the image of container web cannot be had: ErrImagePull", "(30s ago)", "next try in 9s", "failing"]
-        {
+        for expected in [
+            "Pod default/web-1",
+            "held up: the image of container web cannot be had: ErrImagePull",
+            "(30s ago)",
+            "next try in 9s",
+            "failing",
+        ] {
             assert!(text.contains(expected), "{expected:?} is not in\n{text}");
         }
         let svg = svg(&explanation, at(30_010));
         assert!(svg.contains("&lt;no such host&gt;") && svg.ends_with("</svg>\n"));
         let json = serde_json::to_string(&explanation).expect("json");
-        assert_eq!(serde_json::from_str::<Explanation>(&json).expect("read again"), explanation);
+        assert_eq!(
+            serde_json::from_str::<Explanation>(&json).expect("read again"),
+            explanation
+        );
     }
 
     #[test]
     fn a_running_pod_shows_where_its_start_went() {
-        let text = text(&explain("default", "web-1", "u", journal(false), None), at(100_000));
-        assert!(text.contains("as its spec says") && text.contains("(600 ms in all)") && text.contains("490 ms"), "{text}");
-        let bars: Vec<usize> = text.lines().filter(|l| l.contains('│')).map(|l| l.matches('█').count()).collect();
+        let text = text(
+            &explain("default", "web-1", "u", journal(false), None),
+            at(100_000),
+        );
+        assert!(
+            text.contains("as its spec says")
+                && text.contains("(600 ms in all)")
+                && text.contains("490 ms"),
+            "{text}"
+        );
+        let bars: Vec<usize> = text
+            .lines()
+            .filter(|l| l.contains('│'))
+            .map(|l| l.matches('█').count())
+            .collect();
         assert_eq!(bars, [1, 20, 32, 6], "bars are as long as their share");
     }
 
@@ -381,7 +522,15 @@ mod tests {
         let mut journal = Journal::default();
         journal.begin(Step::Sandbox, "", at(0));
         assert_eq!(held_up(&journal), None, "under way is no failure");
-        journal.end(Step::Sandbox, "", Progress::Failed("cni says no".into()), at(1));
-        assert_eq!(held_up(&journal).as_deref(), Some("its sandbox cannot be made: cni says no"));
+        journal.end(
+            Step::Sandbox,
+            "",
+            Progress::Failed("cni says no".into()),
+            at(1),
+        );
+        assert_eq!(
+            held_up(&journal).as_deref(),
+            Some("its sandbox cannot be made: cni says no")
+        );
     }
 }

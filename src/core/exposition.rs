@@ -11,11 +11,18 @@ pub type Labels<'a> = &'a [(&'a str, &'a str)];
 pub struct Page(String);
 
 fn escaped(value: &str) -> String {
-    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+    value
+        .replace('\\', "\\\\")
+        .replace('"', "\\\"")
+        .replace('\n', "\\n")
 }
 
 fn number(value: f64) -> String {
-    if value.fract() == 0.0 && value.abs() < 1e15 { format!("{value:.0}") } else { format!("{value}") }
+    if value.fract() == 0.0 && value.abs() < 1e15 {
+        format!("{value:.0}")
+    } else {
+        format!("{value}")
+    }
 }
 
 impl Page {
@@ -27,17 +34,38 @@ impl Page {
     }
 
     /// A sample; `at` is its time in milliseconds, where it is not now.
-    pub fn sample(&mut self, name: &str, labels: Labels<'_>, value: f64, at: Option<i64>) -> &mut Page {
-        let labels: Vec<String> = labels.iter().map(|(key, value)| format!("{key}=\"{}\"", escaped(value))).collect();
-        let labels = if labels.is_empty() { String::new() } else { format!("{{{}}}", labels.join(",")) };
+    pub fn sample(
+        &mut self,
+        name: &str,
+        labels: Labels<'_>,
+        value: f64,
+        at: Option<i64>,
+    ) -> &mut Page {
+        let labels: Vec<String> = labels
+            .iter()
+            .map(|(key, value)| format!("{key}=\"{}\"", escaped(value)))
+            .collect();
+        let labels = if labels.is_empty() {
+            String::new()
+        } else {
+            format!("{{{}}}", labels.join(","))
+        };
         let at = at.map(|at| format!(" {at}")).unwrap_or_default();
         let _ = writeln!(self.0, "{name}{labels} {}{at}", number(value));
         self
     }
 
     /// A family of one sample.
-    pub fn single(&mut self, name: &str, kind: &str, help: &str, labels: Labels<'_>, value: f64) -> &mut Page {
-        self.family(name, kind, help).sample(name, labels, value, None)
+    pub fn single(
+        &mut self,
+        name: &str,
+        kind: &str,
+        help: &str,
+        labels: Labels<'_>,
+        value: f64,
+    ) -> &mut Page {
+        self.family(name, kind, help)
+            .sample(name, labels, value, None)
     }
 
     /// The text.
@@ -60,12 +88,22 @@ impl Histogram {
     /// None yet; `bounds` are the buckets' upper ends, rising.
     #[must_use]
     pub fn new(bounds: &'static [f64]) -> Histogram {
-        Histogram { bounds, counts: vec![0; bounds.len()], sum: 0.0, count: 0 }
+        Histogram {
+            bounds,
+            counts: vec![0; bounds.len()],
+            sum: 0.0,
+            count: 0,
+        }
     }
 
     /// One more.
     pub fn observe(&mut self, value: f64) {
-        for (count, _) in self.counts.iter_mut().zip(self.bounds).filter(|(_, bound)| value <= **bound) {
+        for (count, _) in self
+            .counts
+            .iter_mut()
+            .zip(self.bounds)
+            .filter(|(_, bound)| value <= **bound)
+        {
             *count += 1;
         }
         self.sum += value;
@@ -75,9 +113,18 @@ impl Histogram {
     /// Its samples.
     pub fn write(&self, page: &mut Page, name: &str, labels: Labels<'_>) {
         let bucket = format!("{name}_bucket");
-        let bounds = self.bounds.iter().map(|b| format!("{b}")).chain(["+Inf".to_owned()]);
+        let bounds = self
+            .bounds
+            .iter()
+            .map(|b| format!("{b}"))
+            .chain(["+Inf".to_owned()]);
         for (bound, count) in bounds.zip(self.counts.iter().chain([&self.count])) {
-            page.sample(&bucket, &[labels, &[("le", bound.as_str())]].concat(), *count as f64, None);
+            page.sample(
+                &bucket,
+                &[labels, &[("le", bound.as_str())]].concat(),
+                *count as f64,
+                None,
+            );
         }
         page.sample(&format!("{name}_sum"), labels, self.sum, None);
         page.sample(&format!("{name}_count"), labels, self.count as f64, None);
@@ -114,7 +161,10 @@ fn values(values: &[&str]) -> Values {
 impl Registry {
     /// Counts.
     pub fn count(&mut self, family: Family, labels: &[&str], by: u64) {
-        let (_, all) = self.counters.entry(family.name).or_insert_with(|| (family, BTreeMap::new()));
+        let (_, all) = self
+            .counters
+            .entry(family.name)
+            .or_insert_with(|| (family, BTreeMap::new()));
         if all.len() < MOST || all.contains_key(&values(labels)) {
             *all.entry(values(labels)).or_default() += by;
         }
@@ -122,9 +172,14 @@ impl Registry {
 
     /// Observes.
     pub fn observe(&mut self, family: Family, bounds: &'static [f64], labels: &[&str], value: f64) {
-        let (_, all) = self.histograms.entry(family.name).or_insert_with(|| (family, BTreeMap::new()));
+        let (_, all) = self
+            .histograms
+            .entry(family.name)
+            .or_insert_with(|| (family, BTreeMap::new()));
         if all.len() < MOST || all.contains_key(&values(labels)) {
-            all.entry(values(labels)).or_insert_with(|| Histogram::new(bounds)).observe(value);
+            all.entry(values(labels))
+                .or_insert_with(|| Histogram::new(bounds))
+                .observe(value);
         }
     }
 
@@ -140,7 +195,12 @@ impl Registry {
     /// Writes everything.
     pub fn write(&self, page: &mut Page) {
         fn pairs<'a>(family: &Family, of: &'a Values) -> Vec<(&'static str, &'a str)> {
-            family.labels.iter().copied().zip(of.iter().map(String::as_str)).collect()
+            family
+                .labels
+                .iter()
+                .copied()
+                .zip(of.iter().map(String::as_str))
+                .collect()
         }
         for (family, all) in self.counters.values() {
             page.family(family.name, "counter", family.help);
@@ -164,14 +224,27 @@ mod tests {
     #[test]
     fn pages_read_as_prometheus_writes_them() {
         let mut registry = Registry::default();
-        let seconds = Family { name: "a_seconds", help: "How long.", labels: &["of"] };
+        let seconds = Family {
+            name: "a_seconds",
+            help: "How long.",
+            labels: &["of"],
+        };
         for value in [0.1, 0.7, 9.0] {
             registry.observe(seconds, &[0.5, 1.0], &["x\"y"], value);
         }
-        registry.count(Family { name: "b_total", help: "How many.", labels: &[] }, &[], 3);
+        registry.count(
+            Family {
+                name: "b_total",
+                help: "How many.",
+                labels: &[],
+            },
+            &[],
+            3,
+        );
         let mut page = Page::default();
         registry.write(&mut page);
-        page.family("c", "gauge", "What.").sample("c", &[("l", "v")], 1.5, Some(7));
+        page.family("c", "gauge", "What.")
+            .sample("c", &[("l", "v")], 1.5, Some(7));
         let expected = "# HELP b_total How many.\n# TYPE b_total counter\nb_total 3\n# HELP a_seconds How long.\n# TYPE a_seconds histogram\n\
             a_seconds_bucket{of=\"x\\\"y\",le=\"0.5\"} 1\na_seconds_bucket{of=\"x\\\"y\",le=\"1\"} 2\na_seconds_bucket{of=\"x\\\"y\",le=\"+Inf\"} 3\n\
             a_seconds_sum{of=\"x\\\"y\"} 9.8\na_seconds_count{of=\"x\\\"y\"} 3\n# HELP c What.\n# TYPE c gauge\nc{l=\"v\"} 1.5 7\n";
@@ -181,7 +254,11 @@ mod tests {
     #[test]
     fn what_the_outside_names_does_not_fill_the_memory() {
         let mut registry = Registry::default();
-        let family = Family { name: "a_total", help: "", labels: &["path"] };
+        let family = Family {
+            name: "a_total",
+            help: "",
+            labels: &["path"],
+        };
         (0..10_000).for_each(|n| registry.count(family, &[&n.to_string()], 1));
         assert_eq!(registry.counters["a_total"].1.len(), MOST);
         registry.forget("path", "7");

@@ -36,15 +36,27 @@ pub struct Feature {
 }
 
 const fn ga(name: &'static str, here: bool) -> Feature {
-    Feature { name, stage: Stage::Ga, here }
+    Feature {
+        name,
+        stage: Stage::Ga,
+        here,
+    }
 }
 
 const fn beta(name: &'static str, here: bool) -> Feature {
-    Feature { name, stage: Stage::Beta, here }
+    Feature {
+        name,
+        stage: Stage::Beta,
+        here,
+    }
 }
 
 const fn alpha(name: &'static str, here: bool) -> Feature {
-    Feature { name, stage: Stage::Alpha, here }
+    Feature {
+        name,
+        stage: Stage::Alpha,
+        here,
+    }
 }
 
 /// All of them.
@@ -143,14 +155,28 @@ pub enum Objection {
 pub fn object(name: &str, wish: bool) -> Option<Objection> {
     // These two set others, for all of which it is said here what they do.
     if matches!(name, "AllAlpha" | "AllBeta") {
-        return Some(Objection::Ignored(format!("featureGates.{name}: it changes nothing here")));
+        return Some(Objection::Ignored(format!(
+            "featureGates.{name}: it changes nothing here"
+        )));
     }
     match FEATURES.iter().find(|f| f.name == name) {
-        None => Some(Objection::Ignored(format!("featureGates.{name}: it is not known here"))),
-        Some(Feature { stage: Stage::Ga, .. }) if !wish => Some(Objection::Refused("remove it: the feature is locked to true".into())),
+        None => Some(Objection::Ignored(format!(
+            "featureGates.{name}: it is not known here"
+        ))),
+        Some(Feature {
+            stage: Stage::Ga, ..
+        }) if !wish => Some(Objection::Refused(
+            "remove it: the feature is locked to true".into(),
+        )),
         Some(feature) if feature.here != wish => {
-            let way = if feature.here { "behaves so in any case" } else { "does not behave so" };
-            Some(Objection::Ignored(format!("featureGates.{name}: the agent {way}")))
+            let way = if feature.here {
+                "behaves so in any case"
+            } else {
+                "does not behave so"
+            };
+            Some(Objection::Ignored(format!(
+                "featureGates.{name}: the agent {way}"
+            )))
         }
         Some(_) => None,
     }
@@ -163,10 +189,21 @@ mod tests {
     #[test]
     fn wishes_that_make_no_difference_are_told_and_impossible_ones_refused() {
         assert_eq!(object("NodeSwap", true), None);
-        assert!(matches!(object("NodeSwap", false), Some(Objection::Refused(_))));
+        assert!(matches!(
+            object("NodeSwap", false),
+            Some(Objection::Refused(_))
+        ));
         assert_eq!(object("MemoryQoS", false), None);
-        for (name, wish) in [("MemoryQoS", true), ("EnvFiles", false), ("NoSuchGate", true), ("AllAlpha", true)] {
-            assert!(matches!(object(name, wish), Some(Objection::Ignored(why)) if why.contains(name)), "{name}");
+        for (name, wish) in [
+            ("MemoryQoS", true),
+            ("EnvFiles", false),
+            ("NoSuchGate", true),
+            ("AllAlpha", true),
+        ] {
+            assert!(
+                matches!(object(name, wish), Some(Objection::Ignored(why)) if why.contains(name)),
+                "{name}"
+            );
         }
     }
 

@@ -19,7 +19,12 @@ pub struct Rules {
 
 impl Default for Rules {
     fn default() -> Rules {
-        Rules { high: 85, low: 80, minimum_age: SignedDuration::from_mins(2), maximum_age: None }
+        Rules {
+            high: 85,
+            low: 80,
+            minimum_age: SignedDuration::from_mins(2),
+            maximum_age: None,
+        }
     }
 }
 
@@ -44,7 +49,10 @@ impl Filesystem {
     /// How much of it is in use, in percent.
     #[must_use]
     pub fn percent(&self) -> u64 {
-        100_u64.saturating_sub(u64::try_from(u128::from(self.available) * 100 / u128::from(self.capacity.max(1))).unwrap_or(100))
+        100_u64.saturating_sub(
+            u64::try_from(u128::from(self.available) * 100 / u128::from(self.capacity.max(1)))
+                .unwrap_or(100),
+        )
     }
 }
 
@@ -90,10 +98,18 @@ pub struct Ledger {
 impl Ledger {
     /// Notes what is there. What is there at the first look has been there before, nobody knows since when.
     pub fn look(&mut self, images: &[Present], now: Timestamp) {
-        let detected = if std::mem::replace(&mut self.begun, true) { now } else { Timestamp::UNIX_EPOCH };
-        self.known.retain(|id, _| images.iter().any(|i| i.id == *id));
+        let detected = if std::mem::replace(&mut self.begun, true) {
+            now
+        } else {
+            Timestamp::UNIX_EPOCH
+        };
+        self.known
+            .retain(|id, _| images.iter().any(|i| i.id == *id));
         for image in images {
-            let known = self.known.entry(image.id.clone()).or_insert(Known { detected, used: None });
+            let known = self.known.entry(image.id.clone()).or_insert(Known {
+                detected,
+                used: None,
+            });
             if image.used {
                 known.used = Some(now);
             }
@@ -102,21 +118,52 @@ impl Ledger {
 
     /// What is to be removed now. `since` is when the agent started: ages are counted from there.
     #[must_use]
-    pub fn plan(&self, images: &[Present], rules: &Rules, disk: Filesystem, since: Timestamp, now: Timestamp) -> Plan {
-        let of = |image: &Present| self.known.get(&image.id).copied().unwrap_or(Known { detected: now, used: None });
-        let old_enough = |image: &&Present| now.duration_since(of(image).detected) >= rules.minimum_age;
-        let mut idle: Vec<Present> = images.iter().filter(|i| !i.used && !i.pinned).filter(old_enough).cloned().collect();
+    pub fn plan(
+        &self,
+        images: &[Present],
+        rules: &Rules,
+        disk: Filesystem,
+        since: Timestamp,
+        now: Timestamp,
+    ) -> Plan {
+        let of = |image: &Present| {
+            self.known.get(&image.id).copied().unwrap_or(Known {
+                detected: now,
+                used: None,
+            })
+        };
+        let old_enough =
+            |image: &&Present| now.duration_since(of(image).detected) >= rules.minimum_age;
+        let mut idle: Vec<Present> = images
+            .iter()
+            .filter(|i| !i.used && !i.pinned)
+            .filter(old_enough)
+            .cloned()
+            .collect();
         idle.sort_by_key(|image| (of(image).used, of(image).detected, image.id.clone()));
         let too_old = |image: &Present| {
             let known = of(image);
-            rules.maximum_age.is_some_and(|most| now.duration_since(since) > most && now.duration_since(known.used.unwrap_or(known.detected)) > most)
+            rules.maximum_age.is_some_and(|most| {
+                now.duration_since(since) > most
+                    && now.duration_since(known.used.unwrap_or(known.detected)) > most
+            })
         };
         let (aged, candidates): (Vec<Present>, Vec<Present>) = idle.into_iter().partition(too_old);
         let crowded = rules.high < 100 && disk.percent() >= u64::from(rules.high);
-        let floor = u64::try_from(u128::from(disk.capacity) * u128::from(100 - rules.low.min(100)) / 100).unwrap_or(u64::MAX);
+        let floor =
+            u64::try_from(u128::from(disk.capacity) * u128::from(100 - rules.low.min(100)) / 100)
+                .unwrap_or(u64::MAX);
         let freed: u64 = aged.iter().map(|i| i.size).sum();
-        let wanted = if crowded { floor.saturating_sub(disk.available).saturating_sub(freed) } else { 0 };
-        Plan { aged, candidates: if wanted > 0 { candidates } else { vec![] }, wanted }
+        let wanted = if crowded {
+            floor.saturating_sub(disk.available).saturating_sub(freed)
+        } else {
+            0
+        };
+        Plan {
+            aged,
+            candidates: if wanted > 0 { candidates } else { vec![] },
+            wanted,
+        }
     }
 }
 
@@ -129,7 +176,12 @@ mod tests {
     }
 
     fn image(id: &str, used: bool) -> Present {
-        Present { id: id.into(), size: 10, pinned: false, used }
+        Present {
+            id: id.into(),
+            size: 10,
+            pinned: false,
+            used,
+        }
     }
 
     fn ids(images: &[Present]) -> Vec<&str> {
@@ -138,51 +190,150 @@ mod tests {
 
     #[test]
     fn room_is_made_by_what_was_used_least_recently() {
-        let (mut ledger, rules, full) = (Ledger::default(), Rules::default(), Filesystem { capacity: 1000, available: 100 });
-        ledger.look(&[image("a", true), image("b", true), image("never", false)], at(0));
-        ledger.look(&[image("a", true), image("b", false), image("never", false)], at(50));
+        let (mut ledger, rules, full) = (
+            Ledger::default(),
+            Rules::default(),
+            Filesystem {
+                capacity: 1000,
+                available: 100,
+            },
+        );
+        ledger.look(
+            &[image("a", true), image("b", true), image("never", false)],
+            at(0),
+        );
+        ledger.look(
+            &[image("a", true), image("b", false), image("never", false)],
+            at(50),
+        );
         let mut pinned = image("pause", false);
         pinned.pinned = true;
-        let now = [image("a", false), image("b", false), image("never", false), image("new", false), image("busy", true), pinned];
+        let now = [
+            image("a", false),
+            image("b", false),
+            image("never", false),
+            image("new", false),
+            image("busy", true),
+            pinned,
+        ];
         ledger.look(&now, at(150));
         let plan = ledger.plan(&now, &rules, full, at(0), at(150));
-        assert_eq!((ids(&plan.candidates), plan.wanted, plan.aged.len()), (vec!["never", "b", "a"], 100, 0));
-        let roomy = Filesystem { available: 500, ..full };
-        assert_eq!(ledger.plan(&now, &rules, roomy, at(0), at(150)), Plan::default());
-        assert_eq!(ledger.plan(&now, &Rules { high: 100, ..rules.clone() }, full, at(0), at(150)), Plan::default());
+        assert_eq!(
+            (ids(&plan.candidates), plan.wanted, plan.aged.len()),
+            (vec!["never", "b", "a"], 100, 0)
+        );
+        let roomy = Filesystem {
+            available: 500,
+            ..full
+        };
+        assert_eq!(
+            ledger.plan(&now, &rules, roomy, at(0), at(150)),
+            Plan::default()
+        );
+        assert_eq!(
+            ledger.plan(
+                &now,
+                &Rules {
+                    high: 100,
+                    ..rules.clone()
+                },
+                full,
+                at(0),
+                at(150)
+            ),
+            Plan::default()
+        );
         // Seen first a moment ago: somebody may be about to use it.
-        assert!(ledger.plan(&now[3..4], &rules, full, at(0), at(200)).candidates.is_empty());
-        assert_eq!(ids(&ledger.plan(&now[3..4], &rules, full, at(0), at(270)).candidates), ["new"]);
+        assert!(
+            ledger
+                .plan(&now[3..4], &rules, full, at(0), at(200))
+                .candidates
+                .is_empty()
+        );
+        assert_eq!(
+            ids(&ledger
+                .plan(&now[3..4], &rules, full, at(0), at(270))
+                .candidates),
+            ["new"]
+        );
     }
 
     #[test]
     fn what_was_there_before_the_agent_is_old() {
-        let (mut ledger, full) = (Ledger::default(), Filesystem { capacity: 1000, available: 100 });
+        let (mut ledger, full) = (
+            Ledger::default(),
+            Filesystem {
+                capacity: 1000,
+                available: 100,
+            },
+        );
         let there = [image("old", false)];
         ledger.look(&there, at(1000));
-        assert_eq!(ids(&ledger.plan(&there, &Rules::default(), full, at(1000), at(1000)).candidates), ["old"]);
+        assert_eq!(
+            ids(&ledger
+                .plan(&there, &Rules::default(), full, at(1000), at(1000))
+                .candidates),
+            ["old"]
+        );
         let more = [image("old", false), image("new", false)];
         ledger.look(&more, at(1001));
-        assert_eq!(ids(&ledger.plan(&more, &Rules::default(), full, at(1000), at(1001)).candidates), ["old"]);
+        assert_eq!(
+            ids(&ledger
+                .plan(&more, &Rules::default(), full, at(1000), at(1001))
+                .candidates),
+            ["old"]
+        );
     }
 
     #[test]
     fn what_nobody_has_used_for_too_long_goes() {
-        let rules = Rules { maximum_age: Some(SignedDuration::from_secs(300)), ..Rules::default() };
-        let (mut ledger, roomy) = (Ledger::default(), Filesystem { capacity: 1000, available: 900 });
+        let rules = Rules {
+            maximum_age: Some(SignedDuration::from_secs(300)),
+            ..Rules::default()
+        };
+        let (mut ledger, roomy) = (
+            Ledger::default(),
+            Filesystem {
+                capacity: 1000,
+                available: 900,
+            },
+        );
         let images = [image("a", false), image("b", false)];
         ledger.look(&[image("a", true), image("b", false)], at(0));
         ledger.look(&[image("a", true), image("b", false)], at(200));
         ledger.look(&images, at(400));
-        assert_eq!(ids(&ledger.plan(&images, &rules, roomy, at(0), at(400)).aged), ["b"]);
-        assert_eq!(ledger.plan(&images, &rules, roomy, at(300), at(400)), Plan::default(), "the agent is too young to know");
-        let full = Filesystem { capacity: 1000, available: 190 };
-        assert_eq!(ledger.plan(&images, &Rules { high: 81, ..rules }, full, at(0), at(400)).wanted, 0, "what has gone by age counts as freed");
+        assert_eq!(
+            ids(&ledger.plan(&images, &rules, roomy, at(0), at(400)).aged),
+            ["b"]
+        );
+        assert_eq!(
+            ledger.plan(&images, &rules, roomy, at(300), at(400)),
+            Plan::default(),
+            "the agent is too young to know"
+        );
+        let full = Filesystem {
+            capacity: 1000,
+            available: 190,
+        };
+        assert_eq!(
+            ledger
+                .plan(&images, &Rules { high: 81, ..rules }, full, at(0), at(400))
+                .wanted,
+            0,
+            "what has gone by age counts as freed"
+        );
     }
 
     #[test]
     fn a_filesystem_that_says_nothing_is_full() {
         assert_eq!(Filesystem::default().percent(), 100);
-        assert_eq!(Filesystem { capacity: u64::MAX, available: u64::MAX / 2 }.percent(), 51);
+        assert_eq!(
+            Filesystem {
+                capacity: u64::MAX,
+                available: u64::MAX / 2
+            }
+            .percent(),
+            51
+        );
     }
 }

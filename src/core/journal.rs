@@ -98,7 +98,15 @@ impl Step {
 
     /// Whether it is repeated for as long as the pod lives.
     fn is_upkeep(self) -> bool {
-        matches!(self, Step::Observe | Step::Cgroup | Step::Mirror | Step::Directories | Step::Volume | Step::Objects)
+        matches!(
+            self,
+            Step::Observe
+                | Step::Cgroup
+                | Step::Mirror
+                | Step::Directories
+                | Step::Volume
+                | Step::Objects
+        )
     }
 }
 
@@ -160,35 +168,69 @@ pub struct Journal {
 
 impl Journal {
     fn find(&mut self, step: Step, subject: &str) -> Option<&mut Entry> {
-        self.steps.iter_mut().rev().find(|e| e.step == step && e.subject == subject)
+        self.steps
+            .iter_mut()
+            .rev()
+            .find(|e| e.step == step && e.subject == subject)
     }
 
     /// A step is begun. One that failed before goes on where it was: `since` stays.
     pub fn begin(&mut self, step: Step, subject: &str, now: Timestamp) {
-        if let Some(entry) = self.find(step, subject).filter(|e| matches!(e.progress, Progress::Failed(_) | Progress::Running)) {
+        if let Some(entry) = self
+            .find(step, subject)
+            .filter(|e| matches!(e.progress, Progress::Failed(_) | Progress::Running))
+        {
             entry.attempts += 1;
             (entry.tried, entry.ended, entry.next) = (now, None, None);
             // The last error stays readable until the new try has ended.
             return;
         }
         if self.steps.len() >= STEPS {
-            let finished = self.steps.iter().position(|e| matches!(e.progress, Progress::Done | Progress::Dropped)).unwrap_or(0);
+            let finished = self
+                .steps
+                .iter()
+                .position(|e| matches!(e.progress, Progress::Done | Progress::Dropped))
+                .unwrap_or(0);
             self.steps.remove(finished);
         }
         let subject = subject.to_owned();
-        self.steps.push_back(Entry { step, subject, since: now, tried: now, ended: None, attempts: 1, progress: Progress::Running, next: None });
+        self.steps.push_back(Entry {
+            step,
+            subject,
+            since: now,
+            tried: now,
+            ended: None,
+            attempts: 1,
+            progress: Progress::Running,
+            next: None,
+        });
     }
 
     /// The step that was begun has ended; what was never begun is not noted. The answer is how long its last try took.
-    pub fn end(&mut self, step: Step, subject: &str, progress: Progress, now: Timestamp) -> Option<SignedDuration> {
-        let at = self.steps.iter().rposition(|e| e.step == step && e.subject == subject)?;
+    pub fn end(
+        &mut self,
+        step: Step,
+        subject: &str,
+        progress: Progress,
+        now: Timestamp,
+    ) -> Option<SignedDuration> {
+        let at = self
+            .steps
+            .iter()
+            .rposition(|e| e.step == step && e.subject == subject)?;
         let entry = &mut self.steps[at];
         let took = now.duration_since(entry.tried);
         (entry.ended, entry.next) = (Some(now), None);
         entry.progress = progress;
         let again = step.is_upkeep() && entry.attempts == 1 && entry.progress == Progress::Done;
         // Doing once more what was done before is no news: the first time tells where the start went.
-        if again && self.steps.iter().take(at).any(|e| e.step == step && e.subject == subject && e.progress == Progress::Done) {
+        if again
+            && self
+                .steps
+                .iter()
+                .take(at)
+                .any(|e| e.step == step && e.subject == subject && e.progress == Progress::Done)
+        {
             self.steps.remove(at);
         }
         Some(took)
@@ -197,13 +239,21 @@ impl Journal {
     /// How long all steps of a kind that have ended took together, failed tries and the pauses between them included.
     #[must_use]
     pub fn took(&self, step: Step) -> SignedDuration {
-        let ended = self.steps.iter().filter(|e| e.step == step).filter_map(|e| Some(e.ended?.duration_since(e.since)));
+        let ended = self
+            .steps
+            .iter()
+            .filter(|e| e.step == step)
+            .filter_map(|e| Some(e.ended?.duration_since(e.since)));
         ended.sum()
     }
 
     /// What has failed is tried again at `next`.
     pub fn again(&mut self, next: Timestamp) {
-        for entry in self.steps.iter_mut().filter(|e| matches!(e.progress, Progress::Failed(_))) {
+        for entry in self
+            .steps
+            .iter_mut()
+            .filter(|e| matches!(e.progress, Progress::Failed(_)))
+        {
             entry.next = Some(entry.next.unwrap_or(next));
         }
     }
@@ -217,7 +267,10 @@ impl Journal {
 
     /// What is no longer of interest because the pod moved on: failures of these steps are closed.
     pub fn close(&mut self, step: Step, subject: &str, now: Timestamp) {
-        if let Some(entry) = self.find(step, subject).filter(|e| matches!(e.progress, Progress::Failed(_) | Progress::Running)) {
+        if let Some(entry) = self
+            .find(step, subject)
+            .filter(|e| matches!(e.progress, Progress::Failed(_) | Progress::Running))
+        {
             entry.progress = Progress::Dropped;
             entry.ended.get_or_insert(now);
             entry.next = None;
@@ -227,8 +280,15 @@ impl Journal {
     /// What failed is well again without having been begun anew: done, or still waited for if it is not
     /// good enough yet.
     pub fn recover(&mut self, step: Step, subject: &str, whole: bool, now: Timestamp) {
-        if let Some(entry) = self.find(step, subject).filter(|e| matches!(e.progress, Progress::Failed(_))) {
-            entry.progress = if whole { Progress::Done } else { Progress::Running };
+        if let Some(entry) = self
+            .find(step, subject)
+            .filter(|e| matches!(e.progress, Progress::Failed(_)))
+        {
+            entry.progress = if whole {
+                Progress::Done
+            } else {
+                Progress::Running
+            };
             (entry.ended, entry.next) = (whole.then_some(now), None);
         }
     }
@@ -247,8 +307,17 @@ impl Journal {
     /// The step that holds the pod up: the failure that was tried last, else what is still under way.
     #[must_use]
     pub fn blocking(&self) -> Option<&Entry> {
-        let failed = self.steps.iter().filter(|e| matches!(e.progress, Progress::Failed(_))).max_by_key(|e| e.tried);
-        failed.or_else(|| self.steps.iter().filter(|e| e.progress == Progress::Running).max_by_key(|e| e.tried))
+        let failed = self
+            .steps
+            .iter()
+            .filter(|e| matches!(e.progress, Progress::Failed(_)))
+            .max_by_key(|e| e.tried);
+        failed.or_else(|| {
+            self.steps
+                .iter()
+                .filter(|e| e.progress == Progress::Running)
+                .max_by_key(|e| e.tried)
+        })
     }
 }
 
@@ -266,15 +335,31 @@ mod tests {
     fn a_step_that_fails_goes_on_and_the_newest_failure_blocks() {
         let mut journal = Journal::default();
         journal.begin(Step::Sandbox, "", at(1));
-        journal.end(Step::Sandbox, "", Progress::Failed("no network".into()), at(2));
+        journal.end(
+            Step::Sandbox,
+            "",
+            Progress::Failed("no network".into()),
+            at(2),
+        );
         journal.again(at(5));
-        assert_eq!(journal.blocking().map(|e| (e.since, e.next)), Some((at(1), Some(at(5)))));
+        assert_eq!(
+            journal.blocking().map(|e| (e.since, e.next)),
+            Some((at(1), Some(at(5))))
+        );
         journal.begin(Step::Sandbox, "", at(5));
-        let entry = journal.blocking().expect("it still blocks while it is tried again");
-        assert_eq!((entry.since, entry.attempts, &entry.progress), (at(1), 2, &Progress::Failed("no network".into())));
+        let entry = journal
+            .blocking()
+            .expect("it still blocks while it is tried again");
+        assert_eq!(
+            (entry.since, entry.attempts, &entry.progress),
+            (at(1), 2, &Progress::Failed("no network".into()))
+        );
         journal.end(Step::Sandbox, "", Progress::Done, at(6));
         journal.begin(Step::Image, "web", at(6));
-        assert_eq!(journal.blocking().map(|e| (e.step, &e.progress)), Some((Step::Image, &Progress::Running)));
+        assert_eq!(
+            journal.blocking().map(|e| (e.step, &e.progress)),
+            Some((Step::Image, &Progress::Running))
+        );
         journal.close(Step::Image, "web", at(7));
         assert_eq!(journal.blocking(), None);
         for n in 0..200 {
@@ -290,12 +375,28 @@ mod tests {
         journal.recover(Step::Readiness, "web", true, at(1));
         assert!(journal.steps.is_empty(), "what never failed cannot recover");
         journal.begin(Step::Readiness, "web", at(1));
-        journal.end(Step::Readiness, "web", Progress::Failed("404".into()), at(2));
+        journal.end(
+            Step::Readiness,
+            "web",
+            Progress::Failed("404".into()),
+            at(2),
+        );
         journal.recover(Step::Readiness, "web", false, at(3));
-        assert_eq!(journal.blocking().map(|e| &e.progress), Some(&Progress::Running));
-        journal.end(Step::Readiness, "web", Progress::Failed("404".into()), at(4));
+        assert_eq!(
+            journal.blocking().map(|e| &e.progress),
+            Some(&Progress::Running)
+        );
+        journal.end(
+            Step::Readiness,
+            "web",
+            Progress::Failed("404".into()),
+            at(4),
+        );
         journal.recover(Step::Readiness, "web", true, at(5));
-        assert_eq!((journal.blocking(), journal.steps[0].ended), (None, Some(at(5))));
+        assert_eq!(
+            (journal.blocking(), journal.steps[0].ended),
+            (None, Some(at(5)))
+        );
     }
 
     proptest! {
@@ -321,7 +422,13 @@ mod tests {
 
     #[test]
     fn a_replay_shows_a_wrong_decision() {
-        let decision = Decision { at: at(0), input: Input::Stopped, state: State::Finished { cause: Cause::Deleted } };
+        let decision = Decision {
+            at: at(0),
+            input: Input::Stopped,
+            state: State::Finished {
+                cause: Cause::Deleted,
+            },
+        };
         assert_ne!(State::Syncing.step(decision.input), decision.state);
     }
 }

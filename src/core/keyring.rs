@@ -27,7 +27,10 @@ const HUB: &str = "index.docker.io";
 fn parts(text: &str) -> (&str, Option<&str>, &str) {
     let (authority, path) = text.split_once('/').unwrap_or((text, ""));
     // An IPv6 address keeps its colons.
-    match authority.rsplit_once(':').filter(|(_, port)| port.bytes().all(|b| b.is_ascii_digit()) && !port.is_empty()) {
+    match authority
+        .rsplit_once(':')
+        .filter(|(_, port)| port.bytes().all(|b| b.is_ascii_digit()) && !port.is_empty())
+    {
         Some((host, port)) => (host, Some(port), path),
         None => (authority, None, path),
     }
@@ -35,19 +38,29 @@ fn parts(text: &str) -> (&str, Option<&str>, &str) {
 
 /// A key of a docker configuration without what does not count: scheme, API version, trailing slashes.
 fn bare(key: &str) -> String {
-    let key = key.trim_start_matches("https://").trim_start_matches("http://");
+    let key = key
+        .trim_start_matches("https://")
+        .trim_start_matches("http://");
     let key = key.trim_end_matches('/');
-    let key = key.strip_suffix("/v1").or_else(|| key.strip_suffix("/v2")).unwrap_or(key);
+    let key = key
+        .strip_suffix("/v1")
+        .or_else(|| key.strip_suffix("/v2"))
+        .unwrap_or(key);
     key.to_owned()
 }
 
 fn label_matches(pattern: &str, label: &str) -> bool {
-    let (mut pattern, mut label) = (pattern.chars().peekable(), label.chars().collect::<Vec<_>>());
+    let (mut pattern, mut label) = (
+        pattern.chars().peekable(),
+        label.chars().collect::<Vec<_>>(),
+    );
     // Few stars and short labels: the plain recursion is enough.
     fn glob(pattern: &[char], label: &[char]) -> bool {
         match (pattern.first(), label.first()) {
             (None, None) => true,
-            (Some('*'), _) => glob(&pattern[1..], label) || (!label.is_empty() && glob(pattern, &label[1..])),
+            (Some('*'), _) => {
+                glob(&pattern[1..], label) || (!label.is_empty() && glob(pattern, &label[1..]))
+            }
             (Some('?'), Some(_)) => glob(&pattern[1..], &label[1..]),
             (Some(p), Some(l)) if p == l => glob(&pattern[1..], &label[1..]),
             _ => false,
@@ -63,11 +76,15 @@ fn label_matches(pattern: &str, label: &str) -> bool {
 pub fn covers(pattern: &str, image: &str) -> bool {
     let (pattern_host, pattern_port, pattern_path) = parts(pattern);
     let (host, port, path) = parts(image);
-    let (wanted, labels): (Vec<&str>, Vec<&str>) = (pattern_host.split('.').collect(), host.split('.').collect());
+    let (wanted, labels): (Vec<&str>, Vec<&str>) =
+        (pattern_host.split('.').collect(), host.split('.').collect());
     wanted.len() == labels.len()
         && pattern_port == port
         && path.starts_with(pattern_path)
-        && wanted.iter().zip(&labels).all(|(pattern, label)| label_matches(pattern, label))
+        && wanted
+            .iter()
+            .zip(&labels)
+            .all(|(pattern, label)| label_matches(pattern, label))
 }
 
 /// The image as credentials name it: with its registry, without tag and digest.
@@ -81,7 +98,9 @@ pub fn repository(image: &str) -> String {
     let host = super::images::registry(image);
     match untagged.strip_prefix(&format!("{host}/")) {
         _ if host == "docker.io" => {
-            let path = untagged.trim_start_matches("docker.io/").trim_start_matches("index.docker.io/");
+            let path = untagged
+                .trim_start_matches("docker.io/")
+                .trim_start_matches("index.docker.io/");
             format!("{HUB}/{path}")
         }
         Some(path) => format!("{host}/{path}"),
@@ -93,7 +112,11 @@ pub fn repository(image: &str) -> String {
 #[must_use]
 pub fn matching(entries: &[Entry], image: &str) -> Vec<Entry> {
     let repository = repository(image);
-    let mut found: Vec<Entry> = entries.iter().filter(|e| covers(&e.pattern, &repository)).cloned().collect();
+    let mut found: Vec<Entry> = entries
+        .iter()
+        .filter(|e| covers(&e.pattern, &repository))
+        .cloned()
+        .collect();
     found.sort_by(|a, b| b.pattern.cmp(&a.pattern));
     let mut seen = std::collections::BTreeSet::new();
     found.retain(|e| seen.insert((e.username.clone(), e.password.clone())));
@@ -105,31 +128,59 @@ fn entry(key: &str, value: &Value) -> Option<Entry> {
     let (username, password) = match (text("username"), text("password")) {
         (Some(username), Some(password)) => (username, password),
         _ => {
-            let decoded = base64::engine::general_purpose::STANDARD.decode(text("auth")?.trim()).ok()?;
+            let decoded = base64::engine::general_purpose::STANDARD
+                .decode(text("auth")?.trim())
+                .ok()?;
             let decoded = String::from_utf8(decoded).ok()?;
             let (username, password) = decoded.split_once(':')?;
-            (username.to_owned(), password.trim_end_matches('\0').to_owned())
+            (
+                username.to_owned(),
+                password.trim_end_matches('\0').to_owned(),
+            )
         }
     };
     let key = bare(key);
     // Docker's own names for its hub.
-    let pattern = if ["docker.io", "registry-1.docker.io"].contains(&key.as_str()) { HUB.to_owned() } else { key };
-    Some(Entry { pattern, username, password })
+    let pattern = if ["docker.io", "registry-1.docker.io"].contains(&key.as_str()) {
+        HUB.to_owned()
+    } else {
+        key
+    };
+    Some(Entry {
+        pattern,
+        username,
+        password,
+    })
 }
 
 /// The entries of a docker `config.json`, or of the older format without `auths`.
 #[must_use]
 pub fn parse(bytes: &[u8]) -> Vec<Entry> {
-    let Ok(value) = serde_json::from_slice::<Value>(bytes) else { return vec![] };
+    let Ok(value) = serde_json::from_slice::<Value>(bytes) else {
+        return vec![];
+    };
     let auths = value.get("auths").unwrap_or(&value);
-    auths.as_object().into_iter().flatten().filter_map(|(key, value)| entry(key, value)).collect()
+    auths
+        .as_object()
+        .into_iter()
+        .flatten()
+        .filter_map(|(key, value)| entry(key, value))
+        .collect()
 }
 
 /// The entries of a pull secret, in either of its formats.
 #[must_use]
 pub fn of_secret(secret: &k8s_openapi::api::core::v1::Secret) -> Vec<Entry> {
-    let data = |key: &str| secret.data.as_ref().and_then(|d| d.get(key)).map(|b| parse(&b.0));
-    data(".dockerconfigjson").or_else(|| data(".dockercfg")).unwrap_or_default()
+    let data = |key: &str| {
+        secret
+            .data
+            .as_ref()
+            .and_then(|d| d.get(key))
+            .map(|b| parse(&b.0))
+    };
+    data(".dockerconfigjson")
+        .or_else(|| data(".dockercfg"))
+        .unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -146,13 +197,26 @@ mod tests {
             ("*.example", "reg.example/a", true),
             ("*.example", "a.reg.example/a", false),
             ("r?g-*.example", "reg-eu.example/a", true),
-            ("reg.example/team", "reg.example/team/x@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef", true),
+            (
+                "reg.example/team",
+                "reg.example/team/x@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
+                true,
+            ),
             ("reg.example/team", "reg.example/other/x", false),
             ("index.docker.io", "busybox", true),
             ("index.docker.io", "docker.io/library/busybox:1", true),
         ] {
-            let entries = [Entry { pattern: pattern.into(), username: "u".into(), password: "p".into() }];
-            assert_eq!(!matching(&entries, image).is_empty(), expected, "{pattern} and {image} ({})", repository(image));
+            let entries = [Entry {
+                pattern: pattern.into(),
+                username: "u".into(),
+                password: "p".into(),
+            }];
+            assert_eq!(
+                !matching(&entries, image).is_empty(),
+                expected,
+                "{pattern} and {image} ({})",
+                repository(image)
+            );
         }
     }
 
@@ -166,14 +230,36 @@ mod tests {
             "broken": {"auth": "!"},
         }});
         let entries = parse(config.to_string().as_bytes());
-        let found = |image: &str| matching(&entries, image).into_iter().map(|e| (e.username, e.password)).collect::<Vec<_>>();
-        assert_eq!(found("reg.example:5000/team/x:1"), [("team".to_owned(), "t".to_owned()), ("u".to_owned(), "p:w".to_owned())]);
+        let found = |image: &str| {
+            matching(&entries, image)
+                .into_iter()
+                .map(|e| (e.username, e.password))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(
+            found("reg.example:5000/team/x:1"),
+            [
+                ("team".to_owned(), "t".to_owned()),
+                ("u".to_owned(), "p:w".to_owned())
+            ]
+        );
         assert_eq!(found("busybox"), [("hub".to_owned(), "h".to_owned())]);
         assert_eq!(found("other.example/x"), []);
-        assert_eq!(parse(config["auths"].to_string().as_bytes()).len(), 3, "the older format has no auths");
-        assert_eq!(format!("{:?}", entries[0]).contains('p'), entries[0].pattern.contains('p'), "passwords are not shown");
+        assert_eq!(
+            parse(config["auths"].to_string().as_bytes()).len(),
+            3,
+            "the older format has no auths"
+        );
+        assert_eq!(
+            format!("{:?}", entries[0]).contains('p'),
+            entries[0].pattern.contains('p'),
+            "passwords are not shown"
+        );
         let secret = json!({"data": {".dockercfg": encode(&config["auths"].to_string())}});
-        assert_eq!(of_secret(&serde_json::from_value(secret).expect("a secret")).len(), 3);
+        assert_eq!(
+            of_secret(&serde_json::from_value(secret).expect("a secret")).len(),
+            3
+        );
         assert_eq!(parse(b"not json"), []);
     }
 }

@@ -82,21 +82,43 @@ impl State {
     pub fn step(self, input: Input) -> State {
         match (self, input) {
             (State::Syncing, Input::Wish(wish)) => match wish.cause() {
-                Some(cause) => State::Terminating { grace: wish.grace.max(1), cause },
+                Some(cause) => State::Terminating {
+                    grace: wish.grace.max(1),
+                    cause,
+                },
                 None => State::Syncing,
             },
-            (State::Syncing, Input::Ended { cause, grace }) => State::Terminating { grace: grace.max(1), cause },
+            (State::Syncing, Input::Ended { cause, grace }) => State::Terminating {
+                grace: grace.max(1),
+                cause,
+            },
             // A stronger end (preemption of a pod that ends anyway) can only shorten.
-            (State::Terminating { grace, cause }, Input::Ended { grace: new, .. }) => State::Terminating { grace: grace.min(new.max(1)), cause },
-            // A deletion may shorten the time that is left, and is the stronger reason.
-            (State::Terminating { grace, cause }, Input::Wish(wish)) => {
-                State::Terminating { grace: if wish.deleted { grace.min(wish.grace.max(1)) } else { grace }, cause: cause.with(wish) }
+            (State::Terminating { grace, cause }, Input::Ended { grace: new, .. }) => {
+                State::Terminating {
+                    grace: grace.min(new.max(1)),
+                    cause,
+                }
             }
+            // A deletion may shorten the time that is left, and is the stronger reason.
+            (State::Terminating { grace, cause }, Input::Wish(wish)) => State::Terminating {
+                grace: if wish.deleted {
+                    grace.min(wish.grace.max(1))
+                } else {
+                    grace
+                },
+                cause: cause.with(wish),
+            },
             (State::Terminating { cause, .. }, Input::Stopped) => State::Terminated { cause },
-            (State::Terminated { cause }, Input::Wish(wish)) => State::Terminated { cause: cause.with(wish) },
+            (State::Terminated { cause }, Input::Wish(wish)) => State::Terminated {
+                cause: cause.with(wish),
+            },
             (State::Terminated { cause }, Input::Released) => State::Finished { cause },
             // A finished pod that is deleted now has its last records released.
-            (State::Finished { cause }, Input::Wish(wish)) if cause != cause.with(wish) => State::Terminated { cause: cause.with(wish) },
+            (State::Finished { cause }, Input::Wish(wish)) if cause != cause.with(wish) => {
+                State::Terminated {
+                    cause: cause.with(wish),
+                }
+            }
             (state, _) => state,
         }
     }
@@ -151,14 +173,22 @@ mod tests {
 
     fn input() -> impl Strategy<Value = Input> {
         prop_oneof![
-            (any::<bool>(), any::<bool>(), any::<bool>(), -5i64..100).prop_map(|(deleted, removed, terminal, grace)| Input::Wish(Wish {
-                deleted,
-                removed,
-                terminal,
+            (any::<bool>(), any::<bool>(), any::<bool>(), -5i64..100).prop_map(
+                |(deleted, removed, terminal, grace)| Input::Wish(Wish {
+                    deleted,
+                    removed,
+                    terminal,
+                    grace
+                })
+            ),
+            (-5i64..100).prop_map(|grace| Input::Ended {
+                cause: Cause::Completed,
                 grace
-            })),
-            (-5i64..100).prop_map(|grace| Input::Ended { cause: Cause::Completed, grace }),
-            Just(Input::Ended { cause: Cause::Rejected, grace: 1 }),
+            }),
+            Just(Input::Ended {
+                cause: Cause::Rejected,
+                grace: 1
+            }),
             Just(Input::Stopped),
             Just(Input::Released),
         ]
@@ -188,10 +218,33 @@ mod tests {
 
     #[test]
     fn a_deleted_pod_shortens_and_wins() {
-        let wish = |deleted, grace| Wish { deleted, removed: false, terminal: false, grace };
-        let state = State::Syncing.step(Input::Ended { cause: Cause::Completed, grace: 7 });
-        assert_eq!(state, State::Terminating { grace: 7, cause: Cause::Completed });
-        let state = State::Syncing.step(Input::Wish(wish(true, 30))).step(Input::Wish(wish(true, 5))).step(Input::Wish(wish(true, 60)));
-        assert_eq!(state, State::Terminating { grace: 5, cause: Cause::Deleted });
+        let wish = |deleted, grace| Wish {
+            deleted,
+            removed: false,
+            terminal: false,
+            grace,
+        };
+        let state = State::Syncing.step(Input::Ended {
+            cause: Cause::Completed,
+            grace: 7,
+        });
+        assert_eq!(
+            state,
+            State::Terminating {
+                grace: 7,
+                cause: Cause::Completed
+            }
+        );
+        let state = State::Syncing
+            .step(Input::Wish(wish(true, 30)))
+            .step(Input::Wish(wish(true, 5)))
+            .step(Input::Wish(wish(true, 60)));
+        assert_eq!(
+            state,
+            State::Terminating {
+                grace: 5,
+                cause: Cause::Deleted
+            }
+        );
     }
 }

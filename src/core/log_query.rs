@@ -46,14 +46,22 @@ impl LogQuery {
     /// From the query of a URL; none if it searches nothing. The errors are all that is wrong, one a line.
     pub fn parse(text: &str) -> Result<Option<LogQuery>, String> {
         let pairs = query::pairs(text);
-        let all = |key: &str| pairs.iter().filter(|(k, v)| k == key && !v.is_empty()).map(|(_, v)| v.clone()).collect::<Vec<_>>();
+        let all = |key: &str| {
+            pairs
+                .iter()
+                .filter(|(k, v)| k == key && !v.is_empty())
+                .map(|(_, v)| v.clone())
+                .collect::<Vec<_>>()
+        };
         let last = |key: &str| all(key).pop();
         let mut wrong = vec![];
         let mut time = |key: &str| {
             let text = last(key)?;
             let parsed = text.parse::<Timestamp>();
             if parsed.is_err() {
-                wrong.push(format!("{key}: {text:?} is invalid: use RFC 3339, such as 2026-11-21T10:00:00Z"));
+                wrong.push(format!(
+                    "{key}: {text:?} is invalid: use RFC 3339, such as 2026-11-21T10:00:00Z"
+                ));
             }
             parsed.ok()
         };
@@ -62,23 +70,42 @@ impl LogQuery {
         if asked.is_empty() {
             return Ok(None);
         }
-        let (files, services): (Vec<String>, Vec<String>) = asked.into_iter().partition(|name| name.contains(['/', '\\']));
+        let (files, services): (Vec<String>, Vec<String>) = asked
+            .into_iter()
+            .partition(|name| name.contains(['/', '\\']));
         if since.zip(until).is_some_and(|(since, until)| since > until) {
             wrong.push("untilTime: it must be after sinceTime".into());
         }
-        let tail = last("tailLines").map(|text| (text.parse::<i64>().ok().filter(|n| (0..=LINES).contains(n)), text));
+        let tail = last("tailLines").map(|text| {
+            (
+                text.parse::<i64>().ok().filter(|n| (0..=LINES).contains(n)),
+                text,
+            )
+        });
         if let Some((None, text)) = &tail {
-            wrong.push(format!("tailLines: {text:?} is invalid: use a number from 0 to {LINES}"));
+            wrong.push(format!(
+                "tailLines: {text:?} is invalid: use a number from 0 to {LINES}"
+            ));
         }
         let boot = last("boot").map(|text| (text.parse::<i32>().ok().filter(|n| *n <= 0), text));
         if let Some((None, text)) = &boot {
-            wrong.push(format!("boot: {text:?} is invalid: use 0 for this boot, -1 for the one before"));
+            wrong.push(format!(
+                "boot: {text:?} is invalid: use 0 for this boot, -1 for the one before"
+            ));
         }
         let pattern = last("pattern");
-        let narrowed = since.is_some() || until.is_some() || tail.is_some() || boot.is_some() || pattern.is_some();
+        let narrowed = since.is_some()
+            || until.is_some()
+            || tail.is_some()
+            || boot.is_some()
+            || pattern.is_some();
         match (files.len(), services.len()) {
-            (0, n) if n > SERVICES => wrong.push(format!("query: {n} services are too many: use at most {SERVICES}")),
-            (1, 0) if narrowed => wrong.push("query: a file is shown as it is: use no other option with it".into()),
+            (0, n) if n > SERVICES => wrong.push(format!(
+                "query: {n} services are too many: use at most {SERVICES}"
+            )),
+            (1, 0) if narrowed => {
+                wrong.push("query: a file is shown as it is: use no other option with it".into())
+            }
             (n, _) if n > 1 => wrong.push("query: use only one file".into()),
             (1, n) if n > 0 => wrong.push("query: use either services or one file".into()),
             _ => {}
@@ -89,20 +116,38 @@ impl LogQuery {
         if !wrong.is_empty() {
             return Err(wrong.join("\n"));
         }
-        let of = files.into_iter().next().map_or(Searched::Services(services), |file| Searched::File(file.trim_start_matches('/').into()));
-        Ok(Some(LogQuery { of, since, until, tail: tail.and_then(|(n, _)| n), pattern, boot: boot.and_then(|(n, _)| n) }))
+        let of = files
+            .into_iter()
+            .next()
+            .map_or(Searched::Services(services), |file| {
+                Searched::File(file.trim_start_matches('/').into())
+            });
+        Ok(Some(LogQuery {
+            of,
+            since,
+            until,
+            tail: tail.and_then(|(n, _)| n),
+            pattern,
+            boot: boot.and_then(|(n, _)| n),
+        }))
     }
 
     /// What `journalctl` is told.
     #[must_use]
     pub fn journal(&self, services: &[String]) -> Vec<String> {
         let time = |at: Timestamp| at.strftime("%Y-%m-%d %H:%M:%S").to_string();
-        let mut told: Vec<String> = ["--utc", "--no-pager", "--output=short-precise"].map(Into::into).into();
+        let mut told: Vec<String> = ["--utc", "--no-pager", "--output=short-precise"]
+            .map(Into::into)
+            .into();
         told.extend(self.since.map(|at| format!("--since={}", time(at))));
         told.extend(self.until.map(|at| format!("--until={}", time(at))));
         told.extend(self.tail.map(|lines| format!("--lines={lines}")));
         told.extend(services.iter().map(|name| format!("--unit={name}")));
-        told.extend(self.pattern.as_ref().map(|pattern| format!("--grep={pattern}")));
+        told.extend(
+            self.pattern
+                .as_ref()
+                .map(|pattern| format!("--grep={pattern}")),
+        );
         told.extend(self.boot.map(|boot| format!("--boot={boot}")));
         told
     }
@@ -110,14 +155,22 @@ impl LogQuery {
     /// Whether more is asked than a file can tell.
     #[must_use]
     pub fn is_narrowed(&self) -> bool {
-        self.since.is_some() || self.until.is_some() || self.tail.is_some() || self.boot.is_some() || self.pattern.is_some()
+        self.since.is_some()
+            || self.until.is_some()
+            || self.tail.is_some()
+            || self.boot.is_some()
+            || self.pattern.is_some()
     }
 }
 
 /// The files in which a service may log by itself, below the log directory.
 #[must_use]
 pub fn files_of(service: &str) -> [String; 3] {
-    [service.to_owned(), format!("{service}.log"), format!("{service}/{service}.log")]
+    [
+        service.to_owned(),
+        format!("{service}.log"),
+        format!("{service}/{service}.log"),
+    ]
 }
 
 #[cfg(test)]
@@ -126,20 +179,32 @@ mod tests {
 
     #[test]
     fn searches_are_read_and_bad_ones_named() {
-        assert_eq!(LogQuery::parse("tailLines=3"), Ok(None), "nothing is searched");
+        assert_eq!(
+            LogQuery::parse("tailLines=3"),
+            Ok(None),
+            "nothing is searched"
+        );
         let found = LogQuery::parse(
             "query=kubelet&query=containerd&sinceTime=2026-11-21T10:00:00Z&untilTime=2026-11-21T11:00:00%2B00:00&tailLines=5&pattern=a b&boot=-1",
         );
         let found = found.expect("fine").expect("a search");
-        let Searched::Services(services) = &found.of else { panic!("services") };
+        let Searched::Services(services) = &found.of else {
+            panic!("services")
+        };
         assert_eq!(
             found.journal(services)[3..].join("|"),
             "--since=2026-11-21 10:00:00|--until=2026-11-21 11:00:00|--lines=5|--unit=kubelet|--unit=containerd|--grep=a b|--boot=-1"
         );
-        assert_eq!(LogQuery::parse("query=/a/b.log").map(|q| q.map(|q| q.of)), Ok(Some(Searched::File("a/b.log".into()))));
+        assert_eq!(
+            LogQuery::parse("query=/a/b.log").map(|q| q.map(|q| q.of)),
+            Ok(Some(Searched::File("a/b.log".into())))
+        );
         for (text, field) in [
             ("query=a&sinceTime=soon", "sinceTime"),
-            ("query=a&sinceTime=2026-11-21T10:00:00Z&untilTime=2026-11-20T10:00:00Z", "untilTime"),
+            (
+                "query=a&sinceTime=2026-11-21T10:00:00Z&untilTime=2026-11-20T10:00:00Z",
+                "untilTime",
+            ),
             ("query=a&tailLines=-1", "tailLines"),
             ("query=a&tailLines=100001", "tailLines"),
             ("query=a&boot=1", "boot"),
@@ -150,8 +215,15 @@ mod tests {
             ("query=a;b", "\"a;b\""),
             ("query=-x", "\"-x\""),
         ] {
-            assert!(LogQuery::parse(text).is_err_and(|e| e.contains(field)), "{text}");
+            assert!(
+                LogQuery::parse(text).is_err_and(|e| e.contains(field)),
+                "{text}"
+            );
         }
-        assert_eq!(LogQuery::parse("query=a;b&boot=1").map_err(|e| e.lines().count()), Err(2), "all that is wrong is said");
+        assert_eq!(
+            LogQuery::parse("query=a;b&boot=1").map_err(|e| e.lines().count()),
+            Err(2),
+            "all that is wrong is said"
+        );
     }
 }

@@ -19,9 +19,19 @@ pub struct Line<'a> {
 #[must_use]
 pub fn parse(line: &str) -> Option<Line<'_>> {
     let mut fields = line.splitn(4, ' ');
-    let (time, stream, tags, data) = (fields.next()?, fields.next()?, fields.next()?, fields.next().unwrap_or_default());
+    let (time, stream, tags, data) = (
+        fields.next()?,
+        fields.next()?,
+        fields.next()?,
+        fields.next().unwrap_or_default(),
+    );
     let known = matches!(stream, "stdout" | "stderr") && !tags.is_empty();
-    known.then(|| Line { time, stream, partial: tags.split(':').next() == Some("P"), data })
+    known.then(|| Line {
+        time,
+        stream,
+        partial: tags.split(':').next() == Some("P"),
+        data,
+    })
 }
 
 /// The last `lines` lines of what a container wrote, cut at the front to `limit` bytes. `text` is the end
@@ -37,7 +47,10 @@ pub fn tail(text: &str, lines: usize, limit: usize) -> String {
         }
         goes_on = line.partial;
     }
-    let mut out: String = whole[whole.len().saturating_sub(lines)..].iter().flat_map(|line| [line.as_str(), "\n"]).collect();
+    let mut out: String = whole[whole.len().saturating_sub(lines)..]
+        .iter()
+        .flat_map(|line| [line.as_str(), "\n"])
+        .collect();
     let mut cut = out.len().saturating_sub(limit);
     while !out.is_char_boundary(cut) {
         cut += 1;
@@ -68,7 +81,12 @@ impl Decoder {
     /// For a reader who wants the log so.
     #[must_use]
     pub fn new(options: &LogOptions) -> Decoder {
-        Decoder { since: options.since, timestamps: options.timestamps, left: options.limit, ..Decoder::default() }
+        Decoder {
+            since: options.since,
+            timestamps: options.timestamps,
+            left: options.limit,
+            ..Decoder::default()
+        }
     }
 
     /// Whether nothing more is wanted.
@@ -82,8 +100,13 @@ impl Decoder {
         let mut text = std::mem::take(&mut self.rest);
         text.extend_from_slice(piece);
         let mut out = Vec::with_capacity(piece.len());
-        let whole = text.iter().rposition(|b| *b == b'\n').map_or(0, |end| end + 1);
-        text[..whole].split(|b| *b == b'\n').for_each(|line| self.line(line, &mut out));
+        let whole = text
+            .iter()
+            .rposition(|b| *b == b'\n')
+            .map_or(0, |end| end + 1);
+        text[..whole]
+            .split(|b| *b == b'\n')
+            .for_each(|line| self.line(line, &mut out));
         if text.len() - whole <= LINE_LIMIT {
             self.rest = text.split_off(whole);
         }
@@ -96,13 +119,18 @@ impl Decoder {
 
     fn line(&mut self, line: &[u8], out: &mut Vec<u8>) {
         let mut fields = line.splitn(4, |b| *b == b' ');
-        let (Some(time), Some(stream), Some(tags)) = (fields.next(), fields.next(), fields.next()) else { return };
+        let (Some(time), Some(stream), Some(tags)) = (fields.next(), fields.next(), fields.next())
+        else {
+            return;
+        };
         let data = fields.next().unwrap_or_default();
         if !matches!(stream, b"stdout" | b"stderr") {
             return;
         }
         if let (Some(since), false) = (self.since, self.begun) {
-            let at = std::str::from_utf8(time).ok().and_then(|t| t.parse::<jiff::Timestamp>().ok());
+            let at = std::str::from_utf8(time)
+                .ok()
+                .and_then(|t| t.parse::<jiff::Timestamp>().ok());
             if at.is_none_or(|at| at < since) {
                 return;
             }
@@ -133,11 +161,15 @@ pub struct Rotation {
 /// (kubelet spec, 8.7). Their names sort by age.
 #[must_use]
 pub fn rotation(names: &[String], files: usize) -> Rotation {
-    let (unfinished, mut whole): (Vec<String>, Vec<String>) = names.iter().cloned().partition(|n| n.ends_with(".tmp"));
+    let (unfinished, mut whole): (Vec<String>, Vec<String>) =
+        names.iter().cloned().partition(|n| n.ends_with(".tmp"));
     whole.sort();
     let surplus = whole.len().saturating_sub(files.saturating_sub(2));
     let kept = whole.split_off(surplus);
-    Rotation { remove: unfinished.into_iter().chain(whole).collect(), compress: kept.into_iter().filter(|n| !n.ends_with(".gz")).collect() }
+    Rotation {
+        remove: unfinished.into_iter().chain(whole).collect(),
+        compress: kept.into_iter().filter(|n| !n.ends_with(".gz")).collect(),
+    }
 }
 
 /// The name of the link to a container's log in the directory that log collectors read.
@@ -162,15 +194,37 @@ mod tests {
         let text = "2026-11-20T00:00:01Z stdout F one\n2026-11-20T00:00:02Z stderr P tw\n2026-11-20T00:00:03Z stderr F o\nnonsense\n2026-11-20T00:00:04Z stdout F \n2026-11-20T00:00:05Z stdout F half";
         for size in [1, 7, 1000] {
             let read = |mut decoder: Decoder| {
-                let bytes: Vec<u8> = text.as_bytes().chunks(size).flat_map(|piece| decoder.push(piece)).collect();
+                let bytes: Vec<u8> = text
+                    .as_bytes()
+                    .chunks(size)
+                    .flat_map(|piece| decoder.push(piece))
+                    .collect();
                 String::from_utf8(bytes).expect("text")
             };
             assert_eq!(read(Decoder::default()), "one\ntwo\n\n", "pieces of {size}");
-            let times = read(Decoder { timestamps: true, ..Decoder::default() });
-            assert_eq!(times, "2026-11-20T00:00:01Z one\n2026-11-20T00:00:02Z two\n2026-11-20T00:00:04Z \n");
+            let times = read(Decoder {
+                timestamps: true,
+                ..Decoder::default()
+            });
+            assert_eq!(
+                times,
+                "2026-11-20T00:00:01Z one\n2026-11-20T00:00:02Z two\n2026-11-20T00:00:04Z \n"
+            );
             let since = "2026-11-20T00:00:02Z".parse().ok();
-            assert_eq!(read(Decoder { since, ..Decoder::default() }), "two\n\n");
-            assert_eq!(read(Decoder { left: Some(5), ..Decoder::default() }), "one\nt");
+            assert_eq!(
+                read(Decoder {
+                    since,
+                    ..Decoder::default()
+                }),
+                "two\n\n"
+            );
+            assert_eq!(
+                read(Decoder {
+                    left: Some(5),
+                    ..Decoder::default()
+                }),
+                "one\nt"
+            );
         }
     }
 
@@ -180,6 +234,14 @@ mod tests {
         assert_eq!(tail(text, 2, 100), "two\ndrei ü\n");
         assert_eq!(tail(text, 80, 6), "ei ü\n");
         assert_eq!(tail("", 80, 100), "");
-        assert_eq!(parse("t stdout F a b"), Some(Line { time: "t", stream: "stdout", partial: false, data: "a b" }));
+        assert_eq!(
+            parse("t stdout F a b"),
+            Some(Line {
+                time: "t",
+                stream: "stdout",
+                partial: false,
+                data: "a b"
+            })
+        );
     }
 }

@@ -58,8 +58,16 @@ pub const V1: [(&str, &str); 11] = [
 ];
 
 /// The files that are read of v2.
-pub const V2: [&str; 8] =
-    ["cpu.stat", "memory.current", "memory.peak", "memory.max", "memory.stat", "memory.events", "memory.swap.current", "pids.current"];
+pub const V2: [&str; 8] = [
+    "cpu.stat",
+    "memory.current",
+    "memory.peak",
+    "memory.max",
+    "memory.stat",
+    "memory.events",
+    "memory.swap.current",
+    "pids.current",
+];
 
 /// Ticks a second in v1's `cpuacct.stat`; fixed in the kernel's interface.
 const TICK: u64 = 10_000_000;
@@ -67,8 +75,13 @@ const TICK: u64 = 10_000_000;
 const UNLIMITED: u64 = 1 << 62;
 
 fn fields(text: Option<&String>) -> BTreeMap<&str, u64> {
-    let pair = |line| str::split_once(line, ' ').and_then(|(key, value)| Some((key, value.trim().parse().ok()?)));
-    text.map_or("", String::as_str).lines().filter_map(pair).collect()
+    let pair = |line| {
+        str::split_once(line, ' ').and_then(|(key, value)| Some((key, value.trim().parse().ok()?)))
+    };
+    text.map_or("", String::as_str)
+        .lines()
+        .filter_map(pair)
+        .collect()
 }
 
 fn number(text: Option<&String>) -> Option<u64> {
@@ -78,14 +91,22 @@ fn number(text: Option<&String>) -> Option<u64> {
 /// Reads v1's files.
 #[must_use]
 pub fn v1(texts: &Texts) -> Usage {
-    let (cpu, quota, memory) = (fields(texts.get("cpuacct.stat")), fields(texts.get("cpu.stat")), fields(texts.get("memory.stat")));
+    let (cpu, quota, memory) = (
+        fields(texts.get("cpuacct.stat")),
+        fields(texts.get("cpu.stat")),
+        fields(texts.get("memory.stat")),
+    );
     let of = |map: &BTreeMap<&str, u64>, key: &str| map.get(key).copied().unwrap_or(0);
     let used = number(texts.get("memory.usage_in_bytes")).unwrap_or(0);
     Usage {
         cpu: number(texts.get("cpuacct.usage")).unwrap_or(0),
         user: of(&cpu, "user") * TICK,
         system: of(&cpu, "system") * TICK,
-        periods: (of(&quota, "nr_periods"), of(&quota, "nr_throttled"), of(&quota, "throttled_time")),
+        periods: (
+            of(&quota, "nr_periods"),
+            of(&quota, "nr_throttled"),
+            of(&quota, "throttled_time"),
+        ),
         memory: used,
         working_set: used.saturating_sub(of(&memory, "total_inactive_file")),
         rss: of(&memory, "total_rss"),
@@ -94,7 +115,10 @@ pub fn v1(texts: &Texts) -> Usage {
         swap: of(&memory, "total_swap"),
         peak: number(texts.get("memory.max_usage_in_bytes")).unwrap_or(0),
         failures: number(texts.get("memory.failcnt")).unwrap_or(0),
-        faults: (of(&memory, "total_pgfault"), of(&memory, "total_pgmajfault")),
+        faults: (
+            of(&memory, "total_pgfault"),
+            of(&memory, "total_pgmajfault"),
+        ),
         limit: number(texts.get("memory.limit_in_bytes")).filter(|l| *l < UNLIMITED),
         processes: number(texts.get("pids.current")).unwrap_or(0),
         oom_kills: of(&fields(texts.get("memory.oom_control")), "oom_kill"),
@@ -104,7 +128,11 @@ pub fn v1(texts: &Texts) -> Usage {
 /// Reads v2's files.
 #[must_use]
 pub fn v2(texts: &Texts) -> Usage {
-    let (cpu, memory, events) = (fields(texts.get("cpu.stat")), fields(texts.get("memory.stat")), fields(texts.get("memory.events")));
+    let (cpu, memory, events) = (
+        fields(texts.get("cpu.stat")),
+        fields(texts.get("memory.stat")),
+        fields(texts.get("memory.events")),
+    );
     let of = |map: &BTreeMap<&str, u64>, key: &str| map.get(key).copied().unwrap_or(0);
     let micro = |key: &str| of(&cpu, key) * 1000;
     let used = number(texts.get("memory.current")).unwrap_or(0);
@@ -112,7 +140,11 @@ pub fn v2(texts: &Texts) -> Usage {
         cpu: micro("usage_usec"),
         user: micro("user_usec"),
         system: micro("system_usec"),
-        periods: (of(&cpu, "nr_periods"), of(&cpu, "nr_throttled"), micro("throttled_usec")),
+        periods: (
+            of(&cpu, "nr_periods"),
+            of(&cpu, "nr_throttled"),
+            micro("throttled_usec"),
+        ),
         memory: used,
         working_set: used.saturating_sub(of(&memory, "inactive_file")),
         rss: of(&memory, "anon"),
@@ -144,26 +176,59 @@ pub struct Interface {
 pub fn interfaces(text: &str) -> Vec<Interface> {
     let of = |line: &str| {
         let (name, rest) = line.split_once(':')?;
-        let numbers: Vec<u64> = rest.split_whitespace().filter_map(|n| n.parse().ok()).collect();
-        let four = |at: usize| Some([*numbers.get(at)?, *numbers.get(at + 1)?, *numbers.get(at + 2)?, *numbers.get(at + 3)?]);
-        Some(Interface { name: name.trim().to_owned(), received: four(0)?, sent: four(8)? })
+        let numbers: Vec<u64> = rest
+            .split_whitespace()
+            .filter_map(|n| n.parse().ok())
+            .collect();
+        let four = |at: usize| {
+            Some([
+                *numbers.get(at)?,
+                *numbers.get(at + 1)?,
+                *numbers.get(at + 2)?,
+                *numbers.get(at + 3)?,
+            ])
+        };
+        Some(Interface {
+            name: name.trim().to_owned(),
+            received: four(0)?,
+            sent: four(8)?,
+        })
     };
-    text.lines().filter_map(of).filter(|i| i.name != "lo").collect()
+    text.lines()
+        .filter_map(of)
+        .filter(|i| i.name != "lo")
+        .collect()
 }
 
 /// Processor time of the whole machine from `/proc/stat`, in nanoseconds: without what it was idle or waited.
 #[must_use]
 pub fn machine_cpu(stat: &str) -> u64 {
-    let numbers = stat.lines().next().into_iter().flat_map(str::split_whitespace).skip(1).filter_map(|n| n.parse::<u64>().ok());
+    let numbers = stat
+        .lines()
+        .next()
+        .into_iter()
+        .flat_map(str::split_whitespace)
+        .skip(1)
+        .filter_map(|n| n.parse::<u64>().ok());
     // user nice system idle iowait irq softirq steal; guests are in user already.
-    numbers.take(8).enumerate().filter(|(i, _)| !matches!(i, 3 | 4)).map(|(_, n)| n).sum::<u64>() * TICK
+    numbers
+        .take(8)
+        .enumerate()
+        .filter(|(i, _)| !matches!(i, 3 | 4))
+        .map(|(_, n)| n)
+        .sum::<u64>()
+        * TICK
 }
 
 /// A figure of `/proc/meminfo`, in bytes.
 #[must_use]
 pub fn meminfo(text: &str, key: &str) -> u64 {
-    let line = text.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':'));
-    line.and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok()).unwrap_or(0) * 1024
+    let line = text
+        .lines()
+        .find_map(|l| l.strip_prefix(key)?.strip_prefix(':'));
+    line.and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok())
+        .unwrap_or(0)
+        * 1024
 }
 
 #[cfg(test)]
@@ -192,15 +257,31 @@ mod tests {
         ]);
         let (old, new) = (v1(&old), v2(&new));
         assert_eq!(old, new);
-        assert_eq!((old.working_set, old.limit, old.faults, old.user), (600, None, (9, 1), 10_000_000));
-        assert_eq!((v1(&Texts::new()), v2(&Texts::new())), (Usage::default(), Usage::default()));
+        assert_eq!(
+            (old.working_set, old.limit, old.faults, old.user),
+            (600, None, (9, 1), 10_000_000)
+        );
+        assert_eq!(
+            (v1(&Texts::new()), v2(&Texts::new())),
+            (Usage::default(), Usage::default())
+        );
     }
 
     #[test]
     fn the_machine_and_its_interfaces_are_read() {
         let text = "Inter-|   Receive  |  Transmit\n face |bytes packets\n    lo: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0\n  eth0: 10 2 3 4 0 0 0 0 50 6 7 8 0 0 0 0\n";
-        assert_eq!(interfaces(text), [Interface { name: "eth0".into(), received: [10, 2, 3, 4], sent: [50, 6, 7, 8] }]);
-        assert_eq!(machine_cpu("cpu  1 2 3 100 100 4 5 6 7 8\ncpu0 9\n"), 21 * TICK);
+        assert_eq!(
+            interfaces(text),
+            [Interface {
+                name: "eth0".into(),
+                received: [10, 2, 3, 4],
+                sent: [50, 6, 7, 8]
+            }]
+        );
+        assert_eq!(
+            machine_cpu("cpu  1 2 3 100 100 4 5 6 7 8\ncpu0 9\n"),
+            21 * TICK
+        );
         assert_eq!(meminfo("MemTotal: 5 kB\nMemFree:  2 kB\n", "MemFree"), 2048);
     }
 }

@@ -12,14 +12,21 @@ pub fn term_matches(term: &NodeSelectorTerm, node: &Node) -> bool {
         return false;
     }
     let name = node.name_any();
-    labels.iter().all(|r| requirement(r, node.labels().get(&r.key).map(String::as_str)))
-        && fields.iter().all(|r| r.key == "metadata.name" && requirement(r, Some(&name)))
+    labels
+        .iter()
+        .all(|r| requirement(r, node.labels().get(&r.key).map(String::as_str)))
+        && fields
+            .iter()
+            .all(|r| r.key == "metadata.name" && requirement(r, Some(&name)))
 }
 
 fn requirement(requirement: &NodeSelectorRequirement, value: Option<&str>) -> bool {
     let values = requirement.values.as_deref().unwrap_or_default();
     let number = |text: Option<&str>| text.and_then(|t| t.parse::<i64>().ok());
-    let compare = |f: fn(&i64, &i64) -> bool| match (number(value), number(values.first().map(String::as_str))) {
+    let compare = |f: fn(&i64, &i64) -> bool| match (
+        number(value),
+        number(values.first().map(String::as_str)),
+    ) {
         (Some(a), Some(b)) => f(&a, &b),
         _ => false,
     };
@@ -38,9 +45,18 @@ fn requirement(requirement: &NodeSelectorRequirement, value: Option<&str>) -> bo
 #[must_use]
 pub fn pod_matches(pod: &Pod, node: &Node) -> bool {
     let Some(spec) = &pod.spec else { return true };
-    let affinity = spec.affinity.as_ref().and_then(|a| a.node_affinity.as_ref());
-    let required = affinity.and_then(|a| a.required_during_scheduling_ignored_during_execution.as_ref());
-    spec.node_selector.iter().flatten().all(|(k, v)| node.labels().get(k) == Some(v))
+    let affinity = spec
+        .affinity
+        .as_ref()
+        .and_then(|a| a.node_affinity.as_ref());
+    let required = affinity.and_then(|a| {
+        a.required_during_scheduling_ignored_during_execution
+            .as_ref()
+    });
+    spec.node_selector
+        .iter()
+        .flatten()
+        .all(|(k, v)| node.labels().get(k) == Some(v))
         && required.is_none_or(|r| r.node_selector_terms.iter().any(|t| term_matches(t, node)))
 }
 
@@ -51,15 +67,36 @@ mod tests {
 
     #[test]
     fn terms_match_labels_and_the_name() {
-        let node: Node = serde_json::from_value(json!({"metadata": {"name": "n1", "labels": {"zone": "a", "cores": "8"}}})).expect("a node");
+        let node: Node = serde_json::from_value(
+            json!({"metadata": {"name": "n1", "labels": {"zone": "a", "cores": "8"}}}),
+        )
+        .expect("a node");
         let cases = [
             (json!({}), false),
-            (json!({"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a", "b"]}]}), true),
-            (json!({"matchExpressions": [{"key": "zone", "operator": "NotIn", "values": ["a"]}]}), false),
-            (json!({"matchExpressions": [{"key": "gpu", "operator": "DoesNotExist"}, {"key": "cores", "operator": "Gt", "values": ["4"]}]}), true),
-            (json!({"matchExpressions": [{"key": "cores", "operator": "Lt", "values": ["x"]}]}), false),
-            (json!({"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n1"]}]}), true),
-            (json!({"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n2"]}]}), false),
+            (
+                json!({"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a", "b"]}]}),
+                true,
+            ),
+            (
+                json!({"matchExpressions": [{"key": "zone", "operator": "NotIn", "values": ["a"]}]}),
+                false,
+            ),
+            (
+                json!({"matchExpressions": [{"key": "gpu", "operator": "DoesNotExist"}, {"key": "cores", "operator": "Gt", "values": ["4"]}]}),
+                true,
+            ),
+            (
+                json!({"matchExpressions": [{"key": "cores", "operator": "Lt", "values": ["x"]}]}),
+                false,
+            ),
+            (
+                json!({"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n1"]}]}),
+                true,
+            ),
+            (
+                json!({"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n2"]}]}),
+                false,
+            ),
         ];
         for (term, expected) in cases {
             let term: NodeSelectorTerm = serde_json::from_value(term.clone()).expect("a term");

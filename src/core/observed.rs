@@ -106,7 +106,9 @@ impl ObservedPod {
 
     /// Containers that may have a process.
     pub fn live(&self) -> impl Iterator<Item = &Container> {
-        self.containers.iter().filter(|c| matches!(c.state, ContainerState::Running | ContainerState::Unknown))
+        self.containers
+            .iter()
+            .filter(|c| matches!(c.state, ContainerState::Running | ContainerState::Unknown))
     }
 
     /// Whether nothing of the pod is left in the runtime.
@@ -117,15 +119,23 @@ impl ObservedPod {
 
     /// Puts everything in order, newest first; of equal times the higher attempt.
     pub fn sort(&mut self) {
-        self.sandboxes.sort_by_key(|s| std::cmp::Reverse((s.created_at, s.attempt)));
-        self.containers.sort_by_key(|c| std::cmp::Reverse((c.created_at, c.attempt)));
+        self.sandboxes
+            .sort_by_key(|s| std::cmp::Reverse((s.created_at, s.attempt)));
+        self.containers
+            .sort_by_key(|c| std::cmp::Reverse((c.created_at, c.attempt)));
     }
 
     /// A number that changes whenever a state does: what a listing can see.
     #[must_use]
     pub fn fingerprint(&self) -> u64 {
-        let sandboxes = self.sandboxes.iter().map(|s| (s.id.as_str(), u8::from(s.ready)));
-        let containers = self.containers.iter().map(|c| (c.id.as_str(), 10 + c.state as u8));
+        let sandboxes = self
+            .sandboxes
+            .iter()
+            .map(|s| (s.id.as_str(), u8::from(s.ready)));
+        let containers = self
+            .containers
+            .iter()
+            .map(|c| (c.id.as_str(), 10 + c.state as u8));
         fingerprint(sandboxes.chain(containers))
     }
 }
@@ -134,7 +144,12 @@ impl ObservedPod {
 #[must_use]
 pub fn fingerprint<'a>(entries: impl Iterator<Item = (&'a str, u8)>) -> u64 {
     entries.fold(0, |sum, (id, state)| {
-        let hash = id.bytes().chain([state]).fold(0xcbf2_9ce4_8422_2325_u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3));
+        let hash = id
+            .bytes()
+            .chain([state])
+            .fold(0xcbf2_9ce4_8422_2325_u64, |h, b| {
+                (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3)
+            });
         sum.wrapping_add(hash)
     })
 }

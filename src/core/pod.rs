@@ -53,7 +53,10 @@ pub fn is_static(pod: &Pod) -> bool {
 /// The phase in the API.
 #[must_use]
 pub fn phase(pod: &Pod) -> &str {
-    pod.status.as_ref().and_then(|s| s.phase.as_deref()).unwrap_or("Pending")
+    pod.status
+        .as_ref()
+        .and_then(|s| s.phase.as_deref())
+        .unwrap_or("Pending")
 }
 
 /// Whether the pod has reached its end.
@@ -76,18 +79,32 @@ pub struct Ownership {
 pub fn ownership(pod: &Pod) -> Ownership {
     let security = spec(pod).security_context.as_ref();
     Ownership {
-        group: security.and_then(|s| s.fs_group).and_then(|g| u32::try_from(g).ok()),
-        on_mismatch: security.and_then(|s| s.fs_group_change_policy.as_deref()) == Some("OnRootMismatch"),
+        group: security
+            .and_then(|s| s.fs_group)
+            .and_then(|g| u32::try_from(g).ok()),
+        on_mismatch: security.and_then(|s| s.fs_group_change_policy.as_deref())
+            == Some("OnRootMismatch"),
     }
 }
 
 /// The user that all of a pod's containers run as, if it is one and the pod says which.
 #[must_use]
 pub fn common_user(pod: &Pod) -> Option<u32> {
-    let of_pod = spec(pod).security_context.as_ref().and_then(|s| s.run_as_user);
-    let mut users = containers(pod).into_iter().map(|(_, c)| c.security_context.as_ref().and_then(|s| s.run_as_user).or(of_pod));
+    let of_pod = spec(pod)
+        .security_context
+        .as_ref()
+        .and_then(|s| s.run_as_user);
+    let mut users = containers(pod).into_iter().map(|(_, c)| {
+        c.security_context
+            .as_ref()
+            .and_then(|s| s.run_as_user)
+            .or(of_pod)
+    });
     let first = users.next()??;
-    users.all(|user| user == Some(first)).then(|| u32::try_from(first).ok()).flatten()
+    users
+        .all(|user| user == Some(first))
+        .then(|| u32::try_from(first).ok())
+        .flatten()
 }
 
 /// Whether it uses the node's network.
@@ -135,11 +152,26 @@ impl Role {
 #[must_use]
 pub fn containers(pod: &Pod) -> Vec<(Role, Cow<'_, Container>)> {
     let spec = spec(pod);
-    let init = spec.init_containers.iter().flatten().map(|c| (if is_sidecar(c) { Role::Sidecar } else { Role::Init }, Cow::Borrowed(c)));
-    let regular = spec.containers.iter().map(|c| (Role::Regular, Cow::Borrowed(c)));
+    let init = spec.init_containers.iter().flatten().map(|c| {
+        (
+            if is_sidecar(c) {
+                Role::Sidecar
+            } else {
+                Role::Init
+            },
+            Cow::Borrowed(c),
+        )
+    });
+    let regular = spec
+        .containers
+        .iter()
+        .map(|c| (Role::Regular, Cow::Borrowed(c)));
     let ephemeral = spec.ephemeral_containers.iter().flatten().map(|e| {
         let value = serde_json::to_value(e).unwrap_or_default();
-        (Role::Ephemeral, Cow::Owned(serde_json::from_value(value).unwrap_or_default()))
+        (
+            Role::Ephemeral,
+            Cow::Owned(serde_json::from_value(value).unwrap_or_default()),
+        )
     });
     init.chain(regular).chain(ephemeral).collect()
 }
@@ -148,7 +180,9 @@ pub fn containers(pod: &Pod) -> Vec<(Role, Cow<'_, Container>)> {
 #[must_use]
 pub fn container_hash(container: &Container) -> String {
     let text = serde_json::json!({"name": container.name, "image": container.image}).to_string();
-    let hash = text.bytes().fold(0x811c_9dc5_u32, |h, b| (h ^ u32::from(b)).wrapping_mul(0x0100_0193));
+    let hash = text.bytes().fold(0x811c_9dc5_u32, |h, b| {
+        (h ^ u32::from(b)).wrapping_mul(0x0100_0193)
+    });
     format!("{hash:x}")
 }
 
@@ -156,5 +190,10 @@ pub fn container_hash(container: &Container) -> String {
 #[must_use]
 pub fn grace_seconds(pod: &Pod) -> i64 {
     let spec = spec(pod).termination_grace_period_seconds.unwrap_or(30);
-    pod.metadata.deletion_timestamp.as_ref().and(pod.metadata.deletion_grace_period_seconds).unwrap_or(spec).max(1)
+    pod.metadata
+        .deletion_timestamp
+        .as_ref()
+        .and(pod.metadata.deletion_grace_period_seconds)
+        .unwrap_or(spec)
+        .max(1)
 }

@@ -33,16 +33,35 @@ fn class(pod: &Pod) -> u8 {
 /// classes first; few rather than many; little rather than much.
 #[must_use]
 pub fn victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<String>> {
-    let mut left: Vec<(&Pod, Amounts)> = others.iter().filter(|p| may_go(p, for_pod)).map(|p| (*p, with_count(p))).collect();
+    let mut left: Vec<(&Pod, Amounts)> = others
+        .iter()
+        .filter(|p| may_go(p, for_pod))
+        .map(|p| (*p, with_count(p)))
+        .collect();
     let mut chosen: Vec<(&Pod, Amounts)> = vec![];
-    let mut missing: Amounts = missing.iter().filter(|(_, q)| !q.is_zero()).map(|(n, q)| (n.clone(), *q)).collect();
+    let mut missing: Amounts = missing
+        .iter()
+        .filter(|(_, q)| !q.is_zero())
+        .map(|(n, q)| (n.clone(), *q))
+        .collect();
     for limit in 0..=2 {
         while !missing.is_empty() {
             // What brings the largest part of what is missing, and of those the smallest.
             let share = |amounts: &Amounts| -> i64 {
-                missing.iter().map(|(name, need)| of(amounts, name).min(*need).milli().saturating_mul(1000) / need.milli().max(1)).sum()
+                missing
+                    .iter()
+                    .map(|(name, need)| {
+                        of(amounts, name).min(*need).milli().saturating_mul(1000)
+                            / need.milli().max(1)
+                    })
+                    .sum()
             };
-            let size = |amounts: &Amounts| -> i64 { missing.keys().map(|name| of(amounts, name).milli()).fold(0, i64::saturating_add) };
+            let size = |amounts: &Amounts| -> i64 {
+                missing
+                    .keys()
+                    .map(|name| of(amounts, name).milli())
+                    .fold(0, i64::saturating_add)
+            };
             let best = left
                 .iter()
                 .enumerate()
@@ -51,12 +70,17 @@ pub fn victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<
                 .map(|(at, _)| at);
             let Some(at) = best else { break };
             let (pod, amounts) = left.remove(at);
-            missing =
-                missing.into_iter().map(|(name, need)| (name.clone(), need - of(&amounts, &name))).filter(|(_, q)| *q > Quantity::ZERO).collect();
+            missing = missing
+                .into_iter()
+                .map(|(name, need)| (name.clone(), need - of(&amounts, &name)))
+                .filter(|(_, q)| *q > Quantity::ZERO)
+                .collect();
             chosen.push((pod, amounts));
         }
     }
-    missing.is_empty().then(|| chosen.iter().map(|(p, _)| pod::uid(p).to_owned()).collect())
+    missing
+        .is_empty()
+        .then(|| chosen.iter().map(|(p, _)| pod::uid(p).to_owned()).collect())
 }
 
 fn of(amounts: &Amounts, name: &str) -> Quantity {
@@ -90,21 +114,45 @@ mod tests {
     #[test]
     fn the_least_valuable_go_and_no_more_than_needed() {
         let critical = pod("c", "1", false, CRITICAL);
-        let (small, large, best, guaranteed) =
-            (pod("small", "300m", false, 0), pod("large", "2", false, 0), pod("best", "0", false, 0), pod("guaranteed", "1", true, 0));
-        let missing =
-            |cpu: &str, pods: i64| Amounts::from([("cpu".to_owned(), cpu.parse().expect("q")), ("pods".to_owned(), Quantity::from_units(pods))]);
+        let (small, large, best, guaranteed) = (
+            pod("small", "300m", false, 0),
+            pod("large", "2", false, 0),
+            pod("best", "0", false, 0),
+            pod("guaranteed", "1", true, 0),
+        );
+        let missing = |cpu: &str, pods: i64| {
+            Amounts::from([
+                ("cpu".to_owned(), cpu.parse().expect("q")),
+                ("pods".to_owned(), Quantity::from_units(pods)),
+            ])
+        };
         let cases: [(Vec<&Pod>, Amounts, Option<Vec<&str>>); 6] = [
-            (vec![&small, &large, &guaranteed], missing("200m", 0), Some(vec!["small"])),
-            (vec![&small, &large, &guaranteed], missing("1", 0), Some(vec!["large"])),
-            (vec![&small, &guaranteed], missing("1", 0), Some(vec!["small", "guaranteed"])),
+            (
+                vec![&small, &large, &guaranteed],
+                missing("200m", 0),
+                Some(vec!["small"]),
+            ),
+            (
+                vec![&small, &large, &guaranteed],
+                missing("1", 0),
+                Some(vec!["large"]),
+            ),
+            (
+                vec![&small, &guaranteed],
+                missing("1", 0),
+                Some(vec!["small", "guaranteed"]),
+            ),
             (vec![&best, &small], missing("0", 1), Some(vec!["best"])),
             (vec![&small], missing("1", 0), None),
             (vec![&critical], missing("1", 0), None),
         ];
         for (others, missing, expected) in cases {
             let found = victims(&critical, &others, &missing);
-            assert_eq!(found, expected.map(|e| e.into_iter().map(str::to_owned).collect::<Vec<_>>()), "{missing:?}");
+            assert_eq!(
+                found,
+                expected.map(|e| e.into_iter().map(str::to_owned).collect::<Vec<_>>()),
+                "{missing:?}"
+            );
         }
     }
 }

@@ -76,12 +76,23 @@ impl Record {
         self.kind = "ImagePulledRecord".into();
         self.api_version = "kubelet.config.k8s.io/v1beta1".into();
         self.last_updated_time = now.to_owned();
-        let access = self.credential_mapping.entry(repository.to_owned()).or_default();
+        let access = self
+            .credential_mapping
+            .entry(repository.to_owned())
+            .or_default();
         match by {
-            By::Anyone => *access = Access { kubernetes_secrets: vec![], node_pods_accessible: true },
+            By::Anyone => {
+                *access = Access {
+                    kubernetes_secrets: vec![],
+                    node_pods_accessible: true,
+                }
+            }
             By::Secret(_) if access.node_pods_accessible => {}
             By::Secret(secret) => {
-                access.kubernetes_secrets.retain(|s| (&s.uid, &s.namespace, &s.name) != (&secret.uid, &secret.namespace, &secret.name));
+                access.kubernetes_secrets.retain(|s| {
+                    (&s.uid, &s.namespace, &s.name)
+                        != (&secret.uid, &secret.namespace, &secret.name)
+                });
                 access.kubernetes_secrets.push(secret);
             }
         }
@@ -91,25 +102,41 @@ impl Record {
 /// Whether a pod with these secrets may use an image that is there. `pulling` says that a pull of it was
 /// begun and its end not noted.
 #[must_use]
-pub fn may_use(policy: &Policy, repository: &str, record: Option<&Record>, pulling: bool, secrets: &[BySecret]) -> bool {
+pub fn may_use(
+    policy: &Policy,
+    repository: &str,
+    record: Option<&Record>,
+    pulling: bool,
+    secrets: &[BySecret],
+) -> bool {
     let preloaded = record.is_none() && !pulling;
     let free = match policy {
         Policy::NeverVerify => true,
         Policy::NeverVerifyPreloaded => preloaded,
         Policy::NeverVerifyAllowlisted(list) => {
             preloaded
-                && list
-                    .iter()
-                    .any(|entry| entry.strip_suffix("/*").map_or(entry == repository, |prefix| repository.starts_with(&format!("{prefix}/"))))
+                && list.iter().any(|entry| {
+                    entry
+                        .strip_suffix("/*")
+                        .map_or(entry == repository, |prefix| {
+                            repository.starts_with(&format!("{prefix}/"))
+                        })
+                })
         }
         Policy::AlwaysVerify => false,
     };
     let access = record.and_then(|r| r.credential_mapping.get(repository));
     free || access.is_some_and(|access| {
         // The same secret, changed or not; or the same credentials in another secret.
-        let same =
-            |a: &BySecret, b: &BySecret| (&a.uid, &a.namespace, &a.name) == (&b.uid, &b.namespace, &b.name) || a.credential_hash == b.credential_hash;
-        access.node_pods_accessible || access.kubernetes_secrets.iter().any(|known| secrets.iter().any(|own| same(known, own)))
+        let same = |a: &BySecret, b: &BySecret| {
+            (&a.uid, &a.namespace, &a.name) == (&b.uid, &b.namespace, &b.name)
+                || a.credential_hash == b.credential_hash
+        };
+        access.node_pods_accessible
+            || access
+                .kubernetes_secrets
+                .iter()
+                .any(|known| secrets.iter().any(|own| same(known, own)))
     })
 }
 
@@ -118,7 +145,12 @@ mod tests {
     use super::*;
 
     fn secret(name: &str, hash: &str) -> BySecret {
-        BySecret { uid: format!("{name}-uid"), namespace: "n".into(), name: name.into(), credential_hash: hash.into() }
+        BySecret {
+            uid: format!("{name}-uid"),
+            namespace: "n".into(),
+            name: name.into(),
+            credential_hash: hash.into(),
+        }
     }
 
     #[test]
@@ -127,21 +159,103 @@ mod tests {
         record.note("r/x", By::Secret(secret("a", "h1")), "t");
         let cases = [
             (Policy::default(), None, false, vec![], true, "preloaded"),
-            (Policy::default(), None, true, vec![], false, "a pull was begun"),
-            (Policy::default(), Some(&record), false, vec![], false, "pulled by somebody's secret"),
-            (Policy::default(), Some(&record), false, vec![secret("a", "changed")], true, "the same secret"),
-            (Policy::default(), Some(&record), false, vec![secret("b", "h1")], true, "the same credentials"),
-            (Policy::default(), Some(&record), false, vec![secret("b", "h2")], false, "others"),
-            (Policy::NeverVerify, Some(&record), false, vec![], true, "nobody asks"),
-            (Policy::AlwaysVerify, None, false, vec![], false, "always asked"),
-            (Policy::NeverVerifyAllowlisted(vec!["r/*".into()]), None, false, vec![], true, "listed"),
-            (Policy::NeverVerifyAllowlisted(vec!["r/y".into()]), None, false, vec![], false, "not listed"),
+            (
+                Policy::default(),
+                None,
+                true,
+                vec![],
+                false,
+                "a pull was begun",
+            ),
+            (
+                Policy::default(),
+                Some(&record),
+                false,
+                vec![],
+                false,
+                "pulled by somebody's secret",
+            ),
+            (
+                Policy::default(),
+                Some(&record),
+                false,
+                vec![secret("a", "changed")],
+                true,
+                "the same secret",
+            ),
+            (
+                Policy::default(),
+                Some(&record),
+                false,
+                vec![secret("b", "h1")],
+                true,
+                "the same credentials",
+            ),
+            (
+                Policy::default(),
+                Some(&record),
+                false,
+                vec![secret("b", "h2")],
+                false,
+                "others",
+            ),
+            (
+                Policy::NeverVerify,
+                Some(&record),
+                false,
+                vec![],
+                true,
+                "nobody asks",
+            ),
+            (
+                Policy::AlwaysVerify,
+                None,
+                false,
+                vec![],
+                false,
+                "always asked",
+            ),
+            (
+                Policy::NeverVerifyAllowlisted(vec!["r/*".into()]),
+                None,
+                false,
+                vec![],
+                true,
+                "listed",
+            ),
+            (
+                Policy::NeverVerifyAllowlisted(vec!["r/y".into()]),
+                None,
+                false,
+                vec![],
+                false,
+                "not listed",
+            ),
         ];
         for (policy, record, pulling, secrets, expected, what) in cases {
-            assert_eq!(may_use(&policy, "r/x", record, pulling, &secrets), expected, "{what}");
+            assert_eq!(
+                may_use(&policy, "r/x", record, pulling, &secrets),
+                expected,
+                "{what}"
+            );
         }
-        assert!(!may_use(&Policy::default(), "r/other", Some(&record), false, &[secret("a", "h1")]), "another name of the image is another matter");
+        assert!(
+            !may_use(
+                &Policy::default(),
+                "r/other",
+                Some(&record),
+                false,
+                &[secret("a", "h1")]
+            ),
+            "another name of the image is another matter"
+        );
         record.note("r/x", By::Anyone, "t");
-        assert!(may_use(&Policy::default(), "r/x", Some(&record), false, &[]));
+        assert!(may_use(
+            &Policy::default(),
+            "r/x",
+            Some(&record),
+            false,
+            &[]
+        ));
     }
 }

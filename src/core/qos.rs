@@ -32,17 +32,39 @@ impl QosClass {
 #[must_use]
 pub fn of(spec: &PodSpec) -> QosClass {
     // What is set for the pod as a whole stands for all its containers (KEP-2837).
-    let whole = spec.resources.as_ref().filter(|r| r.limits.is_some() || r.requests.is_some());
+    let whole = spec
+        .resources
+        .as_ref()
+        .filter(|r| r.limits.is_some() || r.requests.is_some());
     let containers: Vec<Option<&ResourceRequirements>> = match whole {
         Some(whole) => vec![Some(whole)],
-        None => spec.containers.iter().chain(spec.init_containers.iter().flatten()).map(|c| c.resources.as_ref()).collect(),
+        None => spec
+            .containers
+            .iter()
+            .chain(spec.init_containers.iter().flatten())
+            .map(|c| c.resources.as_ref())
+            .collect(),
     };
-    let amount = |resources: &Option<&ResourceRequirements>, limits: bool, name: &str| -> Option<Quantity> {
-        let resources = (*resources)?;
-        let map = if limits { &resources.limits } else { &resources.requests };
-        map.as_ref()?.get(name)?.0.parse().ok().filter(|q: &Quantity| !q.is_zero())
-    };
-    let any = containers.iter().any(|c| ["cpu", "memory"].iter().any(|r| amount(c, true, r).is_some() || amount(c, false, r).is_some()));
+    let amount =
+        |resources: &Option<&ResourceRequirements>, limits: bool, name: &str| -> Option<Quantity> {
+            let resources = (*resources)?;
+            let map = if limits {
+                &resources.limits
+            } else {
+                &resources.requests
+            };
+            map.as_ref()?
+                .get(name)?
+                .0
+                .parse()
+                .ok()
+                .filter(|q: &Quantity| !q.is_zero())
+        };
+    let any = containers.iter().any(|c| {
+        ["cpu", "memory"]
+            .iter()
+            .any(|r| amount(c, true, r).is_some() || amount(c, false, r).is_some())
+    });
     if !any {
         return QosClass::BestEffort;
     }
@@ -52,7 +74,11 @@ pub fn of(spec: &PodSpec) -> QosClass {
             limit.is_some() && amount(c, false, r).is_none_or(|request| Some(request) == limit)
         })
     });
-    if all { QosClass::Guaranteed } else { QosClass::Burstable }
+    if all {
+        QosClass::Guaranteed
+    } else {
+        QosClass::Burstable
+    }
 }
 
 /// The class of a pod spec in JSON; a spec that cannot be read counts as `BestEffort`, validation refuses it later.
@@ -70,11 +96,17 @@ mod tests {
     #[test]
     fn the_pods_own_resources_decide_where_they_are_set() {
         for (resources, expected) in [
-            (json!({"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "1", "memory": "1Gi"}}), "Guaranteed"),
+            (
+                json!({"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "1", "memory": "1Gi"}}),
+                "Guaranteed",
+            ),
             (json!({"requests": {"cpu": "1"}}), "Burstable"),
             (json!({}), "BestEffort"),
         ] {
-            assert_eq!(of_json(&json!({"resources": resources, "containers": [{"name": "c"}]})), expected);
+            assert_eq!(
+                of_json(&json!({"resources": resources, "containers": [{"name": "c"}]})),
+                expected
+            );
         }
     }
 
@@ -85,9 +117,18 @@ mod tests {
             (json!({"requests": {"cpu": "0"}}), "BestEffort"),
             (json!({"requests": {"cpu": "1"}}), "Burstable"),
             (json!({"limits": {"cpu": "1"}}), "Burstable"),
-            (json!({"limits": {"cpu": "1", "memory": "1Gi"}}), "Guaranteed"),
-            (json!({"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "1000m", "memory": "1024Mi"}}), "Guaranteed"),
-            (json!({"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "500m"}}), "Burstable"),
+            (
+                json!({"limits": {"cpu": "1", "memory": "1Gi"}}),
+                "Guaranteed",
+            ),
+            (
+                json!({"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "1000m", "memory": "1024Mi"}}),
+                "Guaranteed",
+            ),
+            (
+                json!({"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "500m"}}),
+                "Burstable",
+            ),
         ];
         for (resources, expected) in cases {
             let spec = json!({"containers": [{"name": "c", "resources": resources}]});

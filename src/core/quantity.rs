@@ -19,29 +19,43 @@ pub struct Quantity {
 
 /// Why a text is no quantity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("quantities must match the regular expression '^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'")]
+#[error(
+    "quantities must match the regular expression '^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'"
+)]
 pub struct BadQuantity;
 
 impl Quantity {
     /// Nothing.
-    pub const ZERO: Quantity = Quantity { nanos: 0, binary: false };
+    pub const ZERO: Quantity = Quantity {
+        nanos: 0,
+        binary: false,
+    };
 
     /// From thousandths, as CPU is counted.
     #[must_use]
     pub fn from_milli(milli: i64) -> Quantity {
-        Quantity { nanos: i128::from(milli) * (NANO / 1000), binary: false }
+        Quantity {
+            nanos: i128::from(milli) * (NANO / 1000),
+            binary: false,
+        }
     }
 
     /// From whole units.
     #[must_use]
     pub fn from_units(units: i64) -> Quantity {
-        Quantity { nanos: i128::from(units) * NANO, binary: false }
+        Quantity {
+            nanos: i128::from(units) * NANO,
+            binary: false,
+        }
     }
 
     /// From bytes, printed with binary suffixes.
     #[must_use]
     pub fn from_bytes(bytes: u64) -> Quantity {
-        Quantity { nanos: i128::from(bytes) * NANO, binary: true }
+        Quantity {
+            nanos: i128::from(bytes) * NANO,
+            binary: true,
+        }
     }
 
     /// Thousandths, rounded up, saturating.
@@ -94,14 +108,20 @@ impl Ord for Quantity {
 impl std::ops::Add for Quantity {
     type Output = Quantity;
     fn add(self, other: Quantity) -> Quantity {
-        Quantity { nanos: self.nanos.saturating_add(other.nanos), binary: self.binary || other.binary }
+        Quantity {
+            nanos: self.nanos.saturating_add(other.nanos),
+            binary: self.binary || other.binary,
+        }
     }
 }
 
 impl std::ops::Sub for Quantity {
     type Output = Quantity;
     fn sub(self, other: Quantity) -> Quantity {
-        Quantity { nanos: self.nanos.saturating_sub(other.nanos), binary: self.binary || other.binary }
+        Quantity {
+            nanos: self.nanos.saturating_sub(other.nanos),
+            binary: self.binary || other.binary,
+        }
     }
 }
 
@@ -115,7 +135,9 @@ impl FromStr for Quantity {
     type Err = BadQuantity;
 
     fn from_str(text: &str) -> Result<Quantity, BadQuantity> {
-        let split = text.find(|c: char| !c.is_ascii_digit() && !"+-.".contains(c)).unwrap_or(text.len());
+        let split = text
+            .find(|c: char| !c.is_ascii_digit() && !"+-.".contains(c))
+            .unwrap_or(text.len());
         let (number, suffix) = text.split_at(split);
         let (negative, digits) = match number.as_bytes().first() {
             Some(b'-') => (true, &number[1..]),
@@ -124,7 +146,12 @@ impl FromStr for Quantity {
         };
         let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
         let numeric = |s: &str| s.bytes().all(|b| b.is_ascii_digit());
-        if !numeric(whole) || !numeric(fraction) || whole.len() + fraction.len() == 0 || whole.len() > 20 || fraction.len() > 20 {
+        if !numeric(whole)
+            || !numeric(fraction)
+            || whole.len() + fraction.len() == 0
+            || whole.len() > 20
+            || fraction.len() > 20
+        {
             return Err(BadQuantity);
         }
         let (factor, divisor, binary): (i128, i128, bool) = match suffix {
@@ -145,18 +172,37 @@ impl FromStr for Quantity {
             "Pi" => (NANO << 50, 1, true),
             "Ei" => (NANO << 60, 1, true),
             other => {
-                let exponent = other.strip_prefix(['e', 'E']).and_then(|e| e.parse::<i32>().ok()).ok_or(BadQuantity)?;
-                let power = 10i128.checked_pow(exponent.unsigned_abs()).ok_or(BadQuantity)?;
-                if exponent >= 0 { (NANO.checked_mul(power).ok_or(BadQuantity)?, 1, false) } else { (NANO, power, false) }
+                let exponent = other
+                    .strip_prefix(['e', 'E'])
+                    .and_then(|e| e.parse::<i32>().ok())
+                    .ok_or(BadQuantity)?;
+                let power = 10i128
+                    .checked_pow(exponent.unsigned_abs())
+                    .ok_or(BadQuantity)?;
+                if exponent >= 0 {
+                    (NANO.checked_mul(power).ok_or(BadQuantity)?, 1, false)
+                } else {
+                    (NANO, power, false)
+                }
             }
         };
         let scaled = |digits: &str| -> Result<i128, BadQuantity> {
-            let value: i128 = if digits.is_empty() { 0 } else { digits.parse().map_err(|_| BadQuantity)? };
+            let value: i128 = if digits.is_empty() {
+                0
+            } else {
+                digits.parse().map_err(|_| BadQuantity)?
+            };
             Ok(value.saturating_mul(factor))
         };
         let fraction_divisor = 10i128.pow(u32::try_from(fraction.len()).map_err(|_| BadQuantity)?);
-        let magnitude = div_up(scaled(whole)?, divisor).saturating_add(div_up(scaled(fraction)?, fraction_divisor.saturating_mul(divisor)));
-        Ok(Quantity { nanos: if negative { -magnitude } else { magnitude }, binary })
+        let magnitude = div_up(scaled(whole)?, divisor).saturating_add(div_up(
+            scaled(fraction)?,
+            fraction_divisor.saturating_mul(divisor),
+        ));
+        Ok(Quantity {
+            nanos: if negative { -magnitude } else { magnitude },
+            binary,
+        })
     }
 }
 
@@ -168,7 +214,10 @@ impl fmt::Display for Quantity {
         if self.binary && self.nanos % NANO == 0 {
             let units = self.nanos / NANO;
             let steps = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
-            let step = (1..steps.len()).take_while(|s| units % (1i128 << (10 * s)) == 0).last().unwrap_or(0);
+            let step = (1..steps.len())
+                .take_while(|s| units % (1i128 << (10 * s)) == 0)
+                .last()
+                .unwrap_or(0);
             return write!(f, "{}{}", units >> (10 * step), steps[step]);
         }
         let steps = ["n", "u", "m", "", "k", "M", "G", "T", "P", "E"];
@@ -205,12 +254,20 @@ mod tests {
             ("128974848", "128974848"),
         ];
         for (text, canonical) in cases {
-            assert_eq!(text.parse::<Quantity>().expect(text).to_string(), canonical, "{text}");
+            assert_eq!(
+                text.parse::<Quantity>().expect(text).to_string(),
+                canonical,
+                "{text}"
+            );
         }
         for bad in ["", "x", "1x", "--1", "1.2.3", "1ki", ".", "1e", "1 "] {
             assert!(bad.parse::<Quantity>().is_err(), "{bad}");
         }
-        assert_eq!("1500u".parse::<Quantity>().expect("small").milli(), 2, "rounds up");
+        assert_eq!(
+            "1500u".parse::<Quantity>().expect("small").milli(),
+            2,
+            "rounds up"
+        );
     }
 
     proptest! {

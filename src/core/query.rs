@@ -7,7 +7,10 @@ pub fn decode(text: &str) -> String {
     let bytes = text.as_bytes();
     let mut i = 0;
     while i < bytes.len() {
-        let hex = || text.get(i + 1..i + 3).and_then(|h| u8::from_str_radix(h, 16).ok());
+        let hex = || {
+            text.get(i + 1..i + 3)
+                .and_then(|h| u8::from_str_radix(h, 16).ok())
+        };
         match bytes[i] {
             b'+' => out.push(b' '),
             b'%' if hex().is_some() => {
@@ -25,7 +28,15 @@ pub fn decode(text: &str) -> String {
 #[must_use]
 pub fn encode(text: &str) -> String {
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.~".contains(&b);
-    text.bytes().map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
+    text.bytes()
+        .map(|b| {
+            if plain(b) {
+                char::from(b).to_string()
+            } else {
+                format!("%{b:02X}")
+            }
+        })
+        .collect()
 }
 
 /// The pairs of a query in their order, decoded.
@@ -35,7 +46,10 @@ pub fn pairs(text: &str) -> Vec<(String, String)> {
         let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
         (decode(key), decode(value))
     };
-    text.split('&').filter(|p| !p.is_empty()).map(pair).collect()
+    text.split('&')
+        .filter(|p| !p.is_empty())
+        .map(pair)
+        .collect()
 }
 
 /// A boolean as Go parses it; present without a value counts as true.
@@ -51,7 +65,13 @@ mod tests {
     #[test]
     fn queries_are_taken_apart_and_put_together() {
         let found = pairs("command=sh&command=-c&x=a%3Db%2Cc+d&flag&bad=%zz%");
-        let expected = [("command", "sh"), ("command", "-c"), ("x", "a=b,c d"), ("flag", ""), ("bad", "%zz%")];
+        let expected = [
+            ("command", "sh"),
+            ("command", "-c"),
+            ("x", "a=b,c d"),
+            ("flag", ""),
+            ("bad", "%zz%"),
+        ];
         assert_eq!(found, expected.map(|(k, v)| (k.to_owned(), v.to_owned())));
         let hard = "a&b=c d/ü%";
         assert_eq!(decode(&encode(hard)), hard);

@@ -29,15 +29,33 @@ pub fn of(pod: &Pod) -> References {
     }
     for (_, container) in pod::containers(pod) {
         for source in container.env_from.iter().flatten() {
-            found.config_maps.extend(source.config_map_ref.as_ref().map(|r| r.name.clone()));
-            found.secrets.extend(source.secret_ref.as_ref().map(|r| r.name.clone()));
+            found
+                .config_maps
+                .extend(source.config_map_ref.as_ref().map(|r| r.name.clone()));
+            found
+                .secrets
+                .extend(source.secret_ref.as_ref().map(|r| r.name.clone()));
         }
-        for source in container.env.iter().flatten().filter_map(|e| e.value_from.as_ref()) {
-            found.config_maps.extend(source.config_map_key_ref.as_ref().map(|r| r.name.clone()));
-            found.secrets.extend(source.secret_key_ref.as_ref().map(|r| r.name.clone()));
+        for source in container
+            .env
+            .iter()
+            .flatten()
+            .filter_map(|e| e.value_from.as_ref())
+        {
+            found
+                .config_maps
+                .extend(source.config_map_key_ref.as_ref().map(|r| r.name.clone()));
+            found
+                .secrets
+                .extend(source.secret_key_ref.as_ref().map(|r| r.name.clone()));
         }
     }
-    found.pull_secrets.extend(spec.image_pull_secrets.iter().flatten().map(|r| r.name.clone()));
+    found.pull_secrets.extend(
+        spec.image_pull_secrets
+            .iter()
+            .flatten()
+            .map(|r| r.name.clone()),
+    );
     found
 }
 
@@ -54,7 +72,18 @@ mod tests {
             "containers": [{"name": "c", "envFrom": [{"configMapRef": {"name": "c"}}],
                             "env": [{"name": "X", "valueFrom": {"secretKeyRef": {"name": "d", "key": "k"}}}]}]}}))
         .expect("a pod");
-        let names = |list: &[&str]| list.iter().map(|n| (*n).to_owned()).collect::<BTreeSet<String>>();
-        assert_eq!(of(&pod), References { config_maps: names(&["a", "c"]), secrets: names(&["b", "d"]), pull_secrets: names(&["p"]) });
+        let names = |list: &[&str]| {
+            list.iter()
+                .map(|n| (*n).to_owned())
+                .collect::<BTreeSet<String>>()
+        };
+        assert_eq!(
+            of(&pod),
+            References {
+                config_maps: names(&["a", "c"]),
+                secrets: names(&["b", "d"]),
+                pull_secrets: names(&["p"])
+            }
+        );
     }
 }

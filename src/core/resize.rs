@@ -29,12 +29,19 @@ pub struct Size {
 pub type Sizes = BTreeMap<String, Size>;
 
 fn resizable(map: Option<&BTreeMap<String, Text>>) -> BTreeMap<String, Text> {
-    map.into_iter().flatten().filter(|(name, _)| RESIZABLE.contains(&name.as_str())).map(|(n, q)| (n.clone(), q.clone())).collect()
+    map.into_iter()
+        .flatten()
+        .filter(|(name, _)| RESIZABLE.contains(&name.as_str()))
+        .map(|(n, q)| (n.clone(), q.clone()))
+        .collect()
 }
 
 impl Size {
     fn of(resources: Option<&ResourceRequirements>) -> Size {
-        Size { requests: resizable(resources.and_then(|r| r.requests.as_ref())), limits: resizable(resources.and_then(|r| r.limits.as_ref())) }
+        Size {
+            requests: resizable(resources.and_then(|r| r.requests.as_ref())),
+            limits: resizable(resources.and_then(|r| r.limits.as_ref())),
+        }
     }
 
     fn amount(map: &BTreeMap<String, Text>, name: &str) -> Option<Quantity> {
@@ -51,13 +58,23 @@ impl Size {
     fn larger(&self, other: &Size) -> Size {
         let larger = |a: &BTreeMap<String, Text>, b: &BTreeMap<String, Text>| {
             let pick = |name: &&str| match (Self::amount(a, name), Self::amount(b, name)) {
-                (Some(x), Some(y)) => Some(((*name).to_owned(), if x >= y { a[*name].clone() } else { b[*name].clone() })),
+                (Some(x), Some(y)) => Some((
+                    (*name).to_owned(),
+                    if x >= y {
+                        a[*name].clone()
+                    } else {
+                        b[*name].clone()
+                    },
+                )),
                 // Without a limit on one side there is none meanwhile.
                 _ => None,
             };
             RESIZABLE.iter().filter_map(pick).collect()
         };
-        Size { requests: larger(&self.requests, &other.requests), limits: larger(&self.limits, &other.limits) }
+        Size {
+            requests: larger(&self.requests, &other.requests),
+            limits: larger(&self.limits, &other.limits),
+        }
     }
 }
 
@@ -68,7 +85,11 @@ fn counts(role: Role) -> bool {
 /// The sizes that the spec wishes for.
 #[must_use]
 pub fn wished(pod: &Pod) -> Sizes {
-    pod::containers(pod).iter().filter(|(role, _)| counts(*role)).map(|(_, c)| (c.name.clone(), Size::of(c.resources.as_ref()))).collect()
+    pod::containers(pod)
+        .iter()
+        .filter(|(role, _)| counts(*role))
+        .map(|(_, c)| (c.name.clone(), Size::of(c.resources.as_ref())))
+        .collect()
 }
 
 /// The sizes that the pod's status shows as carried out; what it does not show is as the spec has it.
@@ -76,7 +97,11 @@ pub fn wished(pod: &Pod) -> Sizes {
 pub fn known(pod: &Pod) -> Sizes {
     let mut sizes = wished(pod);
     let status = pod.status.as_ref();
-    let statuses = status.into_iter().flat_map(|s| [&s.container_statuses, &s.init_container_statuses]).flatten().flatten();
+    let statuses = status
+        .into_iter()
+        .flat_map(|s| [&s.container_statuses, &s.init_container_statuses])
+        .flatten()
+        .flatten();
     for status in statuses.filter(|s| s.resources.is_some()) {
         if let Some(size) = sizes.get_mut(&status.name) {
             *size = Size::of(status.resources.as_ref());
@@ -88,7 +113,10 @@ pub fn known(pod: &Pod) -> Sizes {
 /// Whether two sets of sizes are the same in amount.
 #[must_use]
 pub fn same(a: &Sizes, b: &Sizes) -> bool {
-    a.iter().all(|(name, size)| b.get(name).is_none_or(|other| !RESIZABLE.iter().any(|r| size.differs(other, r))))
+    a.iter().all(|(name, size)| {
+        b.get(name)
+            .is_none_or(|other| !RESIZABLE.iter().any(|r| size.differs(other, r)))
+    })
 }
 
 fn put(resources: &mut Option<ResourceRequirements>, size: &Size) {
@@ -96,7 +124,10 @@ fn put(resources: &mut Option<ResourceRequirements>, size: &Size) {
         return;
     }
     let resources = resources.get_or_insert_default();
-    for (side, new) in [(&mut resources.requests, &size.requests), (&mut resources.limits, &size.limits)] {
+    for (side, new) in [
+        (&mut resources.requests, &size.requests),
+        (&mut resources.limits, &size.limits),
+    ] {
         let map = side.get_or_insert_default();
         map.retain(|name, _| !RESIZABLE.contains(&name.as_str()));
         map.extend(new.iter().map(|(n, q)| (n.clone(), q.clone())));
@@ -108,7 +139,11 @@ fn put(resources: &mut Option<ResourceRequirements>, size: &Size) {
 pub fn with(pod: &Pod, sizes: &Sizes) -> Pod {
     let mut pod = pod.clone();
     if let Some(spec) = &mut pod.spec {
-        for container in spec.containers.iter_mut().chain(spec.init_containers.iter_mut().flatten()) {
+        for container in spec
+            .containers
+            .iter_mut()
+            .chain(spec.init_containers.iter_mut().flatten())
+        {
             if let Some(size) = sizes.get(&container.name) {
                 put(&mut container.resources, size);
             }
@@ -120,7 +155,16 @@ pub fn with(pod: &Pod, sizes: &Sizes) -> Pod {
 /// The pod with the larger of both sizes: its cgroup while it is resized.
 #[must_use]
 pub fn with_larger(pod: &Pod, from: &Sizes, to: &Sizes) -> Pod {
-    let larger = to.iter().map(|(name, size)| (name.clone(), from.get(name).map_or_else(|| size.clone(), |before| size.larger(before)))).collect();
+    let larger = to
+        .iter()
+        .map(|(name, size)| {
+            (
+                name.clone(),
+                from.get(name)
+                    .map_or_else(|| size.clone(), |before| size.larger(before)),
+            )
+        })
+        .collect();
     with(pod, &larger)
 }
 
@@ -138,10 +182,23 @@ pub enum Change {
 /// What a running container needs. The pod has the sizes that were granted.
 #[must_use]
 pub fn change(container: &Container, actuated: &Sizes) -> Change {
-    let (granted, Some(actual)) = (Size::of(container.resources.as_ref()), actuated.get(&container.name)) else { return Change::None };
-    let changed: Vec<&str> = RESIZABLE.into_iter().filter(|name| granted.differs(actual, name)).collect();
-    let restarts =
-        |name: &&str| container.resize_policy.iter().flatten().any(|p| p.resource_name == **name && p.restart_policy == "RestartContainer");
+    let (granted, Some(actual)) = (
+        Size::of(container.resources.as_ref()),
+        actuated.get(&container.name),
+    ) else {
+        return Change::None;
+    };
+    let changed: Vec<&str> = RESIZABLE
+        .into_iter()
+        .filter(|name| granted.differs(actual, name))
+        .collect();
+    let restarts = |name: &&str| {
+        container
+            .resize_policy
+            .iter()
+            .flatten()
+            .any(|p| p.resource_name == **name && p.restart_policy == "RestartContainer")
+    };
     match (changed.is_empty(), changed.iter().any(restarts)) {
         (true, _) => Change::None,
         (false, true) => Change::Restart,
@@ -161,9 +218,15 @@ pub fn lowers_memory(container: &Container, actuated: &Sizes) -> Option<i64> {
 /// The text that events of a resize end with.
 #[must_use]
 pub fn described(pod: &Pod, error: Option<&str>) -> String {
-    let list = |containers: &[Container]| -> Vec<Value> { containers.iter().map(|c| json!({"name": c.name, "resources": c.resources})).collect() };
+    let list = |containers: &[Container]| -> Vec<Value> {
+        containers
+            .iter()
+            .map(|c| json!({"name": c.name, "resources": c.resources}))
+            .collect()
+    };
     let spec = pod::spec(pod);
-    let mut text = json!({"containers": list(&spec.containers), "generation": pod.metadata.generation});
+    let mut text =
+        json!({"containers": list(&spec.containers), "generation": pod.metadata.generation});
     if let Some(init) = spec.init_containers.as_ref().filter(|i| !i.is_empty()) {
         text["initContainers"] = list(init).into();
     }
@@ -196,25 +259,49 @@ mod tests {
             ("2", "64Mi", restart, Change::Update),
         ] {
             let granted = pod(cpu, memory, policy);
-            assert_eq!(change(&pod::spec(&granted).containers[0], &before), expected, "{cpu} {memory}");
+            assert_eq!(
+                change(&pod::spec(&granted).containers[0], &before),
+                expected,
+                "{cpu} {memory}"
+            );
             assert_eq!(same(&wished(&granted), &before), expected == Change::None);
         }
         let smaller = pod("1", "32Mi", json!([]));
-        assert_eq!(lowers_memory(&pod::spec(&smaller).containers[0], &before), Some(32 << 20));
-        assert_eq!(lowers_memory(&pod::spec(&pod("1", "65Mi", json!([]))).containers[0], &before), None);
+        assert_eq!(
+            lowers_memory(&pod::spec(&smaller).containers[0], &before),
+            Some(32 << 20)
+        );
+        assert_eq!(
+            lowers_memory(
+                &pod::spec(&pod("1", "65Mi", json!([]))).containers[0],
+                &before
+            ),
+            None
+        );
     }
 
     #[test]
     fn granted_sizes_replace_wished_ones_and_leave_the_rest() {
         let wish = pod("4", "1Gi", json!([]));
         let granted = with(&wish, &wished(&pod("1", "64Mi", json!([]))));
-        let resources = pod::spec(&granted).containers[0].resources.clone().expect("resources");
+        let resources = pod::spec(&granted).containers[0]
+            .resources
+            .clone()
+            .expect("resources");
         assert_eq!(resources.requests.expect("requests")["cpu"].0, "1");
         assert_eq!(resources.limits.expect("limits")["example.com/x"].0, "1");
         let larger = with_larger(&wish, &wished(&pod("8", "64Mi", json!([]))), &wished(&wish));
-        let resources = pod::spec(&larger).containers[0].resources.clone().expect("resources");
+        let resources = pod::spec(&larger).containers[0]
+            .resources
+            .clone()
+            .expect("resources");
         assert_eq!(
-            (resources.requests.as_ref().expect("requests")["cpu"].0.as_str(), resources.limits.expect("limits")["memory"].0.as_str()),
+            (
+                resources.requests.as_ref().expect("requests")["cpu"]
+                    .0
+                    .as_str(),
+                resources.limits.expect("limits")["memory"].0.as_str()
+            ),
             ("8", "1Gi")
         );
         assert!(described(&wish, Some("why")).contains("\"error\":\"why\""));

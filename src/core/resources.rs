@@ -13,7 +13,9 @@ pub type Amounts = BTreeMap<String, Quantity>;
 /// Reads a map of quantities; what cannot be read counts as nothing.
 #[must_use]
 pub fn amounts(map: &BTreeMap<String, Text>) -> Amounts {
-    map.iter().map(|(name, text)| (name.clone(), text.0.parse().unwrap_or_default())).collect()
+    map.iter()
+        .map(|(name, text)| (name.clone(), text.0.parse().unwrap_or_default()))
+        .collect()
 }
 
 /// Which side of a container's resources.
@@ -64,9 +66,15 @@ pub fn is_pod_level(name: &str) -> bool {
 /// limit.
 #[must_use]
 pub fn of_pod_level(pod: &Pod, side: Side) -> Amounts {
-    let Some(resources) = pod.spec.as_ref().and_then(|s| s.resources.as_ref()) else { return Amounts::new() };
+    let Some(resources) = pod.spec.as_ref().and_then(|s| s.resources.as_ref()) else {
+        return Amounts::new();
+    };
     let of = |map: Option<&BTreeMap<String, Text>>| -> Amounts {
-        map.map(amounts).unwrap_or_default().into_iter().filter(|(name, _)| is_pod_level(name)).collect()
+        map.map(amounts)
+            .unwrap_or_default()
+            .into_iter()
+            .filter(|(name, _)| is_pod_level(name))
+            .collect()
     };
     let limits = of(resources.limits.as_ref());
     if side == Side::Limits {
@@ -74,7 +82,12 @@ pub fn of_pod_level(pod: &Pod, side: Side) -> Amounts {
     }
     let (mut requests, own) = (of(resources.requests.as_ref()), of_containers(pod, side));
     for (name, limit) in limits {
-        requests.entry(name.clone()).or_insert_with(|| own.get(&name).copied().filter(|q| !q.is_zero()).unwrap_or(limit));
+        requests.entry(name.clone()).or_insert_with(|| {
+            own.get(&name)
+                .copied()
+                .filter(|q| !q.is_zero())
+                .unwrap_or(limit)
+        });
     }
     requests
 }
@@ -94,7 +107,9 @@ pub fn of_pod(pod: &Pod, side: Side) -> Amounts {
 /// sidecars started before it.
 #[must_use]
 pub fn of_containers(pod: &Pod, side: Side) -> Amounts {
-    let Some(spec) = &pod.spec else { return Amounts::new() };
+    let Some(spec) = &pod.spec else {
+        return Amounts::new();
+    };
     let mut total = Amounts::new();
     for container in &spec.containers {
         add(&mut total, &of_container(container, side));
@@ -129,7 +144,11 @@ fn host_ports(pod: &Pod) -> Vec<(String, String, i32)> {
         .flat_map(|c| c.ports.iter().flatten())
         .filter_map(|p| {
             let port = p.host_port.filter(|p| *p > 0)?;
-            Some((p.protocol.clone().unwrap_or_else(|| "TCP".into()), p.host_ip.clone().unwrap_or_default(), port))
+            Some((
+                p.protocol.clone().unwrap_or_else(|| "TCP".into()),
+                p.host_ip.clone().unwrap_or_default(),
+                port,
+            ))
         })
         .collect()
 }
@@ -140,9 +159,11 @@ pub fn ports_clash<'a>(pod: &Pod, mut others: impl Iterator<Item = &'a Pod>) -> 
     let any = |ip: &str| ip.is_empty() || ip == "0.0.0.0" || ip == "::";
     !wanted.is_empty()
         && others.any(|other| {
-            host_ports(other)
-                .iter()
-                .any(|(protocol, ip, port)| wanted.iter().any(|(p, i, n)| p == protocol && n == port && (i == ip || any(i) || any(ip))))
+            host_ports(other).iter().any(|(protocol, ip, port)| {
+                wanted
+                    .iter()
+                    .any(|(p, i, n)| p == protocol && n == port && (i == ip || any(i) || any(ip)))
+            })
         })
 }
 
@@ -159,8 +180,22 @@ mod tests {
             "containers": [{"name": "a", "resources": {"requests": {"cpu": "1", "memory": "16Mi", "example.com/x": "1"}}}]}}))
         .expect("a pod");
         let (requests, limits) = (of_pod(&pod, Side::Requests), of_pod(&pod, Side::Limits));
-        assert_eq!((requests["cpu"].milli(), requests["memory"].units(), requests["example.com/x"].units()), (2000, 17 << 20, 1));
-        assert_eq!((limits["cpu"].milli(), limits["memory"].units(), limits.contains_key("example.com/x")), (4000, 65 << 20, false));
+        assert_eq!(
+            (
+                requests["cpu"].milli(),
+                requests["memory"].units(),
+                requests["example.com/x"].units()
+            ),
+            (2000, 17 << 20, 1)
+        );
+        assert_eq!(
+            (
+                limits["cpu"].milli(),
+                limits["memory"].units(),
+                limits.contains_key("example.com/x")
+            ),
+            (4000, 65 << 20, false)
+        );
     }
 
     #[test]
@@ -173,12 +208,39 @@ mod tests {
             c
         };
         let sum = |init: serde_json::Value, main: serde_json::Value| {
-            let pod: Pod = serde_json::from_value(json!({"spec": {"initContainers": init, "containers": main}})).expect("a pod");
+            let pod: Pod = serde_json::from_value(
+                json!({"spec": {"initContainers": init, "containers": main}}),
+            )
+            .expect("a pod");
             requests(&pod)["cpu"].milli()
         };
-        assert_eq!(sum(json!([]), json!([container("a", "1", false), container("b", "500m", false)])), 1500);
-        assert_eq!(sum(json!([container("i", "3", false)]), json!([container("a", "1", false)])), 3000);
-        assert_eq!(sum(json!([container("s", "1", true), container("i", "1500m", false)]), json!([container("a", "1", false)])), 2500);
-        assert_eq!(sum(json!([container("i", "1500m", false), container("s", "1", true)]), json!([container("a", "1", false)])), 2000);
+        assert_eq!(
+            sum(
+                json!([]),
+                json!([container("a", "1", false), container("b", "500m", false)])
+            ),
+            1500
+        );
+        assert_eq!(
+            sum(
+                json!([container("i", "3", false)]),
+                json!([container("a", "1", false)])
+            ),
+            3000
+        );
+        assert_eq!(
+            sum(
+                json!([container("s", "1", true), container("i", "1500m", false)]),
+                json!([container("a", "1", false)])
+            ),
+            2500
+        );
+        assert_eq!(
+            sum(
+                json!([container("i", "1500m", false), container("s", "1", true)]),
+                json!([container("a", "1", false)])
+            ),
+            2000
+        );
     }
 }

@@ -90,7 +90,12 @@ fn whole_pod(parts: &[&str]) -> Option<Place> {
 /// Finds what is at a path.
 #[must_use]
 pub fn route(method: &str, path: &str) -> Routed {
-    let decoded: Vec<String> = path.trim_end_matches('/').split('/').skip(1).map(|part| query::decode(&part.replace('+', "%2B"))).collect();
+    let decoded: Vec<String> = path
+        .trim_end_matches('/')
+        .split('/')
+        .skip(1)
+        .map(|part| query::decode(&part.replace('+', "%2B")))
+        .collect();
     let parts: Vec<&str> = decoded.iter().map(String::as_str).collect();
     let get = &["GET", "HEAD"][..];
     let stream = &["GET", "POST"][..];
@@ -98,7 +103,10 @@ pub fn route(method: &str, path: &str) -> Routed {
         ["healthz"] | ["healthz", "ping" | "log" | "syncloop"] => (Some(Endpoint::Health), get),
         ["pods"] => (Some(Endpoint::Pods), get),
         ["runningpods"] => (Some(Endpoint::RunningPods), get),
-        ["containerLogs", rest @ ..] => (place(rest).filter(|p| p.uid.is_none()).map(Endpoint::Logs), get),
+        ["containerLogs", rest @ ..] => (
+            place(rest).filter(|p| p.uid.is_none()).map(Endpoint::Logs),
+            get,
+        ),
         ["exec", rest @ ..] => (place(rest).map(Endpoint::Exec), stream),
         ["attach", rest @ ..] => (place(rest).map(Endpoint::Attach), stream),
         ["portForward", rest @ ..] => (whole_pod(rest).map(Endpoint::PortForward), stream),
@@ -106,9 +114,17 @@ pub fn route(method: &str, path: &str) -> Routed {
         ["configz"] => (Some(Endpoint::Config), get),
         ["stats", "summary"] => (Some(Endpoint::Stats), stream),
         ["metrics"] => (Some(Endpoint::Metrics(String::new())), get),
-        ["metrics", part @ ("cadvisor" | "resource" | "probes" | "slis")] => (Some(Endpoint::Metrics((*part).into())), get),
+        [
+            "metrics",
+            part @ ("cadvisor" | "resource" | "probes" | "slis"),
+        ] => (Some(Endpoint::Metrics((*part).into())), get),
         ["logs", rest @ ..] => (Some(Endpoint::Files(rest.join("/"))), get),
-        ["checkpoint", rest @ ..] => (place(rest).filter(|p| p.uid.is_none()).map(Endpoint::Checkpoint), &["POST"][..]),
+        ["checkpoint", rest @ ..] => (
+            place(rest)
+                .filter(|p| p.uid.is_none())
+                .map(Endpoint::Checkpoint),
+            &["POST"][..],
+        ),
         ["debug", "flags", "v"] => (Some(Endpoint::Verbosity), &["PUT"][..]),
         ["statusz"] => (Some(Endpoint::Status), get),
         ["flagz"] => (Some(Endpoint::Flags), get),
@@ -141,7 +157,11 @@ pub fn needs(method: &str, path: &str) -> Needs {
         "DELETE" => "delete",
         _ => "",
     };
-    let first = path.trim_start_matches('/').split('/').next().unwrap_or_default();
+    let first = path
+        .trim_start_matches('/')
+        .split('/')
+        .next()
+        .unwrap_or_default();
     let subresources: &[&str] = match first {
         "healthz" => &["healthz", "proxy"],
         "pods" | "runningpods" => &["pods", "proxy"],
@@ -181,8 +201,15 @@ pub fn family(path: &str) -> &'static str {
         "statusz",
         "flagz",
     ];
-    let first = path.trim_start_matches('/').split('/').next().unwrap_or_default();
-    KNOWN.into_iter().find(|known| *known == first).unwrap_or("other")
+    let first = path
+        .trim_start_matches('/')
+        .split('/')
+        .next()
+        .unwrap_or_default();
+    KNOWN
+        .into_iter()
+        .find(|known| *known == first)
+        .unwrap_or("other")
 }
 
 /// Whether what is asked for takes as long as its reader wishes.
@@ -194,7 +221,10 @@ pub fn is_long(family: &str) -> bool {
 /// A method as metrics show it.
 #[must_use]
 pub fn known_method(method: &str) -> &'static str {
-    ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"].into_iter().find(|known| *known == method).unwrap_or("other")
+    ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
+        .into_iter()
+        .find(|known| *known == method)
+        .unwrap_or("other")
 }
 
 /// How a log is read.
@@ -222,15 +252,28 @@ impl LogOptions {
     pub fn parse(text: &str, now: Timestamp) -> Result<LogOptions, Refused> {
         let mut options = LogOptions::default();
         let (mut seconds, mut time) = (None, None);
-        for (key, value) in query::pairs(text).into_iter().filter(|(key, value)| !value.is_empty() || matches!(key.as_str(), "follow" | "previous")) {
+        for (key, value) in query::pairs(text).into_iter().filter(|(key, value)| {
+            !value.is_empty() || matches!(key.as_str(), "follow" | "previous")
+        }) {
             let number = || {
                 let wrong = || (400, format!("{key}: {value:?} is not a number"));
                 value.parse::<i64>().map_err(|_| wrong())
             };
             let at_least = |least: i64| {
                 let number = number()?;
-                let wrong = || (422, format!("PodLogOptions.{key}: Invalid value: {number}: must be greater than or equal to {least}"));
-                if number < least { Err(wrong()) } else { Ok(number) }
+                let wrong = || {
+                    (
+                        422,
+                        format!(
+                            "PodLogOptions.{key}: Invalid value: {number}: must be greater than or equal to {least}"
+                        ),
+                    )
+                };
+                if number < least {
+                    Err(wrong())
+                } else {
+                    Ok(number)
+                }
             };
             match key.as_str() {
                 "follow" => options.follow = query::is_true(&value),
@@ -240,9 +283,19 @@ impl LogOptions {
                 "tail" | "tailLines" => options.tail = u64::try_from(at_least(0)?).ok(),
                 "limitBytes" => options.limit = u64::try_from(at_least(1)?).ok(),
                 "sinceSeconds" => seconds = Some(at_least(1)?),
-                "sinceTime" => time = Some(value.parse::<Timestamp>().map_err(|e| (400, format!("sinceTime: {value:?} is not a time: {e}")))?),
+                "sinceTime" => {
+                    time =
+                        Some(value.parse::<Timestamp>().map_err(|e| {
+                            (400, format!("sinceTime: {value:?} is not a time: {e}"))
+                        })?)
+                }
                 "stream" if value != "All" => {
-                    return Err((400, format!("stream: {value:?} is not served: the streams of a log are not told apart, use All")));
+                    return Err((
+                        400,
+                        format!(
+                            "stream: {value:?} is not served: the streams of a log are not told apart, use All"
+                        ),
+                    ));
                 }
                 // A container in a path, and what concerns others on the way here.
                 _ => {}
@@ -251,7 +304,8 @@ impl LogOptions {
         if seconds.is_some() && time.is_some() {
             return Err((422, "PodLogOptions: Forbidden: at most one of `sinceTime` or `sinceSeconds` may be specified".into()));
         }
-        options.since = time.or_else(|| seconds.and_then(|s| now.checked_sub(SignedDuration::from_secs(s)).ok()));
+        options.since = time
+            .or_else(|| seconds.and_then(|s| now.checked_sub(SignedDuration::from_secs(s)).ok()));
         Ok(options)
     }
 }
@@ -275,9 +329,17 @@ impl Streams {
         let pairs = query::pairs(text);
         let has = |name: &str| pairs.iter().any(|(key, value)| key == name && value == "1");
         let tty = has("tty");
-        let streams = Streams { stdin: has("input"), stdout: has("output"), stderr: has("error") && !tty, tty };
+        let streams = Streams {
+            stdin: has("input"),
+            stdout: has("output"),
+            stderr: has("error") && !tty,
+            tty,
+        };
         if !streams.stdin && !streams.stdout && !streams.stderr {
-            return Err((400, "you must specify at least 1 of stdin, stdout, stderr".into()));
+            return Err((
+                400,
+                "you must specify at least 1 of stdin, stdout, stderr".into(),
+            ));
         }
         Ok(streams)
     }
@@ -297,34 +359,170 @@ mod tests {
         };
         let found = Routed::Found;
         for (method, path, expected, verb, subresources) in [
-            ("GET", "/healthz", found(Endpoint::Health), "get", &["healthz", "proxy"][..]),
-            ("GET", "/healthz/ping", found(Endpoint::Health), "get", &["healthz", "proxy"]),
-            ("GET", "/pods", found(Endpoint::Pods), "get", &["pods", "proxy"]),
-            ("GET", "/pods/", found(Endpoint::Pods), "get", &["pods", "proxy"]),
+            (
+                "GET",
+                "/healthz",
+                found(Endpoint::Health),
+                "get",
+                &["healthz", "proxy"][..],
+            ),
+            (
+                "GET",
+                "/healthz/ping",
+                found(Endpoint::Health),
+                "get",
+                &["healthz", "proxy"],
+            ),
+            (
+                "GET",
+                "/pods",
+                found(Endpoint::Pods),
+                "get",
+                &["pods", "proxy"],
+            ),
+            (
+                "GET",
+                "/pods/",
+                found(Endpoint::Pods),
+                "get",
+                &["pods", "proxy"],
+            ),
             ("GET", "/podsx", Routed::Nothing, "get", &["proxy"]),
-            ("GET", "/runningpods/", found(Endpoint::RunningPods), "get", &["pods", "proxy"]),
-            ("GET", "/containerLogs/n/p/c", found(Endpoint::Logs(place(None, "c"))), "get", &["proxy"]),
-            ("GET", "/containerLogs/n/p", Routed::Nothing, "get", &["proxy"]),
-            ("POST", "/exec/n/p/c", found(Endpoint::Exec(place(None, "c"))), "create", &["proxy"]),
-            ("GET", "/exec/n/p/u/c", found(Endpoint::Exec(place(Some("u"), "c"))), "create", &["proxy"]),
-            ("GET", "/attach/n/p/c", found(Endpoint::Attach(place(None, "c"))), "create", &["proxy"]),
-            ("POST", "/portForward/n/p", found(Endpoint::PortForward(place(None, ""))), "create", &["proxy"]),
-            ("POST", "/run/n/p/c", found(Endpoint::Run(place(None, "c"))), "create", &["proxy"]),
-            ("GET", "/run/n/p/c", Routed::OtherMethod, "create", &["proxy"]),
-            ("GET", "/configz", found(Endpoint::Config), "get", &["configz", "proxy"]),
-            ("GET", "/stats/summary", found(Endpoint::Stats), "get", &["stats"]),
-            ("GET", "/metrics", found(Endpoint::Metrics(String::new())), "get", &["metrics"]),
-            ("GET", "/metrics/resource", found(Endpoint::Metrics("resource".into())), "get", &["metrics"]),
-            ("GET", "/metrics/other", Routed::Nothing, "get", &["metrics"]),
-            ("GET", "/logs/a/b", found(Endpoint::Files("a/b".into())), "get", &["log"]),
-            ("DELETE", "/pods", Routed::OtherMethod, "delete", &["pods", "proxy"]),
-            ("GET", "/statusz", found(Endpoint::Status), "get", &["statusz", "proxy"]),
-            ("GET", "/flagz", found(Endpoint::Flags), "get", &["configz", "proxy"]),
+            (
+                "GET",
+                "/runningpods/",
+                found(Endpoint::RunningPods),
+                "get",
+                &["pods", "proxy"],
+            ),
+            (
+                "GET",
+                "/containerLogs/n/p/c",
+                found(Endpoint::Logs(place(None, "c"))),
+                "get",
+                &["proxy"],
+            ),
+            (
+                "GET",
+                "/containerLogs/n/p",
+                Routed::Nothing,
+                "get",
+                &["proxy"],
+            ),
+            (
+                "POST",
+                "/exec/n/p/c",
+                found(Endpoint::Exec(place(None, "c"))),
+                "create",
+                &["proxy"],
+            ),
+            (
+                "GET",
+                "/exec/n/p/u/c",
+                found(Endpoint::Exec(place(Some("u"), "c"))),
+                "create",
+                &["proxy"],
+            ),
+            (
+                "GET",
+                "/attach/n/p/c",
+                found(Endpoint::Attach(place(None, "c"))),
+                "create",
+                &["proxy"],
+            ),
+            (
+                "POST",
+                "/portForward/n/p",
+                found(Endpoint::PortForward(place(None, ""))),
+                "create",
+                &["proxy"],
+            ),
+            (
+                "POST",
+                "/run/n/p/c",
+                found(Endpoint::Run(place(None, "c"))),
+                "create",
+                &["proxy"],
+            ),
+            (
+                "GET",
+                "/run/n/p/c",
+                Routed::OtherMethod,
+                "create",
+                &["proxy"],
+            ),
+            (
+                "GET",
+                "/configz",
+                found(Endpoint::Config),
+                "get",
+                &["configz", "proxy"],
+            ),
+            (
+                "GET",
+                "/stats/summary",
+                found(Endpoint::Stats),
+                "get",
+                &["stats"],
+            ),
+            (
+                "GET",
+                "/metrics",
+                found(Endpoint::Metrics(String::new())),
+                "get",
+                &["metrics"],
+            ),
+            (
+                "GET",
+                "/metrics/resource",
+                found(Endpoint::Metrics("resource".into())),
+                "get",
+                &["metrics"],
+            ),
+            (
+                "GET",
+                "/metrics/other",
+                Routed::Nothing,
+                "get",
+                &["metrics"],
+            ),
+            (
+                "GET",
+                "/logs/a/b",
+                found(Endpoint::Files("a/b".into())),
+                "get",
+                &["log"],
+            ),
+            (
+                "DELETE",
+                "/pods",
+                Routed::OtherMethod,
+                "delete",
+                &["pods", "proxy"],
+            ),
+            (
+                "GET",
+                "/statusz",
+                found(Endpoint::Status),
+                "get",
+                &["statusz", "proxy"],
+            ),
+            (
+                "GET",
+                "/flagz",
+                found(Endpoint::Flags),
+                "get",
+                &["configz", "proxy"],
+            ),
             ("GET", "/", Routed::Nothing, "get", &["proxy"]),
             ("BREW", "/coffee", Routed::Nothing, "", &["proxy"]),
         ] {
             assert_eq!(route(method, path), expected, "{method} {path}");
-            assert_eq!(needs(method, path), Needs { verb, subresources }, "{method} {path}");
+            assert_eq!(
+                needs(method, path),
+                Needs { verb, subresources },
+                "{method} {path}"
+            );
         }
     }
 
@@ -333,7 +531,9 @@ mod tests {
         let now = Timestamp::from_second(1000).expect("a time");
         let of = |text: &str| LogOptions::parse(text, now);
         assert_eq!(
-            of("follow=true&tailLines=5&sinceSeconds=10&limitBytes=7&timestamps=1&previous=false&container=c"),
+            of(
+                "follow=true&tailLines=5&sinceSeconds=10&limitBytes=7&timestamps=1&previous=false&container=c"
+            ),
             Ok(LogOptions {
                 follow: true,
                 previous: false,
@@ -358,7 +558,14 @@ mod tests {
 
     #[test]
     fn a_terminal_has_no_errors_and_something_must_flow() {
-        assert_eq!(Streams::parse("output=1&error=1&tty=1"), Ok(Streams { stdout: true, tty: true, ..Streams::default() }));
+        assert_eq!(
+            Streams::parse("output=1&error=1&tty=1"),
+            Ok(Streams {
+                stdout: true,
+                tty: true,
+                ..Streams::default()
+            })
+        );
         assert!(Streams::parse("tty=1&error=1").is_err_and(|(code, _)| code == 400));
     }
 }

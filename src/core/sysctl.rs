@@ -21,7 +21,10 @@ const SAFE: &[(&str, (u32, u32))] = &[
 ];
 
 fn of_ipc(name: &str) -> bool {
-    name.starts_with("kernel.shm") || name.starts_with("kernel.msg") || name == "kernel.sem" || name.starts_with("fs.mqueue.")
+    name.starts_with("kernel.shm")
+        || name.starts_with("kernel.msg")
+        || name == "kernel.sem"
+        || name.starts_with("fs.mqueue.")
 }
 
 fn of_network(name: &str) -> bool {
@@ -36,7 +39,9 @@ pub fn is_namespaced(pattern: &str) -> bool {
 }
 
 fn version(release: &str) -> (u32, u32) {
-    let mut parts = release.split(|c: char| !c.is_ascii_digit()).map(|p| p.parse().unwrap_or(0));
+    let mut parts = release
+        .split(|c: char| !c.is_ascii_digit())
+        .map(|p| p.parse().unwrap_or(0));
     (parts.next().unwrap_or(0), parts.next().unwrap_or(0))
 }
 
@@ -45,19 +50,36 @@ fn version(release: &str) -> (u32, u32) {
 #[must_use]
 pub fn refusal(pod: &Pod, allowed: &[String], kernel: &str) -> Option<String> {
     let spec = pod::spec(pod);
-    let wanted = spec.security_context.as_ref().and_then(|s| s.sysctls.as_ref())?;
+    let wanted = spec
+        .security_context
+        .as_ref()
+        .and_then(|s| s.sysctls.as_ref())?;
     for sysctl in wanted {
         let name = sysctl.name.replace('/', ".");
-        let safe = SAFE.iter().any(|(known, since)| *known == name && version(kernel) >= *since);
-        let listed = allowed.iter().map(|p| p.replace('/', ".")).any(|p| p.strip_suffix('*').map_or(p == name, |prefix| name.starts_with(prefix)));
+        let safe = SAFE
+            .iter()
+            .any(|(known, since)| *known == name && version(kernel) >= *since);
+        let listed = allowed.iter().map(|p| p.replace('/', ".")).any(|p| {
+            p.strip_suffix('*')
+                .map_or(p == name, |prefix| name.starts_with(prefix))
+        });
         if !safe && !listed {
-            return Some(format!("forbidden sysctl: {:?} not allowlisted", sysctl.name));
+            return Some(format!(
+                "forbidden sysctl: {:?} not allowlisted",
+                sysctl.name
+            ));
         }
         if of_network(&name) && spec.host_network == Some(true) {
-            return Some(format!("forbidden sysctl: {:?} not allowed with host net enabled", sysctl.name));
+            return Some(format!(
+                "forbidden sysctl: {:?} not allowed with host net enabled",
+                sysctl.name
+            ));
         }
         if of_ipc(&name) && spec.host_ipc == Some(true) {
-            return Some(format!("forbidden sysctl: {:?} not allowed with host ipc enabled", sysctl.name));
+            return Some(format!(
+                "forbidden sysctl: {:?} not allowed with host ipc enabled",
+                sysctl.name
+            ));
         }
     }
     None
@@ -79,19 +101,57 @@ mod tests {
         };
         let none = ("hostPID", false);
         for (name, extra, allowed, kernel, expected) in [
-            ("net.ipv4.tcp_syncookies", none, &[][..], "6.1.0-1-amd64", None),
+            (
+                "net.ipv4.tcp_syncookies",
+                none,
+                &[][..],
+                "6.1.0-1-amd64",
+                None,
+            ),
             ("net/ipv4/tcp_syncookies", none, &[], "6.1", None),
-            ("net.ipv4.tcp_rmem", none, &[], "4.14.3", Some("not allowlisted")),
-            ("kernel.msgmax", none, &[], "6.1", Some("forbidden sysctl: \"kernel.msgmax\" not allowlisted")),
+            (
+                "net.ipv4.tcp_rmem",
+                none,
+                &[],
+                "4.14.3",
+                Some("not allowlisted"),
+            ),
+            (
+                "kernel.msgmax",
+                none,
+                &[],
+                "6.1",
+                Some("forbidden sysctl: \"kernel.msgmax\" not allowlisted"),
+            ),
             ("kernel.msgmax", none, &["kernel.msg*"], "6.1", None),
-            ("kernel.msgmax", ("hostIPC", true), &["kernel.msg*"], "6.1", Some("host ipc")),
-            ("net.ipv4.tcp_syncookies", ("hostNetwork", true), &[], "6.1", Some("host net")),
+            (
+                "kernel.msgmax",
+                ("hostIPC", true),
+                &["kernel.msg*"],
+                "6.1",
+                Some("host ipc"),
+            ),
+            (
+                "net.ipv4.tcp_syncookies",
+                ("hostNetwork", true),
+                &[],
+                "6.1",
+                Some("host net"),
+            ),
         ] {
             let found = refused(name, extra, allowed, kernel);
             assert_eq!(found.is_some(), expected.is_some(), "{name}: {found:?}");
-            assert!(expected.is_none_or(|e| found.as_deref().is_some_and(|f| f.contains(e))), "{found:?}");
+            assert!(
+                expected.is_none_or(|e| found.as_deref().is_some_and(|f| f.contains(e))),
+                "{found:?}"
+            );
         }
         assert_eq!(refusal(&Pod::default(), &[], "6"), None);
-        assert!(is_namespaced("kernel.shm*") && is_namespaced("net.*") && !is_namespaced("vm.swappiness") && !is_namespaced("kernel.*"));
+        assert!(
+            is_namespaced("kernel.shm*")
+                && is_namespaced("net.*")
+                && !is_namespaced("vm.swappiness")
+                && !is_namespaced("kernel.*")
+        );
     }
 }

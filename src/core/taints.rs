@@ -12,7 +12,11 @@ pub fn tolerates(tolerations: &[Toleration], taint: &Taint) -> bool {
             && (key.is_empty() || key == taint.key)
             && match t.operator.as_deref() {
                 Some("Exists") => true,
-                _ => !key.is_empty() && t.value.as_deref().unwrap_or_default() == taint.value.as_deref().unwrap_or_default(),
+                _ => {
+                    !key.is_empty()
+                        && t.value.as_deref().unwrap_or_default()
+                            == taint.value.as_deref().unwrap_or_default()
+                }
             }
     })
 }
@@ -24,19 +28,28 @@ mod tests {
 
     #[test]
     fn key_value_and_effect_decide() {
-        let taint: Taint = serde_json::from_value(json!({"key": "k", "value": "v", "effect": "NoSchedule"})).expect("a taint");
+        let taint: Taint =
+            serde_json::from_value(json!({"key": "k", "value": "v", "effect": "NoSchedule"}))
+                .expect("a taint");
         let cases = [
             (json!({"operator": "Exists"}), true),
             (json!({"key": "k", "operator": "Exists"}), true),
             (json!({"key": "k", "value": "v"}), true),
             (json!({"key": "k", "value": "w"}), false),
             (json!({"key": "other", "operator": "Exists"}), false),
-            (json!({"key": "k", "operator": "Exists", "effect": "NoExecute"}), false),
+            (
+                json!({"key": "k", "operator": "Exists", "effect": "NoExecute"}),
+                false,
+            ),
             (json!({"value": "v"}), false),
         ];
         for (toleration, expected) in cases {
             let toleration: Toleration = serde_json::from_value(toleration).expect("a toleration");
-            assert_eq!(tolerates(std::slice::from_ref(&toleration), &taint), expected, "{toleration:?}");
+            assert_eq!(
+                tolerates(std::slice::from_ref(&toleration), &taint),
+                expected,
+                "{toleration:?}"
+            );
         }
     }
 }

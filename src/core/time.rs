@@ -23,7 +23,9 @@ pub fn duration(text: &str) -> Option<Duration> {
         let digits = rest.find(|c: char| !c.is_ascii_digit() && c != '.')?;
         let number: f64 = rest[..digits].parse().ok()?;
         rest = &rest[digits..];
-        let unit = rest.find(|c: char| c.is_ascii_digit() || c == '.').unwrap_or(rest.len());
+        let unit = rest
+            .find(|c: char| c.is_ascii_digit() || c == '.')
+            .unwrap_or(rest.len());
         total += number
             * match &rest[..unit] {
                 "h" => 3600.0,
@@ -36,7 +38,9 @@ pub fn duration(text: &str) -> Option<Duration> {
             };
         rest = &rest[unit..];
     }
-    (!text.is_empty()).then(|| Duration::try_from_secs_f64(total).ok()).flatten()
+    (!text.is_empty())
+        .then(|| Duration::try_from_secs_f64(total).ok())
+        .flatten()
 }
 
 /// A duration in whole seconds as Go writes it: `10s`, `2m40s`, `1h0m0s`.
@@ -56,9 +60,15 @@ mod tests {
 
     #[test]
     fn durations_are_read_as_go_writes_them() {
-        for (text, millis) in
-            [("0", Some(0)), ("1m30s", Some(90_000)), ("100ms", Some(100)), ("1.5h", Some(5_400_000)), ("", None), ("5", None), ("x", None)]
-        {
+        for (text, millis) in [
+            ("0", Some(0)),
+            ("1m30s", Some(90_000)),
+            ("100ms", Some(100)),
+            ("1.5h", Some(5_400_000)),
+            ("", None),
+            ("5", None),
+            ("x", None),
+        ] {
             assert_eq!(duration(text).map(|d| d.as_millis()), millis, "{text}");
         }
     }

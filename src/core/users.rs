@@ -30,10 +30,23 @@ pub struct Mappings {
 /// The lowest range that nobody has; `None` if all are taken.
 #[must_use]
 pub fn free(taken: &[Mappings]) -> Option<Mappings> {
-    let used: std::collections::BTreeSet<u32> = taken.iter().flat_map(|m| &m.uid_mappings).map(|m| m.host_id).collect();
-    let host_id = (1..LENGTH).map(|n| n * LENGTH).find(|start| !used.contains(start))?;
-    let mapping = vec![Mapping { host_id, container_id: 0, length: LENGTH }];
-    Some(Mappings { uid_mappings: mapping.clone(), gid_mappings: mapping })
+    let used: std::collections::BTreeSet<u32> = taken
+        .iter()
+        .flat_map(|m| &m.uid_mappings)
+        .map(|m| m.host_id)
+        .collect();
+    let host_id = (1..LENGTH)
+        .map(|n| n * LENGTH)
+        .find(|start| !used.contains(start))?;
+    let mapping = vec![Mapping {
+        host_id,
+        container_id: 0,
+        length: LENGTH,
+    }];
+    Some(Mappings {
+        uid_mappings: mapping.clone(),
+        gid_mappings: mapping,
+    })
 }
 
 #[cfg(test)]
@@ -44,7 +57,13 @@ mod tests {
     fn ranges_do_not_overlap_and_gaps_are_filled() {
         let first = free(&[]).expect("free");
         let second = free(std::slice::from_ref(&first)).expect("free");
-        assert_eq!((first.uid_mappings[0].host_id, second.uid_mappings[0].host_id), (65_536, 131_072));
+        assert_eq!(
+            (
+                first.uid_mappings[0].host_id,
+                second.uid_mappings[0].host_id
+            ),
+            (65_536, 131_072)
+        );
         assert_eq!(free(&[second]), Some(first.clone()));
         let text = serde_json::to_string(&first).expect("json");
         assert_eq!(

@@ -15,7 +15,10 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
 use super::measured::{Measured, Report};
-use super::{Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus, Stock, convert, events};
+use super::{
+    Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind,
+    RuntimeStatus, Stock, convert, events,
+};
 use crate::core::config::label;
 use crate::core::explain::Fetching;
 use crate::core::observed::{Container, ContainerState, ObservedPod, fingerprint};
@@ -48,7 +51,14 @@ impl From<Status> for RuntimeError {
             Code::Unimplemented => RuntimeErrorKind::Unimplemented,
             _ => RuntimeErrorKind::Failed,
         };
-        RuntimeError { kind, message: format!("rpc error: code = {:?} desc = {}", status.code(), status.message()) }
+        RuntimeError {
+            kind,
+            message: format!(
+                "rpc error: code = {:?} desc = {}",
+                status.code(),
+                status.message()
+            ),
+        }
     }
 }
 
@@ -63,16 +73,33 @@ fn gone_is_fine<T>(result: Result<T, Status>) -> Result<(), RuntimeError> {
 impl CriClient {
     /// For an endpoint such as `unix:///run/containerd/containerd.sock`. Nothing is sent yet. Of calls that
     /// end, `report` is told.
-    pub fn new(endpoint: &str, deadline: Duration, report: Option<Report>) -> Result<CriClient, String> {
-        let address = if endpoint.starts_with('/') { format!("unix://{endpoint}") } else { endpoint.to_owned() };
+    pub fn new(
+        endpoint: &str,
+        deadline: Duration,
+        report: Option<Report>,
+    ) -> Result<CriClient, String> {
+        let address = if endpoint.starts_with('/') {
+            format!("unix://{endpoint}")
+        } else {
+            endpoint.to_owned()
+        };
         if !address.starts_with("unix://") {
-            return Err(format!("the runtime endpoint {endpoint:?} is not a unix socket; use for instance unix:///run/containerd/containerd.sock"));
+            return Err(format!(
+                "the runtime endpoint {endpoint:?} is not a unix socket; use for instance unix:///run/containerd/containerd.sock"
+            ));
         }
-        let endpoint = Endpoint::from_shared(address.clone()).map_err(|e| format!("the runtime endpoint {address:?} cannot be used: {e}"))?;
-        let channel = endpoint.connect_timeout(Duration::from_secs(5)).connect_lazy();
-        let measured = Measured { channel: channel.clone(), report };
+        let endpoint = Endpoint::from_shared(address.clone())
+            .map_err(|e| format!("the runtime endpoint {address:?} cannot be used: {e}"))?;
+        let channel = endpoint
+            .connect_timeout(Duration::from_secs(5))
+            .connect_lazy();
+        let measured = Measured {
+            channel: channel.clone(),
+            report,
+        };
         Ok(CriClient {
-            runtime: RuntimeServiceClient::new(measured.clone()).max_decoding_message_size(MESSAGE_LIMIT),
+            runtime: RuntimeServiceClient::new(measured.clone())
+                .max_decoding_message_size(MESSAGE_LIMIT),
             images: ImageServiceClient::new(measured).max_decoding_message_size(MESSAGE_LIMIT),
             channel,
             deadline,
@@ -93,7 +120,13 @@ impl CriClient {
 
     /// Checks that the runtime speaks CRI v1.
     pub async fn version(&self) -> Result<String, RuntimeError> {
-        let answer = self.runtime.clone().version(self.request(pb::VersionRequest { version: "0.1.0".into() })).await;
+        let answer = self
+            .runtime
+            .clone()
+            .version(self.request(pb::VersionRequest {
+                version: "0.1.0".into(),
+            }))
+            .await;
         let answer = answer.map_err(|status| {
             let mut error = RuntimeError::from(status);
             if error.kind == RuntimeErrorKind::Unimplemented {
@@ -102,26 +135,61 @@ impl CriClient {
             error
         })?;
         let version = answer.into_inner();
-        Ok(format!("{}://{}", version.runtime_name, version.runtime_version))
+        Ok(format!(
+            "{}://{}",
+            version.runtime_name, version.runtime_version
+        ))
     }
 
-    async fn sandboxes(&self, filter: Option<HashMap<String, String>>) -> Result<Vec<pb::PodSandbox>, RuntimeError> {
-        let filter = filter.map(|label_selector| pb::PodSandboxFilter { label_selector, ..pb::PodSandboxFilter::default() });
-        Ok(self.runtime.clone().list_pod_sandbox(self.request(pb::ListPodSandboxRequest { filter })).await?.into_inner().items)
+    async fn sandboxes(
+        &self,
+        filter: Option<HashMap<String, String>>,
+    ) -> Result<Vec<pb::PodSandbox>, RuntimeError> {
+        let filter = filter.map(|label_selector| pb::PodSandboxFilter {
+            label_selector,
+            ..pb::PodSandboxFilter::default()
+        });
+        Ok(self
+            .runtime
+            .clone()
+            .list_pod_sandbox(self.request(pb::ListPodSandboxRequest { filter }))
+            .await?
+            .into_inner()
+            .items)
     }
 
-    async fn containers(&self, filter: Option<HashMap<String, String>>) -> Result<Vec<pb::Container>, RuntimeError> {
-        let filter = filter.map(|label_selector| pb::ContainerFilter { label_selector, ..pb::ContainerFilter::default() });
-        Ok(self.runtime.clone().list_containers(self.request(pb::ListContainersRequest { filter })).await?.into_inner().containers)
+    async fn containers(
+        &self,
+        filter: Option<HashMap<String, String>>,
+    ) -> Result<Vec<pb::Container>, RuntimeError> {
+        let filter = filter.map(|label_selector| pb::ContainerFilter {
+            label_selector,
+            ..pb::ContainerFilter::default()
+        });
+        Ok(self
+            .runtime
+            .clone()
+            .list_containers(self.request(pb::ListContainersRequest { filter }))
+            .await?
+            .into_inner()
+            .containers)
     }
 
     /// Details of a container, from memory where they cannot have changed.
     async fn detail(&self, mut container: Container) -> Result<Option<Container>, RuntimeError> {
         let key = (container.id.clone(), container.state);
-        if let Some(known) = self.details.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get(&key) {
+        if let Some(known) = self
+            .details
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .get(&key)
+        {
             return Ok(Some(known.clone()));
         }
-        let request = self.request(pb::ContainerStatusRequest { container_id: container.id.clone(), verbose: false });
+        let request = self.request(pb::ContainerStatusRequest {
+            container_id: container.id.clone(),
+            verbose: false,
+        });
         let status = match self.runtime.clone().container_status(request).await {
             Ok(answer) => answer.into_inner().status,
             Err(status) if status.code() == Code::NotFound => return Ok(None),
@@ -129,8 +197,14 @@ impl CriClient {
         };
         if let Some(status) = status {
             convert::complete(&mut container, &status);
-            if matches!(container.state, ContainerState::Running | ContainerState::Exited) {
-                let mut details = self.details.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            if matches!(
+                container.state,
+                ContainerState::Running | ContainerState::Exited
+            ) {
+                let mut details = self
+                    .details
+                    .lock()
+                    .unwrap_or_else(std::sync::PoisonError::into_inner);
                 if details.len() >= REMEMBERED {
                     details.clear();
                 }
@@ -141,18 +215,31 @@ impl CriClient {
     }
 
     async fn network(&self, id: &str) -> Result<Option<(Vec<String>, bool)>, RuntimeError> {
-        if let Some(known) = self.networks.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get(id) {
+        if let Some(known) = self
+            .networks
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .get(id)
+        {
             return Ok(Some(known.clone()));
         }
-        let request = self.request(pb::PodSandboxStatusRequest { pod_sandbox_id: id.into(), verbose: false });
+        let request = self.request(pb::PodSandboxStatusRequest {
+            pod_sandbox_id: id.into(),
+            verbose: false,
+        });
         let status = match self.runtime.clone().pod_sandbox_status(request).await {
             Ok(answer) => answer.into_inner().status,
             Err(status) if status.code() == Code::NotFound => return Ok(None),
             Err(status) => return Err(status.into()),
         };
-        let Some(status) = status else { return Ok(None) };
+        let Some(status) = status else {
+            return Ok(None);
+        };
         let network = convert::network(&status);
-        let mut networks = self.networks.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut networks = self
+            .networks
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         if networks.len() >= REMEMBERED {
             networks.clear();
         }
@@ -163,21 +250,38 @@ impl CriClient {
     /// The image of sandboxes, as older containerds name it: newer ones pin it.
     async fn sandbox_image(&self) -> Result<Option<String>, RuntimeError> {
         let request = Self::within(Duration::from_secs(10), pb::StatusRequest { verbose: true });
-        let info = self.runtime.clone().status(request).await?.into_inner().info;
-        let config: Option<serde_json::Value> = info.get("config").and_then(|text| serde_json::from_str(text).ok());
+        let info = self
+            .runtime
+            .clone()
+            .status(request)
+            .await?
+            .into_inner()
+            .info;
+        let config: Option<serde_json::Value> = info
+            .get("config")
+            .and_then(|text| serde_json::from_str(text).ok());
         Ok(config.and_then(|c| c["sandboxImage"].as_str().map(Into::into)))
     }
 
     fn forget(&self, sandbox: &str) {
-        self.networks.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(sandbox);
-        self.details.lock().unwrap_or_else(std::sync::PoisonError::into_inner).retain(|_, c| c.sandbox != sandbox);
+        self.networks
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .remove(sandbox);
+        self.details
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .retain(|_, c| c.sandbox != sandbox);
     }
 }
 
 fn condition(conditions: &[pb::RuntimeCondition], kind: &str) -> Option<String> {
     match conditions.iter().find(|c| c.r#type == kind) {
         Some(c) if c.status => None,
-        Some(c) => Some(format!("{kind}=false reason:{} message:{}", c.reason, c.message)),
+        Some(c) => Some(format!(
+            "{kind}=false reason:{} message:{}",
+            c.reason, c.message
+        )),
         None => Some(format!("{kind} condition is missing")),
     }
 }
@@ -187,7 +291,10 @@ impl Runtime for CriClient {
     async fn status(&self) -> Result<RuntimeStatus, RuntimeError> {
         // Asked first: it is the call that can say best what is wrong.
         let version = self.version().await?;
-        let request = Self::within(Duration::from_secs(10), pb::StatusRequest { verbose: false });
+        let request = Self::within(
+            Duration::from_secs(10),
+            pb::StatusRequest { verbose: false },
+        );
         let answer = self.runtime.clone().status(request).await?.into_inner();
         let features = convert::features(&answer);
         let status = answer.status.unwrap_or_default();
@@ -200,8 +307,16 @@ impl Runtime for CriClient {
     }
 
     async fn systemd_cgroups(&self) -> Result<Option<bool>, RuntimeError> {
-        match self.runtime.clone().runtime_config(self.request(pb::RuntimeConfigRequest {})).await {
-            Ok(answer) => Ok(answer.into_inner().linux.map(|l| l.cgroup_driver == pb::CgroupDriver::Systemd as i32)),
+        match self
+            .runtime
+            .clone()
+            .runtime_config(self.request(pb::RuntimeConfigRequest {}))
+            .await
+        {
+            Ok(answer) => Ok(answer
+                .into_inner()
+                .linux
+                .map(|l| l.cgroup_driver == pb::CgroupDriver::Systemd as i32)),
             Err(status) if status.code() == Code::Unimplemented => Ok(None),
             Err(status) => Err(status.into()),
         }
@@ -213,53 +328,109 @@ impl Runtime for CriClient {
         let mut add = |labels: &HashMap<String, String>, id: &str, state: u8| {
             let get = |key: &str| labels.get(key).cloned();
             // Others may use the runtime too; what is not a pod's is not ours.
-            let (Some(uid), Some(name), Some(namespace)) = (get(label::POD_UID), get(label::POD_NAME), get(label::POD_NAMESPACE)) else { return };
-            let pod = pods.entry(uid.clone()).or_insert(ListedPod { uid, name, namespace, fingerprint: 0 });
-            pod.fingerprint = pod.fingerprint.wrapping_add(fingerprint(std::iter::once((id, state))));
+            let (Some(uid), Some(name), Some(namespace)) = (
+                get(label::POD_UID),
+                get(label::POD_NAME),
+                get(label::POD_NAMESPACE),
+            ) else {
+                return;
+            };
+            let pod = pods.entry(uid.clone()).or_insert(ListedPod {
+                uid,
+                name,
+                namespace,
+                fingerprint: 0,
+            });
+            pod.fingerprint = pod
+                .fingerprint
+                .wrapping_add(fingerprint(std::iter::once((id, state))));
         };
         for sandbox in &sandboxes {
-            add(&sandbox.labels, &sandbox.id, u8::from(sandbox.state == pb::PodSandboxState::SandboxReady as i32));
+            add(
+                &sandbox.labels,
+                &sandbox.id,
+                u8::from(sandbox.state == pb::PodSandboxState::SandboxReady as i32),
+            );
         }
         for container in &containers {
-            add(&container.labels, &container.id, 10 + convert::state(container.state) as u8);
+            add(
+                &container.labels,
+                &container.id,
+                10 + convert::state(container.state) as u8,
+            );
         }
         Ok(pods.into_values().collect())
     }
 
     async fn observe(&self, uid: &str) -> Result<ObservedPod, RuntimeError> {
         let filter = || Some(HashMap::from([(label::POD_UID.to_owned(), uid.to_owned())]));
-        let (sandboxes, containers) = tokio::try_join!(self.sandboxes(filter()), self.containers(filter()))?;
+        let (sandboxes, containers) =
+            tokio::try_join!(self.sandboxes(filter()), self.containers(filter()))?;
         let mut observed = ObservedPod::default();
         for listed in &sandboxes {
-            let Some(mut sandbox) = convert::sandbox(listed) else { continue };
+            let Some(mut sandbox) = convert::sandbox(listed) else {
+                continue;
+            };
             if let Some((ips, host)) = self.network(&sandbox.id).await? {
                 (sandbox.ips, sandbox.host_network) = (ips, host);
             }
             observed.sandboxes.push(sandbox);
         }
         for listed in &containers {
-            let Some(container) = convert::container(listed) else { continue };
+            let Some(container) = convert::container(listed) else {
+                continue;
+            };
             observed.containers.extend(self.detail(container).await?);
         }
         observed.sort();
         Ok(observed)
     }
 
-    async fn run_sandbox(&self, config: pb::PodSandboxConfig, handler: &str) -> Result<String, RuntimeError> {
-        let request = pb::RunPodSandboxRequest { config: Some(config), runtime_handler: handler.into() };
-        Ok(self.runtime.clone().run_pod_sandbox(Self::within(self.deadline * 2, request)).await?.into_inner().pod_sandbox_id)
+    async fn run_sandbox(
+        &self,
+        config: pb::PodSandboxConfig,
+        handler: &str,
+    ) -> Result<String, RuntimeError> {
+        let request = pb::RunPodSandboxRequest {
+            config: Some(config),
+            runtime_handler: handler.into(),
+        };
+        Ok(self
+            .runtime
+            .clone()
+            .run_pod_sandbox(Self::within(self.deadline * 2, request))
+            .await?
+            .into_inner()
+            .pod_sandbox_id)
     }
 
     async fn sandbox_ips(&self, id: &str) -> Result<Vec<String>, RuntimeError> {
-        Ok(self.network(id).await?.map(|(ips, _)| ips).unwrap_or_default())
+        Ok(self
+            .network(id)
+            .await?
+            .map(|(ips, _)| ips)
+            .unwrap_or_default())
     }
 
     async fn stop_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
-        gone_is_fine(self.runtime.clone().stop_pod_sandbox(self.request(pb::StopPodSandboxRequest { pod_sandbox_id: id.into() })).await)
+        gone_is_fine(
+            self.runtime
+                .clone()
+                .stop_pod_sandbox(self.request(pb::StopPodSandboxRequest {
+                    pod_sandbox_id: id.into(),
+                }))
+                .await,
+        )
     }
 
     async fn remove_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
-        let result = self.runtime.clone().remove_pod_sandbox(self.request(pb::RemovePodSandboxRequest { pod_sandbox_id: id.into() })).await;
+        let result = self
+            .runtime
+            .clone()
+            .remove_pod_sandbox(self.request(pb::RemovePodSandboxRequest {
+                pod_sandbox_id: id.into(),
+            }))
+            .await;
         self.forget(id);
         gone_is_fine(result)
     }
@@ -270,85 +441,220 @@ impl Runtime for CriClient {
         config: pb::ContainerConfig,
         sandbox_config: pb::PodSandboxConfig,
     ) -> Result<String, RuntimeError> {
-        let request = pb::CreateContainerRequest { pod_sandbox_id: sandbox.into(), config: Some(config), sandbox_config: Some(sandbox_config) };
-        Ok(self.runtime.clone().create_container(self.request(request)).await?.into_inner().container_id)
+        let request = pb::CreateContainerRequest {
+            pod_sandbox_id: sandbox.into(),
+            config: Some(config),
+            sandbox_config: Some(sandbox_config),
+        };
+        Ok(self
+            .runtime
+            .clone()
+            .create_container(self.request(request))
+            .await?
+            .into_inner()
+            .container_id)
     }
 
     async fn start_container(&self, id: &str) -> Result<(), RuntimeError> {
-        self.runtime.clone().start_container(self.request(pb::StartContainerRequest { container_id: id.into() })).await?;
+        self.runtime
+            .clone()
+            .start_container(self.request(pb::StartContainerRequest {
+                container_id: id.into(),
+            }))
+            .await?;
         Ok(())
     }
 
     async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError> {
         let deadline = self.deadline + Duration::from_secs(u64::try_from(grace).unwrap_or(0));
-        let request = Self::within(deadline, pb::StopContainerRequest { container_id: id.into(), timeout: grace });
+        let request = Self::within(
+            deadline,
+            pb::StopContainerRequest {
+                container_id: id.into(),
+                timeout: grace,
+            },
+        );
         gone_is_fine(self.runtime.clone().stop_container(request).await)
     }
 
-    async fn update_container(&self, id: &str, resources: pb::LinuxContainerResources) -> Result<(), RuntimeError> {
-        let message = pb::UpdateContainerResourcesRequest { container_id: id.into(), linux: Some(resources), ..Default::default() };
-        self.runtime.clone().update_container_resources(self.request(message)).await?;
+    async fn update_container(
+        &self,
+        id: &str,
+        resources: pb::LinuxContainerResources,
+    ) -> Result<(), RuntimeError> {
+        let message = pb::UpdateContainerResourcesRequest {
+            container_id: id.into(),
+            linux: Some(resources),
+            ..Default::default()
+        };
+        self.runtime
+            .clone()
+            .update_container_resources(self.request(message))
+            .await?;
         Ok(())
     }
 
-    async fn update_sandbox(&self, id: &str, sizes: pb::LinuxPodSandboxConfig) -> Result<(), RuntimeError> {
+    async fn update_sandbox(
+        &self,
+        id: &str,
+        sizes: pb::LinuxPodSandboxConfig,
+    ) -> Result<(), RuntimeError> {
         let (overhead, resources) = (sizes.overhead, sizes.resources);
-        let message = pb::UpdatePodSandboxResourcesRequest { pod_sandbox_id: id.into(), overhead, resources };
-        self.runtime.clone().update_pod_sandbox_resources(self.request(message)).await?;
+        let message = pb::UpdatePodSandboxResourcesRequest {
+            pod_sandbox_id: id.into(),
+            overhead,
+            resources,
+        };
+        self.runtime
+            .clone()
+            .update_pod_sandbox_resources(self.request(message))
+            .await?;
         Ok(())
     }
 
     async fn memory_in_use(&self, id: &str) -> Result<u64, RuntimeError> {
-        let stats =
-            self.runtime.clone().container_stats(self.request(pb::ContainerStatsRequest { container_id: id.into() })).await?.into_inner().stats;
-        let memory = stats.and_then(|s| s.memory).and_then(|m| m.usage_bytes.or(m.working_set_bytes));
+        let stats = self
+            .runtime
+            .clone()
+            .container_stats(self.request(pb::ContainerStatsRequest {
+                container_id: id.into(),
+            }))
+            .await?
+            .into_inner()
+            .stats;
+        let memory = stats
+            .and_then(|s| s.memory)
+            .and_then(|m| m.usage_bytes.or(m.working_set_bytes));
         Ok(memory.map_or(0, |m| m.value))
     }
 
-    async fn exec(&self, id: &str, command: &[String], timeout: Option<Duration>) -> Result<Exec, RuntimeError> {
+    async fn exec(
+        &self,
+        id: &str,
+        command: &[String],
+        timeout: Option<Duration>,
+    ) -> Result<Exec, RuntimeError> {
         // The runtime counts whole seconds, and ends the command itself when they are over.
-        let seconds = timeout.map_or(0, |t| i64::try_from(t.as_secs_f64().ceil() as u64).unwrap_or(i64::MAX));
-        let message = pb::ExecSyncRequest { container_id: id.into(), cmd: command.to_vec(), timeout: seconds };
+        let seconds = timeout.map_or(0, |t| {
+            i64::try_from(t.as_secs_f64().ceil() as u64).unwrap_or(i64::MAX)
+        });
+        let message = pb::ExecSyncRequest {
+            container_id: id.into(),
+            cmd: command.to_vec(),
+            timeout: seconds,
+        };
         let request = match timeout {
             Some(timeout) => Self::within(self.deadline + timeout, message),
             None => Request::new(message),
         };
         let answer = self.runtime.clone().exec_sync(request).await?.into_inner();
         let output = [answer.stdout, answer.stderr].concat();
-        Ok(Exec { code: answer.exit_code, output: probe::limited(&String::from_utf8_lossy(&output)) })
+        Ok(Exec {
+            code: answer.exit_code,
+            output: probe::limited(&String::from_utf8_lossy(&output)),
+        })
     }
 
-    async fn exec_url(&self, id: &str, command: &[String], streams: Streams) -> Result<String, RuntimeError> {
-        let Streams { stdin, stdout, stderr, tty } = streams;
-        let message = pb::ExecRequest { container_id: id.into(), cmd: command.to_vec(), tty, stdin, stdout, stderr };
-        Ok(self.runtime.clone().exec(self.request(message)).await?.into_inner().url)
+    async fn exec_url(
+        &self,
+        id: &str,
+        command: &[String],
+        streams: Streams,
+    ) -> Result<String, RuntimeError> {
+        let Streams {
+            stdin,
+            stdout,
+            stderr,
+            tty,
+        } = streams;
+        let message = pb::ExecRequest {
+            container_id: id.into(),
+            cmd: command.to_vec(),
+            tty,
+            stdin,
+            stdout,
+            stderr,
+        };
+        Ok(self
+            .runtime
+            .clone()
+            .exec(self.request(message))
+            .await?
+            .into_inner()
+            .url)
     }
 
     async fn attach_url(&self, id: &str, streams: Streams) -> Result<String, RuntimeError> {
-        let Streams { stdin, stdout, stderr, tty } = streams;
-        let message = pb::AttachRequest { container_id: id.into(), stdin, tty, stdout, stderr };
-        Ok(self.runtime.clone().attach(self.request(message)).await?.into_inner().url)
+        let Streams {
+            stdin,
+            stdout,
+            stderr,
+            tty,
+        } = streams;
+        let message = pb::AttachRequest {
+            container_id: id.into(),
+            stdin,
+            tty,
+            stdout,
+            stderr,
+        };
+        Ok(self
+            .runtime
+            .clone()
+            .attach(self.request(message))
+            .await?
+            .into_inner()
+            .url)
     }
 
     async fn forward_url(&self, sandbox: &str, ports: &[i32]) -> Result<String, RuntimeError> {
-        let message = pb::PortForwardRequest { pod_sandbox_id: sandbox.into(), port: ports.to_vec() };
-        Ok(self.runtime.clone().port_forward(self.request(message)).await?.into_inner().url)
+        let message = pb::PortForwardRequest {
+            pod_sandbox_id: sandbox.into(),
+            port: ports.to_vec(),
+        };
+        Ok(self
+            .runtime
+            .clone()
+            .port_forward(self.request(message))
+            .await?
+            .into_inner()
+            .url)
     }
 
     async fn layers(&self) -> Result<BTreeMap<(String, String), u64>, RuntimeError> {
-        let all = self.runtime.clone().list_container_stats(self.request(pb::ListContainerStatsRequest { filter: None })).await?.into_inner().stats;
+        let all = self
+            .runtime
+            .clone()
+            .list_container_stats(self.request(pb::ListContainerStatsRequest { filter: None }))
+            .await?
+            .into_inner()
+            .stats;
         let of = |stats: pb::ContainerStats| {
             let labels = stats.attributes?.labels;
-            let key = (labels.get(label::POD_UID)?.clone(), labels.get(label::CONTAINER)?.clone());
+            let key = (
+                labels.get(label::POD_UID)?.clone(),
+                labels.get(label::CONTAINER)?.clone(),
+            );
             Some((key, stats.writable_layer?.used_bytes?.value))
         };
         Ok(all.into_iter().filter_map(of).collect())
     }
 
     async fn running(&self) -> Result<Vec<RunningContainer>, RuntimeError> {
-        let state = Some(pb::ContainerStateValue { state: pb::ContainerState::ContainerRunning as i32 });
-        let filter = Some(pb::ContainerFilter { state, ..pb::ContainerFilter::default() });
-        let listed = self.runtime.clone().list_containers(self.request(pb::ListContainersRequest { filter })).await?.into_inner().containers;
+        let state = Some(pb::ContainerStateValue {
+            state: pb::ContainerState::ContainerRunning as i32,
+        });
+        let filter = Some(pb::ContainerFilter {
+            state,
+            ..pb::ContainerFilter::default()
+        });
+        let listed = self
+            .runtime
+            .clone()
+            .list_containers(self.request(pb::ListContainersRequest { filter }))
+            .await?
+            .into_inner()
+            .containers;
         let of = |c: &pb::Container| {
             let get = |key: &str| c.labels.get(key).cloned();
             let container = convert::container(c)?;
@@ -365,68 +671,184 @@ impl Runtime for CriClient {
     }
 
     async fn reopen_log(&self, id: &str) -> Result<(), RuntimeError> {
-        self.runtime.clone().reopen_container_log(self.request(pb::ReopenContainerLogRequest { container_id: id.into() })).await?;
+        self.runtime
+            .clone()
+            .reopen_container_log(self.request(pb::ReopenContainerLogRequest {
+                container_id: id.into(),
+            }))
+            .await?;
         Ok(())
     }
 
-    async fn checkpoint(&self, id: &str, path: &str, timeout: Duration) -> Result<(), RuntimeError> {
+    async fn checkpoint(
+        &self,
+        id: &str,
+        path: &str,
+        timeout: Duration,
+    ) -> Result<(), RuntimeError> {
         let seconds = i64::try_from(timeout.as_secs()).unwrap_or(0);
-        let wish = pb::CheckpointContainerRequest { container_id: id.into(), location: path.into(), timeout: seconds };
+        let wish = pb::CheckpointContainerRequest {
+            container_id: id.into(),
+            location: path.into(),
+            timeout: seconds,
+        };
         // It takes as long as writing the container's memory does.
-        let request = if seconds > 0 { Self::within(timeout + self.deadline, wish) } else { Request::new(wish) };
+        let request = if seconds > 0 {
+            Self::within(timeout + self.deadline, wish)
+        } else {
+            Request::new(wish)
+        };
         self.runtime.clone().checkpoint_container(request).await?;
         Ok(())
     }
 
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {
-        gone_is_fine(self.runtime.clone().remove_container(self.request(pb::RemoveContainerRequest { container_id: id.into() })).await)
+        gone_is_fine(
+            self.runtime
+                .clone()
+                .remove_container(self.request(pb::RemoveContainerRequest {
+                    container_id: id.into(),
+                }))
+                .await,
+        )
     }
 
     async fn image(&self, name: &str) -> Result<Option<Image>, RuntimeError> {
-        let image = pb::ImageSpec { image: name.into(), ..pb::ImageSpec::default() };
-        let answer = self.images.clone().image_status(self.request(pb::ImageStatusRequest { image: Some(image), verbose: false })).await?;
+        let image = pb::ImageSpec {
+            image: name.into(),
+            ..pb::ImageSpec::default()
+        };
+        let answer = self
+            .images
+            .clone()
+            .image_status(self.request(pb::ImageStatusRequest {
+                image: Some(image),
+                verbose: false,
+            }))
+            .await?;
         Ok(answer.into_inner().image.map(image_of))
     }
 
     async fn images(&self) -> Result<Vec<Image>, RuntimeError> {
-        let answer = self.images.clone().list_images(self.request(pb::ListImagesRequest::default())).await?;
-        Ok(answer.into_inner().images.into_iter().map(image_of).collect())
+        let answer = self
+            .images
+            .clone()
+            .list_images(self.request(pb::ListImagesRequest::default()))
+            .await?;
+        Ok(answer
+            .into_inner()
+            .images
+            .into_iter()
+            .map(image_of)
+            .collect())
     }
 
     async fn stock(&self) -> Result<Stock, RuntimeError> {
-        let filesystem = self.images.clone().image_fs_info(self.request(pb::ImageFsInfoRequest {})).await?.into_inner();
-        let mountpoint = filesystem.image_filesystems.into_iter().find_map(|f| f.fs_id).map(|id| id.mountpoint).unwrap_or_default();
+        let filesystem = self
+            .images
+            .clone()
+            .image_fs_info(self.request(pb::ImageFsInfoRequest {}))
+            .await?
+            .into_inner();
+        let mountpoint = filesystem
+            .image_filesystems
+            .into_iter()
+            .find_map(|f| f.fs_id)
+            .map(|id| id.mountpoint)
+            .unwrap_or_default();
         let containers = self.containers(None).await?;
-        let names = |c: pb::Container| [c.image_ref, c.image_id, c.image.map(|i| i.image).unwrap_or_default()];
-        let in_use = containers.into_iter().flat_map(names).filter(|name| !name.is_empty()).collect();
+        let names = |c: pb::Container| {
+            [
+                c.image_ref,
+                c.image_id,
+                c.image.map(|i| i.image).unwrap_or_default(),
+            ]
+        };
+        let in_use = containers
+            .into_iter()
+            .flat_map(names)
+            .filter(|name| !name.is_empty())
+            .collect();
         // Asked last: an image that came meanwhile would seem unused.
         let sandbox = self.sandbox_image().await?;
         let mut images = self.images().await?;
         for image in &mut images {
-            image.pinned |= sandbox.as_ref().is_some_and(|name| image.names.contains(name));
+            image.pinned |= sandbox
+                .as_ref()
+                .is_some_and(|name| image.names.contains(name));
         }
-        Ok(Stock { images, in_use, mountpoint: mountpoint.into() })
+        Ok(Stock {
+            images,
+            in_use,
+            mountpoint: mountpoint.into(),
+        })
     }
 
     async fn remove_image(&self, id: &str) -> Result<(), RuntimeError> {
-        let image = pb::ImageSpec { image: id.into(), ..pb::ImageSpec::default() };
-        gone_is_fine(self.images.clone().remove_image(self.request(pb::RemoveImageRequest { image: Some(image) })).await)
+        let image = pb::ImageSpec {
+            image: id.into(),
+            ..pb::ImageSpec::default()
+        };
+        gone_is_fine(
+            self.images
+                .clone()
+                .remove_image(self.request(pb::RemoveImageRequest { image: Some(image) }))
+                .await,
+        )
     }
 
     async fn fetching(&self) -> Result<Fetching, RuntimeError> {
         let mut request = Self::within(Duration::from_secs(2), ListStatusesRequest::default());
-        request.metadata_mut().insert("containerd-namespace", tonic::metadata::MetadataValue::from_static(events::NAMESPACE));
-        let statuses = ContentClient::new(self.channel.clone()).list_statuses(request).await?.into_inner().statuses;
-        let sum = |of: fn(&holdfast_proto::content::Status) -> i64| statuses.iter().map(|s| u64::try_from(of(s)).unwrap_or(0)).sum();
-        Ok(Fetching { parts: statuses.len(), bytes: sum(|s| s.offset), of_bytes: sum(|s| s.total), pulls: 0 })
+        request.metadata_mut().insert(
+            "containerd-namespace",
+            tonic::metadata::MetadataValue::from_static(events::NAMESPACE),
+        );
+        let statuses = ContentClient::new(self.channel.clone())
+            .list_statuses(request)
+            .await?
+            .into_inner()
+            .statuses;
+        let sum = |of: fn(&holdfast_proto::content::Status) -> i64| {
+            statuses
+                .iter()
+                .map(|s| u64::try_from(of(s)).unwrap_or(0))
+                .sum()
+        };
+        Ok(Fetching {
+            parts: statuses.len(),
+            bytes: sum(|s| s.offset),
+            of_bytes: sum(|s| s.total),
+            pulls: 0,
+        })
     }
 
-    async fn pull(&self, name: &str, credentials: Option<Credentials>) -> Result<String, RuntimeError> {
-        let image = pb::ImageSpec { image: name.into(), ..pb::ImageSpec::default() };
-        let auth = credentials.map(|c| pb::AuthConfig { username: c.username, password: c.password, ..pb::AuthConfig::default() });
+    async fn pull(
+        &self,
+        name: &str,
+        credentials: Option<Credentials>,
+    ) -> Result<String, RuntimeError> {
+        let image = pb::ImageSpec {
+            image: name.into(),
+            ..pb::ImageSpec::default()
+        };
+        let auth = credentials.map(|c| pb::AuthConfig {
+            username: c.username,
+            password: c.password,
+            ..pb::AuthConfig::default()
+        });
         // A pull takes as long as it takes; the worker can drop it.
-        let request = Request::new(pb::PullImageRequest { image: Some(image), auth, sandbox_config: None });
-        Ok(self.images.clone().pull_image(request).await?.into_inner().image_ref)
+        let request = Request::new(pb::PullImageRequest {
+            image: Some(image),
+            auth,
+            sandbox_config: None,
+        });
+        Ok(self
+            .images
+            .clone()
+            .pull_image(request)
+            .await?
+            .into_inner()
+            .image_ref)
     }
 
     async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError> {
@@ -438,7 +860,11 @@ fn image_of(image: pb::Image) -> Image {
     Image {
         id: image.id,
         // Digests before tags, as nodes report them.
-        names: image.repo_digests.into_iter().chain(image.repo_tags).collect(),
+        names: image
+            .repo_digests
+            .into_iter()
+            .chain(image.repo_tags)
+            .collect(),
         size: image.size,
         uid: image.uid.map(|u| u.value),
         username: image.username,

@@ -8,7 +8,9 @@ use crate::core::config::{annotation, label, signal_name};
 use crate::core::observed::{Container, ContainerState, Sandbox, User};
 
 fn time(nanos: i64) -> Option<Timestamp> {
-    (nanos > 0).then(|| Timestamp::from_nanosecond(i128::from(nanos)).ok()).flatten()
+    (nanos > 0)
+        .then(|| Timestamp::from_nanosecond(i128::from(nanos)).ok())
+        .flatten()
 }
 
 pub(super) fn state(value: i32) -> ContainerState {
@@ -23,7 +25,11 @@ pub(super) fn state(value: i32) -> ContainerState {
 /// A listed container; what only its status has is filled in by [`complete`].
 pub(super) fn container(listed: &pb::Container) -> Option<Container> {
     let metadata = listed.metadata.as_ref()?;
-    let attempt = listed.annotations.get(annotation::RESTARTS).and_then(|r| r.parse().ok()).unwrap_or(metadata.attempt);
+    let attempt = listed
+        .annotations
+        .get(annotation::RESTARTS)
+        .and_then(|r| r.parse().ok())
+        .unwrap_or(metadata.attempt);
     Some(Container {
         id: listed.id.clone(),
         name: listed.labels.get(label::CONTAINER)?.clone(),
@@ -36,7 +42,11 @@ pub(super) fn container(listed: &pb::Container) -> Option<Container> {
         exit_code: 0,
         reason: String::new(),
         message: String::new(),
-        image: listed.image.as_ref().map(|i| i.image.clone()).unwrap_or_default(),
+        image: listed
+            .image
+            .as_ref()
+            .map(|i| i.image.clone())
+            .unwrap_or_default(),
         image_ref: listed.image_ref.clone(),
         hash: listed.annotations.get(annotation::HASH).cloned(),
         user: None,
@@ -49,9 +59,18 @@ pub(super) fn complete(container: &mut Container, status: &pb::ContainerStatus) 
     container.state = state(status.state);
     container.started_at = time(status.started_at);
     container.finished_at = time(status.finished_at);
-    container.user =
-        status.user.as_ref().and_then(|u| u.linux.as_ref()).map(|u| User { uid: u.uid, gid: u.gid, groups: u.supplemental_groups.clone() });
-    container.stop_signal = pb::Signal::try_from(status.stop_signal).ok().and_then(signal_name);
+    container.user = status
+        .user
+        .as_ref()
+        .and_then(|u| u.linux.as_ref())
+        .map(|u| User {
+            uid: u.uid,
+            gid: u.gid,
+            groups: u.supplemental_groups.clone(),
+        });
+    container.stop_signal = pb::Signal::try_from(status.stop_signal)
+        .ok()
+        .and_then(signal_name);
     container.exit_code = status.exit_code;
     container.reason.clone_from(&status.reason);
     container.message.clone_from(&status.message);
@@ -66,11 +85,17 @@ pub(super) fn complete(container: &mut Container, status: &pb::ContainerStatus) 
 pub(super) fn features(answer: &pb::StatusResponse) -> Features {
     let handler = |h: &pb::RuntimeHandler| {
         let features = h.features.unwrap_or_default();
-        Handler { name: h.name.clone(), recursive_read_only: features.recursive_read_only_mounts, user_namespaces: features.user_namespaces }
+        Handler {
+            name: h.name.clone(),
+            recursive_read_only: features.recursive_read_only_mounts,
+            user_namespaces: features.user_namespaces,
+        }
     };
     Features {
         handlers: answer.runtime_handlers.iter().map(handler).collect(),
-        strict_groups: answer.features.is_some_and(|f| f.supplemental_groups_policy),
+        strict_groups: answer
+            .features
+            .is_some_and(|f| f.supplemental_groups_policy),
     }
 }
 
@@ -87,9 +112,15 @@ pub(super) fn sandbox(listed: &pb::PodSandbox) -> Option<Sandbox> {
 
 /// The addresses of a sandbox and whether it is on the host network.
 pub(super) fn network(status: &pb::PodSandboxStatus) -> (Vec<String>, bool) {
-    let options = status.linux.as_ref().and_then(|l| l.namespaces.as_ref()).and_then(|n| n.options.as_ref());
+    let options = status
+        .linux
+        .as_ref()
+        .and_then(|l| l.namespaces.as_ref())
+        .and_then(|n| n.options.as_ref());
     let host = options.is_some_and(|o| o.network == pb::NamespaceMode::Node as i32);
     let network = status.network.clone().unwrap_or_default();
-    let ips = std::iter::once(network.ip).chain(network.additional_ips.into_iter().map(|i| i.ip)).filter(|ip| !ip.is_empty());
+    let ips = std::iter::once(network.ip)
+        .chain(network.additional_ips.into_iter().map(|i| i.ip))
+        .filter(|ip| !ip.is_empty());
     (if host { vec![] } else { ips.collect() }, host)
 }

@@ -31,18 +31,28 @@ async fn accepted(refusal: oneshot::Receiver<Status>) -> Result<(), RuntimeError
 }
 
 /// The uids of pods in which something happened.
-pub(super) async fn follow(channel: &Channel, runtime: &RuntimeServiceClient<Measured>) -> Result<mpsc::Receiver<String>, RuntimeError> {
+pub(super) async fn follow(
+    channel: &Channel,
+    runtime: &RuntimeServiceClient<Measured>,
+) -> Result<mpsc::Receiver<String>, RuntimeError> {
     match of_cri(runtime.clone()).await {
-        Err(error) if error.kind == RuntimeErrorKind::Unimplemented => of_containerd(EventsClient::new(channel.clone()), runtime.clone()).await,
+        Err(error) if error.kind == RuntimeErrorKind::Unimplemented => {
+            of_containerd(EventsClient::new(channel.clone()), runtime.clone()).await
+        }
         other => other,
     }
 }
 
-async fn of_cri(mut client: RuntimeServiceClient<Measured>) -> Result<mpsc::Receiver<String>, RuntimeError> {
+async fn of_cri(
+    mut client: RuntimeServiceClient<Measured>,
+) -> Result<mpsc::Receiver<String>, RuntimeError> {
     let (sender, receiver) = mpsc::channel(256);
     let (refused, refusal) = oneshot::channel();
     tokio::spawn(async move {
-        let mut stream = match client.get_container_events(Request::new(pb::GetEventsRequest {})).await {
+        let mut stream = match client
+            .get_container_events(Request::new(pb::GetEventsRequest {}))
+            .await
+        {
             Ok(answer) => answer.into_inner(),
             Err(status) => {
                 // Nobody waits for it any more if it comes late; the closed channel says enough then.
@@ -51,8 +61,15 @@ async fn of_cri(mut client: RuntimeServiceClient<Measured>) -> Result<mpsc::Rece
             }
         };
         while let Ok(Some(event)) = stream.message().await {
-            let labelled = event.containers_statuses.first().and_then(|c| c.labels.get(label::POD_UID).cloned());
-            let uid = event.pod_sandbox_status.and_then(|s| s.metadata).map(|m| m.uid).or(labelled);
+            let labelled = event
+                .containers_statuses
+                .first()
+                .and_then(|c| c.labels.get(label::POD_UID).cloned());
+            let uid = event
+                .pod_sandbox_status
+                .and_then(|s| s.metadata)
+                .map(|m| m.uid)
+                .or(labelled);
             if let Some(uid) = uid
                 && sender.send(uid).await.is_err()
             {
@@ -63,12 +80,18 @@ async fn of_cri(mut client: RuntimeServiceClient<Measured>) -> Result<mpsc::Rece
     accepted(refusal).await.map(|()| receiver)
 }
 
-async fn of_containerd(mut client: EventsClient<Channel>, runtime: RuntimeServiceClient<Measured>) -> Result<mpsc::Receiver<String>, RuntimeError> {
+async fn of_containerd(
+    mut client: EventsClient<Channel>,
+    runtime: RuntimeServiceClient<Measured>,
+) -> Result<mpsc::Receiver<String>, RuntimeError> {
     let (sender, receiver) = mpsc::channel(256);
     let (refused, refusal) = oneshot::channel();
     tokio::spawn(async move {
         let filters = vec![format!("namespace=={NAMESPACE},topic==\"/tasks/exit\"")];
-        let mut stream = match client.subscribe(Request::new(SubscribeRequest { filters })).await {
+        let mut stream = match client
+            .subscribe(Request::new(SubscribeRequest { filters }))
+            .await
+        {
             Ok(answer) => answer.into_inner(),
             Err(status) => {
                 let _ = refused.send(status);
@@ -76,7 +99,12 @@ async fn of_containerd(mut client: EventsClient<Channel>, runtime: RuntimeServic
             }
         };
         while let Ok(Some(envelope)) = stream.message().await {
-            let Some(exit) = envelope.event.and_then(|event| TaskExit::decode(event.value.as_slice()).ok()) else { continue };
+            let Some(exit) = envelope
+                .event
+                .and_then(|event| TaskExit::decode(event.value.as_slice()).ok())
+            else {
+                continue;
+            };
             if exit.container_id != exit.id {
                 // A command in a container has ended, not the container.
                 continue;
@@ -101,9 +129,20 @@ async fn uid_of(runtime: &RuntimeServiceClient<Measured>, id: &str) -> Option<St
     let mut found = None;
     for pause in [0, 2, 4, 8, 16, 32, 64, 128, 256, 512] {
         tokio::time::sleep(std::time::Duration::from_millis(pause)).await;
-        let filter = Some(pb::ContainerFilter { id: id.into(), ..pb::ContainerFilter::default() });
-        let listed = runtime.clone().list_containers(Request::new(pb::ListContainersRequest { filter })).await.ok()?.into_inner().containers;
-        let Some(container) = listed.first() else { break };
+        let filter = Some(pb::ContainerFilter {
+            id: id.into(),
+            ..pb::ContainerFilter::default()
+        });
+        let listed = runtime
+            .clone()
+            .list_containers(Request::new(pb::ListContainersRequest { filter }))
+            .await
+            .ok()?
+            .into_inner()
+            .containers;
+        let Some(container) = listed.first() else {
+            break;
+        };
         found = uid(&container.labels);
         if container.state != pb::ContainerState::ContainerRunning as i32 {
             break;
@@ -112,7 +151,16 @@ async fn uid_of(runtime: &RuntimeServiceClient<Measured>, id: &str) -> Option<St
     if found.is_some() {
         return found;
     }
-    let filter = Some(pb::PodSandboxFilter { id: id.into(), ..pb::PodSandboxFilter::default() });
-    let listed = runtime.clone().list_pod_sandbox(Request::new(pb::ListPodSandboxRequest { filter })).await.ok()?.into_inner().items;
+    let filter = Some(pb::PodSandboxFilter {
+        id: id.into(),
+        ..pb::PodSandboxFilter::default()
+    });
+    let listed = runtime
+        .clone()
+        .list_pod_sandbox(Request::new(pb::ListPodSandboxRequest { filter }))
+        .await
+        .ok()?
+        .into_inner()
+        .items;
     listed.first().and_then(|sandbox| uid(&sandbox.labels))
 }

@@ -48,7 +48,10 @@ const OPERATIONS: [(&str, &str); 28] = [
 
 fn operation(path: &str) -> Option<&'static str> {
     let name = path.rsplit('/').next().unwrap_or_default();
-    OPERATIONS.iter().find(|(known, _)| *known == name).map(|(_, operation)| *operation)
+    OPERATIONS
+        .iter()
+        .find(|(known, _)| *known == name)
+        .map(|(_, operation)| *operation)
 }
 
 /// A channel whose calls are reported.
@@ -76,7 +79,9 @@ impl Service<Request<Body>> for Measured {
             let answer = answer.await;
             if let Some((report, operation)) = report {
                 // A refusal has no body: its status is in the headers.
-                let refused = answer.as_ref().map_or(true, |a| a.headers().get("grpc-status").is_some_and(|s| s != "0"));
+                let refused = answer.as_ref().map_or(true, |a| {
+                    a.headers().get("grpc-status").is_some_and(|s| s != "0")
+                });
                 report(operation, refused, begun.elapsed());
             }
             answer
@@ -90,8 +95,17 @@ mod tests {
 
     #[test]
     fn operations_have_the_kubelets_names() {
-        assert_eq!(operation("/runtime.v1.RuntimeService/RunPodSandbox"), Some("run_podsandbox"));
-        assert_eq!(operation("/runtime.v1.ImageService/PullImage"), Some("pull_image"));
-        assert_eq!(operation("/containerd.services.content.v1.Content/ListStatuses"), None);
+        assert_eq!(
+            operation("/runtime.v1.RuntimeService/RunPodSandbox"),
+            Some("run_podsandbox")
+        );
+        assert_eq!(
+            operation("/runtime.v1.ImageService/PullImage"),
+            Some("pull_image")
+        );
+        assert_eq!(
+            operation("/containerd.services.content.v1.Content/ListStatuses"),
+            None
+        );
     }
 }

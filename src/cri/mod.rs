@@ -136,7 +136,11 @@ impl Features {
     /// The handler of a name, one that can do nothing if it is not known.
     #[must_use]
     pub fn handler(&self, name: &str) -> Handler {
-        self.handlers.iter().find(|h| h.name == name).cloned().unwrap_or_default()
+        self.handlers
+            .iter()
+            .find(|h| h.name == name)
+            .cloned()
+            .unwrap_or_default()
     }
 }
 
@@ -182,7 +186,11 @@ pub trait Runtime: Send + Sync + 'static {
     /// One pod in full.
     async fn observe(&self, uid: &str) -> Result<ObservedPod, RuntimeError>;
     /// Makes a sandbox; the answer is its id.
-    async fn run_sandbox(&self, config: pb::PodSandboxConfig, handler: &str) -> Result<String, RuntimeError>;
+    async fn run_sandbox(
+        &self,
+        config: pb::PodSandboxConfig,
+        handler: &str,
+    ) -> Result<String, RuntimeError>;
     /// The addresses of a sandbox, empty on the host network.
     async fn sandbox_ips(&self, id: &str) -> Result<Vec<String>, RuntimeError>;
     /// Stops a sandbox and gives its addresses back.
@@ -201,16 +209,34 @@ pub trait Runtime: Send + Sync + 'static {
     /// Stops a container: SIGTERM, and SIGKILL after `grace` seconds.
     async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError>;
     /// Gives a running container other resources.
-    async fn update_container(&self, id: &str, resources: pb::LinuxContainerResources) -> Result<(), RuntimeError>;
+    async fn update_container(
+        &self,
+        id: &str,
+        resources: pb::LinuxContainerResources,
+    ) -> Result<(), RuntimeError>;
     /// Tells the runtime what a sandbox's containers have together, for runtimes that size it by that.
     /// `Unimplemented` by most.
-    async fn update_sandbox(&self, id: &str, sizes: pb::LinuxPodSandboxConfig) -> Result<(), RuntimeError>;
+    async fn update_sandbox(
+        &self,
+        id: &str,
+        sizes: pb::LinuxPodSandboxConfig,
+    ) -> Result<(), RuntimeError>;
     /// The bytes of memory that a container uses.
     async fn memory_in_use(&self, id: &str) -> Result<u64, RuntimeError>;
     /// Runs a command in a container; without `timeout` until it ends.
-    async fn exec(&self, id: &str, command: &[String], timeout: Option<Duration>) -> Result<Exec, RuntimeError>;
+    async fn exec(
+        &self,
+        id: &str,
+        command: &[String],
+        timeout: Option<Duration>,
+    ) -> Result<Exec, RuntimeError>;
     /// Prepares a command in a container; the answer is the URL at which the runtime lets it begin.
-    async fn exec_url(&self, id: &str, command: &[String], streams: Streams) -> Result<String, RuntimeError>;
+    async fn exec_url(
+        &self,
+        id: &str,
+        command: &[String],
+        streams: Streams,
+    ) -> Result<String, RuntimeError>;
     /// The same for an attachment to a container's own streams.
     async fn attach_url(&self, id: &str, streams: Streams) -> Result<String, RuntimeError>;
     /// The same for connections to ports of a sandbox; none for those that are named later.
@@ -222,7 +248,8 @@ pub trait Runtime: Send + Sync + 'static {
     /// Makes the runtime open a container's log anew, after the old one was moved aside.
     async fn reopen_log(&self, id: &str) -> Result<(), RuntimeError>;
     /// Writes a running container's state to a file; a timeout of zero is the runtime's own.
-    async fn checkpoint(&self, id: &str, path: &str, timeout: Duration) -> Result<(), RuntimeError>;
+    async fn checkpoint(&self, id: &str, path: &str, timeout: Duration)
+    -> Result<(), RuntimeError>;
     /// Removes a container.
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError>;
     /// An image by name or id.
@@ -236,7 +263,11 @@ pub trait Runtime: Send + Sync + 'static {
     /// What it is fetching just now, over all pulls. `Unimplemented` where it cannot say.
     async fn fetching(&self) -> Result<Fetching, RuntimeError>;
     /// Pulls an image; the answer is its id.
-    async fn pull(&self, name: &str, credentials: Option<Credentials>) -> Result<String, RuntimeError>;
+    async fn pull(
+        &self,
+        name: &str,
+        credentials: Option<Credentials>,
+    ) -> Result<String, RuntimeError>;
     /// The uids of pods in which something happened, until the stream breaks. `Unimplemented` where
     /// the runtime has no events.
     async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError>;

@@ -35,8 +35,19 @@ pub struct CsiError {
 
 impl From<Status> for CsiError {
     fn from(status: Status) -> CsiError {
-        let open = matches!(status.code(), Code::Cancelled | Code::DeadlineExceeded | Code::Unavailable | Code::ResourceExhausted | Code::Aborted);
-        CsiError { code: format!("{:?}", status.code()), message: status.message().to_owned(), certain: !open }
+        let open = matches!(
+            status.code(),
+            Code::Cancelled
+                | Code::DeadlineExceeded
+                | Code::Unavailable
+                | Code::ResourceExhausted
+                | Code::Aborted
+        );
+        CsiError {
+            code: format!("{:?}", status.code()),
+            message: status.message().to_owned(),
+            certain: !open,
+        }
     }
 }
 
@@ -71,7 +82,9 @@ fn channel(socket: &str) -> Result<Channel, CsiError> {
         message: format!("{socket:?} is not a socket: {e}"),
         certain: true,
     })?;
-    Ok(endpoint.connect_timeout(Duration::from_secs(10)).connect_lazy())
+    Ok(endpoint
+        .connect_timeout(Duration::from_secs(10))
+        .connect_lazy())
 }
 
 fn within<T>(message: T, deadline: Duration) -> Request<T> {
@@ -82,14 +95,27 @@ fn within<T>(message: T, deadline: Duration) -> Request<T> {
 
 /// Asks a socket in the directory of registrations who is behind it.
 pub async fn ask(socket: &str) -> Result<Plugin, CsiError> {
-    let info = RegistrationClient::new(channel(socket)?).get_info(within(reg::InfoRequest {}, REGISTRATION.0)).await?.into_inner();
-    Ok(Plugin { kind: info.r#type, name: info.name, endpoint: info.endpoint, versions: info.supported_versions })
+    let info = RegistrationClient::new(channel(socket)?)
+        .get_info(within(reg::InfoRequest {}, REGISTRATION.0))
+        .await?
+        .into_inner();
+    Ok(Plugin {
+        kind: info.r#type,
+        name: info.name,
+        endpoint: info.endpoint,
+        versions: info.supported_versions,
+    })
 }
 
 /// Tells it the outcome.
 pub async fn tell(socket: &str, outcome: Result<(), String>) -> Result<(), CsiError> {
-    let status = reg::RegistrationStatus { plugin_registered: outcome.is_ok(), error: outcome.err().unwrap_or_default() };
-    RegistrationClient::new(channel(socket)?).notify_registration_status(within(status, REGISTRATION.1)).await?;
+    let status = reg::RegistrationStatus {
+        plugin_registered: outcome.is_ok(),
+        error: outcome.err().unwrap_or_default(),
+    };
+    RegistrationClient::new(channel(socket)?)
+        .notify_registration_status(within(status, REGISTRATION.1))
+        .await?;
     Ok(())
 }
 
@@ -105,15 +131,39 @@ impl Driver {
 
     /// What it says of itself and this node.
     pub async fn info(&self) -> Result<NodeInfo, CsiError> {
-        let info = self.0.clone().node_get_info(within(pb::NodeGetInfoRequest {}, DEADLINE)).await?.into_inner();
-        let topology = info.accessible_topology.unwrap_or_default().segments.into_iter().collect();
-        Ok(NodeInfo { node_id: info.node_id, most: info.max_volumes_per_node, topology })
+        let info = self
+            .0
+            .clone()
+            .node_get_info(within(pb::NodeGetInfoRequest {}, DEADLINE))
+            .await?
+            .into_inner();
+        let topology = info
+            .accessible_topology
+            .unwrap_or_default()
+            .segments
+            .into_iter()
+            .collect();
+        Ok(NodeInfo {
+            node_id: info.node_id,
+            most: info.max_volumes_per_node,
+            topology,
+        })
     }
 
     /// What it can do.
     pub async fn abilities(&self) -> Result<Abilities, CsiError> {
-        let answer = self.0.clone().node_get_capabilities(within(pb::NodeGetCapabilitiesRequest {}, DEADLINE)).await?.into_inner();
-        let has = |rpc: Rpc| answer.capabilities.iter().any(|c| matches!(&c.r#type, Some(Capability::Rpc(r)) if r.r#type == rpc as i32));
+        let answer = self
+            .0
+            .clone()
+            .node_get_capabilities(within(pb::NodeGetCapabilitiesRequest {}, DEADLINE))
+            .await?
+            .into_inner();
+        let has = |rpc: Rpc| {
+            answer
+                .capabilities
+                .iter()
+                .any(|c| matches!(&c.r#type, Some(Capability::Rpc(r)) if r.r#type == rpc as i32))
+        };
         Ok(Abilities {
             stage: has(Rpc::StageUnstageVolume),
             mount_group: has(Rpc::VolumeMountGroup),
@@ -125,39 +175,74 @@ impl Driver {
 
     /// Makes a volume ready for this node.
     pub async fn stage(&self, request: pb::NodeStageVolumeRequest) -> Result<(), CsiError> {
-        self.0.clone().node_stage_volume(within(request, DEADLINE)).await?;
+        self.0
+            .clone()
+            .node_stage_volume(within(request, DEADLINE))
+            .await?;
         Ok(())
     }
 
     /// Undoes that.
     pub async fn unstage(&self, volume: &str, staging: &str) -> Result<(), CsiError> {
-        let request = pb::NodeUnstageVolumeRequest { volume_id: volume.into(), staging_target_path: staging.into() };
-        self.0.clone().node_unstage_volume(within(request, DEADLINE)).await?;
+        let request = pb::NodeUnstageVolumeRequest {
+            volume_id: volume.into(),
+            staging_target_path: staging.into(),
+        };
+        self.0
+            .clone()
+            .node_unstage_volume(within(request, DEADLINE))
+            .await?;
         Ok(())
     }
 
     /// How full a published volume is.
-    pub async fn stats(&self, volume: &str, target: &str, staging: &str) -> Result<pb::NodeGetVolumeStatsResponse, CsiError> {
-        let request = pb::NodeGetVolumeStatsRequest { volume_id: volume.into(), volume_path: target.into(), staging_target_path: staging.into() };
-        Ok(self.0.clone().node_get_volume_stats(within(request, DEADLINE)).await?.into_inner())
+    pub async fn stats(
+        &self,
+        volume: &str,
+        target: &str,
+        staging: &str,
+    ) -> Result<pb::NodeGetVolumeStatsResponse, CsiError> {
+        let request = pb::NodeGetVolumeStatsRequest {
+            volume_id: volume.into(),
+            volume_path: target.into(),
+            staging_target_path: staging.into(),
+        };
+        Ok(self
+            .0
+            .clone()
+            .node_get_volume_stats(within(request, DEADLINE))
+            .await?
+            .into_inner())
     }
 
     /// Makes the filesystem of a published volume as large as the volume is.
     pub async fn expand(&self, request: pb::NodeExpandVolumeRequest) -> Result<(), CsiError> {
-        self.0.clone().node_expand_volume(within(request, DEADLINE)).await?;
+        self.0
+            .clone()
+            .node_expand_volume(within(request, DEADLINE))
+            .await?;
         Ok(())
     }
 
     /// Makes a volume ready for one pod.
     pub async fn publish(&self, request: pb::NodePublishVolumeRequest) -> Result<(), CsiError> {
-        self.0.clone().node_publish_volume(within(request, DEADLINE)).await?;
+        self.0
+            .clone()
+            .node_publish_volume(within(request, DEADLINE))
+            .await?;
         Ok(())
     }
 
     /// Undoes that.
     pub async fn unpublish(&self, volume: &str, target: &str) -> Result<(), CsiError> {
-        let request = pb::NodeUnpublishVolumeRequest { volume_id: volume.into(), target_path: target.into() };
-        self.0.clone().node_unpublish_volume(within(request, DEADLINE)).await?;
+        let request = pb::NodeUnpublishVolumeRequest {
+            volume_id: volume.into(),
+            target_path: target.into(),
+        };
+        self.0
+            .clone()
+            .node_unpublish_volume(within(request, DEADLINE))
+            .await?;
         Ok(())
     }
 }

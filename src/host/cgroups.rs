@@ -7,7 +7,11 @@ use crate::sys;
 use crate::sys::systemd::Slices;
 
 /// The tiers of pods.
-const CLASSES: [QosClass; 3] = [QosClass::Guaranteed, QosClass::Burstable, QosClass::BestEffort];
+const CLASSES: [QosClass; 3] = [
+    QosClass::Guaranteed,
+    QosClass::Burstable,
+    QosClass::BestEffort,
+];
 
 /// Who makes pods' cgroups here, and where.
 pub struct Cgroups {
@@ -20,7 +24,11 @@ impl Cgroups {
     /// Below `root`, which is `/` or a cgroup of its own.
     #[must_use]
     pub fn new(root: &str, driver: Driver) -> Cgroups {
-        Cgroups { root: root.to_owned(), driver, slices: Slices::default() }
+        Cgroups {
+            root: root.to_owned(),
+            driver,
+            slices: Slices::default(),
+        }
     }
 
     fn name(&self, class: QosClass, uid: &str) -> String {
@@ -38,18 +46,28 @@ impl Cgroups {
     }
 
     /// Makes a pod's, or gives it these limits; the answer is what the runtime is told.
-    pub(super) async fn ensure(&self, class: QosClass, uid: &str, limits: PodLimits) -> Result<String, String> {
+    pub(super) async fn ensure(
+        &self,
+        class: QosClass,
+        uid: &str,
+        limits: PodLimits,
+    ) -> Result<String, String> {
         let name = self.name(class, uid);
         match self.driver {
             Driver::Systemd => {
                 if !sys::cgroup::exists(&name) {
                     self.slices.forget(&name);
                 }
-                self.slices.ensure(&name, cgroup::properties(&limits, sys::cgroup::is_v2())).await?;
+                self.slices
+                    .ensure(&name, cgroup::properties(&limits, sys::cgroup::is_v2()))
+                    .await?;
             }
             Driver::Cgroupfs => {
                 let (tiers, path) = (cgroup::tiers(&self.root, class), name.clone());
-                blocking(move || sys::cgroup::ensure_pod(&tiers, &path, &limits).map_err(|e| e.to_string())).await?;
+                blocking(move || {
+                    sys::cgroup::ensure_pod(&tiers, &path, &limits).map_err(|e| e.to_string())
+                })
+                .await?;
             }
         }
         Ok(name)
@@ -60,13 +78,17 @@ impl Cgroups {
         let name = self.name(class, uid);
         match self.driver {
             Driver::Systemd => self.slices.remove(&name).await,
-            Driver::Cgroupfs => blocking(move || sys::cgroup::remove(&name).map_err(|e| e.to_string())).await,
+            Driver::Cgroupfs => {
+                blocking(move || sys::cgroup::remove(&name).map_err(|e| e.to_string())).await
+            }
         }
     }
 
     fn tier(&self, class: QosClass) -> String {
         let place = self.place(class, "x", None);
-        place.rsplit_once('/').map_or(place.clone(), |(tier, _)| tier.to_owned())
+        place
+            .rsplit_once('/')
+            .map_or(place.clone(), |(tier, _)| tier.to_owned())
     }
 
     /// The pods that have one, by uid.

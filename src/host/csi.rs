@@ -36,24 +36,41 @@ pub struct Published {
 }
 
 fn names(dir: &Path) -> Vec<String> {
-    fs::read_dir(dir).into_iter().flatten().flatten().filter_map(|e| e.file_name().into_string().ok()).collect()
+    fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|e| e.file_name().into_string().ok())
+        .collect()
 }
 
 fn gone(result: std::io::Result<()>, path: &Path) -> Result<(), String> {
     match result {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(format!("{} cannot be removed: {error}", path.display())),
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(format!("{} cannot be removed: {error}", path.display()))
+        }
         _ => Ok(()),
     }
 }
 
 impl CsiDirs {
     fn of_pod(&self, uid: &str) -> Result<PathBuf, String> {
-        Ok(self.0.join("pods").join(segment(uid)?).join("volumes").join(PLUGIN))
+        Ok(self
+            .0
+            .join("pods")
+            .join(segment(uid)?)
+            .join("volumes")
+            .join(PLUGIN))
     }
 
     /// Where the devices of a pod are listed.
     fn devices_of(&self, uid: &str) -> Result<PathBuf, String> {
-        Ok(self.0.join("pods").join(segment(uid)?).join("volumeDevices").join(PLUGIN))
+        Ok(self
+            .0
+            .join("pods")
+            .join(segment(uid)?)
+            .join("volumeDevices")
+            .join(PLUGIN))
     }
 
     fn devices(&self) -> PathBuf {
@@ -62,24 +79,51 @@ impl CsiDirs {
 
     /// Where a driver publishes a device for a pod.
     pub fn device(&self, uid: &str, name: &str) -> Result<PathBuf, String> {
-        Ok(self.devices().join("publish").join(segment(name)?).join(segment(uid)?))
+        Ok(self
+            .devices()
+            .join("publish")
+            .join(segment(name)?)
+            .join(segment(uid)?))
     }
 
     fn of_staging(&self, data: &VolumeData, block: bool) -> Result<(PathBuf, PathBuf), String> {
         if block {
             let name = segment(&data.spec_vol_id)?;
-            return Ok((self.devices().join(name).join("data"), self.devices().join("staging").join(name)));
+            return Ok((
+                self.devices().join(name).join("data"),
+                self.devices().join("staging").join(name),
+            ));
         }
-        let driver = self.0.join("plugins/kubernetes.io/csi").join(segment(&data.driver_name)?);
+        let driver = self
+            .0
+            .join("plugins/kubernetes.io/csi")
+            .join(segment(&data.driver_name)?);
         let dir = driver.join(digest::sha256(data.volume_handle.as_bytes()));
         Ok((dir.clone(), dir.join("globalmount")))
     }
 
     /// Where a volume of a pod is published. Nothing is touched.
-    pub fn place(&self, uid: &str, data: VolumeData, block: bool, claim: Option<(String, String)>) -> Result<Published, String> {
+    pub fn place(
+        &self,
+        uid: &str,
+        data: VolumeData,
+        block: bool,
+        claim: Option<(String, String)>,
+    ) -> Result<Published, String> {
         let name = segment(&data.spec_vol_id)?.to_owned();
-        let target = if block { self.device(uid, &name)? } else { self.of_pod(uid)?.join(&name).join("mount") };
-        Ok(Published { uid: uid.to_owned(), name, target, data, block, claim })
+        let target = if block {
+            self.device(uid, &name)?
+        } else {
+            self.of_pod(uid)?.join(&name).join("mount")
+        };
+        Ok(Published {
+            uid: uid.to_owned(),
+            name,
+            target,
+            data,
+            block,
+            claim,
+        })
     }
 
     /// Makes the directory of a pod's volume and notes what it is for; the driver makes its target itself.
@@ -95,7 +139,10 @@ impl CsiDirs {
         let list = self.devices_of(&volume.uid)?;
         make(&list, 0o750)?;
         match std::os::unix::fs::symlink(target, list.join(&volume.name)) {
-            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(format!("the device of {} cannot be noted: {error}", volume.name)),
+            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(format!(
+                "the device of {} cannot be noted: {error}",
+                volume.name
+            )),
             _ => Ok(()),
         }
     }
@@ -107,7 +154,10 @@ impl CsiDirs {
         if fs::read(dir.join(NOTE)).is_ok_and(|there| there == text) {
             return Ok(());
         }
-        file::replace(&dir.join(NOTE), &text).map_err(doing(format!("what {} is for cannot be noted", dir.display())))
+        file::replace(&dir.join(NOTE), &text).map_err(doing(format!(
+            "what {} is for cannot be noted",
+            dir.display()
+        )))
     }
 
     /// Makes the directory in which a driver stages a volume for all pods.
@@ -122,9 +172,14 @@ impl CsiDirs {
     #[must_use]
     pub fn is_noted(&self, volume: &Published) -> bool {
         if volume.block {
-            return self.devices_of(&volume.uid).is_ok_and(|dir| dir.join(&volume.name).is_symlink());
+            return self
+                .devices_of(&volume.uid)
+                .is_ok_and(|dir| dir.join(&volume.name).is_symlink());
         }
-        volume.target.parent().is_some_and(|dir| dir.join(NOTE).exists())
+        volume
+            .target
+            .parent()
+            .is_some_and(|dir| dir.join(NOTE).exists())
     }
 
     /// Where a volume is staged, if it is.
@@ -137,20 +192,41 @@ impl CsiDirs {
     /// All volumes that were published here.
     #[must_use]
     pub fn published(&self) -> Vec<Published> {
-        let read = |note: PathBuf| -> Option<VolumeData> { serde_json::from_slice(&fs::read(note).ok()?).ok() };
+        let read = |note: PathBuf| -> Option<VolumeData> {
+            serde_json::from_slice(&fs::read(note).ok()?).ok()
+        };
         let mut all = vec![];
         for uid in names(&self.0.join("pods")) {
-            let (Ok(dir), Ok(devices)) = (self.of_pod(&uid), self.devices_of(&uid)) else { continue };
+            let (Ok(dir), Ok(devices)) = (self.of_pod(&uid), self.devices_of(&uid)) else {
+                continue;
+            };
             for name in names(&dir) {
                 let place = dir.join(&name);
                 if let Some(data) = read(place.join(NOTE)) {
-                    all.push(Published { uid: uid.clone(), name, target: place.join("mount"), data, block: false, claim: None });
+                    all.push(Published {
+                        uid: uid.clone(),
+                        name,
+                        target: place.join("mount"),
+                        data,
+                        block: false,
+                        claim: None,
+                    });
                 }
             }
             for name in names(&devices) {
-                let (data, target) = (read(self.devices().join(&name).join("data").join(NOTE)), self.device(&uid, &name));
+                let (data, target) = (
+                    read(self.devices().join(&name).join("data").join(NOTE)),
+                    self.device(&uid, &name),
+                );
                 if let (Some(data), Ok(target)) = (data, target) {
-                    all.push(Published { uid: uid.clone(), name, target, data, block: true, claim: None });
+                    all.push(Published {
+                        uid: uid.clone(),
+                        name,
+                        target,
+                        data,
+                        block: true,
+                        claim: None,
+                    });
                 }
             }
         }
@@ -187,7 +263,10 @@ impl CsiDirs {
 
 fn still(path: &Path) -> Result<(), String> {
     if mount::is_mounted(path).map_err(|e| e.to_string())? {
-        return Err(format!("{} is still mounted, though its driver says that it is not", path.display()));
+        return Err(format!(
+            "{} is still mounted, though its driver says that it is not",
+            path.display()
+        ));
     }
     Ok(())
 }
@@ -199,8 +278,11 @@ pub fn is_mounted(target: &Path) -> Result<bool, String> {
 
 /// Gives a published volume to its pod's group.
 pub fn give(target: &Path, owner: Ownership) -> Result<(), String> {
-    let Some(group) = owner.group else { return Ok(()) };
-    ownership::set_group(target, group, owner.on_mismatch, false).map_err(doing("the volume's group cannot be set"))
+    let Some(group) = owner.group else {
+        return Ok(());
+    };
+    ownership::set_group(target, group, owner.on_mismatch, false)
+        .map_err(doing("the volume's group cannot be set"))
 }
 
 #[cfg(test)]
@@ -211,10 +293,19 @@ mod tests {
     fn what_was_noted_is_found_again_and_leaves_nothing() {
         let root = tempfile::tempdir().expect("a directory");
         let dirs = CsiDirs(root.path().into());
-        let data = VolumeData { spec_vol_id: "pv".into(), volume_handle: "../h".into(), driver_name: "d.example".into(), ..VolumeData::default() };
+        let data = VolumeData {
+            spec_vol_id: "pv".into(),
+            volume_handle: "../h".into(),
+            driver_name: "d.example".into(),
+            ..VolumeData::default()
+        };
         assert!(dirs.published().is_empty());
         let volume = dirs.place("u", data.clone(), false, None).expect("a place");
-        assert!(volume.target.ends_with("pods/u/volumes/kubernetes.io~csi/pv/mount"));
+        assert!(
+            volume
+                .target
+                .ends_with("pods/u/volumes/kubernetes.io~csi/pv/mount")
+        );
         dirs.prepare(&volume).expect("prepared");
         assert!(!volume.target.exists(), "that is the driver's to make");
         let found = dirs.published();
@@ -234,9 +325,34 @@ mod tests {
         dirs.forget(&found[0]).expect("forgotten");
         assert!(dirs.published().is_empty());
         for bad in ["../x", "", ".."] {
-            assert!(dirs.place(bad, data.clone(), false, None).is_err(), "{bad:?}");
-            assert!(dirs.place("u", VolumeData { spec_vol_id: bad.into(), ..data.clone() }, true, None).is_err(), "{bad:?}");
-            let place = dirs.place("u", VolumeData { driver_name: bad.into(), ..data.clone() }, false, None).expect("a place");
+            assert!(
+                dirs.place(bad, data.clone(), false, None).is_err(),
+                "{bad:?}"
+            );
+            assert!(
+                dirs.place(
+                    "u",
+                    VolumeData {
+                        spec_vol_id: bad.into(),
+                        ..data.clone()
+                    },
+                    true,
+                    None
+                )
+                .is_err(),
+                "{bad:?}"
+            );
+            let place = dirs
+                .place(
+                    "u",
+                    VolumeData {
+                        driver_name: bad.into(),
+                        ..data.clone()
+                    },
+                    false,
+                    None,
+                )
+                .expect("a place");
             assert!(dirs.stage(&place).is_err(), "{bad:?}");
         }
     }

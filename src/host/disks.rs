@@ -22,22 +22,41 @@ const NOTHING: i32 = 21;
 pub(super) fn find(disk: &Disk) -> Option<PathBuf> {
     let mut links = vec![];
     for dir in ["by-path", "by-id"] {
-        for entry in fs::read_dir(Path::new("/dev/disk").join(dir)).into_iter().flatten().flatten() {
-            if entry.file_name().to_str().is_some_and(|name| disk.is_named(dir, name)) {
+        for entry in fs::read_dir(Path::new("/dev/disk").join(dir))
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
+            if entry
+                .file_name()
+                .to_str()
+                .is_some_and(|name| disk.is_named(dir, name))
+            {
                 links.push(entry.path());
             }
         }
     }
     links.sort();
-    let devices: Vec<PathBuf> = links.iter().filter_map(|link| fs::canonicalize(link).ok()).collect();
-    devices.iter().find_map(|device| together(device)).or_else(|| devices.into_iter().next())
+    let devices: Vec<PathBuf> = links
+        .iter()
+        .filter_map(|link| fs::canonicalize(link).ok())
+        .collect();
+    devices
+        .iter()
+        .find_map(|device| together(device))
+        .or_else(|| devices.into_iter().next())
 }
 
 /// The multipath device that a disk is a part of.
 fn together(device: &Path) -> Option<PathBuf> {
     let name = device.file_name()?;
-    let all = fs::read_dir("/sys/block").ok()?.flatten().filter(|e| e.file_name().to_string_lossy().starts_with("dm-"));
-    let found = all.into_iter().find(|e| e.path().join("slaves").join(name).exists())?;
+    let all = fs::read_dir("/sys/block")
+        .ok()?
+        .flatten()
+        .filter(|e| e.file_name().to_string_lossy().starts_with("dm-"));
+    let found = all
+        .into_iter()
+        .find(|e| e.path().join("slaves").join(name).exists())?;
     Some(Path::new("/dev").join(found.file_name()))
 }
 
@@ -55,7 +74,10 @@ pub(super) fn attach(disk: &Disk) -> Result<PathBuf, String> {
         match find(disk) {
             Some(device) => return Ok(device),
             None if begun.elapsed() > APPEARANCE => {
-                return Err(format!("the disk does not appear below /dev/disk: {}", disk.place().last().cloned().unwrap_or_default()));
+                return Err(format!(
+                    "the disk does not appear below /dev/disk: {}",
+                    disk.place().last().cloned().unwrap_or_default()
+                ));
             }
             None => std::thread::sleep(Duration::from_millis(100)),
         }
@@ -71,7 +93,15 @@ fn log_in(iscsi: &Iscsi) -> Result<(), String> {
             Err(error) => failed.push(format!("portal {portal}: {error}")),
         }
     }
-    if failed.len() == iscsi.portals.len() { Err(format!("failed to attach iSCSI target {}: {}", iscsi.iqn, failed.join("; "))) } else { Ok(()) }
+    if failed.len() == iscsi.portals.len() {
+        Err(format!(
+            "failed to attach iSCSI target {}: {}",
+            iscsi.iqn,
+            failed.join("; ")
+        ))
+    } else {
+        Ok(())
+    }
 }
 
 /// One call; what is already so is fine. Passwords are not repeated.
@@ -81,7 +111,10 @@ fn told(call: &[String]) -> Result<(), String> {
         (0 | SESSION_EXISTS, _) => Ok(()),
         (code, said) => {
             let shown: Vec<&str> = words.iter().take_while(|w| **w != "-v").copied().collect();
-            Err(format!("iscsiadm {} failed with {code}: {said}", shown.join(" ")))
+            Err(format!(
+                "iscsiadm {} failed with {code}: {said}",
+                shown.join(" ")
+            ))
         }
     }
 }
@@ -92,7 +125,12 @@ fn log_out(iscsi: &Iscsi) -> Result<(), String> {
         let words: Vec<&str> = call.iter().map(String::as_str).collect();
         match tool("iscsiadm", &words)? {
             (0 | NOTHING, _) => {}
-            (code, said) => return Err(format!("iscsiadm {} failed with {code}: {said}", words.join(" "))),
+            (code, said) => {
+                return Err(format!(
+                    "iscsiadm {} failed with {code}: {said}",
+                    words.join(" ")
+                ));
+            }
         }
     }
     Ok(())
@@ -103,7 +141,9 @@ const SESSION: &str = "iscsi.json";
 
 /// Notes a disk's session before there is one.
 pub(super) fn note(disk: &Disk, place: &Path) -> Result<(), String> {
-    let Disk::Iscsi(session) = disk else { return Ok(()) };
+    let Disk::Iscsi(session) = disk else {
+        return Ok(());
+    };
     make(place, 0o750)?;
     let text = serde_json::to_vec(session).map_err(|e| e.to_string())?;
     file::replace(&place.join(SESSION), &text).map_err(doing("the session cannot be noted"))
@@ -114,11 +154,21 @@ pub(super) fn map(disk: &Disk, place: &Path, marks: [&Path; 2]) -> Result<(), St
     let _turn = Turn::of_pod(place)?;
     note(disk, place)?;
     if let Disk::Iscsi(session) = disk {
-        let device = Path::new("/dev/disk/by-path").join(session.link(session.portals.first().map(String::as_str).unwrap_or_default()));
+        let device = Path::new("/dev/disk/by-path").join(
+            session.link(
+                session
+                    .portals
+                    .first()
+                    .map(String::as_str)
+                    .unwrap_or_default(),
+            ),
+        );
         for mark in marks {
             make(mark.parent().unwrap_or(mark), 0o750)?;
             match std::os::unix::fs::symlink(&device, mark) {
-                Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(format!("{} cannot be made: {error}", mark.display())),
+                Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+                    return Err(format!("{} cannot be made: {error}", mark.display()));
+                }
                 _ => {}
             }
         }
@@ -136,18 +186,33 @@ pub(super) fn unmark(mark: &Path) -> Result<bool, String> {
 }
 
 fn entries(dir: &Path) -> Vec<PathBuf> {
-    fs::read_dir(dir).into_iter().flatten().flatten().map(|e| e.path()).collect()
+    fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|e| e.path())
+        .collect()
 }
 
 /// The places of all disks behind iSCSI: those that are mounted, and those that pods have as devices.
 pub(super) fn places(iscsi: &Path) -> Vec<PathBuf> {
-    let interfaces = entries(iscsi).into_iter().chain(entries(&iscsi.join("volumeDevices")));
-    interfaces.filter(|i| i.file_name().is_some_and(|n| n.to_string_lossy().starts_with("iface-"))).flat_map(|i| entries(&i)).collect()
+    let interfaces = entries(iscsi)
+        .into_iter()
+        .chain(entries(&iscsi.join("volumeDevices")));
+    interfaces
+        .filter(|i| {
+            i.file_name()
+                .is_some_and(|n| n.to_string_lossy().starts_with("iface-"))
+        })
+        .flat_map(|i| entries(&i))
+        .collect()
 }
 
 /// Ends the session of a disk that is neither mounted nor any pod's device nor about to be.
 pub(super) fn end_if_idle(place: &Path) -> Result<(), String> {
-    let Some(_turn) = Turn::at(place) else { return Ok(()) };
+    let Some(_turn) = Turn::at(place) else {
+        return Ok(());
+    };
     let marked = || entries(place).iter().any(|e| e.is_symlink());
     if mount::is_mounted(place).map_err(|e| e.to_string())? || marked() {
         return Ok(());
@@ -160,20 +225,31 @@ pub(super) fn end_if_idle(place: &Path) -> Result<(), String> {
 pub(super) fn end_session(place: &Path) -> Result<(), String> {
     let note = place.join(SESSION);
     let session: Iscsi = match fs::read(&note) {
-        Ok(text) => serde_json::from_slice(&text).map_err(doing(format!("{} cannot be read", note.display())))?,
+        Ok(text) => serde_json::from_slice(&text)
+            .map_err(doing(format!("{} cannot be read", note.display())))?,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(format!("{} cannot be read: {error}", note.display())),
     };
     let interface = place.parent().and_then(Path::file_name);
-    let root = place.ancestors().find(|p| p.ends_with("kubernetes.io/iscsi")).unwrap_or(place);
+    let root = place
+        .ancestors()
+        .find(|p| p.ends_with("kubernetes.io/iscsi"))
+        .unwrap_or(place);
     let of_target = |other: &PathBuf| {
-        let named = other.file_name().is_some_and(|n| n.to_string_lossy().contains(&format!("-{}-lun-", session.iqn)));
+        let named = other.file_name().is_some_and(|n| {
+            n.to_string_lossy()
+                .contains(&format!("-{}-lun-", session.iqn))
+        });
         named && other != place && other.parent().and_then(Path::file_name) == interface
     };
     let table = mount::table().map_err(|e| e.to_string())?;
     // What is mounted is not asked for its note: it may hang.
-    let has_it = |other: &PathBuf| table.iter().any(|m| m.point == *other) || other.join(SESSION).exists();
-    if !places(root).iter().any(|other| of_target(other) && has_it(other)) {
+    let has_it =
+        |other: &PathBuf| table.iter().any(|m| m.point == *other) || other.join(SESSION).exists();
+    if !places(root)
+        .iter()
+        .any(|other| of_target(other) && has_it(other))
+    {
         log_out(&session)?;
     }
     fs::remove_file(&note).map_err(doing(format!("{} cannot be removed", note.display())))
@@ -181,9 +257,16 @@ pub(super) fn end_session(place: &Path) -> Result<(), String> {
 
 /// Has all hosts of the node look for new disks.
 fn rescan() -> Result<(), String> {
-    for host in fs::read_dir("/sys/class/scsi_host").into_iter().flatten().flatten() {
+    for host in fs::read_dir("/sys/class/scsi_host")
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
         let file = host.path().join("scan");
-        fs::write(&file, "- - -").map_err(doing(format!("{} cannot be asked to look for new disks", file.display())))?;
+        fs::write(&file, "- - -").map_err(doing(format!(
+            "{} cannot be asked to look for new disks",
+            file.display()
+        )))?;
     }
     Ok(())
 }

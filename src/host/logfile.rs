@@ -26,7 +26,11 @@ impl LogFile {
         if let Some(lines) = tail {
             seek_lines(&mut file, lines)?;
         }
-        Ok(LogFile { dir, name: name.into(), file })
+        Ok(LogFile {
+            dir,
+            name: name.into(),
+            file,
+        })
     }
 
     /// The next piece; empty at the present end.
@@ -106,7 +110,13 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let lines: Vec<String> = (0..20_000).map(|n| format!("line {n}\n")).collect();
         std::fs::write(dir.path().join("0.log"), lines.concat()).expect("written");
-        for (tail, first) in [(0, 20_000), (1, 19_999), (15_000, 5_000), (20_000, 0), (99_999, 0)] {
+        for (tail, first) in [
+            (0, 20_000),
+            (1, 19_999),
+            (15_000, 5_000),
+            (20_000, 0),
+            (99_999, 0),
+        ] {
             let mut log = LogFile::open(dir.path(), Path::new("0.log"), Some(tail)).expect("open");
             assert_eq!(all(&mut log), lines[first..].concat(), "{tail}");
         }

@@ -24,8 +24,12 @@ use crate::core::volumes::Files;
 use crate::sys::usage::Usage;
 
 /// Does work on the filesystem where it holds up nobody.
-pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, String> + Send + 'static) -> Result<T, String> {
-    tokio::task::spawn_blocking(work).await.map_err(|e| format!("an operation on the filesystem ended unexpectedly: {e}"))?
+pub async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, String> + Send + 'static,
+) -> Result<T, String> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|e| format!("an operation on the filesystem ended unexpectedly: {e}"))?
 }
 
 /// The part of a volume that a container mounts.
@@ -68,29 +72,58 @@ pub trait PodHost: Send + Sync + 'static {
     /// Makes the pod's directories.
     async fn make_directories(&self, pod: &Pod) -> Result<(), String>;
     /// Mounts a volume and, for projecting kinds, writes its files.
-    async fn set_up_volume(&self, pod: &Pod, behind: &Behind, files: Option<Files>) -> Result<(), String>;
+    async fn set_up_volume(
+        &self,
+        pod: &Pod,
+        behind: &Behind,
+        files: Option<Files>,
+    ) -> Result<(), String>;
     /// The directory or file that a container mounts.
-    async fn mount_source(&self, pod: &Pod, behind: &Behind, place: &SubPath) -> Result<PathBuf, String>;
+    async fn mount_source(
+        &self,
+        pod: &Pod,
+        behind: &Behind,
+        place: &SubPath,
+    ) -> Result<PathBuf, String>;
     /// Reads a small file of a volume, never outside of it.
     async fn read_file(&self, pod: &Pod, behind: &Behind, path: &str) -> Result<String, String>;
     /// Writes the pod's `/etc/hosts`; the answer is its path here.
     async fn write_hosts(&self, pod: &Pod, text: String) -> Result<PathBuf, String>;
     /// Makes an empty file for a container's termination message.
-    async fn termination_log(&self, pod: &Pod, container: &str, attempt: u32) -> Result<PathBuf, String>;
+    async fn termination_log(
+        &self,
+        pod: &Pod,
+        container: &str,
+        attempt: u32,
+    ) -> Result<PathBuf, String>;
     /// What a container left as its termination message.
-    async fn termination_message(&self, uid: &str, container: &str, attempt: u32) -> Option<String>;
+    async fn termination_message(&self, uid: &str, container: &str, attempt: u32)
+    -> Option<String>;
     /// The end of a container's log: at most 80 lines and 2048 bytes.
     async fn log_tail(&self, pod: &Pod, container: &str, attempt: u32) -> Option<String>;
     /// The highest restart count that a container has a log of.
     async fn last_attempt(&self, pod: &Pod, container: &str) -> Option<u32>;
     /// Links a container's log from the directory that log collectors read.
-    async fn link_log(&self, pod: &Pod, container: &str, attempt: u32, id: &str) -> Result<(), String>;
+    async fn link_log(
+        &self,
+        pod: &Pod,
+        container: &str,
+        attempt: u32,
+        id: &str,
+    ) -> Result<(), String>;
     /// Removes what one ended instance of a container has here: logs, their link, its message.
-    async fn remove_instance(&self, pod: &Pod, container: &str, attempt: u32, id: &str) -> Result<(), String>;
+    async fn remove_instance(
+        &self,
+        pod: &Pod,
+        container: &str,
+        attempt: u32,
+        id: &str,
+    ) -> Result<(), String>;
     /// Whether a log is larger than `most` bytes; `None` if it is not there.
     async fn log_exceeds(&self, log: &Log, most: u64) -> Option<bool>;
     /// Moves a log aside, keeping at most `files` in all; the answer puts it back.
-    async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str) -> Result<PathBuf, String>;
+    async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str)
+    -> Result<PathBuf, String>;
     /// Undoes that.
     async fn put_log_back(&self, log: &Log, aside: PathBuf) -> Result<(), String>;
     /// What a volume on the node's disk uses; counting may end once it is more than `enough` bytes.

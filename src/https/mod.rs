@@ -61,7 +61,9 @@ pub struct Peer {
 /// A whole body.
 #[must_use]
 pub fn full(bytes: impl Into<Bytes>) -> Body {
-    Full::new(bytes.into()).map_err(|never| match never {}).boxed_unsync()
+    Full::new(bytes.into())
+        .map_err(|never| match never {})
+        .boxed_unsync()
 }
 
 /// An answer of plain text.
@@ -69,7 +71,10 @@ pub fn full(bytes: impl Into<Bytes>) -> Body {
 pub fn text(status: StatusCode, text: impl Into<String>) -> Response<Body> {
     let mut response = Response::new(full(text.into()));
     *response.status_mut() = status;
-    response.headers_mut().insert(hyper::header::CONTENT_TYPE, hyper::header::HeaderValue::from_static("text/plain; charset=utf-8"));
+    response.headers_mut().insert(
+        hyper::header::CONTENT_TYPE,
+        hyper::header::HeaderValue::from_static("text/plain; charset=utf-8"),
+    );
     response
 }
 
@@ -103,7 +108,11 @@ impl Connections {
                 if all.len() < most {
                     return;
                 }
-                let idle = all.iter().filter(|(_, c)| Arc::strong_count(&c.busy) == 1).min_by_key(|(_, c)| c.since).map(|(id, _)| *id);
+                let idle = all
+                    .iter()
+                    .filter(|(_, c)| Arc::strong_count(&c.busy) == 1)
+                    .min_by_key(|(_, c)| c.since)
+                    .map(|(id, _)| *id);
                 if let Some(connection) = idle.and_then(|id| all.remove(&id)) {
                     connection.task.abort();
                     return;
@@ -149,19 +158,63 @@ where
         // Small answers and watch lines must not wait for the acknowledgement of the one before.
         let _ = socket.set_nodelay(true);
         next += 1;
-        let (respond, tls, held, id) = (respond.clone(), tls.clone(), Arc::clone(&connections), next);
+        let (respond, tls, held, id) =
+            (respond.clone(), tls.clone(), Arc::clone(&connections), next);
         // Entered before it begins, so that it finds itself.
         let mut all = connections.all();
         let task = tokio::spawn(async move {
-            let _end = OnEnd { connections: Arc::clone(&held), id };
-            let turn = Turn { connections: held, id };
-            let Some(tls) = tls else { return converse(socket, Peer { address, certificate: None }, limits, respond, turn).await };
+            let _end = OnEnd {
+                connections: Arc::clone(&held),
+                id,
+            };
+            let turn = Turn {
+                connections: held,
+                id,
+            };
+            let Some(tls) = tls else {
+                return converse(
+                    socket,
+                    Peer {
+                        address,
+                        certificate: None,
+                    },
+                    limits,
+                    respond,
+                    turn,
+                )
+                .await;
+            };
             let acceptor = TlsAcceptor::from(tls.current());
-            let Ok(Ok(stream)) = tokio::time::timeout(HANDSHAKE, acceptor.accept(socket)).await else { return };
-            let certificate = stream.get_ref().1.peer_certificates().and_then(|c| c.first()).map(|c| Arc::new(c.to_vec()));
-            Box::pin(converse(stream, Peer { address, certificate }, limits, respond, turn)).await;
+            let Ok(Ok(stream)) = tokio::time::timeout(HANDSHAKE, acceptor.accept(socket)).await
+            else {
+                return;
+            };
+            let certificate = stream
+                .get_ref()
+                .1
+                .peer_certificates()
+                .and_then(|c| c.first())
+                .map(|c| Arc::new(c.to_vec()));
+            Box::pin(converse(
+                stream,
+                Peer {
+                    address,
+                    certificate,
+                },
+                limits,
+                respond,
+                turn,
+            ))
+            .await;
         });
-        all.insert(id, Connection { busy: Arc::default(), since: Instant::now(), task: task.abort_handle() });
+        all.insert(
+            id,
+            Connection {
+                busy: Arc::default(),
+                since: Instant::now(),
+                task: task.abort_handle(),
+            },
+        );
     }
 }
 
@@ -194,7 +247,10 @@ impl hyper::body::Body for Held {
     type Data = Bytes;
     type Error = BoxError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         Pin::new(&mut self.body).poll_frame(cx)
     }
 
@@ -207,8 +263,13 @@ impl hyper::body::Body for Held {
     }
 }
 
-async fn converse<S, F>(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, peer: Peer, limits: Limits, respond: S, turn: Turn)
-where
+async fn converse<S, F>(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    peer: Peer,
+    limits: Limits,
+    respond: S,
+    turn: Turn,
+) where
     S: Fn(Peer, Request<Incoming>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Response<Body>> + Send + 'static,
 {
@@ -222,9 +283,19 @@ where
         }
     });
     let mut builder = auto::Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(limits.idle);
-    builder.http2().timer(TokioTimer::new()).keep_alive_interval(limits.idle).max_concurrent_streams(250);
-    if let Err(error) = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).await {
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(limits.idle);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .keep_alive_interval(limits.idle)
+        .max_concurrent_streams(250);
+    if let Err(error) = builder
+        .serve_connection_with_upgrades(TokioIo::new(stream), service)
+        .await
+    {
         tracing::debug!(error, "a connection ended early");
     }
 }
@@ -236,9 +307,14 @@ mod tests {
     use tokio::net::TcpStream;
 
     async fn ask(stream: &mut TcpStream, path: &str) -> String {
-        stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").as_bytes()).await.expect("sent");
+        stream
+            .write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").as_bytes())
+            .await
+            .expect("sent");
         let mut all = vec![];
-        while !String::from_utf8_lossy(&all).contains("END") && stream.read_buf(&mut all).await.is_ok_and(|n| n > 0) {}
+        while !String::from_utf8_lossy(&all).contains("END")
+            && stream.read_buf(&mut all).await.is_ok_and(|n| n > 0)
+        {}
         String::from_utf8_lossy(&all).into_owned()
     }
 
@@ -246,13 +322,21 @@ mod tests {
     async fn idle_connections_make_room_and_busy_ones_stay() {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let at = listener.local_addr().expect("an address");
-        let limits = Limits { connections: 4, idle: None };
-        tokio::spawn(serve(listener, None, limits, |_, request: Request<Incoming>| async move {
-            if request.uri().path() == "/slow" {
-                tokio::time::sleep(Duration::from_millis(300)).await;
-            }
-            text(StatusCode::OK, "END")
-        }));
+        let limits = Limits {
+            connections: 4,
+            idle: None,
+        };
+        tokio::spawn(serve(
+            listener,
+            None,
+            limits,
+            |_, request: Request<Incoming>| async move {
+                if request.uri().path() == "/slow" {
+                    tokio::time::sleep(Duration::from_millis(300)).await;
+                }
+                text(StatusCode::OK, "END")
+            },
+        ));
         let mut busy = TcpStream::connect(at).await.expect("connected");
         let slow = tokio::spawn(async move { ask(&mut busy, "/slow").await });
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -261,9 +345,17 @@ mod tests {
             idle.push(TcpStream::connect(at).await.expect("connected"));
         }
         let mut last = TcpStream::connect(at).await.expect("connected");
-        let said = tokio::time::timeout(Duration::from_millis(200), ask(&mut last, "/")).await.expect("in time");
+        let said = tokio::time::timeout(Duration::from_millis(200), ask(&mut last, "/"))
+            .await
+            .expect("in time");
         assert!(said.contains("200 OK"), "{said}");
-        assert!(slow.await.expect("ended").contains("END"), "whoever is answered is not cut off");
-        assert!(!ask(&mut idle[0], "/").await.contains("END"), "the oldest idle one made room");
+        assert!(
+            slow.await.expect("ended").contains("END"),
+            "whoever is answered is not cut off"
+        );
+        assert!(
+            !ask(&mut idle[0], "/").await.contains("END"),
+            "the oldest idle one made room"
+        );
     }
 }

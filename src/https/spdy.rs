@@ -39,9 +39,12 @@ impl<R: AsyncRead + Unpin> Reader<R> {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(Frame::End),
             result => result?,
         };
-        let length = usize::try_from(u32::from_be_bytes([0, head[5], head[6], head[7]])).unwrap_or(usize::MAX);
+        let length = usize::try_from(u32::from_be_bytes([0, head[5], head[6], head[7]]))
+            .unwrap_or(usize::MAX);
         if length > LARGEST {
-            return Err(io::Error::other(format!("a frame of {length} bytes is too large")));
+            return Err(io::Error::other(format!(
+                "a frame of {length} bytes is too large"
+            )));
         }
         let mut body = vec![0; length];
         self.0.read_exact(&mut body).await?;
@@ -49,7 +52,9 @@ impl<R: AsyncRead + Unpin> Reader<R> {
         if first >> 31 == 0 {
             return Ok(Frame::Data(first, body, head[4] & FIN != 0));
         }
-        let number = body.get(..4).map_or(0, |n| u32::from_be_bytes([n[0], n[1], n[2], n[3]]));
+        let number = body
+            .get(..4)
+            .map_or(0, |n| u32::from_be_bytes([n[0], n[1], n[2], n[3]]));
         Ok(match u16::from_be_bytes([head[2], head[3]]) {
             RST_STREAM => Frame::Reset(number),
             PING => Frame::Ping(number),
@@ -68,12 +73,19 @@ pub struct Writer<W> {
 /// A header block. It is compressed as one must, but with blocks that are stored as they are: then nothing of the
 /// preset dictionary is needed but its checksum, once.
 fn headers(pairs: &[(&str, &str)], first: bool) -> Vec<u8> {
-    let mut plain = u32::try_from(pairs.len()).unwrap_or(0).to_be_bytes().to_vec();
+    let mut plain = u32::try_from(pairs.len())
+        .unwrap_or(0)
+        .to_be_bytes()
+        .to_vec();
     for text in pairs.iter().flat_map(|(name, value)| [name, value]) {
         plain.extend(u32::try_from(text.len()).unwrap_or(0).to_be_bytes());
         plain.extend(text.bytes());
     }
-    let mut block = if first { vec![0x78, 0xbb, 0xe3, 0xc6, 0xa7, 0xc2] } else { vec![] };
+    let mut block = if first {
+        vec![0x78, 0xbb, 0xe3, 0xc6, 0xa7, 0xc2]
+    } else {
+        vec![]
+    };
     for stored in [plain.as_slice(), &[]] {
         // The empty one after it makes the other side hand out what it has.
         let length = u16::try_from(stored.len()).unwrap_or(u16::MAX);
@@ -137,14 +149,24 @@ mod tests {
         assert_eq!(block[6..11], [0, 27, 0, 0xe4, 0xff]);
         assert_eq!(&block[11..38], plain);
         assert_eq!(block[38..], [0, 0, 0, 0xff, 0xff]);
-        assert_eq!(headers(&[("streamtype", "error")], false), block[6..], "the dictionary is named once");
+        assert_eq!(
+            headers(&[("streamtype", "error")], false),
+            block[6..],
+            "the dictionary is named once"
+        );
     }
 
     #[tokio::test]
     async fn frames_are_written_and_read() {
         let mut bytes = vec![];
         let mut writer = Writer::new(&mut bytes);
-        assert_eq!((writer.open(&[("a", "b")]).await.expect("opened"), writer.open(&[]).await.expect("opened")), (1, 3));
+        assert_eq!(
+            (
+                writer.open(&[("a", "b")]).await.expect("opened"),
+                writer.open(&[]).await.expect("opened")
+            ),
+            (1, 3)
+        );
         writer.data(3, b"hello", true).await.expect("written");
         writer.pong(2).await.expect("written");
         let mut reader = Reader(bytes.as_slice());

@@ -9,7 +9,9 @@ use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::sign::CertifiedKey;
-use rustls::{ClientConfig, ConfigBuilder, RootCertStore, ServerConfig, SignatureScheme, WantsVerifier};
+use rustls::{
+    ClientConfig, ConfigBuilder, RootCertStore, ServerConfig, SignatureScheme, WantsVerifier,
+};
 
 use super::BoxError;
 
@@ -39,11 +41,21 @@ pub struct Protocol {
 impl Protocol {
     fn builder(&self) -> Result<ConfigBuilder<ServerConfig, WantsVerifier>, BoxError> {
         let mut provider = rustls::crypto::aws_lc_rs::default_provider();
-        let asked = |suite: &rustls::SupportedCipherSuite| self.suites.iter().any(|name| Some(name.as_str()) == suite.suite().as_str());
-        provider.cipher_suites.retain(|suite| suite.tls13().is_some() || self.suites.is_empty() || asked(suite));
-        let versions: &[&rustls::SupportedProtocolVersion] =
-            if self.only_tls13 { &[&rustls::version::TLS13] } else { &[&rustls::version::TLS13, &rustls::version::TLS12] };
-        Ok(ServerConfig::builder_with_provider(Arc::new(provider)).with_protocol_versions(versions)?)
+        let asked = |suite: &rustls::SupportedCipherSuite| {
+            self.suites
+                .iter()
+                .any(|name| Some(name.as_str()) == suite.suite().as_str())
+        };
+        provider
+            .cipher_suites
+            .retain(|suite| suite.tls13().is_some() || self.suites.is_empty() || asked(suite));
+        let versions: &[&rustls::SupportedProtocolVersion] = if self.only_tls13 {
+            &[&rustls::version::TLS13]
+        } else {
+            &[&rustls::version::TLS13, &rustls::version::TLS12]
+        };
+        Ok(ServerConfig::builder_with_provider(Arc::new(provider))
+            .with_protocol_versions(versions)?)
     }
 }
 
@@ -69,12 +81,21 @@ fn roots(pem: &[u8]) -> Result<RootCertStore, BoxError> {
     Ok(roots)
 }
 
-fn config(chain: &[u8], key: &[u8], client_ca: Option<&[u8]>, protocol: &Protocol) -> Result<ServerConfig, BoxError> {
+fn config(
+    chain: &[u8],
+    key: &[u8],
+    client_ca: Option<&[u8]>,
+    protocol: &Protocol,
+) -> Result<ServerConfig, BoxError> {
     let chain = CertificateDer::pem_slice_iter(chain).collect::<Result<Vec<_>, _>>()?;
     let key = PrivateKeyDer::from_pem_slice(key)?;
     let builder = protocol.builder()?;
     let builder = match client_ca.map(roots).transpose()? {
-        Some(roots) => builder.with_client_cert_verifier(WebPkiClientVerifier::builder(Arc::new(roots)).allow_unauthenticated().build()?),
+        Some(roots) => builder.with_client_cert_verifier(
+            WebPkiClientVerifier::builder(Arc::new(roots))
+                .allow_unauthenticated()
+                .build()?,
+        ),
         None => builder.with_no_client_auth(),
     };
     let mut config = builder.with_single_cert(chain, key)?;
@@ -85,14 +106,31 @@ fn config(chain: &[u8], key: &[u8], client_ca: Option<&[u8]>, protocol: &Protoco
 impl TlsFiles {
     fn stamp(&self) -> Stamp {
         let of = |path: &Path| std::fs::metadata(path).and_then(|m| m.modified()).ok();
-        [of(&self.certificate), of(&self.key), self.client_ca.as_deref().and_then(of)]
+        [
+            of(&self.certificate),
+            of(&self.key),
+            self.client_ca.as_deref().and_then(of),
+        ]
     }
 
     fn load(&self, protocol: &Protocol) -> Result<ServerConfig, BoxError> {
-        let read = |path: &Path| std::fs::read(path).map_err(|e| format!("{} cannot be read: {e}", path.display()));
+        let read = |path: &Path| {
+            std::fs::read(path).map_err(|e| format!("{} cannot be read: {e}", path.display()))
+        };
         let client_ca = self.client_ca.as_deref().map(read).transpose()?;
-        let loaded = config(&read(&self.certificate)?, &read(&self.key)?, client_ca.as_deref(), protocol);
-        loaded.map_err(|e| format!("{} and what belongs to it cannot be used: {e}", self.certificate.display()).into())
+        let loaded = config(
+            &read(&self.certificate)?,
+            &read(&self.key)?,
+            client_ca.as_deref(),
+            protocol,
+        );
+        loaded.map_err(|e| {
+            format!(
+                "{} and what belongs to it cannot be used: {e}",
+                self.certificate.display()
+            )
+            .into()
+        })
     }
 }
 
@@ -100,19 +138,44 @@ impl Tls {
     /// From files, which are followed.
     pub fn follow(files: TlsFiles, protocol: Protocol) -> Result<Tls, BoxError> {
         let (stamp, config) = (files.stamp(), Arc::new(files.load(&protocol)?));
-        Ok(Tls { files: Some((files, protocol)), state: Mutex::new(State { looked: Instant::now(), stamp, config }) })
+        Ok(Tls {
+            files: Some((files, protocol)),
+            state: Mutex::new(State {
+                looked: Instant::now(),
+                stamp,
+                config,
+            }),
+        })
     }
 
     /// From PEM texts that stay.
     pub fn fixed(chain: &str, key: &str, client_ca: &str) -> Result<Tls, BoxError> {
-        let config = Arc::new(config(chain.as_bytes(), key.as_bytes(), Some(client_ca.as_bytes()), &Protocol::default())?);
-        Ok(Tls { files: None, state: Mutex::new(State { looked: Instant::now(), stamp: [None; 3], config }) })
+        let config = Arc::new(config(
+            chain.as_bytes(),
+            key.as_bytes(),
+            Some(client_ca.as_bytes()),
+            &Protocol::default(),
+        )?);
+        Ok(Tls {
+            files: None,
+            state: Mutex::new(State {
+                looked: Instant::now(),
+                stamp: [None; 3],
+                config,
+            }),
+        })
     }
 
     /// The settings as they are now. Files that cannot be used leave those of before.
     pub(super) fn current(&self) -> Arc<ServerConfig> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some((files, protocol)) = self.files.as_ref().filter(|_| state.looked.elapsed() >= LOOK) else { return Arc::clone(&state.config) };
+        let Some((files, protocol)) = self
+            .files
+            .as_ref()
+            .filter(|_| state.looked.elapsed() >= LOOK)
+        else {
+            return Arc::clone(&state.config);
+        };
         state.looked = Instant::now();
         let stamp = files.stamp();
         if stamp != state.stamp {
@@ -122,7 +185,10 @@ impl Tls {
                     state.config = Arc::new(config);
                     tracing::info!(certificate = %files.certificate.display(), "the serving certificate was read anew");
                 }
-                Err(error) => tracing::error!(error, "the new serving certificate cannot be used; the old one stays"),
+                Err(error) => tracing::error!(
+                    error,
+                    "the new serving certificate cannot be used; the old one stays"
+                ),
             }
         }
         Arc::clone(&state.config)
@@ -141,26 +207,40 @@ impl ClientFiles {
     /// Of these files (PEM); they may be one.
     #[must_use]
     pub fn new(certificate: &Path, key: &Path) -> ClientFiles {
-        ClientFiles { certificate: certificate.into(), key: key.into(), known: Mutex::new(None) }
+        ClientFiles {
+            certificate: certificate.into(),
+            key: key.into(),
+            known: Mutex::new(None),
+        }
     }
 
     fn load(&self) -> Result<CertifiedKey, BoxError> {
-        let chain = CertificateDer::pem_file_iter(&self.certificate)?.collect::<Result<Vec<_>, _>>()?;
-        let key = rustls::crypto::aws_lc_rs::sign::any_supported_type(&PrivateKeyDer::from_pem_file(&self.key)?)?;
+        let chain =
+            CertificateDer::pem_file_iter(&self.certificate)?.collect::<Result<Vec<_>, _>>()?;
+        let key = rustls::crypto::aws_lc_rs::sign::any_supported_type(
+            &PrivateKeyDer::from_pem_file(&self.key)?,
+        )?;
         Ok(CertifiedKey::new(chain, key))
     }
 }
 
 impl ResolvesClientCert for ClientFiles {
     fn resolve(&self, _: &[&[u8]], _: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
-        let stamp = TlsFiles { certificate: self.certificate.clone(), key: self.key.clone(), client_ca: None }.stamp();
+        let stamp = TlsFiles {
+            certificate: self.certificate.clone(),
+            key: self.key.clone(),
+            client_ca: None,
+        }
+        .stamp();
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, pair)) = known.as_ref().filter(|(of, _)| *of == stamp) {
             return Some(Arc::clone(pair));
         }
         match self.load() {
             Ok(pair) => *known = Some((stamp, Arc::new(pair))),
-            Err(error) => tracing::error!(error, certificate = %self.certificate.display(), "the client certificate cannot be used"),
+            Err(error) => {
+                tracing::error!(error, certificate = %self.certificate.display(), "the client certificate cannot be used")
+            }
         }
         known.as_ref().map(|(_, pair)| Arc::clone(pair))
     }
@@ -175,7 +255,9 @@ impl ResolvesClientCert for ClientFiles {
 pub fn client(chain: &str, key: &str, ca: &str) -> Result<ClientConfig, BoxError> {
     let chain = CertificateDer::pem_slice_iter(chain.as_bytes()).collect::<Result<Vec<_>, _>>()?;
     let key = PrivateKeyDer::from_pem_slice(key.as_bytes())?;
-    let mut config = ClientConfig::builder().with_root_certificates(roots(ca.as_bytes())?).with_client_auth_cert(chain, key)?;
+    let mut config = ClientConfig::builder()
+        .with_root_certificates(roots(ca.as_bytes())?)
+        .with_client_auth_cert(chain, key)?;
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(config)
 }
@@ -187,13 +269,20 @@ mod tests {
     #[test]
     fn files_that_change_are_read_and_bad_ones_are_not_used() {
         let dir = tempfile::tempdir().expect("a directory");
-        let files = TlsFiles { certificate: dir.path().join("c"), key: dir.path().join("k"), client_ca: None };
+        let files = TlsFiles {
+            certificate: dir.path().join("c"),
+            key: dir.path().join("k"),
+            client_ca: None,
+        };
         let write = || {
             let made = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
             std::fs::write(&files.certificate, made.cert.pem()).expect("written");
             std::fs::write(&files.key, made.signing_key.serialize_pem()).expect("written");
         };
-        assert!(Tls::follow(files.clone(), Protocol::default()).is_err_and(|e| e.to_string().contains("cannot be read")));
+        assert!(
+            Tls::follow(files.clone(), Protocol::default())
+                .is_err_and(|e| e.to_string().contains("cannot be read"))
+        );
         write();
         let tls = Tls::follow(files.clone(), Protocol::default()).expect("fine");
         let first = tls.current();
@@ -209,10 +298,24 @@ mod tests {
     #[test]
     fn versions_and_suites_are_those_that_are_asked_for() {
         let of = |only_tls13: bool, suites: &[&str]| {
-            let protocol = Protocol { only_tls13, suites: suites.iter().map(|s| (*s).into()).collect() };
+            let protocol = Protocol {
+                only_tls13,
+                suites: suites.iter().map(|s| (*s).into()).collect(),
+            };
             let made = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
-            let config = config(made.cert.pem().as_bytes(), made.signing_key.serialize_pem().as_bytes(), None, &protocol).expect("a configuration");
-            let tls12 = config.crypto_provider().cipher_suites.iter().filter(|s| s.tls13().is_none()).count();
+            let config = config(
+                made.cert.pem().as_bytes(),
+                made.signing_key.serialize_pem().as_bytes(),
+                None,
+                &protocol,
+            )
+            .expect("a configuration");
+            let tls12 = config
+                .crypto_provider()
+                .cipher_suites
+                .iter()
+                .filter(|s| s.tls13().is_none())
+                .count();
             (format!("{config:?}").contains("TLSv1_2"), tls12)
         };
         assert_eq!(of(false, &["TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256"]).1, 1);
@@ -227,15 +330,25 @@ mod tests {
         assert!(files.resolve(&[], &[]).is_none());
         let write = |second: u64| {
             let made = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
-            std::fs::write(&path, made.cert.pem() + &made.signing_key.serialize_pem()).expect("written");
+            std::fs::write(&path, made.cert.pem() + &made.signing_key.serialize_pem())
+                .expect("written");
             let at = SystemTime::UNIX_EPOCH + Duration::from_secs(second);
-            std::fs::File::open(&path).expect("open").set_modified(at).expect("stamped");
+            std::fs::File::open(&path)
+                .expect("open")
+                .set_modified(at)
+                .expect("stamped");
         };
         write(1);
         let first = files.resolve(&[], &[]).expect("a certificate");
-        assert!(Arc::ptr_eq(&first, &files.resolve(&[], &[]).expect("the same")));
+        assert!(Arc::ptr_eq(
+            &first,
+            &files.resolve(&[], &[]).expect("the same")
+        ));
         write(2);
-        assert!(!Arc::ptr_eq(&first, &files.resolve(&[], &[]).expect("another")));
+        assert!(!Arc::ptr_eq(
+            &first,
+            &files.resolve(&[], &[]).expect("another")
+        ));
         std::fs::write(&path, "nonsense").expect("written");
         assert!(files.resolve(&[], &[]).is_some(), "the old one stays");
     }

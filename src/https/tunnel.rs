@@ -3,7 +3,10 @@
 
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
-use hyper::header::{AUTHORIZATION, CONNECTION, HOST, HeaderName, HeaderValue, TE, TRAILER, TRANSFER_ENCODING, UPGRADE};
+use hyper::header::{
+    AUTHORIZATION, CONNECTION, HOST, HeaderName, HeaderValue, TE, TRAILER, TRANSFER_ENCODING,
+    UPGRADE,
+};
 use hyper::{HeaderMap, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -36,16 +39,30 @@ pub struct Outgoing {
 /// Whether a request asks to leave HTTP.
 #[must_use]
 pub fn is_upgrade(headers: &HeaderMap) -> bool {
-    let asks = headers.get_all(CONNECTION).iter().filter_map(|v| v.to_str().ok()).any(|v| v.to_ascii_lowercase().contains("upgrade"));
+    let asks = headers
+        .get_all(CONNECTION)
+        .iter()
+        .filter_map(|v| v.to_str().ok())
+        .any(|v| v.to_ascii_lowercase().contains("upgrade"));
     asks && headers.contains_key(UPGRADE)
 }
 
 /// The headers that go on: those between two neighbours stay behind, and so do credentials.
 fn headers(from: &HeaderMap, upgrade: bool) -> HeaderMap {
-    let between = [TE, TRAILER, TRANSFER_ENCODING, HeaderName::from_static("keep-alive"), HeaderName::from_static("proxy-connection")];
+    let between = [
+        TE,
+        TRAILER,
+        TRANSFER_ENCODING,
+        HeaderName::from_static("keep-alive"),
+        HeaderName::from_static("proxy-connection"),
+    ];
     let mut to = HeaderMap::new();
     for (name, value) in from {
-        let stays = between.contains(name) || *name == AUTHORIZATION || *name == HOST || *name == CONNECTION || *name == UPGRADE;
+        let stays = between.contains(name)
+            || *name == AUTHORIZATION
+            || *name == HOST
+            || *name == CONNECTION
+            || *name == UPGRADE;
         let acting = name.as_str().starts_with("impersonate-");
         if !stays && !acting {
             to.append(name, value.clone());
@@ -69,21 +86,33 @@ pub async fn tunnel(
     let upgrade = is_upgrade(request.headers());
     // Taken before the request is used up.
     let inner = upgrade.then(|| hyper::upgrade::on(&mut request));
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+    let (mut sender, connection) =
+        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     tokio::spawn(async move {
         if let Err(error) = connection.with_upgrades().await {
             tracing::debug!(%error, "a connection that was handed on ended early");
         }
     });
     let (head, body) = request.into_parts();
-    let mut onward = Request::builder().method(head.method).uri(&outgoing.target).header(HOST, &outgoing.host);
+    let mut onward = Request::builder()
+        .method(head.method)
+        .uri(&outgoing.target)
+        .header(HOST, &outgoing.host);
     if let Some(map) = onward.headers_mut() {
         map.extend(headers(&head.headers, upgrade));
     }
-    let body: Body = if upgrade { full("") } else { body.map_err(|e| Box::new(e) as BoxError).boxed_unsync() };
+    let body: Body = if upgrade {
+        full("")
+    } else {
+        body.map_err(|e| Box::new(e) as BoxError).boxed_unsync()
+    };
     let mut answer = sender.send_request(onward.body(body)?).await?;
     if answer.status().is_redirection() {
-        let place = answer.headers().get(hyper::header::LOCATION).and_then(|v| v.to_str().ok()).unwrap_or_default();
+        let place = answer
+            .headers()
+            .get(hyper::header::LOCATION)
+            .and_then(|v| v.to_str().ok())
+            .unwrap_or_default();
         return Err(TunnelError::Redirect(place.chars().take(200).collect()));
     }
     let leaves = answer.status() == StatusCode::SWITCHING_PROTOCOLS;
@@ -95,7 +124,9 @@ pub async fn tunnel(
         let outer = hyper::upgrade::on(&mut answer);
         tokio::spawn(async move {
             let _held = held;
-            let (Ok(inner), Ok(outer)) = tokio::join!(inner, outer) else { return };
+            let (Ok(inner), Ok(outer)) = tokio::join!(inner, outer) else {
+                return;
+            };
             let (mut inner, mut outer) = (TokioIo::new(inner), TokioIo::new(outer));
             // An end of either side is an end; nobody is left to be told of an error.
             if let Err(error) = tokio::io::copy_bidirectional(&mut inner, &mut outer).await {
@@ -105,7 +136,10 @@ pub async fn tunnel(
         return Ok(back.body(full(""))?);
     }
     // The connection lives as long as the body.
-    let body = answer.into_body().map_err(|e| Box::new(e) as BoxError).boxed_unsync();
+    let body = answer
+        .into_body()
+        .map_err(|e| Box::new(e) as BoxError)
+        .boxed_unsync();
     Ok(back.body(body)?)
 }
 
@@ -116,16 +150,40 @@ mod tests {
 
     /// A server that answers as `answer` says, and one in front of it that hands on.
     async fn pair(answer: fn(Request<Incoming>) -> Response<Body>) -> std::net::SocketAddr {
-        let limits = Limits { connections: 8, idle: None };
-        let back = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let front = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let (back_at, front_at) = (back.local_addr().expect("an address"), front.local_addr().expect("an address"));
-        tokio::spawn(serve(back, None, limits, move |_, request| async move { answer(request) }));
-        tokio::spawn(serve(front, None, limits, move |_, request: Request<Incoming>| async move {
-            let outgoing = Outgoing { host: "h".into(), target: "/there?x=1".into() };
-            let stream = tokio::net::TcpStream::connect(back_at).await.expect("connected");
-            tunnel(request, &outgoing, stream, ()).await.unwrap_or_else(|e| text(StatusCode::BAD_GATEWAY, e.to_string()))
+        let limits = Limits {
+            connections: 8,
+            idle: None,
+        };
+        let back = tokio::net::TcpListener::bind("127.0.0.1:0")
+            .await
+            .expect("a port");
+        let front = tokio::net::TcpListener::bind("127.0.0.1:0")
+            .await
+            .expect("a port");
+        let (back_at, front_at) = (
+            back.local_addr().expect("an address"),
+            front.local_addr().expect("an address"),
+        );
+        tokio::spawn(serve(back, None, limits, move |_, request| async move {
+            answer(request)
         }));
+        tokio::spawn(serve(
+            front,
+            None,
+            limits,
+            move |_, request: Request<Incoming>| async move {
+                let outgoing = Outgoing {
+                    host: "h".into(),
+                    target: "/there?x=1".into(),
+                };
+                let stream = tokio::net::TcpStream::connect(back_at)
+                    .await
+                    .expect("connected");
+                tunnel(request, &outgoing, stream, ())
+                    .await
+                    .unwrap_or_else(|e| text(StatusCode::BAD_GATEWAY, e.to_string()))
+            },
+        ));
         front_at
     }
 
@@ -134,8 +192,14 @@ mod tests {
         let mut stream = tokio::net::TcpStream::connect(at).await.expect("connected");
         stream.write_all(message.as_bytes()).await.expect("sent");
         let mut all = vec![];
-        let read = async { while !String::from_utf8_lossy(&all).contains("END") && stream.read_buf(&mut all).await.expect("read") > 0 {} };
-        tokio::time::timeout(std::time::Duration::from_secs(5), read).await.expect("in time");
+        let read = async {
+            while !String::from_utf8_lossy(&all).contains("END")
+                && stream.read_buf(&mut all).await.expect("read") > 0
+            {}
+        };
+        tokio::time::timeout(std::time::Duration::from_secs(5), read)
+            .await
+            .expect("in time");
         String::from_utf8_lossy(&all).into_owned()
     }
 
@@ -145,32 +209,63 @@ mod tests {
             let on = hyper::upgrade::on(&mut request);
             tokio::spawn(async move {
                 let mut stream = TokioIo::new(on.await.expect("upgraded"));
-                tokio::io::AsyncWriteExt::write_all(&mut stream, b"hello").await.expect("sent");
+                tokio::io::AsyncWriteExt::write_all(&mut stream, b"hello")
+                    .await
+                    .expect("sent");
                 let (mut read, mut write) = tokio::io::split(stream);
-                tokio::io::copy(&mut read, &mut write).await.expect("echoed");
+                tokio::io::copy(&mut read, &mut write)
+                    .await
+                    .expect("echoed");
             });
-            let answer =
-                Response::builder().status(101).header(UPGRADE, "SPDY/3.1").header(CONNECTION, "Upgrade").header("X-Stream-Protocol-Version", "v4");
+            let answer = Response::builder()
+                .status(101)
+                .header(UPGRADE, "SPDY/3.1")
+                .header(CONNECTION, "Upgrade")
+                .header("X-Stream-Protocol-Version", "v4");
             answer.body(full("")).expect("an answer")
         })
         .await;
-        let said = ask(at, "POST / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\nEND").await;
-        assert!(said.starts_with("HTTP/1.1 101") && said.to_lowercase().contains("x-stream-protocol-version: v4"), "{said}");
+        let said = ask(
+            at,
+            "POST / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\nEND",
+        )
+        .await;
+        assert!(
+            said.starts_with("HTTP/1.1 101")
+                && said
+                    .to_lowercase()
+                    .contains("x-stream-protocol-version: v4"),
+            "{said}"
+        );
         assert!(said.ends_with("helloEND"), "{said}");
     }
 
     #[tokio::test]
     async fn requests_go_on_without_credentials_and_redirects_do_not_come_back() {
         let at = pair(|request| {
-            let secret = request.headers().contains_key(AUTHORIZATION) || request.headers().contains_key("impersonate-user");
-            text(StatusCode::OK, format!("{} {} {secret} END", request.method(), request.uri()))
+            let secret = request.headers().contains_key(AUTHORIZATION)
+                || request.headers().contains_key("impersonate-user");
+            text(
+                StatusCode::OK,
+                format!("{} {} {secret} END", request.method(), request.uri()),
+            )
         })
         .await;
         let said = ask(at, "PUT /here HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nImpersonate-User: u\r\nContent-Length: 0\r\n\r\n").await;
         assert!(said.ends_with("PUT /there?x=1 false END"), "{said}");
-        let at = pair(|_| Response::builder().status(302).header("Location", "http://169.254.169.254/END").body(full("")).expect("an answer")).await;
+        let at = pair(|_| {
+            Response::builder()
+                .status(302)
+                .header("Location", "http://169.254.169.254/END")
+                .body(full(""))
+                .expect("an answer")
+        })
+        .await;
         let said = ask(at, "GET / HTTP/1.1\r\nHost: x\r\n\r\n").await;
-        assert!(said.starts_with("HTTP/1.1 502") && said.contains("not followed"), "{said}");
+        assert!(
+            said.starts_with("HTTP/1.1 502") && said.contains("not followed"),
+            "{said}"
+        );
         assert!(!said.to_lowercase().contains("\r\nlocation:"), "{said}");
     }
 }

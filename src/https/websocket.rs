@@ -6,7 +6,10 @@ use std::io;
 use base64::Engine as _;
 use futures::{SinkExt as _, StreamExt as _};
 use hyper::body::Incoming;
-use hyper::header::{CONNECTION, HOST, HeaderValue, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_KEY, SEC_WEBSOCKET_PROTOCOL, UPGRADE};
+use hyper::header::{
+    CONNECTION, HOST, HeaderValue, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_KEY, SEC_WEBSOCKET_PROTOCOL,
+    UPGRADE,
+};
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper::{HeaderMap, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
@@ -50,8 +53,16 @@ pub enum Carried {
 /// What a request asks to be turned into SPDY, if it does.
 #[must_use]
 pub fn carried(headers: &HeaderMap) -> Option<Carried> {
-    let websocket = headers.get(UPGRADE).and_then(|v| v.to_str().ok()).is_some_and(|v| v.eq_ignore_ascii_case("websocket"));
-    let offered = headers.get_all(SEC_WEBSOCKET_PROTOCOL).iter().filter_map(|v| v.to_str().ok()).flat_map(|v| v.split(',')).map(str::trim);
+    let websocket = headers
+        .get(UPGRADE)
+        .and_then(|v| v.to_str().ok())
+        .is_some_and(|v| v.eq_ignore_ascii_case("websocket"));
+    let offered = headers
+        .get_all(SEC_WEBSOCKET_PROTOCOL)
+        .iter()
+        .filter_map(|v| v.to_str().ok())
+        .flat_map(|v| v.split(','))
+        .map(str::trim);
     let mut found = offered.filter_map(|protocol| match protocol {
         COMMAND => Some(Carried::Command),
         FORWARD => Some(Carried::Ports),
@@ -86,14 +97,24 @@ async fn spdy(
     protocol: &str,
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
 ) -> Result<Result<Upgraded, Response<Incoming>>, TunnelError> {
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+    let (mut sender, connection) =
+        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     tokio::spawn(async move {
         if let Err(error) = connection.with_upgrades().await {
             tracing::debug!(%error, "a runtime's stream ended early");
         }
     });
-    let request = Request::post(&outgoing.target).header(HOST, &outgoing.host).header(CONNECTION, "Upgrade").header(UPGRADE, "SPDY/3.1");
-    let answer = sender.send_request(request.header("X-Stream-Protocol-Version", protocol).body(full(""))?).await?;
+    let request = Request::post(&outgoing.target)
+        .header(HOST, &outgoing.host)
+        .header(CONNECTION, "Upgrade")
+        .header(UPGRADE, "SPDY/3.1");
+    let answer = sender
+        .send_request(
+            request
+                .header("X-Stream-Protocol-Version", protocol)
+                .body(full(""))?,
+        )
+        .await?;
     if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
         return Ok(Err(answer));
     }
@@ -110,7 +131,10 @@ pub async fn serve_socket(
     held: impl Send + 'static,
 ) -> Result<Response<Body>, TunnelError> {
     let Some(accept) = request.headers().get(SEC_WEBSOCKET_KEY).and_then(accept) else {
-        return Ok(super::text(StatusCode::BAD_REQUEST, "Sec-WebSocket-Key is missing"));
+        return Ok(super::text(
+            StatusCode::BAD_REQUEST,
+            "Sec-WebSocket-Key is missing",
+        ));
     };
     let inner: OnUpgrade = hyper::upgrade::on(&mut request);
     let (asked, chosen) = match carried {
@@ -127,8 +151,11 @@ pub async fn serve_socket(
     tokio::spawn(async move {
         let _held = held;
         let Ok(inner) = inner.await else { return };
-        let limits = WebSocketConfig::default().max_message_size(Some(LARGEST)).max_frame_size(Some(LARGEST));
-        let socket = WebSocketStream::from_raw_socket(TokioIo::new(inner), Role::Server, Some(limits)).await;
+        let limits = WebSocketConfig::default()
+            .max_message_size(Some(LARGEST))
+            .max_frame_size(Some(LARGEST));
+        let socket =
+            WebSocketStream::from_raw_socket(TokioIo::new(inner), Role::Server, Some(limits)).await;
         let done = match carried {
             Carried::Command => command(socket, channels, outer).await,
             Carried::Ports => ports(socket, outer).await,
@@ -137,8 +164,14 @@ pub async fn serve_socket(
             tracing::debug!(%error, "a stream was cut off");
         }
     });
-    let answer = Response::builder().status(StatusCode::SWITCHING_PROTOCOLS).header(CONNECTION, "Upgrade").header(UPGRADE, "websocket");
-    Ok(answer.header(SEC_WEBSOCKET_ACCEPT, accept).header(SEC_WEBSOCKET_PROTOCOL, chosen).body(full(""))?)
+    let answer = Response::builder()
+        .status(StatusCode::SWITCHING_PROTOCOLS)
+        .header(CONNECTION, "Upgrade")
+        .header(UPGRADE, "websocket");
+    Ok(answer
+        .header(SEC_WEBSOCKET_ACCEPT, accept)
+        .header(SEC_WEBSOCKET_PROTOCOL, chosen)
+        .body(full(""))?)
 }
 
 fn broken(error: impl std::fmt::Display) -> io::Error {
@@ -154,7 +187,11 @@ fn message(channel: u8, data: &[u8]) -> Message {
 }
 
 /// A command: each channel is a stream of the runtime's.
-async fn command(socket: Socket, channels: Channels, runtime: impl AsyncRead + AsyncWrite + Unpin) -> io::Result<()> {
+async fn command(
+    socket: Socket,
+    channels: Channels,
+    runtime: impl AsyncRead + AsyncWrite + Unpin,
+) -> io::Result<()> {
     let (mut sink, mut messages) = socket.split();
     let (from, to) = split(runtime);
     let (mut reader, mut writer) = (Reader(from), Writer::new(to));
@@ -170,7 +207,10 @@ async fn command(socket: Socket, channels: Channels, runtime: impl AsyncRead + A
         streams.insert(channel, writer.open(&[("streamtype", kind)]).await?);
     }
     // The client learns that it may begin.
-    let first = [STDOUT, STDERR, ERROR].into_iter().find(|c| streams.contains_key(c)).unwrap_or(ERROR);
+    let first = [STDOUT, STDERR, ERROR]
+        .into_iter()
+        .find(|c| streams.contains_key(c))
+        .unwrap_or(ERROR);
     sink.send(message(first, &[])).await.map_err(broken)?;
     let (questions, mut asked) = mpsc::channel(8);
     let inward = async {
@@ -208,7 +248,10 @@ async fn command(socket: Socket, channels: Channels, runtime: impl AsyncRead + A
         }
     };
     let outward = async {
-        let mut open: BTreeMap<u32, u8> = [STDOUT, STDERR, ERROR].into_iter().filter_map(|c| Some((*streams.get(&c)?, c))).collect();
+        let mut open: BTreeMap<u32, u8> = [STDOUT, STDERR, ERROR]
+            .into_iter()
+            .filter_map(|c| Some((*streams.get(&c)?, c)))
+            .collect();
         while !open.is_empty() {
             match reader.next().await? {
                 Frame::Data(stream, data, last) => {
@@ -226,7 +269,10 @@ async fn command(socket: Socket, channels: Channels, runtime: impl AsyncRead + A
                 Frame::Other => {}
             }
         }
-        let end = CloseFrame { code: CloseCode::Normal, reason: "".into() };
+        let end = CloseFrame {
+            code: CloseCode::Normal,
+            reason: "".into(),
+        };
         sink.send(Message::Close(Some(end))).await.map_err(broken)
     };
     tokio::select! {
@@ -257,7 +303,9 @@ async fn ports(socket: Socket, runtime: impl AsyncRead + AsyncWrite + Unpin) -> 
             if length == 0 {
                 return sink.send(Message::Close(None)).await.map_err(broken);
             }
-            sink.send(Message::Binary(Bytes::copy_from_slice(&piece[..length]))).await.map_err(broken)?;
+            sink.send(Message::Binary(Bytes::copy_from_slice(&piece[..length])))
+                .await
+                .map_err(broken)?;
         }
     };
     tokio::select! {
@@ -277,16 +325,36 @@ mod tests {
             let mut headers = HeaderMap::new();
             headers.insert(UPGRADE, HeaderValue::from_str(upgrade).expect("a value"));
             for protocol in protocols {
-                headers.append(SEC_WEBSOCKET_PROTOCOL, HeaderValue::from_str(protocol).expect("a value"));
+                headers.append(
+                    SEC_WEBSOCKET_PROTOCOL,
+                    HeaderValue::from_str(protocol).expect("a value"),
+                );
             }
             carried(&headers)
         };
-        assert_eq!(of("websocket", &["v5.channel.k8s.io"]), Some(Carried::Command));
-        assert_eq!(of("WebSocket", &["v4.channel.k8s.io, v5.channel.k8s.io"]), Some(Carried::Command));
-        assert_eq!(of("websocket", &["SPDY/3.1+portforward.k8s.io"]), Some(Carried::Ports));
-        assert_eq!(of("websocket", &["v4.channel.k8s.io"]), None, "the runtime speaks this itself");
+        assert_eq!(
+            of("websocket", &["v5.channel.k8s.io"]),
+            Some(Carried::Command)
+        );
+        assert_eq!(
+            of("WebSocket", &["v4.channel.k8s.io, v5.channel.k8s.io"]),
+            Some(Carried::Command)
+        );
+        assert_eq!(
+            of("websocket", &["SPDY/3.1+portforward.k8s.io"]),
+            Some(Carried::Ports)
+        );
+        assert_eq!(
+            of("websocket", &["v4.channel.k8s.io"]),
+            None,
+            "the runtime speaks this itself"
+        );
         assert_eq!(of("SPDY/3.1", &["v5.channel.k8s.io"]), None);
         let key = HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ==");
-        assert_eq!(accept(&key), Some(HeaderValue::from_static("s3pPLMBiTxaQ9kYGzzhZRbK+xOo=")), "the example of RFC 6455");
+        assert_eq!(
+            accept(&key),
+            Some(HeaderValue::from_static("s3pPLMBiTxaQ9kYGzzhZRbK+xOo=")),
+            "the example of RFC 6455"
+        );
     }
 }

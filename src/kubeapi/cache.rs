@@ -36,7 +36,12 @@ pub struct Writer<K> {
 
 impl<K: Resource> Writer<K> {
     fn change(&self, change: impl FnOnce(&mut Map<K>)) {
-        change(&mut self.map.write().unwrap_or_else(std::sync::PoisonError::into_inner));
+        change(
+            &mut self
+                .map
+                .write()
+                .unwrap_or_else(std::sync::PoisonError::into_inner),
+        );
         self.announce.send_modify(|version| *version += 1);
     }
 
@@ -52,13 +57,22 @@ impl<K: Resource> Writer<K> {
 
     /// A complete list, which replaces everything.
     pub fn replace(&self, objects: Vec<K>) {
-        self.change(|map| *map = objects.into_iter().map(|o| (key(&o), Arc::new(slim(o)))).collect());
+        self.change(|map| {
+            *map = objects
+                .into_iter()
+                .map(|o| (key(&o), Arc::new(slim(o))))
+                .collect()
+        });
     }
 }
 
 impl<K> Clone for Cache<K> {
     fn clone(&self) -> Self {
-        Cache { map: Arc::clone(&self.map), version: self.version.clone(), _task: self._task.clone() }
+        Cache {
+            map: Arc::clone(&self.map),
+            version: self.version.clone(),
+            _task: self._task.clone(),
+        }
     }
 }
 
@@ -66,13 +80,21 @@ impl<K> Clone for Cache<K> {
 #[must_use]
 pub fn key<K: Resource>(object: &K) -> Key {
     let meta = object.meta();
-    (meta.namespace.clone().unwrap_or_default(), meta.name.clone().unwrap_or_default())
+    (
+        meta.namespace.clone().unwrap_or_default(),
+        meta.name.clone().unwrap_or_default(),
+    )
 }
 
 /// The revision of an object as a number.
 #[must_use]
 pub fn revision<K: Resource>(object: &K) -> u64 {
-    object.meta().resource_version.as_deref().and_then(|v| v.parse().ok()).unwrap_or(0)
+    object
+        .meta()
+        .resource_version
+        .as_deref()
+        .and_then(|v| v.parse().ok())
+        .unwrap_or(0)
 }
 
 impl<K> Cache<K>
@@ -85,14 +107,26 @@ where
     pub fn by_hand() -> (Writer<K>, Cache<K>) {
         let map: Arc<RwLock<Map<K>>> = Arc::default();
         let (announce, version) = watch::channel(0);
-        (Writer { map: Arc::clone(&map), announce }, Cache { map, version, _task: None })
+        (
+            Writer {
+                map: Arc::clone(&map),
+                announce,
+            },
+            Cache {
+                map,
+                version,
+                _task: None,
+            },
+        )
     }
 
     /// Starts watching.
     #[must_use]
     pub fn start(api: Api<K>, config: watcher::Config) -> Cache<K> {
         let (writer, mut cache) = Self::by_hand();
-        cache._task = Some(Arc::new(AbortOnDropHandle::new(tokio::spawn(follow(api, config, writer)))));
+        cache._task = Some(Arc::new(AbortOnDropHandle::new(tokio::spawn(follow(
+            api, config, writer,
+        )))));
         cache
     }
 
@@ -118,14 +152,20 @@ where
     /// One object.
     #[must_use]
     pub fn get(&self, namespace: &str, name: &str) -> Option<Arc<K>> {
-        let map = self.map.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let map = self
+            .map
+            .read()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         map.get(&(namespace.to_owned(), name.to_owned())).cloned()
     }
 
     /// All objects in key order.
     #[must_use]
     pub fn list(&self) -> Vec<Arc<K>> {
-        let map = self.map.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let map = self
+            .map
+            .read()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         map.values().cloned().collect()
     }
 }

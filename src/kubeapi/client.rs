@@ -19,7 +19,9 @@ use crate::https::ClientFiles;
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     /// The file is missing or cannot be read.
-    #[error("the kubeconfig {path} cannot be read ({why}); name another with --kubeconfig, or create it")]
+    #[error(
+        "the kubeconfig {path} cannot be read ({why}); name another with --kubeconfig, or create it"
+    )]
     Read {
         /// The file.
         path: PathBuf,
@@ -50,15 +52,28 @@ pub async fn connect(path: &Path) -> Result<kube::Client, ConnectError> {
 }
 
 /// The same; each answer is reported.
-pub async fn connect_reporting(path: &Path, report: Option<Report>) -> Result<kube::Client, ConnectError> {
-    let used = |why: String| ConnectError::Use { path: path.to_owned(), why };
-    std::fs::File::open(path).map_err(|e| ConnectError::Read { path: path.to_owned(), why: e.to_string() })?;
+pub async fn connect_reporting(
+    path: &Path,
+    report: Option<Report>,
+) -> Result<kube::Client, ConnectError> {
+    let used = |why: String| ConnectError::Use {
+        path: path.to_owned(),
+        why,
+    };
+    std::fs::File::open(path).map_err(|e| ConnectError::Read {
+        path: path.to_owned(),
+        why: e.to_string(),
+    })?;
     let file = Kubeconfig::read_from(path).map_err(|e| used(chain(&e)))?;
-    let mut config = kube::Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await.map_err(|e| used(chain(&e)))?;
+    let mut config = kube::Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
+        .await
+        .map_err(|e| used(chain(&e)))?;
     config.connect_timeout = Some(Duration::from_secs(5));
     if config.proxy_url.is_some() || config.cluster_url.scheme_str() != Some("https") {
         let builder = kube::client::ClientBuilder::try_from(config).map_err(|e| used(chain(&e)))?;
-        return Ok(builder.with_layer(&tower::limit::ConcurrencyLimitLayer::new(AT_ONCE)).build());
+        return Ok(builder
+            .with_layer(&tower::limit::ConcurrencyLimitLayer::new(AT_ONCE))
+            .build());
     }
     multiplexed(&config, report).map_err(|e| used(chain(&e)))
 }
@@ -71,14 +86,20 @@ fn multiplexed(config: &kube::Config, report: Option<Report>) -> Result<kube::Cl
     connector.set_nodelay(true);
     let mut tls = config.rustls_client_config()?;
     // Files may be renewed while we run.
-    if let (Some(certificate), Some(key), None) =
-        (&config.auth_info.client_certificate, &config.auth_info.client_key, &config.auth_info.client_certificate_data)
-    {
-        tls.client_auth_cert_resolver = Arc::new(ClientFiles::new(Path::new(certificate), Path::new(key)));
+    if let (Some(certificate), Some(key), None) = (
+        &config.auth_info.client_certificate,
+        &config.auth_info.client_key,
+        &config.auth_info.client_certificate_data,
+    ) {
+        tls.client_auth_cert_resolver =
+            Arc::new(ClientFiles::new(Path::new(certificate), Path::new(key)));
     }
-    let https = hyper_rustls::HttpsConnectorBuilder::new().with_tls_config(tls).https_only();
+    let https = hyper_rustls::HttpsConnectorBuilder::new()
+        .with_tls_config(tls)
+        .https_only();
     // Around the handshake too: whoever listens need not speak.
-    let mut connector = TimeoutConnector::new(https.enable_all_versions().wrap_connector(connector));
+    let mut connector =
+        TimeoutConnector::new(https.enable_all_versions().wrap_connector(connector));
     connector.set_connect_timeout(config.connect_timeout);
     let client: Client<_, kube::client::Body> = Client::builder(TokioExecutor::new())
         .timer(TokioTimer::new())
@@ -92,7 +113,10 @@ fn multiplexed(config: &kube::Config, report: Option<Report>) -> Result<kube::Cl
         .layer(config.extra_headers_layer()?)
         .layer(tower::limit::ConcurrencyLimitLayer::new(AT_ONCE))
         .map_err(|error: TransportError| tower::BoxError::from(error))
-        .service(Measured { inner: client, report });
+        .service(Measured {
+            inner: client,
+            report,
+        });
     Ok(kube::client::ClientBuilder::new(service, config.default_namespace.clone()).build())
 }
 
@@ -100,22 +124,35 @@ fn multiplexed(config: &kube::Config, report: Option<Report>) -> Result<kube::Cl
 /// system does.
 pub async fn fetch(url: &str, headers: &[(String, String)], limit: u64) -> Result<String, String> {
     let get = async {
-        let target: hyper::Uri = url.parse().map_err(|e| format!("{url:?} is not a URL: {e}"))?;
-        let client = kube::Client::try_from(kube::Config::new(target.clone())).map_err(|e| chain(&e))?;
+        let target: hyper::Uri = url
+            .parse()
+            .map_err(|e| format!("{url:?} is not a URL: {e}"))?;
+        let client =
+            kube::Client::try_from(kube::Config::new(target.clone())).map_err(|e| chain(&e))?;
         let mut request = hyper::Request::get(target.path_and_query().map_or("/", |p| p.as_str()));
         for (name, value) in headers {
             request = request.header(name, value);
         }
-        let request = request.body(kube::client::Body::empty()).map_err(|e| e.to_string())?;
+        let request = request
+            .body(kube::client::Body::empty())
+            .map_err(|e| e.to_string())?;
         let answer = client.send(request).await.map_err(|e| chain(&e))?;
         if answer.status() != hyper::StatusCode::OK {
             return Err(format!("{url} answered {}", answer.status()));
         }
-        let body = http_body_util::Limited::new(answer.into_body(), usize::try_from(limit).unwrap_or(usize::MAX));
-        let bytes = http_body_util::BodyExt::collect(body).await.map_err(|e| format!("{url}: {e}"))?.to_bytes();
+        let body = http_body_util::Limited::new(
+            answer.into_body(),
+            usize::try_from(limit).unwrap_or(usize::MAX),
+        );
+        let bytes = http_body_util::BodyExt::collect(body)
+            .await
+            .map_err(|e| format!("{url}: {e}"))?
+            .to_bytes();
         String::from_utf8(bytes.into()).map_err(|e| format!("{url}: {e}"))
     };
-    tokio::time::timeout(Duration::from_secs(10), get).await.map_err(|_| format!("{url} did not answer within 10s"))?
+    tokio::time::timeout(Duration::from_secs(10), get)
+        .await
+        .map_err(|_| format!("{url} did not answer within 10s"))?
 }
 
 /// An error with its causes in one line.

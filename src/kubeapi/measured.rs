@@ -34,12 +34,22 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        let report = self.report.clone().map(|report| (report, request.method().clone(), request.uri().authority().map(ToString::to_string)));
+        let report = self.report.clone().map(|report| {
+            (
+                report,
+                request.method().clone(),
+                request.uri().authority().map(ToString::to_string),
+            )
+        });
         let answer = self.inner.call(request);
         Box::pin(async move {
             let answer = answer.await;
             if let Some((report, method, host)) = report {
-                report(method.as_str(), host.as_deref().unwrap_or_default(), answer.as_ref().ok().map(|a| a.status().as_u16()));
+                report(
+                    method.as_str(),
+                    host.as_deref().unwrap_or_default(),
+                    answer.as_ref().ok().map(|a| a.status().as_u16()),
+                );
             }
             answer
         })

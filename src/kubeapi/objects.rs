@@ -32,7 +32,9 @@ const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_
 pub type News = Arc<dyn Fn() + Send + Sync>;
 
 /// What can be watched so.
-pub trait Kept: Resource<Scope = NamespaceResourceScope> + Clone + DeserializeOwned + Debug + Send + Sync + 'static {
+pub trait Kept:
+    Resource<Scope = NamespaceResourceScope> + Clone + DeserializeOwned + Debug + Send + Sync + 'static
+{
     /// The kind in the words of messages, for instance `configmap`.
     const KIND: &'static str;
     /// Whether it never changes: then it need not be watched.
@@ -84,7 +86,11 @@ pub struct Watched<K> {
 
 impl<K> Clone for Watched<K> {
     fn clone(&self) -> Self {
-        Watched { client: self.client.clone(), shelf: Arc::clone(&self.shelf), _janitor: Arc::clone(&self._janitor) }
+        Watched {
+            client: self.client.clone(),
+            shelf: Arc::clone(&self.shelf),
+            _janitor: Arc::clone(&self._janitor),
+        }
     }
 }
 
@@ -123,15 +129,24 @@ where
     /// Nothing is watched yet.
     #[must_use]
     pub fn new(client: Client) -> Watched<K> {
-        let shelf: Arc<Mutex<Shelf<K>>> = Arc::new(Mutex::new(Shelf { entries: BTreeMap::new(), next: 0 }));
+        let shelf: Arc<Mutex<Shelf<K>>> = Arc::new(Mutex::new(Shelf {
+            entries: BTreeMap::new(),
+            next: 0,
+        }));
         let swept = Arc::clone(&shelf);
         let janitor = tokio::spawn(async move {
             loop {
                 tokio::time::sleep(LINGER / 6).await;
-                lock(&swept).entries.retain(|_, entry| entry.idle.is_none_or(|since| since.elapsed() < LINGER));
+                lock(&swept)
+                    .entries
+                    .retain(|_, entry| entry.idle.is_none_or(|since| since.elapsed() < LINGER));
             }
         });
-        Watched { client, shelf, _janitor: Arc::new(AbortOnDropHandle::new(janitor)) }
+        Watched {
+            client,
+            shelf,
+            _janitor: Arc::new(AbortOnDropHandle::new(janitor)),
+        }
     }
 
     fn begin(&self, (namespace, name): &Key) -> Entry<K> {
@@ -139,19 +154,32 @@ where
         let (sender, seen) = watch::channel(Seen::Unknown);
         let users: Arc<Mutex<BTreeMap<u64, News>>> = Arc::default();
         let task = tokio::spawn(follow(api, name.clone(), sender, Arc::clone(&users)));
-        Entry { seen, users, idle: Some(Instant::now()), _task: AbortOnDropHandle::new(task) }
+        Entry {
+            seen,
+            users,
+            idle: Some(Instant::now()),
+            _task: AbortOnDropHandle::new(task),
+        }
     }
 
     /// Keeps objects of a namespace watched; `news` is told of every change after the first sight.
     #[must_use]
-    pub fn follow<'a>(&self, namespace: &str, names: impl Iterator<Item = &'a String>, news: &News) -> Following {
+    pub fn follow<'a>(
+        &self,
+        namespace: &str,
+        names: impl Iterator<Item = &'a String>,
+        news: &News,
+    ) -> Following {
         let mut shelf = lock(&self.shelf);
         let mut ends: Vec<Box<dyn FnOnce() + Send + Sync>> = vec![];
         for name in names {
             let key = (namespace.to_owned(), name.clone());
             shelf.next += 1;
             let token = shelf.next;
-            let entry = shelf.entries.entry(key.clone()).or_insert_with(|| self.begin(&key));
+            let entry = shelf
+                .entries
+                .entry(key.clone())
+                .or_insert_with(|| self.begin(&key));
             entry.idle = None;
             lock(&entry.users).insert(token, Arc::clone(news));
             let shelf = Arc::clone(&self.shelf);
@@ -171,18 +199,31 @@ where
         let key = (namespace.to_owned(), name.to_owned());
         let mut seen = {
             let mut shelf = lock(&self.shelf);
-            let entry = shelf.entries.entry(key.clone()).or_insert_with(|| self.begin(&key));
+            let entry = shelf
+                .entries
+                .entry(key.clone())
+                .or_insert_with(|| self.begin(&key));
             // Somebody reads it: it stays for another while.
             entry.idle = entry.idle.map(|_| Instant::now());
             entry.seen.clone()
         };
-        let late = || ApiFailure::Other(format!("failed to sync {} cache: timed out waiting for the condition", K::KIND));
-        let known = tokio::time::timeout(PATIENCE, seen.wait_for(|s| !matches!(s, Seen::Unknown))).await.map_err(|_| late())?;
+        let late = || {
+            ApiFailure::Other(format!(
+                "failed to sync {} cache: timed out waiting for the condition",
+                K::KIND
+            ))
+        };
+        let known = tokio::time::timeout(PATIENCE, seen.wait_for(|s| !matches!(s, Seen::Unknown)))
+            .await
+            .map_err(|_| late())?;
         let known = known.map_err(|_| late())?.clone();
         match known {
             Seen::Unknown => Err(late()),
             Seen::Unreachable(error) => Err(ApiFailure::Other(error)),
-            Seen::Missing => Err(ApiFailure::NotFound(format!("{} {name:?} not found", K::KIND))),
+            Seen::Missing => Err(ApiFailure::NotFound(format!(
+                "{} {name:?} not found",
+                K::KIND
+            ))),
             Seen::Here(object) => Ok(object),
         }
     }
@@ -200,8 +241,12 @@ where
     }
 }
 
-async fn follow<K: Kept>(api: Api<K>, name: String, sender: watch::Sender<Seen<K>>, users: Arc<Mutex<BTreeMap<u64, News>>>)
-where
+async fn follow<K: Kept>(
+    api: Api<K>,
+    name: String,
+    sender: watch::Sender<Seen<K>>,
+    users: Arc<Mutex<BTreeMap<u64, News>>>,
+) where
     K::DynamicType: Default,
 {
     look(api, &name, &sender, &users).await;
@@ -210,8 +255,12 @@ where
 }
 
 /// Watches until the object can change no more.
-async fn look<K: Kept>(api: Api<K>, name: &str, sender: &watch::Sender<Seen<K>>, users: &Mutex<BTreeMap<u64, News>>)
-where
+async fn look<K: Kept>(
+    api: Api<K>,
+    name: &str,
+    sender: &watch::Sender<Seen<K>>,
+    users: &Mutex<BTreeMap<u64, News>>,
+) where
     K::DynamicType: Default,
 {
     let mut stream = pin!(watch_object(api, name));
@@ -226,7 +275,12 @@ where
             Err(error) => {
                 // What was seen before holds on: an apiserver that does not answer takes nothing away.
                 let why = chain(&error);
-                tracing::debug!(error = why, kind = K::KIND, name, "watch interrupted, it resumes by itself");
+                tracing::debug!(
+                    error = why,
+                    kind = K::KIND,
+                    name,
+                    "watch interrupted, it resumes by itself"
+                );
                 sender.send_if_modified(|seen| {
                     let blind = matches!(seen, Seen::Unknown | Seen::Unreachable(_));
                     if blind {
@@ -242,13 +296,18 @@ where
         pause = PAUSE.0;
         let over = matches!(&now, Seen::Here(object) if object.is_immutable());
         let version = |seen: &Seen<K>| match seen {
-            Seen::Here(object) => object.meta().uid.clone().zip(object.meta().resource_version.clone()),
+            Seen::Here(object) => object
+                .meta()
+                .uid
+                .clone()
+                .zip(object.meta().resource_version.clone()),
             _ => None,
         };
         let mut news = false;
         sender.send_modify(|seen| {
             let first = matches!(seen, Seen::Unknown);
-            news = !first && (version(seen) != version(&now) || matches!(seen, Seen::Unreachable(_)));
+            news =
+                !first && (version(seen) != version(&now) || matches!(seen, Seen::Unreachable(_)));
             *seen = now;
         });
         if news {
@@ -304,7 +363,8 @@ mod tests {
                     let (sender, receiver) = mpsc::channel::<String>(8);
                     if request.uri().query().unwrap_or_default().contains("watch=") {
                         fake.watching.fetch_add(1, Ordering::Relaxed);
-                        let (open, mut lines) = (Open(Arc::clone(&fake.watching)), fake.lines.subscribe());
+                        let (open, mut lines) =
+                            (Open(Arc::clone(&fake.watching)), fake.lines.subscribe());
                         tokio::spawn(async move {
                             let _open = open;
                             loop {
@@ -315,12 +375,16 @@ mod tests {
                             }
                         });
                     } else {
-                        let list =
-                            json!({"apiVersion": "v1", "kind": "ConfigMapList", "metadata": {"resourceVersion": "1"}, "items": *lock(&fake.items)});
+                        let list = json!({"apiVersion": "v1", "kind": "ConfigMapList", "metadata": {"resourceVersion": "1"}, "items": *lock(&fake.items)});
                         sender.send(list.to_string()).await.expect("there is room");
                     }
                     let stream = futures::stream::unfold(receiver, |mut r| async move {
-                        r.recv().await.map(|line| (Ok::<_, Infallible>(Frame::data(Bytes::from(line + "\n"))), r))
+                        r.recv().await.map(|line| {
+                            (
+                                Ok::<_, Infallible>(Frame::data(Bytes::from(line + "\n"))),
+                                r,
+                            )
+                        })
                     });
                     Ok::<_, Infallible>(hyper::Response::new(StreamBody::new(stream)))
                 }
@@ -341,36 +405,79 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn an_object_is_watched_while_it_is_used_and_its_users_are_told() {
-        let fake = Fake { items: Arc::default(), lines: broadcast::channel(8).0, watching: Arc::default() };
+        let fake = Fake {
+            items: Arc::default(),
+            lines: broadcast::channel(8).0,
+            watching: Arc::default(),
+        };
         let watched: Watched<ConfigMap> = Watched::new(fake.client());
         let told = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&told);
         let news: News = Arc::new(move || _ = counted.fetch_add(1, Ordering::Relaxed));
         let names = ["m".to_owned()];
-        let (one, two) = (watched.follow("n", names.iter(), &news), watched.follow("n", names.iter(), &news));
-        assert!(matches!(watched.get("n", "m").await, Err(ApiFailure::NotFound(_))));
+        let (one, two) = (
+            watched.follow("n", names.iter(), &news),
+            watched.follow("n", names.iter(), &news),
+        );
+        assert!(matches!(
+            watched.get("n", "m").await,
+            Err(ApiFailure::NotFound(_))
+        ));
         until("the watch", || fake.watching.load(Ordering::Relaxed) == 1).await;
-        assert_eq!(told.load(Ordering::Relaxed), 0, "the first sight is no news");
-        let say = |kind: &str, object: Value| _ = fake.lines.send(json!({"type": kind, "object": object}).to_string());
+        assert_eq!(
+            told.load(Ordering::Relaxed),
+            0,
+            "the first sight is no news"
+        );
+        let say = |kind: &str, object: Value| {
+            _ = fake
+                .lines
+                .send(json!({"type": kind, "object": object}).to_string())
+        };
         say("ADDED", map(2, "a", false));
         until("both are told", || told.load(Ordering::Relaxed) == 2).await;
         drop(one);
         say("MODIFIED", map(3, "b", false));
         until("the other is told", || told.load(Ordering::Relaxed) == 3).await;
-        assert_eq!(watched.get("n", "m").await.expect("it is there").data.as_ref().expect("data")["k"], "b");
+        assert_eq!(
+            watched
+                .get("n", "m")
+                .await
+                .expect("it is there")
+                .data
+                .as_ref()
+                .expect("data")["k"],
+            "b"
+        );
         drop(two);
         tokio::time::sleep(LINGER / 2).await;
         assert_eq!(watched.len(), 1, "it stays for a while");
         tokio::time::sleep(LINGER).await;
         assert!(watched.is_empty());
-        until("the watch has ended", || fake.watching.load(Ordering::Relaxed) == 0).await;
+        until("the watch has ended", || {
+            fake.watching.load(Ordering::Relaxed) == 0
+        })
+        .await;
     }
 
     #[tokio::test(start_paused = true)]
     async fn what_cannot_change_is_not_watched() {
-        let fake = Fake { items: Arc::new(Mutex::new(vec![map(1, "a", true)])), lines: broadcast::channel(8).0, watching: Arc::default() };
+        let fake = Fake {
+            items: Arc::new(Mutex::new(vec![map(1, "a", true)])),
+            lines: broadcast::channel(8).0,
+            watching: Arc::default(),
+        };
         let watched: Watched<ConfigMap> = Watched::new(fake.client());
-        assert_eq!(watched.get("n", "m").await.expect("it is there").data.as_ref().expect("data")["k"], "a");
+        assert_eq!(
+            watched
+                .get("n", "m")
+                .await
+                .expect("it is there")
+                .data
+                .as_ref()
+                .expect("data")["k"],
+            "a"
+        );
         tokio::time::sleep(Duration::from_secs(5)).await;
         assert_eq!(fake.watching.load(Ordering::Relaxed), 0);
         assert!(watched.get("n", "m").await.is_ok());

@@ -9,9 +9,12 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
-use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequest, PodCertificateRequestSpec};
+use k8s_openapi::api::certificates::v1beta1::{
+    ClusterTrustBundle, PodCertificateRequest, PodCertificateRequestSpec,
+};
 use k8s_openapi::api::core::v1::{
-    ConfigMap, Event, Node, PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimCondition, Pod, Secret, Service, ServiceAccount,
+    ConfigMap, Event, Node, PersistentVolume, PersistentVolumeClaim,
+    PersistentVolumeClaimCondition, Pod, Secret, Service, ServiceAccount,
 };
 use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::api::storage::v1::{CSIDriver, VolumeAttachment};
@@ -101,7 +104,12 @@ pub struct Binding {
 #[async_trait]
 pub trait PodApi: Send + Sync + 'static {
     /// Patches a pod's status (strategic merge).
-    async fn patch_status(&self, namespace: &str, name: &str, patch: &Value) -> Result<Pod, ApiFailure>;
+    async fn patch_status(
+        &self,
+        namespace: &str,
+        name: &str,
+        patch: &Value,
+    ) -> Result<Pod, ApiFailure>;
     /// Removes a pod at once, if it still has this uid.
     async fn delete(&self, namespace: &str, name: &str, uid: &str) -> Result<(), ApiFailure>;
     /// Creates a (mirror) pod.
@@ -119,21 +127,39 @@ pub trait PodApi: Send + Sync + 'static {
     /// What the cluster says of a storage driver.
     async fn csi_driver(&self, name: &str) -> Result<Option<CSIDriver>, ApiFailure>;
     /// Whether an attachment is carried out, and what its attacher tells the node.
-    async fn attached(&self, attachment: &str) -> Result<Option<HashMap<String, String>>, ApiFailure>;
+    async fn attached(
+        &self,
+        attachment: &str,
+    ) -> Result<Option<HashMap<String, String>>, ApiFailure>;
     /// The roots that the cluster trusts for its signers.
     async fn trust_bundles(&self) -> Result<Vec<Arc<ClusterTrustBundle>>, ApiFailure>;
     /// Asks for a certificate; the answer is the request's name.
     async fn request_certificate(&self, wish: CertificateFor<'_>) -> Result<String, ApiFailure>;
     /// What has become of a request.
-    async fn certificate(&self, namespace: &str, request: &str) -> Result<PodCertificateRequest, ApiFailure>;
+    async fn certificate(
+        &self,
+        namespace: &str,
+        request: &str,
+    ) -> Result<PodCertificateRequest, ApiFailure>;
     /// Posts an event.
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure>;
     /// Counts an event once more.
-    async fn count_event(&self, namespace: &str, name: &str, patch: &Value) -> Result<(), ApiFailure>;
+    async fn count_event(
+        &self,
+        namespace: &str,
+        name: &str,
+        patch: &Value,
+    ) -> Result<(), ApiFailure>;
     /// The runtime's handler for a RuntimeClass.
     async fn runtime_handler(&self, class: &str) -> Result<String, ApiFailure>;
     /// Keeps these objects of a namespace watched, so that reading them costs nothing; `news` is told of changes.
-    fn follow(&self, namespace: &str, config_maps: &BTreeSet<String>, secrets: &BTreeSet<String>, news: &News) -> Following;
+    fn follow(
+        &self,
+        namespace: &str,
+        config_maps: &BTreeSet<String>,
+        secrets: &BTreeSet<String>,
+        news: &News,
+    ) -> Following;
     /// The services; `None` until they have been read once.
     fn services(&self) -> Option<Vec<Arc<Service>>>;
 }
@@ -160,10 +186,21 @@ where
     K::DynamicType: Default,
 {
     async fn get(&self, client: &Client) -> Result<&Cache<K>, ApiFailure> {
-        let cache = self.0.get_or_init(|| Cache::start(Api::all(client.clone()), kube::runtime::watcher::Config::default()));
-        let late =
-            |_| ApiFailure::Other(format!("failed to sync {} cache: timed out waiting for the condition", K::kind(&K::DynamicType::default())));
-        tokio::time::timeout(SYNC, cache.synced()).await.map_err(late)?;
+        let cache = self.0.get_or_init(|| {
+            Cache::start(
+                Api::all(client.clone()),
+                kube::runtime::watcher::Config::default(),
+            )
+        });
+        let late = |_| {
+            ApiFailure::Other(format!(
+                "failed to sync {} cache: timed out waiting for the condition",
+                K::kind(&K::DynamicType::default())
+            ))
+        };
+        tokio::time::timeout(SYNC, cache.synced())
+            .await
+            .map_err(late)?;
         Ok(cache)
     }
 }
@@ -172,7 +209,10 @@ impl KubePods {
     /// Starts watching services; other objects are watched while pods use them.
     #[must_use]
     pub fn new(client: Client) -> KubePods {
-        let services = Cache::start(Api::all(client.clone()), kube::runtime::watcher::Config::default());
+        let services = Cache::start(
+            Api::all(client.clone()),
+            kube::runtime::watcher::Config::default(),
+        );
         KubePods {
             config_maps: Watched::new(client.clone()),
             secrets: Watched::new(client.clone()),
@@ -186,21 +226,41 @@ impl KubePods {
 
 #[async_trait]
 impl PodApi for KubePods {
-    async fn patch_status(&self, namespace: &str, name: &str, patch: &Value) -> Result<Pod, ApiFailure> {
+    async fn patch_status(
+        &self,
+        namespace: &str,
+        name: &str,
+        patch: &Value,
+    ) -> Result<Pod, ApiFailure> {
         let api: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
-        Ok(api.patch_status(name, &PatchParams::default(), &Patch::Strategic(patch)).await?)
+        Ok(api
+            .patch_status(name, &PatchParams::default(), &Patch::Strategic(patch))
+            .await?)
     }
 
     async fn delete(&self, namespace: &str, name: &str, uid: &str) -> Result<(), ApiFailure> {
         let api: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
-        let preconditions = Some(Preconditions { uid: Some(uid.into()), resource_version: None });
-        api.delete(name, &DeleteParams { grace_period_seconds: Some(0), preconditions, ..DeleteParams::default() }).await?;
+        let preconditions = Some(Preconditions {
+            uid: Some(uid.into()),
+            resource_version: None,
+        });
+        api.delete(
+            name,
+            &DeleteParams {
+                grace_period_seconds: Some(0),
+                preconditions,
+                ..DeleteParams::default()
+            },
+        )
+        .await?;
         Ok(())
     }
 
     async fn create(&self, pod: &Pod) -> Result<Pod, ApiFailure> {
         let namespace = pod.metadata.namespace.as_deref().unwrap_or("default");
-        Ok(Api::namespaced(self.client.clone(), namespace).create(&PostParams::default(), pod).await?)
+        Ok(Api::namespaced(self.client.clone(), namespace)
+            .create(&PostParams::default(), pod)
+            .await?)
     }
 
     async fn config_map(&self, namespace: &str, name: &str) -> Result<Arc<ConfigMap>, ApiFailure> {
@@ -214,7 +274,12 @@ impl PodApi for KubePods {
     async fn token(&self, wish: TokenFor<'_>) -> Result<Token, ApiFailure> {
         let metadata = &wish.pod.metadata;
         let namespace = metadata.namespace.as_deref().unwrap_or_default();
-        let account = wish.pod.spec.as_ref().and_then(|s| s.service_account_name.as_deref()).unwrap_or("default");
+        let account = wish
+            .pod
+            .spec
+            .as_ref()
+            .and_then(|s| s.service_account_name.as_deref())
+            .unwrap_or("default");
         let request = TokenRequest {
             spec: Some(TokenRequestSpec {
                 audiences: (!wish.audience.is_empty()).then(|| vec![wish.audience.to_owned()]),
@@ -229,14 +294,30 @@ impl PodApi for KubePods {
             ..TokenRequest::default()
         };
         let api: Api<ServiceAccount> = Api::namespaced(self.client.clone(), namespace);
-        let answer = api.create_token_request(account, &PostParams::default(), &request).await?;
-        let status = answer.status.and_then(|s| Some(Token { text: s.token?, expires: s.expiration_timestamp?.0 }));
-        status.ok_or_else(|| ApiFailure::Other("the TokenRequest was answered without a token".into()))
+        let answer = api
+            .create_token_request(account, &PostParams::default(), &request)
+            .await?;
+        let status = answer.status.and_then(|s| {
+            Some(Token {
+                text: s.token?,
+                expires: s.expiration_timestamp?.0,
+            })
+        });
+        status.ok_or_else(|| {
+            ApiFailure::Other("the TokenRequest was answered without a token".into())
+        })
     }
 
     async fn claimed(&self, namespace: &str, name: &str) -> Result<Binding, ApiFailure> {
-        let claim: PersistentVolumeClaim = Api::namespaced(self.client.clone(), namespace).get(name).await?;
-        let volume = match claim.spec.as_ref().and_then(|s| s.volume_name.as_deref()).filter(|v| !v.is_empty()) {
+        let claim: PersistentVolumeClaim = Api::namespaced(self.client.clone(), namespace)
+            .get(name)
+            .await?;
+        let volume = match claim
+            .spec
+            .as_ref()
+            .and_then(|s| s.volume_name.as_deref())
+            .filter(|v| !v.is_empty())
+        {
             Some(volume) => Some(Api::all(self.client.clone()).get(volume).await?),
             None => None,
         };
@@ -247,16 +328,24 @@ impl PodApi for KubePods {
         let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
         let claim = api.get(name).await?;
         let status = claim.status.unwrap_or_default();
-        let others = |c: &&PersistentVolumeClaimCondition| !matches!(c.type_.as_str(), "Resizing" | "FileSystemResizePending");
+        let others = |c: &&PersistentVolumeClaimCondition| {
+            !matches!(c.type_.as_str(), "Resizing" | "FileSystemResizePending")
+        };
         let conditions: Vec<_> = status.conditions.iter().flatten().filter(others).collect();
         let patch = json!({"metadata": {"resourceVersion": claim.metadata.resource_version},
             "status": {"capacity": {"storage": size}, "conditions": conditions, "allocatedResourceStatuses": null}});
-        api.patch_status(name, &PatchParams::default(), &Patch::Merge(patch)).await?;
+        api.patch_status(name, &PatchParams::default(), &Patch::Merge(patch))
+            .await?;
         Ok(())
     }
 
     async fn csi_driver(&self, name: &str) -> Result<Option<CSIDriver>, ApiFailure> {
-        Ok(self.drivers.get(&self.client).await?.get("", name).map(|d| CSIDriver::clone(&d)))
+        Ok(self
+            .drivers
+            .get(&self.client)
+            .await?
+            .get("", name)
+            .map(|d| CSIDriver::clone(&d)))
     }
 
     async fn trust_bundles(&self) -> Result<Vec<Arc<ClusterTrustBundle>>, ApiFailure> {
@@ -264,13 +353,26 @@ impl PodApi for KubePods {
     }
 
     async fn request_certificate(&self, asked: CertificateFor<'_>) -> Result<String, ApiFailure> {
-        let CertificateFor { pod, node, wish, request } = asked;
+        let CertificateFor {
+            pod,
+            node,
+            wish,
+            request,
+        } = asked;
         let namespace = pod.namespace().unwrap_or_default();
-        let account = pod.spec.as_ref().and_then(|s| s.service_account_name.clone()).unwrap_or_else(|| "default".into());
+        let account = pod
+            .spec
+            .as_ref()
+            .and_then(|s| s.service_account_name.clone())
+            .unwrap_or_else(|| "default".into());
         let accounts: Api<ServiceAccount> = Api::namespaced(self.client.clone(), &namespace);
         let account_uid = accounts.get(&account).await?.uid().unwrap_or_default();
         let object = PodCertificateRequest {
-            metadata: ObjectMeta { generate_name: Some("req-".into()), namespace: Some(namespace.clone()), ..ObjectMeta::default() },
+            metadata: ObjectMeta {
+                generate_name: Some("req-".into()),
+                namespace: Some(namespace.clone()),
+                ..ObjectMeta::default()
+            },
             spec: PodCertificateRequestSpec {
                 signer_name: wish.signer.clone(),
                 pod_name: pod.name_any(),
@@ -281,43 +383,81 @@ impl PodApi for KubePods {
                 node_uid: node.uid().unwrap_or_default(),
                 max_expiration_seconds: Some(wish.seconds.unwrap_or(86_400)),
                 stub_pkc_s10_request: ByteString(request.to_vec()),
-                unverified_user_annotations: Some(wish.annotations.clone()).filter(|a| !a.is_empty()),
+                unverified_user_annotations: Some(wish.annotations.clone())
+                    .filter(|a| !a.is_empty()),
                 ..PodCertificateRequestSpec::default()
             },
             status: None,
         };
         let api: Api<PodCertificateRequest> = Api::namespaced(self.client.clone(), &namespace);
-        Ok(api.create(&PostParams::default(), &object).await?.name_any())
+        Ok(api
+            .create(&PostParams::default(), &object)
+            .await?
+            .name_any())
     }
 
-    async fn certificate(&self, namespace: &str, request: &str) -> Result<PodCertificateRequest, ApiFailure> {
-        Ok(Api::namespaced(self.client.clone(), namespace).get(request).await?)
+    async fn certificate(
+        &self,
+        namespace: &str,
+        request: &str,
+    ) -> Result<PodCertificateRequest, ApiFailure> {
+        Ok(Api::namespaced(self.client.clone(), namespace)
+            .get(request)
+            .await?)
     }
 
-    async fn attached(&self, attachment: &str) -> Result<Option<HashMap<String, String>>, ApiFailure> {
-        let found: Option<VolumeAttachment> = Api::all(self.client.clone()).get_opt(attachment).await?;
+    async fn attached(
+        &self,
+        attachment: &str,
+    ) -> Result<Option<HashMap<String, String>>, ApiFailure> {
+        let found: Option<VolumeAttachment> =
+            Api::all(self.client.clone()).get_opt(attachment).await?;
         let status = found.and_then(|a| a.status).filter(|s| s.attached);
-        Ok(status.map(|s| s.attachment_metadata.unwrap_or_default().into_iter().collect()))
+        Ok(status.map(|s| {
+            s.attachment_metadata
+                .unwrap_or_default()
+                .into_iter()
+                .collect()
+        }))
     }
 
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {
         let namespace = event.metadata.namespace.as_deref().unwrap_or("default");
-        Api::<Event>::namespaced(self.client.clone(), namespace).create(&PostParams::default(), event).await?;
+        Api::<Event>::namespaced(self.client.clone(), namespace)
+            .create(&PostParams::default(), event)
+            .await?;
         Ok(())
     }
 
-    async fn count_event(&self, namespace: &str, name: &str, patch: &Value) -> Result<(), ApiFailure> {
+    async fn count_event(
+        &self,
+        namespace: &str,
+        name: &str,
+        patch: &Value,
+    ) -> Result<(), ApiFailure> {
         let api: Api<Event> = Api::namespaced(self.client.clone(), namespace);
-        api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await?;
+        api.patch(name, &PatchParams::default(), &Patch::Merge(patch))
+            .await?;
         Ok(())
     }
 
     async fn runtime_handler(&self, class: &str) -> Result<String, ApiFailure> {
-        Ok(Api::<RuntimeClass>::all(self.client.clone()).get(class).await?.handler)
+        Ok(Api::<RuntimeClass>::all(self.client.clone())
+            .get(class)
+            .await?
+            .handler)
     }
 
-    fn follow(&self, namespace: &str, config_maps: &BTreeSet<String>, secrets: &BTreeSet<String>, news: &News) -> Following {
-        self.config_maps.follow(namespace, config_maps.iter(), news).and(self.secrets.follow(namespace, secrets.iter(), news))
+    fn follow(
+        &self,
+        namespace: &str,
+        config_maps: &BTreeSet<String>,
+        secrets: &BTreeSet<String>,
+        news: &News,
+    ) -> Following {
+        self.config_maps
+            .follow(namespace, config_maps.iter(), news)
+            .and(self.secrets.follow(namespace, secrets.iter(), news))
     }
 
     fn services(&self) -> Option<Vec<Arc<Service>>> {

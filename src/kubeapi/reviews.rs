@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use async_trait::async_trait;
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
-use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
+use k8s_openapi::api::authorization::v1::{
+    ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec,
+};
 use kube::api::PostParams;
 use kube::{Api, Client};
 
@@ -49,9 +51,19 @@ pub struct KubeReviews(pub Client);
 #[async_trait]
 impl Reviews for KubeReviews {
     async fn who(&self, token: &str) -> Result<Option<Identity>, ApiFailure> {
-        let review = TokenReview { spec: TokenReviewSpec { token: token.into(), audiences: None }, ..TokenReview::default() };
-        let answer = Api::<TokenReview>::all(self.0.clone()).create(&PostParams::default(), &review).await?;
-        let Some(status) = answer.status.filter(|s| s.authenticated == Some(true)) else { return Ok(None) };
+        let review = TokenReview {
+            spec: TokenReviewSpec {
+                token: token.into(),
+                audiences: None,
+            },
+            ..TokenReview::default()
+        };
+        let answer = Api::<TokenReview>::all(self.0.clone())
+            .create(&PostParams::default(), &review)
+            .await?;
+        let Some(status) = answer.status.filter(|s| s.authenticated == Some(true)) else {
+            return Ok(None);
+        };
         let user = status.user.unwrap_or_default();
         Ok(Some(Identity {
             name: user.username.unwrap_or_default(),
@@ -81,7 +93,11 @@ impl Reviews for KubeReviews {
             },
             ..SubjectAccessReview::default()
         };
-        let answer = Api::<SubjectAccessReview>::all(self.0.clone()).create(&PostParams::default(), &review).await?;
-        Ok(answer.status.is_some_and(|s| s.allowed && s.denied != Some(true)))
+        let answer = Api::<SubjectAccessReview>::all(self.0.clone())
+            .create(&PostParams::default(), &review)
+            .await?;
+        Ok(answer
+            .status
+            .is_some_and(|s| s.allowed && s.denied != Some(true)))
     }
 }

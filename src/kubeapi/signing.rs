@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use k8s_openapi::ByteString;
-use k8s_openapi::api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec};
+use k8s_openapi::api::certificates::v1::{
+    CertificateSigningRequest, CertificateSigningRequestSpec,
+};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::PostParams;
 use kube::{Api, Client, ResourceExt as _};
@@ -28,10 +30,18 @@ pub struct Wish {
 }
 
 /// Asks, and waits for at most `patience`; the answer is PEM.
-pub async fn obtain(client: &Client, wish: &Wish, patience: Duration) -> Result<String, ApiFailure> {
+pub async fn obtain(
+    client: &Client,
+    wish: &Wish,
+    patience: Duration,
+) -> Result<String, ApiFailure> {
     let api: Api<CertificateSigningRequest> = Api::all(client.clone());
     let object = CertificateSigningRequest {
-        metadata: ObjectMeta { name: wish.name.clone(), generate_name: wish.name.is_none().then(|| "csr-".into()), ..ObjectMeta::default() },
+        metadata: ObjectMeta {
+            name: wish.name.clone(),
+            generate_name: wish.name.is_none().then(|| "csr-".into()),
+            ..ObjectMeta::default()
+        },
         spec: CertificateSigningRequestSpec {
             request: ByteString(wish.request.clone().into_bytes()),
             signer_name: wish.signer.into(),
@@ -40,7 +50,11 @@ pub async fn obtain(client: &Client, wish: &Wish, patience: Duration) -> Result<
         },
         ..CertificateSigningRequest::default()
     };
-    let name = match api.create(&PostParams::default(), &object).await.map_err(ApiFailure::from) {
+    let name = match api
+        .create(&PostParams::default(), &object)
+        .await
+        .map_err(ApiFailure::from)
+    {
         Ok(made) => made.name_any(),
         // The same key under the same name: what was asked before is waited for.
         Err(ApiFailure::Conflict(why)) => wish.name.clone().ok_or(ApiFailure::Conflict(why))?,
@@ -48,14 +62,28 @@ pub async fn obtain(client: &Client, wish: &Wish, patience: Duration) -> Result<
     };
     let (until, mut pause) = (Instant::now() + patience, LOOKS.0);
     loop {
-        let status = api.get(&name).await.map_err(ApiFailure::from)?.status.unwrap_or_default();
+        let status = api
+            .get(&name)
+            .await
+            .map_err(ApiFailure::from)?
+            .status
+            .unwrap_or_default();
         if let Some(certificate) = status.certificate.filter(|c| !c.0.is_empty()) {
-            return String::from_utf8(certificate.0).map_err(|e| ApiFailure::Other(format!("the certificate of {name} is not PEM: {e}")));
+            return String::from_utf8(certificate.0).map_err(|e| {
+                ApiFailure::Other(format!("the certificate of {name} is not PEM: {e}"))
+            });
         }
-        let refused = status.conditions.iter().flatten().find(|c| matches!(c.type_.as_str(), "Denied" | "Failed"));
+        let refused = status
+            .conditions
+            .iter()
+            .flatten()
+            .find(|c| matches!(c.type_.as_str(), "Denied" | "Failed"));
         if let Some(c) = refused {
             let why = c.message.clone().unwrap_or_default();
-            return Err(ApiFailure::Other(format!("CertificateSigningRequest {name} was {}: {why}", c.type_.to_lowercase())));
+            return Err(ApiFailure::Other(format!(
+                "CertificateSigningRequest {name} was {}: {why}",
+                c.type_.to_lowercase()
+            )));
         }
         if Instant::now() + pause > until {
             return Err(ApiFailure::Other(format!(

@@ -11,10 +11,16 @@ use tonic::transport::{Endpoint, Uri};
 
 /// Asks for the health of `service`; the error is the text of the failure.
 pub async fn check(host: &str, port: u16, service: &str, timeout: Duration) -> Result<(), String> {
-    let address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+    let address = if host.contains(':') {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    };
     let start = tokio::time::Instant::now();
     let (target, shown) = (host.to_owned(), crate::core::time::shown(timeout));
-    let endpoint = Endpoint::from_shared(format!("http://{address}")).and_then(|e| e.user_agent("kube-probe/1.36")).map_err(|e| e.to_string())?;
+    let endpoint = Endpoint::from_shared(format!("http://{address}"))
+        .and_then(|e| e.user_agent("kube-probe/1.36"))
+        .map_err(|e| e.to_string())?;
     // Dialled by hand, so that the failure is the dial's own words.
     let (tell, mut dialled) = tokio::sync::oneshot::channel();
     let mut tell = Some(tell);
@@ -29,25 +35,49 @@ pub async fn check(host: &str, port: u16, service: &str, timeout: Duration) -> R
             result.map(TokioIo::new).map_err(std::io::Error::other)
         }
     });
-    let channel = match tokio::time::timeout(timeout, endpoint.connect_with_connector(connector)).await {
-        Err(_) => return Err(format!("timeout: failed to connect service {address:?} within {shown}: context deadline exceeded")),
+    let channel = match tokio::time::timeout(timeout, endpoint.connect_with_connector(connector))
+        .await
+    {
+        Err(_) => {
+            return Err(format!(
+                "timeout: failed to connect service {address:?} within {shown}: context deadline exceeded"
+            ));
+        }
         Ok(Err(error)) => {
-            let why = dialled.try_recv().ok().flatten().unwrap_or_else(|| error.to_string());
-            return Err(format!("error: failed to connect service at {address:?}: {why}"));
+            let why = dialled
+                .try_recv()
+                .ok()
+                .flatten()
+                .unwrap_or_else(|| error.to_string());
+            return Err(format!(
+                "error: failed to connect service at {address:?}: {why}"
+            ));
         }
         Ok(Ok(channel)) => channel,
     };
-    let request = HealthCheckRequest { service: service.to_owned() };
+    let request = HealthCheckRequest {
+        service: service.to_owned(),
+    };
     let left = timeout.saturating_sub(start.elapsed());
     match tokio::time::timeout(left, HealthClient::new(channel).check(request)).await {
-        Err(_) => Err(format!("timeout: health rpc did not complete within {shown}")),
-        Ok(Err(status)) if status.code() == Code::Unimplemented => {
-            Err(format!("error: this server does not implement the grpc health protocol (grpc.health.v1.Health): {}", status.message()))
-        }
-        Ok(Err(status)) => Err(format!("error: health rpc probe failed: rpc error: code = {:?} desc = {}", status.code(), status.message())),
+        Err(_) => Err(format!(
+            "timeout: health rpc did not complete within {shown}"
+        )),
+        Ok(Err(status)) if status.code() == Code::Unimplemented => Err(format!(
+            "error: this server does not implement the grpc health protocol (grpc.health.v1.Health): {}",
+            status.message()
+        )),
+        Ok(Err(status)) => Err(format!(
+            "error: health rpc probe failed: rpc error: code = {:?} desc = {}",
+            status.code(),
+            status.message()
+        )),
         Ok(Ok(answer)) => match answer.into_inner().status() {
             ServingStatus::Serving => Ok(()),
-            other => Err(format!("service unhealthy (responded with {:?})", other.as_str_name())),
+            other => Err(format!(
+                "service unhealthy (responded with {:?})",
+                other.as_str_name()
+            )),
         },
     }
 }

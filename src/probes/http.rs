@@ -34,11 +34,21 @@ impl ServerCertVerifier for Anyone {
         Ok(ServerCertVerified::assertion())
     }
 
-    fn verify_tls12_signature(&self, _: &[u8], _: &CertificateDer<'_>, _: &DigitallySignedStruct) -> Result<HandshakeSignatureValid, rustls::Error> {
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
         Ok(HandshakeSignatureValid::assertion())
     }
 
-    fn verify_tls13_signature(&self, _: &[u8], _: &CertificateDer<'_>, _: &DigitallySignedStruct) -> Result<HandshakeSignatureValid, rustls::Error> {
+    fn verify_tls13_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
         Ok(HandshakeSignatureValid::assertion())
     }
 
@@ -49,7 +59,12 @@ impl ServerCertVerifier for Anyone {
 
 static TLS: LazyLock<Arc<ClientConfig>> = LazyLock::new(|| {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    Arc::new(ClientConfig::builder().dangerous().with_custom_certificate_verifier(Arc::new(Anyone(provider))).with_no_client_auth())
+    Arc::new(
+        ClientConfig::builder()
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(Anyone(provider)))
+            .with_no_client_auth(),
+    )
 });
 
 fn failed(error: impl std::fmt::Display) -> HttpError {
@@ -61,19 +76,32 @@ pub async fn get(request: &Http) -> Result<Reply, HttpError> {
     let mut request = request.clone();
     for _ in 0..=REDIRECTS {
         let (reply, location) = once(&request).await?;
-        let Some(location) = location else { return Ok(reply) };
+        let Some(location) = location else {
+            return Ok(reply);
+        };
         match follow(&request, &location)? {
             Some(next) => request = next,
-            None => return Ok(Reply { elsewhere: true, ..reply }),
+            None => {
+                return Ok(Reply {
+                    elsewhere: true,
+                    ..reply
+                });
+            }
         }
     }
-    Err(HttpError::Failed(format!("stopped after {REDIRECTS} redirects")))
+    Err(HttpError::Failed(format!(
+        "stopped after {REDIRECTS} redirects"
+    )))
 }
 
 /// The request to which a redirect leads; none if that is another host.
 fn follow(from: &Http, location: &str) -> Result<Option<Http>, HttpError> {
-    let uri: Uri = location.parse().map_err(|e| HttpError::Failed(format!("failed to parse Location header {location:?}: {e}")))?;
-    let host = uri.host().map(|h| h.trim_start_matches('[').trim_end_matches(']'));
+    let uri: Uri = location.parse().map_err(|e| {
+        HttpError::Failed(format!("failed to parse Location header {location:?}: {e}"))
+    })?;
+    let host = uri
+        .host()
+        .map(|h| h.trim_start_matches('[').trim_end_matches(']'));
     if host.is_some_and(|h| h != from.host) {
         return Ok(None);
     }
@@ -83,29 +111,58 @@ fn follow(from: &Http, location: &str) -> Result<Option<Http>, HttpError> {
         next.port = uri.port_u16().unwrap_or(if next.tls { 443 } else { 80 });
     }
     let path = uri.path_and_query().map_or("/", |p| p.as_str());
-    next.path = if path.starts_with('/') { path.to_owned() } else { format!("/{path}") };
+    next.path = if path.starts_with('/') {
+        path.to_owned()
+    } else {
+        format!("/{path}")
+    };
     Ok(Some(next))
 }
 
 async fn once(request: &Http) -> Result<(Reply, Option<String>), HttpError> {
-    let stream = connect(&request.host, request.port).await.map_err(HttpError::Failed)?;
+    let stream = connect(&request.host, request.port)
+        .await
+        .map_err(HttpError::Failed)?;
     if !request.tls {
         return exchange(stream, request).await;
     }
     let name = ServerName::try_from(request.host.clone()).map_err(failed)?;
-    let stream = tokio_rustls::TlsConnector::from(Arc::clone(&TLS)).connect(name, stream).await.map_err(|error| {
-        let plain = error.get_ref().and_then(|e| e.downcast_ref::<rustls::Error>()).is_some_and(|e| matches!(e, rustls::Error::InvalidMessage(_)));
-        if plain { HttpError::Plain } else { failed(error) }
-    })?;
+    let stream = tokio_rustls::TlsConnector::from(Arc::clone(&TLS))
+        .connect(name, stream)
+        .await
+        .map_err(|error| {
+            let plain = error
+                .get_ref()
+                .and_then(|e| e.downcast_ref::<rustls::Error>())
+                .is_some_and(|e| matches!(e, rustls::Error::InvalidMessage(_)));
+            if plain {
+                HttpError::Plain
+            } else {
+                failed(error)
+            }
+        })?;
     exchange(stream, request).await
 }
 
-async fn exchange(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, request: &Http) -> Result<(Reply, Option<String>), HttpError> {
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(failed)?;
+async fn exchange(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    request: &Http,
+) -> Result<(Reply, Option<String>), HttpError> {
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+        .await
+        .map_err(failed)?;
     let driver = tokio_util::task::AbortOnDropHandle::new(tokio::spawn(connection));
     let mut message = hyper::Request::get(request.path.as_str());
-    let host = if request.host.contains(':') { format!("[{}]", request.host) } else { request.host.clone() };
-    if !request.headers.iter().any(|(name, _)| name.eq_ignore_ascii_case("host")) {
+    let host = if request.host.contains(':') {
+        format!("[{}]", request.host)
+    } else {
+        request.host.clone()
+    };
+    if !request
+        .headers
+        .iter()
+        .any(|(name, _)| name.eq_ignore_ascii_case("host"))
+    {
         message = message.header(HOST, format!("{host}:{}", request.port));
     }
     message = message.header(hyper::header::CONNECTION, "close");
@@ -115,7 +172,12 @@ async fn exchange(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, 
     let message = message.body(Empty::<Bytes>::new()).map_err(failed)?;
     let answer = sender.send_request(message).await.map_err(failed)?;
     let status = answer.status();
-    let location = answer.headers().get(LOCATION).filter(|_| status.is_redirection()).and_then(|l| l.to_str().ok()).map(str::to_owned);
+    let location = answer
+        .headers()
+        .get(LOCATION)
+        .filter(|_| status.is_redirection())
+        .and_then(|l| l.to_str().ok())
+        .map(str::to_owned);
     let mut body = Limited::new(answer.into_body(), OUTPUT_LIMIT);
     let mut bytes = Vec::new();
     // A body that is too long or breaks off is cut: the status has said what counts.
@@ -123,5 +185,12 @@ async fn exchange(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, 
         bytes.extend(frame.into_data().unwrap_or_default());
     }
     drop(driver);
-    Ok((Reply { status: status.as_u16(), body: limited(&String::from_utf8_lossy(&bytes)), elsewhere: false }, location))
+    Ok((
+        Reply {
+            status: status.as_u16(),
+            body: limited(&String::from_utf8_lossy(&bytes)),
+            elsewhere: false,
+        },
+        location,
+    ))
 }

@@ -32,29 +32,47 @@ pub trait Dialer: Send + Sync + 'static {
     /// A connection, closed at once.
     async fn tcp(&self, host: &str, port: u16, timeout: Duration) -> Result<(), String>;
     /// The health of a gRPC service.
-    async fn grpc(&self, host: &str, port: u16, service: &str, timeout: Duration) -> Result<(), String>;
+    async fn grpc(
+        &self,
+        host: &str,
+        port: u16,
+        service: &str,
+        timeout: Duration,
+    ) -> Result<(), String>;
 }
 
 /// The real network.
 pub struct Network;
 
 pub(crate) async fn connect(host: &str, port: u16) -> Result<tokio::net::TcpStream, String> {
-    let shown = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
-    tokio::net::TcpStream::connect((host, port)).await.map_err(|error| {
-        let why = match error.kind() {
-            std::io::ErrorKind::ConnectionRefused => "connect: connection refused".to_owned(),
-            std::io::ErrorKind::HostUnreachable => "connect: no route to host".to_owned(),
-            _ => error.to_string(),
-        };
-        format!("dial tcp {shown}: {why}")
-    })
+    let shown = if host.contains(':') {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    };
+    tokio::net::TcpStream::connect((host, port))
+        .await
+        .map_err(|error| {
+            let why = match error.kind() {
+                std::io::ErrorKind::ConnectionRefused => "connect: connection refused".to_owned(),
+                std::io::ErrorKind::HostUnreachable => "connect: no route to host".to_owned(),
+                _ => error.to_string(),
+            };
+            format!("dial tcp {shown}: {why}")
+        })
 }
 
 #[async_trait]
 impl Dialer for Network {
     async fn http(&self, request: &Http, timeout: Duration) -> Result<Reply, HttpError> {
-        let late = || HttpError::Failed("context deadline exceeded (Client.Timeout exceeded while awaiting headers)".into());
-        tokio::time::timeout(timeout, http::get(request)).await.map_err(|_| late())?
+        let late = || {
+            HttpError::Failed(
+                "context deadline exceeded (Client.Timeout exceeded while awaiting headers)".into(),
+            )
+        };
+        tokio::time::timeout(timeout, http::get(request))
+            .await
+            .map_err(|_| late())?
     }
 
     async fn tcp(&self, host: &str, port: u16, timeout: Duration) -> Result<(), String> {
@@ -64,7 +82,13 @@ impl Dialer for Network {
         }
     }
 
-    async fn grpc(&self, host: &str, port: u16, service: &str, timeout: Duration) -> Result<(), String> {
+    async fn grpc(
+        &self,
+        host: &str,
+        port: u16,
+        service: &str,
+        timeout: Duration,
+    ) -> Result<(), String> {
         grpc::check(host, port, service, timeout).await
     }
 }

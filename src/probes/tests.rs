@@ -8,17 +8,28 @@ use hyper_util::rt::TokioIo;
 const SECOND: Duration = Duration::from_secs(1);
 
 fn request(port: u16, path: &str) -> Http {
-    Http { tls: false, host: "127.0.0.1".into(), port, path: path.into(), headers: vec![("User-Agent".into(), "kube-probe/1.36".into())] }
+    Http {
+        tls: false,
+        host: "127.0.0.1".into(),
+        port,
+        path: path.into(),
+        headers: vec![("User-Agent".into(), "kube-probe/1.36".into())],
+    }
 }
 
 /// A server that answers as the path says; the answer is its port.
 async fn server() -> u16 {
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
+        .await
+        .expect("a port");
     let port = listener.local_addr().expect("an address").port();
     tokio::spawn(async move {
         while let Ok((stream, _)) = listener.accept().await {
             let answer = |request: hyper::Request<hyper::body::Incoming>| async move {
-                let agent = request.headers()["user-agent"].to_str().expect("text").to_owned();
+                let agent = request.headers()["user-agent"]
+                    .to_str()
+                    .expect("text")
+                    .to_owned();
                 let (status, location, body) = match request.uri().path() {
                     "/ok" => (200, None, agent),
                     "/local" => (302, Some("/ok".to_owned()), String::new()),
@@ -35,11 +46,17 @@ async fn server() -> u16 {
                 if let Some(location) = location {
                     response = response.header("location", location);
                 }
-                Ok::<_, Infallible>(response.body(Full::<Bytes>::from(body)).expect("a response"))
+                Ok::<_, Infallible>(
+                    response
+                        .body(Full::<Bytes>::from(body))
+                        .expect("a response"),
+                )
             };
             tokio::spawn(async move {
                 // A client that goes away in the middle is part of the test.
-                let _ = hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), hyper::service::service_fn(answer)).await;
+                let _ = hyper::server::conn::http1::Builder::new()
+                    .serve_connection(TokioIo::new(stream), hyper::service::service_fn(answer))
+                    .await;
             });
         }
     });
@@ -50,29 +67,75 @@ async fn server() -> u16 {
 async fn http_follows_its_own_host_and_bounds_what_it_reads() {
     let port = server().await;
     let get = |path: &'static str| async move { Network.http(&request(port, path), SECOND).await };
-    assert_eq!(get("/ok").await, Ok(Reply { status: 200, body: "kube-probe/1.36".into(), elsewhere: false }));
+    assert_eq!(
+        get("/ok").await,
+        Ok(Reply {
+            status: 200,
+            body: "kube-probe/1.36".into(),
+            elsewhere: false
+        })
+    );
     assert_eq!(get("/local").await.map(|r| r.status), Ok(200));
-    assert_eq!(get("/away").await, Ok(Reply { status: 302, body: "moved".into(), elsewhere: true }));
+    assert_eq!(
+        get("/away").await,
+        Ok(Reply {
+            status: 302,
+            body: "moved".into(),
+            elsewhere: true
+        })
+    );
     assert_eq!(get("/nothing").await.map(|r| r.status), Ok(503));
-    assert!(get("/long").await.is_ok_and(|r| r.body.len() <= crate::core::probe::OUTPUT_LIMIT));
-    assert!(get("/loop").await.is_err_and(|e| e.to_string().contains("10 redirects")));
-    let slow = Network.http(&request(port, "/slow"), Duration::from_millis(100)).await;
+    assert!(
+        get("/long")
+            .await
+            .is_ok_and(|r| r.body.len() <= crate::core::probe::OUTPUT_LIMIT)
+    );
+    assert!(
+        get("/loop")
+            .await
+            .is_err_and(|e| e.to_string().contains("10 redirects"))
+    );
+    let slow = Network
+        .http(&request(port, "/slow"), Duration::from_millis(100))
+        .await;
     assert!(slow.is_err_and(|e| e.to_string().contains("deadline")));
-    let tls = Http { tls: true, ..request(port, "/ok") };
+    let tls = Http {
+        tls: true,
+        ..request(port, "/ok")
+    };
     assert_eq!(Network.http(&tls, SECOND).await, Err(HttpError::Plain));
 }
 
 #[tokio::test]
 async fn connections_are_refused_in_the_words_people_search_for() {
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
+        .await
+        .expect("a port");
     let port = listener.local_addr().expect("an address").port();
     assert_eq!(Network.tcp("127.0.0.1", port, SECOND).await, Ok(()));
     drop(listener);
-    assert_eq!(Network.tcp("127.0.0.1", port, SECOND).await, Err(format!("dial tcp 127.0.0.1:{port}: connect: connection refused")));
-    let grpc = Network.grpc("127.0.0.1", port, "", SECOND).await.expect_err("refused");
-    assert!(grpc.contains("failed to connect service") && grpc.contains("connection refused"), "{grpc}");
-    let not_grpc = Network.grpc("127.0.0.1", server().await, "", SECOND).await.expect_err("not grpc");
-    assert!(not_grpc.starts_with("error: ") || not_grpc.starts_with("timeout: "), "{not_grpc}");
+    assert_eq!(
+        Network.tcp("127.0.0.1", port, SECOND).await,
+        Err(format!(
+            "dial tcp 127.0.0.1:{port}: connect: connection refused"
+        ))
+    );
+    let grpc = Network
+        .grpc("127.0.0.1", port, "", SECOND)
+        .await
+        .expect_err("refused");
+    assert!(
+        grpc.contains("failed to connect service") && grpc.contains("connection refused"),
+        "{grpc}"
+    );
+    let not_grpc = Network
+        .grpc("127.0.0.1", server().await, "", SECOND)
+        .await
+        .expect_err("not grpc");
+    assert!(
+        not_grpc.starts_with("error: ") || not_grpc.starts_with("timeout: "),
+        "{not_grpc}"
+    );
 }
 
 struct Healthy;
@@ -88,24 +151,38 @@ impl holdfast_proto::health::health_server::Health for Healthy {
             "ill" => 2,
             other => return Err(tonic::Status::not_found(other.to_owned())),
         };
-        Ok(tonic::Response::new(holdfast_proto::health::HealthCheckResponse { status }))
+        Ok(tonic::Response::new(
+            holdfast_proto::health::HealthCheckResponse { status },
+        ))
     }
 }
 
 #[tokio::test]
 async fn grpc_servers_are_asked_for_their_health() {
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
+        .await
+        .expect("a port");
     let port = listener.local_addr().expect("an address").port();
     tokio::spawn(async move {
         while let Ok((stream, _)) = listener.accept().await {
-            let service = hyper_util::service::TowerToHyperService::new(holdfast_proto::health::health_server::HealthServer::new(Healthy));
+            let service = hyper_util::service::TowerToHyperService::new(
+                holdfast_proto::health::health_server::HealthServer::new(Healthy),
+            );
             let serve =
-                hyper::server::conn::http2::Builder::new(hyper_util::rt::TokioExecutor::new()).serve_connection(TokioIo::new(stream), service);
+                hyper::server::conn::http2::Builder::new(hyper_util::rt::TokioExecutor::new())
+                    .serve_connection(TokioIo::new(stream), service);
             tokio::spawn(serve);
         }
     });
-    let check = |service: &'static str| async move { Network.grpc("127.0.0.1", port, service, SECOND).await };
+    let check = |service: &'static str| async move {
+        Network.grpc("127.0.0.1", port, service, SECOND).await
+    };
     assert_eq!(check("").await, Ok(()));
-    assert_eq!(check("ill").await, Err("service unhealthy (responded with \"NOT_SERVING\")".into()));
-    assert!(check("none").await.is_err_and(|e| e.starts_with("error: health rpc probe failed: rpc error: code = NotFound")));
+    assert_eq!(
+        check("ill").await,
+        Err("service unhealthy (responded with \"NOT_SERVING\")".into())
+    );
+    assert!(check("none").await.is_err_and(|e| {
+        e.starts_with("error: health rpc probe failed: rpc error: code = NotFound")
+    }));
 }

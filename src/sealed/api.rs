@@ -37,7 +37,12 @@ impl SealedApi {
     }
 
     /// Notes an answer, or finds the one before.
-    fn settle<T: Serialize + DeserializeOwned>(&self, kind: Kind, name: &str, answer: Result<T, ApiFailure>) -> Result<T, ApiFailure> {
+    fn settle<T: Serialize + DeserializeOwned>(
+        &self,
+        kind: Kind,
+        name: &str,
+        answer: Result<T, ApiFailure>,
+    ) -> Result<T, ApiFailure> {
         match answer {
             Ok(value) => {
                 self.keeper.put(kind, name, &value);
@@ -54,7 +59,12 @@ impl SealedApi {
 
 #[async_trait]
 impl PodApi for SealedApi {
-    async fn patch_status(&self, namespace: &str, name: &str, patch: &Value) -> Result<Pod, ApiFailure> {
+    async fn patch_status(
+        &self,
+        namespace: &str,
+        name: &str,
+        patch: &Value,
+    ) -> Result<Pod, ApiFailure> {
         self.api.patch_status(namespace, name, patch).await
     }
 
@@ -67,20 +77,36 @@ impl PodApi for SealedApi {
     }
 
     async fn config_map(&self, namespace: &str, name: &str) -> Result<Arc<ConfigMap>, ApiFailure> {
-        let answer = self.api.config_map(namespace, name).await.map(Arc::unwrap_or_clone);
-        self.settle(Kind::ConfigMaps, &format!("{namespace}/{name}"), answer).map(Arc::new)
+        let answer = self
+            .api
+            .config_map(namespace, name)
+            .await
+            .map(Arc::unwrap_or_clone);
+        self.settle(Kind::ConfigMaps, &format!("{namespace}/{name}"), answer)
+            .map(Arc::new)
     }
 
     async fn secret(&self, namespace: &str, name: &str) -> Result<Arc<Secret>, ApiFailure> {
-        let answer = self.api.secret(namespace, name).await.map(Arc::unwrap_or_clone);
-        self.settle(Kind::Secrets, &format!("{namespace}/{name}"), answer).map(Arc::new)
+        let answer = self
+            .api
+            .secret(namespace, name)
+            .await
+            .map(Arc::unwrap_or_clone);
+        self.settle(Kind::Secrets, &format!("{namespace}/{name}"), answer)
+            .map(Arc::new)
     }
 
     async fn token(&self, wish: TokenFor<'_>) -> Result<Token, ApiFailure> {
         // One that has expired is still a file that the pod's containers wait for.
         let name = format!("{}/{}", wish.pod.uid().unwrap_or_default(), wish.audience);
-        let answer = self.api.token(wish).await.map(|t| SealedToken { text: t.text, expires: t.expires });
-        self.settle(Kind::Tokens, &name, answer).map(|t| Token { text: t.text, expires: t.expires })
+        let answer = self.api.token(wish).await.map(|t| SealedToken {
+            text: t.text,
+            expires: t.expires,
+        });
+        self.settle(Kind::Tokens, &name, answer).map(|t| Token {
+            text: t.text,
+            expires: t.expires,
+        })
     }
 
     async fn claimed(&self, namespace: &str, name: &str) -> Result<Binding, ApiFailure> {
@@ -97,7 +123,10 @@ impl PodApi for SealedApi {
         self.settle(Kind::Handlers, &format!("csi/{name}"), answer)
     }
 
-    async fn attached(&self, attachment: &str) -> Result<Option<HashMap<String, String>>, ApiFailure> {
+    async fn attached(
+        &self,
+        attachment: &str,
+    ) -> Result<Option<HashMap<String, String>>, ApiFailure> {
         self.api.attached(attachment).await
     }
 
@@ -109,7 +138,11 @@ impl PodApi for SealedApi {
         self.api.request_certificate(wish).await
     }
 
-    async fn certificate(&self, namespace: &str, request: &str) -> Result<PodCertificateRequest, ApiFailure> {
+    async fn certificate(
+        &self,
+        namespace: &str,
+        request: &str,
+    ) -> Result<PodCertificateRequest, ApiFailure> {
         self.api.certificate(namespace, request).await
     }
 
@@ -117,7 +150,12 @@ impl PodApi for SealedApi {
         self.api.post_event(event).await
     }
 
-    async fn count_event(&self, namespace: &str, name: &str, patch: &Value) -> Result<(), ApiFailure> {
+    async fn count_event(
+        &self,
+        namespace: &str,
+        name: &str,
+        patch: &Value,
+    ) -> Result<(), ApiFailure> {
         self.api.count_event(namespace, name, patch).await
     }
 
@@ -126,11 +164,19 @@ impl PodApi for SealedApi {
         self.settle(Kind::Handlers, class, answer)
     }
 
-    fn follow(&self, namespace: &str, config_maps: &BTreeSet<String>, secrets: &BTreeSet<String>, news: &News) -> Following {
+    fn follow(
+        &self,
+        namespace: &str,
+        config_maps: &BTreeSet<String>,
+        secrets: &BTreeSet<String>,
+        news: &News,
+    ) -> Following {
         self.api.follow(namespace, config_maps, secrets, news)
     }
 
     fn services(&self) -> Option<Vec<Arc<Service>>> {
-        self.api.services().or_else(|| Some(self.keeper.last_services().to_vec()).filter(|_| self.keeper.is_cut_off()))
+        self.api.services().or_else(|| {
+            Some(self.keeper.last_services().to_vec()).filter(|_| self.keeper.is_cut_off())
+        })
     }
 }

@@ -53,7 +53,12 @@ impl Keeper {
     /// Over a vault; writing begins at once.
     #[must_use]
     pub fn start(vault: Vault) -> Keeper {
-        let services = vault.get::<Vec<Service>>(Kind::Services, "all").unwrap_or_default().into_iter().map(Arc::new).collect();
+        let services = vault
+            .get::<Vec<Service>>(Kind::Services, "all")
+            .unwrap_or_default()
+            .into_iter()
+            .map(Arc::new)
+            .collect();
         let keeper = Keeper(Arc::new(Inner {
             vault,
             waiting: Mutex::default(),
@@ -90,21 +95,37 @@ impl Keeper {
         let inner = Arc::clone(&self.0);
         let unseal = move || -> Vec<Arc<Pod>> {
             let uids: Vec<String> = inner.vault.get(Kind::Pods, INDEX).unwrap_or_default();
-            uids.iter().filter_map(|uid| inner.vault.get::<Pod>(Kind::Pods, uid)).map(Arc::new).collect()
+            uids.iter()
+                .filter_map(|uid| inner.vault.get::<Pod>(Kind::Pods, uid))
+                .map(Arc::new)
+                .collect()
         };
-        tokio::task::spawn_blocking(unseal).await.unwrap_or_else(|error| {
-            tracing::error!(%error, "unsealing ended unexpectedly");
-            vec![]
-        })
+        tokio::task::spawn_blocking(unseal)
+            .await
+            .unwrap_or_else(|error| {
+                tracing::error!(%error, "unsealing ended unexpectedly");
+                vec![]
+            })
     }
 
     /// Seals a value soon, if it is another one than before.
     pub fn put(&self, kind: Kind, name: &str, value: &impl Serialize) {
-        let Ok(content) = Vault::content(name, value) else { return };
+        let Ok(content) = Vault::content(name, value) else {
+            return;
+        };
         let (name, digest) = ((kind, name.to_owned()), digest(&content));
-        let before = self.0.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(name.clone(), digest);
+        let before = self
+            .0
+            .taken
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(name.clone(), digest);
         if before != Some(digest) {
-            self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner).insert(name, Some(content));
+            self.0
+                .waiting
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .insert(name, Some(content));
             self.0.news.notify_one();
         }
     }
@@ -112,17 +133,40 @@ impl Keeper {
     /// Removes what was sealed under a name.
     pub fn remove(&self, kind: Kind, name: &str) {
         let name = (kind, name.to_owned());
-        if self.0.taken.lock().unwrap_or_else(PoisonError::into_inner).remove(&name).is_some() {
-            self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner).insert(name, None);
+        if self
+            .0
+            .taken
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&name)
+            .is_some()
+        {
+            self.0
+                .waiting
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .insert(name, None);
             self.0.news.notify_one();
         }
     }
 
     /// Of these kinds only these names are needed any more.
     fn retain(&self, needed: BTreeMap<Kind, BTreeSet<String>>) {
-        let unneeded = |name: &Name| needed.get(&name.0).is_some_and(|names| !names.contains(&name.1));
-        self.0.taken.lock().unwrap_or_else(PoisonError::into_inner).retain(|name, _| !unneeded(name));
-        self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner).retain(|name, _| !unneeded(name));
+        let unneeded = |name: &Name| {
+            needed
+                .get(&name.0)
+                .is_some_and(|names| !names.contains(&name.1))
+        };
+        self.0
+            .taken
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|name, _| !unneeded(name));
+        self.0
+            .waiting
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|name, _| !unneeded(name));
         *self.0.needed.lock().unwrap_or_else(PoisonError::into_inner) = Some(needed);
         self.0.news.notify_one();
     }
@@ -130,7 +174,13 @@ impl Keeper {
     /// What was sealed under a name, or is about to be.
     #[must_use]
     pub fn get<T: DeserializeOwned>(&self, kind: Kind, name: &str) -> Option<T> {
-        let waiting = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner).get(&(kind, name.to_owned())).cloned();
+        let waiting = self
+            .0
+            .waiting
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&(kind, name.to_owned()))
+            .cloned();
         match waiting {
             Some(content) => Vault::value(name, &content?),
             None => self.0.vault.get(kind, name),
@@ -143,12 +193,26 @@ async fn write(keeper: Keeper) {
         keeper.0.news.notified().await;
         // A burst is waited out, but not for ever.
         for _ in 0..AT_MOST {
-            if tokio::time::timeout(QUIET, keeper.0.news.notified()).await.is_err() {
+            if tokio::time::timeout(QUIET, keeper.0.news.notified())
+                .await
+                .is_err()
+            {
                 break;
             }
         }
-        let batch = std::mem::take(&mut *keeper.0.waiting.lock().unwrap_or_else(PoisonError::into_inner));
-        let needed = keeper.0.needed.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let batch = std::mem::take(
+            &mut *keeper
+                .0
+                .waiting
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner),
+        );
+        let needed = keeper
+            .0
+            .needed
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         let inner = Arc::clone(&keeper.0);
         let done = tokio::task::spawn_blocking(move || {
             // Before writing: what is written now may be of pods that came after this was decided.
@@ -175,18 +239,40 @@ async fn write(keeper: Keeper) {
 
 /// The names under which the objects are sealed that these pods need.
 fn needed(pods: &[Arc<Pod>]) -> BTreeMap<Kind, BTreeSet<String>> {
-    let mut needed: BTreeMap<Kind, BTreeSet<String>> =
-        [Kind::Pods, Kind::ConfigMaps, Kind::Secrets, Kind::Tokens, Kind::Claims].into_iter().map(|kind| (kind, BTreeSet::new())).collect();
+    let mut needed: BTreeMap<Kind, BTreeSet<String>> = [
+        Kind::Pods,
+        Kind::ConfigMaps,
+        Kind::Secrets,
+        Kind::Tokens,
+        Kind::Claims,
+    ]
+    .into_iter()
+    .map(|kind| (kind, BTreeSet::new()))
+    .collect();
     let mut note = |kind: Kind, name: String| _ = needed.entry(kind).or_default().insert(name);
     note(Kind::Pods, INDEX.into());
     for pod in pods {
         let (namespace, uid) = (pod.namespace().unwrap_or_default(), pod::uid(pod));
         let found = references::of(pod);
         note(Kind::Pods, uid.to_owned());
-        found.config_maps.iter().for_each(|name| note(Kind::ConfigMaps, format!("{namespace}/{name}")));
-        found.secrets.iter().chain(&found.pull_secrets).for_each(|name| note(Kind::Secrets, format!("{namespace}/{name}")));
-        claims::of_pod(pod).into_iter().for_each(|(_, name)| note(Kind::Claims, format!("{namespace}/{name}")));
-        for token in pod::spec(pod).volumes.iter().flatten().flat_map(volumes::tokens) {
+        found
+            .config_maps
+            .iter()
+            .for_each(|name| note(Kind::ConfigMaps, format!("{namespace}/{name}")));
+        found
+            .secrets
+            .iter()
+            .chain(&found.pull_secrets)
+            .for_each(|name| note(Kind::Secrets, format!("{namespace}/{name}")));
+        claims::of_pod(pod)
+            .into_iter()
+            .for_each(|(_, name)| note(Kind::Claims, format!("{namespace}/{name}")));
+        for token in pod::spec(pod)
+            .volumes
+            .iter()
+            .flatten()
+            .flat_map(volumes::tokens)
+        {
             note(Kind::Tokens, format!("{uid}/{}", token.audience));
         }
     }
@@ -195,7 +281,11 @@ fn needed(pods: &[Arc<Pod>]) -> BTreeMap<Kind, BTreeSet<String>> {
 
 /// Keeps the pods of the cache sealed, and the services; what no pod needs any more goes. Runs until the
 /// process ends.
-pub async fn follow(keeper: Keeper, pods: Cache<Pod>, services: impl Fn() -> Option<Vec<Arc<Service>>>) {
+pub async fn follow(
+    keeper: Keeper,
+    pods: Cache<Pod>,
+    services: impl Fn() -> Option<Vec<Arc<Service>>>,
+) {
     let mut changes = pods.changes();
     pods.synced().await;
     keeper.set_cut_off(false);
@@ -203,10 +293,23 @@ pub async fn follow(keeper: Keeper, pods: Cache<Pod>, services: impl Fn() -> Opt
     let mut first = true;
     loop {
         changes.mark_unchanged();
-        let bound: Vec<Arc<Pod>> =
-            pods.list().into_iter().filter(|p| !pod::is_mirror(p) && !pod::is_terminal(p) && p.metadata.deletion_timestamp.is_none()).collect();
-        let versions: BTreeMap<String, Option<String>> = bound.iter().map(|p| (pod::uid(p).to_owned(), p.resource_version())).collect();
-        for pod in bound.iter().filter(|p| known.get(pod::uid(p)) != Some(&p.resource_version())) {
+        let bound: Vec<Arc<Pod>> = pods
+            .list()
+            .into_iter()
+            .filter(|p| {
+                !pod::is_mirror(p)
+                    && !pod::is_terminal(p)
+                    && p.metadata.deletion_timestamp.is_none()
+            })
+            .collect();
+        let versions: BTreeMap<String, Option<String>> = bound
+            .iter()
+            .map(|p| (pod::uid(p).to_owned(), p.resource_version()))
+            .collect();
+        for pod in bound
+            .iter()
+            .filter(|p| known.get(pod::uid(p)) != Some(&p.resource_version()))
+        {
             keeper.put(Kind::Pods, pod::uid(pod), &**pod);
         }
         if first || !known.keys().eq(versions.keys()) {
@@ -214,7 +317,11 @@ pub async fn follow(keeper: Keeper, pods: Cache<Pod>, services: impl Fn() -> Opt
             keeper.retain(needed(&bound));
         }
         if let Some(services) = services() {
-            keeper.put(Kind::Services, "all", &services.iter().map(|s| &**s).collect::<Vec<_>>());
+            keeper.put(
+                Kind::Services,
+                "all",
+                &services.iter().map(|s| &**s).collect::<Vec<_>>(),
+            );
         }
         (known, first) = (versions, false);
         if changes.changed().await.is_err() {

@@ -48,7 +48,15 @@ pub enum Kind {
 }
 
 impl Kind {
-    const ALL: [Kind; 7] = [Kind::Pods, Kind::ConfigMaps, Kind::Secrets, Kind::Tokens, Kind::Claims, Kind::Services, Kind::Handlers];
+    const ALL: [Kind; 7] = [
+        Kind::Pods,
+        Kind::ConfigMaps,
+        Kind::Secrets,
+        Kind::Tokens,
+        Kind::Claims,
+        Kind::Services,
+        Kind::Handlers,
+    ];
 
     fn dir(self) -> &'static str {
         match self {
@@ -72,8 +80,13 @@ pub struct Vault {
 impl Vault {
     /// Opens the vault below `dir`, with a new key where there is none.
     pub fn open(dir: &Path) -> anyhow::Result<Vault> {
-        let make =
-            |dir: &Path| fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).with_context(|| format!("{} cannot be made", dir.display()));
+        let make = |dir: &Path| {
+            fs::DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(dir)
+                .with_context(|| format!("{} cannot be made", dir.display()))
+        };
         make(dir)?;
         for kind in Kind::ALL {
             make(&dir.join(kind.dir()))?;
@@ -81,22 +94,35 @@ impl Vault {
         let path = dir.join("key");
         let bytes = match fs::read(&path) {
             Ok(bytes) if bytes.len() == KEY_LENGTH => bytes,
-            Ok(_) => anyhow::bail!("{} is not a key of {KEY_LENGTH} bytes: remove it, and what was sealed with it is written anew", path.display()),
+            Ok(_) => anyhow::bail!(
+                "{} is not a key of {KEY_LENGTH} bytes: remove it, and what was sealed with it is written anew",
+                path.display()
+            ),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 let mut bytes = vec![0; KEY_LENGTH];
-                aws_lc_rs::rand::fill(&mut bytes).map_err(|_| anyhow::anyhow!("the system gives no random numbers"))?;
-                file::replace(&path, &bytes).with_context(|| format!("{} cannot be written", path.display()))?;
+                aws_lc_rs::rand::fill(&mut bytes)
+                    .map_err(|_| anyhow::anyhow!("the system gives no random numbers"))?;
+                file::replace(&path, &bytes)
+                    .with_context(|| format!("{} cannot be written", path.display()))?;
                 bytes
             }
-            Err(error) => return Err(error).with_context(|| format!("{} cannot be read", path.display())),
+            Err(error) => {
+                return Err(error).with_context(|| format!("{} cannot be read", path.display()));
+            }
         };
-        let key = RandomizedNonceKey::new(&AES_256_GCM, &bytes).map_err(|_| anyhow::anyhow!("{} is not a usable key", path.display()))?;
-        Ok(Vault { dir: dir.to_owned(), key })
+        let key = RandomizedNonceKey::new(&AES_256_GCM, &bytes)
+            .map_err(|_| anyhow::anyhow!("{} is not a usable key", path.display()))?;
+        Ok(Vault {
+            dir: dir.to_owned(),
+            key,
+        })
     }
 
     fn path(&self, kind: Kind, name: &str) -> PathBuf {
         // A name says nothing and needs no escaping as its digest.
-        self.dir.join(kind.dir()).join(digest::sha256(name.as_bytes()))
+        self.dir
+            .join(kind.dir())
+            .join(digest::sha256(name.as_bytes()))
     }
 
     fn about(kind: Kind, name: &str) -> Vec<u8> {
@@ -117,8 +143,10 @@ impl Vault {
     /// Seals a content under a name. Blocking. A loss of power may lose what was written within the last
     /// half minute, never what was written before: a file that is half there does not open.
     fn seal(&self, kind: Kind, name: &str, mut content: Vec<u8>) -> io::Result<()> {
-        let nonce =
-            self.key.seal_in_place_append_tag(Aad::from(Self::about(kind, name)), &mut content).map_err(|_| io::Error::other("sealing failed"))?;
+        let nonce = self
+            .key
+            .seal_in_place_append_tag(Aad::from(Self::about(kind, name)), &mut content)
+            .map_err(|_| io::Error::other("sealing failed"))?;
         let mut bytes = nonce.as_ref().to_vec();
         bytes.append(&mut content);
         file::replace_soon(&self.path(kind, name), &bytes)
@@ -127,10 +155,17 @@ impl Vault {
     fn unseal<T: DeserializeOwned>(&self, kind: Kind, name: &str, path: &Path) -> Option<T> {
         use std::io::Read as _;
         let mut bytes = Vec::new();
-        fs::File::open(path).ok()?.take(LIMIT).read_to_end(&mut bytes).ok()?;
+        fs::File::open(path)
+            .ok()?
+            .take(LIMIT)
+            .read_to_end(&mut bytes)
+            .ok()?;
         let (nonce, content) = bytes.split_at_mut_checked(NONCE_LEN)?;
         let nonce = Nonce::try_assume_unique_for_key(nonce).ok()?;
-        let opened = self.key.open_in_place(nonce, Aad::from(Self::about(kind, name)), content).ok()?;
+        let opened = self
+            .key
+            .open_in_place(nonce, Aad::from(Self::about(kind, name)), content)
+            .ok()?;
         Self::value(name, opened)
     }
 

@@ -17,7 +17,9 @@ const DATA: &str = "..data";
 /// Makes the directory hold exactly `files`; true if anything changed. `group` is set on
 /// every file where given, and each file's owner.
 pub fn write(dir: &Path, files: &Files, group: Option<u32>, stamp: &str) -> io::Result<bool> {
-    let current = fs::read_link(dir.join(DATA)).ok().filter(|target| target.components().count() == 1);
+    let current = fs::read_link(dir.join(DATA))
+        .ok()
+        .filter(|target| target.components().count() == 1);
     if let Some(current) = &current
         && same(&dir.join(current), files)
     {
@@ -29,9 +31,16 @@ pub fn write(dir: &Path, files: &Files, group: Option<u32>, stamp: &str) -> io::
     for (path, file) in files {
         let target = dir.join(&fresh).join(path);
         if let Some(parent) = target.parent() {
-            fs::DirBuilder::new().recursive(true).mode(0o755).create(parent)?;
+            fs::DirBuilder::new()
+                .recursive(true)
+                .mode(0o755)
+                .create(parent)?;
         }
-        let mut handle = fs::OpenOptions::new().create_new(true).write(true).mode(0o600).open(&target)?;
+        let mut handle = fs::OpenOptions::new()
+            .create_new(true)
+            .write(true)
+            .mode(0o600)
+            .open(&target)?;
         handle.write_all(&file.content)?;
         if file.owner.is_some() || group.is_some() {
             std::os::unix::fs::fchown(&handle, file.owner, group)?;
@@ -60,21 +69,30 @@ fn unused(dir: &Path, stamp: &str) -> io::Result<PathBuf> {
             return Ok(name);
         }
     }
-    Err(io::Error::other("no free name for a new version of the volume"))
+    Err(io::Error::other(
+        "no free name for a new version of the volume",
+    ))
 }
 
 fn same(dir: &Path, files: &Files) -> bool {
     let mut found = BTreeSet::new();
     walk(dir, Path::new(""), &mut found).is_ok()
         && found.len() == files.len()
-        && files.iter().all(|(path, file)| found.contains(Path::new(path)) && fs::read(dir.join(path)).is_ok_and(|c| c == file.content))
+        && files.iter().all(|(path, file)| {
+            found.contains(Path::new(path))
+                && fs::read(dir.join(path)).is_ok_and(|c| c == file.content)
+        })
 }
 
 fn walk(dir: &Path, below: &Path, found: &mut BTreeSet<PathBuf>) -> io::Result<()> {
     for entry in fs::read_dir(dir.join(below))? {
         let entry = entry?;
         let path = below.join(entry.file_name());
-        if entry.file_type()?.is_dir() { walk(dir, &path, found)? } else { _ = found.insert(path) }
+        if entry.file_type()?.is_dir() {
+            walk(dir, &path, found)?
+        } else {
+            _ = found.insert(path)
+        }
     }
     Ok(())
 }
@@ -105,22 +123,42 @@ mod tests {
     use crate::core::volumes::File;
 
     fn files(list: &[(&str, &str)]) -> Files {
-        list.iter().map(|(p, c)| ((*p).to_owned(), File::new(c.as_bytes().to_vec(), 0o440))).collect()
+        list.iter()
+            .map(|(p, c)| ((*p).to_owned(), File::new(c.as_bytes().to_vec(), 0o440)))
+            .collect()
     }
 
     #[test]
     fn contents_change_all_at_once_and_only_when_they_differ() {
         let dir = tempfile::tempdir().expect("a directory");
         assert!(write(dir.path(), &files(&[("a", "1"), ("d/x", "2")]), None, "t").expect("first"));
-        assert_eq!(fs::read_to_string(dir.path().join("d/x")).expect("read"), "2");
-        assert_eq!(fs::metadata(dir.path().join("a")).expect("meta").permissions().mode() & 0o777, 0o440);
+        assert_eq!(
+            fs::read_to_string(dir.path().join("d/x")).expect("read"),
+            "2"
+        );
+        assert_eq!(
+            fs::metadata(dir.path().join("a"))
+                .expect("meta")
+                .permissions()
+                .mode()
+                & 0o777,
+            0o440
+        );
         let before = fs::read_link(dir.path().join(DATA)).expect("link");
         assert!(!write(dir.path(), &files(&[("a", "1"), ("d/x", "2")]), None, "t").expect("same"));
         assert_eq!(fs::read_link(dir.path().join(DATA)).expect("link"), before);
         assert!(write(dir.path(), &files(&[("b", "3")]), None, "t").expect("changed"));
-        let visible: BTreeSet<String> =
-            fs::read_dir(dir.path()).expect("list").map(|e| e.expect("entry").file_name().into_string().expect("name")).collect();
-        assert_eq!(visible.iter().filter(|n| !n.starts_with("..")).collect::<Vec<_>>(), ["b"]);
+        let visible: BTreeSet<String> = fs::read_dir(dir.path())
+            .expect("list")
+            .map(|e| e.expect("entry").file_name().into_string().expect("name"))
+            .collect();
+        assert_eq!(
+            visible
+                .iter()
+                .filter(|n| !n.starts_with(".."))
+                .collect::<Vec<_>>(),
+            ["b"]
+        );
         assert_eq!(visible.len(), 3, "the old version is gone: {visible:?}");
     }
 

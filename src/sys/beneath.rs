@@ -13,13 +13,19 @@ use nix::sys::stat::{Mode, mkdirat};
 pub struct Dir(OwnedFd);
 
 fn how(flags: OFlag) -> OpenHow {
-    OpenHow::new().flags(flags | OFlag::O_CLOEXEC).resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_MAGICLINKS)
+    OpenHow::new()
+        .flags(flags | OFlag::O_CLOEXEC)
+        .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_MAGICLINKS)
 }
 
 impl Dir {
     /// Opens a directory whose path is ours.
     pub fn open(path: &Path) -> io::Result<Dir> {
-        let fd = nix::fcntl::open(path, OFlag::O_DIRECTORY | OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?;
+        let fd = nix::fcntl::open(
+            path,
+            OFlag::O_DIRECTORY | OFlag::O_PATH | OFlag::O_CLOEXEC,
+            Mode::empty(),
+        )?;
         Ok(Dir(fd))
     }
 
@@ -30,7 +36,11 @@ impl Dir {
 
     /// Opens a directory below this one.
     pub fn open_dir(&self, path: &Path) -> io::Result<Dir> {
-        Ok(Dir(openat2(self.0.as_fd(), path, how(OFlag::O_DIRECTORY | OFlag::O_PATH))?))
+        Ok(Dir(openat2(
+            self.0.as_fd(),
+            path,
+            how(OFlag::O_DIRECTORY | OFlag::O_PATH),
+        )?))
     }
 
     /// Opens what is at a relative path, a file or a directory. What is missing is made as directories with
@@ -49,7 +59,11 @@ impl Dir {
                 Err(error) => return Err(error.into()),
                 Ok(()) => {
                     // Opened for reading: the mode of a path handle cannot be set.
-                    let made = openat2(here.0.as_fd(), part, how(OFlag::O_DIRECTORY | OFlag::O_RDONLY | OFlag::O_NOFOLLOW))?;
+                    let made = openat2(
+                        here.0.as_fd(),
+                        part,
+                        how(OFlag::O_DIRECTORY | OFlag::O_RDONLY | OFlag::O_NOFOLLOW),
+                    )?;
                     nix::unistd::fchown(&made, Some(like.st_uid.into()), Some(like.st_gid.into()))?;
                     nix::sys::stat::fchmod(&made, Mode::from_bits_truncate(like.st_mode & 0o7777))?;
                     here = Dir(made);
@@ -62,30 +76,51 @@ impl Dir {
     /// Opens a file for reading; no part of the path may be a link.
     pub fn open_file(&self, path: &Path) -> io::Result<std::fs::File> {
         let how = how(OFlag::O_RDONLY | OFlag::O_NONBLOCK);
-        let resolve = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_MAGICLINKS;
+        let resolve = ResolveFlag::RESOLVE_BENEATH
+            | ResolveFlag::RESOLVE_NO_SYMLINKS
+            | ResolveFlag::RESOLVE_NO_MAGICLINKS;
         Self::only_a_file(openat2(self.0.as_fd(), path, how.resolve(resolve))?)
     }
 
     /// The same, where links may lead to other places below this directory.
     pub fn open_within(&self, path: &Path) -> io::Result<std::fs::File> {
-        Self::only_a_file(openat2(self.0.as_fd(), path, how(OFlag::O_RDONLY | OFlag::O_NONBLOCK))?)
+        Self::only_a_file(openat2(
+            self.0.as_fd(),
+            path,
+            how(OFlag::O_RDONLY | OFlag::O_NONBLOCK),
+        )?)
     }
 
     /// A pipe would be waited for, a device could do anything.
     fn only_a_file(fd: OwnedFd) -> io::Result<std::fs::File> {
         let file = std::fs::File::from(fd);
-        if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file")) }
+        if file.metadata()?.is_file() {
+            Ok(file)
+        } else {
+            Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "it is not a file",
+            ))
+        }
     }
 
     /// The names in a directory below this one, in order; directories end with a slash.
     pub fn list(&self, path: &Path) -> io::Result<Vec<String>> {
-        let fd = openat2(self.0.as_fd(), path, how(OFlag::O_DIRECTORY | OFlag::O_RDONLY))?;
+        let fd = openat2(
+            self.0.as_fd(),
+            path,
+            how(OFlag::O_DIRECTORY | OFlag::O_RDONLY),
+        )?;
         let mut dir = nix::dir::Dir::from_fd(fd)?;
         let mut names = vec![];
         for entry in dir.iter() {
             let entry = entry?;
             let name = entry.file_name().to_string_lossy().into_owned();
-            let slash = if entry.file_type() == Some(nix::dir::Type::Directory) { "/" } else { "" };
+            let slash = if entry.file_type() == Some(nix::dir::Type::Directory) {
+                "/"
+            } else {
+                ""
+            };
             if name != "." && name != ".." {
                 names.push(format!("{name}{slash}"));
             }
@@ -101,7 +136,10 @@ impl Dir {
         let mut text = String::new();
         file.take(limit + 1).read_to_string(&mut text)?;
         if text.len() as u64 > limit {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("it is larger than {limit} bytes")));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("it is larger than {limit} bytes"),
+            ));
         }
         Ok(text)
     }
@@ -119,8 +157,13 @@ pub struct Found {
 impl Found {
     fn of(fd: OwnedFd) -> io::Result<Found> {
         let stat = nix::sys::stat::fstat(fd.as_fd())?;
-        let is_dir = nix::sys::stat::SFlag::from_bits_truncate(stat.st_mode).contains(nix::sys::stat::SFlag::S_IFDIR);
-        Ok(Found { fd, is_dir, identity: (stat.st_dev, stat.st_ino) })
+        let is_dir = nix::sys::stat::SFlag::from_bits_truncate(stat.st_mode)
+            .contains(nix::sys::stat::SFlag::S_IFDIR);
+        Ok(Found {
+            fd,
+            is_dir,
+            identity: (stat.st_dev, stat.st_ino),
+        })
     }
 
     /// Whether a path leads to the very same thing.
@@ -156,10 +199,21 @@ mod tests {
             assert!(dir.find_or_make(Path::new(path)).is_err(), "{path}");
         }
         let made = dir.find_or_make(Path::new("a/b")).expect("made");
-        assert!(made.is_dir && made.is_at(&inside.path().join("a/b")) && !made.is_at(inside.path()));
+        assert!(
+            made.is_dir && made.is_at(&inside.path().join("a/b")) && !made.is_at(inside.path())
+        );
         std::fs::write(inside.path().join("fine/file"), "text").expect("write");
-        assert!(!dir.find_or_make(Path::new("in/file")).expect("found").is_dir, "links within are followed");
+        assert!(
+            !dir.find_or_make(Path::new("in/file"))
+                .expect("found")
+                .is_dir,
+            "links within are followed"
+        );
         assert_eq!(dir.read(Path::new("in/file"), 4).expect("read"), "text");
-        assert!(dir.read(Path::new("in/file"), 3).is_err() && dir.read(Path::new("out"), 9).is_err() && dir.read(Path::new("fine"), 9).is_err());
+        assert!(
+            dir.read(Path::new("in/file"), 3).is_err()
+                && dir.read(Path::new("out"), 9).is_err()
+                && dir.read(Path::new("fine"), 9).is_err()
+        );
     }
 }

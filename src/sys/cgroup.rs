@@ -46,11 +46,18 @@ pub fn is_v2() -> bool {
 #[must_use]
 pub fn accounts_swap() -> bool {
     if !is_v2() {
-        return Path::new(ROOT).join("memory/memory.memsw.limit_in_bytes").exists();
+        return Path::new(ROOT)
+            .join("memory/memory.memsw.limit_in_bytes")
+            .exists();
     }
     // The root has no such file, every cgroup below it has.
-    let below = fs::read_dir(ROOT).into_iter().flatten().filter_map(Result::ok);
-    below.into_iter().any(|entry| entry.path().join("memory.swap.max").exists())
+    let below = fs::read_dir(ROOT)
+        .into_iter()
+        .flatten()
+        .filter_map(Result::ok);
+    below
+        .into_iter()
+        .any(|entry| entry.path().join("memory.swap.max").exists())
 }
 
 /// The hierarchies of this machine: the unified one on v2, every mounted one on v1. They do not change
@@ -62,7 +69,10 @@ fn hierarchies() -> &'static [PathBuf] {
             return vec![PathBuf::from(ROOT)];
         }
         let mut seen = Vec::new();
-        let mounted = CONTROLLERS.iter().map(|c| Path::new(ROOT).join(c)).filter(|dir| dir.is_dir());
+        let mounted = CONTROLLERS
+            .iter()
+            .map(|c| Path::new(ROOT).join(c))
+            .filter(|dir| dir.is_dir());
         mounted
             // `cpu` and `cpuacct` may be one hierarchy under two names.
             .filter(|dir| match fs::canonicalize(dir) {
@@ -84,11 +94,20 @@ fn places(path: &str) -> Vec<PathBuf> {
 
 fn controller(dir: &Path, path: &str) -> String {
     let depth = path.trim_matches('/').split('/').count();
-    dir.ancestors().nth(depth).and_then(Path::file_name).map(|n| n.to_string_lossy().into_owned()).unwrap_or_default()
+    dir.ancestors()
+        .nth(depth)
+        .and_then(Path::file_name)
+        .map(|n| n.to_string_lossy().into_owned())
+        .unwrap_or_default()
 }
 
 fn write(dir: &Path, file: &str, value: &str) -> io::Result<()> {
-    fs::write(dir.join(file), value).map_err(|e| io::Error::new(e.kind(), format!("{} cannot be set to {value}: {e}", dir.join(file).display())))
+    fs::write(dir.join(file), value).map_err(|e| {
+        io::Error::new(
+            e.kind(),
+            format!("{} cannot be set to {value}: {e}", dir.join(file).display()),
+        )
+    })
 }
 
 /// Makes one level. On v1 a cpuset starts without CPUs and must copy its parent's; on v2 the parent must
@@ -98,7 +117,12 @@ fn make_level(path: &str) -> io::Result<()> {
         match fs::create_dir(&dir) {
             Ok(()) => {}
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
-            Err(error) => return Err(io::Error::new(error.kind(), format!("the cgroup {} cannot be made: {error}", dir.display()))),
+            Err(error) => {
+                return Err(io::Error::new(
+                    error.kind(),
+                    format!("the cgroup {} cannot be made: {error}", dir.display()),
+                ));
+            }
         }
         if !is_v2() && controller(&dir, path) == "cpuset" {
             for file in ["cpuset.cpus", "cpuset.mems"] {
@@ -112,8 +136,12 @@ fn make_level(path: &str) -> io::Result<()> {
     if is_v2() {
         let dir = Path::new(ROOT).join(path.trim_start_matches('/'));
         if let Some(parent) = dir.parent() {
-            let available = fs::read_to_string(parent.join("cgroup.controllers")).unwrap_or_default();
-            for name in ["cpu", "cpuset", "memory", "pids", "io", "hugetlb"].iter().filter(|c| available.split_whitespace().any(|a| a == **c)) {
+            let available =
+                fs::read_to_string(parent.join("cgroup.controllers")).unwrap_or_default();
+            for name in ["cpu", "cpuset", "memory", "pids", "io", "hugetlb"]
+                .iter()
+                .filter(|c| available.split_whitespace().any(|a| a == **c))
+            {
                 write(parent, "cgroup.subtree_control", &format!("+{name}"))?;
             }
         }
@@ -125,7 +153,10 @@ fn make_level(path: &str) -> io::Result<()> {
 pub fn ensure_pod(tiers: &[String], path: &str, limits: &PodLimits) -> io::Result<()> {
     // The tiers are there for all pods but the first.
     let first = make_level(path);
-    if first.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
+    if first
+        .as_ref()
+        .is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
+    {
         for tier in tiers {
             make_level(tier)?;
         }
@@ -137,7 +168,11 @@ pub fn ensure_pod(tiers: &[String], path: &str, limits: &PodLimits) -> io::Resul
         if is_v2() {
             let max = |v: Option<i64>| v.map_or_else(|| "max".to_owned(), |v| v.to_string());
             write(&dir, "cpu.weight", &weight(limits.shares).to_string())?;
-            write(&dir, "cpu.max", &format!("{} {}", max(limits.quota), limits.period))?;
+            write(
+                &dir,
+                "cpu.max",
+                &format!("{} {}", max(limits.quota), limits.period),
+            )?;
             write(&dir, "memory.max", &max(limits.memory))?;
             if limits.pids.is_some() {
                 write(&dir, "pids.max", &max(limits.pids))?;
@@ -182,7 +217,10 @@ fn remove_tree(dir: &Path) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error),
     };
-    for entry in entries.filter_map(Result::ok).filter(|e| e.file_type().is_ok_and(|t| t.is_dir())) {
+    for entry in entries
+        .filter_map(Result::ok)
+        .filter(|e| e.file_type().is_ok_and(|t| t.is_dir()))
+    {
         remove_tree(&entry.path())?;
     }
     for _ in 0..5 {
@@ -198,7 +236,12 @@ fn remove_tree(dir: &Path) -> io::Result<()> {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    fs::remove_dir(dir).map_err(|e| io::Error::new(e.kind(), format!("the cgroup {} cannot be removed: {e}", dir.display())))
+    fs::remove_dir(dir).map_err(|e| {
+        io::Error::new(
+            e.kind(),
+            format!("the cgroup {} cannot be removed: {e}", dir.display()),
+        )
+    })
 }
 
 /// Whether there is such a cgroup; a slice's name is its path.
@@ -212,6 +255,13 @@ pub fn exists(path: &str) -> bool {
 #[must_use]
 pub fn children(path: &str) -> Vec<String> {
     let first = places(path).into_iter().next();
-    let entries = first.into_iter().filter_map(|dir| fs::read_dir(dir).ok()).flatten().filter_map(Result::ok);
-    entries.filter(|e| e.file_type().is_ok_and(|t| t.is_dir())).filter_map(|e| e.file_name().into_string().ok()).collect()
+    let entries = first
+        .into_iter()
+        .filter_map(|dir| fs::read_dir(dir).ok())
+        .flatten()
+        .filter_map(Result::ok);
+    entries
+        .filter(|e| e.file_type().is_ok_and(|t| t.is_dir()))
+        .filter_map(|e| e.file_name().into_string().ok())
+        .collect()
 }

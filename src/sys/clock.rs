@@ -15,13 +15,19 @@ impl Clock {
     #[must_use]
     #[allow(clippy::disallowed_methods)] // The one place that asks the system for the time.
     pub fn system() -> Clock {
-        Clock { wall: Timestamp::now(), at: Instant::now() }
+        Clock {
+            wall: Timestamp::now(),
+            at: Instant::now(),
+        }
     }
 
     /// A clock that starts at `wall`.
     #[must_use]
     pub fn starting_at(wall: Timestamp) -> Clock {
-        Clock { wall, at: Instant::now() }
+        Clock {
+            wall,
+            at: Instant::now(),
+        }
     }
 
     /// The present time.

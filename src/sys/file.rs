@@ -7,7 +7,12 @@ use std::path::{Path, PathBuf};
 
 fn aside(path: &Path, content: &[u8]) -> io::Result<(PathBuf, fs::File)> {
     let aside = PathBuf::from(format!("{}.new", path.display()));
-    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&aside)?;
+    let mut file = fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&aside)?;
     file.write_all(content)?;
     Ok((aside, file))
 }
@@ -41,7 +46,10 @@ mod tests {
         replace(&path, b"one").expect("written");
         replace(&path, b"two").expect("written");
         assert_eq!(fs::read(&path).expect("read"), b"two");
-        assert_eq!(fs::metadata(&path).expect("metadata").permissions().mode() & 0o777, 0o600);
+        assert_eq!(
+            fs::metadata(&path).expect("metadata").permissions().mode() & 0o777,
+            0o600
+        );
         assert_eq!(fs::read_dir(dir.path()).expect("listed").count(), 1);
     }
 }

@@ -11,7 +11,9 @@ pub async fn remove(name: &str) -> anyhow::Result<()> {
         match found.try_next().await {
             Ok(Some(link)) => Ok(handle.link().del(link.header.index).execute().await?),
             Ok(None) => Ok(()),
-            Err(rtnetlink::Error::NetlinkError(error)) if error.raw_code() == -libc::ENODEV => Ok(()),
+            Err(rtnetlink::Error::NetlinkError(error)) if error.raw_code() == -libc::ENODEV => {
+                Ok(())
+            }
             Err(error) => Err(error.into()),
         }
     }

@@ -47,8 +47,18 @@ pub struct Machine {
 
 /// The huge page sizes as cgroup files name them.
 fn hugepages() -> Vec<String> {
-    let entries = fs::read_dir("/sys/kernel/mm/hugepages").into_iter().flatten().filter_map(Result::ok);
-    let kilobytes = entries.filter_map(|e| e.file_name().to_str()?.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse::<u64>().ok());
+    let entries = fs::read_dir("/sys/kernel/mm/hugepages")
+        .into_iter()
+        .flatten()
+        .filter_map(Result::ok);
+    let kilobytes = entries.filter_map(|e| {
+        e.file_name()
+            .to_str()?
+            .strip_prefix("hugepages-")?
+            .strip_suffix("kB")?
+            .parse::<u64>()
+            .ok()
+    });
     let named = |kb: u64| match kb {
         kb if kb >= 1 << 20 => format!("{}GB", kb >> 20),
         kb if kb >= 1 << 10 => format!("{}MB", kb >> 10),
@@ -60,22 +70,37 @@ fn hugepages() -> Vec<String> {
 }
 
 fn thermal() -> Vec<String> {
-    let entries = fs::read_dir("/sys/devices/system/cpu").into_iter().flatten().filter_map(Result::ok);
-    let mut paths: Vec<String> = entries.map(|e| e.path().join("thermal_throttle")).filter(|p| p.is_dir()).map(|p| p.display().to_string()).collect();
+    let entries = fs::read_dir("/sys/devices/system/cpu")
+        .into_iter()
+        .flatten()
+        .filter_map(Result::ok);
+    let mut paths: Vec<String> = entries
+        .map(|e| e.path().join("thermal_throttle"))
+        .filter(|p| p.is_dir())
+        .map(|p| p.display().to_string())
+        .collect();
     paths.sort();
     paths
 }
 
 fn line(path: &str) -> String {
-    fs::read_to_string(path).map(|t| t.trim().to_owned()).unwrap_or_default()
+    fs::read_to_string(path)
+        .map(|t| t.trim().to_owned())
+        .unwrap_or_default()
 }
 
 /// What the loaded SELinux policy says of containers' files.
 fn selinux_files() -> Option<String> {
     Path::new("/sys/fs/selinux/enforce").exists().then(|| {
         let config = line("/etc/selinux/config");
-        let policy = config.lines().find_map(|l| l.strip_prefix("SELINUXTYPE=")).unwrap_or("targeted").trim();
-        selinux::files(&line(&format!("/etc/selinux/{policy}/contexts/lxc_contexts")))
+        let policy = config
+            .lines()
+            .find_map(|l| l.strip_prefix("SELINUXTYPE="))
+            .unwrap_or("targeted")
+            .trim();
+        selinux::files(&line(&format!(
+            "/etc/selinux/{policy}/contexts/lxc_contexts"
+        )))
     })
 }
 
@@ -84,13 +109,21 @@ impl Machine {
     #[must_use]
     pub fn read(root: &Path) -> Machine {
         let meminfo = line("/proc/meminfo");
-        let kilobytes =
-            |key: &str| meminfo.lines().find_map(|l| l.strip_prefix(key)).and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok());
+        let kilobytes = |key: &str| {
+            meminfo
+                .lines()
+                .find_map(|l| l.strip_prefix(key))
+                .and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok())
+        };
         let total = kilobytes("MemTotal:");
         let release = line("/etc/os-release");
-        let pretty = release.lines().find_map(|l| l.strip_prefix("PRETTY_NAME=")).map(|n| n.trim_matches('"').to_owned());
+        let pretty = release
+            .lines()
+            .find_map(|l| l.strip_prefix("PRETTY_NAME="))
+            .map(|n| n.trim_matches('"').to_owned());
         Machine {
-            cpus: std::thread::available_parallelism().map_or(1, |n| u32::try_from(n.get()).unwrap_or(1)),
+            cpus: std::thread::available_parallelism()
+                .map_or(1, |n| u32::try_from(n.get()).unwrap_or(1)),
             memory: total.unwrap_or(0) * 1024,
             storage: filesystem(root).map_or(0, |f| f.capacity),
             machine_id: line("/etc/machine-id"),
@@ -101,7 +134,8 @@ impl Machine {
             hugepages: hugepages(),
             thermal: thermal(),
             cgroup_v2: crate::sys::cgroup::is_v2(),
-            swap: crate::sys::cgroup::accounts_swap().then(|| kilobytes("SwapTotal:").unwrap_or(0) * 1024),
+            swap: crate::sys::cgroup::accounts_swap()
+                .then(|| kilobytes("SwapTotal:").unwrap_or(0) * 1024),
             apparmor: line("/sys/module/apparmor/parameters/enabled") == "Y",
             selinux: selinux_files(),
         }
@@ -110,8 +144,15 @@ impl Machine {
 
 /// The room on the filesystem that a directory is on.
 pub fn filesystem(dir: &Path) -> std::io::Result<Filesystem> {
-    let Room { capacity, available, .. } = Room::of(dir)?;
-    Ok(Filesystem { capacity, available })
+    let Room {
+        capacity,
+        available,
+        ..
+    } = Room::of(dir)?;
+    Ok(Filesystem {
+        capacity,
+        available,
+    })
 }
 
 /// The room on a filesystem.
@@ -161,16 +202,43 @@ pub async fn default_address() -> Option<IpAddr> {
 
 async fn find_address(handle: &rtnetlink::Handle) -> Option<IpAddr> {
     let query = rtnetlink::RouteMessageBuilder::<std::net::Ipv4Addr>::new().build();
-    let routes: Vec<_> = handle.route().get(query).execute().try_collect().await.ok()?;
+    let routes: Vec<_> = handle
+        .route()
+        .get(query)
+        .execute()
+        .try_collect()
+        .await
+        .ok()?;
     let default = routes
         .iter()
         .filter(|r| r.header.destination_prefix_length == 0)
-        .find_map(|r| r.attributes.iter().find_map(|a| if let RouteAttribute::Oif(index) = a { Some(*index) } else { None }));
+        .find_map(|r| {
+            r.attributes.iter().find_map(|a| {
+                if let RouteAttribute::Oif(index) = a {
+                    Some(*index)
+                } else {
+                    None
+                }
+            })
+        });
     let addresses: Vec<_> = handle.address().get().execute().try_collect().await.ok()?;
-    let usable = addresses.iter().filter(|m| m.header.family == AddressFamily::Inet).filter_map(|m| {
-        let address = m.attributes.iter().find_map(|a| if let AddressAttribute::Address(ip) = a { Some(*ip) } else { None })?;
-        (!address.is_loopback()).then_some((m.header.index, address))
-    });
+    let usable = addresses
+        .iter()
+        .filter(|m| m.header.family == AddressFamily::Inet)
+        .filter_map(|m| {
+            let address = m.attributes.iter().find_map(|a| {
+                if let AddressAttribute::Address(ip) = a {
+                    Some(*ip)
+                } else {
+                    None
+                }
+            })?;
+            (!address.is_loopback()).then_some((m.header.index, address))
+        });
     let usable: Vec<(u32, IpAddr)> = usable.collect();
-    usable.iter().find(|(index, _)| Some(*index) == default).or(usable.first()).map(|(_, ip)| *ip)
+    usable
+        .iter()
+        .find(|(index, _)| Some(*index) == default)
+        .or(usable.first())
+        .map(|(_, ip)| *ip)
 }

@@ -16,10 +16,18 @@ pub fn cgroup(path: &str) -> Option<Usage> {
     let read = |dir: &Path, file: &str| fs::read_to_string(dir.join(relative).join(file)).ok();
     if is_v2() {
         let root = Path::new(ROOT);
-        let texts: Texts = meter::V2.iter().filter_map(|file| Some((*file, read(root, file)?))).collect();
+        let texts: Texts = meter::V2
+            .iter()
+            .filter_map(|file| Some((*file, read(root, file)?)))
+            .collect();
         return texts.contains_key("cpu.stat").then(|| meter::v2(&texts));
     }
-    let texts: Texts = meter::V1.iter().filter_map(|(controller, file)| Some((*file, read(&Path::new(ROOT).join(controller), file)?))).collect();
+    let texts: Texts = meter::V1
+        .iter()
+        .filter_map(|(controller, file)| {
+            Some((*file, read(&Path::new(ROOT).join(controller), file)?))
+        })
+        .collect();
     (!texts.is_empty()).then(|| meter::v1(&texts))
 }
 
@@ -27,10 +35,17 @@ pub fn cgroup(path: &str) -> Option<Usage> {
 #[must_use]
 pub fn interfaces(path: &str) -> Vec<Interface> {
     let relative = path.trim_matches('/');
-    let dir = if is_v2() { Path::new(ROOT).join(relative) } else { Path::new(ROOT).join("memory").join(relative) };
+    let dir = if is_v2() {
+        Path::new(ROOT).join(relative)
+    } else {
+        Path::new(ROOT).join("memory").join(relative)
+    };
     let processes = fs::read_to_string(dir.join("cgroup.procs")).unwrap_or_default();
-    let text = processes.lines().find_map(|pid| fs::read_to_string(format!("/proc/{}/net/dev", pid.parse::<u32>().ok()?)).ok());
-    text.map(|text| meter::interfaces(&text)).unwrap_or_default()
+    let text = processes.lines().find_map(|pid| {
+        fs::read_to_string(format!("/proc/{}/net/dev", pid.parse::<u32>().ok()?)).ok()
+    });
+    text.map(|text| meter::interfaces(&text))
+        .unwrap_or_default()
 }
 
 /// The machine's own figures.
@@ -51,12 +66,24 @@ pub struct Whole {
 /// What the machine used.
 #[must_use]
 pub fn machine() -> Whole {
-    let (stat, memory) = (fs::read_to_string("/proc/stat").unwrap_or_default(), fs::read_to_string("/proc/meminfo").unwrap_or_default());
+    let (stat, memory) = (
+        fs::read_to_string("/proc/stat").unwrap_or_default(),
+        fs::read_to_string("/proc/meminfo").unwrap_or_default(),
+    );
     let of = |key: &str| meter::meminfo(&memory, key);
     let used = of("MemTotal").saturating_sub(of("MemFree"));
-    let number = |path: &str| fs::read_to_string(path).ok().and_then(|t| t.trim().parse::<u64>().ok()).unwrap_or(0);
+    let number = |path: &str| {
+        fs::read_to_string(path)
+            .ok()
+            .and_then(|t| t.trim().parse::<u64>().ok())
+            .unwrap_or(0)
+    };
     let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
-    let now = load.split(' ').nth(3).and_then(|f| f.split('/').nth(1)?.parse().ok()).unwrap_or(0);
+    let now = load
+        .split(' ')
+        .nth(3)
+        .and_then(|f| f.split('/').nth(1)?.parse().ok())
+        .unwrap_or(0);
     let working_set = used.saturating_sub(of("Inactive(file)"));
     Whole {
         usage: Usage {
@@ -80,16 +107,38 @@ pub fn machine() -> Whole {
 #[must_use]
 pub fn own() -> (f64, u64, u64, u64, u64, f64) {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    let rest: Vec<&str> = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace().collect();
-    let field = |n: usize| rest.get(n - 3).and_then(|v| v.parse::<u64>().ok()).unwrap_or(0);
+    let rest: Vec<&str> = stat
+        .rsplit_once(')')
+        .map_or("", |(_, rest)| rest)
+        .split_whitespace()
+        .collect();
+    let field = |n: usize| {
+        rest.get(n - 3)
+            .and_then(|v| v.parse::<u64>().ok())
+            .unwrap_or(0)
+    };
     let page = 4096;
     let open = fs::read_dir("/proc/self/fd").map_or(0, |d| d.count() as u64);
     let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
-    let most = limits.lines().find(|l| l.starts_with("Max open files")).and_then(|l| l.split_whitespace().nth(3)?.parse().ok()).unwrap_or(0);
+    let most = limits
+        .lines()
+        .find(|l| l.starts_with("Max open files"))
+        .and_then(|l| l.split_whitespace().nth(3)?.parse().ok())
+        .unwrap_or(0);
     let booted = fs::read_to_string("/proc/stat").unwrap_or_default();
-    let booted = booted.lines().find_map(|l| l.strip_prefix("btime ")?.parse::<u64>().ok()).unwrap_or(0);
+    let booted = booted
+        .lines()
+        .find_map(|l| l.strip_prefix("btime ")?.parse::<u64>().ok())
+        .unwrap_or(0);
     let seconds = (field(14) + field(15)) as f64 / 100.0;
-    (seconds, field(24) * page, field(23), open, most, booted as f64 + field(22) as f64 / 100.0)
+    (
+        seconds,
+        field(24) * page,
+        field(23),
+        open,
+        most,
+        booted as f64 + field(22) as f64 / 100.0,
+    )
 }
 
 #[cfg(test)]
@@ -99,7 +148,10 @@ mod tests {
     #[test]
     fn this_machine_and_this_process_use_something() {
         let whole = machine();
-        assert!(whole.usage.cpu > 0 && whole.usage.memory > 0 && whole.processes.0 > 0, "{whole:?}");
+        assert!(
+            whole.usage.cpu > 0 && whole.usage.memory > 0 && whole.processes.0 > 0,
+            "{whole:?}"
+        );
         let (seconds, resident, _, open, most, began) = own();
         assert!(seconds >= 0.0 && resident > 1 << 20 && open > 2 && most >= open && began > 1e9);
         assert_eq!(cgroup("/no-such-cgroup"), None);

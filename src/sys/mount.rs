@@ -22,14 +22,21 @@ pub fn table() -> io::Result<Vec<Mount>> {
     let mount = |line: &str| {
         let mut fields = line.split(' ').skip(2);
         let device = fields.next()?.to_owned();
-        Some(Mount { device, point: unescape(fields.nth(1)?).into() })
+        Some(Mount {
+            device,
+            point: unescape(fields.nth(1)?).into(),
+        })
     };
     Ok(table.lines().filter_map(mount).collect())
 }
 
 /// The mount points at or below `dir`, deepest first.
 pub fn below(dir: &Path) -> io::Result<Vec<PathBuf>> {
-    let mut points: Vec<PathBuf> = table()?.into_iter().map(|m| m.point).filter(|p| p.starts_with(dir)).collect();
+    let mut points: Vec<PathBuf> = table()?
+        .into_iter()
+        .map(|m| m.point)
+        .filter(|p| p.starts_with(dir))
+        .collect();
     points.sort_by_key(|p| std::cmp::Reverse(p.components().count()));
     Ok(points)
 }
@@ -40,13 +47,17 @@ pub fn is_mounted(dir: &Path) -> io::Result<bool> {
 }
 
 fn unescape(text: &str) -> String {
-    text.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
+    text.replace("\\040", " ")
+        .replace("\\011", "\t")
+        .replace("\\012", "\n")
+        .replace("\\134", "\\")
 }
 
 /// Whether a path is on a tmpfs.
 #[must_use]
 pub fn is_tmpfs(path: &Path) -> bool {
-    nix::sys::statfs::statfs(path).is_ok_and(|s| s.filesystem_type() == nix::sys::statfs::TMPFS_MAGIC)
+    nix::sys::statfs::statfs(path)
+        .is_ok_and(|s| s.filesystem_type() == nix::sys::statfs::TMPFS_MAGIC)
 }
 
 /// Mounts a tmpfs of at most `size` bytes (0: the kernel's default) at `dir`, unless one is there.
@@ -54,8 +65,20 @@ pub fn tmpfs(dir: &Path, size: u64) -> io::Result<()> {
     if is_mounted(dir)? {
         return Ok(());
     }
-    let options = if size == 0 { String::new() } else { format!("size={size}") };
-    let with = |options: &str| mount(Some("tmpfs"), dir, Some("tmpfs"), MsFlags::empty(), Some(options));
+    let options = if size == 0 {
+        String::new()
+    } else {
+        format!("size={size}")
+    };
+    let with = |options: &str| {
+        mount(
+            Some("tmpfs"),
+            dir,
+            Some("tmpfs"),
+            MsFlags::empty(),
+            Some(options),
+        )
+    };
     // What is in memory may be secret: it is not swapped out where the kernel can keep it (6.4 and later).
     match with(&format!("noswap,{options}")) {
         Err(nix::errno::Errno::EINVAL) => with(&options)?,
@@ -69,9 +92,21 @@ pub fn tmpfs(dir: &Path, size: u64) -> io::Result<()> {
 pub fn hugetlbfs(dir: &Path, page: u64) -> io::Result<()> {
     if is_mounted(dir)? {
         let there = u64::try_from(nix::sys::statfs::statfs(dir)?.block_size()).unwrap_or(0);
-        return if there == page { Ok(()) } else { Err(io::Error::other(format!("pages of {there} bytes are mounted there"))) };
+        return if there == page {
+            Ok(())
+        } else {
+            Err(io::Error::other(format!(
+                "pages of {there} bytes are mounted there"
+            )))
+        };
     }
-    mount(Some("nodev"), dir, Some("hugetlbfs"), MsFlags::empty(), Some(format!("pagesize={page}").as_str()))?;
+    mount(
+        Some("nodev"),
+        dir,
+        Some("hugetlbfs"),
+        MsFlags::empty(),
+        Some(format!("pagesize={page}").as_str()),
+    )?;
     Ok(())
 }
 
@@ -91,11 +126,24 @@ pub fn bind(found: &Found, target: &Path) -> io::Result<()> {
         _ => {}
     }
     if found.is_dir {
-        std::fs::DirBuilder::new().recursive(true).mode(0o750).create(target)?;
+        std::fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o750)
+            .create(target)?;
     } else {
-        std::fs::OpenOptions::new().create(true).append(true).mode(0o640).open(target)?;
+        std::fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .mode(0o640)
+            .open(target)?;
     }
-    mount(Some(&found.magic_path()), target, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
+    mount(
+        Some(&found.magic_path()),
+        target,
+        None::<&str>,
+        MsFlags::MS_BIND,
+        None::<&str>,
+    )?;
     if found.is_at(target) {
         return Ok(());
     }
@@ -108,7 +156,12 @@ pub fn unmount_all(dir: &Path) -> io::Result<()> {
     for point in below(dir)? {
         match umount2(&point, MntFlags::UMOUNT_NOFOLLOW) {
             Ok(()) | Err(nix::errno::Errno::EINVAL | nix::errno::Errno::ENOENT) => {}
-            Err(error) => return Err(io::Error::new(io::Error::from(error).kind(), format!("{} cannot be unmounted: {error}", point.display()))),
+            Err(error) => {
+                return Err(io::Error::new(
+                    io::Error::from(error).kind(),
+                    format!("{} cannot be unmounted: {error}", point.display()),
+                ));
+            }
         }
     }
     Ok(())

@@ -21,7 +21,11 @@ const DEPTH: usize = 1000;
 
 fn wanted(stat: &FileStat, read_only: bool) -> u32 {
     let bits = if read_only { FILE_READ_ONLY } else { FILE };
-    if stat.st_mode & libc::S_IFMT == libc::S_IFDIR { bits | DIR } else { bits }
+    if stat.st_mode & libc::S_IFMT == libc::S_IFDIR {
+        bits | DIR
+    } else {
+        bits
+    }
 }
 
 /// Volumes that are being given, and how many files of each have been.
@@ -63,7 +67,13 @@ impl Drop for Giving<'_> {
 fn give(fd: BorrowedFd<'_>, group: u32, read_only: bool) -> io::Result<()> {
     let stat = fstat(fd)?;
     if stat.st_gid != group {
-        fchownat(fd, c"", None, Some(Gid::from_raw(group)), AtFlags::AT_EMPTY_PATH)?;
+        fchownat(
+            fd,
+            c"",
+            None,
+            Some(Gid::from_raw(group)),
+            AtFlags::AT_EMPTY_PATH,
+        )?;
     }
     if stat.st_mode & libc::S_IFMT == libc::S_IFLNK {
         return Ok(());
@@ -73,14 +83,27 @@ fn give(fd: BorrowedFd<'_>, group: u32, read_only: bool) -> io::Result<()> {
     // Changing the group of a file clears its set-id bits: they are put back.
     if mode != wanted || (stat.st_gid != group && mode & 0o6000 != 0) {
         let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
-        fchmodat(nix::fcntl::AT_FDCWD, path.as_str(), Mode::from_bits_truncate(wanted), FchmodatFlags::FollowSymlink)?;
+        fchmodat(
+            nix::fcntl::AT_FDCWD,
+            path.as_str(),
+            Mode::from_bits_truncate(wanted),
+            FchmodatFlags::FollowSymlink,
+        )?;
     }
     Ok(())
 }
 
-fn walk(dir: OwnedFd, group: u32, read_only: bool, depth: usize, giving: &mut Giving<'_>) -> io::Result<()> {
+fn walk(
+    dir: OwnedFd,
+    group: u32,
+    read_only: bool,
+    depth: usize,
+    giving: &mut Giving<'_>,
+) -> io::Result<()> {
     if depth > DEPTH {
-        return Err(io::Error::other(format!("the volume's directories are more than {DEPTH} deep")));
+        return Err(io::Error::other(format!(
+            "the volume's directories are more than {DEPTH} deep"
+        )));
     }
     let mut listed = Dir::from_fd(dir)?;
     let mut names = vec![];
@@ -92,7 +115,12 @@ fn walk(dir: OwnedFd, group: u32, read_only: bool, depth: usize, giving: &mut Gi
         }
     }
     for (name, kind) in names {
-        let held = match openat(listed.as_fd(), name.as_c_str(), OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty()) {
+        let held = match openat(
+            listed.as_fd(),
+            name.as_c_str(),
+            OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC,
+            Mode::empty(),
+        ) {
             Ok(held) => held,
             // Somebody removed it meanwhile.
             Err(nix::errno::Errno::ENOENT) => continue,
@@ -107,7 +135,11 @@ fn walk(dir: OwnedFd, group: u32, read_only: bool, depth: usize, giving: &mut Gi
             match openat(listed.as_fd(), name.as_c_str(), flags, Mode::empty()) {
                 Ok(below) => walk(below, group, read_only, depth + 1, giving)?,
                 // It was swapped for something else: that is looked at as what it is now.
-                Err(nix::errno::Errno::ENOTDIR | nix::errno::Errno::ELOOP | nix::errno::Errno::ENOENT) => {}
+                Err(
+                    nix::errno::Errno::ENOTDIR
+                    | nix::errno::Errno::ELOOP
+                    | nix::errno::Errno::ENOENT,
+                ) => {}
                 Err(error) => return Err(error.into()),
             }
         }
@@ -128,7 +160,13 @@ pub fn set_group(root: &Path, group: u32, on_mismatch: bool, read_only: bool) ->
         return Ok(());
     }
     under_way_now().insert(root.into(), 0);
-    walk(dir.try_clone()?, group, read_only, 0, &mut Giving { root, given: 0 })?;
+    walk(
+        dir.try_clone()?,
+        group,
+        read_only,
+        0,
+        &mut Giving { root, given: 0 },
+    )?;
     give(dir.as_fd(), group, read_only)
 }
 
@@ -142,20 +180,30 @@ mod tests {
         if !nix::unistd::geteuid().is_root() {
             return;
         }
-        let (volume, outside) = (tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory"));
+        let (volume, outside) = (
+            tempfile::tempdir().expect("a directory"),
+            tempfile::tempdir().expect("a directory"),
+        );
         let (root, victim) = (volume.path(), outside.path().join("victim"));
         std::fs::write(&victim, "x").expect("write");
         std::fs::create_dir_all(root.join("a/b")).expect("mkdir");
         std::fs::write(root.join("a/b/f"), "x").expect("write");
-        std::fs::set_permissions(root.join("a/b/f"), std::fs::Permissions::from_mode(0o4755)).expect("chmod");
+        std::fs::set_permissions(root.join("a/b/f"), std::fs::Permissions::from_mode(0o4755))
+            .expect("chmod");
         symlink(&victim, root.join("a/link")).expect("link");
         symlink(outside.path(), root.join("dir")).expect("link");
         let before = std::fs::metadata(&victim).expect("stat");
         set_group(root, 4242, false, false).expect("given");
         let stat = |path: &str| std::fs::symlink_metadata(root.join(path)).expect("stat");
         assert_eq!((stat("").gid(), stat("").mode() & 0o2770), (4242, 0o2770));
-        assert_eq!((stat("a/b").gid(), stat("a/b").mode() & 0o2770), (4242, 0o2770));
-        assert_eq!((stat("a/b/f").gid(), stat("a/b/f").mode() & 0o7777), (4242, 0o4775));
+        assert_eq!(
+            (stat("a/b").gid(), stat("a/b").mode() & 0o2770),
+            (4242, 0o2770)
+        );
+        assert_eq!(
+            (stat("a/b/f").gid(), stat("a/b/f").mode() & 0o7777),
+            (4242, 0o4775)
+        );
         assert_eq!(stat("a/link").gid(), 4242);
         let after = std::fs::metadata(&victim).expect("stat");
         assert_eq!((before.gid(), before.mode()), (after.gid(), after.mode()));

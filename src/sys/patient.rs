@@ -14,7 +14,11 @@ struct Slot(Patient, String);
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.0.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.1);
+        self.0
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&self.1);
     }
 }
 
@@ -30,23 +34,32 @@ impl Patient {
         {
             let mut calls = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(since) = calls.get(key) {
-                return Err(format!("the kernel has not answered for {}s", since.elapsed().as_secs()));
+                return Err(format!(
+                    "the kernel has not answered for {}s",
+                    since.elapsed().as_secs()
+                ));
             }
             calls.insert(key.to_owned(), Instant::now());
         }
         let slot = Slot(self.clone(), key.to_owned());
         let (sender, receiver) = tokio::sync::oneshot::channel();
-        let thread = std::thread::Builder::new().name("patient".into()).stack_size(256 << 10).spawn(move || {
-            let result = work();
-            drop(slot);
-            // Whoever asked may have given up.
-            let _ = sender.send(result);
-        });
+        let thread = std::thread::Builder::new()
+            .name("patient".into())
+            .stack_size(256 << 10)
+            .spawn(move || {
+                let result = work();
+                drop(slot);
+                // Whoever asked may have given up.
+                let _ = sender.send(result);
+            });
         thread.map_err(|e| format!("no thread can be made: {e}"))?;
         match tokio::time::timeout(wait, receiver).await {
             Ok(Ok(result)) => result,
             Ok(Err(_)) => Err("the call ended unexpectedly".into()),
-            Err(_) => Err(format!("the kernel has not answered for {}s", wait.as_secs())),
+            Err(_) => Err(format!(
+                "the kernel has not answered for {}s",
+                wait.as_secs()
+            )),
         }
     }
 
@@ -67,9 +80,17 @@ mod tests {
         let (release, held) = std::sync::mpsc::channel::<()>();
         let hang = move || held.recv().map_err(|e| e.to_string());
         let short = Duration::from_millis(50);
-        assert!(patient.call("a", short, hang).await.is_err_and(|e| e.contains("not answered")));
+        assert!(
+            patient
+                .call("a", short, hang)
+                .await
+                .is_err_and(|e| e.contains("not answered"))
+        );
         let again = patient.call("a", short, || Ok(())).await;
-        assert!(again.is_err_and(|e| e.contains("not answered")), "it is not begun twice");
+        assert!(
+            again.is_err_and(|e| e.contains("not answered")),
+            "it is not begun twice"
+        );
         assert_eq!(patient.call("b", short, || Ok(7)).await, Ok(7));
         assert_eq!(patient.under_way(), 1);
         release.send(()).expect("it waits");
@@ -79,7 +100,9 @@ mod tests {
         assert_eq!(patient.call("a", short, || Ok(1)).await, Ok(1));
         assert!(
             patient
-                .call("c", Duration::from_secs(60), || -> Result<(), String> { panic!("broken") })
+                .call("c", Duration::from_secs(60), || -> Result<(), String> {
+                    panic!("broken")
+                })
                 .await
                 .is_err_and(|e| e.contains("unexpectedly"))
         );

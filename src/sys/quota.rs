@@ -45,7 +45,11 @@ nix::ioctl_write_ptr!(set_attributes, b'X', 32, Attributes);
 static TAKING: Mutex<()> = Mutex::new(());
 
 fn open(dir: &Path) -> io::Result<OwnedFd> {
-    Ok(nix::fcntl::open(dir, OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty())?)
+    Ok(nix::fcntl::open(
+        dir,
+        OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC,
+        Mode::empty(),
+    )?)
 }
 
 /// What the filesystem of an open directory counts of a project; none where it does not count.
@@ -54,9 +58,20 @@ fn count(dir: &OwnedFd, project: u32) -> Option<Usage> {
     let mut told: libc::dqblk = unsafe { std::mem::zeroed() };
     let command = (Q_GETQUOTA << 8) | PROJECT_QUOTA;
     // SAFETY: the kernel writes one `dqblk`, for which there is room, and keeps no address.
-    let result = unsafe { libc::syscall(libc::SYS_quotactl_fd, dir.as_raw_fd(), command, project, &raw mut told) };
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_quotactl_fd,
+            dir.as_raw_fd(),
+            command,
+            project,
+            &raw mut told,
+        )
+    };
     match nix::errno::Errno::result(result) {
-        Ok(_) => Some(Usage { bytes: told.dqb_curspace, inodes: told.dqb_curinodes }),
+        Ok(_) => Some(Usage {
+            bytes: told.dqb_curspace,
+            inodes: told.dqb_curinodes,
+        }),
         // Some filesystems do not know of a project that has no file.
         Err(nix::errno::Errno::ENOENT) => Some(Usage::default()),
         // A filesystem without project quotas, or a kernel before 5.14.
@@ -86,7 +101,9 @@ pub fn begin(dir: &Path) -> io::Result<()> {
     dir.hash(&mut hasher);
     let start = u32::try_from(hasher.finish() % u64::from(PROJECTS)).unwrap_or(0);
     let _taking = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
-    let free = (0..PROJECTS).map(|n| FIRST + (start + n) % PROJECTS).find(|project| count(&handle, *project).is_none_or(|u| u.inodes == 0));
+    let free = (0..PROJECTS)
+        .map(|n| FIRST + (start + n) % PROJECTS)
+        .find(|project| count(&handle, *project).is_none_or(|u| u.inodes == 0));
     own.project = free.ok_or_else(|| io::Error::other("all projects are taken"))?;
     own.flags |= INHERIT;
     // SAFETY: the kernel reads one `struct fsxattr`.
@@ -103,5 +120,7 @@ pub fn used(dir: &Path) -> io::Result<Option<Usage>> {
     };
     // Filesystems without such attributes say so by an error.
     let project = of(&handle).map_or(0, |found| found.project);
-    Ok((project >= FIRST).then(|| count(&handle, project)).flatten())
+    Ok((project >= FIRST)
+        .then(|| count(&handle, project))
+        .flatten())
 }

@@ -24,7 +24,12 @@ trait Manager {
         properties: &[(&str, Value<'_>)],
         others: &[(&str, &[(&str, Value<'_>)])],
     ) -> zbus::Result<zbus::zvariant::OwnedObjectPath>;
-    fn set_unit_properties(&self, name: &str, runtime: bool, properties: &[(&str, Value<'_>)]) -> zbus::Result<()>;
+    fn set_unit_properties(
+        &self,
+        name: &str,
+        runtime: bool,
+        properties: &[(&str, Value<'_>)],
+    ) -> zbus::Result<()>;
     fn stop_unit(&self, name: &str, mode: &str) -> zbus::Result<zbus::zvariant::OwnedObjectPath>;
 }
 
@@ -45,13 +50,25 @@ impl Slices {
         let mut held = self.connection.lock().await;
         let connection = match &*held {
             Some(connection) => connection.clone(),
-            None => held.insert(Connection::system().await.map_err(|e| format!("systemd cannot be reached over D-Bus: {e}"))?).clone(),
+            None => held
+                .insert(
+                    Connection::system()
+                        .await
+                        .map_err(|e| format!("systemd cannot be reached over D-Bus: {e}"))?,
+                )
+                .clone(),
         };
-        ManagerProxy::new(&connection).await.map_err(|e| format!("systemd cannot be asked: {e}"))
+        ManagerProxy::new(&connection)
+            .await
+            .map_err(|e| format!("systemd cannot be asked: {e}"))
     }
 
     /// What a call came to. A connection that broke is made anew with the next.
-    async fn answer<T>(&self, what: String, call: impl Future<Output = zbus::Result<T>>) -> Result<zbus::Result<T>, String> {
+    async fn answer<T>(
+        &self,
+        what: String,
+        call: impl Future<Output = zbus::Result<T>>,
+    ) -> Result<zbus::Result<T>, String> {
         match tokio::time::timeout(PATIENCE, call).await {
             Ok(Err(error @ (zbus::Error::InputOutput(_) | zbus::Error::Handshake(_)))) => {
                 self.connection.lock().await.take();
@@ -60,33 +77,62 @@ impl Slices {
             Ok(result) => Ok(result),
             Err(_) => {
                 self.connection.lock().await.take();
-                Err(format!("{what}: systemd has not answered for {}s", PATIENCE.as_secs()))
+                Err(format!(
+                    "{what}: systemd has not answered for {}s",
+                    PATIENCE.as_secs()
+                ))
             }
         }
     }
 
     fn known(&self) -> std::sync::MutexGuard<'_, HashMap<String, Vec<(&'static str, u64)>>> {
-        self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.known
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     /// Makes a slice with these properties, or gives them to the one that is there. What was asked for already is not
     /// asked for again.
-    pub async fn ensure(&self, name: &str, properties: Vec<(&'static str, u64)>) -> Result<(), String> {
+    pub async fn ensure(
+        &self,
+        name: &str,
+        properties: Vec<(&'static str, u64)>,
+    ) -> Result<(), String> {
         if self.known().get(name) == Some(&properties) {
             return Ok(());
         }
         let manager = self.manager().await?;
-        let values = || properties.iter().map(|(key, value)| (*key, Value::from(*value)));
-        let flags = ["MemoryAccounting", "CPUAccounting", "IOAccounting", "TasksAccounting"].map(|key| (key, Value::from(true)));
-        let text = [("Description", Value::from("pods of this node")), ("DefaultDependencies", Value::from(false))];
+        let values = || {
+            properties
+                .iter()
+                .map(|(key, value)| (*key, Value::from(*value)))
+        };
+        let flags = [
+            "MemoryAccounting",
+            "CPUAccounting",
+            "IOAccounting",
+            "TasksAccounting",
+        ]
+        .map(|key| (key, Value::from(true)));
+        let text = [
+            ("Description", Value::from("pods of this node")),
+            ("DefaultDependencies", Value::from(false)),
+        ];
         let all: Vec<(&str, Value<'_>)> = text.into_iter().chain(flags).chain(values()).collect();
         let what = format!("the slice {name} cannot be made");
-        let made = self.answer(what.clone(), manager.start_transient_unit(name, "replace", &all, &[])).await?;
+        let made = self
+            .answer(
+                what.clone(),
+                manager.start_transient_unit(name, "replace", &all, &[]),
+            )
+            .await?;
         match made {
             Ok(_) => {}
             Err(error) if is(&error, "org.freedesktop.systemd1.UnitExists") => {
                 let own: Vec<(&str, Value<'_>)> = values().collect();
-                let set = self.answer(what, manager.set_unit_properties(name, true, &own)).await?;
+                let set = self
+                    .answer(what, manager.set_unit_properties(name, true, &own))
+                    .await?;
                 set.map_err(|e| format!("the properties of the slice {name} cannot be set: {e}"))?;
             }
             Err(error) => return Err(format!("{what}: {error}")),
@@ -105,7 +151,10 @@ impl Slices {
         self.forget(name);
         let manager = self.manager().await?;
         let what = format!("the slice {name} cannot be removed");
-        match self.answer(what.clone(), manager.stop_unit(name, "replace")).await? {
+        match self
+            .answer(what.clone(), manager.stop_unit(name, "replace"))
+            .await?
+        {
             Err(error) if is(&error, "org.freedesktop.systemd1.NoSuchUnit") => Ok(()),
             Err(error) => Err(format!("{what}: {error}")),
             Ok(_) => Ok(()),

@@ -35,7 +35,10 @@ struct Walk {
 
 impl Walk {
     fn count(&mut self, stat: &FileStat) {
-        if stat.st_nlink > 1 && stat.st_mode & libc::S_IFMT != libc::S_IFDIR && !self.linked.insert(stat.st_ino) {
+        if stat.st_nlink > 1
+            && stat.st_mode & libc::S_IFMT != libc::S_IFDIR
+            && !self.linked.insert(stat.st_ino)
+        {
             return;
         }
         self.usage.bytes += u64::try_from(stat.st_blocks).unwrap_or(0) * 512;
@@ -56,7 +59,9 @@ impl Walk {
                 continue;
             }
             // What goes away meanwhile uses nothing.
-            let Ok(stat) = fstatat(&held, name, AtFlags::AT_SYMLINK_NOFOLLOW) else { continue };
+            let Ok(stat) = fstatat(&held, name, AtFlags::AT_SYMLINK_NOFOLLOW) else {
+                continue;
+            };
             if stat.st_dev != self.device {
                 continue;
             }
@@ -70,7 +75,9 @@ impl Walk {
         }
         for name in below {
             let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-            let Ok(dir) = openat(&held, name.as_c_str(), flags, Mode::empty()) else { continue };
+            let Ok(dir) = openat(&held, name.as_c_str(), flags, Mode::empty()) else {
+                continue;
+            };
             if fstat(&dir)?.st_dev == self.device {
                 self.dir(dir, depth + 1)?;
             }
@@ -91,7 +98,12 @@ pub fn of(path: &Path, enough: u64) -> io::Result<Usage> {
         Err(error) => return Err(error.into()),
     };
     let stat = fstat(&dir)?;
-    let mut walk = Walk { usage: Usage::default(), enough, device: stat.st_dev, linked: HashSet::new() };
+    let mut walk = Walk {
+        usage: Usage::default(),
+        enough,
+        device: stat.st_dev,
+        linked: HashSet::new(),
+    };
     walk.count(&stat);
     walk.dir(dir, 0)?;
     Ok(walk.usage)
@@ -103,7 +115,10 @@ mod tests {
 
     #[test]
     fn files_count_once_and_links_lead_nowhere() {
-        let (dir, outside) = (tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory"));
+        let (dir, outside) = (
+            tempfile::tempdir().expect("a directory"),
+            tempfile::tempdir().expect("a directory"),
+        );
         let empty = of(dir.path(), u64::MAX).expect("counted");
         std::fs::write(outside.path().join("large"), vec![1; 1 << 20]).expect("write");
         std::os::unix::fs::symlink(outside.path(), dir.path().join("link")).expect("link");
@@ -114,7 +129,13 @@ mod tests {
         assert_eq!(used.inodes, empty.inodes + 4);
         let grown = used.bytes - empty.bytes;
         assert!((256 << 10..300 << 10).contains(&grown), "{grown}");
-        assert!(of(dir.path(), 1 << 10).expect("counted").inodes < used.inodes, "it stops when it has seen enough");
-        assert_eq!(of(&dir.path().join("none"), 0).expect("counted"), Usage::default());
+        assert!(
+            of(dir.path(), 1 << 10).expect("counted").inodes < used.inodes,
+            "it stops when it has seen enough"
+        );
+        assert_eq!(
+            of(&dir.path().join("none"), 0).expect("counted"),
+            Usage::default()
+        );
     }
 }

@@ -16,7 +16,11 @@ impl Changes {
     /// Begins to watch. A directory that cannot be watched counts as unchanged.
     #[must_use]
     pub fn of(dir: &Path) -> Changes {
-        let mask = WatchMask::CREATE | WatchMask::CLOSE_WRITE | WatchMask::MOVE | WatchMask::DELETE | WatchMask::ATTRIB;
+        let mask = WatchMask::CREATE
+            | WatchMask::CLOSE_WRITE
+            | WatchMask::MOVE
+            | WatchMask::DELETE
+            | WatchMask::ATTRIB;
         let stream = Inotify::init().and_then(|inotify| {
             inotify.watches().add(dir, mask)?;
             inotify.into_event_stream(vec![0; BUFFER])
@@ -47,6 +51,9 @@ mod tests {
         changes.wait(Duration::from_secs(60)).await;
         assert!(begun.elapsed() < Duration::from_secs(60));
         Changes::of(dir.path()).wait(Duration::from_secs(60)).await;
-        assert!(begun.elapsed() >= Duration::from_secs(60), "nothing has changed since");
+        assert!(
+            begun.elapsed() >= Duration::from_secs(60),
+            "nothing has changed since"
+        );
     }
 }

@@ -16,7 +16,10 @@ use crate::cri::CriClient;
 fn may_lower_oom_score() -> bool {
     const CAP_SYS_RESOURCE: u64 = 1 << 24;
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let effective = status.lines().find_map(|l| l.strip_prefix("CapEff:")).and_then(|h| u64::from_str_radix(h.trim(), 16).ok());
+    let effective = status
+        .lines()
+        .find_map(|l| l.strip_prefix("CapEff:"))
+        .and_then(|h| u64::from_str_radix(h.trim(), 16).ok());
     effective.is_some_and(|caps| caps & CAP_SYS_RESOURCE != 0)
 }
 
@@ -62,32 +65,52 @@ pub fn network(settings: &Settings) -> serde_json::Value {
 
 /// Installs the CNI plugins of this build and the network's configuration.
 pub fn install_network(settings: &Settings) -> anyhow::Result<()> {
-    let (bin, conf) = (settings.dirs.data.join("cni/bin"), settings.dirs.data.join("cni/net.d"));
+    let (bin, conf) = (
+        settings.dirs.data.join("cni/bin"),
+        settings.dirs.data.join("cni/net.d"),
+    );
     std::fs::create_dir_all(&conf)?;
     let source = cni_binary()?;
-    let installed = std::process::Command::new(&source).arg("install").arg(&bin).output();
+    let installed = std::process::Command::new(&source)
+        .arg("install")
+        .arg(&bin)
+        .output();
     let installed = installed.with_context(|| format!("{} cannot be run", source.display()))?;
     if !installed.status.success() {
         bail!("{}", String::from_utf8_lossy(&installed.stderr).trim());
     }
-    std::fs::write(conf.join("10-holdfast.conflist"), network(settings).to_string())?;
+    std::fs::write(
+        conf.join("10-holdfast.conflist"),
+        network(settings).to_string(),
+    )?;
     Ok(())
 }
 
 fn cni_binary() -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe()?;
-    let places = [own.with_file_name("holdfast-cni"), PathBuf::from("/usr/lib/holdfast/holdfast-cni"), PathBuf::from("/opt/cni/bin/holdfast-cni")];
+    let places = [
+        own.with_file_name("holdfast-cni"),
+        PathBuf::from("/usr/lib/holdfast/holdfast-cni"),
+        PathBuf::from("/opt/cni/bin/holdfast-cni"),
+    ];
     places.iter().find(|p| p.is_file()).cloned().with_context(|| format!("the CNI plugins (holdfast-cni) are not beside {}; build them with `cargo build --release --workspace`, or install them in /usr/lib/holdfast", own.display()))
 }
 
 /// Waits until a runtime answers CRI v1 at `endpoint`; `alive` says whether waiting still makes sense.
-pub async fn wait_ready(endpoint: &str, patience: Duration, alive: impl Fn() -> bool) -> anyhow::Result<String> {
-    let client = CriClient::new(endpoint, Duration::from_secs(5), None).map_err(anyhow::Error::msg)?;
+pub async fn wait_ready(
+    endpoint: &str,
+    patience: Duration,
+    alive: impl Fn() -> bool,
+) -> anyhow::Result<String> {
+    let client =
+        CriClient::new(endpoint, Duration::from_secs(5), None).map_err(anyhow::Error::msg)?;
     let deadline = tokio::time::Instant::now() + patience;
     loop {
         match client.version().await {
             Ok(version) => return Ok(version),
-            Err(error) if tokio::time::Instant::now() > deadline || !alive() => bail!("the container runtime at {endpoint} does not answer: {error}"),
+            Err(error) if tokio::time::Instant::now() > deadline || !alive() => {
+                bail!("the container runtime at {endpoint} does not answer: {error}")
+            }
             Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
         }
     }
@@ -95,23 +118,38 @@ pub async fn wait_ready(endpoint: &str, patience: Duration, alive: impl Fn() -> 
 
 /// Imports the bundled images; what is there already is left.
 pub fn import_images(settings: &Settings, endpoint: &str) -> anyhow::Result<()> {
-    let ctr = find_program("ctr").context("ctr is not installed; it comes with containerd (Debian: apt-get install containerd)")?;
+    let ctr = find_program("ctr").context(
+        "ctr is not installed; it comes with containerd (Debian: apt-get install containerd)",
+    )?;
     let address = endpoint.trim_start_matches("unix://");
     let run = |arguments: &[&str]| -> anyhow::Result<std::process::Output> {
-        Command::new(&ctr).args(["--address", address, "--namespace", "k8s.io"]).args(arguments).output().context("ctr cannot be run")
+        Command::new(&ctr)
+            .args(["--address", address, "--namespace", "k8s.io"])
+            .args(arguments)
+            .output()
+            .context("ctr cannot be run")
     };
     let listed = run(&["images", "list", "--quiet"])?;
     let present = String::from_utf8_lossy(&listed.stdout).into_owned();
     for (name, archive) in images::write_bundled(&settings.dirs.data.join("images"))? {
         // The archives are the same for the same build; another build brings other digests.
-        let stamp = settings.dirs.data.join("images").join(format!("{}.imported", name.replace(['/', ':'], "_")));
+        let stamp = settings
+            .dirs
+            .data
+            .join("images")
+            .join(format!("{}.imported", name.replace(['/', ':'], "_")));
         let current = images::digest(&std::fs::read(&archive)?);
-        if present.lines().any(|l| l == name) && std::fs::read_to_string(&stamp).is_ok_and(|s| s == current) {
+        if present.lines().any(|l| l == name)
+            && std::fs::read_to_string(&stamp).is_ok_and(|s| s == current)
+        {
             continue;
         }
         let output = run(&["images", "import", &archive.display().to_string()])?;
         if !output.status.success() {
-            bail!("the image {name} cannot be imported: {}", String::from_utf8_lossy(&output.stderr).trim());
+            bail!(
+                "the image {name} cannot be imported: {}",
+                String::from_utf8_lossy(&output.stderr).trim()
+            );
         }
         std::fs::write(stamp, current)?;
     }

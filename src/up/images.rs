@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use oci_spec::image::{
-    Arch, ConfigBuilder, DescriptorBuilder, ImageConfigurationBuilder, ImageIndexBuilder, ImageManifestBuilder, MediaType, OciLayoutBuilder, Os,
-    RootFsBuilder, Sha256Digest,
+    Arch, ConfigBuilder, DescriptorBuilder, ImageConfigurationBuilder, ImageIndexBuilder,
+    ImageManifestBuilder, MediaType, OciLayoutBuilder, Os, RootFsBuilder, Sha256Digest,
 };
 
 /// The image of every sandbox.
@@ -45,7 +45,12 @@ pub fn digest(bytes: &[u8]) -> String {
     digest.as_ref().iter().map(|b| format!("{b:02x}")).collect()
 }
 
-fn append<W: std::io::Write>(tar: &mut tar::Builder<W>, path: &str, content: &[u8], mode: u32) -> std::io::Result<()> {
+fn append<W: std::io::Write>(
+    tar: &mut tar::Builder<W>,
+    path: &str,
+    content: &[u8],
+    mode: u32,
+) -> std::io::Result<()> {
     let mut header = tar::Header::new_gnu();
     header.set_size(content.len() as u64);
     header.set_mode(mode);
@@ -66,13 +71,28 @@ pub fn pack(image: &Image<'_>) -> anyhow::Result<Vec<u8>> {
         "aarch64" => Arch::ARM64,
         other => Arch::Other(other.into()),
     };
-    let settings = ConfigBuilder::default().entrypoint(image.entrypoint.clone()).env(image.env.clone()).build()?;
-    let rootfs = RootFsBuilder::default().typ("layers").diff_ids(vec![format!("sha256:{}", digest(&layer))]).build()?;
-    let config = ImageConfigurationBuilder::default().architecture(arch).os(Os::Linux).config(settings).rootfs(rootfs).build()?;
+    let settings = ConfigBuilder::default()
+        .entrypoint(image.entrypoint.clone())
+        .env(image.env.clone())
+        .build()?;
+    let rootfs = RootFsBuilder::default()
+        .typ("layers")
+        .diff_ids(vec![format!("sha256:{}", digest(&layer))])
+        .build()?;
+    let config = ImageConfigurationBuilder::default()
+        .architecture(arch)
+        .os(Os::Linux)
+        .config(settings)
+        .rootfs(rootfs)
+        .build()?;
     let config = serde_json::to_vec(&config)?;
     let describe = |kind: MediaType, bytes: &[u8]| -> anyhow::Result<oci_spec::image::Descriptor> {
         let digest: Sha256Digest = digest(bytes).parse()?;
-        Ok(DescriptorBuilder::default().media_type(kind).size(bytes.len() as u64).digest(digest).build()?)
+        Ok(DescriptorBuilder::default()
+            .media_type(kind)
+            .size(bytes.len() as u64)
+            .digest(digest)
+            .build()?)
     };
     let manifest = ImageManifestBuilder::default()
         .schema_version(2u32)
@@ -82,14 +102,37 @@ pub fn pack(image: &Image<'_>) -> anyhow::Result<Vec<u8>> {
         .build()?;
     let manifest = serde_json::to_vec(&manifest)?;
     let mut named = describe(MediaType::ImageManifest, &manifest)?;
-    named.set_annotations(Some(HashMap::from([("io.containerd.image.name".to_owned(), image.name.to_owned())])));
-    let index = ImageIndexBuilder::default().schema_version(2u32).manifests(vec![named]).build()?;
-    let layout = OciLayoutBuilder::default().image_layout_version("1.0.0").build()?;
+    named.set_annotations(Some(HashMap::from([(
+        "io.containerd.image.name".to_owned(),
+        image.name.to_owned(),
+    )])));
+    let index = ImageIndexBuilder::default()
+        .schema_version(2u32)
+        .manifests(vec![named])
+        .build()?;
+    let layout = OciLayoutBuilder::default()
+        .image_layout_version("1.0.0")
+        .build()?;
     let mut archive = tar::Builder::new(Vec::new());
-    append(&mut archive, "oci-layout", &serde_json::to_vec(&layout)?, 0o644)?;
-    append(&mut archive, "index.json", &serde_json::to_vec(&index)?, 0o644)?;
+    append(
+        &mut archive,
+        "oci-layout",
+        &serde_json::to_vec(&layout)?,
+        0o644,
+    )?;
+    append(
+        &mut archive,
+        "index.json",
+        &serde_json::to_vec(&index)?,
+        0o644,
+    )?;
     for blob in [&layer, &config, &manifest] {
-        append(&mut archive, &format!("blobs/sha256/{}", digest(blob)), blob, 0o644)?;
+        append(
+            &mut archive,
+            &format!("blobs/sha256/{}", digest(blob)),
+            blob,
+            0o644,
+        )?;
     }
     Ok(archive.into_inner()?)
 }
@@ -100,13 +143,21 @@ pub fn write_bundled(dir: &Path) -> anyhow::Result<Vec<(String, std::path::PathB
     let mut archives = Vec::new();
     let pause = Image {
         name: PAUSE,
-        files: vec![ImageFile { path: "pause", content: PAUSE_PROGRAM, mode: 0o755 }],
+        files: vec![ImageFile {
+            path: "pause",
+            content: PAUSE_PROGRAM,
+            mode: 0o755,
+        }],
         entrypoint: vec!["/pause".into()],
         env: vec![],
     };
     let demo = |name, version: &str| Image {
         name,
-        files: vec![ImageFile { path: "web", content: WEB_PROGRAM, mode: 0o755 }],
+        files: vec![ImageFile {
+            path: "web",
+            content: WEB_PROGRAM,
+            mode: 0o755,
+        }],
         entrypoint: vec!["/web".into()],
         env: vec![format!("VERSION={version}")],
     };
@@ -124,7 +175,12 @@ mod tests {
 
     /// Whether an ELF file of 64 bits has a PT_INTERP segment.
     fn has_interpreter(elf: &[u8]) -> bool {
-        let number = |at: usize, size: usize| elf[at..at + size].iter().rev().fold(0usize, |n, b| n << 8 | usize::from(*b));
+        let number = |at: usize, size: usize| {
+            elf[at..at + size]
+                .iter()
+                .rev()
+                .fold(0usize, |n, b| n << 8 | usize::from(*b))
+        };
         let (start, size, count) = (number(32, 8), number(54, 2), number(56, 2));
         (0..count).any(|i| number(start + i * size, 4) == 3)
     }
@@ -135,16 +191,34 @@ mod tests {
         use std::os::unix::fs::PermissionsExt as _;
         let dir = tempfile::tempdir().expect("a directory");
         for (name, program) in [("pause", PAUSE_PROGRAM), ("web", WEB_PROGRAM)] {
-            assert!(!has_interpreter(program), "{name} must not need a dynamic linker");
+            assert!(
+                !has_interpreter(program),
+                "{name} must not need a dynamic linker"
+            );
             let file = dir.path().join(name);
             std::fs::write(&file, program).expect("written");
-            std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755)).expect("executable");
-            let mut child = std::process::Command::new(&file).arg("0").stdout(std::process::Stdio::null()).spawn().expect("started");
+            std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755))
+                .expect("executable");
+            let mut child = std::process::Command::new(&file)
+                .arg("0")
+                .stdout(std::process::Stdio::null())
+                .spawn()
+                .expect("started");
             let pid = nix::unistd::Pid::from_raw(i32::try_from(child.id()).expect("a pid"));
             // Ready once the handler is there: SIGTERM is bit 14 of the caught signals.
-            let caught = |status: &str| status.lines().find_map(|l| l.strip_prefix("SigCgt:")).and_then(|h| u64::from_str_radix(h.trim(), 16).ok());
-            while caught(&std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs")).is_none_or(|c| c & (1 << 14) == 0) {
-                assert!(child.try_wait().expect("waited").is_none(), "{name} ended by itself");
+            let caught = |status: &str| {
+                status
+                    .lines()
+                    .find_map(|l| l.strip_prefix("SigCgt:"))
+                    .and_then(|h| u64::from_str_radix(h.trim(), 16).ok())
+            };
+            while caught(&std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs"))
+                .is_none_or(|c| c & (1 << 14) == 0)
+            {
+                assert!(
+                    child.try_wait().expect("waited").is_none(),
+                    "{name} ended by itself"
+                );
             }
             kill(pid, Signal::SIGTERM).expect("told to stop");
             assert_eq!(child.wait().expect("waited").code(), Some(0), "{name}");
@@ -153,8 +227,16 @@ mod tests {
 
     #[test]
     fn images_are_packed_with_matching_digests() {
-        let image =
-            Image { name: "x/y:1", files: vec![ImageFile { path: "a", content: b"1", mode: 0o644 }], entrypoint: vec!["/a".into()], env: vec![] };
+        let image = Image {
+            name: "x/y:1",
+            files: vec![ImageFile {
+                path: "a",
+                content: b"1",
+                mode: 0o644,
+            }],
+            entrypoint: vec!["/a".into()],
+            env: vec![],
+        };
         let archive = pack(&image).expect("packed");
         let mut tar = tar::Archive::new(archive.as_slice());
         let mut blobs = 0;

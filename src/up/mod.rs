@@ -32,12 +32,18 @@ struct Parts {
 
 fn parts(dirs: &Dirs) -> Parts {
     let part = |name| Part::new(name, &dirs.run, &dirs.logs);
-    Parts { containerd: part("containerd"), control: part("control-plane"), agent: part("agent") }
+    Parts {
+        containerd: part("containerd"),
+        control: part("control-plane"),
+        agent: part("agent"),
+    }
 }
 
 fn require_root(command: &str) -> anyhow::Result<()> {
     if !nix::unistd::geteuid().is_root() {
-        bail!("`holdfast {command}` needs root: it makes network interfaces, mounts and cgroups; run it with sudo");
+        bail!(
+            "`holdfast {command}` needs root: it makes network interfaces, mounts and cgroups; run it with sudo"
+        );
     }
     Ok(())
 }
@@ -47,9 +53,13 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
     require_root("up")?;
     let dirs = &settings.dirs;
     for dir in [&dirs.data, &dirs.run, &dirs.logs, &dirs.agent()] {
-        fs::create_dir_all(dir).with_context(|| format!("the directory {} cannot be made", dir.display()))?;
+        fs::create_dir_all(dir)
+            .with_context(|| format!("the directory {} cannot be made", dir.display()))?;
     }
-    fs::set_permissions(&dirs.data, std::os::unix::fs::PermissionsExt::from_mode(0o700))?;
+    fs::set_permissions(
+        &dirs.data,
+        std::os::unix::fs::PermissionsExt::from_mode(0o700),
+    )?;
     let parts = parts(dirs);
     let mut progress = Progress::new();
     let endpoint = settings.endpoint();
@@ -60,7 +70,9 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
         start_containerd(settings, &parts.containerd)?;
     }
     let alive = || !private || parts.containerd.pid().is_some();
-    let runtime = containerd::wait_ready(&endpoint, Duration::from_secs(30), alive).await.with_context(|| hint(&parts.containerd, private))?;
+    let runtime = containerd::wait_ready(&endpoint, Duration::from_secs(30), alive)
+        .await
+        .with_context(|| hint(&parts.containerd, private))?;
 
     progress.step("bundled images");
     containerd::import_images(settings, &endpoint)?;
@@ -75,15 +87,30 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
     progress.done();
 
     let kubeconfig = dirs.kubeconfig();
-    println!("Holdfast is running: node {node} is Ready on {runtime}, API at https://127.0.0.1:{}.", settings.api_port);
-    println!("The kubeconfig is {}; use it with: export KUBECONFIG={}", kubeconfig.display(), kubeconfig.display());
-    println!("Try next: kubectl create deployment web --image={} --replicas=3", images::DEMO[0]);
+    println!(
+        "Holdfast is running: node {node} is Ready on {runtime}, API at https://127.0.0.1:{}.",
+        settings.api_port
+    );
+    println!(
+        "The kubeconfig is {}; use it with: export KUBECONFIG={}",
+        kubeconfig.display(),
+        kubeconfig.display()
+    );
+    println!(
+        "Try next: kubectl create deployment web --image={} --replicas=3",
+        images::DEMO[0]
+    );
     Ok(())
 }
 
 fn hint(part: &Part, ours: bool) -> String {
     if ours {
-        format!("{} did not come up; its log is {}\n{}", part.name, part.log.display(), part.last_words())
+        format!(
+            "{} did not come up; its log is {}\n{}",
+            part.name,
+            part.log.display(),
+            part.last_words()
+        )
     } else {
         "the given --containerd-endpoint does not work".into()
     }
@@ -101,22 +128,47 @@ fn start_containerd(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     // Both must make cgroups in the same way.
     let systemd = own_fields(settings)?.is_some_and(|own| own["cgroupDriver"] == "systemd");
     fs::write(&config, containerd::config(settings, systemd))?;
-    part.start(&program, &["--config".into(), config.display().to_string(), "--log-level".into(), "warn".into()])
+    part.start(
+        &program,
+        &[
+            "--config".into(),
+            config.display().to_string(),
+            "--log-level".into(),
+            "warn".into(),
+        ],
+    )
 }
 
 fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     let dir = settings.dirs.data.join("control");
     let pki = Pki::open(&dir.join("pki"))?;
     let server = format!("https://127.0.0.1:{}", settings.api_port);
-    let write = |path: &Path, user: &str, pair: &pki::Pair| crate::sys::file::replace(path, pki::kubeconfig(&server, &pki.ca, user, pair).as_bytes());
-    write(&settings.dirs.kubeconfig(), "holdfast-admin", &pki.client("admin", "kubernetes-admin", &["system:masters"])?)?;
+    let write = |path: &Path, user: &str, pair: &pki::Pair| {
+        crate::sys::file::replace(
+            path,
+            pki::kubeconfig(&server, &pki.ca, user, pair).as_bytes(),
+        )
+    };
+    write(
+        &settings.dirs.kubeconfig(),
+        "holdfast-admin",
+        &pki.client("admin", "kubernetes-admin", &["system:masters"])?,
+    )?;
     let node = crate::sys::machine::hostname();
-    let pair = pki.client(&format!("node-{node}"), &format!("system:node:{node}"), &["system:nodes"])?;
+    let pair = pki.client(
+        &format!("node-{node}"),
+        &format!("system:node:{node}"),
+        &["system:nodes"],
+    )?;
     write(&settings.dirs.agent().join("kubeconfig"), &node, &pair)?;
     // The agent's own API: its clients are those of the cluster's CA, and its certificate is signed by it.
     let certs = settings.dirs.agent().join("pki");
     fs::create_dir_all(&certs)?;
-    let serving = pki.serving(&format!("system:node:{node}"), &[&node], &[settings.node_ip])?;
+    let serving = pki.serving(
+        &format!("system:node:{node}"),
+        &[&node],
+        &[settings.node_ip],
+    )?;
     crate::sys::file::replace(&certs.join("ca.crt"), pki.ca.as_bytes())?;
     crate::sys::file::replace(&certs.join("serving.key"), serving.key.as_bytes())?;
     crate::sys::file::replace(&certs.join("serving.crt"), serving.certificate.as_bytes())?;
@@ -145,7 +197,11 @@ async fn wait_api(settings: &Settings, part: &Part) -> anyhow::Result<kube::Clie
             Err(error) => crate::kubeapi::client::chain(&error),
         };
         if part.pid().is_none() || tokio::time::Instant::now() > deadline {
-            bail!("the control plane did not come up ({error}); its log is {}\n{}", part.log.display(), part.last_words());
+            bail!(
+                "the control plane did not come up ({error}); its log is {}\n{}",
+                part.log.display(),
+                part.last_words()
+            );
         }
         tokio::time::sleep(Duration::from_millis(30)).await;
     }
@@ -191,9 +247,17 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
 
 /// The fields of the user's own configuration of the agent.
 fn own_fields(settings: &Settings) -> anyhow::Result<Option<serde_json::Value>> {
-    let Some(path) = &settings.agent_config else { return Ok(None) };
-    let text = fs::read_to_string(path).with_context(|| format!("--agent-config: {} cannot be read", path.display()))?;
-    let own = serde_saphyr::from_str(&text).map_err(|e| anyhow::anyhow!("--agent-config: {} is not YAML or JSON: {e}", path.display()))?;
+    let Some(path) = &settings.agent_config else {
+        return Ok(None);
+    };
+    let text = fs::read_to_string(path)
+        .with_context(|| format!("--agent-config: {} cannot be read", path.display()))?;
+    let own = serde_saphyr::from_str(&text).map_err(|e| {
+        anyhow::anyhow!(
+            "--agent-config: {} is not YAML or JSON: {e}",
+            path.display()
+        )
+    })?;
     Ok(Some(own))
 }
 
@@ -204,7 +268,12 @@ async fn wait_node(client: &kube::Client, part: &Part) -> anyhow::Result<String>
     let mut why = "it has not registered".to_owned();
     loop {
         if let Some(node) = api.get_opt(&name).await? {
-            let ready = node.status.iter().flat_map(|s| s.conditions.iter().flatten()).find(|c| c.type_ == "Ready").cloned();
+            let ready = node
+                .status
+                .iter()
+                .flat_map(|s| s.conditions.iter().flatten())
+                .find(|c| c.type_ == "Ready")
+                .cloned();
             match ready {
                 Some(c) if c.status == "True" => return Ok(node.name_any()),
                 Some(c) => why = c.message.unwrap_or_default(),
@@ -212,7 +281,11 @@ async fn wait_node(client: &kube::Client, part: &Part) -> anyhow::Result<String>
             }
         }
         if part.pid().is_none() || tokio::time::Instant::now() > deadline {
-            bail!("the node {name} did not become ready: {why}; the agent's log is {}\n{}", part.log.display(), part.last_words());
+            bail!(
+                "the node {name} did not become ready: {why}; the agent's log is {}\n{}",
+                part.log.display(),
+                part.last_words()
+            );
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -242,9 +315,19 @@ pub async fn down(settings: &Settings, purge: bool) -> anyhow::Result<()> {
             remove_dir(dir)?;
         }
     }
-    println!("{}", if stopped { "Holdfast has stopped; nothing of its pods is left." } else { "Holdfast was not running." });
+    println!(
+        "{}",
+        if stopped {
+            "Holdfast has stopped; nothing of its pods is left."
+        } else {
+            "Holdfast was not running."
+        }
+    );
     if !purge && dirs.data.exists() {
-        println!("Its data stays in {}; `holdfast down --purge` removes it.", dirs.data.display());
+        println!(
+            "Its data stays in {}; `holdfast down --purge` removes it.",
+            dirs.data.display()
+        );
     }
     Ok(())
 }
@@ -252,10 +335,16 @@ pub async fn down(settings: &Settings, purge: bool) -> anyhow::Result<()> {
 /// Removes the sandboxes of this cluster's pods; in a private runtime that is all of them.
 async fn remove_pods(settings: &Settings) -> anyhow::Result<()> {
     let endpoint = settings.endpoint();
-    let runtime = CriClient::new(&endpoint, Duration::from_secs(30), None).map_err(anyhow::Error::msg)?;
-    let listed = runtime.list().await.with_context(|| format!("the runtime at {endpoint} cannot be asked for its pods"))?;
+    let runtime =
+        CriClient::new(&endpoint, Duration::from_secs(30), None).map_err(anyhow::Error::msg)?;
+    let listed = runtime
+        .list()
+        .await
+        .with_context(|| format!("the runtime at {endpoint} cannot be asked for its pods"))?;
     let private = settings.containerd_endpoint.is_none();
-    let ours = listed.into_iter().filter(|p| private || settings.dirs.agent().join("pods").join(&p.uid).exists());
+    let ours = listed
+        .into_iter()
+        .filter(|p| private || settings.dirs.agent().join("pods").join(&p.uid).exists());
     let work = ours.map(|pod| {
         let runtime = &runtime;
         async move {
@@ -287,7 +376,11 @@ async fn tidy(settings: &Settings) -> anyhow::Result<()> {
             process::end_shims(&dirs.run.join("containerd.sock"));
             crate::sys::mount::unmount_all(&dirs.run)?;
         }
-        for dir in [dirs.agent().join("pods"), dirs.data.join("pods-logs"), dirs.data.join("containers")] {
+        for dir in [
+            dirs.agent().join("pods"),
+            dirs.data.join("pods-logs"),
+            dirs.data.join("containers"),
+        ] {
             remove_dir(&dir)?;
         }
         crate::sys::cgroup::remove(&cgroup)?;
@@ -295,17 +388,24 @@ async fn tidy(settings: &Settings) -> anyhow::Result<()> {
     })
     .await??;
     if crate::sys::cgroup::exists(&settings.slice()) {
-        Slices::default().remove(&settings.slice()).await.map_err(anyhow::Error::msg)?;
+        Slices::default()
+            .remove(&settings.slice())
+            .await
+            .map_err(anyhow::Error::msg)?;
     }
     if private {
-        crate::sys::link::remove(&settings.bridge).await.with_context(|| format!("the bridge {} cannot be removed", settings.bridge))?;
+        crate::sys::link::remove(&settings.bridge)
+            .await
+            .with_context(|| format!("the bridge {} cannot be removed", settings.bridge))?;
     }
     Ok(())
 }
 
 fn remove_dir(dir: &Path) -> anyhow::Result<()> {
     match fs::remove_dir_all(dir) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => bail!("{} cannot be removed: {error}", dir.display()),
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            bail!("{} cannot be removed: {error}", dir.display())
+        }
         _ => Ok(()),
     }
 }
@@ -313,5 +413,10 @@ fn remove_dir(dir: &Path) -> anyhow::Result<()> {
 /// The kubeconfig's text.
 pub fn kubeconfig(dirs: &Dirs) -> anyhow::Result<String> {
     let path = dirs.kubeconfig();
-    fs::read_to_string(&path).with_context(|| format!("{} cannot be read; start the cluster with `holdfast up` first", path.display()))
+    fs::read_to_string(&path).with_context(|| {
+        format!(
+            "{} cannot be read; start the cluster with `holdfast up` first",
+            path.display()
+        )
+    })
 }

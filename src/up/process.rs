@@ -37,7 +37,11 @@ impl Part {
     /// The part `name` of the cluster whose files lie in `run` and `logs`.
     #[must_use]
     pub fn new(name: &'static str, run: &Path, logs: &Path) -> Part {
-        Part { name, pid_file: run.join(format!("{name}.pid")), log: logs.join(format!("{name}.log")) }
+        Part {
+            name,
+            pid_file: run.join(format!("{name}.pid")),
+            log: logs.join(format!("{name}.log")),
+        }
     }
 
     /// Its pid, if it runs. A stale pid file is removed.
@@ -62,10 +66,19 @@ impl Part {
             .open(&self.log)
             .with_context(|| format!("the log {} cannot be written", self.log.display()))?;
         let mut command = Command::new(program);
-        command.args(arguments).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).process_group(0).current_dir("/");
-        let child = command.spawn().with_context(|| format!("{} cannot be started ({})", self.name, program.display()))?;
+        command
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .process_group(0)
+            .current_dir("/");
+        let child = command
+            .spawn()
+            .with_context(|| format!("{} cannot be started ({})", self.name, program.display()))?;
         let pid = i32::try_from(child.id())?;
-        let start = started_at(pid).with_context(|| format!("{} ended at once; see {}", self.name, self.log.display()))?;
+        let start = started_at(pid)
+            .with_context(|| format!("{} ended at once; see {}", self.name, self.log.display()))?;
         fs::write(&self.pid_file, format!("{pid} {start}\n"))?;
         Ok(())
     }
@@ -73,22 +86,32 @@ impl Part {
     /// The last lines of its log, for an error message.
     #[must_use]
     pub fn last_words(&self) -> String {
-        let text = fs::read(&self.log).map(|b| String::from_utf8_lossy(&b[b.len().saturating_sub(4096)..]).into_owned()).unwrap_or_default();
+        let text = fs::read(&self.log)
+            .map(|b| String::from_utf8_lossy(&b[b.len().saturating_sub(4096)..]).into_owned())
+            .unwrap_or_default();
         let lines: Vec<&str> = text.lines().rev().take(5).collect();
-        lines.into_iter().rev().map(|l| format!("  | {l}\n")).collect()
+        lines
+            .into_iter()
+            .rev()
+            .map(|l| format!("  | {l}\n"))
+            .collect()
     }
 
     /// Stops it: SIGTERM, and SIGKILL after `patience`.
     pub fn stop(&self, patience: Duration) -> anyhow::Result<bool> {
-        let Some(pid) = self.pid() else { return Ok(false) };
+        let Some(pid) = self.pid() else {
+            return Ok(false);
+        };
         let target = Pid::from_raw(pid);
-        kill(target, Signal::SIGTERM).with_context(|| format!("{} (pid {pid}) cannot be stopped", self.name))?;
+        kill(target, Signal::SIGTERM)
+            .with_context(|| format!("{} (pid {pid}) cannot be stopped", self.name))?;
         let deadline = std::time::Instant::now() + patience;
         while self.pid().is_some() {
             // A child of this very process must be waited for to be gone.
             let _ = nix::sys::wait::waitpid(target, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
             if std::time::Instant::now() > deadline {
-                kill(target, Signal::SIGKILL).with_context(|| format!("{} (pid {pid}) cannot be killed", self.name))?;
+                kill(target, Signal::SIGKILL)
+                    .with_context(|| format!("{} (pid {pid}) cannot be killed", self.name))?;
             }
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -100,11 +123,18 @@ impl Part {
 /// died meanwhile. `socket` is its own, by which they are told from all others.
 pub fn end_shims(socket: &Path) {
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else { continue };
+        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else {
+            continue;
+        };
         let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
         let arguments: Vec<&[u8]> = line.split(|b| *b == 0).collect();
-        let program = arguments.first().and_then(|p| p.rsplit(|b| *b == b'/').next()).unwrap_or_default();
-        let of_ours = arguments.windows(2).any(|pair| pair[0] == b"-address" && pair[1] == socket.as_os_str().as_encoded_bytes());
+        let program = arguments
+            .first()
+            .and_then(|p| p.rsplit(|b| *b == b'/').next())
+            .unwrap_or_default();
+        let of_ours = arguments
+            .windows(2)
+            .any(|pair| pair[0] == b"-address" && pair[1] == socket.as_os_str().as_encoded_bytes());
         if program.starts_with(b"containerd-shim") && of_ours {
             // It may have ended by itself.
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
@@ -117,7 +147,17 @@ pub fn end_shims(socket: &Path) {
 pub fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
-        .chain(["/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin"].map(PathBuf::from))
+        .chain(
+            [
+                "/usr/local/sbin",
+                "/usr/sbin",
+                "/sbin",
+                "/usr/local/bin",
+                "/usr/bin",
+                "/bin",
+            ]
+            .map(PathBuf::from),
+        )
         .map(|d| d.join(name))
         .find(|p| p.is_file())
 }

@@ -13,7 +13,10 @@ impl Progress {
     /// Looks whether anybody watches.
     #[must_use]
     pub fn new() -> Progress {
-        Progress { terminal: std::io::stderr().is_terminal(), current: None }
+        Progress {
+            terminal: std::io::stderr().is_terminal(),
+            current: None,
+        }
     }
 
     fn finish(&mut self) {

@@ -38,7 +38,11 @@ impl Dirs {
 
 /// What the directories and the cgroup of the cluster `name` are called.
 fn stem(name: &str) -> String {
-    if name == "holdfast" { name.into() } else { format!("holdfast-{name}") }
+    if name == "holdfast" {
+        name.into()
+    } else {
+        format!("holdfast-{name}")
+    }
 }
 
 /// A local cluster.
@@ -66,20 +70,37 @@ pub struct Settings {
 
 impl Settings {
     /// Checks and completes what the user gave.
-    pub async fn new(name: &str, containerd_endpoint: Option<String>, api_port: u16, pod_cidr: ipnet::Ipv4Net) -> anyhow::Result<Settings> {
+    pub async fn new(
+        name: &str,
+        containerd_endpoint: Option<String>,
+        api_port: u16,
+        pod_cidr: ipnet::Ipv4Net,
+    ) -> anyhow::Result<Settings> {
         let fine = !name.is_empty()
             && name.len() <= 20
-            && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
+            && name
+                .chars()
+                .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
             && !name.starts_with('-');
         if !fine {
             bail!("--name: {name:?} is invalid: use at most 20 lower-case letters, digits and '-'");
         }
         if pod_cidr.prefix_len() > 28 || pod_cidr.addr() != pod_cidr.network() {
-            bail!("--pod-cidr: {pod_cidr} is invalid: use a network address with a prefix of at most 28, such as 10.244.0.0/24");
+            bail!(
+                "--pod-cidr: {pod_cidr} is invalid: use a network address with a prefix of at most 28, such as 10.244.0.0/24"
+            );
         }
-        let hash = name.bytes().fold(0x811c_9dc5_u32, |h, b| (h ^ u32::from(b)).wrapping_mul(0x0100_0193));
-        let bridge = if name == "holdfast" { "hf0".to_owned() } else { format!("hf-{hash:08x}") };
-        let node_ip = crate::sys::machine::default_address().await.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
+        let hash = name.bytes().fold(0x811c_9dc5_u32, |h, b| {
+            (h ^ u32::from(b)).wrapping_mul(0x0100_0193)
+        });
+        let bridge = if name == "holdfast" {
+            "hf0".to_owned()
+        } else {
+            format!("hf-{hash:08x}")
+        };
+        let node_ip = crate::sys::machine::default_address()
+            .await
+            .unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
         Ok(Settings {
             name: name.into(),
             dirs: Self::dirs(name),
@@ -96,19 +117,35 @@ impl Settings {
     /// Where the cluster `name` lies.
     #[must_use]
     pub fn dirs(name: &str) -> Dirs {
-        let (data, run) = (PathBuf::from("/var/lib").join(stem(name)), PathBuf::from("/run").join(stem(name)));
-        Dirs { logs: data.join("logs"), data, run }
+        let (data, run) = (
+            PathBuf::from("/var/lib").join(stem(name)),
+            PathBuf::from("/run").join(stem(name)),
+        );
+        Dirs {
+            logs: data.join("logs"),
+            data,
+            run,
+        }
     }
 
     /// The port of the agent's HTTP API: the kubelet's, for the API's own port; 1000 from it for another.
     pub fn agent_port(&self) -> anyhow::Result<u16> {
-        let port = self.agent_port.or(if self.api_port == 6443 { Some(10250) } else { self.api_port.checked_add(1000) });
+        let port = self.agent_port.or(if self.api_port == 6443 {
+            Some(10250)
+        } else {
+            self.api_port.checked_add(1000)
+        });
         match port {
             Some(port) if port == self.api_port || port == 0 => {
-                bail!("--agent-port: {port} is invalid: use a port from 1 to 65535 that is not the API's")
+                bail!(
+                    "--agent-port: {port} is invalid: use a port from 1 to 65535 that is not the API's"
+                )
             }
             Some(port) => Ok(port),
-            None => bail!("--agent-port is needed: without it the agent listens 1000 ports above the API, and {} + 1000 is no port", self.api_port),
+            None => bail!(
+                "--agent-port is needed: without it the agent listens 1000 ports above the API, and {} + 1000 is no port",
+                self.api_port
+            ),
         }
     }
 
@@ -121,7 +158,9 @@ impl Settings {
     /// The runtime's endpoint.
     #[must_use]
     pub fn endpoint(&self) -> String {
-        self.containerd_endpoint.clone().unwrap_or_else(|| format!("unix://{}", self.dirs.socket().display()))
+        self.containerd_endpoint
+            .clone()
+            .unwrap_or_else(|| format!("unix://{}", self.dirs.socket().display()))
     }
 
     /// The same as a slice, where systemd makes cgroups: dashes would nest it.

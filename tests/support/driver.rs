@@ -48,35 +48,72 @@ fn failed(error: impl std::fmt::Display) -> Status {
 }
 
 fn is_mounted(path: &Path) -> bool {
-    std::fs::read_to_string("/proc/self/mountinfo").unwrap().lines().any(|l| l.split(' ').nth(4) == path.to_str())
+    std::fs::read_to_string("/proc/self/mountinfo")
+        .unwrap()
+        .lines()
+        .any(|l| l.split(' ').nth(4) == path.to_str())
 }
 
 impl Driver {
     pub fn new(name: &'static str, dir: &Path) -> Driver {
-        Driver { name, dir: dir.into(), state: Arc::default(), endpoint: String::new() }
+        Driver {
+            name,
+            dir: dir.into(),
+            state: Arc::default(),
+            endpoint: String::new(),
+        }
     }
 
     /// Runs it: its own socket beside its volumes, and one in the node's directory of registrations.
     pub fn run(mut self, registry: &Path) -> Running {
-        let (own, registration) = (self.dir.join("csi.sock"), registry.join(format!("{}-reg.sock", self.name)));
+        let (own, registration) = (
+            self.dir.join("csi.sock"),
+            registry.join(format!("{}-reg.sock", self.name)),
+        );
         for socket in [&own, &registration] {
             let _ = std::fs::remove_file(socket);
         }
         self.endpoint = own.display().to_string();
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
         let (node, register) = (self.clone(), self.clone());
-        let listen = |path: &Path| UnixListenerStream::new(runtime.block_on(async { tokio::net::UnixListener::bind(path).unwrap() }));
+        let listen = |path: &Path| {
+            UnixListenerStream::new(
+                runtime.block_on(async { tokio::net::UnixListener::bind(path).unwrap() }),
+            )
+        };
         let (node_socket, register_socket) = (listen(&own), listen(&registration));
-        runtime.spawn(async move { tonic::transport::Server::builder().add_service(NodeServer::new(node)).serve_with_incoming(node_socket).await });
         runtime.spawn(async move {
-            tonic::transport::Server::builder().add_service(RegistrationServer::new(register)).serve_with_incoming(register_socket).await
+            tonic::transport::Server::builder()
+                .add_service(NodeServer::new(node))
+                .serve_with_incoming(node_socket)
+                .await
         });
-        Running { driver: self, sockets: vec![own, registration], _runtime: runtime }
+        runtime.spawn(async move {
+            tonic::transport::Server::builder()
+                .add_service(RegistrationServer::new(register))
+                .serve_with_incoming(register_socket)
+                .await
+        });
+        Running {
+            driver: self,
+            sockets: vec![own, registration],
+            _runtime: runtime,
+        }
     }
 
     /// How often a call was made.
     pub fn count(&self, call: &str) -> usize {
-        self.state.lock().unwrap().calls.iter().filter(|c| c.starts_with(call)).count()
+        self.state
+            .lock()
+            .unwrap()
+            .calls
+            .iter()
+            .filter(|c| c.starts_with(call))
+            .count()
     }
 
     pub fn calls(&self) -> Vec<String> {
@@ -97,17 +134,29 @@ impl Driver {
     /// From the next such call on, until it is called again with `false`, answers are lost.
     pub fn lose(&self, call: &str, lose: bool) {
         let mut state = self.state.lock().unwrap();
-        if lose { _ = state.lost.insert(call.into()) } else { _ = state.lost.remove(call) }
+        if lose {
+            _ = state.lost.insert(call.into())
+        } else {
+            _ = state.lost.remove(call)
+        }
     }
 
     /// From the next such call on, until it is called again with `false`, there are no answers.
     pub fn hang(&self, call: &str, hang: bool) {
         let mut state = self.state.lock().unwrap();
-        if hang { _ = state.hung.insert(call.into()) } else { _ = state.hung.remove(call) }
+        if hang {
+            _ = state.hung.insert(call.into())
+        } else {
+            _ = state.hung.remove(call)
+        }
     }
 
     fn note(&self, call: &str, volume: &str) {
-        self.state.lock().unwrap().calls.push(format!("{call} {volume}"));
+        self.state
+            .lock()
+            .unwrap()
+            .calls
+            .push(format!("{call} {volume}"));
     }
 
     fn answer<T>(&self, call: &str, value: T) -> Result<Response<T>, Status> {
@@ -148,7 +197,10 @@ impl Drop for Running {
 
 #[tonic::async_trait]
 impl Registration for Driver {
-    async fn get_info(&self, _: Request<reg::InfoRequest>) -> Result<Response<reg::PluginInfo>, Status> {
+    async fn get_info(
+        &self,
+        _: Request<reg::InfoRequest>,
+    ) -> Result<Response<reg::PluginInfo>, Status> {
         let info = reg::PluginInfo {
             r#type: "CSIPlugin".into(),
             name: self.name.into(),
@@ -169,15 +221,39 @@ impl Registration for Driver {
 
 #[tonic::async_trait]
 impl Node for Driver {
-    async fn node_get_info(&self, _: Request<pb::NodeGetInfoRequest>) -> Result<Response<pb::NodeGetInfoResponse>, Status> {
-        let topology = pb::Topology { segments: HashMap::from([("topology.test/zone".to_owned(), "here".to_owned())]) };
-        Ok(Response::new(pb::NodeGetInfoResponse { node_id: "node-of-test".into(), max_volumes_per_node: 7, accessible_topology: Some(topology) }))
+    async fn node_get_info(
+        &self,
+        _: Request<pb::NodeGetInfoRequest>,
+    ) -> Result<Response<pb::NodeGetInfoResponse>, Status> {
+        let topology = pb::Topology {
+            segments: HashMap::from([("topology.test/zone".to_owned(), "here".to_owned())]),
+        };
+        Ok(Response::new(pb::NodeGetInfoResponse {
+            node_id: "node-of-test".into(),
+            max_volumes_per_node: 7,
+            accessible_topology: Some(topology),
+        }))
     }
 
-    async fn node_get_capabilities(&self, _: Request<pb::NodeGetCapabilitiesRequest>) -> Result<Response<pb::NodeGetCapabilitiesResponse>, Status> {
-        let able = |what: rpc::Type| pb::NodeServiceCapability { r#type: Some(Type::Rpc(Rpc { r#type: what as i32 })) };
-        let capabilities = [rpc::Type::StageUnstageVolume, rpc::Type::ExpandVolume, rpc::Type::GetVolumeStats].map(able).into();
-        Ok(Response::new(pb::NodeGetCapabilitiesResponse { capabilities }))
+    async fn node_get_capabilities(
+        &self,
+        _: Request<pb::NodeGetCapabilitiesRequest>,
+    ) -> Result<Response<pb::NodeGetCapabilitiesResponse>, Status> {
+        let able = |what: rpc::Type| pb::NodeServiceCapability {
+            r#type: Some(Type::Rpc(Rpc {
+                r#type: what as i32,
+            })),
+        };
+        let capabilities = [
+            rpc::Type::StageUnstageVolume,
+            rpc::Type::ExpandVolume,
+            rpc::Type::GetVolumeStats,
+        ]
+        .map(able)
+        .into();
+        Ok(Response::new(pb::NodeGetCapabilitiesResponse {
+            capabilities,
+        }))
     }
 
     async fn node_get_volume_stats(
@@ -185,20 +261,50 @@ impl Node for Driver {
         request: Request<pb::NodeGetVolumeStatsRequest>,
     ) -> Result<Response<pb::NodeGetVolumeStatsResponse>, Status> {
         self.note("stats", &request.into_inner().volume_id);
-        let bytes = pb::VolumeUsage { available: 300, total: 1000, used: 700, unit: pb::volume_usage::Unit::Bytes as i32 };
-        let inodes = pb::VolumeUsage { available: 3, total: 10, used: 7, unit: pb::volume_usage::Unit::Inodes as i32 };
-        let condition = pb::VolumeCondition { abnormal: true, message: "worn".into() };
-        self.answer("stats", pb::NodeGetVolumeStatsResponse { usage: vec![bytes, inodes], volume_condition: Some(condition) })
+        let bytes = pb::VolumeUsage {
+            available: 300,
+            total: 1000,
+            used: 700,
+            unit: pb::volume_usage::Unit::Bytes as i32,
+        };
+        let inodes = pb::VolumeUsage {
+            available: 3,
+            total: 10,
+            used: 7,
+            unit: pb::volume_usage::Unit::Inodes as i32,
+        };
+        let condition = pb::VolumeCondition {
+            abnormal: true,
+            message: "worn".into(),
+        };
+        self.answer(
+            "stats",
+            pb::NodeGetVolumeStatsResponse {
+                usage: vec![bytes, inodes],
+                volume_condition: Some(condition),
+            },
+        )
     }
 
-    async fn node_expand_volume(&self, request: Request<pb::NodeExpandVolumeRequest>) -> Result<Response<pb::NodeExpandVolumeResponse>, Status> {
+    async fn node_expand_volume(
+        &self,
+        request: Request<pb::NodeExpandVolumeRequest>,
+    ) -> Result<Response<pb::NodeExpandVolumeResponse>, Status> {
         let request = request.into_inner();
         let bytes = request.capacity_range.map_or(0, |c| c.required_bytes);
         self.note(&format!("expand to {bytes}"), &request.volume_id);
-        self.answer("expand", pb::NodeExpandVolumeResponse { capacity_bytes: bytes })
+        self.answer(
+            "expand",
+            pb::NodeExpandVolumeResponse {
+                capacity_bytes: bytes,
+            },
+        )
     }
 
-    async fn node_stage_volume(&self, request: Request<pb::NodeStageVolumeRequest>) -> Result<Response<pb::NodeStageVolumeResponse>, Status> {
+    async fn node_stage_volume(
+        &self,
+        request: Request<pb::NodeStageVolumeRequest>,
+    ) -> Result<Response<pb::NodeStageVolumeResponse>, Status> {
         let request = request.into_inner();
         self.note("stage", &request.volume_id);
         let volume = self.dir.join(&request.volume_id);
@@ -207,14 +313,20 @@ impl Node for Driver {
         self.answer("stage", pb::NodeStageVolumeResponse {})
     }
 
-    async fn node_unstage_volume(&self, request: Request<pb::NodeUnstageVolumeRequest>) -> Result<Response<pb::NodeUnstageVolumeResponse>, Status> {
+    async fn node_unstage_volume(
+        &self,
+        request: Request<pb::NodeUnstageVolumeRequest>,
+    ) -> Result<Response<pb::NodeUnstageVolumeResponse>, Status> {
         let request = request.into_inner();
         self.note("unstage", &request.volume_id);
         Driver::unbind(Path::new(&request.staging_target_path))?;
         self.answer("unstage", pb::NodeUnstageVolumeResponse {})
     }
 
-    async fn node_publish_volume(&self, request: Request<pb::NodePublishVolumeRequest>) -> Result<Response<pb::NodePublishVolumeResponse>, Status> {
+    async fn node_publish_volume(
+        &self,
+        request: Request<pb::NodePublishVolumeRequest>,
+    ) -> Result<Response<pb::NodePublishVolumeResponse>, Status> {
         let request = request.into_inner();
         self.note("publish", &request.volume_id);
         {
@@ -222,12 +334,23 @@ impl Node for Driver {
             state.context = request.volume_context.clone();
             state.secrets = request.secrets.clone();
         }
-        if let Some(AccessType::Block(_)) = request.volume_capability.as_ref().and_then(|c| c.access_type.as_ref()) {
+        if let Some(AccessType::Block(_)) = request
+            .volume_capability
+            .as_ref()
+            .and_then(|c| c.access_type.as_ref())
+        {
             let target = Path::new(&request.target_path);
             std::fs::File::create(target).map_err(failed)?;
             if !is_mounted(target) {
                 let device = Path::new(&request.volume_context["device"]);
-                mount(Some(device), target, None::<&str>, MsFlags::MS_BIND, None::<&str>).map_err(failed)?;
+                mount(
+                    Some(device),
+                    target,
+                    None::<&str>,
+                    MsFlags::MS_BIND,
+                    None::<&str>,
+                )
+                .map_err(failed)?;
             }
             return self.answer("publish", pb::NodePublishVolumeResponse {});
         }
@@ -252,7 +375,8 @@ impl Node for Driver {
         let request = request.into_inner();
         self.note("unpublish", &request.volume_id);
         Driver::unbind(Path::new(&request.target_path))?;
-        let _ = std::fs::remove_dir(&request.target_path).or_else(|_| std::fs::remove_file(&request.target_path));
+        let _ = std::fs::remove_dir(&request.target_path)
+            .or_else(|_| std::fs::remove_file(&request.target_path));
         self.answer("unpublish", pb::NodeUnpublishVolumeResponse {})
     }
 }

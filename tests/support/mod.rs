@@ -11,7 +11,9 @@ use serde_json::Value;
 
 /// How long a condition may take to come true: longer in a machine that is emulated.
 pub fn patience() -> Duration {
-    Duration::from_secs(std::env::var("HOLDFAST_PATIENCE").map_or(60, |seconds| seconds.parse().unwrap()))
+    Duration::from_secs(
+        std::env::var("HOLDFAST_PATIENCE").map_or(60, |seconds| seconds.parse().unwrap()),
+    )
 }
 
 pub struct Cluster {
@@ -28,12 +30,20 @@ pub struct Cluster {
 pub fn holdfast() -> PathBuf {
     let binary = PathBuf::from(env!("CARGO_BIN_EXE_holdfast"));
     let plugins = binary.with_file_name("holdfast-cni");
-    assert!(plugins.is_file(), "{} is missing: run the tests with --workspace (make test)", plugins.display());
+    assert!(
+        plugins.is_file(),
+        "{} is missing: run the tests with --workspace (make test)",
+        plugins.display()
+    );
     binary
 }
 
 fn text(output: &Output) -> String {
-    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+    format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    )
 }
 
 impl Cluster {
@@ -44,26 +54,53 @@ impl Cluster {
 
     /// As [`Cluster::start`], with the containerd in `runtime`.
     pub fn start_with(name: &str, number: u16, runtime: Option<PathBuf>) -> Cluster {
-        assert!(nix::unistd::geteuid().is_root(), "this test makes containers: run it as root");
-        let cluster = Cluster { name: format!("t-{name}"), number, runtime, config: None, verbose: false };
+        assert!(
+            nix::unistd::geteuid().is_root(),
+            "this test makes containers: run it as root"
+        );
+        let cluster = Cluster {
+            name: format!("t-{name}"),
+            number,
+            runtime,
+            config: None,
+            verbose: false,
+        };
         cluster.up();
         cluster
     }
 
     /// As [`Cluster::start`], with fields of a KubeletConfiguration.
     pub fn start_configured(name: &str, number: u16, fields: &str) -> Cluster {
-        assert!(nix::unistd::geteuid().is_root(), "this test makes containers: run it as root");
+        assert!(
+            nix::unistd::geteuid().is_root(),
+            "this test makes containers: run it as root"
+        );
         let config = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(config.path(), fields).unwrap();
-        let cluster = Cluster { name: format!("t-{name}"), number, runtime: None, config: Some(config), verbose: false };
+        let cluster = Cluster {
+            name: format!("t-{name}"),
+            number,
+            runtime: None,
+            config: Some(config),
+            verbose: false,
+        };
         cluster.up();
         cluster
     }
 
     /// As [`Cluster::start`], with everything logged that can be.
     pub fn start_verbose(name: &str, number: u16) -> Cluster {
-        assert!(nix::unistd::geteuid().is_root(), "this test makes containers: run it as root");
-        let cluster = Cluster { name: format!("t-{name}"), number, runtime: None, config: None, verbose: true };
+        assert!(
+            nix::unistd::geteuid().is_root(),
+            "this test makes containers: run it as root"
+        );
+        let cluster = Cluster {
+            name: format!("t-{name}"),
+            number,
+            runtime: None,
+            config: None,
+            verbose: true,
+        };
         cluster.up();
         cluster
     }
@@ -74,7 +111,10 @@ impl Cluster {
             command.env("HOLDFAST_LOG", "trace");
         }
         if let Some(runtime) = &self.runtime {
-            command.env("PATH", format!("{}:{}", runtime.display(), std::env::var("PATH").unwrap()));
+            command.env(
+                "PATH",
+                format!("{}:{}", runtime.display(), std::env::var("PATH").unwrap()),
+            );
         }
         if let Some(config) = &self.config {
             command.arg("up").arg("--agent-config").arg(config.path());
@@ -82,7 +122,12 @@ impl Cluster {
             command.arg("up");
         }
         let output = command
-            .args(["--name", &self.name, "--api-port", &(16_400 + self.number).to_string()])
+            .args([
+                "--name",
+                &self.name,
+                "--api-port",
+                &(16_400 + self.number).to_string(),
+            ])
             .args(["--pod-cidr", &format!("10.199.{}.0/24", self.number)])
             .output()
             .unwrap();
@@ -91,7 +136,10 @@ impl Cluster {
     }
 
     pub fn down(&self) -> String {
-        let output = Command::new(holdfast()).args(["down", "--name", &self.name]).output().unwrap();
+        let output = Command::new(holdfast())
+            .args(["down", "--name", &self.name])
+            .output()
+            .unwrap();
         assert!(output.status.success(), "down failed: {}", text(&output));
         String::from_utf8(output.stdout).unwrap()
     }
@@ -110,7 +158,8 @@ impl Cluster {
     }
 
     pub fn log(&self, part: &str) -> String {
-        std::fs::read_to_string(self.data().join("logs").join(format!("{part}.log"))).unwrap_or_default()
+        std::fs::read_to_string(self.data().join("logs").join(format!("{part}.log")))
+            .unwrap_or_default()
     }
 
     fn kubectl_command(&self, arguments: &[&str]) -> Output {
@@ -125,7 +174,12 @@ impl Cluster {
     /// Runs kubectl, which must succeed.
     pub fn kubectl(&self, arguments: &[&str]) -> String {
         let output = self.kubectl_command(arguments);
-        assert!(output.status.success(), "kubectl {arguments:?} failed: {}\nagent's log:\n{}", text(&output), self.log("agent"));
+        assert!(
+            output.status.success(),
+            "kubectl {arguments:?} failed: {}\nagent's log:\n{}",
+            text(&output),
+            self.log("agent")
+        );
         String::from_utf8(output.stdout).unwrap()
     }
 
@@ -137,7 +191,8 @@ impl Cluster {
     }
 
     pub fn pods(&self) -> Vec<Value> {
-        let list: Value = serde_json::from_str(&self.kubectl(&["get", "pods", "-o", "json"])).unwrap();
+        let list: Value =
+            serde_json::from_str(&self.kubectl(&["get", "pods", "-o", "json"])).unwrap();
         list["items"].as_array().unwrap().clone()
     }
 
@@ -148,7 +203,14 @@ impl Cluster {
     /// The events about a pod: type, reason and message, a line each.
     pub fn events(&self, pod: &str) -> String {
         let lines = "jsonpath={range .items[*]}{.type} {.reason} {.message}{\"\\n\"}{end}";
-        self.kubectl(&["get", "events", "--field-selector", &format!("involvedObject.name={pod}"), "-o", lines])
+        self.kubectl(&[
+            "get",
+            "events",
+            "--field-selector",
+            &format!("involvedObject.name={pod}"),
+            "-o",
+            lines,
+        ])
     }
 
     /// Waits until a condition holds; on time-out shows what there is.
@@ -190,31 +252,57 @@ impl Cluster {
         list("secret", self.data().join("agent/memory"), &all);
         list("pod log", self.data().join("pods-logs"), &all);
         list("log link", self.data().join("containers"), &all);
-        list("address", self.data().join("cni/networks").join(&self.name), &|n| n.parse::<std::net::IpAddr>().is_ok());
-        list("sandbox state", self.run_dir().join("containerd/io.containerd.runtime.v2.task/k8s.io"), &all);
-        for line in std::fs::read_to_string("/proc/self/mountinfo").unwrap().lines() {
+        list(
+            "address",
+            self.data().join("cni/networks").join(&self.name),
+            &|n| n.parse::<std::net::IpAddr>().is_ok(),
+        );
+        list(
+            "sandbox state",
+            self.run_dir()
+                .join("containerd/io.containerd.runtime.v2.task/k8s.io"),
+            &all,
+        );
+        for line in std::fs::read_to_string("/proc/self/mountinfo")
+            .unwrap()
+            .lines()
+        {
             let point = line.split(' ').nth(4).unwrap_or_default();
             // The tmpfs that all pods share stays while the agent's directory does; what is in it counts.
-            let shared = point == self.data().join("agent/memory").to_str().unwrap() && self.run_dir().join("agent.pid").exists();
-            let ours = !shared && point.starts_with(self.data().to_str().unwrap()) || point.starts_with(self.run_dir().to_str().unwrap());
+            let shared = point == self.data().join("agent/memory").to_str().unwrap()
+                && self.run_dir().join("agent.pid").exists();
+            let ours = !shared && point.starts_with(self.data().to_str().unwrap())
+                || point.starts_with(self.run_dir().to_str().unwrap());
             if ours {
                 found.push(format!("mount {point}"));
             }
         }
         for controller in std::fs::read_dir("/sys/fs/cgroup").unwrap().flatten() {
-            find_pods(&controller.path().join(format!("holdfast-{}", self.name)), &mut found);
+            find_pods(
+                &controller.path().join(format!("holdfast-{}", self.name)),
+                &mut found,
+            );
         }
         for process in std::fs::read_dir("/proc").unwrap().flatten() {
             let line = std::fs::read(process.path().join("cmdline")).unwrap_or_default();
             let line = String::from_utf8_lossy(&line).replace('\0', " ");
-            if line.contains("containerd-shim") && line.contains(&format!("/run/holdfast-{}/", self.name)) {
+            if line.contains("containerd-shim")
+                && line.contains(&format!("/run/holdfast-{}/", self.name))
+            {
                 found.push(format!("shim {line}"));
             }
         }
-        let ports = Command::new("ip").args(["-o", "link", "show", "type", "veth"]).output().expect("iproute2 is installed (make test does that)");
+        let ports = Command::new("ip")
+            .args(["-o", "link", "show", "type", "veth"])
+            .output()
+            .expect("iproute2 is installed (make test does that)");
         let bridge = self.bridge();
-        found
-            .extend(String::from_utf8_lossy(&ports.stdout).lines().filter(|l| l.contains(&format!("master {bridge} "))).map(|l| format!("link {l}")));
+        found.extend(
+            String::from_utf8_lossy(&ports.stdout)
+                .lines()
+                .filter(|l| l.contains(&format!("master {bridge} ")))
+                .map(|l| format!("link {l}")),
+        );
         found
     }
 
@@ -222,13 +310,20 @@ impl Cluster {
     /// cost version 1.6 a shim.
     pub fn leftovers_known(&self) -> Vec<String> {
         let known = ctr(self, "k8s.io", &["containers", "ls", "-q"]);
-        self.leftovers().into_iter().filter(|l| !l.starts_with("shim ") || known.lines().any(|id| l.contains(id))).collect()
+        self.leftovers()
+            .into_iter()
+            .filter(|l| !l.starts_with("shim ") || known.lines().any(|id| l.contains(id)))
+            .collect()
     }
 
     pub fn bridge(&self) -> String {
-        let config = std::fs::read_to_string(self.data().join("cni/net.d/10-holdfast.conflist")).unwrap_or_default();
+        let config = std::fs::read_to_string(self.data().join("cni/net.d/10-holdfast.conflist"))
+            .unwrap_or_default();
         let config: Value = serde_json::from_str(&config).unwrap_or_default();
-        config["plugins"][0]["bridge"].as_str().unwrap_or("none").to_owned()
+        config["plugins"][0]["bridge"]
+            .as_str()
+            .unwrap_or("none")
+            .to_owned()
     }
 }
 
@@ -250,10 +345,16 @@ impl Drop for Cluster {
         if std::thread::panicking() && std::env::var_os("HOLDFAST_KEEP").is_some() {
             return;
         }
-        let output = Command::new(holdfast()).args(["down", "--name", &self.name, "--purge"]).output();
+        let output = Command::new(holdfast())
+            .args(["down", "--name", &self.name, "--purge"])
+            .output();
         if !std::thread::panicking() {
             let output = output.unwrap();
-            assert!(output.status.success(), "down --purge failed: {}", text(&output));
+            assert!(
+                output.status.success(),
+                "down --purge failed: {}",
+                text(&output)
+            );
             assert!(!self.data().exists() && !self.run_dir().exists());
         }
     }
@@ -261,7 +362,11 @@ impl Drop for Cluster {
 
 /// The status of a pod's condition; empty without one.
 pub fn condition(pod: &Value, kind: &str) -> String {
-    let found = pod["status"]["conditions"].as_array().into_iter().flatten().find(|c| c["type"] == kind);
+    let found = pod["status"]["conditions"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .find(|c| c["type"] == kind);
     found.map_or(String::new(), |c| c["status"].as_str().unwrap().to_owned())
 }
 
@@ -280,8 +385,18 @@ pub fn http_get(address: &str) -> Option<String> {
 /// Runs containerd's own client in one of its namespaces; it must succeed.
 pub fn ctr(cluster: &Cluster, namespace: &str, arguments: &[&str]) -> String {
     let socket = cluster.run_dir().join("containerd.sock");
-    let output = Command::new("ctr").arg("--address").arg(socket).args(["--namespace", namespace]).args(arguments).output().unwrap();
-    assert!(output.status.success(), "ctr {arguments:?}: {}", text(&output));
+    let output = Command::new("ctr")
+        .arg("--address")
+        .arg(socket)
+        .args(["--namespace", namespace])
+        .args(arguments)
+        .output()
+        .unwrap();
+    assert!(
+        output.status.success(),
+        "ctr {arguments:?}: {}",
+        text(&output)
+    );
     String::from_utf8(output.stdout).unwrap()
 }
 
@@ -293,28 +408,77 @@ pub fn busybox(cluster: &Cluster) -> String {
 /// As [`busybox`], into a namespace of containerd's and under a name; other marks make other layers.
 pub fn busybox_in(cluster: &Cluster, namespace: &str, name: &'static str, mark: &[u8]) -> String {
     use holdfast::up::images::{Image, ImageFile, pack};
-    let program = std::fs::read("/bin/busybox").expect("busybox-static is installed (make test does that)");
-    let shell: Vec<String> =
-        ["sh", "cat", "echo", "busybox", "test", "grep", "wget", "sleep", "false", "true", "ls"].iter().map(|c| format!("bin/{c}")).collect();
-    let mut files = vec![ImageFile { path: "bin/busybox", content: &program, mode: 0o755 }, ImageFile { path: "mark", content: mark, mode: 0o644 }];
+    let program =
+        std::fs::read("/bin/busybox").expect("busybox-static is installed (make test does that)");
+    let shell: Vec<String> = [
+        "sh", "cat", "echo", "busybox", "test", "grep", "wget", "sleep", "false", "true", "ls",
+    ]
+    .iter()
+    .map(|c| format!("bin/{c}"))
+    .collect();
+    let mut files = vec![
+        ImageFile {
+            path: "bin/busybox",
+            content: &program,
+            mode: 0o755,
+        },
+        ImageFile {
+            path: "mark",
+            content: mark,
+            mode: 0o644,
+        },
+    ];
     // The archive has files only: every command is a copy. Seldom worth more than a few megabytes.
-    files.extend(shell.iter().map(|path| ImageFile { path, content: &program, mode: 0o755 }));
-    let image = Image { name, files, entrypoint: vec![], env: vec!["PATH=/bin".into()] };
+    files.extend(shell.iter().map(|path| ImageFile {
+        path,
+        content: &program,
+        mode: 0o755,
+    }));
+    let image = Image {
+        name,
+        files,
+        entrypoint: vec![],
+        env: vec!["PATH=/bin".into()],
+    };
     let archive = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(archive.path(), pack(&image).unwrap()).unwrap();
-    ctr(cluster, namespace, &["images", "import", archive.path().to_str().unwrap()]);
+    ctr(
+        cluster,
+        namespace,
+        &["images", "import", archive.path().to_str().unwrap()],
+    );
     name.to_owned()
 }
 
 /// Runs a command in the first container of a pod; the answer is what it printed.
 pub fn inside(cluster: &Cluster, pod: &str, command: &[&str]) -> String {
     use holdfast::cri::{CriClient, Runtime as _};
-    let id = cluster.pod(pod)["status"]["containerStatuses"][0]["containerID"].as_str().unwrap().rsplit('/').next().unwrap().to_owned();
+    let id = cluster.pod(pod)["status"]["containerStatuses"][0]["containerID"]
+        .as_str()
+        .unwrap()
+        .rsplit('/')
+        .next()
+        .unwrap()
+        .to_owned();
     let command: Vec<String> = command.iter().map(|c| (*c).to_owned()).collect();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     runtime.block_on(async {
-        let client = CriClient::new(cluster.run_dir().join("containerd.sock").to_str().unwrap(), Duration::from_secs(60), None).unwrap();
-        client.exec(&id, &command, None).await.unwrap().output.trim().to_owned()
+        let client = CriClient::new(
+            cluster.run_dir().join("containerd.sock").to_str().unwrap(),
+            Duration::from_secs(60),
+            None,
+        )
+        .unwrap();
+        client
+            .exec(&id, &command, None)
+            .await
+            .unwrap()
+            .output
+            .trim()
+            .to_owned()
     })
 }
 
@@ -328,15 +492,23 @@ impl Loop {
     pub fn new() -> Loop {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(64 << 20).unwrap();
-        let output = Command::new("losetup").args(["--find", "--show", file.path().to_str().unwrap()]).output().unwrap();
+        let output = Command::new("losetup")
+            .args(["--find", "--show", file.path().to_str().unwrap()])
+            .output()
+            .unwrap();
         assert!(output.status.success(), "{output:?}");
-        Loop { device: String::from_utf8(output.stdout).unwrap().trim().to_owned(), _file: file }
+        Loop {
+            device: String::from_utf8(output.stdout).unwrap().trim().to_owned(),
+            _file: file,
+        }
     }
 }
 
 impl Drop for Loop {
     fn drop(&mut self) {
         // The test has failed already if it is still in use.
-        let _ = Command::new("losetup").args(["--detach", &self.device]).status();
+        let _ = Command::new("losetup")
+            .args(["--detach", &self.device])
+            .status();
     }
 }

@@ -56,7 +56,9 @@ pub struct Proxy {
 type Body = BoxBody<Bytes, hyper::Error>;
 
 fn refusal(code: u8) -> Response<Body> {
-    let empty = Empty::<Bytes>::new().map_err(|never: Infallible| match never {}).boxed();
+    let empty = Empty::<Bytes>::new()
+        .map_err(|never: Infallible| match never {})
+        .boxed();
     Response::builder()
         .header("content-type", "application/grpc")
         .header("grpc-status", code.to_string())
@@ -65,20 +67,39 @@ fn refusal(code: u8) -> Response<Body> {
         .unwrap()
 }
 
-async fn pass_on(target: &Path, request: Request<Incoming>) -> Result<Response<Body>, Box<dyn std::error::Error + Send + Sync>> {
+async fn pass_on(
+    target: &Path,
+    request: Request<Incoming>,
+) -> Result<Response<Body>, Box<dyn std::error::Error + Send + Sync>> {
     let stream = UnixStream::connect(target).await?;
-    let (mut sender, connection) = hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await?;
+    let (mut sender, connection) =
+        hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await?;
     tokio::spawn(connection);
     let (mut parts, body) = request.into_parts();
     parts.uri = format!("http://localhost{}", parts.uri.path()).parse()?;
-    let answer = sender.send_request(Request::from_parts(parts, body)).await?;
+    let answer = sender
+        .send_request(Request::from_parts(parts, body))
+        .await?;
     Ok(answer.map(|body| body.boxed()))
 }
 
 async fn handle(target: PathBuf, shared: Shared, request: Request<Incoming>) -> Response<Body> {
-    let Shared { mut fault, hits, killer } = shared;
-    let method = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
-    let now = fault.borrow_and_update().filter(|(name, _)| *name == method).map(|(_, fault)| fault);
+    let Shared {
+        mut fault,
+        hits,
+        killer,
+    } = shared;
+    let method = request
+        .uri()
+        .path()
+        .rsplit('/')
+        .next()
+        .unwrap_or_default()
+        .to_owned();
+    let now = fault
+        .borrow_and_update()
+        .filter(|(name, _)| *name == method)
+        .map(|(_, fault)| fault);
     let first = now.is_some() && {
         let mut hits = hits.lock().unwrap();
         *hits += 1;
@@ -118,11 +139,19 @@ async fn handle(target: PathBuf, shared: Shared, request: Request<Incoming>) -> 
 impl Proxy {
     /// Listens on `socket` and passes on to `target`, which may come later.
     pub fn start(socket: PathBuf, target: PathBuf) -> Proxy {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .unwrap();
         let (fault, faults) = watch::channel(None);
         let hits = Arc::new(Mutex::new(0));
         let killer: Killer = Arc::new(Mutex::new(Box::new(|| panic!("nobody said whom to kill"))));
-        let shared = Shared { fault: faults, hits: Arc::clone(&hits), killer: Arc::clone(&killer) };
+        let shared = Shared {
+            fault: faults,
+            hits: Arc::clone(&hits),
+            killer: Arc::clone(&killer),
+        };
         let listener = runtime.block_on(async { UnixListener::bind(&socket).unwrap() });
         runtime.spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
@@ -131,10 +160,19 @@ impl Proxy {
                     let answer = handle(target.clone(), shared.clone(), request);
                     async move { Ok::<_, Infallible>(answer.await) }
                 });
-                tokio::spawn(hyper::server::conn::http2::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(stream), service));
+                tokio::spawn(
+                    hyper::server::conn::http2::Builder::new(TokioExecutor::new())
+                        .serve_connection(TokioIo::new(stream), service),
+                );
             }
         });
-        Proxy { fault, hits, killer, killed: Arc::default(), _runtime: runtime }
+        Proxy {
+            fault,
+            hits,
+            killer,
+            killed: Arc::default(),
+            _runtime: runtime,
+        }
     }
 
     /// Says how the caller is killed.

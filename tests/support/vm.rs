@@ -21,9 +21,24 @@ struct Archive {
 impl Archive {
     fn entry(&mut self, path: &str, mode: u32, content: &[u8]) {
         let pad = |bytes: &mut Vec<u8>| bytes.resize(bytes.len().next_multiple_of(4), 0);
-        let fields = [0, mode, 0, 0, 1, 0, u32::try_from(content.len()).unwrap(), 0, 0, 0, 0, u32::try_from(path.len() + 1).unwrap(), 0];
+        let fields = [
+            0,
+            mode,
+            0,
+            0,
+            1,
+            0,
+            u32::try_from(content.len()).unwrap(),
+            0,
+            0,
+            0,
+            0,
+            u32::try_from(path.len() + 1).unwrap(),
+            0,
+        ];
         self.bytes.extend(b"070701");
-        self.bytes.extend(fields.iter().flat_map(|f| format!("{f:08x}").into_bytes()));
+        self.bytes
+            .extend(fields.iter().flat_map(|f| format!("{f:08x}").into_bytes()));
         self.bytes.extend(path.as_bytes());
         self.bytes.push(0);
         pad(&mut self.bytes);
@@ -32,10 +47,17 @@ impl Archive {
     }
 
     fn dir(&mut self, path: &Path) {
-        let parents: Vec<&Path> = path.ancestors().filter(|p| p.file_name().is_some()).collect();
+        let parents: Vec<&Path> = path
+            .ancestors()
+            .filter(|p| p.file_name().is_some())
+            .collect();
         for dir in parents.into_iter().rev() {
             if self.made.insert(dir.into()) {
-                self.entry(dir.strip_prefix("/").unwrap_or(dir).to_str().unwrap(), 0o040_755, b"");
+                self.entry(
+                    dir.strip_prefix("/").unwrap_or(dir).to_str().unwrap(),
+                    0o040_755,
+                    b"",
+                );
             }
         }
     }
@@ -46,7 +68,11 @@ impl Archive {
         }
         self.dir(path.parent().unwrap());
         self.made.insert(path.into());
-        self.entry(path.strip_prefix("/").unwrap_or(path).to_str().unwrap(), 0o100_755, content);
+        self.entry(
+            path.strip_prefix("/").unwrap_or(path).to_str().unwrap(),
+            0o100_755,
+            content,
+        );
     }
 
     /// A program with the libraries that it is linked to.
@@ -54,7 +80,11 @@ impl Archive {
         self.file(at, &std::fs::read(program).unwrap());
         let linked = Command::new("ldd").arg(program).output().unwrap();
         let text = String::from_utf8(linked.stdout).unwrap();
-        for library in text.split_whitespace().filter(|word| word.starts_with('/')).map(Path::new) {
+        for library in text
+            .split_whitespace()
+            .filter(|word| word.starts_with('/'))
+            .map(Path::new)
+        {
             self.file(library, &std::fs::read(library).unwrap());
         }
     }
@@ -101,12 +131,28 @@ fn begin(kernel: &Path, modules: &[&str]) -> (Archive, String) {
     }
     disk.program(Path::new("/bin/busybox"), Path::new("/bin/busybox"));
     let mut init = INIT.to_owned();
-    let version = std::fs::read_dir(kernel.join("lib/modules")).unwrap().flatten().next().expect("modules").file_name().into_string().unwrap();
+    let version = std::fs::read_dir(kernel.join("lib/modules"))
+        .unwrap()
+        .flatten()
+        .next()
+        .expect("modules")
+        .file_name()
+        .into_string()
+        .unwrap();
     for module in modules {
         let (name, options) = module.split_once(' ').unwrap_or((module, ""));
         // With those that it needs, in their order.
-        let needed = Command::new("/sbin/modprobe").arg("-d").arg(kernel).args(["-S", &version, "--show-depends", name]).output().unwrap();
-        assert!(needed.status.success(), "no module {name}: {}", String::from_utf8_lossy(&needed.stderr));
+        let needed = Command::new("/sbin/modprobe")
+            .arg("-d")
+            .arg(kernel)
+            .args(["-S", &version, "--show-depends", name])
+            .output()
+            .unwrap();
+        assert!(
+            needed.status.success(),
+            "no module {name}: {}",
+            String::from_utf8_lossy(&needed.stderr)
+        );
         for file in String::from_utf8(needed.stdout)
             .unwrap()
             .lines()
@@ -114,9 +160,16 @@ fn begin(kernel: &Path, modules: &[&str]) -> (Archive, String) {
             .map(PathBuf::from)
         {
             let at = Path::new("/modules").join(file.file_name().unwrap());
-            let own = if file.file_stem().is_some_and(|stem| stem == name) { options } else { "" };
+            let own = if file.file_stem().is_some_and(|stem| stem == name) {
+                options
+            } else {
+                ""
+            };
             if !disk.made.contains(&at) {
-                init += &format!("busybox insmod {} {own} || echo cannot load {name}\n", at.display());
+                init += &format!(
+                    "busybox insmod {} {own} || echo cannot load {name}\n",
+                    at.display()
+                );
             }
             disk.file(&at, &std::fs::read(file).unwrap());
         }
@@ -133,12 +186,34 @@ fn boot(kernel: &Path, mut disk: Archive, init: &str, more: &[&str]) {
     std::fs::write(&image, disk.bytes).unwrap();
     let boot = find(&kernel.join("boot"), &|found| found.starts_with("vmlinuz")).expect("a kernel");
     let mut machine = Command::new("qemu-system-x86_64")
-        .args(["-machine", "q35,accel=tcg", "-cpu", "max", "-m", "2048", "-smp", "2", "-display", "none", "-monitor", "none", "-nodefaults"])
-        .args(["-no-reboot", "-serial", &format!("file:{}", console.display()), "-kernel"])
+        .args([
+            "-machine",
+            "q35,accel=tcg",
+            "-cpu",
+            "max",
+            "-m",
+            "2048",
+            "-smp",
+            "2",
+            "-display",
+            "none",
+            "-monitor",
+            "none",
+            "-nodefaults",
+        ])
+        .args([
+            "-no-reboot",
+            "-serial",
+            &format!("file:{}", console.display()),
+            "-kernel",
+        ])
         .arg(boot)
         .arg("-initrd")
         .arg(&image)
-        .args(["-append", &format!("console=ttyS0 quiet panic=-1 systemd.unified_cgroup_hierarchy=1 {MARK}")])
+        .args([
+            "-append",
+            &format!("console=ttyS0 quiet panic=-1 systemd.unified_cgroup_hierarchy=1 {MARK}"),
+        ])
         .args(more)
         .stdin(Stdio::null())
         .spawn()
@@ -152,7 +227,10 @@ fn boot(kernel: &Path, mut disk: Archive, init: &str, more: &[&str]) {
         std::thread::sleep(Duration::from_millis(100));
     }
     let said = String::from_utf8_lossy(&std::fs::read(&console).unwrap()).into_owned();
-    assert!(said.contains("VM-ENDED-WITH 0") && said.contains("1 passed"), "in the virtual machine:\n{said}");
+    assert!(
+        said.contains("VM-ENDED-WITH 0") && said.contains("1 passed"),
+        "in the virtual machine:\n{said}"
+    );
 }
 
 fn test(name: &str) -> String {
@@ -181,27 +259,45 @@ pub fn run_on_node(name: &str, programs: &[PathBuf]) {
     let mut carry = |at: &Path, program: &Path| {
         // What nobody debugs there need not be carried there.
         let small = stripped.path().join("program");
-        let status = Command::new("strip").arg("-o").arg(&small).arg(program).status().unwrap();
+        let status = Command::new("strip")
+            .arg("-o")
+            .arg(&small)
+            .arg(program)
+            .status()
+            .unwrap();
         let program = if status.success() { &*small } else { program };
-        disk.file(&Path::new("/carried").join(at.strip_prefix("/").unwrap()), &std::fs::read(program).unwrap());
+        disk.file(
+            &Path::new("/carried").join(at.strip_prefix("/").unwrap()),
+            &std::fs::read(program).unwrap(),
+        );
     };
     carry(Path::new("/test"), &std::env::current_exe().unwrap());
     for program in programs {
         // Directories may be links there too.
         let dir = std::fs::canonicalize(program.parent().unwrap()).unwrap();
-        carry(&dir.join(program.file_name().unwrap()), &std::fs::canonicalize(program).unwrap());
+        carry(
+            &dir.join(program.file_name().unwrap()),
+            &std::fs::canonicalize(program).unwrap(),
+        );
     }
-    let unit =
-        "[Unit]\nAfter=multi-user.target\n[Service]\nType=idle\nExecStart=/run-test\nStandardOutput=tty\nStandardError=tty\nTTYPath=/dev/ttyS0\n";
-    disk.file(Path::new("/unit/etc/systemd/system/test.service"), unit.as_bytes());
+    let unit = "[Unit]\nAfter=multi-user.target\n[Service]\nType=idle\nExecStart=/run-test\nStandardOutput=tty\nStandardError=tty\nTTYPath=/dev/ttyS0\n";
+    disk.file(
+        Path::new("/unit/etc/systemd/system/test.service"),
+        unit.as_bytes(),
+    );
     // Only now: what lies in temporary directories is removed while the node comes up.
-    let script =
-        format!("#!/bin/sh\nexport HOME=/root HOLDFAST_PATIENCE=200\ncp -a /carried/. /\n{}\nsystemctl poweroff --force --force\n", test(name));
+    let script = format!(
+        "#!/bin/sh\nexport HOME=/root HOLDFAST_PATIENCE=200\ncp -a /carried/. /\n{}\nsystemctl poweroff --force --force\n",
+        test(name)
+    );
     disk.file(Path::new("/unit/run-test"), script.as_bytes());
     init += "busybox mount -t ext4 /dev/vda /node && busybox cp -a /unit/. /node/ && busybox cp -a /carried /node/\n";
     init += "busybox mkdir -p /node/etc/systemd/system/multi-user.target.wants\n";
     init += "busybox ln -s ../test.service /node/etc/systemd/system/multi-user.target.wants/test.service\n";
     init += "for at in proc sys dev; do busybox umount -l /$at; done\nexec busybox switch_root /node /sbin/init\n";
-    let drive = format!("file={},if=virtio,format=raw,snapshot=on", kernel.join("node.img").display());
+    let drive = format!(
+        "file={},if=virtio,format=raw,snapshot=on",
+        kernel.join("node.img").display()
+    );
     boot(&kernel, disk, &init, &["-drive", &drive]);
 }

@@ -12,14 +12,27 @@ impl PodApi for World {
         let mut state = self.state();
         let uid = patch["metadata"]["uid"].as_str().unwrap().to_owned();
         let earlier = state.pods.get(&uid).cloned();
-        let Some(pod) = state.pods.get_mut(&uid) else { return Err(ApiFailure::NotFound("gone".into())) };
-        for (key, value) in patch["status"].as_object().unwrap().iter().filter(|(k, _)| !k.starts_with('$')) {
+        let Some(pod) = state.pods.get_mut(&uid) else {
+            return Err(ApiFailure::NotFound("gone".into()));
+        };
+        for (key, value) in patch["status"]
+            .as_object()
+            .unwrap()
+            .iter()
+            .filter(|(k, _)| !k.starts_with('$'))
+        {
             if key == "conditions" {
-                let mut list = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
+                let mut list = pod["status"]["conditions"]
+                    .as_array()
+                    .cloned()
+                    .unwrap_or_default();
                 for condition in value.as_array().unwrap() {
                     list.retain(|c| c["type"] != condition["type"]);
                     let mut condition = condition.clone();
-                    condition.as_object_mut().unwrap().retain(|_, v| !v.is_null());
+                    condition
+                        .as_object_mut()
+                        .unwrap()
+                        .retain(|_, v| !v.is_null());
                     list.push(condition);
                 }
                 pod["status"]["conditions"] = list.into();
@@ -31,7 +44,12 @@ impl PodApi for World {
         }
         let phase = pod["status"]["phase"].as_str().unwrap().to_owned();
         let pod = pod.clone();
-        let live: Vec<String> = state.live(&uid).iter().filter(|c| c.name.starts_with('c')).map(|c| c.name.clone()).collect();
+        let live: Vec<String> = state
+            .live(&uid)
+            .iter()
+            .filter(|c| c.name.starts_with('c'))
+            .map(|c| c.name.clone())
+            .collect();
         for broken in invariants::of_status(&earlier.unwrap(), &pod, &live, &state.probed) {
             state.deny(format!("{uid}: {broken}"));
         }
@@ -57,20 +75,30 @@ impl PodApi for World {
             return Err(ApiFailure::Other("injected".into()));
         }
         let mut state = self.state();
-        let Some(pod) = state.pods.remove(uid) else { return Err(ApiFailure::NotFound("gone".into())) };
+        let Some(pod) = state.pods.remove(uid) else {
+            return Err(ApiFailure::NotFound("gone".into()));
+        };
         if pod["metadata"]["deletionTimestamp"].is_null() {
             state.deny(format!("{uid}: nobody asked for this pod's deletion"));
         }
-        let held =
-            !state.live(uid).is_empty() || state.boxes.values().any(|b| b.uid == uid) || state.volumes.contains(uid) || state.cgroups.contains(uid);
+        let held = !state.live(uid).is_empty()
+            || state.boxes.values().any(|b| b.uid == uid)
+            || state.volumes.contains(uid)
+            || state.cgroups.contains(uid);
         if held {
-            state.deny(format!("{uid}: given back to the API before everything was released"));
+            state.deny(format!(
+                "{uid}: given back to the API before everything was released"
+            ));
         }
         state.revision += 1;
         if let Some(writer) = state.watcher.clone() {
             writer.delete(&serde_json::from_value(pod).unwrap());
         }
-        if matches!(fault, Fault::After | Fault::Hang) { Err(ApiFailure::Other("the answer was lost".into())) } else { Ok(()) }
+        if matches!(fault, Fault::After | Fault::Hang) {
+            Err(ApiFailure::Other("the answer was lost".into()))
+        } else {
+            Ok(())
+        }
     }
 
     async fn create(&self, _: &Pod) -> Result<Pod, ApiFailure> {

@@ -3,15 +3,26 @@
 use super::*;
 
 fn statuses(pod: &Value) -> impl Iterator<Item = &Value> {
-    ["containerStatuses", "initContainerStatuses"].into_iter().flat_map(move |list| pod["status"][list].as_array().into_iter().flatten())
+    ["containerStatuses", "initContainerStatuses"]
+        .into_iter()
+        .flat_map(move |list| pod["status"][list].as_array().into_iter().flatten())
 }
 
 fn condition<'a>(pod: &'a Value, kind: &str) -> Option<&'a str> {
-    pod["status"]["conditions"].as_array()?.iter().find(|c| c["type"] == kind)?["status"].as_str()
+    pod["status"]["conditions"]
+        .as_array()?
+        .iter()
+        .find(|c| c["type"] == kind)?["status"]
+        .as_str()
 }
 
 /// Checks a write, and gives every rule that it breaks.
-pub fn of_status(before: &Value, after: &Value, live: &[String], probed: &BTreeSet<String>) -> Vec<String> {
+pub fn of_status(
+    before: &Value,
+    after: &Value,
+    live: &[String],
+    probed: &BTreeSet<String>,
+) -> Vec<String> {
     let mut broken = vec![];
     let mut rule = |holds: bool, what: String| {
         if !holds {
@@ -21,34 +32,84 @@ pub fn of_status(before: &Value, after: &Value, live: &[String], probed: &BTreeS
     let (old, new) = (&before["status"], &after["status"]);
     let phase = new["phase"].as_str().unwrap_or_default();
     let generation = |s: &Value| s["observedGeneration"].as_i64().unwrap_or(0);
-    rule(["Pending", "Running", "Succeeded", "Failed"].contains(&phase), format!("the phase {phase:?} does not exist"));
-    // Init containers that run again in a new sandbox make a pod pending, as the kubelet has it.
-    let has_init = after["spec"]["initContainers"].as_array().is_some_and(|i| !i.is_empty());
-    rule(has_init || !(old["phase"] == "Running" && phase == "Pending"), format!("the phase went back from Running to Pending: {old} {new}"));
-    rule(generation(new) >= generation(old), "the observed generation went back".into());
-    rule(old["startTime"].is_null() || old["startTime"] == new["startTime"], "the start time changed".into());
-    rule(old["qosClass"].is_null() || old["qosClass"] == new["qosClass"], "the QoS class changed".into());
-    rule(new["podIP"].is_null() || new["podIPs"][0]["ip"] == new["podIP"], "podIP is not the first of podIPs".into());
-    rule(old["podIP"].is_null() || !new["podIP"].is_null(), "the address was forgotten".into());
     rule(
-        condition(after, "Ready") != Some("True") || condition(after, "ContainersReady") == Some("True"),
+        ["Pending", "Running", "Succeeded", "Failed"].contains(&phase),
+        format!("the phase {phase:?} does not exist"),
+    );
+    // Init containers that run again in a new sandbox make a pod pending, as the kubelet has it.
+    let has_init = after["spec"]["initContainers"]
+        .as_array()
+        .is_some_and(|i| !i.is_empty());
+    rule(
+        has_init || !(old["phase"] == "Running" && phase == "Pending"),
+        format!("the phase went back from Running to Pending: {old} {new}"),
+    );
+    rule(
+        generation(new) >= generation(old),
+        "the observed generation went back".into(),
+    );
+    rule(
+        old["startTime"].is_null() || old["startTime"] == new["startTime"],
+        "the start time changed".into(),
+    );
+    rule(
+        old["qosClass"].is_null() || old["qosClass"] == new["qosClass"],
+        "the QoS class changed".into(),
+    );
+    rule(
+        new["podIP"].is_null() || new["podIPs"][0]["ip"] == new["podIP"],
+        "podIP is not the first of podIPs".into(),
+    );
+    rule(
+        old["podIP"].is_null() || !new["podIP"].is_null(),
+        "the address was forgotten".into(),
+    );
+    rule(
+        condition(after, "Ready") != Some("True")
+            || condition(after, "ContainersReady") == Some("True"),
         "ready with containers that are not".into(),
     );
-    rule(condition(before, "Initialized") != Some("True") || condition(after, "Initialized") == Some("True"), "initialised no more".into());
-    rule(condition(after, "PodScheduled") == Some("True") || condition(after, "PodScheduled").is_none(), "a pod on this node is scheduled".into());
+    rule(
+        condition(before, "Initialized") != Some("True")
+            || condition(after, "Initialized") == Some("True"),
+        "initialised no more".into(),
+    );
+    rule(
+        condition(after, "PodScheduled") == Some("True")
+            || condition(after, "PodScheduled").is_none(),
+        "a pod on this node is scheduled".into(),
+    );
     let ended = ["Succeeded", "Failed"].contains(&phase);
-    rule(!ended || condition(after, "Ready") != Some("True"), "ended and ready".into());
-    rule(!ended || live.is_empty(), format!("the phase is {phase} while {live:?} run"));
+    rule(
+        !ended || condition(after, "Ready") != Some("True"),
+        "ended and ready".into(),
+    );
+    rule(
+        !ended || live.is_empty(),
+        format!("the phase is {phase} while {live:?} run"),
+    );
     let ids: Vec<&str> = statuses(after).filter_map(|s| s["name"].as_str()).collect();
-    rule(ids.iter().collect::<BTreeSet<_>>().len() == ids.len(), "a container has two statuses".into());
+    rule(
+        ids.iter().collect::<BTreeSet<_>>().len() == ids.len(),
+        "a container has two statuses".into(),
+    );
     for status in statuses(after) {
         let name = &status["name"];
         let states = status["state"].as_object().map_or(0, serde_json::Map::len);
         rule(states <= 1, format!("{name} is in {states} states"));
-        let id = status["containerID"].as_str().unwrap_or_default().trim_start_matches("containerd://");
+        let id = status["containerID"]
+            .as_str()
+            .unwrap_or_default()
+            .trim_start_matches("containerd://");
         let running = status["state"]["running"].is_object();
-        rule(status["ready"] != true || running || status["state"]["terminated"]["exitCode"] == 0, format!("{name} is ready and does not run"));
-        rule(!running || !id.is_empty(), format!("{name} runs without an id"));
+        rule(
+            status["ready"] != true || running || status["state"]["terminated"]["exitCode"] == 0,
+            format!("{name} is ready and does not run"),
+        );
+        rule(
+            !running || !id.is_empty(),
+            format!("{name} runs without an id"),
+        );
         let probes = after["spec"]["containers"]
             .as_array()
             .into_iter()
@@ -59,12 +120,25 @@ pub fn of_status(before: &Value, after: &Value, live: &[String], probed: &BTreeS
             !(probes && running && status["ready"] == true) || probed.contains(id),
             format!("{name} is ready though no probe of {id} has succeeded"),
         );
-        let Some(earlier) = statuses(before).find(|s| s["name"] == *name) else { continue };
+        let Some(earlier) = statuses(before).find(|s| s["name"] == *name) else {
+            continue;
+        };
         let count = |s: &Value| s["restartCount"].as_i64().unwrap_or(0);
-        rule(count(status) >= count(earlier), format!("the restart count of {name} went back: {earlier} {status}"));
-        let same = status["containerID"].is_string() && status["containerID"] == earlier["containerID"];
-        rule(!(same && earlier["state"]["terminated"].is_object() && running), format!("{name} runs again under the id under which it had ended"));
-        rule(!(same && earlier["state"]["terminated"].is_object()) || count(status) == count(earlier), format!("{name} was counted twice"));
+        rule(
+            count(status) >= count(earlier),
+            format!("the restart count of {name} went back: {earlier} {status}"),
+        );
+        let same =
+            status["containerID"].is_string() && status["containerID"] == earlier["containerID"];
+        rule(
+            !(same && earlier["state"]["terminated"].is_object() && running),
+            format!("{name} runs again under the id under which it had ended"),
+        );
+        rule(
+            !(same && earlier["state"]["terminated"].is_object())
+                || count(status) == count(earlier),
+            format!("{name} was counted twice"),
+        );
     }
     broken
 }

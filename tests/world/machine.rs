@@ -16,21 +16,41 @@ impl Dialer for World {
                 self.sleep(timeout).await;
                 Err(HttpError::Failed("deadline exceeded".into()))
             }
-            1 if faults => Ok(Reply { status: 503, body: String::new(), elsewhere: false }),
+            1 if faults => Ok(Reply {
+                status: 503,
+                body: String::new(),
+                elsewhere: false,
+            }),
             _ => {
                 // The path names the container, the host its pod.
                 let mut state = self.state();
-                let boxes: Vec<String> =
-                    state.boxes.iter().filter(|(_, b)| b.sandbox.ips.contains(&request.host)).map(|(id, _)| id.clone()).collect();
+                let boxes: Vec<String> = state
+                    .boxes
+                    .iter()
+                    .filter(|(_, b)| b.sandbox.ips.contains(&request.host))
+                    .map(|(id, _)| id.clone())
+                    .collect();
                 let name = request.path.trim_start_matches('/');
-                let asked =
-                    |c: &&Ctr| c.container.name == name && boxes.contains(&c.container.sandbox) && c.container.state == ContainerState::Running;
-                let ids: Vec<String> = state.containers.values().filter(asked).map(|c| c.container.id.clone()).collect();
+                let asked = |c: &&Ctr| {
+                    c.container.name == name
+                        && boxes.contains(&c.container.sandbox)
+                        && c.container.state == ContainerState::Running
+                };
+                let ids: Vec<String> = state
+                    .containers
+                    .values()
+                    .filter(asked)
+                    .map(|c| c.container.id.clone())
+                    .collect();
                 if ids.is_empty() {
                     return Err(HttpError::Failed("connection refused".into()));
                 }
                 state.probed.extend(ids);
-                Ok(Reply { status: 200, body: String::new(), elsewhere: false })
+                Ok(Reply {
+                    status: 200,
+                    body: String::new(),
+                    elsewhere: false,
+                })
             }
         }
     }
@@ -139,7 +159,12 @@ impl PodHost for World {
         Ok(())
     }
 
-    async fn volume_usage(&self, _: &Pod, _: &str, _: u64) -> Result<holdfast::sys::usage::Usage, String> {
+    async fn volume_usage(
+        &self,
+        _: &Pod,
+        _: &str,
+        _: u64,
+    ) -> Result<holdfast::sys::usage::Usage, String> {
         Ok(holdfast::sys::usage::Usage::default())
     }
 
@@ -148,13 +173,18 @@ impl PodHost for World {
     }
 
     async fn filesystem(&self, _: &Path) -> Result<Filesystem, String> {
-        Ok(Filesystem { capacity: 100, available: 50 })
+        Ok(Filesystem {
+            capacity: 100,
+            available: 50,
+        })
     }
 
     async fn tear_down_volumes(&self, uid: &str) -> Result<(), String> {
         self.machine(|s| {
             if !s.live(uid).is_empty() {
-                s.deny(format!("{uid}: volumes were torn down under a running container"));
+                s.deny(format!(
+                    "{uid}: volumes were torn down under a running container"
+                ));
             }
             s.volumes.remove(uid);
         })
@@ -168,7 +198,10 @@ impl PodHost for World {
     async fn remove_directories(&self, pod: &Pod) -> Result<(), String> {
         self.machine(|s| {
             if s.volumes.contains(&uid(pod)) {
-                s.deny(format!("{}: directories were removed with a volume mounted", uid(pod)));
+                s.deny(format!(
+                    "{}: directories were removed with a volume mounted",
+                    uid(pod)
+                ));
             }
             s.dirs.remove(&uid(pod));
         })
@@ -191,7 +224,9 @@ impl PodHost for World {
     async fn remove_leftovers(&self, uid: &str) -> Result<(), String> {
         self.machine(|s| {
             if s.pods.contains_key(uid) {
-                s.deny(format!("{uid}: a pod's directories were taken for leftovers"));
+                s.deny(format!(
+                    "{uid}: a pod's directories were taken for leftovers"
+                ));
             }
             s.volumes.remove(uid);
             s.dirs.remove(uid);

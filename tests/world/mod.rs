@@ -22,7 +22,10 @@ use holdfast::core::observed::{Container, ContainerState, ObservedPod, Sandbox};
 use holdfast::core::probe::{Http, Reply};
 use holdfast::core::serving::Streams;
 use holdfast::core::volumes::Files;
-use holdfast::cri::{Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind, RuntimeStatus, Stock};
+use holdfast::cri::{
+    Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind,
+    RuntimeStatus, Stock,
+};
 use holdfast::host::{Log, PodHost, SubPath};
 use holdfast::kubeapi::cache::{Cache, Writer};
 use holdfast::kubeapi::objects::{Following, News};
@@ -111,13 +114,19 @@ impl State {
     }
 
     fn live(&self, uid: &str) -> Vec<&Container> {
-        self.containers.values().filter(|c| c.uid == uid && c.container.state == ContainerState::Running).map(|c| &c.container).collect()
+        self.containers
+            .values()
+            .filter(|c| c.uid == uid && c.container.state == ContainerState::Running)
+            .map(|c| &c.container)
+            .collect()
     }
 
     fn publish(&mut self, uid: &str) {
         self.revision += 1;
         let revision = self.revision.to_string();
-        let Some(writer) = self.watcher.clone() else { return };
+        let Some(writer) = self.watcher.clone() else {
+            return;
+        };
         if let Some(pod) = self.pods.get_mut(uid) {
             pod["metadata"]["resourceVersion"] = revision.into();
             let pod: Pod = serde_json::from_value(pod.clone()).unwrap();
@@ -129,7 +138,14 @@ impl State {
 impl World {
     pub fn new(seed: u64) -> World {
         let clock = Clock::starting_at("2026-11-20T00:00:00Z".parse().unwrap());
-        World(Arc::new(Mutex::new(State { random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1, ..State::default() })), clock, 0)
+        World(
+            Arc::new(Mutex::new(State {
+                random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+                ..State::default()
+            })),
+            clock,
+            0,
+        )
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -155,7 +171,11 @@ impl World {
         let current: Vec<Pod> = {
             let mut state = self.state();
             state.watcher = Some(Arc::new(writer));
-            state.pods.values().map(|p| serde_json::from_value(p.clone()).unwrap()).collect()
+            state
+                .pods
+                .values()
+                .map(|p| serde_json::from_value(p.clone()).unwrap())
+                .collect()
         };
         self.state().watcher.as_ref().unwrap().replace(current);
         let mut config = config::load(None, &Overrides::default(), "node").unwrap();
@@ -173,7 +193,12 @@ impl World {
             clock: self.1,
             events,
             images: Images::new(4),
-            machine: Machine { cpus: 64, memory: 1 << 40, storage: 1 << 40, ..Machine::default() },
+            machine: Machine {
+                cpus: 64,
+                memory: 1 << 40,
+                storage: 1 << 40,
+                ..Machine::default()
+            },
             node_ips: vec!["192.0.2.1".into()],
             resolver: Resolver::default(),
             network: network_state,
@@ -188,7 +213,17 @@ impl World {
             started: self.1.now(),
             config,
         });
-        let agent = Agent { context, nodes: None, reviews: None, serves: false, pods: Some(pods), keeper: None, network, node, renewal: None };
+        let agent = Agent {
+            context,
+            nodes: None,
+            reviews: None,
+            serves: false,
+            pods: Some(pods),
+            keeper: None,
+            network,
+            node,
+            renewal: None,
+        };
         let world = self.clone();
         tokio::spawn(async move {
             let result = Box::pin(agent.run()).await;
@@ -209,7 +244,8 @@ impl World {
 
     pub fn create_pod(&self, name: &str) {
         let mut state = self.state();
-        let policy = ["Always", "Always", "OnFailure", "Never"][usize::try_from(state.pick(4)).unwrap()];
+        let policy =
+            ["Always", "Always", "OnFailure", "Never"][usize::try_from(state.pick(4)).unwrap()];
         let count = 1 + state.pick(2);
         let probing = state.pick(2) == 0;
         let containers: Vec<Value> = (0..count)
@@ -225,7 +261,11 @@ impl World {
                 container
             })
             .collect();
-        let mut init: Vec<Value> = if state.pick(3) == 0 { vec![json!({"name": "i0", "image": "i:1"})] } else { vec![] };
+        let mut init: Vec<Value> = if state.pick(3) == 0 {
+            vec![json!({"name": "i0", "image": "i:1"})]
+        } else {
+            vec![]
+        };
         if state.pick(4) == 0 {
             init.push(json!({"name": "s0", "image": "i:1", "restartPolicy": "Always"}));
         }
@@ -261,13 +301,23 @@ impl World {
     /// The uid of a pod.
     pub fn uid(&self, name: &str) -> String {
         let state = self.state();
-        state.pods.iter().find(|(_, p)| p["metadata"]["name"] == name).map(|(uid, _)| uid.clone()).unwrap()
+        state
+            .pods
+            .iter()
+            .find(|(_, p)| p["metadata"]["name"] == name)
+            .map(|(uid, _)| uid.clone())
+            .unwrap()
     }
 
     /// Names of pods that are not in this phase.
     pub fn not_in_phase(&self, phase: &str) -> Vec<String> {
         let state = self.state();
-        state.pods.values().filter(|p| p["status"]["phase"] != phase).map(|p| p["metadata"]["name"].as_str().unwrap().to_owned()).collect()
+        state
+            .pods
+            .values()
+            .filter(|p| p["status"]["phase"] != phase)
+            .map(|p| p["metadata"]["name"].as_str().unwrap().to_owned())
+            .collect()
     }
 
     pub fn delete_some_pod(&self) {
@@ -286,8 +336,12 @@ impl World {
     pub fn exit_some_container(&self) {
         let now = self.1.now();
         let mut state = self.state();
-        let running: Vec<String> =
-            state.containers.iter().filter(|(_, c)| c.container.state == ContainerState::Running).map(|(id, _)| id.clone()).collect();
+        let running: Vec<String> = state
+            .containers
+            .iter()
+            .filter(|(_, c)| c.container.state == ContainerState::Running)
+            .map(|(id, _)| id.clone())
+            .collect();
         let place = state.pick(running.len() as u64);
         let code = i32::try_from(state.pick(2)).unwrap();
         if let Some(id) = running.get(usize::try_from(place).unwrap()) {
@@ -301,7 +355,12 @@ impl World {
         let ids: Vec<String> = state.boxes.keys().cloned().collect();
         let place = state.pick(ids.len() as u64);
         if let Some(id) = ids.get(usize::try_from(place).unwrap()) {
-            let inside: Vec<String> = state.containers.iter().filter(|(_, c)| c.container.sandbox == *id).map(|(id, _)| id.clone()).collect();
+            let inside: Vec<String> = state
+                .containers
+                .iter()
+                .filter(|(_, c)| c.container.sandbox == *id)
+                .map(|(id, _)| id.clone())
+                .collect();
             for container in inside {
                 end(&mut state, &container, 137, now);
             }
@@ -313,19 +372,38 @@ impl World {
     pub fn check_at_rest(&self) -> Result<(), String> {
         let state = self.state();
         for (uid, pod) in &state.pods {
-            let (name, policy, phase) =
-                (&pod["metadata"]["name"], pod["spec"]["restartPolicy"].as_str().unwrap(), pod["status"]["phase"].as_str().unwrap());
+            let (name, policy, phase) = (
+                &pod["metadata"]["name"],
+                pod["spec"]["restartPolicy"].as_str().unwrap(),
+                pod["status"]["phase"].as_str().unwrap(),
+            );
             if !pod["metadata"]["deletionTimestamp"].is_null() {
-                return Err(format!("{name} was deleted and is still there: {}", pod["status"]));
+                return Err(format!(
+                    "{name} was deleted and is still there: {}",
+                    pod["status"]
+                ));
             }
             let wanted = pod["spec"]["containers"].as_array().unwrap().len();
-            let live = state.live(uid).iter().filter(|c| c.name.starts_with('c')).count();
+            let live = state
+                .live(uid)
+                .iter()
+                .filter(|c| c.name.starts_with('c'))
+                .count();
             match (policy, phase) {
                 ("Always", "Running") if live == wanted => {}
-                ("Always", _) => return Err(format!("{name} ({policy}) is {phase} with {live} of {wanted} running: {}", pod["status"])),
+                ("Always", _) => {
+                    return Err(format!(
+                        "{name} ({policy}) is {phase} with {live} of {wanted} running: {}",
+                        pod["status"]
+                    ));
+                }
                 (_, "Succeeded" | "Failed") if live == 0 => {}
                 (_, "Running") if live > 0 => {}
-                _ => return Err(format!("{name} ({policy}) is {phase} with {live} of {wanted} running")),
+                _ => {
+                    return Err(format!(
+                        "{name} ({policy}) is {phase} with {live} of {wanted} running"
+                    ));
+                }
             }
         }
         Ok(())
@@ -333,11 +411,20 @@ impl World {
 
     pub fn check_empty(&self) -> Result<(), String> {
         let state = self.state();
-        let left = (state.pods.len(), state.boxes.len(), state.containers.len(), state.volumes.len(), state.cgroups.len(), state.dirs.len());
+        let left = (
+            state.pods.len(),
+            state.boxes.len(),
+            state.containers.len(),
+            state.volumes.len(),
+            state.cgroups.len(),
+            state.dirs.len(),
+        );
         if left == (0, 0, 0, 0, 0, 0) {
             Ok(())
         } else {
-            Err(format!("left behind (pods, sandboxes, containers, volumes, cgroups, directories): {left:?}"))
+            Err(format!(
+                "left behind (pods, sandboxes, containers, volumes, cgroups, directories): {left:?}"
+            ))
         }
     }
 
@@ -347,7 +434,11 @@ impl World {
             let most = state.pulls.1;
             state.deny(format!("{most} images were pulled at once"));
         }
-        if state.broken.is_empty() { Ok(()) } else { Err(state.broken.join("; ")) }
+        if state.broken.is_empty() {
+            Ok(())
+        } else {
+            Err(state.broken.join("; "))
+        }
     }
 
     /// The present agent is dead.
@@ -387,8 +478,16 @@ impl World {
     }
 
     /// A call to the runtime: may fail before acting, after acting, or hang and then fail after acting.
-    async fn call<T>(&self, act: impl FnOnce(&mut State) -> Result<T, RuntimeError>) -> Result<T, RuntimeError> {
-        let what = std::any::type_name_of_val(&act).trim_end_matches("::{{closure}}").rsplit("::").next().unwrap_or_default().to_owned();
+    async fn call<T>(
+        &self,
+        act: impl FnOnce(&mut State) -> Result<T, RuntimeError>,
+    ) -> Result<T, RuntimeError> {
+        let what = std::any::type_name_of_val(&act)
+            .trim_end_matches("::{{closure}}")
+            .rsplit("::")
+            .next()
+            .unwrap_or_default()
+            .to_owned();
         let result = self.call_unseen(act).await;
         self.note(&what, result.is_ok());
         result
@@ -416,10 +515,19 @@ impl World {
         }
     }
 
-    async fn call_unseen<T>(&self, act: impl FnOnce(&mut State) -> Result<T, RuntimeError>) -> Result<T, RuntimeError> {
-        let timeout = || RuntimeError { kind: RuntimeErrorKind::Timeout, message: "deadline exceeded".into() };
+    async fn call_unseen<T>(
+        &self,
+        act: impl FnOnce(&mut State) -> Result<T, RuntimeError>,
+    ) -> Result<T, RuntimeError> {
+        let timeout = || RuntimeError {
+            kind: RuntimeErrorKind::Timeout,
+            message: "deadline exceeded".into(),
+        };
         match self.fault().await {
-            Fault::Before => Err(RuntimeError { kind: RuntimeErrorKind::Failed, message: "injected".into() }),
+            Fault::Before => Err(RuntimeError {
+                kind: RuntimeErrorKind::Failed,
+                message: "injected".into(),
+            }),
             Fault::After => {
                 // Acted, but the answer is lost.
                 let _ = act(&mut self.state());
@@ -446,5 +554,8 @@ fn end(state: &mut State, id: &str, code: i32, now: Timestamp) {
 }
 
 fn missing(what: &str) -> RuntimeError {
-    RuntimeError { kind: RuntimeErrorKind::NotFound, message: format!("{what} not found") }
+    RuntimeError {
+        kind: RuntimeErrorKind::NotFound,
+        message: format!("{what} not found"),
+    }
 }

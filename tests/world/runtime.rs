@@ -5,7 +5,13 @@ use super::*;
 #[async_trait]
 impl Runtime for World {
     async fn status(&self) -> Result<RuntimeStatus, RuntimeError> {
-        self.call(|_| Ok(RuntimeStatus { version: "fake://1".into(), ..RuntimeStatus::default() })).await
+        self.call(|_| {
+            Ok(RuntimeStatus {
+                version: "fake://1".into(),
+                ..RuntimeStatus::default()
+            })
+        })
+        .await
     }
 
     async fn systemd_cgroups(&self) -> Result<Option<bool>, RuntimeError> {
@@ -18,10 +24,16 @@ impl Runtime for World {
             let mut names = BTreeMap::new();
             for b in state.boxes.values() {
                 names.insert(b.uid.clone(), b.name.clone());
-                pods.entry(b.uid.clone()).or_default().sandboxes.push(b.sandbox.clone());
+                pods.entry(b.uid.clone())
+                    .or_default()
+                    .sandboxes
+                    .push(b.sandbox.clone());
             }
             for c in state.containers.values() {
-                pods.entry(c.uid.clone()).or_default().containers.push(c.container.clone());
+                pods.entry(c.uid.clone())
+                    .or_default()
+                    .containers
+                    .push(c.container.clone());
             }
             let listed = |(uid, pod): (String, ObservedPod)| ListedPod {
                 name: names.get(&uid).cloned().unwrap_or_default(),
@@ -38,8 +50,18 @@ impl Runtime for World {
         self.hung(uid).await;
         self.call(|state| {
             let mut observed = ObservedPod {
-                sandboxes: state.boxes.values().filter(|b| b.uid == uid).map(|b| b.sandbox.clone()).collect(),
-                containers: state.containers.values().filter(|c| c.uid == uid).map(|c| c.container.clone()).collect(),
+                sandboxes: state
+                    .boxes
+                    .values()
+                    .filter(|b| b.uid == uid)
+                    .map(|b| b.sandbox.clone())
+                    .collect(),
+                containers: state
+                    .containers
+                    .values()
+                    .filter(|c| c.uid == uid)
+                    .map(|c| c.container.clone())
+                    .collect(),
             };
             observed.sort();
             Ok(observed)
@@ -47,12 +69,23 @@ impl Runtime for World {
         .await
     }
 
-    async fn run_sandbox(&self, config: pb::PodSandboxConfig, _: &str) -> Result<String, RuntimeError> {
+    async fn run_sandbox(
+        &self,
+        config: pb::PodSandboxConfig,
+        _: &str,
+    ) -> Result<String, RuntimeError> {
         let now = self.1.now();
         self.call(|state| {
             let metadata = config.metadata.clone().unwrap();
-            if state.boxes.values().any(|b| b.uid == metadata.uid && b.sandbox.attempt == metadata.attempt) {
-                return Err(RuntimeError { kind: RuntimeErrorKind::Failed, message: format!("failed to reserve sandbox name {}", metadata.name) });
+            if state
+                .boxes
+                .values()
+                .any(|b| b.uid == metadata.uid && b.sandbox.attempt == metadata.attempt)
+            {
+                return Err(RuntimeError {
+                    kind: RuntimeErrorKind::Failed,
+                    message: format!("failed to reserve sandbox name {}", metadata.name),
+                });
             }
             if !state.cgroups.contains(&metadata.uid) {
                 state.deny(format!("{}: a sandbox without a cgroup", metadata.name));
@@ -66,20 +99,39 @@ impl Runtime for World {
                 ips: vec![format!("10.0.0.{}", state.next % 250)],
                 host_network: false,
             };
-            state.boxes.insert(id.clone(), Box_ { uid: metadata.uid, name: metadata.name, sandbox });
+            state.boxes.insert(
+                id.clone(),
+                Box_ {
+                    uid: metadata.uid,
+                    name: metadata.name,
+                    sandbox,
+                },
+            );
             Ok(id)
         })
         .await
     }
 
     async fn sandbox_ips(&self, id: &str) -> Result<Vec<String>, RuntimeError> {
-        self.call(|state| state.boxes.get(id).map(|b| b.sandbox.ips.clone()).ok_or_else(|| missing("sandbox"))).await
+        self.call(|state| {
+            state
+                .boxes
+                .get(id)
+                .map(|b| b.sandbox.ips.clone())
+                .ok_or_else(|| missing("sandbox"))
+        })
+        .await
     }
 
     async fn stop_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
         let now = self.1.now();
         self.call(|state| {
-            let inside: Vec<String> = state.containers.iter().filter(|(_, c)| c.container.sandbox == id).map(|(id, _)| id.clone()).collect();
+            let inside: Vec<String> = state
+                .containers
+                .iter()
+                .filter(|(_, c)| c.container.sandbox == id)
+                .map(|(id, _)| id.clone())
+                .collect();
             for container in inside {
                 end(state, &container, 137, now);
             }
@@ -93,8 +145,14 @@ impl Runtime for World {
 
     async fn remove_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
         self.call(|state| {
-            if state.containers.values().any(|c| c.container.sandbox == id && c.container.state == ContainerState::Running) {
-                state.deny(format!("{id}: a sandbox was removed with a container running"));
+            if state
+                .containers
+                .values()
+                .any(|c| c.container.sandbox == id && c.container.state == ContainerState::Running)
+            {
+                state.deny(format!(
+                    "{id}: a sandbox was removed with a container running"
+                ));
             }
             state.containers.retain(|_, c| c.container.sandbox != id);
             state.boxes.remove(id);
@@ -103,18 +161,34 @@ impl Runtime for World {
         .await
     }
 
-    async fn create_container(&self, sandbox: &str, config: pb::ContainerConfig, _: pb::PodSandboxConfig) -> Result<String, RuntimeError> {
+    async fn create_container(
+        &self,
+        sandbox: &str,
+        config: pb::ContainerConfig,
+        _: pb::PodSandboxConfig,
+    ) -> Result<String, RuntimeError> {
         let now = self.1.now();
         self.call(|state| {
-            let Some(b) = state.boxes.get(sandbox).filter(|b| b.sandbox.ready) else { return Err(missing("sandbox")) };
+            let Some(b) = state.boxes.get(sandbox).filter(|b| b.sandbox.ready) else {
+                return Err(missing("sandbox"));
+            };
             let (uid, metadata) = (b.uid.clone(), config.metadata.clone().unwrap());
             if state.containers.values().any(|c| {
-                c.uid == uid && c.container.name == metadata.name && c.container.attempt == metadata.attempt && c.container.sandbox == sandbox
+                c.uid == uid
+                    && c.container.name == metadata.name
+                    && c.container.attempt == metadata.attempt
+                    && c.container.sandbox == sandbox
             }) {
-                return Err(RuntimeError { kind: RuntimeErrorKind::Failed, message: format!("failed to reserve container name {}", metadata.name) });
+                return Err(RuntimeError {
+                    kind: RuntimeErrorKind::Failed,
+                    message: format!("failed to reserve container name {}", metadata.name),
+                });
             }
             if !state.volumes.contains(&uid) {
-                state.deny(format!("{}: a container without its volumes", metadata.name));
+                state.deny(format!(
+                    "{}: a container without its volumes",
+                    metadata.name
+                ));
             }
             assert_eq!(config.labels[label::POD_UID], uid);
             let id = state.id("ctr");
@@ -132,7 +206,10 @@ impl Runtime for World {
                 message: String::new(),
                 image: "i:1".into(),
                 image_ref: "sha256:i".into(),
-                hash: config.annotations.get(holdfast::core::config::annotation::HASH).cloned(),
+                hash: config
+                    .annotations
+                    .get(holdfast::core::config::annotation::HASH)
+                    .cloned(),
                 user: None,
                 stop_signal: None,
             };
@@ -145,19 +222,34 @@ impl Runtime for World {
     async fn start_container(&self, id: &str) -> Result<(), RuntimeError> {
         let now = self.1.now();
         self.call(|state| {
-            let Some(c) = state.containers.get(id) else { return Err(missing("container")) };
-            let (uid, name, attempt) = (c.uid.clone(), c.container.name.clone(), c.container.attempt);
+            let Some(c) = state.containers.get(id) else {
+                return Err(missing("container"));
+            };
+            let (uid, name, attempt) =
+                (c.uid.clone(), c.container.name.clone(), c.container.attempt);
             if c.container.state != ContainerState::Created {
-                return Err(RuntimeError { kind: RuntimeErrorKind::Failed, message: "already started".into() });
+                return Err(RuntimeError {
+                    kind: RuntimeErrorKind::Failed,
+                    message: "already started".into(),
+                });
             }
             if state.live(&uid).iter().any(|other| other.name == name) {
                 state.deny(format!("{uid}/{name}: two instances run at once"));
             }
-            if !state.started.insert((uid.clone(), name.clone(), attempt)) && !state.boxes.values().any(|b| b.uid == uid && b.sandbox.attempt > 0) {
+            if !state.started.insert((uid.clone(), name.clone(), attempt))
+                && !state
+                    .boxes
+                    .values()
+                    .any(|b| b.uid == uid && b.sandbox.attempt > 0)
+            {
                 state.deny(format!("{uid}/{name}: attempt {attempt} was started twice"));
             }
             if name.starts_with('c')
-                && state.pods.get(&uid).is_some_and(|p| p["spec"]["initContainers"].as_array().is_some_and(|i| i.iter().any(|i| i["name"] == "i0")))
+                && state.pods.get(&uid).is_some_and(|p| {
+                    p["spec"]["initContainers"]
+                        .as_array()
+                        .is_some_and(|i| i.iter().any(|i| i["name"] == "i0"))
+                })
             {
                 let sandbox = state.containers[id].container.sandbox.clone();
                 let initialised = state.containers.values().any(|c| {
@@ -167,12 +259,16 @@ impl Runtime for World {
                         && c.container.state == ContainerState::Exited
                         && c.container.exit_code == 0
                 });
-                let ran = state
-                    .containers
-                    .values()
-                    .any(|c| c.uid == uid && c.container.name.starts_with('c') && c.container.sandbox == sandbox && c.container.started_at.is_some());
+                let ran = state.containers.values().any(|c| {
+                    c.uid == uid
+                        && c.container.name.starts_with('c')
+                        && c.container.sandbox == sandbox
+                        && c.container.started_at.is_some()
+                });
                 if !initialised && !ran {
-                    state.deny(format!("{uid}/{name}: started before its init container had succeeded"));
+                    state.deny(format!(
+                        "{uid}/{name}: started before its init container had succeeded"
+                    ));
                 }
             }
             let c = state.containers.get_mut(id).unwrap();
@@ -198,15 +294,26 @@ impl Runtime for World {
         let (slow, limit) = {
             let mut state = self.state();
             let slow = state.pick(4) == 0;
-            let uid = state.containers.get(id).map(|c| c.uid.clone()).unwrap_or_default();
-            let limit = state.pods.get(&uid).and_then(|p| p["spec"]["terminationGracePeriodSeconds"].as_i64()).unwrap_or(1);
+            let uid = state
+                .containers
+                .get(id)
+                .map(|c| c.uid.clone())
+                .unwrap_or_default();
+            let limit = state
+                .pods
+                .get(&uid)
+                .and_then(|p| p["spec"]["terminationGracePeriodSeconds"].as_i64())
+                .unwrap_or(1);
             (slow, limit)
         };
         if grace > limit.max(2) {
-            self.state().deny(format!("{id}: stopped with {grace} s where {limit} s are allowed"));
+            self.state().deny(format!(
+                "{id}: stopped with {grace} s where {limit} s are allowed"
+            ));
         }
         if slow {
-            self.sleep(Duration::from_secs(u64::try_from(grace).unwrap())).await;
+            self.sleep(Duration::from_secs(u64::try_from(grace).unwrap()))
+                .await;
         }
         self.call(|state| {
             end(state, id, if slow { 137 } else { 143 }, now);
@@ -215,12 +322,30 @@ impl Runtime for World {
         .await
     }
 
-    async fn update_container(&self, id: &str, _: pb::LinuxContainerResources) -> Result<(), RuntimeError> {
-        self.call(|state| state.containers.get(id).map(|_| ()).ok_or_else(|| missing("container"))).await
+    async fn update_container(
+        &self,
+        id: &str,
+        _: pb::LinuxContainerResources,
+    ) -> Result<(), RuntimeError> {
+        self.call(|state| {
+            state
+                .containers
+                .get(id)
+                .map(|_| ())
+                .ok_or_else(|| missing("container"))
+        })
+        .await
     }
 
-    async fn update_sandbox(&self, _: &str, _: pb::LinuxPodSandboxConfig) -> Result<(), RuntimeError> {
-        Err(RuntimeError { kind: RuntimeErrorKind::Unimplemented, message: "unknown method".into() })
+    async fn update_sandbox(
+        &self,
+        _: &str,
+        _: pb::LinuxPodSandboxConfig,
+    ) -> Result<(), RuntimeError> {
+        Err(RuntimeError {
+            kind: RuntimeErrorKind::Unimplemented,
+            message: "unknown method".into(),
+        })
     }
 
     async fn memory_in_use(&self, _: &str) -> Result<u64, RuntimeError> {
@@ -228,18 +353,32 @@ impl Runtime for World {
     }
 
     async fn exec_url(&self, _: &str, _: &[String], _: Streams) -> Result<String, RuntimeError> {
-        Err(RuntimeError { kind: RuntimeErrorKind::Unimplemented, message: "no streams here".into() })
+        Err(RuntimeError {
+            kind: RuntimeErrorKind::Unimplemented,
+            message: "no streams here".into(),
+        })
     }
 
     async fn attach_url(&self, _: &str, _: Streams) -> Result<String, RuntimeError> {
-        Err(RuntimeError { kind: RuntimeErrorKind::Unimplemented, message: "no streams here".into() })
+        Err(RuntimeError {
+            kind: RuntimeErrorKind::Unimplemented,
+            message: "no streams here".into(),
+        })
     }
 
     async fn forward_url(&self, _: &str, _: &[i32]) -> Result<String, RuntimeError> {
-        Err(RuntimeError { kind: RuntimeErrorKind::Unimplemented, message: "no streams here".into() })
+        Err(RuntimeError {
+            kind: RuntimeErrorKind::Unimplemented,
+            message: "no streams here".into(),
+        })
     }
 
-    async fn exec(&self, id: &str, command: &[String], _: Option<Duration>) -> Result<Exec, RuntimeError> {
+    async fn exec(
+        &self,
+        id: &str,
+        command: &[String],
+        _: Option<Duration>,
+    ) -> Result<Exec, RuntimeError> {
         {
             let mut state = self.state();
             let (life, what) = (self.2, command.join(" "));
@@ -277,7 +416,11 @@ impl Runtime for World {
 
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {
         self.call(|state| {
-            if state.containers.get(id).is_some_and(|c| c.container.state == ContainerState::Running) {
+            if state
+                .containers
+                .get(id)
+                .is_some_and(|c| c.container.state == ContainerState::Running)
+            {
                 state.deny(format!("{id}: removed while it runs"));
             }
             state.containers.remove(id);
@@ -287,7 +430,13 @@ impl Runtime for World {
     }
 
     async fn image(&self, _: &str) -> Result<Option<Image>, RuntimeError> {
-        self.call(|_| Ok(Some(Image { id: "sha256:i".into(), ..Image::default() }))).await
+        self.call(|_| {
+            Ok(Some(Image {
+                id: "sha256:i".into(),
+                ..Image::default()
+            }))
+        })
+        .await
     }
 
     async fn images(&self) -> Result<Vec<Image>, RuntimeError> {
@@ -318,6 +467,9 @@ impl Runtime for World {
     }
 
     async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError> {
-        Err(RuntimeError { kind: RuntimeErrorKind::Unimplemented, message: String::new() })
+        Err(RuntimeError {
+            kind: RuntimeErrorKind::Unimplemented,
+            message: String::new(),
+        })
     }
 }

@@ -16,7 +16,11 @@ impl<'a> Json<'a> {
     #[must_use]
     pub fn get(self, key: &str) -> Option<&'a Value> {
         let map = self.0.as_object()?;
-        map.iter().filter(|(k, _)| k.eq_ignore_ascii_case(key)).map(|(_, v)| v).next_back().filter(|v| !v.is_null())
+        map.iter()
+            .filter(|(k, _)| k.eq_ignore_ascii_case(key))
+            .map(|(_, v)| v)
+            .next_back()
+            .filter(|v| !v.is_null())
     }
 
     /// The object of a key, empty if absent.
@@ -47,13 +51,24 @@ impl<'a> Json<'a> {
     }
 
     /// The number of a key within bounds, `absent` if absent.
-    pub fn number(self, key: &str, absent: i64, bounds: std::ops::RangeInclusive<i64>) -> Result<i64, Error> {
+    pub fn number(
+        self,
+        key: &str,
+        absent: i64,
+        bounds: std::ops::RangeInclusive<i64>,
+    ) -> Result<i64, Error> {
         match self.get(key) {
             None => Ok(absent),
             Some(value) => value
                 .as_i64()
                 .filter(|n| bounds.contains(n))
-                .ok_or_else(|| wrong(key, value, &format!("an integer from {} to {}", bounds.start(), bounds.end()))),
+                .ok_or_else(|| {
+                    wrong(
+                        key,
+                        value,
+                        &format!("an integer from {} to {}", bounds.start(), bounds.end()),
+                    )
+                }),
         }
     }
 
@@ -68,7 +83,14 @@ impl<'a> Json<'a> {
 
     /// A list of texts.
     pub fn texts(self, key: &str) -> Result<Vec<String>, Error> {
-        self.list(key)?.iter().map(|v| v.as_str().map(Into::into).ok_or_else(|| wrong(key, v, "a list of strings"))).collect()
+        self.list(key)?
+            .iter()
+            .map(|v| {
+                v.as_str()
+                    .map(Into::into)
+                    .ok_or_else(|| wrong(key, v, "a list of strings"))
+            })
+            .collect()
     }
 }
 
@@ -77,7 +99,10 @@ fn wrong(key: &str, value: &Value, expected: &str) -> Error {
     if shown.len() > 60 {
         shown = format!("{}...", shown.chars().take(60).collect::<String>());
     }
-    Error::new(Error::DECODE, format!("the field {key:?} is {shown}, but must be {expected}"))
+    Error::new(
+        Error::DECODE,
+        format!("the field {key:?} is {shown}, but must be {expected}"),
+    )
 }
 
 /// The pairs of `CNI_ARGS`.
@@ -92,15 +117,26 @@ pub fn cni_args(text: &str, known: &[&str]) -> Result<Args, Error> {
     for pair in text.split(';') {
         let parts: Vec<&str> = pair.split('=').collect();
         let [key, value] = parts[..] else {
-            return Err(Error::new(Error::ENVIRONMENT, format!("CNI_ARGS: invalid pair {pair:?}: expected KEY=VALUE")));
+            return Err(Error::new(
+                Error::ENVIRONMENT,
+                format!("CNI_ARGS: invalid pair {pair:?}: expected KEY=VALUE"),
+            ));
         };
         args.insert(key.into(), value.into());
     }
-    let ignore = args.get("IgnoreUnknown").is_some_and(|v| v == "1" || v.eq_ignore_ascii_case("true"));
-    let unknown: Vec<String> =
-        args.iter().filter(|(k, _)| *k != "IgnoreUnknown" && !known.contains(&k.as_str())).map(|(k, v)| format!("{k}={v}")).collect();
+    let ignore = args
+        .get("IgnoreUnknown")
+        .is_some_and(|v| v == "1" || v.eq_ignore_ascii_case("true"));
+    let unknown: Vec<String> = args
+        .iter()
+        .filter(|(k, _)| *k != "IgnoreUnknown" && !known.contains(&k.as_str()))
+        .map(|(k, v)| format!("{k}={v}"))
+        .collect();
     if !ignore && !unknown.is_empty() {
-        return Err(Error::new(Error::ENVIRONMENT, format!("ARGS: unknown args {unknown:?}; set IgnoreUnknown=1 to ignore them")));
+        return Err(Error::new(
+            Error::ENVIRONMENT,
+            format!("ARGS: unknown args {unknown:?}; set IgnoreUnknown=1 to ignore them"),
+        ));
     }
     Ok(args)
 }
@@ -117,15 +153,27 @@ mod tests {
         assert_eq!(config.number("hostport", 0, 0..=10), Ok(1));
         assert_eq!(config.flag("ISGATEWAY"), Ok(true));
         assert_eq!(config.text("name"), Ok(""));
-        assert_eq!(config.number("mtu", 0, 0..=10).expect_err("a text").code, Error::DECODE);
-        assert_eq!(config.number("HostPort", 0, 5..=10).expect_err("too small").code, Error::DECODE);
+        assert_eq!(
+            config.number("mtu", 0, 0..=10).expect_err("a text").code,
+            Error::DECODE
+        );
+        assert_eq!(
+            config
+                .number("HostPort", 0, 5..=10)
+                .expect_err("too small")
+                .code,
+            Error::DECODE
+        );
     }
 
     #[test]
     fn args_are_strict_unless_told_otherwise() {
         assert!(cni_args("", &[]).expect("empty").is_empty());
         assert!(cni_args("A=1", &[]).is_err());
-        assert_eq!(cni_args("IgnoreUnknown=1;A=1;IP=2", &["IP"]).expect("ignored")["IP"], "2");
+        assert_eq!(
+            cni_args("IgnoreUnknown=1;A=1;IP=2", &["IP"]).expect("ignored")["IP"],
+            "2"
+        );
         assert!(cni_args("IP=1;", &["IP"]).is_err());
         assert!(cni_args("IP=1=2", &["IP"]).is_err());
     }

@@ -33,7 +33,11 @@ impl Error {
 
     /// With a code.
     pub fn new(code: u32, message: impl Into<String>) -> Error {
-        Error { code, message: message.into(), details: String::new() }
+        Error {
+            code,
+            message: message.into(),
+            details: String::new(),
+        }
     }
 
     /// A wrong configuration.
@@ -54,7 +58,8 @@ impl Error {
     /// As it is printed.
     #[must_use]
     pub fn json(&self, version: &str) -> Value {
-        let mut value = json!({"cniVersion": version, "code": self.code, "msg": shortened(&self.message)});
+        let mut value =
+            json!({"cniVersion": version, "code": self.code, "msg": shortened(&self.message)});
         if !self.details.is_empty() {
             value["details"] = shortened(&self.details).into();
         }

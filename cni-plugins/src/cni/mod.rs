@@ -13,7 +13,9 @@ pub use result::{Address, Dns, Interface, Route, Success, parse_routes};
 pub use unique::duplicate;
 
 /// Every version that is spoken, oldest first.
-pub const VERSIONS: &[&str] = &["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"];
+pub const VERSIONS: &[&str] = &[
+    "0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0",
+];
 
 /// The versions from `least` on, for plugins that did not exist before.
 #[must_use]

@@ -20,22 +20,34 @@ impl Owner {
     /// As the reference names it (CNI reference spec, 2.3).
     #[must_use]
     pub fn new(network: &str, container: &str, ifname: &str) -> Owner {
-        let key = format!("{}-{}", digest(network, 16), digest(&format!("{ifname}:{container}"), 16));
+        let key = format!(
+            "{}-{}",
+            digest(network, 16),
+            digest(&format!("{ifname}:{container}"), 16)
+        );
         let text = format!("{key}, net: {network}, if: {ifname}, id: {container}").replace('"', "");
-        Owner { comment: text.chars().take(127).collect() }
+        Owner {
+            comment: text.chars().take(127).collect(),
+        }
     }
 
     /// Whether a rule with this mark is its.
     #[must_use]
     pub fn has(&self, mark: &str) -> bool {
-        self.comment.split(',').next().is_some_and(|key| mark.starts_with(key))
+        self.comment
+            .split(',')
+            .next()
+            .is_some_and(|key| mark.starts_with(key))
     }
 }
 
 /// Whether a mark is of an owner in `network` that is none of `keep`, a list of containers and interfaces.
 #[must_use]
 pub fn is_left_over(mark: &str, network: &str, keep: &[(String, String)]) -> bool {
-    mark.starts_with(&format!("{}-", digest(network, 16))) && !keep.iter().any(|(id, ifname)| Owner::new(network, id, ifname).has(mark))
+    mark.starts_with(&format!("{}-", digest(network, 16)))
+        && !keep
+            .iter()
+            .any(|(id, ifname)| Owner::new(network, id, ifname).has(mark))
 }
 
 #[cfg(test)]
@@ -45,11 +57,22 @@ mod tests {
     #[test]
     fn owners_know_what_is_theirs_and_so_do_networks() {
         let owner = Owner::new("net", "c1", "eth0");
-        assert!(owner.has(&owner.comment) && !owner.has(&Owner::new("net", "c2", "eth0").comment) && !owner.has(""));
+        assert!(
+            owner.has(&owner.comment)
+                && !owner.has(&Owner::new("net", "c2", "eth0").comment)
+                && !owner.has("")
+        );
         let keep = [("c1".to_owned(), "eth0".to_owned())];
         assert!(!is_left_over(&owner.comment, "net", &keep));
-        assert!(is_left_over(&Owner::new("net", "c1", "eth1").comment, "net", &keep));
-        assert!(!is_left_over(&Owner::new("other", "c1", "eth1").comment, "net", &keep), "another network's");
+        assert!(is_left_over(
+            &Owner::new("net", "c1", "eth1").comment,
+            "net",
+            &keep
+        ));
+        assert!(
+            !is_left_over(&Owner::new("other", "c1", "eth1").comment, "net", &keep),
+            "another network's"
+        );
         assert!(!is_left_over("c1", "net", &[]), "somebody else's comment");
     }
 }

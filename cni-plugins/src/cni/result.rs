@@ -54,7 +54,12 @@ impl Dns {
     #[must_use]
     pub fn parse(config: Json<'_>) -> Dns {
         let keys = ["nameservers", "domain", "search", "options"];
-        Dns { fields: keys.iter().filter_map(|k| config.get(k).map(|v| ((*k).to_owned(), v.clone()))).collect() }
+        Dns {
+            fields: keys
+                .iter()
+                .filter_map(|k| config.get(k).map(|v| ((*k).to_owned(), v.clone())))
+                .collect(),
+        }
     }
 }
 
@@ -72,7 +77,10 @@ pub struct Success {
 }
 
 fn bad(what: &str, value: &Value) -> Error {
-    Error::new(Error::DECODE, format!("invalid {what} in a result: {value}"))
+    Error::new(
+        Error::DECODE,
+        format!("invalid {what} in a result: {value}"),
+    )
 }
 
 fn parse_route(value: &Value) -> Result<Route, Error> {
@@ -80,9 +88,19 @@ fn parse_route(value: &Value) -> Result<Route, Error> {
     let gateway = config.text("gw")?;
     let keys = ["mtu", "advmss", "priority", "table", "scope"];
     Ok(Route {
-        destination: config.text("dst")?.parse().map_err(|_| bad("route", value))?,
-        gateway: if gateway.is_empty() { None } else { Some(gateway.parse().map_err(|_| bad("route", value))?) },
-        extra: keys.iter().filter_map(|k| config.get(k).map(|v| ((*k).to_owned(), v.clone()))).collect(),
+        destination: config
+            .text("dst")?
+            .parse()
+            .map_err(|_| bad("route", value))?,
+        gateway: if gateway.is_empty() {
+            None
+        } else {
+            Some(gateway.parse().map_err(|_| bad("route", value))?)
+        },
+        extra: keys
+            .iter()
+            .filter_map(|k| config.get(k).map(|v| ((*k).to_owned(), v.clone())))
+            .collect(),
     })
 }
 
@@ -95,7 +113,10 @@ impl Success {
     /// Reads a result written in `version`.
     pub fn parse(value: &Value, version: &str) -> Result<Success, Error> {
         let config = Json(value);
-        let mut success = Success { dns: Dns::parse(config.object("dns")?), ..Success::default() };
+        let mut success = Success {
+            dns: Dns::parse(config.object("dns")?),
+            ..Success::default()
+        };
         if !at_least(version, "0.3.0") {
             for key in ["ip4", "ip6"] {
                 let family = config.object(key)?;
@@ -104,8 +125,15 @@ impl Success {
                 }
                 let gateway = family.text("gateway")?;
                 success.ips.push(Address {
-                    address: family.text("ip")?.parse().map_err(|_| bad("address", family.0))?,
-                    gateway: if gateway.is_empty() { None } else { gateway.parse().ok() },
+                    address: family
+                        .text("ip")?
+                        .parse()
+                        .map_err(|_| bad("address", family.0))?,
+                    gateway: if gateway.is_empty() {
+                        None
+                    } else {
+                        gateway.parse().ok()
+                    },
                     interface: None,
                 });
                 success.routes.extend(parse_routes(family.list("routes")?)?);
@@ -118,7 +146,10 @@ impl Success {
                 name: item.text("name")?.into(),
                 mac: item.text("mac")?.into(),
                 sandbox: item.text("sandbox")?.into(),
-                extra: ["mtu", "socketPath", "pciID"].iter().filter_map(|k| item.get(k).map(|v| ((*k).to_owned(), v.clone()))).collect(),
+                extra: ["mtu", "socketPath", "pciID"]
+                    .iter()
+                    .filter_map(|k| item.get(k).map(|v| ((*k).to_owned(), v.clone())))
+                    .collect(),
             });
         }
         for item in config.list("ips")? {
@@ -126,8 +157,15 @@ impl Success {
             let gateway = address.text("gateway")?;
             let interface = address.number("interface", -1, 0..=1024)?;
             success.ips.push(Address {
-                address: address.text("address")?.parse().map_err(|_| bad("address", item))?,
-                gateway: if gateway.is_empty() { None } else { Some(gateway.parse().map_err(|_| bad("gateway", item))?) },
+                address: address
+                    .text("address")?
+                    .parse()
+                    .map_err(|_| bad("address", item))?,
+                gateway: if gateway.is_empty() {
+                    None
+                } else {
+                    Some(gateway.parse().map_err(|_| bad("gateway", item))?)
+                },
                 interface: usize::try_from(interface).ok(),
             });
         }
@@ -149,12 +187,19 @@ impl Success {
         if !at_least(version, "0.3.0") {
             let mut value = json!({"cniVersion": version, "dns": dns});
             for (key, v4) in [("ip4", true), ("ip6", false)] {
-                let Some(ip) = self.ips.iter().find(|i| i.address.addr().is_ipv4() == v4) else { continue };
+                let Some(ip) = self.ips.iter().find(|i| i.address.addr().is_ipv4() == v4) else {
+                    continue;
+                };
                 let routes: Vec<Value> = self
                     .routes
                     .iter()
                     .filter(|r| r.destination.addr().is_ipv4() == v4)
-                    .map(|r| route(&Route { extra: Map::new(), ..r.clone() }))
+                    .map(|r| {
+                        route(&Route {
+                            extra: Map::new(),
+                            ..r.clone()
+                        })
+                    })
                     .collect();
                 value[key] = json!({"ip": ip.address.to_string()});
                 if let Some(gateway) = ip.gateway {
@@ -174,7 +219,11 @@ impl Success {
             .interfaces
             .iter()
             .map(|i| {
-                let mut value = if modern { Value::Object(i.extra.clone()) } else { json!({}) };
+                let mut value = if modern {
+                    Value::Object(i.extra.clone())
+                } else {
+                    json!({})
+                };
                 value["name"] = i.name.as_str().into();
                 for (key, text) in [("mac", &i.mac), ("sandbox", &i.sandbox)] {
                     if !text.is_empty() {
@@ -202,7 +251,11 @@ impl Success {
             })
             .collect();
         let mut value = json!({"cniVersion": version});
-        for (key, list) in [("interfaces", interfaces), ("ips", ips), ("routes", self.routes.iter().map(route).collect())] {
+        for (key, list) in [
+            ("interfaces", interfaces),
+            ("ips", ips),
+            ("routes", self.routes.iter().map(route).collect()),
+        ] {
             if !list.is_empty() {
                 value[key] = list.into();
             }
@@ -221,9 +274,22 @@ mod tests {
     #[test]
     fn every_version_reads_what_it_writes() {
         let success = Success {
-            interfaces: vec![Interface { name: "eth0".into(), mac: "aa:bb:cc:dd:ee:ff".into(), sandbox: "/ns".into(), extra: Map::new() }],
-            ips: vec![Address { address: "10.0.0.2/24".parse().expect("ip"), gateway: Some("10.0.0.1".parse().expect("ip")), interface: Some(0) }],
-            routes: vec![Route { destination: "0.0.0.0/0".parse().expect("net"), gateway: None, extra: Map::new() }],
+            interfaces: vec![Interface {
+                name: "eth0".into(),
+                mac: "aa:bb:cc:dd:ee:ff".into(),
+                sandbox: "/ns".into(),
+                extra: Map::new(),
+            }],
+            ips: vec![Address {
+                address: "10.0.0.2/24".parse().expect("ip"),
+                gateway: Some("10.0.0.1".parse().expect("ip")),
+                interface: Some(0),
+            }],
+            routes: vec![Route {
+                destination: "0.0.0.0/0".parse().expect("net"),
+                gateway: None,
+                extra: Map::new(),
+            }],
             dns: Dns::default(),
         };
         for version in super::super::VERSIONS {
@@ -232,11 +298,18 @@ mod tests {
             if at_least(version, "0.3.0") {
                 assert_eq!(read, success, "{version}");
             } else {
-                assert_eq!((read.ips[0].address, read.routes.len()), (success.ips[0].address, 1), "{version}");
+                assert_eq!(
+                    (read.ips[0].address, read.routes.len()),
+                    (success.ips[0].address, 1),
+                    "{version}"
+                );
             }
         }
         let old = success.json("0.4.0").expect("0.4.0");
-        assert_eq!((old["ips"][0]["version"].as_str(), old["dns"].is_object()), (Some("4"), true));
+        assert_eq!(
+            (old["ips"][0]["version"].as_str(), old["dns"].is_object()),
+            (Some("4"), true)
+        );
         let new = success.json("1.0.0").expect("1.0.0");
         assert!(new["ips"][0].get("version").is_none() && new.get("dns").is_none());
         assert!(Success::default().json("0.2.0").is_err());

@@ -49,7 +49,10 @@ impl<'de> Visitor<'de> for Seek<'_> {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let (mut seen, mut found) = (BTreeSet::new(), None);
         while let Some(key) = map.next_key::<String>()? {
-            let below = map.next_value_seed(Seek { name: self.name, here: key.eq_ignore_ascii_case(self.name) })?;
+            let below = map.next_value_seed(Seek {
+                name: self.name,
+                here: key.eq_ignore_ascii_case(self.name),
+            })?;
             found = found.or(below);
             if self.here && !seen.insert(key.clone()) {
                 found = found.or(Some(key));
@@ -62,7 +65,10 @@ impl<'de> Visitor<'de> for Seek<'_> {
 /// The first key that stands twice in an object called `name`, wherever in `input` that is.
 pub fn duplicate(input: &[u8], name: &str) -> Option<String> {
     let mut deserializer = serde_json::Deserializer::from_slice(input);
-    Seek { name, here: false }.deserialize(&mut deserializer).ok().flatten()
+    Seek { name, here: false }
+        .deserialize(&mut deserializer)
+        .ok()
+        .flatten()
 }
 
 #[cfg(test)]
@@ -72,9 +78,18 @@ mod tests {
     #[test]
     fn keys_that_stand_twice_are_found_where_they_matter() {
         let find = |text: &str| duplicate(text.as_bytes(), "sysctl");
-        assert_eq!(find(r#"{"a": 1, "a": 2, "sysctl": {"x": "1", "y": [1, {}], "z": null, "w": -1.5}}"#), None);
-        assert_eq!(find(r#"{"Sysctl": {"x": "1", "x": "2"}}"#).as_deref(), Some("x"));
-        assert_eq!(find(r#"{"args": {"cni": {"sysctl": {"x": "1", "x": "2"}}}}"#).as_deref(), Some("x"));
+        assert_eq!(
+            find(r#"{"a": 1, "a": 2, "sysctl": {"x": "1", "y": [1, {}], "z": null, "w": -1.5}}"#),
+            None
+        );
+        assert_eq!(
+            find(r#"{"Sysctl": {"x": "1", "x": "2"}}"#).as_deref(),
+            Some("x")
+        );
+        assert_eq!(
+            find(r#"{"args": {"cni": {"sysctl": {"x": "1", "x": "2"}}}}"#).as_deref(),
+            Some("x")
+        );
         assert_eq!(find("{"), None);
     }
 }

@@ -32,42 +32,71 @@ pub struct Asking {
 
 impl Asking {
     fn message(&self, kind: u8, id: u32) -> Message {
-        let mut message = Message { broadcast: self.broadcast, ..Message::new(kind, id, self.link.1) };
+        let mut message = Message {
+            broadcast: self.broadcast,
+            ..Message::new(kind, id, self.link.1)
+        };
         message.options.extend(self.options.iter().cloned());
         message.with(option::WANTED, &self.wanted)
     }
 
     /// Sends until an answer of one of these kinds is there.
-    fn ask(&self, packets: &Packets, message: &Message, kinds: &[u8], until: Instant) -> Result<Message, Error> {
+    fn ask(
+        &self,
+        packets: &Packets,
+        message: &Message,
+        kinds: &[u8],
+        until: Instant,
+    ) -> Result<Message, Error> {
         let packet = to_servers(&message.encode());
         let failed = |e: io::Error| Error::doing("DHCP packets cannot be sent or received", e);
         let mut wait = FIRST_WAIT.min(self.longest_wait);
         while Instant::now() < until {
             packets.send(&packet).map_err(failed)?;
             let again = (Instant::now() + wait).min(until);
-            while let Some(left) = again.checked_duration_since(Instant::now()).filter(|l| !l.is_zero()) {
-                let Some(received) = packets.receive(left).map_err(failed)? else { continue };
-                let Some(answer) = from_servers(&received).and_then(Message::parse) else { continue };
-                if answer.answer && answer.id == message.id && answer.mac == message.mac && kinds.contains(&answer.kind()) {
+            while let Some(left) = again
+                .checked_duration_since(Instant::now())
+                .filter(|l| !l.is_zero())
+            {
+                let Some(received) = packets.receive(left).map_err(failed)? else {
+                    continue;
+                };
+                let Some(answer) = from_servers(&received).and_then(Message::parse) else {
+                    continue;
+                };
+                if answer.answer
+                    && answer.id == message.id
+                    && answer.mac == message.mac
+                    && kinds.contains(&answer.kind())
+                {
                     return Ok(answer);
                 }
             }
             wait = (wait * 2).min(self.longest_wait);
         }
-        Err(Error::other(format!("no DHCP server has answered within {} s: no more tries", self.patience.as_secs())))
+        Err(Error::other(format!(
+            "no DHCP server has answered within {} s: no more tries",
+            self.patience.as_secs()
+        )))
     }
 
     /// A lease from whoever offers one first. `again` is the address that the client had.
     pub fn acquire(&self, again: Option<Ipv4Addr>) -> Result<Lease, Error> {
-        let packets = Packets::open(self.link.0).map_err(|e| Error::doing("no socket for DHCP", e))?;
+        let packets =
+            Packets::open(self.link.0).map_err(|e| Error::doing("no socket for DHCP", e))?;
         let until = Instant::now() + self.patience;
         let mut discover = self.message(kind::DISCOVER, random()?);
         if let Some(address) = again {
             discover = discover.with(option::REQUESTED_ADDRESS, &address.octets());
         }
         let offer = self.ask(&packets, &discover, &[kind::OFFER], until)?;
-        let server = offer.get(option::SERVER).ok_or_else(|| Error::other("a DHCP server's offer does not say whose it is"))?;
-        let request = self.message(kind::REQUEST, discover.id).with(option::REQUESTED_ADDRESS, &offer.yours.octets()).with(option::SERVER, server);
+        let server = offer
+            .get(option::SERVER)
+            .ok_or_else(|| Error::other("a DHCP server's offer does not say whose it is"))?;
+        let request = self
+            .message(kind::REQUEST, discover.id)
+            .with(option::REQUESTED_ADDRESS, &offer.yours.octets())
+            .with(option::SERVER, server);
         consent(&self.ask(&packets, &request, &[kind::ACK, kind::NAK], until)?)
     }
 
@@ -77,48 +106,92 @@ impl Asking {
         request.client = lease.address.addr();
         let until = Instant::now() + self.patience;
         if any {
-            let packets = Packets::open(self.link.0).map_err(|e| Error::doing("no socket for DHCP", e))?;
+            let packets =
+                Packets::open(self.link.0).map_err(|e| Error::doing("no socket for DHCP", e))?;
             return consent(&self.ask(&packets, &request, &[kind::ACK, kind::NAK], until)?);
         }
         request.broadcast = false;
-        let failed = |e: io::Error| Error::doing(format!("the DHCP server {} cannot be asked", lease.server), e);
-        let socket = UdpSocket::bind(SocketAddrV4::new(lease.address.addr(), CLIENT_PORT)).map_err(failed)?;
+        let failed = |e: io::Error| {
+            Error::doing(
+                format!("the DHCP server {} cannot be asked", lease.server),
+                e,
+            )
+        };
+        let socket = UdpSocket::bind(SocketAddrV4::new(lease.address.addr(), CLIENT_PORT))
+            .map_err(failed)?;
         let mut wait = FIRST_WAIT.min(self.longest_wait);
         let mut buffer = [0; 2048];
         while Instant::now() < until {
-            socket.send_to(&request.encode(), SocketAddrV4::new(lease.server, SERVER_PORT)).map_err(failed)?;
+            socket
+                .send_to(
+                    &request.encode(),
+                    SocketAddrV4::new(lease.server, SERVER_PORT),
+                )
+                .map_err(failed)?;
             socket.set_read_timeout(Some(wait)).map_err(failed)?;
             match socket.recv(&mut buffer) {
                 Ok(length) => {
-                    let answer = buffer.get(..length).and_then(Message::parse).filter(|a| a.id == request.id);
-                    if let Some(answer) = answer.filter(|a| [kind::ACK, kind::NAK].contains(&a.kind())) {
+                    let answer = buffer
+                        .get(..length)
+                        .and_then(Message::parse)
+                        .filter(|a| a.id == request.id);
+                    if let Some(answer) =
+                        answer.filter(|a| [kind::ACK, kind::NAK].contains(&a.kind()))
+                    {
                         return consent(&answer);
                     }
                 }
-                Err(error) if [io::ErrorKind::WouldBlock, io::ErrorKind::TimedOut].contains(&error.kind()) => {}
+                Err(error)
+                    if [io::ErrorKind::WouldBlock, io::ErrorKind::TimedOut]
+                        .contains(&error.kind()) => {}
                 Err(error) => return Err(failed(error)),
             }
             wait = (wait * 2).min(self.longest_wait);
         }
-        Err(Error::other(format!("the DHCP server {} does not answer", lease.server)))
+        Err(Error::other(format!(
+            "the DHCP server {} does not answer",
+            lease.server
+        )))
     }
 
     /// Gives a lease back. Nobody answers that.
     pub fn release(&self, lease: &Lease) -> Result<(), Error> {
-        let mut message = Message { broadcast: false, ..Message::new(kind::RELEASE, random()?, self.link.1) };
+        let mut message = Message {
+            broadcast: false,
+            ..Message::new(kind::RELEASE, random()?, self.link.1)
+        };
         message.client = lease.address.addr();
-        message.options.extend(self.options.iter().filter(|(code, _)| *code == option::CLIENT_ID).cloned());
+        message.options.extend(
+            self.options
+                .iter()
+                .filter(|(code, _)| *code == option::CLIENT_ID)
+                .cloned(),
+        );
         message = message.with(option::SERVER, &lease.server.octets());
-        let sent = UdpSocket::bind(SocketAddrV4::new(lease.address.addr(), CLIENT_PORT))
-            .and_then(|socket| socket.send_to(&message.encode(), SocketAddrV4::new(lease.server, SERVER_PORT)));
-        sent.map(|_| ()).map_err(|e| Error::doing("the lease cannot be given back", e))
+        let sent = UdpSocket::bind(SocketAddrV4::new(lease.address.addr(), CLIENT_PORT)).and_then(
+            |socket| {
+                socket.send_to(
+                    &message.encode(),
+                    SocketAddrV4::new(lease.server, SERVER_PORT),
+                )
+            },
+        );
+        sent.map(|_| ())
+            .map_err(|e| Error::doing("the lease cannot be given back", e))
     }
 }
 
 fn consent(answer: &Message) -> Result<Lease, Error> {
     if answer.kind() == kind::NAK {
-        let why = answer.get(option::MESSAGE).map(|m| String::from_utf8_lossy(m).into_owned()).unwrap_or_default();
-        return Err(Error::other(format!("the DHCP server has refused the address {why}").trim_end().to_owned()));
+        let why = answer
+            .get(option::MESSAGE)
+            .map(|m| String::from_utf8_lossy(m).into_owned())
+            .unwrap_or_default();
+        return Err(Error::other(
+            format!("the DHCP server has refused the address {why}")
+                .trim_end()
+                .to_owned(),
+        ));
     }
     Lease::of(answer)
 }

@@ -57,7 +57,10 @@ fn duration(text: &str) -> Option<Duration> {
     while !rest.is_empty() {
         let digits = rest.find(|c: char| !c.is_ascii_digit())?;
         let number: u32 = rest.get(..digits)?.parse().ok()?;
-        let unit_end = rest.get(digits..)?.find(|c: char| c.is_ascii_digit()).map_or(rest.len(), |n| digits + n);
+        let unit_end = rest
+            .get(digits..)?
+            .find(|c: char| c.is_ascii_digit())
+            .map_or(rest.len(), |n| digits + n);
         let unit = match rest.get(digits..unit_end)? {
             "ms" => Duration::from_millis(1),
             "s" => Duration::from_secs(1),
@@ -86,16 +89,34 @@ impl Settings {
         let mut rest = arguments.iter();
         while let Some(argument) = rest.next() {
             let name = argument.trim_start_matches('-');
-            let (name, inline) = name.split_once('=').map_or((name, None), |(n, v)| (n, Some(v.to_owned())));
+            let (name, inline) = name
+                .split_once('=')
+                .map_or((name, None), |(n, v)| (n, Some(v.to_owned())));
             if name == "broadcast" && argument.starts_with('-') {
                 settings.broadcast = inline.is_none_or(|v| v == "true" || v == "1");
                 continue;
             }
-            if !argument.starts_with('-') || !["socketpath", "pidfile", "hostprefix", "timeout", "resendmax", "resendtimeout"].contains(&name) {
+            if !argument.starts_with('-')
+                || ![
+                    "socketpath",
+                    "pidfile",
+                    "hostprefix",
+                    "timeout",
+                    "resendmax",
+                    "resendtimeout",
+                ]
+                .contains(&name)
+            {
                 return Err(format!("unknown argument {argument:?}\n{USAGE}"));
             }
-            let value = inline.or_else(|| rest.next().cloned()).ok_or_else(|| format!("-{name} needs a value\n{USAGE}"))?;
-            let time = || duration(&value).ok_or_else(|| format!("-{name} {value:?} is no duration, such as 10s or 1m30s"));
+            let value = inline
+                .or_else(|| rest.next().cloned())
+                .ok_or_else(|| format!("-{name} needs a value\n{USAGE}"))?;
+            let time = || {
+                duration(&value).ok_or_else(|| {
+                    format!("-{name} {value:?} is no duration, such as 10s or 1m30s")
+                })
+            };
             match name {
                 "socketpath" => settings.socket = value.into(),
                 "pidfile" => settings.pid_file = Some(value.into()),
@@ -168,29 +189,58 @@ fn code(name: &str) -> Result<u8, Error> {
         "user-class" => Some(option::USER_CLASS),
         figures => figures.parse().ok().filter(|n| (1..255).contains(n)),
     };
-    known.ok_or_else(|| Error::config(format!("ipam: the DHCP option {name:?} is unknown: give its number, from 1 to 254")))
+    known.ok_or_else(|| {
+        Error::config(format!(
+            "ipam: the DHCP option {name:?} is unknown: give its number, from 1 to 254"
+        ))
+    })
 }
 
 impl Holder {
     fn parse(request: Json<'_>, prefix: &Path) -> Result<Holder, Error> {
         let config = request.object("config")?;
         let ipam = config.object("ipam")?;
-        let (network, container, ifname) = (config.text("name")?, request.text("container")?, request.text("ifname")?);
-        let arguments: Vec<&str> = request.text("args")?.split(';').filter_map(|pair| pair.split_once('=')).map(|(k, _)| k).collect();
+        let (network, container, ifname) = (
+            config.text("name")?,
+            request.text("container")?,
+            request.text("ifname")?,
+        );
+        let arguments: Vec<&str> = request
+            .text("args")?
+            .split(';')
+            .filter_map(|pair| pair.split_once('='))
+            .map(|(k, _)| k)
+            .collect();
         let arguments = cni_args(request.text("args")?, &arguments)?;
         let mut options = vec![];
         for item in ipam.list("provide")?.iter().map(Json) {
-            let (name, value, argument) = (item.text("option")?, item.text("value")?, item.text("fromArg")?);
-            let value = if argument.is_empty() { value } else { arguments.get(argument).map_or("", String::as_str) };
+            let (name, value, argument) = (
+                item.text("option")?,
+                item.text("value")?,
+                item.text("fromArg")?,
+            );
+            let value = if argument.is_empty() {
+                value
+            } else {
+                arguments.get(argument).map_or("", String::as_str)
+            };
             if !value.is_empty() {
                 options.push((code(name)?, value.as_bytes().to_vec()));
             }
         }
-        let id: String = format!("{container}/{network}/{ifname}").chars().take(253).collect();
+        let id: String = format!("{container}/{network}/{ifname}")
+            .chars()
+            .take(253)
+            .collect();
         if !options.iter().any(|(c, _)| *c == option::CLIENT_ID) {
             options.push((option::CLIENT_ID, [&[0], id.as_bytes()].concat()));
         }
-        let mut wanted = vec![option::SUBNET_MASK, option::ROUTERS, option::STATIC_ROUTES, option::CLASSLESS_ROUTES];
+        let mut wanted = vec![
+            option::SUBNET_MASK,
+            option::ROUTERS,
+            option::STATIC_ROUTES,
+            option::CLASSLESS_ROUTES,
+        ];
         for item in ipam.list("request")?.iter().map(Json) {
             if item.flag("skipDefault")? {
                 wanted.retain(|w| ![option::ROUTERS, option::SUBNET_MASK].contains(w));
@@ -202,10 +252,28 @@ impl Holder {
         }
         wanted.dedup();
         let netns = request.text("netns")?;
-        let below = || prefix.join(netns.trim_start_matches('/')).to_string_lossy().into_owned();
-        let netns = if prefix.as_os_str().is_empty() { netns.to_owned() } else { below() };
-        let (network, container, ifname) = (network.to_owned(), container.to_owned(), ifname.to_owned());
-        Ok(Holder { network, container, ifname, inode: inode(&netns), netns, options, wanted })
+        let below = || {
+            prefix
+                .join(netns.trim_start_matches('/'))
+                .to_string_lossy()
+                .into_owned()
+        };
+        let netns = if prefix.as_os_str().is_empty() {
+            netns.to_owned()
+        } else {
+            below()
+        };
+        let (network, container, ifname) =
+            (network.to_owned(), container.to_owned(), ifname.to_owned());
+        Ok(Holder {
+            network,
+            container,
+            ifname,
+            inode: inode(&netns),
+            netns,
+            options,
+            wanted,
+        })
     }
 
     fn key(network: &str, container: &str, ifname: &str) -> String {
@@ -220,20 +288,35 @@ impl Holder {
     fn inside<T>(&self, work: impl FnOnce(&mut Socket) -> Result<T, Error>) -> Result<T, Error> {
         let namespace = netns::require(&self.netns)?;
         if inode(&self.netns) != self.inode {
-            return Err(Error::new(Error::NAMESPACE, format!("{} is another network namespace by now", self.netns)));
+            return Err(Error::new(
+                Error::NAMESPACE,
+                format!("{} is another network namespace by now", self.netns),
+            ));
         }
-        netns::inside(&namespace, || work(&mut Socket::route().map_err(|e| Error::doing("no netlink socket", e))?))
+        netns::inside(&namespace, || {
+            work(&mut Socket::route().map_err(|e| Error::doing("no netlink socket", e))?)
+        })
     }
 
     /// The container's link, brought up.
     fn asking(&self, settings: &Settings, socket: &mut Socket) -> Result<Asking, Error> {
         let failed = |e| Error::doing(format!("the interface {:?} cannot be used", self.ifname), e);
         let link = socket.link(&self.ifname).map_err(failed)?;
-        let link = link.ok_or_else(|| Error::other(format!("the interface {:?} is missing in the container", self.ifname)))?;
+        let link = link.ok_or_else(|| {
+            Error::other(format!(
+                "the interface {:?} is missing in the container",
+                self.ifname
+            ))
+        })?;
         if !link.up {
             socket.set_up(link.index, true).map_err(failed)?;
         }
-        let mac = parse_mac(&link.mac).ok_or_else(|| Error::other(format!("the interface {:?} has no MAC address", self.ifname)))?;
+        let mac = parse_mac(&link.mac).ok_or_else(|| {
+            Error::other(format!(
+                "the interface {:?} has no MAC address",
+                self.ifname
+            ))
+        })?;
         Ok(Asking {
             link: (link.index, mac),
             options: self.options.clone(),
@@ -246,7 +329,11 @@ impl Holder {
 }
 
 fn to_json(holder: &Holder, state: &State) -> Value {
-    let since = state.since.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let since = state
+        .since
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_secs();
     json!({"network": holder.network, "container": holder.container, "ifname": holder.ifname, "netns": holder.netns, "inode": holder.inode,
         "options": holder.options, "wanted": holder.wanted, "since": since, "lease": state.lease.json()})
 }
@@ -255,7 +342,11 @@ fn from_json(value: &Value) -> Option<(Holder, State)> {
     let text = |key: &str| value[key].as_str().map(str::to_owned);
     let byte = |v: &Value| v.as_u64().and_then(|n| u8::try_from(n).ok());
     let bytes = |v: &Value| v.as_array()?.iter().map(byte).collect::<Option<Vec<u8>>>();
-    let options = value["options"].as_array()?.iter().map(|o| Some((byte(&o[0])?, bytes(&o[1])?))).collect::<Option<_>>()?;
+    let options = value["options"]
+        .as_array()?
+        .iter()
+        .map(|o| Some((byte(&o[0])?, bytes(&o[1])?)))
+        .collect::<Option<_>>()?;
     let holder = Holder {
         network: text("network")?,
         container: text("container")?,
@@ -266,7 +357,14 @@ fn from_json(value: &Value) -> Option<(Holder, State)> {
         wanted: bytes(&value["wanted"])?,
     };
     let since = UNIX_EPOCH + Duration::from_secs(value["since"].as_u64()?);
-    Some((holder, State { lease: Lease::parse(&value["lease"])?, since, over: false }))
+    Some((
+        holder,
+        State {
+            lease: Lease::parse(&value["lease"])?,
+            since,
+            over: false,
+        },
+    ))
 }
 
 impl Daemon {
@@ -288,18 +386,27 @@ impl Daemon {
 
     fn forget(&self, holder: &Holder) {
         match std::fs::remove_file(self.file(holder)) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => log(&format!("a lease's file cannot be removed: {error}")),
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                log(&format!("a lease's file cannot be removed: {error}"))
+            }
             _ => {}
         }
     }
 
     /// Goes on with what a daemon before this has left.
     fn resume(self: &Arc<Daemon>) -> std::io::Result<()> {
-        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(self.dir())?;
+        std::fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(self.dir())?;
         for entry in std::fs::read_dir(self.dir())? {
             let path = entry?.path();
             let text = std::fs::read_to_string(&path).unwrap_or_default();
-            match serde_json::from_str(&text).ok().as_ref().and_then(from_json) {
+            match serde_json::from_str(&text)
+                .ok()
+                .as_ref()
+                .and_then(from_json)
+            {
                 Some((holder, state)) => self.hold(holder, state),
                 None => {
                     log(&format!("{} is no lease and is removed", path.display()));
@@ -312,7 +419,11 @@ impl Daemon {
 
     fn hold(self: &Arc<Daemon>, holder: Holder, state: State) {
         let key = holder.own_key();
-        let held = Arc::new(Held { holder, state: Mutex::new(state), ended: Condvar::new() });
+        let held = Arc::new(Held {
+            holder,
+            state: Mutex::new(state),
+            ended: Condvar::new(),
+        });
         let before = lock(&self.leases).insert(key, Arc::clone(&held));
         if let Some(before) = before {
             lock(&before.state).over = true;
@@ -340,11 +451,22 @@ impl Daemon {
                 Step::Renew(again) => (false, again),
                 Step::Rebind(again) => (true, again),
                 Step::Ended => {
-                    log(&format!("the lease of {} for {name} has ended; the interface is brought down", state.lease.address));
+                    log(&format!(
+                        "the lease of {} for {name} has ended; the interface is brought down",
+                        state.lease.address
+                    ));
                     let down = holder.inside(|socket| {
                         let failed = |e| Error::doing("the interface cannot be brought down", e);
                         match socket.link(&holder.ifname).map_err(failed)? {
-                            Some(link) => socket.change_link(link.index, Change { up: Some(false), ..Change::default() }).map_err(failed),
+                            Some(link) => socket
+                                .change_link(
+                                    link.index,
+                                    Change {
+                                        up: Some(false),
+                                        ..Change::default()
+                                    },
+                                )
+                                .map_err(failed),
                             None => Ok(()),
                         }
                     });
@@ -354,7 +476,11 @@ impl Daemon {
                     return self.drop_lease(held);
                 }
             };
-            let extended = holder.inside(|socket| holder.asking(&self.settings, socket)?.extend(&state.lease, any));
+            let extended = holder.inside(|socket| {
+                holder
+                    .asking(&self.settings, socket)?
+                    .extend(&state.lease, any)
+            });
             match extended {
                 Ok(lease) => {
                     let mut state = lock(&held.state);
@@ -362,7 +488,9 @@ impl Daemon {
                     if !state.over
                         && let Err(error) = self.keep(holder, &state)
                     {
-                        log(&format!("the lease of {name} cannot be written down: {error}"));
+                        log(&format!(
+                            "the lease of {name} cannot be written down: {error}"
+                        ));
                     }
                 }
                 Err(error) if error.code == Error::NAMESPACE => {
@@ -370,7 +498,10 @@ impl Daemon {
                     return self.drop_lease(held);
                 }
                 Err(error) => {
-                    log(&format!("the lease of {} for {name} cannot be renewed, yet: {error}", state.lease.address));
+                    log(&format!(
+                        "the lease of {} for {name} cannot be renewed, yet: {error}",
+                        state.lease.address
+                    ));
                     self.sleep(held, Some(again));
                 }
             }
@@ -381,7 +512,11 @@ impl Daemon {
         // Now and then it is looked whether the clock has been set.
         const LONGEST: Duration = Duration::from_secs(3600);
         let state = lock(&held.state);
-        let wait = held.ended.wait_timeout_while(state, time.unwrap_or(LONGEST).min(LONGEST), |state| !state.over);
+        let wait =
+            held.ended
+                .wait_timeout_while(state, time.unwrap_or(LONGEST).min(LONGEST), |state| {
+                    !state.over
+                });
         drop(wait.unwrap_or_else(PoisonError::into_inner));
     }
 
@@ -389,7 +524,10 @@ impl Daemon {
     fn drop_lease(&self, held: &Arc<Held>) {
         let key = held.holder.own_key();
         let mut leases = lock(&self.leases);
-        if leases.get(&key).is_some_and(|other| Arc::ptr_eq(other, held)) {
+        if leases
+            .get(&key)
+            .is_some_and(|other| Arc::ptr_eq(other, held))
+        {
             leases.remove(&key);
             self.forget(&held.holder);
         }
@@ -397,10 +535,21 @@ impl Daemon {
 
     fn add(self: &Arc<Daemon>, request: Json<'_>) -> Result<Value, Error> {
         let holder = Holder::parse(request, &self.settings.prefix)?;
-        let priority = request.object("config")?.object("ipam")?.get("priority").and_then(Value::as_i64);
-        let before = lock(&self.leases).get(&holder.own_key()).map(|held| lock(&held.state).lease.address.addr());
-        let lease = holder.inside(|socket| holder.asking(&self.settings, socket)?.acquire(before))?;
-        let state = State { lease, since: now(), over: false };
+        let priority = request
+            .object("config")?
+            .object("ipam")?
+            .get("priority")
+            .and_then(Value::as_i64);
+        let before = lock(&self.leases)
+            .get(&holder.own_key())
+            .map(|held| lock(&held.state).lease.address.addr());
+        let lease =
+            holder.inside(|socket| holder.asking(&self.settings, socket)?.acquire(before))?;
+        let state = State {
+            lease,
+            since: now(),
+            over: false,
+        };
         let failed = |e| Error::doing("the lease cannot be written down", e);
         self.keep(&holder, &state).map_err(failed)?;
         let result = state.lease.success(priority).json("1.0.0")?;
@@ -410,7 +559,11 @@ impl Daemon {
 
     /// Gives leases back that `gone` selects. The container may be gone already: then the server hears nothing, and waits.
     fn give_back(&self, gone: impl Fn(&Holder) -> bool) -> usize {
-        let ended: Vec<Arc<Held>> = lock(&self.leases).values().filter(|h| gone(&h.holder)).cloned().collect();
+        let ended: Vec<Arc<Held>> = lock(&self.leases)
+            .values()
+            .filter(|h| gone(&h.holder))
+            .cloned()
+            .collect();
         for held in &ended {
             let lease = {
                 let mut state = lock(&held.state);
@@ -418,9 +571,14 @@ impl Daemon {
                 state.lease.clone()
             };
             held.ended.notify_all();
-            let released = held.holder.inside(|socket| held.holder.asking(&self.settings, socket)?.release(&lease));
+            let released = held
+                .holder
+                .inside(|socket| held.holder.asking(&self.settings, socket)?.release(&lease));
             if let Err(error) = released {
-                log(&format!("the lease of {} for {} is let run out: {error}", lease.address, held.holder.container));
+                log(&format!(
+                    "the lease of {} for {} is let run out: {error}",
+                    lease.address, held.holder.container
+                ));
             }
             self.drop_lease(held);
         }
@@ -428,9 +586,19 @@ impl Daemon {
     }
 
     fn check(&self, request: Json<'_>) -> Result<Value, Error> {
-        let (network, container, ifname) = (request.object("config")?.text("name")?, request.text("container")?, request.text("ifname")?);
-        let held = lock(&self.leases).get(&Holder::key(network, container, ifname)).cloned();
-        let held = held.ok_or_else(|| Error::other(format!("dhcp: there is no lease for {ifname} of container {container}")))?;
+        let (network, container, ifname) = (
+            request.object("config")?.text("name")?,
+            request.text("container")?,
+            request.text("ifname")?,
+        );
+        let held = lock(&self.leases)
+            .get(&Holder::key(network, container, ifname))
+            .cloned();
+        let held = held.ok_or_else(|| {
+            Error::other(format!(
+                "dhcp: there is no lease for {ifname} of container {container}"
+            ))
+        })?;
         let address = lock(&held.state).lease.address.to_string();
         Ok(json!({"address": address}))
     }
@@ -441,17 +609,25 @@ impl Daemon {
         match request.text("verb")? {
             "ADD" => self.add(request),
             "DEL" => {
-                self.give_back(|h| h.network == network && h.container == container && h.ifname == ifname);
+                self.give_back(|h| {
+                    h.network == network && h.container == container && h.ifname == ifname
+                });
                 Ok(json!({}))
             }
             "CHECK" => self.check(request),
             "GC" => {
                 let keep = request.list("keep")?;
-                let is_kept = |h: &Holder| keep.iter().any(|k| k[0] == h.container.as_str() && k[1] == h.ifname.as_str());
+                let is_kept = |h: &Holder| {
+                    keep.iter()
+                        .any(|k| k[0] == h.container.as_str() && k[1] == h.ifname.as_str())
+                };
                 Ok(json!({"released": self.give_back(|h| h.network == network && !is_kept(h))}))
             }
             "STATUS" => Ok(json!({})),
-            other => Err(Error::new(Error::DECODE, format!("unknown request {other:?}"))),
+            other => Err(Error::new(
+                Error::DECODE,
+                format!("unknown request {other:?}"),
+            )),
         }
     }
 
@@ -459,8 +635,11 @@ impl Daemon {
         stream.set_read_timeout(Some(CLIENT_PATIENCE))?;
         stream.set_write_timeout(Some(CLIENT_PATIENCE))?;
         let mut input = vec![];
-        std::io::Read::by_ref(&mut stream).take(LIMIT).read_to_end(&mut input)?;
-        let request: Result<Value, Error> = serde_json::from_slice(&input).map_err(|e| Error::new(Error::DECODE, e.to_string()));
+        std::io::Read::by_ref(&mut stream)
+            .take(LIMIT)
+            .read_to_end(&mut input)?;
+        let request: Result<Value, Error> =
+            serde_json::from_slice(&input).map_err(|e| Error::new(Error::DECODE, e.to_string()));
         let answer = match request.and_then(|request| self.answer(Json(&request))) {
             Ok(result) => json!({"result": result}),
             Err(error) => json!({"code": error.code, "msg": error.message}),
@@ -474,7 +653,9 @@ impl Daemon {
 fn listener(path: &Path) -> std::io::Result<UnixListener> {
     const FIRST: i32 = 3;
     let env = |key: &str| std::env::var(key).ok();
-    if env("LISTEN_PID") == Some(std::process::id().to_string()) && env("LISTEN_FDS").as_deref() == Some("1") {
+    if env("LISTEN_PID") == Some(std::process::id().to_string())
+        && env("LISTEN_FDS").as_deref() == Some("1")
+    {
         // SAFETY: systemd has said that this descriptor is there and ours.
         return Ok(unsafe { UnixListener::from_raw_fd(FIRST) });
     }
@@ -483,7 +664,10 @@ fn listener(path: &Path) -> std::io::Result<UnixListener> {
     }
     // What nobody listens at any more is in the way; what somebody listens at is not ours to take.
     if UnixStream::connect(path).is_ok() {
-        return Err(std::io::Error::new(std::io::ErrorKind::AddrInUse, "another daemon listens there"));
+        return Err(std::io::Error::new(
+            std::io::ErrorKind::AddrInUse,
+            "another daemon listens there",
+        ));
     }
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
@@ -496,17 +680,30 @@ fn listener(path: &Path) -> std::io::Result<UnixListener> {
 
 /// Runs until it is killed; leases stay, and the next daemon goes on with them.
 pub fn run(arguments: &[String]) -> Result<(), String> {
-    if arguments.iter().any(|a| ["-h", "-help", "--help"].contains(&a.as_str())) {
+    if arguments
+        .iter()
+        .any(|a| ["-h", "-help", "--help"].contains(&a.as_str()))
+    {
         println!("{USAGE}");
         return Ok(());
     }
     let settings = Settings::parse(arguments)?;
-    let listener = listener(&settings.socket).map_err(|e| format!("{} cannot be listened at: {e}", settings.socket.display()))?;
+    let listener = listener(&settings.socket)
+        .map_err(|e| format!("{} cannot be listened at: {e}", settings.socket.display()))?;
     if let Some(path) = &settings.pid_file {
-        std::fs::write(path, std::process::id().to_string()).map_err(|e| format!("{} cannot be written: {e}", path.display()))?;
+        std::fs::write(path, std::process::id().to_string())
+            .map_err(|e| format!("{} cannot be written: {e}", path.display()))?;
     }
-    let daemon = Arc::new(Daemon { settings, leases: Mutex::default() });
-    daemon.resume().map_err(|e| format!("the leases in {} cannot be read: {e}", daemon.dir().display()))?;
+    let daemon = Arc::new(Daemon {
+        settings,
+        leases: Mutex::default(),
+    });
+    daemon.resume().map_err(|e| {
+        format!(
+            "the leases in {} cannot be read: {e}",
+            daemon.dir().display()
+        )
+    })?;
     for stream in listener.incoming() {
         let daemon = Arc::clone(&daemon);
         match stream {
@@ -531,10 +728,28 @@ mod tests {
 
     #[test]
     fn arguments_are_those_of_the_reference() {
-        let parse = |text: &str| Settings::parse(&text.split_whitespace().map(str::to_owned).collect::<Vec<_>>());
-        let settings = parse("-socketpath /x -timeout=1m30s --broadcast -resendmax 500ms").expect("fine");
-        assert_eq!((settings.socket, settings.patience, settings.broadcast), ("/x".into(), Duration::from_secs(90), true));
-        for wrong in ["-timeout", "-timeout 5", "-timeout 0s", "-frob", "x", "-resendmax 1y"] {
+        let parse = |text: &str| {
+            Settings::parse(
+                &text
+                    .split_whitespace()
+                    .map(str::to_owned)
+                    .collect::<Vec<_>>(),
+            )
+        };
+        let settings =
+            parse("-socketpath /x -timeout=1m30s --broadcast -resendmax 500ms").expect("fine");
+        assert_eq!(
+            (settings.socket, settings.patience, settings.broadcast),
+            ("/x".into(), Duration::from_secs(90), true)
+        );
+        for wrong in [
+            "-timeout",
+            "-timeout 5",
+            "-timeout 0s",
+            "-frob",
+            "x",
+            "-resendmax 1y",
+        ] {
             assert!(parse(wrong).is_err(), "{wrong}");
         }
     }

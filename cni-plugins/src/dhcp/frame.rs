@@ -15,7 +15,10 @@ fn checksum(parts: &[&[u8]]) -> u16 {
     let mut sum = 0u32;
     for part in parts {
         for pair in part.chunks(2) {
-            sum += u32::from(u16::from_be_bytes([pair[0], pair.get(1).copied().unwrap_or(0)]));
+            sum += u32::from(u16::from_be_bytes([
+                pair[0],
+                pair.get(1).copied().unwrap_or(0),
+            ]));
         }
     }
     while sum > 0xffff {
@@ -62,7 +65,11 @@ pub fn from_servers(packet: &[u8]) -> Option<&[u8]> {
     let udp = packet.get(header..)?;
     let port = u16::from_be_bytes([*udp.get(2)?, *udp.get(3)?]);
     let length = usize::from(u16::from_be_bytes([*udp.get(4)?, *udp.get(5)?]));
-    if port != CLIENT_PORT { None } else { udp.get(UDP_HEADER..length) }
+    if port != CLIENT_PORT {
+        None
+    } else {
+        udp.get(UDP_HEADER..length)
+    }
 }
 
 #[cfg(test)]
@@ -72,8 +79,15 @@ mod tests {
     #[test]
     fn packets_are_well_formed() {
         let packet = to_servers(b"abc");
-        assert_eq!(checksum(&[&packet[..20]]), 0, "a header with its sum sums up to nothing");
-        assert_eq!((packet.len(), packet[9], &packet[16..20]), (31, UDP, &[255; 4][..]));
+        assert_eq!(
+            checksum(&[&packet[..20]]),
+            0,
+            "a header with its sum sums up to nothing"
+        );
+        assert_eq!(
+            (packet.len(), packet[9], &packet[16..20]),
+            (31, UDP, &[255; 4][..])
+        );
         assert_eq!(from_servers(&packet), None, "that is for servers");
         let mut answer = packet;
         answer[22..24].copy_from_slice(&CLIENT_PORT.to_be_bytes());

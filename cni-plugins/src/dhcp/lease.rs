@@ -43,7 +43,11 @@ pub enum Step {
 }
 
 fn addresses(bytes: &[u8]) -> Vec<Ipv4Addr> {
-    bytes.chunks_exact(4).filter_map(|b| <[u8; 4]>::try_from(b).ok()).map(Ipv4Addr::from).collect()
+    bytes
+        .chunks_exact(4)
+        .filter_map(|b| <[u8; 4]>::try_from(b).ok())
+        .map(Ipv4Addr::from)
+        .collect()
 }
 
 /// Option 121: a prefix's length, as much of it as that needs, and its router (RFC 3442).
@@ -52,9 +56,14 @@ fn classless(mut bytes: &[u8]) -> Option<Vec<(Ipv4Net, Ipv4Addr)>> {
     while let [length, rest @ ..] = bytes {
         let significant = usize::from(length.div_ceil(8));
         let mut network = [0; 4];
-        network.get_mut(..significant)?.copy_from_slice(rest.get(..significant)?);
+        network
+            .get_mut(..significant)?
+            .copy_from_slice(rest.get(..significant)?);
         let router: [u8; 4] = rest.get(significant..significant + 4)?.try_into().ok()?;
-        routes.push((Ipv4Net::new(network.into(), *length).ok()?.trunc(), router.into()));
+        routes.push((
+            Ipv4Net::new(network.into(), *length).ok()?.trunc(),
+            router.into(),
+        ));
         bytes = rest.get(significant + 4..)?;
     }
     Some(routes)
@@ -73,31 +82,55 @@ fn classful(address: Ipv4Addr) -> Ipv4Net {
 impl Lease {
     /// What a server's consent gives.
     pub fn of(ack: &Message) -> Result<Lease, Error> {
-        let number = |code: u8| ack.get(code).and_then(|v| <[u8; 4]>::try_from(v).ok()).map(u32::from_be_bytes);
+        let number = |code: u8| {
+            ack.get(code)
+                .and_then(|v| <[u8; 4]>::try_from(v).ok())
+                .map(u32::from_be_bytes)
+        };
         let missing = |what: &str| Error::other(format!("the DHCP server's answer has no {what}"));
         if ack.kind() != kind::ACK {
             return Err(Error::other("the DHCP server has refused"));
         }
         let mask = number(option::SUBNET_MASK).ok_or_else(|| missing("subnet mask"))?;
         let length = u8::try_from(mask.leading_ones()).unwrap_or(32);
-        let address = Ipv4Net::new(ack.yours, length).map_err(|e| Error::doing("the DHCP server's address is none", e))?;
+        let address = Ipv4Net::new(ack.yours, length)
+            .map_err(|e| Error::doing("the DHCP server's address is none", e))?;
         let routers = ack.get(option::ROUTERS).map(addresses).unwrap_or_default();
-        let seconds = number(option::LEASE_TIME).filter(|s| *s > 0).ok_or_else(|| missing("lease time"))?;
+        let seconds = number(option::LEASE_TIME)
+            .filter(|s| *s > 0)
+            .ok_or_else(|| missing("lease time"))?;
         let default = routers.first().map(|r| (Ipv4Net::default(), *r));
         let routes = match ack.get(option::CLASSLESS_ROUTES) {
-            Some(bytes) => classless(bytes).ok_or_else(|| Error::other("the DHCP server's classless routes (option 121) are malformed"))?,
+            Some(bytes) => classless(bytes).ok_or_else(|| {
+                Error::other("the DHCP server's classless routes (option 121) are malformed")
+            })?,
             None => {
                 let pairs = addresses(ack.get(option::STATIC_ROUTES).unwrap_or_default());
-                pairs.chunks_exact(2).map(|p| (classful(p[0]), p[1])).chain(default).collect()
+                pairs
+                    .chunks_exact(2)
+                    .map(|p| (classful(p[0]), p[1]))
+                    .chain(default)
+                    .collect()
             }
         };
         let half = u64::from(seconds) / 2;
         let most = u64::from(seconds) * 7 / 8;
-        let within = |code: u8, otherwise: u64| number(code).filter(|n| *n < seconds).unwrap_or(u32::try_from(otherwise).unwrap_or(seconds));
+        let within = |code: u8, otherwise: u64| {
+            number(code)
+                .filter(|n| *n < seconds)
+                .unwrap_or(u32::try_from(otherwise).unwrap_or(seconds))
+        };
         let server = number(option::SERVER).ok_or_else(|| missing("server identifier"))?;
         let t1 = within(option::RENEWAL_TIME, half);
         let renew = [t1, within(option::REBINDING_TIME, most).max(t1)];
-        Ok(Lease { address, routers, routes, server: server.into(), seconds, renew })
+        Ok(Lease {
+            address,
+            routers,
+            routes,
+            server: server.into(),
+            seconds,
+            renew,
+        })
     }
 
     /// What is to be done at its age.
@@ -106,9 +139,11 @@ impl Lease {
         if self.seconds == FOR_EVER {
             return Step::Wait(None);
         }
-        let [t1, t2, end] = [self.renew[0], self.renew[1], self.seconds].map(|s| Duration::from_secs(s.into()));
+        let [t1, t2, end] =
+            [self.renew[0], self.renew[1], self.seconds].map(|s| Duration::from_secs(s.into()));
         // Half of what is left, as long as that is a minute (RFC 2131, section 4.4.5); short leases have no minutes.
-        let again = |until: Duration| ((until - age) / 2).max((end / 60).min(Duration::from_secs(60)));
+        let again =
+            |until: Duration| ((until - age) / 2).max((end / 60).min(Duration::from_secs(60)));
         match age {
             age if age < t1 => Step::Wait(Some(t1 - age)),
             age if age < t2 => Step::Renew(again(t2)),
@@ -121,20 +156,41 @@ impl Lease {
     #[must_use]
     pub fn success(&self, priority: Option<i64>) -> Success {
         let gateway = self.routers.first().map(|r| (*r).into());
-        let extra: Map<String, Value> = priority.into_iter().map(|p| ("priority".to_owned(), p.into())).collect();
+        let extra: Map<String, Value> = priority
+            .into_iter()
+            .map(|p| ("priority".to_owned(), p.into()))
+            .collect();
         let route = |(net, router): &(Ipv4Net, Ipv4Addr)| {
             // A router that is none means that the network is on the link (RFC 3442).
-            let gateway = Some(*router).filter(|r| !r.is_unspecified()).map(Into::into);
-            Route { destination: IpNet::V4(*net), gateway, extra: extra.clone() }
+            let gateway = Some(*router)
+                .filter(|r| !r.is_unspecified())
+                .map(Into::into);
+            Route {
+                destination: IpNet::V4(*net),
+                gateway,
+                extra: extra.clone(),
+            }
         };
-        let ip = Address { address: IpNet::V4(self.address), gateway, interface: None };
-        Success { ips: vec![ip], routes: self.routes.iter().map(route).collect(), ..Success::default() }
+        let ip = Address {
+            address: IpNet::V4(self.address),
+            gateway,
+            interface: None,
+        };
+        Success {
+            ips: vec![ip],
+            routes: self.routes.iter().map(route).collect(),
+            ..Success::default()
+        }
     }
 
     /// For a file.
     #[must_use]
     pub fn json(&self) -> Value {
-        let routes: Vec<Value> = self.routes.iter().map(|(net, router)| json!([net.to_string(), router])).collect();
+        let routes: Vec<Value> = self
+            .routes
+            .iter()
+            .map(|(net, router)| json!([net.to_string(), router]))
+            .collect();
         json!({"address": self.address.to_string(), "routers": self.routers, "routes": routes, "server": self.server, "seconds": self.seconds, "renew": self.renew})
     }
 
@@ -144,7 +200,10 @@ impl Lease {
         let config = Json(value);
         let ip = |v: &Value| v.as_str()?.parse::<Ipv4Addr>().ok();
         let number = |v: &Value| u32::try_from(v.as_u64()?).ok();
-        let routes = value["routes"].as_array()?.iter().map(|r| Some((r[0].as_str()?.parse().ok()?, ip(&r[1])?)));
+        let routes = value["routes"]
+            .as_array()?
+            .iter()
+            .map(|r| Some((r[0].as_str()?.parse().ok()?, ip(&r[1])?)));
         Some(Lease {
             address: config.text("address").ok()?.parse().ok()?,
             routers: value["routers"].as_array()?.iter().filter_map(ip).collect(),
@@ -172,21 +231,52 @@ mod tests {
 
     #[test]
     fn leases_say_what_they_give() {
-        let lease = Lease::of(&ack().with(option::STATIC_ROUTES, &[192, 168, 7, 0, 10, 0, 0, 3])).expect("a lease");
-        assert_eq!((lease.address.to_string(), lease.routers.len(), lease.renew), ("10.0.0.9/24".into(), 2, [1800, 3150]));
-        let shown: Vec<String> = lease.routes.iter().map(|(n, r)| format!("{n} {r}")).collect();
+        let lease = Lease::of(&ack().with(option::STATIC_ROUTES, &[192, 168, 7, 0, 10, 0, 0, 3]))
+            .expect("a lease");
+        assert_eq!(
+            (lease.address.to_string(), lease.routers.len(), lease.renew),
+            ("10.0.0.9/24".into(), 2, [1800, 3150])
+        );
+        let shown: Vec<String> = lease
+            .routes
+            .iter()
+            .map(|(n, r)| format!("{n} {r}"))
+            .collect();
         assert_eq!(shown, ["192.168.7.0/24 10.0.0.3", "0.0.0.0/0 10.0.0.1"]);
         assert_eq!(Lease::parse(&lease.json()), Some(lease));
         // Classless ones stand for all others (RFC 3442).
-        let routes = [0, 10, 0, 0, 5, 20, 172, 16, 16, 10, 0, 0, 6, 32, 1, 2, 3, 4, 0, 0, 0, 0];
+        let routes = [
+            0, 10, 0, 0, 5, 20, 172, 16, 16, 10, 0, 0, 6, 32, 1, 2, 3, 4, 0, 0, 0, 0,
+        ];
         let lease = Lease::of(&ack().with(option::CLASSLESS_ROUTES, &routes)).expect("a lease");
-        let shown: Vec<String> = lease.routes.iter().map(|(n, r)| format!("{n} {r}")).collect();
-        assert_eq!(shown, ["0.0.0.0/0 10.0.0.5", "172.16.16.0/20 10.0.0.6", "1.2.3.4/32 0.0.0.0"]);
+        let shown: Vec<String> = lease
+            .routes
+            .iter()
+            .map(|(n, r)| format!("{n} {r}"))
+            .collect();
+        assert_eq!(
+            shown,
+            [
+                "0.0.0.0/0 10.0.0.5",
+                "172.16.16.0/20 10.0.0.6",
+                "1.2.3.4/32 0.0.0.0"
+            ]
+        );
         assert_eq!(lease.success(Some(7)).routes[2].gateway, None);
-        for broken in [&[33, 1, 2, 3, 4, 5, 6, 7, 8][..], &[24, 1, 2], &[8, 1, 2, 3]] {
-            assert!(Lease::of(&ack().with(option::CLASSLESS_ROUTES, broken)).is_err(), "{broken:?}");
+        for broken in [
+            &[33, 1, 2, 3, 4, 5, 6, 7, 8][..],
+            &[24, 1, 2],
+            &[8, 1, 2, 3],
+        ] {
+            assert!(
+                Lease::of(&ack().with(option::CLASSLESS_ROUTES, broken)).is_err(),
+                "{broken:?}"
+            );
         }
-        let refused = Message { options: vec![(option::MESSAGE_TYPE, vec![kind::NAK])], ..ack() };
+        let refused = Message {
+            options: vec![(option::MESSAGE_TYPE, vec![kind::NAK])],
+            ..ack()
+        };
         assert!(Lease::of(&refused).is_err());
         assert!(Lease::of(&Message::new(kind::ACK, 1, [2; 6])).is_err());
     }
@@ -200,6 +290,13 @@ mod tests {
         assert_eq!(at(3140), Step::Renew(Duration::from_secs(60)));
         assert_eq!(at(3150), Step::Rebind(Duration::from_secs(225)));
         assert_eq!(at(3600), Step::Ended);
-        assert_eq!(Lease { seconds: u32::MAX, ..lease }.step(Duration::from_secs(1 << 40)), Step::Wait(None));
+        assert_eq!(
+            Lease {
+                seconds: u32::MAX,
+                ..lease
+            }
+            .step(Duration::from_secs(1 << 40)),
+            Step::Wait(None)
+        );
     }
 }

@@ -63,7 +63,15 @@ impl Message {
     #[must_use]
     pub fn new(kind: u8, id: u32, mac: [u8; 6]) -> Message {
         let none = Ipv4Addr::UNSPECIFIED;
-        Message { answer: false, id, broadcast: true, client: none, yours: none, mac, options: vec![(option::MESSAGE_TYPE, vec![kind])] }
+        Message {
+            answer: false,
+            id,
+            broadcast: true,
+            client: none,
+            yours: none,
+            mac,
+            options: vec![(option::MESSAGE_TYPE, vec![kind])],
+        }
     }
 
     /// With an option, unless it is there.
@@ -78,13 +86,18 @@ impl Message {
     /// The value of an option.
     #[must_use]
     pub fn get(&self, code: u8) -> Option<&[u8]> {
-        self.options.iter().find(|(c, _)| *c == code).map(|(_, v)| v.as_slice())
+        self.options
+            .iter()
+            .find(|(c, _)| *c == code)
+            .map(|(_, v)| v.as_slice())
     }
 
     /// What it is for.
     #[must_use]
     pub fn kind(&self) -> u8 {
-        self.get(option::MESSAGE_TYPE).and_then(|v| v.first().copied()).unwrap_or(0)
+        self.get(option::MESSAGE_TYPE)
+            .and_then(|v| v.first().copied())
+            .unwrap_or(0)
     }
 
     /// As it is sent.
@@ -116,7 +129,11 @@ impl Message {
     /// From what was received; `None` if it is none.
     #[must_use]
     pub fn parse(bytes: &[u8]) -> Option<Message> {
-        let four = |at: usize| bytes.get(at..at + 4).and_then(|b| <[u8; 4]>::try_from(b).ok());
+        let four = |at: usize| {
+            bytes
+                .get(at..at + 4)
+                .and_then(|b| <[u8; 4]>::try_from(b).ok())
+        };
         if bytes.get(FIXED..FIXED + 4)? != COOKIE || bytes.get(1..3)? != [1, 6] {
             return None;
         }

@@ -29,7 +29,12 @@ pub struct Request {
 impl Default for Request {
     fn default() -> Request {
         let default = |path: &str| PathBuf::from(path);
-        Request { data_dir: default("/var/lib/cni/networks"), network: None, cache_dir: default("/var/lib/cni/results"), mend: false }
+        Request {
+            data_dir: default("/var/lib/cni/networks"),
+            network: None,
+            cache_dir: default("/var/lib/cni/results"),
+            mend: false,
+        }
     }
 }
 
@@ -69,8 +74,15 @@ fn addresses_in(path: &str, ifname: &str) -> Option<Vec<IpAddr>> {
     netns::inside(&namespace, || {
         let failed = |e| Error::doing("the interface cannot be read", e);
         let mut socket = Socket::route().map_err(failed)?;
-        let Some(link) = socket.link(ifname).map_err(failed)? else { return Ok(vec![]) };
-        Ok(socket.addresses(link.index).map_err(failed)?.into_iter().map(|a| a.addr()).collect())
+        let Some(link) = socket.link(ifname).map_err(failed)? else {
+            return Ok(vec![]);
+        };
+        Ok(socket
+            .addresses(link.index)
+            .map_err(failed)?
+            .into_iter()
+            .map(|a| a.addr())
+            .collect())
     })
     .ok()
 }
@@ -79,15 +91,28 @@ fn addresses_in(path: &str, ifname: &str) -> Option<Vec<IpAddr>> {
 fn cached(dir: &Path, network: &str, record: &Record) -> Option<String> {
     use std::io::Read as _;
     let mut text = String::new();
-    let file = std::fs::File::open(dir.join(format!("{network}-{}-{}", record.container, record.ifname))).ok()?;
+    let file =
+        std::fs::File::open(dir.join(format!("{network}-{}-{}", record.container, record.ifname)))
+            .ok()?;
     file.take(1 << 20).read_to_string(&mut text).ok()?;
     let value: Value = serde_json::from_str(&text).ok()?;
     value["netns"].as_str().map(str::to_owned)
 }
 
 /// What an owner's addresses are, each by itself.
-fn judge(store: &Store, request: &Request, network: &str, record: &Record) -> (Option<String>, BTreeMap<IpAddr, State>) {
-    let all = |state: State| record.addresses.iter().map(|a| (*a, state.clone())).collect();
+fn judge(
+    store: &Store,
+    request: &Request,
+    network: &str,
+    record: &Record,
+) -> (Option<String>, BTreeMap<IpAddr, State>) {
+    let all = |state: State| {
+        record
+            .addresses
+            .iter()
+            .map(|a| (*a, state.clone()))
+            .collect()
+    };
     let (netns, life) = match store.life(record) {
         Life::Unknown => match cached(&request.cache_dir, network, record) {
             Some(path) if inode(&path) == 0 => (None, Life::Gone("its network namespace is gone")),
@@ -100,11 +125,23 @@ fn judge(store: &Store, request: &Request, network: &str, record: &Record) -> (O
         Life::Gone(why) => (None, all(State::Leaked(why.into()))),
         Life::Unknown => (None, all(State::Unknown)),
         Life::Alive => {
-            let Some(present) = netns.as_deref().and_then(|n| addresses_in(n, &record.ifname)) else { return (netns, all(State::Used)) };
-            let state = |address: &IpAddr| {
-                if present.contains(address) { State::Used } else { State::Leaked(format!("{} of its container has not got it", record.ifname)) }
+            let Some(present) = netns
+                .as_deref()
+                .and_then(|n| addresses_in(n, &record.ifname))
+            else {
+                return (netns, all(State::Used));
             };
-            (netns, record.addresses.iter().map(|a| (*a, state(a))).collect())
+            let state = |address: &IpAddr| {
+                if present.contains(address) {
+                    State::Used
+                } else {
+                    State::Leaked(format!("{} of its container has not got it", record.ifname))
+                }
+            };
+            (
+                netns,
+                record.addresses.iter().map(|a| (*a, state(a))).collect(),
+            )
         }
     }
 }
@@ -115,7 +152,8 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
     let networks: Vec<String> = match &request.network {
         Some(network) => vec![network.clone()],
         None => {
-            let failed = |e| Error::doing(format!("{} cannot be read", request.data_dir.display()), e);
+            let failed =
+                |e| Error::doing(format!("{} cannot be read", request.data_dir.display()), e);
             let mut names: Vec<String> = std::fs::read_dir(&request.data_dir)
                 .map_err(failed)?
                 .flatten()
@@ -130,7 +168,10 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
     let mut findings = vec![];
     for network in &networks {
         let Some(mut store) = Store::open_existing(&request.data_dir, network)? else {
-            return Err(Error::config(format!("there is no network {network:?} in {}", request.data_dir.display())));
+            return Err(Error::config(format!(
+                "there is no network {network:?} in {}",
+                request.data_dir.display()
+            )));
         };
         store.read_all()?;
         let mut on_interfaces: BTreeMap<IpAddr, Vec<String>> = BTreeMap::new();
@@ -138,8 +179,16 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
         owners.sort_by(|a, b| a.addresses.cmp(&b.addresses));
         for record in &owners {
             let (netns, states) = judge(&store, request, network, record);
-            for address in netns.as_deref().and_then(|n| addresses_in(n, &record.ifname)).into_iter().flatten() {
-                on_interfaces.entry(address).or_default().push(record.container.clone());
+            for address in netns
+                .as_deref()
+                .and_then(|n| addresses_in(n, &record.ifname))
+                .into_iter()
+                .flatten()
+            {
+                on_interfaces
+                    .entry(address)
+                    .or_default()
+                    .push(record.container.clone());
             }
             for (address, state) in states {
                 let mended = request.mend && matches!(state, State::Leaked(_));
@@ -148,14 +197,32 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
                     now.map_or(Ok(()), |owner| store.release_one(&owner, address))?;
                 }
                 let (container, ifname) = (record.container.clone(), record.ifname.clone());
-                findings.push(Finding { network: network.clone(), address, container, ifname, state, mended });
+                findings.push(Finding {
+                    network: network.clone(),
+                    address,
+                    container,
+                    ifname,
+                    state,
+                    mended,
+                });
             }
         }
-        for finding in findings.iter_mut().filter(|f| f.network == *network && f.state == State::Used) {
-            let others: Vec<&str> =
-                on_interfaces.get(&finding.address).into_iter().flatten().map(String::as_str).filter(|c| *c != finding.container).collect();
+        for finding in findings
+            .iter_mut()
+            .filter(|f| f.network == *network && f.state == State::Used)
+        {
+            let others: Vec<&str> = on_interfaces
+                .get(&finding.address)
+                .into_iter()
+                .flatten()
+                .map(String::as_str)
+                .filter(|c| *c != finding.container)
+                .collect();
             if !others.is_empty() {
-                finding.state = State::Double(format!("on an interface of {}, too: one of them must be made anew", others.join(", ")));
+                finding.state = State::Double(format!(
+                    "on an interface of {}, too: one of them must be made anew",
+                    others.join(", ")
+                ));
             }
         }
     }
@@ -165,18 +232,27 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
 /// An audit's findings as a table, and whether all is well.
 #[must_use]
 pub fn table(findings: &[Finding]) -> (String, bool) {
-    let mut rows = vec![["NETWORK", "ADDRESS", "CONTAINER", "INTERFACE", "STATE"].map(str::to_owned)];
+    let mut rows =
+        vec![["NETWORK", "ADDRESS", "CONTAINER", "INTERFACE", "STATE"].map(str::to_owned)];
     let mut well = true;
     for f in findings {
         let state = match (&f.state, f.mended) {
             (State::Used, _) => "used".to_owned(),
-            (State::Unknown, _) => "unknown: nothing tells whether its container is there".to_owned(),
+            (State::Unknown, _) => {
+                "unknown: nothing tells whether its container is there".to_owned()
+            }
             (State::Leaked(why), true) => format!("released: {why}"),
             (State::Leaked(why), false) => format!("leaked: {why}"),
             (State::Double(why), _) => format!("held twice: {why}"),
         };
         well &= f.mended || matches!(f.state, State::Used | State::Unknown);
-        rows.push([f.network.clone(), f.address.to_string(), f.container.chars().take(20).collect(), f.ifname.clone(), state]);
+        rows.push([
+            f.network.clone(),
+            f.address.to_string(),
+            f.container.chars().take(20).collect(),
+            f.ifname.clone(),
+            state,
+        ]);
     }
     let mut widths = [0; 5];
     for row in &rows {
@@ -185,7 +261,11 @@ pub fn table(findings: &[Finding]) -> (String, bool) {
         }
     }
     let line = |row: &[String; 5]| {
-        let cells: Vec<String> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        let cells: Vec<String> = row
+            .iter()
+            .zip(widths)
+            .map(|(cell, width)| format!("{cell:width$}"))
+            .collect();
         cells.join("  ").trim_end().to_owned()
     };
     (rows.iter().map(line).collect::<Vec<_>>().join("\n"), well)
@@ -202,15 +282,26 @@ twice, and with --mend releases the leaked ones. Exits with 1 if something is le
     let mut request = Request::default();
     let mut rest = arguments.iter();
     while let Some(argument) = rest.next() {
-        let (key, inline) = argument.split_once('=').map_or((argument.as_str(), None), |(k, v)| (k, Some(v.to_owned())));
-        let mut value = || inline.clone().or_else(|| rest.next().cloned()).ok_or_else(|| Error::config(format!("{key} needs a value\n{USAGE}")));
+        let (key, inline) = argument
+            .split_once('=')
+            .map_or((argument.as_str(), None), |(k, v)| (k, Some(v.to_owned())));
+        let mut value = || {
+            inline
+                .clone()
+                .or_else(|| rest.next().cloned())
+                .ok_or_else(|| Error::config(format!("{key} needs a value\n{USAGE}")))
+        };
         match key {
             "--data-dir" => request.data_dir = value()?.into(),
             "--cache-dir" => request.cache_dir = value()?.into(),
             "--network" => request.network = Some(value()?),
             "--mend" => request.mend = true,
             "--help" | "-h" => return Ok((USAGE.to_owned(), true)),
-            other => return Err(Error::config(format!("unknown argument {other:?}\n{USAGE}"))),
+            other => {
+                return Err(Error::config(format!(
+                    "unknown argument {other:?}\n{USAGE}"
+                )));
+            }
         }
     }
     audit(&request).map(|findings| table(&findings))

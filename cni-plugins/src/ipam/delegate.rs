@@ -18,25 +18,49 @@ enum Delegate {
 
 fn find(call: &Call<'_>, kind: &str) -> Result<Delegate, Error> {
     if kind.is_empty() {
-        return Err(Error::config("no plugin name provided: set \"type\" in \"ipam\""));
+        return Err(Error::config(
+            "no plugin name provided: set \"type\" in \"ipam\"",
+        ));
     }
     if kind.contains('/') || kind == "." || kind == ".." {
-        return Err(Error::config(format!("invalid plugin name: {kind:?} must not contain a slash")));
+        return Err(Error::config(format!(
+            "invalid plugin name: {kind:?} must not contain a slash"
+        )));
     }
-    let found = call.path.split(':').filter(|d| !d.is_empty()).map(|d| Path::new(d).join(kind)).find(|p| p.is_file());
+    let found = call
+        .path
+        .split(':')
+        .filter(|d| !d.is_empty())
+        .map(|d| Path::new(d).join(kind))
+        .find(|p| p.is_file());
     let Some(found) = found else {
-        return Err(Error::other(format!("failed to find plugin {kind:?} in path [{}]; install it there", call.path.replace(':', " "))));
+        return Err(Error::other(format!(
+            "failed to find plugin {kind:?} in path [{}]; install it there",
+            call.path.replace(':', " ")
+        )));
     };
     let own = std::fs::canonicalize("/proc/self/exe").ok();
     match plugins::find(kind) {
-        Some(plugin) if own.is_some() && std::fs::canonicalize(&found).ok() == own => Ok(Delegate::Own(plugin)),
+        Some(plugin) if own.is_some() && std::fs::canonicalize(&found).ok() == own => {
+            Ok(Delegate::Own(plugin))
+        }
         _ => Ok(Delegate::Foreign(found)),
     }
 }
 
 fn execute(path: &Path, verb: &str, input: &[u8]) -> Result<Vec<u8>, Error> {
-    let failed = |e: std::io::Error| Error::doing(format!("the IPAM plugin {} cannot be run", path.display()), e);
-    let mut child = Command::new(path).env("CNI_COMMAND", verb).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(failed)?;
+    let failed = |e: std::io::Error| {
+        Error::doing(
+            format!("the IPAM plugin {} cannot be run", path.display()),
+            e,
+        )
+    };
+    let mut child = Command::new(path)
+        .env("CNI_COMMAND", verb)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .map_err(failed)?;
     if let Some(mut stdin) = child.stdin.take() {
         // A plugin that does not read its input closes the pipe; its answer says what it thinks.
         let _ = stdin.write_all(input);
@@ -46,9 +70,19 @@ fn execute(path: &Path, verb: &str, input: &[u8]) -> Result<Vec<u8>, Error> {
         return Ok(output.stdout);
     }
     let parsed: Option<Value> = serde_json::from_slice(&output.stdout).ok();
-    let message = parsed.as_ref().and_then(|v| v["msg"].as_str()).map_or_else(|| String::from_utf8_lossy(&output.stdout).into_owned(), str::to_owned);
-    let code = parsed.as_ref().and_then(|v| v["code"].as_u64()).and_then(|c| u32::try_from(c).ok()).unwrap_or(Error::OTHER);
-    Err(Error::new(code, format!("IPAM plugin {}: {message}", path.display())))
+    let message = parsed.as_ref().and_then(|v| v["msg"].as_str()).map_or_else(
+        || String::from_utf8_lossy(&output.stdout).into_owned(),
+        str::to_owned,
+    );
+    let code = parsed
+        .as_ref()
+        .and_then(|v| v["code"].as_u64())
+        .and_then(|c| u32::try_from(c).ok())
+        .unwrap_or(Error::OTHER);
+    Err(Error::new(
+        code,
+        format!("IPAM plugin {}: {message}", path.display()),
+    ))
 }
 
 /// ADD.
@@ -57,8 +91,12 @@ pub fn add(call: &Call<'_>, kind: &str) -> Result<Success, Error> {
         Delegate::Own(plugin) => plugin.add(call),
         Delegate::Foreign(path) => {
             let output = execute(&path, "ADD", call.input)?;
-            let value =
-                serde_json::from_slice(&output).map_err(|e| Error::new(Error::DECODE, format!("the IPAM plugin {kind} answered no JSON: {e}")))?;
+            let value = serde_json::from_slice(&output).map_err(|e| {
+                Error::new(
+                    Error::DECODE,
+                    format!("the IPAM plugin {kind} answered no JSON: {e}"),
+                )
+            })?;
             Success::parse(&value, call.version)
         }
     }

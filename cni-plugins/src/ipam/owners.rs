@@ -28,8 +28,15 @@ impl Here {
     /// Of this machine, now.
     #[must_use]
     pub fn now() -> Here {
-        let read = |path: &str| std::fs::read_to_string(path).map(|t| t.trim().to_owned()).unwrap_or_default();
-        Here { boot: read("/proc/sys/kernel/random/boot_id"), machine: read("/etc/machine-id") }
+        let read = |path: &str| {
+            std::fs::read_to_string(path)
+                .map(|t| t.trim().to_owned())
+                .unwrap_or_default()
+        };
+        Here {
+            boot: read("/proc/sys/kernel/random/boot_id"),
+            machine: read("/etc/machine-id"),
+        }
     }
 }
 
@@ -71,10 +78,15 @@ pub fn inode(path: &str) -> u64 {
 #[must_use]
 pub fn inhabited() -> BTreeSet<u64> {
     let pids = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-    pids.filter(|e| e.file_name().as_encoded_bytes().first().is_some_and(u8::is_ascii_digit))
-        .filter_map(|e| std::fs::metadata(e.path().join("ns/net")).ok())
-        .map(|m| m.ino())
-        .collect()
+    pids.filter(|e| {
+        e.file_name()
+            .as_encoded_bytes()
+            .first()
+            .is_some_and(u8::is_ascii_digit)
+    })
+    .filter_map(|e| std::fs::metadata(e.path().join("ns/net")).ok())
+    .map(|m| m.ino())
+    .collect()
 }
 
 impl Record {
@@ -82,7 +94,14 @@ impl Record {
     #[must_use]
     pub fn new(container: &str, ifname: &str, netns: &str, here: &Here) -> Record {
         let addresses = BTreeSet::new();
-        Record { container: container.into(), ifname: ifname.into(), netns: netns.into(), inode: inode(netns), here: here.clone(), addresses }
+        Record {
+            container: container.into(),
+            ifname: ifname.into(),
+            netns: netns.into(),
+            inode: inode(netns),
+            here: here.clone(),
+            addresses,
+        }
     }
 
     /// Whether it is still alive. A process may live on in a namespace that has lost its name: `is_inhabited` says so.
@@ -108,13 +127,20 @@ impl Record {
     fn parse(text: &str) -> Option<Record> {
         let value: Value = serde_json::from_str(text).ok()?;
         let text = |key: &str| value[key].as_str().map(str::to_owned);
-        let addresses = value["addresses"].as_array()?.iter().filter_map(|a| a.as_str()?.parse().ok()).collect();
+        let addresses = value["addresses"]
+            .as_array()?
+            .iter()
+            .filter_map(|a| a.as_str()?.parse().ok())
+            .collect();
         Some(Record {
             container: text("container")?,
             ifname: text("ifname")?,
             netns: text("netns")?,
             inode: value["inode"].as_u64()?,
-            here: Here { boot: text("boot")?, machine: text("machine")? },
+            here: Here {
+                boot: text("boot")?,
+                machine: text("machine")?,
+            },
             addresses,
         })
     }
@@ -145,14 +171,23 @@ impl Owners {
 
     fn read(path: &Path) -> Option<String> {
         let mut text = String::new();
-        File::open(path).ok()?.take(LIMIT).read_to_string(&mut text).ok()?;
+        File::open(path)
+            .ok()?
+            .take(LIMIT)
+            .read_to_string(&mut text)
+            .ok()?;
         Some(text)
     }
 
     /// A new file appears whole or not at all.
     fn write(&self, name: &str, text: &str) -> io::Result<()> {
         let temporary = self.dir.join(format!("{name}.new"));
-        let mut file = File::options().create(true).truncate(true).write(true).mode(0o600).open(&temporary)?;
+        let mut file = File::options()
+            .create(true)
+            .truncate(true)
+            .write(true)
+            .mode(0o600)
+            .open(&temporary)?;
         file.write_all(text.as_bytes())?;
         std::fs::rename(temporary, self.dir.join(name))
     }
@@ -176,12 +211,18 @@ impl Owners {
 
     /// Writes an owner down; one without addresses has begun to get some.
     pub fn put(&self, record: &Record) -> io::Result<()> {
-        self.write(&Record::name(&record.container, &record.ifname), &record.text())
+        self.write(
+            &Record::name(&record.container, &record.ifname),
+            &record.text(),
+        )
     }
 
     /// Forgets an owner.
     pub fn remove(&self, record: &Record) -> io::Result<()> {
-        match std::fs::remove_file(self.dir.join(Record::name(&record.container, &record.ifname))) {
+        match std::fs::remove_file(
+            self.dir
+                .join(Record::name(&record.container, &record.ifname)),
+        ) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Ok(()),
         }
@@ -189,15 +230,22 @@ impl Owners {
 
     /// All owners.
     pub fn all(&self) -> io::Result<Vec<Record>> {
-        let paths = std::fs::read_dir(&self.dir)?.map(|entry| entry.map(|e| e.path())).collect::<io::Result<Vec<_>>>()?;
-        Ok(paths.iter().filter_map(|path| Self::read(path).and_then(|t| Record::parse(&t))).collect())
+        let paths = std::fs::read_dir(&self.dir)?
+            .map(|entry| entry.map(|e| e.path()))
+            .collect::<io::Result<Vec<_>>>()?;
+        Ok(paths
+            .iter()
+            .filter_map(|path| Self::read(path).and_then(|t| Record::parse(&t)))
+            .collect())
     }
 
     /// Removes what somebody who was killed has left half written. Nobody else may be writing.
     pub fn tidy(&self) -> io::Result<()> {
         for entry in std::fs::read_dir(&self.dir)? {
             let path = entry?.path();
-            if path.file_name().is_some_and(|n| n != SEEN) && Self::read(&path).and_then(|t| Record::parse(&t)).is_none() {
+            if path.file_name().is_some_and(|n| n != SEEN)
+                && Self::read(&path).and_then(|t| Record::parse(&t)).is_none()
+            {
                 std::fs::remove_file(&path)?;
             }
         }
@@ -217,24 +265,56 @@ mod tests {
 
     #[test]
     fn the_dead_are_told_from_the_living() {
-        let now = Here { boot: "b2".into(), machine: "m".into() };
+        let now = Here {
+            boot: "b2".into(),
+            machine: "m".into(),
+        };
         let own = "/proc/self/ns/net";
         let record = Record::new("c", "eth0", own, &now);
         assert_eq!(record.life(&now, |n| inhabited().contains(&n)), Life::Alive);
-        let before = Here { boot: "b1".into(), ..now.clone() };
-        assert!(matches!(Record::new("c", "eth0", own, &before).life(&now, |n| inhabited().contains(&n)), Life::Gone(_)));
-        let elsewhere = Here { boot: "b1".into(), machine: "other".into() };
-        assert_eq!(Record::new("c", "eth0", own, &elsewhere).life(&now, |n| inhabited().contains(&n)), Life::Unknown, "a shared directory");
+        let before = Here {
+            boot: "b1".into(),
+            ..now.clone()
+        };
+        assert!(matches!(
+            Record::new("c", "eth0", own, &before).life(&now, |n| inhabited().contains(&n)),
+            Life::Gone(_)
+        ));
+        let elsewhere = Here {
+            boot: "b1".into(),
+            machine: "other".into(),
+        };
         assert_eq!(
-            Record { netns: "/nonexistent".into(), ..record.clone() }.life(&now, |n| inhabited().contains(&n)),
+            Record::new("c", "eth0", own, &elsewhere).life(&now, |n| inhabited().contains(&n)),
+            Life::Unknown,
+            "a shared directory"
+        );
+        assert_eq!(
+            Record {
+                netns: "/nonexistent".into(),
+                ..record.clone()
+            }
+            .life(&now, |n| inhabited().contains(&n)),
             Life::Alive,
             "processes are still in it"
         );
         assert!(matches!(
-            Record { netns: "/nonexistent".into(), inode: 7, ..record.clone() }.life(&now, |n| inhabited().contains(&n)),
+            Record {
+                netns: "/nonexistent".into(),
+                inode: 7,
+                ..record.clone()
+            }
+            .life(&now, |n| inhabited().contains(&n)),
             Life::Gone(_)
         ));
-        assert_eq!(Record { here: Here::default(), ..record.clone() }.life(&now, |n| inhabited().contains(&n)), Life::Unknown);
+        assert_eq!(
+            Record {
+                here: Here::default(),
+                ..record.clone()
+            }
+            .life(&now, |n| inhabited().contains(&n)),
+            Life::Unknown
+        );
         assert_eq!(Record::parse(&record.text()), Some(record));
         assert_eq!(Record::parse("c\r\neth0"), None);
     }

@@ -30,7 +30,11 @@ fn number(address: IpAddr) -> u128 {
 }
 
 fn address(number: u128, v4: bool) -> IpAddr {
-    if v4 { IpAddr::V4(u32::try_from(number).unwrap_or(u32::MAX).into()) } else { IpAddr::V6(number.into()) }
+    if v4 {
+        IpAddr::V4(u32::try_from(number).unwrap_or(u32::MAX).into())
+    } else {
+        IpAddr::V6(number.into())
+    }
 }
 
 impl Range {
@@ -50,7 +54,9 @@ impl Range {
             )));
         }
         if subnet.prefix_len() + 2 > subnet.max_prefix_len() {
-            return Err(Error::config(format!("Network {subnet} too small to allocate from")));
+            return Err(Error::config(format!(
+                "Network {subnet} too small to allocate from"
+            )));
         }
         let v4 = subnet.addr().is_ipv4();
         let (first, last) = (number(subnet.network()), number(subnet.broadcast()));
@@ -59,9 +65,13 @@ impl Range {
             if text.is_empty() {
                 return Ok(address(absent, v4));
             }
-            let parsed: IpAddr = text.parse().map_err(|_| Error::config(format!("invalid {key} {text:?}: expected an IP address")))?;
+            let parsed: IpAddr = text.parse().map_err(|_| {
+                Error::config(format!("invalid {key} {text:?}: expected an IP address"))
+            })?;
             if key != "gateway" && !subnet.contains(&parsed) {
-                return Err(Error::config(format!("{key} {parsed} not in network {subnet}")));
+                return Err(Error::config(format!(
+                    "{key} {parsed} not in network {subnet}"
+                )));
             }
             Ok(parsed)
         };
@@ -72,7 +82,10 @@ impl Range {
             gateway: within("gateway", first + 1)?,
         };
         if range.start > range.end {
-            return Err(Error::config(format!("rangeStart {} is after rangeEnd {}", range.start, range.end)));
+            return Err(Error::config(format!(
+                "rangeStart {} is after rangeEnd {}",
+                range.start, range.end
+            )));
         }
         Ok(range)
     }
@@ -84,7 +97,9 @@ impl Range {
     }
 
     fn overlaps(&self, other: &Range) -> bool {
-        self.start.is_ipv4() == other.start.is_ipv4() && self.start <= other.end && other.start <= self.end
+        self.start.is_ipv4() == other.start.is_ipv4()
+            && self.start <= other.end
+            && other.start <= self.end
     }
 }
 
@@ -93,26 +108,41 @@ pub fn parse(ipam: Json<'_>, runtime: Json<'_>) -> Result<Vec<RangeSet>, Error> 
     let mut sets = Vec::new();
     let lists = [runtime.list("ipRanges")?, ipam.list("ranges")?];
     for set in lists.into_iter().flatten() {
-        let list = set.as_array().ok_or_else(|| Error::config("\"ranges\" must be a list of lists of ranges"))?;
+        let list = set
+            .as_array()
+            .ok_or_else(|| Error::config("\"ranges\" must be a list of lists of ranges"))?;
         if list.is_empty() {
             return Err(Error::config("empty range set"));
         }
-        sets.push(list.iter().map(|r| Range::parse(Json(r))).collect::<Result<RangeSet, Error>>()?);
+        sets.push(
+            list.iter()
+                .map(|r| Range::parse(Json(r)))
+                .collect::<Result<RangeSet, Error>>()?,
+        );
     }
     if ipam.get("subnet").is_some() {
         sets.insert(lists[0].len(), vec![Range::parse(ipam)?]);
     }
     if sets.is_empty() {
-        return Err(Error::config("no IP ranges specified: set \"ranges\" or \"subnet\" in \"ipam\""));
+        return Err(Error::config(
+            "no IP ranges specified: set \"ranges\" or \"subnet\" in \"ipam\"",
+        ));
     }
-    let all: Vec<(usize, &Range)> = sets.iter().enumerate().flat_map(|(i, set)| set.iter().map(move |r| (i, r))).collect();
+    let all: Vec<(usize, &Range)> = sets
+        .iter()
+        .enumerate()
+        .flat_map(|(i, set)| set.iter().map(move |r| (i, r)))
+        .collect();
     for (n, (i, a)) in all.iter().enumerate() {
         for (j, b) in &all[n + 1..] {
             if i == j && a.subnet.addr().is_ipv4() != b.subnet.addr().is_ipv4() {
                 return Err(Error::config("mixed address families in a range set"));
             }
             if a.overlaps(b) {
-                return Err(Error::config(format!("range {}-{} overlaps with {}-{}", a.start, a.end, b.start, b.end)));
+                return Err(Error::config(format!(
+                    "range {}-{} overlaps with {}-{}",
+                    a.start, a.end, b.start, b.end
+                )));
             }
         }
     }
@@ -129,7 +159,9 @@ pub fn candidates(set: &RangeSet, last: Option<IpAddr>) -> impl Iterator<Item = 
     let place = |wanted: IpAddr| {
         let mut before = 0;
         set.iter().find_map(|r| {
-            let here = r.contains(wanted).then(|| before + number(wanted) - number(r.start));
+            let here = r
+                .contains(wanted)
+                .then(|| before + number(wanted) - number(r.start));
             before += size(r);
             here
         })
@@ -151,7 +183,10 @@ pub fn candidates(set: &RangeSet, last: Option<IpAddr>) -> impl Iterator<Item = 
 /// The ranges of a set as text, for messages.
 #[must_use]
 pub fn describe(set: &RangeSet) -> String {
-    set.iter().map(|r| format!("{}-{}", r.start, r.end)).collect::<Vec<_>>().join(",")
+    set.iter()
+        .map(|r| format!("{}-{}", r.start, r.end))
+        .collect::<Vec<_>>()
+        .join(",")
 }
 
 #[cfg(test)]
@@ -169,7 +204,11 @@ mod tests {
         let sets = parsed(&json!({"subnet": "10.1.2.0/24"})).expect("fine");
         let range = &sets[0][0];
         assert_eq!(
-            (range.start.to_string(), range.end.to_string(), range.gateway.to_string()),
+            (
+                range.start.to_string(),
+                range.end.to_string(),
+                range.gateway.to_string()
+            ),
             ("10.1.2.1".into(), "10.1.2.254".into(), "10.1.2.1".into())
         );
         let v6 = parsed(&json!({"ranges": [[{"subnet": "fd00::/64"}]]})).expect("fine");
@@ -196,11 +235,18 @@ mod tests {
         let set =
             parsed(&json!({"ranges": [[{"subnet": "10.0.0.0/29", "rangeEnd": "10.0.0.3"}, {"subnet": "10.0.1.0/29", "rangeEnd": "10.0.1.2"}]]}))
                 .expect("fine");
-        let from = |last: Option<&str>| candidates(&set[0], last.and_then(|l| l.parse().ok())).map(|(a, _)| a.to_string()).collect::<Vec<_>>();
+        let from = |last: Option<&str>| {
+            candidates(&set[0], last.and_then(|l| l.parse().ok()))
+                .map(|(a, _)| a.to_string())
+                .collect::<Vec<_>>()
+        };
         assert_eq!(from(None), ["10.0.0.2", "10.0.0.3", "10.0.1.2"]);
         assert_eq!(from(Some("10.0.0.2")), ["10.0.0.3", "10.0.1.2", "10.0.0.2"]);
         assert_eq!(from(Some("10.0.1.2")), ["10.0.0.2", "10.0.0.3", "10.0.1.2"]);
-        assert_eq!(from(Some("192.168.0.1")), ["10.0.0.2", "10.0.0.3", "10.0.1.2"]);
+        assert_eq!(
+            from(Some("192.168.0.1")),
+            ["10.0.0.2", "10.0.0.3", "10.0.1.2"]
+        );
     }
 
     proptest! {

@@ -55,13 +55,36 @@ impl Store {
     /// As [`Store::open`], at another time or place.
     pub fn open_at(data_dir: &Path, network: &str, here: Here) -> Result<Store, Error> {
         let dir = data_dir.join(network);
-        let failed = |what: &str, e: &dyn std::fmt::Display| Error::other(format!("the address store {} cannot be {what}: {e}", dir.display()));
-        DirBuilder::new().recursive(true).mode(0o755).create(&dir).map_err(|e| failed("created", &e))?;
-        let file =
-            OpenOptions::new().create(true).truncate(false).write(true).mode(0o750).open(dir.join("lock")).map_err(|e| failed("locked", &e))?;
-        let lock = Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, e)| failed("locked", &e))?;
+        let failed = |what: &str, e: &dyn std::fmt::Display| {
+            Error::other(format!(
+                "the address store {} cannot be {what}: {e}",
+                dir.display()
+            ))
+        };
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o755)
+            .create(&dir)
+            .map_err(|e| failed("created", &e))?;
+        let file = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o750)
+            .open(dir.join("lock"))
+            .map_err(|e| failed("locked", &e))?;
+        let lock =
+            Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, e)| failed("locked", &e))?;
         let owners = Owners::open(data_dir, network).map_err(|e| failed("indexed", &e))?;
-        let mut store = Store { dir, owners, here, inhabited: OnceCell::new(), found: RefCell::default(), outdated: false, _lock: lock };
+        let mut store = Store {
+            dir,
+            owners,
+            here,
+            inhabited: OnceCell::new(),
+            found: RefCell::default(),
+            outdated: false,
+            _lock: lock,
+        };
         if !store.owners.has_seen(&store.stamp()) {
             store.reconcile()?;
         }
@@ -70,7 +93,11 @@ impl Store {
 
     /// As [`Store::open`], but `None` if the network has no directory.
     pub fn open_existing(data_dir: &Path, network: &str) -> Result<Option<Store>, Error> {
-        if data_dir.join(network).is_dir() { Store::open(data_dir, network).map(Some) } else { Ok(None) }
+        if data_dir.join(network).is_dir() {
+            Store::open(data_dir, network).map(Some)
+        } else {
+            Ok(None)
+        }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -80,7 +107,10 @@ impl Store {
     /// What the directory looks like that the owners are known of.
     fn stamp(&self) -> String {
         let changed = std::fs::metadata(&self.dir).map_or((0, 0), |m| (m.mtime(), m.mtime_nsec()));
-        format!("{} {} {}.{}", self.here.boot, self.here.machine, changed.0, changed.1)
+        format!(
+            "{} {} {}.{}",
+            self.here.boot, self.here.machine, changed.0, changed.1
+        )
     }
 
     fn failed(&self) -> impl Fn(io::Error) -> Error + use<> {
@@ -102,7 +132,11 @@ impl Store {
         let mut listed: BTreeMap<IpAddr, Key> = BTreeMap::new();
         for mut record in self.owners.all().map_err(&failed)? {
             let key = (record.container.clone(), record.ifname.clone());
-            listed.extend(std::mem::take(&mut record.addresses).into_iter().map(|a| (a, key.clone())));
+            listed.extend(
+                std::mem::take(&mut record.addresses)
+                    .into_iter()
+                    .map(|a| (a, key.clone())),
+            );
             known.insert(key, record);
         }
         let mut changed: BTreeMap<Key, bool> = BTreeMap::new();
@@ -114,36 +148,55 @@ impl Store {
             };
             let (container, ifname) = text.split_once("\r\n").unwrap_or((&text, ""));
             let key = (container.to_owned(), ifname.to_owned());
-            let record = known.entry(key.clone()).or_insert_with(|| Record::new(container, ifname, "", &Here::default()));
+            let record = known
+                .entry(key.clone())
+                .or_insert_with(|| Record::new(container, ifname, "", &Here::default()));
             record.addresses.insert(address);
-            *changed.entry(key.clone()).or_default() |= listed.remove(&address).is_none_or(|owner| owner != key);
+            *changed.entry(key.clone()).or_default() |=
+                listed.remove(&address).is_none_or(|owner| owner != key);
         }
         for key in listed.into_values() {
             changed.insert(key, true);
         }
-        let dead = |record: &Record| record.here.boot != self.here.boot && matches!(self.life(record), Life::Gone(_));
-        let ended: Vec<Key> = known.iter().filter(|(_, r)| r.addresses.is_empty() || dead(r)).map(|(key, _)| key.clone()).collect();
+        let dead = |record: &Record| {
+            record.here.boot != self.here.boot && matches!(self.life(record), Life::Gone(_))
+        };
+        let ended: Vec<Key> = known
+            .iter()
+            .filter(|(_, r)| r.addresses.is_empty() || dead(r))
+            .map(|(key, _)| key.clone())
+            .collect();
         for key in ended {
             if let Some(record) = known.remove(&key) {
                 self.release(&record)?;
             }
         }
-        let outdated = known.iter().filter(|(key, _)| changed.get(*key).copied().unwrap_or(false)).any(|(_, r)| self.owners.put(r).is_err());
+        let outdated = known
+            .iter()
+            .filter(|(key, _)| changed.get(*key).copied().unwrap_or(false))
+            .any(|(_, r)| self.owners.put(r).is_err());
         (self.outdated, self.found) = (outdated, RefCell::new(Some(known)));
         Ok(())
     }
 
     /// The names of all address files, read without opening them.
     fn addresses(&self) -> Result<HashSet<IpAddr>, Error> {
-        let entries = std::fs::read_dir(&self.dir).map_err(|e| Error::doing("the address store cannot be read", e))?;
+        let entries = std::fs::read_dir(&self.dir)
+            .map_err(|e| Error::doing("the address store cannot be read", e))?;
         let names = entries.filter_map(Result::ok);
-        Ok(names.filter_map(|e| e.file_name().to_str().and_then(|n| n.parse().ok())).collect())
+        Ok(names
+            .filter_map(|e| e.file_name().to_str().and_then(|n| n.parse().ok()))
+            .collect())
     }
 
     /// What a reservation says; `None` if it says nothing.
     fn text(&self, address: IpAddr) -> Option<String> {
         let mut text = String::new();
-        File::open(self.path(&address.to_string())).ok()?.take(RECORD_LIMIT).read_to_string(&mut text).ok()?;
+        File::open(self.path(&address.to_string()))
+            .ok()?
+            .take(RECORD_LIMIT)
+            .read_to_string(&mut text)
+            .ok()?;
         Some(text.trim().to_owned()).filter(|t| !t.is_empty())
     }
 
@@ -153,11 +206,23 @@ impl Store {
     }
 
     /// Begins to give an attachment addresses. From here on it is known whose they are, whatever happens.
-    pub fn begin(&self, container: &str, ifname: &str, netns: &str) -> Result<Reservation<'_>, Error> {
-        let failed = |e: io::Error| Error::doing(format!("an address cannot be reserved in {}", self.dir.display()), e);
+    pub fn begin(
+        &self,
+        container: &str,
+        ifname: &str,
+        netns: &str,
+    ) -> Result<Reservation<'_>, Error> {
+        let failed = |e: io::Error| {
+            Error::doing(
+                format!("an address cannot be reserved in {}", self.dir.display()),
+                e,
+            )
+        };
         let before = self.get(container, ifname);
         let mut owner = Record::new(container, ifname, netns, &self.here);
-        owner.addresses.extend(before.iter().flat_map(|b| &b.addresses));
+        owner
+            .addresses
+            .extend(before.iter().flat_map(|b| &b.addresses));
         self.owners.put(&owner).map_err(failed)?;
         let scratch = self.owners.scratch();
         // One that was left behind may be the same file as a reservation: it is not written to.
@@ -165,20 +230,39 @@ impl Store {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
             _ => {}
         }
-        let mut file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&scratch).map_err(failed)?;
-        file.write_all(record(container, ifname).as_bytes()).map_err(failed)?;
-        Ok(Reservation { store: self, owner, before, scratch, taken: vec![], finished: false })
+        let mut file = OpenOptions::new()
+            .create_new(true)
+            .write(true)
+            .mode(0o600)
+            .open(&scratch)
+            .map_err(failed)?;
+        file.write_all(record(container, ifname).as_bytes())
+            .map_err(failed)?;
+        Ok(Reservation {
+            store: self,
+            owner,
+            before,
+            scratch,
+            taken: vec![],
+            finished: false,
+        })
     }
 
     /// The address that a set gave out last.
     #[must_use]
     pub fn last(&self, set: usize) -> Option<IpAddr> {
-        std::fs::read_to_string(self.path(&format!("last_reserved_ip.{set}"))).ok()?.trim().parse().ok()
+        std::fs::read_to_string(self.path(&format!("last_reserved_ip.{set}")))
+            .ok()?
+            .trim()
+            .parse()
+            .ok()
     }
 
     fn get(&self, container: &str, ifname: &str) -> Option<Record> {
         match &*self.found.borrow() {
-            Some(found) => found.get(&(container.to_owned(), ifname.to_owned())).cloned(),
+            Some(found) => found
+                .get(&(container.to_owned(), ifname.to_owned()))
+                .cloned(),
             None => self.owners.get(container, ifname),
         }
     }
@@ -186,20 +270,26 @@ impl Store {
     /// What a container's interface has; records of old, with the id alone, count if there is no other.
     #[must_use]
     pub fn of(&self, container: &str, ifname: &str) -> Option<Record> {
-        let of = |ifname: &str| self.get(container, ifname).filter(|r| !r.addresses.is_empty());
+        let of = |ifname: &str| {
+            self.get(container, ifname)
+                .filter(|r| !r.addresses.is_empty())
+        };
         of(ifname).or_else(|| of(""))
     }
 
     /// Whether an owner can still use what it has.
     #[must_use]
     pub fn life(&self, record: &Record) -> Life {
-        record.life(&self.here, |number| self.inhabited.get_or_init(inhabited).contains(&number))
+        record.life(&self.here, |number| {
+            self.inhabited.get_or_init(inhabited).contains(&number)
+        })
     }
 
     /// Whether `address` belongs to a container's interface.
     #[must_use]
     pub fn is_of(&self, address: IpAddr, container: &str, ifname: &str) -> bool {
-        self.text(address).is_some_and(|owner| owner == record(container, ifname) || owner == container)
+        self.text(address)
+            .is_some_and(|owner| owner == record(container, ifname) || owner == container)
     }
 
     /// Everybody who has addresses.
@@ -213,10 +303,17 @@ impl Store {
     /// Releases all that an owner has. What is somebody else's by now stays: one who was killed between releasing an address and
     /// saying so leaves an index that does not know.
     pub fn release(&self, owner: &Record) -> Result<(), Error> {
-        for address in owner.addresses.iter().filter(|a| self.is_of(**a, &owner.container, &owner.ifname)) {
+        for address in owner
+            .addresses
+            .iter()
+            .filter(|a| self.is_of(**a, &owner.container, &owner.ifname))
+        {
             match std::fs::remove_file(self.path(&address.to_string())) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    return Err(Error::doing(format!("address {address} cannot be released"), error));
+                    return Err(Error::doing(
+                        format!("address {address} cannot be released"),
+                        error,
+                    ));
                 }
                 _ => {}
             }
@@ -229,14 +326,33 @@ impl Store {
 
     /// Releases one of the addresses that an owner has.
     pub fn release_one(&self, owner: &Record, address: IpAddr) -> Result<(), Error> {
-        let rest = Record { addresses: owner.addresses.iter().copied().filter(|a| *a != address).collect(), ..owner.clone() };
-        self.release(&Record { addresses: [address].into(), ..owner.clone() })?;
-        if rest.addresses.is_empty() { Ok(()) } else { self.owners.put(&rest).map_err(self.failed()) }
+        let rest = Record {
+            addresses: owner
+                .addresses
+                .iter()
+                .copied()
+                .filter(|a| *a != address)
+                .collect(),
+            ..owner.clone()
+        };
+        self.release(&Record {
+            addresses: [address].into(),
+            ..owner.clone()
+        })?;
+        if rest.addresses.is_empty() {
+            Ok(())
+        } else {
+            self.owners.put(&rest).map_err(self.failed())
+        }
     }
 
     /// Releases what belongs to none of `keep`.
     pub fn collect(&self, keep: &[(String, String)]) -> Result<(), Error> {
-        let wanted = |r: &Record| keep.iter().any(|(id, ifname)| *id == r.container && (*ifname == r.ifname || r.ifname.is_empty()));
+        let wanted = |r: &Record| {
+            keep.iter().any(|(id, ifname)| {
+                *id == r.container && (*ifname == r.ifname || r.ifname.is_empty())
+            })
+        };
         for owner in self.owners()?.iter().filter(|r| !wanted(r)) {
             self.release(owner)?;
         }
@@ -246,7 +362,11 @@ impl Store {
     /// Releases what owners have that cannot use it any more; how many addresses that were.
     pub fn reclaim(&self) -> Result<usize, Error> {
         let mut found = 0;
-        for owner in self.owners()?.iter().filter(|r| matches!(self.life(r), Life::Gone(_))) {
+        for owner in self
+            .owners()?
+            .iter()
+            .filter(|r| matches!(self.life(r), Life::Gone(_)))
+        {
             found += owner.addresses.len();
             self.release(owner)?;
         }
@@ -283,7 +403,13 @@ impl Reservation<'_> {
                 Ok(true)
             }
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
-            Err(error) => Err(Error::doing(format!("address {address} cannot be reserved in {}", self.store.dir.display()), error)),
+            Err(error) => Err(Error::doing(
+                format!(
+                    "address {address} cannot be reserved in {}",
+                    self.store.dir.display()
+                ),
+                error,
+            )),
         }
     }
 
@@ -293,8 +419,15 @@ impl Reservation<'_> {
         self.store.owners.put(&self.owner).map_err(&failed)?;
         for (set, address) in &self.taken {
             let path = self.store.path(&format!("last_reserved_ip.{set}"));
-            let mut last = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(path).map_err(&failed)?;
-            last.write_all(address.to_string().as_bytes()).map_err(&failed)?;
+            let mut last = OpenOptions::new()
+                .create(true)
+                .truncate(true)
+                .write(true)
+                .mode(0o600)
+                .open(path)
+                .map_err(&failed)?;
+            last.write_all(address.to_string().as_bytes())
+                .map_err(&failed)?;
         }
         self.finished = true;
         Ok(())
@@ -307,8 +440,14 @@ impl Drop for Reservation<'_> {
         let _ = std::fs::remove_file(&self.scratch);
         if !self.finished {
             let addresses = self.taken.iter().map(|(_, address)| *address).collect();
-            let _ = self.store.release(&Record { addresses, ..self.owner.clone() });
-            let _ = self.before.as_ref().map(|before| self.store.owners.put(before));
+            let _ = self.store.release(&Record {
+                addresses,
+                ..self.owner.clone()
+            });
+            let _ = self
+                .before
+                .as_ref()
+                .map(|before| self.store.owners.put(before));
         }
     }
 }
@@ -323,7 +462,10 @@ mod tests {
 
     fn reserve(store: &Store, container: &str, addresses: &[&str]) -> bool {
         let mut reservation = store.begin(container, "eth0", "").expect("begin");
-        let all = addresses.iter().enumerate().all(|(set, a)| reservation.take(ip(a), set).expect("take"));
+        let all = addresses
+            .iter()
+            .enumerate()
+            .all(|(set, a)| reservation.take(ip(a), set).expect("take"));
         if all {
             reservation.finish().expect("finish");
         }
@@ -335,10 +477,23 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let store = Store::open(dir.path(), "net").expect("open");
         assert!(reserve(&store, "c1", &["10.0.0.2", "fd00::5"]));
-        assert!(!reserve(&store, "c2", &["10.0.0.3", "fd00::5"]), "the second is taken");
-        assert_eq!(store.taken().expect("taken"), HashSet::from([ip("10.0.0.2"), ip("fd00::5")]), "the first was given back");
-        assert_eq!(std::fs::read(dir.path().join("net/10.0.0.2")).expect("a file"), b"c1\r\neth0");
-        assert_eq!(std::fs::read(dir.path().join("net/last_reserved_ip.0")).expect("a file"), b"10.0.0.2");
+        assert!(
+            !reserve(&store, "c2", &["10.0.0.3", "fd00::5"]),
+            "the second is taken"
+        );
+        assert_eq!(
+            store.taken().expect("taken"),
+            HashSet::from([ip("10.0.0.2"), ip("fd00::5")]),
+            "the first was given back"
+        );
+        assert_eq!(
+            std::fs::read(dir.path().join("net/10.0.0.2")).expect("a file"),
+            b"c1\r\neth0"
+        );
+        assert_eq!(
+            std::fs::read(dir.path().join("net/last_reserved_ip.0")).expect("a file"),
+            b"10.0.0.2"
+        );
         assert_eq!(store.last(1), Some(ip("fd00::5")));
         drop(store);
         // Others write there too, and do not clean up.
@@ -347,10 +502,18 @@ mod tests {
         let store = Store::open(dir.path(), "net").expect("open");
         assert_eq!(store.taken().expect("taken").len(), 3);
         assert!(!dir.path().join("net/10.0.0.8").exists());
-        assert_eq!(store.of("c9", "eth0").expect("legacy").addresses, [ip("10.0.0.9")].into());
+        assert_eq!(
+            store.of("c9", "eth0").expect("legacy").addresses,
+            [ip("10.0.0.9")].into()
+        );
         assert_eq!(store.of("c1", "eth1"), None);
-        store.collect(&[("c1".into(), "eth0".into())]).expect("collect");
-        assert_eq!(store.taken().expect("taken"), HashSet::from([ip("10.0.0.2"), ip("fd00::5")]));
+        store
+            .collect(&[("c1".into(), "eth0".into())])
+            .expect("collect");
+        assert_eq!(
+            store.taken().expect("taken"),
+            HashSet::from([ip("10.0.0.2"), ip("fd00::5")])
+        );
         let mine = store.of("c1", "eth0").expect("mine");
         store.release(&mine).expect("release");
         store.release(&mine).expect("again is fine");
@@ -368,10 +531,19 @@ mod tests {
         std::fs::remove_file(dir.path().join("net/10.0.0.2")).expect("released");
         assert!(reserve(&store, "c2", &["10.0.0.2"]));
         store.release(&old).expect("release");
-        assert_eq!(store.taken().expect("taken"), HashSet::from([ip("10.0.0.2")]));
+        assert_eq!(
+            store.taken().expect("taken"),
+            HashSet::from([ip("10.0.0.2")])
+        );
         drop(store);
         let store = open();
-        assert_eq!((store.of("c1", "eth0"), store.of("c2", "eth0").map(|o| o.addresses)), (None, Some([ip("10.0.0.2")].into())));
+        assert_eq!(
+            (
+                store.of("c1", "eth0"),
+                store.of("c2", "eth0").map(|o| o.addresses)
+            ),
+            (None, Some([ip("10.0.0.2")].into()))
+        );
     }
 
     #[test]
@@ -391,12 +563,26 @@ mod tests {
     #[test]
     fn a_reboot_frees_what_was_given_before_it_and_nothing_else() {
         let dir = tempfile::tempdir().expect("a directory");
-        let at = |boot: &str, machine: &str| Store::open_at(dir.path(), "net", Here { boot: boot.into(), machine: machine.into() }).expect("open");
+        let at = |boot: &str, machine: &str| {
+            Store::open_at(
+                dir.path(),
+                "net",
+                Here {
+                    boot: boot.into(),
+                    machine: machine.into(),
+                },
+            )
+            .expect("open")
+        };
         assert!(reserve(&at("b1", "m"), "c1", &["10.0.0.2"]));
         assert!(reserve(&at("b1", "other"), "c2", &["10.0.0.3"]));
         std::fs::write(dir.path().join("net/10.0.0.4"), "c3\r\neth0").expect("the reference's");
         let store = at("b2", "m");
-        assert_eq!(store.taken().expect("taken"), HashSet::from([ip("10.0.0.3"), ip("10.0.0.4")]), "another machine's and an unknown's stay");
+        assert_eq!(
+            store.taken().expect("taken"),
+            HashSet::from([ip("10.0.0.3"), ip("10.0.0.4")]),
+            "another machine's and an unknown's stay"
+        );
         assert_eq!(store.of("c1", "eth0"), None);
     }
 
@@ -411,6 +597,9 @@ mod tests {
         drop(store);
         std::fs::write(dir.path().join(".owners/net/seen"), "something else").expect("never seen");
         let store = Store::open(dir.path(), "net").expect("open");
-        assert_eq!(store.of("c1", "eth0").expect("known").addresses, [ip("10.0.0.2")].into());
+        assert_eq!(
+            store.of("c1", "eth0").expect("known").addresses,
+            [ip("10.0.0.2")].into()
+        );
     }
 }

@@ -21,12 +21,19 @@ impl Socket {
             spec = spec.put(BRIDGE_FLAGS, &SELF.to_ne_bytes());
         }
         let info = [flags.to_ne_bytes(), vid.to_ne_bytes()].concat();
-        Message::new(kind, REQUEST | ACK, &header(AF_BRIDGE, port, 0, 0)).nest(IFLA_AF_SPEC, &spec.put(VLAN_INFO, &info))
+        Message::new(kind, REQUEST | ACK, &header(AF_BRIDGE, port, 0, 0))
+            .nest(IFLA_AF_SPEC, &spec.put(VLAN_INFO, &info))
     }
 
     /// A port takes part in a VLAN: `access` without tags, else with. `own` is for the bridge itself.
     pub fn add_vlan(&mut self, port: u32, vid: u16, access: bool, own: bool) -> io::Result<()> {
-        self.execute(Self::vlan(SET_LINK, port, vid, if access { PVID | UNTAGGED } else { 0 }, own))
+        self.execute(Self::vlan(
+            SET_LINK,
+            port,
+            vid,
+            if access { PVID | UNTAGGED } else { 0 },
+            own,
+        ))
     }
 
     /// A port takes part no more.
@@ -36,16 +43,21 @@ impl Socket {
 
     /// The VLANs that a port takes part in, and whether without tags.
     pub fn vlans(&mut self, port: u32) -> io::Result<Vec<(u16, bool)>> {
-        let query = Message::new(GET_LINK, REQUEST | DUMP, &header(AF_BRIDGE, 0, 0, 0)).number(IFLA_EXT_MASK, WITH_VLANS);
+        let query = Message::new(GET_LINK, REQUEST | DUMP, &header(AF_BRIDGE, 0, 0, 0))
+            .number(IFLA_EXT_MASK, WITH_VLANS);
         let mut found = vec![];
         for (_, body) in self.query(query)? {
             if body.get(4..).and_then(number) != Some(port) {
                 continue;
             }
-            let specs = attributes(body.get(16..).unwrap_or_default()).filter(|(kind, _)| *kind == IFLA_AF_SPEC);
+            let specs = attributes(body.get(16..).unwrap_or_default())
+                .filter(|(kind, _)| *kind == IFLA_AF_SPEC);
             for (kind, value) in specs.flat_map(|(_, spec)| attributes(spec)) {
                 if let (VLAN_INFO, [f0, f1, v0, v1]) = (kind, value) {
-                    found.push((u16::from_ne_bytes([*v0, *v1]), u16::from_ne_bytes([*f0, *f1]) & UNTAGGED != 0));
+                    found.push((
+                        u16::from_ne_bytes([*v0, *v1]),
+                        u16::from_ne_bytes([*f0, *f1]) & UNTAGGED != 0,
+                    ));
                 }
             }
         }

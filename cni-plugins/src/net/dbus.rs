@@ -76,7 +76,11 @@ impl Writer {
         self.align(8);
         self.0.push(code);
         self.signature(kind);
-        if kind == "g" { self.signature(text) } else { self.text(text) }
+        if kind == "g" {
+            self.signature(text)
+        } else {
+            self.text(text)
+        }
     }
 }
 
@@ -103,12 +107,18 @@ fn call(method: Method<'_>, arguments: &[&str], serial: u32) -> Vec<u8> {
 }
 
 fn number(bytes: &[u8], at: usize) -> Option<u32> {
-    bytes.get(at..at + 4)?.try_into().ok().map(u32::from_le_bytes)
+    bytes
+        .get(at..at + 4)?
+        .try_into()
+        .ok()
+        .map(u32::from_le_bytes)
 }
 
 fn text(bytes: &[u8], at: usize) -> Option<String> {
     let length = number(bytes, at)? as usize;
-    bytes.get(at + 4..at + 4 + length).map(|b| String::from_utf8_lossy(b).into_owned())
+    bytes
+        .get(at + 4..at + 4 + length)
+        .map(|b| String::from_utf8_lossy(b).into_owned())
 }
 
 /// What a header says: the call that it answers, and the signature of its body.
@@ -130,7 +140,8 @@ fn read_fields(fields: &[u8]) -> Option<(u32, String)> {
             b"g" => {
                 let length = usize::from(*fields.get(value)?);
                 if code == SIGNATURE {
-                    signature = String::from_utf8_lossy(fields.get(value + 1..value + 1 + length)?).into_owned();
+                    signature = String::from_utf8_lossy(fields.get(value + 1..value + 1 + length)?)
+                        .into_owned();
                 }
                 value + length + 2
             }
@@ -146,7 +157,10 @@ fn read_fields(fields: &[u8]) -> Option<(u32, String)> {
 }
 
 fn nonsense() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "the message bus answers nonsense")
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        "the message bus answers nonsense",
+    )
 }
 
 /// A connection to the system's bus.
@@ -159,14 +173,26 @@ impl Bus {
     /// Connects; `Ok(None)` if there is no bus.
     pub fn connect() -> io::Result<Option<Bus>> {
         let address = std::env::var("DBUS_SYSTEM_BUS_ADDRESS").unwrap_or_default();
-        let path = address.split([',', ';']).find_map(|part| part.strip_prefix("unix:path=")).unwrap_or("/run/dbus/system_bus_socket");
+        let path = address
+            .split([',', ';'])
+            .find_map(|part| part.strip_prefix("unix:path="))
+            .unwrap_or("/run/dbus/system_bus_socket");
         let mut stream = match UnixStream::connect(path) {
-            Err(error) if [io::ErrorKind::NotFound, io::ErrorKind::ConnectionRefused].contains(&error.kind()) => return Ok(None),
+            Err(error)
+                if [io::ErrorKind::NotFound, io::ErrorKind::ConnectionRefused]
+                    .contains(&error.kind()) =>
+            {
+                return Ok(None);
+            }
             stream => stream?,
         };
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
-        let user: String = nix::unistd::geteuid().to_string().bytes().map(|b| format!("{b:02x}")).collect();
+        let user: String = nix::unistd::geteuid()
+            .to_string()
+            .bytes()
+            .map(|b| format!("{b:02x}"))
+            .collect();
         stream.write_all(format!("\0AUTH EXTERNAL {user}\r\n").as_bytes())?;
         let mut line = vec![];
         while !line.ends_with(b"\r\n") && line.len() < 512 {
@@ -175,34 +201,52 @@ impl Bus {
             line.push(byte[0]);
         }
         if !line.starts_with(b"OK ") {
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the message bus does not let this process in"));
+            return Err(io::Error::new(
+                io::ErrorKind::PermissionDenied,
+                "the message bus does not let this process in",
+            ));
         }
         stream.write_all(b"BEGIN\r\n")?;
         let mut bus = Bus { stream, serial: 0 };
         let own = "org.freedesktop.DBus";
-        bus.call(Method { destination: own, path: "/org/freedesktop/DBus", interface: own, name: "Hello" }, &[])?;
+        bus.call(
+            Method {
+                destination: own,
+                path: "/org/freedesktop/DBus",
+                interface: own,
+                name: "Hello",
+            },
+            &[],
+        )?;
         Ok(Some(bus))
     }
 
     /// Calls a method, and waits for its answer.
     pub fn call(&mut self, method: Method<'_>, arguments: &[&str]) -> io::Result<Answer> {
         self.serial += 1;
-        self.stream.write_all(&call(method, arguments, self.serial))?;
+        self.stream
+            .write_all(&call(method, arguments, self.serial))?;
         loop {
             let mut fixed = [0; 16];
             self.stream.read_exact(&mut fixed)?;
-            let (body, fields) = (number(&fixed, 4).ok_or_else(nonsense)? as usize, number(&fixed, 12).ok_or_else(nonsense)? as usize);
+            let (body, fields) = (
+                number(&fixed, 4).ok_or_else(nonsense)? as usize,
+                number(&fixed, 12).ok_or_else(nonsense)? as usize,
+            );
             if fixed[0] != b'l' || body > LIMIT || fields > LIMIT {
                 return Err(nonsense());
             }
             let mut rest = vec![0; fields.next_multiple_of(8) + body];
             self.stream.read_exact(&mut rest)?;
-            let (reply_to, signature) = read_fields(rest.get(..fields).ok_or_else(nonsense)?).ok_or_else(nonsense)?;
+            let (reply_to, signature) =
+                read_fields(rest.get(..fields).ok_or_else(nonsense)?).ok_or_else(nonsense)?;
             // Signals and such are for somebody else.
             if reply_to != self.serial || ![RETURN, ERROR].contains(&fixed[1]) {
                 continue;
             }
-            let body = rest.get(fields.next_multiple_of(8)..).ok_or_else(nonsense)?;
+            let body = rest
+                .get(fields.next_multiple_of(8)..)
+                .ok_or_else(nonsense)?;
             return Ok(match (fixed[1], signature.as_bytes().first()) {
                 (ERROR, Some(b's')) => Answer::Refused(text(body, 0).ok_or_else(nonsense)?),
                 (ERROR, _) => Answer::Refused("no reason was given".into()),
@@ -216,7 +260,12 @@ impl Bus {
     /// Whether somebody goes by a name.
     pub fn has(&mut self, name: &str) -> io::Result<bool> {
         let own = "org.freedesktop.DBus";
-        let method = Method { destination: own, path: "/org/freedesktop/DBus", interface: own, name: "NameHasOwner" };
+        let method = Method {
+            destination: own,
+            path: "/org/freedesktop/DBus",
+            interface: own,
+            name: "NameHasOwner",
+        };
         Ok(self.call(method, &[name])? == Answer::Flag(true))
     }
 }
@@ -227,13 +276,28 @@ mod tests {
 
     #[test]
     fn messages_are_aligned() {
-        let method = Method { destination: "a.b", path: "/p", interface: "i.j", name: "M" };
+        let method = Method {
+            destination: "a.b",
+            path: "/p",
+            interface: "i.j",
+            name: "M",
+        };
         let bytes = call(method, &["x", "yz"], 7);
         let fields = number(&bytes, 12).expect("a length") as usize;
-        assert_eq!((bytes[0], number(&bytes, 4), number(&bytes, 8)), (b'l', Some(15), Some(7)));
+        assert_eq!(
+            (bytes[0], number(&bytes, 4), number(&bytes, 8)),
+            (b'l', Some(15), Some(7))
+        );
         assert_eq!(read_fields(&bytes[16..16 + fields]), Some((0, "ss".into())));
         let body = 16 + fields.next_multiple_of(8);
-        assert_eq!((text(&bytes, body).as_deref(), text(&bytes, body + 8).as_deref(), bytes.len()), (Some("x"), Some("yz"), body + 15));
+        assert_eq!(
+            (
+                text(&bytes, body).as_deref(),
+                text(&bytes, body + 8).as_deref(),
+                bytes.len()
+            ),
+            (Some("x"), Some("yz"), body + 15)
+        );
         for cut in 0..fields {
             let _ = read_fields(&bytes[16..16 + cut]);
         }

@@ -19,20 +19,30 @@ fn source(address: IpAddr) -> String {
 impl Firewalld {
     /// Connects; `Ok(None)` if it does not run.
     pub fn connect() -> io::Result<Option<Firewalld>> {
-        let Some(mut bus) = Bus::connect()? else { return Ok(None) };
+        let Some(mut bus) = Bus::connect()? else {
+            return Ok(None);
+        };
         Ok(bus.has(NAME)?.then_some(Firewalld(bus)))
     }
 
     fn call(&mut self, method: &str, zone: &str, address: IpAddr) -> io::Result<Answer> {
-        let method =
-            Method { destination: NAME, path: "/org/fedoraproject/FirewallD1", interface: "org.fedoraproject.FirewallD1.zone", name: method };
+        let method = Method {
+            destination: NAME,
+            path: "/org/fedoraproject/FirewallD1",
+            interface: "org.fedoraproject.FirewallD1.zone",
+            name: method,
+        };
         self.0.call(method, &[zone, &source(address)])
     }
 
     /// Puts an address into a zone; one that is there is fine.
     pub fn add(&mut self, zone: &str, address: IpAddr) -> io::Result<()> {
         match self.call("addSource", zone, address)? {
-            Answer::Refused(why) if !why.starts_with("ZONE_ALREADY_SET") && !why.starts_with("ALREADY_ENABLED") => Err(io::Error::other(why)),
+            Answer::Refused(why)
+                if !why.starts_with("ZONE_ALREADY_SET") && !why.starts_with("ALREADY_ENABLED") =>
+            {
+                Err(io::Error::other(why))
+            }
             _ => Ok(()),
         }
     }
@@ -40,7 +50,11 @@ impl Firewalld {
     /// Takes an address out of a zone; one that is not there is fine.
     pub fn remove(&mut self, zone: &str, address: IpAddr) -> io::Result<()> {
         match self.call("removeSource", zone, address)? {
-            Answer::Refused(why) if !why.starts_with("UNKNOWN_SOURCE") && !why.starts_with("NOT_ENABLED") => Err(io::Error::other(why)),
+            Answer::Refused(why)
+                if !why.starts_with("UNKNOWN_SOURCE") && !why.starts_with("NOT_ENABLED") =>
+            {
+                Err(io::Error::other(why))
+            }
             _ => Ok(()),
         }
     }

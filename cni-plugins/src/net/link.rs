@@ -81,24 +81,37 @@ impl Link {
     /// One of the things that only links of its kind have, as a number of one, two or four bytes.
     #[must_use]
     pub fn option(&self, kind: u16) -> Option<u32> {
-        let value = attributes(&self.data).find(|(k, _)| *k == kind).map(|(_, v)| v)?;
+        let value = attributes(&self.data)
+            .find(|(k, _)| *k == kind)
+            .map(|(_, v)| v)?;
         if let [byte] = value {
             return Some((*byte).into());
         }
-        <[u8; 2]>::try_from(value).ok().map(|b| u16::from_ne_bytes(b).into()).or_else(|| number(value))
+        <[u8; 2]>::try_from(value)
+            .ok()
+            .map(|b| u16::from_ne_bytes(b).into())
+            .or_else(|| number(value))
     }
 }
 
 /// Six bytes as text.
 #[must_use]
 pub fn mac_text(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect::<Vec<_>>().join(":")
+    bytes
+        .iter()
+        .map(|b| format!("{b:02x}"))
+        .collect::<Vec<_>>()
+        .join(":")
 }
 
 /// A hardware address from text.
 #[must_use]
 pub fn parse_mac(text: &str) -> Option<[u8; 6]> {
-    let bytes: Vec<u8> = text.split([':', '-']).map(|p| u8::from_str_radix(p, 16)).collect::<Result<_, _>>().ok()?;
+    let bytes: Vec<u8> = text
+        .split([':', '-'])
+        .map(|p| u8::from_str_radix(p, 16))
+        .collect::<Result<_, _>>()
+        .ok()?;
     bytes.try_into().ok()
 }
 
@@ -124,14 +137,21 @@ pub(super) fn number(bytes: &[u8]) -> Option<u32> {
 }
 
 fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).trim_end_matches('\0').to_owned()
+    String::from_utf8_lossy(bytes)
+        .trim_end_matches('\0')
+        .to_owned()
 }
 
 fn parse_link(body: &[u8]) -> Option<Link> {
     let index = number(body.get(4..)?)?;
     let flags = number(body.get(8..)?)?;
-    let mut link =
-        Link { index, up: flags & IFF_UP != 0, promiscuous: flags & IFF_PROMISC != 0, all_multicast: flags & IFF_ALLMULTI != 0, ..Link::default() };
+    let mut link = Link {
+        index,
+        up: flags & IFF_UP != 0,
+        promiscuous: flags & IFF_PROMISC != 0,
+        all_multicast: flags & IFF_ALLMULTI != 0,
+        ..Link::default()
+    };
     for (kind, value) in attributes(body.get(16..)?) {
         match kind {
             IFLA_IFNAME => link.name = text(value),
@@ -222,7 +242,9 @@ pub struct Change<'a> {
 impl Socket {
     /// Creates a link, down.
     pub fn add_link(&mut self, plan: &LinkPlan<'_>) -> io::Result<()> {
-        let mut message = Message::new(NEW_LINK, REQUEST | ACK | CREATE | EXCL, &header(0, 0, 0, 0)).text(IFLA_IFNAME, plan.name);
+        let mut message =
+            Message::new(NEW_LINK, REQUEST | ACK | CREATE | EXCL, &header(0, 0, 0, 0))
+                .text(IFLA_IFNAME, plan.name);
         if let Some(below) = plan.below {
             message = message.number(IFLA_LINK, below);
         }
@@ -245,8 +267,14 @@ impl Socket {
     /// Whether the kernel makes links of a kind: it is asked for one whose name cannot be.
     pub fn knows(&mut self, kind: &str) -> io::Result<bool> {
         const IMPOSSIBLE: &str = "a/b";
-        match self.add_link(&LinkPlan { name: IMPOSSIBLE, kind, ..LinkPlan::default() }) {
-            Err(error) if error.raw_os_error() == Some(nix::errno::Errno::EOPNOTSUPP as i32) => Ok(false),
+        match self.add_link(&LinkPlan {
+            name: IMPOSSIBLE,
+            kind,
+            ..LinkPlan::default()
+        }) {
+            Err(error) if error.raw_os_error() == Some(nix::errno::Errno::EOPNOTSUPP as i32) => {
+                Ok(false)
+            }
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Err(error),
             _ => Ok(true),
         }
@@ -255,7 +283,11 @@ impl Socket {
     /// Changes a link, in one message.
     pub fn change_link(&mut self, index: u32, change: Change<'_>) -> io::Result<()> {
         let (mut flags, mut mask) = (0, 0);
-        for (wanted, flag) in [(change.up, IFF_UP), (change.promiscuous, IFF_PROMISC), (change.all_multicast, IFF_ALLMULTI)] {
+        for (wanted, flag) in [
+            (change.up, IFF_UP),
+            (change.promiscuous, IFF_PROMISC),
+            (change.all_multicast, IFF_ALLMULTI),
+        ] {
             mask |= if wanted.is_some() { flag } else { 0 };
             flags |= if wanted == Some(true) { flag } else { 0 };
         }
@@ -265,7 +297,11 @@ impl Socket {
                 message = message.text(kind, text);
             }
         }
-        for (kind, number) in [(IFLA_MTU, change.mtu), (IFLA_TXQLEN, change.queue), (IFLA_MASTER, change.master)] {
+        for (kind, number) in [
+            (IFLA_MTU, change.mtu),
+            (IFLA_TXQLEN, change.queue),
+            (IFLA_MASTER, change.master),
+        ] {
             if let Some(number) = number {
                 message = message.number(kind, number);
             }
@@ -283,7 +319,9 @@ impl Socket {
     pub fn link_at(&mut self, index: u32) -> io::Result<Option<Link>> {
         match self.query(Message::new(GET_LINK, REQUEST, &header(0, index, 0, 0))) {
             Ok(answers) => Ok(answers.first().and_then(|(_, body)| parse_link(body))),
-            Err(error) if error.raw_os_error() == Some(nix::errno::Errno::ENODEV as i32) => Ok(None),
+            Err(error) if error.raw_os_error() == Some(nix::errno::Errno::ENODEV as i32) => {
+                Ok(None)
+            }
             Err(error) => Err(error),
         }
     }
@@ -293,7 +331,9 @@ impl Socket {
         let message = Message::new(GET_LINK, REQUEST, &header(0, 0, 0, 0)).text(IFLA_IFNAME, name);
         match self.query(message) {
             Ok(answers) => Ok(answers.first().and_then(|(_, body)| parse_link(body))),
-            Err(error) if error.raw_os_error() == Some(nix::errno::Errno::ENODEV as i32) => Ok(None),
+            Err(error) if error.raw_os_error() == Some(nix::errno::Errno::ENODEV as i32) => {
+                Ok(None)
+            }
             Err(error) => Err(error),
         }
     }
@@ -301,17 +341,34 @@ impl Socket {
     /// All links.
     pub fn links(&mut self) -> io::Result<Vec<Link>> {
         let answers = self.query(Message::new(GET_LINK, REQUEST | DUMP, &header(0, 0, 0, 0)))?;
-        Ok(answers.iter().filter_map(|(_, body)| parse_link(body)).collect())
+        Ok(answers
+            .iter()
+            .filter_map(|(_, body)| parse_link(body))
+            .collect())
     }
 
     /// Creates a bridge that is up, one that tells VLANs apart if so; one that exists already is an error.
-    pub fn add_bridge(&mut self, name: &str, mac: [u8; 6], mtu: u32, filters_vlans: bool) -> io::Result<()> {
+    pub fn add_bridge(
+        &mut self,
+        name: &str,
+        mac: [u8; 6],
+        mtu: u32,
+        filters_vlans: bool,
+    ) -> io::Result<()> {
         let mut info = Attributes::new().text(IFLA_INFO_KIND, "bridge");
         if filters_vlans {
-            info = info.nest(IFLA_INFO_DATA, &Attributes::new().put(IFLA_BR_VLAN_FILTERING, &[1]));
+            info = info.nest(
+                IFLA_INFO_DATA,
+                &Attributes::new().put(IFLA_BR_VLAN_FILTERING, &[1]),
+            );
         }
-        let mut message =
-            Message::new(NEW_LINK, REQUEST | ACK | CREATE | EXCL, &header(0, 0, IFF_UP, IFF_UP)).text(IFLA_IFNAME, name).put(IFLA_ADDRESS, &mac);
+        let mut message = Message::new(
+            NEW_LINK,
+            REQUEST | ACK | CREATE | EXCL,
+            &header(0, 0, IFF_UP, IFF_UP),
+        )
+        .text(IFLA_IFNAME, name)
+        .put(IFLA_ADDRESS, &mac);
         if mtu > 0 {
             message = message.number(IFLA_MTU, mtu);
         }
@@ -320,16 +377,24 @@ impl Socket {
 
     /// Creates a veth pair in one message: host end up and a port of the bridge, peer in the container.
     pub fn add_veth(&mut self, plan: &VethPlan<'_>) -> io::Result<()> {
-        let mut peer = Attributes(header(0, 0, 0, 0)).text(IFLA_IFNAME, plan.peer_name).put(IFLA_ADDRESS, &plan.peer_mac);
+        let mut peer = Attributes(header(0, 0, 0, 0))
+            .text(IFLA_IFNAME, plan.peer_name)
+            .put(IFLA_ADDRESS, &plan.peer_mac);
         peer = peer.put(IFLA_NET_NS_FD, &plan.namespace.as_raw_fd().to_ne_bytes());
         if plan.mtu > 0 {
             peer = peer.put(IFLA_MTU, &plan.mtu.to_ne_bytes());
         }
         let data = Attributes::new().nest(VETH_INFO_PEER, &peer);
-        let info = Attributes::new().text(IFLA_INFO_KIND, "veth").nest(IFLA_INFO_DATA, &data);
-        let mut message = Message::new(NEW_LINK, REQUEST | ACK | CREATE | EXCL, &header(0, 0, IFF_UP, IFF_UP))
-            .text(IFLA_IFNAME, plan.host_name)
-            .put(IFLA_ADDRESS, &plan.host_mac);
+        let info = Attributes::new()
+            .text(IFLA_INFO_KIND, "veth")
+            .nest(IFLA_INFO_DATA, &data);
+        let mut message = Message::new(
+            NEW_LINK,
+            REQUEST | ACK | CREATE | EXCL,
+            &header(0, 0, IFF_UP, IFF_UP),
+        )
+        .text(IFLA_IFNAME, plan.host_name)
+        .put(IFLA_ADDRESS, &plan.host_mac);
         if let Some(master) = plan.master {
             message = message.number(IFLA_MASTER, master);
         }
@@ -341,23 +406,37 @@ impl Socket {
 
     /// Brings a link up or down.
     pub fn set_up(&mut self, index: u32, up: bool) -> io::Result<()> {
-        self.execute(Message::new(NEW_LINK, REQUEST | ACK, &header(0, index, if up { IFF_UP } else { 0 }, IFF_UP)))
+        self.execute(Message::new(
+            NEW_LINK,
+            REQUEST | ACK,
+            &header(0, index, if up { IFF_UP } else { 0 }, IFF_UP),
+        ))
     }
 
     /// Turns promiscuous mode on.
     pub fn set_promiscuous(&mut self, index: u32) -> io::Result<()> {
-        self.execute(Message::new(NEW_LINK, REQUEST | ACK, &header(0, index, IFF_PROMISC, IFF_PROMISC)))
+        self.execute(Message::new(
+            NEW_LINK,
+            REQUEST | ACK,
+            &header(0, index, IFF_PROMISC, IFF_PROMISC),
+        ))
     }
 
     /// Sets hairpin and isolation of a bridge port.
     pub fn set_port(&mut self, index: u32, hairpin: bool, isolated: bool) -> io::Result<()> {
-        let port = Attributes::new().put(IFLA_BRPORT_MODE, &[u8::from(hairpin)]).put(IFLA_BRPORT_ISOLATED, &[u8::from(isolated)]);
-        self.execute(Message::new(SET_LINK, REQUEST | ACK, &header(AF_BRIDGE, index, 0, 0)).nest(IFLA_PROTINFO, &port))
+        let port = Attributes::new()
+            .put(IFLA_BRPORT_MODE, &[u8::from(hairpin)])
+            .put(IFLA_BRPORT_ISOLATED, &[u8::from(isolated)]);
+        self.execute(
+            Message::new(SET_LINK, REQUEST | ACK, &header(AF_BRIDGE, index, 0, 0))
+                .nest(IFLA_PROTINFO, &port),
+        )
     }
 
     /// Deletes a link; a missing one is fine.
     pub fn delete_link(&mut self, name: &str) -> io::Result<()> {
-        let message = Message::new(DEL_LINK, REQUEST | ACK, &header(0, 0, 0, 0)).text(IFLA_IFNAME, name);
+        let message =
+            Message::new(DEL_LINK, REQUEST | ACK, &header(0, 0, 0, 0)).text(IFLA_IFNAME, name);
         match self.execute(message) {
             Err(error) if error.raw_os_error() == Some(nix::errno::Errno::ENODEV as i32) => Ok(()),
             other => other,
@@ -369,7 +448,9 @@ impl Socket {
         let nodad = if address.addr().is_ipv6() { NODAD } else { 0 };
         let mut head = vec![family, address.prefix_len(), nodad, 0];
         head.extend_from_slice(&index.to_ne_bytes());
-        let mut message = Message::new(kind, flags, &head).put(2, &bytes).put(1, &bytes);
+        let mut message = Message::new(kind, flags, &head)
+            .put(2, &bytes)
+            .put(1, &bytes);
         if more != 0 {
             // Longer than the header's eight bits, which it replaces.
             message = message.number(IFA_FLAGS, more | u32::from(nodad));
@@ -384,17 +465,35 @@ impl Socket {
 
     /// Adds an address; IPv6 without waiting for duplicate detection, as the address was assigned.
     pub fn add_address(&mut self, index: u32, address: IpNet) -> io::Result<()> {
-        self.execute(Self::address_message(NEW_ADDR, REQUEST | ACK | CREATE | EXCL, index, address, 0))
+        self.execute(Self::address_message(
+            NEW_ADDR,
+            REQUEST | ACK | CREATE | EXCL,
+            index,
+            address,
+            0,
+        ))
     }
 
     /// The same without the route to its network, which is reached in another way.
     pub fn add_lone_address(&mut self, index: u32, address: IpNet) -> io::Result<()> {
-        self.execute(Self::address_message(NEW_ADDR, REQUEST | ACK | CREATE | EXCL, index, address, NO_PREFIX_ROUTE))
+        self.execute(Self::address_message(
+            NEW_ADDR,
+            REQUEST | ACK | CREATE | EXCL,
+            index,
+            address,
+            NO_PREFIX_ROUTE,
+        ))
     }
 
     /// Removes an address.
     pub fn delete_address(&mut self, index: u32, address: IpNet) -> io::Result<()> {
-        self.execute(Self::address_message(DEL_ADDR, REQUEST | ACK, index, address, 0))
+        self.execute(Self::address_message(
+            DEL_ADDR,
+            REQUEST | ACK,
+            index,
+            address,
+            0,
+        ))
     }
 
     /// The addresses of a link, link-local ones left out.
@@ -402,7 +501,9 @@ impl Socket {
         let answers = self.query(Message::new(GET_ADDR, REQUEST | DUMP, &[0; 8]))?;
         let mut found = Vec::new();
         for (_, body) in answers {
-            let (Some(prefix), Some(owner)) = (body.get(1), body.get(4..).and_then(number)) else { continue };
+            let (Some(prefix), Some(owner)) = (body.get(1), body.get(4..).and_then(number)) else {
+                continue;
+            };
             if owner != index {
                 continue;
             }
@@ -413,8 +514,12 @@ impl Socket {
                     address = ip(value);
                 }
             }
-            let local = |a: &IpAddr| matches!(a, IpAddr::V6(a) if a.segments()[0] & 0xffc0 == 0xfe80);
-            if let Some(address) = address.filter(|a| !local(a)).and_then(|a| IpNet::new(a, *prefix).ok()) {
+            let local =
+                |a: &IpAddr| matches!(a, IpAddr::V6(a) if a.segments()[0] & 0xffc0 == 0xfe80);
+            if let Some(address) = address
+                .filter(|a| !local(a))
+                .and_then(|a| IpNet::new(a, *prefix).ok())
+            {
                 found.push(address);
             }
         }

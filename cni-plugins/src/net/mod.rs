@@ -16,7 +16,10 @@ pub mod tap;
 pub mod traffic;
 
 /// Runs `work` with an SELinux label for the sockets and devices that it makes; without one if that is empty.
-pub fn with_socket_label<T>(label: &str, work: impl FnOnce() -> std::io::Result<T>) -> std::io::Result<T> {
+pub fn with_socket_label<T>(
+    label: &str,
+    work: impl FnOnce() -> std::io::Result<T>,
+) -> std::io::Result<T> {
     const ATTRIBUTE: &str = "/proc/thread-self/attr/sockcreate";
     if label.is_empty() {
         return work();

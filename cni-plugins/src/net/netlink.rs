@@ -5,7 +5,10 @@
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 
-use nix::sys::socket::{AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, send, setsockopt, socket, sockopt};
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, send,
+    setsockopt, socket, sockopt,
+};
 
 pub const REQUEST: u16 = 0x1;
 pub const ACK: u16 = 0x4;
@@ -161,7 +164,12 @@ impl Socket {
     }
 
     fn open(protocol: SockProtocol) -> io::Result<Socket> {
-        let fd = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol)?;
+        let fd = socket(
+            AddressFamily::Netlink,
+            SockType::Raw,
+            SockFlag::SOCK_CLOEXEC,
+            protocol,
+        )?;
         // Best effort: large dumps need room, small ones work without.
         let _ = setsockopt(&fd, sockopt::RcvBuf, &(1 << 20));
         bind(fd.as_raw_fd(), &NetlinkAddr::new(0, 0))?;
@@ -180,15 +188,22 @@ impl Socket {
         for message in &mut messages {
             self.sequence += 1;
             message.finish(self.sequence);
-            waiting += usize::from(u16::from_ne_bytes([message.bytes[6], message.bytes[7]]) & ACK != 0);
+            waiting +=
+                usize::from(u16::from_ne_bytes([message.bytes[6], message.bytes[7]]) & ACK != 0);
             bytes.extend_from_slice(&message.bytes);
         }
         send(self.fd.as_raw_fd(), &bytes, MsgFlags::empty())?;
         let mut result = Ok(());
         // A refused batch acknowledges less than was asked: after an error only what is there is read.
         while waiting > 0 || result.is_err() {
-            let flags = if result.is_err() { MsgFlags::MSG_DONTWAIT } else { MsgFlags::empty() };
-            let Some(answers) = self.receive(flags)? else { break };
+            let flags = if result.is_err() {
+                MsgFlags::MSG_DONTWAIT
+            } else {
+                MsgFlags::empty()
+            };
+            let Some(answers) = self.receive(flags)? else {
+                break;
+            };
             for (kind, body) in answers {
                 if kind == ERROR {
                     waiting = usize::saturating_sub(waiting, 1);
@@ -216,7 +231,11 @@ impl Socket {
                     DONE => return Ok(all),
                     ERROR => {
                         let code = error_code(&body);
-                        return if code == 0 { Ok(all) } else { Err(io::Error::from_raw_os_error(-code)) };
+                        return if code == 0 {
+                            Ok(all)
+                        } else {
+                            Err(io::Error::from_raw_os_error(-code))
+                        };
                     }
                     _ => all.push((kind, body)),
                 }
@@ -239,7 +258,9 @@ impl Socket {
         let mut answers = Vec::new();
         while let Some(header) = bytes.get(..16) {
             let size = u32::from_ne_bytes([header[0], header[1], header[2], header[3]]) as usize;
-            let Some(body) = bytes.get(16..size) else { break };
+            let Some(body) = bytes.get(16..size) else {
+                break;
+            };
             answers.push((u16::from_ne_bytes([header[4], header[5]]), body.to_vec()));
             bytes = bytes.get(size.next_multiple_of(4)..).unwrap_or_default();
         }
@@ -248,5 +269,7 @@ impl Socket {
 }
 
 fn error_code(body: &[u8]) -> i32 {
-    body.get(..4).and_then(|b| b.try_into().ok()).map_or(-5, i32::from_ne_bytes)
+    body.get(..4)
+        .and_then(|b| b.try_into().ok())
+        .map_or(-5, i32::from_ne_bytes)
 }

@@ -21,7 +21,10 @@ pub fn open(path: &str) -> Result<Option<File>, Error> {
     match File::open(path) {
         Ok(file) => Ok(is_namespace(path).then_some(file)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(Error::new(Error::NAMESPACE, format!("failed to open netns {path:?}: {error}"))),
+        Err(error) => Err(Error::new(
+            Error::NAMESPACE,
+            format!("failed to open netns {path:?}: {error}"),
+        )),
     }
 }
 
@@ -29,25 +32,44 @@ pub fn open(path: &str) -> Result<Option<File>, Error> {
 fn is_namespace(path: &str) -> bool {
     const NSFS_MAGIC: i64 = 0x6e73_6673;
     const PROC_MAGIC: i64 = 0x9fa0;
-    nix::sys::statfs::statfs(path).is_ok_and(|s| [NSFS_MAGIC, PROC_MAGIC].contains(&s.filesystem_type().0))
+    nix::sys::statfs::statfs(path)
+        .is_ok_and(|s| [NSFS_MAGIC, PROC_MAGIC].contains(&s.filesystem_type().0))
 }
 
 /// The namespace that the thread is in.
 pub fn own() -> Result<File, Error> {
-    File::open(OWN).map_err(|e| Error::new(Error::NAMESPACE, format!("cannot open the own network namespace: {e}")))
+    File::open(OWN).map_err(|e| {
+        Error::new(
+            Error::NAMESPACE,
+            format!("cannot open the own network namespace: {e}"),
+        )
+    })
 }
 
 /// Opens a namespace that must be there.
 pub fn require(path: &str) -> Result<File, Error> {
-    open(path)?.ok_or_else(|| Error::new(Error::NAMESPACE, format!("netns {path:?} does not exist or is not a network namespace")))
+    open(path)?.ok_or_else(|| {
+        Error::new(
+            Error::NAMESPACE,
+            format!("netns {path:?} does not exist or is not a network namespace"),
+        )
+    })
 }
 
 /// Runs `work` inside a namespace and comes back. The process has one thread, so nobody else moves.
 pub fn inside<T>(namespace: &File, work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    let fail = |what: &str, error: &dyn std::fmt::Display| Error::new(Error::NAMESPACE, format!("{what}: {error}"));
+    let fail = |what: &str, error: &dyn std::fmt::Display| {
+        Error::new(Error::NAMESPACE, format!("{what}: {error}"))
+    };
     let home = own()?;
-    setns(namespace, CloneFlags::CLONE_NEWNET).map_err(|e| fail("cannot enter the container's network namespace", &e))?;
+    setns(namespace, CloneFlags::CLONE_NEWNET)
+        .map_err(|e| fail("cannot enter the container's network namespace", &e))?;
     let result = work();
-    setns(&home, CloneFlags::CLONE_NEWNET).map_err(|e| fail("cannot come back from the container's network namespace", &e))?;
+    setns(&home, CloneFlags::CLONE_NEWNET).map_err(|e| {
+        fail(
+            "cannot come back from the container's network namespace",
+            &e,
+        )
+    })?;
     result
 }

@@ -31,7 +31,13 @@ impl Packets {
     pub fn open(link: u32) -> io::Result<Packets> {
         let protocol = i32::from((libc::ETH_P_IP as u16).to_be());
         // SAFETY: a plain call; the descriptor that it gives belongs to nobody yet.
-        let raw = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, protocol) };
+        let raw = unsafe {
+            libc::socket(
+                libc::AF_PACKET,
+                libc::SOCK_DGRAM | libc::SOCK_CLOEXEC,
+                protocol,
+            )
+        };
         if raw < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -49,8 +55,21 @@ impl Packets {
     pub fn send(&self, packet: &[u8]) -> io::Result<()> {
         let address = address(self.link);
         // SAFETY: both live through the call and are as long as said.
-        let sent = unsafe { libc::sendto(self.socket.as_raw_fd(), packet.as_ptr().cast(), packet.len(), 0, (&raw const address).cast(), SIZE) };
-        if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+        let sent = unsafe {
+            libc::sendto(
+                self.socket.as_raw_fd(),
+                packet.as_ptr().cast(),
+                packet.len(),
+                0,
+                (&raw const address).cast(),
+                SIZE,
+            )
+        };
+        if sent < 0 {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(())
+        }
     }
 
     /// The next packet, or `None` if there is none for so long.
@@ -58,8 +77,14 @@ impl Packets {
         use nix::sys::socket::{MsgFlags, recv, setsockopt, sockopt};
         use nix::sys::time::{TimeVal, TimeValLike as _};
         // No time at all would be for ever.
-        let patience = i64::try_from(patience.as_millis()).unwrap_or(i64::MAX).max(1);
-        setsockopt(&self.socket, sockopt::ReceiveTimeout, &TimeVal::milliseconds(patience))?;
+        let patience = i64::try_from(patience.as_millis())
+            .unwrap_or(i64::MAX)
+            .max(1);
+        setsockopt(
+            &self.socket,
+            sockopt::ReceiveTimeout,
+            &TimeVal::milliseconds(patience),
+        )?;
         let mut buffer = vec![0; 4096];
         match recv(self.socket.as_raw_fd(), &mut buffer, MsgFlags::empty()) {
             Ok(length) => {

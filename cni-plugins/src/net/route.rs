@@ -6,7 +6,9 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 
 use super::link::{ip, number, octets};
-use super::netlink::{ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes};
+use super::netlink::{
+    ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes,
+};
 
 const NEW_ROUTE: u16 = 24;
 const DEL_ROUTE: u16 = 25;
@@ -53,15 +55,45 @@ impl Route {
     #[must_use]
     pub fn new(link: u32, destination: IpNet, gateway: Option<IpAddr>) -> Route {
         const BOOT: u8 = 3;
-        Route { destination, gateway, link, priority: None, table: MAIN, scope: None, mtu: None, advmss: None, source: None, maker: BOOT }
+        Route {
+            destination,
+            gateway,
+            link,
+            priority: None,
+            table: MAIN,
+            scope: None,
+            mtu: None,
+            advmss: None,
+            source: None,
+            maker: BOOT,
+        }
     }
 
     fn message(&self, kind: u16, flags: u16) -> Message {
         let (family, bytes) = octets(self.destination.network());
-        let scope = self.scope.unwrap_or(if self.gateway.is_some() { UNIVERSE } else { LINK });
+        let scope = self.scope.unwrap_or(if self.gateway.is_some() {
+            UNIVERSE
+        } else {
+            LINK
+        });
         let table = u8::try_from(self.table).unwrap_or(0);
-        let head = [family, self.destination.prefix_len(), 0, 0, table, self.maker, scope, UNICAST, 0, 0, 0, 0];
-        let mut message = Message::new(kind, flags, &head).number(4, self.link).number(15, self.table);
+        let head = [
+            family,
+            self.destination.prefix_len(),
+            0,
+            0,
+            table,
+            self.maker,
+            scope,
+            UNICAST,
+            0,
+            0,
+            0,
+            0,
+        ];
+        let mut message = Message::new(kind, flags, &head)
+            .number(4, self.link)
+            .number(15, self.table);
         if self.destination.prefix_len() > 0 {
             message = message.put(1, &bytes);
         }
@@ -79,17 +111,37 @@ impl Route {
                 metrics = metrics.number(kind, metric);
             }
         }
-        if metrics.0.is_empty() { message } else { message.nest(METRICS, &metrics) }
+        if metrics.0.is_empty() {
+            message
+        } else {
+            message.nest(METRICS, &metrics)
+        }
     }
 }
 
 fn parse(body: &[u8]) -> Option<Route> {
-    let (&family, &prefix, &table, &maker, &scope, &kind) = (body.first()?, body.get(1)?, body.get(4)?, body.get(5)?, body.get(6)?, body.get(7)?);
+    let (&family, &prefix, &table, &maker, &scope, &kind) = (
+        body.first()?,
+        body.get(1)?,
+        body.get(4)?,
+        body.get(5)?,
+        body.get(6)?,
+        body.get(7)?,
+    );
     if kind != UNICAST {
         return None;
     }
-    let any: IpAddr = if family == 2 { IpAddr::from([0u8; 4]) } else { IpAddr::from([0u8; 16]) };
-    let mut route = Route { table: table.into(), scope: Some(scope), maker, ..Route::new(0, IpNet::new(any, prefix).ok()?, None) };
+    let any: IpAddr = if family == 2 {
+        IpAddr::from([0u8; 4])
+    } else {
+        IpAddr::from([0u8; 16])
+    };
+    let mut route = Route {
+        table: table.into(),
+        scope: Some(scope),
+        maker,
+        ..Route::new(0, IpNet::new(any, prefix).ok()?, None)
+    };
     for (kind, value) in attributes(body.get(12..)?) {
         match kind {
             1 => route.destination = IpNet::new(ip(value)?, prefix).ok()?,
@@ -137,11 +189,29 @@ impl Socket {
     pub fn link_to(&mut self, address: IpAddr) -> io::Result<Option<u32>> {
         let (family, bytes) = octets(address);
         let length = if address.is_ipv4() { 32 } else { 128 };
-        let answers = match self.query(Message::new(GET_ROUTE, REQUEST, &[family, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]).put(1, &bytes)) {
-            Err(error) if [io::ErrorKind::NetworkUnreachable, io::ErrorKind::HostUnreachable].contains(&error.kind()) => return Ok(None),
+        let answers = match self.query(
+            Message::new(
+                GET_ROUTE,
+                REQUEST,
+                &[family, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+            )
+            .put(1, &bytes),
+        ) {
+            Err(error)
+                if [
+                    io::ErrorKind::NetworkUnreachable,
+                    io::ErrorKind::HostUnreachable,
+                ]
+                .contains(&error.kind()) =>
+            {
+                return Ok(None);
+            }
             answers => answers?,
         };
-        Ok(answers.first().and_then(|(_, body)| parse(body)).map(|r| r.link))
+        Ok(answers
+            .first()
+            .and_then(|(_, body)| parse(body))
+            .map(|r| r.link))
     }
 
     /// The interface over which everything goes that no other route is for, of IPv4 before IPv6.
@@ -155,13 +225,33 @@ impl Socket {
     fn source_rule(kind: u16, flags: u16, source: IpAddr, table: u32) -> Message {
         let (family, bytes) = octets(source);
         let length = if source.is_ipv4() { 32 } else { 128 };
-        let head = [family, 0, length, 0, u8::try_from(table).unwrap_or(0), 0, 0, 1, 0, 0, 0, 0];
-        Message::new(kind, flags, &head).put(2, &bytes).number(15, table)
+        let head = [
+            family,
+            0,
+            length,
+            0,
+            u8::try_from(table).unwrap_or(0),
+            0,
+            0,
+            1,
+            0,
+            0,
+            0,
+            0,
+        ];
+        Message::new(kind, flags, &head)
+            .put(2, &bytes)
+            .number(15, table)
     }
 
     /// What comes from `source` goes by a table of its own.
     pub fn add_rule(&mut self, source: IpAddr, table: u32) -> io::Result<()> {
-        match self.execute(Self::source_rule(NEW_RULE, REQUEST | ACK | CREATE | EXCL, source, table)) {
+        match self.execute(Self::source_rule(
+            NEW_RULE,
+            REQUEST | ACK | CREATE | EXCL,
+            source,
+            table,
+        )) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
             other => other,
         }
@@ -176,7 +266,9 @@ impl Socket {
     pub fn source_rules(&mut self) -> io::Result<Vec<(IpAddr, u32)>> {
         let mut rules = vec![];
         for (_, body) in self.query(Message::new(GET_RULE, REQUEST | DUMP, &[0; 12]))? {
-            let (Some(length), Some(&table)) = (body.get(2), body.get(4)) else { continue };
+            let (Some(length), Some(&table)) = (body.get(2), body.get(4)) else {
+                continue;
+            };
             let (mut source, mut table) = (None, u32::from(table));
             for (kind, value) in attributes(body.get(12..).unwrap_or_default()) {
                 match kind {

@@ -10,7 +10,11 @@ pub fn write(path: &str, value: &str) -> io::Result<()> {
 /// Writes unless the value is already that.
 pub fn ensure(path: &str, value: &str) -> io::Result<()> {
     let now = std::fs::read_to_string(format!("/proc/sys/net/{path}"))?;
-    if now.trim() == value { Ok(()) } else { write(path, value) }
+    if now.trim() == value {
+        Ok(())
+    } else {
+        write(path, value)
+    }
 }
 
 /// The path of a sysctl: with a slash as the first separator it is one; else dots and slashes change places.

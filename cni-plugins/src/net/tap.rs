@@ -13,19 +13,41 @@ struct Request {
     rest: [u8; 22],
 }
 
-nix::ioctl_write_ptr_bad!(set_interface, nix::request_code_write!(b'T', 202, size_of::<i32>()), Request);
-nix::ioctl_write_int_bad!(set_persistent, nix::request_code_write!(b'T', 203, size_of::<i32>()));
-nix::ioctl_write_int_bad!(set_owner, nix::request_code_write!(b'T', 204, size_of::<i32>()));
-nix::ioctl_write_int_bad!(set_group, nix::request_code_write!(b'T', 206, size_of::<i32>()));
+nix::ioctl_write_ptr_bad!(
+    set_interface,
+    nix::request_code_write!(b'T', 202, size_of::<i32>()),
+    Request
+);
+nix::ioctl_write_int_bad!(
+    set_persistent,
+    nix::request_code_write!(b'T', 203, size_of::<i32>())
+);
+nix::ioctl_write_int_bad!(
+    set_owner,
+    nix::request_code_write!(b'T', 204, size_of::<i32>())
+);
+nix::ioctl_write_int_bad!(
+    set_group,
+    nix::request_code_write!(b'T', 206, size_of::<i32>())
+);
 
 /// Makes a device that stays, in the namespace that the thread is in.
-pub fn add(name: &str, several_queues: bool, owner: Option<u32>, group: Option<u32>) -> io::Result<()> {
+pub fn add(
+    name: &str,
+    several_queues: bool,
+    owner: Option<u32>,
+    group: Option<u32>,
+) -> io::Result<()> {
     const TAP: i16 = 0x2;
     const NO_HEADER: i16 = 0x1000;
     const SEVERAL_QUEUES: i16 = 0x100;
     const HEADER: i16 = 0x4000;
     const EXCLUSIVE: i16 = i16::MIN;
-    let mut request = Request { name: [0; 16], flags: TAP | NO_HEADER | HEADER | EXCLUSIVE, rest: [0; 22] };
+    let mut request = Request {
+        name: [0; 16],
+        flags: TAP | NO_HEADER | HEADER | EXCLUSIVE,
+        rest: [0; 22],
+    };
     if several_queues {
         request.flags |= SEVERAL_QUEUES;
     }
@@ -34,10 +56,14 @@ pub fn add(name: &str, several_queues: bool, owner: Option<u32>, group: Option<u
         return Err(io::ErrorKind::InvalidInput.into());
     }
     request.name[..bytes.len()].copy_from_slice(bytes);
-    let device = OpenOptions::new().read(true).write(true).open("/dev/net/tun")?;
+    let device = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/net/tun")?;
     // SAFETY: the request lives through the call, is as large as the kernel's, and the descriptor is open.
     unsafe { set_interface(device.as_raw_fd(), &raw const request) }?;
-    let number = |id: u32| i32::try_from(id).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
+    let number =
+        |id: u32| i32::try_from(id).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
     // SAFETY: these take plain numbers.
     unsafe {
         if let Some(owner) = owner {

@@ -33,7 +33,8 @@ impl Bucket {
     /// What waits at most: 25 ms of the rate, and one burst. In bytes.
     #[must_use]
     pub fn limit(self) -> u32 {
-        u32::try_from(self.rate.saturating_mul(25) / 1000 + u64::from(self.burst)).unwrap_or(u32::MAX)
+        u32::try_from(self.rate.saturating_mul(25) / 1000 + u64::from(self.burst))
+            .unwrap_or(u32::MAX)
     }
 }
 
@@ -58,17 +59,28 @@ impl Socket {
         parameters.extend_from_slice(&bucket.limit().to_ne_bytes());
         parameters.extend_from_slice(&[0; 8]);
         // The burst in bytes: counted in ticks a large one would overflow.
-        let mut options = Attributes::new().put(TBF_PARMS, &parameters).number(TBF_BURST, bucket.burst);
+        let mut options = Attributes::new()
+            .put(TBF_PARMS, &parameters)
+            .number(TBF_BURST, bucket.burst);
         if slow.is_err() {
             options = options.put(TBF_RATE64, &bucket.rate.to_ne_bytes());
         }
-        let message = Message::new(NEW_QDISC, REQUEST | ACK | CREATE | EXCL, &header(index, FIRST_HANDLE, ROOT, 0)).text(KIND, "tbf");
+        let message = Message::new(
+            NEW_QDISC,
+            REQUEST | ACK | CREATE | EXCL,
+            &header(index, FIRST_HANDLE, ROOT, 0),
+        )
+        .text(KIND, "tbf");
         self.execute(message.nest(OPTIONS, &options))
     }
 
     /// Rate and limit of a link's bucket, if it has one.
     pub fn bucket(&mut self, index: u32) -> io::Result<Option<(u64, u32)>> {
-        for (_, body) in self.query(Message::new(GET_QDISC, REQUEST | DUMP, &header(index, 0, 0, 0)))? {
+        for (_, body) in self.query(Message::new(
+            GET_QDISC,
+            REQUEST | DUMP,
+            &header(index, 0, 0, 0),
+        ))? {
             if body.get(4..).and_then(number) != Some(index) {
                 continue;
             }
@@ -84,7 +96,9 @@ impl Socket {
                         rate = rate.max(u64::from(value.get(8..).and_then(number).unwrap_or(0)));
                         limit = value.get(24..).and_then(number).unwrap_or(0);
                     }
-                    TBF_RATE64 => rate = <[u8; 8]>::try_from(value).map_or(rate, u64::from_ne_bytes),
+                    TBF_RATE64 => {
+                        rate = <[u8; 8]>::try_from(value).map_or(rate, u64::from_ne_bytes)
+                    }
                     _ => {}
                 }
             }
@@ -96,7 +110,8 @@ impl Socket {
     /// Has what comes in by one link go out by another.
     pub fn redirect(&mut self, from: u32, to: u32) -> io::Result<()> {
         let flags = REQUEST | ACK | CREATE | EXCL;
-        let ingress = Message::new(NEW_QDISC, flags, &header(from, INGRESS_HANDLE, INGRESS, 0)).text(KIND, "ingress");
+        let ingress = Message::new(NEW_QDISC, flags, &header(from, INGRESS_HANDLE, INGRESS, 0))
+            .text(KIND, "ingress");
         match self.execute(ingress) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => {}
@@ -114,11 +129,14 @@ impl Socket {
         for field in [0, 0, STOLEN, 0, 0, REDIRECT, to] {
             mirred.extend_from_slice(&field.to_ne_bytes());
         }
-        let action = Attributes::new().text(1, "mirred").nest(2, &Attributes::new().put(2, &mirred));
+        let action = Attributes::new()
+            .text(1, "mirred")
+            .nest(2, &Attributes::new().put(2, &mirred));
         let actions = Attributes::new().nest(1, &action);
         let options = Attributes::new().put(5, &selector).nest(7, &actions);
         let info = PRIORITY | u32::from(ALL_PROTOCOLS.to_be());
-        let message = Message::new(NEW_FILTER, flags, &header(from, 0, INGRESS_HANDLE, info)).text(KIND, "u32");
+        let message = Message::new(NEW_FILTER, flags, &header(from, 0, INGRESS_HANDLE, info))
+            .text(KIND, "u32");
         self.execute(message.nest(OPTIONS, &options))
     }
 }
@@ -129,7 +147,21 @@ mod tests {
 
     #[test]
     fn what_waits_is_a_burst_and_25_ms() {
-        assert_eq!(Bucket { rate: 1_000_000, burst: 1000 }.limit(), 26_000);
-        assert_eq!(Bucket { rate: u64::MAX, burst: 1 }.limit(), u32::MAX);
+        assert_eq!(
+            Bucket {
+                rate: 1_000_000,
+                burst: 1000
+            }
+            .limit(),
+            26_000
+        );
+        assert_eq!(
+            Bucket {
+                rate: u64::MAX,
+                burst: 1
+            }
+            .limit(),
+            u32::MAX
+        );
     }
 }

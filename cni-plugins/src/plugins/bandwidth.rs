@@ -31,12 +31,19 @@ impl Limit {
         let ((rate_key, rate), (burst_key, burst)) = (number("Rate")?, number("Burst")?);
         match (rate, burst) {
             (0, 0) => Ok(None),
-            (0, _) => Err(Error::config(format!("{burst_key:?} is {burst}, but {rate_key:?} is not set: set both"))),
-            (_, 0) => Err(Error::config(format!("{rate_key:?} is {rate}, but {burst_key:?} is not set: set both"))),
-            (_, burst) if burst / 8 >= NO_BURST => {
-                Err(Error::config(format!("{burst_key:?} is {burst}, but must be less than {} bits (4 GiB)", NO_BURST * 8)))
-            }
-            (rate, _) if rate < 8 => Err(Error::config(format!("{rate_key:?} is {rate}, but must be at least 8 bits a second"))),
+            (0, _) => Err(Error::config(format!(
+                "{burst_key:?} is {burst}, but {rate_key:?} is not set: set both"
+            ))),
+            (_, 0) => Err(Error::config(format!(
+                "{rate_key:?} is {rate}, but {burst_key:?} is not set: set both"
+            ))),
+            (_, burst) if burst / 8 >= NO_BURST => Err(Error::config(format!(
+                "{burst_key:?} is {burst}, but must be less than {} bits (4 GiB)",
+                NO_BURST * 8
+            ))),
+            (rate, _) if rate < 8 => Err(Error::config(format!(
+                "{rate_key:?} is {rate}, but must be at least 8 bits a second"
+            ))),
             _ => Ok(Some(Limit { rate, burst })),
         }
     }
@@ -45,26 +52,50 @@ impl Limit {
     fn bucket(self, mtu: u32) -> Bucket {
         let rate = self.rate / 8;
         let least = u64::from(mtu) * 10;
-        let burst = if self.burst == NO_BURST { (rate / 10).max(least) } else { self.burst / 8 };
-        Bucket { rate, burst: u32::try_from(burst).unwrap_or(u32::MAX).max(1) }
+        let burst = if self.burst == NO_BURST {
+            (rate / 10).max(least)
+        } else {
+            self.burst / 8
+        };
+        Bucket {
+            rate,
+            burst: u32::try_from(burst).unwrap_or(u32::MAX).max(1),
+        }
     }
 }
 
 /// What the container receives and what it sends. What stands at the top counts, and else what the runtime wants.
 fn parse(call: &Call<'_>) -> Result<[Option<Limit>; 2], Error> {
-    let both = |config: Json<'_>| Ok::<_, Error>([Limit::parse(config, "ingress")?, Limit::parse(config, "egress")?]);
+    let both = |config: Json<'_>| {
+        Ok::<_, Error>([
+            Limit::parse(config, "ingress")?,
+            Limit::parse(config, "egress")?,
+        ])
+    };
     let own = both(call.config)?;
-    if own.iter().any(Option::is_some) { Ok(own) } else { both(call.config.object("runtimeConfig")?.object("bandwidth")?) }
+    if own.iter().any(Option::is_some) {
+        Ok(own)
+    } else {
+        both(call.config.object("runtimeConfig")?.object("bandwidth")?)
+    }
 }
 
 fn ifb(call: &Call<'_>) -> Result<String, Error> {
-    Ok(format!("bwp{}", digest(&format!("{}{}", call.network()?, call.container), 12)))
+    Ok(format!(
+        "bwp{}",
+        digest(&format!("{}{}", call.network()?, call.container), 12)
+    ))
 }
 
 /// The host's end of the container's pair.
 fn host_end(call: &Call<'_>, socket: &mut Socket, previous: &Success) -> Result<Link, Error> {
     let failed = || doing("the container's interface cannot be read");
-    let index = interface::inside(call, |inside| Ok(inside.link(&call.ifname).map_err(failed())?.and_then(|l| l.below)))?;
+    let index = interface::inside(call, |inside| {
+        Ok(inside
+            .link(&call.ifname)
+            .map_err(failed())?
+            .and_then(|l| l.below))
+    })?;
     let peer = match index {
         Some(index) => socket.link_at(index).map_err(failed())?,
         None => None,
@@ -72,8 +103,15 @@ fn host_end(call: &Call<'_>, socket: &mut Socket, previous: &Success) -> Result<
     let peer = peer.filter(|l| l.kind == "veth").ok_or_else(|| {
         Error::other(format!("the interface {:?} of the container has no other end on the host: only veth pairs can be limited", call.ifname))
     })?;
-    if !previous.interfaces.iter().any(|i| i.sandbox.is_empty() && i.name == peer.name) {
-        return Err(Error::other(format!("the host's interface {:?} is not in prevResult", peer.name)));
+    if !previous
+        .interfaces
+        .iter()
+        .any(|i| i.sandbox.is_empty() && i.name == peer.name)
+    {
+        return Err(Error::other(format!(
+            "the host's interface {:?} is not in prevResult",
+            peer.name
+        )));
     }
     Ok(peer)
 }
@@ -81,14 +119,33 @@ fn host_end(call: &Call<'_>, socket: &mut Socket, previous: &Success) -> Result<
 /// The link over which goes what the container sends. It carries whose it is, for GC.
 fn add_ifb(call: &Call<'_>, socket: &mut Socket, host: &Link) -> Result<Link, Error> {
     let name = ifb(call)?;
-    let failed = || doing(format!("the interface {name:?} cannot be made; the kernel needs ifb"));
-    match socket.add_link(&LinkPlan { name: &name, kind: "ifb", mtu: host.mtu, ..LinkPlan::default() }) {
-        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(failed()(error)),
+    let failed = || {
+        doing(format!(
+            "the interface {name:?} cannot be made; the kernel needs ifb"
+        ))
+    };
+    match socket.add_link(&LinkPlan {
+        name: &name,
+        kind: "ifb",
+        mtu: host.mtu,
+        ..LinkPlan::default()
+    }) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+            return Err(failed()(error));
+        }
         _ => {}
     }
-    let link = socket.link(&name).map_err(failed())?.ok_or_else(|| Error::other(format!("the interface {name:?} vanished")))?;
+    let link = socket
+        .link(&name)
+        .map_err(failed())?
+        .ok_or_else(|| Error::other(format!("the interface {name:?} vanished")))?;
     let owner = call.owner()?;
-    let change = Change { up: Some(true), queue: Some(0), alias: Some(&owner.comment), ..Change::default() };
+    let change = Change {
+        up: Some(true),
+        queue: Some(0),
+        alias: Some(&owner.comment),
+        ..Change::default()
+    };
     socket.change_link(link.index, change).map_err(failed())?;
     Ok(link)
 }
@@ -112,24 +169,38 @@ impl Plugin for Bandwidth {
         let host = host_end(call, &mut socket, &success)?;
         if let Some(limit) = receives {
             let added = socket.add_bucket(host.index, limit.bucket(host.mtu));
-            added.map_err(doing(format!("{:?} cannot be limited; the kernel needs sch_tbf", host.name)))?;
+            added.map_err(doing(format!(
+                "{:?} cannot be limited; the kernel needs sch_tbf",
+                host.name
+            )))?;
         }
         if let Some(limit) = sends {
             let ifb = add_ifb(call, &mut socket, &host)?;
-            let result = socket.add_bucket(ifb.index, limit.bucket(host.mtu)).and_then(|()| socket.redirect(host.index, ifb.index));
+            let result = socket
+                .add_bucket(ifb.index, limit.bucket(host.mtu))
+                .and_then(|()| socket.redirect(host.index, ifb.index));
             if let Err(error) = result {
                 // The first error is the one to report.
                 let _ = socket.delete_link(&ifb.name);
-                return Err(Error::doing("what the container sends cannot be limited; the kernel needs sch_tbf, cls_u32 and act_mirred", error));
+                return Err(Error::doing(
+                    "what the container sends cannot be limited; the kernel needs sch_tbf, cls_u32 and act_mirred",
+                    error,
+                ));
             }
-            success.interfaces.push(Interface { name: ifb.name, mac: ifb.mac, ..Interface::default() });
+            success.interfaces.push(Interface {
+                name: ifb.name,
+                mac: ifb.mac,
+                ..Interface::default()
+            });
         }
         Ok(success)
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
         let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
-        socket.delete_link(&ifb(call)?).map_err(doing("the ifb cannot be removed"))
+        socket
+            .delete_link(&ifb(call)?)
+            .map_err(doing("the ifb cannot be removed"))
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
@@ -144,7 +215,10 @@ impl Plugin for Bandwidth {
         for (limit, name) in [(receives, &host.name), (sends, &ifb)] {
             let Some(limit) = limit else { continue };
             let failed = || doing(format!("{name:?} cannot be read"));
-            let link = socket.link(name).map_err(failed())?.ok_or_else(|| Error::other(format!("the interface {name:?} is missing")))?;
+            let link = socket
+                .link(name)
+                .map_err(failed())?
+                .ok_or_else(|| Error::other(format!("the interface {name:?} is missing")))?;
             let bucket = limit.bucket(host.mtu);
             let found = socket.bucket(link.index).map_err(failed())?;
             if found != Some((bucket.rate, bucket.limit())) {
@@ -159,10 +233,18 @@ impl Plugin for Bandwidth {
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
         let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
-        let links = socket.links().map_err(doing("the host's interfaces cannot be read"))?;
+        let links = socket
+            .links()
+            .map_err(doing("the host's interfaces cannot be read"))?;
         let network = call.network()?;
-        let left = links.iter().filter(|l| l.kind == "ifb" && is_left_over(&l.alias, network, keep));
-        interface::together(left.map(|l| socket.delete_link(&l.name).map_err(doing(format!("the ifb {:?} cannot be removed", l.name)))))
+        let left = links
+            .iter()
+            .filter(|l| l.kind == "ifb" && is_left_over(&l.alias, network, keep));
+        interface::together(left.map(|l| {
+            socket
+                .delete_link(&l.name)
+                .map_err(doing(format!("the ifb {:?} cannot be removed", l.name)))
+        }))
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
@@ -180,7 +262,13 @@ mod tests {
     fn limits_come_in_pairs_and_bursts_are_sane() {
         let parse = |config: serde_json::Value| Limit::parse(Json(&config), "ingress");
         assert_eq!(parse(json!({})), Ok(None));
-        assert_eq!(parse(json!({"IngressRate": 8000, "ingressBurst": 80})), Ok(Some(Limit { rate: 8000, burst: 80 })));
+        assert_eq!(
+            parse(json!({"IngressRate": 8000, "ingressBurst": 80})),
+            Ok(Some(Limit {
+                rate: 8000,
+                burst: 80
+            }))
+        );
         for wrong in [
             json!({"ingressRate": 8000}),
             json!({"ingressBurst": 8000}),
@@ -190,8 +278,36 @@ mod tests {
         ] {
             assert!(parse(wrong.clone()).is_err(), "{wrong}");
         }
-        assert_eq!(Limit { rate: 8_000_000, burst: 80_000 }.bucket(1500), Bucket { rate: 1_000_000, burst: 10_000 });
-        assert_eq!(Limit { rate: 8_000_000, burst: NO_BURST }.bucket(1500).burst, 100_000, "a tenth of a second, not 500 MB");
-        assert_eq!(Limit { rate: 8000, burst: NO_BURST }.bucket(1500).burst, 15_000, "ten packets");
+        assert_eq!(
+            Limit {
+                rate: 8_000_000,
+                burst: 80_000
+            }
+            .bucket(1500),
+            Bucket {
+                rate: 1_000_000,
+                burst: 10_000
+            }
+        );
+        assert_eq!(
+            Limit {
+                rate: 8_000_000,
+                burst: NO_BURST
+            }
+            .bucket(1500)
+            .burst,
+            100_000,
+            "a tenth of a second, not 500 MB"
+        );
+        assert_eq!(
+            Limit {
+                rate: 8000,
+                burst: NO_BURST
+            }
+            .bucket(1500)
+            .burst,
+            15_000,
+            "ten packets"
+        );
     }
 }

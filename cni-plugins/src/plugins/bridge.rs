@@ -49,7 +49,10 @@ impl<'a> Config<'a> {
         let bridge = c.text("bridge")?;
         let args: Args = cni_args(&call.args, &["MAC"])?;
         let mut mac = args.get("MAC").cloned().unwrap_or_default();
-        for source in [c.object("args")?.object("cni")?.text("mac")?, c.object("runtimeConfig")?.text("mac")?] {
+        for source in [
+            c.object("args")?.object("cni")?.text("mac")?,
+            c.object("runtimeConfig")?.text("mac")?,
+        ] {
             if !source.is_empty() {
                 source.clone_into(&mut mac);
             }
@@ -69,7 +72,11 @@ impl<'a> Config<'a> {
             mac: if mac.is_empty() {
                 None
             } else {
-                Some(parse_mac(&mac).ok_or_else(|| Error::config(format!("invalid MAC address {mac:?}: expected six hexadecimal bytes")))?)
+                Some(parse_mac(&mac).ok_or_else(|| {
+                    Error::config(format!(
+                        "invalid MAC address {mac:?}: expected six hexadecimal bytes"
+                    ))
+                })?)
             },
             spoof_check: c.flag("macspoofchk")?,
             vlan: vid(c.number("vlan", 0, i64::MIN..=i64::MAX)?, 0, "vlan")?,
@@ -83,13 +90,20 @@ impl<'a> Config<'a> {
             || config.bridge.contains(char::is_whitespace)
             || config.bridge.starts_with('.')
         {
-            return Err(Error::config(format!("invalid bridge name {:?}: at most 15 bytes, no slash, colon or white space", config.bridge)));
+            return Err(Error::config(format!(
+                "invalid bridge name {:?}: at most 15 bytes, no slash, colon or white space",
+                config.bridge
+            )));
         }
         if config.hairpin && config.promiscuous {
-            return Err(Error::config("cannot set hairpin mode and promiscuous mode at the same time"));
+            return Err(Error::config(
+                "cannot set hairpin mode and promiscuous mode at the same time",
+            ));
         }
         if config.leave_down && !config.ipam.is_empty() {
-            return Err(Error::config("cannot use IPAM when DisableContainerInterface flag is set"));
+            return Err(Error::config(
+                "cannot use IPAM when DisableContainerInterface flag is set",
+            ));
         }
         Ok(config)
     }
@@ -102,25 +116,52 @@ impl Config<'_> {
 }
 
 fn vid(number: i64, least: i64, what: &str) -> Result<u16, Error> {
-    let fits = u16::try_from(number).ok().filter(|_| (least..=4094).contains(&number));
-    fits.ok_or_else(|| Error::config(format!("invalid VLAN ID {number} in {what:?} (must be between {least} and 4094)")))
+    let fits = u16::try_from(number)
+        .ok()
+        .filter(|_| (least..=4094).contains(&number));
+    fits.ok_or_else(|| {
+        Error::config(format!(
+            "invalid VLAN ID {number} in {what:?} (must be between {least} and 4094)"
+        ))
+    })
 }
 
 /// The VLANs of a trunk, each once.
 fn trunk(list: &[Value]) -> Result<Vec<u16>, Error> {
     let mut found = std::collections::BTreeSet::new();
     for item in list.iter().map(Json) {
-        let number = |key: &str| item.get(key).map(|_| item.number(key, 0, i64::MIN..=i64::MAX).and_then(|n| vid(n, 1, key))).transpose();
+        let number = |key: &str| {
+            item.get(key)
+                .map(|_| {
+                    item.number(key, 0, i64::MIN..=i64::MAX)
+                        .and_then(|n| vid(n, 1, key))
+                })
+                .transpose()
+        };
         let (low, high, id) = (number("minID")?, number("maxID")?, number("id")?);
         match (low, high) {
             (Some(low), Some(high)) if low > high => {
-                return Err(Error::config(format!("minID {low} is greater than maxID {high} in \"vlanTrunk\"")));
+                return Err(Error::config(format!(
+                    "minID {low} is greater than maxID {high} in \"vlanTrunk\""
+                )));
             }
             (Some(low), Some(high)) => found.extend(low..=high),
             (None, None) if id.is_some() => {}
-            (None, None) => return Err(Error::config("an item of \"vlanTrunk\" must have \"id\", or \"minID\" and \"maxID\"")),
-            (Some(_), None) => return Err(Error::config("\"vlanTrunk\" has a \"minID\" without its \"maxID\"")),
-            (None, Some(_)) => return Err(Error::config("\"vlanTrunk\" has a \"maxID\" without its \"minID\"")),
+            (None, None) => {
+                return Err(Error::config(
+                    "an item of \"vlanTrunk\" must have \"id\", or \"minID\" and \"maxID\"",
+                ));
+            }
+            (Some(_), None) => {
+                return Err(Error::config(
+                    "\"vlanTrunk\" has a \"minID\" without its \"maxID\"",
+                ));
+            }
+            (None, Some(_)) => {
+                return Err(Error::config(
+                    "\"vlanTrunk\" has a \"maxID\" without its \"minID\"",
+                ));
+            }
         }
         found.extend(id);
     }
@@ -129,7 +170,12 @@ fn trunk(list: &[Value]) -> Result<Vec<u16>, Error> {
 
 /// The VLANs of a port: none but those that were asked for, unless the default one shall stay.
 fn set_vlans(socket: &mut Socket, config: &Config<'_>, port: u32) -> Result<(), Error> {
-    let failed = || doing(format!("the VLANs of the port cannot be set on the bridge {:?}", config.bridge));
+    let failed = || {
+        doing(format!(
+            "the VLANs of the port cannot be set on the bridge {:?}",
+            config.bridge
+        ))
+    };
     if !config.keep_default_vlan {
         for (vid, _) in socket.vlans(port).map_err(failed())? {
             socket.delete_vlan(port, vid).map_err(failed())?;
@@ -137,9 +183,13 @@ fn set_vlans(socket: &mut Socket, config: &Config<'_>, port: u32) -> Result<(), 
     }
     // A trunk alone takes what has no tag as VLAN 1, as it always did.
     let access = if config.vlan != 0 { config.vlan } else { 1 };
-    socket.add_vlan(port, access, true, false).map_err(failed())?;
+    socket
+        .add_vlan(port, access, true, false)
+        .map_err(failed())?;
     for vid in config.trunk.iter().filter(|v| **v != access) {
-        socket.add_vlan(port, *vid, false, false).map_err(failed())?;
+        socket
+            .add_vlan(port, *vid, false, false)
+            .map_err(failed())?;
     }
     Ok(())
 }
@@ -151,12 +201,17 @@ fn gateway_link(socket: &mut Socket, config: &Config<'_>, bridge: &Link) -> Resu
     }
     let name = format!("{}.{}", config.bridge, config.vlan);
     if name.len() > 15 {
-        return Err(Error::config(format!("the gateway's interface {name:?} would be longer than 15 bytes: choose a shorter name for the bridge")));
+        return Err(Error::config(format!(
+            "the gateway's interface {name:?} would be longer than 15 bytes: choose a shorter name for the bridge"
+        )));
     }
     let failed = || doing(format!("the gateway's interface {name:?} cannot be made"));
     if socket.link(&name).map_err(failed())?.is_none() {
         let here = netns::own()?;
-        let macs = [random_mac().map_err(failed())?, random_mac().map_err(failed())?];
+        let macs = [
+            random_mac().map_err(failed())?,
+            random_mac().map_err(failed())?,
+        ];
         let port = pair::random_name()?;
         let plan = VethPlan {
             host_name: &port,
@@ -172,15 +227,23 @@ fn gateway_link(socket: &mut Socket, config: &Config<'_>, bridge: &Link) -> Resu
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(failed()(error)),
             Ok(()) => {
-                let port = socket.link(&port).map_err(failed())?.ok_or_else(|| Error::other(format!("the interface {port:?} vanished")))?;
+                let port = socket
+                    .link(&port)
+                    .map_err(failed())?
+                    .ok_or_else(|| Error::other(format!("the interface {port:?} vanished")))?;
                 for (vid, _) in socket.vlans(port.index).map_err(failed())? {
                     socket.delete_vlan(port.index, vid).map_err(failed())?;
                 }
-                socket.add_vlan(port.index, config.vlan, true, false).map_err(failed())?;
+                socket
+                    .add_vlan(port.index, config.vlan, true, false)
+                    .map_err(failed())?;
             }
         }
     }
-    let link = socket.link(&name).map_err(failed())?.ok_or_else(|| Error::other(format!("the interface {name:?} vanished")))?;
+    let link = socket
+        .link(&name)
+        .map_err(failed())?
+        .ok_or_else(|| Error::other(format!("the interface {name:?} vanished")))?;
     socket.set_up(link.index, true).map_err(failed())?;
     Ok(link)
 }
@@ -188,26 +251,38 @@ fn gateway_link(socket: &mut Socket, config: &Config<'_>, bridge: &Link) -> Resu
 /// The bridge, created if it is not there. Its MAC is set explicitly, which pins it.
 fn ensure_bridge(socket: &mut Socket, config: &Config<'_>) -> Result<Link, Error> {
     let name = config.bridge;
-    let find = |socket: &mut Socket| socket.link(name).map_err(doing(format!("the bridge {name:?} cannot be read")));
+    let find = |socket: &mut Socket| {
+        socket
+            .link(name)
+            .map_err(doing(format!("the bridge {name:?} cannot be read")))
+    };
     let mut found = find(socket)?;
     if found.is_none() {
         let mac = random_mac().map_err(doing("no random MAC address"))?;
         match socket.add_bridge(name, mac, config.mtu, config.has_vlans()) {
-            Err(error) if config.has_vlans() && error.raw_os_error() == Some(nix::errno::Errno::EOPNOTSUPP as i32) => {
+            Err(error)
+                if config.has_vlans()
+                    && error.raw_os_error() == Some(nix::errno::Errno::EOPNOTSUPP as i32) =>
+            {
                 return Err(Error::other(format!(
                     "could not add {name:?}: the kernel has no VLAN filtering for bridges (CONFIG_BRIDGE_VLAN_FILTERING), which \"vlan\" and \"vlanTrunk\" need"
                 )));
             }
-            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(Error::doing(format!("could not add {name:?}"), error)),
+            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+                return Err(Error::doing(format!("could not add {name:?}"), error));
+            }
             _ => {}
         }
         // Best effort: without IPv6 in the kernel there is nothing to protect.
         let _ = sysctl::write(&format!("ipv6/conf/{name}/accept_ra"), "0");
         found = find(socket)?;
     }
-    let link = found.ok_or_else(|| Error::other(format!("the bridge {name:?} vanished while it was set up")))?;
+    let link = found
+        .ok_or_else(|| Error::other(format!("the bridge {name:?} vanished while it was set up")))?;
     if link.kind != "bridge" {
-        return Err(Error::other(format!("{name:?} already exists but is not a bridge")));
+        return Err(Error::other(format!(
+            "{name:?} already exists but is not a bridge"
+        )));
     }
     if config.has_vlans() && link.option(IFLA_BR_VLAN_FILTERING) != Some(1) {
         return Err(Error::other(format!(
@@ -215,22 +290,35 @@ fn ensure_bridge(socket: &mut Socket, config: &Config<'_>) -> Result<Link, Error
         )));
     }
     if !link.up {
-        socket.set_up(link.index, true).map_err(doing(format!("the bridge {name:?} cannot be brought up")))?;
+        socket
+            .set_up(link.index, true)
+            .map_err(doing(format!("the bridge {name:?} cannot be brought up")))?;
     }
     if config.promiscuous && !link.promiscuous {
-        socket.set_promiscuous(link.index).map_err(doing("could not set promiscuous mode"))?;
+        socket
+            .set_promiscuous(link.index)
+            .map_err(doing("could not set promiscuous mode"))?;
     }
     Ok(link)
 }
 
-fn ensure_address(socket: &mut Socket, bridge: &Link, address: IpNet, force: bool) -> Result<(), Error> {
-    let have = socket.addresses(bridge.index).map_err(doing("the bridge's addresses cannot be read"))?;
+fn ensure_address(
+    socket: &mut Socket,
+    bridge: &Link,
+    address: IpNet,
+    force: bool,
+) -> Result<(), Error> {
+    let have = socket
+        .addresses(bridge.index)
+        .map_err(doing("the bridge's addresses cannot be read"))?;
     if have.contains(&address) {
         return Ok(());
     }
     let conflict = |other: &&IpNet| match (other, address) {
         (IpNet::V4(_), IpNet::V4(_)) => true,
-        (IpNet::V6(_), IpNet::V6(_)) => other.contains(&address.network()) || address.contains(&other.network()),
+        (IpNet::V6(_), IpNet::V6(_)) => {
+            other.contains(&address.network()) || address.contains(&other.network())
+        }
         _ => false,
     };
     for other in have.iter().filter(conflict) {
@@ -240,25 +328,46 @@ fn ensure_address(socket: &mut Socket, bridge: &Link, address: IpNet, force: boo
                 bridge.name
             )));
         }
-        socket.delete_address(bridge.index, *other).map_err(doing(format!("could not remove {other} from {:?}", bridge.name)))?;
+        socket
+            .delete_address(bridge.index, *other)
+            .map_err(doing(format!(
+                "could not remove {other} from {:?}",
+                bridge.name
+            )))?;
     }
     match socket.add_address(bridge.index, address) {
-        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
-            Err(Error::doing(format!("could not add {address} to {:?}", bridge.name), error))
-        }
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(Error::doing(
+            format!("could not add {address} to {:?}", bridge.name),
+            error,
+        )),
         _ => Ok(()),
     }
 }
 
 /// CHECK: the port has its VLANs.
 fn check_port(socket: &mut Socket, config: &Config<'_>, expected: &Success) -> Result<(), Error> {
-    let Some(port) = expected.interfaces.get(1).filter(|_| config.has_vlans()) else { return Ok(()) };
+    let Some(port) = expected.interfaces.get(1).filter(|_| config.has_vlans()) else {
+        return Ok(());
+    };
     let failed = || doing("the port's VLANs cannot be read");
-    let link = socket.link(&port.name).map_err(failed())?.ok_or_else(|| Error::other(format!("the port {:?} is missing", port.name)))?;
+    let link = socket
+        .link(&port.name)
+        .map_err(failed())?
+        .ok_or_else(|| Error::other(format!("the port {:?} is missing", port.name)))?;
     let found = socket.vlans(link.index).map_err(failed())?;
-    let wanted = config.trunk.iter().map(|v| (*v, false)).chain((config.vlan != 0).then_some((config.vlan, true)));
-    match wanted.filter(|(v, access)| *access || *v != config.vlan).find(|(v, access)| !found.iter().any(|f| f.0 == *v && (f.1 || !access))) {
-        Some((missing, _)) => Err(Error::other(format!("the port {:?} is not in the VLAN {missing}", port.name))),
+    let wanted = config
+        .trunk
+        .iter()
+        .map(|v| (*v, false))
+        .chain((config.vlan != 0).then_some((config.vlan, true)));
+    match wanted
+        .filter(|(v, access)| *access || *v != config.vlan)
+        .find(|(v, access)| !found.iter().any(|f| f.0 == *v && (f.1 || !access)))
+    {
+        Some((missing, _)) => Err(Error::other(format!(
+            "the port {:?} is not in the VLAN {missing}",
+            port.name
+        ))),
         None => Ok(()),
     }
 }
@@ -279,15 +388,30 @@ fn complete(success: &mut Success, config: &Config<'_>) {
         return;
     }
     for v4 in [true, false] {
-        let gateway = success.ips.iter().find(|i| i.address.addr().is_ipv4() == v4).and_then(|i| i.gateway);
-        let default = success.routes.iter_mut().find(|r| r.destination.prefix_len() == 0 && r.destination.addr().is_ipv4() == v4);
+        let gateway = success
+            .ips
+            .iter()
+            .find(|i| i.address.addr().is_ipv4() == v4)
+            .and_then(|i| i.gateway);
+        let default = success
+            .routes
+            .iter_mut()
+            .find(|r| r.destination.prefix_len() == 0 && r.destination.addr().is_ipv4() == v4);
         match (gateway, default) {
             (Some(gateway), Some(route)) => {
                 route.gateway.get_or_insert(gateway);
             }
             (Some(gateway), None) => {
-                let any: IpAddr = if v4 { [0u8; 4].into() } else { [0u8; 16].into() };
-                success.routes.push(Route { destination: IpNet::new(any, 0).unwrap_or_default(), gateway: Some(gateway), extra: Map::new() });
+                let any: IpAddr = if v4 {
+                    [0u8; 4].into()
+                } else {
+                    [0u8; 16].into()
+                };
+                success.routes.push(Route {
+                    destination: IpNet::new(any, 0).unwrap_or_default(),
+                    gateway: Some(gateway),
+                    extra: Map::new(),
+                });
             }
             _ => {}
         }
@@ -304,9 +428,22 @@ impl Plugin for Bridge {
         let namespace = netns::require(&call.netns)?;
         let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
         let bridge = ensure_bridge(&mut socket, &config)?;
-        let made = pair::add(&mut socket, call, &namespace, Wish { mac: config.mac, mtu: config.mtu, master: Some(bridge.index) })?;
+        let made = pair::add(
+            &mut socket,
+            call,
+            &namespace,
+            Wish {
+                mac: config.mac,
+                mtu: config.mtu,
+                master: Some(bridge.index),
+            },
+        )?;
         let host_name = made[0].name.clone();
-        let own = Interface { name: bridge.name.clone(), mac: bridge.mac.clone(), ..Interface::default() };
+        let own = Interface {
+            name: bridge.name.clone(),
+            mac: bridge.mac.clone(),
+            ..Interface::default()
+        };
         let [host, container] = made;
         let interfaces = [own, host, container];
         let result = attach(&mut socket, &config, call, &bridge, &namespace, interfaces);
@@ -331,20 +468,38 @@ impl Plugin for Bridge {
         }
         let expected = call.previous()?.unwrap_or_default();
         let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
-        let bridge = socket.link(config.bridge).map_err(doing("the bridge cannot be read"))?.filter(|l| l.kind == "bridge");
-        let bridge = bridge.ok_or_else(|| Error::other(format!("the bridge {:?} is missing", config.bridge)))?;
-        let ports = expected.interfaces.iter().filter(|i| i.sandbox.is_empty() && i.name != config.bridge);
+        let bridge = socket
+            .link(config.bridge)
+            .map_err(doing("the bridge cannot be read"))?
+            .filter(|l| l.kind == "bridge");
+        let bridge = bridge
+            .ok_or_else(|| Error::other(format!("the bridge {:?} is missing", config.bridge)))?;
+        let ports = expected
+            .interfaces
+            .iter()
+            .filter(|i| i.sandbox.is_empty() && i.name != config.bridge);
         let mut attached = false;
         for port in ports {
-            attached |= socket.link(&port.name).map_err(doing("a port cannot be read"))?.is_some_and(|l| l.master == Some(bridge.index));
+            attached |= socket
+                .link(&port.name)
+                .map_err(doing("a port cannot be read"))?
+                .is_some_and(|l| l.master == Some(bridge.index));
         }
         if !attached {
-            return Err(Error::other(format!("no interface of prevResult is a port of the bridge {:?}", config.bridge)));
+            return Err(Error::other(format!(
+                "no interface of prevResult is a port of the bridge {:?}",
+                config.bridge
+            )));
         }
         interface::check(call, &expected)?;
         check_port(&mut socket, &config, &expected)?;
-        if config.spoof_check && !spoof::has(&call.container, &call.ifname).map_err(doing("the MAC spoof check cannot be read"))? {
-            return Err(Error::other("the rules that check the container's MAC address are missing"));
+        if config.spoof_check
+            && !spoof::has(&call.container, &call.ifname)
+                .map_err(doing("the MAC spoof check cannot be read"))?
+        {
+            return Err(Error::other(
+                "the rules that check the container's MAC address are missing",
+            ));
         }
         if config.masquerade {
             pair::check_masquerade(call)?;
@@ -361,7 +516,11 @@ impl Plugin for Bridge {
         } else {
             Ok(())
         };
-        interface::together([spoof, pair::collect_masquerade(call, keep), interface::collect_addresses(call, keep)])
+        interface::together([
+            spoof,
+            pair::collect_masquerade(call, keep),
+            interface::collect_addresses(call, keep),
+        ])
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
@@ -385,19 +544,44 @@ fn attach(
     let host_name = interfaces[1].name.clone();
     let _ = sysctl::write(&format!("ipv6/conf/{host_name}/accept_ra"), "0");
     if config.hairpin || config.isolated || config.has_vlans() {
-        let port = socket.link(&host_name).map_err(doing("the host interface cannot be read"))?;
-        let port = port.ok_or_else(|| Error::other(format!("the interface {host_name:?} vanished")))?;
-        socket.set_port(port.index, config.hairpin, config.isolated).map_err(doing(format!("failed to setup hairpin mode for {host_name:?}")))?;
+        let port = socket
+            .link(&host_name)
+            .map_err(doing("the host interface cannot be read"))?;
+        let port =
+            port.ok_or_else(|| Error::other(format!("the interface {host_name:?} vanished")))?;
+        socket
+            .set_port(port.index, config.hairpin, config.isolated)
+            .map_err(doing(format!(
+                "failed to setup hairpin mode for {host_name:?}"
+            )))?;
         if config.has_vlans() {
             set_vlans(socket, config, port.index)?;
         }
     }
     if config.spoof_check {
-        let mac = parse_mac(&interfaces[2].mac).ok_or_else(|| Error::other("the container's MAC address is unknown"))?;
-        spoof::add(&host_name, mac, &call.container, &call.ifname).map_err(doing("the MAC spoof check cannot be set up in nftables"))?;
+        let mac = parse_mac(&interfaces[2].mac)
+            .ok_or_else(|| Error::other("the container's MAC address is unknown"))?;
+        spoof::add(&host_name, mac, &call.container, &call.ifname)
+            .map_err(doing("the MAC spoof check cannot be set up in nftables"))?;
     }
-    let mut finish = |success| finish(socket, config, call, bridge, namespace, Success { interfaces: interfaces.to_vec(), ..success });
-    if config.ipam.is_empty() { finish(Success::default()) } else { interface::with_addresses(call, config.ipam, finish) }
+    let mut finish = |success| {
+        finish(
+            socket,
+            config,
+            call,
+            bridge,
+            namespace,
+            Success {
+                interfaces: interfaces.to_vec(),
+                ..success
+            },
+        )
+    };
+    if config.ipam.is_empty() {
+        finish(Success::default())
+    } else {
+        interface::with_addresses(call, config.ipam, finish)
+    }
 }
 
 /// What an attachment needs besides its port.
@@ -415,11 +599,20 @@ fn finish(
     }
     if config.is_gateway {
         for ip in success.ips.clone() {
-            let Some(gateway) = ip.gateway.and_then(|g| IpNet::new(g, ip.address.prefix_len()).ok()) else { continue };
+            let Some(gateway) = ip
+                .gateway
+                .and_then(|g| IpNet::new(g, ip.address.prefix_len()).ok())
+            else {
+                continue;
+            };
             let link = gateway_link(socket, config, bridge)?;
             ensure_address(socket, &link, gateway, config.force_address)?;
             if config.vlan != 0 && !success.interfaces.iter().any(|i| i.name == link.name) {
-                success.interfaces.push(Interface { name: link.name, mac: link.mac, ..Interface::default() });
+                success.interfaces.push(Interface {
+                    name: link.name,
+                    mac: link.mac,
+                    ..Interface::default()
+                });
             }
             pair::forward(gateway.addr())?;
         }

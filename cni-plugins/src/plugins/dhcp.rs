@@ -19,26 +19,46 @@ const LIMIT: u64 = 1 << 20;
 /// Has the daemon do something.
 fn ask(call: &Call<'_>, verb: &str, keep: &[(String, String)]) -> Result<Value, Error> {
     let given = call.config.object("ipam")?.text("daemonSocketPath")?;
-    let path = if given.is_empty() { crate::dhcp::SOCKET } else { given };
+    let path = if given.is_empty() {
+        crate::dhcp::SOCKET
+    } else {
+        given
+    };
     let failed = |e: std::io::Error| {
         Error::new(
             Error::UNAVAILABLE,
-            format!("the DHCP daemon does not answer at {path}: {e}; start it (dhcp daemon), or set \"daemonSocketPath\" in \"ipam\""),
+            format!(
+                "the DHCP daemon does not answer at {path}: {e}; start it (dhcp daemon), or set \"daemonSocketPath\" in \"ipam\""
+            ),
         )
     };
     let request = json!({"verb": verb, "container": call.container, "ifname": call.ifname, "netns": call.netns, "args": call.args,
         "config": call.config.0, "keep": keep});
     let mut stream = UnixStream::connect(path).map_err(failed)?;
-    stream.write_all(request.to_string().as_bytes()).map_err(failed)?;
+    stream
+        .write_all(request.to_string().as_bytes())
+        .map_err(failed)?;
     stream.shutdown(Shutdown::Write).map_err(failed)?;
     let mut text = String::new();
-    stream.take(LIMIT).read_to_string(&mut text).map_err(failed)?;
-    let answer: Value = serde_json::from_str(&text).map_err(|e| Error::doing("the DHCP daemon answers nonsense", e))?;
+    stream
+        .take(LIMIT)
+        .read_to_string(&mut text)
+        .map_err(failed)?;
+    let answer: Value = serde_json::from_str(&text)
+        .map_err(|e| Error::doing("the DHCP daemon answers nonsense", e))?;
     match answer.get("result") {
         Some(result) => Ok(result.clone()),
         None => {
-            let code = answer["code"].as_u64().and_then(|c| u32::try_from(c).ok()).unwrap_or(Error::OTHER);
-            Err(Error::new(code, answer["msg"].as_str().unwrap_or("the DHCP daemon has failed")))
+            let code = answer["code"]
+                .as_u64()
+                .and_then(|c| u32::try_from(c).ok())
+                .unwrap_or(Error::OTHER);
+            Err(Error::new(
+                code,
+                answer["msg"]
+                    .as_str()
+                    .unwrap_or("the DHCP daemon has failed"),
+            ))
         }
     }
 }
@@ -63,7 +83,9 @@ impl Plugin for Dhcp {
         if previous.ips.iter().any(|ip| ip.address.to_string() == held) {
             return Ok(());
         }
-        Err(Error::other(format!("dhcp: the lease is of {held}, which is not in prevResult")))
+        Err(Error::other(format!(
+            "dhcp: the lease is of {held}, which is not in prevResult"
+        )))
     }
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {

@@ -16,12 +16,26 @@ impl Plugin for Dummy {
 
     fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
         let addresses = match Addresses::of(call)? {
-            Addresses::None => return Err(Error::config("dummy interface requires an IPAM: set \"ipam\"")),
+            Addresses::None => {
+                return Err(Error::config(
+                    "dummy interface requires an IPAM: set \"ipam\"",
+                ));
+            }
             other => other,
         };
         let mtu = sublink::mtu(call, None)?;
-        let plan = LinkPlan { name: &call.ifname, kind: "dummy", mtu, ..LinkPlan::default() };
-        sublink::add(call, addresses, || interface::inside(call, |socket| sublink::make(socket, &plan)), || sublink::discard(call))
+        let plan = LinkPlan {
+            name: &call.ifname,
+            kind: "dummy",
+            mtu,
+            ..LinkPlan::default()
+        };
+        sublink::add(
+            call,
+            addresses,
+            || interface::inside(call, |socket| sublink::make(socket, &plan)),
+            || sublink::discard(call),
+        )
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {

@@ -51,17 +51,32 @@ impl<'a> Config<'a> {
         };
         let zone = c.text("firewalldZone")?;
         let admin = c.text("iptablesAdminChainName")?;
-        if admin.len() > 28 || admin.chars().any(|c| !c.is_ascii_alphanumeric() && !"-_".contains(c)) {
-            return Err(Error::config(format!("iptablesAdminChainName {admin:?} is no name of a chain: letters, digits, - and _, at most 28")));
+        if admin.len() > 28
+            || admin
+                .chars()
+                .any(|c| !c.is_ascii_alphanumeric() && !"-_".contains(c))
+        {
+            return Err(Error::config(format!(
+                "iptablesAdminChainName {admin:?} is no name of a chain: letters, digits, - and _, at most 28"
+            )));
         }
         let policy = match c.text("ingressPolicy")? {
             "" | "open" => Policy::Open,
             "same-bridge" => Policy::SameBridge,
             "isolated" => Policy::Isolated,
-            other => return Err(Error::config(format!("unknown ingressPolicy {other:?}: expected \"open\", \"same-bridge\" or \"isolated\""))),
+            other => {
+                return Err(Error::config(format!(
+                    "unknown ingressPolicy {other:?}: expected \"open\", \"same-bridge\" or \"isolated\""
+                )));
+            }
         };
         let or = |text: &'a str, otherwise: &'a str| if text.is_empty() { otherwise } else { text };
-        Ok(Config { backend, zone: or(zone, "trusted"), admin: or(admin, "CNI-ADMIN"), policy })
+        Ok(Config {
+            backend,
+            zone: or(zone, "trusted"),
+            admin: or(admin, "CNI-ADMIN"),
+            policy,
+        })
     }
 
     /// firewalld, if it is the one to tell.
@@ -85,13 +100,23 @@ impl<'a> Config<'a> {
     fn open(&self, call: &Call<'_>, addresses: &[IpAddr]) -> Result<(), Error> {
         let Some(mut firewalld) = self.firewalld()? else {
             refuse_legacy()?;
-            return iptables::allow(addresses, self.admin, &call.owner()?).map_err(doing("the firewall cannot be opened in nftables"));
+            return iptables::allow(addresses, self.admin, &call.owner()?)
+                .map_err(doing("the firewall cannot be opened in nftables"));
         };
         for (done, address) in addresses.iter().enumerate() {
             if let Err(error) = firewalld.add(self.zone, *address) {
                 // The first error is the one to report; the runtime calls DEL for whatever is left.
-                addresses.iter().take(done).for_each(|a| drop(firewalld.remove(self.zone, *a)));
-                return Err(Error::doing(format!("firewalld does not take {address} into its zone {:?}", self.zone), error));
+                addresses
+                    .iter()
+                    .take(done)
+                    .for_each(|a| drop(firewalld.remove(self.zone, *a)));
+                return Err(Error::doing(
+                    format!(
+                        "firewalld does not take {address} into its zone {:?}",
+                        self.zone
+                    ),
+                    error,
+                ));
             }
         }
         Ok(())
@@ -103,7 +128,10 @@ impl<'a> Config<'a> {
             return iptables::allows(addresses).map_err(doing("the firewall cannot be read"));
         };
         for address in addresses {
-            if !firewalld.has(self.zone, *address).map_err(doing("firewalld cannot be asked"))? {
+            if !firewalld
+                .has(self.zone, *address)
+                .map_err(doing("firewalld cannot be asked"))?
+            {
                 return Ok(false);
             }
         }
@@ -115,7 +143,10 @@ impl<'a> Config<'a> {
         if self.policy == Policy::Open {
             return Ok(None);
         }
-        let first = previous.interfaces.first().filter(|i| i.sandbox.is_empty() && crate::skel::check_ifname(&i.name).is_ok());
+        let first = previous
+            .interfaces
+            .first()
+            .filter(|i| i.sandbox.is_empty() && crate::skel::check_ifname(&i.name).is_ok());
         first.map(|i| Some(i.name.as_str())).ok_or_else(|| {
             Error::config("ingressPolicy needs the bridge as the first interface of prevResult: put this plugin behind \"bridge\" in the list")
         })
@@ -161,20 +192,33 @@ impl Plugin for Firewall {
                 // The first error is the one to report; the runtime calls DEL for whatever is left.
                 let _ = iptables::disallow(&[], &call.owner()?);
             }
-            isolated.map_err(doing(format!("the bridge {bridge:?} cannot be kept apart in nftables")))?;
+            isolated.map_err(doing(format!(
+                "the bridge {bridge:?} cannot be kept apart in nftables"
+            )))?;
         }
         Ok(previous)
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        let known = call.previous().ok().flatten().map(|p| addresses(&p)).unwrap_or_default();
+        let known = call
+            .previous()
+            .ok()
+            .flatten()
+            .map(|p| addresses(&p))
+            .unwrap_or_default();
         // Whoever was told at first: firewalld may have been started or ended since.
-        let tables = iptables::disallow(&known, &call.owner()?).map_err(doing("the firewall's rules cannot be removed"));
+        let tables = iptables::disallow(&known, &call.owner()?)
+            .map_err(doing("the firewall's rules cannot be removed"));
         let config = Config::parse(call)?;
         let zone = match config.firewalld() {
             Ok(Some(mut firewalld)) => {
-                let removed = known.iter().try_for_each(|address| firewalld.remove(config.zone, *address));
-                removed.map_err(doing(format!("addresses cannot be taken out of firewalld's zone {:?}", config.zone)))
+                let removed = known
+                    .iter()
+                    .try_for_each(|address| firewalld.remove(config.zone, *address));
+                removed.map_err(doing(format!(
+                    "addresses cannot be taken out of firewalld's zone {:?}",
+                    config.zone
+                )))
             }
             // With it have gone its zones.
             _ => Ok(()),
@@ -187,20 +231,27 @@ impl Plugin for Firewall {
         let previous = call.chained("firewall")?;
         let addresses = addresses(&previous);
         if !config.is_open(&addresses)? {
-            return Err(Error::other(format!("the firewall's rules for {addresses:?} are missing")));
+            return Err(Error::other(format!(
+                "the firewall's rules for {addresses:?} are missing"
+            )));
         }
         match config.bridge(&previous)? {
-            Some(bridge) => match iptables::is_isolated(bridge, config.policy == Policy::Isolated, &addresses) {
-                Ok(true) => Ok(()),
-                Ok(false) => Err(Error::other(format!("the rules that keep the bridge {bridge:?} apart are missing"))),
-                Err(error) => Err(Error::doing("the firewall cannot be read", error)),
-            },
+            Some(bridge) => {
+                match iptables::is_isolated(bridge, config.policy == Policy::Isolated, &addresses) {
+                    Ok(true) => Ok(()),
+                    Ok(false) => Err(Error::other(format!(
+                        "the rules that keep the bridge {bridge:?} apart are missing"
+                    ))),
+                    Err(error) => Err(Error::doing("the firewall cannot be read", error)),
+                }
+            }
             None => Ok(()),
         }
     }
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
-        iptables::collect(call.network()?, keep).map_err(doing("the firewall's rules cannot be removed"))
+        iptables::collect(call.network()?, keep)
+            .map_err(doing("the firewall's rules cannot be removed"))
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {

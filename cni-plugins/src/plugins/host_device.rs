@@ -26,23 +26,42 @@ impl<'a> Device<'a> {
     fn parse(call: &Call<'a>) -> Result<Device<'a>, Error> {
         let c = call.config;
         let injected = c.object("runtimeConfig")?.text("deviceID")?;
-        let pci = if injected.is_empty() { c.text("pciBusID")? } else { injected };
-        let given = [c.text("device")?, c.text("hwaddr")?, c.text("kernelpath")?, pci];
+        let pci = if injected.is_empty() {
+            c.text("pciBusID")?
+        } else {
+            injected
+        };
+        let given = [
+            c.text("device")?,
+            c.text("hwaddr")?,
+            c.text("kernelpath")?,
+            pci,
+        ];
         match given {
             [name, "", "", ""] if !name.is_empty() => Ok(Device::Name(name)),
             [_, mac, "", ""] if !mac.is_empty() => Ok(Device::Mac(mac)),
             [_, _, path, ""] if !path.is_empty() => Ok(Device::Path(path)),
             [_, _, _, pci] if !pci.is_empty() => Ok(Device::Pci(pci)),
-            _ => Err(Error::config("specify either \"device\", \"hwaddr\", \"kernelpath\" or \"pciBusID\"")),
+            _ => Err(Error::config(
+                "specify either \"device\", \"hwaddr\", \"kernelpath\" or \"pciBusID\"",
+            )),
         }
     }
 
     /// The interface's name below a directory of sysfs.
     fn below(dir: &Path) -> Result<String, Error> {
         let net = dir.join("net");
-        let first = std::fs::read_dir(&net).ok().and_then(|mut entries| entries.next()).and_then(Result::ok);
+        let first = std::fs::read_dir(&net)
+            .ok()
+            .and_then(|mut entries| entries.next())
+            .and_then(Result::ok);
         let name = first.and_then(|entry| entry.file_name().into_string().ok());
-        name.ok_or_else(|| Error::config(format!("there is no network interface below {}", net.display())))
+        name.ok_or_else(|| {
+            Error::config(format!(
+                "there is no network interface below {}",
+                net.display()
+            ))
+        })
     }
 
     fn find(&self, socket: &mut Socket) -> Result<Link, Error> {
@@ -54,51 +73,117 @@ impl<'a> Device<'a> {
         match self {
             Device::Name(name) => named(socket, name),
             Device::Mac(text) => {
-                let mac =
-                    parse_mac(text).ok_or_else(|| Error::config(format!("hwaddr {text:?} is no MAC address: expected six hexadecimal bytes")))?;
+                let mac = parse_mac(text).ok_or_else(|| {
+                    Error::config(format!(
+                        "hwaddr {text:?} is no MAC address: expected six hexadecimal bytes"
+                    ))
+                })?;
                 let text = crate::net::link::mac_text(&mac);
                 let links = socket.links().map_err(failed())?;
-                links.into_iter().find(|l| l.mac == text).ok_or_else(|| Error::config(format!("no interface of the host has the MAC {text}")))
+                links.into_iter().find(|l| l.mac == text).ok_or_else(|| {
+                    Error::config(format!("no interface of the host has the MAC {text}"))
+                })
             }
             Device::Path(path) => {
-                let real = std::fs::canonicalize(path).map_err(|e| Error::config(format!("kernelpath {path:?}: {e}")))?;
+                let real = std::fs::canonicalize(path)
+                    .map_err(|e| Error::config(format!("kernelpath {path:?}: {e}")))?;
                 if !real.starts_with("/sys/devices") {
-                    return Err(Error::config(format!("kernelpath {path:?} must be a path below /sys/devices")));
+                    return Err(Error::config(format!(
+                        "kernelpath {path:?} must be a path below /sys/devices"
+                    )));
                 }
                 named(socket, &Self::below(&real)?)
             }
             Device::Pci(id) => {
-                if id.chars().any(|c| !c.is_ascii_hexdigit() && !":.".contains(c)) {
-                    return Err(Error::config(format!("pciBusID {id:?} is no address on the PCI bus, such as 0000:00:1f.6")));
+                if id
+                    .chars()
+                    .any(|c| !c.is_ascii_hexdigit() && !":.".contains(c))
+                {
+                    return Err(Error::config(format!(
+                        "pciBusID {id:?} is no address on the PCI bus, such as 0000:00:1f.6"
+                    )));
                 }
-                named(socket, &Self::below(&Path::new("/sys/bus/pci/devices").join(id))?)
+                named(
+                    socket,
+                    &Self::below(&Path::new("/sys/bus/pci/devices").join(id))?,
+                )
             }
         }
     }
 }
 
 /// Moves a link; its name there, and what it is called besides. Where it cannot go it stays as it is: this host may need it.
-fn hand_over(socket: &mut Socket, link: &Link, to: &File, name: &str, alias: &str) -> Result<(), Error> {
+fn hand_over(
+    socket: &mut Socket,
+    link: &Link,
+    to: &File,
+    name: &str,
+    alias: &str,
+) -> Result<(), Error> {
     let failed = || doing(format!("the interface {:?} cannot be moved", link.name));
     let home = netns::own()?;
-    let there =
-        |name: &str| netns::inside(to, || Socket::route().and_then(|mut s| s.link(name)).map_err(doing("the interfaces there cannot be read")));
+    let there = |name: &str| {
+        netns::inside(to, || {
+            Socket::route()
+                .and_then(|mut s| s.link(name))
+                .map_err(doing("the interfaces there cannot be read"))
+        })
+    };
     // The kernel would move it first, and then find that it cannot be called so.
     if there(name)?.is_some() {
-        return Err(Error::other(format!("there is an interface {name:?} already where {:?} shall go", link.name)));
+        return Err(Error::other(format!(
+            "there is an interface {name:?} already where {:?} shall go",
+            link.name
+        )));
     }
     // It carries its own name with it, so that it can be given back under it.
-    socket.change_link(link.index, Change { up: Some(false), alias: Some(alias), ..Change::default() }).map_err(failed())?;
-    let moved = socket.change_link(link.index, Change { namespace: Some(to), name: Some(name), ..Change::default() });
+    socket
+        .change_link(
+            link.index,
+            Change {
+                up: Some(false),
+                alias: Some(alias),
+                ..Change::default()
+            },
+        )
+        .map_err(failed())?;
+    let moved = socket.change_link(
+        link.index,
+        Change {
+            namespace: Some(to),
+            name: Some(name),
+            ..Change::default()
+        },
+    );
     if moved.is_err() {
         // The first error is the one to report.
         let _ = netns::inside(to, || {
             let mut socket = Socket::route().map_err(failed())?;
-            let stray = socket.link(&link.name).map_err(failed())?.filter(|l| l.mac == link.mac && l.alias == alias);
-            stray.map_or(Ok(()), |l| socket.change_link(l.index, Change { namespace: Some(&home), ..Change::default() }).map_err(failed()))
+            let stray = socket
+                .link(&link.name)
+                .map_err(failed())?
+                .filter(|l| l.mac == link.mac && l.alias == alias);
+            stray.map_or(Ok(()), |l| {
+                socket
+                    .change_link(
+                        l.index,
+                        Change {
+                            namespace: Some(&home),
+                            ..Change::default()
+                        },
+                    )
+                    .map_err(failed())
+            })
         });
         if let Ok(Some(back)) = socket.link(&link.name) {
-            let _ = socket.change_link(back.index, Change { up: Some(link.up), alias: Some(&link.alias), ..Change::default() });
+            let _ = socket.change_link(
+                back.index,
+                Change {
+                    up: Some(link.up),
+                    alias: Some(&link.alias),
+                    ..Change::default()
+                },
+            );
         }
     }
     moved.map_err(failed())
@@ -106,12 +191,27 @@ fn hand_over(socket: &mut Socket, link: &Link, to: &File, name: &str, alias: &st
 
 /// Gives the container's interface back to the host under the name that it had there.
 fn give_back(call: &Call<'_>) -> Result<(), Error> {
-    let Some(namespace) = (if call.netns.is_empty() { None } else { netns::open(&call.netns)? }) else { return Ok(()) };
+    let Some(namespace) = (if call.netns.is_empty() {
+        None
+    } else {
+        netns::open(&call.netns)?
+    }) else {
+        return Ok(());
+    };
     let host = netns::own()?;
     netns::inside(&namespace, || {
         let mut socket = Socket::route().map_err(doing("no netlink socket in the container"))?;
-        let Some(link) = socket.link(&call.ifname).map_err(doing("the container's interface cannot be read"))? else { return Ok(()) };
-        let name = if link.alias.is_empty() { link.name.clone() } else { link.alias.clone() };
+        let Some(link) = socket
+            .link(&call.ifname)
+            .map_err(doing("the container's interface cannot be read"))?
+        else {
+            return Ok(());
+        };
+        let name = if link.alias.is_empty() {
+            link.name.clone()
+        } else {
+            link.alias.clone()
+        };
         hand_over(&mut socket, &link, &host, &name, "")
     })
 }
@@ -126,7 +226,8 @@ impl Plugin for HostDevice {
         let make = || {
             beside(call, false, |socket, namespace| {
                 let link = device.find(socket)?;
-                let namespace = namespace.ok_or_else(|| Error::other("the container has no namespace"))?;
+                let namespace =
+                    namespace.ok_or_else(|| Error::other("the container has no namespace"))?;
                 hand_over(socket, &link, namespace, &call.ifname, &link.name)
             })
         };
@@ -143,9 +244,20 @@ impl Plugin for HostDevice {
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
         interface::ask_ipam(call, "CHECK")?;
         interface::check(call, &call.previous()?.unwrap_or_default())?;
-        let up =
-            interface::inside(call, |socket| Ok(socket.link(&call.ifname).map_err(doing("the interface cannot be read"))?.is_some_and(|l| l.up)))?;
-        if up { Ok(()) } else { Err(Error::other(format!("the interface {:?} is down", call.ifname))) }
+        let up = interface::inside(call, |socket| {
+            Ok(socket
+                .link(&call.ifname)
+                .map_err(doing("the interface cannot be read"))?
+                .is_some_and(|l| l.up))
+        })?;
+        if up {
+            Ok(())
+        } else {
+            Err(Error::other(format!(
+                "the interface {:?} is down",
+                call.ifname
+            )))
+        }
     }
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {

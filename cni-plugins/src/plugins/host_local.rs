@@ -23,7 +23,11 @@ struct Config {
 
 fn data_dir(call: &Call<'_>) -> Result<PathBuf, Error> {
     let dir = call.config.object("ipam")?.text("dataDir")?;
-    Ok(PathBuf::from(if dir.is_empty() { "/var/lib/cni/networks" } else { dir }))
+    Ok(PathBuf::from(if dir.is_empty() {
+        "/var/lib/cni/networks"
+    } else {
+        dir
+    }))
 }
 
 fn parse(call: &Call<'_>) -> Result<Config, Error> {
@@ -35,8 +39,16 @@ fn parse(call: &Call<'_>) -> Result<Config, Error> {
     let sets = range::parse(ipam, runtime)?;
     if !at_least(call.version, "0.3.0") {
         for v4 in [true, false] {
-            if sets.iter().filter(|s| s.iter().any(|r| r.start.is_ipv4() == v4)).count() > 1 {
-                return Err(Error::config(format!("CNI version {} does not support more than 1 address per family", call.version)));
+            if sets
+                .iter()
+                .filter(|s| s.iter().any(|r| r.start.is_ipv4() == v4))
+                .count()
+                > 1
+            {
+                return Err(Error::config(format!(
+                    "CNI version {} does not support more than 1 address per family",
+                    call.version
+                )));
             }
         }
     }
@@ -48,23 +60,39 @@ fn parse(call: &Call<'_>) -> Result<Config, Error> {
         .map(|t| {
             t.parse::<IpAddr>()
                 .or_else(|_| t.parse::<IpNet>().map(|n| n.addr()))
-                .map_err(|_| Error::config(format!("invalid requested IP {t:?}: expected an address")))
+                .map_err(|_| {
+                    Error::config(format!("invalid requested IP {t:?}: expected an address"))
+                })
         })
         .collect::<Result<Vec<_>, _>>()?;
-    let mut success = Success { routes: parse_routes(ipam.list("routes")?)?, ..Success::default() };
+    let mut success = Success {
+        routes: parse_routes(ipam.list("routes")?)?,
+        ..Success::default()
+    };
     let resolv = ipam.text("resolvConf")?;
     if !resolv.is_empty() {
-        let text = std::fs::read_to_string(resolv).map_err(|e| Error::config(format!("resolvConf {resolv:?} cannot be read: {e}")))?;
+        let text = std::fs::read_to_string(resolv)
+            .map_err(|e| Error::config(format!("resolvConf {resolv:?} cannot be read: {e}")))?;
         success.dns = resolv_conf(&text);
     }
-    Ok(Config { sets, requested, success })
+    Ok(Config {
+        sets,
+        requested,
+        success,
+    })
 }
 
 fn resolv_conf(text: &str) -> Dns {
     let mut fields: Map<String, Value> = Map::new();
-    for line in text.lines().map(str::trim).filter(|l| !l.starts_with(['#', ';'])) {
+    for line in text
+        .lines()
+        .map(str::trim)
+        .filter(|l| !l.starts_with(['#', ';']))
+    {
         let words: Vec<&str> = line.split_whitespace().collect();
-        let [keyword, rest @ ..] = words.as_slice() else { continue };
+        let [keyword, rest @ ..] = words.as_slice() else {
+            continue;
+        };
         let (key, all) = match (*keyword, rest) {
             (_, []) => continue,
             ("domain", [domain, ..]) => {
@@ -76,7 +104,11 @@ fn resolv_conf(text: &str) -> Dns {
             ("options", rest) => ("options", rest.to_vec()),
             _ => continue,
         };
-        if let Some(list) = fields.entry(key).or_insert_with(|| Value::Array(vec![])).as_array_mut() {
+        if let Some(list) = fields
+            .entry(key)
+            .or_insert_with(|| Value::Array(vec![]))
+            .as_array_mut()
+        {
             list.extend(all.into_iter().map(Value::from));
         }
     }
@@ -97,17 +129,29 @@ impl Plugin for HostLocal {
             // Its own of a life before: the container has been made anew under the same id.
             if matches!(store.life(&mine), Life::Gone(_)) {
                 store.release(&mine)?;
-            } else if let Some(have) = mine.addresses.iter().find(|a| config.sets.iter().flatten().any(|r| r.contains(**a))) {
-                return Err(Error::other(format!("{have} has been allocated to {}, duplicate allocation is not allowed", call.container)));
+            } else if let Some(have) = mine
+                .addresses
+                .iter()
+                .find(|a| config.sets.iter().flatten().any(|r| r.contains(**a)))
+            {
+                return Err(Error::other(format!(
+                    "{have} has been allocated to {}, duplicate allocation is not allowed",
+                    call.container
+                )));
             }
         }
         let mut reservation = store.begin(&call.container, &call.ifname, &call.netns)?;
         for (i, set) in config.sets.iter().enumerate() {
-            success.ips.push(allocate(&store, &mut reservation, set, i, &mut requested)?);
+            success
+                .ips
+                .push(allocate(&store, &mut reservation, set, i, &mut requested)?);
         }
         if !requested.is_empty() {
             let left: Vec<String> = requested.iter().map(ToString::to_string).collect();
-            return Err(Error::other(format!("failed to allocate all requested IPs: {}: they are in none of the ranges", left.join(","))));
+            return Err(Error::other(format!(
+                "failed to allocate all requested IPs: {}: they are in none of the ranges",
+                left.join(",")
+            )));
         }
         reservation.finish()?;
         Ok(success)
@@ -115,22 +159,49 @@ impl Plugin for HostLocal {
 
     /// Needs only the network's name and the directory, so that a changed configuration holds nothing up.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        let Some(store) = Store::open_existing(&data_dir(call)?, call.network()?)? else { return Ok(()) };
+        let Some(store) = Store::open_existing(&data_dir(call)?, call.network()?)? else {
+            return Ok(());
+        };
         if let Some(mine) = store.of(&call.container, &call.ifname) {
             return store.release(&mine);
         }
-        let known = call.previous().ok().flatten().into_iter().flat_map(|s| s.ips).map(|ip| ip.address.addr());
-        let addresses = known.filter(|a| store.is_of(*a, &call.container, &call.ifname)).collect();
-        store.release(&Record { container: call.container.clone(), ifname: call.ifname.clone(), addresses, ..Record::default() })
+        let known = call
+            .previous()
+            .ok()
+            .flatten()
+            .into_iter()
+            .flat_map(|s| s.ips)
+            .map(|ip| ip.address.addr());
+        let addresses = known
+            .filter(|a| store.is_of(*a, &call.container, &call.ifname))
+            .collect();
+        store.release(&Record {
+            container: call.container.clone(),
+            ifname: call.ifname.clone(),
+            addresses,
+            ..Record::default()
+        })
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
         let store = Store::open_existing(&data_dir(call)?, call.network()?)?;
         let mine = store.and_then(|s| s.of(&call.container, &call.ifname));
-        let mine = mine.ok_or_else(|| Error::other(format!("host-local: Failed to find address added by container {}", call.container)))?;
+        let mine = mine.ok_or_else(|| {
+            Error::other(format!(
+                "host-local: Failed to find address added by container {}",
+                call.container
+            ))
+        })?;
         let expected = call.previous()?.unwrap_or_default().ips;
-        match mine.addresses.iter().find(|a| !expected.iter().any(|e| e.address.addr() == **a)) {
-            Some(missing) => Err(Error::other(format!("host-local: container {} holds {missing}, which is not in prevResult", call.container))),
+        match mine
+            .addresses
+            .iter()
+            .find(|a| !expected.iter().any(|e| e.address.addr() == **a))
+        {
+            Some(missing) => Err(Error::other(format!(
+                "host-local: container {} holds {missing}, which is not in prevResult",
+                call.container
+            ))),
             None => Ok(()),
         }
     }
@@ -149,10 +220,27 @@ impl Plugin for HostLocal {
         let config = parse(call)?;
         let store = Store::open(&data_dir(call)?, call.network()?)?;
         let taken = store.taken()?;
-        match config.sets.iter().find(|set| range::candidates(set, None).all(|(a, _)| taken.contains(&a))) {
+        match config
+            .sets
+            .iter()
+            .find(|set| range::candidates(set, None).all(|(a, _)| taken.contains(&a)))
+        {
             // What the dead hold is there for the next one.
-            Some(_) if store.owners()?.iter().any(|o| matches!(store.life(o), Life::Gone(_))) => Ok(()),
-            Some(full) => Err(Error::new(Error::UNAVAILABLE, format!("no IP addresses available in range set: {}", range::describe(full)))),
+            Some(_)
+                if store
+                    .owners()?
+                    .iter()
+                    .any(|o| matches!(store.life(o), Life::Gone(_))) =>
+            {
+                Ok(())
+            }
+            Some(full) => Err(Error::new(
+                Error::UNAVAILABLE,
+                format!(
+                    "no IP addresses available in range set: {}",
+                    range::describe(full)
+                ),
+            )),
             None => Ok(()),
         }
     }
@@ -160,27 +248,58 @@ impl Plugin for HostLocal {
 
 /// Who holds an address, for people.
 fn holder(store: &Store, address: IpAddr) -> String {
-    let owner = store.owners().ok().and_then(|all| all.into_iter().find(|o| o.addresses.contains(&address)));
-    owner.map_or_else(String::new, |o| format!("{} of container {} has it", o.ifname, o.container))
+    let owner = store
+        .owners()
+        .ok()
+        .and_then(|all| all.into_iter().find(|o| o.addresses.contains(&address)));
+    owner.map_or_else(String::new, |o| {
+        format!("{} of container {} has it", o.ifname, o.container)
+    })
 }
 
-fn allocate(store: &Store, reservation: &mut Reservation<'_>, set: &RangeSet, index: usize, requested: &mut Vec<IpAddr>) -> Result<Address, Error> {
+fn allocate(
+    store: &Store,
+    reservation: &mut Reservation<'_>,
+    set: &RangeSet,
+    index: usize,
+    requested: &mut Vec<IpAddr>,
+) -> Result<Address, Error> {
     let reply = |address: IpAddr, range: &range::Range| -> Result<Address, Error> {
-        let net = IpNet::new(address, range.subnet.prefix_len()).map_err(|e| Error::doing("an address does not fit its subnet", e))?;
-        Ok(Address { address: net, gateway: Some(range.gateway), interface: None })
+        let net = IpNet::new(address, range.subnet.prefix_len())
+            .map_err(|e| Error::doing("an address does not fit its subnet", e))?;
+        Ok(Address {
+            address: net,
+            gateway: Some(range.gateway),
+            interface: None,
+        })
     };
-    let wanted = requested.iter().position(|a| set.iter().any(|r| r.contains(*a)));
+    let wanted = requested
+        .iter()
+        .position(|a| set.iter().any(|r| r.contains(*a)));
     if let Some(place) = wanted {
         let address = requested.remove(place);
-        let range = set.iter().find(|r| r.contains(address)).ok_or_else(|| Error::other("a requested address left its range"))?;
+        let range = set
+            .iter()
+            .find(|r| r.contains(address))
+            .ok_or_else(|| Error::other("a requested address left its range"))?;
         if address == range.gateway {
-            return Err(Error::other(format!("requested IP {address} is gateway's IP")));
+            return Err(Error::other(format!(
+                "requested IP {address} is gateway's IP"
+            )));
         }
-        if reservation.take(address, index)? || store.reclaim()? > 0 && reservation.take(address, index)? {
+        if reservation.take(address, index)?
+            || store.reclaim()? > 0 && reservation.take(address, index)?
+        {
             return reply(address, range);
         }
-        let text = format!("requested IP address {address} is not available in range set {}", range::describe(set));
-        return Err(Error { details: holder(store, address), ..Error::other(text) });
+        let text = format!(
+            "requested IP address {address} is not available in range set {}",
+            range::describe(set)
+        );
+        return Err(Error {
+            details: holder(store, address),
+            ..Error::other(text)
+        });
     }
     // Most often the next one is free. Where many are not, their names say so faster than the attempt.
     const ATTEMPTS: usize = 16;
@@ -200,7 +319,10 @@ fn allocate(store: &Store, reservation: &mut Reservation<'_>, set: &RangeSet, in
             break;
         }
     }
-    Err(Error::other(format!("no IP addresses available in range set: {}", range::describe(set))))
+    Err(Error::other(format!(
+        "no IP addresses available in range set: {}",
+        range::describe(set)
+    )))
 }
 
 #[cfg(test)]
@@ -209,11 +331,18 @@ mod tests {
 
     #[test]
     fn resolv_conf_is_read_as_resolvers_do() {
-        let dns = resolv_conf("# c\nnameserver 1.1.1.1\nnameserver 8.8.8.8\ndomain a\ndomain b\nsearch x y\noptions ndots:5\nnonsense\n;c\n");
+        let dns = resolv_conf(
+            "# c\nnameserver 1.1.1.1\nnameserver 8.8.8.8\ndomain a\ndomain b\nsearch x y\noptions ndots:5\nnonsense\n;c\n",
+        );
         assert_eq!(
             Value::Object(dns.fields),
             serde_json::json!({"nameservers": ["1.1.1.1", "8.8.8.8"], "domain": "b", "search": ["x", "y"], "options": ["ndots:5"]})
         );
-        assert!(crate::cni::Json(&Value::Null).texts("x").expect("absent").is_empty());
+        assert!(
+            crate::cni::Json(&Value::Null)
+                .texts("x")
+                .expect("absent")
+                .is_empty()
+        );
     }
 }

@@ -20,57 +20,109 @@ pub(super) fn doing<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl 
 /// Readies the container's interface for its addresses; called inside the container.
 pub(super) fn ready(ifname: &str, success: &Success, dad: bool) -> Result<(Socket, u32), Error> {
     let mut socket = Socket::route().map_err(doing("no netlink socket in the container"))?;
-    let link = socket.link(ifname).map_err(doing("the container's interface cannot be read"))?;
-    let link = link.ok_or_else(|| Error::other(format!("the interface {ifname:?} vanished from the container")))?;
+    let link = socket
+        .link(ifname)
+        .map_err(doing("the container's interface cannot be read"))?;
+    let link = link.ok_or_else(|| {
+        Error::other(format!(
+            "the interface {ifname:?} vanished from the container"
+        ))
+    })?;
     // Best effort, as in the reference: neighbours learn the address at once.
     let _ = sysctl::write(&format!("ipv4/conf/{ifname}/arp_notify"), "1");
     if success.ips.iter().any(|i| i.address.addr().is_ipv6()) {
         for name in ["lo", ifname] {
             let _ = sysctl::ensure(&format!("ipv6/conf/{name}/disable_ipv6"), "0");
         }
-        let _ = sysctl::write(&format!("ipv6/conf/{ifname}/accept_dad"), if dad { "1" } else { "0" });
-        sysctl::write(&format!("ipv6/conf/{ifname}/keep_addr_on_down"), "1").map_err(doing("keep_addr_on_down cannot be set"))?;
+        let _ = sysctl::write(
+            &format!("ipv6/conf/{ifname}/accept_dad"),
+            if dad { "1" } else { "0" },
+        );
+        sysctl::write(&format!("ipv6/conf/{ifname}/keep_addr_on_down"), "1")
+            .map_err(doing("keep_addr_on_down cannot be set"))?;
     }
     Ok((socket, link.index))
 }
 
 /// Addresses, up, routes: inside the container.
-pub(super) fn configure(namespace: &File, ifname: &str, success: &Success, dad: bool) -> Result<(), Error> {
+pub(super) fn configure(
+    namespace: &File,
+    ifname: &str,
+    success: &Success,
+    dad: bool,
+) -> Result<(), Error> {
     netns::inside(namespace, || {
         let (mut socket, index) = ready(ifname, success, dad)?;
         for ip in &success.ips {
-            socket.add_address(index, ip.address).map_err(doing(format!("failed to add IP addr {} to {ifname:?}", ip.address)))?;
+            socket
+                .add_address(index, ip.address)
+                .map_err(doing(format!(
+                    "failed to add IP addr {} to {ifname:?}",
+                    ip.address
+                )))?;
         }
-        socket.set_up(index, true).map_err(doing(format!("failed to set {ifname:?} UP")))?;
+        socket
+            .set_up(index, true)
+            .map_err(doing(format!("failed to set {ifname:?} UP")))?;
         add_routes(&mut socket, index, ifname, success)
     })
 }
 
 /// The routes that were asked for; without a gateway of their own over that of their family.
-pub(super) fn add_routes(socket: &mut Socket, index: u32, ifname: &str, success: &Success) -> Result<(), Error> {
+pub(super) fn add_routes(
+    socket: &mut Socket,
+    index: u32,
+    ifname: &str,
+    success: &Success,
+) -> Result<(), Error> {
     for route in &success.routes {
         let v4 = route.destination.addr().is_ipv4();
-        let number = |key: &str| route.extra.get(key).and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok());
+        let number = |key: &str| {
+            route
+                .extra
+                .get(key)
+                .and_then(Value::as_u64)
+                .and_then(|n| u32::try_from(n).ok())
+        };
         // Behind no gateway: what is said to be on the link is.
         let on_link = number("scope") == Some(253);
-        let inferred = || success.ips.iter().find(|i| i.address.addr().is_ipv4() == v4).and_then(|i| i.gateway);
-        let gateway = route.gateway.or_else(|| if on_link { None } else { inferred() });
+        let inferred = || {
+            success
+                .ips
+                .iter()
+                .find(|i| i.address.addr().is_ipv4() == v4)
+                .and_then(|i| i.gateway)
+        };
+        let gateway = route
+            .gateway
+            .or_else(|| if on_link { None } else { inferred() });
         let mut wanted = Route::new(index, route.destination, gateway);
         wanted.priority = number("priority");
         wanted.table = number("table").unwrap_or(wanted.table);
         wanted.scope = number("scope").and_then(|s| u8::try_from(s).ok());
         wanted.mtu = number("mtu").filter(|m| *m > 0);
         wanted.advmss = number("advmss").filter(|m| *m > 0);
-        socket.add_route(&wanted).map_err(doing(format!("failed to add route {} via {gateway:?} dev {ifname}", route.destination)))?;
+        socket.add_route(&wanted).map_err(doing(format!(
+            "failed to add route {} via {gateway:?} dev {ifname}",
+            route.destination
+        )))?;
     }
     Ok(())
 }
 
 /// Gets addresses from an IPAM plugin, at least one, and does something with them. If that fails they are given back; if there were
 /// none, nothing is: what the attachment may have had before is not this call's.
-pub(super) fn with_addresses(call: &Call<'_>, ipam: &str, then: impl FnOnce(Success) -> Result<Success, Error>) -> Result<Success, Error> {
+pub(super) fn with_addresses(
+    call: &Call<'_>,
+    ipam: &str,
+    then: impl FnOnce(Success) -> Result<Success, Error>,
+) -> Result<Success, Error> {
     let given = delegate::add(call, ipam)?;
-    let result = if given.ips.is_empty() { Err(Error::other("IPAM plugin returned missing IP config")) } else { then(given) };
+    let result = if given.ips.is_empty() {
+        Err(Error::other("IPAM plugin returned missing IP config"))
+    } else {
+        then(given)
+    };
     if result.is_err() {
         // The first error is the one to report; the runtime calls DEL for whatever is left.
         let _ = delegate::forward(call, ipam, "DEL");
@@ -109,36 +161,70 @@ pub(super) fn together(results: impl IntoIterator<Item = Result<(), Error>>) -> 
     let mut errors: Vec<Error> = results.into_iter().filter_map(Result::err).collect();
     match errors.len() {
         0 => Ok(()),
-        _ => Err(Error { message: errors.iter().map(|e| e.message.as_str()).collect::<Vec<_>>().join("; "), ..errors.swap_remove(0) }),
+        _ => Err(Error {
+            message: errors
+                .iter()
+                .map(|e| e.message.as_str())
+                .collect::<Vec<_>>()
+                .join("; "),
+            ..errors.swap_remove(0)
+        }),
     }
 }
 
 /// DEL: removes what `rules` removes, then the interface, and gives the addresses back. All of it is tried, whether or not the
 /// namespace is still there.
-pub(super) fn remove(call: &Call<'_>, rules: impl FnOnce() -> Result<Option<Nft>, Error>) -> Result<(), Error> {
+pub(super) fn remove(
+    call: &Call<'_>,
+    rules: impl FnOnce() -> Result<Option<Nft>, Error>,
+) -> Result<(), Error> {
     // An address of this host is free when its interface is gone; a server in the network is told over that interface.
     let at_last = ["host-local", "static"].contains(&ipam(call).unwrap_or_default());
-    let early = if at_last { Ok(()) } else { ask_ipam(call, "DEL") };
+    let early = if at_last {
+        Ok(())
+    } else {
+        ask_ipam(call, "DEL")
+    };
     // Closing the connection waits until the kernel has let the rules go, removing the link until it has let that go: open to the
     // end, the two waits are one.
     let (rules, _open) = match rules() {
         Ok(open) => (Ok(()), open),
         Err(error) => (Err(error), None),
     };
-    let link = || match if call.netns.is_empty() { None } else { netns::open(&call.netns)? } {
+    let link = || match if call.netns.is_empty() {
+        None
+    } else {
+        netns::open(&call.netns)?
+    } {
         Some(namespace) => netns::inside(&namespace, || {
-            Socket::route().and_then(|mut s| s.delete_link(&call.ifname)).map_err(doing("the interface cannot be removed"))
+            Socket::route()
+                .and_then(|mut s| s.delete_link(&call.ifname))
+                .map_err(doing("the interface cannot be removed"))
         }),
         None => Ok(()),
     };
     let link = link();
-    together([early, rules, link, if at_last { ask_ipam(call, "DEL") } else { Ok(()) }])
+    together([
+        early,
+        rules,
+        link,
+        if at_last {
+            ask_ipam(call, "DEL")
+        } else {
+            Ok(())
+        },
+    ])
 }
 
 /// Runs `work` in the container.
-pub(super) fn inside<T>(call: &Call<'_>, work: impl FnOnce(&mut Socket) -> Result<T, Error>) -> Result<T, Error> {
+pub(super) fn inside<T>(
+    call: &Call<'_>,
+    work: impl FnOnce(&mut Socket) -> Result<T, Error>,
+) -> Result<T, Error> {
     let namespace = netns::require(&call.netns)?;
-    netns::inside(&namespace, || work(&mut Socket::route().map_err(doing("no netlink socket in the container"))?))
+    netns::inside(&namespace, || {
+        work(&mut Socket::route().map_err(doing("no netlink socket in the container"))?)
+    })
 }
 
 /// Whether the container has what the result says.
@@ -150,20 +236,50 @@ pub(super) fn check(call: &Call<'_>, expected: &Success) -> Result<(), Error> {
         let link = socket
             .link(&call.ifname)
             .map_err(doing(failed))?
-            .ok_or_else(|| Error::other(format!("the interface {:?} is missing in the container", call.ifname)))?;
-        let known = expected.interfaces.iter().find(|i| i.name == call.ifname && !i.sandbox.is_empty());
-        if let Some(known) = known.filter(|k| !k.mac.is_empty() && !k.mac.eq_ignore_ascii_case(&link.mac)) {
-            return Err(Error::other(format!("the interface {:?} has MAC {}, not {}", call.ifname, link.mac, known.mac)));
+            .ok_or_else(|| {
+                Error::other(format!(
+                    "the interface {:?} is missing in the container",
+                    call.ifname
+                ))
+            })?;
+        let known = expected
+            .interfaces
+            .iter()
+            .find(|i| i.name == call.ifname && !i.sandbox.is_empty());
+        if let Some(known) =
+            known.filter(|k| !k.mac.is_empty() && !k.mac.eq_ignore_ascii_case(&link.mac))
+        {
+            return Err(Error::other(format!(
+                "the interface {:?} has MAC {}, not {}",
+                call.ifname, link.mac, known.mac
+            )));
         }
         let addresses = socket.addresses(link.index).map_err(doing(failed))?;
         if let Some(missing) = expected.ips.iter().find(|i| {
-            i.interface.is_none_or(|n| expected.interfaces.get(n).is_some_and(|i| i.name == call.ifname)) && !addresses.contains(&i.address)
+            i.interface.is_none_or(|n| {
+                expected
+                    .interfaces
+                    .get(n)
+                    .is_some_and(|i| i.name == call.ifname)
+            }) && !addresses.contains(&i.address)
         }) {
-            return Err(Error::other(format!("the address {} is missing on {:?}", missing.address, call.ifname)));
+            return Err(Error::other(format!(
+                "the address {} is missing on {:?}",
+                missing.address, call.ifname
+            )));
         }
-        let routes = socket.routes().map_err(doing("the container's routes cannot be read"))?;
-        match expected.routes.iter().find(|r| !routes.iter().any(|d| d.destination == r.destination)) {
-            Some(missing) => Err(Error::other(format!("the route to {} is missing", missing.destination))),
+        let routes = socket
+            .routes()
+            .map_err(doing("the container's routes cannot be read"))?;
+        match expected
+            .routes
+            .iter()
+            .find(|r| !routes.iter().any(|d| d.destination == r.destination))
+        {
+            Some(missing) => Err(Error::other(format!(
+                "the route to {} is missing",
+                missing.destination
+            ))),
             None => Ok(()),
         }
     })

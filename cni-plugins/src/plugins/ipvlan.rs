@@ -18,15 +18,22 @@ fn mode(call: &Call<'_>) -> Result<u16, Error> {
         "" | "l2" => Ok(0),
         "l3" => Ok(1),
         "l3s" => Ok(2),
-        other => Err(Error::config(format!("unknown mode {other:?}: expected l2, l3 or l3s"))),
+        other => Err(Error::config(format!(
+            "unknown mode {other:?}: expected l2, l3 or l3s"
+        ))),
     }
 }
 
 /// The configured master, or the one interface of the plugin before.
 fn master<'a>(call: &Call<'a>, previous: Option<&'a Success>) -> Result<&'a str, Error> {
-    match (call.config.text("master")?, previous.map(|p| p.interfaces.as_slice())) {
+    match (
+        call.config.text("master")?,
+        previous.map(|p| p.interfaces.as_slice()),
+    ) {
         ("", Some([one])) => Ok(&one.name),
-        ("", Some(_)) => Err(Error::config("chained master failure. PrevResult lacks a single named interface: set \"master\"")),
+        ("", Some(_)) => Err(Error::config(
+            "chained master failure. PrevResult lacks a single named interface: set \"master\"",
+        )),
         (name, _) => Ok(name),
     }
 }
@@ -41,9 +48,13 @@ impl Plugin for Ipvlan {
         let previous = call.previous()?;
         let data = Attributes::new().put(MODE, &mode(call)?.to_ne_bytes());
         let addresses = match (Addresses::of(call)?, &previous) {
-            (Addresses::None, Some(previous)) if !previous.ips.is_empty() => Addresses::Previous(previous.clone()),
+            (Addresses::None, Some(previous)) if !previous.ips.is_empty() => {
+                Addresses::Previous(previous.clone())
+            }
             (Addresses::None, _) => {
-                return Err(Error::config("ipvlan needs addresses: set \"ipam\", or put it behind a plugin that gives them"));
+                return Err(Error::config(
+                    "ipvlan needs addresses: set \"ipam\", or put it behind a plugin that gives them",
+                ));
             }
             (other, _) => other,
         };
@@ -51,7 +62,15 @@ impl Plugin for Ipvlan {
             beside(call, c.flag("linkInContainer")?, |socket, namespace| {
                 let below = below(socket, master(call, previous.as_ref())?)?;
                 let mtu = sublink::mtu(call, None)?;
-                let plan = LinkPlan { name: &call.ifname, kind: "ipvlan", data, below: Some(below.index), namespace, mtu, mac: None };
+                let plan = LinkPlan {
+                    name: &call.ifname,
+                    kind: "ipvlan",
+                    data,
+                    below: Some(below.index),
+                    namespace,
+                    mtu,
+                    mac: None,
+                };
                 sublink::make(socket, &plan)
             })
         };
@@ -66,10 +85,14 @@ impl Plugin for Ipvlan {
         // Behind another plugin the master is what that one made; prevResult is this one's by now.
         let name = call.config.text("master")?;
         if !name.is_empty() {
-            beside(call, call.config.flag("linkInContainer")?, |socket, _| below(socket, name))?;
+            beside(call, call.config.flag("linkInContainer")?, |socket, _| {
+                below(socket, name)
+            })?;
         }
         let mode = mode(call)?;
-        sublink::check(call, "ipvlan", |link| sublink::has(link, MODE, mode.into(), "the mode"))
+        sublink::check(call, "ipvlan", |link| {
+            sublink::has(link, MODE, mode.into(), "the mode")
+        })
     }
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {

@@ -19,15 +19,27 @@ fn mode(call: &Call<'_>) -> Result<u32, Error> {
         "private" => Ok(1),
         "vepa" => Ok(2),
         "passthru" => Ok(8),
-        other => Err(Error::config(format!("unknown mode {other:?}: expected bridge, private, vepa or passthru"))),
+        other => Err(Error::config(format!(
+            "unknown mode {other:?}: expected bridge, private, vepa or passthru"
+        ))),
     }
 }
 
 fn mac(call: &Call<'_>) -> Result<Option<[u8; 6]>, Error> {
     let args = cni_args(&call.args, &["MAC"])?;
-    let sources = [call.config.text("mac")?, args.get("MAC").map_or("", String::as_str), call.config.object("runtimeConfig")?.text("mac")?];
-    let Some(text) = sources.iter().rev().find(|text| !text.is_empty()) else { return Ok(None) };
-    parse_mac(text).map(Some).ok_or_else(|| Error::config(format!("invalid MAC address {text:?}: expected six hexadecimal bytes")))
+    let sources = [
+        call.config.text("mac")?,
+        args.get("MAC").map_or("", String::as_str),
+        call.config.object("runtimeConfig")?.text("mac")?,
+    ];
+    let Some(text) = sources.iter().rev().find(|text| !text.is_empty()) else {
+        return Ok(None);
+    };
+    parse_mac(text).map(Some).ok_or_else(|| {
+        Error::config(format!(
+            "invalid MAC address {text:?}: expected six hexadecimal bytes"
+        ))
+    })
 }
 
 impl Plugin for Macvlan {
@@ -37,7 +49,11 @@ impl Plugin for Macvlan {
 
     fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
         let c = call.config;
-        let (mode, mac, queue) = (mode(call)?, mac(call)?, c.number("bcqueuelen", 0, 0..=i64::from(u32::MAX))?);
+        let (mode, mac, queue) = (
+            mode(call)?,
+            mac(call)?,
+            c.number("bcqueuelen", 0, 0..=i64::from(u32::MAX))?,
+        );
         let mut data = Attributes::new().number(MODE, mode);
         if let Some(queue) = u32::try_from(queue).ok().filter(|q| *q > 0) {
             data = data.number(QUEUE, queue);
@@ -46,7 +62,18 @@ impl Plugin for Macvlan {
             beside(call, c.flag("linkInContainer")?, |socket, namespace| {
                 let below = below(socket, c.text("master")?)?;
                 let mtu = sublink::mtu(call, Some(&below))?;
-                sublink::make(socket, &LinkPlan { name: &call.ifname, kind: "macvlan", data, below: Some(below.index), namespace, mtu, mac })
+                sublink::make(
+                    socket,
+                    &LinkPlan {
+                        name: &call.ifname,
+                        kind: "macvlan",
+                        data,
+                        below: Some(below.index),
+                        namespace,
+                        mtu,
+                        mac,
+                    },
+                )
             })
         };
         sublink::add(call, Addresses::of(call)?, make, || sublink::discard(call))
@@ -57,9 +84,13 @@ impl Plugin for Macvlan {
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
-        beside(call, call.config.flag("linkInContainer")?, |socket, _| below(socket, call.config.text("master")?))?;
+        beside(call, call.config.flag("linkInContainer")?, |socket, _| {
+            below(socket, call.config.text("master")?)
+        })?;
         let mode = mode(call)?;
-        sublink::check(call, "macvlan", |link| sublink::has(link, MODE, mode, "the mode"))
+        sublink::check(call, "macvlan", |link| {
+            sublink::has(link, MODE, mode, "the mode")
+        })
     }
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {

@@ -65,8 +65,12 @@ fn has_links(kind: &str) -> Result<(), Error> {
     let unavailable = |text: String| Error::new(Error::UNAVAILABLE, text);
     match Socket::route().and_then(|mut socket| socket.knows(kind)) {
         Ok(true) => Ok(()),
-        Ok(false) => Err(unavailable(format!("the kernel has no {kind} links: load the module {kind}"))),
-        Err(error) => Err(unavailable(format!("{kind} links cannot be made: {error}; this process needs CAP_NET_ADMIN"))),
+        Ok(false) => Err(unavailable(format!(
+            "the kernel has no {kind} links: load the module {kind}"
+        ))),
+        Err(error) => Err(unavailable(format!(
+            "{kind} links cannot be made: {error}; this process needs CAP_NET_ADMIN"
+        ))),
     }
 }
 

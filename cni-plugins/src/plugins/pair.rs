@@ -31,26 +31,59 @@ pub(super) fn random_name() -> Result<String, Error> {
 }
 
 /// Makes a pair: the host's end and the container's, which has its name.
-pub(super) fn add(socket: &mut Socket, call: &Call<'_>, namespace: &File, wish: Wish) -> Result<[Interface; 2], Error> {
-    let mac = |given: Option<[u8; 6]>| given.map_or_else(|| random_mac().map_err(doing("no random MAC address")), Ok);
+pub(super) fn add(
+    socket: &mut Socket,
+    call: &Call<'_>,
+    namespace: &File,
+    wish: Wish,
+) -> Result<[Interface; 2], Error> {
+    let mac = |given: Option<[u8; 6]>| {
+        given.map_or_else(|| random_mac().map_err(doing("no random MAC address")), Ok)
+    };
     let (host_mac, peer_mac) = (mac(None)?, mac(wish.mac)?);
     for _ in 0..10 {
         let host_name = random_name()?;
-        let plan = VethPlan { host_name: &host_name, host_mac, peer_name: &call.ifname, peer_mac, namespace, mtu: wish.mtu, master: wish.master };
+        let plan = VethPlan {
+            host_name: &host_name,
+            host_mac,
+            peer_name: &call.ifname,
+            peer_mac,
+            namespace,
+            mtu: wish.mtu,
+            master: wish.master,
+        };
         match socket.add_veth(&plan) {
             Ok(()) => {
-                let container =
-                    Interface { name: call.ifname.clone(), mac: mac_text(&peer_mac), sandbox: call.netns.clone(), ..Interface::default() };
-                return Ok([Interface { name: host_name, mac: mac_text(&host_mac), ..Interface::default() }, container]);
+                let container = Interface {
+                    name: call.ifname.clone(),
+                    mac: mac_text(&peer_mac),
+                    sandbox: call.netns.clone(),
+                    ..Interface::default()
+                };
+                return Ok([
+                    Interface {
+                        name: host_name,
+                        mac: mac_text(&host_mac),
+                        ..Interface::default()
+                    },
+                    container,
+                ]);
             }
-            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && socket.link(&host_name).is_ok_and(|l| l.is_some()) => {}
+            Err(error)
+                if error.kind() == std::io::ErrorKind::AlreadyExists
+                    && socket.link(&host_name).is_ok_and(|l| l.is_some()) => {}
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
-                return Err(Error::other(format!("container veth name ({:?}) peer provided ({host_name:?}) already exists", call.ifname)));
+                return Err(Error::other(format!(
+                    "container veth name ({:?}) peer provided ({host_name:?}) already exists",
+                    call.ifname
+                )));
             }
             Err(error) => return Err(Error::doing("failed to make veth pair", error)),
         }
     }
-    Err(Error::other("failed to make veth pair: no free name found in ten tries"))
+    Err(Error::other(
+        "failed to make veth pair: no free name found in ten tries",
+    ))
 }
 
 /// DEL: gives the addresses back, and removes the pair and what was masqueraded for it, whoever did that. All of it is tried.
@@ -89,20 +122,29 @@ pub(super) fn masquerades(config: Json<'_>) -> Result<bool, Error> {
 
 /// Has the host forward what comes from and goes to addresses of this family.
 pub(super) fn forward(address: IpAddr) -> Result<(), Error> {
-    let path = if address.is_ipv4() { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
+    let path = if address.is_ipv4() {
+        "ipv4/ip_forward"
+    } else {
+        "ipv6/conf/all/forwarding"
+    };
     sysctl::ensure(path, "1").map_err(doing("failed to enable forwarding"))
 }
 
 /// Masquerades what comes from the container's addresses.
 pub(super) fn masquerade(call: &Call<'_>, success: &Success) -> Result<(), Error> {
     let addresses: Vec<IpNet> = success.ips.iter().map(|i| i.address).collect();
-    table::add(&addresses, &call.owner()?).map_err(doing("masquerading cannot be set up in nftables"))
+    table::add(&addresses, &call.owner()?)
+        .map_err(doing("masquerading cannot be set up in nftables"))
 }
 
 /// Whether that is so.
 pub(super) fn check_masquerade(call: &Call<'_>) -> Result<(), Error> {
     let there = table::has(&call.owner()?).map_err(doing("masquerading cannot be read"))?;
-    if there { Ok(()) } else { Err(Error::other("the masquerading rule is missing")) }
+    if there {
+        Ok(())
+    } else {
+        Err(Error::other("the masquerading rule is missing"))
+    }
 }
 
 /// Removes what was masqueraded for containers of this network that are not wanted any more.

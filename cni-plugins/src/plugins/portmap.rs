@@ -30,27 +30,46 @@ fn mapping(config: Json<'_>) -> Result<Forward, Error> {
         let number = config.number(key, 0, 0..=65535)?;
         match u16::try_from(number) {
             Ok(port) if port > 0 => Ok(port),
-            _ => Err(Error::config(format!("portMappings: {key:?} is {number}, but must be a port from 1 to 65535"))),
+            _ => Err(Error::config(format!(
+                "portMappings: {key:?} is {number}, but must be a port from 1 to 65535"
+            ))),
         }
     };
     let protocol = match config.text("protocol")?.to_ascii_lowercase().as_str() {
         "tcp" => 6,
         "udp" => UDP,
         "sctp" => 132,
-        other => return Err(Error::config(format!("portMappings: the protocol {other:?} is unknown: use tcp, udp or sctp"))),
+        other => {
+            return Err(Error::config(format!(
+                "portMappings: the protocol {other:?} is unknown: use tcp, udp or sctp"
+            )));
+        }
     };
     let host = match config.text("hostIP")? {
         "" => None,
-        text => Some(text.parse::<IpAddr>().map_err(|_| Error::config(format!("portMappings: hostIP {text:?} is no IP address")))?),
+        text => Some(text.parse::<IpAddr>().map_err(|_| {
+            Error::config(format!("portMappings: hostIP {text:?} is no IP address"))
+        })?),
     };
     // The unspecified address is all of its family; which one, its presence says.
-    Ok(Forward { protocol, host, port: port("hostPort")?, target: port("containerPort")? })
+    Ok(Forward {
+        protocol,
+        host,
+        port: port("hostPort")?,
+        target: port("containerPort")?,
+    })
 }
 
 /// One condition in the words of iptables or nft, and how many of the words it took.
 fn condition(words: &[&str]) -> Option<(Condition, usize)> {
-    let net = |text: &str| text.parse::<IpNet>().ok().or_else(|| text.parse::<IpAddr>().ok().map(IpNet::from));
-    let name = |text: &str| Some(text.trim_matches('"').to_owned()).filter(|n| !n.is_empty() && n.len() < 16);
+    let net = |text: &str| {
+        text.parse::<IpNet>()
+            .ok()
+            .or_else(|| text.parse::<IpAddr>().ok().map(IpNet::from))
+    };
+    let name = |text: &str| {
+        Some(text.trim_matches('"').to_owned()).filter(|n| !n.is_empty() && n.len() < 16)
+    };
     let iptables = |option: &str, value: &str, equal: bool| match option {
         "-s" | "--source" | "--src" => Some(Condition::Address(true, net(value)?, equal)),
         "-d" | "--destination" | "--dst" => Some(Condition::Address(false, net(value)?, equal)),
@@ -63,11 +82,23 @@ fn condition(words: &[&str]) -> Option<(Condition, usize)> {
         rest => (false, rest),
     };
     match rest {
-        [option, value, ..] if option.starts_with('-') => Some((iptables(option, value, !negated)?, 2 + usize::from(negated))),
-        ["ip" | "ip6", end @ ("saddr" | "daddr"), "!=", value, ..] => Some((Condition::Address(*end == "saddr", net(value)?, false), 4)),
-        ["ip" | "ip6", end @ ("saddr" | "daddr"), value, ..] => Some((Condition::Address(*end == "saddr", net(value)?, true), 3)),
-        [end @ ("iifname" | "oifname"), "!=", value, ..] => Some((Condition::Interface(*end == "iifname", name(value)?, false), 3)),
-        [end @ ("iifname" | "oifname"), value, ..] => Some((Condition::Interface(*end == "iifname", name(value)?, true), 2)),
+        [option, value, ..] if option.starts_with('-') => {
+            Some((iptables(option, value, !negated)?, 2 + usize::from(negated)))
+        }
+        ["ip" | "ip6", end @ ("saddr" | "daddr"), "!=", value, ..] => {
+            Some((Condition::Address(*end == "saddr", net(value)?, false), 4))
+        }
+        ["ip" | "ip6", end @ ("saddr" | "daddr"), value, ..] => {
+            Some((Condition::Address(*end == "saddr", net(value)?, true), 3))
+        }
+        [end @ ("iifname" | "oifname"), "!=", value, ..] => Some((
+            Condition::Interface(*end == "iifname", name(value)?, false),
+            3,
+        )),
+        [end @ ("iifname" | "oifname"), value, ..] => Some((
+            Condition::Interface(*end == "iifname", name(value)?, true),
+            2,
+        )),
         _ => None,
     }
 }
@@ -84,7 +115,9 @@ fn conditions(config: Json<'_>, key: &str, v4: bool) -> Result<Vec<Condition>, E
             ))
         })?;
         if matches!(&condition, Condition::Address(_, net, _) if net.addr().is_ipv4() != v4) {
-            return Err(Error::config(format!("{key}: {words:?} is about an address of the other family")));
+            return Err(Error::config(format!(
+                "{key}: {words:?} is about an address of the other family"
+            )));
         }
         found.push(condition);
         words = words.get(length..).unwrap_or_default();
@@ -103,13 +136,28 @@ impl Config {
         }
         // What iptables needs marks for is done without them, so they are only checked.
         if c.get("markMasqBit").is_some() && !c.text("externalSetMarkChain")?.is_empty() {
-            return Err(Error::config("Cannot specify externalSetMarkChain and markMasqBit"));
+            return Err(Error::config(
+                "Cannot specify externalSetMarkChain and markMasqBit",
+            ));
         }
         c.number("markMasqBit", 13, 0..=31)?;
-        let conditions = [conditions(c, "conditionsV4", true)?, conditions(c, "conditionsV6", false)?];
-        let forwards = c.object("runtimeConfig")?.list("portMappings")?.iter().map(|m| mapping(Json(m))).collect::<Result<_, _>>()?;
+        let conditions = [
+            conditions(c, "conditionsV4", true)?,
+            conditions(c, "conditionsV6", false)?,
+        ];
+        let forwards = c
+            .object("runtimeConfig")?
+            .list("portMappings")?
+            .iter()
+            .map(|m| mapping(Json(m)))
+            .collect::<Result<_, _>>()?;
         let snat = c.get("snat").is_none() || c.flag("snat")?;
-        Ok(Config { forwards, conditions, snat, all: c.flag("masqAll")? })
+        Ok(Config {
+            forwards,
+            conditions,
+            snat,
+            all: c.flag("masqAll")?,
+        })
     }
 
     /// What is to be done for the container's addresses.
@@ -117,21 +165,45 @@ impl Config {
         let mut plans = vec![];
         for (v4, conditions) in [true, false].into_iter().zip(&self.conditions) {
             let of_container = |index: Option<usize>| {
-                index.is_none_or(|n| success.interfaces.get(n).is_some_and(|i| i.name == call.ifname && !i.sandbox.is_empty()))
+                index.is_none_or(|n| {
+                    success
+                        .interfaces
+                        .get(n)
+                        .is_some_and(|i| i.name == call.ifname && !i.sandbox.is_empty())
+                })
             };
-            let Some(ip) = success.ips.iter().find(|ip| ip.address.addr().is_ipv4() == v4 && of_container(ip.interface)) else { continue };
+            let Some(ip) = success
+                .ips
+                .iter()
+                .find(|ip| ip.address.addr().is_ipv4() == v4 && of_container(ip.interface))
+            else {
+                continue;
+            };
             let fits = |f: &&Forward| f.host.is_none_or(|h| h.is_ipv4() == v4);
-            let any = |f: &Forward| Forward { host: f.host.filter(|h| !h.is_unspecified()), ..*f };
+            let any = |f: &Forward| Forward {
+                host: f.host.filter(|h| !h.is_unspecified()),
+                ..*f
+            };
             let forwards: Vec<Forward> = self.forwards.iter().filter(fits).map(any).collect();
             if !forwards.is_empty() {
-                plans.push(Plan { container: ip.address.addr(), forwards, conditions: conditions.clone(), hairpin: self.snat, all: self.all });
+                plans.push(Plan {
+                    container: ip.address.addr(),
+                    forwards,
+                    conditions: conditions.clone(),
+                    hairpin: self.snat,
+                    all: self.all,
+                });
             }
         }
         plans
     }
 
     fn udp_ports(&self) -> Vec<u16> {
-        self.forwards.iter().filter(|f| f.protocol == UDP).map(|f| f.port).collect()
+        self.forwards
+            .iter()
+            .filter(|f| f.protocol == UDP)
+            .map(|f| f.port)
+            .collect()
     }
 }
 
@@ -142,7 +214,9 @@ fn forget(ports: &[u16], containers: &[IpAddr]) {
     }
     for v4 in [true, false] {
         if let Err(error) = conntrack::forget_udp(v4, ports, containers) {
-            eprintln!("portmap: UDP flows that were known already may go on to where they went: {error}");
+            eprintln!(
+                "portmap: UDP flows that were known already may go on to where they went: {error}"
+            );
         }
     }
 }
@@ -151,10 +225,16 @@ fn forget(ports: &[u16], containers: &[IpAddr]) {
 fn route_localnet(container: IpAddr) -> Result<(), Error> {
     let failed = "the container's interface on the host cannot be found";
     let mut socket = Socket::route().map_err(doing(failed))?;
-    let Some(index) = socket.link_to(container).map_err(doing(failed))? else { return Ok(()) };
-    let Some(link) = socket.link_at(index).map_err(doing(failed))? else { return Ok(()) };
-    sysctl::ensure(&format!("ipv4/conf/{}/route_localnet", link.name), "1")
-        .map_err(doing(format!("route_localnet cannot be set for {:?}", link.name)))
+    let Some(index) = socket.link_to(container).map_err(doing(failed))? else {
+        return Ok(());
+    };
+    let Some(link) = socket.link_at(index).map_err(doing(failed))? else {
+        return Ok(());
+    };
+    sysctl::ensure(&format!("ipv4/conf/{}/route_localnet", link.name), "1").map_err(doing(format!(
+        "route_localnet cannot be set for {:?}",
+        link.name
+    )))
 }
 
 impl Plugin for Portmap {
@@ -189,18 +269,34 @@ impl Plugin for Portmap {
             iptables::remove_hostports(nft, network, &call.container)
         });
         // A configuration that has become wrong holds nothing up.
-        let ports = Config::parse(call).map(|c| c.udp_ports()).unwrap_or_default();
-        let addresses: Vec<IpAddr> = call.previous().ok().flatten().into_iter().flat_map(|s| s.ips).map(|ip| ip.address.addr()).collect();
+        let ports = Config::parse(call)
+            .map(|c| c.udp_ports())
+            .unwrap_or_default();
+        let addresses: Vec<IpAddr> = call
+            .previous()
+            .ok()
+            .flatten()
+            .into_iter()
+            .flat_map(|s| s.ips)
+            .map(|ip| ip.address.addr())
+            .collect();
         forget(&ports, &addresses);
-        removed.map(drop).map_err(doing("forwarded ports cannot be removed"))
+        removed
+            .map(drop)
+            .map_err(doing("forwarded ports cannot be removed"))
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
         let config = Config::parse(call)?;
         for plan in config.plans(call, &call.chained("portmap")?) {
-            let found = hostport::count(plan.container.is_ipv4(), &call.owner()?).map_err(doing("forwarded ports cannot be read"))?;
+            let found = hostport::count(plan.container.is_ipv4(), &call.owner()?)
+                .map_err(doing("forwarded ports cannot be read"))?;
             if found < plan.size() {
-                return Err(Error::other(format!("{found} of {} rules are there that forward ports to {}", plan.size(), plan.container)));
+                return Err(Error::other(format!(
+                    "{found} of {} rules are there that forward ports to {}",
+                    plan.size(),
+                    plan.container
+                )));
             }
         }
         Ok(())
@@ -227,11 +323,26 @@ mod tests {
         let net = |text: &str| text.parse::<IpNet>().expect("a network");
         assert_eq!(
             read(json!(["!", "-s", "192.0.2.0/24", "-i", "eth0"]), true),
-            Ok(vec![Condition::Address(true, net("192.0.2.0/24"), false), Condition::Interface(true, "eth0".into(), true)])
+            Ok(vec![
+                Condition::Address(true, net("192.0.2.0/24"), false),
+                Condition::Interface(true, "eth0".into(), true)
+            ])
         );
-        assert_eq!(read(json!(["ip6 daddr != fd00::/8"]), false), Ok(vec![Condition::Address(false, net("fd00::/8"), false)]));
-        assert_eq!(read(json!(["iifname", "\"eth0\""]), true), Ok(vec![Condition::Interface(true, "eth0".into(), true)]));
-        for wrong in [json!(["-p", "tcp"]), json!(["-s"]), json!(["ip", "saddr", "x"]), json!(["-s", "fd00::1"]), json!(["!"])] {
+        assert_eq!(
+            read(json!(["ip6 daddr != fd00::/8"]), false),
+            Ok(vec![Condition::Address(false, net("fd00::/8"), false)])
+        );
+        assert_eq!(
+            read(json!(["iifname", "\"eth0\""]), true),
+            Ok(vec![Condition::Interface(true, "eth0".into(), true)])
+        );
+        for wrong in [
+            json!(["-p", "tcp"]),
+            json!(["-s"]),
+            json!(["ip", "saddr", "x"]),
+            json!(["-s", "fd00::1"]),
+            json!(["!"]),
+        ] {
             assert!(read(wrong.clone(), true).is_err(), "{wrong}");
         }
     }
@@ -240,8 +351,15 @@ mod tests {
     fn mappings_are_checked() {
         let read = |m: serde_json::Value| mapping(Json(&m));
         assert_eq!(
-            read(json!({"HostPort": 8080, "ContainerPort": 80, "Protocol": "TCP", "HostIP": "127.0.0.1"})),
-            Ok(Forward { protocol: 6, host: Some([127, 0, 0, 1].into()), port: 8080, target: 80 })
+            read(
+                json!({"HostPort": 8080, "ContainerPort": 80, "Protocol": "TCP", "HostIP": "127.0.0.1"})
+            ),
+            Ok(Forward {
+                protocol: 6,
+                host: Some([127, 0, 0, 1].into()),
+                port: 8080,
+                target: 80
+            })
         );
         for wrong in [
             json!({"hostPort": 0, "containerPort": 80, "protocol": "tcp"}),

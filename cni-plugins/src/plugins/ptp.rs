@@ -39,11 +39,17 @@ impl<'a> Config<'a> {
 
 /// An address with nothing beside it.
 fn alone(address: IpAddr) -> Result<IpNet, Error> {
-    IpNet::new(address, if address.is_ipv4() { 32 } else { 128 }).map_err(doing("an address cannot stand alone"))
+    IpNet::new(address, if address.is_ipv4() { 32 } else { 128 })
+        .map_err(doing("an address cannot stand alone"))
 }
 
 fn gateway(ip: &Address) -> Result<IpAddr, Error> {
-    ip.gateway.ok_or_else(|| Error::config(format!("the address {} has no gateway, over which ptp leads: give it one in \"ipam\"", ip.address)))
+    ip.gateway.ok_or_else(|| {
+        Error::config(format!(
+            "the address {} has no gateway, over which ptp leads: give it one in \"ipam\"",
+            ip.address
+        ))
+    })
 }
 
 /// Inside the container: its network is behind the host like all else.
@@ -51,14 +57,25 @@ fn inside(namespace: &File, ifname: &str, success: &Success) -> Result<(), Error
     netns::inside(namespace, || {
         let (mut socket, index) = interface::ready(ifname, success, false)?;
         for ip in &success.ips {
-            socket.add_lone_address(index, ip.address).map_err(doing(format!("failed to add IP addr {} to {ifname:?}", ip.address)))?;
+            socket
+                .add_lone_address(index, ip.address)
+                .map_err(doing(format!(
+                    "failed to add IP addr {} to {ifname:?}",
+                    ip.address
+                )))?;
         }
-        socket.set_up(index, true).map_err(doing(format!("failed to set {ifname:?} UP")))?;
+        socket
+            .set_up(index, true)
+            .map_err(doing(format!("failed to set {ifname:?} UP")))?;
         for ip in &success.ips {
             let gateway = gateway(ip)?;
-            for (destination, over) in [(alone(gateway)?, None), (ip.address.trunc(), Some(gateway))] {
+            for (destination, over) in
+                [(alone(gateway)?, None), (ip.address.trunc(), Some(gateway))]
+            {
                 let added = socket.add_route(&Route::new(index, destination, over));
-                added.map_err(doing(format!("failed to add route {destination} via {over:?} dev {ifname}")))?;
+                added.map_err(doing(format!(
+                    "failed to add route {destination} via {over:?} dev {ifname}"
+                )))?;
             }
         }
         interface::add_routes(&mut socket, index, ifname, success)
@@ -68,24 +85,39 @@ fn inside(namespace: &File, ifname: &str, success: &Success) -> Result<(), Error
 /// On the host: the gateway's address on the line, and the container behind it.
 fn outside(socket: &mut Socket, host: &str, success: &Success) -> Result<(), Error> {
     let _ = sysctl::write(&format!("ipv6/conf/{host}/accept_ra"), "0");
-    let link = socket.link(host).map_err(doing("the host interface cannot be read"))?;
+    let link = socket
+        .link(host)
+        .map_err(doing("the host interface cannot be read"))?;
     let link = link.ok_or_else(|| Error::other(format!("the interface {host:?} vanished")))?;
     for ip in &success.ips {
         let address = alone(gateway(ip)?)?;
         match socket.add_address(link.index, address) {
             Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
-                return Err(Error::doing(format!("failed to add {address} to {host:?}"), error));
+                return Err(Error::doing(
+                    format!("failed to add {address} to {host:?}"),
+                    error,
+                ));
             }
             _ => {}
         }
         let container = alone(ip.address.addr())?;
-        socket.add_route(&Route::new(link.index, container, None)).map_err(doing(format!("failed to add route to {container} dev {host}")))?;
+        socket
+            .add_route(&Route::new(link.index, container, None))
+            .map_err(doing(format!(
+                "failed to add route to {container} dev {host}"
+            )))?;
         pair::forward(address.addr())?;
     }
     Ok(())
 }
 
-fn attach(socket: &mut Socket, config: &Config<'_>, call: &Call<'_>, namespace: &File, interfaces: [Interface; 2]) -> Result<Success, Error> {
+fn attach(
+    socket: &mut Socket,
+    config: &Config<'_>,
+    call: &Call<'_>,
+    namespace: &File,
+    interfaces: [Interface; 2],
+) -> Result<Success, Error> {
     interface::with_addresses(call, config.ipam, |mut success| {
         success.ips.iter_mut().for_each(|ip| ip.interface = Some(1));
         success.interfaces = interfaces.to_vec();
@@ -110,7 +142,16 @@ impl Plugin for Ptp {
         let config = Config::parse(call)?;
         let namespace = netns::require(&call.netns)?;
         let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
-        let interfaces = pair::add(&mut socket, call, &namespace, Wish { mac: None, mtu: config.mtu, master: None })?;
+        let interfaces = pair::add(
+            &mut socket,
+            call,
+            &namespace,
+            Wish {
+                mac: None,
+                mtu: config.mtu,
+                master: None,
+            },
+        )?;
         let host = interfaces[0].name.clone();
         let result = attach(&mut socket, &config, call, &namespace, interfaces);
         if result.is_err() {
@@ -129,24 +170,44 @@ impl Plugin for Ptp {
         delegate::forward(call, config.ipam, "CHECK")?;
         let expected = call.previous()?.unwrap_or_default();
         interface::check(call, &expected)?;
-        let host = expected.interfaces.iter().find(|i| i.sandbox.is_empty()).map(|i| i.name.clone()).unwrap_or_default();
+        let host = expected
+            .interfaces
+            .iter()
+            .find(|i| i.sandbox.is_empty())
+            .map(|i| i.name.clone())
+            .unwrap_or_default();
         let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
-        if socket.link(&host).map_err(doing("the host interface cannot be read"))?.is_none_or(|l| l.kind != "veth") {
+        if socket
+            .link(&host)
+            .map_err(doing("the host interface cannot be read"))?
+            .is_none_or(|l| l.kind != "veth")
+        {
             return Err(Error::other(format!("the host's end {host:?} is missing")));
         }
-        let routes = socket.routes().map_err(doing("the host's routes cannot be read"))?;
+        let routes = socket
+            .routes()
+            .map_err(doing("the host's routes cannot be read"))?;
         for ip in &expected.ips {
             let container = alone(ip.address.addr())?;
             if !routes.iter().any(|r| r.destination == container) {
-                return Err(Error::other(format!("the host's route to {container} is missing")));
+                return Err(Error::other(format!(
+                    "the host's route to {container} is missing"
+                )));
             }
         }
-        if config.masquerade { pair::check_masquerade(call) } else { Ok(()) }
+        if config.masquerade {
+            pair::check_masquerade(call)
+        } else {
+            Ok(())
+        }
     }
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
         let config = Config::parse(call)?;
-        interface::together([pair::collect_masquerade(call, keep), delegate::collect(call, config.ipam, keep)])
+        interface::together([
+            pair::collect_masquerade(call, keep),
+            delegate::collect(call, config.ipam, keep),
+        ])
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {

@@ -29,11 +29,21 @@ struct Config {
 impl Config {
     fn parse(call: &Call<'_>) -> Result<Config, Error> {
         let c = call.config;
-        let table = c.get("table").map(|_| c.number("table", 0, 1..=i64::from(u32::MAX))).transpose()?;
-        let gateway = |text: &String| text.parse().map_err(|_| Error::config(format!("gateways: {text:?} is no IP address")));
+        let table = c
+            .get("table")
+            .map(|_| c.number("table", 0, 1..=i64::from(u32::MAX)))
+            .transpose()?;
+        let gateway = |text: &String| {
+            text.parse()
+                .map_err(|_| Error::config(format!("gateways: {text:?} is no IP address")))
+        };
         Ok(Config {
             table: table.and_then(|t| u32::try_from(t).ok()),
-            gateways: c.texts("gateways")?.iter().map(gateway).collect::<Result<_, _>>()?,
+            gateways: c
+                .texts("gateways")?
+                .iter()
+                .map(gateway)
+                .collect::<Result<_, _>>()?,
             hints: c.flag("addSourceHints")?,
         })
     }
@@ -41,43 +51,99 @@ impl Config {
 
 /// The addresses of the container's interface with their gateways.
 fn addresses(call: &Call<'_>, success: &Success) -> Vec<(IpAddr, Option<IpAddr>)> {
-    let ours = |n: usize| success.interfaces.get(n).is_some_and(|i| i.name == call.ifname && !i.sandbox.is_empty());
-    success.ips.iter().filter(|ip| ip.interface.is_none_or(ours)).map(|ip| (ip.address.addr(), ip.gateway)).collect()
+    let ours = |n: usize| {
+        success
+            .interfaces
+            .get(n)
+            .is_some_and(|i| i.name == call.ifname && !i.sandbox.is_empty())
+    };
+    success
+        .ips
+        .iter()
+        .filter(|ip| ip.interface.is_none_or(ours))
+        .map(|ip| (ip.address.addr(), ip.gateway))
+        .collect()
 }
 
-fn divert(call: &Call<'_>, config: &Config, socket: &mut Socket, addresses: &[(IpAddr, Option<IpAddr>)]) -> Result<(), Error> {
+fn divert(
+    call: &Call<'_>,
+    config: &Config,
+    socket: &mut Socket,
+    addresses: &[(IpAddr, Option<IpAddr>)],
+) -> Result<(), Error> {
     let failed = || doing("the container's routes cannot be read");
     let link = socket.link(&call.ifname).map_err(failed())?;
-    let link = link.ok_or_else(|| Error::other(format!("the interface {:?} is missing in the container", call.ifname)))?;
+    let link = link.ok_or_else(|| {
+        Error::other(format!(
+            "the interface {:?} is missing in the container",
+            call.ifname
+        ))
+    })?;
     let all = socket.routes().map_err(failed())?;
     let rules = socket.source_rules().map_err(failed())?;
-    let mut used: Vec<u32> = all.iter().map(|r| r.table).chain(rules.iter().map(|(_, table)| *table)).collect();
-    let ours: Vec<Route> = all.into_iter().filter(|r| r.link == link.index && r.table == MAIN && !is_link_local(r.destination)).collect();
+    let mut used: Vec<u32> = all
+        .iter()
+        .map(|r| r.table)
+        .chain(rules.iter().map(|(_, table)| *table))
+        .collect();
+    let ours: Vec<Route> = all
+        .into_iter()
+        .filter(|r| r.link == link.index && r.table == MAIN && !is_link_local(r.destination))
+        .collect();
     for (address, own) in addresses {
-        let free = (config.table.unwrap_or(FIRST)..).find(|t| !used.contains(t)).ok_or_else(|| Error::other("no table for routes is free"))?;
+        let free = (config.table.unwrap_or(FIRST)..)
+            .find(|t| !used.contains(t))
+            .ok_or_else(|| Error::other("no table for routes is free"))?;
         used.push(free);
         let same = |other: &IpAddr| other.is_ipv4() == address.is_ipv4();
-        let adapt = |route: &Route| Route { table: free, source: if config.hints { Some(*address) } else { route.source }, ..*route };
+        let adapt = |route: &Route| Route {
+            table: free,
+            source: if config.hints {
+                Some(*address)
+            } else {
+                route.source
+            },
+            ..*route
+        };
         // Those on the link first: gateways are behind them.
-        let mut copies: Vec<Route> = ours.iter().filter(|r| same(&r.destination.addr())).map(adapt).collect();
+        let mut copies: Vec<Route> = ours
+            .iter()
+            .filter(|r| same(&r.destination.addr()))
+            .map(adapt)
+            .collect();
         copies.sort_by_key(|r| r.gateway.is_some());
         if let Some(gateway) = config.gateways.iter().copied().find(same).or(*own) {
-            let any: IpAddr = if address.is_ipv4() { [0u8; 4].into() } else { [0u8; 16].into() };
+            let any: IpAddr = if address.is_ipv4() {
+                [0u8; 4].into()
+            } else {
+                [0u8; 16].into()
+            };
             let everything = IpNet::new(any, 0).map_err(doing("no network"))?;
             copies.retain(|r| r.destination.prefix_len() > 0);
             copies.push(adapt(&Route::new(link.index, everything, Some(gateway))));
         }
         for route in copies {
             let added = socket.add_route(&route);
-            added.map_err(doing(format!("the route to {} cannot be added to table {free}", route.destination)))?;
+            added.map_err(doing(format!(
+                "the route to {} cannot be added to table {free}",
+                route.destination
+            )))?;
         }
-        socket.add_rule(*address, free).map_err(doing(format!("the rule for {address} cannot be added")))?;
+        socket
+            .add_rule(*address, free)
+            .map_err(doing(format!("the rule for {address} cannot be added")))?;
     }
     // The kernel's own stay where it looks for them.
     for route in ours.iter().filter(|r| r.maker != KERNEL) {
         match socket.delete_route(route) {
             Err(error) if error.raw_os_error() != Some(nix::errno::Errno::ESRCH as i32) => {
-                return Err(Error::doing(format!("the route to {} cannot be removed from the main table", route.destination), error));
+                return Err(Error::doing(
+                    format!(
+                        "the route to {} cannot be removed from the main table",
+                        route.destination
+                    ),
+                    error,
+                ));
             }
             _ => {}
         }
@@ -99,7 +165,10 @@ impl Plugin for Sbr {
         let config = Config::parse(call)?;
         let addresses = addresses(call, &previous);
         if addresses.is_empty() {
-            return Err(Error::config(format!("prevResult has no address for {:?}: put this plugin behind one that gives some", call.ifname)));
+            return Err(Error::config(format!(
+                "prevResult has no address for {:?}: put this plugin behind one that gives some",
+                call.ifname
+            )));
         }
         interface::inside(call, |socket| divert(call, &config, socket, &addresses))?;
         Ok(previous)
@@ -107,14 +176,34 @@ impl Plugin for Sbr {
 
     /// The tables empty themselves when the interface goes; the rules do not.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        let Some(namespace) = (if call.netns.is_empty() { None } else { netns::open(&call.netns)? }) else { return Ok(()) };
-        let known: Vec<IpAddr> = call.previous().ok().flatten().map(|p| addresses(call, &p)).unwrap_or_default().into_iter().map(|a| a.0).collect();
+        let Some(namespace) = (if call.netns.is_empty() {
+            None
+        } else {
+            netns::open(&call.netns)?
+        }) else {
+            return Ok(());
+        };
+        let known: Vec<IpAddr> = call
+            .previous()
+            .ok()
+            .flatten()
+            .map(|p| addresses(call, &p))
+            .unwrap_or_default()
+            .into_iter()
+            .map(|a| a.0)
+            .collect();
         netns::inside(&namespace, || {
             let failed = || doing("the container's rules cannot be removed");
             let mut socket = Socket::route().map_err(failed())?;
             let mut sources = known;
             if let Some(link) = socket.link(&call.ifname).map_err(failed())? {
-                sources.extend(socket.addresses(link.index).map_err(failed())?.iter().map(|a| a.addr()));
+                sources.extend(
+                    socket
+                        .addresses(link.index)
+                        .map_err(failed())?
+                        .iter()
+                        .map(|a| a.addr()),
+                );
             }
             for (source, table) in socket.source_rules().map_err(failed())? {
                 if sources.contains(&source) {
@@ -129,11 +218,19 @@ impl Plugin for Sbr {
         let previous = call.chained("sbr")?;
         interface::inside(call, |socket| {
             let failed = || doing("the container's rules cannot be read");
-            let (rules, routes) = (socket.source_rules().map_err(failed())?, socket.routes().map_err(failed())?);
+            let (rules, routes) = (
+                socket.source_rules().map_err(failed())?,
+                socket.routes().map_err(failed())?,
+            );
             for (address, _) in addresses(call, &previous) {
-                let table = rules.iter().find(|(source, _)| *source == address).map(|(_, table)| *table);
+                let table = rules
+                    .iter()
+                    .find(|(source, _)| *source == address)
+                    .map(|(_, table)| *table);
                 if table.is_none_or(|t| !routes.iter().any(|r| r.table == t)) {
-                    return Err(Error::other(format!("there is no table of its own any more for what comes from {address}")));
+                    return Err(Error::other(format!(
+                        "there is no table of its own any more for what comes from {address}"
+                    )));
                 }
             }
             Ok(())

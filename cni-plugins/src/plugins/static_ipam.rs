@@ -13,20 +13,43 @@ pub struct Static;
 /// An address in CIDR notation, as it stands at `place`.
 fn cidr(text: &str, place: &str) -> Result<Address, Error> {
     let address = text.trim().parse::<IpNet>();
-    let address = address.map_err(|_| Error::config(format!("{place}: the address {text:?} is invalid: use CIDR notation, such as 192.0.2.5/24")))?;
-    Ok(Address { address, gateway: None, interface: None })
+    let address = address.map_err(|_| {
+        Error::config(format!(
+            "{place}: the address {text:?} is invalid: use CIDR notation, such as 192.0.2.5/24"
+        ))
+    })?;
+    Ok(Address {
+        address,
+        gateway: None,
+        interface: None,
+    })
 }
 
 fn gateway(text: &str, place: &str) -> Result<IpAddr, Error> {
-    text.trim().parse().map_err(|_| Error::config(format!("{place}: the gateway {text:?} is invalid: use an IP address")))
+    text.trim().parse().map_err(|_| {
+        Error::config(format!(
+            "{place}: the gateway {text:?} is invalid: use an IP address"
+        ))
+    })
 }
 
 /// The addresses, from the place that counts: the runtime's wish over `args`, those over the configuration with
 /// `CNI_ARGS`.
 fn addresses(call: &Call<'_>) -> Result<Vec<Address>, Error> {
-    let of = |texts: Vec<String>, place: &str| texts.iter().map(|t| cidr(t, place)).collect::<Result<Vec<_>, _>>();
-    let wished = of(call.config.object("runtimeConfig")?.texts("ips")?, "runtimeConfig.ips")?;
-    let asked = of(call.config.object("args")?.object("cni")?.texts("ips")?, "args.cni.ips")?;
+    let of = |texts: Vec<String>, place: &str| {
+        texts
+            .iter()
+            .map(|t| cidr(t, place))
+            .collect::<Result<Vec<_>, _>>()
+    };
+    let wished = of(
+        call.config.object("runtimeConfig")?.texts("ips")?,
+        "runtimeConfig.ips",
+    )?;
+    let asked = of(
+        call.config.object("args")?.object("cni")?.texts("ips")?,
+        "args.cni.ips",
+    )?;
     let ipam = call.config.object("ipam")?;
     if ipam.0.is_null() && wished.is_empty() && asked.is_empty() {
         return Err(Error::config("IPAM config missing 'ipam' key"));
@@ -36,21 +59,49 @@ fn addresses(call: &Call<'_>) -> Result<Vec<Address>, Error> {
         let item = crate::cni::Json(item);
         let mut address = cidr(item.text("address")?, "ipam.addresses")?;
         let text = item.text("gateway")?;
-        address.gateway = if text.is_empty() { None } else { Some(gateway(text, "ipam.addresses")?) };
+        address.gateway = if text.is_empty() {
+            None
+        } else {
+            Some(gateway(text, "ipam.addresses")?)
+        };
         own.push(address);
     }
     let args = cni_args(&call.args, &["IP", "GATEWAY"])?;
-    for text in args.get("IP").into_iter().flat_map(|t| t.split(',')).filter(|t| !t.is_empty()) {
+    for text in args
+        .get("IP")
+        .into_iter()
+        .flat_map(|t| t.split(','))
+        .filter(|t| !t.is_empty())
+    {
         own.push(cidr(text, "CNI_ARGS IP")?);
     }
-    for text in args.get("GATEWAY").into_iter().flat_map(|t| t.split(',')).filter(|t| !t.is_empty()) {
+    for text in args
+        .get("GATEWAY")
+        .into_iter()
+        .flat_map(|t| t.split(','))
+        .filter(|t| !t.is_empty())
+    {
         let gateway = gateway(text, "CNI_ARGS GATEWAY")?;
-        own.iter_mut().filter(|a| a.address.contains(&gateway)).for_each(|a| a.gateway = Some(gateway));
+        own.iter_mut()
+            .filter(|a| a.address.contains(&gateway))
+            .for_each(|a| a.gateway = Some(gateway));
     }
-    let found = [wished, asked, own].into_iter().find(|all| !all.is_empty()).unwrap_or_default();
+    let found = [wished, asked, own]
+        .into_iter()
+        .find(|all| !all.is_empty())
+        .unwrap_or_default();
     for v4 in [true, false] {
-        if !at_least(call.version, "0.3.0") && found.iter().filter(|a| a.address.addr().is_ipv4() == v4).count() > 1 {
-            return Err(Error::config(format!("CNI version {} does not support more than 1 address per family", call.version)));
+        if !at_least(call.version, "0.3.0")
+            && found
+                .iter()
+                .filter(|a| a.address.addr().is_ipv4() == v4)
+                .count()
+                > 1
+        {
+            return Err(Error::config(format!(
+                "CNI version {} does not support more than 1 address per family",
+                call.version
+            )));
         }
     }
     Ok(found)
@@ -64,7 +115,12 @@ impl Plugin for Static {
     fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
         let ipam = call.config.object("ipam")?;
         let (ips, routes) = (addresses(call)?, parse_routes(ipam.list("routes")?)?);
-        Ok(Success { ips, routes, dns: Dns::parse(ipam.object("dns")?), ..Success::default() })
+        Ok(Success {
+            ips,
+            routes,
+            dns: Dns::parse(ipam.object("dns")?),
+            ..Success::default()
+        })
     }
 
     fn del(&self, _: &Call<'_>) -> Result<(), Error> {
@@ -72,13 +128,23 @@ impl Plugin for Static {
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
-        let previous = call.previous()?.ok_or_else(|| Error::config("static: Required prevResult missing"))?;
+        let previous = call
+            .previous()?
+            .ok_or_else(|| Error::config("static: Required prevResult missing"))?;
         for ours in addresses(call)? {
             let theirs = previous.ips.iter().find(|ip| ip.address == ours.address);
             match theirs {
-                None => return Err(Error::other(format!("static: Failed to find address {} in prevResult", ours.address))),
+                None => {
+                    return Err(Error::other(format!(
+                        "static: Failed to find address {} in prevResult",
+                        ours.address
+                    )));
+                }
                 Some(theirs) if ours.gateway.is_some() && theirs.gateway != ours.gateway => {
-                    return Err(Error::other(format!("static: the gateway of {} in prevResult is not the configured one", ours.address)));
+                    return Err(Error::other(format!(
+                        "static: the gateway of {} in prevResult is not the configured one",
+                        ours.address
+                    )));
                 }
                 Some(_) => {}
             }

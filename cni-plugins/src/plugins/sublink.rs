@@ -11,10 +11,18 @@ use crate::net::{netns, sysctl};
 use crate::skel::Call;
 
 /// Runs `work` where the link below is: in the container, or on the host, where it also gets the namespace to which the new link goes.
-pub(super) fn beside<T>(call: &Call<'_>, in_container: bool, work: impl FnOnce(&mut Socket, Option<&File>) -> Result<T, Error>) -> Result<T, Error> {
+pub(super) fn beside<T>(
+    call: &Call<'_>,
+    in_container: bool,
+    work: impl FnOnce(&mut Socket, Option<&File>) -> Result<T, Error>,
+) -> Result<T, Error> {
     let namespace = netns::require(&call.netns)?;
     let socket = || Socket::route().map_err(doing("no netlink socket"));
-    if in_container { netns::inside(&namespace, || work(&mut socket()?, None)) } else { work(&mut socket()?, Some(&namespace)) }
+    if in_container {
+        netns::inside(&namespace, || work(&mut socket()?, None))
+    } else {
+        work(&mut socket()?, Some(&namespace))
+    }
 }
 
 /// The link below: of this name, or else the one of the default route.
@@ -22,39 +30,57 @@ pub(super) fn below(socket: &mut Socket, name: &str) -> Result<Link, Error> {
     let failed = || doing("the master cannot be read");
     if !name.is_empty() {
         let found = socket.link(name).map_err(failed())?;
-        return found.ok_or_else(|| Error::config(format!("the master {name:?} does not exist: set \"master\" to an interface that does")));
+        return found.ok_or_else(|| {
+            Error::config(format!(
+                "the master {name:?} does not exist: set \"master\" to an interface that does"
+            ))
+        });
     }
     let index = socket.default_link().map_err(failed())?;
     let link = match index {
         Some(index) => socket.link_at(index).map_err(failed())?,
         None => None,
     };
-    link.ok_or_else(|| Error::config("no \"master\" is set, and there is no default route whose interface could be it"))
+    link.ok_or_else(|| {
+        Error::config(
+            "no \"master\" is set, and there is no default route whose interface could be it",
+        )
+    })
 }
 
 /// An MTU from 0, which leaves it to the kernel, to that of the link below.
 pub(super) fn mtu(call: &Call<'_>, below: Option<&Link>) -> Result<u32, Error> {
     let most = below.map_or(65535, |l| i64::from(l.mtu));
     let given = call.config.number("mtu", 0, i64::MIN..=i64::MAX)?;
-    u32::try_from(given).ok().filter(|_| given <= most).ok_or_else(|| {
-        Error::config(format!(
-            "invalid MTU {given}: it must be from 0 to {most}{}",
-            below.map_or_else(String::new, |l| format!(", that of {:?}", l.name))
-        ))
-    })
+    u32::try_from(given)
+        .ok()
+        .filter(|_| given <= most)
+        .ok_or_else(|| {
+            Error::config(format!(
+                "invalid MTU {given}: it must be from 0 to {most}{}",
+                below.map_or_else(String::new, |l| format!(", that of {:?}", l.name))
+            ))
+        })
 }
 
 /// Makes a link, down.
 pub(super) fn make(socket: &mut Socket, plan: &LinkPlan<'_>) -> Result<(), Error> {
-    socket.add_link(plan).map_err(|error| match error.raw_os_error() {
-        Some(code) if code == nix::errno::Errno::EOPNOTSUPP as i32 => {
-            Error::other(format!("the kernel has no {} links: load its module ({}), or use another plugin", plan.kind, plan.kind))
-        }
-        Some(code) if code == nix::errno::Errno::EEXIST as i32 => {
-            Error::other(format!("the interface {:?} already exists in the container", plan.name))
-        }
-        _ => Error::doing(format!("failed to create {} {:?}", plan.kind, plan.name), error),
-    })
+    socket
+        .add_link(plan)
+        .map_err(|error| match error.raw_os_error() {
+            Some(code) if code == nix::errno::Errno::EOPNOTSUPP as i32 => Error::other(format!(
+                "the kernel has no {} links: load its module ({}), or use another plugin",
+                plan.kind, plan.kind
+            )),
+            Some(code) if code == nix::errno::Errno::EEXIST as i32 => Error::other(format!(
+                "the interface {:?} already exists in the container",
+                plan.name
+            )),
+            _ => Error::doing(
+                format!("failed to create {} {:?}", plan.kind, plan.name),
+                error,
+            ),
+        })
 }
 
 /// STATUS: the kernel has such links, and IPAM is well.
@@ -76,19 +102,33 @@ pub(super) enum Addresses {
 impl Addresses {
     /// From IPAM if the network has one.
     pub(super) fn of(call: &Call<'_>) -> Result<Addresses, Error> {
-        Ok(if interface::ipam(call)?.is_empty() { Addresses::None } else { Addresses::Ipam })
+        Ok(if interface::ipam(call)?.is_empty() {
+            Addresses::None
+        } else {
+            Addresses::Ipam
+        })
     }
 }
 
 /// ADD: `make` makes the link in the container, which then gets its addresses. If anything fails, `unmake` takes it away.
-pub(super) fn add(call: &Call<'_>, addresses: Addresses, make: impl FnOnce() -> Result<(), Error>, unmake: impl FnOnce()) -> Result<Success, Error> {
+pub(super) fn add(
+    call: &Call<'_>,
+    addresses: Addresses,
+    make: impl FnOnce() -> Result<(), Error>,
+    unmake: impl FnOnce(),
+) -> Result<Success, Error> {
     let namespace = netns::require(&call.netns)?;
     make()?;
     let equip = |success| equip(call, &namespace, success);
     let result = match addresses {
         Addresses::None => equip(Success::default()),
-        Addresses::Ipam => interface::ipam(call).and_then(|ipam| interface::with_addresses(call, ipam, equip)),
-        Addresses::Previous(success) => equip(Success { interfaces: vec![], ..success }),
+        Addresses::Ipam => {
+            interface::ipam(call).and_then(|ipam| interface::with_addresses(call, ipam, equip))
+        }
+        Addresses::Previous(success) => equip(Success {
+            interfaces: vec![],
+            ..success
+        }),
     };
     if result.is_err() {
         unmake();
@@ -102,34 +142,66 @@ fn equip(call: &Call<'_>, namespace: &File, mut success: Success) -> Result<Succ
     let notify = || sysctl::write(&format!("ipv6/conf/{}/ndisc_notify", call.ifname), "1");
     let mac = interface::inside(call, |socket| {
         let _ = notify();
-        let link = socket.link(&call.ifname).map_err(doing("the new interface cannot be read"))?;
-        link.map(|l| l.mac).ok_or_else(|| Error::other(format!("the interface {:?} vanished from the container", call.ifname)))
+        let link = socket
+            .link(&call.ifname)
+            .map_err(doing("the new interface cannot be read"))?;
+        link.map(|l| l.mac).ok_or_else(|| {
+            Error::other(format!(
+                "the interface {:?} vanished from the container",
+                call.ifname
+            ))
+        })
     })?;
     interface::configure(namespace, &call.ifname, &success, false)?;
-    success.interfaces = vec![Interface { name: call.ifname.clone(), mac, sandbox: call.netns.clone(), ..Interface::default() }];
+    success.interfaces = vec![Interface {
+        name: call.ifname.clone(),
+        mac,
+        sandbox: call.netns.clone(),
+        ..Interface::default()
+    }];
     success.dns = interface::dns(call)?;
     Ok(success)
 }
 
 /// Removes a link from the container after something failed.
 pub(super) fn discard(call: &Call<'_>) {
-    let _ = interface::inside(call, |socket| socket.delete_link(&call.ifname).map_err(doing("the interface cannot be removed")));
+    let _ = interface::inside(call, |socket| {
+        socket
+            .delete_link(&call.ifname)
+            .map_err(doing("the interface cannot be removed"))
+    });
 }
 
 /// CHECK: addresses, routes and MAC; that the link is of `kind`, and what `more` says of it.
-pub(super) fn check(call: &Call<'_>, kind: &str, more: impl FnOnce(&Link) -> Result<(), Error>) -> Result<(), Error> {
+pub(super) fn check(
+    call: &Call<'_>,
+    kind: &str,
+    more: impl FnOnce(&Link) -> Result<(), Error>,
+) -> Result<(), Error> {
     interface::ask_ipam(call, "CHECK")?;
     let expected = call.previous()?.unwrap_or_default();
     interface::check(call, &expected)?;
-    let link = interface::inside(call, |socket| socket.link(&call.ifname).map_err(doing("the container's interface cannot be read")))?;
+    let link = interface::inside(call, |socket| {
+        socket
+            .link(&call.ifname)
+            .map_err(doing("the container's interface cannot be read"))
+    })?;
     let link = link.filter(|l| l.kind == kind);
-    more(&link.ok_or_else(|| Error::other(format!("the interface {:?} of the container is no {kind}", call.ifname)))?)
+    more(&link.ok_or_else(|| {
+        Error::other(format!(
+            "the interface {:?} of the container is no {kind}",
+            call.ifname
+        ))
+    })?)
 }
 
 /// CHECK: an option of the link is what was asked for.
 pub(super) fn has(link: &Link, option: u16, wanted: u32, name: &str) -> Result<(), Error> {
     match link.option(option) {
         found if found == Some(wanted) => Ok(()),
-        found => Err(Error::other(format!("{name} of {:?} is {found:?}, not {wanted}", link.name))),
+        found => Err(Error::other(format!(
+            "{name} of {:?} is {found:?}, not {wanted}",
+            link.name
+        ))),
     }
 }

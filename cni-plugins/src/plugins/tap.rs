@@ -24,9 +24,22 @@ struct Config<'a> {
 impl<'a> Config<'a> {
     fn parse(call: &Call<'a>) -> Result<Config<'a>, Error> {
         let c = call.config;
-        let id = |key: &str| c.get(key).map(|_| c.number(key, 0, 0..=i64::from(i32::MAX))).transpose().map(|n| n.and_then(|n| u32::try_from(n).ok()));
-        let mac = [c.object("runtimeConfig")?.text("mac")?, c.text("mac")?].into_iter().find(|t| !t.is_empty());
-        let parse = |text| parse_mac(text).ok_or_else(|| Error::config(format!("invalid MAC address {text:?}: expected six hexadecimal bytes")));
+        let id = |key: &str| {
+            c.get(key)
+                .map(|_| c.number(key, 0, 0..=i64::from(i32::MAX)))
+                .transpose()
+                .map(|n| n.and_then(|n| u32::try_from(n).ok()))
+        };
+        let mac = [c.object("runtimeConfig")?.text("mac")?, c.text("mac")?]
+            .into_iter()
+            .find(|t| !t.is_empty());
+        let parse = |text| {
+            parse_mac(text).ok_or_else(|| {
+                Error::config(format!(
+                    "invalid MAC address {text:?}: expected six hexadecimal bytes"
+                ))
+            })
+        };
         Ok(Config {
             several_queues: c.flag("multiQueue")?,
             mtu: sublink::mtu(call, None)?,
@@ -41,25 +54,48 @@ impl<'a> Config<'a> {
     fn make(&self, call: &Call<'_>) -> Result<(), Error> {
         interface::inside(call, |socket| {
             let failed = || doing(format!("failed to create tap {:?}", call.ifname));
-            let made = crate::net::with_socket_label(self.label, || tap::add(&call.ifname, self.several_queues, self.owner, self.group));
+            let made = crate::net::with_socket_label(self.label, || {
+                tap::add(&call.ifname, self.several_queues, self.owner, self.group)
+            });
             made.map_err(failed())?;
             let mut finish = || -> Result<(), Error> {
                 let link = socket.link(&call.ifname).map_err(failed())?;
-                let link = link.ok_or_else(|| Error::other(format!("the interface {:?} vanished", call.ifname)))?;
+                let link = link.ok_or_else(|| {
+                    Error::other(format!("the interface {:?} vanished", call.ifname))
+                })?;
                 let master = match self.bridge {
                     "" => None,
                     name => {
-                        let bridge = socket.link(name).map_err(failed())?.filter(|l| l.kind == "bridge");
-                        let bridge = bridge.ok_or_else(|| Error::config(format!("the bridge {name:?} does not exist in the container")))?;
+                        let bridge = socket
+                            .link(name)
+                            .map_err(failed())?
+                            .filter(|l| l.kind == "bridge");
+                        let bridge = bridge.ok_or_else(|| {
+                            Error::config(format!(
+                                "the bridge {name:?} does not exist in the container"
+                            ))
+                        })?;
                         Some(bridge.index)
                     }
                 };
                 let mtu = Some(self.mtu).filter(|m| *m > 0);
-                socket.change_link(link.index, Change { mtu, mac: self.mac, master, up: Some(true), ..Change::default() }).map_err(failed())
+                socket
+                    .change_link(
+                        link.index,
+                        Change {
+                            mtu,
+                            mac: self.mac,
+                            master,
+                            up: Some(true),
+                            ..Change::default()
+                        },
+                    )
+                    .map_err(failed())
             };
             let finished = finish();
             if finished.is_err() {
-                let _ = crate::net::netlink::Socket::route().and_then(|mut s| s.delete_link(&call.ifname));
+                let _ = crate::net::netlink::Socket::route()
+                    .and_then(|mut s| s.delete_link(&call.ifname));
             }
             finished
         })
@@ -73,7 +109,12 @@ impl Plugin for Tap {
 
     fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
         let config = Config::parse(call)?;
-        sublink::add(call, Addresses::of(call)?, || config.make(call), || sublink::discard(call))
+        sublink::add(
+            call,
+            Addresses::of(call)?,
+            || config.make(call),
+            || sublink::discard(call),
+        )
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
@@ -93,6 +134,9 @@ impl Plugin for Tap {
         if std::path::Path::new("/dev/net/tun").exists() {
             return interface::ask_ipam(call, "STATUS");
         }
-        Err(Error::new(Error::UNAVAILABLE, "/dev/net/tun is missing: load the module tun"))
+        Err(Error::new(
+            Error::UNAVAILABLE,
+            "/dev/net/tun is missing: load the module tun",
+        ))
     }
 }

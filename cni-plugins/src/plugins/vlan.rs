@@ -23,11 +23,16 @@ impl<'a> Config<'a> {
         let id = c.number("vlanId", 0, i64::MIN..=i64::MAX)?;
         let id = u16::try_from(id).ok().filter(|id| *id <= 4094);
         let id = id.ok_or_else(|| {
-            Error::config(format!("invalid VLAN ID {} (must be between 0 and 4094)", c.number("vlanId", 0, i64::MIN..=i64::MAX).unwrap_or(-1)))
+            Error::config(format!(
+                "invalid VLAN ID {} (must be between 0 and 4094)",
+                c.number("vlanId", 0, i64::MIN..=i64::MAX).unwrap_or(-1)
+            ))
         })?;
         let master = c.text("master")?;
         if master.is_empty() {
-            return Err(Error::config("\"master\" field is required. It specifies the host interface name to create the VLAN for"));
+            return Err(Error::config(
+                "\"master\" field is required. It specifies the host interface name to create the VLAN for",
+            ));
         }
         Ok(Config { master, id })
     }
@@ -45,13 +50,25 @@ impl Plugin for Vlan {
             other => other,
         };
         let make = || {
-            beside(call, call.config.flag("linkInContainer")?, |socket, namespace| {
-                let below = below(socket, config.master)?;
-                let mtu = sublink::mtu(call, Some(&below))?;
-                let data = Attributes::new().put(ID, &config.id.to_ne_bytes());
-                let plan = LinkPlan { name: &call.ifname, kind: "vlan", data, below: Some(below.index), namespace, mtu, mac: None };
-                sublink::make(socket, &plan)
-            })
+            beside(
+                call,
+                call.config.flag("linkInContainer")?,
+                |socket, namespace| {
+                    let below = below(socket, config.master)?;
+                    let mtu = sublink::mtu(call, Some(&below))?;
+                    let data = Attributes::new().put(ID, &config.id.to_ne_bytes());
+                    let plan = LinkPlan {
+                        name: &call.ifname,
+                        kind: "vlan",
+                        data,
+                        below: Some(below.index),
+                        namespace,
+                        mtu,
+                        mac: None,
+                    };
+                    sublink::make(socket, &plan)
+                },
+            )
         };
         sublink::add(call, addresses, make, || sublink::discard(call))
     }
@@ -63,11 +80,16 @@ impl Plugin for Vlan {
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
         let config = Config::parse(call)?;
-        let wanted = beside(call, call.config.flag("linkInContainer")?, |socket, _| sublink::mtu(call, Some(&below(socket, config.master)?)))?;
+        let wanted = beside(call, call.config.flag("linkInContainer")?, |socket, _| {
+            sublink::mtu(call, Some(&below(socket, config.master)?))
+        })?;
         sublink::check(call, "vlan", |link| {
             sublink::has(link, ID, config.id.into(), "the VLAN ID")?;
             if wanted != 0 && link.mtu != wanted {
-                return Err(Error::other(format!("the MTU of {:?} is {}, not {wanted}", link.name, link.mtu)));
+                return Err(Error::other(format!(
+                    "the MTU of {:?} is {}, not {wanted}",
+                    link.name, link.mtu
+                )));
             }
             Ok(())
         })

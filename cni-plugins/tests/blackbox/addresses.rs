@@ -8,19 +8,36 @@ use super::world::{World, ip, versions};
 fn host_local_gives_requested_addresses_and_refuses_what_it_cannot() {
     let world = World::new();
     let config = world.config("1.0.0", json!({}));
-    let asked = world.call("host-local", "ADD", &config, &[("CNI_ARGS", "IgnoreUnknown=1;IP=10.198.1.77")]);
+    let asked = world.call(
+        "host-local",
+        "ADD",
+        &config,
+        &[("CNI_ARGS", "IgnoreUnknown=1;IP=10.198.1.77")],
+    );
     let result: Value = serde_json::from_slice(&asked.stdout).unwrap();
     assert_eq!(result["ips"][0]["address"], "10.198.1.77/24", "{result}");
     let cases = [
         ("c2", "IP=10.198.1.77", "not available"),
         ("c3", "IP=10.198.1.1", "gateway"),
-        ("c4", "IP=192.168.0.1", "failed to allocate all requested IPs"),
+        (
+            "c4",
+            "IP=192.168.0.1",
+            "failed to allocate all requested IPs",
+        ),
         ("c1", "", "duplicate allocation"),
         ("c5", "X=1", "unknown args"),
     ];
     for (container, args, expected) in cases {
-        let refusal = world.refused("host-local", "ADD", &config, &[("CNI_CONTAINERID", container), ("CNI_ARGS", args)]);
-        assert!(refusal["msg"].as_str().unwrap().contains(expected), "{args}: {refusal}");
+        let refusal = world.refused(
+            "host-local",
+            "ADD",
+            &config,
+            &[("CNI_CONTAINERID", container), ("CNI_ARGS", args)],
+        );
+        assert!(
+            refusal["msg"].as_str().unwrap().contains(expected),
+            "{args}: {refusal}"
+        );
     }
     assert_eq!(world.taken(), ["10.198.1.77"]);
 }
@@ -29,7 +46,8 @@ fn host_local_gives_requested_addresses_and_refuses_what_it_cannot() {
 fn static_addresses_come_from_the_place_that_counts() {
     let world = World::new();
     let config = |version: &str, ipam: Value, more: Value| {
-        let mut config = json!({"cniVersion": version, "name": "net", "type": "static", "ipam": ipam});
+        let mut config =
+            json!({"cniVersion": version, "name": "net", "type": "static", "ipam": ipam});
         for (key, value) in more.as_object().unwrap() {
             config[key] = value.clone();
         }
@@ -41,8 +59,16 @@ fn static_addresses_come_from_the_place_that_counts() {
         let result = world.ok("static", "ADD", &config(version, own.clone(), json!({})));
         if version < "0.3.0" {
             assert_eq!(
-                (&result["ip4"]["ip"], &result["ip4"]["gateway"], &result["ip6"]["ip"]),
-                (&json!("10.10.0.1/24"), &json!("10.10.0.254"), &json!("3ffe:ffff:0:1ff::1/64"))
+                (
+                    &result["ip4"]["ip"],
+                    &result["ip4"]["gateway"],
+                    &result["ip6"]["ip"]
+                ),
+                (
+                    &json!("10.10.0.1/24"),
+                    &json!("10.10.0.254"),
+                    &json!("3ffe:ffff:0:1ff::1/64")
+                )
             );
         } else {
             assert_eq!(
@@ -50,7 +76,10 @@ fn static_addresses_come_from_the_place_that_counts() {
                 (&json!("10.10.0.1/24"), &json!("10.10.0.254")),
                 "{version}: {result}"
             );
-            assert_eq!((&result["routes"][1]["gw"], &result["dns"]["domain"]), (&json!("10.10.5.1"), &json!("example.test")));
+            assert_eq!(
+                (&result["routes"][1]["gw"], &result["dns"]["domain"]),
+                (&json!("10.10.5.1"), &json!("example.test"))
+            );
         }
         world.ok("static", "DEL", &config(version, own.clone(), json!({})));
     }
@@ -63,34 +92,101 @@ fn static_addresses_come_from_the_place_that_counts() {
             .as_array()
             .unwrap()
             .iter()
-            .map(|ip| format!("{} {}", ip["address"].as_str().unwrap(), ip["gateway"].as_str().unwrap_or("-")))
+            .map(|ip| {
+                format!(
+                    "{} {}",
+                    ip["address"].as_str().unwrap(),
+                    ip["gateway"].as_str().unwrap_or("-")
+                )
+            })
             .collect::<Vec<_>>()
             .join(", ")
     };
     let one = json!({"type": "static", "addresses": [{"address": "10.10.0.1/24"}]});
-    let args = [("CNI_ARGS", "IP=10.11.0.1/24,10.10.0.2/24;GATEWAY=10.10.0.254")];
-    assert_eq!(addresses(&config("1.0.0", one.clone(), json!({})), &args), "10.10.0.1/24 10.10.0.254, 10.11.0.1/24 -, 10.10.0.2/24 10.10.0.254");
+    let args = [(
+        "CNI_ARGS",
+        "IP=10.11.0.1/24,10.10.0.2/24;GATEWAY=10.10.0.254",
+    )];
+    assert_eq!(
+        addresses(&config("1.0.0", one.clone(), json!({})), &args),
+        "10.10.0.1/24 10.10.0.254, 10.11.0.1/24 -, 10.10.0.2/24 10.10.0.254"
+    );
     let asked = json!({"args": {"cni": {"ips": ["10.12.0.1/24"]}}});
-    assert_eq!(addresses(&config("1.0.0", one.clone(), asked.clone()), &args), "10.12.0.1/24 -");
+    assert_eq!(
+        addresses(&config("1.0.0", one.clone(), asked.clone()), &args),
+        "10.12.0.1/24 -"
+    );
     let mut wished = asked.clone();
     wished["runtimeConfig"] = json!({"ips": ["10.13.0.1/24"]});
-    assert_eq!(addresses(&config("1.0.0", one.clone(), wished.clone()), &args), "10.13.0.1/24 -");
-    wished.as_object_mut().unwrap().insert("ipam".into(), Value::Null);
     assert_eq!(
-        addresses(&wished.as_object().map(|w| config("1.0.0", Value::Null, json!(w))).unwrap(), &[]),
+        addresses(&config("1.0.0", one.clone(), wished.clone()), &args),
+        "10.13.0.1/24 -"
+    );
+    wished
+        .as_object_mut()
+        .unwrap()
+        .insert("ipam".into(), Value::Null);
+    assert_eq!(
+        addresses(
+            &wished
+                .as_object()
+                .map(|w| config("1.0.0", Value::Null, json!(w)))
+                .unwrap(),
+            &[]
+        ),
         "10.13.0.1/24 -",
         "no ipam is needed then"
     );
     // What is wrong is named with its place.
     let two = json!({"type": "static", "addresses": [{"address": "10.10.0.1/24"}, {"address": "10.10.1.1/24"}]});
     for (config, env, expected) in [
-        (config("0.2.0", two, json!({})), &[][..], "more than 1 address"),
-        (config("1.0.0", Value::Null, json!({})), &[], "missing 'ipam' key"),
-        (config("1.0.0", json!({"addresses": [{"address": "10.10.0.1"}]}), json!({})), &[], "ipam.addresses"),
-        (config("1.0.0", one.clone(), json!({"runtimeConfig": {"ips": ["10.10.0.256/24"]}})), &[], "runtimeConfig.ips"),
-        (config("1.0.0", one.clone(), json!({"args": {"cni": {"ips": ["x"]}}})), &[], "args.cni.ips"),
-        (config("1.0.0", one.clone(), json!({})), &[("CNI_ARGS", "IP=10.10.0.1")], "CNI_ARGS IP"),
-        (config("1.0.0", one.clone(), json!({})), &[("CNI_ARGS", "GATEWAY=here")], "CNI_ARGS GATEWAY"),
+        (
+            config("0.2.0", two, json!({})),
+            &[][..],
+            "more than 1 address",
+        ),
+        (
+            config("1.0.0", Value::Null, json!({})),
+            &[],
+            "missing 'ipam' key",
+        ),
+        (
+            config(
+                "1.0.0",
+                json!({"addresses": [{"address": "10.10.0.1"}]}),
+                json!({}),
+            ),
+            &[],
+            "ipam.addresses",
+        ),
+        (
+            config(
+                "1.0.0",
+                one.clone(),
+                json!({"runtimeConfig": {"ips": ["10.10.0.256/24"]}}),
+            ),
+            &[],
+            "runtimeConfig.ips",
+        ),
+        (
+            config(
+                "1.0.0",
+                one.clone(),
+                json!({"args": {"cni": {"ips": ["x"]}}}),
+            ),
+            &[],
+            "args.cni.ips",
+        ),
+        (
+            config("1.0.0", one.clone(), json!({})),
+            &[("CNI_ARGS", "IP=10.10.0.1")],
+            "CNI_ARGS IP",
+        ),
+        (
+            config("1.0.0", one.clone(), json!({})),
+            &[("CNI_ARGS", "GATEWAY=here")],
+            "CNI_ARGS GATEWAY",
+        ),
     ] {
         let error = world.refused("static", "ADD", &config, env);
         assert!(error["msg"].as_str().unwrap().contains(expected), "{error}");
@@ -122,18 +218,33 @@ fn host_local_reads_what_it_finds_and_takes_wishes_from_everywhere() {
     let ranges = json!([[{"subnet": "10.198.1.0/28"}, {"subnet": "10.198.2.0/28"}], [{"subnet": "fd00:198:1::/64"}]]);
     let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "ranges": ranges, "resolvConf": resolv, "routes": [{"dst": "0.0.0.0/0"}]});
     let config = world.config("1.0.0", json!({"ipam": ipam}));
-    let addresses = |result: &Value| result["ips"].as_array().unwrap().iter().map(|i| i["address"].as_str().unwrap().to_owned()).collect::<Vec<_>>();
+    let addresses = |result: &Value| {
+        result["ips"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|i| i["address"].as_str().unwrap().to_owned())
+            .collect::<Vec<_>>()
+    };
     // No error on the first call, and everything of resolv.conf.
     let result = world.ok("host-local", "ADD", &config);
     assert_eq!(addresses(&result), ["10.198.1.2/28", "fd00:198:1::2/64"]);
-    assert_eq!(result["dns"], json!({"nameservers": ["192.0.2.1", "192.0.2.2"], "domain": "a.test", "search": ["a", "b"], "options": ["ndots:5"]}));
+    assert_eq!(
+        result["dns"],
+        json!({"nameservers": ["192.0.2.1", "192.0.2.2"], "domain": "a.test", "search": ["a", "b"], "options": ["ndots:5"]})
+    );
     assert!(result.get("interfaces").is_none());
     // A second interface of the container has addresses of its own.
     let second = world.ok_with("host-local", "ADD", &config, &[("CNI_IFNAME", "eth1")]);
     assert_eq!(addresses(&second), ["10.198.1.3/28", "fd00:198:1::3/64"]);
     world.ok("host-local", "DEL", &config);
     assert_eq!(world.taken().len(), 2, "eth1's stay");
-    assert!(world.call("host-local", "DEL", &config, &[("CNI_IFNAME", "eth1")]).status.success());
+    assert!(
+        world
+            .call("host-local", "DEL", &config, &[("CNI_IFNAME", "eth1")])
+            .status
+            .success()
+    );
     // Old records say nothing of interfaces; white space is nothing.
     std::fs::write(world.data.path().join("net/10.198.1.9"), " c1 \n").unwrap();
     std::fs::write(world.data.path().join("net/10.198.1.8"), "c1\r\neth0\n").unwrap();
@@ -147,14 +258,24 @@ fn host_local_reads_what_it_finds_and_takes_wishes_from_everywhere() {
         json!({"args": {"cni": {"ips": ["10.198.2.5/28", "fd00:198:1::99"]}}}),
     ] {
         let mut wished = config.clone();
-        wished.as_object_mut().unwrap().extend(wish.as_object().unwrap().clone());
-        assert_eq!(addresses(&world.ok("host-local", "ADD", &wished)), ["10.198.2.5/28", "fd00:198:1::99/64"]);
+        wished
+            .as_object_mut()
+            .unwrap()
+            .extend(wish.as_object().unwrap().clone());
+        assert_eq!(
+            addresses(&world.ok("host-local", "ADD", &wished)),
+            ["10.198.2.5/28", "fd00:198:1::99/64"]
+        );
         world.ok("host-local", "DEL", &wished);
     }
     // Ranges that the runtime injects come first.
     let mut injected = config.clone();
-    injected["runtimeConfig"] = json!({"ipRanges": [[{"Subnet": "10.198.3.0/28", "RangeStart": "10.198.3.7"}]]});
-    assert_eq!(addresses(&world.ok("host-local", "ADD", &injected))[0], "10.198.3.7/28");
+    injected["runtimeConfig"] =
+        json!({"ipRanges": [[{"Subnet": "10.198.3.0/28", "RangeStart": "10.198.3.7"}]]});
+    assert_eq!(
+        addresses(&world.ok("host-local", "ADD", &injected))[0],
+        "10.198.3.7/28"
+    );
     world.ok("host-local", "DEL", &injected);
     // DEL needs no ranges that make sense.
     world.ok("host-local", "ADD", &config);
@@ -168,7 +289,12 @@ fn host_local_reads_what_it_finds_and_takes_wishes_from_everywhere() {
     old["cniVersion"] = "0.2.0".into();
     assert_eq!(addresses(&world.ok("host-local", "ADD", &config)).len(), 2);
     old["ipam"]["ranges"] = json!([[{"subnet": "10.198.1.0/28"}], [{"subnet": "10.198.2.0/28"}]]);
-    assert!(world.refused("host-local", "ADD", &old, &[])["msg"].as_str().unwrap().contains("more than 1 address"));
+    assert!(
+        world.refused("host-local", "ADD", &old, &[])["msg"]
+            .as_str()
+            .unwrap()
+            .contains("more than 1 address")
+    );
 }
 
 #[test]
@@ -176,7 +302,12 @@ fn an_audit_looks_at_the_interfaces() {
     let (world, other) = (World::new(), World::new());
     let config = world.config("1.0.0", json!({}));
     world.ok("bridge", "ADD", &config);
-    world.ok_with("bridge", "ADD", &config, &[("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &other.netns())]);
+    world.ok_with(
+        "bridge",
+        "ADD",
+        &config,
+        &[("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &other.netns())],
+    );
     let audit = |more: &[&str]| {
         let output = std::process::Command::new(super::world::plugins().join("host-local"))
             .arg("audit")
@@ -185,20 +316,62 @@ fn an_audit_looks_at_the_interfaces() {
             .args(more)
             .output();
         let output = output.unwrap();
-        (output.status.success(), String::from_utf8(output.stdout).unwrap())
+        (
+            output.status.success(),
+            String::from_utf8(output.stdout).unwrap(),
+        )
     };
     let (well, table) = audit(&[]);
     assert!(well && table.matches("used").count() == 2, "{table}");
     // Somebody gave one container the other's address.
-    ip(&["-n", &other.container, "addr", "add", "10.198.1.2/24", "dev", "eth0"]);
+    ip(&[
+        "-n",
+        &other.container,
+        "addr",
+        "add",
+        "10.198.1.2/24",
+        "dev",
+        "eth0",
+    ]);
     let (well, table) = audit(&["--mend"]);
-    let row = |table: &str, address: &str| table.lines().find(|l| l.contains(address)).unwrap_or_default().to_owned();
-    assert!(!well && row(&table, "10.198.1.2").contains("held twice: on an interface of c2, too"), "{table}");
-    ip(&["-n", &other.container, "addr", "del", "10.198.1.2/24", "dev", "eth0"]);
+    let row = |table: &str, address: &str| {
+        table
+            .lines()
+            .find(|l| l.contains(address))
+            .unwrap_or_default()
+            .to_owned()
+    };
+    assert!(
+        !well && row(&table, "10.198.1.2").contains("held twice: on an interface of c2, too"),
+        "{table}"
+    );
+    ip(&[
+        "-n",
+        &other.container,
+        "addr",
+        "del",
+        "10.198.1.2/24",
+        "dev",
+        "eth0",
+    ]);
     // And took its own away.
     ip(&["-n", &other.container, "addr", "flush", "dev", "eth0"]);
     let (well, table) = audit(&["--mend"]);
-    assert!(well && row(&table, "10.198.1.3").contains("released: eth0 of its container has not got it"), "{table}");
+    assert!(
+        well && row(&table, "10.198.1.3")
+            .contains("released: eth0 of its container has not got it"),
+        "{table}"
+    );
     assert_eq!(world.taken(), ["10.198.1.2"]);
-    assert!(world.call("bridge", "DEL", &config, &[("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &other.netns())]).status.success());
+    assert!(
+        world
+            .call(
+                "bridge",
+                "DEL",
+                &config,
+                &[("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &other.netns())]
+            )
+            .status
+            .success()
+    );
 }

@@ -55,23 +55,52 @@ fn ports_of_the_host_lead_to_the_container_in_every_version() {
     for version in versions("bridge").into_iter().filter(|v| *v >= "0.3.0") {
         let (world, config, result) = bridged(version, json!({"hairpinMode": true}));
         say(&world.container, "0.0.0.0:80", "container");
-        let chained = ports(version, &result, json!([mapping(8080, 80, "tcp")]), json!({"backend": "iptables"}));
+        let chained = ports(
+            version,
+            &result,
+            json!([mapping(8080, 80, "tcp")]),
+            json!({"backend": "iptables"}),
+        );
         let passed = world.ok("portmap", "ADD", &chained);
-        assert_eq!((&passed["ips"], &passed["interfaces"]), (&result["ips"], &result["interfaces"]), "{version}");
+        assert_eq!(
+            (&passed["ips"], &passed["interfaces"]),
+            (&result["ips"], &result["interfaces"]),
+            "{version}"
+        );
         let says = Some("container".to_owned());
-        assert_eq!(heard(&world.host, "127.0.0.1:8080"), says, "{version}: over localhost\n{}", world.ruleset());
-        assert_eq!(heard(&world.host, "10.198.1.1:8080"), says, "{version}: over an address of the host");
-        assert_eq!(heard(&world.container, "10.198.1.1:8080"), says, "{version}: from the container itself");
+        assert_eq!(
+            heard(&world.host, "127.0.0.1:8080"),
+            says,
+            "{version}: over localhost\n{}",
+            world.ruleset()
+        );
+        assert_eq!(
+            heard(&world.host, "10.198.1.1:8080"),
+            says,
+            "{version}: over an address of the host"
+        );
+        assert_eq!(
+            heard(&world.container, "10.198.1.1:8080"),
+            says,
+            "{version}: from the container itself"
+        );
         if version >= "0.4.0" {
             world.ok("portmap", "CHECK", &chained);
             world.on_host(&["nft", "flush", "chain", "ip", "cni_hostport", "hostports"]);
             let refusal = world.refused("portmap", "CHECK", &chained, &[]);
-            assert!(refusal["msg"].as_str().unwrap().contains("10.198.1.2"), "{refusal}");
+            assert!(
+                refusal["msg"].as_str().unwrap().contains("10.198.1.2"),
+                "{refusal}"
+            );
         }
         for _ in 0..2 {
             world.ok("portmap", "DEL", &chained);
         }
-        assert!(!world.ruleset().contains("10.198.1.2"), "{version}: {}", world.ruleset());
+        assert!(
+            !world.ruleset().contains("10.198.1.2"),
+            "{version}: {}",
+            world.ruleset()
+        );
         assert_eq!(heard(&world.host, "127.0.0.1:8080"), None);
         world.ok("bridge", "DEL", &config);
     }
@@ -82,28 +111,72 @@ fn ports_have_conditions_addresses_and_sources_of_their_own() {
     let (world, _, result) = bridged("1.0.0", json!({}));
     say(&world.container, "0.0.0.0:80", "container");
     // An address of the host that it is for; a source that it is not for; a second network of the same container.
-    ip(&["-n", &world.host, "addr", "add", "10.198.9.1/32", "dev", "lo"]);
+    ip(&[
+        "-n",
+        &world.host,
+        "addr",
+        "add",
+        "10.198.9.1/32",
+        "dev",
+        "lo",
+    ]);
     let own = json!([{"hostPort": 8081, "containerPort": 80, "protocol": "tcp", "hostIP": "10.198.9.1"}, {"hostPort": 8082, "containerPort": 80, "protocol": "tcp", "hostIP": "::1"}]);
     world.ok("portmap", "ADD", &ports("1.0.0", &result, own, json!({})));
-    assert_eq!(heard(&world.host, "10.198.9.1:8081").as_deref(), Some("container"));
-    assert_eq!(heard(&world.host, "10.198.1.1:8081"), None, "not for this address");
-    assert_eq!(heard(&world.host, "10.198.9.1:8082"), None, "the other family's");
+    assert_eq!(
+        heard(&world.host, "10.198.9.1:8081").as_deref(),
+        Some("container")
+    );
+    assert_eq!(
+        heard(&world.host, "10.198.1.1:8081"),
+        None,
+        "not for this address"
+    );
+    assert_eq!(
+        heard(&world.host, "10.198.9.1:8082"),
+        None,
+        "the other family's"
+    );
     let not_localhost = json!({"name": "other", "conditionsV4": ["!", "-d", "127.0.0.0/8"]});
-    let second = ports("1.0.0", &result, json!([mapping(8083, 80, "tcp")]), not_localhost);
+    let second = ports(
+        "1.0.0",
+        &result,
+        json!([mapping(8083, 80, "tcp")]),
+        not_localhost,
+    );
     world.ok("portmap", "ADD", &second);
-    assert_eq!(heard(&world.host, "10.198.9.1:8083").as_deref(), Some("container"));
+    assert_eq!(
+        heard(&world.host, "10.198.9.1:8083").as_deref(),
+        Some("container")
+    );
     assert_eq!(heard(&world.host, "127.0.0.1:8083"), None, "the condition");
     world.ok("portmap", "DEL", &second);
-    assert_eq!(heard(&world.host, "10.198.9.1:8081").as_deref(), Some("container"), "DEL of one network leaves the other's");
+    assert_eq!(
+        heard(&world.host, "10.198.9.1:8081").as_deref(),
+        Some("container"),
+        "DEL of one network leaves the other's"
+    );
     // masqAll: the container sees an address of the host.
-    let all = ports("1.0.0", &result, json!([mapping(8084, 80, "tcp")]), json!({"masqAll": true}));
+    let all = ports(
+        "1.0.0",
+        &result,
+        json!([mapping(8084, 80, "tcp")]),
+        json!({"masqAll": true}),
+    );
     world.ok("portmap", "ADD", &all);
-    assert!(world.ruleset().contains("ip daddr 10.198.1.2 masquerade"), "{}", world.ruleset());
+    assert!(
+        world.ruleset().contains("ip daddr 10.198.1.2 masquerade"),
+        "{}",
+        world.ruleset()
+    );
     // GC: whoever is not listed goes.
     let mut gc = World::chained("1.1.0", "portmap", &result, json!({}));
     gc["cni.dev/valid-attachments"] = json!([]);
     world.ok("portmap", "GC", &gc);
-    assert!(!world.ruleset().contains("10.198.1.2"), "{}", world.ruleset());
+    assert!(
+        !world.ruleset().contains("10.198.1.2"),
+        "{}",
+        world.ruleset()
+    );
     world.ok("portmap", "STATUS", &gc);
     // Bad input changes nothing.
     let before = world.ruleset();
@@ -112,15 +185,40 @@ fn ports_have_conditions_addresses_and_sources_of_their_own() {
         (json!([mapping(80, 80, "gre")]), json!({}), "gre"),
         (json!([]), json!({"backend": "pf"}), "pf"),
         (json!([]), json!({"markMasqBit": 32}), "markMasqBit"),
-        (json!([]), json!({"markMasqBit": 5, "externalSetMarkChain": "X"}), "externalSetMarkChain"),
-        (json!([]), json!({"conditionsV4": ["-m", "owner"]}), "conditionsV4"),
-        (json!([{"hostPort": 80, "containerPort": 80, "protocol": "tcp", "hostIP": "x"}]), json!({}), "hostIP"),
+        (
+            json!([]),
+            json!({"markMasqBit": 5, "externalSetMarkChain": "X"}),
+            "externalSetMarkChain",
+        ),
+        (
+            json!([]),
+            json!({"conditionsV4": ["-m", "owner"]}),
+            "conditionsV4",
+        ),
+        (
+            json!([{"hostPort": 80, "containerPort": 80, "protocol": "tcp", "hostIP": "x"}]),
+            json!({}),
+            "hostIP",
+        ),
     ] {
-        let refusal = world.refused("portmap", "ADD", &ports("1.0.0", &result, mappings, extra), &[]);
-        assert!(refusal["msg"].as_str().unwrap().contains(expected), "{expected}: {refusal}");
+        let refusal = world.refused(
+            "portmap",
+            "ADD",
+            &ports("1.0.0", &result, mappings, extra),
+            &[],
+        );
+        assert!(
+            refusal["msg"].as_str().unwrap().contains(expected),
+            "{expected}: {refusal}"
+        );
     }
     let lone = json!({"cniVersion": "1.0.0", "name": "net", "type": "portmap"});
-    assert!(world.refused("portmap", "ADD", &lone, &[])["msg"].as_str().unwrap().contains("chained"));
+    assert!(
+        world.refused("portmap", "ADD", &lone, &[])["msg"]
+            .as_str()
+            .unwrap()
+            .contains("chained")
+    );
     assert_eq!(world.ruleset(), before);
 }
 
@@ -130,7 +228,8 @@ fn udp_goes_to_the_container_that_has_the_port_now() {
     let other = World::new();
     let env = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())];
     let second = world.ok_with("bridge", "ADD", &config, &env);
-    let receive = |world: &World| inside(&world.container, || UdpSocket::bind("0.0.0.0:53").unwrap());
+    let receive =
+        |world: &World| inside(&world.container, || UdpSocket::bind("0.0.0.0:53").unwrap());
     let (first_socket, second_socket) = (receive(&world), receive(&other));
     for socket in [&first_socket, &second_socket] {
         socket.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -149,7 +248,10 @@ fn udp_goes_to_the_container_that_has_the_port_now() {
     // The same client and port, another container: the kernel must not remember the first.
     world.ok("portmap", "DEL", &one);
     world.ok_with("portmap", "ADD", &two, &env);
-    assert!(arrives(&second_socket), "the flow went on to the first container");
+    assert!(
+        arrives(&second_socket),
+        "the flow went on to the first container"
+    );
     world.ok_with("portmap", "DEL", &two, &env);
     assert!(world.call("bridge", "DEL", &config, &env).status.success());
 }
@@ -161,18 +263,38 @@ fn ipv6_ports_lead_to_the_container() {
     let config = world.config("1.1.0", ranges(&world));
     let result = world.ok("bridge", "ADD", &config);
     say(&world.container, "[::]:80", "container");
-    let chained = ports("1.1.0", &result, json!([mapping(8080, 80, "tcp")]), json!({}));
+    let chained = ports(
+        "1.1.0",
+        &result,
+        json!([mapping(8080, 80, "tcp")]),
+        json!({}),
+    );
     world.ok("portmap", "ADD", &chained);
-    assert_eq!(heard(&world.host, "[fd00:198:5::1]:8080").as_deref(), Some("container"), "{}", world.ruleset());
-    assert_eq!(heard(&world.host, "10.198.5.1:8080").as_deref(), Some("container"));
+    assert_eq!(
+        heard(&world.host, "[fd00:198:5::1]:8080").as_deref(),
+        Some("container"),
+        "{}",
+        world.ruleset()
+    );
+    assert_eq!(
+        heard(&world.host, "10.198.5.1:8080").as_deref(),
+        Some("container")
+    );
     world.ok("portmap", "CHECK", &chained);
     world.ok("portmap", "DEL", &chained);
-    assert!(!world.ruleset().contains("fd00:198:5::2"), "{}", world.ruleset());
+    assert!(
+        !world.ruleset().contains("fd00:198:5::2"),
+        "{}",
+        world.ruleset()
+    );
 }
 
 /// Whether `from` reaches `to`.
 fn pings(from: &str, to: &str) -> bool {
-    let output = Command::new("ip").args(["netns", "exec", from, "busybox", "ping", "-c1", "-W1", to]).output().unwrap();
+    let output = Command::new("ip")
+        .args(["netns", "exec", from, "busybox", "ping", "-c1", "-W1", to])
+        .output()
+        .unwrap();
     output.status.success()
 }
 
@@ -195,8 +317,15 @@ fn the_firewall_lets_pass_what_the_host_would_drop() {
         let chained = World::chained(version, "firewall", &result, json!({"backend": "iptables"}));
         let passed = world.ok("firewall", "ADD", &chained);
         assert_eq!(passed["ips"], result["ips"]);
-        assert!(pings(&world.container, "10.198.9.2"), "{}", world.on_host(&["iptables", "-S"]));
-        assert!(!pings(&far.container, "10.198.1.2"), "only answers may come in");
+        assert!(
+            pings(&world.container, "10.198.9.2"),
+            "{}",
+            world.on_host(&["iptables", "-S"])
+        );
+        assert!(
+            !pings(&far.container, "10.198.1.2"),
+            "only answers may come in"
+        );
         // iptables sees its own rules.
         let rules = world.on_host(&["iptables", "-S"]);
         for expected in [
@@ -208,25 +337,63 @@ fn the_firewall_lets_pass_what_the_host_would_drop() {
             assert!(rules.contains(expected), "{expected}: {rules}");
         }
         // The administrator's word counts first.
-        world.on_host(&["iptables", "-A", "CNI-ADMIN", "-s", "10.198.1.2", "-j", "DROP"]);
+        world.on_host(&[
+            "iptables",
+            "-A",
+            "CNI-ADMIN",
+            "-s",
+            "10.198.1.2",
+            "-j",
+            "DROP",
+        ]);
         assert!(!pings(&world.container, "10.198.9.2"));
         world.on_host(&["iptables", "-F", "CNI-ADMIN"]);
         world.ok("firewall", "ADD", &chained);
-        assert_eq!(world.on_host(&["iptables", "-S"]), rules, "again is nothing new");
+        assert_eq!(
+            world.on_host(&["iptables", "-S"]),
+            rules,
+            "again is nothing new"
+        );
         world.ok("firewall", "CHECK", &chained);
-        world.on_host(&["iptables", "-D", "CNI-FORWARD", "-s", "10.198.1.2/32", "-j", "ACCEPT"]);
-        assert!(world.refused("firewall", "CHECK", &chained, &[])["msg"].as_str().unwrap().contains("10.198.1.2"));
+        world.on_host(&[
+            "iptables",
+            "-D",
+            "CNI-FORWARD",
+            "-s",
+            "10.198.1.2/32",
+            "-j",
+            "ACCEPT",
+        ]);
+        assert!(
+            world.refused("firewall", "CHECK", &chained, &[])["msg"]
+                .as_str()
+                .unwrap()
+                .contains("10.198.1.2")
+        );
         // DEL without prevResult finds its rules, too.
         let mut bare = chained.clone();
         bare.as_object_mut().unwrap().remove("prevResult");
         world.ok("firewall", "DEL", &bare);
         assert!(!world.on_host(&["iptables", "-S"]).contains("10.198.1.2"));
         // What the reference wrote, which has no owner, goes by its addresses.
-        world.on_host(&["iptables", "-A", "CNI-FORWARD", "-s", "10.198.1.2/32", "-j", "ACCEPT"]);
+        world.on_host(&[
+            "iptables",
+            "-A",
+            "CNI-FORWARD",
+            "-s",
+            "10.198.1.2/32",
+            "-j",
+            "ACCEPT",
+        ]);
         world.ok("firewall", "DEL", &chained);
         assert!(!world.on_host(&["iptables", "-S"]).contains("10.198.1.2"));
         world.ok("bridge", "DEL", &config);
-        assert!(world.call("bridge", "DEL", &far_config, &env).status.success());
+        assert!(
+            world
+                .call("bridge", "DEL", &far_config, &env)
+                .status
+                .success()
+        );
     }
 }
 
@@ -244,25 +411,57 @@ fn bridges_are_kept_apart() {
     let near = World::new();
     let near_env = [("CNI_CONTAINERID", "near"), ("CNI_NETNS", &*near.netns())];
     world.ok_with("bridge", "ADD", &config, &near_env);
-    let policy = |previous: &Value, policy: &str| World::chained("1.0.0", "firewall", previous, json!({"ingressPolicy": policy}));
+    let policy = |previous: &Value, policy: &str| {
+        World::chained(
+            "1.0.0",
+            "firewall",
+            previous,
+            json!({"ingressPolicy": policy}),
+        )
+    };
     assert!(pings(&far.container, "10.198.1.2"));
     world.ok("firewall", "ADD", &policy(&result, "same-bridge"));
     world.ok_with("firewall", "ADD", &policy(&far_result, "same-bridge"), &env);
-    assert!(!pings(&far.container, "10.198.1.2"), "{}", world.on_host(&["iptables", "-S"]));
+    assert!(
+        !pings(&far.container, "10.198.1.2"),
+        "{}",
+        world.on_host(&["iptables", "-S"])
+    );
     assert!(!pings(&world.container, "10.198.9.2"));
     assert!(pings(&near.container, "10.198.1.2"), "within the bridge");
     let rules = world.on_host(&["iptables", "-S"]);
     world.ok("firewall", "ADD", &policy(&result, "same-bridge"));
-    assert_eq!(world.on_host(&["iptables", "-S"]), rules, "again is nothing new");
+    assert_eq!(
+        world.on_host(&["iptables", "-S"]),
+        rules,
+        "again is nothing new"
+    );
     world.ok("firewall", "CHECK", &policy(&result, "same-bridge"));
     world.refused("firewall", "CHECK", &policy(&result, "isolated"), &[]);
     world.ok("firewall", "ADD", &policy(&result, "isolated"));
-    assert!(world.on_host(&["iptables", "-S"]).contains("-A CNI-ISOLATION-STAGE-1 -i br0 -o br0"));
+    assert!(
+        world
+            .on_host(&["iptables", "-S"])
+            .contains("-A CNI-ISOLATION-STAGE-1 -i br0 -o br0")
+    );
     world.ok("firewall", "CHECK", &policy(&result, "isolated"));
     let error = world.refused("firewall", "ADD", &policy(&result, "none"), &[]);
-    assert!(error["msg"].as_str().unwrap().contains("ingressPolicy"), "{error}");
-    assert!(world.call("bridge", "DEL", &config, &near_env).status.success());
-    assert!(world.call("bridge", "DEL", &far_config, &env).status.success());
+    assert!(
+        error["msg"].as_str().unwrap().contains("ingressPolicy"),
+        "{error}"
+    );
+    assert!(
+        world
+            .call("bridge", "DEL", &config, &near_env)
+            .status
+            .success()
+    );
+    assert!(
+        world
+            .call("bridge", "DEL", &far_config, &env)
+            .status
+            .success()
+    );
 }
 
 #[test]
@@ -278,7 +477,12 @@ fn firewalls_of_many_containers_at_once_have_no_rule_twice() {
             let world = &world;
             scope.spawn(move || {
                 let id = format!("c{i}");
-                let config = World::chained("1.0.0", "firewall", result, json!({"ingressPolicy": "same-bridge"}));
+                let config = World::chained(
+                    "1.0.0",
+                    "firewall",
+                    result,
+                    json!({"ingressPolicy": "same-bridge"}),
+                );
                 world.ok_with("firewall", "ADD", &config, &[("CNI_CONTAINERID", &id)]);
             });
         }
@@ -305,18 +509,35 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
         assert_eq!((interfaces.len(), ifb.len()), (4, 15), "{passed}");
         assert!(ifb.starts_with("bwp"));
         let shown = tc(&world, &["qdisc", "show", "dev", veth]);
-        assert!(shown.contains("tbf 1: root") && shown.contains("rate 8Mbit") && shown.contains("qdisc ingress"), "{shown}");
+        assert!(
+            shown.contains("tbf 1: root")
+                && shown.contains("rate 8Mbit")
+                && shown.contains("qdisc ingress"),
+            "{shown}"
+        );
         let shown = tc(&world, &["qdisc", "show", "dev", ifb]);
-        assert!(shown.contains("rate 16Mbit") && shown.contains("burst 20000b"), "{shown}");
+        assert!(
+            shown.contains("rate 16Mbit") && shown.contains("burst 20000b"),
+            "{shown}"
+        );
         let filter = tc(&world, &["filter", "show", "dev", veth, "ingress"]);
-        assert!(filter.contains(&format!("Redirect to device {ifb}")), "{filter}");
+        assert!(
+            filter.contains(&format!("Redirect to device {ifb}")),
+            "{filter}"
+        );
         assert!(pings(&world.container, "10.198.1.1"), "it still talks");
         // What it sends passes the limit.
         let sent = tc(&world, &["-s", "qdisc", "show", "dev", ifb]);
         assert!(!sent.contains("Sent 0 bytes"), "{sent}");
         if version >= "0.4.0" {
             world.ok("bandwidth", "CHECK", &chained);
-            tc(&world, &["qdisc", "change", "dev", veth, "root", "tbf", "rate", "1mbit", "burst", "10kb", "latency", "25ms"]);
+            tc(
+                &world,
+                &[
+                    "qdisc", "change", "dev", veth, "root", "tbf", "rate", "1mbit", "burst",
+                    "10kb", "latency", "25ms",
+                ],
+            );
             world.refused("bandwidth", "CHECK", &chained, &[]);
         }
         for _ in 0..2 {
@@ -328,9 +549,12 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
     // The runtime's wish counts where nothing stands at the top; a burst that means none is no burst.
     let (world, _, result) = bridged("1.1.0", json!({}));
     let mut wished = World::chained("1.1.0", "bandwidth", &result, json!({}));
-    assert_eq!(world.ok("bandwidth", "ADD", &wished)["interfaces"], result["interfaces"], "no limits, nothing done");
-    wished["runtimeConfig"] =
-        json!({"bandwidth": {"IngressRate": 8_000_000, "IngressBurst": u32::MAX, "EgressRate": 8_000_000, "EgressBurst": u32::MAX}});
+    assert_eq!(
+        world.ok("bandwidth", "ADD", &wished)["interfaces"],
+        result["interfaces"],
+        "no limits, nothing done"
+    );
+    wished["runtimeConfig"] = json!({"bandwidth": {"IngressRate": 8_000_000, "IngressBurst": u32::MAX, "EgressRate": 8_000_000, "EgressBurst": u32::MAX}});
     world.ok("bandwidth", "ADD", &wished);
     let veth = result["interfaces"][1]["name"].as_str().unwrap();
     let shown = tc(&world, &["qdisc", "show", "dev", veth]);
@@ -346,24 +570,84 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
     let line = World::new();
     let config = line.config("1.0.0", json!({"type": "ptp"}));
     let ends = line.ok("ptp", "ADD", &config);
-    let limits = World::chained("1.0.0", "bandwidth", &ends, json!({"ingressRate": 8_000_000, "ingressBurst": 80_000}));
+    let limits = World::chained(
+        "1.0.0",
+        "bandwidth",
+        &ends,
+        json!({"ingressRate": 8_000_000, "ingressBurst": 80_000}),
+    );
     line.ok("bandwidth", "ADD", &limits);
-    assert!(tc(&line, &["qdisc", "show", "dev", ends["interfaces"][0]["name"].as_str().unwrap()]).contains("rate 8Mbit"));
-    assert!(!ip(&["-n", &line.host, "link"]).contains("bwp"), "nothing for what it sends");
-    let huge = World::chained("1.0.0", "bandwidth", &ends, json!({"egressRate": 8_000_000, "egressBurst": 8_u64 * u64::from(u32::MAX)}));
-    assert!(line.refused("bandwidth", "ADD", &huge, &[])["msg"].as_str().unwrap().contains("4 GiB"));
+    assert!(
+        tc(
+            &line,
+            &[
+                "qdisc",
+                "show",
+                "dev",
+                ends["interfaces"][0]["name"].as_str().unwrap()
+            ]
+        )
+        .contains("rate 8Mbit")
+    );
+    assert!(
+        !ip(&["-n", &line.host, "link"]).contains("bwp"),
+        "nothing for what it sends"
+    );
+    let huge = World::chained(
+        "1.0.0",
+        "bandwidth",
+        &ends,
+        json!({"egressRate": 8_000_000, "egressBurst": 8_u64 * u64::from(u32::MAX)}),
+    );
+    assert!(
+        line.refused("bandwidth", "ADD", &huge, &[])["msg"]
+            .as_str()
+            .unwrap()
+            .contains("4 GiB")
+    );
     // A link without another end cannot be limited.
     ip(&["-n", &line.container, "link", "del", "eth0"]);
-    ip(&["-n", &line.container, "link", "add", "eth0", "type", "bridge"]);
+    ip(&[
+        "-n",
+        &line.container,
+        "link",
+        "add",
+        "eth0",
+        "type",
+        "bridge",
+    ]);
     let error = line.refused("bandwidth", "ADD", &limits, &[]);
     assert!(error["msg"].as_str().unwrap().contains("veth"), "{error}");
     // Bad input, and nothing to limit.
-    let error = world.refused("bandwidth", "ADD", &World::chained("1.1.0", "bandwidth", &result, json!({"ingressRate": 8})), &[]);
-    assert!(error["msg"].as_str().unwrap().contains("ingressBurst"), "{error}");
+    let error = world.refused(
+        "bandwidth",
+        "ADD",
+        &World::chained("1.1.0", "bandwidth", &result, json!({"ingressRate": 8})),
+        &[],
+    );
+    assert!(
+        error["msg"].as_str().unwrap().contains("ingressBurst"),
+        "{error}"
+    );
     let mut none = result.clone();
     none["interfaces"] = json!([]);
-    world.refused("bandwidth", "ADD", &World::chained("1.1.0", "bandwidth", &none, json!({"ingressRate": 8000, "ingressBurst": 80_000})), &[]);
-    world.refused("bandwidth", "ADD", &World::chained("0.2.0", "bandwidth", &result, json!({})), &[]);
+    world.refused(
+        "bandwidth",
+        "ADD",
+        &World::chained(
+            "1.1.0",
+            "bandwidth",
+            &none,
+            json!({"ingressRate": 8000, "ingressBurst": 80_000}),
+        ),
+        &[],
+    );
+    world.refused(
+        "bandwidth",
+        "ADD",
+        &World::chained("0.2.0", "bandwidth", &result, json!({})),
+        &[],
+    );
 }
 
 #[test]
@@ -376,27 +660,64 @@ fn tuning_sets_sysctls_and_properties_and_gives_them_back() {
         let chained = World::chained(version, "tuning", &result, wanted);
         let before = ip(&["-n", &world.container, "-d", "link", "show", "eth0"]);
         let passed = world.ok("tuning", "ADD", &chained);
-        assert_eq!(passed["interfaces"][2]["mac"], "c2:11:22:33:44:55", "{version}: {passed}");
+        assert_eq!(
+            passed["interfaces"][2]["mac"], "c2:11:22:33:44:55",
+            "{version}: {passed}"
+        );
         let shown = ip(&["-n", &world.container, "-d", "link", "show", "eth0"]);
-        for expected in ["c2:11:22:33:44:55", "PROMISC", "mtu 1400", "ALLMULTI", "qlen 20000"] {
+        for expected in [
+            "c2:11:22:33:44:55",
+            "PROMISC",
+            "mtu 1400",
+            "ALLMULTI",
+            "qlen 20000",
+        ] {
             assert!(shown.contains(expected), "{expected}: {shown}");
         }
-        let read = |path: &str| ip(&["netns", "exec", &world.container, "cat", &format!("/proc/sys/net/ipv4/conf/{path}")]);
-        assert_eq!((read("eth0/arp_filter").trim(), read("all/log_martians").trim()), ("1", "1"));
+        let read = |path: &str| {
+            ip(&[
+                "netns",
+                "exec",
+                &world.container,
+                "cat",
+                &format!("/proc/sys/net/ipv4/conf/{path}"),
+            ])
+        };
+        assert_eq!(
+            (
+                read("eth0/arp_filter").trim(),
+                read("all/log_martians").trim()
+            ),
+            ("1", "1")
+        );
         if version >= "0.4.0" {
             let after = World::with_previous(&chained, &passed);
             world.ok("tuning", "CHECK", &after);
             ip(&["-n", &world.container, "link", "set", "eth0", "mtu", "1300"]);
-            assert!(world.refused("tuning", "CHECK", &after, &[])["msg"].as_str().unwrap().contains("mtu is 1300"));
+            assert!(
+                world.refused("tuning", "CHECK", &after, &[])["msg"]
+                    .as_str()
+                    .unwrap()
+                    .contains("mtu is 1300")
+            );
         }
         for _ in 0..2 {
             world.ok("tuning", "DEL", &chained);
         }
-        assert_eq!(ip(&["-n", &world.container, "-d", "link", "show", "eth0"]), before, "as it was");
+        assert_eq!(
+            ip(&["-n", &world.container, "-d", "link", "show", "eth0"]),
+            before,
+            "as it was"
+        );
         assert_eq!(std::fs::read_dir(&data).unwrap().count(), 0);
         // With the namespace gone what was kept goes too.
         world.ok("tuning", "ADD", &chained);
-        let gone = world.call("tuning", "DEL", &chained, &[("CNI_NETNS", "/run/netns/nonexistent")]);
+        let gone = world.call(
+            "tuning",
+            "DEL",
+            &chained,
+            &[("CNI_NETNS", "/run/netns/nonexistent")],
+        );
         assert!(gone.status.success());
         assert_eq!(std::fs::read_dir(&data).unwrap().count(), 0);
     }
@@ -404,33 +725,63 @@ fn tuning_sets_sysctls_and_properties_and_gives_them_back() {
     let (world, _, result) = bridged("1.0.0", json!({}));
     let data = world.data.path().join("tuning");
     let mac = |extra: Value, env: &[(&str, &str)]| {
-        let mut config = World::chained("1.0.0", "tuning", &result, json!({"dataDir": data, "mac": "c2:00:00:00:00:01"}));
+        let mut config = World::chained(
+            "1.0.0",
+            "tuning",
+            &result,
+            json!({"dataDir": data, "mac": "c2:00:00:00:00:01"}),
+        );
         for (key, value) in extra.as_object().unwrap() {
             config[key] = value.clone();
         }
-        world.ok_with("tuning", "ADD", &config, env)["interfaces"][2]["mac"].as_str().unwrap().to_owned()
+        world.ok_with("tuning", "ADD", &config, env)["interfaces"][2]["mac"]
+            .as_str()
+            .unwrap()
+            .to_owned()
     };
     let env = [("CNI_ARGS", "IgnoreUnknown=true;MAC=c2:00:00:00:00:02")];
     assert_eq!(mac(json!({}), &[]), "c2:00:00:00:00:01");
     assert_eq!(mac(json!({}), &env), "c2:00:00:00:00:02");
-    assert_eq!(mac(json!({"runtimeConfig": {"mac": "c2:00:00:00:00:03"}}), &env), "c2:00:00:00:00:03");
+    assert_eq!(
+        mac(json!({"runtimeConfig": {"mac": "c2:00:00:00:00:03"}}), &env),
+        "c2:00:00:00:00:03"
+    );
     let both = json!({"runtimeConfig": {"mac": "c2:00:00:00:00:03"}, "args": {"cni": {"mac": "c2:00:00:00:00:04", "sysctl": {"net.ipv4.conf.all.arp_filter": "0"}}}});
     assert_eq!(mac(both, &env), "c2:00:00:00:00:04");
-    let twice = World::chained("1.0.0", "tuning", &result, json!({})).to_string().replacen(
-        '{',
-        r#"{"sysctl": {"net.ipv4.ip_forward": "0", "net.ipv4.ip_forward": "1"}, "#,
-        1,
-    );
+    let twice = World::chained("1.0.0", "tuning", &result, json!({}))
+        .to_string()
+        .replacen(
+            '{',
+            r#"{"sysctl": {"net.ipv4.ip_forward": "0", "net.ipv4.ip_forward": "1"}, "#,
+            1,
+        );
     let output = world.call_with("tuning", "ADD", &twice, &[]);
-    assert!(String::from_utf8_lossy(&output.stdout).contains("stands twice"), "{output:?}");
+    assert!(
+        String::from_utf8_lossy(&output.stdout).contains("stands twice"),
+        "{output:?}"
+    );
     for (extra, expected) in [
-        (json!({"sysctl": {"kernel.hostname": "x"}}), "kernel.hostname"),
-        (json!({"sysctl": {"net/../kernel/hostname": "x"}}), "kernel/hostname"),
+        (
+            json!({"sysctl": {"kernel.hostname": "x"}}),
+            "kernel.hostname",
+        ),
+        (
+            json!({"sysctl": {"net/../kernel/hostname": "x"}}),
+            "kernel/hostname",
+        ),
         (json!({"sysctl": {"net.ipv4.nonsense": "1"}}), "nonsense"),
-        (json!({"sysctl": {"net.ipv4.ip_forward": 1}}), "must be a string"),
+        (
+            json!({"sysctl": {"net.ipv4.ip_forward": 1}}),
+            "must be a string",
+        ),
         (json!({"mac": "nonsense"}), "nonsense"),
     ] {
-        let error = world.refused("tuning", "ADD", &World::chained("1.0.0", "tuning", &result, extra), &[]);
+        let error = world.refused(
+            "tuning",
+            "ADD",
+            &World::chained("1.0.0", "tuning", &result, extra),
+            &[],
+        );
         assert!(error["msg"].as_str().unwrap().contains(expected), "{error}");
     }
 }
@@ -450,15 +801,25 @@ fn what_comes_from_an_address_leaves_by_its_interface() {
     let rules = ip(&["-n", &world.container, "rule"]);
     assert!(rules.contains("from 10.198.9.2 lookup 100"), "{rules}");
     let own = ip(&["-n", &world.container, "route", "show", "table", "100"]);
-    assert!(own.contains("default via 10.198.9.1 dev net1") && own.contains("10.198.9.0/24 dev net1"), "{own}");
+    assert!(
+        own.contains("default via 10.198.9.1 dev net1") && own.contains("10.198.9.0/24 dev net1"),
+        "{own}"
+    );
     let main = ip(&["-n", &world.container, "route"]);
-    assert!(main.contains("default via 10.198.1.1 dev eth0") && !main.contains("default via 10.198.9.1"), "{main}");
+    assert!(
+        main.contains("default via 10.198.1.1 dev eth0")
+            && !main.contains("default via 10.198.9.1"),
+        "{main}"
+    );
     world.ok_with("sbr", "CHECK", &chained, &env);
     assert!(pings(&world.container, "10.198.9.1"));
     for _ in 0..2 {
         assert!(world.call("sbr", "DEL", &chained, &env).status.success());
     }
     assert!(!ip(&["-n", &world.container, "rule"]).contains("10.198.9.2"));
-    assert!(world.call("sbr", "CHECK", &chained, &env).stdout.len() > 2, "it is missed");
+    assert!(
+        world.call("sbr", "CHECK", &chained, &env).stdout.len() > 2,
+        "it is missed"
+    );
     assert_eq!(result["cniVersion"], "1.0.0");
 }

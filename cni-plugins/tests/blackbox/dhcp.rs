@@ -28,11 +28,37 @@ impl Network {
     /// With so many addresses, for so many seconds each.
     fn new(addresses: u8, seconds: u32) -> Network {
         let (world, far) = (World::new(), World::new());
-        ip(&["-n", &world.host, "link", "add", "phys0", "type", "veth", "peer", "name", "wire", "netns", &far.host]);
+        ip(&[
+            "-n",
+            &world.host,
+            "link",
+            "add",
+            "phys0",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "wire",
+            "netns",
+            &far.host,
+        ]);
         ip(&["-n", &world.host, "link", "set", "phys0", "up"]);
         ip(&["-n", &far.host, "link", "set", "wire", "up"]);
-        ip(&["-n", &far.host, "addr", "add", "10.198.8.1/24", "dev", "wire"]);
-        let mut network = Network { world, far, server: None, daemon: None };
+        ip(&[
+            "-n",
+            &far.host,
+            "addr",
+            "add",
+            "10.198.8.1/24",
+            "dev",
+            "wire",
+        ]);
+        let mut network = Network {
+            world,
+            far,
+            server: None,
+            daemon: None,
+        };
         let dir = network.far.data.path();
         let leases = dir.join("leases");
         std::fs::write(&leases, "").unwrap();
@@ -50,8 +76,25 @@ impl Network {
 
     fn serve(&mut self) {
         let mut command = Command::new("ip");
-        command.args(["netns", "exec", &self.far.host, "busybox", "udhcpd", "-f", "-S"]).arg(self.far.data.path().join("udhcpd.conf"));
-        self.server = Some(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
+        command
+            .args([
+                "netns",
+                "exec",
+                &self.far.host,
+                "busybox",
+                "udhcpd",
+                "-f",
+                "-S",
+            ])
+            .arg(self.far.data.path().join("udhcpd.conf"));
+        self.server = Some(
+            command
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap(),
+        );
     }
 
     fn socket(&self) -> PathBuf {
@@ -60,10 +103,25 @@ impl Network {
 
     fn start(&mut self) {
         let mut command = Command::new(plugins().join("dhcp"));
-        command.args(["daemon", "-timeout", "8s", "-socketpath"]).arg(self.socket());
-        let log = std::fs::File::options().create(true).append(true).open(self.world.data.path().join("log")).unwrap();
-        self.daemon = Some(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().unwrap());
-        wait("the daemon listens", || std::os::unix::net::UnixStream::connect(self.socket()).is_ok());
+        command
+            .args(["daemon", "-timeout", "8s", "-socketpath"])
+            .arg(self.socket());
+        let log = std::fs::File::options()
+            .create(true)
+            .append(true)
+            .open(self.world.data.path().join("log"))
+            .unwrap();
+        self.daemon = Some(
+            command
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .stderr(log)
+                .spawn()
+                .unwrap(),
+        );
+        wait("the daemon listens", || {
+            std::os::unix::net::UnixStream::connect(self.socket()).is_ok()
+        });
     }
 
     fn log(&self) -> String {
@@ -77,7 +135,9 @@ impl Network {
     }
 
     fn held(&self) -> usize {
-        std::fs::read_dir(self.socket().with_extension("leases")).unwrap().count()
+        std::fs::read_dir(self.socket().with_extension("leases"))
+            .unwrap()
+            .count()
     }
 
     fn has_address(&self) -> bool {
@@ -94,8 +154,14 @@ fn end(child: &mut Option<Child>) {
 
 impl Drop for Network {
     fn drop(&mut self) {
-        if let Some(pid) = std::fs::read_to_string(self.far.data.path().join("pid")).ok().and_then(|p| p.trim().parse().ok()) {
-            let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
+        if let Some(pid) = std::fs::read_to_string(self.far.data.path().join("pid"))
+            .ok()
+            .and_then(|p| p.trim().parse().ok())
+        {
+            let _ = nix::sys::signal::kill(
+                nix::unistd::Pid::from_raw(pid),
+                nix::sys::signal::Signal::SIGKILL,
+            );
         }
         end(&mut self.server);
         end(&mut self.daemon);
@@ -105,18 +171,51 @@ impl Drop for Network {
 #[test]
 fn leases_are_got_and_given_back() {
     let network = Network::new(1, 3600);
-    let (world, env) = (&network.world, [("CNI_ARGS", "IgnoreUnknown=1;K8S_POD_NAME=web")]);
+    let (world, env) = (
+        &network.world,
+        [("CNI_ARGS", "IgnoreUnknown=1;K8S_POD_NAME=web")],
+    );
     for version in ["0.1.0", "0.4.0", "1.1.0"] {
         let config = network.config(version);
         let result = world.ok_with("macvlan", "ADD", &config, &env);
         if version >= "0.3.0" {
-            assert_eq!((&result["ips"][0]["address"], &result["ips"][0]["gateway"]), (&json!("10.198.8.10/24"), &json!("10.198.8.1")), "{result}");
-            assert_eq!((&result["routes"][0]["dst"], &result["routes"][0]["priority"]), (&json!("10.50.0.0/16"), &json!(5)));
+            assert_eq!(
+                (&result["ips"][0]["address"], &result["ips"][0]["gateway"]),
+                (&json!("10.198.8.10/24"), &json!("10.198.8.1")),
+                "{result}"
+            );
+            assert_eq!(
+                (
+                    &result["routes"][0]["dst"],
+                    &result["routes"][0]["priority"]
+                ),
+                (&json!("10.50.0.0/16"), &json!(5))
+            );
         }
         let routes = ip(&["-n", &world.container, "route"]);
-        assert!(routes.contains("10.50.0.0/16 via 10.198.8.2") && routes.contains("default via 10.198.8.1"), "{routes}");
-        let ping = ["netns", "exec", &world.container, "busybox", "ping", "-c1", "-W2", "10.198.8.1"];
-        assert!(Command::new("ip").args(ping).output().unwrap().status.success());
+        assert!(
+            routes.contains("10.50.0.0/16 via 10.198.8.2")
+                && routes.contains("default via 10.198.8.1"),
+            "{routes}"
+        );
+        let ping = [
+            "netns",
+            "exec",
+            &world.container,
+            "busybox",
+            "ping",
+            "-c1",
+            "-W2",
+            "10.198.8.1",
+        ];
+        assert!(
+            Command::new("ip")
+                .args(ping)
+                .output()
+                .unwrap()
+                .status
+                .success()
+        );
         let with = World::with_previous(&config, &result);
         if version >= "0.4.0" {
             world.ok("macvlan", "CHECK", &with);
@@ -126,7 +225,12 @@ fn leases_are_got_and_given_back() {
         }
         assert_eq!(network.held(), 0, "{}", network.log());
         if version >= "0.4.0" {
-            assert!(world.refused("dhcp", "CHECK", &with, &[])["msg"].as_str().unwrap().contains("no lease"));
+            assert!(
+                world.refused("dhcp", "CHECK", &with, &[])["msg"]
+                    .as_str()
+                    .unwrap()
+                    .contains("no lease")
+            );
         }
     }
     let mut gc = network.config("1.1.0");
@@ -134,8 +238,19 @@ fn leases_are_got_and_given_back() {
     world.ok("macvlan", "ADD", &gc);
     // There is one address: a second container does not get it, and waits no longer than it must.
     let other = World::new();
-    let refusal = world.refused("macvlan", "ADD", &gc, &[("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())]);
-    assert!(refusal["msg"].as_str().unwrap().contains("no DHCP server has answered within 8 s"), "{refusal}");
+    let refusal = world.refused(
+        "macvlan",
+        "ADD",
+        &gc,
+        &[("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())],
+    );
+    assert!(
+        refusal["msg"]
+            .as_str()
+            .unwrap()
+            .contains("no DHCP server has answered within 8 s"),
+        "{refusal}"
+    );
     assert!(!ip(&["-n", &other.container, "link"]).contains("eth0"));
     gc["cni.dev/valid-attachments"] = json!([{"containerID": "c1", "ifname": "eth0"}]);
     world.ok("macvlan", "GC", &gc);
@@ -147,9 +262,19 @@ fn leases_are_got_and_given_back() {
     // What is wrong is named.
     let mut config = network.config("1.1.0");
     config["ipam"]["request"] = json!([{"option": "colour"}]);
-    assert!(world.refused("macvlan", "ADD", &config, &[])["msg"].as_str().unwrap().contains("colour"));
+    assert!(
+        world.refused("macvlan", "ADD", &config, &[])["msg"]
+            .as_str()
+            .unwrap()
+            .contains("colour")
+    );
     config["ipam"]["daemonSocketPath"] = "/nonexistent".into();
-    assert!(world.refused("macvlan", "ADD", &config, &[])["msg"].as_str().unwrap().contains("start it (dhcp daemon)"));
+    assert!(
+        world.refused("macvlan", "ADD", &config, &[])["msg"]
+            .as_str()
+            .unwrap()
+            .contains("start it (dhcp daemon)")
+    );
     assert_eq!(world.refused("macvlan", "STATUS", &config, &[])["code"], 50);
 }
 
@@ -173,10 +298,20 @@ fn leases_are_renewed_and_outlive_the_daemon_and_end_with_their_server() {
     assert!(network.has_address());
     // The server is gone: at its end the lease is not used any more.
     let pid = std::fs::read_to_string(network.far.data.path().join("pid")).unwrap();
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid.trim().parse().unwrap()), nix::sys::signal::Signal::SIGKILL).unwrap();
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(pid.trim().parse().unwrap()),
+        nix::sys::signal::Signal::SIGKILL,
+    )
+    .unwrap();
     end(&mut network.server);
-    wait("the interface goes down", || ip(&["-n", &network.world.container, "link", "show", "eth0"]).contains("state DOWN"));
-    assert!(network.log().contains("has ended") && network.log().contains("cannot be renewed"), "{}", network.log());
+    wait("the interface goes down", || {
+        ip(&["-n", &network.world.container, "link", "show", "eth0"]).contains("state DOWN")
+    });
+    assert!(
+        network.log().contains("has ended") && network.log().contains("cannot be renewed"),
+        "{}",
+        network.log()
+    );
     assert_eq!(network.held(), 0);
     network.world.ok("macvlan", "DEL", &config);
 }
@@ -187,8 +322,20 @@ fn systemd_may_have_opened_the_socket() {
     let path = dir.path().join("dhcp.sock");
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
     let mut command = Command::new("sh");
-    command.args(["-c", "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" daemon -socketpath \"$1\" 3<&0"]).arg(plugins().join("dhcp")).arg(&path);
-    let mut daemon = Some(command.stdin(std::os::fd::OwnedFd::from(listener)).stdout(Stdio::null()).spawn().unwrap());
+    command
+        .args([
+            "-c",
+            "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" daemon -socketpath \"$1\" 3<&0",
+        ])
+        .arg(plugins().join("dhcp"))
+        .arg(&path);
+    let mut daemon = Some(
+        command
+            .stdin(std::os::fd::OwnedFd::from(listener))
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap(),
+    );
     let config = json!({"cniVersion": "1.1.0", "name": "net", "type": "dhcp", "ipam": {"type": "dhcp", "daemonSocketPath": path}});
     World::new().ok("dhcp", "STATUS", &config);
     end(&mut daemon);

@@ -14,19 +14,44 @@ struct Firewalld {
 
 impl Firewalld {
     fn new() -> Firewalld {
-        let mut firewalld = Firewalld { world: World::new(), children: vec![] };
+        let mut firewalld = Firewalld {
+            world: World::new(),
+            children: vec![],
+        };
         let bus = firewalld.address();
         let mut daemon = Command::new("dbus-daemon");
         daemon.args(["--session", "--nofork", "--address", &bus]);
         let configuration = firewalld.world.data.path().join("firewalld");
         std::fs::create_dir(&configuration).unwrap();
-        std::fs::write(configuration.join("firewalld.conf"), "FirewallBackend=nftables\n").unwrap();
+        std::fs::write(
+            configuration.join("firewalld.conf"),
+            "FirewallBackend=nftables\n",
+        )
+        .unwrap();
         let mut service = Command::new("ip");
-        service.args(["netns", "exec", &firewalld.world.host, "firewalld", "--nofork", "--nopid", "--system-config"]).arg(&configuration);
-        service.arg("--log-file").arg(firewalld.world.data.path().join("firewalld.log")).env("DBUS_SYSTEM_BUS_ADDRESS", &bus);
+        service
+            .args([
+                "netns",
+                "exec",
+                &firewalld.world.host,
+                "firewalld",
+                "--nofork",
+                "--nopid",
+                "--system-config",
+            ])
+            .arg(&configuration);
+        service
+            .arg("--log-file")
+            .arg(firewalld.world.data.path().join("firewalld.log"))
+            .env("DBUS_SYSTEM_BUS_ADDRESS", &bus);
         for command in [&mut daemon, &mut service] {
             firewalld.children.push(
-                command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it is installed (make test does that)"),
+                command
+                    .stdin(Stdio::null())
+                    .stdout(Stdio::null())
+                    .stderr(Stdio::null())
+                    .spawn()
+                    .expect("it is installed (make test does that)"),
             );
             std::thread::sleep(Duration::from_millis(300));
         }
@@ -43,7 +68,11 @@ impl Firewalld {
     }
 
     fn command(&self, arguments: &[&str]) -> String {
-        let output = Command::new("firewall-cmd").args(arguments).env("DBUS_SYSTEM_BUS_ADDRESS", self.address()).output().unwrap();
+        let output = Command::new("firewall-cmd")
+            .args(arguments)
+            .env("DBUS_SYSTEM_BUS_ADDRESS", self.address())
+            .output()
+            .unwrap();
         String::from_utf8(output.stdout).unwrap()
     }
 }
@@ -65,31 +94,66 @@ fn where_firewalld_runs_it_is_told() {
     let previous = json!({"interfaces": [{"name": "br0"}, {"name": "eth0", "sandbox": world.netns()}],
         "ips": [{"address": "10.198.1.2/24", "interface": 1}, {"address": "fd00:198:1::2/64", "interface": 1}]});
     // By itself, or because the configuration says so.
-    for extra in [json!({}), json!({"backend": "firewalld", "firewalldZone": "internal"})] {
-        let zone = if extra.get("backend").is_some() { "internal" } else { "trusted" };
+    for extra in [
+        json!({}),
+        json!({"backend": "firewalld", "firewalldZone": "internal"}),
+    ] {
+        let zone = if extra.get("backend").is_some() {
+            "internal"
+        } else {
+            "trusted"
+        };
         let sources = || firewalld.command(&[&format!("--zone={zone}"), "--list-sources"]);
         let config = World::chained("1.1.0", "firewall", &previous, extra);
         for _ in 0..2 {
             world.ok_with("firewall", "ADD", &config, &env);
-            assert_eq!(sources().split_whitespace().collect::<Vec<_>>(), ["10.198.1.2/32", "fd00:198:1::2/128"]);
+            assert_eq!(
+                sources().split_whitespace().collect::<Vec<_>>(),
+                ["10.198.1.2/32", "fd00:198:1::2/128"]
+            );
         }
         world.ok_with("firewall", "CHECK", &config, &env);
         world.ok_with("firewall", "STATUS", &config, &env);
         firewalld.command(&[&format!("--zone={zone}"), "--remove-source=10.198.1.2/32"]);
-        assert!(world.refused("firewall", "CHECK", &config, &env)["msg"].as_str().unwrap().contains("10.198.1.2"));
+        assert!(
+            world.refused("firewall", "CHECK", &config, &env)["msg"]
+                .as_str()
+                .unwrap()
+                .contains("10.198.1.2")
+        );
         for _ in 0..2 {
             world.ok_with("firewall", "DEL", &config, &env);
             assert_eq!(sources().trim(), "");
         }
     }
-    assert!(!world.ruleset().contains("CNI-FORWARD"), "iptables' tables are left alone");
+    assert!(
+        !world.ruleset().contains("CNI-FORWARD"),
+        "iptables' tables are left alone"
+    );
     // A zone that is not there, and nothing is half done.
-    let config = World::chained("1.1.0", "firewall", &previous, json!({"backend": "firewalld", "firewalldZone": "nosuch"}));
+    let config = World::chained(
+        "1.1.0",
+        "firewall",
+        &previous,
+        json!({"backend": "firewalld", "firewalldZone": "nosuch"}),
+    );
     let error = world.refused("firewall", "ADD", &config, &env);
-    assert!(error["msg"].as_str().unwrap().contains("INVALID_ZONE"), "{error}");
+    assert!(
+        error["msg"].as_str().unwrap().contains("INVALID_ZONE"),
+        "{error}"
+    );
     // Without firewalld.
     let none = [("DBUS_SYSTEM_BUS_ADDRESS", "unix:path=/nonexistent")];
     let error = world.refused("firewall", "ADD", &config, &none);
-    assert!(error["msg"].as_str().unwrap().contains("systemctl start firewalld"), "{error}");
-    assert_eq!(world.refused("firewall", "STATUS", &config, &none)["code"], 50);
+    assert!(
+        error["msg"]
+            .as_str()
+            .unwrap()
+            .contains("systemctl start firewalld"),
+        "{error}"
+    );
+    assert_eq!(
+        world.refused("firewall", "STATUS", &config, &none)["code"],
+        50
+    );
 }

@@ -29,7 +29,11 @@ fn horrors() -> Vec<Value> {
 fn paths(value: &Value, prefix: &str, into: &mut Vec<String>) {
     let children: Vec<(String, &Value)> = match value {
         Value::Object(map) => map.iter().map(|(k, v)| (k.clone(), v)).collect(),
-        Value::Array(list) => list.iter().enumerate().map(|(i, v)| (i.to_string(), v)).collect(),
+        Value::Array(list) => list
+            .iter()
+            .enumerate()
+            .map(|(i, v)| (i.to_string(), v))
+            .collect(),
         _ => vec![],
     };
     for (key, child) in children {
@@ -42,15 +46,36 @@ fn paths(value: &Value, prefix: &str, into: &mut Vec<String>) {
 /// All that a refused call must leave alone; not whether a link has a carrier just now.
 fn state(world: &World) -> String {
     let links = |namespace: &str| {
-        let links: Vec<Value> = serde_json::from_str(&ip(&["-n", namespace, "-j", "-d", "addr"])).unwrap();
+        let links: Vec<Value> =
+            serde_json::from_str(&ip(&["-n", namespace, "-j", "-d", "addr"])).unwrap();
         let keep = |link: &Value| {
-            let addresses: Vec<&Value> =
-                link["addr_info"].as_array().into_iter().flatten().filter(|a| a["scope"] == "global").map(|a| &a["local"]).collect();
-            json!([link["ifname"], link["address"], link["mtu"], link["master"], link["promiscuity"], link["ifalias"], addresses])
+            let addresses: Vec<&Value> = link["addr_info"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .filter(|a| a["scope"] == "global")
+                .map(|a| &a["local"])
+                .collect();
+            json!([
+                link["ifname"],
+                link["address"],
+                link["mtu"],
+                link["master"],
+                link["promiscuity"],
+                link["ifalias"],
+                addresses
+            ])
         };
-        json!(links.iter().map(keep).collect::<Vec<_>>()).to_string() + &ip(&["-n", namespace, "rule"])
+        json!(links.iter().map(keep).collect::<Vec<_>>()).to_string()
+            + &ip(&["-n", namespace, "rule"])
     };
-    format!("{}\n{}\n{}\n{:?}", links(&world.host), links(&world.container), world.ruleset(), world.taken())
+    format!(
+        "{}\n{}\n{}\n{:?}",
+        links(&world.host),
+        links(&world.container),
+        world.ruleset(),
+        world.taken()
+    )
 }
 
 /// A plausible configuration of every plugin that this kernel can run, with all its fields.
@@ -58,7 +83,8 @@ fn configurations(world: &World) -> Vec<Value> {
     let ranges = json!([[{"subnet": "10.198.1.0/24", "rangeStart": "10.198.1.10", "rangeEnd": "10.198.1.200", "gateway": "10.198.1.1"}]]);
     let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "ranges": ranges, "routes": [{"dst": "0.0.0.0/0", "gw": "10.198.1.1", "mtu": 1400, "priority": 5}]});
     let fixed = json!({"type": "static", "addresses": [{"address": "10.198.1.5/24", "gateway": "10.198.1.1"}], "routes": [{"dst": "10.0.0.0/8"}], "dns": {"nameservers": ["192.0.2.1"]}});
-    let dns = json!({"nameservers": ["192.0.2.1"], "domain": "d", "search": ["s"], "options": ["o"]});
+    let dns =
+        json!({"nameservers": ["192.0.2.1"], "domain": "d", "search": ["s"], "options": ["o"]});
     let previous = json!({"cniVersion": "1.0.0", "interfaces": [{"name": "br0"}, {"name": "eth0", "sandbox": world.netns(), "mac": "c2:11:22:33:44:55"}],
         "ips": [{"address": "10.198.1.5/24", "gateway": "10.198.1.1", "interface": 1}], "routes": [{"dst": "0.0.0.0/0"}], "dns": dns});
     let chained = |mut config: Value| {
@@ -79,7 +105,9 @@ fn configurations(world: &World) -> Vec<Value> {
             json!({"type": "portmap", "backend": "nftables", "snat": true, "masqAll": false, "markMasqBit": 5, "conditionsV4": ["-s", "192.0.2.0/24"], "conditionsV6": [],
             "runtimeConfig": {"portMappings": [{"hostPort": 8080, "containerPort": 80, "protocol": "tcp", "hostIP": "127.0.0.1"}]}}),
         ),
-        chained(json!({"type": "firewall", "backend": "iptables", "iptablesAdminChainName": "CNI-ADMIN", "ingressPolicy": "same-bridge"})),
+        chained(
+            json!({"type": "firewall", "backend": "iptables", "iptablesAdminChainName": "CNI-ADMIN", "ingressPolicy": "same-bridge"}),
+        ),
         chained(
             json!({"type": "bandwidth", "ingressRate": 8000, "ingressBurst": 8000, "runtimeConfig": {"bandwidth": {"egressRate": 8000, "egressBurst": 8000}}}),
         ),
@@ -87,7 +115,9 @@ fn configurations(world: &World) -> Vec<Value> {
             json!({"type": "tuning", "sysctl": {"net.ipv4.conf.lo.arp_filter": "0"}, "mac": "c2:11:22:33:44:55", "promisc": true, "mtu": 1400, "txQLen": 5,
             "allmulti": true, "dataDir": world.data.path().join("tuning"), "args": {"cni": {"mtu": 1300}}}),
         ),
-        chained(json!({"type": "sbr", "table": 200, "gateways": ["10.198.1.1"], "addSourceHints": true})),
+        chained(
+            json!({"type": "sbr", "table": 200, "gateways": ["10.198.1.1"], "addSourceHints": true}),
+        ),
         json!({"type": "host-device", "device": "wire0", "ipam": ipam}),
         json!({"type": "vlan", "master": "nosuch", "vlanId": 5, "ipam": ipam}),
         chained(json!({"type": "vrf", "vrfname": "blue", "table": 5})),
@@ -104,15 +134,29 @@ fn is_accepted(world: &World, config: &Value, what: &str) -> bool {
     let plugin = config["type"].as_str().unwrap();
     let output = world.call(plugin, "ADD", config, &[]);
     let text = String::from_utf8_lossy(&output.stdout);
-    let answer: Value =
-        serde_json::from_str(&text).unwrap_or_else(|e| panic!("{plugin} {what}: {e}: {text:.300} {}", String::from_utf8_lossy(&output.stderr)));
+    let answer: Value = serde_json::from_str(&text).unwrap_or_else(|e| {
+        panic!(
+            "{plugin} {what}: {e}: {text:.300} {}",
+            String::from_utf8_lossy(&output.stderr)
+        )
+    });
     if output.status.success() {
-        assert!(answer.get("cniVersion").is_some() && answer.get("code").is_none(), "{plugin} {what}: {text:.300}");
+        assert!(
+            answer.get("cniVersion").is_some() && answer.get("code").is_none(),
+            "{plugin} {what}: {text:.300}"
+        );
     } else {
         assert_eq!(output.status.code(), Some(1), "{plugin} {what}: {output:?}");
         let message = answer["msg"].as_str().unwrap_or_default();
-        assert!(answer["code"].as_u64().is_some_and(|c| c > 0) && !message.is_empty(), "{plugin} {what}: {text:.300}");
-        assert!(message.len() < 5000, "{plugin} {what}: the message repeats what it was given: {} bytes", message.len());
+        assert!(
+            answer["code"].as_u64().is_some_and(|c| c > 0) && !message.is_empty(),
+            "{plugin} {what}: {text:.300}"
+        );
+        assert!(
+            message.len() < 5000,
+            "{plugin} {what}: the message repeats what it was given: {} bytes",
+            message.len()
+        );
     }
     output.status.success()
 }
@@ -120,7 +164,10 @@ fn is_accepted(world: &World, config: &Value, what: &str) -> bool {
 /// DEL with the same; it may fail, but properly.
 fn end(world: &World, config: &Value, what: &str) {
     let output = world.call(config["type"].as_str().unwrap(), "DEL", config, &[]);
-    assert!(matches!(output.status.code(), Some(0 | 1)), "{what}: DEL: {output:?}");
+    assert!(
+        matches!(output.status.code(), Some(0 | 1)),
+        "{what}: DEL: {output:?}"
+    );
 }
 
 /// A field replaced by everything; what is refused changes nothing.
@@ -130,36 +177,62 @@ fn torment(world: &World, good: &Value, path: &str) {
         *config.pointer_mut(path).unwrap() = horror;
         config
     };
-    let what = |config: &Value| format!("{path} = {:.60}", config.pointer(path).unwrap().to_string());
+    let what =
+        |config: &Value| format!("{path} = {:.60}", config.pointer(path).unwrap().to_string());
     let mut refused = vec![];
     for config in horrors().into_iter().map(spoilt) {
         if is_accepted(world, &config, &what(&config)) {
             end(world, &config, &what(&config));
             // A wish that was granted may have left what stays, such as a link that DEL was not told of.
-            let _ = std::process::Command::new("ip").args(["-n", &world.container, "link", "del", "eth0"]).output();
+            let _ = std::process::Command::new("ip")
+                .args(["-n", &world.container, "link", "del", "eth0"])
+                .output();
         } else {
             refused.push(config);
         }
     }
     // Again, now that it is known which are: once for all of them, and if that is not well, for each.
     let before = state(world);
-    assert!(!refused.iter().any(|config| is_accepted(world, config, &what(config))), "{path}: refused, then accepted");
+    assert!(
+        !refused
+            .iter()
+            .any(|config| is_accepted(world, config, &what(config))),
+        "{path}: refused, then accepted"
+    );
     if state(world) != before {
         let all: Vec<String> = refused.iter().map(what).collect();
         assert_eq!(state(world), before, "{}: one of {all:#?}", good["type"]);
     }
-    refused.iter().for_each(|config| end(world, config, &what(config)));
+    refused
+        .iter()
+        .for_each(|config| end(world, config, &what(config)));
 }
 
 #[test]
 fn every_field_may_be_anything() {
-    let worlds: Vec<World> = configurations(&World::new()).iter().map(|_| World::new()).collect();
+    let worlds: Vec<World> = configurations(&World::new())
+        .iter()
+        .map(|_| World::new())
+        .collect();
     let next = std::sync::atomic::AtomicUsize::new(0);
     let work = || {
         loop {
             let place = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            let Some(world) = worlds.get(place) else { break };
-            ip(&["-n", &world.host, "link", "add", "wire0", "type", "veth", "peer", "name", "wire1"]);
+            let Some(world) = worlds.get(place) else {
+                break;
+            };
+            ip(&[
+                "-n",
+                &world.host,
+                "link",
+                "add",
+                "wire0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "wire1",
+            ]);
             let good = configurations(world).swap_remove(place);
             // Bridge and tables are there from the first one on.
             is_accepted(world, &good, "as it should be");
@@ -177,7 +250,9 @@ fn every_field_may_be_anything() {
                     assert_eq!(state(world), before, "{path}: a megabyte");
                 }
                 end(world, &config, path);
-                let _ = std::process::Command::new("ip").args(["-n", &world.container, "link", "del", "eth0"]).output();
+                let _ = std::process::Command::new("ip")
+                    .args(["-n", &world.container, "link", "del", "eth0"])
+                    .output();
             }
         }
     };
@@ -193,21 +268,58 @@ fn names_from_hell_are_refused() {
     let config = world.config("1.0.0", json!({}));
     let before = state(&world);
     for (key, values) in [
-        ("CNI_IFNAME", vec![".", "..", "a/b", "a:b", "a b", "a\tb", "sixteen-bytes-ok", "../../../x"]),
-        ("CNI_CONTAINERID", vec!["../x", "a/b", " ", "-a", ".", "a b", "a\nb", "\u{1f4a5}"]),
+        (
+            "CNI_IFNAME",
+            vec![
+                ".",
+                "..",
+                "a/b",
+                "a:b",
+                "a b",
+                "a\tb",
+                "sixteen-bytes-ok",
+                "../../../x",
+            ],
+        ),
+        (
+            "CNI_CONTAINERID",
+            vec!["../x", "a/b", " ", "-a", ".", "a b", "a\nb", "\u{1f4a5}"],
+        ),
         ("CNI_COMMAND", vec!["add", "ADD ", "ADD;DEL", "../ADD"]),
         ("CNI_ARGS", vec!["=", "a", "a=b=c", ";;", "MAC=nonsense"]),
-        ("CNI_NETNS", vec!["/etc/passwd", "/dev/null", "/nonexistent", "relative", "/proc/1/ns/mnt"]),
+        (
+            "CNI_NETNS",
+            vec![
+                "/etc/passwd",
+                "/dev/null",
+                "/nonexistent",
+                "relative",
+                "/proc/1/ns/mnt",
+            ],
+        ),
     ] {
         for value in values {
             let refusal = world.refused("bridge", "ADD", &config, &[(key, value)]);
-            assert!(refusal["code"].as_u64().is_some_and(|c| c > 0), "{key}={value:?}: {refusal}");
+            assert!(
+                refusal["code"].as_u64().is_some_and(|c| c > 0),
+                "{key}={value:?}: {refusal}"
+            );
             assert_eq!(state(&world), before, "{key}={value:?}");
         }
     }
-    for input in ["", "{", "null", "[]", "\"x\"", "{\"cniVersion\":\"1.0.0\"", "\u{0}", &"[".repeat(100_000)] {
+    for input in [
+        "",
+        "{",
+        "null",
+        "[]",
+        "\"x\"",
+        "{\"cniVersion\":\"1.0.0\"",
+        "\u{0}",
+        &"[".repeat(100_000),
+    ] {
         let output = world.call_with("bridge", "ADD", input, &[]);
-        let answer: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{input:.20}: {e}: {output:?}"));
+        let answer: Value = serde_json::from_slice(&output.stdout)
+            .unwrap_or_else(|e| panic!("{input:.20}: {e}: {output:?}"));
         assert_eq!(answer["code"], 6, "{input:.20}: {answer}");
     }
 }

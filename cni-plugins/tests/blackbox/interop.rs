@@ -10,7 +10,10 @@ use super::world::{World, ip, plugins};
 /// Where the distribution has the reference plugins.
 fn reference() -> PathBuf {
     let dir = PathBuf::from("/usr/lib/cni");
-    assert!(dir.join("bridge").is_file(), "containernetworking-plugins is needed (make test installs it)");
+    assert!(
+        dir.join("bridge").is_file(),
+        "containernetworking-plugins is needed (make test installs it)"
+    );
     dir
 }
 
@@ -30,7 +33,10 @@ fn chain(world: &World) -> Vec<Value> {
         of("portmap", json!({"runtimeConfig": {"portMappings": ports}})),
         of("firewall", json!({"backend": "iptables"})),
         of("bandwidth", limits),
-        of("tuning", json!({"mtu": 1400, "dataDir": world.data.path().join("tuning")})),
+        of(
+            "tuning",
+            json!({"mtu": 1400, "dataDir": world.data.path().join("tuning")}),
+        ),
     ]
 }
 
@@ -42,7 +48,12 @@ fn add(world: &World, bin: &Path, chain: &[Value]) -> Value {
             config["prevResult"] = result;
         }
         let plugin = bin.join(config["type"].as_str().unwrap());
-        result = world.ok_with(plugin.to_str().unwrap(), "ADD", &config, &[("CNI_PATH", bin.to_str().unwrap())]);
+        result = world.ok_with(
+            plugin.to_str().unwrap(),
+            "ADD",
+            &config,
+            &[("CNI_PATH", bin.to_str().unwrap())],
+        );
     }
     result
 }
@@ -50,7 +61,12 @@ fn add(world: &World, bin: &Path, chain: &[Value]) -> Value {
 fn del(world: &World, bin: &Path, chain: &[Value], result: &Value) {
     for config in chain.iter().rev() {
         let plugin = bin.join(config["type"].as_str().unwrap());
-        world.ok_with(plugin.to_str().unwrap(), "DEL", &World::with_previous(config, result), &[("CNI_PATH", bin.to_str().unwrap())]);
+        world.ok_with(
+            plugin.to_str().unwrap(),
+            "DEL",
+            &World::with_previous(config, result),
+            &[("CNI_PATH", bin.to_str().unwrap())],
+        );
     }
 }
 
@@ -60,11 +76,17 @@ fn what_the_reference_made_is_removed() {
     let chain = chain(&world);
     let result = add(&world, &reference(), &chain);
     let rules = world.on_host(&["iptables-save"]);
-    assert!(rules.contains("CNI-DN-") && rules.matches("10.198.1.2").count() > 4, "{rules}");
+    assert!(
+        rules.contains("CNI-DN-") && rules.matches("10.198.1.2").count() > 4,
+        "{rules}"
+    );
     // As after an upgrade: other binaries, the same containers.
     del(&world, &plugins(), &chain, &result);
     let rules = world.on_host(&["iptables-save"]);
-    assert!(!rules.contains("10.198.1.2") && !rules.contains("CNI-DN-"), "{rules}");
+    assert!(
+        !rules.contains("10.198.1.2") && !rules.contains("CNI-DN-"),
+        "{rules}"
+    );
     assert!(world.taken().is_empty());
     let links = ip(&["-n", &world.host, "link"]);
     assert!(!links.contains("bwp") && !links.contains("veth"), "{links}");
@@ -72,7 +94,11 @@ fn what_the_reference_made_is_removed() {
     let result = add(&world, &plugins(), &chain);
     assert_eq!(result["ips"][0]["address"], "10.198.1.3/24");
     del(&world, &plugins(), &chain, &result);
-    assert!(!world.ruleset().contains("10.198.1.3"), "{}", world.ruleset());
+    assert!(
+        !world.ruleset().contains("10.198.1.3"),
+        "{}",
+        world.ruleset()
+    );
 }
 
 #[test]
@@ -92,9 +118,18 @@ fn what_ours_made_the_reference_can_remove() {
     // And its leases are seen beside ours.
     let theirs = reference();
     let second = add(&world, &theirs, &chain);
-    assert_eq!(second["ips"][0]["address"], "10.198.1.3/24", "it goes on behind our last");
+    assert_eq!(
+        second["ips"][0]["address"], "10.198.1.3/24",
+        "it goes on behind our last"
+    );
     let refusal = world.refused("host-local", "ADD", &chain[0], &[]);
-    assert!(refusal["msg"].as_str().unwrap().contains("duplicate allocation"), "{refusal}");
+    assert!(
+        refusal["msg"]
+            .as_str()
+            .unwrap()
+            .contains("duplicate allocation"),
+        "{refusal}"
+    );
     del(&world, &theirs, &chain, &second);
     world.ok("host-local", "ADD", &chain[0]);
 }
@@ -106,9 +141,21 @@ struct Podman {
 
 impl Podman {
     fn new() -> Podman {
-        let podman = Podman { world: World::new(), dir: tempfile::tempdir().unwrap() };
+        let podman = Podman {
+            world: World::new(),
+            dir: tempfile::tempdir().unwrap(),
+        };
         let path = podman.dir.path();
-        for dir in ["net.d", "rootfs/bin", "rootfs/etc", "rootfs/proc", "rootfs/sys", "rootfs/dev", "rootfs/tmp", "rootfs/run"] {
+        for dir in [
+            "net.d",
+            "rootfs/bin",
+            "rootfs/etc",
+            "rootfs/proc",
+            "rootfs/sys",
+            "rootfs/dev",
+            "rootfs/tmp",
+            "rootfs/run",
+        ] {
             std::fs::create_dir_all(path.join(dir)).unwrap();
         }
         std::fs::copy("/bin/busybox", path.join("rootfs/bin/busybox")).unwrap();
@@ -134,14 +181,27 @@ impl Podman {
         let path = self.dir.path();
         let mut command = Command::new("nsenter");
         // Not by `ip netns exec`, which hides the cgroups.
-        command.arg(format!("--net=/run/netns/{}", self.world.host)).args(["podman", "--storage-driver", "vfs", "--root"]).arg(path.join("root"));
-        command.arg("--runroot").arg(path.join("run")).args(arguments).env("CONTAINERS_CONF", path.join("containers.conf"));
-        command.output().expect("podman and nsenter are installed (make test does that)")
+        command
+            .arg(format!("--net=/run/netns/{}", self.world.host))
+            .args(["podman", "--storage-driver", "vfs", "--root"])
+            .arg(path.join("root"));
+        command
+            .arg("--runroot")
+            .arg(path.join("run"))
+            .args(arguments)
+            .env("CONTAINERS_CONF", path.join("containers.conf"));
+        command
+            .output()
+            .expect("podman and nsenter are installed (make test does that)")
     }
 
     fn ok(&self, arguments: &[&str]) -> String {
         let output = self.run(arguments);
-        assert!(output.status.success(), "podman {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "podman {arguments:?}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         String::from_utf8(output.stdout).unwrap()
     }
 }
@@ -156,17 +216,52 @@ impl Drop for Podman {
 fn podman_uses_them() {
     let podman = Podman::new();
     let rootfs = podman.dir.path().join("rootfs");
-    let limits = ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"];
+    let limits = [
+        "--ulimit",
+        "nofile=1024:1024",
+        "--ulimit",
+        "nproc=1024:1024",
+    ];
     let server = "while true; do echo hello | nc -l -p 80; done";
-    let start = ["run", "--detach", "--name", "c1", "--net", "hfnet", "--ip", "10.198.7.77", "--mac-address", "c2:11:22:33:44:55", "-p", "8080:80"];
+    let start = [
+        "run",
+        "--detach",
+        "--name",
+        "c1",
+        "--net",
+        "hfnet",
+        "--ip",
+        "10.198.7.77",
+        "--mac-address",
+        "c2:11:22:33:44:55",
+        "-p",
+        "8080:80",
+    ];
     let command = ["--rootfs", rootfs.to_str().unwrap(), "sh", "-c", server];
     podman.ok(&[&start[..], &limits, &command].concat());
     let shown = podman.ok(&["exec", "c1", "ip", "addr", "show", "eth0"]);
-    assert!(shown.contains("10.198.7.77/24") && shown.contains("c2:11:22:33:44:55"), "{shown}");
+    assert!(
+        shown.contains("10.198.7.77/24") && shown.contains("c2:11:22:33:44:55"),
+        "{shown}"
+    );
     let mut heard = String::new();
     for _ in 0..50 {
         heard = String::from_utf8(
-            Command::new("ip").args(["netns", "exec", &podman.world.host, "busybox", "nc", "-w", "2", "127.0.0.1", "8080"]).output().unwrap().stdout,
+            Command::new("ip")
+                .args([
+                    "netns",
+                    "exec",
+                    &podman.world.host,
+                    "busybox",
+                    "nc",
+                    "-w",
+                    "2",
+                    "127.0.0.1",
+                    "8080",
+                ])
+                .output()
+                .unwrap()
+                .stdout,
         )
         .unwrap();
         if !heard.is_empty() {
@@ -181,7 +276,13 @@ fn podman_uses_them() {
     podman.ok(&["rm", "--force", "--time", "0", "c1"]);
     let rules = podman.world.ruleset();
     assert!(!rules.contains("10.198.7."), "{rules}");
-    let left = std::fs::read_dir(podman.dir.path().join("networks/hfnet")).unwrap().flatten();
-    assert_eq!(left.filter(|e| e.file_name().to_string_lossy().starts_with("10.")).count(), 0);
+    let left = std::fs::read_dir(podman.dir.path().join("networks/hfnet"))
+        .unwrap()
+        .flatten();
+    assert_eq!(
+        left.filter(|e| e.file_name().to_string_lossy().starts_with("10."))
+            .count(),
+        0
+    );
     assert!(!ip(&["-n", &podman.world.host, "link"]).contains("veth"));
 }

@@ -22,11 +22,28 @@ const CAPACITY: usize = 13;
 impl Machine {
     fn new() -> Machine {
         nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
-        mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>).unwrap();
-        let machine = Machine { dir: tempfile::tempdir().unwrap(), boot: 0 };
+        mount(
+            None::<&str>,
+            "/",
+            None::<&str>,
+            MsFlags::MS_REC | MsFlags::MS_PRIVATE,
+            None::<&str>,
+        )
+        .unwrap();
+        let machine = Machine {
+            dir: tempfile::tempdir().unwrap(),
+            boot: 0,
+        };
         std::fs::create_dir(machine.dir.path().join("netns")).unwrap();
         std::fs::write(machine.dir.path().join("boot"), "boot 0").unwrap();
-        mount(Some(&machine.dir.path().join("boot")), "/proc/sys/kernel/random/boot_id", None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
+        mount(
+            Some(&machine.dir.path().join("boot")),
+            "/proc/sys/kernel/random/boot_id",
+            None::<&str>,
+            MsFlags::MS_BIND,
+            None::<&str>,
+        )
+        .unwrap();
         machine
     }
 
@@ -54,15 +71,30 @@ impl Machine {
             config[key] = value.clone();
         }
         let mut command = Command::new(plugins().join("host-local"));
-        command.env("CNI_COMMAND", verb).env("CNI_CONTAINERID", container).env("CNI_IFNAME", "eth0").env("CNI_PATH", plugins());
+        command
+            .env("CNI_COMMAND", verb)
+            .env("CNI_CONTAINERID", container)
+            .env("CNI_IFNAME", "eth0")
+            .env("CNI_PATH", plugins());
         command.env("CNI_NETNS", self.netns(container));
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        child.stdin.take().unwrap().write_all(config.to_string().as_bytes()).unwrap();
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        child
+            .stdin
+            .take()
+            .unwrap()
+            .write_all(config.to_string().as_bytes())
+            .unwrap();
         child
     }
 
     fn call(&self, verb: &str, container: &str, more: Value) -> Output {
-        self.start(verb, container, more).wait_with_output().unwrap()
+        self.start(verb, container, more)
+            .wait_with_output()
+            .unwrap()
     }
 
     /// Kills it somewhere on its way.
@@ -74,14 +106,26 @@ impl Machine {
     }
 
     fn audit(&self, arguments: &[&str]) -> (bool, String) {
-        let output = Command::new(plugins().join("host-local")).arg("audit").arg("--data-dir").arg(self.data()).args(arguments).output().unwrap();
-        (output.status.success(), String::from_utf8(output.stdout).unwrap())
+        let output = Command::new(plugins().join("host-local"))
+            .arg("audit")
+            .arg("--data-dir")
+            .arg(self.data())
+            .args(arguments)
+            .output()
+            .unwrap();
+        (
+            output.status.success(),
+            String::from_utf8(output.stdout).unwrap(),
+        )
     }
 }
 
 fn addresses(dir: &Path) -> BTreeSet<String> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    entries.map(|e| e.file_name().into_string().unwrap()).filter(|n| n.parse::<std::net::IpAddr>().is_ok()).collect()
+    entries
+        .map(|e| e.file_name().into_string().unwrap())
+        .filter(|n| n.parse::<std::net::IpAddr>().is_ok())
+        .collect()
 }
 
 /// The same numbers in every run.
@@ -89,7 +133,10 @@ struct Dice(u64);
 
 impl Dice {
     fn roll(&mut self, sides: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % sides
     }
 }
@@ -126,13 +173,22 @@ fn no_address_is_lost_and_none_given_twice() {
                     }
                     let output = machine.call("ADD", &container, json!({}));
                     let result: Value = serde_json::from_slice(&output.stdout).unwrap();
-                    assert!(output.status.success(), "round {round}, {} of {CAPACITY} live: {result}", live.len());
+                    assert!(
+                        output.status.success(),
+                        "round {round}, {} of {CAPACITY} live: {result}",
+                        live.len()
+                    );
                     let address = result["ips"][0]["address"].as_str().unwrap().to_owned();
-                    assert!(!live.values().any(|a| *a == address), "round {round}: {address} was given twice");
+                    assert!(
+                        !live.values().any(|a| *a == address),
+                        "round {round}: {address} was given twice"
+                    );
                     live.insert(container, address);
                 }
                 0..75 => {
-                    let Some(container) = pick(&mut dice, &live) else { continue };
+                    let Some(container) = pick(&mut dice, &live) else {
+                        continue;
+                    };
                     if dice.roll(10) == 0 {
                         killed += 1;
                         machine.cut_off("DEL", &container, Duration::from_micros(dice.roll(2500)));
@@ -143,14 +199,28 @@ fn no_address_is_lost_and_none_given_twice() {
                 }
                 75..90 => {
                     // A container vanishes, and nobody says so.
-                    let Some(container) = pick(&mut dice, &live) else { continue };
+                    let Some(container) = pick(&mut dice, &live) else {
+                        continue;
+                    };
                     std::fs::remove_file(machine.netns(&container)).unwrap();
                     live.remove(&container);
                 }
                 90..95 => {
-                    let keep: Vec<Value> = live.keys().map(|c| json!({"containerID": c, "ifname": "eth0"})).collect();
-                    assert!(machine.call("GC", "", json!({"cni.dev/valid-attachments": keep})).status.success());
-                    assert_eq!(addresses(&machine.data().join("net")).len(), live.len(), "round {round}: GC leaves what lives and nothing else");
+                    let keep: Vec<Value> = live
+                        .keys()
+                        .map(|c| json!({"containerID": c, "ifname": "eth0"}))
+                        .collect();
+                    assert!(
+                        machine
+                            .call("GC", "", json!({"cni.dev/valid-attachments": keep}))
+                            .status
+                            .success()
+                    );
+                    assert_eq!(
+                        addresses(&machine.data().join("net")).len(),
+                        live.len(),
+                        "round {round}: GC leaves what lives and nothing else"
+                    );
                 }
                 95..98 => {
                     machine.reboot();
@@ -158,12 +228,18 @@ fn no_address_is_lost_and_none_given_twice() {
                 }
                 _ => {
                     let (_, table) = machine.audit(&["--mend"]);
-                    assert_eq!(addresses(&machine.data().join("net")).len(), live.len(), "round {round}: {table}");
+                    assert_eq!(
+                        addresses(&machine.data().join("net")).len(),
+                        live.len(),
+                        "round {round}: {table}"
+                    );
                 }
             }
             // Whoever lives has what it was given.
             let held = addresses(&machine.data().join("net"));
-            let missing = live.iter().find(|(_, a)| !held.contains(a.trim_end_matches("/28")));
+            let missing = live
+                .iter()
+                .find(|(_, a)| !held.contains(a.trim_end_matches("/28")));
             assert_eq!(missing, None, "round {round}");
         }
         assert!(killed > 200, "{killed} were killed");
@@ -191,16 +267,36 @@ fn an_audit_shows_what_is_wrong_and_mends_it() {
         std::fs::write(dir.join("10.9.9.8"), "nobodys\r\neth0").unwrap();
         let cache = machine.dir.path().join("results");
         std::fs::create_dir(&cache).unwrap();
-        std::fs::write(cache.join("net-theirs-eth0"), json!({"kind": "cniCacheV1", "netns": "/nonexistent"}).to_string()).unwrap();
+        std::fs::write(
+            cache.join("net-theirs-eth0"),
+            json!({"kind": "cniCacheV1", "netns": "/nonexistent"}).to_string(),
+        )
+        .unwrap();
         let cache = cache.to_str().unwrap();
         let (well, table) = machine.audit(&["--cache-dir", cache]);
-        let row = |address: &str| table.lines().find(|l| l.contains(address)).unwrap_or_default().to_owned();
+        let row = |address: &str| {
+            table
+                .lines()
+                .find(|l| l.contains(address))
+                .unwrap_or_default()
+                .to_owned()
+        };
         assert!(!well, "{table}");
-        assert!(row("10.9.9.2").contains("used") && row("10.9.9.3").contains("leaked: its network namespace is gone"), "{table}");
-        assert!(row("10.9.9.7").contains("leaked") && row("10.9.9.8").contains("unknown"), "{table}");
+        assert!(
+            row("10.9.9.2").contains("used")
+                && row("10.9.9.3").contains("leaked: its network namespace is gone"),
+            "{table}"
+        );
+        assert!(
+            row("10.9.9.7").contains("leaked") && row("10.9.9.8").contains("unknown"),
+            "{table}"
+        );
         let (well, table) = machine.audit(&["--cache-dir", cache, "--network=net", "--mend"]);
         assert!(well && table.matches("released").count() == 2, "{table}");
-        assert_eq!(addresses(&dir), ["10.9.9.2", "10.9.9.8"].map(str::to_owned).into());
+        assert_eq!(
+            addresses(&dir),
+            ["10.9.9.2", "10.9.9.8"].map(str::to_owned).into()
+        );
         let (well, table) = machine.audit(&["--cache-dir", cache]);
         assert!(well && !table.contains("leaked"), "{table}");
         for wrong in [&["--network", "nosuch"][..], &["--frob"], &["--network"]] {
@@ -214,7 +310,14 @@ fn a_full_disk_takes_no_address_and_gives_all_back() {
     in_a_thread_of_its_own(|| {
         let machine = Machine::new();
         std::fs::create_dir(machine.data()).unwrap();
-        mount(Some("tmpfs"), &machine.data(), Some("tmpfs"), MsFlags::empty(), Some("size=256k")).unwrap();
+        mount(
+            Some("tmpfs"),
+            &machine.data(),
+            Some("tmpfs"),
+            MsFlags::empty(),
+            Some("size=256k"),
+        )
+        .unwrap();
         for container in ["c1", "c2"] {
             std::fs::write(machine.netns(container), "").unwrap();
             assert!(machine.call("ADD", container, json!({})).status.success());
@@ -225,21 +328,47 @@ fn a_full_disk_takes_no_address_and_gives_all_back() {
         while filler.write_all(&[0; 4096]).is_ok() {}
         std::fs::write(machine.netns("c3"), "").unwrap();
         let refused = machine.call("ADD", "c3", json!({}));
-        assert!(String::from_utf8_lossy(&refused.stdout).contains("No space left"), "{refused:?}");
-        assert_eq!(addresses(&dir), ["10.9.9.2", "10.9.9.3", "10.9.9.7"].map(str::to_owned).into());
+        assert!(
+            String::from_utf8_lossy(&refused.stdout).contains("No space left"),
+            "{refused:?}"
+        );
+        assert_eq!(
+            addresses(&dir),
+            ["10.9.9.2", "10.9.9.3", "10.9.9.7"]
+                .map(str::to_owned)
+                .into()
+        );
         // The index does not know of the reference's lease, and cannot be told.
         for container in ["theirs", "c1"] {
-            assert!(machine.call("DEL", container, json!({})).status.success(), "{container}");
+            assert!(
+                machine.call("DEL", container, json!({})).status.success(),
+                "{container}"
+            );
         }
         assert_eq!(addresses(&dir), ["10.9.9.3"].map(str::to_owned).into());
-        assert!(machine.call("GC", "", json!({"cni.dev/valid-attachments": []})).status.success());
+        assert!(
+            machine
+                .call("GC", "", json!({"cni.dev/valid-attachments": []}))
+                .status
+                .success()
+        );
         assert!(addresses(&dir).is_empty());
         drop(filler);
         std::fs::remove_file(machine.data().join("filler")).unwrap();
         assert!(machine.call("ADD", "c3", json!({})).status.success());
-        mount(None::<&str>, &machine.data(), None::<&str>, MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY, None::<&str>).unwrap();
+        mount(
+            None::<&str>,
+            &machine.data(),
+            None::<&str>,
+            MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY,
+            None::<&str>,
+        )
+        .unwrap();
         let refused = machine.call("ADD", "c4", json!({}));
-        assert!(String::from_utf8_lossy(&refused.stdout).contains("Read-only"), "{refused:?}");
+        assert!(
+            String::from_utf8_lossy(&refused.stdout).contains("Read-only"),
+            "{refused:?}"
+        );
         nix::mount::umount2(&machine.data(), nix::mount::MntFlags::MNT_DETACH).unwrap();
     });
 }
@@ -255,16 +384,32 @@ fn a_full_pool_is_not_full_of_the_dead() {
         }
         std::fs::write(machine.netns("last"), "").unwrap();
         let full = machine.call("ADD", "last", json!({}));
-        assert!(String::from_utf8_lossy(&full.stdout).contains("no IP addresses available"), "{full:?}");
+        assert!(
+            String::from_utf8_lossy(&full.stdout).contains("no IP addresses available"),
+            "{full:?}"
+        );
         let status = machine.call("STATUS", "", json!({}));
-        assert!(String::from_utf8_lossy(&status.stdout).contains("\"code\":50"), "{status:?}");
+        assert!(
+            String::from_utf8_lossy(&status.stdout).contains("\"code\":50"),
+            "{status:?}"
+        );
         std::fs::remove_file(machine.netns("c5")).unwrap();
         assert!(machine.call("STATUS", "", json!({})).status.success());
         let taken = machine.call("ADD", "last", json!({}));
-        assert!(String::from_utf8_lossy(&taken.stdout).contains("10.9.9.7/28"), "{taken:?}");
+        assert!(
+            String::from_utf8_lossy(&taken.stdout).contains("10.9.9.7/28"),
+            "{taken:?}"
+        );
         // A wish that somebody has says who.
         std::fs::write(machine.netns("wishes"), "").unwrap();
-        let wish = machine.call("ADD", "wishes", json!({"runtimeConfig": {"ips": ["10.9.9.4"]}}));
-        assert!(String::from_utf8_lossy(&wish.stdout).contains("eth0 of container c2 has it"), "{wish:?}");
+        let wish = machine.call(
+            "ADD",
+            "wishes",
+            json!({"runtimeConfig": {"ips": ["10.9.9.4"]}}),
+        );
+        assert!(
+            String::from_utf8_lossy(&wish.stdout).contains("eth0 of container c2 has it"),
+            "{wish:?}"
+        );
     });
 }

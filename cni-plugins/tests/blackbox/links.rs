@@ -10,10 +10,31 @@ use super::world::{World, ip, versions};
 /// A host with an interface `phys0` and somebody at its other end, `10.198.4.1`.
 fn with_wire() -> (World, World) {
     let (world, far) = (World::new(), World::new());
-    ip(&["-n", &world.host, "link", "add", "phys0", "type", "veth", "peer", "name", "wire", "netns", &far.host]);
+    ip(&[
+        "-n",
+        &world.host,
+        "link",
+        "add",
+        "phys0",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "wire",
+        "netns",
+        &far.host,
+    ]);
     ip(&["-n", &world.host, "link", "set", "phys0", "up"]);
     ip(&["-n", &far.host, "link", "set", "wire", "up"]);
-    ip(&["-n", &far.host, "addr", "add", "10.198.4.1/24", "dev", "wire"]);
+    ip(&[
+        "-n",
+        &far.host,
+        "addr",
+        "add",
+        "10.198.4.1/24",
+        "dev",
+        "wire",
+    ]);
     (world, far)
 }
 
@@ -27,7 +48,21 @@ fn config(world: &World, version: &str, kind: &str, extra: Value) -> Value {
 }
 
 fn pings(world: &World, to: &str) -> bool {
-    Command::new("ip").args(["netns", "exec", &world.container, "busybox", "ping", "-c1", "-W2", to]).output().unwrap().status.success()
+    Command::new("ip")
+        .args([
+            "netns",
+            "exec",
+            &world.container,
+            "busybox",
+            "ping",
+            "-c1",
+            "-W2",
+            to,
+        ])
+        .output()
+        .unwrap()
+        .status
+        .success()
 }
 
 fn link(world: &World) -> String {
@@ -42,26 +77,44 @@ fn lives(kind: &str, extra: Value, expected: &[&str]) {
         let result = world.ok(kind, "ADD", &config);
         let shown = link(&world);
         for expected in expected {
-            assert!(shown.contains(expected), "{kind} {version}: {expected}: {shown}");
+            assert!(
+                shown.contains(expected),
+                "{kind} {version}: {expected}: {shown}"
+            );
         }
         if version >= "0.3.0" {
-            assert_eq!((&result["ips"][0]["address"], &result["ips"][0]["interface"]), (&json!("10.198.4.2/24"), &json!(0)), "{result}");
+            assert_eq!(
+                (&result["ips"][0]["address"], &result["ips"][0]["interface"]),
+                (&json!("10.198.4.2/24"), &json!(0)),
+                "{result}"
+            );
             let mac = result["interfaces"][0]["mac"].as_str().unwrap();
-            assert!(shown.contains(mac) && result["interfaces"].as_array().unwrap().len() == 1, "{shown}: {result}");
+            assert!(
+                shown.contains(mac) && result["interfaces"].as_array().unwrap().len() == 1,
+                "{shown}: {result}"
+            );
         }
         assert!(ip(&["-n", &world.container, "route"]).contains("default via 10.198.4.1"));
         if version >= "0.4.0" {
             let after = World::with_previous(&config, &result);
             world.ok(kind, "CHECK", &after);
             ip(&["-n", &world.container, "addr", "flush", "dev", "eth0"]);
-            assert!(world.refused(kind, "CHECK", &after, &[])["msg"].as_str().unwrap().contains("10.198.4.2"));
+            assert!(
+                world.refused(kind, "CHECK", &after, &[])["msg"]
+                    .as_str()
+                    .unwrap()
+                    .contains("10.198.4.2")
+            );
         }
         if version == "1.1.0" {
             world.ok(kind, "STATUS", &config);
         }
         // A second container does not get the name twice, and nothing of its try is left.
         let refusal = world.refused(kind, "ADD", &config, &[("CNI_CONTAINERID", "c2")]);
-        assert!(refusal["msg"].as_str().unwrap().contains("already exists"), "{refusal}");
+        assert!(
+            refusal["msg"].as_str().unwrap().contains("already exists"),
+            "{refusal}"
+        );
         assert_eq!(world.taken().len(), 1);
         // The master may be gone before the container is.
         ip(&["-n", &world.host, "link", "del", "phys0"]);
@@ -75,7 +128,10 @@ fn lives(kind: &str, extra: Value, expected: &[&str]) {
     for (extra, expected) in [
         (json!({"master": "nosuch0"}), "nosuch0"),
         (json!({"mtu": -5}), "MTU"),
-        (json!({"mode": "odd", "vlanId": 5000}), if kind == "vlan" { "5000" } else { "odd" }),
+        (
+            json!({"mode": "odd", "vlanId": 5000}),
+            if kind == "vlan" { "5000" } else { "odd" },
+        ),
     ] {
         let error = world.refused(kind, "ADD", &config(&world, "1.0.0", kind, extra), &[]);
         assert!(error["msg"].as_str().unwrap().contains(expected), "{error}");
@@ -83,7 +139,18 @@ fn lives(kind: &str, extra: Value, expected: &[&str]) {
     assert!(world.taken().is_empty() && !ip(&["-n", &world.container, "link"]).contains("eth0"));
     // In the container's own namespace.
     let inner = World::new();
-    ip(&["-n", &inner.container, "link", "add", "phys0", "type", "veth", "peer", "name", "wire"]);
+    ip(&[
+        "-n",
+        &inner.container,
+        "link",
+        "add",
+        "phys0",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "wire",
+    ]);
     ip(&["-n", &inner.container, "link", "set", "phys0", "up"]);
     let mut own = config(&inner, "1.0.0", kind, extra);
     own["linkInContainer"] = true.into();
@@ -94,20 +161,55 @@ fn lives(kind: &str, extra: Value, expected: &[&str]) {
 
 #[test]
 fn macvlans_have_addresses_and_macs_of_their_own() {
-    lives("macvlan", json!({"mode": "private", "mtu": 1400}), &["macvlan", "mode private", "mtu 1400", "state UP"]);
+    lives(
+        "macvlan",
+        json!({"mode": "private", "mtu": 1400}),
+        &["macvlan", "mode private", "mtu 1400", "state UP"],
+    );
     let (world, _far) = with_wire();
-    let plain = config(&world, "1.1.0", "macvlan", json!({"runtimeConfig": {"mac": "c2:11:22:33:44:66"}}));
-    let result = world.ok_with("macvlan", "ADD", &plain, &[("CNI_ARGS", "IgnoreUnknown=1;MAC=c2:11:22:33:44:55")]);
+    let plain = config(
+        &world,
+        "1.1.0",
+        "macvlan",
+        json!({"runtimeConfig": {"mac": "c2:11:22:33:44:66"}}),
+    );
+    let result = world.ok_with(
+        "macvlan",
+        "ADD",
+        &plain,
+        &[("CNI_ARGS", "IgnoreUnknown=1;MAC=c2:11:22:33:44:55")],
+    );
     assert_eq!(result["interfaces"][0]["mac"], "c2:11:22:33:44:66");
-    assert!(pings(&world, "10.198.4.1"), "the other end of the wire answers");
+    assert!(
+        pings(&world, "10.198.4.1"),
+        "the other end of the wire answers"
+    );
     world.ok("macvlan", "STATUS", &plain);
     // What the kernel lacks is known before anything is added.
     for kind in ["vlan", "ipvlan", "dummy", "vrf"] {
         let config = config(&world, "1.1.0", kind, json!({"vrfname": "blue"}));
-        let known =
-            Command::new("ip").args(["-n", &world.host, "link", "add", "probe0", "link", "phys0", "type", kind, "table", "5"]).output().unwrap();
+        let known = Command::new("ip")
+            .args([
+                "-n",
+                &world.host,
+                "link",
+                "add",
+                "probe0",
+                "link",
+                "phys0",
+                "type",
+                kind,
+                "table",
+                "5",
+            ])
+            .output()
+            .unwrap();
         if String::from_utf8_lossy(&known.stderr).contains("Unknown device type") {
-            assert_eq!(world.refused(kind, "STATUS", &config, &[])["code"], 50, "{kind}");
+            assert_eq!(
+                world.refused(kind, "STATUS", &config, &[])["code"],
+                50,
+                "{kind}"
+            );
         }
     }
     let mut gc = plain.clone();
@@ -116,36 +218,84 @@ fn macvlans_have_addresses_and_macs_of_their_own() {
     assert!(world.taken().is_empty());
     world.ok("macvlan", "DEL", &plain);
     // Without a master the interface of the default route is it; without addresses it is only up.
-    ip(&["-n", &world.host, "addr", "add", "10.198.4.9/24", "dev", "phys0"]);
+    ip(&[
+        "-n",
+        &world.host,
+        "addr",
+        "add",
+        "10.198.4.9/24",
+        "dev",
+        "phys0",
+    ]);
     let mut bare = plain.clone();
     bare.as_object_mut().unwrap().remove("master");
     bare["ipam"] = json!({});
     let error = world.refused("macvlan", "ADD", &bare, &[]);
-    assert!(error["msg"].as_str().unwrap().contains("default route"), "{error}");
-    ip(&["-n", &world.host, "route", "add", "default", "via", "10.198.4.1"]);
+    assert!(
+        error["msg"].as_str().unwrap().contains("default route"),
+        "{error}"
+    );
+    ip(&[
+        "-n",
+        &world.host,
+        "route",
+        "add",
+        "default",
+        "via",
+        "10.198.4.1",
+    ]);
     let result = world.ok("macvlan", "ADD", &bare);
-    assert!(result.get("ips").is_none() && link(&world).contains("state UP"), "{result}");
+    assert!(
+        result.get("ips").is_none() && link(&world).contains("state UP"),
+        "{result}"
+    );
     world.ok("macvlan", "CHECK", &World::with_previous(&bare, &result));
-    let error = world.refused("macvlan", "ADD", &config(&world, "1.0.0", "macvlan", json!({"mtu": 9000})), &[]);
-    assert!(error["msg"].as_str().unwrap().contains("from 0 to 1500"), "{error}");
+    let error = world.refused(
+        "macvlan",
+        "ADD",
+        &config(&world, "1.0.0", "macvlan", json!({"mtu": 9000})),
+        &[],
+    );
+    assert!(
+        error["msg"].as_str().unwrap().contains("from 0 to 1500"),
+        "{error}"
+    );
 }
 
 #[test]
 fn a_device_of_the_host_moves_in_and_back() {
     for by in ["device", "hwaddr"] {
         let (world, _far) = with_wire();
-        let mac = ip(&["-n", &world.host, "link", "show", "phys0"]).split("link/ether ").nth(1).unwrap()[..17].to_owned();
+        let mac = ip(&["-n", &world.host, "link", "show", "phys0"])
+            .split("link/ether ")
+            .nth(1)
+            .unwrap()[..17]
+            .to_owned();
         let mut config = config(&world, "1.0.0", "host-device", json!({}));
-        config[by] = if by == "device" { "phys0".into() } else { mac.clone().into() };
+        config[by] = if by == "device" {
+            "phys0".into()
+        } else {
+            mac.clone().into()
+        };
         let result = world.ok("host-device", "ADD", &config);
         assert_eq!(result["interfaces"][0]["mac"], mac, "{result}");
-        assert!(!ip(&["-n", &world.host, "link"]).contains("phys0") && link(&world).contains("state UP"));
+        assert!(
+            !ip(&["-n", &world.host, "link"]).contains("phys0")
+                && link(&world).contains("state UP")
+        );
         assert!(pings(&world, "10.198.4.1"));
-        world.ok("host-device", "CHECK", &World::with_previous(&config, &result));
+        world.ok(
+            "host-device",
+            "CHECK",
+            &World::with_previous(&config, &result),
+        );
         for _ in 0..2 {
             world.ok("host-device", "DEL", &config);
         }
-        assert!(ip(&["-n", &world.host, "link"]).contains("phys0"), "under its own name again");
+        assert!(
+            ip(&["-n", &world.host, "link"]).contains("phys0"),
+            "under its own name again"
+        );
         assert!(world.taken().is_empty());
     }
     let (world, _far) = with_wire();
@@ -155,26 +305,60 @@ fn a_device_of_the_host_moves_in_and_back() {
         (json!({"hwaddr": "00:00:5e:00:53:01"}), "00:00:5e:00:53:01"),
         (json!({"kernelpath": "/etc"}), "/sys/devices"),
         (json!({"pciBusID": "../../etc"}), "PCI"),
-        (json!({"runtimeConfig": {"deviceID": "ffff:ff:1f.7"}}), "ffff:ff:1f.7"),
+        (
+            json!({"runtimeConfig": {"deviceID": "ffff:ff:1f.7"}}),
+            "ffff:ff:1f.7",
+        ),
     ] {
-        let error = world.refused("host-device", "ADD", &config(&world, "1.0.0", "host-device", extra), &[]);
+        let error = world.refused(
+            "host-device",
+            "ADD",
+            &config(&world, "1.0.0", "host-device", extra),
+            &[],
+        );
         assert!(error["msg"].as_str().unwrap().contains(expected), "{error}");
     }
     // Where it cannot go, it stays as it was.
-    ip(&["-n", &world.container, "link", "add", "eth0", "type", "bridge"]);
-    let error = world.refused("host-device", "ADD", &config(&world, "1.0.0", "host-device", json!({"device": "phys0"})), &[]);
-    assert!(error["msg"].as_str().unwrap().contains("already"), "{error}");
+    ip(&[
+        "-n",
+        &world.container,
+        "link",
+        "add",
+        "eth0",
+        "type",
+        "bridge",
+    ]);
+    let error = world.refused(
+        "host-device",
+        "ADD",
+        &config(&world, "1.0.0", "host-device", json!({"device": "phys0"})),
+        &[],
+    );
+    assert!(
+        error["msg"].as_str().unwrap().contains("already"),
+        "{error}"
+    );
     let shown = ip(&["-n", &world.host, "link", "show", "phys0"]);
     assert!(shown.contains("UP") && !shown.contains("alias"), "{shown}");
     ip(&["-n", &world.container, "link", "del", "eth0"]);
     // No address: the device comes back at once.
     let full = json!({"device": "phys0", "ipam": {"type": "nosuch"}});
-    world.refused("host-device", "ADD", &config(&world, "1.0.0", "host-device", full), &[]);
+    world.refused(
+        "host-device",
+        "ADD",
+        &config(&world, "1.0.0", "host-device", full),
+        &[],
+    );
     assert!(ip(&["-n", &world.host, "link"]).contains("phys0"));
     // Leases come back also without a namespace.
     let mut lost = config(&world, "1.0.0", "host-device", json!({"device": "phys0"}));
     world.ok("host-device", "ADD", &lost);
-    assert!(world.call("host-device", "DEL", &lost, &[("CNI_NETNS", "")]).status.success());
+    assert!(
+        world
+            .call("host-device", "DEL", &lost, &[("CNI_NETNS", "")])
+            .status
+            .success()
+    );
     assert!(world.taken().is_empty());
     lost["device"] = Value::Null;
     world.ok("host-device", "DEL", &lost);
@@ -183,18 +367,36 @@ fn a_device_of_the_host_moves_in_and_back() {
 #[test]
 fn taps_are_made_as_asked() {
     let world = World::new();
-    let config = config(&world, "1.1.0", "tap", json!({"multiQueue": true, "mtu": 1400, "mac": "c2:11:22:33:44:77", "owner": 1000, "group": 1000}));
+    let config = config(
+        &world,
+        "1.1.0",
+        "tap",
+        json!({"multiQueue": true, "mtu": 1400, "mac": "c2:11:22:33:44:77", "owner": 1000, "group": 1000}),
+    );
     let result = world.ok("tap", "ADD", &config);
     let shown = ip(&["-n", &world.container, "-d", "tuntap"]);
-    assert!(shown.contains("eth0: tap multi_queue vnet_hdr persist") && shown.contains("user 1000 group 1000"), "{shown}");
-    assert!(link(&world).contains("mtu 1400") && link(&world).contains("c2:11:22:33:44:77"), "{}", link(&world));
+    assert!(
+        shown.contains("eth0: tap multi_queue vnet_hdr persist")
+            && shown.contains("user 1000 group 1000"),
+        "{shown}"
+    );
+    assert!(
+        link(&world).contains("mtu 1400") && link(&world).contains("c2:11:22:33:44:77"),
+        "{}",
+        link(&world)
+    );
     assert_eq!(result["ips"][0]["address"], "10.198.4.2/24");
     world.ok("tap", "CHECK", &World::with_previous(&config, &result));
     for _ in 0..2 {
         world.ok("tap", "DEL", &config);
     }
     assert!(!ip(&["-n", &world.container, "link"]).contains("eth0") && world.taken().is_empty());
-    let error = world.refused("tap", "ADD", &config_with(&config, json!({"bridge": "nosuch"})), &[]);
+    let error = world.refused(
+        "tap",
+        "ADD",
+        &config_with(&config, json!({"bridge": "nosuch"})),
+        &[],
+    );
     assert!(error["msg"].as_str().unwrap().contains("nosuch"), "{error}");
     assert!(!ip(&["-n", &world.container, "link"]).contains("eth0") && world.taken().is_empty());
 }
@@ -209,13 +411,36 @@ fn config_with(config: &Value, extra: Value) -> Value {
 
 #[test]
 fn what_the_kernel_at_hand_lacks_works_in_another() {
-    let modules = ["veth", "bridge", "8021q", "ipvlan", "dummy", "vrf", "nf_tables", "nft_chain_nat", "nft_masq", "nft_compat"];
-    vm::run("links::kernel_inside", &modules, &["/usr/sbin/ip", "/usr/sbin/nft", env!("CARGO_BIN_EXE_holdfast-cni")]);
+    let modules = [
+        "veth",
+        "bridge",
+        "8021q",
+        "ipvlan",
+        "dummy",
+        "vrf",
+        "nf_tables",
+        "nft_chain_nat",
+        "nft_masq",
+        "nft_compat",
+    ];
+    vm::run(
+        "links::kernel_inside",
+        &modules,
+        &[
+            "/usr/sbin/ip",
+            "/usr/sbin/nft",
+            env!("CARGO_BIN_EXE_holdfast-cni"),
+        ],
+    );
 }
 
 #[test]
 fn a_kernel_without_nftables_holds_no_del_up() {
-    vm::run("links::bare_kernel_inside", &["veth", "bridge"], &["/usr/sbin/ip", env!("CARGO_BIN_EXE_holdfast-cni")]);
+    vm::run(
+        "links::bare_kernel_inside",
+        &["veth", "bridge"],
+        &["/usr/sbin/ip", env!("CARGO_BIN_EXE_holdfast-cni")],
+    );
 }
 
 #[test]
@@ -228,14 +453,27 @@ fn bare_kernel_inside() {
     // The configuration may have changed since, and the kernel too.
     let wants = config_with(&plain, json!({"ipMasq": true, "macspoofchk": true}));
     let refusal = world.refused("bridge", "ADD", &wants, &[("CNI_IFNAME", "eth1")]);
-    assert!(refusal["msg"].as_str().unwrap().contains("nftables"), "{refusal}");
+    assert!(
+        refusal["msg"].as_str().unwrap().contains("nftables"),
+        "{refusal}"
+    );
     assert!(!ip(&["-n", &world.container, "link"]).contains("eth1"));
     assert_eq!(world.refused("bridge", "STATUS", &wants, &[])["code"], 50);
-    let chained = |plugin: &str| World::chained("1.1.0", plugin, &result, json!({"cni.dev/valid-attachments": []}));
+    let chained = |plugin: &str| {
+        World::chained(
+            "1.1.0",
+            plugin,
+            &result,
+            json!({"cni.dev/valid-attachments": []}),
+        )
+    };
     for plugin in ["portmap", "firewall"] {
         world.ok(plugin, "DEL", &chained(plugin));
         world.ok(plugin, "GC", &chained(plugin));
-        assert_eq!(world.refused(plugin, "STATUS", &chained(plugin), &[])["code"], 50);
+        assert_eq!(
+            world.refused(plugin, "STATUS", &chained(plugin), &[])["code"],
+            50
+        );
     }
     world.ok("bridge", "DEL", &wants);
     assert!(world.taken().is_empty());
@@ -246,7 +484,11 @@ fn bare_kernel_inside() {
 #[ignore = "runs in a virtual machine"]
 fn kernel_inside() {
     assert!(vm::is_inside(), "this is for a virtual machine");
-    lives("vlan", json!({"vlanId": 77, "mtu": 1400}), &["vlan protocol 802.1Q id 77", "mtu 1400"]);
+    lives(
+        "vlan",
+        json!({"vlanId": 77, "mtu": 1400}),
+        &["vlan protocol 802.1Q id 77", "mtu 1400"],
+    );
     lives("ipvlan", json!({"mode": "l3"}), &["ipvlan", "mode l3"]);
     ipvlan_behind_another();
     dummies();
@@ -261,8 +503,16 @@ fn ipvlan_behind_another() {
     let result = world.ok("ipvlan", "ADD", &config);
     assert_eq!(result["ips"][0]["address"], "10.198.4.7/24");
     assert!(pings(&world, "10.198.4.1"));
-    let error = world.refused("ipvlan", "ADD", &World::chained("1.0.0", "ipvlan", &json!({"interfaces": []}), json!({})), &[("CNI_IFNAME", "eth1")]);
-    assert!(error["msg"].as_str().unwrap().contains("addresses"), "{error}");
+    let error = world.refused(
+        "ipvlan",
+        "ADD",
+        &World::chained("1.0.0", "ipvlan", &json!({"interfaces": []}), json!({})),
+        &[("CNI_IFNAME", "eth1")],
+    );
+    assert!(
+        error["msg"].as_str().unwrap().contains("addresses"),
+        "{error}"
+    );
 }
 
 fn dummies() {
@@ -277,39 +527,100 @@ fn dummies() {
             world.ok("dummy", "CHECK", &World::with_previous(&config, &result));
         }
         world.ok("dummy", "DEL", &config);
-        assert!(world.taken().is_empty() && !ip(&["-n", &world.container, "link"]).contains("eth0"));
-        assert!(world.refused("dummy", "ADD", &config_with(&config, json!({"ipam": {}})), &[])["msg"].as_str().unwrap().contains("IPAM"));
+        assert!(
+            world.taken().is_empty() && !ip(&["-n", &world.container, "link"]).contains("eth0")
+        );
+        assert!(
+            world.refused(
+                "dummy",
+                "ADD",
+                &config_with(&config, json!({"ipam": {}})),
+                &[]
+            )["msg"]
+                .as_str()
+                .unwrap()
+                .contains("IPAM")
+        );
     }
 }
 
 fn vrfs() {
     let world = World::new();
     let ranges = json!([[{"subnet": "10.198.6.0/24"}], [{"subnet": "fd00:198:6::/64"}]]);
-    let bridge = world.config("1.0.0", json!({"ipam": {"type": "host-local", "dataDir": world.data.path(), "ranges": ranges}}));
+    let bridge = world.config(
+        "1.0.0",
+        json!({"ipam": {"type": "host-local", "dataDir": world.data.path(), "ranges": ranges}}),
+    );
     let result = world.ok("bridge", "ADD", &bridge);
-    let config = World::chained("1.0.0", "vrf", &result, json!({"vrfname": "blue", "table": 1001}));
+    let config = World::chained(
+        "1.0.0",
+        "vrf",
+        &result,
+        json!({"vrfname": "blue", "table": 1001}),
+    );
     world.ok("vrf", "ADD", &config);
     let shown = ip(&["-n", &world.container, "-d", "addr", "show", "eth0"]);
-    assert!(shown.contains("master blue") && shown.contains("10.198.6.2/24") && shown.contains("fd00:198:6::2/64"), "{shown}");
+    assert!(
+        shown.contains("master blue")
+            && shown.contains("10.198.6.2/24")
+            && shown.contains("fd00:198:6::2/64"),
+        "{shown}"
+    );
     let routes = ip(&["-n", &world.container, "route", "show", "table", "1001"]);
-    assert!(routes.contains("default via 10.198.6.1") && routes.contains("10.198.6.0/24"), "{routes}");
-    assert!(ip(&["-n", &world.container, "-6", "route", "show", "table", "1001"]).contains("default via fd00:198:6::1"));
+    assert!(
+        routes.contains("default via 10.198.6.1") && routes.contains("10.198.6.0/24"),
+        "{routes}"
+    );
+    assert!(
+        ip(&[
+            "-n",
+            &world.container,
+            "-6",
+            "route",
+            "show",
+            "table",
+            "1001"
+        ])
+        .contains("default via fd00:198:6::1")
+    );
     world.ok("vrf", "CHECK", &config);
-    let error = world.refused("vrf", "ADD", &config_with(&config, json!({"table": 7})), &[]);
+    let error = world.refused(
+        "vrf",
+        "ADD",
+        &config_with(&config, json!({"table": 7})),
+        &[],
+    );
     assert!(error["msg"].as_str().unwrap().contains("1001"), "{error}");
     for _ in 0..2 {
         world.ok("vrf", "DEL", &config);
     }
     assert!(!ip(&["-n", &world.container, "link"]).contains("blue"));
-    assert!(world.refused("vrf", "CHECK", &config, &[])["msg"].as_str().unwrap().contains("blue"));
+    assert!(
+        world.refused("vrf", "CHECK", &config, &[])["msg"]
+            .as_str()
+            .unwrap()
+            .contains("blue")
+    );
     for wrong in ["", "a/b", "sixteen-bytes-ok"] {
-        assert_eq!(world.refused("vrf", "ADD", &config_with(&config, json!({"vrfname": wrong})), &[])["code"], 7, "{wrong}");
+        assert_eq!(
+            world.refused(
+                "vrf",
+                "ADD",
+                &config_with(&config, json!({"vrfname": wrong})),
+                &[]
+            )["code"],
+            7,
+            "{wrong}"
+        );
     }
 }
 
 fn bridge_vlans() {
     let world = World::new();
-    let config = world.config("1.0.0", json!({"vlan": 100, "vlanTrunk": [{"id": 101}, {"minID": 200, "maxID": 202}]}));
+    let config = world.config(
+        "1.0.0",
+        json!({"vlan": 100, "vlanTrunk": [{"id": 101}, {"minID": 200, "maxID": 202}]}),
+    );
     let result = world.ok("bridge", "ADD", &config);
     assert_eq!(result["interfaces"][3]["name"], "br0.100", "{result}");
     assert!(pings(&world, "10.198.1.1"), "the gateway is in the VLAN");
@@ -320,16 +631,34 @@ fn bridge_vlans() {
     let mut elsewhere = world.config("1.0.0", json!({"vlan": 300, "isDefaultGateway": false}));
     world.ok_with("bridge", "ADD", &elsewhere, &env);
     assert!(!pings(&other, "10.198.1.1") && !pings(&other, "10.198.1.2"));
-    assert!(world.call("bridge", "DEL", &elsewhere, &env).status.success());
+    assert!(
+        world
+            .call("bridge", "DEL", &elsewhere, &env)
+            .status
+            .success()
+    );
     elsewhere["vlan"] = 100.into();
     world.ok_with("bridge", "ADD", &elsewhere, &env);
     assert!(pings(&other, "10.198.1.2"), "the same VLAN");
-    assert!(world.call("bridge", "DEL", &elsewhere, &env).status.success());
+    assert!(
+        world
+            .call("bridge", "DEL", &elsewhere, &env)
+            .status
+            .success()
+    );
     world.ok("bridge", "DEL", &config);
     // A bridge that does not tell VLANs apart is not changed.
     ip(&["-n", &world.host, "link", "add", "plain0", "type", "bridge"]);
-    let error = world.refused("bridge", "ADD", &world.config("1.0.0", json!({"vlan": 5, "bridge": "plain0"})), &[]);
-    assert!(error["msg"].as_str().unwrap().contains("vlan_filtering 1"), "{error}");
+    let error = world.refused(
+        "bridge",
+        "ADD",
+        &world.config("1.0.0", json!({"vlan": 5, "bridge": "plain0"})),
+        &[],
+    );
+    assert!(
+        error["msg"].as_str().unwrap().contains("vlan_filtering 1"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -339,8 +668,29 @@ fn what_a_container_sends_comes_from_its_mac() {
     let result = world.ok("bridge", "ADD", &config);
     assert!(pings(&world, "10.198.1.1"));
     world.ok("bridge", "CHECK", &World::with_previous(&config, &result));
-    ip(&["-n", &world.container, "link", "set", "eth0", "address", "c2:66:66:66:66:66"]);
-    assert!(!pings(&world, "10.198.1.1"), "another address is not let in: {}", world.ruleset());
-    assert!(world.call("bridge", "DEL", &config, &[("CNI_NETNS", "")]).status.success());
-    assert!(!world.ruleset().contains("cni-br-iface"), "{}", world.ruleset());
+    ip(&[
+        "-n",
+        &world.container,
+        "link",
+        "set",
+        "eth0",
+        "address",
+        "c2:66:66:66:66:66",
+    ]);
+    assert!(
+        !pings(&world, "10.198.1.1"),
+        "another address is not let in: {}",
+        world.ruleset()
+    );
+    assert!(
+        world
+            .call("bridge", "DEL", &config, &[("CNI_NETNS", "")])
+            .status
+            .success()
+    );
+    assert!(
+        !world.ruleset().contains("cni-br-iface"),
+        "{}",
+        world.ruleset()
+    );
 }

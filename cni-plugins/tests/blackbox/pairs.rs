@@ -13,29 +13,61 @@ fn bridge_adds_checks_and_deletes_in_every_version() {
         let config = world.config(version, json!({"ipMasq": true}));
         let result = world.ok("bridge", "ADD", &config);
         assert_eq!(result["cniVersion"], version);
-        let address = if version < "0.3.0" { result["ip4"]["ip"].clone() } else { result["ips"][0]["address"].clone() };
+        let address = if version < "0.3.0" {
+            result["ip4"]["ip"].clone()
+        } else {
+            result["ips"][0]["address"].clone()
+        };
         assert_eq!(address, "10.198.1.2/24", "{version}: {result}");
         let shown = ip(&["-n", &world.container, "addr", "show", "eth0"]);
-        assert!(shown.contains("10.198.1.2/24") && shown.contains("state UP"), "{shown}");
+        assert!(
+            shown.contains("10.198.1.2/24") && shown.contains("state UP"),
+            "{shown}"
+        );
         assert!(ip(&["-n", &world.container, "route"]).contains("default via 10.198.1.1"));
         assert!(ip(&["-n", &world.host, "addr", "show", "br0"]).contains("10.198.1.1/24"));
         let rules = world.ruleset();
-        assert!(rules.contains("ip saddr 10.198.1.2 ip daddr != 10.198.1.0/24 masquerade"), "{rules}");
-        let ping = ["netns", "exec", &world.container, "busybox", "ping", "-c1", "-W2", "10.198.1.1"];
-        assert!(ip(&ping).contains("1 packets received"), "the container reaches its gateway");
+        assert!(
+            rules.contains("ip saddr 10.198.1.2 ip daddr != 10.198.1.0/24 masquerade"),
+            "{rules}"
+        );
+        let ping = [
+            "netns",
+            "exec",
+            &world.container,
+            "busybox",
+            "ping",
+            "-c1",
+            "-W2",
+            "10.198.1.1",
+        ];
+        assert!(
+            ip(&ping).contains("1 packets received"),
+            "the container reaches its gateway"
+        );
         let chained = World::with_previous(&config, &result);
         if version >= "0.4.0" {
             world.ok("bridge", "CHECK", &chained);
             ip(&["-n", &world.container, "addr", "flush", "dev", "eth0"]);
             let refusal = world.refused("bridge", "CHECK", &chained, &[]);
-            assert!(refusal["msg"].as_str().unwrap().contains("10.198.1.2"), "{refusal}");
+            assert!(
+                refusal["msg"].as_str().unwrap().contains("10.198.1.2"),
+                "{refusal}"
+            );
         }
         for _ in 0..2 {
             world.ok("bridge", "DEL", &chained);
         }
         assert!(world.taken().is_empty(), "{version}");
-        assert!(!world.ruleset().contains("saddr"), "{version}: {}", world.ruleset());
-        assert!(!ip(&["-n", &world.host, "link"]).contains("veth"), "the host's end is gone");
+        assert!(
+            !world.ruleset().contains("saddr"),
+            "{version}: {}",
+            world.ruleset()
+        );
+        assert!(
+            !ip(&["-n", &world.host, "link"]).contains("veth"),
+            "the host's end is gone"
+        );
     }
 }
 
@@ -61,19 +93,49 @@ fn a_failed_add_leaves_nothing() {
     world.ok("bridge", "ADD", &config);
     // The same interface again is an error and does not disturb the first.
     let refusal = world.refused("bridge", "ADD", &config, &[("CNI_CONTAINERID", "c2")]);
-    assert!(refusal["msg"].as_str().unwrap().contains("already exists"), "{refusal}");
+    assert!(
+        refusal["msg"].as_str().unwrap().contains("already exists"),
+        "{refusal}"
+    );
     assert_eq!(world.taken().len(), 1);
     // Nor does the same attachment somewhere else: its address is the first one's.
     let elsewhere = World::new();
-    let refusal = world.refused("bridge", "ADD", &config, &[("CNI_NETNS", &elsewhere.netns())]);
-    assert!(refusal["msg"].as_str().unwrap().contains("duplicate allocation"), "{refusal}");
+    let refusal = world.refused(
+        "bridge",
+        "ADD",
+        &config,
+        &[("CNI_NETNS", &elsewhere.netns())],
+    );
+    assert!(
+        refusal["msg"]
+            .as_str()
+            .unwrap()
+            .contains("duplicate allocation"),
+        "{refusal}"
+    );
     assert_eq!(world.taken(), ["10.198.1.2"]);
     // A bridge address that conflicts.
     ip(&["-n", &world.host, "link", "add", "br1", "type", "bridge"]);
-    ip(&["-n", &world.host, "addr", "add", "10.1.1.1/24", "dev", "br1"]);
+    ip(&[
+        "-n",
+        &world.host,
+        "addr",
+        "add",
+        "10.1.1.1/24",
+        "dev",
+        "br1",
+    ]);
     let other = world.config("1.0.0", json!({"bridge": "br1"}));
-    let refusal = world.refused("bridge", "ADD", &other, &[("CNI_CONTAINERID", "c3"), ("CNI_IFNAME", "eth1")]);
-    assert!(refusal["msg"].as_str().unwrap().contains("forceAddress"), "{refusal}");
+    let refusal = world.refused(
+        "bridge",
+        "ADD",
+        &other,
+        &[("CNI_CONTAINERID", "c3"), ("CNI_IFNAME", "eth1")],
+    );
+    assert!(
+        refusal["msg"].as_str().unwrap().contains("forceAddress"),
+        "{refusal}"
+    );
     assert_eq!(world.taken().len(), 1, "the address was given back");
     let links = ip(&["-n", &world.host, "link"]);
     assert_eq!(links.matches("master br1").count(), 0, "{links}");
@@ -83,7 +145,9 @@ fn a_failed_add_leaves_nothing() {
 fn many_containers_at_once_get_different_addresses() {
     let world = World::new();
     let config = world.config("1.0.0", json!({"ipMasq": true}));
-    let names: Vec<String> = (0..20).map(|i| format!("{}-{i}", world.container)).collect();
+    let names: Vec<String> = (0..20)
+        .map(|i| format!("{}-{i}", world.container))
+        .collect();
     for name in &names {
         ip(&["netns", "add", name]);
     }
@@ -94,18 +158,34 @@ fn many_containers_at_once_get_different_addresses() {
                 let (world, config) = (&world, &config);
                 scope.spawn(move || {
                     let netns = format!("/run/netns/{name}");
-                    world.call("bridge", "ADD", config, &[("CNI_CONTAINERID", name), ("CNI_NETNS", &netns)])
+                    world.call(
+                        "bridge",
+                        "ADD",
+                        config,
+                        &[("CNI_CONTAINERID", name), ("CNI_NETNS", &netns)],
+                    )
                 })
             })
             .collect();
         for call in calls {
             let output = call.join().unwrap();
-            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+            assert!(
+                output.status.success(),
+                "{}",
+                String::from_utf8_lossy(&output.stdout)
+            );
         }
     });
     assert_eq!(world.taken().len(), 20);
     let rules = world.ruleset();
-    assert_eq!((rules.matches("masquerade comment").count(), rules.matches("goto masq_checks").count()), (20, 1), "{rules}");
+    assert_eq!(
+        (
+            rules.matches("masquerade comment").count(),
+            rules.matches("goto masq_checks").count()
+        ),
+        (20, 1),
+        "{rules}"
+    );
     // GC keeps what is listed and nothing else.
     let mut gc = world.config("1.1.0", json!({"ipMasq": true}));
     let keep = json!([{"containerID": names[3], "ifname": "eth0"}]);
@@ -123,17 +203,32 @@ fn many_containers_at_once_get_different_addresses() {
 #[test]
 fn dual_stack_layer_two_and_exhaustion() {
     let world = World::new();
-    let ranges =
-        json!({"ipam": {"type": "host-local", "dataDir": world.data.path(), "ranges": [[{"subnet": "10.198.2.0/30"}], [{"subnet": "fd42::/64"}]]}});
+    let ranges = json!({"ipam": {"type": "host-local", "dataDir": world.data.path(), "ranges": [[{"subnet": "10.198.2.0/30"}], [{"subnet": "fd42::/64"}]]}});
     let config = world.config("1.1.0", ranges);
     let result = world.ok("bridge", "ADD", &config);
-    assert_eq!((result["ips"].as_array().unwrap().len(), result["routes"].as_array().unwrap().len()), (2, 2), "{result}");
+    assert_eq!(
+        (
+            result["ips"].as_array().unwrap().len(),
+            result["routes"].as_array().unwrap().len()
+        ),
+        (2, 2),
+        "{result}"
+    );
     let shown = ip(&["-n", &world.container, "-6", "addr", "show", "eth0"]);
-    assert!(shown.contains("fd42::2/64") && !shown.contains("tentative"), "no waiting for duplicates: {shown}");
+    assert!(
+        shown.contains("fd42::2/64") && !shown.contains("tentative"),
+        "no waiting for duplicates: {shown}"
+    );
     let status = world.refused("host-local", "STATUS", &config, &[]);
     assert_eq!(status["code"], 50, "{status}");
     let full = world.refused("host-local", "ADD", &config, &[("CNI_CONTAINERID", "c9")]);
-    assert!(full["msg"].as_str().unwrap().contains("no IP addresses available in range set: 10.198.2.1-10.198.2.2"), "{full}");
+    assert!(
+        full["msg"]
+            .as_str()
+            .unwrap()
+            .contains("no IP addresses available in range set: 10.198.2.1-10.198.2.2"),
+        "{full}"
+    );
     let layer_two = World::new();
     let config = layer_two.config("1.0.0", json!({"ipam": {}, "isDefaultGateway": false}));
     let result = layer_two.ok("bridge", "ADD", &config);
@@ -150,29 +245,67 @@ fn ptp_leads_everything_over_a_line_to_the_host() {
         let result = world.ok("ptp", "ADD", &config);
         assert_eq!(result["dns"]["nameservers"][0], "192.0.2.53");
         if version >= "0.3.0" {
-            assert_eq!((&result["ips"][0]["address"], &result["ips"][0]["interface"]), (&json!("10.198.2.2/24"), &json!(1)), "{version}: {result}");
+            assert_eq!(
+                (&result["ips"][0]["address"], &result["ips"][0]["interface"]),
+                (&json!("10.198.2.2/24"), &json!(1)),
+                "{version}: {result}"
+            );
             assert_eq!(result["interfaces"][1]["name"], "eth0");
         }
         let shown = ip(&["-n", &world.container, "addr", "show", "eth0"]);
-        assert!(shown.contains("10.198.2.2/24") && shown.contains("mtu 1400") && shown.contains("state UP"), "{shown}");
+        assert!(
+            shown.contains("10.198.2.2/24")
+                && shown.contains("mtu 1400")
+                && shown.contains("state UP"),
+            "{shown}"
+        );
         let routes = ip(&["-n", &world.container, "route"]);
-        for expected in ["default via 10.198.2.1 dev eth0", "10.198.2.0/24 via 10.198.2.1 dev eth0", "10.198.2.1 dev eth0 scope link"] {
+        for expected in [
+            "default via 10.198.2.1 dev eth0",
+            "10.198.2.0/24 via 10.198.2.1 dev eth0",
+            "10.198.2.1 dev eth0 scope link",
+        ] {
             assert!(routes.contains(expected), "{expected}: {routes}");
         }
         assert!(ip(&["-n", &world.host, "route"]).contains("10.198.2.2 dev veth"));
         assert!(world.ruleset().contains("10.198.2.2"));
-        let ping = ["netns", "exec", &world.container, "busybox", "ping", "-c1", "-W2", "10.198.2.1"];
-        assert!(Command::new("ip").args(ping).output().unwrap().status.success(), "the host answers");
+        let ping = [
+            "netns",
+            "exec",
+            &world.container,
+            "busybox",
+            "ping",
+            "-c1",
+            "-W2",
+            "10.198.2.1",
+        ];
+        assert!(
+            Command::new("ip")
+                .args(ping)
+                .output()
+                .unwrap()
+                .status
+                .success(),
+            "the host answers"
+        );
         if version >= "0.4.0" {
             let with = World::with_previous(&config, &result);
             world.ok("ptp", "CHECK", &with);
             ip(&["-n", &world.host, "route", "del", "10.198.2.2"]);
-            assert!(world.refused("ptp", "CHECK", &with, &[])["msg"].as_str().unwrap().contains("10.198.2.2"));
+            assert!(
+                world.refused("ptp", "CHECK", &with, &[])["msg"]
+                    .as_str()
+                    .unwrap()
+                    .contains("10.198.2.2")
+            );
         }
         world.ok("ptp", "DEL", &World::with_previous(&config, &result));
         world.ok("ptp", "DEL", &config);
         assert!(world.taken().is_empty() && !world.ruleset().contains("10.198.2.2"));
-        assert!(!ip(&["-n", &world.host, "link"]).contains("veth"), "nothing is left");
+        assert!(
+            !ip(&["-n", &world.host, "link"]).contains("veth"),
+            "nothing is left"
+        );
     }
     // Both families, without waiting for anybody who might have the address too.
     let world = World::new();
@@ -181,19 +314,66 @@ fn ptp_leads_everything_over_a_line_to_the_host() {
     let config = world.config("1.1.0", json!({"type": "ptp", "ipam": ipam}));
     let begun = std::time::Instant::now();
     let result = world.ok("ptp", "ADD", &config);
-    assert!(begun.elapsed() < std::time::Duration::from_millis(900), "{:?}", begun.elapsed());
+    assert!(
+        begun.elapsed() < std::time::Duration::from_millis(900),
+        "{:?}",
+        begun.elapsed()
+    );
     let routes = ip(&["-n", &world.container, "-6", "route"]);
-    assert!(routes.contains("default via fd00:198:3::1") && routes.contains("fd00:198:3::/64 via fd00:198:3::1"), "{routes}");
+    assert!(
+        routes.contains("default via fd00:198:3::1")
+            && routes.contains("fd00:198:3::/64 via fd00:198:3::1"),
+        "{routes}"
+    );
     assert!(ip(&["-n", &world.host, "-6", "route"]).contains("fd00:198:3::2 dev veth"));
-    let ping = ["netns", "exec", &world.container, "busybox", "ping", "-6", "-c1", "-W2", "fd00:198:3::1"];
-    assert!(Command::new("ip").args(ping).output().unwrap().status.success(), "the host answers");
+    let ping = [
+        "netns",
+        "exec",
+        &world.container,
+        "busybox",
+        "ping",
+        "-6",
+        "-c1",
+        "-W2",
+        "fd00:198:3::1",
+    ];
+    assert!(
+        Command::new("ip")
+            .args(ping)
+            .output()
+            .unwrap()
+            .status
+            .success(),
+        "the host answers"
+    );
     // Two containers reach each other over the host.
     let other = World::new();
     let env = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())];
     let second = world.call("ptp", "ADD", &config, &env);
-    assert!(second.status.success(), "{}", String::from_utf8_lossy(&second.stdout));
-    let ping = ["netns", "exec", &world.container, "busybox", "ping", "-c1", "-W2", "10.198.3.3"];
-    assert!(Command::new("ip").args(ping).output().unwrap().status.success(), "the other answers");
+    assert!(
+        second.status.success(),
+        "{}",
+        String::from_utf8_lossy(&second.stdout)
+    );
+    let ping = [
+        "netns",
+        "exec",
+        &world.container,
+        "busybox",
+        "ping",
+        "-c1",
+        "-W2",
+        "10.198.3.3",
+    ];
+    assert!(
+        Command::new("ip")
+            .args(ping)
+            .output()
+            .unwrap()
+            .status
+            .success(),
+        "the other answers"
+    );
     assert!(world.call("ptp", "DEL", &config, &env).status.success());
     world.ok("ptp", "STATUS", &config);
     let mut gone = config.clone();
@@ -203,8 +383,16 @@ fn ptp_leads_everything_over_a_line_to_the_host() {
     // An address without a gateway leads nowhere, and leaves nothing.
     let lone = json!({"type": "static", "addresses": [{"address": "10.198.4.2/24"}]});
     let world = World::new();
-    let error = world.refused("ptp", "ADD", &world.config("1.0.0", json!({"type": "ptp", "ipam": lone})), &[]);
-    assert!(error["msg"].as_str().unwrap().contains("no gateway"), "{error}");
+    let error = world.refused(
+        "ptp",
+        "ADD",
+        &world.config("1.0.0", json!({"type": "ptp", "ipam": lone})),
+        &[],
+    );
+    assert!(
+        error["msg"].as_str().unwrap().contains("no gateway"),
+        "{error}"
+    );
     assert!(!ip(&["-n", &world.host, "link"]).contains("veth"));
 }
 #[test]
@@ -225,21 +413,38 @@ fn a_bridge_has_the_options_that_were_asked_for() {
     let world = World::new();
     let port = |result: &Value| -> Value {
         let name = result["interfaces"][1]["name"].as_str().unwrap();
-        let shown = Command::new("bridge").args(["-n", &world.host, "-d", "-j", "link", "show", "dev", name]).output().unwrap();
+        let shown = Command::new("bridge")
+            .args(["-n", &world.host, "-d", "-j", "link", "show", "dev", name])
+            .output()
+            .unwrap();
         serde_json::from_slice::<Value>(&shown.stdout).unwrap()[0].clone()
     };
     let bridge = |what: &str| ip(&["-n", &world.host, "-d", "link", "show", what]);
     // Hairpin and isolation, on and off.
     for on in [true, false] {
-        let config = world.config("1.0.0", json!({"hairpinMode": on, "portIsolation": on, "mtu": 1400}));
+        let config = world.config(
+            "1.0.0",
+            json!({"hairpinMode": on, "portIsolation": on, "mtu": 1400}),
+        );
         let result = world.ok("bridge", "ADD", &config);
-        assert_eq!((&port(&result)["hairpin"], &port(&result)["isolated"]), (&json!(on), &json!(on)), "{}", port(&result));
+        assert_eq!(
+            (&port(&result)["hairpin"], &port(&result)["isolated"]),
+            (&json!(on), &json!(on)),
+            "{}",
+            port(&result)
+        );
         assert!(ip(&["-n", &world.container, "link", "show", "eth0"]).contains("mtu 1400"));
         world.ok("bridge", "DEL", &config);
     }
     // The bridge keeps its MAC address, whatever comes and goes, also without addresses of its own.
     let mac = |name: &str| bridge(name).split("link/ether ").nth(1).unwrap()[..17].to_owned();
-    for (name, extra) in [("br0", json!({})), ("br1", json!({"bridge": "br1", "ipam": {}, "isDefaultGateway": false}))] {
+    for (name, extra) in [
+        ("br0", json!({})),
+        (
+            "br1",
+            json!({"bridge": "br1", "ipam": {}, "isDefaultGateway": false}),
+        ),
+    ] {
         let config = world.config("1.0.0", extra);
         let result = world.ok("bridge", "ADD", &config);
         let before = mac(name);
@@ -250,15 +455,26 @@ fn a_bridge_has_the_options_that_were_asked_for() {
     let promiscuous = world.config("1.0.0", json!({"bridge": "br2", "promiscMode": true}));
     world.ok("bridge", "ADD", &promiscuous);
     assert!(bridge("br2").contains("PROMISC"));
-    let accept_ra = |name: &str| world.on_host(&["cat", &format!("/proc/sys/net/ipv6/conf/{name}/accept_ra")]).trim().to_owned();
+    let accept_ra = |name: &str| {
+        world
+            .on_host(&["cat", &format!("/proc/sys/net/ipv6/conf/{name}/accept_ra")])
+            .trim()
+            .to_owned()
+    };
     assert_eq!(accept_ra("br2"), "0");
     world.ok("bridge", "DEL", &promiscuous);
     // The container's MAC address: each of these over the ones before.
     let args = [("CNI_ARGS", "IgnoreUnknown=true;MAC=c2:11:22:33:44:01")];
     for (extra, expected) in [
         (json!({}), "c2:11:22:33:44:01"),
-        (json!({"args": {"cni": {"mac": "c2:11:22:33:44:02"}}}), "c2:11:22:33:44:02"),
-        (json!({"args": {"cni": {"mac": "c2:11:22:33:44:02"}}, "runtimeConfig": {"mac": "c2:11:22:33:44:03"}}), "c2:11:22:33:44:03"),
+        (
+            json!({"args": {"cni": {"mac": "c2:11:22:33:44:02"}}}),
+            "c2:11:22:33:44:02",
+        ),
+        (
+            json!({"args": {"cni": {"mac": "c2:11:22:33:44:02"}}, "runtimeConfig": {"mac": "c2:11:22:33:44:03"}}),
+            "c2:11:22:33:44:03",
+        ),
     ] {
         let config = world.config("1.0.0", extra);
         let result = world.ok_with("bridge", "ADD", &config, &args);
@@ -267,21 +483,54 @@ fn a_bridge_has_the_options_that_were_asked_for() {
         world.ok("bridge", "DEL", &config);
     }
     // A container that shall not be brought up, and one whose address is checked for duplicates.
-    let down = world.config("1.0.0", json!({"ipam": {}, "isDefaultGateway": false, "disableContainerInterface": true}));
+    let down = world.config(
+        "1.0.0",
+        json!({"ipam": {}, "isDefaultGateway": false, "disableContainerInterface": true}),
+    );
     world.ok("bridge", "ADD", &down);
     assert!(ip(&["-n", &world.container, "link", "show", "eth0"]).contains("state DOWN"));
     world.ok("bridge", "DEL", &down);
     // The bridge's address gives way if it must.
     ip(&["-n", &world.host, "link", "add", "br3", "type", "bridge"]);
-    ip(&["-n", &world.host, "addr", "add", "10.1.1.1/24", "dev", "br3"]);
+    ip(&[
+        "-n",
+        &world.host,
+        "addr",
+        "add",
+        "10.1.1.1/24",
+        "dev",
+        "br3",
+    ]);
     let force = world.config("1.0.0", json!({"bridge": "br3", "forceAddress": true}));
     world.ok("bridge", "ADD", &force);
     let shown = ip(&["-n", &world.host, "addr", "show", "br3"]);
-    assert!(shown.contains("10.198.1.1/24") && !shown.contains("10.1.1.1"), "{shown}");
+    assert!(
+        shown.contains("10.198.1.1/24") && !shown.contains("10.1.1.1"),
+        "{shown}"
+    );
     // What is no bridge is none.
-    ip(&["-n", &world.host, "link", "add", "fake0", "type", "veth", "peer", "name", "fake1"]);
-    let error = world.refused("bridge", "ADD", &world.config("1.0.0", json!({"bridge": "fake0"})), &[("CNI_IFNAME", "eth1")]);
-    assert!(error["msg"].as_str().unwrap().contains("not a bridge"), "{error}");
+    ip(&[
+        "-n",
+        &world.host,
+        "link",
+        "add",
+        "fake0",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "fake1",
+    ]);
+    let error = world.refused(
+        "bridge",
+        "ADD",
+        &world.config("1.0.0", json!({"bridge": "fake0"})),
+        &[("CNI_IFNAME", "eth1")],
+    );
+    assert!(
+        error["msg"].as_str().unwrap().contains("not a bridge"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -290,7 +539,10 @@ fn routes_have_what_ipam_says_of_them() {
     let routes = json!([{"dst": "0.0.0.0/0"}, {"dst": "10.9.0.0/16", "gw": "10.198.1.9", "mtu": 1300, "advmss": 1200, "priority": 77},
         {"dst": "10.8.0.0/16", "table": 42}, {"dst": "10.7.0.0/16", "scope": 253}, {"dst": "10.6.0.0/16", "gw": "10.198.1.6"}, {"dst": "10.6.0.0/16", "gw": "10.198.1.7"}]);
     let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "subnet": "10.198.1.0/24", "routes": routes});
-    let config = world.config("1.1.0", json!({"isDefaultGateway": false, "isGateway": true, "ipam": ipam}));
+    let config = world.config(
+        "1.1.0",
+        json!({"isDefaultGateway": false, "isGateway": true, "ipam": ipam}),
+    );
     let result = world.ok("bridge", "ADD", &config);
     assert_eq!(result["routes"], routes, "as they were given");
     let main = ip(&["-n", &world.container, "route"]);
@@ -302,6 +554,9 @@ fn routes_have_what_ipam_says_of_them() {
     ] {
         assert!(main.contains(expected), "{expected}: {main}");
     }
-    assert!(ip(&["-n", &world.container, "route", "show", "table", "42"]).contains("10.8.0.0/16 via 10.198.1.1"));
+    assert!(
+        ip(&["-n", &world.container, "route", "show", "table", "42"])
+            .contains("10.8.0.0/16 via 10.198.1.1")
+    );
     world.ok("bridge", "CHECK", &World::with_previous(&config, &result));
 }

@@ -15,15 +15,31 @@ fn the_protocol_is_kept_to_the_letter() {
         config[key] = value;
         config
     };
-    let missing = world.refused("bridge", "ADD", &good, &[("CNI_CONTAINERID", ""), ("CNI_NETNS", "")]);
+    let missing = world.refused(
+        "bridge",
+        "ADD",
+        &good,
+        &[("CNI_CONTAINERID", ""), ("CNI_NETNS", "")],
+    );
     assert_eq!(missing["code"], 4);
-    assert!(missing["msg"].as_str().unwrap().contains("[CNI_CONTAINERID,CNI_NETNS]"), "{missing}");
+    assert!(
+        missing["msg"]
+            .as_str()
+            .unwrap()
+            .contains("[CNI_CONTAINERID,CNI_NETNS]"),
+        "{missing}"
+    );
     let long = "x".repeat(1 << 20);
     let cases: Vec<(&str, Value, Vec<(&str, &str)>, u64)> = vec![
         ("FROB", good.clone(), vec![], 4),
         ("ADD", good.clone(), vec![("CNI_CONTAINERID", "../x")], 4),
         ("ADD", good.clone(), vec![("CNI_IFNAME", "a/b")], 4),
-        ("ADD", good.clone(), vec![("CNI_IFNAME", "sixteen-bytes-ok")], 4),
+        (
+            "ADD",
+            good.clone(),
+            vec![("CNI_IFNAME", "sixteen-bytes-ok")],
+            4,
+        ),
         ("ADD", with("name", json!("../../etc")), vec![], 7),
         ("ADD", with("name", json!("")), vec![], 7),
         ("ADD", with("name", json!(long)), vec![], 7),
@@ -42,12 +58,27 @@ fn the_protocol_is_kept_to_the_letter() {
         ("ADD", with("vlan", json!(4095)), vec![], 7),
         ("ADD", with("vlanTrunk", json!([{"minID": 5}])), vec![], 7),
         ("ADD", with("vlanTrunk", json!([{"maxID": 5}])), vec![], 7),
-        ("ADD", with("vlanTrunk", json!([{"minID": -5, "maxID": 3}])), vec![], 7),
-        ("ADD", with("vlanTrunk", json!([{"minID": 9, "maxID": 3}])), vec![], 7),
+        (
+            "ADD",
+            with("vlanTrunk", json!([{"minID": -5, "maxID": 3}])),
+            vec![],
+            7,
+        ),
+        (
+            "ADD",
+            with("vlanTrunk", json!([{"minID": 9, "maxID": 3}])),
+            vec![],
+            7,
+        ),
         ("ADD", with("vlanTrunk", json!([{"id": 5000}])), vec![], 7),
         ("ADD", with("vlanTrunk", json!([{}])), vec![], 7),
         ("ADD", json!("text"), vec![], 6),
-        ("ADD", good.clone(), vec![("CNI_NETNS", "/proc/self/ns/net")], 8),
+        (
+            "ADD",
+            good.clone(),
+            vec![("CNI_NETNS", "/proc/self/ns/net")],
+            8,
+        ),
         ("ADD", good.clone(), vec![("CNI_NETNS", "/etc/passwd")], 8),
     ];
     for (verb, config, env, code) in cases {
@@ -65,7 +96,10 @@ fn the_protocol_is_kept_to_the_letter() {
     }
     assert!(world.taken().is_empty());
     assert!(!Path::new("/etc/lock").exists());
-    assert!(!ip(&["-n", &world.host, "link"]).contains("veth"), "nothing was changed");
+    assert!(
+        !ip(&["-n", &world.host, "link"]).contains("veth"),
+        "nothing was changed"
+    );
     let version = world.call("bridge", "VERSION", &json!(null), &[]);
     let version: Value = serde_json::from_slice(&version.stdout).unwrap();
     assert_eq!(version["supportedVersions"].as_array().unwrap().len(), 7);
@@ -79,7 +113,11 @@ fn every_verb_says_what_it_lacks() {
     for (verb, version, needed) in [
         ("ADD", "0.1.0", &all[..]),
         ("CHECK", "0.4.0", &all),
-        ("DEL", "0.1.0", &["CNI_CONTAINERID", "CNI_IFNAME", "CNI_PATH"]),
+        (
+            "DEL",
+            "0.1.0",
+            &["CNI_CONTAINERID", "CNI_IFNAME", "CNI_PATH"],
+        ),
         ("GC", "1.1.0", &["CNI_PATH"]),
         ("STATUS", "1.1.0", &["CNI_PATH"]),
     ] {
@@ -87,7 +125,11 @@ fn every_verb_says_what_it_lacks() {
         assert_eq!(refusal["code"], 4);
         let message = refusal["msg"].as_str().unwrap();
         for name in all {
-            assert_eq!(message.contains(name), needed.contains(&name), "{verb}: {message}");
+            assert_eq!(
+                message.contains(name),
+                needed.contains(&name),
+                "{verb}: {message}"
+            );
         }
     }
     // A configuration without a version speaks the oldest; one with another is told which there are.
@@ -97,10 +139,18 @@ fn every_verb_says_what_it_lacks() {
     world.ok("bridge", "DEL", &config);
     config["cniVersion"] = "0.3.2".into();
     let refusal = world.refused("bridge", "ADD", &config, &[]);
-    assert!(refusal["code"] == 1 && refusal["details"].as_str().unwrap().contains("0.3.2"), "{refusal}");
+    assert!(
+        refusal["code"] == 1 && refusal["details"].as_str().unwrap().contains("0.3.2"),
+        "{refusal}"
+    );
     // Without a verb it says what it is.
     let about = world.call("bridge", "", &config, &[("CNI_COMMAND", "")]);
-    assert!(about.status.success() && String::from_utf8_lossy(&about.stderr).contains("CNI protocol versions supported: 0.1.0"), "{about:?}");
+    assert!(
+        about.status.success()
+            && String::from_utf8_lossy(&about.stderr)
+                .contains("CNI protocol versions supported: 0.1.0"),
+        "{about:?}"
+    );
     // Own spellings of keys are keys.
     let loud = json!({"CNIVersion": "1.0.0", "NAME": "net", "TYPE": "bridge", "Bridge": "br0", "ISDEFAULTGATEWAY": true, "IPAM": config["ipam"]});
     let result = world.ok("bridge", "ADD", &loud);

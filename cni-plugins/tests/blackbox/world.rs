@@ -25,8 +25,15 @@ pub fn plugins() -> PathBuf {
 }
 
 pub fn ip(arguments: &[&str]) -> String {
-    let output = Command::new("ip").args(arguments).output().expect("iproute2 is installed (make test does that)");
-    assert!(output.status.success(), "ip {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    let output = Command::new("ip")
+        .args(arguments)
+        .output()
+        .expect("iproute2 is installed (make test does that)");
+    assert!(
+        output.status.success(),
+        "ip {arguments:?}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     String::from_utf8(output.stdout).unwrap()
 }
 
@@ -43,8 +50,15 @@ static COUNT: AtomicU32 = AtomicU32::new(0);
 
 impl World {
     pub fn new() -> World {
-        assert!(Command::new("ip").arg("-V").output().is_ok(), "iproute2 is needed");
-        let id = format!("{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        assert!(
+            Command::new("ip").arg("-V").output().is_ok(),
+            "iproute2 is needed"
+        );
+        let id = format!(
+            "{}-{}",
+            std::process::id(),
+            COUNT.fetch_add(1, Ordering::Relaxed)
+        );
         let world = World {
             host: format!("hfh-{id}"),
             container: format!("hfc-{id}"),
@@ -82,14 +96,26 @@ impl World {
 
     pub fn call_with(&self, plugin: &str, verb: &str, input: &str, env: &[(&str, &str)]) -> Output {
         let mut command = Command::new("ip");
-        command.args(["netns", "exec", &self.host]).arg(plugins().join(plugin)).current_dir(self.place());
-        command.env("CNI_COMMAND", verb).env("CNI_CONTAINERID", "c1").env("CNI_NETNS", self.netns()).env("CNI_IFNAME", "eth0");
+        command
+            .args(["netns", "exec", &self.host])
+            .arg(plugins().join(plugin))
+            .current_dir(self.place());
+        command
+            .env("CNI_COMMAND", verb)
+            .env("CNI_CONTAINERID", "c1")
+            .env("CNI_NETNS", self.netns())
+            .env("CNI_IFNAME", "eth0");
         command.env("CNI_PATH", plugins()).envs(env.iter().copied());
         for (key, value) in env.iter().filter(|(_, v)| v.is_empty()) {
             let _ = value;
             command.env_remove(key);
         }
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
         let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
         child.wait_with_output().unwrap()
     }
@@ -100,7 +126,11 @@ impl World {
 
     pub fn refused(&self, plugin: &str, verb: &str, config: &Value, env: &[(&str, &str)]) -> Value {
         let output = self.call(plugin, verb, config, env);
-        assert!(!output.status.success(), "{plugin} {verb} succeeded: {}", String::from_utf8_lossy(&output.stdout));
+        assert!(
+            !output.status.success(),
+            "{plugin} {verb} succeeded: {}",
+            String::from_utf8_lossy(&output.stdout)
+        );
         serde_json::from_slice(&output.stdout).expect("one JSON document")
     }
 
@@ -112,7 +142,12 @@ impl World {
 
     pub fn taken(&self) -> Vec<String> {
         let dir = std::fs::read_dir(self.data.path().join("net"));
-        dir.into_iter().flatten().flatten().map(|e| e.file_name().into_string().unwrap()).filter(|n| n.parse::<std::net::IpAddr>().is_ok()).collect()
+        dir.into_iter()
+            .flatten()
+            .flatten()
+            .map(|e| e.file_name().into_string().unwrap())
+            .filter(|n| n.parse::<std::net::IpAddr>().is_ok())
+            .collect()
     }
 
     pub fn ruleset(&self) -> String {
@@ -145,13 +180,19 @@ impl World {
     /// As [`World::ok`], with more in the environment.
     pub fn ok_with(&self, plugin: &str, verb: &str, config: &Value, env: &[(&str, &str)]) -> Value {
         let output = self.call(plugin, verb, config, env);
-        assert!(output.status.success(), "{plugin} {verb}: {}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{plugin} {verb}: {}{}",
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr)
+        );
         serde_json::from_slice(&output.stdout).unwrap_or_default()
     }
 
     /// A plugin's configuration behind the result of another.
     pub fn chained(version: &str, plugin: &str, previous: &Value, extra: Value) -> Value {
-        let mut config = json!({"cniVersion": version, "name": "net", "type": plugin, "prevResult": previous});
+        let mut config =
+            json!({"cniVersion": version, "name": "net", "type": plugin, "prevResult": previous});
         for (key, value) in extra.as_object().unwrap() {
             config[key] = value.clone();
         }
@@ -168,12 +209,26 @@ impl Drop for World {
 }
 
 /// What there is.
-pub const VERSIONS: [&str; 7] = ["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"];
+pub const VERSIONS: [&str; 7] = [
+    "0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0",
+];
 
 /// Those of them that a plugin speaks, as it says itself.
 pub fn versions(plugin: &str) -> Vec<&'static str> {
-    let output = Command::new(plugins().join(plugin)).env("CNI_COMMAND", "VERSION").stdin(Stdio::null()).output().unwrap();
+    let output = Command::new(plugins().join(plugin))
+        .env("CNI_COMMAND", "VERSION")
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
     let said: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let spoken: Vec<&str> = said["supportedVersions"].as_array().unwrap().iter().map(|v| v.as_str().unwrap()).collect();
-    VERSIONS.into_iter().filter(|v| spoken.contains(v)).collect()
+    let spoken: Vec<&str> = said["supportedVersions"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|v| v.as_str().unwrap())
+        .collect();
+    VERSIONS
+        .into_iter()
+        .filter(|v| spoken.contains(v))
+        .collect()
 }

@@ -40,8 +40,11 @@ impl Csi {
         let of = |(name, registered): (&String, &Registered)| CSINodeDriver {
             name: name.clone(),
             node_id: registered.info.node_id.clone(),
-            topology_keys: Some(registered.info.topology.keys().cloned().collect::<Vec<_>>()).filter(|k| !k.is_empty()),
-            allocatable: (registered.info.most > 0).then(|| VolumeNodeResources { count: i32::try_from(registered.info.most).ok() }),
+            topology_keys: Some(registered.info.topology.keys().cloned().collect::<Vec<_>>())
+                .filter(|k| !k.is_empty()),
+            allocatable: (registered.info.most > 0).then(|| VolumeNodeResources {
+                count: i32::try_from(registered.info.most).ok(),
+            }),
         };
         lock(&self.drivers).iter().map(of).collect()
     }
@@ -77,7 +80,9 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
         // Before the listing: what comes after it ends the wait below.
         let changes = Changes::of(&dir);
         let listed = dir.clone();
-        let found = blocking(move || Ok(sockets(&listed, DEPTH))).await.unwrap_or_default();
+        let found = blocking(move || Ok(sockets(&listed, DEPTH)))
+            .await
+            .unwrap_or_default();
         known.retain(|path, socket| {
             let stays = found.get(path) == Some(&socket.identity);
             if let (false, Some(name)) = (stays, &socket.name) {
@@ -87,7 +92,12 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
             stays
         });
         for (path, identity) in found {
-            let socket = known.entry(path.clone()).or_insert(Socket { identity, name: None, next: Instant::now(), pause: RETRY.0 });
+            let socket = known.entry(path.clone()).or_insert(Socket {
+                identity,
+                name: None,
+                next: Instant::now(),
+                pause: RETRY.0,
+            });
             if socket.name.is_some() || Instant::now() < socket.next {
                 continue;
             }
@@ -107,49 +117,114 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
                 Err(error) => tracing::debug!(error, "the drivers could not be reported yet"),
             }
         }
-        let next = known.values().filter(|s| s.name.is_none()).map(|s| s.next.saturating_duration_since(Instant::now())).min();
+        let next = known
+            .values()
+            .filter(|s| s.name.is_none())
+            .map(|s| s.next.saturating_duration_since(Instant::now()))
+            .min();
         let reported = told.as_ref() == Some(&now) || nodes.is_none();
-        changes.wait(next.unwrap_or(LOOK).min(if reported { LOOK } else { RETRY.0 })).await;
+        changes
+            .wait(
+                next.unwrap_or(LOOK)
+                    .min(if reported { LOOK } else { RETRY.0 }),
+            )
+            .await;
     }
 }
 
 /// Registers who is behind a socket; the answer is the name.
 async fn register(context: &Context, socket: &str) -> Result<String, String> {
-    let plugin = ask(socket).await.map_err(|e| format!("it does not say who it is: {e}"))?;
+    let plugin = ask(socket)
+        .await
+        .map_err(|e| format!("it does not say who it is: {e}"))?;
     let outcome = accept(context, &plugin, socket).await;
-    tell(socket, outcome.clone()).await.map_err(|e| format!("{} could not be told the outcome: {e}", plugin.name))?;
+    tell(socket, outcome.clone())
+        .await
+        .map_err(|e| format!("{} could not be told the outcome: {e}", plugin.name))?;
     outcome.map(|()| plugin.name)
 }
 
 async fn accept(context: &Context, plugin: &Plugin, socket: &str) -> Result<(), String> {
     if plugin.kind != "CSIPlugin" {
-        return Err(format!("plugins of type {:?} are not served by this version: it serves CSIPlugin", plugin.kind));
+        return Err(format!(
+            "plugins of type {:?} are not served by this version: it serves CSIPlugin",
+            plugin.kind
+        ));
     }
-    if !plugin.versions.iter().any(|v| v.trim_start_matches('v').split('.').next() == Some("1")) {
-        return Err(format!("driver {} speaks CSI {}, and version 1 is needed", plugin.name, plugin.versions.join(", ")));
+    if !plugin
+        .versions
+        .iter()
+        .any(|v| v.trim_start_matches('v').split('.').next() == Some("1"))
+    {
+        return Err(format!(
+            "driver {} speaks CSI {}, and version 1 is needed",
+            plugin.name,
+            plugin.versions.join(", ")
+        ));
     }
-    let endpoint = if plugin.endpoint.is_empty() { socket } else { &plugin.endpoint };
+    let endpoint = if plugin.endpoint.is_empty() {
+        socket
+    } else {
+        &plugin.endpoint
+    };
     let driver = Driver::new(endpoint).map_err(|e| e.to_string())?;
-    let info = driver.info().await.map_err(|e| format!("NodeGetInfo: {e}"))?;
-    let abilities = driver.abilities().await.map_err(|e| format!("NodeGetCapabilities: {e}"))?;
-    tracing::info!(driver = plugin.name, node_id = info.node_id, ?abilities, "a driver is registered");
-    lock(&context.csi.drivers).insert(plugin.name.clone(), Registered { driver, abilities, info });
+    let info = driver
+        .info()
+        .await
+        .map_err(|e| format!("NodeGetInfo: {e}"))?;
+    let abilities = driver
+        .abilities()
+        .await
+        .map_err(|e| format!("NodeGetCapabilities: {e}"))?;
+    tracing::info!(
+        driver = plugin.name,
+        node_id = info.node_id,
+        ?abilities,
+        "a driver is registered"
+    );
+    lock(&context.csi.drivers).insert(
+        plugin.name.clone(),
+        Registered {
+            driver,
+            abilities,
+            info,
+        },
+    );
     // Pods that waited for it need not wait for their next try.
     context.wake_all();
     Ok(())
 }
 
 /// Tells the API which drivers there are: in CSINode, and in the node's annotation and labels.
-async fn report(context: &Context, nodes: &dyn NodeApi, drivers: &[CSINodeDriver]) -> Result<(), String> {
-    let Some(node) = context.node.borrow().clone() else { return Err("the node is not registered yet".into()) };
-    nodes.report_drivers(&node, drivers).await.map_err(|e| e.to_string())?;
-    let ids: BTreeMap<&str, &str> = drivers.iter().map(|d| (d.name.as_str(), d.node_id.as_str())).collect();
-    let labels: BTreeMap<String, String> = lock(&context.csi.drivers).values().flat_map(|r| r.info.topology.clone()).collect();
+async fn report(
+    context: &Context,
+    nodes: &dyn NodeApi,
+    drivers: &[CSINodeDriver],
+) -> Result<(), String> {
+    let Some(node) = context.node.borrow().clone() else {
+        return Err("the node is not registered yet".into());
+    };
+    nodes
+        .report_drivers(&node, drivers)
+        .await
+        .map_err(|e| e.to_string())?;
+    let ids: BTreeMap<&str, &str> = drivers
+        .iter()
+        .map(|d| (d.name.as_str(), d.node_id.as_str()))
+        .collect();
+    let labels: BTreeMap<String, String> = lock(&context.csi.drivers)
+        .values()
+        .flat_map(|r| r.info.topology.clone())
+        .collect();
     let known = node.annotations().get("csi.volume.kubernetes.io/nodeid");
     if drivers.is_empty() && known.is_none() {
         return Ok(());
     }
     let text = serde_json::to_string(&ids).map_err(|e| e.to_string())?;
     let patch = json!({"metadata": {"annotations": {"csi.volume.kubernetes.io/nodeid": text}, "labels": labels}});
-    nodes.patch(&node.name_any(), &patch).await.map(|_| ()).map_err(|e| e.to_string())
+    nodes
+        .patch(&node.name_any(), &patch)
+        .await
+        .map(|_| ())
+        .map_err(|e| e.to_string())
 }

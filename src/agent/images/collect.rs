@@ -24,10 +24,19 @@ pub async fn run(context: Arc<Context>) {
                 Ok(()) => failures = 0,
                 Err(error) => {
                     failures += 1;
-                    tracing::warn!(error, failures, "images that nothing uses were not all removed");
+                    tracing::warn!(
+                        error,
+                        failures,
+                        "images that nothing uses were not all removed"
+                    );
                     // Once is nothing: the runtime may just have been restarted.
                     if failures > 1 {
-                        context.events.node(&context.config.node_name, Kind::Warning, "ImageGCFailed", error);
+                        context.events.node(
+                            &context.config.node_name,
+                            Kind::Warning,
+                            "ImageGCFailed",
+                            error,
+                        );
                     }
                 }
             }
@@ -41,8 +50,14 @@ pub async fn run(context: Arc<Context>) {
 fn wanted(context: &Context) -> BTreeSet<String> {
     let pods = context.pods();
     let images = pods.iter().flat_map(|pod| {
-        let containers = pod::containers(pod).into_iter().filter_map(|(_, c)| c.image.clone());
-        let volumes = pod::spec(pod).volumes.iter().flatten().filter_map(|v| v.image.as_ref()?.reference.clone());
+        let containers = pod::containers(pod)
+            .into_iter()
+            .filter_map(|(_, c)| c.image.clone());
+        let volumes = pod::spec(pod)
+            .volumes
+            .iter()
+            .flatten()
+            .filter_map(|v| v.image.as_ref()?.reference.clone());
         containers.chain(volumes).collect::<Vec<_>>()
     });
     images.filter_map(|name| canonical(&name)).collect()
@@ -53,25 +68,46 @@ fn present(stock: &Stock, wanted: &BTreeSet<String>) -> Vec<Present> {
         let names = || image.names.iter().chain(std::iter::once(&image.id));
         names().any(|name| stock.in_use.contains(name) || wanted.contains(name))
     };
-    let of = |image: &crate::cri::Image| Present { id: image.id.clone(), size: image.size, pinned: image.pinned, used: used(image) };
+    let of = |image: &crate::cri::Image| Present {
+        id: image.id.clone(),
+        size: image.size,
+        pinned: image.pinned,
+        used: used(image),
+    };
     stock.images.iter().map(of).collect()
 }
 
 async fn pass(context: &Context, ledger: &mut Ledger) -> Result<(), String> {
-    let stock = context.runtime.stock().await.map_err(|e| format!("the runtime does not say which images there are: {e}"))?;
+    let stock = context
+        .runtime
+        .stock()
+        .await
+        .map_err(|e| format!("the runtime does not say which images there are: {e}"))?;
     let images = present(&stock, &wanted(context));
     let now = context.clock.now();
     ledger.look(&images, now);
     let disk: Filesystem = context.host.filesystem(&stock.mountpoint).await?;
     if disk.capacity == 0 {
         let message = "invalid capacity 0 on image filesystem".to_owned();
-        context.events.node(&context.config.node_name, Kind::Warning, "InvalidDiskCapacity", message.clone());
+        context.events.node(
+            &context.config.node_name,
+            Kind::Warning,
+            "InvalidDiskCapacity",
+            message.clone(),
+        );
         return Err(message);
     }
-    let plan = ledger.plan(&images, &context.config.image_rules, disk, context.started, now);
+    let plan = ledger.plan(
+        &images,
+        &context.config.image_rules,
+        disk,
+        context.started,
+        now,
+    );
     let mut failed = None;
     for image in &plan.aged {
-        if let Err(error) = remove(context, image, ("age", "nobody has used it for too long")).await {
+        if let Err(error) = remove(context, image, ("age", "nobody has used it for too long")).await
+        {
             failed = Some(error);
         }
     }
@@ -91,17 +127,34 @@ async fn pass(context: &Context, ledger: &mut Ledger) -> Result<(), String> {
             disk.percent(),
             disk.capacity
         );
-        context.events.node(&context.config.node_name, Kind::Warning, "FreeDiskSpaceFailed", message.clone());
+        context.events.node(
+            &context.config.node_name,
+            Kind::Warning,
+            "FreeDiskSpaceFailed",
+            message.clone(),
+        );
         return Err(message);
     }
     failed.map_or(Ok(()), Err)
 }
 
-async fn remove(context: &Context, image: &Present, (reason, why): (&str, &str)) -> Result<(), String> {
-    let result = context.runtime.remove_image(&image.id).await.map_err(|e| format!("image {} cannot be removed: {e}", image.id));
+async fn remove(
+    context: &Context,
+    image: &Present,
+    (reason, why): (&str, &str),
+) -> Result<(), String> {
+    let result = context
+        .runtime
+        .remove_image(&image.id)
+        .await
+        .map_err(|e| format!("image {} cannot be removed: {e}", image.id));
     if result.is_ok() {
         context.metrics.collected(reason);
-        tracing::info!(image = image.id, bytes = image.size, "removed an image that nothing uses: {why}");
+        tracing::info!(
+            image = image.id,
+            bytes = image.size,
+            "removed an image that nothing uses: {why}"
+        );
     }
     result
 }

@@ -132,7 +132,10 @@ fn of_secrets(secrets: &[Arc<Secret>], image: &str) -> Vec<(Entry, BySecret)> {
         credential_hash: hash(entry),
     };
     let of = |secret: &Arc<Secret>| -> Vec<(Entry, BySecret)> {
-        keyring::matching(&keyring::of_secret(secret), image).into_iter().map(|entry| (entry.clone(), by(secret, &entry))).collect()
+        keyring::matching(&keyring::of_secret(secret), image)
+            .into_iter()
+            .map(|entry| (entry.clone(), by(secret, &entry)))
+            .collect()
     };
     secrets.iter().flat_map(of).collect()
 }
@@ -142,36 +145,88 @@ fn hash(entry: &Entry) -> String {
 }
 
 /// Makes sure that all images that a container needs are there.
-pub async fn ensure_all(context: &Context, pod: &Pod, role: Role, container: &Container, secrets: &[Arc<Secret>]) -> Result<Pulled, Waiting> {
+pub async fn ensure_all(
+    context: &Context,
+    pod: &Pod,
+    role: Role,
+    container: &Container,
+    secrets: &[Arc<Secret>],
+) -> Result<Pulled, Waiting> {
     let mut volumes = BTreeMap::new();
     for volume in pod::spec(pod).volumes.iter().flatten() {
-        let mounted = container.volume_mounts.iter().flatten().any(|m| m.name == volume.name);
-        let Some(source) = volume.image.as_ref().filter(|_| mounted) else { continue };
+        let mounted = container
+            .volume_mounts
+            .iter()
+            .flatten()
+            .any(|m| m.name == volume.name);
+        let Some(source) = volume.image.as_ref().filter(|_| mounted) else {
+            continue;
+        };
         // It is had as the container's own image would be.
-        let wanted = Container { image: source.reference.clone(), image_pull_policy: source.pull_policy.clone(), ..container.clone() };
-        let image = ensure(context, pod, role, &wanted, secrets).await.inspect_err(|waiting| {
-            context.events.pod(pod, Some(role.field_path(&container.name)), Kind::Warning, "Failed", format!("Error: {waiting}"));
-        })?;
+        let wanted = Container {
+            image: source.reference.clone(),
+            image_pull_policy: source.pull_policy.clone(),
+            ..container.clone()
+        };
+        let image = ensure(context, pod, role, &wanted, secrets)
+            .await
+            .inspect_err(|waiting| {
+                context.events.pod(
+                    pod,
+                    Some(role.field_path(&container.name)),
+                    Kind::Warning,
+                    "Failed",
+                    format!("Error: {waiting}"),
+                );
+            })?;
         volumes.insert(volume.name.clone(), image.id);
     }
-    Ok(Pulled { own: ensure(context, pod, role, container, secrets).await?, volumes })
+    Ok(Pulled {
+        own: ensure(context, pod, role, container, secrets).await?,
+        volumes,
+    })
 }
 
 /// Makes sure that the container's image is there.
-async fn ensure(context: &Context, pod: &Pod, role: Role, container: &Container, secrets: &[Arc<Secret>]) -> Result<Image, Waiting> {
-    let waiting = |reason: &str, message: String| Waiting { reason: reason.into(), message, again: None };
+async fn ensure(
+    context: &Context,
+    pod: &Pod,
+    role: Role,
+    container: &Container,
+    secrets: &[Arc<Secret>],
+) -> Result<Image, Waiting> {
+    let waiting = |reason: &str, message: String| Waiting {
+        reason: reason.into(),
+        message,
+        again: None,
+    };
     let spec_image = container.image.clone().unwrap_or_default();
     let path = Some(role.field_path(&container.name));
     let name = with_default_tag(&spec_image).map_err(|error| {
-        context.events.pod(pod, path.clone(), Kind::Warning, "InspectFailed", error.clone());
+        context.events.pod(
+            pod,
+            path.clone(),
+            Kind::Warning,
+            "InspectFailed",
+            error.clone(),
+        );
         waiting("InvalidImageName", error)
     })?;
     let present = context.runtime.image(&name).await.map_err(|error| {
         let message = format!("Failed to inspect image {name:?}: {error}");
-        context.events.pod(pod, path.clone(), Kind::Warning, "InspectFailed", message.clone());
+        context.events.pod(
+            pod,
+            path.clone(),
+            Kind::Warning,
+            "InspectFailed",
+            message.clone(),
+        );
         waiting("ImageInspectError", message)
     })?;
-    let policy = container.image_pull_policy.as_deref().unwrap_or("IfNotPresent");
+    let policy = container
+        .image_pull_policy
+        .as_deref()
+        .unwrap_or("IfNotPresent");
     let usable = match present {
         Some(image) if policy != "Always" => {
             let allowed = allowed(context, &name, &image, secrets).await;
@@ -181,18 +236,30 @@ async fn ensure(context: &Context, pod: &Pod, role: Role, container: &Container,
     };
     match (policy, usable) {
         ("IfNotPresent" | "Never", Some((image, true))) => {
-            let message = format!("Container image {spec_image:?} already present on machine and can be accessed by the pod");
-            context.events.pod(pod, path, Kind::Normal, "Pulled", message);
+            let message = format!(
+                "Container image {spec_image:?} already present on machine and can be accessed by the pod"
+            );
+            context
+                .events
+                .pod(pod, path, Kind::Normal, "Pulled", message);
             Ok(image)
         }
         ("Never", refused) => {
             let message = match refused {
-                None => format!("Container image {spec_image:?} is not present with pull policy of Never"),
+                None => format!(
+                    "Container image {spec_image:?} is not present with pull policy of Never"
+                ),
                 Some(_) => format!(
                     "Container image {spec_image:?} is present, but the pod has no credentials that it was pulled with, and its pull policy is Never"
                 ),
             };
-            context.events.pod(pod, path, Kind::Warning, "ErrImageNeverPull", message.clone());
+            context.events.pod(
+                pod,
+                path,
+                Kind::Warning,
+                "ErrImageNeverPull",
+                message.clone(),
+            );
             Err(waiting("ErrImageNeverPull", message))
         }
         _ => pull(context, pod, &spec_image, &name, path, secrets).await,
@@ -203,21 +270,65 @@ async fn ensure(context: &Context, pod: &Pod, role: Role, container: &Container,
 async fn allowed(context: &Context, name: &str, image: &Image, secrets: &[Arc<Secret>]) -> bool {
     let images = &context.images;
     // Without rules nobody looks at the disk.
-    let Some(records) = images.records.as_ref().filter(|_| images.policy != Policy::NeverVerify) else { return true };
+    let Some(records) = images
+        .records
+        .as_ref()
+        .filter(|_| images.policy != Policy::NeverVerify)
+    else {
+        return true;
+    };
     let (record, pulling) = records.read(name, &image.id).await;
-    let own: Vec<BySecret> = of_secrets(secrets, name).into_iter().map(|(_, by)| by).collect();
-    pulled::may_use(&images.policy, &keyring::repository(name), record.as_ref(), pulling, &own)
+    let own: Vec<BySecret> = of_secrets(secrets, name)
+        .into_iter()
+        .map(|(_, by)| by)
+        .collect();
+    pulled::may_use(
+        &images.policy,
+        &keyring::repository(name),
+        record.as_ref(),
+        pulling,
+        &own,
+    )
 }
 
-async fn pull(context: &Context, pod: &Pod, shown: &str, name: &str, path: Option<String>, secrets: &[Arc<Secret>]) -> Result<Image, Waiting> {
+async fn pull(
+    context: &Context,
+    pod: &Pod,
+    shown: &str,
+    name: &str,
+    path: Option<String>,
+    secrets: &[Arc<Secret>],
+) -> Result<Image, Waiting> {
     let key = (pod.uid().unwrap_or_default(), name.to_owned());
-    let backoff = || context.images.backoff.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let backoff = || {
+        context
+            .images
+            .backoff
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    };
     let held = backoff().held(&key, context.clock.now());
     if let Some((until, error)) = held {
-        context.events.pod(pod, path, Kind::Normal, "BackOff", format!("Back-off pulling image {shown:?}"));
-        return Err(Waiting { reason: "ImagePullBackOff".into(), message: format!("Back-off pulling image {shown:?}: {error}"), again: Some(until) });
+        context.events.pod(
+            pod,
+            path,
+            Kind::Normal,
+            "BackOff",
+            format!("Back-off pulling image {shown:?}"),
+        );
+        return Err(Waiting {
+            reason: "ImagePullBackOff".into(),
+            message: format!("Back-off pulling image {shown:?}: {error}"),
+            again: Some(until),
+        });
     }
-    context.events.pod(pod, path.clone(), Kind::Normal, "Pulling", format!("Pulling image {shown:?}"));
+    context.events.pod(
+        pod,
+        path.clone(),
+        Kind::Normal,
+        "Pulling",
+        format!("Pulling image {shown:?}"),
+    );
     let asked = Instant::now();
     match attempt(context, name, secrets).await {
         Ok((image, took)) => {
@@ -228,37 +339,88 @@ async fn pull(context: &Context, pod: &Pod, shown: &str, name: &str, path: Optio
                 asked.elapsed(),
                 image.size
             );
-            context.events.pod(pod, path, Kind::Normal, "Pulled", message);
+            context
+                .events
+                .pod(pod, path, Kind::Normal, "Pulled", message);
             Ok(image)
         }
         Err(error) => {
             let until = backoff().failed(key, &error, context.clock.now());
-            let known = ["RegistryUnavailable", "SignatureValidationFailed"].into_iter().find(|reason| error.contains(*reason));
+            let known = ["RegistryUnavailable", "SignatureValidationFailed"]
+                .into_iter()
+                .find(|reason| error.contains(*reason));
             let reason = known.unwrap_or("ErrImagePull");
-            context.events.pod(pod, path.clone(), Kind::Warning, "Failed", format!("Failed to pull image {shown:?}: {error}"));
-            context.events.pod(pod, path, Kind::Warning, "Failed", format!("Error: {reason}"));
-            Err(Waiting { reason: reason.into(), message: error, again: Some(until) })
+            context.events.pod(
+                pod,
+                path.clone(),
+                Kind::Warning,
+                "Failed",
+                format!("Failed to pull image {shown:?}: {error}"),
+            );
+            context.events.pod(
+                pod,
+                path,
+                Kind::Warning,
+                "Failed",
+                format!("Error: {reason}"),
+            );
+            Err(Waiting {
+                reason: reason.into(),
+                message: error,
+                again: Some(until),
+            })
         }
     }
 }
 
 /// Everything by which an image may be pulled, in the order in which it is tried.
-async fn candidates(context: &Context, name: &str, secrets: &[Arc<Secret>]) -> Vec<(Option<Credentials>, By)> {
+async fn candidates(
+    context: &Context,
+    name: &str,
+    secrets: &[Arc<Secret>],
+) -> Vec<(Option<Credentials>, By)> {
     let images = &context.images;
-    let login = |entry: Entry| Some(Credentials { username: entry.username, password: entry.password });
-    let mut all: Vec<(Option<Credentials>, By)> = of_secrets(secrets, name).into_iter().map(|(entry, by)| (login(entry), By::Secret(by))).collect();
-    all.extend(keyring::matching(&images.node_entries().await, name).into_iter().map(|entry| (login(entry), By::Anyone)));
-    all.extend(images.providers.credentials(name).await.into_iter().map(|entry| (login(entry), By::Anyone)));
+    let login = |entry: Entry| {
+        Some(Credentials {
+            username: entry.username,
+            password: entry.password,
+        })
+    };
+    let mut all: Vec<(Option<Credentials>, By)> = of_secrets(secrets, name)
+        .into_iter()
+        .map(|(entry, by)| (login(entry), By::Secret(by)))
+        .collect();
+    all.extend(
+        keyring::matching(&images.node_entries().await, name)
+            .into_iter()
+            .map(|entry| (login(entry), By::Anyone)),
+    );
+    all.extend(
+        images
+            .providers
+            .credentials(name)
+            .await
+            .into_iter()
+            .map(|entry| (login(entry), By::Anyone)),
+    );
     if all.is_empty() {
         all.push((None, By::Anyone));
     }
     all
 }
 
-async fn attempt(context: &Context, name: &str, secrets: &[Arc<Secret>]) -> Result<(Image, std::time::Duration), String> {
+async fn attempt(
+    context: &Context,
+    name: &str,
+    secrets: &[Arc<Secret>],
+) -> Result<(Image, std::time::Duration), String> {
     let images = &context.images;
     let _slot = images.slots.acquire().await.map_err(|e| e.to_string())?;
-    let quota = images.quota.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take(context.clock.now());
+    let quota = images
+        .quota
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
+        .take(context.clock.now());
     if quota.is_err() {
         return Err("pull QPS exceeded".into());
     }
@@ -272,10 +434,23 @@ async fn attempt(context: &Context, name: &str, secrets: &[Arc<Secret>]) -> Resu
             errors.push(error.to_string());
             continue;
         }
-        let image = context.runtime.image(name).await.map_err(|e| e.to_string())?;
-        let image = image.ok_or_else(|| format!("the image {name:?} was pulled but is not there"))?;
+        let image = context
+            .runtime
+            .image(name)
+            .await
+            .map_err(|e| e.to_string())?;
+        let image =
+            image.ok_or_else(|| format!("the image {name:?} was pulled but is not there"))?;
         if let Some(records) = &images.records {
-            records.done(name, &image.id, &keyring::repository(name), by, context.clock.now()).await?;
+            records
+                .done(
+                    name,
+                    &image.id,
+                    &keyring::repository(name),
+                    by,
+                    context.clock.now(),
+                )
+                .await?;
         }
         return Ok((image, start.elapsed()));
     }

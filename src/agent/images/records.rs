@@ -26,7 +26,10 @@ impl Records {
     pub fn open(root: &Path) -> std::io::Result<Records> {
         let dir = root.join("image_manager");
         for below in ["pulling", "pulled"] {
-            std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir.join(below))?;
+            std::fs::DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(dir.join(below))?;
         }
         Ok(Records(dir))
     }
@@ -42,7 +45,14 @@ impl Records {
     /// The record of an image, and whether a pull of it was begun and its end not noted.
     pub async fn read(&self, image: &str, reference: &str) -> (Option<Record>, bool) {
         let (record, intent) = (self.record(reference), self.intent(image));
-        let read = move || (std::fs::read(record).ok().and_then(|text| serde_json::from_slice(&text).ok()), intent.exists());
+        let read = move || {
+            (
+                std::fs::read(record)
+                    .ok()
+                    .and_then(|text| serde_json::from_slice(&text).ok()),
+                intent.exists(),
+            )
+        };
         blocking(read).await.unwrap_or_default()
     }
 
@@ -51,21 +61,36 @@ impl Records {
         let path = self.intent(image);
         let text = json!({"kind": "ImagePullIntent", "apiVersion": "kubelet.config.k8s.io/v1beta1", "image": image}).to_string();
         let written = blocking(move || file::replace(&path, text.as_bytes())).await;
-        written.ok_or("the note ended unexpectedly")?.map_err(|e| format!("that the image is pulled cannot be noted: {e}"))
+        written
+            .ok_or("the note ended unexpectedly")?
+            .map_err(|e| format!("that the image is pulled cannot be noted: {e}"))
     }
 
     /// A pull has succeeded.
-    pub async fn done(&self, image: &str, reference: &str, repository: &str, by: By, now: jiff::Timestamp) -> Result<(), String> {
+    pub async fn done(
+        &self,
+        image: &str,
+        reference: &str,
+        repository: &str,
+        by: By,
+        now: jiff::Timestamp,
+    ) -> Result<(), String> {
         let (path, intent) = (self.record(reference), self.intent(image));
         let (reference, repository) = (reference.to_owned(), repository.to_owned());
         let note = move || {
-            let mut record: Record = std::fs::read(&path).ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default();
+            let mut record: Record = std::fs::read(&path)
+                .ok()
+                .and_then(|text| serde_json::from_slice(&text).ok())
+                .unwrap_or_default();
             record.image_ref = reference;
             record.note(&repository, by, &now.to_string());
             file::replace(&path, &serde_json::to_vec(&record)?)?;
             remove(&intent)
         };
-        blocking(note).await.ok_or("the note ended unexpectedly")?.map_err(|e: std::io::Error| format!("who pulled the image cannot be noted: {e}"))
+        blocking(note)
+            .await
+            .ok_or("the note ended unexpectedly")?
+            .map_err(|e: std::io::Error| format!("who pulled the image cannot be noted: {e}"))
     }
 
     /// A pull has failed.
@@ -96,11 +121,31 @@ mod tests {
         assert_eq!(records.read("r/x:1", "sha256:1").await, (None, false));
         records.begin("r/x:1").await.expect("noted");
         assert_eq!(records.read("r/x:1", "sha256:1").await, (None, true));
-        let secret = BySecret { uid: "u".into(), namespace: "n".into(), name: "s".into(), credential_hash: "h".into() };
-        records.done("r/x:1", "sha256:1", "r/x", By::Secret(secret.clone()), jiff::Timestamp::UNIX_EPOCH).await.expect("noted");
-        let (record, pulling) = Records::open(dir.path()).expect("opened").read("r/x:1", "sha256:1").await;
+        let secret = BySecret {
+            uid: "u".into(),
+            namespace: "n".into(),
+            name: "s".into(),
+            credential_hash: "h".into(),
+        };
+        records
+            .done(
+                "r/x:1",
+                "sha256:1",
+                "r/x",
+                By::Secret(secret.clone()),
+                jiff::Timestamp::UNIX_EPOCH,
+            )
+            .await
+            .expect("noted");
+        let (record, pulling) = Records::open(dir.path())
+            .expect("opened")
+            .read("r/x:1", "sha256:1")
+            .await;
         assert!(!pulling);
-        assert_eq!(record.expect("a record").credential_mapping["r/x"].kubernetes_secrets, [secret]);
+        assert_eq!(
+            record.expect("a record").credential_mapping["r/x"].kubernetes_secrets,
+            [secret]
+        );
         records.begin("r/y").await.expect("noted");
         records.failed("r/y").await;
         assert_eq!(records.read("r/y", "sha256:2").await, (None, false));

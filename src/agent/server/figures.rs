@@ -122,8 +122,16 @@ pub struct Figures {
 impl Figures {
     /// The volumes of claims that have been counted. Nothing is counted for it.
     pub fn known_volumes(&self) -> Vec<VolumeFigures> {
-        let all = self.disks.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let known = all.values().filter_map(|disk| disk.try_lock().ok()?.as_ref().map(|(_, figures)| figures.volumes.clone()));
+        let all = self
+            .disks
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let known = all.values().filter_map(|disk| {
+            disk.try_lock()
+                .ok()?
+                .as_ref()
+                .map(|(_, figures)| figures.volumes.clone())
+        });
         known.flatten().filter(|v| v.claim.is_some()).collect()
     }
 }
@@ -139,7 +147,14 @@ fn rate(before: Option<u64>, now: u64, elapsed: Duration) -> Option<u64> {
 }
 
 fn began(pod: &Pod, container: &str) -> Option<Timestamp> {
-    logs::status(pod, container)?.state.as_ref()?.running.as_ref()?.started_at.as_ref().map(|t| t.0)
+    logs::status(pod, container)?
+        .state
+        .as_ref()?
+        .running
+        .as_ref()?
+        .started_at
+        .as_ref()
+        .map(|t| t.0)
 }
 
 /// The present reading.
@@ -148,44 +163,78 @@ pub async fn snapshot(server: &Arc<Server>) -> Result<Arc<Snapshot>, RuntimeErro
     if let Some((_, known)) = last.as_ref().filter(|(at, _)| at.elapsed() < FRESH) {
         return Ok(Arc::clone(known));
     }
-    let fresh = Arc::new(read(server, last.as_ref().map(|(at, known)| (at.elapsed(), Arc::clone(known)))).await?);
+    let fresh = Arc::new(
+        read(
+            server,
+            last.as_ref()
+                .map(|(at, known)| (at.elapsed(), Arc::clone(known))),
+        )
+        .await?,
+    );
     *last = Some((Instant::now(), Arc::clone(&fresh)));
     Ok(fresh)
 }
 
-async fn read(server: &Arc<Server>, before: Option<(Duration, Arc<Snapshot>)>) -> Result<Snapshot, RuntimeError> {
+async fn read(
+    server: &Arc<Server>,
+    before: Option<(Duration, Arc<Snapshot>)>,
+) -> Result<Snapshot, RuntimeError> {
     let context = &server.context;
     let running = context.runtime.running().await?;
     let roster: Vec<Known> = context.roster.borrow().clone();
     let mut pods = vec![];
     for known in &roster {
-        let own: Vec<_> = running.iter().filter(|c| c.uid == pod::uid(&known.pod)).cloned().collect();
+        let own: Vec<_> = running
+            .iter()
+            .filter(|c| c.uid == pod::uid(&known.pod))
+            .cloned()
+            .collect();
         if !own.is_empty() {
             let cgroup = context.host.cgroup_path(&known.pod, None);
-            let places: Vec<_> = own.into_iter().map(|c| (context.host.cgroup_path(&known.pod, Some(&c.id)), c)).collect();
+            let places: Vec<_> = own
+                .into_iter()
+                .map(|c| (context.host.cgroup_path(&known.pod, Some(&c.id)), c))
+                .collect();
             pods.push((known.clone(), cgroup, places));
         }
     }
     let (root_dir, at) = (context.config.root_dir.clone(), context.clock.now());
     let tier = context.host.cgroup_of_all();
     let read = move || {
-        let old: HashMap<&str, u64> = before.iter().flat_map(|(_, s)| s.pods.iter().map(|p| (p.cgroup.as_str(), p.usage.cpu))).collect();
-        let old_containers: HashMap<&str, u64> =
-            before.iter().flat_map(|(_, s)| s.pods.iter().flat_map(|p| &p.containers)).map(|c| (c.cgroup.as_str(), c.usage.cpu)).collect();
-        let elapsed = before.as_ref().map_or(Duration::ZERO, |(elapsed, _)| *elapsed);
+        let old: HashMap<&str, u64> = before
+            .iter()
+            .flat_map(|(_, s)| s.pods.iter().map(|p| (p.cgroup.as_str(), p.usage.cpu)))
+            .collect();
+        let old_containers: HashMap<&str, u64> = before
+            .iter()
+            .flat_map(|(_, s)| s.pods.iter().flat_map(|p| &p.containers))
+            .map(|c| (c.cgroup.as_str(), c.usage.cpu))
+            .collect();
+        let elapsed = before
+            .as_ref()
+            .map_or(Duration::ZERO, |(elapsed, _)| *elapsed);
         let mut figures = vec![];
         for (known, cgroup, places) in pods {
             let told = known.told();
             let mut containers = vec![];
             let mut interfaces = vec![];
             for (place, container) in places {
-                let Some(usage) = meter::cgroup(&place) else { continue };
+                let Some(usage) = meter::cgroup(&place) else {
+                    continue;
+                };
                 if interfaces.is_empty() && !pod::host_network(&known.pod) {
                     interfaces = meter::interfaces(&place);
                 }
-                let image = pod::containers(&known.pod).iter().find(|(_, c)| c.name == container.name).and_then(|(_, c)| c.image.clone());
+                let image = pod::containers(&known.pod)
+                    .iter()
+                    .find(|(_, c)| c.name == container.name)
+                    .and_then(|(_, c)| c.image.clone());
                 containers.push(ContainerFigures {
-                    rate: rate(old_containers.get(place.as_str()).copied(), usage.cpu, elapsed),
+                    rate: rate(
+                        old_containers.get(place.as_str()).copied(),
+                        usage.cpu,
+                        elapsed,
+                    ),
                     started: began(told, &container.name),
                     name: container.name,
                     id: container.id,
@@ -197,7 +246,11 @@ async fn read(server: &Arc<Server>, before: Option<(Duration, Arc<Snapshot>)>) -
             let usage = meter::cgroup(&cgroup).unwrap_or_default();
             figures.push(PodFigures {
                 rate: rate(old.get(cgroup.as_str()).copied(), usage.cpu, elapsed),
-                started: told.status.as_ref().and_then(|s| s.start_time.as_ref()).map(|t| t.0),
+                started: told
+                    .status
+                    .as_ref()
+                    .and_then(|s| s.start_time.as_ref())
+                    .map(|t| t.0),
                 pod: known.pod,
                 cgroup,
                 usage,
@@ -206,12 +259,26 @@ async fn read(server: &Arc<Server>, before: Option<(Duration, Arc<Snapshot>)>) -
             });
         }
         let machine = meter::machine();
-        let rate = rate(before.as_ref().map(|(_, s)| s.machine.usage.cpu), machine.usage.cpu, elapsed);
+        let rate = rate(
+            before.as_ref().map(|(_, s)| s.machine.usage.cpu),
+            machine.usage.cpu,
+            elapsed,
+        );
         let root = Room::of(&root_dir).map_err(|e| e.to_string())?;
         let whole = meter::cgroup(&tier).unwrap_or_default();
-        Ok(Snapshot { at, machine, rate, root, pods: figures, tier: (tier, whole) })
+        Ok(Snapshot {
+            at,
+            machine,
+            rate,
+            root,
+            pods: figures,
+            tier: (tier, whole),
+        })
     };
-    blocking(read).await.map_err(|message| RuntimeError { kind: crate::cri::RuntimeErrorKind::Failed, message })
+    blocking(read).await.map_err(|message| RuntimeError {
+        kind: crate::cri::RuntimeErrorKind::Failed,
+        message,
+    })
 }
 
 /// What pods have on the disk, as far as it is known in time.
@@ -221,14 +288,23 @@ pub async fn disks(server: &Arc<Server>, pods: &[PodFigures]) -> HashMap<String,
     let mut found = HashMap::new();
     let mut tasks = vec![];
     {
-        let mut all = server.figures.disks.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut all = server
+            .figures
+            .disks
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         all.retain(|uid, _| pods.iter().any(|p| pod::uid(&p.pod) == uid));
         for figures in pods {
             let disk = Arc::clone(all.entry(pod::uid(&figures.pod).to_owned()).or_default());
-            let (server, pod, layers) = (Arc::clone(server), Arc::clone(&figures.pod), Arc::clone(&layers));
+            let (server, pod, layers) = (
+                Arc::clone(server),
+                Arc::clone(&figures.pod),
+                Arc::clone(&layers),
+            );
             tasks.push(tokio::spawn(async move {
                 let mut known = disk.lock().await;
-                if let Some((_, figures)) = known.as_ref().filter(|(at, _)| at.elapsed() < COUNTED) {
+                if let Some((_, figures)) = known.as_ref().filter(|(at, _)| at.elapsed() < COUNTED)
+                {
                     return (pod::uid(&pod).to_owned(), figures.clone());
                 }
                 let fresh = count(&server, &pod, &layers).await;
@@ -249,21 +325,35 @@ pub async fn disks(server: &Arc<Server>, pods: &[PodFigures]) -> HashMap<String,
 
 async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) -> DiskFigures {
     let context = &server.context;
-    let layers = layers.get_or_init(|| async { context.runtime.layers().await.unwrap_or_default() }).await;
+    let layers = layers
+        .get_or_init(|| async { context.runtime.layers().await.unwrap_or_default() })
+        .await;
     let mut figures = DiskFigures::default();
     for volume in local_storage::counted(pod) {
         match context.host.volume_usage(pod, &volume, u64::MAX).await {
             Ok(used) => {
                 figures.ephemeral += used.bytes;
-                let own = VolumeFigures { name: volume, bytes: (used.bytes, 0, 0), inodes: (used.inodes, 0, 0), ..VolumeFigures::default() };
+                let own = VolumeFigures {
+                    name: volume,
+                    bytes: (used.bytes, 0, 0),
+                    inodes: (used.inodes, 0, 0),
+                    ..VolumeFigures::default()
+                };
                 figures.volumes.push(own);
             }
             Err(error) => tracing::debug!(error, volume, "a volume could not be counted"),
         }
     }
     for (_, container) in pod::containers(pod) {
-        let logs = context.host.log_usage(pod, &container.name).await.unwrap_or(0);
-        let layer = layers.get(&(pod::uid(pod).to_owned(), container.name.clone())).copied().unwrap_or(0);
+        let logs = context
+            .host
+            .log_usage(pod, &container.name)
+            .await
+            .unwrap_or(0);
+        let layer = layers
+            .get(&(pod::uid(pod).to_owned(), container.name.clone()))
+            .copied()
+            .unwrap_or(0);
         figures.ephemeral += logs + layer;
         figures.logs.insert(container.name.clone(), logs);
         figures.layers.insert(container.name.clone(), layer);
@@ -271,7 +361,9 @@ async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) 
     for mut volume in csi::figures(context, pod::uid(pod)).await {
         // What is published under the name of a persistent volume is known in the pod by its claim.
         if let Some(claim) = &volume.claim {
-            let named = claims::of_pod(pod).into_iter().find(|(_, name)| name == claim);
+            let named = claims::of_pod(pod)
+                .into_iter()
+                .find(|(_, name)| name == claim);
             volume.name = named.map_or(volume.name, |(of_pod, _)| of_pod.name.clone());
         }
         figures.volumes.push(volume);

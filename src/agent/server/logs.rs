@@ -38,29 +38,65 @@ struct Instance {
 
 pub(super) fn status<'a>(pod: &'a Pod, container: &str) -> Option<&'a ContainerStatus> {
     let status = pod.status.as_ref()?;
-    let all = [&status.container_statuses, &status.init_container_statuses, &status.ephemeral_container_statuses];
-    all.into_iter().flatten().flatten().find(|s| s.name == container)
+    let all = [
+        &status.container_statuses,
+        &status.init_container_statuses,
+        &status.ephemeral_container_statuses,
+    ];
+    all.into_iter()
+        .flatten()
+        .flatten()
+        .find(|s| s.name == container)
 }
 
 /// Chooses the instance. Pure.
-fn instance(known: &Known, observed: &ObservedPod, container: &str, previous: bool) -> Result<Instance, Refusal> {
+fn instance(
+    known: &Known,
+    observed: &ObservedPod,
+    container: &str,
+    previous: bool,
+) -> Result<Instance, Refusal> {
     let name = known.pod.metadata.name.clone().unwrap_or_default();
-    if !pod::containers(&known.pod).iter().any(|(_, c)| c.name == container) {
-        return Err(Refusal(StatusCode::NOT_FOUND, format!("container {container:?} not found in pod {name:?}")));
+    if !pod::containers(&known.pod)
+        .iter()
+        .any(|(_, c)| c.name == container)
+    {
+        return Err(Refusal(
+            StatusCode::NOT_FOUND,
+            format!("container {container:?} not found in pod {name:?}"),
+        ));
     }
     let (newest, before) = observed.latest_two(container);
     if previous {
-        let missing = || Refusal(StatusCode::BAD_REQUEST, format!("previous terminated container {container:?} in pod {name:?} not found"));
-        return before.map(|c| Instance { attempt: c.attempt, running: None }).ok_or_else(missing);
+        let missing = || {
+            Refusal(
+                StatusCode::BAD_REQUEST,
+                format!("previous terminated container {container:?} in pod {name:?} not found"),
+            )
+        };
+        return before
+            .map(|c| Instance {
+                attempt: c.attempt,
+                running: None,
+            })
+            .ok_or_else(missing);
     }
-    let begun = newest.filter(|c| c.state != ContainerState::Created).or(before);
+    let begun = newest
+        .filter(|c| c.state != ContainerState::Created)
+        .or(before);
     if let Some(c) = begun {
-        return Ok(Instance { attempt: c.attempt, running: (c.state == ContainerState::Running).then(|| c.id.clone()) });
+        return Ok(Instance {
+            attempt: c.attempt,
+            running: (c.state == ContainerState::Running).then(|| c.id.clone()),
+        });
     }
     let told = status(known.told(), container);
     if let Some(told) = told.filter(|s| s.state.as_ref().is_some_and(|s| s.terminated.is_some())) {
         // The runtime has forgotten it; its log is here as long as its pod is.
-        return Ok(Instance { attempt: u32::try_from(told.restart_count).unwrap_or(0), running: None });
+        return Ok(Instance {
+            attempt: u32::try_from(told.restart_count).unwrap_or(0),
+            running: None,
+        });
     }
     let reason = told.and_then(|s| s.state.as_ref()?.waiting.as_ref()?.reason.clone());
     let why = match reason.as_deref() {
@@ -69,21 +105,46 @@ fn instance(known: &Known, observed: &ObservedPod, container: &str, previous: bo
         Some(reason) => reason.to_owned(),
         None => "ContainerCreating".to_owned(),
     };
-    Err(Refusal(StatusCode::BAD_REQUEST, format!("container {container:?} in pod {name:?} is waiting to start: {why}")))
+    Err(Refusal(
+        StatusCode::BAD_REQUEST,
+        format!("container {container:?} in pod {name:?} is waiting to start: {why}"),
+    ))
 }
 
 /// `GET /containerLogs/…`.
-pub async fn of_container(server: &Arc<Server>, place: &Place, query: &str) -> Result<Response<Body>, Refusal> {
+pub async fn of_container(
+    server: &Arc<Server>,
+    place: &Place,
+    query: &str,
+) -> Result<Response<Body>, Refusal> {
     let context = &server.context;
     let options = LogOptions::parse(query, context.clock.now()).map_err(Refusal::of)?;
-    let known = server.find(place).ok_or_else(|| Refusal(StatusCode::NOT_FOUND, format!("pod {:?} does not exist", place.pod)))?;
-    let observed = context.runtime.observe(pod::uid(&known.pod)).await.map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e.to_string()))?;
+    let known = server.find(place).ok_or_else(|| {
+        Refusal(
+            StatusCode::NOT_FOUND,
+            format!("pod {:?} does not exist", place.pod),
+        )
+    })?;
+    let observed = context
+        .runtime
+        .observe(pod::uid(&known.pod))
+        .await
+        .map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e.to_string()))?;
     let instance = instance(&known, &observed, &place.container, options.previous)?;
     let dir = context.host.log_directory(&known.pod);
     let name = PathBuf::from(&place.container).join(format!("{}.log", instance.attempt));
     let (whole, tail) = (dir.clone(), options.tail);
-    let opened = blocking(move || LogFile::open(&whole, &name, tail).map_err(|e| e.to_string())).await;
-    let log = opened.map_err(|e| Refusal(StatusCode::BAD_REQUEST, format!("failed to open the log of container {:?}: {e}", place.container)))?;
+    let opened =
+        blocking(move || LogFile::open(&whole, &name, tail).map_err(|e| e.to_string())).await;
+    let log = opened.map_err(|e| {
+        Refusal(
+            StatusCode::BAD_REQUEST,
+            format!(
+                "failed to open the log of container {:?}: {e}",
+                place.container
+            ),
+        )
+    })?;
     let (sender, pieces) = mpsc::channel(AHEAD);
     let decoder = Decoder::new(&options);
     let follow = options.follow.then(|| Following {
@@ -97,8 +158,11 @@ pub async fn of_container(server: &Arc<Server>, place: &Place, query: &str) -> R
 }
 
 pub(super) fn stream(pieces: mpsc::Receiver<Bytes>) -> Response<Body> {
-    let pieces = futures::stream::unfold(pieces, |mut pieces| async move { pieces.recv().await.map(|piece| (piece, pieces)) });
-    let body = StreamBody::new(pieces.map(|piece| Ok::<_, BoxError>(Frame::data(piece)))).boxed_unsync();
+    let pieces = futures::stream::unfold(pieces, |mut pieces| async move {
+        pieces.recv().await.map(|piece| (piece, pieces))
+    });
+    let body =
+        StreamBody::new(pieces.map(|piece| Ok::<_, BoxError>(Frame::data(piece)))).boxed_unsync();
     let mut response = text(StatusCode::OK, "");
     *response.body_mut() = body;
     response
@@ -117,19 +181,30 @@ impl Following {
     async fn goes_on(&self) -> bool {
         let Some(id) = &self.id else { return false };
         match self.context.runtime.observe(&self.uid).await {
-            Ok(pod) => pod.containers.iter().any(|c| c.id == *id && c.state == ContainerState::Running),
+            Ok(pod) => pod
+                .containers
+                .iter()
+                .any(|c| c.id == *id && c.state == ContainerState::Running),
             Err(_) => true,
         }
     }
 }
 
 /// Reads until nothing more comes or nobody listens any more.
-async fn read(mut log: LogFile, mut decoder: Decoder, follow: Option<Following>, to: mpsc::Sender<Bytes>) {
+async fn read(
+    mut log: LogFile,
+    mut decoder: Decoder,
+    follow: Option<Following>,
+    to: mpsc::Sender<Bytes>,
+) {
     let mut asked: Option<Instant> = None;
     let mut ended = false;
     loop {
         // Before reading: what is written from now on ends the wait below.
-        let changes = follow.as_ref().filter(|_| !ended).map(|f| Changes::of(&f.dir));
+        let changes = follow
+            .as_ref()
+            .filter(|_| !ended)
+            .map(|f| Changes::of(&f.dir));
         loop {
             let took = blocking(move || {
                 let piece = log.read().map_err(|e| e.to_string())?;
@@ -154,8 +229,12 @@ async fn read(mut log: LogFile, mut decoder: Decoder, follow: Option<Following>,
                 break;
             }
         }
-        let (Some(follow), Some(changes)) = (&follow, changes) else { return };
-        let soon = asked.map(|at| LOOK.1.saturating_sub(at.elapsed())).filter(|left| !left.is_zero());
+        let (Some(follow), Some(changes)) = (&follow, changes) else {
+            return;
+        };
+        let soon = asked
+            .map(|at| LOOK.1.saturating_sub(at.elapsed()))
+            .filter(|left| !left.is_zero());
         if soon.is_none() {
             asked = Some(Instant::now());
             if !follow.goes_on().await {
@@ -192,19 +271,32 @@ async fn below(path: &str, lists: bool) -> Result<Response<Body>, Refusal> {
         })
     });
     let missing = || Refusal(StatusCode::NOT_FOUND, "404 page not found".into());
-    match found.await.map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e))?.ok_or_else(missing)? {
-        Err(names) => Ok(text(StatusCode::OK, names.iter().map(|name| format!("{name}\n")).collect::<String>())),
+    match found
+        .await
+        .map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e))?
+        .ok_or_else(missing)?
+    {
+        Err(names) => Ok(text(
+            StatusCode::OK,
+            names
+                .iter()
+                .map(|name| format!("{name}\n"))
+                .collect::<String>(),
+        )),
         Ok(mut file) => {
             let (sender, pieces) = mpsc::channel(AHEAD);
             tokio::spawn(async move {
                 loop {
                     let took = blocking(move || {
                         let mut piece = vec![0; 64 << 10];
-                        let length = std::io::Read::read(&mut file, &mut piece).map_err(|e| e.to_string())?;
+                        let length = std::io::Read::read(&mut file, &mut piece)
+                            .map_err(|e| e.to_string())?;
                         piece.truncate(length);
                         Ok((file, piece))
                     });
-                    let Ok((back, piece)) = took.await else { return };
+                    let Ok((back, piece)) = took.await else {
+                        return;
+                    };
                     file = back;
                     if piece.is_empty() || sender.send(piece.into()).await.is_err() {
                         return;
@@ -223,7 +315,10 @@ mod tests {
 
     fn known(status: Value) -> Known {
         let pod = json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": {"containers": [{"name": "c"}]}, "status": status});
-        Known { pod: Arc::new(serde_json::from_value(pod).expect("a pod")), object: None }
+        Known {
+            pod: Arc::new(serde_json::from_value(pod).expect("a pod")),
+            object: None,
+        }
     }
 
     fn observed(states: &[(u32, ContainerState)]) -> ObservedPod {
@@ -246,32 +341,51 @@ mod tests {
             user: None,
             stop_signal: None,
         };
-        ObservedPod { sandboxes: vec![], containers: states.iter().map(of).collect() }
+        ObservedPod {
+            sandboxes: vec![],
+            containers: states.iter().map(of).collect(),
+        }
     }
 
     #[test]
     fn the_right_instance_is_read() {
         use ContainerState::{Created, Exited, Running};
         let none = known(Value::Null);
-        let choose =
-            |states: &[(u32, ContainerState)], previous| instance(&none, &observed(states), "c", previous).map(|i| (i.attempt, i.running.is_some()));
+        let choose = |states: &[(u32, ContainerState)], previous| {
+            instance(&none, &observed(states), "c", previous)
+                .map(|i| (i.attempt, i.running.is_some()))
+        };
         assert_eq!(choose(&[(1, Running), (0, Exited)], false), Ok((1, true)));
         assert_eq!(choose(&[(1, Running), (0, Exited)], true), Ok((0, false)));
-        assert_eq!(choose(&[(1, Created), (0, Exited)], false), Ok((0, false)), "one that has not begun has said nothing");
+        assert_eq!(
+            choose(&[(1, Created), (0, Exited)], false),
+            Ok((0, false)),
+            "one that has not begun has said nothing"
+        );
         assert_eq!(choose(&[(0, Exited)], false), Ok((0, false)));
         assert!(choose(&[(0, Running)], true).is_err_and(|r| r.1 == "previous terminated container \"c\" in pod \"p\" not found"));
-        assert!(choose(&[], false).is_err_and(|r| r.1.ends_with("is waiting to start: ContainerCreating")));
+        assert!(
+            choose(&[], false)
+                .is_err_and(|r| r.1.ends_with("is waiting to start: ContainerCreating"))
+        );
         let waiting = known(
             json!({"containerStatuses": [{"name": "c", "ready": false, "restartCount": 0, "image": "", "imageID": "", "state": {"waiting": {"reason": "ImagePullBackOff"}}}]}),
         );
         assert!(
             instance(&waiting, &observed(&[]), "c", false)
-                .is_err_and(|r| r.0 == StatusCode::BAD_REQUEST && r.1.ends_with("trying and failing to pull image"))
+                .is_err_and(|r| r.0 == StatusCode::BAD_REQUEST
+                    && r.1.ends_with("trying and failing to pull image"))
         );
         let over = known(
             json!({"containerStatuses": [{"name": "c", "ready": false, "restartCount": 3, "image": "", "imageID": "", "state": {"terminated": {"exitCode": 0}}}]}),
         );
-        assert_eq!(instance(&over, &observed(&[]), "c", false).map(|i| i.attempt), Ok(3));
-        assert!(instance(&none, &observed(&[]), "d", false).is_err_and(|r| r.0 == StatusCode::NOT_FOUND));
+        assert_eq!(
+            instance(&over, &observed(&[]), "c", false).map(|i| i.attempt),
+            Ok(3)
+        );
+        assert!(
+            instance(&none, &observed(&[]), "d", false)
+                .is_err_and(|r| r.0 == StatusCode::NOT_FOUND)
+        );
     }
 }

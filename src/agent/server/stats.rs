@@ -37,9 +37,11 @@ fn memory(at: Timestamp, usage: &Usage) -> Value {
 }
 
 fn network(at: Timestamp, interfaces: &[Interface]) -> Option<Value> {
-    let of =
-        |i: &Interface| json!({"name": i.name, "rxBytes": i.received[0], "rxErrors": i.received[2], "txBytes": i.sent[0], "txErrors": i.sent[2]});
-    let default = interfaces.iter().find(|i| i.name == "eth0").or(interfaces.first())?;
+    let of = |i: &Interface| json!({"name": i.name, "rxBytes": i.received[0], "rxErrors": i.received[2], "txBytes": i.sent[0], "txErrors": i.sent[2]});
+    let default = interfaces
+        .iter()
+        .find(|i| i.name == "eth0")
+        .or(interfaces.first())?;
     let mut network = of(default);
     network["time"] = time(at);
     network["interfaces"] = interfaces.iter().map(of).collect();
@@ -55,7 +57,11 @@ fn room(at: Timestamp, room: &Room, used: Option<u64>) -> Value {
 fn volume(at: Timestamp, root: &Room, namespace: &str, volume: &VolumeFigures) -> Value {
     let (used, all, free) = volume.bytes;
     // A directory of the node's own disk can have all of it.
-    let (all, free) = if all == 0 { (root.capacity, root.available) } else { (all, free) };
+    let (all, free) = if all == 0 {
+        (root.capacity, root.available)
+    } else {
+        (all, free)
+    };
     let mut value = json!({"time": time(at), "name": volume.name, "usedBytes": used, "capacityBytes": all, "availableBytes": free,
         "inodesUsed": volume.inodes.0, "inodes": volume.inodes.1, "inodesFree": volume.inodes.2});
     if let Some(claim) = &volume.claim {
@@ -67,7 +73,13 @@ fn volume(at: Timestamp, root: &Room, namespace: &str, volume: &VolumeFigures) -
     value
 }
 
-fn of_pod(at: Timestamp, figures: &PodFigures, root: &Room, disk: Option<&DiskFigures>, whole: bool) -> Value {
+fn of_pod(
+    at: Timestamp,
+    figures: &PodFigures,
+    root: &Room,
+    disk: Option<&DiskFigures>,
+    whole: bool,
+) -> Value {
     let pod = &figures.pod;
     let namespace = pod.namespace().unwrap_or_default();
     let containers = figures.containers.iter().map(|c| {
@@ -93,7 +105,11 @@ fn of_pod(at: Timestamp, figures: &PodFigures, root: &Room, disk: Option<&DiskFi
         value["network"] = network;
     }
     if let Some(disk) = disk {
-        value["volume"] = disk.volumes.iter().map(|v| volume(at, root, &namespace, v)).collect();
+        value["volume"] = disk
+            .volumes
+            .iter()
+            .map(|v| volume(at, root, &namespace, v))
+            .collect();
         value["ephemeral-storage"] = room(at, root, Some(disk.ephemeral));
     }
     value
@@ -101,15 +117,26 @@ fn of_pod(at: Timestamp, figures: &PodFigures, root: &Room, disk: Option<&DiskFi
 
 /// `GET /stats/summary`.
 pub async fn summary(server: &Arc<Server>, query: &str) -> Result<Response<Body>, Refusal> {
-    let whole = !crate::core::query::pairs(query).iter().any(|(key, value)| key == "only_cpu_and_memory" && crate::core::query::is_true(value));
-    let snapshot = figures::snapshot(server).await.map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e.message))?;
-    let disks = if whole { figures::disks(server, &snapshot.pods).await } else { Default::default() };
+    let whole = !crate::core::query::pairs(query)
+        .iter()
+        .any(|(key, value)| key == "only_cpu_and_memory" && crate::core::query::is_true(value));
+    let snapshot = figures::snapshot(server)
+        .await
+        .map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e.message))?;
+    let disks = if whole {
+        figures::disks(server, &snapshot.pods).await
+    } else {
+        Default::default()
+    };
     let (at, machine, root) = (snapshot.at, &snapshot.machine, &snapshot.root);
     let mut of_machine = memory(at, &machine.usage);
     of_machine["availableBytes"] = machine.available.into();
     let (_, of_tier) = &snapshot.tier;
     let mut node = Map::from_iter([
-        ("nodeName".to_owned(), server.context.config.node_name.clone().into()),
+        (
+            "nodeName".to_owned(),
+            server.context.config.node_name.clone().into(),
+        ),
         (
             "systemContainers".to_owned(),
             json!([{"name": "pods", "startTime": time(server.context.started), "cpu": cpu(at, of_tier, None), "memory": memory(at, of_tier)}]),
@@ -125,8 +152,15 @@ pub async fn summary(server: &Arc<Server>, query: &str) -> Result<Response<Body>
         node.insert("rlimit".into(), json!({"time": time(at), "maxpid": machine.processes.0, "curproc": machine.processes.1}));
         node.extend(network(at, &machine.interfaces).map(|n| ("network".to_owned(), n)));
         let images = server.image_room().await;
-        node.insert("runtime".into(), json!({"imageFs": room(at, &images, None), "containerFs": room(at, &images, None)}));
+        node.insert(
+            "runtime".into(),
+            json!({"imageFs": room(at, &images, None), "containerFs": room(at, &images, None)}),
+        );
     }
-    let pods: Vec<Value> = snapshot.pods.iter().map(|p| of_pod(at, p, root, disks.get(pod::uid(&p.pod)), whole)).collect();
+    let pods: Vec<Value> = snapshot
+        .pods
+        .iter()
+        .map(|p| of_pod(at, p, root, disks.get(pod::uid(&p.pod)), whole))
+        .collect();
     Ok(views::as_json(&json!({"node": node, "pods": pods})))
 }

@@ -17,7 +17,9 @@ pub(super) fn as_json(value: &impl serde::Serialize) -> Response<Body> {
     match serde_json::to_string(value) {
         Ok(text_of) => {
             let mut response = text(StatusCode::OK, text_of);
-            response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+            response
+                .headers_mut()
+                .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
             response
         }
         Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
@@ -27,12 +29,24 @@ pub(super) fn as_json(value: &impl serde::Serialize) -> Response<Body> {
 /// `PUT /debug/flags/v`: how much the agent logs from now on.
 pub async fn verbosity(request: Request<Incoming>) -> Result<Response<Body>, Refusal> {
     let refuse = |why: String| Refusal(StatusCode::BAD_REQUEST, why);
-    let body = Limited::new(request.into_body(), 16).collect().await.map_err(|e| refuse(format!("error reading request body: {e}")))?.to_bytes();
+    let body = Limited::new(request.into_body(), 16)
+        .collect()
+        .await
+        .map_err(|e| refuse(format!("error reading request body: {e}")))?
+        .to_bytes();
     let text_of = String::from_utf8_lossy(&body).trim().to_owned();
-    let verbosity = text_of.parse::<u8>().map_err(|_| refuse(format!("failed set klog.logging.verbosity {text_of}: use a number from 0 to 255")))?;
-    logging::set_verbosity(verbosity).map_err(|why| Refusal(StatusCode::INTERNAL_SERVER_ERROR, why))?;
+    let verbosity = text_of.parse::<u8>().map_err(|_| {
+        refuse(format!(
+            "failed set klog.logging.verbosity {text_of}: use a number from 0 to 255"
+        ))
+    })?;
+    logging::set_verbosity(verbosity)
+        .map_err(|why| Refusal(StatusCode::INTERNAL_SERVER_ERROR, why))?;
     tracing::info!(verbosity, "the log's verbosity was changed");
-    Ok(text(StatusCode::OK, format!("successfully set klog.logging.verbosity to {verbosity}")))
+    Ok(text(
+        StatusCode::OK,
+        format!("successfully set klog.logging.verbosity to {verbosity}"),
+    ))
 }
 
 /// `/pods`: the pods of all sources as they came, each with the status that is known of it.
@@ -48,10 +62,17 @@ pub fn pods(server: &Arc<Server>) -> Response<Body> {
 
 /// `/runningpods/`: what the runtime has.
 pub async fn running(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
-    let all = server.context.runtime.running().await.map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e.message))?;
+    let all = server
+        .context
+        .runtime
+        .running()
+        .await
+        .map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e.message))?;
     let mut pods: Vec<Value> = vec![];
     for container in all {
-        let known = pods.iter_mut().find(|p| p["metadata"]["uid"] == container.uid.as_str());
+        let known = pods
+            .iter_mut()
+            .find(|p| p["metadata"]["uid"] == container.uid.as_str());
         let entry = json!({"name": container.name, "resources": {}});
         match known.and_then(|pod| pod["spec"]["containers"].as_array_mut()) {
             Some(containers) => containers.push(entry),
@@ -61,7 +82,9 @@ pub async fn running(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
             })),
         }
     }
-    Ok(as_json(&json!({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": pods})))
+    Ok(as_json(
+        &json!({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": pods}),
+    ))
 }
 
 /// `/configz`: the configuration with its defaults.

@@ -101,8 +101,14 @@ impl Memory {
         if self.granted.is_none() {
             self.resizing.actuated = resize::known(pod);
         }
-        let granted = self.granted.get_or_insert_with(|| self.resizing.actuated.clone());
-        if resize::same(granted, &resize::wished(pod)) { Arc::clone(pod) } else { Arc::new(resize::with(pod, granted)) }
+        let granted = self
+            .granted
+            .get_or_insert_with(|| self.resizing.actuated.clone());
+        if resize::same(granted, &resize::wished(pod)) {
+            Arc::clone(pod)
+        } else {
+            Arc::new(resize::with(pod, granted))
+        }
     }
 
     /// What the spec wishes for is granted, or why not: reason and message. True if that is news.
@@ -110,7 +116,10 @@ impl Memory {
         let wished = resize::wished(pod);
         let news = match &refusal {
             Some(refusal) => self.resizing.pending.as_ref() != Some(refusal),
-            None => self.granted.as_ref().is_some_and(|granted| !resize::same(granted, &wished)),
+            None => self
+                .granted
+                .as_ref()
+                .is_some_and(|granted| !resize::same(granted, &wished)),
         };
         if refusal.is_none() {
             self.granted = Some(wished);
@@ -123,7 +132,9 @@ impl Memory {
     /// pod's mirror may be seen only after its worker has begun.
     pub fn adopt(&mut self, object: Option<&Pod>) {
         // Only the first sight counts: later ones may be echoes of what was written since, and older.
-        let Some(object) = object.filter(|_| !self.adopted) else { return };
+        let Some(object) = object.filter(|_| !self.adopted) else {
+            return;
+        };
         self.adopted = true;
         if let Some(status) = object.status.clone().filter(|s| s.conditions.is_some()) {
             self.ran |= status.phase.as_deref().is_some_and(|p| p != "Pending");
@@ -143,25 +154,56 @@ pub enum Outcome {
 }
 
 async fn observe(context: &Context, pod: &Pod, memory: &mut Memory) -> Result<ObservedPod, String> {
-    let look = async { context.runtime.observe(pod::uid(pod)).await.map_err(|e| format!("the runtime cannot be asked about the pod: {e}")) };
+    let look = async {
+        context
+            .runtime
+            .observe(pod::uid(pod))
+            .await
+            .map_err(|e| format!("the runtime cannot be asked about the pod: {e}"))
+    };
     let seen = memory.log.step(Step::Observe, "", look).await;
     let mut observed = seen.inspect_err(|error| {
-        context.events.pod(pod, None, Kind::Warning, "FailedSync", format!("error determining status: {error}"));
+        context.events.pod(
+            pod,
+            None,
+            Kind::Warning,
+            "FailedSync",
+            format!("error determining status: {error}"),
+        );
     })?;
     memory.fingerprint = observed.fingerprint();
     // A start whose answer was lost may have succeeded: what runs or has done its work has no problem.
     let settled = |name: &str| {
-        let init = pod::containers(pod).iter().any(|(role, c)| *role == Role::Init && c.name == name);
-        observed.newest(name).is_some_and(|c| c.state == ContainerState::Running || (init && c.state == ContainerState::Exited && c.exit_code == 0))
+        let init = pod::containers(pod)
+            .iter()
+            .any(|(role, c)| *role == Role::Init && c.name == name);
+        observed.newest(name).is_some_and(|c| {
+            c.state == ContainerState::Running
+                || (init && c.state == ContainerState::Exited && c.exit_code == 0)
+        })
     };
     memory.problems.retain(|name, _| !settled(name));
-    for container in observed.containers.iter_mut().filter(|c| c.state == ContainerState::Exited) {
-        let mut text = context.host.termination_message(pod::uid(pod), &container.name, container.attempt).await;
+    for container in observed
+        .containers
+        .iter_mut()
+        .filter(|c| c.state == ContainerState::Exited)
+    {
+        let mut text = context
+            .host
+            .termination_message(pod::uid(pod), &container.name, container.attempt)
+            .await;
         if text.is_none() && falls_back_to_logs(pod, container) {
-            text = context.host.log_tail(pod, &container.name, container.attempt).await;
+            text = context
+                .host
+                .log_tail(pod, &container.name, container.attempt)
+                .await;
         }
         if let Some(text) = text {
-            container.message = if container.message.is_empty() { text } else { format!("{}: {text}", container.message) };
+            container.message = if container.message.is_empty() {
+                text
+            } else {
+                format!("{}: {text}", container.message)
+            };
         }
     }
     Ok(observed)
@@ -169,8 +211,13 @@ async fn observe(context: &Context, pod: &Pod, memory: &mut Memory) -> Result<Ob
 
 /// Whether the end of its log is a container's termination message (kubelet spec, 4.5).
 fn falls_back_to_logs(pod: &Pod, ended: &observed::Container) -> bool {
-    let wished = |c: &Container| c.name == ended.name && c.termination_message_policy.as_deref() == Some("FallbackToLogsOnError");
-    ended.exit_code != 0 && ended.reason != "ContainerCannotRun" && pod::containers(pod).iter().any(|(_, c)| wished(c))
+    let wished = |c: &Container| {
+        c.name == ended.name
+            && c.termination_message_policy.as_deref() == Some("FallbackToLogsOnError")
+    };
+    ended.exit_code != 0
+        && ended.reason != "ContainerCannotRun"
+        && pod::containers(pod).iter().any(|(_, c)| wished(c))
 }
 
 /// Step 1: how long the start took, noted at the first sight of the pod running.
@@ -179,15 +226,34 @@ fn record_startup_latency(context: &Context, pod: &Pod, memory: &mut Memory) {
         memory.ran = true;
         let now = context.clock.now();
         let since = |at: Timestamp| now.duration_since(at).as_secs_f64();
-        let created = pod.metadata.creation_timestamp.as_ref().map_or(memory.first_seen, |t| t.0);
-        let stateful = pod::spec(pod).volumes.iter().flatten().any(|v| v.persistent_volume_claim.is_some() || v.ephemeral.is_some());
+        let created = pod
+            .metadata
+            .creation_timestamp
+            .as_ref()
+            .map_or(memory.first_seen, |t| t.0);
+        let stateful = pod::spec(pod)
+            .volumes
+            .iter()
+            .flatten()
+            .any(|v| v.persistent_volume_claim.is_some() || v.ephemeral.is_some());
         let images = memory.log.took(Step::Image).as_secs_f64();
-        context.metrics.pod_started(PodStart { seen: since(memory.first_seen), created: since(created), images, stateful });
+        context.metrics.pod_started(PodStart {
+            seen: since(memory.first_seen),
+            created: since(created),
+            images,
+            stateful,
+        });
     }
 }
 
 /// Step 2: the API status from what the runtime has.
-fn compute_status(context: &Context, pod: &Pod, observed: &ObservedPod, memory: &mut Memory, ended: bool) {
+fn compute_status(
+    context: &Context,
+    pod: &Pod,
+    observed: &ObservedPod,
+    memory: &mut Memory,
+    ended: bool,
+) {
     let facts = Facts {
         pod,
         observed,
@@ -211,11 +277,19 @@ fn publish_status(desired: &Desired, memory: &Memory, writer: &StatusWriter) {
 
 /// Step 5: the pod's cgroup with its limits.
 async fn ensure_cgroup(context: &Context, pod: &Pod, log: &Log) -> Result<String, String> {
-    log.step(Step::Cgroup, "", context.host.ensure_cgroup(pod)).await.map_err(|error| {
-        let message = format!("unable to ensure pod container exists: {error}");
-        context.events.pod(pod, None, Kind::Warning, "FailedCreatePodContainer", message.clone());
-        message
-    })
+    log.step(Step::Cgroup, "", context.host.ensure_cgroup(pod))
+        .await
+        .map_err(|error| {
+            let message = format!("unable to ensure pod container exists: {error}");
+            context.events.pod(
+                pod,
+                None,
+                Kind::Warning,
+                "FailedCreatePodContainer",
+                message.clone(),
+            );
+            message
+        })
 }
 
 /// Step 6: a static pod's mirror in the API. The answer is when to look again, if it is not there yet.
@@ -224,7 +298,14 @@ async fn reconcile_mirror(context: &Context, desired: &Desired, log: &Log) -> Op
         return None;
     }
     let soon = context.clock.now() + SignedDuration::from_millis(200);
-    match log.step(Step::Mirror, "", mirror::reconcile(context, &desired.pod, desired.object.as_ref())).await {
+    match log
+        .step(
+            Step::Mirror,
+            "",
+            mirror::reconcile(context, &desired.pod, desired.object.as_ref()),
+        )
+        .await
+    {
         Ok(true) => None,
         Ok(false) => Some(soon),
         Err(error) => {
@@ -236,11 +317,15 @@ async fn reconcile_mirror(context: &Context, desired: &Desired, log: &Log) -> Op
 
 /// Step 7: the pod's directories.
 async fn make_directories(context: &Context, pod: &Pod, log: &Log) -> Result<(), String> {
-    log.step(Step::Directories, "", context.host.make_directories(pod)).await.map_err(|error| {
-        let message = format!("error making pod data directories: {error}");
-        context.events.pod(pod, None, Kind::Warning, "Failed", message.clone());
-        message
-    })
+    log.step(Step::Directories, "", context.host.make_directories(pod))
+        .await
+        .map_err(|error| {
+            let message = format!("error making pod data directories: {error}");
+            context
+                .events
+                .pod(pod, None, Kind::Warning, "Failed", message.clone());
+            message
+        })
 }
 
 /// Step 9: the pull secrets; those that are missing are reported, the rest is used.
@@ -254,24 +339,47 @@ async fn pull_secrets(context: &Context, pod: &Pod) -> Vec<Arc<Secret>> {
         }
     }
     if !missing.is_empty() {
-        let message = format!("Unable to retrieve some image pull secrets ({}); attempting to pull the image may not succeed.", missing.join(", "));
-        context.events.pod(pod, None, Kind::Warning, "FailedToRetrieveImagePullSecret", message);
+        let message = format!(
+            "Unable to retrieve some image pull secrets ({}); attempting to pull the image may not succeed.",
+            missing.join(", ")
+        );
+        context.events.pod(
+            pod,
+            None,
+            Kind::Warning,
+            "FailedToRetrieveImagePullSecret",
+            message,
+        );
     }
     found
 }
 
 /// The end of a pod that has been active for as long as it may be (kubelet spec, 4.1).
 fn past_deadline(context: &Context, pod: &Pod, memory: &mut Memory) -> bool {
-    let Some(until) = status::deadline(pod, &memory.status).filter(|until| *until <= context.clock.now()) else { return false };
+    let Some(until) =
+        status::deadline(pod, &memory.status).filter(|until| *until <= context.clock.now())
+    else {
+        return false;
+    };
     let message = "Pod was active on the node longer than the specified deadline";
     tracing::info!(%until, "the pod is past its active deadline");
-    context.events.pod(pod, None, Kind::Normal, "DeadlineExceeded", message);
-    memory.verdict = Some(Verdict { reason: "DeadlineExceeded", message: message.into(), disruption: None, grace: None });
+    context
+        .events
+        .pod(pod, None, Kind::Normal, "DeadlineExceeded", message);
+    memory.verdict = Some(Verdict {
+        reason: "DeadlineExceeded",
+        message: message.into(),
+        disruption: None,
+        grace: None,
+    });
     true
 }
 
 fn ended(pod: &Pod) -> Outcome {
-    Outcome::Next(Input::Ended { cause: Cause::Completed, grace: pod::grace_seconds(pod) })
+    Outcome::Next(Input::Ended {
+        cause: Cause::Completed,
+        grace: pod::grace_seconds(pod),
+    })
 }
 
 /// Brings a pod to what its spec says, as far as that is possible now.
@@ -284,14 +392,22 @@ pub async fn sync_pod(
 ) -> Result<Outcome, String> {
     let pod = &desired.pod;
     let observed = look(context, desired, memory, writer).await?;
-    if matches!(memory.status.phase.as_deref(), Some("Succeeded" | "Failed")) || past_deadline(context, pod, memory) {
+    if matches!(memory.status.phase.as_deref(), Some("Succeeded" | "Failed"))
+        || past_deadline(context, pod, memory)
+    {
         publish_status(desired, memory, writer);
         return Ok(ended(pod));
     }
     let restarts = restart_counts(context, pod, &observed, memory).await;
-    let actions = actions::compute(pod, &observed, &Health { probed: &memory.probing.results(), actuated: &memory.resizing.actuated }, |name| {
-        restarts.get(name).copied().unwrap_or(0)
-    });
+    let actions = actions::compute(
+        pod,
+        &observed,
+        &Health {
+            probed: &memory.probing.results(),
+            actuated: &memory.resizing.actuated,
+        },
+        |name| restarts.get(name).copied().unwrap_or(0),
+    );
     if actions.give_up {
         return Ok(ended(pod));
     }
@@ -299,7 +415,10 @@ pub async fn sync_pod(
     if actions.is_empty() && !memory.volumes.are_due(pod, context.config.sync_frequency) {
         memory.problems.clear();
         let mirror_again = reconcile_mirror(context, desired, &memory.log).await;
-        return Ok(Outcome::Wait(Some(at(context, mirror_again.into_iter().chain(deadline).min()))));
+        return Ok(Outcome::Wait(Some(at(
+            context,
+            mirror_again.into_iter().chain(deadline).min(),
+        ))));
     }
     if !pod::host_network(pod) && actions.create_sandbox.is_some() {
         let network = context.network.borrow().clone();
@@ -316,7 +435,9 @@ pub async fn sync_pod(
                 let message = format!("network is not ready: {why}");
                 let again = context.clock.now() + SignedDuration::from_secs(1);
                 memory.log.fail(Step::Network, "", &message, Some(again));
-                context.events.pod(pod, None, Kind::Warning, "NetworkNotReady", message);
+                context
+                    .events
+                    .pod(pod, None, Kind::Warning, "NetworkNotReady", message);
                 return Ok(Outcome::Wait(Some(Instant::now() + Duration::from_secs(1))));
             }
         }
@@ -329,22 +450,38 @@ pub async fn sync_pod(
         resolver: &context.resolver,
         cgroup_parent,
         log_directory: context.host.log_directory(pod).display().to_string(),
-        seccomp_root: context.config.root_dir.join("seccomp").display().to_string(),
+        seccomp_root: context
+            .config
+            .root_dir
+            .join("seccomp")
+            .display()
+            .to_string(),
         seccomp_default: context.config.seccomp_default,
         memory: context.machine.memory,
         cpu_period: context.config.cpu_period,
         hugepages: context.machine.hugepages.clone(),
         group_oom: context.machine.cgroup_v2 && !context.config.single_process_oom_kill,
         swap: context.machine.swap.map(|bytes| config::Swap {
-            bytes: if context.config.limited_swap && context.machine.cgroup_v2 { bytes } else { 0 },
+            bytes: if context.config.limited_swap && context.machine.cgroup_v2 {
+                bytes
+            } else {
+                0
+            },
             unified: context.machine.cgroup_v2,
         }),
         masked: context.machine.thermal.clone(),
-        recursive_read_only: context.features.borrow().handler(&handler).recursive_read_only,
+        recursive_read_only: context
+            .features
+            .borrow()
+            .handler(&handler)
+            .recursive_read_only,
         handler,
         users,
     };
-    let again = runtime::sync(context, desired, &observed, actions, memory, &node, stop, writer).await;
+    let again = runtime::sync(
+        context, desired, &observed, actions, memory, &node, stop, writer,
+    )
+    .await;
     stop.forget_hint();
     let observed = look(context, desired, memory, writer).await?;
     collect_garbage(context, pod, &observed, memory).await;
@@ -354,17 +491,33 @@ pub async fn sync_pod(
 
 /// Removes ended containers and sandboxes that nobody needs any more, with their logs. What cannot be
 /// removed now is found again by the next sync.
-async fn collect_garbage(context: &Context, pod: &Pod, observed: &ObservedPod, memory: &mut Memory) {
+async fn collect_garbage(
+    context: &Context,
+    pod: &Pod,
+    observed: &ObservedPod,
+    memory: &mut Memory,
+) {
     let gone = |error: String| tracing::warn!(error, "what has ended could not be removed yet");
-    let (containers, sandboxes) = (actions::surplus(observed), actions::surplus_sandboxes(observed));
+    let (containers, sandboxes) = (
+        actions::surplus(observed),
+        actions::surplus_sandboxes(observed),
+    );
     for container in &containers {
         match context.runtime.remove_container(&container.id).await {
-            Ok(()) => context.host.remove_instance(pod, &container.name, container.attempt, &container.id).await.unwrap_or_else(gone),
+            Ok(()) => context
+                .host
+                .remove_instance(pod, &container.name, container.attempt, &container.id)
+                .await
+                .unwrap_or_else(gone),
             Err(error) => gone(error.to_string()),
         }
     }
     for sandbox in &sandboxes {
-        context.runtime.remove_sandbox(sandbox).await.unwrap_or_else(|e| gone(e.to_string()));
+        context
+            .runtime
+            .remove_sandbox(sandbox)
+            .await
+            .unwrap_or_else(|e| gone(e.to_string()));
     }
     if !containers.is_empty() || !sandboxes.is_empty() {
         // What was removed by us is no news.
@@ -375,10 +528,17 @@ async fn collect_garbage(context: &Context, pod: &Pod, observed: &ObservedPod, m
 }
 
 /// Steps 1 to 3: looks at the runtime, keeps the probes in line, computes the status and hands it on.
-async fn look(context: &Arc<Context>, desired: &Desired, memory: &mut Memory, writer: &StatusWriter) -> Result<ObservedPod, String> {
+async fn look(
+    context: &Arc<Context>,
+    desired: &Desired,
+    memory: &mut Memory,
+    writer: &StatusWriter,
+) -> Result<ObservedPod, String> {
     let pod = &desired.pod;
     let observed = observe(context, pod, memory).await?;
-    memory.probing.follow(context, pod, &observed, &memory.status);
+    memory
+        .probing
+        .follow(context, pod, &observed, &memory.status);
     compute_status(context, pod, &observed, memory, false);
     record_startup_latency(context, pod, memory);
     publish_status(desired, memory, writer);
@@ -387,14 +547,33 @@ async fn look(context: &Arc<Context>, desired: &Desired, memory: &mut Memory, wr
 
 /// The restart counts that containers without an instance start from: what the status says, what was
 /// removed on purpose, what the logs tell (kubelet spec, 4.4).
-async fn restart_counts(context: &Context, pod: &Pod, observed: &ObservedPod, memory: &Memory) -> BTreeMap<String, u32> {
+async fn restart_counts(
+    context: &Context,
+    pod: &Pod,
+    observed: &ObservedPod,
+    memory: &Memory,
+) -> BTreeMap<String, u32> {
     let status = &memory.status;
-    let known = [&status.container_statuses, &status.init_container_statuses].into_iter().flatten().flatten();
-    let mut counts: BTreeMap<String, u32> = known.map(|s| (s.name.clone(), u32::try_from(s.restart_count).unwrap_or(0))).collect();
-    for (_, container) in pod::containers(pod).iter().filter(|(_, c)| observed.newest(&c.name).is_none()) {
-        let logged = context.host.last_attempt(pod, &container.name).await.map(|last| last + 1);
+    let known = [&status.container_statuses, &status.init_container_statuses]
+        .into_iter()
+        .flatten()
+        .flatten();
+    let mut counts: BTreeMap<String, u32> = known
+        .map(|s| (s.name.clone(), u32::try_from(s.restart_count).unwrap_or(0)))
+        .collect();
+    for (_, container) in pod::containers(pod)
+        .iter()
+        .filter(|(_, c)| observed.newest(&c.name).is_none())
+    {
+        let logged = context
+            .host
+            .last_attempt(pod, &container.name)
+            .await
+            .map(|last| last + 1);
         let count = counts.entry(container.name.clone()).or_default();
-        *count = (*count).max(logged.unwrap_or(0)).max(memory.counts.get(&container.name).copied().unwrap_or(0));
+        *count = (*count)
+            .max(logged.unwrap_or(0))
+            .max(memory.counts.get(&container.name).copied().unwrap_or(0));
     }
     counts
 }
@@ -404,21 +583,40 @@ async fn isolation(context: &Context, pod: &Pod) -> Result<(String, Option<Mappi
     let spec = pod::spec(pod);
     let fail = |error: String| {
         let message = format!("Failed to create pod sandbox: {error}");
-        context.events.pod(pod, None, Kind::Warning, "FailedCreatePodSandBox", message.clone());
+        context.events.pod(
+            pod,
+            None,
+            Kind::Warning,
+            "FailedCreatePodSandBox",
+            message.clone(),
+        );
         message
     };
     let handler = match spec.runtime_class_name.as_deref().filter(|n| !n.is_empty()) {
         None => String::new(),
-        Some(class) => context.api.runtime_handler(class).await.map_err(|e| fail(format!("failed to get RuntimeClass {class:?}: {e}")))?,
+        Some(class) => context
+            .api
+            .runtime_handler(class)
+            .await
+            .map_err(|e| fail(format!("failed to get RuntimeClass {class:?}: {e}")))?,
     };
     if spec.host_users != Some(false) {
         return Ok((handler, None));
     }
     if !context.features.borrow().handler(&handler).user_namespaces {
-        let which = if handler.is_empty() { "runtime".to_owned() } else { format!("RuntimeClass handler {handler:?}") };
-        return Err(fail(format!("can't set `spec.hostUsers: false`, {which} does not support user namespaces")));
+        let which = if handler.is_empty() {
+            "runtime".to_owned()
+        } else {
+            format!("RuntimeClass handler {handler:?}")
+        };
+        return Err(fail(format!(
+            "can't set `spec.hostUsers: false`, {which} does not support user namespaces"
+        )));
     }
-    Ok((handler, Some(context.host.user_mappings(pod).await.map_err(fail)?)))
+    Ok((
+        handler,
+        Some(context.host.user_mappings(pod).await.map_err(fail)?),
+    ))
 }
 
 /// When to sync again: at the given time, at the latest after the sync frequency.
@@ -442,7 +640,9 @@ pub async fn terminate(
     let pod = &desired.pod;
     memory.ending.within(grace);
     let observed = observe(context, pod, memory).await?;
-    memory.probing.follow(context, pod, &observed, &memory.status);
+    memory
+        .probing
+        .follow(context, pod, &observed, &memory.status);
     let before = status::substance(&memory.status);
     compute_status(context, pod, &observed, memory, false);
     // That the deletion was seen is told together with the end, which is near.
@@ -451,15 +651,32 @@ pub async fn terminate(
     }
     memory.probing.ending(pod, &observed);
     let log = memory.log.clone();
-    let stopping = Stopping { context, pod, observed: &observed, log: &log };
-    stopping.pod(&mut memory.ending).await.inspect_err(|error| {
-        context.events.pod(pod, None, Kind::Warning, "FailedKillPod", format!("error killing pod: {error}"));
-    })?;
+    let stopping = Stopping {
+        context,
+        pod,
+        observed: &observed,
+        log: &log,
+    };
+    stopping
+        .pod(&mut memory.ending)
+        .await
+        .inspect_err(|error| {
+            context.events.pod(
+                pod,
+                None,
+                Kind::Warning,
+                "FailedKillPod",
+                format!("error killing pod: {error}"),
+            );
+        })?;
     memory.probing.stop();
     memory.problems.clear();
     let observed = observe(context, pod, memory).await?;
     if let Some(running) = observed.live().next() {
-        return Err(format!("container {} still runs after it was stopped", running.name));
+        return Err(format!(
+            "container {} still runs after it was stopped",
+            running.name
+        ));
     }
     tracing::debug!(?cause, "all containers have ended");
     compute_status(context, pod, &observed, memory, true);
@@ -468,18 +685,33 @@ pub async fn terminate(
 }
 
 /// Gives back what the pod held: volumes, cgroup and, for a pod that leaves, everything else.
-pub async fn release(context: &Arc<Context>, desired: &Desired, memory: &mut Memory, cause: Cause) -> Result<(), String> {
+pub async fn release(
+    context: &Arc<Context>,
+    desired: &Desired,
+    memory: &mut Memory,
+    cause: Cause,
+) -> Result<(), String> {
     let pod = &desired.pod;
     let uid = pod::uid(pod);
     if cause.removes_content() {
         let observed = observe(context, pod, memory).await?;
-        let removals = observed.sandboxes.iter().map(|s| context.runtime.remove_sandbox(&s.id));
+        let removals = observed
+            .sandboxes
+            .iter()
+            .map(|s| context.runtime.remove_sandbox(&s.id));
         for removed in futures::future::join_all(removals).await {
             removed.map_err(|e| format!("the sandbox cannot be removed: {e}"))?;
         }
-        let orphans = observed.containers.iter().filter(|c| !observed.sandboxes.iter().any(|s| s.id == c.sandbox));
+        let orphans = observed
+            .containers
+            .iter()
+            .filter(|c| !observed.sandboxes.iter().any(|s| s.id == c.sandbox));
         for container in orphans {
-            context.runtime.remove_container(&container.id).await.map_err(|e| format!("container {} cannot be removed: {e}", container.name))?;
+            context
+                .runtime
+                .remove_container(&container.id)
+                .await
+                .map_err(|e| format!("container {} cannot be removed: {e}", container.name))?;
         }
         memory.fingerprint = 0;
     }

@@ -46,15 +46,27 @@ pub async fn sync(
 ) -> Result<Option<Timestamp>, String> {
     let pod = &desired.pod;
     let log = memory.log.clone();
-    let stopping = Stopping { context, pod, observed, log: &log };
-    let is_resized = |memory: &Memory| resize::same(&memory.resizing.actuated, &resize::wished(pod));
+    let stopping = Stopping {
+        context,
+        pod,
+        observed,
+        log: &log,
+    };
+    let is_resized =
+        |memory: &Memory| resize::same(&memory.resizing.actuated, &resize::wished(pod));
     let mut resizing = !is_resized(memory);
     if !actions.restart_all.is_empty() {
         return restart_all(&stopping, &actions.restart_all, memory).await;
     }
     if actions.kill_pod {
         if actions.create_sandbox.is_some() {
-            context.events.pod(pod, None, Kind::Normal, "SandboxChanged", "Pod sandbox changed, it will be killed and re-created.");
+            context.events.pod(
+                pod,
+                None,
+                Kind::Normal,
+                "SandboxChanged",
+                "Pod sandbox changed, it will be killed and re-created.",
+            );
         }
         memory.ending.within(pod::grace_seconds(pod));
         stopping.pod(&mut memory.ending).await?;
@@ -75,16 +87,29 @@ pub async fn sync(
             resize_completed(std::mem::take(&mut resizing), context, pod);
         }
     }
-    if stop.wanted() || (actions.start.is_empty() && actions.create_sandbox.is_none() && !memory.volumes.are_due(pod, context.config.sync_frequency))
+    if stop.wanted()
+        || (actions.start.is_empty()
+            && actions.create_sandbox.is_none()
+            && !memory.volumes.are_due(pod, context.config.sync_frequency))
     {
         return Ok(None);
     }
-    let known_ips: Vec<String> = observed.sandboxes.first().map(|s| s.ips.clone()).unwrap_or_default();
+    let known_ips: Vec<String> = observed
+        .sandboxes
+        .first()
+        .map(|s| s.ips.clone())
+        .unwrap_or_default();
     let mut sandbox_message = None;
     let make_sandbox = async {
         match (actions.create_sandbox, &actions.sandbox) {
             (Some(attempt), _) => {
-                let made = log.step(Step::Sandbox, "", create_sandbox(context, pod, attempt, node, stop)).await;
+                let made = log
+                    .step(
+                        Step::Sandbox,
+                        "",
+                        create_sandbox(context, pod, attempt, node, stop),
+                    )
+                    .await;
                 made.map(|(id, config, ips)| {
                     sandbox_message = Some(config);
                     (id, ips)
@@ -98,10 +123,23 @@ pub async fn sync(
         .start
         .iter()
         .map(|start| {
-            let ended = observed.newest(&start.container.name).filter(|c| c.state == ContainerState::Exited);
-            let held = held_back(context, pod, start, ended.map(|c| c.finished_at.unwrap_or(c.created_at)), &mut memory.backoff);
+            let ended = observed
+                .newest(&start.container.name)
+                .filter(|c| c.state == ContainerState::Exited);
+            let held = held_back(
+                context,
+                pod,
+                start,
+                ended.map(|c| c.finished_at.unwrap_or(c.created_at)),
+                &mut memory.backoff,
+            );
             if let Some(held) = &held {
-                log.fail(Step::BackOff, &start.container.name, &held.message, held.again);
+                log.fail(
+                    Step::BackOff,
+                    &start.container.name,
+                    &held.message,
+                    held.again,
+                );
             }
             held
         })
@@ -111,7 +149,10 @@ pub async fn sync(
     let images = async {
         let secrets: Arc<[Arc<Secret>]> = pull_secrets(context, pod).await.into();
         // All pulls begin now; each container waits for its own.
-        let pulls = actions.start.iter().zip(&held).map(|(start, held)| held.is_none().then(|| pull(context, pod, start, &secrets, &log)));
+        let pulls = actions.start.iter().zip(&held).map(|(start, held)| {
+            held.is_none()
+                .then(|| pull(context, pod, start, &secrets, &log))
+        });
         pulls.collect::<Vec<Option<Pull>>>()
     };
     let prepare = async {
@@ -125,16 +166,35 @@ pub async fn sync(
     };
     let (sandbox, prepared) = tokio::join!(make_sandbox, prepare);
     let (sandbox, ips) = sandbox?;
-    let Some((fetched, pulls)) = prepared else { return Ok(None) };
+    let Some((fetched, pulls)) = prepared else {
+        return Ok(None);
+    };
     let fetched = fetched?;
-    let attempt = observed.sandboxes.iter().find(|s| s.id == sandbox).map_or(0, |s| s.attempt);
+    let attempt = observed
+        .sandboxes
+        .iter()
+        .find(|s| s.id == sandbox)
+        .map_or(0, |s| s.attempt);
     let sandbox_config = match sandbox_message {
         Some(config) => config,
         None => config::sandbox(pod, attempt, node)?,
     };
-    let ips = if pod::host_network(pod) { context.node_ips.clone() } else { ips };
-    let starting =
-        Starting { context, pod, sandbox: &sandbox, sandbox_config: &sandbox_config, ips: &ips, node, fetched: &fetched, log: &log, observed };
+    let ips = if pod::host_network(pod) {
+        context.node_ips.clone()
+    } else {
+        ips
+    };
+    let starting = Starting {
+        context,
+        pod,
+        sandbox: &sandbox,
+        sandbox_config: &sandbox_config,
+        ips: &ips,
+        node,
+        fetched: &fetched,
+        log: &log,
+        observed,
+    };
     let mut again: Option<Timestamp> = None;
     for ((start, held), pull) in actions.start.iter().zip(held).zip(pulls) {
         if stop.wanted() {
@@ -160,15 +220,22 @@ pub async fn sync(
         match result {
             Ok(()) => {
                 // What is started now has the size that was granted.
-                memory.resizing.actuated.extend(resize::wished(pod).remove_entry(&name));
+                memory
+                    .resizing
+                    .actuated
+                    .extend(resize::wished(pod).remove_entry(&name));
                 log.close(Step::BackOff, &name);
                 memory.problems.remove(&name);
             }
             Err(waiting) => {
-                let at = waiting.again.unwrap_or_else(|| context.clock.now() + SignedDuration::from_secs(10));
+                let at = waiting
+                    .again
+                    .unwrap_or_else(|| context.clock.now() + SignedDuration::from_secs(10));
                 again = Some(again.map_or(at, |a| a.min(at)));
                 log.again(at);
-                memory.problems.insert(name, (waiting.reason, waiting.message));
+                memory
+                    .problems
+                    .insert(name, (waiting.reason, waiting.message));
                 if start.role == Role::Init {
                     break;
                 }
@@ -182,26 +249,53 @@ pub async fn sync(
 fn resize_completed(is: bool, context: &Context, pod: &Pod) {
     if is {
         let message = format!("Pod resize completed: {}", resize::described(pod, None));
-        context.events.pod(pod, None, Kind::Normal, "ResizeCompleted", message);
+        context
+            .events
+            .pod(pod, None, Kind::Normal, "ResizeCompleted", message);
     }
 }
 
 /// Brings running containers to the sizes that were granted: the pod's cgroup grows first, then those that
 /// shrink, then those that grow, and at last the pod's cgroup shrinks (kubelet spec, 5.7).
-async fn carry_out(s: &Stopping<'_>, names: &[String], memory: &mut Memory, node: &config::Node<'_>) -> Result<(), String> {
+async fn carry_out(
+    s: &Stopping<'_>,
+    names: &[String],
+    memory: &mut Memory,
+    node: &config::Node<'_>,
+) -> Result<(), String> {
     let (context, pod) = (s.context, s.pod);
     let work = async {
         let wished = resize::wished(pod);
-        context.host.ensure_cgroup(&resize::with_larger(pod, &memory.resizing.actuated, &wished)).await?;
+        context
+            .host
+            .ensure_cgroup(&resize::with_larger(
+                pod,
+                &memory.resizing.actuated,
+                &wished,
+            ))
+            .await?;
         let all = pod::containers(pod);
-        let mut wanted: Vec<_> = all.iter().filter(|(_, c)| names.contains(&c.name)).map(|(_, c)| c).collect();
+        let mut wanted: Vec<_> = all
+            .iter()
+            .filter(|(_, c)| names.contains(&c.name))
+            .map(|(_, c)| c)
+            .collect();
         wanted.sort_by_key(|c| resize::lowers_memory(c, &memory.resizing.actuated).is_none());
         for container in wanted {
-            let Some(seen) = s.observed.newest(&container.name) else { continue };
+            let Some(seen) = s.observed.newest(&container.name) else {
+                continue;
+            };
             if let Some(limit) = resize::lowers_memory(container, &memory.resizing.actuated) {
-                let used = context.runtime.memory_in_use(&seen.id).await.map_err(|e| e.to_string())?;
+                let used = context
+                    .runtime
+                    .memory_in_use(&seen.id)
+                    .await
+                    .map_err(|e| e.to_string())?;
                 if i128::from(used) > i128::from(limit) {
-                    return Err(format!("container {} uses {used} bytes of memory, more than its new limit of {limit}", container.name));
+                    return Err(format!(
+                        "container {} uses {used} bytes of memory, more than its new limit of {limit}",
+                        container.name
+                    ));
                 }
             }
             let resources = config::resources(pod, container, node);
@@ -210,14 +304,21 @@ async fn carry_out(s: &Stopping<'_>, names: &[String], memory: &mut Memory, node
                 .update_container(&seen.id, resources)
                 .await
                 .map_err(|e| format!("container {} cannot be resized: {e}", container.name))?;
-            memory.resizing.actuated.extend(wished.get(&container.name).map(|size| (container.name.clone(), size.clone())));
+            memory.resizing.actuated.extend(
+                wished
+                    .get(&container.name)
+                    .map(|size| (container.name.clone(), size.clone())),
+            );
         }
         context.host.ensure_cgroup(pod).await.map(|_| ())
     };
     let result = work.await;
     if result.is_ok()
         && let Some(sandbox) = s.observed.sandboxes.first()
-        && let Err(error) = context.runtime.update_sandbox(&sandbox.id, config::sandbox_sizes(pod, node)).await
+        && let Err(error) = context
+            .runtime
+            .update_sandbox(&sandbox.id, config::sandbox_sizes(pod, node))
+            .await
         && error.kind != RuntimeErrorKind::Unimplemented
     {
         // The containers have their sizes; this only informs.
@@ -232,7 +333,9 @@ async fn carry_out(s: &Stopping<'_>, names: &[String], memory: &mut Memory, node
             s.log.fail(Step::Resize, "", error, None);
             if memory.resizing.error.as_ref() != Some(error) {
                 let message = format!("Pod resize error: {}", resize::described(pod, Some(error)));
-                context.events.pod(pod, None, Kind::Warning, "ResizeError", message);
+                context
+                    .events
+                    .pod(pod, None, Kind::Warning, "ResizeError", message);
             }
             memory.resizing.error = Some(error.clone());
         }
@@ -241,10 +344,28 @@ async fn carry_out(s: &Stopping<'_>, names: &[String], memory: &mut Memory, node
 }
 
 /// Begins to make sure of a container's image.
-fn pull(context: &Arc<Context>, pod: &Arc<Pod>, start: &Start, secrets: &Arc<[Arc<Secret>]>, log: &Log) -> Pull {
-    let (context, pod, start, secrets, log) = (Arc::clone(context), Arc::clone(pod), start.clone(), Arc::clone(secrets), log.clone());
-    let pull =
-        async move { log.step(Step::Image, &start.container.name, images::ensure_all(&context, &pod, start.role, &start.container, &secrets)).await };
+fn pull(
+    context: &Arc<Context>,
+    pod: &Arc<Pod>,
+    start: &Start,
+    secrets: &Arc<[Arc<Secret>]>,
+    log: &Log,
+) -> Pull {
+    let (context, pod, start, secrets, log) = (
+        Arc::clone(context),
+        Arc::clone(pod),
+        start.clone(),
+        Arc::clone(secrets),
+        log.clone(),
+    );
+    let pull = async move {
+        log.step(
+            Step::Image,
+            &start.container.name,
+            images::ensure_all(&context, &pod, start.role, &start.container, &secrets),
+        )
+        .await
+    };
     AbortOnDropHandle::new(tokio::spawn(pull.in_current_span()))
 }
 
@@ -258,7 +379,11 @@ async fn patiently(
     writer: &StatusWriter,
     stop: &Stop<'_>,
 ) -> Result<images::Pulled, images::Waiting> {
-    let failed = |error: String| images::Waiting { reason: "ErrImagePull".into(), message: error, again: None };
+    let failed = |error: String| images::Waiting {
+        reason: "ErrImagePull".into(),
+        message: error,
+        again: None,
+    };
     let mut patience = Some(PATIENCE);
     loop {
         let hint = async {
@@ -283,18 +408,40 @@ async fn patiently(
 
 /// Starts all containers over in their sandbox (KEP-5532): stopped at once and removed, the ones that
 /// asked for it last. The next sync starts them, with their counts going on.
-async fn restart_all(stopping: &Stopping<'_>, kills: &[Kill], memory: &mut Memory) -> Result<Option<Timestamp>, String> {
+async fn restart_all(
+    stopping: &Stopping<'_>,
+    kills: &[Kill],
+    memory: &mut Memory,
+) -> Result<Option<Timestamp>, String> {
     let (context, observed) = (stopping.context, stopping.observed);
     let runs = |kill: &&Kill| observed.live().any(|c| c.id == kill.id);
-    let stopped = futures::future::join_all(kills.iter().filter(runs).map(|kill| stopping.container(kill, 0))).await;
+    let stopped = futures::future::join_all(
+        kills
+            .iter()
+            .filter(runs)
+            .map(|kill| stopping.container(kill, 0)),
+    )
+    .await;
     stopped.into_iter().collect::<Result<Vec<_>, _>>()?;
     for kill in kills {
-        let attempt = observed.containers.iter().find(|c| c.id == kill.id).map_or(0, |c| c.attempt);
+        let attempt = observed
+            .containers
+            .iter()
+            .find(|c| c.id == kill.id)
+            .map_or(0, |c| c.attempt);
         let count = memory.counts.entry(kill.name.clone()).or_default();
         *count = (*count).max(attempt + 1);
-        memory.problems.insert(kill.name.clone(), (crate::core::status::RESTARTING_ALL.into(), String::new()));
+        memory.problems.insert(
+            kill.name.clone(),
+            (crate::core::status::RESTARTING_ALL.into(), String::new()),
+        );
         let removed = context.runtime.remove_container(&kill.id).await;
-        removed.map_err(|e| format!("container {} cannot be removed to start over: {e}", kill.name))?;
+        removed.map_err(|e| {
+            format!(
+                "container {} cannot be removed to start over: {e}",
+                kill.name
+            )
+        })?;
     }
     Ok(Some(context.clock.now()))
 }
@@ -309,33 +456,64 @@ async fn create_sandbox(
     let fail = |error: String| {
         let message = format!("Failed to create pod sandbox: {error}");
         if !stop.wanted() {
-            context.events.pod(pod, None, Kind::Warning, "FailedCreatePodSandBox", message.clone());
+            context.events.pod(
+                pod,
+                None,
+                Kind::Warning,
+                "FailedCreatePodSandBox",
+                message.clone(),
+            );
         }
         message
     };
     let message = config::sandbox(pod, attempt, node).map_err(fail)?;
     for (reason, warning) in dns::config(pod, node.resolver).1 {
-        context.events.pod(pod, None, Kind::Warning, reason, warning);
+        context
+            .events
+            .pod(pod, None, Kind::Warning, reason, warning);
     }
     let begun = Instant::now();
-    let made = context.runtime.run_sandbox(message.clone(), &node.handler).await;
-    context.metrics.sandbox(&node.handler, made.is_err(), begun.elapsed());
+    let made = context
+        .runtime
+        .run_sandbox(message.clone(), &node.handler)
+        .await;
+    context
+        .metrics
+        .sandbox(&node.handler, made.is_err(), begun.elapsed());
     let id = made.map_err(|e| fail(e.to_string()))?;
     let ips = context.runtime.sandbox_ips(&id).await.map_err(|e| {
         let message = format!("Unable to get pod sandbox status: {e}");
-        context.events.pod(pod, None, Kind::Warning, "FailedPodSandBoxStatus", message.clone());
+        context.events.pod(
+            pod,
+            None,
+            Kind::Warning,
+            "FailedPodSandBoxStatus",
+            message.clone(),
+        );
         message
     })?;
     Ok((id, message, ips))
 }
 
 /// The crash-loop back-off, if it holds this start back.
-fn held_back(context: &Context, pod: &Pod, start: &Start, last_end: Option<Timestamp>, backoff: &mut Backoff) -> Option<images::Waiting> {
+fn held_back(
+    context: &Context,
+    pod: &Pod,
+    start: &Start,
+    last_end: Option<Timestamp>,
+    backoff: &mut Backoff,
+) -> Option<images::Waiting> {
     let finished = last_end?;
     let container = &start.container;
-    let key = format!("{}{:?}{:?}", container.name, container.image, container.resources);
-    let maximum = SignedDuration::try_from(context.config.max_backoff).unwrap_or(crate::core::backoff::MAXIMUM);
-    let held = backoff.start(&key, finished, context.clock.now(), maximum).err()?;
+    let key = format!(
+        "{}{:?}{:?}",
+        container.name, container.image, container.resources
+    );
+    let maximum = SignedDuration::try_from(context.config.max_backoff)
+        .unwrap_or(crate::core::backoff::MAXIMUM);
+    let held = backoff
+        .start(&key, finished, context.clock.now(), maximum)
+        .err()?;
     let who = format!("{} in pod {}", container.name, pod::described(pod));
     context.events.pod(
         pod,
@@ -345,6 +523,14 @@ fn held_back(context: &Context, pod: &Pod, start: &Start, last_end: Option<Times
         format!("Back-off restarting failed container {who}"),
     );
     let shown = time::shown(Duration::try_from(held.delay).unwrap_or_default());
-    let message = format!("back-off {shown} restarting failed container={} pod={}", container.name, pod::described(pod));
-    Some(images::Waiting { reason: "CrashLoopBackOff".into(), message, again: Some(held.until) })
+    let message = format!(
+        "back-off {shown} restarting failed container={} pod={}",
+        container.name,
+        pod::described(pod)
+    );
+    Some(images::Waiting {
+        reason: "CrashLoopBackOff".into(),
+        message,
+        again: Some(held.until),
+    })
 }

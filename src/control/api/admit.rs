@@ -9,8 +9,15 @@ use super::resources::Resource;
 use crate::control::store::Store;
 
 /// Where a new object's namespace stands.
-pub fn namespace(store: &Store, resource: &Resource, namespace: &str, name: &str) -> Result<(), ApiError> {
-    let record = store.get(&format!("namespaces/{namespace}")).ok_or_else(|| ApiError::not_found("", "namespaces", namespace))?;
+pub fn namespace(
+    store: &Store,
+    resource: &Resource,
+    namespace: &str,
+    name: &str,
+) -> Result<(), ApiError> {
+    let record = store
+        .get(&format!("namespaces/{namespace}"))
+        .ok_or_else(|| ApiError::not_found("", "namespaces", namespace))?;
     let object: Value = serde_json::from_slice(&record.value).map_err(ApiError::internal)?;
     if super::object::deleting(&object) {
         let mut error = ApiError::forbidden(format!(
@@ -30,7 +37,12 @@ pub async fn pod(store: &Store, namespace: &str, pod: &mut Value) -> Result<(), 
     tolerations(&mut pod["spec"]);
     classes::runtime(store, pod)?;
     classes::priority(store, pod)?;
-    if at(pod, &["metadata", "annotations", "kubernetes.io/config.mirror"]).is_some() {
+    if at(
+        pod,
+        &["metadata", "annotations", "kubernetes.io/config.mirror"],
+    )
+    .is_some()
+    {
         return Ok(());
     }
     let name = super::object::name(pod).to_owned();
@@ -62,7 +74,8 @@ pub async fn pod(store: &Store, namespace: &str, pod: &mut Value) -> Result<(), 
         pod["spec"]["imagePullSecrets"] = secrets.clone();
     }
     let wanted = |object: &Value, path: &[&str]| at(object, path).and_then(Value::as_bool);
-    let mount = wanted(pod, &["spec", "automountServiceAccountToken"]).or(wanted(&found, &["automountServiceAccountToken"]));
+    let mount = wanted(pod, &["spec", "automountServiceAccountToken"])
+        .or(wanted(&found, &["automountServiceAccountToken"]));
     if mount.unwrap_or(true) {
         token_volume(&mut pod["spec"]);
     }
@@ -75,11 +88,21 @@ fn token_volume(spec: &mut Value) {
     let name = format!("kube-api-access-{}", super::object::name_suffix());
     let mut used = false;
     for kind in ["containers", "initContainers"] {
-        for container in spec.get_mut(kind).and_then(Value::as_array_mut).into_iter().flatten() {
-            if list(container, &["volumeMounts"]).iter().any(|m| m["mountPath"] == TOKEN_PATH) {
+        for container in spec
+            .get_mut(kind)
+            .and_then(Value::as_array_mut)
+            .into_iter()
+            .flatten()
+        {
+            if list(container, &["volumeMounts"])
+                .iter()
+                .any(|m| m["mountPath"] == TOKEN_PATH)
+            {
                 continue;
             }
-            let mounts = container.as_object_mut().map(|c| c.entry("volumeMounts").or_insert_with(|| json!([])));
+            let mounts = container
+                .as_object_mut()
+                .map(|c| c.entry("volumeMounts").or_insert_with(|| json!([])));
             if let Some(mounts) = mounts.and_then(Value::as_array_mut) {
                 mounts.push(json!({"name": name, "readOnly": true, "mountPath": TOKEN_PATH}));
                 used = true;
@@ -94,16 +117,22 @@ fn token_volume(spec: &mut Value) {
         {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
         {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.namespace"}}]}},
     ]}});
-    let volumes = spec.as_object_mut().map(|s| s.entry("volumes").or_insert_with(|| json!([])));
+    let volumes = spec
+        .as_object_mut()
+        .map(|s| s.entry("volumes").or_insert_with(|| json!([])));
     if let Some(volumes) = volumes.and_then(Value::as_array_mut) {
         volumes.push(volume);
     }
 }
 
 fn tolerations(spec: &mut Value) {
-    for key in ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"] {
+    for key in [
+        "node.kubernetes.io/not-ready",
+        "node.kubernetes.io/unreachable",
+    ] {
         let covered = list(spec, &["tolerations"]).iter().any(|t| {
-            (t["key"] == key || text(t, &["key"]).is_none_or(str::is_empty)) && matches!(text(t, &["effect"]), None | Some("" | "NoExecute"))
+            (t["key"] == key || text(t, &["key"]).is_none_or(str::is_empty))
+                && matches!(text(t, &["effect"]), None | Some("" | "NoExecute"))
         });
         if covered {
             continue;
@@ -122,7 +151,11 @@ fn entry_list<'a>(object: &'a mut Value, key: &str) -> &'a mut Vec<Value> {
 }
 
 /// Services: a free cluster address. The caller holds the allocation lock until the service is stored.
-pub fn cluster_ip(store: &Store, range: ipnet::Ipv4Net, service: &mut Value) -> Result<(), ApiError> {
+pub fn cluster_ip(
+    store: &Store,
+    range: ipnet::Ipv4Net,
+    service: &mut Value,
+) -> Result<(), ApiError> {
     let spec = &mut service["spec"];
     if spec["type"] == "ExternalName" {
         return Ok(());
@@ -132,21 +165,39 @@ pub fn cluster_ip(store: &Store, range: ipnet::Ipv4Net, service: &mut Value) -> 
         spec["clusterIPs"] = json!(["None"]);
         return Ok(());
     }
-    let taken: std::collections::HashSet<String> =
-        store.list("services/").0.iter().filter_map(|(_, r)| r.attrs.fields.get("spec.clusterIP").cloned()).collect();
+    let taken: std::collections::HashSet<String> = store
+        .list("services/")
+        .0
+        .iter()
+        .filter_map(|(_, r)| r.attrs.fields.get("spec.clusterIP").cloned())
+        .collect();
     let address = if asked.is_empty() {
         // The first addresses are kept for well-known services: .1 the API, .10 DNS.
-        range.hosts().skip(15).map(|a| a.to_string()).find(|a| !taken.contains(a))
+        range
+            .hosts()
+            .skip(15)
+            .map(|a| a.to_string())
+            .find(|a| !taken.contains(a))
     } else {
-        asked.parse::<std::net::Ipv4Addr>().ok().filter(|a| range.contains(a) && !taken.contains(&asked)).map(|_| asked.clone())
+        asked
+            .parse::<std::net::Ipv4Addr>()
+            .ok()
+            .filter(|a| range.contains(a) && !taken.contains(&asked))
+            .map(|_| asked.clone())
     };
     let Some(address) = address else {
-        let detail = format!("failed to allocate IP {asked}: it is taken, or not in the valid range {range}");
+        let detail = format!(
+            "failed to allocate IP {asked}: it is taken, or not in the valid range {range}"
+        );
         return Err(ApiError::invalid(
             "Service",
             "",
             super::object::name(service),
-            &[super::error::FieldError::invalid("spec.clusterIPs", &json!([asked]), &detail)],
+            &[super::error::FieldError::invalid(
+                "spec.clusterIPs",
+                &json!([asked]),
+                &detail,
+            )],
         ));
     };
     service["spec"]["clusterIP"] = address.as_str().into();

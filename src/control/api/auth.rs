@@ -32,7 +32,12 @@ pub struct User {
 impl User {
     fn authenticated(name: String, uid: String, mut groups: Vec<String>) -> User {
         groups.push("system:authenticated".into());
-        User { name, uid, groups, extra: BTreeMap::new() }
+        User {
+            name,
+            uid,
+            groups,
+            extra: BTreeMap::new(),
+        }
     }
 
     /// Whether the user is in `group`.
@@ -44,7 +49,9 @@ impl User {
     /// The node this user is the agent of.
     #[must_use]
     pub fn node(&self) -> Option<&str> {
-        self.name.strip_prefix("system:node:").filter(|_| self.is_in("system:nodes"))
+        self.name
+            .strip_prefix("system:node:")
+            .filter(|_| self.is_in("system:nodes"))
     }
 
     /// As in review answers.
@@ -69,7 +76,12 @@ pub fn of_certificate(der: &[u8]) -> Option<User> {
 }
 
 /// Decides who asks. A credential that is presented and does not hold is an error, not anonymous.
-pub fn authenticate(certificate: Option<&[u8]>, authorization: Option<&str>, tokens: &Tokens, store: &Store) -> Result<User, ApiError> {
+pub fn authenticate(
+    certificate: Option<&[u8]>,
+    authorization: Option<&str>,
+    tokens: &Tokens,
+    store: &Store,
+) -> Result<User, ApiError> {
     let unauthorized = || ApiError::new(401, "Unauthorized", "Unauthorized");
     if let Some(token) = authorization {
         let token = token.strip_prefix("Bearer ").ok_or_else(unauthorized)?;
@@ -78,13 +90,20 @@ pub fn authenticate(certificate: Option<&[u8]>, authorization: Option<&str>, tok
     if let Some(der) = certificate {
         return of_certificate(der).ok_or_else(unauthorized);
     }
-    Ok(User { name: "system:anonymous".into(), groups: vec!["system:unauthenticated".into()], ..User::default() })
+    Ok(User {
+        name: "system:anonymous".into(),
+        groups: vec!["system:unauthenticated".into()],
+        ..User::default()
+    })
 }
 
 /// Verifies a service-account token: its signature, and that account and pod still exist.
 #[must_use]
 pub fn of_token(token: &str, tokens: &Tokens, store: &Store) -> Option<User> {
-    if let Some((id, secret)) = token.split_once('.').filter(|(id, secret)| id.len() == 6 && secret.len() == 16) {
+    if let Some((id, secret)) = token
+        .split_once('.')
+        .filter(|(id, secret)| id.len() == 6 && secret.len() == 16)
+    {
         return of_bootstrap(id, secret, store);
     }
     let claims = tokens.verify(token)?;
@@ -93,13 +112,16 @@ pub fn of_token(token: &str, tokens: &Tokens, store: &Store) -> Option<User> {
     let account = text(about, &["serviceaccount", "name"])?;
     let uid = text(about, &["serviceaccount", "uid"])?;
     let alive = |key: String, uid: &str| {
-        let object: Option<Value> = store.get(&key).and_then(|r| serde_json::from_slice(&r.value).ok());
+        let object: Option<Value> = store
+            .get(&key)
+            .and_then(|r| serde_json::from_slice(&r.value).ok());
         object.is_some_and(|o| super::object::uid(&o) == uid)
     };
     if !alive(format!("serviceaccounts/{namespace}/{account}"), uid) {
         return None;
     }
-    if let (Some(pod), Some(pod_uid)) = (text(about, &["pod", "name"]), text(about, &["pod", "uid"]))
+    if let (Some(pod), Some(pod_uid)) =
+        (text(about, &["pod", "name"]), text(about, &["pod", "uid"]))
         && !alive(format!("pods/{namespace}/{pod}"), pod_uid)
     {
         return None;
@@ -107,14 +129,20 @@ pub fn of_token(token: &str, tokens: &Tokens, store: &Store) -> Option<User> {
     Some(User::authenticated(
         format!("system:serviceaccount:{namespace}:{account}"),
         uid.to_owned(),
-        vec!["system:serviceaccounts".into(), format!("system:serviceaccounts:{namespace}")],
+        vec![
+            "system:serviceaccounts".into(),
+            format!("system:serviceaccounts:{namespace}"),
+        ],
     ))
 }
 
 /// Who a bootstrap token stands for: it lies in a secret of kube-system, and may have ended (control-plane spec, 6.1).
 fn of_bootstrap(id: &str, secret: &str, store: &Store) -> Option<User> {
     use base64::Engine as _;
-    let plain = |text: &str| text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit());
+    let plain = |text: &str| {
+        text.bytes()
+            .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit())
+    };
     if !plain(id) || !plain(secret) {
         return None;
     }
@@ -122,20 +150,39 @@ fn of_bootstrap(id: &str, secret: &str, store: &Store) -> Option<User> {
     let object: Value = serde_json::from_slice(&record.value).ok()?;
     let value = |key: &str| {
         let text = text(&object, &["data", key])?;
-        String::from_utf8(base64::engine::general_purpose::STANDARD.decode(text).ok()?).ok()
+        String::from_utf8(
+            base64::engine::general_purpose::STANDARD
+                .decode(text)
+                .ok()?,
+        )
+        .ok()
     };
-    let kind = text(&object, &["type"]) == Some("bootstrap.kubernetes.io/token") && !super::object::deleting(&object);
+    let kind = text(&object, &["type"]) == Some("bootstrap.kubernetes.io/token")
+        && !super::object::deleting(&object);
     let known = value("token-secret")?;
-    let same = aws_lc_rs::constant_time::verify_slices_are_equal(known.as_bytes(), secret.as_bytes()).is_ok();
-    let alive = value("expiration").is_none_or(|at| at.parse::<jiff::Timestamp>().is_ok_and(|at| at > jiff::Timestamp::now()));
+    let same =
+        aws_lc_rs::constant_time::verify_slices_are_equal(known.as_bytes(), secret.as_bytes())
+            .is_ok();
+    let alive = value("expiration").is_none_or(|at| {
+        at.parse::<jiff::Timestamp>()
+            .is_ok_and(|at| at > jiff::Timestamp::now())
+    });
     let used_so = value("usage-bootstrap-authentication").as_deref() == Some("true");
     if !(kind && same && alive && used_so && value("token-id").as_deref() == Some(id)) {
         return None;
     }
     let mut groups = vec!["system:bootstrappers".to_owned()];
     let more = value("auth-extra-groups").unwrap_or_default();
-    groups.extend(more.split(',').filter(|g| g.starts_with("system:bootstrappers:")).map(Into::into));
-    Some(User::authenticated(format!("system:bootstrap:{id}"), String::new(), groups))
+    groups.extend(
+        more.split(',')
+            .filter(|g| g.starts_with("system:bootstrappers:"))
+            .map(Into::into),
+    );
+    Some(User::authenticated(
+        format!("system:bootstrap:{id}"),
+        String::new(),
+        groups,
+    ))
 }
 
 /// What is asked, for authorisation.
@@ -161,7 +208,10 @@ pub fn may(user: &User, ask: &Ask<'_>) -> bool {
     if user.is_in("system:masters") {
         return true;
     }
-    if user.is_in("system:authenticated") && ask.verb == "create" && ask.resource.starts_with("selfsubject") {
+    if user.is_in("system:authenticated")
+        && ask.verb == "create"
+        && ask.resource.starts_with("selfsubject")
+    {
         return true;
     }
     user.node().is_some_and(|node| node_may(node, ask))
@@ -179,17 +229,24 @@ fn node_may(node: &str, ask: &Ask<'_>) -> bool {
         ("pods", "status") => matches!(ask.verb, "patch" | "update" | "get"),
         ("pods", "eviction") | ("serviceaccounts", "token") => ask.verb == "create",
         (
-            "configmaps" | "secrets" | "services" | "serviceaccounts" | "namespaces" | "endpoints" | "endpointslices" | "runtimeclasses"
-            | "priorityclasses",
+            "configmaps" | "secrets" | "services" | "serviceaccounts" | "namespaces" | "endpoints"
+            | "endpointslices" | "runtimeclasses" | "priorityclasses",
             "",
         ) => read,
-        ("persistentvolumes" | "persistentvolumeclaims" | "csidrivers" | "volumeattachments", "") => read,
+        (
+            "persistentvolumes" | "persistentvolumeclaims" | "csidrivers" | "volumeattachments",
+            "",
+        ) => read,
         ("persistentvolumeclaims", "status") => matches!(ask.verb, "patch" | "update" | "get"),
         ("clustertrustbundles", "") => read,
-        ("podcertificaterequests" | "certificatesigningrequests", "") => read || ask.verb == "create",
+        ("podcertificaterequests" | "certificatesigningrequests", "") => {
+            read || ask.verb == "create"
+        }
         ("csinodes", "") => read || ask.name == node || ask.verb == "create",
         ("events", "") => matches!(ask.verb, "create" | "patch" | "update"),
-        ("leases", "") => ask.namespace == "kube-node-lease" && (ask.verb == "create" || ask.name == node),
+        ("leases", "") => {
+            ask.namespace == "kube-node-lease" && (ask.verb == "create" || ask.name == node)
+        }
         ("tokenreviews" | "subjectaccessreviews", "") => ask.verb == "create",
         _ => false,
     }
@@ -199,19 +256,40 @@ fn node_may(node: &str, ask: &Ask<'_>) -> bool {
 #[must_use]
 pub fn may_get(user: &User, path: &str) -> bool {
     let public = ["/healthz", "/livez", "/readyz", "/version"];
-    public.iter().any(|p| path == *p || path.starts_with(&format!("{p}/")))
+    public
+        .iter()
+        .any(|p| path == *p || path.starts_with(&format!("{p}/")))
         || user.is_in("system:masters")
         || (user.is_in("system:authenticated")
-            && (path.is_empty() || ["/api", "/apis", "/openapi"].iter().any(|p| path == *p || path.starts_with(&format!("{p}/")))))
+            && (path.is_empty()
+                || ["/api", "/apis", "/openapi"]
+                    .iter()
+                    .any(|p| path == *p || path.starts_with(&format!("{p}/")))))
 }
 
 /// The refusal, worded as clients expect it.
 #[must_use]
 pub fn refusal(user: &User, ask: &Ask<'_>) -> ApiError {
-    let what = if ask.sub.is_empty() { ask.resource.to_owned() } else { format!("{}/{}", ask.resource, ask.sub) };
-    let group = if ask.group.is_empty() { String::new() } else { format!(".{}", ask.group) };
-    let whom = if ask.name.is_empty() { format!("{}{group}", ask.resource) } else { format!("{}{group} {:?}", ask.resource, ask.name) };
-    let scope = if ask.namespace.is_empty() { "at the cluster scope".into() } else { format!("in the namespace {:?}", ask.namespace) };
+    let what = if ask.sub.is_empty() {
+        ask.resource.to_owned()
+    } else {
+        format!("{}/{}", ask.resource, ask.sub)
+    };
+    let group = if ask.group.is_empty() {
+        String::new()
+    } else {
+        format!(".{}", ask.group)
+    };
+    let whom = if ask.name.is_empty() {
+        format!("{}{group}", ask.resource)
+    } else {
+        format!("{}{group} {:?}", ask.resource, ask.name)
+    };
+    let scope = if ask.namespace.is_empty() {
+        "at the cluster scope".into()
+    } else {
+        format!("in the namespace {:?}", ask.namespace)
+    };
     ApiError::forbidden(format!(
         "{whom} is forbidden: User {:?} cannot {} resource {what:?} in API group {:?} {scope}",
         user.name, ask.verb, ask.group
@@ -220,8 +298,21 @@ pub fn refusal(user: &User, ask: &Ask<'_>) -> ApiError {
 
 /// Builds the question about a stored kind.
 #[must_use]
-pub fn ask<'a>(verb: &'a str, resource: &'a Resource, sub: &'a str, namespace: &'a str, name: &'a str) -> Ask<'a> {
-    Ask { verb, group: resource.group, resource: resource.plural, sub, namespace, name }
+pub fn ask<'a>(
+    verb: &'a str,
+    resource: &'a Resource,
+    sub: &'a str,
+    namespace: &'a str,
+    name: &'a str,
+) -> Ask<'a> {
+    Ask {
+        verb,
+        group: resource.group,
+        resource: resource.plural,
+        sub,
+        namespace,
+        name,
+    }
 }
 
 #[cfg(test)]
@@ -230,10 +321,17 @@ mod tests {
 
     #[test]
     fn what_is_not_allowed_is_denied() {
-        let user = |name: &str, groups: &[&str]| User { name: name.into(), groups: groups.iter().map(|g| (*g).into()).collect(), ..User::default() };
+        let user = |name: &str, groups: &[&str]| User {
+            name: name.into(),
+            groups: groups.iter().map(|g| (*g).into()).collect(),
+            ..User::default()
+        };
         let master = user("admin", &["system:masters", "system:authenticated"]);
         let node = user("system:node:n1", &["system:nodes", "system:authenticated"]);
-        let account = user("system:serviceaccount:default:default", &["system:serviceaccounts", "system:authenticated"]);
+        let account = user(
+            "system:serviceaccount:default:default",
+            &["system:serviceaccounts", "system:authenticated"],
+        );
         let anonymous = user("system:anonymous", &["system:unauthenticated"]);
         let pods = Resource::find("", "v1", "pods").expect("pods");
         let nodes = Resource::find("", "v1", "nodes").expect("nodes");
@@ -243,8 +341,16 @@ mod tests {
             (&node, ask("patch", nodes, "status", "", "n1"), true),
             (&node, ask("patch", nodes, "status", "", "n2"), false),
             (&node, ask("delete", nodes, "", "", "n1"), false),
-            (&node, ask("update", leases, "", "kube-node-lease", "n1"), true),
-            (&node, ask("update", leases, "", "kube-node-lease", "n2"), false),
+            (
+                &node,
+                ask("update", leases, "", "kube-node-lease", "n1"),
+                true,
+            ),
+            (
+                &node,
+                ask("update", leases, "", "kube-node-lease", "n2"),
+                false,
+            ),
             (&account, ask("list", pods, "", "default", ""), false),
             (&anonymous, ask("list", pods, "", "default", ""), false),
         ];

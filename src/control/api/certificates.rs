@@ -55,14 +55,29 @@ pub fn approve(request: &mut Value, status: &Value) {
     let known = list(request, &["status", "conditions"]).to_vec();
     let mut conditions = list(status, &["conditions"]).to_vec();
     for condition in conditions.iter_mut().filter_map(Value::as_object_mut) {
-        let before = known.iter().find(|c| c.get("type") == condition.get("type"));
+        let before = known
+            .iter()
+            .find(|c| c.get("type") == condition.get("type"));
         let stamp = |map: &mut Map<String, Value>, key: &str, old: Option<&Value>| {
             if map.get(key).is_none_or(Value::is_null) {
-                map.insert(key.into(), old.cloned().filter(|v| !v.is_null()).unwrap_or_else(|| now().into()));
+                map.insert(
+                    key.into(),
+                    old.cloned()
+                        .filter(|v| !v.is_null())
+                        .unwrap_or_else(|| now().into()),
+                );
             }
         };
-        stamp(condition, "lastUpdateTime", before.and_then(|c| c.get("lastUpdateTime")));
-        stamp(condition, "lastTransitionTime", before.and_then(|c| c.get("lastTransitionTime")));
+        stamp(
+            condition,
+            "lastUpdateTime",
+            before.and_then(|c| c.get("lastUpdateTime")),
+        );
+        stamp(
+            condition,
+            "lastTransitionTime",
+            before.and_then(|c| c.get("lastTransitionTime")),
+        );
     }
     entry(request, "status").insert("conditions".into(), conditions.into());
 }
@@ -70,11 +85,18 @@ pub fn approve(request: &mut Value, status: &Value) {
 /// The DER of a request as it stands in the object: PEM, in base64.
 fn der_of(base64: &str) -> Option<Vec<u8>> {
     use base64::Engine as _;
-    request_der(&base64::engine::general_purpose::STANDARD.decode(base64).ok()?)
+    request_der(
+        &base64::engine::general_purpose::STANDARD
+            .decode(base64)
+            .ok()?,
+    )
 }
 
 fn is_qualified(signer: &str) -> bool {
-    signer.split_once('/').is_some_and(|(domain, path)| domain.contains('.') && !path.is_empty()) && signer.len() <= 571
+    signer
+        .split_once('/')
+        .is_some_and(|(domain, path)| domain.contains('.') && !path.is_empty())
+        && signer.len() <= 571
 }
 
 fn signer(object: &Value, errors: &mut Errors) {
@@ -96,7 +118,9 @@ fn is_bundle(pem: &str) -> bool {
     let mut blocks = 0;
     for block in x509_parser::pem::Pem::iter_from_buffer(pem.as_bytes()) {
         let Ok(block) = block else { return false };
-        if block.label != "CERTIFICATE" || x509_parser::parse_x509_certificate(&block.contents).is_err() {
+        if block.label != "CERTIFICATE"
+            || x509_parser::parse_x509_certificate(&block.contents).is_err()
+        {
             return false;
         }
         blocks += 1;
@@ -111,7 +135,9 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
             signer(object, errors);
             let request = text(object, &["spec", "request"]).unwrap_or_default();
             let der = der_of(request);
-            let good = der.as_deref().and_then(|der| x509_parser::certification_request::X509CertificationRequest::from_der(der).ok());
+            let good = der.as_deref().and_then(|der| {
+                x509_parser::certification_request::X509CertificationRequest::from_der(der).ok()
+            });
             if good.is_none_or(|(_, csr)| csr.verify_signature().is_err()) {
                 errors.push(FieldError::invalid(
                     "spec.request",
@@ -121,12 +147,27 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
             }
             let usages = list(object, &["spec", "usages"]);
             if usages.is_empty() {
-                errors.push(FieldError::required("spec.usages", "usages must be provided"));
+                errors.push(FieldError::required(
+                    "spec.usages",
+                    "usages must be provided",
+                ));
             }
-            for (i, usage) in usages.iter().filter_map(Value::as_str).enumerate().filter(|(_, u)| !USAGES.contains(u)) {
-                errors.push(FieldError::unsupported(format!("spec.usages[{i}]"), usage, &USAGES));
+            for (i, usage) in usages
+                .iter()
+                .filter_map(Value::as_str)
+                .enumerate()
+                .filter(|(_, u)| !USAGES.contains(u))
+            {
+                errors.push(FieldError::unsupported(
+                    format!("spec.usages[{i}]"),
+                    usage,
+                    &USAGES,
+                ));
             }
-            if let Some(seconds) = at(object, &["spec", "expirationSeconds"]).and_then(Value::as_i64).filter(|s| *s < 600) {
+            if let Some(seconds) = at(object, &["spec", "expirationSeconds"])
+                .and_then(Value::as_i64)
+                .filter(|s| *s < 600)
+            {
                 errors.push(FieldError::invalid(
                     "spec.expirationSeconds",
                     &seconds.into(),
@@ -143,7 +184,10 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
                 ));
             }
             // A bundle of a signer carries its name, so that names of others cannot be taken.
-            let (name, signer) = (super::object::name(object), text(object, &["spec", "signerName"]).unwrap_or_default());
+            let (name, signer) = (
+                super::object::name(object),
+                text(object, &["spec", "signerName"]).unwrap_or_default(),
+            );
             let prefix = signer.replace('/', ":") + ":";
             if !signer.is_empty() && !name.starts_with(&prefix) {
                 errors.push(FieldError::invalid(
@@ -155,14 +199,26 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
         }
         "PodCertificateRequest" => {
             signer(object, errors);
-            for field in ["podName", "podUID", "serviceAccountName", "serviceAccountUID", "nodeName", "nodeUID", "stubPKCS10Request"] {
+            for field in [
+                "podName",
+                "podUID",
+                "serviceAccountName",
+                "serviceAccountUID",
+                "nodeName",
+                "nodeUID",
+                "stubPKCS10Request",
+            ] {
                 if text(object, &["spec", field]).is_none_or(str::is_empty) {
                     errors.push(FieldError::required(format!("spec.{field}"), ""));
                 }
             }
             let seconds = at(object, &["spec", "maxExpirationSeconds"]).and_then(Value::as_i64);
             if let Some(seconds) = seconds.filter(|s| !(3600..=7_862_400).contains(s)) {
-                errors.push(FieldError::invalid("spec.maxExpirationSeconds", &seconds.into(), "must be in the range [3600, 7862400]"));
+                errors.push(FieldError::invalid(
+                    "spec.maxExpirationSeconds",
+                    &seconds.into(),
+                    "must be in the range [3600, 7862400]",
+                ));
             }
         }
         _ => {}
@@ -177,7 +233,11 @@ pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors
         _ => false,
     };
     if fixed {
-        errors.push(FieldError::invalid("spec", &json!("<omitted>"), "field is immutable"));
+        errors.push(FieldError::invalid(
+            "spec",
+            &json!("<omitted>"),
+            "field is immutable",
+        ));
     }
 }
 
@@ -210,16 +270,40 @@ pub fn columns(kind: &str) -> Option<&'static [Column]> {
 #[must_use]
 pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
     let name = super::object::name(object);
-    let of = |path: &[&str]| Value::from(text(object, path).filter(|v| !v.is_empty()).unwrap_or("<none>"));
-    let conditions: Vec<&str> = list(object, &["status", "conditions"]).iter().filter_map(|c| c["type"].as_str()).collect();
-    let state = if conditions.is_empty() { "Pending".to_owned() } else { conditions.join(",") };
+    let of = |path: &[&str]| {
+        Value::from(
+            text(object, path)
+                .filter(|v| !v.is_empty())
+                .unwrap_or("<none>"),
+        )
+    };
+    let conditions: Vec<&str> = list(object, &["status", "conditions"])
+        .iter()
+        .filter_map(|c| c["type"].as_str())
+        .collect();
+    let state = if conditions.is_empty() {
+        "Pending".to_owned()
+    } else {
+        conditions.join(",")
+    };
     match kind {
         "CertificateSigningRequest" => {
             let issued = text(object, &["status", "certificate"]).is_some_and(|c| !c.is_empty());
             let seconds = at(object, &["spec", "expirationSeconds"]).and_then(Value::as_i64);
             let lasts = seconds.map_or("<none>".to_owned(), super::table::duration);
-            let state = if issued { format!("{state},Issued") } else { state };
-            vec![name.into(), age.into(), of(&["spec", "signerName"]), of(&["spec", "username"]), lasts.into(), state.into()]
+            let state = if issued {
+                format!("{state},Issued")
+            } else {
+                state
+            };
+            vec![
+                name.into(),
+                age.into(),
+                of(&["spec", "signerName"]),
+                of(&["spec", "username"]),
+                lasts.into(),
+                state.into(),
+            ]
         }
         "ClusterTrustBundle" => vec![name.into(), of(&["spec", "signerName"])],
         _ => vec![
@@ -247,42 +331,93 @@ mod tests {
     fn requests_are_what_they_say() {
         use base64::Engine as _;
         let key = rcgen::KeyPair::generate().expect("a key");
-        let csr = rcgen::CertificateParams::default().serialize_request(&key).expect("a request");
+        let csr = rcgen::CertificateParams::default()
+            .serialize_request(&key)
+            .expect("a request");
         let pem = base64::engine::general_purpose::STANDARD.encode(csr.pem().expect("pem"));
-        let mut request = json!({"spec": {"signerName": "a.b/c", "request": pem, "usages": ["client auth"]}});
-        assert_eq!(errors("CertificateSigningRequest", &request), Vec::<String>::new());
+        let mut request =
+            json!({"spec": {"signerName": "a.b/c", "request": pem, "usages": ["client auth"]}});
+        assert_eq!(
+            errors("CertificateSigningRequest", &request),
+            Vec::<String>::new()
+        );
         request["spec"]["usages"] = json!(["flying"]);
         request["spec"]["signerName"] = json!("c");
         request["spec"]["request"] = json!("AAAA");
         request["spec"]["expirationSeconds"] = json!(60);
-        assert_eq!(errors("CertificateSigningRequest", &request), ["spec.signerName", "spec.request", "spec.usages[0]", "spec.expirationSeconds"]);
+        assert_eq!(
+            errors("CertificateSigningRequest", &request),
+            [
+                "spec.signerName",
+                "spec.request",
+                "spec.usages[0]",
+                "spec.expirationSeconds"
+            ]
+        );
         let mut changed = vec![];
-        validate_update("CertificateSigningRequest", &json!({"spec": {"usages": []}}), &request, &mut changed);
+        validate_update(
+            "CertificateSigningRequest",
+            &json!({"spec": {"usages": []}}),
+            &request,
+            &mut changed,
+        );
         assert_eq!(changed.len(), 1);
     }
 
     #[test]
     fn who_asks_is_not_for_the_client_to_say() {
-        let mut request = json!({"spec": {"username": "admin", "groups": ["system:masters"], "extra": {}}});
-        requested_by(&mut request, &User { name: "me".into(), groups: vec!["mine".into()], ..User::default() });
-        assert_eq!(request["spec"], json!({"username": "me", "groups": ["mine"]}));
+        let mut request =
+            json!({"spec": {"username": "admin", "groups": ["system:masters"], "extra": {}}});
+        requested_by(
+            &mut request,
+            &User {
+                name: "me".into(),
+                groups: vec!["mine".into()],
+                ..User::default()
+            },
+        );
+        assert_eq!(
+            request["spec"],
+            json!({"username": "me", "groups": ["mine"]})
+        );
     }
 
     #[test]
     fn approval_changes_conditions_alone_and_times_them() {
         let mut request = json!({"spec": {"a": 1}, "status": {"certificate": "x"}});
-        approve(&mut request, &json!({"certificate": "y", "conditions": [{"type": "Approved", "status": "True"}]}));
-        assert_eq!((&request["spec"]["a"], &request["status"]["certificate"]), (&json!(1), &json!("x")));
+        approve(
+            &mut request,
+            &json!({"certificate": "y", "conditions": [{"type": "Approved", "status": "True"}]}),
+        );
+        assert_eq!(
+            (&request["spec"]["a"], &request["status"]["certificate"]),
+            (&json!(1), &json!("x"))
+        );
         let first = request["status"]["conditions"][0]["lastUpdateTime"].clone();
         assert!(first.is_string());
     }
 
     #[test]
     fn bundles_are_certificates_and_named_for_their_signer() {
-        let certificate = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate").cert.pem();
+        let certificate = rcgen::generate_simple_self_signed(["a".into()])
+            .expect("a certificate")
+            .cert
+            .pem();
         let bundle = |name: &str, signer: &str, pem: &str| json!({"metadata": {"name": name}, "spec": {"signerName": signer, "trustBundle": pem}});
-        assert_eq!(errors("ClusterTrustBundle", &bundle("a.b:c:x", "a.b/c", &certificate)), Vec::<String>::new());
-        assert_eq!(errors("ClusterTrustBundle", &bundle("x", "a.b/c", &certificate)), ["metadata.name"]);
-        assert_eq!(errors("ClusterTrustBundle", &bundle("x", "", "no pem")), ["spec.trustBundle"]);
+        assert_eq!(
+            errors(
+                "ClusterTrustBundle",
+                &bundle("a.b:c:x", "a.b/c", &certificate)
+            ),
+            Vec::<String>::new()
+        );
+        assert_eq!(
+            errors("ClusterTrustBundle", &bundle("x", "a.b/c", &certificate)),
+            ["metadata.name"]
+        );
+        assert_eq!(
+            errors("ClusterTrustBundle", &bundle("x", "", "no pem")),
+            ["spec.trustBundle"]
+        );
     }
 }

@@ -9,8 +9,16 @@ use crate::control::store::Store;
 
 /// Classes that every cluster has: name, value, description.
 pub const SYSTEM: [(&str, i64, &str); 2] = [
-    ("system-node-critical", 2_000_001_000, "For pods that must stay on their node, whatever happens."),
-    ("system-cluster-critical", 2_000_000_000, "For pods that the cluster needs, on whichever node."),
+    (
+        "system-node-critical",
+        2_000_001_000,
+        "For pods that must stay on their node, whatever happens.",
+    ),
+    (
+        "system-cluster-critical",
+        2_000_000_000,
+        "For pods that the cluster needs, on whichever node.",
+    ),
 ];
 
 fn find(store: &Store, kind: &str, name: &str) -> Option<Value> {
@@ -21,23 +29,45 @@ fn find(store: &Store, kind: &str, name: &str) -> Option<Value> {
 /// The class of pods that name none.
 fn global_default(store: &Store) -> Option<Value> {
     let resource = Resource::of_kind("PriorityClass")?;
-    let classes = store.list(&resource.prefix(None)).0.into_iter().filter_map(|(_, r)| serde_json::from_slice::<Value>(&r.value).ok());
+    let classes = store
+        .list(&resource.prefix(None))
+        .0
+        .into_iter()
+        .filter_map(|(_, r)| serde_json::from_slice::<Value>(&r.value).ok());
     // Should there be several, the smallest counts.
-    classes.filter(|c| c["globalDefault"] == true).min_by_key(|c| c["value"].as_i64())
+    classes
+        .filter(|c| c["globalDefault"] == true)
+        .min_by_key(|c| c["value"].as_i64())
 }
 
 /// Fills in a new pod's priority.
 pub fn priority(store: &Store, pod: &mut Value) -> Result<(), ApiError> {
     let name = super::object::name(pod).to_owned();
-    let wanted = text(pod, &["spec", "priorityClassName"]).unwrap_or_default().to_owned();
+    let wanted = text(pod, &["spec", "priorityClassName"])
+        .unwrap_or_default()
+        .to_owned();
     let class = if wanted.is_empty() {
         global_default(store)
     } else {
-        let system = SYSTEM.iter().find(|(known, ..)| *known == wanted).map(|(known, value, _)| json!({"metadata": {"name": known}, "value": value}));
-        let missing = || ApiError::forbidden(format!("pods {name:?} is forbidden: no PriorityClass with name {wanted} was found"));
-        Some(system.or_else(|| find(store, "PriorityClass", &wanted)).ok_or_else(missing)?)
+        let system = SYSTEM
+            .iter()
+            .find(|(known, ..)| *known == wanted)
+            .map(|(known, value, _)| json!({"metadata": {"name": known}, "value": value}));
+        let missing = || {
+            ApiError::forbidden(format!(
+                "pods {name:?} is forbidden: no PriorityClass with name {wanted} was found"
+            ))
+        };
+        Some(
+            system
+                .or_else(|| find(store, "PriorityClass", &wanted))
+                .ok_or_else(missing)?,
+        )
     };
-    let value = class.as_ref().and_then(|c| c["value"].as_i64()).unwrap_or(0);
+    let value = class
+        .as_ref()
+        .and_then(|c| c["value"].as_i64())
+        .unwrap_or(0);
     if let Some(own) = at(pod, &["spec", "priority"]).and_then(Value::as_i64)
         && own != value
     {
@@ -47,10 +77,17 @@ pub fn priority(store: &Store, pod: &mut Value) -> Result<(), ApiError> {
     }
     let spec = entry(pod, "spec");
     if let Some(class) = &class {
-        spec.insert("priorityClassName".into(), super::object::name(class).into());
+        spec.insert(
+            "priorityClassName".into(),
+            super::object::name(class).into(),
+        );
     }
     spec.insert("priority".into(), value.into());
-    let policy = class.as_ref().and_then(|c| text(c, &["preemptionPolicy"])).unwrap_or("PreemptLowerPriority").to_owned();
+    let policy = class
+        .as_ref()
+        .and_then(|c| text(c, &["preemptionPolicy"]))
+        .unwrap_or("PreemptLowerPriority")
+        .to_owned();
     spec.entry("preemptionPolicy").or_insert(policy.into());
     Ok(())
 }
@@ -58,27 +95,46 @@ pub fn priority(store: &Store, pod: &mut Value) -> Result<(), ApiError> {
 /// Adds what a new pod's RuntimeClass asks for: overhead, and where it can run.
 pub fn runtime(store: &Store, pod: &mut Value) -> Result<(), ApiError> {
     let name = super::object::name(pod).to_owned();
-    let Some(wanted) = text(pod, &["spec", "runtimeClassName"]).filter(|n| !n.is_empty()).map(str::to_owned) else { return Ok(()) };
-    let refuse = |why: String| ApiError::forbidden(format!("pods {name:?} is forbidden: pod rejected: {why}"));
-    let class = find(store, "RuntimeClass", &wanted).ok_or_else(|| refuse(format!("RuntimeClass {wanted:?} not found")))?;
+    let Some(wanted) = text(pod, &["spec", "runtimeClassName"])
+        .filter(|n| !n.is_empty())
+        .map(str::to_owned)
+    else {
+        return Ok(());
+    };
+    let refuse = |why: String| {
+        ApiError::forbidden(format!("pods {name:?} is forbidden: pod rejected: {why}"))
+    };
+    let class = find(store, "RuntimeClass", &wanted)
+        .ok_or_else(|| refuse(format!("RuntimeClass {wanted:?} not found")))?;
     let overhead = at(&class, &["overhead", "podFixed"]).cloned();
     let own = at(pod, &["spec", "overhead"]).cloned();
     if own.is_some() && own != overhead {
-        return Err(refuse("its overhead is not that of its RuntimeClass".into()));
+        return Err(refuse(
+            "its overhead is not that of its RuntimeClass".into(),
+        ));
     }
     if let Some(overhead) = overhead {
         pod["spec"]["overhead"] = overhead;
     }
-    for (key, value) in at(&class, &["scheduling", "nodeSelector"]).and_then(Value::as_object).into_iter().flatten() {
+    for (key, value) in at(&class, &["scheduling", "nodeSelector"])
+        .and_then(Value::as_object)
+        .into_iter()
+        .flatten()
+    {
         let selector = &mut pod["spec"]["nodeSelector"];
         if selector.get(key).is_some_and(|own| own != value) {
-            return Err(refuse(format!("conflict: runtimeClass.scheduling.nodeSelector[{key}] is {value}, the pod's is {}", selector[key])));
+            return Err(refuse(format!(
+                "conflict: runtimeClass.scheduling.nodeSelector[{key}] is {value}, the pod's is {}",
+                selector[key]
+            )));
         }
         selector[key] = value.clone();
     }
     let more: Vec<Value> = list(&class, &["scheduling", "tolerations"]).to_vec();
     if !more.is_empty() {
-        let tolerations = entry(pod, "spec").entry("tolerations").or_insert_with(|| json!([]));
+        let tolerations = entry(pod, "spec")
+            .entry("tolerations")
+            .or_insert_with(|| json!([]));
         if let Some(tolerations) = tolerations.as_array_mut() {
             tolerations.extend(more);
         }
@@ -96,17 +152,31 @@ mod tests {
         let pod = |spec: Value| json!({"metadata": {"name": "p"}, "spec": spec});
         let mut plain = pod(json!({}));
         priority(&store, &mut plain).expect("fine");
-        assert_eq!((&plain["spec"]["priority"], &plain["spec"]["preemptionPolicy"]), (&json!(0), &json!("PreemptLowerPriority")));
+        assert_eq!(
+            (
+                &plain["spec"]["priority"],
+                &plain["spec"]["preemptionPolicy"]
+            ),
+            (&json!(0), &json!("PreemptLowerPriority"))
+        );
         let mut critical = pod(json!({"priorityClassName": "system-node-critical"}));
         priority(&store, &mut critical).expect("fine");
         assert_eq!(critical["spec"]["priority"], 2_000_001_000);
-        for (spec, expected) in
-            [(json!({"priorityClassName": "nosuch"}), "no PriorityClass with name nosuch"), (json!({"priority": 7}), "must not be provided")]
-        {
-            assert!(priority(&store, &mut pod(spec)).is_err_and(|e| e.message.contains(expected)), "{expected}");
+        for (spec, expected) in [
+            (
+                json!({"priorityClassName": "nosuch"}),
+                "no PriorityClass with name nosuch",
+            ),
+            (json!({"priority": 7}), "must not be provided"),
+        ] {
+            assert!(
+                priority(&store, &mut pod(spec)).is_err_and(|e| e.message.contains(expected)),
+                "{expected}"
+            );
         }
         assert!(
-            runtime(&store, &mut pod(json!({"runtimeClassName": "nosuch"}))).is_err_and(|e| e.message.contains("RuntimeClass \"nosuch\" not found"))
+            runtime(&store, &mut pod(json!({"runtimeClassName": "nosuch"})))
+                .is_err_and(|e| e.message.contains("RuntimeClass \"nosuch\" not found"))
         );
         runtime(&store, &mut pod(json!({}))).expect("without one there is nothing to do");
     }

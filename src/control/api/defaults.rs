@@ -31,7 +31,10 @@ pub fn apply(kind: &str, object: &mut Value) {
             default(spec, "revisionHistoryLimit", json!(10));
             default(spec, "progressDeadlineSeconds", json!(600));
             let strategy = entry(spec, "strategy");
-            let kind = strategy.entry("type").or_insert(json!("RollingUpdate")).clone();
+            let kind = strategy
+                .entry("type")
+                .or_insert(json!("RollingUpdate"))
+                .clone();
             if kind == "RollingUpdate" {
                 let rolling = strategy.entry("rollingUpdate").or_insert(json!({}));
                 default(rolling, "maxUnavailable", json!("25%"));
@@ -53,14 +56,20 @@ pub fn apply(kind: &str, object: &mut Value) {
             let name = super::object::name(object).to_owned();
             let labels = meta(object).entry("labels").or_insert(json!({}));
             labels["kubernetes.io/metadata.name"] = name.into();
-            if at(object, &["spec", "finalizers"]).is_none() && at(object, &["metadata", "deletionTimestamp"]).is_none() {
+            if at(object, &["spec", "finalizers"]).is_none()
+                && at(object, &["metadata", "deletionTimestamp"]).is_none()
+            {
                 entry(object, "spec").insert("finalizers".into(), json!(["kubernetes"]));
             }
-            entry(object, "status").entry("phase").or_insert(json!("Active"));
+            entry(object, "status")
+                .entry("phase")
+                .or_insert(json!("Active"));
         }
         "Node" => {
             if let Some(capacity) = at(object, &["status", "capacity"]).cloned() {
-                entry(object, "status").entry("allocatable").or_insert(capacity);
+                entry(object, "status")
+                    .entry("allocatable")
+                    .or_insert(capacity);
             }
         }
         "Event" => {
@@ -102,11 +111,21 @@ fn pod_spec(spec: &mut serde_json::Map<String, Value>) {
     }
     let host_network = spec.get("hostNetwork") == Some(&json!(true));
     for list in ["containers", "initContainers", "ephemeralContainers"] {
-        for item in spec.get_mut(list).and_then(Value::as_array_mut).into_iter().flatten() {
+        for item in spec
+            .get_mut(list)
+            .and_then(Value::as_array_mut)
+            .into_iter()
+            .flatten()
+        {
             container(item, host_network && list == "containers");
         }
     }
-    for volume in spec.get_mut("volumes").and_then(Value::as_array_mut).into_iter().flatten() {
+    for volume in spec
+        .get_mut("volumes")
+        .and_then(Value::as_array_mut)
+        .into_iter()
+        .flatten()
+    {
         volume_source(volume);
     }
 }
@@ -116,28 +135,53 @@ fn container(container: &mut Value, host_network: bool) {
         return;
     }
     let image = text(container, &["image"]).unwrap_or_default();
-    let policy = if crate::core::images::tag_is_latest(image) { "Always" } else { "IfNotPresent" };
+    let policy = if crate::core::images::tag_is_latest(image) {
+        "Always"
+    } else {
+        "IfNotPresent"
+    };
     if text(container, &["imagePullPolicy"]).is_none_or(str::is_empty) {
         container["imagePullPolicy"] = policy.into();
     }
-    default(container, "terminationMessagePath", json!("/dev/termination-log"));
+    default(
+        container,
+        "terminationMessagePath",
+        json!("/dev/termination-log"),
+    );
     default(container, "terminationMessagePolicy", json!("File"));
     default(container, "resources", json!({}));
-    for port in container.get_mut("ports").and_then(Value::as_array_mut).into_iter().flatten() {
+    for port in container
+        .get_mut("ports")
+        .and_then(Value::as_array_mut)
+        .into_iter()
+        .flatten()
+    {
         default(port, "protocol", json!("TCP"));
         if host_network {
             let same = port["containerPort"].clone();
             default(port, "hostPort", same);
         }
     }
-    for env in container.get_mut("env").and_then(Value::as_array_mut).into_iter().flatten() {
+    for env in container
+        .get_mut("env")
+        .and_then(Value::as_array_mut)
+        .into_iter()
+        .flatten()
+    {
         if let Some(field) = env.pointer_mut("/valueFrom/fieldRef") {
             default(field, "apiVersion", json!("v1"));
         }
     }
     for probe in ["livenessProbe", "readinessProbe", "startupProbe"] {
-        let Some(probe) = container.get_mut(probe).filter(|p| p.is_object()) else { continue };
-        for (key, value) in [("timeoutSeconds", 1), ("periodSeconds", 10), ("successThreshold", 1), ("failureThreshold", 3)] {
+        let Some(probe) = container.get_mut(probe).filter(|p| p.is_object()) else {
+            continue;
+        };
+        for (key, value) in [
+            ("timeoutSeconds", 1),
+            ("periodSeconds", 10),
+            ("successThreshold", 1),
+            ("failureThreshold", 3),
+        ] {
             default(probe, key, json!(value));
         }
         if let Some(http) = probe.get_mut("httpGet").filter(|h| h.is_object()) {
@@ -157,7 +201,9 @@ fn container(container: &mut Value, host_network: bool) {
 }
 
 fn volume_source(volume: &mut Value) {
-    let Some(map) = volume.as_object_mut() else { return };
+    let Some(map) = volume.as_object_mut() else {
+        return;
+    };
     if map.keys().all(|k| k == "name") {
         map.insert("emptyDir".into(), json!({}));
     }
@@ -177,9 +223,15 @@ fn volume_source(volume: &mut Value) {
         }
     };
     field_refs(map.get_mut("downwardAPI").and_then(|d| d.get_mut("items")));
-    let sources = map.get_mut("projected").and_then(|p| p.get_mut("sources")).and_then(Value::as_array_mut);
+    let sources = map
+        .get_mut("projected")
+        .and_then(|p| p.get_mut("sources"))
+        .and_then(Value::as_array_mut);
     for source in sources.into_iter().flatten() {
-        if let Some(token) = source.get_mut("serviceAccountToken").filter(|t| t.is_object()) {
+        if let Some(token) = source
+            .get_mut("serviceAccountToken")
+            .filter(|t| t.is_object())
+        {
             default(token, "expirationSeconds", json!(3600));
         }
         field_refs(source.pointer_mut("/downwardAPI/items"));
@@ -189,8 +241,18 @@ fn volume_source(volume: &mut Value) {
 /// Requests are copied from limits in pods only: in templates that would change their hash.
 fn requests_from_limits(spec: &mut Value) {
     for list in ["containers", "initContainers"] {
-        for container in spec.get_mut(list).and_then(Value::as_array_mut).into_iter().flatten() {
-            let Some(limits) = at(container, &["resources", "limits"]).and_then(Value::as_object).cloned() else { continue };
+        for container in spec
+            .get_mut(list)
+            .and_then(Value::as_array_mut)
+            .into_iter()
+            .flatten()
+        {
+            let Some(limits) = at(container, &["resources", "limits"])
+                .and_then(Value::as_object)
+                .cloned()
+            else {
+                continue;
+            };
             let requests = entry(entry_value(container, "resources"), "requests");
             for (name, quantity) in limits {
                 requests.entry(name).or_insert(quantity);
@@ -202,12 +264,21 @@ fn requests_from_limits(spec: &mut Value) {
 /// What a pod asks for as a whole is what its containers ask for, else its limit.
 fn whole_requests(spec: &mut Value) {
     use crate::core::resources::{Side, of_pod_level};
-    let Some(limits) = at(spec, &["resources", "limits"]).and_then(Value::as_object).cloned() else { return };
-    let Ok(pod) = serde_json::from_value(json!({"spec": spec})) else { return };
+    let Some(limits) = at(spec, &["resources", "limits"])
+        .and_then(Value::as_object)
+        .cloned()
+    else {
+        return;
+    };
+    let Ok(pod) = serde_json::from_value(json!({"spec": spec})) else {
+        return;
+    };
     let whole = of_pod_level(&pod, Side::Requests);
     let requests = entry(entry_value(spec, "resources"), "requests");
     for (name, limit) in limits {
-        let request = whole.get(&name).map_or(limit, |quantity| quantity.to_string().into());
+        let request = whole
+            .get(&name)
+            .map_or(limit, |quantity| quantity.to_string().into());
         requests.entry(name).or_insert(request);
     }
 }
@@ -228,7 +299,12 @@ fn service(spec: &mut Value) {
     if spec["type"] == "NodePort" || spec["type"] == "LoadBalancer" {
         default(spec, "externalTrafficPolicy", json!("Cluster"));
     }
-    for port in spec.get_mut("ports").and_then(Value::as_array_mut).into_iter().flatten() {
+    for port in spec
+        .get_mut("ports")
+        .and_then(Value::as_array_mut)
+        .into_iter()
+        .flatten()
+    {
         default(port, "protocol", json!("TCP"));
         let same = port["port"].clone();
         let target = &port["targetPort"];
@@ -241,10 +317,14 @@ fn service(spec: &mut Value) {
 /// `stringData` is write-only: it ends up encoded in `data`.
 fn fold_string_data(secret: &mut Value) {
     use base64::Engine as _;
-    let Some(Value::Object(plain)) = secret.as_object_mut().and_then(|s| s.remove("stringData")) else { return };
+    let Some(Value::Object(plain)) = secret.as_object_mut().and_then(|s| s.remove("stringData"))
+    else {
+        return;
+    };
     let data = entry(secret, "data");
     for (key, value) in plain {
-        let encoded = base64::engine::general_purpose::STANDARD.encode(value.as_str().unwrap_or_default());
+        let encoded =
+            base64::engine::general_purpose::STANDARD.encode(value.as_str().unwrap_or_default());
         data.insert(key, encoded.into());
     }
 }

@@ -13,7 +13,11 @@ pub const VERSION: &str = "v1.36.2+holdfast";
 fn groups() -> Vec<(&'static str, &'static str)> {
     let mut groups: Vec<(&str, &str)> = Vec::new();
     let reviews = REVIEWS.iter().map(|(group, _, _)| (*group, "v1"));
-    for pair in RESOURCES.iter().map(|r| (r.group, r.version)).chain(reviews) {
+    for pair in RESOURCES
+        .iter()
+        .map(|r| (r.group, r.version))
+        .chain(reviews)
+    {
         if !groups.contains(&pair) {
             groups.push(pair);
         }
@@ -24,18 +28,48 @@ fn groups() -> Vec<(&'static str, &'static str)> {
 fn sub_kind(resource: &Resource, sub: Sub) -> (String, String, &'static str, Vec<&'static str>) {
     let edit = vec!["get", "patch", "update"];
     match sub {
-        Sub::Status | Sub::Approval => (resource.group.into(), resource.version.into(), resource.kind, edit),
+        Sub::Status | Sub::Approval => (
+            resource.group.into(),
+            resource.version.into(),
+            resource.kind,
+            edit,
+        ),
         Sub::Scale => ("autoscaling".into(), "v1".into(), "Scale", edit),
         Sub::Binding => (String::new(), "v1".into(), "Binding", vec!["create"]),
         Sub::Eviction => ("policy".into(), "v1".into(), "Eviction", vec!["create"]),
         Sub::Finalize => (String::new(), "v1".into(), "Namespace", vec!["update"]),
         Sub::EphemeralContainers | Sub::Resize => (String::new(), "v1".into(), "Pod", edit),
         Sub::Log => (String::new(), "v1".into(), "Pod", vec!["get"]),
-        Sub::Exec => (String::new(), "v1".into(), "PodExecOptions", vec!["create", "get"]),
-        Sub::Attach => (String::new(), "v1".into(), "PodAttachOptions", vec!["create", "get"]),
-        Sub::PortForward => (String::new(), "v1".into(), "PodPortForwardOptions", vec!["create", "get"]),
-        Sub::Proxy => (String::new(), "v1".into(), "NodeProxyOptions", vec!["create", "delete", "get", "patch", "update"]),
-        Sub::Token => ("authentication.k8s.io".into(), "v1".into(), "TokenRequest", vec!["create"]),
+        Sub::Exec => (
+            String::new(),
+            "v1".into(),
+            "PodExecOptions",
+            vec!["create", "get"],
+        ),
+        Sub::Attach => (
+            String::new(),
+            "v1".into(),
+            "PodAttachOptions",
+            vec!["create", "get"],
+        ),
+        Sub::PortForward => (
+            String::new(),
+            "v1".into(),
+            "PodPortForwardOptions",
+            vec!["create", "get"],
+        ),
+        Sub::Proxy => (
+            String::new(),
+            "v1".into(),
+            "NodeProxyOptions",
+            vec!["create", "delete", "get", "patch", "update"],
+        ),
+        Sub::Token => (
+            "authentication.k8s.io".into(),
+            "v1".into(),
+            "TokenRequest",
+            vec!["create"],
+        ),
     }
 }
 
@@ -49,17 +83,30 @@ fn names() -> Vec<&'static str> {
 
 /// The versions of a group, the preferred one first.
 fn versions(group: &str) -> Vec<&'static str> {
-    groups().into_iter().filter(|(g, _)| *g == group).map(|(_, version)| version).collect()
+    groups()
+        .into_iter()
+        .filter(|(g, _)| *g == group)
+        .map(|(_, version)| version)
+        .collect()
 }
 
 fn served(group: &str, version: &str) -> impl Iterator<Item = &'static Resource> {
-    let found: Vec<_> = RESOURCES.iter().filter(|r| r.group == group && r.version == version).collect();
+    let found: Vec<_> = RESOURCES
+        .iter()
+        .filter(|r| r.group == group && r.version == version)
+        .collect();
     found.into_iter()
 }
 
 /// The reviews of a group; all of them are `v1`.
-fn reviews(group: &str, version: &str) -> impl Iterator<Item = &'static (&'static str, &'static str, &'static str)> {
-    let found: Vec<_> = REVIEWS.iter().filter(|(g, _, _)| *g == group && version == "v1").collect();
+fn reviews(
+    group: &str,
+    version: &str,
+) -> impl Iterator<Item = &'static (&'static str, &'static str, &'static str)> {
+    let found: Vec<_> = REVIEWS
+        .iter()
+        .filter(|(g, _, _)| *g == group && version == "v1")
+        .collect();
     found.into_iter()
 }
 
@@ -97,15 +144,23 @@ pub fn aggregated(core: bool) -> Value {
         json!({"version": version, "freshness": "Current", "resources": resources})
     };
     let of = |group: &'static str| {
-        let versions: Vec<Value> = versions(group).into_iter().map(|version| version_of(group, version)).collect();
+        let versions: Vec<Value> = versions(group)
+            .into_iter()
+            .map(|version| version_of(group, version))
+            .collect();
         json!({"metadata": if core { json!({}) } else { json!({"name": group}) }, "versions": versions})
     };
-    let items: Vec<Value> = names().into_iter().filter(|group| group.is_empty() == core).map(of).collect();
+    let items: Vec<Value> = names()
+        .into_iter()
+        .filter(|group| group.is_empty() == core)
+        .map(of)
+        .collect();
     json!({"kind": "APIGroupDiscoveryList", "apiVersion": "apidiscovery.k8s.io/v2", "metadata": {}, "items": items})
 }
 
 fn group_object(group: &str) -> Value {
-    let of = |version: &str| json!({"groupVersion": format!("{group}/{version}"), "version": version});
+    let of =
+        |version: &str| json!({"groupVersion": format!("{group}/{version}"), "version": version});
     let versions: Vec<Value> = versions(group).into_iter().map(of).collect();
     json!({"name": group, "preferredVersion": versions.first(), "versions": versions})
 }
@@ -113,7 +168,11 @@ fn group_object(group: &str) -> Value {
 /// `GET /apis` in the older form.
 #[must_use]
 pub fn group_list() -> Value {
-    let list: Vec<Value> = names().into_iter().filter(|g| !g.is_empty()).map(group_object).collect();
+    let list: Vec<Value> = names()
+        .into_iter()
+        .filter(|g| !g.is_empty())
+        .map(group_object)
+        .collect();
     json!({"kind": "APIGroupList", "apiVersion": "v1", "groups": list})
 }
 
@@ -130,7 +189,9 @@ pub fn group(name: &str) -> Option<Value> {
 /// `GET /api/v1` or `GET /apis/<group>/<version>`.
 #[must_use]
 pub fn resource_list(group: &str, version: &str) -> Option<Value> {
-    groups().into_iter().find(|pair| *pair == (group, version))?;
+    groups()
+        .into_iter()
+        .find(|pair| *pair == (group, version))?;
     let mut list = Vec::new();
     for r in served(group, version) {
         let mut entry = json!({"name": r.plural, "singularName": r.singular, "namespaced": r.namespaced, "kind": r.kind, "verbs": r.verbs()});
@@ -150,8 +211,14 @@ pub fn resource_list(group: &str, version: &str) -> Option<Value> {
     for (_, plural, kind) in reviews(group, version) {
         list.push(json!({"name": plural, "singularName": kind.to_lowercase(), "namespaced": false, "kind": kind, "verbs": ["create"]}));
     }
-    let group_version = if group.is_empty() { version.to_owned() } else { format!("{group}/{version}") };
-    Some(json!({"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": list}))
+    let group_version = if group.is_empty() {
+        version.to_owned()
+    } else {
+        format!("{group}/{version}")
+    };
+    Some(
+        json!({"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": list}),
+    )
 }
 
 /// `GET /version`.
@@ -174,7 +241,11 @@ pub fn arch() -> &'static str {
 }
 
 fn path_of(group: &str, version: &str) -> String {
-    if group.is_empty() { format!("api/{version}") } else { format!("apis/{group}/{version}") }
+    if group.is_empty() {
+        format!("api/{version}")
+    } else {
+        format!("apis/{group}/{version}")
+    }
 }
 
 /// `GET /openapi/v3`.
@@ -206,5 +277,7 @@ pub fn openapi(path: &str) -> Option<Value> {
             (format!("/{path}{scope}/{}/{{name}}", r.plural), operations)
         })
         .collect();
-    Some(json!({"openapi": "3.0.0", "info": {"title": "Holdfast", "version": version}, "paths": paths}))
+    Some(
+        json!({"openapi": "3.0.0", "info": {"title": "Holdfast", "version": version}, "paths": paths}),
+    )
 }

@@ -16,13 +16,25 @@ pub struct FieldError {
 impl FieldError {
     /// `Required value`, with an optional explanation.
     pub fn required(field: impl Into<String>, detail: &str) -> FieldError {
-        let detail = if detail.is_empty() { "Required value".into() } else { format!("Required value: {detail}") };
-        FieldError { reason: "FieldValueRequired", field: field.into(), detail }
+        let detail = if detail.is_empty() {
+            "Required value".into()
+        } else {
+            format!("Required value: {detail}")
+        };
+        FieldError {
+            reason: "FieldValueRequired",
+            field: field.into(),
+            detail,
+        }
     }
 
     /// `Invalid value: <value>: <detail>`.
     pub fn invalid(field: impl Into<String>, value: &Value, detail: &str) -> FieldError {
-        FieldError { reason: "FieldValueInvalid", field: field.into(), detail: format!("Invalid value: {value}: {detail}") }
+        FieldError {
+            reason: "FieldValueInvalid",
+            field: field.into(),
+            detail: format!("Invalid value: {value}: {detail}"),
+        }
     }
 
     /// `Unsupported value`, with the list of what is supported.
@@ -31,23 +43,38 @@ impl FieldError {
         FieldError {
             reason: "FieldValueNotSupported",
             field: field.into(),
-            detail: format!("Unsupported value: {value:?}: supported values: {}", supported.join(", ")),
+            detail: format!(
+                "Unsupported value: {value:?}: supported values: {}",
+                supported.join(", ")
+            ),
         }
     }
 
     /// `Forbidden: <detail>`.
     pub fn forbidden(field: impl Into<String>, detail: &str) -> FieldError {
-        FieldError { reason: "FieldValueForbidden", field: field.into(), detail: format!("Forbidden: {detail}") }
+        FieldError {
+            reason: "FieldValueForbidden",
+            field: field.into(),
+            detail: format!("Forbidden: {detail}"),
+        }
     }
 
     /// `Duplicate value: "<value>"`.
     pub fn duplicate(field: impl Into<String>, value: &str) -> FieldError {
-        FieldError { reason: "FieldValueDuplicate", field: field.into(), detail: format!("Duplicate value: {value:?}") }
+        FieldError {
+            reason: "FieldValueDuplicate",
+            field: field.into(),
+            detail: format!("Duplicate value: {value:?}"),
+        }
     }
 
     /// `Not found: "<value>"`.
     pub fn not_found(field: impl Into<String>, value: &str) -> FieldError {
-        FieldError { reason: "FieldValueNotFound", field: field.into(), detail: format!("Not found: {value:?}") }
+        FieldError {
+            reason: "FieldValueNotFound",
+            field: field.into(),
+            detail: format!("Not found: {value:?}"),
+        }
     }
 }
 
@@ -68,7 +95,12 @@ pub struct ApiError {
 impl ApiError {
     /// An error without details.
     pub fn new(code: u16, reason: &'static str, message: impl Into<String>) -> ApiError {
-        ApiError { code, reason, message: message.into(), details: Value::Null }
+        ApiError {
+            code,
+            reason,
+            message: message.into(),
+            details: Value::Null,
+        }
     }
 
     /// 400.
@@ -83,7 +115,14 @@ impl ApiError {
 
     /// 404 of an object.
     pub fn not_found(group: &str, plural: &str, name: &str) -> ApiError {
-        Self::about(404, "NotFound", format!("{} {name:?} not found", qualified(plural, group)), group, plural, name)
+        Self::about(
+            404,
+            "NotFound",
+            format!("{} {name:?} not found", qualified(plural, group)),
+            group,
+            plural,
+            name,
+        )
     }
 
     /// 409: the name is taken.
@@ -94,7 +133,10 @@ impl ApiError {
 
     /// 409: somebody else was quicker, or a precondition failed.
     pub fn conflict(group: &str, plural: &str, name: &str, why: &str) -> ApiError {
-        let message = format!("Operation cannot be fulfilled on {} {name:?}: {why}", qualified(plural, group));
+        let message = format!(
+            "Operation cannot be fulfilled on {} {name:?}: {why}",
+            qualified(plural, group)
+        );
         Self::about(409, "Conflict", message, group, plural, name)
     }
 
@@ -106,9 +148,19 @@ impl ApiError {
 
     /// 422 with one cause a field.
     pub fn invalid(kind: &str, group: &str, name: &str, errors: &[FieldError]) -> ApiError {
-        let texts: Vec<String> = errors.iter().map(|e| format!("{}: {}", e.field, e.detail)).collect();
-        let text = if texts.len() == 1 { texts[0].clone() } else { format!("[{}]", texts.join(", ")) };
-        let causes: Vec<Value> = errors.iter().map(|e| json!({"reason": e.reason, "message": e.detail, "field": e.field})).collect();
+        let texts: Vec<String> = errors
+            .iter()
+            .map(|e| format!("{}: {}", e.field, e.detail))
+            .collect();
+        let text = if texts.len() == 1 {
+            texts[0].clone()
+        } else {
+            format!("[{}]", texts.join(", "))
+        };
+        let causes: Vec<Value> = errors
+            .iter()
+            .map(|e| json!({"reason": e.reason, "message": e.detail, "field": e.field}))
+            .collect();
         ApiError {
             code: 422,
             reason: "Invalid",
@@ -119,12 +171,20 @@ impl ApiError {
 
     /// 405.
     pub fn method_not_allowed() -> ApiError {
-        Self::new(405, "MethodNotAllowed", "the server does not allow this method on the requested resource")
+        Self::new(
+            405,
+            "MethodNotAllowed",
+            "the server does not allow this method on the requested resource",
+        )
     }
 
     /// 404 of a resource or path that this server does not have.
     pub fn no_such_resource() -> ApiError {
-        Self::new(404, "NotFound", "the server could not find the requested resource")
+        Self::new(
+            404,
+            "NotFound",
+            "the server could not find the requested resource",
+        )
     }
 
     /// 410: the history that was asked for is gone.
@@ -140,15 +200,31 @@ impl ApiError {
 
     /// 500.
     pub fn internal(message: impl std::fmt::Display) -> ApiError {
-        Self::new(500, "InternalError", format!("Internal error occurred: {message}"))
+        Self::new(
+            500,
+            "InternalError",
+            format!("Internal error occurred: {message}"),
+        )
     }
 
-    fn about(code: u16, reason: &'static str, message: String, group: &str, plural: &str, name: &str) -> ApiError {
+    fn about(
+        code: u16,
+        reason: &'static str,
+        message: String,
+        group: &str,
+        plural: &str,
+        name: &str,
+    ) -> ApiError {
         let mut details = json!({"name": name, "kind": plural});
         if !group.is_empty() {
             details["group"] = group.into();
         }
-        ApiError { code, reason, message, details }
+        ApiError {
+            code,
+            reason,
+            message,
+            details,
+        }
     }
 
     /// The body of the answer.
@@ -169,5 +245,9 @@ impl ApiError {
 }
 
 fn qualified(name: &str, group: &str) -> String {
-    if group.is_empty() { name.to_owned() } else { format!("{name}.{group}") }
+    if group.is_empty() {
+        name.to_owned()
+    } else {
+        format!("{name}.{group}")
+    }
 }

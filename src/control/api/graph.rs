@@ -27,16 +27,27 @@ fn edges(pod: &Pod) -> Edges {
     let mut refers = references::of(pod);
     refers.secrets.append(&mut refers.pull_secrets);
     for volume in spec.volumes.iter().flatten() {
-        let csi = volume.csi.as_ref().and_then(|c| c.node_publish_secret_ref.as_ref());
+        let csi = volume
+            .csi
+            .as_ref()
+            .and_then(|c| c.node_publish_secret_ref.as_ref());
         let iscsi = volume.iscsi.as_ref().and_then(|i| i.secret_ref.as_ref());
-        refers.secrets.extend(csi.into_iter().chain(iscsi).map(|s| s.name.clone()));
+        refers
+            .secrets
+            .extend(csi.into_iter().chain(iscsi).map(|s| s.name.clone()));
     }
     Edges {
         node: spec.node_name.clone().unwrap_or_default(),
-        account: spec.service_account_name.clone().unwrap_or_else(|| "default".into()),
+        account: spec
+            .service_account_name
+            .clone()
+            .unwrap_or_else(|| "default".into()),
         config_maps: refers.config_maps,
         secrets: refers.secrets,
-        claims: claims::of_pod(pod).into_iter().map(|(_, name)| name).collect(),
+        claims: claims::of_pod(pod)
+            .into_iter()
+            .map(|(_, name)| name)
+            .collect(),
     }
 }
 
@@ -47,17 +58,26 @@ pub struct Graph(Mutex<HashMap<Arc<str>, (u64, Arc<Edges>)>>);
 impl Graph {
     /// What the pods of a node in a namespace refer to.
     fn of(&self, store: &Store, node: &str, namespace: &str) -> Vec<Arc<Edges>> {
-        let prefix = if namespace.is_empty() { "pods/".to_owned() } else { format!("pods/{namespace}/") };
+        let prefix = if namespace.is_empty() {
+            "pods/".to_owned()
+        } else {
+            format!("pods/{namespace}/")
+        };
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut found = vec![];
         let mut seen = BTreeSet::new();
         for (key, record) in store.list(&prefix).0 {
             seen.insert(Arc::clone(&key));
-            let fresh = known.get(&key).filter(|(revision, _)| *revision == record.revision).map(|(_, edges)| Arc::clone(edges));
+            let fresh = known
+                .get(&key)
+                .filter(|(revision, _)| *revision == record.revision)
+                .map(|(_, edges)| Arc::clone(edges));
             let own = match fresh {
                 Some(own) => own,
                 None => {
-                    let Ok(pod) = serde_json::from_slice::<Pod>(&record.value) else { continue };
+                    let Ok(pod) = serde_json::from_slice::<Pod>(&record.value) else {
+                        continue;
+                    };
                     let own = Arc::new(edges(&pod));
                     known.insert(key, (record.revision, Arc::clone(&own)));
                     own
@@ -74,14 +94,31 @@ impl Graph {
     /// Whether what a node asks for has to do with it. Kinds without such a relation always have.
     #[must_use]
     pub fn is_related(&self, store: &Store, node: &str, ask: &Ask<'_>) -> bool {
-        let any = |fits: &dyn Fn(&Edges) -> bool| self.of(store, node, ask.namespace).iter().any(|edges| fits(edges));
+        let any = |fits: &dyn Fn(&Edges) -> bool| {
+            self.of(store, node, ask.namespace)
+                .iter()
+                .any(|edges| fits(edges))
+        };
         let named = !ask.name.is_empty();
         match (ask.resource, ask.sub) {
             ("configmaps", "") => named && any(&|e| e.config_maps.contains(ask.name)),
-            ("secrets", "") => named && (any(&|e| e.secrets.contains(ask.name)) || self.is_of_a_volume(store, node, ask)),
+            ("secrets", "") => {
+                named
+                    && (any(&|e| e.secrets.contains(ask.name))
+                        || self.is_of_a_volume(store, node, ask))
+            }
             ("serviceaccounts", "" | "token") => named && any(&|e| e.account == ask.name),
-            ("persistentvolumeclaims", "" | "status") => named && any(&|e| e.claims.contains(ask.name)),
-            ("persistentvolumes", "") => named && self.has_volume(store, node, &object(store, &format!("persistentvolumes/{}", ask.name))),
+            ("persistentvolumeclaims", "" | "status") => {
+                named && any(&|e| e.claims.contains(ask.name))
+            }
+            ("persistentvolumes", "") => {
+                named
+                    && self.has_volume(
+                        store,
+                        node,
+                        &object(store, &format!("persistentvolumes/{}", ask.name)),
+                    )
+            }
             ("volumeattachments", "") => {
                 let attachment = object(store, &format!("volumeattachments/{}", ask.name));
                 named && attachment.is_none_or(|a| text(&a, &["spec", "nodeName"]) == Some(node))
@@ -94,13 +131,26 @@ impl Graph {
     }
 
     fn has_volume(&self, store: &Store, node: &str, volume: &Option<Value>) -> bool {
-        let claim = volume.as_ref().and_then(|v| Some((text(v, &["spec", "claimRef", "namespace"])?, text(v, &["spec", "claimRef", "name"])?)));
-        claim.is_some_and(|(namespace, name)| self.of(store, node, namespace).iter().any(|e| e.claims.contains(name)))
+        let claim = volume.as_ref().and_then(|v| {
+            Some((
+                text(v, &["spec", "claimRef", "namespace"])?,
+                text(v, &["spec", "claimRef", "name"])?,
+            ))
+        });
+        claim.is_some_and(|(namespace, name)| {
+            self.of(store, node, namespace)
+                .iter()
+                .any(|e| e.claims.contains(name))
+        })
     }
 
     /// Whether a secret belongs to a persistent volume that the node mounts.
     fn is_of_a_volume(&self, store: &Store, node: &str, ask: &Ask<'_>) -> bool {
-        let volumes = store.list("persistentvolumes/").0.into_iter().filter_map(|(_, r)| serde_json::from_slice::<Value>(&r.value).ok());
+        let volumes = store
+            .list("persistentvolumes/")
+            .0
+            .into_iter()
+            .filter_map(|(_, r)| serde_json::from_slice::<Value>(&r.value).ok());
         let paths: [&[&str]; 5] = [
             &["csi", "nodeStageSecretRef"],
             &["csi", "nodePublishSecretRef"],
@@ -116,7 +166,9 @@ impl Graph {
                 text(reference, &["name"]) == Some(ask.name) && namespace == Some(ask.namespace)
             })
         };
-        volumes.filter(refers).any(|volume| self.has_volume(store, node, &Some(volume)))
+        volumes
+            .filter(refers)
+            .any(|volume| self.has_volume(store, node, &Some(volume)))
     }
 }
 
@@ -125,7 +177,8 @@ fn object(store: &Store, key: &str) -> Option<Value> {
 }
 
 fn own_pod(store: &Store, node: &str, ask: &Ask<'_>) -> bool {
-    object(store, &format!("pods/{}/{}", ask.namespace, ask.name)).is_none_or(|pod| text(&pod, &["spec", "nodeName"]) == Some(node))
+    object(store, &format!("pods/{}/{}", ask.namespace, ask.name))
+        .is_none_or(|pod| text(&pod, &["spec", "nodeName"]) == Some(node))
 }
 
 #[cfg(test)]
@@ -142,9 +195,16 @@ mod tests {
                 {"name": "c", "persistentVolumeClaim": {"claimName": "claim"}}, {"name": "e", "ephemeral": {}}]}}))
         .expect("a pod");
         let own = edges(&pod);
-        let names = |list: &[&str]| list.iter().map(|n| (*n).to_owned()).collect::<BTreeSet<String>>();
+        let names = |list: &[&str]| {
+            list.iter()
+                .map(|n| (*n).to_owned())
+                .collect::<BTreeSet<String>>()
+        };
         assert_eq!((own.node.as_str(), own.account.as_str()), ("here", "s"));
         assert_eq!(own.secrets, names(&["pull", "t", "u"]));
-        assert_eq!((own.config_maps, own.claims), (names(&["m"]), names(&["claim", "p-e"])));
+        assert_eq!(
+            (own.config_maps, own.claims),
+            (names(&["m"]), names(&["claim", "p-e"]))
+        );
     }
 }

@@ -16,57 +16,115 @@ const EXTRA: &str = "impersonate-extra-";
 /// Whom the headers name: a user without the groups that everybody has, and whether groups were named.
 fn named(headers: &HeaderMap) -> Result<Option<User>, ApiError> {
     let text = |value: &hyper::header::HeaderValue| {
-        value.to_str().map(str::to_owned).map_err(|_| ApiError::bad_request("an Impersonate header is not plain text"))
+        value
+            .to_str()
+            .map(str::to_owned)
+            .map_err(|_| ApiError::bad_request("an Impersonate header is not plain text"))
     };
-    let all = |key: &str| headers.get_all(key).iter().map(text).collect::<Result<Vec<String>, ApiError>>();
+    let all = |key: &str| {
+        headers
+            .get_all(key)
+            .iter()
+            .map(text)
+            .collect::<Result<Vec<String>, ApiError>>()
+    };
     let mut extra: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for (key, value) in headers {
         if let Some(key) = key.as_str().strip_prefix(EXTRA) {
-            extra.entry(query::decode(key)).or_default().push(text(value)?);
+            extra
+                .entry(query::decode(key))
+                .or_default()
+                .push(text(value)?);
         }
     }
     let first = |key: &str| Ok::<_, ApiError>(all(key)?.into_iter().next().unwrap_or_default());
-    let user = User { name: first(USER)?, uid: first(UID)?, groups: all(GROUP)?, extra };
+    let user = User {
+        name: first(USER)?,
+        uid: first(UID)?,
+        groups: all(GROUP)?,
+        extra,
+    };
     if user == User::default() {
         return Ok(None);
     }
     if user.name.is_empty() {
-        return Err(ApiError::bad_request("Impersonate-Group, Impersonate-Uid and Impersonate-Extra need an Impersonate-User"));
+        return Err(ApiError::bad_request(
+            "Impersonate-Group, Impersonate-Uid and Impersonate-Extra need an Impersonate-User",
+        ));
     }
     Ok(Some(user))
 }
 
 /// The account that a user's name is, as namespace and name.
 fn account(name: &str) -> Option<(&str, &str)> {
-    name.strip_prefix("system:serviceaccount:")?.split_once(':').filter(|(namespace, name)| !namespace.is_empty() && !name.is_empty())
+    name.strip_prefix("system:serviceaccount:")?
+        .split_once(':')
+        .filter(|(namespace, name)| !namespace.is_empty() && !name.is_empty())
 }
 
 /// What `user` must be allowed in order to act as `other`.
 fn asks(other: &User) -> Vec<Ask<'_>> {
     const OF_GROUP: &str = "authentication.k8s.io";
-    let ask = |group: &'static str, resource: &'static str| Ask { verb: "impersonate", group, resource, sub: "", namespace: "", name: "" };
+    let ask = |group: &'static str, resource: &'static str| Ask {
+        verb: "impersonate",
+        group,
+        resource,
+        sub: "",
+        namespace: "",
+        name: "",
+    };
     let mut all = vec![match account(&other.name) {
-        Some((namespace, name)) => Ask { namespace, name, ..ask("", "serviceaccounts") },
-        None => Ask { name: &other.name, ..ask("", "users") },
+        Some((namespace, name)) => Ask {
+            namespace,
+            name,
+            ..ask("", "serviceaccounts")
+        },
+        None => Ask {
+            name: &other.name,
+            ..ask("", "users")
+        },
     }];
-    all.extend(other.groups.iter().map(|name| Ask { name, ..ask("", "groups") }));
-    all.extend((!other.uid.is_empty()).then(|| Ask { name: &other.uid, ..ask(OF_GROUP, "uids") }));
+    all.extend(other.groups.iter().map(|name| Ask {
+        name,
+        ..ask("", "groups")
+    }));
+    all.extend((!other.uid.is_empty()).then(|| Ask {
+        name: &other.uid,
+        ..ask(OF_GROUP, "uids")
+    }));
     for (key, values) in &other.extra {
-        all.extend(values.iter().map(|name| Ask { name, sub: key, ..ask(OF_GROUP, "userextras") }));
+        all.extend(values.iter().map(|name| Ask {
+            name,
+            sub: key,
+            ..ask(OF_GROUP, "userextras")
+        }));
     }
     all
 }
 
 /// Whom a request acts as: its user, or the one that its headers name if that user may.
-pub fn acting(user: User, headers: &HeaderMap, may: impl Fn(&User, &Ask<'_>) -> bool) -> Result<User, ApiError> {
-    let Some(mut other) = named(headers)? else { return Ok(user) };
+pub fn acting(
+    user: User,
+    headers: &HeaderMap,
+    may: impl Fn(&User, &Ask<'_>) -> bool,
+) -> Result<User, ApiError> {
+    let Some(mut other) = named(headers)? else {
+        return Ok(user);
+    };
     if let Some(refused) = asks(&other).iter().find(|ask| !may(&user, ask)) {
         return Err(refusal(&user, refused));
     }
     if let (Some((namespace, _)), true) = (account(&other.name), other.groups.is_empty()) {
-        other.groups = vec!["system:serviceaccounts".into(), format!("system:serviceaccounts:{namespace}")];
+        other.groups = vec![
+            "system:serviceaccounts".into(),
+            format!("system:serviceaccounts:{namespace}"),
+        ];
     }
-    let everybody = if other.name == "system:anonymous" { "system:unauthenticated" } else { "system:authenticated" };
+    let everybody = if other.name == "system:anonymous" {
+        "system:unauthenticated"
+    } else {
+        "system:authenticated"
+    };
     if !other.is_in("system:authenticated") && !other.is_in("system:unauthenticated") {
         other.groups.push(everybody.into());
     }
@@ -82,10 +140,19 @@ mod tests {
         for (key, value) in pairs {
             headers.append(*key, value.parse().expect("a value"));
         }
-        let me = User { name: "me".into(), ..User::default() };
+        let me = User {
+            name: "me".into(),
+            ..User::default()
+        };
         let may = |_: &User, ask: &Ask<'_>| {
             assert_eq!(ask.verb, "impersonate");
-            allowed.contains(&format!("{}/{}/{}/{}", ask.resource, ask.sub, ask.namespace, ask.name).as_str())
+            allowed.contains(
+                &format!(
+                    "{}/{}/{}/{}",
+                    ask.resource, ask.sub, ask.namespace, ask.name
+                )
+                .as_str(),
+            )
         };
         acting(me, &headers, may).map_err(|e| e.message)
     }
@@ -94,25 +161,60 @@ mod tests {
     fn who_may_acts_as_another_and_nobody_else_does() {
         assert_eq!(of(&[], &[]).map(|u| u.name), Ok("me".into()));
         let jane = of(&[("Impersonate-User", "jane")], &["users///jane"]).expect("allowed");
-        assert_eq!((jane.name.as_str(), jane.groups.join(" ")), ("jane", "system:authenticated".into()));
+        assert_eq!(
+            (jane.name.as_str(), jane.groups.join(" ")),
+            ("jane", "system:authenticated".into())
+        );
         let refused = of(&[("Impersonate-User", "jane")], &["users///joe"]).expect_err("refused");
-        assert!(refused.contains(r#"User "me" cannot impersonate resource "users""#), "{refused}");
-        let both = [("Impersonate-User", "jane"), ("Impersonate-Group", "a"), ("Impersonate-Group", "system:masters")];
-        assert!(of(&both, &["users///jane", "groups///a"]).is_err(), "every group counts");
+        assert!(
+            refused.contains(r#"User "me" cannot impersonate resource "users""#),
+            "{refused}"
+        );
+        let both = [
+            ("Impersonate-User", "jane"),
+            ("Impersonate-Group", "a"),
+            ("Impersonate-Group", "system:masters"),
+        ];
+        assert!(
+            of(&both, &["users///jane", "groups///a"]).is_err(),
+            "every group counts"
+        );
         let group = of(&both[..2], &["users///jane", "groups///a"]).expect("allowed");
         assert_eq!(group.groups.join(" "), "a system:authenticated");
         let account = [("Impersonate-User", "system:serviceaccount:n:bot")];
         let bot = of(&account, &["serviceaccounts//n/bot"]).expect("allowed");
-        assert_eq!(bot.groups.join(" "), "system:serviceaccounts system:serviceaccounts:n system:authenticated");
+        assert_eq!(
+            bot.groups.join(" "),
+            "system:serviceaccounts system:serviceaccounts:n system:authenticated"
+        );
         assert!(of(&account, &["users///system:serviceaccount:n:bot"]).is_err());
-        let anonymous = of(&[("Impersonate-User", "system:anonymous")], &["users///system:anonymous"]).expect("allowed");
+        let anonymous = of(
+            &[("Impersonate-User", "system:anonymous")],
+            &["users///system:anonymous"],
+        )
+        .expect("allowed");
         assert_eq!(anonymous.groups.join(" "), "system:unauthenticated");
-        assert!(of(&[("Impersonate-Group", "a")], &["groups///a"]).is_err_and(|e| e.contains("need an Impersonate-User")));
-        let more = [("Impersonate-User", "jane"), ("Impersonate-Uid", "7"), ("Impersonate-Extra-a%2Fb", "x")];
+        assert!(
+            of(&[("Impersonate-Group", "a")], &["groups///a"])
+                .is_err_and(|e| e.contains("need an Impersonate-User"))
+        );
+        let more = [
+            ("Impersonate-User", "jane"),
+            ("Impersonate-Uid", "7"),
+            ("Impersonate-Extra-a%2Fb", "x"),
+        ];
         let known = ["users///jane", "uids///7", "userextras/a/b//x"];
-        assert_eq!(of(&more, &known).map(|u| (u.uid, u.extra["a/b"].clone())), Ok(("7".into(), vec!["x".to_owned()])));
+        assert_eq!(
+            of(&more, &known).map(|u| (u.uid, u.extra["a/b"].clone())),
+            Ok(("7".into(), vec!["x".to_owned()]))
+        );
         for n in 0..known.len() {
-            let less: Vec<&str> = known.iter().enumerate().filter(|(i, _)| *i != n).map(|(_, k)| *k).collect();
+            let less: Vec<&str> = known
+                .iter()
+                .enumerate()
+                .filter(|(i, _)| *i != n)
+                .map(|(_, k)| *k)
+                .collect();
             assert!(of(&more, &less).is_err(), "{less:?}");
         }
     }

@@ -107,23 +107,43 @@ const JSON: &str = "application/json";
 
 impl Answer {
     fn json(body: Bytes) -> Answer {
-        Answer::Body { code: 200, content_type: JSON, body, warnings: vec![] }
+        Answer::Body {
+            code: 200,
+            content_type: JSON,
+            body,
+            warnings: vec![],
+        }
     }
 
     fn text(code: u16, text: &str) -> Answer {
-        Answer::Body { code, content_type: "text/plain; charset=utf-8", body: Bytes::copy_from_slice(text.as_bytes()), warnings: vec![] }
+        Answer::Body {
+            code,
+            content_type: "text/plain; charset=utf-8",
+            body: Bytes::copy_from_slice(text.as_bytes()),
+            warnings: vec![],
+        }
     }
 }
 
 impl From<Written> for Answer {
     fn from(written: Written) -> Answer {
-        Answer::Body { code: written.code, content_type: JSON, body: written.body, warnings: written.warnings }
+        Answer::Body {
+            code: written.code,
+            content_type: JSON,
+            body: written.body,
+            warnings: written.warnings,
+        }
     }
 }
 
 impl From<ApiError> for Answer {
     fn from(error: ApiError) -> Answer {
-        Answer::Body { code: error.code, content_type: JSON, body: render(&error.status()), warnings: vec![] }
+        Answer::Body {
+            code: error.code,
+            content_type: JSON,
+            body: render(&error.status()),
+            warnings: vec![],
+        }
     }
 }
 
@@ -146,7 +166,9 @@ impl Api {
     /// Whether a user may do something.
     fn may(&self, user: &auth::User, ask: &auth::Ask<'_>) -> bool {
         let related = || match user.node() {
-            Some(node) if !user.is_in("system:masters") => self.graph.is_related(&self.store, node, ask),
+            Some(node) if !user.is_in("system:masters") => {
+                self.graph.is_related(&self.store, node, ask)
+            }
             _ => true,
         };
         (auth::may(user, ask) && related()) || self.rbac.allows(&self.store, user, ask)
@@ -154,13 +176,22 @@ impl Api {
 
     /// Whether a user may GET a path outside the object API.
     fn may_get(&self, user: &auth::User, path: &str) -> bool {
-        auth::may_get(user, path) || self.rbac.allows_path(&self.store, user, "get", if path.is_empty() { "/" } else { path })
+        auth::may_get(user, path)
+            || self.rbac.allows_path(
+                &self.store,
+                user,
+                "get",
+                if path.is_empty() { "/" } else { path },
+            )
     }
 
     /// The same, with credentials for the agents of nodes.
     #[must_use]
     pub fn with_nodes(self, nodes: nodes::Nodes) -> Api {
-        Api { nodes: Some(nodes), ..self }
+        Api {
+            nodes: Some(nodes),
+            ..self
+        }
     }
 
     /// The store, for the housekeeping of this process.
@@ -170,7 +201,11 @@ impl Api {
     }
 
     /// Who presents these credentials.
-    pub fn authenticate(&self, certificate: Option<&[u8]>, authorization: Option<&str>) -> Result<auth::User, ApiError> {
+    pub fn authenticate(
+        &self,
+        certificate: Option<&[u8]>,
+        authorization: Option<&str>,
+    ) -> Result<auth::User, ApiError> {
         auth::authenticate(certificate, authorization, &self.tokens, &self.store)
     }
 
@@ -184,7 +219,10 @@ impl Api {
 
     /// Requests by verb and kind, in Prometheus' text format.
     fn metrics(&self) -> String {
-        let counts = self.counts.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let counts = self
+            .counts
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut text = String::from(
             "# HELP apiserver_request_total Requests by verb, resource and whether a node asked.\n# TYPE apiserver_request_total counter\n",
         );
@@ -198,13 +236,27 @@ impl Api {
 
     async fn dispatch(&self, request: Request) -> Result<Answer, ApiError> {
         match route::target(&request.path)? {
-            Target::Other(path) if path == "/metrics" && request.method == "GET" && self.may_get(&request.user, &path) => {
+            Target::Other(path)
+                if path == "/metrics"
+                    && request.method == "GET"
+                    && self.may_get(&request.user, &path) =>
+            {
                 Ok(Answer::text(200, &self.metrics()))
             }
             Target::Other(path) => self.other(&request, &path),
             Target::Review(kind) => {
-                let plural = resources::REVIEWS.iter().find(|(_, _, k)| *k == kind).map_or("", |(_, plural, _)| plural);
-                let ask = auth::Ask { verb: "create", group: "", resource: plural, sub: "", namespace: "", name: "" };
+                let plural = resources::REVIEWS
+                    .iter()
+                    .find(|(_, _, k)| *k == kind)
+                    .map_or("", |(_, plural, _)| plural);
+                let ask = auth::Ask {
+                    verb: "create",
+                    group: "",
+                    resource: plural,
+                    sub: "",
+                    namespace: "",
+                    name: "",
+                };
                 if !self.may(&request.user, &ask) {
                     return Err(auth::refusal(&request.user, &ask));
                 }
@@ -214,7 +266,21 @@ impl Api {
                 let body = decode_body(&request)?;
                 Ok(self.review(kind, &request.user, &body)?.into())
             }
-            Target::Objects { resource, namespace, name, sub } => self.objects(&request, resource, namespace.as_deref(), name.as_deref(), sub).await,
+            Target::Objects {
+                resource,
+                namespace,
+                name,
+                sub,
+            } => {
+                self.objects(
+                    &request,
+                    resource,
+                    namespace.as_deref(),
+                    name.as_deref(),
+                    sub,
+                )
+                .await
+            }
         }
     }
 
@@ -239,19 +305,54 @@ impl Api {
             ("DELETE", None) => "deletecollection",
             _ => return Err(ApiError::method_not_allowed()),
         };
-        let selected = query.get("fieldSelector").and_then(|f| f.strip_prefix("metadata.name=")).filter(|f| !f.contains(','));
-        let ask = auth::ask(verb, resource, sub.map_or("", Sub::name), namespace.unwrap_or_default(), name.or(selected).unwrap_or_default());
+        let selected = query
+            .get("fieldSelector")
+            .and_then(|f| f.strip_prefix("metadata.name="))
+            .filter(|f| !f.contains(','));
+        let ask = auth::ask(
+            verb,
+            resource,
+            sub.map_or("", Sub::name),
+            namespace.unwrap_or_default(),
+            name.or(selected).unwrap_or_default(),
+        );
         if !self.may(&request.user, &ask) {
             return Err(auth::refusal(&request.user, &ask));
         }
         {
-            let key = (verb, resource.plural, sub.map_or("", Sub::name), request.user.node().is_some());
-            *self.counts.lock().unwrap_or_else(std::sync::PoisonError::into_inner).entry(key).or_default() += 1;
+            let key = (
+                verb,
+                resource.plural,
+                sub.map_or("", Sub::name),
+                request.user.node().is_some(),
+            );
+            *self
+                .counts
+                .lock()
+                .unwrap_or_else(std::sync::PoisonError::into_inner)
+                .entry(key)
+                .or_default() += 1;
         }
         if let (Some(sub), Some(name)) = (sub, name)
-            && !matches!(sub, Sub::Status | Sub::Finalize | Sub::EphemeralContainers | Sub::Resize | Sub::Approval)
+            && !matches!(
+                sub,
+                Sub::Status
+                    | Sub::Finalize
+                    | Sub::EphemeralContainers
+                    | Sub::Resize
+                    | Sub::Approval
+            )
         {
-            return self.subresource(request, verb, resource, namespace.unwrap_or_default(), name, sub).await;
+            return self
+                .subresource(
+                    request,
+                    verb,
+                    resource,
+                    namespace.unwrap_or_default(),
+                    name,
+                    sub,
+                )
+                .await;
         }
         if sub == Some(Sub::Finalize) && verb != "update" {
             return Err(ApiError::method_not_allowed());
@@ -260,29 +361,69 @@ impl Api {
             return Err(ApiError::method_not_allowed());
         }
         match (verb, name) {
-            ("watch", _) => Ok(Answer::Watch(self.watch(resource, namespace, query, View::of(&request.accept, query)?)?)),
-            ("list", _) => Ok(Answer::json(self.list(resource, namespace, query, &View::of(&request.accept, query)?).await?)),
-            ("get", Some(name)) => Ok(Answer::json(self.get(resource, namespace, name, &View::of(&request.accept, query)?)?)),
+            ("watch", _) => Ok(Answer::Watch(self.watch(
+                resource,
+                namespace,
+                query,
+                View::of(&request.accept, query)?,
+            )?)),
+            ("list", _) => Ok(Answer::json(
+                self.list(
+                    resource,
+                    namespace,
+                    query,
+                    &View::of(&request.accept, query)?,
+                )
+                .await?,
+            )),
+            ("get", Some(name)) => Ok(Answer::json(self.get(
+                resource,
+                namespace,
+                name,
+                &View::of(&request.accept, query)?,
+            )?)),
             ("create", None) => {
                 let options = Options::of(query, "CreateOptions")?.by(resource, &request.user);
                 let mut body = decode_body(request)?;
                 if resource.kind == "CertificateSigningRequest" {
                     certificates::requested_by(&mut body, &request.user);
                 }
-                Ok(self.create(resource, namespace, body, &options).await?.into())
+                Ok(self
+                    .create(resource, namespace, body, &options)
+                    .await?
+                    .into())
             }
             ("update", Some(name)) => {
                 let options = Options::of(query, "UpdateOptions")?.by(resource, &request.user);
-                Ok(self.update(resource, namespace, name, sub, decode_body(request)?, &options).await?.into())
+                Ok(self
+                    .update(
+                        resource,
+                        namespace,
+                        name,
+                        sub,
+                        decode_body(request)?,
+                        &options,
+                    )
+                    .await?
+                    .into())
             }
             ("patch", Some(name)) => {
                 let options = Options::of(query, "PatchOptions")?.by(resource, &request.user);
                 let format = patch::Format::of(&request.content_type)?;
                 let patch = decode_json(&request.body)?;
-                Ok(self.patch(resource, namespace, name, sub, format, &patch, &options).await?.into())
+                Ok(self
+                    .patch(resource, namespace, name, sub, format, &patch, &options)
+                    .await?
+                    .into())
             }
-            ("delete", Some(name)) if sub.is_none() => Ok(self.delete(resource, namespace, name, query, &delete_body(request)?).await?.into()),
-            ("deletecollection", None) => Ok(self.delete_collection(resource, namespace, query, &delete_body(request)?).await?.into()),
+            ("delete", Some(name)) if sub.is_none() => Ok(self
+                .delete(resource, namespace, name, query, &delete_body(request)?)
+                .await?
+                .into()),
+            ("deletecollection", None) => Ok(self
+                .delete_collection(resource, namespace, query, &delete_body(request)?)
+                .await?
+                .into()),
             _ => Err(ApiError::method_not_allowed()),
         }
     }
@@ -297,18 +438,48 @@ impl Api {
         sub: Sub,
     ) -> Result<Answer, ApiError> {
         match (sub, verb) {
-            (Sub::Binding, "create") => Ok(self.bind(namespace, name, &decode_body(request)?).await?.into()),
-            (Sub::Eviction, "create") => Ok(self.evict(namespace, name, &decode_body(request)?).await?.into()),
-            (Sub::Token, "create") => Ok(self.issue_token(namespace, name, &decode_body(request)?, &request.user)?.into()),
-            (Sub::Scale, "get") => Ok(Answer::json(render(&self.scale(resource, namespace, name)?))),
+            (Sub::Binding, "create") => Ok(self
+                .bind(namespace, name, &decode_body(request)?)
+                .await?
+                .into()),
+            (Sub::Eviction, "create") => Ok(self
+                .evict(namespace, name, &decode_body(request)?)
+                .await?
+                .into()),
+            (Sub::Token, "create") => Ok(self
+                .issue_token(namespace, name, &decode_body(request)?, &request.user)?
+                .into()),
+            (Sub::Scale, "get") => Ok(Answer::json(render(
+                &self.scale(resource, namespace, name)?,
+            ))),
             (Sub::Scale, "update") => {
                 let options = Options::of(&request.query, "UpdateOptions")?;
-                Ok(self.set_scale(resource, namespace, name, &decode_body(request)?, None, &options).await?.into())
+                Ok(self
+                    .set_scale(
+                        resource,
+                        namespace,
+                        name,
+                        &decode_body(request)?,
+                        None,
+                        &options,
+                    )
+                    .await?
+                    .into())
             }
             (Sub::Scale, "patch") => {
                 let options = Options::of(&request.query, "PatchOptions")?;
                 let format = patch::Format::of(&request.content_type)?;
-                Ok(self.set_scale(resource, namespace, name, &decode_json(&request.body)?, Some(format), &options).await?.into())
+                Ok(self
+                    .set_scale(
+                        resource,
+                        namespace,
+                        name,
+                        &decode_json(&request.body)?,
+                        Some(format),
+                        &options,
+                    )
+                    .await?
+                    .into())
             }
             _ => Err(ApiError::method_not_allowed()),
         }
@@ -330,10 +501,18 @@ impl Api {
             object::meta(&mut object).insert("resourceVersion".into(), revision.to_string().into());
             read::render(&object)
         });
-        let write = Write { key: resource.key(namespace, name), expect: Expect::Revision(revision), change: Change::Put, render, attrs };
+        let write = Write {
+            key: resource.key(namespace, name),
+            expect: Expect::Revision(revision),
+            change: Change::Put,
+            render,
+            attrs,
+        };
         match self.store.write(write).await {
             Ok(_) => Ok(()),
-            Err(WriteError::Conflict(_)) => Err(ApiError::modified(resource.group, resource.plural, name)),
+            Err(WriteError::Conflict(_)) => {
+                Err(ApiError::modified(resource.group, resource.plural, name))
+            }
             Err(other) => Err(ApiError::internal(other)),
         }
     }
@@ -350,15 +529,27 @@ impl Api {
             return Err(ApiError::method_not_allowed());
         }
         let wants_aggregated = request.accept.contains("as=APIGroupDiscoveryList")
-            && request.accept.contains("v=v2;") | request.accept.contains("v=v2,") | request.accept.ends_with("v=v2");
-        let aggregated =
-            |core| Answer::Body { code: 200, content_type: discovery::AGGREGATED, body: render(&discovery::aggregated(core)), warnings: vec![] };
+            && request.accept.contains("v=v2;")
+                | request.accept.contains("v=v2,")
+                | request.accept.ends_with("v=v2");
+        let aggregated = |core| Answer::Body {
+            code: 200,
+            content_type: discovery::AGGREGATED,
+            body: render(&discovery::aggregated(core)),
+            warnings: vec![],
+        };
         let segments: Vec<&str> = path.split('/').skip(1).collect();
-        let json = |value: Option<Value>| value.map(|v| Answer::json(render(&v))).ok_or_else(ApiError::no_such_resource);
+        let json = |value: Option<Value>| {
+            value
+                .map(|v| Answer::json(render(&v)))
+                .ok_or_else(ApiError::no_such_resource)
+        };
         match segments.as_slice() {
             ["api"] if wants_aggregated => Ok(aggregated(true)),
             ["apis"] if wants_aggregated => Ok(aggregated(false)),
-            ["api"] => Ok(Answer::json(render(&serde_json::json!({"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": []})))),
+            ["api"] => Ok(Answer::json(render(
+                &serde_json::json!({"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": []}),
+            ))),
             ["apis"] => Ok(Answer::json(render(&discovery::group_list()))),
             ["api", version] => json(discovery::resource_list("", version)),
             ["apis", group] => json(discovery::group(group)),
@@ -367,7 +558,10 @@ impl Api {
             ["openapi", "v3"] => Ok(Answer::json(render(&discovery::openapi_index()))),
             ["openapi", "v3", rest @ ..] => json(discovery::openapi(&rest.join("/"))),
             ["healthz" | "livez" | "readyz"] => Ok(if request.query.flag("verbose") {
-                Answer::text(200, &format!("[+]ping ok\n[+]store ok\n{} check passed\n", segments[0]))
+                Answer::text(
+                    200,
+                    &format!("[+]ping ok\n[+]store ok\n{} check passed\n", segments[0]),
+                )
             } else {
                 Answer::text(200, "ok")
             }),
@@ -384,7 +578,12 @@ impl Api {
                     "/readyz".into(),
                     "/version".into(),
                 ];
-                paths.extend(resources::RESOURCES.iter().filter(|r| !r.group.is_empty()).map(|r| format!("/apis/{}", r.api_version())));
+                paths.extend(
+                    resources::RESOURCES
+                        .iter()
+                        .filter(|r| !r.group.is_empty())
+                        .map(|r| format!("/apis/{}", r.api_version())),
+                );
                 paths.sort();
                 paths.dedup();
                 Ok(Answer::json(render(&serde_json::json!({"paths": paths}))))
@@ -395,24 +594,41 @@ impl Api {
 }
 
 fn decode_json(body: &[u8]) -> Result<Value, ApiError> {
-    serde_json::from_slice(body)
-        .map_err(|e| ApiError::bad_request(format!("the object provided is unrecognized: couldn't get version/kind; json parse error: {e}")))
+    serde_json::from_slice(body).map_err(|e| {
+        ApiError::bad_request(format!(
+            "the object provided is unrecognized: couldn't get version/kind; json parse error: {e}"
+        ))
+    })
 }
 
 /// A body in one of the accepted formats as JSON.
 fn decode_body(request: &Request) -> Result<Value, ApiError> {
-    match request.content_type.split(';').next().unwrap_or_default().trim() {
+    match request
+        .content_type
+        .split(';')
+        .next()
+        .unwrap_or_default()
+        .trim()
+    {
         "" | "application/json" => decode_json(&request.body),
         "application/yaml" => {
-            let text = std::str::from_utf8(&request.body).map_err(|_| ApiError::bad_request("the YAML body is not UTF-8"))?;
-            serde_saphyr::from_str(text).map_err(|e| ApiError::bad_request(format!("the YAML body cannot be read: {e}")))
+            let text = std::str::from_utf8(&request.body)
+                .map_err(|_| ApiError::bad_request("the YAML body is not UTF-8"))?;
+            serde_saphyr::from_str(text)
+                .map_err(|e| ApiError::bad_request(format!("the YAML body cannot be read: {e}")))
         }
-        "application/vnd.kubernetes.protobuf" => schema::decode(&request.body).map_err(|e| ApiError::bad_request(e.to_string())),
+        "application/vnd.kubernetes.protobuf" => {
+            schema::decode(&request.body).map_err(|e| ApiError::bad_request(e.to_string()))
+        }
         _ => Err(ApiError::unsupported_body()),
     }
 }
 
 /// Delete options: optional, in any accepted format, their kind does not matter.
 fn delete_body(request: &Request) -> Result<Value, ApiError> {
-    if request.body.is_empty() { Ok(Value::Null) } else { decode_body(request) }
+    if request.body.is_empty() {
+        Ok(Value::Null)
+    } else {
+        decode_body(request)
+    }
 }

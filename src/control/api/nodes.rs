@@ -24,7 +24,13 @@ use crate::https::{Body, Outgoing, is_upgrade, tunnel};
 /// How long a node may take to take a connection.
 const CONNECT: Duration = Duration::from_secs(10);
 /// The kinds of addresses, those first that are tried first.
-const ADDRESSES: [&str; 5] = ["InternalIP", "Hostname", "InternalDNS", "ExternalIP", "ExternalDNS"];
+const ADDRESSES: [&str; 5] = [
+    "InternalIP",
+    "Hostname",
+    "InternalDNS",
+    "ExternalIP",
+    "ExternalDNS",
+];
 
 /// How nodes are reached.
 #[derive(Clone)]
@@ -51,8 +57,16 @@ async fn told(answer: Response<Body>, pod: &str) -> ApiError {
     let why = String::from_utf8_lossy(&bytes).trim().to_owned();
     match code {
         400 => ApiError::bad_request(why),
-        404 => ApiError::new(404, "NotFound", format!("the server could not find the requested resource ( pods/log {pod}): {why}")),
-        500 => ApiError::new(500, "InternalError", format!("Internal error occurred: {why}")),
+        404 => ApiError::new(
+            404,
+            "NotFound",
+            format!("the server could not find the requested resource ( pods/log {pod}): {why}"),
+        ),
+        500 => ApiError::new(
+            500,
+            "InternalError",
+            format!("Internal error occurred: {why}"),
+        ),
         other => ApiError::new(other, "", why),
     }
 }
@@ -61,24 +75,55 @@ async fn told(answer: Response<Body>, pod: &str) -> ApiError {
 /// would make us talk to ourselves (CVE-2022-3294).
 fn is_allowed(host: &str) -> bool {
     match host.parse::<IpAddr>() {
-        Ok(IpAddr::V4(ip)) => !(ip.is_loopback() || ip.is_link_local() || ip.is_unspecified() || ip.is_multicast()),
-        Ok(IpAddr::V6(ip)) => !(ip.is_loopback() || ip.is_unicast_link_local() || ip.is_unspecified() || ip.is_multicast()),
+        Ok(IpAddr::V4(ip)) => {
+            !(ip.is_loopback() || ip.is_link_local() || ip.is_unspecified() || ip.is_multicast())
+        }
+        Ok(IpAddr::V6(ip)) => {
+            !(ip.is_loopback()
+                || ip.is_unicast_link_local()
+                || ip.is_unspecified()
+                || ip.is_multicast())
+        }
         Err(_) => true,
     }
 }
 
 fn agent(node: &Value) -> Result<Agent, ApiError> {
     let name = super::object::name(node);
-    let refuse = |why: &str| ApiError::new(503, "ServiceUnavailable", format!("the node {name:?} cannot be reached: {why}"));
+    let refuse = |why: &str| {
+        ApiError::new(
+            503,
+            "ServiceUnavailable",
+            format!("the node {name:?} cannot be reached: {why}"),
+        )
+    };
     let addresses = list(node, &["status", "addresses"]);
-    let of = |kind: &&str| addresses.iter().find(|a| text(a, &["type"]) == Some(*kind)).and_then(|a| text(a, &["address"]));
-    let host = ADDRESSES.iter().find_map(of).ok_or_else(|| refuse("its status names no address"))?;
+    let of = |kind: &&str| {
+        addresses
+            .iter()
+            .find(|a| text(a, &["type"]) == Some(*kind))
+            .and_then(|a| text(a, &["address"]))
+    };
+    let host = ADDRESSES
+        .iter()
+        .find_map(of)
+        .ok_or_else(|| refuse("its status names no address"))?;
     if !is_allowed(host) {
         return Err(ApiError::bad_request("address not allowed"));
     }
-    let port = at(node, &["status", "daemonEndpoints", "kubeletEndpoint", "Port"]).and_then(Value::as_u64);
-    let port = port.and_then(|p| u16::try_from(p).ok()).filter(|p| *p > 0).ok_or_else(|| refuse("its status names no port of its agent"))?;
-    Ok(Agent { host: host.to_owned(), port })
+    let port = at(
+        node,
+        &["status", "daemonEndpoints", "kubeletEndpoint", "Port"],
+    )
+    .and_then(Value::as_u64);
+    let port = port
+        .and_then(|p| u16::try_from(p).ok())
+        .filter(|p| *p > 0)
+        .ok_or_else(|| refuse("its status names no port of its agent"))?;
+    Ok(Agent {
+        host: host.to_owned(),
+        port,
+    })
 }
 
 fn is_true(pairs: &[(String, String)], key: &str) -> bool {
@@ -88,58 +133,120 @@ fn is_true(pairs: &[(String, String)], key: &str) -> bool {
 /// The container that is meant: the only one, the one that the pod names as its default, or the one that is asked for.
 fn container(pod: &Value, asked: Option<&str>) -> Result<String, ApiError> {
     let name = super::object::name(pod);
-    let names = |kind: &str| list(pod, &["spec", kind]).iter().filter_map(|c| c["name"].as_str()).collect::<Vec<_>>();
+    let names = |kind: &str| {
+        list(pod, &["spec", kind])
+            .iter()
+            .filter_map(|c| c["name"].as_str())
+            .collect::<Vec<_>>()
+    };
     let own = names("containers");
     if let Some(asked) = asked.filter(|a| !a.is_empty()) {
         let all = [own, names("initContainers"), names("ephemeralContainers")].concat();
         return if all.contains(&asked) {
             Ok(asked.into())
         } else {
-            Err(ApiError::bad_request(format!("container {asked} is not valid for pod {name}")))
+            Err(ApiError::bad_request(format!(
+                "container {asked} is not valid for pod {name}"
+            )))
         };
     }
-    let default = text(pod, &["metadata", "annotations", "kubectl.kubernetes.io/default-container"]);
+    let default = text(
+        pod,
+        &[
+            "metadata",
+            "annotations",
+            "kubectl.kubernetes.io/default-container",
+        ],
+    );
     match (default.filter(|d| own.contains(d)), own.as_slice()) {
         (Some(default), _) => Ok(default.into()),
         (None, [one]) => Ok((*one).into()),
-        _ => Err(ApiError::bad_request(format!("a container name must be specified for pod {name}, choose one of: [{}]", own.join(" ")))),
+        _ => Err(ApiError::bad_request(format!(
+            "a container name must be specified for pod {name}, choose one of: [{}]",
+            own.join(" ")
+        ))),
     }
 }
 
 /// The path and query at the node. Pure.
 fn target(sub: Sub, pod: &Value, text_of: &str) -> Result<String, ApiError> {
     let pairs = query::pairs(text_of);
-    let value = |key: &str| pairs.iter().find(|(k, _)| k == key).map(|(_, v)| v.as_str());
-    let (namespace, name) = (super::object::namespace(pod).unwrap_or_default(), super::object::name(pod));
+    let value = |key: &str| {
+        pairs
+            .iter()
+            .find(|(k, _)| k == key)
+            .map(|(_, v)| v.as_str())
+    };
+    let (namespace, name) = (
+        super::object::namespace(pod).unwrap_or_default(),
+        super::object::name(pod),
+    );
     let mut onward: Vec<(&str, &str)> = vec![];
     let path = match sub {
         Sub::Log => {
-            let known = ["follow", "previous", "timestamps", "tailLines", "sinceSeconds", "sinceTime", "limitBytes", "stream"];
+            let known = [
+                "follow",
+                "previous",
+                "timestamps",
+                "tailLines",
+                "sinceSeconds",
+                "sinceTime",
+                "limitBytes",
+                "stream",
+            ];
             onward.extend(known.iter().filter_map(|key| Some((*key, value(key)?))));
-            format!("/containerLogs/{namespace}/{name}/{}", container(pod, value("container"))?)
+            format!(
+                "/containerLogs/{namespace}/{name}/{}",
+                container(pod, value("container"))?
+            )
         }
         Sub::Exec | Sub::Attach => {
             let tty = is_true(&pairs, "tty");
-            for (here, there) in [("stdin", "input"), ("stdout", "output"), ("stderr", "error"), ("tty", "tty")] {
+            for (here, there) in [
+                ("stdin", "input"),
+                ("stdout", "output"),
+                ("stderr", "error"),
+                ("tty", "tty"),
+            ] {
                 if is_true(&pairs, here) && !(here == "stderr" && tty) {
                     onward.push((there, "1"));
                 }
             }
             if !onward.iter().any(|(key, _)| *key != "tty") {
-                return Err(ApiError::bad_request("you must specify at least 1 of stdin, stdout, stderr"));
+                return Err(ApiError::bad_request(
+                    "you must specify at least 1 of stdin, stdout, stderr",
+                ));
             }
-            onward.extend(pairs.iter().filter(|(key, _)| key == "command").map(|(_, v)| ("command", v.as_str())));
+            onward.extend(
+                pairs
+                    .iter()
+                    .filter(|(key, _)| key == "command")
+                    .map(|(_, v)| ("command", v.as_str())),
+            );
             let what = if sub == Sub::Exec { "exec" } else { "attach" };
-            format!("/{what}/{namespace}/{name}/{}", container(pod, value("container"))?)
+            format!(
+                "/{what}/{namespace}/{name}/{}",
+                container(pod, value("container"))?
+            )
         }
         _ => {
-            let ports = pairs.iter().filter(|(key, _)| key == "ports").flat_map(|(_, v)| v.split(','));
+            let ports = pairs
+                .iter()
+                .filter(|(key, _)| key == "ports")
+                .flat_map(|(_, v)| v.split(','));
             onward.extend(ports.map(|port| ("port", port)));
             format!("/portForward/{namespace}/{name}")
         }
     };
-    let onward: Vec<String> = onward.iter().map(|(key, value)| format!("{key}={}", query::encode(value))).collect();
-    Ok(if onward.is_empty() { path } else { format!("{path}?{}", onward.join("&")) })
+    let onward: Vec<String> = onward
+        .iter()
+        .map(|(key, value)| format!("{key}={}", query::encode(value)))
+        .collect();
+    Ok(if onward.is_empty() {
+        path
+    } else {
+        format!("{path}?{}", onward.join("&"))
+    })
 }
 
 impl Nodes {
@@ -148,17 +255,44 @@ impl Nodes {
         Ok(Nodes(Arc::new(crate::https::client(certificate, key, ca)?)))
     }
 
-    async fn hand_on(&self, agent: &Agent, target: String, request: Request<Incoming>) -> Result<Response<Body>, ApiError> {
-        let failed = |why: String| ApiError::new(502, "InternalError", format!("error dialing backend: {}:{}: {why}", agent.host, agent.port));
+    async fn hand_on(
+        &self,
+        agent: &Agent,
+        target: String,
+        request: Request<Incoming>,
+    ) -> Result<Response<Body>, ApiError> {
+        let failed = |why: String| {
+            ApiError::new(
+                502,
+                "InternalError",
+                format!(
+                    "error dialing backend: {}:{}: {why}",
+                    agent.host, agent.port
+                ),
+            )
+        };
         let connect = async {
-            let stream = TcpStream::connect((agent.host.as_str(), agent.port)).await.map_err(|e| e.to_string())?;
+            let stream = TcpStream::connect((agent.host.as_str(), agent.port))
+                .await
+                .map_err(|e| e.to_string())?;
             stream.set_nodelay(true).map_err(|e| e.to_string())?;
             let name = ServerName::try_from(agent.host.clone()).map_err(|e| e.to_string())?;
-            TlsConnector::from(Arc::clone(&self.0)).connect(name, stream).await.map_err(|e| e.to_string())
+            TlsConnector::from(Arc::clone(&self.0))
+                .connect(name, stream)
+                .await
+                .map_err(|e| e.to_string())
         };
-        let stream = tokio::time::timeout(CONNECT, connect).await.map_err(|_| failed("no answer".into()))?.map_err(failed)?;
-        let outgoing = Outgoing { host: format!("{}:{}", agent.host, agent.port), target };
-        tunnel(request, &outgoing, stream, ()).await.map_err(|e| failed(e.to_string()))
+        let stream = tokio::time::timeout(CONNECT, connect)
+            .await
+            .map_err(|_| failed("no answer".into()))?
+            .map_err(failed)?;
+        let outgoing = Outgoing {
+            host: format!("{}:{}", agent.host, agent.port),
+            target,
+        };
+        tunnel(request, &outgoing, stream, ())
+            .await
+            .map_err(|e| failed(e.to_string()))
     }
 }
 
@@ -172,14 +306,26 @@ impl Api {
         path: &str,
         request: Request<Incoming>,
     ) -> Result<Response<Body>, ApiError> {
-        let nodes = self.nodes.as_ref().ok_or_else(|| ApiError::new(503, "ServiceUnavailable", "this apiserver has no credentials for nodes"))?;
-        let (kind, text_of) =
-            (Resource::of_kind("Node").ok_or_else(ApiError::no_such_resource)?, request.uri().query().unwrap_or_default().to_owned());
+        let nodes = self.nodes.as_ref().ok_or_else(|| {
+            ApiError::new(
+                503,
+                "ServiceUnavailable",
+                "this apiserver has no credentials for nodes",
+            )
+        })?;
+        let (kind, text_of) = (
+            Resource::of_kind("Node").ok_or_else(ApiError::no_such_resource)?,
+            request.uri().query().unwrap_or_default().to_owned(),
+        );
         if sub == Sub::Proxy {
             let (_, node) = self.fetch(kind, None, name)?;
             let below = path.split_once("/proxy").map_or("", |(_, below)| below);
             let below = if below.is_empty() { "/" } else { below };
-            let target = if text_of.is_empty() { below.to_owned() } else { format!("{below}?{text_of}") };
+            let target = if text_of.is_empty() {
+                below.to_owned()
+            } else {
+                format!("{below}?{text_of}")
+            };
             return nodes.hand_on(&agent(&node)?, target, request).await;
         }
         let pods = Resource::of_kind("Pod").ok_or_else(ApiError::no_such_resource)?;
@@ -190,7 +336,9 @@ impl Api {
             return if sub == Sub::Log {
                 Ok(crate::https::text(hyper::StatusCode::OK, ""))
             } else {
-                Err(ApiError::bad_request(format!("pod {name} does not have a host assigned")))
+                Err(ApiError::bad_request(format!(
+                    "pod {name} does not have a host assigned"
+                )))
             };
         };
         if sub != Sub::Log && !is_upgrade(request.headers()) {
@@ -198,7 +346,11 @@ impl Api {
         }
         let (_, node) = self.fetch(kind, None, node)?;
         let answer = nodes.hand_on(&agent(&node)?, target, request).await?;
-        if sub == Sub::Log && !answer.status().is_success() { Err(told(answer, name).await) } else { Ok(answer) }
+        if sub == Sub::Log && !answer.status().is_success() {
+            Err(told(answer, name).await)
+        } else {
+            Ok(answer)
+        }
     }
 }
 
@@ -209,19 +361,39 @@ mod tests {
 
     #[test]
     fn what_is_asked_of_a_pod_is_asked_of_its_node() {
-        let pod =
-            json!({"metadata": {"name": "p", "namespace": "n"}, "spec": {"containers": [{"name": "c"}], "ephemeralContainers": [{"name": "e"}]}});
+        let pod = json!({"metadata": {"name": "p", "namespace": "n"}, "spec": {"containers": [{"name": "c"}], "ephemeralContainers": [{"name": "e"}]}});
         let of = |sub, text: &str| target(sub, &pod, text).map_err(|e| e.message);
-        assert_eq!(of(Sub::Log, "follow=true&tailLines=3&pretty=1"), Ok("/containerLogs/n/p/c?follow=true&tailLines=3".into()));
-        assert_eq!(of(Sub::Log, "container=e"), Ok("/containerLogs/n/p/e".into()));
-        assert_eq!(of(Sub::Log, "container=x"), Err("container x is not valid for pod p".into()));
         assert_eq!(
-            of(Sub::Exec, "command=sh&command=-c&command=a%26b&stdin=true&stdout=true&stderr=true&tty=true"),
+            of(Sub::Log, "follow=true&tailLines=3&pretty=1"),
+            Ok("/containerLogs/n/p/c?follow=true&tailLines=3".into())
+        );
+        assert_eq!(
+            of(Sub::Log, "container=e"),
+            Ok("/containerLogs/n/p/e".into())
+        );
+        assert_eq!(
+            of(Sub::Log, "container=x"),
+            Err("container x is not valid for pod p".into())
+        );
+        assert_eq!(
+            of(
+                Sub::Exec,
+                "command=sh&command=-c&command=a%26b&stdin=true&stdout=true&stderr=true&tty=true"
+            ),
             Ok("/exec/n/p/c?input=1&output=1&tty=1&command=sh&command=-c&command=a%26b".into())
         );
-        assert_eq!(of(Sub::Exec, "command=sh&tty=true"), Err("you must specify at least 1 of stdin, stdout, stderr".into()));
-        assert_eq!(of(Sub::Attach, "stdout=true"), Ok("/attach/n/p/c?output=1".into()));
-        assert_eq!(of(Sub::PortForward, "ports=80,81"), Ok("/portForward/n/p?port=80&port=81".into()));
+        assert_eq!(
+            of(Sub::Exec, "command=sh&tty=true"),
+            Err("you must specify at least 1 of stdin, stdout, stderr".into())
+        );
+        assert_eq!(
+            of(Sub::Attach, "stdout=true"),
+            Ok("/attach/n/p/c?output=1".into())
+        );
+        assert_eq!(
+            of(Sub::PortForward, "ports=80,81"),
+            Ok("/portForward/n/p?port=80&port=81".into())
+        );
         let two = json!({"metadata": {"name": "p", "namespace": "n"}, "spec": {"containers": [{"name": "a"}, {"name": "b"}]}});
         assert_eq!(
             target(Sub::Log, &two, "").map_err(|e| e.message),
@@ -235,11 +407,24 @@ mod tests {
             json!({"metadata": {"name": "n"}, "status": {"addresses": [{"type": "Hostname", "address": "host"}, {"type": "InternalIP", "address": address}],
                 "daemonEndpoints": {"kubeletEndpoint": {"Port": port}}}})
         };
-        assert_eq!(agent(&node("192.0.2.1", json!(10250))).ok(), Some(Agent { host: "192.0.2.1".into(), port: 10250 }));
-        for (address, port, code) in
-            [("127.0.0.1", json!(1), 400), ("169.254.169.254", json!(1), 400), ("::1", json!(1), 400), ("192.0.2.1", json!(0), 503)]
-        {
-            assert_eq!(agent(&node(address, port)).map_err(|e| e.code).err(), Some(code), "{address}");
+        assert_eq!(
+            agent(&node("192.0.2.1", json!(10250))).ok(),
+            Some(Agent {
+                host: "192.0.2.1".into(),
+                port: 10250
+            })
+        );
+        for (address, port, code) in [
+            ("127.0.0.1", json!(1), 400),
+            ("169.254.169.254", json!(1), 400),
+            ("::1", json!(1), 400),
+            ("192.0.2.1", json!(0), 503),
+        ] {
+            assert_eq!(
+                agent(&node(address, port)).map_err(|e| e.code).err(),
+                Some(code),
+                "{address}"
+            );
         }
     }
 }

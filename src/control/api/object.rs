@@ -14,13 +14,17 @@ pub fn text<'a>(object: &'a Value, path: &[&str]) -> Option<&'a str> {
 /// The value at a path of keys; `null` counts as absent.
 #[must_use]
 pub fn at<'a>(object: &'a Value, path: &[&str]) -> Option<&'a Value> {
-    path.iter().try_fold(object, |value, key| value.get(key)).filter(|value| !value.is_null())
+    path.iter()
+        .try_fold(object, |value, key| value.get(key))
+        .filter(|value| !value.is_null())
 }
 
 /// The list at a path, empty if absent.
 #[must_use]
 pub fn list<'a>(object: &'a Value, path: &[&str]) -> &'a [Value] {
-    at(object, path).and_then(Value::as_array).map_or(&[], Vec::as_slice)
+    at(object, path)
+        .and_then(Value::as_array)
+        .map_or(&[], Vec::as_slice)
 }
 
 /// `object[key]` as a map, created if it is absent or not a map.
@@ -84,7 +88,14 @@ pub fn new_uid() -> String {
     b[6] = (b[6] & 0x0f) | 0x40;
     b[8] = (b[8] & 0x3f) | 0x80;
     let h: String = b.iter().map(|x| format!("{x:02x}")).collect();
-    format!("{}-{}-{}-{}-{}", &h[..8], &h[8..12], &h[12..16], &h[16..20], &h[20..])
+    format!(
+        "{}-{}-{}-{}-{}",
+        &h[..8],
+        &h[8..12],
+        &h[12..16],
+        &h[16..20],
+        &h[20..]
+    )
 }
 
 /// Five characters for a generated name, from the set that spells no words.
@@ -93,7 +104,10 @@ pub fn name_suffix() -> String {
     const LETTERS: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
     let mut bytes = [0u8; 5];
     random(&mut bytes);
-    bytes.iter().map(|b| char::from(LETTERS[usize::from(*b) % LETTERS.len()])).collect()
+    bytes
+        .iter()
+        .map(|b| char::from(LETTERS[usize::from(*b) % LETTERS.len()]))
+        .collect()
 }
 
 fn random(bytes: &mut [u8]) {
@@ -106,12 +120,19 @@ pub fn attrs(resource: &Resource, object: &Value) -> Attrs {
     let mut attrs = Attrs::default();
     if let Some(labels) = at(object, &["metadata", "labels"]).and_then(Value::as_object) {
         for (key, value) in labels {
-            attrs.labels.insert(key.clone(), value.as_str().unwrap_or_default().to_owned());
+            attrs
+                .labels
+                .insert(key.clone(), value.as_str().unwrap_or_default().to_owned());
         }
     }
-    attrs.fields.insert("metadata.name".into(), name(object).into());
+    attrs
+        .fields
+        .insert("metadata.name".into(), name(object).into());
     if resource.namespaced {
-        attrs.fields.insert("metadata.namespace".into(), namespace(object).unwrap_or_default().into());
+        attrs.fields.insert(
+            "metadata.namespace".into(),
+            namespace(object).unwrap_or_default().into(),
+        );
     }
     for field in resource.fields {
         let path: Vec<&str> = match *field {
@@ -134,7 +155,9 @@ pub fn attrs(resource: &Resource, object: &Value) -> Attrs {
 #[must_use]
 pub fn index(key: &str, bytes: &[u8]) -> Attrs {
     let plural = key.split('/').next().unwrap_or_default();
-    let resource = super::resources::RESOURCES.iter().find(|r| r.plural == plural);
+    let resource = super::resources::RESOURCES
+        .iter()
+        .find(|r| r.plural == plural);
     match (resource, serde_json::from_slice(bytes)) {
         (Some(resource), Ok(object)) => attrs(resource, &object),
         _ => Attrs::default(),

@@ -31,7 +31,11 @@ impl Format {
                 "UnsupportedMediaType",
                 "server-side apply is not supported by this server; use client-side apply (kubectl apply without --server-side)",
             )),
-            _ => Err(ApiError::new(415, "UnsupportedMediaType", "415: Unsupported Media Type")),
+            _ => Err(ApiError::new(
+                415,
+                "UnsupportedMediaType",
+                "415: Unsupported Media Type",
+            )),
         }
     }
 }
@@ -41,19 +45,29 @@ pub fn apply(format: Format, object: &Value, patch: &Value) -> Result<Value, Api
     let mut result = object.clone();
     match format {
         Format::Json => {
-            let operations = patch.as_array().ok_or_else(|| ApiError::bad_request("a JSON patch must be an array of operations"))?;
+            let operations = patch.as_array().ok_or_else(|| {
+                ApiError::bad_request("a JSON patch must be an array of operations")
+            })?;
             if operations.len() > MAX_OPERATIONS {
                 return Err(ApiError::new(
                     413,
                     "RequestEntityTooLarge",
-                    format!("The allowed maximum operations in a JSON patch is {MAX_OPERATIONS}, got {}", operations.len()),
+                    format!(
+                        "The allowed maximum operations in a JSON patch is {MAX_OPERATIONS}, got {}",
+                        operations.len()
+                    ),
                 ));
             }
-            let patch: json_patch::Patch =
-                serde_json::from_value(patch.clone()).map_err(|e| ApiError::bad_request(format!("the JSON patch cannot be read: {e}")))?;
+            let patch: json_patch::Patch = serde_json::from_value(patch.clone()).map_err(|e| {
+                ApiError::bad_request(format!("the JSON patch cannot be read: {e}"))
+            })?;
             json_patch::patch(&mut result, &patch).map_err(|e| ApiError {
                 details: json!({}),
-                ..ApiError::new(422, "Invalid", format!("the server rejected our request due to an error in our request: {e}"))
+                ..ApiError::new(
+                    422,
+                    "Invalid",
+                    format!("the server rejected our request due to an error in our request: {e}"),
+                )
             })?;
         }
         Format::Merge => {
@@ -62,7 +76,9 @@ pub fn apply(format: Format, object: &Value, patch: &Value) -> Result<Value, Api
         }
         Format::Strategic => {
             let patch = object_only(patch)?;
-            let target = result.as_object_mut().ok_or_else(|| ApiError::internal("the stored object is not an object"))?;
+            let target = result
+                .as_object_mut()
+                .ok_or_else(|| ApiError::internal("the stored object is not an object"))?;
             merge_map(target, patch, "")?;
         }
     }
@@ -70,7 +86,9 @@ pub fn apply(format: Format, object: &Value, patch: &Value) -> Result<Value, Api
 }
 
 fn object_only(patch: &Value) -> Result<&Map<String, Value>, ApiError> {
-    patch.as_object().ok_or_else(|| ApiError::bad_request("the patch must be a JSON object"))
+    patch
+        .as_object()
+        .ok_or_else(|| ApiError::bad_request("the patch must be a JSON object"))
 }
 
 /// How a list is merged.
@@ -90,10 +108,20 @@ fn list_rule(parent: &str, field: &str) -> ListRule {
         (_, "ownerReferences") => ListRule::Key("uid"),
         (_, "finalizers") if parent == "metadata" => ListRule::Set,
         (_, "podCIDRs") => ListRule::Set,
-        (_, "containers" | "initContainers" | "ephemeralContainers" | "volumes" | "schedulingGates" | "resourceClaims") => ListRule::Key("name"),
+        (
+            _,
+            "containers"
+            | "initContainers"
+            | "ephemeralContainers"
+            | "volumes"
+            | "schedulingGates"
+            | "resourceClaims",
+        ) => ListRule::Key("name"),
         ("spec", "imagePullSecrets") => ListRule::Key("name"),
         (_, "env") => ListRule::Key("name"),
-        ("containers" | "initContainers" | "ephemeralContainers", "ports") => ListRule::Key("containerPort"),
+        ("containers" | "initContainers" | "ephemeralContainers", "ports") => {
+            ListRule::Key("containerPort")
+        }
         ("spec", "ports") => ListRule::Key("port"),
         (_, "volumeMounts") => ListRule::Key("mountPath"),
         (_, "volumeDevices") => ListRule::Key("devicePath"),
@@ -108,15 +136,30 @@ fn list_rule(parent: &str, field: &str) -> ListRule {
 
 fn unknown_directive(directive: &Value, map: &Map<String, Value>) -> ApiError {
     let text = directive.as_str().unwrap_or_default();
-    ApiError::new(500, "", format!("unknown patch type: {text} in map: {}", Value::Object(map.clone())))
+    ApiError::new(
+        500,
+        "",
+        format!(
+            "unknown patch type: {text} in map: {}",
+            Value::Object(map.clone())
+        ),
+    )
 }
 
-fn merge_map(target: &mut Map<String, Value>, patch: &Map<String, Value>, parent: &str) -> Result<(), ApiError> {
+fn merge_map(
+    target: &mut Map<String, Value>,
+    patch: &Map<String, Value>,
+    parent: &str,
+) -> Result<(), ApiError> {
     match patch.get("$patch") {
         None => {}
         Some(Value::String(d)) if d == "merge" => {}
         Some(Value::String(d)) if d == "replace" => {
-            *target = patch.iter().filter(|(k, _)| *k != "$patch").map(|(k, v)| (k.clone(), v.clone())).collect();
+            *target = patch
+                .iter()
+                .filter(|(k, _)| *k != "$patch")
+                .map(|(k, v)| (k.clone(), v.clone()))
+                .collect();
             return Ok(());
         }
         Some(Value::String(d)) if d == "delete" => {
@@ -153,8 +196,14 @@ fn merge_map(target: &mut Map<String, Value>, patch: &Map<String, Value>, parent
                 }
             }
             Value::Array(items) => {
-                let order = patch.get(&format!("$setElementOrder/{key}")).and_then(Value::as_array);
-                let old = target.get(key).and_then(Value::as_array).cloned().unwrap_or_default();
+                let order = patch
+                    .get(&format!("$setElementOrder/{key}"))
+                    .and_then(Value::as_array);
+                let old = target
+                    .get(key)
+                    .and_then(Value::as_array)
+                    .cloned()
+                    .unwrap_or_default();
                 let merged = merge_list(old, items, parent, key, order)?;
                 target.insert(key.clone(), merged.into());
             }
@@ -165,7 +214,8 @@ fn merge_map(target: &mut Map<String, Value>, patch: &Map<String, Value>, parent
     }
     // An order without a list moves what is there.
     for (key, value) in patch {
-        if let (Some(field), Some(order)) = (key.strip_prefix("$setElementOrder/"), value.as_array())
+        if let (Some(field), Some(order)) =
+            (key.strip_prefix("$setElementOrder/"), value.as_array())
             && !patch.contains_key(field)
             && let Some(list) = target.get_mut(field).and_then(Value::as_array_mut)
         {
@@ -175,9 +225,22 @@ fn merge_map(target: &mut Map<String, Value>, patch: &Map<String, Value>, parent
     Ok(())
 }
 
-fn merge_list(old: Vec<Value>, patch: &[Value], parent: &str, field: &str, order: Option<&Vec<Value>>) -> Result<Vec<Value>, ApiError> {
-    let directive = |item: &Value, what: &str| item.get("$patch").and_then(Value::as_str) == Some(what);
-    let plain = || patch.iter().filter(|i| i.get("$patch").is_none()).cloned().collect::<Vec<_>>();
+fn merge_list(
+    old: Vec<Value>,
+    patch: &[Value],
+    parent: &str,
+    field: &str,
+    order: Option<&Vec<Value>>,
+) -> Result<Vec<Value>, ApiError> {
+    let directive =
+        |item: &Value, what: &str| item.get("$patch").and_then(Value::as_str) == Some(what);
+    let plain = || {
+        patch
+            .iter()
+            .filter(|i| i.get("$patch").is_none())
+            .cloned()
+            .collect::<Vec<_>>()
+    };
     if patch.iter().any(|item| directive(item, "replace")) {
         return Ok(plain());
     }
@@ -196,8 +259,18 @@ fn merge_list(old: Vec<Value>, patch: &[Value], parent: &str, field: &str, order
             let mut result = old;
             let mut added = Vec::new();
             for item in patch {
-                let map = item.as_object().ok_or_else(|| ApiError::bad_request(format!("{field}: every element of the patch must be an object")))?;
-                let id = map.get(key).ok_or_else(|| ApiError::new(500, "", format!("map: {item} does not contain declared merge key: {key}")))?;
+                let map = item.as_object().ok_or_else(|| {
+                    ApiError::bad_request(format!(
+                        "{field}: every element of the patch must be an object"
+                    ))
+                })?;
+                let id = map.get(key).ok_or_else(|| {
+                    ApiError::new(
+                        500,
+                        "",
+                        format!("map: {item} does not contain declared merge key: {key}"),
+                    )
+                })?;
                 let place = result.iter().position(|have| have.get(key) == Some(id));
                 if directive(item, "delete") {
                     result.retain(|have| have.get(key) != Some(id));
@@ -230,7 +303,15 @@ fn in_order(list: Vec<Value>, order: &[Value], rule: ListRule) -> Vec<Value> {
     let mut ordered: Vec<Value> = list.iter().filter(|i| rank(i).is_some()).cloned().collect();
     ordered.sort_by_key(|i| rank(i));
     let mut listed = ordered.into_iter();
-    list.iter().map(|item| if rank(item).is_some() { listed.next().unwrap_or(Value::Null) } else { item.clone() }).collect()
+    list.iter()
+        .map(|item| {
+            if rank(item).is_some() {
+                listed.next().unwrap_or(Value::Null)
+            } else {
+                item.clone()
+            }
+        })
+        .collect()
 }
 
 #[cfg(test)]
@@ -247,16 +328,36 @@ mod tests {
             {"name": "a", "image": "x", "args": ["1"], "env": [{"name": "E", "value": "1"}]},
             {"name": "b", "image": "y"}]}});
         let cases = [
-            ("merge by name", json!({"spec": {"containers": [{"name": "a", "image": "z"}]}}), "/spec/containers/0/image", json!("z")),
-            ("others stay", json!({"spec": {"containers": [{"name": "a", "image": "z"}]}}), "/spec/containers/1/image", json!("y")),
-            ("atomic list", json!({"spec": {"containers": [{"name": "a", "args": ["2"]}]}}), "/spec/containers/0/args", json!(["2"])),
+            (
+                "merge by name",
+                json!({"spec": {"containers": [{"name": "a", "image": "z"}]}}),
+                "/spec/containers/0/image",
+                json!("z"),
+            ),
+            (
+                "others stay",
+                json!({"spec": {"containers": [{"name": "a", "image": "z"}]}}),
+                "/spec/containers/1/image",
+                json!("y"),
+            ),
+            (
+                "atomic list",
+                json!({"spec": {"containers": [{"name": "a", "args": ["2"]}]}}),
+                "/spec/containers/0/args",
+                json!(["2"]),
+            ),
             (
                 "nested key",
                 json!({"spec": {"containers": [{"name": "a", "env": [{"name": "E", "value": "2"}]}]}}),
                 "/spec/containers/0/env",
                 json!([{"name": "E", "value": "2"}]),
             ),
-            ("new ones first", json!({"spec": {"containers": [{"name": "c"}]}}), "/spec/containers/0/name", json!("c")),
+            (
+                "new ones first",
+                json!({"spec": {"containers": [{"name": "c"}]}}),
+                "/spec/containers/0/name",
+                json!("c"),
+            ),
             (
                 "given order",
                 json!({"spec": {"$setElementOrder/containers": [{"name": "a"}, {"name": "b"}, {"name": "c"}], "containers": [{"name": "c"}]}}),
@@ -269,16 +370,28 @@ mod tests {
                 "/spec/containers",
                 json!([{"name": "b", "image": "y"}]),
             ),
-            ("replace", json!({"spec": {"containers": [{"$patch": "replace"}, {"name": "n"}]}}), "/spec/containers", json!([{"name": "n"}])),
+            (
+                "replace",
+                json!({"spec": {"containers": [{"$patch": "replace"}, {"name": "n"}]}}),
+                "/spec/containers",
+                json!([{"name": "n"}]),
+            ),
         ];
         for (what, patch, path, expected) in cases {
-            assert_eq!(strategic(pod.clone(), patch).pointer(path), Some(&expected), "{what}");
+            assert_eq!(
+                strategic(pod.clone(), patch).pointer(path),
+                Some(&expected),
+                "{what}"
+            );
         }
     }
 
     #[test]
     fn strategic_merge_of_maps_and_sets() {
-        assert_eq!(strategic(json!({"a": {"x": 1, "y": 2}}), json!({"a": {"x": null}})), json!({"a": {"y": 2}}));
+        assert_eq!(
+            strategic(json!({"a": {"x": 1, "y": 2}}), json!({"a": {"x": null}})),
+            json!({"a": {"y": 2}})
+        );
         assert_eq!(
             strategic(
                 json!({"spec": {"strategy": {"type": "R", "rollingUpdate": {}}}}),
@@ -295,17 +408,35 @@ mod tests {
         );
         let addresses = json!({"status": {"addresses": [{"type": "Hostname", "address": "old"}]}});
         let patch = json!({"status": {"addresses": [{"type": "InternalIP", "address": "1"}, {"$patch": "replace"}]}});
-        assert_eq!(strategic(addresses, patch), json!({"status": {"addresses": [{"type": "InternalIP", "address": "1"}]}}));
+        assert_eq!(
+            strategic(addresses, patch),
+            json!({"status": {"addresses": [{"type": "InternalIP", "address": "1"}]}})
+        );
     }
 
     #[test]
     fn bad_patches_are_refused_with_the_right_code() {
         let object = json!({"spec": {"containers": [{"name": "a"}]}});
         let code = |format, patch: Value| apply(format, &object, &patch).expect_err("refused").code;
-        assert_eq!(code(Format::Strategic, json!({"spec": {"containers": [{"image": "x"}]}})), 500);
-        assert_eq!(code(Format::Strategic, json!({"spec": {"$patch": "bogus"}})), 500);
+        assert_eq!(
+            code(
+                Format::Strategic,
+                json!({"spec": {"containers": [{"image": "x"}]}})
+            ),
+            500
+        );
+        assert_eq!(
+            code(Format::Strategic, json!({"spec": {"$patch": "bogus"}})),
+            500
+        );
         assert_eq!(code(Format::Strategic, json!([1])), 400);
         assert_eq!(code(Format::Json, json!({})), 400);
-        assert_eq!(code(Format::Json, json!([{"op": "test", "path": "/spec", "value": 1}])), 422);
+        assert_eq!(
+            code(
+                Format::Json,
+                json!([{"op": "test", "path": "/spec", "value": 1}])
+            ),
+            422
+        );
     }
 }

@@ -19,7 +19,12 @@ type Errors = Vec<FieldError>;
 /// The group of roles and bindings.
 pub const GROUP: &str = "rbac.authorization.k8s.io";
 
-const KINDS: [&str; 4] = ["roles/", "clusterroles/", "rolebindings/", "clusterrolebindings/"];
+const KINDS: [&str; 4] = [
+    "roles/",
+    "clusterroles/",
+    "rolebindings/",
+    "clusterrolebindings/",
+];
 
 /// Something that is allowed.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
@@ -56,15 +61,29 @@ fn any(list: &[String], wanted: &str) -> bool {
 
 impl Rule {
     fn allows(&self, ask: &Ask<'_>) -> bool {
-        let full = if ask.sub.is_empty() { ask.resource.to_owned() } else { format!("{}/{}", ask.resource, ask.sub) };
+        let full = if ask.sub.is_empty() {
+            ask.resource.to_owned()
+        } else {
+            format!("{}/{}", ask.resource, ask.sub)
+        };
         let every = format!("*/{}", ask.sub);
-        let resource = self.resources.iter().any(|r| r == "*" || *r == full || (!ask.sub.is_empty() && *r == every));
-        let named = self.resource_names.is_empty() || self.resource_names.iter().any(|n| n == ask.name);
+        let resource = self
+            .resources
+            .iter()
+            .any(|r| r == "*" || *r == full || (!ask.sub.is_empty() && *r == every));
+        let named =
+            self.resource_names.is_empty() || self.resource_names.iter().any(|n| n == ask.name);
         any(&self.verbs, ask.verb) && any(&self.api_groups, ask.group) && resource && named
     }
 
     fn allows_path(&self, verb: &str, path: &str) -> bool {
-        let fits = |rule: &String| rule == "*" || rule == path || rule.strip_suffix('*').is_some_and(|begin| path.starts_with(begin));
+        let fits = |rule: &String| {
+            rule == "*"
+                || rule == path
+                || rule
+                    .strip_suffix('*')
+                    .is_some_and(|begin| path.starts_with(begin))
+        };
         any(&self.verbs, verb) && self.paths.iter().any(fits)
     }
 }
@@ -75,7 +94,11 @@ impl Subject {
             "User" => self.name == user.name,
             "Group" => user.is_in(&self.name),
             "ServiceAccount" => {
-                let namespace = if self.namespace.is_empty() { binding.unwrap_or_default() } else { &self.namespace };
+                let namespace = if self.namespace.is_empty() {
+                    binding.unwrap_or_default()
+                } else {
+                    &self.namespace
+                };
                 user.name == format!("system:serviceaccount:{namespace}:{}", self.name)
             }
             _ => false,
@@ -88,7 +111,12 @@ impl Subject {
 pub struct Rbac(Mutex<(u64, Arc<Vec<Grant>>)>);
 
 fn objects(store: &Store, prefix: &str) -> Vec<Value> {
-    store.list(prefix).0.into_iter().filter_map(|(_, r)| serde_json::from_slice(&r.value).ok()).collect()
+    store
+        .list(prefix)
+        .0
+        .into_iter()
+        .filter_map(|(_, r)| serde_json::from_slice(&r.value).ok())
+        .collect()
 }
 
 fn rules(role: &Value) -> Vec<Rule> {
@@ -99,10 +127,14 @@ fn rules(role: &Value) -> Vec<Rule> {
 fn gathered(role: &Value, all: &[Value]) -> Vec<Rule> {
     let mut found = rules(role);
     for selector in list(role, &["aggregationRule", "clusterRoleSelectors"]) {
-        let Some(selector) = Selector::of_object(selector) else { continue };
+        let Some(selector) = Selector::of_object(selector) else {
+            continue;
+        };
         let chosen = all.iter().filter(|other| {
-            let labels: BTreeMap<String, String> = serde_json::from_value(other["metadata"]["labels"].clone()).unwrap_or_default();
-            super::object::name(other) != super::object::name(role) && selector.matches_labels(&labels)
+            let labels: BTreeMap<String, String> =
+                serde_json::from_value(other["metadata"]["labels"].clone()).unwrap_or_default();
+            super::object::name(other) != super::object::name(role)
+                && selector.matches_labels(&labels)
         });
         found.extend(chosen.flat_map(rules));
     }
@@ -114,14 +146,32 @@ fn grants(store: &Store) -> Vec<Grant> {
     let of_binding = |binding: &Value, namespace: Option<&str>| {
         let name = text(binding, &["roleRef", "name"])?;
         let rules = match text(binding, &["roleRef", "kind"])? {
-            "ClusterRole" => gathered(cluster_roles.iter().find(|r| super::object::name(r) == name)?, &cluster_roles),
-            _ => rules(roles.iter().find(|r| super::object::name(r) == name && super::object::namespace(r) == namespace)?),
+            "ClusterRole" => gathered(
+                cluster_roles
+                    .iter()
+                    .find(|r| super::object::name(r) == name)?,
+                &cluster_roles,
+            ),
+            _ => rules(roles.iter().find(|r| {
+                super::object::name(r) == name && super::object::namespace(r) == namespace
+            })?),
         };
         let subjects = serde_json::from_value(binding["subjects"].clone()).unwrap_or_default();
-        Some(Grant { namespace: namespace.map(Into::into), subjects, rules: Arc::new(rules) })
+        Some(Grant {
+            namespace: namespace.map(Into::into),
+            subjects,
+            rules: Arc::new(rules),
+        })
     };
-    let mut found: Vec<Grant> = objects(store, KINDS[2]).iter().filter_map(|b| of_binding(b, super::object::namespace(b))).collect();
-    found.extend(objects(store, KINDS[3]).iter().filter_map(|b| of_binding(b, None)));
+    let mut found: Vec<Grant> = objects(store, KINDS[2])
+        .iter()
+        .filter_map(|b| of_binding(b, super::object::namespace(b)))
+        .collect();
+    found.extend(
+        objects(store, KINDS[3])
+            .iter()
+            .filter_map(|b| of_binding(b, None)),
+    );
     found
 }
 
@@ -129,7 +179,11 @@ impl Rbac {
     fn grants(&self, store: &Store) -> Arc<Vec<Grant>> {
         // Any change of a role or binding changes the sum or the highest of their revisions.
         let records = KINDS.iter().flat_map(|prefix| store.list(prefix).0);
-        let print = records.fold(1_u64, |sum, (key, r)| sum.wrapping_mul(31).wrapping_add(r.revision).wrapping_add(key.len() as u64));
+        let print = records.fold(1_u64, |sum, (key, r)| {
+            sum.wrapping_mul(31)
+                .wrapping_add(r.revision)
+                .wrapping_add(key.len() as u64)
+        });
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if known.0 != print {
             *known = (print, Arc::new(grants(store)));
@@ -141,47 +195,99 @@ impl Rbac {
     #[must_use]
     pub fn allows(&self, store: &Store, user: &User, ask: &Ask<'_>) -> bool {
         let holds = |grant: &&Grant| {
-            let here = grant.namespace.as_deref().is_none_or(|n| n == ask.namespace);
-            here && grant.subjects.iter().any(|s| s.is(user, grant.namespace.as_deref()))
+            let here = grant
+                .namespace
+                .as_deref()
+                .is_none_or(|n| n == ask.namespace);
+            here && grant
+                .subjects
+                .iter()
+                .any(|s| s.is(user, grant.namespace.as_deref()))
         };
-        self.grants(store).iter().filter(holds).any(|grant| grant.rules.iter().any(|rule| rule.allows(ask)))
+        self.grants(store)
+            .iter()
+            .filter(holds)
+            .any(|grant| grant.rules.iter().any(|rule| rule.allows(ask)))
     }
 
     /// The same for a path outside the object API.
     #[must_use]
     pub fn allows_path(&self, store: &Store, user: &User, verb: &str, path: &str) -> bool {
-        let holds = |grant: &&Grant| grant.namespace.is_none() && grant.subjects.iter().any(|s| s.is(user, None));
-        self.grants(store).iter().filter(holds).any(|grant| grant.rules.iter().any(|rule| rule.allows_path(verb, path)))
+        let holds = |grant: &&Grant| {
+            grant.namespace.is_none() && grant.subjects.iter().any(|s| s.is(user, None))
+        };
+        self.grants(store)
+            .iter()
+            .filter(holds)
+            .any(|grant| grant.rules.iter().any(|rule| rule.allows_path(verb, path)))
     }
 
     /// Whether `user` may write a role or binding: only what they have themselves can be given away, unless they may
     /// `escalate` roles or `bind` them.
-    pub fn check_write(&self, store: &Store, user: &User, kind: &str, object: &Value) -> Result<(), ApiError> {
+    pub fn check_write(
+        &self,
+        store: &Store,
+        user: &User,
+        kind: &str,
+        object: &Value,
+    ) -> Result<(), ApiError> {
         if user.is_in("system:masters") {
             return Ok(());
         }
         let namespace = super::object::namespace(object).unwrap_or_default();
         let (given, verb, plural, name) = match kind {
             "Role" | "ClusterRole" => {
-                let plural = if kind == "Role" { "roles" } else { "clusterroles" };
+                let plural = if kind == "Role" {
+                    "roles"
+                } else {
+                    "clusterroles"
+                };
                 let all = objects(store, KINDS[1]);
-                (gathered(object, &all), "escalate", plural, super::object::name(object))
+                (
+                    gathered(object, &all),
+                    "escalate",
+                    plural,
+                    super::object::name(object),
+                )
             }
             "RoleBinding" | "ClusterRoleBinding" => {
                 let name = text(object, &["roleRef", "name"]).unwrap_or_default();
                 let cluster = text(object, &["roleRef", "kind"]) == Some("ClusterRole");
                 let all = objects(store, if cluster { KINDS[1] } else { KINDS[0] });
-                let fits = |r: &&Value| super::object::name(r) == name && (cluster || super::object::namespace(r) == Some(namespace));
-                let given = all.iter().find(fits).map(|r| gathered(r, &all)).unwrap_or_default();
-                (given, "bind", if cluster { "clusterroles" } else { "roles" }, name)
+                let fits = |r: &&Value| {
+                    super::object::name(r) == name
+                        && (cluster || super::object::namespace(r) == Some(namespace))
+                };
+                let given = all
+                    .iter()
+                    .find(fits)
+                    .map(|r| gathered(r, &all))
+                    .unwrap_or_default();
+                (
+                    given,
+                    "bind",
+                    if cluster { "clusterroles" } else { "roles" },
+                    name,
+                )
             }
             _ => return Ok(()),
         };
-        let own = Ask { verb, group: "rbac.authorization.k8s.io", resource: plural, sub: "", namespace, name };
+        let own = Ask {
+            verb,
+            group: "rbac.authorization.k8s.io",
+            resource: plural,
+            sub: "",
+            namespace,
+            name,
+        };
         if self.allows(store, user, &own) {
             return Ok(());
         }
-        let lacking: Vec<String> = given.iter().filter(|rule| !self.covers(store, user, namespace, rule)).map(shown).collect();
+        let lacking: Vec<String> = given
+            .iter()
+            .filter(|rule| !self.covers(store, user, namespace, rule))
+            .map(shown)
+            .collect();
         if lacking.is_empty() {
             return Ok(());
         }
@@ -197,16 +303,38 @@ impl Rbac {
     /// Whether a user has all that a rule allows.
     fn covers(&self, store: &Store, user: &User, namespace: &str, rule: &Rule) -> bool {
         let none = vec![String::new()];
-        let names = if rule.resource_names.is_empty() { &none } else { &rule.resource_names };
+        let names = if rule.resource_names.is_empty() {
+            &none
+        } else {
+            &rule.resource_names
+        };
         let objects = rule.verbs.iter().all(|verb| {
             rule.api_groups.iter().all(|group| {
                 rule.resources.iter().all(|resource| {
                     let (resource, sub) = resource.split_once('/').unwrap_or((resource, ""));
-                    names.iter().all(|name| self.allows(store, user, &Ask { verb, group, resource, sub, namespace, name }))
+                    names.iter().all(|name| {
+                        self.allows(
+                            store,
+                            user,
+                            &Ask {
+                                verb,
+                                group,
+                                resource,
+                                sub,
+                                namespace,
+                                name,
+                            },
+                        )
+                    })
                 })
             })
         });
-        objects && rule.verbs.iter().all(|verb| rule.paths.iter().all(|path| self.allows_path(store, user, verb, path)))
+        objects
+            && rule.verbs.iter().all(|verb| {
+                rule.paths
+                    .iter()
+                    .all(|path| self.allows_path(store, user, verb, path))
+            })
     }
 }
 
@@ -234,8 +362,17 @@ pub fn defaults(kind: &str, object: &mut Value) {
     if let Some(role) = object.get_mut("roleRef").filter(|r| r.is_object()) {
         super::defaults::default(role, "apiGroup", json!("rbac.authorization.k8s.io"));
     }
-    for subject in object.get_mut("subjects").and_then(Value::as_array_mut).into_iter().flatten() {
-        let group = if subject["kind"] == "ServiceAccount" { "" } else { "rbac.authorization.k8s.io" };
+    for subject in object
+        .get_mut("subjects")
+        .and_then(Value::as_array_mut)
+        .into_iter()
+        .flatten()
+    {
+        let group = if subject["kind"] == "ServiceAccount" {
+            ""
+        } else {
+            "rbac.authorization.k8s.io"
+        };
         if !group.is_empty() {
             super::defaults::default(subject, "apiGroup", json!(group));
         }
@@ -248,9 +385,15 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
         "Role" | "ClusterRole" => {
             for (i, rule) in list(object, &["rules"]).iter().enumerate() {
                 if list(rule, &["verbs"]).is_empty() {
-                    errors.push(FieldError::required(format!("rules[{i}].verbs"), "verbs must contain at least one value"));
+                    errors.push(FieldError::required(
+                        format!("rules[{i}].verbs"),
+                        "verbs must contain at least one value",
+                    ));
                 }
-                let (paths, resources) = (!list(rule, &["nonResourceURLs"]).is_empty(), !list(rule, &["resources"]).is_empty());
+                let (paths, resources) = (
+                    !list(rule, &["nonResourceURLs"]).is_empty(),
+                    !list(rule, &["resources"]).is_empty(),
+                );
                 if paths && kind == "Role" {
                     errors.push(FieldError::invalid(
                         format!("rules[{i}].nonResourceURLs"),
@@ -259,15 +402,25 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
                     ));
                 }
                 if !paths && list(rule, &["apiGroups"]).is_empty() {
-                    errors.push(FieldError::required(format!("rules[{i}].apiGroups"), "resource rules must supply at least one api group"));
+                    errors.push(FieldError::required(
+                        format!("rules[{i}].apiGroups"),
+                        "resource rules must supply at least one api group",
+                    ));
                 }
                 if !paths && !resources {
-                    errors.push(FieldError::required(format!("rules[{i}].resources"), "resource rules must supply at least one resource"));
+                    errors.push(FieldError::required(
+                        format!("rules[{i}].resources"),
+                        "resource rules must supply at least one resource",
+                    ));
                 }
             }
         }
         "RoleBinding" | "ClusterRoleBinding" => {
-            let allowed: &[&str] = if kind == "RoleBinding" { &["Role", "ClusterRole"] } else { &["ClusterRole"] };
+            let allowed: &[&str] = if kind == "RoleBinding" {
+                &["Role", "ClusterRole"]
+            } else {
+                &["ClusterRole"]
+            };
             let named = text(object, &["roleRef", "kind"]).unwrap_or_default();
             if !allowed.contains(&named) {
                 errors.push(FieldError::unsupported("roleRef.kind", named, allowed));
@@ -278,12 +431,19 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
             for (i, subject) in list(object, &["subjects"]).iter().enumerate() {
                 let named = text(subject, &["kind"]).unwrap_or_default();
                 if !["User", "Group", "ServiceAccount"].contains(&named) {
-                    errors.push(FieldError::unsupported(format!("subjects[{i}].kind"), named, &["ServiceAccount", "User", "Group"]));
+                    errors.push(FieldError::unsupported(
+                        format!("subjects[{i}].kind"),
+                        named,
+                        &["ServiceAccount", "User", "Group"],
+                    ));
                 }
                 if text(subject, &["name"]).is_none_or(str::is_empty) {
                     errors.push(FieldError::required(format!("subjects[{i}].name"), ""));
                 }
-                if named == "ServiceAccount" && text(subject, &["namespace"]).is_none_or(str::is_empty) && kind == "ClusterRoleBinding" {
+                if named == "ServiceAccount"
+                    && text(subject, &["namespace"]).is_none_or(str::is_empty)
+                    && kind == "ClusterRoleBinding"
+                {
                     errors.push(FieldError::required(format!("subjects[{i}].namespace"), ""));
                 }
             }
@@ -295,7 +455,11 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
 /// Checks what an update changes: what a binding binds stays.
 pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors) {
     if matches!(kind, "RoleBinding" | "ClusterRoleBinding") && old["roleRef"] != new["roleRef"] {
-        errors.push(FieldError::invalid("roleRef", &new["roleRef"], "cannot change roleRef"));
+        errors.push(FieldError::invalid(
+            "roleRef",
+            &new["roleRef"],
+            "cannot change roleRef",
+        ));
     }
 }
 
@@ -304,7 +468,11 @@ pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors
 pub fn columns(kind: &str) -> Option<&'static [Column]> {
     Some(match kind {
         "Role" | "ClusterRole" => &[("Name", "string", 0), ("Created At", "date", 0)],
-        "RoleBinding" | "ClusterRoleBinding" => &[("Name", "string", 0), ("Role", "string", 0), ("Age", "string", 0)],
+        "RoleBinding" | "ClusterRoleBinding" => &[
+            ("Name", "string", 0),
+            ("Role", "string", 0),
+            ("Age", "string", 0),
+        ],
         _ => return None,
     })
 }
@@ -316,8 +484,11 @@ pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
     match kind {
         "Role" | "ClusterRole" => vec![name, object["metadata"]["creationTimestamp"].clone()],
         _ => {
-            let role =
-                format!("{}/{}", text(object, &["roleRef", "kind"]).unwrap_or_default(), text(object, &["roleRef", "name"]).unwrap_or_default());
+            let role = format!(
+                "{}/{}",
+                text(object, &["roleRef", "kind"]).unwrap_or_default(),
+                text(object, &["roleRef", "name"]).unwrap_or_default()
+            );
             vec![name, role.into(), age.into()]
         }
     }
@@ -331,7 +502,12 @@ pub fn bootstrap() -> Vec<(&'static str, Value)> {
         json_patch::merge(&mut labels, &more);
         labels
     };
-    let role = |name: &str, more: Value, rules: Value| ("clusterroles", json!({"metadata": {"name": name, "labels": labels(more)}, "rules": rules}));
+    let role = |name: &str, more: Value, rules: Value| {
+        (
+            "clusterroles",
+            json!({"metadata": {"name": name, "labels": labels(more)}, "rules": rules}),
+        )
+    };
     let gather = |name: &str, label: &str| {
         let label = format!("rbac.authorization.k8s.io/aggregate-to-{label}");
         let more = if name == "admin" {
@@ -346,7 +522,10 @@ pub fn bootstrap() -> Vec<(&'static str, Value)> {
         )
     };
     let bind = |name: &str, groups: &[&str]| {
-        let subjects: Vec<Value> = groups.iter().map(|g| json!({"kind": "Group", "name": g, "apiGroup": "rbac.authorization.k8s.io"})).collect();
+        let subjects: Vec<Value> = groups
+            .iter()
+            .map(|g| json!({"kind": "Group", "name": g, "apiGroup": "rbac.authorization.k8s.io"}))
+            .collect();
         (
             "clusterrolebindings",
             json!({"metadata": {"name": name, "labels": labels(json!({}))}, "subjects": subjects,
@@ -367,7 +546,14 @@ pub fn bootstrap() -> Vec<(&'static str, Value)> {
         "services",
         "namespaces"
     ]);
-    let workloads = json!(["deployments", "deployments/scale", "deployments/status", "replicasets", "replicasets/scale", "replicasets/status"]);
+    let workloads = json!([
+        "deployments",
+        "deployments/scale",
+        "deployments/status",
+        "replicasets",
+        "replicasets/scale",
+        "replicasets/status"
+    ]);
     let to = |role: &str| json!({format!("rbac.authorization.k8s.io/aggregate-to-{role}"): "true"});
     vec![
         role(
@@ -442,7 +628,10 @@ pub fn bootstrap() -> Vec<(&'static str, Value)> {
         bind("cluster-admin", &["system:masters"]),
         bind("system:basic-user", &["system:authenticated"]),
         bind("system:discovery", &["system:authenticated"]),
-        bind("system:public-info-viewer", &["system:authenticated", "system:unauthenticated"]),
+        bind(
+            "system:public-info-viewer",
+            &["system:authenticated", "system:unauthenticated"],
+        ),
         bind("system:monitoring", &["system:monitoring"]),
         bind("system:node-bootstrapper", &["system:bootstrappers"]),
     ]
@@ -457,15 +646,25 @@ mod tests {
     }
 
     fn ask<'a>(verb: &'a str, resource: &'a str, sub: &'a str, name: &'a str) -> Ask<'a> {
-        Ask { verb, group: "", resource, sub, namespace: "n", name }
+        Ask {
+            verb,
+            group: "",
+            resource,
+            sub,
+            namespace: "n",
+            name,
+        }
     }
 
     #[test]
     fn rules_allow_what_they_say_and_no_more() {
-        let pods = rule(json!({"verbs": ["get", "list"], "apiGroups": [""], "resources": ["pods"]}));
+        let pods =
+            rule(json!({"verbs": ["get", "list"], "apiGroups": [""], "resources": ["pods"]}));
         let logs = rule(json!({"verbs": ["get"], "apiGroups": [""], "resources": ["pods/log"]}));
         let scale = rule(json!({"verbs": ["*"], "apiGroups": ["*"], "resources": ["*/scale"]}));
-        let one = rule(json!({"verbs": ["get"], "apiGroups": [""], "resources": ["secrets"], "resourceNames": ["s"]}));
+        let one = rule(
+            json!({"verbs": ["get"], "apiGroups": [""], "resources": ["secrets"], "resourceNames": ["s"]}),
+        );
         let all = rule(json!({"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"]}));
         for (rule, ask, expected) in [
             (&pods, ask("get", "pods", "", "p"), true),
@@ -483,19 +682,48 @@ mod tests {
             assert_eq!(rule.allows(&ask), expected, "{rule:?} {ask:?}");
         }
         let paths = rule(json!({"verbs": ["get"], "nonResourceURLs": ["/metrics", "/api/*"]}));
-        assert!(paths.allows_path("get", "/metrics") && paths.allows_path("get", "/api/v1") && !paths.allows_path("get", "/metrics/x"));
-        assert!(!paths.allows_path("post", "/metrics") && !paths.allows(&ask("get", "pods", "", "")));
+        assert!(
+            paths.allows_path("get", "/metrics")
+                && paths.allows_path("get", "/api/v1")
+                && !paths.allows_path("get", "/metrics/x")
+        );
+        assert!(
+            !paths.allows_path("post", "/metrics") && !paths.allows(&ask("get", "pods", "", ""))
+        );
     }
 
     #[test]
     fn subjects_are_users_groups_and_accounts() {
-        let user = |name: &str| User { name: name.into(), groups: vec!["g".into()], ..User::default() };
-        let is = |subject: Value, name: &str| serde_json::from_value::<Subject>(subject).expect("a subject").is(&user(name), Some("b"));
-        assert!(is(json!({"kind": "User", "name": "u"}), "u") && !is(json!({"kind": "User", "name": "u"}), "v"));
-        assert!(is(json!({"kind": "Group", "name": "g"}), "u") && !is(json!({"kind": "Group", "name": "h"}), "u"));
-        assert!(is(json!({"kind": "ServiceAccount", "name": "s", "namespace": "n"}), "system:serviceaccount:n:s"));
-        assert!(is(json!({"kind": "ServiceAccount", "name": "s"}), "system:serviceaccount:b:s"));
-        assert!(!is(json!({"kind": "ServiceAccount", "name": "s", "namespace": "n"}), "system:serviceaccount:m:s"));
+        let user = |name: &str| User {
+            name: name.into(),
+            groups: vec!["g".into()],
+            ..User::default()
+        };
+        let is = |subject: Value, name: &str| {
+            serde_json::from_value::<Subject>(subject)
+                .expect("a subject")
+                .is(&user(name), Some("b"))
+        };
+        assert!(
+            is(json!({"kind": "User", "name": "u"}), "u")
+                && !is(json!({"kind": "User", "name": "u"}), "v")
+        );
+        assert!(
+            is(json!({"kind": "Group", "name": "g"}), "u")
+                && !is(json!({"kind": "Group", "name": "h"}), "u")
+        );
+        assert!(is(
+            json!({"kind": "ServiceAccount", "name": "s", "namespace": "n"}),
+            "system:serviceaccount:n:s"
+        ));
+        assert!(is(
+            json!({"kind": "ServiceAccount", "name": "s"}),
+            "system:serviceaccount:b:s"
+        ));
+        assert!(!is(
+            json!({"kind": "ServiceAccount", "name": "s", "namespace": "n"}),
+            "system:serviceaccount:m:s"
+        ));
     }
 
     #[test]
@@ -505,14 +733,30 @@ mod tests {
             validate(kind, &object, &mut errors);
             errors.into_iter().map(|e| e.field).collect::<Vec<_>>()
         };
-        assert_eq!(of("Role", json!({"rules": [{"verbs": ["get"], "nonResourceURLs": ["/x"]}]})), ["rules[0].nonResourceURLs"]);
-        assert_eq!(of("ClusterRole", json!({"rules": [{"resources": ["pods"]}]})), ["rules[0].verbs", "rules[0].apiGroups"]);
         assert_eq!(
-            of("ClusterRoleBinding", json!({"roleRef": {"kind": "Role"}, "subjects": [{"kind": "Robot", "name": "r"}]})),
+            of(
+                "Role",
+                json!({"rules": [{"verbs": ["get"], "nonResourceURLs": ["/x"]}]})
+            ),
+            ["rules[0].nonResourceURLs"]
+        );
+        assert_eq!(
+            of("ClusterRole", json!({"rules": [{"resources": ["pods"]}]})),
+            ["rules[0].verbs", "rules[0].apiGroups"]
+        );
+        assert_eq!(
+            of(
+                "ClusterRoleBinding",
+                json!({"roleRef": {"kind": "Role"}, "subjects": [{"kind": "Robot", "name": "r"}]})
+            ),
             ["roleRef.kind", "roleRef.name", "subjects[0].kind"]
         );
         for (plural, object) in bootstrap() {
-            let kind = if plural == "clusterroles" { "ClusterRole" } else { "ClusterRoleBinding" };
+            let kind = if plural == "clusterroles" {
+                "ClusterRole"
+            } else {
+                "ClusterRoleBinding"
+            };
             assert_eq!(of(kind, object.clone()), Vec::<String>::new(), "{object}");
         }
     }

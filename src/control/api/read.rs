@@ -38,8 +38,14 @@ impl View {
             match transform {
                 _ if !json => {}
                 None => return Ok(View::Plain),
-                Some("Table") if parameters.contains(&"v=v1") => return Ok(View::Table(query.get("includeObject").map(Into::into))),
-                Some("PartialObjectMetadata" | "PartialObjectMetadataList") if parameters.contains(&"v=v1") => return Ok(View::Partial),
+                Some("Table") if parameters.contains(&"v=v1") => {
+                    return Ok(View::Table(query.get("includeObject").map(Into::into)));
+                }
+                Some("PartialObjectMetadata" | "PartialObjectMetadataList")
+                    if parameters.contains(&"v=v1") =>
+                {
+                    return Ok(View::Partial);
+                }
                 Some(_) => {}
             }
         }
@@ -55,41 +61,87 @@ type Items = Vec<(Arc<str>, Record)>;
 
 impl Api {
     /// The stored object, or 404.
-    pub(super) fn fetch(&self, resource: &Resource, namespace: Option<&str>, name: &str) -> Result<(Record, Value), ApiError> {
-        let record = self.store.get(&resource.key(namespace, name)).ok_or_else(|| ApiError::not_found(resource.group, resource.plural, name))?;
+    pub(super) fn fetch(
+        &self,
+        resource: &Resource,
+        namespace: Option<&str>,
+        name: &str,
+    ) -> Result<(Record, Value), ApiError> {
+        let record = self
+            .store
+            .get(&resource.key(namespace, name))
+            .ok_or_else(|| ApiError::not_found(resource.group, resource.plural, name))?;
         let object = serde_json::from_slice(&record.value).map_err(ApiError::internal)?;
         Ok((record, object))
     }
 
     /// GET of one object.
-    pub(super) fn get(&self, resource: &Resource, namespace: Option<&str>, name: &str, view: &View) -> Result<Bytes, ApiError> {
+    pub(super) fn get(
+        &self,
+        resource: &Resource,
+        namespace: Option<&str>,
+        name: &str,
+        view: &View,
+    ) -> Result<Bytes, ApiError> {
         let (record, object) = self.fetch(resource, namespace, name)?;
         Ok(match view {
             View::Plain => record.value,
             View::Partial => render(&table::partial(&object)),
             View::Table(include) => {
-                let row = table::row(resource, &object, include.as_deref(), jiff::Timestamp::now());
-                render(&table_of(resource, json!({"resourceVersion": record.revision.to_string()}), vec![row]))
+                let row = table::row(
+                    resource,
+                    &object,
+                    include.as_deref(),
+                    jiff::Timestamp::now(),
+                );
+                render(&table_of(
+                    resource,
+                    json!({"resourceVersion": record.revision.to_string()}),
+                    vec![row],
+                ))
             }
         })
     }
 
     /// GET of a collection.
-    pub(super) async fn list(&self, resource: &Resource, namespace: Option<&str>, query: &Query, view: &View) -> Result<Bytes, ApiError> {
-        let selector = Selector::parse(resource, query.get("labelSelector"), query.get("fieldSelector"))?;
+    pub(super) async fn list(
+        &self,
+        resource: &Resource,
+        namespace: Option<&str>,
+        query: &Query,
+        view: &View,
+    ) -> Result<Bytes, ApiError> {
+        let selector = Selector::parse(
+            resource,
+            query.get("labelSelector"),
+            query.get("fieldSelector"),
+        )?;
         let prefix = resource.prefix(namespace);
         let asked = version(query)?;
         let matching = query.get("resourceVersionMatch");
         if matching.is_some() && query.get("resourceVersion").is_none() {
-            return Err(list_options("resourceVersionMatch", "resourceVersionMatch is forbidden unless resourceVersion is provided"));
+            return Err(list_options(
+                "resourceVersionMatch",
+                "resourceVersionMatch is forbidden unless resourceVersion is provided",
+            ));
         }
         if query.flag("sendInitialEvents") && query.get("sendInitialEvents").is_some() {
-            return Err(list_options("sendInitialEvents", "sendInitialEvents is forbidden unless watch is requested"));
+            return Err(list_options(
+                "sendInitialEvents",
+                "sendInitialEvents is forbidden unless watch is requested",
+            ));
         }
-        let mut limit = query.get("limit").and_then(|l| l.parse::<usize>().ok()).unwrap_or(0);
-        let (items, revision, start): (Items, u64, Option<String>) = if let Some(token) = query.get("continue") {
+        let mut limit = query
+            .get("limit")
+            .and_then(|l| l.parse::<usize>().ok())
+            .unwrap_or(0);
+        let (items, revision, start): (Items, u64, Option<String>) = if let Some(token) =
+            query.get("continue")
+        {
             if query.get("resourceVersion").is_some_and(|v| v != "0") {
-                return Err(ApiError::bad_request("specifying resource version is not allowed when using continue"));
+                return Err(ApiError::bad_request(
+                    "specifying resource version is not allowed when using continue",
+                ));
             }
             let (revision, start) = parse_token(token)?;
             let items = self.store.list_at(&prefix, revision).map_err(|_| {
@@ -101,11 +153,13 @@ impl Api {
                 self.wait_for(revision).await?;
             }
             match asked {
-                Some(revision) if revision > 0 && (matching == Some("Exact") || (limit > 0 && matching.is_none())) => {
-                    let items = self
-                        .store
-                        .list_at(&prefix, revision)
-                        .map_err(|_| ApiError::expired("The resourceVersion for the provided list is too old."))?;
+                Some(revision)
+                    if revision > 0
+                        && (matching == Some("Exact") || (limit > 0 && matching.is_none())) =>
+                {
+                    let items = self.store.list_at(&prefix, revision).map_err(|_| {
+                        ApiError::expired("The resourceVersion for the provided list is too old.")
+                    })?;
                     (items, revision, None)
                 }
                 _ => {
@@ -126,8 +180,12 @@ impl Api {
         if limit > 0 && chosen.len() > limit {
             let rest = chosen.len() - limit;
             chosen.truncate(limit);
-            let token = json!({"rv": revision, "start": chosen.last().map(|(key, _)| key.to_string())}).to_string();
-            metadata["continue"] = base64::engine::general_purpose::URL_SAFE_NO_PAD.encode(token).into();
+            let token =
+                json!({"rv": revision, "start": chosen.last().map(|(key, _)| key.to_string())})
+                    .to_string();
+            metadata["continue"] = base64::engine::general_purpose::URL_SAFE_NO_PAD
+                .encode(token)
+                .into();
             if selector.is_everything() {
                 metadata["remainingItemCount"] = rest.into();
             }
@@ -139,11 +197,19 @@ impl Api {
     pub(super) async fn wait_for(&self, revision: u64) -> Result<(), ApiError> {
         let mut head = self.store.head();
         let reached = head.wait_for(|now| *now >= revision);
-        if tokio::time::timeout(std::time::Duration::from_secs(3), reached).await.is_err() {
-            let mut error =
-                ApiError::new(504, "Timeout", format!("Timeout: Too large resource version: {revision}, current: {}", self.store.revision()));
-            error.details =
-                json!({"causes": [{"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}], "retryAfterSeconds": 1});
+        if tokio::time::timeout(std::time::Duration::from_secs(3), reached)
+            .await
+            .is_err()
+        {
+            let mut error = ApiError::new(
+                504,
+                "Timeout",
+                format!(
+                    "Timeout: Too large resource version: {revision}, current: {}",
+                    self.store.revision()
+                ),
+            );
+            error.details = json!({"causes": [{"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}], "retryAfterSeconds": 1});
             return Err(error);
         }
         Ok(())
@@ -152,33 +218,65 @@ impl Api {
 
 /// A refusal of list options.
 pub(super) fn list_options(field: &str, why: &str) -> ApiError {
-    ApiError::invalid("ListOptions", "meta.k8s.io", "", &[FieldError::forbidden(field, why)])
+    ApiError::invalid(
+        "ListOptions",
+        "meta.k8s.io",
+        "",
+        &[FieldError::forbidden(field, why)],
+    )
 }
 
 /// The `resourceVersion` parameter.
 pub(super) fn version(query: &Query) -> Result<Option<u64>, ApiError> {
     query
         .get("resourceVersion")
-        .map(|v| v.parse().map_err(|_| ApiError::bad_request(format!("invalid resource version: {v:?}: must be a decimal number"))))
+        .map(|v| {
+            v.parse().map_err(|_| {
+                ApiError::bad_request(format!(
+                    "invalid resource version: {v:?}: must be a decimal number"
+                ))
+            })
+        })
         .transpose()
 }
 
 fn parse_token(token: &str) -> Result<(u64, String), ApiError> {
-    let bad = || ApiError::bad_request("continue key is not valid: it must be the value of metadata.continue of an earlier answer");
-    let bytes = base64::engine::general_purpose::URL_SAFE_NO_PAD.decode(token).map_err(|_| bad())?;
+    let bad = || {
+        ApiError::bad_request(
+            "continue key is not valid: it must be the value of metadata.continue of an earlier answer",
+        )
+    };
+    let bytes = base64::engine::general_purpose::URL_SAFE_NO_PAD
+        .decode(token)
+        .map_err(|_| bad())?;
     let token: Value = serde_json::from_slice(&bytes).map_err(|_| bad())?;
-    Ok((token["rv"].as_u64().ok_or_else(bad)?, token["start"].as_str().ok_or_else(bad)?.to_owned()))
+    Ok((
+        token["rv"].as_u64().ok_or_else(bad)?,
+        token["start"].as_str().ok_or_else(bad)?.to_owned(),
+    ))
 }
 
-fn list_body(resource: &Resource, view: &View, metadata: &Value, items: Items) -> Result<Bytes, ApiError> {
-    let parse = |record: &Record| serde_json::from_slice::<Value>(&record.value).map_err(ApiError::internal);
+fn list_body(
+    resource: &Resource,
+    view: &View,
+    metadata: &Value,
+    items: Items,
+) -> Result<Bytes, ApiError> {
+    let parse = |record: &Record| {
+        serde_json::from_slice::<Value>(&record.value).map_err(ApiError::internal)
+    };
     match view {
         // The stored bytes are joined without parsing them.
         View::Plain => {
             let size: usize = items.iter().map(|(_, r)| r.value.len() + 1).sum();
             let mut body = Vec::with_capacity(size + 128);
             body.extend_from_slice(
-                format!(r#"{{"kind":"{}List","apiVersion":"{}","metadata":{metadata},"items":["#, resource.kind, resource.api_version()).as_bytes(),
+                format!(
+                    r#"{{"kind":"{}List","apiVersion":"{}","metadata":{metadata},"items":["#,
+                    resource.kind,
+                    resource.api_version()
+                )
+                .as_bytes(),
             );
             for (i, (_, record)) in items.iter().enumerate() {
                 if i > 0 {
@@ -190,13 +288,20 @@ fn list_body(resource: &Resource, view: &View, metadata: &Value, items: Items) -
             Ok(body.into())
         }
         View::Partial => {
-            let items: Result<Vec<Value>, ApiError> = items.iter().map(|(_, r)| parse(r).map(|o| table::partial(&o))).collect();
-            Ok(render(&json!({"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "metadata": metadata, "items": items?})))
+            let items: Result<Vec<Value>, ApiError> = items
+                .iter()
+                .map(|(_, r)| parse(r).map(|o| table::partial(&o)))
+                .collect();
+            Ok(render(
+                &json!({"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "metadata": metadata, "items": items?}),
+            ))
         }
         View::Table(include) => {
             let now = jiff::Timestamp::now();
-            let rows: Result<Vec<Value>, ApiError> =
-                items.iter().map(|(_, r)| parse(r).map(|o| table::row(resource, &o, include.as_deref(), now))).collect();
+            let rows: Result<Vec<Value>, ApiError> = items
+                .iter()
+                .map(|(_, r)| parse(r).map(|o| table::row(resource, &o, include.as_deref(), now)))
+                .collect();
             Ok(render(&table_of(resource, metadata.clone(), rows?)))
         }
     }

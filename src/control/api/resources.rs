@@ -108,8 +108,21 @@ const NONE: Resource = Resource {
 
 /// All stored kinds, in discovery order.
 pub static RESOURCES: &[Resource] = &[
-    Resource { plural: "configmaps", singular: "configmap", kind: "ConfigMap", short: &["cm"], ..NONE },
-    Resource { plural: "endpoints", singular: "endpoints", kind: "Endpoints", short: &["ep"], create_on_update: true, ..NONE },
+    Resource {
+        plural: "configmaps",
+        singular: "configmap",
+        kind: "ConfigMap",
+        short: &["cm"],
+        ..NONE
+    },
+    Resource {
+        plural: "endpoints",
+        singular: "endpoints",
+        kind: "Endpoints",
+        short: &["ep"],
+        create_on_update: true,
+        ..NONE
+    },
     Resource {
         plural: "events",
         singular: "event",
@@ -202,7 +215,13 @@ pub static RESOURCES: &[Resource] = &[
         ],
         ..NONE
     },
-    Resource { plural: "secrets", singular: "secret", kind: "Secret", fields: &["type"], ..NONE },
+    Resource {
+        plural: "secrets",
+        singular: "secret",
+        kind: "Secret",
+        fields: &["type"],
+        ..NONE
+    },
     Resource {
         plural: "serviceaccounts",
         singular: "serviceaccount",
@@ -255,7 +274,14 @@ pub static RESOURCES: &[Resource] = &[
         needs_version: true,
         ..NONE
     },
-    Resource { group: "node.k8s.io", plural: "runtimeclasses", singular: "runtimeclass", kind: "RuntimeClass", namespaced: false, ..NONE },
+    Resource {
+        group: "node.k8s.io",
+        plural: "runtimeclasses",
+        singular: "runtimeclass",
+        kind: "RuntimeClass",
+        namespaced: false,
+        ..NONE
+    },
     Resource {
         group: "scheduling.k8s.io",
         plural: "priorityclasses",
@@ -340,9 +366,28 @@ pub static RESOURCES: &[Resource] = &[
         fields: &["spec.signerName", "spec.podName", "spec.nodeName"],
         ..NONE
     },
-    Resource { group: "rbac.authorization.k8s.io", plural: "roles", singular: "role", kind: "Role", ..NONE },
-    Resource { group: "rbac.authorization.k8s.io", plural: "clusterroles", singular: "clusterrole", kind: "ClusterRole", namespaced: false, ..NONE },
-    Resource { group: "rbac.authorization.k8s.io", plural: "rolebindings", singular: "rolebinding", kind: "RoleBinding", ..NONE },
+    Resource {
+        group: "rbac.authorization.k8s.io",
+        plural: "roles",
+        singular: "role",
+        kind: "Role",
+        ..NONE
+    },
+    Resource {
+        group: "rbac.authorization.k8s.io",
+        plural: "clusterroles",
+        singular: "clusterrole",
+        kind: "ClusterRole",
+        namespaced: false,
+        ..NONE
+    },
+    Resource {
+        group: "rbac.authorization.k8s.io",
+        plural: "rolebindings",
+        singular: "rolebinding",
+        kind: "RoleBinding",
+        ..NONE
+    },
     Resource {
         group: "rbac.authorization.k8s.io",
         plural: "clusterrolebindings",
@@ -351,22 +396,42 @@ pub static RESOURCES: &[Resource] = &[
         namespaced: false,
         ..NONE
     },
-    Resource { group: "discovery.k8s.io", plural: "endpointslices", singular: "endpointslice", kind: "EndpointSlice", ..NONE },
+    Resource {
+        group: "discovery.k8s.io",
+        plural: "endpointslices",
+        singular: "endpointslice",
+        kind: "EndpointSlice",
+        ..NONE
+    },
 ];
 
 /// Kinds that are answered but never stored: group, plural, kind, namespaced.
 pub static REVIEWS: &[(&str, &str, &str)] = &[
     ("authentication.k8s.io", "tokenreviews", "TokenReview"),
-    ("authentication.k8s.io", "selfsubjectreviews", "SelfSubjectReview"),
-    ("authorization.k8s.io", "selfsubjectaccessreviews", "SelfSubjectAccessReview"),
-    ("authorization.k8s.io", "subjectaccessreviews", "SubjectAccessReview"),
+    (
+        "authentication.k8s.io",
+        "selfsubjectreviews",
+        "SelfSubjectReview",
+    ),
+    (
+        "authorization.k8s.io",
+        "selfsubjectaccessreviews",
+        "SelfSubjectAccessReview",
+    ),
+    (
+        "authorization.k8s.io",
+        "subjectaccessreviews",
+        "SubjectAccessReview",
+    ),
 ];
 
 impl Resource {
     /// Finds a kind by its place in a path.
     #[must_use]
     pub fn find(group: &str, version: &str, plural: &str) -> Option<&'static Resource> {
-        RESOURCES.iter().find(|r| r.group == group && r.version == version && r.plural == plural)
+        RESOURCES
+            .iter()
+            .find(|r| r.group == group && r.version == version && r.plural == plural)
     }
 
     /// Finds a kind by its kind, whatever the group.
@@ -378,7 +443,11 @@ impl Resource {
     /// `v1` or `apps/v1`.
     #[must_use]
     pub fn api_version(&self) -> String {
-        if self.group.is_empty() { self.version.into() } else { format!("{}/{}", self.group, self.version) }
+        if self.group.is_empty() {
+            self.version.into()
+        } else {
+            format!("{}/{}", self.group, self.version)
+        }
     }
 
     /// The store prefix of all its objects, or of those in one namespace.
@@ -405,7 +474,16 @@ impl Resource {
     /// The standard verbs it answers.
     #[must_use]
     pub fn verbs(&self) -> Vec<&'static str> {
-        let mut verbs = vec!["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"];
+        let mut verbs = vec![
+            "create",
+            "delete",
+            "deletecollection",
+            "get",
+            "list",
+            "patch",
+            "update",
+            "watch",
+        ];
         if self.kind == "Namespace" {
             verbs.retain(|v| *v != "deletecollection");
         }

@@ -26,12 +26,17 @@ const DOMAINS: [&str; 2] = ["kubelet.kubernetes.io", "node.kubernetes.io"];
 const RESTRICTED: &str = "node-restriction.kubernetes.io";
 
 fn is_in(domain: &str, parent: &str) -> bool {
-    domain == parent || domain.strip_suffix(parent).is_some_and(|before| before.ends_with('.'))
+    domain == parent
+        || domain
+            .strip_suffix(parent)
+            .is_some_and(|before| before.ends_with('.'))
 }
 
 /// Whether a node may set a label of its own.
 fn is_own_label(key: &str) -> bool {
-    let Some((domain, _)) = key.split_once('/') else { return true };
+    let Some((domain, _)) = key.split_once('/') else {
+        return true;
+    };
     if is_in(domain, RESTRICTED) {
         return false;
     }
@@ -41,9 +46,20 @@ fn is_own_label(key: &str) -> bool {
 
 /// The labels that differ, and that are not the node's to set.
 fn foreign_labels(old: Option<&Value>, new: &Value) -> Vec<String> {
-    let of = |object: Option<&Value>| object.and_then(|o| at(o, &["metadata", "labels"])).and_then(Value::as_object).cloned().unwrap_or_default();
+    let of = |object: Option<&Value>| {
+        object
+            .and_then(|o| at(o, &["metadata", "labels"]))
+            .and_then(Value::as_object)
+            .cloned()
+            .unwrap_or_default()
+    };
     let (old, new) = (of(old), of(Some(new)));
-    let mut keys: Vec<String> = old.keys().chain(new.keys()).filter(|k| old.get(*k) != new.get(*k) && !is_own_label(k)).cloned().collect();
+    let mut keys: Vec<String> = old
+        .keys()
+        .chain(new.keys())
+        .filter(|k| old.get(*k) != new.get(*k) && !is_own_label(k))
+        .cloned()
+        .collect();
     keys.sort();
     keys.dedup();
     keys
@@ -51,15 +67,25 @@ fn foreign_labels(old: Option<&Value>, new: &Value) -> Vec<String> {
 
 fn node_object(node: &str, old: Option<&Value>, new: &Value) -> Result<(), String> {
     if name(new) != node {
-        return Err(format!("node {node:?} is not allowed to modify node {:?}", name(new)));
+        return Err(format!(
+            "node {node:?} is not allowed to modify node {:?}",
+            name(new)
+        ));
     }
     let labels = foreign_labels(old, new);
     if !labels.is_empty() {
-        let what = if old.is_some() { "modify labels" } else { "set the following labels" };
+        let what = if old.is_some() {
+            "modify labels"
+        } else {
+            "set the following labels"
+        };
         return Err(format!("is not allowed to {what}: {}", labels.join(", ")));
     }
     let Some(old) = old else { return Ok(()) };
-    for (path, what) in [(["spec", "taints"], "taints"), (["metadata", "ownerReferences"], "ownerReferences")] {
+    for (path, what) in [
+        (["spec", "taints"], "taints"),
+        (["metadata", "ownerReferences"], "ownerReferences"),
+    ] {
         if list(old, &path) != list(new, &path) {
             return Err(format!("node {node:?} is not allowed to modify {what}"));
         }
@@ -69,26 +95,51 @@ fn node_object(node: &str, old: Option<&Value>, new: &Value) -> Result<(), Strin
 
 /// Whether a pod is the mirror of a static pod of this node, and draws on nothing of the API.
 fn mirror(node: &str, uid: Option<String>, pod: &Value) -> Result<(), String> {
-    if at(pod, &["metadata", "annotations", "kubernetes.io/config.mirror"]).is_none() {
-        return Err(format!("pod does not have \"kubernetes.io/config.mirror\" annotation, node {node:?} can only create mirror pods"));
+    if at(
+        pod,
+        &["metadata", "annotations", "kubernetes.io/config.mirror"],
+    )
+    .is_none()
+    {
+        return Err(format!(
+            "pod does not have \"kubernetes.io/config.mirror\" annotation, node {node:?} can only create mirror pods"
+        ));
     }
     if text(pod, &["spec", "nodeName"]) != Some(node) {
-        return Err(format!("node {node:?} can only create pods with spec.nodeName set to itself"));
+        return Err(format!(
+            "node {node:?} can only create pods with spec.nodeName set to itself"
+        ));
     }
     let [owner] = list(pod, &["metadata", "ownerReferences"]) else {
-        return Err(format!("node {node:?} can only create pods with a single owner reference set to itself"));
+        return Err(format!(
+            "node {node:?} can only create pods with a single owner reference set to itself"
+        ));
     };
-    let ours = text(owner, &["apiVersion"]) == Some("v1") && text(owner, &["kind"]) == Some("Node") && text(owner, &["name"]) == Some(node);
-    if !ours || owner["controller"] != true || owner["blockOwnerDeletion"] == true || text(owner, &["uid"]) != uid.as_deref() {
-        return Err(format!("node {node:?} can only create pods with an owner reference that is itself, by its uid, as their controller"));
+    let ours = text(owner, &["apiVersion"]) == Some("v1")
+        && text(owner, &["kind"]) == Some("Node")
+        && text(owner, &["name"]) == Some(node);
+    if !ours
+        || owner["controller"] != true
+        || owner["blockOwnerDeletion"] == true
+        || text(owner, &["uid"]) != uid.as_deref()
+    {
+        return Err(format!(
+            "node {node:?} can only create pods with an owner reference that is itself, by its uid, as their controller"
+        ));
     }
-    let refuse = |what: &str| Err(format!("node {node:?} can not create pods that reference {what}"));
+    let refuse = |what: &str| {
+        Err(format!(
+            "node {node:?} can not create pods that reference {what}"
+        ))
+    };
     if text(pod, &["spec", "serviceAccountName"]).is_some_and(|a| !a.is_empty()) {
         return refuse("a service account");
     }
     for volume in list(pod, &["spec", "volumes"]) {
         let sources = list(volume, &["projected", "sources"]);
-        let has = |kind: &str| volume.get(kind).is_some() || sources.iter().any(|s| s.get(kind).is_some());
+        let has = |kind: &str| {
+            volume.get(kind).is_some() || sources.iter().any(|s| s.get(kind).is_some())
+        };
         for (kind, what) in [
             ("secret", "secrets"),
             ("configMap", "configmaps"),
@@ -113,30 +164,54 @@ pub fn check(
     old: Option<&Value>,
     new: &Value,
 ) -> Result<(), ApiError> {
-    let same = |what: &str| if name(new) == node { Ok(()) } else { Err(format!("can only access {what} with the same name as the requesting node")) };
+    let same = |what: &str| {
+        if name(new) == node {
+            Ok(())
+        } else {
+            Err(format!(
+                "can only access {what} with the same name as the requesting node"
+            ))
+        }
+    };
     let result = match (resource.kind, sub, old) {
         ("Node", None | Some(Sub::Status), _) => node_object(node, old, new),
         ("Pod", None, None) => mirror(node, uid(), new),
         ("Pod", None, Some(_)) => Err(format!("node {node:?} can only change the status of pods")),
         ("Pod", Some(Sub::Status), _) if text(new, &["spec", "nodeName"]) != Some(node) => {
-            Err(format!("node {node:?} can only update pod status for pods with spec.nodeName set to itself"))
+            Err(format!(
+                "node {node:?} can only update pod status for pods with spec.nodeName set to itself"
+            ))
         }
         ("Lease", _, _) => same("lease"),
         ("CSINode", _, _) => same("CSINode"),
         ("PodCertificateRequest", _, None) if text(new, &["spec", "nodeName"]) != Some(node) => {
-            Err(format!("node {node:?} can only ask for certificates of its own pods"))
+            Err(format!(
+                "node {node:?} can only ask for certificates of its own pods"
+            ))
         }
         _ => Ok(()),
     };
-    result.map_err(|why| ApiError::forbidden(format!("{} {:?} is forbidden: {why}", resource.plural, name(new))))
+    result.map_err(|why| {
+        ApiError::forbidden(format!(
+            "{} {:?} is forbidden: {why}",
+            resource.plural,
+            name(new)
+        ))
+    })
 }
 
 /// Whether a node may have this token: only one that is bound to a pod of its own. `pod` is the one that it names.
 pub fn check_token(node: &str, account: &str, pod: Option<&Value>) -> Result<(), ApiError> {
-    let refuse = |why: &str| Err(ApiError::forbidden(format!("serviceaccounts {account:?} is forbidden: {why}")));
+    let refuse = |why: &str| {
+        Err(ApiError::forbidden(format!(
+            "serviceaccounts {account:?} is forbidden: {why}"
+        )))
+    };
     match pod {
         None => refuse("node requested token not bound to a pod"),
-        Some(pod) if text(pod, &["spec", "nodeName"]) != Some(node) => refuse("node requested token bound to a pod scheduled on a different node"),
+        Some(pod) if text(pod, &["spec", "nodeName"]) != Some(node) => {
+            refuse("node requested token bound to a pod scheduled on a different node")
+        }
         Some(_) => Ok(()),
     }
 }
@@ -148,32 +223,82 @@ mod tests {
 
     fn may(kind: &str, sub: Option<Sub>, old: Option<Value>, new: Value) -> Result<(), String> {
         let resource = Resource::of_kind(kind).expect("a kind");
-        check("n1", || Some("uid-1".into()), resource, sub, old.as_ref(), &new).map_err(|e| e.message)
+        check(
+            "n1",
+            || Some("uid-1".into()),
+            resource,
+            sub,
+            old.as_ref(),
+            &new,
+        )
+        .map_err(|e| e.message)
     }
 
     #[test]
     fn a_node_writes_itself_and_only_what_is_its_own_to_say() {
         let node = |more: Value| {
-            let mut node =
-                json!({"metadata": {"name": "n1", "labels": {"kubernetes.io/os": "linux", "pool": "a"}}, "spec": {"taints": [{"key": "t"}]}});
+            let mut node = json!({"metadata": {"name": "n1", "labels": {"kubernetes.io/os": "linux", "pool": "a"}}, "spec": {"taints": [{"key": "t"}]}});
             json_patch::merge(&mut node, &more);
             node
         };
         let label = |key: &str| node(json!({"metadata": {"labels": {key: "x"}}}));
-        assert_eq!(may("Node", None, None, node(json!({}))), Ok(()), "taints are its own when it comes");
-        for key in ["pool", "other.example/x", "topology.kubernetes.io/zone", "node.kubernetes.io/instance-type", "sub.node.kubernetes.io/x"] {
-            assert_eq!(may("Node", None, Some(node(json!({}))), label(key)), Ok(()), "{key}");
+        assert_eq!(
+            may("Node", None, None, node(json!({}))),
+            Ok(()),
+            "taints are its own when it comes"
+        );
+        for key in [
+            "pool",
+            "other.example/x",
+            "topology.kubernetes.io/zone",
+            "node.kubernetes.io/instance-type",
+            "sub.node.kubernetes.io/x",
+        ] {
+            assert_eq!(
+                may("Node", None, Some(node(json!({}))), label(key)),
+                Ok(()),
+                "{key}"
+            );
         }
-        for key in ["node-restriction.kubernetes.io/x", "a.node-restriction.kubernetes.io/x", "node-role.kubernetes.io/control-plane", "k8s.io/x"] {
-            assert!(may("Node", None, Some(node(json!({}))), label(key)).is_err_and(|e| e.contains(key)), "{key}");
-            assert!(may("Node", None, None, label(key)).is_err_and(|e| e.contains("set the following labels")), "{key}");
-            assert!(may("Node", Some(Sub::Status), Some(label(key)), node(json!({}))).is_err(), "nor remove {key}");
+        for key in [
+            "node-restriction.kubernetes.io/x",
+            "a.node-restriction.kubernetes.io/x",
+            "node-role.kubernetes.io/control-plane",
+            "k8s.io/x",
+        ] {
+            assert!(
+                may("Node", None, Some(node(json!({}))), label(key))
+                    .is_err_and(|e| e.contains(key)),
+                "{key}"
+            );
+            assert!(
+                may("Node", None, None, label(key))
+                    .is_err_and(|e| e.contains("set the following labels")),
+                "{key}"
+            );
+            assert!(
+                may("Node", Some(Sub::Status), Some(label(key)), node(json!({}))).is_err(),
+                "nor remove {key}"
+            );
         }
-        for more in [json!({"spec": {"taints": []}}), json!({"metadata": {"ownerReferences": [{"uid": "x"}]}}), json!({"metadata": {"name": "n2"}})] {
-            assert!(may("Node", None, Some(node(json!({}))), node(more.clone())).is_err(), "{more}");
+        for more in [
+            json!({"spec": {"taints": []}}),
+            json!({"metadata": {"ownerReferences": [{"uid": "x"}]}}),
+            json!({"metadata": {"name": "n2"}}),
+        ] {
+            assert!(
+                may("Node", None, Some(node(json!({}))), node(more.clone())).is_err(),
+                "{more}"
+            );
         }
-        assert!(may("Lease", None, None, json!({"metadata": {"name": "n2"}})).is_err_and(|e| e.contains("same name")));
-        assert_eq!(may("CSINode", None, None, json!({"metadata": {"name": "n1"}})), Ok(()));
+        assert!(
+            may("Lease", None, None, json!({"metadata": {"name": "n2"}}))
+                .is_err_and(|e| e.contains("same name"))
+        );
+        assert_eq!(
+            may("CSINode", None, None, json!({"metadata": {"name": "n1"}})),
+            Ok(())
+        );
     }
 
     #[test]
@@ -193,15 +318,40 @@ mod tests {
                 json!({"metadata": {"ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "other", "controller": true}]}}),
                 "uid",
             ),
-            (json!({"spec": {"serviceAccountName": "a"}}), "service account"),
+            (
+                json!({"spec": {"serviceAccountName": "a"}}),
+                "service account",
+            ),
             (json!({"spec": {"volumes": [{"secret": {}}]}}), "secrets"),
-            (json!({"spec": {"volumes": [{"projected": {"sources": [{"configMap": {}}]}}]}}), "configmaps"),
+            (
+                json!({"spec": {"volumes": [{"projected": {"sources": [{"configMap": {}}]}}]}}),
+                "configmaps",
+            ),
         ] {
-            assert!(may("Pod", None, None, pod(more.clone())).is_err_and(|e| e.contains(why)), "{more}");
+            assert!(
+                may("Pod", None, None, pod(more.clone())).is_err_and(|e| e.contains(why)),
+                "{more}"
+            );
         }
-        assert_eq!(may("Pod", Some(Sub::Status), Some(pod(json!({}))), pod(json!({}))), Ok(()));
+        assert_eq!(
+            may(
+                "Pod",
+                Some(Sub::Status),
+                Some(pod(json!({}))),
+                pod(json!({}))
+            ),
+            Ok(())
+        );
         let elsewhere = pod(json!({"spec": {"nodeName": "n2"}}));
-        assert!(may("Pod", Some(Sub::Status), Some(elsewhere.clone()), elsewhere.clone()).is_err());
+        assert!(
+            may(
+                "Pod",
+                Some(Sub::Status),
+                Some(elsewhere.clone()),
+                elsewhere.clone()
+            )
+            .is_err()
+        );
         assert!(may("Pod", None, Some(pod(json!({}))), pod(json!({}))).is_err());
         let token = |pod: Option<&Value>| check_token("n1", "a", pod).map_err(|e| e.message);
         assert_eq!(token(Some(&pod(json!({})))), Ok(()));

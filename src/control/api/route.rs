@@ -20,7 +20,10 @@ impl Query {
     /// A parameter that is present and not empty.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&str> {
-        self.0.get(key).map(String::as_str).filter(|v| !v.is_empty())
+        self.0
+            .get(key)
+            .map(String::as_str)
+            .filter(|v| !v.is_empty())
     }
 
     /// A boolean as Go parses it; present without a value counts as true.
@@ -67,11 +70,16 @@ pub fn target(path: &str) -> Result<Target, ApiError> {
     }
     let (namespace, rest) = match rest {
         // `namespaces/x/status` and `/finalize` are subresources of the namespace itself.
-        ["namespaces", _] | ["namespaces", _, "status" | "finalize"] if group.is_empty() => (None, rest),
-        ["namespaces", namespace, rest @ ..] if !rest.is_empty() => (Some((*namespace).to_owned()), rest),
+        ["namespaces", _] | ["namespaces", _, "status" | "finalize"] if group.is_empty() => {
+            (None, rest)
+        }
+        ["namespaces", namespace, rest @ ..] if !rest.is_empty() => {
+            (Some((*namespace).to_owned()), rest)
+        }
         rest => (None, rest),
     };
-    let resource = Resource::find(group, version, rest[0]).ok_or_else(ApiError::no_such_resource)?;
+    let resource =
+        Resource::find(group, version, rest[0]).ok_or_else(ApiError::no_such_resource)?;
     if namespace.is_some() && !resource.namespaced {
         return Err(ApiError::no_such_resource());
     }
@@ -79,9 +87,15 @@ pub fn target(path: &str) -> Result<Target, ApiError> {
         [] => (None, None),
         [name] => (Some((*name).to_owned()), None),
         // What is below a node's proxy is the node's own path.
-        [name, "proxy", ..] if resource.has(Sub::Proxy) => (Some((*name).to_owned()), Some(Sub::Proxy)),
+        [name, "proxy", ..] if resource.has(Sub::Proxy) => {
+            (Some((*name).to_owned()), Some(Sub::Proxy))
+        }
         [name, sub] => {
-            let sub = resource.subresources.iter().find(|s| s.name() == *sub).ok_or_else(ApiError::no_such_resource)?;
+            let sub = resource
+                .subresources
+                .iter()
+                .find(|s| s.name() == *sub)
+                .ok_or_else(ApiError::no_such_resource)?;
             (Some((*name).to_owned()), Some(*sub))
         }
         _ => return Err(ApiError::no_such_resource()),
@@ -89,7 +103,12 @@ pub fn target(path: &str) -> Result<Target, ApiError> {
     if name.is_some() && resource.namespaced && namespace.is_none() {
         return Err(ApiError::no_such_resource());
     }
-    Ok(Target::Objects { resource, namespace, name, sub })
+    Ok(Target::Objects {
+        resource,
+        namespace,
+        name,
+        sub,
+    })
 }
 
 #[cfg(test)]
@@ -99,8 +118,17 @@ mod tests {
     #[test]
     fn paths_are_understood() {
         let shape = |path: &str| match target(path) {
-            Ok(Target::Objects { resource, namespace, name, sub }) => {
-                format!("{} {namespace:?} {name:?} {:?}", resource.plural, sub.map(Sub::name))
+            Ok(Target::Objects {
+                resource,
+                namespace,
+                name,
+                sub,
+            }) => {
+                format!(
+                    "{} {namespace:?} {name:?} {:?}",
+                    resource.plural,
+                    sub.map(Sub::name)
+                )
             }
             Ok(Target::Review(kind)) => format!("review {kind}"),
             Ok(Target::Other(path)) => format!("other {path}"),
@@ -108,15 +136,33 @@ mod tests {
         };
         let cases = [
             ("/api/v1/pods", "pods None None None"),
-            ("/api/v1/namespaces/a/pods/p/status", "pods Some(\"a\") Some(\"p\") Some(\"status\")"),
+            (
+                "/api/v1/namespaces/a/pods/p/status",
+                "pods Some(\"a\") Some(\"p\") Some(\"status\")",
+            ),
             ("/api/v1/namespaces/a", "namespaces None Some(\"a\") None"),
-            ("/api/v1/namespaces/a/finalize", "namespaces None Some(\"a\") Some(\"finalize\")"),
-            ("/apis/apps/v1/namespaces/a/deployments/d/scale", "deployments Some(\"a\") Some(\"d\") Some(\"scale\")"),
-            ("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", "review SelfSubjectAccessReview"),
+            (
+                "/api/v1/namespaces/a/finalize",
+                "namespaces None Some(\"a\") Some(\"finalize\")",
+            ),
+            (
+                "/apis/apps/v1/namespaces/a/deployments/d/scale",
+                "deployments Some(\"a\") Some(\"d\") Some(\"scale\")",
+            ),
+            (
+                "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
+                "review SelfSubjectAccessReview",
+            ),
             ("/api/v1", "other /api/v1"),
             ("/version/", "other /version"),
-            ("/api/v1/nodes/n/proxy/pods/x", "nodes None Some(\"n\") Some(\"proxy\")"),
-            ("/api/v1/namespaces/a/pods/p/log", "pods Some(\"a\") Some(\"p\") Some(\"log\")"),
+            (
+                "/api/v1/nodes/n/proxy/pods/x",
+                "nodes None Some(\"n\") Some(\"proxy\")",
+            ),
+            (
+                "/api/v1/namespaces/a/pods/p/log",
+                "pods Some(\"a\") Some(\"p\") Some(\"log\")",
+            ),
             ("/api/v1/widgets", "404"),
             ("/api/v1/namespaces/a/nodes", "404"),
             ("/api/v1/pods/p", "404"),

@@ -32,23 +32,41 @@ struct Field {
 static MESSAGES: LazyLock<HashMap<&'static str, Vec<Field>>> = LazyLock::new(|| {
     let mut messages: HashMap<&str, Vec<Field>> = HashMap::new();
     let mut current = "";
-    for line in include_str!("schema.txt").lines().filter(|l| !l.starts_with('#')) {
+    for line in include_str!("schema.txt")
+        .lines()
+        .filter(|l| !l.starts_with('#'))
+    {
         let Some(field) = line.strip_prefix("  ") else {
             current = line;
             messages.insert(current, Vec::new());
             continue;
         };
         let mut words = field.split(' ');
-        let (Some(number), Some(name), Some(kind)) = (words.next(), words.next(), words.next()) else { continue };
+        let (Some(number), Some(name), Some(kind)) = (words.next(), words.next(), words.next())
+        else {
+            continue;
+        };
         let (shape, kind) = match kind {
             k if k.starts_with("[]") => (Shape::List, &k[2..]),
             k if k.starts_with("{}") => (Shape::Map, &k[2..]),
             k => (Shape::One, k),
         };
         let (pointer, kind) = kind.strip_prefix('*').map_or((false, kind), |k| (true, k));
-        let number = number.parse().expect("the schema file is part of the program");
-        let field = Field { number, name, kind, shape, pointer, inline: name == "^" };
-        messages.get_mut(current).expect("a message line comes first").push(field);
+        let number = number
+            .parse()
+            .expect("the schema file is part of the program");
+        let field = Field {
+            number,
+            name,
+            kind,
+            shape,
+            pointer,
+            inline: name == "^",
+        };
+        messages
+            .get_mut(current)
+            .expect("a message line comes first")
+            .push(field);
     }
     messages
 });
@@ -78,7 +96,10 @@ fn message_name(version: &str, kind: &str) -> String {
         return "meta.v1.DeleteOptions".into();
     }
     let (group, version) = version.split_once('/').unwrap_or(("core", version));
-    format!("{}.{version}.{kind}", group.split('.').next().unwrap_or_default())
+    format!(
+        "{}.{version}.{kind}",
+        group.split('.').next().unwrap_or_default()
+    )
 }
 
 struct Reader<'a> {
@@ -96,7 +117,10 @@ impl<'a> Reader<'a> {
     fn varint(&mut self) -> Result<u64, DecodeError> {
         let mut value = 0u64;
         for shift in (0..70).step_by(7) {
-            let byte = *self.bytes.get(self.at).ok_or(DecodeError::Damaged(self.at))?;
+            let byte = *self
+                .bytes
+                .get(self.at)
+                .ok_or(DecodeError::Damaged(self.at))?;
             self.at += 1;
             value |= u64::from(byte & 0x7f).checked_shl(shift).unwrap_or(0);
             if byte < 0x80 {
@@ -107,7 +131,10 @@ impl<'a> Reader<'a> {
     }
 
     fn take(&mut self, length: usize) -> Result<&'a [u8], DecodeError> {
-        let end = self.at.checked_add(length).filter(|e| *e <= self.bytes.len());
+        let end = self
+            .at
+            .checked_add(length)
+            .filter(|e| *e <= self.bytes.len());
         let end = end.ok_or(DecodeError::Damaged(self.at))?;
         let slice = &self.bytes[self.at..end];
         self.at = end;
@@ -122,12 +149,23 @@ impl<'a> Reader<'a> {
         let tag = self.varint()?;
         let raw = match tag & 7 {
             0 => Raw::Varint(self.varint()?),
-            1 => Raw::Fixed(self.take(8)?.iter().rev().fold(0, |v, b| v << 8 | u64::from(*b))),
+            1 => Raw::Fixed(
+                self.take(8)?
+                    .iter()
+                    .rev()
+                    .fold(0, |v, b| v << 8 | u64::from(*b)),
+            ),
             2 => {
-                let length = usize::try_from(self.varint()?).map_err(|_| DecodeError::Damaged(self.at))?;
+                let length =
+                    usize::try_from(self.varint()?).map_err(|_| DecodeError::Damaged(self.at))?;
                 Raw::Bytes(self.take(length)?)
             }
-            5 => Raw::Fixed(self.take(4)?.iter().rev().fold(0, |v, b| v << 8 | u64::from(*b))),
+            5 => Raw::Fixed(
+                self.take(4)?
+                    .iter()
+                    .rev()
+                    .fold(0, |v, b| v << 8 | u64::from(*b)),
+            ),
             _ => return Err(DecodeError::Damaged(self.at)),
         };
         Ok(Some((tag >> 3, raw)))
@@ -138,11 +176,17 @@ impl<'a> Reader<'a> {
 pub fn decode(body: &[u8]) -> Result<Value, DecodeError> {
     let envelope = body.strip_prefix(b"k8s\0").ok_or(DecodeError::Damaged(0))?;
     let (mut version, mut kind, mut object) = (String::new(), String::new(), &[][..]);
-    let mut reader = Reader { bytes: envelope, at: 0 };
+    let mut reader = Reader {
+        bytes: envelope,
+        at: 0,
+    };
     while let Some((number, raw)) = reader.next()? {
         match (number, raw) {
             (1, Raw::Bytes(type_meta)) => {
-                let mut inner = Reader { bytes: type_meta, at: 0 };
+                let mut inner = Reader {
+                    bytes: type_meta,
+                    at: 0,
+                };
                 while let Some((number, raw)) = inner.next()? {
                     match (number, raw) {
                         (1, Raw::Bytes(b)) => version = String::from_utf8_lossy(b).into_owned(),
@@ -165,14 +209,23 @@ pub fn decode(body: &[u8]) -> Result<Value, DecodeError> {
     Ok(Value::Object(map))
 }
 
-fn message(name: &str, bytes: &[u8], into: &mut Map<String, Value>, depth: usize) -> Result<(), DecodeError> {
+fn message(
+    name: &str,
+    bytes: &[u8],
+    into: &mut Map<String, Value>,
+    depth: usize,
+) -> Result<(), DecodeError> {
     if depth > 64 {
         return Err(DecodeError::TooDeep);
     }
-    let Some(fields) = MESSAGES.get(name) else { return Ok(()) };
+    let Some(fields) = MESSAGES.get(name) else {
+        return Ok(());
+    };
     let mut reader = Reader { bytes, at: 0 };
     while let Some((number, raw)) = reader.next()? {
-        let Some(field) = fields.iter().find(|f| f.number == number) else { continue };
+        let Some(field) = fields.iter().find(|f| f.number == number) else {
+            continue;
+        };
         if field.inline {
             if let Raw::Bytes(inner) = raw {
                 message(field.kind, inner, into, depth + 1)?;
@@ -186,7 +239,15 @@ fn message(name: &str, bytes: &[u8], into: &mut Map<String, Value>, depth: usize
                 }
             }
             Shape::List => {
-                let value = single(&Field { pointer: true, shape: Shape::One, ..*field }, &raw, depth)?;
+                let value = single(
+                    &Field {
+                        pointer: true,
+                        shape: Shape::One,
+                        ..*field
+                    },
+                    &raw,
+                    depth,
+                )?;
                 let slot = into.entry(field.name).or_insert_with(|| json!([]));
                 if let (Some(list), Some(value)) = (slot.as_array_mut(), value) {
                     list.push(value);
@@ -195,15 +256,34 @@ fn message(name: &str, bytes: &[u8], into: &mut Map<String, Value>, depth: usize
             Shape::Map => {
                 let Raw::Bytes(entry) = raw else { continue };
                 let (mut key, mut value) = (String::new(), None);
-                let mut inner = Reader { bytes: entry, at: 0 };
+                let mut inner = Reader {
+                    bytes: entry,
+                    at: 0,
+                };
                 while let Some((number, raw)) = inner.next()? {
                     match (number, &raw) {
                         (1, Raw::Bytes(b)) => key = String::from_utf8_lossy(b).into_owned(),
-                        (2, _) => value = single(&Field { pointer: true, shape: Shape::One, ..*field }, &raw, depth)?,
+                        (2, _) => {
+                            value = single(
+                                &Field {
+                                    pointer: true,
+                                    shape: Shape::One,
+                                    ..*field
+                                },
+                                &raw,
+                                depth,
+                            )?
+                        }
                         _ => {}
                     }
                 }
-                let value = value.unwrap_or_else(|| if is_scalar(field.kind) { json!("") } else { json!({}) });
+                let value = value.unwrap_or_else(|| {
+                    if is_scalar(field.kind) {
+                        json!("")
+                    } else {
+                        json!({})
+                    }
+                });
                 let slot = into.entry(field.name).or_insert_with(|| json!({}));
                 if let Some(map) = slot.as_object_mut() {
                     map.insert(key, value);
@@ -222,30 +302,50 @@ fn is_scalar(kind: &str) -> bool {
 fn single(field: &Field, raw: &Raw<'_>, depth: usize) -> Result<Option<Value>, DecodeError> {
     let keep = |zero: bool, value: Value| (field.pointer || !zero).then_some(value);
     Ok(match (field.kind, raw) {
-        ("string", Raw::Bytes(b)) => keep(b.is_empty(), String::from_utf8_lossy(b).into_owned().into()),
-        ("bytes", Raw::Bytes(b)) => keep(b.is_empty(), base64::engine::general_purpose::STANDARD.encode(b).into()),
+        ("string", Raw::Bytes(b)) => {
+            keep(b.is_empty(), String::from_utf8_lossy(b).into_owned().into())
+        }
+        ("bytes", Raw::Bytes(b)) => keep(
+            b.is_empty(),
+            base64::engine::general_purpose::STANDARD.encode(b).into(),
+        ),
         ("bool", Raw::Varint(v)) => keep(*v == 0, (*v != 0).into()),
         ("int32" | "int64", Raw::Varint(v)) => keep(*v == 0, v.cast_signed().into()),
         ("double", Raw::Fixed(v)) => keep(*v == 0, json!(f64::from_bits(*v))),
         ("meta.v1.Time" | "meta.v1.MicroTime", Raw::Bytes(b)) => {
             let (seconds, nanos) = (number_at(b, 1)?, number_at(b, 2)?);
-            let time = jiff::Timestamp::new(seconds.unwrap_or(0), i32::try_from(nanos.unwrap_or(0)).unwrap_or(0));
+            let time = jiff::Timestamp::new(
+                seconds.unwrap_or(0),
+                i32::try_from(nanos.unwrap_or(0)).unwrap_or(0),
+            );
             match (seconds, time) {
-                (Some(_), Ok(time)) if field.kind == "meta.v1.MicroTime" => Some(time.strftime("%Y-%m-%dT%H:%M:%S.%6fZ").to_string().into()),
+                (Some(_), Ok(time)) if field.kind == "meta.v1.MicroTime" => {
+                    Some(time.strftime("%Y-%m-%dT%H:%M:%S.%6fZ").to_string().into())
+                }
                 (Some(_), Ok(time)) => Some(super::object::stamp(time).into()),
                 _ => None,
             }
         }
-        ("resource.Quantity", Raw::Bytes(b)) => Some(text_at(b, 1)?.unwrap_or_else(|| "0".into()).into()),
-        ("intstr.IntOrString", Raw::Bytes(b)) => {
-            Some(if number_at(b, 1)?.unwrap_or(0) == 1 { text_at(b, 3)?.unwrap_or_default().into() } else { number_at(b, 2)?.unwrap_or(0).into() })
+        ("resource.Quantity", Raw::Bytes(b)) => {
+            Some(text_at(b, 1)?.unwrap_or_else(|| "0".into()).into())
         }
-        ("meta.v1.FieldsV1" | "runtime.RawExtension", Raw::Bytes(b)) => text_at(b, 1)?.and_then(|text| serde_json::from_str(&text).ok()),
+        ("intstr.IntOrString", Raw::Bytes(b)) => Some(if number_at(b, 1)?.unwrap_or(0) == 1 {
+            text_at(b, 3)?.unwrap_or_default().into()
+        } else {
+            number_at(b, 2)?.unwrap_or(0).into()
+        }),
+        ("meta.v1.FieldsV1" | "runtime.RawExtension", Raw::Bytes(b)) => {
+            text_at(b, 1)?.and_then(|text| serde_json::from_str(&text).ok())
+        }
         (kind, Raw::Bytes(b)) if MESSAGES.contains_key(kind) => {
             let mut map = Map::new();
             message(kind, b, &mut map, depth + 1)?;
             // `ExtraValue` is a message on the wire and a plain list in JSON.
-            Some(if kind.ends_with(".ExtraValue") { map.remove("items").unwrap_or(json!([])) } else { map.into() })
+            Some(if kind.ends_with(".ExtraValue") {
+                map.remove("items").unwrap_or(json!([]))
+            } else {
+                map.into()
+            })
         }
         _ => None,
     })
@@ -293,16 +393,27 @@ pub fn check(version: &str, kind: &str, object: &Value) -> Findings {
 fn lookup(name: &str, key: &str) -> Option<&'static Field> {
     let fields = MESSAGES.get(name)?;
     let direct = fields.iter().find(|f| f.name == key);
-    direct.or_else(|| fields.iter().filter(|f| f.inline).find_map(|f| lookup(f.kind, key)))
+    direct.or_else(|| {
+        fields
+            .iter()
+            .filter(|f| f.inline)
+            .find_map(|f| lookup(f.kind, key))
+    })
 }
 
 fn check_message(name: &str, object: &Value, path: &str, findings: &mut Findings) {
-    let Some(map) = object.as_object() else { return };
+    let Some(map) = object.as_object() else {
+        return;
+    };
     for (key, value) in map {
         if path.is_empty() && (key == "apiVersion" || key == "kind") {
             continue;
         }
-        let here = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+        let here = if path.is_empty() {
+            key.clone()
+        } else {
+            format!("{path}.{key}")
+        };
         let Some(field) = lookup(name, key) else {
             findings.unknown.push(here);
             continue;
@@ -333,7 +444,9 @@ fn check_value(kind: &str, value: &Value, path: &str, findings: &mut Findings) {
         "bool" if !value.is_boolean() => "bool",
         "int32" | "int64" if !value.is_i64() && !value.is_u64() => "int64",
         "double" if !value.is_number() => "float64",
-        "resource.Quantity" | "intstr.IntOrString" if !value.is_string() && !value.is_number() => "string or number",
+        "resource.Quantity" | "intstr.IntOrString" if !value.is_string() && !value.is_number() => {
+            "string or number"
+        }
         "meta.v1.FieldsV1" | "runtime.RawExtension" => return,
         kind if MESSAGES.contains_key(kind) && !kind.ends_with(".ExtraValue") => {
             if value.is_object() {

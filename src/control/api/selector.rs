@@ -27,7 +27,11 @@ pub struct Selector {
 
 impl Selector {
     /// Parses the `labelSelector` and `fieldSelector` query parameters.
-    pub fn parse(resource: &Resource, labels: Option<&str>, fields: Option<&str>) -> Result<Selector, ApiError> {
+    pub fn parse(
+        resource: &Resource,
+        labels: Option<&str>,
+        fields: Option<&str>,
+    ) -> Result<Selector, ApiError> {
         let mut selector = Selector::default();
         for requirement in split_outside_parentheses(labels.unwrap_or_default()) {
             let parsed = requirement_of(&requirement).ok_or_else(|| {
@@ -35,7 +39,11 @@ impl Selector {
             })?;
             selector.labels.push(parsed);
         }
-        for term in fields.unwrap_or_default().split(',').filter(|t| !t.is_empty()) {
+        for term in fields
+            .unwrap_or_default()
+            .split(',')
+            .filter(|t| !t.is_empty())
+        {
             let (field, equal, value) = if let Some((f, v)) = term.split_once("!=") {
                 (f, false, v)
             } else if let Some((f, v)) = term.split_once("==") {
@@ -43,17 +51,25 @@ impl Selector {
             } else if let Some((f, v)) = term.split_once('=') {
                 (f, true, v)
             } else {
-                return Err(ApiError::bad_request(format!("invalid selector: {term:?}: expected field=value")));
+                return Err(ApiError::bad_request(format!(
+                    "invalid selector: {term:?}: expected field=value"
+                )));
             };
             let field = match (resource.kind, field) {
                 ("Pod", "spec.host") => "spec.nodeName",
                 _ => field,
             };
-            let known = field == "metadata.name" || (field == "metadata.namespace" && resource.namespaced) || resource.fields.contains(&field);
+            let known = field == "metadata.name"
+                || (field == "metadata.namespace" && resource.namespaced)
+                || resource.fields.contains(&field);
             if !known {
-                return Err(ApiError::bad_request(format!("field label not supported: {field}")));
+                return Err(ApiError::bad_request(format!(
+                    "field label not supported: {field}"
+                )));
             }
-            selector.fields.push((field.into(), equal, value.replace('\\', "")));
+            selector
+                .fields
+                .push((field.into(), equal, value.replace('\\', "")));
         }
         Ok(selector)
     }
@@ -65,10 +81,18 @@ impl Selector {
         let mut result = Selector::default();
         if let Some(labels) = selector.get("matchLabels").and_then(Value::as_object) {
             for (key, value) in labels {
-                result.labels.push((key.clone(), Need::In(vec![value.as_str().unwrap_or_default().into()])));
+                result.labels.push((
+                    key.clone(),
+                    Need::In(vec![value.as_str().unwrap_or_default().into()]),
+                ));
             }
         }
-        for expression in selector.get("matchExpressions").and_then(Value::as_array).into_iter().flatten() {
+        for expression in selector
+            .get("matchExpressions")
+            .and_then(Value::as_array)
+            .into_iter()
+            .flatten()
+        {
             let key = expression["key"].as_str()?.to_owned();
             let values = expression["values"].as_array().into_iter().flatten();
             let values: Vec<String> = values.filter_map(|v| v.as_str().map(Into::into)).collect();
@@ -93,14 +117,19 @@ impl Selector {
     /// The name that a `metadata.name=` term fixes.
     #[must_use]
     pub fn fixed_name(&self) -> Option<&str> {
-        self.fields.iter().find(|(f, equal, _)| *equal && f == "metadata.name").map(|(_, _, v)| v.as_str())
+        self.fields
+            .iter()
+            .find(|(f, equal, _)| *equal && f == "metadata.name")
+            .map(|(_, _, v)| v.as_str())
     }
 
     /// Whether an object with these attributes matches.
     #[must_use]
     pub fn matches(&self, attrs: &Attrs) -> bool {
         self.matches_labels(&attrs.labels)
-            && self.fields.iter().all(|(field, equal, value)| (attrs.fields.get(field).map_or("", String::as_str) == value) == *equal)
+            && self.fields.iter().all(|(field, equal, value)| {
+                (attrs.fields.get(field).map_or("", String::as_str) == value) == *equal
+            })
     }
 
     /// Whether these labels match.
@@ -113,8 +142,12 @@ impl Selector {
                 Need::NotIn(values) => value.is_none_or(|v| !values.contains(v)),
                 Need::Exists => value.is_some(),
                 Need::Missing => value.is_none(),
-                Need::Greater(bound) => value.and_then(|v| v.parse::<i64>().ok()).is_some_and(|v| v > *bound),
-                Need::Less(bound) => value.and_then(|v| v.parse::<i64>().ok()).is_some_and(|v| v < *bound),
+                Need::Greater(bound) => value
+                    .and_then(|v| v.parse::<i64>().ok())
+                    .is_some_and(|v| v > *bound),
+                Need::Less(bound) => value
+                    .and_then(|v| v.parse::<i64>().ok())
+                    .is_some_and(|v| v < *bound),
             }
         })
     }
@@ -135,11 +168,20 @@ fn split_outside_parentheses(text: &str) -> Vec<String> {
             last.push(c);
         }
     }
-    parts.into_iter().map(|p| p.trim().to_owned()).filter(|p| !p.is_empty()).collect()
+    parts
+        .into_iter()
+        .map(|p| p.trim().to_owned())
+        .filter(|p| !p.is_empty())
+        .collect()
 }
 
 fn requirement_of(text: &str) -> Option<(String, Need)> {
-    let key_ok = |key: &str| !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || "-_./".contains(c));
+    let key_ok = |key: &str| {
+        !key.is_empty()
+            && key
+                .chars()
+                .all(|c| c.is_ascii_alphanumeric() || "-_./".contains(c))
+    };
     if let Some(key) = text.strip_prefix('!') {
         let key = key.trim();
         return key_ok(key).then(|| (key.to_owned(), Need::Missing));
@@ -156,7 +198,11 @@ fn requirement_of(text: &str) -> Option<(String, Need)> {
         let values = values.strip_suffix(')')?;
         let values: Vec<String> = values.split(',').map(|v| v.trim().to_owned()).collect();
         let head = head.trim();
-        if let Some(key) = head.strip_suffix(" notin") { (key, Need::NotIn(values)) } else { (head.strip_suffix(" in")?, Need::In(values)) }
+        if let Some(key) = head.strip_suffix(" notin") {
+            (key, Need::NotIn(values))
+        } else {
+            (head.strip_suffix(" in")?, Need::In(values))
+        }
     } else {
         (text, Need::Exists)
     };
@@ -169,8 +215,14 @@ mod tests {
     use super::*;
 
     fn labels(pairs: &[(&str, &str)]) -> Attrs {
-        let labels = pairs.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect();
-        Attrs { labels, ..Attrs::default() }
+        let labels = pairs
+            .iter()
+            .map(|(k, v)| ((*k).into(), (*v).into()))
+            .collect();
+        Attrs {
+            labels,
+            ..Attrs::default()
+        }
     }
 
     #[test]
@@ -192,7 +244,11 @@ mod tests {
             assert_eq!(selector.matches(&labels(have)), *expected, "{text}");
         }
         for bad in ["a in 1", "a b", "=x", "n>five"] {
-            assert_eq!(Selector::parse(pods, Some(bad), None).expect_err(bad).code, 400, "{bad}");
+            assert_eq!(
+                Selector::parse(pods, Some(bad), None).expect_err(bad).code,
+                400,
+                "{bad}"
+            );
         }
         assert!(Selector::parse(pods, None, Some("spec.foo=1")).is_err());
     }

@@ -16,59 +16,114 @@ use crate::https::{self, Body, BoxError, Limits, Peer, Tls, full};
 /// The largest request body: 3 MiB, as the real server has it.
 const BODY_LIMIT: usize = 3 << 20;
 /// Clients keep watches and idle connections as long as they like.
-const LIMITS: Limits = Limits { connections: 4096, idle: None };
+const LIMITS: Limits = Limits {
+    connections: 4096,
+    idle: None,
+};
 
 /// Serves until the process ends.
 pub async fn serve(api: Api, listener: TcpListener, tls: Tls) {
-    https::serve(listener, Some(Arc::new(tls)), LIMITS, move |peer, request| respond(api.clone(), peer, request)).await;
+    https::serve(
+        listener,
+        Some(Arc::new(tls)),
+        LIMITS,
+        move |peer, request| respond(api.clone(), peer, request),
+    )
+    .await;
 }
 
 async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyper::Response<Body> {
     let answered = async {
-        if let Ok(Target::Objects { resource, namespace, name: Some(name), sub: Some(sub) }) = route::target(request.uri().path())
-            && matches!(sub, Sub::Log | Sub::Exec | Sub::Attach | Sub::PortForward | Sub::Proxy)
+        if let Ok(Target::Objects {
+            resource,
+            namespace,
+            name: Some(name),
+            sub: Some(sub),
+        }) = route::target(request.uri().path())
+            && matches!(
+                sub,
+                Sub::Log | Sub::Exec | Sub::Attach | Sub::PortForward | Sub::Proxy
+            )
         {
             let user = who(&api, &peer, request.headers())?;
             // Whoever streams also runs something: reading is not enough, whatever the method (since 1.35).
             let verb = match (sub, request.method().as_str()) {
                 (Sub::Log, "GET") | (Sub::Proxy, "GET" | "HEAD") => "get",
-                (Sub::Exec | Sub::Attach | Sub::PortForward, "GET" | "POST") | (Sub::Proxy, "POST") => "create",
+                (Sub::Exec | Sub::Attach | Sub::PortForward, "GET" | "POST")
+                | (Sub::Proxy, "POST") => "create",
                 (Sub::Proxy, "PUT") => "update",
                 (Sub::Proxy, "PATCH") => "patch",
                 (Sub::Proxy, "DELETE") => "delete",
                 _ => return Err(ApiError::method_not_allowed()),
             };
-            let ask = auth::ask(verb, resource, sub.name(), namespace.as_deref().unwrap_or_default(), &name);
+            let ask = auth::ask(
+                verb,
+                resource,
+                sub.name(),
+                namespace.as_deref().unwrap_or_default(),
+                &name,
+            );
             if !api.may(&user, &ask) {
                 return Err(auth::refusal(&user, &ask));
             }
             let path = request.uri().path().to_owned();
-            return api.by_node(sub, namespace.as_deref(), &name, &path, request).await;
+            return api
+                .by_node(sub, namespace.as_deref(), &name, &path, request)
+                .await;
         }
-        Ok(encode(api.answer(decode(&api, &peer, request).await?).await))
+        Ok(encode(
+            api.answer(decode(&api, &peer, request).await?).await,
+        ))
     };
-    answered.await.unwrap_or_else(|error: ApiError| encode(error.into()))
+    answered
+        .await
+        .unwrap_or_else(|error: ApiError| encode(error.into()))
 }
 
 fn who(api: &Api, peer: &Peer, headers: &hyper::HeaderMap) -> Result<auth::User, ApiError> {
     let authorization = headers.get(AUTHORIZATION).and_then(|v| v.to_str().ok());
-    let user = api.authenticate(peer.certificate.as_deref().map(Vec::as_slice), authorization)?;
+    let user = api.authenticate(
+        peer.certificate.as_deref().map(Vec::as_slice),
+        authorization,
+    )?;
     impersonate::acting(user, headers, |user, ask| api.may(user, ask))
 }
 
-async fn decode(api: &Api, peer: &Peer, request: hyper::Request<Incoming>) -> Result<Request, ApiError> {
+async fn decode(
+    api: &Api,
+    peer: &Peer,
+    request: hyper::Request<Incoming>,
+) -> Result<Request, ApiError> {
     let (head, body) = request.into_parts();
-    let header = |name| head.headers.get(name).and_then(|v| HeaderValue::to_str(v).ok()).unwrap_or_default().to_owned();
+    let header = |name| {
+        head.headers
+            .get(name)
+            .and_then(|v| HeaderValue::to_str(v).ok())
+            .unwrap_or_default()
+            .to_owned()
+    };
     let user = who(api, peer, &head.headers)?;
-    let body = Limited::new(body, BODY_LIMIT).collect().await.map_err(|error| {
-        if error.is::<http_body_util::LengthLimitError>() {
-            ApiError::new(413, "RequestEntityTooLarge", format!("Request entity too large: limit is {BODY_LIMIT}"))
-        } else {
-            ApiError::bad_request(format!("the body could not be read: {error}"))
-        }
-    })?;
+    let body = Limited::new(body, BODY_LIMIT)
+        .collect()
+        .await
+        .map_err(|error| {
+            if error.is::<http_body_util::LengthLimitError>() {
+                ApiError::new(
+                    413,
+                    "RequestEntityTooLarge",
+                    format!("Request entity too large: limit is {BODY_LIMIT}"),
+                )
+            } else {
+                ApiError::bad_request(format!("the body could not be read: {error}"))
+            }
+        })?;
     // Several Accept headers mean the same as one with commas.
-    let accept: Vec<&str> = head.headers.get_all(ACCEPT).iter().filter_map(|v| v.to_str().ok()).collect();
+    let accept: Vec<&str> = head
+        .headers
+        .get_all(ACCEPT)
+        .iter()
+        .filter_map(|v| v.to_str().ok())
+        .collect();
     Ok(Request {
         method: head.method.as_str().to_owned(),
         path: head.uri.path().to_owned(),
@@ -81,10 +136,20 @@ async fn decode(api: &Api, peer: &Peer, request: hyper::Request<Incoming>) -> Re
 }
 
 fn encode(answer: Answer) -> hyper::Response<Body> {
-    let response = hyper::Response::builder().header("Cache-Control", "no-cache, private").header("Audit-Id", super::object::new_uid());
+    let response = hyper::Response::builder()
+        .header("Cache-Control", "no-cache, private")
+        .header("Audit-Id", super::object::new_uid());
     let built = match answer {
-        Answer::Body { code, content_type, body, warnings } => {
-            let mut response = response.status(code).header(CONTENT_TYPE, content_type).header("Vary", "Accept");
+        Answer::Body {
+            code,
+            content_type,
+            body,
+            warnings,
+        } => {
+            let mut response = response
+                .status(code)
+                .header(CONTENT_TYPE, content_type)
+                .header("Vary", "Accept");
             for warning in warnings {
                 let text = warning.replace('\\', "\\\\").replace('"', "\\\"");
                 response = response.header("Warning", format!("299 - \"{text}\""));
@@ -92,9 +157,13 @@ fn encode(answer: Answer) -> hyper::Response<Body> {
             response.body(full(body))
         }
         Answer::Watch(lines) => {
-            let lines = futures::stream::unfold(lines, |mut lines| async move { lines.recv().await.map(|line| (line, lines)) });
+            let lines = futures::stream::unfold(lines, |mut lines| async move {
+                lines.recv().await.map(|line| (line, lines))
+            });
             let body = StreamBody::new(lines.map(|line| Ok::<_, BoxError>(Frame::data(line))));
-            response.header(CONTENT_TYPE, "application/json").body(body.boxed_unsync())
+            response
+                .header(CONTENT_TYPE, "application/json")
+                .body(body.boxed_unsync())
         }
     };
     built.unwrap_or_else(|_| hyper::Response::new(full("internal error")))

@@ -17,7 +17,12 @@ pub const CLAIM_IN_USE: &str = "kubernetes.io/pvc-protection";
 /// Keeps a volume while a claim is bound to it.
 pub const VOLUME_IN_USE: &str = "kubernetes.io/pv-protection";
 
-const MODES: [&str; 4] = ["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"];
+const MODES: [&str; 4] = [
+    "ReadWriteOnce",
+    "ReadOnlyMany",
+    "ReadWriteMany",
+    "ReadWriteOncePod",
+];
 const POLICIES: [&str; 3] = ["Retain", "Delete", "Recycle"];
 const BINDING: [&str; 2] = ["Immediate", "WaitForFirstConsumer"];
 const GROUP_POLICIES: [&str; 3] = ["ReadWriteOnceWithFSType", "File", "None"];
@@ -51,7 +56,10 @@ pub fn defaults(kind: &str, object: &mut Value) {
             let spec = &mut object["spec"];
             default(spec, "volumeMode", json!("Filesystem"));
             default(spec, "persistentVolumeReclaimPolicy", json!("Retain"));
-            if let Some(host) = spec.get_mut("hostPath").filter(|h| h.is_object() && h.get("type").is_none()) {
+            if let Some(host) = spec
+                .get_mut("hostPath")
+                .filter(|h| h.is_object() && h.get("type").is_none())
+            {
                 host["type"] = json!("");
             }
             default(&mut object["status"], "phase", json!("Pending"));
@@ -79,8 +87,13 @@ pub fn defaults(kind: &str, object: &mut Value) {
 }
 
 fn finalizer(object: &mut Value, name: &str) {
-    let finalizers = entry(object, "metadata").entry("finalizers").or_insert_with(|| json!([]));
-    if let Some(finalizers) = finalizers.as_array_mut().filter(|f| !f.iter().any(|f| f == name)) {
+    let finalizers = entry(object, "metadata")
+        .entry("finalizers")
+        .or_insert_with(|| json!([]));
+    if let Some(finalizers) = finalizers
+        .as_array_mut()
+        .filter(|f| !f.iter().any(|f| f == name))
+    {
         finalizers.push(name.into());
     }
 }
@@ -91,13 +104,35 @@ pub fn admit_claim(store: &Store, claim: &mut Value) {
     if at(claim, &["spec", "storageClassName"]).is_some_and(|c| !c.is_null()) {
         return;
     }
-    let Some(resource) = Resource::of_kind("StorageClass") else { return };
-    let classes = store.list(&resource.prefix(None)).0.into_iter().filter_map(|(_, r)| serde_json::from_slice::<Value>(&r.value).ok());
-    let is_default = |class: &Value| text(class, &["metadata", "annotations", "storageclass.kubernetes.io/is-default-class"]) == Some("true");
+    let Some(resource) = Resource::of_kind("StorageClass") else {
+        return;
+    };
+    let classes = store
+        .list(&resource.prefix(None))
+        .0
+        .into_iter()
+        .filter_map(|(_, r)| serde_json::from_slice::<Value>(&r.value).ok());
+    let is_default = |class: &Value| {
+        text(
+            class,
+            &[
+                "metadata",
+                "annotations",
+                "storageclass.kubernetes.io/is-default-class",
+            ],
+        ) == Some("true")
+    };
     // Of several the newest counts.
-    let chosen = classes.filter(is_default).max_by_key(|c| text(c, &["metadata", "creationTimestamp"]).unwrap_or_default().to_owned());
+    let chosen = classes.filter(is_default).max_by_key(|c| {
+        text(c, &["metadata", "creationTimestamp"])
+            .unwrap_or_default()
+            .to_owned()
+    });
     if let Some(class) = chosen {
-        entry(claim, "spec").insert("storageClassName".into(), super::object::name(&class).into());
+        entry(claim, "spec").insert(
+            "storageClassName".into(),
+            super::object::name(&class).into(),
+        );
     }
 }
 
@@ -115,23 +150,42 @@ fn one_of(value: Option<&str>, field: &str, allowed: &[&str], errors: &mut Error
 fn modes(object: &Value, errors: &mut Errors) {
     let modes = list(object, &["spec", "accessModes"]);
     if modes.is_empty() {
-        errors.push(FieldError::required("spec.accessModes", "at least 1 access mode is required"));
+        errors.push(FieldError::required(
+            "spec.accessModes",
+            "at least 1 access mode is required",
+        ));
     }
     for mode in modes {
         one_of(mode.as_str(), "spec.accessModes", &MODES, errors);
     }
     if modes.len() > 1 && modes.iter().any(|m| m == "ReadWriteOncePod") {
-        errors.push(FieldError::forbidden("spec.accessModes", "may not use ReadWriteOncePod with other access modes"));
+        errors.push(FieldError::forbidden(
+            "spec.accessModes",
+            "may not use ReadWriteOncePod with other access modes",
+        ));
     }
-    one_of(text(object, &["spec", "volumeMode"]), "spec.volumeMode", &["Block", "Filesystem"], errors);
+    one_of(
+        text(object, &["spec", "volumeMode"]),
+        "spec.volumeMode",
+        &["Block", "Filesystem"],
+        errors,
+    );
 }
 
 fn amount(object: &Value, path: &[&str], field: &str, errors: &mut Errors) {
     match at(object, path) {
         None => errors.push(FieldError::required(field, "")),
-        Some(value) => match value.as_str().map_or_else(|| value.to_string(), str::to_owned).parse::<Quantity>() {
+        Some(value) => match value
+            .as_str()
+            .map_or_else(|| value.to_string(), str::to_owned)
+            .parse::<Quantity>()
+        {
             Ok(quantity) if quantity > Quantity::ZERO => {}
-            Ok(_) => errors.push(FieldError::invalid(field, value, "must be greater than zero")),
+            Ok(_) => errors.push(FieldError::invalid(
+                field,
+                value,
+                "must be greater than zero",
+            )),
             Err(error) => errors.push(FieldError::invalid(field, value, &error.to_string())),
         },
     }
@@ -139,7 +193,12 @@ fn amount(object: &Value, path: &[&str], field: &str, errors: &mut Errors) {
 
 /// The names of a volume's sources.
 fn sources(spec: &Value) -> Vec<&String> {
-    spec.as_object().into_iter().flatten().filter(|(key, value)| !NOT_SOURCES.contains(&key.as_str()) && !value.is_null()).map(|(k, _)| k).collect()
+    spec.as_object()
+        .into_iter()
+        .flatten()
+        .filter(|(key, value)| !NOT_SOURCES.contains(&key.as_str()) && !value.is_null())
+        .map(|(k, _)| k)
+        .collect()
 }
 
 /// Checks an object.
@@ -147,39 +206,89 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
     match kind {
         "PersistentVolumeClaim" => {
             modes(object, errors);
-            amount(object, &["spec", "resources", "requests", "storage"], "spec.resources[storage]", errors);
+            amount(
+                object,
+                &["spec", "resources", "requests", "storage"],
+                "spec.resources[storage]",
+                errors,
+            );
         }
         "PersistentVolume" => {
             modes(object, errors);
-            amount(object, &["spec", "capacity", "storage"], "spec.capacity[storage]", errors);
-            one_of(text(object, &["spec", "persistentVolumeReclaimPolicy"]), "spec.persistentVolumeReclaimPolicy", &POLICIES, errors);
+            amount(
+                object,
+                &["spec", "capacity", "storage"],
+                "spec.capacity[storage]",
+                errors,
+            );
+            one_of(
+                text(object, &["spec", "persistentVolumeReclaimPolicy"]),
+                "spec.persistentVolumeReclaimPolicy",
+                &POLICIES,
+                errors,
+            );
             match sources(&object["spec"]).as_slice() {
                 [] => errors.push(FieldError::required("spec", "must specify a volume type")),
                 [_] => {}
-                [_, second, ..] => errors.push(FieldError::forbidden(format!("spec.{second}"), "may not specify more than 1 volume type")),
+                [_, second, ..] => errors.push(FieldError::forbidden(
+                    format!("spec.{second}"),
+                    "may not specify more than 1 volume type",
+                )),
             }
-            for (source, field) in
-                [("hostPath", "path"), ("local", "path"), ("nfs", "server"), ("nfs", "path"), ("csi", "driver"), ("csi", "volumeHandle")]
-            {
-                if at(object, &["spec", source]).is_some() && text(object, &["spec", source, field]).is_none_or(str::is_empty) {
+            for (source, field) in [
+                ("hostPath", "path"),
+                ("local", "path"),
+                ("nfs", "server"),
+                ("nfs", "path"),
+                ("csi", "driver"),
+                ("csi", "volumeHandle"),
+            ] {
+                if at(object, &["spec", source]).is_some()
+                    && text(object, &["spec", source, field]).is_none_or(str::is_empty)
+                {
                     errors.push(FieldError::required(format!("spec.{source}.{field}"), ""));
                 }
             }
-            if at(object, &["spec", "local"]).is_some() && at(object, &["spec", "nodeAffinity", "required"]).is_none() {
-                errors.push(FieldError::required("spec.nodeAffinity", "Local volume requires node affinity"));
+            if at(object, &["spec", "local"]).is_some()
+                && at(object, &["spec", "nodeAffinity", "required"]).is_none()
+            {
+                errors.push(FieldError::required(
+                    "spec.nodeAffinity",
+                    "Local volume requires node affinity",
+                ));
             }
         }
         "StorageClass" => {
             if text(object, &["provisioner"]).is_none_or(str::is_empty) {
                 errors.push(FieldError::required("provisioner", ""));
             }
-            one_of(text(object, &["reclaimPolicy"]), "reclaimPolicy", &POLICIES[..2], errors);
-            one_of(text(object, &["volumeBindingMode"]), "volumeBindingMode", &BINDING, errors);
+            one_of(
+                text(object, &["reclaimPolicy"]),
+                "reclaimPolicy",
+                &POLICIES[..2],
+                errors,
+            );
+            one_of(
+                text(object, &["volumeBindingMode"]),
+                "volumeBindingMode",
+                &BINDING,
+                errors,
+            );
         }
         "CSIDriver" => {
-            one_of(text(object, &["spec", "fsGroupPolicy"]), "spec.fsGroupPolicy", &GROUP_POLICIES, errors);
+            one_of(
+                text(object, &["spec", "fsGroupPolicy"]),
+                "spec.fsGroupPolicy",
+                &GROUP_POLICIES,
+                errors,
+            );
             for mode in list(object, &["spec", "volumeLifecycleModes"]) {
-                one_of(mode.as_str(), "spec.volumeLifecycleModes", &LIFECYCLES, errors);
+                one_of(
+                    mode.as_str(),
+                    "spec.volumeLifecycleModes",
+                    &LIFECYCLES,
+                    errors,
+                );
             }
         }
         "CSINode" => {
@@ -191,7 +300,10 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
                     }
                 }
                 if let Some(name) = text(driver, &["name"]).filter(|name| !seen.insert(*name)) {
-                    errors.push(FieldError::duplicate(format!("spec.drivers[{i}].name"), name));
+                    errors.push(FieldError::duplicate(
+                        format!("spec.drivers[{i}].name"),
+                        name,
+                    ));
                 }
             }
         }
@@ -213,7 +325,13 @@ pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors
             let (mut before, mut after) = (old["spec"].clone(), new["spec"].clone());
             let bound = text(old, &["status", "phase"]) == Some("Bound");
             // The binder fills in the volume; a bound claim may grow.
-            for (key, free) in [("volumeName", text(old, &["spec", "volumeName"]).is_none_or(str::is_empty)), ("resources", bound)] {
+            for (key, free) in [
+                (
+                    "volumeName",
+                    text(old, &["spec", "volumeName"]).is_none_or(str::is_empty),
+                ),
+                ("resources", bound),
+            ] {
                 if free {
                     for spec in [&mut before, &mut after] {
                         spec.as_object_mut().map(|s| s.remove(key));
@@ -226,23 +344,46 @@ pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors
             }
         }
         "PersistentVolume" => {
-            let source = |volume: &Value| sources(&volume["spec"]).first().map(|key| volume["spec"][key.as_str()].clone());
+            let source = |volume: &Value| {
+                sources(&volume["spec"])
+                    .first()
+                    .map(|key| volume["spec"][key.as_str()].clone())
+            };
             if source(old) != source(new) {
-                errors.push(FieldError::forbidden("spec.persistentvolumesource", "spec.persistentvolumesource is immutable after creation"));
+                errors.push(FieldError::forbidden(
+                    "spec.persistentvolumesource",
+                    "spec.persistentvolumesource is immutable after creation",
+                ));
             }
             if old["spec"]["volumeMode"] != new["spec"]["volumeMode"] {
-                errors.push(FieldError::invalid("spec.volumeMode", &new["spec"]["volumeMode"], "field is immutable"));
+                errors.push(FieldError::invalid(
+                    "spec.volumeMode",
+                    &new["spec"]["volumeMode"],
+                    "field is immutable",
+                ));
             }
         }
         "StorageClass" => {
-            for key in ["provisioner", "parameters", "reclaimPolicy", "volumeBindingMode"] {
+            for key in [
+                "provisioner",
+                "parameters",
+                "reclaimPolicy",
+                "volumeBindingMode",
+            ] {
                 if old[key] != new[key] {
-                    errors.push(FieldError::forbidden(key, &format!("updates to {key} are forbidden.")));
+                    errors.push(FieldError::forbidden(
+                        key,
+                        &format!("updates to {key} are forbidden."),
+                    ));
                 }
             }
         }
         "VolumeAttachment" if old["spec"] != new["spec"] => {
-            errors.push(FieldError::invalid("spec", &new["spec"], "field is immutable"));
+            errors.push(FieldError::invalid(
+                "spec",
+                &new["spec"],
+                "field is immutable",
+            ));
         }
         _ => {}
     }
@@ -299,7 +440,14 @@ pub fn columns(kind: &str) -> Option<&'static [Column]> {
             AGE,
         ],
         "CSINode" => &[NAME, ("Drivers", "integer", 0), AGE],
-        "VolumeAttachment" => &[NAME, ("Attacher", "string", 0), ("PV", "string", 0), ("Node", "string", 0), ("Attached", "boolean", 0), AGE],
+        "VolumeAttachment" => &[
+            NAME,
+            ("Attacher", "string", 0),
+            ("PV", "string", 0),
+            ("Node", "string", 0),
+            ("Attached", "boolean", 0),
+            AGE,
+        ],
         _ => return None,
     })
 }
@@ -312,24 +460,44 @@ fn short_modes(object: &Value, path: &[&str]) -> Value {
         "ReadWriteOncePod" => "RWOP",
         _ => "",
     };
-    list(object, path).iter().map(short).collect::<Vec<_>>().join(",").into()
+    list(object, path)
+        .iter()
+        .map(short)
+        .collect::<Vec<_>>()
+        .join(",")
+        .into()
 }
 
 /// The cells of a row.
 #[must_use]
 pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
     let name = super::object::name(object);
-    let or = |path: &[&str], other: &str| Value::from(text(object, path).filter(|v| !v.is_empty()).unwrap_or(other));
+    let or = |path: &[&str], other: &str| {
+        Value::from(
+            text(object, path)
+                .filter(|v| !v.is_empty())
+                .unwrap_or(other),
+        )
+    };
     let yes = |path: &[&str]| Value::from(at(object, path) == Some(&Value::Bool(true)));
     let class = || or(&["spec", "storageClassName"], "");
     let attributes = || or(&["spec", "volumeAttributesClassName"], "<unset>");
     let deleting = super::object::deleting(object);
-    let phase = || if deleting { "Terminating".into() } else { or(&["status", "phase"], "") };
+    let phase = || {
+        if deleting {
+            "Terminating".into()
+        } else {
+            or(&["status", "phase"], "")
+        }
+    };
     match kind {
         "PersistentVolumeClaim" => {
             let bound = text(object, &["spec", "volumeName"]).is_some_and(|v| !v.is_empty());
             let (capacity, modes) = if bound {
-                (or(&["status", "capacity", "storage"], ""), short_modes(object, &["status", "accessModes"]))
+                (
+                    or(&["status", "capacity", "storage"], ""),
+                    short_modes(object, &["status", "accessModes"]),
+                )
             } else {
                 ("".into(), "".into())
             };
@@ -346,7 +514,10 @@ pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
             ]
         }
         "PersistentVolume" => {
-            let claim = match (text(object, &["spec", "claimRef", "namespace"]), text(object, &["spec", "claimRef", "name"])) {
+            let claim = match (
+                text(object, &["spec", "claimRef", "namespace"]),
+                text(object, &["spec", "claimRef", "name"]),
+            ) {
                 (Some(namespace), Some(name)) => format!("{namespace}/{name}"),
                 _ => String::new(),
             };
@@ -365,8 +536,19 @@ pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
             ]
         }
         "StorageClass" => {
-            let default = text(object, &["metadata", "annotations", "storageclass.kubernetes.io/is-default-class"]) == Some("true");
-            let name = if default { format!("{name} (default)") } else { name.to_owned() };
+            let default = text(
+                object,
+                &[
+                    "metadata",
+                    "annotations",
+                    "storageclass.kubernetes.io/is-default-class",
+                ],
+            ) == Some("true");
+            let name = if default {
+                format!("{name} (default)")
+            } else {
+                name.to_owned()
+            };
             vec![
                 name.into(),
                 or(&["provisioner"], ""),
@@ -377,20 +559,37 @@ pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
             ]
         }
         "CSIDriver" => {
-            let strings = |path: &[&str]| list(object, path).iter().filter_map(Value::as_str).collect::<Vec<_>>().join(",");
-            let audiences: Vec<&str> = list(object, &["spec", "tokenRequests"]).iter().filter_map(|t| t["audience"].as_str()).collect();
+            let strings = |path: &[&str]| {
+                list(object, path)
+                    .iter()
+                    .filter_map(Value::as_str)
+                    .collect::<Vec<_>>()
+                    .join(",")
+            };
+            let audiences: Vec<&str> = list(object, &["spec", "tokenRequests"])
+                .iter()
+                .filter_map(|t| t["audience"].as_str())
+                .collect();
             vec![
                 name.into(),
                 yes(&["spec", "attachRequired"]),
                 yes(&["spec", "podInfoOnMount"]),
                 yes(&["spec", "storageCapacity"]),
-                if audiences.is_empty() { "<unset>".into() } else { audiences.join(",").into() },
+                if audiences.is_empty() {
+                    "<unset>".into()
+                } else {
+                    audiences.join(",").into()
+                },
                 yes(&["spec", "requiresRepublish"]),
                 strings(&["spec", "volumeLifecycleModes"]).into(),
                 age.into(),
             ]
         }
-        "CSINode" => vec![name.into(), list(object, &["spec", "drivers"]).len().into(), age.into()],
+        "CSINode" => vec![
+            name.into(),
+            list(object, &["spec", "drivers"]).len().into(),
+            age.into(),
+        ],
         _ => vec![
             name.into(),
             or(&["spec", "attacher"], ""),
@@ -415,23 +614,47 @@ mod tests {
     #[test]
     fn mistakes_are_named_by_their_field() {
         let claim = |spec: Value| fields("PersistentVolumeClaim", &json!({"spec": spec}));
-        assert_eq!(claim(json!({"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}})), Vec::<String>::new());
-        assert_eq!(claim(json!({})), ["spec.accessModes", "spec.resources[storage]"]);
+        assert_eq!(
+            claim(
+                json!({"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}})
+            ),
+            Vec::<String>::new()
+        );
+        assert_eq!(
+            claim(json!({})),
+            ["spec.accessModes", "spec.resources[storage]"]
+        );
         assert_eq!(
             claim(json!({"accessModes": ["RWO"], "resources": {"requests": {"storage": "0"}}})),
             ["spec.accessModes", "spec.resources[storage]"]
         );
         let volume = |more: Value| {
-            let mut spec = json!({"accessModes": ["ReadWriteOnce"], "capacity": {"storage": "1Gi"}});
+            let mut spec =
+                json!({"accessModes": ["ReadWriteOnce"], "capacity": {"storage": "1Gi"}});
             json_patch::merge(&mut spec, &more);
             fields("PersistentVolume", &json!({"spec": spec}))
         };
-        assert_eq!(volume(json!({"hostPath": {"path": "/x"}})), Vec::<String>::new());
+        assert_eq!(
+            volume(json!({"hostPath": {"path": "/x"}})),
+            Vec::<String>::new()
+        );
         assert_eq!(volume(json!({})), ["spec"]);
-        assert_eq!(volume(json!({"hostPath": {"path": "/x"}, "nfs": {"server": "s", "path": "/"}})), ["spec.nfs"]);
-        assert_eq!(volume(json!({"local": {"path": "/x"}})), ["spec.nodeAffinity"]);
-        assert_eq!(volume(json!({"csi": {"driver": "d"}})), ["spec.csi.volumeHandle"]);
-        assert_eq!(fields("StorageClass", &json!({"reclaimPolicy": "Recycle"})), ["provisioner", "reclaimPolicy"]);
+        assert_eq!(
+            volume(json!({"hostPath": {"path": "/x"}, "nfs": {"server": "s", "path": "/"}})),
+            ["spec.nfs"]
+        );
+        assert_eq!(
+            volume(json!({"local": {"path": "/x"}})),
+            ["spec.nodeAffinity"]
+        );
+        assert_eq!(
+            volume(json!({"csi": {"driver": "d"}})),
+            ["spec.csi.volumeHandle"]
+        );
+        assert_eq!(
+            fields("StorageClass", &json!({"reclaimPolicy": "Recycle"})),
+            ["provisioner", "reclaimPolicy"]
+        );
     }
 
     #[test]
@@ -454,7 +677,13 @@ mod tests {
         let store = Store::in_memory();
         let mut claim = json!({"metadata": {"name": "c"}, "spec": {}});
         admit_claim(&store, &mut claim);
-        assert_eq!((at(&claim, &["spec", "storageClassName"]), &claim["metadata"]["finalizers"]), (None, &json!([CLAIM_IN_USE])));
+        assert_eq!(
+            (
+                at(&claim, &["spec", "storageClassName"]),
+                &claim["metadata"]["finalizers"]
+            ),
+            (None, &json!([CLAIM_IN_USE]))
+        );
         let mut none = json!({"metadata": {"name": "c"}, "spec": {"storageClassName": ""}});
         admit_claim(&store, &mut none);
         assert_eq!(none["spec"]["storageClassName"], "");

@@ -13,29 +13,65 @@ use super::write::{Options, Written};
 use super::{Api, object, patch, restriction};
 
 fn success(code: u16) -> Written {
-    let body = render(&json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": code}));
-    Written { code, body, warnings: vec![] }
+    let body = render(
+        &json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": code}),
+    );
+    Written {
+        code,
+        body,
+        warnings: vec![],
+    }
 }
 
 impl Api {
     /// POST `pods/<name>/binding`: the scheduler's decision.
-    pub(super) async fn bind(&self, namespace: &str, name: &str, binding: &Value) -> Result<Written, ApiError> {
+    pub(super) async fn bind(
+        &self,
+        namespace: &str,
+        name: &str,
+        binding: &Value,
+    ) -> Result<Written, ApiError> {
         let pods = Resource::of_kind("Pod").ok_or_else(ApiError::no_such_resource)?;
         let node = text(binding, &["target", "name"]).filter(|n| !n.is_empty());
-        let node = node.ok_or_else(|| ApiError::invalid("Binding", "", name, &[FieldError::required("target.name", "")]))?;
+        let node = node.ok_or_else(|| {
+            ApiError::invalid(
+                "Binding",
+                "",
+                name,
+                &[FieldError::required("target.name", "")],
+            )
+        })?;
         let refuse = |why: String| ApiError::conflict("", "pods/binding", name, &why);
         for _ in 0..super::write::RETRIES {
             let (record, old) = self.fetch(pods, Some(namespace), name)?;
-            if let Some(uid) = text(binding, &["metadata", "uid"]).filter(|uid| !uid.is_empty() && *uid != object::uid(&old)) {
-                return Err(refuse(format!("Precondition failed: UID in precondition: {uid}, UID in object meta: {}", object::uid(&old))));
+            if let Some(uid) = text(binding, &["metadata", "uid"])
+                .filter(|uid| !uid.is_empty() && *uid != object::uid(&old))
+            {
+                return Err(refuse(format!(
+                    "Precondition failed: UID in precondition: {uid}, UID in object meta: {}",
+                    object::uid(&old)
+                )));
             }
             if deleting(&old) {
-                return Err(refuse(format!("pod {name} is being deleted, cannot be assigned to a host")));
+                return Err(refuse(format!(
+                    "pod {name} is being deleted, cannot be assigned to a host"
+                )));
             }
             if let Some(taken) = text(&old, &["spec", "nodeName"]).filter(|n| !n.is_empty()) {
-                return Err(refuse(format!("pod {name} is already assigned to node {taken:?}")));
+                return Err(refuse(format!(
+                    "pod {name} is already assigned to node {taken:?}"
+                )));
             }
-            match self.replace(pods, Some(namespace), name, record.revision, bound(old, node)).await {
+            match self
+                .replace(
+                    pods,
+                    Some(namespace),
+                    name,
+                    record.revision,
+                    bound(old, node),
+                )
+                .await
+            {
                 Ok(()) => return Ok(success(201)),
                 Err(error) if error.code == 409 => {}
                 Err(error) => return Err(error),
@@ -45,14 +81,31 @@ impl Api {
     }
 
     /// POST `pods/<name>/eviction`: without disruption budgets this is a deletion.
-    pub(super) async fn evict(&self, namespace: &str, name: &str, eviction: &Value) -> Result<Written, ApiError> {
+    pub(super) async fn evict(
+        &self,
+        namespace: &str,
+        name: &str,
+        eviction: &Value,
+    ) -> Result<Written, ApiError> {
         let pods = Resource::of_kind("Pod").ok_or_else(ApiError::no_such_resource)?;
-        self.delete(pods, Some(namespace), name, &Query::default(), &eviction["deleteOptions"]).await?;
+        self.delete(
+            pods,
+            Some(namespace),
+            name,
+            &Query::default(),
+            &eviction["deleteOptions"],
+        )
+        .await?;
         Ok(success(201))
     }
 
     /// `autoscaling/v1` Scale of a workload.
-    pub(super) fn scale(&self, resource: &'static Resource, namespace: &str, name: &str) -> Result<Value, ApiError> {
+    pub(super) fn scale(
+        &self,
+        resource: &'static Resource,
+        namespace: &str,
+        name: &str,
+    ) -> Result<Value, ApiError> {
         let (_, object) = self.fetch(resource, Some(namespace), name)?;
         Ok(scale_of(&object))
     }
@@ -68,41 +121,79 @@ impl Api {
         options: &Options,
     ) -> Result<Written, ApiError> {
         let written = self
-            .change(resource, Some(namespace), name, None, options, vec![], |old| {
-                let scale = match format {
-                    Some(format) => patch::apply(format, &scale_of(old), body)?,
-                    None => body.clone(),
-                };
-                let replicas = at(&scale, &["spec", "replicas"]).map_or(Some(0), Value::as_i64).filter(|r| *r >= 0);
-                let replicas = replicas.ok_or_else(|| {
-                    let error = FieldError::invalid("spec.replicas", &scale["spec"]["replicas"], "must be greater than or equal to 0");
-                    ApiError::invalid("Scale", "autoscaling", name, &[error])
-                })?;
-                let mut new = old.clone();
-                new["spec"]["replicas"] = replicas.into();
-                // A version in the body is a precondition; none means any.
-                let named = body["metadata"].get("resourceVersion").cloned();
-                match named {
-                    Some(version) => meta(&mut new).insert("resourceVersion".into(), version),
-                    None => meta(&mut new).remove("resourceVersion"),
-                };
-                Ok(new)
-            })
+            .change(
+                resource,
+                Some(namespace),
+                name,
+                None,
+                options,
+                vec![],
+                |old| {
+                    let scale = match format {
+                        Some(format) => patch::apply(format, &scale_of(old), body)?,
+                        None => body.clone(),
+                    };
+                    let replicas = at(&scale, &["spec", "replicas"])
+                        .map_or(Some(0), Value::as_i64)
+                        .filter(|r| *r >= 0);
+                    let replicas = replicas.ok_or_else(|| {
+                        let error = FieldError::invalid(
+                            "spec.replicas",
+                            &scale["spec"]["replicas"],
+                            "must be greater than or equal to 0",
+                        );
+                        ApiError::invalid("Scale", "autoscaling", name, &[error])
+                    })?;
+                    let mut new = old.clone();
+                    new["spec"]["replicas"] = replicas.into();
+                    // A version in the body is a precondition; none means any.
+                    let named = body["metadata"].get("resourceVersion").cloned();
+                    match named {
+                        Some(version) => meta(&mut new).insert("resourceVersion".into(), version),
+                        None => meta(&mut new).remove("resourceVersion"),
+                    };
+                    Ok(new)
+                },
+            )
             .await?;
         let object: Value = serde_json::from_slice(&written.body).map_err(ApiError::internal)?;
-        Ok(Written { body: render(&scale_of(&object)), ..written })
+        Ok(Written {
+            body: render(&scale_of(&object)),
+            ..written
+        })
     }
 
     /// POST `serviceaccounts/<name>/token`.
-    pub(super) fn issue_token(&self, namespace: &str, account: &str, request: &Value, user: &User) -> Result<Written, ApiError> {
-        let accounts = Resource::of_kind("ServiceAccount").ok_or_else(ApiError::no_such_resource)?;
+    pub(super) fn issue_token(
+        &self,
+        namespace: &str,
+        account: &str,
+        request: &Value,
+        user: &User,
+    ) -> Result<Written, ApiError> {
+        let accounts =
+            Resource::of_kind("ServiceAccount").ok_or_else(ApiError::no_such_resource)?;
         let (_, found) = self.fetch(accounts, Some(namespace), account)?;
-        let seconds = at(request, &["spec", "expirationSeconds"]).and_then(Value::as_i64).unwrap_or(3600);
+        let seconds = at(request, &["spec", "expirationSeconds"])
+            .and_then(Value::as_i64)
+            .unwrap_or(3600);
         if seconds < 600 {
-            let error = FieldError::invalid("spec.expirationSeconds", &seconds.into(), "may not specify a duration less than 10 minutes");
-            return Err(ApiError::invalid("TokenRequest", "authentication.k8s.io", account, &[error]));
+            let error = FieldError::invalid(
+                "spec.expirationSeconds",
+                &seconds.into(),
+                "may not specify a duration less than 10 minutes",
+            );
+            return Err(ApiError::invalid(
+                "TokenRequest",
+                "authentication.k8s.io",
+                account,
+                &[error],
+            ));
         }
-        let mut audiences: Vec<String> = list(request, &["spec", "audiences"]).iter().filter_map(|a| a.as_str().map(Into::into)).collect();
+        let mut audiences: Vec<String> = list(request, &["spec", "audiences"])
+            .iter()
+            .filter_map(|a| a.as_str().map(Into::into))
+            .collect();
         if audiences.is_empty() {
             audiences.push(ISSUER.into());
         }
@@ -127,8 +218,17 @@ impl Api {
                 Some(pod)
             }
             Some(bound) => {
-                let error = FieldError::unsupported("spec.boundObjectRef.kind", text(bound, &["kind"]).unwrap_or_default(), &["Pod"]);
-                return Err(ApiError::invalid("TokenRequest", "authentication.k8s.io", account, &[error]));
+                let error = FieldError::unsupported(
+                    "spec.boundObjectRef.kind",
+                    text(bound, &["kind"]).unwrap_or_default(),
+                    &["Pod"],
+                );
+                return Err(ApiError::invalid(
+                    "TokenRequest",
+                    "authentication.k8s.io",
+                    account,
+                    &[error],
+                ));
             }
         };
         if let Some(node) = user.node() {
@@ -138,11 +238,16 @@ impl Api {
             namespace,
             account,
             uid: object::uid(&found),
-            pod: pod.as_ref().map(|pod| (object::name(pod), object::uid(pod))),
+            pod: pod
+                .as_ref()
+                .map(|pod| (object::name(pod), object::uid(pod))),
             audiences: audiences.clone(),
             seconds,
         };
-        let (token, expires) = self.tokens.issue(&subject, jiff::Timestamp::now().as_second()).map_err(ApiError::internal)?;
+        let (token, expires) = self
+            .tokens
+            .issue(&subject, jiff::Timestamp::now().as_second())
+            .map_err(ApiError::internal)?;
         let expires = jiff::Timestamp::from_second(expires).map_err(ApiError::internal)?;
         let mut answer = json!({
             "kind": "TokenRequest", "apiVersion": "authentication.k8s.io/v1",
@@ -153,13 +258,18 @@ impl Api {
         if let Some(bound) = bound {
             answer["spec"]["boundObjectRef"] = bound.clone();
         }
-        Ok(Written { code: 201, body: render(&answer), warnings: vec![] })
+        Ok(Written {
+            code: 201,
+            body: render(&answer),
+            warnings: vec![],
+        })
     }
 
     /// Whether a user may do what a review asks about.
     fn access(&self, user: &User, spec: &Value) -> bool {
         if let Some(path) = text(spec, &["nonResourceAttributes", "path"]) {
-            return text(spec, &["nonResourceAttributes", "verb"]) == Some("get") && self.may_get(user, path);
+            return text(spec, &["nonResourceAttributes", "verb"]) == Some("get")
+                && self.may_get(user, path);
         }
         let get = |key: &str| text(spec, &["resourceAttributes", key]).unwrap_or_default();
         let ask = auth::Ask {
@@ -174,26 +284,53 @@ impl Api {
     }
 
     /// POST of a review.
-    pub(super) fn review(&self, kind: &str, user: &User, request: &Value) -> Result<Written, ApiError> {
-        let group = if kind.ends_with("AccessReview") { "authorization.k8s.io/v1" } else { "authentication.k8s.io/v1" };
-        let mut answer = json!({"kind": kind, "apiVersion": group, "metadata": {}, "spec": request["spec"]});
+    pub(super) fn review(
+        &self,
+        kind: &str,
+        user: &User,
+        request: &Value,
+    ) -> Result<Written, ApiError> {
+        let group = if kind.ends_with("AccessReview") {
+            "authorization.k8s.io/v1"
+        } else {
+            "authentication.k8s.io/v1"
+        };
+        let mut answer =
+            json!({"kind": kind, "apiVersion": group, "metadata": {}, "spec": request["spec"]});
         answer["status"] = match kind {
             "SelfSubjectReview" => json!({"userInfo": user.info()}),
-            "TokenReview" => match auth::of_token(text(request, &["spec", "token"]).unwrap_or_default(), &self.tokens, &self.store) {
-                Some(user) => json!({"authenticated": true, "user": user.info(), "audiences": [ISSUER]}),
+            "TokenReview" => match auth::of_token(
+                text(request, &["spec", "token"]).unwrap_or_default(),
+                &self.tokens,
+                &self.store,
+            ) {
+                Some(user) => {
+                    json!({"authenticated": true, "user": user.info(), "audiences": [ISSUER]})
+                }
                 None => json!({"user": {}, "error": "invalid bearer token"}),
             },
             _ => {
                 let about = if kind == "SelfSubjectAccessReview" {
                     user.clone()
                 } else {
-                    let groups = list(request, &["spec", "groups"]).iter().filter_map(|g| g.as_str().map(Into::into)).collect();
-                    User { name: text(request, &["spec", "user"]).unwrap_or_default().into(), groups, ..User::default() }
+                    let groups = list(request, &["spec", "groups"])
+                        .iter()
+                        .filter_map(|g| g.as_str().map(Into::into))
+                        .collect();
+                    User {
+                        name: text(request, &["spec", "user"]).unwrap_or_default().into(),
+                        groups,
+                        ..User::default()
+                    }
                 };
                 json!({"allowed": self.access(&about, &request["spec"])})
             }
         };
-        Ok(Written { code: 201, body: render(&answer), warnings: vec![] })
+        Ok(Written {
+            code: 201,
+            body: render(&answer),
+            warnings: vec![],
+        })
     }
 }
 

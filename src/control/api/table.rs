@@ -68,10 +68,22 @@ fn columns(kind: &str) -> &'static [Column] {
         "Secret" => &[NAME, ("Type", "string", 0), ("Data", "string", 0), AGE],
         "ServiceAccount" => &[NAME, AGE],
         "RuntimeClass" => &[NAME, ("Handler", "string", 0), AGE],
-        "PriorityClass" => &[NAME, ("Value", "integer", 0), ("Global-Default", "boolean", 0), AGE, ("PreemptionPolicy", "string", 0)],
+        "PriorityClass" => &[
+            NAME,
+            ("Value", "integer", 0),
+            ("Global-Default", "boolean", 0),
+            AGE,
+            ("PreemptionPolicy", "string", 0),
+        ],
         "Lease" => &[NAME, ("Holder", "string", 0), AGE],
         "Endpoints" => &[NAME, ("Endpoints", "string", 0), AGE],
-        "EndpointSlice" => &[NAME, ("AddressType", "string", 0), ("Ports", "string", 0), ("Endpoints", "string", 0), AGE],
+        "EndpointSlice" => &[
+            NAME,
+            ("AddressType", "string", 0),
+            ("Ports", "string", 0),
+            ("Endpoints", "string", 0),
+            AGE,
+        ],
         "Event" => &[
             ("Last Seen", "string", 0),
             ("Type", "string", 0),
@@ -104,14 +116,22 @@ pub fn definitions(resource: &Resource) -> Value {
 
 /// One row. `include` is the `includeObject` parameter.
 #[must_use]
-pub fn row(resource: &Resource, object: &Value, include: Option<&str>, now: jiff::Timestamp) -> Value {
+pub fn row(
+    resource: &Resource,
+    object: &Value,
+    include: Option<&str>,
+    now: jiff::Timestamp,
+) -> Value {
     let embedded = match include {
         Some("None") => Value::Null,
         Some("Object") => object.clone(),
         _ => partial(object),
     };
     let mut row = json!({"cells": cells(resource.kind, object, now), "object": embedded});
-    if let Some(phase @ ("Succeeded" | "Failed")) = (resource.kind == "Pod").then(|| text(object, &["status", "phase"])).flatten() {
+    if let Some(phase @ ("Succeeded" | "Failed")) = (resource.kind == "Pod")
+        .then(|| text(object, &["status", "phase"]))
+        .flatten()
+    {
         row["conditions"] = json!([{"type": "Completed", "status": "True", "reason": phase}]);
     }
     row
@@ -126,13 +146,19 @@ pub fn partial(object: &Value) -> Value {
 fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
     let name = super::object::name(object);
     let age = age_of(text(object, &["metadata", "creationTimestamp"]), now);
-    let or = |value: Option<&str>, other: &str| Value::from(value.filter(|v| !v.is_empty()).unwrap_or(other));
+    let or = |value: Option<&str>, other: &str| {
+        Value::from(value.filter(|v| !v.is_empty()).unwrap_or(other))
+    };
     let count = |path: &[&str]| at(object, path).and_then(Value::as_i64).unwrap_or(0);
     match kind {
         "Pod" => pod(object, &age, now),
         "Node" => node(object, &age),
         "Deployment" => {
-            let ready = format!("{}/{}", count(&["status", "readyReplicas"]), count(&["spec", "replicas"]));
+            let ready = format!(
+                "{}/{}",
+                count(&["status", "readyReplicas"]),
+                count(&["spec", "replicas"])
+            );
             let (containers, images, selector) = workload(object);
             vec![
                 name.into(),
@@ -160,15 +186,30 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
         }
         "Service" => {
             let kind = text(object, &["spec", "type"]).unwrap_or("ClusterIP");
-            let external = if kind == "LoadBalancer" { "<pending>" } else { "<none>" };
+            let external = if kind == "LoadBalancer" {
+                "<pending>"
+            } else {
+                "<none>"
+            };
             let ports: Vec<String> = list(object, &["spec", "ports"])
                 .iter()
                 .map(|p| {
-                    let node = p["nodePort"].as_i64().filter(|n| *n > 0).map_or(String::new(), |n| format!(":{n}"));
-                    format!("{}{node}/{}", p["port"], p["protocol"].as_str().unwrap_or("TCP"))
+                    let node = p["nodePort"]
+                        .as_i64()
+                        .filter(|n| *n > 0)
+                        .map_or(String::new(), |n| format!(":{n}"));
+                    format!(
+                        "{}{node}/{}",
+                        p["port"],
+                        p["protocol"].as_str().unwrap_or("TCP")
+                    )
                 })
                 .collect();
-            let ports = if ports.is_empty() { "<none>".into() } else { ports.join(",") };
+            let ports = if ports.is_empty() {
+                "<none>".into()
+            } else {
+                ports.join(",")
+            };
             vec![
                 name.into(),
                 kind.into(),
@@ -179,14 +220,27 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
                 pairs(at(object, &["spec", "selector"])).into(),
             ]
         }
-        "Namespace" => vec![name.into(), or(text(object, &["status", "phase"]), ""), age.into()],
+        "Namespace" => vec![
+            name.into(),
+            or(text(object, &["status", "phase"]), ""),
+            age.into(),
+        ],
         "ConfigMap" => {
-            let keys = [&object["data"], &object["binaryData"]].iter().filter_map(|d| d.as_object()).map(serde_json::Map::len).sum::<usize>();
+            let keys = [&object["data"], &object["binaryData"]]
+                .iter()
+                .filter_map(|d| d.as_object())
+                .map(serde_json::Map::len)
+                .sum::<usize>();
             vec![name.into(), keys.into(), age.into()]
         }
         "Secret" => {
             let keys = object["data"].as_object().map_or(0, serde_json::Map::len);
-            vec![name.into(), or(text(object, &["type"]), ""), keys.into(), age.into()]
+            vec![
+                name.into(),
+                or(text(object, &["type"]), ""),
+                keys.into(),
+                age.into(),
+            ]
         }
         "ServiceAccount" => vec![name.into(), age.into()],
         "RuntimeClass" => vec![name.into(), or(text(object, &["handler"]), ""), age.into()],
@@ -197,12 +251,19 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
             age.into(),
             or(text(object, &["preemptionPolicy"]), "PreemptLowerPriority"),
         ],
-        "Lease" => vec![name.into(), or(text(object, &["spec", "holderIdentity"]), ""), age.into()],
+        "Lease" => vec![
+            name.into(),
+            or(text(object, &["spec", "holderIdentity"]), ""),
+            age.into(),
+        ],
         "Endpoints" => {
             let all: Vec<String> = list(object, &["subsets"])
                 .iter()
                 .flat_map(|s| {
-                    let ports: Vec<i64> = list(s, &["ports"]).iter().filter_map(|p| p["port"].as_i64()).collect();
+                    let ports: Vec<i64> = list(s, &["ports"])
+                        .iter()
+                        .filter_map(|p| p["port"].as_i64())
+                        .collect();
                     list(s, &["addresses"]).iter().flat_map(move |a| {
                         let ip = a["ip"].as_str().unwrap_or_default().to_owned();
                         ports.clone().into_iter().map(move |p| format!("{ip}:{p}"))
@@ -212,14 +273,30 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
             vec![name.into(), shorten(&all).into(), age.into()]
         }
         "EndpointSlice" => {
-            let ports: Vec<String> = list(object, &["ports"]).iter().map(|p| p["port"].to_string()).collect();
-            let ends: Vec<String> = list(object, &["endpoints"]).iter().filter_map(|e| e["addresses"][0].as_str().map(Into::into)).collect();
-            vec![name.into(), or(text(object, &["addressType"]), ""), shorten(&ports).into(), shorten(&ends).into(), age.into()]
+            let ports: Vec<String> = list(object, &["ports"])
+                .iter()
+                .map(|p| p["port"].to_string())
+                .collect();
+            let ends: Vec<String> = list(object, &["endpoints"])
+                .iter()
+                .filter_map(|e| e["addresses"][0].as_str().map(Into::into))
+                .collect();
+            vec![
+                name.into(),
+                or(text(object, &["addressType"]), ""),
+                shorten(&ports).into(),
+                shorten(&ends).into(),
+                age.into(),
+            ]
         }
         "Event" => event(object, now),
-        other if super::storage::columns(other).is_some() => super::storage::cells(other, object, &age),
+        other if super::storage::columns(other).is_some() => {
+            super::storage::cells(other, object, &age)
+        }
         other if super::rbac::columns(other).is_some() => super::rbac::cells(other, object, &age),
-        other if super::certificates::columns(other).is_some() => super::certificates::cells(other, object, &age),
+        other if super::certificates::columns(other).is_some() => {
+            super::certificates::cells(other, object, &age)
+        }
         _ => vec![name.into(), object["metadata"]["creationTimestamp"].clone()],
     }
 }
@@ -233,26 +310,50 @@ fn shorten(items: &[String]) -> String {
 }
 
 fn pairs(map: Option<&Value>) -> String {
-    let pairs: Vec<String> =
-        map.and_then(Value::as_object).into_iter().flatten().map(|(k, v)| format!("{k}={}", v.as_str().unwrap_or_default())).collect();
-    if pairs.is_empty() { "<none>".into() } else { pairs.join(",") }
+    let pairs: Vec<String> = map
+        .and_then(Value::as_object)
+        .into_iter()
+        .flatten()
+        .map(|(k, v)| format!("{k}={}", v.as_str().unwrap_or_default()))
+        .collect();
+    if pairs.is_empty() {
+        "<none>".into()
+    } else {
+        pairs.join(",")
+    }
 }
 
 fn workload(object: &Value) -> (Value, Value, Value) {
     let containers = list(object, &["spec", "template", "spec", "containers"]);
-    let join = |key: &str| containers.iter().filter_map(|c| c[key].as_str()).collect::<Vec<_>>().join(",");
-    (join("name").into(), join("image").into(), pairs(at(object, &["spec", "selector", "matchLabels"])).into())
+    let join = |key: &str| {
+        containers
+            .iter()
+            .filter_map(|c| c[key].as_str())
+            .collect::<Vec<_>>()
+            .join(",")
+    };
+    (
+        join("name").into(),
+        join("image").into(),
+        pairs(at(object, &["spec", "selector", "matchLabels"])).into(),
+    )
 }
 
 fn event(object: &Value, now: jiff::Timestamp) -> Vec<Value> {
     let first = text(object, &["firstTimestamp"]).or(text(object, &["eventTime"]));
-    let last = text(object, &["series", "lastObservedTime"]).or(text(object, &["lastTimestamp"])).or(first);
+    let last = text(object, &["series", "lastObservedTime"])
+        .or(text(object, &["lastTimestamp"]))
+        .or(first);
     let involved = format!(
         "{}/{}",
-        text(object, &["involvedObject", "kind"]).unwrap_or_default().to_lowercase(),
+        text(object, &["involvedObject", "kind"])
+            .unwrap_or_default()
+            .to_lowercase(),
         text(object, &["involvedObject", "name"]).unwrap_or_default()
     );
-    let source = text(object, &["source", "component"]).or(text(object, &["reportingComponent"])).unwrap_or_default();
+    let source = text(object, &["source", "component"])
+        .or(text(object, &["reportingComponent"]))
+        .unwrap_or_default();
     let source = match text(object, &["source", "host"]) {
         Some(host) => format!("{source}, {host}"),
         None => source.to_owned(),
@@ -262,7 +363,9 @@ fn event(object: &Value, now: jiff::Timestamp) -> Vec<Value> {
         object["type"].clone(),
         object["reason"].clone(),
         involved.into(),
-        text(object, &["involvedObject", "fieldPath"]).unwrap_or_default().into(),
+        text(object, &["involvedObject", "fieldPath"])
+            .unwrap_or_default()
+            .into(),
         source.into(),
         text(object, &["message"]).unwrap_or_default().trim().into(),
         age_of(first, now).into(),
@@ -272,7 +375,9 @@ fn event(object: &Value, now: jiff::Timestamp) -> Vec<Value> {
 }
 
 fn node(object: &Value, age: &str) -> Vec<Value> {
-    let ready = list(object, &["status", "conditions"]).iter().find(|c| c["type"] == "Ready");
+    let ready = list(object, &["status", "conditions"])
+        .iter()
+        .find(|c| c["type"] == "Ready");
     let mut status = match ready.and_then(|c| c["status"].as_str()) {
         Some("True") => "Ready".to_owned(),
         Some("False") => "NotReady".into(),
@@ -282,11 +387,23 @@ fn node(object: &Value, age: &str) -> Vec<Value> {
         status.push_str(",SchedulingDisabled");
     }
     let labels = at(object, &["metadata", "labels"]).and_then(Value::as_object);
-    let roles: Vec<&str> = labels.into_iter().flat_map(|l| l.keys()).filter_map(|k| k.strip_prefix("node-role.kubernetes.io/")).collect();
-    let roles = if roles.is_empty() { "<none>".into() } else { roles.join(",") };
+    let roles: Vec<&str> = labels
+        .into_iter()
+        .flat_map(|l| l.keys())
+        .filter_map(|k| k.strip_prefix("node-role.kubernetes.io/"))
+        .collect();
+    let roles = if roles.is_empty() {
+        "<none>".into()
+    } else {
+        roles.join(",")
+    };
     let address = |kind: &str| {
-        let found = list(object, &["status", "addresses"]).iter().find(|a| a["type"] == kind);
-        found.and_then(|a| a["address"].as_str()).unwrap_or("<none>")
+        let found = list(object, &["status", "addresses"])
+            .iter()
+            .find(|a| a["type"] == kind);
+        found
+            .and_then(|a| a["address"].as_str())
+            .unwrap_or("<none>")
     };
     let info = |key: &str| text(object, &["status", "nodeInfo", key]).unwrap_or("<unknown>");
     vec![
@@ -305,21 +422,37 @@ fn node(object: &Value, age: &str) -> Vec<Value> {
 
 fn pod(object: &Value, age: &str, now: jiff::Timestamp) -> Vec<Value> {
     let spec = &object["spec"];
-    let sidecars: Vec<&str> =
-        list(spec, &["initContainers"]).iter().filter(|c| c["restartPolicy"] == "Always").filter_map(|c| c["name"].as_str()).collect();
+    let sidecars: Vec<&str> = list(spec, &["initContainers"])
+        .iter()
+        .filter(|c| c["restartPolicy"] == "Always")
+        .filter_map(|c| c["name"].as_str())
+        .collect();
     let statuses = list(object, &["status", "containerStatuses"]);
     let init = list(object, &["status", "initContainerStatuses"]);
     let is_sidecar = |s: &&Value| s["name"].as_str().is_some_and(|n| sidecars.contains(&n));
-    let counted: Vec<&Value> = statuses.iter().chain(init.iter().filter(is_sidecar)).collect();
+    let counted: Vec<&Value> = statuses
+        .iter()
+        .chain(init.iter().filter(is_sidecar))
+        .collect();
     let ready = counted.iter().filter(|s| s["ready"] == true).count();
     let total = list(spec, &["containers"]).len() + sidecars.len();
-    let restarts: i64 = counted.iter().filter_map(|s| s["restartCount"].as_i64()).sum();
-    let last = counted.iter().filter_map(|s| text(s, &["lastState", "terminated", "finishedAt"])).max();
+    let restarts: i64 = counted
+        .iter()
+        .filter_map(|s| s["restartCount"].as_i64())
+        .sum();
+    let last = counted
+        .iter()
+        .filter_map(|s| text(s, &["lastState", "terminated", "finishedAt"]))
+        .max();
     let restarts = match last {
         Some(at) if restarts > 0 => format!("{restarts} ({} ago)", age_of(Some(at), now)),
         _ => restarts.to_string(),
     };
-    let or_none = |path: &[&str]| text(object, path).filter(|t| !t.is_empty()).unwrap_or("<none>");
+    let or_none = |path: &[&str]| {
+        text(object, path)
+            .filter(|t| !t.is_empty())
+            .unwrap_or("<none>")
+    };
     vec![
         super::object::name(object).into(),
         format!("{ready}/{total}").into(),
@@ -337,12 +470,18 @@ fn pod_status(object: &Value, sidecars: &[&str]) -> String {
     let phase = text(object, &["status", "phase"]).unwrap_or("Unknown");
     let own = text(object, &["status", "reason"]).filter(|r| !r.is_empty());
     let mut shown = own.unwrap_or(phase).to_owned();
-    let condition = |kind: &str| list(object, &["status", "conditions"]).iter().find(|c| c["type"] == kind);
+    let condition = |kind: &str| {
+        list(object, &["status", "conditions"])
+            .iter()
+            .find(|c| c["type"] == kind)
+    };
     if condition("PodScheduled").is_some_and(|c| c["reason"] == "SchedulingGated") {
         shown = "SchedulingGated".into();
     }
-    let exit = |terminated: &Value| match (terminated["reason"].as_str().filter(|r| !r.is_empty()), terminated["signal"].as_i64().filter(|s| *s > 0))
-    {
+    let exit = |terminated: &Value| match (
+        terminated["reason"].as_str().filter(|r| !r.is_empty()),
+        terminated["signal"].as_i64().filter(|s| *s > 0),
+    ) {
         (Some(reason), _) => reason.to_owned(),
         (None, Some(signal)) => format!("Signal:{signal}"),
         (None, None) => format!("ExitCode:{}", terminated["exitCode"]),
@@ -352,7 +491,9 @@ fn pod_status(object: &Value, sidecars: &[&str]) -> String {
     let mut initializing = false;
     for (i, status) in init.iter().enumerate() {
         let state = &status["state"];
-        let sidecar = status["name"].as_str().is_some_and(|n| sidecars.contains(&n));
+        let sidecar = status["name"]
+            .as_str()
+            .is_some_and(|n| sidecars.contains(&n));
         if state["terminated"]["exitCode"] == 0 || (sidecar && status["started"] == true) {
             continue;
         }
@@ -360,7 +501,9 @@ fn pod_status(object: &Value, sidecars: &[&str]) -> String {
             format!("Init:{}", exit(&state["terminated"]))
         } else {
             match text(state, &["waiting", "reason"]) {
-                Some(reason) if !reason.is_empty() && reason != "PodInitializing" => format!("Init:{reason}"),
+                Some(reason) if !reason.is_empty() && reason != "PodInitializing" => {
+                    format!("Init:{reason}")
+                }
                 _ => format!("Init:{i}/{total}"),
             }
         };
@@ -385,7 +528,12 @@ fn pod_status(object: &Value, sidecars: &[&str]) -> String {
         }
     }
     if super::object::deleting(object) && !matches!(phase, "Succeeded" | "Failed") {
-        shown = if own == Some("NodeLost") { "Unknown" } else { "Terminating" }.into();
+        shown = if own == Some("NodeLost") {
+            "Unknown"
+        } else {
+            "Terminating"
+        }
+        .into();
     }
     shown
 }
@@ -393,7 +541,9 @@ fn pod_status(object: &Value, sidecars: &[&str]) -> String {
 /// The age of an RFC 3339 time as kubectl writes it.
 #[must_use]
 pub fn age_of(time: Option<&str>, now: jiff::Timestamp) -> String {
-    let Some(then) = time.and_then(|t| t.parse::<jiff::Timestamp>().ok()) else { return "<unknown>".into() };
+    let Some(then) = time.and_then(|t| t.parse::<jiff::Timestamp>().ok()) else {
+        return "<unknown>".into();
+    };
     duration(now.as_second() - then.as_second())
 }
 
@@ -401,7 +551,13 @@ pub fn age_of(time: Option<&str>, now: jiff::Timestamp) -> String {
 #[must_use]
 pub fn duration(s: i64) -> String {
     let (m, h, d) = (s / 60, s / 3600, s / 86_400);
-    let two = |a: i64, unit_a: &str, b: i64, unit_b: &str| if b == 0 { format!("{a}{unit_a}") } else { format!("{a}{unit_a}{b}{unit_b}") };
+    let two = |a: i64, unit_a: &str, b: i64, unit_b: &str| {
+        if b == 0 {
+            format!("{a}{unit_a}")
+        } else {
+            format!("{a}{unit_a}{b}{unit_b}")
+        }
+    };
     match s {
         ..=-2 => "<invalid>".into(),
         -1 => "0s".into(),
@@ -424,7 +580,12 @@ mod tests {
     #[test]
     fn ages_read_as_kubectl_writes_them() {
         let now: jiff::Timestamp = "2026-11-20T12:00:00Z".parse().expect("a time");
-        let ago = |s: i64| age_of(Some(&(now - jiff::SignedDuration::from_secs(s)).to_string()), now);
+        let ago = |s: i64| {
+            age_of(
+                Some(&(now - jiff::SignedDuration::from_secs(s)).to_string()),
+                now,
+            )
+        };
         let cases = [
             (0, "0s"),
             (119, "119s"),
@@ -455,12 +616,18 @@ mod tests {
                 json!({"spec": {"initContainers": [{"name": "i"}]}, "status": {"phase": "Pending", "initContainerStatuses": [{"name": "i", "state": {"running": {}}}]}}),
                 "Init:0/1",
             ),
-            (json!({"metadata": {"deletionTimestamp": "x"}, "status": {"phase": "Running"}}), "Terminating"),
+            (
+                json!({"metadata": {"deletionTimestamp": "x"}, "status": {"phase": "Running"}}),
+                "Terminating",
+            ),
             (
                 json!({"status": {"phase": "Succeeded", "containerStatuses": [{"state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}]}}),
                 "Completed",
             ),
-            (json!({"status": {"phase": "Failed", "reason": "Evicted"}}), "Evicted"),
+            (
+                json!({"status": {"phase": "Failed", "reason": "Evicted"}}),
+                "Evicted",
+            ),
         ];
         for (pod, expected) in cases {
             assert_eq!(pod_status(&pod, &[]), expected, "{pod}");

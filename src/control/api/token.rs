@@ -42,7 +42,11 @@ impl Tokens {
     }
 
     /// Signs a token; also returns when it expires, in seconds since 1970.
-    pub fn issue(&self, subject: &Subject<'_>, now: i64) -> Result<(String, i64), jsonwebtoken::errors::Error> {
+    pub fn issue(
+        &self,
+        subject: &Subject<'_>,
+        now: i64,
+    ) -> Result<(String, i64), jsonwebtoken::errors::Error> {
         let mut about = json!({
             "namespace": subject.namespace,
             "serviceaccount": {"name": subject.account, "uid": subject.uid},
@@ -69,6 +73,8 @@ impl Tokens {
         validation.set_issuer(&[ISSUER]);
         validation.set_audience(&[ISSUER]);
         validation.validate_nbf = true;
-        jsonwebtoken::decode::<Value>(token, &self.verify, &validation).ok().map(|data| data.claims)
+        jsonwebtoken::decode::<Value>(token, &self.verify, &validation)
+            .ok()
+            .map(|data| data.claims)
     }
 }

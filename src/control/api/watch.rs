@@ -41,22 +41,37 @@ impl Api {
         query: &Query,
         view: View,
     ) -> Result<mpsc::Receiver<Bytes>, ApiError> {
-        let selector = Selector::parse(resource, query.get("labelSelector"), query.get("fieldSelector"))?;
+        let selector = Selector::parse(
+            resource,
+            query.get("labelSelector"),
+            query.get("fieldSelector"),
+        )?;
         let asked = version(query)?;
-        let initial = query.get("sendInitialEvents").map(|_| query.flag("sendInitialEvents"));
+        let initial = query
+            .get("sendInitialEvents")
+            .map(|_| query.flag("sendInitialEvents"));
         let matching = query.get("resourceVersionMatch");
         match (initial, matching) {
             (Some(_), Some("NotOlderThan")) => {}
             (Some(_), _) => {
-                return Err(list_options("resourceVersionMatch", "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan"));
+                return Err(list_options(
+                    "resourceVersionMatch",
+                    "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan",
+                ));
             }
             (None, Some(_)) => {
-                return Err(list_options("resourceVersionMatch", "resourceVersionMatch is forbidden for watch unless sendInitialEvents is provided"));
+                return Err(list_options(
+                    "resourceVersionMatch",
+                    "resourceVersionMatch is forbidden for watch unless sendInitialEvents is provided",
+                ));
             }
             (None, None) => {}
         }
         let state_first = initial.unwrap_or(matches!(asked, None | Some(0)));
-        let seconds = query.get("timeoutSeconds").or_else(|| query.get("timeout").map(|t| t.trim_end_matches('s'))).and_then(|s| s.parse().ok());
+        let seconds = query
+            .get("timeoutSeconds")
+            .or_else(|| query.get("timeout").map(|t| t.trim_end_matches('s')))
+            .and_then(|s| s.parse().ok());
         let timeout = seconds.map_or(DEFAULT_TIMEOUT, Duration::from_secs);
         let (out, lines) = mpsc::channel(64);
         let watch = Watch {
@@ -72,14 +87,22 @@ impl Api {
         let api = self.clone();
         tokio::spawn(async move {
             // `None` says that the client went away: nothing is left to do.
-            let _ = watch.run(api, state_first, asked.unwrap_or(0), timeout).await;
+            let _ = watch
+                .run(api, state_first, asked.unwrap_or(0), timeout)
+                .await;
         });
         Ok(lines)
     }
 }
 
 impl Watch {
-    async fn run(mut self, api: Api, state_first: bool, at_least: u64, timeout: Duration) -> Option<()> {
+    async fn run(
+        mut self,
+        api: Api,
+        state_first: bool,
+        at_least: u64,
+        timeout: Duration,
+    ) -> Option<()> {
         let deadline = Instant::now() + timeout;
         let mut head = api.store.head();
         if state_first {
@@ -109,7 +132,9 @@ impl Watch {
                         }
                         self.position = self.position.max(newest);
                     }
-                    Err(compacted) => return self.error(&ApiError::expired(compacted.to_string())).await,
+                    Err(compacted) => {
+                        return self.error(&ApiError::expired(compacted.to_string())).await;
+                    }
                 }
             }
             tokio::select! {
@@ -132,7 +157,10 @@ impl Watch {
 
     /// A change as this watcher's selector sees it.
     async fn show(&mut self, event: &Event) -> Option<()> {
-        let before = event.previous.as_ref().is_some_and(|r| self.selector.matches(&r.attrs));
+        let before = event
+            .previous
+            .as_ref()
+            .is_some_and(|r| self.selector.matches(&r.attrs));
         let after = event.change == Change::Put && self.selector.matches(&event.record.attrs);
         match (before, after) {
             (false, true) => self.send("ADDED", &event.record).await,
@@ -149,8 +177,17 @@ impl Watch {
                 let object: Value = serde_json::from_slice(&record.value).ok()?;
                 match view {
                     View::Table(include) => {
-                        let row = table::row(self.resource, &object, include.as_deref(), jiff::Timestamp::now());
-                        let mut table = table_of(self.resource, json!({"resourceVersion": record.revision.to_string()}), vec![row]);
+                        let row = table::row(
+                            self.resource,
+                            &object,
+                            include.as_deref(),
+                            jiff::Timestamp::now(),
+                        );
+                        let mut table = table_of(
+                            self.resource,
+                            json!({"resourceVersion": record.revision.to_string()}),
+                            vec![row],
+                        );
                         if std::mem::replace(&mut self.columns_sent, true) {
                             table["columnDefinitions"] = Value::Null;
                         }
@@ -170,8 +207,12 @@ impl Watch {
         }
         let object = match self.view {
             View::Table(_) => table_of(self.resource, metadata, vec![]),
-            View::Partial => json!({"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": metadata}),
-            View::Plain => json!({"kind": self.resource.kind, "apiVersion": self.resource.api_version(), "metadata": metadata}),
+            View::Partial => {
+                json!({"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": metadata})
+            }
+            View::Plain => {
+                json!({"kind": self.resource.kind, "apiVersion": self.resource.api_version(), "metadata": metadata})
+            }
         };
         self.line("BOOKMARK", &render(&object)).await
     }

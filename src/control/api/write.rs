@@ -9,7 +9,9 @@ use super::error::{ApiError, FieldError};
 use super::object::{at, deleting, list, meta, now, text};
 use super::resources::{Resource, Sub};
 use super::route::Query;
-use super::{Api, admit, certificates, defaults, object, patch, rbac, restriction, schema, storage, validate};
+use super::{
+    Api, admit, certificates, defaults, object, patch, rbac, restriction, schema, storage, validate,
+};
 use crate::control::store::{Bytes, Change, Expect, Record, Write, WriteError};
 
 /// How often the server retries a write that lost a race and named no version.
@@ -51,16 +53,29 @@ impl Options {
             None | Some("Warn") => Strictness::Warn,
             Some("Strict") => Strictness::Strict,
             Some("Ignore") => Strictness::Ignore,
-            Some(other) => return Err(refuse(FieldError::unsupported("fieldValidation", other, &["", "Ignore", "Strict", "Warn"]))),
+            Some(other) => {
+                return Err(refuse(FieldError::unsupported(
+                    "fieldValidation",
+                    other,
+                    &["", "Ignore", "Strict", "Warn"],
+                )));
+            }
         };
-        Ok(Options { dry_run, strict, user: None })
+        Ok(Options {
+            dry_run,
+            strict,
+            user: None,
+        })
     }
 
     /// The same for a user who writes objects of a kind.
     #[must_use]
     pub fn by(self, resource: &Resource, user: &User) -> Options {
         let matters = resource.group == rbac::GROUP || user.node().is_some();
-        Options { user: matters.then(|| user.clone()), ..self }
+        Options {
+            user: matters.then(|| user.clone()),
+            ..self
+        }
     }
 }
 
@@ -75,7 +90,11 @@ pub struct Written {
 }
 
 /// Compares a body with its kind's layout: mistyped fields are refused, unknown ones treated as asked.
-pub(super) fn check_fields(resource: &Resource, body: &mut Value, strict: Strictness) -> Result<Vec<String>, ApiError> {
+pub(super) fn check_fields(
+    resource: &Resource,
+    body: &mut Value,
+    strict: Strictness,
+) -> Result<Vec<String>, ApiError> {
     let (version, kind) = (resource.api_version(), resource.kind);
     let findings = schema::check(&version, kind, body);
     if let Some((path, is, expected)) = findings.mistyped {
@@ -87,7 +106,11 @@ pub(super) fn check_fields(resource: &Resource, body: &mut Value, strict: Strict
     if findings.unknown.is_empty() {
         return Ok(vec![]);
     }
-    let texts: Vec<String> = findings.unknown.iter().map(|path| format!("unknown field {path:?}")).collect();
+    let texts: Vec<String> = findings
+        .unknown
+        .iter()
+        .map(|path| format!("unknown field {path:?}"))
+        .collect();
     if strict == Strictness::Strict {
         return Err(ApiError::bad_request(format!(
             "{kind} in version {:?} cannot be handled as a {kind}: strict decoding error: {}",
@@ -98,11 +121,20 @@ pub(super) fn check_fields(resource: &Resource, body: &mut Value, strict: Strict
     for path in &findings.unknown {
         remove_path(body, path);
     }
-    Ok(if strict == Strictness::Warn { texts } else { vec![] })
+    Ok(if strict == Strictness::Warn {
+        texts
+    } else {
+        vec![]
+    })
 }
 
 fn remove_path(value: &mut Value, path: &str) {
-    let pointer: String = path.replace('[', ".").replace(']', "").split('.').map(|p| format!("/{p}")).collect();
+    let pointer: String = path
+        .replace('[', ".")
+        .replace(']', "")
+        .split('.')
+        .map(|p| format!("/{p}"))
+        .collect();
     if let Some((parent, key)) = pointer.rsplit_once('/')
         && let Some(map) = value.pointer_mut(parent).and_then(Value::as_object_mut)
     {
@@ -111,7 +143,11 @@ fn remove_path(value: &mut Value, path: &str) {
 }
 
 /// The body must be of the kind and namespace that the path names; what is missing the path supplies.
-pub(super) fn fit_to_path(resource: &Resource, namespace: Option<&str>, body: &mut Value) -> Result<(), ApiError> {
+pub(super) fn fit_to_path(
+    resource: &Resource,
+    namespace: Option<&str>,
+    body: &mut Value,
+) -> Result<(), ApiError> {
     if !body.is_object() {
         return Err(ApiError::bad_request(format!(
             "the object provided is unrecognized (must be of type {}): couldn't get version/kind; the body is not a JSON object",
@@ -121,7 +157,9 @@ pub(super) fn fit_to_path(resource: &Resource, namespace: Option<&str>, body: &m
     let (version, kind) = (resource.api_version(), resource.kind);
     let given_kind = text(body, &["kind"]).unwrap_or_default().to_owned();
     let given_version = text(body, &["apiVersion"]).unwrap_or_default().to_owned();
-    if (!given_kind.is_empty() && given_kind != kind) || (!given_version.is_empty() && given_version != version) {
+    if (!given_kind.is_empty() && given_kind != kind)
+        || (!given_version.is_empty() && given_version != version)
+    {
         return Err(ApiError::bad_request(format!(
             "{given_kind} in version {given_version:?} cannot be handled as a {kind}: no kind {given_kind:?} is registered for version {given_version:?} in scheme \"holdfast\""
         )));
@@ -132,7 +170,9 @@ pub(super) fn fit_to_path(resource: &Resource, namespace: Option<&str>, body: &m
         let meta = meta(body);
         match meta.get("namespace").and_then(Value::as_str) {
             Some(own) if !own.is_empty() && own != namespace => {
-                return Err(ApiError::bad_request("the namespace of the provided object does not match the namespace sent on the request"));
+                return Err(ApiError::bad_request(
+                    "the namespace of the provided object does not match the namespace sent on the request",
+                ));
             }
             _ => meta.insert("namespace".into(), namespace.into()),
         };
@@ -154,17 +194,33 @@ impl Api {
         }
         fit_to_path(resource, namespace, &mut body)?;
         let warnings = check_fields(resource, &mut body, options.strict)?;
-        if !object::text(&body, &["metadata", "resourceVersion"]).unwrap_or_default().is_empty() {
-            return Err(ApiError::new(500, "", "resourceVersion should not be set on objects to be created"));
+        if !object::text(&body, &["metadata", "resourceVersion"])
+            .unwrap_or_default()
+            .is_empty()
+        {
+            return Err(ApiError::new(
+                500,
+                "",
+                "resourceVersion should not be set on objects to be created",
+            ));
         }
-        let generate = text(&body, &["metadata", "generateName"]).unwrap_or_default().to_owned();
+        let generate = text(&body, &["metadata", "generateName"])
+            .unwrap_or_default()
+            .to_owned();
         let fixed_name = !object::name(&body).is_empty();
-        let _allocation = if resource.kind == "Service" { Some(self.services.lock().await) } else { None };
+        let _allocation = if resource.kind == "Service" {
+            Some(self.services.lock().await)
+        } else {
+            None
+        };
         for _ in 0..8 {
             let mut fresh = body.clone();
             if !fixed_name && !generate.is_empty() {
                 let prefix: String = generate.chars().take(58).collect();
-                meta(&mut fresh).insert("name".into(), format!("{prefix}{}", object::name_suffix()).into());
+                meta(&mut fresh).insert(
+                    "name".into(),
+                    format!("{prefix}{}", object::name_suffix()).into(),
+                );
             }
             let name = object::name(&fresh).to_owned();
             if let Some(namespace) = namespace {
@@ -173,7 +229,12 @@ impl Api {
             self.prepare_new(resource, namespace, &mut fresh).await?;
             let errors = validate::object(resource, &fresh);
             if !errors.is_empty() {
-                return Err(ApiError::invalid(resource.kind, resource.group, &name, &errors));
+                return Err(ApiError::invalid(
+                    resource.kind,
+                    resource.group,
+                    &name,
+                    &errors,
+                ));
             }
             if let Some(user) = &options.user {
                 self.check_writer(user, resource, None, None, &fresh)?;
@@ -181,16 +242,32 @@ impl Api {
             let key = resource.key(namespace, &name);
             if options.dry_run {
                 if self.store.get(&key).is_some() {
-                    return Err(ApiError::already_exists(resource.group, resource.plural, &name));
+                    return Err(ApiError::already_exists(
+                        resource.group,
+                        resource.plural,
+                        &name,
+                    ));
                 }
-                return Ok(Written { code: 201, body: super::read::render(&fresh), warnings });
+                return Ok(Written {
+                    code: 201,
+                    body: super::read::render(&fresh),
+                    warnings,
+                });
             }
             match self.put(resource, key, Expect::Absent, fresh).await {
-                Ok(record) => return Ok(Written { code: 201, body: record.value, warnings }),
+                Ok(record) => {
+                    return Ok(Written {
+                        code: 201,
+                        body: record.value,
+                        warnings,
+                    });
+                }
                 Err(WriteError::Conflict(_)) if !fixed_name => {}
                 Err(WriteError::Conflict(found)) => {
-                    let mut error = ApiError::already_exists(resource.group, resource.plural, &name);
-                    let old: Option<Value> = found.and_then(|r| serde_json::from_slice(&r.value).ok());
+                    let mut error =
+                        ApiError::already_exists(resource.group, resource.plural, &name);
+                    let old: Option<Value> =
+                        found.and_then(|r| serde_json::from_slice(&r.value).ok());
                     if old.is_some_and(|o| deleting(&o)) {
                         error.message = format!("object is being deleted: {}", error.message);
                     }
@@ -199,12 +276,29 @@ impl Api {
                 Err(other) => return Err(ApiError::internal(other)),
             }
         }
-        Err(ApiError::already_exists(resource.group, resource.plural, &generate))
+        Err(ApiError::already_exists(
+            resource.group,
+            resource.plural,
+            &generate,
+        ))
     }
 
-    async fn prepare_new(&self, resource: &Resource, namespace: Option<&str>, fresh: &mut Value) -> Result<(), ApiError> {
+    async fn prepare_new(
+        &self,
+        resource: &Resource,
+        namespace: Option<&str>,
+        fresh: &mut Value,
+    ) -> Result<(), ApiError> {
         let metadata = meta(fresh);
-        for key in ["uid", "selfLink", "deletionTimestamp", "deletionGracePeriodSeconds", "resourceVersion", "generation", "managedFields"] {
+        for key in [
+            "uid",
+            "selfLink",
+            "deletionTimestamp",
+            "deletionGracePeriodSeconds",
+            "resourceVersion",
+            "generation",
+            "managedFields",
+        ] {
             metadata.remove(key);
         }
         metadata.insert("uid".into(), object::new_uid().into());
@@ -229,10 +323,19 @@ impl Api {
     }
 
     /// Whether a user may make `new` of `old`, where that depends on what is in them.
-    fn check_writer(&self, user: &User, resource: &Resource, sub: Option<Sub>, old: Option<&Value>, new: &Value) -> Result<(), ApiError> {
+    fn check_writer(
+        &self,
+        user: &User,
+        resource: &Resource,
+        sub: Option<Sub>,
+        old: Option<&Value>,
+        new: &Value,
+    ) -> Result<(), ApiError> {
         if let Some(node) = user.node() {
             let uid = || {
-                let own: Value = serde_json::from_slice(&self.store.get(&format!("nodes/{node}"))?.value).ok()?;
+                let own: Value =
+                    serde_json::from_slice(&self.store.get(&format!("nodes/{node}"))?.value)
+                        .ok()?;
                 Some(object::uid(&own).to_owned())
             };
             restriction::check(node, uid, resource, sub, old, new)?;
@@ -241,22 +344,50 @@ impl Api {
     }
 
     /// Stores an object; the revision is stamped into it when it is known.
-    async fn put(&self, resource: &Resource, key: String, expect: Expect, mut value: Value) -> Result<Record, WriteError> {
+    async fn put(
+        &self,
+        resource: &Resource,
+        key: String,
+        expect: Expect,
+        mut value: Value,
+    ) -> Result<Record, WriteError> {
         let attrs = Arc::new(object::attrs(resource, &value));
         let render = Box::new(move |revision: u64| {
             meta(&mut value).insert("resourceVersion".into(), revision.to_string().into());
             super::read::render(&value)
         });
-        self.store.write(Write { key, expect, change: Change::Put, render, attrs }).await
+        self.store
+            .write(Write {
+                key,
+                expect,
+                change: Change::Put,
+                render,
+                attrs,
+            })
+            .await
     }
 
-    async fn remove(&self, resource: &Resource, key: String, revision: u64, mut value: Value) -> Result<Record, WriteError> {
+    async fn remove(
+        &self,
+        resource: &Resource,
+        key: String,
+        revision: u64,
+        mut value: Value,
+    ) -> Result<Record, WriteError> {
         let attrs = Arc::new(object::attrs(resource, &value));
         let render = Box::new(move |revision: u64| {
             meta(&mut value).insert("resourceVersion".into(), revision.to_string().into());
             super::read::render(&value)
         });
-        self.store.write(Write { key, expect: Expect::Revision(revision), change: Change::Delete, render, attrs }).await
+        self.store
+            .write(Write {
+                key,
+                expect: Expect::Revision(revision),
+                change: Change::Delete,
+                render,
+                attrs,
+            })
+            .await
     }
 
     /// PUT of an object or subresource.
@@ -273,17 +404,38 @@ impl Api {
         let warnings = check_fields(resource, &mut body, options.strict)?;
         let own = object::name(&body);
         if !own.is_empty() && own != name {
-            return Err(ApiError::bad_request(format!("the name of the object ({own}) does not match the name on the URL ({name})")));
+            return Err(ApiError::bad_request(format!(
+                "the name of the object ({own}) does not match the name on the URL ({name})"
+            )));
         }
         meta(&mut body).insert("name".into(), name.into());
-        if sub.is_none() && resource.create_on_update && self.store.get(&resource.key(namespace, name)).is_none() {
+        if sub.is_none()
+            && resource.create_on_update
+            && self.store.get(&resource.key(namespace, name)).is_none()
+        {
             return Box::pin(self.create(resource, namespace, body, options)).await;
         }
-        if resource.needs_version && text(&body, &["metadata", "resourceVersion"]).unwrap_or_default().is_empty() {
-            let error = FieldError::invalid("metadata.resourceVersion", &0.into(), "must be specified for an update");
-            return Err(ApiError::invalid(resource.kind, resource.group, name, &[error]));
+        if resource.needs_version
+            && text(&body, &["metadata", "resourceVersion"])
+                .unwrap_or_default()
+                .is_empty()
+        {
+            let error = FieldError::invalid(
+                "metadata.resourceVersion",
+                &0.into(),
+                "must be specified for an update",
+            );
+            return Err(ApiError::invalid(
+                resource.kind,
+                resource.group,
+                name,
+                &[error],
+            ));
         }
-        self.change(resource, namespace, name, sub, options, warnings, |_| Ok(body.clone())).await
+        self.change(resource, namespace, name, sub, options, warnings, |_| {
+            Ok(body.clone())
+        })
+        .await
     }
 
     /// PATCH of an object or subresource.
@@ -305,7 +457,10 @@ impl Api {
                     resource.group,
                     resource.plural,
                     name,
-                    &format!("Precondition failed: UID in precondition: {uid}, UID in object meta: {}", object::uid(old)),
+                    &format!(
+                        "Precondition failed: UID in precondition: {uid}, UID in object meta: {}",
+                        object::uid(old)
+                    ),
                 ));
             }
             let mut new = patch::apply(format, old, patch)?;
@@ -313,17 +468,35 @@ impl Api {
                 meta(&mut new).remove("resourceVersion");
             }
             fit_to_path(resource, namespace, &mut new)?;
-            let unknown =
-                check_fields(resource, &mut new, if options.strict == Strictness::Strict { Strictness::Strict } else { Strictness::Ignore });
-            unknown.map_err(|error| match error.message.split_once("strict decoding error: ") {
-                Some((_, what)) => ApiError::invalid(
-                    resource.kind,
-                    resource.group,
-                    name,
-                    &[FieldError::invalid("patch", patch, &format!("strict decoding error: {what}"))],
-                ),
-                None => ApiError::invalid(resource.kind, resource.group, name, &[FieldError::invalid("patch", patch, &error.message)]),
-            })?;
+            let unknown = check_fields(
+                resource,
+                &mut new,
+                if options.strict == Strictness::Strict {
+                    Strictness::Strict
+                } else {
+                    Strictness::Ignore
+                },
+            );
+            unknown.map_err(
+                |error| match error.message.split_once("strict decoding error: ") {
+                    Some((_, what)) => ApiError::invalid(
+                        resource.kind,
+                        resource.group,
+                        name,
+                        &[FieldError::invalid(
+                            "patch",
+                            patch,
+                            &format!("strict decoding error: {what}"),
+                        )],
+                    ),
+                    None => ApiError::invalid(
+                        resource.kind,
+                        resource.group,
+                        name,
+                        &[FieldError::invalid("patch", patch, &error.message)],
+                    ),
+                },
+            )?;
             Ok(new)
         })
         .await
@@ -345,7 +518,9 @@ impl Api {
         for _ in 0..RETRIES {
             let (record, old) = self.fetch(resource, namespace, name)?;
             let mut new = make(&old)?;
-            let named = text(&new, &["metadata", "resourceVersion"]).unwrap_or_default().to_owned();
+            let named = text(&new, &["metadata", "resourceVersion"])
+                .unwrap_or_default()
+                .to_owned();
             if !named.is_empty() && named != record.revision.to_string() {
                 return Err(ApiError::modified(resource.group, resource.plural, name));
             }
@@ -355,7 +530,10 @@ impl Api {
                     resource.group,
                     resource.plural,
                     name,
-                    &format!("Precondition failed: UID in precondition: {uid}, UID in object meta: {}", object::uid(&old)),
+                    &format!(
+                        "Precondition failed: UID in precondition: {uid}, UID in object meta: {}",
+                        object::uid(&old)
+                    ),
                 ));
             }
             merge_unchangeable(resource, sub, &old, &mut new);
@@ -370,24 +548,48 @@ impl Api {
                     _ => validate::update(resource, &old, &new),
                 });
                 if !errors.is_empty() {
-                    return Err(ApiError::invalid(resource.kind, resource.group, name, &errors));
+                    return Err(ApiError::invalid(
+                        resource.kind,
+                        resource.group,
+                        name,
+                        &errors,
+                    ));
                 }
             }
             if new == old || options.dry_run {
-                let body = if new == old { record.value } else { super::read::render(&new) };
-                return Ok(Written { code: 200, body, warnings });
+                let body = if new == old {
+                    record.value
+                } else {
+                    super::read::render(&new)
+                };
+                return Ok(Written {
+                    code: 200,
+                    body,
+                    warnings,
+                });
             }
             let key = resource.key(namespace, name);
             let finished = if is_finished(resource, &new) {
                 self.remove(resource, key, record.revision, new).await
             } else {
-                self.put(resource, key, Expect::Revision(record.revision), new).await
+                self.put(resource, key, Expect::Revision(record.revision), new)
+                    .await
             };
             match finished {
-                Ok(record) => return Ok(Written { code: 200, body: record.value, warnings }),
+                Ok(record) => {
+                    return Ok(Written {
+                        code: 200,
+                        body: record.value,
+                        warnings,
+                    });
+                }
                 Err(WriteError::Conflict(_)) if named.is_empty() => {}
-                Err(WriteError::Conflict(Some(_))) => return Err(ApiError::modified(resource.group, resource.plural, name)),
-                Err(WriteError::Conflict(None)) => return Err(ApiError::not_found(resource.group, resource.plural, name)),
+                Err(WriteError::Conflict(Some(_))) => {
+                    return Err(ApiError::modified(resource.group, resource.plural, name));
+                }
+                Err(WriteError::Conflict(None)) => {
+                    return Err(ApiError::not_found(resource.group, resource.plural, name));
+                }
                 Err(other) => return Err(ApiError::internal(other)),
             }
         }
@@ -404,8 +606,12 @@ impl Api {
         body: &Value,
     ) -> Result<Written, ApiError> {
         let options = delete_options(query, body)?;
-        if resource.kind == "Namespace" && ["default", "kube-system", "kube-public", "kube-node-lease"].contains(&name) {
-            return Err(ApiError::forbidden(format!("namespaces {name:?} is forbidden: this namespace may not be deleted")));
+        if resource.kind == "Namespace"
+            && ["default", "kube-system", "kube-public", "kube-node-lease"].contains(&name)
+        {
+            return Err(ApiError::forbidden(format!(
+                "namespaces {name:?} is forbidden: this namespace may not be deleted"
+            )));
         }
         for _ in 0..RETRIES {
             let (record, old) = self.fetch(resource, namespace, name)?;
@@ -421,7 +627,8 @@ impl Api {
             } else if new == old {
                 Ok(record)
             } else {
-                self.put(resource, key, Expect::Revision(record.revision), new).await
+                self.put(resource, key, Expect::Revision(record.revision), new)
+                    .await
             };
             match done {
                 Ok(record) => return Ok(deleted_answer(resource, gone, &old, record.value)),
@@ -443,15 +650,30 @@ impl Api {
         if resource.kind == "Namespace" {
             return Err(ApiError::method_not_allowed());
         }
-        let list = self.list(resource, namespace, query, &super::read::View::Plain).await?;
+        let list = self
+            .list(resource, namespace, query, &super::read::View::Plain)
+            .await?;
         let parsed: Value = serde_json::from_slice(&list).map_err(ApiError::internal)?;
         for item in object::list(&parsed, &["items"]) {
-            match self.delete(resource, object::namespace(item), object::name(item), query, body).await {
+            match self
+                .delete(
+                    resource,
+                    object::namespace(item),
+                    object::name(item),
+                    query,
+                    body,
+                )
+                .await
+            {
                 Err(error) if error.code != 404 => return Err(error),
                 _ => {}
             }
         }
-        Ok(Written { code: 200, body: list, warnings: vec![] })
+        Ok(Written {
+            code: 200,
+            body: list,
+            warnings: vec![],
+        })
     }
 }
 
@@ -491,7 +713,11 @@ fn merge_unchangeable(resource: &Resource, sub: Option<Sub>, old: &Value, new: &
         Some(Sub::Resize) => {
             let wanted = std::mem::replace(new, old.clone());
             for kind in ["containers", "initContainers"] {
-                let containers = new["spec"].get_mut(kind).and_then(Value::as_array_mut).into_iter().flatten();
+                let containers = new["spec"]
+                    .get_mut(kind)
+                    .and_then(Value::as_array_mut)
+                    .into_iter()
+                    .flatten();
                 for (container, wanted) in containers.zip(list(&wanted, &["spec", kind])) {
                     if container["name"] == wanted["name"] {
                         container["resources"] = wanted["resources"].clone();
@@ -501,7 +727,9 @@ fn merge_unchangeable(resource: &Resource, sub: Option<Sub>, old: &Value, new: &
             defaults::apply(resource.kind, new);
         }
         Some(Sub::Finalize) => {
-            let finalizers = at(new, &["spec", "finalizers"]).cloned().unwrap_or(json!([]));
+            let finalizers = at(new, &["spec", "finalizers"])
+                .cloned()
+                .unwrap_or(json!([]));
             *new = old.clone();
             new["spec"]["finalizers"] = finalizers;
         }
@@ -518,7 +746,10 @@ fn merge_unchangeable(resource: &Resource, sub: Option<Sub>, old: &Value, new: &
             if resource.kind == "Namespace" {
                 new["spec"] = old["spec"].clone();
             }
-            if resource.kind == "Service" && old["spec"]["clusterIP"].is_string() && new["spec"]["clusterIP"].is_null() {
+            if resource.kind == "Service"
+                && old["spec"]["clusterIP"].is_string()
+                && new["spec"]["clusterIP"].is_null()
+            {
                 for key in ["clusterIP", "clusterIPs"] {
                     new["spec"][key] = old["spec"][key].clone();
                 }
@@ -542,7 +773,8 @@ fn merge_unchangeable(resource: &Resource, sub: Option<Sub>, old: &Value, new: &
         };
     }
     let annotations = |o: &Value| at(o, &["metadata", "annotations"]).cloned();
-    let changed = old["spec"] != new["spec"] || (resource.kind == "Deployment" && sub.is_none() && annotations(old) != annotations(new));
+    let changed = old["spec"] != new["spec"]
+        || (resource.kind == "Deployment" && sub.is_none() && annotations(old) != annotations(new));
     if resource.generation && changed {
         bump_generation(new);
     }
@@ -557,9 +789,11 @@ fn bump_generation(object: &mut Value) {
 
 /// Whether nothing holds a deleted object any longer.
 fn is_finished(resource: &Resource, object: &Value) -> bool {
-    let held =
-        !list(object, &["metadata", "finalizers"]).is_empty() || !list(object, &["spec", "finalizers"]).is_empty() && resource.kind == "Namespace";
-    let graceful = object["metadata"]["deletionGracePeriodSeconds"].as_i64().is_some_and(|g| g > 0);
+    let held = !list(object, &["metadata", "finalizers"]).is_empty()
+        || !list(object, &["spec", "finalizers"]).is_empty() && resource.kind == "Namespace";
+    let graceful = object["metadata"]["deletionGracePeriodSeconds"]
+        .as_i64()
+        .is_some_and(|g| g > 0);
     deleting(object) && !held && !graceful
 }
 
@@ -571,20 +805,38 @@ struct DeleteOptions {
 
 fn delete_options(query: &Query, body: &Value) -> Result<DeleteOptions, ApiError> {
     let invalid = |error| ApiError::invalid("DeleteOptions", "meta.k8s.io", "", &[error]);
-    let grace = body["gracePeriodSeconds"].as_i64().or_else(|| query.get("gracePeriodSeconds").and_then(|g| g.parse().ok()));
-    let policy = text(body, &["propagationPolicy"]).or(query.get("propagationPolicy")).map(str::to_owned);
-    let orphan = body["orphanDependents"].as_bool().or_else(|| query.get("orphanDependents").map(|o| o == "true"));
+    let grace = body["gracePeriodSeconds"]
+        .as_i64()
+        .or_else(|| query.get("gracePeriodSeconds").and_then(|g| g.parse().ok()));
+    let policy = text(body, &["propagationPolicy"])
+        .or(query.get("propagationPolicy"))
+        .map(str::to_owned);
+    let orphan = body["orphanDependents"]
+        .as_bool()
+        .or_else(|| query.get("orphanDependents").map(|o| o == "true"));
     let policy = policy.or(orphan.map(|o| if o { "Orphan" } else { "Background" }.into()));
     if let Some(policy) = policy.as_deref()
         && !["Foreground", "Background", "Orphan"].contains(&policy)
     {
-        return Err(invalid(FieldError::unsupported("propagationPolicy", policy, &["Foreground", "Background", "Orphan", "nil"])));
+        return Err(invalid(FieldError::unsupported(
+            "propagationPolicy",
+            policy,
+            &["Foreground", "Background", "Orphan", "nil"],
+        )));
     }
-    let dry_run: Vec<&str> = list(body, &["dryRun"]).iter().filter_map(Value::as_str).chain(query.get("dryRun")).collect();
+    let dry_run: Vec<&str> = list(body, &["dryRun"])
+        .iter()
+        .filter_map(Value::as_str)
+        .chain(query.get("dryRun"))
+        .collect();
     if let Some(other) = dry_run.iter().find(|d| **d != "All") {
         return Err(invalid(FieldError::unsupported("dryRun", other, &["All"])));
     }
-    Ok(DeleteOptions { grace: grace.map(|g| if g < 0 { 1 } else { g }), policy, dry_run: !dry_run.is_empty() })
+    Ok(DeleteOptions {
+        grace: grace.map(|g| if g < 0 { 1 } else { g }),
+        policy,
+        dry_run: !dry_run.is_empty(),
+    })
 }
 
 fn preconditions(resource: &Resource, old: &Value, body: &Value) -> Result<(), ApiError> {
@@ -595,11 +847,14 @@ fn preconditions(resource: &Resource, old: &Value, body: &Value) -> Result<(), A
         );
         Err(ApiError::conflict("", resource.kind, name, &why))
     };
-    if let Some(uid) = text(body, &["preconditions", "uid"]).filter(|uid| *uid != object::uid(old)) {
+    if let Some(uid) = text(body, &["preconditions", "uid"]).filter(|uid| *uid != object::uid(old))
+    {
         return refuse("UID", uid, object::uid(old));
     }
     let version = text(old, &["metadata", "resourceVersion"]).unwrap_or_default();
-    if let Some(wanted) = text(body, &["preconditions", "resourceVersion"]).filter(|v| *v != version) {
+    if let Some(wanted) =
+        text(body, &["preconditions", "resourceVersion"]).filter(|v| *v != version)
+    {
         return refuse("ResourceVersion", wanted, version);
     }
     Ok(())
@@ -622,15 +877,26 @@ fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions
             meta(object).insert("finalizers".into(), finalizers.into());
         }
     }
-    let grace = if resource.kind == "Pod" { pod_grace(object, options.grace) } else { 0 };
+    let grace = if resource.kind == "Pod" {
+        pod_grace(object, options.grace)
+    } else {
+        0
+    };
     let time = jiff::Timestamp::now();
     if was_deleting {
-        let old_grace = object["metadata"]["deletionGracePeriodSeconds"].as_i64().unwrap_or(0);
+        let old_grace = object["metadata"]["deletionGracePeriodSeconds"]
+            .as_i64()
+            .unwrap_or(0);
         let asked = options.grace.is_some() || resource.kind != "Pod";
         if asked && grace < old_grace {
-            let old: Option<jiff::Timestamp> = text(object, &["metadata", "deletionTimestamp"]).and_then(|t| t.parse().ok());
+            let old: Option<jiff::Timestamp> =
+                text(object, &["metadata", "deletionTimestamp"]).and_then(|t| t.parse().ok());
             let new = old.unwrap_or(time) - jiff::SignedDuration::from_secs(old_grace - grace);
-            let (new, grace) = if new < time && grace != 0 { (time + jiff::SignedDuration::from_secs(1), 1) } else { (new, grace) };
+            let (new, grace) = if new < time && grace != 0 {
+                (time + jiff::SignedDuration::from_secs(1), 1)
+            } else {
+                (new, grace)
+            };
             meta(object).insert("deletionTimestamp".into(), object::stamp(new).into());
             meta(object).insert("deletionGracePeriodSeconds".into(), grace.into());
         }
@@ -648,22 +914,42 @@ fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions
 
 /// A pod's grace: nobody waits for a pod that is on no node or has finished.
 fn pod_grace(pod: &Value, asked: Option<i64>) -> i64 {
-    let unassigned = text(pod, &["spec", "nodeName"]).unwrap_or_default().is_empty();
-    if unassigned || matches!(text(pod, &["status", "phase"]), Some("Succeeded" | "Failed")) {
+    let unassigned = text(pod, &["spec", "nodeName"])
+        .unwrap_or_default()
+        .is_empty();
+    if unassigned
+        || matches!(
+            text(pod, &["status", "phase"]),
+            Some("Succeeded" | "Failed")
+        )
+    {
         return 0;
     }
-    asked.unwrap_or_else(|| pod["spec"]["terminationGracePeriodSeconds"].as_i64().unwrap_or(30)).max(0)
+    asked
+        .unwrap_or_else(|| {
+            pod["spec"]["terminationGracePeriodSeconds"]
+                .as_i64()
+                .unwrap_or(30)
+        })
+        .max(0)
 }
 
 fn deleted_answer(resource: &Resource, gone: bool, old: &Value, value: Bytes) -> Written {
     let body = if gone && !resource.returns_deleted {
-        let mut details = json!({"name": object::name(old), "kind": resource.plural, "uid": object::uid(old)});
+        let mut details =
+            json!({"name": object::name(old), "kind": resource.plural, "uid": object::uid(old)});
         if !resource.group.is_empty() {
             details["group"] = resource.group.into();
         }
-        super::read::render(&json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}))
+        super::read::render(
+            &json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}),
+        )
     } else {
         value
     };
-    Written { code: 200, body, warnings: vec![] }
+    Written {
+        code: 200,
+        body,
+        warnings: vec![],
+    }
 }

@@ -18,7 +18,9 @@ use serde_json::{Value, json};
 
 use super::{Caches, any_change};
 use crate::control::api::storage::{CLAIM_IN_USE, VOLUME_IN_USE};
-use crate::core::claims::{self, BIND_COMPLETED, BOUND_BY_CONTROLLER, PROVISIONED_BY, SELECTED_NODE};
+use crate::core::claims::{
+    self, BIND_COMPLETED, BOUND_BY_CONTROLLER, PROVISIONED_BY, SELECTED_NODE,
+};
 use crate::core::pod;
 use crate::kubeapi::client::code;
 
@@ -60,7 +62,9 @@ struct World {
 
 fn without(finalizers: Option<&Vec<String>>, name: &str) -> Option<Value> {
     let finalizers = finalizers.filter(|f| f.iter().any(|f| f == name))?;
-    Some(json!({"metadata": {"finalizers": finalizers.iter().filter(|f| *f != name).collect::<Vec<_>>()}}))
+    Some(
+        json!({"metadata": {"finalizers": finalizers.iter().filter(|f| *f != name).collect::<Vec<_>>()}}),
+    )
 }
 
 fn phase(status: Option<&String>) -> &str {
@@ -74,16 +78,31 @@ impl World {
     }
 
     fn class(&self, claim: &PersistentVolumeClaim) -> Option<&Arc<StorageClass>> {
-        let name = claim.spec.as_ref()?.storage_class_name.as_deref().filter(|c| !c.is_empty())?;
+        let name = claim
+            .spec
+            .as_ref()?
+            .storage_class_name
+            .as_deref()
+            .filter(|c| !c.is_empty())?;
         self.classes.iter().find(|c| c.name_any() == name)
     }
 
     /// The next step for a claim. `taken` are volumes that others get in this turn.
-    fn of_claim(&self, claim: &Arc<PersistentVolumeClaim>, taken: &mut BTreeSet<String>) -> Vec<Step> {
-        let owner = claim.owner_references().iter().find(|o| o.controller == Some(true) && o.kind == "Pod");
+    fn of_claim(
+        &self,
+        claim: &Arc<PersistentVolumeClaim>,
+        taken: &mut BTreeSet<String>,
+    ) -> Vec<Step> {
+        let owner = claim
+            .owner_references()
+            .iter()
+            .find(|o| o.controller == Some(true) && o.kind == "Pod");
         let deleting = claim.metadata.deletion_timestamp.is_some();
         if let Some(owner) = owner.filter(|_| !deleting)
-            && !self.pods.iter().any(|p| p.uid().as_deref() == Some(&owner.uid))
+            && !self
+                .pods
+                .iter()
+                .any(|p| p.uid().as_deref() == Some(&owner.uid))
         {
             return vec![Step::Drop(Arc::clone(claim))];
         }
@@ -93,44 +112,89 @@ impl World {
                 .into_iter()
                 .collect();
         }
-        match claim.spec.as_ref().and_then(|s| s.volume_name.clone()).filter(|v| !v.is_empty()) {
+        match claim
+            .spec
+            .as_ref()
+            .and_then(|s| s.volume_name.clone())
+            .filter(|v| !v.is_empty())
+        {
             Some(volume) => self.of_bound(claim, &volume),
             None if deleting => vec![],
             None => self.of_unbound(claim, taken),
         }
     }
 
-    fn of_unbound(&self, claim: &Arc<PersistentVolumeClaim>, taken: &mut BTreeSet<String>) -> Vec<Step> {
+    fn of_unbound(
+        &self,
+        claim: &Arc<PersistentVolumeClaim>,
+        taken: &mut BTreeSet<String>,
+    ) -> Vec<Step> {
         let class = self.class(claim);
-        let waits = class.is_some_and(|c| c.volume_binding_mode.as_deref() == Some("WaitForFirstConsumer"));
+        let waits =
+            class.is_some_and(|c| c.volume_binding_mode.as_deref() == Some("WaitForFirstConsumer"));
         let selected = claim.annotations().get(SELECTED_NODE);
-        let free = self.volumes.iter().map(|v| &**v).filter(|v| !taken.contains(&v.name_any()));
+        let free = self
+            .volumes
+            .iter()
+            .map(|v| &**v)
+            .filter(|v| !taken.contains(&v.name_any()));
         if waits && selected.is_none() && !free.clone().any(|v| claims::is_for(v, claim)) {
-            return vec![Step::Say(Arc::clone(claim), "WaitForFirstConsumer", "waiting for first consumer to be created before binding".into())];
+            return vec![Step::Say(
+                Arc::clone(claim),
+                "WaitForFirstConsumer",
+                "waiting for first consumer to be created before binding".into(),
+            )];
         }
         // Which volume a consumer's node reaches only the scheduler knows: it sets one aside.
-        let found = if waits { free.clone().find(|v| claims::is_for(v, claim)) } else { claims::best(free, claim, None) };
+        let found = if waits {
+            free.clone().find(|v| claims::is_for(v, claim))
+        } else {
+            claims::best(free, claim, None)
+        };
         if let Some(found) = found {
             taken.insert(found.name_any());
-            let Some(volume) = self.volumes.iter().find(|v| v.name_any() == found.name_any()) else { return vec![] };
+            let Some(volume) = self
+                .volumes
+                .iter()
+                .find(|v| v.name_any() == found.name_any())
+            else {
+                return vec![];
+            };
             let mut annotations = json!({BIND_COMPLETED: "yes"});
             annotations[BOUND_BY_CONTROLLER] = "yes".into();
             // The volume first: it is what two claims could both want.
             return vec![
                 Step::Volume(Arc::clone(volume), reference(claim)),
-                Step::Claim(Arc::clone(claim), json!({"metadata": {"annotations": annotations}, "spec": {"volumeName": volume.name_any()}})),
+                Step::Claim(
+                    Arc::clone(claim),
+                    json!({"metadata": {"annotations": annotations}, "spec": {"volumeName": volume.name_any()}}),
+                ),
             ];
         }
         let say = |reason, message: String| vec![Step::Say(Arc::clone(claim), reason, message)];
-        let wanted = claim.spec.as_ref().and_then(|s| s.storage_class_name.clone()).unwrap_or_default();
+        let wanted = claim
+            .spec
+            .as_ref()
+            .and_then(|s| s.storage_class_name.clone())
+            .unwrap_or_default();
         match class {
             Some(class) if class.provisioner == DIRECTORY => match &self.directories {
-                Some((dir, node)) if selected.is_none_or(|s| s == node) => vec![Step::Provision(Box::new(directory(claim, class, dir, node)))],
+                Some((dir, node)) if selected.is_none_or(|s| s == node) => vec![Step::Provision(
+                    Box::new(directory(claim, class, dir, node)),
+                )],
                 Some((_, node)) => say(
                     "ProvisioningFailed",
-                    format!("class {wanted:?} makes directories on node {node} only, and the pod goes to {}", selected.map_or("", String::as_str)),
+                    format!(
+                        "class {wanted:?} makes directories on node {node} only, and the pod goes to {}",
+                        selected.map_or("", String::as_str)
+                    ),
                 ),
-                None => say("ProvisioningFailed", format!("class {wanted:?} makes directories, and this control plane has no place for them")),
+                None => say(
+                    "ProvisioningFailed",
+                    format!(
+                        "class {wanted:?} makes directories, and this control plane has no place for them"
+                    ),
+                ),
             },
             Some(class) if class.provisioner != claims::NO_PROVISIONER => say(
                 "ExternalProvisioning",
@@ -139,8 +203,14 @@ impl World {
                     class.provisioner
                 ),
             ),
-            None if !wanted.is_empty() => say("ProvisioningFailed", format!("storageclass.storage.k8s.io {wanted:?} not found")),
-            _ => say("FailedBinding", "no persistent volumes available for this claim and no storage class is set".into()),
+            None if !wanted.is_empty() => say(
+                "ProvisioningFailed",
+                format!("storageclass.storage.k8s.io {wanted:?} not found"),
+            ),
+            _ => say(
+                "FailedBinding",
+                "no persistent volumes available for this claim and no storage class is set".into(),
+            ),
         }
     }
 
@@ -148,22 +218,43 @@ impl World {
         let status = claim.status.clone().unwrap_or_default();
         let Some(volume) = self.volumes.iter().find(|v| v.name_any() == name) else {
             let lost = claims::bound(claim).is_some() && phase(status.phase.as_ref()) != "Lost";
-            return if lost { vec![Step::ClaimStatus(Arc::clone(claim), json!({"phase": "Lost"}))] } else { vec![] };
+            return if lost {
+                vec![Step::ClaimStatus(
+                    Arc::clone(claim),
+                    json!({"phase": "Lost"}),
+                )]
+            } else {
+                vec![]
+            };
         };
         let spec = volume.spec.clone().unwrap_or_default();
         if !claims::is_for(volume, claim) && spec.claim_ref.is_some() {
-            return vec![Step::Say(Arc::clone(claim), "FailedBinding", format!("volume {name:?} already bound to a different claim."))];
+            return vec![Step::Say(
+                Arc::clone(claim),
+                "FailedBinding",
+                format!("volume {name:?} already bound to a different claim."),
+            )];
         }
         let mut steps = vec![];
-        let known = spec.claim_ref.as_ref().and_then(|r| r.uid.clone()).unwrap_or_default();
+        let known = spec
+            .claim_ref
+            .as_ref()
+            .and_then(|r| r.uid.clone())
+            .unwrap_or_default();
         if known != claim.uid().unwrap_or_default() {
             steps.push(Step::Volume(Arc::clone(volume), reference(claim)));
         }
         if !claim.annotations().contains_key(BIND_COMPLETED) {
-            steps.push(Step::Claim(Arc::clone(claim), json!({"metadata": {"annotations": {BIND_COMPLETED: "yes"}}})));
+            steps.push(Step::Claim(
+                Arc::clone(claim),
+                json!({"metadata": {"annotations": {BIND_COMPLETED: "yes"}}}),
+            ));
         }
         // A volume that grows later has a filesystem that does not know of it: the node says when it does.
-        if phase(status.phase.as_ref()) != "Bound" || status.access_modes != spec.access_modes || status.capacity.is_none() {
+        if phase(status.phase.as_ref()) != "Bound"
+            || status.access_modes != spec.access_modes
+            || status.capacity.is_none()
+        {
             let bound = json!({"phase": "Bound", "accessModes": spec.access_modes, "capacity": spec.capacity});
             steps.push(Step::ClaimStatus(Arc::clone(claim), bound));
         }
@@ -173,10 +264,26 @@ impl World {
     /// The next step for a volume.
     fn of_volume(&self, volume: &Arc<PersistentVolume>) -> Vec<Step> {
         let spec = volume.spec.clone().unwrap_or_default();
-        let now = volume.status.as_ref().and_then(|s| s.phase.clone()).unwrap_or_default();
-        let becomes = |phase: &str| if now == phase { vec![] } else { vec![Step::VolumeStatus(Arc::clone(volume), json!({"phase": phase}))] };
-        let claim =
-            spec.claim_ref.as_ref().and_then(|r| self.claims.iter().find(|c| c.metadata.namespace == r.namespace && c.metadata.name == r.name));
+        let now = volume
+            .status
+            .as_ref()
+            .and_then(|s| s.phase.clone())
+            .unwrap_or_default();
+        let becomes = |phase: &str| {
+            if now == phase {
+                vec![]
+            } else {
+                vec![Step::VolumeStatus(
+                    Arc::clone(volume),
+                    json!({"phase": phase}),
+                )]
+            }
+        };
+        let claim = spec.claim_ref.as_ref().and_then(|r| {
+            self.claims
+                .iter()
+                .find(|c| c.metadata.namespace == r.namespace && c.metadata.name == r.name)
+        });
         let alive = claim.is_some_and(|c| claims::is_for(volume, c));
         if volume.metadata.deletion_timestamp.is_some() && !alive {
             return without(volume.metadata.finalizers.as_ref(), VOLUME_IN_USE)
@@ -184,7 +291,9 @@ impl World {
                 .into_iter()
                 .collect();
         }
-        let Some(reference) = &spec.claim_ref else { return becomes("Available") };
+        let Some(reference) = &spec.claim_ref else {
+            return becomes("Available");
+        };
         let bound_once = reference.uid.as_ref().is_some_and(|uid| !uid.is_empty());
         match (alive, bound_once) {
             (true, true) => becomes("Bound"),
@@ -193,12 +302,17 @@ impl World {
             (false, true) => {
                 let ours = volume.annotations().get(PROVISIONED_BY).map(String::as_str);
                 match (spec.persistent_volume_reclaim_policy.as_deref(), ours) {
-                    (Some("Delete"), Some(DIRECTORY)) if self.directories.is_some() => vec![Step::Remove(Arc::clone(volume))],
+                    (Some("Delete"), Some(DIRECTORY)) if self.directories.is_some() => {
+                        vec![Step::Remove(Arc::clone(volume))]
+                    }
                     (Some("Retain"), _) | (_, Some(_)) => becomes("Released"),
                     _ if now == "Failed" => vec![],
                     _ => {
                         let why = "nobody here can delete what is behind this volume: reclaim it by hand, or use the policy Retain";
-                        vec![Step::VolumeStatus(Arc::clone(volume), json!({"phase": "Failed", "reason": "VolumeFailedDelete", "message": why}))]
+                        vec![Step::VolumeStatus(
+                            Arc::clone(volume),
+                            json!({"phase": "Failed", "reason": "VolumeFailedDelete", "message": why}),
+                        )]
                     }
                 }
             }
@@ -210,15 +324,22 @@ impl World {
         if pod::is_terminal(pod) || pod.metadata.deletion_timestamp.is_some() {
             return vec![];
         }
-        let lacks = |name: &str| !self.claims.iter().any(|c| c.metadata.namespace == pod.metadata.namespace && c.name_any() == name);
+        let lacks = |name: &str| {
+            !self
+                .claims
+                .iter()
+                .any(|c| c.metadata.namespace == pod.metadata.namespace && c.name_any() == name)
+        };
         let make = |(volume, name): (&k8s_openapi::api::core::v1::Volume, String)| {
             let template = volume.ephemeral.as_ref()?.volume_claim_template.as_ref()?;
-            let owner =
-                json!({"apiVersion": "v1", "kind": "Pod", "name": pod.name_any(), "uid": pod.uid(), "controller": true, "blockOwnerDeletion": true});
+            let owner = json!({"apiVersion": "v1", "kind": "Pod", "name": pod.name_any(), "uid": pod.uid(), "controller": true, "blockOwnerDeletion": true});
             let metadata = template.metadata.clone().unwrap_or_default();
             let claim = json!({"metadata": {"name": name, "namespace": pod.namespace(), "labels": metadata.labels, "annotations": metadata.annotations,
                 "ownerReferences": [owner]}, "spec": template.spec});
-            serde_json::from_value(claim).ok().filter(|_| lacks(&name)).map(|claim| Step::Make(Box::new(claim)))
+            serde_json::from_value(claim)
+                .ok()
+                .filter(|_| lacks(&name))
+                .map(|claim| Step::Make(Box::new(claim)))
         };
         claims::of_pod(pod).into_iter().filter_map(make).collect()
     }
@@ -226,8 +347,17 @@ impl World {
     fn steps(&self) -> Vec<Step> {
         let mut taken = BTreeSet::new();
         let mut steps: Vec<Step> = self.pods.iter().flat_map(|pod| self.of_pod(pod)).collect();
-        steps.extend(self.claims.iter().flat_map(|claim| self.of_claim(claim, &mut taken)));
-        steps.extend(self.volumes.iter().filter(|v| !taken.contains(&v.name_any())).flat_map(|volume| self.of_volume(volume)));
+        steps.extend(
+            self.claims
+                .iter()
+                .flat_map(|claim| self.of_claim(claim, &mut taken)),
+        );
+        steps.extend(
+            self.volumes
+                .iter()
+                .filter(|v| !taken.contains(&v.name_any()))
+                .flat_map(|volume| self.of_volume(volume)),
+        );
         steps
     }
 }
@@ -239,7 +369,12 @@ fn reference(claim: &PersistentVolumeClaim) -> Value {
 }
 
 /// A volume that is a directory of this machine.
-fn directory(claim: &PersistentVolumeClaim, class: &StorageClass, dir: &Path, node: &str) -> PersistentVolume {
+fn directory(
+    claim: &PersistentVolumeClaim,
+    class: &StorageClass,
+    dir: &Path,
+    node: &str,
+) -> PersistentVolume {
     let name = format!("pvc-{}", claim.uid().unwrap_or_default());
     let spec = claim.spec.clone().unwrap_or_default();
     let mut volume = json!({
@@ -259,57 +394,140 @@ fn directory(claim: &PersistentVolumeClaim, class: &StorageClass, dir: &Path, no
 /// The directory of a volume that was made here. Anything else is refused: it is removed with all in it.
 fn made_here(dir: &Path, volume: &PersistentVolume) -> Option<PathBuf> {
     let name = volume.name_any();
-    let plain = name.strip_prefix("pvc-")?.chars().all(|c| c.is_ascii_hexdigit() || c == '-');
+    let plain = name
+        .strip_prefix("pvc-")?
+        .chars()
+        .all(|c| c.is_ascii_hexdigit() || c == '-');
     let path = dir.join(&name);
-    let same = volume.spec.as_ref()?.host_path.as_ref().is_some_and(|h| Path::new(&h.path) == path);
+    let same = volume
+        .spec
+        .as_ref()?
+        .host_path
+        .as_ref()
+        .is_some_and(|h| Path::new(&h.path) == path);
     (plain && same).then_some(path)
 }
 
-async fn take(client: &Client, step: Step, directories: Option<&(PathBuf, String)>) -> Result<(), kube::Error> {
+async fn take(
+    client: &Client,
+    step: Step,
+    directories: Option<&(PathBuf, String)>,
+) -> Result<(), kube::Error> {
     let merge = |patch: Value, version: Option<String>| {
         let mut patch = patch;
         patch["metadata"]["resourceVersion"] = json!(version);
         Patch::Merge(patch)
     };
     let parameters = PatchParams::default();
-    let of = |claim: &PersistentVolumeClaim| Api::<PersistentVolumeClaim>::namespaced(client.clone(), &claim.namespace().unwrap_or_default());
+    let of = |claim: &PersistentVolumeClaim| {
+        Api::<PersistentVolumeClaim>::namespaced(
+            client.clone(),
+            &claim.namespace().unwrap_or_default(),
+        )
+    };
     let volumes: Api<PersistentVolume> = Api::all(client.clone());
     let io = |error: std::io::Error| kube::Error::Service(Box::new(error));
     match step {
-        Step::Claim(claim, patch) => of(&claim).patch(&claim.name_any(), &parameters, &merge(patch, claim.resource_version())).await.map(|_| ()),
-        Step::ClaimStatus(claim, status) => {
-            of(&claim).patch_status(&claim.name_any(), &parameters, &Patch::Merge(json!({"status": status}))).await.map(|_| ())
-        }
-        Step::Volume(volume, patch) => volumes.patch(&volume.name_any(), &parameters, &merge(patch, volume.resource_version())).await.map(|_| ()),
-        Step::VolumeStatus(volume, status) => {
-            volumes.patch_status(&volume.name_any(), &parameters, &Patch::Merge(json!({"status": status}))).await.map(|_| ())
-        }
+        Step::Claim(claim, patch) => of(&claim)
+            .patch(
+                &claim.name_any(),
+                &parameters,
+                &merge(patch, claim.resource_version()),
+            )
+            .await
+            .map(|_| ()),
+        Step::ClaimStatus(claim, status) => of(&claim)
+            .patch_status(
+                &claim.name_any(),
+                &parameters,
+                &Patch::Merge(json!({"status": status})),
+            )
+            .await
+            .map(|_| ()),
+        Step::Volume(volume, patch) => volumes
+            .patch(
+                &volume.name_any(),
+                &parameters,
+                &merge(patch, volume.resource_version()),
+            )
+            .await
+            .map(|_| ()),
+        Step::VolumeStatus(volume, status) => volumes
+            .patch_status(
+                &volume.name_any(),
+                &parameters,
+                &Patch::Merge(json!({"status": status})),
+            )
+            .await
+            .map(|_| ()),
         Step::Provision(volume) => {
-            let Some(path) = directories.and_then(|(dir, _)| made_here(dir, &volume)) else { return Ok(()) };
+            let Some(path) = directories.and_then(|(dir, _)| made_here(dir, &volume)) else {
+                return Ok(());
+            };
             let make = move || {
-                std::fs::DirBuilder::new().recursive(true).mode(0o755).create(&path)?;
+                std::fs::DirBuilder::new()
+                    .recursive(true)
+                    .mode(0o755)
+                    .create(&path)?;
                 // Whoever the pod runs as may write in it.
                 std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o777))
             };
-            tokio::task::spawn_blocking(make).await.map_err(|e| io(std::io::Error::other(e)))?.map_err(io)?;
-            volumes.create(&PostParams::default(), &volume).await.map(|_| ())
+            tokio::task::spawn_blocking(make)
+                .await
+                .map_err(|e| io(std::io::Error::other(e)))?
+                .map_err(io)?;
+            volumes
+                .create(&PostParams::default(), &volume)
+                .await
+                .map(|_| ())
         }
         Step::Remove(volume) => {
-            let Some(path) = directories.and_then(|(dir, _)| made_here(dir, &volume)) else { return Ok(()) };
+            let Some(path) = directories.and_then(|(dir, _)| made_here(dir, &volume)) else {
+                return Ok(());
+            };
             let removed = tokio::task::spawn_blocking(move || std::fs::remove_dir_all(path)).await;
             match removed.map_err(|e| io(std::io::Error::other(e)))? {
-                Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(io(error)),
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(io(error));
+                }
                 _ => {}
             }
-            volumes.delete(&volume.name_any(), &DeleteParams::default()).await.map(|_| ())
+            volumes
+                .delete(&volume.name_any(), &DeleteParams::default())
+                .await
+                .map(|_| ())
         }
-        Step::Make(claim) => of(&claim).create(&PostParams::default(), &claim).await.map(|_| ()),
+        Step::Make(claim) => of(&claim)
+            .create(&PostParams::default(), &claim)
+            .await
+            .map(|_| ()),
         Step::Drop(claim) => {
-            let preconditions = Some(Preconditions { uid: claim.uid(), resource_version: None });
-            of(&claim).delete(&claim.name_any(), &DeleteParams { preconditions, ..DeleteParams::default() }).await.map(|_| ())
+            let preconditions = Some(Preconditions {
+                uid: claim.uid(),
+                resource_version: None,
+            });
+            of(&claim)
+                .delete(
+                    &claim.name_any(),
+                    &DeleteParams {
+                        preconditions,
+                        ..DeleteParams::default()
+                    },
+                )
+                .await
+                .map(|_| ())
         }
         Step::Say(claim, reason, message) => {
-            super::event(client, &*claim, "PersistentVolumeClaim", "v1", "persistentvolume-controller", reason, message).await;
+            super::event(
+                client,
+                &*claim,
+                "PersistentVolumeClaim",
+                "v1",
+                "persistentvolume-controller",
+                reason,
+                message,
+            )
+            .await;
             Ok(())
         }
     }
@@ -317,7 +535,12 @@ async fn take(client: &Client, step: Step, directories: Option<&(PathBuf, String
 
 /// Runs until the process ends. `directories` is where volumes of this machine are made, and its node's name.
 pub(super) async fn run(client: Client, caches: Caches, directories: Option<(PathBuf, String)>) {
-    let mut changes = [caches.claims.changes(), caches.volumes.changes(), caches.classes.changes(), caches.pods.changes()];
+    let mut changes = [
+        caches.claims.changes(),
+        caches.volumes.changes(),
+        caches.classes.changes(),
+        caches.pods.changes(),
+    ];
     let mut said: BTreeMap<String, String> = BTreeMap::new();
     loop {
         for receiver in &mut changes {
@@ -334,7 +557,10 @@ pub(super) async fn run(client: Client, caches: Caches, directories: Option<(Pat
         let mut unfinished = false;
         for step in world.steps() {
             if let Step::Say(claim, _, message) = &step
-                && said.insert(claim.uid().unwrap_or_default(), message.clone()).as_ref() == Some(message)
+                && said
+                    .insert(claim.uid().unwrap_or_default(), message.clone())
+                    .as_ref()
+                    == Some(message)
             {
                 continue;
             }
@@ -348,7 +574,11 @@ pub(super) async fn run(client: Client, caches: Caches, directories: Option<(Pat
                 Ok(()) => {}
             }
         }
-        let most = if unfinished { Duration::from_millis(500) } else { Duration::from_secs(60) };
+        let most = if unfinished {
+            Duration::from_millis(500)
+        } else {
+            Duration::from_secs(60)
+        };
         any_change(&mut changes, most).await;
     }
 }
@@ -371,14 +601,35 @@ mod tests {
         Arc::new(serde_json::from_value(volume).expect("a volume"))
     }
 
-    fn world(claims: Vec<Arc<PersistentVolumeClaim>>, volumes: Vec<Arc<PersistentVolume>>, provisioner: &str, mode: &str) -> World {
+    fn world(
+        claims: Vec<Arc<PersistentVolumeClaim>>,
+        volumes: Vec<Arc<PersistentVolume>>,
+        provisioner: &str,
+        mode: &str,
+    ) -> World {
         let class = json!({"metadata": {"name": "fast"}, "provisioner": provisioner, "volumeBindingMode": mode, "reclaimPolicy": "Delete"});
         let classes = vec![Arc::new(serde_json::from_value(class).expect("a class"))];
-        World { claims, volumes, classes, pods: vec![], directories: Some(("/data".into(), "here".into())) }
+        World {
+            claims,
+            volumes,
+            classes,
+            pods: vec![],
+            directories: Some(("/data".into(), "here".into())),
+        }
     }
 
     fn kinds(world: &World) -> Vec<String> {
-        world.steps().iter().map(|s| format!("{s:?}").split(['(', ' ']).next().unwrap_or_default().to_owned()).collect()
+        world
+            .steps()
+            .iter()
+            .map(|s| {
+                format!("{s:?}")
+                    .split(['(', ' '])
+                    .next()
+                    .unwrap_or_default()
+                    .to_owned()
+            })
+            .collect()
     }
 
     const MINE: &str = r#"{"spec": {"claimRef": {"namespace": "n", "name": "c", "uid": "0-1"}}}"#;
@@ -390,20 +641,65 @@ mod tests {
     #[test]
     fn a_claim_goes_from_pending_to_bound_in_steps_that_can_be_cut_anywhere() {
         let none = claims::NO_PROVISIONER;
-        assert_eq!(kinds(&world(vec![claim(json!({}))], vec![volume(json!({}))], none, "Immediate")), ["Volume", "Claim"]);
+        assert_eq!(
+            kinds(&world(
+                vec![claim(json!({}))],
+                vec![volume(json!({}))],
+                none,
+                "Immediate"
+            )),
+            ["Volume", "Claim"]
+        );
         // The volume was written, the claim was not.
-        assert_eq!(kinds(&world(vec![claim(json!({}))], vec![volume(mine())], none, "Immediate")), ["Volume", "Claim"]);
+        assert_eq!(
+            kinds(&world(
+                vec![claim(json!({}))],
+                vec![volume(mine())],
+                none,
+                "Immediate"
+            )),
+            ["Volume", "Claim"]
+        );
         let chosen = json!({"spec": {"volumeName": "v"}, "metadata": {"annotations": {BIND_COMPLETED: "yes"}}});
-        assert_eq!(kinds(&world(vec![claim(chosen.clone())], vec![volume(mine())], none, "Immediate")), ["ClaimStatus", "VolumeStatus"]);
+        assert_eq!(
+            kinds(&world(
+                vec![claim(chosen.clone())],
+                vec![volume(mine())],
+                none,
+                "Immediate"
+            )),
+            ["ClaimStatus", "VolumeStatus"]
+        );
         let mut done = chosen;
         done["status"] = json!({"phase": "Bound", "accessModes": ["ReadWriteOnce"], "capacity": {"storage": "1Gi"}});
         let mut bound = mine();
         bound["status"] = json!({"phase": "Bound"});
-        assert_eq!(kinds(&world(vec![claim(done.clone())], vec![volume(bound)], none, "Immediate")), Vec::<String>::new());
-        assert_eq!(kinds(&world(vec![claim(done)], vec![], none, "Immediate")), ["ClaimStatus"], "its volume is lost");
+        assert_eq!(
+            kinds(&world(
+                vec![claim(done.clone())],
+                vec![volume(bound)],
+                none,
+                "Immediate"
+            )),
+            Vec::<String>::new()
+        );
+        assert_eq!(
+            kinds(&world(vec![claim(done)], vec![], none, "Immediate")),
+            ["ClaimStatus"],
+            "its volume is lost"
+        );
         let two = claim(json!({"metadata": {"name": "d", "uid": "0-2"}}));
-        let both = world(vec![claim(json!({})), two], vec![volume(json!({}))], none, "Immediate");
-        assert_eq!(kinds(&both), ["Volume", "Claim", "Say"], "one volume is for one claim");
+        let both = world(
+            vec![claim(json!({})), two],
+            vec![volume(json!({}))],
+            none,
+            "Immediate",
+        );
+        assert_eq!(
+            kinds(&both),
+            ["Volume", "Claim", "Say"],
+            "one volume is for one claim"
+        );
     }
 
     #[test]
@@ -412,8 +708,14 @@ mod tests {
         assert_eq!(kinds(&waiting(json!({}), "Immediate")), ["Provision"]);
         assert_eq!(kinds(&waiting(json!({}), "WaitForFirstConsumer")), ["Say"]);
         let at = |node: &str| json!({"metadata": {"annotations": {SELECTED_NODE: node}}});
-        assert_eq!(kinds(&waiting(at("here"), "WaitForFirstConsumer")), ["Provision"]);
-        assert_eq!(kinds(&waiting(at("there"), "WaitForFirstConsumer")), ["Say"]);
+        assert_eq!(
+            kinds(&waiting(at("here"), "WaitForFirstConsumer")),
+            ["Provision"]
+        );
+        assert_eq!(
+            kinds(&waiting(at("there"), "WaitForFirstConsumer")),
+            ["Say"]
+        );
     }
 
     #[test]
@@ -424,18 +726,37 @@ mod tests {
             world(vec![], vec![volume(orphan)], DIRECTORY, "Immediate").steps()
         };
         let phase = |steps: &[Step]| match steps {
-            [Step::VolumeStatus(_, status)] => status["phase"].as_str().unwrap_or_default().to_owned(),
-            other => format!("{other:?}").split('(').next().unwrap_or_default().to_owned(),
+            [Step::VolumeStatus(_, status)] => {
+                status["phase"].as_str().unwrap_or_default().to_owned()
+            }
+            other => format!("{other:?}")
+                .split('(')
+                .next()
+                .unwrap_or_default()
+                .to_owned(),
         };
         assert_eq!(phase(&gone(json!({}))), "Released");
-        assert_eq!(phase(&gone(json!({"spec": {"persistentVolumeReclaimPolicy": "Delete"}}))), "Failed");
+        assert_eq!(
+            phase(&gone(
+                json!({"spec": {"persistentVolumeReclaimPolicy": "Delete"}})
+            )),
+            "Failed"
+        );
         let ours = json!({"metadata": {"annotations": {PROVISIONED_BY: DIRECTORY}}, "spec": {"persistentVolumeReclaimPolicy": "Delete"}});
         assert_eq!(phase(&gone(ours)), "[Remove");
-        for (name, path, fine) in
-            [("pvc-0-1", "/data/pvc-0-1", true), ("pvc-..", "/data/pvc-..", false), ("v", "/data/v", false), ("pvc-0-1", "/etc", false)]
-        {
-            let volume = volume(json!({"metadata": {"name": name}, "spec": {"hostPath": {"path": path}}}));
-            assert_eq!(made_here(Path::new("/data"), &volume).is_some(), fine, "{name} {path}");
+        for (name, path, fine) in [
+            ("pvc-0-1", "/data/pvc-0-1", true),
+            ("pvc-..", "/data/pvc-..", false),
+            ("v", "/data/v", false),
+            ("pvc-0-1", "/etc", false),
+        ] {
+            let volume =
+                volume(json!({"metadata": {"name": name}, "spec": {"hostPath": {"path": path}}}));
+            assert_eq!(
+                made_here(Path::new("/data"), &volume).is_some(),
+                fine,
+                "{name} {path}"
+            );
         }
     }
 
@@ -445,7 +766,8 @@ mod tests {
         let mut busy = world(vec![claim(deleting)], vec![], DIRECTORY, "Immediate");
         assert_eq!(kinds(&busy), ["Claim"]);
         let pod = json!({"metadata": {"name": "p", "namespace": "n"}, "spec": {"containers": [], "volumes": [{"name": "a", "persistentVolumeClaim": {"claimName": "c"}}]}});
-        busy.pods.push(Arc::new(serde_json::from_value(pod).expect("a pod")));
+        busy.pods
+            .push(Arc::new(serde_json::from_value(pod).expect("a pod")));
         assert_eq!(kinds(&busy), Vec::<String>::new());
     }
 }

@@ -21,7 +21,10 @@ pub type Sign = Arc<dyn Fn(&[u8], bool, i64) -> Result<String, String> + Send + 
 /// How long a certificate lasts, if nobody asks for less: a year.
 const LIFE: i64 = 365 * 24 * 3600;
 /// For how long answered requests are kept, and those that nobody answers.
-const KEPT: (SignedDuration, SignedDuration) = (SignedDuration::from_hours(1), SignedDuration::from_hours(24));
+const KEPT: (SignedDuration, SignedDuration) = (
+    SignedDuration::from_hours(1),
+    SignedDuration::from_hours(24),
+);
 
 /// What is done about a request.
 #[derive(Debug, PartialEq, Eq)]
@@ -37,7 +40,11 @@ enum Step {
 fn decide(request: &CertificateSigningRequest, now: Timestamp) -> Step {
     let status = request.status.clone().unwrap_or_default();
     let has = |kind: &str| status.conditions.iter().flatten().any(|c| c.type_ == kind);
-    let age = request.metadata.creation_timestamp.as_ref().map_or(SignedDuration::ZERO, |t| now.duration_since(t.0));
+    let age = request
+        .metadata
+        .creation_timestamp
+        .as_ref()
+        .map_or(SignedDuration::ZERO, |t| now.duration_since(t.0));
     let (approved, over) = (has("Approved"), has("Denied") || has("Failed"));
     let issued = status.certificate.as_ref().is_some_and(|c| !c.0.is_empty());
     if age > if over || issued { KEPT.0 } else { KEPT.1 } {
@@ -47,10 +54,15 @@ fn decide(request: &CertificateSigningRequest, now: Timestamp) -> Step {
         return Step::Nothing;
     }
     let spec = &request.spec;
-    let Some(der) = signing::request_der(&spec.request.0) else { return Step::Nothing };
+    let Some(der) = signing::request_der(&spec.request.0) else {
+        return Step::Nothing;
+    };
     let usages: Vec<&str> = spec.usages.iter().flatten().map(String::as_str).collect();
     let groups = spec.groups.clone().unwrap_or_default();
-    let requester = Requester { name: spec.username.as_deref().unwrap_or_default(), groups: &groups };
+    let requester = Requester {
+        name: spec.username.as_deref().unwrap_or_default(),
+        groups: &groups,
+    };
     match signing::judge(&spec.signer_name, &der, &usages, requester) {
         Verdict::Ignore => Step::Nothing,
         Verdict::Allow if !approved => Step::Approve,
@@ -59,39 +71,70 @@ fn decide(request: &CertificateSigningRequest, now: Timestamp) -> Step {
         Verdict::Refuse(why) => Step::Fail(why),
         Verdict::Allow | Verdict::Wait => {
             let asked = spec.expiration_seconds.map(i64::from).filter(|s| *s >= 600);
-            Step::Sign(spec.signer_name == signing::CLIENT, asked.unwrap_or(LIFE).min(LIFE))
+            Step::Sign(
+                spec.signer_name == signing::CLIENT,
+                asked.unwrap_or(LIFE).min(LIFE),
+            )
         }
     }
 }
 
-async fn take(client: &Client, request: &CertificateSigningRequest, step: Step, sign: &Sign) -> Result<(), kube::Error> {
-    let (api, name) = (Api::<CertificateSigningRequest>::all(client.clone()), request.name_any());
-    let own = request.status.as_ref().and_then(|s| s.conditions.clone()).unwrap_or_default();
+async fn take(
+    client: &Client,
+    request: &CertificateSigningRequest,
+    step: Step,
+    sign: &Sign,
+) -> Result<(), kube::Error> {
+    let (api, name) = (
+        Api::<CertificateSigningRequest>::all(client.clone()),
+        request.name_any(),
+    );
+    let own = request
+        .status
+        .as_ref()
+        .and_then(|s| s.conditions.clone())
+        .unwrap_or_default();
     let with = |kind: &str, reason: &str, message: &str| -> Value {
         let mut all = json!(own);
         if let Some(list) = all.as_array_mut() {
-            list.push(json!({"type": kind, "status": "True", "reason": reason, "message": message}));
+            list.push(
+                json!({"type": kind, "status": "True", "reason": reason, "message": message}),
+            );
         }
         json!({"metadata": {"resourceVersion": request.metadata.resource_version}, "status": {"conditions": all}})
     };
     match step {
         Step::Nothing => Ok(()),
-        Step::Remove => api.delete(&name, &DeleteParams::default()).await.map(|_| ()),
+        Step::Remove => api
+            .delete(&name, &DeleteParams::default())
+            .await
+            .map(|_| ()),
         Step::Approve => {
-            let patch = with("Approved", "AutoApproved", "Auto approving kubelet client certificate after SubjectAccessReview.");
+            let patch = with(
+                "Approved",
+                "AutoApproved",
+                "Auto approving kubelet client certificate after SubjectAccessReview.",
+            );
             let body = serde_json::to_vec(&patch).map_err(kube::Error::SerdeError)?;
             api.patch_subresource(
                 "approval",
                 &name,
                 &PatchParams::default(),
-                &Patch::Merge(serde_json::from_slice::<Value>(&body).map_err(kube::Error::SerdeError)?),
+                &Patch::Merge(
+                    serde_json::from_slice::<Value>(&body).map_err(kube::Error::SerdeError)?,
+                ),
             )
             .await
             .map(|_| ())
         }
-        Step::Fail(why) => {
-            api.patch_status(&name, &PatchParams::default(), &Patch::Merge(with("Failed", "SignerValidationFailure", &why))).await.map(|_| ())
-        }
+        Step::Fail(why) => api
+            .patch_status(
+                &name,
+                &PatchParams::default(),
+                &Patch::Merge(with("Failed", "SignerValidationFailure", &why)),
+            )
+            .await
+            .map(|_| ()),
         Step::Sign(is_client, seconds) => {
             let signed = signing::request_der(&request.spec.request.0)
                 .ok_or_else(|| "it is not PEM".to_owned())
@@ -104,14 +147,19 @@ async fn take(client: &Client, request: &CertificateSigningRequest, step: Step, 
                 }
                 Err(why) => with("Failed", "SigningFailed", &why),
             };
-            api.patch_status(&name, &PatchParams::default(), &Patch::Merge(patch)).await.map(|_| ())
+            api.patch_status(&name, &PatchParams::default(), &Patch::Merge(patch))
+                .await
+                .map(|_| ())
         }
     }
 }
 
 /// Runs until the process ends.
 pub(super) async fn run(client: Client, sign: Sign) {
-    let requests: Cache<CertificateSigningRequest> = Cache::start(Api::all(client.clone()), watcher::Config::default().streaming_lists());
+    let requests: Cache<CertificateSigningRequest> = Cache::start(
+        Api::all(client.clone()),
+        watcher::Config::default().streaming_lists(),
+    );
     requests.synced().await;
     let mut changes = [requests.changes()];
     loop {
@@ -126,7 +174,15 @@ pub(super) async fn run(client: Client, sign: Sign) {
                 }
             }
         }
-        any_change(&mut changes, if unfinished { Duration::from_millis(500) } else { Duration::from_secs(60) }).await;
+        any_change(
+            &mut changes,
+            if unfinished {
+                Duration::from_millis(500)
+            } else {
+                Duration::from_secs(60)
+            },
+        )
+        .await;
     }
 }
 
@@ -137,9 +193,17 @@ mod tests {
     fn of(username: &str, status: Value) -> CertificateSigningRequest {
         use base64::Engine as _;
         let mut params = rcgen::CertificateParams::default();
-        params.distinguished_name.push(rcgen::DnType::OrganizationName, "system:nodes");
-        params.distinguished_name.push(rcgen::DnType::CommonName, "system:node:n");
-        let pem = params.serialize_request(&rcgen::KeyPair::generate().expect("a key")).expect("a request").pem().expect("pem");
+        params
+            .distinguished_name
+            .push(rcgen::DnType::OrganizationName, "system:nodes");
+        params
+            .distinguished_name
+            .push(rcgen::DnType::CommonName, "system:node:n");
+        let pem = params
+            .serialize_request(&rcgen::KeyPair::generate().expect("a key"))
+            .expect("a request")
+            .pem()
+            .expect("pem");
         let request = base64::engine::general_purpose::STANDARD.encode(pem);
         serde_json::from_value(json!({"metadata": {"name": "r", "creationTimestamp": "1970-01-01T00:00:00Z"},
             "spec": {"signerName": signing::CLIENT, "request": request, "username": username, "usages": ["digital signature", "client auth"], "expirationSeconds": 700},
@@ -153,10 +217,23 @@ mod tests {
         let condition = |kind: &str| json!({"conditions": [{"type": kind, "status": "True"}]});
         let node = "system:node:n";
         assert_eq!(decide(&of(node, json!({})), at(0)), Step::Approve);
-        assert_eq!(decide(&of("somebody", json!({})), at(0)), Step::Nothing, "somebody has to look");
-        assert_eq!(decide(&of("somebody", condition("Approved")), at(0)), Step::Sign(true, 700));
+        assert_eq!(
+            decide(&of("somebody", json!({})), at(0)),
+            Step::Nothing,
+            "somebody has to look"
+        );
+        assert_eq!(
+            decide(&of("somebody", condition("Approved")), at(0)),
+            Step::Sign(true, 700)
+        );
         assert_eq!(decide(&of(node, condition("Denied")), at(0)), Step::Nothing);
         assert_eq!(decide(&of(node, condition("Denied")), at(2)), Step::Remove);
-        assert_eq!((decide(&of("x", json!({})), at(2)), decide(&of("x", json!({})), at(25))), (Step::Nothing, Step::Remove));
+        assert_eq!(
+            (
+                decide(&of("x", json!({})), at(2)),
+                decide(&of("x", json!({})), at(25))
+            ),
+            (Step::Nothing, Step::Remove)
+        );
     }
 }

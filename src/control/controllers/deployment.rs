@@ -20,7 +20,11 @@ use crate::kubeapi::cache;
 const COMPONENT: &str = "deployment-controller";
 
 pub(super) async fn run(client: Client, caches: Caches) {
-    let mut changes = [caches.deployments.changes(), caches.replica_sets.changes(), caches.pods.changes()];
+    let mut changes = [
+        caches.deployments.changes(),
+        caches.replica_sets.changes(),
+        caches.pods.changes(),
+    ];
     let pending = Pending::default();
     loop {
         for receiver in &mut changes {
@@ -29,8 +33,16 @@ pub(super) async fn run(client: Client, caches: Caches) {
         for deployment in caches.deployments.list() {
             let uid = deployment.uid().unwrap_or_default();
             let seen = |(namespace, name): &cache::Key| {
-                let set = caches.replica_sets.get(namespace, name).map(|s| cache::revision(&*s));
-                set.or_else(|| caches.deployments.get(namespace, name).map(|d| cache::revision(&*d)))
+                let set = caches
+                    .replica_sets
+                    .get(namespace, name)
+                    .map(|s| cache::revision(&*s));
+                set.or_else(|| {
+                    caches
+                        .deployments
+                        .get(namespace, name)
+                        .map(|d| cache::revision(&*d))
+                })
             };
             if deployment.metadata.deletion_timestamp.is_some() || !pending.settled(&uid, seen) {
                 continue;
@@ -43,18 +55,33 @@ pub(super) async fn run(client: Client, caches: Caches) {
     }
 }
 
-async fn reconcile(client: &Client, caches: &Caches, deployment: &Deployment, pending: &Pending) -> Result<(), kube::Error> {
+async fn reconcile(
+    client: &Client,
+    caches: &Caches,
+    deployment: &Deployment,
+    pending: &Pending,
+) -> Result<(), kube::Error> {
     let (namespace, name) = cache::key(deployment);
     let uid = deployment.uid().unwrap_or_default();
     let sets: Api<ReplicaSet> = Api::namespaced(client.clone(), &namespace);
-    let Some(spec) = &deployment.spec else { return Ok(()) };
+    let Some(spec) = &deployment.spec else {
+        return Ok(());
+    };
     let owned = own(client, caches, deployment, pending).await?;
     let template = rollout::bare_template(Some(&spec.template));
-    let mut matching: Vec<&Arc<ReplicaSet>> =
-        owned.iter().filter(|s| rollout::bare_template(s.spec.as_ref().and_then(|s| s.template.as_ref())) == template).collect();
+    let mut matching: Vec<&Arc<ReplicaSet>> = owned
+        .iter()
+        .filter(|s| {
+            rollout::bare_template(s.spec.as_ref().and_then(|s| s.template.as_ref())) == template
+        })
+        .collect();
     matching.sort_by_key(|s| s.metadata.creation_timestamp.as_ref().map(|t| t.0));
     let mut new = matching.first().map(|s| Arc::clone(s));
-    let old: Vec<Arc<ReplicaSet>> = owned.iter().filter(|s| new.as_ref().is_none_or(|n| n.uid() != s.uid())).cloned().collect();
+    let old: Vec<Arc<ReplicaSet>> = owned
+        .iter()
+        .filter(|s| new.as_ref().is_none_or(|n| n.uid() != s.uid()))
+        .cloned()
+        .collect();
     let highest = old.iter().map(|s| rollout::revision(s)).max().unwrap_or(0);
     if spec.paused != Some(true) {
         match &new {
@@ -66,8 +93,15 @@ async fn reconcile(client: &Client, caches: &Caches, deployment: &Deployment, pe
                 }
             }
             Some(set) if rollout::revision(set) <= highest => {
-                let patch = json!({"metadata": {"annotations": {REVISION: (highest + 1).to_string()}}});
-                let patched = sets.patch(&set.name_any(), &PatchParams::default(), &Patch::Merge(patch)).await?;
+                let patch =
+                    json!({"metadata": {"annotations": {REVISION: (highest + 1).to_string()}}});
+                let patched = sets
+                    .patch(
+                        &set.name_any(),
+                        &PatchParams::default(),
+                        &Patch::Merge(patch),
+                    )
+                    .await?;
                 pending.wrote(&uid, &patched);
                 new = Some(Arc::new(patched));
             }
@@ -77,11 +111,16 @@ async fn reconcile(client: &Client, caches: &Caches, deployment: &Deployment, pe
     let old_uids: Vec<String> = old.iter().filter_map(|s| s.uid()).collect();
     let running_old = caches.pods.list().iter().any(|p| {
         controller_of(&**p).is_some_and(|o| old_uids.iter().any(|u| u == o))
-            && !matches!(p.status.as_ref().and_then(|s| s.phase.as_deref()), Some("Succeeded" | "Failed"))
+            && !matches!(
+                p.status.as_ref().and_then(|s| s.phase.as_deref()),
+                Some("Succeeded" | "Failed")
+            )
     });
     for scale in rollout::step(deployment, new.as_deref(), &old, running_old) {
         let patch = json!({"spec": {"replicas": scale.to}, "metadata": {"annotations": {"deployment.kubernetes.io/desired-replicas": spec.replicas.unwrap_or(1).to_string()}}});
-        let patched = sets.patch(&scale.name, &PatchParams::default(), &Patch::Merge(patch)).await?;
+        let patched = sets
+            .patch(&scale.name, &PatchParams::default(), &Patch::Merge(patch))
+            .await?;
         pending.wrote(&uid, &patched);
         let direction = if scale.to > scale.from { "up" } else { "down" };
         event(
@@ -91,32 +130,75 @@ async fn reconcile(client: &Client, caches: &Caches, deployment: &Deployment, pe
             "apps/v1",
             COMPONENT,
             "ScalingReplicaSet",
-            format!("Scaled {direction} replica set {} from {} to {}", scale.name, scale.from, scale.to),
+            format!(
+                "Scaled {direction} replica set {} from {} to {}",
+                scale.name, scale.from, scale.to
+            ),
         )
         .await;
     }
-    write_status(client, deployment, new.as_deref(), &old, &namespace, &name, pending).await?;
+    write_status(
+        client,
+        deployment,
+        new.as_deref(),
+        &old,
+        &namespace,
+        &name,
+        pending,
+    )
+    .await?;
     clean_up(&sets, deployment, &old).await
 }
 
 /// The deployment's ReplicaSets; orphans that match are adopted, own ones that do not are released.
-async fn own(client: &Client, caches: &Caches, deployment: &Deployment, pending: &Pending) -> Result<Vec<Arc<ReplicaSet>>, kube::Error> {
+async fn own(
+    client: &Client,
+    caches: &Caches,
+    deployment: &Deployment,
+    pending: &Pending,
+) -> Result<Vec<Arc<ReplicaSet>>, kube::Error> {
     let (namespace, _) = cache::key(deployment);
     let uid = deployment.uid().unwrap_or_default();
-    let selector = deployment.spec.as_ref().and_then(|s| serde_json::to_value(&s.selector).ok()).and_then(|s| Selector::of_object(&s));
+    let selector = deployment
+        .spec
+        .as_ref()
+        .and_then(|s| serde_json::to_value(&s.selector).ok())
+        .and_then(|s| Selector::of_object(&s));
     let api: Api<ReplicaSet> = Api::namespaced(client.clone(), &namespace);
     let mut owned = Vec::new();
-    for set in caches.replica_sets.list().into_iter().filter(|s| s.namespace().as_deref() == Some(&namespace)) {
-        let matches = selector.as_ref().is_some_and(|s| s.matches_labels(set.labels()));
+    for set in caches
+        .replica_sets
+        .list()
+        .into_iter()
+        .filter(|s| s.namespace().as_deref() == Some(&namespace))
+    {
+        let matches = selector
+            .as_ref()
+            .is_some_and(|s| s.matches_labels(set.labels()));
         match controller_of(&*set) {
             Some(owner) if owner == uid && matches => owned.push(set),
             Some(owner) if owner == uid => {
-                let patch = json!({"metadata": {"ownerReferences": [{"$patch": "delete", "uid": uid}]}});
-                pending.wrote(&uid, &api.patch(&set.name_any(), &PatchParams::default(), &Patch::Strategic(patch)).await?);
+                let patch =
+                    json!({"metadata": {"ownerReferences": [{"$patch": "delete", "uid": uid}]}});
+                pending.wrote(
+                    &uid,
+                    &api.patch(
+                        &set.name_any(),
+                        &PatchParams::default(),
+                        &Patch::Strategic(patch),
+                    )
+                    .await?,
+                );
             }
             None if matches && set.metadata.deletion_timestamp.is_none() => {
                 let patch = json!({"metadata": {"ownerReferences": [owner(deployment)]}});
-                let adopted = api.patch(&set.name_any(), &PatchParams::default(), &Patch::Strategic(patch)).await?;
+                let adopted = api
+                    .patch(
+                        &set.name_any(),
+                        &PatchParams::default(),
+                        &Patch::Strategic(patch),
+                    )
+                    .await?;
                 pending.wrote(&uid, &adopted);
                 owned.push(Arc::new(adopted));
             }
@@ -145,20 +227,43 @@ async fn create(
     revision: i64,
     template: &serde_json::Value,
 ) -> Result<Option<ReplicaSet>, kube::Error> {
-    let Some(spec) = deployment.spec.clone() else { return Ok(None) };
-    let collisions = deployment.status.as_ref().and_then(|s| s.collision_count).unwrap_or(0);
+    let Some(spec) = deployment.spec.clone() else {
+        return Ok(None);
+    };
+    let collisions = deployment
+        .status
+        .as_ref()
+        .and_then(|s| s.collision_count)
+        .unwrap_or(0);
     let hash = rollout::template_hash(template, collisions);
     let mut labelled = spec.template.clone();
     let mut selector = spec.selector.clone();
-    labelled.metadata.get_or_insert_default().labels.get_or_insert_default().insert(HASH.into(), hash.clone());
-    selector.match_labels.get_or_insert_default().insert(HASH.into(), hash.clone());
+    labelled
+        .metadata
+        .get_or_insert_default()
+        .labels
+        .get_or_insert_default()
+        .insert(HASH.into(), hash.clone());
+    selector
+        .match_labels
+        .get_or_insert_default()
+        .insert(HASH.into(), hash.clone());
     let labels = labelled.metadata.as_ref().and_then(|m| m.labels.clone());
     let mut annotations: BTreeMap<String, String> = deployment.annotations().clone();
-    annotations.retain(|key, _| key != "kubectl.kubernetes.io/last-applied-configuration" && !key.starts_with("deployment.kubernetes.io/"));
+    annotations.retain(|key, _| {
+        key != "kubectl.kubernetes.io/last-applied-configuration"
+            && !key.starts_with("deployment.kubernetes.io/")
+    });
     annotations.insert(REVISION.into(), revision.to_string());
     let (surge, _) = rollout::bounds(deployment);
-    annotations.insert("deployment.kubernetes.io/desired-replicas".into(), spec.replicas.unwrap_or(1).to_string());
-    annotations.insert("deployment.kubernetes.io/max-replicas".into(), (spec.replicas.unwrap_or(1) + surge).to_string());
+    annotations.insert(
+        "deployment.kubernetes.io/desired-replicas".into(),
+        spec.replicas.unwrap_or(1).to_string(),
+    );
+    annotations.insert(
+        "deployment.kubernetes.io/max-replicas".into(),
+        (spec.replicas.unwrap_or(1) + surge).to_string(),
+    );
     let set = ReplicaSet {
         metadata: ObjectMeta {
             name: Some(format!("{}-{hash}", deployment.name_any())),
@@ -168,16 +273,28 @@ async fn create(
             owner_references: Some(vec![owner(deployment)]),
             ..ObjectMeta::default()
         },
-        spec: Some(ReplicaSetSpec { replicas: Some(0), selector, template: Some(labelled), min_ready_seconds: spec.min_ready_seconds }),
+        spec: Some(ReplicaSetSpec {
+            replicas: Some(0),
+            selector,
+            template: Some(labelled),
+            min_ready_seconds: spec.min_ready_seconds,
+        }),
         status: None,
     };
     match sets.create(&PostParams::default(), &set).await {
         Ok(set) => Ok(Some(set)),
         Err(error) if crate::kubeapi::client::code(&error) == Some(409) => {
             let namespace = deployment.namespace().unwrap_or_default();
-            let deployments: Api<Deployment> = Api::namespaced(sets.clone().into_client(), &namespace);
+            let deployments: Api<Deployment> =
+                Api::namespaced(sets.clone().into_client(), &namespace);
             let patch = json!({"status": {"collisionCount": collisions + 1}});
-            deployments.patch_status(&deployment.name_any(), &PatchParams::default(), &Patch::Merge(patch)).await?;
+            deployments
+                .patch_status(
+                    &deployment.name_any(),
+                    &PatchParams::default(),
+                    &Patch::Merge(patch),
+                )
+                .await?;
             Ok(None)
         }
         Err(error) => Err(error),
@@ -196,9 +313,21 @@ async fn write_status(
 ) -> Result<(), kube::Error> {
     let status = rollout::status(deployment, new, old, &object::now());
     let revision = new.map(|s| rollout::revision(s).to_string());
-    let current = deployment.status.as_ref().and_then(|s| serde_json::to_value(s).ok()).unwrap_or_default();
-    let same_status = status.as_object().into_iter().flatten().all(|(k, v)| current.get(k).map_or(*v == 0, |c| c == v));
-    if same_status && revision.as_ref().is_none_or(|r| deployment.annotations().get(REVISION) == Some(r)) {
+    let current = deployment
+        .status
+        .as_ref()
+        .and_then(|s| serde_json::to_value(s).ok())
+        .unwrap_or_default();
+    let same_status = status
+        .as_object()
+        .into_iter()
+        .flatten()
+        .all(|(k, v)| current.get(k).map_or(*v == 0, |c| c == v));
+    if same_status
+        && revision
+            .as_ref()
+            .is_none_or(|r| deployment.annotations().get(REVISION) == Some(r))
+    {
         return Ok(());
     }
     let mut patch = json!({"status": status});
@@ -206,14 +335,24 @@ async fn write_status(
         patch["metadata"] = json!({"annotations": {REVISION: revision}});
     }
     let api: Api<Deployment> = Api::namespaced(client.clone(), namespace);
-    let written = api.patch_status(name, &PatchParams::default(), &Patch::Merge(patch)).await?;
+    let written = api
+        .patch_status(name, &PatchParams::default(), &Patch::Merge(patch))
+        .await?;
     pending.wrote(&deployment.uid().unwrap_or_default(), &written);
     Ok(())
 }
 
 /// Deletes sets beyond the history limit once the rollout is complete.
-async fn clean_up(sets: &Api<ReplicaSet>, deployment: &Deployment, old: &[Arc<ReplicaSet>]) -> Result<(), kube::Error> {
-    let limit = deployment.spec.as_ref().and_then(|s| s.revision_history_limit).unwrap_or(10);
+async fn clean_up(
+    sets: &Api<ReplicaSet>,
+    deployment: &Deployment,
+    old: &[Arc<ReplicaSet>],
+) -> Result<(), kube::Error> {
+    let limit = deployment
+        .spec
+        .as_ref()
+        .and_then(|s| s.revision_history_limit)
+        .unwrap_or(10);
     let mut empty: Vec<&Arc<ReplicaSet>> = old
         .iter()
         .filter(|s| {
@@ -223,9 +362,12 @@ async fn clean_up(sets: &Api<ReplicaSet>, deployment: &Deployment, old: &[Arc<Re
         })
         .collect();
     empty.sort_by_key(|s| rollout::revision(s));
-    let surplus = empty.len().saturating_sub(usize::try_from(limit).unwrap_or(usize::MAX));
+    let surplus = empty
+        .len()
+        .saturating_sub(usize::try_from(limit).unwrap_or(usize::MAX));
     for set in empty.into_iter().take(surplus) {
-        sets.delete(&set.name_any(), &DeleteParams::background()).await?;
+        sets.delete(&set.name_any(), &DeleteParams::background())
+            .await?;
     }
     Ok(())
 }

@@ -47,7 +47,9 @@ fn fate(owners: &[OwnerReference], look: impl Fn(&OwnerReference) -> Owner) -> F
     if seen.iter().all(|(s, _)| *s == Owner::Gone) {
         return Fate::Delete;
     }
-    if seen.iter().any(|(s, _)| *s == Owner::WaitsForDependents) && seen.iter().all(|(s, _)| *s != Owner::Alive) {
+    if seen.iter().any(|(s, _)| *s == Owner::WaitsForDependents)
+        && seen.iter().all(|(s, _)| *s != Owner::Alive)
+    {
         return Fate::DeleteForeground;
     }
     match seen.iter().find(|(s, _)| *s == Owner::Gone) {
@@ -61,7 +63,11 @@ fn has_finalizer(meta: &ObjectMeta, name: &str) -> bool {
 }
 
 pub(super) async fn run(client: Client, caches: Caches) {
-    let mut changes = [caches.deployments.changes(), caches.replica_sets.changes(), caches.pods.changes()];
+    let mut changes = [
+        caches.deployments.changes(),
+        caches.replica_sets.changes(),
+        caches.pods.changes(),
+    ];
     loop {
         for receiver in &mut changes {
             receiver.mark_unchanged();
@@ -70,7 +76,9 @@ pub(super) async fn run(client: Client, caches: Caches) {
             act::<ReplicaSet>(&client, &caches, &set.metadata).await;
         }
         let pods = caches.pods.list();
-        let owned = pods.iter().filter(|pod| pod.metadata.owner_references.is_some());
+        let owned = pods
+            .iter()
+            .filter(|pod| pod.metadata.owner_references.is_some());
         let work = owned.map(|pod| act::<Pod>(&client, &caches, &pod.metadata));
         futures::future::join_all(work).await;
         for deployment in caches.deployments.list() {
@@ -86,26 +94,44 @@ pub(super) async fn run(client: Client, caches: Caches) {
 fn dependents(caches: &Caches, uid: &str) -> (usize, usize) {
     let mut counts = (0, 0);
     let mut add = |meta: &ObjectMeta| {
-        for owner in meta.owner_references.iter().flatten().filter(|o| o.uid == uid) {
+        for owner in meta
+            .owner_references
+            .iter()
+            .flatten()
+            .filter(|o| o.uid == uid)
+        {
             counts.0 += 1;
             counts.1 += usize::from(owner.block_owner_deletion == Some(true));
         }
     };
-    caches.replica_sets.list().iter().for_each(|s| add(&s.metadata));
+    caches
+        .replica_sets
+        .list()
+        .iter()
+        .for_each(|s| add(&s.metadata));
     caches.pods.list().iter().for_each(|p| add(&p.metadata));
     counts
 }
 
 async fn act<K>(client: &Client, caches: &Caches, meta: &ObjectMeta)
 where
-    K: Resource<Scope = k8s_openapi::NamespaceResourceScope> + Clone + DeserializeOwned + std::fmt::Debug,
+    K: Resource<Scope = k8s_openapi::NamespaceResourceScope>
+        + Clone
+        + DeserializeOwned
+        + std::fmt::Debug,
     K::DynamicType: Default,
 {
     let namespace = meta.namespace.as_deref().unwrap_or_default();
     let look = |owner: &OwnerReference| {
         let found = match owner.kind.as_str() {
-            "Deployment" => caches.deployments.get(namespace, &owner.name).map(|d| d.metadata.clone()),
-            "ReplicaSet" => caches.replica_sets.get(namespace, &owner.name).map(|s| s.metadata.clone()),
+            "Deployment" => caches
+                .deployments
+                .get(namespace, &owner.name)
+                .map(|d| d.metadata.clone()),
+            "ReplicaSet" => caches
+                .replica_sets
+                .get(namespace, &owner.name)
+                .map(|s| s.metadata.clone()),
             // Other kinds (a mirror pod's Node, for one) are not collected here.
             _ => return Owner::Alive,
         };
@@ -122,15 +148,24 @@ where
     let result = match decided {
         Fate::Release(uid) => {
             let patch = json!({"metadata": {"uid": meta.uid, "ownerReferences": [{"$patch": "delete", "uid": uid}]}});
-            api.patch(name, &PatchParams::default(), &Patch::Strategic(patch)).await.map(|_| ())
+            api.patch(name, &PatchParams::default(), &Patch::Strategic(patch))
+                .await
+                .map(|_| ())
         }
         Fate::Delete | Fate::DeleteForeground if meta.deletion_timestamp.is_none() => {
             // The cache may be behind: an owner that it does not show may have just been made.
             if decided == Fate::Delete && !truly_gone(client, namespace, meta).await {
                 return;
             }
-            let mut parameters = if decided == Fate::Delete { DeleteParams::background() } else { DeleteParams::foreground() };
-            parameters.preconditions = Some(Preconditions { uid: meta.uid.clone(), resource_version: None });
+            let mut parameters = if decided == Fate::Delete {
+                DeleteParams::background()
+            } else {
+                DeleteParams::foreground()
+            };
+            parameters.preconditions = Some(Preconditions {
+                uid: meta.uid.clone(),
+                resource_version: None,
+            });
             api.delete(name, &parameters).await.map(|_| ())
         }
         _ => Ok(()),
@@ -146,10 +181,14 @@ where
 async fn truly_gone(client: &Client, namespace: &str, meta: &ObjectMeta) -> bool {
     for owner in meta.owner_references.iter().flatten() {
         let found = match owner.kind.as_str() {
-            "Deployment" => {
-                Api::<Deployment>::namespaced(client.clone(), namespace).get_opt(&owner.name).await.map(|o| o.and_then(|o| o.metadata.uid))
-            }
-            _ => Api::<ReplicaSet>::namespaced(client.clone(), namespace).get_opt(&owner.name).await.map(|o| o.and_then(|o| o.metadata.uid)),
+            "Deployment" => Api::<Deployment>::namespaced(client.clone(), namespace)
+                .get_opt(&owner.name)
+                .await
+                .map(|o| o.and_then(|o| o.metadata.uid)),
+            _ => Api::<ReplicaSet>::namespaced(client.clone(), namespace)
+                .get_opt(&owner.name)
+                .await
+                .map(|o| o.and_then(|o| o.metadata.uid)),
         };
         match found {
             Ok(None) => {}
@@ -163,20 +202,41 @@ async fn truly_gone(client: &Client, namespace: &str, meta: &ObjectMeta) -> bool
 /// Removes the collector's own finalizers when their work is done.
 async fn finish<K>(client: &Client, caches: &Caches, meta: &ObjectMeta)
 where
-    K: Resource<Scope = k8s_openapi::NamespaceResourceScope> + Clone + DeserializeOwned + std::fmt::Debug,
+    K: Resource<Scope = k8s_openapi::NamespaceResourceScope>
+        + Clone
+        + DeserializeOwned
+        + std::fmt::Debug,
     K::DynamicType: Default,
 {
     let uid = meta.uid.as_deref().unwrap_or_default();
     let (all, blocking) = dependents(caches, uid);
-    let done: HashSet<&str> =
-        [("orphan", all), ("foregroundDeletion", blocking)].into_iter().filter(|(f, n)| has_finalizer(meta, f) && *n == 0).map(|(f, _)| f).collect();
+    let done: HashSet<&str> = [("orphan", all), ("foregroundDeletion", blocking)]
+        .into_iter()
+        .filter(|(f, n)| has_finalizer(meta, f) && *n == 0)
+        .map(|(f, _)| f)
+        .collect();
     if done.is_empty() {
         return;
     }
-    let left: Vec<&String> = meta.finalizers.iter().flatten().filter(|f| !done.contains(f.as_str())).collect();
+    let left: Vec<&String> = meta
+        .finalizers
+        .iter()
+        .flatten()
+        .filter(|f| !done.contains(f.as_str()))
+        .collect();
     let patch = json!({"metadata": {"finalizers": left, "resourceVersion": meta.resource_version}});
-    let api: Api<K> = Api::namespaced(client.clone(), meta.namespace.as_deref().unwrap_or_default());
-    if let Err(error) = api.patch(meta.name.as_deref().unwrap_or_default(), &PatchParams::default(), &Patch::Merge(patch)).await {
+    let api: Api<K> = Api::namespaced(
+        client.clone(),
+        meta.namespace.as_deref().unwrap_or_default(),
+    );
+    if let Err(error) = api
+        .patch(
+            meta.name.as_deref().unwrap_or_default(),
+            &PatchParams::default(),
+            &Patch::Merge(patch),
+        )
+        .await
+    {
         tracing::debug!(%error, "removing a finalizer failed; it is tried again");
     }
 }
@@ -187,7 +247,10 @@ mod tests {
 
     #[test]
     fn an_object_goes_when_all_its_owners_have() {
-        let owner = |uid: &str| OwnerReference { uid: uid.into(), ..OwnerReference::default() };
+        let owner = |uid: &str| OwnerReference {
+            uid: uid.into(),
+            ..OwnerReference::default()
+        };
         let look = |o: &OwnerReference| match o.uid.as_str() {
             "alive" => Owner::Alive,
             "waits" => Owner::WaitsForDependents,

@@ -22,7 +22,9 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
-use k8s_openapi::api::core::v1::{ConfigMap, Namespace, PersistentVolume, PersistentVolumeClaim, Pod, ServiceAccount};
+use k8s_openapi::api::core::v1::{
+    ConfigMap, Namespace, PersistentVolume, PersistentVolumeClaim, Pod, ServiceAccount,
+};
 use k8s_openapi::api::storage::v1::StorageClass;
 use kube::runtime::watcher;
 use kube::{Api, Client, Resource};
@@ -63,7 +65,10 @@ impl Caches {
             deployments: Cache::start(Api::all(client.clone()), config()),
             namespaces: Cache::start(Api::all(client.clone()), config()),
             accounts: Cache::start(Api::all(client.clone()), config()),
-            config_maps: Cache::start(Api::all(client.clone()), config().fields("metadata.name=kube-root-ca.crt")),
+            config_maps: Cache::start(
+                Api::all(client.clone()),
+                config().fields("metadata.name=kube-root-ca.crt"),
+            ),
             claims: Cache::start(Api::all(client.clone()), config()),
             volumes: Cache::start(Api::all(client.clone()), config()),
             classes: Cache::start(Api::all(client.clone()), config()),
@@ -87,7 +92,13 @@ impl Caches {
 
 /// Runs all controllers until the process ends. `ca` is the certificate that pods verify the API with;
 /// `directories` is where volumes of this machine are made, and its node's name; `sign` signs certificates of nodes.
-pub async fn run(client: Client, caches: Caches, ca: String, directories: Option<(PathBuf, String)>, sign: Sign) {
+pub async fn run(
+    client: Client,
+    caches: Caches,
+    ca: String,
+    directories: Option<(PathBuf, String)>,
+    sign: Sign,
+) {
     caches.synced().await;
     tokio::join!(
         certificates::run(client.clone(), sign),
@@ -124,16 +135,32 @@ impl Pending {
     }
 
     fn note<K: Resource>(&self, owner: &str, object: &K, deletion: bool) {
-        let mut map = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let wrote = Wrote { key: key(object), revision: revision(object), deletion, until: Instant::now() + PATIENCE };
+        let mut map = self
+            .0
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let wrote = Wrote {
+            key: key(object),
+            revision: revision(object),
+            deletion,
+            until: Instant::now() + PATIENCE,
+        };
         map.entry(owner.to_owned()).or_default().push(wrote);
     }
 
     /// Whether everything written for `owner` has been seen, or has been awaited long enough.
     fn settled(&self, owner: &str, seen: impl Fn(&Key) -> Option<u64>) -> bool {
-        let mut map = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let Some(list) = map.get_mut(owner) else { return true };
-        list.retain(|wrote| seen(&wrote.key).map_or(!wrote.deletion, |r| r < wrote.revision) && Instant::now() < wrote.until);
+        let mut map = self
+            .0
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let Some(list) = map.get_mut(owner) else {
+            return true;
+        };
+        list.retain(|wrote| {
+            seen(&wrote.key).map_or(!wrote.deletion, |r| r < wrote.revision)
+                && Instant::now() < wrote.until
+        });
         let settled = list.is_empty();
         if settled {
             map.remove(owner);
@@ -152,12 +179,22 @@ async fn any_change(receivers: &mut [watch::Receiver<u64>], most: Duration) {
 /// The controlling owner's uid.
 fn controller_of<K: Resource>(object: &K) -> Option<&str> {
     let owners = object.meta().owner_references.as_deref()?;
-    owners.iter().find(|o| o.controller == Some(true)).map(|o| o.uid.as_str())
+    owners
+        .iter()
+        .find(|o| o.controller == Some(true))
+        .map(|o| o.uid.as_str())
 }
 
 /// Posts an event about an object; failures are logged, as events never hold anything up.
-pub(super) async fn event<K>(client: &Client, about: &K, kind: &str, api_version: &str, component: &str, reason: &str, message: String)
-where
+pub(super) async fn event<K>(
+    client: &Client,
+    about: &K,
+    kind: &str,
+    api_version: &str,
+    component: &str,
+    reason: &str,
+    message: String,
+) where
     K: Resource,
 {
     let warning = reason.starts_with("Failed") || reason.ends_with("Failed");
@@ -173,7 +210,11 @@ where
     });
     let api: Api<k8s_openapi::api::core::v1::Event> = Api::namespaced(client.clone(), &namespace);
     let sent = match serde_json::from_value(event) {
-        Ok(event) => api.create(&kube::api::PostParams::default(), &event).await.map(|_| ()).map_err(|e| e.to_string()),
+        Ok(event) => api
+            .create(&kube::api::PostParams::default(), &event)
+            .await
+            .map(|_| ())
+            .map_err(|e| e.to_string()),
         Err(error) => Err(error.to_string()),
     };
     if let Err(error) = sent {

@@ -14,7 +14,12 @@ use crate::control::api::resources::RESOURCES;
 use crate::kubeapi::client::code;
 
 pub(super) async fn run(client: Client, caches: Caches, ca: String) {
-    let mut changes = [caches.namespaces.changes(), caches.accounts.changes(), caches.config_maps.changes(), caches.pods.changes()];
+    let mut changes = [
+        caches.namespaces.changes(),
+        caches.accounts.changes(),
+        caches.config_maps.changes(),
+        caches.pods.changes(),
+    ];
     loop {
         for receiver in &mut changes {
             receiver.mark_unchanged();
@@ -32,33 +37,76 @@ pub(super) async fn run(client: Client, caches: Caches, ca: String) {
                 tracing::debug!(%error, namespace = namespace.name_any(), "a namespace could not be tended; it is tried again");
             }
         }
-        let most = if unfinished { Duration::from_millis(500) } else { Duration::from_secs(30) };
+        let most = if unfinished {
+            Duration::from_millis(500)
+        } else {
+            Duration::from_secs(30)
+        };
         any_change(&mut changes, most).await;
     }
 }
 
-async fn furnish(client: &Client, caches: &Caches, namespace: &str, ca: &str) -> Result<(), kube::Error> {
-    let taken = |error: kube::Error| if code(&error) == Some(409) { Ok(()) } else { Err(error) };
+async fn furnish(
+    client: &Client,
+    caches: &Caches,
+    namespace: &str,
+    ca: &str,
+) -> Result<(), kube::Error> {
+    let taken = |error: kube::Error| {
+        if code(&error) == Some(409) {
+            Ok(())
+        } else {
+            Err(error)
+        }
+    };
     if caches.accounts.get(namespace, "default").is_none() {
-        let account = ServiceAccount { metadata: named("default", namespace), ..ServiceAccount::default() };
-        Api::namespaced(client.clone(), namespace).create(&PostParams::default(), &account).await.map(|_| ()).or_else(taken)?;
+        let account = ServiceAccount {
+            metadata: named("default", namespace),
+            ..ServiceAccount::default()
+        };
+        Api::namespaced(client.clone(), namespace)
+            .create(&PostParams::default(), &account)
+            .await
+            .map(|_| ())
+            .or_else(taken)?;
     }
     let have = caches.config_maps.get(namespace, "kube-root-ca.crt");
-    if have.as_ref().and_then(|c| c.data.as_ref()).and_then(|d| d.get("ca.crt")).map(String::as_str) != Some(ca) {
+    if have
+        .as_ref()
+        .and_then(|c| c.data.as_ref())
+        .and_then(|d| d.get("ca.crt"))
+        .map(String::as_str)
+        != Some(ca)
+    {
         let api: Api<ConfigMap> = Api::namespaced(client.clone(), namespace);
         let mut metadata = named("kube-root-ca.crt", namespace);
         metadata.annotations = Some([("kubernetes.io/description".to_owned(), "Contains a CA bundle that can be used to verify the kube-apiserver when using internal endpoints such as the internal service IP or kubernetes.default.svc.".to_owned())].into());
-        let map = ConfigMap { metadata, data: Some([("ca.crt".to_owned(), ca.to_owned())].into()), ..ConfigMap::default() };
+        let map = ConfigMap {
+            metadata,
+            data: Some([("ca.crt".to_owned(), ca.to_owned())].into()),
+            ..ConfigMap::default()
+        };
         match have {
-            None => api.create(&PostParams::default(), &map).await.map(|_| ()).or_else(taken)?,
-            Some(_) => api.replace("kube-root-ca.crt", &PostParams::default(), &map).await.map(|_| ())?,
+            None => api
+                .create(&PostParams::default(), &map)
+                .await
+                .map(|_| ())
+                .or_else(taken)?,
+            Some(_) => api
+                .replace("kube-root-ca.crt", &PostParams::default(), &map)
+                .await
+                .map(|_| ())?,
         }
     }
     Ok(())
 }
 
 fn named(name: &str, namespace: &str) -> kube::core::ObjectMeta {
-    kube::core::ObjectMeta { name: Some(name.into()), namespace: Some(namespace.into()), ..Default::default() }
+    kube::core::ObjectMeta {
+        name: Some(name.into()),
+        namespace: Some(namespace.into()),
+        ..Default::default()
+    }
 }
 
 async fn empty(client: &Client, caches: &Caches, namespace: &Namespace) -> Result<(), kube::Error> {
@@ -67,13 +115,23 @@ async fn empty(client: &Client, caches: &Caches, namespace: &Namespace) -> Resul
     let api_of = |plural: &str| {
         RESOURCES.iter().find(|r| r.plural == plural).map(|r| {
             let gvk = GroupVersionKind::gvk(r.group, r.version, r.kind);
-            Api::<DynamicObject>::namespaced_with(client.clone(), &name, &ApiResource::from_gvk_with_plural(&gvk, r.plural))
+            Api::<DynamicObject>::namespaced_with(
+                client.clone(),
+                &name,
+                &ApiResource::from_gvk_with_plural(&gvk, r.plural),
+            )
         })
     };
     // Workloads go before pods so that nothing is made anew, pods before what they use.
     for plural in ["deployments", "replicasets", "pods"] {
         if let Some(api) = api_of(plural) {
-            for item in api.list(&ListParams::default()).await?.items.iter().filter(|i| i.metadata.deletion_timestamp.is_none()) {
+            for item in api
+                .list(&ListParams::default())
+                .await?
+                .items
+                .iter()
+                .filter(|i| i.metadata.deletion_timestamp.is_none())
+            {
                 match api.delete(&item.name_any(), &options).await {
                     Err(error) if code(&error) != Some(404) => return Err(error),
                     _ => {}
@@ -81,13 +139,19 @@ async fn empty(client: &Client, caches: &Caches, namespace: &Namespace) -> Resul
             }
         }
     }
-    if caches.pods.list().iter().any(|p| p.namespace().as_deref() == Some(&name)) {
+    if caches
+        .pods
+        .list()
+        .iter()
+        .any(|p| p.namespace().as_deref() == Some(&name))
+    {
         return Ok(());
     }
     let mut left = 0;
     for resource in RESOURCES.iter().filter(|r| r.namespaced) {
         if let Some(api) = api_of(resource.plural) {
-            api.delete_collection(&options, &ListParams::default()).await?;
+            api.delete_collection(&options, &ListParams::default())
+                .await?;
             left += api.list(&ListParams::default()).await?.items.len();
         }
     }
@@ -95,7 +159,9 @@ async fn empty(client: &Client, caches: &Caches, namespace: &Namespace) -> Resul
         return Ok(());
     }
     let mut finished = namespace.clone();
-    finished.spec = Some(k8s_openapi::api::core::v1::NamespaceSpec { finalizers: Some(vec![]) });
+    finished.spec = Some(k8s_openapi::api::core::v1::NamespaceSpec {
+        finalizers: Some(vec![]),
+    });
     finished.metadata.resource_version = None;
     let body = serde_json::to_vec(&json!({"apiVersion": "v1", "kind": "Namespace", "metadata": finished.metadata, "spec": {"finalizers": []}}))
         .map_err(kube::Error::SerdeError)?;

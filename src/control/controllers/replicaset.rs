@@ -29,7 +29,10 @@ struct Plan {
 }
 
 fn phase(pod: &Pod) -> &str {
-    pod.status.as_ref().and_then(|s| s.phase.as_deref()).unwrap_or("Pending")
+    pod.status
+        .as_ref()
+        .and_then(|s| s.phase.as_deref())
+        .unwrap_or("Pending")
 }
 
 fn is_active(pod: &Pod) -> bool {
@@ -38,24 +41,59 @@ fn is_active(pod: &Pod) -> bool {
 
 fn ready_since(pod: &Pod) -> Option<jiff::Timestamp> {
     let conditions = pod.status.as_ref()?.conditions.as_deref()?;
-    let ready = conditions.iter().find(|c| c.type_ == "Ready" && c.status == "True")?;
-    Some(ready.last_transition_time.as_ref().map_or(jiff::Timestamp::UNIX_EPOCH, |t| t.0))
+    let ready = conditions
+        .iter()
+        .find(|c| c.type_ == "Ready" && c.status == "True")?;
+    Some(
+        ready
+            .last_transition_time
+            .as_ref()
+            .map_or(jiff::Timestamp::UNIX_EPOCH, |t| t.0),
+    )
 }
 
 /// The order in which pods are given up: the first is the least missed.
 fn deletion_rank(pod: &Pod, now: jiff::Timestamp) -> (bool, u8, bool, i64, i64, i64, i64) {
-    let assigned = pod.spec.as_ref().and_then(|s| s.node_name.as_deref()).is_some_and(|n| !n.is_empty());
+    let assigned = pod
+        .spec
+        .as_ref()
+        .and_then(|s| s.node_name.as_deref())
+        .is_some_and(|n| !n.is_empty());
     let phase = match phase(pod) {
         "Pending" => 0,
         "Unknown" => 1,
         _ => 2,
     };
-    let cost = pod.annotations().get("controller.kubernetes.io/pod-deletion-cost").and_then(|c| c.parse().ok()).unwrap_or(0);
+    let cost = pod
+        .annotations()
+        .get("controller.kubernetes.io/pod-deletion-cost")
+        .and_then(|c| c.parse().ok())
+        .unwrap_or(0);
     let ready = ready_since(pod);
-    let ready_for = ready.map_or(0, |t| i64::from((now.as_second() - t.as_second()).max(1).ilog2()));
-    let restarts: i32 = pod.status.iter().flat_map(|s| s.container_statuses.iter().flatten()).map(|s| s.restart_count).sum();
-    let age = now.as_second() - pod.metadata.creation_timestamp.as_ref().map_or(0, |t| t.0.as_second());
-    (assigned, phase, ready.is_some(), cost, ready_for, -i64::from(restarts), age)
+    let ready_for = ready.map_or(0, |t| {
+        i64::from((now.as_second() - t.as_second()).max(1).ilog2())
+    });
+    let restarts: i32 = pod
+        .status
+        .iter()
+        .flat_map(|s| s.container_statuses.iter().flatten())
+        .map(|s| s.restart_count)
+        .sum();
+    let age = now.as_second()
+        - pod
+            .metadata
+            .creation_timestamp
+            .as_ref()
+            .map_or(0, |t| t.0.as_second());
+    (
+        assigned,
+        phase,
+        ready.is_some(),
+        cost,
+        ready_for,
+        -i64::from(restarts),
+        age,
+    )
 }
 
 /// Decides, from the set, all pods of its namespace and the time.
@@ -63,11 +101,15 @@ fn plan(set: &ReplicaSet, pods: &[Arc<Pod>], now: jiff::Timestamp) -> Plan {
     let mut plan = Plan::default();
     let uid = set.uid().unwrap_or_default();
     let Some(spec) = &set.spec else { return plan };
-    let selector = serde_json::to_value(&spec.selector).ok().and_then(|s| Selector::of_object(&s));
+    let selector = serde_json::to_value(&spec.selector)
+        .ok()
+        .and_then(|s| Selector::of_object(&s));
     let deleting = set.metadata.deletion_timestamp.is_some();
     let mut owned: Vec<&Arc<Pod>> = Vec::new();
     for pod in pods.iter().filter(|p| p.namespace() == set.namespace()) {
-        let matches = selector.as_ref().is_some_and(|s| s.matches_labels(pod.labels()));
+        let matches = selector
+            .as_ref()
+            .is_some_and(|s| s.matches_labels(pod.labels()));
         match controller_of(&**pod) {
             Some(owner) if owner == uid && matches => owned.push(pod),
             Some(owner) if owner == uid => plan.release.push(pod.name_any()),
@@ -82,14 +124,32 @@ fn plan(set: &ReplicaSet, pods: &[Arc<Pod>], now: jiff::Timestamp) -> Plan {
         plan.create = wanted.saturating_sub(have).min(BURST);
         let mut ranked = active.clone();
         ranked.sort_by_cached_key(|p| deletion_rank(p, now));
-        plan.delete = ranked.iter().take(have.saturating_sub(wanted).min(BURST)).map(|p| p.name_any()).collect();
+        plan.delete = ranked
+            .iter()
+            .take(have.saturating_sub(wanted).min(BURST))
+            .map(|p| p.name_any())
+            .collect();
     }
     let ready: Vec<jiff::Timestamp> = active.iter().filter_map(|p| ready_since(p)).collect();
     let minimum = i64::from(spec.min_ready_seconds.unwrap_or(0));
-    let available = ready.iter().filter(|t| now.as_second() - t.as_second() >= minimum).count();
-    let template = spec.template.as_ref().and_then(|t| t.metadata.as_ref()).and_then(|m| m.labels.clone()).unwrap_or_default();
-    let labelled = active.iter().filter(|p| template.iter().all(|(k, v)| p.labels().get(k) == Some(v))).count();
-    let terminating = owned.iter().filter(|p| p.metadata.deletion_timestamp.is_some()).count();
+    let available = ready
+        .iter()
+        .filter(|t| now.as_second() - t.as_second() >= minimum)
+        .count();
+    let template = spec
+        .template
+        .as_ref()
+        .and_then(|t| t.metadata.as_ref())
+        .and_then(|m| m.labels.clone())
+        .unwrap_or_default();
+    let labelled = active
+        .iter()
+        .filter(|p| template.iter().all(|(k, v)| p.labels().get(k) == Some(v)))
+        .count();
+    let terminating = owned
+        .iter()
+        .filter(|p| p.metadata.deletion_timestamp.is_some())
+        .count();
     plan.status = json!({
         "replicas": active.len(), "fullyLabeledReplicas": labelled, "readyReplicas": ready.len(), "availableReplicas": available,
         "terminatingReplicas": terminating, "observedGeneration": set.metadata.generation,
@@ -111,7 +171,12 @@ pub(super) async fn run(client: Client, caches: Caches) {
                 let uid = set.uid().unwrap_or_default();
                 let seen = |(namespace, name): &(String, String)| {
                     let pod = caches.pods.get(namespace, name).map(|p| revision(&*p));
-                    pod.or_else(|| caches.replica_sets.get(namespace, name).map(|s| revision(&*s)))
+                    pod.or_else(|| {
+                        caches
+                            .replica_sets
+                            .get(namespace, name)
+                            .map(|s| revision(&*s))
+                    })
                 };
                 if pending.settled(&uid, seen) {
                     reconcile(&client, set, pods, pending).await;
@@ -130,11 +195,23 @@ async fn reconcile(client: &Client, set: &ReplicaSet, pods: &[Arc<Pod>], pending
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
     for pod in &plan.adopt {
         let patch = json!({"metadata": {"ownerReferences": [owner(set)]}});
-        note(api.patch(pod, &PatchParams::default(), &Patch::Strategic(patch)).await, &uid, pending, "adopting a pod");
+        note(
+            api.patch(pod, &PatchParams::default(), &Patch::Strategic(patch))
+                .await,
+            &uid,
+            pending,
+            "adopting a pod",
+        );
     }
     for pod in &plan.release {
         let patch = json!({"metadata": {"ownerReferences": [{"$patch": "delete", "uid": uid}]}});
-        note(api.patch(pod, &PatchParams::default(), &Patch::Strategic(patch)).await, &uid, pending, "releasing a pod");
+        note(
+            api.patch(pod, &PatchParams::default(), &Patch::Strategic(patch))
+                .await,
+            &uid,
+            pending,
+            "releasing a pod",
+        );
     }
     create(client, &api, set, plan.create, pending).await;
     let deletions = plan.delete.iter().map(|pod| {
@@ -147,17 +224,38 @@ async fn reconcile(client: &Client, set: &ReplicaSet, pods: &[Arc<Pod>], pending
                 if let Some(marked) = either.left() {
                     pending.deleted(&uid, &marked);
                 }
-                event(client, set, "ReplicaSet", "apps/v1", COMPONENT, "SuccessfulDelete", format!("Deleted pod: {pod}")).await;
+                event(
+                    client,
+                    set,
+                    "ReplicaSet",
+                    "apps/v1",
+                    COMPONENT,
+                    "SuccessfulDelete",
+                    format!("Deleted pod: {pod}"),
+                )
+                .await;
             }
             Err(error) => tracing::debug!(%error, pod, "deleting a surplus pod failed"),
         }
     }
-    let current = set.status.as_ref().and_then(|s| serde_json::to_value(s).ok()).unwrap_or_default();
-    let differs = plan.status.as_object().into_iter().flatten().any(|(k, v)| current.get(k).map_or(v != 0, |c| c != v));
+    let current = set
+        .status
+        .as_ref()
+        .and_then(|s| serde_json::to_value(s).ok())
+        .unwrap_or_default();
+    let differs = plan
+        .status
+        .as_object()
+        .into_iter()
+        .flatten()
+        .any(|(k, v)| current.get(k).map_or(v != 0, |c| c != v));
     if differs {
         let sets: Api<ReplicaSet> = Api::namespaced(client.clone(), &namespace);
         let patch = json!({"status": plan.status});
-        if let Err(error) = sets.patch_status(&name, &PatchParams::default(), &Patch::Merge(patch)).await {
+        if let Err(error) = sets
+            .patch_status(&name, &PatchParams::default(), &Patch::Merge(patch))
+            .await
+        {
             tracing::debug!(%error, name, "writing a ReplicaSet's status failed");
         }
     }
@@ -182,37 +280,70 @@ fn owner(set: &ReplicaSet) -> OwnerReference {
 }
 
 fn new_pod(set: &ReplicaSet) -> Pod {
-    let template = set.spec.as_ref().and_then(|s| s.template.clone()).unwrap_or_default();
+    let template = set
+        .spec
+        .as_ref()
+        .and_then(|s| s.template.clone())
+        .unwrap_or_default();
     let mut metadata = template.metadata.unwrap_or_default();
     metadata.name = None;
     metadata.generate_name = Some(format!("{}-", set.name_any()));
     metadata.namespace = set.namespace();
     metadata.owner_references = Some(vec![owner(set)]);
-    Pod { metadata, spec: template.spec, status: None }
+    Pod {
+        metadata,
+        spec: template.spec,
+        status: None,
+    }
 }
 
 /// Creates in batches of 1, 2, 4, … and stops at the first batch with a failure, so that a template
 /// that cannot work does not flood the API.
-async fn create(client: &Client, api: &Api<Pod>, set: &ReplicaSet, count: usize, pending: &Pending) {
+async fn create(
+    client: &Client,
+    api: &Api<Pod>,
+    set: &ReplicaSet,
+    count: usize,
+    pending: &Pending,
+) {
     let uid = set.uid().unwrap_or_default();
     let pod = new_pod(set);
     let (mut left, mut batch) = (count, 1);
     while left > 0 {
         let size = batch.min(left);
         let parameters = PostParams::default();
-        let results = futures::future::join_all((0..size).map(|_| api.create(&parameters, &pod))).await;
+        let results =
+            futures::future::join_all((0..size).map(|_| api.create(&parameters, &pod))).await;
         let mut failure = None;
         for result in results {
             match result {
                 Ok(pod) => {
                     pending.wrote(&uid, &pod);
-                    event(client, set, "ReplicaSet", "apps/v1", COMPONENT, "SuccessfulCreate", format!("Created pod: {}", pod.name_any())).await;
+                    event(
+                        client,
+                        set,
+                        "ReplicaSet",
+                        "apps/v1",
+                        COMPONENT,
+                        "SuccessfulCreate",
+                        format!("Created pod: {}", pod.name_any()),
+                    )
+                    .await;
                 }
                 Err(error) => failure = Some(error),
             }
         }
         if let Some(error) = failure {
-            event(client, set, "ReplicaSet", "apps/v1", COMPONENT, "FailedCreate", format!("Error creating: {error}")).await;
+            event(
+                client,
+                set,
+                "ReplicaSet",
+                "apps/v1",
+                COMPONENT,
+                "FailedCreate",
+                format!("Error creating: {error}"),
+            )
+            .await;
             return;
         }
         left -= size;
@@ -235,7 +366,11 @@ mod tests {
     fn pod(name: &str, owner: Option<&str>, label: &str, ready: bool) -> Arc<Pod> {
         let owners: Vec<_> =
             owner.iter().map(|o| json!({"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "s", "uid": o, "controller": true})).collect();
-        let conditions = if ready { json!([{"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}]) } else { json!([]) };
+        let conditions = if ready {
+            json!([{"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}])
+        } else {
+            json!([])
+        };
         Arc::new(
             serde_json::from_value(json!({
                 "metadata": {"name": name, "namespace": "n", "labels": {"a": label}, "ownerReferences": owners, "creationTimestamp": "2026-01-01T00:00:00Z"},
@@ -251,7 +386,11 @@ mod tests {
         let mine = |name, ready| pod(name, Some("u"), "1", ready);
         let p = plan(&set(3), &[mine("a", true)], now);
         assert_eq!((p.create, p.delete.len()), (2, 0));
-        let p = plan(&set(1), &[mine("a", true), mine("b", false), mine("c", true)], now);
+        let p = plan(
+            &set(1),
+            &[mine("a", true), mine("b", false), mine("c", true)],
+            now,
+        );
         assert_eq!(p.delete[0], "b", "the one that is not ready goes first");
         assert_eq!(p.delete.len(), 2);
         let p = plan(&set(1), &[pod("o", None, "1", true)], now);

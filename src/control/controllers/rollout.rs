@@ -29,17 +29,26 @@ fn wanted(set: &ReplicaSet) -> i32 {
 }
 
 fn available(set: &ReplicaSet) -> i32 {
-    set.status.as_ref().and_then(|s| s.available_replicas).unwrap_or(0)
+    set.status
+        .as_ref()
+        .and_then(|s| s.available_replicas)
+        .unwrap_or(0)
 }
 
-fn number(set: &ReplicaSet, get: impl Fn(&k8s_openapi::api::apps::v1::ReplicaSetStatus) -> Option<i32>) -> i32 {
+fn number(
+    set: &ReplicaSet,
+    get: impl Fn(&k8s_openapi::api::apps::v1::ReplicaSetStatus) -> Option<i32>,
+) -> i32 {
     set.status.as_ref().and_then(get).unwrap_or(0)
 }
 
 /// The revision annotation as a number.
 #[must_use]
 pub fn revision(set: &ReplicaSet) -> i64 {
-    set.annotations().get(REVISION).and_then(|r| r.parse().ok()).unwrap_or(0)
+    set.annotations()
+        .get(REVISION)
+        .and_then(|r| r.parse().ok())
+        .unwrap_or(0)
 }
 
 fn resolve(value: Option<&IntOrString>, of: i32, round_up: bool) -> i32 {
@@ -48,7 +57,11 @@ fn resolve(value: Option<&IntOrString>, of: i32, round_up: bool) -> i32 {
         Some(IntOrString::String(text)) => {
             let percent: i32 = text.trim_end_matches('%').parse().unwrap_or(25);
             let scaled = i64::from(of) * i64::from(percent);
-            let result = if round_up { (scaled + 99).div_euclid(100) } else { scaled.div_euclid(100) };
+            let result = if round_up {
+                (scaled + 99).div_euclid(100)
+            } else {
+                scaled.div_euclid(100)
+            };
             i32::try_from(result).unwrap_or(of)
         }
         None => 0,
@@ -58,7 +71,9 @@ fn resolve(value: Option<&IntOrString>, of: i32, round_up: bool) -> i32 {
 /// How many pods may be too many and how many too few during a rollout.
 #[must_use]
 pub fn bounds(deployment: &Deployment) -> (i32, i32) {
-    let Some(spec) = &deployment.spec else { return (1, 0) };
+    let Some(spec) = &deployment.spec else {
+        return (1, 0);
+    };
     let replicas = spec.replicas.unwrap_or(1);
     let strategy = spec.strategy.as_ref();
     if strategy.and_then(|s| s.type_.as_deref()) == Some("Recreate") {
@@ -66,7 +81,11 @@ pub fn bounds(deployment: &Deployment) -> (i32, i32) {
     }
     let rolling = strategy.and_then(|s| s.rolling_update.as_ref());
     let surge = resolve(rolling.and_then(|r| r.max_surge.as_ref()), replicas, true);
-    let mut unavailable = resolve(rolling.and_then(|r| r.max_unavailable.as_ref()), replicas, false);
+    let mut unavailable = resolve(
+        rolling.and_then(|r| r.max_unavailable.as_ref()),
+        replicas,
+        false,
+    );
     if surge == 0 && unavailable == 0 {
         unavailable = 1;
     }
@@ -93,7 +112,10 @@ pub fn template_hash(template: &Value, collisions: i32) -> String {
 #[must_use]
 pub fn bare_template(template: Option<&k8s_openapi::api::core::v1::PodTemplateSpec>) -> Value {
     let mut value = serde_json::to_value(template).unwrap_or_default();
-    if let Some(labels) = value.pointer_mut("/metadata/labels").and_then(Value::as_object_mut) {
+    if let Some(labels) = value
+        .pointer_mut("/metadata/labels")
+        .and_then(Value::as_object_mut)
+    {
         labels.remove(HASH);
     }
     value
@@ -102,14 +124,30 @@ pub fn bare_template(template: Option<&k8s_openapi::api::core::v1::PodTemplateSp
 /// The next step towards the wanted sizes; empty when there is nothing to do now. `running_old` says
 /// whether pods of older sets are still there, which a Recreate waits for.
 #[must_use]
-pub fn step(deployment: &Deployment, new: Option<&ReplicaSet>, old: &[Arc<ReplicaSet>], running_old: bool) -> Vec<Scale> {
-    let Some(spec) = &deployment.spec else { return vec![] };
+pub fn step(
+    deployment: &Deployment,
+    new: Option<&ReplicaSet>,
+    old: &[Arc<ReplicaSet>],
+    running_old: bool,
+) -> Vec<Scale> {
+    let Some(spec) = &deployment.spec else {
+        return vec![];
+    };
     let replicas = spec.replicas.unwrap_or(1);
-    let change = |set: &ReplicaSet, to: i32| Scale { name: set.name_any(), from: wanted(set), to };
+    let change = |set: &ReplicaSet, to: i32| Scale {
+        name: set.name_any(),
+        from: wanted(set),
+        to,
+    };
     let (surge, unavailable) = bounds(deployment);
     if spec.paused == Some(true) {
         // Only the size follows: the one active set takes it.
-        let mut active: Vec<&ReplicaSet> = old.iter().map(|s| &**s).chain(new).filter(|s| wanted(s) > 0).collect();
+        let mut active: Vec<&ReplicaSet> = old
+            .iter()
+            .map(|s| &**s)
+            .chain(new)
+            .filter(|s| wanted(s) > 0)
+            .collect();
         active.sort_by_key(|s| revision(s));
         return match active.as_slice() {
             [only] if wanted(only) != replicas => vec![change(only, replicas)],
@@ -119,11 +157,19 @@ pub fn step(deployment: &Deployment, new: Option<&ReplicaSet>, old: &[Arc<Replic
     let Some(new) = new else { return vec![] };
     let old_total: i32 = old.iter().map(|s| wanted(s)).sum();
     if spec.strategy.as_ref().and_then(|s| s.type_.as_deref()) == Some("Recreate") {
-        let down: Vec<Scale> = old.iter().filter(|s| wanted(s) > 0).map(|s| change(s, 0)).collect();
+        let down: Vec<Scale> = old
+            .iter()
+            .filter(|s| wanted(s) > 0)
+            .map(|s| change(s, 0))
+            .collect();
         if !down.is_empty() || running_old {
             return down;
         }
-        return if wanted(new) == replicas { vec![] } else { vec![change(new, replicas)] };
+        return if wanted(new) == replicas {
+            vec![]
+        } else {
+            vec![change(new, replicas)]
+        };
     }
     if wanted(new) > replicas {
         return vec![change(new, replicas)];
@@ -154,55 +200,123 @@ pub fn step(deployment: &Deployment, new: Option<&ReplicaSet>, old: &[Arc<Replic
         *size -= less;
         extra -= less;
     }
-    sets.iter().zip(sizes).filter(|(set, size)| wanted(set) != *size).map(|(set, size)| change(set, size)).collect()
+    sets.iter()
+        .zip(sizes)
+        .filter(|(set, size)| wanted(set) != *size)
+        .map(|(set, size)| change(set, size))
+        .collect()
 }
 
 /// The status of a deployment; conditions keep their times where nothing changed.
 #[must_use]
-pub fn status(deployment: &Deployment, new: Option<&ReplicaSet>, old: &[Arc<ReplicaSet>], now: &str) -> Value {
+pub fn status(
+    deployment: &Deployment,
+    new: Option<&ReplicaSet>,
+    old: &[Arc<ReplicaSet>],
+    now: &str,
+) -> Value {
     let all: Vec<&ReplicaSet> = old.iter().map(|s| &**s).chain(new).collect();
-    let sum = |get: fn(&k8s_openapi::api::apps::v1::ReplicaSetStatus) -> Option<i32>| all.iter().map(|s| number(s, get)).sum::<i32>();
+    let sum = |get: fn(&k8s_openapi::api::apps::v1::ReplicaSetStatus) -> Option<i32>| {
+        all.iter().map(|s| number(s, get)).sum::<i32>()
+    };
     let spec = deployment.spec.clone().unwrap_or_default();
     let wanted_replicas = spec.replicas.unwrap_or(1);
-    let (total, ready, avail) = (sum(|s| Some(s.replicas)), sum(|s| s.ready_replicas), sum(|s| s.available_replicas));
+    let (total, ready, avail) = (
+        sum(|s| Some(s.replicas)),
+        sum(|s| s.ready_replicas),
+        sum(|s| s.available_replicas),
+    );
     let updated = new.map_or(0, |s| number(s, |s| Some(s.replicas)));
-    let old_conditions = deployment.status.as_ref().and_then(|s| s.conditions.clone()).unwrap_or_default();
+    let old_conditions = deployment
+        .status
+        .as_ref()
+        .and_then(|s| s.conditions.clone())
+        .unwrap_or_default();
     let condition = |kind: &str, value: &str, reason: &str, message: String, progressed: bool| {
         let before = old_conditions.iter().find(|c| c.type_ == kind);
         let time = |t: Option<&k8s_openapi::apimachinery::pkg::apis::meta::v1::Time>| {
-            t.map_or_else(|| now.to_owned(), |t| crate::control::api::object::stamp(t.0))
+            t.map_or_else(
+                || now.to_owned(),
+                |t| crate::control::api::object::stamp(t.0),
+            )
         };
-        let transition = before.filter(|c| c.status == value).map_or_else(|| now.to_owned(), |c| time(c.last_transition_time.as_ref()));
-        let same = before.filter(|c| c.status == value && c.reason.as_deref() == Some(reason) && !progressed);
+        let transition = before
+            .filter(|c| c.status == value)
+            .map_or_else(|| now.to_owned(), |c| time(c.last_transition_time.as_ref()));
+        let same = before
+            .filter(|c| c.status == value && c.reason.as_deref() == Some(reason) && !progressed);
         let update = same.map_or_else(|| now.to_owned(), |c| time(c.last_update_time.as_ref()));
         json!({"type": kind, "status": value, "reason": reason, "message": message, "lastTransitionTime": transition, "lastUpdateTime": update})
     };
     let (_, unavailable) = bounds(deployment);
     let mut conditions = vec![if avail >= wanted_replicas - unavailable {
-        condition("Available", "True", "MinimumReplicasAvailable", "Deployment has minimum availability.".into(), false)
+        condition(
+            "Available",
+            "True",
+            "MinimumReplicasAvailable",
+            "Deployment has minimum availability.".into(),
+            false,
+        )
     } else {
-        condition("Available", "False", "MinimumReplicasUnavailable", "Deployment does not have minimum availability.".into(), false)
+        condition(
+            "Available",
+            "False",
+            "MinimumReplicasUnavailable",
+            "Deployment does not have minimum availability.".into(),
+            false,
+        )
     }];
-    let complete = updated == wanted_replicas && total == wanted_replicas && avail == wanted_replicas;
+    let complete =
+        updated == wanted_replicas && total == wanted_replicas && avail == wanted_replicas;
     let before = deployment.status.clone().unwrap_or_default();
-    let progressed =
-        before.updated_replicas.unwrap_or(0) != updated || before.available_replicas.unwrap_or(0) != avail || before.replicas.unwrap_or(0) != total;
+    let progressed = before.updated_replicas.unwrap_or(0) != updated
+        || before.available_replicas.unwrap_or(0) != avail
+        || before.replicas.unwrap_or(0) != total;
     let progressing = old_conditions.iter().find(|c| c.type_ == "Progressing");
     let deadline = i64::from(spec.progress_deadline_seconds.unwrap_or(600));
     let late = progressing
         .filter(|c| c.reason.as_deref() != Some("NewReplicaSetAvailable"))
         .and_then(|c| c.last_update_time.as_ref())
-        .is_some_and(|t| now.parse::<jiff::Timestamp>().is_ok_and(|now| now.as_second() - t.0.as_second() > deadline));
+        .is_some_and(|t| {
+            now.parse::<jiff::Timestamp>()
+                .is_ok_and(|now| now.as_second() - t.0.as_second() > deadline)
+        });
     conditions.push(match new.map(|s| s.name_any()) {
-        _ if spec.paused == Some(true) => condition("Progressing", "Unknown", "DeploymentPaused", "Deployment is paused".into(), false),
-        Some(name) if complete => {
-            condition("Progressing", "True", "NewReplicaSetAvailable", format!("ReplicaSet \"{name}\" has successfully progressed."), false)
-        }
-        Some(name) if late && !progressed => {
-            condition("Progressing", "False", "ProgressDeadlineExceeded", format!("ReplicaSet \"{name}\" has timed out progressing."), false)
-        }
-        Some(name) => condition("Progressing", "True", "ReplicaSetUpdated", format!("ReplicaSet \"{name}\" is progressing."), progressed),
-        None => condition("Progressing", "True", "NewReplicaSetCreated", "Creating a new replica set".into(), false),
+        _ if spec.paused == Some(true) => condition(
+            "Progressing",
+            "Unknown",
+            "DeploymentPaused",
+            "Deployment is paused".into(),
+            false,
+        ),
+        Some(name) if complete => condition(
+            "Progressing",
+            "True",
+            "NewReplicaSetAvailable",
+            format!("ReplicaSet \"{name}\" has successfully progressed."),
+            false,
+        ),
+        Some(name) if late && !progressed => condition(
+            "Progressing",
+            "False",
+            "ProgressDeadlineExceeded",
+            format!("ReplicaSet \"{name}\" has timed out progressing."),
+            false,
+        ),
+        Some(name) => condition(
+            "Progressing",
+            "True",
+            "ReplicaSetUpdated",
+            format!("ReplicaSet \"{name}\" is progressing."),
+            progressed,
+        ),
+        None => condition(
+            "Progressing",
+            "True",
+            "NewReplicaSetCreated",
+            "Creating a new replica set".into(),
+            false,
+        ),
     });
     json!({
         "observedGeneration": deployment.metadata.generation, "replicas": total, "updatedReplicas": updated, "readyReplicas": ready,
@@ -237,20 +351,34 @@ mod tests {
 
     #[test]
     fn a_rollout_keeps_its_bounds_and_ends() {
-        for (replicas, surge, unavailable) in [(3, 1, 0), (5, 2, 2), (1, 1, 0), (4, 0, 1), (10, 3, 2)] {
+        for (replicas, surge, unavailable) in
+            [(3, 1, 0), (5, 2, 2), (1, 1, 0), (4, 0, 1), (10, 3, 2)]
+        {
             let d = deployment(replicas, json!(surge), json!(unavailable));
             let (mut new, mut old) = (0, replicas);
             let mut steps = 0;
             loop {
                 // Every pod becomes available before the next step.
-                let plan = step(&d, Some(&set("n", 2, new, new)), &[set("o", 1, old, old)], true);
+                let plan = step(
+                    &d,
+                    Some(&set("n", 2, new, new)),
+                    &[set("o", 1, old, old)],
+                    true,
+                );
                 if plan.is_empty() {
                     break;
                 }
                 for scale in plan {
-                    if scale.name == "n" { new = scale.to } else { old = scale.to }
+                    if scale.name == "n" {
+                        new = scale.to
+                    } else {
+                        old = scale.to
+                    }
                 }
-                assert!(new + old <= replicas + surge, "{replicas} {surge} {unavailable}: {new}+{old}");
+                assert!(
+                    new + old <= replicas + surge,
+                    "{replicas} {surge} {unavailable}: {new}+{old}"
+                );
                 assert!(new + old >= replicas - unavailable);
                 steps += 1;
                 assert!(steps < 50, "does not end");
@@ -262,7 +390,10 @@ mod tests {
     #[test]
     fn nothing_old_goes_while_the_new_is_not_available() {
         let d = deployment(3, json!(1), json!(0));
-        assert_eq!(step(&d, Some(&set("n", 2, 1, 0)), &[set("o", 1, 3, 3)], true), []);
+        assert_eq!(
+            step(&d, Some(&set("n", 2, 1, 0)), &[set("o", 1, 3, 3)], true),
+            []
+        );
         let sick = step(&d, Some(&set("n", 2, 1, 0)), &[set("o", 1, 3, 1)], true);
         assert_eq!(sick, [], "minimum availability is not there yet");
     }

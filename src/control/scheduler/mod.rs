@@ -10,7 +10,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{Binding, Node, ObjectReference, PersistentVolume, PersistentVolumeClaim, Pod};
+use k8s_openapi::api::core::v1::{
+    Binding, Node, ObjectReference, PersistentVolume, PersistentVolumeClaim, Pod,
+};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{Patch, PatchParams, PostParams};
 use kube::runtime::watcher;
@@ -33,9 +35,24 @@ struct Waiting {
 
 /// Schedules until the process ends.
 pub async fn run(client: Client, caches: Caches) {
-    let Caches { pods, claims, volumes, classes, .. } = caches;
-    let nodes: Cache<Node> = Cache::start(Api::all(client.clone()), watcher::Config::default().streaming_lists());
-    tokio::join!(pods.synced(), nodes.synced(), claims.synced(), volumes.synced(), classes.synced());
+    let Caches {
+        pods,
+        claims,
+        volumes,
+        classes,
+        ..
+    } = caches;
+    let nodes: Cache<Node> = Cache::start(
+        Api::all(client.clone()),
+        watcher::Config::default().streaming_lists(),
+    );
+    tokio::join!(
+        pods.synced(),
+        nodes.synced(),
+        claims.synced(),
+        volumes.synced(),
+        classes.synced()
+    );
     let mut assumed: HashMap<String, String> = HashMap::new();
     let mut waiting: HashMap<String, Waiting> = HashMap::new();
     let (mut pod_changes, mut node_changes) = (pods.changes(), nodes.changes());
@@ -57,7 +74,11 @@ pub async fn run(client: Client, caches: Caches) {
         assumed.retain(|uid, _| queue.iter().any(|p| p.metadata.uid.as_deref() == Some(uid)));
         waiting.retain(|uid, _| queue.iter().any(|p| p.metadata.uid.as_deref() == Some(uid)));
         let node_list = nodes.list();
-        let mut storage = Storage { claims: claims.list(), volumes: volumes.list(), classes: classes.list() };
+        let mut storage = Storage {
+            claims: claims.list(),
+            volumes: volumes.list(),
+            classes: classes.list(),
+        };
         let mut bindings = Vec::new();
         for pod in queue {
             let uid = pod.uid().unwrap_or_default();
@@ -89,7 +110,13 @@ pub async fn run(client: Client, caches: Caches) {
                 assumed.remove(&uid);
             }
         }
-        let most = waiting.values().map(|w| w.next).min().map_or(Duration::from_secs(30), |next| next.saturating_duration_since(Instant::now()));
+        let most = waiting
+            .values()
+            .map(|w| w.next)
+            .min()
+            .map_or(Duration::from_secs(30), |next| {
+                next.saturating_duration_since(Instant::now())
+            });
         tokio::select! {
             // All are cancel-safe: nothing is lost that the next round does not read anew.
             _ = pod_changes.changed() => {}
@@ -108,12 +135,23 @@ async fn select(client: &Client, wanted: Vec<Wanted>) {
             Wanted::Volume(volume, patch) => {
                 let api: Api<PersistentVolume> = Api::all(client.clone());
                 let name = volume.name_any();
-                (name.clone(), api.patch(&name, &PatchParams::default(), &Patch::Merge(patch)).await.map(|_| ()))
+                (
+                    name.clone(),
+                    api.patch(&name, &PatchParams::default(), &Patch::Merge(patch))
+                        .await
+                        .map(|_| ()),
+                )
             }
             Wanted::Node(claim, patch) => {
-                let api: Api<PersistentVolumeClaim> = Api::namespaced(client.clone(), &claim.namespace().unwrap_or_default());
+                let api: Api<PersistentVolumeClaim> =
+                    Api::namespaced(client.clone(), &claim.namespace().unwrap_or_default());
                 let name = claim.name_any();
-                (name.clone(), api.patch(&name, &PatchParams::default(), &Patch::Merge(patch)).await.map(|_| ()))
+                (
+                    name.clone(),
+                    api.patch(&name, &PatchParams::default(), &Patch::Merge(patch))
+                        .await
+                        .map(|_| ()),
+                )
             }
         };
         if let Err(error) = result {
@@ -126,22 +164,42 @@ fn wants_node(pod: &Pod) -> bool {
     let Some(spec) = &pod.spec else { return false };
     spec.node_name.as_deref().is_none_or(str::is_empty)
         && pod.metadata.deletion_timestamp.is_none()
-        && spec.scheduler_name.as_deref().unwrap_or("default-scheduler") == "default-scheduler"
+        && spec
+            .scheduler_name
+            .as_deref()
+            .unwrap_or("default-scheduler")
+            == "default-scheduler"
         && spec.scheduling_gates.as_ref().is_none_or(Vec::is_empty)
 }
 
 async fn bind(client: &Client, pod: &Pod, node: &str) -> bool {
     let (namespace, name) = crate::kubeapi::cache::key(pod);
     let binding = Binding {
-        metadata: ObjectMeta { name: Some(name.clone()), namespace: Some(namespace.clone()), uid: pod.uid(), ..ObjectMeta::default() },
-        target: ObjectReference { kind: Some("Node".into()), name: Some(node.into()), ..ObjectReference::default() },
+        metadata: ObjectMeta {
+            name: Some(name.clone()),
+            namespace: Some(namespace.clone()),
+            uid: pod.uid(),
+            ..ObjectMeta::default()
+        },
+        target: ObjectReference {
+            kind: Some("Node".into()),
+            name: Some(node.into()),
+            ..ObjectReference::default()
+        },
     };
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
-    let result: Result<k8s_openapi::apimachinery::pkg::apis::meta::v1::Status, kube::Error> =
-        api.create_subresource("binding", &name, &PostParams::default(), &binding).await;
+    let result: Result<k8s_openapi::apimachinery::pkg::apis::meta::v1::Status, kube::Error> = api
+        .create_subresource("binding", &name, &PostParams::default(), &binding)
+        .await;
     match result {
         Ok(_) => {
-            event(client, pod, "Scheduled", format!("Successfully assigned {namespace}/{name} to {node}")).await;
+            event(
+                client,
+                pod,
+                "Scheduled",
+                format!("Successfully assigned {namespace}/{name} to {node}"),
+            )
+            .await;
             true
         }
         Err(error) => {
@@ -152,7 +210,12 @@ async fn bind(client: &Client, pod: &Pod, node: &str) -> bool {
 }
 
 /// Says once per change of reason why a pod fits nowhere.
-async fn refuse(client: &Client, pod: &Pod, message: String, waiting: &mut HashMap<String, Waiting>) {
+async fn refuse(
+    client: &Client,
+    pod: &Pod,
+    message: String,
+    waiting: &mut HashMap<String, Waiting>,
+) {
     let uid = pod.uid().unwrap_or_default();
     let now = Instant::now();
     let known = waiting.get(&uid);
@@ -161,7 +224,14 @@ async fn refuse(client: &Client, pod: &Pod, message: String, waiting: &mut HashM
     if known.is_some_and(|w| w.next > now && w.message == message) {
         return;
     }
-    waiting.insert(uid, Waiting { message: message.clone(), next: now + pause, pause });
+    waiting.insert(
+        uid,
+        Waiting {
+            message: message.clone(),
+            next: now + pause,
+            pause,
+        },
+    );
     if !news {
         return;
     }
@@ -169,12 +239,24 @@ async fn refuse(client: &Client, pod: &Pod, message: String, waiting: &mut HashM
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
     let patch = json!({"status": {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message,
         "lastTransitionTime": super::api::object::now(), "observedGeneration": pod.metadata.generation}]}});
-    if let Err(error) = api.patch_status(&name, &PatchParams::default(), &Patch::Strategic(patch)).await {
+    if let Err(error) = api
+        .patch_status(&name, &PatchParams::default(), &Patch::Strategic(patch))
+        .await
+    {
         tracing::debug!(%error, name, "writing why a pod is unschedulable failed");
     }
     event(client, pod, "FailedScheduling", message).await;
 }
 
 async fn event(client: &Client, pod: &Pod, reason: &str, message: String) {
-    super::controllers::event(client, pod, "Pod", "v1", "default-scheduler", reason, message).await;
+    super::controllers::event(
+        client,
+        pod,
+        "Pod",
+        "v1",
+        "default-scheduler",
+        reason,
+        message,
+    )
+    .await;
 }

@@ -31,7 +31,9 @@ pub enum Wanted {
 
 impl Storage {
     fn claim(&self, pod: &Pod, name: &str) -> Option<&Arc<PersistentVolumeClaim>> {
-        self.claims.iter().find(|c| c.metadata.namespace == pod.metadata.namespace && c.name_any() == name)
+        self.claims
+            .iter()
+            .find(|c| c.metadata.namespace == pod.metadata.namespace && c.name_any() == name)
     }
 
     fn class(&self, claim: &PersistentVolumeClaim) -> Option<&Arc<StorageClass>> {
@@ -40,19 +42,27 @@ impl Storage {
     }
 
     fn waits(&self, claim: &PersistentVolumeClaim) -> bool {
-        self.class(claim).is_some_and(|c| c.volume_binding_mode.as_deref() == Some("WaitForFirstConsumer"))
+        self.class(claim)
+            .is_some_and(|c| c.volume_binding_mode.as_deref() == Some("WaitForFirstConsumer"))
     }
 
     /// Why a pod's claims cannot be had on a node.
     #[must_use]
     pub fn check(&self, pod: &Pod, node: &Node) -> Vec<String> {
-        claims::of_pod(pod).into_iter().filter_map(|(volume, name)| self.check_one(pod, volume.ephemeral.is_some(), &name, node)).collect()
+        claims::of_pod(pod)
+            .into_iter()
+            .filter_map(|(volume, name)| {
+                self.check_one(pod, volume.ephemeral.is_some(), &name, node)
+            })
+            .collect()
     }
 
     fn check_one(&self, pod: &Pod, ephemeral: bool, name: &str, node: &Node) -> Option<String> {
         let Some(claim) = self.claim(pod, name) else {
             return Some(if ephemeral {
-                format!("waiting for ephemeral volume controller to create the persistentvolumeclaim {name:?}")
+                format!(
+                    "waiting for ephemeral volume controller to create the persistentvolumeclaim {name:?}"
+                )
             } else {
                 format!("persistentvolumeclaim {name:?} not found")
             });
@@ -64,14 +74,18 @@ impl Storage {
             let volume = self.volumes.iter().find(|v| v.name_any() == bound);
             return match volume {
                 None => Some(format!("persistentvolume {bound:?} not found")),
-                Some(volume) if !claims::reaches(volume, node) => Some("node(s) didn't match PersistentVolume's node affinity".into()),
+                Some(volume) if !claims::reaches(volume, node) => {
+                    Some("node(s) didn't match PersistentVolume's node affinity".into())
+                }
                 Some(_) => None,
             };
         }
         if !self.waits(claim) {
             return Some("pod has unbound immediate PersistentVolumeClaims".into());
         }
-        let made = self.class(claim).is_some_and(|c| c.provisioner != NO_PROVISIONER);
+        let made = self
+            .class(claim)
+            .is_some_and(|c| c.provisioner != NO_PROVISIONER);
         let found = claims::best(self.volumes.iter().map(|v| &**v), claim, Some(node)).is_some();
         (!made && !found).then(|| "node(s) didn't find available persistent volumes to bind".into())
     }
@@ -81,10 +95,18 @@ impl Storage {
     pub fn reserve(&mut self, pod: &Pod, node: &Node) -> Option<Vec<Wanted>> {
         let (mut wanted, mut all_bound) = (vec![], true);
         for (_, name) in claims::of_pod(pod) {
-            let Some(claim) = self.claim(pod, &name).cloned().filter(|c| claims::bound(c).is_none()) else { continue };
+            let Some(claim) = self
+                .claim(pod, &name)
+                .cloned()
+                .filter(|c| claims::bound(c).is_none())
+            else {
+                continue;
+            };
             all_bound = false;
-            let found = claims::best(self.volumes.iter().map(|v| &**v), &claim, Some(node)).map(|v| v.name_any());
-            let volume = found.and_then(|name| self.volumes.iter_mut().find(|v| v.name_any() == name));
+            let found = claims::best(self.volumes.iter().map(|v| &**v), &claim, Some(node))
+                .map(|v| v.name_any());
+            let volume =
+                found.and_then(|name| self.volumes.iter_mut().find(|v| v.name_any() == name));
             let Some(volume) = volume else {
                 let patch = json!({"metadata": {"annotations": {SELECTED_NODE: node.name_any()}}});
                 let told = claim.annotations().get(SELECTED_NODE) == Some(&node.name_any());
@@ -112,9 +134,17 @@ mod tests {
     fn storage(claims: Value, volumes: Value, provisioner: &str) -> Storage {
         let class = json!([{"metadata": {"name": "late"}, "provisioner": provisioner, "volumeBindingMode": "WaitForFirstConsumer"}]);
         fn all<K: serde::de::DeserializeOwned>(list: Value) -> Vec<Arc<K>> {
-            serde_json::from_value::<Vec<K>>(list).expect("objects").into_iter().map(Arc::new).collect()
+            serde_json::from_value::<Vec<K>>(list)
+                .expect("objects")
+                .into_iter()
+                .map(Arc::new)
+                .collect()
         }
-        Storage { claims: all(claims), volumes: all(volumes), classes: all(class) }
+        Storage {
+            claims: all(claims),
+            volumes: all(volumes),
+            classes: all(class),
+        }
     }
 
     fn claim(name: &str, class: &str, more: Value) -> Value {
@@ -130,11 +160,15 @@ mod tests {
     }
 
     fn node(name: &str) -> Node {
-        serde_json::from_value(json!({"metadata": {"name": name, "labels": {"host": name}}})).expect("a node")
+        serde_json::from_value(json!({"metadata": {"name": name, "labels": {"host": name}}}))
+            .expect("a node")
     }
 
     fn pod(claims: &[&str]) -> Pod {
-        let volumes: Vec<Value> = claims.iter().map(|c| json!({"name": c, "persistentVolumeClaim": {"claimName": c}})).collect();
+        let volumes: Vec<Value> = claims
+            .iter()
+            .map(|c| json!({"name": c, "persistentVolumeClaim": {"claimName": c}}))
+            .collect();
         serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n"}, "spec": {"containers": [], "volumes": volumes}})).expect("a pod")
     }
 
@@ -142,21 +176,69 @@ mod tests {
     fn nodes_are_refused_with_the_claims_reason() {
         let bound = json!({"metadata": {"annotations": {"pv.kubernetes.io/bind-completed": "yes"}}, "spec": {"volumeName": "v"}});
         let cases = [
-            (json!([]), json!([]), NO_PROVISIONER, Some("persistentvolumeclaim \"c\" not found")),
-            (json!([claim("c", "", json!({}))]), json!([]), NO_PROVISIONER, Some("unbound immediate")),
-            (json!([claim("c", "late", json!({}))]), json!([]), NO_PROVISIONER, Some("didn't find available persistent volumes")),
-            (json!([claim("c", "late", json!({}))]), json!([]), "some.example/driver", None),
-            (json!([claim("c", "late", json!({}))]), json!([volume("v", "a")]), NO_PROVISIONER, None),
-            (json!([claim("c", "late", json!({}))]), json!([volume("v", "b")]), NO_PROVISIONER, Some("didn't find available persistent volumes")),
-            (json!([claim("c", "late", bound.clone())]), json!([volume("v", "a")]), NO_PROVISIONER, None),
-            (json!([claim("c", "late", bound.clone())]), json!([volume("v", "b")]), NO_PROVISIONER, Some("node affinity")),
-            (json!([claim("c", "late", bound)]), json!([]), NO_PROVISIONER, Some("persistentvolume \"v\" not found")),
+            (
+                json!([]),
+                json!([]),
+                NO_PROVISIONER,
+                Some("persistentvolumeclaim \"c\" not found"),
+            ),
+            (
+                json!([claim("c", "", json!({}))]),
+                json!([]),
+                NO_PROVISIONER,
+                Some("unbound immediate"),
+            ),
+            (
+                json!([claim("c", "late", json!({}))]),
+                json!([]),
+                NO_PROVISIONER,
+                Some("didn't find available persistent volumes"),
+            ),
+            (
+                json!([claim("c", "late", json!({}))]),
+                json!([]),
+                "some.example/driver",
+                None,
+            ),
+            (
+                json!([claim("c", "late", json!({}))]),
+                json!([volume("v", "a")]),
+                NO_PROVISIONER,
+                None,
+            ),
+            (
+                json!([claim("c", "late", json!({}))]),
+                json!([volume("v", "b")]),
+                NO_PROVISIONER,
+                Some("didn't find available persistent volumes"),
+            ),
+            (
+                json!([claim("c", "late", bound.clone())]),
+                json!([volume("v", "a")]),
+                NO_PROVISIONER,
+                None,
+            ),
+            (
+                json!([claim("c", "late", bound.clone())]),
+                json!([volume("v", "b")]),
+                NO_PROVISIONER,
+                Some("node affinity"),
+            ),
+            (
+                json!([claim("c", "late", bound)]),
+                json!([]),
+                NO_PROVISIONER,
+                Some("persistentvolume \"v\" not found"),
+            ),
         ];
         for (claims, volumes, provisioner, expected) in cases {
             let why = storage(claims.clone(), volumes, provisioner).check(&pod(&["c"]), &node("a"));
             match expected {
                 None => assert_eq!(why, Vec::<String>::new(), "{claims}"),
-                Some(text) => assert!(why.first().is_some_and(|w| w.contains(text)), "{claims}: {why:?}"),
+                Some(text) => assert!(
+                    why.first().is_some_and(|w| w.contains(text)),
+                    "{claims}: {why:?}"
+                ),
             }
         }
     }
@@ -168,10 +250,18 @@ mod tests {
             json!([volume("v", "a"), volume("w", "b")]),
             "some.example/driver",
         );
-        let wanted = storage.reserve(&pod(&["c", "d"]), &node("a")).expect("neither is bound");
-        assert!(matches!(&wanted[..], [Wanted::Volume(v, _), Wanted::Node(c, _)] if v.name_any() == "v" && c.name_any() == "d"), "{wanted:?}");
+        let wanted = storage
+            .reserve(&pod(&["c", "d"]), &node("a"))
+            .expect("neither is bound");
+        assert!(
+            matches!(&wanted[..], [Wanted::Volume(v, _), Wanted::Node(c, _)] if v.name_any() == "v" && c.name_any() == "d"),
+            "{wanted:?}"
+        );
         let again = storage.reserve(&pod(&["c"]), &node("a"));
-        assert!(again.is_some_and(|w| w.is_empty()), "it has its volume, and waits for the binder");
+        assert!(
+            again.is_some_and(|w| w.is_empty()),
+            "it has its volume, and waits for the binder"
+        );
         assert!(storage.reserve(&pod(&[]), &node("a")).is_none());
     }
 }

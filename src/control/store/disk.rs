@@ -17,7 +17,9 @@ const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
 
 /// Why the store's file cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[error("the store file {file} cannot be opened ({source}); if it is in use, stop the other control plane, if it is damaged, move it away")]
+#[error(
+    "the store file {file} cannot be opened ({source}); if it is in use, stop the other control plane, if it is damaged, move it away"
+)]
 pub struct DiskError {
     file: String,
     source: redb::Error,
@@ -35,7 +37,10 @@ pub(super) struct Disk {
 
 impl Disk {
     pub fn open(file: &Path) -> Result<(Disk, Loaded), DiskError> {
-        Self::try_open(file).map_err(|source| DiskError { file: file.display().to_string(), source })
+        Self::try_open(file).map_err(|source| DiskError {
+            file: file.display().to_string(),
+            source,
+        })
     }
 
     fn try_open(file: &Path) -> Result<(Disk, Loaded), redb::Error> {
@@ -52,8 +57,14 @@ impl Disk {
         for entry in read.open_table(CURRENT)?.iter()? {
             let (key, stored) = entry?;
             let stored = stored.value();
-            let Some((revision, value)) = stored.split_first_chunk::<8>() else { continue };
-            loaded.entries.push((key.value().to_owned(), u64::from_be_bytes(*revision), Bytes::copy_from_slice(value)));
+            let Some((revision, value)) = stored.split_first_chunk::<8>() else {
+                continue;
+            };
+            loaded.entries.push((
+                key.value().to_owned(),
+                u64::from_be_bytes(*revision),
+                Bytes::copy_from_slice(value),
+            ));
         }
         drop(read);
         Ok((Disk { database }, loaded))

@@ -158,11 +158,26 @@ impl Store {
         Self::start(None, disk::Loaded::default(), |_, _| Attrs::default())
     }
 
-    fn start(disk: Option<Disk>, loaded: disk::Loaded, index: impl Fn(&str, &[u8]) -> Attrs) -> Store {
-        let mut state = State { revision: loaded.revision, compacted: loaded.revision, ..State::default() };
+    fn start(
+        disk: Option<Disk>,
+        loaded: disk::Loaded,
+        index: impl Fn(&str, &[u8]) -> Attrs,
+    ) -> Store {
+        let mut state = State {
+            revision: loaded.revision,
+            compacted: loaded.revision,
+            ..State::default()
+        };
         for (key, revision, value) in loaded.entries {
             let attrs = Arc::new(index(&key, &value));
-            state.map.insert(key.into(), Record { value, attrs, revision });
+            state.map.insert(
+                key.into(),
+                Record {
+                    value,
+                    attrs,
+                    revision,
+                },
+            );
         }
         let (announce, head) = watch::channel(state.revision);
         let state = Arc::new(RwLock::new(state));
@@ -176,7 +191,9 @@ impl Store {
     }
 
     fn read(&self) -> RwLockReadGuard<'_, State> {
-        self.state.read().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.state
+            .read()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     /// The newest revision.
@@ -197,7 +214,10 @@ impl Store {
         let state = self.read();
         let items = state
             .map
-            .range::<str, _>((std::ops::Bound::Included(prefix), std::ops::Bound::Unbounded))
+            .range::<str, _>((
+                std::ops::Bound::Included(prefix),
+                std::ops::Bound::Unbounded,
+            ))
             .take_while(|(key, _)| key.starts_with(prefix))
             .map(|(key, record)| (Arc::clone(key), record.clone()))
             .collect();
@@ -205,11 +225,18 @@ impl Store {
     }
 
     /// As [`Store::list`], but as it was at `revision`, worked out from the changes since.
-    pub fn list_at(&self, prefix: &str, revision: u64) -> Result<Vec<(Arc<str>, Record)>, Compacted> {
+    pub fn list_at(
+        &self,
+        prefix: &str,
+        revision: u64,
+    ) -> Result<Vec<(Arc<str>, Record)>, Compacted> {
         let (items, _) = {
             let state = self.read();
             if revision < state.compacted {
-                return Err(Compacted { asked: revision, oldest: state.compacted });
+                return Err(Compacted {
+                    asked: revision,
+                    oldest: state.compacted,
+                });
             }
             drop(state);
             self.list(prefix)
@@ -228,10 +255,18 @@ impl Store {
     pub fn changes(&self, after: u64, prefix: &str) -> Result<Vec<Arc<Event>>, Compacted> {
         let state = self.read();
         if after < state.compacted {
-            return Err(Compacted { asked: after, oldest: state.compacted });
+            return Err(Compacted {
+                asked: after,
+                oldest: state.compacted,
+            });
         }
         let from = state.ring.partition_point(|event| event.revision <= after);
-        Ok(state.ring.range(from..).filter(|event| event.key.starts_with(prefix)).cloned().collect())
+        Ok(state
+            .ring
+            .range(from..)
+            .filter(|event| event.key.starts_with(prefix))
+            .cloned()
+            .collect())
     }
 
     /// Announces the newest revision; a watcher waits on it and then asks for [`Store::changes`].
@@ -243,14 +278,22 @@ impl Store {
     /// Performs a conditional write; it is durable when this returns.
     pub async fn write(&self, write: Write) -> Result<Record, WriteError> {
         let (reply, answer) = oneshot::channel();
-        self.queue.send((write, reply)).await.map_err(|_| WriteError::Closed)?;
+        self.queue
+            .send((write, reply))
+            .await
+            .map_err(|_| WriteError::Closed)?;
         answer.await.map_err(|_| WriteError::Closed)?
     }
 }
 
 /// Takes what has queued up, decides each write against the state as of the ones before it, commits
 /// them together, and only then shows them.
-fn commit_loop(mut disk: Option<Disk>, state: &RwLock<State>, mut requests: mpsc::Receiver<Request>, announce: &watch::Sender<u64>) {
+fn commit_loop(
+    mut disk: Option<Disk>,
+    state: &RwLock<State>,
+    mut requests: mpsc::Receiver<Request>,
+    announce: &watch::Sender<u64>,
+) {
     let mut last_commit: Option<Instant> = None;
     while let Some(first) = requests.blocking_recv() {
         if disk.is_some() && last_commit.is_some_and(|at| at.elapsed() < IDLE) {
@@ -271,7 +314,10 @@ fn commit_loop(mut disk: Option<Disk>, state: &RwLock<State>, mut requests: mpsc
         match committed {
             Ok(()) => {
                 show(state, events);
-                let revision = state.read().unwrap_or_else(std::sync::PoisonError::into_inner).revision;
+                let revision = state
+                    .read()
+                    .unwrap_or_else(std::sync::PoisonError::into_inner)
+                    .revision;
                 announce.send_replace(revision);
                 for (reply, result) in replies {
                     // A caller that gave up does not need the answer; the write stands.
@@ -289,17 +335,25 @@ fn commit_loop(mut disk: Option<Disk>, state: &RwLock<State>, mut requests: mpsc
     }
 }
 
-type Replies = Vec<(oneshot::Sender<Result<Record, WriteError>>, Result<Record, WriteError>)>;
+type Replies = Vec<(
+    oneshot::Sender<Result<Record, WriteError>>,
+    Result<Record, WriteError>,
+)>;
 
 fn decide(state: &RwLock<State>, batch: Vec<Request>) -> (Vec<Event>, Replies) {
-    let state = state.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let state = state
+        .read()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut overlay: HashMap<Arc<str>, Option<Record>> = HashMap::new();
     let mut revision = state.revision;
     let mut events = Vec::with_capacity(batch.len());
     let mut replies = Vec::with_capacity(batch.len());
     for (write, reply) in batch {
         let key: Arc<str> = write.key.as_str().into();
-        let now = overlay.get(&key).cloned().unwrap_or_else(|| state.map.get(&key).cloned());
+        let now = overlay
+            .get(&key)
+            .cloned()
+            .unwrap_or_else(|| state.map.get(&key).cloned());
         let fits = match (write.expect, &now) {
             (Expect::Absent, None) => true,
             (Expect::Revision(expected), Some(record)) => record.revision == expected,
@@ -310,19 +364,36 @@ fn decide(state: &RwLock<State>, batch: Vec<Request>) -> (Vec<Event>, Replies) {
             continue;
         }
         revision += 1;
-        let record = Record { value: (write.render)(revision), attrs: write.attrs, revision };
-        overlay.insert(Arc::clone(&key), (write.change == Change::Put).then(|| record.clone()));
-        events.push(Event { revision, key, change: write.change, record: record.clone(), previous: now });
+        let record = Record {
+            value: (write.render)(revision),
+            attrs: write.attrs,
+            revision,
+        };
+        overlay.insert(
+            Arc::clone(&key),
+            (write.change == Change::Put).then(|| record.clone()),
+        );
+        events.push(Event {
+            revision,
+            key,
+            change: write.change,
+            record: record.clone(),
+            previous: now,
+        });
         replies.push((reply, Ok(record)));
     }
     (events, replies)
 }
 
 fn show(state: &RwLock<State>, events: Vec<Event>) {
-    let mut state = state.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut state = state
+        .write()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
     for event in events {
         match event.change {
-            Change::Put => state.map.insert(Arc::clone(&event.key), event.record.clone()),
+            Change::Put => state
+                .map
+                .insert(Arc::clone(&event.key), event.record.clone()),
             Change::Delete => state.map.remove(&event.key),
         };
         state.revision = event.revision;

@@ -11,31 +11,67 @@ fn put(key: &str, expect: Expect, text: &'static str) -> Write {
 }
 
 fn delete(key: &str, at: u64) -> Write {
-    Write { change: Change::Delete, ..put(key, Expect::Revision(at), "gone") }
+    Write {
+        change: Change::Delete,
+        ..put(key, Expect::Revision(at), "gone")
+    }
 }
 
 #[tokio::test]
 async fn a_write_that_expects_the_wrong_revision_changes_nothing() {
     let store = Store::in_memory();
-    let first = store.write(put("a/1", Expect::Absent, "x")).await.expect("first write");
+    let first = store
+        .write(put("a/1", Expect::Absent, "x"))
+        .await
+        .expect("first write");
     for expect in [Expect::Absent, Expect::Revision(first.revision + 1)] {
         let lost = store.write(put("a/1", expect, "y")).await;
-        assert!(matches!(lost, Err(WriteError::Conflict(Some(_)))), "{expect:?}");
+        assert!(
+            matches!(lost, Err(WriteError::Conflict(Some(_)))),
+            "{expect:?}"
+        );
     }
-    assert_eq!(store.get("a/1").expect("still there").value, Bytes::from("x@1"));
+    assert_eq!(
+        store.get("a/1").expect("still there").value,
+        Bytes::from("x@1")
+    );
     assert_eq!(store.revision(), 1);
 }
 
 #[tokio::test]
 async fn changes_come_in_order_with_the_content_before_them() {
     let store = Store::in_memory();
-    let first = store.write(put("a/1", Expect::Absent, "x")).await.expect("put");
-    store.write(put("b/1", Expect::Absent, "other")).await.expect("put");
-    let second = store.write(put("a/1", Expect::Revision(first.revision), "y")).await.expect("put");
-    store.write(delete("a/1", second.revision)).await.expect("delete");
+    let first = store
+        .write(put("a/1", Expect::Absent, "x"))
+        .await
+        .expect("put");
+    store
+        .write(put("b/1", Expect::Absent, "other"))
+        .await
+        .expect("put");
+    let second = store
+        .write(put("a/1", Expect::Revision(first.revision), "y"))
+        .await
+        .expect("put");
+    store
+        .write(delete("a/1", second.revision))
+        .await
+        .expect("delete");
     let seen = store.changes(1, "a/").expect("history");
-    let seen: Vec<_> = seen.iter().map(|e| (e.revision, e.change, e.previous.as_ref().map(|p| p.revision))).collect();
-    assert_eq!(seen, [(3, Change::Put, Some(1)), (4, Change::Delete, Some(3))]);
+    let seen: Vec<_> = seen
+        .iter()
+        .map(|e| {
+            (
+                e.revision,
+                e.change,
+                e.previous.as_ref().map(|p| p.revision),
+            )
+        })
+        .collect();
+    assert_eq!(
+        seen,
+        [(3, Change::Put, Some(1)), (4, Change::Delete, Some(3))]
+    );
     let then = store.list_at("a/", 3).expect("history");
     assert_eq!(then.len(), 1);
     assert_eq!(then[0].1.value, Bytes::from("y@3"));
@@ -46,9 +82,18 @@ async fn changes_come_in_order_with_the_content_before_them() {
 async fn a_reader_behind_the_ring_is_told_so() {
     let store = Store::in_memory();
     for i in 0..RING + 5 {
-        store.write(put(&format!("k/{i}"), Expect::Absent, "v")).await.expect("put");
+        store
+            .write(put(&format!("k/{i}"), Expect::Absent, "v"))
+            .await
+            .expect("put");
     }
-    assert_eq!(store.changes(0, "k/").expect_err("too old"), Compacted { asked: 0, oldest: 5 });
+    assert_eq!(
+        store.changes(0, "k/").expect_err("too old"),
+        Compacted {
+            asked: 0,
+            oldest: 5
+        }
+    );
     assert_eq!(store.changes(5, "k/").expect("kept").len(), RING);
 }
 
@@ -57,9 +102,18 @@ async fn what_was_acknowledged_is_there_after_reopening() {
     let dir = tempfile::tempdir().expect("a directory");
     let file = dir.path().join("store");
     let store = Store::open(&file, |_, _| Attrs::default()).expect("open");
-    let record = store.write(put("a/1", Expect::Absent, "x")).await.expect("put");
-    store.write(put("a/2", Expect::Absent, "y")).await.expect("put");
-    store.write(delete("a/1", record.revision)).await.expect("delete");
+    let record = store
+        .write(put("a/1", Expect::Absent, "x"))
+        .await
+        .expect("put");
+    store
+        .write(put("a/2", Expect::Absent, "y"))
+        .await
+        .expect("put");
+    store
+        .write(delete("a/1", record.revision))
+        .await
+        .expect("delete");
     // A copy of the file as it stands is what kill -9 would leave.
     let copy = dir.path().join("copy");
     std::fs::copy(&file, &copy).expect("copy");
@@ -67,6 +121,9 @@ async fn what_was_acknowledged_is_there_after_reopening() {
     assert_eq!(again.revision(), 3);
     assert!(again.get("a/1").is_none());
     assert_eq!(again.get("a/2").expect("kept").value, Bytes::from("y@2"));
-    let next = again.write(put("a/3", Expect::Absent, "z")).await.expect("put");
+    let next = again
+        .write(put("a/3", Expect::Absent, "z"))
+        .await
+        .expect("put");
     assert_eq!(next.revision, 4, "a revision is never reused");
 }

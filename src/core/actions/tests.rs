@@ -5,7 +5,10 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 fn a_pod(policy: &str, init: Value, names: &[&str]) -> Pod {
-    let containers: Vec<Value> = names.iter().map(|n| json!({"name": n, "image": "i"})).collect();
+    let containers: Vec<Value> = names
+        .iter()
+        .map(|n| json!({"name": n, "image": "i"}))
+        .collect();
     serde_json::from_value(
         json!({"metadata": {"name": "p", "uid": "u"}, "spec": {"restartPolicy": policy, "initContainers": init, "containers": containers}}),
     )
@@ -23,8 +26,18 @@ fn sandbox(id: &str, attempt: u32, ready: bool) -> Sandbox {
     }
 }
 
-fn container(name: &str, sandbox: &str, attempt: u32, state: ContainerState, code: i32) -> observed::Container {
-    let hash = pod::container_hash(&Container { name: name.into(), image: Some("i".into()), ..Container::default() });
+fn container(
+    name: &str,
+    sandbox: &str,
+    attempt: u32,
+    state: ContainerState,
+    code: i32,
+) -> observed::Container {
+    let hash = pod::container_hash(&Container {
+        name: name.into(),
+        image: Some("i".into()),
+        ..Container::default()
+    });
     observed::Container {
         id: format!("{name}-{attempt}"),
         name: name.into(),
@@ -46,20 +59,30 @@ fn container(name: &str, sandbox: &str, attempt: u32, state: ContainerState, cod
 }
 
 fn seen(sandboxes: Vec<Sandbox>, containers: Vec<observed::Container>) -> ObservedPod {
-    let mut observed = ObservedPod { sandboxes, containers };
+    let mut observed = ObservedPod {
+        sandboxes,
+        containers,
+    };
     observed.sort();
     observed
 }
 
 fn starts(actions: &PodActions) -> Vec<(String, u32)> {
-    actions.start.iter().map(|s| (s.container.name.clone(), s.attempt)).collect()
+    actions
+        .start
+        .iter()
+        .map(|s| (s.container.name.clone(), s.attempt))
+        .collect()
 }
 
 use ContainerState::{Exited, Running, Unknown};
 
 fn with(probed: &Probed) -> Health<'_> {
     static AS_SPEC: Sizes = Sizes::new();
-    Health { probed, actuated: &AS_SPEC }
+    Health {
+        probed,
+        actuated: &AS_SPEC,
+    }
 }
 
 fn none() -> Health<'static> {
@@ -69,15 +92,38 @@ fn none() -> Health<'static> {
 
 #[test]
 fn what_was_made_and_never_started_is_replaced_and_does_not_count() {
-    let observed = seen(vec![sandbox("s", 0, true)], vec![container("a", "s", 3, ContainerState::Created, 0)]);
-    let actions = compute(&a_pod("Always", json!([]), &["a"]), &observed, &none(), |_| 0);
-    assert_eq!((starts(&actions), actions.start[0].replaces.as_deref()), (vec![("a".to_owned(), 3)], Some("a-3")));
+    let observed = seen(
+        vec![sandbox("s", 0, true)],
+        vec![container("a", "s", 3, ContainerState::Created, 0)],
+    );
+    let actions = compute(
+        &a_pod("Always", json!([]), &["a"]),
+        &observed,
+        &none(),
+        |_| 0,
+    );
+    assert_eq!(
+        (starts(&actions), actions.start[0].replaces.as_deref()),
+        (vec![("a".to_owned(), 3)], Some("a-3"))
+    );
 }
 
 #[test]
 fn a_new_pod_gets_a_sandbox_and_its_containers() {
-    let actions = compute(&a_pod("Always", json!([]), &["a", "b"]), &ObservedPod::default(), &none(), |_| 0);
-    assert_eq!((actions.create_sandbox, actions.kill_pod, starts(&actions).len()), (Some(0), false, 2));
+    let actions = compute(
+        &a_pod("Always", json!([]), &["a", "b"]),
+        &ObservedPod::default(),
+        &none(),
+        |_| 0,
+    );
+    assert_eq!(
+        (
+            actions.create_sandbox,
+            actions.kill_pod,
+            starts(&actions).len()
+        ),
+        (Some(0), false, 2)
+    );
 }
 
 #[test]
@@ -92,28 +138,73 @@ fn restarts_follow_policy_exit_code_and_state() {
         ("Always", Unknown, 0, &[("a", 1)], false),
     ];
     for (policy, state, code, expected, kills) in cases {
-        let actions = compute(&a_pod(policy, json!([]), &["a"]), &seen(ready(), vec![container("a", "s", 0, state, code)]), &none(), |_| 0);
-        let expected: Vec<(String, u32)> = expected.iter().map(|(n, a)| ((*n).into(), *a)).collect();
-        assert_eq!((starts(&actions), actions.kill_pod), (expected, kills), "{policy} {state:?} {code}");
+        let actions = compute(
+            &a_pod(policy, json!([]), &["a"]),
+            &seen(ready(), vec![container("a", "s", 0, state, code)]),
+            &none(),
+            |_| 0,
+        );
+        let expected: Vec<(String, u32)> =
+            expected.iter().map(|(n, a)| ((*n).into(), *a)).collect();
+        assert_eq!(
+            (starts(&actions), actions.kill_pod),
+            (expected, kills),
+            "{policy} {state:?} {code}"
+        );
         assert_eq!(actions.kill.len(), usize::from(state == Unknown));
     }
 }
 
 #[test]
 fn a_lost_sandbox_is_replaced_and_its_containers_with_it() {
-    let observed = seen(vec![sandbox("s", 3, false)], vec![container("a", "s", 1, Exited, 137)]);
-    let actions = compute(&a_pod("Always", json!([]), &["a"]), &observed, &none(), |_| 0);
-    assert_eq!((actions.kill_pod, actions.create_sandbox, starts(&actions)), (true, Some(4), vec![("a".into(), 2)]));
-    let never = compute(&a_pod("Never", json!([]), &["a"]), &observed, &none(), |_| 0);
-    assert_eq!((never.kill_pod, never.create_sandbox, never.start.len()), (true, None, 0));
+    let observed = seen(
+        vec![sandbox("s", 3, false)],
+        vec![container("a", "s", 1, Exited, 137)],
+    );
+    let actions = compute(
+        &a_pod("Always", json!([]), &["a"]),
+        &observed,
+        &none(),
+        |_| 0,
+    );
+    assert_eq!(
+        (actions.kill_pod, actions.create_sandbox, starts(&actions)),
+        (true, Some(4), vec![("a".into(), 2)])
+    );
+    let never = compute(
+        &a_pod("Never", json!([]), &["a"]),
+        &observed,
+        &none(),
+        |_| 0,
+    );
+    assert_eq!(
+        (never.kill_pod, never.create_sandbox, never.start.len()),
+        (true, None, 0)
+    );
     assert!(never.give_up, "what ran under Never must not run again");
     let init = json!([{"name": "i", "image": "i"}]);
-    let early = seen(vec![sandbox("s", 0, false)], vec![container("i", "s", 0, Exited, 0)]);
+    let early = seen(
+        vec![sandbox("s", 0, false)],
+        vec![container("i", "s", 0, Exited, 0)],
+    );
     let again = compute(&a_pod("Never", init, &["a"]), &early, &none(), |_| 0);
-    assert_eq!((again.give_up, again.create_sandbox, starts(&again)), (false, Some(1), vec![("i".into(), 1)]), "nothing of the pod itself had run");
+    assert_eq!(
+        (again.give_up, again.create_sandbox, starts(&again)),
+        (false, Some(1), vec![("i".into(), 1)]),
+        "nothing of the pod itself had run"
+    );
     let mut host = a_pod("Always", json!([]), &["a"]);
     host.spec.as_mut().expect("spec").host_network = Some(true);
-    assert_eq!(compute(&host, &seen(vec![sandbox("s", 0, true)], vec![]), &none(), |_| 0).create_sandbox, Some(1));
+    assert_eq!(
+        compute(
+            &host,
+            &seen(vec![sandbox("s", 0, true)], vec![]),
+            &none(),
+            |_| 0
+        )
+        .create_sandbox,
+        Some(1)
+    );
 }
 
 #[test]
@@ -131,24 +222,48 @@ fn init_containers_run_one_by_one_and_sidecars_stay() {
         (vec![done("i1"), up("side")], vec!["i2"]),
         (vec![done("i1"), up("side"), done("i2")], vec!["a"]),
         (vec![done("i1"), up("side"), done("i2"), up("a")], vec![]),
-        (vec![done("i1"), container("side", "s", 0, Exited, 0), done("i2"), up("a")], vec!["side"]),
+        (
+            vec![
+                done("i1"),
+                container("side", "s", 0, Exited, 0),
+                done("i2"),
+                up("a"),
+            ],
+            vec!["side"],
+        ),
     ];
     for (containers, expected) in cases {
-        let names: Vec<String> = containers.iter().map(|c| format!("{} {:?}", c.name, c.state)).collect();
+        let names: Vec<String> = containers
+            .iter()
+            .map(|c| format!("{} {:?}", c.name, c.state))
+            .collect();
         let actions = compute(&pod, &seen(ready(), containers), &none(), |_| 0);
-        let started: Vec<&str> = actions.start.iter().map(|s| s.container.name.as_str()).collect();
+        let started: Vec<&str> = actions
+            .start
+            .iter()
+            .map(|s| s.container.name.as_str())
+            .collect();
         assert_eq!(started, expected, "{names:?}");
         assert!(!actions.kill_pod, "{names:?}");
     }
     let never = a_pod("Never", json!([{"name": "i1", "image": "i"}]), &["a"]);
-    let failed = compute(&never, &seen(ready(), vec![container("i1", "s", 0, Exited, 1)]), &none(), |_| 0);
+    let failed = compute(
+        &never,
+        &seen(ready(), vec![container("i1", "s", 0, Exited, 1)]),
+        &none(),
+        |_| 0,
+    );
     assert!(failed.kill_pod && failed.start.is_empty());
 }
 
 #[test]
 fn of_ended_containers_the_newest_stays() {
     let observed = seen(
-        vec![sandbox("old", 0, false), sandbox("used", 1, false), sandbox("s", 2, true)],
+        vec![
+            sandbox("old", 0, false),
+            sandbox("used", 1, false),
+            sandbox("s", 2, true),
+        ],
         vec![
             container("a", "s", 3, Running, 0),
             container("a", "s", 2, Exited, 1),
@@ -156,7 +271,13 @@ fn of_ended_containers_the_newest_stays() {
             container("b", "used", 0, Exited, 0),
         ],
     );
-    assert_eq!(surplus(&observed).iter().map(|c| c.id.as_str()).collect::<Vec<_>>(), ["a-1"]);
+    assert_eq!(
+        surplus(&observed)
+            .iter()
+            .map(|c| c.id.as_str())
+            .collect::<Vec<_>>(),
+        ["a-1"]
+    );
     assert_eq!(surplus_sandboxes(&observed), ["old"]);
 }
 
@@ -164,18 +285,61 @@ fn of_ended_containers_the_newest_stays() {
 fn granted_sizes_are_carried_out_as_the_policy_says() {
     let mut pod = a_pod("Always", json!([]), &["a", "b"]);
     let actuated = resize::wished(&pod);
-    for (container, policy) in pod.spec.as_mut().expect("spec").containers.iter_mut().zip(["NotRequired", "RestartContainer"]) {
-        container.resources = serde_json::from_value(json!({"requests": {"cpu": "1"}})).expect("resources");
-        container.resize_policy = serde_json::from_value(json!([{"resourceName": "cpu", "restartPolicy": policy}])).expect("a policy");
+    for (container, policy) in pod
+        .spec
+        .as_mut()
+        .expect("spec")
+        .containers
+        .iter_mut()
+        .zip(["NotRequired", "RestartContainer"])
+    {
+        container.resources =
+            serde_json::from_value(json!({"requests": {"cpu": "1"}})).expect("resources");
+        container.resize_policy =
+            serde_json::from_value(json!([{"resourceName": "cpu", "restartPolicy": policy}]))
+                .expect("a policy");
     }
-    let observed = seen(vec![sandbox("s", 0, true)], vec![container("a", "s", 0, Running, 0), container("b", "s", 0, Running, 0)]);
-    let actions = compute(&pod, &observed, &Health { probed: &Probed::default(), actuated: &actuated }, |_| 0);
+    let observed = seen(
+        vec![sandbox("s", 0, true)],
+        vec![
+            container("a", "s", 0, Running, 0),
+            container("b", "s", 0, Running, 0),
+        ],
+    );
+    let actions = compute(
+        &pod,
+        &observed,
+        &Health {
+            probed: &Probed::default(),
+            actuated: &actuated,
+        },
+        |_| 0,
+    );
     assert_eq!(
-        (actions.resize, actions.kill[0].message.as_str(), actions.start.len()),
-        (vec!["a".to_owned()], "Container b resize requires restart, will be restarted", 1)
+        (
+            actions.resize,
+            actions.kill[0].message.as_str(),
+            actions.start.len()
+        ),
+        (
+            vec!["a".to_owned()],
+            "Container b resize requires restart, will be restarted",
+            1
+        )
     );
     let wished = resize::wished(&pod);
-    assert!(compute(&pod, &observed, &Health { probed: &Probed::default(), actuated: &wished }, |_| 0).is_empty());
+    assert!(
+        compute(
+            &pod,
+            &observed,
+            &Health {
+                probed: &Probed::default(),
+                actuated: &wished
+            },
+            |_| 0
+        )
+        .is_empty()
+    );
 }
 
 #[test]
@@ -184,36 +348,97 @@ fn a_changed_image_restarts_only_that_container() {
     pod.spec.as_mut().expect("spec").containers[0].image = Some("other".into());
     let actions = compute(
         &pod,
-        &seen(vec![sandbox("s", 0, true)], vec![container("a", "s", 0, Running, 0), container("b", "s", 0, Running, 0)]),
+        &seen(
+            vec![sandbox("s", 0, true)],
+            vec![
+                container("a", "s", 0, Running, 0),
+                container("b", "s", 0, Running, 0),
+            ],
+        ),
         &none(),
         |_| 0,
     );
-    assert_eq!((actions.kill.len(), starts(&actions)), (1, vec![("a".into(), 1)]));
+    assert_eq!(
+        (actions.kill.len(), starts(&actions)),
+        (1, vec![("a".into(), 1)])
+    );
 }
 
 #[test]
 fn probes_restart_what_failed_and_gate_what_follows() {
-    let mut pod = a_pod("Always", json!([{"name": "side", "image": "i", "restartPolicy": "Always", "startupProbe": {}}]), &["a"]);
+    let mut pod = a_pod(
+        "Always",
+        json!([{"name": "side", "image": "i", "restartPolicy": "Always", "startupProbe": {}}]),
+        &["a"],
+    );
     pod.spec.as_mut().expect("spec").containers[0].liveness_probe =
         Some(serde_json::from_value(json!({"terminationGracePeriodSeconds": 7})).expect("a probe"));
     let health = |id: &str, health: probe::Health| Probed([(id.to_owned(), health)].into());
-    let up = |names: &[&str]| seen(vec![sandbox("s", 0, true)], names.iter().map(|n| container(n, "s", 0, Running, 0)).collect());
+    let up = |names: &[&str]| {
+        seen(
+            vec![sandbox("s", 0, true)],
+            names
+                .iter()
+                .map(|n| container(n, "s", 0, Running, 0))
+                .collect(),
+        )
+    };
     let waiting = compute(&pod, &up(&["side"]), &none(), |_| 0);
-    assert!(waiting.is_empty(), "the sidecar has not started yet: {waiting:?}");
-    let started = health("side-0", probe::Health { started: Some(true), ..probe::Health::default() });
-    assert_eq!(starts(&compute(&pod, &up(&["side"]), &with(&started), |_| 0)), [("a".to_owned(), 0)]);
-    let sick = health("side-0", probe::Health { started: Some(false), ..probe::Health::default() });
+    assert!(
+        waiting.is_empty(),
+        "the sidecar has not started yet: {waiting:?}"
+    );
+    let started = health(
+        "side-0",
+        probe::Health {
+            started: Some(true),
+            ..probe::Health::default()
+        },
+    );
+    assert_eq!(
+        starts(&compute(&pod, &up(&["side"]), &with(&started), |_| 0)),
+        [("a".to_owned(), 0)]
+    );
+    let sick = health(
+        "side-0",
+        probe::Health {
+            started: Some(false),
+            ..probe::Health::default()
+        },
+    );
     let actions = compute(&pod, &up(&["side"]), &with(&sick), |_| 0);
     assert_eq!(
         (actions.kill[0].message.as_str(), starts(&actions)),
-        ("Init container side failed startup probe, will be restarted", vec![("side".into(), 1)])
+        (
+            "Init container side failed startup probe, will be restarted",
+            vec![("side".into(), 1)]
+        )
     );
-    let dead = health("a-0", probe::Health { alive: Some(false), ..probe::Health::default() });
+    let dead = health(
+        "a-0",
+        probe::Health {
+            alive: Some(false),
+            ..probe::Health::default()
+        },
+    );
     let actions = compute(&pod, &up(&["side", "a"]), &with(&dead), |_| 0);
-    assert_eq!((actions.kill[0].message.as_str(), actions.kill[0].grace), ("Container a failed liveness probe, will be restarted", Some(7)));
+    assert_eq!(
+        (actions.kill[0].message.as_str(), actions.kill[0].grace),
+        (
+            "Container a failed liveness probe, will be restarted",
+            Some(7)
+        )
+    );
     pod.spec.as_mut().expect("spec").restart_policy = Some("Never".into());
     let actions = compute(&pod, &up(&["side", "a"]), &with(&dead), |_| 0);
-    assert_eq!((actions.kill[0].message.as_str(), actions.start.len(), actions.kill_pod), ("Container a failed liveness probe", 0, true));
+    assert_eq!(
+        (
+            actions.kill[0].message.as_str(),
+            actions.start.len(),
+            actions.kill_pod
+        ),
+        ("Container a failed liveness probe", 0, true)
+    );
 }
 
 #[test]
@@ -224,15 +449,44 @@ fn rules_of_a_container_decide_before_its_policy_and_that_before_the_pods() {
     a.restart_policy = Some("OnFailure".into());
     a.restart_policy_rules = serde_json::from_value(rules).expect("rules");
     let of = |code| after_exit(&pod, Role::Regular, &pod::spec(&pod).containers[0], code);
-    assert_eq!([of(0), of(1), of(3), of(4)], [AfterExit::Stay, AfterExit::Restart, AfterExit::Restart, AfterExit::RestartAll]);
+    assert_eq!(
+        [of(0), of(1), of(3), of(4)],
+        [
+            AfterExit::Stay,
+            AfterExit::Restart,
+            AfterExit::Restart,
+            AfterExit::RestartAll
+        ]
+    );
     let b = &pod::spec(&pod).containers[1];
     assert_eq!(after_exit(&pod, Role::Regular, b, 1), AfterExit::Stay);
-    let observed = seen(vec![sandbox("s", 0, true)], vec![container("a", "s", 0, Exited, 4), container("b", "s", 0, Running, 0)]);
+    let observed = seen(
+        vec![sandbox("s", 0, true)],
+        vec![
+            container("a", "s", 0, Exited, 4),
+            container("b", "s", 0, Running, 0),
+        ],
+    );
     let actions = compute(&pod, &observed, &none(), |_| 0);
-    let order: Vec<&str> = actions.restart_all.iter().map(|k| k.name.as_str()).collect();
-    assert_eq!((order, actions.start.len()), (vec!["b", "a"], 0), "the one that asked goes last");
-    let init = Container { name: "i".into(), restart_policy: Some("Never".into()), ..Container::default() };
-    assert_eq!(after_exit(&a_pod("Always", json!([]), &["a"]), Role::Init, &init, 1), AfterExit::Stay);
+    let order: Vec<&str> = actions
+        .restart_all
+        .iter()
+        .map(|k| k.name.as_str())
+        .collect();
+    assert_eq!(
+        (order, actions.start.len()),
+        (vec!["b", "a"], 0),
+        "the one that asked goes last"
+    );
+    let init = Container {
+        name: "i".into(),
+        restart_policy: Some("Never".into()),
+        ..Container::default()
+    };
+    assert_eq!(
+        after_exit(&a_pod("Always", json!([]), &["a"]), Role::Init, &init, 1),
+        AfterExit::Stay
+    );
 }
 
 proptest! {

@@ -24,11 +24,24 @@ pub fn octets(address: IpAddr) -> Vec<u8> {
 }
 
 fn compare(bytes: &[u8], equal: bool) -> Attributes {
-    expression("cmp", &Attributes::new().big(1, 1).big(2, u32::from(!equal)).nest(3, &value(bytes)))
+    expression(
+        "cmp",
+        &Attributes::new()
+            .big(1, 1)
+            .big(2, u32::from(!equal))
+            .nest(3, &value(bytes)),
+    )
 }
 
 fn payload(base: u32, offset: u32, length: u32) -> Attributes {
-    expression("payload", &Attributes::new().big(1, 1).big(2, base).big(3, offset).big(4, length))
+    expression(
+        "payload",
+        &Attributes::new()
+            .big(1, 1)
+            .big(2, base)
+            .big(3, offset)
+            .big(4, length),
+    )
 }
 
 fn meta(key: u32) -> Attributes {
@@ -82,7 +95,15 @@ pub fn address_is(source: bool, net: IpNet, equal: bool) -> Vec<Attributes> {
     if net.prefix_len() < net.max_prefix_len() {
         let zero = vec![0; bytes.len()];
         let mask = octets(net.netmask());
-        list.push(expression("bitwise", &Attributes::new().big(1, 1).big(2, 1).big(3, length).nest(4, &value(&mask)).nest(5, &value(&zero))));
+        list.push(expression(
+            "bitwise",
+            &Attributes::new()
+                .big(1, 1)
+                .big(2, 1)
+                .big(3, length)
+                .nest(4, &value(&mask))
+                .nest(5, &value(&zero)),
+        ));
     }
     list.push(compare(&bytes, equal));
     list
@@ -92,11 +113,17 @@ pub fn address_is(source: bool, net: IpNet, equal: bool) -> Vec<Attributes> {
 #[must_use]
 pub fn for_this_host() -> Vec<Attributes> {
     const LOCAL: u32 = 2;
-    vec![expression("fib", &Attributes::new().big(1, 1).big(2, 3).big(3, 2)), compare(&LOCAL.to_ne_bytes(), true)]
+    vec![
+        expression("fib", &Attributes::new().big(1, 1).big(2, 3).big(3, 2)),
+        compare(&LOCAL.to_ne_bytes(), true),
+    ]
 }
 
 fn immediate(register: u32, data: &Attributes) -> Attributes {
-    expression("immediate", &Attributes::new().big(1, register).nest(2, data))
+    expression(
+        "immediate",
+        &Attributes::new().big(1, register).nest(2, data),
+    )
 }
 
 /// What becomes of a packet.
@@ -141,8 +168,16 @@ pub fn masquerade() -> Attributes {
 #[must_use]
 pub fn redirect(address: IpAddr, port: u16) -> Vec<Attributes> {
     let family = if address.is_ipv4() { 2 } else { 10 };
-    let nat = Attributes::new().big(1, 1).big(2, family).big(3, 1).big(5, 2);
-    vec![immediate(1, &value(&octets(address))), immediate(2, &value(&port.to_be_bytes())), expression("nat", &nat)]
+    let nat = Attributes::new()
+        .big(1, 1)
+        .big(2, family)
+        .big(3, 1)
+        .big(5, 2);
+    vec![
+        immediate(1, &value(&octets(address))),
+        immediate(2, &value(&port.to_be_bytes())),
+        expression("nat", &nat),
+    ]
 }
 
 /// What iptables counts.
@@ -154,5 +189,11 @@ pub fn counter() -> Attributes {
 /// A match of iptables that has no expression of its own there.
 #[must_use]
 pub fn extension(name: &str, revision: u32, info: &[u8]) -> Attributes {
-    expression("match", &Attributes::new().text(1, name).big(2, revision).put(3, info))
+    expression(
+        "match",
+        &Attributes::new()
+            .text(1, name)
+            .big(2, revision)
+            .put(3, info),
+    )
 }

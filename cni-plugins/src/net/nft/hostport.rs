@@ -6,12 +6,24 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::expression::{Verdict, address_is, for_this_host, interface_is, masquerade, port_is, protocol_is, redirect, verdict};
+use super::expression::{
+    Verdict, address_is, for_this_host, interface_is, masquerade, port_is, protocol_is, redirect,
+    verdict,
+};
 use super::{Family, Hook, Mark, Nft, Table};
 use crate::cni::{Owner, is_left_over};
 use crate::net::netlink::{Attributes, Message};
 
-const TABLES: [Table; 2] = [Table { family: Family::V4, name: "cni_hostport" }, Table { family: Family::V6, name: "cni_hostport" }];
+const TABLES: [Table; 2] = [
+    Table {
+        family: Family::V4,
+        name: "cni_hostport",
+    },
+    Table {
+        family: Family::V6,
+        name: "cni_hostport",
+    },
+];
 const PORTS: &str = "hostports";
 const ALL: &str = "hostports_all";
 const BY_ADDRESS: &str = "hostip_hostports";
@@ -71,7 +83,11 @@ fn table(v4: bool) -> Table {
 fn scaffold(table: Table) -> Vec<Message> {
     let mut local = for_this_host();
     local.push(verdict(Verdict::Jump(ALL)));
-    let nat = |hook, priority| Hook { kind: "nat", hook, priority };
+    let nat = |hook, priority| Hook {
+        kind: "nat",
+        hook,
+        priority,
+    };
     vec![
         table.create(),
         table.chain(PORTS),
@@ -95,11 +111,17 @@ impl Plan {
             return vec![];
         }
         if self.all {
-            let any: IpAddr = if v4 { [0u8; 4].into() } else { [0u8; 16].into() };
+            let any: IpAddr = if v4 {
+                [0u8; 4].into()
+            } else {
+                [0u8; 16].into()
+            };
             return IpNet::new(any, 0).into_iter().collect();
         }
         let localhost = v4.then(|| IpNet::from(IpAddr::from([127, 0, 0, 1])));
-        std::iter::once(IpNet::from(self.container)).chain(localhost).collect()
+        std::iter::once(IpNet::from(self.container))
+            .chain(localhost)
+            .collect()
     }
 
     /// How many rules it needs.
@@ -113,15 +135,28 @@ impl Plan {
         let mark = Mark::Comment(&owner.comment);
         let mut rules = vec![];
         for forward in &self.forwards {
-            let mut list: Vec<Attributes> = self.conditions.iter().flat_map(Condition::expressions).collect();
-            list.extend(forward.host.map(|h| address_is(false, IpNet::from(h), true)).unwrap_or_default());
+            let mut list: Vec<Attributes> = self
+                .conditions
+                .iter()
+                .flat_map(Condition::expressions)
+                .collect();
+            list.extend(
+                forward
+                    .host
+                    .map(|h| address_is(false, IpNet::from(h), true))
+                    .unwrap_or_default(),
+            );
             list.extend(protocol_is(forward.protocol));
             list.extend(port_is(forward.port));
             list.extend(redirect(self.container, forward.target));
             rules.push(table.append(PORTS, &list, mark));
         }
         for source in self.masqueraded() {
-            let mut list = if source.prefix_len() == 0 { vec![] } else { address_is(true, source, true) };
+            let mut list = if source.prefix_len() == 0 {
+                vec![]
+            } else {
+                address_is(true, source, true)
+            };
             list.extend(address_is(false, IpNet::from(self.container), true));
             list.push(masquerade());
             rules.push(table.append(MASQUERADING, &list, mark));
@@ -137,7 +172,10 @@ pub fn add(plan: &Plan, owner: &Owner) -> io::Result<()> {
 }
 
 fn chains() -> Vec<(Table, &'static str)> {
-    TABLES.iter().flat_map(|t| [(*t, PORTS), (*t, MASQUERADING)]).collect()
+    TABLES
+        .iter()
+        .flat_map(|t| [(*t, PORTS), (*t, MASQUERADING)])
+        .collect()
 }
 
 /// How many of the owner's rules there are for a family.
@@ -145,17 +183,24 @@ pub fn count(v4: bool, owner: &Owner) -> io::Result<usize> {
     let mut nft = Nft::open()?;
     let mut found = 0;
     for chain in [PORTS, MASQUERADING] {
-        found += nft.rules(table(v4), chain)?.iter().filter(|r| owner.has(&r.mark)).count();
+        found += nft
+            .rules(table(v4), chain)?
+            .iter()
+            .filter(|r| owner.has(&r.mark))
+            .count();
     }
     Ok(found)
 }
 
 /// Stops forwarding for the owner, also what the reference marked with nothing but the container's id.
 pub fn remove(nft: &mut Nft, owner: &Owner, container: &str) -> io::Result<()> {
-    nft.delete(&chains(), |rule| owner.has(&rule.mark) || rule.mark == container)
+    nft.delete(&chains(), |rule| {
+        owner.has(&rule.mark) || rule.mark == container
+    })
 }
 
 /// Stops forwarding for attachments that are not in `keep`.
 pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
-    Nft::clean(|nft| nft.delete(&chains(), |rule| is_left_over(&rule.mark, network, keep))).map(drop)
+    Nft::clean(|nft| nft.delete(&chains(), |rule| is_left_over(&rule.mark, network, keep)))
+        .map(drop)
 }

@@ -12,8 +12,26 @@ use super::{Family, Hook, Mark, Nft, Rule, Table, missing_is_fine};
 use crate::cni::{Owner, digest, is_left_over};
 use crate::net::netlink::{Attributes, Message};
 
-const NAT: [Table; 2] = [Table { family: Family::V4, name: "nat" }, Table { family: Family::V6, name: "nat" }];
-const FILTER: [Table; 2] = [Table { family: Family::V4, name: "filter" }, Table { family: Family::V6, name: "filter" }];
+const NAT: [Table; 2] = [
+    Table {
+        family: Family::V4,
+        name: "nat",
+    },
+    Table {
+        family: Family::V6,
+        name: "nat",
+    },
+];
+const FILTER: [Table; 2] = [
+    Table {
+        family: Family::V4,
+        name: "filter",
+    },
+    Table {
+        family: Family::V6,
+        name: "filter",
+    },
+];
 
 const FORWARD: &str = "FORWARD";
 const OURS: &str = "CNI-FORWARD";
@@ -24,7 +42,9 @@ const STAGES: [&str; 2] = ["CNI-ISOLATION-STAGE-1", "CNI-ISOLATION-STAGE-2"];
 pub fn is_legacy(table: &str) -> bool {
     ["/proc/net/ip_tables_names", "/proc/net/ip6_tables_names"]
         .iter()
-        .any(|path| std::fs::read_to_string(path).is_ok_and(|names| names.lines().any(|name| name == table)))
+        .any(|path| {
+            std::fs::read_to_string(path).is_ok_and(|names| names.lines().any(|name| name == table))
+        })
 }
 
 /// Removes a chain and the rules of `entries` that jump to it.
@@ -41,7 +61,12 @@ fn drop_chain(nft: &mut Nft, entries: &[&str], chain: &str) -> io::Result<()> {
         let mut doomed = vec![];
         for entry in entries {
             let jumps = |r: &&Rule| r.target.as_deref() == Some(chain);
-            doomed.extend(nft.rules(table, entry)?.iter().filter(jumps).map(|r| table.delete(entry, r)));
+            doomed.extend(
+                nft.rules(table, entry)?
+                    .iter()
+                    .filter(jumps)
+                    .map(|r| table.delete(entry, r)),
+            );
         }
         doomed.extend(table.remove(chain));
         missing_is_fine(nft.commit(doomed))?;
@@ -51,7 +76,11 @@ fn drop_chain(nft: &mut Nft, entries: &[&str], chain: &str) -> io::Result<()> {
 
 /// Removes how the reference masqueraded a container.
 pub fn remove_masquerade(nft: &mut Nft, network: &str, container: &str) -> io::Result<()> {
-    drop_chain(nft, &["POSTROUTING"], &format!("CNI-{}", digest(&format!("{network}{container}"), 24)))
+    drop_chain(
+        nft,
+        &["POSTROUTING"],
+        &format!("CNI-{}", digest(&format!("{network}{container}"), 24)),
+    )
 }
 
 /// Removes how the reference forwarded ports to a container.
@@ -86,7 +115,12 @@ fn end(mut expressions: Vec<Attributes>, last: Verdict<'_>) -> Vec<Attributes> {
 }
 
 fn families(addresses: &[IpAddr]) -> Vec<Table> {
-    [true, false].into_iter().zip(FILTER).filter(|(v4, _)| addresses.iter().any(|a| a.is_ipv4() == *v4)).map(|(_, t)| t).collect()
+    [true, false]
+        .into_iter()
+        .zip(FILTER)
+        .filter(|(v4, _)| addresses.iter().any(|a| a.is_ipv4() == *v4))
+        .map(|(_, t)| t)
+        .collect()
 }
 
 fn belongs(table: Table, address: IpAddr) -> bool {
@@ -102,7 +136,14 @@ fn missing_chains(nft: &mut Nft, table: Table, chains: &[&str]) -> io::Result<Ve
     let mut messages = vec![];
     if !nft.has(table, FORWARD)? {
         messages.push(table.create());
-        messages.push(table.hooked(FORWARD, Hook { kind: "filter", hook: 2, priority: 0 }));
+        messages.push(table.hooked(
+            FORWARD,
+            Hook {
+                kind: "filter",
+                hook: 2,
+                priority: 0,
+            },
+        ));
     }
     for chain in chains {
         if !nft.has(table, chain)? {
@@ -113,8 +154,17 @@ fn missing_chains(nft: &mut Nft, table: Table, chains: &[&str]) -> io::Result<Ve
 }
 
 /// A jump at the beginning of `from`, unless there is one.
-fn jump(nft: &mut Nft, table: Table, from: &str, to: &str, text: &str) -> io::Result<Option<Message>> {
-    let there = nft.rules(table, from)?.iter().any(|r| r.target.as_deref() == Some(to));
+fn jump(
+    nft: &mut Nft,
+    table: Table,
+    from: &str,
+    to: &str,
+    text: &str,
+) -> io::Result<Option<Message>> {
+    let there = nft
+        .rules(table, from)?
+        .iter()
+        .any(|r| r.target.as_deref() == Some(to));
     Ok((!there).then(|| table.prepend(from, &end(vec![comment(text)], Verdict::Jump(to)))))
 }
 
@@ -124,8 +174,20 @@ pub fn allow(addresses: &[IpAddr], admin: &str, owner: &Owner) -> io::Result<()>
         let mut messages = vec![];
         for table in families(addresses) {
             messages.extend(missing_chains(nft, table, &[OURS, admin])?);
-            messages.extend(jump(nft, table, FORWARD, OURS, "CNI firewall plugin rules")?);
-            messages.extend(jump(nft, table, OURS, admin, "CNI firewall plugin admin overrides")?);
+            messages.extend(jump(
+                nft,
+                table,
+                FORWARD,
+                OURS,
+                "CNI firewall plugin rules",
+            )?);
+            messages.extend(jump(
+                nft,
+                table,
+                OURS,
+                admin,
+                "CNI firewall plugin admin overrides",
+            )?);
             let rules = nft.rules(table, OURS)?;
             for address in addresses.iter().filter(|a| belongs(table, **a)) {
                 if rules.iter().filter(|r| is_about(r, *address)).count() >= 2 {
@@ -134,8 +196,16 @@ pub fn allow(addresses: &[IpAddr], admin: &str, owner: &Owner) -> io::Result<()>
                 let host = IpNet::from(*address);
                 let mut back = address_is(false, host, true);
                 back.push(answers());
-                messages.push(table.append(OURS, &end(back, Verdict::Accept), Mark::Key(&owner.comment)));
-                messages.push(table.append(OURS, &end(address_is(true, host, true), Verdict::Accept), Mark::Key(&owner.comment)));
+                messages.push(table.append(
+                    OURS,
+                    &end(back, Verdict::Accept),
+                    Mark::Key(&owner.comment),
+                ));
+                messages.push(table.append(
+                    OURS,
+                    &end(address_is(true, host, true), Verdict::Accept),
+                    Mark::Key(&owner.comment),
+                ));
             }
         }
         Ok(messages)
@@ -146,10 +216,18 @@ pub fn allow(addresses: &[IpAddr], admin: &str, owner: &Owner) -> io::Result<()>
 pub fn allows(addresses: &[IpAddr]) -> io::Result<bool> {
     let mut nft = Nft::open()?;
     for table in families(addresses) {
-        let entered = nft.rules(table, FORWARD)?.iter().any(|r| r.target.as_deref() == Some(OURS));
+        let entered = nft
+            .rules(table, FORWARD)?
+            .iter()
+            .any(|r| r.target.as_deref() == Some(OURS));
         let rules = nft.rules(table, OURS)?;
         let complete = |a: &IpAddr| rules.iter().filter(|r| is_about(r, *a)).count() >= 2;
-        if !entered || !addresses.iter().filter(|a| belongs(table, **a)).all(complete) {
+        if !entered
+            || !addresses
+                .iter()
+                .filter(|a| belongs(table, **a))
+                .all(complete)
+        {
             return Ok(false);
         }
     }
@@ -165,7 +243,12 @@ pub fn disallow(addresses: &[IpAddr], owner: &Owner) -> io::Result<()> {
 
 /// Removes what is of no attachment in `keep`.
 pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
-    Nft::clean(|nft| nft.delete(&FILTER.map(|table| (table, OURS)), |r| is_left_over(&r.mark, network, keep))).map(drop)
+    Nft::clean(|nft| {
+        nft.delete(&FILTER.map(|table| (table, OURS)), |r| {
+            is_left_over(&r.mark, network, keep)
+        })
+    })
+    .map(drop)
 }
 
 fn names(rule: &Rule) -> Vec<String> {
@@ -174,7 +257,10 @@ fn names(rule: &Rule) -> Vec<String> {
 
 /// Lets nothing pass from another bridge that is kept apart; `within` not even between containers of this one.
 pub fn isolate(bridge: &str, within: bool, addresses: &[IpAddr]) -> io::Result<()> {
-    let text = format!("CNI firewall plugin rules (ingressPolicy: {})", if within { "isolated" } else { "same-bridge" });
+    let text = format!(
+        "CNI firewall plugin rules (ingressPolicy: {})",
+        if within { "isolated" } else { "same-bridge" }
+    );
     Nft::open()?.agree(|nft| {
         let mut messages = vec![];
         for table in families(addresses) {
@@ -201,7 +287,11 @@ pub fn isolate(bridge: &str, within: bool, addresses: &[IpAddr]) -> io::Result<(
             }
             for (stage, rules) in STAGES.iter().zip([first, second]) {
                 if rules.is_empty() {
-                    messages.push(table.append(stage, &end(vec![comment(&text)], Verdict::Return), Mark::None));
+                    messages.push(table.append(
+                        stage,
+                        &end(vec![comment(&text)], Verdict::Return),
+                        Mark::None,
+                    ));
                 }
             }
         }
@@ -214,9 +304,16 @@ pub fn is_isolated(bridge: &str, within: bool, addresses: &[IpAddr]) -> io::Resu
     let mut nft = Nft::open()?;
     for table in families(addresses) {
         let first = nft.rules(table, STAGES[0])?;
-        let here: Vec<&Rule> = first.iter().filter(|r| names(r) == [bridge, bridge]).collect();
+        let here: Vec<&Rule> = first
+            .iter()
+            .filter(|r| names(r) == [bridge, bridge])
+            .collect();
         let inner = !within || here.iter().any(|r| r.target.is_none());
-        let outer = here.iter().any(|r| r.target.is_some()) && nft.rules(table, STAGES[1])?.iter().any(|r| names(r) == [bridge]);
+        let outer = here.iter().any(|r| r.target.is_some())
+            && nft
+                .rules(table, STAGES[1])?
+                .iter()
+                .any(|r| names(r) == [bridge]);
         if !inner || !outer {
             return Ok(false);
         }

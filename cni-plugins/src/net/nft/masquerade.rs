@@ -10,7 +10,10 @@ use super::{Family, Hook, Mark, Nft, Table};
 use crate::cni::{Owner, is_left_over};
 use crate::net::netlink::Message;
 
-const TABLE: Table = Table { family: Family::Inet, name: "cni_plugins_masquerade" };
+const TABLE: Table = Table {
+    family: Family::Inet,
+    name: "cni_plugins_masquerade",
+};
 const CHECKS: &str = "masq_checks";
 const POSTROUTING: &str = "postrouting";
 
@@ -26,7 +29,14 @@ fn scaffold() -> Vec<Message> {
     vec![
         TABLE.create(),
         TABLE.chain(CHECKS),
-        TABLE.hooked(POSTROUTING, Hook { kind: "nat", hook: 4, priority: 100 }),
+        TABLE.hooked(
+            POSTROUTING,
+            Hook {
+                kind: "nat",
+                hook: 4,
+                priority: 100,
+            },
+        ),
         multicast(v4),
         multicast(v6),
         TABLE.append(POSTROUTING, &[verdict(Verdict::Goto(CHECKS))], Mark::None),
@@ -56,10 +66,18 @@ pub fn remove(nft: &mut Nft, owner: &Owner) -> io::Result<()> {
 
 /// Removes what is of no attachment in `keep`.
 pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
-    Nft::clean(|nft| nft.delete(&[(TABLE, CHECKS)], |rule| is_left_over(&rule.mark, network, keep))).map(drop)
+    Nft::clean(|nft| {
+        nft.delete(&[(TABLE, CHECKS)], |rule| {
+            is_left_over(&rule.mark, network, keep)
+        })
+    })
+    .map(drop)
 }
 
 /// Whether the owner's are there.
 pub fn has(owner: &Owner) -> io::Result<bool> {
-    Ok(Nft::open()?.rules(TABLE, CHECKS)?.iter().any(|r| owner.has(&r.mark)))
+    Ok(Nft::open()?
+        .rules(TABLE, CHECKS)?
+        .iter()
+        .any(|r| owner.has(&r.mark)))
 }

@@ -12,7 +12,9 @@ pub mod spoof;
 
 use std::io;
 
-use super::netlink::{ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes};
+use super::netlink::{
+    ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes,
+};
 
 const SUBSYSTEM: u16 = 10 << 8;
 const NEW_TABLE: u16 = SUBSYSTEM;
@@ -88,20 +90,33 @@ impl Table {
     /// Creates a chain for jumps; one that is there is fine.
     #[must_use]
     pub fn chain(self, name: &str) -> Message {
-        Message::new(NEW_CHAIN, REQUEST | ACK | CREATE, &self.header()).text(1, self.name).text(3, name)
+        Message::new(NEW_CHAIN, REQUEST | ACK | CREATE, &self.header())
+            .text(1, self.name)
+            .text(3, name)
     }
 
     /// Creates a base chain. Exclusive: of two processes that set up at once one loses, and then adds only its rules.
     #[must_use]
     pub fn hooked(self, name: &str, hook: Hook) -> Message {
-        let place = Attributes::new().big(1, hook.hook).big(2, hook.priority.cast_unsigned());
-        let message = Message::new(NEW_CHAIN, REQUEST | ACK | CREATE | EXCL, &self.header()).text(1, self.name).text(3, name);
+        let place = Attributes::new()
+            .big(1, hook.hook)
+            .big(2, hook.priority.cast_unsigned());
+        let message = Message::new(NEW_CHAIN, REQUEST | ACK | CREATE | EXCL, &self.header())
+            .text(1, self.name)
+            .text(3, name);
         message.nest(4, &place).text(7, hook.kind)
     }
 
     fn rule(self, flags: u16, chain: &str, expressions: &[Attributes], mark: Mark<'_>) -> Message {
-        let list = expressions.iter().fold(Attributes::new(), |list, expression| list.nest(1, expression));
-        let message = Message::new(NEW_RULE, REQUEST | ACK | CREATE | flags, &self.header()).text(1, self.name).text(2, chain).nest(4, &list);
+        let list = expressions
+            .iter()
+            .fold(Attributes::new(), |list, expression| {
+                list.nest(1, expression)
+            });
+        let message = Message::new(NEW_RULE, REQUEST | ACK | CREATE | flags, &self.header())
+            .text(1, self.name)
+            .text(2, chain)
+            .nest(4, &list);
         let (kind, text) = match mark {
             Mark::None => return message,
             Mark::Comment(text) => (COMMENT, text),
@@ -128,7 +143,10 @@ impl Table {
     /// Deletes a rule.
     #[must_use]
     pub fn delete(self, chain: &str, rule: &Rule) -> Message {
-        Message::new(DEL_RULE, REQUEST | ACK, &self.header()).text(1, self.name).text(2, chain).put(3, &rule.handle)
+        Message::new(DEL_RULE, REQUEST | ACK, &self.header())
+            .text(1, self.name)
+            .text(2, chain)
+            .put(3, &rule.handle)
     }
 
     /// Empties a chain and deletes it.
@@ -136,7 +154,9 @@ impl Table {
     pub fn remove(self, chain: &str) -> [Message; 2] {
         [DEL_RULE, DEL_CHAIN].map(|kind| {
             let name = if kind == DEL_RULE { 2 } else { 3 };
-            Message::new(kind, REQUEST | ACK, &self.header()).text(1, self.name).text(name, chain)
+            Message::new(kind, REQUEST | ACK, &self.header())
+                .text(1, self.name)
+                .text(name, chain)
         })
     }
 }
@@ -175,16 +195,25 @@ fn nested(bytes: &[u8], kind: u16) -> Option<&[u8]> {
 }
 
 fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).trim_end_matches('\0').to_owned()
+    String::from_utf8_lossy(bytes)
+        .trim_end_matches('\0')
+        .to_owned()
 }
 
 fn read_expression(bytes: &[u8], rule: &mut Rule) {
     let Some(data) = nested(bytes, 2) else { return };
     match nested(bytes, 1).map(text).as_deref() {
-        Some("cmp") => rule.values.extend(nested(data, 3).and_then(|d| nested(d, 1)).map(<[u8]>::to_vec)),
+        Some("cmp") => rule.values.extend(
+            nested(data, 3)
+                .and_then(|d| nested(d, 1))
+                .map(<[u8]>::to_vec),
+        ),
         Some("immediate") => {
             let verdict = nested(data, 2).and_then(|d| nested(d, 2));
-            rule.target = verdict.and_then(|v| nested(v, 2)).map(text).or(rule.target.take());
+            rule.target = verdict
+                .and_then(|v| nested(v, 2))
+                .map(text)
+                .or(rule.target.take());
         }
         _ => {}
     }
@@ -215,7 +244,13 @@ impl Nft {
         use nix::errno::Errno::{EINVAL, EOPNOTSUPP, EPROTONOSUPPORT};
         let opened = Nft::open().and_then(|mut nft| nft.probe().map(|()| nft));
         let mut nft = match opened {
-            Err(error) if [EINVAL, EOPNOTSUPP, EPROTONOSUPPORT].iter().any(|e| error.raw_os_error() == Some(*e as i32)) => return Ok(None),
+            Err(error)
+                if [EINVAL, EOPNOTSUPP, EPROTONOSUPPORT]
+                    .iter()
+                    .any(|e| error.raw_os_error() == Some(*e as i32)) =>
+            {
+                return Ok(None);
+            }
             nft => nft?,
         };
         work(&mut nft)?;
@@ -224,7 +259,9 @@ impl Nft {
 
     /// Whether there is such a chain.
     pub fn has(&mut self, table: Table, chain: &str) -> io::Result<bool> {
-        let query = Message::new(GET_CHAIN, REQUEST, &table.header()).text(1, table.name).text(3, chain);
+        let query = Message::new(GET_CHAIN, REQUEST, &table.header())
+            .text(1, table.name)
+            .text(3, chain);
         match self.0.query(query) {
             Ok(answers) => Ok(!answers.is_empty()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -234,7 +271,9 @@ impl Nft {
 
     /// The rules of a chain, none if there is no such chain.
     pub fn rules(&mut self, table: Table, chain: &str) -> io::Result<Vec<Rule>> {
-        let query = Message::new(GET_RULE, REQUEST | DUMP, &table.header()).text(1, table.name).text(2, chain);
+        let query = Message::new(GET_RULE, REQUEST | DUMP, &table.header())
+            .text(1, table.name)
+            .text(2, chain);
         match self.0.query(query) {
             Ok(answers) => Ok(answers.iter().map(|(_, body)| parse(body)).collect()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(vec![]),
@@ -266,11 +305,18 @@ impl Nft {
         const RESTART: i32 = 85;
         let mut last = Ok(());
         for _ in 0..ATTEMPTS {
-            let answers = self.0.query(Message::new(GET_GENERATION, REQUEST, &[0, 0, 0, 0]))?;
-            let generation = answers.first().and_then(|(_, body)| nested(body.get(4..)?, 1)).map(<[u8]>::to_vec);
+            let answers = self
+                .0
+                .query(Message::new(GET_GENERATION, REQUEST, &[0, 0, 0, 0]))?;
+            let generation = answers
+                .first()
+                .and_then(|(_, body)| nested(body.get(4..)?, 1))
+                .map(<[u8]>::to_vec);
             let messages = plan(self)?;
             last = self.transact(messages, generation.as_deref());
-            let changed = |e: &io::Error| e.raw_os_error() == Some(RESTART) || e.kind() == io::ErrorKind::AlreadyExists;
+            let changed = |e: &io::Error| {
+                e.raw_os_error() == Some(RESTART) || e.kind() == io::ErrorKind::AlreadyExists
+            };
             if !last.as_ref().is_err_and(changed) {
                 return last;
             }
@@ -281,7 +327,13 @@ impl Nft {
     }
 
     /// Adds `rules` to a table with a base chain `entry`; without it `scaffold` comes first.
-    fn add(&mut self, table: Table, entry: &str, scaffold: impl Fn() -> Vec<Message>, rules: &[Message]) -> io::Result<()> {
+    fn add(
+        &mut self,
+        table: Table,
+        entry: &str,
+        scaffold: impl Fn() -> Vec<Message>,
+        rules: &[Message],
+    ) -> io::Result<()> {
         if self.has(table, entry)? {
             return self.commit(rules.to_vec());
         }
@@ -297,11 +349,20 @@ impl Nft {
     }
 
     /// Deletes the rules of chains that `gone` selects, all at once. Those that somebody else has deleted are fine.
-    pub fn delete(&mut self, chains: &[(Table, &str)], gone: impl Fn(&Rule) -> bool) -> io::Result<()> {
+    pub fn delete(
+        &mut self,
+        chains: &[(Table, &str)],
+        gone: impl Fn(&Rule) -> bool,
+    ) -> io::Result<()> {
         for _ in 0..ATTEMPTS {
             let mut doomed = vec![];
             for (table, chain) in chains {
-                doomed.extend(self.rules(*table, chain)?.iter().filter(|r| gone(r)).map(|r| table.delete(chain, r)));
+                doomed.extend(
+                    self.rules(*table, chain)?
+                        .iter()
+                        .filter(|r| gone(r))
+                        .map(|r| table.delete(chain, r)),
+                );
             }
             match self.commit(doomed) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => *self = Nft::open()?,
@@ -313,7 +374,9 @@ impl Nft {
 
     /// Whether the kernel has nftables and this process may use them.
     pub fn probe(&mut self) -> io::Result<()> {
-        self.0.query(Message::new(GET_GENERATION, REQUEST, &[0, 0, 0, 0])).map(|_| ())
+        self.0
+            .query(Message::new(GET_GENERATION, REQUEST, &[0, 0, 0, 0]))
+            .map(|_| ())
     }
 }
 

@@ -6,7 +6,10 @@ use super::expression::{Verdict, interface_is, sender_is, verdict};
 use super::{Family, Hook, Mark, Nft, Table, missing_is_fine};
 use crate::net::netlink::Message;
 
-const TABLE: Table = Table { family: Family::Bridge, name: "nat" };
+const TABLE: Table = Table {
+    family: Family::Bridge,
+    name: "nat",
+};
 const ENTRY: &str = "PREROUTING";
 
 /// An attachment's chains, and the comment of its rules.
@@ -18,16 +21,34 @@ struct Names {
 
 fn names(container: &str, ifname: &str) -> Names {
     let id = format!("{container}-{ifname}");
-    Names { first: format!("cni-br-iface-{id}"), second: format!("cni-br-iface-{id}-mac"), comment: format!("macspoofchk-{id}") }
+    Names {
+        first: format!("cni-br-iface-{id}"),
+        second: format!("cni-br-iface-{id}-mac"),
+        comment: format!("macspoofchk-{id}"),
+    }
 }
 
 fn scaffold() -> Vec<Message> {
-    vec![TABLE.create(), TABLE.hooked(ENTRY, Hook { kind: "filter", hook: 0, priority: -300 })]
+    vec![
+        TABLE.create(),
+        TABLE.hooked(
+            ENTRY,
+            Hook {
+                kind: "filter",
+                hook: 0,
+                priority: -300,
+            },
+        ),
+    ]
 }
 
 /// Has the host's end `port` take only what `mac` sends.
 pub fn add(port: &str, mac: [u8; 6], container: &str, ifname: &str) -> io::Result<()> {
-    let Names { first, second, comment } = names(container, ifname);
+    let Names {
+        first,
+        second,
+        comment,
+    } = names(container, ifname);
     let mark = Mark::Comment(&comment);
     let mut from_port = interface_is(true, port, true);
     from_port.push(verdict(Verdict::Jump(&first)));
@@ -47,8 +68,17 @@ pub fn add(port: &str, mac: [u8; 6], container: &str, ifname: &str) -> io::Resul
 
 /// Removes it; what is missing is fine.
 pub fn remove(nft: &mut Nft, container: &str, ifname: &str) -> io::Result<()> {
-    let Names { first, second, comment } = names(container, ifname);
-    let mut doomed: Vec<Message> = nft.rules(TABLE, ENTRY)?.iter().filter(|r| r.mark == comment).map(|r| TABLE.delete(ENTRY, r)).collect();
+    let Names {
+        first,
+        second,
+        comment,
+    } = names(container, ifname);
+    let mut doomed: Vec<Message> = nft
+        .rules(TABLE, ENTRY)?
+        .iter()
+        .filter(|r| r.mark == comment)
+        .map(|r| TABLE.delete(ENTRY, r))
+        .collect();
     for chain in [&first, &second] {
         if nft.has(TABLE, chain)? {
             doomed.extend(TABLE.remove(chain));
@@ -59,7 +89,9 @@ pub fn remove(nft: &mut Nft, container: &str, ifname: &str) -> io::Result<()> {
 
 /// Whether it is there.
 pub fn has(container: &str, ifname: &str) -> io::Result<bool> {
-    let Names { second, comment, .. } = names(container, ifname);
+    let Names {
+        second, comment, ..
+    } = names(container, ifname);
     let mut nft = Nft::open()?;
     let entry = nft.rules(TABLE, ENTRY)?.iter().any(|r| r.mark == comment);
     Ok(entry && nft.rules(TABLE, &second)?.len() >= 2)
@@ -70,9 +102,17 @@ pub fn has(container: &str, ifname: &str) -> io::Result<bool> {
 pub fn collect(keep: &[(String, String)], mut gone: impl FnMut(&str) -> bool) -> io::Result<()> {
     let work = |nft: &mut Nft| {
         for rule in nft.rules(TABLE, ENTRY)? {
-            let Some(id) = rule.mark.strip_prefix("macspoofchk-") else { continue };
-            let port = rule.values.first().map(|v| super::text(v)).unwrap_or_default();
-            let Some((container, ifname)) = id.rsplit_once('-') else { continue };
+            let Some(id) = rule.mark.strip_prefix("macspoofchk-") else {
+                continue;
+            };
+            let port = rule
+                .values
+                .first()
+                .map(|v| super::text(v))
+                .unwrap_or_default();
+            let Some((container, ifname)) = id.rsplit_once('-') else {
+                continue;
+            };
             if !keep.iter().any(|(c, i)| c == container && i == ifname) && gone(&port) {
                 remove(nft, container, ifname)?;
             }

@@ -15,7 +15,12 @@ fn a_deployment_as_kubectl_sends_it_becomes_json() {
     let template = [field(1, &field(11, &label)), field(2, &pod_spec)].concat();
     let selector = field(1, &label);
     // replicas: 0 is kept (a pointer), minReadySeconds: 0 is not.
-    let spec = [vec![0x08, 0x00, 0x28, 0x00], field(2, &selector), field(3, &template)].concat();
+    let spec = [
+        vec![0x08, 0x00, 0x28, 0x00],
+        field(2, &selector),
+        field(3, &template),
+    ]
+    .concat();
     let meta = [field(1, b"web"), field(2, b""), field(8, b"")].concat();
     let object = [field(1, &meta), field(2, &spec), field(3, b"")].concat();
     let type_meta = [field(1, b"apps/v1"), field(2, b"Deployment")].concat();
@@ -59,7 +64,11 @@ fn the_schema_file_refers_only_to_messages_it_has() {
     ];
     for (message, fields) in MESSAGES.iter() {
         for field in fields {
-            assert!(special.contains(&field.kind) || MESSAGES.contains_key(field.kind), "{message}: {}", field.kind);
+            assert!(
+                special.contains(&field.kind) || MESSAGES.contains_key(field.kind),
+                "{message}: {}",
+                field.kind
+            );
         }
     }
 }
@@ -73,7 +82,10 @@ fn unknown_and_mistyped_fields_are_named() {
     });
     let found = check("v1", "Pod", &pod);
     assert_eq!(found.unknown, ["spec.containers[0].imge", "spec.nosuch"]);
-    assert_eq!(found.mistyped, Some(("metadata.labels.n".into(), "number", "string")));
+    assert_eq!(
+        found.mistyped,
+        Some(("metadata.labels.n".into(), "number", "string"))
+    );
 }
 
 proptest! {
