@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use futures::{StreamExt as _, TryStreamExt as _};
-use holdfast::core::config;
-use holdfast::core::dns::Resolver;
+use holdfast::core::pod::cri_config;
+use holdfast::core::pod::dns::Resolver;
 use holdfast::cri::{CriClient, Runtime as _};
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret};
@@ -295,21 +295,21 @@ fn prepare(name: &str) -> (Pod, PathBuf) {
     (made, dir)
 }
 
-fn floor_node<'a>(resolver: &'a Resolver, pod: &Pod, dir: &Path) -> config::Node<'a> {
-    config::Node {
+fn floor_node<'a>(resolver: &'a Resolver, pod: &Pod, dir: &Path) -> cri_config::Node<'a> {
+    cri_config::Node {
         cgroup_parent: format!(
             "/holdfast-floor/kubepods/besteffort/pod{}",
             pod.metadata.uid.as_ref().unwrap()
         ),
         log_directory: dir.join("logs").display().to_string(),
         memory: 1 << 34,
-        ..config::Node::new(resolver)
+        ..cri_config::Node::new(resolver)
     }
 }
 
 /// The sandbox without the labels by which the agent would take it for a pod that nobody wants.
-fn floor_sandbox(pod: &Pod, node: &config::Node<'_>) -> pb::PodSandboxConfig {
-    let mut message = config::sandbox(pod, 0, node).unwrap();
+fn floor_sandbox(pod: &Pod, node: &cri_config::Node<'_>) -> pb::PodSandboxConfig {
+    let mut message = cri_config::sandbox(pod, 0, node).unwrap();
     message.labels.clear();
     message
 }
@@ -319,7 +319,7 @@ async fn floor_container(
     pod: &Pod,
     dir: &Path,
     sandbox: &str,
-    node: &config::Node<'_>,
+    node: &cri_config::Node<'_>,
     attempt: u32,
 ) -> String {
     let mount = |from: &str, to: &str| pb::Mount {
@@ -332,7 +332,7 @@ async fn floor_container(
         mount("hosts", "/etc/hosts"),
         mount("message", "/dev/termination-log"),
     ];
-    let prepared = config::Prepared {
+    let prepared = cri_config::Prepared {
         attempt,
         image: IMAGE,
         image_user: (None, String::new()),
@@ -341,7 +341,7 @@ async fn floor_container(
         devices: vec![],
         target: None,
     };
-    let mut container = config::container(
+    let mut container = cri_config::container(
         pod,
         &pod.spec.as_ref().unwrap().containers[0],
         prepared,

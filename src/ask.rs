@@ -8,7 +8,7 @@ use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::body::Bytes;
 use hyper_util::rt::TokioIo;
 
-use crate::core::explain::Explanation;
+use crate::core::pod::explain::Explanation;
 
 /// The largest answer.
 const LIMIT: usize = 1 << 20;

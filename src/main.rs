@@ -3,11 +3,17 @@
 use std::process::ExitCode;
 
 use clap::Parser as _;
+use holdfast::agent;
+use holdfast::ask;
 use holdfast::cli::{
     AgentFlags, AuditFlags, Cli, Command, ExplainFlags, Explained, Ipam, KubeletCli, Output, fields,
 };
-use holdfast::core::explain as explanation;
-use holdfast::{agent, ask, config, control, logging, sys, up};
+use holdfast::config;
+use holdfast::control;
+use holdfast::core::pod::explain as explanation;
+use holdfast::logging;
+use holdfast::sys;
+use holdfast::up;
 use holdfast_cni::ipam::audit as ipam;
 
 fn main() -> ExitCode {

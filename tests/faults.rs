@@ -6,7 +6,7 @@ mod support;
 use std::path::Path;
 use std::time::Duration;
 
-use holdfast::core::observed::{ContainerState, ObservedPod};
+use holdfast::core::pod::observed::{ContainerState, ObservedPod};
 use holdfast::cri::{CriClient, Runtime as _};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;

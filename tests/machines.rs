@@ -7,8 +7,8 @@ mod vm;
 
 use std::path::Path;
 
-use holdfast::core::behind::{self, Here};
-use holdfast::core::cgroup::Driver;
+use holdfast::core::pod::cgroup::Driver;
+use holdfast::core::volume::resolved::{self, Here};
 use holdfast::host::PodHost as _;
 use holdfast::host::cgroups::Cgroups;
 use holdfast::host::linux::LinuxHost;
@@ -72,7 +72,7 @@ fn quotas_inside() {
         .unwrap();
     let set_up = |pod: &Pod| {
         for volume in pod.spec.as_ref().unwrap().volumes.iter().flatten() {
-            let behind = behind::behind(pod, volume, None, Here::default()).unwrap();
+            let behind = resolved::behind(pod, volume, None, Here::default()).unwrap();
             runtime
                 .block_on(host.set_up_volume(pod, &behind, None))
                 .unwrap();

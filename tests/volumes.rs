@@ -585,8 +585,8 @@ fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
 fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-    use holdfast::core::behind::{Behind, Source};
-    use holdfast::core::cgroup::Driver;
+    use holdfast::core::pod::cgroup::Driver;
+    use holdfast::core::volume::resolved::{Behind, Source};
     use holdfast::host::cgroups::Cgroups;
     use holdfast::host::linux::LinuxHost;
     use holdfast::host::{PodHost as _, SubPath};

@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::Api;
 use kube::api::ListParams;
 
-use super::sources;
+use super::pod::sources;
 use crate::config::Config;
 use crate::core::pod;
 use crate::cri::{CriClient, ListedPod, Runtime as _};

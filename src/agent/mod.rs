@@ -11,32 +11,15 @@
 //!
 //! A task that ends unexpectedly ends the process: [`Agent::run`] returns then.
 
+mod assembly;
 pub mod check;
-mod credentials;
-mod csi;
-mod dispatch;
 mod events;
-mod hooks;
-mod images;
-mod journal;
-mod limits;
-mod local;
+mod image;
 mod metrics;
-mod mirror;
 mod node;
-mod objects;
-mod probing;
-mod projected;
-mod relist;
-mod server;
-mod sources;
-mod standalone;
-mod start;
-mod status;
-mod sync;
-mod upkeep;
-mod volumes;
-mod worker;
+mod pod;
+mod serving;
+mod volume;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -46,22 +29,24 @@ use k8s_openapi::api::core::v1::{Node, Pod};
 use tokio::sync::{Notify, watch};
 use tokio_util::task::AbortOnDropHandle;
 
-pub use csi::Csi;
+pub use assembly::build;
 pub use events::{Events, Kind};
-pub use images::Images;
-pub use journal::Journals;
-pub use local::SOCKET;
+pub use image::Images;
 pub use metrics::Metrics;
 pub use node::{KubeNodes, Network, NodeApi};
-pub use server::Known;
-pub use start::build;
+pub use pod::journal::Journals;
+pub use serving::Known;
+pub use serving::local::SOCKET;
+pub use volume::csi::Csi;
 
 use crate::config::Config;
-use crate::core::admit::{self, Refusal};
-use crate::core::dns::Resolver;
-use crate::core::resources::Amounts;
-use crate::core::status::Verdict;
-use crate::core::{claims, pod, preempt};
+use crate::core::node::admit::{self, Refusal};
+use crate::core::node::preempt;
+use crate::core::pod::dns::Resolver;
+use crate::core::pod::resources::Amounts;
+use crate::core::pod::status::Verdict;
+use crate::core::pod::uid as uid_of;
+use crate::core::volume::claims;
 use crate::cri::{Features, Runtime};
 use crate::host::PodHost;
 use crate::kubeapi::pods::PodApi;
@@ -152,7 +137,7 @@ impl Context {
             .admitted
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
-        let uid = pod::uid(pod).to_owned();
+        let uid = uid_of(pod).to_owned();
         if let Some(taken) = admitted.get_mut(&uid) {
             taken.pod = Arc::clone(pod);
             return Admission::Taken;
@@ -222,10 +207,10 @@ impl Context {
         };
         let others = admitted
             .iter()
-            .filter(|(uid, _)| *uid != pod::uid(pod))
+            .filter(|(uid, _)| *uid != uid_of(pod))
             .map(|(_, taken)| &*taken.pod);
         let result = admit::check_resources(pod, others, &here);
-        if let Some(own) = admitted.get_mut(pod::uid(pod)) {
+        if let Some(own) = admitted.get_mut(uid_of(pod)) {
             own.waits = result.is_err();
         }
         result
@@ -248,7 +233,7 @@ impl Context {
             .admitted
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
-        let (own, key) = (pod::uid(pod), (namespace.to_owned(), claim.to_owned()));
+        let (own, key) = (uid_of(pod), (namespace.to_owned(), claim.to_owned()));
         let runs =
             |pod: &Pod| pod.status.as_ref().and_then(|s| s.phase.as_deref()) == Some("Running");
         let other_has = |(uid, taken): (&String, &Taken)| {
@@ -344,10 +329,10 @@ impl Agent {
     /// Runs until a part of it ends, which none should.
     pub async fn run(self) -> anyhow::Result<()> {
         let (hints, hinted) = tokio::sync::mpsc::channel(1024);
-        let seen = relist::Seen::default();
-        let statics = sources::start(&self.context);
+        let seen = pod::relist::Seen::default();
+        let statics = pod::sources::start(&self.context);
         let context = Arc::clone(&self.context);
-        let dispatch = dispatch::run(
+        let dispatch = pod::dispatch::run(
             Arc::clone(&context),
             self.pods,
             statics,
@@ -355,19 +340,19 @@ impl Agent {
             seen.clone(),
             self.keeper,
         );
-        let relist = relist::run(Arc::clone(&context), seen, hints);
-        let local = local::run(Arc::clone(&context));
-        let upkeep = upkeep::run(Arc::clone(&context));
-        let csi = Box::pin(csi::run(Arc::clone(&context), self.nodes.clone()));
-        let limits = Box::pin(limits::run(Arc::clone(&context)));
+        let relist = pod::relist::run(Arc::clone(&context), seen, hints);
+        let local = serving::local::run(Arc::clone(&context));
+        let upkeep = node::log_rotation::run(Arc::clone(&context));
+        let csi = Box::pin(volume::csi::run(Arc::clone(&context), self.nodes.clone()));
+        let limits = Box::pin(volume::storage_limits::run(Arc::clone(&context)));
         let (serves, shared) = (self.serves.then_some(self.reviews), Arc::clone(&context));
         let server = Box::pin(async move {
             match serves {
-                Some(reviews) => server::run(shared, reviews).await,
+                Some(reviews) => serving::run(shared, reviews).await,
                 None => std::future::pending().await,
             }
         });
-        let collect = Box::pin(images::collect::run(Arc::clone(&context)));
+        let collect = Box::pin(image::collect::run(Arc::clone(&context)));
         let renewal = async move {
             match self.renewal {
                 Some(task) => _ = task.await,

@@ -2,7 +2,8 @@
 
 use serde_json::{Value, json};
 
-use super::{Document, effective};
+use super::Document;
+use super::effective;
 
 /// All fields of the format (Kubernetes 1.36).
 const ALL: [&str; 124] = [

@@ -3,7 +3,8 @@
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{ConfigError, invalid};
+use super::ConfigError;
+use super::invalid;
 
 /// The fields as they stand in a file.
 #[derive(Debug, Default, Clone, Deserialize)]

@@ -16,11 +16,11 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::core::features::{self, Objection};
-use crate::core::image_gc::Rules as ImageRules;
-use crate::core::pulled::Policy;
+use crate::core::image::gc::Rules as ImageRules;
+use crate::core::image::pulled::Policy;
+use crate::core::node::features::{self, Objection};
+use crate::core::pod::resources::Amounts;
 use crate::core::quantity::Quantity;
-use crate::core::resources::Amounts;
 use crate::core::time::duration;
 
 pub use fields::table as fields_table;
@@ -530,7 +530,7 @@ fn both(
 
 fn period(text: Option<&String>) -> Result<u64, ConfigError> {
     let Some(text) = text else {
-        return Ok(crate::core::cgroup::PERIOD);
+        return Ok(crate::core::pod::cgroup::PERIOD);
     };
     let micros = duration(text).and_then(|d| u64::try_from(d.as_micros()).ok());
     micros
@@ -547,7 +547,7 @@ fn period(text: Option<&String>) -> Result<u64, ConfigError> {
 fn unsafe_sysctls(patterns: Vec<String>) -> Result<Vec<String>, ConfigError> {
     match patterns
         .iter()
-        .find(|p| !crate::core::sysctl::is_namespaced(p))
+        .find(|p| !crate::core::pod::sysctl::is_namespaced(p))
     {
         None => Ok(patterns),
         Some(bad) => Err(invalid(

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use super::{ConfigError, invalid, time};
+use super::ConfigError;
+use super::invalid;
+use super::time;
 
 #[derive(Debug, Default, Clone, Deserialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]

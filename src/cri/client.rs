@@ -14,15 +14,23 @@ use tokio::sync::mpsc;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
+use super::Credentials;
+use super::Exec;
+use super::Image;
+use super::ListedPod;
+use super::RunningContainer;
+use super::Runtime;
+use super::RuntimeError;
+use super::RuntimeErrorKind;
+use super::RuntimeStatus;
+use super::Stock;
+use super::convert;
+use super::events;
 use super::measured::{Measured, Report};
-use super::{
-    Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind,
-    RuntimeStatus, Stock, convert, events,
-};
-use crate::core::config::label;
-use crate::core::explain::Fetching;
-use crate::core::observed::{Container, ContainerState, ObservedPod, fingerprint};
-use crate::core::probe;
+use crate::core::pod::cri_config::label;
+use crate::core::pod::explain::Fetching;
+use crate::core::pod::observed::{Container, ContainerState, ObservedPod, fingerprint};
+use crate::core::pod::probe;
 use crate::core::serving::Streams;
 
 /// The largest message, as the kubelet has it.

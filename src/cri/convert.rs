@@ -3,9 +3,10 @@
 use holdfast_proto::cri as pb;
 use jiff::Timestamp;
 
-use super::{Features, Handler};
-use crate::core::config::{annotation, label, signal_name};
-use crate::core::observed::{Container, ContainerState, Sandbox, User};
+use super::Features;
+use super::Handler;
+use crate::core::pod::cri_config::{annotation, label, signal_name};
+use crate::core::pod::observed::{Container, ContainerState, Sandbox, User};
 
 fn time(nanos: i64) -> Option<Timestamp> {
     (nanos > 0)

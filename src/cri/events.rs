@@ -12,9 +12,10 @@ use tokio::sync::{mpsc, oneshot};
 use tonic::transport::Channel;
 use tonic::{Request, Status};
 
+use super::RuntimeError;
+use super::RuntimeErrorKind;
 use super::measured::Measured;
-use super::{RuntimeError, RuntimeErrorKind};
-use crate::core::config::label;
+use crate::core::pod::cri_config::label;
 
 /// How long a refusal may take. A runtime may answer only with its first event: no refusal within this time
 /// is a yes.

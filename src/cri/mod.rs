@@ -18,8 +18,8 @@ use tokio::sync::mpsc;
 pub use client::CriClient;
 pub use measured::Report;
 
-use crate::core::explain::Fetching;
-use crate::core::observed::ObservedPod;
+use crate::core::pod::explain::Fetching;
+use crate::core::pod::observed::ObservedPod;
 use crate::core::serving::Streams;
 
 /// Why a call to the runtime failed.

@@ -14,7 +14,7 @@ use reg::registration_client::RegistrationClient;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
-use crate::core::csi::Abilities;
+use crate::core::volume::csi::Abilities;
 
 /// How long a driver is waited for.
 const DEADLINE: Duration = Duration::from_secs(120);

@@ -1,8 +1,8 @@
 //! The cgroups of pods: made as directories, or by systemd as slices (kubelet spec, 7.1).
 
 use super::blocking;
-use crate::core::cgroup::{self, Driver, PodLimits};
-use crate::core::qos::QosClass;
+use crate::core::pod::cgroup::{self, Driver, PodLimits};
+use crate::core::pod::qos::QosClass;
 use crate::sys;
 use crate::sys::systemd::Slices;
 
@@ -36,17 +36,22 @@ impl Cgroups {
     }
 
     /// Where a pod's lies below the hierarchies, or a container's by its id.
-    pub(super) fn place(&self, class: QosClass, uid: &str, container: Option<&str>) -> String {
+    pub(in crate::host) fn place(
+        &self,
+        class: QosClass,
+        uid: &str,
+        container: Option<&str>,
+    ) -> String {
         cgroup::place(&self.name(class, uid), container)
     }
 
     /// Where all pods' lies.
-    pub(super) fn place_of_all(&self) -> String {
+    pub(in crate::host) fn place_of_all(&self) -> String {
         cgroup::place(&cgroup::all_pods(&self.root, self.driver), None)
     }
 
     /// Makes a pod's, or gives it these limits; the answer is what the runtime is told.
-    pub(super) async fn ensure(
+    pub(in crate::host) async fn ensure(
         &self,
         class: QosClass,
         uid: &str,
@@ -74,7 +79,7 @@ impl Cgroups {
     }
 
     /// Removes a pod's.
-    pub(super) async fn remove(&self, class: QosClass, uid: &str) -> Result<(), String> {
+    pub(in crate::host) async fn remove(&self, class: QosClass, uid: &str) -> Result<(), String> {
         let name = self.name(class, uid);
         match self.driver {
             Driver::Systemd => self.slices.remove(&name).await,
@@ -92,7 +97,7 @@ impl Cgroups {
     }
 
     /// The pods that have one, by uid.
-    pub(super) async fn pods(&self) -> Result<Vec<(QosClass, String)>, String> {
+    pub(in crate::host) async fn pods(&self) -> Result<Vec<(QosClass, String)>, String> {
         let (driver, tiers) = (self.driver, CLASSES.map(|class| (class, self.tier(class))));
         blocking(move || {
             let below = |(class, tier): (QosClass, String)| {

@@ -9,14 +9,21 @@ use async_trait::async_trait;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 
+use super::Log;
+use super::PodHost;
+use super::SubPath;
+use super::blocking;
 use super::cgroups::Cgroups;
-use super::{Log, PodHost, SubPath, blocking, rotate};
-use crate::core::behind::Behind;
-use crate::core::cgroup::pod_limits;
-use crate::core::image_gc::Filesystem;
-use crate::core::users::{self, Mappings};
-use crate::core::volumes::Files;
-use crate::core::{logs, pod, qos};
+use super::serving::rotate;
+use crate::core::image::gc::Filesystem;
+use crate::core::pod::cgroup::pod_limits;
+use crate::core::pod::users::{self, Mappings};
+use crate::core::volume::payload::Files;
+use crate::core::volume::resolved::Behind;
+use crate::core::{
+    pod::{self, qos},
+    serving::logs,
+};
 use crate::sys::patient::Patient;
 use crate::sys::usage::{self, Usage};
 use crate::sys::{file, machine, mount, quota};
@@ -52,7 +59,7 @@ pub struct LinuxHost {
 }
 
 /// A pod's uid as one path segment; anything else is refused.
-pub(super) fn segment(text: &str) -> Result<&str, String> {
+pub(in crate::host) fn segment(text: &str) -> Result<&str, String> {
     let fine =
         !text.is_empty() && text != "." && text != ".." && !text.contains('/') && text.len() < 256;
     if fine {
@@ -62,13 +69,13 @@ pub(super) fn segment(text: &str) -> Result<&str, String> {
     }
 }
 
-pub(super) fn doing<E: std::fmt::Display>(
+pub(in crate::host) fn doing<E: std::fmt::Display>(
     what: impl std::fmt::Display,
 ) -> impl FnOnce(E) -> String {
     move |error| format!("{what}: {error}")
 }
 
-pub(super) fn make(path: &Path, mode: u32) -> Result<(), String> {
+pub(in crate::host) fn make(path: &Path, mode: u32) -> Result<(), String> {
     fs::DirBuilder::new()
         .recursive(true)
         .mode(mode)
@@ -80,7 +87,7 @@ pub(super) fn make(path: &Path, mode: u32) -> Result<(), String> {
 }
 
 /// Removes a directory and all in it; a missing one is fine.
-pub(super) fn remove(dir: &Path) -> Result<(), String> {
+pub(in crate::host) fn remove(dir: &Path) -> Result<(), String> {
     match fs::remove_dir_all(dir) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             Err(format!("{} cannot be removed: {error}", dir.display()))
@@ -104,7 +111,7 @@ fn last_bytes(path: &Path, limit: u64) -> Result<String, String> {
 }
 
 impl LinuxHost {
-    pub(super) fn pod_dir(&self, uid: &str) -> Result<PathBuf, String> {
+    pub(in crate::host) fn pod_dir(&self, uid: &str) -> Result<PathBuf, String> {
         Ok(self.root.join("pods").join(segment(uid)?))
     }
 

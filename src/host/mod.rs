@@ -3,24 +3,19 @@
 //! [`PodHost`] is the narrow trait the agent calls; [`linux::LinuxHost`] does it for real.
 
 pub mod cgroups;
-pub mod csi;
-mod disks;
 pub mod linux;
-pub mod logfile;
-mod rotate;
-mod tool;
-mod turn;
-mod volumes;
+pub mod serving;
+pub mod volume;
 
 use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
 use k8s_openapi::api::core::v1::Pod;
 
-use crate::core::behind::Behind;
-use crate::core::image_gc::Filesystem;
-use crate::core::users::Mappings;
-use crate::core::volumes::Files;
+use crate::core::image::gc::Filesystem;
+use crate::core::pod::users::Mappings;
+use crate::core::volume::payload::Files;
+use crate::core::volume::resolved::Behind;
 use crate::sys::usage::Usage;
 
 /// Does work on the filesystem where it holds up nobody.

@@ -11,7 +11,9 @@ use hyper::{HeaderMap, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-use super::{Body, BoxError, full};
+use super::Body;
+use super::BoxError;
+use super::full;
 
 /// Why a request could not be handed on.
 #[derive(Debug, thiserror::Error)]

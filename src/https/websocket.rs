@@ -20,8 +20,11 @@ use tokio_tungstenite::tungstenite::protocol::frame::coding::CloseCode;
 use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig};
 use tokio_tungstenite::tungstenite::{Bytes, Message};
 
+use super::Body;
+use super::Outgoing;
+use super::TunnelError;
+use super::full;
 use super::spdy::{Frame, Reader, Writer};
-use super::{Body, Outgoing, TunnelError, full};
 
 /// The protocols that we turn into SPDY; older ones a runtime speaks itself.
 const COMMAND: &str = "v5.channel.k8s.io";

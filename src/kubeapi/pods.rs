@@ -28,7 +28,7 @@ use serde_json::{Value, json};
 use super::Cache;
 use super::client::{chain, code};
 use super::objects::{Following, News, Watched};
-use crate::core::certificates::CertificateWish;
+use crate::core::volume::certificates::CertificateWish;
 
 /// Why a request had no success.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -12,8 +12,9 @@ use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{ClientConfig, DigitallySignedStruct, SignatureScheme};
 use tokio::io::{AsyncRead, AsyncWrite};
 
-use super::{HttpError, connect};
-use crate::core::probe::{Http, OUTPUT_LIMIT, Reply, limited};
+use super::HttpError;
+use super::connect;
+use crate::core::pod::probe::{Http, OUTPUT_LIMIT, Reply, limited};
 
 /// How many redirects are followed.
 const REDIRECTS: usize = 10;

@@ -88,7 +88,7 @@ async fn http_follows_its_own_host_and_bounds_what_it_reads() {
     assert!(
         get("/long")
             .await
-            .is_ok_and(|r| r.body.len() <= crate::core::probe::OUTPUT_LIMIT)
+            .is_ok_and(|r| r.body.len() <= crate::core::pod::probe::OUTPUT_LIMIT)
     );
     assert!(
         get("/loop")

@@ -13,7 +13,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{Keeper, Kind};
+use super::Keeper;
+use super::Kind;
 use crate::kubeapi::objects::{Following, News};
 use crate::kubeapi::pods::{ApiFailure, Binding, CertificateFor, PodApi, Token, TokenFor};
 

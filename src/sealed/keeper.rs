@@ -11,8 +11,12 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::Notify;
 
-use super::{Kind, Vault};
-use crate::core::{claims, pod, references, volumes};
+use super::Kind;
+use super::Vault;
+use crate::core::{
+    pod::{self, references},
+    volume::{claims, payload},
+};
 use crate::kubeapi::Cache;
 
 /// How long nothing must have come before it is written, and how many times that it waits at most: the disk
@@ -271,7 +275,7 @@ fn needed(pods: &[Arc<Pod>]) -> BTreeMap<Kind, BTreeSet<String>> {
             .volumes
             .iter()
             .flatten()
-            .flat_map(volumes::tokens)
+            .flat_map(payload::tokens)
         {
             note(Kind::Tokens, format!("{uid}/{}", token.audience));
         }

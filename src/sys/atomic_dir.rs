@@ -10,7 +10,7 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 
-use crate::core::volumes::Files;
+use crate::core::volume::payload::Files;
 
 const DATA: &str = "..data";
 
@@ -120,7 +120,7 @@ fn publish(dir: &Path, files: &Files) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::volumes::File;
+    use crate::core::volume::payload::File;
 
     fn files(list: &[(&str, &str)]) -> Files {
         list.iter()

@@ -11,7 +11,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::core::cgroup::{PodLimits, place, weight};
+use crate::core::pod::cgroup::{PodLimits, place, weight};
 
 const ROOT: &str = "/sys/fs/cgroup";
 

@@ -9,8 +9,8 @@ use netlink_packet_route::AddressFamily;
 use netlink_packet_route::address::AddressAttribute;
 use netlink_packet_route::route::RouteAttribute;
 
-use crate::core::image_gc::Filesystem;
-use crate::core::selinux;
+use crate::core::image::gc::Filesystem;
+use crate::core::volume::selinux;
 
 /// What a node reports about itself.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

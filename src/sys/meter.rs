@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::core::meter::{self, Interface, Texts, Usage};
+use crate::core::serving::cgroup_stats::{self, Interface, Texts, Usage};
 
 use super::cgroup::is_v2;
 
@@ -16,19 +16,21 @@ pub fn cgroup(path: &str) -> Option<Usage> {
     let read = |dir: &Path, file: &str| fs::read_to_string(dir.join(relative).join(file)).ok();
     if is_v2() {
         let root = Path::new(ROOT);
-        let texts: Texts = meter::V2
+        let texts: Texts = cgroup_stats::V2
             .iter()
             .filter_map(|file| Some((*file, read(root, file)?)))
             .collect();
-        return texts.contains_key("cpu.stat").then(|| meter::v2(&texts));
+        return texts
+            .contains_key("cpu.stat")
+            .then(|| cgroup_stats::v2(&texts));
     }
-    let texts: Texts = meter::V1
+    let texts: Texts = cgroup_stats::V1
         .iter()
         .filter_map(|(controller, file)| {
             Some((*file, read(&Path::new(ROOT).join(controller), file)?))
         })
         .collect();
-    (!texts.is_empty()).then(|| meter::v1(&texts))
+    (!texts.is_empty()).then(|| cgroup_stats::v1(&texts))
 }
 
 /// The interfaces that the processes of a cgroup have.
@@ -44,7 +46,7 @@ pub fn interfaces(path: &str) -> Vec<Interface> {
     let text = processes.lines().find_map(|pid| {
         fs::read_to_string(format!("/proc/{}/net/dev", pid.parse::<u32>().ok()?)).ok()
     });
-    text.map(|text| meter::interfaces(&text))
+    text.map(|text| cgroup_stats::interfaces(&text))
         .unwrap_or_default()
 }
 
@@ -70,7 +72,7 @@ pub fn machine() -> Whole {
         fs::read_to_string("/proc/stat").unwrap_or_default(),
         fs::read_to_string("/proc/meminfo").unwrap_or_default(),
     );
-    let of = |key: &str| meter::meminfo(&memory, key);
+    let of = |key: &str| cgroup_stats::meminfo(&memory, key);
     let used = of("MemTotal").saturating_sub(of("MemFree"));
     let number = |path: &str| {
         fs::read_to_string(path)
@@ -87,7 +89,7 @@ pub fn machine() -> Whole {
     let working_set = used.saturating_sub(of("Inactive(file)"));
     Whole {
         usage: Usage {
-            cpu: meter::machine_cpu(&stat),
+            cpu: cgroup_stats::machine_cpu(&stat),
             memory: used,
             working_set,
             rss: of("AnonPages"),
@@ -97,7 +99,9 @@ pub fn machine() -> Whole {
         },
         available: of("MemTotal").saturating_sub(working_set),
         swap: (of("SwapTotal"), of("SwapFree")),
-        interfaces: meter::interfaces(&fs::read_to_string("/proc/net/dev").unwrap_or_default()),
+        interfaces: cgroup_stats::interfaces(
+            &fs::read_to_string("/proc/net/dev").unwrap_or_default(),
+        ),
         processes: (number("/proc/sys/kernel/pid_max"), now),
     }
 }

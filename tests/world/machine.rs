@@ -93,7 +93,7 @@ impl PodHost for World {
         String::new()
     }
 
-    async fn user_mappings(&self, _: &Pod) -> Result<holdfast::core::users::Mappings, String> {
+    async fn user_mappings(&self, _: &Pod) -> Result<holdfast::core::pod::users::Mappings, String> {
         Err("no user namespaces here".into())
     }
 

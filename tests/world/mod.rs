@@ -13,15 +13,15 @@ use std::time::Duration;
 use async_trait::async_trait;
 use holdfast::agent::{Agent, Context, Events, Images, Journals, Metrics, Network};
 use holdfast::config::{self, Overrides};
-use holdfast::core::behind::Behind;
-use holdfast::core::config::label;
-use holdfast::core::dns::Resolver;
-use holdfast::core::explain::Fetching;
-use holdfast::core::image_gc::Filesystem;
-use holdfast::core::observed::{Container, ContainerState, ObservedPod, Sandbox};
-use holdfast::core::probe::{Http, Reply};
+use holdfast::core::image::gc::Filesystem;
+use holdfast::core::pod::cri_config::label;
+use holdfast::core::pod::dns::Resolver;
+use holdfast::core::pod::explain::Fetching;
+use holdfast::core::pod::observed::{Container, ContainerState, ObservedPod, Sandbox};
+use holdfast::core::pod::probe::{Http, Reply};
 use holdfast::core::serving::Streams;
-use holdfast::core::volumes::Files;
+use holdfast::core::volume::payload::Files;
+use holdfast::core::volume::resolved::Behind;
 use holdfast::cri::{
     Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind,
     RuntimeStatus, Stock,

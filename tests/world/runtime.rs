@@ -208,7 +208,7 @@ impl Runtime for World {
                 image_ref: "sha256:i".into(),
                 hash: config
                     .annotations
-                    .get(holdfast::core::config::annotation::HASH)
+                    .get(holdfast::core::pod::cri_config::annotation::HASH)
                     .cloned(),
                 user: None,
                 stop_signal: None,

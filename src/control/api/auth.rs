@@ -14,7 +14,7 @@ use super::object::text;
 use super::resources::Resource;
 use super::token::Tokens;
 use crate::control::store::Store;
-use crate::core::signing::subject;
+use crate::core::node::signing::subject;
 
 /// The requester.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

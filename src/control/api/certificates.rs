@@ -6,7 +6,7 @@ use x509_parser::prelude::FromDer as _;
 use super::auth::User;
 use super::error::FieldError;
 use super::object::{at, entry, list, now, text};
-use crate::core::signing::request_der;
+use crate::core::node::signing::request_der;
 
 type Column = (&'static str, &'static str, u8);
 type Errors = Vec<FieldError>;

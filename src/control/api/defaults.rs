@@ -20,7 +20,7 @@ pub fn apply(kind: &str, object: &mut Value) {
             default(spec, "enableServiceLinks", json!(true));
             requests_from_limits(spec);
             whole_requests(spec);
-            let qos = crate::core::qos::of_json(spec);
+            let qos = crate::core::pod::qos::of_json(spec);
             let status = entry(object, "status");
             status.entry("phase").or_insert(json!("Pending"));
             status.entry("qosClass").or_insert(json!(qos));
@@ -135,7 +135,7 @@ fn container(container: &mut Value, host_network: bool) {
         return;
     }
     let image = text(container, &["image"]).unwrap_or_default();
-    let policy = if crate::core::images::tag_is_latest(image) {
+    let policy = if crate::core::image::tag_is_latest(image) {
         "Always"
     } else {
         "IfNotPresent"
@@ -263,7 +263,7 @@ fn requests_from_limits(spec: &mut Value) {
 
 /// What a pod asks for as a whole is what its containers ask for, else its limit.
 fn whole_requests(spec: &mut Value) {
-    use crate::core::resources::{Side, of_pod_level};
+    use crate::core::pod::resources::{Side, of_pod_level};
     let Some(limits) = at(spec, &["resources", "limits"])
         .and_then(Value::as_object)
         .cloned()

@@ -10,7 +10,10 @@ use serde_json::Value;
 use super::auth::Ask;
 use super::object::text;
 use crate::control::store::Store;
-use crate::core::{claims, pod, references};
+use crate::core::{
+    pod::{self, references},
+    volume::claims,
+};
 
 /// What one pod refers to in its namespace.
 #[derive(Debug, Default, PartialEq, Eq)]

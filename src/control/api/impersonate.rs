@@ -6,7 +6,7 @@ use hyper::HeaderMap;
 
 use super::auth::{Ask, User, refusal};
 use super::error::ApiError;
-use crate::core::query;
+use crate::core::serving::query;
 
 const USER: &str = "impersonate-user";
 const GROUP: &str = "impersonate-group";

@@ -45,7 +45,7 @@ pub use route::Query;
 use route::Target;
 use write::{Options, Written};
 
-use crate::control::store::{Bytes, Store};
+use super::store::{Bytes, Store};
 
 /// The API; clones share everything.
 #[derive(Clone)]

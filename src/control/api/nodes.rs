@@ -18,7 +18,7 @@ use super::Api;
 use super::error::ApiError;
 use super::object::{at, list, text};
 use super::resources::{Resource, Sub};
-use crate::core::query;
+use crate::core::serving::query;
 use crate::https::{Body, Outgoing, is_upgrade, tunnel};
 
 /// How long a node may take to take a connection.

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use base64::Engine as _;
 use serde_json::{Value, json};
 
+use super::Api;
 use super::error::{ApiError, FieldError};
 use super::resources::Resource;
 use super::route::Query;
 use super::selector::Selector;
-use super::{Api, table};
+use super::table;
 use crate::control::store::{Bytes, Record};
 
 /// How objects are shown.

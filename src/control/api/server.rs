@@ -8,9 +8,15 @@ use hyper::body::{Frame, Incoming};
 use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HeaderValue};
 use tokio::net::TcpListener;
 
+use super::Answer;
+use super::Api;
+use super::ApiError;
+use super::Query;
+use super::Request;
+use super::auth;
+use super::impersonate;
 use super::resources::Sub;
 use super::route::{self, Target};
-use super::{Answer, Api, ApiError, Query, Request, auth, impersonate};
 use crate::https::{self, Body, BoxError, Limits, Peer, Tls, full};
 
 /// The largest request body: 3 MiB, as the real server has it.

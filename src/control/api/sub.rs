@@ -2,15 +2,18 @@
 
 use serde_json::{Value, json};
 
+use super::Api;
 use super::auth::{self, User};
 use super::error::{ApiError, FieldError};
+use super::object;
 use super::object::{at, deleting, list, meta, text};
+use super::patch;
 use super::read::render;
 use super::resources::Resource;
+use super::restriction;
 use super::route::Query;
 use super::token::{ISSUER, Subject};
 use super::write::{Options, Written};
-use super::{Api, object, patch, restriction};
 
 fn success(code: u16) -> Written {
     let body = render(

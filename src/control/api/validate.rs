@@ -436,7 +436,7 @@ fn pod_spec(spec: &Value, path: &str, restart: Option<&[&str]>, errors: &mut Err
             .into_iter()
             .flatten()
         {
-            if !crate::core::resources::is_pod_level(name) {
+            if !crate::core::pod::resources::is_pod_level(name) {
                 let remedy = "of a pod as a whole only cpu, memory and hugepages-<size> can be set: set it in a container";
                 errors.push(FieldError::invalid(
                     format!("{path}.resources.{side}[{name}]"),
@@ -782,7 +782,7 @@ pub fn resize(old: &Value, new: &Value) -> Errors {
     }
     let class = |pod: &Value| {
         serde_json::from_value(pod["spec"].clone())
-            .map(|spec| crate::core::qos::of(&spec).name())
+            .map(|spec| crate::core::pod::qos::of(&spec).name())
             .unwrap_or_default()
     };
     if class(old) != class(new) {

@@ -6,12 +6,13 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
+use super::Api;
 use super::error::ApiError;
 use super::read::{View, list_options, render, table_of, version};
 use super::resources::Resource;
 use super::route::Query;
 use super::selector::Selector;
-use super::{Api, table};
+use super::table;
 use crate::control::store::{Bytes, Change, Event, Record};
 
 /// How often a watcher that asked for bookmarks gets one.

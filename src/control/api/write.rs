@@ -4,14 +4,22 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
+use super::Api;
+use super::admit;
 use super::auth::User;
+use super::certificates;
+use super::defaults;
 use super::error::{ApiError, FieldError};
+use super::object;
 use super::object::{at, deleting, list, meta, now, text};
+use super::patch;
+use super::rbac;
 use super::resources::{Resource, Sub};
+use super::restriction;
 use super::route::Query;
-use super::{
-    Api, admit, certificates, defaults, object, patch, rbac, restriction, schema, storage, validate,
-};
+use super::schema;
+use super::storage;
+use super::validate;
 use crate::control::store::{Bytes, Change, Expect, Record, Write, WriteError};
 
 /// How often the server retries a write that lost a race and named no version.

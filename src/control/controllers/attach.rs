@@ -13,8 +13,12 @@ use kube::runtime::watcher;
 use kube::{Api, Client, ResourceExt as _};
 use serde_json::{Value, json};
 
-use super::{Caches, any_change};
-use crate::core::{claims, csi, pod};
+use super::Caches;
+use super::any_change;
+use crate::core::{
+    pod,
+    volume::{claims, csi},
+};
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::code;
 

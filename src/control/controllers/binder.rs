@@ -16,12 +16,13 @@ use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Api, Client, ResourceExt as _};
 use serde_json::{Value, json};
 
-use super::{Caches, any_change};
+use super::Caches;
+use super::any_change;
 use crate::control::api::storage::{CLAIM_IN_USE, VOLUME_IN_USE};
-use crate::core::claims::{
+use crate::core::pod;
+use crate::core::volume::claims::{
     self, BIND_COMPLETED, BOUND_BY_CONTROLLER, PROVISIONED_BY, SELECTED_NODE,
 };
-use crate::core::pod;
 use crate::kubeapi::client::code;
 
 /// The provisioner that makes directories on this machine.

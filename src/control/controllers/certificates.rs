@@ -11,7 +11,7 @@ use kube::{Api, Client, ResourceExt as _};
 use serde_json::{Value, json};
 
 use super::any_change;
-use crate::core::signing::{self, Requester, Verdict};
+use crate::core::node::signing::{self, Requester, Verdict};
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::{chain, code};
 

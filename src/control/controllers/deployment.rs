@@ -11,8 +11,12 @@ use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use kube::{Api, Client, ResourceExt as _};
 use serde_json::json;
 
+use super::Caches;
+use super::Pending;
+use super::any_change;
+use super::controller_of;
+use super::event;
 use super::rollout::{self, HASH, REVISION};
-use super::{Caches, Pending, any_change, controller_of, event};
 use crate::control::api::object;
 use crate::control::api::selector::Selector;
 use crate::kubeapi::cache;

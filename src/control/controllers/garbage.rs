@@ -12,7 +12,8 @@ use kube::{Api, Client, Resource};
 use serde::de::DeserializeOwned;
 use serde_json::json;
 
-use super::{Caches, any_change};
+use super::Caches;
+use super::any_change;
 use crate::kubeapi::client::code;
 
 /// What happens to one object.

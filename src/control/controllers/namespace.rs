@@ -9,7 +9,8 @@ use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client, ResourceExt as _};
 use serde_json::json;
 
-use super::{Caches, any_change};
+use super::Caches;
+use super::any_change;
 use crate::control::api::resources::RESOURCES;
 use crate::kubeapi::client::code;
 

@@ -10,7 +10,11 @@ use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use kube::{Api, Client, ResourceExt as _};
 use serde_json::json;
 
-use super::{Caches, Pending, any_change, controller_of, event};
+use super::Caches;
+use super::Pending;
+use super::any_change;
+use super::controller_of;
+use super::event;
 use crate::control::api::selector::Selector;
 use crate::kubeapi::cache::{key, revision};
 

@@ -7,9 +7,9 @@ use k8s_openapi::api::core::v1::{Node, Pod, Taint};
 use kube::ResourceExt as _;
 
 use super::storage::Storage;
+use crate::core::node::taints::tolerates;
+use crate::core::pod::resources::{Amounts, requests};
 use crate::core::quantity::Quantity;
-use crate::core::resources::{Amounts, requests};
-use crate::core::taints::tolerates;
 
 /// Picks a node, or explains. `assumed` maps uids of pods bound a moment ago to their nodes.
 pub fn choose(
@@ -99,10 +99,10 @@ fn fits(pod: &Pod, node: &Node, here: &[&Arc<Pod>], storage: &Storage) -> Result
     {
         why.push("node(s) had untolerated taint(s)".into());
     }
-    if !crate::core::node_affinity::pod_matches(pod, node) {
+    if !crate::core::node::node_affinity::pod_matches(pod, node) {
         why.push("node(s) didn't match Pod's node affinity/selector".into());
     }
-    if crate::core::resources::ports_clash(pod, here.iter().map(|p| &***p)) {
+    if crate::core::pod::resources::ports_clash(pod, here.iter().map(|p| &***p)) {
         why.push("node(s) didn't have free ports for the requested pod ports".into());
     }
     why.extend(storage.check(pod, node));
@@ -110,7 +110,7 @@ fn fits(pod: &Pod, node: &Node, here: &[&Arc<Pod>], storage: &Storage) -> Result
         .status
         .as_ref()
         .and_then(|s| s.allocatable.as_ref())
-        .map(crate::core::resources::amounts)
+        .map(crate::core::pod::resources::amounts)
         .unwrap_or_default();
     let mut used = Amounts::new();
     for other in here {

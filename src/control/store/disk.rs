@@ -8,7 +8,8 @@ use std::path::Path;
 use hyper::body::Bytes;
 use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
 
-use super::{Change, Event};
+use super::Change;
+use super::Event;
 
 /// Key to (revision as 8 big-endian bytes, then the value).
 const CURRENT: TableDefinition<&str, &[u8]> = TableDefinition::new("current");

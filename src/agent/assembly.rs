@@ -1,0 +1,218 @@
+//! Putting an agent together from its configuration and the real world.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use k8s_openapi::api::core::v1::Pod;
+use kube::Api;
+use kube::runtime::watcher;
+use tokio::sync::watch;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::Agent;
+use super::Context;
+use super::Events;
+use super::Images;
+use super::Journals;
+use super::KubeNodes;
+use super::Network;
+use super::NodeApi;
+use super::node::credentials;
+use crate::config::Config;
+use crate::core::pod::cgroup::Driver;
+use crate::core::pod::dns::Resolver;
+use crate::cri::{CriClient, Runtime};
+use crate::host::cgroups::Cgroups;
+use crate::host::linux::LinuxHost;
+use crate::kubeapi::Cache;
+use crate::kubeapi::client::connect_reporting;
+use crate::kubeapi::measured::Report;
+use crate::kubeapi::pods::{KubePods, PodApi};
+use crate::kubeapi::reviews::{KubeReviews, Reviews};
+use crate::sealed::{self, Keeper, SealedApi, Vault};
+use crate::sys::clock::Clock;
+use crate::sys::machine::{Machine, default_address};
+
+/// Waits for the runtime, as long as that takes, and asks who makes cgroups.
+async fn driver(runtime: &dyn Runtime, config: &Config) -> Driver {
+    let mut said = false;
+    loop {
+        match runtime.systemd_cgroups().await {
+            Ok(answer) => {
+                return if answer.unwrap_or(config.systemd_cgroups) {
+                    Driver::Systemd
+                } else {
+                    Driver::Cgroupfs
+                };
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut said, true) {
+                    tracing::error!(%error, endpoint = config.runtime_endpoint, "the container runtime does not answer; is it running? it is tried until it does");
+                }
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+        }
+    }
+}
+
+/// Makes the agent.
+pub async fn build(config: Config) -> anyhow::Result<Agent> {
+    for field in &config.not_honoured {
+        tracing::warn!(
+            field,
+            "this field of the configuration is read but not honoured by this version"
+        );
+    }
+    for dir in [
+        config.root_dir.clone(),
+        config.root_dir.join("pods"),
+        config.pod_logs_dir.clone(),
+    ] {
+        std::fs::create_dir_all(&dir)
+            .with_context(|| format!("the directory {} cannot be made", dir.display()))?;
+    }
+    let metrics = Arc::new(super::Metrics::default());
+    let counted = Arc::clone(&metrics);
+    let report: crate::cri::Report =
+        Arc::new(move |operation, refused, took| counted.runtime(operation, refused, took));
+    let runtime = CriClient::new(
+        &config.runtime_endpoint,
+        config.runtime_timeout,
+        Some(report),
+    )
+    .map_err(anyhow::Error::msg)?;
+    let runtime: Arc<dyn Runtime> = Arc::new(runtime);
+    let clock = Clock::system();
+    credentials::bootstrap(&config, clock).await?;
+    // The heartbeat has a connection of its own: pods must not make the node look dead. So have reviews: whoever shows
+    // us wrong tokens holds up no pod.
+    let (clients, reviews) = match &config.kubeconfig {
+        Some(path) => {
+            let counted = Arc::clone(&metrics);
+            let report: Report =
+                Arc::new(move |method, host, code| counted.requested(method, host, code));
+            let connect = || connect_reporting(path, Some(Arc::clone(&report)));
+            let reviews: Arc<dyn Reviews> = Arc::new(KubeReviews(connect().await?));
+            (Some((connect().await?, connect().await?)), Some(reviews))
+        }
+        None => (None, None),
+    };
+    // Begun here: what follows waits for the runtime.
+    let renewal = clients
+        .as_ref()
+        .filter(|_| config.rotate_certificates)
+        .map(|(client, _)| {
+            let keep = credentials::keep(credentials::Kept::client(&config), client.clone(), clock);
+            AbortOnDropHandle::new(tokio::spawn(keep))
+        });
+    let mut node_ips: Vec<String> = config.node_ips.iter().map(ToString::to_string).collect();
+    if node_ips.is_empty() {
+        node_ips.extend(default_address().await.map(|a| a.to_string()));
+    }
+    if let (Some((client, _)), true) = (&clients, config.serving.asks_for_certificate) {
+        tokio::spawn(credentials::keep(
+            credentials::Kept::serving(&config, &node_ips),
+            client.clone(),
+            clock,
+        ));
+    }
+    let driver = driver(&*runtime, &config).await;
+    let host = LinuxHost {
+        root: config.root_dir.clone(),
+        logs: config.pod_logs_dir.clone(),
+        cgroups: Cgroups::new(&config.cgroup_root, driver),
+        pids: config.pod_pids,
+        cpu_period: config.cpu_period,
+        patient: crate::sys::patient::Patient::default(),
+    };
+    let machine = Machine::read(&config.root_dir);
+    let mut resolver = if config.resolv_conf.is_empty() {
+        // Nothing of the node's: its own address as the server, and the root alone to search.
+        let local = if node_ips.first().is_some_and(|ip| ip.contains(':')) {
+            "::1"
+        } else {
+            "127.0.0.1"
+        };
+        Resolver {
+            servers: vec![local.into()],
+            searches: vec![".".into()],
+            ..Resolver::default()
+        }
+    } else {
+        Resolver::parse(&std::fs::read_to_string(&config.resolv_conf).unwrap_or_default())
+    };
+    resolver.cluster_dns.clone_from(&config.cluster_dns);
+    resolver.cluster_domain.clone_from(&config.cluster_domain);
+    let mut keeper = None;
+    let (api, pods, nodes): (Arc<dyn PodApi>, _, Option<Arc<dyn NodeApi>>) = match clients {
+        Some((client, heartbeat)) => {
+            let only_ours =
+                watcher::Config::default().fields(&format!("spec.nodeName={}", config.node_name));
+            let pods: Cache<Pod> = Cache::start(Api::all(client.clone()), only_ours);
+            let api: Arc<dyn PodApi> = Arc::new(KubePods::new(client));
+            let kept = Keeper::start(Vault::open(&config.root_dir.join("sealed"))?);
+            let services = Arc::clone(&api);
+            tokio::spawn(sealed::follow(kept.clone(), pods.clone(), move || {
+                services.services()
+            }));
+            keeper = Some(kept.clone());
+            (
+                Arc::new(SealedApi::new(api, kept)),
+                Some(pods),
+                Some(Arc::new(KubeNodes(heartbeat))),
+            )
+        }
+        None => (Arc::new(super::node::standalone::NoApi), None, None),
+    };
+    let (network, network_state) = watch::channel(Network::Unasked);
+    let (node, node_state) = watch::channel(None);
+    let events = Events::start(
+        Arc::clone(&api),
+        &config.node_name,
+        clock,
+        config.event_pace,
+    );
+    if let Some(warning) = crate::core::pod::dns::check_host(&resolver) {
+        events.node(
+            &config.node_name,
+            super::Kind::Warning,
+            "CheckLimitsForResolvConf",
+            warning,
+        );
+    }
+    let images = Images::configured(&config)?;
+    let context = Arc::new(Context {
+        runtime,
+        api,
+        host: Arc::new(host),
+        clock,
+        events,
+        images,
+        machine,
+        node_ips,
+        resolver,
+        network: network_state,
+        node: node_state,
+        admitted: std::sync::Mutex::default(),
+        features: watch::channel(crate::cri::Features::default()).0,
+        metrics,
+        dialer: Arc::new(crate::probes::Network),
+        journals: Journals::default(),
+        csi: super::Csi::new(&config.root_dir),
+        roster: watch::channel(vec![]).0,
+        started: clock.now(),
+        config,
+    });
+    Ok(Agent {
+        context,
+        nodes,
+        reviews,
+        serves: true,
+        pods,
+        keeper,
+        network,
+        node,
+        renewal,
+    })
+}

@@ -1,0 +1,462 @@
+//! Getting the image of a container: present or pulled, with what waiting reason if not (kubelet spec,
+//! chapter 8).
+
+pub mod collect;
+mod provider;
+mod records;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Container, Pod, Secret};
+use kube::ResourceExt as _;
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+
+use self::provider::Providers;
+use self::records::Records;
+use super::Context;
+use super::events::Kind;
+use crate::config::Config;
+use crate::core::backoff::PullBackoff;
+use crate::core::bucket::Bucket;
+use crate::core::digest;
+use crate::core::image::keyring::{self, Entry};
+use crate::core::image::pulled::{self, By, BySecret, Policy};
+use crate::core::image::with_default_tag;
+use crate::core::pod::{self, Role};
+use crate::cri::{Credentials, Image};
+
+/// Why a container waits: reason, message, and when to try again if that is known.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Waiting {
+    /// The reason, for instance `ErrImagePull`.
+    pub reason: String,
+    /// The message.
+    pub message: String,
+    /// When trying again makes sense.
+    pub again: Option<Timestamp>,
+}
+
+impl std::fmt::Display for Waiting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.reason, self.message)
+    }
+}
+
+/// The images of one container: its own, and those of the image volumes it mounts, by volume.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Pulled {
+    /// Its own.
+    pub own: Image,
+    /// The ids of its volumes' images.
+    pub volumes: BTreeMap<String, String>,
+}
+
+/// Pulls, shared by all pods.
+pub struct Images {
+    slots: Semaphore,
+    parallel: usize,
+    backoff: Mutex<PullBackoff>,
+    quota: Mutex<Bucket>,
+    providers: Providers,
+    /// Files with the node's own credentials, in docker's formats.
+    node_keys: Vec<PathBuf>,
+    records: Option<Records>,
+    policy: Policy,
+}
+
+impl Images {
+    /// At most `parallel` pulls at once; no credentials but the pods' own, and no records.
+    #[must_use]
+    pub fn new(parallel: usize) -> Images {
+        Images {
+            slots: Semaphore::new(parallel.max(1)),
+            parallel: parallel.max(1),
+            backoff: Mutex::default(),
+            quota: Mutex::new(Bucket::new(0.0, 0.0, Timestamp::UNIX_EPOCH)),
+            providers: Providers::default(),
+            node_keys: vec![],
+            records: None,
+            policy: Policy::default(),
+        }
+    }
+
+    /// As the configuration says.
+    pub fn configured(config: &Config) -> anyhow::Result<Images> {
+        let (rate, burst) = config.pull_quota;
+        let providers = match (&config.credential_providers, &config.credential_programs) {
+            (Some(file), Some(programs)) => Providers::load(file, programs)?,
+            _ => Providers::default(),
+        };
+        let home = std::env::var_os("HOME").map(PathBuf::from);
+        let mut node_keys = vec![config.root_dir.join("config.json")];
+        node_keys.extend(home.iter().map(|h| h.join(".docker/config.json")));
+        node_keys.push("/.docker/config.json".into());
+        node_keys.push(config.root_dir.join(".dockercfg"));
+        node_keys.extend(home.iter().map(|h| h.join(".dockercfg")));
+        Ok(Images {
+            quota: Mutex::new(Bucket::new(rate, burst, Timestamp::UNIX_EPOCH)),
+            providers,
+            node_keys,
+            records: Some(Records::open(&config.root_dir)?),
+            policy: config.pull_verification.clone(),
+            ..Images::new(config.parallel_pulls)
+        })
+    }
+
+    /// How many pulls are under way.
+    #[must_use]
+    pub fn under_way(&self) -> usize {
+        self.parallel.saturating_sub(self.slots.available_permits())
+    }
+
+    async fn node_entries(&self) -> Vec<Entry> {
+        for path in &self.node_keys {
+            if let Ok(text) = tokio::fs::read(path).await {
+                return keyring::parse(&text);
+            }
+        }
+        vec![]
+    }
+}
+
+/// The pod's credentials for an image, each with the secret it is from.
+fn of_secrets(secrets: &[Arc<Secret>], image: &str) -> Vec<(Entry, BySecret)> {
+    let by = |secret: &Secret, entry: &Entry| BySecret {
+        uid: secret.uid().unwrap_or_default(),
+        namespace: secret.namespace().unwrap_or_default(),
+        name: secret.name_any(),
+        credential_hash: hash(entry),
+    };
+    let of = |secret: &Arc<Secret>| -> Vec<(Entry, BySecret)> {
+        keyring::matching(&keyring::of_secret(secret), image)
+            .into_iter()
+            .map(|entry| (entry.clone(), by(secret, &entry)))
+            .collect()
+    };
+    secrets.iter().flat_map(of).collect()
+}
+
+fn hash(entry: &Entry) -> String {
+    digest::sha256(format!("{}\u{0}{}", entry.username, entry.password).as_bytes())
+}
+
+/// Makes sure that all images that a container needs are there.
+pub async fn ensure_all(
+    context: &Context,
+    pod: &Pod,
+    role: Role,
+    container: &Container,
+    secrets: &[Arc<Secret>],
+) -> Result<Pulled, Waiting> {
+    let mut volumes = BTreeMap::new();
+    for volume in pod::spec(pod).volumes.iter().flatten() {
+        let mounted = container
+            .volume_mounts
+            .iter()
+            .flatten()
+            .any(|m| m.name == volume.name);
+        let Some(source) = volume.image.as_ref().filter(|_| mounted) else {
+            continue;
+        };
+        // It is had as the container's own image would be.
+        let wanted = Container {
+            image: source.reference.clone(),
+            image_pull_policy: source.pull_policy.clone(),
+            ..container.clone()
+        };
+        let image = ensure(context, pod, role, &wanted, secrets)
+            .await
+            .inspect_err(|waiting| {
+                context.events.pod(
+                    pod,
+                    Some(role.field_path(&container.name)),
+                    Kind::Warning,
+                    "Failed",
+                    format!("Error: {waiting}"),
+                );
+            })?;
+        volumes.insert(volume.name.clone(), image.id);
+    }
+    Ok(Pulled {
+        own: ensure(context, pod, role, container, secrets).await?,
+        volumes,
+    })
+}
+
+/// Makes sure that the container's image is there.
+async fn ensure(
+    context: &Context,
+    pod: &Pod,
+    role: Role,
+    container: &Container,
+    secrets: &[Arc<Secret>],
+) -> Result<Image, Waiting> {
+    let waiting = |reason: &str, message: String| Waiting {
+        reason: reason.into(),
+        message,
+        again: None,
+    };
+    let spec_image = container.image.clone().unwrap_or_default();
+    let path = Some(role.field_path(&container.name));
+    let name = with_default_tag(&spec_image).map_err(|error| {
+        context.events.pod(
+            pod,
+            path.clone(),
+            Kind::Warning,
+            "InspectFailed",
+            error.clone(),
+        );
+        waiting("InvalidImageName", error)
+    })?;
+    let present = context.runtime.image(&name).await.map_err(|error| {
+        let message = format!("Failed to inspect image {name:?}: {error}");
+        context.events.pod(
+            pod,
+            path.clone(),
+            Kind::Warning,
+            "InspectFailed",
+            message.clone(),
+        );
+        waiting("ImageInspectError", message)
+    })?;
+    let policy = container
+        .image_pull_policy
+        .as_deref()
+        .unwrap_or("IfNotPresent");
+    let usable = match present {
+        Some(image) if policy != "Always" => {
+            let allowed = allowed(context, &name, &image, secrets).await;
+            Some((image, allowed))
+        }
+        _ => None,
+    };
+    match (policy, usable) {
+        ("IfNotPresent" | "Never", Some((image, true))) => {
+            let message = format!(
+                "Container image {spec_image:?} already present on machine and can be accessed by the pod"
+            );
+            context
+                .events
+                .pod(pod, path, Kind::Normal, "Pulled", message);
+            Ok(image)
+        }
+        ("Never", refused) => {
+            let message = match refused {
+                None => format!(
+                    "Container image {spec_image:?} is not present with pull policy of Never"
+                ),
+                Some(_) => format!(
+                    "Container image {spec_image:?} is present, but the pod has no credentials that it was pulled with, and its pull policy is Never"
+                ),
+            };
+            context.events.pod(
+                pod,
+                path,
+                Kind::Warning,
+                "ErrImageNeverPull",
+                message.clone(),
+            );
+            Err(waiting("ErrImageNeverPull", message))
+        }
+        _ => pull(context, pod, &spec_image, &name, path, secrets).await,
+    }
+}
+
+/// Whether a pod with these secrets may use an image that is there.
+async fn allowed(context: &Context, name: &str, image: &Image, secrets: &[Arc<Secret>]) -> bool {
+    let images = &context.images;
+    // Without rules nobody looks at the disk.
+    let Some(records) = images
+        .records
+        .as_ref()
+        .filter(|_| images.policy != Policy::NeverVerify)
+    else {
+        return true;
+    };
+    let (record, pulling) = records.read(name, &image.id).await;
+    let own: Vec<BySecret> = of_secrets(secrets, name)
+        .into_iter()
+        .map(|(_, by)| by)
+        .collect();
+    pulled::may_use(
+        &images.policy,
+        &keyring::repository(name),
+        record.as_ref(),
+        pulling,
+        &own,
+    )
+}
+
+async fn pull(
+    context: &Context,
+    pod: &Pod,
+    shown: &str,
+    name: &str,
+    path: Option<String>,
+    secrets: &[Arc<Secret>],
+) -> Result<Image, Waiting> {
+    let key = (pod.uid().unwrap_or_default(), name.to_owned());
+    let backoff = || {
+        context
+            .images
+            .backoff
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    };
+    let held = backoff().held(&key, context.clock.now());
+    if let Some((until, error)) = held {
+        context.events.pod(
+            pod,
+            path,
+            Kind::Normal,
+            "BackOff",
+            format!("Back-off pulling image {shown:?}"),
+        );
+        return Err(Waiting {
+            reason: "ImagePullBackOff".into(),
+            message: format!("Back-off pulling image {shown:?}: {error}"),
+            again: Some(until),
+        });
+    }
+    context.events.pod(
+        pod,
+        path.clone(),
+        Kind::Normal,
+        "Pulling",
+        format!("Pulling image {shown:?}"),
+    );
+    let asked = Instant::now();
+    match attempt(context, name, secrets).await {
+        Ok((image, took)) => {
+            backoff().succeeded(&key);
+            context.metrics.pulled(image.size, took);
+            let message = format!(
+                "Successfully pulled image {shown:?} in {took:.3?} ({:.3?} including waiting). Image size: {} bytes.",
+                asked.elapsed(),
+                image.size
+            );
+            context
+                .events
+                .pod(pod, path, Kind::Normal, "Pulled", message);
+            Ok(image)
+        }
+        Err(error) => {
+            let until = backoff().failed(key, &error, context.clock.now());
+            let known = ["RegistryUnavailable", "SignatureValidationFailed"]
+                .into_iter()
+                .find(|reason| error.contains(*reason));
+            let reason = known.unwrap_or("ErrImagePull");
+            context.events.pod(
+                pod,
+                path.clone(),
+                Kind::Warning,
+                "Failed",
+                format!("Failed to pull image {shown:?}: {error}"),
+            );
+            context.events.pod(
+                pod,
+                path,
+                Kind::Warning,
+                "Failed",
+                format!("Error: {reason}"),
+            );
+            Err(Waiting {
+                reason: reason.into(),
+                message: error,
+                again: Some(until),
+            })
+        }
+    }
+}
+
+/// Everything by which an image may be pulled, in the order in which it is tried.
+async fn candidates(
+    context: &Context,
+    name: &str,
+    secrets: &[Arc<Secret>],
+) -> Vec<(Option<Credentials>, By)> {
+    let images = &context.images;
+    let login = |entry: Entry| {
+        Some(Credentials {
+            username: entry.username,
+            password: entry.password,
+        })
+    };
+    let mut all: Vec<(Option<Credentials>, By)> = of_secrets(secrets, name)
+        .into_iter()
+        .map(|(entry, by)| (login(entry), By::Secret(by)))
+        .collect();
+    all.extend(
+        keyring::matching(&images.node_entries().await, name)
+            .into_iter()
+            .map(|entry| (login(entry), By::Anyone)),
+    );
+    all.extend(
+        images
+            .providers
+            .credentials(name)
+            .await
+            .into_iter()
+            .map(|entry| (login(entry), By::Anyone)),
+    );
+    if all.is_empty() {
+        all.push((None, By::Anyone));
+    }
+    all
+}
+
+async fn attempt(
+    context: &Context,
+    name: &str,
+    secrets: &[Arc<Secret>],
+) -> Result<(Image, std::time::Duration), String> {
+    let images = &context.images;
+    let _slot = images.slots.acquire().await.map_err(|e| e.to_string())?;
+    let quota = images
+        .quota
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
+        .take(context.clock.now());
+    if quota.is_err() {
+        return Err("pull QPS exceeded".into());
+    }
+    let start = Instant::now();
+    if let Some(records) = &images.records {
+        records.begin(name).await?;
+    }
+    let mut errors: Vec<String> = Vec::new();
+    for (credentials, by) in candidates(context, name, secrets).await {
+        if let Err(error) = context.runtime.pull(name, credentials).await {
+            errors.push(error.to_string());
+            continue;
+        }
+        let image = context
+            .runtime
+            .image(name)
+            .await
+            .map_err(|e| e.to_string())?;
+        let image =
+            image.ok_or_else(|| format!("the image {name:?} was pulled but is not there"))?;
+        if let Some(records) = &images.records {
+            records
+                .done(
+                    name,
+                    &image.id,
+                    &keyring::repository(name),
+                    by,
+                    context.clock.now(),
+                )
+                .await?;
+        }
+        return Ok((image, start.elapsed()));
+    }
+    if let Some(records) = &images.records {
+        records.failed(name).await;
+    }
+    errors.dedup();
+    Err(errors.join("; "))
+}

@@ -1,0 +1,462 @@
+//! The node's own certificates: the first by a bootstrap token, later ones by the one before, those it serves with by
+//! asking too; kept in the kubelet's files (kubelet spec, chapter 15).
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use base64::Engine as _;
+use jiff::{SignedDuration, Timestamp};
+use kube::Client;
+use kube::config::Kubeconfig;
+use rcgen::{CertificateParams, DnType, KeyPair, PublicKeyData as _};
+use serde_json::json;
+
+use crate::config::Config;
+use crate::core::node::signing::{self, CLIENT, SERVING};
+use crate::host::blocking;
+use crate::kubeapi::client::connect;
+use crate::kubeapi::signing::{Wish, obtain};
+use crate::sys::clock::Clock;
+use crate::sys::file;
+
+/// How long the first certificate is waited for, and each later one.
+const PATIENCE: (Duration, Duration) = (Duration::from_secs(3600), Duration::from_secs(900));
+/// The pauses after a failure.
+const AGAIN: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(32));
+/// How often it is looked whether one is due.
+const LOOK: Duration = Duration::from_secs(60);
+/// How long a node without a certificate that can be used goes on while its API answers.
+const LOST: SignedDuration = SignedDuration::from_secs(300);
+const CLIENT_USAGES: &[&str] = &["digital signature", "client auth"];
+const SERVING_USAGES: &[&str] = &["digital signature", "server auth"];
+
+/// A certificate with its key in one file, behind a link that always leads to the newest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pair {
+    dir: PathBuf,
+    prefix: &'static str,
+}
+
+impl Pair {
+    /// By which the node shows who it is.
+    #[must_use]
+    pub fn client(dir: &Path) -> Pair {
+        Pair {
+            dir: dir.into(),
+            prefix: "kubelet-client",
+        }
+    }
+
+    /// With which it serves.
+    #[must_use]
+    pub fn serving(dir: &Path) -> Pair {
+        Pair {
+            dir: dir.into(),
+            prefix: "kubelet-server",
+        }
+    }
+
+    /// The link.
+    #[must_use]
+    pub fn current(&self) -> PathBuf {
+        self.dir.join(format!("{}-current.pem", self.prefix))
+    }
+
+    /// From when until when it is good, if there is one.
+    #[must_use]
+    pub fn lifetime(&self) -> Option<(Timestamp, Timestamp)> {
+        signing::lifetime(&std::fs::read(self.current()).ok()?)
+    }
+
+    /// Keeps a new one; the link leads to it once it is whole.
+    fn keep(&self, certificate: &str, key: &str, now: Timestamp) -> std::io::Result<()> {
+        std::fs::create_dir_all(&self.dir)?;
+        let name = format!("{}-{}.pem", self.prefix, now.strftime("%Y-%m-%d-%H-%M-%S"));
+        file::replace(
+            &self.dir.join(&name),
+            format!("{certificate}{key}").as_bytes(),
+        )?;
+        let fresh = self.dir.join(format!("{}-updated.pem", self.prefix));
+        match std::fs::remove_file(&fresh) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        std::os::unix::fs::symlink(self.dir.join(&name), &fresh)?;
+        std::fs::rename(fresh, self.current())
+    }
+}
+
+/// A request for the node, PEM.
+fn request(key: &KeyPair, node: &str, names: &[String]) -> Result<String, String> {
+    let failed = |e: rcgen::Error| format!("no request for a certificate can be made: {e}");
+    let mut params = CertificateParams::new(names.to_vec()).map_err(failed)?;
+    params
+        .distinguished_name
+        .push(DnType::OrganizationName, "system:nodes");
+    params
+        .distinguished_name
+        .push(DnType::CommonName, format!("system:node:{node}"));
+    params
+        .serialize_request(key)
+        .and_then(|r| r.pem())
+        .map_err(failed)
+}
+
+/// The name of the first request: of the same key it is the same, so that a restart waits for what was asked before.
+fn first_name(key: &KeyPair, node: &str) -> String {
+    let text = [
+        key.subject_public_key_info().as_slice(),
+        node.as_bytes(),
+        CLIENT.as_bytes(),
+    ]
+    .concat();
+    let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, &text);
+    format!(
+        "node-csr-{}",
+        base64::engine::general_purpose::URL_SAFE_NO_PAD
+            .encode(digest)
+            .to_lowercase()
+            .replace('_', "-")
+            .trim_end_matches('-')
+    )
+}
+
+/// The key of the first request, kept until it is answered.
+fn first_key(dir: &Path) -> Result<KeyPair, String> {
+    let path = dir.join("kubelet-client.key.tmp");
+    if let Some(key) = std::fs::read_to_string(&path)
+        .ok()
+        .and_then(|text| KeyPair::from_pem(&text).ok())
+    {
+        return Ok(key);
+    }
+    let key = KeyPair::generate().map_err(|e| format!("no key can be made: {e}"))?;
+    let kept = std::fs::create_dir_all(dir)
+        .and_then(|()| file::replace(&path, key.serialize_pem().as_bytes()));
+    kept.map_err(|e| format!("the key {} cannot be kept: {e}", path.display()))?;
+    Ok(key)
+}
+
+/// Whether what a kubeconfig refers to can still be used: its client certificate is there, and has not ended.
+fn is_usable(path: &Path, now: Timestamp) -> bool {
+    let Ok(file) = Kubeconfig::read_from(path) else {
+        return false;
+    };
+    let user = file
+        .auth_infos
+        .iter()
+        .find_map(|named| named.auth_info.as_ref());
+    let Some(certificate) = user.and_then(|u| u.client_certificate.as_ref()) else {
+        return true;
+    };
+    std::fs::read(certificate)
+        .ok()
+        .and_then(|pem| signing::lifetime(&pem))
+        .is_some_and(|(_, ends)| ends > now)
+}
+
+/// The kubeconfig of a node, from the one it began with.
+fn kubeconfig(bootstrap: &Kubeconfig, pair: &Path) -> Result<String, String> {
+    let context = bootstrap
+        .contexts
+        .iter()
+        .find(|c| Some(&c.name) == bootstrap.current_context.as_ref());
+    let named = context
+        .and_then(|c| c.context.as_ref())
+        .map(|c| c.cluster.clone());
+    let cluster = bootstrap
+        .clusters
+        .iter()
+        .find(|c| named.as_ref().is_none_or(|n| *n == c.name))
+        .and_then(|c| c.cluster.clone());
+    let cluster = cluster.ok_or("the bootstrap kubeconfig has no cluster: it needs one with its server and certificate authority")?;
+    let text = json!({
+        "apiVersion": "v1", "kind": "Config", "current-context": "default-context",
+        "clusters": [{"name": "default-cluster", "cluster": cluster}],
+        "contexts": [{"name": "default-context", "context": {"cluster": "default-cluster", "user": "default-auth"}}],
+        "users": [{"name": "default-auth", "user": {"client-certificate": pair, "client-key": pair}}],
+    });
+    serde_json::to_string_pretty(&text).map_err(|e| e.to_string())
+}
+
+/// Sees to it that there is a kubeconfig that can be used: with a bootstrap kubeconfig a missing one is made, and one
+/// whose certificate has ended is made anew. Waits as long as it takes.
+pub async fn bootstrap(config: &Config, clock: Clock) -> anyhow::Result<()> {
+    let (Some(kubeconfig_path), Some(bootstrap_path)) =
+        (&config.kubeconfig, &config.bootstrap_kubeconfig)
+    else {
+        return Ok(());
+    };
+    if is_usable(kubeconfig_path, clock.now()) {
+        return Ok(());
+    }
+    tracing::info!(kubeconfig = %bootstrap_path.display(), "the node has no certificate of its own yet: one is asked for");
+    let file = Kubeconfig::read_from(bootstrap_path).map_err(|e| {
+        anyhow::anyhow!(
+            "--bootstrap-kubeconfig: {} cannot be used: {e}",
+            bootstrap_path.display()
+        )
+    })?;
+    let client = connect(bootstrap_path).await?;
+    let mut pause = AGAIN.0;
+    loop {
+        match first(config, &client, &file, kubeconfig_path, clock).await {
+            Ok(()) => return Ok(()),
+            Err(error) => {
+                tracing::warn!(error, "the node has no certificate yet; it is tried again");
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(AGAIN.1);
+            }
+        }
+    }
+}
+
+async fn first(
+    config: &Config,
+    client: &Client,
+    file_of: &Kubeconfig,
+    target: &Path,
+    clock: Clock,
+) -> Result<(), String> {
+    let dir = config.cert_dir.clone();
+    let key = blocking(move || first_key(&dir)).await?;
+    let wish = Wish {
+        name: Some(first_name(&key, &config.node_name)),
+        signer: CLIENT,
+        usages: CLIENT_USAGES,
+        request: request(&key, &config.node_name, &[])?,
+    };
+    let certificate = obtain(client, &wish, PATIENCE.0)
+        .await
+        .map_err(|e| e.to_string())?;
+    let pair = Pair::client(&config.cert_dir);
+    let (text, target, now, dir) = (
+        kubeconfig(file_of, &pair.current())?,
+        target.to_owned(),
+        clock.now(),
+        config.cert_dir.clone(),
+    );
+    blocking(move || {
+        pair.keep(&certificate, &key.serialize_pem(), now)
+            .map_err(|e| format!("the certificate cannot be kept: {e}"))?;
+        if let Some(parent) = target.parent() {
+            std::fs::create_dir_all(parent)
+                .map_err(|e| format!("{} cannot be made: {e}", parent.display()))?;
+        }
+        file::replace(&target, text.as_bytes())
+            .map_err(|e| format!("{} cannot be written: {e}", target.display()))?;
+        match std::fs::remove_file(dir.join("kubelet-client.key.tmp")) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(format!("the first key cannot be removed: {error}"))
+            }
+            _ => Ok(()),
+        }
+    })
+    .await?;
+    tracing::info!(node = config.node_name, "the node has a certificate");
+    Ok(())
+}
+
+/// What is kept fresh.
+#[derive(Debug, Clone)]
+pub struct Kept {
+    pair: Pair,
+    signer: &'static str,
+    usages: &'static [&'static str],
+    node: String,
+    names: Vec<String>,
+}
+
+impl Kept {
+    /// The certificate by which the node shows who it is.
+    #[must_use]
+    pub fn client(config: &Config) -> Kept {
+        Kept {
+            pair: Pair::client(&config.cert_dir),
+            signer: CLIENT,
+            usages: CLIENT_USAGES,
+            node: config.node_name.clone(),
+            names: vec![],
+        }
+    }
+
+    /// The one with which it serves, for its name and addresses.
+    #[must_use]
+    pub fn serving(config: &Config, addresses: &[String]) -> Kept {
+        let names = std::iter::once(config.node_name.clone())
+            .chain(addresses.iter().cloned())
+            .collect();
+        Kept {
+            pair: Pair::serving(&config.cert_dir),
+            signer: SERVING,
+            usages: SERVING_USAGES,
+            node: config.node_name.clone(),
+            names,
+        }
+    }
+}
+
+/// Whether an apiserver answers, if only to refuse us.
+async fn answers(client: &Client) -> bool {
+    matches!(
+        client.apiserver_version().await,
+        Ok(_) | Err(kube::Error::Api(_))
+    )
+}
+
+/// Since when a node has had no certificate that can be used; none if it has one.
+fn without(
+    lifetime: Option<(Timestamp, Timestamp)>,
+    before: Option<Timestamp>,
+    now: Timestamp,
+) -> Option<Timestamp> {
+    match lifetime {
+        Some((_, ends)) if ends > now => None,
+        _ => Some(before.unwrap_or(now)),
+    }
+}
+
+/// Renews a certificate when it is due. Returns when the node has lost its own for good: the API answers, and what is left
+/// is to begin anew with a bootstrap token (kubelet spec, chapter 15).
+pub async fn keep(kept: Kept, client: Client, clock: Clock) {
+    let mut pause = AGAIN.0;
+    let mut since = None;
+    loop {
+        let now = clock.now();
+        // Nodes that began together are not due together.
+        let share = f64::from(now.subsec_nanosecond() % 1000) / 1000.0;
+        let due = kept
+            .pair
+            .lifetime()
+            .map(|(begins, ends)| signing::due(begins, ends, share));
+        if due.is_some_and(|due| due > now) {
+            tokio::time::sleep(LOOK).await;
+            continue;
+        }
+        match renew(&kept, &client, now).await {
+            Ok(()) => {
+                tracing::info!(signer = kept.signer, "a certificate was renewed");
+                pause = AGAIN.0;
+            }
+            Err(error) => {
+                tracing::warn!(
+                    error,
+                    signer = kept.signer,
+                    "a certificate cannot be renewed yet; it is tried again"
+                );
+                since = without(kept.pair.lifetime(), since, now);
+                let long = since.is_some_and(|since| now.duration_since(since) >= LOST);
+                if kept.signer == CLIENT && long && answers(&client).await {
+                    return;
+                }
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(AGAIN.1);
+            }
+        }
+    }
+}
+
+async fn renew(kept: &Kept, client: &Client, now: Timestamp) -> Result<(), String> {
+    let key = KeyPair::generate().map_err(|e| format!("no key can be made: {e}"))?;
+    let wish = Wish {
+        name: None,
+        signer: kept.signer,
+        usages: kept.usages,
+        request: request(&key, &kept.node, &kept.names)?,
+    };
+    let certificate = obtain(client, &wish, PATIENCE.1)
+        .await
+        .map_err(|e| e.to_string())?;
+    let pair = kept.pair.clone();
+    blocking(move || {
+        pair.keep(&certificate, &key.serialize_pem(), now)
+            .map_err(|e| format!("the certificate cannot be kept: {e}"))
+    })
+    .await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_pair_is_behind_the_link_and_private() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let dir = tempfile::tempdir().expect("a directory");
+        let pair = Pair::client(dir.path());
+        assert_eq!(pair.lifetime(), None);
+        for second in [0, 100] {
+            let made = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
+            let at = Timestamp::from_second(second).expect("a time");
+            pair.keep(&made.cert.pem(), &made.signing_key.serialize_pem(), at)
+                .expect("kept");
+            assert!(
+                std::fs::read_to_string(pair.current())
+                    .expect("read")
+                    .contains(&made.cert.pem())
+            );
+        }
+        assert!(pair.lifetime().is_some());
+        let target = std::fs::read_link(pair.current()).expect("a link");
+        assert!(
+            target.ends_with("kubelet-client-1970-01-01-00-01-40.pem"),
+            "{target:?}"
+        );
+        assert_eq!(
+            std::fs::metadata(&target)
+                .expect("metadata")
+                .permissions()
+                .mode()
+                & 0o777,
+            0o600
+        );
+    }
+
+    #[test]
+    fn a_node_without_a_certificate_knows_since_when() {
+        let at = |second: i64| Timestamp::from_second(second).expect("a time");
+        assert_eq!(
+            without(Some((at(0), at(10))), Some(at(1)), at(9)),
+            None,
+            "it has one again"
+        );
+        assert_eq!(without(Some((at(0), at(10))), None, at(10)), Some(at(10)));
+        assert_eq!(without(None, Some(at(3)), at(10)), Some(at(3)));
+    }
+
+    #[test]
+    fn the_first_request_is_asked_under_the_same_name_again() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (one, two) = (
+            first_key(dir.path()).expect("a key"),
+            first_key(dir.path()).expect("a key"),
+        );
+        assert_eq!(first_name(&one, "n"), first_name(&two, "n"));
+        assert_ne!(first_name(&one, "n"), first_name(&one, "m"));
+        let name = first_name(&one, "n");
+        assert!(
+            name.starts_with("node-csr-")
+                && name
+                    .chars()
+                    .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-'),
+            "{name}"
+        );
+    }
+
+    #[test]
+    fn a_kubeconfig_is_usable_while_its_certificate_is() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (path, pair) = (dir.path().join("kubeconfig"), Pair::client(dir.path()));
+        let now = Timestamp::now();
+        assert!(!is_usable(&path, now), "it is missing");
+        let start: Kubeconfig = serde_saphyr::from_str("clusters: [{name: a, cluster: {server: 'https://192.0.2.1'}}]\ncontexts: [{name: x, context: {cluster: a, user: u}}]\ncurrent-context: x").expect("a kubeconfig");
+        std::fs::write(&path, kubeconfig(&start, &pair.current()).expect("text")).expect("written");
+        assert!(!is_usable(&path, now), "its certificate is missing");
+        let made = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
+        pair.keep(&made.cert.pem(), &made.signing_key.serialize_pem(), now)
+            .expect("kept");
+        assert!(is_usable(&path, now));
+        let text = std::fs::read_to_string(&path).expect("read");
+        assert!(text.contains("192.0.2.1") && text.contains("default-auth"));
+    }
+}

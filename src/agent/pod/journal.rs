@@ -1,0 +1,219 @@
+//! The journals of all pods: written by workers as they go, read by whoever asks why.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt as _;
+use tracing::Instrument as _;
+
+use crate::agent::Metrics;
+use crate::core::pod;
+use crate::core::pod::explain;
+use crate::core::pod::journal::{Journal, Progress, Step};
+use crate::core::pod::lifecycle::{Input, State};
+use crate::sys::clock::Clock;
+
+/// How many pods that have gone are remembered.
+const GONE: usize = 64;
+
+/// One pod's journal; clones are the same one.
+#[derive(Clone)]
+pub struct Log {
+    journal: Arc<Mutex<Journal>>,
+    clock: Clock,
+    metrics: Arc<Metrics>,
+}
+
+/// Closes a step that nobody waits for any more.
+struct Open<'a> {
+    log: &'a Log,
+    step: Step,
+    subject: &'a str,
+    closed: bool,
+}
+
+impl Drop for Open<'_> {
+    fn drop(&mut self) {
+        if !self.closed {
+            self.log.end(self.step, self.subject, Progress::Dropped);
+        }
+    }
+}
+
+impl Log {
+    fn journal(&self) -> MutexGuard<'_, Journal> {
+        self.journal.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is written so far.
+    #[must_use]
+    pub fn read(&self) -> Journal {
+        self.journal().clone()
+    }
+
+    /// Does a step and notes how it ends; one that is dropped is noted as such.
+    pub async fn step<T, E: std::fmt::Display>(
+        &self,
+        step: Step,
+        subject: &str,
+        work: impl Future<Output = Result<T, E>>,
+    ) -> Result<T, E> {
+        self.begin(step, subject);
+        let mut open = Open {
+            log: self,
+            step,
+            subject,
+            closed: false,
+        };
+        let span = tracing::info_span!(target: "trace::step", "step", otel.name = step.name(), subject, otel.status_code = tracing::field::Empty, otel.status_description = tracing::field::Empty);
+        let result = work.instrument(span.clone()).await;
+        let failure = result.as_ref().err().map(ToString::to_string);
+        if let Some(why) = &failure {
+            span.record("otel.status_code", "ERROR")
+                .record("otel.status_description", why);
+        }
+        open.closed = true;
+        self.end(
+            step,
+            subject,
+            failure.map_or(Progress::Done, Progress::Failed),
+        );
+        result
+    }
+
+    /// A step is begun.
+    pub fn begin(&self, step: Step, subject: &str) {
+        self.journal().begin(step, subject, self.clock.now());
+    }
+
+    /// A step has ended.
+    pub fn end(&self, step: Step, subject: &str, progress: Progress) {
+        let result = match &progress {
+            Progress::Running => "running",
+            Progress::Done => "done",
+            Progress::Failed(_) => "failed",
+            Progress::Dropped => "dropped",
+        };
+        let took = self
+            .journal()
+            .end(step, subject, progress, self.clock.now());
+        if let Some(took) = took.and_then(|t| std::time::Duration::try_from(t).ok()) {
+            self.metrics.step(step.name(), result, took);
+        }
+    }
+
+    /// How long all steps of a kind took together.
+    #[must_use]
+    pub fn took(&self, step: Step) -> std::time::Duration {
+        self.journal().took(step).try_into().unwrap_or_default()
+    }
+
+    /// A step failed that is not tried here.
+    pub fn fail(&self, step: Step, subject: &str, why: &str, next: Option<Timestamp>) {
+        let (mut journal, now) = (self.journal(), self.clock.now());
+        journal.begin(step, subject, now);
+        journal.end(step, subject, Progress::Failed(why.to_owned()), now);
+        if let Some(next) = next {
+            journal.again_at(step, subject, next);
+        }
+    }
+
+    /// A failure is over without having been tried again.
+    pub fn close(&self, step: Step, subject: &str) {
+        self.journal().close(step, subject, self.clock.now());
+    }
+
+    /// A failure is over: what was asked is well again, wholly or not yet.
+    pub fn recover(&self, step: Step, subject: &str, whole: bool) {
+        self.journal()
+            .recover(step, subject, whole, self.clock.now());
+    }
+
+    /// Why no container can be started yet, if something fails.
+    #[must_use]
+    pub fn held_up(&self) -> Option<String> {
+        explain::held_up(&self.journal())
+    }
+
+    /// What failed is tried again at this time.
+    pub fn again(&self, next: Timestamp) {
+        self.journal().again(next);
+    }
+
+    /// The state machine took a step.
+    pub fn decided(&self, before: State, input: Input, state: State) {
+        self.journal()
+            .decided(self.clock.now(), before, input, state);
+    }
+}
+
+struct Kept {
+    namespace: String,
+    name: String,
+    log: Log,
+}
+
+#[derive(Default)]
+struct Shelf {
+    pods: BTreeMap<String, Kept>,
+    /// Uids of pods that have gone, oldest first.
+    gone: VecDeque<String>,
+}
+
+/// All journals, by uid.
+#[derive(Default)]
+pub struct Journals(Mutex<Shelf>);
+
+impl Journals {
+    fn shelf(&self) -> MutexGuard<'_, Shelf> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The journal of a pod, a new one if there is none.
+    pub fn open(&self, pod: &Pod, clock: Clock, metrics: &Arc<Metrics>) -> Log {
+        let mut shelf = self.shelf();
+        shelf.gone.retain(|uid| uid != pod::uid(pod));
+        let fresh = || Kept {
+            namespace: pod.namespace().unwrap_or_default(),
+            name: pod.name_any(),
+            log: Log {
+                journal: Arc::default(),
+                clock,
+                metrics: Arc::clone(metrics),
+            },
+        };
+        shelf
+            .pods
+            .entry(pod::uid(pod).to_owned())
+            .or_insert_with(fresh)
+            .log
+            .clone()
+    }
+
+    /// The pod has gone: its journal stays for a while.
+    pub fn gone(&self, uid: &str) {
+        let mut shelf = self.shelf();
+        shelf.gone.push_back(uid.to_owned());
+        while shelf.gone.len() > GONE {
+            if let Some(oldest) = shelf.gone.pop_front() {
+                shelf.pods.remove(&oldest);
+            }
+        }
+    }
+
+    /// The journals of the pods of a name, with their uids; one that is still there comes first.
+    #[must_use]
+    pub fn find(&self, namespace: &str, name: &str) -> Vec<(String, Journal)> {
+        let shelf = self.shelf();
+        let mut found: Vec<(String, Journal)> = shelf
+            .pods
+            .iter()
+            .filter(|(_, k)| k.namespace == namespace && k.name == name)
+            .map(|(uid, k)| (uid.clone(), k.log.read()))
+            .collect();
+        found.sort_by_key(|(uid, _)| shelf.gone.contains(uid));
+        found
+    }
+}

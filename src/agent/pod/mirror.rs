@@ -1,0 +1,78 @@
+//! Mirror pods: how static pods are seen in the API (kubelet spec, 1.5).
+
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
+use kube::ResourceExt as _;
+
+use crate::agent::Context;
+use crate::core::pod;
+use crate::kubeapi::pods::ApiFailure;
+
+/// The mirror of a static pod.
+fn of(pod: &Pod, node: &Node) -> Pod {
+    let mut mirror = pod.clone();
+    let hash = pod
+        .annotations()
+        .get(pod::HASH)
+        .cloned()
+        .unwrap_or_default();
+    mirror
+        .metadata
+        .annotations
+        .get_or_insert_default()
+        .insert(pod::MIRROR.into(), hash);
+    mirror.metadata.uid = None;
+    mirror.metadata.resource_version = None;
+    mirror.metadata.owner_references = Some(vec![OwnerReference {
+        api_version: "v1".into(),
+        kind: "Node".into(),
+        name: node.name_any(),
+        uid: node.uid().unwrap_or_default(),
+        controller: Some(true),
+        block_owner_deletion: None,
+    }]);
+    mirror.status = None;
+    mirror
+}
+
+/// Makes sure that a static pod's mirror is there and is the right one. False while there is no Node
+/// object yet to own it.
+pub async fn reconcile(
+    context: &Context,
+    pod: &Pod,
+    mirror: Option<&Arc<Pod>>,
+) -> Result<bool, String> {
+    let Some(node) = context.node.borrow().clone() else {
+        return Ok(false);
+    };
+    if let Some(mirror) = mirror {
+        let right = mirror.annotations().get(pod::MIRROR) == pod.annotations().get(pod::HASH)
+            && mirror.metadata.deletion_timestamp.is_none();
+        if right {
+            return Ok(true);
+        }
+        remove(context, mirror).await?;
+    }
+    match context.api.create(&of(pod, &node)).await {
+        Ok(_) | Err(ApiFailure::Conflict(_)) => Ok(true),
+        Err(error) => Err(format!("the mirror pod cannot be created: {error}")),
+    }
+}
+
+/// Removes a mirror.
+pub async fn remove(context: &Context, mirror: &Pod) -> Result<(), String> {
+    match context
+        .api
+        .delete(
+            &mirror.namespace().unwrap_or_default(),
+            &mirror.name_any(),
+            pod::uid(mirror),
+        )
+        .await
+    {
+        Ok(()) | Err(ApiFailure::NotFound(_) | ApiFailure::Conflict(_)) => Ok(()),
+        Err(error) => Err(format!("the mirror pod cannot be removed: {error}")),
+    }
+}

@@ -1,0 +1,12 @@
+//! Pods: where they come from, their workers, what the workers carry out, and what is reported.
+
+pub mod dispatch;
+pub mod hooks;
+pub mod journal;
+pub mod mirror;
+pub mod probing;
+pub mod relist;
+pub mod sources;
+pub mod status;
+pub mod sync;
+pub mod worker;

@@ -1,0 +1,465 @@
+//! The probes of one pod: a task for every container instance and kind, its result on a board that the
+//! worker reads (kubelet spec, chapter 10). A result that changes wakes the worker at once.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::{Container, ContainerStatus, Pod, PodStatus};
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, MissedTickBehavior};
+use tokio_util::task::AbortOnDropHandle;
+
+use kube::ResourceExt as _;
+
+use super::journal::Log;
+use crate::agent::metrics::Probe;
+use crate::agent::{Context, Kind as Severity};
+use crate::core::pod::journal::{Progress, Step};
+use crate::core::pod::observed::{ContainerState, ObservedPod};
+use crate::core::pod::probe::{self, Answer, Check, Counter, Health, Kind, Probed, Timing};
+use crate::core::pod::{self, Role};
+use crate::cri::RuntimeErrorKind;
+
+/// How many times in a row a probe that cannot be asked is tried.
+const TRIES: usize = 3;
+/// A container that was up this long before the agent started keeps what was known of it.
+const ADOPTED: SignedDuration = SignedDuration::from_secs(10);
+
+/// Where results stand.
+struct Board {
+    results: Mutex<Probed>,
+    hint: Arc<Notify>,
+}
+
+impl Board {
+    /// Whether the standing result is a good one. Liveness counts as good until it has failed.
+    fn stands_good(&self, id: &str, kind: Kind) -> bool {
+        let mut results = self.results.lock().unwrap_or_else(PoisonError::into_inner);
+        results
+            .0
+            .entry(id.to_owned())
+            .or_default()
+            .of(kind)
+            .unwrap_or(kind == Kind::Liveness)
+    }
+
+    /// Notes a result; true if it is another one than before.
+    fn set(&self, id: &str, kind: Kind, result: bool) -> bool {
+        let mut results = self.results.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = results.0.entry(id.to_owned()).or_default().of(kind);
+        let changed = *place != Some(result);
+        *place = Some(result);
+        changed
+    }
+}
+
+/// The tasks of one container instance.
+struct Instance {
+    name: String,
+    tasks: BTreeMap<Kind, AbortOnDropHandle<()>>,
+    started: Arc<watch::Sender<bool>>,
+}
+
+/// A pod's probes. Dropping it ends them.
+pub struct Probing {
+    board: Arc<Board>,
+    instances: BTreeMap<String, Instance>,
+    log: Log,
+}
+
+/// What a task needs.
+struct Prober {
+    context: Arc<Context>,
+    pod: Arc<Pod>,
+    role: Role,
+    container: Container,
+    id: String,
+    ip: String,
+    kind: Kind,
+    timing: Timing,
+    first: Instant,
+    board: Arc<Board>,
+    started: Arc<watch::Sender<bool>>,
+    log: Log,
+}
+
+impl Probing {
+    /// No probes yet; `hint` wakes the worker.
+    #[must_use]
+    pub fn new(hint: Arc<Notify>, log: Log) -> Probing {
+        Probing {
+            board: Arc::new(Board {
+                results: Mutex::default(),
+                hint,
+            }),
+            instances: BTreeMap::new(),
+            log,
+        }
+    }
+
+    /// The results so far.
+    #[must_use]
+    pub fn results(&self) -> Probed {
+        self.board
+            .results
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Brings the tasks in line with the containers that run: new ones are begun, others end. `known` is
+    /// the status before, from which a fresh agent takes over.
+    pub fn follow(
+        &mut self,
+        context: &Arc<Context>,
+        pod: &Arc<Pod>,
+        observed: &ObservedPod,
+        known: &PodStatus,
+    ) {
+        let mut running = vec![];
+        for (role, container) in pod::containers(pod)
+            .into_iter()
+            .filter(|(role, _)| matches!(role, Role::Regular | Role::Sidecar))
+        {
+            if Kind::ALL.iter().all(|kind| kind.of(&container).is_none()) {
+                continue;
+            }
+            let Some(seen) = observed
+                .newest(&container.name)
+                .filter(|c| c.state == ContainerState::Running)
+            else {
+                continue;
+            };
+            running.push(seen.id.clone());
+            if !self.instances.contains_key(&seen.id) {
+                let statuses: [&[ContainerStatus]; 2] = [
+                    known.container_statuses.as_deref().unwrap_or_default(),
+                    known.init_container_statuses.as_deref().unwrap_or_default(),
+                ];
+                let status = statuses
+                    .concat()
+                    .into_iter()
+                    .find(|s| s.name == container.name);
+                let since = seen.started_at.unwrap_or(seen.created_at);
+                let ip = match observed.sandboxes.first() {
+                    Some(sandbox) if !pod::host_network(pod) => sandbox.ips.first(),
+                    _ => context.node_ips.first(),
+                };
+                let ip = ip.cloned().unwrap_or_default();
+                self.begin(
+                    context,
+                    pod,
+                    role,
+                    &container,
+                    (&seen.id, since, ip),
+                    status.as_ref(),
+                );
+            }
+        }
+        self.instances.retain(|id, instance| {
+            let stays = running.contains(id);
+            if !stays {
+                // What its probes said last is history with it.
+                Kind::ALL
+                    .into_iter()
+                    .for_each(|kind| self.log.close(step(kind), &instance.name));
+            }
+            stays
+        });
+        self.board
+            .results
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .0
+            .retain(|id, _| running.contains(id));
+    }
+
+    fn begin(
+        &mut self,
+        context: &Arc<Context>,
+        pod: &Arc<Pod>,
+        role: Role,
+        container: &Container,
+        (id, since, ip): (&str, Timestamp, String),
+        known: Option<&ContainerStatus>,
+    ) {
+        let health = Health::adopted(id, known);
+        self.board
+            .results
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .0
+            .insert(id.to_owned(), health);
+        let started = Arc::new(
+            watch::channel(container.startup_probe.is_none() || health.started == Some(true)).0,
+        );
+        let mut tasks = BTreeMap::new();
+        for kind in Kind::ALL {
+            let Some(spec) = kind.of(container) else {
+                continue;
+            };
+            if kind == Kind::Startup && *started.borrow() {
+                continue;
+            }
+            let (timing, problem) = Timing::of(pod, &container.name, kind, spec);
+            if let Some(problem) = problem {
+                context.events.pod(
+                    pod,
+                    Some(role.field_path(&container.name)),
+                    Severity::Warning,
+                    "InvalidProbePeriod",
+                    problem,
+                );
+            }
+            let prober = Prober {
+                context: Arc::clone(context),
+                pod: Arc::clone(pod),
+                role,
+                container: container.clone(),
+                id: id.to_owned(),
+                ip: ip.clone(),
+                kind,
+                timing,
+                first: first_probe(context, id, since, &timing),
+                board: Arc::clone(&self.board),
+                started: Arc::clone(&started),
+                log: self.log.clone(),
+            };
+            // On its own: a turn of the pod's worker ends long before its probes do.
+            let span = tracing::info_span!(parent: None, "container", pod = pod::full_name(pod), uid = pod::uid(pod), container = container.name);
+            let run = tracing::Instrument::instrument(prober.run(), span);
+            tasks.insert(kind, AbortOnDropHandle::new(tokio::spawn(run)));
+        }
+        self.instances.insert(
+            id.to_owned(),
+            Instance {
+                name: container.name.clone(),
+                tasks,
+                started,
+            },
+        );
+    }
+
+    /// The pod ends: nothing is restarted any more, but readiness is still told, and sidecars are still
+    /// watched while they work.
+    pub fn ending(&mut self, pod: &Pod, observed: &ObservedPod) {
+        for (role, container) in pod::containers(pod) {
+            if let (Role::Regular, Some(seen)) = (role, observed.newest(&container.name))
+                && let Some(instance) = self.instances.get_mut(&seen.id)
+            {
+                instance.tasks.retain(|kind, _| *kind == Kind::Readiness);
+                instance.started.send_replace(true);
+            }
+        }
+    }
+
+    /// Ends all probes.
+    pub fn stop(&mut self) {
+        for instance in std::mem::take(&mut self.instances).into_values() {
+            Kind::ALL
+                .into_iter()
+                .for_each(|kind| self.log.close(step(kind), &instance.name));
+        }
+        self.board
+            .results
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .0
+            .clear();
+    }
+}
+
+/// When the first probe is due: as soon as the delay is over. Containers that were found running are
+/// spread over their period, so that a restart of the agent is no burst.
+fn first_probe(context: &Context, id: &str, since: Timestamp, timing: &Timing) -> Instant {
+    let now = context.clock.now();
+    let up = now.duration_since(since);
+    if context.started.duration_since(since) > ADOPTED {
+        let share = id.bytes().fold(0_u64, |sum, b| {
+            sum.wrapping_mul(31).wrapping_add(u64::from(b))
+        }) % 1000;
+        return Instant::now() + timing.period.mul_f64(share as f64 / 1000.0);
+    }
+    Instant::now()
+        + timing
+            .delay
+            .saturating_sub(Duration::try_from(up).unwrap_or_default())
+}
+
+fn step(kind: Kind) -> Step {
+    match kind {
+        Kind::Startup => Step::Startup,
+        Kind::Readiness => Step::Readiness,
+        Kind::Liveness => Step::Liveness,
+    }
+}
+
+impl Prober {
+    async fn run(self) {
+        let mut started = self.started.subscribe();
+        if self.kind != Kind::Startup && started.wait_for(|s| *s).await.is_err() {
+            return;
+        }
+        tokio::time::sleep_until(self.first).await;
+        let mut ticks = tokio::time::interval(self.timing.period);
+        // A slow answer moves the next question; questions never pile up.
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut counter = Counter::default();
+        if self.kind != Kind::Liveness {
+            self.log.begin(step(self.kind), &self.container.name);
+        }
+        loop {
+            ticks.tick().await;
+            let Some(good) = self.ask().await else {
+                continue;
+            };
+            let result = counter.step(good, &self.timing);
+            let news = result.is_some_and(|result| self.board.set(&self.id, self.kind, result));
+            if good {
+                // A failure below its threshold is over too, though it never was a result.
+                let whole = self.board.stands_good(&self.id, self.kind);
+                if news && whole {
+                    self.log
+                        .end(step(self.kind), &self.container.name, Progress::Done);
+                } else {
+                    self.log
+                        .recover(step(self.kind), &self.container.name, whole);
+                }
+            }
+            let Some(result) = result.filter(|_| news) else {
+                continue;
+            };
+            if self.kind == Kind::Startup && result {
+                self.started.send_replace(true);
+            }
+            // Liveness is good from the beginning: only its failure is news.
+            if self.kind != Kind::Liveness || !result {
+                self.board.hint.notify_one();
+            }
+            if self.kind == Kind::Startup || (self.kind == Kind::Liveness && !result) {
+                // It has said what it can say about this instance.
+                return;
+            }
+        }
+    }
+
+    fn say(&self, reason: &str, message: String) {
+        self.context.events.pod(
+            &self.pod,
+            Some(self.role.field_path(&self.container.name)),
+            Severity::Warning,
+            reason,
+            message,
+        );
+    }
+
+    /// One question; `None` if it could not be asked.
+    async fn ask(&self) -> Option<bool> {
+        let mut answer = self.answer().await;
+        for _ in 1..TRIES {
+            if !matches!(answer, Answer::Unknown(_)) {
+                break;
+            }
+            answer = self.answer().await;
+        }
+        let name = self.kind.name();
+        let result = match &answer {
+            Answer::Success | Answer::Warning(_) => "successful",
+            Answer::Failure(_) => "failed",
+            Answer::Unknown(_) => "unknown",
+        };
+        let (namespace, pod) = (
+            self.pod.namespace().unwrap_or_default(),
+            self.pod.name_any(),
+        );
+        let of = [
+            self.container.name.as_str(),
+            &namespace,
+            &pod,
+            pod::uid(&self.pod),
+        ];
+        self.context.metrics.probed(Probe {
+            of,
+            kind: name,
+            result,
+        });
+        match answer {
+            Answer::Success => Some(true),
+            Answer::Warning(output) => {
+                self.say("ProbeWarning", format!("{name} probe warning: {output}"));
+                Some(true)
+            }
+            Answer::Failure(output) => {
+                self.log.fail(
+                    step(self.kind),
+                    &self.container.name,
+                    &output,
+                    Some(self.next()),
+                );
+                self.say("Unhealthy", format!("{name} probe failed: {output}"));
+                Some(false)
+            }
+            Answer::Unknown(error) => {
+                self.log.fail(
+                    step(self.kind),
+                    &self.container.name,
+                    &error,
+                    Some(self.next()),
+                );
+                self.say(
+                    "Unhealthy",
+                    format!("{name} probe errored and resulted in unknown state: {error}"),
+                );
+                None
+            }
+        }
+    }
+
+    fn next(&self) -> Timestamp {
+        self.context.clock.now()
+            + SignedDuration::try_from(self.timing.period).unwrap_or(SignedDuration::ZERO)
+    }
+
+    async fn answer(&self) -> Answer {
+        let Some(spec) = self.kind.of(&self.container) else {
+            return Answer::Success;
+        };
+        let check = match probe::check(spec, &self.container, &self.ip) {
+            Ok(check) => check,
+            Err(error) => return Answer::Unknown(error),
+        };
+        let (dialer, timeout) = (&self.context.dialer, self.timing.timeout);
+        let failed =
+            |result: Result<(), String>| result.map_or_else(Answer::Failure, |()| Answer::Success);
+        match check {
+            Check::Http(request) => probe::of_http(
+                &request,
+                dialer
+                    .http(&request, timeout)
+                    .await
+                    .map_err(|e| e.to_string()),
+            ),
+            Check::Tcp(host, port) => failed(dialer.tcp(&host, port, timeout).await),
+            Check::Grpc(host, port, service) => {
+                failed(dialer.grpc(&host, port, &service, timeout).await)
+            }
+            Check::Exec(command) => match self
+                .context
+                .runtime
+                .exec(&self.id, &command, Some(timeout))
+                .await
+            {
+                Ok(done) if done.code == 0 => Answer::Success,
+                Ok(done) => Answer::Failure(done.output),
+                Err(error) if error.kind == RuntimeErrorKind::Timeout => Answer::Failure(format!(
+                    "command timed out: {:?} timed out after {}",
+                    command.join(" "),
+                    crate::core::time::shown(timeout)
+                )),
+                Err(error) => Answer::Unknown(error.to_string()),
+            },
+        }
+    }
+}

@@ -1,0 +1,450 @@
+//! Static pods from a directory and from a URL (kubelet spec, 1.1 and 1.3). A file that cannot be read or parsed is
+//! reported and skipped; the others are kept.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::{Pod, Toleration};
+use tokio::sync::watch;
+
+use crate::agent::Context;
+use crate::core::pod;
+use crate::sys;
+
+/// The largest manifest.
+const FILE_LIMIT: u64 = 10 << 20;
+
+/// What the sources want; `None` where one has not been read yet.
+#[derive(Default, Clone, PartialEq)]
+pub struct Statics {
+    files: Option<Vec<Arc<Pod>>>,
+    url: Option<Vec<Arc<Pod>>>,
+}
+
+impl Statics {
+    /// All pods, once every source has been read.
+    #[must_use]
+    pub fn pods(&self) -> Option<Vec<Arc<Pod>>> {
+        Some(
+            self.files
+                .iter()
+                .flatten()
+                .chain(self.url.as_ref()?)
+                .cloned()
+                .collect(),
+        )
+        .filter(|_| self.files.is_some())
+    }
+}
+
+type Found = watch::Sender<Statics>;
+
+/// Starts following the directory and the URL.
+pub fn start(context: &Arc<Context>) -> watch::Receiver<Statics> {
+    let (found, statics) = watch::channel(Statics::default());
+    let (context, found) = (Arc::clone(context), Arc::new(found));
+    tokio::spawn(follow_files(Arc::clone(&context), Arc::clone(&found)));
+    tokio::spawn(follow_url(context, found));
+    statics
+}
+
+fn tell(found: &Found, change: impl FnOnce(&mut Statics)) {
+    found.send_if_modified(|statics| {
+        let before = statics.clone();
+        change(statics);
+        *statics != before
+    });
+}
+
+async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
+    let Some(dir) = context.config.static_pod_path.clone() else {
+        tell(&found, |statics| statics.files = Some(vec![]));
+        // Nothing will change; the sender must stay.
+        return std::future::pending::<()>().await;
+    };
+    let mut reported = Vec::new();
+    loop {
+        let changes = sys::watch::Changes::of(&dir);
+        let (path, node) = (dir.clone(), context.config.node_name.clone());
+        let listed = tokio::task::spawn_blocking(move || read_dir(&path, &node)).await;
+        let (pods, errors) = listed.unwrap_or_default();
+        for error in errors.iter().filter(|e| !reported.contains(*e)) {
+            tracing::error!(%error, "a static pod manifest is skipped");
+        }
+        reported = errors;
+        tell(&found, |statics| statics.files = Some(pods));
+        changes.wait(context.config.file_check).await;
+    }
+}
+
+async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
+    let Some(url) = context.config.static_pod_url.clone() else {
+        tell(&found, |statics| statics.url = Some(vec![]));
+        return std::future::pending::<()>().await;
+    };
+    let mut reported = String::new();
+    loop {
+        let fetched =
+            crate::kubeapi::client::fetch(&url, &context.config.static_pod_url_header, FILE_LIMIT)
+                .await;
+        match fetched.and_then(|text| parse_url(&text, &url, &context.config.node_name)) {
+            Ok(pods) => {
+                reported.clear();
+                tell(&found, |statics| statics.url = Some(pods));
+            }
+            // The pods of before stay until there is an answer that can be read.
+            Err(error) if error != reported => {
+                tracing::error!(%error, url, "the static pods of the URL cannot be read; it is tried again");
+                reported = error;
+            }
+            Err(_) => {}
+        }
+        tokio::time::sleep(context.config.http_check).await;
+    }
+}
+
+/// The pods of the directory as it is now; a file that would be skipped is an error.
+pub fn once(config: &crate::config::Config) -> Result<Vec<Pod>, String> {
+    let Some(dir) = &config.static_pod_path else {
+        return Ok(vec![]);
+    };
+    let (pods, errors) = read_dir(dir, &config.node_name);
+    if errors.is_empty() {
+        Ok(pods.iter().map(|p| Pod::clone(p)).collect())
+    } else {
+        Err(errors.join("; "))
+    }
+}
+
+/// One pod, or a list of them.
+fn parse_url(text: &str, url: &str, node: &str) -> Result<Vec<Arc<Pod>>, String> {
+    if text.trim().is_empty() {
+        return Ok(vec![]);
+    }
+    let value = decode(text)?;
+    let origin = Origin {
+        source: "http",
+        identity: format!("url:{url}"),
+    };
+    let items: Vec<serde_json::Value> = match value["kind"].as_str() {
+        Some("PodList" | "List") => {
+            let items = value["items"].as_array().cloned().unwrap_or_default();
+            // Items of a list need not repeat what the list says.
+            items
+                .into_iter()
+                .map(|mut item| {
+                    item["kind"] = "Pod".into();
+                    item["apiVersion"] = "v1".into();
+                    item
+                })
+                .collect()
+        }
+        _ => vec![value],
+    };
+    let mut pods: Vec<Arc<Pod>> = vec![];
+    for item in items {
+        let pod = complete(item.clone(), &item.to_string(), &origin, node)?;
+        if pods
+            .iter()
+            .any(|p| pod::full_name(p) == pod::full_name(&pod))
+        {
+            return Err(format!("the pod {} is defined twice", pod::full_name(&pod)));
+        }
+        pods.push(Arc::new(pod));
+    }
+    Ok(pods)
+}
+
+/// Where a static pod came from.
+struct Origin {
+    /// As its annotation says it.
+    source: &'static str,
+    /// What makes the same manifest elsewhere another pod.
+    identity: String,
+}
+
+/// All pods of a directory, and what is wrong with the other files.
+fn read_dir(dir: &Path, node: &str) -> (Vec<Arc<Pod>>, Vec<String>) {
+    let (mut pods, mut errors): (Vec<Arc<Pod>>, Vec<String>) = (vec![], vec![]);
+    let entries = match std::fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return (pods, errors),
+        Err(error) => {
+            return (
+                pods,
+                vec![format!(
+                    "the directory {} cannot be read: {error}",
+                    dir.display()
+                )],
+            );
+        }
+    };
+    let mut paths: Vec<_> = entries
+        .filter_map(Result::ok)
+        .map(|e| e.path())
+        .filter(|p| {
+            p.is_file()
+                && !p
+                    .file_name()
+                    .is_some_and(|n| n.as_encoded_bytes().starts_with(b"."))
+        })
+        .collect();
+    paths.sort();
+    for path in paths {
+        match read(&path).and_then(|text| parse(&text, &path, node)) {
+            Ok(pod)
+                if pods
+                    .iter()
+                    .any(|p| pod::full_name(p) == pod::full_name(&pod)) =>
+            {
+                errors.push(format!(
+                    "{}: another file already defines the pod {}",
+                    path.display(),
+                    pod::full_name(&pod)
+                ))
+            }
+            Ok(pod) => pods.push(Arc::new(pod)),
+            Err(error) => errors.push(format!("{}: {error}", path.display())),
+        }
+    }
+    (pods, errors)
+}
+
+fn read(path: &Path) -> Result<String, String> {
+    use std::io::Read as _;
+    let mut text = String::new();
+    let file = std::fs::File::open(path).map_err(|e| e.to_string())?;
+    file.take(FILE_LIMIT + 1)
+        .read_to_string(&mut text)
+        .map_err(|e| e.to_string())?;
+    if text.len() as u64 > FILE_LIMIT {
+        Err(format!("the file is larger than {FILE_LIMIT} bytes"))
+    } else {
+        Ok(text)
+    }
+}
+
+/// Parses one manifest and gives it what only a static pod needs.
+fn parse(text: &str, path: &Path, node: &str) -> Result<Pod, String> {
+    let origin = Origin {
+        source: "file",
+        identity: format!("host:{node}file:{}", path.display()),
+    };
+    complete(decode(text)?, text, &origin, node)
+}
+
+fn decode(text: &str) -> Result<serde_json::Value, String> {
+    let options = serde_saphyr::options! { legacy_octal_numbers: true };
+    serde_saphyr::from_str_with_options(text, options).map_err(|e| format!("not YAML or JSON: {e}"))
+}
+
+/// Makes a static pod of a manifest.
+fn complete(
+    value: serde_json::Value,
+    text: &str,
+    origin: &Origin,
+    node: &str,
+) -> Result<Pod, String> {
+    if value["kind"] != "Pod" || value["apiVersion"] != "v1" {
+        return Err(format!(
+            "expected apiVersion v1 and kind Pod, found {} and {}",
+            value["apiVersion"], value["kind"]
+        ));
+    }
+    let mut pod: Pod = serde_json::from_value(value).map_err(|e| format!("not a Pod: {e}"))?;
+    let name = pod
+        .metadata
+        .name
+        .clone()
+        .filter(|n| !n.is_empty())
+        .ok_or("metadata.name: Required value")?;
+    let spec = pod
+        .spec
+        .as_mut()
+        .filter(|s| !s.containers.is_empty())
+        .ok_or("spec.containers: Required value")?;
+    for container in &mut spec.containers {
+        if container.name.is_empty() {
+            return Err("spec.containers[].name: Required value".into());
+        }
+        let image = container
+            .image
+            .clone()
+            .filter(|i| !i.is_empty())
+            .ok_or_else(|| format!("spec.containers[{}].image: Required value", container.name))?;
+        let policy = if crate::core::image::tag_is_latest(&image) {
+            "Always"
+        } else {
+            "IfNotPresent"
+        };
+        container
+            .image_pull_policy
+            .get_or_insert_with(|| policy.into());
+        container
+            .termination_message_path
+            .get_or_insert_with(|| "/dev/termination-log".into());
+    }
+    if spec
+        .service_account_name
+        .as_deref()
+        .is_some_and(|s| !s.is_empty())
+    {
+        return Err("static pods may not reference serviceaccounts".into());
+    }
+    for volume in spec.volumes.iter().flatten() {
+        let (maps, secrets) = crate::core::volume::payload::references(volume);
+        let token = !crate::core::volume::payload::tokens(volume).is_empty();
+        for (used, what) in [
+            (!maps.is_empty(), "configmaps"),
+            (!secrets.is_empty(), "secrets"),
+            (token, "serviceaccounts"),
+        ] {
+            if used {
+                return Err(format!(
+                    "static pods may not reference {what} (volume {:?})",
+                    volume.name
+                ));
+            }
+        }
+    }
+    spec.node_name = Some(node.into());
+    spec.restart_policy.get_or_insert_with(|| "Always".into());
+    spec.dns_policy.get_or_insert_with(|| "ClusterFirst".into());
+    spec.enable_service_links.get_or_insert(true);
+    spec.termination_grace_period_seconds.get_or_insert(30);
+    if origin.source == "file" {
+        let everything = Toleration {
+            operator: Some("Exists".into()),
+            effect: Some("NoExecute".into()),
+            ..Toleration::default()
+        };
+        spec.tolerations.get_or_insert_default().push(everything);
+    }
+    // Any change of the manifest, its path or the node makes another pod.
+    let uid = pod
+        .metadata
+        .uid
+        .clone()
+        .filter(|u| !u.is_empty())
+        .unwrap_or_else(|| digest(&format!("{text}{}", origin.identity)));
+    let metadata = &mut pod.metadata;
+    metadata.name = Some(format!("{name}-{node}"));
+    metadata.namespace.get_or_insert_with(|| "default".into());
+    metadata.uid = Some(uid.clone());
+    let annotations = metadata.annotations.get_or_insert_default();
+    annotations.insert(pod::SOURCE.into(), origin.source.into());
+    annotations.insert(pod::HASH.into(), uid);
+    Ok(pod)
+}
+
+/// 128 bits of FNV-1a as 32 hexadecimal digits.
+fn digest(text: &str) -> String {
+    let hash = text
+        .bytes()
+        .fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128, |h, b| {
+            (h ^ u128::from(b)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b)
+        });
+    format!("{hash:032x}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kube::ResourceExt as _;
+
+    #[test]
+    fn a_url_gives_one_pod_or_many_or_an_error_and_none_is_half_read() {
+        let one = r#"{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {"containers": [{"name": "c", "image": "i"}]}}"#;
+        let read = |text: &str| parse_url(text, "http://x/", "n1");
+        let pods = read(one).expect("one");
+        assert_eq!(
+            (
+                pods[0].name_any().as_str(),
+                pods[0].annotations()[pod::SOURCE].as_str()
+            ),
+            ("a-n1", "http")
+        );
+        assert!(
+            pods[0]
+                .spec
+                .as_ref()
+                .is_some_and(|s| s.tolerations.is_none())
+        );
+        let list = format!(
+            r#"{{"apiVersion": "v1", "kind": "PodList", "items": [{one}, {}]}}"#,
+            one.replace("\"a\"", "\"b\"")
+        );
+        assert_eq!(read(&list).expect("two").len(), 2);
+        assert_eq!(read(" \n").expect("none"), vec![]);
+        let twice =
+            format!(r#"{{"apiVersion": "v1", "kind": "PodList", "items": [{one}, {one}]}}"#);
+        for (text, expected) in [
+            (twice.as_str(), "twice"),
+            ("{", "not YAML"),
+            ("kind: Node", "expected apiVersion v1"),
+        ] {
+            assert!(read(text).is_err_and(|e| e.contains(expected)), "{text}");
+        }
+        assert_eq!(
+            Statics {
+                files: Some(vec![]),
+                url: None
+            }
+            .pods(),
+            None,
+            "every source counts"
+        );
+    }
+
+    #[test]
+    fn good_files_are_kept_and_bad_ones_named() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let write =
+            |name: &str, text: &str| std::fs::write(dir.path().join(name), text).expect("write");
+        write(
+            "a.yaml",
+            "apiVersion: v1\nkind: Pod\nmetadata: {name: web}\nspec:\n  containers: [{name: c, image: 'i:1'}]\n  volumes: [{name: v, emptyDir: {}}]\n",
+        );
+        write(
+            "b.yaml",
+            "apiVersion: v1\nkind: Pod\nmetadata: {name: web}\nspec: {containers: [{name: c, image: x}]}\n",
+        );
+        write("c.yaml", "{{{{");
+        write(
+            "d.json",
+            "{\"apiVersion\": \"v1\", \"kind\": \"Pod\", \"metadata\": {\"name\": \"s\"}, \"spec\": {\"containers\": [{\"name\": \"c\", \"image\": \"i\"}], \"volumes\": [{\"name\": \"v\", \"secret\": {\"secretName\": \"x\"}}]}}",
+        );
+        write("e.yaml", "apiVersion: v1\nkind: Deployment\n");
+        write(".hidden", "x");
+        let (pods, errors) = read_dir(dir.path(), "n1");
+        assert_eq!(pods.len(), 1);
+        assert_eq!(
+            (
+                pods[0].name_any().as_str(),
+                pod::uid(&pods[0]).len(),
+                pod::is_static(&pods[0])
+            ),
+            ("web-n1", 32, true)
+        );
+        let text = errors.join("\n");
+        for expected in [
+            "b.yaml: another file",
+            "c.yaml: not YAML",
+            "d.json: static pods may not reference secrets",
+            "e.yaml: expected apiVersion v1 and kind Pod",
+        ] {
+            assert!(text.contains(expected), "{expected} is not in {text}");
+        }
+        assert_eq!(read_dir(Path::new("/nonexistent"), "n"), (vec![], vec![]));
+        let again = read_dir(dir.path(), "n1").0;
+        assert_eq!(
+            pod::uid(&again[0]),
+            pod::uid(&pods[0]),
+            "the same manifest is the same pod"
+        );
+        assert_ne!(
+            pod::uid(&read_dir(dir.path(), "n2").0[0]),
+            pod::uid(&pods[0])
+        );
+    }
+}

@@ -1,0 +1,146 @@
+//! Publishing the status of one pod: the newest wanted status wins, what lies between is skipped, and
+//! failures are tried again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Pod, PodStatus};
+use kube::ResourceExt as _;
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::agent::Metrics;
+use crate::core::pod::{self, status};
+use crate::kubeapi::cache::revision;
+use crate::kubeapi::pods::{ApiFailure, PodApi};
+
+const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
+
+#[derive(Default, Clone)]
+struct Wanted {
+    version: u64,
+    status: PodStatus,
+    /// The object to write to; none for a static pod without a mirror.
+    object: Option<Arc<Pod>>,
+}
+
+/// Writes one pod's status. Dropping it stops writing.
+pub struct StatusWriter {
+    wanted: watch::Sender<Wanted>,
+    written: watch::Receiver<u64>,
+    _task: AbortOnDropHandle<()>,
+}
+
+impl StatusWriter {
+    /// Starts with nothing to write.
+    #[must_use]
+    pub fn start(api: Arc<dyn PodApi>, metrics: Arc<Metrics>) -> StatusWriter {
+        let (wanted, changes) = watch::channel(Wanted::default());
+        let (done, written) = watch::channel(0);
+        let task = tokio::spawn(write(api, changes, done, metrics));
+        StatusWriter {
+            wanted,
+            written,
+            _task: AbortOnDropHandle::new(task),
+        }
+    }
+
+    /// Wants `status` to be on `object`.
+    pub fn want(&self, object: Option<Arc<Pod>>, status: PodStatus) {
+        self.wanted.send_if_modified(|wanted| {
+            let same = wanted.status == status
+                && wanted
+                    .object
+                    .as_ref()
+                    .map(|o| (o.uid(), o.resource_version()))
+                    == object.as_ref().map(|o| (o.uid(), o.resource_version()));
+            if !same {
+                *wanted = Wanted {
+                    version: wanted.version + 1,
+                    status,
+                    object,
+                };
+            }
+            !same
+        });
+    }
+
+    /// Waits until the newest wanted status has been written, or its object is gone.
+    pub async fn flush(&self) {
+        let version = self.wanted.borrow().version;
+        let mut written = self.written.clone();
+        // The task ends only with the writer, which is borrowed here.
+        let _ = written.wait_for(|w| *w >= version).await;
+    }
+}
+
+/// Whether the object that was written to is no longer there. Any other conflict is cured by trying again.
+fn is_gone(error: &ApiFailure) -> bool {
+    match error {
+        ApiFailure::NotFound(_) => true,
+        ApiFailure::Conflict(why) => why.contains("UID"),
+        ApiFailure::Other(_) => false,
+    }
+}
+
+async fn write(
+    api: Arc<dyn PodApi>,
+    mut changes: watch::Receiver<Wanted>,
+    done: watch::Sender<u64>,
+    metrics: Arc<Metrics>,
+) {
+    // What the API had after our last write: newer than what the watch has shown so far.
+    let mut last: Option<Pod> = None;
+    let mut pause = RETRY.0;
+    while changes.changed().await.is_ok() {
+        let begun = Instant::now();
+        loop {
+            let wanted = changes.borrow_and_update().clone();
+            let Some(object) = &wanted.object else {
+                done.send_replace(wanted.version);
+                break;
+            };
+            let newer = last
+                .as_ref()
+                .filter(|l| l.uid() == object.uid() && revision(*l) > revision(&**object));
+            let base = newer.unwrap_or(object).status.clone().unwrap_or_default();
+            let Some(patch) = status::patch(pod::uid(object), &base, &wanted.status) else {
+                done.send_replace(wanted.version);
+                break;
+            };
+            match api
+                .patch_status(
+                    &object.namespace().unwrap_or_default(),
+                    &object.name_any(),
+                    &patch,
+                )
+                .await
+            {
+                Ok(pod) => {
+                    last = Some(pod);
+                    metrics.status_written(begun.elapsed());
+                    pause = RETRY.0;
+                    done.send_replace(wanted.version);
+                    break;
+                }
+                Err(error) if is_gone(&error) => {
+                    // The object is gone, or another one has its name: there is nobody to tell.
+                    done.send_replace(wanted.version);
+                    break;
+                }
+                Err(error) => {
+                    tracing::warn!(%error, pod = %pod::full_name(object), retry_in = ?pause, "the pod's status could not be written");
+                    tokio::select! {
+                        // In this order, so that a simulated run replays exactly.
+                        biased;
+                        // Cancel-safe: the newest value is read at the top of the loop in any case.
+                        () = tokio::time::sleep(pause) => {}
+                        changed = changes.changed() => if changed.is_err() { return },
+                    }
+                    pause = (pause * 2).min(RETRY.1);
+                }
+            }
+        }
+    }
+}

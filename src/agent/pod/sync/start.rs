@@ -1,0 +1,431 @@
+//! Starting one container: its message, creating it, starting it, its postStart hook (kubelet spec, 3.3
+//! and chapter 6).
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use holdfast_proto::cri as pb;
+use k8s_openapi::api::core::v1::{Container, Pod, VolumeMount};
+use kube::ResourceExt as _;
+
+use super::stop::Stopping;
+use crate::agent::image::{Pulled, Waiting};
+use crate::agent::pod::journal::Log;
+use crate::agent::volume::objects::Fetched;
+use crate::agent::{Context, Kind, pod::hooks};
+use crate::core::pod::actions::{Kill, Start};
+use crate::core::pod::env::{self, Surroundings};
+use crate::core::pod::journal::Step;
+use crate::core::pod::observed::{ContainerState, ObservedPod};
+use crate::core::pod::{self, Role};
+use crate::core::pod::{cri_config, dns};
+use crate::core::volume::resolved::Source;
+use crate::cri::RuntimeErrorKind;
+use crate::host::SubPath;
+
+/// What all starts of one sync share.
+pub struct Starting<'a> {
+    pub context: &'a Context,
+    pub pod: &'a Pod,
+    pub sandbox: &'a str,
+    pub sandbox_config: &'a pb::PodSandboxConfig,
+    pub ips: &'a [String],
+    pub node: &'a cri_config::Node<'a>,
+    pub fetched: &'a Fetched,
+    pub log: &'a Log,
+    pub observed: &'a ObservedPod,
+}
+
+impl Starting<'_> {
+    fn say(&self, start: &Start, kind: Kind, reason: &str, message: impl Into<String>) {
+        self.context.events.pod(
+            self.pod,
+            Some(start.role.field_path(&start.container.name)),
+            kind,
+            reason,
+            message,
+        );
+    }
+
+    fn refuse(&self, start: &Start, reason: &str, error: String) -> Waiting {
+        self.say(start, Kind::Warning, "Failed", format!("Error: {error}"));
+        Waiting {
+            reason: reason.into(),
+            message: error,
+            again: None,
+        }
+    }
+}
+
+/// Creates and starts one container whose images are there, and runs its postStart hook.
+pub async fn start_container(
+    s: &Starting<'_>,
+    start: &Start,
+    images: &Pulled,
+) -> Result<(), Waiting> {
+    let result = begin_container(s, start, images).await;
+    let kind = match start.role {
+        Role::Regular => "container",
+        Role::Init | Role::Sidecar => "init_container",
+        Role::Ephemeral => "ephemeral_container",
+    };
+    s.context
+        .metrics
+        .container_started(kind, result.as_ref().err().map(|w| w.reason.as_str()));
+    result
+}
+
+async fn begin_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> Result<(), Waiting> {
+    let name = &start.container.name;
+    let id = s
+        .log
+        .step(Step::Create, name, create_container(s, start, images))
+        .await?;
+    s.say(start, Kind::Normal, "Created", "Container created");
+    let begin = async {
+        s.context
+            .runtime
+            .start_container(&id)
+            .await
+            .map_err(|e| s.refuse(start, "RunContainerError", e.to_string()))
+    };
+    s.log.step(Step::Start, name, begin).await?;
+    s.say(start, Kind::Normal, "Started", "Container started");
+    if let Err(error) = s
+        .context
+        .host
+        .link_log(s.pod, name, start.attempt, &id)
+        .await
+    {
+        tracing::warn!(
+            error,
+            container = name,
+            "log collectors will not find this container's log"
+        );
+    }
+    match start
+        .container
+        .lifecycle
+        .as_ref()
+        .and_then(|l| l.post_start.as_ref())
+    {
+        None => Ok(()),
+        Some(handler) => post_start(s, start, &id, handler).await,
+    }
+}
+
+async fn create_container(
+    s: &Starting<'_>,
+    start: &Start,
+    images: &Pulled,
+) -> Result<String, Waiting> {
+    let config = container_config(s, start, images)
+        .await
+        .map_err(|e| s.refuse(start, "CreateContainerConfigError", e))?;
+    let failed = |e: String| s.refuse(start, "CreateContainerError", e);
+    if let Some(old) = &start.replaces {
+        let removed = s.context.runtime.remove_container(old).await;
+        removed.map_err(|e| {
+            failed(format!(
+                "the instance that was made before and never started cannot be removed: {e}"
+            ))
+        })?;
+    }
+    match s
+        .context
+        .runtime
+        .create_container(s.sandbox, config, s.sandbox_config.clone())
+        .await
+    {
+        Ok(id) => Ok(id),
+        // The outcome is unknown: what was made under this name is looked up and used.
+        Err(error) if error.kind == RuntimeErrorKind::Timeout => {
+            let observed = s
+                .context
+                .runtime
+                .observe(pod::uid(s.pod))
+                .await
+                .map_err(|e| failed(e.to_string()))?;
+            let made = observed
+                .newest(&start.container.name)
+                .filter(|c| c.attempt == start.attempt && c.state == ContainerState::Created);
+            made.map(|c| c.id.clone())
+                .ok_or_else(|| failed(error.to_string()))
+        }
+        Err(error) => Err(failed(error.to_string())),
+    }
+}
+
+/// Runs the postStart hook; a container whose hook fails is stopped.
+async fn post_start(
+    s: &Starting<'_>,
+    start: &Start,
+    id: &str,
+    handler: &k8s_openapi::api::core::v1::LifecycleHandler,
+) -> Result<(), Waiting> {
+    let ip = s
+        .ips
+        .first()
+        .filter(|_| !pod::host_network(s.pod))
+        .map(String::as_str);
+    let run = hooks::run(s.context, s.pod, &start.container, handler, id, ip);
+    let Err(error) = s
+        .log
+        .step(Step::PostStart, &start.container.name, run)
+        .await
+    else {
+        return Ok(());
+    };
+    s.say(
+        start,
+        Kind::Warning,
+        "FailedPostStartHook",
+        "PostStartHook failed",
+    );
+    let kill = Kill {
+        id: id.to_owned(),
+        name: start.container.name.clone(),
+        message: "FailedPostStartHook".into(),
+        grace: None,
+    };
+    let observed = s
+        .context
+        .runtime
+        .observe(pod::uid(s.pod))
+        .await
+        .unwrap_or_default();
+    let stopping = Stopping {
+        context: s.context,
+        pod: s.pod,
+        observed: &observed,
+        log: s.log,
+    };
+    if let Err(error) = stopping.container(&kill, pod::grace_seconds(s.pod)).await {
+        tracing::warn!(%error, "a container whose postStart hook failed could not be stopped");
+    }
+    Err(Waiting {
+        reason: "PostStartHookError".into(),
+        message: error,
+        again: Some(s.context.clock.now()),
+    })
+}
+
+/// The environment: services, references, files in volumes.
+async fn environment(
+    s: &Starting<'_>,
+    container: &Container,
+) -> Result<Vec<(String, String)>, String> {
+    let services = match s.context.api.services() {
+        Some(services) => env::of_services(
+            &services,
+            &s.pod.namespace().unwrap_or_default(),
+            pod::spec(s.pod).enable_service_links != Some(false),
+        ),
+        None if pod::is_static(s.pod) => BTreeMap::new(),
+        None => {
+            return Err(
+                "services have not yet been read at least once, cannot construct envvars".into(),
+            );
+        }
+    };
+    let mut files = env::Files::new();
+    for (volume, path) in env::file_references(container) {
+        let found = s
+            .fetched
+            .behind
+            .get(&volume)
+            .filter(|b| matches!(b.source, Source::EmptyDir(_)));
+        let text = match found {
+            Some(found) => s.context.host.read_file(s.pod, found, &path).await,
+            None => Err(format!("volume {volume:?} is not an emptyDir of the pod")),
+        };
+        files.insert((volume, path), text);
+    }
+    let allocatable = s.context.allocatable();
+    let around = Surroundings {
+        pod: s.pod,
+        pod_ips: s.ips,
+        node_ips: &s.context.node_ips,
+        allocatable: &allocatable,
+    };
+    env::build(container, &around, &services, s.fetched, &files)
+}
+
+async fn container_config(
+    s: &Starting<'_>,
+    start: &Start,
+    images: &Pulled,
+) -> Result<pb::ContainerConfig, String> {
+    let container = &start.container;
+    let env = environment(s, container).await?;
+    let mounts = mounts(s, start, &env, &images.volumes).await?;
+    let image_user = (images.own.uid, images.own.username.clone());
+    let target = target(s, start)?;
+    let prepared = cri_config::Prepared {
+        attempt: start.attempt,
+        image: &images.own.id,
+        image_user,
+        env,
+        mounts,
+        devices: devices(s, container).await?,
+        target,
+    };
+    cri_config::container(s.pod, container, prepared, s.node)
+}
+
+/// The container whose processes an ephemeral one shares.
+fn target(s: &Starting<'_>, start: &Start) -> Result<Option<String>, String> {
+    let ephemeral = pod::spec(s.pod)
+        .ephemeral_containers
+        .iter()
+        .flatten()
+        .find(|e| start.role == Role::Ephemeral && e.name == start.container.name);
+    let Some(name) = ephemeral
+        .and_then(|e| e.target_container_name.clone())
+        .filter(|n| !n.is_empty())
+    else {
+        return Ok(None);
+    };
+    let running = s
+        .observed
+        .newest(&name)
+        .filter(|c| c.state == ContainerState::Running);
+    running
+        .map(|c| Some(c.id.clone()))
+        .ok_or_else(|| format!("unable to find target container {name}"))
+}
+
+/// One volumeMount as the runtime takes it.
+async fn volume_mount(
+    s: &Starting<'_>,
+    start: &Start,
+    (index, mount): (usize, &VolumeMount),
+    env: &[(String, String)],
+    images: &BTreeMap<String, String>,
+) -> Result<pb::Mount, String> {
+    let volume = pod::spec(s.pod)
+        .volumes
+        .iter()
+        .flatten()
+        .find(|v| v.name == mount.name);
+    let volume =
+        volume.ok_or_else(|| format!("volume {:?} of a volumeMount does not exist", mount.name))?;
+    let sub_path = match mount.sub_path_expr.as_deref().filter(|e| !e.is_empty()) {
+        Some(expression) => Some(env::expand_all(expression, |name| {
+            env.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone())
+        })?),
+        None => mount.sub_path.clone().filter(|p| !p.is_empty()),
+    };
+    let mut message = cri_config::volume_mount(mount, s.node)?;
+    if volume.image.is_some() {
+        let image = images.get(&volume.name).cloned().unwrap_or_default();
+        message.image = Some(pb::ImageSpec {
+            image,
+            ..pb::ImageSpec::default()
+        });
+        message.image_sub_path = sub_path.unwrap_or_default();
+        message.readonly = true;
+        return Ok(message);
+    }
+    let behind = s
+        .fetched
+        .behind
+        .get(&volume.name)
+        .ok_or_else(|| format!("volume {:?} has not been set up", volume.name))?;
+    message.readonly |= behind.read_only;
+    message.selinux_relabel = s.context.machine.selinux.is_some() && behind.is_relabelled();
+    let place = SubPath {
+        container: start.container.name.clone(),
+        index,
+        path: sub_path,
+    };
+    message.host_path = s
+        .context
+        .host
+        .mount_source(s.pod, behind, &place)
+        .await?
+        .display()
+        .to_string();
+    Ok(message)
+}
+
+/// The block volumes of a container, as devices.
+async fn devices(s: &Starting<'_>, container: &Container) -> Result<Vec<pb::Device>, String> {
+    let mut devices = vec![];
+    for (index, wish) in container.volume_devices.iter().flatten().enumerate() {
+        let behind = s
+            .fetched
+            .behind
+            .get(&wish.name)
+            .ok_or_else(|| format!("volume {:?} has not been set up", wish.name))?;
+        if !behind.block {
+            return Err(format!(
+                "volume {:?} is not a block volume, but is specified in volumeDevices",
+                wish.name
+            ));
+        }
+        let place = SubPath {
+            container: container.name.clone(),
+            index,
+            path: None,
+        };
+        let path = match &behind.source {
+            Source::Csi(_) => s.context.csi.device(pod::uid(s.pod), &behind.name)?,
+            _ => s.context.host.mount_source(s.pod, behind, &place).await?,
+        };
+        let permissions = if behind.read_only { "r" } else { "mrw" };
+        devices.push(pb::Device {
+            container_path: wish.device_path.clone(),
+            host_path: path.display().to_string(),
+            permissions: permissions.into(),
+        });
+    }
+    Ok(devices)
+}
+
+async fn mounts(
+    s: &Starting<'_>,
+    start: &Start,
+    env: &[(String, String)],
+    images: &BTreeMap<String, String>,
+) -> Result<Vec<pb::Mount>, String> {
+    let container = &start.container;
+    let mut mounts = Vec::new();
+    for mount in container.volume_mounts.iter().flatten().enumerate() {
+        mounts.push(volume_mount(s, start, mount, env, images).await?);
+    }
+    let taken = |path: &str, mounts: &[pb::Mount]| mounts.iter().any(|m| m.container_path == path);
+    let selinux_relabel = s.context.machine.selinux.is_some();
+    let file = |path: &str, host: PathBuf| pb::Mount {
+        container_path: path.into(),
+        host_path: host.display().to_string(),
+        selinux_relabel,
+        ..pb::Mount::default()
+    };
+    if !taken("/etc/hosts", &mounts) && (!s.ips.is_empty() || pod::host_network(s.pod)) {
+        let text = dns::hosts_file(
+            s.pod,
+            s.ips,
+            &s.context.resolver.cluster_domain,
+            &s.context.host.node_hosts().await,
+        );
+        mounts.push(file(
+            "/etc/hosts",
+            s.context.host.write_hosts(s.pod, text).await?,
+        ));
+    }
+    if let Some(path) = container
+        .termination_message_path
+        .as_ref()
+        .filter(|p| !p.is_empty())
+    {
+        mounts.push(file(
+            path,
+            s.context
+                .host
+                .termination_log(s.pod, &container.name, start.attempt)
+                .await?,
+        ));
+    }
+    Ok(mounts)
+}

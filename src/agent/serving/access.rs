@@ -1,0 +1,378 @@
+//! Who asks, and whether they may (kubelet spec, 13.3). What nobody allows is refused.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use hyper::header::AUTHORIZATION;
+use hyper::{HeaderMap, Response, StatusCode};
+use tokio::time::Instant;
+
+use crate::config::Serving;
+use crate::core::digest;
+use crate::core::node::signing::subject;
+use crate::core::serving::Needs;
+use crate::https::{Body, Peer, text};
+use crate::kubeapi::reviews::{Identity, NodeAsk, Reviews};
+
+/// How many answers are remembered.
+const REMEMBERED: usize = 1024;
+/// For how long it is remembered that a token is nobody's.
+const NOBODY: Duration = Duration::from_secs(10);
+
+/// Answers that count for a while.
+struct Answers<K, V>(Mutex<HashMap<K, (Instant, V)>>);
+
+impl<K: Hash + Eq, V: Clone> Answers<K, V> {
+    fn new() -> Answers<K, V> {
+        Answers(Mutex::default())
+    }
+
+    fn get(&self, key: &K) -> Option<V> {
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        known
+            .get(key)
+            .filter(|(until, _)| *until > Instant::now())
+            .map(|(_, value)| value.clone())
+    }
+
+    fn put(&self, key: K, value: V, ttl: Duration) {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.len() >= REMEMBERED {
+            known.retain(|_, (until, _)| *until > Instant::now());
+        }
+        if known.len() >= REMEMBERED {
+            known.clear();
+        }
+        known.insert(key, (Instant::now() + ttl, value));
+    }
+}
+
+/// Decides over requests.
+pub struct Access {
+    serving: Serving,
+    node: String,
+    reviews: Option<Arc<dyn Reviews>>,
+    /// By the digest of the token: the token itself is not kept.
+    tokens: Answers<String, Option<Identity>>,
+    decisions: Answers<(Identity, &'static str, &'static str), bool>,
+}
+
+/// Whom a verified client certificate (DER) stands for.
+fn of_certificate(der: &[u8]) -> Option<Identity> {
+    let (name, mut groups) = subject(der)?;
+    groups.push("system:authenticated".to_owned());
+    Some(Identity {
+        name,
+        groups,
+        ..Identity::default()
+    })
+}
+
+fn unauthorized() -> Response<Body> {
+    text(StatusCode::UNAUTHORIZED, "Unauthorized")
+}
+
+impl Access {
+    /// For a node; without `reviews` nobody can be asked.
+    #[must_use]
+    pub fn new(serving: Serving, node: &str, reviews: Option<Arc<dyn Reviews>>) -> Access {
+        Access {
+            serving,
+            node: node.into(),
+            reviews,
+            tokens: Answers::new(),
+            decisions: Answers::new(),
+        }
+    }
+
+    /// Who asks; the answer otherwise.
+    async fn who(&self, peer: &Peer, headers: &HeaderMap) -> Result<Identity, Response<Body>> {
+        if let Some(identity) = peer
+            .certificate
+            .as_deref()
+            .and_then(|der| of_certificate(der))
+        {
+            return Ok(identity);
+        }
+        if let Some(value) = headers.get(AUTHORIZATION) {
+            let token = value
+                .to_str()
+                .ok()
+                .and_then(|v| v.strip_prefix("Bearer "))
+                .map(str::trim)
+                .filter(|t| !t.is_empty());
+            // A credential that does not hold is no reason to be taken for nobody.
+            return match token {
+                Some(token) if self.serving.tokens => self.of_token(token).await,
+                _ => Err(unauthorized()),
+            };
+        }
+        if self.serving.anonymous {
+            return Ok(Identity {
+                name: "system:anonymous".into(),
+                groups: vec!["system:unauthenticated".into()],
+                ..Identity::default()
+            });
+        }
+        Err(unauthorized())
+    }
+
+    async fn of_token(&self, token: &str) -> Result<Identity, Response<Body>> {
+        let key = digest::sha256(token.as_bytes());
+        if let Some(known) = self.tokens.get(&key) {
+            return known.ok_or_else(unauthorized);
+        }
+        let Some(reviews) = &self.reviews else {
+            return Err(unauthorized());
+        };
+        match reviews.who(token).await {
+            Ok(found) => {
+                let ttl = if found.is_some() {
+                    self.serving.token_ttl
+                } else {
+                    NOBODY
+                };
+                self.tokens.put(key, found.clone(), ttl);
+                found.ok_or_else(unauthorized)
+            }
+            Err(error) => {
+                tracing::warn!(%error, "a token could not be reviewed");
+                Err(unauthorized())
+            }
+        }
+    }
+
+    async fn may(&self, who: &Identity, needs: &Needs) -> Result<bool, String> {
+        if !self.serving.reviews {
+            return Ok(true);
+        }
+        let Some(reviews) = &self.reviews else {
+            return Ok(false);
+        };
+        for subresource in needs.subresources {
+            let key = (who.clone(), needs.verb, *subresource);
+            let allowed = match self.decisions.get(&key) {
+                Some(known) => known,
+                None => {
+                    let ask = NodeAsk {
+                        verb: needs.verb,
+                        node: &self.node,
+                        subresource,
+                    };
+                    let allowed = reviews.may(who, &ask).await.map_err(|e| e.to_string())?;
+                    let (yes, no) = self.serving.review_ttl;
+                    self.decisions
+                        .put(key, allowed, if allowed { yes } else { no });
+                    allowed
+                }
+            };
+            if allowed {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Whether a request is answered; how it is refused otherwise.
+    pub async fn check(
+        &self,
+        peer: &Peer,
+        headers: &HeaderMap,
+        needs: &Needs,
+    ) -> Result<(), Response<Body>> {
+        let who = self.who(peer, headers).await?;
+        match self.may(&who, needs).await {
+            Ok(true) => Ok(()),
+            Ok(false) => {
+                let (verb, subresources) = (needs.verb, needs.subresources.join(" "));
+                let why = format!(
+                    "Forbidden (user={}, verb={verb}, resource=nodes, subresource(s)=[{subresources}])",
+                    who.name
+                );
+                Err(text(StatusCode::FORBIDDEN, why))
+            }
+            Err(error) => {
+                tracing::warn!(
+                    error,
+                    user = who.name,
+                    "it could not be decided whether somebody may"
+                );
+                Err(text(
+                    StatusCode::INTERNAL_SERVER_ERROR,
+                    "Authorization error: the apiserver could not be asked",
+                ))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::serving::needs;
+    use crate::kubeapi::pods::ApiFailure;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// Knows one token, and lets its owner read metrics.
+    #[derive(Default)]
+    struct Fixed {
+        asked: AtomicUsize,
+    }
+
+    #[async_trait::async_trait]
+    impl Reviews for Fixed {
+        async fn who(&self, token: &str) -> Result<Option<Identity>, ApiFailure> {
+            self.asked.fetch_add(1, Ordering::Relaxed);
+            match token {
+                "good" => Ok(Some(Identity {
+                    name: "reader".into(),
+                    ..Identity::default()
+                })),
+                "down" => Err(ApiFailure::Other("gone".into())),
+                _ => Ok(None),
+            }
+        }
+
+        async fn may(&self, who: &Identity, ask: &NodeAsk<'_>) -> Result<bool, ApiFailure> {
+            self.asked.fetch_add(1, Ordering::Relaxed);
+            let all = who.groups.iter().any(|g| g == "masters");
+            Ok(all || (who.name == "reader" && ask.subresource == "metrics" && ask.verb == "get"))
+        }
+    }
+
+    fn serving(text: &str) -> Serving {
+        let path = tempfile::NamedTempFile::new().expect("a file");
+        let text = format!(
+            "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n{text}"
+        );
+        std::fs::write(path.path(), text).expect("written");
+        crate::config::load(Some(path.path()), &crate::config::Overrides::default(), "n")
+            .expect("a configuration")
+            .serving
+    }
+
+    fn peer(certificate: Option<(&str, &str)>) -> Peer {
+        let certificate = certificate.map(|(name, group)| {
+            let mut params = rcgen::CertificateParams::default();
+            params
+                .distinguished_name
+                .push(rcgen::DnType::CommonName, name);
+            params
+                .distinguished_name
+                .push(rcgen::DnType::OrganizationName, group);
+            let key = rcgen::KeyPair::generate().expect("a key");
+            Arc::new(
+                params
+                    .self_signed(&key)
+                    .expect("a certificate")
+                    .der()
+                    .to_vec(),
+            )
+        });
+        Peer {
+            address: ([127, 0, 0, 1], 1).into(),
+            certificate,
+        }
+    }
+
+    async fn code(
+        access: &Access,
+        peer: &Peer,
+        token: Option<&str>,
+        method: &str,
+        path: &str,
+    ) -> u16 {
+        let mut headers = HeaderMap::new();
+        if let Some(token) = token {
+            headers.insert(
+                AUTHORIZATION,
+                format!("Bearer {token}").parse().expect("a header"),
+            );
+        }
+        access
+            .check(peer, &headers, &needs(method, path))
+            .await
+            .map_or_else(|r| r.status().as_u16(), |()| 200)
+    }
+
+    #[tokio::test]
+    async fn every_identity_gets_what_it_may_and_nothing_else() {
+        let access = Access::new(serving(""), "n", Some(Arc::new(Fixed::default())));
+        let (nobody, admin, user) = (
+            peer(None),
+            peer(Some(("admin", "masters"))),
+            peer(Some(("user", "users"))),
+        );
+        for (who, token, method, path, expected) in [
+            (&nobody, None, "GET", "/healthz", 401),
+            (&nobody, Some("good"), "GET", "/metrics", 200),
+            (&nobody, Some("good"), "POST", "/metrics", 403),
+            (&nobody, Some("good"), "GET", "/pods", 403),
+            (&nobody, Some("good"), "GET", "/exec/n/p/c", 403),
+            (&nobody, Some("bad"), "GET", "/metrics", 401),
+            (&nobody, Some("down"), "GET", "/metrics", 401),
+            (&admin, None, "GET", "/pods", 200),
+            (&admin, None, "GET", "/exec/n/p/c", 200),
+            (&admin, None, "GET", "/nobody/thought/of/it", 200),
+            (&user, None, "GET", "/pods", 403),
+            (&user, None, "GET", "/nobody/thought/of/it", 403),
+        ] {
+            assert_eq!(
+                code(&access, who, token, method, path).await,
+                expected,
+                "{token:?} {method} {path}"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn settings_open_and_close_and_answers_are_remembered() {
+        let nobody = peer(None);
+        let open = Access::new(
+            serving(
+                "authentication: {anonymous: {enabled: true}}\nauthorization: {mode: AlwaysAllow}",
+            ),
+            "n",
+            None,
+        );
+        assert_eq!(code(&open, &nobody, None, "GET", "/pods").await, 200);
+        let alone = Access::new(
+            serving("authentication: {anonymous: {enabled: true}}"),
+            "n",
+            None,
+        );
+        assert_eq!(
+            code(&alone, &nobody, None, "GET", "/pods").await,
+            403,
+            "nobody can be asked: nothing is allowed"
+        );
+        let without = Access::new(
+            serving("authentication: {webhook: {enabled: false}}"),
+            "n",
+            Some(Arc::new(Fixed::default())),
+        );
+        assert_eq!(
+            code(&without, &nobody, Some("good"), "GET", "/metrics").await,
+            401
+        );
+        let fixed = Arc::new(Fixed::default());
+        let access = Access::new(
+            serving(""),
+            "n",
+            Some(Arc::clone(&fixed) as Arc<dyn Reviews>),
+        );
+        for _ in 0..5 {
+            assert_eq!(
+                code(&access, &nobody, Some("good"), "GET", "/metrics").await,
+                200
+            );
+            assert_eq!(
+                code(&access, &nobody, Some("bad"), "GET", "/metrics").await,
+                401
+            );
+        }
+        assert_eq!(fixed.asked.load(Ordering::Relaxed), 3, "each question once");
+    }
+}

@@ -1,0 +1,95 @@
+//! `POST /checkpoint/…`: a container's state in a file, by the runtime (kubelet spec, 13.2; KEP-2008).
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::{Response, StatusCode};
+use serde_json::json;
+
+use super::Refusal;
+use super::Server;
+use super::streams;
+use crate::core::serving::Place;
+use crate::core::serving::query;
+use crate::host::blocking;
+use crate::https::{Body, text};
+use crate::sys::machine::Room;
+
+/// A checkpoint is as large as the container's memory: it is made only while this part of the disk, one in so many, is
+/// free (CVE-2025-0426).
+const FREE: u64 = 10;
+
+/// Makes one.
+pub async fn make(
+    server: &Arc<Server>,
+    place: &Place,
+    text_of: &str,
+) -> Result<Response<Body>, Refusal> {
+    let timeout = query::pairs(text_of)
+        .into_iter()
+        .rfind(|(key, _)| key == "timeout")
+        .map(|(_, value)| value);
+    let seconds = timeout.map_or(Ok(0), |t| t.parse::<u32>());
+    let seconds = seconds.map_err(|_| {
+        Refusal(
+            StatusCode::NOT_FOUND,
+            "cannot parse value of timeout parameter".into(),
+        )
+    })?;
+    let id = streams::running(server, place).await?;
+    let dir = server.context.config.root_dir.join("checkpoints");
+    let (own, made) = (dir.clone(), dir.clone());
+    let failed = |why: String| {
+        let (namespace, pod, container) = (&place.namespace, &place.pod, &place.container);
+        Refusal(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            format!("checkpointing of {namespace}/{pod}/{container} failed ({why})"),
+        )
+    };
+    blocking(move || prepare(&own)).await.map_err(failed)?;
+    let at = server
+        .context
+        .clock
+        .now()
+        .strftime("%Y-%m-%dT%H:%M:%SZ")
+        .to_string();
+    let path = made
+        .join(format!(
+            "checkpoint-{}_{}-{}-{at}.tar",
+            place.pod, place.namespace, place.container
+        ))
+        .display()
+        .to_string();
+    let done = server
+        .context
+        .runtime
+        .checkpoint(&id, &path, Duration::from_secs(seconds.into()))
+        .await;
+    done.map_err(|e| failed(e.message))?;
+    let mut response = text(StatusCode::OK, json!({"items": [path]}).to_string());
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    Ok(response)
+}
+
+fn prepare(dir: &Path) -> Result<(), String> {
+    use std::os::unix::fs::DirBuilderExt as _;
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(dir)
+        .map_err(|e| format!("{} cannot be made: {e}", dir.display()))?;
+    let room = Room::of(dir).map_err(|e| e.to_string())?;
+    if room.available < room.capacity / FREE {
+        return Err(format!(
+            "the disk of {} has only {} of {} bytes left: remove old checkpoints",
+            dir.display(),
+            room.available,
+            room.capacity
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,121 @@
+//! The agent's own questions and answers on this machine: a unix socket in its root directory that only
+//! root may use. `GET /explain/NAMESPACE/NAME` answers with JSON.
+
+use std::convert::Infallible;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixListener;
+use tokio::sync::Semaphore;
+
+use crate::agent::Context;
+use crate::core::pod::explain::{self, Fetching};
+
+/// The socket's name below the root directory.
+pub const SOCKET: &str = "holdfast.sock";
+/// How many ask at once; more wait.
+const AT_ONCE: usize = 8;
+
+fn listen(path: &PathBuf) -> std::io::Result<UnixListener> {
+    // A socket that a dead agent left; a living one holds the directory's pods and is not run twice.
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(path)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+/// Answers until the process ends. Without the socket the agent works all the same.
+pub async fn run(context: Arc<Context>) {
+    let path = context.config.root_dir.join(SOCKET);
+    let listener = match listen(&path) {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::warn!(%error, socket = %path.display(), "`holdfast explain` will not work: the socket cannot be made");
+            return std::future::pending().await;
+        }
+    };
+    let slots = Arc::new(Semaphore::new(AT_ONCE));
+    loop {
+        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else {
+            return;
+        };
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "a question on the local socket could not be taken");
+                tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+                continue;
+            }
+        };
+        let context = Arc::clone(&context);
+        tokio::spawn(async move {
+            let _slot = slot;
+            let service = hyper::service::service_fn(|request| {
+                let context = Arc::clone(&context);
+                async move { Ok::<_, Infallible>(answer(&context, &request).await) }
+            });
+            let serve = hyper::server::conn::http1::Builder::new()
+                .serve_connection(TokioIo::new(stream), service);
+            // Whoever asks and does not listen is not waited for.
+            if tokio::time::timeout(std::time::Duration::from_secs(10), serve)
+                .await
+                .is_err()
+            {
+                tracing::debug!("a question on the local socket was given up");
+            }
+        });
+    }
+}
+
+/// What is being fetched. A runtime that cannot say is no reason to say nothing at all.
+async fn fetching(context: &Context) -> Option<Fetching> {
+    match context.runtime.fetching().await {
+        Ok(fetching) => Some(Fetching {
+            pulls: context.images.under_way(),
+            ..fetching
+        }),
+        Err(error) => {
+            tracing::debug!(%error, "the runtime does not say how far its pulls are");
+            None
+        }
+    }
+}
+
+async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full<Bytes>> {
+    let say = |status: StatusCode, text: String| {
+        let mut response = Response::new(Full::from(text));
+        *response.status_mut() = status;
+        response
+    };
+    let parts: Vec<&str> = request.uri().path().split('/').skip(1).collect();
+    let ["explain", namespace, name] = parts.as_slice() else {
+        return say(
+            StatusCode::NOT_FOUND,
+            "there is only /explain/NAMESPACE/NAME here".into(),
+        );
+    };
+    let Some((uid, journal)) = context.journals.find(namespace, name).into_iter().next() else {
+        let node = &context.config.node_name;
+        let text = format!(
+            "the agent of node {node} knows no pod {namespace}/{name}: look with `kubectl get pod -o wide` which node it is bound to"
+        );
+        return say(StatusCode::NOT_FOUND, text);
+    };
+    let fetching = if journal.is_pulling() {
+        fetching(context).await
+    } else {
+        None
+    };
+    match serde_json::to_string(&explain::explain(namespace, name, &uid, journal, fetching)) {
+        Ok(text) => say(StatusCode::OK, text),
+        Err(error) => say(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+    }
+}

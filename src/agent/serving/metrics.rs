@@ -1,0 +1,710 @@
+//! `/metrics` and its parts: the kubelet's names, labels and units (kubelet spec, 13.7 and chapter 18).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::{Response, StatusCode};
+use kube::ResourceExt as _;
+
+use super::Refusal;
+use super::Server;
+use super::figures::{self, ContainerFigures, PodFigures, Snapshot};
+use crate::agent::node::credentials::Pair;
+use crate::core::node::features::FEATURES;
+use crate::core::pod;
+use crate::core::serving::cgroup_stats::Usage;
+use crate::core::serving::exposition::Page;
+use crate::https::{Body, text};
+use crate::sys::meter;
+
+const NANO: f64 = 1e9;
+
+fn page(page: Page) -> Response<Body> {
+    let mut response = text(StatusCode::OK, page.into_text());
+    response.headers_mut().insert(
+        CONTENT_TYPE,
+        HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"),
+    );
+    response
+}
+
+fn broken(error: crate::cri::RuntimeError) -> Refusal {
+    Refusal(StatusCode::INTERNAL_SERVER_ERROR, error.message)
+}
+
+/// A part of `/metrics` by its name.
+pub async fn part(server: &Arc<Server>, name: &str) -> Result<Response<Body>, Refusal> {
+    match name {
+        "resource" => resource(server).await,
+        "cadvisor" => cadvisor(server).await,
+        "slis" => Ok(slis()),
+        "probes" => Ok(probes(server)),
+        _ => own(server).await,
+    }
+}
+
+/// `/metrics/resource`: what autoscalers and `kubectl top` read.
+async fn resource(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
+    let mut out = Page::default();
+    let snapshot = match figures::snapshot(server).await {
+        Ok(snapshot) => snapshot,
+        Err(error) => {
+            tracing::debug!(%error, "there are no figures");
+            for name in ["scrape_error", "resource_scrape_error"] {
+                out.single(
+                    name,
+                    "gauge",
+                    "1 if there was an error while getting container metrics, 0 otherwise",
+                    &[],
+                    1.0,
+                );
+            }
+            return Ok(page(out));
+        }
+    };
+    let at = Some(snapshot.at.as_millisecond());
+    type Get = fn(&Usage) -> f64;
+    let families: [(&str, &str, &str, Get); 3] = [
+        (
+            "cpu_usage_seconds_total",
+            "counter",
+            "Cumulative cpu time consumed in core-seconds",
+            |u| u.cpu as f64 / NANO,
+        ),
+        (
+            "memory_working_set_bytes",
+            "gauge",
+            "Current working set in bytes",
+            |u| u.working_set as f64,
+        ),
+        (
+            "swap_usage_bytes",
+            "gauge",
+            "Current amount of swap used in bytes",
+            |u| u.swap as f64,
+        ),
+    ];
+    for (suffix, kind, help, get) in families {
+        let name = format!("container_{suffix}");
+        out.family(&name, kind, help);
+        each_container(&snapshot, |_, c, labels| {
+            _ = out.sample(&name, labels, get(&c.usage), at)
+        });
+        let name = format!("pod_{suffix}");
+        out.family(&name, kind, help);
+        for p in &snapshot.pods {
+            let (pod, namespace) = (p.pod.name_any(), p.pod.namespace().unwrap_or_default());
+            out.sample(
+                &name,
+                &[("namespace", &namespace), ("pod", &pod)],
+                get(&p.usage),
+                at,
+            );
+        }
+    }
+    let name = "container_start_time_seconds";
+    out.family(
+        name,
+        "gauge",
+        "Start time of the container since unix epoch in seconds",
+    );
+    each_container(&snapshot, |_, c, labels| {
+        if let Some(began) = c.started {
+            out.sample(name, labels, began.as_millisecond() as f64 / 1000.0, at);
+        }
+    });
+    let machine = &snapshot.machine;
+    for (name, kind, value) in [
+        (
+            "node_cpu_usage_seconds_total",
+            "counter",
+            machine.usage.cpu as f64 / NANO,
+        ),
+        (
+            "node_memory_working_set_bytes",
+            "gauge",
+            machine.usage.working_set as f64,
+        ),
+        (
+            "node_swap_usage_bytes",
+            "gauge",
+            machine.swap.0.saturating_sub(machine.swap.1) as f64,
+        ),
+    ] {
+        out.family(name, kind, "What the node used")
+            .sample(name, &[], value, at);
+    }
+    for name in ["scrape_error", "resource_scrape_error"] {
+        out.single(
+            name,
+            "gauge",
+            "1 if there was an error while getting container metrics, 0 otherwise",
+            &[],
+            0.0,
+        );
+    }
+    Ok(page(out))
+}
+
+/// Calls for each container with its labels.
+fn each_container(
+    snapshot: &Snapshot,
+    mut each: impl FnMut(&PodFigures, &ContainerFigures, &[(&str, &str)]),
+) {
+    for p in &snapshot.pods {
+        let (pod, namespace) = (p.pod.name_any(), p.pod.namespace().unwrap_or_default());
+        for c in &p.containers {
+            each(
+                p,
+                c,
+                &[
+                    ("container", &c.name),
+                    ("namespace", &namespace),
+                    ("pod", &pod),
+                ],
+            );
+        }
+    }
+}
+
+/// One cgroup as cAdvisor labels it.
+struct Labelled<'a> {
+    labels: [(&'static str, String); 6],
+    usage: &'a Usage,
+}
+
+fn labelled<'a>(
+    id: &str,
+    usage: &'a Usage,
+    pod: Option<&PodFigures>,
+    container: Option<&ContainerFigures>,
+) -> Labelled<'a> {
+    let of_pod = |get: fn(&PodFigures) -> String| pod.map(get).unwrap_or_default();
+    let of_container = |get: fn(&ContainerFigures) -> &String| {
+        container.map(|c| get(c).clone()).unwrap_or_default()
+    };
+    let labels = [
+        ("container", of_container(|c| &c.name)),
+        ("id", id.to_owned()),
+        ("image", of_container(|c| &c.image)),
+        ("name", of_container(|c| &c.id)),
+        (
+            "namespace",
+            of_pod(|p| p.pod.namespace().unwrap_or_default()),
+        ),
+        ("pod", of_pod(|p| p.pod.name_any())),
+    ];
+    Labelled { labels, usage }
+}
+
+/// `/metrics/cadvisor`.
+async fn cadvisor(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
+    let snapshot = figures::snapshot(server).await.map_err(broken)?;
+    let (mut out, at) = (Page::default(), Some(snapshot.at.as_millisecond()));
+    let mut all = vec![
+        labelled("/", &snapshot.machine.usage, None, None),
+        labelled(&snapshot.tier.0, &snapshot.tier.1, None, None),
+    ];
+    for p in &snapshot.pods {
+        all.push(labelled(&p.cgroup, &p.usage, Some(p), None));
+        all.extend(
+            p.containers
+                .iter()
+                .map(|c| labelled(&c.cgroup, &c.usage, Some(p), Some(c))),
+        );
+    }
+    type Get = fn(&Usage) -> f64;
+    let families: [(&str, &str, &str, Get); 18] = [
+        (
+            "container_cpu_usage_seconds_total",
+            "counter",
+            "Cumulative cpu time consumed in seconds.",
+            |u| u.cpu as f64 / NANO,
+        ),
+        (
+            "container_cpu_user_seconds_total",
+            "counter",
+            "Cumulative user cpu time consumed in seconds.",
+            |u| u.user as f64 / NANO,
+        ),
+        (
+            "container_cpu_system_seconds_total",
+            "counter",
+            "Cumulative system cpu time consumed in seconds.",
+            |u| u.system as f64 / NANO,
+        ),
+        (
+            "container_cpu_cfs_periods_total",
+            "counter",
+            "Number of elapsed enforcement period intervals.",
+            |u| u.periods.0 as f64,
+        ),
+        (
+            "container_cpu_cfs_throttled_periods_total",
+            "counter",
+            "Number of throttled period intervals.",
+            |u| u.periods.1 as f64,
+        ),
+        (
+            "container_cpu_cfs_throttled_seconds_total",
+            "counter",
+            "Total time the container has been throttled.",
+            |u| u.periods.2 as f64 / NANO,
+        ),
+        (
+            "container_memory_usage_bytes",
+            "gauge",
+            "Current memory usage in bytes, including all memory regardless of when it was accessed.",
+            |u| u.memory as f64,
+        ),
+        (
+            "container_memory_working_set_bytes",
+            "gauge",
+            "Current working set in bytes.",
+            |u| u.working_set as f64,
+        ),
+        (
+            "container_memory_rss",
+            "gauge",
+            "Size of RSS in bytes.",
+            |u| u.rss as f64,
+        ),
+        (
+            "container_memory_cache",
+            "gauge",
+            "Number of bytes of page cache memory.",
+            |u| u.cache as f64,
+        ),
+        (
+            "container_memory_swap",
+            "gauge",
+            "Container swap usage in bytes.",
+            |u| u.swap as f64,
+        ),
+        (
+            "container_memory_mapped_file",
+            "gauge",
+            "Size of memory mapped files in bytes.",
+            |u| u.mapped as f64,
+        ),
+        (
+            "container_memory_max_usage_bytes",
+            "gauge",
+            "Maximum memory usage recorded in bytes.",
+            |u| u.peak as f64,
+        ),
+        (
+            "container_memory_failcnt",
+            "counter",
+            "Number of memory usage hits limits.",
+            |u| u.failures as f64,
+        ),
+        (
+            "container_spec_memory_limit_bytes",
+            "gauge",
+            "Memory limit for the container; 0 for none.",
+            |u| u.limit.unwrap_or(0) as f64,
+        ),
+        (
+            "container_processes",
+            "gauge",
+            "Number of processes and threads running inside the container.",
+            |u| u.processes as f64,
+        ),
+        (
+            "container_oom_events_total",
+            "counter",
+            "Count of out of memory events observed for the container.",
+            |u| u.oom_kills as f64,
+        ),
+        (
+            "container_last_seen",
+            "gauge",
+            "Last time a container was seen.",
+            |_| 0.0,
+        ),
+    ];
+    for (name, kind, help, get) in families {
+        out.family(name, kind, help);
+        for one in &all {
+            let mut labels: Vec<(&str, &str)> = one
+                .labels
+                .iter()
+                .map(|(key, value)| (*key, value.as_str()))
+                .collect();
+            if name == "container_cpu_usage_seconds_total" {
+                labels.insert(1, ("cpu", "total"));
+            }
+            let value = if name == "container_last_seen" {
+                snapshot.at.as_second() as f64
+            } else {
+                get(one.usage)
+            };
+            out.sample(name, &labels, value, at);
+        }
+    }
+    let name = "container_memory_failures_total";
+    out.family(
+        name,
+        "counter",
+        "Cumulative count of memory allocation failures.",
+    );
+    for one in &all {
+        for (kind, value) in [
+            ("pgfault", one.usage.faults.0),
+            ("pgmajfault", one.usage.faults.1),
+        ] {
+            let own = [("failure_type", kind), ("scope", "hierarchy")];
+            let labels: Vec<(&str, &str)> = own
+                .into_iter()
+                .chain(one.labels.iter().map(|(key, value)| (*key, value.as_str())))
+                .collect();
+            out.sample(name, &labels, value as f64, at);
+        }
+    }
+    let name = "container_start_time_seconds";
+    out.family(
+        name,
+        "gauge",
+        "Start time of the container since unix epoch in seconds.",
+    );
+    for (p, c) in snapshot
+        .pods
+        .iter()
+        .flat_map(|p| p.containers.iter().map(move |c| (p, c)))
+    {
+        let one = labelled(&c.cgroup, &c.usage, Some(p), Some(c));
+        let labels: Vec<(&str, &str)> = one
+            .labels
+            .iter()
+            .map(|(key, value)| (*key, value.as_str()))
+            .collect();
+        out.sample(
+            name,
+            &labels,
+            c.started.map_or(0.0, |t| t.as_second() as f64),
+            at,
+        );
+    }
+    for (direction, sent) in [("receive", false), ("transmit", true)] {
+        for (i, what) in ["bytes", "packets", "errors", "packets_dropped"]
+            .into_iter()
+            .enumerate()
+        {
+            let name = format!("container_network_{direction}_{what}_total");
+            out.family(
+                &name,
+                "counter",
+                "Cumulative count of what went over an interface.",
+            );
+            for p in &snapshot.pods {
+                let (pod, namespace) = (p.pod.name_any(), p.pod.namespace().unwrap_or_default());
+                for interface in &p.interfaces {
+                    let value = if sent {
+                        interface.sent[i]
+                    } else {
+                        interface.received[i]
+                    };
+                    let labels = [
+                        ("id", p.cgroup.as_str()),
+                        ("interface", &interface.name),
+                        ("namespace", &namespace),
+                        ("pod", &pod),
+                    ];
+                    out.sample(&name, &labels, value as f64, at);
+                }
+            }
+        }
+    }
+    let machine = &server.context.machine;
+    out.single(
+        "machine_cpu_cores",
+        "gauge",
+        "Number of logical CPU cores.",
+        &[],
+        f64::from(machine.cpus),
+    );
+    out.single(
+        "machine_memory_bytes",
+        "gauge",
+        "Amount of memory installed on the machine.",
+        &[],
+        machine.memory as f64,
+    );
+    out.single(
+        "machine_swap_bytes",
+        "gauge",
+        "Amount of swap memory available on the machine.",
+        &[],
+        snapshot.machine.swap.0 as f64,
+    );
+    out.single(
+        "machine_scrape_error",
+        "gauge",
+        "1 if there was an error while getting machine metrics, 0 otherwise.",
+        &[],
+        0.0,
+    );
+    out.single(
+        "container_scrape_error",
+        "gauge",
+        "1 if there was an error while getting container metrics, 0 otherwise",
+        &[],
+        0.0,
+    );
+    Ok(page(out))
+}
+
+/// `/metrics/slis`.
+fn slis() -> Response<Body> {
+    let mut out = Page::default();
+    out.single(
+        "kubernetes_healthcheck",
+        "gauge",
+        "This metric records the result of a single healthcheck.",
+        &[("name", "ping"), ("type", "healthz")],
+        1.0,
+    );
+    page(out)
+}
+
+/// `/metrics/probes`.
+fn probes(server: &Arc<Server>) -> Response<Body> {
+    let mut out = Page::default();
+    server.context.metrics.write(true, &mut out);
+    page(out)
+}
+
+/// `/metrics`: the agent itself.
+async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
+    let (context, mut out) = (&server.context, Page::default());
+    let (cpu, resident, virtual_bytes, open, most, began) = meter::own();
+    for (name, kind, help, value) in [
+        (
+            "process_cpu_seconds_total",
+            "counter",
+            "Total user and system CPU time spent in seconds.",
+            cpu,
+        ),
+        (
+            "process_resident_memory_bytes",
+            "gauge",
+            "Resident memory size in bytes.",
+            resident as f64,
+        ),
+        (
+            "process_virtual_memory_bytes",
+            "gauge",
+            "Virtual memory size in bytes.",
+            virtual_bytes as f64,
+        ),
+        (
+            "process_open_fds",
+            "gauge",
+            "Number of open file descriptors.",
+            open as f64,
+        ),
+        (
+            "process_max_fds",
+            "gauge",
+            "Maximum number of open file descriptors.",
+            most as f64,
+        ),
+        (
+            "process_start_time_seconds",
+            "gauge",
+            "Start time of the process since unix epoch in seconds.",
+            began,
+        ),
+    ] {
+        out.single(name, kind, help, &[], value);
+    }
+    for (name, pair) in [
+        (
+            "kubelet_certificate_manager_client_ttl_seconds",
+            Pair::client(&context.config.cert_dir),
+        ),
+        (
+            "kubelet_certificate_manager_server_ttl_seconds",
+            Pair::serving(&context.config.cert_dir),
+        ),
+    ] {
+        if let Some((_, ends)) = pair.lifetime() {
+            let left = ends.duration_since(context.clock.now()).as_secs_f64();
+            out.single(
+                name,
+                "gauge",
+                "Seconds until the certificate ends; negative if it has.",
+                &[],
+                left,
+            );
+        }
+    }
+    let name = "kubernetes_feature_enabled";
+    out.family(
+        name,
+        "gauge",
+        "This metric records the data about the stage and enablement of a k8s feature.",
+    );
+    for feature in FEATURES {
+        out.sample(
+            name,
+            &[("name", feature.name), ("stage", feature.stage.shown())],
+            f64::from(u8::from(feature.here)),
+            None,
+        );
+    }
+    let version = crate::agent::node::VERSION;
+    let labels = [
+        ("git_version", version),
+        ("major", "1"),
+        ("minor", "36"),
+        ("platform", "linux"),
+    ];
+    out.single(
+        "kubernetes_build_info",
+        "gauge",
+        "A metric with a constant '1' value labeled by what was built.",
+        &labels,
+        1.0,
+    );
+    out.single(
+        "kubelet_node_name",
+        "gauge",
+        "The node's name. The count is always 1.",
+        &[("node", &context.config.node_name)],
+        1.0,
+    );
+    out.single(
+        "kubelet_cgroup_version",
+        "gauge",
+        "The version of cgroups on the node.",
+        &[],
+        if context.machine.cgroup_v2 { 2.0 } else { 1.0 },
+    );
+    let roster = context.roster.borrow().clone();
+    let statics = roster.iter().filter(|k| pod::is_static(&k.pod)).count();
+    let name = "kubelet_desired_pods";
+    out.family(
+        name,
+        "gauge",
+        "The number of pods the kubelet is being instructed to run.",
+    );
+    out.sample(
+        name,
+        &[("static", "")],
+        (roster.len() - statics) as f64,
+        None,
+    )
+    .sample(name, &[("static", "true")], statics as f64, None);
+    let mirrors = roster
+        .iter()
+        .filter(|k| pod::is_static(&k.pod) && k.object.is_some())
+        .count();
+    out.single(
+        "kubelet_mirror_pods",
+        "gauge",
+        "The number of mirror pods the kubelet will try to create.",
+        &[],
+        mirrors as f64,
+    );
+    let guests = roster
+        .iter()
+        .map(|k| {
+            pod::spec(&k.pod)
+                .ephemeral_containers
+                .as_ref()
+                .map_or(0, Vec::len)
+        })
+        .sum::<usize>();
+    out.single(
+        "kubelet_managed_ephemeral_containers",
+        "gauge",
+        "Current number of ephemeral containers in pods.",
+        &[],
+        guests as f64,
+    );
+    let active = roster
+        .iter()
+        .filter(|k| !pod::is_terminal(k.told()))
+        .count();
+    out.single(
+        "kubelet_active_pods",
+        "gauge",
+        "The number of pods the kubelet considers active.",
+        &[],
+        active as f64,
+    );
+    let running = context.runtime.running().await.map_err(broken)?;
+    let mut by_pod: BTreeMap<&str, usize> = BTreeMap::new();
+    running
+        .iter()
+        .for_each(|c| *by_pod.entry(c.uid.as_str()).or_default() += 1);
+    out.single(
+        "kubelet_running_pods",
+        "gauge",
+        "Number of pods that have a running container.",
+        &[],
+        by_pod.len() as f64,
+    );
+    let name = "kubelet_running_containers";
+    out.family(name, "gauge", "Number of containers currently running.")
+        .sample(
+            name,
+            &[("container_state", "running")],
+            running.len() as f64,
+            None,
+        );
+    {
+        let volumes = server.figures.known_volumes();
+        for (name, help, get) in [
+            (
+                "kubelet_volume_stats_capacity_bytes",
+                "Capacity in bytes of the volume",
+                (|v| v.bytes.1) as fn(&figures::VolumeFigures) -> u64,
+            ),
+            (
+                "kubelet_volume_stats_available_bytes",
+                "Number of available bytes in the volume",
+                |v| v.bytes.2,
+            ),
+            (
+                "kubelet_volume_stats_used_bytes",
+                "Number of used bytes in the volume",
+                |v| v.bytes.0,
+            ),
+            (
+                "kubelet_volume_stats_inodes",
+                "Maximum number of inodes in the volume",
+                |v| v.inodes.1,
+            ),
+            (
+                "kubelet_volume_stats_inodes_free",
+                "Number of free inodes in the volume",
+                |v| v.inodes.2,
+            ),
+            (
+                "kubelet_volume_stats_inodes_used",
+                "Number of used inodes in the volume",
+                |v| v.inodes.0,
+            ),
+        ] {
+            out.family(name, "gauge", help);
+            for volume in &volumes {
+                let claim = volume.claim.as_deref().unwrap_or_default();
+                out.sample(
+                    name,
+                    &[
+                        ("namespace", &volume.namespace),
+                        ("persistentvolumeclaim", claim),
+                    ],
+                    get(volume) as f64,
+                    None,
+                );
+            }
+        }
+    }
+    context.metrics.write(false, &mut out);
+    Ok(page(out))
+}

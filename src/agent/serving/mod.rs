@@ -1,0 +1,394 @@
+//! The agent's HTTP API: the kubelet's, on its port (kubelet spec, chapter 13).
+//!
+//! Every path is authenticated and authorised before it is looked at. What is shown is read when it is asked for.
+
+mod access;
+mod checkpoint;
+mod figures;
+pub mod local;
+mod logs;
+mod metrics;
+mod node_logs;
+mod stats;
+mod streams;
+mod views;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::body::Incoming;
+use hyper::{Request, Response, StatusCode};
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt as _;
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+use tracing::Instrument as _;
+
+use super::Context;
+use super::node::credentials::Pair;
+use crate::core::pod;
+use crate::core::serving::{self, Endpoint, Place, Routed};
+use crate::host::blocking;
+use crate::https::{self, Body, Limits, Peer, Protocol, Tls, TlsFiles, text};
+use crate::kubeapi::reviews::Reviews;
+use crate::sys::machine::Room;
+use access::Access;
+
+pub use figures::VolumeFigures;
+
+/// What the main listener gives away.
+const MAIN: Limits = Limits {
+    connections: 512,
+    idle: Some(Duration::from_secs(90)),
+};
+/// What the others do.
+const SIDE: Limits = Limits {
+    connections: 32,
+    idle: Some(Duration::from_secs(30)),
+};
+/// How many streams are open at once.
+const STREAMS: usize = 512;
+/// The pause before a port that is taken is tried again.
+const AGAIN: Duration = Duration::from_secs(5);
+
+/// A pod of this node, and the object in the API that tells its status.
+#[derive(Debug, Clone)]
+pub struct Known {
+    /// As its source has it.
+    pub pod: Arc<Pod>,
+    /// The pod itself, or a static pod's mirror.
+    pub object: Option<Arc<Pod>>,
+}
+
+impl Known {
+    /// The object whose status counts.
+    fn told(&self) -> &Pod {
+        self.object.as_ref().unwrap_or(&self.pod)
+    }
+}
+
+/// Why something is not answered as asked: the code and a sentence.
+#[derive(Debug, PartialEq, Eq)]
+struct Refusal(StatusCode, String);
+
+impl Refusal {
+    fn of((code, why): serving::Refused) -> Refusal {
+        Refusal(
+            StatusCode::from_u16(code).unwrap_or(StatusCode::BAD_REQUEST),
+            why,
+        )
+    }
+}
+
+/// The API.
+pub struct Server {
+    context: Arc<Context>,
+    access: Access,
+    figures: figures::Figures,
+    /// Streams that are open; each costs memory.
+    streams: Arc<Semaphore>,
+    /// Where the runtime keeps its images.
+    images: tokio::sync::OnceCell<PathBuf>,
+}
+
+impl Server {
+    /// The pod that a path names.
+    fn find(&self, place: &Place) -> Option<Known> {
+        let fits = |known: &&Known| {
+            let pod = &known.pod;
+            let uid = place.uid.as_ref().is_none_or(|uid| {
+                pod::uid(pod) == uid || known.object.as_ref().is_some_and(|o| pod::uid(o) == uid)
+            });
+            uid && pod.name_any() == place.pod
+                && pod.namespace().unwrap_or_default() == place.namespace
+        };
+        self.context.roster.borrow().iter().find(fits).cloned()
+    }
+
+    /// The room on the filesystem of the runtime's images; nothing where the runtime does not say where that is.
+    async fn image_room(&self) -> Room {
+        let ask = || async {
+            self.context
+                .runtime
+                .stock()
+                .await
+                .map(|stock| stock.mountpoint)
+        };
+        match self.images.get_or_try_init(ask).await {
+            Ok(dir) => {
+                let dir = dir.clone();
+                blocking(move || Room::of(&dir).map_err(|e| e.to_string()))
+                    .await
+                    .unwrap_or_default()
+            }
+            Err(error) => {
+                tracing::debug!(%error, "the runtime does not say where its images are");
+                Room::default()
+            }
+        }
+    }
+
+    async fn answer(self: Arc<Self>, peer: Peer, request: Request<Incoming>) -> Response<Body> {
+        let needs = serving::needs(request.method().as_str(), request.uri().path());
+        let path = serving::family(request.uri().path());
+        let (method, begun) = (
+            serving::known_method(request.method().as_str()),
+            Instant::now(),
+        );
+        let span = tracing::info_span!(target: "trace::http", "http", otel.name = format!("{method} /{path}"), otel.kind = "server");
+        let answer = async {
+            match self.access.check(&peer, request.headers(), &needs).await {
+                Ok(()) => Arc::clone(&self).serve(request).await,
+                Err(refusal) => refusal,
+            }
+        };
+        let answer = answer.instrument(span).await;
+        self.context
+            .metrics
+            .http(method, path, serving::is_long(path), begun.elapsed());
+        answer
+    }
+
+    async fn serve(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
+        let endpoint = match serving::route(request.method().as_str(), request.uri().path()) {
+            Routed::Found(endpoint) => endpoint,
+            Routed::OtherMethod => {
+                return text(StatusCode::METHOD_NOT_ALLOWED, "405: Method Not Allowed");
+            }
+            Routed::Nothing => return text(StatusCode::NOT_FOUND, "404 page not found"),
+        };
+        if let Some(why) = self.closed(&endpoint) {
+            return text(StatusCode::METHOD_NOT_ALLOWED, why);
+        }
+        self.found(&endpoint, request)
+            .await
+            .unwrap_or_else(|Refusal(code, why)| text(code, why))
+    }
+
+    /// Why an endpoint is turned off.
+    fn closed(&self, endpoint: &Endpoint) -> Option<&'static str> {
+        let serving = &self.context.config.serving;
+        let debugging = matches!(
+            endpoint,
+            Endpoint::Run(_)
+                | Endpoint::Exec(_)
+                | Endpoint::Attach(_)
+                | Endpoint::PortForward(_)
+                | Endpoint::Logs(_)
+                | Endpoint::RunningPods
+        );
+        match endpoint {
+            Endpoint::Files(_) if !serving.debugging => Some("Debug endpoints are disabled."),
+            Endpoint::Files(_) if !serving.system_logs => Some("logs endpoint is disabled."),
+            Endpoint::Verbosity if !serving.debug_flags => Some("flags endpoint is disabled."),
+            _ if debugging && !serving.debugging => Some("Debug endpoints are disabled."),
+            _ => None,
+        }
+    }
+
+    async fn found(
+        self: &Arc<Self>,
+        endpoint: &Endpoint,
+        request: Request<Incoming>,
+    ) -> Result<Response<Body>, Refusal> {
+        let query = request.uri().query().unwrap_or_default().to_owned();
+        match endpoint {
+            Endpoint::Health => Ok(text(StatusCode::OK, "ok")),
+            Endpoint::Pods => Ok(views::pods(self)),
+            Endpoint::RunningPods => views::running(self).await,
+            Endpoint::Config => Ok(views::config(self)),
+            Endpoint::Status => Ok(views::status(self)),
+            Endpoint::Flags => Ok(views::flags()),
+            Endpoint::Logs(place) => logs::of_container(self, place, &query).await,
+            Endpoint::Files(path) if path.is_empty() && self.context.config.serving.log_query => {
+                match node_logs::search(&query).await? {
+                    Some(answer) => Ok(answer),
+                    None => logs::of_node(path).await,
+                }
+            }
+            Endpoint::Files(path) => logs::of_node(path).await,
+            Endpoint::Checkpoint(place) => checkpoint::make(self, place, &query).await,
+            Endpoint::Verbosity => views::verbosity(request).await,
+            Endpoint::Run(place) => streams::run(self, place, &query).await,
+            Endpoint::Exec(_) | Endpoint::Attach(_) | Endpoint::PortForward(_) => {
+                streams::hand_on(self, endpoint, request).await
+            }
+            Endpoint::Stats => stats::summary(self, &query).await,
+            Endpoint::Metrics(part) => metrics::part(self, part).await,
+        }
+    }
+}
+
+/// The files that TLS is spoken with; a self-signed certificate is made where none is named.
+fn files(context: &Context) -> Result<TlsFiles, String> {
+    let config = &context.config;
+    let (certificate, key) = match &config.serving.certificate {
+        Some(pair) => pair.clone(),
+        None if config.serving.asks_for_certificate => {
+            let current = Pair::serving(&config.cert_dir).current();
+            if !current.exists() {
+                return Err("no serving certificate available for the kubelet: it is asked for, and somebody has to approve it".into());
+            }
+            (current.clone(), current)
+        }
+        None => self_signed(&config.cert_dir, &config.node_name, &context.node_ips)?,
+    };
+    Ok(TlsFiles {
+        certificate,
+        key,
+        client_ca: config.serving.client_ca.clone(),
+    })
+}
+
+/// `kubelet.crt` and `kubelet.key`: made once, for the node's names and addresses.
+fn self_signed(
+    dir: &std::path::Path,
+    node: &str,
+    addresses: &[String],
+) -> Result<(PathBuf, PathBuf), String> {
+    use std::os::unix::fs::OpenOptionsExt as _;
+    let (certificate, key) = (dir.join("kubelet.crt"), dir.join("kubelet.key"));
+    if certificate.exists() && key.exists() {
+        return Ok((certificate, key));
+    }
+    let names: Vec<String> = std::iter::once(node.to_owned())
+        .chain(addresses.iter().cloned())
+        .collect();
+    let made = rcgen::generate_simple_self_signed(names)
+        .map_err(|e| format!("no serving certificate can be made: {e}"))?;
+    let failed = |e: std::io::Error| {
+        format!(
+            "the serving certificate cannot be kept in {}: {e}",
+            dir.display()
+        )
+    };
+    std::fs::create_dir_all(dir).map_err(failed)?;
+    let mut file = std::fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&key)
+        .map_err(failed)?;
+    std::io::Write::write_all(&mut file, made.signing_key.serialize_pem().as_bytes())
+        .map_err(failed)?;
+    crate::sys::file::replace(&certificate, made.cert.pem().as_bytes()).map_err(failed)?;
+    Ok((certificate, key))
+}
+
+/// Listens, as long as it takes: what else the agent does goes on meanwhile.
+async fn listen(address: SocketAddr) -> TcpListener {
+    let mut said = false;
+    loop {
+        match TcpListener::bind(address).await {
+            Ok(listener) => return listener,
+            Err(error) => {
+                if !std::mem::replace(&mut said, true) {
+                    tracing::error!(%error, %address, "the agent cannot listen: is another agent or a kubelet running? it is tried until it can");
+                }
+                tokio::time::sleep(AGAIN).await;
+            }
+        }
+    }
+}
+
+/// Serves until the process ends.
+pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>) {
+    let serving = context.config.serving.clone();
+    if !serving.enabled {
+        return std::future::pending().await;
+    }
+    let access = Access::new(serving.clone(), &context.config.node_name, reviews);
+    let server = Arc::new(Server {
+        context,
+        access,
+        figures: figures::Figures::default(),
+        streams: Arc::new(Semaphore::new(STREAMS)),
+        images: tokio::sync::OnceCell::new(),
+    });
+    if !serving.reviews && serving.anonymous {
+        tracing::warn!(address = %serving.main, "everybody may do everything over this agent's HTTP API: set authentication and authorization in its configuration");
+    }
+    let protocol = Protocol {
+        only_tls13: serving.only_tls13,
+        suites: serving.cipher_suites.clone(),
+    };
+    let main = async {
+        let tls = loop {
+            match files(&server.context)
+                .and_then(|files| Tls::follow(files, protocol.clone()).map_err(|e| e.to_string()))
+            {
+                Ok(tls) => break Arc::new(tls),
+                Err(error) => {
+                    tracing::error!(error, "the agent's HTTP API cannot be served yet");
+                    tokio::time::sleep(AGAIN).await;
+                }
+            }
+        };
+        let listener = listen(serving.main).await;
+        let server = Arc::clone(&server);
+        https::serve(listener, Some(tls), MAIN, move |peer, request| {
+            Arc::clone(&server).answer(peer, request)
+        })
+        .await;
+    };
+    let read_only = async {
+        let Some(address) = serving.read_only else {
+            return std::future::pending().await;
+        };
+        let listener = listen(address).await;
+        let server = Arc::clone(&server);
+        https::serve(
+            listener,
+            None,
+            SIDE,
+            move |_, request: Request<Incoming>| {
+                let server = Arc::clone(&server);
+                async move {
+                    let open = matches!(
+                        serving::route(request.method().as_str(), request.uri().path()),
+                        Routed::Found(
+                            Endpoint::Health
+                                | Endpoint::Pods
+                                | Endpoint::Stats
+                                | Endpoint::Metrics(_)
+                        )
+                    );
+                    if open {
+                        server.serve(request).await
+                    } else {
+                        text(StatusCode::NOT_FOUND, "404 page not found")
+                    }
+                }
+            },
+        )
+        .await;
+    };
+    let healthz = async {
+        let Some(address) = serving.healthz else {
+            return std::future::pending().await;
+        };
+        let listener = listen(address).await;
+        https::serve(
+            listener,
+            None,
+            SIDE,
+            |_, request: Request<Incoming>| async move {
+                let health = matches!(
+                    serving::route(request.method().as_str(), request.uri().path()),
+                    Routed::Found(Endpoint::Health)
+                );
+                if health {
+                    text(StatusCode::OK, "ok")
+                } else {
+                    text(StatusCode::NOT_FOUND, "404 page not found")
+                }
+            },
+        )
+        .await;
+    };
+    tokio::join!(main, read_only, healthz);
+}

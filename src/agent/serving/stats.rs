@@ -1,0 +1,170 @@
+//! `/stats/summary` (kubelet spec, 13.6).
+
+use std::sync::Arc;
+
+use hyper::{Response, StatusCode};
+use jiff::Timestamp;
+use kube::ResourceExt as _;
+use serde_json::{Map, Value, json};
+
+use super::Refusal;
+use super::Server;
+use super::figures::{self, DiskFigures, PodFigures, VolumeFigures};
+use super::views;
+use crate::core::pod;
+use crate::core::serving::cgroup_stats::{Interface, Usage};
+use crate::core::time::seconds;
+use crate::https::Body;
+use crate::sys::machine::Room;
+
+fn time(at: Timestamp) -> Value {
+    serde_json::to_value(seconds(at)).unwrap_or_default()
+}
+
+fn cpu(at: Timestamp, usage: &Usage, rate: Option<u64>) -> Value {
+    let mut cpu = json!({"time": time(at), "usageCoreNanoSeconds": usage.cpu});
+    if let Some(rate) = rate {
+        cpu["usageNanoCores"] = rate.into();
+    }
+    cpu
+}
+
+fn memory(at: Timestamp, usage: &Usage) -> Value {
+    let mut memory = json!({"time": time(at), "usageBytes": usage.memory, "workingSetBytes": usage.working_set, "rssBytes": usage.rss,
+        "pageFaults": usage.faults.0, "majorPageFaults": usage.faults.1});
+    if let Some(limit) = usage.limit {
+        memory["availableBytes"] = limit.saturating_sub(usage.working_set).into();
+    }
+    memory
+}
+
+fn network(at: Timestamp, interfaces: &[Interface]) -> Option<Value> {
+    let of = |i: &Interface| json!({"name": i.name, "rxBytes": i.received[0], "rxErrors": i.received[2], "txBytes": i.sent[0], "txErrors": i.sent[2]});
+    let default = interfaces
+        .iter()
+        .find(|i| i.name == "eth0")
+        .or(interfaces.first())?;
+    let mut network = of(default);
+    network["time"] = time(at);
+    network["interfaces"] = interfaces.iter().map(of).collect();
+    Some(network)
+}
+
+fn room(at: Timestamp, room: &Room, used: Option<u64>) -> Value {
+    json!({"time": time(at), "availableBytes": room.available, "capacityBytes": room.capacity,
+        "usedBytes": used.unwrap_or_else(|| room.capacity.saturating_sub(room.free)),
+        "inodesFree": room.inodes_free, "inodes": room.inodes, "inodesUsed": room.inodes.saturating_sub(room.inodes_free)})
+}
+
+fn volume(at: Timestamp, root: &Room, namespace: &str, volume: &VolumeFigures) -> Value {
+    let (used, all, free) = volume.bytes;
+    // A directory of the node's own disk can have all of it.
+    let (all, free) = if all == 0 {
+        (root.capacity, root.available)
+    } else {
+        (all, free)
+    };
+    let mut value = json!({"time": time(at), "name": volume.name, "usedBytes": used, "capacityBytes": all, "availableBytes": free,
+        "inodesUsed": volume.inodes.0, "inodes": volume.inodes.1, "inodesFree": volume.inodes.2});
+    if let Some(claim) = &volume.claim {
+        value["pvcRef"] = json!({"name": claim, "namespace": namespace});
+    }
+    if let Some(abnormal) = volume.abnormal {
+        value["volumeHealthStats"] = json!({"abnormal": abnormal});
+    }
+    value
+}
+
+fn of_pod(
+    at: Timestamp,
+    figures: &PodFigures,
+    root: &Room,
+    disk: Option<&DiskFigures>,
+    whole: bool,
+) -> Value {
+    let pod = &figures.pod;
+    let namespace = pod.namespace().unwrap_or_default();
+    let containers = figures.containers.iter().map(|c| {
+        let mut value = json!({"name": c.name, "cpu": cpu(at, &c.usage, c.rate), "memory": memory(at, &c.usage)});
+        value["startTime"] = c.started.map(time).unwrap_or_default();
+        if let (Some(disk), true) = (disk, whole) {
+            value["rootfs"] = room(at, root, disk.layers.get(&c.name).copied());
+            value["logs"] = room(at, root, disk.logs.get(&c.name).copied());
+        }
+        value
+    });
+    let mut value = json!({
+        "podRef": {"name": pod.name_any(), "namespace": namespace, "uid": pod::uid(pod)},
+        "startTime": figures.started.map(time), "containers": containers.collect::<Vec<_>>(),
+        "cpu": cpu(at, &figures.usage, figures.rate), "memory": memory(at, &figures.usage),
+    });
+    if !whole {
+        return value;
+    }
+    value["process_stats"] = json!({"process_count": figures.usage.processes});
+    value["swap"] = json!({"time": time(at), "swapUsageBytes": figures.usage.swap});
+    if let Some(network) = network(at, &figures.interfaces) {
+        value["network"] = network;
+    }
+    if let Some(disk) = disk {
+        value["volume"] = disk
+            .volumes
+            .iter()
+            .map(|v| volume(at, root, &namespace, v))
+            .collect();
+        value["ephemeral-storage"] = room(at, root, Some(disk.ephemeral));
+    }
+    value
+}
+
+/// `GET /stats/summary`.
+pub async fn summary(server: &Arc<Server>, query: &str) -> Result<Response<Body>, Refusal> {
+    let whole = !crate::core::serving::query::pairs(query)
+        .iter()
+        .any(|(key, value)| {
+            key == "only_cpu_and_memory" && crate::core::serving::query::is_true(value)
+        });
+    let snapshot = figures::snapshot(server)
+        .await
+        .map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e.message))?;
+    let disks = if whole {
+        figures::disks(server, &snapshot.pods).await
+    } else {
+        Default::default()
+    };
+    let (at, machine, root) = (snapshot.at, &snapshot.machine, &snapshot.root);
+    let mut of_machine = memory(at, &machine.usage);
+    of_machine["availableBytes"] = machine.available.into();
+    let (_, of_tier) = &snapshot.tier;
+    let mut node = Map::from_iter([
+        (
+            "nodeName".to_owned(),
+            server.context.config.node_name.clone().into(),
+        ),
+        (
+            "systemContainers".to_owned(),
+            json!([{"name": "pods", "startTime": time(server.context.started), "cpu": cpu(at, of_tier, None), "memory": memory(at, of_tier)}]),
+        ),
+        ("startTime".to_owned(), time(server.context.started)),
+        ("cpu".to_owned(), cpu(at, &machine.usage, snapshot.rate)),
+        ("memory".to_owned(), of_machine),
+    ]);
+    if whole {
+        let (all, free) = machine.swap;
+        node.insert("swap".into(), json!({"time": time(at), "swapAvailableBytes": free, "swapUsageBytes": all.saturating_sub(free)}));
+        node.insert("fs".into(), room(at, root, None));
+        node.insert("rlimit".into(), json!({"time": time(at), "maxpid": machine.processes.0, "curproc": machine.processes.1}));
+        node.extend(network(at, &machine.interfaces).map(|n| ("network".to_owned(), n)));
+        let images = server.image_room().await;
+        node.insert(
+            "runtime".into(),
+            json!({"imageFs": room(at, &images, None), "containerFs": room(at, &images, None)}),
+        );
+    }
+    let pods: Vec<Value> = snapshot
+        .pods
+        .iter()
+        .map(|p| of_pod(at, p, root, disks.get(pod::uid(&p.pod)), whole))
+        .collect();
+    Ok(views::as_json(&json!({"node": node, "pods": pods})))
+}

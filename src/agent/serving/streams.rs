@@ -1,0 +1,214 @@
+//! Commands, attachments and forwarded ports: the runtime makes a stream, and the connection is handed on to it as it
+//! is, SPDY or WebSocket (kubelet spec, 13.4).
+
+use std::sync::Arc;
+
+use hyper::body::Incoming;
+use hyper::{Request, Response, StatusCode, Uri};
+use tokio::net::TcpStream;
+
+use super::Refusal;
+use super::Server;
+use crate::core::pod::observed::ContainerState;
+use crate::core::serving::{Endpoint, Place, Streams};
+use crate::core::{pod, serving::query};
+use crate::cri::RuntimeError;
+use crate::https::{
+    Body, Carried, Channels, Outgoing, carried, is_upgrade, serve_socket, text, tunnel,
+};
+
+fn broken(error: RuntimeError) -> Refusal {
+    Refusal(StatusCode::INTERNAL_SERVER_ERROR, error.message)
+}
+
+/// The runtime's id of a container that runs.
+pub(super) async fn running(server: &Server, place: &Place) -> Result<String, Refusal> {
+    let known = server
+        .find(place)
+        .ok_or_else(|| Refusal(StatusCode::NOT_FOUND, "pod does not exist".into()))?;
+    let observed = server
+        .context
+        .runtime
+        .observe(pod::uid(&known.pod))
+        .await
+        .map_err(broken)?;
+    let found = observed
+        .newest(&place.container)
+        .filter(|c| c.state == ContainerState::Running);
+    found.map(|c| c.id.clone()).ok_or_else(|| {
+        Refusal(
+            StatusCode::NOT_FOUND,
+            format!("container not found ({:?})", place.container),
+        )
+    })
+}
+
+/// The URL at which the runtime serves what an endpoint asks for.
+async fn url(server: &Server, endpoint: &Endpoint, text: &str) -> Result<String, Refusal> {
+    let runtime = &server.context.runtime;
+    let values = |key: &str| {
+        query::pairs(text)
+            .into_iter()
+            .filter(|(k, _)| k == key)
+            .map(|(_, v)| v)
+            .collect::<Vec<_>>()
+    };
+    match endpoint {
+        Endpoint::Exec(place) => {
+            let (streams, command) = (
+                Streams::parse(text).map_err(Refusal::of)?,
+                values("command"),
+            );
+            if command.is_empty() {
+                return Err(Refusal(
+                    StatusCode::BAD_REQUEST,
+                    "you must specify a command".into(),
+                ));
+            }
+            runtime
+                .exec_url(&running(server, place).await?, &command, streams)
+                .await
+                .map_err(broken)
+        }
+        Endpoint::Attach(place) => {
+            let streams = Streams::parse(text).map_err(Refusal::of)?;
+            runtime
+                .attach_url(&running(server, place).await?, streams)
+                .await
+                .map_err(broken)
+        }
+        Endpoint::PortForward(place) => {
+            let known = server
+                .find(place)
+                .ok_or_else(|| Refusal(StatusCode::NOT_FOUND, "pod does not exist".into()))?;
+            let wrong = |port: &String| {
+                Refusal(
+                    StatusCode::BAD_REQUEST,
+                    format!("port {port:?} is not a port"),
+                )
+            };
+            let ports = values("port")
+                .iter()
+                .map(|p| p.parse::<u16>().map(i32::from).map_err(|_| wrong(p)))
+                .collect::<Result<Vec<_>, _>>()?;
+            let observed = runtime
+                .observe(pod::uid(&known.pod))
+                .await
+                .map_err(broken)?;
+            let sandbox = observed.sandboxes.iter().find(|s| s.ready);
+            let sandbox = sandbox.ok_or_else(|| {
+                Refusal(
+                    StatusCode::NOT_FOUND,
+                    format!("the sandbox of pod {:?} does not run", place.pod),
+                )
+            })?;
+            runtime
+                .forward_url(&sandbox.id, &ports)
+                .await
+                .map_err(broken)
+        }
+        _ => Err(Refusal(StatusCode::NOT_FOUND, "404 page not found".into())),
+    }
+}
+
+/// `/exec`, `/attach` and `/portForward`.
+pub async fn hand_on(
+    server: &Arc<Server>,
+    endpoint: &Endpoint,
+    request: Request<Incoming>,
+) -> Result<Response<Body>, Refusal> {
+    if !is_upgrade(request.headers()) {
+        return Err(Refusal(
+            StatusCode::BAD_REQUEST,
+            "Upgrade request required".into(),
+        ));
+    }
+    let Ok(held) = Arc::clone(&server.streams).try_acquire_owned() else {
+        return Err(Refusal(
+            StatusCode::TOO_MANY_REQUESTS,
+            "too many streams are open on this node: try again later".into(),
+        ));
+    };
+    let url = url(server, endpoint, request.uri().query().unwrap_or_default()).await?;
+    let failed = |what: String| {
+        Refusal(
+            StatusCode::BAD_GATEWAY,
+            format!("the runtime's stream cannot be reached: {what}"),
+        )
+    };
+    let uri: Uri = url
+        .parse()
+        .map_err(|e| failed(format!("{url:?} is not a URL: {e}")))?;
+    let (Some("http"), Some(host), Some(target)) =
+        (uri.scheme_str(), uri.authority(), uri.path_and_query())
+    else {
+        return Err(failed(format!(
+            "{url:?}: only http is served, as runtimes have it on the loopback device"
+        )));
+    };
+    let stream = TcpStream::connect((
+        host.host().trim_matches(['[', ']']),
+        host.port_u16().unwrap_or(80),
+    ))
+    .await
+    .map_err(|e| failed(e.to_string()))?;
+    if let Err(error) = stream.set_nodelay(true) {
+        tracing::debug!(%error, "a stream may be slow");
+    }
+    let outgoing = Outgoing {
+        host: host.to_string(),
+        target: target.to_string(),
+    };
+    if let Some(carried) = carried(request.headers()) {
+        let what = match endpoint {
+            Endpoint::Exec(_) => "exec",
+            Endpoint::Attach(_) => "attach",
+            _ => "portforward",
+        };
+        server.context.metrics.websocket(what);
+        let channels = match carried {
+            Carried::Command => {
+                Streams::parse(request.uri().query().unwrap_or_default()).map_err(Refusal::of)?
+            }
+            Carried::Ports => Streams::default(),
+        };
+        let channels = Channels {
+            stdin: channels.stdin,
+            stdout: channels.stdout,
+            stderr: channels.stderr,
+            tty: channels.tty,
+        };
+        return serve_socket(request, carried, channels, &outgoing, stream, held)
+            .await
+            .map_err(|e| failed(e.to_string()));
+    }
+    tunnel(request, &outgoing, stream, held)
+        .await
+        .map_err(|e| failed(e.to_string()))
+}
+
+/// `POST /run/…?cmd=`: runs a command and answers with what it said.
+pub async fn run(
+    server: &Arc<Server>,
+    place: &Place,
+    text_of: &str,
+) -> Result<Response<Body>, Refusal> {
+    let command = query::pairs(text_of)
+        .into_iter()
+        .find(|(key, _)| key == "cmd")
+        .map(|(_, value)| value)
+        .unwrap_or_default();
+    let command: Vec<String> = command.split(' ').map(Into::into).collect();
+    let id = running(server, place).await?;
+    let done = server
+        .context
+        .runtime
+        .exec(&id, &command, Some(server.context.config.runtime_timeout))
+        .await
+        .map_err(broken)?;
+    if done.code == 0 {
+        Ok(text(StatusCode::OK, done.output))
+    } else {
+        Err(Refusal(StatusCode::INTERNAL_SERVER_ERROR, done.output))
+    }
+}

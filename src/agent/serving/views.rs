@@ -1,0 +1,121 @@
+//! What can be looked at: pods, configuration, status.
+
+use std::sync::Arc;
+
+use http_body_util::{BodyExt as _, Limited};
+use hyper::body::Incoming;
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::{Request, Response, StatusCode};
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Value, json};
+
+use super::Known;
+use super::Refusal;
+use super::Server;
+use crate::https::{Body, text};
+use crate::logging;
+
+pub(super) fn as_json(value: &impl serde::Serialize) -> Response<Body> {
+    match serde_json::to_string(value) {
+        Ok(text_of) => {
+            let mut response = text(StatusCode::OK, text_of);
+            response
+                .headers_mut()
+                .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+            response
+        }
+        Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+    }
+}
+
+/// `PUT /debug/flags/v`: how much the agent logs from now on.
+pub async fn verbosity(request: Request<Incoming>) -> Result<Response<Body>, Refusal> {
+    let refuse = |why: String| Refusal(StatusCode::BAD_REQUEST, why);
+    let body = Limited::new(request.into_body(), 16)
+        .collect()
+        .await
+        .map_err(|e| refuse(format!("error reading request body: {e}")))?
+        .to_bytes();
+    let text_of = String::from_utf8_lossy(&body).trim().to_owned();
+    let verbosity = text_of.parse::<u8>().map_err(|_| {
+        refuse(format!(
+            "failed set klog.logging.verbosity {text_of}: use a number from 0 to 255"
+        ))
+    })?;
+    logging::set_verbosity(verbosity)
+        .map_err(|why| Refusal(StatusCode::INTERNAL_SERVER_ERROR, why))?;
+    tracing::info!(verbosity, "the log's verbosity was changed");
+    Ok(text(
+        StatusCode::OK,
+        format!("successfully set klog.logging.verbosity to {verbosity}"),
+    ))
+}
+
+/// `/pods`: the pods of all sources as they came, each with the status that is known of it.
+pub fn pods(server: &Arc<Server>) -> Response<Body> {
+    let of = |known: &Known| {
+        let mut pod = Pod::clone(&known.pod);
+        pod.status.clone_from(&known.told().status);
+        pod
+    };
+    let items: Vec<Pod> = server.context.roster.borrow().iter().map(of).collect();
+    as_json(&json!({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": items}))
+}
+
+/// `/runningpods/`: what the runtime has.
+pub async fn running(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
+    let all = server
+        .context
+        .runtime
+        .running()
+        .await
+        .map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e.message))?;
+    let mut pods: Vec<Value> = vec![];
+    for container in all {
+        let known = pods
+            .iter_mut()
+            .find(|p| p["metadata"]["uid"] == container.uid.as_str());
+        let entry = json!({"name": container.name, "resources": {}});
+        match known.and_then(|pod| pod["spec"]["containers"].as_array_mut()) {
+            Some(containers) => containers.push(entry),
+            None => pods.push(json!({
+                "metadata": {"name": container.pod, "namespace": container.namespace, "uid": container.uid},
+                "spec": {"containers": [entry]}, "status": {},
+            })),
+        }
+    }
+    Ok(as_json(
+        &json!({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": pods}),
+    ))
+}
+
+/// `/configz`: the configuration with its defaults.
+pub fn config(server: &Arc<Server>) -> Response<Body> {
+    as_json(&json!({"kubeletconfig": server.context.config.effective}))
+}
+
+/// `/statusz`.
+pub fn status(server: &Arc<Server>) -> Response<Body> {
+    let context = &server.context;
+    let (started, now) = (context.started, context.clock.now());
+    let up = now.duration_since(started).as_secs();
+    let lines = [
+        "kubelet statusz".to_owned(),
+        "Warning: This endpoint is not meant to be machine parseable, has no formatting compatibility guarantees and is for debugging purposes only."
+            .to_owned(),
+        String::new(),
+        format!("Started: {started}"),
+        format!("Up: {} hr {:02} min {:02} sec", up / 3600, up / 60 % 60, up % 60),
+        format!("Binary version: {} (Holdfast {})", crate::agent::node::VERSION, env!("CARGO_PKG_VERSION")),
+        "Paths: /configz /healthz /metrics".to_owned(),
+        String::new(),
+    ];
+    text(StatusCode::OK, lines.join("\n"))
+}
+
+/// `/flagz`: the command line.
+pub fn flags() -> Response<Body> {
+    let head = "kubelet flags\nWarning: This endpoint is not meant to be machine parseable, has no formatting compatibility guarantees and is for debugging purposes only.\n\n";
+    let own: Vec<String> = std::env::args().skip(1).collect();
+    text(StatusCode::OK, format!("{head}{}\n", own.join(" ")))
+}

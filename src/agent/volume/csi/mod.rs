@@ -1,0 +1,591 @@
+//! Volumes of CSI drivers: staged and published for pods, and undone after them (kubelet spec, 9.5).
+
+mod registry;
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use holdfast_proto::csi as pb;
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::storage::v1::CSIDriver;
+use serde_json::{Value, json};
+use tokio::sync::Notify;
+
+pub use registry::run;
+
+use crate::agent::serving::VolumeFigures;
+use crate::agent::{Context, Kind};
+use crate::core::pod;
+use crate::core::volume::csi::{self, Abilities, Volume, VolumeData};
+use crate::csi::{CsiError, Driver, NodeInfo};
+use crate::host::blocking;
+use crate::host::volume::csi::{CsiDirs, Published, give, is_mounted};
+use crate::kubeapi::pods::TokenFor;
+use crate::sys::machine::Room;
+
+/// How long a volume waits until the node's status says that it is in use.
+const REPORTING: Duration = Duration::from_secs(10);
+
+/// A driver that is registered.
+#[derive(Debug, Clone)]
+struct Registered {
+    driver: Driver,
+    abilities: Abilities,
+    info: NodeInfo,
+}
+
+/// Pod and directory of a published volume.
+type Place = (String, String);
+
+/// The drivers of this node, and what they have published.
+pub struct Csi {
+    drivers: Mutex<BTreeMap<String, Registered>>,
+    /// All that is published or may be: as noted on disk when the agent started, and kept since.
+    published: Mutex<BTreeMap<Place, Published>>,
+    /// One call at a time for each volume.
+    locks: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
+    /// Which volumes are in use has changed.
+    changed: Notify,
+    dirs: CsiDirs,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Csi {
+    /// No drivers yet; what they published before is read from below the agent's root directory.
+    #[must_use]
+    pub fn new(root: &Path) -> Csi {
+        let dirs = CsiDirs(root.into());
+        let published = dirs
+            .published()
+            .into_iter()
+            .map(|p| ((p.uid.clone(), p.name.clone()), p))
+            .collect();
+        Csi {
+            drivers: Mutex::default(),
+            published: Mutex::new(published),
+            locks: Mutex::default(),
+            changed: Notify::new(),
+            dirs,
+        }
+    }
+
+    fn driver(&self, name: &str) -> Result<Registered, String> {
+        let found = lock(&self.drivers).get(name).cloned();
+        found.ok_or_else(|| {
+            format!("driver name {name} not found in the list of registered CSI drivers")
+        })
+    }
+
+    /// Whether a driver makes filesystems as large as their volumes have become.
+    #[must_use]
+    pub fn grows(&self, driver: &str) -> bool {
+        lock(&self.drivers)
+            .get(driver)
+            .is_some_and(|d| d.abilities.expand)
+    }
+
+    fn turn(&self, data: &VolumeData) -> Arc<tokio::sync::Mutex<()>> {
+        let mut locks = lock(&self.locks);
+        locks.retain(|_, held| Arc::strong_count(held) > 1);
+        Arc::clone(
+            locks
+                .entry(csi::unique_name(&data.driver_name, &data.volume_handle))
+                .or_default(),
+        )
+    }
+
+    fn note(&self, place: &Published) {
+        let before =
+            lock(&self.published).insert((place.uid.clone(), place.name.clone()), place.clone());
+        if before.is_none() {
+            self.changed.notify_one();
+        }
+    }
+
+    fn forget(&self, place: &Published) {
+        lock(&self.published).remove(&(place.uid.clone(), place.name.clone()));
+        self.changed.notify_one();
+    }
+
+    /// Whether another pod has the same volume.
+    fn is_shared(&self, place: &Published) -> bool {
+        let same = |v: &Published| {
+            v.data.driver_name == place.data.driver_name
+                && v.data.volume_handle == place.data.volume_handle
+        };
+        lock(&self.published)
+            .values()
+            .any(|v| same(v) && (&v.uid, &v.name) != (&place.uid, &place.name))
+    }
+
+    /// Where the device of a pod's volume is published.
+    pub fn device(&self, uid: &str, name: &str) -> Result<PathBuf, String> {
+        self.dirs.device(uid, name)
+    }
+
+    /// The volumes that this node has, or is about to have, of those that are attached, as nodes name them.
+    #[must_use]
+    pub fn in_use(&self) -> Vec<String> {
+        let published = lock(&self.published);
+        let attached = published
+            .values()
+            .filter(|v| !v.data.attachment_id.is_empty());
+        let mut names: Vec<String> = attached
+            .map(|v| csi::unique_name(&v.data.driver_name, &v.data.volume_handle))
+            .collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+
+    /// Returns when that has changed.
+    pub async fn in_use_changed(&self) {
+        self.changed.notified().await;
+    }
+}
+
+async fn secret(
+    context: &Context,
+    reference: Option<&(String, String)>,
+) -> Result<HashMap<String, String>, String> {
+    let Some((namespace, name)) = reference else {
+        return Ok(HashMap::new());
+    };
+    let found = context.api.secret(namespace, name).await.map_err(|e| {
+        format!("failed to find the secret {name} in the namespace {namespace}: {e}")
+    })?;
+    Ok(found
+        .data
+        .iter()
+        .flatten()
+        .map(|(k, v)| (k.clone(), String::from_utf8_lossy(&v.0).into_owned()))
+        .collect())
+}
+
+/// Waits until the node's status says that a volume is in use: from then on nobody detaches it.
+async fn reported(context: &Context, data: &VolumeData) -> Result<(), String> {
+    let name = csi::unique_name(&data.driver_name, &data.volume_handle);
+    let mut node = context.node.clone();
+    let says = node.wait_for(|node| {
+        let status = node.as_ref().and_then(|n| n.status.as_ref());
+        status
+            .and_then(|s| s.volumes_in_use.as_ref())
+            .is_some_and(|names| names.contains(&name))
+    });
+    match tokio::time::timeout(REPORTING, says).await {
+        Ok(Ok(_)) => Ok(()),
+        _ => Err(format!(
+            "the node's status does not say yet that {name} is in use"
+        )),
+    }
+}
+
+fn failed(what: &str) -> impl Fn(CsiError) -> String {
+    move |error| format!("{what}: {error}")
+}
+
+/// A volume for a pod, with all that is known of it.
+struct Wanted<'a> {
+    volume: &'a Volume,
+    registered: Registered,
+    described: Option<CSIDriver>,
+    place: Published,
+}
+
+/// Stages and publishes a volume for a pod, and makes its filesystem as large as it has become. The answer is whether its
+/// files have their SELinux label from the mount.
+pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bool, String> {
+    let registered = context.csi.driver(&volume.driver)?;
+    let described = context
+        .api
+        .csi_driver(&volume.driver)
+        .await
+        .map_err(|e| e.to_string())?;
+    let volume = &csi::labelled(volume, described.as_ref());
+    if volume.inline && !csi::serves_inline(described.as_ref()) {
+        return Err(format!(
+            "volume mode \"Ephemeral\" not supported by driver {} (no CSIDriver object)",
+            volume.driver
+        ));
+    }
+    let uid = pod::uid(pod);
+    let handle = if volume.inline {
+        csi::inline_handle(uid, &volume.name)
+    } else {
+        volume.handle.clone()
+    };
+    let node = &context.config.node_name;
+    let attaches = csi::wants_attachment(volume, described.as_ref());
+    let data = VolumeData {
+        spec_vol_id: volume.name.clone(),
+        driver_name: volume.driver.clone(),
+        node_name: node.clone(),
+        attachment_id: if attaches {
+            csi::attachment_name(&volume.driver, &handle, node)
+        } else {
+            String::new()
+        },
+        volume_lifecycle_mode: if volume.inline {
+            "Ephemeral"
+        } else {
+            "Persistent"
+        }
+        .into(),
+        volume_handle: handle,
+    };
+    let place = context
+        .csi
+        .dirs
+        .place(uid, data, volume.block, volume.claim.clone())?;
+    let wanted = Wanted {
+        volume,
+        registered,
+        described,
+        place,
+    };
+    let turn = context.csi.turn(&wanted.place.data);
+    let _turn = turn.lock().await;
+    context.csi.note(&wanted.place);
+    let told = if attaches {
+        attached(context, &wanted.place.data).await?
+    } else {
+        HashMap::new()
+    };
+    let staging = mount(context, pod, &wanted, told).await?;
+    if volume.grown.is_some() && wanted.registered.abilities.expand && !volume.read_only {
+        grow(context, pod, &wanted, staging).await;
+    }
+    Ok(volume.label.is_some())
+}
+
+/// Waits for the attachment; the answer is what its attacher tells the node.
+async fn attached(context: &Context, data: &VolumeData) -> Result<HashMap<String, String>, String> {
+    reported(context, data).await?;
+    let attached = context
+        .api
+        .attached(&data.attachment_id)
+        .await
+        .map_err(|e| e.to_string())?;
+    attached.ok_or_else(|| {
+        let (name, driver) = (&data.attachment_id, &data.driver_name);
+        format!("volume is not attached yet: VolumeAttachment {name} of driver {driver} is awaited; its attacher makes it so")
+    })
+}
+
+/// Has the driver stage and publish, unless it has; the answer is where it is staged, if it is.
+async fn mount(
+    context: &Context,
+    pod: &Pod,
+    wanted: &Wanted<'_>,
+    told: HashMap<String, String>,
+) -> Result<String, String> {
+    let Wanted {
+        volume,
+        registered,
+        described,
+        place,
+    } = wanted;
+    let (described, owner) = (described.as_ref(), pod::ownership(pod));
+    let stages = registered.abilities.stage && !volume.inline;
+    let (dirs, own) = (context.csi.dirs.clone(), place.clone());
+    let (there, staging) = blocking(move || {
+        dirs.prepare(&own)?;
+        let staging = if stages {
+            dirs.stage(&own)?.display().to_string()
+        } else {
+            String::new()
+        };
+        Ok((is_mounted(&own.target)?, staging))
+    })
+    .await?;
+    let gives = csi::gives_group(volume, described, registered.abilities);
+    if !there || described.is_some_and(|d| d.spec.requires_republish == Some(true)) {
+        let capability = csi::capability(volume, registered.abilities, owner.group);
+        if stages {
+            let request = pb::NodeStageVolumeRequest {
+                volume_id: place.data.volume_handle.clone(),
+                publish_context: told.clone(),
+                staging_target_path: staging.clone(),
+                volume_capability: Some(capability.clone()),
+                secrets: secret(context, volume.stage_secret.as_ref()).await?,
+                volume_context: volume.attributes.clone().into_iter().collect(),
+            };
+            registered
+                .driver
+                .stage(request)
+                .await
+                .map_err(failed("MountVolume.MountDevice failed"))?;
+        }
+        let mut volume_context = csi::context(volume, pod, described);
+        let mut secrets = secret(context, volume.publish_secret.as_ref()).await?;
+        if let Some(tokens) = tokens(context, pod, described).await? {
+            // Drivers log their context, but not what is in secrets: they may wish for the tokens there.
+            let place = if described
+                .is_some_and(|d| d.spec.service_account_token_in_secrets == Some(true))
+            {
+                &mut secrets
+            } else {
+                &mut volume_context
+            };
+            place.insert(
+                "csi.storage.k8s.io/serviceAccount.tokens".into(),
+                tokens.to_string(),
+            );
+        }
+        let request = pb::NodePublishVolumeRequest {
+            volume_id: place.data.volume_handle.clone(),
+            publish_context: told,
+            staging_target_path: staging.clone(),
+            target_path: place.target.display().to_string(),
+            volume_capability: Some(capability),
+            readonly: volume.read_only,
+            secrets,
+            volume_context,
+        };
+        registered
+            .driver
+            .publish(request)
+            .await
+            .map_err(failed("MountVolume.SetUp failed"))?;
+    }
+    if gives {
+        // An agent that was killed may have left the group half given: its root is given last.
+        let (target, owner) = (
+            place.target.clone(),
+            pod::Ownership {
+                on_mismatch: there || owner.on_mismatch,
+                ..owner
+            },
+        );
+        blocking(move || give(&target, owner)).await?;
+    }
+    Ok(staging)
+}
+
+/// Makes a filesystem as large as its volume has become, and says so. A volume that stays as small as it was can be
+/// used all the same, so a failure is told and holds nothing up; the next refresh tries again.
+async fn grow(context: &Context, pod: &Pod, wanted: &Wanted<'_>, staging: String) {
+    let Wanted {
+        volume,
+        registered,
+        place,
+        ..
+    } = wanted;
+    let (Some(grown), Some((namespace, claim))) = (&volume.grown, &volume.claim) else {
+        return;
+    };
+    let outcome = async {
+        let request = pb::NodeExpandVolumeRequest {
+            volume_id: place.data.volume_handle.clone(),
+            volume_path: place.target.display().to_string(),
+            capacity_range: Some(pb::CapacityRange {
+                required_bytes: grown.bytes,
+                limit_bytes: 0,
+            }),
+            staging_target_path: staging,
+            volume_capability: Some(csi::capability(volume, registered.abilities, None)),
+            secrets: secret(context, volume.expand_secret.as_ref()).await?,
+        };
+        registered
+            .driver
+            .expand(request)
+            .await
+            .map_err(failed("NodeExpandVolume"))?;
+        context
+            .api
+            .claim_has(namespace, claim, &grown.text)
+            .await
+            .map_err(|e| format!("the claim could not be told: {e}"))
+    };
+    let (kind, reason, message) = match outcome.await {
+        Ok(()) => (
+            Kind::Normal,
+            "FileSystemResizeSuccessful",
+            format!(
+                "MountVolume.NodeExpandVolume succeeded for volume {:?}: it has {} now",
+                volume.name, grown.text
+            ),
+        ),
+        Err(error) => (
+            Kind::Warning,
+            "VolumeResizeFailed",
+            format!(
+                "NodeExpandVolume.NodeExpandVolume failed for volume {:?} : {error}",
+                volume.name
+            ),
+        ),
+    };
+    context.events.pod(pod, None, kind, reason, message.clone());
+    context
+        .events
+        .claim(namespace, claim, kind, reason, message);
+}
+
+/// The tokens that a driver wants of the pod's service account.
+async fn tokens(
+    context: &Context,
+    pod: &Pod,
+    driver: Option<&CSIDriver>,
+) -> Result<Option<Value>, String> {
+    let wishes = driver
+        .and_then(|d| d.spec.token_requests.as_ref())
+        .filter(|t| !t.is_empty());
+    let mut all = serde_json::Map::new();
+    for wish in wishes.into_iter().flatten() {
+        let asked = TokenFor {
+            pod,
+            audience: &wish.audience,
+            seconds: wish.expiration_seconds.unwrap_or(3600),
+        };
+        let token = context
+            .api
+            .token(asked)
+            .await
+            .map_err(|e| format!("failed to fetch token: {e}"))?;
+        all.insert(
+            wish.audience.clone(),
+            json!({"token": token.text, "expirationTimestamp": token.expires.to_string()}),
+        );
+    }
+    Ok((!all.is_empty()).then(|| all.into()))
+}
+
+/// Undoes all that was published for a pod. Nothing is forgotten before its driver has said that it is undone.
+pub async fn unpublish(context: &Context, uid: &str) -> Result<(), String> {
+    let of_pod = |place: &&Published| place.uid == uid;
+    let all: Vec<Published> = lock(&context.csi.published)
+        .values()
+        .filter(of_pod)
+        .cloned()
+        .collect();
+    for place in &all {
+        let turn = context.csi.turn(&place.data);
+        let _turn = turn.lock().await;
+        one(context, place)
+            .await
+            .map_err(|e| format!("volume {} cannot be unpublished: {e}", place.name))?;
+        context.csi.forget(place);
+    }
+    Ok(())
+}
+
+/// Where a volume is staged, if it is. What is mounted there may hang.
+async fn staged(context: &Context, place: &Published) -> Result<Option<PathBuf>, String> {
+    let (dirs, own) = (context.csi.dirs.clone(), place.clone());
+    blocking(move || Ok(dirs.staged(&own))).await
+}
+
+async fn one(context: &Context, place: &Published) -> Result<(), String> {
+    let (dirs, own) = (context.csi.dirs.clone(), place.clone());
+    if !blocking(move || Ok(dirs.is_noted(&own))).await? {
+        // It waited for its attachment: its driver knows nothing of it.
+        return Ok(());
+    }
+    let data = &place.data;
+    let registered = context.csi.driver(&data.driver_name)?;
+    let target = place.target.display().to_string();
+    registered
+        .driver
+        .unpublish(&data.volume_handle, &target)
+        .await
+        .map_err(failed("NodeUnpublishVolume"))?;
+    // The pod's own note goes last: while it is there, a try that was cut off is made again as a whole.
+    let staged = if context.csi.is_shared(place) {
+        None
+    } else {
+        staged(context, place).await?
+    };
+    if let Some(staged) = &staged {
+        registered
+            .driver
+            .unstage(&data.volume_handle, &staged.display().to_string())
+            .await
+            .map_err(failed("NodeUnstageVolume"))?;
+    }
+    let (dirs, own) = (context.csi.dirs.clone(), place.clone());
+    blocking(move || {
+        if staged.is_some() {
+            dirs.unstaged(&own)?;
+        }
+        dirs.forget(&own)
+    })
+    .await
+}
+
+/// How full the volumes are that drivers have published for a pod: as the driver says, or else as their filesystem does.
+pub async fn figures(context: &Context, uid: &str) -> Vec<VolumeFigures> {
+    let of_pod = |place: &&Published| place.uid == uid && !place.block;
+    let all: Vec<Published> = lock(&context.csi.published)
+        .values()
+        .filter(of_pod)
+        .cloned()
+        .collect();
+    let mut found = vec![];
+    for place in all {
+        match full(context, &place).await {
+            Ok(figures) => found.push(figures),
+            Err(error) => tracing::debug!(
+                error,
+                volume = place.name,
+                "it cannot be told how full a volume is"
+            ),
+        }
+    }
+    found
+}
+
+async fn full(context: &Context, place: &Published) -> Result<VolumeFigures, String> {
+    let (namespace, claim) = place.claim.clone().unzip();
+    let mut figures = VolumeFigures {
+        name: place.name.clone(),
+        namespace: namespace.unwrap_or_default(),
+        claim,
+        ..VolumeFigures::default()
+    };
+    let registered = context.csi.driver(&place.data.driver_name)?;
+    if registered.abilities.stats {
+        let staging = staged(context, place)
+            .await?
+            .map(|dir| dir.display().to_string())
+            .unwrap_or_default();
+        let target = place.target.display().to_string();
+        let answer = registered
+            .driver
+            .stats(&place.data.volume_handle, &target, &staging)
+            .await
+            .map_err(failed("NodeGetVolumeStats"))?;
+        let number = |n: i64| u64::try_from(n).unwrap_or(0);
+        for usage in &answer.usage {
+            let of = (
+                number(usage.used),
+                number(usage.total),
+                number(usage.available),
+            );
+            match usage.unit() {
+                pb::volume_usage::Unit::Bytes => figures.bytes = of,
+                pb::volume_usage::Unit::Inodes => figures.inodes = of,
+                pb::volume_usage::Unit::Unknown => {}
+            }
+        }
+        figures.abnormal = answer.volume_condition.map(|c| c.abnormal);
+        return Ok(figures);
+    }
+    let target = place.target.clone();
+    let room = blocking(move || Room::of(&target).map_err(|e| e.to_string())).await?;
+    figures.bytes = (
+        room.capacity.saturating_sub(room.free),
+        room.capacity,
+        room.available,
+    );
+    figures.inodes = (
+        room.inodes.saturating_sub(room.inodes_free),
+        room.inodes,
+        room.inodes_free,
+    );
+    Ok(figures)
+}

@@ -1,0 +1,343 @@
+//! A pod's volumes: what they are made from is followed, they are set up side by side, and what a change in
+//! the API makes of them is in the container as soon as it is known (kubelet spec, chapter 9).
+
+pub mod csi;
+pub mod objects;
+pub mod projected;
+pub mod storage_limits;
+
+use std::collections::BTreeMap;
+use std::hash::{Hash as _, Hasher as _};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Pod, Volume};
+use kube::ResourceExt as _;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use self::objects::Fetched;
+use self::projected::Held;
+use super::Context;
+use super::Kind;
+use super::pod::journal::Log;
+use crate::core::pod::env::Surroundings;
+use crate::core::pod::journal::Step;
+use crate::core::pod::references::{self, References};
+use crate::core::volume::disks::{Chap, Disk, Iscsi};
+use crate::core::volume::resolved::{self, Behind, Problem, Source};
+use crate::core::{
+    pod,
+    volume::{claims, payload},
+};
+use crate::kubeapi::objects::{Following, News};
+use crate::kubeapi::pods::ApiFailure;
+
+/// The volumes of one pod.
+pub struct Volumes {
+    held: Held,
+    /// When they were set up or refreshed last.
+    at: Option<Instant>,
+    /// What the files that show the pod itself were made from.
+    shape: u64,
+    /// Something that they are made from has changed.
+    stale: Arc<AtomicBool>,
+    /// What they are made from, and for as long as it is followed.
+    following: Option<(References, Following)>,
+    /// What is behind them, as far as that is known.
+    behind: BTreeMap<String, Behind>,
+    hint: Arc<Notify>,
+}
+
+/// What a pod's own files show of it: other labels make other files.
+fn shape(pod: &Pod) -> u64 {
+    let mut hasher = std::hash::DefaultHasher::new();
+    pod.labels().hash(&mut hasher);
+    pod.annotations().hash(&mut hasher);
+    for (_, container) in pod::containers(pod) {
+        let resources = container.resources.as_ref();
+        for map in [
+            resources.and_then(|r| r.requests.as_ref()),
+            resources.and_then(|r| r.limits.as_ref()),
+        ]
+        .into_iter()
+        .flatten()
+        {
+            map.iter()
+                .for_each(|(name, quantity)| (name, &quantity.0).hash(&mut hasher));
+        }
+    }
+    hasher.finish()
+}
+
+impl Volumes {
+    /// Nothing is set up; `hint` wakes the pod's worker.
+    #[must_use]
+    pub fn new(hint: Arc<Notify>) -> Volumes {
+        Volumes {
+            held: Held::default(),
+            at: None,
+            shape: 0,
+            stale: Arc::default(),
+            following: None,
+            behind: BTreeMap::new(),
+            hint,
+        }
+    }
+
+    /// Whether they have to be set up or refreshed: something has changed, or `every` has passed.
+    #[must_use]
+    pub fn are_due(&self, pod: &Pod, every: Duration) -> bool {
+        self.stale.load(Ordering::Relaxed)
+            || self.at.is_none_or(|at| at.elapsed() >= every)
+            || self.shape != shape(pod)
+    }
+
+    /// Follows the objects that the pod refers to, and only these.
+    fn follow(&mut self, context: &Context, pod: &Pod) {
+        let wanted = references::of(pod);
+        if self
+            .following
+            .as_ref()
+            .is_some_and(|(known, _)| *known == wanted)
+        {
+            return;
+        }
+        let (stale, hint) = (Arc::clone(&self.stale), Arc::clone(&self.hint));
+        let news: News = Arc::new(move || {
+            stale.store(true, Ordering::Relaxed);
+            hint.notify_one();
+        });
+        // The new ones first, so that what stays is not given up in between.
+        let following = context.api.follow(
+            &pod.namespace().unwrap_or_default(),
+            &wanted.config_maps,
+            &wanted.secrets,
+            &news,
+        );
+        self.following = Some((wanted, following));
+    }
+
+    /// Sets up what is missing and refreshes what has changed. `known` says that they were set up before: then
+    /// what cannot be refreshed stays as it was, and is reported.
+    pub async fn set_up(
+        &mut self,
+        context: &Context,
+        pod: &Pod,
+        pod_ips: &[String],
+        known: bool,
+        log: &Log,
+    ) -> Result<Fetched, String> {
+        self.follow(context, pod);
+        // Before reading: what changes from now on makes another turn.
+        self.stale.store(false, Ordering::Relaxed);
+        let mut fetched = log
+            .step(Step::Objects, "", objects::fetch(&*context.api, pod))
+            .await?;
+        let allocatable = context.allocatable();
+        let around = Surroundings {
+            pod,
+            pod_ips,
+            node_ips: &context.node_ips,
+            allocatable: &allocatable,
+        };
+        let (held, behind) = (&self.held, &self.behind);
+        let memory = allocatable
+            .get("memory")
+            .and_then(|q| u64::try_from(q.units()).ok())
+            .unwrap_or(0);
+        let volumes = pod::spec(pod).volumes.iter().flatten();
+        let work = volumes.map(|volume| async {
+            let set_up = async {
+                let behind = match behind.get(&volume.name) {
+                    Some(known) => again(context, pod, volume, known, memory).await,
+                    None => resolve(context, pod, volume, memory).await?,
+                };
+                let (begun, known_before) =
+                    (Instant::now(), self.behind.contains_key(&volume.name));
+                let outcome = one(context, volume, &behind, &around, &fetched, held).await;
+                // Looking once more at what is set up is no operation.
+                if outcome.is_err() || !known_before {
+                    context.metrics.volume(
+                        &behind.plugin().replace('~', "/"),
+                        outcome.is_err(),
+                        begun.elapsed(),
+                    );
+                }
+                let labelled = outcome.map_err(|why| {
+                    if behind.block {
+                        Problem::Map(why)
+                    } else {
+                        Problem::SetUp(why)
+                    }
+                })?;
+                Ok(Behind { labelled, ..behind })
+            };
+            let say = |kind: Kind, reason: &str, message: &str| {
+                context.events.pod(pod, None, kind, reason, message)
+            };
+            let made = log.step(Step::Volume, &volume.name, set_up).await.map_err(
+                |problem: Problem| {
+                    let message = problem.told(&volume.name);
+                    say(Kind::Warning, problem.reason(), &message);
+                    message
+                },
+            )?;
+            if made.block && !behind.contains_key(&volume.name) {
+                let message = format!(
+                    "MapVolume.MapPodDevice succeeded for volume {:?}",
+                    made.name
+                );
+                say(Kind::Normal, "SuccessfulMountVolume", &message);
+            }
+            Ok(made)
+        });
+        let mut failed = None;
+        for result in futures::future::join_all(work).await {
+            match result {
+                Ok(behind) => _ = self.behind.insert(behind.volume.clone(), behind),
+                Err::<_, String>(error) => failed = failed.or(Some(error)),
+            }
+        }
+        match failed {
+            Some(error) if !(known || self.at.is_some()) => return Err(error),
+            _ => {}
+        }
+        (self.at, self.shape) = (Some(Instant::now()), shape(pod));
+        fetched.behind.clone_from(&self.behind);
+        Ok(fetched)
+    }
+}
+
+/// Takes away the volumes of a pod, those of drivers first.
+pub async fn tear_down(context: &Context, uid: &str) -> Result<(), String> {
+    csi::unpublish(context, uid).await?;
+    context.host.tear_down_volumes(uid).await
+}
+
+/// What is behind a volume that is set up: what a claim was bound to stays, but it may have grown.
+async fn again(
+    context: &Context,
+    pod: &Pod,
+    volume: &Volume,
+    known: &Behind,
+    memory: u64,
+) -> Behind {
+    let may_grow = matches!(&known.source, Source::Csi(served) if served.claim.is_some() && context.csi.grows(&served.driver));
+    if !may_grow {
+        return known.clone();
+    }
+    let fresh = resolve(context, pod, volume, memory)
+        .await
+        .ok()
+        .filter(|fresh| fresh.name == known.name);
+    fresh.unwrap_or_else(|| known.clone())
+}
+
+/// What is behind a volume; a claim and its volume are read as they are now.
+async fn resolve(
+    context: &Context,
+    pod: &Pod,
+    volume: &Volume,
+    memory: u64,
+) -> Result<Behind, Problem> {
+    let here = resolved::Here {
+        memory,
+        label: context.machine.selinux.as_deref(),
+    };
+    let Some(name) = claims::of_volume(pod, volume) else {
+        return resolved::behind(pod, volume, None, here);
+    };
+    let namespace = pod.namespace().unwrap_or_default();
+    let refused =
+        |why: String| Problem::Claim(format!("error processing PVC {namespace}/{name}: {why}"));
+    let failed = |e: ApiFailure| refused(format!("failed to fetch PVC from API server: {e}"));
+    let found = context
+        .api
+        .claimed(&namespace, &name)
+        .await
+        .map_err(failed)?;
+    let wanted = resolved::usable(pod, volume, &found.claim)?;
+    let bound = found
+        .volume
+        .ok_or_else(|| refused(format!("persistentVolume {wanted:?} not found")))?;
+    let claimed = resolved::Claimed {
+        claim: found.claim,
+        volume: bound,
+    };
+    if claimed.is_for_one_pod() && !context.holds_alone(pod, &namespace, &name) {
+        return Err(Problem::SetUp(
+            "volume uses the ReadWriteOncePod access mode and is already in use by another pod"
+                .into(),
+        ));
+    }
+    resolved::reached(&claimed, context.node.borrow().as_deref())?;
+    resolved::behind(pod, volume, Some(&claimed), here)
+}
+
+/// A disk that asks for passwords, with them; they are held only while it is set up.
+async fn passwords(context: &Context, behind: &Behind) -> Result<Option<Behind>, String> {
+    let Source::Disk { disk, filesystem } = &behind.source else {
+        return Ok(None);
+    };
+    let Disk::Iscsi(iscsi) = &**disk else {
+        return Ok(None);
+    };
+    let Some((namespace, name)) = iscsi
+        .secret
+        .as_ref()
+        .filter(|_| iscsi.chap.0 || iscsi.chap.1)
+    else {
+        return Ok(None);
+    };
+    let secret = context
+        .api
+        .secret(namespace, name)
+        .await
+        .map_err(|e| format!("the secret {namespace}/{name} cannot be read: {e}"))?;
+    let known = secret
+        .data
+        .iter()
+        .flatten()
+        .map(|(key, value)| (key.clone(), String::from_utf8_lossy(&value.0).into_owned()));
+    let disk = Box::new(Disk::Iscsi(Iscsi {
+        passwords: Chap(known.collect()),
+        ..iscsi.clone()
+    }));
+    Ok(Some(Behind {
+        source: Source::Disk {
+            disk,
+            filesystem: filesystem.clone(),
+        },
+        ..behind.clone()
+    }))
+}
+
+/// One volume; the answer is whether its files have their SELinux label from the mount.
+async fn one(
+    context: &Context,
+    volume: &Volume,
+    behind: &Behind,
+    around: &Surroundings<'_>,
+    fetched: &Fetched,
+    held: &Held,
+) -> Result<bool, String> {
+    if let Source::Csi(served) = &behind.source {
+        return Box::pin(csi::publish(context, around.pod, served)).await;
+    }
+    let given = held.fetch(context, around.pod, volume).await?;
+    let files = payload::files(volume, around, fetched, &given).transpose()?;
+    if let Some(with_passwords) = passwords(context, behind).await? {
+        context
+            .host
+            .set_up_volume(around.pod, &with_passwords, files)
+            .await?;
+    } else {
+        context
+            .host
+            .set_up_volume(around.pod, behind, files)
+            .await?;
+    }
+    Ok(behind.labelled)
+}

@@ -1,0 +1,65 @@
+//! The ConfigMaps and Secrets that one pod refers to, fetched together before they are needed.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret};
+use kube::ResourceExt as _;
+
+use crate::core::pod::env::Objects;
+use crate::core::pod::references;
+use crate::core::volume::resolved::Behind;
+use crate::kubeapi::pods::{ApiFailure, PodApi};
+
+/// What was found. What is missing is absent; whether that matters the reader knows.
+#[derive(Default)]
+pub struct Fetched {
+    namespace: String,
+    maps: BTreeMap<String, Arc<ConfigMap>>,
+    secrets: BTreeMap<String, Arc<Secret>>,
+    /// What is behind the pod's volumes, by their names.
+    pub behind: BTreeMap<String, Behind>,
+}
+
+impl Objects for Fetched {
+    fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
+    fn config_map(&self, name: &str) -> Option<Arc<ConfigMap>> {
+        self.maps.get(name).cloned()
+    }
+
+    fn secret(&self, name: &str) -> Option<Arc<Secret>> {
+        self.secrets.get(name).cloned()
+    }
+}
+
+fn found<K>(result: Result<K, ApiFailure>) -> Result<Option<K>, String> {
+    match result {
+        Ok(object) => Ok(Some(object)),
+        Err(ApiFailure::NotFound(_)) => Ok(None),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// Fetches everything the pod refers to. An error is one that trying again may cure.
+pub async fn fetch(api: &dyn PodApi, pod: &Pod) -> Result<Fetched, String> {
+    let namespace = pod.namespace().unwrap_or_default();
+    let wanted = references::of(pod);
+    let mut fetched = Fetched {
+        namespace: namespace.clone(),
+        ..Fetched::default()
+    };
+    for name in wanted.config_maps {
+        if let Some(map) = found(api.config_map(&namespace, &name).await)? {
+            fetched.maps.insert(name, map);
+        }
+    }
+    for name in wanted.secrets {
+        if let Some(secret) = found(api.secret(&namespace, &name).await)? {
+            fetched.secrets.insert(name, secret);
+        }
+    }
+    Ok(fetched)
+}

@@ -1,0 +1,325 @@
+//! What the API gives out for one pod alone: service account tokens, certificates, and the roots to trust. Kept while
+//! the pod runs, and fetched anew in time (kubelet spec, 9.3 and 9.8).
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::{Pod, Volume};
+use kube::ResourceExt as _;
+use rcgen::{CertificateParams, KeyPair, RsaKeySize};
+use tokio::sync::Mutex;
+
+use crate::agent::Context;
+use crate::core::volume::certificates::{self, CertificateWish, Outcome};
+use crate::core::volume::payload::{self, Credential, Given, TokenWish};
+use crate::host::blocking;
+use crate::kubeapi::pods::{ApiFailure, CertificateFor, Token, TokenFor};
+
+/// A token is fetched anew at this age at the latest.
+const OLD: SignedDuration = SignedDuration::from_hours(24);
+/// How often a request for a certificate is looked at before the volume's next try does so.
+const LOOKS: [Duration; 4] = [
+    Duration::from_millis(50),
+    Duration::from_millis(200),
+    Duration::from_millis(500),
+    Duration::from_secs(1),
+];
+/// A request that nobody has decided upon is given up after this long.
+const UNDECIDED: SignedDuration = SignedDuration::from_mins(10);
+
+/// A token that was issued, and when.
+struct Issued {
+    token: Token,
+    at: Timestamp,
+}
+
+/// A certificate that was asked for.
+struct Asked {
+    request: String,
+    key: String,
+    at: Timestamp,
+}
+
+/// What has come of a source's certificates.
+#[derive(Default)]
+struct Certified {
+    issued: Option<(Credential, Timestamp, Timestamp)>,
+    asked: Option<Asked>,
+}
+
+/// What one pod was given.
+#[derive(Default)]
+pub struct Held {
+    /// By volume and path.
+    tokens: Mutex<BTreeMap<(String, String), Issued>>,
+    /// By volume and place of the source.
+    certificates: Mutex<BTreeMap<(String, usize), Certified>>,
+}
+
+impl Held {
+    /// What the projected sources of a volume need, fetched where it is missing or old.
+    pub async fn fetch(
+        &self,
+        context: &Context,
+        pod: &Pod,
+        volume: &Volume,
+    ) -> Result<Given, String> {
+        let mut given = Given::default();
+        for wish in payload::tokens(volume) {
+            given
+                .tokens
+                .insert(wish.path.clone(), self.token(context, pod, &wish).await?);
+        }
+        let bundles = certificates::bundles(volume);
+        if !bundles.is_empty() {
+            let all = context
+                .api
+                .trust_bundles()
+                .await
+                .map_err(|e| format!("the trust bundles cannot be read: {e}"))?;
+            for wish in bundles {
+                given
+                    .bundles
+                    .insert(wish.path.clone(), certificates::trusted(wish, &all)?);
+            }
+        }
+        for wish in certificates::wishes(volume) {
+            given.credentials.insert(
+                wish.place,
+                self.credential(context, pod, &volume.name, &wish).await?,
+            );
+        }
+        Ok(given)
+    }
+
+    async fn token(
+        &self,
+        context: &Context,
+        pod: &Pod,
+        wish: &TokenWish,
+    ) -> Result<String, String> {
+        let place = (wish.volume.clone(), wish.path.clone());
+        let now = context.clock.now();
+        // At four fifths of its life, while it can still be used if there is no other.
+        let good = |i: &Issued| {
+            i.token.expires.duration_since(now) > SignedDuration::from_secs(wish.seconds / 5)
+                && now.duration_since(i.at) < OLD
+        };
+        let known = self
+            .tokens
+            .lock()
+            .await
+            .get(&place)
+            .map(|i| (i.token.text.clone(), good(i), i.token.expires > now));
+        if let Some((text, true, _)) = known {
+            return Ok(text);
+        }
+        match (
+            context
+                .api
+                .token(TokenFor {
+                    pod,
+                    audience: &wish.audience,
+                    seconds: wish.seconds,
+                })
+                .await,
+            known,
+        ) {
+            (Ok(token), _) => {
+                let text = token.text.clone();
+                self.tokens
+                    .lock()
+                    .await
+                    .insert(place, Issued { token, at: now });
+                Ok(text)
+            }
+            (Err(_), Some((text, _, true))) => Ok(text),
+            (Err(error), _) => Err(format!("failed to fetch token: {error}")),
+        }
+    }
+
+    async fn credential(
+        &self,
+        context: &Context,
+        pod: &Pod,
+        volume: &str,
+        wish: &CertificateWish,
+    ) -> Result<Credential, String> {
+        let place = (volume.to_owned(), wish.place);
+        // Taken out while the API is asked; what is learnt is put back, whatever comes of it.
+        let mut certified = self
+            .certificates
+            .lock()
+            .await
+            .remove(&place)
+            .unwrap_or_default();
+        let outcome = certify(context, pod, wish, &mut certified).await;
+        let now = context.clock.now();
+        let usable = certified
+            .issued
+            .as_ref()
+            .filter(|(_, _, ends)| *ends > now)
+            .map(|(credential, ..)| credential.clone());
+        self.certificates.lock().await.insert(place, certified);
+        match (usable, outcome) {
+            (Some(credential), Ok(())) => Ok(credential),
+            (Some(credential), Err(error)) => {
+                tracing::warn!(
+                    error,
+                    "a certificate cannot be renewed yet: the old one stays"
+                );
+                Ok(credential)
+            }
+            (None, Err(error)) => Err(error),
+            (None, Ok(())) => Err(format!(
+                "the certificate of signer {} has ended before it came",
+                wish.signer
+            )),
+        }
+    }
+}
+
+/// Sees to it that there is a certificate that need not be renewed yet.
+async fn certify(
+    context: &Context,
+    pod: &Pod,
+    wish: &CertificateWish,
+    certified: &mut Certified,
+) -> Result<(), String> {
+    let now = context.clock.now();
+    if certified
+        .issued
+        .as_ref()
+        .is_some_and(|(_, refresh, _)| *refresh > now)
+    {
+        return Ok(());
+    }
+    if certified
+        .asked
+        .as_ref()
+        .is_none_or(|asked| now.duration_since(asked.at) > UNDECIDED)
+    {
+        certified.asked = Some(ask(context, pod, wish).await?);
+    }
+    let Some(asked) = &certified.asked else {
+        return Ok(());
+    };
+    let namespace = pod.namespace().unwrap_or_default();
+    let about = format!("PodCertificateRequest {namespace}/{}", asked.request);
+    let looks = if certified.issued.is_some() {
+        &LOOKS[..0]
+    } else {
+        &LOOKS[..]
+    };
+    for pause in std::iter::once(&Duration::ZERO).chain(looks) {
+        tokio::time::sleep(*pause).await;
+        let found = match context.api.certificate(&namespace, &asked.request).await {
+            Err(ApiFailure::NotFound(_)) => {
+                certified.asked = None;
+                return Err(format!("{about} was removed before it was answered"));
+            }
+            other => other.map_err(|e| format!("{about} cannot be read: {e}"))?,
+        };
+        match certificates::outcome(found.status.as_ref(), now) {
+            Outcome::Pending => {}
+            // It stays as it is: asking again would be refused again.
+            Outcome::Refused(why) => return Err(format!("{about} was {why}")),
+            Outcome::Issued {
+                chain,
+                refresh,
+                ends,
+            } => {
+                certified.issued = Some((
+                    Credential {
+                        key: asked.key.clone(),
+                        chain,
+                    },
+                    refresh,
+                    ends,
+                ));
+                certified.asked = None;
+                return Ok(());
+            }
+        }
+    }
+    Err(format!(
+        "{about} is awaited: its signer {} has not decided yet",
+        wish.signer
+    ))
+}
+
+/// Makes a key and asks for a certificate.
+async fn ask(context: &Context, pod: &Pod, wish: &CertificateWish) -> Result<Asked, String> {
+    let Some(node) = context.node.borrow().clone() else {
+        return Err("the node is not registered yet".into());
+    };
+    let kind = wish.key_type.clone();
+    let (key, request) = blocking(move || make(&kind)).await?;
+    let asked = context
+        .api
+        .request_certificate(CertificateFor {
+            pod,
+            node: &node,
+            wish,
+            request: &request,
+        })
+        .await;
+    let request = asked.map_err(|e| {
+        format!(
+            "a certificate of signer {} cannot be asked for: {e}",
+            wish.signer
+        )
+    })?;
+    Ok(Asked {
+        request,
+        key,
+        at: context.clock.now(),
+    })
+}
+
+/// A key of this kind, PEM, and a request that is signed with it, DER. Takes long for RSA.
+fn make(kind: &str) -> Result<(String, Vec<u8>), String> {
+    let failed = |e: rcgen::Error| format!("a key of type {kind} cannot be made: {e}");
+    let key = match kind {
+        "ED25519" => KeyPair::generate_for(&rcgen::PKCS_ED25519),
+        "ECDSAP256" => KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256),
+        "ECDSAP384" => KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384),
+        "ECDSAP521" => KeyPair::generate_for(&rcgen::PKCS_ECDSA_P521_SHA512),
+        "RSA3072" => KeyPair::generate_rsa_for(&rcgen::PKCS_RSA_SHA256, RsaKeySize::_3072),
+        "RSA4096" => KeyPair::generate_rsa_for(&rcgen::PKCS_RSA_SHA256, RsaKeySize::_4096),
+        other => {
+            return Err(format!(
+                "key type {other:?} is not known: use RSA3072, RSA4096, ECDSAP256, ECDSAP384, ECDSAP521 or ED25519"
+            ));
+        }
+    };
+    let key = key.map_err(failed)?;
+    let request = CertificateParams::default()
+        .serialize_request(&key)
+        .map_err(failed)?;
+    Ok((key.serialize_pem(), request.der().to_vec()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_of_every_kind_sign_their_request() {
+        use x509_parser::prelude::FromDer as _;
+        for kind in ["ED25519", "ECDSAP256", "ECDSAP384", "ECDSAP521", "RSA3072"] {
+            let (key, request) = make(kind).expect(kind);
+            assert!(key.contains("PRIVATE KEY"), "{kind}");
+            let (_, csr) =
+                x509_parser::certification_request::X509CertificationRequest::from_der(&request)
+                    .expect(kind);
+            // The parser's own crypto knows no P-521.
+            assert!(
+                kind == "ECDSAP521" || csr.verify_signature().is_ok(),
+                "{kind}"
+            );
+        }
+        assert!(make("DSA").is_err_and(|e| e.contains("DSA") && e.contains("ED25519")));
+    }
+}

@@ -1,0 +1,99 @@
+//! Pods that use more of the node's disk than they may are ended (kubelet spec, 12.7). Only pods with limits are
+//! looked at; what they use is counted in the background, one pod after the other, and never for longer than a
+//! small share of the time.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use tokio::time::Instant;
+
+use crate::agent::Context;
+use crate::core::volume::local_storage::{self, Limits, Usage};
+use crate::core::{node::preempt, pod};
+
+/// How often it is looked.
+const PERIOD: Duration = Duration::from_secs(10);
+/// Counting takes at most this share of the time: one part in so many.
+const SHARE: u32 = 20;
+
+/// Runs until the process ends.
+pub async fn run(context: Arc<Context>) {
+    loop {
+        let begun = Instant::now();
+        pass(&context).await;
+        tokio::time::sleep(PERIOD.max(begun.elapsed() * SHARE)).await;
+    }
+}
+
+async fn pass(context: &Context) {
+    // Critical pods are never evicted.
+    let pods = context
+        .pods()
+        .into_iter()
+        .filter(|pod| !preempt::is_critical(pod));
+    let limited: Vec<(Arc<Pod>, Limits)> = pods
+        .map(|pod| (Arc::clone(&pod), local_storage::limits(&pod)))
+        .filter(|(_, limits)| !limits.is_empty())
+        .collect();
+    if limited.is_empty() {
+        return;
+    }
+    let layers = if limited.iter().any(|(_, limits)| limits.counts_containers()) {
+        match context.runtime.layers().await {
+            Ok(layers) => layers,
+            Err(error) => {
+                tracing::debug!(%error, "the runtime does not say what containers have written");
+                BTreeMap::new()
+            }
+        }
+    } else {
+        BTreeMap::new()
+    };
+    for (pod, limits) in limited {
+        match usage(context, &pod, &limits, &layers).await {
+            Ok(usage) => {
+                if let Some((signal, message)) = limits.exceeded(&usage) {
+                    tracing::warn!(pod = %pod::full_name(&pod), message, "the pod is evicted");
+                    context.evict(pod::uid(&pod), signal, message);
+                }
+            }
+            Err(error) => {
+                tracing::warn!(error, pod = %pod::full_name(&pod), "what the pod uses of the disk cannot be counted")
+            }
+        }
+    }
+}
+
+/// What a pod uses. `layers` has the bytes of writable layers, by pod and container.
+async fn usage(
+    context: &Context,
+    pod: &Pod,
+    limits: &Limits,
+    layers: &BTreeMap<(String, String), u64>,
+) -> Result<Usage, String> {
+    let mut usage = Usage::default();
+    for volume in local_storage::counted(pod) {
+        if limits.volumes.contains_key(&volume) || limits.pod.is_some() {
+            let used = context
+                .host
+                .volume_usage(pod, &volume, limits.enough(&volume))
+                .await?;
+            usage.volumes.insert(volume, used.bytes);
+        }
+    }
+    if limits.counts_containers() {
+        for (_, container) in pod::containers(pod) {
+            let layer = layers
+                .get(&(pod::uid(pod).to_owned(), container.name.clone()))
+                .copied()
+                .unwrap_or(0);
+            let logs = context.host.log_usage(pod, &container.name).await?;
+            usage
+                .containers
+                .insert(container.name.clone(), layer + logs);
+        }
+    }
+    Ok(usage)
+}

@@ -1,0 +1,265 @@
+//! Which credentials belong to which image (kubelet spec, 8.2). Pure.
+
+use base64::Engine as _;
+use serde_json::Value;
+
+/// Credentials for the registries and repositories that a pattern names.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// Host, port and path without scheme, for instance `*.registry.example:5000/team`.
+    pub pattern: String,
+    /// User name.
+    pub username: String,
+    /// Password.
+    pub password: String,
+}
+
+impl std::fmt::Debug for Entry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Entry({}, redacted)", self.pattern)
+    }
+}
+
+/// The host of Docker Hub's credentials.
+const HUB: &str = "index.docker.io";
+
+/// Host, port and path of a key or an image.
+fn parts(text: &str) -> (&str, Option<&str>, &str) {
+    let (authority, path) = text.split_once('/').unwrap_or((text, ""));
+    // An IPv6 address keeps its colons.
+    match authority
+        .rsplit_once(':')
+        .filter(|(_, port)| port.bytes().all(|b| b.is_ascii_digit()) && !port.is_empty())
+    {
+        Some((host, port)) => (host, Some(port), path),
+        None => (authority, None, path),
+    }
+}
+
+/// A key of a docker configuration without what does not count: scheme, API version, trailing slashes.
+fn bare(key: &str) -> String {
+    let key = key
+        .trim_start_matches("https://")
+        .trim_start_matches("http://");
+    let key = key.trim_end_matches('/');
+    let key = key
+        .strip_suffix("/v1")
+        .or_else(|| key.strip_suffix("/v2"))
+        .unwrap_or(key);
+    key.to_owned()
+}
+
+fn label_matches(pattern: &str, label: &str) -> bool {
+    let (mut pattern, mut label) = (
+        pattern.chars().peekable(),
+        label.chars().collect::<Vec<_>>(),
+    );
+    // Few stars and short labels: the plain recursion is enough.
+    fn glob(pattern: &[char], label: &[char]) -> bool {
+        match (pattern.first(), label.first()) {
+            (None, None) => true,
+            (Some('*'), _) => {
+                glob(&pattern[1..], label) || (!label.is_empty() && glob(pattern, &label[1..]))
+            }
+            (Some('?'), Some(_)) => glob(&pattern[1..], &label[1..]),
+            (Some(p), Some(l)) if p == l => glob(&pattern[1..], &label[1..]),
+            _ => false,
+        }
+    }
+    let pattern: Vec<char> = std::iter::from_fn(|| pattern.next()).take(64).collect();
+    label.truncate(64);
+    glob(&pattern, &label)
+}
+
+/// Whether a pattern covers an image: as many host labels, each matching; the same port; a prefix of the path.
+#[must_use]
+pub fn covers(pattern: &str, image: &str) -> bool {
+    let (pattern_host, pattern_port, pattern_path) = parts(pattern);
+    let (host, port, path) = parts(image);
+    let (wanted, labels): (Vec<&str>, Vec<&str>) =
+        (pattern_host.split('.').collect(), host.split('.').collect());
+    wanted.len() == labels.len()
+        && pattern_port == port
+        && path.starts_with(pattern_path)
+        && wanted
+            .iter()
+            .zip(&labels)
+            .all(|(pattern, label)| label_matches(pattern, label))
+}
+
+/// The image as credentials name it: with its registry, without tag and digest.
+#[must_use]
+pub fn repository(image: &str) -> String {
+    let untagged = image.split('@').next().unwrap_or(image);
+    let untagged = match untagged.rsplit_once(':') {
+        Some((name, tag)) if !tag.contains('/') => name,
+        _ => untagged,
+    };
+    let host = super::registry(image);
+    match untagged.strip_prefix(&format!("{host}/")) {
+        _ if host == "docker.io" => {
+            let path = untagged
+                .trim_start_matches("docker.io/")
+                .trim_start_matches("index.docker.io/");
+            format!("{HUB}/{path}")
+        }
+        Some(path) => format!("{host}/{path}"),
+        None => format!("{host}/{untagged}"),
+    }
+}
+
+/// The entries that cover an image, the most specific first, each credential once.
+#[must_use]
+pub fn matching(entries: &[Entry], image: &str) -> Vec<Entry> {
+    let repository = repository(image);
+    let mut found: Vec<Entry> = entries
+        .iter()
+        .filter(|e| covers(&e.pattern, &repository))
+        .cloned()
+        .collect();
+    found.sort_by(|a, b| b.pattern.cmp(&a.pattern));
+    let mut seen = std::collections::BTreeSet::new();
+    found.retain(|e| seen.insert((e.username.clone(), e.password.clone())));
+    found
+}
+
+fn entry(key: &str, value: &Value) -> Option<Entry> {
+    let text = |name: &str| value[name].as_str().map(str::to_owned);
+    let (username, password) = match (text("username"), text("password")) {
+        (Some(username), Some(password)) => (username, password),
+        _ => {
+            let decoded = base64::engine::general_purpose::STANDARD
+                .decode(text("auth")?.trim())
+                .ok()?;
+            let decoded = String::from_utf8(decoded).ok()?;
+            let (username, password) = decoded.split_once(':')?;
+            (
+                username.to_owned(),
+                password.trim_end_matches('\0').to_owned(),
+            )
+        }
+    };
+    let key = bare(key);
+    // Docker's own names for its hub.
+    let pattern = if ["docker.io", "registry-1.docker.io"].contains(&key.as_str()) {
+        HUB.to_owned()
+    } else {
+        key
+    };
+    Some(Entry {
+        pattern,
+        username,
+        password,
+    })
+}
+
+/// The entries of a docker `config.json`, or of the older format without `auths`.
+#[must_use]
+pub fn parse(bytes: &[u8]) -> Vec<Entry> {
+    let Ok(value) = serde_json::from_slice::<Value>(bytes) else {
+        return vec![];
+    };
+    let auths = value.get("auths").unwrap_or(&value);
+    auths
+        .as_object()
+        .into_iter()
+        .flatten()
+        .filter_map(|(key, value)| entry(key, value))
+        .collect()
+}
+
+/// The entries of a pull secret, in either of its formats.
+#[must_use]
+pub fn of_secret(secret: &k8s_openapi::api::core::v1::Secret) -> Vec<Entry> {
+    let data = |key: &str| {
+        secret
+            .data
+            .as_ref()
+            .and_then(|d| d.get(key))
+            .map(|b| parse(&b.0))
+    };
+    data(".dockerconfigjson")
+        .or_else(|| data(".dockercfg"))
+        .unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn patterns_cover_hosts_ports_and_paths() {
+        for (pattern, image, expected) in [
+            ("reg.example", "reg.example/a/b:1", true),
+            ("reg.example:5000", "reg.example/a", false),
+            ("reg.example:5000", "reg.example:5000/a", true),
+            ("*.example", "reg.example/a", true),
+            ("*.example", "a.reg.example/a", false),
+            ("r?g-*.example", "reg-eu.example/a", true),
+            (
+                "reg.example/team",
+                "reg.example/team/x@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
+                true,
+            ),
+            ("reg.example/team", "reg.example/other/x", false),
+            ("index.docker.io", "busybox", true),
+            ("index.docker.io", "docker.io/library/busybox:1", true),
+        ] {
+            let entries = [Entry {
+                pattern: pattern.into(),
+                username: "u".into(),
+                password: "p".into(),
+            }];
+            assert_eq!(
+                !matching(&entries, image).is_empty(),
+                expected,
+                "{pattern} and {image} ({})",
+                repository(image)
+            );
+        }
+    }
+
+    #[test]
+    fn configurations_of_both_formats_are_read_and_the_most_specific_comes_first() {
+        let encode = |text: &str| base64::engine::general_purpose::STANDARD.encode(text);
+        let config = json!({"auths": {
+            "https://reg.example:5000/v2/": {"auth": encode("u:p:w")},
+            "reg.example:5000/team": {"username": "team", "password": "t"},
+            "https://index.docker.io/v1/": {"auth": encode("hub:h")},
+            "broken": {"auth": "!"},
+        }});
+        let entries = parse(config.to_string().as_bytes());
+        let found = |image: &str| {
+            matching(&entries, image)
+                .into_iter()
+                .map(|e| (e.username, e.password))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(
+            found("reg.example:5000/team/x:1"),
+            [
+                ("team".to_owned(), "t".to_owned()),
+                ("u".to_owned(), "p:w".to_owned())
+            ]
+        );
+        assert_eq!(found("busybox"), [("hub".to_owned(), "h".to_owned())]);
+        assert_eq!(found("other.example/x"), []);
+        assert_eq!(
+            parse(config["auths"].to_string().as_bytes()).len(),
+            3,
+            "the older format has no auths"
+        );
+        assert_eq!(
+            format!("{:?}", entries[0]).contains('p'),
+            entries[0].pattern.contains('p'),
+            "passwords are not shown"
+        );
+        let secret = json!({"data": {".dockercfg": encode(&config["auths"].to_string())}});
+        assert_eq!(
+            of_secret(&serde_json::from_value(secret).expect("a secret")).len(),
+            3
+        );
+        assert_eq!(parse(b"not json"), []);
+    }
+}

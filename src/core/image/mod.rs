@@ -1,0 +1,96 @@
+//! Image names: tags and the pull policy that follows from them. Pure.
+
+pub mod gc;
+pub mod keyring;
+pub mod pulled;
+
+/// Whether an image name means "whatever is newest": tag `latest`, or neither tag nor digest.
+#[must_use]
+pub fn tag_is_latest(image: &str) -> bool {
+    if image.contains('@') {
+        return false;
+    }
+    let last = image.rsplit('/').next().unwrap_or(image);
+    last.split_once(':').is_none_or(|(_, tag)| tag == "latest")
+}
+
+/// The full reference the runtime is asked for: `:latest` is added where tag and digest are missing.
+/// The error says what is wrong with the name (waiting reason `InvalidImageName`).
+pub fn with_default_tag(image: &str) -> Result<String, String> {
+    let reference: oci_spec::distribution::Reference = image.parse().map_err(|e| {
+        format!(
+            "Failed to apply default image tag {image:?}: couldn't parse image name {image:?}: {e}"
+        )
+    })?;
+    let last = image.rsplit('/').next().unwrap_or(image);
+    let complete = reference.digest().is_some() || last.contains(':');
+    Ok(if complete {
+        image.to_owned()
+    } else {
+        format!("{image}:latest")
+    })
+}
+
+/// A name as runtimes list it: in full, by digest where there is one, else by tag.
+#[must_use]
+pub fn canonical(image: &str) -> Option<String> {
+    let reference: oci_spec::distribution::Reference = image.parse().ok()?;
+    let repository = format!("{}/{}", reference.registry(), reference.repository());
+    Some(match (reference.digest(), reference.tag()) {
+        (Some(digest), _) => format!("{repository}@{digest}"),
+        (None, tag) => format!("{repository}:{}", tag.unwrap_or("latest")),
+    })
+}
+
+/// The registry host of an image name, `docker.io` where none is written.
+#[must_use]
+pub fn registry(image: &str) -> String {
+    image
+        .parse::<oci_spec::distribution::Reference>()
+        .map_or_else(|_| "docker.io".into(), |r| r.registry().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tags_and_registries_are_told_from_ports_and_digests() {
+        let digest = format!("a@sha256:{}", "0".repeat(64));
+        let cases = [
+            ("busybox", true, "docker.io", Ok("busybox:latest")),
+            ("busybox:1.36", false, "docker.io", Ok("busybox:1.36")),
+            (
+                "reg.example:5000/a/b",
+                true,
+                "reg.example:5000",
+                Ok("reg.example:5000/a/b:latest"),
+            ),
+            (
+                "reg.example:5000/a/b:latest",
+                true,
+                "reg.example:5000",
+                Ok("reg.example:5000/a/b:latest"),
+            ),
+            (digest.as_str(), false, "docker.io", Ok(digest.as_str())),
+        ];
+        for (image, latest, host, full) in cases {
+            assert_eq!(tag_is_latest(image), latest, "{image}");
+            assert_eq!(registry(image), host, "{image}");
+            assert_eq!(with_default_tag(image).as_deref(), full, "{image}");
+        }
+        assert!(with_default_tag("Not Valid!").is_err());
+        assert_eq!(
+            canonical("busybox").as_deref(),
+            Some("docker.io/library/busybox:latest")
+        );
+        assert_eq!(
+            canonical("r.example:5000/a:1").as_deref(),
+            Some("r.example:5000/a:1")
+        );
+        assert_eq!(
+            canonical(&digest),
+            Some(format!("docker.io/library/{digest}"))
+        );
+    }
+}

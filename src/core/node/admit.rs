@@ -1,0 +1,331 @@
+//! Admission: whether this node takes a pod, in the kubelet's order and words (kubelet spec, chapter 11). Pure.
+
+use k8s_openapi::api::core::v1::{Container, Node, Pod};
+
+use super::node_affinity;
+use super::taints::tolerates;
+use crate::core::pod;
+use crate::core::pod::cri_config;
+use crate::core::pod::resources::{Amounts, ports_clash, requests};
+use crate::core::pod::sysctl;
+use crate::core::quantity::Quantity;
+
+/// A refusal.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// The reason in the status and the event.
+    pub reason: String,
+    /// The message, without the `Pod was rejected: ` prefix.
+    pub message: String,
+    /// What is missing, if resources are all that is.
+    pub missing: Amounts,
+}
+
+/// What this node is.
+pub struct Here<'a> {
+    /// What pods may use.
+    pub allocatable: &'a Amounts,
+    /// Our own object once it is known.
+    pub node: Option<&'a Node>,
+    /// Sysctls that the configuration allows besides the safe ones.
+    pub unsafe_sysctls: &'a [String],
+    /// The kernel's release.
+    pub kernel: &'a str,
+    /// Whether the kernel enforces AppArmor profiles.
+    pub apparmor: bool,
+    /// Whether the runtime honours strict supplemental groups.
+    pub strict_groups: bool,
+}
+
+fn refuse(reason: &str, message: impl Into<String>) -> Refusal {
+    Refusal {
+        reason: reason.into(),
+        message: message.into(),
+        missing: Amounts::new(),
+    }
+}
+
+/// What the pod itself asks for that this node cannot give.
+fn check_kind(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
+    let spec = pod::spec(pod);
+    let selected = spec
+        .node_selector
+        .as_ref()
+        .and_then(|s| s.get("kubernetes.io/os"));
+    if selected.is_some_and(|os| os != "linux") {
+        return Err(refuse(
+            "PodOSSelectorNodeLabelDoesNotMatch",
+            "Failed to admit pod as the `kubernetes.io/os` label doesn't match node label",
+        ));
+    }
+    if spec.os.as_ref().is_some_and(|os| os.name != "linux") {
+        return Err(refuse(
+            "PodOSNotSupported",
+            "Failed to admit pod as the OS field doesn't match node OS",
+        ));
+    }
+    let policy = spec
+        .security_context
+        .as_ref()
+        .and_then(|s| s.supplemental_groups_policy.as_deref());
+    if policy == Some("Strict") && !here.strict_groups {
+        return Err(refuse(
+            "SupplementalGroupsPolicyNotSupported",
+            "SupplementalGroupsPolicy=Strict is not supported in this node",
+        ));
+    }
+    Ok(())
+}
+
+/// A profile that cannot be had must not come out as none.
+fn check_apparmor(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
+    if here.apparmor || pod::phase(pod) != "Pending" {
+        return Ok(());
+    }
+    let wanted =
+        |c: &Container| cri_config::apparmor(pod, c).filter(|(kind, _)| kind != "Unconfined");
+    match pod::containers(pod).iter().find_map(|(_, c)| wanted(c)) {
+        None => Ok(()),
+        Some(_) => Err(refuse(
+            "AppArmor",
+            "Cannot enforce AppArmor: AppArmor is not enabled on the host",
+        )),
+    }
+}
+
+/// Decides. `others` are the pods already taken.
+pub fn admit<'a>(
+    pod: &Pod,
+    others: impl Iterator<Item = &'a Pod> + Clone,
+    here: &Here<'_>,
+) -> Result<(), Refusal> {
+    if let Some(message) = sysctl::refusal(pod, here.unsafe_sysctls, here.kernel) {
+        return Err(refuse("SysctlForbidden", message));
+    }
+    check_kind(pod, here)?;
+    check_resources(pod, others.clone(), here)?;
+    check_placement(pod, others, here)?;
+    check_apparmor(pod, here)
+}
+
+/// Whether the node has what a pod asks for; the refusal says what is missing.
+pub fn check_resources<'a>(
+    pod: &Pod,
+    others: impl Iterator<Item = &'a Pod>,
+    here: &Here<'_>,
+) -> Result<(), Refusal> {
+    let mut used = Amounts::from([("pods".to_owned(), Quantity::ZERO)]);
+    let counted = |pod: &Pod| {
+        let mut amounts = requests(pod);
+        amounts.insert("pods".into(), Quantity::from_units(1));
+        amounts
+    };
+    for other in others {
+        for (name, amount) in counted(other) {
+            let sum = used.entry(name).or_default();
+            *sum = *sum + amount;
+        }
+    }
+    let mut refusal: Option<Refusal> = None;
+    let wanted = counted(pod);
+    // The number of pods first, as the field has it.
+    let order = wanted
+        .iter()
+        .filter(|(n, _)| *n == "pods")
+        .chain(wanted.iter().filter(|(n, _)| *n != "pods"));
+    for (name, amount) in order {
+        // What the node does not know (extended resources of others) is not ours to refuse.
+        let Some(capacity) = here.allocatable.get(name).copied() else {
+            continue;
+        };
+        let taken = used.get(name).copied().unwrap_or(Quantity::ZERO);
+        if amount.is_zero() || taken + *amount <= capacity {
+            continue;
+        }
+        let number = |q: Quantity| if name == "cpu" { q.milli() } else { q.units() };
+        let (requested, used, capacity_shown) = (number(*amount), number(taken), number(capacity));
+        let first = refusal.get_or_insert_with(|| {
+            let message = format!("Node didn't have enough resource: {name}, requested: {requested}, used: {used}, capacity: {capacity_shown}");
+            refuse(&format!("OutOf{name}"), message)
+        });
+        first
+            .missing
+            .insert(name.clone(), taken + *amount - capacity);
+    }
+    refusal.map_or(Ok(()), Err)
+}
+
+fn check_placement<'a>(
+    pod: &Pod,
+    others: impl Iterator<Item = &'a Pod>,
+    here: &Here<'_>,
+) -> Result<(), Refusal> {
+    if here
+        .node
+        .is_some_and(|node| !node_affinity::pod_matches(pod, node))
+    {
+        return Err(refuse(
+            "NodeAffinity",
+            "Predicate NodeAffinity failed: node(s) didn't match Pod's node affinity/selector",
+        ));
+    }
+    if ports_clash(pod, others) {
+        return Err(refuse(
+            "NodePorts",
+            "Predicate NodePorts failed: node(s) didn't have free ports for the requested pod ports",
+        ));
+    }
+    let taints = here
+        .node
+        .and_then(|n| n.spec.as_ref())
+        .and_then(|s| s.taints.as_deref())
+        .unwrap_or_default();
+    let tolerations = pod::spec(pod).tolerations.as_deref().unwrap_or_default();
+    if !pod::is_static(pod)
+        && taints
+            .iter()
+            .filter(|t| t.effect == "NoExecute")
+            .any(|t| !tolerates(tolerations, t))
+    {
+        return Err(refuse(
+            "TaintToleration",
+            "Predicate TaintToleration failed: node(s) had taints that the pod didn't tolerate",
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn pod(extra: Value) -> Pod {
+        let mut base = json!({"metadata": {"name": "p"}, "spec": {"containers": [{"name": "c", "resources": {"requests": {"cpu": "500m"}}, "ports": [{"containerPort": 80, "hostPort": 80}]}]}});
+        json_patch::merge(&mut base, &extra);
+        serde_json::from_value(base).expect("a pod")
+    }
+
+    #[test]
+    fn refusals_name_what_is_short() {
+        let node: Node =
+            serde_json::from_value(json!({"metadata": {"labels": {"a": "1"}}, "spec": {"taints": [{"key": "k", "effect": "NoExecute"}]}}))
+                .expect("a node");
+        let allocatable = |cpu: &str, pods: &str| {
+            Amounts::from([
+                ("cpu".into(), cpu.parse().expect("q")),
+                ("pods".into(), pods.parse().expect("q")),
+            ])
+        };
+        let other = pod(json!({}));
+        let free = pod(json!({"spec": {"containers": [{"name": "c"}]}}));
+        let big = allocatable("4", "10");
+        let cases = [
+            (
+                pod(json!({})),
+                vec![],
+                allocatable("100m", "10"),
+                None,
+                Some((
+                    "OutOfcpu",
+                    "Node didn't have enough resource: cpu, requested: 500, used: 0, capacity: 100",
+                )),
+            ),
+            (
+                pod(json!({})),
+                vec![&other],
+                allocatable("4", "1"),
+                None,
+                Some(("OutOfpods", "requested: 1, used: 1, capacity: 1")),
+            ),
+            (
+                pod(json!({})),
+                vec![&other],
+                big.clone(),
+                None,
+                Some(("NodePorts", "free ports")),
+            ),
+            (
+                pod(json!({"spec": {"nodeSelector": {"a": "2"}}})),
+                vec![],
+                big.clone(),
+                Some(&node),
+                Some(("NodeAffinity", "affinity")),
+            ),
+            (
+                pod(json!({})),
+                vec![],
+                big.clone(),
+                Some(&node),
+                Some(("TaintToleration", "taints")),
+            ),
+            (
+                pod(json!({"spec": {"tolerations": [{"operator": "Exists"}]}})),
+                vec![&free],
+                big.clone(),
+                Some(&node),
+                None,
+            ),
+            (
+                pod(json!({"spec": {"os": {"name": "windows"}}})),
+                vec![],
+                big.clone(),
+                None,
+                Some(("PodOSNotSupported", "OS field")),
+            ),
+            (
+                pod(json!({"spec": {"nodeSelector": {"kubernetes.io/os": "windows"}}})),
+                vec![],
+                big.clone(),
+                None,
+                Some(("PodOSSelectorNodeLabelDoesNotMatch", "label doesn't match")),
+            ),
+            (
+                pod(json!({"spec": {"securityContext": {"supplementalGroupsPolicy": "Strict"}}})),
+                vec![],
+                big.clone(),
+                None,
+                Some(("SupplementalGroupsPolicyNotSupported", "Strict")),
+            ),
+            (
+                pod(
+                    json!({"spec": {"securityContext": {"appArmorProfile": {"type": "RuntimeDefault"}}}}),
+                ),
+                vec![],
+                big.clone(),
+                None,
+                Some(("AppArmor", "not enabled on the host")),
+            ),
+            (
+                pod(
+                    json!({"spec": {"securityContext": {"sysctls": [{"name": "vm.swappiness", "value": "1"}]}}}),
+                ),
+                vec![],
+                big.clone(),
+                None,
+                Some(("SysctlForbidden", "\"vm.swappiness\" not allowlisted")),
+            ),
+        ];
+        for (pod, others, allocatable, node, expected) in cases {
+            let here = Here {
+                allocatable: &allocatable,
+                node,
+                unsafe_sysctls: &[],
+                kernel: "6.1",
+                apparmor: false,
+                strict_groups: false,
+            };
+            let result = admit(&pod, others.into_iter(), &here);
+            match expected {
+                None => assert_eq!(result, Ok(())),
+                Some((reason, text)) => {
+                    let refusal = result.expect_err(reason);
+                    assert!(
+                        refusal.reason == reason && refusal.message.contains(text),
+                        "{refusal:?}"
+                    );
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! The node: which pods it admits and preempts, what it declares, and its certificates.
+
+pub mod admit;
+pub mod features;
+pub mod node_affinity;
+pub mod preempt;
+pub mod signing;
+pub mod taints;

@@ -1,0 +1,158 @@
+//! Making room for a critical pod: which pods must go (kubelet spec, chapter 11). Pure.
+
+use k8s_openapi::api::core::v1::Pod;
+
+use crate::core::pod;
+use crate::core::pod::qos::{self, QosClass};
+use crate::core::pod::resources::{Amounts, requests};
+use crate::core::quantity::Quantity;
+
+/// From this priority on a pod is critical.
+pub const CRITICAL: i32 = 2_000_000_000;
+
+/// Whether a pod must run whatever happens: static pods, mirrors, and those of the highest priorities.
+#[must_use]
+pub fn is_critical(pod: &Pod) -> bool {
+    pod::is_static(pod) || pod::is_mirror(pod) || pod::spec(pod).priority.unwrap_or(0) >= CRITICAL
+}
+
+fn may_go(victim: &Pod, for_pod: &Pod) -> bool {
+    let priority = |p: &Pod| pod::spec(p).priority.unwrap_or(0);
+    !pod::is_static(victim) && (!is_critical(victim) || priority(victim) < priority(for_pod))
+}
+
+fn class(pod: &Pod) -> u8 {
+    match qos::of(pod::spec(pod)) {
+        QosClass::BestEffort => 0,
+        QosClass::Burstable => 1,
+        QosClass::Guaranteed => 2,
+    }
+}
+
+/// The uids of the pods that must go so that `missing` becomes free; `None` if that cannot be. Of lower
+/// classes first; few rather than many; little rather than much.
+#[must_use]
+pub fn victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<String>> {
+    let mut left: Vec<(&Pod, Amounts)> = others
+        .iter()
+        .filter(|p| may_go(p, for_pod))
+        .map(|p| (*p, with_count(p)))
+        .collect();
+    let mut chosen: Vec<(&Pod, Amounts)> = vec![];
+    let mut missing: Amounts = missing
+        .iter()
+        .filter(|(_, q)| !q.is_zero())
+        .map(|(n, q)| (n.clone(), *q))
+        .collect();
+    for limit in 0..=2 {
+        while !missing.is_empty() {
+            // What brings the largest part of what is missing, and of those the smallest.
+            let share = |amounts: &Amounts| -> i64 {
+                missing
+                    .iter()
+                    .map(|(name, need)| {
+                        of(amounts, name).min(*need).milli().saturating_mul(1000)
+                            / need.milli().max(1)
+                    })
+                    .sum()
+            };
+            let size = |amounts: &Amounts| -> i64 {
+                missing
+                    .keys()
+                    .map(|name| of(amounts, name).milli())
+                    .fold(0, i64::saturating_add)
+            };
+            let best = left
+                .iter()
+                .enumerate()
+                .filter(|(_, (p, amounts))| class(p) <= limit && share(amounts) > 0)
+                .max_by_key(|(_, (_, amounts))| (share(amounts), std::cmp::Reverse(size(amounts))))
+                .map(|(at, _)| at);
+            let Some(at) = best else { break };
+            let (pod, amounts) = left.remove(at);
+            missing = missing
+                .into_iter()
+                .map(|(name, need)| (name.clone(), need - of(&amounts, &name)))
+                .filter(|(_, q)| *q > Quantity::ZERO)
+                .collect();
+            chosen.push((pod, amounts));
+        }
+    }
+    missing
+        .is_empty()
+        .then(|| chosen.iter().map(|(p, _)| pod::uid(p).to_owned()).collect())
+}
+
+fn of(amounts: &Amounts, name: &str) -> Quantity {
+    amounts.get(name).copied().unwrap_or(Quantity::ZERO)
+}
+
+fn with_count(pod: &Pod) -> Amounts {
+    let mut amounts = requests(pod);
+    amounts.insert("pods".into(), Quantity::from_units(1));
+    amounts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn pod(uid: &str, cpu: &str, limit: bool, priority: i32) -> Pod {
+        let resources = if limit {
+            json!({"requests": {"cpu": cpu, "memory": "1"}, "limits": {"cpu": cpu, "memory": "1"}})
+        } else {
+            json!({"requests": {"cpu": cpu}})
+        };
+        let resources = if cpu == "0" { json!({}) } else { resources };
+        serde_json::from_value(
+            json!({"metadata": {"name": uid, "uid": uid}, "spec": {"priority": priority, "containers": [{"name": "c", "resources": resources}]}}),
+        )
+        .expect("a pod")
+    }
+
+    #[test]
+    fn the_least_valuable_go_and_no_more_than_needed() {
+        let critical = pod("c", "1", false, CRITICAL);
+        let (small, large, best, guaranteed) = (
+            pod("small", "300m", false, 0),
+            pod("large", "2", false, 0),
+            pod("best", "0", false, 0),
+            pod("guaranteed", "1", true, 0),
+        );
+        let missing = |cpu: &str, pods: i64| {
+            Amounts::from([
+                ("cpu".to_owned(), cpu.parse().expect("q")),
+                ("pods".to_owned(), Quantity::from_units(pods)),
+            ])
+        };
+        let cases: [(Vec<&Pod>, Amounts, Option<Vec<&str>>); 6] = [
+            (
+                vec![&small, &large, &guaranteed],
+                missing("200m", 0),
+                Some(vec!["small"]),
+            ),
+            (
+                vec![&small, &large, &guaranteed],
+                missing("1", 0),
+                Some(vec!["large"]),
+            ),
+            (
+                vec![&small, &guaranteed],
+                missing("1", 0),
+                Some(vec!["small", "guaranteed"]),
+            ),
+            (vec![&best, &small], missing("0", 1), Some(vec!["best"])),
+            (vec![&small], missing("1", 0), None),
+            (vec![&critical], missing("1", 0), None),
+        ];
+        for (others, missing, expected) in cases {
+            let found = victims(&critical, &others, &missing);
+            assert_eq!(
+                found,
+                expected.map(|e| e.into_iter().map(str::to_owned).collect::<Vec<_>>()),
+                "{missing:?}"
+            );
+        }
+    }
+}

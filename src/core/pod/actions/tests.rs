@@ -1,0 +1,517 @@
+use super::*;
+use crate::core::pod::observed::Sandbox;
+use jiff::Timestamp;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+fn a_pod(policy: &str, init: Value, names: &[&str]) -> Pod {
+    let containers: Vec<Value> = names
+        .iter()
+        .map(|n| json!({"name": n, "image": "i"}))
+        .collect();
+    serde_json::from_value(
+        json!({"metadata": {"name": "p", "uid": "u"}, "spec": {"restartPolicy": policy, "initContainers": init, "containers": containers}}),
+    )
+    .expect("a pod")
+}
+
+fn sandbox(id: &str, attempt: u32, ready: bool) -> Sandbox {
+    Sandbox {
+        id: id.into(),
+        attempt,
+        ready,
+        created_at: Timestamp::from_second(i64::from(attempt)).expect("time"),
+        ips: vec!["10.0.0.2".into()],
+        host_network: false,
+    }
+}
+
+fn container(
+    name: &str,
+    sandbox: &str,
+    attempt: u32,
+    state: ContainerState,
+    code: i32,
+) -> observed::Container {
+    let hash = pod::container_hash(&Container {
+        name: name.into(),
+        image: Some("i".into()),
+        ..Container::default()
+    });
+    observed::Container {
+        id: format!("{name}-{attempt}"),
+        name: name.into(),
+        sandbox: sandbox.into(),
+        attempt,
+        state,
+        created_at: Timestamp::from_second(i64::from(attempt)).expect("time"),
+        started_at: None,
+        finished_at: None,
+        exit_code: code,
+        reason: String::new(),
+        message: String::new(),
+        image: "i".into(),
+        image_ref: String::new(),
+        hash: Some(hash),
+        user: None,
+        stop_signal: None,
+    }
+}
+
+fn seen(sandboxes: Vec<Sandbox>, containers: Vec<observed::Container>) -> ObservedPod {
+    let mut observed = ObservedPod {
+        sandboxes,
+        containers,
+    };
+    observed.sort();
+    observed
+}
+
+fn starts(actions: &PodActions) -> Vec<(String, u32)> {
+    actions
+        .start
+        .iter()
+        .map(|s| (s.container.name.clone(), s.attempt))
+        .collect()
+}
+
+use ContainerState::{Exited, Running, Unknown};
+
+fn with(probed: &Probed) -> Health<'_> {
+    static AS_SPEC: Sizes = Sizes::new();
+    Health {
+        probed,
+        actuated: &AS_SPEC,
+    }
+}
+
+fn none() -> Health<'static> {
+    static NOTHING: Probed = Probed(std::collections::BTreeMap::new());
+    with(&NOTHING)
+}
+
+#[test]
+fn what_was_made_and_never_started_is_replaced_and_does_not_count() {
+    let observed = seen(
+        vec![sandbox("s", 0, true)],
+        vec![container("a", "s", 3, ContainerState::Created, 0)],
+    );
+    let actions = compute(
+        &a_pod("Always", json!([]), &["a"]),
+        &observed,
+        &none(),
+        |_| 0,
+    );
+    assert_eq!(
+        (starts(&actions), actions.start[0].replaces.as_deref()),
+        (vec![("a".to_owned(), 3)], Some("a-3"))
+    );
+}
+
+#[test]
+fn a_new_pod_gets_a_sandbox_and_its_containers() {
+    let actions = compute(
+        &a_pod("Always", json!([]), &["a", "b"]),
+        &ObservedPod::default(),
+        &none(),
+        |_| 0,
+    );
+    assert_eq!(
+        (
+            actions.create_sandbox,
+            actions.kill_pod,
+            starts(&actions).len()
+        ),
+        (Some(0), false, 2)
+    );
+}
+
+#[test]
+fn restarts_follow_policy_exit_code_and_state() {
+    let ready = || vec![sandbox("s", 0, true)];
+    let cases: Vec<(&str, ContainerState, i32, &[(&str, u32)], bool)> = vec![
+        ("Always", Running, 0, &[], false),
+        ("Always", Exited, 0, &[("a", 1)], false),
+        ("OnFailure", Exited, 0, &[], true),
+        ("OnFailure", Exited, 1, &[("a", 1)], false),
+        ("Never", Exited, 1, &[], true),
+        ("Always", Unknown, 0, &[("a", 1)], false),
+    ];
+    for (policy, state, code, expected, kills) in cases {
+        let actions = compute(
+            &a_pod(policy, json!([]), &["a"]),
+            &seen(ready(), vec![container("a", "s", 0, state, code)]),
+            &none(),
+            |_| 0,
+        );
+        let expected: Vec<(String, u32)> =
+            expected.iter().map(|(n, a)| ((*n).into(), *a)).collect();
+        assert_eq!(
+            (starts(&actions), actions.kill_pod),
+            (expected, kills),
+            "{policy} {state:?} {code}"
+        );
+        assert_eq!(actions.kill.len(), usize::from(state == Unknown));
+    }
+}
+
+#[test]
+fn a_lost_sandbox_is_replaced_and_its_containers_with_it() {
+    let observed = seen(
+        vec![sandbox("s", 3, false)],
+        vec![container("a", "s", 1, Exited, 137)],
+    );
+    let actions = compute(
+        &a_pod("Always", json!([]), &["a"]),
+        &observed,
+        &none(),
+        |_| 0,
+    );
+    assert_eq!(
+        (actions.kill_pod, actions.create_sandbox, starts(&actions)),
+        (true, Some(4), vec![("a".into(), 2)])
+    );
+    let never = compute(
+        &a_pod("Never", json!([]), &["a"]),
+        &observed,
+        &none(),
+        |_| 0,
+    );
+    assert_eq!(
+        (never.kill_pod, never.create_sandbox, never.start.len()),
+        (true, None, 0)
+    );
+    assert!(never.give_up, "what ran under Never must not run again");
+    let init = json!([{"name": "i", "image": "i"}]);
+    let early = seen(
+        vec![sandbox("s", 0, false)],
+        vec![container("i", "s", 0, Exited, 0)],
+    );
+    let again = compute(&a_pod("Never", init, &["a"]), &early, &none(), |_| 0);
+    assert_eq!(
+        (again.give_up, again.create_sandbox, starts(&again)),
+        (false, Some(1), vec![("i".into(), 1)]),
+        "nothing of the pod itself had run"
+    );
+    let mut host = a_pod("Always", json!([]), &["a"]);
+    host.spec.as_mut().expect("spec").host_network = Some(true);
+    assert_eq!(
+        compute(
+            &host,
+            &seen(vec![sandbox("s", 0, true)], vec![]),
+            &none(),
+            |_| 0
+        )
+        .create_sandbox,
+        Some(1)
+    );
+}
+
+#[test]
+fn init_containers_run_one_by_one_and_sidecars_stay() {
+    let init = json!([{"name": "i1", "image": "i"}, {"name": "side", "image": "i", "restartPolicy": "Always"}, {"name": "i2", "image": "i"}]);
+    let pod = a_pod("Always", init, &["a"]);
+    let ready = || vec![sandbox("s", 0, true)];
+    let done = |n: &str| container(n, "s", 0, Exited, 0);
+    let up = |n: &str| container(n, "s", 0, Running, 0);
+    let cases = [
+        (vec![], vec!["i1"]),
+        (vec![up("i1")], vec![]),
+        (vec![container("i1", "s", 0, Exited, 1)], vec!["i1"]),
+        (vec![done("i1")], vec!["side"]),
+        (vec![done("i1"), up("side")], vec!["i2"]),
+        (vec![done("i1"), up("side"), done("i2")], vec!["a"]),
+        (vec![done("i1"), up("side"), done("i2"), up("a")], vec![]),
+        (
+            vec![
+                done("i1"),
+                container("side", "s", 0, Exited, 0),
+                done("i2"),
+                up("a"),
+            ],
+            vec!["side"],
+        ),
+    ];
+    for (containers, expected) in cases {
+        let names: Vec<String> = containers
+            .iter()
+            .map(|c| format!("{} {:?}", c.name, c.state))
+            .collect();
+        let actions = compute(&pod, &seen(ready(), containers), &none(), |_| 0);
+        let started: Vec<&str> = actions
+            .start
+            .iter()
+            .map(|s| s.container.name.as_str())
+            .collect();
+        assert_eq!(started, expected, "{names:?}");
+        assert!(!actions.kill_pod, "{names:?}");
+    }
+    let never = a_pod("Never", json!([{"name": "i1", "image": "i"}]), &["a"]);
+    let failed = compute(
+        &never,
+        &seen(ready(), vec![container("i1", "s", 0, Exited, 1)]),
+        &none(),
+        |_| 0,
+    );
+    assert!(failed.kill_pod && failed.start.is_empty());
+}
+
+#[test]
+fn of_ended_containers_the_newest_stays() {
+    let observed = seen(
+        vec![
+            sandbox("old", 0, false),
+            sandbox("used", 1, false),
+            sandbox("s", 2, true),
+        ],
+        vec![
+            container("a", "s", 3, Running, 0),
+            container("a", "s", 2, Exited, 1),
+            container("a", "used", 1, Exited, 1),
+            container("b", "used", 0, Exited, 0),
+        ],
+    );
+    assert_eq!(
+        surplus(&observed)
+            .iter()
+            .map(|c| c.id.as_str())
+            .collect::<Vec<_>>(),
+        ["a-1"]
+    );
+    assert_eq!(surplus_sandboxes(&observed), ["old"]);
+}
+
+#[test]
+fn granted_sizes_are_carried_out_as_the_policy_says() {
+    let mut pod = a_pod("Always", json!([]), &["a", "b"]);
+    let actuated = resize::wished(&pod);
+    for (container, policy) in pod
+        .spec
+        .as_mut()
+        .expect("spec")
+        .containers
+        .iter_mut()
+        .zip(["NotRequired", "RestartContainer"])
+    {
+        container.resources =
+            serde_json::from_value(json!({"requests": {"cpu": "1"}})).expect("resources");
+        container.resize_policy =
+            serde_json::from_value(json!([{"resourceName": "cpu", "restartPolicy": policy}]))
+                .expect("a policy");
+    }
+    let observed = seen(
+        vec![sandbox("s", 0, true)],
+        vec![
+            container("a", "s", 0, Running, 0),
+            container("b", "s", 0, Running, 0),
+        ],
+    );
+    let actions = compute(
+        &pod,
+        &observed,
+        &Health {
+            probed: &Probed::default(),
+            actuated: &actuated,
+        },
+        |_| 0,
+    );
+    assert_eq!(
+        (
+            actions.resize,
+            actions.kill[0].message.as_str(),
+            actions.start.len()
+        ),
+        (
+            vec!["a".to_owned()],
+            "Container b resize requires restart, will be restarted",
+            1
+        )
+    );
+    let wished = resize::wished(&pod);
+    assert!(
+        compute(
+            &pod,
+            &observed,
+            &Health {
+                probed: &Probed::default(),
+                actuated: &wished
+            },
+            |_| 0
+        )
+        .is_empty()
+    );
+}
+
+#[test]
+fn a_changed_image_restarts_only_that_container() {
+    let mut pod = a_pod("Always", json!([]), &["a", "b"]);
+    pod.spec.as_mut().expect("spec").containers[0].image = Some("other".into());
+    let actions = compute(
+        &pod,
+        &seen(
+            vec![sandbox("s", 0, true)],
+            vec![
+                container("a", "s", 0, Running, 0),
+                container("b", "s", 0, Running, 0),
+            ],
+        ),
+        &none(),
+        |_| 0,
+    );
+    assert_eq!(
+        (actions.kill.len(), starts(&actions)),
+        (1, vec![("a".into(), 1)])
+    );
+}
+
+#[test]
+fn probes_restart_what_failed_and_gate_what_follows() {
+    let mut pod = a_pod(
+        "Always",
+        json!([{"name": "side", "image": "i", "restartPolicy": "Always", "startupProbe": {}}]),
+        &["a"],
+    );
+    pod.spec.as_mut().expect("spec").containers[0].liveness_probe =
+        Some(serde_json::from_value(json!({"terminationGracePeriodSeconds": 7})).expect("a probe"));
+    let health = |id: &str, health: probe::Health| Probed([(id.to_owned(), health)].into());
+    let up = |names: &[&str]| {
+        seen(
+            vec![sandbox("s", 0, true)],
+            names
+                .iter()
+                .map(|n| container(n, "s", 0, Running, 0))
+                .collect(),
+        )
+    };
+    let waiting = compute(&pod, &up(&["side"]), &none(), |_| 0);
+    assert!(
+        waiting.is_empty(),
+        "the sidecar has not started yet: {waiting:?}"
+    );
+    let started = health(
+        "side-0",
+        probe::Health {
+            started: Some(true),
+            ..probe::Health::default()
+        },
+    );
+    assert_eq!(
+        starts(&compute(&pod, &up(&["side"]), &with(&started), |_| 0)),
+        [("a".to_owned(), 0)]
+    );
+    let sick = health(
+        "side-0",
+        probe::Health {
+            started: Some(false),
+            ..probe::Health::default()
+        },
+    );
+    let actions = compute(&pod, &up(&["side"]), &with(&sick), |_| 0);
+    assert_eq!(
+        (actions.kill[0].message.as_str(), starts(&actions)),
+        (
+            "Init container side failed startup probe, will be restarted",
+            vec![("side".into(), 1)]
+        )
+    );
+    let dead = health(
+        "a-0",
+        probe::Health {
+            alive: Some(false),
+            ..probe::Health::default()
+        },
+    );
+    let actions = compute(&pod, &up(&["side", "a"]), &with(&dead), |_| 0);
+    assert_eq!(
+        (actions.kill[0].message.as_str(), actions.kill[0].grace),
+        (
+            "Container a failed liveness probe, will be restarted",
+            Some(7)
+        )
+    );
+    pod.spec.as_mut().expect("spec").restart_policy = Some("Never".into());
+    let actions = compute(&pod, &up(&["side", "a"]), &with(&dead), |_| 0);
+    assert_eq!(
+        (
+            actions.kill[0].message.as_str(),
+            actions.start.len(),
+            actions.kill_pod
+        ),
+        ("Container a failed liveness probe", 0, true)
+    );
+}
+
+#[test]
+fn rules_of_a_container_decide_before_its_policy_and_that_before_the_pods() {
+    let mut pod = a_pod("Never", json!([]), &["a", "b"]);
+    let rules = json!([{"action": "Restart", "exitCodes": {"operator": "In", "values": [3]}}, {"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [4]}}]);
+    let a = &mut pod.spec.as_mut().expect("spec").containers[0];
+    a.restart_policy = Some("OnFailure".into());
+    a.restart_policy_rules = serde_json::from_value(rules).expect("rules");
+    let of = |code| after_exit(&pod, Role::Regular, &pod::spec(&pod).containers[0], code);
+    assert_eq!(
+        [of(0), of(1), of(3), of(4)],
+        [
+            AfterExit::Stay,
+            AfterExit::Restart,
+            AfterExit::Restart,
+            AfterExit::RestartAll
+        ]
+    );
+    let b = &pod::spec(&pod).containers[1];
+    assert_eq!(after_exit(&pod, Role::Regular, b, 1), AfterExit::Stay);
+    let observed = seen(
+        vec![sandbox("s", 0, true)],
+        vec![
+            container("a", "s", 0, Exited, 4),
+            container("b", "s", 0, Running, 0),
+        ],
+    );
+    let actions = compute(&pod, &observed, &none(), |_| 0);
+    let order: Vec<&str> = actions
+        .restart_all
+        .iter()
+        .map(|k| k.name.as_str())
+        .collect();
+    assert_eq!(
+        (order, actions.start.len()),
+        (vec!["b", "a"], 0),
+        "the one that asked goes last"
+    );
+    let init = Container {
+        name: "i".into(),
+        restart_policy: Some("Never".into()),
+        ..Container::default()
+    };
+    assert_eq!(
+        after_exit(&a_pod("Always", json!([]), &["a"]), Role::Init, &init, 1),
+        AfterExit::Stay
+    );
+}
+
+proptest! {
+    #[test]
+    fn no_plan_starts_a_running_container_or_anything_of_a_deleted_pod(
+        states in proptest::collection::vec((0u8..4, 0i32..3), 0..4), ready: bool, policy in 0usize..3, deleted: bool,
+    ) {
+        let names = ["a", "b", "c"];
+        let mut pod = a_pod(["Always", "OnFailure", "Never"][policy], json!([]), &names);
+        if deleted {
+            pod.metadata.deletion_timestamp = Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(Timestamp::UNIX_EPOCH));
+        }
+        let containers = states.iter().zip(names).map(|((state, code), name)| {
+            let state = [ContainerState::Created, Running, Exited, Unknown][usize::from(*state)];
+            container(name, "s", 0, state, *code)
+        }).collect();
+        let observed = seen(vec![sandbox("s", 0, ready)], containers);
+        let actions = compute(&pod, &observed, &none(), |_| 0);
+        for start in &actions.start {
+            let running = observed.newest(&start.container.name).is_some_and(|c| c.state == Running);
+            prop_assert!(!running || actions.kill_pod, "a running container is only started anew after its pod was killed");
+        }
+        if deleted && ready {
+            prop_assert!(actions.start.is_empty());
+        }
+        prop_assert_eq!(actions.clone(), compute(&pod, &observed, &none(), |_| 0), "the same input gives the same plan");
+    }
+}

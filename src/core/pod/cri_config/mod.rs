@@ -1,0 +1,616 @@
+//! Pods as runtime configuration: sandbox and container messages (kubelet spec, chapter 6). Pure.
+
+mod resources;
+mod security;
+
+use std::collections::HashMap;
+
+use holdfast_proto::cri as pb;
+use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, VolumeMount};
+use kube::ResourceExt as _;
+
+use super::cgroup;
+use super::dns::{self, Resolver};
+use super::users::{Mapping, Mappings};
+use crate::core::pod;
+pub use resources::{Swap, resources};
+use resources::{overhead, whole_resources};
+pub use security::apparmor;
+use security::{groups_policy, security, selinux};
+
+/// Labels by which pods are found again in the runtime.
+pub mod label {
+    /// The pod's name.
+    pub const POD_NAME: &str = "io.kubernetes.pod.name";
+    /// The pod's namespace.
+    pub const POD_NAMESPACE: &str = "io.kubernetes.pod.namespace";
+    /// The pod's uid.
+    pub const POD_UID: &str = "io.kubernetes.pod.uid";
+    /// The container's name.
+    pub const CONTAINER: &str = "io.kubernetes.container.name";
+}
+
+/// Annotations that carry what a restarted agent needs.
+pub mod annotation {
+    /// The definition's hash.
+    pub const HASH: &str = "io.kubernetes.container.hash";
+    /// The restart count.
+    pub const RESTARTS: &str = "io.kubernetes.container.restartCount";
+    /// Where the termination message lies in the container.
+    pub const MESSAGE_PATH: &str = "io.kubernetes.container.terminationMessagePath";
+    /// What to do without one.
+    pub const MESSAGE_POLICY: &str = "io.kubernetes.container.terminationMessagePolicy";
+    /// The pod's grace period.
+    pub const GRACE: &str = "io.kubernetes.pod.terminationGracePeriod";
+    /// The grace period of the pod's deletion.
+    pub const DELETION_GRACE: &str = "io.kubernetes.pod.deletionGracePeriod";
+    /// The preStop hook, as JSON.
+    pub const PRE_STOP: &str = "io.kubernetes.container.preStopHandler";
+    /// The ports, as JSON.
+    pub const PORTS: &str = "io.kubernetes.container.ports";
+}
+
+/// What a pod's messages need besides the pod.
+#[derive(Debug, Clone)]
+pub struct Node<'a> {
+    /// Name resolution.
+    pub resolver: &'a Resolver,
+    /// The pod's cgroup in the driver's spelling.
+    pub cgroup_parent: String,
+    /// The directory of the pod's logs.
+    pub log_directory: String,
+    /// The directory below which localhost seccomp profiles lie.
+    pub seccomp_root: String,
+    /// Whether containers without a seccomp profile get the runtime's.
+    pub seccomp_default: bool,
+    /// The node's memory in bytes.
+    pub memory: u64,
+    /// The period of CPU quotas in microseconds; none where quotas are not enforced.
+    pub cpu_period: Option<u64>,
+    /// The sizes of huge pages that the kernel knows, for instance `2MB`.
+    pub hugepages: Vec<String>,
+    /// Whether one process that runs out of memory takes the whole container with it (cgroup v2 only).
+    pub group_oom: bool,
+    /// What containers may have of the machine's swap; none where the kernel does not account for it.
+    pub swap: Option<Swap>,
+    /// Paths under `/sys` that are masked because this machine has them.
+    pub masked: Vec<String>,
+    /// The runtime's handler; empty for the default one.
+    pub handler: String,
+    /// The ids of the pod's user namespace, if it has one.
+    pub users: Option<Mappings>,
+    /// Whether the runtime can make mounts read-only with all that is mounted below them.
+    pub recursive_read_only: bool,
+}
+
+impl<'a> Node<'a> {
+    /// With nothing but name resolution, and the field's defaults.
+    #[must_use]
+    pub fn new(resolver: &'a Resolver) -> Node<'a> {
+        Node {
+            resolver,
+            cgroup_parent: String::new(),
+            log_directory: String::new(),
+            seccomp_root: String::new(),
+            seccomp_default: false,
+            memory: 0,
+            cpu_period: Some(cgroup::PERIOD),
+            hugepages: vec![],
+            group_oom: false,
+            swap: None,
+            masked: vec![],
+            handler: String::new(),
+            users: None,
+            recursive_read_only: false,
+        }
+    }
+}
+
+fn ids(list: &[Mapping]) -> Vec<pb::IdMapping> {
+    list.iter()
+        .map(|m| pb::IdMapping {
+            host_id: m.host_id,
+            container_id: m.container_id,
+            length: m.length,
+        })
+        .collect()
+}
+
+fn namespaces(spec: &PodSpec, node: &Node<'_>) -> pb::NamespaceOption {
+    let of = |yes: Option<bool>, other: pb::NamespaceMode| if yes == Some(true) { pb::NamespaceMode::Node } else { other } as i32;
+    let shared = if spec.share_process_namespace == Some(true) {
+        pb::NamespaceMode::Pod
+    } else {
+        pb::NamespaceMode::Container
+    };
+    pb::NamespaceOption {
+        network: of(spec.host_network, pb::NamespaceMode::Pod),
+        ipc: of(spec.host_ipc, pb::NamespaceMode::Pod),
+        pid: of(spec.host_pid, shared),
+        userns_options: Some(match &node.users {
+            None => pb::UserNamespace {
+                mode: pb::NamespaceMode::Node as i32,
+                ..pb::UserNamespace::default()
+            },
+            Some(users) => pb::UserNamespace {
+                mode: pb::NamespaceMode::Pod as i32,
+                uids: ids(&users.uid_mappings),
+                gids: ids(&users.gid_mappings),
+            },
+        }),
+        ..pb::NamespaceOption::default()
+    }
+}
+
+fn privileged(container: &Container) -> bool {
+    container
+        .security_context
+        .as_ref()
+        .and_then(|s| s.privileged)
+        == Some(true)
+}
+
+/// The sandbox of a pod. The error is a sandbox error.
+pub fn sandbox(pod: &Pod, attempt: u32, node: &Node<'_>) -> Result<pb::PodSandboxConfig, String> {
+    let spec = pod::spec(pod);
+    let context = spec.security_context.clone().unwrap_or_default();
+    let id = |value: Option<i64>| value.map(|value| pb::Int64Value { value });
+    let hostname = if pod::host_network(pod) {
+        String::new()
+    } else {
+        dns::hostname(pod, &node.resolver.cluster_domain)?.0
+    };
+    let mut labels: HashMap<String, String> = pod.labels().clone().into_iter().collect();
+    labels.extend(pod_labels(pod));
+    let groups = context
+        .supplemental_groups
+        .iter()
+        .flatten()
+        .copied()
+        .chain(context.fs_group)
+        .collect();
+    Ok(pb::PodSandboxConfig {
+        metadata: Some(pb::PodSandboxMetadata {
+            name: pod.name_any(),
+            uid: pod::uid(pod).into(),
+            namespace: pod.namespace().unwrap_or_default(),
+            attempt,
+        }),
+        hostname,
+        log_directory: node.log_directory.clone(),
+        dns_config: Some(dns::config(pod, node.resolver).0),
+        port_mappings: port_mappings(spec),
+        labels,
+        annotations: pod.annotations().clone().into_iter().collect(),
+        linux: Some(pb::LinuxPodSandboxConfig {
+            cgroup_parent: node.cgroup_parent.clone(),
+            security_context: Some(pb::LinuxSandboxSecurityContext {
+                namespace_options: Some(namespaces(spec, node)),
+                run_as_user: id(context.run_as_user),
+                run_as_group: id(context
+                    .run_as_group
+                    .filter(|_| context.run_as_user.is_some())),
+                supplemental_groups: groups,
+                supplemental_groups_policy: groups_policy(
+                    context.supplemental_groups_policy.as_deref(),
+                ),
+                selinux_options: context.se_linux_options.as_ref().map(selinux),
+                privileged: pod::containers(pod).iter().any(|(_, c)| privileged(c)),
+                seccomp: Some(pb::SecurityProfile {
+                    profile_type: pb::security_profile::ProfileType::RuntimeDefault as i32,
+                    localhost_ref: String::new(),
+                }),
+                ..pb::LinuxSandboxSecurityContext::default()
+            }),
+            sysctls: context
+                .sysctls
+                .iter()
+                .flatten()
+                .map(|s| (s.name.replace('/', "."), s.value.clone()))
+                .collect(),
+            ..sandbox_sizes(pod, node)
+        }),
+        windows: None,
+    })
+}
+
+/// What a pod's containers have together, and its overhead, as a sandbox's message says it.
+#[must_use]
+pub fn sandbox_sizes(pod: &Pod, node: &Node<'_>) -> pb::LinuxPodSandboxConfig {
+    pb::LinuxPodSandboxConfig {
+        overhead: Some(overhead(pod)),
+        resources: Some(whole_resources(pod, node)),
+        ..pb::LinuxPodSandboxConfig::default()
+    }
+}
+
+fn pod_labels(pod: &Pod) -> [(String, String); 3] {
+    [
+        (label::POD_NAME.into(), pod.name_any()),
+        (
+            label::POD_NAMESPACE.into(),
+            pod.namespace().unwrap_or_default(),
+        ),
+        (label::POD_UID.into(), pod::uid(pod).into()),
+    ]
+}
+
+fn port_mappings(spec: &PodSpec) -> Vec<pb::PortMapping> {
+    let mut seen = std::collections::HashSet::new();
+    let ports = spec
+        .containers
+        .iter()
+        .flat_map(|c| c.ports.iter().flatten().map(move |p| (c, p)));
+    ports
+        .filter(|(container, p)| {
+            // Of one container's ports a name, or an address and port, counts once.
+            let family = if p.host_ip.as_deref().is_some_and(|ip| ip.contains(':')) {
+                6
+            } else {
+                4
+            };
+            let key = match p.name.as_deref().filter(|n| !n.is_empty()) {
+                Some(name) => format!("{}:{name}", container.name),
+                None => format!(
+                    "{}:{family}-{:?}-{:?}:{:?}:{}",
+                    container.name, p.protocol, p.host_ip, p.host_port, p.container_port
+                ),
+            };
+            seen.insert(key)
+        })
+        .map(|(_, p)| pb::PortMapping {
+            protocol: match p.protocol.as_deref() {
+                Some("UDP") => pb::Protocol::Udp,
+                Some("SCTP") => pb::Protocol::Sctp,
+                _ => pb::Protocol::Tcp,
+            } as i32,
+            container_port: p.container_port,
+            host_port: p.host_port.unwrap_or(0),
+            host_ip: p.host_ip.clone().unwrap_or_default(),
+        })
+        .collect()
+}
+
+/// What a container's message needs besides pod and node.
+pub struct Prepared<'a> {
+    /// The restart count.
+    pub attempt: u32,
+    /// The image's id in the runtime.
+    pub image: &'a str,
+    /// The image's user: uid, else name.
+    pub image_user: (Option<i64>, String),
+    /// The environment.
+    pub env: Vec<(String, String)>,
+    /// The mounts.
+    pub mounts: Vec<pb::Mount>,
+    /// The devices.
+    pub devices: Vec<pb::Device>,
+    /// The container whose processes an ephemeral one shares.
+    pub target: Option<String>,
+}
+
+/// A volumeMount as far as it can be told without the machine (kubelet spec, 6.7).
+pub fn volume_mount(mount: &VolumeMount, node: &Node<'_>) -> Result<pb::Mount, String> {
+    let propagation = mount.mount_propagation.as_deref().unwrap_or("None");
+    let readonly = mount.read_only.unwrap_or(false);
+    let recursive = match mount.recursive_read_only.as_deref().unwrap_or("Disabled") {
+        "Disabled" => false,
+        // Where it cannot be had it is left out: that is what was asked for.
+        "IfPossible" => readonly && propagation == "None" && node.recursive_read_only,
+        "Enabled" if !readonly => {
+            return Err(format!(
+                "volume {:?} requested recursive read-only mode, but it is not read-only",
+                mount.name
+            ));
+        }
+        "Enabled" if propagation != "None" => {
+            return Err(format!(
+                "volume {:?} requested recursive read-only mode, but it is not compatible with propagation {propagation:?}",
+                mount.name
+            ));
+        }
+        "Enabled" if !node.recursive_read_only => {
+            return Err(format!(
+                "volume {:?} requested recursive read-only mode, but it is not supported by the runtime",
+                mount.name
+            ));
+        }
+        "Enabled" => true,
+        other => {
+            return Err(format!(
+                "recursiveReadOnly {other:?} of volume {:?} is not known: use Disabled, IfPossible or Enabled",
+                mount.name
+            ));
+        }
+    };
+    Ok(pb::Mount {
+        container_path: mount.mount_path.clone(),
+        readonly,
+        recursive_read_only: recursive,
+        propagation: match propagation {
+            "HostToContainer" => pb::MountPropagation::PropagationHostToContainer,
+            "Bidirectional" => pb::MountPropagation::PropagationBidirectional,
+            _ => pb::MountPropagation::PropagationPrivate,
+        } as i32,
+        uid_mappings: node
+            .users
+            .as_ref()
+            .map(|u| ids(&u.uid_mappings))
+            .unwrap_or_default(),
+        gid_mappings: node
+            .users
+            .as_ref()
+            .map(|u| ids(&u.gid_mappings))
+            .unwrap_or_default(),
+        ..pb::Mount::default()
+    })
+}
+
+/// The signal that asks a container to end: its own wish, else the image's (KEP-4960). The runtime's enum
+/// spells out the sign of real-time signals.
+fn stop_signal(container: &Container) -> Result<pb::Signal, String> {
+    let Some(name) = container
+        .lifecycle
+        .as_ref()
+        .and_then(|l| l.stop_signal.as_deref())
+        .filter(|n| !n.is_empty())
+    else {
+        return Ok(pb::Signal::RuntimeDefault);
+    };
+    let known = pb::Signal::from_str_name(&name.replace('+', "PLUS").replace('-', "MINUS"))
+        .filter(|s| *s != pb::Signal::RuntimeDefault);
+    known.ok_or_else(|| format!("lifecycle.stopSignal {name:?} is not a signal: use a name such as SIGTERM or SIGRTMIN+1"))
+}
+
+/// A signal of the runtime's as the API spells it.
+#[must_use]
+pub fn signal_name(signal: pb::Signal) -> Option<String> {
+    (signal != pb::Signal::RuntimeDefault).then(|| {
+        signal
+            .as_str_name()
+            .replace("PLUS", "+")
+            .replace("MINUS", "-")
+    })
+}
+
+/// A container's message. The error is a `CreateContainerConfigError`.
+pub fn container(
+    pod: &Pod,
+    container: &Container,
+    prepared: Prepared<'_>,
+    node: &Node<'_>,
+) -> Result<pb::ContainerConfig, String> {
+    let lookup = |name: &str| {
+        prepared
+            .env
+            .iter()
+            .find(|(n, _)| n == name)
+            .map(|(_, v)| v.clone())
+    };
+    let expand = |list: Option<&Vec<String>>| {
+        list.into_iter()
+            .flatten()
+            .map(|text| super::env::expand(text, lookup))
+            .collect()
+    };
+    let mut annotations = HashMap::from([
+        (annotation::HASH.to_owned(), pod::container_hash(container)),
+        (
+            annotation::RESTARTS.to_owned(),
+            prepared.attempt.to_string(),
+        ),
+        (
+            annotation::MESSAGE_PATH.to_owned(),
+            container
+                .termination_message_path
+                .clone()
+                .unwrap_or_default(),
+        ),
+        (
+            annotation::MESSAGE_POLICY.to_owned(),
+            container
+                .termination_message_policy
+                .clone()
+                .unwrap_or_default(),
+        ),
+    ]);
+    if let Some(grace) = pod
+        .spec
+        .as_ref()
+        .and_then(|s| s.termination_grace_period_seconds)
+    {
+        annotations.insert(annotation::GRACE.into(), grace.to_string());
+    }
+    if let Some(grace) = pod.metadata.deletion_grace_period_seconds {
+        annotations.insert(annotation::DELETION_GRACE.into(), grace.to_string());
+    }
+    // What whoever stops this container without its pod's spec must know.
+    let json = |value: Option<serde_json::Value>| value.map(|v| v.to_string());
+    let hook = container
+        .lifecycle
+        .as_ref()
+        .and_then(|l| l.pre_stop.as_ref())
+        .and_then(|h| serde_json::to_value(h).ok());
+    let ports = container
+        .ports
+        .as_ref()
+        .filter(|p| !p.is_empty())
+        .and_then(|p| serde_json::to_value(p).ok());
+    annotations.extend(json(hook).map(|text| (annotation::PRE_STOP.to_owned(), text)));
+    annotations.extend(json(ports).map(|text| (annotation::PORTS.to_owned(), text)));
+    let mut labels: HashMap<String, String> = pod_labels(pod).into();
+    labels.insert(label::CONTAINER.into(), container.name.clone());
+    let security = security(pod, container, &prepared, node)?;
+    Ok(pb::ContainerConfig {
+        metadata: Some(pb::ContainerMetadata {
+            name: container.name.clone(),
+            attempt: prepared.attempt,
+        }),
+        image: Some(pb::ImageSpec {
+            image: prepared.image.into(),
+            user_specified_image: container.image.clone().unwrap_or_default(),
+            ..pb::ImageSpec::default()
+        }),
+        command: expand(container.command.as_ref()),
+        args: expand(container.args.as_ref()),
+        working_dir: container.working_dir.clone().unwrap_or_default(),
+        envs: prepared
+            .env
+            .iter()
+            .map(|(key, value)| pb::KeyValue {
+                key: key.clone(),
+                value: value.clone(),
+            })
+            .collect(),
+        mounts: prepared.mounts,
+        devices: prepared.devices,
+        labels,
+        annotations,
+        log_path: format!("{}/{}.log", container.name, prepared.attempt),
+        stdin: container.stdin.unwrap_or(false),
+        stdin_once: container.stdin_once.unwrap_or(false),
+        tty: container.tty.unwrap_or(false),
+        linux: Some(pb::LinuxContainerConfig {
+            resources: Some(resources(pod, container, node)),
+            security_context: Some(security),
+        }),
+        stop_signal: stop_signal(container)? as i32,
+        ..pb::ContainerConfig::default()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn made(pod: Value, image_user: (Option<i64>, String)) -> Result<pb::ContainerConfig, String> {
+        let pod: Pod = serde_json::from_value(pod).expect("a pod");
+        let resolver = Resolver::default();
+        let node = Node {
+            seccomp_root: "/s".into(),
+            memory: 1 << 30,
+            hugepages: vec!["2MB".into(), "1GB".into()],
+            ..Node::new(&resolver)
+        };
+        sandbox(&pod, 0, &node)?;
+        let first = pod.spec.as_ref().expect("spec").containers[0].clone();
+        container(
+            &pod,
+            &first,
+            Prepared {
+                attempt: 2,
+                image: "sha256:i",
+                image_user,
+                env: vec![("A".into(), "1".into())],
+                mounts: vec![],
+                devices: vec![],
+                target: None,
+            },
+            &node,
+        )
+    }
+
+    fn with(context: Value) -> Value {
+        json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": {"containers": [{"name": "c", "image": "i", "args": ["$(A)"], "securityContext": context}]}})
+    }
+
+    #[test]
+    fn a_container_carries_what_a_restarted_agent_needs() {
+        let config = made(with(json!({})), (None, String::new())).expect("fine");
+        assert_eq!(
+            (
+                config.args,
+                config.log_path.as_str(),
+                config.annotations[annotation::RESTARTS].as_str(),
+                config.labels[label::POD_UID].as_str()
+            ),
+            (vec!["1".to_owned()], "c/2.log", "2", "u")
+        );
+        let linux = config.linux.expect("linux");
+        assert_eq!(linux.resources.expect("resources").oom_score_adj, 1000);
+        let security = linux.security_context.expect("security");
+        assert_eq!(
+            (
+                security.run_as_user.expect("a user").value,
+                security.masked_paths.len()
+            ),
+            (0, super::security::MASKED.len())
+        );
+    }
+
+    #[test]
+    fn stop_signals_are_named_as_the_runtime_does_and_back() {
+        let config = |signal: &str| {
+            let mut pod = with(json!({}));
+            pod["spec"]["containers"][0]["lifecycle"] = json!({"stopSignal": signal});
+            made(pod, (None, String::new())).map(|c| c.stop_signal)
+        };
+        for (name, number) in [
+            ("SIGTERM", 23),
+            ("SIGRTMIN+1", 36),
+            ("SIGRTMAX-14", 51),
+            ("SIGRTMAX", 65),
+        ] {
+            assert_eq!(config(name), Ok(number));
+            assert_eq!(
+                signal_name(pb::Signal::try_from(number).expect("a signal")).as_deref(),
+                Some(name)
+            );
+        }
+        assert_eq!(
+            made(with(json!({})), (None, String::new())).map(|c| c.stop_signal),
+            Ok(0)
+        );
+        assert_eq!(signal_name(pb::Signal::RuntimeDefault), None);
+        for wrong in ["TERM", "RUNTIME_DEFAULT", "15"] {
+            assert!(config(wrong).is_err_and(|e| e.contains(wrong)), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn root_is_refused_where_it_is_not_wanted_and_profiles_fail_closed() {
+        let cases = [
+            (
+                json!({"runAsNonRoot": true}),
+                (None, String::new()),
+                Some("image will run as root"),
+            ),
+            (
+                json!({"runAsNonRoot": true}),
+                (None, "app".to_owned()),
+                Some("non-numeric user (app)"),
+            ),
+            (
+                json!({"runAsNonRoot": true}),
+                (Some(5), String::new()),
+                None,
+            ),
+            (
+                json!({"runAsNonRoot": true, "runAsUser": 0}),
+                (Some(5), String::new()),
+                Some("breaks non-root policy"),
+            ),
+            (
+                json!({"seccompProfile": {"type": "Localhost", "localhostProfile": ""}}),
+                (None, String::new()),
+                Some("localhostProfile must be set"),
+            ),
+            (
+                json!({"seccompProfile": {"type": "Localhost", "localhostProfile": "../../x"}}),
+                (None, String::new()),
+                Some("localhostProfile must be set"),
+            ),
+        ];
+        for (context, user, expected) in cases {
+            let result = made(with(context.clone()), user);
+            match expected {
+                None => assert!(result.is_ok(), "{context}: {result:?}"),
+                Some(text) => assert!(
+                    result.as_ref().is_err_and(|e| e.contains(text)),
+                    "{context}: {result:?}"
+                ),
+            }
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! Resources in the runtime's units (kubelet spec, 6.8). Pure.
+
+use holdfast_proto::cri as pb;
+use k8s_openapi::api::core::v1::{Container, Pod};
+
+use super::Node;
+use crate::core::pod;
+use crate::core::pod::cgroup::{self, oom_score_adj};
+use crate::core::pod::dns::Resolver;
+use crate::core::pod::qos::{self, QosClass};
+use crate::core::pod::resources::{Amounts, Side, amounts, of_container, of_pod, of_pod_level};
+use crate::core::quantity::Quantity;
+
+/// From this priority on a pod is critical.
+const CRITICAL: i32 = 2_000_000_000;
+
+/// How much of the machine's swap containers may use (KEP-2400; kubelet spec, 6.8).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Swap {
+    /// Bytes of it that pods share by their memory requests; 0 keeps containers out of it.
+    pub bytes: u64,
+    /// Whether limits are in the unified hierarchy's terms.
+    pub unified: bool,
+}
+
+/// What amounts come to in the runtime's units.
+fn linux(requests: &Amounts, limits: &Amounts, node: &Node<'_>) -> pb::LinuxContainerResources {
+    let share = requests
+        .get("cpu")
+        .or(limits.get("cpu"))
+        .map_or(0, |q| q.milli());
+    let quota = limits
+        .get("cpu")
+        .zip(node.cpu_period)
+        .map_or(0, |(q, period)| cgroup::quota(q.milli(), period));
+    pb::LinuxContainerResources {
+        cpu_shares: i64::try_from(cgroup::shares(share)).unwrap_or(2),
+        cpu_period: node
+            .cpu_period
+            .and_then(|p| i64::try_from(p).ok())
+            .unwrap_or(0),
+        cpu_quota: quota,
+        memory_limit_in_bytes: limits.get("memory").map_or(0, |q| q.units()),
+        ..pb::LinuxContainerResources::default()
+    }
+}
+
+/// A container's resources in the runtime's units (kubelet spec, 6.8).
+#[must_use]
+pub fn resources(pod: &Pod, container: &Container, node: &Node<'_>) -> pb::LinuxContainerResources {
+    let (requests, limits) = (
+        of_container(container, Side::Requests),
+        of_container(container, Side::Limits),
+    );
+    let mut message = linux(&requests, &limits, node);
+    if message.memory_limit_in_bytes == 0 {
+        message.memory_limit_in_bytes = of_pod_level(pod, Side::Limits)
+            .get("memory")
+            .map_or(0, |q| q.units());
+    }
+    message.oom_score_adj = oom_score_adj(pod, container, node.memory);
+    match node.swap {
+        Some(swap) if swap.unified => {
+            message.unified.insert(
+                "memory.swap.max".into(),
+                swap_share(pod, &requests, &limits, swap.bytes, node.memory).to_string(),
+            );
+        }
+        // Version 1 counts memory and swap together.
+        Some(_) => message.memory_swap_limit_in_bytes = message.memory_limit_in_bytes,
+        None => {}
+    }
+    message.hugepage_limits = hugepages(&limits, node);
+    if node.group_oom {
+        message
+            .unified
+            .insert("memory.oom.group".into(), "1".into());
+    }
+    message
+}
+
+/// A container's share of `swap` bytes: by its memory request, for Burstable pods that are not critical.
+fn swap_share(pod: &Pod, requests: &Amounts, limits: &Amounts, swap: u64, memory: u64) -> u64 {
+    let spec = pod::spec(pod);
+    let entitled = qos::of(spec) == QosClass::Burstable
+        && spec.priority.is_none_or(|p| p < CRITICAL)
+        && requests.get("memory") != limits.get("memory");
+    let Some(request) = requests.get("memory").filter(|q| entitled && !q.is_zero()) else {
+        return 0;
+    };
+    let share =
+        u128::try_from(request.units()).unwrap_or(0) * u128::from(swap) / u128::from(memory.max(1));
+    u64::try_from(share).unwrap_or(swap).min(swap)
+}
+
+/// One limit for each size that the kernel knows: what is not asked for is not to be had.
+fn hugepages(limits: &Amounts, node: &Node<'_>) -> Vec<pb::HugepageLimit> {
+    let asked = |size: &str| {
+        let of = |(name, amount): (&String, &Quantity)| {
+            let wanted = name.strip_prefix("hugepages-")?.parse::<Quantity>().ok()?;
+            (page_size(wanted.units()) == size).then(|| u64::try_from(amount.units()).unwrap_or(0))
+        };
+        limits.iter().find_map(of).unwrap_or(0)
+    };
+    node.hugepages
+        .iter()
+        .map(|size| pb::HugepageLimit {
+            page_size: size.clone(),
+            limit: asked(size),
+        })
+        .collect()
+}
+
+/// A page size as the kernel's cgroup files name it, for instance `2MB`.
+fn page_size(bytes: i64) -> String {
+    let units = ["B", "KB", "MB", "GB", "TB"];
+    let (mut size, mut unit) = (bytes, 0);
+    while size >= 1024 && size % 1024 == 0 && unit + 1 < units.len() {
+        size /= 1024;
+        unit += 1;
+    }
+    format!("{size}{}", units[unit])
+}
+
+/// The pod's overhead.
+pub(super) fn overhead(pod: &Pod) -> pb::LinuxContainerResources {
+    let amounts = pod::spec(pod)
+        .overhead
+        .as_ref()
+        .map(amounts)
+        .unwrap_or_default();
+    if amounts.is_empty() {
+        return pb::LinuxContainerResources::default();
+    }
+    linux(&amounts, &amounts, &Node::new(&Resolver::default()))
+}
+
+/// The sum of the pod's containers, for runtimes that size the sandbox by it.
+pub(super) fn whole_resources(pod: &Pod, node: &Node<'_>) -> pb::LinuxContainerResources {
+    linux(
+        &of_pod(pod, Side::Requests),
+        &of_pod(pod, Side::Limits),
+        node,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn made(spec: Value, swap: Option<Swap>) -> pb::LinuxContainerResources {
+        let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p"}, "spec": spec}))
+            .expect("a pod");
+        let resolver = Resolver::default();
+        let node = Node {
+            memory: 1 << 30,
+            swap,
+            ..Node::new(&resolver)
+        };
+        resources(&pod, &pod::spec(&pod).containers[0], &node)
+    }
+
+    #[test]
+    fn swap_is_shared_by_request_or_kept_away() {
+        let burstable =
+            json!({"containers": [{"name": "c", "resources": {"requests": {"memory": "256Mi"}}}]});
+        let limited = Some(Swap {
+            bytes: 1 << 20,
+            unified: true,
+        });
+        let share = |spec: &Value, swap| {
+            made(spec.clone(), swap)
+                .unified
+                .get("memory.swap.max")
+                .cloned()
+        };
+        assert_eq!(share(&burstable, limited).as_deref(), Some("262144"));
+        assert_eq!(
+            share(
+                &burstable,
+                Some(Swap {
+                    bytes: 0,
+                    unified: true
+                })
+            )
+            .as_deref(),
+            Some("0")
+        );
+        assert_eq!(share(&burstable, None), None);
+        let mut critical = burstable.clone();
+        critical["priority"] = CRITICAL.into();
+        let guaranteed = json!({"containers": [{"name": "c", "resources": {"limits": {"cpu": "1", "memory": "256Mi"}}}]});
+        for spec in [
+            critical,
+            guaranteed.clone(),
+            json!({"containers": [{"name": "c"}]}),
+        ] {
+            assert_eq!(share(&spec, limited).as_deref(), Some("0"), "{spec}");
+        }
+        let v1 = made(
+            guaranteed,
+            Some(Swap {
+                bytes: 0,
+                unified: false,
+            }),
+        );
+        assert_eq!(
+            (
+                v1.memory_limit_in_bytes,
+                v1.memory_swap_limit_in_bytes,
+                v1.unified.len()
+            ),
+            (256 << 20, 256 << 20, 0)
+        );
+    }
+
+    #[test]
+    fn the_pods_memory_limit_is_that_of_containers_without_one() {
+        let spec = |own: Value| json!({"resources": {"limits": {"memory": "64Mi", "cpu": "1"}}, "containers": [{"name": "c", "resources": own}]});
+        assert_eq!(made(spec(json!({})), None).memory_limit_in_bytes, 64 << 20);
+        assert_eq!(
+            made(spec(json!({"limits": {"memory": "32Mi"}})), None).memory_limit_in_bytes,
+            32 << 20
+        );
+        assert_eq!(made(spec(json!({})), None).cpu_quota, 0);
+    }
+}

@@ -1,0 +1,294 @@
+//! What containers may do: users, capabilities, profiles, hidden paths (kubelet spec, 6.6). Pure.
+
+use crate::core::volume::selinux::merged;
+use holdfast_proto::cri as pb;
+use k8s_openapi::api::core::v1::{
+    AppArmorProfile, Capabilities, Container, Pod, SELinuxOptions, SeccompProfile, SecurityContext,
+};
+use kube::ResourceExt as _;
+
+use super::Node;
+use super::Prepared;
+use super::namespaces;
+use super::privileged;
+use crate::core::pod;
+
+pub(super) const MASKED: &[&str] = &[
+    "/proc/asound",
+    "/proc/acpi",
+    "/proc/interrupts",
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/latency_stats",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/proc/sched_debug",
+    "/proc/scsi",
+    "/sys/firmware",
+    "/sys/devices/virtual/powercap",
+];
+const READ_ONLY: &[&str] = &[
+    "/proc/bus",
+    "/proc/fs",
+    "/proc/irq",
+    "/proc/sys",
+    "/proc/sysrq-trigger",
+];
+
+pub(super) fn groups_policy(policy: Option<&str>) -> i32 {
+    let strict = policy == Some("Strict");
+    (if strict {
+        pb::SupplementalGroupsPolicy::Strict
+    } else {
+        pb::SupplementalGroupsPolicy::Merge
+    }) as i32
+}
+
+pub(super) fn selinux(options: &SELinuxOptions) -> pb::SeLinuxOption {
+    let text = |value: &Option<String>| value.clone().unwrap_or_default();
+    pb::SeLinuxOption {
+        user: text(&options.user),
+        role: text(&options.role),
+        r#type: text(&options.type_),
+        level: text(&options.level),
+    }
+}
+
+/// The AppArmor profile of a container (kubelet spec, 6.6): its own field, the old annotation, the pod's
+/// field. `None` leaves the choice to the runtime.
+#[must_use]
+pub fn apparmor(pod: &Pod, container: &Container) -> Option<(String, Option<String>)> {
+    let field =
+        |profile: &AppArmorProfile| (profile.type_.clone(), profile.localhost_profile.clone());
+    if let Some(own) = container
+        .security_context
+        .as_ref()
+        .and_then(|s| s.app_armor_profile.as_ref())
+    {
+        return Some(field(own));
+    }
+    if let Some(text) = pod.annotations().get(&format!(
+        "container.apparmor.security.beta.kubernetes.io/{}",
+        container.name
+    )) {
+        return match text.as_str() {
+            "" => None,
+            "runtime/default" => Some(("RuntimeDefault".into(), None)),
+            "unconfined" => Some(("Unconfined".into(), None)),
+            other => Some((
+                "Localhost".into(),
+                Some(other.trim_start_matches("localhost/").to_owned()),
+            )),
+        };
+    }
+    pod::spec(pod)
+        .security_context
+        .as_ref()
+        .and_then(|s| s.app_armor_profile.as_ref())
+        .map(field)
+}
+
+fn apparmor_message(
+    profile: Option<(String, Option<String>)>,
+) -> Result<(Option<pb::SecurityProfile>, String), String> {
+    use pb::security_profile::ProfileType;
+    let Some((kind, name)) = profile else {
+        return Ok((None, String::new()));
+    };
+    Ok(match (kind.as_str(), name) {
+        ("RuntimeDefault", _) => (
+            Some(pb::SecurityProfile {
+                profile_type: ProfileType::RuntimeDefault as i32,
+                localhost_ref: String::new(),
+            }),
+            "runtime/default".into(),
+        ),
+        ("Unconfined", _) => (
+            Some(pb::SecurityProfile {
+                profile_type: ProfileType::Unconfined as i32,
+                localhost_ref: String::new(),
+            }),
+            "unconfined".into(),
+        ),
+        ("Localhost", Some(name)) if !name.is_empty() => {
+            let old = format!("localhost/{name}");
+            (
+                Some(pb::SecurityProfile {
+                    profile_type: ProfileType::Localhost as i32,
+                    localhost_ref: name,
+                }),
+                old,
+            )
+        }
+        ("Localhost", _) => {
+            return Err("localhostProfile must be set if appArmorProfile type is Localhost".into());
+        }
+        (other, _) => {
+            return Err(format!(
+                "appArmorProfile type {other:?} is not supported: use RuntimeDefault, Localhost or Unconfined"
+            ));
+        }
+    })
+}
+
+fn seccomp(
+    profile: Option<&SeccompProfile>,
+    node: &Node<'_>,
+) -> Result<pb::SecurityProfile, String> {
+    use pb::security_profile::ProfileType;
+    let simple = |kind: ProfileType| pb::SecurityProfile {
+        profile_type: kind as i32,
+        localhost_ref: String::new(),
+    };
+    Ok(match profile {
+        None if node.seccomp_default => simple(ProfileType::RuntimeDefault),
+        None => simple(ProfileType::Unconfined),
+        Some(profile) => match profile.type_.as_str() {
+            "RuntimeDefault" => simple(ProfileType::RuntimeDefault),
+            "Unconfined" => simple(ProfileType::Unconfined),
+            // An empty name must not come out as unconfined.
+            "Localhost" => {
+                match profile.localhost_profile.as_deref().filter(|p| {
+                    !p.is_empty() && !p.starts_with('/') && !p.split('/').any(|s| s == "..")
+                }) {
+                    Some(path) => pb::SecurityProfile {
+                        profile_type: ProfileType::Localhost as i32,
+                        localhost_ref: format!("{}/{path}", node.seccomp_root),
+                    },
+                    None => {
+                        return Err("localhostProfile must be set to a path below the seccomp directory if seccompProfile type is Localhost.".into());
+                    }
+                }
+            }
+            other => {
+                return Err(format!(
+                    "seccompProfile type {other:?} is not supported: use RuntimeDefault, Localhost or Unconfined"
+                ));
+            }
+        },
+    })
+}
+
+/// Effective user checks (kubelet spec, 6.6): refuses root where it is not wanted.
+fn check_non_root(
+    pod: &Pod,
+    container: &Container,
+    user: Option<i64>,
+    image: &(Option<i64>, String),
+) -> Result<(), String> {
+    let of_pod = pod
+        .spec
+        .as_ref()
+        .and_then(|s| s.security_context.as_ref())
+        .and_then(|s| s.run_as_non_root);
+    let wanted = container
+        .security_context
+        .as_ref()
+        .and_then(|s| s.run_as_non_root)
+        .or(of_pod);
+    if wanted != Some(true) {
+        return Ok(());
+    }
+    let who = format!(
+        "(pod: \"{}\", container: {})",
+        pod::described(pod),
+        container.name
+    );
+    match (user, image) {
+        (Some(0), _) => Err(format!(
+            "container's runAsUser breaks non-root policy {who}"
+        )),
+        (Some(_), _) => Ok(()),
+        (None, (None, name)) if !name.is_empty() => Err(format!(
+            "container has runAsNonRoot and image has non-numeric user ({name}), cannot verify user is non-root {who}"
+        )),
+        (None, (None | Some(0), _)) => Err(format!(
+            "container has runAsNonRoot and image will run as root {who}"
+        )),
+        (None, (Some(_), _)) => Ok(()),
+    }
+}
+
+/// The container's security context. The error is a `CreateContainerConfigError`.
+#[allow(deprecated)] // Older runtimes read only the old field of AppArmor.
+pub(super) fn security(
+    pod: &Pod,
+    container: &Container,
+    prepared: &Prepared<'_>,
+    node: &Node<'_>,
+) -> Result<pb::LinuxContainerSecurityContext, String> {
+    let image_user = &prepared.image_user;
+    let spec = pod::spec(pod);
+    let of_pod = spec.security_context.clone().unwrap_or_default();
+    let own: SecurityContext = container.security_context.clone().unwrap_or_default();
+    let user = own.run_as_user.or(of_pod.run_as_user);
+    check_non_root(pod, container, user, image_user)?;
+    let id = |value: Option<i64>| value.map(|value| pb::Int64Value { value });
+    let named = user.is_none() && image_user.0.is_none() && !image_user.1.is_empty();
+    let unmasked = own.proc_mount.as_deref() == Some("Unmasked");
+    let paths = |list: &[&str]| -> Vec<String> {
+        if unmasked {
+            vec![]
+        } else {
+            list.iter().map(|p| (*p).to_owned()).collect()
+        }
+    };
+    let mut masked = paths(MASKED);
+    if !unmasked {
+        masked.extend(node.masked.iter().cloned());
+    }
+    let mut namespaces = namespaces(spec, node);
+    if let Some(target) = &prepared.target {
+        namespaces.pid = pb::NamespaceMode::Target as i32;
+        namespaces.target_id.clone_from(target);
+    }
+    let (apparmor, apparmor_profile) = apparmor_message(apparmor(pod, container))?;
+    let capabilities = |c: Capabilities| pb::Capability {
+        add_capabilities: c.add.unwrap_or_default(),
+        drop_capabilities: c.drop.unwrap_or_default(),
+        ..pb::Capability::default()
+    };
+    Ok(pb::LinuxContainerSecurityContext {
+        capabilities: own.capabilities.clone().map(capabilities),
+        privileged: privileged(container),
+        namespace_options: Some(namespaces),
+        run_as_user: if named {
+            None
+        } else {
+            id(user.or(image_user.0).or(Some(0)))
+        },
+        run_as_group: id(own.run_as_group.or(of_pod.run_as_group)),
+        run_as_username: if named {
+            image_user.1.clone()
+        } else {
+            String::new()
+        },
+        readonly_rootfs: own.read_only_root_filesystem.unwrap_or(false),
+        supplemental_groups: of_pod
+            .supplemental_groups
+            .iter()
+            .flatten()
+            .copied()
+            .chain(of_pod.fs_group)
+            .collect(),
+        no_new_privs: own.allow_privilege_escalation == Some(false),
+        masked_paths: masked,
+        supplemental_groups_policy: groups_policy(of_pod.supplemental_groups_policy.as_deref()),
+        selinux_options: merged(
+            own.se_linux_options.as_ref(),
+            of_pod.se_linux_options.as_ref(),
+        )
+        .as_ref()
+        .map(selinux),
+        apparmor,
+        apparmor_profile,
+        readonly_paths: paths(READ_ONLY),
+        seccomp: Some(seccomp(
+            own.seccomp_profile
+                .as_ref()
+                .or(of_pod.seccomp_profile.as_ref()),
+            node,
+        )?),
+        ..pb::LinuxContainerSecurityContext::default()
+    })
+}

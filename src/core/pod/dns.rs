@@ -1,0 +1,356 @@
+//! Name resolution of pods (kubelet spec, 6.9) and their `/etc/hosts` (6.4). Pure.
+
+use holdfast_proto::cri::DnsConfig;
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt as _;
+
+use crate::core::pod;
+
+/// What the node's own resolver and the cluster's settings give.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Resolver {
+    /// The cluster's DNS servers.
+    pub cluster_dns: Vec<String>,
+    /// The cluster's domain.
+    pub cluster_domain: String,
+    /// The node's servers.
+    pub servers: Vec<String>,
+    /// The node's search list.
+    pub searches: Vec<String>,
+    /// The node's options.
+    pub options: Vec<String>,
+}
+
+impl Resolver {
+    /// Reads a resolv.conf.
+    #[must_use]
+    pub fn parse(text: &str) -> Resolver {
+        let mut resolver = Resolver::default();
+        for line in text.lines() {
+            let mut words = line.split_whitespace();
+            // The root alone says nothing.
+            let rest = |words: std::str::SplitWhitespace<'_>| {
+                words
+                    .map(|w| w.trim_end_matches('.').to_owned())
+                    .filter(|w| !w.is_empty())
+                    .collect::<Vec<_>>()
+            };
+            match words.next() {
+                Some("nameserver") => resolver.servers.extend(words.next().map(Into::into)),
+                Some("search") => resolver.searches = rest(words),
+                Some("options") => resolver.options = words.map(Into::into).collect(),
+                _ => {}
+            }
+        }
+        resolver
+    }
+}
+
+const MAX_SERVERS: usize = 3;
+const MAX_SEARCHES: usize = 32;
+const MAX_SEARCH: usize = 253;
+const MAX_SEARCH_LINE: usize = 2048;
+
+/// What had to be left out or done otherwise, for the pod's events: reason and message.
+pub type Warnings = Vec<(&'static str, String)>;
+
+/// The resolver configuration of a pod.
+#[must_use]
+pub fn config(pod: &Pod, resolver: &Resolver) -> (DnsConfig, Warnings) {
+    let mut warnings = Warnings::new();
+    let spec = pod::spec(pod);
+    let policy = spec.dns_policy.as_deref().unwrap_or("ClusterFirst");
+    let cluster = policy == "ClusterFirstWithHostNet"
+        || (policy == "ClusterFirst" && !pod::host_network(pod));
+    if cluster && resolver.cluster_dns.is_empty() {
+        warnings.push((
+            "MissingClusterDNS",
+            format!(
+                "no cluster DNS is configured (clusterDNS): pod {} asks for {policy:?} and gets the node's own name resolution",
+                pod::described(pod)
+            ),
+        ));
+    }
+    let mut dns = if policy == "None" {
+        DnsConfig::default()
+    } else if cluster && !resolver.cluster_dns.is_empty() {
+        let domain = &resolver.cluster_domain;
+        let namespace = pod.namespace().unwrap_or_default();
+        let mut searches = if domain.is_empty() {
+            vec![]
+        } else {
+            vec![
+                format!("{namespace}.svc.{domain}"),
+                format!("svc.{domain}"),
+                domain.clone(),
+            ]
+        };
+        searches.extend(resolver.searches.iter().cloned());
+        DnsConfig {
+            servers: resolver.cluster_dns.clone(),
+            searches,
+            options: vec!["ndots:5".into()],
+        }
+    } else {
+        DnsConfig {
+            servers: resolver.servers.clone(),
+            searches: resolver.searches.clone(),
+            options: resolver.options.clone(),
+        }
+    };
+    if let Some(own) = &spec.dns_config {
+        dns.servers
+            .extend(own.nameservers.iter().flatten().cloned());
+        dns.searches.extend(own.searches.iter().flatten().cloned());
+        for option in own.options.iter().flatten() {
+            let name = option.name.clone().unwrap_or_default();
+            dns.options.retain(|o| o.split(':').next() != Some(&name));
+            dns.options.push(
+                option
+                    .value
+                    .as_ref()
+                    .map_or(name.clone(), |v| format!("{name}:{v}")),
+            );
+        }
+    }
+    unique(&mut dns.servers);
+    unique(&mut dns.searches);
+    if dns.servers.len() > MAX_SERVERS {
+        dns.servers.truncate(MAX_SERVERS);
+        let line = dns.servers.join(" ");
+        let message = format!(
+            "Nameserver limits were exceeded, some nameservers have been omitted, the applied nameserver line is: {line}"
+        );
+        warnings.push(("DNSConfigForming", message));
+    }
+    let (before, mut length) = (dns.searches.len(), 0);
+    dns.searches.retain(|s| s.len() <= MAX_SEARCH);
+    dns.searches.truncate(MAX_SEARCHES);
+    dns.searches.retain(|s| {
+        length += s.len() + 1;
+        length <= MAX_SEARCH_LINE + 1
+    });
+    if dns.searches.len() < before {
+        let line = dns.searches.join(" ");
+        let message = format!(
+            "Search Line limits were exceeded, some search paths have been omitted, the applied search line is: {line}"
+        );
+        warnings.push(("DNSConfigForming", message));
+    }
+    (dns, warnings)
+}
+
+/// What is wrong with the node's own resolver configuration, for the node's events.
+#[must_use]
+pub fn check_host(resolver: &Resolver) -> Option<String> {
+    let own = if resolver.cluster_domain.is_empty() {
+        0
+    } else {
+        3
+    };
+    let most = MAX_SEARCHES - own;
+    if resolver.searches.len() > most {
+        return Some(format!(
+            "the node's resolv.conf has {} search domains; pods get the first {most}",
+            resolver.searches.len()
+        ));
+    }
+    if let Some(long) = resolver.searches.iter().find(|s| s.len() > MAX_SEARCH) {
+        return Some(format!(
+            "a search domain in the node's resolv.conf is longer than {MAX_SEARCH} characters and is left out: {long}"
+        ));
+    }
+    let line: usize = resolver.searches.iter().map(|s| s.len() + 1).sum();
+    (line > MAX_SEARCH_LINE + 1)
+        .then(|| format!("the search line in the node's resolv.conf is longer than {MAX_SEARCH_LINE} characters; its end is left out"))
+}
+
+fn unique(list: &mut Vec<String>) {
+    let mut seen = std::collections::HashSet::new();
+    list.retain(|item| seen.insert(item.clone()));
+}
+
+/// Host name and domain of a pod; the error is a sandbox error.
+pub fn hostname(pod: &Pod, cluster_domain: &str) -> Result<(String, String), String> {
+    let spec = pod::spec(pod);
+    if let Some(name) = spec.hostname_override.clone().filter(|h| !h.is_empty()) {
+        return Ok((name, String::new()));
+    }
+    let name = spec
+        .hostname
+        .clone()
+        .filter(|h| !h.is_empty())
+        .unwrap_or_else(|| pod.name_any());
+    let short: String = name.chars().take(63).collect();
+    let short = short.trim_end_matches(['-', '.']).to_owned();
+    let domain = match spec.subdomain.clone().filter(|s| !s.is_empty()) {
+        Some(subdomain) => format!(
+            "{subdomain}.{}.svc.{cluster_domain}",
+            pod.namespace().unwrap_or_default()
+        ),
+        None => String::new(),
+    };
+    if spec.set_hostname_as_fqdn == Some(true) && !domain.is_empty() {
+        let full = format!("{short}.{domain}");
+        if full.len() > 64 {
+            return Err(format!(
+                "failed to construct FQDN from pod hostname and cluster domain, FQDN {full} is too long (64 characters is the max, {} characters requested)",
+                full.len()
+            ));
+        }
+        return Ok((full, domain));
+    }
+    Ok((short, domain))
+}
+
+/// The content of a pod's `/etc/hosts`. `node` is the node's own file, for pods on its network.
+#[must_use]
+pub fn hosts_file(pod: &Pod, ips: &[String], cluster_domain: &str, node: &str) -> String {
+    let mut text = if pod::host_network(pod) {
+        format!("# Kubernetes-managed hosts file (host network).\n{node}")
+    } else {
+        let mut text = String::from(
+            "# Kubernetes-managed hosts file.\n127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\nfe00::0\tip6-localnet\nfe00::0\tip6-mcastprefix\nfe00::1\tip6-allnodes\nfe00::2\tip6-allrouters\n",
+        );
+        let (name, domain) = hostname(pod, cluster_domain).unwrap_or_default();
+        for ip in ips {
+            if domain.is_empty() {
+                text.push_str(&format!("{ip}\t{name}\n"));
+            } else {
+                let short = name.strip_suffix(&format!(".{domain}")).unwrap_or(&name);
+                text.push_str(&format!("{ip}\t{short}.{domain}\t{short}\n"));
+            }
+        }
+        text
+    };
+    let aliases = pod
+        .spec
+        .as_ref()
+        .and_then(|s| s.host_aliases.clone())
+        .unwrap_or_default();
+    if !aliases.is_empty() {
+        text.push_str("\n# Entries added by HostAliases.\n");
+        for alias in aliases {
+            text.push_str(&format!(
+                "{}\t{}\n",
+                alias.ip,
+                alias.hostnames.unwrap_or_default().join("\t")
+            ));
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn pod(spec: Value) -> Pod {
+        let mut base =
+            json!({"metadata": {"name": "p", "namespace": "n"}, "spec": {"containers": []}});
+        json_patch::merge(&mut base["spec"], &spec);
+        serde_json::from_value(base).expect("a pod")
+    }
+
+    #[test]
+    fn policies_choose_servers_and_searches() {
+        let mut resolver = Resolver::parse("nameserver 1.1.1.1\nsearch a.b. .\noptions edns0\n");
+        assert_eq!(resolver.searches, ["a.b"]);
+        resolver.cluster_dns = vec!["10.96.0.10".into()];
+        resolver.cluster_domain = "cluster.local".into();
+        let (cluster, warnings) = config(&pod(json!({})), &resolver);
+        assert_eq!(warnings, []);
+        assert_eq!(
+            (cluster.servers, cluster.searches, cluster.options),
+            (
+                vec!["10.96.0.10".into()],
+                vec![
+                    "n.svc.cluster.local".into(),
+                    "svc.cluster.local".into(),
+                    "cluster.local".into(),
+                    "a.b".into()
+                ],
+                vec!["ndots:5".to_owned()]
+            )
+        );
+        assert_eq!(
+            config(&pod(json!({"hostNetwork": true})), &resolver)
+                .0
+                .servers,
+            ["1.1.1.1"]
+        );
+        let (none, _) = config(
+            &pod(
+                json!({"dnsPolicy": "None", "dnsConfig": {"nameservers": ["9.9.9.9", "9.9.9.9"], "options": [{"name": "ndots", "value": "2"}]}}),
+            ),
+            &resolver,
+        );
+        assert_eq!(
+            (none.servers, none.options),
+            (vec!["9.9.9.9".to_owned()], vec!["ndots:2".to_owned()])
+        );
+    }
+
+    #[test]
+    fn too_much_is_left_out_and_said() {
+        let resolver = Resolver {
+            searches: (0..40).map(|n| format!("d{n}.example")).collect(),
+            ..Resolver::default()
+        };
+        let many = pod(
+            json!({"dnsPolicy": "Default", "dnsConfig": {"nameservers": ["1.1.1.1", "2.2.2.2", "3.3.3.3", "4.4.4.4"]}}),
+        );
+        let (dns, warnings) = config(&many, &resolver);
+        assert_eq!((dns.servers.len(), dns.searches.len()), (3, 32));
+        assert!(
+            warnings[0].1.ends_with("line is: 1.1.1.1 2.2.2.2 3.3.3.3")
+                && warnings[1].1.starts_with("Search Line limits"),
+            "{warnings:?}"
+        );
+        assert!(
+            check_host(&resolver).is_some_and(|w| w.contains("32"))
+                && check_host(&Resolver::default()).is_none()
+        );
+        assert_eq!(
+            config(&pod(json!({})), &Resolver::default()).1[0].0,
+            "MissingClusterDNS"
+        );
+        assert_eq!(
+            hostname(
+                &pod(json!({"hostnameOverride": "own.name", "subdomain": "s"})),
+                "c"
+            ),
+            Ok(("own.name".into(), String::new()))
+        );
+    }
+
+    #[test]
+    fn hosts_name_the_pod() {
+        let text = hosts_file(
+            &pod(
+                json!({"subdomain": "s", "hostAliases": [{"ip": "1.2.3.4", "hostnames": ["x", "y"]}]}),
+            ),
+            &["10.0.0.2".into()],
+            "cluster.local",
+            "",
+        );
+        assert!(
+            text.contains("10.0.0.2\tp.s.n.svc.cluster.local\tp\n"),
+            "{text}"
+        );
+        assert!(text.ends_with("1.2.3.4\tx\ty\n"));
+        assert!(
+            hosts_file(
+                &pod(json!({"hostNetwork": true})),
+                &[],
+                "",
+                "127.0.0.1 me\n"
+            )
+            .contains("host network).\n127.0.0.1 me")
+        );
+        let long =
+            pod(json!({"hostname": "h".repeat(60), "subdomain": "sub", "setHostnameAsFQDN": true}));
+        assert!(hostname(&long, "cluster.local").is_err());
+    }
+}

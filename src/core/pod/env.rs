@@ -1,0 +1,484 @@
+//! The environment of a container: order, references and `$(VAR)` (kubelet spec, 6.5). Pure: what
+//! objects hold is passed in.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::{ConfigMap, Container, Pod, Secret, Service};
+use kube::ResourceExt as _;
+
+use super::resources::{Side, of_container, of_pod_level};
+use crate::core::quantity::Quantity;
+
+/// Where references are looked up.
+pub trait Objects {
+    /// The pod's namespace.
+    fn namespace(&self) -> &str;
+    /// A ConfigMap of the pod's namespace.
+    fn config_map(&self, name: &str) -> Option<std::sync::Arc<ConfigMap>>;
+    /// A Secret of the pod's namespace.
+    fn secret(&self, name: &str) -> Option<std::sync::Arc<Secret>>;
+}
+
+/// What fields of the pod and node resolve to.
+pub struct Surroundings<'a> {
+    /// The pod.
+    pub pod: &'a Pod,
+    /// Its addresses.
+    pub pod_ips: &'a [String],
+    /// The node's addresses.
+    pub node_ips: &'a [String],
+    /// What the node offers: the value of limits that are not set.
+    pub allocatable: &'a super::resources::Amounts,
+}
+
+/// Replaces `$(NAME)` where NAME is known; `$$` is a dollar.
+#[must_use]
+pub fn expand(text: &str, lookup: impl Fn(&str) -> Option<String>) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(place) = rest.find('$') {
+        out.push_str(&rest[..place]);
+        rest = &rest[place + 1..];
+        if let Some(after) = rest.strip_prefix('$') {
+            out.push('$');
+            rest = after;
+        } else if let Some((name, after)) = rest.strip_prefix('(').and_then(|r| r.split_once(')')) {
+            match lookup(name) {
+                Some(value) => out.push_str(&value),
+                None => out.push_str(&format!("$({name})")),
+            }
+            rest = after;
+        } else {
+            out.push('$');
+        }
+    }
+    out.push_str(rest);
+    out
+}
+
+/// The variables that tell of services: `kubernetes` of `default` always, those of the namespace if wanted.
+#[must_use]
+pub fn of_services(
+    services: &[std::sync::Arc<Service>],
+    namespace: &str,
+    links: bool,
+) -> BTreeMap<String, String> {
+    let mut env = BTreeMap::new();
+    for service in services {
+        let (name, at) = (service.name_any(), service.namespace().unwrap_or_default());
+        let own = at == namespace && links;
+        let api = at == "default" && name == "kubernetes";
+        let Some(ip) = service
+            .spec
+            .as_ref()
+            .and_then(|s| s.cluster_ip.clone())
+            .filter(|ip| !ip.is_empty() && ip != "None")
+        else {
+            continue;
+        };
+        let ports = service
+            .spec
+            .as_ref()
+            .and_then(|s| s.ports.clone())
+            .unwrap_or_default();
+        let Some(first) = ports.first() else { continue };
+        if !own && !api {
+            continue;
+        }
+        let upper = name.to_uppercase().replace('-', "_");
+        let host = if ip.contains(':') {
+            format!("[{ip}]")
+        } else {
+            ip.clone()
+        };
+        env.insert(format!("{upper}_SERVICE_HOST"), ip.clone());
+        env.insert(format!("{upper}_SERVICE_PORT"), first.port.to_string());
+        let url = |port: &k8s_openapi::api::core::v1::ServicePort| {
+            format!(
+                "{}://{host}:{}",
+                port.protocol.as_deref().unwrap_or("TCP").to_lowercase(),
+                port.port
+            )
+        };
+        env.insert(format!("{upper}_PORT"), url(first));
+        for port in &ports {
+            let protocol = port.protocol.as_deref().unwrap_or("TCP");
+            if let Some(name) = port.name.as_deref().filter(|n| !n.is_empty()) {
+                env.insert(
+                    format!(
+                        "{upper}_SERVICE_PORT_{}",
+                        name.to_uppercase().replace('-', "_")
+                    ),
+                    port.port.to_string(),
+                );
+            }
+            let prefix = format!("{upper}_PORT_{}_{protocol}", port.port);
+            env.insert(prefix.clone(), url(port));
+            env.insert(format!("{prefix}_PROTO"), protocol.to_lowercase());
+            env.insert(format!("{prefix}_PORT"), port.port.to_string());
+            env.insert(format!("{prefix}_ADDR"), ip.clone());
+        }
+    }
+    env
+}
+
+/// A field of the pod as text.
+pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
+    let pod = around.pod;
+    let keyed = |prefix: &str| {
+        path.strip_prefix(prefix)
+            .and_then(|r| r.strip_prefix("['"))
+            .and_then(|r| r.strip_suffix("']"))
+    };
+    if let Some(key) = keyed("metadata.labels") {
+        return Ok(pod.labels().get(key).cloned().unwrap_or_default());
+    }
+    if let Some(key) = keyed("metadata.annotations") {
+        return Ok(pod.annotations().get(key).cloned().unwrap_or_default());
+    }
+    let spec = super::spec(pod);
+    let lines = |map: &BTreeMap<String, String>| {
+        map.iter()
+            .map(|(k, v)| format!("{k}={v:?}"))
+            .collect::<Vec<_>>()
+            .join("\n")
+    };
+    Ok(match path {
+        "metadata.name" => pod.name_any(),
+        "metadata.namespace" => pod.namespace().unwrap_or_default(),
+        "metadata.uid" => pod.uid().unwrap_or_default(),
+        "metadata.labels" => lines(pod.labels()),
+        "metadata.annotations" => lines(pod.annotations()),
+        "spec.nodeName" => spec.node_name.clone().unwrap_or_default(),
+        "spec.serviceAccountName" => spec.service_account_name.clone().unwrap_or_default(),
+        "status.hostIP" => around.node_ips.first().cloned().unwrap_or_default(),
+        "status.hostIPs" => around.node_ips.join(","),
+        "status.podIP" => around.pod_ips.first().cloned().unwrap_or_default(),
+        "status.podIPs" => around.pod_ips.join(","),
+        other => return Err(format!("unsupported fieldPath: {other}")),
+    })
+}
+
+/// A resource of a container as text, in units of the divisor, rounded up. A limit that it does not have is
+/// its pod's, else what the node can give.
+pub fn resource(
+    container: &Container,
+    name: &str,
+    divisor: Option<&str>,
+    around: &Surroundings<'_>,
+) -> Result<String, String> {
+    let (side, key) = match name.split_once('.') {
+        Some(("limits", key)) => (Side::Limits, key),
+        Some(("requests", key)) => (Side::Requests, key),
+        _ => return Err(format!("unsupported container resource: {name}")),
+    };
+    let set = of_container(container, side)
+        .get(key)
+        .copied()
+        .filter(|q| !q.is_zero());
+    let of_others = || {
+        of_pod_level(around.pod, side)
+            .get(key)
+            .or(around.allocatable.get(key))
+            .copied()
+    };
+    let amount = set
+        .or_else(|| {
+            if side == Side::Limits {
+                of_others()
+            } else {
+                None
+            }
+        })
+        .unwrap_or(Quantity::ZERO);
+    let divisor: Quantity = match divisor {
+        None | Some("" | "0") => Quantity::from_units(1),
+        Some(text) => text
+            .parse()
+            .map_err(|_| format!("invalid divisor {text:?}"))?,
+    };
+    let (amount, divisor) = if key == "cpu" {
+        (amount.milli(), divisor.milli().max(1))
+    } else {
+        (amount.units(), divisor.units().max(1))
+    };
+    Ok((amount / divisor + i64::from(amount % divisor != 0)).to_string())
+}
+
+/// What stands in the files that variables refer to, by volume and path.
+pub type Files = BTreeMap<(String, String), Result<String, String>>;
+
+/// The files that a container's variables refer to: volume and path.
+pub fn file_references(container: &Container) -> impl Iterator<Item = (String, String)> {
+    let sources = container
+        .env
+        .iter()
+        .flatten()
+        .filter_map(|v| v.value_from.as_ref()?.file_key_ref.as_ref());
+    sources.map(|reference| (reference.volume_name.clone(), reference.path.clone()))
+}
+
+/// Replaces `$(NAME)` everywhere; a name that is not known is an error.
+pub fn expand_all(text: &str, lookup: impl Fn(&str) -> Option<String>) -> Result<String, String> {
+    let missing = std::cell::RefCell::new(None);
+    let expanded = expand(text, |name| {
+        let value = lookup(name);
+        if value.is_none() {
+            missing.borrow_mut().get_or_insert_with(|| name.to_owned());
+        }
+        value
+    });
+    match missing.into_inner() {
+        None => Ok(expanded),
+        Some(name) => Err(format!("missing value for {name:?}")),
+    }
+}
+
+/// Builds the environment of a container. An error is a `CreateContainerConfigError`.
+pub fn build(
+    container: &Container,
+    around: &Surroundings<'_>,
+    services: &BTreeMap<String, String>,
+    objects: &dyn Objects,
+    files: &Files,
+) -> Result<Vec<(String, String)>, String> {
+    let namespace = around.pod.namespace().unwrap_or_default();
+    let mut names: Vec<String> = Vec::new();
+    let mut values: BTreeMap<String, String> = BTreeMap::new();
+    let mut set = |values: &mut BTreeMap<String, String>, name: String, value: String| {
+        if values.insert(name.clone(), value).is_none() {
+            names.push(name);
+        }
+    };
+    for source in container.env_from.iter().flatten() {
+        let prefix = source.prefix.clone().unwrap_or_default();
+        if let Some(reference) = &source.config_map_ref {
+            match objects.config_map(&reference.name) {
+                Some(map) => map
+                    .data
+                    .iter()
+                    .flatten()
+                    .for_each(|(k, v)| set(&mut values, format!("{prefix}{k}"), v.clone())),
+                None if reference.optional == Some(true) => {}
+                None => return Err(format!("configmap {:?} not found", reference.name)),
+            }
+        }
+        if let Some(reference) = &source.secret_ref {
+            match objects.secret(&reference.name) {
+                Some(secret) => secret.data.iter().flatten().for_each(|(k, v)| {
+                    set(
+                        &mut values,
+                        format!("{prefix}{k}"),
+                        String::from_utf8_lossy(&v.0).into_owned(),
+                    )
+                }),
+                None if reference.optional == Some(true) => {}
+                None => return Err(format!("secret {:?} not found", reference.name)),
+            }
+        }
+    }
+    for var in container.env.iter().flatten() {
+        let value = match &var.value_from {
+            None => Some(expand(&var.value.clone().unwrap_or_default(), |name| {
+                values.get(name).or_else(|| services.get(name)).cloned()
+            })),
+            Some(source) => {
+                if let Some(reference) = &source.field_ref {
+                    Some(field(&reference.field_path, around)?)
+                } else if let Some(reference) = &source.resource_field_ref {
+                    let all = super::containers(around.pod);
+                    let named = reference
+                        .container_name
+                        .as_ref()
+                        .and_then(|n| all.iter().find(|(_, c)| c.name == *n))
+                        .map_or(container, |(_, c)| c);
+                    Some(resource(
+                        named,
+                        &reference.resource,
+                        reference.divisor.as_ref().map(|q| q.0.as_str()),
+                        around,
+                    )?)
+                } else if let Some(reference) = &source.config_map_key_ref {
+                    let optional = reference.optional == Some(true);
+                    match objects.config_map(&reference.name) {
+                        None if optional => None,
+                        None => return Err(format!("configmap {:?} not found", reference.name)),
+                        Some(map) => match map.data.as_ref().and_then(|d| d.get(&reference.key)) {
+                            Some(value) => Some(value.clone()),
+                            None if optional => None,
+                            None => {
+                                return Err(format!(
+                                    "couldn't find key {} in ConfigMap {namespace}/{}",
+                                    reference.key, reference.name
+                                ));
+                            }
+                        },
+                    }
+                } else if let Some(reference) = &source.secret_key_ref {
+                    let optional = reference.optional == Some(true);
+                    match objects.secret(&reference.name) {
+                        None if optional => None,
+                        None => return Err(format!("secret {:?} not found", reference.name)),
+                        Some(secret) => {
+                            match secret.data.as_ref().and_then(|d| d.get(&reference.key)) {
+                                Some(value) => Some(String::from_utf8_lossy(&value.0).into_owned()),
+                                None if optional => None,
+                                None => {
+                                    return Err(format!(
+                                        "couldn't find key {} in Secret {namespace}/{}",
+                                        reference.key, reference.name
+                                    ));
+                                }
+                            }
+                        }
+                    }
+                } else if let Some(reference) = &source.file_key_ref {
+                    let text =
+                        match files.get(&(reference.volume_name.clone(), reference.path.clone())) {
+                            Some(Ok(text)) => text,
+                            Some(Err(error)) => {
+                                return Err(format!("couldn't parse env file: {error}"));
+                            }
+                            None => {
+                                return Err(format!(
+                                    "couldn't parse env file: {} was not read",
+                                    reference.path
+                                ));
+                            }
+                        };
+                    match super::env_file::lookup(text, &reference.key)? {
+                        Some(value) => Some(value),
+                        None if reference.optional == Some(true) => None,
+                        None => {
+                            return Err(format!(
+                                "environment variable key {:?} not found in file {:?}",
+                                reference.key, reference.path
+                            ));
+                        }
+                    }
+                } else {
+                    return Err(format!(
+                        "environment variable {:?} has a source that is not supported",
+                        var.name
+                    ));
+                }
+            }
+        };
+        if let Some(value) = value {
+            set(&mut values, var.name.clone(), value);
+        }
+    }
+    for (name, value) in services {
+        if !values.contains_key(name) {
+            set(&mut values, name.clone(), value.clone());
+        }
+    }
+    Ok(names
+        .into_iter()
+        .map(|name| (name.clone(), values.remove(&name).unwrap_or_default()))
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use std::sync::Arc;
+
+    struct Fixed;
+
+    impl Objects for Fixed {
+        fn namespace(&self) -> &str {
+            "n"
+        }
+        fn config_map(&self, name: &str) -> Option<Arc<ConfigMap>> {
+            (name == "cm").then(|| {
+                Arc::new(
+                    serde_json::from_value(json!({"data": {"k": "v", "A": "from-cm"}}))
+                        .expect("a map"),
+                )
+            })
+        }
+        fn secret(&self, name: &str) -> Option<Arc<Secret>> {
+            (name == "s").then(|| {
+                Arc::new(serde_json::from_value(json!({"data": {"p": "cXE="}})).expect("a secret"))
+            })
+        }
+    }
+
+    #[test]
+    fn dollars_expand_as_documented() {
+        let lookup = |name: &str| (name == "X").then(|| "1".to_owned());
+        for (text, expected) in [
+            ("$(X)", "1"),
+            ("$$(X)", "$(X)"),
+            ("$(Y)", "$(Y)"),
+            ("a$b", "a$b"),
+            ("$(X", "$(X"),
+            ("$$$(X)", "$1"),
+            ("$", "$"),
+        ] {
+            assert_eq!(expand(text, lookup), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn later_sources_win_and_services_come_last() {
+        let pod: Pod = serde_json::from_value(
+            json!({"metadata": {"name": "p", "namespace": "n", "labels": {"l": "x"}}, "spec": {"nodeName": "node", "containers": []}}),
+        )
+        .expect("a pod");
+        let container: Container = serde_json::from_value(json!({"name": "c",
+        "resources": {"limits": {"cpu": "1500m"}},
+        "envFrom": [{"prefix": "P_", "configMapRef": {"name": "cm"}}, {"secretRef": {"name": "none", "optional": true}}],
+        "env": [
+            {"name": "A", "value": "$(P_k)-$(SVC_SERVICE_HOST)-$(LATER)"},
+            {"name": "P_k", "value": "own"},
+            {"name": "LABEL", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['l']"}}},
+            {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "CPU", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}},
+            {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "s", "key": "p"}}},
+            {"name": "GONE", "valueFrom": {"configMapKeyRef": {"name": "cm", "key": "no", "optional": true}}},
+        ]}))
+        .expect("a container");
+        let around = Surroundings {
+            pod: &pod,
+            pod_ips: &["10.0.0.2".into()],
+            node_ips: &[],
+            allocatable: &Default::default(),
+        };
+        let services = [
+            ("SVC_SERVICE_HOST".to_owned(), "10.96.0.9".to_owned()),
+            ("A".to_owned(), "shadowed".to_owned()),
+        ]
+        .into();
+        let env = build(&container, &around, &services, &Fixed, &Files::new()).expect("builds");
+        let get = |name: &str| env.iter().find(|(n, _)| n == name).map(|(_, v)| v.as_str());
+        assert_eq!(get("A"), Some("v-10.96.0.9-$(LATER)"));
+        assert_eq!(
+            (
+                get("P_k"),
+                get("LABEL"),
+                get("IP"),
+                get("CPU"),
+                get("SECRET"),
+                get("GONE")
+            ),
+            (
+                Some("own"),
+                Some("x"),
+                Some("10.0.0.2"),
+                Some("2"),
+                Some("qq"),
+                None
+            )
+        );
+        let missing: Container =
+            serde_json::from_value(json!({"name": "c", "env": [{"name": "X", "valueFrom": {"secretKeyRef": {"name": "s", "key": "no"}}}]}))
+                .expect("a container");
+        assert_eq!(
+            build(&missing, &around, &services, &Fixed, &Files::new()),
+            Err("couldn't find key no in Secret n/s".into())
+        );
+    }
+}

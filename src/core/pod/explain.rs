@@ -1,0 +1,536 @@
+//! Why a pod is as it is, from its journal: a sentence, a timeline as text, JSON or SVG. Pure.
+
+use std::fmt::Write as _;
+
+use jiff::{SignedDuration, Timestamp};
+use serde::{Deserialize, Serialize};
+
+use super::journal::{Entry, Journal, Progress, Step};
+use super::lifecycle::{Cause, State};
+use crate::core::time;
+
+/// The width of the bars in a terminal, in columns.
+const WIDTH: usize = 40;
+
+/// Everything an agent says about one pod.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Explanation {
+    /// The namespace.
+    pub namespace: String,
+    /// The name.
+    pub name: String,
+    /// The uid.
+    pub uid: String,
+    /// The sentence that answers why.
+    pub sentence: String,
+    /// The step that holds the pod up, if one does.
+    pub blocking: Option<Entry>,
+    /// How far the pull is that it waits for, where the runtime says so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fetching: Option<Fetching>,
+    /// What was done, in order, and the decisions that led there.
+    #[serde(flatten)]
+    pub journal: Journal,
+}
+
+/// What a runtime is fetching at a moment. What has arrived in whole does not count any more.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Fetching {
+    /// How many parts (layers, mostly).
+    pub parts: usize,
+    /// Bytes of them that are here.
+    pub bytes: u64,
+    /// Bytes that they have.
+    pub of_bytes: u64,
+    /// How many pulls they belong to: the runtime does not tell them apart.
+    pub pulls: usize,
+}
+
+impl std::fmt::Display for Fetching {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        let parts = if self.parts == 1 {
+            "1 part".to_owned()
+        } else {
+            format!("{} parts", self.parts)
+        };
+        write!(
+            f,
+            "{:.1} of {:.1} MiB of {parts} under way",
+            mib(self.bytes),
+            mib(self.of_bytes)
+        )?;
+        if self.pulls > 1 {
+            write!(f, ", of {} pulls together", self.pulls)
+        } else {
+            Ok(())
+        }
+    }
+}
+
+impl Journal {
+    /// Whether the pod waits for an image that is being pulled.
+    #[must_use]
+    pub fn is_pulling(&self) -> bool {
+        self.blocking()
+            .is_some_and(|e| e.step == Step::Image && e.progress == Progress::Running)
+    }
+}
+
+impl Step {
+    /// What the step is, for people.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Step::Admission => "admission",
+            Step::Observe => "asking the runtime",
+            Step::Network => "node network",
+            Step::Cgroup => "cgroup",
+            Step::Mirror => "mirror pod",
+            Step::Directories => "directories",
+            Step::Volume => "volume",
+            Step::Objects => "references",
+            Step::Sandbox => "sandbox",
+            Step::Image => "image",
+            Step::Create => "create",
+            Step::Start => "start",
+            Step::PostStart => "postStart hook",
+            Step::BackOff => "back-off",
+            Step::Startup => "startup probe",
+            Step::Readiness => "readiness probe",
+            Step::Liveness => "liveness probe",
+            Step::Resize => "resize",
+            Step::PreStop => "preStop hook",
+            Step::Stop => "stop",
+            Step::StopSandbox => "stop sandbox",
+            Step::Release => "release",
+            Step::Finalise => "finalise",
+        }
+    }
+
+    /// Whether nothing of the pod can run while this step fails: what the API's
+    /// `PodReadyToStartContainers` condition is about.
+    #[must_use]
+    pub fn before_containers(self) -> bool {
+        matches!(
+            self,
+            Step::Observe
+                | Step::Network
+                | Step::Cgroup
+                | Step::Directories
+                | Step::Volume
+                | Step::Objects
+                | Step::Sandbox
+        )
+    }
+}
+
+/// What a step that is not done means for the pod. Without times: it stays the same while nothing changes.
+#[must_use]
+pub fn sentence(entry: &Entry) -> String {
+    let subject = &entry.subject;
+    let Progress::Failed(error) = &entry.progress else {
+        return match entry.step {
+            Step::Image => format!("the image of container {subject} is being pulled"),
+            Step::Startup => {
+                format!("the startup probe of container {subject} has not succeeded yet")
+            }
+            Step::Readiness => {
+                format!("the readiness probe of container {subject} has not succeeded yet")
+            }
+            Step::PostStart => format!("the postStart hook of container {subject} runs"),
+            Step::PreStop => format!("the preStop hook of container {subject} runs"),
+            Step::Stop => format!("container {subject} was told to stop and has not ended yet"),
+            Step::Volume => format!("volume {subject} is being set up"),
+            step if subject.is_empty() => format!("this is under way: {}", step.label()),
+            step => format!("this is under way: {} {subject}", step.label()),
+        };
+    };
+    match entry.step {
+        Step::Admission => format!("the node does not take it: {error}"),
+        Step::Observe | Step::Network => error.clone(),
+        Step::Cgroup => format!("its cgroup cannot be made: {error}"),
+        Step::Mirror => format!("its mirror pod cannot be made: {error}"),
+        Step::Directories => format!("its directories cannot be made: {error}"),
+        Step::Volume => format!("volume {subject} cannot be set up: {error}"),
+        Step::Objects => format!("what it refers to cannot be read: {error}"),
+        Step::Sandbox => format!("its sandbox cannot be made: {error}"),
+        Step::Image => format!("the image of container {subject} cannot be had: {error}"),
+        Step::Create => format!("container {subject} cannot be created: {error}"),
+        Step::Start => format!("container {subject} cannot be started: {error}"),
+        Step::PostStart => format!("the postStart hook of container {subject} failed: {error}"),
+        Step::BackOff => format!("container {subject} ends again and again: {error}"),
+        Step::Startup => format!("the startup probe of container {subject} fails: {error}"),
+        Step::Readiness => format!("the readiness probe of container {subject} fails: {error}"),
+        Step::Liveness => format!("the liveness probe of container {subject} fails: {error}"),
+        Step::Resize => format!("its resize cannot be carried out: {error}"),
+        Step::PreStop => format!("the preStop hook of container {subject} failed: {error}"),
+        Step::Stop => format!("container {subject} cannot be stopped: {error}"),
+        Step::StopSandbox => format!("its sandbox cannot be stopped: {error}"),
+        Step::Release => format!("what it held cannot be given back: {error}"),
+        Step::Finalise => error.clone(),
+    }
+}
+
+/// The sentence for a pod whose containers cannot be started yet, if something fails.
+#[must_use]
+pub fn held_up(journal: &Journal) -> Option<String> {
+    let entry = journal
+        .blocking()
+        .filter(|e| e.step.before_containers() && matches!(e.progress, Progress::Failed(_)))?;
+    Some(sentence(entry))
+}
+
+/// The answer for one pod; `fetching` is what the runtime fetches while the pod waits for an image.
+#[must_use]
+pub fn explain(
+    namespace: &str,
+    name: &str,
+    uid: &str,
+    journal: Journal,
+    fetching: Option<Fetching>,
+) -> Explanation {
+    let blocking = journal.blocking().cloned();
+    let state = journal.decisions.back().map_or(State::Syncing, |d| d.state);
+    let why = |cause: Cause| match cause {
+        Cause::Deleted => "it was deleted",
+        Cause::Removed => "it left its source",
+        Cause::Completed => "its containers have finished",
+        Cause::Rejected => "the node did not take it",
+        Cause::Preempted => "it made room for a critical pod",
+    };
+    let fetching = fetching.filter(|f| f.parts > 0 && journal.is_pulling());
+    let progress = fetching.map_or(String::new(), |f| format!(" ({f})"));
+    let held = blocking
+        .as_ref()
+        .map(|entry| format!("{}{progress}", sentence(entry)));
+    let sentence = match (state, held) {
+        (State::Syncing, None) => "It is as its spec says.".to_owned(),
+        (State::Syncing, Some(held)) => format!("It is held up: {held}."),
+        (State::Terminating { cause, .. } | State::Terminated { cause }, held) => {
+            let held = held.map_or(String::new(), |held| format!(" Now: {held}."));
+            format!("It is ending: {}.{held}", why(cause))
+        }
+        (State::Finished { cause }, _) => format!("It has ended: {}.", why(cause)),
+    };
+    let (namespace, name, uid) = (namespace.to_owned(), name.to_owned(), uid.to_owned());
+    Explanation {
+        namespace,
+        name,
+        uid,
+        sentence,
+        blocking,
+        fetching,
+        journal,
+    }
+}
+
+/// A step as a bar: its label, where it begins and how long it is, in milliseconds.
+struct Bar {
+    label: String,
+    start: i64,
+    length: i64,
+    failed: bool,
+}
+
+/// The bars of the start: everything up to the first time that all was well, or up to now.
+fn bars(journal: &Journal, now: Timestamp) -> Vec<Bar> {
+    let Some(first) = journal.steps.iter().map(|e| e.since).min() else {
+        return vec![];
+    };
+    let bar = |entry: &Entry| {
+        let end = entry
+            .ended
+            .filter(|_| !matches!(entry.progress, Progress::Running))
+            .unwrap_or(now);
+        let label = if entry.subject.is_empty() {
+            entry.step.label().to_owned()
+        } else {
+            format!("{} {}", entry.step.label(), entry.subject)
+        };
+        Bar {
+            label,
+            start: milliseconds(entry.since.duration_since(first)),
+            length: milliseconds(end.duration_since(entry.since)).max(0),
+            failed: matches!(entry.progress, Progress::Failed(_)),
+        }
+    };
+    journal.steps.iter().map(bar).collect()
+}
+
+fn milliseconds(time: SignedDuration) -> i64 {
+    i64::try_from(time.as_millis()).unwrap_or(i64::MAX)
+}
+
+fn took(ms: i64) -> String {
+    if ms < 10_000 {
+        format!("{ms} ms")
+    } else {
+        time::shown(std::time::Duration::from_millis(ms.unsigned_abs()))
+    }
+}
+
+/// The part of the timeline that a chart of the start shows. Restarts long after would make the start
+/// unreadable; they stand below as a list.
+fn split(bars: Vec<Bar>) -> (Vec<Bar>, Vec<Bar>) {
+    let mut end = 0;
+    let mut bars = bars.into_iter();
+    let mut start = vec![];
+    for bar in bars.by_ref() {
+        // A minute in which nothing was begun separates the start from what came later.
+        if !start.is_empty() && bar.start > end + 60_000 {
+            return (start, std::iter::once(bar).chain(bars).collect());
+        }
+        end = end.max(bar.start + bar.length.min(60_000));
+        start.push(bar);
+    }
+    (start, vec![])
+}
+
+/// The answer for a terminal.
+#[must_use]
+pub fn text(explanation: &Explanation, now: Timestamp) -> String {
+    let mut out = format!(
+        "Pod {}/{} (uid {})\n{}\n",
+        explanation.namespace, explanation.name, explanation.uid, explanation.sentence
+    );
+    if let Some(entry) = &explanation.blocking {
+        let since = time::shown(
+            std::time::Duration::try_from(now.duration_since(entry.since)).unwrap_or_default(),
+        );
+        let _ = write!(
+            out,
+            "  since {} ({since} ago)",
+            time::seconds(entry.since).0
+        );
+        if entry.attempts > 1 {
+            let _ = write!(out, ", tried {} times", entry.attempts);
+        }
+        match entry.next {
+            Some(next) if next > now => {
+                let left = time::shown(
+                    std::time::Duration::try_from(next.duration_since(now)).unwrap_or_default(),
+                );
+                let _ = write!(out, ", next try in {left}");
+            }
+            Some(_) => out.push_str(", next try now"),
+            None => {}
+        }
+        out.push('\n');
+    }
+    let (start, later) = split(bars(&explanation.journal, now));
+    let whole = start
+        .iter()
+        .map(|b| b.start + b.length)
+        .max()
+        .unwrap_or(0)
+        .max(1);
+    if !start.is_empty() {
+        let _ = writeln!(out, "\nWhere the time went ({} in all):", took(whole));
+    }
+    let width = start
+        .iter()
+        .map(|b| b.label.chars().count())
+        .max()
+        .unwrap_or(0);
+    for bar in &start {
+        let columns = |ms: i64| {
+            usize::try_from(ms.saturating_mul(i64::try_from(WIDTH).unwrap_or(40)) / whole)
+                .unwrap_or(0)
+        };
+        let (before, length) = (
+            columns(bar.start).min(WIDTH - 1),
+            columns(bar.length).max(1),
+        );
+        let length = length.min(WIDTH - before);
+        let (fill, mark) = if bar.failed {
+            ("░", " failing")
+        } else {
+            ("█", "")
+        };
+        let line = format!(
+            "{}{}{}",
+            " ".repeat(before),
+            fill.repeat(length),
+            " ".repeat(WIDTH - before - length)
+        );
+        let _ = writeln!(
+            out,
+            "  {:<width$} │{line}│ {:>8}{mark}",
+            bar.label,
+            took(bar.length)
+        );
+    }
+    if !later.is_empty() {
+        out.push_str("\nLater:\n");
+    }
+    for bar in &later {
+        let _ = writeln!(
+            out,
+            "  {:<width$}  after {:>8}, took {}{}",
+            bar.label,
+            took(bar.start),
+            took(bar.length),
+            if bar.failed { ", failing" } else { "" }
+        );
+    }
+    out
+}
+
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('"', "&quot;")
+}
+
+/// The answer as a picture.
+#[must_use]
+pub fn svg(explanation: &Explanation, now: Timestamp) -> String {
+    let (start, _) = split(bars(&explanation.journal, now));
+    let whole = start
+        .iter()
+        .map(|b| b.start + b.length)
+        .max()
+        .unwrap_or(0)
+        .max(1);
+    let height = 60 + start.len() * 22;
+    let mut out = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"900\" height=\"{height}\" font-family=\"sans-serif\" font-size=\"13\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n<text x=\"10\" y=\"20\" font-weight=\"bold\">{}/{}</text>\n<text x=\"10\" y=\"40\">{}</text>\n",
+        escape(&explanation.namespace),
+        escape(&explanation.name),
+        escape(&explanation.sentence)
+    );
+    for (row, bar) in start.iter().enumerate() {
+        let y = 56 + row * 22;
+        let scale = |ms: i64| ms as f64 * 560.0 / whole as f64;
+        let (x, width) = (220.0 + scale(bar.start), scale(bar.length).max(1.0));
+        let colour = if bar.failed { "#c0392b" } else { "#2e7d6b" };
+        let _ = writeln!(
+            out,
+            "<text x=\"10\" y=\"{}\">{}</text><rect x=\"{x:.1}\" y=\"{y}\" width=\"{width:.1}\" height=\"16\" fill=\"{colour}\"/><text x=\"890\" y=\"{}\" text-anchor=\"end\">{}</text>",
+            y + 13,
+            escape(&bar.label),
+            y + 13,
+            took(bar.length)
+        );
+    }
+    out.push_str("</svg>\n");
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pull_that_is_under_way_shows_how_far_it_is() {
+        let mut journal = Journal::default();
+        journal.begin(Step::Image, "c", Timestamp::UNIX_EPOCH);
+        let far = Fetching {
+            parts: 2,
+            bytes: 1 << 20,
+            of_bytes: 5 << 19,
+            pulls: 3,
+        };
+        let said =
+            |journal: &Journal, far| explain("n", "p", "u", journal.clone(), Some(far)).sentence;
+        assert_eq!(
+            said(&journal, far),
+            "It is held up: the image of container c is being pulled (1.0 of 2.5 MiB of 2 parts under way, of 3 pulls together)."
+        );
+        assert_eq!(
+            said(&journal, Fetching::default()),
+            "It is held up: the image of container c is being pulled."
+        );
+        journal.end(Step::Image, "c", Progress::Done, Timestamp::UNIX_EPOCH);
+        assert_eq!(said(&journal, far), "It is as its spec says.");
+    }
+
+    fn at(ms: i64) -> Timestamp {
+        Timestamp::from_millisecond(1_800_000_000_000 + ms).expect("a time")
+    }
+
+    fn journal(failing: bool) -> Journal {
+        let mut journal = Journal::default();
+        for (step, subject, from, to) in [
+            (Step::Admission, "", 0, 0),
+            (Step::Sandbox, "", 0, 300),
+            (Step::Image, "web", 10, 500),
+            (Step::Start, "web", 500, 600),
+        ] {
+            journal.begin(step, subject, at(from));
+            let progress = if failing && step == Step::Image {
+                Progress::Failed("ErrImagePull: <no such host>".into())
+            } else {
+                Progress::Done
+            };
+            journal.end(step, subject, progress, at(to));
+        }
+        if failing {
+            journal.again(at(40_000));
+        }
+        journal
+    }
+
+    #[test]
+    fn a_blocked_pod_says_what_since_when_and_when_again() {
+        let explanation = explain("default", "web-1", "u", journal(true), None);
+        let text = text(&explanation, at(30_010));
+        for expected in [
+            "Pod default/web-1",
+            "held up: the image of container web cannot be had: ErrImagePull",
+            "(30s ago)",
+            "next try in 9s",
+            "failing",
+        ] {
+            assert!(text.contains(expected), "{expected:?} is not in\n{text}");
+        }
+        let svg = svg(&explanation, at(30_010));
+        assert!(svg.contains("&lt;no such host&gt;") && svg.ends_with("</svg>\n"));
+        let json = serde_json::to_string(&explanation).expect("json");
+        assert_eq!(
+            serde_json::from_str::<Explanation>(&json).expect("read again"),
+            explanation
+        );
+    }
+
+    #[test]
+    fn a_running_pod_shows_where_its_start_went() {
+        let text = text(
+            &explain("default", "web-1", "u", journal(false), None),
+            at(100_000),
+        );
+        assert!(
+            text.contains("as its spec says")
+                && text.contains("(600 ms in all)")
+                && text.contains("490 ms"),
+            "{text}"
+        );
+        let bars: Vec<usize> = text
+            .lines()
+            .filter(|l| l.contains('│'))
+            .map(|l| l.matches('█').count())
+            .collect();
+        assert_eq!(bars, [1, 20, 32, 6], "bars are as long as their share");
+    }
+
+    #[test]
+    fn only_what_comes_before_containers_speaks_for_the_sandbox_condition() {
+        assert_eq!(held_up(&journal(true)), None);
+        let mut journal = Journal::default();
+        journal.begin(Step::Sandbox, "", at(0));
+        assert_eq!(held_up(&journal), None, "under way is no failure");
+        journal.end(
+            Step::Sandbox,
+            "",
+            Progress::Failed("cni says no".into()),
+            at(1),
+        );
+        assert_eq!(
+            held_up(&journal).as_deref(),
+            Some("its sandbox cannot be made: cni says no")
+        );
+    }
+}

@@ -1,0 +1,434 @@
+//! What an agent has done for one pod, step by step: what, since when, how long, how it ended, when it is
+//! tried again. Bounded. Pure.
+
+use std::collections::VecDeque;
+
+use jiff::{SignedDuration, Timestamp};
+use serde::{Deserialize, Serialize};
+
+use super::lifecycle::{Input, State};
+
+/// How many steps are kept.
+const STEPS: usize = 64;
+/// How many decisions are kept.
+const DECISIONS: usize = 32;
+
+/// One kind of work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Step {
+    /// Whether the node takes the pod.
+    Admission,
+    /// What the runtime has of the pod.
+    Observe,
+    /// Waiting for the runtime's network.
+    Network,
+    /// The pod's cgroup.
+    Cgroup,
+    /// A static pod's mirror.
+    Mirror,
+    /// The pod's directories.
+    Directories,
+    /// A volume; its subject.
+    Volume,
+    /// The objects that the pod refers to.
+    Objects,
+    /// The sandbox.
+    Sandbox,
+    /// The image of the subject.
+    Image,
+    /// Creating the container.
+    Create,
+    /// Starting the container.
+    Start,
+    /// The container's postStart hook.
+    PostStart,
+    /// The container waits until it may be started again.
+    BackOff,
+    /// The container's startup probe.
+    Startup,
+    /// The container's readiness probe.
+    Readiness,
+    /// The container's liveness probe.
+    Liveness,
+    /// Bringing running containers to another size.
+    Resize,
+    /// The container's preStop hook.
+    PreStop,
+    /// Stopping the container.
+    Stop,
+    /// Stopping the sandboxes.
+    StopSandbox,
+    /// Giving back volumes, cgroup and directories.
+    Release,
+    /// Letting the API have the object back.
+    Finalise,
+}
+
+impl Step {
+    /// Its name, as it is written.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Step::Admission => "admission",
+            Step::Observe => "observe",
+            Step::Network => "network",
+            Step::Cgroup => "cgroup",
+            Step::Mirror => "mirror",
+            Step::Directories => "directories",
+            Step::Volume => "volume",
+            Step::Objects => "objects",
+            Step::Sandbox => "sandbox",
+            Step::Image => "image",
+            Step::Create => "create",
+            Step::Start => "start",
+            Step::PostStart => "post-start",
+            Step::BackOff => "back-off",
+            Step::Startup => "startup",
+            Step::Readiness => "readiness",
+            Step::Liveness => "liveness",
+            Step::Resize => "resize",
+            Step::PreStop => "pre-stop",
+            Step::Stop => "stop",
+            Step::StopSandbox => "stop-sandbox",
+            Step::Release => "release",
+            Step::Finalise => "finalise",
+        }
+    }
+
+    /// Whether it is repeated for as long as the pod lives.
+    fn is_upkeep(self) -> bool {
+        matches!(
+            self,
+            Step::Observe
+                | Step::Cgroup
+                | Step::Mirror
+                | Step::Directories
+                | Step::Volume
+                | Step::Objects
+        )
+    }
+}
+
+/// How far a step is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "state", content = "error")]
+pub enum Progress {
+    /// Under way.
+    Running,
+    /// It succeeded.
+    Done,
+    /// It failed, for this reason.
+    Failed(String),
+    /// It was given up before it ended: something else became more urgent.
+    Dropped,
+}
+
+/// One step.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    /// What.
+    pub step: Step,
+    /// Of which container or volume; empty for the pod's own.
+    pub subject: String,
+    /// When it was begun first.
+    pub since: Timestamp,
+    /// When it was tried last.
+    pub tried: Timestamp,
+    /// When the last try ended.
+    pub ended: Option<Timestamp>,
+    /// How many times it was tried.
+    pub attempts: u32,
+    /// How far it is.
+    #[serde(flatten)]
+    pub progress: Progress,
+    /// When it is tried again.
+    pub next: Option<Timestamp>,
+}
+
+/// An input to the pod's state machine and the state it led to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Decision {
+    /// When.
+    pub at: Timestamp,
+    /// What happened.
+    pub input: Input,
+    /// Where the pod stood after it.
+    pub state: State,
+}
+
+/// A pod's timeline.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Journal {
+    /// The steps, in the order in which they were begun.
+    pub steps: VecDeque<Entry>,
+    /// The decisions that led somewhere.
+    pub decisions: VecDeque<Decision>,
+}
+
+impl Journal {
+    fn find(&mut self, step: Step, subject: &str) -> Option<&mut Entry> {
+        self.steps
+            .iter_mut()
+            .rev()
+            .find(|e| e.step == step && e.subject == subject)
+    }
+
+    /// A step is begun. One that failed before goes on where it was: `since` stays.
+    pub fn begin(&mut self, step: Step, subject: &str, now: Timestamp) {
+        if let Some(entry) = self
+            .find(step, subject)
+            .filter(|e| matches!(e.progress, Progress::Failed(_) | Progress::Running))
+        {
+            entry.attempts += 1;
+            (entry.tried, entry.ended, entry.next) = (now, None, None);
+            // The last error stays readable until the new try has ended.
+            return;
+        }
+        if self.steps.len() >= STEPS {
+            let finished = self
+                .steps
+                .iter()
+                .position(|e| matches!(e.progress, Progress::Done | Progress::Dropped))
+                .unwrap_or(0);
+            self.steps.remove(finished);
+        }
+        let subject = subject.to_owned();
+        self.steps.push_back(Entry {
+            step,
+            subject,
+            since: now,
+            tried: now,
+            ended: None,
+            attempts: 1,
+            progress: Progress::Running,
+            next: None,
+        });
+    }
+
+    /// The step that was begun has ended; what was never begun is not noted. The answer is how long its last try took.
+    pub fn end(
+        &mut self,
+        step: Step,
+        subject: &str,
+        progress: Progress,
+        now: Timestamp,
+    ) -> Option<SignedDuration> {
+        let at = self
+            .steps
+            .iter()
+            .rposition(|e| e.step == step && e.subject == subject)?;
+        let entry = &mut self.steps[at];
+        let took = now.duration_since(entry.tried);
+        (entry.ended, entry.next) = (Some(now), None);
+        entry.progress = progress;
+        let again = step.is_upkeep() && entry.attempts == 1 && entry.progress == Progress::Done;
+        // Doing once more what was done before is no news: the first time tells where the start went.
+        if again
+            && self
+                .steps
+                .iter()
+                .take(at)
+                .any(|e| e.step == step && e.subject == subject && e.progress == Progress::Done)
+        {
+            self.steps.remove(at);
+        }
+        Some(took)
+    }
+
+    /// How long all steps of a kind that have ended took together, failed tries and the pauses between them included.
+    #[must_use]
+    pub fn took(&self, step: Step) -> SignedDuration {
+        let ended = self
+            .steps
+            .iter()
+            .filter(|e| e.step == step)
+            .filter_map(|e| Some(e.ended?.duration_since(e.since)));
+        ended.sum()
+    }
+
+    /// What has failed is tried again at `next`.
+    pub fn again(&mut self, next: Timestamp) {
+        for entry in self
+            .steps
+            .iter_mut()
+            .filter(|e| matches!(e.progress, Progress::Failed(_)))
+        {
+            entry.next = Some(entry.next.unwrap_or(next));
+        }
+    }
+
+    /// A step that waits for a time of its own.
+    pub fn again_at(&mut self, step: Step, subject: &str, next: Timestamp) {
+        if let Some(entry) = self.find(step, subject) {
+            entry.next = Some(next);
+        }
+    }
+
+    /// What is no longer of interest because the pod moved on: failures of these steps are closed.
+    pub fn close(&mut self, step: Step, subject: &str, now: Timestamp) {
+        if let Some(entry) = self
+            .find(step, subject)
+            .filter(|e| matches!(e.progress, Progress::Failed(_) | Progress::Running))
+        {
+            entry.progress = Progress::Dropped;
+            entry.ended.get_or_insert(now);
+            entry.next = None;
+        }
+    }
+
+    /// What failed is well again without having been begun anew: done, or still waited for if it is not
+    /// good enough yet.
+    pub fn recover(&mut self, step: Step, subject: &str, whole: bool, now: Timestamp) {
+        if let Some(entry) = self
+            .find(step, subject)
+            .filter(|e| matches!(e.progress, Progress::Failed(_)))
+        {
+            entry.progress = if whole {
+                Progress::Done
+            } else {
+                Progress::Running
+            };
+            (entry.ended, entry.next) = (whole.then_some(now), None);
+        }
+    }
+
+    /// An input was decided on. What changes nothing is not kept: replaying without it gives the same.
+    pub fn decided(&mut self, at: Timestamp, before: State, input: Input, state: State) {
+        if before == state {
+            return;
+        }
+        if self.decisions.len() >= DECISIONS {
+            self.decisions.pop_front();
+        }
+        self.decisions.push_back(Decision { at, input, state });
+    }
+
+    /// The step that holds the pod up: the failure that was tried last, else what is still under way.
+    #[must_use]
+    pub fn blocking(&self) -> Option<&Entry> {
+        let failed = self
+            .steps
+            .iter()
+            .filter(|e| matches!(e.progress, Progress::Failed(_)))
+            .max_by_key(|e| e.tried);
+        failed.or_else(|| {
+            self.steps
+                .iter()
+                .filter(|e| e.progress == Progress::Running)
+                .max_by_key(|e| e.tried)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::pod::lifecycle::{Cause, Wish};
+    use proptest::prelude::*;
+
+    fn at(s: i64) -> Timestamp {
+        Timestamp::from_second(s).expect("a time")
+    }
+
+    #[test]
+    fn a_step_that_fails_goes_on_and_the_newest_failure_blocks() {
+        let mut journal = Journal::default();
+        journal.begin(Step::Sandbox, "", at(1));
+        journal.end(
+            Step::Sandbox,
+            "",
+            Progress::Failed("no network".into()),
+            at(2),
+        );
+        journal.again(at(5));
+        assert_eq!(
+            journal.blocking().map(|e| (e.since, e.next)),
+            Some((at(1), Some(at(5))))
+        );
+        journal.begin(Step::Sandbox, "", at(5));
+        let entry = journal
+            .blocking()
+            .expect("it still blocks while it is tried again");
+        assert_eq!(
+            (entry.since, entry.attempts, &entry.progress),
+            (at(1), 2, &Progress::Failed("no network".into()))
+        );
+        journal.end(Step::Sandbox, "", Progress::Done, at(6));
+        journal.begin(Step::Image, "web", at(6));
+        assert_eq!(
+            journal.blocking().map(|e| (e.step, &e.progress)),
+            Some((Step::Image, &Progress::Running))
+        );
+        journal.close(Step::Image, "web", at(7));
+        assert_eq!(journal.blocking(), None);
+        for n in 0..200 {
+            journal.begin(Step::Start, &n.to_string(), at(n));
+            journal.end(Step::Start, &n.to_string(), Progress::Done, at(n));
+        }
+        assert!(journal.steps.len() <= STEPS);
+    }
+
+    #[test]
+    fn a_failure_that_is_over_blocks_no_longer() {
+        let mut journal = Journal::default();
+        journal.recover(Step::Readiness, "web", true, at(1));
+        assert!(journal.steps.is_empty(), "what never failed cannot recover");
+        journal.begin(Step::Readiness, "web", at(1));
+        journal.end(
+            Step::Readiness,
+            "web",
+            Progress::Failed("404".into()),
+            at(2),
+        );
+        journal.recover(Step::Readiness, "web", false, at(3));
+        assert_eq!(
+            journal.blocking().map(|e| &e.progress),
+            Some(&Progress::Running)
+        );
+        journal.end(
+            Step::Readiness,
+            "web",
+            Progress::Failed("404".into()),
+            at(4),
+        );
+        journal.recover(Step::Readiness, "web", true, at(5));
+        assert_eq!(
+            (journal.blocking(), journal.steps[0].ended),
+            (None, Some(at(5)))
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn a_stored_run_replays_to_the_same_states(wishes in proptest::collection::vec((any::<bool>(), any::<bool>(), 1i64..60), 1..20)) {
+            let (mut journal, mut state) = (Journal::default(), State::Syncing);
+            for (n, (deleted, stopped, grace)) in wishes.into_iter().enumerate() {
+                let input = if stopped { Input::Stopped } else { Input::Wish(Wish { deleted, removed: false, terminal: false, grace }) };
+                let next = state.step(input);
+                journal.decided(at(i64::try_from(n).expect("small")), state, input, next);
+                state = next;
+            }
+            let stored = serde_json::to_string(&journal).expect("it can be stored");
+            let read: Journal = serde_json::from_str(&stored).expect("and read");
+            let mut replayed = State::Syncing;
+            for decision in &read.decisions {
+                replayed = replayed.step(decision.input);
+                prop_assert_eq!(replayed, decision.state);
+            }
+            prop_assert_eq!(replayed, state);
+        }
+    }
+
+    #[test]
+    fn a_replay_shows_a_wrong_decision() {
+        let decision = Decision {
+            at: at(0),
+            input: Input::Stopped,
+            state: State::Finished {
+                cause: Cause::Deleted,
+            },
+        };
+        assert_ne!(State::Syncing.step(decision.input), decision.state);
+    }
+}

@@ -1,0 +1,218 @@
+//! Predicates on pods, and names derived from them. Pure.
+
+pub mod actions;
+pub mod cgroup;
+pub mod cri_config;
+pub mod dns;
+pub mod env;
+mod env_file;
+pub mod explain;
+pub mod journal;
+pub mod lifecycle;
+pub mod observed;
+pub mod probe;
+pub mod qos;
+pub mod references;
+pub mod resize;
+pub mod resources;
+pub mod status;
+pub mod sysctl;
+pub mod users;
+
+use std::borrow::Cow;
+use std::sync::LazyLock;
+
+use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
+use kube::ResourceExt as _;
+
+/// Marks where a pod came from.
+pub const SOURCE: &str = "kubernetes.io/config.source";
+/// The identity of a static pod's manifest.
+pub const HASH: &str = "kubernetes.io/config.hash";
+/// On mirror pods: the hash of the static pod they stand for.
+pub const MIRROR: &str = "kubernetes.io/config.mirror";
+
+/// `name_namespace`, as in messages and log directories.
+#[must_use]
+pub fn full_name(pod: &Pod) -> String {
+    format!("{}_{}", pod.name_any(), pod.namespace().unwrap_or_default())
+}
+
+/// `name_namespace(uid)`, as in messages.
+#[must_use]
+pub fn described(pod: &Pod) -> String {
+    format!("{}({})", full_name(pod), uid(pod))
+}
+
+/// The spec; an empty one where there is none, which only what the runtime alone knows lacks.
+#[must_use]
+pub fn spec(pod: &Pod) -> &PodSpec {
+    static NONE: LazyLock<PodSpec> = LazyLock::new(PodSpec::default);
+    pod.spec.as_ref().unwrap_or(&NONE)
+}
+
+/// The uid.
+#[must_use]
+pub fn uid(pod: &Pod) -> &str {
+    pod.metadata.uid.as_deref().unwrap_or_default()
+}
+
+/// Whether the pod stands in the API for a static one.
+#[must_use]
+pub fn is_mirror(pod: &Pod) -> bool {
+    pod.annotations().contains_key(MIRROR)
+}
+
+/// Whether the pod came from a file or URL.
+#[must_use]
+pub fn is_static(pod: &Pod) -> bool {
+    pod.annotations().get(SOURCE).is_some_and(|s| s != "api")
+}
+
+/// The phase in the API.
+#[must_use]
+pub fn phase(pod: &Pod) -> &str {
+    pod.status
+        .as_ref()
+        .and_then(|s| s.phase.as_deref())
+        .unwrap_or("Pending")
+}
+
+/// Whether the pod has reached its end.
+#[must_use]
+pub fn is_terminal(pod: &Pod) -> bool {
+    matches!(phase(pod), "Succeeded" | "Failed")
+}
+
+/// What a pod wants of its volumes' ownership.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Ownership {
+    /// `fsGroup`.
+    pub group: Option<u32>,
+    /// `fsGroupChangePolicy: OnRootMismatch`: a volume whose root is the group's already is taken as it is.
+    pub on_mismatch: bool,
+}
+
+/// What it wants of its volumes' ownership.
+#[must_use]
+pub fn ownership(pod: &Pod) -> Ownership {
+    let security = spec(pod).security_context.as_ref();
+    Ownership {
+        group: security
+            .and_then(|s| s.fs_group)
+            .and_then(|g| u32::try_from(g).ok()),
+        on_mismatch: security.and_then(|s| s.fs_group_change_policy.as_deref())
+            == Some("OnRootMismatch"),
+    }
+}
+
+/// The user that all of a pod's containers run as, if it is one and the pod says which.
+#[must_use]
+pub fn common_user(pod: &Pod) -> Option<u32> {
+    let of_pod = spec(pod)
+        .security_context
+        .as_ref()
+        .and_then(|s| s.run_as_user);
+    let mut users = containers(pod).into_iter().map(|(_, c)| {
+        c.security_context
+            .as_ref()
+            .and_then(|s| s.run_as_user)
+            .or(of_pod)
+    });
+    let first = users.next()??;
+    users
+        .all(|user| user == Some(first))
+        .then(|| u32::try_from(first).ok())
+        .flatten()
+}
+
+/// Whether it uses the node's network.
+#[must_use]
+pub fn host_network(pod: &Pod) -> bool {
+    spec(pod).host_network.unwrap_or(false)
+}
+
+/// An init container that keeps running.
+#[must_use]
+pub fn is_sidecar(container: &Container) -> bool {
+    container.restart_policy.as_deref() == Some("Always")
+}
+
+/// What a container is in its pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Role {
+    /// Runs once before the regular ones.
+    Init,
+    /// Started in init order, runs on.
+    Sidecar,
+    /// The pod's purpose.
+    Regular,
+    /// Added later to look around.
+    Ephemeral,
+}
+
+impl Role {
+    fn field(self) -> &'static str {
+        match self {
+            Role::Init | Role::Sidecar => "initContainers",
+            Role::Regular => "containers",
+            Role::Ephemeral => "ephemeralContainers",
+        }
+    }
+
+    /// The field path of events about a container, for instance `spec.containers{web}`.
+    #[must_use]
+    pub fn field_path(self, container: &str) -> String {
+        format!("spec.{}{{{container}}}", self.field())
+    }
+}
+
+/// All containers with their roles; ephemeral ones as the containers they are like.
+#[must_use]
+pub fn containers(pod: &Pod) -> Vec<(Role, Cow<'_, Container>)> {
+    let spec = spec(pod);
+    let init = spec.init_containers.iter().flatten().map(|c| {
+        (
+            if is_sidecar(c) {
+                Role::Sidecar
+            } else {
+                Role::Init
+            },
+            Cow::Borrowed(c),
+        )
+    });
+    let regular = spec
+        .containers
+        .iter()
+        .map(|c| (Role::Regular, Cow::Borrowed(c)));
+    let ephemeral = spec.ephemeral_containers.iter().flatten().map(|e| {
+        let value = serde_json::to_value(e).unwrap_or_default();
+        (
+            Role::Ephemeral,
+            Cow::Owned(serde_json::from_value(value).unwrap_or_default()),
+        )
+    });
+    init.chain(regular).chain(ephemeral).collect()
+}
+
+/// The hash over name and image: only a change of these restarts a container.
+#[must_use]
+pub fn container_hash(container: &Container) -> String {
+    let text = serde_json::json!({"name": container.name, "image": container.image}).to_string();
+    let hash = text.bytes().fold(0x811c_9dc5_u32, |h, b| {
+        (h ^ u32::from(b)).wrapping_mul(0x0100_0193)
+    });
+    format!("{hash:x}")
+}
+
+/// The grace period for ending the pod, in seconds: a deletion's own, else the spec's; at least 1.
+#[must_use]
+pub fn grace_seconds(pod: &Pod) -> i64 {
+    let spec = spec(pod).termination_grace_period_seconds.unwrap_or(30);
+    pod.metadata
+        .deletion_timestamp
+        .as_ref()
+        .and(pod.metadata.deletion_grace_period_seconds)
+        .unwrap_or(spec)
+        .max(1)
+}

@@ -1,0 +1,696 @@
+//! Probes: what they ask, when, what the answers mean, and the health that follows from them (kubelet
+//! spec, chapter 10). Pure.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{
+    Container, ContainerStatus, HTTPGetAction, HTTPHeader, LifecycleHandler, Pod, Probe,
+};
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use kube::ResourceExt as _;
+
+/// Shorter periods than a probe's whole seconds: this prefix and the container's name, with a value such as
+/// `readiness=100ms,liveness=500ms`. Ours; off unless set.
+pub const PERIOD: &str = "probe-period.holdfast.example/";
+/// The shortest period that the annotation may ask for.
+pub const SHORTEST: Duration = Duration::from_millis(50);
+/// The most that is kept of what a probe said, in bytes.
+pub const OUTPUT_LIMIT: usize = 10 << 10;
+
+/// Which of the three.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    /// Whether the container has come up; the others wait for it.
+    Startup,
+    /// Whether it may be sent work.
+    Readiness,
+    /// Whether it must be restarted.
+    Liveness,
+}
+
+impl Kind {
+    /// All three.
+    pub const ALL: [Kind; 3] = [Kind::Startup, Kind::Readiness, Kind::Liveness];
+
+    /// As events name it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Startup => "Startup",
+            Kind::Readiness => "Readiness",
+            Kind::Liveness => "Liveness",
+        }
+    }
+
+    /// The container's probe of this kind.
+    #[must_use]
+    pub fn of(self, container: &Container) -> Option<&Probe> {
+        match self {
+            Kind::Startup => container.startup_probe.as_ref(),
+            Kind::Readiness => container.readiness_probe.as_ref(),
+            Kind::Liveness => container.liveness_probe.as_ref(),
+        }
+    }
+}
+
+/// What probes have found about one instance of a container. `None` is nothing yet.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Health {
+    /// Its startup probe succeeded, or failed for good.
+    pub started: Option<bool>,
+    /// Its readiness probe.
+    pub ready: Option<bool>,
+    /// Its liveness probe.
+    pub alive: Option<bool>,
+}
+
+impl Health {
+    /// Where a kind's result is kept.
+    pub fn of(&mut self, kind: Kind) -> &mut Option<bool> {
+        match kind {
+            Kind::Startup => &mut self.started,
+            Kind::Readiness => &mut self.ready,
+            Kind::Liveness => &mut self.alive,
+        }
+    }
+
+    /// What an agent that has just started takes over from the status in the API, so that nothing flaps
+    /// (kubelet spec, 10.5). Only what was said of this very instance counts.
+    #[must_use]
+    pub fn adopted(id: &str, known: Option<&ContainerStatus>) -> Health {
+        match known.filter(|s| {
+            s.container_id
+                .as_deref()
+                .is_some_and(|known| known.ends_with(id))
+        }) {
+            Some(status) => Health {
+                started: status.started.filter(|s| *s),
+                ready: status.ready.then_some(true),
+                alive: None,
+            },
+            None => Health::default(),
+        }
+    }
+}
+
+/// The health of a pod's containers, by the runtime's container id.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Probed(pub BTreeMap<String, Health>);
+
+impl Probed {
+    fn health(&self, id: &str) -> Health {
+        self.0.get(id).copied().unwrap_or_default()
+    }
+
+    /// Whether a running container has started.
+    #[must_use]
+    pub fn started(&self, container: &Container, id: &str) -> bool {
+        container.startup_probe.is_none() || self.health(id).started == Some(true)
+    }
+
+    /// Whether a running container is ready.
+    #[must_use]
+    pub fn ready(&self, container: &Container, id: &str) -> bool {
+        self.started(container, id)
+            && (container.readiness_probe.is_none() || self.health(id).ready == Some(true))
+    }
+
+    /// The probe because of which a running container must go.
+    #[must_use]
+    pub fn failed(&self, container: &Container, id: &str) -> Option<Kind> {
+        let health = self.health(id);
+        if container.liveness_probe.is_some() && health.alive == Some(false) {
+            return Some(Kind::Liveness);
+        }
+        (container.startup_probe.is_some() && health.started == Some(false))
+            .then_some(Kind::Startup)
+    }
+}
+
+/// When a probe runs and how many answers make a result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Timing {
+    /// From the container's start to the first probe.
+    pub delay: Duration,
+    /// From one probe to the next.
+    pub period: Duration,
+    /// How long an answer may take.
+    pub timeout: Duration,
+    /// Successes in a row that are needed.
+    pub successes: u32,
+    /// Failures in a row that are needed.
+    pub failures: u32,
+}
+
+impl Timing {
+    /// The timing of a probe; `period` of the pod's annotation wins. The error names the annotation.
+    pub fn of(pod: &Pod, container: &str, kind: Kind, probe: &Probe) -> (Timing, Option<String>) {
+        let seconds = |value: Option<i32>, default: u64| {
+            Duration::from_secs(value.and_then(|v| u64::try_from(v).ok()).unwrap_or(default))
+        };
+        let count = |value: Option<i32>, default: u32| {
+            value
+                .and_then(|v| u32::try_from(v).ok())
+                .filter(|v| *v > 0)
+                .unwrap_or(default)
+        };
+        let mut timing = Timing {
+            delay: seconds(probe.initial_delay_seconds, 0),
+            period: seconds(probe.period_seconds.filter(|p| *p > 0), 10),
+            timeout: seconds(probe.timeout_seconds.filter(|t| *t > 0), 1),
+            successes: count(probe.success_threshold, 1),
+            failures: count(probe.failure_threshold, 3),
+        };
+        let problem = match wished_period(pod, container, kind, timing.period) {
+            Ok(wished) => {
+                timing.period = wished.unwrap_or(timing.period);
+                None
+            }
+            Err(problem) => Some(problem),
+        };
+        (timing, problem)
+    }
+}
+
+/// The period that the pod's annotation gives a probe.
+fn wished_period(
+    pod: &Pod,
+    container: &str,
+    kind: Kind,
+    most: Duration,
+) -> Result<Option<Duration>, String> {
+    let key = format!("{PERIOD}{container}");
+    let Some(text) = pod.annotations().get(&key) else {
+        return Ok(None);
+    };
+    for part in text.split(',').map(str::trim) {
+        let invalid = || {
+            format!(
+                "annotation {key}: {part:?} is invalid: write for instance readiness=100ms, with startup, readiness or liveness and 50ms up to the probe's own period; the period of the probe applies"
+            )
+        };
+        let (name, period) = part.split_once('=').ok_or_else(invalid)?;
+        let known = Kind::ALL
+            .into_iter()
+            .find(|k| k.name().eq_ignore_ascii_case(name.trim()))
+            .ok_or_else(invalid)?;
+        let period = crate::core::time::duration(period.trim())
+            .filter(|p| *p >= SHORTEST)
+            .ok_or_else(invalid)?;
+        if known == kind {
+            return if period <= most {
+                Ok(Some(period))
+            } else {
+                Err(invalid())
+            };
+        }
+    }
+    Ok(None)
+}
+
+/// Counts answers until they make a result.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counter {
+    last: Option<bool>,
+    run: u32,
+}
+
+impl Counter {
+    /// The result, once as many equal answers came in a row as the timing asks for.
+    pub fn step(&mut self, good: bool, timing: &Timing) -> Option<bool> {
+        self.run = if self.last == Some(good) {
+            self.run.saturating_add(1)
+        } else {
+            1
+        };
+        self.last = Some(good);
+        (self.run
+            >= if good {
+                timing.successes
+            } else {
+                timing.failures
+            })
+        .then_some(good)
+    }
+}
+
+/// One answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Answer {
+    /// Yes.
+    Success,
+    /// Yes, but somebody should look.
+    Warning(String),
+    /// No.
+    Failure(String),
+    /// It could not be asked; this counts for nothing.
+    Unknown(String),
+}
+
+/// An HTTP request, resolved.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Http {
+    /// Whether over TLS, which is not verified.
+    pub tls: bool,
+    /// Address or name.
+    pub host: String,
+    /// Port.
+    pub port: u16,
+    /// Path and query.
+    pub path: String,
+    /// Headers, `Host` included where it is set.
+    pub headers: Vec<(String, String)>,
+}
+
+impl Http {
+    /// The URL, as errors show it.
+    #[must_use]
+    pub fn url(&self) -> String {
+        let host = if self.host.contains(':') {
+            format!("[{}]", self.host)
+        } else {
+            self.host.clone()
+        };
+        format!(
+            "{}://{host}:{}{}",
+            if self.tls { "https" } else { "http" },
+            self.port,
+            self.path
+        )
+    }
+}
+
+/// What is asked, resolved.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Check {
+    /// A command in the container.
+    Exec(Vec<String>),
+    /// An HTTP GET.
+    Http(Http),
+    /// A connection.
+    Tcp(String, u16),
+    /// The health service: host, port, service name.
+    Grpc(String, u16, String),
+}
+
+fn port(port: &IntOrString, container: &Container) -> Result<u16, String> {
+    let number = match port {
+        IntOrString::Int(number) => Some(*number),
+        IntOrString::String(name) => {
+            let named = container
+                .ports
+                .iter()
+                .flatten()
+                .find(|p| p.name.as_deref() == Some(name))
+                .map(|p| p.container_port);
+            named.or_else(|| name.parse().ok())
+        }
+    };
+    let valid = number
+        .and_then(|n| u16::try_from(n).ok())
+        .filter(|n| *n > 0);
+    valid.ok_or_else(|| match port {
+        IntOrString::Int(number) => format!("invalid port number: {number}"),
+        IntOrString::String(name) => format!(
+            "couldn't find port: {name:?} in container {:?}",
+            container.name
+        ),
+    })
+}
+
+/// An `httpGet` as a request. `agent` is the client's name in `User-Agent`.
+fn http(get: &HTTPGetAction, container: &Container, ip: &str, agent: &str) -> Result<Http, String> {
+    let mut headers: Vec<(String, String)> = vec![];
+    let wished: &[HTTPHeader] = get.http_headers.as_deref().unwrap_or_default();
+    for (name, default) in [("User-Agent", agent), ("Accept", "*/*")] {
+        if !wished.iter().any(|h| h.name.eq_ignore_ascii_case(name)) {
+            headers.push((name.to_owned(), default.to_owned()));
+        }
+    }
+    // An empty value of these two asks for the header to be left out.
+    let left_out = |h: &HTTPHeader| {
+        h.value.is_empty()
+            && ["user-agent", "accept"].contains(&h.name.to_ascii_lowercase().as_str())
+    };
+    headers.extend(
+        wished
+            .iter()
+            .filter(|h| !left_out(h))
+            .map(|h| (h.name.clone(), h.value.clone())),
+    );
+    let path = get.path.clone().unwrap_or_default();
+    Ok(Http {
+        tls: get.scheme.as_deref() == Some("HTTPS"),
+        host: get
+            .host
+            .clone()
+            .filter(|h| !h.is_empty())
+            .unwrap_or_else(|| ip.to_owned()),
+        port: port(&get.port, container)?,
+        path: if path.starts_with('/') {
+            path
+        } else {
+            format!("/{path}")
+        },
+        headers,
+    })
+}
+
+/// What a probe asks. The error is an unknown answer.
+pub fn check(probe: &Probe, container: &Container, ip: &str) -> Result<Check, String> {
+    if let Some(exec) = &probe.exec {
+        // Only the literal variables of the container are known here.
+        let lookup = |name: &str| {
+            container
+                .env
+                .iter()
+                .flatten()
+                .find(|e| e.name == name && e.value_from.is_none())
+                .and_then(|e| e.value.clone())
+        };
+        return Ok(Check::Exec(
+            exec.command
+                .iter()
+                .flatten()
+                .map(|word| super::env::expand(word, lookup))
+                .collect(),
+        ));
+    }
+    if let Some(get) = &probe.http_get {
+        return http(get, container, ip, "kube-probe/1.36").map(Check::Http);
+    }
+    if let Some(tcp) = &probe.tcp_socket {
+        return Ok(Check::Tcp(
+            tcp.host
+                .clone()
+                .filter(|h| !h.is_empty())
+                .unwrap_or_else(|| ip.to_owned()),
+            port(&tcp.port, container)?,
+        ));
+    }
+    if let Some(grpc) = &probe.grpc {
+        return Ok(Check::Grpc(
+            ip.to_owned(),
+            port(&IntOrString::Int(grpc.port), container)?,
+            grpc.service.clone().unwrap_or_default(),
+        ));
+    }
+    Err("missing probe handler: set one of exec, httpGet, tcpSocket and grpc".into())
+}
+
+/// What a lifecycle hook does, resolved.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Hook {
+    /// A command in the container.
+    Exec(Vec<String>),
+    /// An HTTP GET; any answer is a success.
+    Http(Http),
+    /// Nothing, for this long.
+    Sleep(Duration),
+}
+
+/// What a hook does (kubelet spec, 5.5).
+pub fn hook(
+    handler: &LifecycleHandler,
+    container: &Container,
+    ip: Option<&str>,
+) -> Result<Hook, String> {
+    if let Some(exec) = &handler.exec {
+        return Ok(Hook::Exec(exec.command.clone().unwrap_or_default()));
+    }
+    if let Some(get) = &handler.http_get {
+        let named = get.host.as_ref().is_some_and(|h| !h.is_empty());
+        let ip = ip
+            .or(named.then_some(""))
+            .ok_or("failed to find networking container")?;
+        return http(get, container, ip, "kube-lifecycle/1.36").map(Hook::Http);
+    }
+    if let Some(sleep) = &handler.sleep {
+        return Ok(Hook::Sleep(Duration::from_secs(
+            u64::try_from(sleep.seconds).unwrap_or(0),
+        )));
+    }
+    Err("invalid handler: set one of exec, httpGet and sleep".into())
+}
+
+/// What came back for an HTTP request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reply {
+    /// The status code.
+    pub status: u16,
+    /// The beginning of the body.
+    pub body: String,
+    /// The last answer sent us to another host, where probes do not go.
+    pub elsewhere: bool,
+}
+
+/// The answer that an HTTP reply, or its failing, is.
+#[must_use]
+pub fn of_http(request: &Http, reply: Result<Reply, String>) -> Answer {
+    match reply {
+        Err(error) => Answer::Failure(format!("Get {:?}: {error}", request.url())),
+        Ok(reply) if reply.elsewhere => Answer::Warning(format!(
+            "Probe terminated redirects, Response body: {}",
+            reply.body
+        )),
+        Ok(reply) if (200..400).contains(&reply.status) => Answer::Success,
+        Ok(reply) => Answer::Failure(format!(
+            "HTTP probe failed with statuscode: {}",
+            reply.status
+        )),
+    }
+}
+
+/// At most [`OUTPUT_LIMIT`] bytes of a text, cut between characters.
+#[must_use]
+pub fn limited(text: &str) -> String {
+    let mut end = text.len().min(OUTPUT_LIMIT);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    text[..end].to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn from<T: serde::de::DeserializeOwned>(value: Value) -> T {
+        serde_json::from_value(value).expect("valid")
+    }
+
+    #[test]
+    fn answers_in_a_row_make_a_result() {
+        let timing = Timing {
+            delay: Duration::ZERO,
+            period: Duration::ZERO,
+            timeout: Duration::ZERO,
+            successes: 2,
+            failures: 3,
+        };
+        let mut counter = Counter::default();
+        let answers = [false, false, true, false, false, false, false, true, true];
+        let results: Vec<Option<bool>> = answers
+            .iter()
+            .map(|good| counter.step(*good, &timing))
+            .collect();
+        assert_eq!(
+            results,
+            [
+                None,
+                None,
+                None,
+                None,
+                None,
+                Some(false),
+                Some(false),
+                None,
+                Some(true)
+            ]
+        );
+    }
+
+    #[test]
+    fn short_periods_are_read_and_mistakes_named() {
+        let pod = |value: &str| {
+            from::<Pod>(json!({"metadata": {"annotations": {format!("{PERIOD}c"): value}}}))
+        };
+        let probe: Probe = from(json!({"periodSeconds": 1}));
+        let of = |value: &str, kind| Timing::of(&pod(value), "c", kind, &probe);
+        assert_eq!(
+            of("readiness=100ms, liveness=500ms", Kind::Liveness)
+                .0
+                .period,
+            Duration::from_millis(500)
+        );
+        assert_eq!(
+            of("readiness=100ms", Kind::Liveness),
+            (
+                Timing::of(&Pod::default(), "c", Kind::Liveness, &probe).0,
+                None
+            )
+        );
+        for wrong in [
+            "readiness",
+            "readiness=1ms",
+            "readiness=2s",
+            "ready=100ms",
+            "readiness=soon",
+        ] {
+            let (timing, problem) = of(wrong, Kind::Readiness);
+            assert_eq!(timing.period, Duration::from_secs(1), "{wrong}");
+            assert!(
+                problem.is_some_and(|p| p.contains(PERIOD) && p.contains("50ms")),
+                "{wrong}"
+            );
+        }
+    }
+
+    #[test]
+    fn checks_are_resolved_and_what_cannot_be_is_said() {
+        let container: Container = from(
+            json!({"name": "c", "ports": [{"name": "web", "containerPort": 8080}], "env": [{"name": "A", "value": "1"}]}),
+        );
+        let asked = |probe: Value| check(&from(probe), &container, "10.0.0.2");
+        assert_eq!(
+            asked(json!({"exec": {"command": ["x", "$(A)", "$(B)"]}})),
+            Ok(Check::Exec(vec!["x".into(), "1".into(), "$(B)".into()]))
+        );
+        let Ok(Check::Http(get)) = asked(
+            json!({"httpGet": {"port": "web", "path": "ok?x=1", "httpHeaders": [{"name": "accept", "value": ""}, {"name": "X", "value": "y"}]}}),
+        ) else {
+            panic!("http")
+        };
+        assert_eq!(get.url(), "http://10.0.0.2:8080/ok?x=1");
+        assert_eq!(
+            get.headers,
+            [
+                ("User-Agent".to_owned(), "kube-probe/1.36".to_owned()),
+                ("X".to_owned(), "y".to_owned())
+            ]
+        );
+        assert_eq!(
+            asked(json!({"tcpSocket": {"port": 1, "host": "h"}})),
+            Ok(Check::Tcp("h".into(), 1))
+        );
+        assert_eq!(
+            asked(json!({"grpc": {"port": 5}})),
+            Ok(Check::Grpc("10.0.0.2".into(), 5, String::new()))
+        );
+        for (probe, expected) in [
+            (json!({"tcpSocket": {"port": "db"}}), "db"),
+            (json!({"tcpSocket": {"port": 70000}}), "70000"),
+            (json!({}), "exec, httpGet"),
+        ] {
+            assert!(
+                asked(probe).is_err_and(|e| e.contains(expected)),
+                "{expected}"
+            );
+        }
+        let hooked = |handler: Value, ip| hook(&from(handler), &container, ip);
+        assert_eq!(
+            hooked(json!({"sleep": {"seconds": 3}}), None),
+            Ok(Hook::Sleep(Duration::from_secs(3)))
+        );
+        assert_eq!(
+            hooked(json!({"httpGet": {"port": 80}}), None),
+            Err("failed to find networking container".into())
+        );
+        assert!(
+            hooked(json!({"tcpSocket": {"port": 80}}), Some("x"))
+                .is_err_and(|e| e.contains("invalid handler"))
+        );
+    }
+
+    #[test]
+    fn health_gates_and_condemns() {
+        let container: Container = from(
+            json!({"name": "c", "startupProbe": {}, "readinessProbe": {}, "livenessProbe": {}}),
+        );
+        let with = |health: Health| Probed([("id".to_owned(), health)].into());
+        let none = Probed::default();
+        assert_eq!(
+            (
+                none.started(&container, "id"),
+                none.ready(&container, "id"),
+                none.failed(&container, "id")
+            ),
+            (false, false, None)
+        );
+        let up = with(Health {
+            started: Some(true),
+            ready: Some(true),
+            alive: None,
+        });
+        assert!(
+            up.started(&container, "id")
+                && up.ready(&container, "id")
+                && up.failed(&container, "id").is_none()
+        );
+        assert_eq!(
+            with(Health {
+                alive: Some(false),
+                ..Health::default()
+            })
+            .failed(&container, "id"),
+            Some(Kind::Liveness)
+        );
+        assert_eq!(
+            with(Health {
+                started: Some(false),
+                ..Health::default()
+            })
+            .failed(&container, "id"),
+            Some(Kind::Startup)
+        );
+        assert!(
+            none.ready(&Container::default(), "id"),
+            "without probes what runs is ready"
+        );
+        let known: ContainerStatus = from(
+            json!({"name": "c", "image": "i", "imageID": "", "restartCount": 0, "containerID": "containerd://id", "ready": true, "started": true}),
+        );
+        assert_eq!(
+            Health::adopted("id", Some(&known)),
+            Health {
+                started: Some(true),
+                ready: Some(true),
+                alive: None
+            }
+        );
+        assert_eq!(Health::adopted("other", Some(&known)), Health::default());
+    }
+
+    #[test]
+    fn http_replies_are_judged() {
+        let request = Http {
+            tls: false,
+            host: "::1".into(),
+            port: 80,
+            path: "/".into(),
+            headers: vec![],
+        };
+        let reply = |status, elsewhere| {
+            Ok(Reply {
+                status,
+                body: "b".into(),
+                elsewhere,
+            })
+        };
+        assert_eq!(of_http(&request, reply(204, false)), Answer::Success);
+        assert_eq!(
+            of_http(&request, reply(302, true)),
+            Answer::Warning("Probe terminated redirects, Response body: b".into())
+        );
+        assert_eq!(
+            of_http(&request, reply(500, false)),
+            Answer::Failure("HTTP probe failed with statuscode: 500".into())
+        );
+        assert_eq!(
+            of_http(&request, Err("refused".into())),
+            Answer::Failure("Get \"http://[::1]:80/\": refused".into())
+        );
+    }
+}

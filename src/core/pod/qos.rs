@@ -1,0 +1,138 @@
+//! QoS classes (kubelet spec, 7.1).
+
+use k8s_openapi::api::core::v1::{PodSpec, ResourceRequirements};
+use serde_json::Value;
+
+use crate::core::quantity::Quantity;
+
+/// How a pod's processes are ranked when memory or CPU runs short.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QosClass {
+    /// CPU and memory limits in every container, requests equal to them.
+    Guaranteed,
+    /// Some request or limit.
+    Burstable,
+    /// None at all.
+    BestEffort,
+}
+
+impl QosClass {
+    /// As in `status.qosClass`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            QosClass::Guaranteed => "Guaranteed",
+            QosClass::Burstable => "Burstable",
+            QosClass::BestEffort => "BestEffort",
+        }
+    }
+}
+
+/// The class of a pod.
+#[must_use]
+pub fn of(spec: &PodSpec) -> QosClass {
+    // What is set for the pod as a whole stands for all its containers (KEP-2837).
+    let whole = spec
+        .resources
+        .as_ref()
+        .filter(|r| r.limits.is_some() || r.requests.is_some());
+    let containers: Vec<Option<&ResourceRequirements>> = match whole {
+        Some(whole) => vec![Some(whole)],
+        None => spec
+            .containers
+            .iter()
+            .chain(spec.init_containers.iter().flatten())
+            .map(|c| c.resources.as_ref())
+            .collect(),
+    };
+    let amount =
+        |resources: &Option<&ResourceRequirements>, limits: bool, name: &str| -> Option<Quantity> {
+            let resources = (*resources)?;
+            let map = if limits {
+                &resources.limits
+            } else {
+                &resources.requests
+            };
+            map.as_ref()?
+                .get(name)?
+                .0
+                .parse()
+                .ok()
+                .filter(|q: &Quantity| !q.is_zero())
+        };
+    let any = containers.iter().any(|c| {
+        ["cpu", "memory"]
+            .iter()
+            .any(|r| amount(c, true, r).is_some() || amount(c, false, r).is_some())
+    });
+    if !any {
+        return QosClass::BestEffort;
+    }
+    let all = containers.iter().all(|c| {
+        ["cpu", "memory"].iter().all(|r| {
+            let limit = amount(c, true, r);
+            limit.is_some() && amount(c, false, r).is_none_or(|request| Some(request) == limit)
+        })
+    });
+    if all {
+        QosClass::Guaranteed
+    } else {
+        QosClass::Burstable
+    }
+}
+
+/// The class of a pod spec in JSON; a spec that cannot be read counts as `BestEffort`, validation refuses it later.
+#[must_use]
+pub fn of_json(spec: &Value) -> &'static str {
+    let spec: Option<PodSpec> = serde_json::from_value(spec.clone()).ok();
+    spec.map_or(QosClass::BestEffort, |s| of(&s)).name()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn the_pods_own_resources_decide_where_they_are_set() {
+        for (resources, expected) in [
+            (
+                json!({"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "1", "memory": "1Gi"}}),
+                "Guaranteed",
+            ),
+            (json!({"requests": {"cpu": "1"}}), "Burstable"),
+            (json!({}), "BestEffort"),
+        ] {
+            assert_eq!(
+                of_json(&json!({"resources": resources, "containers": [{"name": "c"}]})),
+                expected
+            );
+        }
+    }
+
+    #[test]
+    fn classes_follow_requests_and_limits() {
+        let cases = [
+            (json!({}), "BestEffort"),
+            (json!({"requests": {"cpu": "0"}}), "BestEffort"),
+            (json!({"requests": {"cpu": "1"}}), "Burstable"),
+            (json!({"limits": {"cpu": "1"}}), "Burstable"),
+            (
+                json!({"limits": {"cpu": "1", "memory": "1Gi"}}),
+                "Guaranteed",
+            ),
+            (
+                json!({"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "1000m", "memory": "1024Mi"}}),
+                "Guaranteed",
+            ),
+            (
+                json!({"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "500m"}}),
+                "Burstable",
+            ),
+        ];
+        for (resources, expected) in cases {
+            let spec = json!({"containers": [{"name": "c", "resources": resources}]});
+            assert_eq!(of_json(&spec), expected, "{spec}");
+        }
+    }
+}

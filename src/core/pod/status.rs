@@ -1,0 +1,817 @@
+//! The status of a pod: phase, conditions, container statuses, and the patch that brings the API up to
+//! it (kubelet spec, chapter 4). Pure.
+
+use std::collections::BTreeMap;
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{
+    Container, ContainerState as ApiState, ContainerStateRunning, ContainerStateTerminated,
+    ContainerStateWaiting, ContainerStatus, ContainerUser, HostIP, LinuxContainerUser, Pod,
+    PodCondition, PodIP, PodStatus, ResourceRequirements, VolumeMount, VolumeMountStatus,
+};
+use serde_json::{Value, json};
+
+use super::Role;
+use super::actions::{AfterExit, after_exit, restarts_after};
+use super::observed::{self, ContainerState, ObservedPod};
+use super::probe::Probed;
+use super::qos;
+use super::resize::{self, Sizes};
+use crate::core::pod;
+use crate::core::time::seconds;
+
+/// Why a container is not running, by container name: reason and message of its waiting state.
+pub type Problems = BTreeMap<String, (String, String)>;
+
+/// Why this node ends a pod.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Verdict {
+    /// The status' reason.
+    pub reason: &'static str,
+    /// The status' message.
+    pub message: String,
+    /// The message of the `DisruptionTarget` condition, where the pod could have gone on elsewhere.
+    pub disruption: Option<String>,
+    /// Seconds that its containers get instead of its own grace period.
+    pub grace: Option<i64>,
+}
+
+/// How far a pod is with its resize. The pod of the facts has the sizes that were granted.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Resizing {
+    /// The sizes that the runtime has.
+    pub actuated: Sizes,
+    /// Why what the spec wishes for is not granted: reason and message.
+    pub pending: Option<(String, String)>,
+    /// Why what was granted is not carried out.
+    pub error: Option<String>,
+}
+
+/// Everything a status is made from.
+pub struct Facts<'a> {
+    /// The pod.
+    pub pod: &'a Pod,
+    /// What the runtime has.
+    pub observed: &'a ObservedPod,
+    /// The status before this one.
+    pub previous: &'a PodStatus,
+    /// Why containers could not be started.
+    pub problems: &'a Problems,
+    /// Why nothing of the pod can be started yet, where something fails.
+    pub held_up: Option<String>,
+    /// What their probes say.
+    pub probed: &'a Probed,
+    /// How far a resize is.
+    pub resize: &'a Resizing,
+    /// The node's addresses.
+    pub node_ips: &'a [String],
+    /// All containers have been stopped for good.
+    pub ended: bool,
+    /// Why this node ends the pod, if it does: told once all containers have been stopped.
+    pub verdict: Option<&'a Verdict>,
+    /// The time.
+    pub now: Timestamp,
+}
+
+/// The waiting reason of containers that start over together (KEP-5532).
+pub const RESTARTING_ALL: &str = "RestartingAllContainers";
+const LOST: &str = "The container could not be located when the pod was terminated";
+
+fn terminated(container: &observed::Container) -> ContainerStateTerminated {
+    let reason = match (container.reason.as_str(), container.exit_code) {
+        ("", 0) => "Completed",
+        ("", _) => "Error",
+        (reason, _) => reason,
+    };
+    ContainerStateTerminated {
+        container_id: Some(format!("containerd://{}", container.id)),
+        exit_code: container.exit_code,
+        finished_at: container.finished_at.map(seconds),
+        started_at: container.started_at.map(seconds),
+        reason: Some(reason.into()),
+        message: (!container.message.is_empty()).then(|| container.message.clone()),
+        signal: None,
+    }
+}
+
+fn lost() -> ContainerStateTerminated {
+    ContainerStateTerminated {
+        exit_code: 137,
+        reason: Some("ContainerStatusUnknown".into()),
+        message: Some(LOST.into()),
+        ..ContainerStateTerminated::default()
+    }
+}
+
+fn removed_to_restart() -> ContainerStateTerminated {
+    ContainerStateTerminated {
+        exit_code: 137,
+        reason: Some(RESTARTING_ALL.into()),
+        message: Some("The container is removed because RestartAllContainers in place".into()),
+        ..ContainerStateTerminated::default()
+    }
+}
+
+fn waiting(reason: &str, message: &str) -> ApiState {
+    let text = |s: &str| (!s.is_empty()).then(|| s.to_owned());
+    ApiState {
+        waiting: Some(ContainerStateWaiting {
+            reason: text(reason),
+            message: text(message),
+        }),
+        ..ApiState::default()
+    }
+}
+
+/// The resources as the runtime has them.
+fn carried_out(container: &Container, resizing: &Resizing) -> ResourceRequirements {
+    let mut pod = Pod::default();
+    pod.spec.get_or_insert_default().containers = vec![container.clone()];
+    let pod = resize::with(&pod, &resizing.actuated);
+    let mut resources = pod::spec(&pod)
+        .containers
+        .first()
+        .and_then(|c| c.resources.clone())
+        .unwrap_or_default();
+    resources.claims = None;
+    resources
+}
+
+/// The mounts as they were made.
+fn volume_mounts(container: &Container) -> Option<Vec<VolumeMountStatus>> {
+    let of = |mount: &VolumeMount| VolumeMountStatus {
+        name: mount.name.clone(),
+        mount_path: mount.mount_path.clone(),
+        read_only: mount.read_only.filter(|r| *r),
+        recursive_read_only: mount.read_only.filter(|r| *r).and(
+            mount
+                .recursive_read_only
+                .clone()
+                .filter(|r| r != "IfPossible")
+                .or(Some("Disabled".into())),
+        ),
+        ..VolumeMountStatus::default()
+    };
+    container
+        .volume_mounts
+        .as_ref()
+        .filter(|m| !m.is_empty())
+        .map(|mounts| mounts.iter().map(of).collect())
+}
+
+/// The status of one container (kubelet spec, 4.4).
+fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> ContainerStatus {
+    let before = [
+        &facts.previous.container_statuses,
+        &facts.previous.init_container_statuses,
+        &facts.previous.ephemeral_container_statuses,
+    ]
+    .into_iter()
+    .flatten()
+    .flatten()
+    .find(|s| s.name == container.name);
+    let has_init = facts
+        .pod
+        .spec
+        .as_ref()
+        .is_some_and(|s| s.init_containers.as_ref().is_some_and(|i| !i.is_empty()));
+    let initial = if has_init {
+        "PodInitializing"
+    } else {
+        "ContainerCreating"
+    };
+    let (newest, older) = facts.observed.latest_two(&container.name);
+    let image = container.image.clone().unwrap_or_default();
+    let mut status = ContainerStatus {
+        name: container.name.clone(),
+        image: image.clone(),
+        ..ContainerStatus::default()
+    };
+    let Some(newest) = newest else {
+        status.restart_count = before.map_or(0, |b| b.restart_count);
+        status.last_state = before.and_then(|b| b.last_state.clone());
+        let restarting = facts
+            .problems
+            .get(&container.name)
+            .is_some_and(|(reason, _)| reason == RESTARTING_ALL)
+            && !facts.ended;
+        if restarting {
+            status.restart_count = before.map_or(0, |b| b.restart_count);
+            status.last_state = Some(ApiState {
+                terminated: Some(removed_to_restart()),
+                ..ApiState::default()
+            });
+            status.state = Some(waiting(RESTARTING_ALL, ""));
+            status.started = Some(false);
+            return status;
+        }
+        let ended_before = before
+            .and_then(|b| b.state.as_ref())
+            .and_then(|s| s.terminated.clone());
+        let ran_before = before
+            .and_then(|b| b.state.as_ref())
+            .is_some_and(|s| s.running.is_some());
+        status.state = Some(if let Some(ended) = ended_before {
+            ApiState {
+                terminated: Some(ended),
+                ..ApiState::default()
+            }
+        } else if ran_before || facts.ended {
+            status.restart_count += i32::from(ran_before && !facts.ended);
+            if facts.ended {
+                ApiState {
+                    terminated: Some(lost()),
+                    ..ApiState::default()
+                }
+            } else {
+                status.last_state = Some(ApiState {
+                    terminated: Some(lost()),
+                    ..ApiState::default()
+                });
+                waiting(initial, "")
+            }
+        } else {
+            // The kubelet leaves the message empty here; we say what is in the way.
+            let held_up = facts.held_up.as_deref().unwrap_or_default();
+            let (reason, message) = facts
+                .problems
+                .get(&container.name)
+                .map_or((initial, held_up), |(r, m)| (r, m));
+            waiting(reason, message)
+        });
+        if facts.ended
+            && let Some(before) = before
+        {
+            status.image_id.clone_from(&before.image_id);
+            status.container_id.clone_from(&before.container_id);
+        }
+        status.ready = false;
+        status.started = Some(false);
+        return status;
+    };
+    // Of a pod that is being removed the newest instance may have gone before older ones. One that has not been
+    // started yet may still be replaced, and is not counted before it has run.
+    let (attempt, counted) = (
+        i32::try_from(newest.attempt).unwrap_or(i32::MAX),
+        before.map(|b| b.restart_count),
+    );
+    status.restart_count = match newest.state {
+        ContainerState::Created => counted.unwrap_or(attempt),
+        _ => attempt.max(counted.unwrap_or(0)),
+    };
+    status.container_id = Some(format!("containerd://{}", newest.id));
+    status.image = if newest.image.is_empty() {
+        image
+    } else {
+        newest.image.clone()
+    };
+    status.image_id.clone_from(&newest.image_ref);
+    status.last_state = older.map(|o| ApiState {
+        terminated: Some(terminated(o)),
+        ..ApiState::default()
+    });
+    if status.last_state.is_none() && older.is_none() && newest.attempt > 0 {
+        // The instance before has been removed; what was said about it stays.
+        status.last_state = before.and_then(|b| b.last_state.clone());
+    }
+    let running = newest.state == ContainerState::Running;
+    let state = match newest.state {
+        ContainerState::Running => ApiState {
+            running: Some(ContainerStateRunning {
+                started_at: newest.started_at.map(seconds),
+            }),
+            ..ApiState::default()
+        },
+        ContainerState::Created => waiting("", ""),
+        ContainerState::Unknown => ApiState {
+            terminated: Some(lost()),
+            ..ApiState::default()
+        },
+        ContainerState::Exited => ApiState {
+            terminated: Some(terminated(newest)),
+            ..ApiState::default()
+        },
+    };
+    status.state = Some(state);
+    if let (Some((reason, message)), false) =
+        (facts.problems.get(&container.name), running || facts.ended)
+    {
+        // The container is to be started again but cannot be yet: its end becomes the last state.
+        if newest.state == ContainerState::Exited {
+            status.last_state = Some(ApiState {
+                terminated: Some(terminated(newest)),
+                ..ApiState::default()
+            });
+        }
+        status.state = Some(waiting(reason, message));
+    }
+    if running && matches!(role, Role::Regular | Role::Sidecar) {
+        status.allocated_resources = container
+            .resources
+            .as_ref()
+            .and_then(|r| r.requests.clone())
+            .filter(|r| !r.is_empty());
+        status.resources = Some(carried_out(container, facts.resize));
+    }
+    status.user = newest.user.as_ref().map(|user| ContainerUser {
+        linux: Some(LinuxContainerUser {
+            uid: user.uid,
+            gid: user.gid,
+            supplemental_groups: Some(user.groups.clone()).filter(|g| !g.is_empty()),
+        }),
+    });
+    status.stop_signal.clone_from(&newest.stop_signal);
+    status.volume_mounts = volume_mounts(container);
+    status.started = Some(running && facts.probed.started(container, &newest.id));
+    status.ready = match role {
+        Role::Init => newest.state == ContainerState::Exited && newest.exit_code == 0,
+        Role::Ephemeral => false,
+        Role::Sidecar | Role::Regular => running && facts.probed.ready(container, &newest.id),
+    };
+    status
+}
+
+/// Whether the container was removed so that all start over: it comes back, whatever its policy.
+fn comes_back(status: &ContainerStatus) -> bool {
+    status
+        .state
+        .as_ref()
+        .and_then(|s| s.waiting.as_ref())
+        .is_some_and(|w| w.reason.as_deref() == Some(RESTARTING_ALL))
+}
+
+fn exit_of(status: &ContainerStatus) -> Option<i32> {
+    let state = status.state.as_ref();
+    let now = state.and_then(|s| s.terminated.as_ref());
+    let before = state
+        .filter(|s| s.waiting.is_some())
+        .and(status.last_state.as_ref())
+        .and_then(|s| s.terminated.as_ref());
+    now.or(before).map(|t| t.exit_code)
+}
+
+fn is_running(status: &ContainerStatus) -> bool {
+    status.state.as_ref().is_some_and(|s| s.running.is_some())
+}
+
+/// The phase (kubelet spec, 4.1).
+fn phase(facts: &Facts<'_>, regular: &[ContainerStatus], init: &[ContainerStatus]) -> &'static str {
+    let spec = pod::spec(facts.pod);
+    let definitions: &[Container] = spec.init_containers.as_deref().unwrap_or_default();
+    let never_started = regular
+        .iter()
+        .all(|s| exit_of(s).is_none() && !is_running(s));
+    for (definition, status) in definitions.iter().zip(init) {
+        let exit = exit_of(status).filter(|_| !comes_back(status));
+        if pod::is_sidecar(definition) {
+            let up = is_running(status) && status.started == Some(true);
+            if never_started && !up && !facts.ended {
+                return "Pending";
+            }
+            continue;
+        }
+        match exit {
+            Some(0) => {}
+            Some(code)
+                if facts.ended
+                    || after_exit(facts.pod, Role::Init, definition, code) == AfterExit::Stay =>
+            {
+                return "Failed";
+            }
+            _ if facts.ended => return "Failed",
+            _ => return "Pending",
+        }
+    }
+    let running = regular.iter().filter(|s| is_running(s)).count();
+    let stopped: Vec<(i32, &Container)> = regular
+        .iter()
+        .zip(&spec.containers)
+        .filter(|(s, _)| !is_running(s))
+        .filter_map(|(s, c)| exit_of(s).map(|e| (e, c)))
+        .collect();
+    let never = regular.len() - running - stopped.len();
+    if never > 0 {
+        return if facts.ended { "Failed" } else { "Pending" };
+    }
+    if running > 0 {
+        return "Running";
+    }
+    let success = stopped.iter().all(|(code, _)| *code == 0);
+    if facts.ended {
+        return if success { "Succeeded" } else { "Failed" };
+    }
+    if regular.iter().any(comes_back)
+        || stopped
+            .iter()
+            .any(|(code, c)| restarts_after(facts.pod, c, *code))
+    {
+        return "Running";
+    }
+    if success { "Succeeded" } else { "Failed" }
+}
+
+fn list(names: &[&str]) -> String {
+    format!("[{}]", names.join(" "))
+}
+
+struct Judged {
+    kind: &'static str,
+    holds: bool,
+    reason: Option<&'static str>,
+    message: Option<String>,
+}
+
+/// What was initialised stays so, also while its init containers run again in a new sandbox.
+fn initialised_before(facts: &Facts<'_>) -> bool {
+    facts
+        .previous
+        .conditions
+        .iter()
+        .flatten()
+        .any(|c| c.type_ == "Initialized" && c.status == "True")
+}
+
+fn verdicts(
+    facts: &Facts<'_>,
+    phase: &str,
+    regular: &[ContainerStatus],
+    init: &[ContainerStatus],
+) -> Vec<Judged> {
+    let spec = pod::spec(facts.pod);
+    let say = |kind, holds, reason, message| Judged {
+        kind,
+        holds,
+        reason,
+        message,
+    };
+    let sandbox = facts
+        .observed
+        .sandboxes
+        .first()
+        .is_some_and(|s| s.ready && (s.host_network || !s.ips.is_empty()));
+    let sidecars: Vec<&str> = spec
+        .init_containers
+        .iter()
+        .flatten()
+        .filter(|c| pod::is_sidecar(c))
+        .map(|c| c.name.as_str())
+        .collect();
+    let incomplete: Vec<&str> = init
+        .iter()
+        .filter(|s| {
+            if sidecars.contains(&s.name.as_str()) {
+                s.started != Some(true)
+            } else {
+                !s.ready
+            }
+        })
+        .map(|s| s.name.as_str())
+        .collect();
+    let ran = regular
+        .iter()
+        .any(|s| is_running(s) || exit_of(s).is_some());
+    let initialized = if phase == "Succeeded" {
+        say("Initialized", true, Some("PodCompleted"), None)
+    } else if incomplete.is_empty() || ran || initialised_before(facts) {
+        say("Initialized", true, None, None)
+    } else {
+        say(
+            "Initialized",
+            false,
+            Some("ContainersNotInitialized"),
+            Some(format!(
+                "containers with incomplete status: {}",
+                list(&incomplete)
+            )),
+        )
+    };
+    let unready: Vec<&str> = regular
+        .iter()
+        .chain(init.iter().filter(|s| sidecars.contains(&s.name.as_str())))
+        .filter(|s| !s.ready)
+        .map(|s| s.name.as_str())
+        .collect();
+    let (holds, reason, message) = match phase {
+        "Succeeded" => (false, Some("PodCompleted"), None),
+        "Failed" => (false, Some("PodFailed"), None),
+        _ if unready.is_empty() => (true, None, None),
+        _ => (
+            false,
+            Some("ContainersNotReady"),
+            Some(format!(
+                "containers with unready status: {}",
+                list(&unready)
+            )),
+        ),
+    };
+    let gates: Vec<String> = spec
+        .readiness_gates
+        .iter()
+        .flatten()
+        .filter_map(|gate| {
+            let found = facts
+                .pod
+                .status
+                .iter()
+                .flat_map(|s| s.conditions.iter().flatten())
+                .find(|c| c.type_ == gate.condition_type);
+            match found {
+                None => Some(format!(
+                    "corresponding condition of pod readiness gate \"{}\" does not exist.",
+                    gate.condition_type
+                )),
+                Some(c) if c.status != "True" => Some(format!(
+                    "the status of pod readiness gate \"{}\" is not \"True\", but {}",
+                    gate.condition_type, c.status
+                )),
+                Some(_) => None,
+            }
+        })
+        .collect();
+    let ready = if holds && !gates.is_empty() {
+        say(
+            "Ready",
+            false,
+            Some("ReadinessGatesNotReady"),
+            Some(gates.join(", ")),
+        )
+    } else {
+        say("Ready", holds, reason, message.clone())
+    };
+    vec![
+        // The kubelet says nothing here; we say what is in the way.
+        say(
+            "PodReadyToStartContainers",
+            sandbox,
+            None,
+            facts.held_up.clone().filter(|_| !sandbox && !facts.ended),
+        ),
+        initialized,
+        ready,
+        say("ContainersReady", holds, reason, message),
+        say("PodScheduled", true, None, None),
+    ]
+}
+
+/// Computes the status.
+#[must_use]
+pub fn compute(facts: &Facts<'_>) -> PodStatus {
+    let spec = pod::spec(facts.pod);
+    let all = pod::containers(facts.pod);
+    let of = |wanted: fn(Role) -> bool| -> Vec<ContainerStatus> {
+        all.iter()
+            .filter(|(role, _)| wanted(*role))
+            .map(|(role, c)| container_status(facts, *role, c))
+            .collect()
+    };
+    let regular = of(|r| r == Role::Regular);
+    let init = of(|r| matches!(r, Role::Init | Role::Sidecar));
+    let ephemeral = of(|r| r == Role::Ephemeral);
+    // A final phase is final, whatever is seen later.
+    let known = facts.previous.phase.as_deref().unwrap_or_default();
+    let verdict = facts.verdict.filter(|_| facts.ended);
+    let phase = match (known, pod::phase(facts.pod)) {
+        ("Succeeded", _) | (_, "Succeeded") => "Succeeded",
+        ("Failed", _) | (_, "Failed") => "Failed",
+        _ if verdict.is_some() => "Failed",
+        _ => phase(facts, &regular, &init),
+    };
+    let mut judged = verdicts(facts, phase, &regular, &init);
+    if let Some((reason, message)) = &facts.resize.pending {
+        judged.push(Judged {
+            kind: "PodResizePending",
+            holds: true,
+            reason: Some(if reason == "Infeasible" {
+                "Infeasible"
+            } else {
+                "Deferred"
+            }),
+            message: Some(message.clone()),
+        });
+    }
+    if !facts.ended
+        && (facts.resize.error.is_some()
+            || !resize::same(&facts.resize.actuated, &resize::wished(facts.pod)))
+    {
+        let error = facts.resize.error.clone();
+        judged.push(Judged {
+            kind: "PodResizeInProgress",
+            holds: true,
+            reason: error.is_some().then_some("Error"),
+            message: error,
+        });
+    }
+    if let Some(message) = verdict.and_then(|v| v.disruption.clone()) {
+        judged.push(Judged {
+            kind: "DisruptionTarget",
+            holds: true,
+            reason: Some("TerminationByKubelet"),
+            message: Some(message),
+        });
+    }
+    let conditions = judged
+        .into_iter()
+        .map(|verdict| {
+            let status = if verdict.holds { "True" } else { "False" };
+            let before = facts
+                .previous
+                .conditions
+                .iter()
+                .flatten()
+                .find(|c| c.type_ == verdict.kind && c.status == status);
+            PodCondition {
+                type_: verdict.kind.into(),
+                status: status.into(),
+                reason: verdict.reason.map(Into::into),
+                message: verdict.message,
+                last_transition_time: Some(
+                    before
+                        .and_then(|c| c.last_transition_time.clone())
+                        .unwrap_or_else(|| seconds(facts.now)),
+                ),
+                observed_generation: facts.pod.metadata.generation,
+                last_probe_time: None,
+            }
+        })
+        .collect();
+    let sandbox_ips = facts
+        .observed
+        .sandboxes
+        .first()
+        .map(|s| s.ips.clone())
+        .unwrap_or_default();
+    let before: Vec<String> = facts
+        .previous
+        .pod_ips
+        .iter()
+        .flatten()
+        .map(|i| i.ip.clone())
+        .collect();
+    let ips = if pod::host_network(facts.pod) {
+        facts.node_ips.to_vec()
+    } else if sandbox_ips.is_empty() {
+        before
+    } else {
+        sandbox_ips
+    };
+    let some = |list: Vec<ContainerStatus>| (!list.is_empty()).then_some(list);
+    let mut regular = regular;
+    regular.sort_by(|a, b| a.name.cmp(&b.name));
+    PodStatus {
+        phase: Some(phase.into()),
+        conditions: Some(conditions),
+        container_statuses: some(regular),
+        init_container_statuses: some(init),
+        ephemeral_container_statuses: some(ephemeral),
+        host_ip: facts.node_ips.first().cloned(),
+        host_ips: Some(
+            facts
+                .node_ips
+                .iter()
+                .map(|ip| HostIP { ip: ip.clone() })
+                .collect(),
+        ),
+        pod_ip: ips.first().cloned(),
+        pod_ips: (!ips.is_empty()).then(|| ips.iter().map(|ip| PodIP { ip: ip.clone() }).collect()),
+        start_time: facts
+            .previous
+            .start_time
+            .clone()
+            .or_else(|| Some(seconds(facts.now))),
+        qos_class: facts
+            .previous
+            .qos_class
+            .clone()
+            .or_else(|| Some(qos::of(spec).name().into())),
+        reason: verdict
+            .map(|v| v.reason.to_owned())
+            .or_else(|| facts.previous.reason.clone().filter(|_| known == phase)),
+        message: verdict
+            .map(|v| v.message.clone())
+            .or_else(|| facts.previous.message.clone().filter(|_| known == phase)),
+        observed_generation: facts.pod.metadata.generation,
+        allocated_resources: spec.resources.as_ref().and_then(|r| r.requests.clone()),
+        resources: spec.resources.clone(),
+        ..PodStatus::default()
+    }
+}
+
+/// The condition types that are ours; all others belong to somebody else.
+const OWN: &[&str] = &[
+    "PodReadyToStartContainers",
+    "Initialized",
+    "Ready",
+    "ContainersReady",
+    "PodScheduled",
+    "DisruptionTarget",
+    "PodResizePending",
+    "PodResizeInProgress",
+];
+/// Those of them that are there only while they hold.
+const PASSING: &[&str] = &["PodResizePending", "PodResizeInProgress"];
+
+/// The strategic merge patch that turns what the API has into `wanted`; `None` if nothing differs.
+#[must_use]
+pub fn patch(uid: &str, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
+    let (old, new) = (
+        serde_json::to_value(api).ok()?,
+        serde_json::to_value(wanted).ok()?,
+    );
+    let mut changes = serde_json::Map::new();
+    for (key, value) in new.as_object()? {
+        if key == "conditions" {
+            continue;
+        }
+        if old.get(key) != Some(value) {
+            changes.insert(key.clone(), value.clone());
+        }
+    }
+    for key in [
+        "reason",
+        "message",
+        "initContainerStatuses",
+        "ephemeralContainerStatuses",
+    ] {
+        if old.get(key).is_some() && new.get(key).is_none() {
+            changes.insert(key.into(), Value::Null);
+        }
+    }
+    let of = |status: &PodStatus, kind: &str| {
+        status
+            .conditions
+            .iter()
+            .flatten()
+            .find(|c| c.type_ == kind)
+            .cloned()
+    };
+    let conditions: Vec<PodCondition> = OWN
+        .iter()
+        .filter_map(|kind| of(wanted, kind).filter(|c| of(api, kind).as_ref() != Some(c)))
+        .collect();
+    let conditions: Vec<Value> = conditions
+        .iter()
+        .filter_map(|c| serde_json::to_value(c).ok())
+        .map(|mut c| {
+            // What is absent now must not survive the merge.
+            for key in ["reason", "message"] {
+                if c.get(key).is_none() {
+                    c[key] = Value::Null;
+                }
+            }
+            c
+        })
+        .collect();
+    let over = PASSING
+        .iter()
+        .filter(|kind| of(api, kind).is_some() && of(wanted, kind).is_none());
+    let conditions: Vec<Value> = conditions
+        .into_iter()
+        .chain(over.map(|kind| json!({"type": kind, "$patch": "delete"})))
+        .collect();
+    if !conditions.is_empty() {
+        let order: Vec<Value> = wanted
+            .conditions
+            .iter()
+            .flatten()
+            .map(|c| json!({"type": c.type_}))
+            .collect();
+        changes.insert("$setElementOrder/conditions".into(), order.into());
+        changes.insert("conditions".into(), conditions.into());
+    }
+    (!changes.is_empty()).then(|| json!({"metadata": {"uid": uid}, "status": changes}))
+}
+
+/// A status without the generation that it was observed at: what is worth telling at once.
+#[must_use]
+pub fn substance(status: &PodStatus) -> PodStatus {
+    let mut status = PodStatus {
+        observed_generation: None,
+        ..status.clone()
+    };
+    for condition in status.conditions.iter_mut().flatten() {
+        condition.observed_generation = None;
+    }
+    status
+}
+
+/// When the pod has been active for as long as it may be.
+#[must_use]
+pub fn deadline(pod: &Pod, status: &PodStatus) -> Option<Timestamp> {
+    let most = pod::spec(pod).active_deadline_seconds?;
+    Some(status.start_time.as_ref()?.0 + jiff::SignedDuration::from_secs(most))
+}
+
+/// The status of a pod that admission refused.
+#[must_use]
+pub fn rejected(previous: &PodStatus, reason: &str, message: &str, now: Timestamp) -> PodStatus {
+    PodStatus {
+        phase: Some("Failed".into()),
+        reason: Some(reason.into()),
+        message: Some(format!("Pod was rejected: {message}")),
+        start_time: previous.start_time.clone().or_else(|| Some(seconds(now))),
+        ..previous.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests;

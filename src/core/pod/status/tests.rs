@@ -1,0 +1,364 @@
+use super::*;
+use crate::core::pod::observed::Sandbox;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+
+fn time(s: i64) -> Timestamp {
+    Timestamp::from_second(s).expect("a time")
+}
+
+fn a_pod(policy: &str, init: Value) -> Pod {
+    serde_json::from_value(json!({"metadata": {"name": "p", "uid": "u", "generation": 3}, "spec": {"restartPolicy": policy, "initContainers": init, "containers": [{"name": "a", "image": "i"}]}})).expect("a pod")
+}
+
+fn container(name: &str, attempt: u32, state: ContainerState, code: i32) -> observed::Container {
+    observed::Container {
+        id: format!("{name}{attempt}"),
+        name: name.into(),
+        sandbox: "s".into(),
+        attempt,
+        state,
+        created_at: time(i64::from(attempt)),
+        started_at: Some(time(10)),
+        finished_at: (state == ContainerState::Exited).then(|| time(20)),
+        exit_code: code,
+        reason: String::new(),
+        message: String::new(),
+        image: "i".into(),
+        image_ref: "sha256:x".into(),
+        hash: None,
+        user: None,
+        stop_signal: None,
+    }
+}
+
+fn status(
+    pod: &Pod,
+    containers: Vec<observed::Container>,
+    problems: &Problems,
+    ended: bool,
+    previous: &PodStatus,
+) -> PodStatus {
+    let sandbox = Sandbox {
+        id: "s".into(),
+        attempt: 0,
+        ready: true,
+        created_at: time(0),
+        ips: vec!["10.0.0.2".into()],
+        host_network: false,
+    };
+    let mut observed = ObservedPod {
+        sandboxes: vec![sandbox],
+        containers,
+    };
+    observed.sort();
+    compute(&Facts {
+        pod,
+        observed: &observed,
+        previous,
+        problems,
+        held_up: None,
+        probed: &Probed::default(),
+        resize: &Resizing {
+            actuated: resize::wished(pod),
+            ..Resizing::default()
+        },
+        node_ips: &["192.0.2.1".into()],
+        ended,
+        verdict: None,
+        now: time(100),
+    })
+}
+
+use ContainerState::{Exited, Running};
+
+#[test]
+fn phases() {
+    let init = json!([{"name": "i", "image": "i"}]);
+    let held: Problems = [(
+        "a".to_owned(),
+        ("CrashLoopBackOff".to_owned(), "m".to_owned()),
+    )]
+    .into();
+    let none = Problems::new();
+    let cases: Vec<(
+        &str,
+        &str,
+        Value,
+        Vec<observed::Container>,
+        &Problems,
+        bool,
+        &str,
+    )> = vec![
+        (
+            "nothing yet",
+            "Always",
+            json!([]),
+            vec![],
+            &none,
+            false,
+            "Pending",
+        ),
+        (
+            "running",
+            "Always",
+            json!([]),
+            vec![container("a", 0, Running, 0)],
+            &none,
+            false,
+            "Running",
+        ),
+        (
+            "crash loop",
+            "Always",
+            json!([]),
+            vec![container("a", 1, Exited, 1)],
+            &held,
+            false,
+            "Running",
+        ),
+        (
+            "done",
+            "OnFailure",
+            json!([]),
+            vec![container("a", 0, Exited, 0)],
+            &none,
+            false,
+            "Succeeded",
+        ),
+        (
+            "failed",
+            "Never",
+            json!([]),
+            vec![container("a", 0, Exited, 3)],
+            &none,
+            false,
+            "Failed",
+        ),
+        (
+            "ended well",
+            "Always",
+            json!([]),
+            vec![container("a", 0, Exited, 0)],
+            &none,
+            true,
+            "Succeeded",
+        ),
+        (
+            "ended badly",
+            "Always",
+            json!([]),
+            vec![container("a", 0, Exited, 143)],
+            &none,
+            true,
+            "Failed",
+        ),
+        (
+            "never started",
+            "Always",
+            json!([]),
+            vec![],
+            &none,
+            true,
+            "Failed",
+        ),
+        (
+            "initialising",
+            "Always",
+            init.clone(),
+            vec![container("i", 0, Running, 0)],
+            &none,
+            false,
+            "Pending",
+        ),
+        (
+            "init failed",
+            "Never",
+            init.clone(),
+            vec![container("i", 0, Exited, 1)],
+            &none,
+            false,
+            "Failed",
+        ),
+        (
+            "init fails again and again",
+            "Always",
+            init,
+            vec![container("i", 0, Exited, 1)],
+            &none,
+            false,
+            "Pending",
+        ),
+    ];
+    for (what, policy, init, containers, problems, ended, expected) in cases {
+        let status = status(
+            &a_pod(policy, init),
+            containers,
+            problems,
+            ended,
+            &PodStatus::default(),
+        );
+        assert_eq!(status.phase.as_deref(), Some(expected), "{what}");
+    }
+}
+
+#[test]
+fn a_final_phase_stays() {
+    let previous = PodStatus {
+        phase: Some("Failed".into()),
+        reason: Some("Evicted".into()),
+        ..PodStatus::default()
+    };
+    let after = status(
+        &a_pod("Always", json!([])),
+        vec![container("a", 0, Running, 0)],
+        &Problems::new(),
+        false,
+        &previous,
+    );
+    assert_eq!(
+        (after.phase.as_deref(), after.reason.as_deref()),
+        (Some("Failed"), Some("Evicted"))
+    );
+}
+
+#[test]
+fn container_states_tell_what_was_and_is() {
+    let held: Problems = [(
+        "a".to_owned(),
+        ("CrashLoopBackOff".to_owned(), "back-off".to_owned()),
+    )]
+    .into();
+    let looping = status(
+        &a_pod("Always", json!([])),
+        vec![container("a", 1, Exited, 1)],
+        &held,
+        false,
+        &PodStatus::default(),
+    );
+    let a = &looping.container_statuses.as_ref().expect("statuses")[0];
+    assert_eq!(
+        a.state
+            .as_ref()
+            .and_then(|s| s.waiting.as_ref())
+            .and_then(|w| w.reason.as_deref()),
+        Some("CrashLoopBackOff")
+    );
+    assert_eq!(
+        a.last_state
+            .as_ref()
+            .and_then(|s| s.terminated.as_ref())
+            .map(|t| (t.exit_code, t.reason.clone())),
+        Some((1, Some("Error".into())))
+    );
+    assert_eq!((a.restart_count, a.ready), (1, false));
+    let running = status(
+        &a_pod("Always", json!([])),
+        vec![container("a", 0, Running, 0)],
+        &Problems::new(),
+        false,
+        &PodStatus::default(),
+    );
+    let lost = status(
+        &a_pod("Always", json!([])),
+        vec![],
+        &Problems::new(),
+        false,
+        &running,
+    );
+    let a = &lost.container_statuses.as_ref().expect("statuses")[0];
+    assert_eq!(a.restart_count, 1);
+    assert_eq!(
+        a.last_state
+            .as_ref()
+            .and_then(|s| s.terminated.as_ref())
+            .and_then(|t| t.reason.as_deref()),
+        Some("ContainerStatusUnknown")
+    );
+}
+
+#[test]
+fn conditions_move_only_when_their_status_does() {
+    let pod = a_pod("Always", json!([]));
+    let first = status(
+        &pod,
+        vec![container("a", 0, Running, 0)],
+        &Problems::new(),
+        false,
+        &PodStatus::default(),
+    );
+    let ready = first
+        .conditions
+        .as_ref()
+        .expect("conditions")
+        .iter()
+        .find(|c| c.type_ == "Ready")
+        .expect("Ready");
+    assert_eq!(
+        (ready.status.as_str(), ready.observed_generation),
+        ("True", Some(3))
+    );
+    let mut earlier = first.clone();
+    for condition in earlier.conditions.iter_mut().flatten() {
+        condition.last_transition_time = Some(Time(time(1)));
+    }
+    let again = status(
+        &pod,
+        vec![container("a", 0, Running, 0)],
+        &Problems::new(),
+        false,
+        &earlier,
+    );
+    assert_eq!(again, earlier);
+    let down = status(
+        &pod,
+        vec![container("a", 0, Exited, 1)],
+        &Problems::new(),
+        false,
+        &earlier,
+    );
+    let ready = down
+        .conditions
+        .as_ref()
+        .expect("conditions")
+        .iter()
+        .find(|c| c.type_ == "Ready")
+        .expect("Ready");
+    assert_eq!(
+        (ready.status.as_str(), ready.message.as_deref()),
+        ("False", Some("containers with unready status: [a]"))
+    );
+    assert_eq!(ready.last_transition_time, Some(Time(time(100))));
+}
+
+#[test]
+fn patches_hold_only_what_changed_and_leave_other_conditions_alone() {
+    let pod = a_pod("Always", json!([]));
+    let status = status(
+        &pod,
+        vec![container("a", 0, Running, 0)],
+        &Problems::new(),
+        false,
+        &PodStatus::default(),
+    );
+    assert_eq!(patch("u", &status, &status), None);
+    let mut api = status.clone();
+    api.conditions
+        .as_mut()
+        .expect("conditions")
+        .push(PodCondition {
+            type_: "Other".into(),
+            status: "True".into(),
+            ..PodCondition::default()
+        });
+    assert_eq!(
+        patch("u", &api, &status),
+        None,
+        "a foreign condition is not ours to remove"
+    );
+    api.phase = Some("Pending".into());
+    let patch = patch("u", &api, &status).expect("a patch");
+    assert_eq!(
+        patch,
+        json!({"metadata": {"uid": "u"}, "status": {"phase": "Running"}})
+    );
+}

@@ -1,0 +1,247 @@
+//! Container logs as the runtime writes them: `<time> <stream> <tags> <data>` lines (kubelet spec, 8.8). Pure.
+
+use super::LogOptions;
+
+/// One line of a log file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Line<'a> {
+    /// RFC 3339 with nanoseconds.
+    pub time: &'a str,
+    /// `stdout` or `stderr`.
+    pub stream: &'a str,
+    /// The line goes on in the next one.
+    pub partial: bool,
+    /// What the container wrote, without the line's end.
+    pub data: &'a str,
+}
+
+/// Reads one line; `None` if it is not one.
+#[must_use]
+pub fn parse(line: &str) -> Option<Line<'_>> {
+    let mut fields = line.splitn(4, ' ');
+    let (time, stream, tags, data) = (
+        fields.next()?,
+        fields.next()?,
+        fields.next()?,
+        fields.next().unwrap_or_default(),
+    );
+    let known = matches!(stream, "stdout" | "stderr") && !tags.is_empty();
+    known.then(|| Line {
+        time,
+        stream,
+        partial: tags.split(':').next() == Some("P"),
+        data,
+    })
+}
+
+/// The last `lines` lines of what a container wrote, cut at the front to `limit` bytes. `text` is the end
+/// of a log file; its first line may be half of one.
+#[must_use]
+pub fn tail(text: &str, lines: usize, limit: usize) -> String {
+    let mut whole: Vec<String> = vec![];
+    let mut goes_on = false;
+    for line in text.lines().filter_map(parse) {
+        match whole.last_mut() {
+            Some(last) if goes_on => last.push_str(line.data),
+            _ => whole.push(line.data.to_owned()),
+        }
+        goes_on = line.partial;
+    }
+    let mut out: String = whole[whole.len().saturating_sub(lines)..]
+        .iter()
+        .flat_map(|line| [line.as_str(), "\n"])
+        .collect();
+    let mut cut = out.len().saturating_sub(limit);
+    while !out.is_char_boundary(cut) {
+        cut += 1;
+    }
+    out.drain(..cut);
+    out
+}
+
+/// Turns what is in a log file into what the reader gets, piece by piece.
+#[derive(Debug, Default)]
+pub struct Decoder {
+    since: Option<jiff::Timestamp>,
+    timestamps: bool,
+    /// So many bytes are still wanted; none for any number.
+    left: Option<u64>,
+    /// The beginning of a line whose end has not come.
+    rest: Vec<u8>,
+    /// The line goes on, and its time has been written.
+    within: bool,
+    /// A line has come that is new enough: all after it are.
+    begun: bool,
+}
+
+/// The longest line that is taken whole; runtimes cut theirs far shorter.
+const LINE_LIMIT: usize = 1 << 20;
+
+impl Decoder {
+    /// For a reader who wants the log so.
+    #[must_use]
+    pub fn new(options: &LogOptions) -> Decoder {
+        Decoder {
+            since: options.since,
+            timestamps: options.timestamps,
+            left: options.limit,
+            ..Decoder::default()
+        }
+    }
+
+    /// Whether nothing more is wanted.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.left == Some(0)
+    }
+
+    /// Takes a piece of a file; the answer is what the reader gets of it.
+    pub fn push(&mut self, piece: &[u8]) -> Vec<u8> {
+        let mut text = std::mem::take(&mut self.rest);
+        text.extend_from_slice(piece);
+        let mut out = Vec::with_capacity(piece.len());
+        let whole = text
+            .iter()
+            .rposition(|b| *b == b'\n')
+            .map_or(0, |end| end + 1);
+        text[..whole]
+            .split(|b| *b == b'\n')
+            .for_each(|line| self.line(line, &mut out));
+        if text.len() - whole <= LINE_LIMIT {
+            self.rest = text.split_off(whole);
+        }
+        if let Some(left) = &mut self.left {
+            out.truncate(usize::try_from(*left).unwrap_or(usize::MAX));
+            *left -= out.len() as u64;
+        }
+        out
+    }
+
+    fn line(&mut self, line: &[u8], out: &mut Vec<u8>) {
+        let mut fields = line.splitn(4, |b| *b == b' ');
+        let (Some(time), Some(stream), Some(tags)) = (fields.next(), fields.next(), fields.next())
+        else {
+            return;
+        };
+        let data = fields.next().unwrap_or_default();
+        if !matches!(stream, b"stdout" | b"stderr") {
+            return;
+        }
+        if let (Some(since), false) = (self.since, self.begun) {
+            let at = std::str::from_utf8(time)
+                .ok()
+                .and_then(|t| t.parse::<jiff::Timestamp>().ok());
+            if at.is_none_or(|at| at < since) {
+                return;
+            }
+            self.begun = true;
+        }
+        if self.timestamps && !self.within {
+            out.extend_from_slice(time);
+            out.push(b' ');
+        }
+        out.extend_from_slice(data);
+        self.within = tags.split(|b| *b == b':').next() == Some(b"P");
+        if !self.within {
+            out.push(b'\n');
+        }
+    }
+}
+
+/// What a rotation does with the files rotated before.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Rotation {
+    /// These are deleted.
+    pub remove: Vec<String>,
+    /// These are compressed.
+    pub compress: Vec<String>,
+}
+
+/// Decides over the rotated files of a log, so that with the present and the next one at most `files` stay
+/// (kubelet spec, 8.7). Their names sort by age.
+#[must_use]
+pub fn rotation(names: &[String], files: usize) -> Rotation {
+    let (unfinished, mut whole): (Vec<String>, Vec<String>) =
+        names.iter().cloned().partition(|n| n.ends_with(".tmp"));
+    whole.sort();
+    let surplus = whole.len().saturating_sub(files.saturating_sub(2));
+    let kept = whole.split_off(surplus);
+    Rotation {
+        remove: unfinished.into_iter().chain(whole).collect(),
+        compress: kept.into_iter().filter(|n| !n.ends_with(".gz")).collect(),
+    }
+}
+
+/// The name of the link to a container's log in the directory that log collectors read.
+#[must_use]
+pub fn link_name(pod: &str, namespace: &str, container: &str, id: &str) -> String {
+    let end = format!("-{id}.log");
+    let mut start = format!("{pod}_{namespace}_{container}");
+    let mut room = 255_usize.saturating_sub(end.len()).min(start.len());
+    while !start.is_char_boundary(room) {
+        room -= 1;
+    }
+    start.truncate(room);
+    start + &end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_is_read_in_pieces_of_any_size() {
+        let text = "2026-11-20T00:00:01Z stdout F one\n2026-11-20T00:00:02Z stderr P tw\n2026-11-20T00:00:03Z stderr F o\nnonsense\n2026-11-20T00:00:04Z stdout F \n2026-11-20T00:00:05Z stdout F half";
+        for size in [1, 7, 1000] {
+            let read = |mut decoder: Decoder| {
+                let bytes: Vec<u8> = text
+                    .as_bytes()
+                    .chunks(size)
+                    .flat_map(|piece| decoder.push(piece))
+                    .collect();
+                String::from_utf8(bytes).expect("text")
+            };
+            assert_eq!(read(Decoder::default()), "one\ntwo\n\n", "pieces of {size}");
+            let times = read(Decoder {
+                timestamps: true,
+                ..Decoder::default()
+            });
+            assert_eq!(
+                times,
+                "2026-11-20T00:00:01Z one\n2026-11-20T00:00:02Z two\n2026-11-20T00:00:04Z \n"
+            );
+            let since = "2026-11-20T00:00:02Z".parse().ok();
+            assert_eq!(
+                read(Decoder {
+                    since,
+                    ..Decoder::default()
+                }),
+                "two\n\n"
+            );
+            assert_eq!(
+                read(Decoder {
+                    left: Some(5),
+                    ..Decoder::default()
+                }),
+                "one\nt"
+            );
+        }
+    }
+
+    #[test]
+    fn the_tail_joins_partial_lines_and_keeps_its_end() {
+        let text = "half a line\n2026-11-20T00:00:00.1Z stdout F one\n2026-11-20T00:00:00.2Z stderr P tw\n2026-11-20T00:00:00.3Z stderr F o\nnonsense\n2026-11-20T00:00:00.4Z stdout F drei ü\n";
+        assert_eq!(tail(text, 2, 100), "two\ndrei ü\n");
+        assert_eq!(tail(text, 80, 6), "ei ü\n");
+        assert_eq!(tail("", 80, 100), "");
+        assert_eq!(
+            parse("t stdout F a b"),
+            Some(Line {
+                time: "t",
+                stream: "stdout",
+                partial: false,
+                data: "a b"
+            })
+        );
+    }
+}

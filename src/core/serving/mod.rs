@@ -1,0 +1,575 @@
+//! What the agent's HTTP API has, who may use it, and how its logs are read (kubelet spec, chapter 13). Pure.
+
+pub mod cgroup_stats;
+pub mod exposition;
+pub mod log_query;
+pub mod logs;
+pub mod query;
+
+use jiff::{SignedDuration, Timestamp};
+
+/// A container of a pod.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Place {
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod's name.
+    pub pod: String,
+    /// Its uid, where the path names it.
+    pub uid: Option<String>,
+    /// The container; empty where the whole pod is meant.
+    pub container: String,
+}
+
+/// Something that is served.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Endpoint {
+    /// `/healthz` and what is below.
+    Health,
+    /// `/pods`.
+    Pods,
+    /// `/runningpods/`.
+    RunningPods,
+    /// `/containerLogs/…`.
+    Logs(Place),
+    /// `/exec/…`.
+    Exec(Place),
+    /// `/attach/…`.
+    Attach(Place),
+    /// `/portForward/…`.
+    PortForward(Place),
+    /// `/run/…`.
+    Run(Place),
+    /// `/configz`.
+    Config,
+    /// `/stats/summary`.
+    Stats,
+    /// `/metrics`, and its parts by name: `cadvisor`, `resource`, `probes`, `slis`.
+    Metrics(String),
+    /// `/logs/…`: a path below the node's log directory.
+    Files(String),
+    /// `/checkpoint/…`.
+    Checkpoint(Place),
+    /// `/debug/flags/v`.
+    Verbosity,
+    /// `/statusz`.
+    Status,
+    /// `/flagz`.
+    Flags,
+}
+
+/// Where a request leads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Routed {
+    /// Here.
+    Found(Endpoint),
+    /// The path is served, with other methods.
+    OtherMethod,
+    /// Nowhere.
+    Nothing,
+}
+
+fn place(parts: &[&str]) -> Option<Place> {
+    let of = |namespace: &str, pod: &str, uid: Option<&str>, container: &str| Place {
+        namespace: namespace.into(),
+        pod: pod.into(),
+        uid: uid.map(Into::into),
+        container: container.into(),
+    };
+    match parts {
+        [namespace, pod, container] => Some(of(namespace, pod, None, container)),
+        [namespace, pod, uid, container] => Some(of(namespace, pod, Some(uid), container)),
+        _ => None,
+    }
+}
+
+fn whole_pod(parts: &[&str]) -> Option<Place> {
+    match parts {
+        [namespace, pod] => place(&[namespace, pod, ""]),
+        [namespace, pod, uid] => place(&[namespace, pod, uid, ""]),
+        _ => None,
+    }
+}
+
+/// Finds what is at a path.
+#[must_use]
+pub fn route(method: &str, path: &str) -> Routed {
+    let decoded: Vec<String> = path
+        .trim_end_matches('/')
+        .split('/')
+        .skip(1)
+        .map(|part| query::decode(&part.replace('+', "%2B")))
+        .collect();
+    let parts: Vec<&str> = decoded.iter().map(String::as_str).collect();
+    let get = &["GET", "HEAD"][..];
+    let stream = &["GET", "POST"][..];
+    let (endpoint, methods) = match parts.as_slice() {
+        ["healthz"] | ["healthz", "ping" | "log" | "syncloop"] => (Some(Endpoint::Health), get),
+        ["pods"] => (Some(Endpoint::Pods), get),
+        ["runningpods"] => (Some(Endpoint::RunningPods), get),
+        ["containerLogs", rest @ ..] => (
+            place(rest).filter(|p| p.uid.is_none()).map(Endpoint::Logs),
+            get,
+        ),
+        ["exec", rest @ ..] => (place(rest).map(Endpoint::Exec), stream),
+        ["attach", rest @ ..] => (place(rest).map(Endpoint::Attach), stream),
+        ["portForward", rest @ ..] => (whole_pod(rest).map(Endpoint::PortForward), stream),
+        ["run", rest @ ..] => (place(rest).map(Endpoint::Run), &["POST"][..]),
+        ["configz"] => (Some(Endpoint::Config), get),
+        ["stats", "summary"] => (Some(Endpoint::Stats), stream),
+        ["metrics"] => (Some(Endpoint::Metrics(String::new())), get),
+        [
+            "metrics",
+            part @ ("cadvisor" | "resource" | "probes" | "slis"),
+        ] => (Some(Endpoint::Metrics((*part).into())), get),
+        ["logs", rest @ ..] => (Some(Endpoint::Files(rest.join("/"))), get),
+        ["checkpoint", rest @ ..] => (
+            place(rest)
+                .filter(|p| p.uid.is_none())
+                .map(Endpoint::Checkpoint),
+            &["POST"][..],
+        ),
+        ["debug", "flags", "v"] => (Some(Endpoint::Verbosity), &["PUT"][..]),
+        ["statusz"] => (Some(Endpoint::Status), get),
+        ["flagz"] => (Some(Endpoint::Flags), get),
+        _ => (None, get),
+    };
+    match endpoint {
+        None => Routed::Nothing,
+        Some(endpoint) if methods.contains(&method) => Routed::Found(endpoint),
+        Some(_) => Routed::OtherMethod,
+    }
+}
+
+/// What a request needs to be allowed: a verb on one of these subresources of the node.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Needs {
+    /// The verb.
+    pub verb: &'static str,
+    /// Tried in this order; any is enough.
+    pub subresources: &'static [&'static str],
+}
+
+/// What a request needs. A path that nobody thought of needs `proxy`, which is everything.
+#[must_use]
+pub fn needs(method: &str, path: &str) -> Needs {
+    let mut verb = match method {
+        "POST" => "create",
+        "GET" | "HEAD" => "get",
+        "PUT" => "update",
+        "PATCH" => "patch",
+        "DELETE" => "delete",
+        _ => "",
+    };
+    let first = path
+        .trim_start_matches('/')
+        .split('/')
+        .next()
+        .unwrap_or_default();
+    let subresources: &[&str] = match first {
+        "healthz" => &["healthz", "proxy"],
+        "pods" | "runningpods" => &["pods", "proxy"],
+        "configz" | "flagz" => &["configz", "proxy"],
+        "statusz" => &["statusz", "proxy"],
+        "stats" => &["stats"],
+        "metrics" => &["metrics"],
+        "logs" => &["log"],
+        "checkpoint" => &["checkpoint"],
+        _ => &["proxy"],
+    };
+    // Running something is never reading, whatever the method: WebSockets begin with GET.
+    if matches!(first, "exec" | "attach" | "run" | "portForward") {
+        verb = "create";
+    }
+    Needs { verb, subresources }
+}
+
+/// The first part of a path as metrics show it: of others only that they were asked for.
+#[must_use]
+pub fn family(path: &str) -> &'static str {
+    const KNOWN: [&str; 16] = [
+        "healthz",
+        "pods",
+        "runningpods",
+        "containerLogs",
+        "exec",
+        "attach",
+        "portForward",
+        "run",
+        "configz",
+        "stats",
+        "metrics",
+        "logs",
+        "checkpoint",
+        "debug",
+        "statusz",
+        "flagz",
+    ];
+    let first = path
+        .trim_start_matches('/')
+        .split('/')
+        .next()
+        .unwrap_or_default();
+    KNOWN
+        .into_iter()
+        .find(|known| *known == first)
+        .unwrap_or("other")
+}
+
+/// Whether what is asked for takes as long as its reader wishes.
+#[must_use]
+pub fn is_long(family: &str) -> bool {
+    matches!(family, "exec" | "attach" | "portForward" | "containerLogs")
+}
+
+/// A method as metrics show it.
+#[must_use]
+pub fn known_method(method: &str) -> &'static str {
+    ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
+        .into_iter()
+        .find(|known| *known == method)
+        .unwrap_or("other")
+}
+
+/// How a log is read.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LogOptions {
+    /// It goes on while the container does.
+    pub follow: bool,
+    /// That of the instance before.
+    pub previous: bool,
+    /// Nothing that was written before this.
+    pub since: Option<Timestamp>,
+    /// Each line begins with its time.
+    pub timestamps: bool,
+    /// So many lines from the end.
+    pub tail: Option<u64>,
+    /// So many bytes at most.
+    pub limit: Option<u64>,
+}
+
+/// Why a query is refused: the HTTP code and a message.
+pub type Refused = (u16, String);
+
+impl LogOptions {
+    /// From a query, as `PodLogOptions` has it.
+    pub fn parse(text: &str, now: Timestamp) -> Result<LogOptions, Refused> {
+        let mut options = LogOptions::default();
+        let (mut seconds, mut time) = (None, None);
+        for (key, value) in query::pairs(text).into_iter().filter(|(key, value)| {
+            !value.is_empty() || matches!(key.as_str(), "follow" | "previous")
+        }) {
+            let number = || {
+                let wrong = || (400, format!("{key}: {value:?} is not a number"));
+                value.parse::<i64>().map_err(|_| wrong())
+            };
+            let at_least = |least: i64| {
+                let number = number()?;
+                let wrong = || {
+                    (
+                        422,
+                        format!(
+                            "PodLogOptions.{key}: Invalid value: {number}: must be greater than or equal to {least}"
+                        ),
+                    )
+                };
+                if number < least {
+                    Err(wrong())
+                } else {
+                    Ok(number)
+                }
+            };
+            match key.as_str() {
+                "follow" => options.follow = query::is_true(&value),
+                "previous" => options.previous = query::is_true(&value),
+                "timestamps" => options.timestamps = query::is_true(&value),
+                "tail" if value == "all" => {}
+                "tail" | "tailLines" => options.tail = u64::try_from(at_least(0)?).ok(),
+                "limitBytes" => options.limit = u64::try_from(at_least(1)?).ok(),
+                "sinceSeconds" => seconds = Some(at_least(1)?),
+                "sinceTime" => {
+                    time =
+                        Some(value.parse::<Timestamp>().map_err(|e| {
+                            (400, format!("sinceTime: {value:?} is not a time: {e}"))
+                        })?)
+                }
+                "stream" if value != "All" => {
+                    return Err((
+                        400,
+                        format!(
+                            "stream: {value:?} is not served: the streams of a log are not told apart, use All"
+                        ),
+                    ));
+                }
+                // A container in a path, and what concerns others on the way here.
+                _ => {}
+            }
+        }
+        if seconds.is_some() && time.is_some() {
+            return Err((422, "PodLogOptions: Forbidden: at most one of `sinceTime` or `sinceSeconds` may be specified".into()));
+        }
+        options.since = time
+            .or_else(|| seconds.and_then(|s| now.checked_sub(SignedDuration::from_secs(s)).ok()));
+        Ok(options)
+    }
+}
+
+/// The streams that a command or an attachment has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Streams {
+    /// Input.
+    pub stdin: bool,
+    /// Output.
+    pub stdout: bool,
+    /// Errors.
+    pub stderr: bool,
+    /// A terminal.
+    pub tty: bool,
+}
+
+impl Streams {
+    /// From a query: `input`, `output`, `error` and `tty`, each `1`. A terminal has no errors of its own.
+    pub fn parse(text: &str) -> Result<Streams, Refused> {
+        let pairs = query::pairs(text);
+        let has = |name: &str| pairs.iter().any(|(key, value)| key == name && value == "1");
+        let tty = has("tty");
+        let streams = Streams {
+            stdin: has("input"),
+            stdout: has("output"),
+            stderr: has("error") && !tty,
+            tty,
+        };
+        if !streams.stdin && !streams.stdout && !streams.stderr {
+            return Err((
+                400,
+                "you must specify at least 1 of stdin, stdout, stderr".into(),
+            ));
+        }
+        Ok(streams)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_path_leads_where_it_should_and_needs_what_it_must() {
+        let place = |uid: Option<&str>, container: &str| Place {
+            namespace: "n".into(),
+            pod: "p".into(),
+            uid: uid.map(Into::into),
+            container: container.into(),
+        };
+        let found = Routed::Found;
+        for (method, path, expected, verb, subresources) in [
+            (
+                "GET",
+                "/healthz",
+                found(Endpoint::Health),
+                "get",
+                &["healthz", "proxy"][..],
+            ),
+            (
+                "GET",
+                "/healthz/ping",
+                found(Endpoint::Health),
+                "get",
+                &["healthz", "proxy"],
+            ),
+            (
+                "GET",
+                "/pods",
+                found(Endpoint::Pods),
+                "get",
+                &["pods", "proxy"],
+            ),
+            (
+                "GET",
+                "/pods/",
+                found(Endpoint::Pods),
+                "get",
+                &["pods", "proxy"],
+            ),
+            ("GET", "/podsx", Routed::Nothing, "get", &["proxy"]),
+            (
+                "GET",
+                "/runningpods/",
+                found(Endpoint::RunningPods),
+                "get",
+                &["pods", "proxy"],
+            ),
+            (
+                "GET",
+                "/containerLogs/n/p/c",
+                found(Endpoint::Logs(place(None, "c"))),
+                "get",
+                &["proxy"],
+            ),
+            (
+                "GET",
+                "/containerLogs/n/p",
+                Routed::Nothing,
+                "get",
+                &["proxy"],
+            ),
+            (
+                "POST",
+                "/exec/n/p/c",
+                found(Endpoint::Exec(place(None, "c"))),
+                "create",
+                &["proxy"],
+            ),
+            (
+                "GET",
+                "/exec/n/p/u/c",
+                found(Endpoint::Exec(place(Some("u"), "c"))),
+                "create",
+                &["proxy"],
+            ),
+            (
+                "GET",
+                "/attach/n/p/c",
+                found(Endpoint::Attach(place(None, "c"))),
+                "create",
+                &["proxy"],
+            ),
+            (
+                "POST",
+                "/portForward/n/p",
+                found(Endpoint::PortForward(place(None, ""))),
+                "create",
+                &["proxy"],
+            ),
+            (
+                "POST",
+                "/run/n/p/c",
+                found(Endpoint::Run(place(None, "c"))),
+                "create",
+                &["proxy"],
+            ),
+            (
+                "GET",
+                "/run/n/p/c",
+                Routed::OtherMethod,
+                "create",
+                &["proxy"],
+            ),
+            (
+                "GET",
+                "/configz",
+                found(Endpoint::Config),
+                "get",
+                &["configz", "proxy"],
+            ),
+            (
+                "GET",
+                "/stats/summary",
+                found(Endpoint::Stats),
+                "get",
+                &["stats"],
+            ),
+            (
+                "GET",
+                "/metrics",
+                found(Endpoint::Metrics(String::new())),
+                "get",
+                &["metrics"],
+            ),
+            (
+                "GET",
+                "/metrics/resource",
+                found(Endpoint::Metrics("resource".into())),
+                "get",
+                &["metrics"],
+            ),
+            (
+                "GET",
+                "/metrics/other",
+                Routed::Nothing,
+                "get",
+                &["metrics"],
+            ),
+            (
+                "GET",
+                "/logs/a/b",
+                found(Endpoint::Files("a/b".into())),
+                "get",
+                &["log"],
+            ),
+            (
+                "DELETE",
+                "/pods",
+                Routed::OtherMethod,
+                "delete",
+                &["pods", "proxy"],
+            ),
+            (
+                "GET",
+                "/statusz",
+                found(Endpoint::Status),
+                "get",
+                &["statusz", "proxy"],
+            ),
+            (
+                "GET",
+                "/flagz",
+                found(Endpoint::Flags),
+                "get",
+                &["configz", "proxy"],
+            ),
+            ("GET", "/", Routed::Nothing, "get", &["proxy"]),
+            ("BREW", "/coffee", Routed::Nothing, "", &["proxy"]),
+        ] {
+            assert_eq!(route(method, path), expected, "{method} {path}");
+            assert_eq!(
+                needs(method, path),
+                Needs { verb, subresources },
+                "{method} {path}"
+            );
+        }
+    }
+
+    #[test]
+    fn log_options_are_checked() {
+        let now = Timestamp::from_second(1000).expect("a time");
+        let of = |text: &str| LogOptions::parse(text, now);
+        assert_eq!(
+            of(
+                "follow=true&tailLines=5&sinceSeconds=10&limitBytes=7&timestamps=1&previous=false&container=c"
+            ),
+            Ok(LogOptions {
+                follow: true,
+                previous: false,
+                since: Timestamp::from_second(990).ok(),
+                timestamps: true,
+                tail: Some(5),
+                limit: Some(7)
+            })
+        );
+        assert_eq!(of("tail=all"), Ok(LogOptions::default()));
+        for (text, code) in [
+            ("tailLines=-1", 422),
+            ("tailLines=x", 400),
+            ("limitBytes=0", 422),
+            ("sinceSeconds=1&sinceTime=1970-01-01T00:00:00Z", 422),
+            ("sinceTime=now", 400),
+            ("stream=Stdout", 400),
+        ] {
+            assert_eq!(of(text).map_err(|(code, _)| code), Err(code), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_terminal_has_no_errors_and_something_must_flow() {
+        assert_eq!(
+            Streams::parse("output=1&error=1&tty=1"),
+            Ok(Streams {
+                stdout: true,
+                tty: true,
+                ..Streams::default()
+            })
+        );
+        assert!(Streams::parse("tty=1&error=1").is_err_and(|(code, _)| code == 400));
+    }
+}

@@ -1,0 +1,290 @@
+//! Roots that are trusted and certificates that pods ask for (KEP-3257, KEP-4317; kubelet spec, 9.3). Pure.
+
+use std::collections::BTreeMap;
+
+use base64::Engine as _;
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequestStatus};
+use k8s_openapi::api::core::v1::{ClusterTrustBundleProjection, Volume};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
+use kube::ResourceExt as _;
+
+use crate::core::digest;
+
+/// The roots that a projected volume asks for: path of the file, and the source.
+#[must_use]
+pub fn bundles(volume: &Volume) -> Vec<&ClusterTrustBundleProjection> {
+    volume
+        .projected
+        .iter()
+        .flat_map(|p| p.sources.iter().flatten())
+        .filter_map(|s| s.cluster_trust_bundle.as_ref())
+        .collect()
+}
+
+/// Whether labels fit a selector: none fits nothing, an empty one everything.
+fn fits(selector: Option<&LabelSelector>, labels: &BTreeMap<String, String>) -> bool {
+    let Some(selector) = selector else {
+        return false;
+    };
+    let equal = selector
+        .match_labels
+        .iter()
+        .flatten()
+        .all(|(k, v)| labels.get(k) == Some(v));
+    equal
+        && selector.match_expressions.iter().flatten().all(|e| {
+            let value = labels.get(&e.key);
+            let listed = value.is_some_and(|v| e.values.iter().flatten().any(|w| w == v));
+            match e.operator.as_str() {
+                "In" => listed,
+                "NotIn" => !listed,
+                "Exists" => value.is_some(),
+                "DoesNotExist" => value.is_none(),
+                _ => false,
+            }
+        })
+}
+
+/// The certificates of a PEM text, without headers; each with its digest.
+fn blocks(pem: &str, into: &mut BTreeMap<String, String>) -> Result<(), String> {
+    for block in x509_parser::pem::Pem::iter_from_buffer(pem.as_bytes()) {
+        let block = block.map_err(|e| format!("the trust bundle is not PEM: {e}"))?;
+        if block.label != "CERTIFICATE" {
+            return Err(format!(
+                "the trust bundle has a block {:?}: only CERTIFICATE may be in it",
+                block.label
+            ));
+        }
+        let text = base64::engine::general_purpose::STANDARD.encode(&block.contents);
+        let lines: Vec<&str> = text
+            .as_bytes()
+            .chunks(64)
+            .map(|line| std::str::from_utf8(line).unwrap_or_default())
+            .collect();
+        let pem = format!(
+            "-----BEGIN CERTIFICATE-----\n{}\n-----END CERTIFICATE-----\n",
+            lines.join("\n")
+        );
+        into.insert(digest::sha256(&block.contents), pem);
+    }
+    Ok(())
+}
+
+/// The roots that a source selects, each once, in an order that says nothing. None if there are none and there need
+/// not be any.
+pub fn trusted(
+    wish: &ClusterTrustBundleProjection,
+    all: &[impl AsRef<ClusterTrustBundle>],
+) -> Result<Option<String>, String> {
+    let mut all = all.iter().map(AsRef::as_ref);
+    let optional = wish.optional == Some(true);
+    let found: Vec<&ClusterTrustBundle> = match (&wish.name, &wish.signer_name) {
+        (Some(name), None) => all.find(|b| b.name_any() == *name).into_iter().collect(),
+        (None, Some(signer)) => all
+            .filter(|b| {
+                b.spec.signer_name.as_ref() == Some(signer)
+                    && fits(wish.label_selector.as_ref(), b.labels())
+            })
+            .collect(),
+        _ => return Err("a clusterTrustBundle source needs either name or signerName".into()),
+    };
+    if found.is_empty() {
+        let missing = match &wish.name {
+            Some(name) => format!("clustertrustbundle {name:?} not found"),
+            None => "combination of signerName and labelSelector matched zero ClusterTrustBundles"
+                .into(),
+        };
+        return if optional { Ok(None) } else { Err(missing) };
+    }
+    let mut certificates = BTreeMap::new();
+    for bundle in found {
+        blocks(&bundle.spec.trust_bundle, &mut certificates)?;
+    }
+    Ok(Some(certificates.into_values().collect()))
+}
+
+/// A certificate that a projected volume asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CertificateWish {
+    /// The place of its source in the volume.
+    pub place: usize,
+    /// Who signs it.
+    pub signer: String,
+    /// The kind of key.
+    pub key_type: String,
+    /// The longest lifetime in seconds.
+    pub seconds: Option<i32>,
+    /// What the pod's author tells the signer.
+    pub annotations: BTreeMap<String, String>,
+}
+
+/// The certificates that a projected volume asks for.
+#[must_use]
+pub fn wishes(volume: &Volume) -> Vec<CertificateWish> {
+    let sources = volume
+        .projected
+        .iter()
+        .flat_map(|p| p.sources.iter().flatten())
+        .enumerate();
+    let of = |(place, source): (usize, &k8s_openapi::api::core::v1::VolumeProjection)| {
+        let wish = source.pod_certificate.as_ref()?;
+        Some(CertificateWish {
+            place,
+            signer: wish.signer_name.clone(),
+            key_type: wish.key_type.clone(),
+            seconds: wish.max_expiration_seconds,
+            annotations: wish.user_annotations.clone().unwrap_or_default(),
+        })
+    };
+    sources.filter_map(of).collect()
+}
+
+/// What has become of a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// Nobody has decided yet.
+    Pending,
+    /// It will never be issued, for this reason.
+    Refused(String),
+    /// Here it is.
+    Issued {
+        /// PEM, the leaf first.
+        chain: String,
+        /// When another should be asked for.
+        refresh: Timestamp,
+        /// When it ends.
+        ends: Timestamp,
+    },
+}
+
+/// Reads the status of a request.
+#[must_use]
+pub fn outcome(status: Option<&PodCertificateRequestStatus>, now: Timestamp) -> Outcome {
+    let Some(status) = status else {
+        return Outcome::Pending;
+    };
+    let condition = |kind: &str| {
+        status
+            .conditions
+            .iter()
+            .flatten()
+            .find(|c| c.type_ == kind && c.status == "True")
+    };
+    for kind in ["Denied", "Failed"] {
+        if let Some(c) = condition(kind) {
+            return Outcome::Refused(format!(
+                "{}: {} ({})",
+                kind.to_lowercase(),
+                c.message,
+                c.reason
+            ));
+        }
+    }
+    match (
+        condition("Issued"),
+        status.certificate_chain.as_ref().filter(|c| !c.is_empty()),
+    ) {
+        (Some(_), Some(chain)) => {
+            let later = now + SignedDuration::from_hours(1);
+            let ends = status.not_after.as_ref().map_or(later, |t| t.0);
+            let refresh = status.begin_refresh_at.as_ref().map_or(ends, |t| t.0);
+            Outcome::Issued {
+                chain: chain.clone(),
+                refresh,
+                ends,
+            }
+        }
+        _ => Outcome::Pending,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+    use std::sync::Arc;
+
+    fn bundle(name: &str, signer: Value, labels: Value, pem: &str) -> Arc<ClusterTrustBundle> {
+        let object = json!({"metadata": {"name": name, "labels": labels}, "spec": {"signerName": signer, "trustBundle": pem}});
+        Arc::new(serde_json::from_value(object).expect("a bundle"))
+    }
+
+    fn root() -> String {
+        rcgen::generate_simple_self_signed(["a".into()])
+            .expect("a certificate")
+            .cert
+            .pem()
+    }
+
+    #[test]
+    fn roots_are_selected_by_name_or_by_signer_and_labels() {
+        let (one, two) = (root(), root());
+        let all = [
+            bundle("own", Value::Null, json!({}), &one),
+            bundle("a.b:c:x", json!("a.b/c"), json!({"k": "v"}), &two),
+            bundle(
+                "a.b:c:y",
+                json!("a.b/c"),
+                json!({"k": "w"}),
+                &format!("{one}\n{two}"),
+            ),
+        ];
+        let chosen = |wish: Value| {
+            let mut wish = wish;
+            wish["path"] = json!("p");
+            let found = trusted(&serde_json::from_value(wish).expect("a wish"), &all);
+            found.map(|text| text.map(|t| t.matches("BEGIN").count()))
+        };
+        assert_eq!(chosen(json!({"name": "own"})), Ok(Some(1)));
+        assert_eq!(
+            chosen(json!({"signerName": "a.b/c", "labelSelector": {"matchLabels": {"k": "v"}}})),
+            Ok(Some(1))
+        );
+        assert_eq!(
+            chosen(json!({"signerName": "a.b/c", "labelSelector": {}})),
+            Ok(Some(2)),
+            "each once"
+        );
+        assert_eq!(chosen(json!({"name": "none", "optional": true})), Ok(None));
+        assert!(
+            chosen(json!({"signerName": "a.b/c"})).is_err_and(|e| e.contains("matched zero")),
+            "no selector selects nothing"
+        );
+        assert!(chosen(json!({"name": "none"})).is_err_and(|e| e.contains("\"none\" not found")));
+    }
+
+    #[test]
+    fn requests_are_pending_until_somebody_has_decided() {
+        let at = |s: i64| Timestamp::from_second(s).expect("a time");
+        let of = |status: Value| {
+            outcome(
+                Some(&serde_json::from_value(status).expect("a status")),
+                at(0),
+            )
+        };
+        let condition = |kind: &str| json!([{"type": kind, "status": "True", "reason": "R", "message": "m", "lastTransitionTime": "1970-01-01T00:00:00Z"}]);
+        assert_eq!(
+            (outcome(None, at(0)), of(json!({}))),
+            (Outcome::Pending, Outcome::Pending)
+        );
+        assert_eq!(
+            of(json!({"conditions": condition("Denied")})),
+            Outcome::Refused("denied: m (R)".into())
+        );
+        let issued = json!({"conditions": condition("Issued"), "certificateChain": "C", "notAfter": "1970-01-01T02:00:00Z", "beginRefreshAt": "1970-01-01T01:00:00Z"});
+        assert_eq!(
+            of(issued),
+            Outcome::Issued {
+                chain: "C".into(),
+                refresh: at(3600),
+                ends: at(7200)
+            }
+        );
+        assert_eq!(
+            of(json!({"certificateChain": "C"})),
+            Outcome::Pending,
+            "not without its condition"
+        );
+    }
+}

@@ -1,0 +1,271 @@
+//! Claims and volumes: which of a pod's volumes are claims, which volume a claim can be bound to, and which
+//! nodes reach it (control-plane spec, chapter 8; kubelet spec, 9.1). Pure.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod, Volume};
+use kube::ResourceExt as _;
+
+use crate::core::node::node_affinity::term_matches;
+use crate::core::pod;
+use crate::core::quantity::Quantity;
+
+/// Set on a claim once it is bound.
+pub const BIND_COMPLETED: &str = "pv.kubernetes.io/bind-completed";
+/// Set on what the binder brought together, not the user.
+pub const BOUND_BY_CONTROLLER: &str = "pv.kubernetes.io/bound-by-controller";
+/// Set on a claim whose first consumer has a node.
+pub const SELECTED_NODE: &str = "volume.kubernetes.io/selected-node";
+/// Who made a volume.
+pub const PROVISIONED_BY: &str = "pv.kubernetes.io/provisioned-by";
+/// The provisioner of classes whose volumes are made by hand.
+pub const NO_PROVISIONER: &str = "kubernetes.io/no-provisioner";
+
+/// The claim behind a volume, if there is one.
+#[must_use]
+pub fn of_volume(pod: &Pod, volume: &Volume) -> Option<String> {
+    if let Some(claim) = &volume.persistent_volume_claim {
+        return Some(claim.claim_name.clone());
+    }
+    volume
+        .ephemeral
+        .as_ref()
+        .map(|_| format!("{}-{}", pod.name_any(), volume.name))
+}
+
+/// The claims of a pod: volume and claim.
+#[must_use]
+pub fn of_pod(pod: &Pod) -> Vec<(&Volume, String)> {
+    pod::spec(pod)
+        .volumes
+        .iter()
+        .flatten()
+        .filter_map(|v| Some((v, of_volume(pod, v)?)))
+        .collect()
+}
+
+/// Whether a pod still uses its claims.
+#[must_use]
+pub fn uses(pod: &Pod, namespace: &str, claim: &str) -> bool {
+    pod.namespace().as_deref() == Some(namespace)
+        && !pod::is_terminal(pod)
+        && of_pod(pod).iter().any(|(_, name)| name == claim)
+}
+
+/// The volume that a claim is bound to.
+#[must_use]
+pub fn bound(claim: &PersistentVolumeClaim) -> Option<&str> {
+    let volume = claim
+        .spec
+        .as_ref()?
+        .volume_name
+        .as_deref()
+        .filter(|v| !v.is_empty())?;
+    claim
+        .annotations()
+        .contains_key(BIND_COMPLETED)
+        .then_some(volume)
+}
+
+fn storage(
+    map: Option<&BTreeMap<String, k8s_openapi::apimachinery::pkg::api::resource::Quantity>>,
+) -> Quantity {
+    map.and_then(|m| m.get("storage"))
+        .and_then(|q| q.0.parse().ok())
+        .unwrap_or(Quantity::ZERO)
+}
+
+/// Whether a volume was set aside for a claim: by its name, and by its uid once that is known.
+#[must_use]
+pub fn is_for(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bool {
+    let Some(reference) = volume.spec.as_ref().and_then(|s| s.claim_ref.as_ref()) else {
+        return false;
+    };
+    let same =
+        reference.name == claim.metadata.name && reference.namespace == claim.metadata.namespace;
+    same && reference
+        .uid
+        .as_ref()
+        .is_none_or(|uid| uid.is_empty() || Some(uid) == claim.metadata.uid.as_ref())
+}
+
+/// Whether a node reaches a volume.
+#[must_use]
+pub fn reaches(volume: &PersistentVolume, node: &Node) -> bool {
+    let required = volume
+        .spec
+        .as_ref()
+        .and_then(|s| s.node_affinity.as_ref())
+        .and_then(|a| a.required.as_ref());
+    required.is_none_or(|r| {
+        r.node_selector_terms
+            .iter()
+            .any(|term| term_matches(term, node))
+    })
+}
+
+/// Whether a volume has what a claim asks for.
+#[must_use]
+pub fn satisfies(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bool {
+    let (Some(has), Some(asks)) = (&volume.spec, &claim.spec) else {
+        return false;
+    };
+    let class = |c: &Option<String>| c.clone().unwrap_or_default();
+    let mode = |m: &Option<String>| m.clone().unwrap_or_else(|| "Filesystem".into());
+    let request = asks.resources.as_ref().and_then(|r| r.requests.as_ref());
+    let offered = has.access_modes.as_deref().unwrap_or_default();
+    let selected = asks.selector.as_ref().is_none_or(|selector| {
+        let labels = volume.labels();
+        let expressions = selector.match_expressions.iter().flatten().all(|e| {
+            let (value, values) = (labels.get(&e.key), e.values.as_deref().unwrap_or_default());
+            match e.operator.as_str() {
+                "In" => value.is_some_and(|v| values.contains(v)),
+                "NotIn" => value.is_none_or(|v| !values.contains(v)),
+                "Exists" => value.is_some(),
+                _ => value.is_none(),
+            }
+        });
+        expressions
+            && selector
+                .match_labels
+                .iter()
+                .flatten()
+                .all(|(k, v)| labels.get(k) == Some(v))
+    });
+    volume.metadata.deletion_timestamp.is_none()
+        && class(&has.storage_class_name) == class(&asks.storage_class_name)
+        && mode(&has.volume_mode) == mode(&asks.volume_mode)
+        && asks
+            .access_modes
+            .iter()
+            .flatten()
+            .all(|m| offered.contains(m))
+        && storage(has.capacity.as_ref()) >= storage(request)
+        && selected
+}
+
+/// The volume that a claim is bound to best: one that was set aside for it, else the smallest that is free and
+/// has what it asks for. With `node`, one that it reaches.
+#[must_use]
+pub fn best<'a>(
+    volumes: impl Iterator<Item = &'a PersistentVolume> + Clone,
+    claim: &PersistentVolumeClaim,
+    node: Option<&Node>,
+) -> Option<&'a PersistentVolume> {
+    if let Some(set_aside) = volumes.clone().find(|v| is_for(v, claim)) {
+        return Some(set_aside);
+    }
+    let free = |v: &&PersistentVolume| v.spec.as_ref().is_some_and(|s| s.claim_ref.is_none());
+    let fits = |v: &&PersistentVolume| satisfies(v, claim) && node.is_none_or(|n| reaches(v, n));
+    volumes.filter(free).filter(fits).min_by_key(|v| {
+        (
+            storage(v.spec.as_ref().and_then(|s| s.capacity.as_ref())),
+            v.name_any(),
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn volume(name: &str, size: &str, more: Value) -> PersistentVolume {
+        let mut spec = json!({"capacity": {"storage": size}, "accessModes": ["ReadWriteOnce"], "storageClassName": "c"});
+        json_patch::merge(&mut spec, &more);
+        serde_json::from_value(
+            json!({"metadata": {"name": name, "labels": {"disk": name}}, "spec": spec}),
+        )
+        .expect("a volume")
+    }
+
+    fn claim(more: Value) -> PersistentVolumeClaim {
+        let mut spec = json!({"resources": {"requests": {"storage": "2Gi"}}, "accessModes": ["ReadWriteOnce"], "storageClassName": "c"});
+        json_patch::merge(&mut spec, &more);
+        serde_json::from_value(
+            json!({"metadata": {"name": "claim", "namespace": "n", "uid": "u"}, "spec": spec}),
+        )
+        .expect("a claim")
+    }
+
+    #[test]
+    fn the_smallest_volume_that_will_do_is_chosen() {
+        let taken = json!({"claimRef": {"namespace": "n", "name": "other", "uid": "x"}});
+        let volumes = [
+            volume("small", "1Gi", json!({})),
+            volume("taken", "2Gi", taken),
+            volume("large", "10Gi", json!({})),
+            volume("fits", "3Gi", json!({})),
+            volume("raw", "2Gi", json!({"volumeMode": "Block"})),
+        ];
+        let chosen =
+            |claim: &PersistentVolumeClaim| best(volumes.iter(), claim, None).map(|v| v.name_any());
+        for (more, expected) in [
+            (json!({}), Some("fits")),
+            (
+                json!({"selector": {"matchLabels": {"disk": "large"}}}),
+                Some("large"),
+            ),
+            (
+                json!({"selector": {"matchExpressions": [{"key": "disk", "operator": "NotIn", "values": ["fits"]}]}}),
+                Some("large"),
+            ),
+            (json!({"accessModes": ["ReadWriteMany"]}), None),
+            (json!({"storageClassName": ""}), None),
+            (json!({"volumeMode": "Block"}), Some("raw")),
+            (
+                json!({"resources": {"requests": {"storage": "11Gi"}}}),
+                None,
+            ),
+        ] {
+            assert_eq!(chosen(&claim(more.clone())).as_deref(), expected, "{more}");
+        }
+    }
+
+    #[test]
+    fn what_was_set_aside_is_taken_whatever_its_size() {
+        let mine = volume(
+            "mine",
+            "1Mi",
+            json!({"claimRef": {"namespace": "n", "name": "claim"}}),
+        );
+        let before = volume(
+            "before",
+            "9Gi",
+            json!({"claimRef": {"namespace": "n", "name": "claim", "uid": "an older one"}}),
+        );
+        assert_eq!(
+            best([before, mine].iter(), &claim(json!({})), None)
+                .map(|v| v.name_any())
+                .as_deref(),
+            Some("mine")
+        );
+    }
+
+    #[test]
+    fn a_volume_is_only_where_its_affinity_says() {
+        let node = |name: &str| -> Node {
+            serde_json::from_value(json!({"metadata": {"name": name, "labels": {"host": name}}}))
+                .expect("a node")
+        };
+        let pinned = json!({"nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [{"key": "host", "operator": "In", "values": ["a"]}]}]}}});
+        let volumes = [volume("pinned", "2Gi", pinned)];
+        assert!(best(volumes.iter(), &claim(json!({})), Some(&node("a"))).is_some());
+        assert!(best(volumes.iter(), &claim(json!({})), Some(&node("b"))).is_none());
+    }
+
+    #[test]
+    fn generic_ephemeral_volumes_are_claims_too() {
+        let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n"}, "spec": {"containers": [], "volumes": [
+            {"name": "a", "persistentVolumeClaim": {"claimName": "data"}}, {"name": "b", "ephemeral": {}}, {"name": "c", "emptyDir": {}}]}}))
+        .expect("a pod");
+        assert_eq!(
+            of_pod(&pod)
+                .iter()
+                .map(|(v, c)| (v.name.as_str(), c.as_str()))
+                .collect::<Vec<_>>(),
+            [("a", "data"), ("b", "p-b")]
+        );
+        assert!(uses(&pod, "n", "p-b") && !uses(&pod, "m", "p-b"));
+    }
+}

@@ -1,0 +1,521 @@
+//! What is asked of a CSI driver: the messages for one volume, from the volume, its driver and its pod (CSI 1;
+//! kubelet spec, 9.5). Pure.
+
+use std::collections::{BTreeMap, HashMap};
+
+use holdfast_proto::csi as pb;
+use k8s_openapi::api::core::v1::{
+    CSIPersistentVolumeSource, PersistentVolume, PersistentVolumeClaim, Pod, SecretReference,
+    Volume as PodVolume,
+};
+use k8s_openapi::api::storage::v1::CSIDriver;
+use kube::ResourceExt as _;
+use pb::volume_capability::access_mode::Mode;
+use pb::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
+use serde::{Deserialize, Serialize};
+
+use super::selinux;
+use crate::core::digest::sha256;
+use crate::core::pod;
+use crate::core::quantity::Quantity;
+
+/// A volume that a driver serves.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Volume {
+    /// The driver's name.
+    pub driver: String,
+    /// The driver's name for it; empty for an inline volume, whose name is made from its pod's.
+    pub handle: String,
+    /// The name of its directory.
+    pub name: String,
+    /// What the driver is told of it.
+    pub attributes: BTreeMap<String, String>,
+    /// The filesystem it shall have.
+    pub fs_type: String,
+    /// Its access modes, as the API has them.
+    pub modes: Vec<String>,
+    /// The options of its mount.
+    pub options: Vec<String>,
+    /// Whether nobody may write to it.
+    pub read_only: bool,
+    /// Whether it is a device.
+    pub block: bool,
+    /// Whether it lives and dies with its pod.
+    pub inline: bool,
+    /// The SELinux label that it is mounted with, if its driver can do so.
+    pub label: Option<String>,
+    /// The secret for staging: namespace and name.
+    pub stage_secret: Option<(String, String)>,
+    /// The secret for publishing.
+    pub publish_secret: Option<(String, String)>,
+    /// The secret for growing.
+    pub expand_secret: Option<(String, String)>,
+    /// The claim's namespace and name; none for an inline volume.
+    pub claim: Option<(String, String)>,
+    /// What it has grown to behind its filesystem, where the claim says that the filesystem has less.
+    pub grown: Option<Grown>,
+}
+
+/// What a volume has grown to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Grown {
+    /// In bytes.
+    pub bytes: i64,
+    /// As the API writes it.
+    pub text: String,
+}
+
+/// The name that nodes and attachers know a volume by (kubelet spec, 9.2).
+#[must_use]
+pub fn unique_name(driver: &str, handle: &str) -> String {
+    format!("kubernetes.io/csi/{driver}^{handle}")
+}
+
+/// The name of the VolumeAttachment that ties a volume to a node.
+#[must_use]
+pub fn attachment_name(driver: &str, handle: &str, node: &str) -> String {
+    format!(
+        "csi-{}",
+        sha256(format!("{handle}{driver}{node}").as_bytes())
+    )
+}
+
+/// What the driver calls an inline volume of a pod.
+#[must_use]
+pub fn inline_handle(uid: &str, volume: &str) -> String {
+    format!("csi-{}", sha256(format!("{uid}{volume}").as_bytes()))
+}
+
+/// What a volume has, where its claim says that its filesystem has less: somebody has to grow that.
+fn growth(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> Option<Grown> {
+    let has = claim
+        .status
+        .as_ref()?
+        .capacity
+        .as_ref()?
+        .get("storage")?
+        .0
+        .parse::<Quantity>()
+        .ok()?;
+    let text = &volume.spec.as_ref()?.capacity.as_ref()?.get("storage")?.0;
+    let now = text.parse::<Quantity>().ok().filter(|now| *now > has)?;
+    Some(Grown {
+        bytes: now.units(),
+        text: text.clone(),
+    })
+}
+
+fn secret(reference: Option<&SecretReference>) -> Option<(String, String)> {
+    let reference = reference?;
+    Some((reference.namespace.clone()?, reference.name.clone()?))
+}
+
+/// A persistent volume's.
+#[must_use]
+pub fn of_persistent(
+    volume: &PersistentVolume,
+    claim: &PersistentVolumeClaim,
+    source: &CSIPersistentVolumeSource,
+    read_only: bool,
+) -> Volume {
+    let spec = volume.spec.clone().unwrap_or_default();
+    Volume {
+        driver: source.driver.clone(),
+        handle: source.volume_handle.clone(),
+        name: volume.name_any(),
+        attributes: source.volume_attributes.clone().unwrap_or_default(),
+        fs_type: source.fs_type.clone().unwrap_or_default(),
+        modes: spec.access_modes.unwrap_or_default(),
+        options: spec.mount_options.unwrap_or_default(),
+        read_only: read_only || source.read_only == Some(true),
+        block: spec.volume_mode.as_deref() == Some("Block"),
+        inline: false,
+        label: None,
+        stage_secret: secret(source.node_stage_secret_ref.as_ref()),
+        publish_secret: secret(source.node_publish_secret_ref.as_ref()),
+        expand_secret: secret(source.node_expand_secret_ref.as_ref()),
+        claim: Some((claim.namespace().unwrap_or_default(), claim.name_any())),
+        grown: growth(volume, claim),
+    }
+}
+
+/// An inline volume's; none if it is not one.
+#[must_use]
+pub fn of_inline(pod: &Pod, volume: &PodVolume) -> Option<Volume> {
+    let source = volume.csi.as_ref()?;
+    let namespace = pod.namespace().unwrap_or_default();
+    Some(Volume {
+        driver: source.driver.clone(),
+        name: volume.name.clone(),
+        attributes: source.volume_attributes.clone().unwrap_or_default(),
+        fs_type: source.fs_type.clone().unwrap_or_default(),
+        modes: vec!["ReadWriteOnce".into()],
+        read_only: source.read_only == Some(true),
+        inline: true,
+        publish_secret: source
+            .node_publish_secret_ref
+            .as_ref()
+            .map(|s| (namespace, s.name.clone())),
+        ..Volume::default()
+    })
+}
+
+/// What a driver can do on a node.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Abilities {
+    /// Volumes are staged once for all pods.
+    pub stage: bool,
+    /// It sets the group of a volume itself.
+    pub mount_group: bool,
+    /// It tells several writers of one node from a single one.
+    pub single_node_multi_writer: bool,
+    /// It makes a filesystem as large as its volume has become.
+    pub expand: bool,
+    /// It says how full a volume is.
+    pub stats: bool,
+}
+
+/// How a volume is accessed (kubelet spec, 9.5).
+#[must_use]
+pub fn mode(modes: &[String], abilities: Abilities) -> Mode {
+    let has = |mode: &str| modes.iter().any(|m| m == mode);
+    let many = abilities.single_node_multi_writer;
+    if has("ReadWriteMany") {
+        Mode::MultiNodeMultiWriter
+    } else if has("ReadWriteOncePod") {
+        if many {
+            Mode::SingleNodeSingleWriter
+        } else {
+            Mode::SingleNodeWriter
+        }
+    } else if has("ReadWriteOnce") {
+        if many {
+            Mode::SingleNodeMultiWriter
+        } else {
+            Mode::SingleNodeWriter
+        }
+    } else {
+        Mode::MultiNodeReaderOnly
+    }
+}
+
+/// The message that says so.
+#[must_use]
+pub fn capability(
+    volume: &Volume,
+    abilities: Abilities,
+    group: Option<u32>,
+) -> pb::VolumeCapability {
+    let access = if volume.block {
+        AccessType::Block(BlockVolume {})
+    } else {
+        AccessType::Mount(MountVolume {
+            fs_type: volume.fs_type.clone(),
+            mount_flags: volume.options.clone(),
+            volume_mount_group: group
+                .filter(|_| abilities.mount_group)
+                .map(|g| g.to_string())
+                .unwrap_or_default(),
+        })
+    };
+    pb::VolumeCapability {
+        access_type: Some(access),
+        access_mode: Some(AccessMode {
+            mode: mode(&volume.modes, abilities) as i32,
+        }),
+    }
+}
+
+/// Whether we give a volume to its pod's group ourselves.
+#[must_use]
+pub fn gives_group(volume: &Volume, driver: Option<&CSIDriver>, abilities: Abilities) -> bool {
+    if abilities.mount_group || volume.block || volume.read_only {
+        return false;
+    }
+    match driver
+        .and_then(|d| d.spec.fs_group_policy.as_deref())
+        .unwrap_or("ReadWriteOnceWithFSType")
+    {
+        "File" => true,
+        "None" => false,
+        _ => {
+            !volume.fs_type.is_empty()
+                && volume
+                    .modes
+                    .iter()
+                    .any(|m| m == "ReadWriteOnce" || m == "ReadWriteOncePod")
+        }
+    }
+}
+
+/// A volume with its SELinux label among the options of its mount; without a label where its driver cannot mount so.
+#[must_use]
+pub fn labelled(volume: &Volume, driver: Option<&CSIDriver>) -> Volume {
+    let label = volume
+        .label
+        .clone()
+        .filter(|_| driver.is_some_and(|d| d.spec.se_linux_mount == Some(true)));
+    let options = volume
+        .options
+        .iter()
+        .cloned()
+        .chain(label.as_deref().map(selinux::option))
+        .collect();
+    Volume {
+        label,
+        options,
+        ..volume.clone()
+    }
+}
+
+/// Whether a driver serves inline volumes.
+#[must_use]
+pub fn serves_inline(driver: Option<&CSIDriver>) -> bool {
+    driver
+        .and_then(|d| d.spec.volume_lifecycle_modes.as_ref())
+        .is_some_and(|modes| modes.iter().any(|m| m == "Ephemeral"))
+}
+
+/// Whether a volume has to be attached before it can be staged.
+#[must_use]
+pub fn wants_attachment(volume: &Volume, driver: Option<&CSIDriver>) -> bool {
+    !volume.inline && driver.is_none_or(|d| d.spec.attach_required != Some(false))
+}
+
+/// What the driver is told when a volume is published: its attributes, and its pod where the driver wishes so.
+#[must_use]
+pub fn context(volume: &Volume, pod: &Pod, driver: Option<&CSIDriver>) -> HashMap<String, String> {
+    let mut context: HashMap<String, String> = volume.attributes.clone().into_iter().collect();
+    if driver.is_some_and(|d| d.spec.pod_info_on_mount == Some(true)) {
+        let account = pod::spec(pod)
+            .service_account_name
+            .clone()
+            .unwrap_or_default();
+        for (key, value) in [
+            ("pod.name", pod.name_any()),
+            ("pod.namespace", pod.namespace().unwrap_or_default()),
+            ("pod.uid", pod::uid(pod).to_owned()),
+            ("serviceAccount.name", account),
+            ("ephemeral", volume.inline.to_string()),
+        ] {
+            context.insert(format!("csi.storage.k8s.io/{key}"), value);
+        }
+    }
+    context
+}
+
+/// What is kept beside a published volume, in the kubelet's layout: by it a fresh agent finds its way back.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct VolumeData {
+    /// The name of its directory.
+    #[serde(rename = "specVolID")]
+    pub spec_vol_id: String,
+    /// The driver's name for it.
+    pub volume_handle: String,
+    /// The driver.
+    pub driver_name: String,
+    /// This node.
+    pub node_name: String,
+    /// Its VolumeAttachment, if it has one.
+    #[serde(rename = "attachmentID", skip_serializing_if = "String::is_empty")]
+    pub attachment_id: String,
+    /// `Persistent` or `Ephemeral`.
+    pub volume_lifecycle_mode: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn driver(spec: Value) -> CSIDriver {
+        serde_json::from_value(json!({"metadata": {"name": "d"}, "spec": spec})).expect("a driver")
+    }
+
+    fn volume(modes: &[&str], fs_type: &str) -> Volume {
+        Volume {
+            modes: modes.iter().map(|m| (*m).into()).collect(),
+            fs_type: fs_type.into(),
+            ..Volume::default()
+        }
+    }
+
+    #[test]
+    fn a_label_goes_to_drivers_that_mount_with_it() {
+        let own = Volume {
+            label: Some("u:r:t:s0:c1,c2".into()),
+            options: vec!["noatime".into()],
+            ..Volume::default()
+        };
+        let told = labelled(&own, Some(&driver(json!({"seLinuxMount": true}))));
+        assert_eq!(
+            (told.options.join(","), told.label),
+            (
+                "noatime,context=\"u:r:t:s0:c1,c2\"".into(),
+                own.label.clone()
+            )
+        );
+        for none in [None, Some(driver(json!({})))] {
+            let told = labelled(&own, none.as_ref());
+            assert_eq!((told.options.len(), told.label), (1, None));
+        }
+    }
+
+    #[test]
+    fn access_modes_follow_what_the_driver_can_tell_apart() {
+        let (plain, fine) = (
+            Abilities::default(),
+            Abilities {
+                single_node_multi_writer: true,
+                ..Abilities::default()
+            },
+        );
+        for (modes, abilities, expected) in [
+            (vec!["ReadWriteOnce"], plain, Mode::SingleNodeWriter),
+            (vec!["ReadWriteOnce"], fine, Mode::SingleNodeMultiWriter),
+            (vec!["ReadWriteOncePod"], plain, Mode::SingleNodeWriter),
+            (vec!["ReadWriteOncePod"], fine, Mode::SingleNodeSingleWriter),
+            (vec!["ReadOnlyMany"], plain, Mode::MultiNodeReaderOnly),
+            (
+                vec!["ReadOnlyMany", "ReadWriteMany"],
+                plain,
+                Mode::MultiNodeMultiWriter,
+            ),
+        ] {
+            let modes: Vec<String> = modes.into_iter().map(Into::into).collect();
+            assert_eq!(mode(&modes, abilities), expected, "{modes:?}");
+        }
+    }
+
+    #[test]
+    fn the_group_is_set_by_whom_the_policy_says() {
+        let (rwo, rwx) = (
+            volume(&["ReadWriteOnce"], "ext4"),
+            volume(&["ReadWriteMany"], "ext4"),
+        );
+        let policy = |p: &str| driver(json!({"fsGroupPolicy": p}));
+        let plain = Abilities::default();
+        for (volume, driver, expected) in [
+            (&rwo, None, true),
+            (&rwx, None, false),
+            (&volume(&["ReadWriteOnce"], ""), None, false),
+            (&rwx, Some(policy("File")), true),
+            (&rwo, Some(policy("None")), false),
+        ] {
+            assert_eq!(
+                gives_group(volume, driver.as_ref(), plain),
+                expected,
+                "{driver:?}"
+            );
+        }
+        let own = Abilities {
+            mount_group: true,
+            ..plain
+        };
+        assert!(!gives_group(&rwo, None, own), "the driver does it");
+        let message = capability(&rwo, own, Some(42));
+        assert!(
+            matches!(message.access_type, Some(AccessType::Mount(m)) if m.volume_mount_group == "42")
+        );
+    }
+
+    #[test]
+    fn the_driver_learns_of_the_pod_only_if_it_asks() {
+        let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"},
+            "spec": {"serviceAccountName": "s", "containers": [], "volumes": [{"name": "v", "csi": {"driver": "d", "volumeAttributes": {"a": "b"}}}]}}))
+        .expect("a pod");
+        let inline = of_inline(&pod, &pod::spec(&pod).volumes.as_ref().expect("volumes")[0])
+            .expect("inline");
+        assert_eq!(
+            context(&inline, &pod, None),
+            HashMap::from([("a".to_owned(), "b".to_owned())])
+        );
+        let told = context(
+            &inline,
+            &pod,
+            Some(&driver(json!({"podInfoOnMount": true}))),
+        );
+        assert_eq!(
+            (
+                told["csi.storage.k8s.io/pod.uid"].as_str(),
+                told["csi.storage.k8s.io/ephemeral"].as_str(),
+                told.len()
+            ),
+            ("u", "true", 6)
+        );
+        assert!(!wants_attachment(&inline, None) && !serves_inline(None));
+        assert!(serves_inline(Some(&driver(
+            json!({"volumeLifecycleModes": ["Ephemeral"]})
+        ))));
+        assert!(!wants_attachment(
+            &volume(&[], ""),
+            Some(&driver(json!({"attachRequired": false})))
+        ));
+    }
+
+    #[test]
+    fn a_volume_that_is_larger_than_its_claim_knows_has_grown() {
+        let volume = |size: &str| {
+            serde_json::from_value(
+                json!({"metadata": {"name": "v"}, "spec": {"capacity": {"storage": size}}}),
+            )
+            .expect("a volume")
+        };
+        let claim = |status: Value| {
+            serde_json::from_value(json!({"metadata": {"name": "c"}, "status": status}))
+                .expect("a claim")
+        };
+        let known = claim(json!({"capacity": {"storage": "1Mi"}}));
+        assert_eq!(
+            growth(&volume("2Mi"), &known),
+            Some(Grown {
+                bytes: 2 << 20,
+                text: "2Mi".into()
+            })
+        );
+        assert_eq!(
+            (
+                growth(&volume("1Mi"), &known),
+                growth(&volume("512Ki"), &known)
+            ),
+            (None, None)
+        );
+        assert_eq!(
+            growth(&volume("2Mi"), &claim(json!({}))),
+            None,
+            "what it has is not known yet"
+        );
+    }
+
+    #[test]
+    fn names_are_those_that_the_attacher_makes() {
+        assert_eq!(unique_name("d", "h"), "kubernetes.io/csi/d^h");
+        assert_eq!(
+            attachment_name("d", "h", "n"),
+            format!("csi-{}", sha256(b"hdn"))
+        );
+        assert_eq!(inline_handle("u", "v"), format!("csi-{}", sha256(b"uv")));
+    }
+
+    #[test]
+    fn what_is_kept_has_the_kubelets_keys() {
+        let data = VolumeData {
+            spec_vol_id: "pv".into(),
+            volume_handle: "h".into(),
+            driver_name: "d".into(),
+            node_name: "n".into(),
+            volume_lifecycle_mode: "Persistent".into(),
+            ..VolumeData::default()
+        };
+        let text = serde_json::to_string(&data).expect("json");
+        assert_eq!(
+            text,
+            r#"{"specVolID":"pv","volumeHandle":"h","driverName":"d","nodeName":"n","volumeLifecycleMode":"Persistent"}"#
+        );
+        assert_eq!(
+            serde_json::from_str::<VolumeData>(&text).expect("read"),
+            data
+        );
+    }
+}

@@ -1,0 +1,228 @@
+//! How much of the node's disk a pod may use, and whether it uses more (kubelet spec, 12.7). Pure.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::Pod;
+
+use crate::core::pod::resources::{Side, of_container, of_pod};
+use crate::core::pod::{self, Role};
+use crate::core::quantity::Quantity;
+
+const RESOURCE: &str = "ephemeral-storage";
+
+/// What a pod may use.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Of each emptyDir with a limit: the limit as it is written, and its bytes.
+    pub volumes: BTreeMap<String, (String, u64)>,
+    /// Of each container with a limit.
+    pub containers: BTreeMap<String, (String, u64)>,
+    /// Of all together, if every container has a limit.
+    pub pod: Option<(String, u64)>,
+}
+
+/// What a pod uses, in bytes.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Its emptyDirs and the files that are projected on the disk, by volume.
+    pub volumes: BTreeMap<String, u64>,
+    /// Writable layer and logs of each container.
+    pub containers: BTreeMap<String, u64>,
+}
+
+fn bytes(quantity: Quantity) -> u64 {
+    u64::try_from(quantity.units()).unwrap_or(0)
+}
+
+/// What a pod may use.
+#[must_use]
+pub fn limits(pod: &Pod) -> Limits {
+    let mut limits = Limits::default();
+    for volume in pod::spec(pod).volumes.iter().flatten() {
+        let limit = volume
+            .empty_dir
+            .as_ref()
+            .and_then(|e| e.size_limit.as_ref());
+        if let Some((text, quantity)) = limit
+            .and_then(|l| Some((l.0.clone(), l.0.parse::<Quantity>().ok()?)))
+            .filter(|(_, q)| !q.is_zero())
+        {
+            limits
+                .volumes
+                .insert(volume.name.clone(), (text, bytes(quantity)));
+        }
+    }
+    let mut everyone = true;
+    for (role, container) in pod::containers(pod)
+        .iter()
+        .filter(|(role, _)| *role != Role::Ephemeral)
+    {
+        match of_container(container, Side::Limits).get(RESOURCE) {
+            Some(limit) => {
+                _ = limits
+                    .containers
+                    .insert(container.name.clone(), (limit.to_string(), bytes(*limit)))
+            }
+            None => everyone &= *role == Role::Init,
+        }
+    }
+    limits.pod = of_pod(pod, Side::Limits)
+        .get(RESOURCE)
+        .filter(|q| everyone && !q.is_zero())
+        .map(|q| (q.to_string(), bytes(*q)));
+    limits
+}
+
+impl Limits {
+    /// Whether there is nothing to look at.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.volumes.is_empty() && self.containers.is_empty() && self.pod.is_none()
+    }
+
+    /// Whether containers have to be looked at.
+    #[must_use]
+    pub fn counts_containers(&self) -> bool {
+        !self.containers.is_empty() || self.pod.is_some()
+    }
+
+    /// Above how many bytes of a volume it need not be counted any further.
+    #[must_use]
+    pub fn enough(&self, volume: &str) -> u64 {
+        let own = self.volumes.get(volume).map(|(_, limit)| *limit);
+        own.into_iter()
+            .chain(self.pod.as_ref().map(|(_, limit)| *limit))
+            .min()
+            .unwrap_or(u64::MAX)
+    }
+
+    /// Why a pod must go that uses this much: the signal, as metrics name it, and the sentence.
+    #[must_use]
+    pub fn exceeded(&self, usage: &Usage) -> Option<(&'static str, String)> {
+        let over = |map: &BTreeMap<String, u64>, name: &str, limit: u64| {
+            map.get(name).is_some_and(|used| *used > limit)
+        };
+        if let Some((name, (text, _))) = self
+            .volumes
+            .iter()
+            .find(|(name, (_, limit))| over(&usage.volumes, name, *limit))
+        {
+            return Some((
+                "emptydirfs.limit",
+                format!("Usage of EmptyDir volume {name:?} exceeds the limit {text:?}. "),
+            ));
+        }
+        let total: u64 = usage
+            .volumes
+            .values()
+            .chain(usage.containers.values())
+            .sum();
+        if let Some((text, _)) = self.pod.as_ref().filter(|(_, limit)| total > *limit) {
+            return Some((
+                "ephemeralpodfs.limit",
+                format!(
+                    "Pod ephemeral local storage usage exceeds the total limit of containers {text}. "
+                ),
+            ));
+        }
+        let container = self
+            .containers
+            .iter()
+            .find(|(name, (_, limit))| over(&usage.containers, name, *limit));
+        container.map(|(name, (text, _))| {
+            (
+                "ephemeralcontainerfs.limit",
+                format!("Container {name} exceeded its local ephemeral storage limit {text:?}. "),
+            )
+        })
+    }
+}
+
+/// The volumes of a pod that count as the node's disk.
+#[must_use]
+pub fn counted(pod: &Pod) -> Vec<String> {
+    let on_disk = |v: &&k8s_openapi::api::core::v1::Volume| {
+        let disk = v
+            .empty_dir
+            .as_ref()
+            .is_some_and(|e| e.medium.as_deref().unwrap_or_default().is_empty());
+        disk || v.config_map.is_some() || v.downward_api.is_some()
+    };
+    pod::spec(pod)
+        .volumes
+        .iter()
+        .flatten()
+        .filter(on_disk)
+        .map(|v| v.name.clone())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn limits_of(containers: Value, volumes: Value) -> Limits {
+        limits(
+            &serde_json::from_value(
+                json!({"spec": {"containers": containers, "volumes": volumes}}),
+            )
+            .expect("a pod"),
+        )
+    }
+
+    fn container(name: &str, limit: &str) -> Value {
+        json!({"name": name, "resources": {"limits": if limit.is_empty() { json!({}) } else { json!({"ephemeral-storage": limit}) }}})
+    }
+
+    #[test]
+    fn the_first_limit_that_is_exceeded_is_named() {
+        let volumes =
+            json!([{"name": "v", "emptyDir": {"sizeLimit": "1Ki"}}, {"name": "w", "emptyDir": {}}]);
+        let limits = limits_of(
+            json!([container("a", "1Ki"), container("b", "2Ki")]),
+            volumes.clone(),
+        );
+        let usage = |v: u64, w: u64, a: u64, b: u64| Usage {
+            volumes: [("v".to_owned(), v), ("w".to_owned(), w)].into(),
+            containers: [("a".to_owned(), a), ("b".to_owned(), b)].into(),
+        };
+        for (used, expected) in [
+            (usage(1024, 0, 1024, 1024), None),
+            (
+                usage(1025, 0, 0, 0),
+                Some("Usage of EmptyDir volume \"v\" exceeds the limit \"1Ki\". "),
+            ),
+            (
+                usage(0, 3073, 0, 0),
+                Some(
+                    "Pod ephemeral local storage usage exceeds the total limit of containers 3Ki. ",
+                ),
+            ),
+            (
+                usage(0, 0, 1025, 0),
+                Some("Container a exceeded its local ephemeral storage limit \"1Ki\". "),
+            ),
+        ] {
+            assert_eq!(
+                limits.exceeded(&used).map(|(_, why)| why).as_deref(),
+                expected,
+                "{used:?}"
+            );
+        }
+        assert_eq!((limits.enough("v"), limits.enough("w")), (1024, 3072));
+        let open = limits_of(json!([container("a", "1Ki"), container("b", "")]), volumes);
+        assert_eq!(
+            (open.pod, open.containers.len()),
+            (None, 1),
+            "without a limit in every container the pod has none"
+        );
+        assert!(
+            limits_of(
+                json!([container("a", "")]),
+                json!([{"name": "v", "emptyDir": {}}])
+            )
+            .is_empty()
+        );
+    }
+}

@@ -1,0 +1,10 @@
+//! Volumes: what a volume of a pod resolves to, where it lies, what its files contain.
+
+pub mod certificates;
+pub mod claims;
+pub mod csi;
+pub mod disks;
+pub mod local_storage;
+pub mod payload;
+pub mod resolved;
+pub mod selinux;

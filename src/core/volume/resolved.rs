@@ -1,0 +1,758 @@
+//! What is behind a pod's volume, once its claim is resolved: where it lies on this node and how it comes there
+//! (kubelet spec, 9.1 and 9.3). Pure.
+
+use k8s_openapi::api::core::v1::{Container, PersistentVolume, PersistentVolumeClaim, Pod, Volume};
+use kube::ResourceExt as _;
+
+use super::claims;
+use super::csi;
+use super::disks::{self, Disk};
+use super::selinux;
+use crate::core::pod;
+use crate::core::pod::resources::{Side, of_container};
+use crate::core::quantity::Quantity;
+
+/// What an emptyDir is made of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Medium {
+    /// A directory on the node's disk.
+    Disk {
+        /// Whether the filesystem may be trusted to count it: who is in the pod cannot change whose its files are.
+        counted: bool,
+    },
+    /// A tmpfs of at most so many bytes; 0 for the kernel's default.
+    Memory(u64),
+    /// Huge pages of so many bytes each.
+    HugePages(u64),
+}
+
+/// How a volume comes to the node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// The agent makes it.
+    EmptyDir(Medium),
+    /// The agent writes its files; into memory where they may be secret.
+    Files {
+        /// Whether they must never reach a disk.
+        secret: bool,
+        /// The directory of the plugin.
+        plugin: &'static str,
+    },
+    /// It is there already, of this type.
+    HostPath {
+        /// The path on the node.
+        path: String,
+        /// The type that is checked; empty for none.
+        kind: String,
+    },
+    /// The runtime mounts an image.
+    Image,
+    /// A directory or block device of this node.
+    Local {
+        /// Its path.
+        path: String,
+        /// The filesystem that a device gets which has none.
+        filesystem: String,
+    },
+    /// A driver publishes it.
+    Csi(Box<csi::Volume>),
+    /// A disk behind a network, with the filesystem that it gets if it has none.
+    Disk {
+        /// The disk.
+        disk: Box<Disk>,
+        /// The filesystem.
+        filesystem: String,
+    },
+    /// Another machine's directory.
+    Nfs {
+        /// `server:/path`.
+        device: String,
+    },
+}
+
+/// A volume of a pod, resolved.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Behind {
+    /// Its name in the pod.
+    pub volume: String,
+    /// The name of its directory: the pod's for it, or the persistent volume's.
+    pub name: String,
+    /// How it comes to the node.
+    pub source: Source,
+    /// Whether nobody may write to it.
+    pub read_only: bool,
+    /// Whether it is a device and not a filesystem.
+    pub block: bool,
+    /// The options of its mount.
+    pub options: Vec<String>,
+    /// Whether its group is ours to set.
+    pub owned: bool,
+    /// Whether its files get their SELinux label from the mount, and need none of their own.
+    pub labelled: bool,
+}
+
+/// What volumes are made with on this node.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Here<'a> {
+    /// What pods may use of the node's memory, in bytes.
+    pub memory: u64,
+    /// The SELinux label of containers' files; none where there is no SELinux.
+    pub label: Option<&'a str>,
+}
+
+impl Behind {
+    /// The directory of its plugin below the pod's `volumes`.
+    #[must_use]
+    pub fn plugin(&self) -> &'static str {
+        match &self.source {
+            Source::EmptyDir(_) => "kubernetes.io~empty-dir",
+            Source::Files { plugin, .. } => plugin,
+            Source::HostPath { .. } => "kubernetes.io~host-path",
+            Source::Image => "kubernetes.io~image",
+            Source::Local { .. } => "kubernetes.io~local-volume",
+            Source::Nfs { .. } => "kubernetes.io~nfs",
+            Source::Csi(_) => "kubernetes.io~csi",
+            Source::Disk { disk, .. } => disk.plugin(),
+        }
+    }
+
+    /// Whether the runtime gives its files the container's SELinux label (kubelet spec, 9.7): what is ours to change,
+    /// and has no label from its mount.
+    #[must_use]
+    pub fn is_relabelled(&self) -> bool {
+        let ours = match &self.source {
+            Source::EmptyDir(_) | Source::Files { .. } => true,
+            Source::Local { .. } | Source::Disk { .. } | Source::Csi(_) => !self.read_only,
+            Source::HostPath { .. } | Source::Image | Source::Nfs { .. } => false,
+        };
+        ours && !self.block && !self.labelled
+    }
+}
+
+/// A claim and the volume it is bound to.
+#[derive(Debug, Clone)]
+pub struct Claimed {
+    /// The claim.
+    pub claim: PersistentVolumeClaim,
+    /// The volume.
+    pub volume: PersistentVolume,
+}
+
+impl Claimed {
+    /// Whether only one pod at a time may use it.
+    #[must_use]
+    pub fn is_for_one_pod(&self) -> bool {
+        self.claim
+            .spec
+            .as_ref()
+            .and_then(|s| s.access_modes.as_ref())
+            .is_some_and(|modes| modes.iter().any(|m| m == "ReadWriteOncePod"))
+    }
+}
+
+/// Why a volume cannot be had.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Problem {
+    /// Its claim is in the way.
+    #[error("{0}")]
+    Claim(String),
+    /// It cannot be set up.
+    #[error("{0}")]
+    SetUp(String),
+    /// It cannot be had as a device.
+    #[error("{0}")]
+    Map(String),
+}
+
+impl From<String> for Problem {
+    fn from(why: String) -> Problem {
+        Problem::SetUp(why)
+    }
+}
+
+impl Problem {
+    /// The reason of the pod's event.
+    #[must_use]
+    pub fn reason(&self) -> &'static str {
+        if matches!(self, Problem::Map(_)) {
+            "FailedMapVolume"
+        } else {
+            "FailedMount"
+        }
+    }
+
+    /// The message of the pod's event (kubelet spec, 9.1 and 9.4).
+    #[must_use]
+    pub fn told(&self, volume: &str) -> String {
+        match self {
+            Problem::Claim(why) => {
+                format!(
+                    "Unable to attach or mount volumes: unmounted volumes=[{volume}], failed to process volumes=[{volume}]: {why}"
+                )
+            }
+            Problem::SetUp(why) => {
+                format!("MountVolume.SetUp failed for volume {volume:?} : {why}")
+            }
+            Problem::Map(why) => {
+                format!("MapVolume.SetUpDevice failed for volume {volume:?} : {why}")
+            }
+        }
+    }
+}
+
+/// Why a claim cannot be used by a pod, as far as the claim itself tells; else the name of its volume.
+pub fn usable(
+    pod: &Pod,
+    volume: &Volume,
+    claim: &PersistentVolumeClaim,
+) -> Result<String, Problem> {
+    let (namespace, name) = (pod.namespace().unwrap_or_default(), claim.name_any());
+    let refuse = |why: &str| {
+        Err(Problem::Claim(format!(
+            "error processing PVC {namespace}/{name}: {why}"
+        )))
+    };
+    let owned = || {
+        claim
+            .owner_references()
+            .iter()
+            .any(|o| o.controller == Some(true) && Some(&o.uid) == pod.metadata.uid.as_ref())
+    };
+    if volume.ephemeral.is_some() && !owned() {
+        let why = format!(
+            "PVC {namespace}/{name} was not created for pod {namespace}/{} (pod is not owner)",
+            pod.name_any()
+        );
+        return Err(Problem::Claim(why));
+    }
+    if claim.metadata.deletion_timestamp.is_some() {
+        return refuse("PVC is being deleted");
+    }
+    let bound = claim.status.as_ref().and_then(|s| s.phase.as_deref()) == Some("Bound");
+    match claim.spec.as_ref().and_then(|s| s.volume_name.as_deref()) {
+        _ if !bound => refuse("PVC is not bound"),
+        None | Some("") => refuse("PVC has empty pvc.Spec.VolumeName"),
+        Some(volume) => Ok(volume.to_owned()),
+    }
+}
+
+fn mounts(container: &Container, volume: &str) -> bool {
+    container
+        .volume_mounts
+        .iter()
+        .flatten()
+        .any(|m| m.name == volume)
+}
+
+fn devices(container: &Container, volume: &str) -> bool {
+    container
+        .volume_devices
+        .iter()
+        .flatten()
+        .any(|d| d.name == volume)
+}
+
+/// The size of huge pages that a pod asks for, if there is only one.
+fn page_size(pod: &Pod, medium: &str) -> Result<u64, String> {
+    let size = |text: &str| {
+        text.parse::<Quantity>()
+            .ok()
+            .and_then(|q| u64::try_from(q.units()).ok())
+            .filter(|s| *s > 0)
+    };
+    if let Some(text) = medium.strip_prefix("HugePages-") {
+        return size(text).ok_or_else(|| {
+            format!("emptyDir medium {medium:?} is not known: use a size such as HugePages-2Mi")
+        });
+    }
+    let mut sizes: Vec<String> = pod::containers(pod)
+        .iter()
+        .flat_map(|(_, c)| of_container(c, Side::Requests).into_keys())
+        .filter_map(|name| Some(name.strip_prefix("hugepages-")?.to_owned()))
+        .collect();
+    sizes.sort();
+    sizes.dedup();
+    match sizes.as_slice() {
+        [] => Err("medium HugePages is used, but no container asks for huge pages: add a request for hugepages-<size>".into()),
+        [one] => size(one).ok_or_else(|| format!("hugepages-{one} is not a size of pages")),
+        _ => Err("medium: HugePages can't be used if container requests multiple huge page sizes".into()),
+    }
+}
+
+fn empty_dir(
+    pod: &Pod,
+    source: &k8s_openapi::api::core::v1::EmptyDirVolumeSource,
+    memory: u64,
+) -> Result<Medium, String> {
+    match source.medium.as_deref().unwrap_or_default() {
+        "" => Ok(Medium::Disk {
+            counted: pod::spec(pod).host_users == Some(false),
+        }),
+        "Memory" => {
+            let own = source
+                .size_limit
+                .as_ref()
+                .and_then(|q| q.0.parse::<Quantity>().ok())
+                .and_then(|q| u64::try_from(q.units()).ok());
+            let pods = crate::core::pod::cgroup::pod_limits(pod, None, None)
+                .memory
+                .and_then(|m| u64::try_from(m).ok());
+            let smallest = [own, pods, Some(memory)]
+                .into_iter()
+                .flatten()
+                .filter(|s| *s > 0)
+                .min();
+            Ok(Medium::Memory(smallest.unwrap_or(0)))
+        }
+        medium if medium.starts_with("HugePages") => page_size(pod, medium).map(Medium::HugePages),
+        other => Err(format!(
+            "emptyDir medium {other:?} is not known: use \"\", Memory or HugePages"
+        )),
+    }
+}
+
+/// What is behind a volume. `claimed` is its claim if it has one.
+pub fn behind(
+    pod: &Pod,
+    volume: &Volume,
+    claimed: Option<&Claimed>,
+    here: Here<'_>,
+) -> Result<Behind, Problem> {
+    let plain = |source: Source| Behind {
+        volume: volume.name.clone(),
+        name: volume.name.clone(),
+        source,
+        read_only: false,
+        block: false,
+        options: vec![],
+        owned: false,
+        labelled: false,
+    };
+    if let Some(claimed) = claimed {
+        return persistent(pod, volume, claimed, here);
+    }
+    if let Some(source) = &volume.empty_dir {
+        return Ok(Behind {
+            owned: true,
+            ..plain(Source::EmptyDir(empty_dir(pod, source, here.memory)?))
+        });
+    }
+    if let Some(host) = &volume.host_path {
+        return Ok(plain(Source::HostPath {
+            path: host.path.clone(),
+            kind: host.type_.clone().unwrap_or_default(),
+        }));
+    }
+    for (is, secret, plugin) in [
+        (
+            volume.config_map.is_some(),
+            false,
+            "kubernetes.io~configmap",
+        ),
+        (
+            volume.downward_api.is_some(),
+            false,
+            "kubernetes.io~downward-api",
+        ),
+        (volume.secret.is_some(), true, "kubernetes.io~secret"),
+        (volume.projected.is_some(), true, "kubernetes.io~projected"),
+    ] {
+        if is {
+            return Ok(Behind {
+                read_only: true,
+                owned: true,
+                ..plain(Source::Files { secret, plugin })
+            });
+        }
+    }
+    if volume.image.is_some() {
+        return Ok(Behind {
+            read_only: true,
+            ..plain(Source::Image)
+        });
+    }
+    if let Some(nfs) = &volume.nfs {
+        return Ok(Behind {
+            read_only: nfs.read_only == Some(true),
+            ..plain(Source::Nfs {
+                device: nfs_device(&nfs.server, &nfs.path),
+            })
+        });
+    }
+    let namespace = pod.namespace().unwrap_or_default();
+    if let Some(source) = &volume.iscsi {
+        let source_of = Source::Disk {
+            disk: Box::new(disks::of_iscsi(source, &namespace)),
+            filesystem: filesystem(source.fs_type.as_ref()),
+        };
+        return Ok(Behind {
+            read_only: source.read_only == Some(true),
+            owned: true,
+            ..plain(source_of)
+        });
+    }
+    if let Some(source) = &volume.fc {
+        let source_of = Source::Disk {
+            disk: Box::new(disks::of_fc(source)),
+            filesystem: filesystem(source.fs_type.as_ref()),
+        };
+        return Ok(Behind {
+            read_only: source.read_only == Some(true),
+            owned: true,
+            ..plain(source_of)
+        });
+    }
+    if let Some(inline) = csi::of_inline(pod, volume) {
+        return Ok(Behind {
+            read_only: inline.read_only,
+            ..plain(Source::Csi(Box::new(inline)))
+        });
+    }
+    Err(unserved(&volume.name).into())
+}
+
+fn unserved(name: &str) -> String {
+    format!(
+        "volume {name:?} is of a type that this version does not serve: it serves emptyDir, hostPath, configMap, secret, downwardAPI, projected, image, nfs, iscsi, fc, csi, and claims of hostPath, local, nfs, iscsi, fc and csi volumes"
+    )
+}
+
+/// The filesystem of a disk.
+fn filesystem(named: Option<&String>) -> String {
+    named
+        .cloned()
+        .filter(|f| !f.is_empty())
+        .unwrap_or_else(|| "ext4".into())
+}
+
+fn nfs_device(server: &str, path: &str) -> String {
+    if server.contains(':') {
+        format!("[{server}]:{path}")
+    } else {
+        format!("{server}:{path}")
+    }
+}
+
+/// A volume that a claim is bound to.
+fn persistent(
+    pod: &Pod,
+    volume: &Volume,
+    claimed: &Claimed,
+    here: Here<'_>,
+) -> Result<Behind, Problem> {
+    let spec = claimed.volume.spec.clone().unwrap_or_default();
+    let name = claimed.volume.name_any();
+    let reference = spec.claim_ref.as_ref().and_then(|r| r.uid.as_ref());
+    if reference != claimed.claim.metadata.uid.as_ref() {
+        let (namespace, claim) = (
+            pod.namespace().unwrap_or_default(),
+            claimed.claim.name_any(),
+        );
+        return Err(Problem::Claim(format!(
+            "error processing PVC {namespace}/{claim}: persistentVolume {name:?} is bound to another claim"
+        )));
+    }
+    let block = spec.volume_mode.as_deref() == Some("Block");
+    let everyone = pod::containers(pod);
+    if block && everyone.iter().any(|(_, c)| mounts(c, &volume.name)) {
+        return Err(Problem::Claim(format!(
+            "volume {} has volumeMode Block, but is specified in volumeMounts",
+            volume.name
+        )));
+    }
+    if !block && everyone.iter().any(|(_, c)| devices(c, &volume.name)) {
+        return Err(Problem::Claim(format!(
+            "volume {} has volumeMode Filesystem, but is specified in volumeDevices",
+            volume.name
+        )));
+    }
+    let read_only = volume
+        .persistent_volume_claim
+        .as_ref()
+        .and_then(|c| c.read_only)
+        == Some(true);
+    let made = |source: Source, read_only: bool, owned: bool| Behind {
+        volume: volume.name.clone(),
+        name: name.clone(),
+        source,
+        read_only,
+        block,
+        options: spec.mount_options.clone().unwrap_or_default(),
+        owned,
+        labelled: false,
+    };
+    let modes = spec.access_modes.clone().unwrap_or_default();
+    let label = here
+        .label
+        .and_then(|files| selinux::of_volume(pod, &volume.name, &modes, files))
+        .filter(|_| !block);
+    // A disk of our own is mounted with its label.
+    let disk = |disk: Disk, fs_type: Option<&String>, own: Option<bool>| {
+        let made = made(
+            Source::Disk {
+                disk: Box::new(disk),
+                filesystem: filesystem(fs_type),
+            },
+            read_only || own == Some(true),
+            !block,
+        );
+        let options = made
+            .options
+            .iter()
+            .cloned()
+            .chain(label.as_deref().map(selinux::option))
+            .collect();
+        Behind {
+            labelled: label.is_some(),
+            options,
+            ..made
+        }
+    };
+    if let Some(host) = &spec.host_path {
+        return Ok(made(
+            Source::HostPath {
+                path: host.path.clone(),
+                kind: host.type_.clone().unwrap_or_default(),
+            },
+            read_only,
+            false,
+        ));
+    }
+    if let Some(local) = &spec.local {
+        let filesystem = filesystem(local.fs_type.as_ref());
+        return Ok(made(
+            Source::Local {
+                path: local.path.clone(),
+                filesystem,
+            },
+            read_only,
+            !block,
+        ));
+    }
+    if let Some(nfs) = &spec.nfs {
+        return Ok(made(
+            Source::Nfs {
+                device: nfs_device(&nfs.server, &nfs.path),
+            },
+            read_only || nfs.read_only == Some(true),
+            false,
+        ));
+    }
+    if let Some(source) = &spec.iscsi {
+        let of = disks::of_persistent_iscsi(source, &pod.namespace().unwrap_or_default());
+        return Ok(disk(of, source.fs_type.as_ref(), source.read_only));
+    }
+    if let Some(source) = &spec.fc {
+        return Ok(disk(
+            disks::of_fc(source),
+            source.fs_type.as_ref(),
+            source.read_only,
+        ));
+    }
+    if let Some(source) = &spec.csi {
+        let served = csi::Volume {
+            label,
+            ..csi::of_persistent(&claimed.volume, &claimed.claim, source, read_only)
+        };
+        return Ok(made(
+            Source::Csi(Box::new(served.clone())),
+            served.read_only,
+            false,
+        ));
+    }
+    Err(unserved(&volume.name).into())
+}
+
+/// Whether a node reaches the volume of a claim.
+pub fn reached(
+    claimed: &Claimed,
+    node: Option<&k8s_openapi::api::core::v1::Node>,
+) -> Result<(), String> {
+    match node {
+        Some(node) if !claims::reaches(&claimed.volume, node) => {
+            Err("MountVolume.NodeAffinity check failed: the volume's node affinity does not match this node".into())
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn pod(volume: Value, container: Value) -> Pod {
+        let mut c = json!({"name": "c"});
+        json_patch::merge(&mut c, &container);
+        serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": {"containers": [c], "volumes": [volume]}}))
+            .expect("a pod")
+    }
+
+    fn made(volume: Value, container: Value) -> Result<Behind, Problem> {
+        let pod = pod(volume, container);
+        let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
+        behind(
+            &pod,
+            &volume,
+            None,
+            Here {
+                memory: 1 << 30,
+                label: None,
+            },
+        )
+    }
+
+    #[test]
+    fn empty_directories_are_as_large_as_the_smallest_of_their_limits() {
+        let memory = |size: Value, limit: Value| {
+            let volume = json!({"name": "v", "emptyDir": {"medium": "Memory", "sizeLimit": size}});
+            made(volume, json!({"resources": {"limits": limit}})).map(|b| b.source)
+        };
+        let of = |size: u64| Ok(Source::EmptyDir(Medium::Memory(size)));
+        assert_eq!(memory(Value::Null, json!({})), of(1 << 30));
+        assert_eq!(memory(json!("64Mi"), json!({})), of(64 << 20));
+        assert_eq!(
+            memory(json!("64Mi"), json!({"memory": "32Mi"})),
+            of(32 << 20)
+        );
+        assert_eq!(memory(json!("4Gi"), json!({})), of(1 << 30));
+        let pages = |medium: &str, requests: Value| {
+            made(
+                json!({"name": "v", "emptyDir": {"medium": medium}}),
+                json!({"resources": {"requests": requests}}),
+            )
+            .map(|b| b.source)
+        };
+        assert_eq!(
+            pages("HugePages", json!({"hugepages-2Mi": "4Mi"})),
+            Ok(Source::EmptyDir(Medium::HugePages(2 << 20)))
+        );
+        assert_eq!(
+            pages("HugePages-1Gi", json!({})),
+            Ok(Source::EmptyDir(Medium::HugePages(1 << 30)))
+        );
+        assert!(
+            pages(
+                "HugePages",
+                json!({"hugepages-2Mi": "4Mi", "hugepages-1Gi": "1Gi"})
+            )
+            .is_err_and(|e| e.told("v").contains("multiple"))
+        );
+        assert!(pages("Tape", json!({})).is_err_and(|e| e.told("v").contains("Tape")));
+    }
+
+    fn claimed(volume: Value, phase: &str) -> Claimed {
+        let claim = json!({"metadata": {"name": "c", "namespace": "n", "uid": "0"}, "spec": {"volumeName": "pv"}, "status": {"phase": phase}});
+        let mut spec = json!({"claimRef": {"uid": "0"}});
+        json_patch::merge(&mut spec, &volume);
+        Claimed {
+            claim: serde_json::from_value(claim).expect("a claim"),
+            volume: serde_json::from_value(json!({"metadata": {"name": "pv"}, "spec": spec}))
+                .expect("a volume"),
+        }
+    }
+
+    #[test]
+    fn a_claims_volume_has_the_persistent_volumes_name_and_manner() {
+        let of = |source: Value, volume: Value, container: Value| {
+            let mut v = json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}});
+            json_patch::merge(&mut v, &volume);
+            let pod = pod(v, container);
+            let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
+            behind(
+                &pod,
+                &volume,
+                Some(&claimed(source, "Bound")),
+                Here {
+                    memory: 0,
+                    label: Some("u:r:t:s0"),
+                },
+            )
+        };
+        let nfs = of(
+            json!({"nfs": {"server": "fd00::1", "path": "/x"}, "mountOptions": ["hard"]}),
+            json!({"persistentVolumeClaim": {"readOnly": true}}),
+            json!({}),
+        )
+        .expect("fine");
+        assert_eq!(
+            (
+                nfs.name.as_str(),
+                &nfs.source,
+                nfs.read_only,
+                nfs.options.len()
+            ),
+            (
+                "pv",
+                &Source::Nfs {
+                    device: "[fd00::1]:/x".into()
+                },
+                true,
+                1
+            )
+        );
+        let local = json!({"local": {"path": "/dev/x"}, "volumeMode": "Block"});
+        assert!(
+            of(
+                local.clone(),
+                json!({}),
+                json!({"volumeDevices": [{"name": "v", "devicePath": "/dev/y"}]})
+            )
+            .expect("fine")
+            .block
+        );
+        assert!(
+            of(
+                local,
+                json!({}),
+                json!({"volumeMounts": [{"name": "v", "mountPath": "/y"}]})
+            )
+            .is_err_and(|e| e.told("v").contains("volumeMode Block"))
+        );
+        assert!(
+            of(
+                json!({"hostPath": {"path": "/x"}, "claimRef": {"uid": "9"}}),
+                json!({}),
+                json!({})
+            )
+            .is_err_and(|e| e.told("v").contains("another claim"))
+        );
+        // One pod alone uses it, and its containers' label is known: the mount gives it.
+        let disk = json!({"fc": {"wwids": ["w"]}, "accessModes": ["ReadWriteOncePod"], "mountOptions": ["noatime"]});
+        let context = json!({"securityContext": {"seLinuxOptions": {"level": "s0:c1,c2"}}, "volumeMounts": [{"name": "v", "mountPath": "/v"}]});
+        let labelled = of(disk.clone(), json!({}), context).expect("fine");
+        assert_eq!(labelled.options, ["noatime", "context=\"u:r:t:s0:c1,c2\""]);
+        assert!(
+            !labelled.is_relabelled()
+                && of(disk, json!({}), json!({}))
+                    .expect("fine")
+                    .is_relabelled()
+        );
+        assert!(
+            of(json!({"cephfs": {"monitors": []}}), json!({}), json!({}))
+                .is_err_and(|e| e.told("v").contains("does not serve"))
+        );
+    }
+
+    #[test]
+    fn claims_that_cannot_be_used_say_why() {
+        let volume = |v: Value| serde_json::from_value::<Volume>(v).expect("a volume");
+        let by_claim = volume(json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}}));
+        let p = pod(json!({"name": "v"}), json!({}));
+        assert_eq!(
+            usable(&p, &by_claim, &claimed(json!({}), "Bound").claim),
+            Ok("pv".into())
+        );
+        assert_eq!(
+            usable(&p, &by_claim, &claimed(json!({}), "Pending").claim),
+            Err(Problem::Claim(
+                "error processing PVC n/c: PVC is not bound".into()
+            ))
+        );
+        let ephemeral = volume(json!({"name": "v", "ephemeral": {}}));
+        assert!(
+            usable(&p, &ephemeral, &claimed(json!({}), "Bound").claim)
+                .is_err_and(|e| e.told("v").contains("(pod is not owner)"))
+        );
+    }
+}

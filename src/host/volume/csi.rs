@@ -1,0 +1,359 @@
+//! The directories of CSI volumes, in the kubelet's layout: where a driver stages and publishes, and what is noted
+//! beside it (kubelet spec, 9.5).
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::core::digest;
+use crate::core::pod::Ownership;
+use crate::core::volume::csi::VolumeData;
+use crate::host::linux::{doing, make, segment};
+use crate::sys::{file, mount, ownership};
+
+const PLUGIN: &str = "kubernetes.io~csi";
+const NOTE: &str = "vol_data.json";
+
+/// The directories below the agent's root directory.
+#[derive(Debug, Clone)]
+pub struct CsiDirs(pub PathBuf);
+
+/// A volume that was published, or was about to be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Published {
+    /// The pod.
+    pub uid: String,
+    /// The name of its directory.
+    pub name: String,
+    /// Where the driver mounts it.
+    pub target: PathBuf,
+    /// What was noted.
+    pub data: VolumeData,
+    /// Whether it is a device.
+    pub block: bool,
+    /// Its claim's namespace and name; not known of what an agent before this one published, until its pod is
+    /// looked at.
+    pub claim: Option<(String, String)>,
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|e| e.file_name().into_string().ok())
+        .collect()
+}
+
+fn gone(result: std::io::Result<()>, path: &Path) -> Result<(), String> {
+    match result {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(format!("{} cannot be removed: {error}", path.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+impl CsiDirs {
+    fn of_pod(&self, uid: &str) -> Result<PathBuf, String> {
+        Ok(self
+            .0
+            .join("pods")
+            .join(segment(uid)?)
+            .join("volumes")
+            .join(PLUGIN))
+    }
+
+    /// Where the devices of a pod are listed.
+    fn devices_of(&self, uid: &str) -> Result<PathBuf, String> {
+        Ok(self
+            .0
+            .join("pods")
+            .join(segment(uid)?)
+            .join("volumeDevices")
+            .join(PLUGIN))
+    }
+
+    fn devices(&self) -> PathBuf {
+        self.0.join("plugins/kubernetes.io/csi/volumeDevices")
+    }
+
+    /// Where a driver publishes a device for a pod.
+    pub fn device(&self, uid: &str, name: &str) -> Result<PathBuf, String> {
+        Ok(self
+            .devices()
+            .join("publish")
+            .join(segment(name)?)
+            .join(segment(uid)?))
+    }
+
+    fn of_staging(&self, data: &VolumeData, block: bool) -> Result<(PathBuf, PathBuf), String> {
+        if block {
+            let name = segment(&data.spec_vol_id)?;
+            return Ok((
+                self.devices().join(name).join("data"),
+                self.devices().join("staging").join(name),
+            ));
+        }
+        let driver = self
+            .0
+            .join("plugins/kubernetes.io/csi")
+            .join(segment(&data.driver_name)?);
+        let dir = driver.join(digest::sha256(data.volume_handle.as_bytes()));
+        Ok((dir.clone(), dir.join("globalmount")))
+    }
+
+    /// Where a volume of a pod is published. Nothing is touched.
+    pub fn place(
+        &self,
+        uid: &str,
+        data: VolumeData,
+        block: bool,
+        claim: Option<(String, String)>,
+    ) -> Result<Published, String> {
+        let name = segment(&data.spec_vol_id)?.to_owned();
+        let target = if block {
+            self.device(uid, &name)?
+        } else {
+            self.of_pod(uid)?.join(&name).join("mount")
+        };
+        Ok(Published {
+            uid: uid.to_owned(),
+            name,
+            target,
+            data,
+            block,
+            claim,
+        })
+    }
+
+    /// Makes the directory of a pod's volume and notes what it is for; the driver makes its target itself.
+    pub fn prepare(&self, volume: &Published) -> Result<(), String> {
+        let target = &volume.target;
+        let parent = target.parent().unwrap_or(target);
+        if !volume.block {
+            return self.note(parent, &volume.data);
+        }
+        make(parent, 0o750)?;
+        let (note, _) = self.of_staging(&volume.data, true)?;
+        self.note(&note, &volume.data)?;
+        let list = self.devices_of(&volume.uid)?;
+        make(&list, 0o750)?;
+        match std::os::unix::fs::symlink(target, list.join(&volume.name)) {
+            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(format!(
+                "the device of {} cannot be noted: {error}",
+                volume.name
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    fn note(&self, dir: &Path, data: &VolumeData) -> Result<(), String> {
+        make(dir, 0o750)?;
+        let text = serde_json::to_vec(data).map_err(|e| e.to_string())?;
+        // Looked at with every refresh, and written once.
+        if fs::read(dir.join(NOTE)).is_ok_and(|there| there == text) {
+            return Ok(());
+        }
+        file::replace(&dir.join(NOTE), &text).map_err(doing(format!(
+            "what {} is for cannot be noted",
+            dir.display()
+        )))
+    }
+
+    /// Makes the directory in which a driver stages a volume for all pods.
+    pub fn stage(&self, volume: &Published) -> Result<PathBuf, String> {
+        let (dir, place) = self.of_staging(&volume.data, volume.block)?;
+        make(&place, 0o750)?;
+        self.note(&dir, &volume.data)?;
+        Ok(place)
+    }
+
+    /// Whether a volume's driver may know of it.
+    #[must_use]
+    pub fn is_noted(&self, volume: &Published) -> bool {
+        if volume.block {
+            return self
+                .devices_of(&volume.uid)
+                .is_ok_and(|dir| dir.join(&volume.name).is_symlink());
+        }
+        volume
+            .target
+            .parent()
+            .is_some_and(|dir| dir.join(NOTE).exists())
+    }
+
+    /// Where a volume is staged, if it is.
+    #[must_use]
+    pub fn staged(&self, volume: &Published) -> Option<PathBuf> {
+        let (_, place) = self.of_staging(&volume.data, volume.block).ok()?;
+        place.exists().then_some(place)
+    }
+
+    /// All volumes that were published here.
+    #[must_use]
+    pub fn published(&self) -> Vec<Published> {
+        let read = |note: PathBuf| -> Option<VolumeData> {
+            serde_json::from_slice(&fs::read(note).ok()?).ok()
+        };
+        let mut all = vec![];
+        for uid in names(&self.0.join("pods")) {
+            let (Ok(dir), Ok(devices)) = (self.of_pod(&uid), self.devices_of(&uid)) else {
+                continue;
+            };
+            for name in names(&dir) {
+                let place = dir.join(&name);
+                if let Some(data) = read(place.join(NOTE)) {
+                    all.push(Published {
+                        uid: uid.clone(),
+                        name,
+                        target: place.join("mount"),
+                        data,
+                        block: false,
+                        claim: None,
+                    });
+                }
+            }
+            for name in names(&devices) {
+                let (data, target) = (
+                    read(self.devices().join(&name).join("data").join(NOTE)),
+                    self.device(&uid, &name),
+                );
+                if let (Some(data), Ok(target)) = (data, target) {
+                    all.push(Published {
+                        uid: uid.clone(),
+                        name,
+                        target,
+                        data,
+                        block: true,
+                        claim: None,
+                    });
+                }
+            }
+        }
+        all
+    }
+
+    /// Removes what is left of a volume that the driver has unpublished. What is still mounted is an error.
+    pub fn forget(&self, volume: &Published) -> Result<(), String> {
+        still(&volume.target)?;
+        if volume.block {
+            let link = self.devices_of(&volume.uid)?.join(segment(&volume.name)?);
+            gone(fs::remove_file(&volume.target), &volume.target)?;
+            return gone(fs::remove_file(&link), &link);
+        }
+        let dir = self.of_pod(&volume.uid)?.join(segment(&volume.name)?);
+        gone(fs::remove_dir(&volume.target), &volume.target)?;
+        gone(fs::remove_file(dir.join(NOTE)), &dir)?;
+        gone(fs::remove_dir(&dir), &dir)
+    }
+
+    /// The same for one that was unstaged, and that no other pod has.
+    pub fn unstaged(&self, volume: &Published) -> Result<(), String> {
+        let (dir, place) = self.of_staging(&volume.data, volume.block)?;
+        still(&place)?;
+        gone(fs::remove_dir(&place), &place)?;
+        if volume.block {
+            // The note goes with the pod's own link: until then it is what the volume is known by.
+            return Ok(());
+        }
+        gone(fs::remove_file(dir.join(NOTE)), &dir)?;
+        gone(fs::remove_dir(&dir), &dir)
+    }
+}
+
+fn still(path: &Path) -> Result<(), String> {
+    if mount::is_mounted(path).map_err(|e| e.to_string())? {
+        return Err(format!(
+            "{} is still mounted, though its driver says that it is not",
+            path.display()
+        ));
+    }
+    Ok(())
+}
+
+/// Whether a volume is mounted.
+pub fn is_mounted(target: &Path) -> Result<bool, String> {
+    mount::is_mounted(target).map_err(|e| e.to_string())
+}
+
+/// Gives a published volume to its pod's group.
+pub fn give(target: &Path, owner: Ownership) -> Result<(), String> {
+    let Some(group) = owner.group else {
+        return Ok(());
+    };
+    ownership::set_group(target, group, owner.on_mismatch, false)
+        .map_err(doing("the volume's group cannot be set"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_noted_is_found_again_and_leaves_nothing() {
+        let root = tempfile::tempdir().expect("a directory");
+        let dirs = CsiDirs(root.path().into());
+        let data = VolumeData {
+            spec_vol_id: "pv".into(),
+            volume_handle: "../h".into(),
+            driver_name: "d.example".into(),
+            ..VolumeData::default()
+        };
+        assert!(dirs.published().is_empty());
+        let volume = dirs.place("u", data.clone(), false, None).expect("a place");
+        assert!(
+            volume
+                .target
+                .ends_with("pods/u/volumes/kubernetes.io~csi/pv/mount")
+        );
+        dirs.prepare(&volume).expect("prepared");
+        assert!(!volume.target.exists(), "that is the driver's to make");
+        let found = dirs.published();
+        assert_eq!(found, [volume]);
+        assert_eq!(dirs.staged(&found[0]), None);
+        let staging = dirs.stage(&found[0]).expect("staged");
+        assert_eq!(dirs.staged(&found[0]), Some(staging));
+        dirs.unstaged(&found[0]).expect("forgotten");
+        dirs.unstaged(&found[0]).expect("once more is fine");
+        dirs.forget(&found[0]).expect("forgotten");
+        assert!(dirs.published().is_empty() && dirs.staged(&found[0]).is_none());
+        let device = dirs.place("u", data.clone(), true, None).expect("a place");
+        dirs.prepare(&device).expect("prepared");
+        assert!(device.target.ends_with("volumeDevices/publish/pv/u") && !device.target.exists());
+        let found = dirs.published();
+        assert_eq!(found, [device]);
+        dirs.forget(&found[0]).expect("forgotten");
+        assert!(dirs.published().is_empty());
+        for bad in ["../x", "", ".."] {
+            assert!(
+                dirs.place(bad, data.clone(), false, None).is_err(),
+                "{bad:?}"
+            );
+            assert!(
+                dirs.place(
+                    "u",
+                    VolumeData {
+                        spec_vol_id: bad.into(),
+                        ..data.clone()
+                    },
+                    true,
+                    None
+                )
+                .is_err(),
+                "{bad:?}"
+            );
+            let place = dirs
+                .place(
+                    "u",
+                    VolumeData {
+                        driver_name: bad.into(),
+                        ..data.clone()
+                    },
+                    false,
+                    None,
+                )
+                .expect("a place");
+            assert!(dirs.stage(&place).is_err(), "{bad:?}");
+        }
+    }
+}

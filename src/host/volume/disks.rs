@@ -1,0 +1,272 @@
+//! Disks behind a network: found by their links, logged in to and out of with the tools of the system.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::staging_lock::Turn;
+use super::tool::tool;
+use crate::core::volume::disks::{Disk, Iscsi};
+use crate::host::linux::{doing, make};
+use crate::sys::{file, mount};
+
+/// How long a disk may take to appear once it is there.
+const APPEARANCE: Duration = Duration::from_secs(30);
+/// What `iscsiadm` says by its code: there is a session already.
+const SESSION_EXISTS: i32 = 15;
+/// No such session or record.
+const NOTHING: i32 = 21;
+
+/// The device of a disk, if the node has it: that of its paths together, where there are several.
+pub(in crate::host) fn find(disk: &Disk) -> Option<PathBuf> {
+    let mut links = vec![];
+    for dir in ["by-path", "by-id"] {
+        for entry in fs::read_dir(Path::new("/dev/disk").join(dir))
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
+            if entry
+                .file_name()
+                .to_str()
+                .is_some_and(|name| disk.is_named(dir, name))
+            {
+                links.push(entry.path());
+            }
+        }
+    }
+    links.sort();
+    let devices: Vec<PathBuf> = links
+        .iter()
+        .filter_map(|link| fs::canonicalize(link).ok())
+        .collect();
+    devices
+        .iter()
+        .find_map(|device| together(device))
+        .or_else(|| devices.into_iter().next())
+}
+
+/// The multipath device that a disk is a part of.
+fn together(device: &Path) -> Option<PathBuf> {
+    let name = device.file_name()?;
+    let all = fs::read_dir("/sys/block")
+        .ok()?
+        .flatten()
+        .filter(|e| e.file_name().to_string_lossy().starts_with("dm-"));
+    let found = all
+        .into_iter()
+        .find(|e| e.path().join("slaves").join(name).exists())?;
+    Some(Path::new("/dev").join(found.file_name()))
+}
+
+/// Makes the node have a disk; the answer is its device.
+pub(in crate::host) fn attach(disk: &Disk) -> Result<PathBuf, String> {
+    if let Some(device) = find(disk) {
+        return Ok(device);
+    }
+    match disk {
+        Disk::Iscsi(iscsi) => log_in(iscsi)?,
+        Disk::Fc { .. } => rescan()?,
+    }
+    let begun = Instant::now();
+    loop {
+        match find(disk) {
+            Some(device) => return Ok(device),
+            None if begun.elapsed() > APPEARANCE => {
+                return Err(format!(
+                    "the disk does not appear below /dev/disk: {}",
+                    disk.place().last().cloned().unwrap_or_default()
+                ));
+            }
+            None => std::thread::sleep(Duration::from_millis(100)),
+        }
+    }
+}
+
+/// Logs in at all portals; one that works is enough.
+fn log_in(iscsi: &Iscsi) -> Result<(), String> {
+    let mut failed = vec![];
+    for portal in &iscsi.portals {
+        match iscsi.login(portal).iter().try_for_each(|call| told(call)) {
+            Ok(()) => {}
+            Err(error) => failed.push(format!("portal {portal}: {error}")),
+        }
+    }
+    if failed.len() == iscsi.portals.len() {
+        Err(format!(
+            "failed to attach iSCSI target {}: {}",
+            iscsi.iqn,
+            failed.join("; ")
+        ))
+    } else {
+        Ok(())
+    }
+}
+
+/// One call; what is already so is fine. Passwords are not repeated.
+fn told(call: &[String]) -> Result<(), String> {
+    let words: Vec<&str> = call.iter().map(String::as_str).collect();
+    match tool("iscsiadm", &words)? {
+        (0 | SESSION_EXISTS, _) => Ok(()),
+        (code, said) => {
+            let shown: Vec<&str> = words.iter().take_while(|w| **w != "-v").copied().collect();
+            Err(format!(
+                "iscsiadm {} failed with {code}: {said}",
+                shown.join(" ")
+            ))
+        }
+    }
+}
+
+/// Logs out everywhere. A session that is gone is fine.
+fn log_out(iscsi: &Iscsi) -> Result<(), String> {
+    for call in iscsi.portals.iter().flat_map(|portal| iscsi.logout(portal)) {
+        let words: Vec<&str> = call.iter().map(String::as_str).collect();
+        match tool("iscsiadm", &words)? {
+            (0 | NOTHING, _) => {}
+            (code, said) => {
+                return Err(format!(
+                    "iscsiadm {} failed with {code}: {said}",
+                    words.join(" ")
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Where it is noted how a disk came here; hidden while the disk is mounted over it.
+const SESSION: &str = "iscsi.json";
+
+/// Notes a disk's session before there is one.
+pub(in crate::host) fn note(disk: &Disk, place: &Path) -> Result<(), String> {
+    let Disk::Iscsi(session) = disk else {
+        return Ok(());
+    };
+    make(place, 0o750)?;
+    let text = serde_json::to_vec(session).map_err(|e| e.to_string())?;
+    file::replace(&place.join(SESSION), &text).map_err(doing("the session cannot be noted"))
+}
+
+/// Makes the node have a disk that a pod gets as a device. `marks` are the links by which it is known that it does.
+pub(in crate::host) fn map(disk: &Disk, place: &Path, marks: [&Path; 2]) -> Result<(), String> {
+    let _turn = Turn::of_pod(place)?;
+    note(disk, place)?;
+    if let Disk::Iscsi(session) = disk {
+        let device = Path::new("/dev/disk/by-path").join(
+            session.link(
+                session
+                    .portals
+                    .first()
+                    .map(String::as_str)
+                    .unwrap_or_default(),
+            ),
+        );
+        for mark in marks {
+            make(mark.parent().unwrap_or(mark), 0o750)?;
+            match std::os::unix::fs::symlink(&device, mark) {
+                Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+                    return Err(format!("{} cannot be made: {error}", mark.display()));
+                }
+                _ => {}
+            }
+        }
+    }
+    attach(disk).map(|_| ())
+}
+
+/// Takes a pod's mark away; the answer is whether there was one.
+pub(in crate::host) fn unmark(mark: &Path) -> Result<bool, String> {
+    match fs::remove_file(mark) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(format!("{} cannot be removed: {error}", mark.display())),
+    }
+}
+
+fn entries(dir: &Path) -> Vec<PathBuf> {
+    fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|e| e.path())
+        .collect()
+}
+
+/// The places of all disks behind iSCSI: those that are mounted, and those that pods have as devices.
+pub(in crate::host) fn places(iscsi: &Path) -> Vec<PathBuf> {
+    let interfaces = entries(iscsi)
+        .into_iter()
+        .chain(entries(&iscsi.join("volumeDevices")));
+    interfaces
+        .filter(|i| {
+            i.file_name()
+                .is_some_and(|n| n.to_string_lossy().starts_with("iface-"))
+        })
+        .flat_map(|i| entries(&i))
+        .collect()
+}
+
+/// Ends the session of a disk that is neither mounted nor any pod's device nor about to be.
+pub(in crate::host) fn end_if_idle(place: &Path) -> Result<(), String> {
+    let Some(_turn) = Turn::at(place) else {
+        return Ok(());
+    };
+    let marked = || entries(place).iter().any(|e| e.is_symlink());
+    if mount::is_mounted(place).map_err(|e| e.to_string())? || marked() {
+        return Ok(());
+    }
+    end_session(place)?;
+    fs::remove_dir(place).map_err(doing(format!("{} cannot be removed", place.display())))
+}
+
+/// Ends the session of a disk that nobody has any more, unless another disk of the same target is there or on its way.
+pub(in crate::host) fn end_session(place: &Path) -> Result<(), String> {
+    let note = place.join(SESSION);
+    let session: Iscsi = match fs::read(&note) {
+        Ok(text) => serde_json::from_slice(&text)
+            .map_err(doing(format!("{} cannot be read", note.display())))?,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(format!("{} cannot be read: {error}", note.display())),
+    };
+    let interface = place.parent().and_then(Path::file_name);
+    let root = place
+        .ancestors()
+        .find(|p| p.ends_with("kubernetes.io/iscsi"))
+        .unwrap_or(place);
+    let of_target = |other: &PathBuf| {
+        let named = other.file_name().is_some_and(|n| {
+            n.to_string_lossy()
+                .contains(&format!("-{}-lun-", session.iqn))
+        });
+        named && other != place && other.parent().and_then(Path::file_name) == interface
+    };
+    let table = mount::table().map_err(|e| e.to_string())?;
+    // What is mounted is not asked for its note: it may hang.
+    let has_it =
+        |other: &PathBuf| table.iter().any(|m| m.point == *other) || other.join(SESSION).exists();
+    if !places(root)
+        .iter()
+        .any(|other| of_target(other) && has_it(other))
+    {
+        log_out(&session)?;
+    }
+    fs::remove_file(&note).map_err(doing(format!("{} cannot be removed", note.display())))
+}
+
+/// Has all hosts of the node look for new disks.
+fn rescan() -> Result<(), String> {
+    for host in fs::read_dir("/sys/class/scsi_host")
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
+        let file = host.path().join("scan");
+        fs::write(&file, "- - -").map_err(doing(format!(
+            "{} cannot be asked to look for new disks",
+            file.display()
+        )))?;
+    }
+    Ok(())
+}

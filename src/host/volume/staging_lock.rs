@@ -1,0 +1,34 @@
+//! Turns at places where devices are mounted for all pods: each by one at a time, and a device that hangs in the way of
+//! no other.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+/// The places that somebody is at.
+static TAKEN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+/// A turn at one of them, until it is dropped.
+pub(in crate::host) struct Turn(PathBuf);
+
+impl Turn {
+    /// None if somebody else has it.
+    pub(in crate::host) fn at(place: &Path) -> Option<Turn> {
+        let mut all = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+        all.insert(place.into()).then(|| Turn(place.into()))
+    }
+
+    /// The same, as whoever sets up a volume is told of it.
+    pub(in crate::host) fn of_pod(place: &Path) -> Result<Turn, String> {
+        Turn::at(place).ok_or_else(|| "another pod is mounting or unmounting it just now".into())
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        TAKEN
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&self.0);
+    }
+}
