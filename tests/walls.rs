@@ -1,8 +1,34 @@
-//! The walls: no module imports another that ARCHITECTURE.md does not allow it.
+//! The walls: what ARCHITECTURE.md's tables allow a module to import, from the workspace and from outside, and how
+//! long a file or a function may be.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+
+/// Module to what it may import.
+type Table = BTreeMap<String, BTreeSet<String>>;
+
+/// A package whose modules have a table in ARCHITECTURE.md.
+struct Package {
+    /// The heading of the table.
+    heading: &'static str,
+    sources: &'static str,
+    /// What the binary, which is a crate of its own, calls the library.
+    name: &'static str,
+}
+
+const PACKAGES: [Package; 2] = [
+    Package {
+        heading: "## Modules of the `holdfast` package",
+        sources: "src",
+        name: "holdfast",
+    },
+    Package {
+        heading: "## Modules of the `holdfast-cni` package",
+        sources: "cni-plugins/src",
+        name: "holdfast_cni",
+    },
+];
 
 fn sources(dir: &Path, into: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(dir).unwrap().flatten() {
@@ -15,47 +41,60 @@ fn sources(dir: &Path, into: &mut Vec<PathBuf>) {
     }
 }
 
-/// Module to what it may import, from the table.
-fn table() -> BTreeMap<String, BTreeSet<String>> {
+fn sources_of(dirs: &[&str]) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for dir in dirs {
+        sources(Path::new(dir), &mut files);
+    }
+    files.sort();
+    files
+}
+
+/// The rows of the table under a heading: for each name in the first column the names in the last one.
+fn table(heading: &str) -> Table {
     let text = std::fs::read_to_string("ARCHITECTURE.md").unwrap();
     let section = text
-        .split("## Modules of the `holdfast` package")
-        .nth(1)
-        .unwrap()
-        .split("\n## ")
+        .split_once(&format!("{heading}\n"))
+        .unwrap_or_else(|| panic!("ARCHITECTURE.md has no {heading:?}"))
+        .1
+        .split("\n#")
         .next()
         .unwrap();
-    let mut table = BTreeMap::new();
+    let names = |cell: &str| -> BTreeSet<String> {
+        cell.split(',')
+            .map(|n| n.trim().trim_matches('`').to_owned())
+            .filter(|n| !n.is_empty())
+            .collect()
+    };
+    let mut table = Table::new();
     for line in section.lines().filter(|l| l.starts_with("| `")) {
-        let cells: Vec<&str> = line.split('|').map(str::trim).collect();
-        let allowed: BTreeSet<String> = cells[3]
-            .split(',')
-            .map(str::trim)
-            .filter(|s| !s.is_empty())
-            .map(Into::into)
-            .collect();
-        for module in cells[1].split(',') {
-            table.insert(module.trim().trim_matches('`').to_owned(), allowed.clone());
+        let cells: Vec<&str> = line.trim_matches('|').split('|').collect();
+        let allowed = names(cells.last().unwrap());
+        for module in names(cells[0]) {
+            table.insert(module, allowed.clone());
         }
     }
-    assert!(
-        table.len() >= 12,
-        "the table in ARCHITECTURE.md has been read: {table:?}"
-    );
+    assert!(table.len() >= 5, "the table under {heading:?}: {table:?}");
     table
 }
 
 /// The table's module that a module path belongs to: the longest that fits.
-fn owner<'a>(path: &str, table: &'a BTreeMap<String, BTreeSet<String>>) -> Option<&'a str> {
+fn owner<'a>(path: &str, table: &'a Table) -> Option<&'a str> {
     table
         .keys()
-        .filter(|m| path == *m || path.starts_with(&format!("{m}::")))
+        .filter(|m| inside(path, m))
         .max_by_key(|m| m.len())
         .map(String::as_str)
 }
 
-fn module_path(file: &Path) -> String {
-    let relative = file.strip_prefix("src").unwrap().with_extension("");
+/// Whether a path is a module or lies in it.
+fn inside(path: &str, module: &str) -> bool {
+    path.strip_prefix(module)
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
+}
+
+fn module_path(file: &Path, root: &str) -> String {
+    let relative = file.strip_prefix(root).unwrap().with_extension("");
     let mut parts: Vec<&str> = relative.iter().map(|p| p.to_str().unwrap()).collect();
     if parts.last() == Some(&"mod") {
         parts.pop();
@@ -63,45 +102,53 @@ fn module_path(file: &Path) -> String {
     parts.join("::")
 }
 
+/// The lines that are not comments, with their numbers.
+fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    text.lines()
+        .enumerate()
+        .map(|(n, line)| (n + 1, line))
+        .filter(|(_, line)| !line.trim_start().starts_with("//"))
+}
+
+/// The lines of the tests at a file's end, which may use what the module may not, are left out.
+fn without_tests(text: &str) -> &str {
+    text.split("\n#[cfg(test)]\nmod ").next().unwrap()
+}
+
+/// The paths that follow `prefix` in a line, those in braces each on its own.
+fn paths_after(line: &str, prefix: &str) -> Vec<String> {
+    let path = |text: &str| -> String {
+        text.chars()
+            .take_while(|c| c.is_alphanumeric() || *c == '_' || *c == ':')
+            .collect()
+    };
+    let of = |rest: &str| match rest.strip_prefix('{') {
+        Some(list) => list
+            .split(['}', ';'])
+            .next()
+            .unwrap()
+            .split(',')
+            .map(|n| path(n.trim()))
+            .collect(),
+        None => vec![path(rest)],
+    };
+    line.split(prefix).skip(1).flat_map(of).collect()
+}
+
 /// The imports in `text` of module `from` that the table does not allow.
-fn violations(from: &str, text: &str, table: &BTreeMap<String, BTreeSet<String>>) -> Vec<String> {
-    let prefix = if from == "main" {
-        "holdfast::"
-    } else {
-        "crate::"
+fn violations(from: &str, library: &str, text: &str, table: &Table) -> Vec<String> {
+    let prefix = match from {
+        "main" => format!("{library}::"),
+        _ => "crate::".to_owned(),
     };
     let mut found = Vec::new();
-    for (number, line) in text
-        .lines()
-        .enumerate()
-        .filter(|(_, l)| !l.trim_start().starts_with("//"))
-    {
-        for rest in line.split(prefix).skip(1) {
-            let names: Vec<String> = match rest.strip_prefix('{') {
-                Some(list) => list
-                    .split(['}', ';'])
-                    .next()
-                    .unwrap()
-                    .split(',')
-                    .map(|n| n.trim().to_owned())
-                    .collect(),
-                None => vec![
-                    rest.chars()
-                        .take_while(|c| c.is_alphanumeric() || *c == '_' || *c == ':')
-                        .collect(),
-                ],
+    for (number, line) in code(text) {
+        for path in paths_after(line, &prefix) {
+            let Some(to) = owner(path.trim_end_matches(':'), table) else {
+                continue;
             };
-            for name in names {
-                let Some(to) = owner(name.trim_end_matches(':'), table) else {
-                    continue;
-                };
-                let inside = to == from || to.starts_with(&format!("{from}::"));
-                let allowed = table[from]
-                    .iter()
-                    .any(|a| to == a || to.starts_with(&format!("{a}::")));
-                if !inside && !allowed {
-                    found.push(format!("line {}: {from} may not import {to}", number + 1));
-                }
+            if !inside(to, from) && !table[from].iter().any(|allowed| inside(to, allowed)) {
+                found.push(format!("line {number}: {from} may not import {to}"));
             }
         }
     }
@@ -109,29 +156,23 @@ fn violations(from: &str, text: &str, table: &BTreeMap<String, BTreeSet<String>>
 }
 
 #[test]
-fn imports_follow_the_table() {
-    let table = table();
-    let mut files = Vec::new();
-    sources(Path::new("src"), &mut files);
+fn imports_follow_the_tables() {
     let mut broken = Vec::new();
-    for file in &files {
-        let path = module_path(file);
-        if path == "lib" || path.starts_with("up::images::") {
-            continue;
-        }
-        match owner(&path, &table) {
-            None => broken.push(format!(
-                "{} belongs to no module of the table",
-                file.display()
-            )),
-            Some(from) => {
-                let text = std::fs::read_to_string(file).unwrap();
-                broken.extend(
-                    violations(from, &text, &table)
-                        .into_iter()
-                        .map(|v| format!("{}: {v}", file.display())),
-                );
+    for package in PACKAGES {
+        let table = table(package.heading);
+        for file in sources_of(&[package.sources]) {
+            let path = module_path(&file, package.sources);
+            if path == "lib" || path.starts_with("up::images::") {
+                continue;
             }
+            let shown = file.display();
+            let Some(from) = owner(&path, &table) else {
+                broken.push(format!("{shown} belongs to no module of the table"));
+                continue;
+            };
+            let text = std::fs::read_to_string(&file).unwrap();
+            let found = violations(from, package.name, &text, &table);
+            broken.extend(found.into_iter().map(|v| format!("{shown}: {v}")));
         }
     }
     assert!(broken.is_empty(), "{}", broken.join("\n"));
@@ -139,11 +180,12 @@ fn imports_follow_the_table() {
 
 #[test]
 fn a_forbidden_import_is_found() {
-    let table = table();
+    let table = table(PACKAGES[0].heading);
     let cases = [
         ("agent", "use crate::control::store::Store;", 1),
         ("agent", "use crate::core::{pod, qos};", 0),
         ("core", "use crate::{sys, core};", 1),
+        ("main", "use holdfast::control::store::Store;", 0),
         (
             "control::scheduler",
             "let x = crate::control::store::Store::in_memory();",
@@ -152,9 +194,92 @@ fn a_forbidden_import_is_found() {
     ];
     for (from, text, expected) in cases {
         assert_eq!(
-            violations(from, text, &table).len(),
+            violations(from, "holdfast", text, &table).len(),
             expected,
             "{from}: {text}"
+        );
+    }
+}
+
+/// Whether a line names something of a crate.
+fn uses_crate(line: &str, name: &str) -> bool {
+    line.match_indices(&format!("{name}::")).any(|(at, _)| {
+        !line[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':' || c == '.')
+    })
+}
+
+/// The crates of the manifest's `[dependencies]`, as code calls them.
+fn dependencies(manifest: &str) -> BTreeSet<String> {
+    let text = std::fs::read_to_string(manifest).unwrap();
+    text.split_once("\n[dependencies]\n")
+        .unwrap()
+        .1
+        .split("\n[")
+        .next()
+        .unwrap()
+        .lines()
+        .filter_map(|line| line.split_once([' ', '=']))
+        .map(|(name, _)| name.replace('-', "_"))
+        .collect()
+}
+
+/// The crates in `text` of module `path` that a table keeps out of it.
+fn foreign(path: &str, text: &str, places: &Table, core: &BTreeSet<String>) -> Vec<String> {
+    let mut found = Vec::new();
+    for (number, line) in code(without_tests(text)) {
+        for (name, modules) in places.iter().filter(|(name, _)| uses_crate(line, name)) {
+            let allowed = match inside(path, "core") {
+                true => core.contains(name),
+                false => modules.contains("any") || modules.iter().any(|m| inside(path, m)),
+            };
+            if !allowed {
+                found.push(format!("line {number}: {path} may not use {name}"));
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn crates_stay_where_the_table_says() {
+    let places = table("### Crates");
+    let core: BTreeSet<String> = places
+        .iter()
+        .filter(|(_, modules)| modules.contains("core"))
+        .map(|(name, _)| name.clone())
+        .collect();
+    let known: BTreeSet<String> = places.keys().cloned().collect();
+    assert_eq!(
+        known,
+        dependencies("Cargo.toml"),
+        "ARCHITECTURE.md, \"Crates\", and Cargo.toml name the same crates"
+    );
+    let mut broken = Vec::new();
+    for file in sources_of(&["src"]) {
+        let path = module_path(&file, "src");
+        if path.ends_with("::tests") {
+            continue;
+        }
+        let text = std::fs::read_to_string(&file).unwrap();
+        let found = foreign(&path, &text, &places, &core);
+        broken.extend(
+            found
+                .into_iter()
+                .map(|v| format!("{}: {v}", file.display())),
+        );
+    }
+    assert!(broken.is_empty(), "{}", broken.join("\n"));
+    for (path, text, expected) in [
+        ("core::pod", "use kube::ResourceExt as _;", 1),
+        ("core::pod", "use serde::Serialize;", 0),
+        ("agent::pod", "let a = redb::Database::open(p);", 1),
+        ("agent::pod", "use crate::host::kube::x;", 0),
+        ("agent::pod", "use kube::ResourceExt as _;", 0),
+    ] {
+        assert_eq!(
+            foreign(path, text, &places, &core).len(),
+            expected,
+            "{path}: {text}"
         );
     }
 }
@@ -174,37 +299,398 @@ fn the_core_touches_nothing() {
         "rand::",
         "nix::",
     ];
-    let mut files = Vec::new();
-    sources(Path::new("src/core"), &mut files);
-    for file in files {
+    for file in sources_of(&["src/core"]) {
         let text = std::fs::read_to_string(&file).unwrap();
-        for line in text.lines().filter(|l| !l.trim_start().starts_with("//")) {
+        for (number, line) in code(&text) {
             for word in banned {
-                assert!(!line.contains(word), "{}: {line}", file.display());
+                let shown = file.display();
+                assert!(!line.contains(word), "{shown}:{number}: {line}");
             }
         }
     }
 }
 
 #[test]
-fn the_plugins_stay_small_and_files_readable() {
-    let manifest = std::fs::read_to_string("cni-plugins/Cargo.toml").unwrap();
-    for heavy in ["tokio", "tonic", "kube", "rustls", "hyper"] {
+fn the_plugins_depend_on_little() {
+    let heavy = ["tokio", "tonic", "kube", "rustls", "hyper", "zbus"];
+    let used = dependencies("cni-plugins/Cargo.toml");
+    for name in heavy {
         assert!(
-            !manifest.lines().any(|l| l.starts_with(heavy)),
-            "cni-plugins must not depend on {heavy}"
+            !used.contains(name),
+            "cni-plugins must not depend on {name}"
         );
     }
-    let mut files = Vec::new();
-    for dir in ["src", "cni-plugins/src", "proto/src", "tests", "benches"] {
-        sources(Path::new(dir), &mut files);
-    }
-    for file in files {
+}
+
+/// Where code lies that people read.
+const CODE: [&str; 7] = [
+    "src",
+    "cni-plugins/src",
+    "cni-plugins/tests",
+    "cni-plugins/benches",
+    "proto/src",
+    "tests",
+    "benches",
+];
+
+/// The most lines of a file.
+const LONGEST_FILE: usize = 800;
+
+/// Files that were longer when the limit came; they may shrink, and leave the list when they have.
+const LONG_FILES: &[(&str, usize)] = &[
+    ("src/config/mod.rs", 1087),
+    ("src/control/api/validate.rs", 891),
+    ("src/control/api/write.rs", 963),
+    ("src/core/pod/status.rs", 817),
+    ("src/cri/client.rs", 881),
+    ("tests/control.rs", 1488),
+    ("tests/streams.rs", 1219),
+    ("tests/volumes.rs", 916),
+];
+
+#[test]
+fn files_are_short() {
+    for file in sources_of(&CODE) {
         let lines = std::fs::read_to_string(&file).unwrap().lines().count();
-        assert!(
-            lines <= 800,
-            "{} has {lines} lines: split it",
-            file.display()
-        );
+        let allowed = LONG_FILES
+            .iter()
+            .find(|(path, _)| Path::new(path) == file)
+            .map_or(LONGEST_FILE, |(_, lines)| *lines);
+        let shown = file.display();
+        assert!(lines <= allowed, "{shown} has {lines} lines: split it");
     }
+}
+
+/// The most lines of a function, at rustfmt's default width.
+const LONGEST_FUNCTION: usize = 100;
+/// From here on a function counts as long.
+const LONG_FUNCTION: usize = 60;
+/// How many functions are long. Lower it when there are fewer.
+const LONG_FUNCTIONS: usize = 215;
+
+/// Functions that were longer when the limit came: the path's beginning, the name, the lines. They may shrink, and
+/// leave the list when they have.
+const LONGER_FUNCTIONS: &[(&str, &str, usize)] = &[
+    ("benches/pods", "main", 141),
+    ("cni-plugins/src/skel", "call", 127),
+    (
+        "cni-plugins/tests/blackbox/addresses",
+        "static_addresses_come_from_the_place_that_counts",
+        166,
+    ),
+    (
+        "cni-plugins/tests/blackbox/chained",
+        "bandwidth_limits_what_a_container_receives_and_sends",
+        153,
+    ),
+    (
+        "cni-plugins/tests/blackbox/chained",
+        "ports_have_conditions_addresses_and_sources_of_their_own",
+        114,
+    ),
+    (
+        "cni-plugins/tests/blackbox/chained",
+        "tuning_sets_sysctls_and_properties_and_gives_them_back",
+        134,
+    ),
+    (
+        "cni-plugins/tests/blackbox/dhcp",
+        "leases_are_got_and_given_back",
+        108,
+    ),
+    (
+        "cni-plugins/tests/blackbox/leaks",
+        "no_address_is_lost_and_none_given_twice",
+        105,
+    ),
+    (
+        "cni-plugins/tests/blackbox/links",
+        "macvlans_have_addresses_and_macs_of_their_own",
+        101,
+    ),
+    (
+        "cni-plugins/tests/blackbox/pairs",
+        "a_bridge_has_the_options_that_were_asked_for",
+        123,
+    ),
+    (
+        "cni-plugins/tests/blackbox/pairs",
+        "ptp_leads_everything_over_a_line_to_the_host",
+        158,
+    ),
+    ("src/agent/assembly", "build", 159),
+    ("src/agent/pod", "run", 164),
+    ("src/agent/pod", "sync", 211),
+    ("src/agent/pod", "sync_pod", 105),
+    ("src/agent/serving", "cadvisor", 256),
+    ("src/agent/serving", "own", 231),
+    ("src/agent/serving", "read", 105),
+    ("src/agent/serving", "resource", 101),
+    ("src/config", "resolve", 295),
+    ("src/config/serving", "resolve", 110),
+    ("src/control/api", "bootstrap", 140),
+    ("src/control/api", "cells", 130),
+    ("src/control/api", "cells", 157),
+    ("src/control/api", "container", 114),
+    ("src/control/api", "merge_unchangeable", 101),
+    ("src/control/api", "objects", 143),
+    ("src/control/api", "pod_spec", 106),
+    ("src/control/api", "validate", 115),
+    ("src/control/controllers", "status", 114),
+    ("src/control/controllers", "take", 124),
+    (
+        "src/core/image",
+        "only_who_could_have_pulled_it_may_use_it",
+        104,
+    ),
+    ("src/core/node", "refusals_name_what_is_short", 121),
+    ("src/core/pod", "build", 143),
+    ("src/core/pod", "compute", 140),
+    ("src/core/pod", "container", 104),
+    ("src/core/pod", "container_status", 170),
+    ("src/core/pod", "phases", 128),
+    ("src/core/pod", "verdicts", 121),
+    (
+        "src/core/serving",
+        "every_path_leads_where_it_should_and_needs_what_it_must",
+        175,
+    ),
+    ("src/core/volume", "persistent", 125),
+    (
+        "tests/certificates",
+        "pods_get_roots_and_certificates_of_their_own",
+        126,
+    ),
+    (
+        "tests/containers",
+        "containers_find_what_their_pods_promise",
+        151,
+    ),
+    (
+        "tests/containers",
+        "pods_are_resized_in_place_and_wait_for_room",
+        120,
+    ),
+    (
+        "tests/control",
+        "a_node_sees_what_its_pods_refer_to_and_nothing_else",
+        197,
+    ),
+    (
+        "tests/control",
+        "deletion_waits_for_grace_and_finalizers",
+        143,
+    ),
+    (
+        "tests/control",
+        "refusals_have_the_right_code_reason_and_words",
+        350,
+    ),
+    (
+        "tests/control",
+        "roles_give_what_they_say_and_nobody_gives_more_than_they_have",
+        148,
+    ),
+    (
+        "tests/control",
+        "watches_see_every_change_as_their_selector_does",
+        108,
+    ),
+    ("tests/control", "writes_keep_what_is_the_servers", 152),
+    (
+        "tests/credentials",
+        "a_node_joins_as_kubeadm_prepares_it",
+        149,
+    ),
+    (
+        "tests/credentials",
+        "a_node_joins_with_a_token_and_renews_its_certificates",
+        155,
+    ),
+    (
+        "tests/csi",
+        "drivers_are_registered_and_their_volumes_staged_published_and_undone",
+        358,
+    ),
+    (
+        "tests/disks",
+        "disks_are_attached_mounted_shared_and_let_go",
+        163,
+    ),
+    (
+        "tests/e2e",
+        "a_killed_agent_finds_its_pods_and_disturbs_none",
+        119,
+    ),
+    (
+        "tests/e2e",
+        "pods_reach_each_other_and_have_what_they_ask_for",
+        131,
+    ),
+    (
+        "tests/faults",
+        "a_node_that_boots_without_an_apiserver_starts_its_pods",
+        113,
+    ),
+    (
+        "tests/images",
+        "images_are_pulled_by_who_may_and_kept_from_who_may_not",
+        113,
+    ),
+    (
+        "tests/lifecycle",
+        "containers_are_probed_hooked_restarted_and_ended_as_their_pods_say",
+        286,
+    ),
+    (
+        "tests/lifecycle",
+        "logs_are_rotated_linked_and_removed_with_what_wrote_them",
+        108,
+    ),
+    ("tests/machines", "quotas_inside", 103),
+    ("tests/machines", "systemd_inside", 173),
+    (
+        "tests/secrets",
+        "a_secret_is_in_no_log_event_or_core_file",
+        108,
+    ),
+    (
+        "tests/streams",
+        "commands_run_in_containers_and_ports_are_reached",
+        192,
+    ),
+    (
+        "tests/streams",
+        "figures_are_those_that_dashboards_read",
+        273,
+    ),
+    ("tests/streams", "newer_kubectls_do_the_same", 136),
+    (
+        "tests/streams",
+        "thousands_of_streams_leave_nothing_behind",
+        119,
+    ),
+    (
+        "tests/streams",
+        "what_a_container_says_is_read_in_every_way",
+        256,
+    ),
+    (
+        "tests/streams",
+        "whoever_holds_connections_or_does_not_read_keeps_nobody_out",
+        102,
+    ),
+    (
+        "tests/volumes",
+        "a_subpath_never_leads_out_of_its_volume_whoever_swaps_what",
+        115,
+    ),
+    (
+        "tests/volumes",
+        "claims_are_bound_mounted_kept_and_given_back",
+        227,
+    ),
+    (
+        "tests/volumes",
+        "mounts_appear_where_their_propagation_says_and_host_paths_are_checked",
+        140,
+    ),
+    (
+        "tests/volumes",
+        "what_changes_in_the_api_changes_in_the_container",
+        154,
+    ),
+    ("tests/world/invariants", "of_status", 125),
+];
+
+/// A function and how many lines it has, from `fn` to its closing brace.
+#[derive(Debug, PartialEq)]
+struct Function {
+    name: String,
+    lines: usize,
+}
+
+/// The functions of a text that rustfmt has formatted: a function ends where a line has its indentation again.
+fn functions(text: &str) -> Vec<Function> {
+    let lines: Vec<&str> = text.lines().collect();
+    let mut found = Vec::new();
+    for (at, line) in lines.iter().enumerate() {
+        let code = line.trim_start();
+        let Some(name) = declared(code) else { continue };
+        let indentation = line.len() - code.len();
+        let ends = |line: &&str| {
+            let code = line.trim_start();
+            let same = line.len() - code.len() == indentation;
+            same && (code.starts_with('}') || code.ends_with(';') || code.ends_with("{}"))
+        };
+        let more = match line.ends_with(['}', ';']) {
+            true => 0,
+            false => lines[at + 1..]
+                .iter()
+                .position(ends)
+                .map_or(0, |last| last + 1),
+        };
+        found.push(Function {
+            name: name.to_owned(),
+            lines: more + 1,
+        });
+    }
+    found
+}
+
+/// The name of the function that a line begins to declare.
+fn declared(code: &str) -> Option<&str> {
+    let (before, after) = match code.strip_prefix("fn ") {
+        Some(after) => ("", after),
+        None => code.split_once(" fn ")?,
+    };
+    let words = before.replace("pub(in ", "pub(");
+    let qualifies = |word: &str| {
+        word.starts_with("pub") || matches!(word, "const" | "async" | "unsafe" | "extern" | "\"C\"")
+    };
+    words
+        .split_whitespace()
+        .all(qualifies)
+        .then(|| after.split(['(', '<']).next().unwrap_or_default())
+}
+
+#[test]
+fn functions_are_counted() {
+    let text = "fn one() {}\n\nimpl X {\n    pub(crate) async fn two(\n        a: u8,\n    ) -> u8 {\n        let f = |x| {\n            x\n        };\n        f(a)\n    }\n\n    fn three();\n}\n// a comment about a fn here\n";
+    let counted: Vec<(String, usize)> = functions(text)
+        .into_iter()
+        .map(|f| (f.name, f.lines))
+        .collect();
+    assert_eq!(
+        counted,
+        [("one".into(), 1), ("two".into(), 8), ("three".into(), 1)]
+    );
+}
+
+#[test]
+fn functions_are_short() {
+    let mut excused: Vec<_> = LONGER_FUNCTIONS.to_vec();
+    let (mut broken, mut long) = (Vec::new(), 0);
+    for file in sources_of(&CODE) {
+        let shown = file.to_str().unwrap();
+        for function in functions(&std::fs::read_to_string(&file).unwrap()) {
+            let Function { name, lines } = &function;
+            long += usize::from(*lines > LONG_FUNCTION);
+            if *lines <= LONGEST_FUNCTION {
+                continue;
+            }
+            let excuse = excused
+                .iter()
+                .position(|(path, n, most)| shown.starts_with(path) && n == name && lines <= most);
+            match excuse {
+                Some(at) => drop(excused.swap_remove(at)),
+                None => broken.push(format!("{shown}: {name} has {lines} lines")),
+            }
+        }
+    }
+    assert!(broken.is_empty(), "split these:\n{}", broken.join("\n"));
+    assert!(
+        long <= LONG_FUNCTIONS,
+        "{long} functions have more than {LONG_FUNCTION} lines, and {LONG_FUNCTIONS} may"
+    );
 }

@@ -9,6 +9,7 @@ pub mod bucket;
 pub mod correlate;
 pub mod digest;
 pub mod image;
+pub mod meta;
 pub mod node;
 pub mod pod;
 pub mod quantity;

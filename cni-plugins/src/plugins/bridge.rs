@@ -9,10 +9,10 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use serde_json::{Map, Value};
 
+use super::delegate;
 use super::interface::{self, doing};
 use super::pair::{self, Wish};
 use crate::cni::{Args, Dns, Error, Interface, Json, Route, Success, cni_args};
-use crate::ipam::delegate;
 use crate::net::link::{IFLA_BR_VLAN_FILTERING, Link, VethPlan, parse_mac, random_mac};
 use crate::net::netlink::Socket;
 use crate::net::nft::{Nft, spoof};

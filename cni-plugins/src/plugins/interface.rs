@@ -5,8 +5,8 @@ use std::fs::File;
 
 use serde_json::Value;
 
+use super::delegate;
 use crate::cni::{Dns, Error, Success};
-use crate::ipam::delegate;
 use crate::net::netlink::Socket;
 use crate::net::nft::Nft;
 use crate::net::route::Route;

@@ -1,7 +1,9 @@
-//! One file a plugin; `interface`, `pair` and `sublink` are what several of them share.
+//! One file for each plugin; `delegate` calls the IPAM plugin of a configuration; `interface`, `pair` and `sublink` are
+//! what several plugins share.
 
 mod bandwidth;
 mod bridge;
+mod delegate;
 mod dhcp;
 mod dummy;
 mod firewall;

@@ -5,10 +5,10 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
+use super::delegate;
 use super::interface::{self, doing};
 use super::pair::{self, Wish};
 use crate::cni::{Address, Dns, Error, Interface, Success};
-use crate::ipam::delegate;
 use crate::net::netlink::Socket;
 use crate::net::route::Route;
 use crate::net::{netns, sysctl};

@@ -5,12 +5,14 @@
 mod addresses;
 mod chained;
 mod dhcp;
+mod firewall;
 mod firewalld;
 mod hostile;
 mod interop;
 mod leaks;
 mod links;
 mod pairs;
+mod portmap;
 mod protocol;
 #[path = "../../../tests/support/vm.rs"]
 #[allow(dead_code)]

@@ -1,7 +1,8 @@
 //! Node selector terms: whether a node is one that a pod may go to. Pure.
 
 use k8s_openapi::api::core::v1::{Node, NodeSelectorRequirement, NodeSelectorTerm, Pod};
-use kube::ResourceExt as _;
+
+use crate::core::meta;
 
 /// Whether a term matches a node; an empty term matches none.
 #[must_use]
@@ -11,13 +12,13 @@ pub fn term_matches(term: &NodeSelectorTerm, node: &Node) -> bool {
     if labels.is_empty() && fields.is_empty() {
         return false;
     }
-    let name = node.name_any();
+    let name = meta::name(node);
     labels
         .iter()
-        .all(|r| requirement(r, node.labels().get(&r.key).map(String::as_str)))
+        .all(|r| requirement(r, meta::labels(node).get(&r.key).map(String::as_str)))
         && fields
             .iter()
-            .all(|r| r.key == "metadata.name" && requirement(r, Some(&name)))
+            .all(|r| r.key == "metadata.name" && requirement(r, Some(name)))
 }
 
 fn requirement(requirement: &NodeSelectorRequirement, value: Option<&str>) -> bool {
@@ -56,7 +57,7 @@ pub fn pod_matches(pod: &Pod, node: &Node) -> bool {
     spec.node_selector
         .iter()
         .flatten()
-        .all(|(k, v)| node.labels().get(k) == Some(v))
+        .all(|(k, v)| meta::labels(node).get(k) == Some(v))
         && required.is_none_or(|r| r.node_selector_terms.iter().any(|t| term_matches(t, node)))
 }
 

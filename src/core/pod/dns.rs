@@ -2,9 +2,8 @@
 
 use holdfast_proto::cri::DnsConfig;
 use k8s_openapi::api::core::v1::Pod;
-use kube::ResourceExt as _;
 
-use crate::core::pod;
+use crate::core::{meta, pod};
 
 /// What the node's own resolver and the cluster's settings give.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -75,7 +74,7 @@ pub fn config(pod: &Pod, resolver: &Resolver) -> (DnsConfig, Warnings) {
         DnsConfig::default()
     } else if cluster && !resolver.cluster_dns.is_empty() {
         let domain = &resolver.cluster_domain;
-        let namespace = pod.namespace().unwrap_or_default();
+        let namespace = meta::namespace(pod);
         let mut searches = if domain.is_empty() {
             vec![]
         } else {
@@ -180,14 +179,11 @@ pub fn hostname(pod: &Pod, cluster_domain: &str) -> Result<(String, String), Str
         .hostname
         .clone()
         .filter(|h| !h.is_empty())
-        .unwrap_or_else(|| pod.name_any());
+        .unwrap_or_else(|| meta::name(pod).to_owned());
     let short: String = name.chars().take(63).collect();
     let short = short.trim_end_matches(['-', '.']).to_owned();
     let domain = match spec.subdomain.clone().filter(|s| !s.is_empty()) {
-        Some(subdomain) => format!(
-            "{subdomain}.{}.svc.{cluster_domain}",
-            pod.namespace().unwrap_or_default()
-        ),
+        Some(subdomain) => format!("{subdomain}.{}.svc.{cluster_domain}", meta::namespace(pod)),
         None => String::new(),
     };
     if spec.set_hostname_as_fqdn == Some(true) && !domain.is_empty() {

@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{ConfigMap, Container, Pod, Secret, Service};
-use kube::ResourceExt as _;
 
 use super::resources::{Side, of_container, of_pod_level};
+use crate::core::meta;
 use crate::core::quantity::Quantity;
 
 /// Where references are looked up.
@@ -65,7 +65,10 @@ pub fn of_services(
 ) -> BTreeMap<String, String> {
     let mut env = BTreeMap::new();
     for service in services {
-        let (name, at) = (service.name_any(), service.namespace().unwrap_or_default());
+        let (name, at) = (
+            meta::name(service.as_ref()),
+            meta::namespace(service.as_ref()),
+        );
         let own = at == namespace && links;
         let api = at == "default" && name == "kubernetes";
         let Some(ip) = service
@@ -131,10 +134,10 @@ pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
             .and_then(|r| r.strip_suffix("']"))
     };
     if let Some(key) = keyed("metadata.labels") {
-        return Ok(pod.labels().get(key).cloned().unwrap_or_default());
+        return Ok(meta::labels(pod).get(key).cloned().unwrap_or_default());
     }
     if let Some(key) = keyed("metadata.annotations") {
-        return Ok(pod.annotations().get(key).cloned().unwrap_or_default());
+        return Ok(meta::annotations(pod).get(key).cloned().unwrap_or_default());
     }
     let spec = super::spec(pod);
     let lines = |map: &BTreeMap<String, String>| {
@@ -144,11 +147,11 @@ pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
             .join("\n")
     };
     Ok(match path {
-        "metadata.name" => pod.name_any(),
-        "metadata.namespace" => pod.namespace().unwrap_or_default(),
-        "metadata.uid" => pod.uid().unwrap_or_default(),
-        "metadata.labels" => lines(pod.labels()),
-        "metadata.annotations" => lines(pod.annotations()),
+        "metadata.name" => meta::name(pod).to_owned(),
+        "metadata.namespace" => meta::namespace(pod).to_owned(),
+        "metadata.uid" => meta::uid(pod).to_owned(),
+        "metadata.labels" => lines(meta::labels(pod)),
+        "metadata.annotations" => lines(meta::annotations(pod)),
         "spec.nodeName" => spec.node_name.clone().unwrap_or_default(),
         "spec.serviceAccountName" => spec.service_account_name.clone().unwrap_or_default(),
         "status.hostIP" => around.node_ips.first().cloned().unwrap_or_default(),
@@ -242,7 +245,7 @@ pub fn build(
     objects: &dyn Objects,
     files: &Files,
 ) -> Result<Vec<(String, String)>, String> {
-    let namespace = around.pod.namespace().unwrap_or_default();
+    let namespace = meta::namespace(around.pod);
     let mut names: Vec<String> = Vec::new();
     let mut values: BTreeMap<String, String> = BTreeMap::new();
     let mut set = |values: &mut BTreeMap<String, String>, name: String, value: String| {

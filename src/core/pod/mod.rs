@@ -23,7 +23,8 @@ use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
-use kube::ResourceExt as _;
+
+use crate::core::meta;
 
 /// Marks where a pod came from.
 pub const SOURCE: &str = "kubernetes.io/config.source";
@@ -35,7 +36,7 @@ pub const MIRROR: &str = "kubernetes.io/config.mirror";
 /// `name_namespace`, as in messages and log directories.
 #[must_use]
 pub fn full_name(pod: &Pod) -> String {
-    format!("{}_{}", pod.name_any(), pod.namespace().unwrap_or_default())
+    format!("{}_{}", meta::name(pod), meta::namespace(pod))
 }
 
 /// `name_namespace(uid)`, as in messages.
@@ -60,13 +61,15 @@ pub fn uid(pod: &Pod) -> &str {
 /// Whether the pod stands in the API for a static one.
 #[must_use]
 pub fn is_mirror(pod: &Pod) -> bool {
-    pod.annotations().contains_key(MIRROR)
+    meta::annotations(pod).contains_key(MIRROR)
 }
 
 /// Whether the pod came from a file or URL.
 #[must_use]
 pub fn is_static(pod: &Pod) -> bool {
-    pod.annotations().get(SOURCE).is_some_and(|s| s != "api")
+    meta::annotations(pod)
+        .get(SOURCE)
+        .is_some_and(|s| s != "api")
 }
 
 /// The phase in the API.

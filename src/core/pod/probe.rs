@@ -8,7 +8,8 @@ use k8s_openapi::api::core::v1::{
     Container, ContainerStatus, HTTPGetAction, HTTPHeader, LifecycleHandler, Pod, Probe,
 };
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
-use kube::ResourceExt as _;
+
+use crate::core::meta;
 
 /// Shorter periods than a probe's whole seconds: this prefix and the container's name, with a value such as
 /// `readiness=100ms,liveness=500ms`. Ours; off unless set.
@@ -181,7 +182,7 @@ fn wished_period(
     most: Duration,
 ) -> Result<Option<Duration>, String> {
     let key = format!("{PERIOD}{container}");
-    let Some(text) = pod.annotations().get(&key) else {
+    let Some(text) = meta::annotations(pod).get(&key) else {
         return Ok(None);
     };
     for part in text.split(',').map(str::trim) {

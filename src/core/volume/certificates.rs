@@ -7,9 +7,8 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequestStatus};
 use k8s_openapi::api::core::v1::{ClusterTrustBundleProjection, Volume};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
-use kube::ResourceExt as _;
 
-use crate::core::digest;
+use crate::core::{digest, meta};
 
 /// The roots that a projected volume asks for: path of the file, and the source.
 #[must_use]
@@ -80,11 +79,11 @@ pub fn trusted(
     let mut all = all.iter().map(AsRef::as_ref);
     let optional = wish.optional == Some(true);
     let found: Vec<&ClusterTrustBundle> = match (&wish.name, &wish.signer_name) {
-        (Some(name), None) => all.find(|b| b.name_any() == *name).into_iter().collect(),
+        (Some(name), None) => all.find(|b| meta::name(*b) == name).into_iter().collect(),
         (None, Some(signer)) => all
             .filter(|b| {
                 b.spec.signer_name.as_ref() == Some(signer)
-                    && fits(wish.label_selector.as_ref(), b.labels())
+                    && fits(wish.label_selector.as_ref(), meta::labels(*b))
             })
             .collect(),
         _ => return Err("a clusterTrustBundle source needs either name or signerName".into()),

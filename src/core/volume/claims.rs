@@ -4,11 +4,10 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod, Volume};
-use kube::ResourceExt as _;
 
 use crate::core::node::node_affinity::term_matches;
-use crate::core::pod;
 use crate::core::quantity::Quantity;
+use crate::core::{meta, pod};
 
 /// Set on a claim once it is bound.
 pub const BIND_COMPLETED: &str = "pv.kubernetes.io/bind-completed";
@@ -30,7 +29,7 @@ pub fn of_volume(pod: &Pod, volume: &Volume) -> Option<String> {
     volume
         .ephemeral
         .as_ref()
-        .map(|_| format!("{}-{}", pod.name_any(), volume.name))
+        .map(|_| format!("{}-{}", meta::name(pod), volume.name))
 }
 
 /// The claims of a pod: volume and claim.
@@ -47,7 +46,7 @@ pub fn of_pod(pod: &Pod) -> Vec<(&Volume, String)> {
 /// Whether a pod still uses its claims.
 #[must_use]
 pub fn uses(pod: &Pod, namespace: &str, claim: &str) -> bool {
-    pod.namespace().as_deref() == Some(namespace)
+    meta::namespace(pod) == namespace
         && !pod::is_terminal(pod)
         && of_pod(pod).iter().any(|(_, name)| name == claim)
 }
@@ -61,8 +60,7 @@ pub fn bound(claim: &PersistentVolumeClaim) -> Option<&str> {
         .volume_name
         .as_deref()
         .filter(|v| !v.is_empty())?;
-    claim
-        .annotations()
+    meta::annotations(claim)
         .contains_key(BIND_COMPLETED)
         .then_some(volume)
 }
@@ -115,7 +113,7 @@ pub fn satisfies(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bo
     let request = asks.resources.as_ref().and_then(|r| r.requests.as_ref());
     let offered = has.access_modes.as_deref().unwrap_or_default();
     let selected = asks.selector.as_ref().is_none_or(|selector| {
-        let labels = volume.labels();
+        let labels = meta::labels(volume);
         let expressions = selector.match_expressions.iter().flatten().all(|e| {
             let (value, values) = (labels.get(&e.key), e.values.as_deref().unwrap_or_default());
             match e.operator.as_str() {
@@ -160,7 +158,7 @@ pub fn best<'a>(
     volumes.filter(free).filter(fits).min_by_key(|v| {
         (
             storage(v.spec.as_ref().and_then(|s| s.capacity.as_ref())),
-            v.name_any(),
+            meta::name(*v).to_owned(),
         )
     })
 }
@@ -198,8 +196,9 @@ mod tests {
             volume("fits", "3Gi", json!({})),
             volume("raw", "2Gi", json!({"volumeMode": "Block"})),
         ];
-        let chosen =
-            |claim: &PersistentVolumeClaim| best(volumes.iter(), claim, None).map(|v| v.name_any());
+        let chosen = |claim: &PersistentVolumeClaim| {
+            best(volumes.iter(), claim, None).map(|v| meta::name(v).to_owned())
+        };
         for (more, expected) in [
             (json!({}), Some("fits")),
             (
@@ -236,7 +235,7 @@ mod tests {
         );
         assert_eq!(
             best([before, mine].iter(), &claim(json!({})), None)
-                .map(|v| v.name_any())
+                .map(|v| meta::name(v).to_owned())
                 .as_deref(),
             Some("mine")
         );

@@ -9,15 +9,14 @@ use k8s_openapi::api::core::v1::{
     Volume as PodVolume,
 };
 use k8s_openapi::api::storage::v1::CSIDriver;
-use kube::ResourceExt as _;
 use pb::volume_capability::access_mode::Mode;
 use pb::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use serde::{Deserialize, Serialize};
 
 use super::selinux;
 use crate::core::digest::sha256;
-use crate::core::pod;
 use crate::core::quantity::Quantity;
+use crate::core::{meta, pod};
 
 /// A volume that a driver serves.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -122,7 +121,7 @@ pub fn of_persistent(
     Volume {
         driver: source.driver.clone(),
         handle: source.volume_handle.clone(),
-        name: volume.name_any(),
+        name: meta::name(volume).to_owned(),
         attributes: source.volume_attributes.clone().unwrap_or_default(),
         fs_type: source.fs_type.clone().unwrap_or_default(),
         modes: spec.access_modes.unwrap_or_default(),
@@ -134,7 +133,10 @@ pub fn of_persistent(
         stage_secret: secret(source.node_stage_secret_ref.as_ref()),
         publish_secret: secret(source.node_publish_secret_ref.as_ref()),
         expand_secret: secret(source.node_expand_secret_ref.as_ref()),
-        claim: Some((claim.namespace().unwrap_or_default(), claim.name_any())),
+        claim: Some((
+            meta::namespace(claim).to_owned(),
+            meta::name(claim).to_owned(),
+        )),
         grown: growth(volume, claim),
     }
 }
@@ -143,7 +145,7 @@ pub fn of_persistent(
 #[must_use]
 pub fn of_inline(pod: &Pod, volume: &PodVolume) -> Option<Volume> {
     let source = volume.csi.as_ref()?;
-    let namespace = pod.namespace().unwrap_or_default();
+    let namespace = meta::namespace(pod);
     Some(Volume {
         driver: source.driver.clone(),
         name: volume.name.clone(),
@@ -155,7 +157,7 @@ pub fn of_inline(pod: &Pod, volume: &PodVolume) -> Option<Volume> {
         publish_secret: source
             .node_publish_secret_ref
             .as_ref()
-            .map(|s| (namespace, s.name.clone())),
+            .map(|s| (namespace.to_owned(), s.name.clone())),
         ..Volume::default()
     })
 }
@@ -292,8 +294,8 @@ pub fn context(volume: &Volume, pod: &Pod, driver: Option<&CSIDriver>) -> HashMa
             .clone()
             .unwrap_or_default();
         for (key, value) in [
-            ("pod.name", pod.name_any()),
-            ("pod.namespace", pod.namespace().unwrap_or_default()),
+            ("pod.name", meta::name(pod).to_owned()),
+            ("pod.namespace", meta::namespace(pod).to_owned()),
             ("pod.uid", pod::uid(pod).to_owned()),
             ("serviceAccount.name", account),
             ("ephemeral", volume.inline.to_string()),

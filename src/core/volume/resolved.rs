@@ -2,15 +2,14 @@
 //! (kubelet spec, 9.1 and 9.3). Pure.
 
 use k8s_openapi::api::core::v1::{Container, PersistentVolume, PersistentVolumeClaim, Pod, Volume};
-use kube::ResourceExt as _;
 
 use super::claims;
 use super::csi;
 use super::disks::{self, Disk};
 use super::selinux;
-use crate::core::pod;
 use crate::core::pod::resources::{Side, of_container};
 use crate::core::quantity::Quantity;
+use crate::core::{meta, pod};
 
 /// What an emptyDir is made of.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -206,7 +205,7 @@ pub fn usable(
     volume: &Volume,
     claim: &PersistentVolumeClaim,
 ) -> Result<String, Problem> {
-    let (namespace, name) = (pod.namespace().unwrap_or_default(), claim.name_any());
+    let (namespace, name) = (meta::namespace(pod), meta::name(claim));
     let refuse = |why: &str| {
         Err(Problem::Claim(format!(
             "error processing PVC {namespace}/{name}: {why}"
@@ -214,14 +213,16 @@ pub fn usable(
     };
     let owned = || {
         claim
-            .owner_references()
+            .metadata
+            .owner_references
             .iter()
+            .flatten()
             .any(|o| o.controller == Some(true) && Some(&o.uid) == pod.metadata.uid.as_ref())
     };
     if volume.ephemeral.is_some() && !owned() {
         let why = format!(
             "PVC {namespace}/{name} was not created for pod {namespace}/{} (pod is not owner)",
-            pod.name_any()
+            meta::name(pod)
         );
         return Err(Problem::Claim(why));
     }
@@ -379,10 +380,10 @@ pub fn behind(
             })
         });
     }
-    let namespace = pod.namespace().unwrap_or_default();
+    let namespace = meta::namespace(pod);
     if let Some(source) = &volume.iscsi {
         let source_of = Source::Disk {
-            disk: Box::new(disks::of_iscsi(source, &namespace)),
+            disk: Box::new(disks::of_iscsi(source, namespace)),
             filesystem: filesystem(source.fs_type.as_ref()),
         };
         return Ok(Behind {
@@ -441,13 +442,10 @@ fn persistent(
     here: Here<'_>,
 ) -> Result<Behind, Problem> {
     let spec = claimed.volume.spec.clone().unwrap_or_default();
-    let name = claimed.volume.name_any();
+    let name = meta::name(&claimed.volume).to_owned();
     let reference = spec.claim_ref.as_ref().and_then(|r| r.uid.as_ref());
     if reference != claimed.claim.metadata.uid.as_ref() {
-        let (namespace, claim) = (
-            pod.namespace().unwrap_or_default(),
-            claimed.claim.name_any(),
-        );
+        let (namespace, claim) = (meta::namespace(pod), meta::name(&claimed.claim));
         return Err(Problem::Claim(format!(
             "error processing PVC {namespace}/{claim}: persistentVolume {name:?} is bound to another claim"
         )));
@@ -539,7 +537,7 @@ fn persistent(
         ));
     }
     if let Some(source) = &spec.iscsi {
-        let of = disks::of_persistent_iscsi(source, &pod.namespace().unwrap_or_default());
+        let of = disks::of_persistent_iscsi(source, meta::namespace(pod));
         return Ok(disk(of, source.fs_type.as_ref(), source.read_only));
     }
     if let Some(source) = &spec.fc {

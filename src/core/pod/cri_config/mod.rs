@@ -7,12 +7,11 @@ use std::collections::HashMap;
 
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, VolumeMount};
-use kube::ResourceExt as _;
 
 use super::cgroup;
 use super::dns::{self, Resolver};
 use super::users::{Mapping, Mappings};
-use crate::core::pod;
+use crate::core::{meta, pod};
 pub use resources::{Swap, resources};
 use resources::{overhead, whole_resources};
 pub use security::apparmor;
@@ -160,7 +159,7 @@ pub fn sandbox(pod: &Pod, attempt: u32, node: &Node<'_>) -> Result<pb::PodSandbo
     } else {
         dns::hostname(pod, &node.resolver.cluster_domain)?.0
     };
-    let mut labels: HashMap<String, String> = pod.labels().clone().into_iter().collect();
+    let mut labels: HashMap<String, String> = meta::labels(pod).clone().into_iter().collect();
     labels.extend(pod_labels(pod));
     let groups = context
         .supplemental_groups
@@ -171,9 +170,9 @@ pub fn sandbox(pod: &Pod, attempt: u32, node: &Node<'_>) -> Result<pb::PodSandbo
         .collect();
     Ok(pb::PodSandboxConfig {
         metadata: Some(pb::PodSandboxMetadata {
-            name: pod.name_any(),
+            name: meta::name(pod).to_owned(),
             uid: pod::uid(pod).into(),
-            namespace: pod.namespace().unwrap_or_default(),
+            namespace: meta::namespace(pod).to_owned(),
             attempt,
         }),
         hostname,
@@ -181,7 +180,7 @@ pub fn sandbox(pod: &Pod, attempt: u32, node: &Node<'_>) -> Result<pb::PodSandbo
         dns_config: Some(dns::config(pod, node.resolver).0),
         port_mappings: port_mappings(spec),
         labels,
-        annotations: pod.annotations().clone().into_iter().collect(),
+        annotations: meta::annotations(pod).clone().into_iter().collect(),
         linux: Some(pb::LinuxPodSandboxConfig {
             cgroup_parent: node.cgroup_parent.clone(),
             security_context: Some(pb::LinuxSandboxSecurityContext {
@@ -226,11 +225,8 @@ pub fn sandbox_sizes(pod: &Pod, node: &Node<'_>) -> pb::LinuxPodSandboxConfig {
 
 fn pod_labels(pod: &Pod) -> [(String, String); 3] {
     [
-        (label::POD_NAME.into(), pod.name_any()),
-        (
-            label::POD_NAMESPACE.into(),
-            pod.namespace().unwrap_or_default(),
-        ),
+        (label::POD_NAME.into(), meta::name(pod).to_owned()),
+        (label::POD_NAMESPACE.into(), meta::namespace(pod).to_owned()),
         (label::POD_UID.into(), pod::uid(pod).into()),
     ]
 }

@@ -5,13 +5,12 @@ use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{
     AppArmorProfile, Capabilities, Container, Pod, SELinuxOptions, SeccompProfile, SecurityContext,
 };
-use kube::ResourceExt as _;
 
 use super::Node;
 use super::Prepared;
 use super::namespaces;
 use super::privileged;
-use crate::core::pod;
+use crate::core::{meta, pod};
 
 pub(super) const MASKED: &[&str] = &[
     "/proc/asound",
@@ -67,7 +66,7 @@ pub fn apparmor(pod: &Pod, container: &Container) -> Option<(String, Option<Stri
     {
         return Some(field(own));
     }
-    if let Some(text) = pod.annotations().get(&format!(
+    if let Some(text) = meta::annotations(pod).get(&format!(
         "container.apparmor.security.beta.kubernetes.io/{}",
         container.name
     )) {

@@ -7,8 +7,8 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
+use super::find as own_plugin;
 use crate::cni::{Error, Success};
-use crate::plugins;
 use crate::skel::{Call, Plugin};
 
 enum Delegate {
@@ -40,7 +40,7 @@ fn find(call: &Call<'_>, kind: &str) -> Result<Delegate, Error> {
         )));
     };
     let own = std::fs::canonicalize("/proc/self/exe").ok();
-    match plugins::find(kind) {
+    match own_plugin(kind) {
         Some(plugin) if own.is_some() && std::fs::canonicalize(&found).ok() == own => {
             Ok(Delegate::Own(plugin))
         }

@@ -1,0 +1,214 @@
+//! `firewall` behind a bridge.
+
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+use super::chained::bridged;
+use super::world::World;
+
+/// Whether `from` reaches `to`.
+pub fn pings(from: &str, to: &str) -> bool {
+    let output = Command::new("ip")
+        .args(["netns", "exec", from, "busybox", "ping", "-c1", "-W1", to])
+        .output()
+        .unwrap();
+    output.status.success()
+}
+
+#[test]
+fn the_firewall_lets_pass_what_the_host_would_drop() {
+    for version in ["0.4.0", "1.0.0", "1.1.0"] {
+        let (world, config, result) = bridged(version, json!({}));
+        // Somebody beyond the host.
+        let far = World::new();
+        let far_config = {
+            let mut c = far.config(version, json!({"bridge": "br9"}));
+            c["ipam"]["subnet"] = "10.198.9.0/24".into();
+            c
+        };
+        let env = [("CNI_CONTAINERID", "far"), ("CNI_NETNS", &*far.netns())];
+        world.ok_with("bridge", "ADD", &far_config, &env);
+        assert!(pings(&world.container, "10.198.9.2"));
+        world.on_host(&["iptables", "-P", "FORWARD", "DROP"]);
+        assert!(!pings(&world.container, "10.198.9.2"), "the host drops it");
+        let chained = World::chained(version, "firewall", &result, json!({"backend": "iptables"}));
+        let passed = world.ok("firewall", "ADD", &chained);
+        assert_eq!(passed["ips"], result["ips"]);
+        assert!(
+            pings(&world.container, "10.198.9.2"),
+            "{}",
+            world.on_host(&["iptables", "-S"])
+        );
+        assert!(
+            !pings(&far.container, "10.198.1.2"),
+            "only answers may come in"
+        );
+        // iptables sees its own rules.
+        let rules = world.on_host(&["iptables", "-S"]);
+        for expected in [
+            "-A FORWARD -m comment --comment \"CNI firewall plugin rules\" -j CNI-FORWARD",
+            "-A CNI-FORWARD -m comment --comment \"CNI firewall plugin admin overrides\" -j CNI-ADMIN",
+            "-A CNI-FORWARD -d 10.198.1.2/32 -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+            "-A CNI-FORWARD -s 10.198.1.2/32 -j ACCEPT",
+        ] {
+            assert!(rules.contains(expected), "{expected}: {rules}");
+        }
+        // The administrator's word counts first.
+        world.on_host(&[
+            "iptables",
+            "-A",
+            "CNI-ADMIN",
+            "-s",
+            "10.198.1.2",
+            "-j",
+            "DROP",
+        ]);
+        assert!(!pings(&world.container, "10.198.9.2"));
+        world.on_host(&["iptables", "-F", "CNI-ADMIN"]);
+        world.ok("firewall", "ADD", &chained);
+        assert_eq!(
+            world.on_host(&["iptables", "-S"]),
+            rules,
+            "again is nothing new"
+        );
+        world.ok("firewall", "CHECK", &chained);
+        world.on_host(&[
+            "iptables",
+            "-D",
+            "CNI-FORWARD",
+            "-s",
+            "10.198.1.2/32",
+            "-j",
+            "ACCEPT",
+        ]);
+        assert!(
+            world.refused("firewall", "CHECK", &chained, &[])["msg"]
+                .as_str()
+                .unwrap()
+                .contains("10.198.1.2")
+        );
+        // DEL without prevResult finds its rules, too.
+        let mut bare = chained.clone();
+        bare.as_object_mut().unwrap().remove("prevResult");
+        world.ok("firewall", "DEL", &bare);
+        assert!(!world.on_host(&["iptables", "-S"]).contains("10.198.1.2"));
+        // What the reference wrote, which has no owner, goes by its addresses.
+        world.on_host(&[
+            "iptables",
+            "-A",
+            "CNI-FORWARD",
+            "-s",
+            "10.198.1.2/32",
+            "-j",
+            "ACCEPT",
+        ]);
+        world.ok("firewall", "DEL", &chained);
+        assert!(!world.on_host(&["iptables", "-S"]).contains("10.198.1.2"));
+        world.ok("bridge", "DEL", &config);
+        assert!(
+            world
+                .call("bridge", "DEL", &far_config, &env)
+                .status
+                .success()
+        );
+    }
+}
+
+#[test]
+fn bridges_are_kept_apart() {
+    let (world, config, result) = bridged("1.0.0", json!({}));
+    let far = World::new();
+    let far_config = {
+        let mut c = world.config("1.0.0", json!({"bridge": "br9", "name": "far"}));
+        c["ipam"]["subnet"] = "10.198.9.0/24".into();
+        c
+    };
+    let env = [("CNI_CONTAINERID", "far"), ("CNI_NETNS", &*far.netns())];
+    let far_result = world.ok_with("bridge", "ADD", &far_config, &env);
+    let near = World::new();
+    let near_env = [("CNI_CONTAINERID", "near"), ("CNI_NETNS", &*near.netns())];
+    world.ok_with("bridge", "ADD", &config, &near_env);
+    let policy = |previous: &Value, policy: &str| {
+        World::chained(
+            "1.0.0",
+            "firewall",
+            previous,
+            json!({"ingressPolicy": policy}),
+        )
+    };
+    assert!(pings(&far.container, "10.198.1.2"));
+    world.ok("firewall", "ADD", &policy(&result, "same-bridge"));
+    world.ok_with("firewall", "ADD", &policy(&far_result, "same-bridge"), &env);
+    assert!(
+        !pings(&far.container, "10.198.1.2"),
+        "{}",
+        world.on_host(&["iptables", "-S"])
+    );
+    assert!(!pings(&world.container, "10.198.9.2"));
+    assert!(pings(&near.container, "10.198.1.2"), "within the bridge");
+    let rules = world.on_host(&["iptables", "-S"]);
+    world.ok("firewall", "ADD", &policy(&result, "same-bridge"));
+    assert_eq!(
+        world.on_host(&["iptables", "-S"]),
+        rules,
+        "again is nothing new"
+    );
+    world.ok("firewall", "CHECK", &policy(&result, "same-bridge"));
+    world.refused("firewall", "CHECK", &policy(&result, "isolated"), &[]);
+    world.ok("firewall", "ADD", &policy(&result, "isolated"));
+    assert!(
+        world
+            .on_host(&["iptables", "-S"])
+            .contains("-A CNI-ISOLATION-STAGE-1 -i br0 -o br0")
+    );
+    world.ok("firewall", "CHECK", &policy(&result, "isolated"));
+    let error = world.refused("firewall", "ADD", &policy(&result, "none"), &[]);
+    assert!(
+        error["msg"].as_str().unwrap().contains("ingressPolicy"),
+        "{error}"
+    );
+    assert!(
+        world
+            .call("bridge", "DEL", &config, &near_env)
+            .status
+            .success()
+    );
+    assert!(
+        world
+            .call("bridge", "DEL", &far_config, &env)
+            .status
+            .success()
+    );
+}
+
+#[test]
+fn firewalls_of_many_containers_at_once_have_no_rule_twice() {
+    let world = World::new();
+    let results: Vec<Value> = (0..20)
+        .map(|i| {
+            json!({"interfaces": [{"name": "br0"}, {"name": "eth0", "sandbox": "/x"}], "ips": [{"address": format!("10.1.1.{}/24", i + 2), "interface": 1}]})
+        })
+        .collect();
+    std::thread::scope(|scope| {
+        for (i, result) in results.iter().enumerate() {
+            let world = &world;
+            scope.spawn(move || {
+                let id = format!("c{i}");
+                let config = World::chained(
+                    "1.0.0",
+                    "firewall",
+                    result,
+                    json!({"ingressPolicy": "same-bridge"}),
+                );
+                world.ok_with("firewall", "ADD", &config, &[("CNI_CONTAINERID", &id)]);
+            });
+        }
+    });
+    let rules = world.on_host(&["iptables", "-S"]);
+    let mut lines: Vec<&str> = rules.lines().filter(|l| l.starts_with("-A")).collect();
+    let all = lines.len();
+    lines.sort_unstable();
+    lines.dedup();
+    assert_eq!((lines.len(), all), (all, 40 + 3 + 4), "{rules}");
+}

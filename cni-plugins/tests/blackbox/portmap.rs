@@ -1,0 +1,279 @@
+//! `portmap` behind a bridge.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+
+use serde_json::{Value, json};
+
+use super::chained::{PATIENCE, bridged};
+use super::world::{World, inside, ip, versions};
+
+/// What a server says that a connection from `namespace` to `to` reaches.
+fn heard(namespace: &str, to: &str) -> Option<String> {
+    let to: SocketAddr = to.parse().unwrap();
+    inside(namespace, || {
+        let mut stream = TcpStream::connect_timeout(&to, PATIENCE).ok()?;
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).ok().map(|_| text)
+    })
+}
+
+/// Says a word to everybody who connects, as long as the test runs.
+fn say(namespace: &str, at: &str, word: &'static str) {
+    let listener = inside(namespace, || TcpListener::bind(at).unwrap());
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let _ = stream.unwrap().write_all(word.as_bytes());
+        }
+    });
+}
+
+fn mapping(host: u16, container: u16, protocol: &str) -> Value {
+    json!({"hostPort": host, "containerPort": container, "protocol": protocol})
+}
+
+fn ports(version: &str, previous: &Value, mappings: Value, extra: Value) -> Value {
+    let mut config = World::chained(version, "portmap", previous, extra);
+    config["runtimeConfig"] = json!({"portMappings": mappings});
+    config
+}
+
+#[test]
+fn ports_of_the_host_lead_to_the_container_in_every_version() {
+    for version in versions("bridge").into_iter().filter(|v| *v >= "0.3.0") {
+        let (world, config, result) = bridged(version, json!({"hairpinMode": true}));
+        say(&world.container, "0.0.0.0:80", "container");
+        let chained = ports(
+            version,
+            &result,
+            json!([mapping(8080, 80, "tcp")]),
+            json!({"backend": "iptables"}),
+        );
+        let passed = world.ok("portmap", "ADD", &chained);
+        assert_eq!(
+            (&passed["ips"], &passed["interfaces"]),
+            (&result["ips"], &result["interfaces"]),
+            "{version}"
+        );
+        let says = Some("container".to_owned());
+        assert_eq!(
+            heard(&world.host, "127.0.0.1:8080"),
+            says,
+            "{version}: over localhost\n{}",
+            world.ruleset()
+        );
+        assert_eq!(
+            heard(&world.host, "10.198.1.1:8080"),
+            says,
+            "{version}: over an address of the host"
+        );
+        assert_eq!(
+            heard(&world.container, "10.198.1.1:8080"),
+            says,
+            "{version}: from the container itself"
+        );
+        if version >= "0.4.0" {
+            world.ok("portmap", "CHECK", &chained);
+            world.on_host(&["nft", "flush", "chain", "ip", "cni_hostport", "hostports"]);
+            let refusal = world.refused("portmap", "CHECK", &chained, &[]);
+            assert!(
+                refusal["msg"].as_str().unwrap().contains("10.198.1.2"),
+                "{refusal}"
+            );
+        }
+        for _ in 0..2 {
+            world.ok("portmap", "DEL", &chained);
+        }
+        assert!(
+            !world.ruleset().contains("10.198.1.2"),
+            "{version}: {}",
+            world.ruleset()
+        );
+        assert_eq!(heard(&world.host, "127.0.0.1:8080"), None);
+        world.ok("bridge", "DEL", &config);
+    }
+}
+
+#[test]
+fn ports_have_conditions_addresses_and_sources_of_their_own() {
+    let (world, _, result) = bridged("1.0.0", json!({}));
+    say(&world.container, "0.0.0.0:80", "container");
+    // An address of the host that it is for; a source that it is not for; a second network of the same container.
+    ip(&[
+        "-n",
+        &world.host,
+        "addr",
+        "add",
+        "10.198.9.1/32",
+        "dev",
+        "lo",
+    ]);
+    let own = json!([{"hostPort": 8081, "containerPort": 80, "protocol": "tcp", "hostIP": "10.198.9.1"}, {"hostPort": 8082, "containerPort": 80, "protocol": "tcp", "hostIP": "::1"}]);
+    world.ok("portmap", "ADD", &ports("1.0.0", &result, own, json!({})));
+    assert_eq!(
+        heard(&world.host, "10.198.9.1:8081").as_deref(),
+        Some("container")
+    );
+    assert_eq!(
+        heard(&world.host, "10.198.1.1:8081"),
+        None,
+        "not for this address"
+    );
+    assert_eq!(
+        heard(&world.host, "10.198.9.1:8082"),
+        None,
+        "the other family's"
+    );
+    let not_localhost = json!({"name": "other", "conditionsV4": ["!", "-d", "127.0.0.0/8"]});
+    let second = ports(
+        "1.0.0",
+        &result,
+        json!([mapping(8083, 80, "tcp")]),
+        not_localhost,
+    );
+    world.ok("portmap", "ADD", &second);
+    assert_eq!(
+        heard(&world.host, "10.198.9.1:8083").as_deref(),
+        Some("container")
+    );
+    assert_eq!(heard(&world.host, "127.0.0.1:8083"), None, "the condition");
+    world.ok("portmap", "DEL", &second);
+    assert_eq!(
+        heard(&world.host, "10.198.9.1:8081").as_deref(),
+        Some("container"),
+        "DEL of one network leaves the other's"
+    );
+    // masqAll: the container sees an address of the host.
+    let all = ports(
+        "1.0.0",
+        &result,
+        json!([mapping(8084, 80, "tcp")]),
+        json!({"masqAll": true}),
+    );
+    world.ok("portmap", "ADD", &all);
+    assert!(
+        world.ruleset().contains("ip daddr 10.198.1.2 masquerade"),
+        "{}",
+        world.ruleset()
+    );
+    // GC: whoever is not listed goes.
+    let mut gc = World::chained("1.1.0", "portmap", &result, json!({}));
+    gc["cni.dev/valid-attachments"] = json!([]);
+    world.ok("portmap", "GC", &gc);
+    assert!(
+        !world.ruleset().contains("10.198.1.2"),
+        "{}",
+        world.ruleset()
+    );
+    world.ok("portmap", "STATUS", &gc);
+    // Bad input changes nothing.
+    let before = world.ruleset();
+    for (mappings, extra, expected) in [
+        (json!([mapping(0, 80, "tcp")]), json!({}), "hostPort"),
+        (json!([mapping(80, 80, "gre")]), json!({}), "gre"),
+        (json!([]), json!({"backend": "pf"}), "pf"),
+        (json!([]), json!({"markMasqBit": 32}), "markMasqBit"),
+        (
+            json!([]),
+            json!({"markMasqBit": 5, "externalSetMarkChain": "X"}),
+            "externalSetMarkChain",
+        ),
+        (
+            json!([]),
+            json!({"conditionsV4": ["-m", "owner"]}),
+            "conditionsV4",
+        ),
+        (
+            json!([{"hostPort": 80, "containerPort": 80, "protocol": "tcp", "hostIP": "x"}]),
+            json!({}),
+            "hostIP",
+        ),
+    ] {
+        let refusal = world.refused(
+            "portmap",
+            "ADD",
+            &ports("1.0.0", &result, mappings, extra),
+            &[],
+        );
+        assert!(
+            refusal["msg"].as_str().unwrap().contains(expected),
+            "{expected}: {refusal}"
+        );
+    }
+    let lone = json!({"cniVersion": "1.0.0", "name": "net", "type": "portmap"});
+    assert!(
+        world.refused("portmap", "ADD", &lone, &[])["msg"]
+            .as_str()
+            .unwrap()
+            .contains("chained")
+    );
+    assert_eq!(world.ruleset(), before);
+}
+
+#[test]
+fn udp_goes_to_the_container_that_has_the_port_now() {
+    let (world, config, result) = bridged("1.0.0", json!({}));
+    let other = World::new();
+    let env = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())];
+    let second = world.ok_with("bridge", "ADD", &config, &env);
+    let receive =
+        |world: &World| inside(&world.container, || UdpSocket::bind("0.0.0.0:53").unwrap());
+    let (first_socket, second_socket) = (receive(&world), receive(&other));
+    for socket in [&first_socket, &second_socket] {
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    }
+    let client = inside(&world.host, || UdpSocket::bind("10.198.1.1:4000").unwrap());
+    let arrives = |socket: &UdpSocket| {
+        client.send_to(b"x", "10.198.1.1:5353").unwrap();
+        let mut buffer = [0; 8];
+        socket.recv_from(&mut buffer).is_ok()
+    };
+    let wanted = json!([mapping(5353, 53, "udp")]);
+    let one = ports("1.0.0", &result, wanted.clone(), json!({}));
+    let two = ports("1.0.0", &second, wanted, json!({}));
+    world.ok("portmap", "ADD", &one);
+    assert!(arrives(&first_socket), "{}", world.ruleset());
+    // The same client and port, another container: the kernel must not remember the first.
+    world.ok("portmap", "DEL", &one);
+    world.ok_with("portmap", "ADD", &two, &env);
+    assert!(
+        arrives(&second_socket),
+        "the flow went on to the first container"
+    );
+    world.ok_with("portmap", "DEL", &two, &env);
+    assert!(world.call("bridge", "DEL", &config, &env).status.success());
+}
+
+#[test]
+fn ipv6_ports_lead_to_the_container() {
+    let ranges = |world: &World| json!({"ipam": {"type": "host-local", "dataDir": world.data.path(), "ranges": [[{"subnet": "10.198.5.0/24"}], [{"subnet": "fd00:198:5::/64"}]]}});
+    let world = World::new();
+    let config = world.config("1.1.0", ranges(&world));
+    let result = world.ok("bridge", "ADD", &config);
+    say(&world.container, "[::]:80", "container");
+    let chained = ports(
+        "1.1.0",
+        &result,
+        json!([mapping(8080, 80, "tcp")]),
+        json!({}),
+    );
+    world.ok("portmap", "ADD", &chained);
+    assert_eq!(
+        heard(&world.host, "[fd00:198:5::1]:8080").as_deref(),
+        Some("container"),
+        "{}",
+        world.ruleset()
+    );
+    assert_eq!(
+        heard(&world.host, "10.198.5.1:8080").as_deref(),
+        Some("container")
+    );
+    world.ok("portmap", "CHECK", &chained);
+    world.ok("portmap", "DEL", &chained);
+    assert!(
+        !world.ruleset().contains("fd00:198:5::2"),
+        "{}",
+        world.ruleset()
+    );
+}
