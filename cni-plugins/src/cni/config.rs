@@ -2,6 +2,7 @@
 //! relies on (CNI reference spec, 1.6).
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
@@ -39,6 +40,21 @@ impl<'a> Json<'a> {
             Some(Value::String(text)) => Ok(text),
             Some(other) => Err(wrong(key, other, "a string")),
         }
+    }
+
+    /// The directory of a key, `absent` if absent. It is absolute: a relative one would depend on where the runtime
+    /// happens to run the plugin.
+    pub fn directory(self, key: &str, absent: &str) -> Result<PathBuf, Error> {
+        let path = match self.text(key)? {
+            "" => absent,
+            path => path,
+        };
+        if !Path::new(path).is_absolute() {
+            return Err(Error::config(format!(
+                "invalid {key} {path:?}: give an absolute path such as {absent:?}"
+            )));
+        }
+        Ok(path.into())
     }
 
     /// The boolean of a key, false if absent.

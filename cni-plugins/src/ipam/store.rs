@@ -141,10 +141,20 @@ impl Store {
         }
         let mut changed: BTreeMap<Key, bool> = BTreeMap::new();
         for address in self.addresses()? {
-            let Some(text) = self.text(address) else {
-                // Nobody will ever release what belongs to nobody. If removing fails it only stays unavailable.
-                let _ = std::fs::remove_file(self.path(&address.to_string()));
-                continue;
+            let text = match self.text(address) {
+                Ok(Some(text)) => text,
+                Ok(None) => {
+                    // Nobody will ever release what belongs to nobody. If removing fails it only stays unavailable.
+                    let _ = std::fs::remove_file(self.path(&address.to_string()));
+                    continue;
+                }
+                Err(_) => {
+                    // It stays taken, and its owner's as far as the index knows one.
+                    if let Some(owner) = listed.remove(&address).and_then(|k| known.get_mut(&k)) {
+                        owner.addresses.insert(address);
+                    }
+                    continue;
+                }
             };
             let (container, ifname) = text.split_once("\r\n").unwrap_or((&text, ""));
             let key = (container.to_owned(), ifname.to_owned());
@@ -189,15 +199,17 @@ impl Store {
             .collect())
     }
 
-    /// What a reservation says; `None` if it says nothing.
-    fn text(&self, address: IpAddr) -> Option<String> {
-        let mut text = String::new();
-        File::open(self.path(&address.to_string()))
-            .ok()?
-            .take(RECORD_LIMIT)
-            .read_to_string(&mut text)
-            .ok()?;
-        Some(text.trim().to_owned()).filter(|t| !t.is_empty())
+    /// The text of a reservation; `None` if there is none, or an empty one. An error says nothing about the owner: the
+    /// address stays taken.
+    fn text(&self, address: IpAddr) -> io::Result<Option<String>> {
+        let file = match File::open(self.path(&address.to_string())) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file?,
+        };
+        let mut bytes = vec![];
+        file.take(RECORD_LIMIT).read_to_end(&mut bytes)?;
+        let text = String::from_utf8_lossy(&bytes).trim().to_owned();
+        Ok(Some(text).filter(|t| !t.is_empty()))
     }
 
     /// The taken addresses.
@@ -286,10 +298,18 @@ impl Store {
     }
 
     /// Whether `address` belongs to a container's interface.
-    #[must_use]
-    pub fn is_of(&self, address: IpAddr, container: &str, ifname: &str) -> bool {
-        self.text(address)
-            .is_some_and(|owner| owner == record(container, ifname) || owner == container)
+    pub fn is_of(&self, address: IpAddr, container: &str, ifname: &str) -> Result<bool, Error> {
+        let text = self.text(address).map_err(|e| {
+            let path = self.path(&address.to_string());
+            Error::doing(
+                format!(
+                    "the owner of address {address} cannot be read from {}",
+                    path.display()
+                ),
+                e,
+            )
+        })?;
+        Ok(text.is_some_and(|owner| owner == record(container, ifname) || owner == container))
     }
 
     /// Everybody who has addresses.
@@ -303,11 +323,10 @@ impl Store {
     /// Releases all that an owner has. What is somebody else's by now stays: one who was killed between releasing an address and
     /// saying so leaves an index that does not know.
     pub fn release(&self, owner: &Record) -> Result<(), Error> {
-        for address in owner
-            .addresses
-            .iter()
-            .filter(|a| self.is_of(**a, &owner.container, &owner.ifname))
-        {
+        for address in &owner.addresses {
+            if !self.is_of(*address, &owner.container, &owner.ifname)? {
+                continue;
+            }
             match std::fs::remove_file(self.path(&address.to_string())) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
                     return Err(Error::doing(
@@ -547,6 +566,29 @@ mod tests {
     }
 
     #[test]
+    fn an_unreadable_reservation_is_not_released() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let open = || Store::open(dir.path(), "net").expect("open");
+        assert!(reserve(&open(), "c1", &["10.0.0.2", "fd00::5"]));
+        let file = dir.path().join("net/10.0.0.2");
+        std::fs::remove_file(&file).expect("removed");
+        // Opening it fails with ELOOP.
+        std::os::unix::fs::symlink("10.0.0.2", &file).expect("a symlink");
+        let mut store = open();
+        store.read_all().expect("read");
+        assert!(store.taken().expect("taken").contains(&ip("10.0.0.2")));
+        let mine = store.of("c1", "eth0").expect("still the owner");
+        assert_eq!(mine.addresses, [ip("10.0.0.2"), ip("fd00::5")].into());
+        let error = store.release(&mine).expect_err("unknown owner");
+        assert!(error.to_string().contains("net/10.0.0.2"), "{error}");
+        assert!(store.of("c1", "eth0").is_some(), "a later DEL tries again");
+        std::fs::remove_file(&file).expect("removed");
+        std::fs::write(&file, [0xff, 0xfe]).expect("no text");
+        store.read_all().expect("read");
+        assert!(file.exists(), "what is no text is somebody's");
+    }
+
+    #[test]
     fn what_the_stamp_has_missed_is_found_when_everything_is_read() {
         let dir = tempfile::tempdir().expect("a directory");
         let store = Store::open(dir.path(), "net").expect("open");
@@ -555,7 +597,11 @@ mod tests {
         drop(store);
         let mut store = Store::open(dir.path(), "net").expect("open");
         assert_eq!(store.of("theirs", "eth0"), None);
-        assert!(store.is_of(ip("10.0.0.9"), "theirs", "eth0"));
+        assert!(
+            store
+                .is_of(ip("10.0.0.9"), "theirs", "eth0")
+                .expect("readable")
+        );
         store.read_all().expect("read");
         assert!(store.of("theirs", "eth0").is_some());
     }

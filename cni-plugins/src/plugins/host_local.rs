@@ -1,5 +1,6 @@
 //! `host-local`: addresses from ranges, kept in a directory of this host (CNI reference spec, chapter 3).
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::path::PathBuf;
 
@@ -22,12 +23,8 @@ struct Config {
 }
 
 fn data_dir(call: &Call<'_>) -> Result<PathBuf, Error> {
-    let dir = call.config.object("ipam")?.text("dataDir")?;
-    Ok(PathBuf::from(if dir.is_empty() {
-        "/var/lib/cni/networks"
-    } else {
-        dir
-    }))
+    let ipam = call.config.object("ipam")?;
+    ipam.directory("dataDir", "/var/lib/cni/networks")
 }
 
 fn parse(call: &Call<'_>) -> Result<Config, Error> {
@@ -172,9 +169,12 @@ impl Plugin for HostLocal {
             .into_iter()
             .flat_map(|s| s.ips)
             .map(|ip| ip.address.addr());
-        let addresses = known
-            .filter(|a| store.is_of(*a, &call.container, &call.ifname))
-            .collect();
+        let mut addresses = BTreeSet::new();
+        for address in known {
+            if store.is_of(address, &call.container, &call.ifname)? {
+                addresses.insert(address);
+            }
+        }
         store.release(&Record {
             container: call.container.clone(),
             ifname: call.ifname.clone(),

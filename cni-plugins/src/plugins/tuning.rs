@@ -168,13 +168,8 @@ impl Config {
 
 /// Where it is kept what the interface was like, in the reference's form.
 fn backup(call: &Call<'_>) -> Result<PathBuf, Error> {
-    let dir = call.config.text("dataDir")?;
-    let dir = if dir.is_empty() {
-        "/run/cni/tuning"
-    } else {
-        dir
-    };
-    Ok(PathBuf::from(dir).join(format!("{}_{}.json", call.container, call.ifname)))
+    let dir = call.config.directory("dataDir", "/run/cni/tuning")?;
+    Ok(dir.join(format!("{}_{}.json", call.container, call.ifname)))
 }
 
 fn link(socket: &mut Socket, ifname: &str) -> Result<Link, Error> {

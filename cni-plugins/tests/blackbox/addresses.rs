@@ -43,6 +43,35 @@ fn host_local_gives_requested_addresses_and_refuses_what_it_cannot() {
 }
 
 #[test]
+fn a_relative_data_directory_is_refused() {
+    let world = World::new();
+    let mut config = world.config("1.0.0", json!({}));
+    config["ipam"]["dataDir"] = json!("../networks");
+    ip(&[
+        "-n",
+        &world.container,
+        "link",
+        "add",
+        "eth0",
+        "type",
+        "veth",
+    ]);
+    let tuning = json!({"cniVersion": "1.0.0", "name": "net", "type": "tuning", "mtu": 1400, "dataDir": "tuning"});
+    let tuning = World::with_previous(&tuning, &json!({"cniVersion": "1.0.0", "ips": []}));
+    for (plugin, config, value) in [
+        ("host-local", &config, "../networks"),
+        ("tuning", &tuning, "tuning"),
+    ] {
+        let refusal = world.refused(plugin, "ADD", config, &[]);
+        let message = refusal["msg"].as_str().unwrap();
+        for part in ["dataDir", value, "absolute path"] {
+            assert!(message.contains(part), "{part}: {refusal}");
+        }
+        assert_eq!(refusal["code"], 7, "{refusal}");
+    }
+}
+
+#[test]
 fn static_addresses_come_from_the_place_that_counts() {
     let world = World::new();
     let config = |version: &str, ipam: Value, more: Value| {

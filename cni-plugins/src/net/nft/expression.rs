@@ -5,13 +5,16 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 
 use super::super::netlink::Attributes;
+use super::numbers::{self as nf, *};
 
 fn expression(name: &str, data: &Attributes) -> Attributes {
-    Attributes::new().text(1, name).nest(2, data)
+    Attributes::new()
+        .text(expr::NAME, name)
+        .nest(expr::DATA, data)
 }
 
 fn value(bytes: &[u8]) -> Attributes {
-    Attributes::new().put(1, bytes)
+    Attributes::new().put(nf::data::VALUE, bytes)
 }
 
 /// The bytes of an address as they are on the wire.
@@ -27,9 +30,9 @@ fn compare(bytes: &[u8], equal: bool) -> Attributes {
     expression(
         "cmp",
         &Attributes::new()
-            .big(1, 1)
-            .big(2, u32::from(!equal))
-            .nest(3, &value(bytes)),
+            .big(cmp::SREG, REG_1)
+            .big(cmp::OP, if equal { CMP_EQ } else { CMP_NEQ })
+            .nest(cmp::DATA, &value(bytes)),
     )
 }
 
@@ -37,33 +40,44 @@ fn payload(base: u32, offset: u32, length: u32) -> Attributes {
     expression(
         "payload",
         &Attributes::new()
-            .big(1, 1)
-            .big(2, base)
-            .big(3, offset)
-            .big(4, length),
+            .big(nf::payload::DREG, REG_1)
+            .big(nf::payload::BASE, base)
+            .big(nf::payload::OFFSET, offset)
+            .big(nf::payload::LEN, length),
     )
 }
 
 fn meta(key: u32) -> Attributes {
-    expression("meta", &Attributes::new().big(2, key).big(1, 1))
+    expression(
+        "meta",
+        &Attributes::new()
+            .big(nf::meta::KEY, key)
+            .big(nf::meta::DREG, REG_1),
+    )
 }
 
 /// `meta nfproto` is IPv4 or IPv6.
 #[must_use]
 pub fn family_is(v4: bool) -> Vec<Attributes> {
-    vec![meta(15), compare(&[if v4 { 2 } else { 10 }], true)]
+    vec![
+        meta(META_NFPROTO),
+        compare(&[if v4 { IPV4 } else { IPV6 }], true),
+    ]
 }
 
 /// The protocol above IP.
 #[must_use]
 pub fn protocol_is(number: u8) -> Vec<Attributes> {
-    vec![meta(16), compare(&[number], true)]
+    vec![meta(META_L4PROTO), compare(&[number], true)]
 }
 
 /// The port that it is for.
 #[must_use]
 pub fn port_is(port: u16) -> Vec<Attributes> {
-    vec![payload(2, 2, 2), compare(&port.to_be_bytes(), true)]
+    vec![
+        payload(PAYLOAD_TRANSPORT_HEADER, 2, 2),
+        compare(&port.to_be_bytes(), true),
+    ]
 }
 
 /// The interface that it came in by, or goes out by.
@@ -71,13 +85,16 @@ pub fn port_is(port: u16) -> Vec<Attributes> {
 pub fn interface_is(incoming: bool, name: &str, equal: bool) -> Vec<Attributes> {
     let mut bytes = name.as_bytes().to_vec();
     bytes.push(0);
-    vec![meta(if incoming { 6 } else { 7 }), compare(&bytes, equal)]
+    vec![
+        meta(if incoming { META_IIFNAME } else { META_OIFNAME }),
+        compare(&bytes, equal),
+    ]
 }
 
 /// The hardware address that sent it.
 #[must_use]
 pub fn sender_is(mac: [u8; 6]) -> Vec<Attributes> {
-    vec![payload(0, 6, 6), compare(&mac, true)]
+    vec![payload(PAYLOAD_LL_HEADER, 6, 6), compare(&mac, true)]
 }
 
 /// Source or destination compared with a network.
@@ -91,18 +108,18 @@ pub fn address_is(source: bool, net: IpNet, equal: bool) -> Vec<Attributes> {
     };
     let bytes = octets(net.network());
     let length = u32::try_from(bytes.len()).unwrap_or(4);
-    let mut list = vec![payload(1, offset, length)];
+    let mut list = vec![payload(PAYLOAD_NETWORK_HEADER, offset, length)];
     if net.prefix_len() < net.max_prefix_len() {
         let zero = vec![0; bytes.len()];
         let mask = octets(net.netmask());
         list.push(expression(
             "bitwise",
             &Attributes::new()
-                .big(1, 1)
-                .big(2, 1)
-                .big(3, length)
-                .nest(4, &value(&mask))
-                .nest(5, &value(&zero)),
+                .big(bitwise::SREG, REG_1)
+                .big(bitwise::DREG, REG_1)
+                .big(bitwise::LEN, length)
+                .nest(bitwise::MASK, &value(&mask))
+                .nest(bitwise::XOR, &value(&zero)),
         ));
     }
     list.push(compare(&bytes, equal));
@@ -112,9 +129,16 @@ pub fn address_is(source: bool, net: IpNet, equal: bool) -> Vec<Attributes> {
 /// It is for an address of this host.
 #[must_use]
 pub fn for_this_host() -> Vec<Attributes> {
+    /// `RTN_LOCAL`.
     const LOCAL: u32 = 2;
     vec![
-        expression("fib", &Attributes::new().big(1, 1).big(2, 3).big(3, 2)),
+        expression(
+            "fib",
+            &Attributes::new()
+                .big(fib::DREG, REG_1)
+                .big(fib::RESULT, FIB_RESULT_ADDRTYPE)
+                .big(fib::FLAGS, FIB_DADDR),
+        ),
         compare(&LOCAL.to_ne_bytes(), true),
     ]
 }
@@ -122,7 +146,9 @@ pub fn for_this_host() -> Vec<Attributes> {
 fn immediate(register: u32, data: &Attributes) -> Attributes {
     expression(
         "immediate",
-        &Attributes::new().big(1, register).nest(2, data),
+        &Attributes::new()
+            .big(nf::immediate::DREG, register)
+            .nest(nf::immediate::DATA, data),
     )
 }
 
@@ -145,17 +171,20 @@ pub enum Verdict<'a> {
 #[must_use]
 pub fn verdict(verdict: Verdict<'_>) -> Attributes {
     let (code, chain): (i32, _) = match verdict {
-        Verdict::Drop => (0, None),
-        Verdict::Accept => (1, None),
-        Verdict::Jump(chain) => (-3, Some(chain)),
-        Verdict::Goto(chain) => (-4, Some(chain)),
-        Verdict::Return => (-5, None),
+        Verdict::Drop => (NF_DROP, None),
+        Verdict::Accept => (NF_ACCEPT, None),
+        Verdict::Jump(chain) => (NFT_JUMP, Some(chain)),
+        Verdict::Goto(chain) => (NFT_GOTO, Some(chain)),
+        Verdict::Return => (NFT_RETURN, None),
     };
-    let mut data = Attributes::new().big(1, code.cast_unsigned());
+    let mut data = Attributes::new().big(nf::verdict::CODE, code.cast_unsigned());
     if let Some(chain) = chain {
-        data = data.text(2, chain);
+        data = data.text(nf::verdict::CHAIN, chain);
     }
-    immediate(0, &Attributes::new().nest(2, &data))
+    immediate(
+        REG_VERDICT,
+        &Attributes::new().nest(nf::data::VERDICT, &data),
+    )
 }
 
 /// Its source becomes an address of this host.
@@ -167,16 +196,16 @@ pub fn masquerade() -> Attributes {
 /// Its destination becomes another.
 #[must_use]
 pub fn redirect(address: IpAddr, port: u16) -> Vec<Attributes> {
-    let family = if address.is_ipv4() { 2 } else { 10 };
-    let nat = Attributes::new()
-        .big(1, 1)
-        .big(2, family)
-        .big(3, 1)
-        .big(5, 2);
+    let family = if address.is_ipv4() { IPV4 } else { IPV6 };
+    let translation = Attributes::new()
+        .big(nat::TYPE, NAT_DNAT)
+        .big(nat::FAMILY, family.into())
+        .big(nat::REG_ADDR_MIN, REG_1)
+        .big(nat::REG_PROTO_MIN, REG_2);
     vec![
-        immediate(1, &value(&octets(address))),
-        immediate(2, &value(&port.to_be_bytes())),
-        expression("nat", &nat),
+        immediate(REG_1, &value(&octets(address))),
+        immediate(REG_2, &value(&port.to_be_bytes())),
+        expression("nat", &translation),
     ]
 }
 
@@ -192,8 +221,8 @@ pub fn extension(name: &str, revision: u32, info: &[u8]) -> Attributes {
     expression(
         "match",
         &Attributes::new()
-            .text(1, name)
-            .big(2, revision)
-            .put(3, info),
+            .text(xt_match::NAME, name)
+            .big(xt_match::REV, revision)
+            .put(xt_match::INFO, info),
     )
 }

@@ -8,6 +8,7 @@ pub mod expression;
 pub mod hostport;
 pub mod iptables;
 pub mod masquerade;
+mod numbers;
 pub mod spoof;
 
 use std::io;
@@ -15,8 +16,9 @@ use std::io;
 use super::netlink::{
     ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes,
 };
+use numbers::{BATCH_BEGIN, BATCH_END, BATCH_GENID, chain, hook, list, rule, table};
 
-const SUBSYSTEM: u16 = 10 << 8;
+const SUBSYSTEM: u16 = (numbers::SUBSYSTEM as u16) << 8;
 const NEW_TABLE: u16 = SUBSYSTEM;
 const NEW_CHAIN: u16 = SUBSYSTEM | 3;
 const GET_CHAIN: u16 = SUBSYSTEM | 4;
@@ -84,39 +86,41 @@ impl Table {
     /// Creates the table; one that is there is fine.
     #[must_use]
     pub fn create(self) -> Message {
-        Message::new(NEW_TABLE, REQUEST | ACK | CREATE, &self.header()).text(1, self.name)
+        Message::new(NEW_TABLE, REQUEST | ACK | CREATE, &self.header()).text(table::NAME, self.name)
     }
 
     /// Creates a chain for jumps; one that is there is fine.
     #[must_use]
     pub fn chain(self, name: &str) -> Message {
         Message::new(NEW_CHAIN, REQUEST | ACK | CREATE, &self.header())
-            .text(1, self.name)
-            .text(3, name)
+            .text(chain::TABLE, self.name)
+            .text(chain::NAME, name)
     }
 
     /// Creates a base chain. Exclusive: of two processes that set up at once one loses, and then adds only its rules.
     #[must_use]
     pub fn hooked(self, name: &str, hook: Hook) -> Message {
         let place = Attributes::new()
-            .big(1, hook.hook)
-            .big(2, hook.priority.cast_unsigned());
+            .big(hook::HOOKNUM, hook.hook)
+            .big(hook::PRIORITY, hook.priority.cast_unsigned());
         let message = Message::new(NEW_CHAIN, REQUEST | ACK | CREATE | EXCL, &self.header())
-            .text(1, self.name)
-            .text(3, name);
-        message.nest(4, &place).text(7, hook.kind)
+            .text(chain::TABLE, self.name)
+            .text(chain::NAME, name);
+        message
+            .nest(chain::HOOK, &place)
+            .text(chain::TYPE, hook.kind)
     }
 
     fn rule(self, flags: u16, chain: &str, expressions: &[Attributes], mark: Mark<'_>) -> Message {
         let list = expressions
             .iter()
             .fold(Attributes::new(), |list, expression| {
-                list.nest(1, expression)
+                list.nest(list::ELEM, expression)
             });
         let message = Message::new(NEW_RULE, REQUEST | ACK | CREATE | flags, &self.header())
-            .text(1, self.name)
-            .text(2, chain)
-            .nest(4, &list);
+            .text(rule::TABLE, self.name)
+            .text(rule::CHAIN, chain)
+            .nest(rule::EXPRESSIONS, &list);
         let (kind, text) = match mark {
             Mark::None => return message,
             Mark::Comment(text) => (COMMENT, text),
@@ -125,7 +129,7 @@ impl Table {
         let mut data = vec![kind, u8::try_from(text.len() + 1).unwrap_or(u8::MAX)];
         data.extend_from_slice(text.as_bytes());
         data.push(0);
-        message.put(7, &data)
+        message.put(rule::USERDATA, &data)
     }
 
     /// A rule behind all others of its chain.
@@ -144,18 +148,21 @@ impl Table {
     #[must_use]
     pub fn delete(self, chain: &str, rule: &Rule) -> Message {
         Message::new(DEL_RULE, REQUEST | ACK, &self.header())
-            .text(1, self.name)
-            .text(2, chain)
-            .put(3, &rule.handle)
+            .text(rule::TABLE, self.name)
+            .text(rule::CHAIN, chain)
+            .put(rule::HANDLE, &rule.handle)
     }
 
     /// Empties a chain and deletes it.
     #[must_use]
     pub fn remove(self, chain: &str) -> [Message; 2] {
         [DEL_RULE, DEL_CHAIN].map(|kind| {
-            let name = if kind == DEL_RULE { 2 } else { 3 };
+            let (table, name) = match kind {
+                DEL_RULE => (rule::TABLE, rule::CHAIN),
+                _ => (chain::TABLE, chain::NAME),
+            };
             Message::new(kind, REQUEST | ACK, &self.header())
-                .text(1, self.name)
+                .text(table, self.name)
                 .text(name, chain)
         })
     }
@@ -260,8 +267,8 @@ impl Nft {
     /// Whether there is such a chain.
     pub fn has(&mut self, table: Table, chain: &str) -> io::Result<bool> {
         let query = Message::new(GET_CHAIN, REQUEST, &table.header())
-            .text(1, table.name)
-            .text(3, chain);
+            .text(chain::TABLE, table.name)
+            .text(chain::NAME, chain);
         match self.0.query(query) {
             Ok(answers) => Ok(!answers.is_empty()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -272,8 +279,8 @@ impl Nft {
     /// The rules of a chain, none if there is no such chain.
     pub fn rules(&mut self, table: Table, chain: &str) -> io::Result<Vec<Rule>> {
         let query = Message::new(GET_RULE, REQUEST | DUMP, &table.header())
-            .text(1, table.name)
-            .text(2, chain);
+            .text(rule::TABLE, table.name)
+            .text(rule::CHAIN, chain);
         match self.0.query(query) {
             Ok(answers) => Ok(answers.iter().map(|(_, body)| parse(body)).collect()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(vec![]),
@@ -285,13 +292,17 @@ impl Nft {
         if messages.is_empty() {
             return Ok(());
         }
-        let mut begin = Message::new(0x10, REQUEST, &[0, 0, 0, 10]);
+        let mut begin = Message::new(BATCH_BEGIN, REQUEST, &[0, 0, 0, numbers::SUBSYSTEM]);
         if let Some(generation) = generation {
-            begin = begin.put(1, generation);
+            begin = begin.put(BATCH_GENID, generation);
         }
         let mut batch = vec![begin];
         batch.extend(messages);
-        batch.push(Message::new(0x11, REQUEST, &[0, 0, 0, 10]));
+        batch.push(Message::new(
+            BATCH_END,
+            REQUEST,
+            &[0, 0, 0, numbers::SUBSYSTEM],
+        ));
         self.0.batch(batch)
     }
 
