@@ -5,8 +5,6 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use holdfast_proto::content::ListStatusesRequest;
-use holdfast_proto::content::content_client::ContentClient;
 use holdfast_proto::cri as pb;
 use pb::image_service_client::ImageServiceClient;
 use pb::runtime_service_client::RuntimeServiceClient;
@@ -25,29 +23,24 @@ use super::RuntimeErrorKind;
 use super::RuntimeStatus;
 use super::Stock;
 use super::convert;
-use super::events;
 use super::measured::{Measured, Report};
-use crate::core::pod::cri_config::label;
 use crate::core::pod::explain::Fetching;
-use crate::core::pod::observed::{Container, ContainerState, ObservedPod, fingerprint};
+use crate::core::pod::observed::{Container, ContainerState, ObservedPod};
 use crate::core::pod::probe;
 use crate::core::serving::Streams;
 
 /// The largest message, as the kubelet has it.
 const MESSAGE_LIMIT: usize = 16 << 20;
-/// How many ended containers' details are remembered; they never change.
-const REMEMBERED: usize = 4096;
-
 /// A client; clones share the connection, which comes back by itself.
 pub struct CriClient {
-    channel: Channel,
-    runtime: RuntimeServiceClient<Measured>,
-    images: ImageServiceClient<Measured>,
+    pub(super) channel: Channel,
+    pub(super) runtime: RuntimeServiceClient<Measured>,
+    pub(super) images: ImageServiceClient<Measured>,
     /// The deadline of ordinary calls.
     deadline: Duration,
     /// Details of containers by id and state, which do not change any more.
-    details: Mutex<HashMap<(String, ContainerState), Container>>,
-    networks: Mutex<HashMap<String, (Vec<String>, bool)>>,
+    pub(super) details: Mutex<HashMap<(String, ContainerState), Container>>,
+    pub(super) networks: Mutex<HashMap<String, (Vec<String>, bool)>>,
 }
 
 impl From<Status> for RuntimeError {
@@ -71,7 +64,7 @@ impl From<Status> for RuntimeError {
 }
 
 /// The answer to stopping or removing something; what is gone already was what was wanted.
-fn gone_is_fine<T>(result: Result<T, Status>) -> Result<(), RuntimeError> {
+pub(super) fn gone_is_fine<T>(result: Result<T, Status>) -> Result<(), RuntimeError> {
     match result {
         Err(status) if status.code() != Code::NotFound => Err(status.into()),
         _ => Ok(()),
@@ -116,11 +109,11 @@ impl CriClient {
         })
     }
 
-    fn request<T>(&self, message: T) -> Request<T> {
+    pub(super) fn request<T>(&self, message: T) -> Request<T> {
         Self::within(self.deadline, message)
     }
 
-    fn within<T>(deadline: Duration, message: T) -> Request<T> {
+    pub(super) fn within<T>(deadline: Duration, message: T) -> Request<T> {
         let mut request = Request::new(message);
         request.set_timeout(deadline);
         request
@@ -147,139 +140,6 @@ impl CriClient {
             "{}://{}",
             version.runtime_name, version.runtime_version
         ))
-    }
-
-    async fn sandboxes(
-        &self,
-        filter: Option<HashMap<String, String>>,
-    ) -> Result<Vec<pb::PodSandbox>, RuntimeError> {
-        let filter = filter.map(|label_selector| pb::PodSandboxFilter {
-            label_selector,
-            ..pb::PodSandboxFilter::default()
-        });
-        Ok(self
-            .runtime
-            .clone()
-            .list_pod_sandbox(self.request(pb::ListPodSandboxRequest { filter }))
-            .await?
-            .into_inner()
-            .items)
-    }
-
-    async fn containers(
-        &self,
-        filter: Option<HashMap<String, String>>,
-    ) -> Result<Vec<pb::Container>, RuntimeError> {
-        let filter = filter.map(|label_selector| pb::ContainerFilter {
-            label_selector,
-            ..pb::ContainerFilter::default()
-        });
-        Ok(self
-            .runtime
-            .clone()
-            .list_containers(self.request(pb::ListContainersRequest { filter }))
-            .await?
-            .into_inner()
-            .containers)
-    }
-
-    /// Details of a container, from memory where they cannot have changed.
-    async fn detail(&self, mut container: Container) -> Result<Option<Container>, RuntimeError> {
-        let key = (container.id.clone(), container.state);
-        if let Some(known) = self
-            .details
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .get(&key)
-        {
-            return Ok(Some(known.clone()));
-        }
-        let request = self.request(pb::ContainerStatusRequest {
-            container_id: container.id.clone(),
-            verbose: false,
-        });
-        let status = match self.runtime.clone().container_status(request).await {
-            Ok(answer) => answer.into_inner().status,
-            Err(status) if status.code() == Code::NotFound => return Ok(None),
-            Err(status) => return Err(status.into()),
-        };
-        if let Some(status) = status {
-            convert::complete(&mut container, &status);
-            if matches!(
-                container.state,
-                ContainerState::Running | ContainerState::Exited
-            ) {
-                let mut details = self
-                    .details
-                    .lock()
-                    .unwrap_or_else(std::sync::PoisonError::into_inner);
-                if details.len() >= REMEMBERED {
-                    details.clear();
-                }
-                details.insert((container.id.clone(), container.state), container.clone());
-            }
-        }
-        Ok(Some(container))
-    }
-
-    async fn network(&self, id: &str) -> Result<Option<(Vec<String>, bool)>, RuntimeError> {
-        if let Some(known) = self
-            .networks
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .get(id)
-        {
-            return Ok(Some(known.clone()));
-        }
-        let request = self.request(pb::PodSandboxStatusRequest {
-            pod_sandbox_id: id.into(),
-            verbose: false,
-        });
-        let status = match self.runtime.clone().pod_sandbox_status(request).await {
-            Ok(answer) => answer.into_inner().status,
-            Err(status) if status.code() == Code::NotFound => return Ok(None),
-            Err(status) => return Err(status.into()),
-        };
-        let Some(status) = status else {
-            return Ok(None);
-        };
-        let network = convert::network(&status);
-        let mut networks = self
-            .networks
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
-        if networks.len() >= REMEMBERED {
-            networks.clear();
-        }
-        networks.insert(id.into(), network.clone());
-        Ok(Some(network))
-    }
-
-    /// The image of sandboxes, as older containerds name it: newer ones pin it.
-    async fn sandbox_image(&self) -> Result<Option<String>, RuntimeError> {
-        let request = Self::within(Duration::from_secs(10), pb::StatusRequest { verbose: true });
-        let info = self
-            .runtime
-            .clone()
-            .status(request)
-            .await?
-            .into_inner()
-            .info;
-        let config: Option<serde_json::Value> = info
-            .get("config")
-            .and_then(|text| serde_json::from_str(text).ok());
-        Ok(config.and_then(|c| c["sandboxImage"].as_str().map(Into::into)))
-    }
-
-    fn forget(&self, sandbox: &str) {
-        self.networks
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .remove(sandbox);
-        self.details
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .retain(|_, c| c.sandbox != sandbox);
     }
 }
 
@@ -331,67 +191,11 @@ impl Runtime for CriClient {
     }
 
     async fn list(&self) -> Result<Vec<ListedPod>, RuntimeError> {
-        let (sandboxes, containers) = (self.sandboxes(None).await?, self.containers(None).await?);
-        let mut pods: HashMap<String, ListedPod> = HashMap::new();
-        let mut add = |labels: &HashMap<String, String>, id: &str, state: u8| {
-            let get = |key: &str| labels.get(key).cloned();
-            // Others may use the runtime too; what is not a pod's is not ours.
-            let (Some(uid), Some(name), Some(namespace)) = (
-                get(label::POD_UID),
-                get(label::POD_NAME),
-                get(label::POD_NAMESPACE),
-            ) else {
-                return;
-            };
-            let pod = pods.entry(uid.clone()).or_insert(ListedPod {
-                uid,
-                name,
-                namespace,
-                fingerprint: 0,
-            });
-            pod.fingerprint = pod
-                .fingerprint
-                .wrapping_add(fingerprint(std::iter::once((id, state))));
-        };
-        for sandbox in &sandboxes {
-            add(
-                &sandbox.labels,
-                &sandbox.id,
-                u8::from(sandbox.state == pb::PodSandboxState::SandboxReady as i32),
-            );
-        }
-        for container in &containers {
-            add(
-                &container.labels,
-                &container.id,
-                10 + convert::state(container.state) as u8,
-            );
-        }
-        Ok(pods.into_values().collect())
+        self.list_pods().await
     }
 
     async fn observe(&self, uid: &str) -> Result<ObservedPod, RuntimeError> {
-        let filter = || Some(HashMap::from([(label::POD_UID.to_owned(), uid.to_owned())]));
-        let (sandboxes, containers) =
-            tokio::try_join!(self.sandboxes(filter()), self.containers(filter()))?;
-        let mut observed = ObservedPod::default();
-        for listed in &sandboxes {
-            let Some(mut sandbox) = convert::sandbox(listed) else {
-                continue;
-            };
-            if let Some((ips, host)) = self.network(&sandbox.id).await? {
-                (sandbox.ips, sandbox.host_network) = (ips, host);
-            }
-            observed.sandboxes.push(sandbox);
-        }
-        for listed in &containers {
-            let Some(container) = convert::container(listed) else {
-                continue;
-            };
-            observed.containers.extend(self.detail(container).await?);
-        }
-        observed.sort();
-        Ok(observed)
+        self.observe_pod(uid).await
     }
 
     async fn run_sandbox(
@@ -630,52 +434,11 @@ impl Runtime for CriClient {
     }
 
     async fn layers(&self) -> Result<BTreeMap<(String, String), u64>, RuntimeError> {
-        let all = self
-            .runtime
-            .clone()
-            .list_container_stats(self.request(pb::ListContainerStatsRequest { filter: None }))
-            .await?
-            .into_inner()
-            .stats;
-        let of = |stats: pb::ContainerStats| {
-            let labels = stats.attributes?.labels;
-            let key = (
-                labels.get(label::POD_UID)?.clone(),
-                labels.get(label::CONTAINER)?.clone(),
-            );
-            Some((key, stats.writable_layer?.used_bytes?.value))
-        };
-        Ok(all.into_iter().filter_map(of).collect())
+        self.writable_layers().await
     }
 
     async fn running(&self) -> Result<Vec<RunningContainer>, RuntimeError> {
-        let state = Some(pb::ContainerStateValue {
-            state: pb::ContainerState::ContainerRunning as i32,
-        });
-        let filter = Some(pb::ContainerFilter {
-            state,
-            ..pb::ContainerFilter::default()
-        });
-        let listed = self
-            .runtime
-            .clone()
-            .list_containers(self.request(pb::ListContainersRequest { filter }))
-            .await?
-            .into_inner()
-            .containers;
-        let of = |c: &pb::Container| {
-            let get = |key: &str| c.labels.get(key).cloned();
-            let container = convert::container(c)?;
-            Some(RunningContainer {
-                id: container.id,
-                namespace: get(label::POD_NAMESPACE)?,
-                pod: get(label::POD_NAME)?,
-                uid: get(label::POD_UID)?,
-                name: container.name,
-                attempt: container.attempt,
-            })
-        };
-        Ok(listed.iter().filter_map(of).collect())
+        self.list_running().await
     }
 
     async fn reopen_log(&self, id: &str) -> Result<(), RuntimeError> {
@@ -722,112 +485,23 @@ impl Runtime for CriClient {
     }
 
     async fn image(&self, name: &str) -> Result<Option<Image>, RuntimeError> {
-        let image = pb::ImageSpec {
-            image: name.into(),
-            ..pb::ImageSpec::default()
-        };
-        let answer = self
-            .images
-            .clone()
-            .image_status(self.request(pb::ImageStatusRequest {
-                image: Some(image),
-                verbose: false,
-            }))
-            .await?;
-        Ok(answer.into_inner().image.map(image_of))
+        self.image_status(name).await
     }
 
     async fn images(&self) -> Result<Vec<Image>, RuntimeError> {
-        let answer = self
-            .images
-            .clone()
-            .list_images(self.request(pb::ListImagesRequest::default()))
-            .await?;
-        Ok(answer
-            .into_inner()
-            .images
-            .into_iter()
-            .map(image_of)
-            .collect())
+        self.list_images().await
     }
 
     async fn stock(&self) -> Result<Stock, RuntimeError> {
-        let filesystem = self
-            .images
-            .clone()
-            .image_fs_info(self.request(pb::ImageFsInfoRequest {}))
-            .await?
-            .into_inner();
-        let mountpoint = filesystem
-            .image_filesystems
-            .into_iter()
-            .find_map(|f| f.fs_id)
-            .map(|id| id.mountpoint)
-            .unwrap_or_default();
-        let containers = self.containers(None).await?;
-        let names = |c: pb::Container| {
-            [
-                c.image_ref,
-                c.image_id,
-                c.image.map(|i| i.image).unwrap_or_default(),
-            ]
-        };
-        let in_use = containers
-            .into_iter()
-            .flat_map(names)
-            .filter(|name| !name.is_empty())
-            .collect();
-        // Asked last: an image that came meanwhile would seem unused.
-        let sandbox = self.sandbox_image().await?;
-        let mut images = self.images().await?;
-        for image in &mut images {
-            image.pinned |= sandbox
-                .as_ref()
-                .is_some_and(|name| image.names.contains(name));
-        }
-        Ok(Stock {
-            images,
-            in_use,
-            mountpoint: mountpoint.into(),
-        })
+        self.list_stock().await
     }
 
     async fn remove_image(&self, id: &str) -> Result<(), RuntimeError> {
-        let image = pb::ImageSpec {
-            image: id.into(),
-            ..pb::ImageSpec::default()
-        };
-        gone_is_fine(
-            self.images
-                .clone()
-                .remove_image(self.request(pb::RemoveImageRequest { image: Some(image) }))
-                .await,
-        )
+        self.delete_image(id).await
     }
 
     async fn fetching(&self) -> Result<Fetching, RuntimeError> {
-        let mut request = Self::within(Duration::from_secs(2), ListStatusesRequest::default());
-        request.metadata_mut().insert(
-            "containerd-namespace",
-            tonic::metadata::MetadataValue::from_static(events::NAMESPACE),
-        );
-        let statuses = ContentClient::new(self.channel.clone())
-            .list_statuses(request)
-            .await?
-            .into_inner()
-            .statuses;
-        let sum = |of: fn(&holdfast_proto::content::Status) -> i64| {
-            statuses
-                .iter()
-                .map(|s| u64::try_from(of(s)).unwrap_or(0))
-                .sum()
-        };
-        Ok(Fetching {
-            parts: statuses.len(),
-            bytes: sum(|s| s.offset),
-            of_bytes: sum(|s| s.total),
-            pulls: 0,
-        })
+        self.fetch_progress().await
     }
 
     async fn pull(
@@ -835,47 +509,10 @@ impl Runtime for CriClient {
         name: &str,
         credentials: Option<Credentials>,
     ) -> Result<String, RuntimeError> {
-        let image = pb::ImageSpec {
-            image: name.into(),
-            ..pb::ImageSpec::default()
-        };
-        let auth = credentials.map(|c| pb::AuthConfig {
-            username: c.username,
-            password: c.password,
-            ..pb::AuthConfig::default()
-        });
-        // A pull takes as long as it takes; the worker can drop it.
-        let request = Request::new(pb::PullImageRequest {
-            image: Some(image),
-            auth,
-            sandbox_config: None,
-        });
-        Ok(self
-            .images
-            .clone()
-            .pull_image(request)
-            .await?
-            .into_inner()
-            .image_ref)
+        self.pull_image(name, credentials).await
     }
 
     async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError> {
         super::events::follow(&self.channel, &self.runtime).await
-    }
-}
-
-fn image_of(image: pb::Image) -> Image {
-    Image {
-        id: image.id,
-        // Digests before tags, as nodes report them.
-        names: image
-            .repo_digests
-            .into_iter()
-            .chain(image.repo_tags)
-            .collect(),
-        size: image.size,
-        uid: image.uid.map(|u| u.value),
-        username: image.username,
-        pinned: image.pinned,
     }
 }

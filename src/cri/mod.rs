@@ -5,7 +5,9 @@
 mod client;
 mod convert;
 mod events;
+mod images;
 mod measured;
+mod observation;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;

@@ -1,0 +1,190 @@
+//! The image service of the CRI client, and containerd's progress of pulls.
+
+use std::time::Duration;
+
+use holdfast_proto::content::ListStatusesRequest;
+use holdfast_proto::content::content_client::ContentClient;
+use holdfast_proto::cri as pb;
+use tonic::Request;
+
+use super::client::{CriClient, gone_is_fine};
+use super::{Credentials, Image, RuntimeError, Stock, events};
+use crate::core::pod::explain::Fetching;
+
+impl CriClient {
+    /// The image of sandboxes, as older containerds name it: newer ones pin it.
+    async fn sandbox_image(&self) -> Result<Option<String>, RuntimeError> {
+        let request = Self::within(Duration::from_secs(10), pb::StatusRequest { verbose: true });
+        let info = self
+            .runtime
+            .clone()
+            .status(request)
+            .await?
+            .into_inner()
+            .info;
+        let config: Option<serde_json::Value> = info
+            .get("config")
+            .and_then(|text| serde_json::from_str(text).ok());
+        Ok(config.and_then(|c| c["sandboxImage"].as_str().map(Into::into)))
+    }
+
+    /// What the runtime has under a name.
+    pub(super) async fn image_status(&self, name: &str) -> Result<Option<Image>, RuntimeError> {
+        let image = pb::ImageSpec {
+            image: name.into(),
+            ..pb::ImageSpec::default()
+        };
+        let answer = self
+            .images
+            .clone()
+            .image_status(self.request(pb::ImageStatusRequest {
+                image: Some(image),
+                verbose: false,
+            }))
+            .await?;
+        Ok(answer.into_inner().image.map(image_of))
+    }
+
+    /// All images.
+    pub(super) async fn list_images(&self) -> Result<Vec<Image>, RuntimeError> {
+        let answer = self
+            .images
+            .clone()
+            .list_images(self.request(pb::ListImagesRequest::default()))
+            .await?;
+        Ok(answer
+            .into_inner()
+            .images
+            .into_iter()
+            .map(image_of)
+            .collect())
+    }
+
+    /// All images and what uses them.
+    pub(super) async fn list_stock(&self) -> Result<Stock, RuntimeError> {
+        let filesystem = self
+            .images
+            .clone()
+            .image_fs_info(self.request(pb::ImageFsInfoRequest {}))
+            .await?
+            .into_inner();
+        let mountpoint = filesystem
+            .image_filesystems
+            .into_iter()
+            .find_map(|f| f.fs_id)
+            .map(|id| id.mountpoint)
+            .unwrap_or_default();
+        let containers = self.containers(None).await?;
+        let names = |c: pb::Container| {
+            [
+                c.image_ref,
+                c.image_id,
+                c.image.map(|i| i.image).unwrap_or_default(),
+            ]
+        };
+        let in_use = containers
+            .into_iter()
+            .flat_map(names)
+            .filter(|name| !name.is_empty())
+            .collect();
+        // Asked last: an image that came meanwhile would seem unused.
+        let sandbox = self.sandbox_image().await?;
+        let mut images = self.list_images().await?;
+        for image in &mut images {
+            image.pinned |= sandbox
+                .as_ref()
+                .is_some_and(|name| image.names.contains(name));
+        }
+        Ok(Stock {
+            images,
+            in_use,
+            mountpoint: mountpoint.into(),
+        })
+    }
+
+    /// Removes an image with all its names.
+    pub(super) async fn delete_image(&self, id: &str) -> Result<(), RuntimeError> {
+        let image = pb::ImageSpec {
+            image: id.into(),
+            ..pb::ImageSpec::default()
+        };
+        gone_is_fine(
+            self.images
+                .clone()
+                .remove_image(self.request(pb::RemoveImageRequest { image: Some(image) }))
+                .await,
+        )
+    }
+
+    /// How far the pulls under way are.
+    pub(super) async fn fetch_progress(&self) -> Result<Fetching, RuntimeError> {
+        let mut request = Self::within(Duration::from_secs(2), ListStatusesRequest::default());
+        request.metadata_mut().insert(
+            "containerd-namespace",
+            tonic::metadata::MetadataValue::from_static(events::NAMESPACE),
+        );
+        let statuses = ContentClient::new(self.channel.clone())
+            .list_statuses(request)
+            .await?
+            .into_inner()
+            .statuses;
+        let sum = |of: fn(&holdfast_proto::content::Status) -> i64| {
+            statuses
+                .iter()
+                .map(|s| u64::try_from(of(s)).unwrap_or(0))
+                .sum()
+        };
+        Ok(Fetching {
+            parts: statuses.len(),
+            bytes: sum(|s| s.offset),
+            of_bytes: sum(|s| s.total),
+            pulls: 0,
+        })
+    }
+
+    /// Pulls an image; it takes as long as it takes.
+    pub(super) async fn pull_image(
+        &self,
+        name: &str,
+        credentials: Option<Credentials>,
+    ) -> Result<String, RuntimeError> {
+        let image = pb::ImageSpec {
+            image: name.into(),
+            ..pb::ImageSpec::default()
+        };
+        let auth = credentials.map(|c| pb::AuthConfig {
+            username: c.username,
+            password: c.password,
+            ..pb::AuthConfig::default()
+        });
+        // A pull takes as long as it takes; the worker can drop it.
+        let request = Request::new(pb::PullImageRequest {
+            image: Some(image),
+            auth,
+            sandbox_config: None,
+        });
+        Ok(self
+            .images
+            .clone()
+            .pull_image(request)
+            .await?
+            .into_inner()
+            .image_ref)
+    }
+}
+
+fn image_of(image: pb::Image) -> Image {
+    Image {
+        id: image.id,
+        // Digests before tags, as nodes report them.
+        names: image
+            .repo_digests
+            .into_iter()
+            .chain(image.repo_tags)
+            .collect(),
+        size: image.size,
+        uid: image.uid.map(|u| u.value),
+        username: image.username,
+        pinned: image.pinned,
+    }
+}

@@ -1,0 +1,257 @@
+//! What the runtime has: pods, sandboxes and containers. Details that cannot change any more are remembered.
+
+use std::collections::{BTreeMap, HashMap};
+
+use holdfast_proto::cri as pb;
+use tonic::Code;
+
+use super::client::CriClient;
+use super::{ListedPod, RunningContainer, RuntimeError, convert};
+use crate::core::pod::cri_config::label;
+use crate::core::pod::observed::{Container, ContainerState, ObservedPod, fingerprint};
+
+/// How many ended containers' details are remembered; they never change.
+const REMEMBERED: usize = 4096;
+
+impl CriClient {
+    async fn sandboxes(
+        &self,
+        filter: Option<HashMap<String, String>>,
+    ) -> Result<Vec<pb::PodSandbox>, RuntimeError> {
+        let filter = filter.map(|label_selector| pb::PodSandboxFilter {
+            label_selector,
+            ..pb::PodSandboxFilter::default()
+        });
+        Ok(self
+            .runtime
+            .clone()
+            .list_pod_sandbox(self.request(pb::ListPodSandboxRequest { filter }))
+            .await?
+            .into_inner()
+            .items)
+    }
+
+    pub(super) async fn containers(
+        &self,
+        filter: Option<HashMap<String, String>>,
+    ) -> Result<Vec<pb::Container>, RuntimeError> {
+        let filter = filter.map(|label_selector| pb::ContainerFilter {
+            label_selector,
+            ..pb::ContainerFilter::default()
+        });
+        Ok(self
+            .runtime
+            .clone()
+            .list_containers(self.request(pb::ListContainersRequest { filter }))
+            .await?
+            .into_inner()
+            .containers)
+    }
+
+    /// Details of a container, from memory where they cannot have changed.
+    async fn detail(&self, mut container: Container) -> Result<Option<Container>, RuntimeError> {
+        let key = (container.id.clone(), container.state);
+        if let Some(known) = self
+            .details
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .get(&key)
+        {
+            return Ok(Some(known.clone()));
+        }
+        let request = self.request(pb::ContainerStatusRequest {
+            container_id: container.id.clone(),
+            verbose: false,
+        });
+        let status = match self.runtime.clone().container_status(request).await {
+            Ok(answer) => answer.into_inner().status,
+            Err(status) if status.code() == Code::NotFound => return Ok(None),
+            Err(status) => return Err(status.into()),
+        };
+        if let Some(status) = status {
+            convert::complete(&mut container, &status);
+            if matches!(
+                container.state,
+                ContainerState::Running | ContainerState::Exited
+            ) {
+                let mut details = self
+                    .details
+                    .lock()
+                    .unwrap_or_else(std::sync::PoisonError::into_inner);
+                if details.len() >= REMEMBERED {
+                    details.clear();
+                }
+                details.insert((container.id.clone(), container.state), container.clone());
+            }
+        }
+        Ok(Some(container))
+    }
+
+    /// The addresses of a sandbox, and whether it has the host's network.
+    pub(super) async fn network(
+        &self,
+        id: &str,
+    ) -> Result<Option<(Vec<String>, bool)>, RuntimeError> {
+        if let Some(known) = self
+            .networks
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .get(id)
+        {
+            return Ok(Some(known.clone()));
+        }
+        let request = self.request(pb::PodSandboxStatusRequest {
+            pod_sandbox_id: id.into(),
+            verbose: false,
+        });
+        let status = match self.runtime.clone().pod_sandbox_status(request).await {
+            Ok(answer) => answer.into_inner().status,
+            Err(status) if status.code() == Code::NotFound => return Ok(None),
+            Err(status) => return Err(status.into()),
+        };
+        let Some(status) = status else {
+            return Ok(None);
+        };
+        let network = convert::network(&status);
+        let mut networks = self
+            .networks
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        if networks.len() >= REMEMBERED {
+            networks.clear();
+        }
+        networks.insert(id.into(), network.clone());
+        Ok(Some(network))
+    }
+
+    /// Drops what is remembered of a sandbox.
+    pub(super) fn forget(&self, sandbox: &str) {
+        self.networks
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .remove(sandbox);
+        self.details
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .retain(|_, c| c.sandbox != sandbox);
+    }
+
+    /// The pods that the runtime knows, with a fingerprint of their state.
+    pub(super) async fn list_pods(&self) -> Result<Vec<ListedPod>, RuntimeError> {
+        let (sandboxes, containers) = (self.sandboxes(None).await?, self.containers(None).await?);
+        let mut pods: HashMap<String, ListedPod> = HashMap::new();
+        let mut add = |labels: &HashMap<String, String>, id: &str, state: u8| {
+            let get = |key: &str| labels.get(key).cloned();
+            // Others may use the runtime too; what is not a pod's is not ours.
+            let (Some(uid), Some(name), Some(namespace)) = (
+                get(label::POD_UID),
+                get(label::POD_NAME),
+                get(label::POD_NAMESPACE),
+            ) else {
+                return;
+            };
+            let pod = pods.entry(uid.clone()).or_insert(ListedPod {
+                uid,
+                name,
+                namespace,
+                fingerprint: 0,
+            });
+            pod.fingerprint = pod
+                .fingerprint
+                .wrapping_add(fingerprint(std::iter::once((id, state))));
+        };
+        for sandbox in &sandboxes {
+            add(
+                &sandbox.labels,
+                &sandbox.id,
+                u8::from(sandbox.state == pb::PodSandboxState::SandboxReady as i32),
+            );
+        }
+        for container in &containers {
+            add(
+                &container.labels,
+                &container.id,
+                10 + convert::state(container.state) as u8,
+            );
+        }
+        Ok(pods.into_values().collect())
+    }
+
+    /// All that the runtime knows of a pod.
+    pub(super) async fn observe_pod(&self, uid: &str) -> Result<ObservedPod, RuntimeError> {
+        let filter = || Some(HashMap::from([(label::POD_UID.to_owned(), uid.to_owned())]));
+        let (sandboxes, containers) =
+            tokio::try_join!(self.sandboxes(filter()), self.containers(filter()))?;
+        let mut observed = ObservedPod::default();
+        for listed in &sandboxes {
+            let Some(mut sandbox) = convert::sandbox(listed) else {
+                continue;
+            };
+            if let Some((ips, host)) = self.network(&sandbox.id).await? {
+                (sandbox.ips, sandbox.host_network) = (ips, host);
+            }
+            observed.sandboxes.push(sandbox);
+        }
+        for listed in &containers {
+            let Some(container) = convert::container(listed) else {
+                continue;
+            };
+            observed.containers.extend(self.detail(container).await?);
+        }
+        observed.sort();
+        Ok(observed)
+    }
+
+    /// Bytes in the writable layers, by pod uid and container.
+    pub(super) async fn writable_layers(
+        &self,
+    ) -> Result<BTreeMap<(String, String), u64>, RuntimeError> {
+        let all = self
+            .runtime
+            .clone()
+            .list_container_stats(self.request(pb::ListContainerStatsRequest { filter: None }))
+            .await?
+            .into_inner()
+            .stats;
+        let of = |stats: pb::ContainerStats| {
+            let labels = stats.attributes?.labels;
+            let key = (
+                labels.get(label::POD_UID)?.clone(),
+                labels.get(label::CONTAINER)?.clone(),
+            );
+            Some((key, stats.writable_layer?.used_bytes?.value))
+        };
+        Ok(all.into_iter().filter_map(of).collect())
+    }
+
+    /// The containers that run.
+    pub(super) async fn list_running(&self) -> Result<Vec<RunningContainer>, RuntimeError> {
+        let state = Some(pb::ContainerStateValue {
+            state: pb::ContainerState::ContainerRunning as i32,
+        });
+        let filter = Some(pb::ContainerFilter {
+            state,
+            ..pb::ContainerFilter::default()
+        });
+        let listed = self
+            .runtime
+            .clone()
+            .list_containers(self.request(pb::ListContainersRequest { filter }))
+            .await?
+            .into_inner()
+            .containers;
+        let of = |c: &pb::Container| {
+            let get = |key: &str| c.labels.get(key).cloned();
+            let container = convert::container(c)?;
+            Some(RunningContainer {
+                id: container.id,
+                namespace: get(label::POD_NAMESPACE)?,
+                pod: get(label::POD_NAME)?,
+                uid: get(label::POD_UID)?,
+                name: container.name,
+                attempt: container.attempt,
+            })
+        };
+        Ok(listed.iter().filter_map(of).collect())
+    }
+}

@@ -1,0 +1,349 @@
+//! Metrics, the summary, traces and `agent --check`, of a real node.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::process::Command;
+
+use support::client::pod;
+use support::{Cluster, condition};
+
+#[derive(Clone, Default)]
+struct Collector(
+    std::sync::Arc<std::sync::Mutex<Vec<opentelemetry_proto::tonic::trace::v1::Span>>>,
+);
+
+#[tonic::async_trait]
+impl opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::TraceService
+    for Collector
+{
+    async fn export(
+        &self,
+        request: tonic::Request<
+            opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest,
+        >,
+    ) -> Result<
+        tonic::Response<
+            opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceResponse,
+        >,
+        tonic::Status,
+    > {
+        let spans = request
+            .into_inner()
+            .resource_spans
+            .into_iter()
+            .flat_map(|r| r.scope_spans)
+            .flat_map(|s| s.spans);
+        self.0.lock().unwrap().extend(spans);
+        Ok(tonic::Response::new(Default::default()))
+    }
+}
+
+impl Collector {
+    /// It listens as long as the runtime lives.
+    fn listen() -> (Collector, u16, tokio::runtime::Runtime) {
+        use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::TraceServiceServer;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        let listener = runtime
+            .block_on(tokio::net::TcpListener::bind("127.0.0.1:0"))
+            .unwrap();
+        let (collector, port) = (Collector::default(), listener.local_addr().unwrap().port());
+        let served = tonic::transport::Server::builder()
+            .add_service(TraceServiceServer::new(collector.clone()));
+        runtime.spawn(
+            served.serve_with_incoming(tokio_stream::wrappers::TcpListenerStream::new(listener)),
+        );
+        (collector, port, runtime)
+    }
+
+    /// Whether a span of this name is in one of that name.
+    fn has(&self, name: &str, within: &str) -> bool {
+        let all = self.0.lock().unwrap();
+        let parent = |span: &opentelemetry_proto::tonic::trace::v1::Span| {
+            all.iter()
+                .find(|p| p.span_id == span.parent_span_id && p.trace_id == span.trace_id)
+                .map_or(String::new(), |p| p.name.clone())
+        };
+        all.iter()
+            .any(|span| span.name == name && parent(span) == within)
+    }
+}
+
+#[test]
+fn figures_are_those_that_dashboards_read() {
+    let (collector, collects, _runtime) = Collector::listen();
+    let tracing =
+        format!("tracing: {{endpoint: '127.0.0.1:{collects}', samplingRatePerMillion: 1000000}}\n");
+    let cluster = Cluster::start_configured("figures", 46, &tracing);
+    let image = support::busybox(&cluster);
+    let script = "busybox dd if=/dev/zero of=/v/file bs=1M count=5 2>/dev/null; i=0; while test $i -lt 300000; do i=$((i+1)); done; sleep 10000";
+    let busy = pod("busy", &image, script)
+        .replace("containers:", "volumes: [{name: v, emptyDir: {}}], containers:")
+        .replace("command:", "resources: {limits: {memory: 64Mi, cpu: '1'}}, readinessProbe: {periodSeconds: 1, exec: {command: [busybox, 'true']}}, volumeMounts: [{name: v, mountPath: /v}], command:");
+    cluster.apply(&busy);
+    cluster.wait("the pod", || {
+        condition(&cluster.pod("busy"), "Ready") == "True"
+    });
+    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let raw = |path: &str| {
+        cluster.kubectl(&["get", "--raw", &format!("/api/v1/nodes/{node}/proxy{path}")])
+    };
+    let value = |text: &str, begin: &str| -> f64 {
+        let line = text
+            .lines()
+            .find(|l| l.starts_with(begin))
+            .unwrap_or_else(|| panic!("no {begin} in\n{text}"));
+        let rest = line
+            .rsplit_once('}')
+            .map_or_else(|| line.split_once(' ').unwrap().1, |(_, rest)| rest.trim());
+        rest.split(' ').next().unwrap().parse().unwrap()
+    };
+    let labels = r#"{container="c",namespace="default",pod="busy"}"#;
+    let cpu = || {
+        value(
+            &raw("/metrics/resource"),
+            &format!("container_cpu_usage_seconds_total{labels}"),
+        )
+    };
+    cluster.wait("the processor time to count", || cpu() > 0.05);
+    let resource = raw("/metrics/resource");
+    let memory = value(
+        &resource,
+        &format!("container_memory_working_set_bytes{labels}"),
+    );
+    assert!(
+        memory > 10_000.0 && memory < f64::from(64 << 20),
+        "{memory}"
+    );
+    let began = value(&resource, &format!("container_start_time_seconds{labels}"));
+    assert!(
+        (jiff::Timestamp::now().as_second() as f64 - began).abs() < 120.0,
+        "{began}"
+    );
+    assert!(
+        value(&resource, "node_memory_working_set_bytes") > memory
+            && value(&resource, "scrape_error") == 0.0
+    );
+    assert!(
+        value(
+            &resource,
+            r#"pod_cpu_usage_seconds_total{namespace="default",pod="busy"}"#
+        ) >= 0.05
+    );
+
+    let adviser = raw("/metrics/cadvisor");
+    for name in [
+        "container_memory_working_set_bytes",
+        "container_cpu_cfs_periods_total",
+        "container_spec_memory_limit_bytes",
+        "container_processes",
+    ] {
+        assert!(
+            adviser.lines().any(|l| l.starts_with(name)
+                && l.contains(r#"container="c""#)
+                && l.contains(r#"pod="busy""#)),
+            "{name}"
+        );
+    }
+    let limit = adviser
+        .lines()
+        .find(|l| {
+            l.starts_with("container_spec_memory_limit_bytes") && l.contains(r#"container="c""#)
+        })
+        .unwrap();
+    assert!(limit.contains(&format!("}} {} ", 64 << 20)), "{limit}");
+    assert!(
+        adviser
+            .lines()
+            .any(|l| l.starts_with("container_network_receive_bytes_total")
+                && l.contains(r#"interface="eth0""#))
+    );
+
+    let summary: serde_json::Value = serde_json::from_str(&raw("/stats/summary")).unwrap();
+    let own = &summary["pods"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|p| p["podRef"]["name"] == "busy")
+        .unwrap();
+    assert_eq!(own["containers"][0]["name"], "c");
+    assert!(
+        own["containers"][0]["memory"]["availableBytes"].as_u64() < Some(64 << 20)
+            && own["cpu"]["usageCoreNanoSeconds"].as_u64() > Some(50_000_000)
+    );
+    assert!(
+        own["network"]["rxBytes"].is_u64()
+            && own["process_stats"]["process_count"].as_u64() > Some(0),
+        "{own}"
+    );
+    let volume = own["volume"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|v| v["name"] == "v")
+        .unwrap();
+    assert!(volume["usedBytes"].as_u64() >= Some(5 << 20), "{volume}");
+    assert!(own["ephemeral-storage"]["usedBytes"].as_u64() >= Some(5 << 20));
+    for key in ["cpu", "memory", "fs", "runtime", "rlimit", "swap"] {
+        assert!(
+            summary["node"][key].is_object(),
+            "{key}: {}",
+            summary["node"]
+        );
+    }
+    let short: serde_json::Value =
+        serde_json::from_str(&raw("/stats/summary?only_cpu_and_memory=true")).unwrap();
+    assert!(short["node"]["fs"].is_null() && short["pods"][0]["cpu"].is_object());
+
+    // Where a pod's start went is traced, down to the calls to the runtime.
+    for (name, within) in [
+        ("syncPod", ""),
+        ("sandbox", "syncPod"),
+        ("runtime.v1.RuntimeService/RunPodSandbox", "sandbox"),
+        ("runtime.v1.RuntimeService/CreateContainer", "create"),
+        ("volume", "syncPod"),
+        ("GET /stats", ""),
+    ] {
+        cluster.wait(&format!("the trace of {name} in {within:?}"), || {
+            collector.has(name, within)
+        });
+    }
+    let of_pod = |span: &opentelemetry_proto::tonic::trace::v1::Span| {
+        span.attributes
+            .iter()
+            .any(|a| a.key == "k8s.pod.name" && format!("{a:?}").contains("busy"))
+    };
+    assert!(
+        collector
+            .0
+            .lock()
+            .unwrap()
+            .iter()
+            .any(|span| span.name == "syncPod" && of_pod(span))
+    );
+
+    // What a start would do can be asked without one.
+    let root = cluster.data().join("agent");
+    let at = |name: &str| root.join(name).display().to_string();
+    let (file, login, dir) = (
+        at("config.json"),
+        at("kubeconfig"),
+        root.display().to_string(),
+    );
+    let flags = [
+        "agent",
+        "--check",
+        "--config",
+        &file,
+        "--kubeconfig",
+        &login,
+        "--root-dir",
+        &dir,
+        "--fail-swap-on=false",
+    ];
+    let checked = Command::new(support::holdfast())
+        .args(flags)
+        .output()
+        .unwrap();
+    let report = String::from_utf8(checked.stdout).unwrap();
+    assert!(
+        checked.status.success() && report.contains("1 pods would go on undisturbed: busy_default"),
+        "{report}"
+    );
+    assert!(
+        report.contains("0 pods would be started")
+            && report.contains("0 pods would be ended")
+            && report.contains("failSwapOn"),
+        "{report}"
+    );
+    let wrong = Command::new(support::holdfast())
+        .args(flags)
+        .arg("--port=0")
+        .output()
+        .unwrap();
+    assert!(
+        !wrong.status.success()
+            && String::from_utf8_lossy(&wrong.stderr).contains("port: \"0\" is invalid"),
+        "{wrong:?}"
+    );
+
+    let agent = raw("/metrics");
+    assert!(value(&agent, "process_resident_memory_bytes") > f64::from(1 << 20));
+    assert!(
+        value(
+            &agent,
+            r#"kubelet_runtime_operations_total{operation_type="run_podsandbox"}"#
+        ) >= 1.0
+    );
+    assert!(
+        value(&agent, "kubelet_pod_start_duration_seconds_count") >= 1.0
+            && value(&agent, "kubelet_running_pods") >= 1.0
+    );
+    assert!(
+        value(
+            &agent,
+            r#"kubelet_http_requests_total{method="GET",path="stats""#
+        ) >= 1.0
+    );
+    for (begin, least) in [
+        ("kubelet_pod_start_sli_duration_seconds_count", 1.0),
+        ("kubelet_pod_start_total_duration_seconds_count", 1.0),
+        (
+            r#"kubelet_pod_worker_duration_seconds_count{operation_type="create"}"#,
+            1.0,
+        ),
+        ("kubelet_pod_status_sync_duration_seconds_count", 1.0),
+        (
+            r#"kubelet_run_podsandbox_duration_seconds_count{runtime_handler=""}"#,
+            1.0,
+        ),
+        (
+            r#"kubelet_started_containers_total{container_type="container"}"#,
+            1.0,
+        ),
+        ("kubelet_started_pods_total", 1.0),
+        (
+            r#"storage_operation_duration_seconds_count{migrated="false",operation_name="volume_mount",status="success",volume_plugin="kubernetes.io/empty-dir"}"#,
+            1.0,
+        ),
+        (
+            r#"kubelet_http_requests_duration_seconds_count{method="GET",path="stats""#,
+            1.0,
+        ),
+        (
+            r#"rest_client_requests_total{code="200",method="PATCH""#,
+            1.0,
+        ),
+        (
+            r#"holdfast_step_duration_seconds_count{step="sandbox",result="done"}"#,
+            1.0,
+        ),
+        (
+            r#"kubernetes_feature_enabled{name="NodeSwap",stage=""}"#,
+            1.0,
+        ),
+        (
+            r#"kubernetes_feature_enabled{name="MemoryQoS",stage="ALPHA"}"#,
+            0.0,
+        ),
+        ("kubelet_mirror_pods", 0.0),
+    ] {
+        assert!(value(&agent, begin) >= least, "{begin}");
+    }
+    assert!(
+        raw("/metrics/probes")
+            .lines()
+            .any(|l| l.starts_with("prober_probe_total")
+                && l.contains(r#"result="successful""#)
+                && l.contains(r#"pod="busy""#))
+    );
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    cluster.wait("its figures to go", || {
+        !raw("/metrics/probes").contains("busy") && !raw("/metrics/resource").contains("busy")
+    });
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}

@@ -1,0 +1,268 @@
+//! Containers' logs, the node's logs and the agent's own API, with the real kubectl and a real containerd.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use support::client::{kubectl, pod};
+use support::{Cluster, condition};
+
+#[test]
+fn what_a_container_says_is_read_in_every_way() {
+    let cluster = Cluster::start_configured(
+        "logs",
+        44,
+        "containerLogMaxSize: 4Ki\ncontainerLogMonitorInterval: 3s\nenableSystemLogQuery: true\nlogging: {format: json}\ntlsMinVersion: VersionTLS13\n",
+    );
+    let image = support::busybox(&cluster);
+    let script = "for i in 1 2 3 4 5; do echo line $i; done; sleep 1; echo wrong >&2; sleep 10000";
+    let twice = "if test -e /tmp/there; then echo second; sleep 10000; fi; touch /tmp/there; echo first; exit 1";
+    // A container's own files do not outlive it: the second instance is known by a volume.
+    let again = pod("again", &image, &twice.replace("/tmp", "/v"))
+        .replace(
+            "containers:",
+            "volumes: [{name: v, emptyDir: {}}], containers:",
+        )
+        .replace(
+            "command:",
+            "volumeMounts: [{name: v, mountPath: /v}], command:",
+        );
+    cluster.apply(&format!(
+        "{}{}{}",
+        pod("talker", &image, script),
+        again,
+        pod("absent", "registry.test/none:1", "true")
+    ));
+    cluster.wait("the pods", || {
+        let again = cluster.pod("again");
+        let twice = again["status"]["containerStatuses"][0]["restartCount"] == 1;
+        condition(&cluster.pod("talker"), "Ready") == "True"
+            && twice
+            && condition(&again, "Ready") == "True"
+    });
+    let log = |arguments: &[&str]| {
+        cluster
+            .kubectl(&[&["logs", "talker"], arguments].concat())
+            .trim_end()
+            .to_owned()
+    };
+    cluster.wait("all to be said", || log(&[]).contains("wrong"));
+    assert_eq!(log(&[]), "line 1\nline 2\nline 3\nline 4\nline 5\nwrong");
+    assert_eq!(log(&["--tail=2"]), "line 5\nwrong");
+    assert_eq!(log(&["--limit-bytes=10"]), "line 1\nlin");
+    assert_eq!(log(&["--since=1h", "--tail=1"]), "wrong");
+    let stamped = log(&["--timestamps", "--tail=1"]);
+    assert!(
+        stamped.ends_with("Z wrong")
+            && stamped
+                .split(' ')
+                .next()
+                .unwrap()
+                .parse::<jiff::Timestamp>()
+                .is_ok(),
+        "{stamped}"
+    );
+    assert_eq!(
+        (
+            cluster.kubectl(&["logs", "again", "-p"]),
+            cluster.kubectl(&["logs", "again"])
+        ),
+        ("first\n".into(), "second\n".into())
+    );
+    let refused = |arguments: &[&str]| {
+        let output = kubectl(&cluster, arguments).output().unwrap();
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(
+        refused(&["logs", "talker", "-p"])
+            .contains("previous terminated container \"c\" in pod \"talker\" not found")
+    );
+    assert!(
+        refused(&["logs", "talker", "-c", "d"]).contains("container d is not valid for pod talker")
+    );
+    cluster.wait("the pull to fail", || {
+        let why = refused(&["logs", "absent"]);
+        why.contains("is waiting to start: image can't be pulled")
+            || why.contains("is waiting to start: trying and failing to pull image")
+    });
+
+    // Followed across rotations: every line once and in order, and the end with the container's.
+    let bursts = "sleep 3; i=0; while test $i -lt 3000; do i=$((i+1)); echo number $i; test $((i % 1000)) -eq 0 && sleep 4; done; echo over";
+    cluster.apply(&pod("counter", &image, bursts));
+    cluster.wait("it to run", || {
+        !cluster.pod("counter")["status"]["containerStatuses"][0]["state"]["running"].is_null()
+    });
+    let begun = Instant::now();
+    let followed = kubectl(&cluster, &["logs", "-f", "counter"])
+        .output()
+        .unwrap();
+    let text = String::from_utf8(followed.stdout).unwrap();
+    let expected: String = (1..=3000)
+        .map(|n| format!("number {n}\n"))
+        .chain(["over\n".to_owned()])
+        .collect();
+    let rotated = std::fs::read_dir(cluster.data().join("pods-logs"))
+        .unwrap()
+        .flatten()
+        .find(|e| e.file_name().to_string_lossy().contains("_counter_"));
+    let files = std::fs::read_dir(rotated.unwrap().path().join("c"))
+        .unwrap()
+        .count();
+    assert!(files > 1, "it was rotated meanwhile");
+    assert!(
+        text == expected,
+        "{} lines, {} bytes of {}",
+        text.lines().count(),
+        text.len(),
+        expected.len()
+    );
+    assert!(
+        begun.elapsed() < Duration::from_secs(40),
+        "it ends with the container: {:?}",
+        begun.elapsed()
+    );
+
+    // The node's own API: closed to those without a name, open to those who may.
+    let port = 16_400 + cluster.number + 1000;
+    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let address = cluster.kubectl(&[
+        "get",
+        "nodes",
+        "-o",
+        "jsonpath={.items[0].status.addresses[0].address}",
+    ]);
+    let curl = |arguments: &[&str], path: &str| {
+        let url = format!("https://{address}:{port}{path}");
+        let output = Command::new("curl")
+            .args(["-sk", "-o", "/dev/null", "-w", "%{http_code}"])
+            .args(arguments)
+            .arg(url)
+            .output()
+            .unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let account = cluster.kubectl(&["create", "token", "default"]);
+    let bearer = format!("Authorization: Bearer {account}");
+    for path in [
+        "/pods",
+        "/healthz",
+        "/containerLogs/default/talker/c",
+        "/nobody/thought/of/it",
+        "/",
+    ] {
+        assert_eq!(
+            (
+                curl(&[], path).as_str(),
+                curl(&["-H", &bearer], path).as_str()
+            ),
+            ("401", "403"),
+            "{path}"
+        );
+        assert_eq!(
+            curl(&["-H", "Authorization: Bearer wrong"], path),
+            "401",
+            "{path}"
+        );
+    }
+    let pki = cluster.data().join("control/pki");
+    let (certificate, key) = (
+        pki.join("admin.crt").display().to_string(),
+        pki.join("admin.key").display().to_string(),
+    );
+    let admin = ["--cert", certificate.as_str(), "--key", key.as_str()];
+    for (path, code) in [
+        ("/pods", "200"),
+        ("/healthz", "200"),
+        ("/configz", "200"),
+        ("/runningpods/", "200"),
+        ("/statusz", "200"),
+        ("/nobody", "404"),
+        ("/run/a/b/c", "405"),
+    ] {
+        assert_eq!(curl(&admin, path), code, "{path}");
+    }
+    let raw = |path: &str| {
+        cluster.kubectl(&["get", "--raw", &format!("/api/v1/nodes/{node}/proxy{path}")])
+    };
+    let pods: serde_json::Value = serde_json::from_str(&raw("/pods")).unwrap();
+    let talker = pods["items"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|p| p["metadata"]["name"] == "talker")
+        .unwrap();
+    assert_eq!(talker["status"]["phase"], "Running");
+    assert!(raw("/configz").contains("\"containerLogMaxSize\":\"4Ki\""));
+    assert!(
+        raw("/runningpods/").contains("talker")
+            && raw("/logs/").contains('\n')
+            && raw("/statusz").contains("Holdfast")
+    );
+    assert_eq!(
+        curl(&[&admin[..], &["--tls-max", "1.2"]].concat(), "/pods"),
+        "000",
+        "an older version of TLS is not spoken"
+    );
+
+    // A service's logs are searched: in the journal, else in its own file.
+    let own = std::path::Path::new("/var/log/holdfast-t-logs.log");
+    std::fs::write(own, "what it said\n").unwrap();
+    assert_eq!(raw("/logs/?query=holdfast-t-logs"), "what it said\n");
+    assert_eq!(raw("/logs/?query=/holdfast-t-logs.log"), "what it said\n");
+    std::fs::remove_file(own).unwrap();
+    for (path, code) in [
+        ("/logs/?query=holdfast-t-logs", "404"),
+        ("/logs/?query=a&boot=1", "422"),
+        ("/logs/?query=/../etc/passwd", "404"),
+        ("/logs/?query=a%3Bb", "422"),
+        ("/checkpoint/default/talker/c", "405"),
+        ("/debug/flags/v", "405"),
+    ] {
+        assert_eq!(curl(&admin, path), code, "{path}");
+    }
+    // Checkpoints are made by runtimes that can; this one says that it cannot.
+    let post = [&admin[..], &["-X", "POST"]].concat();
+    assert_eq!(curl(&post, "/checkpoint/default/nobody/c"), "404");
+    assert_eq!(
+        curl(&post, "/checkpoint/default/talker/c?timeout=soon"),
+        "404"
+    );
+    assert_eq!(curl(&post, "/checkpoint/default/talker/c"), "500");
+    // More is logged from now on, line by line as JSON, with the pod where it is about one.
+    assert_eq!(
+        curl(
+            &[&admin[..], &["-X", "PUT", "-d", "many"]].concat(),
+            "/debug/flags/v"
+        ),
+        "400"
+    );
+    assert_eq!(
+        curl(
+            &[&admin[..], &["-X", "PUT", "-d", "5"]].concat(),
+            "/debug/flags/v"
+        ),
+        "200"
+    );
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    let log = cluster.log("agent");
+    let lines: Vec<serde_json::Value> = log
+        .lines()
+        .map(|l| serde_json::from_str(l).unwrap_or_else(|e| panic!("{e}: {l}")))
+        .collect();
+    assert!(
+        lines
+            .iter()
+            .any(|l| l["msg"] == "the log's verbosity was changed" && l["v"] == 0),
+        "{log}"
+    );
+    assert!(
+        lines
+            .iter()
+            .any(|l| l["pod"] == "talker_default" && l["v"] == 4),
+        "{log}"
+    );
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}
