@@ -2,6 +2,7 @@
 
 pub mod cache;
 pub mod client;
+pub mod failure;
 pub mod measured;
 pub mod objects;
 pub mod pods;
@@ -9,3 +10,4 @@ pub mod reviews;
 pub mod signing;
 
 pub use cache::Cache;
+pub use failure::ApiFailure;

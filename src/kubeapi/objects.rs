@@ -18,8 +18,7 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::cache::Key;
-use super::client::chain;
-use super::pods::ApiFailure;
+use super::failure::{ApiFailure, watch_failure};
 
 /// How long an object is watched that nobody uses any more: the next pod often wants the same.
 const LINGER: Duration = Duration::from_secs(60);
@@ -58,7 +57,7 @@ impl Kept for Secret {
 #[derive(Debug, Clone)]
 enum Seen<K> {
     Unknown,
-    Unreachable(String),
+    Unreachable(ApiFailure),
     Missing,
     Here(Arc<K>),
 }
@@ -208,7 +207,7 @@ where
             entry.seen.clone()
         };
         let late = || {
-            ApiFailure::Other(format!(
+            ApiFailure::Timeout(format!(
                 "failed to sync {} cache: timed out waiting for the condition",
                 K::KIND
             ))
@@ -219,7 +218,7 @@ where
         let known = known.map_err(|_| late())?.clone();
         match known {
             Seen::Unknown => Err(late()),
-            Seen::Unreachable(error) => Err(ApiFailure::Other(error)),
+            Seen::Unreachable(failure) => Err(failure),
             Seen::Missing => Err(ApiFailure::NotFound(format!(
                 "{} {name:?} not found",
                 K::KIND
@@ -274,9 +273,9 @@ async fn look<K: Kept>(
             Ok(None) => Seen::Missing,
             Err(error) => {
                 // What was seen before holds on: an apiserver that does not answer takes nothing away.
-                let why = chain(&error);
+                let failure = watch_failure(error);
                 tracing::debug!(
-                    error = why,
+                    error = %failure,
                     kind = K::KIND,
                     name,
                     "watch interrupted, it resumes by itself"
@@ -284,7 +283,7 @@ async fn look<K: Kept>(
                 sender.send_if_modified(|seen| {
                     let blind = matches!(seen, Seen::Unknown | Seen::Unreachable(_));
                     if blind {
-                        *seen = Seen::Unreachable(why);
+                        *seen = Seen::Unreachable(failure);
                     }
                     blind
                 });

@@ -26,37 +26,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::Cache;
-use super::client::{chain, code};
+pub use super::failure::ApiFailure;
 use super::objects::{Following, News, Watched};
 use crate::core::volume::certificates::CertificateWish;
-
-/// Why a request had no success.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ApiFailure {
-    /// There is no such object.
-    #[error("{0}")]
-    NotFound(String),
-    /// The object is another one now, or has changed.
-    #[error("{0}")]
-    Conflict(String),
-    /// Refused or not reached; trying again can help.
-    #[error("{0}")]
-    Other(String),
-}
-
-impl From<kube::Error> for ApiFailure {
-    fn from(error: kube::Error) -> ApiFailure {
-        let text = match &error {
-            kube::Error::Api(status) => status.message.clone(),
-            other => chain(other),
-        };
-        match code(&error) {
-            Some(404) => ApiFailure::NotFound(text),
-            Some(409) => ApiFailure::Conflict(text),
-            _ => ApiFailure::Other(text),
-        }
-    }
-}
 
 /// A service-account token. Never printed.
 #[derive(Clone)]
@@ -193,7 +165,7 @@ where
             )
         });
         let late = |_| {
-            ApiFailure::Other(format!(
+            ApiFailure::Timeout(format!(
                 "failed to sync {} cache: timed out waiting for the condition",
                 K::kind(&K::DynamicType::default())
             ))

@@ -10,7 +10,7 @@ use k8s_openapi::api::authorization::v1::{
 use kube::api::PostParams;
 use kube::{Api, Client};
 
-use super::pods::ApiFailure;
+use super::failure::ApiFailure;
 
 /// Somebody who has shown who they are.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]

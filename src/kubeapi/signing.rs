@@ -11,7 +11,7 @@ use kube::api::PostParams;
 use kube::{Api, Client, ResourceExt as _};
 use tokio::time::Instant;
 
-use super::pods::ApiFailure;
+use super::failure::ApiFailure;
 
 /// How often it is looked whether a request was answered, at first and at most.
 const LOOKS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
@@ -57,7 +57,9 @@ pub async fn obtain(
     {
         Ok(made) => made.name_any(),
         // The same key under the same name: what was asked before is waited for.
-        Err(ApiFailure::Conflict(why)) => wish.name.clone().ok_or(ApiFailure::Conflict(why))?,
+        Err(ApiFailure::AlreadyExists(why)) => {
+            wish.name.clone().ok_or(ApiFailure::AlreadyExists(why))?
+        }
         Err(error) => return Err(error),
     };
     let (until, mut pause) = (Instant::now() + patience, LOOKS.0);
@@ -86,7 +88,7 @@ pub async fn obtain(
             )));
         }
         if Instant::now() + pause > until {
-            return Err(ApiFailure::Other(format!(
+            return Err(ApiFailure::Timeout(format!(
                 "CertificateSigningRequest {name} is not signed yet: approve it with `kubectl certificate approve {name}`"
             )));
         }

@@ -49,11 +49,13 @@ impl SealedApi {
                 self.keeper.put(kind, name, &value);
                 Ok(value)
             }
-            Err(error @ (ApiFailure::NotFound(_) | ApiFailure::Conflict(_))) => {
+            Err(error) if error.is_gone() || matches!(error, ApiFailure::Conflict(_)) => {
                 self.keeper.remove(kind, name);
                 Err(error)
             }
-            Err(error @ ApiFailure::Other(_)) => self.keeper.get(kind, name).ok_or(error),
+            // A refusal stands; only silence is answered from memory.
+            Err(error) if error.is_answer() => Err(error),
+            Err(error) => self.keeper.get(kind, name).ok_or(error),
         }
     }
 }

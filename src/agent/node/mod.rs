@@ -451,7 +451,7 @@ async fn register(
         status: Some(status(context, view, &NodeStatus::default()).await),
     };
     match api.create(&node).await {
-        Err(ApiFailure::Conflict(_)) => api
+        Err(ApiFailure::AlreadyExists(_)) => api
             .get(&config.node_name)
             .await?
             .ok_or_else(|| ApiFailure::Other("the node vanished while it was registered".into())),

@@ -56,7 +56,7 @@ pub async fn reconcile(
         remove(context, mirror).await?;
     }
     match context.api.create(&of(pod, &node)).await {
-        Ok(_) | Err(ApiFailure::Conflict(_)) => Ok(true),
+        Ok(_) | Err(ApiFailure::AlreadyExists(_)) => Ok(true),
         Err(error) => Err(format!("the mirror pod cannot be created: {error}")),
     }
 }
@@ -72,7 +72,8 @@ pub async fn remove(context: &Context, mirror: &Pod) -> Result<(), String> {
         )
         .await
     {
-        Ok(()) | Err(ApiFailure::NotFound(_) | ApiFailure::Conflict(_)) => Ok(()),
+        Ok(()) => Ok(()),
+        Err(error) if error.is_gone() => Ok(()),
         Err(error) => Err(format!("the mirror pod cannot be removed: {error}")),
     }
 }

@@ -13,7 +13,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::agent::Metrics;
 use crate::core::pod::{self, status};
 use crate::kubeapi::cache::revision;
-use crate::kubeapi::pods::{ApiFailure, PodApi};
+use crate::kubeapi::pods::PodApi;
 
 const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
 
@@ -75,15 +75,6 @@ impl StatusWriter {
     }
 }
 
-/// Whether the object that was written to is no longer there. Any other conflict is cured by trying again.
-fn is_gone(error: &ApiFailure) -> bool {
-    match error {
-        ApiFailure::NotFound(_) => true,
-        ApiFailure::Conflict(why) => why.contains("UID"),
-        ApiFailure::Other(_) => false,
-    }
-}
-
 async fn write(
     api: Arc<dyn PodApi>,
     mut changes: watch::Receiver<Wanted>,
@@ -124,7 +115,7 @@ async fn write(
                     done.send_replace(wanted.version);
                     break;
                 }
-                Err(error) if is_gone(&error) => {
+                Err(error) if error.is_gone() => {
                     // The object is gone, or another one has its name: there is nobody to tell.
                     done.send_replace(wanted.version);
                     break;

@@ -19,7 +19,6 @@ use crate::core::pod::journal::{Progress, Step};
 use crate::core::pod::lifecycle::{Cause, Input, State, Wish};
 use crate::core::pod::resize;
 use crate::core::pod::status;
-use crate::kubeapi::pods::ApiFailure;
 
 /// How long to wait after an error, doubling up to the maximum.
 const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(10));
@@ -455,8 +454,9 @@ async fn finalise(
         )
         .await
     {
+        Ok(()) => Ok(()),
         // Another object under the name is not ours to delete.
-        Ok(()) | Err(ApiFailure::NotFound(_) | ApiFailure::Conflict(_)) => Ok(()),
+        Err(error) if error.is_gone() => Ok(()),
         Err(error) => Err(format!("the pod cannot be deleted from the API: {error}")),
     }
 }

@@ -1,0 +1,304 @@
+//! Why a request to the apiserver had no success, as a class that callers decide by. The texts are for people;
+//! this file is the only one that looks into a text, where the apiserver tells two conflicts apart by nothing else.
+
+use std::time::Duration;
+
+use kube::core::Status;
+use kube::core::response::StatusDetails;
+use kube::runtime::watcher;
+
+use super::client::chain;
+
+/// Why a request had no success; the text is the apiserver's message, or the transport's with its causes.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ApiFailure {
+    /// There is no such object (404).
+    #[error("{0}")]
+    NotFound(String),
+    /// The name is taken (409, AlreadyExists).
+    #[error("{0}")]
+    AlreadyExists(String),
+    /// The name belongs to an object with another uid than the request demands: the one that was meant is gone (409 for
+    /// preconditions, 422 on `metadata.uid` for patches).
+    #[error("{0}")]
+    Replaced(String),
+    /// The object has changed since it was read (409): read it again, then try again.
+    #[error("{0}")]
+    Conflict(String),
+    /// Who we are is not known (401).
+    #[error("{0}")]
+    Unauthorized(String),
+    /// We may not (403). Expected for a moment after a pod is bound, and after it is gone: a node may read only what its
+    /// pods refer to.
+    #[error("{0}")]
+    Forbidden(String),
+    /// The apiserver will never accept this request (400, 413, 415, 422).
+    #[error("{0}")]
+    Invalid(String),
+    /// What was asked for has been compacted away (410): list anew.
+    #[error("{0}")]
+    Expired(String),
+    /// The apiserver wants fewer requests (429). An eviction that a budget forbids is one too.
+    #[error("{message}")]
+    TooManyRequests {
+        /// The apiserver's message.
+        message: String,
+        /// How long it wants to be left alone, if it says.
+        retry_after: Option<Duration>,
+    },
+    /// No answer in time (408, 504, or our own deadline): what was asked may have been done.
+    #[error("{0}")]
+    Timeout(String),
+    /// The apiserver was not reached, or it is not able to answer now (500, 502, 503, the transport).
+    #[error("{0}")]
+    Unavailable(String),
+    /// Anything else.
+    #[error("{0}")]
+    Other(String),
+}
+
+impl ApiFailure {
+    /// Whether the object that was meant does not exist any more: there is nobody left to write to.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        matches!(self, ApiFailure::NotFound(_) | ApiFailure::Replaced(_))
+    }
+
+    /// Whether the apiserver has judged the request. If not, nothing is known of the object, and the request may even
+    /// have been carried out.
+    #[must_use]
+    pub fn is_answer(&self) -> bool {
+        !matches!(
+            self,
+            ApiFailure::Unauthorized(_)
+                | ApiFailure::TooManyRequests { .. }
+                | ApiFailure::Timeout(_)
+                | ApiFailure::Unavailable(_)
+                | ApiFailure::Other(_)
+        )
+    }
+
+    /// Whether the same request can succeed later.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        !self.is_answer() || matches!(self, ApiFailure::Forbidden(_))
+    }
+
+    /// How long the apiserver wants to be left alone, if it says.
+    #[must_use]
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self {
+            ApiFailure::TooManyRequests { retry_after, .. } => *retry_after,
+            _ => None,
+        }
+    }
+}
+
+/// What our own end of a connection refuses or gives up.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Undelivered {
+    /// The deadline has passed.
+    #[error("{request} was not answered within {}s", after.as_secs())]
+    Deadline {
+        /// Method and path.
+        request: String,
+        /// The deadline.
+        after: Duration,
+    },
+    /// The apiserver refused without a Status, as its flow control does before it looks at a request.
+    #[error("the server wants fewer requests: {message}")]
+    Busy {
+        /// Its message.
+        message: String,
+        /// How long it wants to be left alone, if it says.
+        retry_after: Option<Duration>,
+    },
+}
+
+impl From<&Undelivered> for ApiFailure {
+    fn from(error: &Undelivered) -> ApiFailure {
+        match error {
+            Undelivered::Deadline { .. } => ApiFailure::Timeout(error.to_string()),
+            Undelivered::Busy { retry_after, .. } => ApiFailure::TooManyRequests {
+                message: error.to_string(),
+                retry_after: *retry_after,
+            },
+        }
+    }
+}
+
+impl From<Status> for ApiFailure {
+    fn from(status: Status) -> ApiFailure {
+        let text = status.message.clone();
+        let details = status.details.as_ref();
+        match status.code {
+            401 => ApiFailure::Unauthorized(text),
+            403 => ApiFailure::Forbidden(text),
+            404 => ApiFailure::NotFound(text),
+            409 if status.reason == "AlreadyExists" => ApiFailure::AlreadyExists(text),
+            409 if is_about_uid(&text) => ApiFailure::Replaced(text),
+            409 => ApiFailure::Conflict(text),
+            410 => ApiFailure::Expired(text),
+            422 if details.is_some_and(has_immutable_uid) => ApiFailure::Replaced(text),
+            400 | 413 | 415 | 422 => ApiFailure::Invalid(text),
+            429 => ApiFailure::TooManyRequests {
+                message: text,
+                retry_after: details
+                    .map(|d| Duration::from_secs(d.retry_after_seconds.into()))
+                    .filter(|wait| !wait.is_zero()),
+            },
+            408 | 504 => ApiFailure::Timeout(text),
+            500 | 502 | 503 => ApiFailure::Unavailable(text),
+            _ => ApiFailure::Other(text),
+        }
+    }
+}
+
+/// Whether a conflict is about the uid that the request demanded. The apiserver's Status has no field for it
+/// (`storage.Preconditions.Check`); a conflict of versions says "the object has been modified".
+fn is_about_uid(message: &str) -> bool {
+    message.contains("UID in precondition")
+}
+
+fn has_immutable_uid(details: &StatusDetails) -> bool {
+    details.causes.iter().any(|c| c.field == "metadata.uid")
+}
+
+impl From<kube::Error> for ApiFailure {
+    fn from(error: kube::Error) -> ApiFailure {
+        if let Some(undelivered) = undelivered(&error) {
+            return undelivered.into();
+        }
+        match error {
+            kube::Error::Api(status) => (*status).into(),
+            kube::Error::Service(_)
+            | kube::Error::HyperError(_)
+            | kube::Error::ReadEvents(_)
+            | kube::Error::Auth(_) => ApiFailure::Unavailable(chain(&error)),
+            _ => ApiFailure::Other(chain(&error)),
+        }
+    }
+}
+
+/// What our own end gave up, found among an error's causes.
+fn undelivered(error: &(dyn std::error::Error + 'static)) -> Option<&Undelivered> {
+    let mut cause = Some(error);
+    while let Some(this) = cause {
+        // What an io::Error was made of is not among its causes.
+        let inner = this
+            .downcast_ref::<std::io::Error>()
+            .and_then(std::io::Error::get_ref);
+        let found = this
+            .downcast_ref()
+            .or_else(|| inner.and_then(|e| undelivered(e)));
+        if found.is_some() {
+            return found;
+        }
+        cause = this.source();
+    }
+    None
+}
+
+/// Why a watch has ended or has not begun.
+#[must_use]
+pub fn watch_failure(error: watcher::Error) -> ApiFailure {
+    match error {
+        watcher::Error::InitialListFailed(error)
+        | watcher::Error::WatchStartFailed(error)
+        | watcher::Error::WatchFailed(error) => error.into(),
+        watcher::Error::WatchError(status) => (*status).into(),
+        watcher::Error::NoResourceVersion => ApiFailure::Other(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn failure(status: serde_json::Value) -> ApiFailure {
+        let status: Status = serde_json::from_value(status).expect("a Status");
+        kube::Error::Api(Box::new(status)).into()
+    }
+
+    #[test]
+    fn statuses_have_their_class() {
+        let uid = "Operation cannot be fulfilled on pods \"p\": Precondition failed: UID in precondition: 1, UID in object meta: 2";
+        let version = "Operation cannot be fulfilled on pods \"p\": the object has been modified; please apply your changes to the latest version and try again";
+        type Check = fn(&ApiFailure) -> bool;
+        let cases: Vec<(serde_json::Value, Check)> = vec![
+            (json!({"code": 404, "reason": "NotFound"}), |f| {
+                matches!(f, ApiFailure::NotFound(_)) && f.is_gone() && f.is_answer()
+            }),
+            (json!({"code": 409, "reason": "AlreadyExists"}), |f| {
+                matches!(f, ApiFailure::AlreadyExists(_)) && !f.is_gone()
+            }),
+            (
+                json!({"code": 409, "reason": "Conflict", "message": uid}),
+                |f| matches!(f, ApiFailure::Replaced(_)) && f.is_gone(),
+            ),
+            (
+                json!({"code": 409, "reason": "Conflict", "message": version}),
+                |f| matches!(f, ApiFailure::Conflict(_)) && !f.is_gone(),
+            ),
+            (
+                json!({"code": 422, "reason": "Invalid", "details": {"causes": [{"reason": "FieldValueInvalid", "field": "metadata.uid", "message": "field is immutable"}]}}),
+                ApiFailure::is_gone,
+            ),
+            (
+                json!({"code": 422, "reason": "Invalid", "details": {"causes": [{"field": "status.hostIPs"}]}}),
+                |f| matches!(f, ApiFailure::Invalid(_)) && !f.is_transient(),
+            ),
+            (json!({"code": 403, "reason": "Forbidden"}), |f| {
+                matches!(f, ApiFailure::Forbidden(_)) && f.is_transient() && f.is_answer()
+            }),
+            (json!({"code": 401}), |f| {
+                matches!(f, ApiFailure::Unauthorized(_)) && !f.is_answer()
+            }),
+            (json!({"code": 410, "reason": "Expired"}), |f| {
+                matches!(f, ApiFailure::Expired(_))
+            }),
+            (
+                json!({"code": 429, "details": {"retryAfterSeconds": 3}}),
+                |f| f.retry_after() == Some(Duration::from_secs(3)) && f.is_transient(),
+            ),
+            (json!({"code": 429}), |f| {
+                f.retry_after().is_none() && f.is_transient()
+            }),
+            (json!({"code": 504, "reason": "Timeout"}), |f| {
+                matches!(f, ApiFailure::Timeout(_)) && !f.is_answer()
+            }),
+            (json!({"code": 503}), |f| {
+                matches!(f, ApiFailure::Unavailable(_)) && !f.is_answer()
+            }),
+        ];
+        for (status, holds) in cases {
+            let failure = failure(status.clone());
+            assert!(holds(&failure), "{status}: {failure:?}");
+        }
+    }
+
+    #[test]
+    fn what_our_own_end_gives_up_has_a_class_too() {
+        let given_up = Undelivered::Deadline {
+            request: "GET /api".into(),
+            after: Duration::from_secs(20),
+        };
+        let failure: ApiFailure = kube::Error::Service(Box::new(given_up)).into();
+        assert_eq!(
+            failure,
+            ApiFailure::Timeout("GET /api was not answered within 20s".into())
+        );
+        let busy = Undelivered::Busy {
+            message: "later".into(),
+            retry_after: Some(Duration::from_secs(1)),
+        };
+        // As a body's error it is wrapped in others.
+        let wrapped = kube::Error::ReadEvents(std::io::Error::other(busy));
+        assert_eq!(
+            ApiFailure::from(wrapped).retry_after(),
+            Some(Duration::from_secs(1))
+        );
+    }
+}
