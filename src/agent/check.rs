@@ -8,42 +8,77 @@ use kube::api::ListParams;
 
 use super::pod::sources;
 use crate::config::Config;
-use crate::core::pod;
+use crate::core::pod::actions::{self, Health};
+use crate::core::pod::observed::ObservedPod;
+use crate::core::pod::probe::Probed;
+use crate::core::pod::{self, resize};
 use crate::cri::{CriClient, ListedPod, Runtime as _};
 use crate::kubeapi::client::{chain, connect};
 
 /// What a start would do to pods.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Plan {
-    /// They run and go on.
+    /// They run and go on, all their containers with them.
     kept: Vec<String>,
+    /// They run and go on; of some containers it is said which would be stopped, and why.
+    disturbed: Vec<String>,
     /// They are started.
     started: Vec<String>,
     /// The runtime has them, and nobody wants them: they are ended.
     ended: Vec<String>,
+    /// They are ended, and started under another uid. A kubelet gives static pods other uids than Holdfast does.
+    replaced: Vec<String>,
+}
+
+/// Which containers of a pod a start would stop, and why. Pure.
+fn stopped(pod: &Pod, observed: &ObservedPod) -> Vec<String> {
+    let health = Health {
+        probed: &Probed::default(),
+        actuated: &resize::known(pod),
+    };
+    let actions = actions::compute(pod, observed, &health, |_| 0);
+    if actions.kill_pod {
+        let all = "all containers: the sandbox cannot be used any more";
+        return vec![format!("{} ({all})", pod::full_name(pod))];
+    }
+    let reasons = actions.restart_all.iter().chain(&actions.kill);
+    reasons
+        .map(|kill| format!("{} ({}: {})", pod::full_name(pod), kill.name, kill.message))
+        .collect()
 }
 
 /// Compares what is wanted with what runs. Pure.
-fn plan(wanted: &[Pod], running: &[ListedPod]) -> Plan {
+fn plan(wanted: &[Pod], running: &[(ListedPod, ObservedPod)]) -> Plan {
     let mut plan = Plan::default();
     for pod in wanted
         .iter()
         .filter(|p| !pod::is_mirror(p) && !pod::is_terminal(p))
     {
-        let there = running.iter().any(|r| r.uid == pod::uid(pod));
-        if there {
-            plan.kept.push(pod::full_name(pod))
-        } else {
-            plan.started.push(pod::full_name(pod))
+        match running.iter().find(|(r, _)| r.uid == pod::uid(pod)) {
+            Some((_, observed)) => match stopped(pod, observed) {
+                none if none.is_empty() => plan.kept.push(pod::full_name(pod)),
+                mut some => plan.disturbed.append(&mut some),
+            },
+            None => plan.started.push(pod::full_name(pod)),
         }
     }
-    for pod in running
+    for (pod, _) in running
         .iter()
-        .filter(|r| !wanted.iter().any(|w| pod::uid(w) == r.uid))
+        .filter(|(r, _)| !wanted.iter().any(|w| pod::uid(w) == r.uid))
     {
-        plan.ended.push(format!("{}_{}", pod.name, pod.namespace));
+        let name = format!("{}_{}", pod.name, pod.namespace);
+        match plan.started.iter().position(|started| *started == name) {
+            Some(place) => plan.replaced.push(plan.started.remove(place)),
+            None => plan.ended.push(name),
+        }
     }
-    for list in [&mut plan.kept, &mut plan.started, &mut plan.ended] {
+    for list in [
+        &mut plan.kept,
+        &mut plan.disturbed,
+        &mut plan.started,
+        &mut plan.ended,
+        &mut plan.replaced,
+    ] {
         list.sort();
     }
     plan
@@ -95,13 +130,20 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
             wanted.extend(listed.items);
         }
     }
-    let running = runtime
-        .list()
-        .await
-        .map_err(|e| anyhow::anyhow!("the runtime's pods cannot be listed: {e}"))?;
+    let unlisted = |e| anyhow::anyhow!("the runtime's pods cannot be listed: {e}");
+    let mut running = vec![];
+    for pod in runtime.list().await.map_err(unlisted)? {
+        let observed = runtime.observe(&pod.uid).await.map_err(unlisted)?;
+        running.push((pod, observed));
+    }
     let plan = plan(&wanted, &running);
     for (what, pods) in [
         ("would go on undisturbed", &plan.kept),
+        ("would go on with containers started anew", &plan.disturbed),
+        (
+            "would be started anew: they run under another uid, as the kubelet gives static pods its own",
+            &plan.replaced,
+        ),
         ("would be started", &plan.started),
         (
             "would be ended: the runtime has them and nobody wants them",
@@ -120,34 +162,92 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use k8s_openapi::api::core::v1::Container;
     use serde_json::json;
+
+    use super::*;
+    use crate::core::pod::container_hash;
+    use crate::core::pod::observed::{self, ContainerState, Sandbox};
+
+    /// A pod with one container that runs.
+    fn running(hash: &str) -> ObservedPod {
+        let at = jiff::Timestamp::UNIX_EPOCH;
+        ObservedPod {
+            sandboxes: vec![Sandbox {
+                id: "s".into(),
+                attempt: 0,
+                ready: true,
+                created_at: at,
+                ips: vec!["10.0.0.1".into()],
+                host_network: false,
+            }],
+            containers: vec![observed::Container {
+                id: "i".into(),
+                name: "c".into(),
+                sandbox: "s".into(),
+                attempt: 0,
+                state: ContainerState::Running,
+                created_at: at,
+                started_at: Some(at),
+                finished_at: None,
+                exit_code: 0,
+                reason: String::new(),
+                message: String::new(),
+                image: String::new(),
+                image_ref: String::new(),
+                hash: Some(hash.into()),
+                user: None,
+                stop_signal: None,
+            }],
+        }
+    }
 
     #[test]
     fn pods_are_kept_started_or_ended() {
-        let pod = |name: &str, phase: &str| -> Pod {
-            serde_json::from_value(json!({"metadata": {"name": name, "namespace": "n", "uid": name}, "status": {"phase": phase}})).expect("a pod")
+        let pod = |uid: &str, phase: &str| -> Pod {
+            serde_json::from_value(json!({"metadata": {"name": &uid[..1], "namespace": "n", "uid": uid}, "status": {"phase": phase},
+                "spec": {"containers": [{"name": "c", "image": "i:2"}]}})).expect("a pod")
         };
-        let listed = |name: &str| ListedPod {
-            uid: name.into(),
-            name: name.into(),
-            namespace: "n".into(),
-            fingerprint: 0,
+        let listed = |uid: &str, image: &str| {
+            let of = Container {
+                name: "c".into(),
+                image: Some(image.into()),
+                ..Container::default()
+            };
+            let pod = ListedPod {
+                uid: uid.into(),
+                name: uid[..1].into(),
+                namespace: "n".into(),
+                fingerprint: 0,
+            };
+            (pod, running(&container_hash(&of)))
         };
         let plan = plan(
             &[
                 pod("a", "Running"),
                 pod("b", "Pending"),
                 pod("c", "Succeeded"),
+                pod("e", "Running"),
+                pod("f2", "Pending"),
             ],
-            &[listed("a"), listed("c"), listed("d")],
+            &[
+                listed("a", "i:2"),
+                listed("c", "i:2"),
+                listed("d", "i:2"),
+                listed("e", "i:1"),
+                listed("f1", "i:2"),
+            ],
         );
         assert_eq!(
             plan,
             Plan {
                 kept: vec!["a_n".into()],
                 started: vec!["b_n".into()],
-                ended: vec!["d_n".into()]
+                ended: vec!["d_n".into()],
+                disturbed: vec![
+                    "e_n (c: Container c definition changed, will be restarted)".into()
+                ],
+                replaced: vec!["f_n".into()],
             }
         );
     }

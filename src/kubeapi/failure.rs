@@ -181,7 +181,7 @@ impl From<kube::Error> for ApiFailure {
 }
 
 /// What our own end gave up, found among an error's causes.
-fn undelivered(error: &(dyn std::error::Error + 'static)) -> Option<&Undelivered> {
+fn undelivered<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Undelivered> {
     let mut cause = Some(error);
     while let Some(this) = cause {
         // What an io::Error was made of is not among its causes.

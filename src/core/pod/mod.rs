@@ -2,6 +2,7 @@
 
 pub mod actions;
 pub mod cgroup;
+mod container_hash;
 pub mod cri_config;
 pub mod dns;
 pub mod env;
@@ -25,6 +26,8 @@ use std::sync::LazyLock;
 use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
 
 use crate::core::meta;
+
+pub use container_hash::container_hash;
 
 /// Marks where a pod came from.
 pub const SOURCE: &str = "kubernetes.io/config.source";
@@ -196,16 +199,6 @@ pub fn containers(pod: &Pod) -> Vec<(Role, Cow<'_, Container>)> {
         )
     });
     init.chain(regular).chain(ephemeral).collect()
-}
-
-/// The hash over name and image: only a change of these restarts a container.
-#[must_use]
-pub fn container_hash(container: &Container) -> String {
-    let text = serde_json::json!({"name": container.name, "image": container.image}).to_string();
-    let hash = text.bytes().fold(0x811c_9dc5_u32, |h, b| {
-        (h ^ u32::from(b)).wrapping_mul(0x0100_0193)
-    });
-    format!("{hash:x}")
 }
 
 /// The grace period for ending the pod, in seconds: a deletion's own, else the spec's; at least 1.

@@ -1,0 +1,115 @@
+//! The hash by which a running container is compared with its definition. It is the kubelet's (`HashContainer` in
+//! `pkg/kubelet/container/helpers.go`), bit for bit, so that a node's agent can be exchanged, in either direction, and
+//! no container restarts.
+
+use k8s_openapi::api::core::v1::Container;
+use serde_json::json;
+
+/// The hash over name and image, in hexadecimal: only a change of these restarts a container. FNV-1a with 32 bits over
+/// what Go's deep-hash printer writes of the bytes of the JSON.
+#[must_use]
+pub fn container_hash(container: &Container) -> String {
+    let mut hash = Fnv1a::default();
+    hash.write(b"([]uint8)[");
+    for (n, byte) in go_json(container).bytes().enumerate() {
+        if n > 0 {
+            hash.write(b" ");
+        }
+        hash.write(byte.to_string().as_bytes());
+    }
+    hash.write(b"]");
+    format!("{:x}", hash.0)
+}
+
+/// Name and image as Go's `json.Marshal` writes a map: keys sorted, and escaped what HTML and JavaScript know.
+fn go_json(container: &Container) -> String {
+    // A map of serde_json is sorted too.
+    let text =
+        json!({"image": container.image.as_deref().unwrap_or_default(), "name": container.name});
+    let mut escaped = String::new();
+    for c in text.to_string().chars() {
+        match c {
+            '<' => escaped.push_str("\\u003c"),
+            '>' => escaped.push_str("\\u003e"),
+            '&' => escaped.push_str("\\u0026"),
+            '\u{2028}' => escaped.push_str("\\u2028"),
+            '\u{2029}' => escaped.push_str("\\u2029"),
+            c => escaped.push(c),
+        }
+    }
+    escaped
+}
+
+struct Fnv1a(u32);
+
+impl Default for Fnv1a {
+    fn default() -> Self {
+        Fnv1a(0x811c_9dc5)
+    }
+}
+
+impl Fnv1a {
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = (self.0 ^ u32::from(*byte)).wrapping_mul(0x0100_0193);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+
+    /// The values that upstream's own tests expect (`TestHashContainer`, `TestHashContainerWithoutResources`).
+    #[test]
+    fn hashes_are_the_kubelets() {
+        let resources = json!({"name": "foo", "image": "bar",
+            "resources": {"limits": {"cpu": "200m", "memory": "200Mi"}, "requests": {"cpu": "100m", "memory": "100Mi"}},
+            "resizePolicy": [{"resourceName": "cpu", "restartPolicy": "RestartContainer"}]});
+        let cases = [
+            (
+                json!({"name": "test_container", "image": "foo/image:v1", "args": ["/bin/sh", "-c", "echo abc"],
+                       "ports": [{"containerPort": 8001}]}),
+                "8e45cbd0",
+            ),
+            (json!({"name": "foo", "image": "bar"}), "11a6d6d6"),
+            (resources, "11a6d6d6"),
+        ];
+        for (container, expected) in cases {
+            let parsed: Container = serde_json::from_value(container.clone()).expect("a container");
+            assert_eq!(container_hash(&parsed), expected, "{container}");
+        }
+    }
+
+    #[test]
+    fn only_name_and_image_count() {
+        let of = |container: Value| {
+            container_hash(&serde_json::from_value::<Container>(container).expect("a container"))
+        };
+        let plain = of(json!({"name": "a", "image": "b"}));
+        assert_eq!(
+            plain,
+            of(
+                json!({"name": "a", "image": "b", "env": [{"name": "X", "value": "1"}], "restartPolicy": "Always",
+                        "livenessProbe": {"exec": {"command": ["true"]}}})
+            )
+        );
+        assert_ne!(plain, of(json!({"name": "a", "image": "c"})));
+        assert_ne!(plain, of(json!({"name": "b", "image": "b"})));
+    }
+
+    #[test]
+    fn json_is_written_as_go_does() {
+        let container = Container {
+            name: "n".into(),
+            image: Some("a<b>&\u{2028}\"".into()),
+            ..Container::default()
+        };
+        assert_eq!(
+            go_json(&container),
+            r#"{"image":"a\u003cb\u003e\u0026\u2028\"","name":"n"}"#
+        );
+    }
+}
