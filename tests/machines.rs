@@ -72,9 +72,9 @@ fn quotas_inside() {
         .unwrap();
     let set_up = |pod: &Pod| {
         for volume in pod.spec.as_ref().unwrap().volumes.iter().flatten() {
-            let behind = resolved::behind(pod, volume, None, Here::default()).unwrap();
+            let resolved = resolved::resolve(pod, volume, None, Here::default()).unwrap();
             runtime
-                .block_on(host.set_up_volume(pod, &behind, None))
+                .block_on(host.set_up_volume(pod, &resolved, None))
                 .unwrap();
         }
     };

@@ -19,7 +19,7 @@ use crate::core::image::gc::Filesystem;
 use crate::core::pod::cgroup::pod_limits;
 use crate::core::pod::users::{self, Mappings};
 use crate::core::volume::payload::Files;
-use crate::core::volume::resolved::Behind;
+use crate::core::volume::resolved::ResolvedVolume;
 use crate::core::{
     pod::{self, qos},
     serving::logs,
@@ -208,24 +208,30 @@ impl PodHost for LinuxHost {
     async fn set_up_volume(
         &self,
         pod: &Pod,
-        behind: &Behind,
+        resolved: &ResolvedVolume,
         files: Option<Files>,
     ) -> Result<(), String> {
-        self.set_up(pod::uid(pod), behind, pod::ownership(pod), files)
+        self.set_up(pod::uid(pod), resolved, pod::ownership(pod), files)
             .await
     }
 
     async fn mount_source(
         &self,
         pod: &Pod,
-        behind: &Behind,
+        resolved: &ResolvedVolume,
         place: &SubPath,
     ) -> Result<PathBuf, String> {
-        self.source(pod::uid(pod), behind, place).await
+        self.source(pod::uid(pod), resolved, place).await
     }
 
-    async fn read_file(&self, pod: &Pod, behind: &Behind, path: &str) -> Result<String, String> {
-        self.read(pod::uid(pod), behind, path, ENV_FILE_LIMIT).await
+    async fn read_file(
+        &self,
+        pod: &Pod,
+        resolved: &ResolvedVolume,
+        path: &str,
+    ) -> Result<String, String> {
+        self.read(pod::uid(pod), resolved, path, ENV_FILE_LIMIT)
+            .await
     }
 
     async fn write_hosts(&self, pod: &Pod, text: String) -> Result<PathBuf, String> {

@@ -15,7 +15,7 @@ use k8s_openapi::api::core::v1::Pod;
 use crate::core::image::gc::Filesystem;
 use crate::core::pod::users::Mappings;
 use crate::core::volume::payload::Files;
-use crate::core::volume::resolved::Behind;
+use crate::core::volume::resolved::ResolvedVolume;
 use crate::sys::usage::Usage;
 
 /// Does work on the filesystem where it holds up nobody.
@@ -70,18 +70,23 @@ pub trait PodHost: Send + Sync + 'static {
     async fn set_up_volume(
         &self,
         pod: &Pod,
-        behind: &Behind,
+        resolved: &ResolvedVolume,
         files: Option<Files>,
     ) -> Result<(), String>;
     /// The directory or file that a container mounts.
     async fn mount_source(
         &self,
         pod: &Pod,
-        behind: &Behind,
+        resolved: &ResolvedVolume,
         place: &SubPath,
     ) -> Result<PathBuf, String>;
     /// Reads a small file of a volume, never outside of it.
-    async fn read_file(&self, pod: &Pod, behind: &Behind, path: &str) -> Result<String, String>;
+    async fn read_file(
+        &self,
+        pod: &Pod,
+        resolved: &ResolvedVolume,
+        path: &str,
+    ) -> Result<String, String>;
     /// Writes the pod's `/etc/hosts`; the answer is its path here.
     async fn write_hosts(&self, pod: &Pod, text: String) -> Result<PathBuf, String>;
     /// Makes an empty file for a container's termination message.

@@ -101,7 +101,12 @@ impl PodHost for World {
         self.machine(|s| _ = s.dirs.insert(uid(pod))).await
     }
 
-    async fn set_up_volume(&self, pod: &Pod, _: &Behind, _: Option<Files>) -> Result<(), String> {
+    async fn set_up_volume(
+        &self,
+        pod: &Pod,
+        _: &ResolvedVolume,
+        _: Option<Files>,
+    ) -> Result<(), String> {
         self.machine(|s| {
             if !s.dirs.contains(&uid(pod)) {
                 s.deny(format!("{}: a volume without its directory", uid(pod)));
@@ -111,11 +116,16 @@ impl PodHost for World {
         .await
     }
 
-    async fn mount_source(&self, _: &Pod, _: &Behind, _: &SubPath) -> Result<PathBuf, String> {
+    async fn mount_source(
+        &self,
+        _: &Pod,
+        _: &ResolvedVolume,
+        _: &SubPath,
+    ) -> Result<PathBuf, String> {
         Ok("/v".into())
     }
 
-    async fn read_file(&self, _: &Pod, _: &Behind, _: &str) -> Result<String, String> {
+    async fn read_file(&self, _: &Pod, _: &ResolvedVolume, _: &str) -> Result<String, String> {
         Ok(String::new())
     }
 

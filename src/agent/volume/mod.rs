@@ -26,7 +26,7 @@ use crate::core::pod::env::Surroundings;
 use crate::core::pod::journal::Step;
 use crate::core::pod::references::{self, References};
 use crate::core::volume::disks::{Chap, Disk, Iscsi};
-use crate::core::volume::resolved::{self, Behind, Problem, Source};
+use crate::core::volume::resolved::{self, Problem, ResolvedVolume, Source};
 use crate::core::{
     pod,
     volume::{claims, payload},
@@ -45,8 +45,8 @@ pub struct Volumes {
     stale: Arc<AtomicBool>,
     /// What they are made from, and for as long as it is followed.
     following: Option<(References, Following)>,
-    /// What is behind them, as far as that is known.
-    behind: BTreeMap<String, Behind>,
+    /// The volumes resolved so far, by their names.
+    resolved: BTreeMap<String, ResolvedVolume>,
     hint: Arc<Notify>,
 }
 
@@ -81,7 +81,7 @@ impl Volumes {
             shape: 0,
             stale: Arc::default(),
             following: None,
-            behind: BTreeMap::new(),
+            resolved: BTreeMap::new(),
             hint,
         }
     }
@@ -142,7 +142,7 @@ impl Volumes {
             node_ips: &context.node_ips,
             allocatable: &allocatable,
         };
-        let (held, behind) = (&self.held, &self.behind);
+        let (held, resolved) = (&self.held, &self.resolved);
         let memory = allocatable
             .get("memory")
             .and_then(|q| u64::try_from(q.units()).ok())
@@ -150,29 +150,32 @@ impl Volumes {
         let volumes = pod::spec(pod).volumes.iter().flatten();
         let work = volumes.map(|volume| async {
             let set_up = async {
-                let behind = match behind.get(&volume.name) {
+                let resolved = match resolved.get(&volume.name) {
                     Some(known) => again(context, pod, volume, known, memory).await,
                     None => resolve(context, pod, volume, memory).await?,
                 };
                 let (begun, known_before) =
-                    (Instant::now(), self.behind.contains_key(&volume.name));
-                let outcome = one(context, volume, &behind, &around, &fetched, held).await;
+                    (Instant::now(), self.resolved.contains_key(&volume.name));
+                let outcome = one(context, volume, &resolved, &around, &fetched, held).await;
                 // Looking once more at what is set up is no operation.
                 if outcome.is_err() || !known_before {
                     context.metrics.volume(
-                        &behind.plugin().replace('~', "/"),
+                        &resolved.plugin().replace('~', "/"),
                         outcome.is_err(),
                         begun.elapsed(),
                     );
                 }
                 let labelled = outcome.map_err(|why| {
-                    if behind.block {
+                    if resolved.block {
                         Problem::Map(why)
                     } else {
                         Problem::SetUp(why)
                     }
                 })?;
-                Ok(Behind { labelled, ..behind })
+                Ok(ResolvedVolume {
+                    labelled,
+                    ..resolved
+                })
             };
             let say = |kind: Kind, reason: &str, message: &str| {
                 context.events.pod(pod, None, kind, reason, message)
@@ -184,7 +187,7 @@ impl Volumes {
                     message
                 },
             )?;
-            if made.block && !behind.contains_key(&volume.name) {
+            if made.block && !resolved.contains_key(&volume.name) {
                 let message = format!(
                     "MapVolume.MapPodDevice succeeded for volume {:?}",
                     made.name
@@ -196,7 +199,7 @@ impl Volumes {
         let mut failed = None;
         for result in futures::future::join_all(work).await {
             match result {
-                Ok(behind) => _ = self.behind.insert(behind.volume.clone(), behind),
+                Ok(resolved) => _ = self.resolved.insert(resolved.volume.clone(), resolved),
                 Err::<_, String>(error) => failed = failed.or(Some(error)),
             }
         }
@@ -205,7 +208,7 @@ impl Volumes {
             _ => {}
         }
         (self.at, self.shape) = (Some(Instant::now()), shape(pod));
-        fetched.behind.clone_from(&self.behind);
+        fetched.resolved.clone_from(&self.resolved);
         Ok(fetched)
     }
 }
@@ -216,14 +219,14 @@ pub async fn tear_down(context: &Context, uid: &str) -> Result<(), String> {
     context.host.tear_down_volumes(uid).await
 }
 
-/// What is behind a volume that is set up: what a claim was bound to stays, but it may have grown.
+/// Resolves a volume that is set up again: what a claim was bound to stays, but it may have grown.
 async fn again(
     context: &Context,
     pod: &Pod,
     volume: &Volume,
-    known: &Behind,
+    known: &ResolvedVolume,
     memory: u64,
-) -> Behind {
+) -> ResolvedVolume {
     let may_grow = matches!(&known.source, Source::Csi(served) if served.claim.is_some() && context.csi.grows(&served.driver));
     if !may_grow {
         return known.clone();
@@ -235,19 +238,19 @@ async fn again(
     fresh.unwrap_or_else(|| known.clone())
 }
 
-/// What is behind a volume; a claim and its volume are read as they are now.
+/// Resolves a volume; a claim and its volume are read as they are now.
 async fn resolve(
     context: &Context,
     pod: &Pod,
     volume: &Volume,
     memory: u64,
-) -> Result<Behind, Problem> {
+) -> Result<ResolvedVolume, Problem> {
     let here = resolved::Here {
         memory,
         label: context.machine.selinux.as_deref(),
     };
     let Some(name) = claims::of_volume(pod, volume) else {
-        return resolved::behind(pod, volume, None, here);
+        return resolved::resolve(pod, volume, None, here);
     };
     let namespace = pod.namespace().unwrap_or_default();
     let refused =
@@ -273,12 +276,15 @@ async fn resolve(
         ));
     }
     resolved::reached(&claimed, context.node.borrow().as_deref())?;
-    resolved::behind(pod, volume, Some(&claimed), here)
+    resolved::resolve(pod, volume, Some(&claimed), here)
 }
 
 /// A disk that asks for passwords, with them; they are held only while it is set up.
-async fn passwords(context: &Context, behind: &Behind) -> Result<Option<Behind>, String> {
-    let Source::Disk { disk, filesystem } = &behind.source else {
+async fn passwords(
+    context: &Context,
+    resolved: &ResolvedVolume,
+) -> Result<Option<ResolvedVolume>, String> {
+    let Source::Disk { disk, filesystem } = &resolved.source else {
         return Ok(None);
     };
     let Disk::Iscsi(iscsi) = &**disk else {
@@ -305,12 +311,12 @@ async fn passwords(context: &Context, behind: &Behind) -> Result<Option<Behind>,
         passwords: Chap(known.collect()),
         ..iscsi.clone()
     }));
-    Ok(Some(Behind {
+    Ok(Some(ResolvedVolume {
         source: Source::Disk {
             disk,
             filesystem: filesystem.clone(),
         },
-        ..behind.clone()
+        ..resolved.clone()
     }))
 }
 
@@ -318,17 +324,17 @@ async fn passwords(context: &Context, behind: &Behind) -> Result<Option<Behind>,
 async fn one(
     context: &Context,
     volume: &Volume,
-    behind: &Behind,
+    resolved: &ResolvedVolume,
     around: &Surroundings<'_>,
     fetched: &Fetched,
     held: &Held,
 ) -> Result<bool, String> {
-    if let Source::Csi(served) = &behind.source {
+    if let Source::Csi(served) = &resolved.source {
         return Box::pin(csi::publish(context, around.pod, served)).await;
     }
     let given = held.fetch(context, around.pod, volume).await?;
     let files = payload::files(volume, around, fetched, &given).transpose()?;
-    if let Some(with_passwords) = passwords(context, behind).await? {
+    if let Some(with_passwords) = passwords(context, resolved).await? {
         context
             .host
             .set_up_volume(around.pod, &with_passwords, files)
@@ -336,8 +342,8 @@ async fn one(
     } else {
         context
             .host
-            .set_up_volume(around.pod, behind, files)
+            .set_up_volume(around.pod, resolved, files)
             .await?;
     }
-    Ok(behind.labelled)
+    Ok(resolved.labelled)
 }

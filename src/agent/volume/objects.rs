@@ -8,7 +8,7 @@ use kube::ResourceExt as _;
 
 use crate::core::pod::env::Objects;
 use crate::core::pod::references;
-use crate::core::volume::resolved::Behind;
+use crate::core::volume::resolved::ResolvedVolume;
 use crate::kubeapi::pods::{ApiFailure, PodApi};
 
 /// What was found. What is missing is absent; whether that matters the reader knows.
@@ -17,8 +17,8 @@ pub struct Fetched {
     namespace: String,
     maps: BTreeMap<String, Arc<ConfigMap>>,
     secrets: BTreeMap<String, Arc<Secret>>,
-    /// What is behind the pod's volumes, by their names.
-    pub behind: BTreeMap<String, Behind>,
+    /// The pod's volumes, resolved, by their names.
+    pub resolved: BTreeMap<String, ResolvedVolume>,
 }
 
 impl Objects for Fetched {

@@ -1,4 +1,4 @@
-//! What is behind a pod's volume, once its claim is resolved: where it lies on this node and how it comes there
+//! A pod's volume once its claim is resolved: where it lies on this node and how it comes there
 //! (kubelet spec, 9.1 and 9.3). Pure.
 
 use k8s_openapi::api::core::v1::{Container, PersistentVolume, PersistentVolumeClaim, Pod, Volume};
@@ -71,7 +71,7 @@ pub enum Source {
 
 /// A volume of a pod, resolved.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Behind {
+pub struct ResolvedVolume {
     /// Its name in the pod.
     pub volume: String,
     /// The name of its directory: the pod's for it, or the persistent volume's.
@@ -99,7 +99,7 @@ pub struct Here<'a> {
     pub label: Option<&'a str>,
 }
 
-impl Behind {
+impl ResolvedVolume {
     /// The directory of its plugin below the pod's `volumes`.
     #[must_use]
     pub fn plugin(&self) -> &'static str {
@@ -312,14 +312,14 @@ fn empty_dir(
     }
 }
 
-/// What is behind a volume. `claimed` is its claim if it has one.
-pub fn behind(
+/// Resolves a volume. `claimed` is its claim if it has one.
+pub fn resolve(
     pod: &Pod,
     volume: &Volume,
     claimed: Option<&Claimed>,
     here: Here<'_>,
-) -> Result<Behind, Problem> {
-    let plain = |source: Source| Behind {
+) -> Result<ResolvedVolume, Problem> {
+    let plain = |source: Source| ResolvedVolume {
         volume: volume.name.clone(),
         name: volume.name.clone(),
         source,
@@ -333,7 +333,7 @@ pub fn behind(
         return persistent(pod, volume, claimed, here);
     }
     if let Some(source) = &volume.empty_dir {
-        return Ok(Behind {
+        return Ok(ResolvedVolume {
             owned: true,
             ..plain(Source::EmptyDir(empty_dir(pod, source, here.memory)?))
         });
@@ -359,7 +359,7 @@ pub fn behind(
         (volume.projected.is_some(), true, "kubernetes.io~projected"),
     ] {
         if is {
-            return Ok(Behind {
+            return Ok(ResolvedVolume {
                 read_only: true,
                 owned: true,
                 ..plain(Source::Files { secret, plugin })
@@ -367,13 +367,13 @@ pub fn behind(
         }
     }
     if volume.image.is_some() {
-        return Ok(Behind {
+        return Ok(ResolvedVolume {
             read_only: true,
             ..plain(Source::Image)
         });
     }
     if let Some(nfs) = &volume.nfs {
-        return Ok(Behind {
+        return Ok(ResolvedVolume {
             read_only: nfs.read_only == Some(true),
             ..plain(Source::Nfs {
                 device: nfs_device(&nfs.server, &nfs.path),
@@ -386,7 +386,7 @@ pub fn behind(
             disk: Box::new(disks::of_iscsi(source, namespace)),
             filesystem: filesystem(source.fs_type.as_ref()),
         };
-        return Ok(Behind {
+        return Ok(ResolvedVolume {
             read_only: source.read_only == Some(true),
             owned: true,
             ..plain(source_of)
@@ -397,14 +397,14 @@ pub fn behind(
             disk: Box::new(disks::of_fc(source)),
             filesystem: filesystem(source.fs_type.as_ref()),
         };
-        return Ok(Behind {
+        return Ok(ResolvedVolume {
             read_only: source.read_only == Some(true),
             owned: true,
             ..plain(source_of)
         });
     }
     if let Some(inline) = csi::of_inline(pod, volume) {
-        return Ok(Behind {
+        return Ok(ResolvedVolume {
             read_only: inline.read_only,
             ..plain(Source::Csi(Box::new(inline)))
         });
@@ -440,7 +440,7 @@ fn persistent(
     volume: &Volume,
     claimed: &Claimed,
     here: Here<'_>,
-) -> Result<Behind, Problem> {
+) -> Result<ResolvedVolume, Problem> {
     let spec = claimed.volume.spec.clone().unwrap_or_default();
     let name = meta::name(&claimed.volume).to_owned();
     let reference = spec.claim_ref.as_ref().and_then(|r| r.uid.as_ref());
@@ -469,7 +469,7 @@ fn persistent(
         .as_ref()
         .and_then(|c| c.read_only)
         == Some(true);
-    let made = |source: Source, read_only: bool, owned: bool| Behind {
+    let made = |source: Source, read_only: bool, owned: bool| ResolvedVolume {
         volume: volume.name.clone(),
         name: name.clone(),
         source,
@@ -500,7 +500,7 @@ fn persistent(
             .cloned()
             .chain(label.as_deref().map(selinux::option))
             .collect();
-        Behind {
+        ResolvedVolume {
             labelled: label.is_some(),
             options,
             ..made
@@ -586,10 +586,10 @@ mod tests {
             .expect("a pod")
     }
 
-    fn made(volume: Value, container: Value) -> Result<Behind, Problem> {
+    fn made(volume: Value, container: Value) -> Result<ResolvedVolume, Problem> {
         let pod = pod(volume, container);
         let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
-        behind(
+        resolve(
             &pod,
             &volume,
             None,
@@ -657,7 +657,7 @@ mod tests {
             json_patch::merge(&mut v, &volume);
             let pod = pod(v, container);
             let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
-            behind(
+            resolve(
                 &pod,
                 &volume,
                 Some(&claimed(source, "Bound")),

@@ -22,7 +22,7 @@ use super::linux::{LinuxHost, doing, make, remove, segment};
 use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
 use crate::core::volume::payload::Files;
-use crate::core::volume::resolved::{Behind, Medium, Source};
+use crate::core::volume::resolved::{Medium, ResolvedVolume, Source};
 use crate::sys::{atomic_dir, beneath, mount, ownership, quota};
 
 /// How long the kernel is waited for.
@@ -67,43 +67,46 @@ impl LinuxHost {
     }
 
     /// The directory of a volume in a pod's.
-    fn volume_dir(&self, uid: &str, behind: &Behind) -> Result<PathBuf, String> {
-        Ok(match &behind.source {
+    fn volume_dir(&self, uid: &str, resolved: &ResolvedVolume) -> Result<PathBuf, String> {
+        Ok(match &resolved.source {
             Source::HostPath { path, .. } => PathBuf::from(path),
-            Source::Local { path, .. } if behind.block => PathBuf::from(path),
-            Source::Disk { disk, .. } if behind.block => {
+            Source::Local { path, .. } if resolved.block => PathBuf::from(path),
+            Source::Disk { disk, .. } if resolved.block => {
                 disks::find(disk).ok_or("the disk is not there any more")?
             }
             Source::Files { secret: true, .. } => self
                 .memory()
                 .join(segment(uid)?)
-                .join(segment(&behind.name)?),
+                .join(segment(&resolved.name)?),
             Source::Csi(_) => self
                 .pod_dir(uid)?
                 .join("volumes")
-                .join(behind.plugin())
-                .join(segment(&behind.name)?)
+                .join(resolved.plugin())
+                .join(segment(&resolved.name)?)
                 .join("mount"),
             _ => self
                 .pod_dir(uid)?
                 .join("volumes")
-                .join(behind.plugin())
-                .join(segment(&behind.name)?),
+                .join(resolved.plugin())
+                .join(segment(&resolved.name)?),
         })
     }
 
     pub(in crate::host) async fn set_up(
         &self,
         uid: &str,
-        behind: &Behind,
+        resolved: &ResolvedVolume,
         owner: Ownership,
         files: Option<Files>,
     ) -> Result<(), String> {
-        let key = format!("{uid}/{}", behind.volume);
-        if let (Source::Disk { disk, .. }, true) = (&behind.source, behind.block) {
+        let key = format!("{uid}/{}", resolved.volume);
+        if let (Source::Disk { disk, .. }, true) = (&resolved.source, resolved.block) {
             let (disk, place) = (disk.clone(), self.mapped_disk(disk)?);
             let list = self.pod_dir(uid)?.join("volumeDevices").join(disk.plugin());
-            let (mark, link) = (place.join(segment(uid)?), list.join(segment(&behind.name)?));
+            let (mark, link) = (
+                place.join(segment(uid)?),
+                list.join(segment(&resolved.name)?),
+            );
             return self
                 .patient
                 .call(&key, PATIENCE, move || {
@@ -111,8 +114,8 @@ impl LinuxHost {
                 })
                 .await;
         }
-        let dir = self.volume_dir(uid, behind)?;
-        match behind.source.clone() {
+        let dir = self.volume_dir(uid, resolved)?;
+        match resolved.source.clone() {
             // The runtime mounts it from its own store, the driver from its.
             Source::Image | Source::Csi(_) => Ok(()),
             Source::HostPath { kind, .. } if kind.is_empty() => Ok(()),
@@ -125,33 +128,40 @@ impl LinuxHost {
                 blocking(move || empty_dir(&dir, &medium, owner.group)).await
             }
             Source::Files { .. } => {
-                let (memory, volume) = (self.memory(), behind.volume.clone());
+                let (memory, volume) = (self.memory(), resolved.volume.clone());
                 blocking(move || write_files(&dir, &memory, &volume, files, owner.group)).await
             }
             Source::Nfs { device } => {
-                let behind = behind.clone();
+                let resolved = resolved.clone();
                 self.patient
-                    .call(&key, PATIENCE, move || nfs(&device, &dir, &behind))
+                    .call(&key, PATIENCE, move || nfs(&device, &dir, &resolved))
                     .await
             }
             Source::Disk { disk, filesystem } => {
-                let (staged, behind) = (self.staged_disk(&disk)?, behind.clone());
+                let (staged, resolved) = (self.staged_disk(&disk)?, resolved.clone());
                 let given = staged.clone();
                 let result = self
                     .patient
                     .call(&key, PATIENCE, move || {
-                        remote(&disk, &filesystem, &staged, &dir, &behind, owner)
+                        remote(&disk, &filesystem, &staged, &dir, &resolved, owner)
                     })
                     .await;
                 result.map_err(|why| giving(&given, owner).unwrap_or(why))
             }
             Source::Local { path, filesystem } => {
-                let (staged, behind) = (self.staged(&behind.name)?, behind.clone());
+                let (staged, resolved) = (self.staged(&resolved.name)?, resolved.clone());
                 let given = [staged.clone(), PathBuf::from(&path)];
                 let result = self
                     .patient
                     .call(&key, PATIENCE, move || {
-                        local(Path::new(&path), &filesystem, &staged, &dir, &behind, owner)
+                        local(
+                            Path::new(&path),
+                            &filesystem,
+                            &staged,
+                            &dir,
+                            &resolved,
+                            owner,
+                        )
                     })
                     .await;
                 result.map_err(|why| {
@@ -167,15 +177,18 @@ impl LinuxHost {
     pub(in crate::host) async fn source(
         &self,
         uid: &str,
-        behind: &Behind,
+        resolved: &ResolvedVolume,
         place: &SubPath,
     ) -> Result<PathBuf, String> {
-        let base = self.volume_dir(uid, behind)?;
+        let base = self.volume_dir(uid, resolved)?;
         let Some(sub) = place.path.clone() else {
             return Ok(base);
         };
-        let (volume, container, index) =
-            (behind.volume.clone(), place.container.clone(), place.index);
+        let (volume, container, index) = (
+            resolved.volume.clone(),
+            place.container.clone(),
+            place.index,
+        );
         let places = self
             .pod_dir(uid)?
             .join("volume-subpaths")
@@ -218,11 +231,11 @@ impl LinuxHost {
     pub(in crate::host) async fn read(
         &self,
         uid: &str,
-        behind: &Behind,
+        resolved: &ResolvedVolume,
         path: &str,
         limit: u64,
     ) -> Result<String, String> {
-        let (dir, path) = (self.volume_dir(uid, behind)?, PathBuf::from(path));
+        let (dir, path) = (self.volume_dir(uid, resolved)?, PathBuf::from(path));
         blocking(move || {
             let dir = beneath::Dir::open(&dir).map_err(doing("the volume cannot be opened"))?;
             dir.read(&path, limit)
@@ -354,7 +367,7 @@ fn remote(
     filesystem: &str,
     staged: &Path,
     dir: &Path,
-    behind: &Behind,
+    resolved: &ResolvedVolume,
     owner: Ownership,
 ) -> Result<(), String> {
     if mount::is_mounted(dir).map_err(|e| e.to_string())? {
@@ -364,18 +377,23 @@ fn remote(
     if !mount::is_mounted(staged).map_err(|e| e.to_string())? {
         disks::note(disk, staged)?;
         let device = disks::attach(disk)?;
-        stage(&device, filesystem, staged, behind)?;
+        stage(&device, filesystem, staged, resolved)?;
     }
-    bind_staged(staged, dir, behind, owner)
+    bind_staged(staged, dir, resolved, owner)
 }
 
 /// Binds what is mounted for all pods into one, and gives it to the pod's group.
-fn bind_staged(source: &Path, dir: &Path, behind: &Behind, owner: Ownership) -> Result<(), String> {
-    if let Some(group) = owner.group.filter(|_| behind.owned) {
-        let given = ownership::set_group(source, group, owner.on_mismatch, behind.read_only);
+fn bind_staged(
+    source: &Path,
+    dir: &Path,
+    resolved: &ResolvedVolume,
+    owner: Ownership,
+) -> Result<(), String> {
+    if let Some(group) = owner.group.filter(|_| resolved.owned) {
+        let given = ownership::set_group(source, group, owner.on_mismatch, resolved.read_only);
         given.map_err(doing(format!(
             "the group of volume {} cannot be set",
-            behind.volume
+            resolved.volume
         )))?;
     }
     make(dir, 0o750)?;
@@ -504,13 +522,13 @@ fn mount_with_tool(kind: &str, device: &str, dir: &Path, options: &[String]) -> 
     }
 }
 
-fn nfs(device: &str, dir: &Path, behind: &Behind) -> Result<(), String> {
+fn nfs(device: &str, dir: &Path, resolved: &ResolvedVolume) -> Result<(), String> {
     if mount::is_mounted(dir).map_err(|e| e.to_string())? {
         return Ok(());
     }
     make(dir, 0o750)?;
-    let mut options = behind.options.clone();
-    options.extend(behind.read_only.then(|| "ro".to_owned()));
+    let mut options = resolved.options.clone();
+    options.extend(resolved.read_only.then(|| "ro".to_owned()));
     mount_with_tool("nfs", device, dir, &options)
 }
 
@@ -520,12 +538,12 @@ fn local(
     filesystem: &str,
     staged: &Path,
     dir: &Path,
-    behind: &Behind,
+    resolved: &ResolvedVolume,
     owner: Ownership,
 ) -> Result<(), String> {
     let found = fs::metadata(path).map_err(doing(format!("local volume {}", path.display())))?;
     let device = found.file_type().is_block_device();
-    if behind.block {
+    if resolved.block {
         return if device {
             Ok(())
         } else {
@@ -541,7 +559,7 @@ fn local(
     let _turn = Turn::of_pod(staged)?;
     let mut source = path;
     if device {
-        stage(path, filesystem, staged, behind)?;
+        stage(path, filesystem, staged, resolved)?;
         source = staged;
     } else if !found.is_dir() {
         return Err(format!(
@@ -549,11 +567,16 @@ fn local(
             path.display()
         ));
     }
-    bind_staged(source, dir, behind, owner)
+    bind_staged(source, dir, resolved, owner)
 }
 
 /// Mounts a device where all pods of this node find it. One that holds anything is never formatted.
-fn stage(device: &Path, filesystem: &str, staged: &Path, behind: &Behind) -> Result<(), String> {
+fn stage(
+    device: &Path,
+    filesystem: &str,
+    staged: &Path,
+    resolved: &ResolvedVolume,
+) -> Result<(), String> {
     if mount::is_mounted(staged).map_err(|e| e.to_string())? {
         return Ok(());
     }
@@ -579,7 +602,7 @@ fn stage(device: &Path, filesystem: &str, staged: &Path, behind: &Behind) -> Res
         }
     };
     let program = format!("mkfs.{filesystem}");
-    if empty && behind.read_only {
+    if empty && resolved.read_only {
         return Err(format!(
             "{shown} is empty, and the volume is read-only: nothing can be mounted"
         ));
@@ -609,8 +632,8 @@ fn stage(device: &Path, filesystem: &str, staged: &Path, behind: &Behind) -> Res
         }
     }
     make(staged, 0o750)?;
-    let mut options = behind.options.clone();
-    options.extend(behind.read_only.then(|| "ro".to_owned()));
+    let mut options = resolved.options.clone();
+    options.extend(resolved.read_only.then(|| "ro".to_owned()));
     mount_with_tool(filesystem, &shown, staged, &options).map_err(|why| {
         match mismatch(&found, filesystem) {
             Some(other) => {

@@ -232,7 +232,7 @@ async fn environment(
     for (volume, path) in env::file_references(container) {
         let found = s
             .fetched
-            .behind
+            .resolved
             .get(&volume)
             .filter(|b| matches!(b.source, Source::EmptyDir(_)));
         let text = match found {
@@ -327,13 +327,13 @@ async fn volume_mount(
         message.readonly = true;
         return Ok(message);
     }
-    let behind = s
+    let resolved = s
         .fetched
-        .behind
+        .resolved
         .get(&volume.name)
         .ok_or_else(|| format!("volume {:?} has not been set up", volume.name))?;
-    message.readonly |= behind.read_only;
-    message.selinux_relabel = s.context.machine.selinux.is_some() && behind.is_relabelled();
+    message.readonly |= resolved.read_only;
+    message.selinux_relabel = s.context.machine.selinux.is_some() && resolved.is_relabelled();
     let place = SubPath {
         container: start.container.name.clone(),
         index,
@@ -342,7 +342,7 @@ async fn volume_mount(
     message.host_path = s
         .context
         .host
-        .mount_source(s.pod, behind, &place)
+        .mount_source(s.pod, resolved, &place)
         .await?
         .display()
         .to_string();
@@ -353,12 +353,12 @@ async fn volume_mount(
 async fn devices(s: &Starting<'_>, container: &Container) -> Result<Vec<pb::Device>, String> {
     let mut devices = vec![];
     for (index, wish) in container.volume_devices.iter().flatten().enumerate() {
-        let behind = s
+        let resolved = s
             .fetched
-            .behind
+            .resolved
             .get(&wish.name)
             .ok_or_else(|| format!("volume {:?} has not been set up", wish.name))?;
-        if !behind.block {
+        if !resolved.block {
             return Err(format!(
                 "volume {:?} is not a block volume, but is specified in volumeDevices",
                 wish.name
@@ -369,11 +369,11 @@ async fn devices(s: &Starting<'_>, container: &Container) -> Result<Vec<pb::Devi
             index,
             path: None,
         };
-        let path = match &behind.source {
-            Source::Csi(_) => s.context.csi.device(pod::uid(s.pod), &behind.name)?,
-            _ => s.context.host.mount_source(s.pod, behind, &place).await?,
+        let path = match &resolved.source {
+            Source::Csi(_) => s.context.csi.device(pod::uid(s.pod), &resolved.name)?,
+            _ => s.context.host.mount_source(s.pod, resolved, &place).await?,
         };
-        let permissions = if behind.read_only { "r" } else { "mrw" };
+        let permissions = if resolved.read_only { "r" } else { "mrw" };
         devices.push(pb::Device {
             container_path: wish.device_path.clone(),
             host_path: path.display().to_string(),
