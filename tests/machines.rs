@@ -51,14 +51,13 @@ fn quotas_inside() {
         Some("prjquota"),
     )
     .unwrap();
-    let host = LinuxHost {
-        root: root.into(),
-        logs: root.join("logs"),
-        cgroups: Cgroups::new("/", Driver::Cgroupfs),
-        pids: None,
-        cpu_period: None,
-        patient: holdfast::sys::patient::Patient::default(),
-    };
+    let host = LinuxHost::new(
+        root,
+        root.join("logs"),
+        Cgroups::new("/", Driver::Cgroupfs),
+        None,
+        None,
+    );
     let pod = |uid: &str, host_users: bool| -> Pod {
         let volumes = json!([{"name": "v", "emptyDir": {}}, {"name": "w", "emptyDir": {}}]);
         serde_json::from_value(

@@ -118,14 +118,13 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         ));
     }
     let driver = driver(&*runtime, &config).await;
-    let host = LinuxHost {
-        root: config.root_dir.clone(),
-        logs: config.pod_logs_dir.clone(),
-        cgroups: Cgroups::new(&config.cgroup_root, driver),
-        pids: config.pod_pids,
-        cpu_period: config.cpu_period,
-        patient: crate::sys::patient::Patient::default(),
-    };
+    let host = LinuxHost::new(
+        &config.root_dir,
+        config.pod_logs_dir.clone(),
+        Cgroups::new(&config.cgroup_root, driver),
+        config.pod_pids,
+        config.cpu_period,
+    );
     let machine = Machine::read(&config.root_dir);
     let mut resolver = if config.resolv_conf.is_empty() {
         // Nothing of the node's: its own address as the server, and the root alone to search.

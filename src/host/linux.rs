@@ -1,9 +1,12 @@
 //! The real machine: directories below the root directory, tmpfs mounts, cgroups.
 
+use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use k8s_openapi::api::core::v1::Pod;
@@ -14,7 +17,8 @@ use super::PodHost;
 use super::SubPath;
 use super::blocking;
 use super::cgroups::Cgroups;
-use super::serving::rotate;
+use super::serving::rotate::LogPlace;
+use super::volume::FORCE_AFTER;
 use crate::core::image::gc::Filesystem;
 use crate::core::pod::cgroup::pod_limits;
 use crate::core::pod::users::{self, Mappings};
@@ -26,10 +30,10 @@ use crate::core::{
 };
 use crate::sys::patient::Patient;
 use crate::sys::usage::{self, Usage};
-use crate::sys::{file, machine, mount, quota};
+use crate::sys::{file, machine, mount, quota, removal};
 
 /// How long a volume may be counted.
-const COUNTING: std::time::Duration = std::time::Duration::from_secs(300);
+const COUNTING: Duration = Duration::from_secs(300);
 
 /// The most that is read of a termination message.
 const MESSAGE_LIMIT: u64 = 4096;
@@ -55,7 +59,11 @@ pub struct LinuxHost {
     /// The period of CPU quotas in microseconds; none where quotas are not enforced.
     pub cpu_period: Option<u64>,
     /// Calls that the kernel may never answer.
-    pub patient: Patient,
+    pub(in crate::host) patient: Patient,
+    /// Mounts that could not be undone, and since when.
+    pub(in crate::host) refusing: Mutex<HashMap<PathBuf, Instant>>,
+    /// How long a filesystem of another machine may refuse to be unmounted before it is forced.
+    pub(in crate::host) force_after: Duration,
 }
 
 /// A pod's uid as one path segment; anything else is refused.
@@ -86,31 +94,44 @@ pub(in crate::host) fn make(path: &Path, mode: u32) -> Result<(), String> {
         )))
 }
 
-/// Removes a directory and all in it; a missing one is fine.
+/// Removes a directory and all in it, never across a mount; a missing one is fine. What stays is named.
 pub(in crate::host) fn remove(dir: &Path) -> Result<(), String> {
-    match fs::remove_dir_all(dir) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(format!("{} cannot be removed: {error}", dir.display()))
-        }
-        _ => Ok(()),
-    }
+    removal::remove_tree(dir).map_err(|left| left.to_string())
 }
 
 /// The last `limit` bytes of a file.
-fn last_bytes(path: &Path, limit: u64) -> Result<String, String> {
+fn last_bytes(mut file: fs::File, limit: u64) -> io::Result<String> {
     use std::io::{Read as _, Seek as _};
-    let mut file = fs::File::open(path).map_err(|e| e.to_string())?;
-    let length = file.metadata().map_err(|e| e.to_string())?.len();
-    file.seek(io::SeekFrom::Start(length.saturating_sub(limit)))
-        .map_err(|e| e.to_string())?;
+    let length = file.metadata()?.len();
+    file.seek(io::SeekFrom::Start(length.saturating_sub(limit)))?;
     let mut bytes = Vec::new();
-    file.take(limit)
-        .read_to_end(&mut bytes)
-        .map_err(|e| e.to_string())?;
+    file.take(limit).read_to_end(&mut bytes)?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 impl LinuxHost {
+    /// The machine below the directory `root`. Links in its path are resolved here, once: mounts are found by where
+    /// they are, and `/var/lib/kubelet` may lead to a larger disk.
+    #[must_use]
+    pub fn new(
+        root: &Path,
+        logs: PathBuf,
+        cgroups: Cgroups,
+        pids: Option<i64>,
+        cpu_period: Option<u64>,
+    ) -> LinuxHost {
+        LinuxHost {
+            root: fs::canonicalize(root).unwrap_or_else(|_| root.into()),
+            logs,
+            cgroups,
+            pids,
+            cpu_period,
+            patient: Patient::default(),
+            refusing: Mutex::default(),
+            force_after: FORCE_AFTER,
+        }
+    }
+
     pub(in crate::host) fn pod_dir(&self, uid: &str) -> Result<PathBuf, String> {
         Ok(self.root.join("pods").join(segment(uid)?))
     }
@@ -129,13 +150,19 @@ impl LinuxHost {
         self.logs.with_file_name("containers")
     }
 
-    fn log_path(&self, log: &Log) -> Result<PathBuf, String> {
+    /// Where the logs of a container lie.
+    fn log_place(&self, of_pod: &Path, container: &str) -> Result<LogPlace, String> {
+        let pod = of_pod.file_name().unwrap_or_default();
+        Ok(LogPlace {
+            logs: self.logs.clone(),
+            dir: Path::new(pod).join(segment(container)?),
+        })
+    }
+
+    fn log_file(&self, log: &Log) -> Result<(LogPlace, String), String> {
         let dir = format!("{}_{}_{}", log.namespace, log.pod, log.uid);
-        Ok(self
-            .logs
-            .join(segment(&dir)?)
-            .join(segment(&log.container)?)
-            .join(format!("{}.log", log.attempt)))
+        let place = self.log_place(Path::new(segment(&dir)?), &log.container)?;
+        Ok((place, format!("{}.log", log.attempt)))
     }
 }
 
@@ -272,35 +299,29 @@ impl PodHost for LinuxHost {
         attempt: u32,
     ) -> Option<String> {
         let path = self.message_file(uid, container, attempt).ok()?;
-        blocking(move || last_bytes(&path, MESSAGE_LIMIT))
+        let read = move || last_bytes(fs::File::open(path)?, MESSAGE_LIMIT);
+        blocking(move || read().map_err(|e| e.to_string()))
             .await
             .ok()
             .filter(|text| !text.is_empty())
     }
 
     async fn log_tail(&self, pod: &Pod, container: &str, attempt: u32) -> Option<String> {
-        let path = self
-            .log_directory(pod)
-            .join(segment(container).ok()?)
-            .join(format!("{attempt}.log"));
-        let text = blocking(move || last_bytes(&path, LOG_END)).await.ok()?;
+        let place = self.log_place(&self.log_directory(pod), container).ok()?;
+        let name = format!("{attempt}.log");
+        let read = move || last_bytes(place.open()?.open_log(&name)?, LOG_END);
+        let text = blocking(move || read().map_err(|e| e.to_string()))
+            .await
+            .ok()?;
         Some(logs::tail(&text, LOG_LINES, LOG_BYTES)).filter(|text| !text.is_empty())
     }
 
     async fn last_attempt(&self, pod: &Pod, container: &str) -> Option<u32> {
-        let dir = self.log_directory(pod).join(segment(container).ok()?);
-        let number = |name: &str| {
-            name.split_once(".log")
-                .and_then(|(number, _)| number.parse().ok())
-        };
+        let place = self.log_place(&self.log_directory(pod), container).ok()?;
+        let number = |name: &String| name.split_once(".log")?.0.parse().ok();
         let highest = move || {
-            let entries = fs::read_dir(dir)
-                .into_iter()
-                .flatten()
-                .filter_map(Result::ok);
-            Ok(entries
-                .filter_map(|e| e.file_name().to_str().and_then(number))
-                .max())
+            let names = place.open().and_then(|dir| dir.names());
+            Ok(names.unwrap_or_default().iter().filter_map(number).max())
         };
         blocking(highest).await.ok().flatten()
     }
@@ -342,7 +363,7 @@ impl PodHost for LinuxHost {
         attempt: u32,
         id: &str,
     ) -> Result<(), String> {
-        let dir = self.log_directory(pod).join(segment(container)?);
+        let place = self.log_place(&self.log_directory(pod), container)?;
         let link = self.log_links().join(segment(&logs::link_name(
             &pod.name_any(),
             &pod.namespace().unwrap_or_default(),
@@ -351,19 +372,13 @@ impl PodHost for LinuxHost {
         ))?);
         let message = self.message_file(pod::uid(pod), container, attempt)?;
         blocking(move || {
-            let prefix = format!("{attempt}.log");
-            let named = |e: &fs::DirEntry| {
-                e.file_name()
-                    .to_str()
-                    .is_some_and(|n| n == prefix || n.starts_with(&format!("{prefix}.")))
-            };
-            let logs = fs::read_dir(dir)
-                .into_iter()
-                .flatten()
-                .filter_map(Result::ok)
-                .filter(named)
-                .map(|e| e.path());
-            for file in logs.chain([link, message]) {
+            let failed = |e: io::Error| format!("logs of {} cannot be removed: {e}", place.name());
+            match place.open() {
+                Ok(dir) => dir.remove_attempt(attempt).map_err(failed)?,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(failed(error)),
+            }
+            for file in [link, message] {
                 match fs::remove_file(&file) {
                     Err(error) if error.kind() != io::ErrorKind::NotFound => {
                         return Err(format!("{} cannot be removed: {error}", file.display()));
@@ -377,38 +392,34 @@ impl PodHost for LinuxHost {
     }
 
     async fn log_exceeds(&self, log: &Log, most: u64) -> Option<bool> {
-        let path = self.log_path(log).ok()?;
-        blocking(move || {
-            fs::metadata(path)
-                .map(|m| m.len() > most)
-                .map_err(|e| e.to_string())
-        })
-        .await
-        .ok()
+        let (place, name) = self.log_file(log).ok()?;
+        let read = move || Ok(place.open()?.open_log(&name)?.metadata()?.len() > most);
+        blocking(move || read().map_err(|e: io::Error| e.to_string()))
+            .await
+            .ok()
     }
 
-    async fn move_log_aside(
-        &self,
-        log: &Log,
-        files: usize,
-        stamp: &str,
-    ) -> Result<PathBuf, String> {
-        let (path, stamp) = (self.log_path(log)?, stamp.to_owned());
+    async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str) -> Result<String, String> {
+        let ((place, name), stamp) = (self.log_file(log)?, stamp.to_owned());
         blocking(move || {
-            rotate::aside(&path, files, &stamp).map_err(doing(format!(
-                "the log {} cannot be rotated",
-                path.display()
+            let moved = place
+                .open()
+                .and_then(|dir| dir.move_aside(&name, files, &stamp));
+            moved.map_err(doing(format!(
+                "the log {name} of {} cannot be rotated",
+                place.name()
             )))
         })
         .await
     }
 
-    async fn put_log_back(&self, log: &Log, aside: PathBuf) -> Result<(), String> {
-        let path = self.log_path(log)?;
+    async fn put_log_back(&self, log: &Log, aside: String) -> Result<(), String> {
+        let (place, name) = self.log_file(log)?;
         blocking(move || {
-            fs::rename(aside, &path).map_err(doing(format!(
-                "the log {} cannot be put back",
-                path.display()
+            let renamed = place.open().and_then(|dir| dir.put_back(&aside, &name));
+            renamed.map_err(doing(format!(
+                "the log {name} of {} cannot be put back",
+                place.name()
             )))
         })
         .await
@@ -436,7 +447,7 @@ impl PodHost for LinuxHost {
         };
         self.patient
             .call(
-                &format!("{}/{volume}/usage", pod::uid(pod)),
+                &format!("usage {}/{volume}", pod::uid(pod)),
                 COUNTING,
                 count,
             )
@@ -460,6 +471,10 @@ impl PodHost for LinuxHost {
                 .map_err(|e| format!("the filesystem of {} cannot be read: {e}", dir.display()))
         })
         .await
+    }
+
+    async fn unbind_sub_paths(&self, uid: &str) -> Result<(), String> {
+        LinuxHost::unbind_sub_paths(self, uid).await
     }
 
     async fn tear_down_volumes(&self, uid: &str) -> Result<(), String> {
@@ -582,10 +597,10 @@ fn remove_links(links: &Path, logs: &Path) -> Result<(), String> {
 /// Removes a directory unless something is still mounted below it.
 fn remove_unmounted(dir: &Path) -> Result<(), String> {
     let mounted = mount::below(dir).map_err(|e| e.to_string())?;
-    if let Some(point) = mounted.first() {
+    if let Some(mount) = mounted.first() {
         return Err(format!(
-            "{} is still mounted; {} is kept",
-            point.display(),
+            "something is still mounted at {}: unmount it; {} is kept until then",
+            mount.point.display(),
             dir.display()
         ));
     }

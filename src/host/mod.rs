@@ -122,16 +122,17 @@ pub trait PodHost: Send + Sync + 'static {
     /// Whether a log is larger than `most` bytes; `None` if it is not there.
     async fn log_exceeds(&self, log: &Log, most: u64) -> Option<bool>;
     /// Moves a log aside, keeping at most `files` in all; the answer puts it back.
-    async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str)
-    -> Result<PathBuf, String>;
+    async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str) -> Result<String, String>;
     /// Undoes that.
-    async fn put_log_back(&self, log: &Log, aside: PathBuf) -> Result<(), String>;
+    async fn put_log_back(&self, log: &Log, aside: String) -> Result<(), String>;
     /// What a volume on the node's disk uses; counting may end once it is more than `enough` bytes.
     async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<Usage, String>;
     /// The bytes of a container's logs.
     async fn log_usage(&self, pod: &Pod, container: &str) -> Result<u64, String>;
     /// The filesystem that a directory is on.
     async fn filesystem(&self, dir: &Path) -> Result<Filesystem, String>;
+    /// Unmounts the parts of volumes that the pod's containers had mounted.
+    async fn unbind_sub_paths(&self, uid: &str) -> Result<(), String>;
     /// Unmounts the pod's volumes.
     async fn tear_down_volumes(&self, uid: &str) -> Result<(), String>;
     /// Removes the pod's cgroup.

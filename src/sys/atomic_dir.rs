@@ -10,56 +10,79 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 
+use super::removal;
 use crate::core::volume::payload::Files;
 
 const DATA: &str = "..data";
 
-/// Makes the directory hold exactly `files`; true if anything changed. `group` is set on
-/// every file where given, and each file's owner.
+/// The bits that a volume's group needs of its files, and of directories besides (kubelet spec, 9.7: such volumes are
+/// read-only).
+const FILE: u32 = 0o440;
+const DIR: u32 = 0o2110 | FILE;
+
+/// Makes the directory hold exactly `files`; true if their content has changed. Under a `group` every file is the
+/// group's and readable for it. Visible links that are missing are made again in any case: an agent may have been
+/// killed between the two steps of a change.
 pub fn write(dir: &Path, files: &Files, group: Option<u32>, stamp: &str) -> io::Result<bool> {
     let current = fs::read_link(dir.join(DATA))
         .ok()
         .filter(|target| target.components().count() == 1);
-    if let Some(current) = &current
-        && same(&dir.join(current), files)
-    {
-        return Ok(false);
-    }
-    let fresh = unused(dir, stamp)?;
-    fs::DirBuilder::new().mode(0o755).create(dir.join(&fresh))?;
-    fs::set_permissions(dir.join(&fresh), fs::Permissions::from_mode(0o755))?;
+    let unchanged = current
+        .as_ref()
+        .is_some_and(|current| same(&dir.join(current), files));
+    let version = match current {
+        Some(current) if unchanged => current,
+        _ => {
+            let fresh = unused(dir, stamp)?;
+            fill(&dir.join(&fresh), files, group)?;
+            let temporary = dir.join("..data_tmp");
+            match fs::remove_file(&temporary) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+            symlink(&fresh, &temporary)?;
+            fs::rename(&temporary, dir.join(DATA))?;
+            fresh
+        }
+    };
+    publish(dir, files, &version)?;
+    Ok(!unchanged)
+}
+
+/// Writes a new version of the files.
+fn fill(version: &Path, files: &Files, group: Option<u32>) -> io::Result<()> {
+    make_dir(version, group)?;
     for (path, file) in files {
-        let target = dir.join(&fresh).join(path);
-        if let Some(parent) = target.parent() {
-            fs::DirBuilder::new()
-                .recursive(true)
-                .mode(0o755)
-                .create(parent)?;
+        let mut place = version.to_owned();
+        for part in Path::new(path).parent().into_iter().flatten() {
+            place.push(part);
+            match make_dir(&place, group) {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                other => other?,
+            }
         }
         let mut handle = fs::OpenOptions::new()
             .create_new(true)
             .write(true)
             .mode(0o600)
-            .open(&target)?;
+            .open(version.join(path))?;
         handle.write_all(&file.content)?;
         if file.owner.is_some() || group.is_some() {
             std::os::unix::fs::fchown(&handle, file.owner, group)?;
         }
-        handle.set_permissions(fs::Permissions::from_mode(file.mode))?;
+        let bits = if group.is_some() { FILE } else { 0 };
+        handle.set_permissions(fs::Permissions::from_mode(file.mode | bits))?;
     }
-    let temporary = dir.join("..data_tmp");
-    match fs::remove_file(&temporary) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
+    Ok(())
+}
+
+fn make_dir(path: &Path, group: Option<u32>) -> io::Result<()> {
+    fs::DirBuilder::new().mode(0o700).create(path)?;
+    let bits = if group.is_some() { DIR } else { 0 };
+    if group.is_some() {
+        std::os::unix::fs::chown(path, None, group)?;
     }
-    symlink(&fresh, &temporary)?;
-    fs::rename(&temporary, dir.join(DATA))?;
-    publish(dir, files)?;
-    if let Some(old) = current {
-        // `..data` no longer leads there.
-        fs::remove_dir_all(dir.join(old))?;
-    }
-    Ok(true)
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755 | bits))
 }
 
 fn unused(dir: &Path, stamp: &str) -> io::Result<PathBuf> {
@@ -97,20 +120,28 @@ fn walk(dir: &Path, below: &Path, found: &mut BTreeSet<PathBuf>) -> io::Result<(
     Ok(())
 }
 
-/// Makes the visible links, and removes those whose file is gone.
-fn publish(dir: &Path, files: &Files) -> io::Result<()> {
+/// Makes the visible links, and removes those whose file is gone and versions that are not `current`.
+fn publish(dir: &Path, files: &Files, current: &Path) -> io::Result<()> {
     let wanted: BTreeSet<&str> = files.keys().filter_map(|p| p.split('/').next()).collect();
     for name in &wanted {
-        let link = dir.join(name);
-        if fs::read_link(&link).is_err() {
-            symlink(Path::new(DATA).join(name), &link)?;
+        let (link, target) = (dir.join(name), Path::new(DATA).join(name));
+        match fs::read_link(&link) {
+            Ok(there) if there == target => continue,
+            Ok(_) => fs::remove_file(&link)?,
+            Err(_) => {}
         }
+        symlink(target, &link)?;
     }
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
         let name = entry.file_name();
         let Some(name) = name.to_str() else { continue };
-        if !name.starts_with("..") && !wanted.contains(name) && entry.file_type()?.is_symlink() {
+        let kind = entry.file_type()?;
+        if name.starts_with("..") {
+            if kind.is_dir() && Path::new(name) != current {
+                removal::remove_tree(&entry.path()).map_err(io::Error::other)?;
+            }
+        } else if !wanted.contains(name) && kind.is_symlink() {
             fs::remove_file(entry.path())?;
         }
     }
@@ -160,6 +191,54 @@ mod tests {
             ["b"]
         );
         assert_eq!(visible.len(), 3, "the old version is gone: {visible:?}");
+    }
+
+    #[test]
+    fn what_a_killed_agent_left_half_made_is_mended() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let content = files(&[("a", "1"), ("d/x", "2")]);
+        write(dir.path(), &content, None, "t").expect("first");
+        let version = fs::read_link(dir.path().join(DATA)).expect("link");
+        // Killed before the links were made, after a stray one, and before the old version went.
+        fs::remove_file(dir.path().join("a")).expect("removed");
+        fs::remove_file(dir.path().join("d")).expect("removed");
+        symlink("..data/elsewhere", dir.path().join("d")).expect("link");
+        symlink("..data/gone", dir.path().join("gone")).expect("link");
+        fs::create_dir_all(dir.path().join("..old/d")).expect("mkdir");
+        assert!(!write(dir.path(), &content, None, "u").expect("mended"));
+        assert_eq!(fs::read_link(dir.path().join(DATA)).expect("link"), version);
+        assert_eq!(fs::read_to_string(dir.path().join("a")).expect("read"), "1");
+        assert_eq!(
+            fs::read_to_string(dir.path().join("d/x")).expect("read"),
+            "2"
+        );
+        assert!(fs::symlink_metadata(dir.path().join("gone")).is_err());
+        assert!(!dir.path().join("..old").exists());
+    }
+
+    #[test]
+    fn under_a_group_every_file_is_readable_for_it() {
+        use std::os::unix::fs::MetadataExt as _;
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut content = files(&[("key", "1"), ("d/x", "2")]);
+        for file in content.values_mut() {
+            file.mode = 0o400;
+        }
+        let stat = |path: &str| {
+            let stat = fs::metadata(dir.path().join(path)).expect("stat");
+            (stat.gid(), stat.mode() & 0o7777)
+        };
+        write(dir.path(), &content, Some(4242), "t").expect("written");
+        assert_eq!(stat("key"), (4242, 0o440));
+        assert_eq!(stat("d/x"), (4242, 0o440));
+        assert_eq!(stat("d"), (4242, 0o2755));
+        // Without a group the mode is what was asked for.
+        content.insert("new".into(), File::new(b"3".to_vec(), 0o400));
+        write(dir.path(), &content, None, "u").expect("written");
+        assert_eq!(stat("key").1, 0o400);
     }
 
     #[test]

@@ -5,8 +5,9 @@ use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
 
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use nix::fcntl::{OFlag, OpenHow, RenameFlags, ResolveFlag, openat2, renameat2};
 use nix::sys::stat::{Mode, mkdirat};
+use nix::unistd::{UnlinkatFlags, unlinkat};
 
 /// A directory handle.
 #[derive(Debug)]
@@ -16,6 +17,14 @@ fn how(flags: OFlag) -> OpenHow {
     OpenHow::new()
         .flags(flags | OFlag::O_CLOEXEC)
         .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_MAGICLINKS)
+}
+
+fn without_links(how: OpenHow) -> OpenHow {
+    how.resolve(
+        ResolveFlag::RESOLVE_BENEATH
+            | ResolveFlag::RESOLVE_NO_SYMLINKS
+            | ResolveFlag::RESOLVE_NO_MAGICLINKS,
+    )
 }
 
 impl Dir {
@@ -41,6 +50,39 @@ impl Dir {
             path,
             how(OFlag::O_DIRECTORY | OFlag::O_PATH),
         )?))
+    }
+
+    /// Opens a directory below this one; no part of the path may be a link.
+    pub fn open_dir_without_links(&self, path: &Path) -> io::Result<Dir> {
+        let how = how(OFlag::O_DIRECTORY | OFlag::O_PATH);
+        Ok(Dir(openat2(self.0.as_fd(), path, without_links(how))?))
+    }
+
+    /// Makes a file that must not be there, not even as a link, for writing.
+    pub fn create_new(&self, name: &Path, mode: u32) -> io::Result<std::fs::File> {
+        let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_WRONLY | OFlag::O_NOFOLLOW;
+        let how = how(flags).mode(Mode::from_bits_truncate(mode));
+        Ok(openat2(self.0.as_fd(), name, without_links(how))?.into())
+    }
+
+    /// Renames a file in this directory. A file that has the new name already is an error.
+    pub fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        let dir = self.0.as_fd();
+        Ok(renameat2(
+            dir,
+            from,
+            dir,
+            to,
+            RenameFlags::RENAME_NOREPLACE,
+        )?)
+    }
+
+    /// Removes a file, or a link itself; one that is gone is fine.
+    pub fn remove_file(&self, name: &str) -> io::Result<()> {
+        match unlinkat(self.0.as_fd(), name, UnlinkatFlags::NoRemoveDir) {
+            Ok(()) | Err(nix::errno::Errno::ENOENT) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Opens what is at a relative path, a file or a directory. What is missing is made as directories with
@@ -76,10 +118,7 @@ impl Dir {
     /// Opens a file for reading; no part of the path may be a link.
     pub fn open_file(&self, path: &Path) -> io::Result<std::fs::File> {
         let how = how(OFlag::O_RDONLY | OFlag::O_NONBLOCK);
-        let resolve = ResolveFlag::RESOLVE_BENEATH
-            | ResolveFlag::RESOLVE_NO_SYMLINKS
-            | ResolveFlag::RESOLVE_NO_MAGICLINKS;
-        Self::only_a_file(openat2(self.0.as_fd(), path, how.resolve(resolve))?)
+        Self::only_a_file(openat2(self.0.as_fd(), path, without_links(how))?)
     }
 
     /// The same, where links may lead to other places below this directory.

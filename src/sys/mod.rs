@@ -13,6 +13,7 @@ pub mod mount;
 pub mod ownership;
 pub mod patient;
 pub mod quota;
+pub mod removal;
 pub mod systemd;
 pub mod usage;
 pub mod watch;

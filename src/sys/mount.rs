@@ -1,11 +1,22 @@
-//! Mounts.
+//! Mounts: found, made and undone.
+//!
+//! Whether something is mounted at a path is asked of the kernel by a lookup that refuses to cross mounts, never by
+//! comparing text: that is right below linked directories too, and asks no filesystem that may hang. Only which
+//! mounts lie below a directory is read from the mount table; the directory's path is resolved for it first.
 
+use std::ffi::OsString;
 use std::io;
+use std::os::fd::{AsFd, AsRawFd as _};
+use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-use super::beneath::Found;
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat, openat2};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::stat::Mode;
+
+use super::beneath::Found;
 
 /// One mount.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -14,43 +25,118 @@ pub struct Mount {
     pub point: PathBuf,
     /// The filesystem's number, `major:minor`.
     pub device: String,
+    /// The filesystem's type, for instance `nfs4`.
+    pub kind: String,
 }
 
 /// All mounts of this mount namespace, oldest first. Reading them asks no filesystem.
 pub fn table() -> io::Result<Vec<Mount>> {
-    let table = std::fs::read_to_string("/proc/self/mountinfo")?;
-    let mount = |line: &str| {
-        let mut fields = line.split(' ').skip(2);
-        let device = fields.next()?.to_owned();
-        Some(Mount {
-            device,
-            point: unescape(fields.nth(1)?).into(),
-        })
+    let table = std::fs::read("/proc/self/mountinfo")?;
+    Ok(table.split(|b| *b == b'\n').filter_map(parse).collect())
+}
+
+/// A line of mountinfo: `id parent major:minor root point options [fields…] - type source options`.
+fn parse(line: &[u8]) -> Option<Mount> {
+    let text = |field: &[u8]| String::from_utf8_lossy(field).into_owned();
+    let mut fields = line.split(|b| *b == b' ');
+    let device = text(fields.nth(2)?);
+    let point = OsString::from_vec(unescape(fields.nth(1)?)).into();
+    let kind = text(fields.skip_while(|f| *f != b"-").nth(1)?);
+    Some(Mount {
+        point,
+        device,
+        kind,
+    })
+}
+
+/// Undoes the kernel's escapes: a backslash and three octal digits.
+fn unescape(field: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((first, after)) = rest.split_first() {
+        let octal = after
+            .get(..3)
+            .filter(|_| *first == b'\\')
+            .and_then(|digits| std::str::from_utf8(digits).ok())
+            .and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        bytes.push(octal.unwrap_or(*first));
+        rest = if octal.is_some() { &after[3..] } else { after };
+    }
+    bytes
+}
+
+/// The path with every link resolved. What is mounted at its end is not asked: it may hang.
+fn canonical(path: &Path) -> io::Result<PathBuf> {
+    match (path.parent(), path.file_name()) {
+        (Some(parent), Some(name)) if is_mounted(path)? => {
+            Ok(std::fs::canonicalize(parent)?.join(name))
+        }
+        _ => std::fs::canonicalize(path),
+    }
+}
+
+/// The mounts at or below `dir`, deepest and newest first. The directory may be named through links.
+pub fn below(dir: &Path) -> io::Result<Vec<Mount>> {
+    let dir = match canonical(dir) {
+        Ok(dir) => dir,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
+        Err(error) => return Err(error),
     };
-    Ok(table.lines().filter_map(mount).collect())
+    let mut mounts = table()?;
+    mounts.retain(|m| m.point.starts_with(&dir));
+    mounts.reverse();
+    mounts.sort_by_key(|m| std::cmp::Reverse(m.point.components().count()));
+    Ok(mounts)
 }
 
-/// The mount points at or below `dir`, deepest first.
-pub fn below(dir: &Path) -> io::Result<Vec<PathBuf>> {
-    let mut points: Vec<PathBuf> = table()?
-        .into_iter()
-        .map(|m| m.point)
-        .filter(|p| p.starts_with(dir))
-        .collect();
-    points.sort_by_key(|p| std::cmp::Reverse(p.components().count()));
-    Ok(points)
+/// Whether something is mounted at `path`. A path that is not there is no mount.
+pub fn is_mounted(path: &Path) -> io::Result<bool> {
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+        return Ok(true);
+    };
+    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    let parent = match nix::fcntl::open(parent, flags, Mode::empty()) {
+        Err(Errno::ENOENT) => return Ok(false),
+        other => other?,
+    };
+    match open_here(&parent, Path::new(name), OFlag::O_PATH | OFlag::O_NOFOLLOW) {
+        Ok(_) => Ok(false),
+        Err(Errno::EXDEV) => Ok(true),
+        Err(Errno::ENOENT) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
 }
 
-/// Whether something is mounted at `dir`.
-pub fn is_mounted(dir: &Path) -> io::Result<bool> {
-    Ok(below(dir)?.iter().any(|p| p == dir))
+/// Opens one name in a directory, following no link. Where another mount lies there, the error is `EXDEV`.
+pub(super) fn open_here(
+    dir: impl AsFd,
+    name: &Path,
+    flags: OFlag,
+) -> Result<std::os::fd::OwnedFd, Errno> {
+    let flags = flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    let how = OpenHow::new()
+        .flags(flags)
+        .resolve(ResolveFlag::RESOLVE_NO_XDEV | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+    match openat2(&dir, name, how) {
+        // A kernel before 5.6, or a sandbox that does not know the call.
+        Err(Errno::ENOSYS | Errno::EPERM) => {
+            let found = openat(&dir, name, flags, Mode::empty())?;
+            if mount_id(&found)? == mount_id(&dir)? {
+                Ok(found)
+            } else {
+                Err(Errno::EXDEV)
+            }
+        }
+        other => other,
+    }
 }
 
-fn unescape(text: &str) -> String {
-    text.replace("\\040", " ")
-        .replace("\\011", "\t")
-        .replace("\\012", "\n")
-        .replace("\\134", "\\")
+/// The kernel's number of the mount that a handle is on.
+pub(super) fn mount_id(fd: impl AsFd) -> Result<u64, Errno> {
+    let path = format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd());
+    let text = std::fs::read_to_string(path).map_err(|_| Errno::EIO)?;
+    let id = text.lines().find_map(|l| l.strip_prefix("mnt_id:"));
+    id.and_then(|id| id.trim().parse().ok()).ok_or(Errno::EIO)
 }
 
 /// Whether a path is on a tmpfs.
@@ -151,18 +237,66 @@ pub fn bind(found: &Found, target: &Path) -> io::Result<()> {
     Err(io::Error::other("what was mounted is not what was found"))
 }
 
-/// Unmounts everything at or below `dir`.
+/// Unmounts everything at or below `dir`, the deepest first. Nothing that is in use is forced.
 pub fn unmount_all(dir: &Path) -> io::Result<()> {
-    for point in below(dir)? {
-        match umount2(&point, MntFlags::UMOUNT_NOFOLLOW) {
-            Ok(()) | Err(nix::errno::Errno::EINVAL | nix::errno::Errno::ENOENT) => {}
-            Err(error) => {
-                return Err(io::Error::new(
-                    io::Error::from(error).kind(),
-                    format!("{} cannot be unmounted: {error}", point.display()),
-                ));
-            }
-        }
+    for mount in below(dir)? {
+        unmount(&mount.point, MntFlags::empty())?;
     }
     Ok(())
+}
+
+/// Unmounts what is mounted at a place, which may be nothing any more. A link is not followed.
+pub fn unmount(point: &Path, flags: MntFlags) -> io::Result<()> {
+    match umount2(point, flags | MntFlags::UMOUNT_NOFOLLOW) {
+        Ok(()) | Err(Errno::EINVAL | Errno::ENOENT) => Ok(()),
+        Err(error) => Err(io::Error::new(
+            io::Error::from(error).kind(),
+            format!("{} cannot be unmounted: {error}", point.display()),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mount_table_is_read_whatever_paths_are_made_of() {
+        let line = b"36 35 98:0 /mnt1 /a\\040b\\134040\xff rw,noatime master:1 - ext3 /dev/root rw";
+        let mount = parse(line).expect("a mount");
+        assert_eq!(mount.point.as_os_str().as_encoded_bytes(), b"/a b\\040\xff");
+        assert_eq!(
+            (mount.device.as_str(), mount.kind.as_str()),
+            ("98:0", "ext3")
+        );
+        assert_eq!(parse(b""), None);
+    }
+
+    #[test]
+    fn mounts_are_found_below_a_linked_directory() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let (real, link) = (dir.path().join("real"), dir.path().join("link"));
+        std::fs::create_dir_all(real.join("a")).expect("mkdir");
+        std::fs::create_dir_all(real.join("b")).expect("mkdir");
+        std::os::unix::fs::symlink(&real, &link).expect("link");
+        tmpfs(&link.join("a"), 0).expect("mounted");
+        for root in [&real, &link] {
+            assert!(is_mounted(&root.join("a")).expect("looked at"));
+            assert!(!is_mounted(&root.join("b")).expect("looked at"));
+            assert!(!is_mounted(&root.join("c/d")).expect("looked at"));
+            assert_eq!(below(root).expect("listed").len(), 1);
+            assert_eq!(below(&root.join("a")).expect("listed").len(), 1);
+        }
+        // A bind of the same filesystem has the same device number.
+        let found = super::super::beneath::Dir::open(&real.join("a")).expect("open");
+        bind(&found.itself().expect("itself"), &link.join("b")).expect("bound");
+        assert!(is_mounted(&real.join("b")).expect("looked at"));
+        drop(found);
+        unmount_all(&link.join("b")).expect("unmounted");
+        unmount_all(&link.join("a")).expect("unmounted");
+        assert!(below(&real).expect("listed").is_empty());
+    }
 }

@@ -2,23 +2,62 @@
 //! of its own and is waited for only so long, and never made twice at once: what hangs holds up nobody else.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use tokio::sync::Notify;
+
+/// One call under way, as the work sees it.
+#[derive(Debug)]
+pub struct Call {
+    since: Instant,
+    doing: Mutex<String>,
+    cancelled: AtomicBool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Call {
+    /// Says what is being done, for whoever asks why it takes so long.
+    pub fn doing(&self, what: impl Into<String>) {
+        *lock(&self.doing) = what.into();
+    }
+
+    /// Whether nobody wants the result any more. What was done so far has to be undone then.
+    #[must_use]
+    pub fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Relaxed)
+    }
+
+    fn progress(&self) -> String {
+        let seconds = self.since.elapsed().as_secs();
+        match lock(&self.doing).as_str() {
+            "" => format!("the kernel has not answered for {seconds}s"),
+            what => format!("{what} has been running for {seconds}s; it is waited for"),
+        }
+    }
+}
 
 /// Calls under way, by key.
 #[derive(Clone, Default)]
-pub struct Patient(Arc<Mutex<HashMap<String, Instant>>>);
+pub struct Patient(Arc<Calls>);
+
+#[derive(Default)]
+struct Calls {
+    under_way: Mutex<HashMap<String, Arc<Call>>>,
+    ended: Notify,
+}
 
 /// Frees the key when the call has ended, however it ended.
 struct Slot(Patient, String);
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.0
-            .0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&self.1);
+        lock(&self.0.0.under_way).remove(&self.1);
+        self.0.0.ended.notify_waiters();
     }
 }
 
@@ -31,23 +70,36 @@ impl Patient {
         wait: Duration,
         work: impl FnOnce() -> Result<T, String> + Send + 'static,
     ) -> Result<T, String> {
+        self.call_with(key, wait, |_| work()).await
+    }
+
+    /// The same for work that says what it is doing, or that looks at whether it is still wanted.
+    pub async fn call_with<T: Send + 'static>(
+        &self,
+        key: &str,
+        wait: Duration,
+        work: impl FnOnce(&Call) -> Result<T, String> + Send + 'static,
+    ) -> Result<T, String> {
+        let call = Arc::new(Call {
+            since: Instant::now(),
+            doing: Mutex::default(),
+            cancelled: AtomicBool::new(false),
+        });
         {
-            let mut calls = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(since) = calls.get(key) {
-                return Err(format!(
-                    "the kernel has not answered for {}s",
-                    since.elapsed().as_secs()
-                ));
+            let mut calls = lock(&self.0.under_way);
+            if let Some(earlier) = calls.get(key) {
+                return Err(earlier.progress());
             }
-            calls.insert(key.to_owned(), Instant::now());
+            calls.insert(key.to_owned(), Arc::clone(&call));
         }
         let slot = Slot(self.clone(), key.to_owned());
         let (sender, receiver) = tokio::sync::oneshot::channel();
+        let own = Arc::clone(&call);
         let thread = std::thread::Builder::new()
             .name("patient".into())
             .stack_size(256 << 10)
             .spawn(move || {
-                let result = work();
+                let result = work(&own);
                 drop(slot);
                 // Whoever asked may have given up.
                 let _ = sender.send(result);
@@ -56,17 +108,38 @@ impl Patient {
         match tokio::time::timeout(wait, receiver).await {
             Ok(Ok(result)) => result,
             Ok(Err(_)) => Err("the call ended unexpectedly".into()),
-            Err(_) => Err(format!(
-                "the kernel has not answered for {}s",
-                wait.as_secs()
-            )),
+            Err(_) => Err(call.progress()),
+        }
+    }
+
+    /// Tells all calls whose key begins with `prefix` that nobody wants their results, and waits until they have
+    /// ended, at most so long. The error says what is still under way.
+    pub async fn cancel(&self, prefix: &str, wait: Duration) -> Result<(), String> {
+        let deadline = tokio::time::Instant::now() + wait;
+        loop {
+            let mut ended = std::pin::pin!(self.0.ended.notified());
+            // From here on no end is missed.
+            ended.as_mut().enable();
+            let mut progress = None;
+            for (key, call) in lock(&self.0.under_way).iter() {
+                if key.starts_with(prefix) {
+                    call.cancelled.store(true, Ordering::Relaxed);
+                    progress = Some(call.progress());
+                }
+            }
+            let Some(progress) = progress else {
+                return Ok(());
+            };
+            if tokio::time::timeout_at(deadline, ended).await.is_err() {
+                return Err(progress);
+            }
         }
     }
 
     /// How many calls are under way.
     #[must_use]
     pub fn under_way(&self) -> usize {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).len()
+        lock(&self.0.under_way).len()
     }
 }
 
@@ -109,5 +182,26 @@ mod tests {
         while patient.under_way() > 0 {
             tokio::task::yield_now().await;
         }
+    }
+
+    #[tokio::test]
+    async fn what_was_given_up_is_told_and_waited_for() {
+        let patient = Patient::default();
+        let (short, long) = (Duration::from_millis(20), Duration::from_secs(60));
+        let until_cancelled = |call: &Call| {
+            call.doing("mkfs of a disk");
+            while !call.is_cancelled() {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            std::thread::sleep(Duration::from_millis(100));
+            Ok(())
+        };
+        let given_up = patient.call_with("u/v", short, until_cancelled).await;
+        assert!(given_up.is_err_and(|e| e.contains("mkfs of a disk has been running")));
+        assert_eq!(patient.cancel("other/", long).await, Ok(()));
+        let waiting = patient.cancel("u/", short).await;
+        assert!(waiting.is_err_and(|e| e.contains("mkfs of a disk")));
+        assert_eq!(patient.cancel("u/", long).await, Ok(()));
+        assert_eq!(patient.under_way(), 0);
     }
 }

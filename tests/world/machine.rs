@@ -161,11 +161,11 @@ impl PodHost for World {
         Some(false)
     }
 
-    async fn move_log_aside(&self, _: &Log, _: usize, _: &str) -> Result<PathBuf, String> {
-        Ok("/l".into())
+    async fn move_log_aside(&self, _: &Log, _: usize, _: &str) -> Result<String, String> {
+        Ok("l".into())
     }
 
-    async fn put_log_back(&self, _: &Log, _: PathBuf) -> Result<(), String> {
+    async fn put_log_back(&self, _: &Log, _: String) -> Result<(), String> {
         Ok(())
     }
 
@@ -187,6 +187,10 @@ impl PodHost for World {
             capacity: 100,
             available: 50,
         })
+    }
+
+    async fn unbind_sub_paths(&self, _: &str) -> Result<(), String> {
+        self.machine(|_| ()).await
     }
 
     async fn tear_down_volumes(&self, uid: &str) -> Result<(), String> {

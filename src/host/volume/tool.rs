@@ -1,16 +1,62 @@
-//! Running tools of the system: bounded in time and in what they may say, and never through a shell.
+//! Running tools of the system: bounded in what they may say, and never through a shell.
+//!
+//! What mounts may be killed after a time, or as soon as nobody wants the mount any more. What writes to a disk is
+//! never killed: half a filesystem is worse than a late one.
 
 use std::fs::File;
-use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-/// How long a tool may take.
-const HELPER: Duration = Duration::from_secs(110);
+use crate::sys::patient::Call;
 
-/// Runs a tool of the system and waits for it, at most so long. The answer is its code and what it said.
+/// How long a tool may take that can be killed.
+const HELPER: Duration = Duration::from_secs(110);
+/// How often a tool is looked at: often at first, as most end at once.
+const LOOK: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(50));
+
+/// When a tool is killed.
+#[derive(Clone, Copy)]
+enum Limit<'a> {
+    /// After [`HELPER`].
+    Time,
+    /// After that time, or once the call is cancelled.
+    Wanted(&'a Call),
+    /// Never.
+    None,
+}
+
+/// Runs a tool of the system and waits for it, at most 110 seconds. The answer is its code and what it said.
 pub(in crate::host) fn tool(program: &str, arguments: &[&str]) -> Result<(i32, String), String> {
+    run(program, arguments, Stdio::null(), Limit::Time)
+}
+
+/// The same for a tool that is killed as soon as nobody wants its result any more. What it has done has to be undone.
+pub(in crate::host) fn tool_while_wanted(
+    program: &str,
+    arguments: &[&str],
+    call: &Call,
+) -> Result<(i32, String), String> {
+    run(program, arguments, Stdio::null(), Limit::Wanted(call))
+}
+
+/// The same for a tool that writes to a device: it is waited for however long it takes. `held` is what it inherits as
+/// its input, so that a lock on it is held for as long as the tool lives, also without us.
+pub(in crate::host) fn tool_to_its_end(
+    program: &str,
+    arguments: &[&str],
+    held: File,
+) -> Result<(i32, String), String> {
+    run(program, arguments, held.into(), Limit::None)
+}
+
+fn run(
+    program: &str,
+    arguments: &[&str],
+    input: Stdio,
+    limit: Limit<'_>,
+) -> Result<(i32, String), String> {
     let missing = |e: std::io::Error| {
         format!("{program} cannot be run ({e}): install the package that has it")
     };
@@ -26,27 +72,12 @@ pub(in crate::host) fn tool(program: &str, arguments: &[&str]) -> Result<(i32, S
     };
     let mut child = Command::new(program)
         .args(arguments)
-        .stdin(Stdio::null())
+        .stdin(input)
         .stdout(said()?)
         .stderr(said()?)
         .spawn()
         .map_err(missing)?;
-    let start = std::time::Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait().map_err(|e| e.to_string())? {
-            break status;
-        }
-        if start.elapsed() > HELPER {
-            child.kill().map_err(|e| e.to_string())?;
-            // It may hang in the kernel even then; this thread is the only one that waits.
-            child.wait().map_err(|e| e.to_string())?;
-            return Err(format!(
-                "{program} did not end within {}s",
-                HELPER.as_secs()
-            ));
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    };
+    let status = wait(program, &mut child, limit)?;
     let text = {
         use std::io::{Read as _, Seek as _};
         let mut file = output;
@@ -60,9 +91,37 @@ pub(in crate::host) fn tool(program: &str, arguments: &[&str]) -> Result<(i32, S
     Ok((status.code().unwrap_or(-1), text))
 }
 
+fn wait(program: &str, child: &mut Child, limit: Limit<'_>) -> Result<ExitStatus, String> {
+    let start = Instant::now();
+    let mut pause = LOOK.0;
+    loop {
+        if let Some(status) = child.try_wait().map_err(|e| e.to_string())? {
+            return Ok(status);
+        }
+        let late = || start.elapsed() > HELPER;
+        let over = match limit {
+            Limit::Time => late(),
+            Limit::Wanted(call) => late() || call.is_cancelled(),
+            Limit::None => false,
+        };
+        if over {
+            child.kill().map_err(|e| e.to_string())?;
+            // It may hang in the kernel even then; this thread is the only one that waits.
+            child.wait().map_err(|e| e.to_string())?;
+            return Err(format!(
+                "{program} had not ended after {}s and was killed",
+                start.elapsed().as_secs()
+            ));
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(LOOK.1);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::patient::Patient;
 
     #[test]
     fn what_a_tool_says_and_how_it_ends_is_known() {
@@ -72,5 +131,29 @@ mod tests {
             tool("no-such-tool", &[])
                 .is_err_and(|e| e.contains("no-such-tool") && e.contains("install"))
         );
+    }
+
+    #[tokio::test]
+    async fn a_tool_ends_when_nobody_wants_it_unless_it_writes_to_a_device() {
+        let patient = Patient::default();
+        let (short, long) = (Duration::from_millis(50), Duration::from_secs(30));
+        let begun = Instant::now();
+        let mounting = patient.call_with("u/v", short, |call| {
+            tool_while_wanted("sleep", &["60"], call).map(|_| ())
+        });
+        assert!(mounting.await.is_err());
+        assert_eq!(patient.cancel("u/", long).await, Ok(()));
+        assert!(begun.elapsed() < Duration::from_secs(20), "it was killed");
+        let dir = tempfile::tempdir().expect("a directory");
+        let done = dir.path().join("done");
+        let script = format!("sleep 1; touch {}", done.display());
+        let formatting = patient.call_with("u/v", short, move |call| {
+            call.doing("formatting");
+            let held = File::open("/dev/null").map_err(|e| e.to_string())?;
+            tool_to_its_end("sh", &["-c", &script], held).map(|_| ())
+        });
+        assert!(formatting.await.is_err_and(|e| e.contains("formatting")));
+        assert_eq!(patient.cancel("u/", long).await, Ok(()));
+        assert!(done.exists(), "it was waited for");
     }
 }

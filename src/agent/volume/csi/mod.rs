@@ -457,6 +457,8 @@ async fn tokens(
 
 /// Undoes all that was published for a pod. Nothing is forgotten before its driver has said that it is undone.
 pub async fn unpublish(context: &Context, uid: &str) -> Result<(), String> {
+    // A driver cannot unpublish what is still mounted elsewhere in part: its device would be busy.
+    context.host.unbind_sub_paths(uid).await?;
     let of_pod = |place: &&Published| place.uid == uid;
     let all: Vec<Published> = lock(&context.csi.published)
         .values()

@@ -1,0 +1,270 @@
+//! Volumes that are mounted: exports of servers, disks behind a network, local devices and directories.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileTypeExt as _;
+use std::path::Path;
+
+use nix::mount::MntFlags;
+
+use super::disks;
+use super::staging_lock::Turn;
+use super::tool::{tool, tool_to_its_end, tool_while_wanted};
+use crate::core::pod::Ownership;
+use crate::core::volume::disks::Disk;
+use crate::core::volume::resolved::ResolvedVolume;
+use crate::host::linux::{doing, make};
+use crate::sys::patient::Call;
+use crate::sys::{beneath, mount, ownership};
+
+/// Where a volume is mounted, and for whom.
+pub(super) struct Target<'a> {
+    /// For all pods.
+    pub(super) staged: &'a Path,
+    /// For this pod.
+    pub(super) dir: &'a Path,
+    pub(super) owner: Ownership,
+    pub(super) call: &'a Call,
+}
+
+/// Mounts an export of a server in a pod's directory.
+pub(super) fn nfs(
+    device: &str,
+    dir: &Path,
+    resolved: &ResolvedVolume,
+    call: &Call,
+) -> Result<(), String> {
+    if mount::is_mounted(dir).map_err(|e| e.to_string())? {
+        return Ok(());
+    }
+    make(dir, 0o750)?;
+    let mut options = resolved.options.clone();
+    options.extend(resolved.read_only.then(|| "ro".to_owned()));
+    mount_with_tool("nfs", device, dir, &options, call)
+}
+
+/// A disk behind a network: it is mounted once, formatted if it is empty, and bound into the pod.
+pub(super) fn remote(
+    disk: &Disk,
+    filesystem: &str,
+    resolved: &ResolvedVolume,
+    to: &Target<'_>,
+) -> Result<(), String> {
+    if mount::is_mounted(to.dir).map_err(|e| e.to_string())? {
+        return Ok(());
+    }
+    let _turn = Turn::of_pod(to.staged)?;
+    if !mount::is_mounted(to.staged).map_err(|e| e.to_string())? {
+        disks::note(disk, to.staged)?;
+        let device = disks::attach(disk)?;
+        stage(&device, filesystem, resolved, to)?;
+    }
+    bind_staged(to.staged, resolved, to)
+}
+
+/// A local volume: a directory is bound into the pod; a device is mounted once, formatted if it is empty.
+pub(super) fn local(
+    path: &Path,
+    filesystem: &str,
+    resolved: &ResolvedVolume,
+    to: &Target<'_>,
+) -> Result<(), String> {
+    let found = fs::metadata(path).map_err(doing(format!("local volume {}", path.display())))?;
+    let device = found.file_type().is_block_device();
+    if resolved.block {
+        return if device {
+            Ok(())
+        } else {
+            Err(format!(
+                "{} is not a block device, as volumeMode Block asks for",
+                path.display()
+            ))
+        };
+    }
+    if mount::is_mounted(to.dir).map_err(|e| e.to_string())? {
+        return Ok(());
+    }
+    let _turn = Turn::of_pod(to.staged)?;
+    let mut source = path;
+    if device {
+        stage(path, filesystem, resolved, to)?;
+        source = to.staged;
+    } else if !found.is_dir() {
+        return Err(format!(
+            "local volume {} is neither a directory nor a block device",
+            path.display()
+        ));
+    }
+    bind_staged(source, resolved, to)
+}
+
+/// Binds what is mounted for all pods into one, and gives it to the pod's group.
+fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Result<(), String> {
+    let Target { dir, owner, .. } = *to;
+    if let Some(group) = owner.group.filter(|_| resolved.owned) {
+        let given = ownership::set_group(source, group, owner.on_mismatch, resolved.read_only);
+        given.map_err(doing(format!(
+            "the group of volume {} cannot be set",
+            resolved.volume
+        )))?;
+    }
+    if to.call.is_cancelled() {
+        return Err(format!("volume {} is not wanted any more", resolved.volume));
+    }
+    make(dir, 0o750)?;
+    let base = beneath::Dir::open(source).map_err(doing("the volume cannot be opened"))?;
+    mount::bind(&base.itself().map_err(|e| e.to_string())?, dir).map_err(doing(format!(
+        "{} cannot be bound to {}",
+        source.display(),
+        dir.display()
+    )))
+}
+
+/// Mounts a device where all pods of this node find it. One that holds anything is never formatted.
+fn stage(
+    device: &Path,
+    filesystem: &str,
+    resolved: &ResolvedVolume,
+    to: &Target<'_>,
+) -> Result<(), String> {
+    if mount::is_mounted(to.staged).map_err(|e| e.to_string())? {
+        return Ok(());
+    }
+    let shown = device.display().to_string();
+    let known = ["ext4", "ext3", "ext2", "xfs", "btrfs"];
+    if !known.contains(&filesystem) {
+        return Err(format!(
+            "filesystem {filesystem:?} is not known: use one of {}",
+            known.join(", ")
+        ));
+    }
+    let found = prepare(&shown, filesystem, resolved.read_only, to.call)?;
+    make(to.staged, 0o750)?;
+    let mut options = resolved.options.clone();
+    options.extend(resolved.read_only.then(|| "ro".to_owned()));
+    mount_with_tool(filesystem, &shown, to.staged, &options, to.call).map_err(|why| match mismatch(
+        &found, filesystem,
+    ) {
+        Some(other) => {
+            format!("{shown} has {other}, and the volume asks for {filesystem}: {why}")
+        }
+        None => why,
+    })
+}
+
+/// Formats an empty device and checks one that is not; the answer is what `blkid` found. However long that takes, it is
+/// never cut off, and the device stays locked meanwhile, also if this agent ends before its tool.
+fn prepare(device: &str, filesystem: &str, read_only: bool, call: &Call) -> Result<String, String> {
+    let held = locked(device)?;
+    // blkid ends with 2 where it finds nothing.
+    let (empty, found) = match tool(
+        "blkid",
+        &["-p", "-s", "TYPE", "-s", "PTTYPE", "-o", "export", device],
+    )? {
+        (2, _) => (true, String::new()),
+        (0, said) => (false, said),
+        (code, said) => {
+            return Err(format!(
+                "blkid cannot tell what is on {device} ({code}): {said}"
+            ));
+        }
+    };
+    if empty && read_only {
+        return Err(format!(
+            "{device} is empty, and the volume is read-only: nothing can be mounted"
+        ));
+    }
+    if empty {
+        let program = format!("mkfs.{filesystem}");
+        let mut arguments = match filesystem {
+            "xfs" | "btrfs" => vec!["-f"],
+            _ => vec!["-F", "-m0"],
+        };
+        arguments.push(device);
+        call.doing(format!("{program} {device}"));
+        match tool_to_its_end(&program, &arguments, held)? {
+            (0, _) => {}
+            (code, said) => return Err(format!("{program} {device} failed with {code}: {said}")),
+        }
+    } else if filesystem.starts_with("ext") {
+        call.doing(format!("fsck -a {device}"));
+        // 1 says that errors were mended, 4 that they were not.
+        match tool_to_its_end("fsck", &["-a", device], held)? {
+            (4, said) => {
+                return Err(format!(
+                    "fsck found errors on {device} that it could not mend: {said}"
+                ));
+            }
+            (code, said) if code > 1 => {
+                tracing::warn!(code, said, device, "fsck could not check a volume")
+            }
+            _ => {}
+        }
+    }
+    Ok(found)
+}
+
+/// A device held with a lock that whoever formats or checks it inherits.
+fn locked(device: &str) -> Result<File, String> {
+    let file = File::open(device).map_err(doing(format!("{device} cannot be opened")))?;
+    file.try_lock().map_err(doing(format!(
+        "{device} is locked: another program formats, checks or probes it just now"
+    )))?;
+    Ok(file)
+}
+
+/// What is on a device by the words of `blkid`, if it is not what is asked for.
+fn mismatch(found: &str, filesystem: &str) -> Option<String> {
+    let value = |key: &str| {
+        found
+            .lines()
+            .find_map(|l| l.strip_prefix(key))
+            .map(str::to_owned)
+    };
+    let table = value("PTTYPE=").map(|kind| format!("a partition table ({kind})"));
+    value("TYPE=")
+        .filter(|kind| kind != filesystem)
+        .map(|kind| format!("a filesystem of type {kind}"))
+        .or(table)
+}
+
+/// Mounts through the system's `mount`, which knows the helpers of filesystems.
+///
+/// A mount that nobody wants any more when it arrives is undone, so that none lands in a directory that is being removed.
+fn mount_with_tool(
+    kind: &str,
+    device: &str,
+    dir: &Path,
+    options: &[String],
+    call: &Call,
+) -> Result<(), String> {
+    call.doing(format!("mount -t {kind} {device}"));
+    let outcome = match mount_called(kind, device, dir, options, call) {
+        Ok(()) if call.is_cancelled() => Err(format!("mount -t {kind} {device} came too late")),
+        other => other,
+    };
+    if outcome.is_err() && mount::is_mounted(dir).map_err(|e| e.to_string())? {
+        mount::unmount(dir, MntFlags::MNT_DETACH).map_err(|e| e.to_string())?;
+    }
+    outcome
+}
+
+fn mount_called(
+    kind: &str,
+    device: &str,
+    dir: &Path,
+    options: &[String],
+    call: &Call,
+) -> Result<(), String> {
+    let (options, dir) = (options.join(","), dir.display().to_string());
+    let mut arguments = vec!["-t", kind];
+    if !options.is_empty() {
+        arguments.extend(["-o", &options]);
+    }
+    arguments.extend([device, &dir]);
+    match tool_while_wanted("mount", &arguments, call)? {
+        (0, _) => Ok(()),
+        (code, said) => Err(format!(
+            "mount -t {kind} {device} failed with {code}: {said}"
+        )),
+    }
+}

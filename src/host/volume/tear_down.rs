@@ -1,0 +1,310 @@
+//! Undoing what a pod has mounted (kubelet spec, 9.3 and 9.8).
+//!
+//! The order is: what is still being mounted is waited for, then the pod's mounts go, the deepest first, then staged
+//! devices that nobody has any more, then sessions. A filesystem whose server is gone is forced after a time; a disk
+//! of this node never is.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+use nix::mount::MntFlags;
+
+use super::PATIENCE;
+use super::disks;
+use super::staging_lock::Turn;
+use crate::host::blocking;
+use crate::host::linux::{LinuxHost, doing, remove, segment};
+use crate::sys::mount::{self, Mount};
+
+/// How long a filesystem of another machine may refuse to be unmounted before it is forced.
+pub(in crate::host) const FORCE_AFTER: Duration = Duration::from_secs(60);
+
+/// Whether a filesystem depends on somebody who may be gone: a server, or a program.
+fn is_remote(kind: &str) -> bool {
+    let kind = kind.split('.').next().unwrap_or(kind);
+    kind.starts_with("nfs") || ["cifs", "smb3", "ceph", "9p", "fuse"].contains(&kind)
+}
+
+impl LinuxHost {
+    /// Unmounts what a pod has mounted, and staged devices that nobody has any more: its own, and those that an agent
+    /// left behind that was killed.
+    pub(in crate::host) async fn tear_down(&self, uid: &str) -> Result<(), String> {
+        let failed = |e: String| format!("volumes cannot be unmounted: {e}");
+        // A mount that was given up may land yet: not below a directory that is being removed.
+        let (begun, dir) = (format!("{}/", segment(uid)?), self.pod_dir(uid)?);
+        self.patient
+            .cancel(&begun, PATIENCE)
+            .await
+            .map_err(failed)?;
+        let table = blocking(|| mount::table().map_err(|e| e.to_string())).await?;
+        let had: BTreeSet<&str> = table
+            .iter()
+            .filter(|m| m.point.starts_with(&dir))
+            .map(|m| m.device.as_str())
+            .collect();
+        self.unmount_below(&dir).await.map_err(failed)?;
+        let memory = self.memory().join(segment(uid)?);
+        blocking(move || remove(&memory)).await?;
+        let staging = self.staging();
+        let staged = table
+            .iter()
+            .filter(|m| staging.iter().any(|dir| m.point.starts_with(dir)));
+        for staged in staged {
+            let (key, pods) = (staged.point.display().to_string(), self.root.join("pods"));
+            let (own, staged) = (had.contains(staged.device.as_str()), staged.clone());
+            match self
+                .patient
+                .call(&key, PATIENCE, move || unstage(&pods, &staged))
+                .await
+            {
+                // Another pod's device that hangs is no reason to stay.
+                Err(error) if own => return Err(failed(error)),
+                Err(error) => tracing::warn!(
+                    error,
+                    volume = key,
+                    "a local volume that no pod uses stays mounted for now"
+                ),
+                Ok(()) => {}
+            }
+        }
+        self.let_sessions_go(uid).await.map_err(failed)
+    }
+
+    /// Unmounts the parts of volumes that containers had: before a driver is asked to unpublish what they are part of.
+    pub(in crate::host) async fn unbind_sub_paths(&self, uid: &str) -> Result<(), String> {
+        let dir = self.pod_dir(uid)?.join("volume-subpaths");
+        self.unmount_below(&dir)
+            .await
+            .map_err(|e| format!("subPath mounts cannot be unmounted: {e}"))
+    }
+
+    /// Unmounts what is mounted at or below a directory, the deepest first.
+    async fn unmount_below(&self, dir: &Path) -> Result<(), String> {
+        let dir = dir.to_owned();
+        let mounts = blocking(move || mount::below(&dir).map_err(|e| e.to_string())).await?;
+        for mount in mounts {
+            self.unmount(mount).await?;
+        }
+        Ok(())
+    }
+
+    async fn unmount(&self, mount: Mount) -> Result<(), String> {
+        let point = mount.point.clone();
+        let outcome = self.unmount_with(&point, MntFlags::empty()).await;
+        let first = {
+            let mut all = self.refusing.lock().unwrap_or_else(PoisonError::into_inner);
+            if outcome.is_ok() {
+                all.remove(&point);
+                return Ok(());
+            }
+            *all.entry(point.clone()).or_insert_with(Instant::now)
+        };
+        if !is_remote(&mount.kind) || first.elapsed() < self.force_after {
+            return outcome;
+        }
+        tracing::warn!(
+            mount = %point.display(),
+            kind = mount.kind,
+            "a volume of another machine cannot be unmounted and is forced: what was not written yet is lost"
+        );
+        let device = mount.device;
+        let shared = blocking(move || {
+            let table = mount::table().map_err(|e| e.to_string())?;
+            Ok(table.iter().filter(|m| m.device == device).count() > 1)
+        });
+        // Mounts of one export share its connection, and forcing one would fail the calls of all.
+        if !shared.await? && self.unmount_with(&point, MntFlags::MNT_FORCE).await.is_ok() {
+            return self.unmounted(&point);
+        }
+        self.unmount_with(&point, MntFlags::MNT_DETACH).await?;
+        self.unmounted(&point)
+    }
+
+    fn unmounted(&self, point: &Path) -> Result<(), String> {
+        let mut all = self.refusing.lock().unwrap_or_else(PoisonError::into_inner);
+        all.remove(point);
+        Ok(())
+    }
+
+    async fn unmount_with(&self, point: &Path, flags: MntFlags) -> Result<(), String> {
+        let key = format!("unmount {} {flags:?}", point.display());
+        let point = point.to_owned();
+        let work = move || mount::unmount(&point, flags).map_err(|e| e.to_string());
+        self.patient.call(&key, PATIENCE, work).await
+    }
+
+    /// Ends the sessions of disks that no pod has: those of a pod that had them as devices, and those that led to
+    /// nothing or whose agent was killed.
+    async fn let_sessions_go(&self, uid: &str) -> Result<(), String> {
+        let (iscsi, mark) = (
+            self.root.join("plugins/kubernetes.io/iscsi"),
+            segment(uid)?.to_owned(),
+        );
+        let found = blocking(move || {
+            let mut own = BTreeSet::new();
+            for place in disks::places(&iscsi.join("volumeDevices")) {
+                if disks::unmark(&place.join(&mark))? {
+                    own.insert(place);
+                }
+            }
+            Ok(disks::places(&iscsi)
+                .into_iter()
+                .map(|place| (own.contains(&place), place))
+                .collect::<Vec<_>>())
+        });
+        for (own, place) in found.await? {
+            let key = place.display().to_string();
+            match self
+                .patient
+                .call(&key, PATIENCE, move || disks::end_if_idle(&place))
+                .await
+            {
+                Err(error) if own => return Err(error),
+                Err(error) => tracing::warn!(
+                    error,
+                    disk = key,
+                    "a session that no pod uses stays for now"
+                ),
+                Ok(()) => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Unmounts a staged device if no pod has it mounted.
+fn unstage(pods: &Path, staged: &Mount) -> Result<(), String> {
+    // Whoever has its turn is about to use it, or does just this.
+    let Some(_turn) = Turn::at(&staged.point) else {
+        return Ok(());
+    };
+    let table = mount::table().map_err(|e| e.to_string())?;
+    let there = table.iter().any(|m| m.point == staged.point);
+    if !there
+        || table
+            .iter()
+            .any(|m| m.device == staged.device && m.point.starts_with(pods))
+    {
+        return Ok(());
+    }
+    mount::unmount_all(&staged.point).map_err(|e| e.to_string())?;
+    disks::end_session(&staged.point)?;
+    fs::remove_dir(&staged.point).map_err(doing(format!(
+        "{} cannot be removed",
+        staged.point.display()
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::pod::cgroup::Driver;
+    use crate::host::cgroups::Cgroups;
+    use std::os::fd::AsRawFd as _;
+
+    /// The machine with a root directory that is a link, as `/var/lib/kubelet` may be.
+    fn host(dir: &Path) -> LinuxHost {
+        fs::create_dir_all(dir.join("disk")).expect("mkdir");
+        std::os::unix::fs::symlink("disk", dir.join("root")).expect("link");
+        LinuxHost::new(
+            &dir.join("root"),
+            dir.join("logs"),
+            Cgroups::new("/", Driver::Cgroupfs),
+            None,
+            None,
+        )
+    }
+
+    #[tokio::test]
+    async fn a_filesystem_whose_server_is_gone_is_forced_after_a_time() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut host = host(dir.path());
+        let point = host.root.join("pods/u/volumes/kubernetes.io~nfs/v");
+        fs::create_dir_all(&point).expect("mkdir");
+        // A filesystem that never answers, held by somebody.
+        let answers = fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open("/dev/fuse");
+        let Ok(answers) = answers else { return };
+        let options = format!(
+            "fd={},rootmode=40000,user_id=0,group_id=0",
+            answers.as_raw_fd()
+        );
+        nix::mount::mount(
+            Some("dead"),
+            &point,
+            Some("fuse"),
+            nix::mount::MsFlags::empty(),
+            Some(options.as_str()),
+        )
+        .expect("mounted");
+        let held = nix::fcntl::open(
+            &point,
+            nix::fcntl::OFlag::O_PATH,
+            nix::sys::stat::Mode::empty(),
+        )
+        .expect("held");
+        assert!(
+            host.tear_down("u")
+                .await
+                .is_err_and(|e| e.contains("EBUSY"))
+        );
+        assert!(mount::is_mounted(&point).expect("looked at"));
+        host.force_after = Duration::ZERO;
+        assert_eq!(host.tear_down("u").await, Ok(()));
+        assert!(!mount::is_mounted(&point).expect("looked at"));
+        drop(held);
+    }
+
+    #[tokio::test]
+    async fn a_disk_of_this_node_is_never_forced() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut host = host(dir.path());
+        host.force_after = Duration::ZERO;
+        let point = host.root.join("pods/u/volumes/kubernetes.io~empty-dir/v");
+        fs::create_dir_all(&point).expect("mkdir");
+        mount::tmpfs(&point, 0).expect("mounted");
+        let held = fs::File::create(point.join("file")).expect("held");
+        for _ in 0..2 {
+            assert!(
+                host.tear_down("u")
+                    .await
+                    .is_err_and(|e| e.contains("EBUSY"))
+            );
+        }
+        drop(held);
+        assert_eq!(host.tear_down("u").await, Ok(()));
+    }
+
+    #[tokio::test]
+    async fn a_mount_that_was_given_up_is_waited_for() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let host = host(dir.path());
+        let point = host.root.join("pods/u/volumes/kubernetes.io~nfs/v");
+        fs::create_dir_all(&point).expect("mkdir");
+        let late = point.clone();
+        let mounting = host
+            .patient
+            .call("u/v", Duration::from_millis(20), move || {
+                std::thread::sleep(Duration::from_millis(300));
+                mount::tmpfs(&late, 0).map_err(|e| e.to_string())
+            });
+        assert!(mounting.await.is_err(), "it is given up");
+        assert_eq!(host.tear_down("u").await, Ok(()));
+        assert!(!mount::is_mounted(&point).expect("looked at"));
+        assert_eq!(host.patient.under_way(), 0);
+    }
+}
