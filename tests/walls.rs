@@ -345,7 +345,6 @@ const LONG_FILES: &[(&str, usize)] = &[
     ("src/cri/client.rs", 881),
     ("tests/control.rs", 1488),
     ("tests/streams.rs", 1219),
-    ("tests/volumes.rs", 916),
 ];
 
 #[test]
@@ -440,9 +439,9 @@ tests/streams commands_run_in_containers_and_ports_are_reached 192
 tests/streams newer_kubectls_do_the_same 136
 tests/streams thousands_of_streams_leave_nothing_behind 119
 tests/streams whoever_holds_connections_or_does_not_read_keeps_nobody_out 102
-tests/volumes a_subpath_never_leads_out_of_its_volume_whoever_swaps_what 115
+tests/mounts a_subpath_never_leads_out_of_its_volume_whoever_swaps_what 115
 tests/volumes claims_are_bound_mounted_kept_and_given_back 227
-tests/volumes mounts_appear_where_their_propagation_says_and_host_paths_are_checked 140
+tests/mounts mounts_appear_where_their_propagation_says_and_host_paths_are_checked 140
 tests/volumes what_changes_in_the_api_changes_in_the_container 154
 tests/world/invariants of_status 125
 ";
