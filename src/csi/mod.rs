@@ -1,6 +1,6 @@
 //! Storage drivers on this node: how they make themselves known, and what is asked of them (CSI 1).
 //!
-//! Every call has two minutes. One that fails in between has an unknown outcome: it is repeated, as CSI makes all
+//! Calls for volumes have two minutes, as the kubelet's have. One that fails in between has an unknown outcome: it is repeated, as CSI makes all
 //! of them repeatable, and nothing is forgotten before the driver has said that it is undone.
 
 use std::time::Duration;
@@ -18,6 +18,8 @@ use crate::core::volume::csi::Abilities;
 
 /// How long a driver is waited for.
 const DEADLINE: Duration = Duration::from_secs(120);
+/// How long a driver may take to describe itself and this node. It is asked again later.
+const DESCRIPTION: Duration = Duration::from_secs(15);
 /// How long registration's calls may take: asking, and telling the outcome.
 const REGISTRATION: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(5));
 
@@ -134,7 +136,7 @@ impl Driver {
         let info = self
             .0
             .clone()
-            .node_get_info(within(pb::NodeGetInfoRequest {}, DEADLINE))
+            .node_get_info(within(pb::NodeGetInfoRequest {}, DESCRIPTION))
             .await?
             .into_inner();
         let topology = info
@@ -155,7 +157,7 @@ impl Driver {
         let answer = self
             .0
             .clone()
-            .node_get_capabilities(within(pb::NodeGetCapabilitiesRequest {}, DEADLINE))
+            .node_get_capabilities(within(pb::NodeGetCapabilitiesRequest {}, DESCRIPTION))
             .await?
             .into_inner();
         let has = |rpc: Rpc| {

@@ -23,7 +23,7 @@ use crate::core::image::gc::Filesystem;
 use crate::core::pod::cgroup::pod_limits;
 use crate::core::pod::users::{self, Mappings};
 use crate::core::volume::payload::Files;
-use crate::core::volume::resolved::ResolvedVolume;
+use crate::core::volume::resolved::{Problem, ResolvedVolume};
 use crate::core::{
     pod::{self, qos},
     serving::logs,
@@ -237,7 +237,7 @@ impl PodHost for LinuxHost {
         pod: &Pod,
         resolved: &ResolvedVolume,
         files: Option<Files>,
-    ) -> Result<(), String> {
+    ) -> Result<(), Problem> {
         self.set_up(pod::uid(pod), resolved, pod::ownership(pod), files)
             .await
     }

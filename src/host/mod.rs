@@ -15,7 +15,7 @@ use k8s_openapi::api::core::v1::Pod;
 use crate::core::image::gc::Filesystem;
 use crate::core::pod::users::Mappings;
 use crate::core::volume::payload::Files;
-use crate::core::volume::resolved::ResolvedVolume;
+use crate::core::volume::resolved::{Problem, ResolvedVolume};
 use crate::sys::usage::Usage;
 
 /// Does work on the filesystem where it holds up nobody.
@@ -72,7 +72,7 @@ pub trait PodHost: Send + Sync + 'static {
         pod: &Pod,
         resolved: &ResolvedVolume,
         files: Option<Files>,
-    ) -> Result<(), String>;
+    ) -> Result<(), Problem>;
     /// The directory or file that a container mounts.
     async fn mount_source(
         &self,

@@ -45,15 +45,21 @@ pub fn under_way(root: &Path) -> Option<u64> {
 struct Giving<'a> {
     root: &'a Path,
     given: u64,
+    stop: &'a dyn Fn() -> bool,
 }
 
 impl Giving<'_> {
     /// One more file; told from time to time.
-    fn count(&mut self) {
+    fn count(&mut self) -> io::Result<()> {
         self.given += 1;
         if self.given.is_multiple_of(1000) {
             under_way_now().insert(self.root.into(), self.given);
         }
+        if (self.stop)() {
+            let why = format!("it was stopped after {} files", self.given);
+            return Err(io::Error::new(io::ErrorKind::Interrupted, why));
+        }
+        Ok(())
     }
 }
 
@@ -144,14 +150,23 @@ fn walk(
             }
         }
         give(held.as_fd(), group, read_only)?;
-        giving.count();
+        giving.count()?;
     }
     Ok(())
 }
 
 /// Gives a volume to a group. With `on_mismatch` only if its root is not the group's yet: the root is changed
-/// last, so that a change that was cut off is done again.
-pub fn set_group(root: &Path, group: u32, on_mismatch: bool, read_only: bool) -> io::Result<()> {
+/// last, so that a change that was cut off is done again. `stop` is asked after each file.
+///
+/// # Errors
+/// Of the kind `Interrupted` if it was stopped.
+pub fn set_group(
+    root: &Path,
+    group: u32,
+    on_mismatch: bool,
+    read_only: bool,
+    stop: &dyn Fn() -> bool,
+) -> io::Result<()> {
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
     let dir = nix::fcntl::open(root, flags, Mode::empty())?;
     let stat = fstat(&dir)?;
@@ -165,7 +180,11 @@ pub fn set_group(root: &Path, group: u32, on_mismatch: bool, read_only: bool) ->
         group,
         read_only,
         0,
-        &mut Giving { root, given: 0 },
+        &mut Giving {
+            root,
+            given: 0,
+            stop,
+        },
     )?;
     give(dir.as_fd(), group, read_only)
 }
@@ -193,7 +212,7 @@ mod tests {
         symlink(&victim, root.join("a/link")).expect("link");
         symlink(outside.path(), root.join("dir")).expect("link");
         let before = std::fs::metadata(&victim).expect("stat");
-        set_group(root, 4242, false, false).expect("given");
+        set_group(root, 4242, false, false, &|| false).expect("given");
         let stat = |path: &str| std::fs::symlink_metadata(root.join(path)).expect("stat");
         assert_eq!((stat("").gid(), stat("").mode() & 0o2770), (4242, 0o2770));
         assert_eq!(
@@ -209,9 +228,17 @@ mod tests {
         assert_eq!((before.gid(), before.mode()), (after.gid(), after.mode()));
         // On a mismatch only: what was changed below a root that is right stays.
         std::os::unix::fs::chown(root.join("a/b/f"), None, Some(0)).expect("chown");
-        set_group(root, 4242, true, false).expect("looked at");
+        set_group(root, 4242, true, false, &|| false).expect("looked at");
         assert_eq!(stat("a/b/f").gid(), 0);
-        set_group(root, 4242, false, true).expect("given");
+        set_group(root, 4242, false, true, &|| false).expect("given");
         assert_eq!(stat("a/b/f").gid(), 4242);
+        // One that is stopped leaves the root for the end, and is done again as a whole.
+        let asked = std::cell::Cell::new(0);
+        let stop = || asked.replace(asked.get() + 1) > 0;
+        let stopped = set_group(root, 4343, true, false, &stop);
+        assert!(stopped.is_err_and(|e| e.kind() == io::ErrorKind::Interrupted));
+        assert_eq!((asked.get(), stat("").gid()), (2, 4242));
+        set_group(root, 4343, true, false, &|| false).expect("given");
+        assert_eq!((stat("").gid(), stat("a/b/f").gid()), (4343, 4343));
     }
 }

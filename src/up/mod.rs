@@ -401,13 +401,9 @@ async fn tidy(settings: &Settings) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Removes a directory of pods, never across a mount: what somebody has mounted there is theirs.
 fn remove_dir(dir: &Path) -> anyhow::Result<()> {
-    match fs::remove_dir_all(dir) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            bail!("{} cannot be removed: {error}", dir.display())
-        }
-        _ => Ok(()),
-    }
+    Ok(crate::sys::removal::remove_tree(dir)?)
 }
 
 /// The kubeconfig's text.

@@ -1,4 +1,5 @@
 //! A small CSI driver that keeps its volumes in directories, and registers as drivers do.
+#![allow(dead_code, reason = "each test needs a part of it")]
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -22,6 +23,8 @@ struct State {
     lost: BTreeSet<String>,
     /// Calls that are never answered.
     hung: BTreeSet<String>,
+    /// Calls that are refused for good: nothing is done.
+    refused: BTreeSet<String>,
     /// What the driver was told when it published last.
     context: HashMap<String, String>,
     secrets: HashMap<String, String>,
@@ -139,6 +142,38 @@ impl Driver {
         } else {
             _ = state.lost.remove(call)
         }
+    }
+
+    /// From the next such call on, until it is called again with `false`, they are refused for good.
+    pub fn refuse(&self, call: &str, refuse: bool) {
+        let mut state = self.state.lock().unwrap();
+        if refuse {
+            _ = state.refused.insert(call.into())
+        } else {
+            _ = state.refused.remove(call)
+        }
+    }
+
+    fn asked(&self, call: &str, volume: &str) -> Result<(), Status> {
+        self.note(call, volume);
+        if self.state.lock().unwrap().refused.contains(call) {
+            return Err(Status::invalid_argument("this is refused for good"));
+        }
+        Ok(())
+    }
+
+    /// As a driver of block devices: what somebody has mounted in part is busy.
+    fn not_busy(&self, volume: &str) -> Result<(), Status> {
+        let part = format!("{}/", self.dir.join(volume).display());
+        let table = std::fs::read_to_string("/proc/self/mountinfo").map_err(failed)?;
+        if table
+            .lines()
+            .any(|l| l.contains(&part) && l.contains("/volume-subpaths/"))
+        {
+            self.note("busy", volume);
+            return Err(Status::internal("the device is busy"));
+        }
+        Ok(())
     }
 
     /// From the next such call on, until it is called again with `false`, there are no answers.
@@ -306,7 +341,7 @@ impl Node for Driver {
         request: Request<pb::NodeStageVolumeRequest>,
     ) -> Result<Response<pb::NodeStageVolumeResponse>, Status> {
         let request = request.into_inner();
-        self.note("stage", &request.volume_id);
+        self.asked("stage", &request.volume_id)?;
         let volume = self.dir.join(&request.volume_id);
         std::fs::create_dir_all(&volume).map_err(failed)?;
         Driver::bind(&volume, Path::new(&request.staging_target_path), false)?;
@@ -318,7 +353,8 @@ impl Node for Driver {
         request: Request<pb::NodeUnstageVolumeRequest>,
     ) -> Result<Response<pb::NodeUnstageVolumeResponse>, Status> {
         let request = request.into_inner();
-        self.note("unstage", &request.volume_id);
+        self.asked("unstage", &request.volume_id)?;
+        self.not_busy(&request.volume_id)?;
         Driver::unbind(Path::new(&request.staging_target_path))?;
         self.answer("unstage", pb::NodeUnstageVolumeResponse {})
     }
@@ -328,7 +364,7 @@ impl Node for Driver {
         request: Request<pb::NodePublishVolumeRequest>,
     ) -> Result<Response<pb::NodePublishVolumeResponse>, Status> {
         let request = request.into_inner();
-        self.note("publish", &request.volume_id);
+        self.asked("publish", &request.volume_id)?;
         {
             let mut state = self.state.lock().unwrap();
             state.context = request.volume_context.clone();
@@ -373,7 +409,8 @@ impl Node for Driver {
         request: Request<pb::NodeUnpublishVolumeRequest>,
     ) -> Result<Response<pb::NodeUnpublishVolumeResponse>, Status> {
         let request = request.into_inner();
-        self.note("unpublish", &request.volume_id);
+        self.asked("unpublish", &request.volume_id)?;
+        self.not_busy(&request.volume_id)?;
         Driver::unbind(Path::new(&request.target_path))?;
         let _ = std::fs::remove_dir(&request.target_path)
             .or_else(|_| std::fs::remove_file(&request.target_path));

@@ -106,14 +106,15 @@ impl PodHost for World {
         pod: &Pod,
         _: &ResolvedVolume,
         _: Option<Files>,
-    ) -> Result<(), String> {
+    ) -> Result<(), Problem> {
         self.machine(|s| {
             if !s.dirs.contains(&uid(pod)) {
                 s.deny(format!("{}: a volume without its directory", uid(pod)));
             }
             s.volumes.insert(uid(pod));
         })
-        .await
+        .await?;
+        Ok(())
     }
 
     async fn mount_source(

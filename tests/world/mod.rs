@@ -21,7 +21,7 @@ use holdfast::core::pod::observed::{Container, ContainerState, ObservedPod, Sand
 use holdfast::core::pod::probe::{Http, Reply};
 use holdfast::core::serving::Streams;
 use holdfast::core::volume::payload::Files;
-use holdfast::core::volume::resolved::ResolvedVolume;
+use holdfast::core::volume::resolved::{Problem, ResolvedVolume};
 use holdfast::cri::{
     Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind,
     RuntimeStatus, Stock,

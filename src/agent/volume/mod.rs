@@ -165,12 +165,9 @@ impl Volumes {
                         begun.elapsed(),
                     );
                 }
-                let labelled = outcome.map_err(|why| {
-                    if resolved.block {
-                        Problem::Map(why)
-                    } else {
-                        Problem::SetUp(why)
-                    }
+                let labelled = outcome.map_err(|problem| match problem {
+                    Problem::SetUp(why) if resolved.block => Problem::Map(why),
+                    other => other,
                 })?;
                 Ok(ResolvedVolume {
                     labelled,
@@ -183,7 +180,12 @@ impl Volumes {
             let made = log.step(Step::Volume, &volume.name, set_up).await.map_err(
                 |problem: Problem| {
                     let message = problem.told(&volume.name);
-                    say(Kind::Warning, problem.reason(), &message);
+                    let kind = if problem.is_failure() {
+                        Kind::Warning
+                    } else {
+                        Kind::Normal
+                    };
+                    say(kind, problem.reason(), &message);
                     message
                 },
             )?;
@@ -328,9 +330,9 @@ async fn one(
     around: &Surroundings<'_>,
     fetched: &Fetched,
     held: &Held,
-) -> Result<bool, String> {
+) -> Result<bool, Problem> {
     if let Source::Csi(served) = &resolved.source {
-        return Box::pin(csi::publish(context, around.pod, served)).await;
+        return Ok(Box::pin(csi::publish(context, around.pod, served)).await?);
     }
     let given = held.fetch(context, around.pod, volume).await?;
     let files = payload::files(volume, around, fetched, &given).transpose()?;

@@ -161,6 +161,9 @@ pub enum Problem {
     /// It cannot be had as a device.
     #[error("{0}")]
     Map(String),
+    /// Its files are still being given to the pod's group.
+    #[error("{0}")]
+    Permissions(String),
 }
 
 impl From<String> for Problem {
@@ -173,11 +176,17 @@ impl Problem {
     /// The reason of the pod's event.
     #[must_use]
     pub fn reason(&self) -> &'static str {
-        if matches!(self, Problem::Map(_)) {
-            "FailedMapVolume"
-        } else {
-            "FailedMount"
+        match self {
+            Problem::Map(_) => "FailedMapVolume",
+            Problem::Permissions(_) => "VolumePermissionChangeInProgress",
+            Problem::Claim(_) | Problem::SetUp(_) => "FailedMount",
         }
+    }
+
+    /// Whether something is wrong. Otherwise it only takes its time.
+    #[must_use]
+    pub fn is_failure(&self) -> bool {
+        !matches!(self, Problem::Permissions(_))
     }
 
     /// The message of the pod's event (kubelet spec, 9.1 and 9.4).
@@ -192,6 +201,7 @@ impl Problem {
             Problem::SetUp(why) => {
                 format!("MountVolume.SetUp failed for volume {volume:?} : {why}")
             }
+            Problem::Permissions(why) => format!("volume {volume:?}: {why}"),
             Problem::Map(why) => {
                 format!("MapVolume.SetUpDevice failed for volume {volume:?} : {why}")
             }

@@ -182,11 +182,16 @@ impl CsiDirs {
             .is_some_and(|dir| dir.join(NOTE).exists())
     }
 
-    /// Where a volume is staged, if it is.
+    /// Where a volume is staged, if it may be. The mount itself is not asked: it may hang.
     #[must_use]
     pub fn staged(&self, volume: &Published) -> Option<PathBuf> {
-        let (_, place) = self.of_staging(&volume.data, volume.block).ok()?;
-        place.exists().then_some(place)
+        let (dir, place) = self.of_staging(&volume.data, volume.block).ok()?;
+        let mark = if volume.block {
+            place.clone()
+        } else {
+            dir.join(NOTE)
+        };
+        mark.exists().then_some(place)
     }
 
     /// All volumes that were published here.
@@ -281,7 +286,7 @@ pub fn give(target: &Path, owner: Ownership) -> Result<(), String> {
     let Some(group) = owner.group else {
         return Ok(());
     };
-    ownership::set_group(target, group, owner.on_mismatch, false)
+    ownership::set_group(target, group, owner.on_mismatch, false, &|| false)
         .map_err(doing("the volume's group cannot be set"))
 }
 

@@ -101,7 +101,9 @@ pub(super) fn local(
 fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Result<(), String> {
     let Target { dir, owner, .. } = *to;
     if let Some(group) = owner.group.filter(|_| resolved.owned) {
-        let given = ownership::set_group(source, group, owner.on_mismatch, resolved.read_only);
+        let stop = || to.call.is_cancelled();
+        let given =
+            ownership::set_group(source, group, owner.on_mismatch, resolved.read_only, &stop);
         given.map_err(doing(format!(
             "the group of volume {} cannot be set",
             resolved.volume

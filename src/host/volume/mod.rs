@@ -21,7 +21,7 @@ use super::linux::{LinuxHost, doing, make, segment};
 use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
 use crate::core::volume::payload::Files;
-use crate::core::volume::resolved::{ResolvedVolume, Source};
+use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
 use crate::sys::{beneath, mount, ownership};
 
 /// How long the kernel is waited for.
@@ -107,7 +107,7 @@ impl LinuxHost {
         resolved: &ResolvedVolume,
         owner: Ownership,
         files: Option<Files>,
-    ) -> Result<(), String> {
+    ) -> Result<(), Problem> {
         let key = format!("{uid}/{}", resolved.volume);
         if let (Source::Disk { disk, .. }, true) = (&resolved.source, resolved.block) {
             let (disk, place) = (disk.clone(), self.mapped_disk(disk)?);
@@ -116,15 +116,11 @@ impl LinuxHost {
                 place.join(segment(uid)?),
                 list.join(segment(&resolved.name)?),
             );
-            return self
-                .patient
-                .call(&key, PATIENCE, move || {
-                    disks::map(&disk, &place, [&mark, &link])
-                })
-                .await;
+            let map = move || disks::map(&disk, &place, [&mark, &link]);
+            return Ok(self.patient.call(&key, PATIENCE, map).await?);
         }
         let dir = self.volume_dir(uid, resolved)?;
-        match resolved.source.clone() {
+        let done = match resolved.source.clone() {
             // The runtime mounts it from its own store, the driver from its.
             Source::Image | Source::Csi(_) => Ok(()),
             Source::HostPath { kind, .. } if kind.is_empty() => Ok(()),
@@ -167,7 +163,10 @@ impl LinuxHost {
                         device::remote(&disk, &filesystem, &resolved, &to)
                     })
                     .await;
-                result.map_err(|why| giving(&given, owner).unwrap_or(why))
+                if let (Err(_), Some(progress)) = (&result, giving(&given, owner)) {
+                    return Err(Problem::Permissions(progress));
+                }
+                result
             }
             Source::Local { path, filesystem } => {
                 let (staged, resolved) = (self.staged(&resolved.name)?, resolved.clone());
@@ -184,14 +183,14 @@ impl LinuxHost {
                         device::local(Path::new(&path), &filesystem, &resolved, &to)
                     })
                     .await;
-                result.map_err(|why| {
-                    given
-                        .iter()
-                        .find_map(|place| giving(place, owner))
-                        .unwrap_or(why)
-                })
+                let progress = given.iter().find_map(|place| giving(place, owner));
+                if let (Err(_), Some(progress)) = (&result, progress) {
+                    return Err(Problem::Permissions(progress));
+                }
+                result
             }
-        }
+        };
+        Ok(done?)
     }
 
     pub(in crate::host) async fn source(

@@ -2,7 +2,7 @@
 
 mod registry;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -31,6 +31,8 @@ const REPORTING: Duration = Duration::from_secs(10);
 /// A driver that is registered.
 #[derive(Debug, Clone)]
 struct Registered {
+    /// The socket that it has registered with.
+    socket: PathBuf,
     driver: Driver,
     abilities: Abilities,
     info: NodeInfo,
@@ -44,6 +46,8 @@ pub struct Csi {
     drivers: Mutex<BTreeMap<String, Registered>>,
     /// All that is published or may be: as noted on disk when the agent started, and kept since.
     published: Mutex<BTreeMap<Place, Published>>,
+    /// The volumes that drivers have staged since they were registered, as nodes name them.
+    staged: Mutex<BTreeSet<String>>,
     /// One call at a time for each volume.
     locks: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
     /// Which volumes are in use has changed.
@@ -68,6 +72,7 @@ impl Csi {
         Csi {
             drivers: Mutex::default(),
             published: Mutex::new(published),
+            staged: Mutex::default(),
             locks: Mutex::default(),
             changed: Notify::new(),
             dirs,
@@ -293,38 +298,27 @@ async fn mount(
     let (described, owner) = (described.as_ref(), pod::ownership(pod));
     let stages = registered.abilities.stage && !volume.inline;
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
-    let (there, staging) = blocking(move || {
+    let (there, before, staging) = blocking(move || {
+        let before = dirs.staged(&own).is_some();
         dirs.prepare(&own)?;
         let staging = if stages {
             dirs.stage(&own)?.display().to_string()
         } else {
             String::new()
         };
-        Ok((is_mounted(&own.target)?, staging))
+        Ok((is_mounted(&own.target)?, before, staging))
     })
     .await?;
-    let gives = csi::gives_group(volume, described, registered.abilities);
+    let capability = csi::capability(volume, registered.abilities, owner.group);
+    // A republish concerns the pod's mount alone.
+    if stages && !there {
+        stage(context, wanted, &told, &staging, capability.clone(), before).await?;
+    }
     if !there || described.is_some_and(|d| d.spec.requires_republish == Some(true)) {
-        let capability = csi::capability(volume, registered.abilities, owner.group);
-        if stages {
-            let request = pb::NodeStageVolumeRequest {
-                volume_id: place.data.volume_handle.clone(),
-                publish_context: told.clone(),
-                staging_target_path: staging.clone(),
-                volume_capability: Some(capability.clone()),
-                secrets: secret(context, volume.stage_secret.as_ref()).await?,
-                volume_context: volume.attributes.clone().into_iter().collect(),
-            };
-            registered
-                .driver
-                .stage(request)
-                .await
-                .map_err(failed("MountVolume.MountDevice failed"))?;
-        }
         let mut volume_context = csi::context(volume, pod, described);
         let mut secrets = secret(context, volume.publish_secret.as_ref()).await?;
         if let Some(tokens) = tokens(context, pod, described).await? {
-            // Drivers log their context, but not what is in secrets: they may wish for the tokens there.
+            // Drivers log their context, but not what is in secrets: they may want the tokens there.
             let place = if described
                 .is_some_and(|d| d.spec.service_account_token_in_secrets == Some(true))
             {
@@ -353,7 +347,7 @@ async fn mount(
             .await
             .map_err(failed("MountVolume.SetUp failed"))?;
     }
-    if gives {
+    if csi::gives_group(volume, described, registered.abilities) {
         // An agent that was killed may have left the group half given: its root is given last.
         let (target, owner) = (
             place.target.clone(),
@@ -365,6 +359,45 @@ async fn mount(
         blocking(move || give(&target, owner)).await?;
     }
     Ok(staging)
+}
+
+/// Has the driver stage a volume, unless it has done so since it was registered. `before` says that it may have been
+/// staged before this try.
+async fn stage(
+    context: &Context,
+    wanted: &Wanted<'_>,
+    told: &HashMap<String, String>,
+    staging: &str,
+    capability: pb::VolumeCapability,
+    before: bool,
+) -> Result<(), String> {
+    let Wanted { volume, place, .. } = wanted;
+    let name = csi::unique_name(&place.data.driver_name, &place.data.volume_handle);
+    if before && lock(&context.csi.staged).contains(&name) {
+        return Ok(());
+    }
+    let request = pb::NodeStageVolumeRequest {
+        volume_id: place.data.volume_handle.clone(),
+        publish_context: told.clone(),
+        staging_target_path: staging.to_owned(),
+        volume_capability: Some(capability),
+        secrets: secret(context, volume.stage_secret.as_ref()).await?,
+        volume_context: volume.attributes.clone().into_iter().collect(),
+    };
+    let Err(error) = wanted.registered.driver.stage(request).await else {
+        lock(&context.csi.staged).insert(name);
+        return Ok(());
+    };
+    if error.certain && !before {
+        // Nothing was staged: its driver need not be asked to undo it, and may be gone when the pod ends.
+        let (dirs, own) = (context.csi.dirs.clone(), place.clone());
+        blocking(move || {
+            dirs.unstaged(&own)?;
+            dirs.forget(&own)
+        })
+        .await?;
+    }
+    Err(failed("MountVolume.MountDevice failed")(error))
 }
 
 /// Makes a filesystem as large as its volume has become, and says so. A volume that stays as small as it was can be
@@ -432,15 +465,15 @@ async fn tokens(
     pod: &Pod,
     driver: Option<&CSIDriver>,
 ) -> Result<Option<Value>, String> {
-    let wishes = driver
+    let wanted = driver
         .and_then(|d| d.spec.token_requests.as_ref())
         .filter(|t| !t.is_empty());
     let mut all = serde_json::Map::new();
-    for wish in wishes.into_iter().flatten() {
+    for wanted in wanted.into_iter().flatten() {
         let asked = TokenFor {
             pod,
-            audience: &wish.audience,
-            seconds: wish.expiration_seconds.unwrap_or(3600),
+            audience: &wanted.audience,
+            seconds: wanted.expiration_seconds.unwrap_or(3600),
         };
         let token = context
             .api
@@ -448,7 +481,7 @@ async fn tokens(
             .await
             .map_err(|e| format!("failed to fetch token: {e}"))?;
         all.insert(
-            wish.audience.clone(),
+            wanted.audience.clone(),
             json!({"token": token.text, "expirationTimestamp": token.expires.to_string()}),
         );
     }
@@ -503,6 +536,8 @@ async fn one(context: &Context, place: &Published) -> Result<(), String> {
         staged(context, place).await?
     };
     if let Some(staged) = &staged {
+        let name = csi::unique_name(&data.driver_name, &data.volume_handle);
+        lock(&context.csi.staged).remove(&name);
         registered
             .driver
             .unstage(&data.volume_handle, &staged.display().to_string())

@@ -15,6 +15,7 @@ use super::Csi;
 use super::Registered;
 use super::lock;
 use crate::agent::{Context, NodeApi};
+use crate::core::volume::csi;
 use crate::csi::{Driver, Plugin, ask, tell};
 use crate::host::blocking;
 use crate::sys::watch::Changes;
@@ -85,33 +86,8 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
         let found = blocking(move || Ok(sockets(&listed, DEPTH)))
             .await
             .unwrap_or_default();
-        known.retain(|path, socket| {
-            let stays = found.get(path) == Some(&socket.identity);
-            if let (false, Some(name)) = (stays, &socket.name) {
-                tracing::info!(driver = name, "a driver has gone");
-                lock(&context.csi.drivers).remove(name);
-            }
-            stays
-        });
-        for (path, identity) in found {
-            let socket = known.entry(path.clone()).or_insert(Socket {
-                identity,
-                name: None,
-                next: Instant::now(),
-                pause: RETRY.0,
-            });
-            if socket.name.is_some() || Instant::now() < socket.next {
-                continue;
-            }
-            match register(&context, &path.display().to_string()).await {
-                Ok(name) => socket.name = Some(name),
-                Err(error) => {
-                    tracing::warn!(error, socket = %path.display(), "a plugin could not be registered");
-                    socket.next = Instant::now() + socket.pause;
-                    socket.pause = (socket.pause * 2).min(RETRY.1);
-                }
-            }
-        }
+        forget_gone(&context, &mut known, &found);
+        register_new(&context, &mut known, found).await;
         let now = context.csi.described();
         if let Some(nodes) = nodes.as_ref().filter(|_| told.as_ref() != Some(&now)) {
             match report(&context, &**nodes, &now).await {
@@ -134,8 +110,72 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
     }
 }
 
+/// Forgets the sockets that have gone. A driver goes with the socket that it has registered with, unless it has another:
+/// a driver that is being replaced has two for a while.
+fn forget_gone(
+    context: &Context,
+    known: &mut BTreeMap<PathBuf, Socket>,
+    found: &BTreeMap<PathBuf, (u64, i64)>,
+) {
+    let mut gone = vec![];
+    known.retain(|path, socket| {
+        let stays = found.get(path) == Some(&socket.identity);
+        if let (false, Some(name)) = (stays, &socket.name) {
+            gone.push((path.clone(), name.clone()));
+        }
+        stays
+    });
+    for (path, name) in gone {
+        {
+            let mut drivers = lock(&context.csi.drivers);
+            if drivers.get(&name).is_none_or(|d| d.socket != path) {
+                continue;
+            }
+            drivers.remove(&name);
+        }
+        tracing::info!(driver = name, socket = %path.display(), "a driver has gone");
+        for other in known.values_mut() {
+            if other.name.as_ref() == Some(&name) {
+                (other.name, other.next) = (None, Instant::now());
+            }
+        }
+    }
+}
+
+/// Registers the sockets that are new or due for another try, side by side: one that does not answer holds up no other.
+async fn register_new(
+    context: &Context,
+    known: &mut BTreeMap<PathBuf, Socket>,
+    found: BTreeMap<PathBuf, (u64, i64)>,
+) {
+    let now = Instant::now();
+    for (path, identity) in found {
+        known.entry(path).or_insert(Socket {
+            identity,
+            name: None,
+            next: now,
+            pause: RETRY.0,
+        });
+    }
+    let due = known
+        .iter_mut()
+        .filter(|(_, socket)| socket.name.is_none() && socket.next <= now);
+    let work = due.map(|(path, socket)| async move {
+        match register(context, path).await {
+            Ok(name) => socket.name = Some(name),
+            Err(error) => {
+                tracing::warn!(error, socket = %path.display(), "a plugin could not be registered");
+                socket.next = Instant::now() + socket.pause;
+                socket.pause = (socket.pause * 2).min(RETRY.1);
+            }
+        }
+    });
+    futures::future::join_all(work).await;
+}
+
 /// Registers who is behind a socket; the answer is the name.
-async fn register(context: &Context, socket: &str) -> Result<String, String> {
+async fn register(context: &Context, path: &Path) -> Result<String, String> {
+    let socket = &path.display().to_string();
     let plugin = ask(socket)
         .await
         .map_err(|e| format!("it does not say who it is: {e}"))?;
@@ -184,9 +224,13 @@ async fn accept(context: &Context, plugin: &Plugin, socket: &str) -> Result<(), 
         ?abilities,
         "a driver is registered"
     );
+    // What a driver that was started anew has staged is not known: it is asked to stage again, which it can repeat.
+    let own = csi::unique_name(&plugin.name, "");
+    lock(&context.csi.staged).retain(|name| !name.starts_with(&own));
     lock(&context.csi.drivers).insert(
         plugin.name.clone(),
         Registered {
+            socket: socket.into(),
             driver,
             abilities,
             info,
