@@ -13,6 +13,7 @@ use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
 use crate::core::volume::resolved::ResolvedVolume;
 use crate::host::linux::{doing, make};
+use crate::sys::beneath::Found;
 use crate::sys::patient::Call;
 use crate::sys::{beneath, mount, ownership};
 
@@ -114,11 +115,31 @@ fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Res
     }
     make(dir, 0o750)?;
     let base = beneath::Dir::open(source).map_err(doing("the volume cannot be opened"))?;
-    mount::bind(&base.itself().map_err(|e| e.to_string())?, dir).map_err(doing(format!(
-        "{} cannot be bound to {}",
-        source.display(),
-        dir.display()
-    )))
+    bind_if_wanted(
+        &base.itself().map_err(|e| e.to_string())?,
+        dir,
+        to.call,
+        format!("{} cannot be bound to {}", source.display(), dir.display()),
+    )
+}
+
+/// Binds what was found in a pod's directory, and undoes it if the pod has ended meanwhile.
+pub(super) fn bind_if_wanted(
+    found: &Found,
+    target: &Path,
+    call: &Call,
+    failed: String,
+) -> Result<(), String> {
+    let unwanted = || format!("{failed}: its pod has ended");
+    if call.is_cancelled() {
+        return Err(unwanted());
+    }
+    mount::bind(found, target).map_err(|e| format!("{failed}: {e}"))?;
+    if call.is_cancelled() {
+        mount::unmount(target, MntFlags::MNT_DETACH).map_err(|e| e.to_string())?;
+        return Err(unwanted());
+    }
+    Ok(())
 }
 
 /// Mounts a device where all pods of this node find it. One that holds anything is never formatted.
@@ -156,6 +177,9 @@ fn stage(
 /// Formats an empty device and checks one that is not; the answer is what `blkid` found. However long that takes, it is
 /// never cut off, and the device stays locked meanwhile, also if this agent ends before its tool.
 fn prepare(device: &str, filesystem: &str, read_only: bool, call: &Call) -> Result<String, String> {
+    if call.is_cancelled() {
+        return Err(format!("{device} is not prepared: its pod has ended"));
+    }
     let held = locked(device)?;
     // blkid ends with 2 where it finds nothing.
     let (empty, found) = match tool(

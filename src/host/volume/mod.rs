@@ -22,7 +22,8 @@ use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
 use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
-use crate::sys::{beneath, mount, ownership};
+use crate::sys::patient::Call;
+use crate::sys::{beneath, ownership};
 
 /// How long the kernel is waited for.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -214,7 +215,7 @@ impl LinuxHost {
             .join(segment(&volume)?)
             .join(segment(&container)?);
         let key = format!("{uid}/{volume}/{container}/{index}");
-        let work = move || {
+        let work = move |call: &Call| {
             let sub = Path::new(&sub);
             if sub.is_absolute() {
                 return Err(format!(
@@ -237,14 +238,20 @@ impl LinuxHost {
             let found = base
                 .find_or_make(sub)
                 .map_err(doing(format!("failed to create subPath directory for volumeMount {volume:?} of container {container:?}")))?;
+            if call.is_cancelled() {
+                return Err(format!(
+                    "volume {volume:?} is not mounted: its pod has ended"
+                ));
+            }
             make(&places, 0o750)?;
             let target = places.join(index.to_string());
-            mount::bind(&found, &target).map_err(doing(format!(
+            let failed = format!(
                 "failed to prepare subPath for volumeMount {volume:?} of container {container:?}"
-            )))?;
+            );
+            device::bind_if_wanted(&found, &target, call, failed)?;
             Ok(target)
         };
-        self.patient.call(&key, PATIENCE, work).await
+        self.patient.call_with(&key, PATIENCE, work).await
     }
 
     pub(in crate::host) async fn read(
