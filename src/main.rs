@@ -11,6 +11,7 @@ use holdfast::cli::{
 use holdfast::config;
 use holdfast::control;
 use holdfast::core::pod::explain as explanation;
+use holdfast::https;
 use holdfast::logging;
 use holdfast::sys;
 use holdfast::up;
@@ -43,6 +44,7 @@ fn main() -> ExitCode {
         Cli::parse_from(&given.rest).command
     };
     sys::memory::limit_arenas();
+    https::end_process_on_panic();
     // The agent's log is as its configuration has it.
     if !matches!(command, Command::Agent(_)) {
         let level = if matches!(command, Command::ControlPlane(_)) {

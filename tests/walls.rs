@@ -339,11 +339,8 @@ const LONGEST_FILE: usize = 800;
 /// Files that were longer when the limit came; they may shrink, and leave the list when they have.
 const LONG_FILES: &[(&str, usize)] = &[
     ("src/config/mod.rs", 1087),
-    ("src/control/api/validate.rs", 891),
-    ("src/control/api/write.rs", 963),
     ("src/core/pod/status.rs", 817),
     ("src/cri/client.rs", 881),
-    ("tests/control.rs", 1488),
     ("tests/streams.rs", 1219),
 ];
 
@@ -391,13 +388,10 @@ src/agent/serving read 105
 src/agent/serving resource 101
 src/config resolve 295
 src/config/serving resolve 110
-src/control/api bootstrap 140
+src/control/api/rbac roles 116
 src/control/api cells 130
 src/control/api cells 157
-src/control/api container 114
-src/control/api merge_unchangeable 101
 src/control/api objects 143
-src/control/api pod_spec 106
 src/control/api validate 115
 src/control/controllers status 114
 src/control/controllers take 124

@@ -49,13 +49,17 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let serving = pki.serving("kube-apiserver", &names, &addresses)?;
     let (private, public) = pki.token_keys()?;
     let store = Store::open(&settings.dir.join("store.redb"), api::object::index)?;
-    let own = pki.client(
-        "apiserver-kubelet-client",
-        "kube-apiserver-kubelet-client",
-        &["system:masters"],
-    )?;
+    // It may call agents and nothing else: whatever a node's status names gets to see no more than that.
+    let own = pki.client("node-client", api::rbac::NODE_CLIENT, &[])?;
     let broken = |e: crate::https::BoxError| anyhow::anyhow!("TLS cannot be set up: {e}");
-    let nodes = api::nodes::Nodes::new(&own.certificate, &own.key, &pki.ca).map_err(broken)?;
+    let (service_range, api_port) = (settings.service_range, settings.listen.port());
+    let is_ours = move |address: SocketAddr| {
+        // An address of this machine is one that can be bound.
+        (address.port() == api_port && std::net::UdpSocket::bind((address.ip(), 0)).is_ok())
+            || matches!(address.ip(), IpAddr::V4(ip) if service_range.contains(&ip))
+    };
+    let nodes =
+        api::nodes::Nodes::new(&own.certificate, &own.key, &pki.ca, is_ours).map_err(broken)?;
     let api = Api::new(
         store,
         Tokens::new(&private, &public)?,
@@ -90,8 +94,8 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let client = crate::kubeapi::client::connect(&kubeconfig).await?;
     let ca = pki.ca.clone();
     let caches = controllers::Caches::start(&client);
-    let sign: controllers::Sign = std::sync::Arc::new(move |der, client, seconds| {
-        pki.sign_request(der, client, seconds)
+    let sign: controllers::Sign = std::sync::Arc::new(move |asked, client, seconds| {
+        pki.sign_request(asked, client, seconds)
             .map_err(|e| e.to_string())
     });
     let directories = (
@@ -116,18 +120,22 @@ fn master() -> api::auth::User {
     }
 }
 
+/// Makes an object, if it is not there yet.
 async fn post(api: &Api, path: &str, body: &Value) -> anyhow::Result<()> {
+    send(api, "POST", path, body, 409).await
+}
+
+/// Writes an object; `fine` is answered where it is good as it is.
+async fn send(api: &Api, method: &str, path: &str, body: &Value, fine: u16) -> anyhow::Result<()> {
     let request = Request {
-        method: "POST".into(),
+        method: method.into(),
         path: path.into(),
         body: body.to_string().into(),
         user: master(),
         ..Request::default()
     };
     match api.answer(request).await {
-        api::Answer::Body {
-            code: 201 | 409, ..
-        } => Ok(()),
+        api::Answer::Body { code, .. } if code == 201 || code == fine => Ok(()),
         api::Answer::Body { code, body, .. } => anyhow::bail!(
             "a bootstrap object was refused with {code}: {}",
             String::from_utf8_lossy(&body)
@@ -155,12 +163,14 @@ async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
         .await?;
     }
     for (plural, object) in api::rbac::bootstrap() {
-        post(
-            api,
-            &format!("/apis/rbac.authorization.k8s.io/v1/{plural}"),
-            &object,
-        )
-        .await?;
+        let path = format!("/apis/rbac.authorization.k8s.io/v1/{plural}");
+        post(api, &path, &object).await?;
+        let name = api::object::name(&object);
+        let stored = api.store().get(&format!("{plural}/{name}"));
+        let stored: Option<Value> = stored.and_then(|r| serde_json::from_slice(&r.value).ok());
+        if let Some(renewed) = stored.and_then(|stored| api::rbac::renewed(&stored, &object)) {
+            send(api, "PUT", &format!("{path}/{name}"), &renewed, 200).await?;
+        }
     }
     // Claims without a class get a directory of this machine once a pod wants them.
     let class = json!({"metadata": {"name": "standard", "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}},

@@ -10,9 +10,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, PublicKeyData as _, SanType,
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
+    Issuer, KeyPair, KeyUsagePurpose, PublicKeyData as _, SanType, SubjectPublicKeyInfo,
 };
+
+use crate::core::node::signing::{Asked, is_as_asked};
 
 /// Why certificates cannot be made or read.
 #[derive(Debug, thiserror::Error)]
@@ -35,6 +37,9 @@ pub enum PkiError {
         /// The cause.
         source: rcgen::Error,
     },
+    /// A certificate that was just signed says something else than was asked for; it is not given out.
+    #[error("the signed certificate differs from the request: {0}; this is a bug")]
+    Differs(String),
 }
 
 /// A directory of certificates with its CA.
@@ -152,11 +157,29 @@ impl Pki {
         Ok((private, public))
     }
 
-    /// Signs a request of a node (DER) for so many seconds: what it may be used for we say, not the request.
-    pub fn sign_request(&self, der: &[u8], client: bool, seconds: i64) -> Result<String, PkiError> {
-        let mut request = rcgen::CertificateSigningRequestParams::from_der(&der.into())
-            .map_err(|e| self.crypto(e))?;
-        let params = &mut request.params;
+    /// Signs what a node asks for, for so many seconds: what the certificate may be used for we say. The answer is PEM, and
+    /// has been compared with what was asked.
+    pub fn sign_request(
+        &self,
+        asked: &Asked,
+        client: bool,
+        seconds: i64,
+    ) -> Result<String, PkiError> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = DistinguishedName::new();
+        params
+            .distinguished_name
+            .push(DnType::OrganizationName, asked.organization.as_str());
+        params
+            .distinguished_name
+            .push(DnType::CommonName, asked.name.as_str());
+        for name in &asked.dns {
+            let name = name.as_str().try_into().map_err(|e| self.crypto(e))?;
+            params.subject_alt_names.push(SanType::DnsName(name));
+        }
+        params
+            .subject_alt_names
+            .extend(asked.addresses.iter().map(|a| SanType::IpAddress(*a)));
         params.is_ca = IsCa::ExplicitNoCa;
         params.key_usages = vec![
             KeyUsagePurpose::DigitalSignature,
@@ -167,21 +190,20 @@ impl Pki {
         } else {
             ExtendedKeyUsagePurpose::ServerAuth
         }];
-        if client {
-            params.subject_alt_names.clear();
-        }
-        params.custom_extensions.clear();
         let now = jiff::Timestamp::now().as_second();
         let at = |second: i64| {
             rcgen::date_time_ymd(1970, 1, 1)
                 + Duration::from_secs(u64::try_from(second).unwrap_or(0))
         };
+        let seconds = seconds.clamp(0, i64::from(i32::MAX));
         // Clocks differ: it is good since five minutes.
         (params.not_before, params.not_after) = (at(now - 300), at(now + seconds));
-        Ok(request
-            .signed_by(&self.issuer)
-            .map_err(|e| self.crypto(e))?
-            .pem())
+        let key = SubjectPublicKeyInfo::from_der(&asked.key).map_err(|e| self.crypto(e))?;
+        let certificate = params
+            .signed_by(&key, &self.issuer)
+            .map_err(|e| self.crypto(e))?;
+        is_as_asked(certificate.der(), asked, client).map_err(PkiError::Differs)?;
+        Ok(certificate.pem())
     }
 
     fn sign(&self, mut params: CertificateParams) -> Result<Pair, PkiError> {
@@ -269,4 +291,45 @@ pub fn kubeconfig(server: &str, ca: &str, user: &str, pair: &Pair) -> String {
         encode(&pair.certificate),
         encode(&pair.key)
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::node::signing::asked;
+
+    #[test]
+    fn what_is_signed_is_what_was_asked() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let pki = Pki::open(dir.path()).expect("a CA");
+        let key = KeyPair::generate().expect("a key");
+        let mut params = CertificateParams::new(vec!["n".to_owned()]).expect("names");
+        params
+            .distinguished_name
+            .push(DnType::OrganizationName, "system:nodes");
+        params
+            .distinguished_name
+            .push(DnType::CommonName, "system:node:n");
+        let request = params.serialize_request(&key).expect("a request");
+        let asked = asked(request.der()).expect("plain");
+        let pem = pki
+            .sign_request(&asked, false, 600)
+            .expect("signed and compared");
+        let (_, block) = x509_parser::pem::parse_x509_pem(pem.as_bytes()).expect("PEM");
+        let differs = |change: &dyn Fn(&mut crate::core::node::signing::Asked), client| {
+            let mut other = asked.clone();
+            change(&mut other);
+            is_as_asked(&block.contents, &other, client).is_err()
+        };
+        assert!(!differs(&|_| {}, false));
+        assert!(differs(&|_| {}, true), "a server's is no client's");
+        assert!(differs(&|a| a.name = "system:node:m".into(), false));
+        assert!(differs(
+            &|a| a.organization = "system:masters".into(),
+            false
+        ));
+        assert!(differs(&|a| a.dns.clear(), false));
+        assert!(differs(&|a| a.key = vec![], false));
+        assert!(pki.sign_request(&asked, true, i64::MAX).is_ok());
+    }
 }

@@ -1,6 +1,8 @@
 //! HTTP and HTTPS listeners: bounded in connections and in patience, with certificates that are read anew when their
 //! files change, and tunnels for connections that leave HTTP.
 
+mod border;
+mod receive;
 mod spdy;
 mod tls;
 mod tunnel;
@@ -28,6 +30,8 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 
+pub use border::{Panicked, end_process_on_panic, guard};
+pub use receive::{NotReceived, receive};
 pub use tls::{ClientFiles, Protocol, Tls, TlsFiles, client};
 pub use tunnel::{Outgoing, TunnelError, is_upgrade, tunnel};
 pub use websocket::{Carried, Channels, carried, serve_socket};
@@ -39,12 +43,17 @@ pub type Body = UnsyncBoxBody<Bytes, BoxError>;
 
 /// How long a TLS handshake may take.
 const HANDSHAKE: Duration = Duration::from_secs(10);
+/// How long a connection may take for its first request before it counts as idle.
+const FRESH: Duration = Duration::from_secs(1);
 
 /// What one listener gives away.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// How many connections it has at most. For one more the longest idle one goes; if all are busy, it waits.
+    /// How many connections it has at most. For one more the longest idle one goes, or one that is slow to send its
+    /// request's body; if there is none of these, it waits.
     pub connections: usize,
+    /// Whether one that nobody has vouched for ([`Place::vouch`]) makes room too.
+    pub strangers_give_way: bool,
     /// How long a connection may be without a request, or with half of one. None for any time.
     pub idle: Option<Duration>,
 }
@@ -88,9 +97,29 @@ struct Connections {
 struct Connection {
     /// Requests under way: while it is held more than once, there are some.
     busy: Arc<()>,
+    /// Those of them whose body has not arrived yet, counted in the same way.
+    receiving: Arc<()>,
+    /// Whether somebody known has asked something on it.
+    vouched: bool,
     /// Since when it has been as it is.
     since: Instant,
     task: AbortHandle,
+}
+
+impl Connection {
+    /// How easily it makes room for another, the lowest first; none if it stays.
+    fn worth(&self, limits: Limits) -> Option<u8> {
+        let under_way = Arc::strong_count(&self.busy) - 1;
+        if under_way == 0 {
+            // One that has just come gets the time to ask something.
+            let new = limits.strangers_give_way && self.since.elapsed() < FRESH;
+            Some(if new { 3 } else { 0 })
+        } else if Arc::strong_count(&self.receiving) > under_way {
+            Some(1)
+        } else {
+            (limits.strangers_give_way && !self.vouched).then_some(2)
+        }
+    }
 }
 
 impl Connections {
@@ -98,22 +127,21 @@ impl Connections {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes room for one more: if there are too many, the one that has been idle longest goes. Whoever only holds
-    /// connections keeps nobody else out.
-    async fn make_room(&self, most: usize) {
+    /// Makes room for one more: if there are too many, the one that is worth least goes, and of several the oldest.
+    /// Whoever only holds connections keeps nobody else out.
+    async fn make_room(&self, limits: Limits) {
         loop {
             let closed = self.closed.notified();
             {
                 let mut all = self.all();
-                if all.len() < most {
+                if all.len() < limits.connections {
                     return;
                 }
-                let idle = all
+                let least = all
                     .iter()
-                    .filter(|(_, c)| Arc::strong_count(&c.busy) == 1)
-                    .min_by_key(|(_, c)| c.since)
-                    .map(|(id, _)| *id);
-                if let Some(connection) = idle.and_then(|id| all.remove(&id)) {
+                    .filter_map(|(id, c)| Some((c.worth(limits)?, c.since, *id)))
+                    .min();
+                if let Some(connection) = least.and_then(|(.., id)| all.remove(&id)) {
                     connection.task.abort();
                     return;
                 }
@@ -145,7 +173,6 @@ where
     let connections = Arc::new(Connections::default());
     let mut next = 0;
     loop {
-        connections.make_room(limits.connections).await;
         let (socket, address) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
@@ -155,6 +182,7 @@ where
                 continue;
             }
         };
+        connections.make_room(limits).await;
         // Small answers and watch lines must not wait for the acknowledgement of the one before.
         let _ = socket.set_nodelay(true);
         next += 1;
@@ -167,7 +195,7 @@ where
                 connections: Arc::clone(&held),
                 id,
             };
-            let turn = Turn {
+            let place = Place {
                 connections: held,
                 id,
             };
@@ -180,7 +208,7 @@ where
                     },
                     limits,
                     respond,
-                    turn,
+                    place,
                 )
                 .await;
             };
@@ -203,7 +231,7 @@ where
                 },
                 limits,
                 respond,
-                turn,
+                place,
             ))
             .await;
         });
@@ -211,6 +239,8 @@ where
             id,
             Connection {
                 busy: Arc::default(),
+                receiving: Arc::default(),
+                vouched: false,
                 since: Instant::now(),
                 task: task.abort_handle(),
             },
@@ -218,11 +248,26 @@ where
     }
 }
 
-/// A connection's place among the others.
+/// A connection's place among the others; every request carries it among its extensions.
 #[derive(Clone)]
-struct Turn {
+pub struct Place {
     connections: Arc<Connections>,
     id: u64,
+}
+
+impl Place {
+    /// Notes that somebody known is on this connection: it does not make room while it is busy.
+    pub fn vouch(&self) {
+        if let Some(connection) = self.connections.all().get_mut(&self.id) {
+            connection.vouched = true;
+        }
+    }
+
+    /// Notes that a request's body is awaited, as long as what is returned lives.
+    fn receive(&self) -> Option<Arc<()>> {
+        let all = self.connections.all();
+        Some(Arc::clone(&all.get(&self.id)?.receiving))
+    }
 }
 
 /// Gives the place back, however the connection ends.
@@ -268,18 +313,22 @@ async fn converse<S, F>(
     peer: Peer,
     limits: Limits,
     respond: S,
-    turn: Turn,
+    place: Place,
 ) where
     S: Fn(Peer, Request<Incoming>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Response<Body>> + Send + 'static,
 {
-    let service = service_fn(move |request| {
-        let busy = turn.connections.begin(turn.id);
-        let answer = respond(peer.clone(), request);
+    let service = service_fn(move |mut request: Request<Incoming>| {
+        let busy = place.connections.begin(place.id);
+        request.extensions_mut().insert(place.clone());
+        let (respond, peer) = (respond.clone(), peer.clone());
         async move {
+            let answer = guard(async move { respond(peer, request).await }).await;
+            let answer = answer.unwrap_or_else(|panicked| {
+                text(StatusCode::INTERNAL_SERVER_ERROR, panicked.to_string())
+            });
             // Until the last of the body has gone.
-            let answer = answer.await.map(|body| Held { body, _busy: busy });
-            Ok::<_, Infallible>(answer)
+            Ok::<_, Infallible>(answer.map(|body| Held { body, _busy: busy }))
         }
     });
     let mut builder = auto::Builder::new(TokioExecutor::new());
@@ -324,6 +373,7 @@ mod tests {
         let at = listener.local_addr().expect("an address");
         let limits = Limits {
             connections: 4,
+            strangers_give_way: false,
             idle: None,
         };
         tokio::spawn(serve(
@@ -357,5 +407,111 @@ mod tests {
             !ask(&mut idle[0], "/").await.contains("END"),
             "the oldest idle one made room"
         );
+    }
+
+    /// Serves what waits for bodies on `/body`, answers without end on `/endless`, and panics on `/panic`.
+    async fn server(connections: usize) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let at = listener.local_addr().expect("an address");
+        let limits = Limits {
+            connections,
+            strangers_give_way: true,
+            idle: None,
+        };
+        let respond = |_, request: Request<Incoming>| async move {
+            match request.uri().path() {
+                "/panic" => panic!("on purpose"),
+                "/body" => match receive(request, 10, Duration::from_millis(300)).await.1 {
+                    Ok(body) => text(StatusCode::OK, format!("{} bytes END", body.len())),
+                    Err(error) => text(StatusCode::BAD_REQUEST, format!("{error} END")),
+                },
+                "/known" => {
+                    if let Some(place) = request.extensions().get::<Place>() {
+                        place.vouch();
+                    }
+                    tokio::time::sleep(Duration::from_millis(500)).await;
+                    text(StatusCode::OK, "END")
+                }
+                "/endless" => std::future::pending().await,
+                _ => text(StatusCode::OK, "END"),
+            }
+        };
+        tokio::spawn(serve(listener, None, limits, respond));
+        at
+    }
+
+    async fn say(at: SocketAddr, text: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(at).await.expect("connected");
+        stream.write_all(text.as_bytes()).await.expect("sent");
+        stream
+    }
+
+    #[tokio::test]
+    async fn slow_senders_and_strangers_keep_nobody_out() {
+        let at = server(4).await;
+        let known = tokio::spawn(async move {
+            let mut stream = TcpStream::connect(at).await.expect("connected");
+            ask(&mut stream, "/known").await
+        });
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let mut held = vec![];
+        for _ in 0..10 {
+            held.push(
+                say(
+                    at,
+                    "POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\na",
+                )
+                .await,
+            );
+            held.push(say(at, "GET /endless HTTP/1.1\r\nHost: x\r\n\r\n").await);
+        }
+        let mut last = TcpStream::connect(at).await.expect("connected");
+        let said = tokio::time::timeout(Duration::from_millis(200), ask(&mut last, "/"))
+            .await
+            .expect("in time");
+        assert!(said.contains("200 OK"), "{said}");
+        assert!(
+            known.await.expect("ended").contains("END"),
+            "whoever is known is not cut off"
+        );
+    }
+
+    #[tokio::test]
+    async fn bodies_have_a_size_and_a_deadline() {
+        let at = server(4).await;
+        let post = |length: usize, body: &str| {
+            format!(
+                "POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}"
+            )
+        };
+        for (sent, words) in [
+            (post(5, "12345"), "5 bytes"),
+            (post(11, "12345678901"), "longer than 10 bytes"),
+            (post(5, "1"), "did not arrive within"),
+        ] {
+            let mut stream = say(at, &sent).await;
+            let mut all = String::new();
+            // The connection may be reset behind the answer, as not all of the body was read.
+            let _ = stream.read_to_string(&mut all).await;
+            assert!(all.contains(words), "{words}: {all}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_panic_is_an_answer() {
+        let at = server(4).await;
+        let mut stream = say(
+            at,
+            "GET /panic HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        )
+        .await;
+        let mut all = String::new();
+        stream.read_to_string(&mut all).await.expect("an answer");
+        assert!(
+            all.starts_with("HTTP/1.1 500") && all.contains("log has it as panic"),
+            "{all}"
+        );
+        let mut next = TcpStream::connect(at).await.expect("connected");
+        assert!(ask(&mut next, "/").await.contains("200 OK"));
     }
 }

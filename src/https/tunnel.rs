@@ -153,6 +153,7 @@ mod tests {
     /// A server that answers as `answer` says, and one in front of it that hands on.
     async fn pair(answer: fn(Request<Incoming>) -> Response<Body>) -> std::net::SocketAddr {
         let limits = Limits {
+            strangers_give_way: false,
             connections: 8,
             idle: None,
         };

@@ -41,11 +41,13 @@ pub use figures::VolumeFigures;
 
 /// What the main listener gives away.
 const MAIN: Limits = Limits {
+    strangers_give_way: false,
     connections: 512,
     idle: Some(Duration::from_secs(90)),
 };
 /// What the others do.
 const SIDE: Limits = Limits {
+    strangers_give_way: false,
     connections: 32,
     idle: Some(Duration::from_secs(30)),
 };

@@ -10,9 +10,9 @@ use std::collections::BTreeMap;
 use serde_json::{Value, json};
 
 use super::error::ApiError;
-use super::object::text;
+use super::object::{list, text};
 use super::resources::Resource;
-use super::token::Tokens;
+use super::token::{ISSUER, Tokens};
 use crate::control::store::Store;
 use crate::core::node::signing::subject;
 
@@ -85,7 +85,9 @@ pub fn authenticate(
     let unauthorized = || ApiError::new(401, "Unauthorized", "Unauthorized");
     if let Some(token) = authorization {
         let token = token.strip_prefix("Bearer ").ok_or_else(unauthorized)?;
-        return of_token(token.trim(), tokens, store).ok_or_else(unauthorized);
+        let (user, _) =
+            of_token(token.trim(), &[ISSUER], tokens, store).ok_or_else(unauthorized)?;
+        return Ok(user);
     }
     if let Some(der) = certificate {
         return of_certificate(der).ok_or_else(unauthorized);
@@ -97,16 +99,35 @@ pub fn authenticate(
     })
 }
 
-/// Verifies a service-account token: its signature, and that account and pod still exist.
+/// Verifies a service-account token: its signature, that it is meant for one of `audiences`, and that account and pod
+/// still exist. With the user come those of the audiences that it is meant for.
 #[must_use]
-pub fn of_token(token: &str, tokens: &Tokens, store: &Store) -> Option<User> {
+pub fn of_token(
+    token: &str,
+    audiences: &[&str],
+    tokens: &Tokens,
+    store: &Store,
+) -> Option<(User, Vec<String>)> {
     if let Some((id, secret)) = token
         .split_once('.')
         .filter(|(id, secret)| id.len() == 6 && secret.len() == 16)
     {
-        return of_bootstrap(id, secret, store);
+        // It is meant for this API alone.
+        let user = of_bootstrap(id, secret, store).filter(|_| audiences.contains(&ISSUER))?;
+        return Some((user, vec![ISSUER.into()]));
     }
-    let claims = tokens.verify(token)?;
+    let claims = tokens.verify(token, audiences)?;
+    let meant = match &claims["aud"] {
+        Value::String(one) => vec![one.clone()],
+        many => list(many, &[])
+            .iter()
+            .filter_map(|a| a.as_str().map(Into::into))
+            .collect(),
+    };
+    let meant: Vec<String> = meant
+        .into_iter()
+        .filter(|a: &String| audiences.contains(&a.as_str()))
+        .collect();
     let about = claims.get("kubernetes.io")?;
     let namespace = text(about, &["namespace"])?;
     let account = text(about, &["serviceaccount", "name"])?;
@@ -126,14 +147,15 @@ pub fn of_token(token: &str, tokens: &Tokens, store: &Store) -> Option<User> {
     {
         return None;
     }
-    Some(User::authenticated(
+    let user = User::authenticated(
         format!("system:serviceaccount:{namespace}:{account}"),
         uid.to_owned(),
         vec![
             "system:serviceaccounts".into(),
             format!("system:serviceaccounts:{namespace}"),
         ],
-    ))
+    );
+    Some((user, meant))
 }
 
 /// Who a bootstrap token stands for: it lies in a secret of kube-system, and may have ended (control-plane spec, 6.1).
@@ -186,7 +208,7 @@ fn of_bootstrap(id: &str, secret: &str, store: &Store) -> Option<User> {
 }
 
 /// What is asked, for authorisation.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Default, Clone, Copy)]
 pub struct Ask<'a> {
     /// The verb, for instance `list`.
     pub verb: &'a str,
@@ -198,8 +220,10 @@ pub struct Ask<'a> {
     pub sub: &'a str,
     /// The namespace or empty.
     pub namespace: &'a str,
-    /// The name or empty.
+    /// The name or empty; of a list, watch or deletion of many the one that a field selector fixes.
     pub name: &'a str,
+    /// The node to which a field selector (`spec.nodeName`) confines it, or empty.
+    pub on_node: &'a str,
 }
 
 /// Whether `user` may do it.
@@ -210,7 +234,11 @@ pub fn may(user: &User, ask: &Ask<'_>) -> bool {
     }
     if user.is_in("system:authenticated")
         && ask.verb == "create"
-        && ask.resource.starts_with("selfsubject")
+        && matches!(
+            (ask.group, ask.resource),
+            ("authorization.k8s.io", "selfsubjectaccessreviews")
+                | ("authentication.k8s.io", "selfsubjectreviews")
+        )
     {
         return true;
     }
@@ -223,9 +251,13 @@ fn node_may(node: &str, ask: &Ask<'_>) -> bool {
         ("nodes", "" | "status") => match ask.verb {
             "create" => true,
             "update" | "patch" => ask.name == node,
-            _ => read,
+            _ => read && ask.name == node,
         },
-        ("pods", "") => read || matches!(ask.verb, "create" | "delete"),
+        // Which one it may get or delete, the graph says.
+        ("pods", "") => match ask.verb {
+            "list" | "watch" => ask.on_node == node,
+            verb => matches!(verb, "get" | "create" | "delete"),
+        },
         ("pods", "status") => matches!(ask.verb, "patch" | "update" | "get"),
         ("pods", "eviction") | ("serviceaccounts", "token") => ask.verb == "create",
         (
@@ -239,15 +271,27 @@ fn node_may(node: &str, ask: &Ask<'_>) -> bool {
         ) => read,
         ("persistentvolumeclaims", "status") => matches!(ask.verb, "patch" | "update" | "get"),
         ("clustertrustbundles", "") => read,
-        ("podcertificaterequests" | "certificatesigningrequests", "") => {
-            read || ask.verb == "create"
+        ("certificatesigningrequests", "") => read || ask.verb == "create",
+        ("podcertificaterequests", "") => {
+            ask.verb == "create" || (read && (!ask.name.is_empty() || ask.on_node == node))
         }
-        ("csinodes", "") => read || ask.name == node || ask.verb == "create",
+        ("csinodes", "") => {
+            ask.verb == "create"
+                || (ask.name == node
+                    && matches!(
+                        ask.verb,
+                        "get" | "list" | "watch" | "update" | "patch" | "delete"
+                    ))
+        }
         ("events", "") => matches!(ask.verb, "create" | "patch" | "update"),
         ("leases", "") => {
-            ask.namespace == "kube-node-lease" && (ask.verb == "create" || ask.name == node)
+            ask.namespace == "kube-node-lease"
+                && (ask.verb == "create"
+                    || (ask.name == node
+                        && matches!(ask.verb, "get" | "update" | "patch" | "delete")))
         }
-        ("tokenreviews" | "subjectaccessreviews", "") => ask.verb == "create",
+        ("tokenreviews", "") => ask.verb == "create" && ask.group == "authentication.k8s.io",
+        ("subjectaccessreviews", "") => ask.verb == "create" && ask.group == "authorization.k8s.io",
         _ => false,
     }
 }
@@ -310,8 +354,14 @@ pub fn ask<'a>(
         group: resource.group,
         resource: resource.plural,
         sub,
-        namespace,
+        // A namespace is in itself, so that a role in it can say who may look at it.
+        namespace: if resource.kind == "Namespace" && namespace.is_empty() {
+            name
+        } else {
+            namespace
+        },
         name,
+        on_node: "",
     }
 }
 
@@ -353,6 +403,32 @@ mod tests {
             ),
             (&account, ask("list", pods, "", "default", ""), false),
             (&anonymous, ask("list", pods, "", "default", ""), false),
+            (&node, ask("get", nodes, "", "", "n1"), true),
+            (&node, ask("get", nodes, "", "", "n2"), false),
+            (&node, ask("list", nodes, "", "", ""), false),
+            (&node, ask("list", nodes, "", "", "n1"), true),
+            (&node, ask("list", pods, "", "", ""), false),
+            (
+                &node,
+                Ask {
+                    on_node: "n1",
+                    ..ask("watch", pods, "", "", "")
+                },
+                true,
+            ),
+            (
+                &node,
+                Ask {
+                    on_node: "n2",
+                    ..ask("watch", pods, "", "", "")
+                },
+                false,
+            ),
+            (
+                &node,
+                ask("deletecollection", leases, "", "kube-node-lease", "n1"),
+                false,
+            ),
         ];
         for (user, ask, expected) in cases {
             assert_eq!(may(user, &ask), expected, "{} {ask:?}", user.name);

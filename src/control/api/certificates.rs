@@ -6,6 +6,7 @@ use x509_parser::prelude::FromDer as _;
 use super::auth::User;
 use super::error::FieldError;
 use super::object::{at, entry, list, now, text};
+use super::resources::Sub;
 use crate::core::node::signing::request_der;
 
 type Column = (&'static str, &'static str, u8);
@@ -80,6 +81,40 @@ pub fn approve(request: &mut Value, status: &Value) {
         );
     }
     entry(request, "status").insert("conditions".into(), conditions.into());
+}
+
+/// Whether a condition is somebody's decision, which only `/approval` takes.
+fn is_decision(condition: &Value) -> bool {
+    matches!(text(condition, &["type"]), Some("Approved" | "Denied"))
+}
+
+/// Keeps the decision about a request as it was, whatever a write to its status says.
+pub fn keep_decision(old: &Value, new: &mut Value) {
+    let mut conditions: Vec<Value> = list(old, &["status", "conditions"]).to_vec();
+    conditions.retain(is_decision);
+    conditions.extend(
+        list(new, &["status", "conditions"])
+            .iter()
+            .filter(|c| !is_decision(c))
+            .cloned(),
+    );
+    let status = entry(new, "status");
+    if conditions.is_empty() {
+        status.remove("conditions");
+    } else {
+        status.insert("conditions".into(), conditions.into());
+    }
+}
+
+/// What a user must be allowed on the request's signer for a change, and the signer: `approve` to decide, `sign` to issue.
+#[must_use]
+pub fn needs<'a>(sub: Option<Sub>, old: &Value, new: &'a Value) -> Option<(&'static str, &'a str)> {
+    let verb = match sub {
+        Some(Sub::Approval) => "approve",
+        Some(Sub::Status) if old["status"] != new["status"] => "sign",
+        _ => return None,
+    };
+    Some((verb, text(new, &["spec", "signerName"]).unwrap_or_default()))
 }
 
 /// The DER of a request as it stands in the object: PEM, in base64.

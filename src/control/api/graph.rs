@@ -128,7 +128,11 @@ impl Graph {
             }
             // One that is gone is answered as such.
             ("pods", "status" | "eviction") => own_pod(store, node, ask),
-            ("pods", "") if ask.verb == "delete" => own_pod(store, node, ask),
+            ("pods", "") if matches!(ask.verb, "get" | "delete") => own_pod(store, node, ask),
+            ("podcertificaterequests", "") if named => {
+                let key = format!("podcertificaterequests/{}/{}", ask.namespace, ask.name);
+                object(store, &key).is_none_or(|r| text(&r, &["spec", "nodeName"]) == Some(node))
+            }
             _ => true,
         }
     }

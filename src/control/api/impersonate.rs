@@ -69,9 +69,7 @@ fn asks(other: &User) -> Vec<Ask<'_>> {
         verb: "impersonate",
         group,
         resource,
-        sub: "",
-        namespace: "",
-        name: "",
+        ..Ask::default()
     };
     let mut all = vec![match account(&other.name) {
         Some((namespace, name)) => Ask {

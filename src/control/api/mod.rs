@@ -6,9 +6,11 @@
 
 mod admit;
 pub mod auth;
+mod authorize;
 pub mod certificates;
 pub mod classes;
 mod defaults;
+mod delete;
 mod discovery;
 mod error;
 mod graph;
@@ -163,28 +165,6 @@ impl Api {
         }
     }
 
-    /// Whether a user may do something.
-    fn may(&self, user: &auth::User, ask: &auth::Ask<'_>) -> bool {
-        let related = || match user.node() {
-            Some(node) if !user.is_in("system:masters") => {
-                self.graph.is_related(&self.store, node, ask)
-            }
-            _ => true,
-        };
-        (auth::may(user, ask) && related()) || self.rbac.allows(&self.store, user, ask)
-    }
-
-    /// Whether a user may GET a path outside the object API.
-    fn may_get(&self, user: &auth::User, path: &str) -> bool {
-        auth::may_get(user, path)
-            || self.rbac.allows_path(
-                &self.store,
-                user,
-                "get",
-                if path.is_empty() { "/" } else { path },
-            )
-    }
-
     /// The same, with credentials for the agents of nodes.
     #[must_use]
     pub fn with_nodes(self, nodes: nodes::Nodes) -> Api {
@@ -235,31 +215,12 @@ impl Api {
     }
 
     async fn dispatch(&self, request: Request) -> Result<Answer, ApiError> {
-        match route::target(&request.path)? {
-            Target::Other(path)
-                if path == "/metrics"
-                    && request.method == "GET"
-                    && self.may_get(&request.user, &path) =>
-            {
+        match self.authorize(&request)? {
+            Target::Other(path) if path == "/metrics" && request.method == "GET" => {
                 Ok(Answer::text(200, &self.metrics()))
             }
             Target::Other(path) => self.other(&request, &path),
             Target::Review(kind) => {
-                let plural = resources::REVIEWS
-                    .iter()
-                    .find(|(_, _, k)| *k == kind)
-                    .map_or("", |(_, plural, _)| plural);
-                let ask = auth::Ask {
-                    verb: "create",
-                    group: "",
-                    resource: plural,
-                    sub: "",
-                    namespace: "",
-                    name: "",
-                };
-                if !self.may(&request.user, &ask) {
-                    return Err(auth::refusal(&request.user, &ask));
-                }
                 if request.method != "POST" {
                     return Err(ApiError::method_not_allowed());
                 }
@@ -293,32 +254,7 @@ impl Api {
         sub: Option<Sub>,
     ) -> Result<Answer, ApiError> {
         let query = &request.query;
-        let watching = query.flag("watch") && query.get("watch").is_some();
-        let verb = match (request.method.as_str(), name) {
-            ("GET" | "HEAD", None) if watching => "watch",
-            ("GET" | "HEAD", None) => "list",
-            ("GET" | "HEAD", Some(_)) => "get",
-            ("POST", _) => "create",
-            ("PUT", Some(_)) => "update",
-            ("PATCH", Some(_)) => "patch",
-            ("DELETE", Some(_)) => "delete",
-            ("DELETE", None) => "deletecollection",
-            _ => return Err(ApiError::method_not_allowed()),
-        };
-        let selected = query
-            .get("fieldSelector")
-            .and_then(|f| f.strip_prefix("metadata.name="))
-            .filter(|f| !f.contains(','));
-        let ask = auth::ask(
-            verb,
-            resource,
-            sub.map_or("", Sub::name),
-            namespace.unwrap_or_default(),
-            name.or(selected).unwrap_or_default(),
-        );
-        if !self.may(&request.user, &ask) {
-            return Err(auth::refusal(&request.user, &ask));
-        }
+        let verb = authorize::verb(request, name)?;
         {
             let key = (
                 verb,
@@ -518,13 +454,6 @@ impl Api {
     }
 
     fn other(&self, request: &Request, path: &str) -> Result<Answer, ApiError> {
-        if !self.may_get(&request.user, path) {
-            return Err(ApiError::forbidden(format!(
-                "forbidden: User {:?} cannot get path {:?}",
-                request.user.name,
-                if path.is_empty() { "/" } else { path }
-            )));
-        }
         if !matches!(request.method.as_str(), "GET" | "HEAD") {
             return Err(ApiError::method_not_allowed());
         }

@@ -2,7 +2,7 @@
 //! handed on over TLS that is verified on both sides, to the address and port that the node's status names, and a
 //! redirect is never followed (control-plane spec, 3.9).
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,7 +34,10 @@ const ADDRESSES: [&str; 5] = [
 
 /// How nodes are reached.
 #[derive(Clone)]
-pub struct Nodes(Arc<rustls::ClientConfig>);
+pub struct Nodes {
+    tls: Arc<rustls::ClientConfig>,
+    is_ours: Arc<dyn Fn(SocketAddr) -> bool + Send + Sync>,
+}
 
 /// Where a node's agent listens.
 #[derive(Debug, PartialEq, Eq)]
@@ -73,18 +76,21 @@ async fn told(answer: Response<Body>, pod: &str) -> ApiError {
 
 /// Whether an address may be a node's. What only this machine or this link has is nobody else's: a node that names it
 /// would make us talk to ourselves (CVE-2022-3294).
-fn is_allowed(host: &str) -> bool {
-    match host.parse::<IpAddr>() {
-        Ok(IpAddr::V4(ip)) => {
-            !(ip.is_loopback() || ip.is_link_local() || ip.is_unspecified() || ip.is_multicast())
+fn is_allowed(ip: IpAddr) -> bool {
+    match ip.to_canonical() {
+        IpAddr::V4(ip) => {
+            !(ip.is_loopback()
+                || ip.is_link_local()
+                || ip.is_unspecified()
+                || ip.is_multicast()
+                || ip.is_broadcast())
         }
-        Ok(IpAddr::V6(ip)) => {
+        IpAddr::V6(ip) => {
             !(ip.is_loopback()
                 || ip.is_unicast_link_local()
                 || ip.is_unspecified()
                 || ip.is_multicast())
         }
-        Err(_) => true,
     }
 }
 
@@ -108,7 +114,7 @@ fn agent(node: &Value) -> Result<Agent, ApiError> {
         .iter()
         .find_map(of)
         .ok_or_else(|| refuse("its status names no address"))?;
-    if !is_allowed(host) {
+    if host.parse().is_ok_and(|ip| !is_allowed(ip)) {
         return Err(ApiError::bad_request("address not allowed"));
     }
     let port = at(
@@ -250,9 +256,33 @@ fn target(sub: Sub, pod: &Value, text_of: &str) -> Result<String, ApiError> {
 }
 
 impl Nodes {
-    /// With our own certificate and the CA that signs those of nodes, all PEM.
-    pub fn new(certificate: &str, key: &str, ca: &str) -> Result<Nodes, crate::https::BoxError> {
-        Ok(Nodes(Arc::new(crate::https::client(certificate, key, ca)?)))
+    /// With our own certificate and the CA that signs those of nodes, all PEM. `is_ours` says whether an address is one at
+    /// which this API itself answers.
+    pub fn new(
+        certificate: &str,
+        key: &str,
+        ca: &str,
+        is_ours: impl Fn(SocketAddr) -> bool + Send + Sync + 'static,
+    ) -> Result<Nodes, crate::https::BoxError> {
+        Ok(Nodes {
+            tls: Arc::new(crate::https::client(certificate, key, ca)?),
+            is_ours: Arc::new(is_ours),
+        })
+    }
+
+    /// A connection to the first of a name's addresses that may be a node's: what is checked is what is connected to.
+    async fn dial(&self, agent: &Agent) -> Result<TcpStream, String> {
+        let found = tokio::net::lookup_host((agent.host.as_str(), agent.port))
+            .await
+            .map_err(|e| e.to_string())?;
+        let mut why = "address not allowed".to_owned();
+        for address in found.filter(|a| is_allowed(a.ip()) && !(self.is_ours)(*a)) {
+            match TcpStream::connect(address).await {
+                Ok(stream) => return Ok(stream),
+                Err(error) => why = error.to_string(),
+            }
+        }
+        Err(why)
     }
 
     async fn hand_on(
@@ -272,12 +302,10 @@ impl Nodes {
             )
         };
         let connect = async {
-            let stream = TcpStream::connect((agent.host.as_str(), agent.port))
-                .await
-                .map_err(|e| e.to_string())?;
+            let stream = self.dial(agent).await?;
             stream.set_nodelay(true).map_err(|e| e.to_string())?;
             let name = ServerName::try_from(agent.host.clone()).map_err(|e| e.to_string())?;
-            TlsConnector::from(Arc::clone(&self.0))
+            TlsConnector::from(Arc::clone(&self.tls))
                 .connect(name, stream)
                 .await
                 .map_err(|e| e.to_string())
@@ -418,6 +446,7 @@ mod tests {
             ("127.0.0.1", json!(1), 400),
             ("169.254.169.254", json!(1), 400),
             ("::1", json!(1), 400),
+            ("::ffff:127.0.0.1", json!(1), 400),
             ("192.0.2.1", json!(0), 503),
         ] {
             assert_eq!(
@@ -426,5 +455,34 @@ mod tests {
                 "{address}"
             );
         }
+    }
+
+    #[tokio::test]
+    async fn names_are_checked_where_they_lead() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
+            .await
+            .expect("a port");
+        let port = listener.local_addr().expect("an address").port();
+        let key = rcgen::generate_simple_self_signed(["n".into()]).expect("a certificate");
+        let (pem, private) = (key.cert.pem(), key.signing_key.serialize_pem());
+        let dial = |host: &str, ours: bool| {
+            let nodes = Nodes::new(&pem, &private, &pem, move |_| ours).expect("credentials");
+            let agent = Agent {
+                host: host.into(),
+                port,
+            };
+            async move { nodes.dial(&agent).await.map(|_| ()) }
+        };
+        let refused = Err("address not allowed".to_owned());
+        assert_eq!(
+            dial("localhost", false).await,
+            refused,
+            "a name of this machine"
+        );
+        assert_eq!(
+            dial("192.0.2.1", true).await,
+            refused,
+            "an address of our own"
+        );
     }
 }

@@ -74,6 +74,19 @@ pub fn now() -> String {
     stamp(jiff::Timestamp::now())
 }
 
+/// A time so many seconds after another (before, if negative). What no calendar holds becomes its last or first moment:
+/// seconds come from outside, and jiff's operators panic.
+#[must_use]
+pub fn later(time: jiff::Timestamp, seconds: i64) -> jiff::Timestamp {
+    let end = if seconds < 0 {
+        jiff::Timestamp::MIN
+    } else {
+        jiff::Timestamp::MAX
+    };
+    time.checked_add(jiff::SignedDuration::from_secs(seconds))
+        .unwrap_or(end)
+}
+
 /// A time as the API writes it, in whole seconds.
 #[must_use]
 pub fn stamp(time: jiff::Timestamp) -> String {

@@ -465,6 +465,12 @@ impl Resource {
         format!("{}{name}", self.prefix(namespace))
     }
 
+    /// Whether the garbage collector looks after what its objects own.
+    #[must_use]
+    pub fn has_dependents(&self) -> bool {
+        matches!(self.kind, "Deployment" | "ReplicaSet")
+    }
+
     /// Whether it has `sub`.
     #[must_use]
     pub fn has(&self, sub: Sub) -> bool {

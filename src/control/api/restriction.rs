@@ -6,6 +6,7 @@ use serde_json::Value;
 use super::error::ApiError;
 use super::object::{at, list, name, text};
 use super::resources::{Resource, Sub};
+use super::token::ISSUER;
 
 /// Labels that a node may give itself below `kubernetes.io` and `k8s.io`.
 const LABELS: [&str; 10] = [
@@ -200,19 +201,65 @@ pub fn check(
     })
 }
 
-/// Whether a node may have this token: only one that is bound to a pod of its own. `pod` is the one that it names.
-pub fn check_token(node: &str, account: &str, pod: Option<&Value>) -> Result<(), ApiError> {
+/// What a volume of a pod says of its driver.
+#[derive(Debug, Clone, Copy)]
+pub enum Source<'a> {
+    /// Its name.
+    Driver(&'a str),
+    /// The claim that it is bound to.
+    Claim(&'a str),
+}
+
+/// The audiences of which a pod itself wants tokens, and what its volumes say of their drivers.
+fn wanted_by(pod: &Value) -> (Vec<&str>, Vec<Source<'_>>) {
+    let (mut audiences, mut sources) = (vec![], vec![]);
+    for volume in list(pod, &["spec", "volumes"]) {
+        for token in list(volume, &["projected", "sources"])
+            .iter()
+            .filter_map(|s| at(s, &["serviceAccountToken"]))
+        {
+            audiences.push(
+                text(token, &["audience"])
+                    .filter(|a| !a.is_empty())
+                    .unwrap_or(ISSUER),
+            );
+        }
+        sources.extend(text(volume, &["csi", "driver"]).map(Source::Driver));
+        sources.extend(text(volume, &["persistentVolumeClaim", "claimName"]).map(Source::Claim));
+    }
+    (audiences, sources)
+}
+
+/// Whether a node may have this token: only one that is bound to a pod of its own, and meant for whom the pod or a driver
+/// of its volumes wants it. `pod` is the one that it names; `drivers` gives a driver's audiences.
+pub fn check_token(
+    node: &str,
+    account: &str,
+    pod: Option<&Value>,
+    audiences: &[String],
+    drivers: impl Fn(Source<'_>) -> Vec<String>,
+) -> Result<(), ApiError> {
     let refuse = |why: &str| {
         Err(ApiError::forbidden(format!(
             "serviceaccounts {account:?} is forbidden: {why}"
         )))
     };
-    match pod {
-        None => refuse("node requested token not bound to a pod"),
-        Some(pod) if text(pod, &["spec", "nodeName"]) != Some(node) => {
-            refuse("node requested token bound to a pod scheduled on a different node")
-        }
-        Some(_) => Ok(()),
+    let Some(pod) = pod else {
+        return refuse("node requested token not bound to a pod");
+    };
+    if text(pod, &["spec", "nodeName"]) != Some(node) {
+        return refuse("node requested token bound to a pod scheduled on a different node");
+    }
+    let (own, sources) = wanted_by(pod);
+    let of_drivers: Vec<String> = sources.into_iter().flat_map(drivers).collect();
+    match audiences
+        .iter()
+        .find(|a| a.as_str() != ISSUER && !own.contains(&a.as_str()) && !of_drivers.contains(a))
+    {
+        Some(audience) => refuse(&format!(
+            "audience {audience:?} not found in pod spec volume, system:node:{node} is not authorized to request tokens for this audience"
+        )),
+        None => Ok(()),
     }
 }
 
@@ -353,9 +400,33 @@ mod tests {
             .is_err()
         );
         assert!(may("Pod", None, Some(pod(json!({}))), pod(json!({}))).is_err());
-        let token = |pod: Option<&Value>| check_token("n1", "a", pod).map_err(|e| e.message);
+        let token = |pod: Option<&Value>| {
+            check_token("n1", "a", pod, &[ISSUER.into()], |_| vec![]).map_err(|e| e.message)
+        };
         assert_eq!(token(Some(&pod(json!({})))), Ok(()));
         assert!(token(Some(&elsewhere)).is_err_and(|e| e.contains("different node")));
         assert!(token(None).is_err_and(|e| e.contains("not bound to a pod")));
+    }
+
+    #[test]
+    fn tokens_are_for_whom_the_pod_or_its_drivers_want_them() {
+        let pod = json!({"metadata": {"name": "p"}, "spec": {"nodeName": "n1", "volumes": [
+            {"name": "t", "projected": {"sources": [{"serviceAccountToken": {"audience": "vault"}}]}},
+            {"name": "d", "csi": {"driver": "inline"}}, {"name": "c", "persistentVolumeClaim": {"claimName": "claim"}}]}});
+        let drivers = |source: Source<'_>| match source {
+            Source::Driver("inline") => vec!["of-inline".to_owned()],
+            Source::Claim("claim") => vec!["of-claim".to_owned()],
+            _ => vec![],
+        };
+        for (audience, may) in [
+            (ISSUER, true),
+            ("vault", true),
+            ("of-inline", true),
+            ("of-claim", true),
+            ("elsewhere", false),
+        ] {
+            let asked = check_token("n1", "a", Some(&pod), &[audience.into()], drivers);
+            assert_eq!(asked.is_ok(), may, "{audience}");
+        }
     }
 }

@@ -117,9 +117,15 @@ impl Selector {
     /// The name that a `metadata.name=` term fixes.
     #[must_use]
     pub fn fixed_name(&self) -> Option<&str> {
+        self.fixed("metadata.name")
+    }
+
+    /// The value that a field must have.
+    #[must_use]
+    pub fn fixed(&self, field: &str) -> Option<&str> {
         self.fields
             .iter()
-            .find(|(f, equal, _)| *equal && f == "metadata.name")
+            .find(|(f, equal, _)| *equal && f == field)
             .map(|(_, _, v)| v.as_str())
     }
 

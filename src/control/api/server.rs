@@ -1,11 +1,12 @@
 //! HTTPS in front of the API: from the wire to requests, and back.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::StreamExt as _;
-use http_body_util::{BodyExt as _, Limited, StreamBody};
+use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::{Frame, Incoming};
-use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HeaderValue};
+use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE};
 use tokio::net::TcpListener;
 
 use super::Answer;
@@ -17,13 +18,18 @@ use super::auth;
 use super::impersonate;
 use super::resources::Sub;
 use super::route::{self, Target};
-use crate::https::{self, Body, BoxError, Limits, Peer, Tls, full};
+use crate::https::{
+    self, Body, BoxError, Limits, NotReceived, Peer, Place, Tls, full, guard, receive,
+};
 
 /// The largest request body: 3 MiB, as the real server has it.
 const BODY_LIMIT: usize = 3 << 20;
+/// How long a body may take to arrive, and then the answer to be found. Watches and streams last as they like.
+const PATIENCE: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(60));
 /// Clients keep watches and idle connections as long as they like.
 const LIMITS: Limits = Limits {
     connections: 4096,
+    strangers_give_way: true,
     idle: None,
 };
 
@@ -51,7 +57,7 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
                 Sub::Log | Sub::Exec | Sub::Attach | Sub::PortForward | Sub::Proxy
             )
         {
-            let user = who(&api, &peer, request.headers())?;
+            let user = who(&api, &peer, request.headers(), request.extensions())?;
             // Whoever streams also runs something: reading is not enough, whatever the method (since 1.35).
             let verb = match (sub, request.method().as_str()) {
                 (Sub::Log, "GET") | (Sub::Proxy, "GET" | "HEAD") => "get",
@@ -77,21 +83,45 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
                 .by_node(sub, namespace.as_deref(), &name, &path, request)
                 .await;
         }
-        Ok(encode(
-            api.answer(decode(&api, &peer, request).await?).await,
-        ))
+        let request = decode(&api, &peer, request).await?;
+        let answer = tokio::time::timeout(PATIENCE.1, api.answer(request))
+            .await
+            .map_err(|_| {
+                ApiError::new(
+                    504,
+                    "Timeout",
+                    format!(
+                        "Timeout: request did not complete within {} s; a write may have been done nevertheless",
+                        PATIENCE.1.as_secs()
+                    ),
+                )
+            })?;
+        Ok(encode(answer))
     };
-    answered
-        .await
-        .unwrap_or_else(|error: ApiError| encode(error.into()))
+    let answer = match guard(answered).await {
+        Ok(answer) => answer,
+        Err(panicked) => Err(ApiError::internal(panicked)),
+    };
+    answer.unwrap_or_else(|error: ApiError| encode(error.into()))
 }
 
-fn who(api: &Api, peer: &Peer, headers: &hyper::HeaderMap) -> Result<auth::User, ApiError> {
+fn who(
+    api: &Api,
+    peer: &Peer,
+    headers: &hyper::HeaderMap,
+    extensions: &hyper::http::Extensions,
+) -> Result<auth::User, ApiError> {
     let authorization = headers.get(AUTHORIZATION).and_then(|v| v.to_str().ok());
     let user = api.authenticate(
         peer.certificate.as_deref().map(Vec::as_slice),
         authorization,
     )?;
+    if let (Some(place), false) = (
+        extensions.get::<Place>(),
+        user.is_in("system:unauthenticated"),
+    ) {
+        place.vouch();
+    }
     impersonate::acting(user, headers, |user, ask| api.may(user, ask))
 }
 
@@ -100,29 +130,34 @@ async fn decode(
     peer: &Peer,
     request: hyper::Request<Incoming>,
 ) -> Result<Request, ApiError> {
-    let (head, body) = request.into_parts();
-    let header = |name| {
-        head.headers
-            .get(name)
-            .and_then(|v| HeaderValue::to_str(v).ok())
-            .unwrap_or_default()
-            .to_owned()
+    let user = who(api, peer, request.headers(), request.extensions())?;
+    let mut decoded = Request {
+        method: request.method().as_str().to_owned(),
+        path: request.uri().path().to_owned(),
+        query: Query::parse(request.uri().query().unwrap_or_default()),
+        user,
+        ..Request::default()
     };
-    let user = who(api, peer, &head.headers)?;
-    let body = Limited::new(body, BODY_LIMIT)
-        .collect()
-        .await
-        .map_err(|error| {
-            if error.is::<http_body_util::LengthLimitError>() {
-                ApiError::new(
-                    413,
-                    "RequestEntityTooLarge",
-                    format!("Request entity too large: limit is {BODY_LIMIT}"),
-                )
-            } else {
-                ApiError::bad_request(format!("the body could not be read: {error}"))
-            }
+    let reads = matches!(decoded.method.as_str(), "GET" | "HEAD");
+    // Nobody whom we do not know has us wait for a body that we would refuse anyway.
+    if !reads && decoded.user.is_in("system:unauthenticated") {
+        api.authorize(&decoded)?;
+    }
+    let head = if reads {
+        request.into_parts().0
+    } else {
+        let (head, body) = receive(request, BODY_LIMIT, PATIENCE.0).await;
+        decoded.body = body.map_err(|error| match error {
+            NotReceived::TooLong(_) => ApiError::new(
+                413,
+                "RequestEntityTooLarge",
+                format!("Request entity too large: limit is {BODY_LIMIT}"),
+            ),
+            NotReceived::TooSlow(_) => ApiError::new(408, "Timeout", error.to_string()),
+            NotReceived::Broken(_) => ApiError::bad_request(error.to_string()),
         })?;
+        head
+    };
     // Several Accept headers mean the same as one with commas.
     let accept: Vec<&str> = head
         .headers
@@ -130,15 +165,14 @@ async fn decode(
         .iter()
         .filter_map(|v| v.to_str().ok())
         .collect();
-    Ok(Request {
-        method: head.method.as_str().to_owned(),
-        path: head.uri.path().to_owned(),
-        query: Query::parse(head.uri.query().unwrap_or_default()),
-        accept: accept.join(","),
-        content_type: header(CONTENT_TYPE),
-        body: body.to_bytes(),
-        user,
-    })
+    decoded.accept = accept.join(",");
+    decoded.content_type = head
+        .headers
+        .get(CONTENT_TYPE)
+        .and_then(|v| v.to_str().ok())
+        .unwrap_or_default()
+        .to_owned();
+    Ok(decoded)
 }
 
 fn encode(answer: Answer) -> hyper::Response<Body> {

@@ -15,6 +15,9 @@ use super::route::Query;
 use super::token::{ISSUER, Subject};
 use super::write::{Options, Written};
 
+/// No token lasts so long, in seconds.
+const MOST_SECONDS: i64 = (1 << 32) + 1;
+
 fn success(code: u16) -> Written {
     let body = render(
         &json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": code}),
@@ -166,42 +169,14 @@ impl Api {
         })
     }
 
-    /// POST `serviceaccounts/<name>/token`.
-    pub(super) fn issue_token(
+    /// The pod that a token is to be bound to; none if it is bound to nothing.
+    fn bound_pod(
         &self,
         namespace: &str,
         account: &str,
-        request: &Value,
-        user: &User,
-    ) -> Result<Written, ApiError> {
-        let accounts =
-            Resource::of_kind("ServiceAccount").ok_or_else(ApiError::no_such_resource)?;
-        let (_, found) = self.fetch(accounts, Some(namespace), account)?;
-        let seconds = at(request, &["spec", "expirationSeconds"])
-            .and_then(Value::as_i64)
-            .unwrap_or(3600);
-        if seconds < 600 {
-            let error = FieldError::invalid(
-                "spec.expirationSeconds",
-                &seconds.into(),
-                "may not specify a duration less than 10 minutes",
-            );
-            return Err(ApiError::invalid(
-                "TokenRequest",
-                "authentication.k8s.io",
-                account,
-                &[error],
-            ));
-        }
-        let mut audiences: Vec<String> = list(request, &["spec", "audiences"])
-            .iter()
-            .filter_map(|a| a.as_str().map(Into::into))
-            .collect();
-        if audiences.is_empty() {
-            audiences.push(ISSUER.into());
-        }
-        let bound = at(request, &["spec", "boundObjectRef"]);
-        let pod = match bound {
+        bound: Option<&Value>,
+    ) -> Result<Option<Value>, ApiError> {
+        Ok(match bound {
             None => None,
             Some(bound) if text(bound, &["kind"]) == Some("Pod") => {
                 let pods = Resource::of_kind("Pod").ok_or_else(ApiError::no_such_resource)?;
@@ -233,9 +208,49 @@ impl Api {
                     &[error],
                 ));
             }
+        })
+    }
+
+    /// POST `serviceaccounts/<name>/token`.
+    pub(super) fn issue_token(
+        &self,
+        namespace: &str,
+        account: &str,
+        request: &Value,
+        user: &User,
+    ) -> Result<Written, ApiError> {
+        let accounts =
+            Resource::of_kind("ServiceAccount").ok_or_else(ApiError::no_such_resource)?;
+        let (_, found) = self.fetch(accounts, Some(namespace), account)?;
+        let seconds = at(request, &["spec", "expirationSeconds"])
+            .and_then(Value::as_i64)
+            .unwrap_or(3600);
+        let refused = match seconds {
+            ..600 => Some("may not specify a duration less than 10 minutes"),
+            MOST_SECONDS.. => Some("may not specify a duration larger than 2^32 seconds"),
+            _ => None,
         };
+        if let Some(why) = refused {
+            let error = FieldError::invalid("spec.expirationSeconds", &seconds.into(), why);
+            return Err(ApiError::invalid(
+                "TokenRequest",
+                "authentication.k8s.io",
+                account,
+                &[error],
+            ));
+        }
+        let mut audiences: Vec<String> = list(request, &["spec", "audiences"])
+            .iter()
+            .filter_map(|a| a.as_str().map(Into::into))
+            .collect();
+        if audiences.is_empty() {
+            audiences.push(ISSUER.into());
+        }
+        let bound = at(request, &["spec", "boundObjectRef"]);
+        let pod = self.bound_pod(namespace, account, bound)?;
         if let Some(node) = user.node() {
-            restriction::check_token(node, account, pod.as_ref())?;
+            let drivers = |source: restriction::Source<'_>| self.token_audiences(namespace, source);
+            restriction::check_token(node, account, pod.as_ref(), &audiences, drivers)?;
         }
         let subject = Subject {
             namespace,
@@ -268,6 +283,34 @@ impl Api {
         })
     }
 
+    /// The audiences of which a storage driver gets tokens: the driver of a volume of a pod, given by its name or by the
+    /// claim that the volume is bound to.
+    fn token_audiences(&self, namespace: &str, source: restriction::Source<'_>) -> Vec<String> {
+        let read = |key: String| -> Option<Value> {
+            serde_json::from_slice(&self.store.get(&key)?.value).ok()
+        };
+        let driver = match source {
+            restriction::Source::Driver(name) => Some(name.to_owned()),
+            restriction::Source::Claim(name) => {
+                let claim = read(format!("persistentvolumeclaims/{namespace}/{name}"));
+                let volume = claim
+                    .as_ref()
+                    .and_then(|c| text(c, &["spec", "volumeName"]))
+                    .and_then(|v| read(format!("persistentvolumes/{v}")));
+                volume.and_then(|v| text(&v, &["spec", "csi", "driver"]).map(Into::into))
+            }
+        };
+        let driver = driver.and_then(|name| read(format!("csidrivers/{name}")));
+        driver
+            .iter()
+            .flat_map(|d| list(d, &["spec", "tokenRequests"]))
+            .map(|r| match text(r, &["audience"]) {
+                None | Some("") => ISSUER.to_owned(),
+                Some(audience) => audience.to_owned(),
+            })
+            .collect()
+    }
+
     /// Whether a user may do what a review asks about.
     fn access(&self, user: &User, spec: &Value) -> bool {
         if let Some(path) = text(spec, &["nonResourceAttributes", "path"]) {
@@ -282,8 +325,37 @@ impl Api {
             sub: get("subresource"),
             namespace: get("namespace"),
             name: get("name"),
+            on_node: list(
+                spec,
+                &["resourceAttributes", "fieldSelector", "requirements"],
+            )
+            .iter()
+            .find(|r| r["key"] == "spec.nodeName" && r["operator"] == "In")
+            .and_then(|r| match list(r, &["values"]) {
+                [one] => one.as_str(),
+                _ => None,
+            })
+            .unwrap_or_default(),
         };
         self.may(user, &ask)
+    }
+
+    /// The status of a TokenReview: whose token it is, if it is meant for one of the audiences that are asked for.
+    fn token_review(&self, request: &Value) -> Value {
+        let mut audiences: Vec<&str> = list(request, &["spec", "audiences"])
+            .iter()
+            .filter_map(Value::as_str)
+            .collect();
+        if audiences.is_empty() {
+            audiences.push(ISSUER);
+        }
+        let token = text(request, &["spec", "token"]).unwrap_or_default();
+        match auth::of_token(token, &audiences, &self.tokens, &self.store) {
+            Some((user, meant)) => {
+                json!({"authenticated": true, "user": user.info(), "audiences": meant})
+            }
+            None => json!({"user": {}, "error": "invalid bearer token"}),
+        }
     }
 
     /// POST of a review.
@@ -302,16 +374,7 @@ impl Api {
             json!({"kind": kind, "apiVersion": group, "metadata": {}, "spec": request["spec"]});
         answer["status"] = match kind {
             "SelfSubjectReview" => json!({"userInfo": user.info()}),
-            "TokenReview" => match auth::of_token(
-                text(request, &["spec", "token"]).unwrap_or_default(),
-                &self.tokens,
-                &self.store,
-            ) {
-                Some(user) => {
-                    json!({"authenticated": true, "user": user.info(), "audiences": [ISSUER]})
-                }
-                None => json!({"user": {}, "error": "invalid bearer token"}),
-            },
+            "TokenReview" => self.token_review(request),
             _ => {
                 let about = if kind == "SelfSubjectAccessReview" {
                     user.clone()

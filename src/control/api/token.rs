@@ -54,7 +54,7 @@ impl Tokens {
         if let Some((name, uid)) = subject.pod {
             about["pod"] = json!({"name": name, "uid": uid});
         }
-        let expires = now + subject.seconds;
+        let expires = now.saturating_add(subject.seconds);
         let claims = json!({
             "aud": subject.audiences, "exp": expires, "iat": now, "nbf": now, "iss": ISSUER,
             "jti": super::object::new_uid(), "kubernetes.io": about,
@@ -66,12 +66,12 @@ impl Tokens {
         Ok((jsonwebtoken::encode(&header, &claims, &self.sign)?, expires))
     }
 
-    /// The claims of a token that is signed by us, in time and meant for this API.
+    /// The claims of a token that is signed by us, in time and meant for one of `audiences`.
     #[must_use]
-    pub fn verify(&self, token: &str) -> Option<Value> {
+    pub fn verify(&self, token: &str, audiences: &[&str]) -> Option<Value> {
         let mut validation = Validation::new(Algorithm::ES256);
         validation.set_issuer(&[ISSUER]);
-        validation.set_audience(&[ISSUER]);
+        validation.set_audience(audiences);
         validation.validate_nbf = true;
         jsonwebtoken::decode::<Value>(token, &self.verify, &validation)
             .ok()

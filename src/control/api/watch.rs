@@ -1,5 +1,6 @@
 //! WATCH: streaming lists, bookmarks, selectors over time (control-plane spec, 3.4).
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -8,17 +9,22 @@ use tokio::time::Instant;
 
 use super::Api;
 use super::error::ApiError;
+use super::object::meta;
 use super::read::{View, list_options, render, table_of, version};
 use super::resources::Resource;
 use super::route::Query;
 use super::selector::Selector;
 use super::table;
 use crate::control::store::{Bytes, Change, Event, Record};
+use crate::https::guard;
 
 /// How often a watcher that asked for bookmarks gets one.
 const BOOKMARK: Duration = Duration::from_secs(60);
 /// How long a watch lasts when the client does not say.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(2700);
+
+/// How long it lasts at most, whatever the client says.
+const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 
 struct Watch {
     resource: &'static Resource,
@@ -72,8 +78,10 @@ impl Api {
         let seconds = query
             .get("timeoutSeconds")
             .or_else(|| query.get("timeout").map(|t| t.trim_end_matches('s')))
-            .and_then(|s| s.parse().ok());
-        let timeout = seconds.map_or(DEFAULT_TIMEOUT, Duration::from_secs);
+            .and_then(|s| s.parse().ok())
+            // Zero means that the client does not say.
+            .filter(|s| *s > 0);
+        let timeout = seconds.map_or(DEFAULT_TIMEOUT, |s| Duration::from_secs(s).min(MAX_TIMEOUT));
         let (out, lines) = mpsc::channel(64);
         let watch = Watch {
             resource,
@@ -87,13 +95,23 @@ impl Api {
         };
         let api = self.clone();
         tokio::spawn(async move {
-            // `None` says that the client went away: nothing is left to do.
-            let _ = watch
-                .run(api, state_first, asked.unwrap_or(0), timeout)
-                .await;
+            // `None` says that the client went away, an error that it panicked and was logged: the watch just ends.
+            let _ = guard(watch.run(api, state_first, asked.unwrap_or(0), timeout)).await;
         });
         Ok(lines)
     }
+}
+
+/// The object as it was before a change, stamped with the change's revision.
+fn left(event: &Event) -> Option<Record> {
+    let previous = event.previous.as_ref()?;
+    let mut object: Value = serde_json::from_slice(&previous.value).ok()?;
+    meta(&mut object).insert("resourceVersion".into(), event.revision.to_string().into());
+    Some(Record {
+        value: render(&object),
+        attrs: Arc::clone(&previous.attrs),
+        revision: event.revision,
+    })
 }
 
 impl Watch {
@@ -144,6 +162,9 @@ impl Watch {
                 // Cancel-safe: timers and the closing of a channel can be awaited anew.
                 () = tokio::time::sleep_until(next_bookmark.min(deadline)) => {
                     if Instant::now() >= deadline {
+                        if self.bookmarks {
+                            self.bookmark(false).await?;
+                        }
                         return Some(());
                     }
                     next_bookmark += BOOKMARK;
@@ -166,6 +187,11 @@ impl Watch {
         match (before, after) {
             (false, true) => self.send("ADDED", &event.record).await,
             (true, true) => self.send("MODIFIED", &event.record).await,
+            (true, false) if event.change == Change::Put => match left(event) {
+                // It left the selector: what the watcher knows of it goes, at the revision at which it left.
+                Some(record) => self.send("DELETED", &record).await,
+                None => Some(()),
+            },
             (true, false) => self.send("DELETED", &event.record).await,
             (false, false) => Some(()),
         }

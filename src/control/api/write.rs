@@ -6,9 +6,10 @@ use serde_json::{Value, json};
 
 use super::Api;
 use super::admit;
-use super::auth::User;
+use super::auth::{Ask, User};
 use super::certificates;
 use super::defaults;
+use super::delete::is_finished;
 use super::error::{ApiError, FieldError};
 use super::object;
 use super::object::{at, deleting, list, meta, now, text};
@@ -79,7 +80,9 @@ impl Options {
     /// The same for a user who writes objects of a kind.
     #[must_use]
     pub fn by(self, resource: &Resource, user: &User) -> Options {
-        let matters = resource.group == rbac::GROUP || user.node().is_some();
+        let matters = resource.group == rbac::GROUP
+            || resource.kind == "CertificateSigningRequest"
+            || user.node().is_some();
         Options {
             user: matters.then(|| user.clone()),
             ..self
@@ -348,11 +351,39 @@ impl Api {
             };
             restriction::check(node, uid, resource, sub, old, new)?;
         }
-        self.rbac.check_write(&self.store, user, resource.kind, new)
+        if let ("CertificateSigningRequest", Some(old)) = (resource.kind, old)
+            && let Some((verb, signer)) = certificates::needs(sub, old, new)
+        {
+            self.check_signer(user, verb, signer)?;
+        }
+        self.rbac
+            .check_write(&self.store, user, resource.kind, old, new)
+    }
+
+    /// Whether a user may `approve` or `sign` for a signer, or for all of its domain.
+    fn check_signer(&self, user: &User, verb: &str, signer: &str) -> Result<(), ApiError> {
+        let domain = signer.split('/').next().unwrap_or_default();
+        let may = |name: &str| {
+            let ask = Ask {
+                verb,
+                group: "certificates.k8s.io",
+                resource: "signers",
+                name,
+                ..Ask::default()
+            };
+            self.may(user, &ask)
+        };
+        if may(signer) || may(&format!("{domain}/*")) {
+            return Ok(());
+        }
+        Err(ApiError::forbidden(format!(
+            "certificatesigningrequests is forbidden: user {:?} is not permitted to {verb} requests with signerName {signer:?}",
+            user.name
+        )))
     }
 
     /// Stores an object; the revision is stamped into it when it is known.
-    async fn put(
+    pub(super) async fn put(
         &self,
         resource: &Resource,
         key: String,
@@ -375,7 +406,7 @@ impl Api {
             .await
     }
 
-    async fn remove(
+    pub(super) async fn remove(
         &self,
         resource: &Resource,
         key: String,
@@ -603,86 +634,6 @@ impl Api {
         }
         Err(ApiError::modified(resource.group, resource.plural, name))
     }
-
-    /// DELETE of one object.
-    pub(super) async fn delete(
-        &self,
-        resource: &'static Resource,
-        namespace: Option<&str>,
-        name: &str,
-        query: &Query,
-        body: &Value,
-    ) -> Result<Written, ApiError> {
-        let options = delete_options(query, body)?;
-        if resource.kind == "Namespace"
-            && ["default", "kube-system", "kube-public", "kube-node-lease"].contains(&name)
-        {
-            return Err(ApiError::forbidden(format!(
-                "namespaces {name:?} is forbidden: this namespace may not be deleted"
-            )));
-        }
-        for _ in 0..RETRIES {
-            let (record, old) = self.fetch(resource, namespace, name)?;
-            preconditions(resource, &old, body)?;
-            let mut new = old.clone();
-            let gone = mark_deleted(resource, &mut new, &options);
-            if options.dry_run {
-                return Ok(deleted_answer(resource, gone, &old, record.value));
-            }
-            let key = resource.key(namespace, name);
-            let done = if gone {
-                self.remove(resource, key, record.revision, new).await
-            } else if new == old {
-                Ok(record)
-            } else {
-                self.put(resource, key, Expect::Revision(record.revision), new)
-                    .await
-            };
-            match done {
-                Ok(record) => return Ok(deleted_answer(resource, gone, &old, record.value)),
-                Err(WriteError::Conflict(_)) => {}
-                Err(other) => return Err(ApiError::internal(other)),
-            }
-        }
-        Err(ApiError::modified(resource.group, resource.plural, name))
-    }
-
-    /// DELETE of a collection: every matching object, with the same options.
-    pub(super) async fn delete_collection(
-        &self,
-        resource: &'static Resource,
-        namespace: Option<&str>,
-        query: &Query,
-        body: &Value,
-    ) -> Result<Written, ApiError> {
-        if resource.kind == "Namespace" {
-            return Err(ApiError::method_not_allowed());
-        }
-        let list = self
-            .list(resource, namespace, query, &super::read::View::Plain)
-            .await?;
-        let parsed: Value = serde_json::from_slice(&list).map_err(ApiError::internal)?;
-        for item in object::list(&parsed, &["items"]) {
-            match self
-                .delete(
-                    resource,
-                    object::namespace(item),
-                    object::name(item),
-                    query,
-                    body,
-                )
-                .await
-            {
-                Err(error) if error.code != 404 => return Err(error),
-                _ => {}
-            }
-        }
-        Ok(Written {
-            code: 200,
-            body: list,
-            warnings: vec![],
-        })
-    }
 }
 
 /// Restores what the kind of write may not touch, and counts the generation.
@@ -695,6 +646,9 @@ fn merge_unchangeable(resource: &Resource, sub: Option<Sub>, old: &Value, new: &
             *new = old.clone();
             if let Some(status) = status {
                 new["status"] = status;
+            }
+            if resource.kind == "CertificateSigningRequest" {
+                certificates::keep_decision(old, new);
             }
             if resource.kind != "Pod" {
                 for key in ["labels", "annotations", "finalizers"] {
@@ -764,6 +718,17 @@ fn merge_unchangeable(resource: &Resource, sub: Option<Sub>, old: &Value, new: &
             }
         }
     }
+    restore_metadata(old, new);
+    let annotations = |o: &Value| at(o, &["metadata", "annotations"]).cloned();
+    let changed = old["spec"] != new["spec"]
+        || (resource.kind == "Deployment" && sub.is_none() && annotations(old) != annotations(new));
+    if resource.generation && changed {
+        bump_generation(new);
+    }
+}
+
+/// What of the metadata is the server's alone.
+fn restore_metadata(old: &Value, new: &mut Value) {
     for key in [
         "uid",
         "creationTimestamp",
@@ -780,184 +745,11 @@ fn merge_unchangeable(resource: &Resource, sub: Option<Sub>, old: &Value, new: &
             None => meta(new).remove(key),
         };
     }
-    let annotations = |o: &Value| at(o, &["metadata", "annotations"]).cloned();
-    let changed = old["spec"] != new["spec"]
-        || (resource.kind == "Deployment" && sub.is_none() && annotations(old) != annotations(new));
-    if resource.generation && changed {
-        bump_generation(new);
-    }
 }
 
-fn bump_generation(object: &mut Value) {
+pub(super) fn bump_generation(object: &mut Value) {
     let generation = object["metadata"]["generation"].as_i64().unwrap_or(0);
     if generation > 0 {
         meta(object).insert("generation".into(), (generation + 1).into());
-    }
-}
-
-/// Whether nothing holds a deleted object any longer.
-fn is_finished(resource: &Resource, object: &Value) -> bool {
-    let held = !list(object, &["metadata", "finalizers"]).is_empty()
-        || !list(object, &["spec", "finalizers"]).is_empty() && resource.kind == "Namespace";
-    let graceful = object["metadata"]["deletionGracePeriodSeconds"]
-        .as_i64()
-        .is_some_and(|g| g > 0);
-    deleting(object) && !held && !graceful
-}
-
-struct DeleteOptions {
-    grace: Option<i64>,
-    policy: Option<String>,
-    dry_run: bool,
-}
-
-fn delete_options(query: &Query, body: &Value) -> Result<DeleteOptions, ApiError> {
-    let invalid = |error| ApiError::invalid("DeleteOptions", "meta.k8s.io", "", &[error]);
-    let grace = body["gracePeriodSeconds"]
-        .as_i64()
-        .or_else(|| query.get("gracePeriodSeconds").and_then(|g| g.parse().ok()));
-    let policy = text(body, &["propagationPolicy"])
-        .or(query.get("propagationPolicy"))
-        .map(str::to_owned);
-    let orphan = body["orphanDependents"]
-        .as_bool()
-        .or_else(|| query.get("orphanDependents").map(|o| o == "true"));
-    let policy = policy.or(orphan.map(|o| if o { "Orphan" } else { "Background" }.into()));
-    if let Some(policy) = policy.as_deref()
-        && !["Foreground", "Background", "Orphan"].contains(&policy)
-    {
-        return Err(invalid(FieldError::unsupported(
-            "propagationPolicy",
-            policy,
-            &["Foreground", "Background", "Orphan", "nil"],
-        )));
-    }
-    let dry_run: Vec<&str> = list(body, &["dryRun"])
-        .iter()
-        .filter_map(Value::as_str)
-        .chain(query.get("dryRun"))
-        .collect();
-    if let Some(other) = dry_run.iter().find(|d| **d != "All") {
-        return Err(invalid(FieldError::unsupported("dryRun", other, &["All"])));
-    }
-    Ok(DeleteOptions {
-        grace: grace.map(|g| if g < 0 { 1 } else { g }),
-        policy,
-        dry_run: !dry_run.is_empty(),
-    })
-}
-
-fn preconditions(resource: &Resource, old: &Value, body: &Value) -> Result<(), ApiError> {
-    let name = object::name(old);
-    let refuse = |what: &str, wanted: &str, is: &str| {
-        let why = format!(
-            "the {what} in the precondition ({wanted}) does not match the {what} in record ({is}). The object might have been deleted and then recreated"
-        );
-        Err(ApiError::conflict("", resource.kind, name, &why))
-    };
-    if let Some(uid) = text(body, &["preconditions", "uid"]).filter(|uid| *uid != object::uid(old))
-    {
-        return refuse("UID", uid, object::uid(old));
-    }
-    let version = text(old, &["metadata", "resourceVersion"]).unwrap_or_default();
-    if let Some(wanted) =
-        text(body, &["preconditions", "resourceVersion"]).filter(|v| *v != version)
-    {
-        return refuse("ResourceVersion", wanted, version);
-    }
-    Ok(())
-}
-
-/// Marks an object as deleted; true if it can go at once.
-fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions) -> bool {
-    let was_deleting = deleting(object);
-    if let Some(policy) = options.policy.as_deref().filter(|_| !was_deleting) {
-        let mut finalizers: Vec<Value> = list(object, &["metadata", "finalizers"]).to_vec();
-        finalizers.retain(|f| f != "orphan" && f != "foregroundDeletion");
-        match policy {
-            "Orphan" => finalizers.push("orphan".into()),
-            "Foreground" => finalizers.push("foregroundDeletion".into()),
-            _ => {}
-        }
-        if finalizers.is_empty() {
-            meta(object).remove("finalizers");
-        } else {
-            meta(object).insert("finalizers".into(), finalizers.into());
-        }
-    }
-    let grace = if resource.kind == "Pod" {
-        pod_grace(object, options.grace)
-    } else {
-        0
-    };
-    let time = jiff::Timestamp::now();
-    if was_deleting {
-        let old_grace = object["metadata"]["deletionGracePeriodSeconds"]
-            .as_i64()
-            .unwrap_or(0);
-        let asked = options.grace.is_some() || resource.kind != "Pod";
-        if asked && grace < old_grace {
-            let old: Option<jiff::Timestamp> =
-                text(object, &["metadata", "deletionTimestamp"]).and_then(|t| t.parse().ok());
-            let new = old.unwrap_or(time) - jiff::SignedDuration::from_secs(old_grace - grace);
-            let (new, grace) = if new < time && grace != 0 {
-                (time + jiff::SignedDuration::from_secs(1), 1)
-            } else {
-                (new, grace)
-            };
-            meta(object).insert("deletionTimestamp".into(), object::stamp(new).into());
-            meta(object).insert("deletionGracePeriodSeconds".into(), grace.into());
-        }
-    } else {
-        let at = time + jiff::SignedDuration::from_secs(grace);
-        meta(object).insert("deletionTimestamp".into(), object::stamp(at).into());
-        meta(object).insert("deletionGracePeriodSeconds".into(), grace.into());
-        bump_generation(object);
-        if resource.kind == "Namespace" {
-            object["status"]["phase"] = "Terminating".into();
-        }
-    }
-    is_finished(resource, object)
-}
-
-/// A pod's grace: nobody waits for a pod that is on no node or has finished.
-fn pod_grace(pod: &Value, asked: Option<i64>) -> i64 {
-    let unassigned = text(pod, &["spec", "nodeName"])
-        .unwrap_or_default()
-        .is_empty();
-    if unassigned
-        || matches!(
-            text(pod, &["status", "phase"]),
-            Some("Succeeded" | "Failed")
-        )
-    {
-        return 0;
-    }
-    asked
-        .unwrap_or_else(|| {
-            pod["spec"]["terminationGracePeriodSeconds"]
-                .as_i64()
-                .unwrap_or(30)
-        })
-        .max(0)
-}
-
-fn deleted_answer(resource: &Resource, gone: bool, old: &Value, value: Bytes) -> Written {
-    let body = if gone && !resource.returns_deleted {
-        let mut details =
-            json!({"name": object::name(old), "kind": resource.plural, "uid": object::uid(old)});
-        if !resource.group.is_empty() {
-            details["group"] = resource.group.into();
-        }
-        super::read::render(
-            &json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}),
-        )
-    } else {
-        value
-    };
-    Written {
-        code: 200,
-        body,
-        warnings: vec![],
     }
 }

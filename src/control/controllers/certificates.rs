@@ -11,12 +11,12 @@ use kube::{Api, Client, ResourceExt as _};
 use serde_json::{Value, json};
 
 use super::any_change;
-use crate::core::node::signing::{self, Requester, Verdict};
+use crate::core::node::signing::{self, Asked, Requester, Verdict};
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::{chain, code};
 
-/// Signs a request (DER): whether it is a client's, and for how many seconds. The answer is PEM.
-pub type Sign = Arc<dyn Fn(&[u8], bool, i64) -> Result<String, String> + Send + Sync>;
+/// Signs what was judged: whether it is a client's, and for how many seconds. The answer is PEM.
+pub type Sign = Arc<dyn Fn(&Asked, bool, i64) -> Result<String, String> + Send + Sync>;
 
 /// How long a certificate lasts, if nobody asks for less: a year.
 const LIFE: i64 = 365 * 24 * 3600;
@@ -32,8 +32,8 @@ enum Step {
     Nothing,
     Approve,
     Fail(String),
-    /// A client's certificate, and its lifetime in seconds.
-    Sign(bool, i64),
+    /// What was judged, whether it is a client's certificate, and its lifetime in seconds.
+    Sign(Box<Asked>, bool, i64),
     Remove,
 }
 
@@ -63,17 +63,19 @@ fn decide(request: &CertificateSigningRequest, now: Timestamp) -> Step {
         name: spec.username.as_deref().unwrap_or_default(),
         groups: &groups,
     };
-    match signing::judge(&spec.signer_name, &der, &usages, requester) {
-        Verdict::Ignore => Step::Nothing,
-        Verdict::Allow if !approved => Step::Approve,
-        Verdict::Wait if !approved => Step::Nothing,
-        Verdict::Refuse(_) if !approved => Step::Nothing,
-        Verdict::Refuse(why) => Step::Fail(why),
-        Verdict::Allow | Verdict::Wait => {
-            let asked = spec.expiration_seconds.map(i64::from).filter(|s| *s >= 600);
+    let asked = signing::asked(&der);
+    let verdict = signing::judge(&spec.signer_name, &asked, &usages, requester);
+    match (verdict, asked) {
+        (Verdict::Ignore, _) => Step::Nothing,
+        (Verdict::Allow, _) if !approved => Step::Approve,
+        (Verdict::Wait | Verdict::Refuse(_), _) if !approved => Step::Nothing,
+        (Verdict::Refuse(why), _) | (_, Err(why)) => Step::Fail(why),
+        (Verdict::Allow | Verdict::Wait, Ok(asked)) => {
+            let seconds = spec.expiration_seconds.map(i64::from).filter(|s| *s >= 600);
             Step::Sign(
+                Box::new(asked),
                 spec.signer_name == signing::CLIENT,
-                asked.unwrap_or(LIFE).min(LIFE),
+                seconds.unwrap_or(LIFE).min(LIFE),
             )
         }
     }
@@ -135,11 +137,8 @@ async fn take(
             )
             .await
             .map(|_| ()),
-        Step::Sign(is_client, seconds) => {
-            let signed = signing::request_der(&request.spec.request.0)
-                .ok_or_else(|| "it is not PEM".to_owned())
-                .and_then(|der| sign(&der, is_client, seconds));
-            let patch = match signed {
+        Step::Sign(asked, is_client, seconds) => {
+            let patch = match sign(&asked, is_client, seconds) {
                 Ok(pem) => {
                     use base64::Engine as _;
                     let text = base64::engine::general_purpose::STANDARD.encode(pem);
@@ -222,10 +221,10 @@ mod tests {
             Step::Nothing,
             "somebody has to look"
         );
-        assert_eq!(
+        assert!(matches!(
             decide(&of("somebody", condition("Approved")), at(0)),
-            Step::Sign(true, 700)
-        );
+            Step::Sign(asked, true, 700) if asked.name == node
+        ));
         assert_eq!(decide(&of(node, condition("Denied")), at(0)), Step::Nothing);
         assert_eq!(decide(&of(node, condition("Denied")), at(2)), Step::Remove);
         assert_eq!(

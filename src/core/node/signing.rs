@@ -1,10 +1,15 @@
 //! Certificates of nodes: what a node asks for, what a signer allows, and when one is due again (kubelet spec, 15;
 //! control-plane spec, 5.11). Pure.
 
+use std::net::IpAddr;
+
 use jiff::{SignedDuration, Timestamp};
 use x509_parser::certification_request::X509CertificationRequest;
+use x509_parser::cri_attributes::ParsedCriAttribute;
 use x509_parser::extensions::{GeneralName, ParsedExtension};
+use x509_parser::oid_registry::{OID_X509_COMMON_NAME, OID_X509_ORGANIZATION_NAME};
 use x509_parser::prelude::FromDer as _;
+use x509_parser::x509::X509Name;
 
 /// Signs certificates by which nodes show who they are.
 pub const CLIENT: &str = "kubernetes.io/kube-apiserver-client-kubelet";
@@ -33,42 +38,169 @@ pub enum Verdict {
     Refuse(String),
 }
 
-fn names(csr: &X509CertificationRequest<'_>) -> (bool, bool) {
-    let mut found = (false, false);
-    for extension in csr.requested_extensions().into_iter().flatten() {
-        if let ParsedExtension::SubjectAlternativeName(names) = extension {
-            for name in &names.general_names {
-                match name {
-                    GeneralName::DNSName(_) | GeneralName::IPAddress(_) => found.0 = true,
-                    _ => found.1 = true,
-                }
+/// What a request asks for, read once: this is judged, this is signed, and with this the certificate is compared before it
+/// is given out. What a request holds besides is refused, so that nobody downstream can read it differently.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Asked {
+    /// The subject's only common name.
+    pub name: String,
+    /// The subject's only organization.
+    pub organization: String,
+    /// The DNS names it asks for.
+    pub dns: Vec<String>,
+    /// The addresses it asks for.
+    pub addresses: Vec<IpAddr>,
+    /// The public key: a SubjectPublicKeyInfo, DER.
+    pub key: Vec<u8>,
+}
+
+/// The one common name and the one organization of a subject that has nothing else.
+fn only_names(subject: &X509Name<'_>) -> Result<(String, String), String> {
+    let (mut name, mut organization) = (None, None);
+    for attribute in subject.iter_attributes() {
+        let slot = if *attribute.attr_type() == OID_X509_COMMON_NAME {
+            &mut name
+        } else if *attribute.attr_type() == OID_X509_ORGANIZATION_NAME {
+            &mut organization
+        } else {
+            return Err(format!(
+                "the subject has the attribute {}; only a common name and an organization are signed",
+                attribute.attr_type()
+            ));
+        };
+        let text = attribute
+            .as_str()
+            .map_err(|_| "a name in the subject is not plain text".to_owned())?;
+        if slot.replace(text.to_owned()).is_some() {
+            return Err(
+                "the subject has two common names or two organizations; one each is signed".into(),
+            );
+        }
+    }
+    match (name, organization) {
+        (Some(name), Some(organization)) => Ok((name, organization)),
+        (None, _) => Err("the common name must be system:node:<name>".into()),
+        (_, None) => Err("the organization must be system:nodes, and no other".into()),
+    }
+}
+
+fn alternative_names(names: &[GeneralName<'_>]) -> Result<(Vec<String>, Vec<IpAddr>), String> {
+    let (mut dns, mut addresses) = (vec![], vec![]);
+    for name in names {
+        match name {
+            GeneralName::DNSName(name) => dns.push((*name).to_owned()),
+            GeneralName::IPAddress(bytes) => {
+                let v4 = <[u8; 4]>::try_from(*bytes).map(IpAddr::from);
+                let v6 = <[u8; 16]>::try_from(*bytes).map(IpAddr::from);
+                addresses.push(
+                    v4.or(v6)
+                        .map_err(|_| "an IP address has neither 4 nor 16 bytes")?,
+                );
+            }
+            _ => return Err("only DNS names and IP addresses may be served".into()),
+        }
+    }
+    Ok((dns, addresses))
+}
+
+/// Reads a request (DER) for one of the signers of nodes; the error says what in it is not signed.
+pub fn asked(request: &[u8]) -> Result<Asked, String> {
+    let Ok((rest, csr)) = X509CertificationRequest::from_der(request) else {
+        return Err("the request cannot be read".into());
+    };
+    if !rest.is_empty() {
+        return Err("bytes follow the request".into());
+    }
+    let info = &csr.certification_request_info;
+    let (name, organization) = only_names(&info.subject)?;
+    let (mut dns, mut addresses) = (vec![], vec![]);
+    let mut extensions = vec![];
+    for attribute in info.iter_attributes() {
+        match attribute.parsed_attribute() {
+            ParsedCriAttribute::ExtensionRequest(request) => extensions.extend(&request.extensions),
+            _ => {
+                return Err(format!(
+                    "the request has the attribute {}; only extensions are signed",
+                    attribute.oid
+                ));
             }
         }
     }
-    found
+    for (i, extension) in extensions.iter().enumerate() {
+        match extension.parsed_extension() {
+            ParsedExtension::SubjectAlternativeName(names) if i == 0 => {
+                (dns, addresses) = alternative_names(&names.general_names)?;
+            }
+            _ => {
+                return Err(format!(
+                    "the request has the extension {}; only one of alternative names is signed",
+                    extension.oid
+                ));
+            }
+        }
+    }
+    Ok(Asked {
+        name,
+        organization,
+        dns,
+        addresses,
+        key: info.subject_pki.raw.to_vec(),
+    })
 }
 
-/// Judges a request (DER) for one of the signers of nodes.
+/// Whether a certificate (DER) says what was asked for and nothing more; the error says what differs.
+pub fn is_as_asked(certificate: &[u8], asked: &Asked, client: bool) -> Result<(), String> {
+    let (_, certificate) = x509_parser::parse_x509_certificate(certificate)
+        .map_err(|_| "the certificate cannot be read".to_owned())?;
+    if only_names(certificate.subject())? != (asked.name.clone(), asked.organization.clone()) {
+        return Err("the certificate has another subject".into());
+    }
+    let names = certificate
+        .subject_alternative_name()
+        .map_err(|e| e.to_string())?
+        .map_or(Ok((vec![], vec![])), |names| {
+            alternative_names(&names.value.general_names)
+        })?;
+    if names != (asked.dns.clone(), asked.addresses.clone()) {
+        return Err("the certificate has other alternative names".into());
+    }
+    if certificate.public_key().raw != asked.key {
+        return Err("the certificate is for another key".into());
+    }
+    let usage = certificate
+        .extended_key_usage()
+        .map_err(|e| e.to_string())?;
+    let usage = usage.map(|u| {
+        (
+            u.value.client_auth,
+            u.value.server_auth,
+            u.value.any || !u.value.other.is_empty(),
+        )
+    });
+    if certificate.is_ca() || usage != Some((client, !client, false)) {
+        return Err("the certificate may be used for something else".into());
+    }
+    Ok(())
+}
+
+/// Judges what is asked for (see [`asked`]) of one of the signers of nodes.
 #[must_use]
-pub fn judge(signer: &str, request: &[u8], usages: &[&str], requester: Requester<'_>) -> Verdict {
+pub fn judge(
+    signer: &str,
+    asked: &Result<Asked, String>,
+    usages: &[&str],
+    requester: Requester<'_>,
+) -> Verdict {
     if signer != CLIENT && signer != SERVING {
         return Verdict::Ignore;
     }
     let refuse = |why: &str| Verdict::Refuse(why.to_owned());
-    let Ok((_, csr)) = X509CertificationRequest::from_der(request) else {
-        return refuse("the request cannot be read");
+    let asked = match asked {
+        Ok(asked) => asked,
+        Err(why) => return refuse(why),
     };
-    let subject = &csr.certification_request_info.subject;
-    let organizations: Vec<&str> = subject
-        .iter_organization()
-        .filter_map(|o| o.as_str().ok())
-        .collect();
-    let name = subject
-        .iter_common_name()
-        .next()
-        .and_then(|n| n.as_str().ok())
-        .unwrap_or_default();
-    if organizations != ["system:nodes"] {
+    let name = asked.name.as_str();
+    if asked.organization != "system:nodes" {
         return refuse("the organization must be system:nodes, and no other");
     }
     if name.strip_prefix("system:node:").is_none_or(str::is_empty) {
@@ -89,19 +221,18 @@ pub fn judge(signer: &str, request: &[u8], usages: &[&str], requester: Requester
             "the usages must be digital signature, {main}, and key encipherment if need be"
         ));
     }
-    let (addresses, others) = names(&csr);
+    let named = !asked.dns.is_empty() || !asked.addresses.is_empty();
     if signer == SERVING {
-        return match (addresses, others) {
-            (_, true) => refuse("only DNS names and IP addresses may be served"),
-            (false, _) => refuse("at least one DNS name or IP address is needed"),
+        return match named {
+            false => refuse("at least one DNS name or IP address is needed"),
             // A node asks for itself; nobody else may.
-            _ if requester.name != name => {
+            true if requester.name != name => {
                 refuse("a serving certificate is asked for by its own node")
             }
-            _ => Verdict::Wait,
+            true => Verdict::Wait,
         };
     }
-    if addresses || others {
+    if named {
         return refuse("a client has no other names");
     }
     let bootstraps = requester
@@ -115,19 +246,22 @@ pub fn judge(signer: &str, request: &[u8], usages: &[&str], requester: Requester
     }
 }
 
-/// The user and the groups that a client certificate (DER) names: its common name and its organizations.
+/// The user and the groups that a client certificate (DER) names: its common name, of which it must have just one, and
+/// its organizations.
 #[must_use]
 pub fn subject(der: &[u8]) -> Option<(String, Vec<String>)> {
     let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
     let subject = certificate.subject();
-    let name = subject.iter_common_name().next()?.as_str().ok()?.to_owned();
-    Some((
-        name,
-        subject
-            .iter_organization()
-            .filter_map(|o| o.as_str().ok().map(Into::into))
-            .collect(),
-    ))
+    let mut names = subject.iter_common_name();
+    let (Some(name), None) = (names.next(), names.next()) else {
+        return None;
+    };
+    let name = name.as_str().ok()?.to_owned();
+    let groups = subject
+        .iter_organization()
+        .map(|o| o.as_str().ok().map(Into::into))
+        .collect::<Option<Vec<String>>>()?;
+    Some((name, groups))
 }
 
 /// The DER of a request in PEM.
@@ -165,6 +299,15 @@ mod tests {
     use super::*;
 
     fn request(organization: &str, name: &str, alternative: &[&str]) -> Vec<u8> {
+        request_with(organization, name, alternative, |_| {})
+    }
+
+    fn request_with(
+        organization: &str,
+        name: &str,
+        alternative: &[&str],
+        more: impl FnOnce(&mut rcgen::CertificateParams),
+    ) -> Vec<u8> {
         let mut params = rcgen::CertificateParams::new(
             alternative
                 .iter()
@@ -178,11 +321,84 @@ mod tests {
         params
             .distinguished_name
             .push(rcgen::DnType::CommonName, name);
+        more(&mut params);
         params
             .serialize_request(&rcgen::KeyPair::generate().expect("a key"))
             .expect("a request")
             .der()
             .to_vec()
+    }
+
+    fn judge(signer: &str, der: &[u8], usages: &[&str], requester: Requester<'_>) -> Verdict {
+        super::judge(signer, &asked(der), usages, requester)
+    }
+
+    /// What a request holds besides one common name, one organization and alternative names could be read differently by
+    /// whoever signs it or trusts the certificate.
+    #[test]
+    fn requests_that_can_be_read_in_two_ways_are_refused() {
+        type Change = fn(&mut rcgen::CertificateParams);
+        let second_name: Change = |p| {
+            p.distinguished_name.push(
+                rcgen::DnType::CustomDnType(vec![2, 5, 4, 3]),
+                "system:serviceaccount:kube-system:admin",
+            );
+        };
+        let second_group: Change = |p| {
+            p.distinguished_name.push(
+                rcgen::DnType::CustomDnType(vec![2, 5, 4, 10]),
+                "system:masters",
+            );
+        };
+        let unit: Change = |p| {
+            p.distinguished_name
+                .push(rcgen::DnType::OrganizationalUnitName, "system:masters");
+        };
+        let extension: Change = |p| {
+            p.custom_extensions
+                .push(rcgen::CustomExtension::from_oid_content(
+                    &[1, 3, 6, 1, 4, 1, 1],
+                    vec![5, 0],
+                ));
+        };
+        let usage: Change = |p| p.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign];
+        let email: Change = |p| {
+            p.subject_alt_names = vec![rcgen::SanType::Rfc822Name(
+                "a@b".try_into().expect("an address"),
+            )];
+        };
+        for (what, change, words) in [
+            ("two common names", second_name, "two common names"),
+            (
+                "two organizations",
+                second_group,
+                "two common names or two organizations",
+            ),
+            ("a unit", unit, "the attribute 2.5.4.11"),
+            (
+                "an unknown extension",
+                extension,
+                "the extension 1.3.6.1.4.1.1",
+            ),
+            ("key usages", usage, "the extension 2.5.29.15"),
+            ("a mail address", email, "only DNS names"),
+        ] {
+            let der = request_with("system:nodes", "system:node:n", &[], change);
+            let why = asked(&der).expect_err(what);
+            assert!(why.contains(words), "{what}: {why}");
+        }
+        let mut trailing = request("system:nodes", "system:node:n", &[]);
+        trailing.push(0);
+        assert!(asked(&trailing).is_err());
+        let mut two = rcgen::CertificateParams::default();
+        second_name(&mut two);
+        let key = rcgen::KeyPair::generate().expect("a key");
+        let certificate = two.self_signed(&key).expect("a certificate");
+        assert_eq!(
+            subject(certificate.der()),
+            None,
+            "nor is such a certificate anybody's"
+        );
     }
 
     #[test]

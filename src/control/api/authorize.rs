@@ -1,0 +1,120 @@
+//! Whether a request may be answered: its verb, what it is about, and who asks. Nothing of its body is needed for that.
+
+use super::error::ApiError;
+use super::resources::{REVIEWS, Resource, Sub};
+use super::route::{self, Target};
+use super::selector::Selector;
+use super::{Api, Request, auth};
+
+/// The verb of a request for objects.
+pub(super) fn verb(request: &Request, name: Option<&str>) -> Result<&'static str, ApiError> {
+    let query = &request.query;
+    let watching = query.flag("watch") && query.get("watch").is_some();
+    Ok(match (request.method.as_str(), name) {
+        ("GET" | "HEAD", None) if watching => "watch",
+        ("GET" | "HEAD", None) => "list",
+        ("GET" | "HEAD", Some(_)) => "get",
+        ("POST", _) => "create",
+        ("PUT", Some(_)) => "update",
+        ("PATCH", Some(_)) => "patch",
+        ("DELETE", Some(_)) => "delete",
+        ("DELETE", None) => "deletecollection",
+        _ => return Err(ApiError::method_not_allowed()),
+    })
+}
+
+impl Api {
+    /// Whether a user may do something.
+    pub(super) fn may(&self, user: &auth::User, ask: &auth::Ask<'_>) -> bool {
+        let related = || match user.node() {
+            Some(node) if !user.is_in("system:masters") => {
+                self.graph.is_related(&self.store, node, ask)
+            }
+            _ => true,
+        };
+        (auth::may(user, ask) && related()) || self.rbac.allows(&self.store, user, ask)
+    }
+
+    /// Whether a user may GET a path outside the object API.
+    pub(super) fn may_get(&self, user: &auth::User, path: &str) -> bool {
+        let path = if path.is_empty() { "/" } else { path };
+        auth::may_get(user, path) || self.rbac.allows_path(&self.store, user, "get", path)
+    }
+
+    /// What a request is about, if its user may ask for it.
+    pub(super) fn authorize(&self, request: &Request) -> Result<Target, ApiError> {
+        let user = &request.user;
+        let target = route::target(&request.path)?;
+        match &target {
+            Target::Other(path) => {
+                if !self.may_get(user, path) {
+                    return Err(ApiError::forbidden(format!(
+                        "forbidden: User {:?} cannot get path {:?}",
+                        user.name,
+                        if path.is_empty() { "/" } else { path }
+                    )));
+                }
+            }
+            Target::Review(kind) => {
+                let (group, resource, _) = REVIEWS
+                    .iter()
+                    .find(|(_, _, k)| k == kind)
+                    .ok_or_else(ApiError::no_such_resource)?;
+                let ask = auth::Ask {
+                    verb: "create",
+                    group,
+                    resource,
+                    ..auth::Ask::default()
+                };
+                if !self.may(user, &ask) {
+                    return Err(auth::refusal(user, &ask));
+                }
+            }
+            Target::Objects {
+                resource,
+                namespace,
+                name,
+                sub,
+            } => self.authorize_objects(
+                request,
+                resource,
+                namespace.as_deref(),
+                name.as_deref(),
+                *sub,
+            )?,
+        }
+        Ok(target)
+    }
+
+    fn authorize_objects(
+        &self,
+        request: &Request,
+        resource: &Resource,
+        namespace: Option<&str>,
+        name: Option<&str>,
+        sub: Option<Sub>,
+    ) -> Result<(), ApiError> {
+        let verb = verb(request, name)?;
+        // What a selector confines counts only where it confines what is done: a POST ignores it.
+        let selects = matches!(verb, "list" | "watch" | "deletecollection");
+        let selector = selects
+            .then(|| Selector::parse(resource, None, request.query.get("fieldSelector")).ok())
+            .flatten()
+            .unwrap_or_default();
+        let ask = auth::Ask {
+            on_node: selector.fixed("spec.nodeName").unwrap_or_default(),
+            ..auth::ask(
+                verb,
+                resource,
+                sub.map_or("", Sub::name),
+                namespace.unwrap_or_default(),
+                name.or(selector.fixed_name()).unwrap_or_default(),
+            )
+        };
+        if self.may(&request.user, &ask) {
+            Ok(())
+        } else {
+            Err(auth::refusal(&request.user, &ask))
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! Roles and bindings as objects: defaults, validation, columns.
+
+use serde_json::{Value, json};
+
+use crate::control::api::error::FieldError;
+use crate::control::api::object::{self, list, text};
+
+type Column = (&'static str, &'static str, u8);
+type Errors = Vec<FieldError>;
+
+/// Fills in the defaults of a kind.
+pub fn defaults(kind: &str, object: &mut Value) {
+    if !matches!(kind, "RoleBinding" | "ClusterRoleBinding") {
+        return;
+    }
+    if let Some(role) = object.get_mut("roleRef").filter(|r| r.is_object()) {
+        crate::control::api::defaults::default(
+            role,
+            "apiGroup",
+            json!("rbac.authorization.k8s.io"),
+        );
+    }
+    for subject in object
+        .get_mut("subjects")
+        .and_then(Value::as_array_mut)
+        .into_iter()
+        .flatten()
+    {
+        let group = if subject["kind"] == "ServiceAccount" {
+            ""
+        } else {
+            "rbac.authorization.k8s.io"
+        };
+        if !group.is_empty() {
+            crate::control::api::defaults::default(subject, "apiGroup", json!(group));
+        }
+    }
+}
+
+/// Checks an object.
+pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
+    match kind {
+        "Role" | "ClusterRole" => {
+            for (i, rule) in list(object, &["rules"]).iter().enumerate() {
+                if list(rule, &["verbs"]).is_empty() {
+                    errors.push(FieldError::required(
+                        format!("rules[{i}].verbs"),
+                        "verbs must contain at least one value",
+                    ));
+                }
+                let (paths, resources) = (
+                    !list(rule, &["nonResourceURLs"]).is_empty(),
+                    !list(rule, &["resources"]).is_empty(),
+                );
+                if paths && kind == "Role" {
+                    errors.push(FieldError::invalid(
+                        format!("rules[{i}].nonResourceURLs"),
+                        &rule["nonResourceURLs"],
+                        "namespaced rules cannot apply to non-resource URLs",
+                    ));
+                }
+                if !paths && list(rule, &["apiGroups"]).is_empty() {
+                    errors.push(FieldError::required(
+                        format!("rules[{i}].apiGroups"),
+                        "resource rules must supply at least one api group",
+                    ));
+                }
+                if !paths && !resources {
+                    errors.push(FieldError::required(
+                        format!("rules[{i}].resources"),
+                        "resource rules must supply at least one resource",
+                    ));
+                }
+            }
+        }
+        "RoleBinding" | "ClusterRoleBinding" => {
+            let allowed: &[&str] = if kind == "RoleBinding" {
+                &["Role", "ClusterRole"]
+            } else {
+                &["ClusterRole"]
+            };
+            let named = text(object, &["roleRef", "kind"]).unwrap_or_default();
+            if !allowed.contains(&named) {
+                errors.push(FieldError::unsupported("roleRef.kind", named, allowed));
+            }
+            if text(object, &["roleRef", "name"]).is_none_or(str::is_empty) {
+                errors.push(FieldError::required("roleRef.name", ""));
+            }
+            for (i, subject) in list(object, &["subjects"]).iter().enumerate() {
+                let named = text(subject, &["kind"]).unwrap_or_default();
+                if !["User", "Group", "ServiceAccount"].contains(&named) {
+                    errors.push(FieldError::unsupported(
+                        format!("subjects[{i}].kind"),
+                        named,
+                        &["ServiceAccount", "User", "Group"],
+                    ));
+                }
+                if text(subject, &["name"]).is_none_or(str::is_empty) {
+                    errors.push(FieldError::required(format!("subjects[{i}].name"), ""));
+                }
+                if named == "ServiceAccount"
+                    && text(subject, &["namespace"]).is_none_or(str::is_empty)
+                    && kind == "ClusterRoleBinding"
+                {
+                    errors.push(FieldError::required(format!("subjects[{i}].namespace"), ""));
+                }
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Checks what an update changes: what a binding binds stays.
+pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors) {
+    if matches!(kind, "RoleBinding" | "ClusterRoleBinding") && old["roleRef"] != new["roleRef"] {
+        errors.push(FieldError::invalid(
+            "roleRef",
+            &new["roleRef"],
+            "cannot change roleRef",
+        ));
+    }
+}
+
+/// The columns of a kind; none if it is not one of these.
+#[must_use]
+pub fn columns(kind: &str) -> Option<&'static [Column]> {
+    Some(match kind {
+        "Role" | "ClusterRole" => &[("Name", "string", 0), ("Created At", "date", 0)],
+        "RoleBinding" | "ClusterRoleBinding" => &[
+            ("Name", "string", 0),
+            ("Role", "string", 0),
+            ("Age", "string", 0),
+        ],
+        _ => return None,
+    })
+}
+
+/// The cells of a row.
+#[must_use]
+pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
+    let name = Value::from(object::name(object));
+    match kind {
+        "Role" | "ClusterRole" => vec![name, object["metadata"]["creationTimestamp"].clone()],
+        _ => {
+            let role = format!(
+                "{}/{}",
+                text(object, &["roleRef", "kind"]).unwrap_or_default(),
+                text(object, &["roleRef", "name"]).unwrap_or_default()
+            );
+            vec![name, role.into(), age.into()]
+        }
+    }
+}

@@ -1,0 +1,162 @@
+use super::*;
+use serde_json::json;
+
+fn rule(value: Value) -> Rule {
+    serde_json::from_value(value).expect("a rule")
+}
+
+fn ask<'a>(verb: &'a str, resource: &'a str, sub: &'a str, name: &'a str) -> Ask<'a> {
+    Ask {
+        verb,
+        group: "",
+        resource,
+        sub,
+        namespace: "n",
+        name,
+        on_node: "",
+    }
+}
+
+#[test]
+fn rules_allow_what_they_say_and_no_more() {
+    let pods = rule(json!({"verbs": ["get", "list"], "apiGroups": [""], "resources": ["pods"]}));
+    let logs = rule(json!({"verbs": ["get"], "apiGroups": [""], "resources": ["pods/log"]}));
+    let scale = rule(json!({"verbs": ["*"], "apiGroups": ["*"], "resources": ["*/scale"]}));
+    let one = rule(
+        json!({"verbs": ["get"], "apiGroups": [""], "resources": ["secrets"], "resourceNames": ["s"]}),
+    );
+    let all = rule(json!({"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"]}));
+    for (rule, ask, expected) in [
+        (&pods, ask("get", "pods", "", "p"), true),
+        (&pods, ask("delete", "pods", "", "p"), false),
+        (&pods, ask("get", "pods", "log", "p"), false),
+        (&logs, ask("get", "pods", "log", "p"), true),
+        (&logs, ask("get", "pods", "", "p"), false),
+        (&scale, ask("patch", "deployments", "scale", "d"), true),
+        (&scale, ask("patch", "deployments", "", "d"), false),
+        (&one, ask("get", "secrets", "", "s"), true),
+        (&one, ask("get", "secrets", "", "t"), false),
+        (&one, ask("list", "secrets", "", ""), false),
+        (&all, ask("delete", "nodes", "proxy", "x"), true),
+    ] {
+        assert_eq!(rule.allows(&ask), expected, "{rule:?} {ask:?}");
+    }
+    let paths = rule(json!({"verbs": ["get"], "nonResourceURLs": ["/metrics", "/api/*"]}));
+    assert!(
+        paths.allows_path("get", "/metrics")
+            && paths.allows_path("get", "/api/v1")
+            && !paths.allows_path("get", "/metrics/x")
+    );
+    assert!(!paths.allows_path("post", "/metrics") && !paths.allows(&ask("get", "pods", "", "")));
+}
+
+#[test]
+fn subjects_are_users_groups_and_accounts() {
+    let user = |name: &str| User {
+        name: name.into(),
+        groups: vec!["g".into()],
+        ..User::default()
+    };
+    let is = |subject: Value, name: &str| {
+        serde_json::from_value::<Subject>(subject)
+            .expect("a subject")
+            .is(&user(name), Some("b"))
+    };
+    assert!(
+        is(json!({"kind": "User", "name": "u"}), "u")
+            && !is(json!({"kind": "User", "name": "u"}), "v")
+    );
+    assert!(
+        is(json!({"kind": "Group", "name": "g"}), "u")
+            && !is(json!({"kind": "Group", "name": "h"}), "u")
+    );
+    assert!(is(
+        json!({"kind": "ServiceAccount", "name": "s", "namespace": "n"}),
+        "system:serviceaccount:n:s"
+    ));
+    assert!(is(
+        json!({"kind": "ServiceAccount", "name": "s"}),
+        "system:serviceaccount:b:s"
+    ));
+    assert!(!is(
+        json!({"kind": "ServiceAccount", "name": "s", "namespace": "n"}),
+        "system:serviceaccount:m:s"
+    ));
+}
+
+#[test]
+fn mistakes_in_roles_and_bindings_are_named() {
+    let of = |kind: &str, object: Value| {
+        let mut errors = vec![];
+        validate(kind, &object, &mut errors);
+        errors.into_iter().map(|e| e.field).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        of(
+            "Role",
+            json!({"rules": [{"verbs": ["get"], "nonResourceURLs": ["/x"]}]})
+        ),
+        ["rules[0].nonResourceURLs"]
+    );
+    assert_eq!(
+        of("ClusterRole", json!({"rules": [{"resources": ["pods"]}]})),
+        ["rules[0].verbs", "rules[0].apiGroups"]
+    );
+    assert_eq!(
+        of(
+            "ClusterRoleBinding",
+            json!({"roleRef": {"kind": "Role"}, "subjects": [{"kind": "Robot", "name": "r"}]})
+        ),
+        ["roleRef.kind", "roleRef.name", "subjects[0].kind"]
+    );
+    for (plural, object) in bootstrap() {
+        let kind = if plural == "clusterroles" {
+            "ClusterRole"
+        } else {
+            "ClusterRoleBinding"
+        };
+        assert_eq!(of(kind, object.clone()), Vec::<String>::new(), "{object}");
+    }
+}
+
+#[test]
+fn what_gathers_what_gathers_has_it_all() {
+    let all = [
+        json!({"metadata": {"name": "outer"}, "rules": [{"verbs": ["stale"]}], "aggregationRule": {"clusterRoleSelectors": [{"matchLabels": {"to": "outer"}}]}}),
+        json!({"metadata": {"name": "inner", "labels": {"to": "outer"}}, "aggregationRule": {"clusterRoleSelectors": [{"matchLabels": {"to": "inner"}}, {"matchLabels": {"to": "outer"}}]}}),
+        json!({"metadata": {"name": "leaf", "labels": {"to": "inner"}}, "rules": [{"verbs": ["get"]}]}),
+        json!({"metadata": {"name": "other", "labels": {"to": "nobody"}}, "rules": [{"verbs": ["delete"]}]}),
+    ];
+    let verbs: Vec<String> = gathered(&all[0], &all)
+        .into_iter()
+        .flat_map(|r| r.verbs)
+        .collect();
+    assert_eq!(
+        verbs,
+        ["get"],
+        "what is gathered is not kept from before, and a circle ends"
+    );
+}
+
+#[test]
+fn older_clusters_lose_what_was_too_much_and_keep_what_is_theirs() {
+    let ours = bootstrap();
+    let (_, admin) = ours
+        .iter()
+        .find(|(_, o)| o["metadata"]["name"] == "system:aggregate-to-admin")
+        .expect("the role");
+    let mut old = admin.clone();
+    old["rules"][3]["verbs"] = json!(["*"]);
+    old["metadata"]["annotations"] = Value::Null;
+    let new = renewed(&old, admin).expect("a change");
+    assert_eq!(new["rules"], admin["rules"]);
+    assert_eq!(renewed(&new, admin), None);
+    old["metadata"]["annotations"] =
+        json!({"rbac.authorization.kubernetes.io/autoupdate": "false"});
+    assert_eq!(renewed(&old, admin), None, "somebody wants it so");
+    let (_, binding) = ours.last().expect("a binding");
+    let mut more = binding.clone();
+    more["subjects"] = json!([{"kind": "User", "name": "own"}]);
+    let new = renewed(&more, binding).expect("a change");
+    assert_eq!(list(&new, &["subjects"]).len(), 2);
+}

@@ -1,0 +1,355 @@
+//! Validation of objects before they are stored (control-plane spec, 4.2 to 4.4).
+
+mod pod;
+mod update;
+
+use serde_json::Value;
+
+pub use update::{ephemeral_update, resize, update};
+
+use super::error::FieldError;
+use super::object::{at, list, text};
+use super::resources::Resource;
+use super::selector::Selector;
+
+const SUBDOMAIN: &str = "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and end with an alphanumeric character (e.g. 'example.com', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*')";
+const LABEL: &str = "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?')";
+const LABEL_VALUE: &str = "a valid label must be an empty string or consist of alphanumeric characters, '-', '_' or '.', and must start and end with an alphanumeric character (e.g. 'MyValue',  or 'my_value',  or '12345', regex used for validation is '(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?')";
+const KEY: &str = "a valid config key must consist of alphanumeric characters, '-', '_' or '.' (e.g. 'key.name',  or 'KEY_NAME',  or 'key-name', regex used for validation is '[-._a-zA-Z0-9]+')";
+
+const SEGMENT: &str = "may not be '.' or '..', and may not contain '/' or '%'";
+
+type Errors = Vec<FieldError>;
+
+/// Whether `name` is an RFC 1123 label.
+#[must_use]
+pub fn is_label(name: &str) -> bool {
+    let edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_lowercase() || c.is_ascii_digit());
+    name.len() <= 63
+        && edge(name.chars().next())
+        && edge(name.chars().last())
+        && name
+            .chars()
+            .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
+}
+
+/// Whether `name` is an RFC 1123 subdomain.
+#[must_use]
+pub fn is_subdomain(name: &str) -> bool {
+    name.len() <= 253 && !name.is_empty() && name.split('.').all(is_label_part)
+}
+
+/// Whether `name` can stand between two slashes of a path.
+fn is_segment(name: &str) -> bool {
+    name != "." && name != ".." && !name.contains(['/', '%'])
+}
+
+fn is_label_part(part: &str) -> bool {
+    part.len() <= 253
+        && !part.is_empty()
+        && !part.starts_with('-')
+        && !part.ends_with('-')
+        && part
+            .chars()
+            .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
+}
+
+fn is_label_value(value: &str) -> bool {
+    let edge = |c: Option<char>| c.is_none_or(|c| c.is_ascii_alphanumeric());
+    value.len() <= 63
+        && edge(value.chars().next())
+        && edge(value.chars().last())
+        && value
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+}
+
+fn is_qualified(key: &str) -> bool {
+    let (prefix, name) = key
+        .split_once('/')
+        .map_or((None, key), |(p, n)| (Some(p), n));
+    prefix.is_none_or(is_subdomain) && !name.is_empty() && is_label_value(name)
+}
+
+/// Checks a complete object.
+#[must_use]
+pub fn object(resource: &Resource, object: &Value) -> Errors {
+    let mut errors = Errors::new();
+    metadata(resource, object, &mut errors);
+    match resource.kind {
+        "Pod" => pod::spec(&object["spec"], "spec", None, &mut errors),
+        "Deployment" | "ReplicaSet" => workload(resource, object, &mut errors),
+        "ConfigMap" | "Secret" => {
+            for field in ["data", "binaryData"] {
+                for key in at(object, &[field])
+                    .and_then(Value::as_object)
+                    .into_iter()
+                    .flat_map(|m| m.keys())
+                {
+                    if key.is_empty()
+                        || key.len() > 253
+                        || !key
+                            .chars()
+                            .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+                        || key == "."
+                        || key == ".."
+                    {
+                        errors.push(FieldError::invalid(
+                            format!("{field}[{key}]"),
+                            &key.as_str().into(),
+                            KEY,
+                        ));
+                    }
+                }
+            }
+            if resource.kind == "Secret" {
+                secret_data(object, &mut errors);
+            }
+        }
+        "Service" => service(object, &mut errors),
+        "RuntimeClass" if !text(object, &["handler"]).is_some_and(is_label) => {
+            errors.push(FieldError::invalid("handler", &object["handler"], LABEL));
+        }
+        "PriorityClass" => priority_class(object, &mut errors),
+        "Event" => {
+            let involved = text(object, &["involvedObject", "namespace"]).unwrap_or_default();
+            let own = super::object::namespace(object).unwrap_or_default();
+            if !involved.is_empty() && involved != own {
+                errors.push(FieldError::invalid(
+                    "involvedObject.namespace",
+                    &involved.into(),
+                    "does not match event.namespace",
+                ));
+            }
+        }
+        other => {
+            super::storage::validate(other, object, &mut errors);
+            super::certificates::validate(other, object, &mut errors);
+            super::rbac::validate(other, object, &mut errors);
+        }
+    }
+    errors
+}
+
+fn priority_class(object: &Value, errors: &mut Errors) {
+    let (name, value) = (
+        super::object::name(object),
+        object["value"].as_i64().unwrap_or(0),
+    );
+    let system = super::classes::SYSTEM
+        .iter()
+        .find(|(known, ..)| *known == name);
+    match system {
+        Some((_, known, _)) if *known != value => {
+            errors.push(FieldError::forbidden(
+                "metadata.name",
+                "names that begin with system- belong to the system",
+            ));
+        }
+        Some(_) => {}
+        None if name.starts_with("system-") => {
+            errors.push(FieldError::forbidden(
+                "metadata.name",
+                "names that begin with system- belong to the system",
+            ));
+        }
+        None if value > 1_000_000_000 => {
+            errors.push(FieldError::forbidden(
+                "value",
+                "a priority of one's own is at most 1000000000",
+            ));
+        }
+        None => {}
+    }
+    if let Some(policy) = text(object, &["preemptionPolicy"])
+        .filter(|p| !["Never", "PreemptLowerPriority"].contains(p))
+    {
+        errors.push(FieldError::unsupported(
+            "preemptionPolicy",
+            policy,
+            &["Never", "PreemptLowerPriority"],
+        ));
+    }
+}
+
+fn metadata(resource: &Resource, object: &Value, errors: &mut Errors) {
+    let name = super::object::name(object);
+    if name.is_empty() {
+        errors.push(FieldError::required(
+            "metadata.name",
+            "name or generateName is required",
+        ));
+    } else {
+        let (fine, rule) = match resource.kind {
+            "Namespace" | "Service" => (is_label(name), LABEL),
+            "ClusterTrustBundle" | "Role" | "ClusterRole" | "RoleBinding"
+            | "ClusterRoleBinding" => (is_segment(name), SEGMENT),
+            _ => (is_subdomain(name), SUBDOMAIN),
+        };
+        if !fine {
+            errors.push(FieldError::invalid("metadata.name", &name.into(), rule));
+        }
+    }
+    for (key, value) in at(object, &["metadata", "labels"])
+        .and_then(Value::as_object)
+        .into_iter()
+        .flatten()
+    {
+        if !is_qualified(key) {
+            errors.push(FieldError::invalid("metadata.labels", &key.as_str().into(), "name part must consist of alphanumeric characters, '-', '_' or '.', and must start and end with an alphanumeric character (e.g. 'MyName',  or 'my.name',  or '123-abc', regex used for validation is '([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]')"));
+        }
+        if !value.as_str().is_some_and(is_label_value) {
+            errors.push(FieldError::invalid("metadata.labels", value, LABEL_VALUE));
+        }
+    }
+    let annotations = at(object, &["metadata", "annotations"]).and_then(Value::as_object);
+    let size: usize = annotations
+        .into_iter()
+        .flatten()
+        .map(|(k, v)| k.len() + v.as_str().map_or(0, str::len))
+        .sum();
+    if size > 256 << 10 {
+        errors.push(FieldError {
+            reason: "FieldValueTooLong",
+            field: "metadata.annotations".into(),
+            detail: "Too long: may not be more than 262144 bytes".into(),
+        });
+    }
+    let owners = list(object, &["metadata", "ownerReferences"]);
+    for (i, owner) in owners.iter().enumerate() {
+        for key in ["apiVersion", "kind", "name", "uid"] {
+            if text(owner, &[key]).is_none_or(str::is_empty) {
+                errors.push(FieldError::required(
+                    format!("metadata.ownerReferences[{i}].{key}"),
+                    "must not be empty",
+                ));
+            }
+        }
+    }
+    if owners.iter().filter(|o| o["controller"] == true).count() > 1 {
+        errors.push(FieldError::invalid(
+            "metadata.ownerReferences",
+            &Value::from(owners.to_vec()),
+            "Only one reference can have Controller set to true",
+        ));
+    }
+}
+
+fn workload(resource: &Resource, object: &Value, errors: &mut Errors) {
+    if object["spec"]["replicas"].as_i64().is_some_and(|r| r < 0) {
+        errors.push(FieldError::invalid(
+            "spec.replicas",
+            &object["spec"]["replicas"],
+            "must be greater than or equal to 0",
+        ));
+    }
+    let selector = at(object, &["spec", "selector"]).and_then(Selector::of_object);
+    let labels = at(object, &["spec", "template", "metadata", "labels"]).and_then(Value::as_object);
+    match selector {
+        None => errors.push(FieldError::required("spec.selector", "")),
+        Some(selector) => {
+            let labels = labels
+                .into_iter()
+                .flatten()
+                .map(|(k, v)| (k.clone(), v.as_str().unwrap_or_default().into()))
+                .collect();
+            if !selector.matches_labels(&labels) {
+                let value = at(object, &["spec", "template", "metadata", "labels"])
+                    .cloned()
+                    .unwrap_or_default();
+                errors.push(FieldError::invalid(
+                    "spec.template.metadata.labels",
+                    &value,
+                    "`selector` does not match template `labels`",
+                ));
+            }
+        }
+    }
+    if resource.kind == "Deployment" {
+        let strategy = &object["spec"]["strategy"];
+        match text(strategy, &["type"]) {
+            Some("Recreate") if at(strategy, &["rollingUpdate"]).is_some() => {
+                errors.push(FieldError::forbidden(
+                    "spec.strategy.rollingUpdate",
+                    "may not be specified when strategy `type` is 'Recreate'",
+                ))
+            }
+            Some("Recreate" | "RollingUpdate") | None => {}
+            Some(other) => errors.push(FieldError::unsupported(
+                "spec.strategy.type",
+                other,
+                &["Recreate", "RollingUpdate"],
+            )),
+        }
+    }
+    pod::spec(
+        &object["spec"]["template"]["spec"],
+        "spec.template.spec",
+        Some(&["Always"]),
+        errors,
+    );
+}
+
+fn secret_data(object: &Value, errors: &mut Errors) {
+    use base64::Engine as _;
+    for (key, value) in at(object, &["data"])
+        .and_then(Value::as_object)
+        .into_iter()
+        .flatten()
+    {
+        let decoded = value
+            .as_str()
+            .map(|v| base64::engine::general_purpose::STANDARD.decode(v));
+        if !matches!(decoded, Some(Ok(_))) && !value.is_null() {
+            errors.push(FieldError::invalid(
+                format!("data[{key}]"),
+                &"<redacted>".into(),
+                "must be base64",
+            ));
+        }
+    }
+    let needed = match text(object, &["type"]) {
+        Some("kubernetes.io/dockerconfigjson") => &[".dockerconfigjson"][..],
+        Some("kubernetes.io/dockercfg") => &[".dockercfg"],
+        Some("kubernetes.io/tls") => &["tls.crt", "tls.key"],
+        _ => &[],
+    };
+    for key in needed {
+        if object["data"].get(key).is_none() {
+            errors.push(FieldError::required(format!("data[{key}]"), ""));
+        }
+    }
+}
+
+fn service(object: &Value, errors: &mut Errors) {
+    let ports = list(object, &["spec", "ports"]);
+    let headless = text(object, &["spec", "clusterIP"]) == Some("None");
+    let external = text(object, &["spec", "type"]) == Some("ExternalName");
+    if ports.is_empty() && !headless && !external {
+        errors.push(FieldError::required("spec.ports", ""));
+    }
+    for (i, port) in ports.iter().enumerate() {
+        if !port["port"]
+            .as_i64()
+            .is_some_and(|p| (1..=65535).contains(&p))
+        {
+            errors.push(FieldError::invalid(
+                format!("spec.ports[{i}].port"),
+                &port["port"],
+                "must be between 1 and 65535, inclusive",
+            ));
+        }
+        if ports.len() > 1 && text(port, &["name"]).is_none_or(str::is_empty) {
+            errors.push(FieldError::required(format!("spec.ports[{i}].name"), ""));
+        }
+    }
+    if let Some(kind) = text(object, &["spec", "type"])
+        && !["ClusterIP", "NodePort", "LoadBalancer", "ExternalName"].contains(&kind)
+    {
+        errors.push(FieldError::unsupported(
+            "spec.type",
+            kind,
+            &["ClusterIP", "ExternalName", "LoadBalancer", "NodePort"],
+        ));
+    }
+}

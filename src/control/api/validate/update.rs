@@ -1,0 +1,289 @@
+//! What an update may change (control-plane spec, 4.2 to 4.4).
+
+use std::collections::HashSet;
+
+use serde_json::Value;
+
+use super::Errors;
+use crate::control::api::error::FieldError;
+use crate::control::api::object::{at, list, text};
+use crate::control::api::resources::Resource;
+use crate::control::api::{certificates, object, rbac, storage};
+
+/// Checks what an update may change.
+#[must_use]
+pub fn update(resource: &Resource, old: &Value, new: &Value) -> Errors {
+    let mut errors = Errors::new();
+    if object::deleting(old) {
+        let had: HashSet<&Value> = list(old, &["metadata", "finalizers"]).iter().collect();
+        if list(new, &["metadata", "finalizers"])
+            .iter()
+            .any(|f| !had.contains(f))
+        {
+            errors.push(FieldError::forbidden(
+                "metadata.finalizers",
+                "no new finalizers can be added if the object is being deleted",
+            ));
+        }
+    }
+    match resource.kind {
+        "Deployment" | "ReplicaSet" if old["spec"]["selector"] != new["spec"]["selector"] => {
+            errors.push(FieldError::invalid(
+                "spec.selector",
+                &new["spec"]["selector"],
+                "field is immutable",
+            ));
+        }
+        "Pod" => pod_update(old, new, &mut errors),
+        "ConfigMap" | "Secret" if old["immutable"] == true => {
+            if new["immutable"] != true {
+                errors.push(FieldError::forbidden(
+                    "immutable",
+                    "field is immutable when `immutable` is set",
+                ));
+            }
+            if old["data"] != new["data"] || old["binaryData"] != new["binaryData"] {
+                errors.push(FieldError::forbidden(
+                    "data",
+                    "field is immutable when `immutable` is set",
+                ));
+            }
+        }
+        "Service" => {
+            let (before, after) = (
+                text(old, &["spec", "clusterIP"]),
+                text(new, &["spec", "clusterIP"]),
+            );
+            if before.is_some() && before != after && new["spec"]["type"] != "ExternalName" {
+                errors.push(FieldError::invalid(
+                    "spec.clusterIPs[0]",
+                    &after.unwrap_or_default().into(),
+                    "may not change once set",
+                ));
+            }
+        }
+        "RuntimeClass" if old["handler"] != new["handler"] => {
+            errors.push(FieldError::invalid(
+                "handler",
+                &new["handler"],
+                "field is immutable",
+            ));
+        }
+        "PriorityClass" if old["value"] != new["value"] => {
+            errors.push(FieldError::forbidden(
+                "value",
+                "the value cannot be changed: make another class",
+            ));
+        }
+        other => {
+            storage::validate_update(other, old, new, &mut errors);
+            certificates::validate_update(other, old, new, &mut errors);
+            rbac::validate_update(other, old, new, &mut errors);
+        }
+    }
+    if resource.kind == "Secret" && old["type"] != new["type"] {
+        errors.push(FieldError::invalid(
+            "type",
+            &new["type"],
+            "field is immutable",
+        ));
+    }
+    errors
+}
+
+/// Checks a write to `ephemeralcontainers`: they are only ever added.
+#[must_use]
+pub fn ephemeral_update(old: &Value, new: &Value) -> Errors {
+    let mut errors = Errors::new();
+    let path = "spec.ephemeralContainers";
+    let (before, after) = (
+        list(old, &["spec", "ephemeralContainers"]),
+        list(new, &["spec", "ephemeralContainers"]),
+    );
+    for container in before {
+        let name = text(container, &["name"]).unwrap_or_default();
+        match after.iter().find(|c| c["name"] == container["name"]) {
+            None => errors.push(FieldError::forbidden(
+                path,
+                &format!("ephemeral container {name:?} cannot be removed"),
+            )),
+            Some(same) if same != container => {
+                errors.push(FieldError::forbidden(
+                    path,
+                    &format!("ephemeral container {name:?} cannot be changed"),
+                ));
+            }
+            Some(_) => {}
+        }
+    }
+    let volumes: HashSet<&str> = list(new, &["spec", "volumes"])
+        .iter()
+        .filter_map(|v| text(v, &["name"]))
+        .collect();
+    let taken: Vec<&str> = ["containers", "initContainers"]
+        .iter()
+        .flat_map(|kind| list(new, &["spec", kind]))
+        .filter_map(|c| text(c, &["name"]))
+        .collect();
+    let mut seen = HashSet::new();
+    for (i, item) in after.iter().enumerate() {
+        let here = format!("{path}[{i}]");
+        super::pod::container(item, &here, &volumes, &mut errors);
+        let name = text(item, &["name"]).unwrap_or_default();
+        if taken.contains(&name) || !seen.insert(name) {
+            errors.push(FieldError::duplicate(format!("{here}.name"), name));
+        }
+        for field in [
+            "ports",
+            "livenessProbe",
+            "readinessProbe",
+            "startupProbe",
+            "lifecycle",
+            "resources",
+        ] {
+            let set = at(item, &[field])
+                .is_some_and(|v| !v.is_null() && v.as_object().is_none_or(|o| !o.is_empty()));
+            if set {
+                errors.push(FieldError::forbidden(
+                    format!("{here}.{field}"),
+                    "an ephemeral container cannot have it",
+                ));
+            }
+        }
+        if let Some(target) =
+            text(item, &["targetContainerName"]).filter(|t| !t.is_empty() && !taken.contains(t))
+        {
+            errors.push(FieldError::not_found(
+                format!("{here}.targetContainerName"),
+                target,
+            ));
+        }
+    }
+    errors
+}
+
+/// Checks a write to `resize`: CPU and memory only, and what is set stays set (KEP-1287).
+#[must_use]
+pub fn resize(old: &Value, new: &Value) -> Errors {
+    let mut errors = Errors::new();
+    if ["Succeeded", "Failed"].contains(&text(old, &["status", "phase"]).unwrap_or_default()) {
+        errors.push(FieldError::forbidden(
+            "spec",
+            "a pod that has ended cannot be resized",
+        ));
+    }
+    if old["spec"]["resources"] != new["spec"]["resources"] {
+        errors.push(FieldError::forbidden(
+            "spec.resources",
+            "what is set for the pod as a whole cannot be resized yet",
+        ));
+    }
+    let class = |pod: &Value| {
+        serde_json::from_value(pod["spec"].clone())
+            .map(|spec| crate::core::pod::qos::of(&spec).name())
+            .unwrap_or_default()
+    };
+    if class(old) != class(new) {
+        errors.push(FieldError::invalid(
+            "spec",
+            &class(new).into(),
+            "a resize may not change the pod's QoS class",
+        ));
+    }
+    for kind in ["containers", "initContainers"] {
+        for (i, (before, after)) in list(old, &["spec", kind])
+            .iter()
+            .zip(list(new, &["spec", kind]))
+            .enumerate()
+        {
+            let here = format!("spec.{kind}[{i}].resources");
+            if before["resources"] != after["resources"]
+                && kind == "initContainers"
+                && before["restartPolicy"] != "Always"
+            {
+                errors.push(FieldError::forbidden(
+                    here.clone(),
+                    "of the init containers only sidecars can be resized",
+                ));
+            }
+            for side in ["requests", "limits"] {
+                let of = |container: &Value| {
+                    at(container, &["resources", side])
+                        .and_then(Value::as_object)
+                        .cloned()
+                        .unwrap_or_default()
+                };
+                let (before, after) = (of(before), of(after));
+                for name in before.keys().chain(after.keys()) {
+                    if before.get(name) != after.get(name)
+                        && !["cpu", "memory"].contains(&name.as_str())
+                    {
+                        errors.push(FieldError::forbidden(
+                            format!("{here}.{side}[{name}]"),
+                            "only cpu and memory can be resized",
+                        ));
+                    }
+                    if !after.contains_key(name) && before.contains_key(name) {
+                        errors.push(FieldError::forbidden(
+                            format!("{here}.{side}"),
+                            "what is set cannot be removed",
+                        ));
+                    }
+                }
+            }
+        }
+    }
+    errors
+}
+
+fn pod_update(old: &Value, new: &Value, errors: &mut Errors) {
+    let count = |pod: &Value| list(pod, &["spec", "containers"]).len();
+    if count(old) != count(new) {
+        errors.push(FieldError::forbidden(
+            "spec.containers",
+            "pod updates may not add or remove containers",
+        ));
+        return;
+    }
+    let mut comparable = new["spec"].clone();
+    for kind in ["containers", "initContainers"] {
+        let images: Vec<Value> = list(old, &["spec", kind])
+            .iter()
+            .map(|c| c["image"].clone())
+            .collect();
+        for (container, image) in comparable
+            .get_mut(kind)
+            .and_then(Value::as_array_mut)
+            .into_iter()
+            .flatten()
+            .zip(images)
+        {
+            container["image"] = image;
+        }
+    }
+    for key in [
+        "activeDeadlineSeconds",
+        "tolerations",
+        "terminationGracePeriodSeconds",
+    ] {
+        match old["spec"].get(key) {
+            Some(value) => comparable[key] = value.clone(),
+            None => {
+                comparable.as_object_mut().map(|m| m.remove(key));
+            }
+        }
+    }
+    if comparable != old["spec"] {
+        errors.push(FieldError::forbidden("spec", "pod updates may not change fields other than `spec.containers[*].image`,`spec.initContainers[*].image`,`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to existing tolerations),`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was previously negative)"));
+    }
+    let tolerations = list(new, &["spec", "tolerations"]);
+    if list(old, &["spec", "tolerations"])
+        .iter()
+        .any(|t| !tolerations.contains(t))
+    {
+        errors.push(FieldError::forbidden(
+            "spec.tolerations",
+            "existing toleration can not be modified except its tolerationSeconds",
+        ));
+    }
+}

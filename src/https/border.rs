@@ -1,0 +1,88 @@
+//! The border of a request: a panic behind it ends the request and not the process.
+//!
+//! Everywhere else a panic ends the process, as a task that silently stopped would be worse than a restart
+//! ([`end_process_on_panic`]); release builds unwind, so that there is a difference.
+
+use std::any::Any;
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
+
+thread_local! {
+    /// How many borders this thread is behind.
+    static BEHIND: Cell<u32> = const { Cell::new(0) };
+}
+
+static PANICS: AtomicU64 = AtomicU64::new(0);
+
+/// What was running panicked; it stands in the log under this number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("an internal error occurred; the server's log has it as panic {number}")]
+pub struct Panicked {
+    /// Counts the panics of this process.
+    pub number: u64,
+}
+
+/// From now on a panic that is behind no border ends the process, after the hook that is installed has told it.
+pub fn end_process_on_panic() {
+    let tell = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        tell(info);
+        if BEHIND.get() == 0 {
+            std::process::abort();
+        }
+    }));
+}
+
+fn said(payload: &(dyn Any + Send)) -> &str {
+    let text = payload.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| payload.downcast_ref::<&str>().copied())
+        .unwrap_or("something that is no text")
+}
+
+/// Runs `work`; if it panics, what it held is dropped and the panic is logged under a number.
+pub async fn guard<F: Future>(work: F) -> Result<F::Output, Panicked> {
+    Guarded(Box::pin(work)).await
+}
+
+struct Guarded<F>(Pin<Box<F>>);
+
+impl<F: Future> Future for Guarded<F> {
+    type Output = Result<F::Output, Panicked>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        BEHIND.set(BEHIND.get() + 1);
+        let polled = catch_unwind(AssertUnwindSafe(|| self.0.as_mut().poll(cx)));
+        BEHIND.set(BEHIND.get() - 1);
+        match polled {
+            Ok(polled) => polled.map(Ok),
+            Err(payload) => {
+                let number = PANICS.fetch_add(1, Ordering::Relaxed) + 1;
+                tracing::error!(number, panic = said(&*payload), "a request panicked");
+                Poll::Ready(Err(Panicked { number }))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_panic_ends_what_panicked_and_nothing_else() {
+        assert_eq!(guard(async { 7 }).await, Ok(7));
+        let first = guard(async {
+            tokio::task::yield_now().await;
+            assert_eq!(BEHIND.get(), 1);
+            panic!("on purpose")
+        });
+        let first: Result<(), Panicked> = first.await;
+        let number = first.expect_err("it panicked").number;
+        let second: Result<(), Panicked> = guard(async { panic!("again") }).await;
+        assert!(second.expect_err("it panicked").number > number);
+        assert_eq!(BEHIND.get(), 0);
+    }
+}

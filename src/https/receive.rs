@@ -1,0 +1,43 @@
+//! Bodies of requests: bounded in size and in time.
+
+use std::time::Duration;
+
+use http_body_util::{BodyExt as _, LengthLimitError, Limited};
+use hyper::Request;
+use hyper::body::{Bytes, Incoming};
+use hyper::http::request::Parts;
+
+use super::Place;
+
+/// Why a body is not there.
+#[derive(Debug, thiserror::Error)]
+pub enum NotReceived {
+    /// It is longer than this, in bytes.
+    #[error("the body is longer than {0} bytes")]
+    TooLong(usize),
+    /// It took longer than this.
+    #[error("the body did not arrive within {} s", .0.as_secs_f32())]
+    TooSlow(Duration),
+    /// The connection broke.
+    #[error("the body could not be read: {0}")]
+    Broken(String),
+}
+
+/// Reads a request's body of at most `most` bytes, which must be complete within `patience`. Meanwhile the connection
+/// makes room for others if room is short.
+pub async fn receive(
+    request: Request<Incoming>,
+    most: usize,
+    patience: Duration,
+) -> (Parts, Result<Bytes, NotReceived>) {
+    let (head, body) = request.into_parts();
+    let _receiving = head.extensions.get::<Place>().and_then(Place::receive);
+    let collected = tokio::time::timeout(patience, Limited::new(body, most).collect()).await;
+    let received = match collected {
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(NotReceived::TooLong(most)),
+        Ok(Err(error)) => Err(NotReceived::Broken(error.to_string())),
+        Err(_) => Err(NotReceived::TooSlow(patience)),
+    };
+    (head, received)
+}

@@ -1,0 +1,241 @@
+//! Deletions: grace, finalizers and propagation.
+
+use serde_json::{Value, json};
+
+use crate::server::{MAPS, MERGE, PODS, Server, pod};
+
+#[tokio::test]
+async fn deletion_waits_for_grace_and_finalizers() {
+    let server = Server::new().await;
+    let gone = server
+        .ok("POST", MAPS, &json!({"metadata": {"name": "a"}}))
+        .await;
+    let answer = server
+        .ok(
+            "DELETE",
+            &format!("{MAPS}/a"),
+            &json!({"propagationPolicy": "Background"}),
+        )
+        .await;
+    assert_eq!(
+        (answer["status"].as_str(), &answer["details"]["uid"]),
+        (Some("Success"), &gone["metadata"]["uid"])
+    );
+    server
+        .ok(
+            "POST",
+            MAPS,
+            &json!({"metadata": {"name": "f", "finalizers": ["x.io/y"]}}),
+        )
+        .await;
+    let marked = server
+        .ok("DELETE", &format!("{MAPS}/f"), &Value::Null)
+        .await;
+    assert!(marked["metadata"]["deletionTimestamp"].is_string());
+    let more = server
+        .patch(
+            &format!("{MAPS}/f"),
+            MERGE,
+            json!({"metadata": {"finalizers": ["x.io/y", "x.io/z"]}}),
+        )
+        .await;
+    assert_eq!(
+        more.code, 422,
+        "no finalizer is added to what is being deleted"
+    );
+    server
+        .patch(
+            &format!("{MAPS}/f"),
+            MERGE,
+            json!({"metadata": {"finalizers": null}}),
+        )
+        .await;
+    assert_eq!(
+        server
+            .call("GET", &format!("{MAPS}/f"), &Value::Null)
+            .await
+            .code,
+        404
+    );
+
+    server.ok("POST", PODS, &pod("unbound")).await;
+    server
+        .ok("DELETE", &format!("{PODS}/unbound"), &Value::Null)
+        .await;
+    assert_eq!(
+        server
+            .call("GET", &format!("{PODS}/unbound"), &Value::Null)
+            .await
+            .code,
+        404,
+        "nobody waits for a pod without a node"
+    );
+    server.ok("POST", PODS, &pod("p")).await;
+    server
+        .ok(
+            "POST",
+            &format!("{PODS}/p/binding"),
+            &json!({"target": {"kind": "Node", "name": "n"}}),
+        )
+        .await;
+    let grace = |o: &Value| o["metadata"]["deletionGracePeriodSeconds"].as_i64();
+    let first = server
+        .ok(
+            "DELETE",
+            &format!("{PODS}/p"),
+            &json!({"gracePeriodSeconds": 20}),
+        )
+        .await;
+    assert_eq!(
+        (grace(&first), first["metadata"]["generation"].as_i64()),
+        (Some(20), Some(2))
+    );
+    let longer = server
+        .ok(
+            "DELETE",
+            &format!("{PODS}/p"),
+            &json!({"gracePeriodSeconds": 60}),
+        )
+        .await;
+    assert_eq!(grace(&longer), Some(20), "grace only shrinks");
+    let shorter = server
+        .ok(
+            "DELETE",
+            &format!("{PODS}/p"),
+            &json!({"gracePeriodSeconds": 5}),
+        )
+        .await;
+    assert_eq!(grace(&shorter), Some(5));
+    let uid = shorter["metadata"]["uid"].clone();
+    server
+        .ok(
+            "DELETE",
+            &format!("{PODS}/p"),
+            &json!({"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}),
+        )
+        .await;
+    assert_eq!(
+        server
+            .call("GET", &format!("{PODS}/p"), &Value::Null)
+            .await
+            .code,
+        404
+    );
+    for name in ["x", "y"] {
+        server
+            .ok(
+                "POST",
+                MAPS,
+                &json!({"metadata": {"name": name, "labels": {"l": name}}}),
+            )
+            .await;
+    }
+    let list = server
+        .ok("DELETE", &format!("{MAPS}?labelSelector=l=x"), &Value::Null)
+        .await;
+    assert_eq!(
+        (
+            list["kind"].as_str(),
+            list["items"].as_array().unwrap().len()
+        ),
+        (Some("ConfigMapList"), 1)
+    );
+    assert_eq!(
+        server.ok("GET", MAPS, &Value::Null).await["items"]
+            .as_array()
+            .unwrap()
+            .len(),
+        1
+    );
+}
+
+/// No time that a request names ends the process or makes an object that nobody can read.
+#[tokio::test]
+async fn times_from_outside_have_bounds() {
+    let server = Server::new().await;
+    let bound = |name: &str| {
+        let mut pod = pod(name);
+        pod["spec"]["nodeName"] = json!("n");
+        pod
+    };
+    server.ok("POST", PODS, &bound("p")).await;
+    let url = format!("{PODS}/p");
+    for (query, body, code) in [
+        ("gracePeriodSeconds=300000000000", Value::Null, 422),
+        ("gracePeriodSeconds=9223372036854775807", Value::Null, 422),
+        ("gracePeriodSeconds=99999999999999999999", Value::Null, 400),
+        ("gracePeriodSeconds=soon", Value::Null, 400),
+        ("", json!({"gracePeriodSeconds": 300_000_000_000_i64}), 422),
+        ("", json!({"gracePeriodSeconds": "30"}), 400),
+        (
+            "",
+            json!({"gracePeriodSeconds": i64::MIN, "dryRun": ["All"]}),
+            200,
+        ),
+        ("", json!({"gracePeriodSeconds": i32::MAX}), 200),
+        ("", json!({"gracePeriodSeconds": 7}), 200),
+    ] {
+        let reply = server
+            .call("DELETE", &format!("{url}?{query}"), &body)
+            .await;
+        assert_eq!(reply.code, code, "{query} {body}: {}", reply.body);
+    }
+    let left = server.ok("GET", &url, &Value::Null).await;
+    assert_eq!(left["metadata"]["deletionGracePeriodSeconds"], 7);
+    let mut long = bound("long");
+    long["spec"]["terminationGracePeriodSeconds"] = json!(300_000_000_000_i64);
+    let refused = server.call("POST", PODS, &long).await;
+    assert_eq!(refused.code, 422, "{}", refused.body);
+    let token = "/api/v1/namespaces/default/serviceaccounts/default/token";
+    for seconds in [i64::MAX, (1 << 32) + 1] {
+        let spec = json!({"spec": {"expirationSeconds": seconds}});
+        assert_eq!(server.call("POST", token, &spec).await.code, 422);
+    }
+    let mut watch = server
+        .watch(&format!("{MAPS}?watch=1&timeoutSeconds={}", u64::MAX))
+        .await;
+    server
+        .ok("POST", MAPS, &json!({"metadata": {"name": "seen"}}))
+        .await;
+    crate::server::next(&mut watch).await;
+}
+
+/// The collector's finalizers are given only to what it looks after: everything else goes at once, whatever the policy.
+#[tokio::test]
+async fn foreground_deletion_ends() {
+    let server = Server::new().await;
+    let secrets = "/api/v1/namespaces/default/secrets";
+    server.ok("POST", PODS, &pod("p")).await;
+    for (collection, name) in [(MAPS, "m"), (secrets, "s")] {
+        server
+            .ok("POST", collection, &json!({"metadata": {"name": name}}))
+            .await;
+    }
+    for (collection, name, policy) in [
+        (MAPS, "m", "Foreground"),
+        (secrets, "s", "Orphan"),
+        (PODS, "p", "Foreground"),
+    ] {
+        let url = format!("{collection}/{name}");
+        server
+            .ok("DELETE", &url, &json!({"propagationPolicy": policy}))
+            .await;
+        assert_eq!(
+            server.call("GET", &url, &Value::Null).await.code,
+            404,
+            "{url}"
+        );
+    }
+    let deployments = "/apis/apps/v1/namespaces/default/deployments";
+    let template = json!({"metadata": {"labels": {"a": "1"}}, "spec": pod("x")["spec"]});
+    let deployment = json!({"metadata": {"name": "d"}, "spec": {"selector": {"matchLabels": {"a": "1"}}, "template": template}});
+    server.ok("POST", deployments, &deployment).await;
+    let url = format!("{deployments}/d");
+    let marked = server
+        .ok("DELETE", &url, &json!({"propagationPolicy": "Foreground"}))
+        .await;
+    assert_eq!(
+        marked["metadata"]["finalizers"],
+        json!(["foregroundDeletion"])
+    );
+}

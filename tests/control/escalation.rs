@@ -1,0 +1,474 @@
+//! Nobody comes to more than they were given: tables of who tries what.
+
+use holdfast::core::node::signing::CLIENT;
+use serde_json::{Value, json};
+
+use crate::server::{MAPS, PODS, Server, pod};
+
+const RBAC: &str = "/apis/rbac.authorization.k8s.io/v1";
+const CSRS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
+
+fn role(name: &str, rules: Value) -> Value {
+    json!({"metadata": {"name": name}, "rules": rules})
+}
+
+fn binding(name: &str, kind: &str, role: &str, user: &str) -> Value {
+    json!({"metadata": {"name": name}, "roleRef": {"kind": kind, "name": role}, "subjects": [{"kind": "User", "name": user}]})
+}
+
+/// With a namespace administrator, an editor and a viewer of `default`, and one who writes cluster roles.
+async fn server() -> Server {
+    let server = Server::with_roles().await;
+    let bindings = format!("{RBAC}/namespaces/default/rolebindings");
+    for who in ["admin", "edit", "view"] {
+        server
+            .ok("POST", &bindings, &binding(who, "ClusterRole", who, who))
+            .await;
+    }
+    let all = json!(["create", "get", "update", "patch"]);
+    let writer = json!([{"apiGroups": ["rbac.authorization.k8s.io"], "resources": ["clusterroles", "clusterrolebindings"], "verbs": all}]);
+    server
+        .ok(
+            "POST",
+            &format!("{RBAC}/clusterroles"),
+            &role("writer", writer),
+        )
+        .await;
+    let bound = binding("writer", "ClusterRole", "writer", "writer");
+    server
+        .ok("POST", &format!("{RBAC}/clusterrolebindings"), &bound)
+        .await;
+    server
+}
+
+#[tokio::test]
+async fn admin_edit_and_view_have_what_they_say() {
+    let server = server().await;
+    let secrets = "/api/v1/namespaces/default/secrets";
+    let roles = format!("{RBAC}/namespaces/default/roles");
+    for (who, method, url, code) in [
+        ("edit", "GET", PODS, 200),
+        ("admin", "GET", PODS, 200),
+        ("admin", "GET", secrets, 200),
+        ("edit", "GET", secrets, 200),
+        ("view", "GET", secrets, 403),
+        ("view", "DELETE", MAPS, 403),
+        ("edit", "DELETE", MAPS, 200),
+        ("admin", "GET", roles.as_str(), 200),
+        ("edit", "GET", roles.as_str(), 403),
+        ("view", "GET", "/api/v1/namespaces/default", 200),
+        ("view", "GET", "/api/v1/namespaces/other", 403),
+        ("view", "GET", "/api/v1/namespaces", 403),
+        ("admin", "GET", "/api/v1/nodes", 403),
+    ] {
+        let reply = server.call_as(who, &[], method, url, &Value::Null).await;
+        assert_eq!(reply.code, code, "{who} {method} {url}: {}", reply.body);
+    }
+}
+
+/// The body that a row of [`nobody_climbs_by_roles`] names.
+fn body(words: &str) -> Value {
+    let rule = |group: &str, resource: &str, verbs: &[&str]| json!([{"apiGroups": [group], "resources": [resource], "verbs": verbs}]);
+    let rules = |name: &str| match name {
+        "nodes" => rule("", "nodes", &["get"]),
+        "pods" => rule("", "pods", &["get", "list"]),
+        "escalate" => rule("rbac.authorization.k8s.io", "roles", &["escalate", "bind"]),
+        _ => rule("*", "*", &["*"]),
+    };
+    let gathers = json!({"clusterRoleSelectors": [{"matchLabels": {"mine": "1"}}]});
+    match words.split(' ').collect::<Vec<_>>().as_slice() {
+        ["role", name] => role("own", rules(name)),
+        ["rules", name] => json!({"rules": rules(name)}),
+        ["gathering", "role"] => json!({"metadata": {"name": "g"}, "aggregationRule": gathers}),
+        ["gather"] => json!({"aggregationRule": gathers}),
+        ["label"] => json!({"metadata": {"labels": {"x": "y"}}}),
+        ["subject", name] => json!({"subjects": [{"kind": "User", "name": name}]}),
+        [kind, name, user] => binding(&format!("{name}-{user}").to_lowercase(), kind, name, user),
+        _ => panic!("{words}"),
+    }
+}
+
+/// Every way of RBAC by which a namespace's administrator or a writer of cluster roles could come to more.
+#[tokio::test]
+async fn nobody_climbs_by_roles() {
+    let server = server().await;
+    for (who, method, path, what, code) in [
+        ("admin", "POST", "roles", "role nodes", 403),
+        ("admin", "POST", "roles", "role escalate", 403),
+        ("admin", "POST", "roles", "role everything", 403),
+        ("admin", "POST", "roles", "role pods", 201),
+        ("admin", "PATCH", "roles/own", "label", 200),
+        ("admin", "PATCH", "roles/own", "rules everything", 403),
+        (
+            "admin",
+            "POST",
+            "rolebindings",
+            "ClusterRole cluster-admin admin",
+            403,
+        ),
+        (
+            "admin",
+            "POST",
+            "rolebindings",
+            "ClusterRole edit friend",
+            201,
+        ),
+        (
+            "admin",
+            "POST",
+            "rolebindings",
+            "ClusterRole nosuch admin",
+            403,
+        ),
+        ("admin", "POST", "rolebindings", "Role nosuch admin", 403),
+        ("admin", "POST", "rolebindings", "Role own friend", 201),
+        (
+            "admin",
+            "POST",
+            "clusterrolebindings",
+            "ClusterRole view admin",
+            403,
+        ),
+        ("admin", "POST", "clusterroles", "role pods", 403),
+        (
+            "edit",
+            "POST",
+            "rolebindings",
+            "ClusterRole view friend",
+            403,
+        ),
+        ("writer", "POST", "clusterroles", "role everything", 403),
+        ("writer", "POST", "clusterroles", "gathering role", 403),
+        ("writer", "PATCH", "clusterroles/writer", "gather", 403),
+        ("writer", "PATCH", "clusterroles/view", "label", 200),
+        (
+            "writer",
+            "POST",
+            "clusterrolebindings",
+            "ClusterRole nosuch writer",
+            403,
+        ),
+        (
+            "writer",
+            "POST",
+            "clusterrolebindings",
+            "ClusterRole cluster-admin writer",
+            403,
+        ),
+        (
+            "writer",
+            "PATCH",
+            "clusterrolebindings/cluster-admin",
+            "subject writer",
+            403,
+        ),
+        (
+            "writer",
+            "PATCH",
+            "clusterrolebindings/cluster-admin",
+            "label",
+            200,
+        ),
+    ] {
+        let url = if path.starts_with("cluster") {
+            format!("{RBAC}/{path}")
+        } else {
+            format!("{RBAC}/namespaces/default/{path}")
+        };
+        let reply = server.call_as(who, &[], method, &url, &body(what)).await;
+        assert_eq!(
+            reply.code, code,
+            "{who} {method} {path} {what}: {}",
+            reply.body
+        );
+    }
+}
+
+/// What a selector confines counts only where it confines what is done.
+#[tokio::test]
+async fn a_selector_in_the_query_gives_no_rights() {
+    let server = Server::with_roles().await;
+    let one = json!([{"apiGroups": [""], "resources": ["configmaps"], "resourceNames": ["mine"], "verbs": ["create", "list", "deletecollection"]}]);
+    let roles = format!("{RBAC}/namespaces/default");
+    server
+        .ok("POST", &format!("{roles}/roles"), &role("one", one))
+        .await;
+    let bound = binding("one", "Role", "one", "u");
+    server
+        .ok("POST", &format!("{roles}/rolebindings"), &bound)
+        .await;
+    for (method, query, code) in [
+        ("GET", "fieldSelector=metadata.name%3Dmine", 200),
+        ("GET", "fieldSelector=metadata.name%3Dother", 403),
+        ("GET", "", 403),
+        ("POST", "fieldSelector=metadata.name%3Dmine", 403),
+        ("DELETE", "fieldSelector=metadata.name%3Dmine", 200),
+        ("DELETE", "", 403),
+    ] {
+        let body = json!({"metadata": {"name": "other"}});
+        let body = if method == "POST" { body } else { Value::Null };
+        let reply = server
+            .call_as("u", &[], method, &format!("{MAPS}?{query}"), &body)
+            .await;
+        assert_eq!(reply.code, code, "{method} {query}");
+    }
+}
+
+fn request(usages: &[&str]) -> Value {
+    use base64::Engine as _;
+    let mut params = rcgen::CertificateParams::default();
+    params
+        .distinguished_name
+        .push(rcgen::DnType::OrganizationName, "system:nodes");
+    params
+        .distinguished_name
+        .push(rcgen::DnType::CommonName, "system:node:n");
+    let pem = params
+        .serialize_request(&rcgen::KeyPair::generate().unwrap())
+        .unwrap()
+        .pem()
+        .unwrap();
+    json!({"metadata": {"name": "r"}, "spec": {"signerName": CLIENT, "usages": usages,
+        "request": base64::engine::general_purpose::STANDARD.encode(pem)}})
+}
+
+/// Deciding about a request takes `approve` on its signer, issuing takes `sign`, and a status decides nothing.
+#[tokio::test]
+async fn requests_are_decided_by_whom_the_signer_allows() {
+    let server = Server::with_roles().await;
+    let requests = |verbs: &[&str], resource: &str| json!({"apiGroups": ["certificates.k8s.io"], "resources": [resource], "verbs": verbs});
+    let signers = |verb: &str, name: &str| json!({"apiGroups": ["certificates.k8s.io"], "resources": ["signers"], "resourceNames": [name], "verbs": [verb]});
+    let write = ["get", "update", "patch"];
+    for (who, rules) in [
+        (
+            "weak",
+            json!([
+                requests(&write, "certificatesigningrequests/approval"),
+                requests(&write, "certificatesigningrequests/status")
+            ]),
+        ),
+        (
+            "approver",
+            json!([
+                requests(&write, "certificatesigningrequests/approval"),
+                signers("approve", "kubernetes.io/*")
+            ]),
+        ),
+        (
+            "signer",
+            json!([
+                requests(&write, "certificatesigningrequests/status"),
+                signers("sign", CLIENT)
+            ]),
+        ),
+    ] {
+        server
+            .ok("POST", &format!("{RBAC}/clusterroles"), &role(who, rules))
+            .await;
+        let bound = binding(who, "ClusterRole", who, who);
+        server
+            .ok("POST", &format!("{RBAC}/clusterrolebindings"), &bound)
+            .await;
+    }
+    server
+        .ok(
+            "POST",
+            CSRS,
+            &request(&["digital signature", "client auth"]),
+        )
+        .await;
+    let decision = json!({"status": {"conditions": [{"type": "Approved", "status": "True", "reason": "x", "message": ""}]}});
+    let issue = json!({"status": {"certificate": "YQ=="}});
+    for (who, sub, body, code) in [
+        ("weak", "approval", &decision, 403),
+        ("weak", "status", &issue, 403),
+        ("approver", "status", &issue, 403),
+        ("signer", "approval", &decision, 403),
+        // A status leaves the decision as it is.
+        ("signer", "status", &decision, 200),
+    ] {
+        let reply = server
+            .call_as(who, &[], "PATCH", &format!("{CSRS}/r/{sub}"), body)
+            .await;
+        assert_eq!(reply.code, code, "{who} {sub}: {}", reply.body);
+    }
+    let conditions = |object: Value| {
+        object["status"]["conditions"]
+            .as_array()
+            .map_or(0, Vec::len)
+    };
+    assert_eq!(
+        conditions(server.ok("GET", &format!("{CSRS}/r"), &Value::Null).await),
+        0
+    );
+    for (who, sub, body) in [
+        ("approver", "approval", &decision),
+        ("signer", "status", &issue),
+    ] {
+        let reply = server
+            .call_as(who, &[], "PATCH", &format!("{CSRS}/r/{sub}"), body)
+            .await;
+        assert_eq!(reply.code, 200, "{who} {sub}: {}", reply.body);
+    }
+    assert_eq!(
+        conditions(server.ok("GET", &format!("{CSRS}/r"), &Value::Null).await),
+        1
+    );
+}
+
+#[tokio::test]
+async fn reviews_are_of_their_group_and_tokens_for_their_audience() {
+    let server = Server::with_roles().await;
+    let bound = binding("delegates", "ClusterRole", "system:auth-delegator", "d");
+    server
+        .ok("POST", &format!("{RBAC}/clusterrolebindings"), &bound)
+        .await;
+    let reviews = "/apis/authentication.k8s.io/v1/tokenreviews";
+    let url = "/api/v1/namespaces/default/serviceaccounts/default/token";
+    let issue = |audiences: Value| {
+        let server = &server;
+        async move {
+            let asked = json!({"spec": {"audiences": audiences}});
+            let token = server.ok("POST", url, &asked).await;
+            token["status"]["token"].as_str().unwrap().to_owned()
+        }
+    };
+    let (vault, ours) = (
+        issue(json!(["vault", "other"])).await,
+        issue(json!([])).await,
+    );
+    for (token, audiences, known, meant) in [
+        (
+            &ours,
+            json!([]),
+            true,
+            json!(["https://kubernetes.default.svc.cluster.local"]),
+        ),
+        (&vault, json!([]), false, Value::Null),
+        (&vault, json!(["vault", "third"]), true, json!(["vault"])),
+        (&ours, json!(["vault"]), false, Value::Null),
+    ] {
+        let asked = json!({"spec": {"token": token, "audiences": audiences}});
+        let review = server.call_as("d", &[], "POST", reviews, &asked).await;
+        assert_eq!(review.code, 201, "{}", review.body);
+        let status = &review.body["status"];
+        assert_eq!(
+            (status["authenticated"] == true, &status["audiences"]),
+            (known, &meant),
+            "{audiences}"
+        );
+    }
+    assert!(
+        server
+            .0
+            .authenticate(None, Some(&format!("Bearer {vault}")))
+            .is_err(),
+        "a token for somebody else opens nothing here"
+    );
+    let asked = json!({"spec": {"token": ours}});
+    let stranger = server.call_as("x", &[], "POST", reviews, &asked).await;
+    assert_eq!(stranger.code, 403);
+}
+
+/// Every verb on every kind, with the credentials of a node and of a bootstrap token: what is not listed is refused.
+#[tokio::test]
+async fn nodes_and_bootstrap_tokens_may_little() {
+    let server = Server::with_roles().await;
+    for (name, node) in [("mine", "n1"), ("theirs", "n2")] {
+        let mut pod = pod(name);
+        pod["spec"]["nodeName"] = json!(node);
+        server.ok("POST", PODS, &pod).await;
+    }
+    let index = server.ok("GET", "/apis", &Value::Null).await;
+    let mut versions = vec!["/api/v1".to_owned()];
+    for group in index["groups"].as_array().unwrap() {
+        for version in group["versions"].as_array().unwrap() {
+            versions.push(format!(
+                "/apis/{}",
+                version["groupVersion"].as_str().unwrap()
+            ));
+        }
+    }
+    let mut allowed: [Vec<String>; 2] = [vec![], vec![]];
+    let users = [
+        ("system:node:n1", "system:nodes"),
+        ("system:bootstrap:abcdef", "system:bootstrappers"),
+    ];
+    for version in &versions {
+        let list = server.ok("GET", version, &Value::Null).await;
+        for resource in list["resources"].as_array().unwrap() {
+            let full = resource["name"].as_str().unwrap();
+            let (plural, sub) = full.split_once('/').unwrap_or((full, ""));
+            let namespace = if resource["namespaced"] == true {
+                "/namespaces/other"
+            } else {
+                ""
+            };
+            let collection = format!("{version}{namespace}/{plural}");
+            let object = format!(
+                "{collection}/theirs{}{sub}",
+                if sub.is_empty() { "" } else { "/" }
+            );
+            for (method, url) in [
+                ("GET", &collection),
+                ("POST", &collection),
+                ("DELETE", &collection),
+                ("GET", &object),
+                ("PUT", &object),
+                ("PATCH", &object),
+                ("DELETE", &object),
+                ("POST", &object),
+            ] {
+                if url == &collection && !sub.is_empty() {
+                    continue;
+                }
+                for (i, (name, group)) in users.iter().enumerate() {
+                    let reply = server
+                        .call_as(name, &[group], method, url, &json!({}))
+                        .await;
+                    let nothing_there = reply.body["message"]
+                        .to_string()
+                        .contains("could not find the requested resource");
+                    if !matches!(reply.code, 403 | 405) && !nothing_there {
+                        let what = if url == &collection { "all" } else { "one" };
+                        allowed[i].push(format!("{method} {what} {full}"));
+                    }
+                }
+            }
+        }
+    }
+    let golden = include_str!("may.txt");
+    let mut shown = String::new();
+    for ((name, _), list) in users.iter().zip(&mut allowed) {
+        list.sort();
+        list.dedup();
+        shown.push_str(&format!("{name}\n"));
+        for line in list {
+            shown.push_str(&format!("  {line}\n"));
+        }
+    }
+    assert_eq!(shown, golden, "what they may has changed");
+    for (url, code) in [
+        (format!("{PODS}/mine"), 200),
+        (format!("{PODS}/theirs"), 403),
+        (PODS.to_owned(), 403),
+        (format!("{PODS}?fieldSelector=spec.nodeName%3Dn1"), 200),
+        (format!("{PODS}?fieldSelector=spec.nodeName%3Dn2"), 403),
+        ("/api/v1/nodes".to_owned(), 403),
+        (
+            "/api/v1/nodes?fieldSelector=metadata.name%3Dn1".to_owned(),
+            200,
+        ),
+    ] {
+        let reply = server
+            .call_as(
+                "system:node:n1",
+                &["system:nodes"],
+                "GET",
+                &url,
+                &Value::Null,
+            )
+            .await;
+        assert_eq!(reply.code, code, "{url}: {}", reply.body);
+    }
+}

@@ -1,0 +1,12 @@
+//! The API's manners: what is asked in which way, and what the answer is. In process, without TLS; the
+//! end-to-end tests have kubectl in front.
+#![allow(clippy::unwrap_used)]
+
+mod access;
+mod deletion;
+mod escalation;
+mod hostile;
+mod reads;
+mod refusals;
+mod server;
+mod writes;

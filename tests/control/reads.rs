@@ -1,0 +1,253 @@
+//! Lists, watches and discovery.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::server::{MAPS, MERGE, Server, next};
+
+#[tokio::test]
+async fn lists_page_from_one_snapshot() {
+    let server = Server::new().await;
+    for i in 0..5 {
+        server
+            .ok(
+                "POST",
+                MAPS,
+                &json!({"metadata": {"name": format!("m{i}")}}),
+            )
+            .await;
+    }
+    let names = |list: &Value| {
+        list["items"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|i| i["metadata"]["name"].as_str().unwrap().to_owned())
+            .collect::<Vec<_>>()
+    };
+    let first = server
+        .ok("GET", &format!("{MAPS}?limit=2"), &Value::Null)
+        .await;
+    assert_eq!(
+        (
+            names(&first),
+            first["metadata"]["remainingItemCount"].as_i64()
+        ),
+        (vec!["m0".into(), "m1".into()], Some(3))
+    );
+    server
+        .ok("DELETE", &format!("{MAPS}/m2"), &Value::Null)
+        .await;
+    server
+        .ok("POST", MAPS, &json!({"metadata": {"name": "m9"}}))
+        .await;
+    let token = first["metadata"]["continue"].as_str().unwrap();
+    let rest = server
+        .ok("GET", &format!("{MAPS}?continue={token}"), &Value::Null)
+        .await;
+    assert_eq!(
+        names(&rest),
+        ["m2", "m3", "m4"],
+        "the second page is from the same moment"
+    );
+    assert_eq!(
+        rest["metadata"]["resourceVersion"],
+        first["metadata"]["resourceVersion"]
+    );
+    let any = server
+        .ok(
+            "GET",
+            &format!("{MAPS}?limit=1&resourceVersion=0"),
+            &Value::Null,
+        )
+        .await;
+    assert_eq!(
+        names(&any).len(),
+        5,
+        "limit does not count at resourceVersion=0"
+    );
+    let mut table = Server::request("GET", &format!("{MAPS}?limit=500"), "", vec![]);
+    table.accept = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json".into();
+    let table = server.send(table).await.body;
+    assert_eq!(
+        (
+            table["kind"].as_str(),
+            table["columnDefinitions"][1]["name"].as_str(),
+            table["rows"][0]["cells"][0].as_str()
+        ),
+        (Some("Table"), Some("Data"), Some("m0"))
+    );
+    let future = server
+        .call(
+            "GET",
+            &format!("{MAPS}?resourceVersion=999999&resourceVersionMatch=NotOlderThan"),
+            &Value::Null,
+        )
+        .await;
+    assert_eq!(
+        (future.code, future.body["reason"].as_str()),
+        (504, Some("Timeout"))
+    );
+}
+
+#[tokio::test]
+async fn watches_see_every_change_as_their_selector_does() {
+    let server = Server::new().await;
+    server
+        .ok(
+            "POST",
+            MAPS,
+            &json!({"metadata": {"name": "a", "labels": {"l": "1"}}}),
+        )
+        .await;
+    let mut initial = server
+        .watch(&format!("{MAPS}?watch=true&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&allowWatchBookmarks=true&labelSelector=l=1"))
+        .await;
+    let added = next(&mut initial).await;
+    assert_eq!(
+        (
+            added["type"].as_str(),
+            added["object"]["metadata"]["name"].as_str()
+        ),
+        (Some("ADDED"), Some("a"))
+    );
+    let bookmark = next(&mut initial).await;
+    assert_eq!(
+        (
+            bookmark["type"].as_str(),
+            bookmark["object"]["kind"].as_str(),
+            bookmark["object"]["metadata"]["annotations"]["k8s.io/initial-events-end"].as_str()
+        ),
+        (Some("BOOKMARK"), Some("ConfigMap"), Some("true"))
+    );
+    let since = bookmark["object"]["metadata"]["resourceVersion"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+
+    server
+        .patch(&format!("{MAPS}/a"), MERGE, json!({"data": {"x": "1"}}))
+        .await;
+    server
+        .patch(
+            &format!("{MAPS}/a"),
+            MERGE,
+            json!({"metadata": {"labels": {"l": "2"}}}),
+        )
+        .await;
+    server
+        .patch(
+            &format!("{MAPS}/a"),
+            MERGE,
+            json!({"metadata": {"labels": {"l": "1"}}}),
+        )
+        .await;
+    server
+        .ok("POST", MAPS, &json!({"metadata": {"name": "foreign"}}))
+        .await;
+    server
+        .ok("DELETE", &format!("{MAPS}/a"), &Value::Null)
+        .await;
+    let mut later = server
+        .watch(&format!(
+            "{MAPS}?watch=1&resourceVersion={since}&labelSelector=l=1"
+        ))
+        .await;
+    for lines in [&mut initial, &mut later] {
+        let mut last = 0;
+        for expected in ["MODIFIED", "DELETED", "ADDED", "DELETED"] {
+            let event = next(lines).await;
+            assert_eq!(event["type"], expected, "{event}");
+            let revision: u64 = event["object"]["metadata"]["resourceVersion"]
+                .as_str()
+                .unwrap()
+                .parse()
+                .unwrap();
+            assert!(revision > last, "revisions grow, a deletion's too");
+            last = revision;
+        }
+    }
+    let mut everything = server.watch("/api/v1/configmaps?watch=1").await;
+    assert_eq!(
+        next(&mut everything).await["object"]["metadata"]["name"],
+        "foreign"
+    );
+    let mut short = server.watch(&format!("{MAPS}?watch=1&resourceVersion={since}&fieldSelector=metadata.name=none&timeoutSeconds=1")).await;
+    let ended = tokio::time::timeout(Duration::from_secs(5), short.recv())
+        .await
+        .expect("it ends in time");
+    assert!(ended.is_none(), "without an event");
+    for i in 0..9000 {
+        server
+            .ok(
+                "POST",
+                MAPS,
+                &json!({"metadata": {"name": format!("n{i}")}}),
+            )
+            .await;
+    }
+    let mut old = server
+        .watch(&format!("{MAPS}?watch=1&resourceVersion={since}"))
+        .await;
+    let error = next(&mut old).await;
+    assert_eq!(
+        (
+            error["type"].as_str(),
+            error["object"]["code"].as_u64(),
+            error["object"]["reason"].as_str()
+        ),
+        (Some("ERROR"), Some(410), Some("Expired"))
+    );
+}
+
+#[tokio::test]
+async fn discovery_tells_what_there_is_in_both_forms() {
+    let server = Server::new().await;
+    let list = server.ok("GET", "/apis/apps/v1", &Value::Null).await;
+    let names: Vec<&str> = list["resources"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|r| r["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        names,
+        [
+            "deployments",
+            "deployments/status",
+            "deployments/scale",
+            "replicasets",
+            "replicasets/status",
+            "replicasets/scale"
+        ]
+    );
+    let mut aggregated = Server::request("GET", "/apis", "", vec![]);
+    aggregated.accept =
+        "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList,application/json"
+            .into();
+    let aggregated = server.send(aggregated).await.body;
+    assert_eq!(
+        (
+            aggregated["kind"].as_str(),
+            aggregated["items"][0]["metadata"]["name"].as_str()
+        ),
+        (Some("APIGroupDiscoveryList"), Some("apps"))
+    );
+    let index = server.ok("GET", "/openapi/v3", &Value::Null).await;
+    let path = index["paths"]["apis/apps/v1"]["serverRelativeURL"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    let document = server.ok("GET", &path, &Value::Null).await;
+    assert!(
+        document["paths"]
+            .as_object()
+            .unwrap()
+            .values()
+            .any(|p| p["patch"]["x-kubernetes-group-version-kind"]["kind"] == "Deployment")
+    );
+    for path in ["/api", "/apis", "/apis/apps", "/api/v1", "/version/", "/"] {
+        server.ok("GET", path, &Value::Null).await;
+    }
+}
