@@ -37,7 +37,9 @@ pub fn level(verbosity: u8) -> &'static str {
 
 fn filter(level: &str) -> EnvFilter {
     // A server that is not there is reported by us, once, and not by the client library at every try.
-    EnvFilter::new(format!("warn,kube_client=off,holdfast={level}"))
+    EnvFilter::new(format!(
+        "warn,kube_client=off,kube_runtime=off,holdfast={level}"
+    ))
 }
 
 /// Where traces go.

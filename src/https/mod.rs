@@ -32,7 +32,7 @@ use tokio_rustls::TlsAcceptor;
 
 pub use border::{Panicked, end_process_on_panic, guard};
 pub use receive::{NotReceived, receive};
-pub use tls::{ClientFiles, Protocol, Tls, TlsFiles, client};
+pub use tls::{Protocol, Tls, TlsFiles, client};
 pub use tunnel::{Outgoing, TunnelError, is_upgrade, tunnel};
 pub use websocket::{Carried, Channels, carried, serve_socket};
 

@@ -4,14 +4,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use rustls::client::ResolvesClientCert;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
-use rustls::sign::CertifiedKey;
-use rustls::{
-    ClientConfig, ConfigBuilder, RootCertStore, ServerConfig, SignatureScheme, WantsVerifier,
-};
+use rustls::{ClientConfig, ConfigBuilder, RootCertStore, ServerConfig, WantsVerifier};
 
 use super::BoxError;
 
@@ -195,61 +191,6 @@ impl Tls {
     }
 }
 
-/// A client's certificate and key in files that are followed: a handshake shows the newest.
-#[derive(Debug)]
-pub struct ClientFiles {
-    certificate: PathBuf,
-    key: PathBuf,
-    known: Mutex<Option<(Stamp, Arc<CertifiedKey>)>>,
-}
-
-impl ClientFiles {
-    /// Of these files (PEM); they may be one.
-    #[must_use]
-    pub fn new(certificate: &Path, key: &Path) -> ClientFiles {
-        ClientFiles {
-            certificate: certificate.into(),
-            key: key.into(),
-            known: Mutex::new(None),
-        }
-    }
-
-    fn load(&self) -> Result<CertifiedKey, BoxError> {
-        let chain =
-            CertificateDer::pem_file_iter(&self.certificate)?.collect::<Result<Vec<_>, _>>()?;
-        let key = rustls::crypto::aws_lc_rs::sign::any_supported_type(
-            &PrivateKeyDer::from_pem_file(&self.key)?,
-        )?;
-        Ok(CertifiedKey::new(chain, key))
-    }
-}
-
-impl ResolvesClientCert for ClientFiles {
-    fn resolve(&self, _: &[&[u8]], _: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
-        let stamp = TlsFiles {
-            certificate: self.certificate.clone(),
-            key: self.key.clone(),
-            client_ca: None,
-        }
-        .stamp();
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, pair)) = known.as_ref().filter(|(of, _)| *of == stamp) {
-            return Some(Arc::clone(pair));
-        }
-        match self.load() {
-            Ok(pair) => *known = Some((stamp, Arc::new(pair))),
-            Err(error) => {
-                tracing::error!(error, certificate = %self.certificate.display(), "the client certificate cannot be used")
-            }
-        }
-        known.as_ref().map(|(_, pair)| Arc::clone(pair))
-    }
-
-    fn has_certs(&self) -> bool {
-        true
-    }
-}
-
 /// The settings of a client with a certificate (PEM) that trusts a CA (PEM). It speaks HTTP/1.1: what it asks for may
 /// leave HTTP.
 pub fn client(chain: &str, key: &str, ca: &str) -> Result<ClientConfig, BoxError> {
@@ -320,36 +261,5 @@ mod tests {
         };
         assert_eq!(of(false, &["TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256"]).1, 1);
         assert_eq!(of(false, &[]).1, 6);
-    }
-
-    #[test]
-    fn a_handshake_shows_the_newest_certificate() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let path = dir.path().join("pair.pem");
-        let files = ClientFiles::new(&path, &path);
-        assert!(files.resolve(&[], &[]).is_none());
-        let write = |second: u64| {
-            let made = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
-            std::fs::write(&path, made.cert.pem() + &made.signing_key.serialize_pem())
-                .expect("written");
-            let at = SystemTime::UNIX_EPOCH + Duration::from_secs(second);
-            std::fs::File::open(&path)
-                .expect("open")
-                .set_modified(at)
-                .expect("stamped");
-        };
-        write(1);
-        let first = files.resolve(&[], &[]).expect("a certificate");
-        assert!(Arc::ptr_eq(
-            &first,
-            &files.resolve(&[], &[]).expect("the same")
-        ));
-        write(2);
-        assert!(!Arc::ptr_eq(
-            &first,
-            &files.resolve(&[], &[]).expect("another")
-        ));
-        std::fs::write(&path, "nonsense").expect("written");
-        assert!(files.resolve(&[], &[]).is_some(), "the old one stays");
     }
 }

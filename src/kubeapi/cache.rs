@@ -16,6 +16,11 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::failure::{ApiFailure, watch_failure};
+
+/// The pauses after a watch that failed, at first and at most.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(5));
+
 /// Namespace and name.
 pub type Key = (String, String);
 type Map<K> = BTreeMap<Key, Arc<K>>;
@@ -177,7 +182,8 @@ where
 {
     let mut events = pin!(watcher(api, config));
     let mut aside = Vec::new();
-    let mut pause = Duration::from_millis(50);
+    let mut pause = PAUSES.0;
+    let mut refused = false;
     while let Some(event) = events.next().await {
         match event {
             Ok(watcher::Event::Apply(object)) => writer.apply(object),
@@ -186,13 +192,21 @@ where
             Ok(watcher::Event::InitApply(object)) => aside.push(object),
             Ok(watcher::Event::InitDone) => writer.replace(std::mem::take(&mut aside)),
             Err(error) => {
-                tracing::debug!(error = %super::client::chain(&error), "watch interrupted, it resumes by itself");
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(Duration::from_secs(5));
+                let failure = watch_failure(error);
+                let kind = K::kind(&K::DynamicType::default()).into_owned();
+                tracing::debug!(%failure, kind, "watch interrupted, it resumes by itself");
+                // At first and for a while a refusal is expected: an apiserver that has just started knows no roles yet.
+                let lasts = pause >= PAUSES.1 && matches!(failure, ApiFailure::Forbidden(_));
+                if lasts && !std::mem::replace(&mut refused, true) {
+                    tracing::warn!(%failure, kind, "the apiserver lets this node not watch what it needs; it is tried until it does");
+                }
+                tokio::time::sleep(failure.retry_after().unwrap_or(pause)).await;
+                pause = (pause * 2).min(PAUSES.1);
                 continue;
             }
         }
-        pause = Duration::from_millis(50);
+        refused = false;
+        pause = PAUSES.0;
     }
 }
 

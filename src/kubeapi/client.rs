@@ -1,7 +1,6 @@
 //! Connections to an apiserver.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use hyper_timeout::TimeoutConnector;
@@ -11,9 +10,11 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use kube::client::ConfigExt as _;
 use kube::config::{KubeConfigOptions, Kubeconfig};
+use tower::ServiceExt as _;
+use tower::util::BoxCloneSyncService;
 
+use super::connections::{self, Connections, Material};
 use super::measured::{Measured, Report};
-use crate::https::ClientFiles;
 
 /// Why no connection can be made.
 #[derive(Debug, thiserror::Error)]
@@ -38,10 +39,8 @@ pub enum ConnectError {
     },
 }
 
-/// How many requests of one client are under way at once. More would only open more connections, each
-/// with its handshake and buffers; watches count until they have begun.
-const AT_ONCE: usize = 8;
-
+/// How long opening a connection may take, the handshake included.
+const CONNECT: Duration = Duration::from_secs(5);
 /// A connection on which nothing comes is asked whether it is alive this often, and given up when it has not
 /// answered for this long: a server that was cut off says nothing.
 const ALIVE: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
@@ -64,60 +63,81 @@ pub async fn connect_reporting(
         path: path.to_owned(),
         why: e.to_string(),
     })?;
-    let file = Kubeconfig::read_from(path).map_err(|e| used(chain(&e)))?;
-    let mut config = kube::Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
-        .await
-        .map_err(|e| used(chain(&e)))?;
-    config.connect_timeout = Some(Duration::from_secs(5));
-    if config.proxy_url.is_some() || config.cluster_url.scheme_str() != Some("https") {
+    let (config, _) = read(path).await.map_err(used)?;
+    let namespace = config.default_namespace.clone();
+    if config.proxy_url.is_some() {
         let builder = kube::client::ClientBuilder::try_from(config).map_err(|e| used(chain(&e)))?;
-        return Ok(builder
-            .with_layer(&tower::limit::ConcurrencyLimitLayer::new(AT_ONCE))
-            .build());
+        return Ok(builder.build());
     }
-    multiplexed(&config, report).map_err(|e| used(chain(&e)))
+    let path = path.to_owned();
+    let read: connections::Read = Box::new(move || {
+        let (path, report) = (path.clone(), report.clone());
+        Box::pin(async move {
+            let (config, files) = read(&path).await?;
+            material(config, files, report).map_err(|e| chain(&e))
+        })
+    });
+    let connections = Connections::new(read).await.map_err(used)?;
+    Ok(kube::client::ClientBuilder::new(connections, namespace).build())
 }
 
-/// A client that speaks HTTP/2 where the server does: all requests and watches share one connection. kube's
-/// own opens one for each watch.
-fn multiplexed(config: &kube::Config, report: Option<Report>) -> Result<kube::Client, kube::Error> {
-    let mut connector = HttpConnector::new();
-    connector.enforce_http(false);
-    connector.set_nodelay(true);
-    let mut tls = config.rustls_client_config()?;
-    // Files may be renewed while we run.
-    if let (Some(certificate), Some(key), None) = (
-        &config.auth_info.client_certificate,
-        &config.auth_info.client_key,
-        &config.auth_info.client_certificate_data,
-    ) {
-        tls.client_auth_cert_resolver =
-            Arc::new(ClientFiles::new(Path::new(certificate), Path::new(key)));
-    }
-    let https = hyper_rustls::HttpsConnectorBuilder::new()
-        .with_tls_config(tls)
-        .https_only();
-    // Around the handshake too: whoever listens need not speak.
-    let mut connector =
-        TimeoutConnector::new(https.enable_all_versions().wrap_connector(connector));
-    connector.set_connect_timeout(config.connect_timeout);
-    let client: Client<_, kube::client::Body> = Client::builder(TokioExecutor::new())
-        .timer(TokioTimer::new())
-        .pool_timer(TokioTimer::new())
-        .http2_keep_alive_interval(ALIVE.0)
-        .http2_keep_alive_timeout(ALIVE.1)
-        .build(connector);
-    let service = tower::ServiceBuilder::new()
+/// Reads a kubeconfig; the answer is what it says, and the files that say it.
+async fn read(path: &Path) -> Result<(kube::Config, Vec<PathBuf>), String> {
+    let file = Kubeconfig::read_from(path).map_err(|e| chain(&e))?;
+    let clusters = file.clusters.iter().filter_map(|c| c.cluster.as_ref());
+    let users = file.auth_infos.iter().filter_map(|u| u.auth_info.as_ref());
+    let authorities = clusters.filter_map(|c| c.certificate_authority.clone());
+    let pairs = users.flat_map(|u| [u.client_certificate.clone(), u.client_key.clone()]);
+    let files = std::iter::once(path.to_owned())
+        .chain(authorities.chain(pairs.flatten()).map(PathBuf::from))
+        .collect();
+    let mut config = kube::Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
+        .await
+        .map_err(|e| chain(&e))?;
+    config.connect_timeout = Some(CONNECT);
+    Ok((config, files))
+}
+
+/// What a kubeconfig says, made ready: pools that speak HTTP/2 where the server does.
+fn material(
+    config: kube::Config,
+    files: Vec<PathBuf>,
+    report: Option<Report>,
+) -> Result<Material, kube::Error> {
+    let tls = config.rustls_client_config()?;
+    let front = tower::ServiceBuilder::new()
         .layer(config.base_uri_layer())
         .option_layer(config.auth_layer()?)
         .layer(config.extra_headers_layer()?)
-        .layer(tower::limit::ConcurrencyLimitLayer::new(AT_ONCE))
-        .map_err(|error: TransportError| tower::BoxError::from(error))
-        .service(Measured {
+        .service_fn(connections::carried);
+    let open = move || {
+        let mut connector = HttpConnector::new();
+        connector.enforce_http(false);
+        connector.set_nodelay(true);
+        let https = hyper_rustls::HttpsConnectorBuilder::new()
+            .with_tls_config(tls.clone())
+            .https_or_http();
+        // Around the handshake too: whoever listens need not speak.
+        let mut connector =
+            TimeoutConnector::new(https.enable_all_versions().wrap_connector(connector));
+        connector.set_connect_timeout(Some(CONNECT));
+        let client: Client<_, kube::client::Body> = Client::builder(TokioExecutor::new())
+            .timer(TokioTimer::new())
+            .pool_timer(TokioTimer::new())
+            .http2_keep_alive_interval(ALIVE.0)
+            .http2_keep_alive_timeout(ALIVE.1)
+            .build(connector);
+        let measured = Measured {
             inner: client,
-            report,
-        });
-    Ok(kube::client::ClientBuilder::new(service, config.default_namespace.clone()).build())
+            report: report.clone(),
+        };
+        BoxCloneSyncService::new(measured.map_err(|e: TransportError| tower::BoxError::from(e)))
+    };
+    Ok(Material {
+        open: Box::new(open),
+        front: BoxCloneSyncService::new(front),
+        files,
+    })
 }
 
 /// Gets a text of at most `limit` bytes from a URL, within ten seconds. Certificates are verified as the

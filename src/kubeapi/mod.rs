@@ -2,6 +2,7 @@
 
 pub mod cache;
 pub mod client;
+mod connections;
 pub mod failure;
 pub mod measured;
 pub mod objects;

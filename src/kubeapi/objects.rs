@@ -10,22 +10,25 @@ use std::time::Duration;
 use futures::StreamExt as _;
 use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
-use kube::runtime::watcher::watch_object;
+use kube::api::{ListParams, WatchEvent, WatchParams};
 use kube::{Api, Client, Resource};
 use serde::de::DeserializeOwned;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::cache::Key;
-use super::failure::{ApiFailure, watch_failure};
+use super::failure::ApiFailure;
 
-/// How long an object is watched that nobody uses any more: the next pod often wants the same.
-const LINGER: Duration = Duration::from_secs(60);
+/// How long an object is watched that nobody uses any more: the next pod of a Job often wants the same.
+const LINGER: Duration = Duration::from_secs(5);
 /// How long a reader waits for the first answer.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// The pauses after a watch that failed.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// The longest pause after a refusal. Refusals are expected for a moment: an apiserver grants a node the objects of a pod
+/// a little after it has bound the pod, and of all pods a little after its own start.
+const FORBIDDEN: Duration = Duration::from_secs(30);
 
 /// Is told that an object has changed. Must not block.
 pub type News = Arc<dyn Fn() + Send + Sync>;
@@ -76,10 +79,22 @@ struct Shelf<K> {
     next: u64,
 }
 
+impl<K> Shelf<K> {
+    /// Ends the watches that nobody has used for a while; the answer is when the next one is to end.
+    fn sweep(&mut self) -> Option<Instant> {
+        let over = |entry: &Entry<K>| entry.idle.is_some_and(|since| since.elapsed() >= LINGER);
+        self.entries.retain(|_, entry| !over(entry));
+        let idle = self.entries.values().filter_map(|entry| entry.idle);
+        idle.min().map(|since| since + LINGER)
+    }
+}
+
 /// The objects of one kind. Clones are the same one.
 pub struct Watched<K> {
     client: Client,
     shelf: Arc<Mutex<Shelf<K>>>,
+    /// Somebody has stopped using something.
+    idle: Arc<Notify>,
     _janitor: Arc<AbortOnDropHandle<()>>,
 }
 
@@ -88,6 +103,7 @@ impl<K> Clone for Watched<K> {
         Watched {
             client: self.client.clone(),
             shelf: Arc::clone(&self.shelf),
+            idle: Arc::clone(&self.idle),
             _janitor: Arc::clone(&self._janitor),
         }
     }
@@ -132,18 +148,22 @@ where
             entries: BTreeMap::new(),
             next: 0,
         }));
-        let swept = Arc::clone(&shelf);
+        let (swept, idle) = (Arc::clone(&shelf), Arc::new(Notify::new()));
+        let woken = Arc::clone(&idle);
         let janitor = tokio::spawn(async move {
             loop {
-                tokio::time::sleep(LINGER / 6).await;
-                lock(&swept)
-                    .entries
-                    .retain(|_, entry| entry.idle.is_none_or(|since| since.elapsed() < LINGER));
+                woken.notified().await;
+                loop {
+                    let due = lock(&swept).sweep();
+                    let Some(due) = due else { break };
+                    tokio::time::sleep_until(due).await;
+                }
             }
         });
         Watched {
             client,
             shelf,
+            idle,
             _janitor: Arc::new(AbortOnDropHandle::new(janitor)),
         }
     }
@@ -152,6 +172,7 @@ where
         let api = Api::namespaced(self.client.clone(), namespace);
         let (sender, seen) = watch::channel(Seen::Unknown);
         let users: Arc<Mutex<BTreeMap<u64, News>>> = Arc::default();
+        self.idle.notify_one();
         let task = tokio::spawn(follow(api, name.clone(), sender, Arc::clone(&users)));
         Entry {
             seen,
@@ -181,12 +202,13 @@ where
                 .or_insert_with(|| self.begin(&key));
             entry.idle = None;
             lock(&entry.users).insert(token, Arc::clone(news));
-            let shelf = Arc::clone(&self.shelf);
+            let (shelf, idle) = (Arc::clone(&self.shelf), Arc::clone(&self.idle));
             ends.push(Box::new(move || {
                 if let Some(entry) = lock(&shelf).entries.get_mut(&key) {
                     let mut users = lock(&entry.users);
                     users.remove(&token);
                     entry.idle = users.is_empty().then(Instant::now);
+                    idle.notify_one();
                 }
             }));
         }
@@ -212,10 +234,15 @@ where
                 K::KIND
             ))
         };
-        let known = tokio::time::timeout(PATIENCE, seen.wait_for(|s| !matches!(s, Seen::Unknown)))
-            .await
-            .map_err(|_| late())?;
-        let known = known.map_err(|_| late())?.clone();
+        // A refusal may be taken back in a moment.
+        let is_known = |seen: &Seen<K>| {
+            !matches!(
+                seen,
+                Seen::Unknown | Seen::Unreachable(ApiFailure::Forbidden(_))
+            )
+        };
+        let _ = tokio::time::timeout(PATIENCE, seen.wait_for(is_known)).await;
+        let known = seen.borrow().clone();
         match known {
             Seen::Unknown => Err(late()),
             Seen::Unreachable(failure) => Err(failure),
@@ -248,51 +275,114 @@ async fn follow<K: Kept>(
 ) where
     K::DynamicType: Default,
 {
-    look(api, &name, &sender, &users).await;
-    // What was seen last holds, for those who still ask.
-    std::future::pending::<()>().await;
+    let eye = Eye {
+        api,
+        fields: format!("metadata.name={name}"),
+        sender,
+        users,
+    };
+    let (mut from, mut pause) = (None, PAUSE.0);
+    loop {
+        let begun = Instant::now();
+        match eye.look(&mut from).await {
+            // What was seen last holds, for those who still ask.
+            Ok(Over::ForGood) => return std::future::pending().await,
+            // Servers end watches after some minutes. One that ends them at once is not asked without a pause.
+            Ok(Over::ForNow) if begun.elapsed() > PAUSE.1 => {
+                pause = PAUSE.0;
+                continue;
+            }
+            Ok(Over::ForNow) => {}
+            Err(ApiFailure::Expired(_)) if from.take().is_some() => continue,
+            Err(failure) => {
+                tracing::debug!(%failure, kind = K::KIND, name, "watch interrupted, it resumes by itself");
+                let most = match failure {
+                    ApiFailure::Forbidden(_) => FORBIDDEN,
+                    _ => PAUSE.1,
+                };
+                pause = failure.retry_after().unwrap_or(pause).min(most);
+                eye.unreachable(failure);
+            }
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(FORBIDDEN);
+    }
 }
 
-/// Watches until the object can change no more.
-async fn look<K: Kept>(
+/// How a watch has ended.
+enum Over {
+    /// The server has ended it.
+    ForNow,
+    /// The object can change no more.
+    ForGood,
+}
+
+/// What one object is watched with.
+struct Eye<K> {
     api: Api<K>,
-    name: &str,
-    sender: &watch::Sender<Seen<K>>,
-    users: &Mutex<BTreeMap<u64, News>>,
-) where
+    fields: String,
+    sender: watch::Sender<Seen<K>>,
+    users: Arc<Mutex<BTreeMap<u64, News>>>,
+}
+
+impl<K: Kept> Eye<K>
+where
     K::DynamicType: Default,
 {
-    let mut stream = pin!(watch_object(api, name));
-    let mut pause = PAUSE.0;
-    while let Some(item) = stream.next().await {
-        let now = match item {
-            Ok(Some(mut object)) => {
+    /// Lists, if it is not known `from` which version to go on, and watches.
+    async fn look(&self, from: &mut Option<String>) -> Result<Over, ApiFailure> {
+        let version = match from.clone() {
+            Some(version) => version,
+            None => {
+                let list = ListParams::default().fields(&self.fields);
+                let mut listed = self.api.list(&list).await?;
+                if self.show(listed.items.pop()) {
+                    return Ok(Over::ForGood);
+                }
+                let version = listed.metadata.resource_version.unwrap_or_default();
+                from.insert(version).clone()
+            }
+        };
+        let parameters = WatchParams::default().fields(&self.fields);
+        let mut events = pin!(self.api.watch(&parameters, &version).await?);
+        while let Some(event) = events.next().await {
+            let (object, there) = match event? {
+                WatchEvent::Added(object) | WatchEvent::Modified(object) => (object, true),
+                WatchEvent::Deleted(object) => (object, false),
+                WatchEvent::Bookmark(mark) => {
+                    *from = Some(mark.metadata.resource_version);
+                    continue;
+                }
+                WatchEvent::Error(status) => return Err((*status).into()),
+            };
+            from.clone_from(&object.meta().resource_version);
+            if self.show(there.then_some(object)) {
+                return Ok(Over::ForGood);
+            }
+        }
+        Ok(Over::ForNow)
+    }
+
+    /// Says that nothing is known. What was seen before holds on: an apiserver that does not answer takes nothing away.
+    fn unreachable(&self, failure: ApiFailure) {
+        self.sender.send_if_modified(|seen| {
+            let blind = matches!(seen, Seen::Unknown | Seen::Unreachable(_));
+            if blind {
+                *seen = Seen::Unreachable(failure);
+            }
+            blind
+        });
+    }
+
+    /// Says what is there, and tells the users of a change after the first sight. Whether it is there for good.
+    fn show(&self, object: Option<K>) -> bool {
+        let now = match object {
+            Some(mut object) => {
                 object.meta_mut().managed_fields = None;
                 Seen::Here(Arc::new(object))
             }
-            Ok(None) => Seen::Missing,
-            Err(error) => {
-                // What was seen before holds on: an apiserver that does not answer takes nothing away.
-                let failure = watch_failure(error);
-                tracing::debug!(
-                    error = %failure,
-                    kind = K::KIND,
-                    name,
-                    "watch interrupted, it resumes by itself"
-                );
-                sender.send_if_modified(|seen| {
-                    let blind = matches!(seen, Seen::Unknown | Seen::Unreachable(_));
-                    if blind {
-                        *seen = Seen::Unreachable(failure);
-                    }
-                    blind
-                });
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(PAUSE.1);
-                continue;
-            }
+            None => Seen::Missing,
         };
-        pause = PAUSE.0;
         let over = matches!(&now, Seen::Here(object) if object.is_immutable());
         let version = |seen: &Seen<K>| match seen {
             Seen::Here(object) => object
@@ -302,20 +392,18 @@ async fn look<K: Kept>(
                 .zip(object.meta().resource_version.clone()),
             _ => None,
         };
-        let mut news = false;
-        sender.send_modify(|seen| {
+        let mut changed = false;
+        self.sender.send_modify(|seen| {
             let first = matches!(seen, Seen::Unknown);
-            news =
+            changed =
                 !first && (version(seen) != version(&now) || matches!(seen, Seen::Unreachable(_)));
             *seen = now;
         });
-        if news {
-            let told: Vec<News> = lock(users).values().cloned().collect();
+        if changed {
+            let told: Vec<News> = lock(&self.users).values().cloned().collect();
             told.iter().for_each(|tell| tell());
         }
-        if over {
-            return;
-        }
+        over
     }
 }
 

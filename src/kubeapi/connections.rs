@@ -1,0 +1,505 @@
+//! The connections behind one client: requests on one that is never crowded, watches on others, as many as they need.
+//!
+//! A kube-apiserver allows 100 streams on a connection (`--http2-max-streams-per-connection`), and a watch holds one for
+//! as long as it lives: on a common connection a few hundred ConfigMaps in use would leave no room for a patch. Every
+//! request has a deadline; one that is missed gives the connection up, as a peer that was cut off says nothing.
+//!
+//! When the key material on disk changes (a renewed certificate, a rewritten kubeconfig), all connections are opened
+//! anew: an apiserver judges the certificate that a connection was opened with, at every request. Watches end in between
+//! two events, and their owners resume them from the version they have seen.
+
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, ready};
+use std::time::{Duration, SystemTime};
+
+use futures::future::BoxFuture;
+use http_body_util::{BodyExt as _, Limited};
+use hyper::body::{Bytes, Frame, Incoming, SizeHint};
+use hyper::header::{CONTENT_TYPE, RETRY_AFTER};
+use hyper::{Request, Response, StatusCode, Uri};
+use kube::client::Body;
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, Sleep, timeout};
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+use tower::util::BoxCloneSyncService;
+use tower::{BoxError, Service, ServiceExt as _};
+
+use super::failure::Undelivered;
+
+/// How many requests of one client are under way at once, of the 100 that an apiserver allows.
+const AT_ONCE: usize = 32;
+/// How many watches share a connection, of the 100 streams that an apiserver allows.
+const WATCHES: usize = 80;
+/// An answer begins within this time, and does not pause for longer; what a watch says may.
+const DEADLINE: Duration = Duration::from_secs(20);
+/// How often it is looked whether the key material has changed.
+const LOOK: Duration = Duration::from_secs(1);
+/// A connection on which nobody has been answered for this long may have been closed.
+const IDLE: Duration = Duration::from_secs(60);
+/// The largest refusal that is read.
+const REFUSAL: usize = 4096;
+
+/// Something that sends requests.
+pub(super) type Http = BoxCloneSyncService<Request<Body>, Response<Incoming>, BoxError>;
+
+/// What one reading of the key material came to.
+pub(super) struct Material {
+    /// Opens a new pool of connections.
+    pub(super) open: Box<dyn Fn() -> Http + Send + Sync>,
+    /// Adds to a request what every request has, and hands it to the pool that it [carries](carried).
+    pub(super) front: Http,
+    /// The files that it depends on.
+    pub(super) files: Vec<PathBuf>,
+}
+
+/// Reads the key material; an error is a sentence.
+pub(super) type Read = Box<dyn Fn() -> BoxFuture<'static, Result<Material, String>> + Send + Sync>;
+
+/// The pool that a request is meant for.
+#[derive(Clone)]
+struct Pool(Http);
+
+/// Sends a request over the pool that it carries.
+pub(super) async fn carried(mut request: Request<Body>) -> Result<Response<Incoming>, BoxError> {
+    match request.extensions_mut().remove::<Pool>() {
+        Some(Pool(http)) => http.oneshot(request).await,
+        None => Err("a request was sent without a pool".into()),
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// By what a changed file is known; a renamed one has another number.
+type Stamp = Option<(SystemTime, u64, u64)>;
+
+fn stamp(path: &Path) -> Stamp {
+    use std::os::unix::fs::MetadataExt as _;
+    let metadata = std::fs::metadata(path).ok()?;
+    Some((metadata.modified().ok()?, metadata.ino(), metadata.len()))
+}
+
+fn stamps(files: &[PathBuf]) -> Vec<Stamp> {
+    files.iter().map(|file| stamp(file)).collect()
+}
+
+/// A pool that should hold one connection: where there may be none yet, one request goes ahead and opens it.
+struct Lane {
+    pool: Pool,
+    front: Http,
+    /// Requests or watches under way.
+    open: AtomicUsize,
+    /// When somebody was answered last.
+    answered: Mutex<Option<Instant>>,
+    first: tokio::sync::Mutex<()>,
+}
+
+impl Lane {
+    fn open(material: &Material) -> Arc<Lane> {
+        Arc::new(Lane {
+            pool: Pool((material.open)()),
+            front: material.front.clone(),
+            open: AtomicUsize::new(0),
+            answered: Mutex::default(),
+            first: tokio::sync::Mutex::default(),
+        })
+    }
+
+    fn is_warm(&self) -> bool {
+        lock(&self.answered).is_some_and(|at| at.elapsed() < IDLE)
+    }
+
+    async fn send(&self, mut request: Request<Body>) -> Result<Response<Incoming>, BoxError> {
+        request.extensions_mut().insert(self.pool.clone());
+        let ahead = if self.is_warm() {
+            None
+        } else {
+            Some(self.first.lock().await).filter(|_| !self.is_warm())
+        };
+        let answer = self.front.clone().oneshot(request).await;
+        if answer.is_ok() {
+            *lock(&self.answered) = Some(Instant::now());
+        }
+        drop(ahead);
+        answer
+    }
+}
+
+/// A place on a lane, held while its request or watch lives.
+struct Place(Arc<Lane>);
+
+impl Place {
+    fn on(lane: &Arc<Lane>) -> Place {
+        lane.open.fetch_add(1, Ordering::Relaxed);
+        Place(Arc::clone(lane))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The connections of one state of the key material.
+struct Generation {
+    material: Material,
+    stamps: Vec<Stamp>,
+    requests: Mutex<Arc<Lane>>,
+    watches: Mutex<Vec<Arc<Lane>>>,
+    ended: CancellationToken,
+}
+
+impl Generation {
+    fn new(material: Material, stamps: Vec<Stamp>) -> Arc<Generation> {
+        Arc::new(Generation {
+            requests: Mutex::new(Lane::open(&material)),
+            watches: Mutex::default(),
+            ended: CancellationToken::new(),
+            material,
+            stamps,
+        })
+    }
+
+    /// A place for a watch: on the first connection that has room, else on a new one. Connections without watches are
+    /// closed.
+    fn watch_place(&self) -> Place {
+        let mut lanes = lock(&self.watches);
+        lanes.retain(|lane| lane.open.load(Ordering::Relaxed) > 0);
+        let with_room = lanes
+            .iter()
+            .find(|lane| lane.open.load(Ordering::Relaxed) < WATCHES);
+        match with_room {
+            Some(lane) => Place::on(lane),
+            None => {
+                let lane = Lane::open(&self.material);
+                let place = Place::on(&lane);
+                lanes.push(lane);
+                place
+            }
+        }
+    }
+
+    fn request_place(&self) -> Place {
+        Place::on(&lock(&self.requests))
+    }
+
+    /// Nothing more is sent on a connection that did not answer in time.
+    fn give_up(&self, lane: &Arc<Lane>) {
+        let mut requests = lock(&self.requests);
+        if Arc::ptr_eq(&requests, lane) {
+            *requests = Lane::open(&self.material);
+        }
+        lock(&self.watches).retain(|other| !Arc::ptr_eq(other, lane));
+    }
+}
+
+/// When the key material was looked at, and what was found that cannot be used.
+struct Look {
+    at: Instant,
+    unusable: Vec<Stamp>,
+}
+
+struct Shared {
+    read: Read,
+    permits: Semaphore,
+    generation: Mutex<Arc<Generation>>,
+    look: tokio::sync::Mutex<Look>,
+}
+
+impl Shared {
+    /// The connections to use now.
+    async fn current(&self) -> Arc<Generation> {
+        let generation = Arc::clone(&lock(&self.generation));
+        // Whoever comes while another looks takes what there is.
+        let Ok(mut look) = self.look.try_lock() else {
+            return generation;
+        };
+        if look.at.elapsed() < LOOK {
+            return generation;
+        }
+        look.at = Instant::now();
+        let found = stamps(&generation.material.files);
+        if found == generation.stamps || found == look.unusable {
+            return generation;
+        }
+        match (self.read)().await {
+            Ok(material) => {
+                // Of before the reading: what changes meanwhile is found by the next look.
+                let fresh = if material.files == generation.material.files {
+                    found
+                } else {
+                    stamps(&material.files)
+                };
+                let fresh = Generation::new(material, fresh);
+                *lock(&self.generation) = Arc::clone(&fresh);
+                generation.ended.cancel();
+                tracing::info!(
+                    "the connections to the apiserver are opened anew: the kubeconfig or what it refers to has changed"
+                );
+                fresh
+            }
+            Err(error) => {
+                tracing::warn!(
+                    error,
+                    "the changed kubeconfig cannot be used; the connections stay as they are"
+                );
+                look.unusable = found;
+                generation
+            }
+        }
+    }
+
+    async fn send(&self, request: Request<Body>) -> Result<Response<Answer>, BoxError> {
+        let (begun, watch) = (Instant::now(), is_watch(request.uri()));
+        let what = format!("{} {}", request.method(), request.uri().path());
+        let late = || Undelivered::Deadline {
+            request: what.clone(),
+            after: DEADLINE,
+        };
+        // Watches wait for nobody: there is a place for each.
+        let permit = match watch {
+            true => None,
+            false => Some(
+                timeout(DEADLINE, self.permits.acquire())
+                    .await
+                    .map_err(|_| late())??,
+            ),
+        };
+        let generation = self.current().await;
+        let place = if watch {
+            generation.watch_place()
+        } else {
+            generation.request_place()
+        };
+        let left = DEADLINE.saturating_sub(begun.elapsed());
+        let answer = match timeout(left, place.0.send(request)).await {
+            Ok(answer) => answer?,
+            Err(_) => {
+                generation.give_up(&place.0);
+                return Err(late().into());
+            }
+        };
+        drop(permit);
+        if answer.status() == StatusCode::TOO_MANY_REQUESTS && !is_json(&answer) {
+            return Err(busy(answer).await.into());
+        }
+        let flow = if watch {
+            Flow::Watch {
+                ended: Box::pin(generation.ended.clone().cancelled_owned()),
+                is_between: true,
+            }
+        } else {
+            Flow::Answer {
+                pause: Box::pin(tokio::time::sleep(DEADLINE)),
+                request: what,
+            }
+        };
+        Ok(answer.map(|inner| Answer {
+            inner,
+            flow,
+            _place: place,
+        }))
+    }
+}
+
+fn is_watch(uri: &Uri) -> bool {
+    let mut pairs = uri.query().unwrap_or_default().split('&');
+    pairs.any(|pair| matches!(pair, "watch=true" | "watch=1"))
+}
+
+fn is_json(answer: &Response<Incoming>) -> bool {
+    let kind = answer.headers().get(CONTENT_TYPE);
+    kind.is_some_and(|kind| kind.as_bytes().starts_with(b"application/json"))
+}
+
+/// What the apiserver's flow control refuses has no Status, and says in a header when to come again.
+async fn busy(answer: Response<Incoming>) -> Undelivered {
+    let seconds = answer
+        .headers()
+        .get(RETRY_AFTER)
+        .and_then(|value| value.to_str().ok()?.parse().ok());
+    let body = timeout(
+        DEADLINE,
+        Limited::new(answer.into_body(), REFUSAL).collect(),
+    );
+    let text = body.await.ok().and_then(Result::ok).map(|b| b.to_bytes());
+    Undelivered::Busy {
+        message: String::from_utf8_lossy(&text.unwrap_or_default())
+            .trim()
+            .to_owned(),
+        retry_after: seconds.map(Duration::from_secs),
+    }
+}
+
+/// When a body ends early.
+enum Flow {
+    /// When nothing has come for a while.
+    Answer {
+        pause: Pin<Box<Sleep>>,
+        request: String,
+    },
+    /// When its connection is to be opened anew, and no event is half said.
+    Watch {
+        ended: Pin<Box<WaitForCancellationFutureOwned>>,
+        is_between: bool,
+    },
+}
+
+/// The body of an answer. It holds its place on the connection.
+pub(super) struct Answer {
+    inner: Incoming,
+    flow: Flow,
+    _place: Place,
+}
+
+impl hyper::body::Body for Answer {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let this = &mut *self;
+        match &mut this.flow {
+            Flow::Watch { ended, is_between } => {
+                if *is_between && ended.as_mut().poll(cx).is_ready() {
+                    return Poll::Ready(None);
+                }
+                let frame = ready!(Pin::new(&mut this.inner).poll_frame(cx));
+                if let Some(data) = frame
+                    .as_ref()
+                    .and_then(|f| f.as_ref().ok()?.data_ref())
+                    .filter(|data| !data.is_empty())
+                {
+                    *is_between = data.ends_with(b"\n");
+                }
+                Poll::Ready(frame.map(|f| f.map_err(Into::into)))
+            }
+            Flow::Answer { pause, request } => match Pin::new(&mut this.inner).poll_frame(cx) {
+                Poll::Ready(frame) => {
+                    pause.as_mut().reset(Instant::now() + DEADLINE);
+                    Poll::Ready(frame.map(|f| f.map_err(Into::into)))
+                }
+                Poll::Pending => pause.as_mut().poll(cx).map(|()| {
+                    let late = Undelivered::Deadline {
+                        request: std::mem::take(request),
+                        after: DEADLINE,
+                    };
+                    Some(Err(late.into()))
+                }),
+            },
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
+
+/// The service that a kube client sends its requests to.
+#[derive(Clone)]
+pub(super) struct Connections(Arc<Shared>);
+
+impl Connections {
+    /// Reads the key material for the first time. Nothing is sent yet.
+    pub(super) async fn new(read: Read) -> Result<Connections, String> {
+        let material = read().await?;
+        let stamps = stamps(&material.files);
+        Ok(Connections(Arc::new(Shared {
+            read,
+            permits: Semaphore::new(AT_ONCE),
+            generation: Mutex::new(Generation::new(material, stamps)),
+            look: tokio::sync::Mutex::new(Look {
+                at: Instant::now(),
+                unusable: vec![],
+            }),
+        })))
+    }
+}
+
+impl Service<Request<Body>> for Connections {
+    type Response = Response<Answer>;
+    type Error = BoxError;
+    type Future = BoxFuture<'static, Result<Response<Answer>, BoxError>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let shared = Arc::clone(&self.0);
+        Box::pin(async move { shared.send(request).await })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(method: &str, uri: &str) -> Request<Body> {
+        let request = Request::builder().method(method).uri(uri);
+        request.body(Body::empty()).expect("a request")
+    }
+
+    #[test]
+    fn watches_are_told_from_requests() {
+        for (uri, expected) in [
+            ("/api/v1/pods?watch=true&resourceVersion=1", true),
+            ("/api/v1/pods?fieldSelector=a&watch=1", true),
+            ("/api/v1/pods?resourceVersion=1", false),
+            ("/api/v1/pods?fieldSelector=watch=true", false),
+            ("/api/v1/pods", false),
+        ] {
+            assert_eq!(is_watch(&uri.parse().expect("a URI")), expected, "{uri}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_without_an_answer_ends_in_time_and_gives_its_connection_up() {
+        let opened = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&opened);
+        let read: Read = Box::new(move || {
+            let counted = Arc::clone(&counted);
+            let open = move || {
+                counted.fetch_add(1, Ordering::Relaxed);
+                BoxCloneSyncService::new(tower::service_fn(|_: Request<Body>| {
+                    std::future::pending::<Result<Response<Incoming>, BoxError>>()
+                }))
+            };
+            Box::pin(async move {
+                Ok(Material {
+                    open: Box::new(open),
+                    front: BoxCloneSyncService::new(tower::service_fn(carried)),
+                    files: vec![],
+                })
+            })
+        });
+        let mut connections = Connections::new(read).await.expect("key material");
+        for (method, uri, pools) in [
+            ("PATCH", "/api/v1/namespaces/n/pods/p/status", 2),
+            ("GET", "/api/v1/pods?watch=true", 3),
+            ("GET", "/api/v1/pods?watch=true", 4),
+        ] {
+            let begun = Instant::now();
+            let error = connections
+                .call(request(method, uri))
+                .await
+                .err()
+                .expect("no answer");
+            assert_eq!(begun.elapsed().as_secs(), DEADLINE.as_secs());
+            let text = error.to_string();
+            assert!(text.starts_with(method) && text.ends_with("not answered within 20s"));
+            assert_eq!(opened.load(Ordering::Relaxed), pools, "{method} {uri}");
+        }
+    }
+}

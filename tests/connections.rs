@@ -1,0 +1,338 @@
+//! The connections of a client, against a server that counts them: how watches are spread, and what becomes of all when
+//! the key material changes.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use base64::Engine as _;
+use futures::StreamExt as _;
+use http_body_util::{BodyExt as _, StreamBody};
+use hyper::body::{Bytes, Frame, Incoming};
+use hyper::{Request, Response, StatusCode};
+use k8s_openapi::api::core::v1::{ConfigMap, Pod};
+use kube::Api;
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
+use serde_json::{Value, json};
+use tokio::sync::broadcast;
+
+use holdfast::https::{self, Body, BoxError, Limits, Peer, Tls};
+use holdfast::kubeapi::client::connect;
+use holdfast::kubeapi::objects::{News, Watched};
+
+/// A certificate authority.
+struct Authority {
+    pem: String,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl Authority {
+    fn new() -> Authority {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let pem = params.self_signed(&key).unwrap().pem();
+        let issuer = Issuer::from_ca_cert_pem(&pem, key).unwrap();
+        Authority { pem, issuer }
+    }
+
+    /// A certificate with its key, PEM.
+    fn pair(&self, name: &str) -> (String, String) {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(["127.0.0.1".to_owned()]).unwrap();
+        params.distinguished_name.push(DnType::CommonName, name);
+        let certificate = params.signed_by(&key, &self.issuer).unwrap().pem();
+        (certificate, key.serialize_pem())
+    }
+}
+
+/// What a server has seen.
+#[derive(Default)]
+struct Seen {
+    /// The watches that are open, by connection.
+    watches: Mutex<BTreeMap<SocketAddr, usize>>,
+    /// The most of them at once.
+    peak: AtomicUsize,
+    /// All connections that ever carried something.
+    connections: Mutex<BTreeSet<SocketAddr>>,
+    /// Whose certificate each request showed: method or `WATCH`, name.
+    asked: Mutex<Vec<(String, String)>>,
+    /// How many lists were asked for.
+    lists: AtomicUsize,
+}
+
+impl Seen {
+    fn open(&self) -> usize {
+        self.watches.lock().unwrap().values().sum()
+    }
+}
+
+/// An open watch.
+struct Open(Arc<Seen>, SocketAddr);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        let mut all = self.0.watches.lock().unwrap();
+        if let Some(count) = all.get_mut(&self.1) {
+            *count -= 1;
+        }
+    }
+}
+
+/// An apiserver with every ConfigMap that is asked for.
+struct Server {
+    address: SocketAddr,
+    seen: Arc<Seen>,
+    lines: broadcast::Sender<String>,
+    authority: Authority,
+}
+
+fn config_map(name: &str, version: u32) -> Value {
+    json!({"apiVersion": "v1", "kind": "ConfigMap", "data": {"version": version.to_string()},
+           "metadata": {"name": name, "namespace": "n", "uid": "u", "resourceVersion": version.to_string()}})
+}
+
+fn answer(value: &Value) -> Response<Body> {
+    let mut response = https::text(StatusCode::OK, value.to_string());
+    let json = "application/json".parse().unwrap();
+    response
+        .headers_mut()
+        .insert(hyper::header::CONTENT_TYPE, json);
+    response
+}
+
+impl Server {
+    async fn start() -> Server {
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+        let authority = Authority::new();
+        let (certificate, key) = authority.pair("server");
+        let tls = Tls::fixed(&certificate, &key, &authority.pem).unwrap();
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (seen, lines) = (Arc::new(Seen::default()), broadcast::channel(64).0);
+        let (told, said) = (Arc::clone(&seen), lines.clone());
+        let limits = Limits {
+            connections: 1000,
+            idle: None,
+        };
+        tokio::spawn(https::serve(
+            listener,
+            Some(Arc::new(tls)),
+            limits,
+            move |peer, request| {
+                let answer = Self::answer(&told, &said, &peer, &request);
+                async move { answer }
+            },
+        ));
+        Server {
+            address,
+            seen,
+            lines,
+            authority,
+        }
+    }
+
+    fn answer(
+        seen: &Arc<Seen>,
+        lines: &broadcast::Sender<String>,
+        peer: &Peer,
+        request: &Request<Incoming>,
+    ) -> Response<Body> {
+        let query = request.uri().query().unwrap_or_default();
+        let is_watch = query.contains("watch=true");
+        let der = peer.certificate.clone().unwrap();
+        let (who, _) = holdfast::core::node::signing::subject(&der).unwrap();
+        let what = match is_watch {
+            true => "WATCH".to_owned(),
+            false => request.method().to_string(),
+        };
+        seen.asked.lock().unwrap().push((what, who));
+        seen.connections.lock().unwrap().insert(peer.address);
+        if is_watch {
+            *seen
+                .watches
+                .lock()
+                .unwrap()
+                .entry(peer.address)
+                .or_default() += 1;
+            seen.peak.fetch_max(seen.open(), Ordering::Relaxed);
+            let open = Open(Arc::clone(seen), peer.address);
+            let stream = futures::stream::unfold((lines.subscribe(), open), |mut state| async {
+                let line = state.0.recv().await.ok()?;
+                Some((Ok::<_, BoxError>(Frame::data(Bytes::from(line))), state))
+            });
+            return Response::new(StreamBody::new(stream).boxed_unsync());
+        }
+        if let Some(name) = query.split("metadata.name%3D").nth(1) {
+            seen.lists.fetch_add(1, Ordering::Relaxed);
+            let name = name.split('&').next().unwrap();
+            return answer(
+                &json!({"apiVersion": "v1", "kind": "ConfigMapList", "metadata": {"resourceVersion": "1"},
+                        "items": [config_map(name, 1)]}),
+            );
+        }
+        answer(&json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}}))
+    }
+
+    /// A kubeconfig with everything in it.
+    fn kubeconfig(&self, name: &str) -> String {
+        let encode = |pem: &str| base64::engine::general_purpose::STANDARD.encode(pem);
+        let (certificate, key) = self.authority.pair(name);
+        let user = json!({"client-certificate-data": encode(&certificate), "client-key-data": encode(&key)});
+        self.kubeconfig_of(user)
+    }
+
+    fn kubeconfig_of(&self, user: Value) -> String {
+        let authority = base64::engine::general_purpose::STANDARD.encode(&self.authority.pem);
+        json!({"apiVersion": "v1", "kind": "Config", "current-context": "x",
+            "clusters": [{"name": "c", "cluster": {"server": format!("https://{}", self.address), "certificate-authority-data": authority}}],
+            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+            "users": [{"name": "u", "user": user}]})
+        .to_string()
+    }
+
+    fn say(&self, kind: &str, name: &str, version: u32) {
+        let event = json!({"type": kind, "object": config_map(name, version)});
+        let _ = self.lines.send(format!("{event}\n"));
+    }
+}
+
+async fn until(what: &str, condition: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !condition() {
+        assert!(Instant::now() < deadline, "not in time: {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// A file is replaced as agents do it.
+fn replace(path: &Path, text: &str) {
+    let fresh = path.with_extension("new");
+    std::fs::write(&fresh, text).unwrap();
+    std::fs::rename(fresh, path).unwrap();
+}
+
+fn nobody() -> News {
+    Arc::new(|| {})
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn watches_have_connections_of_their_own_and_as_many_as_they_need() {
+    const OBJECTS: usize = 200;
+    let server = Server::start().await;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("kubeconfig");
+    std::fs::write(&path, server.kubeconfig("one")).unwrap();
+    let client = connect(&path).await.unwrap();
+    let watched: Watched<ConfigMap> = Watched::new(client.clone());
+    let names: Vec<String> = (0..OBJECTS).map(|n| format!("m{n}")).collect();
+    let following = watched.follow("n", names.iter(), &nobody());
+    until("all watches", || server.seen.open() == OBJECTS).await;
+    let spread: Vec<usize> = {
+        let all = server.seen.watches.lock().unwrap();
+        all.values().copied().filter(|n| *n > 0).collect()
+    };
+    assert!(
+        spread.len() == 3 && spread.iter().all(|n| *n <= 80),
+        "{spread:?}"
+    );
+    // Requests are on another one, and wait for no watch.
+    let pods: Api<Pod> = Api::namespaced(client, "n");
+    let before = server.seen.connections.lock().unwrap().len();
+    assert!(before <= 5, "{before} connections for {OBJECTS} objects");
+    let slowest = futures::stream::iter(0..50)
+        .then(|_| async {
+            let begun = Instant::now();
+            pods.get("p").await.unwrap();
+            begun.elapsed()
+        })
+        .fold(Duration::ZERO, |most, took| async move { most.max(took) })
+        .await;
+    assert!(slowest < Duration::from_secs(2), "{slowest:?}");
+    assert_eq!(server.seen.connections.lock().unwrap().len(), before);
+    // A watch ends with its last user, and nothing is asked for after it.
+    drop(following);
+    until("no watch", || server.seen.open() == 0).await;
+    assert!(watched.is_empty());
+}
+
+async fn renewed(server: &Server, path: &Path, renew: impl Fn(&str)) {
+    let client = connect(path).await.unwrap();
+    let watched: Watched<ConfigMap> = Watched::new(client.clone());
+    let _following = watched.follow("n", ["m".to_owned()].iter(), &nobody());
+    let pods: Api<Pod> = Api::namespaced(client, "n");
+    pods.get("p").await.unwrap();
+    until("the watch", || server.seen.open() == 1).await;
+    server.say("MODIFIED", "m", 2);
+    let version = async || {
+        let map = watched.get("n", "m").await.unwrap();
+        map.data.as_ref().unwrap()["version"].clone()
+    };
+    while version().await != "2" {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let lists = server.seen.lists.load(Ordering::Relaxed);
+    for name in ["two", "three"] {
+        // What was shown within the last second is shown for another.
+        tokio::time::sleep(Duration::from_millis(1100)).await;
+        renew(name);
+        pods.get("p").await.unwrap();
+        let shows = |what: &str| {
+            let all = server.seen.asked.lock().unwrap();
+            all.iter().any(|(w, who)| w == what && who == name)
+        };
+        assert!(shows("GET"), "{name}: requests show the new certificate");
+        until("the watch to show it too", || shows("WATCH")).await;
+        until("the old watch to end", || server.seen.open() == 1).await;
+    }
+    assert_eq!(
+        server.seen.lists.load(Ordering::Relaxed),
+        lists,
+        "the watch went on from the version that it had"
+    );
+    server.say("MODIFIED", "m", 3);
+    while version().await != "3" {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_rewritten_kubeconfig_opens_the_connections_anew() {
+    let server = Server::start().await;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("kubeconfig");
+    std::fs::write(&path, server.kubeconfig("one")).unwrap();
+    renewed(&server, &path, |name| {
+        replace(&path, &server.kubeconfig(name));
+    })
+    .await;
+    // One that is not whole yet changes nothing.
+    let pods: Api<Pod> = Api::namespaced(connect(&path).await.unwrap(), "n");
+    pods.get("p").await.unwrap();
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    std::fs::write(&path, "{").unwrap();
+    pods.get("p").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_renewed_certificate_opens_the_connections_anew() {
+    let server = Server::start().await;
+    let dir = tempfile::tempdir().unwrap();
+    let (path, link) = (dir.path().join("kubeconfig"), dir.path().join("current"));
+    let renew = |name: &str| {
+        let (certificate, key) = server.authority.pair(name);
+        let pair = dir.path().join(name);
+        std::fs::write(&pair, certificate + &key).unwrap();
+        let fresh = dir.path().join("fresh");
+        std::os::unix::fs::symlink(pair, &fresh).unwrap();
+        std::fs::rename(fresh, &link).unwrap();
+    };
+    renew("one");
+    let user = json!({"client-certificate": link, "client-key": link});
+    std::fs::write(&path, server.kubeconfig_of(user)).unwrap();
+    renewed(&server, &path, renew).await;
+}
