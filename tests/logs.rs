@@ -3,10 +3,11 @@
 
 mod support;
 
+use std::io::{BufRead as _, BufReader};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use support::client::{kubectl, pod};
+use support::client::{Running, kubectl, pod};
 use support::{Cluster, condition};
 
 #[test]
@@ -265,4 +266,40 @@ fn what_a_container_says_is_read_in_every_way() {
         "{log}"
     );
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}
+
+/// By the times that the runtime noted: what stands between them and the reader is the agent, the control plane and kubectl.
+#[test]
+fn a_followed_log_shows_a_line_at_once() {
+    let cluster = Cluster::start("follow", 94);
+    let image = support::busybox(&cluster);
+    cluster.apply(&pod(
+        "clock",
+        &image,
+        "while true; do sleep 1; echo tick; done",
+    ));
+    cluster.wait("the pod", || {
+        condition(&cluster.pod("clock"), "Ready") == "True"
+    });
+    let mut follow = Running(
+        kubectl(&cluster, &["logs", "-f", "--timestamps", "clock"])
+            .spawn()
+            .unwrap(),
+    );
+    let lines = BufReader::new(follow.0.stdout.take().unwrap()).lines();
+    // The first ones were there before.
+    let mut late: Vec<i64> = lines
+        .skip(3)
+        .take(7)
+        .map(|line| {
+            let line = line.unwrap();
+            let said: jiff::Timestamp = line.split(' ').next().unwrap().parse().unwrap();
+            i64::try_from(jiff::Timestamp::now().duration_since(said).as_millis()).unwrap()
+        })
+        .collect();
+    late.sort_unstable();
+    eprintln!("milliseconds from the runtime to the reader: {late:?}");
+    assert!(late[3] < 100, "the median of {late:?} ms");
+    drop(follow);
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
 }

@@ -21,7 +21,7 @@ use crate::core::pod::observed::{ContainerState, ObservedPod};
 use crate::core::serving::logs::Decoder;
 use crate::core::serving::{LogOptions, Place};
 use crate::host::blocking;
-use crate::host::serving::logfile::LogFile;
+use crate::host::serving::logfile::{LogFile, Next};
 use crate::https::{Body, BoxError, text};
 use crate::sys::watch::Changes;
 
@@ -29,6 +29,10 @@ use crate::sys::watch::Changes;
 const AHEAD: usize = 2;
 /// How often a log that does not change is looked at in any case, and how often it is asked whether its container runs.
 const LOOK: (Duration, Duration) = (Duration::from_secs(5), Duration::from_millis(500));
+/// How long it is waited for what a runtime still writes to a file that was rotated.
+const REST: Duration = Duration::from_millis(50);
+/// What a container writes in so short a time is sent together.
+const TOGETHER: Duration = Duration::from_millis(10);
 
 /// The instance whose log is meant.
 #[derive(Debug, PartialEq, Eq)]
@@ -201,22 +205,22 @@ async fn read(
 ) {
     let mut asked: Option<Instant> = None;
     let mut ended = false;
+    // Before reading: what is written from now on ends the wait below.
+    let mut changes = follow.as_ref().map(|f| Changes::with_writes(&f.dir));
     loop {
-        // Before reading: what is written from now on ends the wait below.
-        let changes = follow
-            .as_ref()
-            .filter(|_| !ended)
-            .map(|f| Changes::of(&f.dir));
         loop {
             let took = blocking(move || {
                 let piece = log.read().map_err(|e| e.to_string())?;
-                let another = piece.is_empty() && log.follow_name().map_err(|e| e.to_string())?;
-                Ok((log, piece, another))
+                let next = match piece.is_empty() {
+                    true => log.follow().map_err(|e| e.to_string())?,
+                    false => Next::Same,
+                };
+                Ok((log, piece, next))
             });
-            let (piece, another) = match took.await {
-                Ok((back, piece, another)) => {
+            let (piece, next) = match took.await {
+                Ok((back, piece, next)) => {
                     log = back;
-                    (piece, another)
+                    (piece, next)
                 }
                 Err(error) => return tracing::debug!(error, "a log cannot be read any further"),
             };
@@ -227,11 +231,13 @@ async fn read(
             if decoder.is_full() {
                 return;
             }
-            if piece.is_empty() && !another {
-                break;
+            match next {
+                Next::Same if piece.is_empty() => break,
+                Next::Ending => tokio::time::sleep(REST).await,
+                Next::Same | Next::Another => {}
             }
         }
-        let (Some(follow), Some(changes)) = (&follow, changes) else {
+        let (Some(follow), Some(changes), false) = (&follow, &mut changes, ended) else {
             return;
         };
         let soon = asked
@@ -246,7 +252,7 @@ async fn read(
             }
         }
         tokio::select! {
-            () = changes.wait(soon.unwrap_or(LOOK.0)) => {}
+            () = changes.next(soon.unwrap_or(LOOK.0)) => tokio::time::sleep(TOGETHER).await,
             () = to.closed() => return,
         }
     }

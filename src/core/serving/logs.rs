@@ -51,6 +51,10 @@ pub fn tail(text: &str, lines: usize, limit: usize) -> String {
         .iter()
         .flat_map(|line| [line.as_str(), "\n"])
         .collect();
+    // As the container ended: runtimes mark what it did not end with a line's end as going on.
+    if goes_on {
+        out.pop();
+    }
     let mut cut = out.len().saturating_sub(limit);
     while !out.is_char_boundary(cut) {
         cut += 1;
@@ -234,6 +238,9 @@ mod tests {
         assert_eq!(tail(text, 2, 100), "two\ndrei ü\n");
         assert_eq!(tail(text, 80, 6), "ei ü\n");
         assert_eq!(tail("", 80, 100), "");
+        let unended = "2026-11-20T00:00:00Z stdout F one\n2026-11-20T00:00:00Z stdout P DO";
+        assert_eq!(tail(unended, 80, 100), "one\nDO");
+        assert_eq!(tail(&format!("{unended}\n"), 80, 100), "one\nDO");
         assert_eq!(
             parse("t stdout F a b"),
             Some(Line {

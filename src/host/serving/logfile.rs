@@ -3,19 +3,53 @@
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, SeekFrom};
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
+
+use flate2::read::GzDecoder;
+use jiff::Timestamp;
 
 use crate::sys::beneath::Dir;
 
 /// How much is read at once.
 const PIECE: usize = 64 << 10;
+/// How much of a file is read for the time of its first line: RFC 3339 with nanoseconds and an offset takes 35 bytes.
+const TIME: usize = 64;
+
+/// A file of a log: as the runtime writes it, or compressed by a rotation.
+enum Source {
+    Plain(File),
+    Compressed(Box<GzDecoder<File>>),
+}
+
+impl Source {
+    fn read(&mut self, piece: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Source::Plain(file) => file.read(piece),
+            Source::Compressed(decoder) => decoder.read(piece),
+        }
+    }
+}
+
+/// What has become of a log at the end of whose file the reader is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    /// This is the file that is written.
+    Same,
+    /// It was rotated. What the runtime wrote last may still come: read on, and ask again at the end.
+    Ending,
+    /// Reading goes on in the next file.
+    Another,
+}
 
 /// An open log.
 pub struct LogFile {
     dir: Dir,
     name: PathBuf,
-    file: File,
+    source: Source,
+    /// The time of the file's first line, by which its successor is found; none as long as it has none.
+    begins: Option<Timestamp>,
+    ending: bool,
 }
 
 impl LogFile {
@@ -29,33 +63,95 @@ impl LogFile {
         Ok(LogFile {
             dir,
             name: name.into(),
-            file,
+            source: Source::Plain(file),
+            begins: None,
+            ending: false,
         })
     }
 
     /// The next piece; empty at the present end.
     pub fn read(&mut self) -> io::Result<Vec<u8>> {
         let mut piece = vec![0; PIECE];
-        let length = self.file.read(&mut piece)?;
+        let length = self.source.read(&mut piece)?;
         piece.truncate(length);
         Ok(piece)
     }
 
-    /// Goes on with the file that has taken this one's name, if another has; call it at the end of this one.
-    pub fn follow_name(&mut self) -> io::Result<bool> {
+    /// Goes on with the file that was begun after this one, if there is one; call it at the end of this one. A reader who
+    /// was slow finds it among those that have been rotated, and compressed, meanwhile.
+    pub fn follow(&mut self) -> io::Result<Next> {
         let there = match self.dir.open_file(&self.name) {
             Ok(there) => there,
             // Moved aside, and the runtime has not opened another yet.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Next::Same),
             Err(error) => return Err(error),
         };
-        let identity = |file: &File| file.metadata().map(|m| (m.dev(), m.ino()));
-        if identity(&there)? == identity(&self.file)? {
-            return Ok(false);
+        if let Source::Plain(file) = &self.source {
+            let identity = |file: &File| file.metadata().map(|m| (m.dev(), m.ino()));
+            if identity(&there)? == identity(file)? {
+                return Ok(Next::Same);
+            }
+            // A compressed file is whole already.
+            if !std::mem::replace(&mut self.ending, true) {
+                return Ok(Next::Ending);
+            }
+            let mut begin = [0; TIME];
+            let length = file.read_at(&mut begin, 0)?;
+            self.begins = first_time(&begin[..length]);
         }
-        self.file = there;
-        Ok(true)
+        let (source, begins) = match self.begins {
+            Some(begins) => self.successor(begins)?,
+            None => None,
+        }
+        .unwrap_or((Source::Plain(there), None));
+        (self.source, self.begins, self.ending) = (source, begins, false);
+        Ok(Next::Another)
     }
+
+    /// The first of the rotated files that begin after a time.
+    fn successor(&self, begins: Timestamp) -> io::Result<Option<(Source, Option<Timestamp>)>> {
+        let (Some(parent), Some(name)) = (
+            self.name.parent(),
+            self.name.file_name().and_then(|n| n.to_str()),
+        ) else {
+            return Ok(None);
+        };
+        let parent = match parent.as_os_str().is_empty() {
+            true => Path::new("."),
+            false => parent,
+        };
+        let mut rotated = self.dir.list(parent)?;
+        let is_part = |rest: &str| rest.starts_with('.') && !rest.ends_with(".tmp");
+        rotated.retain(|other| other.strip_prefix(name).is_some_and(is_part));
+        // Their names are times.
+        rotated.sort();
+        for other in rotated {
+            let open = || self.dir.open_file(&parent.join(&other));
+            let source = |file: File| match other.ends_with(".gz") {
+                true => Source::Compressed(Box::new(GzDecoder::new(file))),
+                false => Source::Plain(file),
+            };
+            // Removed or compressed just now: whoever is so far behind has lost it.
+            let Ok(file) = open() else { continue };
+            let mut begin = vec![];
+            let time = match source(file) {
+                Source::Plain(file) => file.take(TIME as u64).read_to_end(&mut begin),
+                Source::Compressed(decoder) => decoder.take(TIME as u64).read_to_end(&mut begin),
+            }
+            .ok()
+            .and_then(|_| first_time(&begin));
+            if time.is_some_and(|time| time > begins) {
+                return Ok(Some((source(open()?), time)));
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// The time of the first line of a file that begins so.
+fn first_time(begin: &[u8]) -> Option<Timestamp> {
+    let text = begin.split(|b| *b == b' ').next()?;
+    std::str::from_utf8(text).ok()?.parse().ok()
 }
 
 /// Goes to where the last `lines` lines begin.
@@ -125,21 +221,61 @@ mod tests {
         assert_eq!(all(&mut log), "half");
     }
 
+    fn line(second: u32) -> String {
+        format!("2026-11-20T00:00:{second:02}.5Z stdout F line {second}\n")
+    }
+
     #[test]
     fn a_rotated_log_goes_on_in_the_next_and_links_are_not_followed() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("0.log");
-        std::fs::write(&path, "one\n").expect("written");
+        std::fs::write(&path, line(1)).expect("written");
         let mut log = LogFile::open(dir.path(), Path::new("0.log"), None).expect("open");
-        assert_eq!(all(&mut log), "one\n");
-        assert!(!log.follow_name().expect("the same"));
-        std::fs::rename(&path, dir.path().join("0.log.old")).expect("moved");
-        assert!(!log.follow_name().expect("none yet"));
-        std::fs::write(&path, "two\n").expect("written");
-        assert!(log.follow_name().expect("another"));
-        assert_eq!(all(&mut log), "two\n");
+        assert_eq!(all(&mut log), line(1));
+        assert_eq!(log.follow().expect("the same"), Next::Same);
+        let old = dir.path().join("0.log.20261120-000001");
+        std::fs::rename(&path, &old).expect("moved");
+        assert_eq!(log.follow().expect("none yet"), Next::Same);
+        std::fs::write(&path, line(3)).expect("written");
+        assert_eq!(log.follow().expect("another"), Next::Ending);
+        // The runtime still had a line for the old file.
+        let mut last = std::fs::OpenOptions::new()
+            .append(true)
+            .open(&old)
+            .expect("open");
+        io::Write::write_all(&mut last, line(2).as_bytes()).expect("written");
+        assert_eq!(all(&mut log), line(2));
+        assert_eq!(log.follow().expect("another"), Next::Another);
+        assert_eq!(all(&mut log), line(3));
         std::os::unix::fs::symlink("/etc/passwd", dir.path().join("2.log")).expect("linked");
         assert!(LogFile::open(dir.path(), Path::new("2.log"), None).is_err());
         assert!(LogFile::open(dir.path(), Path::new("../x"), None).is_err());
+    }
+
+    /// The files are rotated and compressed by the very code that does it on a node.
+    #[test]
+    fn a_reader_who_was_slow_reads_every_rotated_file_once() {
+        for (rotations, stay) in [(1, 10), (2, 10), (5, 10)] {
+            let dir = tempfile::tempdir().expect("a directory");
+            let below = dir.path().join("c");
+            std::fs::create_dir(&below).expect("made");
+            let path = below.join("0.log");
+            std::fs::write(&path, line(0)).expect("written");
+            let mut log = LogFile::open(dir.path(), Path::new("c/0.log"), None).expect("open");
+            let mut text = all(&mut log);
+            for n in 0..rotations {
+                let stamp = format!("20261120-00000{n}");
+                super::super::rotate::aside(&path, stay, &stamp).expect("rotated");
+                std::fs::write(&path, line(n + 1)).expect("written");
+            }
+            loop {
+                text += &all(&mut log);
+                if log.follow().expect("followed") == Next::Same {
+                    break;
+                }
+            }
+            let expected: String = (0..=rotations).map(line).collect();
+            assert_eq!(text, expected, "{rotations} rotations");
+        }
     }
 }
