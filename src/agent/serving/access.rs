@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use hyper::header::AUTHORIZATION;
 use hyper::{HeaderMap, Response, StatusCode};
+use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::config::Serving;
@@ -20,6 +21,11 @@ use crate::kubeapi::reviews::{Identity, NodeAsk, Reviews};
 const REMEMBERED: usize = 1024;
 /// For how long it is remembered that a token is nobody's.
 const NOBODY: Duration = Duration::from_secs(10);
+/// How many tokens are under review at once. Whether somebody may is asked beside them, so that wrong tokens do not hold up
+/// those who show a certificate, or a token that is known.
+const REVIEWS: usize = 8;
+/// How many tokens wait for their review; whoever comes then is told to come again.
+const WAITING: usize = 64;
 
 /// Answers that count for a while.
 struct Answers<K, V>(Mutex<HashMap<K, (Instant, V)>>);
@@ -57,6 +63,10 @@ pub struct Access {
     /// By the digest of the token: the token itself is not kept.
     tokens: Answers<String, Option<Identity>>,
     decisions: Answers<(Identity, &'static str, &'static str), bool>,
+    /// Held while a token is reviewed.
+    reviewing: Semaphore,
+    /// Held while a token waits for its review or is reviewed.
+    waiting: Semaphore,
 }
 
 /// Whom a verified client certificate (DER) stands for.
@@ -84,6 +94,8 @@ impl Access {
             reviews,
             tokens: Answers::new(),
             decisions: Answers::new(),
+            reviewing: Semaphore::new(REVIEWS),
+            waiting: Semaphore::new(REVIEWS + WAITING),
         }
     }
 
@@ -127,6 +139,18 @@ impl Access {
         let Some(reviews) = &self.reviews else {
             return Err(unauthorized());
         };
+        let busy = || {
+            text(
+                StatusCode::TOO_MANY_REQUESTS,
+                "too many tokens are under review: try again later",
+            )
+        };
+        let _waiting = self.waiting.try_acquire().map_err(|_| busy())?;
+        let _reviewing = self.reviewing.acquire().await.map_err(|_| busy())?;
+        // Another request may have shown the same one meanwhile.
+        if let Some(known) = self.tokens.get(&key) {
+            return known.ok_or_else(unauthorized);
+        }
         match reviews.who(token).await {
             Ok(found) => {
                 let ttl = if found.is_some() {
@@ -231,6 +255,7 @@ mod tests {
                     ..Identity::default()
                 })),
                 "down" => Err(ApiFailure::Other("gone".into())),
+                slow if slow.starts_with("slow") => std::future::pending().await,
                 _ => Ok(None),
             }
         }
@@ -325,6 +350,31 @@ mod tests {
                 "{token:?} {method} {path}"
             );
         }
+    }
+
+    #[tokio::test]
+    async fn a_flood_of_tokens_is_turned_away_and_holds_up_nobody_else() {
+        let access = Access::new(serving(""), "n", Some(Arc::new(Fixed::default())));
+        let (nobody, admin) = (peer(None), peer(Some(("admin", "masters"))));
+        assert_eq!(
+            code(&access, &nobody, Some("good"), "GET", "/metrics").await,
+            200
+        );
+        let tokens: Vec<String> = (0..REVIEWS + WAITING).map(|n| format!("slow{n}")).collect();
+        let flood = tokens
+            .iter()
+            .map(|token| code(&access, &nobody, Some(token), "GET", "/metrics"));
+        let mut flood = std::pin::pin!(futures::future::join_all(flood));
+        assert!(futures::poll!(flood.as_mut()).is_pending());
+        assert_eq!(
+            code(&access, &nobody, Some("new"), "GET", "/metrics").await,
+            429
+        );
+        for (who, token) in [(&admin, None), (&nobody, Some("good"))] {
+            let path = "/metrics";
+            assert_eq!(code(&access, who, token, "GET", path).await, 200);
+        }
+        assert_eq!(code(&access, &admin, None, "GET", "/pods").await, 200);
     }
 
     #[tokio::test]

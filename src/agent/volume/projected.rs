@@ -34,6 +34,16 @@ struct Issued {
     at: Timestamp,
 }
 
+impl Issued {
+    /// Whether it need not be fetched anew yet: for four fifths of the life that the server granted, which may be another
+    /// than was asked for, and at most for a day (`requiresRefresh` in the kubelet's token manager).
+    fn is_fresh(&self, now: Timestamp) -> bool {
+        let granted = self.token.expires.duration_since(self.at);
+        let age = now.duration_since(self.at);
+        age < granted * 4 / 5 && age < OLD
+    }
+}
+
 /// A certificate that was asked for.
 struct Asked {
     request: String,
@@ -101,17 +111,12 @@ impl Held {
     ) -> Result<String, String> {
         let place = (wish.volume.clone(), wish.path.clone());
         let now = context.clock.now();
-        // At four fifths of its life, while it can still be used if there is no other.
-        let good = |i: &Issued| {
-            i.token.expires.duration_since(now) > SignedDuration::from_secs(wish.seconds / 5)
-                && now.duration_since(i.at) < OLD
-        };
         let known = self
             .tokens
             .lock()
             .await
             .get(&place)
-            .map(|i| (i.token.text.clone(), good(i), i.token.expires > now));
+            .map(|i| (i.token.text.clone(), i.is_fresh(now), i.token.expires > now));
         if let Some((text, true, _)) = known {
             return Ok(text);
         }
@@ -304,6 +309,30 @@ fn make(kind: &str) -> Result<(String, Vec<u8>), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_token_is_fresh_for_four_fifths_of_the_granted_life() {
+        let at = |second: i64| Timestamp::from_second(second).expect("a time");
+        // Granted seconds, its age, whether it is fresh.
+        for (granted, age, expected) in [
+            (600, 0, true),
+            (600, 479, true),
+            (600, 480, false),
+            (7200, 5759, true),
+            (7200, 5760, false),
+            (1_000_000, 86_399, true),
+            (1_000_000, 86_400, false),
+        ] {
+            let issued = Issued {
+                token: Token {
+                    text: String::new(),
+                    expires: at(1000 + granted),
+                },
+                at: at(1000),
+            };
+            assert_eq!(issued.is_fresh(at(1000 + age)), expected, "{granted} {age}");
+        }
+    }
 
     #[test]
     fn keys_of_every_kind_sign_their_request() {
