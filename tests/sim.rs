@@ -61,6 +61,9 @@ fn run(seed: u64) -> (Result<(), String>, Vec<String>) {
     simulate(seed, async {
         let world = World::new(seed);
         let result = scenario(&world).await;
+        if std::env::var_os("HOLDFAST_TRACE").is_some() {
+            world.trace().iter().for_each(|line| println!("{line}"));
+        }
         (result, world.trace())
     })
 }

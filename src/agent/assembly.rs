@@ -164,7 +164,8 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         }
         None => (Arc::new(super::node::standalone::NoApi), None, None),
     };
-    let (network, network_state) = watch::channel(Network::Unasked);
+    let (ledger, requests) = super::node::ledger::channel();
+    let (network, network_state) = watch::channel(Network::Unknown);
     let (node, node_state) = watch::channel(None);
     let events = Events::start(
         Arc::clone(&api),
@@ -193,7 +194,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         resolver,
         network: network_state,
         node: node_state,
-        admitted: std::sync::Mutex::default(),
+        ledger,
         features: watch::channel(crate::cri::Features::default()).0,
         metrics,
         dialer: Arc::new(crate::probes::Network),
@@ -204,6 +205,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         config,
     });
     Ok(Agent {
+        ledger: requests,
         context,
         nodes,
         reviews,

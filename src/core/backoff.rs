@@ -3,20 +3,21 @@
 use std::collections::BTreeMap;
 
 use jiff::{SignedDuration, Timestamp};
+use serde::{Deserialize, Serialize};
 
 const INITIAL: SignedDuration = SignedDuration::from_secs(10);
 const EXPIRY: SignedDuration = SignedDuration::from_secs(600);
 /// The default maximum.
 pub const MAXIMUM: SignedDuration = SignedDuration::from_secs(300);
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 struct Entry {
     delay: SignedDuration,
     updated: Timestamp,
 }
 
 /// The back-offs of one pod's containers, by container name and image.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Backoff(BTreeMap<String, Entry>);
 
 /// A container that may not start yet.
@@ -29,6 +30,19 @@ pub struct Held {
 }
 
 impl Backoff {
+    /// Whether a container that ended at `finished` has to wait at `now`, and until when. Counts nothing.
+    #[must_use]
+    pub fn held(&self, key: &str, finished: Timestamp, now: Timestamp) -> Option<Held> {
+        let entry = self
+            .0
+            .get(key)
+            .filter(|e| finished.duration_since(e.updated) <= EXPIRY)?;
+        (now.duration_since(finished) < entry.delay).then(|| Held {
+            delay: entry.delay,
+            until: finished + entry.delay,
+        })
+    }
+
     /// Whether a container that ended at `finished` may start at `now`; if so the start is counted. The
     /// first restart is immediate, then 10 s, doubling; ten minutes of running start it over.
     pub fn start(

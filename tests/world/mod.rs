@@ -81,6 +81,8 @@ struct State {
     /// Pulls under way, and the most at once.
     pulls: (usize, usize),
     watcher: Option<Arc<Writer<Pod>>>,
+    /// The present agent.
+    context: Option<Arc<Context>>,
 }
 
 /// The world; clones are the same one. An agent's clone carries the number of its life: calls of one
@@ -182,6 +184,7 @@ impl World {
         config.kubeconfig = Some("simulated".into());
         // Nothing of this machine is touched.
         config.root_dir = "/nonexistent/holdfast-sim".into();
+        let (ledger, requests) = holdfast::agent::ledger::channel();
         let (network, network_state) = watch::channel(Network::Ready);
         let (node, node_state) = watch::channel(None);
         let api: Arc<dyn PodApi> = Arc::new(self.clone());
@@ -203,7 +206,7 @@ impl World {
             resolver: Resolver::default(),
             network: network_state,
             node: node_state,
-            admitted: Mutex::default(),
+            ledger,
             features: watch::channel(holdfast::cri::Features::default()).0,
             metrics: Arc::new(Metrics::default()),
             dialer: Arc::new(self.clone()),
@@ -213,7 +216,9 @@ impl World {
             started: self.1.now(),
             config,
         });
+        self.state().context = Some(Arc::clone(&context));
         let agent = Agent {
+            ledger: requests,
             context,
             nodes: None,
             reviews: None,
@@ -368,8 +373,37 @@ impl World {
         }
     }
 
+    /// The last decisions about a pod, for messages.
+    fn last_decisions(&self, name: &str) -> String {
+        let Some(context) = self.state().context.clone() else {
+            return String::new();
+        };
+        let Some(record) = context.journals.record("ns", name) else {
+            return "no record".into();
+        };
+        let lines = record.entries.iter().rev().take(12).rev().map(|entry| {
+            let input = match &entry.input {
+                holdfast::core::pod::worker::Input::Done { key, outcome } => {
+                    format!(
+                        "{key:?} {}",
+                        format!("{outcome:?}").chars().take(60).collect::<String>()
+                    )
+                }
+                other => other.name().to_owned(),
+            };
+            format!("{} {input} -> {:?}", entry.at, entry.decision)
+        });
+        let lines = lines.collect::<Vec<_>>().join("\n  ");
+        format!("{lines}\n  {:?}", record.latest().observed)
+    }
+
     /// With no faults for a while every pod is what its spec says.
     pub fn check_at_rest(&self) -> Result<(), String> {
+        self.find_unrest()
+            .map_err(|(name, why)| format!("{why}\n  {}", self.last_decisions(&name)))
+    }
+
+    fn find_unrest(&self) -> Result<(), (String, String)> {
         let state = self.state();
         for (uid, pod) in &state.pods {
             let (name, policy, phase) = (
@@ -378,9 +412,9 @@ impl World {
                 pod["status"]["phase"].as_str().unwrap(),
             );
             if !pod["metadata"]["deletionTimestamp"].is_null() {
-                return Err(format!(
-                    "{name} was deleted and is still there: {}",
-                    pod["status"]
+                return Err((
+                    name.as_str().unwrap().into(),
+                    format!("{name} was deleted and is still there: {}", pod["status"]),
                 ));
             }
             let wanted = pod["spec"]["containers"].as_array().unwrap().len();
@@ -392,16 +426,20 @@ impl World {
             match (policy, phase) {
                 ("Always", "Running") if live == wanted => {}
                 ("Always", _) => {
-                    return Err(format!(
-                        "{name} ({policy}) is {phase} with {live} of {wanted} running: {}",
-                        pod["status"]
+                    return Err((
+                        name.as_str().unwrap().into(),
+                        format!(
+                            "{name} ({policy}) is {phase} with {live} of {wanted} running: {}",
+                            pod["status"]
+                        ),
                     ));
                 }
                 (_, "Succeeded" | "Failed") if live == 0 => {}
                 (_, "Running") if live > 0 => {}
                 _ => {
-                    return Err(format!(
-                        "{name} ({policy}) is {phase} with {live} of {wanted} running"
+                    return Err((
+                        name.as_str().unwrap().into(),
+                        format!("{name} ({policy}) is {phase} with {live} of {wanted} running"),
                     ));
                 }
             }

@@ -47,8 +47,8 @@ pub async fn run(context: Arc<Context>) {
 
 /// The names of the images that pods of this node want, volumes included: in use, also while they are
 /// between two containers.
-fn wanted(context: &Context) -> BTreeSet<String> {
-    let pods = context.pods();
+async fn wanted(context: &Context) -> BTreeSet<String> {
+    let pods = context.ledger.pods().await;
     let images = pods.iter().flat_map(|pod| {
         let containers = pod::containers(pod)
             .into_iter()
@@ -83,7 +83,7 @@ async fn pass(context: &Context, ledger: &mut Ledger) -> Result<(), String> {
         .stock()
         .await
         .map_err(|e| format!("the runtime does not say which images there are: {e}"))?;
-    let images = present(&stock, &wanted(context));
+    let images = present(&stock, &wanted(context).await);
     let now = context.clock.now();
     ledger.look(&images, now);
     let disk: Filesystem = context.host.filesystem(&stock.mountpoint).await?;

@@ -1,6 +1,7 @@
 //! The Node object: registration, status, lease (kubelet spec, chapter 12).
 
 pub mod credentials;
+pub mod ledger;
 pub mod log_rotation;
 pub mod standalone;
 
@@ -29,6 +30,7 @@ use super::Context;
 use super::Kind;
 use crate::config::Config;
 use crate::core::pod::resources::Amounts;
+use crate::core::pod::worker::Network;
 use crate::core::quantity::Quantity;
 use crate::core::time::seconds;
 use crate::cri::Features;
@@ -194,18 +196,6 @@ fn labels(config: &Config) -> BTreeMap<String, String> {
         labels.insert(key.into(), value.into());
     }
     labels
-}
-
-/// What the runtime last said of its network.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Network {
-    /// Nothing yet: the agent has just started.
-    #[default]
-    Unasked,
-    /// Sandboxes can be given an address.
-    Ready,
-    /// They can not, for this reason.
-    NotReady(String),
 }
 
 /// What the runtime said last.

@@ -13,6 +13,8 @@ use crate::core::pod;
 use crate::core::pod::explain;
 use crate::core::pod::journal::{Journal, Progress, Step};
 use crate::core::pod::lifecycle::{Input, State};
+use crate::core::pod::record::Record;
+use crate::core::pod::worker::{self, Facts, Turn, Worker};
 use crate::sys::clock::Clock;
 
 /// How many pods that have gone are remembered.
@@ -22,6 +24,7 @@ const GONE: usize = 64;
 #[derive(Clone)]
 pub struct Log {
     journal: Arc<Mutex<Journal>>,
+    record: Arc<Mutex<Option<Record>>>,
     clock: Clock,
     metrics: Arc<Metrics>,
 }
@@ -142,6 +145,33 @@ impl Log {
         self.journal().again(next);
     }
 
+    /// What the pod waits for while nothing is under way or fails.
+    pub fn waits(&self, waiting: Option<String>) {
+        self.journal().waiting = waiting;
+    }
+
+    fn recorded(&self) -> MutexGuard<'_, Option<Record>> {
+        self.record.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A worker begins: from here on its turns are recorded.
+    pub fn start_record(&self, record: Record) {
+        *self.recorded() = Some(record);
+    }
+
+    /// A turn of the worker.
+    pub fn record(&self, facts: &Facts, input: worker::Input, turn: &Turn, worker: &Worker) {
+        if let Some(record) = &mut *self.recorded() {
+            record.add(facts, input, turn, worker);
+        }
+    }
+
+    /// The record so far.
+    #[must_use]
+    pub fn read_record(&self) -> Option<Record> {
+        self.recorded().clone()
+    }
+
     /// The state machine took a step.
     pub fn decided(&self, before: State, input: Input, state: State) {
         self.journal()
@@ -180,6 +210,7 @@ impl Journals {
             name: pod.name_any(),
             log: Log {
                 journal: Arc::default(),
+                record: Arc::default(),
                 clock,
                 metrics: Arc::clone(metrics),
             },
@@ -201,6 +232,19 @@ impl Journals {
                 shelf.pods.remove(&oldest);
             }
         }
+    }
+
+    /// The record of the pod of a name that came last.
+    #[must_use]
+    pub fn record(&self, namespace: &str, name: &str) -> Option<Record> {
+        let shelf = self.shelf();
+        let mut logs: Vec<(&String, &Kept)> = shelf
+            .pods
+            .iter()
+            .filter(|(_, k)| k.namespace == namespace && k.name == name)
+            .collect();
+        logs.sort_by_key(|(uid, _)| shelf.gone.contains(uid));
+        logs.first().and_then(|(_, kept)| kept.log.read_record())
     }
 
     /// The journals of the pods of a name, with their uids; one that is still there comes first.

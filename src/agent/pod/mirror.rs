@@ -1,13 +1,12 @@
 //! Mirror pods: how static pods are seen in the API (kubelet spec, 1.5).
 
-use std::sync::Arc;
-
 use k8s_openapi::api::core::v1::{Node, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::ResourceExt as _;
 
 use crate::agent::Context;
 use crate::core::pod;
+use crate::core::pod::worker::Update;
 use crate::kubeapi::pods::ApiFailure;
 
 /// The mirror of a static pod.
@@ -37,26 +36,19 @@ fn of(pod: &Pod, node: &Node) -> Pod {
     mirror
 }
 
-/// Makes sure that a static pod's mirror is there and is the right one. False while there is no Node
-/// object yet to own it.
-pub async fn reconcile(
-    context: &Context,
-    pod: &Pod,
-    mirror: Option<&Arc<Pod>>,
-) -> Result<bool, String> {
+/// Makes sure that a static pod's mirror is there and is the right one.
+pub async fn reconcile(context: &Context, update: &Update) -> Result<(), String> {
     let Some(node) = context.node.borrow().clone() else {
-        return Ok(false);
+        return Err("the Node object that owns mirrors is not known yet".into());
     };
-    if let Some(mirror) = mirror {
-        let right = mirror.annotations().get(pod::MIRROR) == pod.annotations().get(pod::HASH)
-            && mirror.metadata.deletion_timestamp.is_none();
-        if right {
-            return Ok(true);
+    if let Some(mirror) = &update.object {
+        if update.is_mirrored_by(mirror) {
+            return Ok(());
         }
         remove(context, mirror).await?;
     }
-    match context.api.create(&of(pod, &node)).await {
-        Ok(_) | Err(ApiFailure::AlreadyExists(_)) => Ok(true),
+    match context.api.create(&of(&update.pod, &node)).await {
+        Ok(_) | Err(ApiFailure::AlreadyExists(_)) => Ok(()),
         Err(error) => Err(format!("the mirror pod cannot be created: {error}")),
     }
 }

@@ -2,8 +2,10 @@
 
 pub mod dispatch;
 pub mod hooks;
+pub mod inbox;
 pub mod journal;
 pub mod mirror;
+pub mod orphans;
 pub mod probing;
 pub mod relist;
 pub mod sources;

@@ -1,24 +1,26 @@
-//! The probes of one pod: a task for every container instance and kind, its result on a board that the
-//! worker reads (kubelet spec, chapter 10). A result that changes wakes the worker at once.
+//! The probes of one pod: a task for every container instance and kind, its result in the worker's
+//! inbox when it changes (kubelet spec, chapter 10).
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
-use k8s_openapi::api::core::v1::{Container, ContainerStatus, Pod, PodStatus};
-use tokio::sync::{Notify, watch};
+use k8s_openapi::api::core::v1::{Container, Pod};
+use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::task::AbortOnDropHandle;
 
 use kube::ResourceExt as _;
 
+use super::inbox::Inbox;
 use super::journal::Log;
 use crate::agent::metrics::Probe;
 use crate::agent::{Context, Kind as Severity};
 use crate::core::pod::journal::{Progress, Step};
 use crate::core::pod::observed::{ContainerState, ObservedPod};
-use crate::core::pod::probe::{self, Answer, Check, Counter, Health, Kind, Probed, Timing};
+use crate::core::pod::probe::{self, Answer, Check, Counter, Health, Kind, Timing};
+use crate::core::pod::worker::{Input, Worker};
 use crate::core::pod::{self, Role};
 use crate::cri::RuntimeErrorKind;
 
@@ -26,34 +28,6 @@ use crate::cri::RuntimeErrorKind;
 const TRIES: usize = 3;
 /// A container that was up this long before the agent started keeps what was known of it.
 const ADOPTED: SignedDuration = SignedDuration::from_secs(10);
-
-/// Where results stand.
-struct Board {
-    results: Mutex<Probed>,
-    hint: Arc<Notify>,
-}
-
-impl Board {
-    /// Whether the standing result is a good one. Liveness counts as good until it has failed.
-    fn stands_good(&self, id: &str, kind: Kind) -> bool {
-        let mut results = self.results.lock().unwrap_or_else(PoisonError::into_inner);
-        results
-            .0
-            .entry(id.to_owned())
-            .or_default()
-            .of(kind)
-            .unwrap_or(kind == Kind::Liveness)
-    }
-
-    /// Notes a result; true if it is another one than before.
-    fn set(&self, id: &str, kind: Kind, result: bool) -> bool {
-        let mut results = self.results.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = results.0.entry(id.to_owned()).or_default().of(kind);
-        let changed = *place != Some(result);
-        *place = Some(result);
-        changed
-    }
-}
 
 /// The tasks of one container instance.
 struct Instance {
@@ -64,7 +38,7 @@ struct Instance {
 
 /// A pod's probes. Dropping it ends them.
 pub struct Probing {
-    board: Arc<Board>,
+    inbox: Inbox,
     instances: BTreeMap<String, Instance>,
     log: Log,
 }
@@ -80,50 +54,33 @@ struct Prober {
     kind: Kind,
     timing: Timing,
     first: Instant,
-    board: Arc<Board>,
+    /// The result that stands.
+    last: Option<bool>,
+    inbox: Inbox,
     started: Arc<watch::Sender<bool>>,
     log: Log,
 }
 
 impl Probing {
-    /// No probes yet; `hint` wakes the worker.
+    /// No probes yet; results go to the worker's inbox.
     #[must_use]
-    pub fn new(hint: Arc<Notify>, log: Log) -> Probing {
+    pub fn new(inbox: Inbox, log: Log) -> Probing {
         Probing {
-            board: Arc::new(Board {
-                results: Mutex::default(),
-                hint,
-            }),
+            inbox,
             instances: BTreeMap::new(),
             log,
         }
     }
 
-    /// The results so far.
-    #[must_use]
-    pub fn results(&self) -> Probed {
-        self.board
-            .results
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
-    }
-
-    /// Brings the tasks in line with the containers that run: new ones are begun, others end. `known` is
-    /// the status before, from which a fresh agent takes over.
-    pub fn follow(
-        &mut self,
-        context: &Arc<Context>,
-        pod: &Arc<Pod>,
-        observed: &ObservedPod,
-        known: &PodStatus,
-    ) {
+    /// Brings the tasks in line with the containers that run: new ones are begun, others end. Those
+    /// whose start has not ended wait for it.
+    pub fn follow(&mut self, context: &Arc<Context>, worker: &Worker, observed: &ObservedPod) {
+        let (pod, starting) = (worker.pod(), worker.starting());
         let mut running = vec![];
-        for (role, container) in pod::containers(pod)
-            .into_iter()
-            .filter(|(role, _)| matches!(role, Role::Regular | Role::Sidecar))
-        {
-            if Kind::ALL.iter().all(|kind| kind.of(&container).is_none()) {
+        for (role, container) in pod::containers(pod) {
+            if !matches!(role, Role::Regular | Role::Sidecar)
+                || Kind::ALL.iter().all(|kind| kind.of(&container).is_none())
+            {
                 continue;
             }
             let Some(seen) = observed
@@ -133,30 +90,27 @@ impl Probing {
                 continue;
             };
             running.push(seen.id.clone());
-            if !self.instances.contains_key(&seen.id) {
-                let statuses: [&[ContainerStatus]; 2] = [
-                    known.container_statuses.as_deref().unwrap_or_default(),
-                    known.init_container_statuses.as_deref().unwrap_or_default(),
-                ];
-                let status = statuses
-                    .concat()
-                    .into_iter()
-                    .find(|s| s.name == container.name);
-                let since = seen.started_at.unwrap_or(seen.created_at);
-                let ip = match observed.sandboxes.first() {
-                    Some(sandbox) if !pod::host_network(pod) => sandbox.ips.first(),
-                    _ => context.node_ips.first(),
-                };
-                let ip = ip.cloned().unwrap_or_default();
-                self.begin(
-                    context,
-                    pod,
-                    role,
-                    &container,
-                    (&seen.id, since, ip),
-                    status.as_ref(),
-                );
+            if worker.state.is_ending()
+                || starting.contains(container.name.as_str())
+                || self.instances.contains_key(&seen.id)
+            {
+                continue;
             }
+            let since = seen.started_at.unwrap_or(seen.created_at);
+            let ip = match observed.sandboxes.first() {
+                Some(sandbox) if !pod::host_network(pod) => sandbox.ips.first(),
+                _ => context.node_ips.first(),
+            };
+            let ip = ip.cloned().unwrap_or_default();
+            let health = worker.probed().health(&seen.id);
+            self.begin(
+                context,
+                pod,
+                role,
+                &container,
+                (&seen.id, since, ip),
+                health,
+            );
         }
         self.instances.retain(|id, instance| {
             let stays = running.contains(id);
@@ -168,12 +122,6 @@ impl Probing {
             }
             stays
         });
-        self.board
-            .results
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .0
-            .retain(|id, _| running.contains(id));
     }
 
     fn begin(
@@ -183,15 +131,8 @@ impl Probing {
         role: Role,
         container: &Container,
         (id, since, ip): (&str, Timestamp, String),
-        known: Option<&ContainerStatus>,
+        mut health: Health,
     ) {
-        let health = Health::adopted(id, known);
-        self.board
-            .results
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .0
-            .insert(id.to_owned(), health);
         let started = Arc::new(
             watch::channel(container.startup_probe.is_none() || health.started == Some(true)).0,
         );
@@ -223,7 +164,8 @@ impl Probing {
                 kind,
                 timing,
                 first: first_probe(context, id, since, &timing),
-                board: Arc::clone(&self.board),
+                inbox: self.inbox.clone(),
+                last: *health.of(kind),
                 started: Arc::clone(&started),
                 log: self.log.clone(),
             };
@@ -262,12 +204,6 @@ impl Probing {
                 .into_iter()
                 .for_each(|kind| self.log.close(step(kind), &instance.name));
         }
-        self.board
-            .results
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .0
-            .clear();
     }
 }
 
@@ -297,7 +233,7 @@ fn step(kind: Kind) -> Step {
 }
 
 impl Prober {
-    async fn run(self) {
+    async fn run(mut self) {
         let mut started = self.started.subscribe();
         if self.kind != Kind::Startup && started.wait_for(|s| *s).await.is_err() {
             return;
@@ -316,11 +252,12 @@ impl Prober {
                 continue;
             };
             let result = counter.step(good, &self.timing);
-            let news = result.is_some_and(|result| self.board.set(&self.id, self.kind, result));
+            let changed = result.is_some_and(|result| self.last.replace(result) != Some(result));
             if good {
                 // A failure below its threshold is over too, though it never was a result.
-                let whole = self.board.stands_good(&self.id, self.kind);
-                if news && whole {
+                // Liveness counts as good until it has failed.
+                let whole = self.last.unwrap_or(self.kind == Kind::Liveness);
+                if changed && whole {
                     self.log
                         .end(step(self.kind), &self.container.name, Progress::Done);
                 } else {
@@ -328,7 +265,7 @@ impl Prober {
                         .recover(step(self.kind), &self.container.name, whole);
                 }
             }
-            let Some(result) = result.filter(|_| news) else {
+            let Some(result) = result.filter(|_| changed) else {
                 continue;
             };
             if self.kind == Kind::Startup && result {
@@ -336,7 +273,11 @@ impl Prober {
             }
             // Liveness is good from the beginning: only its failure is news.
             if self.kind != Kind::Liveness || !result {
-                self.board.hint.notify_one();
+                self.inbox.send(Input::Probed {
+                    id: self.id.clone(),
+                    kind: self.kind,
+                    result,
+                });
             }
             if self.kind == Kind::Startup || (self.kind == Kind::Liveness && !result) {
                 // It has said what it can say about this instance.

@@ -47,9 +47,9 @@ impl StatusWriter {
     }
 
     /// Wants `status` to be on `object`.
-    pub fn want(&self, object: Option<Arc<Pod>>, status: PodStatus) {
+    pub fn want(&self, object: Option<Arc<Pod>>, status: &PodStatus) {
         self.wanted.send_if_modified(|wanted| {
-            let same = wanted.status == status
+            let same = wanted.status == *status
                 && wanted
                     .object
                     .as_ref()
@@ -58,7 +58,7 @@ impl StatusWriter {
             if !same {
                 *wanted = Wanted {
                     version: wanted.version + 1,
-                    status,
+                    status: status.clone(),
                     object,
                 };
             }

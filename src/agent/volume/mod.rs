@@ -7,14 +7,9 @@ pub mod projected;
 pub mod storage_limits;
 
 use std::collections::BTreeMap;
-use std::hash::{Hash as _, Hasher as _};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Pod, Volume};
 use kube::ResourceExt as _;
-use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use self::objects::Fetched;
@@ -37,61 +32,27 @@ use crate::kubeapi::pods::ApiFailure;
 /// The volumes of one pod.
 pub struct Volumes {
     held: Held,
-    /// When they were set up or refreshed last.
-    at: Option<Instant>,
-    /// What the files that show the pod itself were made from.
-    shape: u64,
-    /// Something that they are made from has changed.
-    stale: Arc<AtomicBool>,
+    /// They have been set up at least once.
+    set_up: bool,
     /// What they are made from, and for as long as it is followed.
     following: Option<(References, Following)>,
     /// The volumes resolved so far, by their names.
     resolved: BTreeMap<String, ResolvedVolume>,
-    hint: Arc<Notify>,
-}
-
-/// What a pod's own files show of it: other labels make other files.
-fn shape(pod: &Pod) -> u64 {
-    let mut hasher = std::hash::DefaultHasher::new();
-    pod.labels().hash(&mut hasher);
-    pod.annotations().hash(&mut hasher);
-    for (_, container) in pod::containers(pod) {
-        let resources = container.resources.as_ref();
-        for map in [
-            resources.and_then(|r| r.requests.as_ref()),
-            resources.and_then(|r| r.limits.as_ref()),
-        ]
-        .into_iter()
-        .flatten()
-        {
-            map.iter()
-                .for_each(|(name, quantity)| (name, &quantity.0).hash(&mut hasher));
-        }
-    }
-    hasher.finish()
+    /// Called when something that they are made from has changed.
+    changed: News,
 }
 
 impl Volumes {
-    /// Nothing is set up; `hint` wakes the pod's worker.
+    /// Nothing is set up; `changed` is called when something that they are made from has changed.
     #[must_use]
-    pub fn new(hint: Arc<Notify>) -> Volumes {
+    pub fn new(changed: News) -> Volumes {
         Volumes {
             held: Held::default(),
-            at: None,
-            shape: 0,
-            stale: Arc::default(),
+            set_up: false,
             following: None,
             resolved: BTreeMap::new(),
-            hint,
+            changed,
         }
-    }
-
-    /// Whether they have to be set up or refreshed: something has changed, or `every` has passed.
-    #[must_use]
-    pub fn are_due(&self, pod: &Pod, every: Duration) -> bool {
-        self.stale.load(Ordering::Relaxed)
-            || self.at.is_none_or(|at| at.elapsed() >= every)
-            || self.shape != shape(pod)
     }
 
     /// Follows the objects that the pod refers to, and only these.
@@ -104,17 +65,12 @@ impl Volumes {
         {
             return;
         }
-        let (stale, hint) = (Arc::clone(&self.stale), Arc::clone(&self.hint));
-        let news: News = Arc::new(move || {
-            stale.store(true, Ordering::Relaxed);
-            hint.notify_one();
-        });
         // The new ones first, so that what stays is not given up in between.
         let following = context.api.follow(
             &pod.namespace().unwrap_or_default(),
             &wanted.config_maps,
             &wanted.secrets,
-            &news,
+            &self.changed,
         );
         self.following = Some((wanted, following));
     }
@@ -130,8 +86,6 @@ impl Volumes {
         log: &Log,
     ) -> Result<Fetched, String> {
         self.follow(context, pod);
-        // Before reading: what changes from now on makes another turn.
-        self.stale.store(false, Ordering::Relaxed);
         let mut fetched = log
             .step(Step::Objects, "", objects::fetch(&*context.api, pod))
             .await?;
@@ -206,10 +160,10 @@ impl Volumes {
             }
         }
         match failed {
-            Some(error) if !(known || self.at.is_some()) => return Err(error),
+            Some(error) if !(known || self.set_up) => return Err(error),
             _ => {}
         }
-        (self.at, self.shape) = (Some(Instant::now()), shape(pod));
+        self.set_up = true;
         fetched.resolved.clone_from(&self.resolved);
         Ok(fetched)
     }
@@ -271,7 +225,7 @@ async fn resolve(
         claim: found.claim,
         volume: bound,
     };
-    if claimed.is_for_one_pod() && !context.holds_alone(pod, &namespace, &name) {
+    if claimed.is_for_one_pod() && !context.ledger.hold_alone(pod, &namespace, &name).await {
         return Err(Problem::SetUp(
             "volume uses the ReadWriteOncePod access mode and is already in use by another pod"
                 .into(),

@@ -30,7 +30,9 @@ pub async fn run(context: Arc<Context>) {
 async fn pass(context: &Context) {
     // Critical pods are never evicted.
     let pods = context
+        .ledger
         .pods()
+        .await
         .into_iter()
         .filter(|pod| !preempt::is_critical(pod));
     let limited: Vec<(Arc<Pod>, Limits)> = pods
@@ -56,7 +58,7 @@ async fn pass(context: &Context) {
             Ok(usage) => {
                 if let Some((signal, message)) = limits.exceeded(&usage) {
                     tracing::warn!(pod = %pod::full_name(&pod), message, "the pod is evicted");
-                    context.evict(pod::uid(&pod), signal, message);
+                    context.ledger.evict(pod::uid(&pod), signal, message).await;
                 }
             }
             Err(error) => {

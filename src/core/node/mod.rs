@@ -2,6 +2,7 @@
 
 pub mod admit;
 pub mod features;
+pub mod ledger;
 pub mod node_affinity;
 pub mod preempt;
 pub mod signing;

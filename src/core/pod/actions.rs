@@ -2,6 +2,7 @@
 //! chapter 5). Pure.
 
 use k8s_openapi::api::core::v1::{Container, Pod};
+use serde::{Deserialize, Serialize};
 
 use super::Role;
 use super::observed::{self, ContainerState, ObservedPod};
@@ -10,7 +11,7 @@ use super::resize::{self, Sizes};
 use crate::core::pod;
 
 /// A container to start.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Start {
     /// What it is.
     pub role: Role,
@@ -59,7 +60,7 @@ pub fn surplus_sandboxes(observed: &ObservedPod) -> Vec<&str> {
 }
 
 /// A container to stop.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kill {
     /// The runtime's id.
     pub id: String,

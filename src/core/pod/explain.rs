@@ -199,6 +199,8 @@ pub fn explain(
         Cause::Completed => "its containers have finished",
         Cause::Rejected => "the node did not take it",
         Cause::Preempted => "it made room for a critical pod",
+        Cause::Evicted => "the node evicted it",
+        Cause::DeadlineExceeded => "it was active for longer than activeDeadlineSeconds",
     };
     let fetching = fetching.filter(|f| f.parts > 0 && journal.is_pulling());
     let progress = fetching.map_or(String::new(), |f| format!(" ({f})"));
@@ -206,7 +208,10 @@ pub fn explain(
         .as_ref()
         .map(|entry| format!("{}{progress}", sentence(entry)));
     let sentence = match (state, held) {
-        (State::Syncing, None) => "It is as its spec says.".to_owned(),
+        (State::Syncing, None) => match &journal.waiting {
+            None => "It is as its spec says.".to_owned(),
+            Some(waiting) => format!("It is not yet as its spec says: {waiting}."),
+        },
         (State::Syncing, Some(held)) => format!("It is held up: {held}."),
         (State::Terminating { cause, .. } | State::Terminated { cause }, held) => {
             let held = held.map_or(String::new(), |held| format!(" Now: {held}."));

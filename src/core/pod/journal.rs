@@ -164,6 +164,9 @@ pub struct Journal {
     pub steps: VecDeque<Entry>,
     /// The decisions that led somewhere.
     pub decisions: VecDeque<Decision>,
+    /// What the pod waits for, while no step of it is under way or fails.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<String>,
 }
 
 impl Journal {
@@ -324,7 +327,7 @@ impl Journal {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::pod::lifecycle::{Cause, Wish};
+    use crate::core::pod::lifecycle::{Cause, Intent};
     use proptest::prelude::*;
 
     fn at(s: i64) -> Timestamp {
@@ -404,7 +407,7 @@ mod tests {
         fn a_stored_run_replays_to_the_same_states(wishes in proptest::collection::vec((any::<bool>(), any::<bool>(), 1i64..60), 1..20)) {
             let (mut journal, mut state) = (Journal::default(), State::Syncing);
             for (n, (deleted, stopped, grace)) in wishes.into_iter().enumerate() {
-                let input = if stopped { Input::Stopped } else { Input::Wish(Wish { deleted, removed: false, terminal: false, grace }) };
+                let input = if stopped { Input::Stopped } else { Input::Intent(Intent { deleted, removed: false, terminal: false, grace }) };
                 let next = state.step(input);
                 journal.decided(at(i64::try_from(n).expect("small")), state, input, next);
                 state = next;

@@ -19,6 +19,10 @@ pub enum Cause {
     Rejected,
     /// It made room for a critical pod.
     Preempted,
+    /// The node evicted it: it used more of a resource than it may.
+    Evicted,
+    /// It was active for longer than `activeDeadlineSeconds`.
+    DeadlineExceeded,
 }
 
 /// Where a pod stands.
@@ -47,7 +51,7 @@ pub enum State {
 
 /// What the sources want.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Wish {
+pub struct Intent {
     /// The pod is marked as deleted in the API.
     pub deleted: bool,
     /// The pod is in no source any more.
@@ -62,7 +66,7 @@ pub struct Wish {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Input {
     /// The sources changed, or are looked at first.
-    Wish(Wish),
+    Intent(Intent),
     /// A sync found that the pod has come to its end; what still runs gets this many seconds.
     Ended {
         /// Why.
@@ -81,9 +85,9 @@ impl State {
     #[must_use]
     pub fn step(self, input: Input) -> State {
         match (self, input) {
-            (State::Syncing, Input::Wish(wish)) => match wish.cause() {
+            (State::Syncing, Input::Intent(intent)) => match intent.cause() {
                 Some(cause) => State::Terminating {
-                    grace: wish.grace.max(1),
+                    grace: intent.grace.max(1),
                     cause,
                 },
                 None => State::Syncing,
@@ -100,23 +104,23 @@ impl State {
                 }
             }
             // A deletion may shorten the time that is left, and is the stronger reason.
-            (State::Terminating { grace, cause }, Input::Wish(wish)) => State::Terminating {
-                grace: if wish.deleted {
-                    grace.min(wish.grace.max(1))
+            (State::Terminating { grace, cause }, Input::Intent(intent)) => State::Terminating {
+                grace: if intent.deleted {
+                    grace.min(intent.grace.max(1))
                 } else {
                     grace
                 },
-                cause: cause.with(wish),
+                cause: cause.with(intent),
             },
             (State::Terminating { cause, .. }, Input::Stopped) => State::Terminated { cause },
-            (State::Terminated { cause }, Input::Wish(wish)) => State::Terminated {
-                cause: cause.with(wish),
+            (State::Terminated { cause }, Input::Intent(intent)) => State::Terminated {
+                cause: cause.with(intent),
             },
             (State::Terminated { cause }, Input::Released) => State::Finished { cause },
             // A finished pod that is deleted now has its last records released.
-            (State::Finished { cause }, Input::Wish(wish)) if cause != cause.with(wish) => {
+            (State::Finished { cause }, Input::Intent(intent)) if cause != cause.with(intent) => {
                 State::Terminated {
-                    cause: cause.with(wish),
+                    cause: cause.with(intent),
                 }
             }
             (state, _) => state,
@@ -130,22 +134,22 @@ impl State {
     }
 }
 
-impl Wish {
+impl Intent {
     fn cause(self) -> Option<Cause> {
         match self {
-            Wish { deleted: true, .. } => Some(Cause::Deleted),
-            Wish { removed: true, .. } => Some(Cause::Removed),
-            Wish { terminal: true, .. } => Some(Cause::Completed),
+            Intent { deleted: true, .. } => Some(Cause::Deleted),
+            Intent { removed: true, .. } => Some(Cause::Removed),
+            Intent { terminal: true, .. } => Some(Cause::Completed),
             _ => None,
         }
     }
 }
 
 impl Cause {
-    fn with(self, wish: Wish) -> Cause {
-        match wish {
-            Wish { removed: true, .. } => Cause::Removed,
-            Wish { deleted: true, .. } => Cause::Deleted,
+    fn with(self, intent: Intent) -> Cause {
+        match intent {
+            Intent { removed: true, .. } => Cause::Removed,
+            Intent { deleted: true, .. } => Cause::Deleted,
             _ => self,
         }
     }
@@ -174,7 +178,7 @@ mod tests {
     fn input() -> impl Strategy<Value = Input> {
         prop_oneof![
             (any::<bool>(), any::<bool>(), any::<bool>(), -5i64..100).prop_map(
-                |(deleted, removed, terminal, grace)| Input::Wish(Wish {
+                |(deleted, removed, terminal, grace)| Input::Intent(Intent {
                     deleted,
                     removed,
                     terminal,
@@ -218,7 +222,7 @@ mod tests {
 
     #[test]
     fn a_deleted_pod_shortens_and_wins() {
-        let wish = |deleted, grace| Wish {
+        let intent = |deleted, grace| Intent {
             deleted,
             removed: false,
             terminal: false,
@@ -236,9 +240,9 @@ mod tests {
             }
         );
         let state = State::Syncing
-            .step(Input::Wish(wish(true, 30)))
-            .step(Input::Wish(wish(true, 5)))
-            .step(Input::Wish(wish(true, 60)));
+            .step(Input::Intent(intent(true, 30)))
+            .step(Input::Intent(intent(true, 5)))
+            .step(Input::Intent(intent(true, 60)));
         assert_eq!(
             state,
             State::Terminating {

@@ -13,17 +13,20 @@ pub mod lifecycle;
 pub mod observed;
 pub mod probe;
 pub mod qos;
+pub mod record;
 pub mod references;
 pub mod resize;
 pub mod resources;
 pub mod status;
 pub mod sysctl;
 pub mod users;
+pub mod worker;
 
 use std::borrow::Cow;
 use std::sync::LazyLock;
 
-use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
+use k8s_openapi::api::core::v1::{Container, EphemeralContainer, Pod, PodSpec};
+use serde::{Deserialize, Serialize};
 
 use crate::core::meta;
 
@@ -59,6 +62,13 @@ pub fn spec(pod: &Pod) -> &PodSpec {
 #[must_use]
 pub fn uid(pod: &Pod) -> &str {
     pod.metadata.uid.as_deref().unwrap_or_default()
+}
+
+/// The value of an annotation.
+#[must_use]
+pub fn annotation<'a>(pod: &'a Pod, name: &str) -> Option<&'a str> {
+    let annotations = pod.metadata.annotations.as_ref()?;
+    annotations.get(name).map(String::as_str)
 }
 
 /// Whether the pod stands in the API for a static one.
@@ -145,7 +155,7 @@ pub fn is_sidecar(container: &Container) -> bool {
 }
 
 /// What a container is in its pod.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Role {
     /// Runs once before the regular ones.
     Init,
@@ -173,6 +183,37 @@ impl Role {
     }
 }
 
+/// An ephemeral container as the container it is like: all but the name of its target.
+fn as_container(e: &EphemeralContainer) -> Container {
+    Container {
+        args: e.args.clone(),
+        command: e.command.clone(),
+        env: e.env.clone(),
+        env_from: e.env_from.clone(),
+        image: e.image.clone(),
+        image_pull_policy: e.image_pull_policy.clone(),
+        lifecycle: e.lifecycle.clone(),
+        liveness_probe: e.liveness_probe.clone(),
+        name: e.name.clone(),
+        ports: e.ports.clone(),
+        readiness_probe: e.readiness_probe.clone(),
+        resize_policy: e.resize_policy.clone(),
+        resources: e.resources.clone(),
+        restart_policy: e.restart_policy.clone(),
+        restart_policy_rules: e.restart_policy_rules.clone(),
+        security_context: e.security_context.clone(),
+        startup_probe: e.startup_probe.clone(),
+        stdin: e.stdin,
+        stdin_once: e.stdin_once,
+        termination_message_path: e.termination_message_path.clone(),
+        termination_message_policy: e.termination_message_policy.clone(),
+        tty: e.tty,
+        volume_devices: e.volume_devices.clone(),
+        volume_mounts: e.volume_mounts.clone(),
+        working_dir: e.working_dir.clone(),
+    }
+}
+
 /// All containers with their roles; ephemeral ones as the containers they are like.
 #[must_use]
 pub fn containers(pod: &Pod) -> Vec<(Role, Cow<'_, Container>)> {
@@ -191,13 +232,11 @@ pub fn containers(pod: &Pod) -> Vec<(Role, Cow<'_, Container>)> {
         .containers
         .iter()
         .map(|c| (Role::Regular, Cow::Borrowed(c)));
-    let ephemeral = spec.ephemeral_containers.iter().flatten().map(|e| {
-        let value = serde_json::to_value(e).unwrap_or_default();
-        (
-            Role::Ephemeral,
-            Cow::Owned(serde_json::from_value(value).unwrap_or_default()),
-        )
-    });
+    let ephemeral = spec
+        .ephemeral_containers
+        .iter()
+        .flatten()
+        .map(|e| (Role::Ephemeral, Cow::Owned(as_container(e))));
     init.chain(regular).chain(ephemeral).collect()
 }
 

@@ -1,9 +1,10 @@
 //! What the runtime says about one pod, in our own types. Newest first everywhere.
 
 use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
 
 /// The state of a container.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum ContainerState {
     /// Created, not started.
     Created,
@@ -16,7 +17,7 @@ pub enum ContainerState {
 }
 
 /// One instance of a container.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Container {
     /// The runtime's id.
     pub id: String,
@@ -53,7 +54,7 @@ pub struct Container {
 }
 
 /// Whom a process runs as.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct User {
     /// User.
     pub uid: i64,
@@ -64,7 +65,7 @@ pub struct User {
 }
 
 /// One sandbox.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sandbox {
     /// The runtime's id.
     pub id: String,
@@ -81,7 +82,7 @@ pub struct Sandbox {
 }
 
 /// One pod as the runtime has it.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ObservedPod {
     /// Newest first.
     pub sandboxes: Vec<Sandbox>,
@@ -150,6 +151,33 @@ pub fn fingerprint<'a>(entries: impl Iterator<Item = (&'a str, u8)>) -> u64 {
             .fold(0xcbf2_9ce4_8422_2325_u64, |h, b| {
                 (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3)
             });
-        sum.wrapping_add(hash)
+        sum.wrapping_add(mixed(hash))
     })
+}
+
+/// Spreads every bit over all (the finaliser of SplitMix64). Hashes of neighbouring states differ by
+/// little multiples of one number otherwise, and two changes at once can cancel out in the sum.
+fn mixed(hash: u64) -> u64 {
+    let hash = (hash ^ (hash >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let hash = (hash ^ (hash >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    hash ^ (hash >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_changes_at_once_never_cancel_out() {
+        let of = |n: u32, m: u32, state: ContainerState| {
+            let ids = [format!("ctr{n:04}"), format!("ctr{m:04}")];
+            fingerprint(ids.iter().map(|id| (id.as_str(), 10 + state as u8)))
+        };
+        for n in 0..60 {
+            for m in 0..n {
+                let (running, exited) = (ContainerState::Running, ContainerState::Exited);
+                assert_ne!(of(n, m, running), of(n, m, exited), "{n} and {m}");
+            }
+        }
+    }
 }

@@ -8,6 +8,7 @@ use k8s_openapi::api::core::v1::{
     Container, ContainerStatus, HTTPGetAction, HTTPHeader, LifecycleHandler, Pod, Probe,
 };
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use serde::{Deserialize, Serialize};
 
 use crate::core::meta;
 
@@ -20,7 +21,7 @@ pub const SHORTEST: Duration = Duration::from_millis(50);
 pub const OUTPUT_LIMIT: usize = 10 << 10;
 
 /// Which of the three.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Kind {
     /// Whether the container has come up; the others wait for it.
     Startup,
@@ -56,7 +57,7 @@ impl Kind {
 }
 
 /// What probes have found about one instance of a container. `None` is nothing yet.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Health {
     /// Its startup probe succeeded, or failed for good.
     pub started: Option<bool>,
@@ -96,11 +97,13 @@ impl Health {
 }
 
 /// The health of a pod's containers, by the runtime's container id.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Probed(pub BTreeMap<String, Health>);
 
 impl Probed {
-    fn health(&self, id: &str) -> Health {
+    /// What is known of one instance.
+    #[must_use]
+    pub fn health(&self, id: &str) -> Health {
         self.0.get(id).copied().unwrap_or_default()
     }
 

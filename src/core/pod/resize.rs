@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{Container, Pod, ResourceRequirements};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::Role;
@@ -18,7 +19,7 @@ use crate::core::quantity::Quantity;
 const RESIZABLE: [&str; 2] = ["cpu", "memory"];
 
 /// One container's CPU and memory.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Size {
     /// What is set aside.
     pub requests: BTreeMap<String, Text>,

@@ -1,7 +1,7 @@
 //! The status of a pod: phase, conditions, container statuses, and the patch that brings the API up to
 //! it (kubelet spec, chapter 4). Pure.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{
@@ -9,10 +9,12 @@ use k8s_openapi::api::core::v1::{
     ContainerStateWaiting, ContainerStatus, ContainerUser, HostIP, LinuxContainerUser, Pod,
     PodCondition, PodIP, PodStatus, ResourceRequirements, VolumeMount, VolumeMountStatus,
 };
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::Role;
 use super::actions::{AfterExit, after_exit, restarts_after};
+use super::lifecycle::Cause;
 use super::observed::{self, ContainerState, ObservedPod};
 use super::probe::Probed;
 use super::qos;
@@ -24,10 +26,12 @@ use crate::core::time::seconds;
 pub type Problems = BTreeMap<String, (String, String)>;
 
 /// Why this node ends a pod.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Verdict {
+    /// What this does to the pod's life.
+    pub cause: Cause,
     /// The status' reason.
-    pub reason: &'static str,
+    pub reason: String,
     /// The status' message.
     pub message: String,
     /// The message of the `DisruptionTarget` condition, where the pod could have gone on elsewhere.
@@ -37,7 +41,7 @@ pub struct Verdict {
 }
 
 /// How far a pod is with its resize. The pod of the facts has the sizes that were granted.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Resizing {
     /// The sizes that the runtime has.
     pub actuated: Sizes,
@@ -61,6 +65,8 @@ pub struct Facts<'a> {
     pub held_up: Option<String>,
     /// What their probes say.
     pub probed: &'a Probed,
+    /// Containers whose start has not ended: their postStart hook may still run.
+    pub starting: &'a BTreeSet<&'a str>,
     /// How far a resize is.
     pub resize: &'a Resizing,
     /// The node's addresses.
@@ -322,6 +328,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     });
     status.stop_signal.clone_from(&newest.stop_signal);
     status.volume_mounts = volume_mounts(container);
+    let running = running && !facts.starting.contains(container.name.as_str());
     status.started = Some(running && facts.probed.started(container, &newest.id));
     status.ready = match role {
         Role::Init => newest.state == ContainerState::Exited && newest.exit_code == 0,
@@ -684,7 +691,7 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
             .clone()
             .or_else(|| Some(qos::of(spec).name().into())),
         reason: verdict
-            .map(|v| v.reason.to_owned())
+            .map(|v| v.reason.clone())
             .or_else(|| facts.previous.reason.clone().filter(|_| known == phase)),
         message: verdict
             .map(|v| v.message.clone())

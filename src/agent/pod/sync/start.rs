@@ -5,35 +5,99 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use holdfast_proto::cri as pb;
+use jiff::SignedDuration;
 use k8s_openapi::api::core::v1::{Container, Pod, VolumeMount};
 use kube::ResourceExt as _;
 
-use super::stop::Stopping;
+use super::{Job, Result, failed, hook_address, hooks};
 use crate::agent::image::{Pulled, Waiting};
 use crate::agent::pod::journal::Log;
 use crate::agent::volume::objects::Fetched;
-use crate::agent::{Context, Kind, pod::hooks};
+use crate::agent::{Context, Kind};
 use crate::core::pod::actions::{Kill, Start};
 use crate::core::pod::env::{self, Surroundings};
 use crate::core::pod::journal::Step;
 use crate::core::pod::observed::{ContainerState, ObservedPod};
+use crate::core::pod::worker::Outcome;
 use crate::core::pod::{self, Role};
 use crate::core::pod::{cri_config, dns};
 use crate::core::volume::resolved::Source;
 use crate::cri::RuntimeErrorKind;
 use crate::host::SubPath;
 
-/// What all starts of one sync share.
-pub struct Starting<'a> {
-    pub context: &'a Context,
-    pub pod: &'a Pod,
+/// Where a container is to run.
+pub(super) struct Place<'a> {
+    /// The sandbox's id.
     pub sandbox: &'a str,
-    pub sandbox_config: &'a pb::PodSandboxConfig,
+    /// The sandbox's attempt.
+    pub attempt: u32,
+    /// The sandbox's addresses.
     pub ips: &'a [String],
-    pub node: &'a cri_config::Node<'a>,
-    pub fetched: &'a Fetched,
-    pub log: &'a Log,
-    pub observed: &'a ObservedPod,
+}
+
+/// A container's waiting state as an outcome.
+pub(super) fn waiting(waiting: Waiting) -> Outcome {
+    Outcome::Waiting {
+        reason: waiting.reason,
+        message: waiting.message,
+        until: waiting.again,
+    }
+}
+
+impl Job {
+    /// Creates and starts one container whose images and volumes are there, and runs its postStart hook.
+    pub(super) async fn start(&self, start: &Start, place: &Place<'_>) -> Result<Outcome> {
+        let name = &start.container.name;
+        let missing = |what: &str| failed(format!("container {name} has no {what} yet"));
+        let pulled = self.assets.pulled.get(name).ok_or(missing("image"))?;
+        let fetched = self.assets.fetched.as_ref().ok_or(missing("volumes"))?;
+        let node = self.node()?;
+        let made = match &self.assets.sandbox {
+            Some((id, config)) if id == place.sandbox => Some(pb::PodSandboxConfig::clone(config)),
+            _ => None,
+        };
+        let config = match made {
+            Some(config) => config,
+            None => cri_config::sandbox(&self.pod, place.attempt, &node).map_err(failed)?,
+        };
+        let context = self.context();
+        let ips = if pod::host_network(&self.pod) {
+            &context.node_ips
+        } else {
+            place.ips
+        };
+        let starting = Starting {
+            job: self,
+            context,
+            pod: &self.pod,
+            sandbox: place.sandbox,
+            sandbox_config: &config,
+            ips,
+            node: &node,
+            fetched,
+            log: self.log(),
+            observed: &self.observed,
+        };
+        let id = start_container(&starting, start, pulled)
+            .await
+            .map_err(waiting)?;
+        self.log().close(Step::BackOff, name);
+        Ok(Outcome::Started { id })
+    }
+}
+
+/// What the parts of a start share.
+struct Starting<'a> {
+    job: &'a Job,
+    context: &'a Context,
+    pod: &'a Pod,
+    sandbox: &'a str,
+    sandbox_config: &'a pb::PodSandboxConfig,
+    ips: &'a [String],
+    node: &'a cri_config::Node<'a>,
+    fetched: &'a Fetched,
+    log: &'a Log,
+    observed: &'a ObservedPod,
 }
 
 impl Starting<'_> {
@@ -57,12 +121,10 @@ impl Starting<'_> {
     }
 }
 
-/// Creates and starts one container whose images are there, and runs its postStart hook.
-pub async fn start_container(
-    s: &Starting<'_>,
-    start: &Start,
-    images: &Pulled,
-) -> Result<(), Waiting> {
+/// A result whose error is a container's waiting state.
+type Started<T> = std::result::Result<T, Waiting>;
+
+async fn start_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> Started<String> {
     let result = begin_container(s, start, images).await;
     let kind = match start.role {
         Role::Regular => "container",
@@ -75,7 +137,7 @@ pub async fn start_container(
     result
 }
 
-async fn begin_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> Result<(), Waiting> {
+async fn begin_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> Started<String> {
     let name = &start.container.name;
     let id = s
         .log
@@ -109,16 +171,17 @@ async fn begin_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> Re
         .as_ref()
         .and_then(|l| l.post_start.as_ref())
     {
-        None => Ok(()),
-        Some(handler) => post_start(s, start, &id, handler).await,
+        None => {}
+        Some(handler) => post_start(s, start, &id, handler).await?,
     }
+    Ok(id)
 }
 
 async fn create_container(
     s: &Starting<'_>,
     start: &Start,
     images: &Pulled,
-) -> Result<String, Waiting> {
+) -> std::result::Result<String, Waiting> {
     let config = container_config(s, start, images)
         .await
         .map_err(|e| s.refuse(start, "CreateContainerConfigError", e))?;
@@ -162,12 +225,8 @@ async fn post_start(
     start: &Start,
     id: &str,
     handler: &k8s_openapi::api::core::v1::LifecycleHandler,
-) -> Result<(), Waiting> {
-    let ip = s
-        .ips
-        .first()
-        .filter(|_| !pod::host_network(s.pod))
-        .map(String::as_str);
+) -> Started<()> {
+    let ip = hook_address(s.pod, s.ips);
     let run = hooks::run(s.context, s.pod, &start.container, handler, id, ip);
     let Err(error) = s
         .log
@@ -188,20 +247,10 @@ async fn post_start(
         message: "FailedPostStartHook".into(),
         grace: None,
     };
-    let observed = s
-        .context
-        .runtime
-        .observe(pod::uid(s.pod))
-        .await
-        .unwrap_or_default();
-    let stopping = Stopping {
-        context: s.context,
-        pod: s.pod,
-        observed: &observed,
-        log: s.log,
-    };
-    if let Err(error) = stopping.container(&kill, pod::grace_seconds(s.pod)).await {
-        tracing::warn!(%error, "a container whose postStart hook failed could not be stopped");
+    let now = s.context.clock.now();
+    let until = now + SignedDuration::from_secs(pod::grace_seconds(s.pod));
+    if s.job.stop(&kill, true, until).await.is_err() {
+        tracing::warn!("a container whose postStart hook failed could not be stopped");
     }
     Err(Waiting {
         reason: "PostStartHookError".into(),
@@ -214,7 +263,7 @@ async fn post_start(
 async fn environment(
     s: &Starting<'_>,
     container: &Container,
-) -> Result<Vec<(String, String)>, String> {
+) -> std::result::Result<Vec<(String, String)>, String> {
     let services = match s.context.api.services() {
         Some(services) => env::of_services(
             &services,
@@ -255,7 +304,7 @@ async fn container_config(
     s: &Starting<'_>,
     start: &Start,
     images: &Pulled,
-) -> Result<pb::ContainerConfig, String> {
+) -> std::result::Result<pb::ContainerConfig, String> {
     let container = &start.container;
     let env = environment(s, container).await?;
     let mounts = mounts(s, start, &env, &images.volumes).await?;
@@ -274,7 +323,7 @@ async fn container_config(
 }
 
 /// The container whose processes an ephemeral one shares.
-fn target(s: &Starting<'_>, start: &Start) -> Result<Option<String>, String> {
+fn target(s: &Starting<'_>, start: &Start) -> std::result::Result<Option<String>, String> {
     let ephemeral = pod::spec(s.pod)
         .ephemeral_containers
         .iter()
@@ -302,7 +351,7 @@ async fn volume_mount(
     (index, mount): (usize, &VolumeMount),
     env: &[(String, String)],
     images: &BTreeMap<String, String>,
-) -> Result<pb::Mount, String> {
+) -> std::result::Result<pb::Mount, String> {
     let volume = pod::spec(s.pod)
         .volumes
         .iter()
@@ -350,7 +399,10 @@ async fn volume_mount(
 }
 
 /// The block volumes of a container, as devices.
-async fn devices(s: &Starting<'_>, container: &Container) -> Result<Vec<pb::Device>, String> {
+async fn devices(
+    s: &Starting<'_>,
+    container: &Container,
+) -> std::result::Result<Vec<pb::Device>, String> {
     let mut devices = vec![];
     for (index, wish) in container.volume_devices.iter().flatten().enumerate() {
         let resolved = s
@@ -388,7 +440,7 @@ async fn mounts(
     start: &Start,
     env: &[(String, String)],
     images: &BTreeMap<String, String>,
-) -> Result<Vec<pb::Mount>, String> {
+) -> std::result::Result<Vec<pb::Mount>, String> {
     let container = &start.container;
     let mut mounts = Vec::new();
     for mount in container.volume_mounts.iter().flatten().enumerate() {

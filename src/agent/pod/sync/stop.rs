@@ -1,229 +1,140 @@
-//! Stopping containers: the hook first, then the signal, sidecars last and in reverse (kubelet spec, 3.4
-//! and 3.6). A pod's containers share one deadline, which only ever moves closer.
+//! Stopping containers: the preStop hook first, then the signal (kubelet spec, 3.4). Their order is the
+//! plan's.
 
-use std::collections::BTreeSet;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Container, LifecycleHandler};
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::Pod;
-use tokio::sync::watch;
-use tokio::time::Instant;
-
-use crate::agent::pod::journal::Log;
-use crate::agent::{Context, Kind, pod::hooks};
+use super::{Job, Result, failed, hook_address, hooks};
+use crate::agent::Kind;
+use crate::core::pod;
+use crate::core::pod::Role;
 use crate::core::pod::actions::Kill;
-use crate::core::pod::journal::{Progress, Step};
-use crate::core::pod::observed::{self, ContainerState, ObservedPod};
-use crate::core::pod::{self, Role};
+use crate::core::pod::journal::Step;
+use crate::core::pod::observed::ContainerState;
+use crate::core::pod::worker::Outcome;
 
-/// What a container that is told to stop gets at least.
+/// What a container that is told to stop gets at least, in seconds.
 const FLOOR: i64 = 2;
 
-/// How a pod's end goes on over several tries.
-#[derive(Debug, Default)]
-pub struct Ending {
-    /// When the grace period is over.
-    until: Option<Instant>,
-    /// Containers whose hook has run.
-    hooked: BTreeSet<String>,
-}
-
-impl Ending {
-    /// The pod has `grace` seconds from now on, unless it has less already.
-    pub fn within(&mut self, grace: i64) {
-        let until = Instant::now() + Duration::from_secs(u64::try_from(grace).unwrap_or(0));
-        self.until = Some(self.until.map_or(until, |before| before.min(until)));
-    }
-}
-
-/// Who stops.
-pub struct Stopping<'a> {
-    /// The agent.
-    pub context: &'a Context,
-    /// The pod.
-    pub pod: &'a Pod,
-    /// What the runtime has of it.
-    pub observed: &'a ObservedPod,
-    /// Its journal.
-    pub log: &'a Log,
-}
-
-fn seconds_until(until: Instant) -> i64 {
-    i64::try_from(
-        until
-            .saturating_duration_since(Instant::now())
-            .as_secs_f64()
-            .ceil() as u64,
-    )
-    .unwrap_or(i64::MAX)
-}
-
-impl Stopping<'_> {
-    /// Stops one container within `grace` seconds; 0 means at once and without its hook.
-    pub async fn container(&self, kill: &Kill, grace: i64) -> Result<(), String> {
-        let until = Instant::now() + Duration::from_secs(u64::try_from(grace).unwrap_or(0));
-        self.hook(kill, until, grace > 0).await;
-        self.signal(
-            kill,
-            if grace > 0 {
-                seconds_until(until).max(FLOOR)
-            } else {
-                0
-            },
-        )
-        .await
+impl Job {
+    fn time_until(&self, until: Timestamp) -> Duration {
+        let left = until.duration_since(self.context().clock.now());
+        Duration::try_from(left).unwrap_or_default()
     }
 
-    fn runs(&self, id: &str) -> bool {
-        self.observed
-            .containers
-            .iter()
-            .any(|c| c.id == id && c.state == ContainerState::Running)
+    fn definition(&self, name: &str) -> Option<(Role, Container)> {
+        let all = pod::containers(&self.pod);
+        let found = all.into_iter().find(|(_, c)| c.name == name);
+        found.map(|(role, container)| (role, container.into_owned()))
     }
 
-    fn role(&self, name: &str) -> Role {
-        pod::containers(self.pod)
-            .into_iter()
-            .find(|(_, c)| c.name == name)
-            .map_or(Role::Regular, |(role, _)| role)
+    /// Stops a container by `until`. At the first try its hook runs and an event says so; a hook that
+    /// fails is reported and stops nothing.
+    pub(super) async fn stop(&self, kill: &Kill, first: bool, until: Timestamp) -> Result<Outcome> {
+        let at_once = kill.grace == Some(0);
+        if first {
+            self.pre_stop(kill, until, !at_once).await;
+        }
+        let left = self.time_until(until).as_secs_f64().ceil() as i64;
+        let grace = if at_once { 0 } else { left.max(FLOOR) };
+        self.signal(kill, grace).await
     }
 
-    fn handler(&self, name: &str) -> Option<k8s_openapi::api::core::v1::LifecycleHandler> {
-        pod::containers(self.pod)
-            .into_iter()
-            .find(|(_, c)| c.name == name)
-            .and_then(|(_, c)| c.lifecycle.as_ref()?.pre_stop.clone())
-    }
-
-    /// Says that the container is stopped and runs its preStop hook. A hook that fails is reported and
-    /// stops nothing.
-    async fn hook(&self, kill: &Kill, until: Instant, wanted: bool) {
-        let path = self.role(&kill.name).field_path(&kill.name);
-        self.context.events.pod(
-            self.pod,
+    async fn pre_stop(&self, kill: &Kill, until: Timestamp, with_hook: bool) {
+        let definition = self.definition(&kill.name);
+        let role = definition.as_ref().map_or(Role::Regular, |(role, _)| *role);
+        let path = role.field_path(&kill.name);
+        let events = &self.context().events;
+        events.pod(
+            &self.pod,
             Some(path.clone()),
             Kind::Normal,
             "Killing",
             kill.message.clone(),
         );
-        let Some(handler) = self
-            .handler(&kill.name)
-            .filter(|_| wanted && self.runs(&kill.id))
+        let ended = self
+            .observed
+            .containers
+            .iter()
+            .any(|c| c.id == kill.id && c.state != ContainerState::Running);
+        let Some((container, handler)) = definition
+            .filter(|_| with_hook && !ended)
+            .and_then(|(_, c)| Some((c.clone(), c.lifecycle?.pre_stop?)))
         else {
             return;
         };
-        let ips = self
-            .observed
-            .sandboxes
-            .first()
-            .map(|s| s.ips.clone())
-            .unwrap_or_default();
-        let run = async {
-            let all = pod::containers(self.pod);
-            let container = all
-                .iter()
-                .find(|(_, c)| c.name == kill.name)
-                .ok_or("the container is not in the pod's spec any more")?;
-            let hook = hooks::run(
-                self.context,
-                self.pod,
-                &container.1,
-                &handler,
-                &kill.id,
-                ips.first().map(String::as_str),
-            );
-            tokio::time::timeout_at(until, hook)
-                .await
-                .map_err(|_| "it did not end within the grace period".to_owned())?
-        };
-        if let Err(error) = self.log.step(Step::PreStop, &kill.name, run).await {
-            tracing::info!(container = kill.name, error, "the preStop hook failed");
-            self.context.events.pod(
-                self.pod,
+        let run = self.run_pre_stop(kill, &container, &handler, until);
+        if let Err(error) = self.log().step(Step::PreStop, &kill.name, run).await {
+            tracing::info!(%error, container = kill.name, "preStop hook failed");
+            events.pod(
+                &self.pod,
                 Some(path),
                 Kind::Warning,
                 "FailedPreStopHook",
                 "PreStopHook failed",
             );
-            // It was the hook's last word: the container's end does not wait for a second try.
-            self.log.close(Step::PreStop, &kill.name);
         }
     }
 
-    async fn signal(&self, kill: &Kill, grace: i64) -> Result<(), String> {
-        let stop = async {
-            let result = self.context.runtime.stop_container(&kill.id, grace).await;
-            result.map_err(|e| format!("container {} cannot be stopped: {e}", kill.name))
-        };
-        self.log.step(Step::Stop, &kill.name, stop).await
-    }
-
-    /// Stops all containers at once, each sidecar when the regular containers and the sidecars after it
-    /// have ended or the grace is over, then every sandbox.
-    pub async fn pod(&self, ending: &mut Ending) -> Result<(), String> {
-        let until = ending.until.unwrap_or_else(Instant::now);
-        let all = pod::containers(self.pod);
-        let order = |name: &str| {
-            all.iter()
-                .position(|(role, c)| *role == Role::Sidecar && c.name == name)
-        };
-        let kill = |c: &observed::Container| Kill {
-            id: c.id.clone(),
-            name: c.name.clone(),
-            message: format!("Stopping container {}", c.name),
-            grace: None,
-        };
-        let live: Vec<(Option<usize>, Kill)> = self
-            .observed
-            .live()
-            .map(|c| (order(&c.name), kill(c)))
-            .collect();
-        // Places of those that are still there; regular containers count as the last of all.
-        let places: Vec<usize> = live
-            .iter()
-            .map(|(place, _)| place.unwrap_or(usize::MAX))
-            .collect();
-        let (left, _) = watch::channel(places);
-        let hooked = ending.hooked.clone();
-        ending.hooked.extend(live.iter().map(|(_, k)| k.id.clone()));
-        let each = live.iter().map(|(place, kill)| {
-            let (left, hooked) = (&left, &hooked);
-            async move {
-                self.hook(kill, until, !hooked.contains(&kill.id)).await;
-                if let Some(place) = place {
-                    let mut others = left.subscribe();
-                    // The sender is ours: it does not go away. Past the deadline nobody waits.
-                    let _ = tokio::time::timeout_at(
-                        until,
-                        others.wait_for(|left| left.iter().all(|p| p <= place)),
-                    )
-                    .await;
-                }
-                let result = self.signal(kill, seconds_until(until).max(FLOOR)).await;
-                left.send_modify(|left| {
-                    if let Some(at) = left.iter().position(|p| *p == place.unwrap_or(usize::MAX)) {
-                        left.remove(at);
-                    }
-                });
-                result
-            }
-        });
-        futures::future::join_all(each)
+    async fn run_pre_stop(
+        &self,
+        kill: &Kill,
+        container: &Container,
+        handler: &LifecycleHandler,
+        until: Timestamp,
+    ) -> std::result::Result<(), String> {
+        let ips: &[String] = self.observed.sandboxes.first().map_or(&[], |s| &s.ips);
+        let ip = hook_address(&self.pod, ips);
+        let hook = hooks::run(self.context(), &self.pod, container, handler, &kill.id, ip);
+        tokio::time::timeout(self.time_until(until), hook)
             .await
-            .into_iter()
-            .collect::<Result<Vec<_>, _>>()?;
-        if self.observed.sandboxes.is_empty() {
-            return Ok(());
-        }
-        self.log.begin(Step::StopSandbox, "");
-        for sandbox in &self.observed.sandboxes {
-            if let Err(error) = self.context.runtime.stop_sandbox(&sandbox.id).await {
-                let error = format!("the sandbox {} cannot be stopped: {error}", sandbox.id);
-                self.log
-                    .end(Step::StopSandbox, "", Progress::Failed(error.clone()));
-                return Err(error);
+            .unwrap_or_else(|_| Err("the hook took longer than the grace period".into()))
+    }
+
+    async fn signal(&self, kill: &Kill, grace: i64) -> Result<Outcome> {
+        let stop = async {
+            let stopped = self.context().runtime.stop_container(&kill.id, grace).await;
+            stopped.map_err(|e| format!("container {} cannot be stopped: {e}", kill.name))
+        };
+        match self.log().step(Step::Stop, &kill.name, stop).await {
+            Ok(()) => Ok(Outcome::Done),
+            Err(error) => {
+                let message = format!("error killing pod: {error}");
+                self.say(Kind::Warning, "FailedKillPod", message);
+                Err(failed(error))
             }
         }
-        self.log.end(Step::StopSandbox, "", Progress::Done);
-        Ok(())
+    }
+
+    /// Starts all containers over in their sandbox (KEP-5532): stopped at once and removed, the ones
+    /// that asked for it last.
+    pub(super) async fn restart_all(&self, kills: &[Kill]) -> Result<Outcome> {
+        let running = |kill: &&Kill| self.observed.live().any(|c| c.id == kill.id);
+        let stops = kills.iter().filter(running).map(|kill| async {
+            let events = &self.context().events;
+            let path = Role::Regular.field_path(&kill.name);
+            events.pod(
+                &self.pod,
+                Some(path),
+                Kind::Normal,
+                "Killing",
+                kill.message.clone(),
+            );
+            self.signal(kill, 0).await
+        });
+        for stopped in futures::future::join_all(stops).await {
+            stopped?;
+        }
+        for kill in kills {
+            let removed = self.context().runtime.remove_container(&kill.id).await;
+            removed.map_err(|e| {
+                failed(format!(
+                    "container {} cannot be removed to start over: {e}",
+                    kill.name
+                ))
+            })?;
+        }
+        Ok(Outcome::Done)
     }
 }

@@ -237,7 +237,7 @@ async fn accept(context: &Context, plugin: &Plugin, socket: &str) -> Result<(), 
         },
     );
     // Pods that waited for it need not wait for their next try.
-    context.wake_all();
+    context.ledger.drivers_changed().await;
     Ok(())
 }
 

@@ -58,6 +58,7 @@ fn status(
         problems,
         held_up: None,
         probed: &Probed::default(),
+        starting: &BTreeSet::new(),
         resize: &Resizing {
             actuated: resize::wished(pod),
             ..Resizing::default()

@@ -1,0 +1,50 @@
+//! A container's image, with step 9: the pull secrets.
+
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Secret;
+use kube::ResourceExt as _;
+
+use super::{Asset, Job, Result};
+use crate::agent::{Kind, image};
+use crate::core::pod;
+use crate::core::pod::actions::Start;
+use crate::core::pod::journal::Step;
+use crate::core::pod::worker::Outcome;
+
+impl Job {
+    pub(super) async fn pull(&self, start: &Start) -> Result<(Outcome, Option<Asset>)> {
+        let name = &start.container.name;
+        let secrets = self.pull_secrets().await;
+        let (context, pod) = (self.context(), &self.pod);
+        let ensure = image::ensure_all(context, pod, start.role, &start.container, &secrets);
+        let pulled = self
+            .log()
+            .step(Step::Image, name, ensure)
+            .await
+            .map_err(super::start::waiting)?;
+        let asset = Asset::Pulled(name.clone(), Arc::new(pulled));
+        Ok((Outcome::Done, Some(asset)))
+    }
+
+    /// Those that are missing are reported, the rest is used.
+    async fn pull_secrets(&self) -> Vec<Arc<Secret>> {
+        let pod = &self.pod;
+        let namespace = pod.namespace().unwrap_or_default();
+        let (mut found, mut missing) = (vec![], vec![]);
+        for reference in pod::spec(pod).image_pull_secrets.iter().flatten() {
+            match self.context().api.secret(&namespace, &reference.name).await {
+                Ok(secret) => found.push(secret),
+                Err(_) => missing.push(reference.name.clone()),
+            }
+        }
+        if !missing.is_empty() {
+            let message = format!(
+                "Unable to retrieve some image pull secrets ({}); attempting to pull the image may not succeed.",
+                missing.join(", ")
+            );
+            self.say(Kind::Warning, "FailedToRetrieveImagePullSecret", message);
+        }
+        found
+    }
+}

@@ -1,0 +1,114 @@
+//! Looking at what the runtime has of a pod.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError};
+
+use k8s_openapi::api::core::v1::{Container, Pod};
+
+use super::{Job, Result, failed};
+use crate::agent::Kind;
+use crate::core::pod;
+use crate::core::pod::journal::Step;
+use crate::core::pod::observed::{self, ContainerState};
+use crate::core::pod::worker::Outcome;
+
+impl Job {
+    /// Asks the runtime; `logs` says that the logs are asked for the attempts of containers that the
+    /// runtime does not have.
+    pub(super) async fn observe(&self, logs: bool) -> Result<Outcome> {
+        let context = self.context();
+        let look = async {
+            let observed = context.runtime.observe(pod::uid(&self.pod)).await;
+            observed.map_err(|e| format!("the runtime cannot be asked about the pod: {e}"))
+        };
+        let mut observed = self
+            .log()
+            .step(Step::Observe, "", look)
+            .await
+            .map_err(|error| {
+                let message = format!("error determining status: {error}");
+                self.say(Kind::Warning, "FailedSync", message);
+                failed(error)
+            })?;
+        for container in observed
+            .containers
+            .iter_mut()
+            .filter(|c| c.state == ContainerState::Exited)
+        {
+            self.add_termination_message(container).await;
+        }
+        self.forget_messages(&observed.containers);
+        let mut logged = BTreeMap::new();
+        if logs {
+            for (_, container) in pod::containers(&self.pod) {
+                if observed.newest(&container.name).is_some() {
+                    continue;
+                }
+                if let Some(last) = context.host.last_attempt(&self.pod, &container.name).await {
+                    logged.insert(container.name.clone(), last + 1);
+                }
+            }
+        }
+        let pod = Arc::new(observed);
+        Ok(Outcome::Observed { pod, logged })
+    }
+
+    async fn add_termination_message(&self, container: &mut observed::Container) {
+        let known = || {
+            self.tools
+                .messages
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+        };
+        let read = known().get(&container.id).cloned();
+        let text = match read {
+            Some(text) => text,
+            None => {
+                let text = self
+                    .termination_message(container)
+                    .await
+                    .unwrap_or_default();
+                known().insert(container.id.clone(), text.clone());
+                text
+            }
+        };
+        if !text.is_empty() {
+            container.message = if container.message.is_empty() {
+                text
+            } else {
+                format!("{}: {text}", container.message)
+            };
+        }
+    }
+
+    async fn termination_message(&self, container: &observed::Container) -> Option<String> {
+        let (host, pod) = (&self.context().host, &self.pod);
+        let text = host
+            .termination_message(pod::uid(pod), &container.name, container.attempt)
+            .await;
+        if text.is_none() && falls_back_to_logs(pod, container) {
+            return host.log_tail(pod, &container.name, container.attempt).await;
+        }
+        text
+    }
+
+    fn forget_messages(&self, containers: &[observed::Container]) {
+        let mut known = self
+            .tools
+            .messages
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        known.retain(|id, _| containers.iter().any(|c| c.id == *id));
+    }
+}
+
+/// Whether the end of its log is a container's termination message (kubelet spec, 4.5).
+fn falls_back_to_logs(pod: &Pod, ended: &observed::Container) -> bool {
+    let wants = |c: &Container| {
+        c.name == ended.name
+            && c.termination_message_policy.as_deref() == Some("FallbackToLogsOnError")
+    };
+    ended.exit_code != 0
+        && ended.reason != "ContainerCannotRun"
+        && pod::containers(pod).iter().any(|(_, c)| wants(c))
+}

@@ -1,0 +1,135 @@
+//! Steps 5 and 7: the pod's cgroup and directories, and how the runtime is to isolate it.
+
+use std::sync::Arc;
+
+use super::{Asset, Job, Result, failed};
+use crate::agent::{Context, Kind};
+use crate::core::pod;
+use crate::core::pod::cri_config;
+use crate::core::pod::journal::Step;
+use crate::core::pod::users::Mappings;
+use crate::core::pod::worker::Outcome;
+
+/// What sandboxes and containers of the pod are made with.
+pub struct Setup {
+    /// Its cgroup in the driver's spelling.
+    cgroup_parent: String,
+    /// The runtime's handler; empty for the default one.
+    pub handler: String,
+    /// The ids of its user namespace, if it has one.
+    users: Option<Mappings>,
+}
+
+impl Job {
+    pub(super) async fn prepare(&self) -> Result<(Outcome, Option<Asset>)> {
+        let (context, pod) = (self.context(), &self.pod);
+        let (handler, users) = self.isolation().await.map_err(failed)?;
+        let make_cgroup = context.host.ensure_cgroup(pod);
+        let cgroup_parent = self
+            .log()
+            .step(Step::Cgroup, "", make_cgroup)
+            .await
+            .map_err(|error| {
+                let message = format!("unable to ensure pod container exists: {error}");
+                self.say(Kind::Warning, "FailedCreatePodContainer", message.clone());
+                failed(message)
+            })?;
+        let make_directories = context.host.make_directories(pod);
+        self.log()
+            .step(Step::Directories, "", make_directories)
+            .await
+            .map_err(|error| {
+                let message = format!("error making pod data directories: {error}");
+                self.say(Kind::Warning, "Failed", message.clone());
+                failed(message)
+            })?;
+        let setup = Setup {
+            cgroup_parent,
+            handler,
+            users,
+        };
+        Ok((Outcome::Done, Some(Asset::Setup(Arc::new(setup)))))
+    }
+
+    /// The runtime's handler that the pod asks for, and its user namespace's ids.
+    async fn isolation(&self) -> std::result::Result<(String, Option<Mappings>), String> {
+        let (context, pod) = (self.context(), &self.pod);
+        let spec = pod::spec(pod);
+        let fail = |error: String| {
+            let message = format!("Failed to create pod sandbox: {error}");
+            self.say(Kind::Warning, "FailedCreatePodSandBox", message.clone());
+            message
+        };
+        let handler = match spec.runtime_class_name.as_deref().filter(|n| !n.is_empty()) {
+            None => String::new(),
+            Some(class) => context
+                .api
+                .runtime_handler(class)
+                .await
+                .map_err(|e| fail(format!("failed to get RuntimeClass {class:?}: {e}")))?,
+        };
+        if spec.host_users != Some(false) {
+            return Ok((handler, None));
+        }
+        if !context.features.borrow().handler(&handler).user_namespaces {
+            let which = if handler.is_empty() {
+                "runtime".to_owned()
+            } else {
+                format!("RuntimeClass handler {handler:?}")
+            };
+            return Err(fail(format!(
+                "can't set `spec.hostUsers: false`, {which} does not support user namespaces"
+            )));
+        }
+        let users = context.host.user_mappings(pod).await.map_err(fail)?;
+        Ok((handler, Some(users)))
+    }
+
+    /// What the node is for the pod's messages to the runtime.
+    pub(super) fn node(&self) -> Result<cri_config::Node<'_>> {
+        let setup = self
+            .assets
+            .setup
+            .as_ref()
+            .ok_or_else(|| failed("the pod has no cgroup and directories yet"))?;
+        Ok(node_config(self.context(), &self.pod, setup))
+    }
+}
+
+fn node_config<'a>(
+    context: &'a Context,
+    pod: &k8s_openapi::api::core::v1::Pod,
+    setup: &Setup,
+) -> cri_config::Node<'a> {
+    let (config, machine) = (&context.config, &context.machine);
+    let swap_bytes = |bytes| {
+        if config.limited_swap && machine.cgroup_v2 {
+            bytes
+        } else {
+            0
+        }
+    };
+    cri_config::Node {
+        resolver: &context.resolver,
+        cgroup_parent: setup.cgroup_parent.clone(),
+        log_directory: context.host.log_directory(pod).display().to_string(),
+        seccomp_root: config.root_dir.join("seccomp").display().to_string(),
+        seccomp_default: config.seccomp_default,
+        memory: machine.memory,
+        cpu_period: config.cpu_period,
+        hugepages: machine.hugepages.clone(),
+        group_oom: machine.cgroup_v2 && !config.single_process_oom_kill,
+        swap: machine.swap.map(|bytes| cri_config::Swap {
+            bytes: swap_bytes(bytes),
+            unified: machine.cgroup_v2,
+        }),
+        masked: machine.thermal.clone(),
+        recursive_read_only: context
+            .features
+            .borrow()
+            .handler(&setup.handler)
+            .recursive_read_only,
+        handler: setup.handler.clone(),
+        users: setup.users.clone(),
+    }
+}

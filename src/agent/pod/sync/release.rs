@@ -1,0 +1,119 @@
+//! Giving back what a pod held, and removing what has ended and nobody needs.
+
+use kube::ResourceExt as _;
+
+use super::{Job, Result, failed};
+use crate::core::pod;
+use crate::core::pod::journal::Step;
+use crate::core::pod::worker::Outcome;
+
+impl Job {
+    /// Volumes and cgroup; for a pod that leaves, sandboxes, containers and directories too.
+    pub(super) async fn release(&self, content: bool) -> Result<Outcome> {
+        let (context, pod) = (self.context(), &self.pod);
+        if content {
+            self.remove_from_runtime().await?;
+        }
+        let give_back = async {
+            crate::agent::volume::tear_down(context, pod::uid(pod)).await?;
+            context.host.remove_cgroup(pod).await?;
+            if content {
+                context.host.remove_directories(pod).await?;
+            }
+            Ok::<_, String>(())
+        };
+        self.log()
+            .step(Step::Release, "", give_back)
+            .await
+            .map_err(failed)?;
+        context.ledger.release(pod::uid(pod)).await;
+        Ok(Outcome::Done)
+    }
+
+    async fn remove_from_runtime(&self) -> Result<()> {
+        let runtime = &self.context().runtime;
+        let observed = runtime
+            .observe(pod::uid(&self.pod))
+            .await
+            .map_err(|e| failed(format!("the runtime cannot be asked about the pod: {e}")))?;
+        let removals = observed
+            .sandboxes
+            .iter()
+            .map(|s| runtime.remove_sandbox(&s.id));
+        for removed in futures::future::join_all(removals).await {
+            removed.map_err(|e| failed(format!("the sandbox cannot be removed: {e}")))?;
+        }
+        let orphans = observed
+            .containers
+            .iter()
+            .filter(|c| !observed.sandboxes.iter().any(|s| s.id == c.sandbox));
+        for container in orphans {
+            let removed = runtime.remove_container(&container.id).await;
+            removed.map_err(|e| {
+                failed(format!(
+                    "container {} cannot be removed: {e}",
+                    container.name
+                ))
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Lets the API have the object back, once everything has been released and the last status is
+    /// written (kubelet spec, 3.9).
+    pub(super) async fn finalise(&self) -> Result<Outcome> {
+        let Some(object) = &self.update.object else {
+            return Ok(Outcome::Done);
+        };
+        let delete = async {
+            self.tools.writer.flush().await;
+            let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
+            let deleted = self
+                .context()
+                .api
+                .delete(&namespace, &name, pod::uid(object))
+                .await;
+            match deleted {
+                // Another object under the name is not ours to delete.
+                Ok(()) => Ok(()),
+                Err(error) if error.is_gone() => Ok(()),
+                Err(error) => Err(format!("the pod cannot be deleted from the API: {error}")),
+            }
+        };
+        self.log()
+            .step(Step::Finalise, "", delete)
+            .await
+            .map_err(failed)?;
+        Ok(Outcome::Done)
+    }
+
+    /// Ended containers with their logs, and sandboxes. What cannot be removed now is planned again.
+    pub(super) async fn collect(
+        &self,
+        containers: &[(String, String, u32)],
+        sandboxes: &[String],
+    ) -> Outcome {
+        let context = self.context();
+        let later = |error: String| {
+            tracing::warn!(
+                error,
+                "an ended container or sandbox could not be removed yet"
+            );
+        };
+        for (id, name, attempt) in containers {
+            match context.runtime.remove_container(id).await {
+                Ok(()) => context
+                    .host
+                    .remove_instance(&self.pod, name, *attempt, id)
+                    .await
+                    .unwrap_or_else(later),
+                Err(error) => later(error.to_string()),
+            }
+        }
+        for sandbox in sandboxes {
+            let removed = context.runtime.remove_sandbox(sandbox).await;
+            removed.unwrap_or_else(|e| later(e.to_string()));
+        }
+        Outcome::Done
+    }
+}

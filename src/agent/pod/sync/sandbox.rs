@@ -1,0 +1,75 @@
+//! Making and stopping sandboxes.
+
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use super::{Asset, Job, Result, failed};
+use crate::agent::Kind;
+use crate::core::pod::journal::{Progress, Step};
+use crate::core::pod::worker::Outcome;
+use crate::core::pod::{cri_config, dns};
+
+impl Job {
+    pub(super) async fn sandbox(&self, attempt: u32) -> Result<(Outcome, Option<Asset>)> {
+        let make = self.make_sandbox(attempt);
+        self.log()
+            .step(Step::Sandbox, "", make)
+            .await
+            .map_err(failed)
+    }
+
+    async fn make_sandbox(
+        &self,
+        attempt: u32,
+    ) -> std::result::Result<(Outcome, Option<Asset>), String> {
+        let (context, pod) = (self.context(), &self.pod);
+        let fail = |error: String| {
+            let message = format!("Failed to create pod sandbox: {error}");
+            self.say(Kind::Warning, "FailedCreatePodSandBox", message.clone());
+            message
+        };
+        let node = self.node().map_err(|_| "the pod is not prepared")?;
+        let config = cri_config::sandbox(pod, attempt, &node).map_err(fail)?;
+        for (reason, warning) in dns::config(pod, node.resolver).1 {
+            self.say(Kind::Warning, reason, warning);
+        }
+        let begun = Instant::now();
+        let made = context
+            .runtime
+            .run_sandbox(config.clone(), &node.handler)
+            .await;
+        context
+            .metrics
+            .sandbox(&node.handler, made.is_err(), begun.elapsed());
+        let id = made.map_err(|e| fail(e.to_string()))?;
+        let ips = context.runtime.sandbox_ips(&id).await.map_err(|e| {
+            let message = format!("Unable to get pod sandbox status: {e}");
+            self.say(Kind::Warning, "FailedPodSandBoxStatus", message.clone());
+            message
+        })?;
+        let asset = Asset::Sandbox(id.clone(), Arc::new(config));
+        Ok((Outcome::Sandbox { id, ips }, Some(asset)))
+    }
+
+    pub(super) async fn stop_sandbox(&self, id: &str) -> Result<Outcome> {
+        self.log().begin(Step::StopSandbox, "");
+        match self.context().runtime.stop_sandbox(id).await {
+            Ok(()) => {
+                self.log().end(Step::StopSandbox, "", Progress::Done);
+                Ok(Outcome::Done)
+            }
+            Err(error) => {
+                let error = format!("the sandbox {id} cannot be stopped: {error}");
+                self.log()
+                    .end(Step::StopSandbox, "", Progress::Failed(error.clone()));
+                self.say(
+                    Kind::Warning,
+                    "FailedKillPod",
+                    format!("error killing pod: {error}"),
+                );
+                Err(failed(error))
+            }
+        }
+    }
+}

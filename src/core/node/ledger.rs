@@ -1,0 +1,261 @@
+//! The pods that this node has admitted, and what they hold of what pods share: resources, ports,
+//! claims of one pod alone (kubelet spec, chapter 11). Pure; one actor owns it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Pod;
+
+use super::admit::{self, Here, Refusal};
+use super::preempt;
+use crate::core::pod;
+use crate::core::pod::lifecycle::Cause;
+use crate::core::pod::status::Verdict;
+use crate::core::volume::claims;
+
+/// An admitted pod.
+#[derive(Debug, Clone)]
+struct Admitted {
+    pod: Arc<Pod>,
+    /// It was told to end.
+    evicted: bool,
+    /// It waits for room to grow.
+    waits: bool,
+    /// Claims that it alone has: namespace and name.
+    claims: BTreeSet<(String, String)>,
+}
+
+/// What becomes of a pod that wants to run here.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Decision {
+    /// It is admitted.
+    Admitted,
+    /// It is admitted once these pods have ended; they are to be told now, each once.
+    AwaitingPreemption(Vec<Eviction>),
+    /// It is not admitted.
+    Refused(Refusal),
+}
+
+/// A pod that is to end.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Eviction {
+    /// Its uid.
+    pub uid: String,
+    /// The resource that is short, for metrics.
+    pub signal: String,
+    /// Why, for its status and events.
+    pub verdict: Verdict,
+}
+
+/// All admitted pods, by uid.
+#[derive(Debug, Clone, Default)]
+pub struct Ledger(BTreeMap<String, Admitted>);
+
+impl Ledger {
+    /// Admits a pod, or says why not. A pod that was admitted stays so until it is released. For a
+    /// critical pod that lacks only resources others are to end.
+    pub fn admit(&mut self, pod: &Arc<Pod>, here: &Here<'_>) -> Decision {
+        let uid = pod::uid(pod).to_owned();
+        if let Some(known) = self.0.get_mut(&uid) {
+            known.pod = Arc::clone(pod);
+            return Decision::Admitted;
+        }
+        let others = || self.0.values().map(|admitted| &*admitted.pod);
+        let Err(refusal) = admit::admit(pod, others(), here) else {
+            let admitted = Admitted {
+                pod: Arc::clone(pod),
+                evicted: false,
+                waits: false,
+                claims: BTreeSet::new(),
+            };
+            self.0.insert(uid, admitted);
+            return Decision::Admitted;
+        };
+        if refusal.missing.is_empty() || !preempt::is_critical(pod) {
+            return Decision::Refused(refusal);
+        }
+        let others: Vec<&Pod> = others().collect();
+        let Some(victims) = preempt::victims(pod, &others, &refusal.missing) else {
+            return Decision::Refused(refusal);
+        };
+        let signal = refusal.reason.trim_start_matches("OutOf").to_owned();
+        let evictions = victims.into_iter().filter_map(|uid| {
+            let victim = self.0.get_mut(&uid).filter(|v| !v.evicted)?;
+            victim.evicted = true;
+            let signal = signal.clone();
+            let verdict = preempted();
+            Some(Eviction {
+                uid,
+                signal,
+                verdict,
+            })
+        });
+        Decision::AwaitingPreemption(evictions.collect())
+    }
+
+    /// Whether a pod that runs may have the sizes that its spec has; the refusal says what is missing.
+    /// One that may not is named by [`Ledger::release`] when another pod goes.
+    pub fn grow(&mut self, pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
+        let uid = pod::uid(pod);
+        let others = self
+            .0
+            .iter()
+            .filter(|(other, _)| other.as_str() != uid)
+            .map(|(_, admitted)| &*admitted.pod);
+        let result = admit::check_resources(pod, others, here);
+        if let Some(own) = self.0.get_mut(uid) {
+            own.waits = result.is_err();
+            if result.is_ok() {
+                own.pod = Arc::new(pod.clone());
+            }
+        }
+        result
+    }
+
+    /// Whether a pod has a claim that only one may have at a time: nobody got it first, or has run with
+    /// it since before this agent started. It has it until it is released.
+    pub fn hold_alone(&mut self, uid: &str, namespace: &str, claim: &str) -> bool {
+        let key = (namespace.to_owned(), claim.to_owned());
+        let runs = |pod: &Pod| pod::phase(pod) == "Running";
+        let other_has = |(other, admitted): (&String, &Admitted)| {
+            other != uid
+                && (admitted.claims.contains(&key)
+                    || (runs(&admitted.pod) && claims::uses(&admitted.pod, namespace, claim)))
+        };
+        if self.0.iter().any(other_has) {
+            return false;
+        }
+        let Some(own) = self.0.get_mut(uid) else {
+            return false;
+        };
+        own.claims.insert(key);
+        true
+    }
+
+    /// A pod uses more than it may: it is told to end, once.
+    pub fn evict(&mut self, uid: &str, signal: &str, message: String) -> Option<Eviction> {
+        let victim = self.0.get_mut(uid).filter(|v| !v.evicted)?;
+        victim.evicted = true;
+        Some(Eviction {
+            uid: uid.to_owned(),
+            signal: signal.to_owned(),
+            verdict: Verdict {
+                cause: Cause::Evicted,
+                reason: "Evicted".into(),
+                message,
+                disruption: None,
+                grace: Some(1),
+            },
+        })
+    }
+
+    /// Forgets a pod that holds nothing any more; the answer is who waits for room to grow.
+    pub fn release(&mut self, uid: &str) -> Vec<String> {
+        if self.0.remove(uid).is_none() {
+            return vec![];
+        }
+        let waiting = self.0.iter().filter(|(_, admitted)| admitted.waits);
+        waiting.map(|(uid, _)| uid.clone()).collect()
+    }
+
+    /// The admitted pods.
+    #[must_use]
+    pub fn pods(&self) -> Vec<Arc<Pod>> {
+        self.0.values().map(|a| Arc::clone(&a.pod)).collect()
+    }
+}
+
+fn preempted() -> Verdict {
+    Verdict {
+        cause: Cause::Preempted,
+        reason: "Preempting".into(),
+        message: "Preempted in order to admit critical pod".into(),
+        disruption: Some("Pod was preempted by Kubelet to accommodate a critical pod.".into()),
+        grace: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::pod::resources::Amounts;
+    use serde_json::json;
+
+    fn pod(uid: &str, priority: i32, cpu: &str) -> Arc<Pod> {
+        let pod = json!({"metadata": {"name": uid, "namespace": "n", "uid": uid},
+            "spec": {"priority": priority, "volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "data"}}],
+                     "containers": [{"name": "c", "resources": {"requests": {"cpu": cpu}}}]}});
+        Arc::new(serde_json::from_value(pod).expect("a pod"))
+    }
+
+    fn with_two_cpus<T>(work: impl FnOnce(&Here<'_>) -> T) -> T {
+        let allocatable = Amounts::from([
+            ("cpu".to_owned(), "2".parse().expect("a quantity")),
+            ("pods".to_owned(), "10".parse().expect("a quantity")),
+        ]);
+        work(&Here {
+            allocatable: &allocatable,
+            node: None,
+            unsafe_sysctls: &[],
+            kernel: "6.18",
+            apparmor: false,
+            strict_groups: false,
+        })
+    }
+
+    #[test]
+    fn a_critical_pod_preempts_each_victim_once_and_waits_for_its_end() {
+        with_two_cpus(|here| {
+            let mut ledger = Ledger::default();
+            assert_eq!(ledger.admit(&pod("a", 0, "2"), here), Decision::Admitted);
+            let plain = ledger.admit(&pod("b", 0, "1"), here);
+            assert!(matches!(plain, Decision::Refused(r) if r.reason == "OutOfcpu"));
+            let critical = pod("c", 2_000_000_000, "1");
+            let Decision::AwaitingPreemption(first) = ledger.admit(&critical, here) else {
+                panic!("others have to make room");
+            };
+            assert_eq!(
+                first.iter().map(|e| e.uid.as_str()).collect::<Vec<_>>(),
+                ["a"]
+            );
+            assert_eq!(first[0].verdict.cause, Cause::Preempted);
+            assert_eq!(
+                ledger.admit(&critical, here),
+                Decision::AwaitingPreemption(vec![]),
+                "nobody is told twice"
+            );
+            ledger.release("a");
+            assert_eq!(ledger.admit(&critical, here), Decision::Admitted);
+        });
+    }
+
+    #[test]
+    fn whoever_waits_for_room_is_named_when_a_pod_goes() {
+        with_two_cpus(|here| {
+            let mut ledger = Ledger::default();
+            for uid in ["a", "b"] {
+                assert_eq!(ledger.admit(&pod(uid, 0, "1"), here), Decision::Admitted);
+            }
+            assert!(ledger.grow(&pod("a", 0, "1500m"), here).is_err());
+            assert_eq!(ledger.release("b"), ["a"]);
+            assert!(ledger.grow(&pod("a", 0, "1500m"), here).is_ok());
+            assert_eq!(ledger.release("b"), Vec::<String>::new());
+        });
+    }
+
+    #[test]
+    fn a_claim_of_one_pod_alone_passes_on_when_its_pod_is_released() {
+        with_two_cpus(|here| {
+            let mut ledger = Ledger::default();
+            for uid in ["a", "b"] {
+                ledger.admit(&pod(uid, 0, "100m"), here);
+            }
+            assert!(ledger.hold_alone("a", "n", "data"));
+            assert!(ledger.hold_alone("a", "n", "data"), "it keeps it");
+            assert!(!ledger.hold_alone("b", "n", "data"));
+            ledger.release("a");
+            assert!(ledger.hold_alone("b", "n", "data"));
+            assert!(!ledger.hold_alone("gone", "n", "other"));
+        });
+    }
+}

@@ -1,0 +1,149 @@
+//! The record of a worker: its inputs and decisions, bounded, so that what an agent decided can be
+//! decided again elsewhere and compared. A bug report is such a file. Pure.
+
+use std::collections::VecDeque;
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use super::lifecycle::State;
+use super::worker::{Facts, Input, Key, Op, Rules, Turn, Worker};
+
+/// How many turns are kept.
+const TURNS: usize = 32;
+
+/// What a turn came to, as far as it matters.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Decision {
+    /// Where the pod stood after it.
+    pub state: State,
+    /// What was begun.
+    pub begin: Vec<Key>,
+    /// What was cancelled.
+    pub cancel: Vec<Key>,
+    /// The phase after it.
+    pub phase: Option<String>,
+    /// What the pod waited for.
+    pub waiting: Option<String>,
+    /// When the worker wanted to be woken.
+    pub wake_at: Option<Timestamp>,
+}
+
+impl Decision {
+    fn of(turn: &Turn, worker: &Worker) -> Decision {
+        Decision {
+            state: worker.state,
+            begin: turn.begin.iter().map(Op::key).collect(),
+            cancel: turn.cancel.clone(),
+            phase: worker.status.phase.clone(),
+            waiting: worker.waiting.clone(),
+            wake_at: turn.wake_at,
+        }
+    }
+}
+
+/// One input and the decision.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Entry {
+    /// When.
+    pub at: Timestamp,
+    /// The failing step before the first container, as the journal had it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held_up: Option<String>,
+    /// What happened.
+    pub input: Input,
+    /// What was decided.
+    pub decision: Decision,
+}
+
+/// A worker as it was, and what happened since.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    /// The configuration.
+    pub rules: Rules,
+    /// The node's addresses.
+    pub node_ips: Vec<String>,
+    /// The worker before the first entry.
+    pub base: Box<Worker>,
+    /// What happened, oldest first.
+    pub entries: VecDeque<Entry>,
+}
+
+/// A turn that came to something else than the record says.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Difference {
+    /// Which entry, from 0.
+    pub place: usize,
+    /// The entry as it was recorded.
+    pub recorded: Entry,
+    /// The decision of this program.
+    pub decided: Decision,
+}
+
+impl Record {
+    /// A record that begins with this worker.
+    #[must_use]
+    pub fn new(rules: Rules, node_ips: Vec<String>, worker: &Worker) -> Record {
+        Record {
+            rules,
+            node_ips,
+            base: Box::new(worker.clone()),
+            entries: VecDeque::new(),
+        }
+    }
+
+    fn facts(&self, entry: &Entry) -> Facts {
+        Facts {
+            now: entry.at,
+            node_ips: self.node_ips.clone(),
+            held_up: entry.held_up.clone(),
+            rules: self.rules.clone(),
+        }
+    }
+
+    /// Adds a turn; `worker` is as it was after it. The oldest turn goes into the base when there are
+    /// too many.
+    pub fn add(&mut self, facts: &Facts, input: Input, turn: &Turn, worker: &Worker) {
+        if self.entries.len() >= TURNS
+            && let Some(oldest) = self.entries.pop_front()
+        {
+            let facts = self.facts(&oldest);
+            self.base.turn(&facts, oldest.input);
+        }
+        self.entries.push_back(Entry {
+            at: facts.now,
+            held_up: facts.held_up.clone(),
+            input,
+            decision: Decision::of(turn, worker),
+        });
+    }
+
+    /// The worker after the last entry.
+    #[must_use]
+    pub fn latest(&self) -> Worker {
+        let mut worker = (*self.base).clone();
+        for entry in &self.entries {
+            worker.turn(&self.facts(entry), entry.input.clone());
+        }
+        worker
+    }
+
+    /// Decides everything again; the answer is where that differs.
+    #[must_use]
+    pub fn replay(&self) -> Vec<Difference> {
+        let mut worker = (*self.base).clone();
+        let mut differences = vec![];
+        for (place, entry) in self.entries.iter().enumerate() {
+            let turn = worker.turn(&self.facts(entry), entry.input.clone());
+            let decided = Decision::of(&turn, &worker);
+            if decided != entry.decision {
+                differences.push(Difference {
+                    place,
+                    recorded: entry.clone(),
+                    decided,
+                });
+            }
+        }
+        differences
+    }
+}

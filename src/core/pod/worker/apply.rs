@@ -1,0 +1,527 @@
+//! What an input changes in what is known.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use jiff::{SignedDuration, Timestamp};
+
+use super::{
+    Facts, Growth, Input, Key, Op, Outcome, Retry, Turn, Update, VolumeState, Worker, event,
+    warning,
+};
+use crate::core::pod;
+use crate::core::pod::Role;
+use crate::core::pod::actions::{Kill, Start};
+use crate::core::pod::lifecycle::{self, Cause, State};
+use crate::core::pod::observed::{Container, ContainerState, ObservedPod, Sandbox};
+use crate::core::pod::probe::Health;
+use crate::core::pod::resize;
+use crate::core::pod::status::{self, RESTARTING_ALL};
+
+/// How long a failed operation waits, doubling up to the longest.
+const RETRY: (SignedDuration, SignedDuration) = (
+    SignedDuration::from_millis(500),
+    SignedDuration::from_secs(10),
+);
+/// How long a container that could not be started waits where nothing says how long.
+const START_RETRY: SignedDuration = SignedDuration::from_secs(10);
+
+/// A sandbox that stood this long did not fail because of what it is.
+const SANDBOX_STABLE: SignedDuration = SignedDuration::from_secs(60);
+
+impl Worker {
+    /// Takes in an input. False if nothing can follow from it but that the status is written again.
+    pub(super) fn apply(&mut self, facts: &Facts, input: Input, turn: &mut Turn) -> bool {
+        match input {
+            Input::Update(update) => return self.apply_update(facts, update, turn),
+            Input::Hint => self.look = true,
+            Input::Probed { id, kind, result } => {
+                let place = self.probed.0.entry(id).or_default();
+                *place.of(kind) = Some(result);
+            }
+            Input::VolumesChanged => {
+                self.volumes.stale = true;
+                self.forget_retry(&Key::Volumes);
+            }
+            Input::DriversChanged => self.forget_retry(&Key::Volumes),
+            Input::Evicted(verdict) => {
+                if self.state == State::Syncing && self.verdict.is_none() {
+                    turn.events
+                        .push(warning(&verdict.reason, verdict.message.clone()));
+                    self.verdict = Some(verdict);
+                }
+            }
+            Input::RoomFreed => {
+                if self.growth == Growth::Deferred {
+                    self.growth = Growth::Wanted;
+                }
+            }
+            Input::Network(network) => self.network = network,
+            Input::Done { key, outcome } => self.apply_outcome(facts, &key, outcome, turn),
+            Input::Tick => {}
+        }
+        true
+    }
+
+    fn apply_update(&mut self, facts: &Facts, update: Update, turn: &mut Turn) -> bool {
+        if self.update.removed && !update.removed {
+            // A pod that left its source does not come back under the same uid until it has ended.
+            return true;
+        }
+        let echo = self.update.differs_in_status_only(&update);
+        let same_object = |a: &Update, b: &Update| {
+            let of = |u: &Update| u.object.as_ref().and_then(|o| o.metadata.uid.clone());
+            of(a) == of(b)
+        };
+        let anew = !same_object(&self.update, &update);
+        let changed = !echo && self.update.pod.spec != update.pod.spec;
+        self.update = update;
+        if anew {
+            // Another object has to be told everything.
+            self.published = None;
+        }
+        if echo && !anew {
+            return false;
+        }
+        self.adopt_update();
+        if changed {
+            self.retries.clear();
+            if self.is_in_flight(&Key::Grow) {
+                self.drop_in_flight(&Key::Grow, turn);
+            }
+        }
+        self.step(lifecycle::Input::Intent(self.update.intent()), facts, turn);
+        true
+    }
+
+    /// Takes over what the newest update says: the granted sizes stay, and at the first sight of the
+    /// object so does what the API knows, so that after a restart times and counts go on from there.
+    pub(super) fn adopt_update(&mut self) {
+        let wished = resize::wished(&self.update.pod);
+        let granted = resize::same(&self.granted, &wished);
+        self.effective = if granted {
+            Arc::clone(&self.update.pod)
+        } else {
+            Arc::new(resize::with(&self.update.pod, &self.granted))
+        };
+        self.growth = if granted {
+            self.resizing.pending = None;
+            Growth::Settled
+        } else {
+            Growth::Wanted
+        };
+        if let Some(object) = self.update.status_object().filter(|_| !self.adopted) {
+            // Only the first sight counts: later ones may be echoes of what was written since.
+            self.adopted = true;
+            if let Some(status) = object.status.clone().filter(|s| s.conditions.is_some()) {
+                self.status = status;
+            }
+        }
+    }
+
+    fn apply_outcome(&mut self, facts: &Facts, key: &Key, outcome: Outcome, turn: &mut Turn) {
+        let Some(at) = self.in_flight.iter().position(|op| op.key() == *key) else {
+            return;
+        };
+        let op = self.in_flight.remove(at);
+        match outcome {
+            Outcome::Failed(_) => {
+                self.failed(facts.now, key);
+                if acts_on_runtime(&op) {
+                    // Timeout or refusal: what came of it is seen before anything else is done.
+                    self.acted += 1;
+                    (self.look, self.unsure) = (true, true);
+                }
+                if let Op::Observe { .. } = op {
+                    self.look = true;
+                }
+                return;
+            }
+            Outcome::Waiting {
+                reason,
+                message,
+                until,
+            } => return self.apply_waiting(facts, &op, (reason, message), until),
+            // Making sandboxes is paced by how long they stand, not by whether one was made.
+            _ if *key != Key::Sandbox => self.forget_retry(key),
+            _ => {}
+        }
+        match (op, outcome) {
+            (Op::Observe { .. }, Outcome::Observed { pod, logged }) => {
+                self.apply_observed(facts, pod, logged, turn);
+            }
+            (Op::Admit, Outcome::Refused { reason, message }) => {
+                turn.events.push(warning(&reason, message.clone()));
+                self.status = status::rejected(&self.status, &reason, &message, facts.now);
+                let ended = lifecycle::Input::Ended {
+                    cause: Cause::Rejected,
+                    grace: 1,
+                };
+                self.step(ended, facts, turn);
+            }
+            (Op::Admit, _) => self.admitted = true,
+            (Op::Grow, outcome) => self.apply_growth(outcome, turn),
+            (Op::Mirror, _) => {
+                self.mirrored = Some((self.object_version(), facts.now));
+            }
+            (Op::Prepare, _) => self.prepared_at = Some(facts.now),
+            (Op::Volumes { .. }, _) => {
+                self.volumes = VolumeState {
+                    at: Some(facts.now),
+                    fresh: true,
+                    ..self.volumes
+                };
+            }
+            (Op::Sandbox { attempt }, Outcome::Sandbox { id, ips }) => {
+                self.note_sandbox(facts.now, id, attempt, ips);
+            }
+            (Op::Pull(start), _) => _ = self.images.insert(start.container.name),
+            (Op::Start { start, sandbox, .. }, Outcome::Started { id }) => {
+                self.note_started(facts.now, start, sandbox, id);
+            }
+            (Op::Stop { kill, .. }, _) => {
+                self.acted += 1;
+                (self.look, self.unsure) = (true, true);
+                self.stop_done.insert(kill.id);
+            }
+            (Op::RestartAll(_), _) => {
+                self.acted += 1;
+                (self.look, self.unsure) = (true, true);
+            }
+            (Op::Collect { .. }, _) => {
+                self.acted += 1;
+                self.look = true;
+                // What could not be removed is not tried again at once.
+                self.failed(facts.now, key);
+            }
+            (Op::StopSandbox(id), _) => self.note_stopped_sandbox(id),
+            (Op::Resize(names), _) => {
+                let sizes = resize::wished(&self.effective);
+                let resized = names.iter().filter_map(|n| sizes.get_key_value(n));
+                self.resizing
+                    .actuated
+                    .extend(resized.map(|(n, s)| (n.clone(), s.clone())));
+                self.resizing.error = None;
+            }
+            (Op::Release { content }, _) => {
+                // A pod that was deleted meanwhile has more to give back: that is planned then.
+                if content || !self.gives_back_content() {
+                    self.step(lifecycle::Input::Released, facts, turn);
+                }
+            }
+            (Op::Finalise, _) => self.finalised = true,
+            // No other outcome belongs to these operations.
+            (Op::Observe { .. } | Op::Sandbox { .. } | Op::Start { .. }, _) => self.look = true,
+        }
+    }
+
+    fn gives_back_content(&self) -> bool {
+        matches!(self.state, State::Terminated { cause } if cause.removes_content())
+    }
+
+    fn apply_waiting(
+        &mut self,
+        facts: &Facts,
+        op: &Op,
+        problem: (String, String),
+        until: Option<Timestamp>,
+    ) {
+        let (Op::Pull(start) | Op::Start { start, .. }) = op else {
+            return self.failed(facts.now, &op.key());
+        };
+        let name = &start.container.name;
+        self.problems.insert(name.clone(), problem);
+        self.images.remove(name);
+        let until = until.unwrap_or(facts.now + START_RETRY);
+        // One of both holds the container back, whichever failed.
+        let key = Key::Start(name.clone());
+        self.forget_retry(&key);
+        self.retries.push(Retry {
+            key,
+            failures: 1,
+            until,
+        });
+        if matches!(op, Op::Start { .. }) {
+            self.acted += 1;
+            (self.look, self.unsure) = (true, true);
+        }
+    }
+
+    fn apply_growth(&mut self, outcome: Outcome, turn: &mut Turn) {
+        let wished = Arc::clone(&self.update.pod);
+        match outcome {
+            Outcome::Deferred { reason, message } => {
+                self.growth = Growth::Deferred;
+                let pending = Some(("Deferred".to_owned(), message));
+                if self.resizing.pending != pending {
+                    let described = resize::described(&wished, None);
+                    let text = format!("Pod resize {reason}: {described}");
+                    turn.events.push(warning("ResizeDeferred", text));
+                }
+                self.resizing.pending = pending;
+            }
+            _ => {
+                self.granted = resize::wished(&wished);
+                self.adopt_update();
+                let described = resize::described(&wished, None);
+                turn.events.push(event(
+                    "ResizeStarted",
+                    format!("Pod resize started: {described}"),
+                ));
+            }
+        }
+    }
+
+    fn apply_observed(
+        &mut self,
+        facts: &Facts,
+        seen: Arc<ObservedPod>,
+        logged: BTreeMap<String, u32>,
+        turn: &mut Turn,
+    ) {
+        if self.observing != self.acted {
+            // Something was done meanwhile that this may not show.
+            self.look = true;
+            return;
+        }
+        self.unsure = false;
+        self.provisional = false;
+        self.logged.extend(logged);
+        turn.observed = true;
+        let all = pod::containers(&self.effective);
+        let runs = |id: &str| {
+            seen.containers
+                .iter()
+                .any(|c| c.id == id && c.state == ContainerState::Running)
+        };
+        self.probed.0.retain(|id, _| runs(id));
+        for (role, container) in &all {
+            if !matches!(role, Role::Regular | Role::Sidecar) {
+                continue;
+            }
+            let Some(running) = seen
+                .newest(&container.name)
+                .filter(|c| c.state == ContainerState::Running)
+            else {
+                continue;
+            };
+            let known = [
+                &self.status.container_statuses,
+                &self.status.init_container_statuses,
+            ]
+            .into_iter()
+            .flatten()
+            .flatten()
+            .find(|s| s.name == container.name);
+            self.probed
+                .0
+                .entry(running.id.clone())
+                .or_insert_with(|| Health::adopted(&running.id, known));
+        }
+        self.stops
+            .retain(|id, _| seen.containers.iter().any(|c| c.id == *id));
+        for survivor in std::mem::take(&mut self.stop_done) {
+            if runs(&survivor) {
+                self.failed(facts.now, &Key::Stop(survivor));
+            } else if seen.containers.iter().any(|c| c.id == survivor) {
+                self.stop_done.insert(survivor);
+            }
+        }
+        self.stopped_sandboxes
+            .retain(|id| seen.sandboxes.iter().any(|s| s.id == *id));
+        self.observed = Some(seen);
+    }
+
+    fn note(&mut self, change: impl FnOnce(&mut ObservedPod)) {
+        let mut observed = self.observed.as_deref().cloned().unwrap_or_default();
+        change(&mut observed);
+        observed.sort();
+        self.observed = Some(Arc::new(observed));
+        self.acted += 1;
+    }
+
+    fn note_sandbox(&mut self, now: Timestamp, id: String, attempt: u32, ips: Vec<String>) {
+        let host_network = pod::host_network(&self.effective);
+        // A sandbox that is lost again and again is made anew with growing pauses.
+        let stable = self
+            .sandbox_at
+            .replace(now)
+            .is_none_or(|before| now.duration_since(before) > SANDBOX_STABLE);
+        if stable {
+            self.forget_retry(&Key::Sandbox);
+        }
+        self.failed(now, &Key::Sandbox);
+        self.note(|observed| {
+            observed.sandboxes.push(Sandbox {
+                id,
+                attempt,
+                ready: true,
+                created_at: now,
+                ips,
+                host_network,
+            });
+        });
+    }
+
+    fn note_stopped_sandbox(&mut self, id: String) {
+        self.note(|observed| {
+            for sandbox in observed.sandboxes.iter_mut().filter(|s| s.id == id) {
+                sandbox.ready = false;
+            }
+        });
+        if self
+            .observed
+            .as_ref()
+            .is_some_and(|o| o.live().next().is_some())
+        {
+            (self.look, self.unsure) = (true, true);
+        }
+        self.stopped_sandboxes.insert(id);
+    }
+
+    fn note_started(&mut self, now: Timestamp, start: Start, sandbox: String, id: String) {
+        let name = start.container.name.clone();
+        let hash = pod::container_hash(&start.container);
+        let instance = Container {
+            id,
+            name: name.clone(),
+            sandbox,
+            attempt: start.attempt,
+            state: ContainerState::Running,
+            created_at: now,
+            started_at: Some(now),
+            finished_at: None,
+            exit_code: 0,
+            reason: String::new(),
+            message: String::new(),
+            image: start.container.image.clone().unwrap_or_default(),
+            image_ref: String::new(),
+            hash: Some(hash),
+            user: None,
+            stop_signal: None,
+        };
+        self.note(|observed| {
+            let seen = observed.containers.iter_mut().find(|c| c.id == instance.id);
+            match seen {
+                // It was seen before it was started, or has ended already.
+                Some(seen) if seen.state == ContainerState::Created => {
+                    (seen.state, seen.started_at) = (ContainerState::Running, Some(now));
+                }
+                Some(_) => {}
+                None => observed.containers.push(instance),
+            }
+            observed
+                .containers
+                .retain(|c| Some(&c.id) != start.replaces.as_ref());
+        });
+        self.provisional = true;
+        self.look = true;
+        self.images.remove(&name);
+        self.problems.remove(&name);
+        // What is started now has the size that was granted.
+        let size = resize::wished(&self.effective).remove_entry(&name);
+        self.resizing.actuated.extend(size);
+    }
+
+    /// An operation is begun: what follows from that alone.
+    pub(super) fn begun(&mut self, facts: &Facts, op: &Op) {
+        match op {
+            Op::Observe { .. } => {
+                self.look = false;
+                self.observing = self.acted;
+            }
+            Op::Stop { kill, until, .. } => _ = self.stops.insert(kill.id.clone(), *until),
+            Op::Volumes { .. } => {
+                // What changes from now on makes another turn.
+                self.volumes.stale = false;
+                self.volumes.shape = super::plan::shape(&self.effective);
+            }
+            Op::RestartAll(kills) => self.restart_over(kills),
+            Op::Start { start, .. } => {
+                let finished = self.last_end(&start.container.name);
+                if let Some(finished) = finished {
+                    let key = backoff_key(start);
+                    // Whether it may start was asked before; this counts it.
+                    let _ = self
+                        .backoff
+                        .start(&key, finished, facts.now, facts.rules.max_backoff);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// All containers start over: their counts go on, and they come back whatever their policy.
+    fn restart_over(&mut self, kills: &[Kill]) {
+        let observed = self.observed.clone().unwrap_or_default();
+        for kill in kills {
+            let attempt = observed
+                .containers
+                .iter()
+                .find(|c| c.id == kill.id)
+                .map_or(0, |c| c.attempt);
+            let count = self.counts.entry(kill.name.clone()).or_default();
+            *count = (*count).max(attempt + 1);
+            self.problems
+                .insert(kill.name.clone(), (RESTARTING_ALL.into(), String::new()));
+        }
+    }
+
+    /// When the newest instance of a container ended, if it has.
+    pub(super) fn last_end(&self, name: &str) -> Option<Timestamp> {
+        let newest = self.observed.as_ref()?.newest(name)?;
+        (newest.state == ContainerState::Exited)
+            .then(|| newest.finished_at.unwrap_or(newest.created_at))
+    }
+
+    pub(super) fn object_version(&self) -> Option<String> {
+        let object = self.update.object.as_ref()?;
+        object.metadata.resource_version.clone()
+    }
+
+    fn failed(&mut self, now: Timestamp, key: &Key) {
+        let failures = self
+            .retries
+            .iter()
+            .find(|r| r.key == *key)
+            .map_or(0, |r| r.failures);
+        let pause = (RETRY.0 * (1 << failures.min(10))).min(RETRY.1);
+        self.forget_retry(key);
+        self.retries.push(Retry {
+            key: key.clone(),
+            failures: failures + 1,
+            until: now + pause,
+        });
+    }
+
+    pub(super) fn forget_retry(&mut self, key: &Key) {
+        self.retries.retain(|retry| retry.key != *key);
+    }
+
+    pub(super) fn drop_in_flight(&mut self, key: &Key, turn: &mut Turn) {
+        self.in_flight.retain(|op| op.key() != *key);
+        turn.cancel.push(key.clone());
+    }
+}
+
+/// The key of a container's crash-loop back-off: another image or size starts it over.
+pub(super) fn backoff_key(start: &Start) -> String {
+    let container = &start.container;
+    format!(
+        "{}{:?}{:?}",
+        container.name, container.image, container.resources
+    )
+}
+
+fn acts_on_runtime(op: &Op) -> bool {
+    matches!(
+        op,
+        Op::Sandbox { .. }
+            | Op::Start { .. }
+            | Op::Stop { .. }
+            | Op::StopSandbox(_)
+            | Op::RestartAll(_)
+            | Op::Resize(_)
+            | Op::Collect { .. }
+    )
+}

@@ -1,0 +1,352 @@
+//! What can happen to a pod, what its worker does about it, and what comes of that. All are values
+//! that can be stored: a recorded run is replayed by giving a worker its inputs again.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+use serde::{Deserialize, Serialize};
+
+use crate::core::pod;
+use crate::core::pod::actions::{Kill, Start};
+use crate::core::pod::lifecycle::Intent;
+use crate::core::pod::observed::ObservedPod;
+use crate::core::pod::probe::Kind;
+use crate::core::pod::status::Verdict;
+
+/// The desired state of a pod, as its source has it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Update {
+    /// The pod as it is to run.
+    #[serde(with = "super::stored::shared")]
+    pub pod: Arc<Pod>,
+    /// The object in the API under the pod's name: the pod itself, or a static pod's mirror, which may
+    /// still be that of an older manifest.
+    #[serde(with = "super::stored::optional")]
+    pub object: Option<Arc<Pod>>,
+    /// The pod is in no source any more.
+    pub removed: bool,
+}
+
+impl Update {
+    /// The object that the pod's status belongs to: a mirror only if it mirrors this manifest.
+    #[must_use]
+    pub fn status_object(&self) -> Option<&Arc<Pod>> {
+        self.object
+            .as_ref()
+            .filter(|object| !pod::is_static(&self.pod) || self.is_mirrored_by(object))
+    }
+
+    /// Whether a mirror is that of this very manifest, and stays.
+    #[must_use]
+    pub fn is_mirrored_by(&self, mirror: &Pod) -> bool {
+        pod::annotation(mirror, pod::MIRROR) == pod::annotation(&self.pod, pod::HASH)
+            && mirror.metadata.deletion_timestamp.is_none()
+    }
+
+    /// What the lifecycle makes of it.
+    #[must_use]
+    pub fn intent(&self) -> Intent {
+        let is_static = pod::is_static(&self.pod);
+        Intent {
+            deleted: !is_static && self.pod.metadata.deletion_timestamp.is_some(),
+            removed: self.removed,
+            terminal: !is_static && pod::is_terminal(&self.pod),
+            grace: pod::grace_seconds(&self.pod),
+        }
+    }
+
+    /// Whether nothing but the reported status differs. Readiness gates read conditions that others
+    /// write, so with them every change counts.
+    #[must_use]
+    pub fn differs_in_status_only(&self, other: &Update) -> bool {
+        let (a, b) = (&self.pod, &other.pod);
+        let gates = a.spec.as_ref().is_some_and(|s| s.readiness_gates.is_some());
+        let object = |update: &Update| {
+            update.object.as_ref().map(|o| {
+                (
+                    o.metadata.uid.clone(),
+                    o.metadata.deletion_timestamp.is_some(),
+                )
+            })
+        };
+        !gates
+            && self.intent() == other.intent()
+            && a.spec == b.spec
+            && a.metadata.labels == b.metadata.labels
+            && a.metadata.annotations == b.metadata.annotations
+            && a.metadata.generation == b.metadata.generation
+            && object(self) == object(other)
+    }
+}
+
+/// Whether the runtime can give sandboxes a network.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Network {
+    /// The runtime has not been asked yet: the agent has just started.
+    #[default]
+    Unknown,
+    /// Sandboxes can be given an address.
+    Ready,
+    /// They cannot, for this reason.
+    NotReady(String),
+}
+
+/// Everything that can happen to a pod. A worker has one inbox, and these are what lies in it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum Input {
+    /// The source has another desired state, or the API another object.
+    Update(Update),
+    /// The runtime may have something new: an event, or a listing that differs from what was seen.
+    Hint,
+    /// A probe has another result than before.
+    Probed {
+        /// The runtime's container id.
+        id: String,
+        /// Which probe.
+        kind: Kind,
+        /// Whether it succeeded.
+        result: bool,
+    },
+    /// Something that volumes or environments are made from has changed.
+    VolumesChanged,
+    /// A storage driver has come or gone: failed volumes are worth another try now.
+    DriversChanged,
+    /// The node ends the pod.
+    Evicted(Verdict),
+    /// Another pod has gone: a resize that was deferred is worth another try now.
+    RoomFreed,
+    /// The runtime's network.
+    Network(Network),
+    /// An operation of the plan has ended.
+    Done {
+        /// Which.
+        key: Key,
+        /// What came of it.
+        outcome: Outcome,
+    },
+    /// The time that the worker asked to be woken at, or an audit.
+    Tick,
+}
+
+impl Input {
+    /// A name for logs and records.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Input::Update(_) => "update",
+            Input::Hint => "hint",
+            Input::Probed { .. } => "probed",
+            Input::VolumesChanged => "volumes-changed",
+            Input::DriversChanged => "drivers-changed",
+            Input::Evicted(_) => "evicted",
+            Input::RoomFreed => "room-freed",
+            Input::Network(_) => "network",
+            Input::Done { .. } => "done",
+            Input::Tick => "tick",
+        }
+    }
+}
+
+/// An operation that an executor carries out for the worker.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum Op {
+    /// Ask the runtime about the pod; at first also the logs, for restart counts.
+    Observe {
+        /// Whether the logs are asked too.
+        logs: bool,
+    },
+    /// Ask the node whether it takes the pod. Ends when the node has decided.
+    Admit,
+    /// Ask the node whether the pod may have the sizes that its spec has now.
+    Grow,
+    /// Bring a static pod's mirror in line.
+    Mirror,
+    /// Make the cgroup and the directories; find the runtime handler and the user namespace.
+    Prepare,
+    /// Set up the volumes, or refresh them.
+    Volumes {
+        /// They were set up before, by whoever started the containers that run.
+        known: bool,
+    },
+    /// Make a sandbox.
+    Sandbox {
+        /// How many came before it.
+        attempt: u32,
+    },
+    /// Make sure of a container's image.
+    Pull(Start),
+    /// Create and start a container, and run its postStart hook.
+    Start {
+        /// The container.
+        start: Start,
+        /// The sandbox's id.
+        sandbox: String,
+        /// The sandbox's attempt.
+        attempt: u32,
+        /// The sandbox's addresses.
+        ips: Vec<String>,
+    },
+    /// Stop a container: its preStop hook, the signal, and at the deadline SIGKILL.
+    Stop {
+        /// The container.
+        kill: Kill,
+        /// It is the first try: the event is sent and the hook runs.
+        first: bool,
+        /// When its grace period is over.
+        until: Timestamp,
+    },
+    /// Stop a sandbox and give its addresses back.
+    StopSandbox(String),
+    /// Stop containers at once and remove them, in this order, so that all start over (KEP-5532).
+    RestartAll(Vec<Kill>),
+    /// Bring running containers to the sizes that were granted; their names.
+    Resize(Vec<String>),
+    /// Remove ended containers and sandboxes that nobody needs any more.
+    Collect {
+        /// Containers: id, name and attempt.
+        containers: Vec<(String, String, u32)>,
+        /// Ids of sandboxes.
+        sandboxes: Vec<String>,
+    },
+    /// Give back what the pod held; what is in the runtime and on disk only if its content goes.
+    Release {
+        /// Whether the content goes.
+        content: bool,
+    },
+    /// Tell the API the last status and let it have the object back.
+    Finalise,
+}
+
+/// What an operation is about. A worker has at most one under way for each.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Key {
+    /// See [`Op::Observe`].
+    Observe,
+    /// See [`Op::Admit`].
+    Admit,
+    /// See [`Op::Grow`].
+    Grow,
+    /// See [`Op::Mirror`].
+    Mirror,
+    /// See [`Op::Prepare`].
+    Prepare,
+    /// See [`Op::Volumes`].
+    Volumes,
+    /// See [`Op::Sandbox`].
+    Sandbox,
+    /// See [`Op::Pull`]; the container's name.
+    Pull(String),
+    /// See [`Op::Start`]; the container's name.
+    Start(String),
+    /// See [`Op::Stop`]; the container's id.
+    Stop(String),
+    /// See [`Op::StopSandbox`]; its id.
+    StopSandbox(String),
+    /// See [`Op::RestartAll`].
+    RestartAll,
+    /// See [`Op::Resize`].
+    Resize,
+    /// See [`Op::Collect`].
+    Collect,
+    /// See [`Op::Release`].
+    Release,
+    /// See [`Op::Finalise`].
+    Finalise,
+}
+
+impl Op {
+    /// What it is about.
+    #[must_use]
+    pub fn key(&self) -> Key {
+        match self {
+            Op::Observe { .. } => Key::Observe,
+            Op::Admit => Key::Admit,
+            Op::Grow => Key::Grow,
+            Op::Mirror => Key::Mirror,
+            Op::Prepare => Key::Prepare,
+            Op::Volumes { .. } => Key::Volumes,
+            Op::Sandbox { .. } => Key::Sandbox,
+            Op::Pull(start) => Key::Pull(start.container.name.clone()),
+            Op::Start { start, .. } => Key::Start(start.container.name.clone()),
+            Op::Stop { kill, .. } => Key::Stop(kill.id.clone()),
+            Op::StopSandbox(id) => Key::StopSandbox(id.clone()),
+            Op::RestartAll(_) => Key::RestartAll,
+            Op::Resize(_) => Key::Resize,
+            Op::Collect { .. } => Key::Collect,
+            Op::Release { .. } => Key::Release,
+            Op::Finalise => Key::Finalise,
+        }
+    }
+}
+
+/// What came of an operation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum Outcome {
+    /// What the runtime has, and for containers without an instance the attempt that follows their
+    /// logs, by name.
+    Observed {
+        /// What the runtime has.
+        #[serde(with = "super::stored::shared")]
+        pod: Arc<ObservedPod>,
+        /// Attempts by container name.
+        logged: BTreeMap<String, u32>,
+    },
+    /// The node takes the pod.
+    Admitted,
+    /// The node does not take it.
+    Refused {
+        /// The reason in the status and the event.
+        reason: String,
+        /// The message.
+        message: String,
+    },
+    /// The pod has the sizes that its spec has.
+    Granted,
+    /// It does not have them yet.
+    Deferred {
+        /// The reason, for instance `OutOfmemory`.
+        reason: String,
+        /// The message.
+        message: String,
+    },
+    /// A sandbox was made.
+    Sandbox {
+        /// Its id.
+        id: String,
+        /// Its addresses; empty on the host network.
+        ips: Vec<String>,
+    },
+    /// A container runs.
+    Started {
+        /// Its id.
+        id: String,
+    },
+    /// It is done.
+    Done,
+    /// A container cannot be started yet: the reason and message of its waiting state.
+    Waiting {
+        /// The reason.
+        reason: String,
+        /// The message.
+        message: String,
+        /// When another try makes sense, if that is known.
+        until: Option<Timestamp>,
+    },
+    /// It failed or its outcome is unknown; another try may cure it.
+    Failed(String),
+}
+
+/// An event about the pod.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PodEvent {
+    /// The field path of the container, if it is about one.
+    pub field_path: Option<String>,
+    /// Whether it is a warning.
+    pub warning: bool,
+    /// The reason.
+    pub reason: String,
+    /// The message.
+    pub message: String,
+}

@@ -1,0 +1,558 @@
+//! One pod's worker: what happened goes in, what is to be done comes out. Pure.
+//!
+//! [`Worker::turn`] takes one [`Input`], brings the lifecycle forward, computes the status and plans
+//! anew from what is known. The plan is a set of operations; those that are under way already go on,
+//! those that have become pointless are cancelled. So after every input, and in particular after every
+//! observation, everything that can be done is being done, and what waits has either an operation under
+//! way, a time to wake at, or a reason that only news can change.
+//!
+//! The rules: `apply` says what an input changes, `plan` what is to be done (kubelet spec, chapters 2,
+//! 3 and 5), `stop` in which order containers end.
+
+mod apply;
+mod input;
+mod plan;
+mod stop;
+mod stored;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::{Pod, PodStatus};
+use serde::{Deserialize, Serialize};
+
+pub use input::{Input, Key, Network, Op, Outcome, PodEvent, Update};
+
+use super::Role;
+use super::actions;
+use super::lifecycle::{self, Cause, State};
+use super::observed::{ContainerState, ObservedPod};
+use super::probe::Probed;
+use super::resize::{self, Sizes};
+use super::status::{self, Problems, Resizing, Verdict};
+use crate::core::backoff::Backoff;
+use crate::core::pod;
+
+/// How long a status waits while the pod is being started and more is about to change.
+const STATUS_DELAY: SignedDuration = SignedDuration::from_millis(300);
+
+/// What the configuration says that decisions depend on.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Rules {
+    /// How often volumes are refreshed without a cause.
+    pub sync_frequency: SignedDuration,
+    /// The longest crash-loop back-off.
+    pub max_backoff: SignedDuration,
+    /// Whether static pods have mirrors: there is an API.
+    pub mirrors: bool,
+}
+
+/// What is true when an input is looked at.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Facts {
+    /// The time.
+    pub now: Timestamp,
+    /// The node's addresses.
+    pub node_ips: Vec<String>,
+    /// The step before the first container that fails, as a sentence.
+    pub held_up: Option<String>,
+    /// The configuration.
+    pub rules: Rules,
+}
+
+/// What a turn leads to.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Turn {
+    /// Operations to cancel: they have become pointless, or are begun anew.
+    pub cancel: Vec<Key>,
+    /// Operations to begin.
+    pub begin: Vec<Op>,
+    /// A status to hand to the writer.
+    pub publish: Option<PodStatus>,
+    /// Events about the pod.
+    pub events: Vec<PodEvent>,
+    /// Steps of the lifecycle: the state before, the cause, the state after.
+    pub decisions: Vec<(State, lifecycle::Input, State)>,
+    /// When to come back with [`Input::Tick`] if nothing else happens before.
+    pub wake_at: Option<Timestamp>,
+    /// Another observation was accepted: probes follow it.
+    pub observed: bool,
+    /// The pod has left this node, and its worker ends.
+    pub gone: bool,
+}
+
+/// A failed operation that is tried again.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Retry {
+    key: Key,
+    failures: u32,
+    until: Timestamp,
+}
+
+/// How far the pod's volumes are.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+struct VolumeState {
+    /// When they were set up or refreshed last.
+    at: Option<Timestamp>,
+    /// What they are made from has changed since.
+    stale: bool,
+    /// What the files that show the pod itself were made from.
+    shape: u64,
+    /// They were set up or refreshed for the starts that are planned.
+    fresh: bool,
+}
+
+/// Whether the pod asks for other sizes than it has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+enum Growth {
+    /// It has what its spec says.
+    #[default]
+    Settled,
+    /// The node is to be asked.
+    Wanted,
+    /// The node has said no; when another pod goes it is asked again.
+    Deferred,
+}
+
+/// One pod's worker. Everything that it knows can be had again from the runtime and the API; nothing in
+/// it refers to the world, so that it can be stored.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Worker {
+    /// Where the pod stands in its life.
+    pub state: State,
+    /// The newest status.
+    pub status: PodStatus,
+    /// What the runtime has, with what was done since.
+    #[serde(with = "stored::optional")]
+    pub observed: Option<Arc<ObservedPod>>,
+    /// What the pod waits for, if it is not as its spec says and nothing is under way or failing.
+    pub waiting: Option<String>,
+    update: Update,
+    /// The pod with the sizes that were granted.
+    #[serde(with = "stored::shared")]
+    effective: Arc<Pod>,
+    granted: Sizes,
+    growth: Growth,
+    resizing: Resizing,
+    published: Option<PodStatus>,
+    publish_at: Option<Timestamp>,
+    /// The status goes on from what the API had.
+    adopted: bool,
+    admitted: bool,
+    /// Something new may be in the runtime.
+    look: bool,
+    /// Something was done whose outcome is not known: nothing more is done before it is.
+    unsure: bool,
+    /// Counts what was done; an observation that was begun before something was done is void.
+    acted: u64,
+    observing: u64,
+    /// What the runtime has was noted from what was done, and not seen yet.
+    provisional: bool,
+    logged: BTreeMap<String, u32>,
+    counts: BTreeMap<String, u32>,
+    probed: Probed,
+    problems: Problems,
+    backoff: Backoff,
+    /// Attempts whose back-off was announced, by container.
+    announced: BTreeMap<String, u32>,
+    retries: Vec<Retry>,
+    in_flight: Vec<Op>,
+    /// Containers that were told to stop, and when their grace is over, by id.
+    stops: BTreeMap<String, Timestamp>,
+    /// When the grace period of the whole pod is over.
+    stop_by: Option<Timestamp>,
+    stopped_sandboxes: BTreeSet<String>,
+    prepared_at: Option<Timestamp>,
+    volumes: VolumeState,
+    /// Containers whose image is there for the start that is planned.
+    images: BTreeSet<String>,
+    network: Network,
+    /// That the network is not ready was said.
+    network_told: bool,
+    /// Containers that a stop has ended, as the runtime said; what still runs then is told once more.
+    stop_done: BTreeSet<String>,
+    /// When the last sandbox was made.
+    sandbox_at: Option<Timestamp>,
+    /// The mirror was brought in line, as far as the API has shown it: this object was seen then.
+    mirrored: Option<(Option<String>, Timestamp)>,
+    verdict: Option<Verdict>,
+    /// When the plan has more to do.
+    wake_at: Option<Timestamp>,
+    /// The containers that the pod is for have come to their end; sidecars may still run.
+    completed: bool,
+    finalised: bool,
+}
+
+impl Worker {
+    /// The worker of a pod that has come to this agent at `now`.
+    #[must_use]
+    pub fn new(update: Update, network: Network, now: Timestamp) -> Worker {
+        let granted = resize::known(&update.pod);
+        let mut worker = Worker {
+            state: State::Syncing,
+            status: PodStatus::default(),
+            observed: None,
+            waiting: None,
+            effective: Arc::clone(&update.pod),
+            resizing: Resizing {
+                actuated: granted.clone(),
+                ..Resizing::default()
+            },
+            granted,
+            growth: Growth::Settled,
+            published: None,
+            publish_at: None,
+            adopted: false,
+            admitted: false,
+            look: true,
+            unsure: true,
+            acted: 0,
+            observing: 0,
+            provisional: false,
+            logged: BTreeMap::new(),
+            counts: BTreeMap::new(),
+            probed: Probed::default(),
+            problems: Problems::new(),
+            backoff: Backoff::default(),
+            announced: BTreeMap::new(),
+            retries: vec![],
+            in_flight: vec![],
+            stops: BTreeMap::new(),
+            stop_by: None,
+            stopped_sandboxes: BTreeSet::new(),
+            prepared_at: None,
+            volumes: VolumeState::default(),
+            images: BTreeSet::new(),
+            network,
+            network_told: false,
+            stop_done: BTreeSet::new(),
+            sandbox_at: None,
+            mirrored: None,
+            verdict: None,
+            wake_at: None,
+            completed: false,
+            finalised: false,
+            update,
+        };
+        worker.adopt_update();
+        let intent = worker.update.intent();
+        worker.state = State::Syncing.step(lifecycle::Input::Intent(intent));
+        worker.limit_grace(now);
+        worker
+    }
+
+    /// Takes in what happened, and says what follows.
+    pub fn turn(&mut self, facts: &Facts, input: Input) -> Turn {
+        let mut turn = Turn::default();
+        let resizing = self.is_resizing();
+        // An input that changes nothing may come when something else is due.
+        let due = self.wake_at.is_some_and(|at| at <= facts.now);
+        if self.apply(facts, input, &mut turn) || due {
+            self.advance(facts, &mut turn);
+            self.replan(facts, &mut turn);
+            self.wake_at = turn.wake_at;
+            if resizing && !self.is_resizing() && !self.state.is_ending() {
+                let message = format!(
+                    "Pod resize completed: {}",
+                    resize::described(&self.effective, None)
+                );
+                turn.events.push(event("ResizeCompleted", message));
+            }
+        }
+        turn.wake_at = self.wake_at.filter(|at| *at > facts.now);
+        self.publish(facts, &mut turn);
+        turn.gone = self.is_gone();
+        debug_assert!(
+            turn.gone || !self.has_overlooked_something(facts),
+            "a worker sleeps with something left to do: {self:?}"
+        );
+        turn
+    }
+
+    /// Whether something is planned that is neither under way nor waits for a time: then nothing would
+    /// ever wake the worker to do it.
+    fn has_overlooked_something(&self, facts: &Facts) -> bool {
+        let mut probe = self.clone();
+        let mut turn = Turn::default();
+        probe.replan(facts, &mut turn);
+        !turn.begin.is_empty() || !turn.cancel.is_empty()
+    }
+
+    /// The pod with the sizes that the node has granted.
+    #[must_use]
+    pub fn pod(&self) -> &Arc<Pod> {
+        &self.effective
+    }
+
+    /// The newest desired state.
+    #[must_use]
+    pub fn update(&self) -> &Update {
+        &self.update
+    }
+
+    /// What probes have found.
+    #[must_use]
+    pub fn probed(&self) -> &Probed {
+        &self.probed
+    }
+
+    /// How far a resize is.
+    #[must_use]
+    pub fn resizing(&self) -> &Resizing {
+        &self.resizing
+    }
+
+    /// Containers that are being started; their postStart hook may still run.
+    #[must_use]
+    pub fn starting(&self) -> BTreeSet<&str> {
+        let starting = self.in_flight.iter().filter_map(|op| match op {
+            Op::Start { start, .. } => Some(start.container.name.as_str()),
+            _ => None,
+        });
+        starting.collect()
+    }
+
+    /// Whether nothing is under way.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.in_flight.is_empty()
+    }
+
+    fn is_in_flight(&self, key: &Key) -> bool {
+        self.in_flight.iter().any(|op| op.key() == *key)
+    }
+
+    fn is_resizing(&self) -> bool {
+        !resize::same(&self.resizing.actuated, &resize::wished(&self.effective))
+    }
+
+    /// Whether the worker is not needed any more: its content is released, and the API has no object of
+    /// it, or keeps one only for others (a finalizer), of which the source will tell.
+    fn is_gone(&self) -> bool {
+        let State::Finished { cause } = self.state else {
+            return false;
+        };
+        match cause {
+            Cause::Removed => true,
+            Cause::Deleted => self.update.removed || self.update.object.is_none(),
+            _ => false,
+        }
+    }
+
+    fn step(&mut self, input: lifecycle::Input, facts: &Facts, turn: &mut Turn) {
+        let before = self.state;
+        self.state = before.step(input);
+        turn.decisions.push((before, input, self.state));
+        self.limit_grace(facts.now);
+        if before != self.state {
+            // What failed in one state says nothing about the next.
+            self.retries.clear();
+        }
+    }
+
+    /// A pod that ends has its grace from now on, unless it has less already.
+    fn limit_grace(&mut self, now: Timestamp) {
+        if let State::Terminating { grace, .. } = self.state {
+            let until = now + SignedDuration::from_secs(grace);
+            self.stop_by = Some(self.stop_by.map_or(until, |before| before.min(until)));
+        }
+    }
+
+    /// Brings the lifecycle as far as what is known allows.
+    fn advance(&mut self, facts: &Facts, turn: &mut Turn) {
+        loop {
+            self.compute_status(facts);
+            let Some(input) = self.next_step(facts, turn) else {
+                break;
+            };
+            let before = self.state;
+            self.step(input, facts, turn);
+            if before == self.state {
+                break;
+            }
+        }
+    }
+
+    /// The next step of the lifecycle that what is known makes due.
+    fn next_step(&mut self, facts: &Facts, turn: &mut Turn) -> Option<lifecycle::Input> {
+        let ended = |cause, grace| Some(lifecycle::Input::Ended { cause, grace });
+        let own_grace = pod::grace_seconds(&self.effective);
+        match self.state {
+            State::Syncing => {
+                if let Some(verdict) = &self.verdict {
+                    return ended(verdict.cause, verdict.grace.unwrap_or(own_grace));
+                }
+                if self.observed.is_none() || !self.admitted {
+                    return None;
+                }
+                if self.completed || self.plan_actions().give_up {
+                    return ended(Cause::Completed, own_grace);
+                }
+                let until = status::deadline(&self.effective, &self.status)?;
+                if until > facts.now {
+                    return None;
+                }
+                let message = "Pod was active on the node longer than the specified deadline";
+                turn.events.push(event("DeadlineExceeded", message.into()));
+                self.verdict = Some(Verdict {
+                    cause: Cause::DeadlineExceeded,
+                    reason: "DeadlineExceeded".into(),
+                    message: message.into(),
+                    disruption: None,
+                    grace: None,
+                });
+                ended(Cause::DeadlineExceeded, own_grace)
+            }
+            State::Terminating { .. } => self.has_stopped().then_some(lifecycle::Input::Stopped),
+            State::Terminated { .. } | State::Finished { .. } => None,
+        }
+    }
+
+    /// What the runtime is to be brought to.
+    fn plan_actions(&self) -> actions::PodActions {
+        let Some(observed) = &self.observed else {
+            return actions::PodActions::default();
+        };
+        let health = actions::Health {
+            probed: &self.probed,
+            actuated: &self.resizing.actuated,
+        };
+        actions::compute(&self.effective, observed, &health, |name| {
+            self.restart_count(name)
+        })
+    }
+
+    /// The restart count that a container without an instance starts from: what the status says, what
+    /// was removed on purpose, what the logs tell (kubelet spec, 4.4).
+    fn restart_count(&self, name: &str) -> u32 {
+        let status = &self.status;
+        let known = [&status.container_statuses, &status.init_container_statuses]
+            .into_iter()
+            .flatten()
+            .flatten()
+            .find(|s| s.name == name)
+            .map_or(0, |s| u32::try_from(s.restart_count).unwrap_or(0));
+        let logged = self.logged.get(name).copied().unwrap_or(0);
+        known
+            .max(logged)
+            .max(self.counts.get(name).copied().unwrap_or(0))
+    }
+
+    fn compute_status(&mut self, facts: &Facts) {
+        let Some(observed) = &self.observed else {
+            return;
+        };
+        let ended = matches!(
+            self.state,
+            State::Terminated { .. } | State::Finished { .. }
+        );
+        if let State::Finished { cause } = self.state
+            && cause.removes_content()
+        {
+            // What the runtime had has been removed: the last status stands.
+            return;
+        }
+        self.problems
+            .retain(|name, _| !is_settled(&self.effective, observed, name));
+        let starting = self.starting();
+        let mut status = status::compute(&status::Facts {
+            pod: &self.effective,
+            observed,
+            previous: &self.status,
+            problems: &self.problems,
+            held_up: facts.held_up.clone(),
+            probed: &self.probed,
+            starting: &starting,
+            resize: &self.resizing,
+            node_ips: &facts.node_ips,
+            ended,
+            verdict: self.verdict.as_ref(),
+            now: facts.now,
+        });
+        let is_final =
+            |status: &PodStatus| matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"));
+        self.completed = is_final(&status);
+        if !ended
+            && is_final(&status)
+            && !is_final(&self.status)
+            && observed.live().next().is_some()
+        {
+            // A final phase says that nothing runs any more, sidecars included.
+            status.phase = Some("Running".into());
+        }
+        self.status = status;
+    }
+
+    /// Hands on the status if it is another one, at once or when the start that is under way has had its
+    /// moment.
+    fn publish(&mut self, facts: &Facts, turn: &mut Turn) {
+        if self.status == PodStatus::default() {
+            return;
+        }
+        let differs = match (&self.published, self.state) {
+            (None, _) => true,
+            // That the deletion was seen is told together with the end, which is near.
+            (Some(published), State::Terminating { .. }) => {
+                status::substance(published) != status::substance(&self.status)
+            }
+            (Some(published), _) => *published != self.status,
+        };
+        if !differs {
+            self.publish_at = None;
+            return;
+        }
+        let starting = self.state == State::Syncing
+            && self.in_flight.iter().any(|op| match op {
+                Op::Sandbox { .. } | Op::Pull(_) | Op::Start { .. } => true,
+                // It will say what the start that was noted looks like in full.
+                Op::Observe { .. } => self.provisional,
+                _ => false,
+            });
+        let due = match (starting && self.published.is_some(), self.publish_at) {
+            (false, _) => true,
+            (true, Some(at)) => at <= facts.now,
+            (true, None) => {
+                self.publish_at = Some(facts.now + STATUS_DELAY);
+                false
+            }
+        };
+        if due {
+            self.publish_at = None;
+            self.published = Some(self.status.clone());
+            turn.publish = Some(self.status.clone());
+        } else if let Some(at) = self.publish_at {
+            turn.wake_at = Some(turn.wake_at.map_or(at, |wake| wake.min(at)));
+        }
+    }
+}
+
+/// Whether a container runs, or is an init container that has done its work: then whatever kept it from
+/// being started is over, also where the answer to its start was lost.
+fn is_settled(pod: &Pod, observed: &ObservedPod, name: &str) -> bool {
+    let init = pod::containers(pod)
+        .iter()
+        .any(|(role, c)| *role == Role::Init && c.name == name);
+    observed.newest(name).is_some_and(|c| {
+        c.state == ContainerState::Running
+            || (init && c.state == ContainerState::Exited && c.exit_code == 0)
+    })
+}
+
+fn event(reason: &str, message: String) -> PodEvent {
+    PodEvent {
+        field_path: None,
+        warning: false,
+        reason: reason.into(),
+        message,
+    }
+}
+
+fn warning(reason: &str, message: String) -> PodEvent {
+    PodEvent {
+        warning: true,
+        ..event(reason, message)
+    }
+}

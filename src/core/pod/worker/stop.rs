@@ -1,0 +1,97 @@
+//! In which order a pod's containers end (kubelet spec, 3.4 and 3.6): the regular ones at once, each
+//! sidecar when all regular containers and the sidecars after it have ended or the grace period is over,
+//! then the sandboxes.
+
+use jiff::{SignedDuration, Timestamp};
+
+use super::{Op, Worker};
+use crate::core::pod;
+use crate::core::pod::Role;
+use crate::core::pod::actions::Kill;
+use crate::core::pod::observed::{self, ContainerState, ObservedPod};
+
+impl Worker {
+    /// What is to be stopped now, so that at `until` nothing of the pod runs.
+    pub(super) fn plan_stop(
+        &self,
+        observed: &ObservedPod,
+        until: Timestamp,
+        now: Timestamp,
+    ) -> Vec<Op> {
+        let all = pod::containers(&self.effective);
+        // Sidecars by their place; regular containers count as the last of all.
+        let place = |c: &observed::Container| {
+            all.iter()
+                .position(|(role, def)| *role == Role::Sidecar && def.name == c.name)
+                .unwrap_or(usize::MAX)
+        };
+        let last = self.alive(observed).map(place).max();
+        let due = |c: &&observed::Container| Some(place(c)) == last || until <= now;
+        let stops = self.alive(observed).filter(due).map(|c| {
+            let kill = Kill {
+                id: c.id.clone(),
+                name: c.name.clone(),
+                message: format!("Stopping container {}", c.name),
+                grace: None,
+            };
+            self.stop_of(kill, until)
+        });
+        let ops: Vec<Op> = stops.collect();
+        if !ops.is_empty() {
+            return ops;
+        }
+        self.unstopped(observed)
+            .map(|id| Op::StopSandbox(id.to_owned()))
+            .collect()
+    }
+
+    /// Stopping one container by `until`, or earlier if it was told so before.
+    pub(super) fn stop_of(&self, kill: Kill, until: Timestamp) -> Op {
+        let before = self.stops.get(&kill.id).copied();
+        Op::Stop {
+            first: before.is_none(),
+            until: before.map_or(until, |before| before.min(until)),
+            kill,
+        }
+    }
+
+    /// Stopping one container that has `grace` seconds from the time that it is told so.
+    pub(super) fn stop_within(&self, kill: Kill, grace: i64, now: Timestamp) -> Op {
+        let until = self
+            .stops
+            .get(&kill.id)
+            .copied()
+            .unwrap_or(now + SignedDuration::from_secs(grace));
+        self.stop_of(kill, until)
+    }
+
+    /// Containers that may have a process. Of one whose state the runtime does not know, that it could be
+    /// stopped has to be enough.
+    fn alive<'a>(
+        &'a self,
+        observed: &'a ObservedPod,
+    ) -> impl Iterator<Item = &'a observed::Container> {
+        observed
+            .live()
+            .filter(|c| c.state == ContainerState::Running || !self.stop_done.contains(&c.id))
+    }
+
+    fn unstopped<'a>(&'a self, observed: &'a ObservedPod) -> impl Iterator<Item = &'a str> {
+        let ids = observed.sandboxes.iter().map(|s| s.id.as_str());
+        ids.filter(|id| !self.stopped_sandboxes.contains(*id))
+    }
+
+    /// Whether nothing of the pod runs any more, as far as was seen after the last thing that was done.
+    pub(super) fn has_stopped(&self) -> bool {
+        let Some(observed) = self.observed.as_ref().filter(|_| !self.unsure) else {
+            return false;
+        };
+        let acting = self
+            .in_flight
+            .iter()
+            .any(|op| matches!(op, Op::Sandbox { .. } | Op::Start { .. } | Op::Stop { .. }));
+        !acting
+            && self.alive(observed).next().is_none()
+            && self.unstopped(observed).next().is_none()
+    }
+}

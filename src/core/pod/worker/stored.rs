@@ -1,0 +1,45 @@
+//! How shared values are stored: as what they share.
+
+/// A shared value.
+pub mod shared {
+    use std::sync::Arc;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    /// Writes the value.
+    pub fn serialize<T: Serialize, S: Serializer>(
+        value: &Arc<T>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        T::serialize(value, to)
+    }
+
+    /// Reads it.
+    pub fn deserialize<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Arc<T>, D::Error> {
+        T::deserialize(from).map(Arc::new)
+    }
+}
+
+/// A shared value that may be missing.
+pub mod optional {
+    use std::sync::Arc;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    /// Writes the value.
+    pub fn serialize<T: Serialize, S: Serializer>(
+        value: &Option<Arc<T>>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        value.as_deref().serialize(to)
+    }
+
+    /// Reads it.
+    pub fn deserialize<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Option<Arc<T>>, D::Error> {
+        Option::<T>::deserialize(from).map(|value| value.map(Arc::new))
+    }
+}
