@@ -117,6 +117,7 @@ impl Server {
         let (told, said) = (Arc::clone(&seen), lines.clone());
         let limits = Limits {
             connections: 1000,
+            strangers_give_way: false,
             idle: None,
         };
         tokio::spawn(https::serve(
