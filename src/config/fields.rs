@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::Document;
+use super::document::Document;
 use super::effective;
 
 /// All fields of the format (Kubernetes 1.36).
@@ -164,7 +164,7 @@ pub fn table() -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::NOT_HONOURED;
+    use super::super::document::NOT_HONOURED;
     use super::*;
 
     #[test]

@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::ConfigError;
-use super::invalid;
+use super::values::invalid;
 
 /// The fields as they stand in a file.
 #[derive(Debug, Default, Clone, Deserialize)]

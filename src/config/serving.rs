@@ -7,8 +7,8 @@ use std::time::Duration;
 use serde::Deserialize;
 
 use super::ConfigError;
-use super::invalid;
-use super::time;
+use super::values::invalid;
+use super::values::time;
 
 #[derive(Debug, Default, Clone, Deserialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]

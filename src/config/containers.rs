@@ -1,0 +1,98 @@
+//! Containers: logs, quotas, swap, sysctls, restarts.
+
+use std::time::Duration;
+
+use super::document::{CrashLoop, MemorySwap};
+use super::values::{invalid, time};
+use super::{ConfigError, Logs};
+use crate::core::quantity::Quantity;
+use crate::core::time::duration;
+
+pub(super) fn logs(
+    size: Option<&String>,
+    files: Option<i32>,
+    interval: Option<&String>,
+) -> Result<Logs, ConfigError> {
+    let text = size.map_or("10Mi", String::as_str);
+    let bytes = text
+        .parse::<Quantity>()
+        .ok()
+        .and_then(|q| u64::try_from(q.units()).ok());
+    Ok(Logs {
+        max_size: bytes.filter(|b| *b > 0).ok_or_else(|| {
+            invalid(
+                "containerLogMaxSize",
+                text,
+                "use a positive quantity such as 10Mi",
+            )
+        })?,
+        max_files: usize::try_from(files.unwrap_or(5))
+            .ok()
+            .filter(|f| *f > 1)
+            .ok_or_else(|| invalid("containerLogMaxFiles", files, "use 2 or more"))?,
+        interval: time("containerLogMonitorInterval", interval, 10)?,
+    })
+}
+
+pub(super) fn limited_swap(swap: Option<MemorySwap>) -> Result<bool, ConfigError> {
+    match swap.and_then(|s| s.swap_behavior).as_deref() {
+        None | Some("" | "NoSwap") => Ok(false),
+        Some("LimitedSwap") => Ok(true),
+        Some(other) => Err(invalid(
+            "memorySwap.swapBehavior",
+            other,
+            "use NoSwap or LimitedSwap",
+        )),
+    }
+}
+
+/// The period of CPU quotas in microseconds; none where quotas are not enforced.
+pub(super) fn quota_period(
+    enforced: Option<bool>,
+    period: Option<&String>,
+) -> Result<Option<u64>, ConfigError> {
+    let Some(text) = period else {
+        return Ok((enforced != Some(false)).then_some(crate::core::pod::cgroup::PERIOD));
+    };
+    let micros = duration(text).and_then(|d| u64::try_from(d.as_micros()).ok());
+    let Some(micros) = micros.filter(|m| (1_000..=1_000_000).contains(m)) else {
+        let remedy = "use a duration between 1ms and 1s";
+        return Err(invalid("cpuCFSQuotaPeriod", text, remedy));
+    };
+    Ok((enforced != Some(false)).then_some(micros))
+}
+
+pub(super) fn unsafe_sysctls(patterns: Vec<String>) -> Result<Vec<String>, ConfigError> {
+    match patterns
+        .iter()
+        .find(|p| !crate::core::pod::sysctl::is_namespaced(p))
+    {
+        None => Ok(patterns),
+        Some(bad) => Err(invalid(
+            "allowedUnsafeSysctls",
+            bad,
+            "only kernel.shm*, kernel.msg*, kernel.sem, fs.mqueue.* and net.* belong to a pod alone",
+        )),
+    }
+}
+
+/// The longest crash-loop back-off.
+pub(super) fn longest_back_off(section: Option<CrashLoop>) -> Result<Duration, ConfigError> {
+    let field = "crashLoopBackOff.maxContainerRestartPeriod";
+    let text = section.and_then(|c| c.max_container_restart_period);
+    let longest = time(field, text.as_ref(), 300)?;
+    if (Duration::from_secs(1)..=Duration::from_secs(300)).contains(&longest) {
+        Ok(longest)
+    } else {
+        Err(invalid(field, text, "use between 1s and 300s"))
+    }
+}
+
+/// Whether systemd makes cgroups where the runtime does not say who does.
+pub(super) fn cgroup_driver(text: Option<&str>) -> Result<bool, ConfigError> {
+    match text {
+        None | Some("cgroupfs") => Ok(false),
+        Some("systemd") => Ok(true),
+        Some(other) => Err(invalid("cgroupDriver", other, "use cgroupfs or systemd")),
+    }
+}

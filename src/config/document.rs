@@ -1,0 +1,186 @@
+//! The file as it stands: the fields of KubeletConfiguration v1beta1 that are read, and the decoding.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::logging;
+use super::serving;
+
+/// Fields of the format that are read but not honoured by this version.
+pub(super) const NOT_HONOURED: &[&str] = &[
+    "tlsCurvePreferences",
+    "enableContentionProfiling",
+    "enableProfilingHandler",
+    "oomScoreAdj",
+    "streamingConnectionIdleTimeout",
+    "volumeStatsAggPeriod",
+    "kubeletCgroups",
+    "systemCgroups",
+    "cgroupsPerQOS",
+    "cpuManagerPolicy",
+    "cpuManagerPolicyOptions",
+    "cpuManagerReconcilePeriod",
+    "memoryManagerPolicy",
+    "reservedMemory",
+    "topologyManagerPolicy",
+    "topologyManagerScope",
+    "topologyManagerPolicyOptions",
+    "qosReserved",
+    "hairpinMode",
+    "podsPerCore",
+    "podCIDR",
+    "maxOpenFiles",
+    "contentType",
+    "kubeAPIQPS",
+    "kubeAPIBurst",
+    "evictionHard",
+    "evictionSoft",
+    "evictionSoftGracePeriod",
+    "evictionMinimumReclaim",
+    "evictionPressureTransitionPeriod",
+    "evictionMaxPodGracePeriod",
+    "mergeDefaultEvictionSettings",
+    "enableControllerAttachDetach",
+    "protectKernelDefaults",
+    "makeIPTablesUtilChains",
+    "iptablesMasqueradeBit",
+    "iptablesDropBit",
+    "failSwapOn",
+    "failCgroupV1",
+    "configMapAndSecretChangeDetectionStrategy",
+    "reservedSystemCPUs",
+    "systemReservedCgroup",
+    "kubeReservedCgroup",
+    "enforceNodeAllocatable",
+    "volumePluginDir",
+    "kernelMemcgNotification",
+    "shutdownGracePeriod",
+    "shutdownGracePeriodCriticalPods",
+    "shutdownGracePeriodByPodPriority",
+    "memoryThrottlingFactor",
+    "memoryReservationPolicy",
+    "localStorageCapacityIsolation",
+    "imageServiceEndpoint",
+    "userNamespaces",
+    "showHiddenMetricsForVersion",
+    "nodeStatusReportFrequency",
+];
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct CrashLoop {
+    pub(super) max_container_restart_period: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct MemorySwap {
+    pub(super) swap_behavior: Option<String>,
+}
+
+/// The honoured fields as they stand in a file.
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct Document {
+    /// All of it, as it stands.
+    #[serde(skip)]
+    pub(super) raw: Value,
+    #[serde(rename = "apiVersion")]
+    pub(super) api_version: Option<String>,
+    pub(super) kind: Option<String>,
+    pub(super) rotate_certificates: Option<bool>,
+    pub(super) static_pod_path: Option<String>,
+    #[serde(rename = "staticPodURL")]
+    pub(super) static_pod_url: Option<String>,
+    #[serde(rename = "staticPodURLHeader")]
+    pub(super) static_pod_url_header: Option<BTreeMap<String, Vec<String>>>,
+    pub(super) http_check_frequency: Option<String>,
+    pub(super) pod_logs_dir: Option<String>,
+    pub(super) sync_frequency: Option<String>,
+    pub(super) file_check_frequency: Option<String>,
+    pub(super) cluster_domain: Option<String>,
+    #[serde(rename = "clusterDNS")]
+    pub(super) cluster_dns: Option<Vec<String>>,
+    pub(super) resolv_conf: Option<String>,
+    pub(super) node_status_update_frequency: Option<String>,
+    pub(super) node_lease_duration_seconds: Option<i32>,
+    pub(super) node_status_max_images: Option<i64>,
+    pub(super) cgroup_root: Option<String>,
+    pub(super) cgroup_driver: Option<String>,
+    pub(super) runtime_request_timeout: Option<String>,
+    pub(super) max_pods: Option<i64>,
+    pub(super) pod_pids_limit: Option<i64>,
+    pub(super) serialize_image_pulls: Option<bool>,
+    pub(super) max_parallel_image_pulls: Option<usize>,
+    pub(super) system_reserved: Option<BTreeMap<String, String>>,
+    pub(super) kube_reserved: Option<BTreeMap<String, String>>,
+    pub(super) seccomp_default: Option<bool>,
+    #[serde(rename = "providerID")]
+    pub(super) provider_id: Option<String>,
+    pub(super) crash_loop_back_off: Option<CrashLoop>,
+    pub(super) register_node: Option<bool>,
+    pub(super) register_with_taints: Option<Vec<k8s_openapi::api::core::v1::Taint>>,
+    pub(super) container_runtime_endpoint: Option<String>,
+    #[serde(rename = "singleProcessOOMKill")]
+    pub(super) single_process_oom_kill: Option<bool>,
+    #[serde(rename = "cpuCFSQuota")]
+    pub(super) cpu_cfs_quota: Option<bool>,
+    #[serde(rename = "cpuCFSQuotaPeriod")]
+    pub(super) cpu_cfs_quota_period: Option<String>,
+    pub(super) allowed_unsafe_sysctls: Option<Vec<String>>,
+    #[serde(rename = "registryPullQPS")]
+    pub(super) registry_pull_qps: Option<i32>,
+    pub(super) registry_burst: Option<i32>,
+    pub(super) image_pull_credentials_verification_policy: Option<String>,
+    pub(super) preloaded_images_verification_allowlist: Option<Vec<String>>,
+    pub(super) container_log_max_size: Option<String>,
+    pub(super) container_log_max_files: Option<i32>,
+    // One at a time is what we do; more would only read the disk harder.
+    #[serde(rename = "containerLogMaxWorkers")]
+    pub(super) _container_log_max_workers: Option<i32>,
+    pub(super) container_log_monitor_interval: Option<String>,
+    #[serde(rename = "eventRecordQPS")]
+    pub(super) event_record_qps: Option<i32>,
+    pub(super) event_burst: Option<i32>,
+    pub(super) memory_swap: Option<MemorySwap>,
+    #[serde(rename = "imageMinimumGCAge")]
+    pub(super) image_minimum_gc_age: Option<String>,
+    #[serde(rename = "imageMaximumGCAge")]
+    pub(super) image_maximum_gc_age: Option<String>,
+    #[serde(rename = "imageGCHighThresholdPercent")]
+    pub(super) image_gc_high_threshold_percent: Option<i32>,
+    #[serde(rename = "imageGCLowThresholdPercent")]
+    pub(super) image_gc_low_threshold_percent: Option<i32>,
+    pub(super) feature_gates: Option<BTreeMap<String, bool>>,
+    #[serde(flatten)]
+    pub(super) serving: serving::Fields,
+    #[serde(flatten)]
+    pub(super) logging: logging::Fields,
+    #[serde(flatten)]
+    pub(super) rest: BTreeMap<String, Value>,
+}
+
+/// Whether this is a KubeletConfiguration, from its text.
+pub(super) fn parse(text: &str) -> Result<Value, String> {
+    let value: Value = serde_saphyr::from_str(text).map_err(|e| e.to_string())?;
+    let of = |key: &str| value[key].as_str().unwrap_or_default();
+    if of("kind") != "KubeletConfiguration" || of("apiVersion") != "kubelet.config.k8s.io/v1beta1" {
+        let (version, kind) = (of("apiVersion"), of("kind"));
+        return Err(format!(
+            "expected apiVersion kubelet.config.k8s.io/v1beta1 and kind KubeletConfiguration, found {version:?} and {kind:?}"
+        ));
+    }
+    Ok(value)
+}
+
+impl Document {
+    /// Decodes the merged file. The error says which field has the wrong type.
+    pub(super) fn decode(raw: Value) -> Result<Document, String> {
+        let mut document: Document =
+            serde_json::from_value(raw.clone()).map_err(|e| e.to_string())?;
+        document.raw = raw;
+        Ok(document)
+    }
+}

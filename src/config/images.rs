@@ -1,0 +1,132 @@
+//! Images: how they are pulled, proved and removed.
+
+use std::path::PathBuf;
+
+use super::ConfigError;
+use super::document::Document;
+use super::values::invalid;
+use crate::core::image::gc::Rules as ImageRules;
+use crate::core::image::pulled::Policy;
+use crate::core::time::duration;
+
+pub(super) fn image_rules(document: &Document) -> Result<ImageRules, ConfigError> {
+    let percent = |field: &str, value: Option<i32>, default: i32| {
+        let value = value.unwrap_or(default);
+        u8::try_from(value)
+            .ok()
+            .filter(|p| *p <= 100)
+            .ok_or_else(|| invalid(field, value, "use a percentage between 0 and 100"))
+    };
+    let age = |field: &str, text: Option<&String>, default: &str| {
+        let text = text.map_or(default, String::as_str);
+        let age = duration(text).and_then(|d| jiff::SignedDuration::try_from(d).ok());
+        age.ok_or_else(|| invalid(field, text, "use a duration such as 2m or 168h"))
+    };
+    let rules = ImageRules {
+        high: percent(
+            "imageGCHighThresholdPercent",
+            document.image_gc_high_threshold_percent,
+            85,
+        )?,
+        low: percent(
+            "imageGCLowThresholdPercent",
+            document.image_gc_low_threshold_percent,
+            80,
+        )?,
+        // kubeadm writes zeros for what it leaves to the kubelet.
+        minimum_age: Some(age(
+            "imageMinimumGCAge",
+            document.image_minimum_gc_age.as_ref(),
+            "2m",
+        )?)
+        .filter(|age| !age.is_zero())
+        .unwrap_or(jiff::SignedDuration::from_mins(2)),
+        maximum_age: Some(age(
+            "imageMaximumGCAge",
+            document.image_maximum_gc_age.as_ref(),
+            "0s",
+        )?)
+        .filter(|age| !age.is_zero()),
+    };
+    if rules.low >= rules.high {
+        return Err(invalid(
+            "imageGCLowThresholdPercent",
+            rules.low,
+            "it must be below imageGCHighThresholdPercent",
+        ));
+    }
+    if rules
+        .maximum_age
+        .is_some_and(|most| most <= rules.minimum_age)
+    {
+        return Err(invalid(
+            "imageMaximumGCAge",
+            &document.image_maximum_gc_age,
+            "it must be longer than imageMinimumGCAge, or 0s",
+        ));
+    }
+    Ok(rules)
+}
+
+pub(super) fn verification(
+    policy: Option<&str>,
+    allowlist: Vec<String>,
+) -> Result<Policy, ConfigError> {
+    let policy = match policy.unwrap_or("NeverVerifyPreloadedImages") {
+        "NeverVerify" => Policy::NeverVerify,
+        "NeverVerifyPreloadedImages" => Policy::NeverVerifyPreloaded,
+        "NeverVerifyAllowlistedImages" => return Ok(Policy::NeverVerifyAllowlisted(allowlist)),
+        "AlwaysVerify" => Policy::AlwaysVerify,
+        other => {
+            let remedy = "use NeverVerify, NeverVerifyPreloadedImages, NeverVerifyAllowlistedImages or AlwaysVerify";
+            return Err(invalid(
+                "imagePullCredentialsVerificationPolicy",
+                other,
+                remedy,
+            ));
+        }
+    };
+    match allowlist.first() {
+        None => Ok(policy),
+        Some(_) => Err(invalid(
+            "preloadedImagesVerificationAllowlist",
+            allowlist,
+            "it needs imagePullCredentialsVerificationPolicy NeverVerifyAllowlistedImages",
+        )),
+    }
+}
+
+pub(super) fn both(
+    config: Option<&PathBuf>,
+    programs: Option<&PathBuf>,
+) -> Result<Option<PathBuf>, ConfigError> {
+    match (config, programs) {
+        (Some(_), None) => Err(invalid(
+            "--image-credential-provider-bin-dir",
+            "",
+            "set it too: it is where the plugins lie",
+        )),
+        (None, Some(_)) => Err(invalid(
+            "--image-credential-provider-config",
+            "",
+            "set it too: it says which plugins there are",
+        )),
+        (config, _) => Ok(config.cloned()),
+    }
+}
+
+/// How many images are pulled at once.
+pub(super) fn parallel_pulls(
+    serial: Option<bool>,
+    most: Option<usize>,
+) -> Result<usize, ConfigError> {
+    match (serial, most) {
+        (Some(true), Some(n)) if n > 1 => {
+            let remedy = "it can only be above 1 when serializeImagePulls is false";
+            Err(invalid("maxParallelImagePulls", n, remedy))
+        }
+        (_, Some(n)) => Ok(n.max(1)),
+        (Some(false), None) => Ok(32),
+        _ => Ok(1),
+    }
+}

@@ -1,0 +1,63 @@
+//! Reading the configuration: the file, the drop-ins over it, the flags over both (kubelet spec, 16.1).
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::document::{Document, parse};
+use super::resolve::resolve;
+use super::{Config, ConfigError, Overrides};
+
+fn read(path: &Path) -> Result<Value, ConfigError> {
+    let text =
+        std::fs::read_to_string(path).map_err(|e| ConfigError::Read(path.into(), e.to_string()))?;
+    parse(&text).map_err(|why| ConfigError::Parse(path.into(), why))
+}
+
+/// The drop-ins of a directory and those below it, in the order of their paths; only `*.conf` counts (kubelet spec, 16.1).
+fn drop_ins(dir: &Path) -> Result<Vec<PathBuf>, ConfigError> {
+    let failed = |e: std::io::Error| ConfigError::Read(dir.into(), e.to_string());
+    let mut found = vec![];
+    for entry in std::fs::read_dir(dir).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        if path.is_dir() {
+            found.extend(drop_ins(&path)?);
+        } else if path.extension().is_some_and(|e| e == "conf") {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Reads the file, if one is named, and resolves everything. `hostname` is the machine's own name.
+pub fn load(
+    file: Option<&Path>,
+    overrides: &Overrides,
+    hostname: &str,
+) -> Result<Config, ConfigError> {
+    load_all(file, None, &Value::Null, overrides, hostname)
+}
+
+/// The same with drop-ins, each merged over what came before it, and with `fields` of flags, which win.
+pub fn load_all(
+    file: Option<&Path>,
+    drop_in_dir: Option<&Path>,
+    fields: &Value,
+    overrides: &Overrides,
+    hostname: &str,
+) -> Result<Config, ConfigError> {
+    let mut all = file
+        .map(read)
+        .transpose()?
+        .unwrap_or_else(|| Value::Object(serde_json::Map::new()));
+    for path in drop_in_dir.map(drop_ins).transpose()?.unwrap_or_default() {
+        json_patch::merge(&mut all, &read(&path)?);
+    }
+    if !fields.is_null() {
+        json_patch::merge(&mut all, fields);
+    }
+    let named = file.or(drop_in_dir).unwrap_or(Path::new("the flags"));
+    let document = Document::decode(all).map_err(|why| ConfigError::Parse(named.into(), why))?;
+    resolve(document, overrides, hostname)
+}

@@ -1,0 +1,246 @@
+//! From what file and flags say to the one value that the agent goes by.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+use super::containers::{
+    cgroup_driver, limited_swap, logs, longest_back_off, quota_period, unsafe_sysctls,
+};
+use super::document::{Document, NOT_HONOURED};
+use super::images::{both, image_rules, parallel_pulls, verification};
+use super::values::{absolute, invalid, pace, time, url};
+use super::{Config, ConfigError, Overrides};
+use super::{effective, logging, serving};
+use crate::core::node::features::{self, Objection};
+use crate::core::pod::resources::Amounts;
+use crate::core::quantity::Quantity;
+
+/// The feature gates that were set and change nothing, each with the reason; an error for one that cannot be set so.
+fn gates(set: Option<&BTreeMap<String, bool>>) -> Result<Vec<String>, ConfigError> {
+    let mut ignored = vec![];
+    for (name, value) in set.into_iter().flatten() {
+        match features::object(name, *value) {
+            Some(Objection::Refused(remedy)) => {
+                return Err(invalid(&format!("featureGates.{name}"), value, &remedy));
+            }
+            Some(Objection::Ignored(why)) => ignored.push(why),
+            None => {}
+        }
+    }
+    Ok(ignored)
+}
+
+/// The top-level fields that were set and are not honoured.
+fn not_honoured(document: &Document) -> Result<Vec<String>, ConfigError> {
+    let known = |(name, value): (&String, &serde_json::Value)| {
+        if NOT_HONOURED.contains(&name.as_str()) {
+            return Ok(name.clone());
+        }
+        let remedy = "there is no such field in KubeletConfiguration v1beta1; check its spelling";
+        Err(invalid(name, value, remedy))
+    };
+    document.rest.iter().map(known).collect()
+}
+
+fn node_name(flags: &Overrides, hostname: &str) -> Result<String, ConfigError> {
+    let given = flags.hostname.as_deref().unwrap_or(hostname);
+    let name = given.trim().to_lowercase();
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
+    if name.is_empty() || name.len() > 253 || !name.chars().all(is_allowed) {
+        let remedy = "a node name consists of lower-case letters, digits, '-' and '.'";
+        return Err(invalid("--hostname-override", &name, remedy));
+    }
+    Ok(name)
+}
+
+fn node_ips(flags: &Overrides) -> Result<Vec<IpAddr>, ConfigError> {
+    let remedy = "use one IP address, or two of different families separated by a comma";
+    let parse = |text: &str| {
+        let text = text.trim();
+        text.parse::<IpAddr>()
+            .map_err(|_| invalid("--node-ip", text, remedy))
+    };
+    let texts = flags.node_ip.iter().flat_map(|t| t.split(','));
+    texts.map(parse).collect()
+}
+
+fn node_labels(flags: &Overrides) -> Result<BTreeMap<String, String>, ConfigError> {
+    let pairs = flags.node_labels.iter().flat_map(|t| t.split(','));
+    let parse = |pair: &str| match pair.split_once('=') {
+        Some((key, value)) => Ok((key.to_owned(), value.to_owned())),
+        None => {
+            let remedy = "use key=value pairs separated by commas";
+            Err(invalid("--node-labels", pair, remedy))
+        }
+    };
+    pairs.filter(|p| !p.is_empty()).map(parse).collect()
+}
+
+/// What is set aside for the system and for Kubernetes, together.
+fn reserved(document: &Document) -> Result<Amounts, ConfigError> {
+    let mut sums = Amounts::new();
+    for (field, map) in [
+        ("systemReserved", &document.system_reserved),
+        ("kubeReserved", &document.kube_reserved),
+    ] {
+        for (name, text) in map.iter().flatten() {
+            let amount: Quantity = text.parse().map_err(|_| {
+                let remedy = "use a quantity such as 100m or 256Mi";
+                invalid(&format!("{field}.{name}"), text, remedy)
+            })?;
+            let sum = sums.entry(name.clone()).or_default();
+            *sum = *sum + amount;
+        }
+    }
+    Ok(sums)
+}
+
+fn max_pods(document: &Document, flags: &Overrides) -> Result<i64, ConfigError> {
+    match flags.max_pods.or(document.max_pods).unwrap_or(110) {
+        most if most < 0 => Err(invalid("maxPods", most, "use 0 or more")),
+        most => Ok(most),
+    }
+}
+
+fn lease_seconds(document: &Document) -> Result<i32, ConfigError> {
+    match document.node_lease_duration_seconds.unwrap_or(40) {
+        seconds if seconds <= 0 => Err(invalid(
+            "nodeLeaseDurationSeconds",
+            seconds,
+            "use more than 0",
+        )),
+        seconds => Ok(seconds),
+    }
+}
+
+fn bootstrap_kubeconfig(flags: &Overrides) -> Result<Option<PathBuf>, ConfigError> {
+    match (&flags.bootstrap_kubeconfig, &flags.kubeconfig) {
+        (Some(_), None) => {
+            let remedy = "set it too: it is where the node's own credentials are written";
+            Err(invalid("--kubeconfig", "", remedy))
+        }
+        (path, _) => Ok(path.clone()),
+    }
+}
+
+fn headers(map: Option<BTreeMap<String, Vec<String>>>) -> Vec<(String, String)> {
+    let one = |(name, values): (String, Vec<String>)| {
+        values.into_iter().map(move |value| (name.clone(), value))
+    };
+    map.into_iter().flatten().flat_map(one).collect()
+}
+
+fn cluster_dns(document: &mut Document, flags: &Overrides) -> Vec<String> {
+    let given = flags.cluster_dns.as_ref();
+    let given = given.map(|t| t.split(',').map(Into::into).collect());
+    given.or(document.cluster_dns.take()).unwrap_or_default()
+}
+
+fn named(text: Option<String>) -> Option<String> {
+    text.filter(|t| !t.is_empty())
+}
+
+/// Resolves the merged file; flags win. `hostname` is the machine's own name.
+pub(super) fn resolve(
+    mut d: Document,
+    flags: &Overrides,
+    hostname: &str,
+) -> Result<Config, ConfigError> {
+    let mut unused = not_honoured(&d)?;
+    let (logging, ignored) = logging::resolve(&d.logging, flags.verbosity)?;
+    let (serving, unspoken) = serving::resolve(&d.serving, d.kind.is_some())?;
+    unused.extend(ignored.into_iter().chain(unspoken));
+    unused.extend(gates(d.feature_gates.as_ref())?);
+    let root_dir = flags.root_dir.clone();
+    let root_dir = root_dir.unwrap_or_else(|| "/var/lib/kubelet".into());
+    let cert_dir = flags.cert_dir.clone();
+    let endpoint = flags.runtime_endpoint.clone();
+    let endpoint = named(endpoint.or(d.container_runtime_endpoint.take()));
+    let static_pod_path = named(d.static_pod_path.take()).map(Into::into);
+    let cgroup_root = flags.cgroup_root.clone().or(d.cgroup_root.take());
+    let logs_dir = d.pod_logs_dir.as_deref().unwrap_or("/var/log/pods");
+    let domain = flags.cluster_domain.clone().or(d.cluster_domain.take());
+    let providers = (
+        flags.credential_providers.as_ref(),
+        flags.credential_programs.as_ref(),
+    );
+    Ok(Config {
+        node_name: node_name(flags, hostname)?,
+        node_ips: node_ips(flags)?,
+        kubeconfig: flags.kubeconfig.clone(),
+        bootstrap_kubeconfig: bootstrap_kubeconfig(flags)?,
+        rotate_certificates: d.rotate_certificates.unwrap_or(false),
+        cert_dir: cert_dir.unwrap_or_else(|| root_dir.join("pki")),
+        root_dir: absolute("--root-dir", root_dir)?,
+        node_labels: node_labels(flags)?,
+        register_node: flags.register_node.or(d.register_node).unwrap_or(true),
+        register_with_taints: d.register_with_taints.take().unwrap_or_default(),
+        provider_id: named(d.provider_id.take()),
+        runtime_endpoint: endpoint
+            .unwrap_or_else(|| "unix:///run/containerd/containerd.sock".into()),
+        runtime_timeout: time(
+            "runtimeRequestTimeout",
+            d.runtime_request_timeout.as_ref(),
+            120,
+        )?,
+        static_pod_path: flags.static_pod_path.clone().or(static_pod_path),
+        static_pod_url: url("staticPodURL", named(d.static_pod_url.take()))?,
+        static_pod_url_header: headers(d.static_pod_url_header.take()),
+        http_check: time("httpCheckFrequency", d.http_check_frequency.as_ref(), 20)?,
+        file_check: time("fileCheckFrequency", d.file_check_frequency.as_ref(), 20)?,
+        pod_logs_dir: absolute("podLogsDir", logs_dir.into())?,
+        sync_frequency: time("syncFrequency", d.sync_frequency.as_ref(), 60)?,
+        cluster_dns: cluster_dns(&mut d, flags),
+        cluster_domain: domain.unwrap_or_default(),
+        resolv_conf: d
+            .resolv_conf
+            .take()
+            .unwrap_or_else(|| "/etc/resolv.conf".into()),
+        node_status_update: time(
+            "nodeStatusUpdateFrequency",
+            d.node_status_update_frequency.as_ref(),
+            10,
+        )?,
+        lease_seconds: lease_seconds(&d)?,
+        max_images: d.node_status_max_images.unwrap_or(50),
+        cgroup_root: named(cgroup_root).unwrap_or_else(|| "/".into()),
+        systemd_cgroups: cgroup_driver(d.cgroup_driver.as_deref())?,
+        max_pods: max_pods(&d, flags)?,
+        pod_pids: d.pod_pids_limit.filter(|p| *p > 0),
+        parallel_pulls: parallel_pulls(d.serialize_image_pulls, d.max_parallel_image_pulls)?,
+        reserved: reserved(&d)?,
+        seccomp_default: d.seccomp_default.unwrap_or(false),
+        limited_swap: limited_swap(d.memory_swap.take())?,
+        image_rules: image_rules(&d)?,
+        max_backoff: longest_back_off(d.crash_loop_back_off.take())?,
+        pull_quota: pace(
+            ("registryPullQPS", d.registry_pull_qps, 5),
+            ("registryBurst", d.registry_burst, 10),
+        )?,
+        pull_verification: verification(
+            d.image_pull_credentials_verification_policy.as_deref(),
+            d.preloaded_images_verification_allowlist
+                .take()
+                .unwrap_or_default(),
+        )?,
+        credential_providers: both(providers.0, providers.1)?,
+        credential_programs: flags.credential_programs.clone(),
+        cpu_period: quota_period(d.cpu_cfs_quota, d.cpu_cfs_quota_period.as_ref())?,
+        single_process_oom_kill: d.single_process_oom_kill.unwrap_or(false),
+        unsafe_sysctls: unsafe_sysctls(d.allowed_unsafe_sysctls.take().unwrap_or_default())?,
+        logs: logs(
+            d.container_log_max_size.as_ref(),
+            d.container_log_max_files,
+            d.container_log_monitor_interval.as_ref(),
+        )?,
+        event_pace: pace(
+            ("eventRecordQPS", d.event_record_qps, 50),
+            ("eventBurst", d.event_burst, 100),
+        )?,
+        effective: effective::of(&d.raw),
+        serving,
+        logging,
+        not_honoured: unused,
+    })
+}

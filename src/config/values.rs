@@ -1,0 +1,80 @@
+//! Checks of single values; each error names the field, the value and the remedy.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::ConfigError;
+use crate::core::time::duration;
+
+/// The error of a value that cannot be used.
+pub(super) fn invalid(field: &str, value: impl std::fmt::Debug, remedy: &str) -> ConfigError {
+    ConfigError::Field {
+        field: field.into(),
+        value: format!("{value:?}").trim_matches('"').to_owned(),
+        remedy: remedy.into(),
+    }
+}
+
+/// A duration; unset and zero, which kubeadm writes for what it leaves open, mean the default in seconds.
+pub(super) fn time(
+    field: &str,
+    text: Option<&String>,
+    default: u64,
+) -> Result<Duration, ConfigError> {
+    match text {
+        None => Ok(Duration::from_secs(default)),
+        Some(text) => duration(text)
+            .map(|d| {
+                if d.is_zero() {
+                    Duration::from_secs(default)
+                } else {
+                    d
+                }
+            })
+            .ok_or_else(|| invalid(field, text, "use a duration such as 10s or 1m30s")),
+    }
+}
+
+/// A URL with http or https.
+pub(super) fn url(field: &str, text: Option<String>) -> Result<Option<String>, ConfigError> {
+    match text {
+        Some(text) if !text.starts_with("http://") && !text.starts_with("https://") => {
+            Err(invalid(field, text, "use a URL with http or https"))
+        }
+        text => Ok(text),
+    }
+}
+
+/// A number that is not negative.
+pub(super) fn at_least_zero(
+    field: &str,
+    value: Option<i32>,
+    default: i32,
+) -> Result<i32, ConfigError> {
+    let value = value.unwrap_or(default);
+    if value >= 0 {
+        Ok(value)
+    } else {
+        Err(invalid(field, value, "use 0 or more"))
+    }
+}
+
+/// An absolute path.
+pub(super) fn absolute(field: &str, path: PathBuf) -> Result<PathBuf, ConfigError> {
+    if path.is_absolute() {
+        Ok(path)
+    } else {
+        let text = path.display().to_string();
+        Err(invalid(field, text, "use an absolute path"))
+    }
+}
+
+/// A field, what it is set to, and its default.
+pub(super) type Setting<'a> = (&'a str, Option<i32>, i32);
+
+/// How many a second (0: any number), and how many at once (1 or more).
+pub(super) fn pace(rate: Setting<'_>, burst: Setting<'_>) -> Result<(f64, f64), ConfigError> {
+    let rate = at_least_zero(rate.0, rate.1, rate.2)?;
+    let burst = at_least_zero(burst.0, burst.1, burst.2)?;
+    Ok((f64::from(rate), f64::from(burst).max(1.0)))
+}
