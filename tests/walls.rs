@@ -338,7 +338,6 @@ const LONGEST_FILE: usize = 800;
 
 /// Files that were longer when the limit came; they may shrink, and leave the list when they have.
 const LONG_FILES: &[(&str, usize)] = &[
-    ("src/config/mod.rs", 1087),
     ("src/core/pod/status.rs", 817),
     ("src/cri/client.rs", 881),
     ("tests/streams.rs", 1219),
@@ -386,7 +385,6 @@ src/agent/serving cadvisor 256
 src/agent/serving own 231
 src/agent/serving read 105
 src/agent/serving resource 101
-src/config resolve 295
 src/config/serving resolve 110
 src/control/api/rbac roles 116
 src/control/api cells 130

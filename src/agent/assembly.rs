@@ -18,6 +18,7 @@ use super::Journals;
 use super::KubeNodes;
 use super::Network;
 use super::NodeApi;
+use super::OwnNode;
 use super::node::credentials;
 use crate::config::Config;
 use crate::core::pod::cgroup::Driver;
@@ -31,8 +32,9 @@ use crate::kubeapi::measured::Report;
 use crate::kubeapi::pods::{KubePods, PodApi};
 use crate::kubeapi::reviews::{KubeReviews, Reviews};
 use crate::sealed::{self, Keeper, SealedApi, Vault};
+use crate::sys::addresses;
 use crate::sys::clock::Clock;
-use crate::sys::machine::{Machine, default_address};
+use crate::sys::machine::Machine;
 
 /// Waits for the runtime, as long as that takes, and asks who makes cgroups.
 async fn driver(runtime: &dyn Runtime, config: &Config) -> Driver {
@@ -56,14 +58,7 @@ async fn driver(runtime: &dyn Runtime, config: &Config) -> Driver {
     }
 }
 
-/// Makes the agent.
-pub async fn build(config: Config) -> anyhow::Result<Agent> {
-    for field in &config.not_honoured {
-        tracing::warn!(
-            field,
-            "this field of the configuration is read but not honoured by this version"
-        );
-    }
+fn make_directories(config: &Config) -> anyhow::Result<()> {
     for dir in [
         config.root_dir.clone(),
         config.root_dir.join("pods"),
@@ -72,6 +67,46 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         std::fs::create_dir_all(&dir)
             .with_context(|| format!("the directory {} cannot be made", dir.display()))?;
     }
+    Ok(())
+}
+
+/// Name resolution of pods, from the node's own as it is now.
+fn resolver(config: &Config, node_ips: &[String]) -> Resolver {
+    let own = if config.resolv_conf.is_empty() {
+        // Nothing of the node's: its own address as the server, and the root alone to search.
+        let is_ipv6 = node_ips.first().is_some_and(|ip| ip.contains(':'));
+        let local = if is_ipv6 { "::1" } else { "127.0.0.1" };
+        Resolver {
+            servers: vec![local.into()],
+            searches: vec![".".into()],
+            ..Resolver::default()
+        }
+    } else {
+        Resolver::parse(&std::fs::read_to_string(&config.resolv_conf).unwrap_or_default())
+    };
+    Resolver {
+        cluster_dns: config.cluster_dns.clone(),
+        cluster_domain: config.cluster_domain.clone(),
+        ..own
+    }
+}
+
+/// Makes the agent.
+pub async fn build(config: Config) -> anyhow::Result<Agent> {
+    super::node::machine::prepare(&config)?;
+    for what in &config.unread {
+        tracing::warn!(
+            what,
+            "a strict reading of the configuration would refuse this"
+        );
+    }
+    for field in &config.not_honoured {
+        tracing::warn!(
+            field,
+            "this field of the configuration is read but not honoured by this version"
+        );
+    }
+    make_directories(&config)?;
     let metrics = Arc::new(super::Metrics::default());
     let counted = Arc::clone(&metrics);
     let report: crate::cri::Report =
@@ -108,7 +143,8 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         });
     let mut node_ips: Vec<String> = config.node_ips.iter().map(ToString::to_string).collect();
     if node_ips.is_empty() {
-        node_ips.extend(default_address().await.map(|a| a.to_string()));
+        let own = addresses::read().await.preferred(config.prefers_ipv6);
+        node_ips.extend(own.map(|a| a.to_string()));
     }
     if let (Some((client, _)), true) = (&clients, config.serving.asks_for_certificate) {
         tokio::spawn(credentials::keep(
@@ -126,23 +162,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         config.cpu_period,
     );
     let machine = Machine::read(&config.root_dir);
-    let mut resolver = if config.resolv_conf.is_empty() {
-        // Nothing of the node's: its own address as the server, and the root alone to search.
-        let local = if node_ips.first().is_some_and(|ip| ip.contains(':')) {
-            "::1"
-        } else {
-            "127.0.0.1"
-        };
-        Resolver {
-            servers: vec![local.into()],
-            searches: vec![".".into()],
-            ..Resolver::default()
-        }
-    } else {
-        Resolver::parse(&std::fs::read_to_string(&config.resolv_conf).unwrap_or_default())
-    };
-    resolver.cluster_dns.clone_from(&config.cluster_dns);
-    resolver.cluster_domain.clone_from(&config.cluster_domain);
+    let resolver = resolver(&config, &node_ips);
     let mut keeper = None;
     let (api, pods, nodes): (Arc<dyn PodApi>, _, Option<Arc<dyn NodeApi>>) = match clients {
         Some((client, heartbeat)) => {
@@ -166,7 +186,6 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     };
     let (ledger, requests) = super::node::ledger::channel();
     let (network, network_state) = watch::channel(Network::Unknown);
-    let (node, node_state) = watch::channel(None);
     let events = Events::start(
         Arc::clone(&api),
         &config.node_name,
@@ -193,7 +212,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         node_ips,
         resolver,
         network: network_state,
-        node: node_state,
+        node: OwnNode::new(&config.node_name, nodes),
         ledger,
         features: watch::channel(crate::cri::Features::default()).0,
         metrics,
@@ -207,13 +226,11 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     Ok(Agent {
         ledger: requests,
         context,
-        nodes,
         reviews,
         serves: true,
         pods,
         keeper,
         network,
-        node,
         renewal,
     })
 }

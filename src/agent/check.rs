@@ -98,6 +98,9 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
             "Warning: {field} is read but not honoured by this version."
         );
     }
+    for what in &config.unread {
+        let _ = writeln!(report, "Warning: {what}.");
+    }
     let runtime = CriClient::new(&config.runtime_endpoint, config.runtime_timeout, None)
         .map_err(anyhow::Error::msg)?;
     let version = runtime.version().await.map_err(|e| {

@@ -24,7 +24,7 @@ mod volume;
 use std::sync::Arc;
 
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -34,7 +34,7 @@ pub use events::{Events, Kind};
 pub use image::Images;
 pub use metrics::Metrics;
 pub use node::ledger::{self, LedgerHandle};
-pub use node::{KubeNodes, NodeApi};
+pub use node::{KubeNodes, NodeApi, NodeChange, OwnNode};
 pub use pod::journal::Journals;
 pub use serving::Known;
 pub use serving::local::SOCKET;
@@ -76,8 +76,8 @@ pub struct Context {
     pub resolver: Resolver,
     /// What the runtime last said of its network.
     pub network: watch::Receiver<Network>,
-    /// Our own Node object once it is known.
-    pub node: watch::Receiver<Option<Arc<Node>>>,
+    /// Our own Node object.
+    pub node: OwnNode,
     /// What the runtime can do, as it last said.
     pub features: watch::Sender<Features>,
     /// The actor that owns what the node's pods share.
@@ -108,8 +108,6 @@ impl Context {
 pub struct Agent {
     /// What workers share.
     pub context: Arc<Context>,
-    /// The node's side of the API; none when there are only static pods.
-    pub nodes: Option<Arc<dyn NodeApi>>,
     /// Who says who may use our own API; none when there is nobody to ask.
     pub reviews: Option<Arc<dyn Reviews>>,
     /// Whether our own API is served.
@@ -120,8 +118,6 @@ pub struct Agent {
     pub keeper: Option<Keeper>,
     /// Where the runtime's network state is announced.
     pub network: watch::Sender<Network>,
-    /// Where our own Node object is announced.
-    pub node: watch::Sender<Option<Arc<Node>>>,
     /// The requests to the actor behind [`Context::ledger`].
     pub ledger: node::ledger::Requests,
     /// The renewal of the node's own certificate, where it is ours: it ends when there is none to be had any more.
@@ -154,7 +150,7 @@ impl Agent {
         let relist = pod::relist::run(Arc::clone(&context), seen, hints);
         let local = serving::local::run(Arc::clone(&context));
         let upkeep = node::log_rotation::run(Arc::clone(&context));
-        let csi = Box::pin(volume::csi::run(Arc::clone(&context), self.nodes.clone()));
+        let csi = Box::pin(volume::csi::run(Arc::clone(&context), context.node.api()));
         let limits = Box::pin(volume::storage_limits::run(Arc::clone(&context)));
         let (serves, shared) = (self.serves.then_some(self.reviews), Arc::clone(&context));
         let server = Box::pin(async move {
@@ -170,7 +166,7 @@ impl Agent {
                 None => std::future::pending().await,
             }
         };
-        let node = node::run(context, self.nodes, self.network, self.node);
+        let node = node::run(context, self.network);
         tokio::select! {
             // In this order, so that a simulated run replays exactly.
             biased;

@@ -163,8 +163,7 @@ const FLAGS: [(&str, &str, Shape); 84] = [
 ];
 
 /// Flags of kubelets that change nothing here: taken, and reported.
-pub const WITHOUT_EFFECT: [&str; 9] = [
-    "cloud-provider",
+pub const WITHOUT_EFFECT: [&str; 8] = [
     "exit-on-lock-contention",
     "experimental-mounter-path",
     "lock-file",

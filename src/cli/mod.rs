@@ -198,9 +198,12 @@ pub struct AgentFlags {
     /// The node's name instead of the host name.
     #[arg(long, value_name = "NAME")]
     pub hostname_override: Option<String>,
-    /// The node's address, or two of different families separated by a comma.
+    /// The node's address, or two of different families separated by a comma; 0.0.0.0 or :: to choose the family alone.
     #[arg(long, value_name = "IP")]
     pub node_ip: Option<String>,
+    /// `external` where a cloud controller initialises the node and sets its addresses.
+    #[arg(long, value_name = "PROVIDER")]
+    pub cloud_provider: Option<String>,
     /// Where the agent keeps its files [default: /var/lib/kubelet].
     #[arg(long, value_name = "DIR")]
     pub root_dir: Option<PathBuf>,
@@ -252,6 +255,7 @@ impl AgentFlags {
         crate::config::Overrides {
             hostname: self.hostname_override.clone(),
             node_ip: self.node_ip.clone(),
+            cloud_provider: self.cloud_provider.clone(),
             kubeconfig: self.kubeconfig.clone(),
             bootstrap_kubeconfig: self.bootstrap_kubeconfig.clone(),
             verbosity: self.verbosity,

@@ -2,17 +2,17 @@
 
 use std::time::Duration;
 
-use super::document::{CrashLoop, MemorySwap};
+use super::document::{CrashLoop, Document, MemorySwap};
 use super::values::{invalid, time};
 use super::{ConfigError, Logs};
 use crate::core::quantity::Quantity;
 use crate::core::time::duration;
 
-pub(super) fn logs(
-    size: Option<&String>,
-    files: Option<i32>,
-    interval: Option<&String>,
-) -> Result<Logs, ConfigError> {
+/// How container logs are rotated.
+pub(super) fn logs(document: &Document) -> Result<Logs, ConfigError> {
+    let size = document.container_log_max_size.as_ref();
+    let files = document.container_log_max_files;
+    let interval = document.container_log_monitor_interval.as_ref();
     let text = size.map_or("10Mi", String::as_str);
     let bytes = text
         .parse::<Quantity>()

@@ -13,7 +13,6 @@ pub(super) const NOT_HONOURED: &[&str] = &[
     "tlsCurvePreferences",
     "enableContentionProfiling",
     "enableProfilingHandler",
-    "oomScoreAdj",
     "streamingConnectionIdleTimeout",
     "volumeStatsAggPeriod",
     "kubeletCgroups",
@@ -29,9 +28,6 @@ pub(super) const NOT_HONOURED: &[&str] = &[
     "topologyManagerPolicyOptions",
     "qosReserved",
     "hairpinMode",
-    "podsPerCore",
-    "podCIDR",
-    "maxOpenFiles",
     "contentType",
     "kubeAPIQPS",
     "kubeAPIBurst",
@@ -43,14 +39,10 @@ pub(super) const NOT_HONOURED: &[&str] = &[
     "evictionMaxPodGracePeriod",
     "mergeDefaultEvictionSettings",
     "enableControllerAttachDetach",
-    "protectKernelDefaults",
     "makeIPTablesUtilChains",
     "iptablesMasqueradeBit",
     "iptablesDropBit",
-    "failSwapOn",
-    "failCgroupV1",
     "configMapAndSecretChangeDetectionStrategy",
-    "reservedSystemCPUs",
     "systemReservedCgroup",
     "kubeReservedCgroup",
     "enforceNodeAllocatable",
@@ -61,11 +53,9 @@ pub(super) const NOT_HONOURED: &[&str] = &[
     "shutdownGracePeriodByPodPriority",
     "memoryThrottlingFactor",
     "memoryReservationPolicy",
-    "localStorageCapacityIsolation",
     "imageServiceEndpoint",
     "userNamespaces",
     "showHiddenMetricsForVersion",
-    "nodeStatusReportFrequency",
 ];
 
 #[derive(Debug, Default, Deserialize)]
@@ -105,12 +95,24 @@ pub(super) struct Document {
     pub(super) cluster_dns: Option<Vec<String>>,
     pub(super) resolv_conf: Option<String>,
     pub(super) node_status_update_frequency: Option<String>,
+    pub(super) node_status_report_frequency: Option<String>,
     pub(super) node_lease_duration_seconds: Option<i32>,
     pub(super) node_status_max_images: Option<i64>,
     pub(super) cgroup_root: Option<String>,
     pub(super) cgroup_driver: Option<String>,
     pub(super) runtime_request_timeout: Option<String>,
     pub(super) max_pods: Option<i64>,
+    pub(super) pods_per_core: Option<i32>,
+    #[serde(rename = "podCIDR")]
+    pub(super) pod_cidr: Option<String>,
+    pub(super) local_storage_capacity_isolation: Option<bool>,
+    pub(super) oom_score_adj: Option<i32>,
+    pub(super) max_open_files: Option<i64>,
+    pub(super) fail_swap_on: Option<bool>,
+    pub(super) fail_cgroup_v1: Option<bool>,
+    pub(super) protect_kernel_defaults: Option<bool>,
+    #[serde(rename = "reservedSystemCPUs")]
+    pub(super) reserved_system_cpus: Option<String>,
     pub(super) pod_pids_limit: Option<i64>,
     pub(super) serialize_image_pulls: Option<bool>,
     pub(super) max_parallel_image_pulls: Option<usize>,
@@ -162,17 +164,44 @@ pub(super) struct Document {
     pub(super) rest: BTreeMap<String, Value>,
 }
 
-/// Whether this is a KubeletConfiguration, from its text.
-pub(super) fn parse(text: &str) -> Result<Value, String> {
-    let value: Value = serde_saphyr::from_str(text).map_err(|e| e.to_string())?;
-    let of = |key: &str| value[key].as_str().unwrap_or_default();
+/// A file's fields as they stand, and what in its text is not as it should be but can be read.
+#[derive(Debug)]
+pub(super) struct Read {
+    pub(super) fields: Value,
+    pub(super) unread: Vec<String>,
+}
+
+/// A KubeletConfiguration from its text. As with the kubelet, a field that stands twice counts as it stands last, and a
+/// field that does not exist is left out (kubelet spec, 16.1).
+pub(super) fn parse(text: &str) -> Result<Read, String> {
+    let mut unread = vec![];
+    let mut fields: Value = match serde_saphyr::from_str(text) {
+        Ok(fields) => fields,
+        Err(strict) => {
+            let lenient = serde_saphyr::options! {
+                duplicate_keys: serde_saphyr::DuplicateKeyPolicy::LastWins,
+            };
+            let fields = serde_saphyr::from_str_with_options(text, lenient);
+            let fields = fields.map_err(|_| strict.to_string())?;
+            unread.push(strict.to_string());
+            fields
+        }
+    };
+    let of = |key: &str| fields[key].as_str().unwrap_or_default();
     if of("kind") != "KubeletConfiguration" || of("apiVersion") != "kubelet.config.k8s.io/v1beta1" {
         let (version, kind) = (of("apiVersion"), of("kind"));
         return Err(format!(
             "expected apiVersion kubelet.config.k8s.io/v1beta1 and kind KubeletConfiguration, found {version:?} and {kind:?}"
         ));
     }
-    Ok(value)
+    let unknown = super::fields::take_unknown(&mut fields);
+    let unknown = unknown.into_iter().map(|path| {
+        format!(
+            "{path}: there is no such field in KubeletConfiguration v1beta1; check its spelling"
+        )
+    });
+    unread.extend(unknown);
+    Ok(Read { fields, unread })
 }
 
 impl Document {

@@ -1,6 +1,6 @@
 //! The fields of KubeletConfiguration v1beta1, and what becomes of each: the documentation's table is made from this.
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::document::Document;
 use super::effective;
@@ -133,6 +133,72 @@ const ALL: [&str; 124] = [
     "volumeStatsAggPeriod",
 ];
 
+/// The fields of fields.
+const NESTED: &[(&str, &[&str])] = &[
+    ("authentication", &["x509", "webhook", "anonymous"]),
+    ("authentication.x509", &["clientCAFile"]),
+    ("authentication.webhook", &["enabled", "cacheTTL"]),
+    ("authentication.anonymous", &["enabled"]),
+    ("authorization", &["mode", "webhook"]),
+    (
+        "authorization.webhook",
+        &["cacheAuthorizedTTL", "cacheUnauthorizedTTL"],
+    ),
+    ("crashLoopBackOff", &["maxContainerRestartPeriod"]),
+    (
+        "logging",
+        &[
+            "format",
+            "flushFrequency",
+            "verbosity",
+            "vmodule",
+            "options",
+        ],
+    ),
+    ("memorySwap", &["swapBehavior"]),
+    ("tracing", &["endpoint", "samplingRatePerMillion"]),
+    ("userNamespaces", &["idsPerPod"]),
+];
+
+/// Takes out what is no field of the format; the answer is the paths.
+pub(super) fn take_unknown(document: &mut Value) -> Vec<String> {
+    let mut taken = vec![];
+    let mut take = |object: &mut Map<String, Value>, within: &str, known: &[&str]| {
+        let is_known = |name: &String| known.contains(&name.as_str());
+        let unknown: Vec<String> = object.keys().filter(|n| !is_known(n)).cloned().collect();
+        for name in unknown {
+            object.remove(&name);
+            taken.push(format!("{within}{name}"));
+        }
+    };
+    if let Some(object) = document.as_object_mut() {
+        let own: Vec<&str> = ALL.iter().copied().chain(["apiVersion", "kind"]).collect();
+        take(object, "", &own);
+    }
+    for (path, known) in NESTED {
+        let pointer = format!("/{}", path.replace('.', "/"));
+        let found = document.pointer_mut(&pointer);
+        if let Some(object) = found.and_then(Value::as_object_mut) {
+            take(object, &format!("{path}."), known);
+        }
+    }
+    taken
+}
+
+/// Whether a value says no more than the default does. kubeadm writes out zeros for what it leaves open.
+pub(super) fn is_default(name: &str, value: &Value) -> bool {
+    let is_empty = match value {
+        Value::Null => true,
+        Value::Bool(_) => false,
+        Value::Number(number) => number.as_i64() == Some(0),
+        Value::String(text) => text.is_empty() || text == "0s",
+        Value::Array(items) => items.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+    };
+    let shown = effective::of(&Value::Object(Map::new()));
+    is_empty || shown.get(name) == Some(value) || (*value == false && shown.get(name).is_none())
+}
+
 /// Whether a field changes what the agent does. Found out by trying: a value of a shape that no field has is refused
 /// where the field is read, and is left over where it is not.
 fn is_honoured(name: &str) -> bool {
@@ -155,7 +221,7 @@ pub fn table() -> String {
         let what = if is_honoured(name) {
             "honoured"
         } else {
-            "read, not honoured: a warning at start says so"
+            "read, not honoured: a warning at start says so where it is not the default"
         };
         text.push_str(&format!("| `{name}` | {default} | {what} |\n"));
     }
@@ -174,6 +240,16 @@ mod tests {
         }
         for name in NOT_HONOURED {
             assert!(ALL.contains(name), "{name} is no field");
+        }
+        for (name, value, expected) in [
+            ("hairpinMode", json!("promiscuous-bridge"), true),
+            ("hairpinMode", json!("none"), false),
+            ("cgroupsPerQOS", json!(false), false),
+            ("shutdownGracePeriod", json!("0s"), true),
+            ("kernelMemcgNotification", json!(false), true),
+            ("evictionHard", json!({"memory.available": "5%"}), false),
+        ] {
+            assert_eq!(is_default(name, &value), expected, "{name}: {value}");
         }
         assert!(!ALL.contains(&"maxPodz") && table().contains("| `maxPods` | `110` | honoured |"));
     }

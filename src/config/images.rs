@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use super::ConfigError;
 use super::document::Document;
 use super::values::invalid;
+use super::{ConfigError, Overrides};
 use crate::core::image::gc::Rules as ImageRules;
 use crate::core::image::pulled::Policy;
 use crate::core::time::duration;
@@ -68,10 +68,13 @@ pub(super) fn image_rules(document: &Document) -> Result<ImageRules, ConfigError
     Ok(rules)
 }
 
-pub(super) fn verification(
-    policy: Option<&str>,
-    allowlist: Vec<String>,
-) -> Result<Policy, ConfigError> {
+/// When a pod must show that it could have pulled an image itself.
+pub(super) fn verification(document: &mut Document) -> Result<Policy, ConfigError> {
+    let policy = document
+        .image_pull_credentials_verification_policy
+        .as_deref();
+    let allowlist = document.preloaded_images_verification_allowlist.take();
+    let allowlist = allowlist.unwrap_or_default();
     let policy = match policy.unwrap_or("NeverVerifyPreloadedImages") {
         "NeverVerify" => Policy::NeverVerify,
         "NeverVerifyPreloadedImages" => Policy::NeverVerifyPreloaded,
@@ -96,10 +99,10 @@ pub(super) fn verification(
     }
 }
 
-pub(super) fn both(
-    config: Option<&PathBuf>,
-    programs: Option<&PathBuf>,
-) -> Result<Option<PathBuf>, ConfigError> {
+/// The configuration of credential providers, which goes with the directory of their programs.
+pub(super) fn credential_providers(flags: &Overrides) -> Result<Option<PathBuf>, ConfigError> {
+    let config = flags.credential_providers.as_ref();
+    let programs = flags.credential_programs.as_ref();
     match (config, programs) {
         (Some(_), None) => Err(invalid(
             "--image-credential-provider-bin-dir",

@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::document::{Document, parse};
+use super::document::{Document, Read, parse};
 use super::resolve::resolve;
 use super::{Config, ConfigError, Overrides};
 
-fn read(path: &Path) -> Result<Value, ConfigError> {
+fn read(path: &Path) -> Result<Read, ConfigError> {
     let text =
         std::fs::read_to_string(path).map_err(|e| ConfigError::Read(path.into(), e.to_string()))?;
     parse(&text).map_err(|why| ConfigError::Parse(path.into(), why))
@@ -47,17 +47,24 @@ pub fn load_all(
     overrides: &Overrides,
     hostname: &str,
 ) -> Result<Config, ConfigError> {
-    let mut all = file
-        .map(read)
-        .transpose()?
-        .unwrap_or_else(|| Value::Object(serde_json::Map::new()));
-    for path in drop_in_dir.map(drop_ins).transpose()?.unwrap_or_default() {
-        json_patch::merge(&mut all, &read(&path)?);
+    let mut all = Read {
+        fields: Value::Object(serde_json::Map::new()),
+        unread: vec![],
+    };
+    let drop_ins = drop_in_dir.map(drop_ins).transpose()?.unwrap_or_default();
+    for path in file.into_iter().map(Path::to_owned).chain(drop_ins) {
+        let read = read(&path)?;
+        json_patch::merge(&mut all.fields, &read.fields);
+        let named = |what: String| format!("{}: {what}", path.display());
+        all.unread.extend(read.unread.into_iter().map(named));
     }
     if !fields.is_null() {
-        json_patch::merge(&mut all, fields);
+        json_patch::merge(&mut all.fields, fields);
     }
     let named = file.or(drop_in_dir).unwrap_or(Path::new("the flags"));
-    let document = Document::decode(all).map_err(|why| ConfigError::Parse(named.into(), why))?;
-    resolve(document, overrides, hostname)
+    let document = Document::decode(all.fields);
+    let document = document.map_err(|why| ConfigError::Parse(named.into(), why))?;
+    let mut config = resolve(document, overrides, hostname)?;
+    config.unread = all.unread;
+    Ok(config)
 }

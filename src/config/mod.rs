@@ -67,8 +67,12 @@ pub struct Logs {
 pub struct Config {
     /// The node's name.
     pub node_name: String,
-    /// The addresses given by `--node-ip`.
+    /// The addresses given by `--node-ip`: none, one, or two of different families.
     pub node_ips: Vec<IpAddr>,
+    /// Whether an IPv6 address is preferred where none is given (`--node-ip=::`).
+    pub prefers_ipv6: bool,
+    /// Whether a cloud controller initialises the node (`--cloud-provider=external`).
+    pub external_cloud: bool,
     /// `--kubeconfig`; without one the agent runs static pods only.
     pub kubeconfig: Option<PathBuf>,
     /// `--bootstrap-kubeconfig`: with what the first certificate is asked for.
@@ -113,6 +117,8 @@ pub struct Config {
     pub resolv_conf: String,
     /// How often the node's status is computed.
     pub node_status_update: Duration,
+    /// How often an unchanged status is reported all the same, give or take a half.
+    pub node_status_report: Duration,
     /// How long the node's lease lasts, in seconds.
     pub lease_seconds: i32,
     /// How many images the node reports; negative for all.
@@ -123,6 +129,23 @@ pub struct Config {
     pub systemd_cgroups: bool,
     /// How many pods the node takes.
     pub max_pods: i64,
+    /// How many pods the node takes for each processor; 0 for any number.
+    pub pods_per_core: i64,
+    /// The addresses of pods where there is no Node object that tells them.
+    pub pod_cidr: Option<String>,
+    /// Whether ephemeral storage is a resource, and limits on it are held (`localStorageCapacityIsolation`).
+    pub ephemeral_storage: bool,
+    /// The agent's own `oom_score_adj`.
+    pub oom_score_adj: i32,
+    /// How many files the agent may have open.
+    pub max_open_files: u64,
+    /// Whether the agent does not start on a machine that swaps.
+    pub refuses_swap: bool,
+    /// Whether it does not start on cgroup v1. The kubelet refuses by default; this agent is at home on both, and
+    /// refuses only where a file says so.
+    pub refuses_cgroup_v1: bool,
+    /// Whether the kernel's settings must be as the kubelet wants them (`protectKernelDefaults`).
+    pub protects_kernel: bool,
     /// The number of processes a pod may have.
     pub pod_pids: Option<i64>,
     /// How many images are pulled at once.
@@ -161,8 +184,10 @@ pub struct Config {
     pub serving: Serving,
     /// How it logs.
     pub logging: Logging,
-    /// Fields that were set but are not honoured.
+    /// Fields that were set to something but the default, and are not honoured.
     pub not_honoured: Vec<String>,
+    /// What a strict reading of the files would have refused: unknown and repeated fields.
+    pub unread: Vec<String>,
 }
 
 /// What flags say; each wins over the file.
@@ -172,6 +197,8 @@ pub struct Overrides {
     pub hostname: Option<String>,
     /// `--node-ip`.
     pub node_ip: Option<String>,
+    /// `--cloud-provider`.
+    pub cloud_provider: Option<String>,
     /// `--kubeconfig`.
     pub kubeconfig: Option<PathBuf>,
     /// `--bootstrap-kubeconfig`.

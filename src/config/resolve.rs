@@ -3,15 +3,19 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use super::containers::{
     cgroup_driver, limited_swap, logs, longest_back_off, quota_period, unsafe_sysctls,
 };
 use super::document::{Document, NOT_HONOURED};
-use super::images::{both, image_rules, parallel_pulls, verification};
-use super::values::{absolute, invalid, pace, time, url};
+use super::fields::is_default;
+use super::images::{credential_providers, image_rules, parallel_pulls, verification};
+use super::values::{absolute, at_least_zero, invalid, pace, time, url};
 use super::{Config, ConfigError, Overrides};
 use super::{effective, logging, serving};
+use crate::core::node::addresses;
+use crate::core::node::capacity::count_cpus;
 use crate::core::node::features::{self, Objection};
 use crate::core::pod::resources::Amounts;
 use crate::core::quantity::Quantity;
@@ -31,16 +35,19 @@ fn gates(set: Option<&BTreeMap<String, bool>>) -> Result<Vec<String>, ConfigErro
     Ok(ignored)
 }
 
-/// The top-level fields that were set and are not honoured.
+/// The top-level fields that were set to something and are not honoured.
 fn not_honoured(document: &Document) -> Result<Vec<String>, ConfigError> {
-    let known = |(name, value): (&String, &serde_json::Value)| {
-        if NOT_HONOURED.contains(&name.as_str()) {
-            return Ok(name.clone());
+    let mut unused = vec![];
+    for (name, value) in &document.rest {
+        if !NOT_HONOURED.contains(&name.as_str()) {
+            let remedy = "there is no such field in KubeletConfiguration v1beta1";
+            return Err(invalid(name, value, remedy));
         }
-        let remedy = "there is no such field in KubeletConfiguration v1beta1; check its spelling";
-        Err(invalid(name, value, remedy))
-    };
-    document.rest.iter().map(known).collect()
+        if !is_default(name, value) {
+            unused.push(name.clone());
+        }
+    }
+    Ok(unused)
 }
 
 fn node_name(flags: &Overrides, hostname: &str) -> Result<String, ConfigError> {
@@ -54,15 +61,46 @@ fn node_name(flags: &Overrides, hostname: &str) -> Result<String, ConfigError> {
     Ok(name)
 }
 
-fn node_ips(flags: &Overrides) -> Result<Vec<IpAddr>, ConfigError> {
+/// The addresses of `--node-ip`, and whether IPv6 is preferred. An unspecified address names a family, no address.
+fn node_ips(flags: &Overrides) -> Result<(Vec<IpAddr>, bool), ConfigError> {
+    let field = "--node-ip";
     let remedy = "use one IP address, or two of different families separated by a comma";
     let parse = |text: &str| {
-        let text = text.trim();
-        text.parse::<IpAddr>()
-            .map_err(|_| invalid("--node-ip", text, remedy))
+        let ip: IpAddr = text
+            .trim()
+            .parse()
+            .map_err(|_| invalid(field, text, remedy))?;
+        match addresses::objection(ip) {
+            Some(why) => Err(invalid(field, text, why)),
+            None => Ok(ip),
+        }
     };
     let texts = flags.node_ip.iter().flat_map(|t| t.split(','));
-    texts.map(parse).collect()
+    let ips: Vec<IpAddr> = texts
+        .filter(|t| !t.is_empty())
+        .map(parse)
+        .collect::<Result<_, _>>()?;
+    if !addresses::is_one_or_dual_stack(&ips) {
+        return Err(invalid(
+            field,
+            flags.node_ip.as_deref().unwrap_or_default(),
+            remedy,
+        ));
+    }
+    let prefers_ipv6 = ips.first().is_some_and(IpAddr::is_ipv6);
+    let given = ips.into_iter().filter(|ip| !ip.is_unspecified());
+    Ok((given.collect(), prefers_ipv6))
+}
+
+fn external_cloud(flags: &Overrides) -> Result<bool, ConfigError> {
+    match flags.cloud_provider.as_deref() {
+        None | Some("") => Ok(false),
+        Some("external") => Ok(true),
+        Some(other) => {
+            let remedy = "use external: no provider is built in any more";
+            Err(invalid("--cloud-provider", other, remedy))
+        }
+    }
 }
 
 fn node_labels(flags: &Overrides) -> Result<BTreeMap<String, String>, ConfigError> {
@@ -93,6 +131,21 @@ fn reserved(document: &Document) -> Result<Amounts, ConfigError> {
             *sum = *sum + amount;
         }
     }
+    // These processors are what is set aside, whatever else the file says of cpu.
+    if let Some(list) = document
+        .reserved_system_cpus
+        .as_ref()
+        .filter(|l| !l.is_empty())
+    {
+        let count = count_cpus(list).ok_or_else(|| {
+            invalid(
+                "reservedSystemCPUs",
+                list,
+                "use a list of processors such as 0-1,4",
+            )
+        })?;
+        sums.insert("cpu".into(), Quantity::from_units(i64::from(count)));
+    }
     Ok(sums)
 }
 
@@ -112,6 +165,31 @@ fn lease_seconds(document: &Document) -> Result<i32, ConfigError> {
         )),
         seconds => Ok(seconds),
     }
+}
+
+/// How often an unchanged status is reported: as often as it is computed, where only that is set.
+fn node_status_report(document: &Document) -> Result<Duration, ConfigError> {
+    let field = "nodeStatusReportFrequency";
+    let update = document.node_status_update_frequency.as_ref();
+    match (&document.node_status_report_frequency, update) {
+        (None, Some(_)) => time(field, update, 10),
+        (report, _) => time(field, report.as_ref(), 300),
+    }
+}
+
+fn oom_score_adj(document: &Document) -> Result<i32, ConfigError> {
+    match document.oom_score_adj.unwrap_or(-999) {
+        score if (-1000..=1000).contains(&score) => Ok(score),
+        score => Err(invalid("oomScoreAdj", score, "use -1000 to 1000")),
+    }
+}
+
+fn max_open_files(document: &Document) -> Result<u64, ConfigError> {
+    let most = document
+        .max_open_files
+        .filter(|n| *n != 0)
+        .unwrap_or(1_000_000);
+    u64::try_from(most).map_err(|_| invalid("maxOpenFiles", most, "use 0 or more"))
 }
 
 fn bootstrap_kubeconfig(flags: &Overrides) -> Result<Option<PathBuf>, ConfigError> {
@@ -152,22 +230,23 @@ pub(super) fn resolve(
     let (serving, unspoken) = serving::resolve(&d.serving, d.kind.is_some())?;
     unused.extend(ignored.into_iter().chain(unspoken));
     unused.extend(gates(d.feature_gates.as_ref())?);
+    let (node_ips, prefers_ipv6) = node_ips(flags)?;
+    let every = |field, text: &Option<String>, default| time(field, text.as_ref(), default);
     let root_dir = flags.root_dir.clone();
     let root_dir = root_dir.unwrap_or_else(|| "/var/lib/kubelet".into());
     let cert_dir = flags.cert_dir.clone();
     let endpoint = flags.runtime_endpoint.clone();
     let endpoint = named(endpoint.or(d.container_runtime_endpoint.take()));
     let static_pod_path = named(d.static_pod_path.take()).map(Into::into);
+    let resolv_conf = d.resolv_conf.take();
     let cgroup_root = flags.cgroup_root.clone().or(d.cgroup_root.take());
     let logs_dir = d.pod_logs_dir.as_deref().unwrap_or("/var/log/pods");
     let domain = flags.cluster_domain.clone().or(d.cluster_domain.take());
-    let providers = (
-        flags.credential_providers.as_ref(),
-        flags.credential_programs.as_ref(),
-    );
     Ok(Config {
         node_name: node_name(flags, hostname)?,
-        node_ips: node_ips(flags)?,
+        node_ips,
+        prefers_ipv6,
+        external_cloud: external_cloud(flags)?,
         kubeconfig: flags.kubeconfig.clone(),
         bootstrap_kubeconfig: bootstrap_kubeconfig(flags)?,
         rotate_certificates: d.rotate_certificates.unwrap_or(false),
@@ -179,34 +258,36 @@ pub(super) fn resolve(
         provider_id: named(d.provider_id.take()),
         runtime_endpoint: endpoint
             .unwrap_or_else(|| "unix:///run/containerd/containerd.sock".into()),
-        runtime_timeout: time(
-            "runtimeRequestTimeout",
-            d.runtime_request_timeout.as_ref(),
-            120,
-        )?,
+        runtime_timeout: every("runtimeRequestTimeout", &d.runtime_request_timeout, 120)?,
         static_pod_path: flags.static_pod_path.clone().or(static_pod_path),
         static_pod_url: url("staticPodURL", named(d.static_pod_url.take()))?,
         static_pod_url_header: headers(d.static_pod_url_header.take()),
-        http_check: time("httpCheckFrequency", d.http_check_frequency.as_ref(), 20)?,
-        file_check: time("fileCheckFrequency", d.file_check_frequency.as_ref(), 20)?,
+        http_check: every("httpCheckFrequency", &d.http_check_frequency, 20)?,
+        file_check: every("fileCheckFrequency", &d.file_check_frequency, 20)?,
         pod_logs_dir: absolute("podLogsDir", logs_dir.into())?,
-        sync_frequency: time("syncFrequency", d.sync_frequency.as_ref(), 60)?,
+        sync_frequency: every("syncFrequency", &d.sync_frequency, 60)?,
         cluster_dns: cluster_dns(&mut d, flags),
         cluster_domain: domain.unwrap_or_default(),
-        resolv_conf: d
-            .resolv_conf
-            .take()
-            .unwrap_or_else(|| "/etc/resolv.conf".into()),
-        node_status_update: time(
+        resolv_conf: resolv_conf.unwrap_or_else(|| "/etc/resolv.conf".into()),
+        node_status_update: every(
             "nodeStatusUpdateFrequency",
-            d.node_status_update_frequency.as_ref(),
+            &d.node_status_update_frequency,
             10,
         )?,
+        node_status_report: node_status_report(&d)?,
         lease_seconds: lease_seconds(&d)?,
         max_images: d.node_status_max_images.unwrap_or(50),
         cgroup_root: named(cgroup_root).unwrap_or_else(|| "/".into()),
         systemd_cgroups: cgroup_driver(d.cgroup_driver.as_deref())?,
         max_pods: max_pods(&d, flags)?,
+        pods_per_core: at_least_zero("podsPerCore", d.pods_per_core, 0)?.into(),
+        pod_cidr: named(d.pod_cidr.take()),
+        ephemeral_storage: d.local_storage_capacity_isolation.unwrap_or(true),
+        oom_score_adj: oom_score_adj(&d)?,
+        max_open_files: max_open_files(&d)?,
+        refuses_swap: d.fail_swap_on.unwrap_or(true),
+        refuses_cgroup_v1: d.fail_cgroup_v1.unwrap_or(false),
+        protects_kernel: d.protect_kernel_defaults.unwrap_or(false),
         pod_pids: d.pod_pids_limit.filter(|p| *p > 0),
         parallel_pulls: parallel_pulls(d.serialize_image_pulls, d.max_parallel_image_pulls)?,
         reserved: reserved(&d)?,
@@ -218,22 +299,13 @@ pub(super) fn resolve(
             ("registryPullQPS", d.registry_pull_qps, 5),
             ("registryBurst", d.registry_burst, 10),
         )?,
-        pull_verification: verification(
-            d.image_pull_credentials_verification_policy.as_deref(),
-            d.preloaded_images_verification_allowlist
-                .take()
-                .unwrap_or_default(),
-        )?,
-        credential_providers: both(providers.0, providers.1)?,
+        pull_verification: verification(&mut d)?,
+        credential_providers: credential_providers(flags)?,
         credential_programs: flags.credential_programs.clone(),
         cpu_period: quota_period(d.cpu_cfs_quota, d.cpu_cfs_quota_period.as_ref())?,
         single_process_oom_kill: d.single_process_oom_kill.unwrap_or(false),
         unsafe_sysctls: unsafe_sysctls(d.allowed_unsafe_sysctls.take().unwrap_or_default())?,
-        logs: logs(
-            d.container_log_max_size.as_ref(),
-            d.container_log_max_files,
-            d.container_log_monitor_interval.as_ref(),
-        )?,
+        logs: logs(&d)?,
         event_pace: pace(
             ("eventRecordQPS", d.event_record_qps, 50),
             ("eventBurst", d.event_burst, 100),
@@ -242,5 +314,6 @@ pub(super) fn resolve(
         serving,
         logging,
         not_honoured: unused,
+        unread: vec![],
     })
 }

@@ -7,14 +7,14 @@ use super::*;
 fn load(text: &str, flags: &Overrides) -> Result<Config, String> {
     let text =
         format!("apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n{text}");
-    resolve(Document::decode(parse(&text)?)?, flags, "HOST").map_err(|e| e.to_string())
+    resolve(Document::decode(parse(&text)?.fields)?, flags, "HOST").map_err(|e| e.to_string())
 }
 
 #[test]
 fn files_are_read_flags_win_and_mistakes_are_named() {
     let flags = Overrides::default();
     let config = load(
-        "maxPods: 5\nsyncFrequency: 1m30s\nclusterDNS: [10.96.0.10]\nsystemReserved: {cpu: 100m}\nkubeReserved: {cpu: 200m}\nfailSwapOn: false\n",
+        "maxPods: 5\nsyncFrequency: 1m30s\nclusterDNS: [10.96.0.10]\nsystemReserved: {cpu: 100m}\nkubeReserved: {cpu: 200m}\nhairpinMode: none\nshutdownGracePeriod: 0s\n",
         &flags,
     )
     .expect("fine");
@@ -27,7 +27,11 @@ fn files_are_read_flags_win_and_mistakes_are_named() {
         ),
         (5, 90, "host", 300)
     );
-    assert_eq!(config.not_honoured, ["failSwapOn"]);
+    assert_eq!(
+        config.not_honoured,
+        ["hairpinMode"],
+        "a default needs no warning"
+    );
     let zeros = load("imageMinimumGCAge: 0s\nsyncFrequency: 0s\n", &flags).expect("fine");
     assert_eq!(
         (
@@ -48,7 +52,8 @@ fn files_are_read_flags_win_and_mistakes_are_named() {
     .expect("fine");
     assert_eq!((over.max_pods, over.node_name.as_str()), (7, "n1"));
     let cases = [
-        ("maxPodz: 5\n", "maxPodz"),
+        ("reservedSystemCPUs: some\n", "reservedSystemCPUs"),
+        ("oomScoreAdj: 2000\n", "oomScoreAdj"),
         ("maxPods: -1\n", "maxPods"),
         ("featureGates: {NodeSwap: false}\n", "featureGates.NodeSwap"),
         ("maxPods: many\n", "many"),
@@ -130,4 +135,62 @@ fn drop_ins_win_over_the_file_and_flags_over_both() {
         )
         .is_err_and(|e| e.to_string().contains("40.conf"))
     );
+}
+
+#[test]
+fn what_a_strict_reading_would_refuse_is_left_out_and_told() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("config.yaml");
+    let head = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n";
+    let text = "maxPods: 5\nmaxPods: 6\nmaxPodz: 7\nauthentication: {x508: {}, webhook: {enabled: false}}\n";
+    std::fs::write(&path, format!("{head}{text}")).expect("written");
+    let config = load_all(Some(&path), None, &Value::Null, &Overrides::default(), "h")
+        .expect("read leniently");
+    assert_eq!((config.max_pods, config.serving.tokens), (6, false));
+    let told = config.unread.join("\n");
+    for field in [
+        "maxPods",
+        "maxPodz: there is no such field",
+        "authentication.x508",
+    ] {
+        assert!(told.contains(field), "{field}: {told}");
+    }
+}
+
+#[test]
+fn addresses_and_clouds_are_checked() {
+    let with = |ip: &str, cloud: &str| Overrides {
+        node_ip: Some(ip.into()),
+        cloud_provider: Some(cloud.into()),
+        ..Overrides::default()
+    };
+    for (ip, cloud, expected) in [
+        ("127.0.0.1", "", "loopback"),
+        ("192.0.2.1,192.0.2.2", "", "different families"),
+        ("here", "", "--node-ip"),
+        ("", "aws", "--cloud-provider"),
+    ] {
+        let error = load("", &with(ip, cloud)).expect_err(ip);
+        assert!(error.contains(expected), "{error}");
+    }
+    let config = load("", &with("::", "external")).expect("fine");
+    assert_eq!(
+        (config.node_ips, config.prefers_ipv6, config.external_cloud),
+        (vec![], true, true)
+    );
+}
+
+#[test]
+fn an_unchanged_status_is_reported_as_often_as_it_is_computed_where_only_that_is_set() {
+    for (text, seconds) in [
+        ("", 300),
+        ("nodeStatusUpdateFrequency: 20s\n", 20),
+        (
+            "nodeStatusUpdateFrequency: 20s\nnodeStatusReportFrequency: 1m\n",
+            60,
+        ),
+    ] {
+        let config = load(text, &Overrides::default()).expect(text);
+        assert_eq!(config.node_status_report.as_secs(), seconds, "{text}");
+    }
 }

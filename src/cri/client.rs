@@ -190,6 +190,17 @@ impl Runtime for CriClient {
         }
     }
 
+    async fn tell_pod_cidrs(&self, cidrs: &str) -> Result<(), RuntimeError> {
+        let network_config = Some(pb::NetworkConfig {
+            pod_cidr: cidrs.to_owned(),
+        });
+        let request = self.request(pb::UpdateRuntimeConfigRequest {
+            runtime_config: Some(pb::RuntimeConfig { network_config }),
+        });
+        self.runtime.clone().update_runtime_config(request).await?;
+        Ok(())
+    }
+
     async fn list(&self) -> Result<Vec<ListedPod>, RuntimeError> {
         self.list_pods().await
     }

@@ -183,6 +183,11 @@ pub trait Runtime: Send + Sync + 'static {
     async fn status(&self) -> Result<RuntimeStatus, RuntimeError>;
     /// Whether it makes cgroups through systemd; `None` if it cannot say.
     async fn systemd_cgroups(&self) -> Result<Option<bool>, RuntimeError>;
+    /// Tells it the addresses of this node's pods, one CIDR a family, separated by commas. Some runtimes write their
+    /// CNI configuration by it.
+    async fn tell_pod_cidrs(&self, _cidrs: &str) -> Result<(), RuntimeError> {
+        Ok(())
+    }
     /// All pods.
     async fn list(&self) -> Result<Vec<ListedPod>, RuntimeError>;
     /// One pod in full.

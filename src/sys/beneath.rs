@@ -27,6 +27,14 @@ fn without_links(how: OpenHow) -> OpenHow {
     )
 }
 
+/// Whether the kernel has `openat2` (Linux 5.6), without which nothing here works.
+#[must_use]
+pub fn is_supported() -> bool {
+    let root = Dir::open(Path::new("/"));
+    let found = root.map(|root| openat2(root.0.as_fd(), ".", how(OFlag::O_PATH)));
+    !matches!(found, Ok(Err(nix::errno::Errno::ENOSYS)))
+}
+
 impl Dir {
     /// Opens a directory whose path is ours.
     pub fn open(path: &Path) -> io::Result<Dir> {

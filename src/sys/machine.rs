@@ -1,15 +1,10 @@
 //! Facts about this machine.
 
 use std::fs;
-use std::net::IpAddr;
 use std::path::Path;
 
-use futures::TryStreamExt as _;
-use netlink_packet_route::AddressFamily;
-use netlink_packet_route::address::AddressAttribute;
-use netlink_packet_route::route::RouteAttribute;
-
 use crate::core::image::gc::Filesystem;
+use crate::core::node::capacity::count_cpus;
 use crate::core::volume::selinux;
 
 /// What a node reports about itself.
@@ -33,6 +28,8 @@ pub struct Machine {
     pub os_image: String,
     /// The sizes of huge pages that the kernel knows, for instance `2MB`.
     pub hugepages: Vec<String>,
+    /// The huge pages set aside, by size: the bytes of one page, and how many pages there are.
+    pub huge_pages: Vec<(u64, u64)>,
     /// The `thermal_throttle` directories of the processors.
     pub thermal: Vec<String>,
     /// Whether controllers are in the unified hierarchy.
@@ -45,28 +42,46 @@ pub struct Machine {
     pub selinux: Option<String>,
 }
 
-/// The huge page sizes as cgroup files name them.
-fn hugepages() -> Vec<String> {
+/// The pools of huge pages: the bytes of one page, and how many pages there are.
+fn huge_pages() -> Vec<(u64, u64)> {
     let entries = fs::read_dir("/sys/kernel/mm/hugepages")
         .into_iter()
         .flatten()
         .filter_map(Result::ok);
-    let kilobytes = entries.filter_map(|e| {
-        e.file_name()
-            .to_str()?
-            .strip_prefix("hugepages-")?
-            .strip_suffix("kB")?
-            .parse::<u64>()
-            .ok()
+    let pools = entries.filter_map(|e| {
+        let name = e.file_name();
+        let size = name.to_str()?.strip_prefix("hugepages-")?;
+        let kilobytes: u64 = size.strip_suffix("kB")?.parse().ok()?;
+        let pages = fs::read_to_string(e.path().join("nr_hugepages")).ok()?;
+        Some((kilobytes << 10, pages.trim().parse().ok()?))
     });
-    let named = |kb: u64| match kb {
-        kb if kb >= 1 << 20 => format!("{}GB", kb >> 20),
-        kb if kb >= 1 << 10 => format!("{}MB", kb >> 10),
-        kb => format!("{kb}KB"),
-    };
-    let mut sizes: Vec<String> = kilobytes.map(named).collect();
-    sizes.sort();
-    sizes
+    let mut pools: Vec<(u64, u64)> = pools.collect();
+    pools.sort_unstable();
+    pools
+}
+
+/// A size of huge pages as cgroup files name it.
+fn page_name(bytes: u64) -> String {
+    match bytes {
+        b if b >= 1 << 30 => format!("{}GB", b >> 30),
+        b if b >= 1 << 20 => format!("{}MB", b >> 20),
+        b => format!("{}KB", b >> 10),
+    }
+}
+
+/// The machine's logical processors. Not those that this process may run on: its cgroup and affinity are its own matter.
+fn cpus() -> u32 {
+    let online = fs::read_to_string("/sys/devices/system/cpu/online").ok();
+    online
+        .and_then(|list| count_cpus(&list))
+        .or_else(|| {
+            let info = fs::read_to_string("/proc/cpuinfo").ok()?;
+            let count = info.lines().filter(|l| l.starts_with("processor")).count();
+            u32::try_from(count).ok().filter(|n| *n > 0)
+        })
+        .unwrap_or_else(|| {
+            std::thread::available_parallelism().map_or(1, |n| u32::try_from(n.get()).unwrap_or(1))
+        })
 }
 
 fn thermal() -> Vec<String> {
@@ -116,22 +131,26 @@ impl Machine {
                 .and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok())
         };
         let total = kilobytes("MemTotal:");
+        let huge_pages = huge_pages();
         let release = line("/etc/os-release");
         let pretty = release
             .lines()
             .find_map(|l| l.strip_prefix("PRETTY_NAME="))
             .map(|n| n.trim_matches('"').to_owned());
         Machine {
-            cpus: std::thread::available_parallelism()
-                .map_or(1, |n| u32::try_from(n.get()).unwrap_or(1)),
+            cpus: cpus(),
             memory: total.unwrap_or(0) * 1024,
             storage: filesystem(root).map_or(0, |f| f.capacity),
             machine_id: line("/etc/machine-id"),
             system_uuid: line("/sys/class/dmi/id/product_uuid"),
             boot_id: line("/proc/sys/kernel/random/boot_id"),
-            kernel: line("/proc/sys/kernel/osrelease"),
+            kernel: kernel(),
             os_image: pretty.unwrap_or_else(|| "Linux".into()),
-            hugepages: hugepages(),
+            hugepages: huge_pages
+                .iter()
+                .map(|(bytes, _)| page_name(*bytes))
+                .collect(),
+            huge_pages,
             thermal: thermal(),
             cgroup_v2: crate::sys::cgroup::is_v2(),
             swap: crate::sys::cgroup::accounts_swap()
@@ -185,60 +204,48 @@ impl Room {
     }
 }
 
+/// The kernel's release.
+#[must_use]
+pub fn kernel() -> String {
+    line("/proc/sys/kernel/osrelease")
+}
+
+/// A setting of the kernel, by its path below `/proc/sys`; empty where there is none.
+#[must_use]
+pub fn sysctl(name: &str) -> String {
+    line(&format!("/proc/sys/{name}"))
+}
+
+/// The files and devices that the machine swaps to. Compressed memory (zram) counts too, as for the kubelet.
+#[must_use]
+pub fn swaps() -> Vec<String> {
+    let table = line("/proc/swaps");
+    let rows = table.lines().skip(1);
+    rows.filter_map(|row| row.split_whitespace().next().map(Into::into))
+        .collect()
+}
+
 /// The OS's host name.
 #[must_use]
 pub fn hostname() -> String {
     line("/proc/sys/kernel/hostname").to_lowercase()
 }
 
-/// The address of the interface with the default route, or of the first interface that has one.
-pub async fn default_address() -> Option<IpAddr> {
-    let (connection, handle, _) = rtnetlink::new_connection().ok()?;
-    let task = tokio::spawn(connection);
-    let found = find_address(&handle).await;
-    task.abort();
-    found
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-async fn find_address(handle: &rtnetlink::Handle) -> Option<IpAddr> {
-    let query = rtnetlink::RouteMessageBuilder::<std::net::Ipv4Addr>::new().build();
-    let routes: Vec<_> = handle
-        .route()
-        .get(query)
-        .execute()
-        .try_collect()
-        .await
-        .ok()?;
-    let default = routes
-        .iter()
-        .filter(|r| r.header.destination_prefix_length == 0)
-        .find_map(|r| {
-            r.attributes.iter().find_map(|a| {
-                if let RouteAttribute::Oif(index) = a {
-                    Some(*index)
-                } else {
-                    None
-                }
-            })
-        });
-    let addresses: Vec<_> = handle.address().get().execute().try_collect().await.ok()?;
-    let usable = addresses
-        .iter()
-        .filter(|m| m.header.family == AddressFamily::Inet)
-        .filter_map(|m| {
-            let address = m.attributes.iter().find_map(|a| {
-                if let AddressAttribute::Address(ip) = a {
-                    Some(*ip)
-                } else {
-                    None
-                }
-            })?;
-            (!address.is_loopback()).then_some((m.header.index, address))
-        });
-    let usable: Vec<(u32, IpAddr)> = usable.collect();
-    usable
-        .iter()
-        .find(|(index, _)| Some(*index) == default)
-        .or(usable.first())
-        .map(|(_, ip)| *ip)
+    #[test]
+    fn processors_are_the_machines() {
+        // This test may be bound to fewer: the machine has what it has.
+        let here = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        assert!(usize::try_from(cpus()).is_ok_and(|all| all >= here));
+    }
+
+    #[test]
+    fn sizes_of_huge_pages_have_the_names_of_cgroup_files() {
+        for (bytes, name) in [(64 << 10, "64KB"), (2 << 20, "2MB"), (1 << 30, "1GB")] {
+            assert_eq!(page_name(bytes), name);
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! The only callers of the kernel: mounts, cgroups, directories below a handle, facts about the machine.
 
+pub mod addresses;
 pub mod atomic_dir;
 pub mod beneath;
 pub mod cgroup;
@@ -12,6 +13,7 @@ pub mod meter;
 pub mod mount;
 pub mod ownership;
 pub mod patient;
+pub mod process;
 pub mod quota;
 pub mod removal;
 pub mod systemd;

@@ -98,7 +98,7 @@ impl Settings {
         } else {
             format!("hf-{hash:08x}")
         };
-        let node_ip = crate::sys::machine::default_address()
+        let node_ip = crate::sys::addresses::default_address()
             .await
             .unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
         Ok(Settings {

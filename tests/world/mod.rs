@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use holdfast::agent::{Agent, Context, Events, Images, Journals, Metrics, Network};
+use holdfast::agent::{Agent, Context, Events, Images, Journals, Metrics, Network, OwnNode};
 use holdfast::config::{self, Overrides};
 use holdfast::core::image::gc::Filesystem;
 use holdfast::core::pod::cri_config::label;
@@ -186,7 +186,6 @@ impl World {
         config.root_dir = "/nonexistent/holdfast-sim".into();
         let (ledger, requests) = holdfast::agent::ledger::channel();
         let (network, network_state) = watch::channel(Network::Ready);
-        let (node, node_state) = watch::channel(None);
         let api: Arc<dyn PodApi> = Arc::new(self.clone());
         let events = Events::start(Arc::clone(&api), "node", self.1, (0.0, 0.0));
         let context = Arc::new(Context {
@@ -205,7 +204,7 @@ impl World {
             node_ips: vec!["192.0.2.1".into()],
             resolver: Resolver::default(),
             network: network_state,
-            node: node_state,
+            node: OwnNode::new("node", None),
             ledger,
             features: watch::channel(holdfast::cri::Features::default()).0,
             metrics: Arc::new(Metrics::default()),
@@ -220,13 +219,11 @@ impl World {
         let agent = Agent {
             ledger: requests,
             context,
-            nodes: None,
             reviews: None,
             serves: false,
             pods: Some(pods),
             keeper: None,
             network,
-            node,
             renewal: None,
         };
         let world = self.clone();

@@ -2,6 +2,7 @@
 
 use k8s_openapi::api::core::v1::{Container, Node, Pod};
 
+use super::capacity::is_extended;
 use super::node_affinity;
 use super::taints::tolerates;
 use crate::core::pod;
@@ -36,6 +37,24 @@ pub struct Here<'a> {
     /// Whether the runtime honours strict supplemental groups.
     pub strict_groups: bool,
 }
+
+impl Here<'_> {
+    /// What pods may use of a resource. None for an extended resource that the Node object does not have: it belongs to
+    /// the cluster or to a claim (DRA), and others see to it. What else is not known cannot be had.
+    fn allocatable_of(&self, name: &str) -> Option<Quantity> {
+        let own = self.allocatable.get(name).copied();
+        if own.is_some() || !is_extended(name) {
+            return Some(own.unwrap_or(Quantity::ZERO));
+        }
+        let status = self.node.and_then(|n| n.status.as_ref());
+        let known = status.and_then(|s| s.allocatable.as_ref());
+        let text = known.and_then(|a| a.get(name))?;
+        Some(text.0.parse().unwrap_or(Quantity::ZERO))
+    }
+}
+
+/// The reason of a refusal because of the node's labels.
+pub const NODE_AFFINITY: &str = "NodeAffinity";
 
 fn refuse(reason: &str, message: impl Into<String>) -> Refusal {
     Refusal {
@@ -134,8 +153,7 @@ pub fn check_resources<'a>(
         .filter(|(n, _)| *n == "pods")
         .chain(wanted.iter().filter(|(n, _)| *n != "pods"));
     for (name, amount) in order {
-        // What the node does not know (extended resources of others) is not ours to refuse.
-        let Some(capacity) = here.allocatable.get(name).copied() else {
+        let Some(capacity) = here.allocatable_of(name) else {
             continue;
         };
         let taken = used.get(name).copied().unwrap_or(Quantity::ZERO);
@@ -165,7 +183,7 @@ fn check_placement<'a>(
         .is_some_and(|node| !node_affinity::pod_matches(pod, node))
     {
         return Err(refuse(
-            "NodeAffinity",
+            NODE_AFFINITY,
             "Predicate NodeAffinity failed: node(s) didn't match Pod's node affinity/selector",
         ));
     }
@@ -204,6 +222,46 @@ mod tests {
         let mut base = json!({"metadata": {"name": "p"}, "spec": {"containers": [{"name": "c", "resources": {"requests": {"cpu": "500m"}}, "ports": [{"containerPort": 80, "hostPort": 80}]}]}});
         json_patch::merge(&mut base, &extra);
         serde_json::from_value(base).expect("a pod")
+    }
+
+    #[test]
+    fn resources_that_are_not_ordinary_are_known_by_the_node_or_refused() {
+        let node: Node = serde_json::from_value(
+            json!({"metadata": {}, "status": {"allocatable": {"example.com/gpu": "0", "example.com/lane": "2"}}}),
+        )
+        .expect("a node");
+        let allocatable = Amounts::from([
+            ("pods".to_owned(), Quantity::from_units(10)),
+            ("hugepages-2Mi".to_owned(), Quantity::from_bytes(4 << 20)),
+        ]);
+        let here = Here {
+            allocatable: &allocatable,
+            node: Some(&node),
+            unsafe_sysctls: &[],
+            kernel: "6.1",
+            apparmor: false,
+            strict_groups: false,
+        };
+        for (resource, amount, fits) in [
+            ("example.com/gpu", "1", false),
+            ("example.com/lane", "2", true),
+            ("example.com/lane", "3", false),
+            // The Node does not have it: it is the cluster's, or a claim's.
+            ("example.com/licence", "1", true),
+            ("hugepages-2Mi", "4Mi", true),
+            ("hugepages-2Mi", "6Mi", false),
+            ("hugepages-1Gi", "1Gi", false),
+            ("kubernetes.io/other", "1", false),
+            ("ephemeral-storage", "1", false),
+        ] {
+            let container = json!({"name": "c", "resources": {"requests": {resource: amount}}});
+            let pod: Pod = serde_json::from_value(json!({"spec": {"containers": [container]}}))
+                .expect("a pod");
+            let result = check_resources(&pod, std::iter::empty(), &here);
+            assert_eq!(result.is_ok(), fits, "{amount} of {resource}: {result:?}");
+            let reason = format!("OutOf{resource}");
+            assert!(result.err().is_none_or(|r| r.reason == reason));
+        }
     }
 
     #[test]

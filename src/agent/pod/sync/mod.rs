@@ -31,6 +31,7 @@ use crate::agent::image::Pulled;
 use crate::agent::volume::Volumes;
 use crate::agent::volume::objects::Fetched;
 use crate::agent::{Context, Kind};
+use crate::core::node::admit::{NODE_AFFINITY, Refusal};
 use crate::core::pod;
 use crate::core::pod::journal::{Progress, Step};
 use crate::core::pod::observed::ObservedPod;
@@ -161,7 +162,14 @@ impl Job {
         let (context, log) = (self.context(), self.log());
         log.begin(Step::Admission, "");
         let (pod, inbox) = (Arc::clone(&self.pod), self.tools.inbox.clone());
-        match context.ledger.admit(pod, inbox).await {
+        let mut answer = context.ledger.admit(pod.clone(), inbox.clone()).await;
+        // A label may have been set a moment ago, and the scheduler have seen it before us: before the
+        // pod is refused for it, the Node is read anew (kubelet spec, chapter 11).
+        let by_labels = |refusal: &Refusal| refusal.reason == NODE_AFFINITY;
+        if answer.as_ref().is_err_and(by_labels) && context.node.refresh().await {
+            answer = context.ledger.admit(pod, inbox).await;
+        }
+        match answer {
             Ok(()) => {
                 log.end(Step::Admission, "", Progress::Done);
                 Outcome::Admitted

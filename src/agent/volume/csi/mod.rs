@@ -175,7 +175,7 @@ async fn secret(
 /// Waits until the node's status says that a volume is in use: from then on nobody detaches it.
 async fn reported(context: &Context, data: &VolumeData) -> Result<(), String> {
     let name = csi::unique_name(&data.driver_name, &data.volume_handle);
-    let mut node = context.node.clone();
+    let mut node = context.node.subscribe();
     let says = node.wait_for(|node| {
         let status = node.as_ref().and_then(|n| n.status.as_ref());
         status

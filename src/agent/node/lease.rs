@@ -1,0 +1,63 @@
+//! The node's lease: that it is renewed says that the node is alive (kubelet spec, 12.6). Nothing else is waited for.
+
+use std::time::Duration;
+
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta, OwnerReference};
+use kube::ResourceExt as _;
+
+use super::api::within;
+use super::deadline;
+use crate::agent::Context;
+
+/// The pauses after a renewal that failed.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(7));
+
+/// Renews the lease four times in its duration, for as long as the Node object is there.
+pub(super) async fn keep(context: &Context) {
+    let Some(api) = context.node.api() else {
+        return std::future::pending().await;
+    };
+    let duration = u64::try_from(context.config.lease_seconds).unwrap_or(40);
+    let period = Duration::from_secs(duration) / 4;
+    let mut pause = PAUSE.0;
+    loop {
+        let node = context.node.present().await;
+        match within(deadline(context), api.renew(&lease(context, &node))).await {
+            Ok(()) => {
+                pause = PAUSE.0;
+                tokio::time::sleep(period).await;
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the node's lease cannot be renewed; it is tried again");
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(PAUSE.1);
+            }
+        }
+    }
+}
+
+fn lease(context: &Context, node: &Node) -> Lease {
+    let name = &context.config.node_name;
+    Lease {
+        metadata: ObjectMeta {
+            name: Some(name.clone()),
+            namespace: Some("kube-node-lease".into()),
+            owner_references: Some(vec![OwnerReference {
+                api_version: "v1".into(),
+                kind: "Node".into(),
+                name: name.clone(),
+                uid: node.uid().unwrap_or_default(),
+                ..OwnerReference::default()
+            }]),
+            ..ObjectMeta::default()
+        },
+        spec: Some(LeaseSpec {
+            holder_identity: Some(name.clone()),
+            lease_duration_seconds: Some(context.config.lease_seconds),
+            renew_time: Some(MicroTime(context.clock.now())),
+            ..LeaseSpec::default()
+        }),
+    }
+}

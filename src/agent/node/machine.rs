@@ -1,0 +1,94 @@
+//! What the agent asks of the machine before it starts, and what it sets for itself (kubelet spec, 16.2).
+
+use anyhow::bail;
+
+use crate::config::Config;
+use crate::sys::{beneath, machine, process};
+
+/// The kernel's settings that `protectKernelDefaults` insists on, below `/proc/sys`.
+const KERNEL: [(&str, i64); 6] = [
+    ("vm/overcommit_memory", 1),
+    ("vm/panic_on_oom", 0),
+    ("kernel/panic", 10),
+    ("kernel/panic_on_oops", 1),
+    ("kernel/keys/root_maxkeys", 1_000_000),
+    ("kernel/keys/root_maxbytes", 25_000_000),
+];
+
+/// Refuses a machine that the configuration does not allow, and sets this process's own limits.
+pub fn prepare(config: &Config) -> anyhow::Result<()> {
+    if !beneath::is_supported() {
+        bail!(
+            "this kernel ({}) does not have openat2, with which files below pods' directories are opened safely: use Linux 5.6 or newer",
+            machine::kernel()
+        );
+    }
+    if config.refuses_cgroup_v1 && !crate::sys::cgroup::is_v2() {
+        bail!(
+            "failCgroupV1 is true and this machine has cgroup v1: boot it with cgroup v2, or set failCgroupV1: false"
+        );
+    }
+    if config.refuses_swap && !machine::swaps().is_empty() {
+        bail!(
+            "this machine swaps ({}) and failSwapOn is true: run swapoff -a, or set failSwapOn: false (--fail-swap-on=false)",
+            machine::swaps().join(", ")
+        );
+    }
+    if config.protects_kernel {
+        protect()?;
+    }
+    raise_open_files(config.max_open_files);
+    if let Err(error) = process::set_oom_score_adj(config.oom_score_adj) {
+        tracing::warn!(%error, wanted = config.oom_score_adj, "oomScoreAdj cannot be set: this process may be killed before its pods when memory is short");
+    }
+    Ok(())
+}
+
+fn protect() -> anyhow::Result<()> {
+    let wrong = KERNEL.iter().filter_map(|(name, wanted)| {
+        let found = machine::sysctl(name);
+        (found.parse() != Ok(*wanted)).then(|| {
+            let name = name.replace('/', ".");
+            format!("{name} is {found}, it must be {wanted}")
+        })
+    });
+    let wrong: Vec<String> = wrong.collect();
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    bail!(
+        "protectKernelDefaults is true and the kernel's settings differ: {}; set them with sysctl, or set protectKernelDefaults: false",
+        wrong.join("; ")
+    )
+}
+
+/// As many open files as are wanted, or as many as can be had.
+fn raise_open_files(wanted: u64) {
+    match process::limit_open_files(wanted) {
+        Ok(limit) if limit < wanted => tracing::warn!(
+            wanted,
+            limit,
+            "fewer files can be open than maxOpenFiles says; raise LimitNOFILE of the service"
+        ),
+        Ok(_) => {}
+        Err(error) => tracing::warn!(%error, wanted, "maxOpenFiles cannot be set"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernel_settings_that_differ_are_named() {
+        let wrong = protect().err().map(|e| e.to_string()).unwrap_or_default();
+        for (name, wanted) in KERNEL {
+            let differs = machine::sysctl(name).parse() != Ok(wanted);
+            assert_eq!(
+                wrong.contains(&name.replace('/', ".")),
+                differs,
+                "{name}: {wrong}"
+            );
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! The Node object's registration: its labels, annotations and taints (kubelet spec, 12.1).
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Node, NodeSpec, NodeStatus, Taint};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::ResourceExt as _;
+use serde_json::{Map, Value, json};
+
+use super::api::{NodeApi, within};
+use super::{arch, deadline};
+use crate::agent::Context;
+use crate::config::Config;
+use crate::core::node::addresses::PROVIDED;
+use crate::kubeapi::pods::ApiFailure;
+
+/// The pauses between tries to register.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(7));
+/// Tells the controller that volumes are attached by it.
+const ATTACH: &str = "volumes.kubernetes.io/controller-managed-attach-detach";
+
+/// The labels that say what the machine is: they are kept right for as long as the agent runs.
+fn platform_labels() -> [(&'static str, &'static str); 4] {
+    [
+        ("kubernetes.io/os", "linux"),
+        ("kubernetes.io/arch", arch()),
+        ("beta.kubernetes.io/os", "linux"),
+        ("beta.kubernetes.io/arch", arch()),
+    ]
+}
+
+fn labels(config: &Config) -> BTreeMap<String, String> {
+    let mut labels = config.node_labels.clone();
+    labels.insert("kubernetes.io/hostname".into(), config.node_name.clone());
+    let platform = platform_labels();
+    labels.extend(platform.map(|(key, value)| (key.to_owned(), value.to_owned())));
+    labels
+}
+
+/// The addresses that `--node-ip` named, for the cloud controller.
+fn provided(config: &Config) -> Option<String> {
+    let ips: Vec<String> = config.node_ips.iter().map(ToString::to_string).collect();
+    (config.external_cloud && !ips.is_empty()).then(|| ips.join(","))
+}
+
+fn taints(config: &Config) -> Vec<Taint> {
+    let mut taints = config.register_with_taints.clone();
+    if config.external_cloud {
+        taints.push(Taint {
+            key: "node.cloudprovider.kubernetes.io/uninitialized".into(),
+            value: Some("true".into()),
+            effect: "NoSchedule".into(),
+            time_added: None,
+        });
+    }
+    taints
+}
+
+/// A Node as it is made.
+fn fresh(config: &Config, status: NodeStatus) -> Node {
+    let attach = [(ATTACH, "true".to_owned())];
+    let annotations = attach
+        .into_iter()
+        .chain(provided(config).map(|ips| (PROVIDED, ips)));
+    let annotations = annotations.map(|(key, value)| (key.to_owned(), value));
+    let taints = taints(config);
+    Node {
+        metadata: ObjectMeta {
+            name: Some(config.node_name.clone()),
+            labels: Some(labels(config)),
+            annotations: Some(annotations.collect()),
+            ..ObjectMeta::default()
+        },
+        spec: Some(NodeSpec {
+            provider_id: config.provider_id.clone(),
+            taints: (!taints.is_empty()).then_some(taints),
+            ..NodeSpec::default()
+        }),
+        status: Some(status),
+    }
+}
+
+/// The merge patch that puts a Node's own labels and annotations right; none where they are.
+fn mended(config: &Config, found: &Node) -> Option<Value> {
+    let labels: BTreeMap<String, String> = labels(config)
+        .into_iter()
+        .filter(|(key, value)| found.labels().get(key) != Some(value))
+        .collect();
+    let mut annotations = Map::new();
+    let attach = Some("true".to_owned());
+    for (key, wanted) in [(ATTACH, attach), (PROVIDED, provided(config))] {
+        if found.annotations().get(key) != wanted.as_ref() {
+            annotations.insert(key.to_owned(), wanted.into());
+        }
+    }
+    let mut metadata = Map::new();
+    if !labels.is_empty() {
+        metadata.insert("labels".into(), json!(labels));
+    }
+    if !annotations.is_empty() {
+        metadata.insert("annotations".into(), annotations.into());
+    }
+    (!metadata.is_empty()).then(|| json!({"metadata": metadata}))
+}
+
+/// The merge patch for labels about the platform that somebody has changed; none where they are right.
+pub(super) fn platform_patch(node: &Node) -> Option<Value> {
+    let wrong: BTreeMap<&str, &str> = platform_labels()
+        .into_iter()
+        .filter(|(key, value)| node.labels().get(*key).map(String::as_str) != Some(value))
+        .collect();
+    (!wrong.is_empty()).then(|| json!({"metadata": {"labels": wrong}}))
+}
+
+/// The Node object, made if it does not exist. Taints count only when it is made.
+async fn once(
+    context: &Context,
+    api: &dyn NodeApi,
+    status: NodeStatus,
+) -> Result<Node, ApiFailure> {
+    let (config, limit) = (&context.config, deadline(context));
+    let name = &config.node_name;
+    let found = match within(limit, api.get(name)).await? {
+        Some(found) => found,
+        None if !config.register_node => {
+            return Err(ApiFailure::NotFound(format!(
+                "the node {name:?} does not exist and --register-node is false"
+            )));
+        }
+        None => match within(limit, api.create(&fresh(config, status))).await {
+            // A node that may not make itself may have been made by others.
+            Err(refusal @ (ApiFailure::AlreadyExists(_) | ApiFailure::Forbidden(_))) => {
+                within(limit, api.get(name)).await?.ok_or(refusal)?
+            }
+            other => return other,
+        },
+    };
+    match mended(config, &found) {
+        None => Ok(found),
+        Some(patch) => within(limit, api.patch(name, &patch)).await,
+    }
+}
+
+/// Registers the node, however long that takes. `status` makes its first status.
+pub(super) async fn register(
+    context: &Context,
+    api: &dyn NodeApi,
+    status: impl Fn() -> NodeStatus,
+) -> Node {
+    let mut pause = PAUSE.0;
+    loop {
+        match once(context, api, status()).await {
+            Ok(node) => return node,
+            Err(error) if pause == PAUSE.0 => {
+                tracing::error!(%error, node = context.config.node_name, "the node cannot be registered; it is tried until it can");
+            }
+            Err(error) => tracing::debug!(%error, "the node cannot be registered yet"),
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(PAUSE.1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Overrides, load};
+
+    fn config(flags: Overrides) -> Config {
+        load(None, &flags, "n").expect("a configuration")
+    }
+
+    #[test]
+    fn an_external_cloud_taints_and_is_told_the_address() {
+        let with = Overrides {
+            cloud_provider: Some("external".into()),
+            node_ip: Some("192.0.2.1,2001:db8::1".into()),
+            ..Overrides::default()
+        };
+        let node = fresh(&config(with), NodeStatus::default());
+        let taints = node.spec.as_ref().and_then(|s| s.taints.clone());
+        let taint = &taints.expect("a taint")[0];
+        assert_eq!(taint.key, "node.cloudprovider.kubernetes.io/uninitialized");
+        assert_eq!(node.annotations()[PROVIDED], "192.0.2.1,2001:db8::1");
+        let without = fresh(&config(Overrides::default()), NodeStatus::default());
+        assert!(without.spec.as_ref().is_some_and(|s| s.taints.is_none()));
+        assert!(!without.annotations().contains_key(PROVIDED));
+    }
+
+    #[test]
+    fn labels_and_annotations_are_put_right() {
+        let config = config(Overrides::default());
+        let mut node = fresh(&config, NodeStatus::default());
+        assert_eq!(mended(&config, &node), None);
+        assert_eq!(platform_patch(&node), None);
+        node.labels_mut()
+            .insert("kubernetes.io/os".into(), "plan9".into());
+        node.annotations_mut()
+            .insert(PROVIDED.into(), "192.0.2.9".into());
+        let patch = mended(&config, &node).expect("a patch");
+        assert_eq!(
+            patch,
+            json!({"metadata": {"labels": {"kubernetes.io/os": "linux"}, "annotations": {PROVIDED: null}}})
+        );
+        assert_eq!(
+            platform_patch(&node),
+            Some(json!({"metadata": {"labels": {"kubernetes.io/os": "linux"}}}))
+        );
+    }
+}

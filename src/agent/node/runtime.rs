@@ -1,0 +1,198 @@
+//! What the container runtime says of itself, asked again and again, and what it is told of the node.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{ContainerImage, Node};
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::Network;
+use crate::agent::Context;
+use crate::core::node::runtime_health::{Answer, RuntimeHealth};
+use crate::cri::{Features, Image, RuntimeErrorKind};
+
+/// How often the runtime is asked while it is not ready, and when it is.
+const POLL: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+/// How long one question to it may take.
+const ANSWER: Duration = Duration::from_secs(10);
+/// How long a list of all images may take.
+const LISTING: Duration = Duration::from_secs(30);
+/// The most names of an image that a Node tells.
+const NAMES: usize = 5;
+
+/// What the runtime said last.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct RuntimeView {
+    /// Whether it has been asked at all.
+    pub asked: bool,
+    /// For instance `containerd://1.7.2`.
+    pub version: String,
+    /// Why the node is not ready on its account.
+    pub problem: Option<String>,
+    /// What it can do.
+    pub features: Features,
+}
+
+fn publish<T: PartialEq>(channel: &watch::Sender<T>, value: T) {
+    channel.send_if_modified(|known| {
+        let changed = *known != value;
+        *known = value;
+        changed
+    });
+}
+
+/// Asks the runtime how it is: every five seconds, and five times a second while it is not well.
+pub(super) async fn poll(
+    context: &Context,
+    views: &watch::Sender<RuntimeView>,
+    network: &watch::Sender<Network>,
+) {
+    let began = Instant::now();
+    let mut health = RuntimeHealth::default();
+    let mut view = RuntimeView::default();
+    loop {
+        match tokio::time::timeout(ANSWER, context.runtime.status()).await {
+            Ok(Ok(status)) => {
+                let not_ready = status.network_not_ready.as_ref();
+                let reason = |why: &String| format!("container runtime network not ready: {why}");
+                let state = not_ready.map_or(Network::Ready, |why| Network::NotReady(reason(why)));
+                publish(network, state);
+                publish(&context.features, status.features.clone());
+                (view.version, view.features) = (status.version, status.features);
+                let answer = Answer {
+                    runtime: status.not_ready,
+                    network: status.network_not_ready,
+                };
+                health.answered(began.elapsed(), answer);
+            }
+            Ok(Err(error)) => health.failed(error.to_string()),
+            Err(_) => health.failed(format!("no answer within {}s", ANSWER.as_secs())),
+        }
+        view.asked = true;
+        view.problem = health.problem(began.elapsed());
+        let unasked = *network.borrow() == Network::Unknown;
+        if let Some(why) = health
+            .down(began.elapsed())
+            .or(view.problem.clone().filter(|_| unasked))
+        {
+            publish(network, Network::NotReady(why));
+        }
+        publish(views, view.clone());
+        let pause = if health.is_settled() { POLL.1 } else { POLL.0 };
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// Lists images as often as the node's status is computed. What was listed last counts while the runtime cannot say.
+pub(super) async fn images(context: &Context, images: &watch::Sender<Option<Vec<ContainerImage>>>) {
+    let most = usize::try_from(context.config.max_images).unwrap_or(usize::MAX);
+    loop {
+        match tokio::time::timeout(LISTING, context.runtime.images()).await {
+            Ok(Ok(found)) => publish(images, Some(largest(found, most))),
+            Ok(Err(error)) => tracing::debug!(%error, "images cannot be listed"),
+            Err(_) => tracing::debug!("images could not be listed in time"),
+        }
+        tokio::time::sleep(context.config.node_status_update).await;
+    }
+}
+
+/// The largest images as a Node tells them: digests before tags, and few names each.
+fn largest(mut images: Vec<Image>, most: usize) -> Vec<ContainerImage> {
+    images.sort_by(|a, b| b.size.cmp(&a.size).then_with(|| a.id.cmp(&b.id)));
+    let reported = |mut image: Image| {
+        image.names.sort_by_key(|name| !name.contains('@'));
+        image.names.truncate(NAMES);
+        ContainerImage {
+            names: Some(image.names),
+            size_bytes: i64::try_from(image.size).ok(),
+        }
+    };
+    images.into_iter().take(most).map(reported).collect()
+}
+
+fn pod_cidrs(node: &Node) -> Option<String> {
+    let spec = node.spec.as_ref()?;
+    let several = spec.pod_cidrs.as_ref().map(|all| all.join(","));
+    several
+        .filter(|all| !all.is_empty())
+        .or_else(|| spec.pod_cidr.clone())
+        .filter(|one| !one.is_empty())
+}
+
+/// Tells the runtime the addresses of this node's pods, whenever they change: some write their CNI configuration by it.
+pub(super) async fn pod_addresses(context: &Context) {
+    let mut node = context.node.subscribe();
+    let mut told: Option<String> = None;
+    loop {
+        let wanted = match &context.node.api() {
+            Some(_) => node.borrow_and_update().as_deref().and_then(pod_cidrs),
+            None => context.config.pod_cidr.clone(),
+        };
+        let mut again = None;
+        if let Some(cidrs) = wanted.filter(|w| told.as_ref() != Some(w)) {
+            match context.runtime.tell_pod_cidrs(&cidrs).await {
+                Err(error) if error.kind != RuntimeErrorKind::Unimplemented => {
+                    tracing::warn!(%error, cidrs, "the runtime cannot be told the pod CIDR; it is tried again");
+                    again = Some(POLL.1);
+                }
+                _ => {
+                    tracing::info!(cidrs, "the runtime was told the pod CIDR");
+                    told = Some(cidrs);
+                }
+            }
+        }
+        tokio::select! {
+            biased;
+            Ok(()) = node.changed() => {}
+            () = tokio::time::sleep(again.unwrap_or(Duration::MAX)) => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_images_are_told_with_digests_first() {
+        let image = |id: &str, size: u64, names: &[&str]| Image {
+            id: id.into(),
+            names: names.iter().map(|n| (*n).into()).collect(),
+            size,
+            ..Image::default()
+        };
+        let all = vec![
+            image("a", 1, &["a:1"]),
+            image("b", 3, &["b:1", "b:2", "b:3", "b:4", "b:5", "b@sha256:0"]),
+            image("c", 2, &["c:1"]),
+        ];
+        let told = largest(all, 2);
+        let names: Vec<Vec<String>> = told.into_iter().filter_map(|i| i.names).collect();
+        assert_eq!(names[0], ["b@sha256:0", "b:1", "b:2", "b:3", "b:4"]);
+        assert_eq!(
+            (names.len(), names[1].as_slice()),
+            (2, &["c:1".to_owned()][..])
+        );
+    }
+
+    #[test]
+    fn pod_cidrs_are_one_text() {
+        let node = |spec: serde_json::Value| -> Node {
+            serde_json::from_value(serde_json::json!({"metadata": {}, "spec": spec}))
+                .expect("a node")
+        };
+        for (spec, expected) in [
+            (serde_json::json!({}), None),
+            (
+                serde_json::json!({"podCIDR": "10.0.0.0/24"}),
+                Some("10.0.0.0/24"),
+            ),
+            (
+                serde_json::json!({"podCIDR": "10.0.0.0/24", "podCIDRs": ["10.0.0.0/24", "fd00::/64"]}),
+                Some("10.0.0.0/24,fd00::/64"),
+            ),
+        ] {
+            assert_eq!(pod_cidrs(&node(spec)).as_deref(), expected);
+        }
+    }
+}

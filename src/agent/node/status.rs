@@ -1,0 +1,288 @@
+//! The Node's status: computed in rounds, and patched where it has changed (kubelet spec, 12.2).
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{
+    ContainerImage, DaemonEndpoint, Node, NodeDaemonEndpoints, NodeFeatures, NodeRuntimeHandler,
+    NodeRuntimeHandlerFeatures, NodeStatus, NodeSwapStatus, NodeSystemInfo,
+};
+use serde_json::json;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::api::{NodeApi, within};
+use super::registration::{self, platform_patch};
+use super::runtime::RuntimeView;
+use super::{VERSION, arch, deadline, limits, size};
+use crate::agent::{Context, Kind};
+use crate::core::node::addresses::{self, addresses};
+use crate::core::node::capacity::{self, Extended};
+use crate::core::node::conditions::{conditions, is_ready, patch, report_after};
+use crate::cri::{Features, Handler};
+use crate::kubeapi::pods::ApiFailure;
+
+/// What this agent can do that the scheduler and the API ask for: only what truly works.
+const DECLARED: &[&str] = &[
+    "ExtendWebSocketsToKubelet",
+    "RestartAllContainersOnContainerExits",
+];
+/// How long the first status waits for the runtime's first answer and its images.
+const FIRST: Duration = Duration::from_secs(1);
+/// The first pause after a round that failed; it doubles until the next round is due.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// What a status is made of besides what never changes.
+#[derive(Debug)]
+pub(super) struct Inputs {
+    /// What the runtime says.
+    pub view: watch::Receiver<RuntimeView>,
+    /// Its images, once they have been listed.
+    pub images: watch::Receiver<Option<Vec<ContainerImage>>>,
+}
+
+fn handlers(features: &Features) -> Vec<NodeRuntimeHandler> {
+    let of = |h: &Handler| NodeRuntimeHandler {
+        name: Some(h.name.clone()),
+        features: Some(NodeRuntimeHandlerFeatures {
+            recursive_read_only_mounts: Some(h.recursive_read_only),
+            user_namespaces: Some(h.user_namespaces),
+        }),
+    };
+    features.handlers.iter().map(of).collect()
+}
+
+fn system_info(context: &Context, runtime: &str) -> NodeSystemInfo {
+    let machine = &context.machine;
+    NodeSystemInfo {
+        architecture: arch().into(),
+        boot_id: machine.boot_id.clone(),
+        container_runtime_version: runtime.to_owned(),
+        kernel_version: machine.kernel.clone(),
+        kubelet_version: VERSION.into(),
+        machine_id: machine.machine_id.clone(),
+        operating_system: "linux".into(),
+        os_image: machine.os_image.clone(),
+        swap: machine
+            .swap
+            .filter(|bytes| *bytes > 0)
+            .map(|bytes| NodeSwapStatus {
+                capacity: i64::try_from(bytes).ok(),
+            }),
+        system_uuid: machine.system_uuid.clone(),
+        ..NodeSystemInfo::default()
+    }
+}
+
+/// The status as of now; `old` is what the Node object says.
+fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Extended) -> NodeStatus {
+    let (config, view) = (&context.config, inputs.view.borrow().clone());
+    let own = addresses(addresses::Sources {
+        name: &config.node_name,
+        ips: &context.node_ips,
+        given: !config.node_ips.is_empty(),
+        external: config.external_cloud,
+        reported: old.addresses.as_deref().unwrap_or_default(),
+    });
+    let machine = size(&context.machine);
+    let capacity = capacity::capacity(&machine, limits(config));
+    let allocatable = capacity::allocatable(&machine, limits(config));
+    let in_use = context.csi.in_use();
+    NodeStatus {
+        addresses: own,
+        capacity: Some(capacity::reported(
+            &capacity,
+            old.capacity.as_ref(),
+            extended,
+        )),
+        allocatable: Some(capacity::reported(
+            &allocatable,
+            old.allocatable.as_ref(),
+            extended,
+        )),
+        conditions: Some(conditions(
+            view.problem.as_deref(),
+            old.conditions.as_deref().unwrap_or_default(),
+            context.clock.now(),
+        )),
+        images: inputs.images.borrow().clone(),
+        // An empty list is said only where another one stands: what is not said stays.
+        volumes_in_use: Some(in_use)
+            .filter(|v| !v.is_empty() || old.volumes_in_use.iter().flatten().next().is_some()),
+        daemon_endpoints: config.serving.enabled.then(|| NodeDaemonEndpoints {
+            kubelet_endpoint: Some(DaemonEndpoint {
+                port: i32::from(config.serving.main.port()),
+            }),
+        }),
+        runtime_handlers: Some(handlers(&view.features)).filter(|h| !h.is_empty()),
+        features: view.features.strict_groups.then_some(NodeFeatures {
+            supplemental_groups_policy: Some(true),
+        }),
+        declared_features: Some(DECLARED.iter().map(|f| (*f).to_owned()).collect()),
+        node_info: Some(system_info(context, &view.version)),
+        ..NodeStatus::default()
+    }
+}
+
+/// Whether a Node was last kept by another agent, whose devices this one does not have.
+fn was_another_agents(status: &NodeStatus) -> bool {
+    let version = status
+        .node_info
+        .as_ref()
+        .map(|i| i.kubelet_version.as_str());
+    version.is_some_and(|v| !v.is_empty() && !v.contains("+holdfast"))
+}
+
+/// The rounds so far.
+struct Rounds<'a> {
+    context: &'a Context,
+    api: &'a dyn NodeApi,
+    inputs: Inputs,
+    /// When a status was reported last.
+    reported: Instant,
+    /// How often one was.
+    reports: u64,
+    extended: Extended,
+}
+
+impl Rounds<'_> {
+    fn is_report_due(&self) -> bool {
+        let seed = format!("{}/{}", self.context.config.node_name, self.reports);
+        let frequency = self.context.config.node_status_report;
+        self.reported.elapsed() >= report_after(frequency, seed.as_bytes())
+    }
+
+    /// One round: what differs from what the Node object says is written.
+    async fn round(&mut self, node: &Node) -> Result<(), ApiFailure> {
+        let (context, limit) = (self.context, deadline(self.context));
+        let name = &context.config.node_name;
+        if let Some(patch) = platform_patch(node) {
+            tracing::warn!(
+                node = name,
+                "somebody changed the labels that tell the platform; they are put right"
+            );
+            context
+                .node
+                .see(within(limit, self.api.patch(name, &patch)).await?);
+        }
+        let old = node.status.clone().unwrap_or_default();
+        let new = compute(context, &self.inputs, &old, self.extended);
+        let patch = match patch(&old, &new) {
+            Some(patch) => patch,
+            None if self.is_report_due() => json!({"status": {"conditions": new.conditions}}),
+            None => return Ok(()),
+        };
+        let written = within(limit, self.api.patch_status(name, &patch)).await?;
+        context.node.see(written);
+        self.reported = Instant::now();
+        self.reports += 1;
+        if is_ready(&old) != is_ready(&new) {
+            let reason = if is_ready(&new) {
+                "NodeReady"
+            } else {
+                "NodeNotReady"
+            };
+            let message = format!("Node {name} status is now: {reason}");
+            context.events.node(name, Kind::Normal, reason, message);
+        }
+        Ok(())
+    }
+}
+
+/// Tells of a start: of the agent, and of the machine where it has been booted since the Node was last kept.
+fn tell_start(context: &Context, before: &NodeStatus) {
+    let name = &context.config.node_name;
+    context
+        .events
+        .node(name, Kind::Normal, "Starting", "Starting kubelet.");
+    let boot = &context.machine.boot_id;
+    let known = before.node_info.as_ref().map(|i| &i.boot_id);
+    if known.is_some_and(|known| !known.is_empty() && known != boot) {
+        let message = format!("Node {name} has been rebooted, boot id: {boot}");
+        context
+            .events
+            .node(name, Kind::Warning, "Rebooted", message);
+    }
+}
+
+/// Registers the node and keeps its status: a round is due every `nodeStatusUpdateFrequency`, when the runtime's state
+/// changes, and when a volume's use has to be told.
+pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
+    let Some(api) = context.node.api() else {
+        return std::future::pending().await;
+    };
+    // A first status that says little would be followed by a second one at once.
+    let known = async {
+        let _ = inputs.view.wait_for(|view| view.asked).await;
+        let _ = inputs.images.wait_for(Option::is_some).await;
+    };
+    let _ = tokio::time::timeout(FIRST, known).await;
+    let first = || compute(context, &inputs, &NodeStatus::default(), Extended::Kept);
+    let node = registration::register(context, &*api, first).await;
+    let before = node.status.clone().unwrap_or_default();
+    tell_start(context, &before);
+    let another = was_another_agents(&before);
+    context.node.see(node);
+    let mut view = inputs.view.clone();
+    let mut rounds = Rounds {
+        context,
+        api: &*api,
+        inputs,
+        reported: Instant::now(),
+        reports: 0,
+        extended: if another {
+            Extended::Zeroed
+        } else {
+            Extended::Kept
+        },
+    };
+    let update = context.config.node_status_update;
+    let mut pause = PAUSE;
+    loop {
+        let node = context.node.present().await;
+        view.mark_unchanged();
+        let wait = match rounds.round(&node).await {
+            Ok(()) => {
+                rounds.extended = Extended::Kept;
+                pause = PAUSE;
+                update
+            }
+            Err(ApiFailure::NotFound(_)) => {
+                context.node.lose();
+                continue;
+            }
+            Err(error) => {
+                if pause == PAUSE {
+                    tracing::error!(%error, node = context.config.node_name, "the Node object cannot be kept up to date; it is tried again");
+                }
+                // What is known of it may be what is wrong.
+                context.node.refresh().await;
+                let wait = pause;
+                pause = (pause * 2).min(update);
+                wait
+            }
+        };
+        tokio::select! {
+            biased;
+            Ok(()) = view.changed() => {}
+            // Pods wait for it to be said.
+            () = context.csi.in_use_changed() => {}
+            () = tokio::time::sleep(wait) => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_agents_devices_are_known_by_its_version() {
+        for (version, expected) in [("v1.36.2", true), (VERSION, false), ("", false)] {
+            let info = json!({"nodeInfo": {"architecture": "", "bootID": "", "containerRuntimeVersion": "", "kernelVersion": "", "kubeProxyVersion": "",
+                "kubeletVersion": version, "machineID": "", "operatingSystem": "", "osImage": "", "systemUUID": ""}});
+            let status: NodeStatus = serde_json::from_value(info).expect("a status");
+            assert_eq!(was_another_agents(&status), expected, "{version}");
+        }
+        assert!(!was_another_agents(&NodeStatus::default()));
+    }
+}

@@ -1,0 +1,226 @@
+//! What the node has and what pods may use of it (kubelet spec, 12.4; kubelet's `nodestatus/setters.go`). Pure.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
+
+use crate::core::pod::resources::Amounts;
+use crate::core::quantity::Quantity;
+
+/// The size of a machine.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct MachineSize {
+    /// Logical processors.
+    pub cpus: u32,
+    /// Bytes of memory.
+    pub memory: u64,
+    /// Bytes of the filesystem with the root directory.
+    pub storage: u64,
+    /// Huge pages: the bytes of one, and how many there are.
+    pub huge_pages: Vec<(u64, u64)>,
+}
+
+/// What the configuration says of the node's size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits<'a> {
+    /// `maxPods`.
+    pub pods: i64,
+    /// `podsPerCore`; 0 for no such limit.
+    pub pods_per_core: i64,
+    /// Whether ephemeral storage is a resource (`localStorageCapacityIsolation`).
+    pub ephemeral_storage: bool,
+    /// `systemReserved` and `kubeReserved` together.
+    pub reserved: &'a Amounts,
+}
+
+/// The resource name of huge pages of a size in bytes, for instance `hugepages-2Mi`.
+#[must_use]
+pub fn huge_page_resource(bytes: u64) -> String {
+    format!("hugepages-{}", Quantity::from_bytes(bytes))
+}
+
+/// Whether a resource is an extended one: with a domain that is not Kubernetes' own.
+#[must_use]
+pub fn is_extended(name: &str) -> bool {
+    name.split_once('/')
+        .is_some_and(|(domain, _)| domain != "kubernetes.io" && !domain.ends_with(".kubernetes.io"))
+        && !name.starts_with("requests.")
+}
+
+/// How many processors a list such as `0-3,8` names.
+#[must_use]
+pub fn count_cpus(list: &str) -> Option<u32> {
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last): (u32, u32) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+        last.checked_sub(first)?.checked_add(1)
+    };
+    let counts: Option<Vec<u32>> = list.trim().split(',').map(range).collect();
+    counts.map(|counts| counts.iter().sum())
+}
+
+/// What the machine has.
+#[must_use]
+pub fn capacity(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
+    let pods = match limits.pods_per_core {
+        0 => limits.pods,
+        per_core => limits
+            .pods
+            .min(per_core.saturating_mul(i64::from(machine.cpus))),
+    };
+    let mut amounts = Amounts::from([
+        (
+            "cpu".to_owned(),
+            Quantity::from_units(i64::from(machine.cpus)),
+        ),
+        ("memory".to_owned(), Quantity::from_bytes(machine.memory)),
+        ("pods".to_owned(), Quantity::from_units(pods)),
+    ]);
+    if limits.ephemeral_storage {
+        amounts.insert(
+            "ephemeral-storage".to_owned(),
+            Quantity::from_bytes(machine.storage),
+        );
+    }
+    for (bytes, pages) in &machine.huge_pages {
+        let total = Quantity::from_bytes(bytes.saturating_mul(*pages));
+        amounts.insert(huge_page_resource(*bytes), total);
+    }
+    amounts
+}
+
+/// What pods may use: the capacity less what is set aside. Huge pages are memory that ordinary requests cannot have.
+#[must_use]
+pub fn allocatable(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
+    let mut amounts = capacity(machine, limits);
+    let huge = amounts
+        .iter()
+        .filter(|(name, _)| name.starts_with("hugepages-"))
+        .fold(Quantity::ZERO, |sum, (_, amount)| sum + *amount);
+    for (name, amount) in &mut amounts {
+        if let Some(reserved) = limits.reserved.get(name) {
+            *amount = (*amount - *reserved).max(Quantity::ZERO);
+        }
+        if name == "memory" {
+            *amount = (*amount - huge).max(Quantity::ZERO);
+        }
+    }
+    amounts
+}
+
+/// What becomes of the extended resources that the Node object had before this agent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Extended {
+    /// They stay as they are: an administrator advertised them.
+    Kept,
+    /// They are advertised as zero: another agent's device plugins had them, and have not come to this one.
+    Zeroed,
+}
+
+/// Our own amounts as the API writes them, with the extended resources that the Node object has besides.
+#[must_use]
+pub fn reported(
+    own: &Amounts,
+    before: Option<&BTreeMap<String, Text>>,
+    extended: Extended,
+) -> BTreeMap<String, Text> {
+    let foreign = before.into_iter().flatten();
+    let foreign = foreign.filter(|(name, _)| is_extended(name) && !own.contains_key(*name));
+    let mut texts: BTreeMap<String, Text> = foreign
+        .map(|(name, amount)| match extended {
+            Extended::Kept => (name.clone(), amount.clone()),
+            Extended::Zeroed => (name.clone(), Text("0".into())),
+        })
+        .collect();
+    texts.extend(
+        own.iter()
+            .map(|(name, amount)| (name.clone(), Text(amount.to_string()))),
+    );
+    texts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits(reserved: &Amounts) -> Limits<'_> {
+        Limits {
+            pods: 110,
+            pods_per_core: 0,
+            ephemeral_storage: true,
+            reserved,
+        }
+    }
+
+    #[test]
+    fn huge_pages_are_advertised_and_taken_from_memory() {
+        let machine = MachineSize {
+            cpus: 4,
+            memory: 8 << 30,
+            storage: 100 << 30,
+            huge_pages: vec![(2 << 20, 512), (1 << 30, 0)],
+        };
+        let reserved = Amounts::from([("memory".to_owned(), Quantity::from_bytes(1 << 30))]);
+        let text = |amounts: &Amounts, name: &str| amounts[name].to_string();
+        let all = capacity(&machine, limits(&reserved));
+        assert_eq!(text(&all, "hugepages-2Mi"), "1Gi");
+        assert_eq!(text(&all, "hugepages-1Gi"), "0");
+        assert_eq!(text(&all, "memory"), "8Gi");
+        let usable = allocatable(&machine, limits(&reserved));
+        assert_eq!(text(&usable, "memory"), "6Gi");
+        assert_eq!(text(&usable, "hugepages-2Mi"), "1Gi");
+    }
+
+    #[test]
+    fn processors_are_counted_from_the_kernels_list() {
+        for (list, expected) in [
+            ("0", Some(1)),
+            ("0-3\n", Some(4)),
+            ("0-3,8,10-11", Some(7)),
+            ("", None),
+            ("3-0", None),
+            ("a-b", None),
+        ] {
+            assert_eq!(count_cpus(list), expected, "{list:?}");
+        }
+    }
+
+    #[test]
+    fn pods_per_core_and_storage_isolation_limit_what_is_advertised() {
+        let machine = MachineSize {
+            cpus: 4,
+            ..MachineSize::default()
+        };
+        let reserved = Amounts::new();
+        for (per_core, expected) in [(0, 110), (10, 40), (100, 110)] {
+            let limits = Limits {
+                pods_per_core: per_core,
+                ephemeral_storage: false,
+                ..limits(&reserved)
+            };
+            let all = capacity(&machine, limits);
+            assert_eq!(all["pods"].units(), expected, "{per_core} a core");
+            assert!(!all.contains_key("ephemeral-storage"));
+        }
+    }
+
+    #[test]
+    fn extended_resources_of_others_are_kept_or_zeroed() {
+        let text = |t: &str| Text(t.into());
+        let before = BTreeMap::from([
+            ("cpu".to_owned(), text("9")),
+            ("example.com/gpu".to_owned(), text("4")),
+            ("hugepages-2Mi".to_owned(), text("1Gi")),
+        ]);
+        let own = Amounts::from([("cpu".to_owned(), Quantity::from_units(2))]);
+        for (extended, gpus) in [(Extended::Kept, "4"), (Extended::Zeroed, "0")] {
+            let expected = BTreeMap::from([
+                ("cpu".to_owned(), text("2")),
+                ("example.com/gpu".to_owned(), text(gpus)),
+            ]);
+            assert_eq!(reported(&own, Some(&before), extended), expected);
+        }
+        assert!(!is_extended("kubernetes.io/x") && !is_extended("a.kubernetes.io/x"));
+        assert!(!is_extended("cpu") && !is_extended("requests.example.com/x"));
+    }
+}

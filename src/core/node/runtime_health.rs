@@ -1,0 +1,139 @@
+//! Whether the container runtime is up (kubelet spec, chapter 0 and 12.5): a call that fails now and then says little, a
+//! runtime that has not answered for half a minute is down. Pure.
+
+use std::time::Duration;
+
+/// A runtime that has not answered for this long is down.
+pub const DOWN_AFTER: Duration = Duration::from_secs(30);
+
+/// What a runtime said of itself: each is why it is not ready, if it is not.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Answer {
+    /// `RuntimeReady`.
+    pub runtime: Option<String>,
+    /// `NetworkReady`.
+    pub network: Option<String>,
+}
+
+/// The answers of a runtime so far. Times count from any one moment.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RuntimeHealth {
+    /// The last answer, and when it came.
+    last: Option<(Duration, Answer)>,
+    /// Why the last call failed, if it did.
+    failure: Option<String>,
+}
+
+impl RuntimeHealth {
+    /// It has answered.
+    pub fn answered(&mut self, at: Duration, answer: Answer) {
+        self.last = Some((at, answer));
+        self.failure = None;
+    }
+
+    /// It was asked and did not answer.
+    pub fn failed(&mut self, why: String) {
+        self.failure = Some(why);
+    }
+
+    /// Whether all is well, so that there is no need to ask soon.
+    #[must_use]
+    pub fn is_settled(&self) -> bool {
+        self.failure.is_none()
+            && matches!(&self.last, Some((_, answer)) if *answer == Answer::default())
+    }
+
+    /// Whether it has been away for so long that it is down, and why.
+    #[must_use]
+    pub fn down(&self, at: Duration) -> Option<String> {
+        let (answered, _) = self.last.as_ref()?;
+        let failure = self.failure.as_ref()?;
+        (at.saturating_sub(*answered) >= DOWN_AFTER)
+            .then(|| format!("container runtime is down: {failure}"))
+    }
+
+    /// Why the node is not ready on the runtime's account, in the kubelet's words; none if it is.
+    #[must_use]
+    pub fn problem(&self, at: Duration) -> Option<String> {
+        let Some((_, answer)) = &self.last else {
+            let text = "container runtime status check may not have completed yet";
+            return Some(match &self.failure {
+                None => text.to_owned(),
+                Some(why) => format!("{text}: {why}"),
+            });
+        };
+        let runtime = answer.runtime.as_ref();
+        let network = answer.network.as_ref();
+        let problems: Vec<String> = self
+            .down(at)
+            .into_iter()
+            .chain(runtime.map(|why| format!("container runtime not ready: {why}")))
+            .chain(network.map(|why| format!("container runtime network not ready: {why}")))
+            .collect();
+        match problems.as_slice() {
+            [] => None,
+            [one] => Some(one.clone()),
+            many => Some(format!("[{}]", many.join(", "))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn a_runtime_is_down_half_a_minute_after_its_last_answer() {
+        let mut health = RuntimeHealth::default();
+        assert!(
+            health
+                .problem(at(0))
+                .is_some_and(|p| p.contains("may not have completed yet"))
+        );
+        health.failed("refused".into());
+        assert!(
+            health
+                .problem(at(60))
+                .is_some_and(|p| p.ends_with("yet: refused"))
+        );
+        health.answered(at(60), Answer::default());
+        assert_eq!(health.problem(at(61)), None);
+        assert!(health.is_settled());
+        health.failed("refused".into());
+        assert!(!health.is_settled());
+        for (seconds, expected) in [
+            (61, None),
+            (89, None),
+            (90, Some("container runtime is down: refused")),
+        ] {
+            assert_eq!(
+                health.problem(at(seconds)).as_deref(),
+                expected,
+                "{seconds}"
+            );
+        }
+        health.answered(at(91), Answer::default());
+        assert_eq!(health.problem(at(91)), None);
+    }
+
+    #[test]
+    fn an_answer_that_is_not_ready_counts_at_once() {
+        let mut health = RuntimeHealth::default();
+        let answer = Answer {
+            runtime: None,
+            network: Some("no CNI config".into()),
+        };
+        health.answered(at(1), answer);
+        let network = "container runtime network not ready: no CNI config";
+        assert_eq!(health.problem(at(1)).as_deref(), Some(network));
+        health.failed("refused".into());
+        assert_eq!(
+            health.problem(at(31)),
+            Some(format!("[container runtime is down: refused, {network}]"))
+        );
+    }
+}

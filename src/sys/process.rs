@@ -1,0 +1,34 @@
+//! This process's own limits.
+
+use std::io;
+
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+/// Lets this process have `wanted` files open, or as many as it may. The answer is how many that is.
+pub fn limit_open_files(wanted: u64) -> io::Result<u64> {
+    let files = Resource::RLIMIT_NOFILE;
+    let (_, most) = getrlimit(files)?;
+    // To raise the upper limit takes a right that a container may lack.
+    if setrlimit(files, wanted, wanted).is_err() {
+        setrlimit(files, wanted.min(most), most)?;
+    }
+    Ok(getrlimit(files)?.0)
+}
+
+/// Says how soon this process is killed when memory is short: -1000 (never) to 1000.
+pub fn set_oom_score_adj(score: i32) -> io::Result<()> {
+    std::fs::write("/proc/self/oom_score_adj", score.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_files_are_open_as_may_be() {
+        let (before, most) = getrlimit(Resource::RLIMIT_NOFILE).expect("limits");
+        assert_eq!(limit_open_files(before).expect("set"), before);
+        // More than any kernel allows is as many as can be had.
+        assert!(limit_open_files(u64::MAX).expect("set") >= most.min(before));
+    }
+}
