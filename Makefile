@@ -29,6 +29,26 @@ up: deps build ## Start a cluster on this machine
 down: ## Stop it and remove what its pods left
 	@if [ -x $(RELEASE) ]; then $(RELEASE) down; else echo "Holdfast is not built, so it does not run."; fi
 
+# Where `make install` puts things; packagers set DESTDIR.
+PREFIX ?= /usr/local
+UNITS = $(PREFIX)/lib/systemd/system
+SHARE = $(PREFIX)/share/holdfast
+UNIT_FILES = holdfast-agent.service holdfast-dhcp.service holdfast-dhcp.socket
+install: ## Install what `make build` made, with its units (PREFIX, DESTDIR)
+	@test -x $(RELEASE) || { echo "$(RELEASE) is not built: run make build first"; exit 1; }
+	install -D -m 755 $(RELEASE) $(DESTDIR)$(PREFIX)/bin/holdfast
+	install -D -m 755 $(dir $(RELEASE))holdfast-cni $(DESTDIR)$(PREFIX)/bin/holdfast-cni
+	for unit in $(UNIT_FILES); do install -D -m 644 systemd/$$unit $(DESTDIR)$(UNITS)/$$unit && sed -i 's|/usr/local/bin/|$(PREFIX)/bin/|' $(DESTDIR)$(UNITS)/$$unit || exit 1; done
+	install -D -m 644 systemd/20-holdfast.conf $(DESTDIR)$(SHARE)/20-holdfast.conf
+	sed -i 's|/usr/local/bin/|$(PREFIX)/bin/|' $(DESTDIR)$(SHARE)/20-holdfast.conf
+	install -D -m 644 config/10-holdfast.conflist $(DESTDIR)$(SHARE)/10-holdfast.conflist
+	test -e $(DESTDIR)/etc/holdfast/config.yaml || install -D -m 644 config/agent.yaml $(DESTDIR)/etc/holdfast/config.yaml
+
+uninstall: ## Remove what `make install` put there; /etc/holdfast and the data stay
+	rm -f $(DESTDIR)$(PREFIX)/bin/holdfast $(DESTDIR)$(PREFIX)/bin/holdfast-cni
+	for unit in $(UNIT_FILES); do rm -f $(DESTDIR)$(UNITS)/$$unit; done
+	rm -rf $(DESTDIR)$(SHARE)
+
 # Newer containerds to test with, unpacked beside the installed one; without the archive it is tested alone.
 RUNTIMES = target/containerd
 runtimes:
@@ -63,4 +83,4 @@ bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENC
 bench-cni: test-deps cni ## Compare the CNI plugins with the distribution's
 	HOLDFAST_CNI=$(CURDIR)/$(STATIC) $(CARGO) bench --locked -p holdfast-cni --bench cni
 
-.PHONY: help cni runtimes kubectls machine sim deps test-deps build up down test check bench bench-cni
+.PHONY: help install uninstall cni runtimes kubectls machine sim deps test-deps build up down test check bench bench-cni

@@ -177,25 +177,8 @@ async fn run_agent(flags: AgentFlags, given: fields::Given) -> anyhow::Result<()
         "the agent starts"
     );
     let agent = agent::build(config).await?;
-    // Told to systemd, where it started us.
-    if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
-        tracing::debug!(%error, "systemd could not be told that the agent is ready");
-    }
-    tokio::spawn(alive());
+    tokio::spawn(sys::service::alive());
     Box::pin(agent.run()).await
-}
-
-/// Tells systemd that the agent is alive, where it wishes to know: tasks run, or it would not be told.
-async fn alive() {
-    let Some(patience) = sd_notify::watchdog_enabled() else {
-        return;
-    };
-    loop {
-        if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Watchdog]) {
-            tracing::warn!(%error, "systemd could not be told that the agent is alive");
-        }
-        tokio::time::sleep(patience / 2).await;
-    }
 }
 
 /// Prints what became of the addresses that were given out.

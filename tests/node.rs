@@ -201,10 +201,193 @@ fn the_node_object_is_true_and_known() {
     let fields = "nodeStatusUpdateFrequency: 2s\nmaxOpenFiles: 5432\noomScoreAdj: -998\n";
     let cluster = Cluster::start_configured("node", 54, fields);
     limits_are_the_configured_ones(&cluster);
+    tiers_weigh_what_their_pods_ask_for(&cluster);
+    a_runtime_in_use_is_refused(&cluster);
     labels_count_at_once(&cluster);
     devices_of_another_agent_are_zeroed(&cluster);
     a_short_absence_of_the_runtime_is_no_news(&cluster);
     a_deleted_node_is_not_registered_again(&cluster);
+}
+
+fn shares(cluster: &Cluster, tier: &str) -> String {
+    let below = format!("holdfast-{}/kubepods{tier}", cluster.name());
+    let v1 = std::fs::read_to_string(format!("/sys/fs/cgroup/cpu/{below}/cpu.shares"));
+    let found =
+        v1.or_else(|_| std::fs::read_to_string(format!("/sys/fs/cgroup/{below}/cpu.weight")));
+    found.unwrap().trim().to_owned()
+}
+
+fn tiers_weigh_what_their_pods_ask_for(cluster: &Cluster) {
+    let v2 = std::path::Path::new("/sys/fs/cgroup/cgroup.controllers").exists();
+    let expected = |shares: &str, weight: &str| {
+        if v2 {
+            weight.to_owned()
+        } else {
+            shares.to_owned()
+        }
+    };
+    let burstable = json!({"containers": [{"name": "c", "image": "holdfast.local/demo:1", "resources": {"requests": {"cpu": "250m"}}}]});
+    pod(cluster, "burst", &burstable);
+    cluster.wait("the burstable tier to weigh what its pod asks for", || {
+        shares(cluster, "/burstable") == expected("256", "10")
+    });
+    assert_eq!(shares(cluster, "/besteffort"), expected("2", "1"));
+    cluster.kubectl(&["delete", "pod", "burst"]);
+    cluster.wait("the burstable tier to weigh nothing again", || {
+        shares(cluster, "/burstable") == expected("2", "1")
+    });
+}
+
+/// Another cluster does not take over a runtime that has pods already.
+fn a_runtime_in_use_is_refused(cluster: &Cluster) {
+    pod(cluster, "in-use", &json!({}));
+    cluster.wait("the pod to run", || {
+        cluster.pod("in-use")["status"]["phase"] == "Running"
+    });
+    let socket = std::fs::read_dir(cluster.run_dir())
+        .unwrap()
+        .flatten()
+        .map(|entry| entry.path())
+        .find(|path| path.extension().is_some_and(|e| e == "sock"))
+        .unwrap();
+    let endpoint = format!("unix://{}", socket.display());
+    let mut command = Command::new(support::holdfast());
+    command.args(["up", "--name", "t-intruder", "--api-port", "16498"]);
+    let output = command
+        .args(["--containerd-endpoint", &endpoint])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    for dir in ["/var/lib/holdfast-t-intruder", "/run/holdfast-t-intruder"] {
+        std::fs::remove_dir_all(dir).unwrap();
+    }
+    assert!(
+        !output.status.success() && said.contains("already serves a kubelet"),
+        "{said}"
+    );
+}
+
+/// What each unit file says, by its name.
+fn units() -> Vec<(String, String)> {
+    let files = std::fs::read_dir("systemd").unwrap().flatten();
+    let read = |path: std::path::PathBuf| {
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        (name, std::fs::read_to_string(path).unwrap())
+    };
+    files.map(|f| read(f.path())).collect()
+}
+
+/// Mounts that the agent makes must be seen by the runtime: nothing may give the service a mount namespace.
+#[test]
+fn units_leave_mounts_alone_and_are_never_given_up() {
+    let namespaces = [
+        "ProtectSystem",
+        "ProtectHome",
+        "ProtectKernel",
+        "ProtectControlGroups",
+        "ProtectProc",
+        "ProtectHostname=",
+        "PrivateTmp",
+        "PrivateDevices",
+        "PrivateMounts",
+        "PrivateUsers",
+        "ReadOnlyPaths",
+        "ReadWritePaths",
+        "InaccessiblePaths",
+        "BindPaths",
+        "DynamicUser",
+        "RootDirectory",
+        "TemporaryFileSystem",
+        "RestrictSUIDSGID",
+        "MountFlags",
+    ];
+    for (name, text) in units() {
+        let settings: Vec<&str> = text.lines().filter(|l| !l.starts_with('#')).collect();
+        for banned in namespaces {
+            assert!(
+                !settings.iter().any(|s| s.starts_with(banned)),
+                "{name}: {banned}"
+            );
+        }
+        if text.contains("holdfast agent") {
+            for wanted in [
+                "Type=notify",
+                "Restart=always",
+                "StartLimitIntervalSec=0",
+                "KillMode=process",
+                "TimeoutStartSec=infinity",
+            ] {
+                assert!(settings.contains(&wanted), "{name}: {wanted}");
+            }
+        }
+    }
+}
+
+#[test]
+fn installing_and_uninstalling_leaves_only_what_is_the_administrators() {
+    let root = tempfile::tempdir().unwrap();
+    let make = |target: &str| {
+        let mut command = Command::new("make");
+        command.args([target, "PREFIX=/usr"]);
+        command.arg(format!("DESTDIR={}", root.path().display()));
+        command.arg(format!("RELEASE={}", support::holdfast().display()));
+        let output = command.output().unwrap();
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+    };
+    let files = || {
+        let mut found = vec![];
+        let mut dirs = vec![root.path().to_owned()];
+        while let Some(dir) = dirs.pop() {
+            for entry in std::fs::read_dir(dir).unwrap().flatten() {
+                let path = entry.path();
+                if path.is_dir() {
+                    dirs.push(path);
+                } else {
+                    found.push(
+                        path.strip_prefix(root.path())
+                            .unwrap()
+                            .display()
+                            .to_string(),
+                    );
+                }
+            }
+        }
+        found.sort();
+        found
+    };
+    make("install");
+    let config = root.path().join("etc/holdfast/config.yaml");
+    std::fs::write(&config, "mine").unwrap();
+    make("install");
+    assert_eq!(std::fs::read_to_string(&config).unwrap(), "mine");
+    assert_eq!(
+        files(),
+        [
+            "etc/holdfast/config.yaml",
+            "usr/bin/holdfast",
+            "usr/bin/holdfast-cni",
+            "usr/lib/systemd/system/holdfast-agent.service",
+            "usr/lib/systemd/system/holdfast-dhcp.service",
+            "usr/lib/systemd/system/holdfast-dhcp.socket",
+            "usr/share/holdfast/10-holdfast.conflist",
+            "usr/share/holdfast/20-holdfast.conf",
+        ]
+    );
+    let unit = std::fs::read_to_string(
+        root.path()
+            .join("usr/lib/systemd/system/holdfast-agent.service"),
+    )
+    .unwrap();
+    assert!(
+        unit.contains("ExecStart=/usr/bin/holdfast agent "),
+        "{unit}"
+    );
+    make("uninstall");
+    assert_eq!(files(), ["etc/holdfast/config.yaml"]);
 }
 
 /// The flags' help names every flag that the unit files use.

@@ -165,7 +165,7 @@ fn addresses_and_clouds_are_checked() {
         ..Overrides::default()
     };
     for (ip, cloud, expected) in [
-        ("127.0.0.1", "", "loopback"),
+        ("169.254.1.1", "", "link-local"),
         ("192.0.2.1,192.0.2.2", "", "different families"),
         ("here", "", "--node-ip"),
         ("", "aws", "--cloud-provider"),

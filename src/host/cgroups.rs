@@ -1,7 +1,7 @@
 //! The cgroups of pods: made as directories, or by systemd as slices (kubelet spec, 7.1).
 
 use super::blocking;
-use crate::core::pod::cgroup::{self, Driver, PodLimits};
+use crate::core::pod::cgroup::{self, Driver, PodLimits, TierShares};
 use crate::core::pod::qos::QosClass;
 use crate::sys;
 use crate::sys::systemd::Slices;
@@ -76,6 +76,30 @@ impl Cgroups {
             }
         }
         Ok(name)
+    }
+
+    /// Gives the tiers their shares.
+    pub(in crate::host) async fn set_tiers(&self, shares: &TierShares) -> Result<(), String> {
+        let tiers = shares.by_path(&self.root, self.driver);
+        match self.driver {
+            Driver::Systemd => {
+                for (slice, shares) in tiers {
+                    if !sys::cgroup::has_shares(&slice, shares) {
+                        self.slices.forget(&slice);
+                    }
+                    let property = cgroup::share_property(shares, sys::cgroup::is_v2());
+                    self.slices.ensure(&slice, vec![property]).await?;
+                }
+                Ok(())
+            }
+            Driver::Cgroupfs => {
+                let above = cgroup::tiers(&self.root, QosClass::Guaranteed);
+                blocking(move || {
+                    sys::cgroup::ensure_tiers(&above, &tiers).map_err(|e| e.to_string())
+                })
+                .await
+            }
+        }
     }
 
     /// Removes a pod's.

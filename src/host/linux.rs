@@ -20,7 +20,7 @@ use super::cgroups::Cgroups;
 use super::serving::rotate::LogPlace;
 use super::volume::FORCE_AFTER;
 use crate::core::image::gc::Filesystem;
-use crate::core::pod::cgroup::pod_limits;
+use crate::core::pod::cgroup::{TierShares, pod_limits};
 use crate::core::pod::users::{self, Mappings};
 use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
@@ -176,6 +176,10 @@ impl PodHost for LinuxHost {
                 pod_limits(pod, self.pids, self.cpu_period),
             )
             .await
+    }
+
+    async fn set_tiers(&self, shares: &TierShares) -> Result<(), String> {
+        self.cgroups.set_tiers(shares).await
     }
 
     fn cgroup_of_all(&self) -> String {

@@ -13,6 +13,7 @@ use async_trait::async_trait;
 use k8s_openapi::api::core::v1::Pod;
 
 use crate::core::image::gc::Filesystem;
+use crate::core::pod::cgroup::TierShares;
 use crate::core::pod::users::Mappings;
 use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
@@ -58,6 +59,10 @@ pub struct Log {
 pub trait PodHost: Send + Sync + 'static {
     /// Makes the pod's cgroup and sets its values. The answer is the parent that the runtime is given.
     async fn ensure_cgroup(&self, pod: &Pod) -> Result<String, String>;
+    /// Gives the tiers of pods their share of the processors, and makes those that are not there.
+    async fn set_tiers(&self, _shares: &TierShares) -> Result<(), String> {
+        Ok(())
+    }
     /// Where the cgroup of all pods lies below the hierarchies. Nothing is touched.
     fn cgroup_of_all(&self) -> String;
     /// Where the pod's cgroup lies below the hierarchies, or a container's by its id. Nothing is touched.

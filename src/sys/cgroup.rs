@@ -203,6 +203,47 @@ pub fn ensure_pod(tiers: &[String], path: &str, limits: &PodLimits) -> io::Resul
     Ok(())
 }
 
+/// The file of a cgroup's CPU weight, and what it holds for these shares. None where there is no such controller.
+fn shares_file(path: &str, shares: u64) -> Option<(PathBuf, String)> {
+    let path = place(path, None);
+    let (file, value) = if is_v2() {
+        ("cpu.weight", weight(shares))
+    } else {
+        ("cpu.shares", shares)
+    };
+    let dir = places(&path)
+        .into_iter()
+        .find(|dir| dir.join(file).exists())?;
+    Some((dir.join(file), value.to_string()))
+}
+
+/// Whether a cgroup has these shares; one without the controller has what it can have.
+#[must_use]
+pub fn has_shares(path: &str, shares: u64) -> bool {
+    shares_file(path, shares)
+        .is_none_or(|(file, value)| fs::read_to_string(file).is_ok_and(|t| t.trim() == value))
+}
+
+/// Makes the cgroups `above` and the tiers where they are not there, and gives the tiers their shares.
+pub fn ensure_tiers(above: &[String], tiers: &[(String, u64)]) -> io::Result<()> {
+    for path in above.iter().chain(tiers.iter().map(|(path, _)| path)) {
+        if !places(path).iter().all(|dir| dir.is_dir()) {
+            make_level(path)?;
+        }
+    }
+    for (path, shares) in tiers {
+        if let Some((file, value)) =
+            shares_file(path, *shares).filter(|_| !has_shares(path, *shares))
+        {
+            fs::write(&file, &value).map_err(|e| {
+                let shown = file.display();
+                io::Error::new(e.kind(), format!("{shown} cannot be set to {value}: {e}"))
+            })?;
+        }
+    }
+    Ok(())
+}
+
 /// Removes a cgroup and all below it; processes still in it are killed.
 pub fn remove(path: &str) -> io::Result<()> {
     for dir in places(path) {

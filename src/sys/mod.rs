@@ -16,6 +16,7 @@ pub mod patient;
 pub mod process;
 pub mod quota;
 pub mod removal;
+pub mod service;
 pub mod systemd;
 pub mod usage;
 pub mod watch;

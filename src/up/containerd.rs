@@ -10,7 +10,7 @@ use anyhow::{Context as _, bail};
 use super::images;
 use super::process::find_program;
 use super::settings::Settings;
-use crate::cri::CriClient;
+use crate::cri::{CriClient, Runtime as _};
 
 /// Whether this process may lower `oom_score_adj`; without it containers must be told not to try.
 fn may_lower_oom_score() -> bool {
@@ -50,6 +50,26 @@ pub fn config(settings: &Settings, systemd: bool) -> String {
         toml(&dirs.data.join("cni/net.d")),
     );
     text
+}
+
+/// Refuses a runtime that has pods of another kubelet: two agents on one runtime would end each other's pods. A pod of ours
+/// has a directory below `agent`.
+pub async fn refuse_of_another(endpoint: &str, agent: &Path) -> anyhow::Result<()> {
+    let runtime =
+        CriClient::new(endpoint, Duration::from_secs(10), None).map_err(anyhow::Error::msg)?;
+    let listed = runtime.list().await;
+    let listed = listed.with_context(|| format!("the pods of {endpoint} cannot be listed"))?;
+    let is_ours = |uid: &str| agent.join("pods").join(uid).is_dir();
+    let others: Vec<_> = listed.iter().filter(|pod| !is_ours(&pod.uid)).collect();
+    match others.as_slice() {
+        [] => Ok(()),
+        [pod, ..] => bail!(
+            "--containerd-endpoint: {endpoint} already serves a kubelet: it has {} pods that are not this cluster's, for instance {} in {}; two agents on one runtime would end each other's pods, so leave the flag out (a private containerd is started then), or name another containerd",
+            others.len(),
+            pod.name,
+            pod.namespace
+        ),
+    }
 }
 
 /// The CNI network of the pods.

@@ -74,6 +74,9 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
         .await
         .with_context(|| hint(&parts.containerd, private))?;
 
+    if !private {
+        containerd::refuse_of_another(&endpoint, &dirs.agent()).await?;
+    }
     progress.step("bundled images");
     containerd::import_images(settings, &endpoint)?;
 

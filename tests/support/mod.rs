@@ -146,6 +146,10 @@ impl Cluster {
         String::from_utf8(output.stdout).unwrap()
     }
 
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     pub fn data(&self) -> PathBuf {
         PathBuf::from(format!("/var/lib/holdfast-{}", self.name))
     }

@@ -8,6 +8,7 @@
 //! | `status::keep` | registers the node (`registration`) and patches its status |
 //! | `lease::keep` | renews the lease |
 //! | `own::follow` | watches the Node object |
+//! | `qos_tiers::keep` | gives the tiers of pods their share of the processors |
 //!
 //! What they tell each other is the newest value in a `watch` channel. Every request has a deadline.
 
@@ -18,6 +19,7 @@ mod lease;
 pub mod log_rotation;
 pub mod machine;
 mod own;
+mod qos_tiers;
 mod registration;
 mod runtime;
 pub mod standalone;
@@ -93,5 +95,6 @@ pub async fn run(context: Arc<Context>, network: watch::Sender<Network>) {
         status::keep(&context, inputs),
         lease::keep(&context),
         own::follow(&context),
+        qos_tiers::keep(&context),
     );
 }

@@ -35,6 +35,7 @@ use crate::host::blocking;
 use crate::https::{self, Body, Limits, Peer, Protocol, Tls, TlsFiles, text};
 use crate::kubeapi::reviews::Reviews;
 use crate::sys::machine::Room;
+use crate::sys::service;
 use access::Access;
 
 pub use figures::VolumeFigures;
@@ -301,6 +302,7 @@ async fn listen(address: SocketAddr) -> TcpListener {
 pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>) {
     let serving = context.config.serving.clone();
     if !serving.enabled {
+        service::ready();
         return std::future::pending().await;
     }
     let access = Access::new(serving.clone(), &context.config.node_name, reviews);
@@ -331,6 +333,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>) {
             }
         };
         let listener = listen(serving.main).await;
+        service::ready();
         let server = Arc::clone(&server);
         https::serve(listener, Some(tls), MAIN, move |peer, request| {
             Arc::clone(&server).answer(peer, request)

@@ -42,7 +42,8 @@ pub fn addresses(sources: Sources<'_>) -> Option<Vec<NodeAddress>> {
     Some(internal.chain([of("Hostname", sources.name)]).collect())
 }
 
-/// Why an address cannot be a node's, if it cannot. Whether this machine has it is another matter.
+/// Why an address cannot be a node's, if it cannot. Whether this machine has it is another matter. The kubelet refuses
+/// loopback addresses too; a cluster of one machine without a network has no other.
 #[must_use]
 pub fn objection(ip: IpAddr) -> Option<&'static str> {
     let link_local = match ip {
@@ -50,9 +51,6 @@ pub fn objection(ip: IpAddr) -> Option<&'static str> {
         IpAddr::V6(ip) => ip.is_unicast_link_local(),
     };
     match ip {
-        ip if ip.is_loopback() => {
-            Some("it is a loopback address: nobody else could reach the node")
-        }
         ip if ip.is_multicast() => Some("it is a multicast address"),
         _ if link_local => Some("it is a link-local address: it means nothing beyond its own link"),
         _ => None,
@@ -118,8 +116,8 @@ mod tests {
         for (text, fine) in [
             ("192.0.2.1", true),
             ("2001:db8::1", true),
-            ("127.0.0.1", false),
-            ("::1", false),
+            ("127.0.0.1", true),
+            ("::1", true),
             ("169.254.1.1", false),
             ("fe80::1", false),
             ("224.0.0.1", false),

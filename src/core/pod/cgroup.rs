@@ -4,7 +4,7 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::Role;
 use super::qos::{self, QosClass};
-use super::resources::{Side, of_container, of_containers, of_pod, of_pod_level};
+use super::resources::{Amounts, Side, of_container, of_containers, of_pod, of_pod_level};
 use crate::core::pod;
 
 /// Who makes cgroups.
@@ -134,14 +134,10 @@ pub fn properties(limits: &PodLimits, unified: bool) -> Vec<(&'static str, u64)>
             let exact = quota.saturating_mul(1_000_000) / limits.period.max(1);
             exact.next_multiple_of(10_000)
         });
-    let (weight, memory) = if unified {
-        (("CPUWeight", weight(limits.shares)), "MemoryMax")
-    } else {
-        (("CPUShares", limits.shares), "MemoryLimit")
-    };
+    let memory = if unified { "MemoryMax" } else { "MemoryLimit" };
     let pids = limits.pids.map(|_| ("TasksMax", max(limits.pids)));
     let all = [
-        weight,
+        share_property(limits.shares, unified),
         ("CPUQuotaPerSecUSec", second),
         ("CPUQuotaPeriodUSec", limits.period),
         (memory, max(limits.memory)),
@@ -164,6 +160,63 @@ pub fn place(path: &str, container: Option<&str>) -> String {
         .map(|id| format!("/cri-containerd-{id}.scope"))
         .unwrap_or_default();
     format!("/{}{scope}", slices.join("/"))
+}
+
+/// The CPU weights of the tiers, as v1 shares.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TierShares {
+    /// Of all pods beside the rest of the machine.
+    pub all: u64,
+    /// Of the burstable ones beside the guaranteed ones.
+    pub burstable: u64,
+    /// Of the best-effort ones beside the guaranteed ones.
+    pub best_effort: u64,
+}
+
+impl TierShares {
+    /// Each tier's path in the driver's spelling, and its shares; outermost first.
+    #[must_use]
+    pub fn by_path(&self, root: &str, driver: Driver) -> [(String, u64); 3] {
+        let all = all_pods(root, driver);
+        let tier = |name: &str| match driver {
+            Driver::Cgroupfs => format!("{all}/{name}"),
+            Driver::Systemd => format!("{}-{name}.slice", all.trim_end_matches(".slice")),
+        };
+        [
+            (all.clone(), self.all),
+            (tier("burstable"), self.burstable),
+            (tier("besteffort"), self.best_effort),
+        ]
+    }
+}
+
+/// What the tiers get: all pods what they may use of the node, burstable pods what they ask for together, best-effort pods
+/// next to nothing (kubelet spec, 7.2). A guaranteed pod lies beside the last two with its own request.
+#[must_use]
+pub fn tier_shares(allocatable: &Amounts, pods: &[&Pod]) -> TierShares {
+    let burstable = pods
+        .iter()
+        .filter(|p| qos::of(pod::spec(p)) == QosClass::Burstable);
+    let asked = burstable.map(|p| {
+        of_pod(p, Side::Requests)
+            .get("cpu")
+            .map_or(0, |q| q.milli())
+    });
+    TierShares {
+        all: shares(allocatable.get("cpu").map_or(0, |q| q.milli())),
+        burstable: shares(asked.fold(0, i64::saturating_add)),
+        best_effort: shares(0),
+    }
+}
+
+/// The property of a slice that gives it these shares.
+#[must_use]
+pub fn share_property(shares: u64, unified: bool) -> (&'static str, u64) {
+    if unified {
+        ("CPUWeight", weight(shares))
+    } else {
+        ("CPUShares", shares)
+    }
 }
 
 /// The tiers above a pod, outermost first, in cgroupfs spelling.
@@ -322,6 +375,57 @@ mod tests {
             tiers("/t", QosClass::Burstable),
             ["/t", "/t/kubepods", "/t/kubepods/burstable"]
         );
+    }
+
+    #[test]
+    fn no_tier_outweighs_what_its_pods_ask_for() {
+        let pod = |requests: Value, limits: Value| -> Pod {
+            let container =
+                json!({"name": "c", "resources": {"requests": requests, "limits": limits}});
+            serde_json::from_value(json!({"spec": {"containers": [container]}})).expect("a pod")
+        };
+        let small = json!({"cpu": "100m", "memory": "1Mi"});
+        let guaranteed = pod(small.clone(), small);
+        let burstable = pod(json!({"cpu": "500m"}), json!({}));
+        let best_effort = pod(json!({}), json!({}));
+        let allocatable = Amounts::from([("cpu".to_owned(), "3500m".parse().expect("a quantity"))]);
+        let pods = [
+            &guaranteed,
+            &burstable,
+            &burstable,
+            &best_effort,
+            &best_effort,
+        ];
+        let tiers = tier_shares(&allocatable, &pods);
+        assert_eq!(
+            (tiers.all, tiers.burstable, tiers.best_effort),
+            (3584, 1024, 2)
+        );
+        // However many best-effort pods there are, together they weigh less than the smallest guaranteed one.
+        assert!(tiers.best_effort < pod_limits(&guaranteed, None, None).shares);
+        assert_eq!(tier_shares(&allocatable, &[]).burstable, 2);
+        for (root, driver, expected) in [
+            (
+                "/t",
+                Driver::Cgroupfs,
+                [
+                    "/t/kubepods",
+                    "/t/kubepods/burstable",
+                    "/t/kubepods/besteffort",
+                ],
+            ),
+            (
+                "/",
+                Driver::Systemd,
+                [
+                    "kubepods.slice",
+                    "kubepods-burstable.slice",
+                    "kubepods-besteffort.slice",
+                ],
+            ),
+        ] {
+            assert_eq!(tiers.by_path(root, driver).map(|(path, _)| path), expected);
+        }
     }
 
     #[test]
