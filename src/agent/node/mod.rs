@@ -14,8 +14,8 @@
 
 mod api;
 pub mod credentials;
-pub mod ledger;
 mod lease;
+pub mod ledger;
 pub mod log_rotation;
 pub mod machine;
 mod own;
@@ -44,7 +44,10 @@ use runtime::RuntimeView;
 /// The Kubernetes version whose agent behaviour this is.
 pub(super) const VERSION: &str = "v1.36.2+holdfast";
 
-use crate::core::pod::worker::Network;
+fn arch() -> &'static str {
+    match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
         other => other,
     }
 }

@@ -265,7 +265,12 @@ mod tests {
             let mut text = all(&mut log);
             for n in 0..rotations {
                 let stamp = format!("20261120-00000{n}");
-                super::super::rotate::aside(&path, stay, &stamp).expect("rotated");
+                let place = super::super::rotate::LogPlace {
+                    logs: dir.path().into(),
+                    dir: "c".into(),
+                };
+                let logs = place.open().expect("open");
+                logs.move_aside("0.log", stay, &stamp).expect("rotated");
                 std::fs::write(&path, line(n + 1)).expect("written");
             }
             loop {
