@@ -92,13 +92,8 @@ fn what_is_the_users_outlives_every_pod() {
 
     let (host, local, foreign, disk) = (Canary::new(), Canary::new(), Canary::new(), Loop::new());
     cluster.kubectl(&["create", "configmap", "map", "--from-literal=key=value"]);
-    cluster.kubectl(&[
-        "create",
-        "secret",
-        "generic",
-        "keys",
-        "--from-literal=key=value",
-    ]);
+    let secret = "create secret generic keys --from-literal=key=value";
+    cluster.kubectl(&secret.split(' ').collect::<Vec<_>>());
     cluster.apply(&claimed(
         "local",
         &node,

@@ -89,11 +89,7 @@ pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen,
         turns: 0,
     };
     let mut input = Input::Tick;
-    loop {
-        let wake_at = match shell.turn(input) {
-            Some(wake_at) => wake_at,
-            None => break,
-        };
+    while let Some(wake_at) = shell.turn(input) {
         input = shell.next_input(wake_at).await;
     }
     context.ledger.release(&uid).await;

@@ -131,8 +131,9 @@ impl Volumes {
             let say = |kind: Kind, reason: &str, message: &str| {
                 context.events.pod(pod, None, kind, reason, message)
             };
-            let made = log.step(Step::Volume, &volume.name, set_up).await.map_err(
-                |problem: Problem| {
+            let made = Box::pin(log.step(Step::Volume, &volume.name, set_up))
+                .await
+                .map_err(|problem: Problem| {
                     let message = problem.told(&volume.name);
                     let kind = if problem.is_failure() {
                         Kind::Warning
@@ -141,8 +142,7 @@ impl Volumes {
                     };
                     say(kind, problem.reason(), &message);
                     message
-                },
-            )?;
+                })?;
             if made.block && !resolved.contains_key(&volume.name) {
                 let message = format!(
                     "MapVolume.MapPodDevice succeeded for volume {:?}",

@@ -1,6 +1,8 @@
 //! The status of a pod: phase, conditions, container statuses, and the patch that brings the API up to
 //! it (kubelet spec, chapter 4). Pure.
 
+mod patch;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use jiff::Timestamp;
@@ -10,7 +12,6 @@ use k8s_openapi::api::core::v1::{
     PodCondition, PodIP, PodStatus, ResourceRequirements, VolumeMount, VolumeMountStatus,
 };
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
 
 use super::Role;
 use super::actions::{AfterExit, after_exit, restarts_after};
@@ -21,6 +22,8 @@ use super::qos;
 use super::resize::{self, Sizes};
 use crate::core::pod;
 use crate::core::time::seconds;
+
+pub use patch::{patch, substance};
 
 /// Why a container is not running, by container name: reason and message of its waiting state.
 pub type Problems = BTreeMap<String, (String, String)>;
@@ -165,6 +168,76 @@ fn volume_mounts(container: &Container) -> Option<Vec<VolumeMountStatus>> {
         .map(|mounts| mounts.iter().map(of).collect())
 }
 
+/// The status of a container that the runtime has no instance of.
+fn status_without_instance(
+    facts: &Facts<'_>,
+    container: &Container,
+    before: Option<&ContainerStatus>,
+    initial: &str,
+    mut status: ContainerStatus,
+) -> ContainerStatus {
+    status.restart_count = before.map_or(0, |b| b.restart_count);
+    status.last_state = before.and_then(|b| b.last_state.clone());
+    let restarting = facts
+        .problems
+        .get(&container.name)
+        .is_some_and(|(reason, _)| reason == RESTARTING_ALL)
+        && !facts.ended;
+    if restarting {
+        status.restart_count = before.map_or(0, |b| b.restart_count);
+        status.last_state = Some(ApiState {
+            terminated: Some(removed_to_restart()),
+            ..ApiState::default()
+        });
+        status.state = Some(waiting(RESTARTING_ALL, ""));
+        status.started = Some(false);
+        return status;
+    }
+    let ended_before = before
+        .and_then(|b| b.state.as_ref())
+        .and_then(|s| s.terminated.clone());
+    let ran_before = before
+        .and_then(|b| b.state.as_ref())
+        .is_some_and(|s| s.running.is_some());
+    status.state = Some(if let Some(ended) = ended_before {
+        ApiState {
+            terminated: Some(ended),
+            ..ApiState::default()
+        }
+    } else if ran_before || facts.ended {
+        status.restart_count += i32::from(ran_before && !facts.ended);
+        if facts.ended {
+            ApiState {
+                terminated: Some(lost()),
+                ..ApiState::default()
+            }
+        } else {
+            status.last_state = Some(ApiState {
+                terminated: Some(lost()),
+                ..ApiState::default()
+            });
+            waiting(initial, "")
+        }
+    } else {
+        // The kubelet leaves the message empty here; we say what is in the way.
+        let held_up = facts.held_up.as_deref().unwrap_or_default();
+        let (reason, message) = facts
+            .problems
+            .get(&container.name)
+            .map_or((initial, held_up), |(r, m)| (r, m));
+        waiting(reason, message)
+    });
+    if facts.ended
+        && let Some(before) = before
+    {
+        status.image_id.clone_from(&before.image_id);
+        status.container_id.clone_from(&before.container_id);
+    }
+    status.ready = false;
+    status.started = Some(false);
+    status
+}
+
 /// The status of one container (kubelet spec, 4.4).
 fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> ContainerStatus {
     let before = [
@@ -194,66 +267,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
         ..ContainerStatus::default()
     };
     let Some(newest) = newest else {
-        status.restart_count = before.map_or(0, |b| b.restart_count);
-        status.last_state = before.and_then(|b| b.last_state.clone());
-        let restarting = facts
-            .problems
-            .get(&container.name)
-            .is_some_and(|(reason, _)| reason == RESTARTING_ALL)
-            && !facts.ended;
-        if restarting {
-            status.restart_count = before.map_or(0, |b| b.restart_count);
-            status.last_state = Some(ApiState {
-                terminated: Some(removed_to_restart()),
-                ..ApiState::default()
-            });
-            status.state = Some(waiting(RESTARTING_ALL, ""));
-            status.started = Some(false);
-            return status;
-        }
-        let ended_before = before
-            .and_then(|b| b.state.as_ref())
-            .and_then(|s| s.terminated.clone());
-        let ran_before = before
-            .and_then(|b| b.state.as_ref())
-            .is_some_and(|s| s.running.is_some());
-        status.state = Some(if let Some(ended) = ended_before {
-            ApiState {
-                terminated: Some(ended),
-                ..ApiState::default()
-            }
-        } else if ran_before || facts.ended {
-            status.restart_count += i32::from(ran_before && !facts.ended);
-            if facts.ended {
-                ApiState {
-                    terminated: Some(lost()),
-                    ..ApiState::default()
-                }
-            } else {
-                status.last_state = Some(ApiState {
-                    terminated: Some(lost()),
-                    ..ApiState::default()
-                });
-                waiting(initial, "")
-            }
-        } else {
-            // The kubelet leaves the message empty here; we say what is in the way.
-            let held_up = facts.held_up.as_deref().unwrap_or_default();
-            let (reason, message) = facts
-                .problems
-                .get(&container.name)
-                .map_or((initial, held_up), |(r, m)| (r, m));
-            waiting(reason, message)
-        });
-        if facts.ended
-            && let Some(before) = before
-        {
-            status.image_id.clone_from(&before.image_id);
-            status.container_id.clone_from(&before.container_id);
-        }
-        status.ready = false;
-        status.started = Some(false);
-        return status;
+        return status_without_instance(facts, container, before, initial, status);
     };
     // Of a pod that is being removed the newest instance may have gone before older ones. One that has not been
     // started yet may still be replaced, and is not counted before it has run.
@@ -701,104 +715,6 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
         resources: spec.resources.clone(),
         ..PodStatus::default()
     }
-}
-
-/// The condition types that are ours; all others belong to somebody else.
-const OWN: &[&str] = &[
-    "PodReadyToStartContainers",
-    "Initialized",
-    "Ready",
-    "ContainersReady",
-    "PodScheduled",
-    "DisruptionTarget",
-    "PodResizePending",
-    "PodResizeInProgress",
-];
-/// Those of them that are there only while they hold.
-const PASSING: &[&str] = &["PodResizePending", "PodResizeInProgress"];
-
-/// The strategic merge patch that turns what the API has into `wanted`; `None` if nothing differs.
-#[must_use]
-pub fn patch(uid: &str, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
-    let (old, new) = (
-        serde_json::to_value(api).ok()?,
-        serde_json::to_value(wanted).ok()?,
-    );
-    let mut changes = serde_json::Map::new();
-    for (key, value) in new.as_object()? {
-        if key == "conditions" {
-            continue;
-        }
-        if old.get(key) != Some(value) {
-            changes.insert(key.clone(), value.clone());
-        }
-    }
-    for key in [
-        "reason",
-        "message",
-        "initContainerStatuses",
-        "ephemeralContainerStatuses",
-    ] {
-        if old.get(key).is_some() && new.get(key).is_none() {
-            changes.insert(key.into(), Value::Null);
-        }
-    }
-    let of = |status: &PodStatus, kind: &str| {
-        status
-            .conditions
-            .iter()
-            .flatten()
-            .find(|c| c.type_ == kind)
-            .cloned()
-    };
-    let conditions: Vec<PodCondition> = OWN
-        .iter()
-        .filter_map(|kind| of(wanted, kind).filter(|c| of(api, kind).as_ref() != Some(c)))
-        .collect();
-    let conditions: Vec<Value> = conditions
-        .iter()
-        .filter_map(|c| serde_json::to_value(c).ok())
-        .map(|mut c| {
-            // What is absent now must not survive the merge.
-            for key in ["reason", "message"] {
-                if c.get(key).is_none() {
-                    c[key] = Value::Null;
-                }
-            }
-            c
-        })
-        .collect();
-    let over = PASSING
-        .iter()
-        .filter(|kind| of(api, kind).is_some() && of(wanted, kind).is_none());
-    let conditions: Vec<Value> = conditions
-        .into_iter()
-        .chain(over.map(|kind| json!({"type": kind, "$patch": "delete"})))
-        .collect();
-    if !conditions.is_empty() {
-        let order: Vec<Value> = wanted
-            .conditions
-            .iter()
-            .flatten()
-            .map(|c| json!({"type": c.type_}))
-            .collect();
-        changes.insert("$setElementOrder/conditions".into(), order.into());
-        changes.insert("conditions".into(), conditions.into());
-    }
-    (!changes.is_empty()).then(|| json!({"metadata": {"uid": uid}, "status": changes}))
-}
-
-/// A status without the generation that it was observed at: what is worth telling at once.
-#[must_use]
-pub fn substance(status: &PodStatus) -> PodStatus {
-    let mut status = PodStatus {
-        observed_generation: None,
-        ..status.clone()
-    };
-    for condition in status.conditions.iter_mut().flatten() {
-        condition.observed_generation = None;
-    }
-    status
 }
 
 /// When the pod has been active for as long as it may be.

@@ -266,7 +266,7 @@ impl Worker {
         self.publish(facts, &mut turn);
         turn.gone = self.is_gone();
         debug_assert!(
-            turn.gone || !self.has_overlooked_something(facts),
+            turn.gone || !self.is_idle() || !self.has_overlooked_something(facts),
             "a worker sleeps with something left to do: {self:?}"
         );
         turn

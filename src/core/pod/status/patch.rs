@@ -1,0 +1,102 @@
+//! Bringing the status in the API up to the one that is wanted. Pure.
+
+use k8s_openapi::api::core::v1::{PodCondition, PodStatus};
+use serde_json::{Value, json};
+
+/// The condition types that are ours; all others belong to somebody else.
+const OWN: &[&str] = &[
+    "PodReadyToStartContainers",
+    "Initialized",
+    "Ready",
+    "ContainersReady",
+    "PodScheduled",
+    "DisruptionTarget",
+    "PodResizePending",
+    "PodResizeInProgress",
+];
+/// Those of them that are there only while they hold.
+const PASSING: &[&str] = &["PodResizePending", "PodResizeInProgress"];
+
+/// The strategic merge patch that turns what the API has into `wanted`; `None` if nothing differs.
+#[must_use]
+pub fn patch(uid: &str, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
+    let (old, new) = (
+        serde_json::to_value(api).ok()?,
+        serde_json::to_value(wanted).ok()?,
+    );
+    let mut changes = serde_json::Map::new();
+    for (key, value) in new.as_object()? {
+        if key == "conditions" {
+            continue;
+        }
+        if old.get(key) != Some(value) {
+            changes.insert(key.clone(), value.clone());
+        }
+    }
+    for key in [
+        "reason",
+        "message",
+        "initContainerStatuses",
+        "ephemeralContainerStatuses",
+    ] {
+        if old.get(key).is_some() && new.get(key).is_none() {
+            changes.insert(key.into(), Value::Null);
+        }
+    }
+    let of = |status: &PodStatus, kind: &str| {
+        status
+            .conditions
+            .iter()
+            .flatten()
+            .find(|c| c.type_ == kind)
+            .cloned()
+    };
+    let conditions: Vec<PodCondition> = OWN
+        .iter()
+        .filter_map(|kind| of(wanted, kind).filter(|c| of(api, kind).as_ref() != Some(c)))
+        .collect();
+    let conditions: Vec<Value> = conditions
+        .iter()
+        .filter_map(|c| serde_json::to_value(c).ok())
+        .map(|mut c| {
+            // What is absent now must not survive the merge.
+            for key in ["reason", "message"] {
+                if c.get(key).is_none() {
+                    c[key] = Value::Null;
+                }
+            }
+            c
+        })
+        .collect();
+    let over = PASSING
+        .iter()
+        .filter(|kind| of(api, kind).is_some() && of(wanted, kind).is_none());
+    let conditions: Vec<Value> = conditions
+        .into_iter()
+        .chain(over.map(|kind| json!({"type": kind, "$patch": "delete"})))
+        .collect();
+    if !conditions.is_empty() {
+        let order: Vec<Value> = wanted
+            .conditions
+            .iter()
+            .flatten()
+            .map(|c| json!({"type": c.type_}))
+            .collect();
+        changes.insert("$setElementOrder/conditions".into(), order.into());
+        changes.insert("conditions".into(), conditions.into());
+    }
+    (!changes.is_empty()).then(|| json!({"metadata": {"uid": uid}, "status": changes}))
+}
+
+/// A status without the generation that it was observed at: what is worth telling at once.
+#[must_use]
+pub fn substance(status: &PodStatus) -> PodStatus {
+    let mut status = PodStatus {
+        observed_generation: None,
+        ..status.clone()
+    };
+    for condition in status.conditions.iter_mut().flatten() {
+        condition.observed_generation = None;
+    }
+    status
+}
