@@ -1,6 +1,7 @@
 use super::*;
 use crate::core::pod::observed::Sandbox;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use serde_json::{Value, json};
 
 fn time(s: i64) -> Timestamp {
     Timestamp::from_second(s).expect("a time")
