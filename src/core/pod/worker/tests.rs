@@ -1,1 +1,426 @@
+use super::*;
+use crate::core::pod::observed::{Container, Sandbox};
+use crate::core::pod::record::Record;
+use proptest::prelude::*;
+use serde_json::{Value, json};
 
+fn at(milliseconds: i64) -> Timestamp {
+    Timestamp::from_millisecond(1_700_000_000_000 + milliseconds).expect("a time")
+}
+
+fn rules() -> Rules {
+    Rules {
+        sync_frequency: SignedDuration::from_secs(60),
+        max_backoff: SignedDuration::from_secs(300),
+        mirrors: true,
+    }
+}
+
+fn a_pod(spec: Value, metadata: Value) -> Update {
+    let mut pod = json!({"metadata": {"name": "p", "namespace": "n", "uid": "u", "generation": 1,
+        "resourceVersion": "1"}, "spec": spec});
+    for (key, value) in metadata.as_object().expect("an object") {
+        pod["metadata"][key] = value.clone();
+    }
+    let pod: Arc<Pod> = Arc::new(serde_json::from_value(pod).expect("a pod"));
+    Update {
+        object: Some(Arc::clone(&pod)),
+        pod,
+        removed: false,
+    }
+}
+
+/// A worker, the time, and a runtime that does what it is told at once.
+struct Run {
+    worker: Worker,
+    now: i64,
+    record: Record,
+    runtime: ObservedPod,
+    /// Everything that was begun, in order.
+    begun: Vec<Key>,
+    published: Vec<PodStatus>,
+    waiting: Vec<Op>,
+    gone: bool,
+}
+
+impl Run {
+    fn new(update: Update) -> Run {
+        let worker = Worker::new(update, Network::Ready, at(0));
+        let mut run = Run {
+            record: Record::new(rules(), vec!["192.0.2.1".into()], &worker),
+            worker,
+            now: 0,
+            runtime: ObservedPod::default(),
+            begun: vec![],
+            published: vec![],
+            waiting: vec![],
+            gone: false,
+        };
+        run.input(Input::Tick);
+        run
+    }
+
+    fn input(&mut self, input: Input) -> Turn {
+        let facts = Facts {
+            now: at(self.now),
+            node_ips: vec!["192.0.2.1".into()],
+            held_up: None,
+            rules: rules(),
+        };
+        let turn = self.worker.turn(&facts, input.clone());
+        self.record.add(&facts, input, &turn, &self.worker);
+        self.waiting.retain(|op| !turn.cancel.contains(&op.key()));
+        self.begun.extend(turn.begin.iter().map(Op::key));
+        self.waiting.extend(turn.begin.iter().cloned());
+        self.published.extend(turn.publish.clone());
+        self.gone |= turn.gone;
+        turn
+    }
+
+    fn done(&mut self, key: &Key, outcome: Outcome) -> Turn {
+        self.waiting.retain(|op| op.key() != *key);
+        self.input(Input::Done {
+            key: key.clone(),
+            outcome,
+        })
+    }
+
+    /// What the runtime would answer.
+    fn outcome(&mut self, op: &Op) -> Outcome {
+        match op {
+            Op::Observe { .. } => Outcome::Observed {
+                pod: Arc::new(self.runtime.clone()),
+                logged: BTreeMap::new(),
+            },
+            Op::Admit => Outcome::Admitted,
+            Op::Grow => Outcome::Granted,
+            Op::Sandbox { attempt } => {
+                let sandbox = sandbox(*attempt, self.now);
+                self.runtime.sandboxes.insert(0, sandbox.clone());
+                Outcome::Sandbox {
+                    id: sandbox.id,
+                    ips: sandbox.ips,
+                }
+            }
+            Op::Start { start, sandbox, .. } => {
+                let made = container(&start.container.name, start.attempt, sandbox, self.now);
+                let id = made.id.clone();
+                self.runtime.containers.insert(0, made);
+                Outcome::Started { id }
+            }
+            Op::Stop { kill, .. } => {
+                self.exit(&kill.id, 143);
+                Outcome::Done
+            }
+            Op::StopSandbox(id) => {
+                let all = &mut self.runtime.sandboxes;
+                all.iter_mut()
+                    .filter(|s| s.id == *id)
+                    .for_each(|s| s.ready = false);
+                Outcome::Done
+            }
+            _ => Outcome::Done,
+        }
+    }
+
+    fn exit(&mut self, id: &str, code: i32) {
+        for container in self.runtime.containers.iter_mut().filter(|c| c.id == id) {
+            container.state = ContainerState::Exited;
+            container.exit_code = code;
+            container.finished_at = Some(at(self.now));
+        }
+    }
+
+    /// Lets operations end, all but those that `held` names, until none is left. Time stands still.
+    fn settle_but(&mut self, held: impl Fn(&Op) -> bool) {
+        for _ in 0..200 {
+            let Some(op) = self.waiting.iter().find(|op| !held(op)).cloned() else {
+                return;
+            };
+            let outcome = self.outcome(&op);
+            self.done(&op.key(), outcome);
+        }
+        panic!("it never comes to rest: {:?}", self.begun);
+    }
+
+    fn settle(&mut self) {
+        self.settle_but(|_| false);
+    }
+
+    fn phase(&self) -> &str {
+        self.worker.status.phase.as_deref().unwrap_or_default()
+    }
+
+    fn count(&self, key: &Key) -> usize {
+        self.begun.iter().filter(|k| *k == key).count()
+    }
+}
+
+fn sandbox(attempt: u32, now: i64) -> Sandbox {
+    Sandbox {
+        id: format!("box{attempt}"),
+        attempt,
+        ready: true,
+        created_at: at(now),
+        ips: vec!["10.0.0.2".into()],
+        host_network: false,
+    }
+}
+
+fn container(name: &str, attempt: u32, sandbox: &str, now: i64) -> Container {
+    let definition = k8s_openapi::api::core::v1::Container {
+        name: name.into(),
+        image: Some("i".into()),
+        ..Default::default()
+    };
+    Container {
+        id: format!("{name}{attempt}"),
+        name: name.into(),
+        sandbox: sandbox.into(),
+        attempt,
+        state: ContainerState::Running,
+        created_at: at(now),
+        started_at: Some(at(now)),
+        finished_at: None,
+        exit_code: 0,
+        reason: String::new(),
+        message: String::new(),
+        image: "i".into(),
+        image_ref: "sha256:i".into(),
+        hash: Some(pod::container_hash(&definition)),
+        user: None,
+        stop_signal: None,
+    }
+}
+
+fn start(name: &str) -> Key {
+    Key::Start(name.into())
+}
+
+fn with_sidecar(policy: &str) -> Value {
+    json!({"restartPolicy": policy, "terminationGracePeriodSeconds": 30,
+        "initContainers": [{"name": "s", "image": "i", "restartPolicy": "Always"}, {"name": "t", "image": "i", "restartPolicy": "Always"}],
+        "containers": [{"name": "c", "image": "i"}]})
+}
+
+#[test]
+fn a_container_starts_as_soon_as_its_sidecar_has() {
+    let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
+    run.settle();
+    let starts: Vec<&Key> = run
+        .begun
+        .iter()
+        .filter(|k| matches!(k, Key::Start(_)))
+        .collect();
+    assert_eq!(starts, [&start("s"), &start("t"), &start("c")]);
+    assert_eq!(run.now, 0, "without waiting for anything");
+    assert_eq!(
+        (run.phase(), run.worker.waiting.as_deref()),
+        ("Running", None)
+    );
+}
+
+#[test]
+fn the_final_phase_waits_for_sidecars_which_end_in_reverse() {
+    let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
+    run.settle();
+    run.exit("c0", 0);
+    run.input(Input::Hint);
+    run.settle_but(|op| matches!(op, Op::Stop { .. }));
+    assert_eq!(run.phase(), "Running", "sidecars run");
+    let stopping = |run: &Run| run.waiting.iter().map(Op::key).collect::<Vec<_>>();
+    assert_eq!(stopping(&run), [Key::Stop("t0".into())]);
+    let op = run.waiting[0].clone();
+    let outcome = run.outcome(&op);
+    run.done(&op.key(), outcome);
+    run.settle_but(|op| matches!(op, Op::Stop { .. }));
+    assert_eq!(stopping(&run), [Key::Stop("s0".into())]);
+    run.settle();
+    assert_eq!(run.phase(), "Succeeded");
+    let early = run
+        .published
+        .iter()
+        .filter(|s| s.phase.as_deref() == Some("Succeeded"))
+        .filter(|s| format!("{s:?}").contains("running: Some"));
+    assert_eq!(early.count(), 0);
+}
+
+#[test]
+fn past_the_grace_period_all_are_stopped() {
+    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
+    run.settle();
+    let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 5, "resourceVersion": "2"});
+    let turn = run.input(Input::Update(a_pod(with_sidecar("Always"), deleted)));
+    assert_eq!(
+        turn.begin.iter().map(Op::key).collect::<Vec<_>>(),
+        [Key::Stop("c0".into())]
+    );
+    assert_eq!(turn.wake_at, Some(at(5000)));
+    run.now = 5000;
+    let turn = run.input(Input::Tick);
+    let begun: Vec<Key> = turn.begin.iter().map(Op::key).collect();
+    assert_eq!(begun, [Key::Stop("t0".into()), Key::Stop("s0".into())]);
+}
+
+#[test]
+fn a_hook_of_one_container_does_not_hold_up_the_restart_of_another() {
+    let spec = json!({"restartPolicy": "Always", "containers": [{"name": "a", "image": "i"}, {"name": "b", "image": "i"}, {"name": "c", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    let hook = |op: &Op| op.key() == start("b");
+    run.settle_but(hook);
+    assert_eq!(
+        run.count(&start("c")),
+        0,
+        "c comes after b, whose hook runs"
+    );
+    run.exit("a0", 1);
+    run.input(Input::Hint);
+    run.settle_but(hook);
+    assert_eq!(run.count(&start("a")), 2, "a has been started again");
+    assert_eq!(run.count(&start("b")), 1);
+    run.settle();
+    assert_eq!(run.count(&start("c")), 1);
+}
+
+#[test]
+fn a_finalizer_costs_one_request() {
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec.clone(), json!({})));
+    run.settle();
+    let deleted = |version: u32| json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "finalizers": ["x"], "resourceVersion": version.to_string()});
+    for version in 2..40 {
+        run.now += 1000;
+        run.input(Input::Update(a_pod(spec.clone(), deleted(version))));
+        run.settle();
+    }
+    assert_eq!(run.count(&Key::Finalise), 1);
+    assert!(!run.gone, "the object is still there");
+    let mut removed = a_pod(spec, deleted(41));
+    removed.removed = true;
+    run.input(Input::Update(removed));
+    run.settle();
+    assert!(run.gone);
+    assert_eq!(run.count(&Key::Finalise), 1);
+}
+
+#[test]
+fn what_fails_is_tried_again_with_growing_pauses_and_looked_at_before() {
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+    let mut pauses = vec![];
+    for _ in 0..7 {
+        let before = run.count(&Key::Observe);
+        run.done(&Key::Sandbox, Outcome::Failed("no".into()));
+        run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+        assert_eq!(run.count(&Key::Observe), before + 1);
+        let begun = run.now;
+        while !run.waiting.iter().any(|op| op.key() == Key::Sandbox) {
+            run.now += 100;
+            run.input(Input::Tick);
+            run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+        }
+        pauses.push(run.now - begun);
+    }
+    assert_eq!(pauses, [500, 1000, 2000, 4000, 8000, 10_000, 10_000]);
+}
+
+#[test]
+fn a_static_pod_starts_from_nothing_beside_the_mirror_of_an_older_manifest() {
+    let of = |hash: &str| json!({"annotations": {"kubernetes.io/config.source": "file", "kubernetes.io/config.hash": hash}});
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    let mut update = a_pod(spec.clone(), of("new"));
+    let mut mirror = a_pod(
+        spec,
+        json!({"uid": "m", "annotations": {"kubernetes.io/config.mirror": "old"}}),
+    );
+    let mut old = (*mirror.pod).clone();
+    let status = json!({"phase": "Failed", "conditions": []});
+    old.status = Some(serde_json::from_value(status).expect("a status"));
+    mirror.pod = Arc::new(old);
+    update.object = Some(mirror.pod);
+    let mut run = Run::new(update);
+    run.settle();
+    assert_eq!(run.phase(), "Running");
+    assert!(run.worker.update().status_object().is_none());
+    assert_eq!(
+        run.count(&Key::Mirror),
+        1,
+        "one try until the API shows more"
+    );
+}
+
+#[test]
+fn a_pod_waits_for_the_network_and_says_so() {
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    run.input(Input::Network(Network::NotReady("no plugin".into())));
+    run.settle();
+    assert_eq!((run.phase(), run.count(&Key::Sandbox)), ("Pending", 0));
+    let why = run.worker.waiting.clone().unwrap_or_default();
+    assert!(why.contains("waits for the pod's sandbox"), "{why}");
+    run.input(Input::Network(Network::Ready));
+    run.settle();
+    assert_eq!(run.phase(), "Running");
+}
+
+#[test]
+fn a_record_is_decided_again_and_shows_what_differs() {
+    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
+    run.settle();
+    for round in 0..20 {
+        run.now += 20_000;
+        run.exit(&format!("c{round}"), 1);
+        run.input(Input::Hint);
+        run.settle();
+    }
+    let stored = serde_json::to_string(&run.record).expect("it can be stored");
+    let mut read: Record = serde_json::from_str(&stored).expect("and read");
+    assert_eq!(read.replay(), vec![]);
+    read.entries[3].decision.begin.push(Key::Finalise);
+    let differences = read.replay();
+    assert_eq!(differences.iter().map(|d| d.place).collect::<Vec<_>>(), [3]);
+}
+
+proptest! {
+    /// Whatever happens in whatever order: no two operations about the same, none begun for a pod that ends but
+    /// those that end it, and (a debug assertion in `turn`) nothing planned that nobody would ever wake up for.
+    #[test]
+    fn no_order_of_events_confuses_a_worker(choices in proptest::collection::vec(0u8..16, 1..120)) {
+        let mut run = Run::new(a_pod(with_sidecar("OnFailure"), json!({})));
+        for choice in choices {
+            run.now += i64::from(choice) * 37;
+            let op = run.waiting.get(usize::from(choice % 4)).cloned();
+            match (choice, op) {
+                (0..=8, Some(op)) => {
+                    let outcome = run.outcome(&op);
+                    run.done(&op.key(), outcome);
+                }
+                (9 | 10, Some(op)) => _ = run.done(&op.key(), Outcome::Failed("injected".into())),
+                (11, _) => {
+                    let running = run.runtime.live().next().map(|c| c.id.clone());
+                    if let Some(id) = running {
+                        run.exit(&id, 1);
+                    }
+                    run.input(Input::Hint);
+                }
+                (12, _) => _ = run.input(Input::VolumesChanged),
+                (13, _) => _ = run.input(Input::Hint),
+                (14, _) if run.now > 2000 => {
+                    let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "resourceVersion": "9"});
+                    run.input(Input::Update(a_pod(with_sidecar("OnFailure"), deleted)));
+                }
+                _ => _ = run.input(Input::Tick),
+            }
+            let mut keys: Vec<Key> = run.waiting.iter().map(Op::key).collect();
+            keys.sort();
+            let all = keys.len();
+            keys.dedup();
+            prop_assert_eq!(keys.len(), all);
+            if run.worker.state.is_ending() {
+                let starts = run.waiting.iter().any(|op| matches!(op, Op::Start { .. } | Op::Pull(_) | Op::Volumes { .. }));
+                prop_assert!(!starts);
+            }
+        }
+    }
+}
