@@ -244,6 +244,7 @@ fn figures_are_those_that_dashboards_read() {
         "--root-dir",
         &dir,
         "--fail-swap-on=false",
+        "--eviction-hard=memory.available<1Mi",
     ];
     let checked = Command::new(support::holdfast())
         .args(flags)
@@ -257,7 +258,7 @@ fn figures_are_those_that_dashboards_read() {
     assert!(
         report.contains("0 pods would be started")
             && report.contains("0 pods would be ended")
-            && report.contains("failSwapOn"),
+            && report.contains("evictionHard"),
         "{report}"
     );
     let wrong = Command::new(support::holdfast())

@@ -298,7 +298,9 @@ impl Shell {
                 asset,
             });
         };
-        let task = tokio::spawn(work.instrument(span));
+        // The worker's own span names the pod in the log, also where nobody traces.
+        let work = work.instrument(span).instrument(tracing::Span::current());
+        let task = tokio::spawn(work);
         self.running.insert(
             key,
             Running {
