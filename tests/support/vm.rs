@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// What the kernel's command line says of such a machine.
 const MARK: &str = "holdfast.vm";
 /// How long it may take.
-const PATIENCE: Duration = Duration::from_secs(240);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// A memory disk in the `newc` format.
 #[derive(Default)]
