@@ -73,6 +73,36 @@ impl Collector {
     }
 }
 
+/// The value of the first sample whose line begins so.
+fn value(text: &str, begin: &str) -> f64 {
+    let line = text
+        .lines()
+        .find(|l| l.starts_with(begin))
+        .unwrap_or_else(|| panic!("no {begin} in\n{text}"));
+    let rest = line
+        .rsplit_once('}')
+        .map_or_else(|| line.split_once(' ').unwrap().1, |(_, rest)| rest.trim());
+    rest.split(' ').next().unwrap().parse().unwrap()
+}
+
+/// What the one node of a cluster serves at a path of the kubelet's.
+struct Node<'a> {
+    cluster: &'a Cluster,
+    name: String,
+}
+
+impl Node<'_> {
+    fn of(cluster: &Cluster) -> Node<'_> {
+        let name = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+        Node { cluster, name }
+    }
+
+    fn raw(&self, path: &str) -> String {
+        let path = format!("/api/v1/nodes/{}/proxy{path}", self.name);
+        self.cluster.kubectl(&["get", "--raw", &path])
+    }
+}
+
 #[test]
 fn figures_are_those_that_dashboards_read() {
     let (collector, collects, _runtime) = Collector::listen();
@@ -88,29 +118,40 @@ fn figures_are_those_that_dashboards_read() {
     cluster.wait("the pod", || {
         condition(&cluster.pod("busy"), "Ready") == "True"
     });
-    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
-    let raw = |path: &str| {
-        cluster.kubectl(&["get", "--raw", &format!("/api/v1/nodes/{node}/proxy{path}")])
-    };
-    let value = |text: &str, begin: &str| -> f64 {
-        let line = text
+    let node = Node::of(&cluster);
+    resource_metrics(&node);
+    cadvisor_metrics(&node);
+    summary(&node);
+    traces(&cluster, &collector);
+    check_says_what_a_start_would_do(&cluster);
+    own_metrics(&node);
+    assert!(
+        node.raw("/metrics/probes")
             .lines()
-            .find(|l| l.starts_with(begin))
-            .unwrap_or_else(|| panic!("no {begin} in\n{text}"));
-        let rest = line
-            .rsplit_once('}')
-            .map_or_else(|| line.split_once(' ').unwrap().1, |(_, rest)| rest.trim());
-        rest.split(' ').next().unwrap().parse().unwrap()
-    };
+            .any(|l| l.starts_with("prober_probe_total")
+                && l.contains(r#"result="successful""#)
+                && l.contains(r#"pod="busy""#))
+    );
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    cluster.wait("its figures to go", || {
+        !node.raw("/metrics/probes").contains("busy")
+            && !node.raw("/metrics/resource").contains("busy")
+    });
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}
+
+/// `/metrics/resource`, what metrics-server reads.
+fn resource_metrics(node: &Node) {
     let labels = r#"{container="c",namespace="default",pod="busy"}"#;
     let cpu = || {
         value(
-            &raw("/metrics/resource"),
+            &node.raw("/metrics/resource"),
             &format!("container_cpu_usage_seconds_total{labels}"),
         )
     };
-    cluster.wait("the processor time to count", || cpu() > 0.05);
-    let resource = raw("/metrics/resource");
+    node.cluster
+        .wait("the processor time to count", || cpu() > 0.05);
+    let resource = node.raw("/metrics/resource");
     let memory = value(
         &resource,
         &format!("container_memory_working_set_bytes{labels}"),
@@ -134,8 +175,11 @@ fn figures_are_those_that_dashboards_read() {
             r#"pod_cpu_usage_seconds_total{namespace="default",pod="busy"}"#
         ) >= 0.05
     );
+}
 
-    let adviser = raw("/metrics/cadvisor");
+/// `/metrics/cadvisor`.
+fn cadvisor_metrics(node: &Node) {
+    let adviser = node.raw("/metrics/cadvisor");
     for name in [
         "container_memory_working_set_bytes",
         "container_cpu_cfs_periods_total",
@@ -162,8 +206,11 @@ fn figures_are_those_that_dashboards_read() {
             .any(|l| l.starts_with("container_network_receive_bytes_total")
                 && l.contains(r#"interface="eth0""#))
     );
+}
 
-    let summary: serde_json::Value = serde_json::from_str(&raw("/stats/summary")).unwrap();
+/// `/stats/summary`, whole and short.
+fn summary(node: &Node) {
+    let summary: serde_json::Value = serde_json::from_str(&node.raw("/stats/summary")).unwrap();
     let own = &summary["pods"]
         .as_array()
         .unwrap()
@@ -196,10 +243,12 @@ fn figures_are_those_that_dashboards_read() {
         );
     }
     let short: serde_json::Value =
-        serde_json::from_str(&raw("/stats/summary?only_cpu_and_memory=true")).unwrap();
+        serde_json::from_str(&node.raw("/stats/summary?only_cpu_and_memory=true")).unwrap();
     assert!(short["node"]["fs"].is_null() && short["pods"][0]["cpu"].is_object());
+}
 
-    // Where a pod's start went is traced, down to the calls to the runtime.
+/// The spans of a pod's start, down to the calls to the runtime.
+fn traces(cluster: &Cluster, collector: &Collector) {
     for (name, within) in [
         ("syncPod", ""),
         ("sandbox", "syncPod"),
@@ -225,8 +274,10 @@ fn figures_are_those_that_dashboards_read() {
             .iter()
             .any(|span| span.name == "syncPod" && of_pod(span))
     );
+}
 
-    // What a start would do can be asked without one.
+/// `agent --check` beside the running agent.
+fn check_says_what_a_start_would_do(cluster: &Cluster) {
     let root = cluster.data().join("agent");
     let at = |name: &str| root.join(name).display().to_string();
     let (file, login, dir) = (
@@ -271,8 +322,11 @@ fn figures_are_those_that_dashboards_read() {
             && String::from_utf8_lossy(&wrong.stderr).contains("port: \"0\" is invalid"),
         "{wrong:?}"
     );
+}
 
-    let agent = raw("/metrics");
+/// `/metrics`, of the agent itself.
+fn own_metrics(node: &Node) {
+    let agent = node.raw("/metrics");
     assert!(value(&agent, "process_resident_memory_bytes") > f64::from(1 << 20));
     assert!(
         value(
@@ -335,16 +389,4 @@ fn figures_are_those_that_dashboards_read() {
     ] {
         assert!(value(&agent, begin) >= least, "{begin}");
     }
-    assert!(
-        raw("/metrics/probes")
-            .lines()
-            .any(|l| l.starts_with("prober_probe_total")
-                && l.contains(r#"result="successful""#)
-                && l.contains(r#"pod="busy""#))
-    );
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.wait("its figures to go", || {
-        !raw("/metrics/probes").contains("busy") && !raw("/metrics/resource").contains("busy")
-    });
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }
