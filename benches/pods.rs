@@ -3,6 +3,8 @@
 //! and containers made by bare CRI calls. Ratios are what counts; seconds are this machine's.
 #![allow(clippy::unwrap_used)]
 
+#[path = "pods/bursts.rs"]
+mod bursts;
 #[path = "../tests/support/mod.rs"]
 mod support;
 
@@ -152,16 +154,21 @@ fn gone(event: &WatchEvent<Pod>) -> Option<String> {
 
 /// Creates pods and waits until a watcher sees them all ready.
 async fn create(api: &Api<Pod>, names: &[String]) -> Duration {
+    let pods: Vec<Pod> = names.iter().map(|name| pod(name)).collect();
+    create_all(api, &pods).await
+}
+
+/// As [`create`], of any pods labelled `bench=1`.
+async fn create_all(api: &Api<Pod>, pods: &[Pod]) -> Duration {
     let start = Instant::now();
-    let requests = futures::future::join_all(names.iter().map(|name| async move {
-        api.create(&PostParams::default(), &pod(name))
-            .await
-            .unwrap()
-    }));
-    let known: std::collections::HashSet<String> = names.iter().cloned().collect();
+    let requests = futures::future::join_all(
+        pods.iter()
+            .map(|pod| async move { api.create(&PostParams::default(), pod).await.unwrap() }),
+    );
+    let known: std::collections::HashSet<String> = pods.iter().map(|p| p.name_any()).collect();
     tokio::join!(
         requests,
-        follow(api, names.len(), move |e| ready(e)
+        follow(api, pods.len(), move |e| ready(e)
             .filter(|n| known.contains(n)))
     );
     start.elapsed()
@@ -408,6 +415,49 @@ async fn floor_restart(runtime: &CriClient, name: &str) -> f64 {
     time
 }
 
+/// Starts and deletions in seconds, and those of the floor.
+#[derive(Default)]
+struct OneByOne {
+    starts: Vec<f64>,
+    floor_starts: Vec<f64>,
+    ends: Vec<f64>,
+    floor_ends: Vec<f64>,
+}
+
+/// One pod after the other, taking turns with the floor so that both see the same machine.
+async fn one_by_one(api: &Api<Pod>, runtime: &CriClient) -> OneByOne {
+    let mut all = OneByOne::default();
+    for i in 0..SINGLES {
+        all.starts
+            .push(create(api, &[format!("one-{i}")]).await.as_secs_f64());
+        all.ends
+            .push(delete(api, &[format!("one-{i}")]).await.as_secs_f64());
+        let (floor_pod, dir) = prepare(&format!("floor-{i}"));
+        let start = Instant::now();
+        let made = floor_create(runtime, &floor_pod, &dir).await;
+        all.floor_starts.push(start.elapsed().as_secs_f64());
+        let start = Instant::now();
+        floor_delete(runtime, &made).await;
+        all.floor_ends.push(start.elapsed().as_secs_f64());
+    }
+    all
+}
+
+/// What one plain pod costs the apiserver: requests by verb and resource.
+async fn cost_of_one(client: &kube::Client, api: &Api<Pod>) -> BTreeMap<String, u64> {
+    let before = requests(client).await;
+    create(api, &["plain-0".to_owned()]).await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    delete(api, &["plain-0".to_owned()]).await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    requests(client)
+        .await
+        .into_iter()
+        .map(|(k, n)| (k.clone(), n - before.get(&k).unwrap_or(&0)))
+        .filter(|(_, n)| *n > 0)
+        .collect()
+}
+
 fn rss_mib(pid: i32) -> f64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let kib: f64 = status
@@ -445,6 +495,49 @@ fn row(what: &str, ours: f64, floor: f64, mark: &str) {
     );
 }
 
+/// What the agent itself needs: memory in MiB, CPU in percent of a core and in seconds.
+struct Footprint {
+    rss_fresh: f64,
+    rss_after: f64,
+    rss_many: f64,
+    idle: f64,
+    cpu: f64,
+}
+
+fn print_agent(agent: &Footprint) {
+    let Footprint {
+        rss_fresh,
+        rss_after,
+        rss_many,
+        idle,
+        cpu,
+    } = agent;
+    println!("\n| agent | value | mark |\n|---|---|---|");
+    println!("| RSS without pods, after its start (MiB) | {rss_fresh:.1} | ≤ 25 |");
+    println!("| RSS without pods, after all of them (MiB) | {rss_after:.1} | |");
+    println!("| RSS with {MANY} pods (MiB) | {rss_many:.1} | ≤ 45 |");
+    println!("| idle CPU with {MANY} pods (% of a core) | {idle:.2} | ≤ 1 |");
+    println!("| CPU time of the whole run (s) | {cpu:.1} | |");
+}
+
+/// The cluster's runtime, as bare calls reach it.
+fn floor_runtime(cluster: &Cluster) -> CriClient {
+    CriClient::new(
+        cluster.run_dir().join("containerd.sock").to_str().unwrap(),
+        Duration::from_secs(120),
+        None,
+    )
+    .unwrap()
+}
+
+/// Caches, the snapshotter and the bridge are used once before anything is measured.
+async fn warm_up(api: &Api<Pod>, runtime: &CriClient) {
+    create(api, &["warm-0".to_owned()]).await;
+    delete(api, &["warm-0".to_owned()]).await;
+    let (warm, dir) = prepare("warm");
+    floor_delete(runtime, &floor_create(runtime, &warm, &dir).await).await;
+}
+
 #[tokio::main]
 async fn main() {
     if std::env::args().any(|a| a == "--test") {
@@ -457,50 +550,15 @@ async fn main() {
         .unwrap();
     let api: Api<Pod> = Api::default_namespaced(client.clone());
     let busybox = support::busybox(&cluster);
-    let runtime = CriClient::new(
-        cluster.run_dir().join("containerd.sock").to_str().unwrap(),
-        Duration::from_secs(120),
-        None,
-    )
-    .unwrap();
+    let runtime = floor_runtime(&cluster);
     let agent = cluster.pid("agent");
     let name = |kind: &str, i: usize| format!("{kind}-{i}");
     tokio::time::sleep(Duration::from_secs(2)).await;
     let rss_fresh = rss_mib(agent);
 
-    // Warm everything once: caches, the snapshotter, the bridge.
-    create(&api, &[name("warm", 0)]).await;
-    delete(&api, &[name("warm", 0)]).await;
-    let (warm, dir) = prepare("warm");
-    floor_delete(&runtime, &floor_create(&runtime, &warm, &dir).await).await;
-
-    // One by one, taking turns so that both see the same machine.
-    let (mut starts, mut floor_starts, mut ends, mut floor_ends) = (vec![], vec![], vec![], vec![]);
-    for i in 0..SINGLES {
-        starts.push(create(&api, &[name("one", i)]).await.as_secs_f64());
-        ends.push(delete(&api, &[name("one", i)]).await.as_secs_f64());
-        let (floor_pod, dir) = prepare(&name("floor", i));
-        let start = Instant::now();
-        let made = floor_create(&runtime, &floor_pod, &dir).await;
-        floor_starts.push(start.elapsed().as_secs_f64());
-        let start = Instant::now();
-        floor_delete(&runtime, &made).await;
-        floor_ends.push(start.elapsed().as_secs_f64());
-    }
-
-    // What one plain pod costs the apiserver.
-    let before = requests(&client).await;
-    create(&api, &[name("plain", 0)]).await;
-    tokio::time::sleep(Duration::from_secs(3)).await;
-    delete(&api, &[name("plain", 0)]).await;
-    tokio::time::sleep(Duration::from_secs(3)).await;
-    let cost: BTreeMap<String, u64> = requests(&client)
-        .await
-        .into_iter()
-        .map(|(k, n)| (k.clone(), n - before.get(&k).unwrap_or(&0)))
-        .filter(|(_, n)| *n > 0)
-        .collect();
-
+    warm_up(&api, &runtime).await;
+    let one_by_one = one_by_one(&api, &runtime).await;
+    let cost = cost_of_one(&client, &api).await;
     let [without, three, ten] = volume_starts(&client, &api).await;
 
     let (mut gaps, mut ready_gaps, mut floor_gaps) = (vec![], vec![], vec![]);
@@ -516,6 +574,7 @@ async fn main() {
         delete(&api, &names).await;
         rate
     });
+    let bursts = bursts::measure(&api, &busybox).await;
     tokio::time::sleep(Duration::from_secs(3)).await;
     let floor_rate_many = floor_burst(&runtime, MANY, "floor-many").await;
     let all: Vec<String> = (0..MANY).map(|i| name("many", i)).collect();
@@ -530,39 +589,30 @@ async fn main() {
     let _ = std::fs::remove_dir_all(FLOOR);
 
     println!("\n| what | Holdfast | floor | ratio | mark |\n|---|---|---|---|---|");
+    let first = "start one by one, p50 (s)";
     row(
-        "start one by one, p50 (s)",
-        p50(starts),
-        p50(floor_starts),
+        first,
+        p50(one_by_one.starts),
+        p50(one_by_one.floor_starts),
         "≤ 1.25",
     );
+    let burst = format!("{BURST} at once (pods/s)");
+    row(&burst, rate, floor_rate, "≥ 0.95");
+    let many = format!("{MANY} at once (pods/s)");
+    row(&many, rate_many, floor_rate_many, "≥ 0.95");
+    let last = "deletion one by one, p50 (s)";
     row(
-        &format!("{BURST} at once (pods/s)"),
-        rate,
-        floor_rate,
-        "≥ 0.95",
-    );
-    row(
-        &format!("{MANY} at once (pods/s)"),
-        rate_many,
-        floor_rate_many,
-        "≥ 0.95",
-    );
-    row(
-        "deletion one by one, p50 (s)",
-        p50(ends),
-        p50(floor_ends),
+        last,
+        p50(one_by_one.ends),
+        p50(one_by_one.floor_ends),
         "≤ 1.25",
     );
-    row(
-        "container exit to restart, p50 (s)",
-        p50(gaps.clone()),
-        p50(floor_gaps.clone()),
-        "≤ 50 ms over",
-    );
+    let (restart, floor_restart) = (p50(gaps), p50(floor_gaps));
+    let exit = "container exit to restart, p50 (s)";
+    row(exit, restart, floor_restart, "≤ 50 ms over");
     println!(
         "\nThe restart is {:.0} ms over the floor (mark: ≤ 50 ms).",
-        (p50(gaps) - p50(floor_gaps)) * 1000.0
+        (restart - floor_restart) * 1000.0
     );
     println!(
         "From a successful readiness probe to Ready at a watcher, p50: {:.0} ms (mark: ≤ 30 ms).",
@@ -574,16 +624,15 @@ async fn main() {
         more(three),
         more(ten)
     );
+    bursts.print();
     println!(
         "One plain pod from creation to deletion costs the apiserver (marks: 3 status patches, no GETs, 4 events, one token): {cost:?}"
     );
-    println!("\n| agent | value | mark |\n|---|---|---|");
-    println!("| RSS without pods, after its start (MiB) | {rss_fresh:.1} | ≤ 25 |");
-    println!("| RSS without pods, after all of them (MiB) | {rss_after:.1} | |");
-    println!("| RSS with {MANY} pods (MiB) | {rss_many:.1} | ≤ 45 |");
-    println!("| idle CPU with {MANY} pods (% of a core) | {idle:.2} | ≤ 1 |");
-    println!(
-        "| CPU time of the whole run (s) | {:.1} | |",
-        cpu_seconds(agent)
-    );
+    print_agent(&Footprint {
+        rss_fresh,
+        rss_after,
+        rss_many,
+        idle,
+        cpu: cpu_seconds(agent),
+    });
 }
