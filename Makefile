@@ -52,7 +52,7 @@ uninstall: ## Remove what `make install` put there; /etc/holdfast and the data s
 # Newer containerds to test with, unpacked beside the installed one; without the archive it is tested alone.
 RUNTIMES = target/containerd
 runtimes:
-	@for suite in trixie sid; do sh tests/support/fetch-package.sh $$suite containerd $(RUNTIMES)/$$suite usr/bin/containerd || echo "containerd of $$suite cannot be had; it is not tested with"; done
+	@for suite in trixie sid; do sh tests/support/fetch-package.sh $$suite containerd $(RUNTIMES)/$$suite usr/bin/containerd || echo "containerd of $$suite cannot be fetched; its tests are skipped, and fail with CI=true"; done
 
 # A virtual machine's kernel and disk, for what this machine lacks: cgroup v2 with systemd, NFS, quotas.
 MACHINE = target/machine
@@ -63,7 +63,7 @@ machine:
 # A newer kubectl beside the installed one.
 KUBECTLS = target/kubectl
 kubectls:
-	@sh tests/support/fetch-package.sh sid kubectl $(KUBECTLS)/sid usr/bin/kubectl || echo "kubectl of sid cannot be had; it is not tested with"
+	@sh tests/support/fetch-package.sh sid kubectl $(KUBECTLS)/sid usr/bin/kubectl || echo "kubectl of sid cannot be fetched; its tests are skipped, and fail with CI=true"
 
 test: test-deps runtimes kubectls machine ## Run all tests
 	HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_KUBECTLS=$(CURDIR)/$(KUBECTLS) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test --workspace --locked -- --test-threads=2

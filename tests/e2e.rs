@@ -454,22 +454,9 @@ fn a_runtime_that_dies_makes_the_node_say_so_and_comes_back() {
 /// may not), the same life of pods.
 #[test]
 fn newer_runtimes_do_the_same_with_events() {
-    let Some(dir) = std::env::var_os("HOLDFAST_RUNTIMES") else {
-        eprintln!(
-            "HOLDFAST_RUNTIMES is not set: only the installed containerd is tested (make test sets it)"
-        );
-        return;
-    };
-    for (i, entry) in std::fs::read_dir(dir)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .enumerate()
-    {
-        let bin = entry.path().join("usr/bin");
-        if !bin.join("containerd").is_file() {
-            continue;
-        }
+    let containerds = support::skip::fetched("HOLDFAST_RUNTIMES", "usr/bin/containerd");
+    for (i, containerd) in containerds.iter().enumerate() {
+        let bin = containerd.parent().unwrap().to_owned();
         let cluster =
             Cluster::start_with(&format!("rt{i}"), 10 + u16::try_from(i).unwrap(), Some(bin));
         let version = cluster.kubectl(&[

@@ -197,6 +197,9 @@ mod tests {
     #[test]
     fn a_group_gets_every_file_and_nothing_behind_a_link() {
         if !nix::unistd::geteuid().is_root() {
+            let ci = std::env::var("CI").is_ok_and(|ci| ci == "true");
+            assert!(!ci, "run as root: files are given to another group");
+            eprintln!("skipped: only root gives files to another group");
             return;
         }
         let (volume, outside) = (

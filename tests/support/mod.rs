@@ -4,6 +4,7 @@
 #![allow(dead_code, clippy::unwrap_used)]
 
 pub mod client;
+pub mod skip;
 
 use std::path::PathBuf;
 use std::process::{Command, Output};
