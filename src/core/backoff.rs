@@ -1,9 +1,59 @@
-//! Back-off of crash loops and of pulls (kubelet spec, 5.4). Pure: the clock is an argument.
+//! Back-off: the doubling pause of everything that retries, and those of crash loops and of pulls (kubelet spec, 5.4).
+//! Pure: the clock is an argument.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
+
+/// A pause that doubles with every failure, up to a bound.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Doubling {
+    first: Duration,
+    most: Duration,
+    next: Duration,
+}
+
+impl Doubling {
+    /// Pauses from `first` to `most`.
+    #[must_use]
+    pub const fn new(first: Duration, most: Duration) -> Doubling {
+        Doubling {
+            first,
+            most,
+            next: first,
+        }
+    }
+
+    /// The pause after one more failure.
+    pub fn pause(&mut self) -> Duration {
+        let pause = self.next;
+        self.next = pause.saturating_mul(2).min(self.most);
+        pause
+    }
+
+    /// Whether the next pause is the first one.
+    #[must_use]
+    pub fn is_first(&self) -> bool {
+        self.next == self.first
+    }
+
+    /// Whether the pauses grow no more.
+    #[must_use]
+    pub fn is_longest(&self) -> bool {
+        self.next == self.most
+    }
+
+    /// A success: the next pause is the first again.
+    pub fn reset(&mut self) {
+        self.next = self.first;
+    }
+}
+
+fn doubled(delay: SignedDuration, most: SignedDuration) -> SignedDuration {
+    delay.saturating_add(delay).min(most)
+}
 
 const INITIAL: SignedDuration = SignedDuration::from_secs(10);
 const EXPIRY: SignedDuration = SignedDuration::from_secs(600);
@@ -76,7 +126,7 @@ impl Backoff {
         self.0.insert(
             key.to_owned(),
             Entry {
-                delay: (entry.delay * 2).min(maximum),
+                delay: doubled(entry.delay, maximum),
                 updated: now,
             },
         );
@@ -115,7 +165,7 @@ impl PullBackoff {
         let delay = self
             .0
             .get(&key)
-            .map_or(INITIAL, |f| (f.delay * 2).min(PULL_MAXIMUM));
+            .map_or(INITIAL, |f| doubled(f.delay, PULL_MAXIMUM));
         self.0.insert(
             key,
             FailedPull {
@@ -136,6 +186,15 @@ impl PullBackoff {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pauses_double_up_to_the_bound_and_start_over() {
+        let mut pauses = Doubling::new(Duration::from_secs(2), Duration::from_secs(10));
+        let seconds: Vec<u64> = (0..5).map(|_| pauses.pause().as_secs()).collect();
+        assert_eq!(seconds, [2, 4, 8, 10, 10]);
+        pauses.reset();
+        assert_eq!(pauses.pause().as_secs(), 2);
+    }
 
     #[test]
     fn pulls_wait_longer_and_longer_until_one_succeeds() {

@@ -1,4 +1,4 @@
-//! Digests as hexadecimal text.
+//! Digests: SHA-256, and FNV-1a for names and fingerprints, where nobody gains by a collision.
 
 use aws_lc_rs::digest;
 
@@ -12,9 +12,68 @@ pub fn sha256(bytes: &[u8]) -> String {
         .collect()
 }
 
+macro_rules! fnv1a {
+    ($name:ident, $from:ident, $number:ty, $offset:literal, $prime:literal) => {
+        /// FNV-1a of this width.
+        #[must_use]
+        pub fn $name(bytes: impl IntoIterator<Item = u8>) -> $number {
+            $from($offset, bytes)
+        }
+
+        fn $from(hash: $number, bytes: impl IntoIterator<Item = u8>) -> $number {
+            let step = |hash: $number, byte| (hash ^ <$number>::from(byte)).wrapping_mul($prime);
+            bytes.into_iter().fold(hash, step)
+        }
+    };
+}
+
+fnv1a!(fnv32, fnv32_from, u32, 0x811c_9dc5, 0x0100_0193);
+fnv1a!(
+    fnv64,
+    fnv64_from,
+    u64,
+    0xcbf2_9ce4_8422_2325,
+    0x0100_0000_01b3
+);
+fnv1a!(
+    fnv128,
+    fnv128_from,
+    u128,
+    0x6c62_272e_07bb_0142_62b8_2175_6295_c58d,
+    0x0100_0000_0000_0000_0000_013b
+);
+
+/// FNV-1a as a `Hasher`. The same in every process, unlike the standard library's, so that a stored value stays
+/// comparable.
+pub struct Fnv64(u64);
+
+impl Default for Fnv64 {
+    fn default() -> Fnv64 {
+        Fnv64(fnv64([]))
+    }
+}
+
+impl std::hash::Hasher for Fnv64 {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        self.0 = fnv64_from(self.0, bytes.iter().copied());
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn fnv_has_its_published_values() {
+        let bytes = || b"foobar".iter().copied();
+        assert_eq!(fnv32(bytes()), 0xbf9c_f968);
+        assert_eq!(fnv64(bytes()), 0x8594_4171_f739_67e8);
+        assert_eq!(fnv128(bytes()), 0x343e_1662_793c_64bf_6f0d_3597_ba44_6f18);
+    }
 
     #[test]
     fn the_empty_text_has_its_known_digest() {

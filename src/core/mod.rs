@@ -13,6 +13,7 @@ pub mod meta;
 pub mod node;
 pub mod pod;
 pub mod quantity;
+pub mod selector;
 pub mod serving;
 pub mod time;
 pub mod volume;

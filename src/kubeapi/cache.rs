@@ -3,6 +3,7 @@
 //! A relist builds the new set aside and swaps it in, so readers never see half of one. The watch
 //! resumes by itself after errors, with a growing pause.
 
+use crate::core::backoff::Doubling;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::pin::pin;
@@ -19,7 +20,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::failure::{ApiFailure, watch_failure};
 
 /// The pauses after a watch that failed, at first and at most.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(5));
+const PAUSES: Doubling = Doubling::new(Duration::from_millis(50), Duration::from_secs(5));
 
 /// Namespace and name.
 pub type Key = (String, String);
@@ -182,7 +183,7 @@ where
 {
     let mut events = pin!(watcher(api, config));
     let mut aside = Vec::new();
-    let mut pause = PAUSES.0;
+    let mut pauses = PAUSES;
     let mut refused = false;
     while let Some(event) = events.next().await {
         match event {
@@ -196,17 +197,17 @@ where
                 let kind = K::kind(&K::DynamicType::default()).into_owned();
                 tracing::debug!(%failure, kind, "watch interrupted, it resumes by itself");
                 // At first and for a while a refusal is expected: an apiserver that has just started knows no roles yet.
-                let lasts = pause >= PAUSES.1 && matches!(failure, ApiFailure::Forbidden(_));
+                let lasts = pauses.is_longest() && matches!(failure, ApiFailure::Forbidden(_));
                 if lasts && !std::mem::replace(&mut refused, true) {
                     tracing::warn!(%failure, kind, "the apiserver lets this node not watch what it needs; it is tried until it does");
                 }
+                let pause = pauses.pause();
                 tokio::time::sleep(failure.retry_after().unwrap_or(pause)).await;
-                pause = (pause * 2).min(PAUSES.1);
                 continue;
             }
         }
         refused = false;
-        pause = PAUSES.0;
+        pauses.reset();
     }
 }
 

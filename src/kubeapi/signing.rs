@@ -12,9 +12,10 @@ use kube::{Api, Client, ResourceExt as _};
 use tokio::time::Instant;
 
 use super::failure::ApiFailure;
+use crate::core::backoff::Doubling;
 
 /// How often it is looked whether a request was answered, at first and at most.
-const LOOKS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+const LOOKS: Doubling = Doubling::new(Duration::from_millis(200), Duration::from_secs(5));
 
 /// A certificate that is asked for.
 #[derive(Debug, Clone)]
@@ -62,7 +63,8 @@ pub async fn obtain(
         }
         Err(error) => return Err(error),
     };
-    let (until, mut pause) = (Instant::now() + patience, LOOKS.0);
+    let (until, mut looks) = (Instant::now() + patience, LOOKS);
+
     loop {
         let status = api
             .get(&name)
@@ -87,12 +89,12 @@ pub async fn obtain(
                 c.type_.to_lowercase()
             )));
         }
+        let pause = looks.pause();
         if Instant::now() + pause > until {
             return Err(ApiFailure::Timeout(format!(
                 "CertificateSigningRequest {name} is not signed yet: approve it with `kubectl certificate approve {name}`"
             )));
         }
         tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(LOOKS.1);
     }
 }

@@ -41,8 +41,7 @@ pub struct Image<'a> {
 /// The SHA-256 of bytes in hexadecimal.
 #[must_use]
 pub fn digest(bytes: &[u8]) -> String {
-    let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, bytes);
-    digest.as_ref().iter().map(|b| format!("{b:02x}")).collect()
+    crate::core::digest::sha256(bytes)
 }
 
 fn append<W: std::io::Write>(

@@ -90,9 +90,7 @@ impl Settings {
                 "--pod-cidr: {pod_cidr} is invalid: use a network address with a prefix of at most 28, such as 10.244.0.0/24"
             );
         }
-        let hash = name.bytes().fold(0x811c_9dc5_u32, |h, b| {
-            (h ^ u32::from(b)).wrapping_mul(0x0100_0193)
-        });
+        let hash = crate::core::digest::fnv32(name.bytes());
         let bridge = if name == "holdfast" {
             "hf0".to_owned()
         } else {

@@ -12,6 +12,7 @@ use rcgen::{CertificateParams, DnType, KeyPair, PublicKeyData as _};
 use serde_json::json;
 
 use crate::config::Config;
+use crate::core::backoff::Doubling;
 use crate::core::node::signing::{self, CLIENT, SERVING};
 use crate::host::blocking;
 use crate::kubeapi::client::connect;
@@ -22,7 +23,7 @@ use crate::sys::file;
 /// How long the first certificate is waited for, and each later one.
 const PATIENCE: (Duration, Duration) = (Duration::from_secs(3600), Duration::from_secs(900));
 /// The pauses after a failure.
-const AGAIN: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(32));
+const AGAIN: Doubling = Doubling::new(Duration::from_secs(2), Duration::from_secs(32));
 /// How often it is looked whether one is due.
 const LOOK: Duration = Duration::from_secs(60);
 /// How long a node without a certificate that can be used goes on while its API answers.
@@ -198,14 +199,13 @@ pub async fn bootstrap(config: &Config, clock: Clock) -> anyhow::Result<()> {
         )
     })?;
     let client = connect(bootstrap_path).await?;
-    let mut pause = AGAIN.0;
+    let mut again = AGAIN;
     loop {
         match first(config, &client, &file, kubeconfig_path, clock).await {
             Ok(()) => return Ok(()),
             Err(error) => {
                 tracing::warn!(error, "the node has no certificate yet; it is tried again");
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(AGAIN.1);
+                tokio::time::sleep(again.pause()).await;
             }
         }
     }
@@ -319,7 +319,7 @@ fn without(
 /// Renews a certificate when it is due. Returns when the node has lost its own for good: the API answers, and what is left
 /// is to begin anew with a bootstrap token (kubelet spec, chapter 15).
 pub async fn keep(kept: Kept, client: Client, clock: Clock) {
-    let mut pause = AGAIN.0;
+    let mut again = AGAIN;
     let mut since = None;
     loop {
         let now = clock.now();
@@ -336,7 +336,7 @@ pub async fn keep(kept: Kept, client: Client, clock: Clock) {
         match renew(&kept, &client, now).await {
             Ok(()) => {
                 tracing::info!(signer = kept.signer, "a certificate was renewed");
-                pause = AGAIN.0;
+                again.reset();
             }
             Err(error) => {
                 tracing::warn!(
@@ -349,8 +349,7 @@ pub async fn keep(kept: Kept, client: Client, clock: Clock) {
                 if kept.signer == CLIENT && long && answers(&client).await {
                     return;
                 }
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(AGAIN.1);
+                tokio::time::sleep(again.pause()).await;
             }
         }
     }

@@ -10,9 +10,10 @@ use kube::ResourceExt as _;
 use super::api::within;
 use super::deadline;
 use crate::agent::Context;
+use crate::core::backoff::Doubling;
 
 /// The pauses after a renewal that failed.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(7));
+const PAUSES: Doubling = Doubling::new(Duration::from_millis(200), Duration::from_secs(7));
 
 /// Renews the lease four times in its duration, for as long as the Node object is there.
 pub(super) async fn keep(context: &Context) {
@@ -21,18 +22,17 @@ pub(super) async fn keep(context: &Context) {
     };
     let duration = u64::try_from(context.config.lease_seconds).unwrap_or(40);
     let period = Duration::from_secs(duration) / 4;
-    let mut pause = PAUSE.0;
+    let mut pauses = PAUSES;
     loop {
         let node = context.node.present().await;
         match within(deadline(context), api.renew(&lease(context, &node))).await {
             Ok(()) => {
-                pause = PAUSE.0;
+                pauses.reset();
                 tokio::time::sleep(period).await;
             }
             Err(error) => {
                 tracing::warn!(%error, "the node's lease cannot be renewed; it is tried again");
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(PAUSE.1);
+                tokio::time::sleep(pauses.pause()).await;
             }
         }
     }

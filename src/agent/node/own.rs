@@ -10,12 +10,13 @@ use tokio::sync::watch;
 
 use super::api::{NodeApi, NodeChange, within};
 use crate::agent::{Context, Kind};
+use crate::core::backoff::Doubling;
 use crate::kubeapi::cache::revision;
 
 /// How long a pod's admission waits for the Node as it is now.
 const FRESH: Duration = Duration::from_secs(5);
 /// The pauses after a watch that was interrupted.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+const PAUSES: Doubling = Doubling::new(Duration::from_millis(100), Duration::from_secs(5));
 
 /// Our own Node object.
 pub struct OwnNode {
@@ -134,7 +135,7 @@ pub(super) async fn follow(context: &Context) {
     };
     let mut schedulable = !is_cordoned(&*context.node.present().await);
     let mut changes = api.watch(&context.config.node_name);
-    let mut pause = PAUSE.0;
+    let mut pauses = PAUSES;
     while let Some(change) = changes.next().await {
         match change {
             NodeChange::Present(node) => {
@@ -147,12 +148,11 @@ pub(super) async fn follow(context: &Context) {
             NodeChange::Absent => context.node.lose(),
             NodeChange::Interrupted(why) => {
                 tracing::debug!(why, "the watch of the Node was interrupted, it goes on");
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(PAUSE.1);
+                tokio::time::sleep(pauses.pause()).await;
                 continue;
             }
         }
-        pause = PAUSE.0;
+        pauses.reset();
     }
 }
 

@@ -12,11 +12,12 @@ use super::api::{NodeApi, within};
 use super::{arch, deadline};
 use crate::agent::Context;
 use crate::config::Config;
+use crate::core::backoff::Doubling;
 use crate::core::node::addresses::PROVIDED;
 use crate::kubeapi::pods::ApiFailure;
 
 /// The pauses between tries to register.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(7));
+const PAUSES: Doubling = Doubling::new(Duration::from_millis(100), Duration::from_secs(7));
 /// Tells the controller that volumes are attached by it.
 const ATTACH: &str = "volumes.kubernetes.io/controller-managed-attach-detach";
 
@@ -148,17 +149,16 @@ pub(super) async fn register(
     api: &dyn NodeApi,
     status: impl Fn() -> NodeStatus,
 ) -> Node {
-    let mut pause = PAUSE.0;
+    let mut pauses = PAUSES;
     loop {
         match once(context, api, status()).await {
             Ok(node) => return node,
-            Err(error) if pause == PAUSE.0 => {
+            Err(error) if pauses.is_first() => {
                 tracing::error!(%error, node = context.config.node_name, "the node cannot be registered; it is tried until it can");
             }
             Err(error) => tracing::debug!(%error, "the node cannot be registered yet"),
         }
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(PAUSE.1);
+        tokio::time::sleep(pauses.pause()).await;
     }
 }
 

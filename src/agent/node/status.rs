@@ -15,6 +15,7 @@ use super::registration::{self, platform_patch};
 use super::runtime::RuntimeView;
 use super::{VERSION, arch, deadline, limits, size};
 use crate::agent::{Context, Kind};
+use crate::core::backoff::Doubling;
 use crate::core::node::addresses::{self, addresses};
 use crate::core::node::capacity::{self, Extended};
 use crate::core::node::conditions::{conditions, is_ready, patch, report_after};
@@ -236,14 +237,14 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
         },
     };
     let update = context.config.node_status_update;
-    let mut pause = PAUSE;
+    let mut pauses = Doubling::new(PAUSE, update);
     loop {
         let node = context.node.present().await;
         view.mark_unchanged();
         let wait = match rounds.round(&node).await {
             Ok(()) => {
                 rounds.extended = Extended::Kept;
-                pause = PAUSE;
+                pauses.reset();
                 update
             }
             Err(ApiFailure::NotFound(_)) => {
@@ -251,14 +252,12 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
                 continue;
             }
             Err(error) => {
-                if pause == PAUSE {
+                if pauses.is_first() {
                     tracing::error!(%error, node = context.config.node_name, "the Node object cannot be kept up to date; it is tried again");
                 }
                 // What is known of it may be what is wrong.
                 context.node.refresh().await;
-                let wait = pause;
-                pause = (pause * 2).min(update);
-                wait
+                pauses.pause()
             }
         };
         tokio::select! {

@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use super::dispatch::Roster;
 use super::mirror;
 use crate::agent::Context;
+use crate::core::backoff::Doubling;
 use crate::core::pod;
 
 /// How often directories and cgroups without a pod are looked for.
@@ -20,7 +21,7 @@ const REMOVAL_TIMEOUT: Duration = Duration::from_secs(150);
 /// How long deleting one mirror may take.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long a failed deletion waits, doubling up to the longest.
-const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(60));
 
 /// Removes what pods that are gone have left, until the process ends.
 pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>) {
@@ -69,7 +70,7 @@ async fn sweep_once(context: &Context, roster: &watch::Receiver<Roster>) {
 
 /// Deletes mirrors whose static pod is gone, until the process ends.
 pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<Roster>) {
-    let mut pause = RETRY.0;
+    let mut pauses = RETRY;
     loop {
         let orphaned = roster.borrow_and_update().orphaned_mirrors.clone();
         let mut failed = false;
@@ -80,15 +81,13 @@ pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<R
                 .unwrap_or_else(|_| Err(format!("no answer after {DELETE_TIMEOUT:?}")));
             if let Err(error) = deleted {
                 failed = true;
-                tracing::warn!(%error, pod = %pod::full_name(&orphan), retry_in = ?pause, "orphaned mirror pod not deleted, retrying");
+                tracing::warn!(%error, pod = %pod::full_name(&orphan), "orphaned mirror pod not deleted, retrying");
             }
         }
-        let again = failed.then(|| Instant::now() + pause);
-        pause = if failed {
-            (pause * 2).min(RETRY.1)
-        } else {
-            RETRY.0
-        };
+        if !failed {
+            pauses.reset();
+        }
+        let again = failed.then(|| Instant::now() + pauses.pause());
         tokio::select! {
             // In this order, so that a simulated run replays exactly.
             biased;

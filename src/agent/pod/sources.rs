@@ -339,12 +339,7 @@ fn complete(
 
 /// 128 bits of FNV-1a as 32 hexadecimal digits.
 fn digest(text: &str) -> String {
-    let hash = text
-        .bytes()
-        .fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128, |h, b| {
-            (h ^ u128::from(b)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b)
-        });
-    format!("{hash:032x}")
+    format!("{:032x}", crate::core::digest::fnv128(text.bytes()))
 }
 
 #[cfg(test)]

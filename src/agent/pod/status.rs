@@ -11,11 +11,12 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::agent::Metrics;
+use crate::core::backoff::Doubling;
 use crate::core::pod::{self, status};
 use crate::kubeapi::cache::revision;
 use crate::kubeapi::pods::PodApi;
 
-const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
+const RETRY: Doubling = Doubling::new(Duration::from_millis(200), Duration::from_secs(10));
 
 #[derive(Default, Clone)]
 struct Wanted {
@@ -83,7 +84,7 @@ async fn write(
 ) {
     // What the API had after our last write: newer than what the watch has shown so far.
     let mut last: Option<Pod> = None;
-    let mut pause = RETRY.0;
+    let mut pauses = RETRY;
     while changes.changed().await.is_ok() {
         let begun = Instant::now();
         loop {
@@ -111,7 +112,7 @@ async fn write(
                 Ok(pod) => {
                     last = Some(pod);
                     metrics.status_written(begun.elapsed());
-                    pause = RETRY.0;
+                    pauses.reset();
                     done.send_replace(wanted.version);
                     break;
                 }
@@ -121,6 +122,7 @@ async fn write(
                     break;
                 }
                 Err(error) => {
+                    let pause = pauses.pause();
                     tracing::warn!(%error, pod = %pod::full_name(object), retry_in = ?pause, "the pod's status could not be written");
                     tokio::select! {
                         // In this order, so that a simulated run replays exactly.
@@ -129,7 +131,6 @@ async fn write(
                         () = tokio::time::sleep(pause) => {}
                         changed = changes.changed() => if changed.is_err() { return },
                     }
-                    pause = (pause * 2).min(RETRY.1);
                 }
             }
         }

@@ -7,21 +7,20 @@ use serde_json::Value;
 use super::error::ApiError;
 use super::resources::Resource;
 use crate::control::store::Attrs;
+use crate::core::selector::Operator;
 
+/// What a label must be.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Need {
-    In(Vec<String>),
-    NotIn(Vec<String>),
-    Exists,
-    Missing,
-    Greater(i64),
-    Less(i64),
+struct Requirement {
+    key: String,
+    operator: Operator,
+    values: Vec<String>,
 }
 
 /// What a list, watch or controller asks for. The default matches everything.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Selector {
-    labels: Vec<(String, Need)>,
+    labels: Vec<Requirement>,
     fields: Vec<(String, bool, String)>,
 }
 
@@ -81,10 +80,11 @@ impl Selector {
         let mut result = Selector::default();
         if let Some(labels) = selector.get("matchLabels").and_then(Value::as_object) {
             for (key, value) in labels {
-                result.labels.push((
-                    key.clone(),
-                    Need::In(vec![value.as_str().unwrap_or_default().into()]),
-                ));
+                result.labels.push(Requirement {
+                    key: key.clone(),
+                    operator: Operator::In,
+                    values: vec![value.as_str().unwrap_or_default().into()],
+                });
             }
         }
         for expression in selector
@@ -96,14 +96,12 @@ impl Selector {
             let key = expression["key"].as_str()?.to_owned();
             let values = expression["values"].as_array().into_iter().flatten();
             let values: Vec<String> = values.filter_map(|v| v.as_str().map(Into::into)).collect();
-            let need = match expression["operator"].as_str()? {
-                "In" => Need::In(values),
-                "NotIn" => Need::NotIn(values),
-                "Exists" => Need::Exists,
-                "DoesNotExist" => Need::Missing,
-                _ => return None,
-            };
-            result.labels.push((key, need));
+            let operator = Operator::of_labels(expression["operator"].as_str()?).ok()?;
+            result.labels.push(Requirement {
+                key,
+                operator,
+                values,
+            });
         }
         (!result.labels.is_empty()).then_some(result)
     }
@@ -141,20 +139,9 @@ impl Selector {
     /// Whether these labels match.
     #[must_use]
     pub fn matches_labels(&self, labels: &BTreeMap<String, String>) -> bool {
-        self.labels.iter().all(|(key, need)| {
-            let value = labels.get(key);
-            match need {
-                Need::In(values) => value.is_some_and(|v| values.contains(v)),
-                Need::NotIn(values) => value.is_none_or(|v| !values.contains(v)),
-                Need::Exists => value.is_some(),
-                Need::Missing => value.is_none(),
-                Need::Greater(bound) => value
-                    .and_then(|v| v.parse::<i64>().ok())
-                    .is_some_and(|v| v > *bound),
-                Need::Less(bound) => value
-                    .and_then(|v| v.parse::<i64>().ok())
-                    .is_some_and(|v| v < *bound),
-            }
+        self.labels.iter().all(|r| {
+            r.operator
+                .matches(&r.values, labels.get(&r.key).map(String::as_str))
         })
     }
 }
@@ -181,39 +168,40 @@ fn split_outside_parentheses(text: &str) -> Vec<String> {
         .collect()
 }
 
-fn requirement_of(text: &str) -> Option<(String, Need)> {
-    let key_ok = |key: &str| {
-        !key.is_empty()
-            && key
-                .chars()
-                .all(|c| c.is_ascii_alphanumeric() || "-_./".contains(c))
+fn requirement_of(text: &str) -> Option<Requirement> {
+    let one = |operator, value: &str| (operator, vec![value.trim().to_owned()]);
+    let number = |operator, value: &str| {
+        value.trim().parse::<i64>().ok()?;
+        Some(one(operator, value))
     };
-    if let Some(key) = text.strip_prefix('!') {
-        let key = key.trim();
-        return key_ok(key).then(|| (key.to_owned(), Need::Missing));
-    }
-    let (key, need) = if let Some((key, value)) = text.split_once("!=") {
-        (key, Need::NotIn(vec![value.trim().into()]))
+    let (key, (operator, values)) = if let Some(key) = text.strip_prefix('!') {
+        (key, (Operator::DoesNotExist, vec![]))
+    } else if let Some((key, value)) = text.split_once("!=") {
+        (key, one(Operator::NotIn, value))
     } else if let Some((key, value)) = text.split_once("==").or_else(|| text.split_once('=')) {
-        (key, Need::In(vec![value.trim().into()]))
+        (key, one(Operator::In, value))
     } else if let Some((key, value)) = text.split_once('>') {
-        (key, Need::Greater(value.trim().parse().ok()?))
+        (key, number(Operator::Gt, value)?)
     } else if let Some((key, value)) = text.split_once('<') {
-        (key, Need::Less(value.trim().parse().ok()?))
+        (key, number(Operator::Lt, value)?)
     } else if let Some((head, values)) = text.split_once('(') {
         let values = values.strip_suffix(')')?;
         let values: Vec<String> = values.split(',').map(|v| v.trim().to_owned()).collect();
         let head = head.trim();
-        if let Some(key) = head.strip_suffix(" notin") {
-            (key, Need::NotIn(values))
-        } else {
-            (head.strip_suffix(" in")?, Need::In(values))
+        match head.strip_suffix(" notin") {
+            Some(key) => (key, (Operator::NotIn, values)),
+            None => (head.strip_suffix(" in")?, (Operator::In, values)),
         }
     } else {
-        (text, Need::Exists)
+        (text, (Operator::Exists, vec![]))
     };
     let key = key.trim();
-    key_ok(key).then(|| (key.to_owned(), need))
+    let valid = |c: char| c.is_ascii_alphanumeric() || "-_./".contains(c);
+    (!key.is_empty() && key.chars().all(valid)).then(|| Requirement {
+        key: key.to_owned(),
+        operator,
+        values,
+    })
 }
 
 #[cfg(test)]

@@ -95,10 +95,8 @@ pub fn bounds(deployment: &Deployment) -> (i32, i32) {
 /// A stable hash of a template, spelled without vowels.
 #[must_use]
 pub fn template_hash(template: &Value, collisions: i32) -> String {
-    let mut hash: u32 = 0x811c_9dc5;
-    for byte in template.to_string().bytes().chain(collisions.to_be_bytes()) {
-        hash = (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193);
-    }
+    let text = template.to_string();
+    let mut hash = crate::core::digest::fnv32(text.bytes().chain(collisions.to_be_bytes()));
     const LETTERS: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
     let mut text = String::new();
     while text.len() < 9 {

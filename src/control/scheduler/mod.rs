@@ -21,16 +21,17 @@ use serde_json::json;
 use tokio::time::Instant;
 
 use super::controllers::Caches;
+use crate::core::backoff::Doubling;
 use crate::kubeapi::Cache;
 use storage::{Storage, Wanted};
 
 /// A pod that did not fit is looked at again after this long at the latest, doubling up to the maximum.
-const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(10));
+const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(10));
 
 struct Waiting {
     message: String,
     next: Instant,
-    pause: Duration,
+    retry: Doubling,
 }
 
 /// Schedules until the process ends.
@@ -219,7 +220,7 @@ async fn refuse(
     let uid = pod.uid().unwrap_or_default();
     let now = Instant::now();
     let known = waiting.get(&uid);
-    let pause = known.map_or(RETRY.0, |w| (w.pause * 2).min(RETRY.1));
+    let mut retry = known.map_or(RETRY, |w| w.retry);
     let news = known.is_none_or(|w| w.message != message);
     if known.is_some_and(|w| w.next > now && w.message == message) {
         return;
@@ -228,8 +229,8 @@ async fn refuse(
         uid,
         Waiting {
             message: message.clone(),
-            next: now + pause,
-            pause,
+            next: now + retry.pause(),
+            retry,
         },
     );
     if !news {

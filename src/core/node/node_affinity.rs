@@ -3,6 +3,7 @@
 use k8s_openapi::api::core::v1::{Node, NodeSelectorRequirement, NodeSelectorTerm, Pod};
 
 use crate::core::meta;
+use crate::core::selector::Operator;
 
 /// Whether a term matches a node; an empty term matches none.
 #[must_use]
@@ -23,23 +24,8 @@ pub fn term_matches(term: &NodeSelectorTerm, node: &Node) -> bool {
 
 fn requirement(requirement: &NodeSelectorRequirement, value: Option<&str>) -> bool {
     let values = requirement.values.as_deref().unwrap_or_default();
-    let number = |text: Option<&str>| text.and_then(|t| t.parse::<i64>().ok());
-    let compare = |f: fn(&i64, &i64) -> bool| match (
-        number(value),
-        number(values.first().map(String::as_str)),
-    ) {
-        (Some(a), Some(b)) => f(&a, &b),
-        _ => false,
-    };
-    match requirement.operator.as_str() {
-        "In" => value.is_some_and(|v| values.iter().any(|x| x == v)),
-        "NotIn" => value.is_none_or(|v| values.iter().all(|x| x != v)),
-        "Exists" => value.is_some(),
-        "DoesNotExist" => value.is_none(),
-        "Gt" => compare(i64::gt),
-        "Lt" => compare(i64::lt),
-        _ => false,
-    }
+    let operator = requirement.operator.parse::<Operator>();
+    operator.is_ok_and(|operator| operator.matches(values, value))
 }
 
 /// Whether a pod's node selector and required affinity match a node.

@@ -145,12 +145,7 @@ impl ObservedPod {
 #[must_use]
 pub fn fingerprint<'a>(entries: impl Iterator<Item = (&'a str, u8)>) -> u64 {
     entries.fold(0, |sum, (id, state)| {
-        let hash = id
-            .bytes()
-            .chain([state])
-            .fold(0xcbf2_9ce4_8422_2325_u64, |h, b| {
-                (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3)
-            });
+        let hash = crate::core::digest::fnv64(id.bytes().chain([state]));
         sum.wrapping_add(mixed(hash))
     })
 }

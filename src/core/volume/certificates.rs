@@ -6,9 +6,8 @@ use base64::Engine as _;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequestStatus};
 use k8s_openapi::api::core::v1::{ClusterTrustBundleProjection, Volume};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 
-use crate::core::{digest, meta};
+use crate::core::{digest, meta, selector};
 
 /// The roots that a projected volume asks for: path of the file, and the source.
 #[must_use]
@@ -19,30 +18,6 @@ pub fn bundles(volume: &Volume) -> Vec<&ClusterTrustBundleProjection> {
         .flat_map(|p| p.sources.iter().flatten())
         .filter_map(|s| s.cluster_trust_bundle.as_ref())
         .collect()
-}
-
-/// Whether labels fit a selector: none fits nothing, an empty one everything.
-fn fits(selector: Option<&LabelSelector>, labels: &BTreeMap<String, String>) -> bool {
-    let Some(selector) = selector else {
-        return false;
-    };
-    let equal = selector
-        .match_labels
-        .iter()
-        .flatten()
-        .all(|(k, v)| labels.get(k) == Some(v));
-    equal
-        && selector.match_expressions.iter().flatten().all(|e| {
-            let value = labels.get(&e.key);
-            let listed = value.is_some_and(|v| e.values.iter().flatten().any(|w| w == v));
-            match e.operator.as_str() {
-                "In" => listed,
-                "NotIn" => !listed,
-                "Exists" => value.is_some(),
-                "DoesNotExist" => value.is_none(),
-                _ => false,
-            }
-        })
 }
 
 /// The certificates of a PEM text, without headers; each with its digest.
@@ -83,7 +58,10 @@ pub fn trusted(
         (None, Some(signer)) => all
             .filter(|b| {
                 b.spec.signer_name.as_ref() == Some(signer)
-                    && fits(wish.label_selector.as_ref(), meta::labels(*b))
+                    && wish
+                        .label_selector
+                        .as_ref()
+                        .is_some_and(|s| selector::matches(s, meta::labels(*b)))
             })
             .collect(),
         _ => return Err("a clusterTrustBundle source needs either name or signerName".into()),

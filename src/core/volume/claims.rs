@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, 
 
 use crate::core::node::node_affinity::term_matches;
 use crate::core::quantity::Quantity;
-use crate::core::{meta, pod};
+use crate::core::{meta, pod, selector};
 
 /// Set on a claim once it is bound.
 pub const BIND_COMPLETED: &str = "pv.kubernetes.io/bind-completed";
@@ -112,24 +112,10 @@ pub fn satisfies(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bo
     let mode = |m: &Option<String>| m.clone().unwrap_or_else(|| "Filesystem".into());
     let request = asks.resources.as_ref().and_then(|r| r.requests.as_ref());
     let offered = has.access_modes.as_deref().unwrap_or_default();
-    let selected = asks.selector.as_ref().is_none_or(|selector| {
-        let labels = meta::labels(volume);
-        let expressions = selector.match_expressions.iter().flatten().all(|e| {
-            let (value, values) = (labels.get(&e.key), e.values.as_deref().unwrap_or_default());
-            match e.operator.as_str() {
-                "In" => value.is_some_and(|v| values.contains(v)),
-                "NotIn" => value.is_none_or(|v| !values.contains(v)),
-                "Exists" => value.is_some(),
-                _ => value.is_none(),
-            }
-        });
-        expressions
-            && selector
-                .match_labels
-                .iter()
-                .flatten()
-                .all(|(k, v)| labels.get(k) == Some(v))
-    });
+    let selected = asks
+        .selector
+        .as_ref()
+        .is_none_or(|s| selector::matches(s, meta::labels(volume)));
     volume.metadata.deletion_timestamp.is_none()
         && class(&has.storage_class_name) == class(&asks.storage_class_name)
         && mode(&has.volume_mode) == mode(&asks.volume_mode)

@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
+use crate::core::backoff::Doubling;
 use crate::sys::patient::Call;
 
 /// How long a tool may take that can be killed.
 const HELPER: Duration = Duration::from_secs(110);
 /// How often a tool is looked at: often at first, as most end at once.
-const LOOK: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(50));
+const LOOK: Doubling = Doubling::new(Duration::from_millis(2), Duration::from_millis(50));
 
 /// When a tool is killed.
 #[derive(Clone, Copy)]
@@ -93,7 +94,7 @@ fn run(
 
 fn wait(program: &str, child: &mut Child, limit: Limit<'_>) -> Result<ExitStatus, String> {
     let start = Instant::now();
-    let mut pause = LOOK.0;
+    let mut pauses = LOOK;
     loop {
         if let Some(status) = child.try_wait().map_err(|e| e.to_string())? {
             return Ok(status);
@@ -113,8 +114,7 @@ fn wait(program: &str, child: &mut Child, limit: Limit<'_>) -> Result<ExitStatus
                 start.elapsed().as_secs()
             ));
         }
-        std::thread::sleep(pause);
-        pause = (pause * 2).min(LOOK.1);
+        std::thread::sleep(pauses.pause());
     }
 }
 

@@ -15,6 +15,7 @@ use super::Csi;
 use super::Registered;
 use super::lock;
 use crate::agent::{Context, NodeApi};
+use crate::core::backoff::Doubling;
 use crate::core::volume::csi;
 use crate::csi::{Driver, Plugin, ask, tell};
 use crate::host::blocking;
@@ -23,7 +24,8 @@ use crate::sys::watch::Changes;
 /// How often the directory of registrations is looked at in any case.
 const LOOK: Duration = Duration::from_secs(60);
 /// The pauses before a socket that failed is asked again, and before the API is.
-const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(120));
+const RETRY: Doubling = Doubling::new(FIRST_RETRY, Duration::from_secs(120));
+const FIRST_RETRY: Duration = Duration::from_millis(500);
 
 /// How deep below that directory sockets are looked for.
 const DEPTH: u32 = 3;
@@ -34,7 +36,7 @@ struct Socket {
     identity: (u64, i64),
     name: Option<String>,
     next: Instant,
-    pause: Duration,
+    retry: Doubling,
 }
 
 impl Csi {
@@ -104,7 +106,7 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
         changes
             .wait(
                 next.unwrap_or(LOOK)
-                    .min(if reported { LOOK } else { RETRY.0 }),
+                    .min(if reported { LOOK } else { FIRST_RETRY }),
             )
             .await;
     }
@@ -154,7 +156,7 @@ async fn register_new(
             identity,
             name: None,
             next: now,
-            pause: RETRY.0,
+            retry: RETRY,
         });
     }
     let due = known
@@ -165,8 +167,7 @@ async fn register_new(
             Ok(name) => socket.name = Some(name),
             Err(error) => {
                 tracing::warn!(error, socket = %path.display(), "a plugin could not be registered");
-                socket.next = Instant::now() + socket.pause;
-                socket.pause = (socket.pause * 2).min(RETRY.1);
+                socket.next = Instant::now() + socket.retry.pause();
             }
         }
     });

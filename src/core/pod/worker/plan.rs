@@ -11,6 +11,7 @@ use k8s_openapi::api::core::v1::Pod;
 
 use super::apply::backoff_key;
 use super::{Facts, Growth, Key, Network, Op, Turn, Worker, event, warning};
+use crate::core::digest::Fnv64;
 use crate::core::pod::actions::{self, PodActions, Start};
 use crate::core::pod::lifecycle::{Cause, State};
 use crate::core::pod::observed::ObservedPod;
@@ -493,8 +494,8 @@ fn changes_runtime(op: &Op) -> bool {
 
 /// What a pod's own files show of it: other labels, annotations or resources make other files.
 pub(super) fn shape(pod: &Pod) -> u64 {
-    let mut hasher = Fnv::default();
-    let text = |map: &Option<BTreeMap<String, String>>, hasher: &mut Fnv| {
+    let mut hasher = Fnv64::default();
+    let text = |map: &Option<BTreeMap<String, String>>, hasher: &mut Fnv64| {
         map.iter().flatten().for_each(|entry| entry.hash(hasher));
     };
     text(&pod.metadata.labels, &mut hasher);
@@ -510,25 +511,4 @@ pub(super) fn shape(pod: &Pod) -> u64 {
         }
     }
     hasher.finish()
-}
-
-/// FNV-1a: the same in every process, so that a stored worker stays comparable.
-struct Fnv(u64);
-
-impl Default for Fnv {
-    fn default() -> Fnv {
-        Fnv(0xcbf2_9ce4_8422_2325)
-    }
-}
-
-impl std::hash::Hasher for Fnv {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        self.0 = bytes.iter().fold(self.0, |hash, byte| {
-            (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
-        });
-    }
 }
