@@ -15,7 +15,7 @@ use holdfast::host::linux::LinuxHost;
 use holdfast::sys::{quota, usage};
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
-use support::{Cluster, condition};
+use support::{Cluster, condition, skip};
 
 /// A target.
 const IQN: &str = "iqn.2026-11.test.holdfast:disk";

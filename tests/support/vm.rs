@@ -1,9 +1,6 @@
 //! A virtual machine with the distribution's kernel, for what the kernel at hand lacks. It runs one test of the binary that
 //! starts it, from a memory disk: nothing is installed, and nothing outlives it.
 
-#[path = "skip.rs"]
-mod skip;
-
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -115,7 +112,7 @@ pub fn is_inside() -> bool {
 fn kernel(name: &str) -> Option<PathBuf> {
     let found = std::env::var_os("HOLDFAST_MACHINE").map(PathBuf::from);
     if found.is_none() {
-        skip::skipped(&format!(
+        crate::skip::skipped(&format!(
             "{name} needs the virtual machine that `make test` makes; HOLDFAST_MACHINE is not set"
         ));
     }

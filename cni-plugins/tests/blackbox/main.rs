@@ -14,6 +14,8 @@ mod links;
 mod pairs;
 mod portmap;
 mod protocol;
+#[path = "../../../tests/support/skip.rs"]
+mod skip;
 #[path = "../../../tests/support/vm.rs"]
 #[allow(dead_code)]
 mod vm;
