@@ -1,4 +1,4 @@
-//! Asking an agent on this machine through its socket: what `holdfast explain` does.
+//! Client of the agent's local socket, for `holdfast explain`.
 
 use std::path::Path;
 use std::time::Duration;
@@ -28,7 +28,7 @@ pub async fn explain(socket: &Path, namespace: &str, name: &str) -> anyhow::Resu
         bail!("{}", String::from_utf8_lossy(&body));
     }
     serde_json::from_slice(&body)
-        .context("the agent's answer cannot be read: is it of another version?")
+        .context("the agent's answer cannot be decoded; use the `holdfast` of the agent's version")
 }
 
 async fn get(socket: &Path, path: &str) -> anyhow::Result<(hyper::StatusCode, Bytes)> {

@@ -83,8 +83,8 @@ fn provider(traces: &Traces) -> Result<SdkTracerProvider, String> {
         .build())
 }
 
-/// Begins to log to standard error, from `level` on unless `HOLDFAST_LOG` says otherwise; as lines of text or of JSON. And
-/// to trace, where that is wished; then it is called within a runtime.
+/// Starts logging to standard error at `level`, or as `HOLDFAST_LOG` says, as text or JSON. With `traces` also starts
+/// exporting traces; this needs a tokio runtime.
 pub fn start(level: &str, json: bool, traces: Option<&Traces>) -> Result<(), String> {
     let (filter, handle) = reload::Layer::new(
         EnvFilter::try_from_env("HOLDFAST_LOG").unwrap_or_else(|_| filter(level)),

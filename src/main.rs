@@ -73,7 +73,7 @@ fn main() -> ExitCode {
     {
         Ok(runtime) => runtime,
         Err(error) => {
-            eprintln!("holdfast: no threads can be started: {error}");
+            eprintln!("holdfast: the async runtime cannot be started: {error}");
             return ExitCode::FAILURE;
         }
     };
@@ -181,7 +181,7 @@ async fn run_agent(flags: AgentFlags, given: fields::Given) -> anyhow::Result<()
     Box::pin(agent.run()).await
 }
 
-/// Prints what became of the addresses that were given out.
+/// Prints the allocated addresses and which of them are leaked.
 fn audit(flags: AuditFlags) -> anyhow::Result<()> {
     let AuditFlags {
         name,
@@ -204,11 +204,13 @@ fn audit(flags: AuditFlags) -> anyhow::Result<()> {
     if well {
         Ok(())
     } else {
-        anyhow::bail!("some addresses are leaked or held twice; --mend releases the leaked ones")
+        anyhow::bail!(
+            "some addresses are leaked or allocated twice; --mend releases the leaked ones"
+        )
     }
 }
 
-/// Prints why a pod is as it is.
+/// Prints why a pod is not running.
 async fn explain(flags: &ExplainFlags) -> anyhow::Result<()> {
     let root = match (&flags.root_dir, &flags.name) {
         (Some(dir), _) => dir.clone(),

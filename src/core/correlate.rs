@@ -31,7 +31,7 @@ pub struct Said<'a> {
 /// What is to be done with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
-    /// By which [`Correlator::posted`] is told the name.
+    /// Identifies the event in [`Correlator::posted`].
     pub key: String,
     /// The message, perhaps merged.
     pub message: String,
@@ -60,7 +60,7 @@ pub struct Correlator {
     known: HashMap<String, Known>,
 }
 
-/// Forgets what is old when there is too much; all of it if that is not enough.
+/// Evicts old entries when the map is full; all of them if that is not enough.
 fn bound<V>(map: &mut HashMap<String, V>, now: Timestamp, last: impl Fn(&V) -> Timestamp) {
     if map.len() >= REMEMBERED {
         map.retain(|_, value| now.duration_since(last(value)) < WINDOW);

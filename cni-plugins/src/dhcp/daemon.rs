@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
 use std::os::fd::FromRawFd as _;
-use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -20,6 +20,7 @@ use super::message::option;
 use crate::cni::{Error, Json, cni_args, digest};
 use crate::ipam::owners::inode;
 use crate::net::link::{Change, parse_mac};
+use crate::net::local;
 use crate::net::netlink::Socket;
 use crate::net::netns;
 
@@ -662,20 +663,7 @@ fn listener(path: &Path) -> std::io::Result<UnixListener> {
     if let Some(dir) = path.parent() {
         std::fs::create_dir_all(dir)?;
     }
-    // What nobody listens at any more is in the way; what somebody listens at is not ours to take.
-    if UnixStream::connect(path).is_ok() {
-        return Err(std::io::Error::new(
-            std::io::ErrorKind::AddrInUse,
-            "another daemon listens there",
-        ));
-    }
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    let listener = UnixListener::bind(path)?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-    Ok(listener)
+    local::listen(path)
 }
 
 /// Runs until it is killed; leases stay, and the next daemon goes on with them.

@@ -6,6 +6,7 @@ pub mod conntrack;
 pub mod dbus;
 pub mod firewalld;
 pub mod link;
+pub mod local;
 pub mod netlink;
 pub mod netns;
 pub mod nft;

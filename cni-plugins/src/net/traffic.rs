@@ -47,7 +47,7 @@ fn header(index: u32, handle: u32, parent: u32, info: u32) -> Vec<u8> {
 }
 
 impl Socket {
-    /// Has a link send no more than a bucket lets through.
+    /// Attaches a token-bucket qdisc to a link.
     pub fn add_bucket(&mut self, index: u32, bucket: Bucket) -> io::Result<()> {
         const ETHERNET: u8 = 1;
         let slow = u32::try_from(bucket.rate);

@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 
 use super::delegate;
 use super::interface::{self, doing};
-use super::pair::{self, Wish};
+use super::pair::{self, PairConfig};
 use crate::cni::{Args, Dns, Error, Interface, Json, Route, Success, cni_args};
 use crate::net::link::{IFLA_BR_VLAN_FILTERING, Link, VethPlan, parse_mac, random_mac};
 use crate::net::netlink::Socket;
@@ -432,7 +432,7 @@ impl Plugin for Bridge {
             &mut socket,
             call,
             &namespace,
-            Wish {
+            PairConfig {
                 mac: config.mac,
                 mtu: config.mtu,
                 master: Some(bridge.index),

@@ -13,9 +13,9 @@ use crate::net::nft::{Nft, iptables, masquerade as table, spoof};
 use crate::net::sysctl;
 use crate::skel::Call;
 
-/// What a pair shall be like.
-pub(super) struct Wish {
-    /// The container end's address; a random one if none is wished for.
+/// The configuration of a veth pair.
+pub(super) struct PairConfig {
+    /// The MAC address of the container's end; random if none is given.
     pub mac: Option<[u8; 6]>,
     /// 0 leaves it to the kernel.
     pub mtu: u32,
@@ -35,12 +35,12 @@ pub(super) fn add(
     socket: &mut Socket,
     call: &Call<'_>,
     namespace: &File,
-    wish: Wish,
+    config: PairConfig,
 ) -> Result<[Interface; 2], Error> {
     let mac = |given: Option<[u8; 6]>| {
         given.map_or_else(|| random_mac().map_err(doing("no random MAC address")), Ok)
     };
-    let (host_mac, peer_mac) = (mac(None)?, mac(wish.mac)?);
+    let (host_mac, peer_mac) = (mac(None)?, mac(config.mac)?);
     for _ in 0..10 {
         let host_name = random_name()?;
         let plan = VethPlan {
@@ -49,8 +49,8 @@ pub(super) fn add(
             peer_name: &call.ifname,
             peer_mac,
             namespace,
-            mtu: wish.mtu,
-            master: wish.master,
+            mtu: config.mtu,
+            master: config.master,
         };
         match socket.add_veth(&plan) {
             Ok(()) => {

@@ -7,7 +7,7 @@ use ipnet::IpNet;
 
 use super::delegate;
 use super::interface::{self, doing};
-use super::pair::{self, Wish};
+use super::pair::{self, PairConfig};
 use crate::cni::{Address, Dns, Error, Interface, Success};
 use crate::net::netlink::Socket;
 use crate::net::route::Route;
@@ -146,7 +146,7 @@ impl Plugin for Ptp {
             &mut socket,
             call,
             &namespace,
-            Wish {
+            PairConfig {
                 mac: None,
                 mtu: config.mtu,
                 master: None,

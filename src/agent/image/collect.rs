@@ -24,11 +24,7 @@ pub async fn run(context: Arc<Context>) {
                 Ok(()) => failures = 0,
                 Err(error) => {
                     failures += 1;
-                    tracing::warn!(
-                        error,
-                        failures,
-                        "images that nothing uses were not all removed"
-                    );
+                    tracing::warn!(error, failures, "unused images could not all be removed");
                     // Once is nothing: the runtime may just have been restarted.
                     if failures > 1 {
                         context.events.node(
@@ -82,7 +78,7 @@ async fn pass(context: &Context, ledger: &mut Ledger) -> Result<(), String> {
         .runtime
         .stock()
         .await
-        .map_err(|e| format!("the runtime does not say which images there are: {e}"))?;
+        .map_err(|e| format!("images cannot be listed: {e}"))?;
     let images = present(&stock, &wanted(context).await);
     let now = context.clock.now();
     ledger.look(&images, now);
@@ -106,7 +102,12 @@ async fn pass(context: &Context, ledger: &mut Ledger) -> Result<(), String> {
     );
     let mut failed = None;
     for image in &plan.aged {
-        if let Err(error) = remove(context, image, ("age", "nobody has used it for too long")).await
+        if let Err(error) = remove(
+            context,
+            image,
+            ("age", "unused for longer than imageMaximumGCAge"),
+        )
+        .await
         {
             failed = Some(error);
         }
@@ -116,7 +117,13 @@ async fn pass(context: &Context, ledger: &mut Ledger) -> Result<(), String> {
         if freed >= plan.wanted {
             break;
         }
-        match remove(context, image, ("space", "room is needed")).await {
+        match remove(
+            context,
+            image,
+            ("space", "disk usage is above imageGCHighThresholdPercent"),
+        )
+        .await
+        {
             Ok(()) => freed += image.size,
             Err(error) => failed = Some(error),
         }
@@ -153,7 +160,7 @@ async fn remove(
         tracing::info!(
             image = image.id,
             bytes = image.size,
-            "removed an image that nothing uses: {why}"
+            "removed unused image: {why}"
         );
     }
     result

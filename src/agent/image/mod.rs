@@ -162,7 +162,7 @@ pub async fn ensure_all(
         let Some(source) = volume.image.as_ref().filter(|_| mounted) else {
             continue;
         };
-        // It is had as the container's own image would be.
+        // Pulled under the same rules as the container's own image.
         let wanted = Container {
             image: source.reference.clone(),
             image_pull_policy: source.pull_policy.clone(),

@@ -240,7 +240,7 @@ impl Provider {
         }
         let answer = tokio::time::timeout(PATIENCE, self.ask(image))
             .await
-            .map_err(|_| anyhow::anyhow!("it did not answer within a minute"))??;
+            .map_err(|_| anyhow::anyhow!("no answer within a minute"))??;
         if answer.api_version != self.definition.api_version {
             bail!(
                 "it answered in {:?}, asked in {:?}",
@@ -298,7 +298,7 @@ impl Provider {
         let request = json!({"kind": "CredentialProviderRequest", "apiVersion": self.definition.api_version, "image": image}).to_string();
         let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
         let (Some(mut stdin), Some(stdout)) = (stdin, stdout) else {
-            bail!("its pipes are missing")
+            bail!("the plugin has no stdin or stdout")
         };
         let mut text = Vec::new();
         let talk = async {
@@ -307,15 +307,15 @@ impl Provider {
             drop(stdin);
             stdout.take(LIMIT).read_to_end(&mut text).await
         };
-        talk.await.context("its answer cannot be read")?;
+        talk.await.context("the plugin's answer cannot be read")?;
         let status = child.wait().await?;
         if !status.success() {
-            bail!("it ended with {status}");
+            bail!("the plugin exited with {status}");
         }
         // The answer holds secrets: an error says where it is wrong, not what stands there.
         serde_json::from_slice(&text).map_err(|e| {
             anyhow::anyhow!(
-                "its answer is not a CredentialProviderResponse (line {}, column {})",
+                "the plugin's answer is not a CredentialProviderResponse (line {}, column {})",
                 e.line(),
                 e.column()
             )

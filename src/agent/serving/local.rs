@@ -2,8 +2,7 @@
 //! root may use. `GET /explain/NAMESPACE/NAME` answers with JSON.
 
 use std::convert::Infallible;
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 
 use http_body_util::Full;
@@ -21,15 +20,10 @@ pub const SOCKET: &str = "holdfast.sock";
 /// How many ask at once; more wait.
 const AT_ONCE: usize = 8;
 
-fn listen(path: &PathBuf) -> std::io::Result<UnixListener> {
-    // A socket that a dead agent left; a living one holds the directory's pods and is not run twice.
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    let listener = UnixListener::bind(path)?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-    Ok(listener)
+fn listen(path: &Path) -> std::io::Result<UnixListener> {
+    let listener = crate::sys::link::listen(path)?;
+    listener.set_nonblocking(true)?;
+    UnixListener::from_std(listener)
 }
 
 /// Answers until the process ends. Without the socket the agent works all the same.

@@ -71,7 +71,7 @@ pub enum By {
 }
 
 impl Record {
-    /// Notes one more way by which the image can be had.
+    /// Records one more credential with which the image was pulled.
     pub fn note(&mut self, repository: &str, by: By, now: &str) {
         self.kind = "ImagePulledRecord".into();
         self.api_version = "kubelet.config.k8s.io/v1beta1".into();

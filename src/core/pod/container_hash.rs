@@ -5,20 +5,15 @@
 use k8s_openapi::api::core::v1::Container;
 use serde_json::json;
 
+use crate::core::digest::fnv32;
+
 /// The hash over name and image, in hexadecimal: only a change of these restarts a container. FNV-1a with 32 bits over
 /// what Go's deep-hash printer writes of the bytes of the JSON.
 #[must_use]
 pub fn container_hash(container: &Container) -> String {
-    let mut hash = Fnv1a::default();
-    hash.write(b"([]uint8)[");
-    for (n, byte) in go_json(container).bytes().enumerate() {
-        if n > 0 {
-            hash.write(b" ");
-        }
-        hash.write(byte.to_string().as_bytes());
-    }
-    hash.write(b"]");
-    format!("{:x}", hash.0)
+    let bytes: Vec<String> = go_json(container).bytes().map(|b| b.to_string()).collect();
+    let printed = format!("([]uint8)[{}]", bytes.join(" "));
+    format!("{:x}", fnv32(printed.bytes()))
 }
 
 /// Name and image as Go's `json.Marshal` writes a map: keys sorted, and escaped what HTML and JavaScript know.
@@ -38,22 +33,6 @@ fn go_json(container: &Container) -> String {
         }
     }
     escaped
-}
-
-struct Fnv1a(u32);
-
-impl Default for Fnv1a {
-    fn default() -> Self {
-        Fnv1a(0x811c_9dc5)
-    }
-}
-
-impl Fnv1a {
-    fn write(&mut self, bytes: &[u8]) {
-        for byte in bytes {
-            self.0 = (self.0 ^ u32::from(*byte)).wrapping_mul(0x0100_0193);
-        }
-    }
 }
 
 #[cfg(test)]
