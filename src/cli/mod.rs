@@ -44,13 +44,13 @@ pub enum Command {
         #[arg(long, default_value = "holdfast")]
         name: String,
     },
-    /// Say why something is as it is.
+    /// Explain why a pod is not running.
     Explain {
         /// Of what.
         #[command(subcommand)]
         what: Explained,
     },
-    /// Look after the addresses that pods have.
+    /// Audit the addresses that host-local has allocated.
     Ipam {
         /// How.
         #[command(subcommand)]
