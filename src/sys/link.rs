@@ -1,4 +1,6 @@
-//! Network links of the host.
+//! Network links and local sockets of the host.
+
+pub use holdfast_cni::net::local::listen;
 
 use futures::TryStreamExt as _;
 
