@@ -1,4 +1,4 @@
-//! Client of the agent's local socket, for `holdfast explain`.
+//! Client of the agent's local socket, for `holdfast explain` and `holdfast agent record`.
 
 use std::path::Path;
 use std::time::Duration;
@@ -9,26 +9,36 @@ use hyper::body::Bytes;
 use hyper_util::rt::TokioIo;
 
 use crate::core::pod::explain::Explanation;
+use crate::core::pod::record::Report;
 
-/// The largest answer.
-const LIMIT: usize = 1 << 20;
+/// The largest answer, in bytes: a record holds the pod and some dozens of observations.
+const LIMIT: usize = 16 << 20;
 /// How long an answer may take.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Asks the agent whose socket this is about one pod.
+/// Asks the agent whose socket this is why a pod is not running.
 pub async fn explain(socket: &Path, namespace: &str, name: &str) -> anyhow::Result<Explanation> {
-    let asked = tokio::time::timeout(
-        PATIENCE,
-        get(socket, &format!("/explain/{namespace}/{name}")),
-    )
-    .await;
+    let body = ask(socket, &format!("/explain/{namespace}/{name}")).await?;
+    serde_json::from_slice(&body).context(OTHER_VERSION)
+}
+
+/// Asks it what the pod's worker was told and what it decided.
+pub async fn record(socket: &Path, namespace: &str, name: &str) -> anyhow::Result<Report> {
+    let body = ask(socket, &format!("/record/{namespace}/{name}")).await?;
+    serde_json::from_slice(&body).context(OTHER_VERSION)
+}
+
+const OTHER_VERSION: &str =
+    "the agent's answer cannot be decoded; use the `holdfast` of the agent's version";
+
+async fn ask(socket: &Path, path: &str) -> anyhow::Result<Bytes> {
+    let asked = tokio::time::timeout(PATIENCE, get(socket, path)).await;
     let (status, body) =
         asked.with_context(|| format!("the agent at {} does not answer", socket.display()))??;
     if !status.is_success() {
         bail!("{}", String::from_utf8_lossy(&body));
     }
-    serde_json::from_slice(&body)
-        .context("the agent's answer cannot be decoded; use the `holdfast` of the agent's version")
+    Ok(body)
 }
 
 async fn get(socket: &Path, path: &str) -> anyhow::Result<(hyper::StatusCode, Bytes)> {

@@ -2,15 +2,18 @@
 
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use clap::Parser as _;
 use holdfast::agent;
 use holdfast::ask;
 use holdfast::cli::{
-    AgentFlags, AuditFlags, Cli, Command, ExplainFlags, Explained, Ipam, KubeletCli, Output, fields,
+    AgentFlags, AuditFlags, Cli, Command, ExplainFlags, Explained, Ipam, KubeletCli, Output,
+    PodOfAgent, RecordFlags, Recorded, Running, fields,
 };
 use holdfast::config;
 use holdfast::control;
 use holdfast::core::pod::explain as explanation;
+use holdfast::core::pod::record::Report;
 use holdfast::https;
 use holdfast::logging;
 use holdfast::sys;
@@ -39,14 +42,17 @@ fn main() -> ExitCode {
         }
     };
     let command = if as_kubelet {
-        Command::Agent(Box::new(KubeletCli::parse_from(&given.rest).agent))
+        Command::Agent {
+            running: None,
+            flags: Box::new(KubeletCli::parse_from(&given.rest).agent),
+        }
     } else {
         Cli::parse_from(&given.rest).command
     };
     sys::memory::limit_arenas();
     https::end_process_on_panic();
     // The agent's log is as its configuration has it.
-    if !matches!(command, Command::Agent(_)) {
+    if !matches!(command, Command::Agent { running: None, .. }) {
         let level = if matches!(command, Command::ControlPlane(_)) {
             "info"
         } else {
@@ -120,7 +126,18 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
         Command::Ipam {
             what: Ipam::Audit(flags),
         } => tokio::task::block_in_place(|| audit(flags)),
-        Command::Agent(flags) => {
+        Command::Agent {
+            running:
+                Some(Running::Record {
+                    what: Recorded::Pod(flags),
+                }),
+            ..
+        } => record(&flags).await,
+        Command::Replay { file } => tokio::task::block_in_place(|| replay(&file)),
+        Command::Agent {
+            running: None,
+            flags,
+        } => {
             let result = until_stopped(Box::pin(run_agent(*flags, given))).await;
             // What is left of the traces is sent from a thread of its own.
             tokio::task::block_in_place(logging::finish);
@@ -210,9 +227,9 @@ fn audit(flags: AuditFlags) -> anyhow::Result<()> {
     }
 }
 
-/// Prints why a pod is not running.
-async fn explain(flags: &ExplainFlags) -> anyhow::Result<()> {
-    let root = match (&flags.root_dir, &flags.name) {
+/// The socket of the agent that is asked about a pod.
+fn socket_of(asked: &PodOfAgent) -> std::path::PathBuf {
+    let root = match (&asked.root_dir, &asked.name) {
         (Some(dir), _) => dir.clone(),
         (None, Some(name)) => up::Settings::dirs(name).agent(),
         // The cluster of `holdfast up` where one runs, else the kubelet's directory.
@@ -225,7 +242,56 @@ async fn explain(flags: &ExplainFlags) -> anyhow::Result<()> {
             }
         }
     };
-    let answer = ask::explain(&root.join(agent::SOCKET), &flags.namespace, &flags.pod).await?;
+    root.join(agent::SOCKET)
+}
+
+/// Writes what a pod's worker was told and what it decided.
+async fn record(flags: &RecordFlags) -> anyhow::Result<()> {
+    let RecordFlags { pod, output } = flags;
+    let report = ask::record(&socket_of(pod), &pod.namespace, &pod.pod).await?;
+    let mut text = serde_json::to_string_pretty(&report)?;
+    text.push('\n');
+    match output {
+        None => print!("{text}"),
+        Some(file) => sys::file::replace_soon(file, text.as_bytes())
+            .with_context(|| format!("{} cannot be written", file.display()))?,
+    }
+    Ok(())
+}
+
+/// The largest record that is read, in bytes.
+const LARGEST_RECORD: u64 = 64 << 20;
+
+/// Decides again what an agent recorded, and prints it.
+fn replay(file: &std::path::Path) -> anyhow::Result<()> {
+    use std::io::Read as _;
+    let source: Box<dyn std::io::Read> = if file.as_os_str() == "-" {
+        Box::new(std::io::stdin())
+    } else {
+        let opened = std::fs::File::open(file);
+        Box::new(opened.with_context(|| format!("{} cannot be read", file.display()))?)
+    };
+    let mut bytes = vec![];
+    source.take(LARGEST_RECORD).read_to_end(&mut bytes)?;
+    let report: Report = serde_json::from_slice(&bytes).with_context(|| {
+        format!(
+            "{} is not a record that this version of Holdfast ({}) can read; `holdfast agent record pod` writes them",
+            file.display(),
+            env!("CARGO_PKG_VERSION")
+        )
+    })?;
+    let (text, differences) = report.replayed();
+    print!("{text}");
+    match differences {
+        0 => Ok(()),
+        n => anyhow::bail!("{n} turns are decided otherwise than recorded"),
+    }
+}
+
+/// Prints why a pod is not running.
+async fn explain(flags: &ExplainFlags) -> anyhow::Result<()> {
+    let PodOfAgent { pod, namespace, .. } = &flags.pod;
+    let answer = ask::explain(&socket_of(&flags.pod), namespace, pod).await?;
     let now = sys::clock::Clock::system().now();
     match flags.output {
         Output::Text => print!("{}", explanation::text(&answer, now)),

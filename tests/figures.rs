@@ -124,6 +124,7 @@ fn figures_are_those_that_dashboards_read() {
     summary(&node);
     traces(&cluster, &collector);
     check_says_what_a_start_would_do(&cluster);
+    a_record_is_written_and_replayed(&cluster);
     own_metrics(&node);
     assert!(
         node.raw("/metrics/probes")
@@ -321,6 +322,46 @@ fn check_says_what_a_start_would_do(cluster: &Cluster) {
         !wrong.status.success()
             && String::from_utf8_lossy(&wrong.stderr).contains("port: \"0\" is invalid"),
         "{wrong:?}"
+    );
+}
+
+/// `agent record pod` and `replay`, with a record as it is and with one that an other program might have written.
+fn a_record_is_written_and_replayed(cluster: &Cluster) {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name).display().to_string();
+    let (file, changed) = (at("record.json"), at("changed.json"));
+    cluster.holdfast(&["agent", "record", "pod", "busy", "--output", &file]);
+    let replay = |file: &str| {
+        let run = Command::new(support::holdfast())
+            .args(["replay", file])
+            .output()
+            .unwrap();
+        let said = [run.stdout, run.stderr].concat();
+        (run.status.code(), String::from_utf8(said).unwrap())
+    };
+    let (code, said) = replay(&file);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(
+        said.contains("Pod default/busy on node")
+            && said.contains("decides the same in every turn"),
+        "{said}"
+    );
+    let mut report: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let entry = &mut report["record"]["entries"][0];
+    entry["decision"]["waiting"] = "for Godot".into();
+    std::fs::write(&changed, report.to_string()).unwrap();
+    let (code, said) = replay(&changed);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(
+        said.contains("for Godot") && said.contains("otherwise in 1 of"),
+        "{said}"
+    );
+    std::fs::write(&changed, "nonsense").unwrap();
+    let (code, said) = replay(&changed);
+    assert!(
+        code == Some(1) && said.contains("is not a record"),
+        "{said}"
     );
 }
 

@@ -231,7 +231,7 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
         .output()
         .unwrap();
     assert!(
-        String::from_utf8_lossy(&said.stdout).contains("the image of container c cannot be had"),
+        String::from_utf8_lossy(&said.stdout).contains("the image of container c cannot be pulled"),
         "{said:?}"
     );
     // A pull that takes long is seen to go on. Its layers were never in the pods' namespace.

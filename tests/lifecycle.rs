@@ -286,7 +286,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
     );
     cluster.wait("the image that is not there is named", || {
         explain("nosuch", "text")
-            .contains("the image of container c cannot be had: ErrImageNeverPull")
+            .contains("the image of container c cannot be pulled: ErrImageNeverPull")
     });
     cluster.wait("the volume that cannot be had is named", || {
         let (said, pod) = (explain("unmounted", "text"), pod("unmounted"));

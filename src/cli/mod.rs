@@ -57,7 +57,20 @@ pub enum Command {
         what: Ipam,
     },
     /// Run the node agent against an apiserver, as the kubelet does.
-    Agent(Box<AgentFlags>),
+    #[command(args_conflicts_with_subcommands = true)]
+    Agent {
+        /// What to do with an agent that runs already.
+        #[command(subcommand)]
+        running: Option<Running>,
+        /// The agent's flags.
+        #[command(flatten)]
+        flags: Box<AgentFlags>,
+    },
+    /// Decide again what an agent recorded, and show where this program decides otherwise. Exits with 1 if it does.
+    Replay {
+        /// A file that `holdfast agent record` wrote; - is standard input.
+        file: PathBuf,
+    },
     /// Run the control plane (`up` does this).
     #[command(hide = true)]
     ControlPlane(ControlPlaneFlags),
@@ -110,23 +123,61 @@ pub enum Output {
     Svg,
 }
 
-/// Flags of `holdfast explain pod`.
+/// What can be asked of a running agent.
+#[derive(Subcommand)]
+pub enum Running {
+    /// Write what a pod's worker was told and what it decided, for a bug report. `holdfast replay` reads it.
+    Record {
+        /// Of what.
+        #[command(subcommand)]
+        what: Recorded,
+    },
+}
+
+/// Whose turns are recorded.
+#[derive(Subcommand)]
+pub enum Recorded {
+    /// A pod on this node, also one that has just gone. The record contains the pod's spec and status with the values of
+    /// its environment, but nothing of Secrets. Needs root.
+    Pod(RecordFlags),
+}
+
+/// Flags of `holdfast agent record pod`.
 #[derive(Args)]
-pub struct ExplainFlags {
+pub struct RecordFlags {
+    /// Which pod.
+    #[command(flatten)]
+    pub pod: PodOfAgent,
+    /// Write it to this file instead of standard output.
+    #[arg(short, long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+}
+
+/// A pod, and the agent that knows it.
+#[derive(Args)]
+pub struct PodOfAgent {
     /// The pod's name.
     pub pod: String,
     /// Its namespace.
     #[arg(short, long, default_value = "default")]
     pub namespace: String,
-    /// How to print it.
-    #[arg(short, long, value_enum, default_value_t = Output::Text)]
-    pub output: Output,
     /// The cluster that `holdfast up --name` started.
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
     /// The agent's root directory [default: that of the running `holdfast up`, else /var/lib/kubelet].
     #[arg(long, value_name = "DIR", conflicts_with = "name")]
     pub root_dir: Option<PathBuf>,
+}
+
+/// Flags of `holdfast explain pod`.
+#[derive(Args)]
+pub struct ExplainFlags {
+    /// Which pod.
+    #[command(flatten)]
+    pub pod: PodOfAgent,
+    /// How to print it.
+    #[arg(short, long, value_enum, default_value_t = Output::Text)]
+    pub output: Output,
 }
 
 /// Flags of `holdfast up`.

@@ -190,6 +190,21 @@ impl Cluster {
         String::from_utf8(output.stdout).unwrap()
     }
 
+    /// Runs a command of `holdfast` that asks this cluster's agent, which must succeed.
+    pub fn holdfast(&self, arguments: &[&str]) -> String {
+        let output = Command::new(holdfast())
+            .args(arguments)
+            .args(["--name", &self.name])
+            .output()
+            .unwrap();
+        assert!(
+            output.status.success(),
+            "holdfast {arguments:?} failed: {}",
+            text(&output)
+        );
+        String::from_utf8(output.stdout).unwrap()
+    }
+
     pub fn apply(&self, manifest: &str) {
         use std::io::Write as _;
         let file = tempfile::NamedTempFile::new().unwrap();

@@ -378,18 +378,8 @@ impl World {
         let Some(record) = context.journals.record("ns", name) else {
             return "no record".into();
         };
-        let lines = record.entries.iter().rev().take(12).rev().map(|entry| {
-            let input = match &entry.input {
-                holdfast::core::pod::worker::Input::Done { key, outcome } => {
-                    format!(
-                        "{key:?} {}",
-                        format!("{outcome:?}").chars().take(60).collect::<String>()
-                    )
-                }
-                other => other.name().to_owned(),
-            };
-            format!("{} {input} -> {:?}", entry.at, entry.decision)
-        });
+        let skipped = record.entries.len().saturating_sub(12);
+        let lines = record.entries.iter().skip(skipped).map(ToString::to_string);
         let lines = lines.collect::<Vec<_>>().join("\n  ");
         format!("{lines}\n  {:?}", record.latest().observed)
     }

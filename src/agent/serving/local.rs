@@ -1,5 +1,5 @@
 //! The agent's own questions and answers on this machine: a unix socket in its root directory that only
-//! root may use. `GET /explain/NAMESPACE/NAME` answers with JSON.
+//! root may use. `GET /explain/NAMESPACE/NAME` and `GET /record/NAMESPACE/NAME` answer with JSON.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -14,6 +14,7 @@ use tokio::sync::Semaphore;
 
 use crate::agent::Context;
 use crate::core::pod::explain::{self, Fetching};
+use crate::core::pod::record::Report;
 
 /// The socket's name below the root directory.
 pub const SOCKET: &str = "holdfast.sock";
@@ -83,6 +84,33 @@ async fn fetching(context: &Context) -> Option<Fetching> {
     }
 }
 
+/// The explanation of a pod, if the agent knows one of this name.
+async fn explanation(context: &Context, namespace: &str, name: &str) -> Option<Answer> {
+    let (uid, journal) = context.journals.find(namespace, name).into_iter().next()?;
+    let fetching = if journal.is_pulling() {
+        fetching(context).await
+    } else {
+        None
+    };
+    let explanation = explain::explain(namespace, name, &uid, journal, fetching);
+    Some(serde_json::to_string(&explanation))
+}
+
+/// The last turns of a pod's worker, if the agent knows one of this name.
+fn record(context: &Context, namespace: &str, name: &str) -> Option<Answer> {
+    let report = Report {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        node: context.config.node_name.clone(),
+        namespace: namespace.to_owned(),
+        name: name.to_owned(),
+        at: context.clock.now(),
+        record: context.journals.record(namespace, name)?,
+    };
+    Some(serde_json::to_string(&report))
+}
+
+type Answer = serde_json::Result<String>;
+
 async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full<Bytes>> {
     let say = |status: StatusCode, text: String| {
         let mut response = Response::new(Full::from(text));
@@ -90,26 +118,25 @@ async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full
         response
     };
     let parts: Vec<&str> = request.uri().path().split('/').skip(1).collect();
-    let ["explain", namespace, name] = parts.as_slice() else {
+    let [question @ ("explain" | "record"), namespace, name] = parts.as_slice() else {
         return say(
             StatusCode::NOT_FOUND,
-            "there is only /explain/NAMESPACE/NAME here".into(),
+            "there are only /explain/NAMESPACE/NAME and /record/NAMESPACE/NAME here".into(),
         );
     };
-    let Some((uid, journal)) = context.journals.find(namespace, name).into_iter().next() else {
-        let node = &context.config.node_name;
-        let text = format!(
-            "the agent of node {node} knows no pod {namespace}/{name}: look with `kubectl get pod -o wide` which node it is bound to"
-        );
-        return say(StatusCode::NOT_FOUND, text);
+    let answer = match *question {
+        "explain" => explanation(context, namespace, name).await,
+        _ => record(context, namespace, name),
     };
-    let fetching = if journal.is_pulling() {
-        fetching(context).await
-    } else {
-        None
-    };
-    match serde_json::to_string(&explain::explain(namespace, name, &uid, journal, fetching)) {
-        Ok(text) => say(StatusCode::OK, text),
-        Err(error) => say(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+    match answer {
+        Some(Ok(text)) => say(StatusCode::OK, text),
+        Some(Err(error)) => say(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+        None => {
+            let node = &context.config.node_name;
+            let text = format!(
+                "the agent of node {node} knows no pod {namespace}/{name}: look with `kubectl get pod -o wide` which node it is bound to"
+            );
+            say(StatusCode::NOT_FOUND, text)
+        }
     }
 }

@@ -156,7 +156,7 @@ pub fn sentence(entry: &Entry) -> String {
         Step::Volume => format!("volume {subject} cannot be set up: {error}"),
         Step::Objects => format!("what it refers to cannot be read: {error}"),
         Step::Sandbox => format!("its sandbox cannot be made: {error}"),
-        Step::Image => format!("the image of container {subject} cannot be had: {error}"),
+        Step::Image => format!("the image of container {subject} cannot be pulled: {error}"),
         Step::Create => format!("container {subject} cannot be created: {error}"),
         Step::Start => format!("container {subject} cannot be started: {error}"),
         Step::PostStart => format!("the postStart hook of container {subject} failed: {error}"),
@@ -485,7 +485,7 @@ mod tests {
         let text = text(&explanation, at(30_010));
         for expected in [
             "Pod default/web-1",
-            "held up: the image of container web cannot be had: ErrImagePull",
+            "held up: the image of container web cannot be pulled: ErrImagePull",
             "(30s ago)",
             "next try in 9s",
             "failing",

@@ -2,12 +2,13 @@
 //! decided again elsewhere and compared. A bug report is such a file. Pure.
 
 use std::collections::VecDeque;
+use std::fmt::Write as _;
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use super::lifecycle::State;
-use super::worker::{Facts, Input, Key, Op, Rules, Turn, Worker};
+use super::worker::{Facts, Input, Key, Op, Outcome, Rules, Turn, Worker};
 
 /// How many turns are kept.
 const TURNS: usize = 32;
@@ -42,6 +43,28 @@ impl Decision {
     }
 }
 
+impl std::fmt::Display for Decision {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?}", self.state)?;
+        if let Some(phase) = &self.phase {
+            write!(f, ", phase {phase}")?;
+        }
+        for (verb, keys) in [("begin", &self.begin), ("cancel", &self.cancel)] {
+            for (place, key) in keys.iter().enumerate() {
+                let verb = if place == 0 { verb } else { "and" };
+                write!(f, "; {verb} {key:?}")?;
+            }
+        }
+        if let Some(waiting) = &self.waiting {
+            write!(f, "; waits: {waiting}")?;
+        }
+        if let Some(at) = self.wake_at {
+            write!(f, "; wakes at {at}")?;
+        }
+        Ok(())
+    }
+}
+
 /// One input and the decision.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
@@ -54,6 +77,55 @@ pub struct Entry {
     pub input: Input,
     /// What was decided.
     pub decision: Decision,
+}
+
+impl std::fmt::Display for Entry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}  ", self.at)?;
+        match &self.input {
+            Input::Done { key, outcome } => write!(f, "{key:?}: {}", brief(outcome))?,
+            Input::Probed { id, kind, result } => {
+                let verb = if *result { "succeeded" } else { "failed" };
+                write!(f, "{kind:?} probe of {id} {verb}")?;
+            }
+            Input::Evicted(verdict) => write!(f, "evicted: {}", verdict.message)?,
+            Input::Network(network) => write!(f, "network: {network:?}")?,
+            other => f.write_str(other.name())?,
+        }
+        write!(f, " -> {}", self.decision)
+    }
+}
+
+/// An outcome in some words.
+fn brief(outcome: &Outcome) -> String {
+    match outcome {
+        Outcome::Observed { pod, .. } => {
+            let containers = pod
+                .containers
+                .iter()
+                .map(|c| format!("{} {:?}", c.name, c.state));
+            let ready = |ready| if ready { "ready" } else { "not ready" };
+            let sandboxes = pod
+                .sandboxes
+                .iter()
+                .map(|s| format!("sandbox {}", ready(s.ready)));
+            let all: Vec<String> = sandboxes.chain(containers).collect();
+            match all.is_empty() {
+                true => "nothing in the runtime".into(),
+                false => all.join(", "),
+            }
+        }
+        Outcome::Refused { reason, message }
+        | Outcome::Deferred { reason, message }
+        | Outcome::Waiting {
+            reason, message, ..
+        } => format!("{reason}: {message}"),
+        Outcome::Failed(why) => format!("failed: {why}"),
+        Outcome::Admitted => "admitted".into(),
+        Outcome::Granted => "granted".into(),
+        Outcome::Sandbox { id, .. } | Outcome::Started { id } => id.clone(),
+        Outcome::Done => "done".into(),
+    }
 }
 
 /// A worker as it was, and what happened since.
@@ -145,5 +217,62 @@ impl Record {
             }
         }
         differences
+    }
+}
+
+/// A record with what tells where it comes from: the file of `holdfast agent record`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// The version of the agent that wrote it.
+    pub version: String,
+    /// Its node.
+    pub node: String,
+    /// The pod's namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// When it was written.
+    pub at: Timestamp,
+    /// The worker's last turns.
+    pub record: Record,
+}
+
+impl Report {
+    /// Decides every turn again. The first part of the answer shows them as lines for people, marked where this program
+    /// decides otherwise; the second counts those.
+    #[must_use]
+    pub fn replayed(&self) -> (String, usize) {
+        let Report {
+            version,
+            node,
+            namespace,
+            name,
+            at,
+            record,
+        } = self;
+        let differences = record.replay();
+        let turns = record.entries.len();
+        let mut text = format!(
+            "Pod {namespace}/{name} on node {node}: {turns} turns until {at}, recorded by Holdfast {version}.\n"
+        );
+        for (place, entry) in record.entries.iter().enumerate() {
+            // Writing to a String cannot fail.
+            let _ = match differences.iter().find(|d| d.place == place) {
+                None => writeln!(text, "  {entry}"),
+                Some(other) => writeln!(
+                    text,
+                    "! {entry}\n!   this program decides: {}",
+                    other.decided
+                ),
+            };
+        }
+        let _ = match differences.len() {
+            0 => writeln!(text, "This program decides the same in every turn."),
+            n => writeln!(
+                text,
+                "This program decides otherwise in {n} of {turns} turns."
+            ),
+        };
+        (text, differences.len())
     }
 }
