@@ -9,7 +9,47 @@ mod world;
 
 use std::time::Duration;
 
+use tokio::task::JoinHandle;
 use world::World;
+
+/// One thing that happens from outside.
+async fn happen(world: &World, agent: &mut JoinHandle<()>, step: u64) {
+    match world.pick(24) {
+        0 | 1 => world.create_pod(&format!("q{step}")),
+        2 | 3 => world.delete_some_pod(),
+        4..=7 => world.exit_some_container(),
+        // Several at once, others may be starting.
+        8 => (0..3).for_each(|_| world.exit_some_container()),
+        9 => {
+            // Killed in the middle of whatever it does, and started again.
+            world.kill_agent();
+            agent.abort();
+            tokio::time::sleep(Duration::from_millis(world.pick(3000))).await;
+            *agent = world.start_agent();
+        }
+        10 => world.lose_some_sandbox(),
+        11 => world.freeze(true),
+        12 | 13 => world.freeze(false),
+        14 => world.deafen(true),
+        15 | 16 => world.deafen(false),
+        17 => {
+            world.set_runtime_down(true);
+            tokio::time::sleep(Duration::from_millis(world.pick(8000))).await;
+            world.set_runtime_down(false);
+        }
+        18 => {
+            for _ in 0..=world.pick(4) {
+                world.change_some_manifest();
+                tokio::time::sleep(Duration::from_millis(world.pick(3000))).await;
+            }
+        }
+        19 => world.remove_some_manifest(),
+        20 => world.change_some_map(),
+        21 => world.change_node(),
+        22 => world.drop_some_finalizer(),
+        _ => {}
+    }
+}
 
 async fn scenario(world: &World) -> Result<(), String> {
     let mut agent = world.start_agent();
@@ -19,29 +59,34 @@ async fn scenario(world: &World) -> Result<(), String> {
         tokio::time::sleep(Duration::from_millis(world.pick(400))).await;
     }
     world.set_faults(true);
-    for step in 0..40 {
-        match world.pick(12) {
-            0 => world.create_pod(&format!("q{step}")),
-            1 | 2 => world.delete_some_pod(),
-            3..=5 => world.exit_some_container(),
-            6 => {
-                // Killed in the middle of whatever it does, and started again.
-                world.kill_agent();
-                agent.abort();
-                tokio::time::sleep(Duration::from_millis(world.pick(3000))).await;
-                agent = world.start_agent();
-            }
-            7 => world.lose_some_sandbox(),
-            _ => {}
-        }
+    for step in 0..50 {
+        happen(world, &mut agent, step).await;
         tokio::time::sleep(Duration::from_millis(world.pick(2500))).await;
     }
     world.set_faults(false);
+    world.freeze(false);
+    world.deafen(false);
     // Long enough for the longest hang, back-off and grace.
-    tokio::time::sleep(Duration::from_secs(900)).await;
+    tokio::time::sleep(Duration::from_secs(840)).await;
+    world.begin_quiet();
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    world.check_quiet()?;
     world.check_at_rest()?;
+    // Whatever was before, a new pod starts at once.
+    world.create_steady_pod("last");
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    if let Some(late) = world.not_in_phase("Running").iter().find(|n| *n == "last") {
+        return Err(format!(
+            "{late} did not run within 3 s\n  {}",
+            world.last_decisions(late)
+        ));
+    }
     world.delete_all_pods();
+    world.remove_all_manifests();
     tokio::time::sleep(Duration::from_secs(900)).await;
+    world.check_released()?;
+    world.drop_all_finalizers();
+    tokio::time::sleep(Duration::from_secs(120)).await;
     world.check_empty()?;
     agent.abort();
     world.broken()
@@ -63,6 +108,7 @@ fn run(seed: u64) -> (Result<(), String>, Vec<String>) {
         let result = scenario(&world).await;
         if std::env::var_os("HOLDFAST_TRACE").is_some() {
             world.trace().iter().for_each(|line| println!("{line}"));
+            println!("the most within a minute: {:?}", world.most());
         }
         (result, world.trace())
     })

@@ -224,6 +224,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         config,
     });
     Ok(Agent {
+        statics: super::pod::sources::start(&context),
         ledger: requests,
         context,
         reviews,

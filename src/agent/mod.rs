@@ -36,6 +36,7 @@ pub use metrics::Metrics;
 pub use node::ledger::{self, LedgerHandle};
 pub use node::{KubeNodes, NodeApi, NodeChange, OwnNode};
 pub use pod::journal::Journals;
+pub use pod::sources::Statics;
 pub use serving::Known;
 pub use serving::local::SOCKET;
 pub use volume::csi::Csi;
@@ -114,6 +115,8 @@ pub struct Agent {
     pub serves: bool,
     /// The pods bound to this node; none when there are only static pods.
     pub pods: Option<crate::kubeapi::Cache<Pod>>,
+    /// Static pods, as their sources have them.
+    pub statics: watch::Receiver<Statics>,
     /// What is known from before, for a start without an apiserver.
     pub keeper: Option<Keeper>,
     /// Where the runtime's network state is announced.
@@ -129,12 +132,11 @@ impl Agent {
     pub async fn run(self) -> anyhow::Result<()> {
         let (hints, hinted) = tokio::sync::mpsc::channel(1024);
         let seen = pod::relist::Seen::default();
-        let statics = pod::sources::start(&self.context);
         let context = Arc::clone(&self.context);
         let (roster, known) = watch::channel(pod::dispatch::Roster::default());
         let inputs = pod::dispatch::Inputs {
             api: self.pods,
-            statics,
+            statics: self.statics,
             hints: hinted,
             keeper: self.keeper,
         };

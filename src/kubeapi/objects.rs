@@ -123,6 +123,12 @@ impl Following {
         Following(vec![])
     }
 
+    /// Something is followed until `end`, which must not block.
+    #[must_use]
+    pub fn until(end: impl FnOnce() + Send + Sync + 'static) -> Following {
+        Following(vec![Box::new(end)])
+    }
+
     /// Both together.
     #[must_use]
     pub fn and(mut self, mut other: Following) -> Following {

@@ -5,12 +5,10 @@ use super::*;
 #[async_trait]
 impl PodApi for World {
     async fn patch_status(&self, _: &str, _: &str, patch: &Value) -> Result<Pod, ApiFailure> {
-        let fault = self.fault().await;
-        if matches!(fault, Fault::Before) {
-            return Err(ApiFailure::Other("injected".into()));
-        }
-        let mut state = self.state();
         let uid = patch["metadata"]["uid"].as_str().unwrap().to_owned();
+        self.state().spend(self.1.now(), "patch_status", &uid);
+        let lost = self.request().await?;
+        let mut state = self.state();
         let earlier = state.pods.get(&uid).cloned();
         let Some(pod) = state.pods.get_mut(&uid) else {
             return Err(ApiFailure::NotFound("gone".into()));
@@ -44,10 +42,10 @@ impl PodApi for World {
         }
         let phase = pod["status"]["phase"].as_str().unwrap().to_owned();
         let pod = pod.clone();
+        let runtime_uid = state.runtime_uid(&uid);
         let live: Vec<String> = state
-            .live(&uid)
+            .live(&runtime_uid)
             .iter()
-            .filter(|c| c.name.starts_with('c'))
             .map(|c| c.name.clone())
             .collect();
         for broken in invariants::of_status(&earlier.unwrap(), &pod, &live, &state.probed) {
@@ -63,22 +61,21 @@ impl PodApi for World {
             state.final_phase.insert(uid.clone(), phase);
         }
         state.publish(&uid);
-        if matches!(fault, Fault::After | Fault::Hang) {
-            return Err(ApiFailure::Other("the answer was lost".into()));
+        if lost {
+            return Err(ApiFailure::Timeout("the answer was lost".into()));
         }
         Ok(serde_json::from_value(pod).unwrap())
     }
 
     async fn delete(&self, _: &str, _: &str, uid: &str) -> Result<(), ApiFailure> {
-        let fault = self.fault().await;
-        if matches!(fault, Fault::Before) {
-            return Err(ApiFailure::Other("injected".into()));
-        }
+        self.state().spend(self.1.now(), "delete", uid);
+        let lost = self.request().await?;
         let mut state = self.state();
-        let Some(pod) = state.pods.remove(uid) else {
+        let Some(pod) = state.pods.get(uid).cloned() else {
             return Err(ApiFailure::NotFound("gone".into()));
         };
-        if pod["metadata"]["deletionTimestamp"].is_null() {
+        let is_mirror = state.runtime_uid(uid) != uid;
+        if pod["metadata"]["deletionTimestamp"].is_null() && !is_mirror {
             state.deny(format!("{uid}: nobody asked for this pod's deletion"));
         }
         let held = !state.live(uid).is_empty()
@@ -90,23 +87,57 @@ impl PodApi for World {
                 "{uid}: given back to the API before everything was released"
             ));
         }
-        state.revision += 1;
-        if let Some(writer) = state.watcher.clone() {
-            writer.delete(&serde_json::from_value(pod).unwrap());
-        }
-        if matches!(fault, Fault::After | Fault::Hang) {
-            Err(ApiFailure::Other("the answer was lost".into()))
+        if pod["metadata"]["finalizers"].is_null() {
+            state.remove(uid);
         } else {
-            Ok(())
+            let pod = state.pods.get_mut(uid).unwrap();
+            pod["metadata"]["deletionGracePeriodSeconds"] = 0.into();
+            state.publish(uid);
+        }
+        match lost {
+            true => Err(ApiFailure::Timeout("the answer was lost".into())),
+            false => Ok(()),
         }
     }
 
-    async fn create(&self, _: &Pod) -> Result<Pod, ApiFailure> {
-        Err(ApiFailure::Other("no mirrors here".into()))
+    async fn create(&self, mirror: &Pod) -> Result<Pod, ApiFailure> {
+        let name = mirror.metadata.name.clone().unwrap();
+        self.state().spend(self.1.now(), "create", &name);
+        let lost = self.request().await?;
+        let mut state = self.state();
+        if state.pods.values().any(|p| p["metadata"]["name"] == *name) {
+            return Err(ApiFailure::AlreadyExists(format!("{name} exists")));
+        }
+        let uid = state.id("mirror");
+        let mut pod = serde_json::to_value(mirror).unwrap();
+        pod["metadata"]["uid"] = uid.clone().into();
+        pod["metadata"]["generation"] = 1.into();
+        pod["metadata"]["creationTimestamp"] = self.1.now().to_string().into();
+        pod["status"] = json!({"phase": "Pending"});
+        state.pods.insert(uid.clone(), pod);
+        state.publish(&uid);
+        match lost {
+            true => Err(ApiFailure::Timeout("the answer was lost".into())),
+            false => Ok(faults::object(&state.pods[&uid])),
+        }
     }
 
     async fn config_map(&self, _: &str, name: &str) -> Result<Arc<ConfigMap>, ApiFailure> {
-        Err(ApiFailure::NotFound(name.into()))
+        self.only_alive().await;
+        // What is watched is known; at times it is not known yet.
+        let (late, version) = {
+            let mut state = self.state();
+            let late = state.faults && state.pick(24) == 0;
+            (late, state.maps.get(name).copied().unwrap_or(1))
+        };
+        if late {
+            self.sleep(Duration::from_secs(1)).await;
+            return Err(ApiFailure::Timeout(
+                "failed to sync configmap cache: timed out waiting for the condition".into(),
+            ));
+        }
+        let map = json!({"metadata": {"name": name, "namespace": "ns"}, "data": {"version": version.to_string()}});
+        Ok(Arc::new(serde_json::from_value(map).unwrap()))
     }
 
     async fn secret(&self, _: &str, name: &str) -> Result<Arc<Secret>, ApiFailure> {
@@ -145,20 +176,40 @@ impl PodApi for World {
         Err(ApiFailure::Other("not here".into()))
     }
 
-    async fn post_event(&self, _: &Event) -> Result<(), ApiFailure> {
-        Ok(())
+    async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {
+        let uid = event.involved_object.uid.clone().unwrap_or_default();
+        self.state().spend(self.1.now(), "post_event", &uid);
+        self.request().await.map(|_| ())
     }
 
-    async fn count_event(&self, _: &str, _: &str, _: &Value) -> Result<(), ApiFailure> {
-        Ok(())
+    async fn count_event(&self, _: &str, name: &str, _: &Value) -> Result<(), ApiFailure> {
+        self.state().spend(self.1.now(), "count_event", name);
+        self.request().await.map(|_| ())
     }
 
     async fn runtime_handler(&self, _: &str) -> Result<String, ApiFailure> {
         Ok(String::new())
     }
 
-    fn follow(&self, _: &str, _: &BTreeSet<String>, _: &BTreeSet<String>, _: &News) -> Following {
-        Following::nothing()
+    fn follow(
+        &self,
+        _: &str,
+        maps: &BTreeSet<String>,
+        _: &BTreeSet<String>,
+        news: &News,
+    ) -> Following {
+        let mut state = self.state();
+        state.next += 1;
+        let token = state.next;
+        state
+            .followers
+            .insert(token, (maps.clone(), Arc::clone(news)));
+        let world = Arc::downgrade(&self.0);
+        Following::until(move || {
+            if let Some(state) = world.upgrade() {
+                state.lock().unwrap().followers.remove(&token);
+            }
+        })
     }
 
     fn services(&self) -> Option<Vec<Arc<Service>>> {

@@ -65,11 +65,20 @@ impl Dialer for World {
 }
 
 impl World {
-    /// A call to the machine: may fail before acting.
+    /// A call to the machine: may fail before acting or after, or hang for minutes.
     async fn machine<T>(&self, act: impl FnOnce(&mut State) -> T) -> Result<T, String> {
-        match self.fault().await {
-            Fault::Before => Err("injected".into()),
-            _ => Ok(act(&mut self.state())),
+        let fault = self.fault().await;
+        if matches!(fault, Fault::Hang) {
+            let seconds = 60 + self.pick(120);
+            self.sleep(Duration::from_secs(seconds)).await;
+        }
+        if matches!(fault, Fault::Before) {
+            return Err("injected".into());
+        }
+        let result = act(&mut self.state());
+        match fault {
+            Fault::After => Err("injected, after it was done".into()),
+            _ => Ok(result),
         }
     }
 }
@@ -104,10 +113,22 @@ impl PodHost for World {
     async fn set_up_volume(
         &self,
         pod: &Pod,
-        _: &ResolvedVolume,
-        _: Option<Files>,
+        volume: &ResolvedVolume,
+        files: Option<Files>,
     ) -> Result<(), Problem> {
+        self.state().spend(
+            self.1.now(),
+            "set_up_volume",
+            &format!("{} {}", uid(pod), volume.volume),
+        );
+        let version = files.and_then(|files| {
+            let file = files.get("version")?;
+            Some(String::from_utf8(file.content.clone()).unwrap())
+        });
         self.machine(|s| {
+            if let Some(version) = version {
+                s.shown.insert((uid(pod), volume.volume.clone()), version);
+            }
             if !s.dirs.contains(&uid(pod)) {
                 s.deny(format!("{}: a volume without its directory", uid(pod)));
             }
@@ -238,7 +259,8 @@ impl PodHost for World {
 
     async fn remove_leftovers(&self, uid: &str) -> Result<(), String> {
         self.machine(|s| {
-            if s.pods.contains_key(uid) {
+            let is_static = s.statics.values().any(|p| p["metadata"]["uid"] == *uid);
+            if s.pods.contains_key(uid) || is_static {
                 s.deny(format!(
                     "{uid}: a pod's directories were taken for leftovers"
                 ));

@@ -1,19 +1,24 @@
 //! The simulated world: runtime, API and machine over one shared state, steered by a seed.
 
 mod api;
+mod faults;
 mod invariants;
 mod machine;
+mod rest;
 mod runtime;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use holdfast::agent::{Agent, Context, Events, Images, Journals, Metrics, Network, OwnNode};
+use holdfast::agent::{
+    Agent, Context, Events, Images, Journals, Metrics, Network, OwnNode, Statics,
+};
 use holdfast::config::{self, Overrides};
 use holdfast::core::image::gc::Filesystem;
+use holdfast::core::pod;
 use holdfast::core::pod::cri_config::label;
 use holdfast::core::pod::dns::Resolver;
 use holdfast::core::pod::explain::Fetching;
@@ -34,9 +39,9 @@ use holdfast::probes::{Dialer, HttpError};
 use holdfast::sys::clock::Clock;
 use holdfast::sys::machine::Machine;
 use holdfast_proto::cri as pb;
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequest};
-use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
+use k8s_openapi::api::core::v1::{ConfigMap, Event, Node, Pod, Secret, Service};
 use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
@@ -83,6 +88,31 @@ struct State {
     watcher: Option<Arc<Writer<Pod>>>,
     /// The present agent.
     context: Option<Arc<Context>>,
+    /// The API answers nothing.
+    frozen: bool,
+    /// The watch of pods brings nothing.
+    deaf: bool,
+    /// The runtime answers nothing but that it is not there.
+    down: bool,
+    /// Whether the runtime has events.
+    has_events: bool,
+    /// Who listens to them.
+    hinted: Option<mpsc::Sender<String>>,
+    /// Manifests of static pods by name, and all uids that such pods had.
+    statics: BTreeMap<String, Value>,
+    static_uids: BTreeSet<String>,
+    statics_sender: Option<watch::Sender<Statics>>,
+    node: Node,
+    /// Versions of ConfigMaps that are not the first.
+    maps: BTreeMap<String, u64>,
+    /// Who is told of changes of which ConfigMaps.
+    followers: BTreeMap<u64, (BTreeSet<String>, News)>,
+    /// What pods' volumes show, by pod and volume.
+    shown: BTreeMap<(String, String), String>,
+    /// When requests and calls were made, by pod and kind, within the last minute.
+    spent: BTreeMap<(String, &'static str), VecDeque<Timestamp>>,
+    /// The most of each kind within a minute.
+    most: BTreeMap<&'static str, usize>,
 }
 
 /// The world; clones are the same one. An agent's clone carries the number of its life: calls of one
@@ -122,32 +152,19 @@ impl State {
             .map(|c| &c.container)
             .collect()
     }
-
-    fn publish(&mut self, uid: &str) {
-        self.revision += 1;
-        let revision = self.revision.to_string();
-        let Some(writer) = self.watcher.clone() else {
-            return;
-        };
-        if let Some(pod) = self.pods.get_mut(uid) {
-            pod["metadata"]["resourceVersion"] = revision.into();
-            let pod: Pod = serde_json::from_value(pod.clone()).unwrap();
-            writer.apply(pod);
-        }
-    }
 }
 
 impl World {
     pub fn new(seed: u64) -> World {
         let clock = Clock::starting_at("2026-11-20T00:00:00Z".parse().unwrap());
-        World(
-            Arc::new(Mutex::new(State {
-                random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
-                ..State::default()
-            })),
-            clock,
-            0,
-        )
+        let state = State {
+            random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+            has_events: !seed.is_multiple_of(3),
+            ..State::default()
+        };
+        let world = World(Arc::new(Mutex::new(state)), clock, 0);
+        world.change_node();
+        world
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -170,16 +187,16 @@ impl World {
 
     fn start(&self) -> tokio::task::JoinHandle<()> {
         let (writer, pods) = Cache::by_hand();
-        let current: Vec<Pod> = {
+        let (statics_sender, statics) = watch::channel(Statics::default());
+        {
             let mut state = self.state();
+            // Whoever listened, listens no more.
+            (state.hinted, state.followers) = (None, BTreeMap::new());
+            state.statics_sender = Some(statics_sender);
             state.watcher = Some(Arc::new(writer));
-            state
-                .pods
-                .values()
-                .map(|p| serde_json::from_value(p.clone()).unwrap())
-                .collect()
-        };
-        self.state().watcher.as_ref().unwrap().replace(current);
+            state.publish_statics();
+            state.list_anew();
+        }
         let mut config = config::load(None, &Overrides::default(), "node").unwrap();
         config.kubeconfig = Some("simulated".into());
         // Nothing of this machine is touched.
@@ -215,8 +232,11 @@ impl World {
             started: self.1.now(),
             config,
         });
+        let node = self.state().node.clone();
+        context.node.see(node);
         self.state().context = Some(Arc::clone(&context));
         let agent = Agent {
+            statics,
             ledger: requests,
             context,
             reviews: None,
@@ -276,6 +296,23 @@ impl World {
         let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "ns", "uid": uid, "creationTimestamp": self.1.now().to_string(), "generation": 1},
             "spec": {"nodeName": "node", "restartPolicy": policy, "terminationGracePeriodSeconds": grace, "containers": containers, "initContainers": init,
                      "volumes": [{"name": "v", "emptyDir": {}}]}, "status": {"phase": "Pending"}});
+        let mut pod = pod;
+        if state.pick(4) == 0 {
+            pod["metadata"]["finalizers"] = json!(["sim.example/hold"]);
+        }
+        if state.pick(6) == 0 {
+            pod["spec"]["nodeSelector"] = json!({"zone": "a"});
+        }
+        // One in many uses dozens of objects.
+        let maps = match state.pick(12) {
+            0 => 30,
+            1..=4 => 2,
+            _ => 0,
+        };
+        for n in 0..maps {
+            let volume = json!({"name": format!("m{n}"), "configMap": {"name": format!("m{n}")}});
+            pod["spec"]["volumes"].as_array_mut().unwrap().push(volume);
+        }
         state.pods.insert(uid.clone(), pod);
         state.publish(&uid);
     }
@@ -309,6 +346,11 @@ impl World {
             .find(|(_, p)| p["metadata"]["name"] == name)
             .map(|(uid, _)| uid.clone())
             .unwrap()
+    }
+
+    /// The most requests and calls of each kind that one pod has caused within a minute.
+    pub fn most(&self) -> BTreeMap<&'static str, usize> {
+        self.state().most.clone()
     }
 
     /// Names of pods that are not in this phase.
@@ -366,90 +408,10 @@ impl World {
             for container in inside {
                 end(&mut state, &container, 137, now);
             }
-            state.boxes.get_mut(id).unwrap().sandbox.ready = false;
-        }
-    }
-
-    /// The last decisions about a pod, for messages.
-    fn last_decisions(&self, name: &str) -> String {
-        let Some(context) = self.state().context.clone() else {
-            return String::new();
-        };
-        let Some(record) = context.journals.record("ns", name) else {
-            return "no record".into();
-        };
-        let skipped = record.entries.len().saturating_sub(12);
-        let lines = record.entries.iter().skip(skipped).map(ToString::to_string);
-        let lines = lines.collect::<Vec<_>>().join("\n  ");
-        format!("{lines}\n  {:?}", record.latest().observed)
-    }
-
-    /// With no faults for a while every pod is what its spec says.
-    pub fn check_at_rest(&self) -> Result<(), String> {
-        self.find_unrest()
-            .map_err(|(name, why)| format!("{why}\n  {}", self.last_decisions(&name)))
-    }
-
-    fn find_unrest(&self) -> Result<(), (String, String)> {
-        let state = self.state();
-        for (uid, pod) in &state.pods {
-            let (name, policy, phase) = (
-                &pod["metadata"]["name"],
-                pod["spec"]["restartPolicy"].as_str().unwrap(),
-                pod["status"]["phase"].as_str().unwrap(),
-            );
-            if !pod["metadata"]["deletionTimestamp"].is_null() {
-                return Err((
-                    name.as_str().unwrap().into(),
-                    format!("{name} was deleted and is still there: {}", pod["status"]),
-                ));
-            }
-            let wanted = pod["spec"]["containers"].as_array().unwrap().len();
-            let live = state
-                .live(uid)
-                .iter()
-                .filter(|c| c.name.starts_with('c'))
-                .count();
-            match (policy, phase) {
-                ("Always", "Running") if live == wanted => {}
-                ("Always", _) => {
-                    return Err((
-                        name.as_str().unwrap().into(),
-                        format!(
-                            "{name} ({policy}) is {phase} with {live} of {wanted} running: {}",
-                            pod["status"]
-                        ),
-                    ));
-                }
-                (_, "Succeeded" | "Failed") if live == 0 => {}
-                (_, "Running") if live > 0 => {}
-                _ => {
-                    return Err((
-                        name.as_str().unwrap().into(),
-                        format!("{name} ({policy}) is {phase} with {live} of {wanted} running"),
-                    ));
-                }
-            }
-        }
-        Ok(())
-    }
-
-    pub fn check_empty(&self) -> Result<(), String> {
-        let state = self.state();
-        let left = (
-            state.pods.len(),
-            state.boxes.len(),
-            state.containers.len(),
-            state.volumes.len(),
-            state.cgroups.len(),
-            state.dirs.len(),
-        );
-        if left == (0, 0, 0, 0, 0, 0) {
-            Ok(())
-        } else {
-            Err(format!(
-                "left behind (pods, sandboxes, containers, volumes, cgroups, directories): {left:?}"
-            ))
+            let lost = state.boxes.get_mut(id).unwrap();
+            lost.sandbox.ready = false;
+            let uid = lost.uid.clone();
+            state.hint(&uid);
         }
     }
 
@@ -548,7 +510,14 @@ impl World {
             kind: RuntimeErrorKind::Timeout,
             message: "deadline exceeded".into(),
         };
-        match self.fault().await {
+        let fault = self.fault().await;
+        if self.state().down {
+            return Err(RuntimeError {
+                kind: RuntimeErrorKind::Unavailable,
+                message: "connection refused".into(),
+            });
+        }
+        match fault {
             Fault::Before => Err(RuntimeError {
                 kind: RuntimeErrorKind::Failed,
                 message: "injected".into(),
@@ -575,6 +544,8 @@ fn end(state: &mut State, id: &str, code: i32, now: Timestamp) {
         c.container.state = ContainerState::Exited;
         c.container.exit_code = code;
         c.container.finished_at = Some(now);
+        let uid = c.uid.clone();
+        state.hint(&uid);
     }
 }
 

@@ -47,6 +47,7 @@ impl Runtime for World {
     }
 
     async fn observe(&self, uid: &str) -> Result<ObservedPod, RuntimeError> {
+        self.state().spend(self.1.now(), "observe", uid);
         self.hung(uid).await;
         self.call(|state| {
             let mut observed = ObservedPod {
@@ -75,8 +76,9 @@ impl Runtime for World {
         _: &str,
     ) -> Result<String, RuntimeError> {
         let now = self.1.now();
+        let metadata = config.metadata.clone().unwrap();
+        self.state().spend(now, "run_sandbox", &metadata.uid);
         self.call(|state| {
-            let metadata = config.metadata.clone().unwrap();
             if state
                 .boxes
                 .values()
@@ -102,11 +104,12 @@ impl Runtime for World {
             state.boxes.insert(
                 id.clone(),
                 Box_ {
-                    uid: metadata.uid,
+                    uid: metadata.uid.clone(),
                     name: metadata.name,
                     sandbox,
                 },
             );
+            state.hint(&metadata.uid);
             Ok(id)
         })
         .await
@@ -137,6 +140,8 @@ impl Runtime for World {
             }
             if let Some(b) = state.boxes.get_mut(id) {
                 b.sandbox.ready = false;
+                let uid = b.uid.clone();
+                state.hint(&uid);
             }
             Ok(())
         })
@@ -155,7 +160,9 @@ impl Runtime for World {
                 ));
             }
             state.containers.retain(|_, c| c.container.sandbox != id);
-            state.boxes.remove(id);
+            if let Some(removed) = state.boxes.remove(id) {
+                state.hint(&removed.uid);
+            }
             Ok(())
         })
         .await
@@ -168,6 +175,8 @@ impl Runtime for World {
         _: pb::PodSandboxConfig,
     ) -> Result<String, RuntimeError> {
         let now = self.1.now();
+        let uid = config.labels[label::POD_UID].clone();
+        self.state().spend(now, "create_container", &uid);
         self.call(|state| {
             let Some(b) = state.boxes.get(sandbox).filter(|b| b.sandbox.ready) else {
                 return Err(missing("sandbox"));
@@ -274,10 +283,11 @@ impl Runtime for World {
             let c = state.containers.get_mut(id).unwrap();
             c.container.state = ContainerState::Running;
             c.container.started_at = Some(now);
+            state.hint(&uid);
             if state.final_phase.contains_key(&uid) {
                 state.deny(format!("{uid}/{name}: started after the pod's final phase"));
             }
-            if !state.pods.contains_key(&uid) {
+            if !state.is_known(&uid) {
                 state.deny(format!("{uid}/{name}: started for a pod that is gone"));
             }
             if name.starts_with('i') {
@@ -299,11 +309,19 @@ impl Runtime for World {
                 .get(id)
                 .map(|c| c.uid.clone())
                 .unwrap_or_default();
-            let limit = state
-                .pods
-                .get(&uid)
+            let of_api = state.pods.get(&uid);
+            let pod = of_api.or_else(|| {
+                let mut statics = state.statics.values();
+                statics.find(|pod| pod["metadata"]["uid"] == *uid)
+            });
+            let limit = pod
                 .and_then(|p| p["spec"]["terminationGracePeriodSeconds"].as_i64())
-                .unwrap_or(1);
+                // That of a manifest that was replaced; orphans have less.
+                .unwrap_or(if state.static_uids.contains(&uid) {
+                    8
+                } else {
+                    1
+                });
             (slow, limit)
         };
         if grace > limit.max(2) {
@@ -391,6 +409,15 @@ impl Runtime for World {
                 state.deny(format!("{id}: the hook {what:?} ran twice"));
             }
         }
+        // Some hooks need their time.
+        let slow = {
+            let mut state = self.state();
+            state.pick(4) == 0
+        };
+        if slow {
+            let seconds = self.pick(25);
+            self.sleep(Duration::from_secs(seconds)).await;
+        }
         self.call(|state| match state.containers.get(id) {
             Some(c) if c.container.state == ContainerState::Running => Ok(Exec::default()),
             _ => Err(missing("container")),
@@ -467,9 +494,17 @@ impl Runtime for World {
     }
 
     async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError> {
-        Err(RuntimeError {
-            kind: RuntimeErrorKind::Unimplemented,
-            message: String::new(),
+        if !self.state().has_events {
+            return Err(RuntimeError {
+                kind: RuntimeErrorKind::Unimplemented,
+                message: String::new(),
+            });
+        }
+        self.call(|state| {
+            let (sender, events) = mpsc::channel(256);
+            state.hinted = Some(sender);
+            Ok(events)
         })
+        .await
     }
 }

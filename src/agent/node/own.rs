@@ -74,7 +74,7 @@ impl OwnNode {
     }
 
     /// A version has been seen. One older than what is known changes nothing: answers and watch may overtake each other.
-    pub(super) fn see(&self, mut node: Node) {
+    pub fn see(&self, mut node: Node) {
         node.metadata.managed_fields = None;
         let node = Arc::new(node);
         self.seen.send_if_modified(|known| {

@@ -22,6 +22,15 @@ pub struct Statics {
 }
 
 impl Statics {
+    /// What all sources together want, once each has been read.
+    #[must_use]
+    pub fn of(pods: Vec<Arc<Pod>>) -> Statics {
+        Statics {
+            files: Some(pods),
+            url: Some(vec![]),
+        }
+    }
+
     /// All pods, once every source has been read.
     #[must_use]
     pub fn pods(&self) -> Option<Vec<Arc<Pod>>> {

@@ -16,7 +16,7 @@ use crate::core::pod::lifecycle::{self, Cause, State};
 use crate::core::pod::observed::{Container, ContainerState, ObservedPod, Sandbox};
 use crate::core::pod::probe::Health;
 use crate::core::pod::resize;
-use crate::core::pod::status::{self, RESTARTING_ALL};
+use crate::core::pod::status::{self, RESTARTING_ALL, Verdict};
 
 /// How long a failed operation waits, doubling up to the longest.
 const RETRY: (SignedDuration, SignedDuration) = (
@@ -151,13 +151,7 @@ impl Worker {
                 self.apply_observed(facts, pod, logged, turn);
             }
             (Op::Admit, Outcome::Refused { reason, message }) => {
-                turn.events.push(warning(&reason, message.clone()));
-                self.status = status::rejected(&self.status, &reason, &message, facts.now);
-                let ended = lifecycle::Input::Ended {
-                    cause: Cause::Rejected,
-                    grace: 1,
-                };
-                self.step(ended, facts, turn);
+                self.refused(reason, message, facts, turn);
             }
             (Op::Admit, _) => self.admitted = true,
             (Op::Grow, outcome) => self.apply_growth(outcome, turn),
@@ -340,6 +334,34 @@ impl Worker {
         self.acted += 1;
     }
 
+    /// The node does not take the pod. One that has run here before the agent started comes to its end first: no final
+    /// phase stands beside a running container.
+    fn refused(&mut self, reason: String, message: String, facts: &Facts, turn: &mut Turn) {
+        turn.events.push(warning(&reason, message.clone()));
+        let mut containers = self.status.container_statuses.iter().flatten();
+        let has_run = containers.any(|container| container.container_id.is_some())
+            || self
+                .observed
+                .as_ref()
+                .is_some_and(|o| !o.containers.is_empty());
+        if has_run {
+            self.verdict = Some(Verdict {
+                cause: Cause::Rejected,
+                reason,
+                message: format!("Pod was rejected: {message}"),
+                disruption: None,
+                grace: None,
+            });
+            return;
+        }
+        self.status = status::rejected(&self.status, &reason, &message, facts.now);
+        let ended = lifecycle::Input::Ended {
+            cause: Cause::Rejected,
+            grace: 1,
+        };
+        self.step(ended, facts, turn);
+    }
+
     fn note_sandbox(&mut self, now: Timestamp, id: String, attempt: u32, ips: Vec<String>) {
         let host_network = pod::host_network(&self.effective);
         // A sandbox that is lost again and again is made anew with growing pauses.
@@ -352,6 +374,10 @@ impl Worker {
         }
         self.failed(now, &Key::Sandbox);
         self.note(|observed| {
+            // It may have been seen while it was being made, and have ended since.
+            if observed.sandboxes.iter().any(|s| s.id == id) {
+                return;
+            }
             observed.sandboxes.push(Sandbox {
                 id,
                 attempt,

@@ -45,12 +45,26 @@ struct Run {
 
 impl Run {
     fn new(update: Update) -> Run {
+        Run::over(ObservedPod::default(), update)
+    }
+
+    /// The worker of another agent over the same runtime and API.
+    fn restarted(self) -> Run {
+        let mut update = self.worker.update().clone();
+        let mut pod = Pod::clone(&update.pod);
+        pod.status = Some(self.worker.status);
+        update.pod = Arc::new(pod);
+        update.object = Some(Arc::clone(&update.pod));
+        Run::over(self.runtime, update)
+    }
+
+    fn over(runtime: ObservedPod, update: Update) -> Run {
         let worker = Worker::new(update, Network::Ready, at(0));
         let mut run = Run {
             record: Record::new(rules(), vec!["192.0.2.1".into()], &worker),
             worker,
             now: 0,
-            runtime: ObservedPod::default(),
+            runtime,
             begun: vec![],
             published: vec![],
             waiting: vec![],
@@ -218,6 +232,50 @@ fn a_container_starts_as_soon_as_its_sidecar_has() {
         (run.phase(), run.worker.waiting.as_deref()),
         ("Running", None)
     );
+}
+
+/// Simulation, seed 1: an event told of the sandbox before the call that made it had returned.
+#[test]
+fn a_sandbox_that_is_seen_while_it_is_made_is_the_same_one() {
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+    let op = run.waiting[0].clone();
+    let made = run.outcome(&op);
+    run.input(Input::Hint);
+    run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+    run.done(&op.key(), made);
+    run.settle();
+    assert_eq!(run.phase(), "Running");
+    assert_eq!((run.count(&Key::Sandbox), run.count(&start("c"))), (1, 1));
+}
+
+/// Simulation, seed 67: the agent started again, and the Node had other labels.
+#[test]
+fn a_running_pod_that_is_refused_ends_before_it_has_failed() {
+    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
+    run.settle();
+    let mut run = run.restarted();
+    let refused = Outcome::Refused {
+        reason: "NodeAffinity".into(),
+        message: "no".into(),
+    };
+    run.settle_but(|op| matches!(op, Op::Admit));
+    run.done(&Key::Admit, refused);
+    run.settle_but(|op| matches!(op, Op::Stop { .. }));
+    assert_eq!(run.phase(), "Running", "containers run");
+    run.settle();
+    let status = &run.worker.status;
+    assert_eq!(run.phase(), "Failed");
+    assert_eq!(status.reason.as_deref(), Some("NodeAffinity"));
+    assert_eq!(status.message.as_deref(), Some("Pod was rejected: no"));
+    let ready = status
+        .conditions
+        .iter()
+        .flatten()
+        .find(|c| c.type_ == "Ready");
+    assert_eq!(ready.map(|c| c.status.as_str()), Some("False"));
+    assert_eq!(run.runtime.live().count(), 0);
 }
 
 #[test]

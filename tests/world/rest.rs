@@ -1,0 +1,192 @@
+//! What must hold when nothing has gone wrong for a while.
+
+use super::*;
+
+/// A pod's name, and what is wrong with it.
+type Wrong = (String, String);
+
+impl World {
+    /// The last decisions about a pod, for messages.
+    pub fn last_decisions(&self, name: &str) -> String {
+        let Some(context) = self.state().context.clone() else {
+            return String::new();
+        };
+        let Some(record) = context.journals.record("ns", name) else {
+            return "no record".into();
+        };
+        let skipped = record.entries.len().saturating_sub(12);
+        let lines = record.entries.iter().skip(skipped).map(ToString::to_string);
+        let lines = lines.collect::<Vec<_>>().join("\n  ");
+        format!("{lines}\n  {:?}", record.latest().observed)
+    }
+
+    /// With no faults for a while every pod is what its spec says.
+    pub fn check_at_rest(&self) -> Result<(), String> {
+        let state = self.state();
+        let mut wrong = state.pods.keys().map(|uid| state.is_at_rest(uid));
+        let result = wrong
+            .find(Result::is_err)
+            .unwrap_or(Ok(()))
+            .and_then(|()| state.statics_are_at_rest());
+        drop(state);
+        result.map_err(|(name, why)| format!("{name}: {why}\n  {}", self.last_decisions(&name)))
+    }
+
+    /// From now on until the next check little is to be asked of the API.
+    pub fn begin_quiet(&self) {
+        self.state().spent.clear();
+    }
+
+    /// Nothing happens, so nothing is written.
+    pub fn check_quiet(&self) -> Result<(), String> {
+        let state = self.state();
+        for ((uid, what), times) in &state.spent {
+            let writes = [
+                "patch_status",
+                "delete",
+                "create",
+                "post_event",
+                "count_event",
+            ];
+            if writes.contains(what) && times.len() > 2 {
+                return Err(format!(
+                    "{uid}: {} times {what} though nothing happens",
+                    times.len()
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    pub fn check_empty(&self) -> Result<(), String> {
+        let state = self.state();
+        let left = (
+            state.pods.keys().collect::<Vec<_>>(),
+            state.boxes.len(),
+            state.containers.len(),
+            &state.volumes,
+            &state.cgroups,
+            &state.dirs,
+        );
+        let count = left.0.len() + left.1 + left.2 + left.3.len() + left.4.len() + left.5.len();
+        match count {
+            0 => Ok(()),
+            _ => Err(format!(
+                "left behind (pods, sandboxes, containers, volumes, cgroups, directories): {left:?}"
+            )),
+        }
+    }
+
+    /// Pods that only finalizers keep have nothing left here.
+    pub fn check_released(&self) -> Result<(), String> {
+        let state = self.state();
+        let left = (
+            state.boxes.len(),
+            state.containers.len(),
+            &state.volumes,
+            &state.cgroups,
+        );
+        match left.0 + left.1 + left.2.len() + left.3.len() {
+            0 => Ok(()),
+            _ => Err(format!(
+                "left behind (sandboxes, containers, volumes, cgroups): {left:?}"
+            )),
+        }
+    }
+}
+
+impl State {
+    fn is_at_rest(&self, uid: &str) -> Result<(), Wrong> {
+        let pod = &self.pods[uid];
+        let name = pod["metadata"]["name"].as_str().unwrap();
+        let wrong = |why: String| Err((name.to_owned(), why));
+        let runtime_uid = self.runtime_uid(uid);
+        let live = self.live(&runtime_uid);
+        if !pod["metadata"]["deletionTimestamp"].is_null() {
+            let held = !pod["metadata"]["finalizers"].is_null()
+                && pod["metadata"]["deletionGracePeriodSeconds"] == 0
+                && live.is_empty();
+            return match held {
+                true => Ok(()),
+                false => wrong(format!("deleted and still there: {}", pod["status"])),
+            };
+        }
+        if pod["status"]["reason"] == "NodeAffinity" && live.is_empty() {
+            return Ok(());
+        }
+        let policy = pod["spec"]["restartPolicy"].as_str().unwrap();
+        let phase = pod["status"]["phase"].as_str().unwrap();
+        let wanted = pod["spec"]["containers"].as_array().unwrap().len();
+        let running = live.iter().filter(|c| c.name.starts_with('c')).count();
+        match (policy, phase) {
+            ("Always", "Running") if running == wanted => {}
+            (_, "Succeeded" | "Failed") if policy != "Always" && live.is_empty() => {}
+            (_, "Running") if policy != "Always" && running > 0 => {}
+            _ => {
+                return wrong(format!(
+                    "{policy}, {phase}, {running} of {wanted} running: {}",
+                    pod["status"]
+                ));
+            }
+        }
+        for container in live {
+            let statuses = ["containerStatuses", "initContainerStatuses"];
+            let shown = statuses
+                .iter()
+                .flat_map(|list| pod["status"][list].as_array().into_iter().flatten())
+                .find(|status| status["name"] == *container.name);
+            let told = shown.is_some_and(|status| {
+                status["restartCount"] == container.attempt
+                    && status["containerID"]
+                        .as_str()
+                        .is_some_and(|id| id.ends_with(&container.id))
+                    && status["state"]["running"].is_object()
+            });
+            if !told {
+                return wrong(format!("{container:?} is told as {shown:?}"));
+            }
+        }
+        if running > 0 {
+            self.shows_the_newest(pod, &runtime_uid)?;
+        }
+        Ok(())
+    }
+
+    fn shows_the_newest(&self, pod: &Value, uid: &str) -> Result<(), Wrong> {
+        for volume in pod["spec"]["volumes"].as_array().unwrap() {
+            let Some(map) = volume["configMap"]["name"].as_str() else {
+                continue;
+            };
+            let newest = self.maps.get(map).copied().unwrap_or(1).to_string();
+            let shown = self.shown.get(&(uid.to_owned(), map.to_owned()));
+            if shown != Some(&newest) {
+                let name = pod["metadata"]["name"].as_str().unwrap();
+                let why = format!("volume {map} shows {shown:?} and not {newest}");
+                return Err((name.to_owned(), why));
+            }
+        }
+        Ok(())
+    }
+
+    /// Exactly the newest manifests run, and have a mirror each.
+    fn statics_are_at_rest(&self) -> Result<(), Wrong> {
+        let newest: BTreeSet<&str> = self
+            .statics
+            .values()
+            .map(|pod| pod["metadata"]["uid"].as_str().unwrap())
+            .collect();
+        for uid in &self.static_uids {
+            let mirror = self.pods.keys().find(|api| self.runtime_uid(api) == *uid);
+            let sandboxes = self.boxes.values().filter(|b| b.uid == *uid).count();
+            let name = uid.split_once("-v").map_or(uid.as_str(), |(name, _)| name);
+            let wrong = |why: &str| Err((format!("{name}-node"), format!("{uid} {why}")));
+            match newest.contains(uid.as_str()) {
+                true if mirror.is_none() => return wrong("has no mirror"),
+                false if mirror.is_some() => return wrong("is gone, and its mirror is not"),
+                false if sandboxes > 0 => return wrong("is gone, and its sandbox is not"),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
