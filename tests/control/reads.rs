@@ -251,3 +251,32 @@ async fn discovery_tells_what_there_is_in_both_forms() {
         server.ok("GET", path, &Value::Null).await;
     }
 }
+
+/// Whoever leaves a selector is shown as it was when it was in it; a timeout of nothing is none.
+#[tokio::test]
+async fn what_leaves_a_selector_is_told_as_it_was() {
+    let server = Server::new().await;
+    let map = json!({"metadata": {"name": "a", "labels": {"l": "1"}}, "data": {"k": "old"}});
+    let made = server.ok("POST", MAPS, &map).await;
+    let since = made["metadata"]["resourceVersion"].as_str().unwrap();
+    let mut lines = server
+        .watch(&format!(
+            "{MAPS}?watch=1&timeoutSeconds=0&resourceVersion={since}&labelSelector=l=1"
+        ))
+        .await;
+    let change = json!({"metadata": {"labels": {"l": "2"}}, "data": {"k": "new"}});
+    let changed = server.patch(&format!("{MAPS}/a"), MERGE, change).await;
+    let event = next(&mut lines).await;
+    assert_eq!(event["type"], "DELETED");
+    assert_eq!(
+        (
+            &event["object"]["data"]["k"],
+            &event["object"]["metadata"]["labels"]["l"]
+        ),
+        (&json!("old"), &json!("1"))
+    );
+    assert_eq!(
+        event["object"]["metadata"]["resourceVersion"], changed.body["metadata"]["resourceVersion"],
+        "at the revision at which it left"
+    );
+}

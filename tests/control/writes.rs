@@ -157,3 +157,52 @@ async fn writes_keep_what_is_the_servers() {
     );
     assert_ne!(a["spec"]["clusterIP"], b["spec"]["clusterIP"]);
 }
+
+#[tokio::test]
+async fn patches_neither_rename_nor_overtake() {
+    let server = Server::new().await;
+    let map = json!({"metadata": {"name": "a"}, "data": {"k": "1"}});
+    let old = server.ok("POST", MAPS, &map).await;
+    let url = format!("{MAPS}/a");
+    let renamed = server
+        .patch(&url, MERGE, json!({"metadata": {"name": "b"}}))
+        .await;
+    assert_eq!(renamed.code, 400, "{}", renamed.body);
+    server.patch(&url, MERGE, json!({"data": {"k": "2"}})).await;
+    let version = old["metadata"]["resourceVersion"].clone();
+    let operations = |version: &Value| {
+        json!([{"op": "replace", "path": "/metadata/resourceVersion", "value": version},
+            {"op": "replace", "path": "/data/k", "value": "3"}])
+    };
+    let kind = "application/json-patch+json";
+    let late = server.patch(&url, kind, operations(&version)).await;
+    assert_eq!(late.code, 409, "it names a version that is over");
+    let now = server.ok("GET", &url, &Value::Null).await["metadata"]["resourceVersion"].clone();
+    let fine = server.patch(&url, kind, operations(&now)).await;
+    assert_eq!((fine.code, &fine.body["data"]["k"]), (200, &json!("3")));
+}
+
+/// What no typed client could read is never stored.
+#[tokio::test]
+async fn nulls_and_numbers_out_of_range_are_not_stored() {
+    let server = Server::new().await;
+    let map = json!({"metadata": {"name": "a", "labels": null}, "data": {"k": null}});
+    let stored = server.ok("POST", MAPS, &map).await;
+    assert_eq!(
+        (&stored["data"], stored["metadata"].get("labels")),
+        (&json!({"k": ""}), None)
+    );
+    let mut odd = pod("p");
+    odd["spec"]["priority"] = json!(300_000_000_000_i64);
+    let refused = server.call("POST", PODS, &odd).await;
+    assert_eq!(refused.code, 400, "{}", refused.body);
+    let large = json!({"data": {"k": "x".repeat(2 << 20)}});
+    let grows = server.patch(&format!("{MAPS}/a"), MERGE, large).await;
+    assert_eq!(grows.code, 200);
+    let more = json!({"data": {"l": "x".repeat(2 << 20)}});
+    let refused = server.patch(&format!("{MAPS}/a"), MERGE, more).await;
+    assert_eq!(
+        refused.code, 413,
+        "patches do not add up to more than a body may have"
+    );
+}

@@ -2,8 +2,68 @@
 
 use serde_json::{Map, Value, json};
 
+use super::error::ApiError;
 use super::resources::Resource;
 use crate::control::store::Attrs;
+
+/// How deeply an object may nest: what is deeper cannot be read again.
+pub const MAX_DEPTH: usize = 100;
+/// How large an object may be, in bytes of JSON. A body is no larger either, but patches add up.
+pub const MAX_SIZE: usize = 3 << 20;
+
+/// How much there is of a value.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Size {
+    /// About how many bytes its JSON has.
+    pub bytes: usize,
+    /// How deeply it nests; beyond [`MAX_DEPTH`] nothing is counted.
+    pub depth: usize,
+}
+
+impl Size {
+    /// Measures a value.
+    #[must_use]
+    pub fn of(value: &Value) -> Size {
+        let mut size = Size::default();
+        size.add(value, 1);
+        size
+    }
+
+    fn add(&mut self, value: &Value, depth: usize) {
+        self.depth = self.depth.max(depth);
+        self.bytes += match value {
+            Value::String(text) => text.len() + 3,
+            Value::Array(_) | Value::Object(_) => 3,
+            _ => 6,
+        };
+        if depth > MAX_DEPTH {
+            return;
+        }
+        match value {
+            Value::Array(items) => items.iter().for_each(|item| self.add(item, depth + 1)),
+            Value::Object(map) => {
+                for (key, item) in map {
+                    self.bytes += key.len() + 3;
+                    self.add(item, depth + 1);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Refuses an object that is too large, or too deep to be read again.
+    pub fn check(object: &Value) -> Result<(), ApiError> {
+        let size = Size::of(object);
+        let refuse = |what: String| Err(ApiError::new(413, "RequestEntityTooLarge", what));
+        if size.bytes > MAX_SIZE {
+            return refuse(format!("Request entity too large: limit is {MAX_SIZE}"));
+        }
+        if size.depth > MAX_DEPTH {
+            return refuse(format!("the object nests deeper than {MAX_DEPTH}"));
+        }
+        Ok(())
+    }
+}
 
 /// The string at a path of keys.
 #[must_use]

@@ -1,12 +1,18 @@
 //! The patch formats: JSON patch (RFC 6902), merge patch (RFC 7386) and strategic merge patch
 //! (control-plane spec, 3.6). Server-side apply is refused with 415 until it is done properly.
 
+use json_patch::PatchOperation;
 use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
+use super::object::{MAX_DEPTH, Size};
 
 /// The most operations of one JSON patch.
 const MAX_OPERATIONS: usize = 10_000;
+/// How many bytes the copies of one JSON patch may add: as many as a body may have (control-plane spec, 3.6).
+const MAX_COPIED: usize = 3 << 20;
+/// How many bytes its operations may add, copy and move in all.
+const MAX_WALKED: usize = 64 << 20;
 
 /// The format of a patch body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,14 +67,7 @@ pub fn apply(format: Format, object: &Value, patch: &Value) -> Result<Value, Api
             let patch: json_patch::Patch = serde_json::from_value(patch.clone()).map_err(|e| {
                 ApiError::bad_request(format!("the JSON patch cannot be read: {e}"))
             })?;
-            json_patch::patch(&mut result, &patch).map_err(|e| ApiError {
-                details: json!({}),
-                ..ApiError::new(
-                    422,
-                    "Invalid",
-                    format!("the server rejected our request due to an error in our request: {e}"),
-                )
-            })?;
+            apply_operations(&mut result, &patch)?;
         }
         Format::Merge => {
             object_only(patch)?;
@@ -83,6 +82,53 @@ pub fn apply(format: Format, object: &Value, patch: &Value) -> Result<Value, Api
         }
     }
     Ok(result)
+}
+
+/// Applies a JSON patch operation by operation, so that what copies make of a small patch stays bounded.
+fn apply_operations(result: &mut Value, operations: &[PatchOperation]) -> Result<(), ApiError> {
+    let (mut copied, mut walked) = (0, 0);
+    for operation in operations {
+        let (source, path) = match operation {
+            PatchOperation::Add(add) => (Some(&add.value), Some(&add.path)),
+            PatchOperation::Replace(replace) => (Some(&replace.value), Some(&replace.path)),
+            PatchOperation::Copy(copy) => (result.pointer(copy.from.as_str()), Some(&copy.path)),
+            PatchOperation::Move(from) => (result.pointer(from.from.as_str()), Some(&from.path)),
+            PatchOperation::Remove(_) | PatchOperation::Test(_) => (None, None),
+        };
+        if let (Some(source), Some(path)) = (source, path) {
+            let size = Size::of(source);
+            walked += size.bytes;
+            if matches!(operation, PatchOperation::Copy(_)) {
+                copied += size.bytes;
+            }
+            if copied > MAX_COPIED {
+                return Err(too_large(format!("copies more than {MAX_COPIED} bytes")));
+            }
+            if walked > MAX_WALKED {
+                return Err(too_large(format!("handles more than {MAX_WALKED} bytes")));
+            }
+            if size.depth + path.as_str().matches('/').count() > MAX_DEPTH {
+                return Err(too_large(format!("nests deeper than {MAX_DEPTH} levels")));
+            }
+        }
+        json_patch::patch(result, std::slice::from_ref(operation)).map_err(|e| ApiError {
+            details: json!({}),
+            ..ApiError::new(
+                422,
+                "Invalid",
+                format!("the server rejected our request due to an error in our request: {e}"),
+            )
+        })?;
+    }
+    Ok(())
+}
+
+fn too_large(what: String) -> ApiError {
+    ApiError::new(
+        413,
+        "RequestEntityTooLarge",
+        format!("the JSON patch {what}; send it in parts"),
+    )
 }
 
 fn object_only(patch: &Value) -> Result<&Map<String, Value>, ApiError> {
@@ -219,7 +265,8 @@ fn merge_map(
             && !patch.contains_key(field)
             && let Some(list) = target.get_mut(field).and_then(Value::as_array_mut)
         {
-            *list = in_order(std::mem::take(list), order, list_rule(parent, field));
+            let old = std::mem::take(list);
+            *list = in_order(&old, old.clone(), vec![], order, list_rule(parent, field));
         }
     }
     Ok(())
@@ -244,20 +291,17 @@ fn merge_list(
     if patch.iter().any(|item| directive(item, "replace")) {
         return Ok(plain());
     }
-    match list_rule(parent, field) {
+    let rule = list_rule(parent, field);
+    match rule {
         ListRule::Atomic => Ok(patch.to_vec()),
         ListRule::Set => {
-            let mut result = old;
-            for item in patch {
-                if !result.contains(item) {
-                    result.push(item.clone());
-                }
-            }
-            Ok(result)
+            let order = order.map_or(patch, Vec::as_slice);
+            Ok(in_order(&old, old.clone(), patch.to_vec(), order, rule))
         }
         ListRule::Key(key) => {
-            let mut result = old;
+            let mut kept = old.clone();
             let mut added = Vec::new();
+            let mut patched = Vec::new();
             for item in patch {
                 let map = item.as_object().ok_or_else(|| {
                     ApiError::bad_request(format!(
@@ -271,47 +315,65 @@ fn merge_list(
                         format!("map: {item} does not contain declared merge key: {key}"),
                     )
                 })?;
-                let place = result.iter().position(|have| have.get(key) == Some(id));
                 if directive(item, "delete") {
-                    result.retain(|have| have.get(key) != Some(id));
-                } else if let Some(place) = place {
-                    if let Some(target) = result[place].as_object_mut() {
-                        merge_map(target, map, field)?;
-                    }
+                    kept.retain(|have| have.get(key) != Some(id));
+                    continue;
+                }
+                patched.push(item.clone());
+                let place = kept.iter().position(|have| have.get(key) == Some(id));
+                if let Some(target) = place.and_then(|p| kept[p].as_object_mut()) {
+                    merge_map(target, map, field)?;
                 } else {
                     let mut fresh = Map::new();
                     merge_map(&mut fresh, map, field)?;
                     added.push(Value::Object(fresh));
                 }
             }
-            // New elements stand before the existing ones unless the patch gives an order.
-            added.append(&mut result);
-            Ok(match order {
-                Some(order) => in_order(added, order, ListRule::Key(key)),
-                None => added,
-            })
+            let order = order.map_or(&patched[..], Vec::as_slice);
+            Ok(in_order(&old, kept, added, order, rule))
         }
     }
 }
 
-/// Puts the listed elements into the given order; the others keep their place behind their neighbour.
-fn in_order(list: Vec<Value>, order: &[Value], rule: ListRule) -> Vec<Value> {
-    let rank = |item: &Value| match rule {
-        ListRule::Key(key) => order.iter().position(|o| o.get(key) == item.get(key)),
-        _ => order.iter().position(|o| o == item),
+/// Joins what was in a list and what is added to it. Elements named in `order` (`$setElementOrder`, or else the patch's own
+/// list) come in that order; each of the others stays before those that it stood before in `old`, and otherwise comes last.
+/// (apimachinery `strategicpatch`: the directive first, then the order of the patch, then the stored one.)
+fn in_order(
+    old: &[Value],
+    kept: Vec<Value>,
+    added: Vec<Value>,
+    order: &[Value],
+    rule: ListRule,
+) -> Vec<Value> {
+    let same = |a: &Value, b: &Value| match rule {
+        ListRule::Key(key) => a.get(key) == b.get(key),
+        _ => a == b,
     };
-    let mut ordered: Vec<Value> = list.iter().filter(|i| rank(i).is_some()).cloned().collect();
-    ordered.sort_by_key(|i| rank(i));
-    let mut listed = ordered.into_iter();
-    list.iter()
-        .map(|item| {
-            if rank(item).is_some() {
-                listed.next().unwrap_or(Value::Null)
-            } else {
-                item.clone()
-            }
-        })
-        .collect()
+    let place = |list: &[Value], item: &Value| list.iter().position(|have| same(have, item));
+    let mut all = kept;
+    for item in added {
+        if place(&all, &item).is_none() {
+            all.push(item);
+        }
+    }
+    let (mut named, others): (Vec<Value>, Vec<Value>) = all
+        .into_iter()
+        .partition(|item| place(order, item).is_some());
+    named.sort_by_key(|item| place(order, item));
+    let mut others = others.into_iter().peekable();
+    let mut result = Vec::new();
+    for item in named {
+        let stood = place(old, &item);
+        while let Some(other) = others.next_if(|other| {
+            let before = place(old, other).zip(stood);
+            before.is_some_and(|(other, item)| other < item)
+        }) {
+            result.push(other);
+        }
+        result.push(item);
+    }
+    result.extend(others);
+    result
 }
 
 #[cfg(test)]
@@ -404,13 +466,86 @@ mod tests {
                 json!({"metadata": {"finalizers": ["a", "b"]}}),
                 json!({"metadata": {"finalizers": ["c"], "$deleteFromPrimitiveList/finalizers": ["a"]}})
             ),
-            json!({"metadata": {"finalizers": ["b", "c"]}})
+            json!({"metadata": {"finalizers": ["c", "b"]}})
         );
         let addresses = json!({"status": {"addresses": [{"type": "Hostname", "address": "old"}]}});
         let patch = json!({"status": {"addresses": [{"type": "InternalIP", "address": "1"}, {"$patch": "replace"}]}});
         assert_eq!(
             strategic(addresses, patch),
             json!({"status": {"addresses": [{"type": "InternalIP", "address": "1"}]}})
+        );
+    }
+
+    /// What doubles with every operation, and what nests deeper than anybody could read it again.
+    #[test]
+    fn json_patches_grow_within_bounds() {
+        let code = |patch: Value| {
+            let object = json!({"a": "x".repeat(1000), "list": [], "b": {}, "c": {}});
+            apply(Format::Json, &object, &patch)
+                .map_err(|e| e.code)
+                .map(|v| v.to_string().len())
+        };
+        let copies = |count: usize| {
+            let doubling =
+                (0..count).map(|_| json!({"op": "copy", "from": "/list", "path": "/list/-"}));
+            let first = json!({"op": "copy", "from": "/a", "path": "/list/-"});
+            Value::from(std::iter::once(first).chain(doubling).collect::<Vec<_>>())
+        };
+        assert!(code(copies(3)).is_ok());
+        assert_eq!(code(copies(30)), Err(413));
+        let nested = |count: usize| {
+            let pair = |i: usize| {
+                let (from, to) = if i.is_multiple_of(2) {
+                    ("/b", "/c")
+                } else {
+                    ("/c", "/b")
+                };
+                [
+                    json!({"op": "add", "path": to, "value": {}}),
+                    json!({"op": "move", "from": from, "path": format!("{to}/x")}),
+                ]
+            };
+            Value::from((0..count).flat_map(pair).collect::<Vec<_>>())
+        };
+        assert!(code(nested(50)).is_ok());
+        assert_eq!(code(nested(3000)), Err(413));
+    }
+
+    #[test]
+    fn an_order_puts_its_elements_where_it_says() {
+        let object = json!({"spec": {"containers": [{"name": "a"}, {"name": "server"}, {"name": "b"}, {"name": "c"}]}});
+        let names = |patch: Value| {
+            let merged = strategic(object.clone(), patch);
+            let names: Vec<String> = merged["spec"]["containers"]
+                .as_array()
+                .expect("a list")
+                .iter()
+                .map(|c| c["name"].as_str().unwrap_or_default().to_owned())
+                .collect();
+            names.join(" ")
+        };
+        let order = |names: &[&str]| -> Value {
+            names
+                .iter()
+                .map(|n| json!({"name": n}))
+                .collect::<Vec<_>>()
+                .into()
+        };
+        // What the order does not name stays before what it stood before.
+        assert_eq!(
+            names(json!({"spec": {"$setElementOrder/containers": order(&["c", "b", "a"])}})),
+            "server c b a"
+        );
+        // Without the directive the patch's own order counts.
+        assert_eq!(
+            names(json!({"spec": {"containers": [{"name": "b"}, {"name": "new"}, {"name": "a"}]}})),
+            "server b new a c"
+        );
+        assert_eq!(
+            names(
+                json!({"spec": {"$setElementOrder/containers": order(&["a", "new", "b", "c"]), "containers": [{"name": "new"}]}})
+            ),
+            "a new server b c"
         );
     }
 

@@ -423,7 +423,11 @@ fn check_message(name: &str, object: &Value, path: &str, findings: &mut Findings
             (Shape::One, value) => check_value(field.kind, value, &here, findings),
             (Shape::List, Value::Array(items)) => {
                 for (i, item) in items.iter().enumerate() {
-                    check_value(field.kind, item, &format!("{here}[{i}]"), findings);
+                    let here = format!("{here}[{i}]");
+                    match item {
+                        Value::Null => wrong(findings, here, item, "element"),
+                        item => check_value(field.kind, item, &here, findings),
+                    }
                 }
             }
             (Shape::List, value) => wrong(findings, here, value, "array"),
@@ -441,12 +445,14 @@ fn check_value(kind: &str, value: &Value, path: &str, findings: &mut Findings) {
     let expected = match kind {
         _ if value.is_null() => return,
         "string" | "bytes" | "meta.v1.Time" | "meta.v1.MicroTime" if !value.is_string() => "string",
+        "bytes" if !is_base64(value) => "base64 string",
+        "meta.v1.Time" | "meta.v1.MicroTime" if !is_time(value) => "RFC 3339 time",
         "bool" if !value.is_boolean() => "bool",
-        "int32" | "int64" if !value.is_i64() && !value.is_u64() => "int64",
+        "int32" if !is_int32(value) => "int32",
+        "int64" if !value.is_i64() => "int64",
         "double" if !value.is_number() => "float64",
-        "resource.Quantity" | "intstr.IntOrString" if !value.is_string() && !value.is_number() => {
-            "string or number"
-        }
+        "resource.Quantity" if !value.is_string() && !value.is_number() => "string or number",
+        "intstr.IntOrString" if !value.is_string() && !is_int32(value) => "string or int32",
         "meta.v1.FieldsV1" | "runtime.RawExtension" => return,
         kind if MESSAGES.contains_key(kind) && !kind.ends_with(".ExtraValue") => {
             if value.is_object() {
@@ -458,6 +464,79 @@ fn check_value(kind: &str, value: &Value, path: &str, findings: &mut Findings) {
         _ => return,
     };
     wrong(findings, path.to_owned(), value, expected);
+}
+
+fn is_int32(value: &Value) -> bool {
+    value.as_i64().is_some_and(|v| i32::try_from(v).is_ok())
+}
+
+fn is_time(value: &Value) -> bool {
+    value
+        .as_str()
+        .is_some_and(|t| t.parse::<jiff::Timestamp>().is_ok())
+}
+
+fn is_base64(value: &Value) -> bool {
+    let decode = |text: &str| base64::engine::general_purpose::STANDARD.decode(unfolded(text));
+    value.as_str().is_some_and(|text| decode(text).is_ok())
+}
+
+/// Base64 without the line breaks that Go reads over.
+fn unfolded(text: &str) -> String {
+    text.replace(['\r', '\n'], "")
+}
+
+/// Brings an object that [`check`] has passed into the form in which every client can read it: a field that is null is
+/// absent, one in a map has its zero value, and base64 has no line breaks.
+pub fn normalize(version: &str, kind: &str, object: &mut Value) {
+    if let Some((name, _)) = MESSAGES.get_key_value(message_name(version, kind).as_str()) {
+        normalize_message(name, object);
+    }
+}
+
+fn normalize_message(name: &str, object: &mut Value) {
+    let Some(map) = object.as_object_mut() else {
+        return;
+    };
+    map.retain(|key, value| !value.is_null() || lookup(name, key).is_none());
+    for (key, value) in map {
+        let Some(field) = lookup(name, key) else {
+            continue;
+        };
+        match (field.shape, value) {
+            (Shape::List, Value::Array(items)) => {
+                items
+                    .iter_mut()
+                    .for_each(|i| normalize_value(field.kind, i));
+            }
+            (Shape::Map, Value::Object(entries)) => {
+                entries
+                    .values_mut()
+                    .for_each(|v| normalize_value(field.kind, v));
+            }
+            (_, value) => normalize_value(field.kind, value),
+        }
+    }
+}
+
+fn normalize_value(kind: &str, value: &mut Value) {
+    match kind {
+        "meta.v1.FieldsV1" | "runtime.RawExtension" => {}
+        "string" | "bytes" if value.is_null() => *value = json!(""),
+        "resource.Quantity" if value.is_null() => *value = json!("0"),
+        "bytes" => {
+            if let Some(text) = value.as_str().filter(|t| t.contains(['\r', '\n'])) {
+                *value = unfolded(text).into();
+            }
+        }
+        kind if MESSAGES.contains_key(kind) && !kind.ends_with(".ExtraValue") => {
+            if value.is_null() {
+                *value = json!({});
+            }
+            normalize_message(kind, value);
+        }
+        _ => {}
+    }
 }
 
 fn wrong(findings: &mut Findings, path: String, value: &Value, expected: &'static str) {

@@ -114,6 +114,7 @@ pub(super) fn check_fields(
             resource.version
         )));
     }
+    schema::normalize(&version, kind, body);
     if findings.unknown.is_empty() {
         return Ok(vec![]);
     }
@@ -330,7 +331,7 @@ impl Api {
         }
         // What admission added is defaulted too.
         defaults::apply(resource.kind, fresh);
-        Ok(())
+        object::Size::check(fresh)
     }
 
     /// Whether a user may make `new` of `old`, where that depends on what is in them.
@@ -489,7 +490,6 @@ impl Api {
         options: &Options,
     ) -> Result<Written, ApiError> {
         let wanted_uid = text(patch, &["metadata", "uid"]).map(str::to_owned);
-        let wanted_version = text(patch, &["metadata", "resourceVersion"]).map(str::to_owned);
         self.change(resource, namespace, name, sub, options, vec![], |old| {
             if let Some(uid) = wanted_uid.as_deref().filter(|uid| *uid != object::uid(old)) {
                 return Err(ApiError::conflict(
@@ -503,10 +503,19 @@ impl Api {
                 ));
             }
             let mut new = patch::apply(format, old, patch)?;
-            if wanted_version.is_none() {
+            // The version that the patch found is none that its sender asked for; any other is, and leads to a conflict.
+            let version =
+                |object: &Value| text(object, &["metadata", "resourceVersion"]).map(str::to_owned);
+            if version(&new) == version(old) {
                 meta(&mut new).remove("resourceVersion");
             }
             fit_to_path(resource, namespace, &mut new)?;
+            if object::name(&new) != name {
+                return Err(ApiError::bad_request(format!(
+                    "the name of the object ({}) does not match the name on the URL ({name})",
+                    object::name(&new)
+                )));
+            }
             let unknown = check_fields(
                 resource,
                 &mut new,
@@ -595,6 +604,7 @@ impl Api {
                     ));
                 }
             }
+            object::Size::check(&new)?;
             if new == old || options.dry_run {
                 let body = if new == old {
                     record.value

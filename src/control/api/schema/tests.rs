@@ -100,3 +100,48 @@ proptest! {
         let _ = decode(&raw);
     }
 }
+
+/// Whatever a typed client could not read is refused, or brought into the form that it reads.
+#[test]
+fn what_is_stored_can_be_read_by_typed_clients() {
+    let pod = |spec: Value| json!({"metadata": {"name": "p"}, "spec": spec});
+    for (spec, path) in [
+        (json!({"priority": 300_000_000_000_i64}), "spec.priority"),
+        (json!({"priority": 1.5}), "spec.priority"),
+        (
+            json!({"activeDeadlineSeconds": u64::MAX}),
+            "spec.activeDeadlineSeconds",
+        ),
+        (json!({"containers": [null]}), "spec.containers[0]"),
+        (
+            json!({"containers": [{"args": ["a", null]}]}),
+            "spec.containers[0].args[1]",
+        ),
+        (
+            json!({"containers": [{"livenessProbe": {"httpGet": {"port": i64::MAX}}}]}),
+            "spec.containers[0].livenessProbe.httpGet.port",
+        ),
+    ] {
+        let found = check("v1", "Pod", &pod(spec)).mistyped.expect(path);
+        assert_eq!(found.0, path);
+    }
+    let time = json!({"metadata": {"name": "e"}, "lastTimestamp": "yesterday"});
+    assert!(check("v1", "Event", &time).mistyped.is_some());
+    let secret = json!({"data": {"k": "no base64!"}});
+    assert!(check("v1", "Secret", &secret).mistyped.is_some());
+
+    let mut odd = json!({"metadata": {"name": "p", "labels": null, "annotations": {"a": null}, "creationTimestamp": null},
+        "spec": {"hostname": null, "containers": [{"name": "c", "resources": {"limits": {"cpu": null}}}]}});
+    assert_eq!(check("v1", "Pod", &odd), Findings::default());
+    normalize("v1", "Pod", &mut odd);
+    assert_eq!(
+        odd,
+        json!({"metadata": {"name": "p", "annotations": {"a": ""}},
+            "spec": {"containers": [{"name": "c", "resources": {"limits": {"cpu": "0"}}}]}})
+    );
+    serde_json::from_value::<k8s_openapi::api::core::v1::Pod>(odd).expect("typed");
+    let mut folded = json!({"data": {"k": "YWJj\nZGVm\n", "empty": null}});
+    assert_eq!(check("v1", "Secret", &folded), Findings::default());
+    normalize("v1", "Secret", &mut folded);
+    assert_eq!(folded, json!({"data": {"k": "YWJjZGVm", "empty": ""}}));
+}
