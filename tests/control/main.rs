@@ -4,6 +4,7 @@
 
 mod access;
 mod deletion;
+mod disk;
 mod escalation;
 mod hostile;
 mod reads;

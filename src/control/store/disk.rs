@@ -3,13 +3,12 @@
 //! History is not kept on disk: after a restart the compaction point is the newest revision, and a
 //! client that asks for older changes is told to list again, as it must be able to anyway.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use hyper::body::Bytes;
 use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
 
-use super::Change;
-use super::Event;
+use super::{Change, Event, Record, State};
 
 /// Key to (revision as 8 big-endian bytes, then the value).
 const CURRENT: TableDefinition<&str, &[u8]> = TableDefinition::new("current");
@@ -33,7 +32,9 @@ pub(super) struct Loaded {
 }
 
 pub(super) struct Disk {
-    database: Database,
+    file: PathBuf,
+    /// None after a write that failed: redb refuses every other one until the file is opened anew.
+    database: Option<Database>,
 }
 
 impl Disk {
@@ -45,7 +46,7 @@ impl Disk {
     }
 
     fn try_open(file: &Path) -> Result<(Disk, Loaded), redb::Error> {
-        let database = Database::builder().set_cache_size(8 << 20).create(file)?;
+        let database = database(file)?;
         let setup = database.begin_write()?;
         setup.open_table(CURRENT)?;
         setup.open_table(META)?;
@@ -68,32 +69,76 @@ impl Disk {
             ));
         }
         drop(read);
-        Ok((Disk { database }, loaded))
+        let disk = Disk {
+            file: file.into(),
+            database: Some(database),
+        };
+        Ok((disk, loaded))
     }
 
-    /// Makes all of `events` durable, or none.
-    pub fn commit(&mut self, events: &[Event]) -> Result<(), redb::Error> {
-        // One sync a commit. Opening after kill -9 scans the file instead; it holds one small cluster.
-        let write = self.database.begin_write()?;
-        {
-            let mut current = write.open_table(CURRENT)?;
-            let mut meta = write.open_table(META)?;
-            for event in events {
-                match event.change {
-                    Change::Put => {
-                        let mut stored = Vec::with_capacity(8 + event.record.value.len());
-                        stored.extend_from_slice(&event.revision.to_be_bytes());
-                        stored.extend_from_slice(&event.record.value);
-                        current.insert(&*event.key, stored.as_slice())?;
-                    }
-                    Change::Delete => {
-                        current.remove(&*event.key)?;
-                    }
-                }
-                meta.insert("revision", event.revision)?;
-            }
-        }
-        write.commit()?;
+    /// Makes all of `events` durable, or none. `known` is what has been shown so far.
+    pub fn commit(&mut self, events: &[Event], known: &State) -> Result<(), redb::Error> {
+        let database = match self.database.take() {
+            Some(database) => database,
+            None => self.reopen(known)?,
+        };
+        // Given back only if it can go on.
+        put(&database, events)?;
+        self.database = Some(database);
         Ok(())
     }
+
+    /// Opens the file after a write that failed. What was told to have failed may be in it all the same; it is taken back,
+    /// or its revisions would be given out twice.
+    fn reopen(&self, known: &State) -> Result<Database, redb::Error> {
+        let database = database(&self.file)?;
+        let revision = database
+            .begin_read()?
+            .open_table(META)?
+            .get("revision")?
+            .map_or(0, |r| r.value());
+        if revision != known.revision {
+            let write = database.begin_write()?;
+            write.delete_table(CURRENT)?;
+            {
+                let mut current = write.open_table(CURRENT)?;
+                for (key, record) in &known.map {
+                    current.insert(&**key, stored(record).as_slice())?;
+                }
+                write.open_table(META)?.insert("revision", known.revision)?;
+            }
+            write.commit()?;
+        }
+        tracing::info!(revision = known.revision, "the store writes again");
+        Ok(database)
+    }
+}
+
+fn database(file: &Path) -> Result<Database, redb::Error> {
+    Ok(Database::builder().set_cache_size(8 << 20).create(file)?)
+}
+
+fn stored(record: &Record) -> Vec<u8> {
+    let mut stored = Vec::with_capacity(8 + record.value.len());
+    stored.extend_from_slice(&record.revision.to_be_bytes());
+    stored.extend_from_slice(&record.value);
+    stored
+}
+
+fn put(database: &Database, events: &[Event]) -> Result<(), redb::Error> {
+    // One sync a commit. Opening after kill -9 scans the file instead; it holds one small cluster.
+    let write = database.begin_write()?;
+    {
+        let mut current = write.open_table(CURRENT)?;
+        let mut meta = write.open_table(META)?;
+        for event in events {
+            match event.change {
+                Change::Put => current.insert(&*event.key, stored(&event.record).as_slice())?,
+                Change::Delete => current.remove(&*event.key)?,
+            };
+            meta.insert("revision", event.revision)?;
+        }
+    }
+    write.commit()?;
+    Ok(())
 }

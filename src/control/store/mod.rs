@@ -307,7 +307,12 @@ fn commit_loop(
         }
         let (events, replies) = decide(state, batch);
         let committed = match (&mut disk, events.is_empty()) {
-            (Some(disk), false) => disk.commit(&events),
+            (Some(disk), false) => {
+                let known = state
+                    .read()
+                    .unwrap_or_else(std::sync::PoisonError::into_inner);
+                disk.commit(&events, &known)
+            }
             _ => Ok(()),
         };
         last_commit = Some(Instant::now());

@@ -1,0 +1,101 @@
+//! The store on a disk that fills up.
+
+use std::sync::Arc;
+
+use holdfast::control::store::{Attrs, Change, Expect, Record, Store, Write, WriteError};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+
+/// A small disk of its own, gone with the test.
+struct Disk(tempfile::TempDir);
+
+impl Disk {
+    fn new(size: &str) -> Disk {
+        let dir = tempfile::tempdir().unwrap();
+        let options = format!("size={size}");
+        mount(
+            Some("tmpfs"),
+            dir.path(),
+            Some("tmpfs"),
+            MsFlags::empty(),
+            Some(options.as_str()),
+        )
+        .expect("this test mounts a small disk: run it as root");
+        Disk(dir)
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = umount2(self.0.path(), MntFlags::MNT_DETACH);
+    }
+}
+
+async fn put(store: &Store, key: &str) -> Result<Record, WriteError> {
+    let value = vec![b'x'; 64 << 10];
+    store
+        .write(Write {
+            key: key.into(),
+            expect: Expect::Absent,
+            change: Change::Put,
+            render: Box::new(|_| value.into()),
+            attrs: Arc::new(Attrs::default()),
+        })
+        .await
+}
+
+fn keys(store: &Store) -> Vec<(String, u64)> {
+    let (items, _) = store.list("a/");
+    items
+        .iter()
+        .map(|(key, record)| (key.to_string(), record.revision))
+        .collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_disk_is_written_again_when_there_is_room() {
+    let disk = Disk::new("16m");
+    let (file, ballast) = (disk.0.path().join("store"), disk.0.path().join("ballast"));
+    std::fs::write(&ballast, vec![0; 6 << 20]).unwrap();
+    let store = Store::open(&file, |_, _| Attrs::default()).unwrap();
+    let mut acknowledged = vec![];
+    let mut refused = 0;
+    for i in 0..400 {
+        let key = format!("a/{i:04}");
+        match put(&store, &key).await {
+            Ok(record) => acknowledged.push((key, record.revision)),
+            Err(_) => refused += 1,
+        }
+        if refused == 3 {
+            break;
+        }
+    }
+    assert!(
+        refused == 3 && !acknowledged.is_empty(),
+        "the disk was full"
+    );
+    assert_eq!(keys(&store), acknowledged, "what failed is not shown");
+    std::fs::remove_file(ballast).unwrap();
+    for i in 0..5 {
+        let key = format!("a/later{i}");
+        let record = put(&store, &key).await.expect("there is room again");
+        acknowledged.push((key, record.revision));
+    }
+    let revision = store.revision();
+    drop(store);
+    // The committing thread lets the file go a moment later.
+    let reopened = loop {
+        match Store::open(&file, |_, _| Attrs::default()) {
+            Ok(store) => break store,
+            Err(error) => {
+                assert!(error.to_string().contains("in use"), "{error}");
+                tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+            }
+        }
+    };
+    assert_eq!(
+        keys(&reopened),
+        acknowledged,
+        "nothing acknowledged is lost, nothing else is there"
+    );
+    assert_eq!(reopened.revision(), revision);
+}
