@@ -1,5 +1,5 @@
 //! Garbage collection by owner references (control-plane spec, 5.8), for the kinds that have owners
-//! here: ReplicaSets and pods. Also gives up pods on nodes that are gone.
+//! here: ReplicaSets and pods. Pods of nodes that are gone are `nodes`' business.
 
 use std::collections::HashSet;
 use std::time::Duration;

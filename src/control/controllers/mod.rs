@@ -1,5 +1,5 @@
 //! The controllers that `kubectl create deployment` needs: Deployment, ReplicaSet, garbage
-//! collection by owner references, namespaces, and the expiry of events.
+//! collection by owner references, namespaces, nodes that fall silent, and the expiry of events.
 //!
 //! Each is a loop of observe, decide, act over watched caches. The deciding halves are pure
 //! functions over typed objects. Everything goes through the API.
@@ -10,6 +10,7 @@ mod certificates;
 mod deployment;
 mod garbage;
 mod namespace;
+mod nodes;
 mod replicaset;
 mod rollout;
 
@@ -23,7 +24,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
 use k8s_openapi::api::core::v1::{
-    ConfigMap, Namespace, PersistentVolume, PersistentVolumeClaim, Pod, ServiceAccount,
+    ConfigMap, Namespace, Node, PersistentVolume, PersistentVolumeClaim, Pod, ServiceAccount,
 };
 use k8s_openapi::api::storage::v1::StorageClass;
 use kube::runtime::watcher;
@@ -41,6 +42,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub struct Caches {
     /// All pods.
     pub pods: Cache<Pod>,
+    /// All nodes.
+    pub nodes: Cache<Node>,
     replica_sets: Cache<ReplicaSet>,
     deployments: Cache<Deployment>,
     namespaces: Cache<Namespace>,
@@ -61,6 +64,7 @@ impl Caches {
         let config = || watcher::Config::default().streaming_lists();
         Caches {
             pods: Cache::start(Api::all(client.clone()), config()),
+            nodes: Cache::start(Api::all(client.clone()), config()),
             replica_sets: Cache::start(Api::all(client.clone()), config()),
             deployments: Cache::start(Api::all(client.clone()), config()),
             namespaces: Cache::start(Api::all(client.clone()), config()),
@@ -78,6 +82,7 @@ impl Caches {
     async fn synced(&self) {
         tokio::join!(
             self.pods.synced(),
+            self.nodes.synced(),
             self.replica_sets.synced(),
             self.deployments.synced(),
             self.namespaces.synced(),
@@ -107,6 +112,7 @@ pub async fn run(
         garbage::run(client.clone(), caches.clone()),
         attach::run(client.clone(), caches.clone()),
         binder::run(client.clone(), caches.clone(), directories),
+        nodes::run(client.clone(), caches.clone()),
         namespace::run(client, caches, ca),
     );
 }

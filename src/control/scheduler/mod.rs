@@ -11,18 +11,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{
-    Binding, Node, ObjectReference, PersistentVolume, PersistentVolumeClaim, Pod,
+    Binding, ObjectReference, PersistentVolume, PersistentVolumeClaim, Pod,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{Patch, PatchParams, PostParams};
-use kube::runtime::watcher;
 use kube::{Api, Client, ResourceExt as _};
 use serde_json::json;
 use tokio::time::Instant;
 
 use super::controllers::Caches;
 use crate::core::backoff::Doubling;
-use crate::kubeapi::Cache;
 use storage::{Storage, Wanted};
 
 /// A pod that did not fit is looked at again after this long at the latest, doubling up to the maximum.
@@ -38,15 +36,12 @@ struct Waiting {
 pub async fn run(client: Client, caches: Caches) {
     let Caches {
         pods,
+        nodes,
         claims,
         volumes,
         classes,
         ..
     } = caches;
-    let nodes: Cache<Node> = Cache::start(
-        Api::all(client.clone()),
-        watcher::Config::default().streaming_lists(),
-    );
     tokio::join!(
         pods.synced(),
         nodes.synced(),

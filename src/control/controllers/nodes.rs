@@ -1,0 +1,494 @@
+//! Nodes whose heartbeats stop: their conditions become Unknown and they are tainted, their pods lose their readiness and are
+//! deleted when they no longer tolerate the taint; pods of nodes that are gone are collected (control-plane spec, 5.7).
+
+use std::collections::{BTreeSet, HashMap};
+use std::time::Duration;
+
+use jiff::Timestamp;
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{Node, NodeCondition, Pod, Taint, Toleration};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kube::api::{DeleteParams, Patch, PatchParams};
+use kube::runtime::watcher;
+use kube::{Api, Client, ResourceExt as _};
+use serde_json::{Value, json};
+use tokio::time::Instant;
+
+use super::{Caches, any_change};
+use crate::control::api::object::later;
+use crate::core::node::taints::tolerates;
+use crate::kubeapi::Cache;
+use crate::kubeapi::client::code;
+
+/// How long a node may send no heartbeat (kube-controller-manager's node-monitor-grace-period).
+const GRACE: Duration = Duration::from_secs(50);
+/// How long a node must have been gone before its pods are deleted: it may be registering again.
+const GONE: Duration = Duration::from_secs(40);
+/// How often nodes are looked at without a change.
+const PERIOD: Duration = Duration::from_secs(5);
+
+const NOT_READY: &str = "node.kubernetes.io/not-ready";
+const UNREACHABLE: &str = "node.kubernetes.io/unreachable";
+const UNSCHEDULABLE: &str = "node.kubernetes.io/unschedulable";
+
+/// How a node is, as far as its pods are concerned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Health {
+    Ready,
+    NotReady,
+    Unreachable,
+}
+
+fn ready(node: &Node) -> Option<&NodeCondition> {
+    let conditions = node.status.as_ref()?.conditions.as_deref()?;
+    conditions.iter().find(|c| c.type_ == "Ready")
+}
+
+fn health(node: &Node, overdue: bool) -> Health {
+    match ready(node).map(|c| c.status.as_str()) {
+        _ if overdue => Health::Unreachable,
+        Some("True") => Health::Ready,
+        Some("Unknown") => Health::Unreachable,
+        _ => Health::NotReady,
+    }
+}
+
+/// The taints that a node should have; `None` if it has them. Those that are not this controller's stay. Without `evict`
+/// no pod is to be deleted for the node's health: see [`evicts`].
+fn taints(node: &Node, health: Health, evict: bool, now: Timestamp) -> Option<Vec<Taint>> {
+    let spec = node.spec.clone().unwrap_or_default();
+    let old = spec.taints.unwrap_or_default();
+    let mut wanted = vec![];
+    if spec.unschedulable == Some(true) {
+        wanted.push((UNSCHEDULABLE, "NoSchedule"));
+    }
+    let key = match health {
+        Health::Ready => None,
+        Health::NotReady => Some(NOT_READY),
+        Health::Unreachable => Some(UNREACHABLE),
+    };
+    if let Some(key) = key {
+        wanted.push((key, "NoSchedule"));
+        if evict {
+            wanted.push((key, "NoExecute"));
+        }
+    }
+    let is =
+        |taint: &Taint, (key, effect): &(&str, &str)| taint.key == *key && taint.effect == *effect;
+    let ours =
+        |taint: &Taint| [NOT_READY, UNREACHABLE, UNSCHEDULABLE].contains(&taint.key.as_str());
+    let mut new: Vec<Taint> = old
+        .iter()
+        .filter(|t| !ours(t) || wanted.iter().any(|w| is(t, w)))
+        .cloned()
+        .collect();
+    for missing in wanted {
+        if !old.iter().any(|t| is(t, &missing)) {
+            new.push(Taint {
+                key: missing.0.into(),
+                effect: missing.1.into(),
+                time_added: Some(Time(now)),
+                ..Taint::default()
+            });
+        }
+    }
+    (new != old).then_some(new)
+}
+
+/// Whether pods are deleted for their node's health: not while no node at all is ready. Then it is the control plane that
+/// lost its nodes (or the only node is being upgraded), and no pod could run elsewhere (kube-controller-manager's full
+/// disruption).
+fn evicts(health: &[Health]) -> bool {
+    health.contains(&Health::Ready)
+}
+
+/// The conditions of a node without heartbeats, as a patch; `None` if they say so already.
+fn unknown(node: &Node, now: Timestamp) -> Option<Value> {
+    let known = node
+        .status
+        .as_ref()
+        .and_then(|s| s.conditions.clone())
+        .unwrap_or_default();
+    let conditions: Vec<Value> = ["Ready", "MemoryPressure", "DiskPressure", "PIDPressure"]
+        .iter()
+        .filter_map(|kind| {
+            let old = known.iter().find(|c| c.type_ == *kind);
+            let (reason, message) = match old {
+                Some(old) if old.status == "Unknown" => return None,
+                Some(_) => ("NodeStatusUnknown", "Kubelet stopped posting node status."),
+                None => ("NodeStatusNeverUpdated", "Kubelet never posted node status."),
+            };
+            Some(json!({"type": kind, "status": "Unknown", "reason": reason, "message": message, "lastTransitionTime": Time(now)}))
+        })
+        .collect();
+    (!conditions.is_empty()).then(|| json!({"status": {"conditions": conditions}}))
+}
+
+/// When a pod is to be deleted because of its node's taints: `None` if it tolerates them all for ever.
+fn ends(tolerations: &[Toleration], taints: &[Taint], now: Timestamp) -> Option<Timestamp> {
+    let of = |taint: &Taint| {
+        let since = taint.time_added.as_ref().map_or(now, |t| t.0);
+        let fitting: Vec<&Toleration> = tolerations
+            .iter()
+            .filter(|t| tolerates(std::slice::from_ref(*t), taint))
+            .collect();
+        if fitting.is_empty() {
+            return Some(now);
+        }
+        // The shortest counts; a toleration without seconds sets no limit.
+        fitting
+            .iter()
+            .filter_map(|t| t.toleration_seconds)
+            .min()
+            .map(|seconds| later(since, seconds.max(0)))
+    };
+    let evicting = taints.iter().filter(|t| t.effect == "NoExecute");
+    evicting.filter_map(of).min()
+}
+
+/// The last heartbeat of every node, and when it was seen.
+#[derive(Default)]
+struct Heartbeats(HashMap<String, (String, Instant)>);
+
+impl Heartbeats {
+    /// Whether a node has sent no heartbeat for too long. Clocks are not compared: a heartbeat is that its times change.
+    fn overdue(&mut self, node: &Node, lease: Option<&Lease>, now: Instant) -> bool {
+        let renewed = lease.and_then(|l| l.spec.as_ref()?.renew_time.as_ref());
+        let beat = ready(node).and_then(|c| c.last_heartbeat_time.as_ref());
+        let last = format!("{renewed:?} {beat:?}");
+        let entry = self
+            .0
+            .entry(node.name_any())
+            .or_insert_with(|| (last.clone(), now));
+        if entry.0 != last {
+            *entry = (last, now);
+        }
+        now.duration_since(entry.1) > GRACE
+    }
+}
+
+fn done(result: Result<(), kube::Error>, what: &str, name: &str) {
+    if let Err(error) = result
+        && !matches!(code(&error), Some(404 | 409))
+    {
+        tracing::warn!(%error, name, "{what} failed; it is tried again");
+    }
+}
+
+/// Brings a node's conditions and taints up to date, and sees to its pods.
+async fn tend(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict: bool) {
+    let (api, name, now) = (
+        Api::<Node>::all(client.clone()),
+        node.name_any(),
+        Timestamp::now(),
+    );
+    let parameters = PatchParams::default();
+    if health == Health::Unreachable
+        && let Some(patch) = unknown(node, now)
+    {
+        tracing::warn!(
+            node = name,
+            "no heartbeat for too long; the node's state is Unknown"
+        );
+        let result = api
+            .patch_status(&name, &parameters, &Patch::Strategic(patch))
+            .await;
+        done(result.map(|_| ()), "writing a node's conditions", &name);
+    }
+    if health == Health::Unreachable {
+        for pod in pods {
+            unready(client, pod, now).await;
+        }
+    }
+    if let Some(taints) = taints(node, health, evict, now) {
+        let patch = json!({"metadata": {"resourceVersion": node.metadata.resource_version}, "spec": {"taints": taints}});
+        let result = api.patch(&name, &parameters, &Patch::Merge(patch)).await;
+        done(result.map(|_| ()), "tainting a node", &name);
+        // Pods are judged by what stands in the object: the next turn does it.
+        return;
+    }
+    let taints = node.spec.as_ref().and_then(|s| s.taints.as_deref());
+    for pod in pods {
+        let spec = pod.spec.as_ref();
+        let tolerations = spec
+            .and_then(|s| s.tolerations.as_deref())
+            .unwrap_or_default();
+        let mirror = pod
+            .annotations()
+            .contains_key("kubernetes.io/config.mirror");
+        let over = ends(tolerations, taints.unwrap_or_default(), now).is_some_and(|at| at <= now);
+        if over && !mirror && pod.metadata.deletion_timestamp.is_none() {
+            delete(client, pod, &DeleteParams::default()).await;
+        }
+    }
+}
+
+/// Takes a pod's readiness away: its state is no longer known.
+async fn unready(client: &Client, pod: &Pod, now: Timestamp) {
+    let conditions = pod.status.as_ref().and_then(|s| s.conditions.as_deref());
+    if !conditions
+        .unwrap_or_default()
+        .iter()
+        .any(|c| c.type_ == "Ready" && c.status == "True")
+    {
+        return;
+    }
+    let patch = json!({"status": {"conditions": [{"type": "Ready", "status": "False", "reason": "NodeNotReady", "lastTransitionTime": Time(now)}]}});
+    let api: Api<Pod> = Api::namespaced(client.clone(), &pod.namespace().unwrap_or_default());
+    let name = pod.name_any();
+    let result = api
+        .patch_status(&name, &PatchParams::default(), &Patch::Strategic(patch))
+        .await;
+    done(result.map(|_| ()), "taking a pod's readiness", &name);
+}
+
+async fn delete(client: &Client, pod: &Pod, how: &DeleteParams) {
+    let api: Api<Pod> = Api::namespaced(client.clone(), &pod.namespace().unwrap_or_default());
+    let how = DeleteParams {
+        preconditions: Some(kube::api::Preconditions {
+            uid: pod.uid(),
+            resource_version: None,
+        }),
+        ..how.clone()
+    };
+    let name = pod.name_any();
+    tracing::info!(
+        pod = name,
+        "the pod is deleted, as its node is tainted or gone"
+    );
+    done(
+        api.delete(&name, &how).await.map(|_| ()),
+        "deleting a pod",
+        &name,
+    );
+}
+
+/// Deletes the pods of nodes that have been gone for a while, without grace: no agent is left to stop them.
+async fn collect(client: &Client, caches: &Caches, gone: &mut HashMap<String, Instant>) {
+    let pods = caches.pods.list();
+    let of = |pod: &Pod| {
+        pod.spec
+            .as_ref()?
+            .node_name
+            .clone()
+            .filter(|n| !n.is_empty())
+    };
+    let missing: BTreeSet<String> = pods
+        .iter()
+        .filter_map(|p| of(p))
+        .filter(|n| caches.nodes.get("", n).is_none())
+        .collect();
+    gone.retain(|node, _| missing.contains(node));
+    for node in missing {
+        let since = *gone.entry(node.clone()).or_insert_with(Instant::now);
+        if since.elapsed() < GONE {
+            continue;
+        }
+        // The cache may be behind: the API itself is asked.
+        if !matches!(
+            Api::<Node>::all(client.clone()).get_opt(&node).await,
+            Ok(None)
+        ) {
+            continue;
+        }
+        for pod in pods.iter().filter(|p| of(p).as_ref() == Some(&node)) {
+            delete(client, pod, &DeleteParams::default().grace_period(0)).await;
+        }
+    }
+}
+
+/// Runs until the process ends.
+pub(super) async fn run(client: Client, caches: Caches) {
+    let leases: Cache<Lease> = Cache::start(
+        Api::namespaced(client.clone(), "kube-node-lease"),
+        watcher::Config::default().streaming_lists(),
+    );
+    leases.synced().await;
+    let (mut heartbeats, mut gone) = (Heartbeats::default(), HashMap::new());
+    let mut changes = [caches.nodes.changes()];
+    loop {
+        changes[0].mark_unchanged();
+        let (nodes, pods) = (caches.nodes.list(), caches.pods.list());
+        heartbeats
+            .0
+            .retain(|name, _| nodes.iter().any(|n| n.name_any() == *name));
+        let now = Instant::now();
+        let states: Vec<Health> = nodes
+            .iter()
+            .map(|node| {
+                let lease = leases.get("kube-node-lease", &node.name_any());
+                health(node, heartbeats.overdue(node, lease.as_deref(), now))
+            })
+            .collect();
+        let evict = evicts(&states);
+        for (node, health) in nodes.iter().zip(states) {
+            let name = node.name_any();
+            let own: Vec<&Pod> = pods
+                .iter()
+                .filter(|p| p.spec.as_ref().and_then(|s| s.node_name.as_ref()) == Some(&name))
+                .map(|p| &**p)
+                .collect();
+            tend(&client, node, &own, health, evict).await;
+        }
+        collect(&client, &caches, &mut gone).await;
+        any_change(&mut changes, PERIOD).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use jiff::SignedDuration;
+
+    fn at(seconds: i64) -> Timestamp {
+        Timestamp::UNIX_EPOCH + SignedDuration::from_secs(seconds)
+    }
+
+    fn node(ready: &str, spec: Value) -> Node {
+        serde_json::from_value(json!({"metadata": {"name": "n"}, "spec": spec,
+            "status": {"conditions": [{"type": "Ready", "status": ready}]}}))
+        .expect("a node")
+    }
+
+    #[test]
+    fn taints_say_how_a_node_is() {
+        let cases = [
+            ("True", false, json!({}), None),
+            (
+                "False",
+                false,
+                json!({}),
+                Some(
+                    "node.kubernetes.io/not-ready:NoSchedule node.kubernetes.io/not-ready:NoExecute",
+                ),
+            ),
+            (
+                "Unknown",
+                false,
+                json!({}),
+                Some(
+                    "node.kubernetes.io/unreachable:NoSchedule node.kubernetes.io/unreachable:NoExecute",
+                ),
+            ),
+            (
+                "True",
+                true,
+                json!({}),
+                Some(
+                    "node.kubernetes.io/unreachable:NoSchedule node.kubernetes.io/unreachable:NoExecute",
+                ),
+            ),
+            (
+                "True",
+                false,
+                json!({"unschedulable": true}),
+                Some("node.kubernetes.io/unschedulable:NoSchedule"),
+            ),
+            (
+                "True",
+                false,
+                json!({"taints": [{"key": "own", "effect": "NoExecute"}, {"key": NOT_READY, "effect": "NoExecute"}]}),
+                Some("own:NoExecute"),
+            ),
+            (
+                "True",
+                false,
+                json!({"taints": [{"key": UNSCHEDULABLE, "effect": "NoSchedule"}]}),
+                Some(""),
+            ),
+        ];
+        for (ready, overdue, spec, expected) in cases {
+            let node = node(ready, spec);
+            let shown = taints(&node, health(&node, overdue), true, at(0)).map(|taints| {
+                let all: Vec<String> = taints
+                    .iter()
+                    .map(|t| format!("{}:{}", t.key, t.effect))
+                    .collect();
+                all.join(" ")
+            });
+            assert_eq!(shown.as_deref(), expected, "{ready} {overdue}");
+        }
+    }
+
+    /// While no node is ready no pod is deleted for it: no NoExecute is added, and one that is there goes.
+    #[test]
+    fn pods_stay_where_no_node_is_ready() {
+        use Health::{NotReady, Ready, Unreachable};
+        assert!(!evicts(&[]) && !evicts(&[Unreachable]) && !evicts(&[Unreachable, NotReady]));
+        assert!(evicts(&[Unreachable, Ready]));
+        let tainted = json!({"taints": [{"key": UNREACHABLE, "effect": "NoSchedule"}, {"key": UNREACHABLE, "effect": "NoExecute"}]});
+        let kept = taints(&node("Unknown", tainted), Unreachable, false, at(0)).expect("a change");
+        assert_eq!(kept.len(), 1);
+        assert_eq!(kept[0].effect, "NoSchedule");
+    }
+
+    #[test]
+    fn a_node_without_heartbeats_is_unknown_once() {
+        let fresh = node("True", json!({}));
+        let patch = unknown(&fresh, at(0)).expect("a change");
+        assert_eq!(
+            patch["status"]["conditions"].as_array().map(Vec::len),
+            Some(4)
+        );
+        assert_eq!(
+            patch["status"]["conditions"][0]["reason"],
+            "NodeStatusUnknown"
+        );
+        let mut merged = serde_json::to_value(&fresh).expect("JSON");
+        json_patch::merge(&mut merged, &patch);
+        assert_eq!(
+            unknown(&serde_json::from_value(merged).expect("a node"), at(0)),
+            None
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_heartbeat_is_a_change() {
+        let lease = |second: i64| -> Lease {
+            serde_json::from_value(
+                json!({"spec": {"renewTime": format!("2026-01-01T00:00:{second:02}.000000Z")}}),
+            )
+            .expect("a lease")
+        };
+        let (mut heartbeats, node) = (Heartbeats::default(), node("True", json!({})));
+        let start = Instant::now();
+        let after = |seconds| start + Duration::from_secs(seconds);
+        assert!(!heartbeats.overdue(&node, Some(&lease(0)), start));
+        assert!(!heartbeats.overdue(&node, Some(&lease(0)), after(40)));
+        assert!(
+            !heartbeats.overdue(&node, Some(&lease(1)), after(49)),
+            "it was renewed"
+        );
+        assert!(!heartbeats.overdue(&node, Some(&lease(1)), after(98)));
+        assert!(heartbeats.overdue(&node, Some(&lease(1)), after(101)));
+        assert!(
+            !heartbeats.overdue(&node, Some(&lease(2)), after(200)),
+            "and is back"
+        );
+    }
+
+    #[test]
+    fn pods_stay_as_long_as_they_tolerate() {
+        let taint = |effect: &str| -> Taint {
+            serde_json::from_value(
+                json!({"key": UNREACHABLE, "effect": effect, "timeAdded": "1970-01-01T00:01:40Z"}),
+            )
+            .expect("a taint")
+        };
+        let of = |tolerations: Value, effect: &str| {
+            let tolerations: Vec<Toleration> =
+                serde_json::from_value(tolerations).expect("tolerations");
+            ends(&tolerations, &[taint(effect)], at(1000))
+        };
+        let exists = |seconds: Value| json!({"key": UNREACHABLE, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds});
+        assert_eq!(of(json!([]), "NoExecute"), Some(at(1000)));
+        assert_eq!(of(json!([]), "NoSchedule"), None);
+        assert_eq!(of(json!([exists(json!(300))]), "NoExecute"), Some(at(400)));
+        assert_eq!(
+            of(json!([exists(json!(300)), exists(json!(5))]), "NoExecute"),
+            Some(at(105))
+        );
+        assert_eq!(of(json!([exists(Value::Null)]), "NoExecute"), None);
+        assert!(of(json!([exists(json!(i64::MAX))]), "NoExecute") > Some(at(1_000_000)));
+    }
+}
