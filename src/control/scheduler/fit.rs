@@ -1,5 +1,6 @@
 //! Filter and score: which node a pod goes to, or the sentence that says why none will do. Pure.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -22,17 +23,21 @@ pub fn choose(
     if nodes.is_empty() {
         return Err("no nodes available to schedule pods".into());
     }
+    let mut by_node: HashMap<&str, Vec<&Arc<Pod>>> = HashMap::new();
+    for other in pods {
+        if let Some(node) = node_of(other, assumed) {
+            by_node.entry(node).or_default().push(other);
+        }
+    }
     let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
-    let mut best: Option<(i64, String)> = None;
+    let mut best: Option<(Score, String)> = None;
     for node in nodes {
-        let here: Vec<&Arc<Pod>> = pods
-            .iter()
-            .filter(|p| is_on(p, &node.name_any(), assumed))
-            .collect();
-        match fits(pod, node, &here, storage) {
+        let name = node.name_any();
+        let here = by_node.get(name.as_str()).map_or(&[][..], Vec::as_slice);
+        match fits(pod, node, here, storage) {
             Ok(score) => {
                 if best.as_ref().is_none_or(|(other, _)| score > *other) {
-                    best = Some((score, node.name_any()));
+                    best = Some((score, name));
                 }
             }
             Err(why) => {
@@ -53,50 +58,81 @@ pub fn choose(
     })
 }
 
-fn is_on(pod: &Pod, node: &str, assumed: &HashMap<String, String>) -> bool {
+/// The node that a pod takes room on.
+fn node_of<'a>(pod: &'a Pod, assumed: &'a HashMap<String, String>) -> Option<&'a str> {
     let phase = pod.status.as_ref().and_then(|s| s.phase.as_deref());
     if matches!(phase, Some("Succeeded" | "Failed")) {
-        return false;
+        return None;
     }
     let bound = pod
         .spec
         .as_ref()
         .and_then(|s| s.node_name.as_deref())
         .filter(|n| !n.is_empty());
-    let bound = bound.or_else(|| {
-        pod.metadata
-            .uid
-            .as_ref()
-            .and_then(|uid| assumed.get(uid))
-            .map(String::as_str)
-    });
-    bound == Some(node)
+    bound.or_else(|| {
+        let uid = pod.metadata.uid.as_ref()?;
+        assumed.get(uid).map(String::as_str)
+    })
 }
 
-fn fits(pod: &Pod, node: &Node, here: &[&Arc<Pod>], storage: &Storage) -> Result<i64, Vec<String>> {
-    let mut why = Vec::new();
-    let Some(spec) = &pod.spec else {
-        return Err(vec!["node(s) got a pod without a spec".into()]);
-    };
-    let tolerations = spec.tolerations.as_deref().unwrap_or_default();
-    let node_spec = node.spec.clone().unwrap_or_default();
-    if node_spec.unschedulable == Some(true) {
-        why.push("node(s) were unschedulable".to_owned());
-    }
+/// How well a pod fits: the greater the better. Of what is equal the node with fewer pods is better.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Score {
+    /// Room that is left, and how few of the same owner's pods there are: 0 to 300.
+    merit: i64,
+    fewest: Reverse<usize>,
+}
+
+/// What a container that asks for nothing is taken to need when nodes are compared: CPU in thousandths, memory in bytes.
+/// Without it all pods without requests would go to one node.
+const UNASKED: [(&str, i64); 2] = [("cpu", 100), ("memory", 200 << 20)];
+
+/// The taints that a node's state stands for, also before the controller has written them.
+fn taints(node: &Node) -> Vec<Taint> {
+    let spec = node.spec.clone().unwrap_or_default();
+    let mut all = spec.taints.unwrap_or_default();
     let ready = node
         .status
         .iter()
         .flat_map(|s| s.conditions.iter().flatten())
         .any(|c| c.type_ == "Ready" && c.status == "True");
-    let hard = |t: &&Taint| matches!(t.effect.as_str(), "NoSchedule" | "NoExecute");
-    if !ready
-        || node_spec
-            .taints
-            .iter()
-            .flatten()
-            .filter(hard)
-            .any(|t| !tolerates(tolerations, t))
-    {
+    let mut add = |key: &str| {
+        all.push(Taint {
+            key: key.into(),
+            effect: "NoSchedule".into(),
+            ..Taint::default()
+        });
+    };
+    if spec.unschedulable == Some(true) {
+        add(UNSCHEDULABLE);
+    }
+    if !ready {
+        add("node.kubernetes.io/not-ready");
+    }
+    all
+}
+
+const UNSCHEDULABLE: &str = "node.kubernetes.io/unschedulable";
+
+fn fits(
+    pod: &Pod,
+    node: &Node,
+    here: &[&Arc<Pod>],
+    storage: &Storage,
+) -> Result<Score, Vec<String>> {
+    let mut why = Vec::new();
+    let Some(spec) = &pod.spec else {
+        return Err(vec!["node(s) got a pod without a spec".into()]);
+    };
+    let tolerations = spec.tolerations.as_deref().unwrap_or_default();
+    let hard = |t: &Taint| matches!(t.effect.as_str(), "NoSchedule" | "NoExecute");
+    let refused: Vec<Taint> = taints(node)
+        .into_iter()
+        .filter(|t| hard(t) && !tolerates(tolerations, t))
+        .collect();
+    if refused.iter().any(|t| t.key == UNSCHEDULABLE) {
+        why.push("node(s) were unschedulable".to_owned());
+    } else if !refused.is_empty() {
         why.push("node(s) had untolerated taint(s)".into());
     }
     if !crate::core::node::node_affinity::pod_matches(pod, node) {
@@ -130,20 +166,61 @@ fn fits(pod: &Pod, node: &Node, here: &[&Arc<Pod>], storage: &Storage) -> Result
         }
     }
     if why.is_empty() {
-        Ok(least_allocated(&used, &allocatable))
+        Ok(score(pod, here, &allocatable))
     } else {
         Err(why)
     }
 }
 
-/// 0 (full) to 100 (empty), the mean of CPU and memory.
-fn least_allocated(used: &Amounts, allocatable: &Amounts) -> i64 {
-    let free = |name: &str| {
-        let all = allocatable.get(name).map_or(0, |q| q.milli()).max(1);
-        let used = used.get(name).map_or(0, |q| q.milli());
-        (all - used).max(0).saturating_mul(100) / all
+/// What a pod is taken to need of a resource when nodes are compared, in thousandths or bytes.
+fn weight(pod: &Pod, name: &str, unasked: i64) -> i64 {
+    let asked = requests(pod).get(name).copied().unwrap_or(Quantity::ZERO);
+    if asked.is_zero() {
+        let containers = pod.spec.as_ref().map_or(1, |s| s.containers.len().max(1));
+        return unasked.saturating_mul(i64::try_from(containers).unwrap_or(i64::MAX));
+    }
+    if name == "cpu" {
+        asked.milli()
+    } else {
+        asked.units()
+    }
+}
+
+fn owner(pod: &Pod) -> Option<&str> {
+    let owners = pod.metadata.owner_references.as_deref()?;
+    owners
+        .iter()
+        .find(|o| o.controller == Some(true))
+        .map(|o| o.uid.as_str())
+}
+
+/// Room that is left with the pod there (the mean of CPU and memory, 0 to 100), and twice how few of its owner's pods are
+/// there already.
+fn score(pod: &Pod, here: &[&Arc<Pod>], allocatable: &Amounts) -> Score {
+    let free = |(name, unasked): (&str, i64)| {
+        let all = allocatable.get(name).copied().unwrap_or(Quantity::ZERO);
+        let all = if name == "cpu" {
+            all.milli()
+        } else {
+            all.units()
+        };
+        let used = here
+            .iter()
+            .map(|other| weight(other, name, unasked))
+            .fold(weight(pod, name, unasked), i64::saturating_add);
+        all.saturating_sub(used).max(0).saturating_mul(100) / all.max(1)
     };
-    i64::midpoint(free("cpu"), free("memory"))
+    let room = UNASKED.map(free).iter().sum::<i64>() / 2;
+    let own = owner(pod);
+    let siblings = here
+        .iter()
+        .filter(|other| own.is_some() && owner(other) == own)
+        .count();
+    let spread = 200 / (i64::try_from(siblings).unwrap_or(i64::MAX - 1) + 1);
+    Score {
+        merit: room + spread,
+        fewest: Reverse(here.len()),
+    }
 }
 
 #[cfg(test)]
@@ -263,5 +340,70 @@ mod tests {
             .is_err(),
             "assumed pods count"
         );
+    }
+
+    #[test]
+    fn pods_without_requests_are_spread() {
+        let nodes = [
+            node("a", json!({})),
+            node("b", json!({})),
+            node("c", json!({})),
+        ];
+        let owned = |name: &str, at: &str, owner: &str| {
+            let mut pod = json!({"metadata": {"name": name, "uid": name, "ownerReferences": [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": owner, "uid": owner, "controller": true}]},
+                "spec": {"containers": [{"name": "c"}]}});
+            if !at.is_empty() {
+                pod["spec"]["nodeName"] = json!(at);
+            }
+            Arc::new(serde_json::from_value::<Pod>(pod).expect("a pod"))
+        };
+        let mut pods = vec![owned("x", "b", "other")];
+        let mut chosen = vec![];
+        for i in 0..3 {
+            let at = choose(
+                &owned("new", "", "mine"),
+                &nodes,
+                &pods,
+                &HashMap::new(),
+                &Storage::default(),
+            )
+            .expect("it fits");
+            pods.push(owned(&format!("p{i}"), &at, "mine"));
+            chosen.push(at);
+        }
+        chosen.sort();
+        assert_eq!(
+            chosen,
+            ["a", "b", "c"],
+            "one on each, as they belong together"
+        );
+        let next = choose(
+            &owned("y", "", "lone"),
+            &nodes,
+            &pods,
+            &HashMap::new(),
+            &Storage::default(),
+        );
+        assert_ne!(next, Ok("b".into()), "and then where there are fewest");
+    }
+
+    #[test]
+    fn what_is_tolerated_is_not_refused() {
+        let cordoned = node("u", json!({"spec": {"unschedulable": true}}));
+        let down = node(
+            "d",
+            json!({"status": {"conditions": [{"type": "Ready", "status": "False"}]}}),
+        );
+        let tolerant = pod("p", "", json!({"tolerations": [{"operator": "Exists"}]}));
+        for node in [cordoned, down] {
+            let placed = choose(
+                &tolerant,
+                std::slice::from_ref(&node),
+                &[],
+                &HashMap::new(),
+                &Storage::default(),
+            );
+            assert_eq!(placed, Ok(node.name_any()));
+        }
     }
 }
