@@ -288,10 +288,20 @@ async fn create(
     match sets.create(&PostParams::default(), &set).await {
         Ok(set) => Ok(Some(set)),
         Err(error) if crate::kubeapi::client::code(&error) == Some(409) => {
+            let taken = sets.get_opt(&set.name_any()).await?;
+            // Gone again, or made a moment ago and not seen yet: no other template has the name.
+            let ours = |t: &ReplicaSet| {
+                controller_of(t) == deployment.metadata.uid.as_deref()
+                    && t.spec.as_ref().and_then(|s| s.template.as_ref())
+                        == set.spec.as_ref().and_then(|s| s.template.as_ref())
+            };
+            if taken.as_ref().is_none_or(ours) {
+                return Ok(None);
+            }
             let namespace = deployment.namespace().unwrap_or_default();
             let deployments: Api<Deployment> =
                 Api::namespaced(sets.clone().into_client(), &namespace);
-            let patch = json!({"status": {"collisionCount": collisions + 1}});
+            let patch = json!({"status": {"collisionCount": collisions.saturating_add(1)}});
             deployments
                 .patch_status(
                     &deployment.name_any(),

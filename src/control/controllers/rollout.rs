@@ -205,6 +205,38 @@ pub fn step(
         .collect()
 }
 
+/// Whether a rollout went on, to so many replicas in all, updated and available ones, and whether it is late. Progress is
+/// what goes forward: a pod that loses its readiness is none (control-plane spec, 5.6).
+fn progress(
+    deployment: &Deployment,
+    [total, updated, available]: [i32; 3],
+    now: &str,
+) -> (bool, bool) {
+    let before = deployment.status.clone().unwrap_or_default();
+    let stale = |total: i32, updated: i32| total.saturating_sub(updated);
+    let had = |count: Option<i32>| count.unwrap_or(0);
+    let progressed = updated > had(before.updated_replicas)
+        || available > had(before.available_replicas)
+        || stale(total, updated) < stale(had(before.replicas), had(before.updated_replicas));
+    let spec = deployment.spec.as_ref();
+    let deadline = spec
+        .and_then(|s| s.progress_deadline_seconds)
+        .unwrap_or(600);
+    let conditions = before.conditions.unwrap_or_default();
+    let progressing = conditions.iter().find(|c| c.type_ == "Progressing");
+    let since = progressing.and_then(|c| c.last_update_time.as_ref());
+    let late = match progressing.and_then(|c| c.reason.as_deref()) {
+        // It stays so until something moves.
+        Some("ProgressDeadlineExceeded") => true,
+        Some("NewReplicaSetAvailable") => false,
+        _ => since.is_some_and(|t| {
+            now.parse::<jiff::Timestamp>()
+                .is_ok_and(|now| now.as_second() - t.0.as_second() > i64::from(deadline))
+        }),
+    };
+    (progressed, late)
+}
+
 /// The status of a deployment; conditions keep their times where nothing changed.
 #[must_use]
 pub fn status(
@@ -215,7 +247,9 @@ pub fn status(
 ) -> Value {
     let all: Vec<&ReplicaSet> = old.iter().map(|s| &**s).chain(new).collect();
     let sum = |get: fn(&k8s_openapi::api::apps::v1::ReplicaSetStatus) -> Option<i32>| {
-        all.iter().map(|s| number(s, get)).sum::<i32>()
+        all.iter()
+            .map(|s| number(s, get))
+            .fold(0, i32::saturating_add)
     };
     let spec = deployment.spec.clone().unwrap_or_default();
     let wanted_replicas = spec.replicas.unwrap_or(1);
@@ -266,19 +300,7 @@ pub fn status(
     }];
     let complete =
         updated == wanted_replicas && total == wanted_replicas && avail == wanted_replicas;
-    let before = deployment.status.clone().unwrap_or_default();
-    let progressed = before.updated_replicas.unwrap_or(0) != updated
-        || before.available_replicas.unwrap_or(0) != avail
-        || before.replicas.unwrap_or(0) != total;
-    let progressing = old_conditions.iter().find(|c| c.type_ == "Progressing");
-    let deadline = i64::from(spec.progress_deadline_seconds.unwrap_or(600));
-    let late = progressing
-        .filter(|c| c.reason.as_deref() != Some("NewReplicaSetAvailable"))
-        .and_then(|c| c.last_update_time.as_ref())
-        .is_some_and(|t| {
-            now.parse::<jiff::Timestamp>()
-                .is_ok_and(|now| now.as_second() - t.0.as_second() > deadline)
-        });
+    let (progressed, late) = progress(deployment, [total, updated, avail], now);
     conditions.push(match new.map(|s| s.name_any()) {
         _ if spec.paused == Some(true) => condition(
             "Progressing",
@@ -338,6 +360,38 @@ mod tests {
                 "spec": {"replicas": wanted, "selector": {}}, "status": {"replicas": wanted, "availableReplicas": available}}))
             .expect("a set"),
         )
+    }
+
+    #[test]
+    fn a_late_rollout_stays_late_until_it_moves() {
+        let mut d = deployment(3, json!(1), json!(0));
+        let reason = |status: &Value| {
+            status["conditions"][1]["reason"]
+                .as_str()
+                .map(str::to_owned)
+        };
+        let mut seen = vec![];
+        for (now, available) in [
+            ("2026-01-01T00:00:00Z", 1),
+            ("2026-01-01T00:05:00Z", 0),
+            ("2026-01-01T00:10:10Z", 0),
+            ("2026-01-01T00:10:20Z", 0),
+            ("2026-01-01T00:10:30Z", 1),
+        ] {
+            let written = status(&d, Some(&set("n", 1, 2, available)), &[], now);
+            seen.push(reason(&written).unwrap_or_default());
+            d.status = Some(serde_json::from_value(written).expect("a status"));
+        }
+        assert_eq!(
+            seen,
+            [
+                "ReplicaSetUpdated",
+                "ReplicaSetUpdated",
+                "ProgressDeadlineExceeded",
+                "ProgressDeadlineExceeded",
+                "ReplicaSetUpdated"
+            ]
+        );
     }
 
     #[test]
