@@ -8,7 +8,7 @@ use holdfast::agent;
 use holdfast::ask;
 use holdfast::cli::{
     AgentFlags, AuditFlags, Cli, Command, ExplainFlags, Explained, Ipam, KubeletCli, Output,
-    PodOfAgent, RecordFlags, Recorded, Running, fields,
+    PodOfAgent, RecordFlags, Recorded, Running, UpFlags, UpWhat, fields,
 };
 use holdfast::config;
 use holdfast::control;
@@ -94,6 +94,23 @@ fn main() -> ExitCode {
 
 async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
     match command {
+        Command::Up(UpFlags {
+            what: Some(UpWhat::Status { name }),
+            ..
+        }) => up::status(&up::Settings::dirs(&name)),
+        Command::Supervise(flags) => tokio::task::block_in_place(|| {
+            let (program, arguments) = flags
+                .command
+                .split_first()
+                .ok_or_else(|| anyhow::anyhow!("no program is named behind --"))?;
+            up::supervise(
+                &flags.part,
+                &flags.run,
+                &flags.logs,
+                program.as_ref(),
+                arguments,
+            )
+        }),
         Command::Up(flags) => {
             let mut settings = up::Settings::new(
                 &flags.name,

@@ -111,7 +111,7 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
         .map(|a| String::from_utf8(a.to_vec()).unwrap())
         .collect();
     for part in ["agent", "control-plane"] {
-        kill(Pid::from_raw(cluster.pid(part)), Signal::SIGKILL).unwrap();
+        cluster.kill(part);
     }
     ask(&cluster, async |runtime| {
         for sandbox in runtime.observe(&uid).await.unwrap().sandboxes {

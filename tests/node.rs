@@ -39,6 +39,7 @@ fn signal(pid: i32, signal: nix::sys::signal::Signal) {
 /// Ends the agent; `up` starts it again.
 fn stop_agent(cluster: &Cluster) {
     let pid = cluster.pid("agent");
+    cluster.unsupervise("agent");
     signal(pid, nix::sys::signal::SIGTERM);
     let stat = format!("/proc/{pid}/stat");
     cluster.wait_quietly("the agent to end", || {

@@ -148,11 +148,7 @@ fn what_changes_in_the_api_changes_in_the_container() {
     );
 
     // A restarted agent catches up with what changed meanwhile.
-    nix::sys::signal::kill(
-        nix::unistd::Pid::from_raw(cluster.pid("agent")),
-        nix::sys::signal::Signal::SIGKILL,
-    )
-    .unwrap();
+    cluster.kill("agent");
     cluster.kubectl(&[
         "patch",
         "configmap",

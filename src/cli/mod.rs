@@ -74,6 +74,37 @@ pub enum Command {
     /// Run the control plane (`up` does this).
     #[command(hide = true)]
     ControlPlane(ControlPlaneFlags),
+    /// Run a part of a cluster and start it again when it ends (`up` does this).
+    #[command(hide = true)]
+    Supervise(SuperviseFlags),
+}
+
+/// What `holdfast up` can do besides.
+#[derive(Subcommand)]
+pub enum UpWhat {
+    /// Say what of the cluster runs, and what was started again.
+    Status {
+        /// The cluster's name.
+        #[arg(long, default_value = "holdfast")]
+        name: String,
+    },
+}
+
+/// Flags of `holdfast supervise`.
+#[derive(Args)]
+pub struct SuperviseFlags {
+    /// The part.
+    #[arg(long)]
+    pub part: String,
+    /// Where its pid file lies.
+    #[arg(long)]
+    pub run: PathBuf,
+    /// Where its log lies.
+    #[arg(long)]
+    pub logs: PathBuf,
+    /// The program and its arguments.
+    #[arg(last = true, required = true)]
+    pub command: Vec<String>,
 }
 
 /// What can be done about addresses.
@@ -182,7 +213,11 @@ pub struct ExplainFlags {
 
 /// Flags of `holdfast up`.
 #[derive(Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct UpFlags {
+    /// What to do instead of starting it.
+    #[command(subcommand)]
+    pub what: Option<UpWhat>,
     /// The cluster's name; clusters of different names do not touch each other.
     #[arg(long, default_value = "holdfast")]
     pub name: String,

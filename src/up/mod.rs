@@ -1,11 +1,12 @@
 //! `holdfast up`, `down` and `kubeconfig`: a whole cluster on this machine — containerd, control plane
-//! and agent as three processes that meet over sockets like strangers.
+//! and agent as three processes that meet over sockets like strangers. Control plane and agent are supervised.
 
 mod containerd;
 pub mod images;
 mod process;
 mod progress;
 mod settings;
+mod supervise;
 
 use std::fs;
 use std::path::Path;
@@ -24,6 +25,9 @@ use crate::sys::systemd::Slices;
 /// The addresses of services.
 pub const SERVICE_RANGE: &str = "10.96.0.0/16";
 
+/// The names of what runs.
+const PARTS: [&str; 3] = ["containerd", "control-plane", "agent"];
+
 struct Parts {
     containerd: Part,
     control: Part,
@@ -32,10 +36,11 @@ struct Parts {
 
 fn parts(dirs: &Dirs) -> Parts {
     let part = |name| Part::new(name, &dirs.run, &dirs.logs);
+    let [containerd, control, agent] = PARTS.map(part);
     Parts {
-        containerd: part("containerd"),
-        control: part("control-plane"),
-        agent: part("agent"),
+        containerd,
+        control,
+        agent,
     }
 }
 
@@ -140,6 +145,7 @@ fn start_containerd(settings: &Settings, part: &Part) -> anyhow::Result<()> {
             "warn".into(),
         ],
     )
+    .map(drop)
 }
 
 fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<()> {
@@ -175,7 +181,7 @@ fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     crate::sys::file::replace(&certs.join("ca.crt"), pki.ca.as_bytes())?;
     crate::sys::file::replace(&certs.join("serving.key"), serving.key.as_bytes())?;
     crate::sys::file::replace(&certs.join("serving.crt"), serving.certificate.as_bytes())?;
-    if part.pid().is_some() {
+    if part.runs_supervised() {
         return Ok(());
     }
     let own = std::env::current_exe()?;
@@ -188,7 +194,7 @@ fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<()> {
         "--advertise-address",
         &settings.node_ip.to_string(),
     ];
-    part.start(&own, &arguments.map(Into::into))
+    part.start_supervised(&own, &arguments.map(Into::into))
 }
 
 async fn wait_api(settings: &Settings, part: &Part) -> anyhow::Result<kube::Client> {
@@ -200,6 +206,7 @@ async fn wait_api(settings: &Settings, part: &Part) -> anyhow::Result<kube::Clie
             Err(error) => crate::kubeapi::client::chain(&error),
         };
         if part.pid().is_none() || tokio::time::Instant::now() > deadline {
+            part.release()?;
             bail!(
                 "the control plane did not come up ({error}); its log is {}\n{}",
                 part.log.display(),
@@ -211,7 +218,7 @@ async fn wait_api(settings: &Settings, part: &Part) -> anyhow::Result<kube::Clie
 }
 
 fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Result<()> {
-    if part.pid().is_some() {
+    if part.runs_supervised() {
         return Ok(());
     }
     let root = settings.dirs.agent();
@@ -245,7 +252,7 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
         "--node-ip",
         &settings.node_ip.to_string(),
     ];
-    part.start(&own, &arguments.map(Into::into))
+    part.start_supervised(&own, &arguments.map(Into::into))
 }
 
 /// The fields of the user's own configuration of the agent.
@@ -284,6 +291,7 @@ async fn wait_node(client: &kube::Client, part: &Part) -> anyhow::Result<String>
             }
         }
         if part.pid().is_none() || tokio::time::Instant::now() > deadline {
+            part.release()?;
             bail!(
                 "the node {name} did not become ready: {why}; the agent's log is {}\n{}",
                 part.log.display(),
@@ -407,6 +415,42 @@ async fn tidy(settings: &Settings) -> anyhow::Result<()> {
 /// Removes a directory of pods, never across a mount: what somebody has mounted there is theirs.
 fn remove_dir(dir: &Path) -> anyhow::Result<()> {
     Ok(crate::sys::removal::remove_tree(dir)?)
+}
+
+/// Says of every part whether it runs, and how often it was started again; an error if one does not run.
+pub fn status(dirs: &Dirs) -> anyhow::Result<()> {
+    let Parts {
+        containerd,
+        control,
+        agent,
+    } = parts(dirs);
+    let now = jiff::Timestamp::now().as_second();
+    let mut all_run = true;
+    for part in [containerd, control, agent] {
+        let (text, runs) = part.status(now);
+        println!("{:<14} {text}", part.name);
+        all_run &= runs;
+    }
+    anyhow::ensure!(
+        all_run,
+        "not everything runs; `holdfast up` starts what does not"
+    );
+    Ok(())
+}
+
+/// Runs a part of a cluster and starts it again whenever it ends.
+pub fn supervise(
+    name: &str,
+    run: &Path,
+    logs: &Path,
+    program: &Path,
+    arguments: &[String],
+) -> anyhow::Result<()> {
+    let name = PARTS
+        .iter()
+        .find(|known| **known == name)
+        .with_context(|| format!("--part {name:?} is none of {}", PARTS.join(", ")))?;
+    supervise::supervise(&Part::new(name, run, logs), program, arguments)
 }
 
 /// The kubeconfig's text.

@@ -4,10 +4,10 @@
 use std::fs;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -16,13 +16,13 @@ use nix::unistd::Pid;
 pub struct Part {
     /// The name, for messages and files.
     pub name: &'static str,
-    pid_file: PathBuf,
+    pub(super) pid_file: PathBuf,
     /// Where it writes.
     pub log: PathBuf,
 }
 
 /// When a process started, in clock ticks since boot; `None` if there is no such process.
-fn started_at(pid: i32) -> Option<u64> {
+pub(super) fn started_at(pid: i32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name is in parentheses and may hold anything; fields count from behind it.
     let rest = stat.rsplit_once(')')?.1;
@@ -44,22 +44,17 @@ impl Part {
         }
     }
 
-    /// Its pid, if it runs. A stale pid file is removed.
+    /// Its pid, if it runs. A stale pid file stays: its supervisor may be writing the next one.
     #[must_use]
     pub fn pid(&self) -> Option<i32> {
         let text = fs::read_to_string(&self.pid_file).ok()?;
         let (pid, start) = text.trim().split_once(' ')?;
         let pid: i32 = pid.parse().ok()?;
-        if started_at(pid) == start.parse().ok() {
-            return Some(pid);
-        }
-        // Nothing is lost if it cannot be removed: it is recognised as stale again.
-        let _ = fs::remove_file(&self.pid_file);
-        None
+        (started_at(pid)? == start.parse::<u64>().ok()?).then_some(pid)
     }
 
     /// Starts it in the background.
-    pub fn start(&self, program: &Path, arguments: &[String]) -> anyhow::Result<()> {
+    pub fn start(&self, program: &Path, arguments: &[String]) -> anyhow::Result<Child> {
         let log = fs::OpenOptions::new()
             .create(true)
             .append(true)
@@ -73,14 +68,28 @@ impl Part {
             .stderr(log)
             .process_group(0)
             .current_dir("/");
-        let child = command
+        let mut child = command
             .spawn()
             .with_context(|| format!("{} cannot be started ({})", self.name, program.display()))?;
         let pid = i32::try_from(child.id())?;
-        let start = started_at(pid)
-            .with_context(|| format!("{} ended at once; see {}", self.name, self.log.display()))?;
-        fs::write(&self.pid_file, format!("{pid} {start}\n"))?;
-        Ok(())
+        let Some(start) = started_at(pid) else {
+            let status = child.wait()?;
+            bail!(
+                "{} ended at once ({status}); see {}",
+                self.name,
+                self.log.display()
+            );
+        };
+        // Replaced in one step, as others read it at any time. Without the file nobody would find the process again.
+        let text = format!("{pid} {start}\n");
+        if let Err(error) = crate::sys::file::replace_soon(&self.pid_file, text.as_bytes()) {
+            let _ = child.kill();
+            child.wait()?;
+            return Err(error).with_context(|| {
+                format!("the pid file {} cannot be written", self.pid_file.display())
+            });
+        }
+        Ok(child)
     }
 
     /// The last lines of its log, for an error message.
@@ -97,9 +106,11 @@ impl Part {
             .collect()
     }
 
-    /// Stops it: SIGTERM, and SIGKILL after `patience`.
+    /// Stops it, and first its supervisor: SIGTERM, and SIGKILL after `patience`. Says whether it ran.
     pub fn stop(&self, patience: Duration) -> anyhow::Result<bool> {
+        self.release()?;
         let Some(pid) = self.pid() else {
+            self.forget()?;
             return Ok(false);
         };
         let target = Pid::from_raw(pid);
@@ -115,7 +126,18 @@ impl Part {
             }
             std::thread::sleep(Duration::from_millis(20));
         }
+        self.forget()?;
         Ok(true)
+    }
+
+    /// Removes the pid file of a process that has ended and that nothing starts again.
+    fn forget(&self) -> anyhow::Result<()> {
+        match fs::remove_file(&self.pid_file) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(error).with_context(|| format!("{} cannot be removed", self.pid_file.display()))
+            }
+            _ => Ok(()),
+        }
     }
 }
 

@@ -164,6 +164,21 @@ impl Cluster {
         text.split(' ').next().unwrap().parse().unwrap()
     }
 
+    /// Ends a part's supervisor: a part that is killed then stays down until [`Cluster::up`].
+    pub fn unsupervise(&self, part: &str) {
+        let state = std::fs::read(self.run_dir().join(format!("{part}.state"))).unwrap();
+        let state: Value = serde_json::from_slice(&state).unwrap();
+        let pid = i32::try_from(state["supervisor"][0].as_i64().unwrap()).unwrap();
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGKILL).unwrap();
+    }
+
+    /// Kills a part and its supervisor: it stays down until [`Cluster::up`].
+    pub fn kill(&self, part: &str) {
+        self.unsupervise(part);
+        let pid = nix::unistd::Pid::from_raw(self.pid(part));
+        nix::sys::signal::kill(pid, nix::sys::signal::SIGKILL).unwrap();
+    }
+
     pub fn log(&self, part: &str) -> String {
         std::fs::read_to_string(self.data().join("logs").join(format!("{part}.log")))
             .unwrap_or_default()

@@ -1,0 +1,230 @@
+//! Parts that are started again when they end: a small process beside each watches it, waits longer after every early
+//! end, and writes down what happened for `holdfast up status`.
+
+use std::fs;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde::{Deserialize, Serialize};
+
+use super::process::{Part, started_at};
+
+/// The pause before a part is started again: at first, and at most.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
+/// A part that has run for so long starts over with the first pause.
+const STEADY: Duration = Duration::from_secs(60);
+
+/// How long a part without a supervisor may take to end before it is killed.
+const STOP: Duration = Duration::from_secs(30);
+
+/// What a supervisor writes down.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct State {
+    /// The supervisor's pid, and when it started in clock ticks since boot.
+    pub supervisor: (i32, u64),
+    /// How often it started its part again.
+    pub restarts: u32,
+    /// How the part ended last, and when in seconds since 1970.
+    pub last_end: Option<(String, i64)>,
+}
+
+/// The pause after a part that was started after `pause` ran for `lasted`.
+fn next_pause(pause: Duration, lasted: Duration) -> Duration {
+    if lasted >= STEADY || pause.is_zero() {
+        PAUSES.0
+    } else {
+        (pause * 2).min(PAUSES.1)
+    }
+}
+
+fn shown(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("it exited with code {code}"),
+        (_, Some(signal)) => Signal::try_from(signal)
+            .map_or(format!("signal {signal} ended it"), |s| {
+                format!("{s} ended it")
+            }),
+        _ => "it ended".into(),
+    }
+}
+
+impl Part {
+    fn state_file(&self) -> PathBuf {
+        self.pid_file.with_extension("state")
+    }
+
+    fn state(&self) -> Option<State> {
+        serde_json::from_slice(&fs::read(self.state_file()).ok()?).ok()
+    }
+
+    /// What its supervisor wrote down, if that runs.
+    #[must_use]
+    pub fn supervised(&self) -> Option<State> {
+        self.state()
+            .filter(|s| started_at(s.supervisor.0) == Some(s.supervisor.1))
+    }
+
+    /// Whether both it and its supervisor run.
+    #[must_use]
+    pub fn runs_supervised(&self) -> bool {
+        self.pid().is_some() && self.supervised().is_some()
+    }
+
+    /// Starts it in the background with a supervisor beside it, unless both run. A supervisor whose part does not run is
+    /// replaced, so that nothing waits for its back-off; a part that has lost its supervisor is started again with one.
+    pub fn start_supervised(&self, program: &Path, arguments: &[String]) -> anyhow::Result<()> {
+        if self.runs_supervised() {
+            return Ok(());
+        }
+        self.stop(STOP)?;
+        let own = std::env::current_exe()?;
+        let (run, logs) = (self.pid_file.parent(), self.log.parent());
+        let (run, logs) = run.zip(logs).context("the part has no directories")?;
+        let log = fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&self.log)
+            .with_context(|| format!("the log {} cannot be written", self.log.display()))?;
+        Command::new(own)
+            .arg("supervise")
+            .args(["--part", self.name])
+            .arg("--run")
+            .arg(run)
+            .arg("--logs")
+            .arg(logs)
+            .arg("--")
+            .arg(program)
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .process_group(0)
+            .current_dir("/")
+            .spawn()
+            .with_context(|| format!("the supervisor of {} cannot be started", self.name))?;
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while self.pid().is_none() && self.state().is_none_or(|s| s.last_end.is_none()) {
+            anyhow::ensure!(
+                Instant::now() < deadline,
+                "{} was not started; see {}",
+                self.name,
+                self.log.display()
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
+    /// Ends its supervisor; the part itself goes on.
+    pub fn release(&self) -> anyhow::Result<()> {
+        if let Some(state) = self.supervised() {
+            let (pid, start) = state.supervisor;
+            kill(Pid::from_raw(pid), Signal::SIGKILL).with_context(|| {
+                format!(
+                    "the supervisor of {} (pid {pid}) cannot be ended",
+                    self.name
+                )
+            })?;
+            while started_at(pid) == Some(start) {
+                // A child of this very process must be waited for to be gone.
+                let _ = nix::sys::wait::waitpid(
+                    Pid::from_raw(pid),
+                    Some(nix::sys::wait::WaitPidFlag::WNOHANG),
+                );
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        }
+        match fs::remove_file(self.state_file()) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// One line for `holdfast up status`, and whether the part runs.
+    #[must_use]
+    pub fn status(&self, now: i64) -> (String, bool) {
+        let (pid, state) = (self.pid(), self.supervised());
+        let mut text = match (pid, &state) {
+            (Some(pid), Some(_)) => format!("runs (pid {pid})"),
+            (Some(pid), None) if self.name == "containerd" => format!("runs (pid {pid})"),
+            (Some(pid), None) => format!("runs (pid {pid}), without a supervisor"),
+            (None, Some(_)) => "ended and is about to be started again".to_owned(),
+            (None, None) => "does not run".to_owned(),
+        };
+        if let Some(State {
+            restarts,
+            last_end: Some((why, at)),
+            ..
+        }) = state
+        {
+            let ago = now.saturating_sub(at).max(0);
+            text.push_str(&format!(
+                "; started again {restarts} times, the last time {ago} s ago as {why}; its log is {}",
+                self.log.display()
+            ));
+        }
+        (text, pid.is_some())
+    }
+}
+
+/// Runs a part and starts it again whenever it ends, until this process is killed.
+pub fn supervise(part: &Part, program: &Path, arguments: &[String]) -> anyhow::Result<()> {
+    let own = i32::try_from(std::process::id())?;
+    let mut state = State {
+        supervisor: (own, started_at(own).context("/proc is not mounted")?),
+        ..State::default()
+    };
+    let write = |state: &State| -> anyhow::Result<()> {
+        let text = serde_json::to_vec(state)?;
+        crate::sys::file::replace_soon(&part.state_file(), &text)
+            .with_context(|| format!("{} cannot be written", part.state_file().display()))
+    };
+    // Without the file `holdfast down` would not find this process.
+    write(&state)?;
+    let mut pause = Duration::ZERO;
+    loop {
+        let began = Instant::now();
+        let ended = part
+            .start(program, arguments)
+            .and_then(|mut child| Ok(child.wait()?));
+        let why = match ended {
+            Ok(status) => shown(status),
+            Err(error) => format!("{error:#}"),
+        };
+        pause = next_pause(pause, began.elapsed());
+        state.restarts = state.restarts.saturating_add(1);
+        state.last_end = Some((why.clone(), jiff::Timestamp::now().as_second()));
+        // A full disk must not end the supervision; the old file still names this process.
+        if let Err(error) = write(&state) {
+            eprintln!("holdfast: {error:#}");
+        }
+        eprintln!(
+            "holdfast: {} is started again in {} ms, as {why}",
+            part.name,
+            pause.as_millis()
+        );
+        std::thread::sleep(pause);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_and_start_over() {
+        let mut pause = Duration::ZERO;
+        let mut seen = vec![];
+        for _ in 0..8 {
+            pause = next_pause(pause, Duration::from_secs(1));
+            seen.push(pause.as_millis());
+        }
+        assert_eq!(seen, [500, 1000, 2000, 4000, 8000, 16000, 30000, 30000]);
+        assert_eq!(next_pause(pause, STEADY), PAUSES.0);
+    }
+}
