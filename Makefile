@@ -76,6 +76,9 @@ check: ## Format, lints and, where installed, licences and advisories
 sim: ## Run many seeds of the simulation (SEEDS=2000)
 	HOLDFAST_SEEDS=$(or $(SEEDS),2000) $(CARGO) test --locked --test sim
 
+fuzz: ## Send the bundled API strange requests (SECONDS=60 for each kind)
+	HOLDFAST_FUZZ_SECONDS=$(or $(SECONDS),60) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --test control fuzz
+
 bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENCHMARKS.md)
 	@install -D -m 755 $(STATIC) target/release/holdfast-cni
 	$(CARGO) bench --locked --bench pods
@@ -83,4 +86,4 @@ bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENC
 bench-cni: test-deps cni ## Compare the CNI plugins with the distribution's
 	HOLDFAST_CNI=$(CURDIR)/$(STATIC) $(CARGO) bench --locked -p holdfast-cni --bench cni
 
-.PHONY: help install uninstall cni runtimes kubectls machine sim deps test-deps build up down test check bench bench-cni
+.PHONY: help install uninstall cni runtimes kubectls machine sim fuzz deps test-deps build up down test check bench bench-cni

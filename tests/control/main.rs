@@ -6,6 +6,7 @@ mod access;
 mod deletion;
 mod disk;
 mod escalation;
+mod fuzz;
 mod hostile;
 mod reads;
 mod refusals;
