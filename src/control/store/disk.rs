@@ -1,19 +1,31 @@
-//! The store's file: one redb database that holds the newest version of every key.
+//! The store's file: one redb database that holds the newest version of every key, and the changes that can be read back.
 //!
-//! History is not kept on disk: after a restart the compaction point is the newest revision, and a
-//! client that asks for older changes is told to list again, as it must be able to anyway.
+//! A change is kept as what it replaced: read backwards from the newest versions, that gives every version in between. So
+//! clients go on with their watches after a restart, and need not list again.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use hyper::body::Bytes;
-use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
+use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition, WriteTransaction};
 
 use super::{Change, Event, Record, State};
 
-/// Key to (revision as 8 big-endian bytes, then the value).
-const CURRENT: TableDefinition<&str, &[u8]> = TableDefinition::new("current");
-/// `revision` to the newest revision.
+/// A version: its revision as 8 big-endian bytes, then the value.
+type Version = &'static [u8];
+/// Key to its newest version.
+const CURRENT: TableDefinition<&str, Version> = TableDefinition::new("current");
+/// Revision of a change to the key, the version that it replaced, and for a deletion the last version.
+const CHANGES: TableDefinition<u64, (&str, Option<Version>, Option<Version>)> =
+    TableDefinition::new("changes");
+/// Kind to the revision up to which its changes were dropped.
+const COMPACTED: TableDefinition<&str, u64> = TableDefinition::new("compacted");
+/// [`REVISION`] and [`SINCE`].
 const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
+/// The newest revision.
+const REVISION: &str = "revision";
+/// The revision after which changes are kept.
+const SINCE: &str = "since";
 
 /// Why the store's file cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -29,6 +41,21 @@ pub struct DiskError {
 pub(super) struct Loaded {
     pub revision: u64,
     pub entries: Vec<(String, u64, Bytes)>,
+    /// Changes up to this revision are not kept.
+    pub since: u64,
+    /// Kinds of which only newer changes than these are kept.
+    pub compacted: BTreeMap<String, u64>,
+    /// Oldest first.
+    pub changes: Vec<Replaced>,
+}
+
+/// A change as it is kept.
+pub(super) struct Replaced {
+    pub revision: u64,
+    pub key: String,
+    pub previous: Option<(u64, Bytes)>,
+    /// The last content, if the change is a deletion.
+    pub last: Option<Bytes>,
 }
 
 pub(super) struct Disk {
@@ -48,27 +75,9 @@ impl Disk {
     fn try_open(file: &Path) -> Result<(Disk, Loaded), redb::Error> {
         let database = database(file)?;
         let setup = database.begin_write()?;
-        setup.open_table(CURRENT)?;
-        setup.open_table(META)?;
+        prepare(&setup)?;
         setup.commit()?;
-        let read = database.begin_read()?;
-        let mut loaded = Loaded::default();
-        if let Some(revision) = read.open_table(META)?.get("revision")? {
-            loaded.revision = revision.value();
-        }
-        for entry in read.open_table(CURRENT)?.iter()? {
-            let (key, stored) = entry?;
-            let stored = stored.value();
-            let Some((revision, value)) = stored.split_first_chunk::<8>() else {
-                continue;
-            };
-            loaded.entries.push((
-                key.value().to_owned(),
-                u64::from_be_bytes(*revision),
-                Bytes::copy_from_slice(value),
-            ));
-        }
-        drop(read);
+        let loaded = load(&database)?;
         let disk = Disk {
             file: file.into(),
             database: Some(database),
@@ -76,14 +85,19 @@ impl Disk {
         Ok((disk, loaded))
     }
 
-    /// Makes all of `events` durable, or none. `known` is what has been shown so far.
-    pub fn commit(&mut self, events: &[Event], known: &State) -> Result<(), redb::Error> {
+    /// Makes all of `events` durable and drops the changes `dropped`, or does nothing. `known` is what has been shown so far.
+    pub fn commit(
+        &mut self,
+        events: &[Event],
+        dropped: &[(String, u64)],
+        known: &State,
+    ) -> Result<(), redb::Error> {
         let database = match self.database.take() {
             Some(database) => database,
             None => self.reopen(known)?,
         };
         // Given back only if it can go on.
-        put(&database, events)?;
+        put(&database, events, dropped)?;
         self.database = Some(database);
         Ok(())
     }
@@ -95,7 +109,7 @@ impl Disk {
         let revision = database
             .begin_read()?
             .open_table(META)?
-            .get("revision")?
+            .get(REVISION)?
             .map_or(0, |r| r.value());
         if revision != known.revision {
             let write = database.begin_write()?;
@@ -105,7 +119,10 @@ impl Disk {
                 for (key, record) in &known.map {
                     current.insert(&**key, stored(record).as_slice())?;
                 }
-                write.open_table(META)?.insert("revision", known.revision)?;
+                write.open_table(META)?.insert(REVISION, known.revision)?;
+                write
+                    .open_table(CHANGES)?
+                    .retain_in(known.revision + 1.., |_, _| false)?;
             }
             write.commit()?;
         }
@@ -125,18 +142,89 @@ fn stored(record: &Record) -> Vec<u8> {
     stored
 }
 
-fn put(database: &Database, events: &[Event]) -> Result<(), redb::Error> {
+/// Makes the tables. Changes that do not lead to the newest revision are dropped: an older release has written to the file.
+fn prepare(write: &WriteTransaction) -> Result<(), redb::Error> {
+    write.open_table(CURRENT)?;
+    let mut meta = write.open_table(META)?;
+    let revision = meta.get(REVISION)?.map_or(0, |r| r.value());
+    let since = meta.get(SINCE)?.map(|r| r.value());
+    let newest = write.open_table(CHANGES)?.last()?.map(|(r, _)| r.value());
+    write.open_table(COMPACTED)?;
+    if since.is_none() || newest.or(since) != Some(revision) {
+        write.open_table(CHANGES)?.retain(|_, _| false)?;
+        write.open_table(COMPACTED)?.retain(|_, _| false)?;
+        meta.insert(SINCE, revision)?;
+    }
+    Ok(())
+}
+
+fn load(database: &Database) -> Result<Loaded, redb::Error> {
+    let read = database.begin_read()?;
+    let mut loaded = Loaded::default();
+    let meta = read.open_table(META)?;
+    loaded.revision = meta.get(REVISION)?.map_or(0, |r| r.value());
+    loaded.since = meta.get(SINCE)?.map_or(loaded.revision, |r| r.value());
+    for entry in read.open_table(CURRENT)?.iter()? {
+        let (key, stored) = entry?;
+        if let Some((revision, value)) = version(stored.value()) {
+            let key = key.value().to_owned();
+            loaded.entries.push((key, revision, value));
+        }
+    }
+    for entry in read.open_table(COMPACTED)?.iter()? {
+        let (kind, revision) = entry?;
+        let kind = kind.value().to_owned();
+        loaded.compacted.insert(kind, revision.value());
+    }
+    for entry in read.open_table(CHANGES)?.iter()? {
+        let (revision, change) = entry?;
+        let (key, previous, last) = change.value();
+        loaded.changes.push(Replaced {
+            revision: revision.value(),
+            key: key.to_owned(),
+            previous: previous.and_then(version),
+            last: last.and_then(version).map(|(_, value)| value),
+        });
+    }
+    Ok(loaded)
+}
+
+fn version(stored: &[u8]) -> Option<(u64, Bytes)> {
+    let (revision, value) = stored.split_first_chunk::<8>()?;
+    Some((u64::from_be_bytes(*revision), Bytes::copy_from_slice(value)))
+}
+
+fn put(
+    database: &Database,
+    events: &[Event],
+    dropped: &[(String, u64)],
+) -> Result<(), redb::Error> {
     // One sync a commit. Opening after kill -9 scans the file instead; it holds one small cluster.
     let write = database.begin_write()?;
     {
         let mut current = write.open_table(CURRENT)?;
+        let mut changes = write.open_table(CHANGES)?;
+        let mut compacted = write.open_table(COMPACTED)?;
         let mut meta = write.open_table(META)?;
         for event in events {
-            match event.change {
-                Change::Put => current.insert(&*event.key, stored(&event.record).as_slice())?,
-                Change::Delete => current.remove(&*event.key)?,
+            let new = stored(&event.record);
+            let previous = event.previous.as_ref().map(stored);
+            let last = match event.change {
+                Change::Put => {
+                    current.insert(&*event.key, new.as_slice())?;
+                    None
+                }
+                Change::Delete => {
+                    current.remove(&*event.key)?;
+                    Some(new.as_slice())
+                }
             };
-            meta.insert("revision", event.revision)?;
+            changes.insert(event.revision, (&*event.key, previous.as_deref(), last))?;
+            meta.insert(REVISION, event.revision)?;
+        }
+        for (kind, revision) in dropped {
+            changes.remove(revision)?;
+            compacted.insert(kind.as_str(), revision)?;
         }
     }
     write.commit()?;

@@ -7,12 +7,13 @@
 //! - every change newer than the compaction point can be read in order, with the content before it.
 //!
 //! One thread commits. Writers queue; what has queued up while the disk was busy goes to disk
-//! together (group commit). Readers look at memory only. A watcher pulls changes from a bounded ring
-//! at its own pace; one that falls behind the ring is told so ([`Compacted`]) and never skips.
+//! together (group commit). Readers look at memory only. A watcher pulls changes from its kind's bounded history
+//! at its own pace; one that falls behind is told so ([`Compacted`]) and never skips.
 
 mod disk;
+mod history;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::{Arc, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
@@ -21,10 +22,9 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use disk::Disk;
 pub use disk::DiskError;
+use history::History;
 pub use hyper::body::Bytes;
 
-/// The number of changes that can be read back. At 2 KB a change this is about 16 MiB.
-const RING: usize = 8192;
 /// The most writes that share one commit.
 const BATCH: usize = 128;
 /// How long a busy committer waits for more writes to share the next sync, which takes about as long.
@@ -129,10 +129,8 @@ pub struct Compacted {
 #[derive(Default)]
 struct State {
     map: BTreeMap<Arc<str>, Record>,
-    ring: VecDeque<Arc<Event>>,
+    history: History,
     revision: u64,
-    /// Changes up to and including this revision cannot be read back.
-    compacted: u64,
 }
 
 type Request = (Write, oneshot::Sender<Result<Record, WriteError>>);
@@ -165,27 +163,30 @@ impl Store {
     ) -> Store {
         let mut state = State {
             revision: loaded.revision,
-            compacted: loaded.revision,
             ..State::default()
         };
+        let record = |key: &str, revision, value: Bytes| Record {
+            attrs: Arc::new(index(key, &value)),
+            value,
+            revision,
+        };
         for (key, revision, value) in loaded.entries {
-            let attrs = Arc::new(index(&key, &value));
-            state.map.insert(
-                key.into(),
-                Record {
-                    value,
-                    attrs,
-                    revision,
-                },
-            );
+            let record = record(&key, revision, value);
+            state.map.insert(key.into(), record);
         }
+        let (since, events) = replay(&state.map, loaded.since, loaded.changes, record);
+        state.history = History::new(since, &loaded.compacted);
+        let dropped = events
+            .into_iter()
+            .flat_map(|event| state.history.push(event))
+            .collect();
         let (announce, head) = watch::channel(state.revision);
         let state = Arc::new(RwLock::new(state));
         let (queue, requests) = mpsc::channel(1024);
         let shared = Arc::clone(&state);
         std::thread::Builder::new()
             .name("store".into())
-            .spawn(move || commit_loop(disk, &shared, requests, &announce))
+            .spawn(move || commit_loop(disk, dropped, &shared, requests, &announce))
             .expect("a thread can be started while the process starts");
         Store { state, queue, head }
     }
@@ -230,17 +231,7 @@ impl Store {
         prefix: &str,
         revision: u64,
     ) -> Result<Vec<(Arc<str>, Record)>, Compacted> {
-        let (items, _) = {
-            let state = self.read();
-            if revision < state.compacted {
-                return Err(Compacted {
-                    asked: revision,
-                    oldest: state.compacted,
-                });
-            }
-            drop(state);
-            self.list(prefix)
-        };
+        let (items, _) = self.list(prefix);
         let mut then: BTreeMap<Arc<str>, Record> = items.into_iter().collect();
         for event in self.changes(revision, prefix)?.into_iter().rev() {
             match &event.previous {
@@ -251,22 +242,9 @@ impl Store {
         Ok(then.into_iter().collect())
     }
 
-    /// All changes below `prefix` newer than `after`, oldest first.
+    /// All changes below `prefix`, which names a kind, that are newer than `after`; oldest first.
     pub fn changes(&self, after: u64, prefix: &str) -> Result<Vec<Arc<Event>>, Compacted> {
-        let state = self.read();
-        if after < state.compacted {
-            return Err(Compacted {
-                asked: after,
-                oldest: state.compacted,
-            });
-        }
-        let from = state.ring.partition_point(|event| event.revision <= after);
-        Ok(state
-            .ring
-            .range(from..)
-            .filter(|event| event.key.starts_with(prefix))
-            .cloned()
-            .collect())
+        self.read().history.after(after, prefix)
     }
 
     /// Announces the newest revision; a watcher waits on it and then asks for [`Store::changes`].
@@ -290,6 +268,8 @@ impl Store {
 /// them together, and only then shows them.
 fn commit_loop(
     mut disk: Option<Disk>,
+    // Changes that are in the file and no longer in memory.
+    mut dropped: Vec<(String, u64)>,
     state: &RwLock<State>,
     mut requests: mpsc::Receiver<Request>,
     announce: &watch::Sender<u64>,
@@ -311,14 +291,17 @@ fn commit_loop(
                 let known = state
                     .read()
                     .unwrap_or_else(std::sync::PoisonError::into_inner);
-                disk.commit(&events, &known)
+                disk.commit(&events, &dropped, &known)
             }
             _ => Ok(()),
         };
         last_commit = Some(Instant::now());
         match committed {
             Ok(()) => {
-                show(state, events);
+                if !events.is_empty() {
+                    dropped.clear();
+                }
+                dropped.append(&mut show(state, events));
                 let revision = state
                     .read()
                     .unwrap_or_else(std::sync::PoisonError::into_inner)
@@ -390,10 +373,12 @@ fn decide(state: &RwLock<State>, batch: Vec<Request>) -> (Vec<Event>, Replies) {
     (events, replies)
 }
 
-fn show(state: &RwLock<State>, events: Vec<Event>) {
+/// Shows committed changes to readers. Returns those that had to make room in the history.
+fn show(state: &RwLock<State>, events: Vec<Event>) -> Vec<(String, u64)> {
     let mut state = state
         .write()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut dropped = vec![];
     for event in events {
         match event.change {
             Change::Put => state
@@ -402,13 +387,55 @@ fn show(state: &RwLock<State>, events: Vec<Event>) {
             Change::Delete => state.map.remove(&event.key),
         };
         state.revision = event.revision;
-        state.ring.push_back(Arc::new(event));
+        dropped.append(&mut state.history.push(Arc::new(event)));
     }
-    while state.ring.len() > RING {
-        if let Some(oldest) = state.ring.pop_front() {
-            state.compacted = oldest.revision;
-        }
+    dropped
+}
+
+/// Works out the changes since `since`, oldest first, backwards from the newest versions in `map`. Returns them with the
+/// revision after which they are complete.
+fn replay(
+    map: &BTreeMap<Arc<str>, Record>,
+    since: u64,
+    changes: Vec<disk::Replaced>,
+    record: impl Fn(&str, u64, Bytes) -> Record,
+) -> (u64, Vec<Arc<Event>>) {
+    // What the keys held before the changes that have been worked out.
+    let mut before: HashMap<Arc<str>, Option<Record>> = HashMap::new();
+    let mut events = vec![];
+    let mut complete = since;
+    for change in changes.into_iter().rev() {
+        let key: Arc<str> = change.key.as_str().into();
+        let now = match before.get(&key) {
+            Some(record) => record.clone(),
+            None => map.get(&key).cloned(),
+        };
+        let (what, now) = match (change.last, now) {
+            (None, Some(now)) if now.revision == change.revision => (Change::Put, now),
+            (Some(last), None) => (Change::Delete, record(&key, change.revision, last)),
+            _ => {
+                tracing::warn!(
+                    revision = change.revision,
+                    "the history in the store's file has a gap; older changes are dropped"
+                );
+                complete = change.revision;
+                break;
+            }
+        };
+        let previous = change
+            .previous
+            .map(|(revision, value)| record(&key, revision, value));
+        before.insert(Arc::clone(&key), previous.clone());
+        events.push(Arc::new(Event {
+            revision: change.revision,
+            key,
+            change: what,
+            record: now,
+            previous,
+        }));
     }
+    events.reverse();
+    (complete, events)
 }
 
 #[cfg(test)]

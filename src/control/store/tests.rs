@@ -78,23 +78,81 @@ async fn changes_come_in_order_with_the_content_before_them() {
     assert!(store.list_at("a/", 4).expect("history").is_empty());
 }
 
-#[tokio::test]
-async fn a_reader_behind_the_ring_is_told_so() {
-    let store = Store::in_memory();
-    for i in 0..RING + 5 {
-        store
-            .write(put(&format!("k/{i}"), Expect::Absent, "v"))
-            .await
-            .expect("put");
+/// Writes `count` keys of a kind, many at once.
+async fn fill(store: &Store, kind: &str, count: usize) {
+    let writes = (0..count).map(|i| store.write(put(&format!("{kind}/{i}"), Expect::Absent, "v")));
+    for written in futures::future::join_all(writes).await {
+        written.expect("put");
     }
+}
+
+#[tokio::test]
+async fn a_reader_behind_its_kinds_history_is_told_so() {
+    let store = Store::in_memory();
+    fill(&store, "pods", 1).await;
+    fill(&store, "leases", history::CHANGES + 5).await;
+    let oldest = 6;
     assert_eq!(
-        store.changes(0, "k/").expect_err("too old"),
-        Compacted {
-            asked: 0,
-            oldest: 5
-        }
+        store.changes(0, "leases/").expect_err("too old"),
+        Compacted { asked: 0, oldest }
     );
-    assert_eq!(store.changes(5, "k/").expect("kept").len(), RING);
+    assert!(store.list_at("leases/", 0).is_err());
+    let kept = store.changes(oldest, "leases/").expect("kept");
+    assert_eq!(kept.len(), history::CHANGES);
+    // Other kinds keep theirs.
+    assert_eq!(store.changes(0, "pods/").expect("kept").len(), 1);
+}
+
+/// What kill -9 leaves of a store, opened.
+fn reopened(file: &Path, into: &Path) -> Store {
+    std::fs::copy(file, into).expect("copy");
+    Store::open(into, |_, _| Attrs::default()).expect("open the copy")
+}
+
+#[tokio::test]
+async fn history_survives_a_restart() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let (file, copy) = (dir.path().join("store"), dir.path().join("copy"));
+    let store = Store::open(&file, |_, _| Attrs::default()).expect("open");
+    let first = store
+        .write(put("a/1", Expect::Absent, "x"))
+        .await
+        .expect("put");
+    let second = store
+        .write(put("a/1", Expect::Revision(first.revision), "y"))
+        .await
+        .expect("put");
+    store
+        .write(put("a/2", Expect::Absent, "z"))
+        .await
+        .expect("put");
+    store
+        .write(delete("a/1", second.revision))
+        .await
+        .expect("delete");
+    fill(&store, "b", history::CHANGES + 5).await;
+    // The changes that made room leave the file with the next write.
+    store
+        .write(put("a/1", Expect::Absent, "again"))
+        .await
+        .expect("put");
+    let again = reopened(&file, &copy);
+    let seen = |store: &Store, after, prefix| {
+        store.changes(after, prefix).map(|events| {
+            events
+                .iter()
+                .map(|e| format!("{:?}", e))
+                .collect::<Vec<_>>()
+        })
+    };
+    for (after, prefix) in [(0, "a/"), (2, "a/"), (0, "b/"), (9, "b/"), (0, "c/")] {
+        assert_eq!(seen(&again, after, prefix), seen(&store, after, prefix));
+    }
+    assert_eq!(again.changes(0, "a/").expect("kept").len(), 5);
+    assert!(again.changes(0, "b/").is_err(), "dropped for good");
+    let then = again.list_at("a/", 2).expect("history");
+    assert_eq!(then.len(), 1);
+    assert_eq!(then[0].1.value, Bytes::from("y@2"));
 }
 
 #[tokio::test]
