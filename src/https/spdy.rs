@@ -141,6 +141,38 @@ impl<W: AsyncWrite + Unpin> Writer<W> {
 mod tests {
     use super::*;
 
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Any bytes are frames, an end or an error, in no more steps than there are frames in them.
+        #[test]
+        fn any_bytes_are_read_to_their_end(bytes in vec(any::<u8>(), 0..300), short in vec(0_u8..12, 0..20)) {
+            // Lengths that fit now and then: small numbers where the length stands.
+            let mut stream = vec![];
+            for (i, length) in short.iter().enumerate() {
+                let head = bytes.get(i * 5..i * 5 + 5).unwrap_or(&[0x80, 3, 0, 6, 0]);
+                stream.extend_from_slice(head);
+                stream.extend_from_slice(&[0, 0, *length]);
+                stream.extend(bytes.iter().take(usize::from(*length)));
+            }
+            stream.extend(&bytes);
+            let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+            let frames = runtime.block_on(async {
+                let mut reader = Reader(stream.as_slice());
+                let mut frames = 0;
+                while let Ok(frame) = reader.next().await {
+                    frames += 1;
+                    if frame == Frame::End {
+                        break;
+                    }
+                }
+                frames
+            });
+            prop_assert!(frames <= stream.len() / 8 + 1);
+        }
+    }
+
     #[test]
     fn header_blocks_are_stored_and_flushed() {
         let block = headers(&[("streamtype", "error")], true);

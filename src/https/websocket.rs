@@ -42,8 +42,6 @@ const ERROR: u8 = 3;
 const RESIZE: u8 = 4;
 const CLOSE: u8 = 255;
 
-type Socket = WebSocketStream<TokioIo<Upgraded>>;
-
 /// What a request's WebSocket carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Carried {
@@ -154,11 +152,7 @@ pub async fn serve_socket(
     tokio::spawn(async move {
         let _held = held;
         let Ok(inner) = inner.await else { return };
-        let limits = WebSocketConfig::default()
-            .max_message_size(Some(LARGEST))
-            .max_frame_size(Some(LARGEST));
-        let socket =
-            WebSocketStream::from_raw_socket(TokioIo::new(inner), Role::Server, Some(limits)).await;
+        let socket = accepted(TokioIo::new(inner)).await;
         let done = match carried {
             Carried::Command => command(socket, channels, outer).await,
             Carried::Ports => ports(socket, outer).await,
@@ -177,6 +171,14 @@ pub async fn serve_socket(
         .body(full(""))?)
 }
 
+/// The server's side of a WebSocket after its handshake.
+async fn accepted<S: AsyncRead + AsyncWrite + Unpin>(stream: S) -> WebSocketStream<S> {
+    let limits = WebSocketConfig::default()
+        .max_message_size(Some(LARGEST))
+        .max_frame_size(Some(LARGEST));
+    WebSocketStream::from_raw_socket(stream, Role::Server, Some(limits)).await
+}
+
 fn broken(error: impl std::fmt::Display) -> io::Error {
     io::Error::other(error.to_string())
 }
@@ -191,7 +193,7 @@ fn message(channel: u8, data: &[u8]) -> Message {
 
 /// A command: each channel is a stream of the runtime's.
 async fn command(
-    socket: Socket,
+    socket: WebSocketStream<impl AsyncRead + AsyncWrite + Unpin>,
     channels: Channels,
     runtime: impl AsyncRead + AsyncWrite + Unpin,
 ) -> io::Result<()> {
@@ -286,7 +288,10 @@ async fn command(
 }
 
 /// Forwarded ports: the socket carries the bytes of a connection that speaks SPDY.
-async fn ports(socket: Socket, runtime: impl AsyncRead + AsyncWrite + Unpin) -> io::Result<()> {
+async fn ports(
+    socket: WebSocketStream<impl AsyncRead + AsyncWrite + Unpin>,
+    runtime: impl AsyncRead + AsyncWrite + Unpin,
+) -> io::Result<()> {
     let (mut sink, mut messages) = socket.split();
     let (mut from, mut to) = split(runtime);
     let inward = async {
@@ -321,6 +326,58 @@ async fn ports(socket: Socket, runtime: impl AsyncRead + AsyncWrite + Unpin) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    /// A client's frame as its bytes; what is wrong with it is up to its parts.
+    fn frame() -> impl Strategy<Value = Vec<u8>> {
+        let parts = (
+            any::<u8>(),
+            any::<u8>(),
+            any::<[u8; 4]>(),
+            vec(any::<u8>(), 0..80),
+        );
+        (parts, any::<bool>()).prop_map(|((head, length, mask, data), honest)| {
+            if !honest {
+                return [vec![head, length], mask.to_vec(), data].concat();
+            }
+            // A whole binary or text message, or a control frame, masked as a client must.
+            let head = 0x80 | [1, 2, 8, 9, 10][usize::from(head) % 5];
+            let masked = data.iter().enumerate().map(|(i, b)| b ^ mask[i % 4]);
+            let length = 0x80 | u8::try_from(data.len()).unwrap_or(0);
+            [vec![head, length], mask.to_vec(), masked.collect()].concat()
+        })
+    }
+
+    proptest! {
+        /// Whatever both sides send, a command and forwarded ports end when they do, without a panic.
+        #[test]
+        fn any_bytes_come_to_an_end(frames in vec(frame(), 0..8), runtime in vec(any::<u8>(), 0..200), tty in any::<bool>()) {
+            let all = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+            let ended = all.block_on(async {
+                for carried in [Carried::Command, Carried::Ports] {
+                    let (mut client, inner) = tokio::io::duplex(1 << 16);
+                    let (mut other, outer) = tokio::io::duplex(1 << 16);
+                    client.write_all(&frames.concat()).await?;
+                    client.shutdown().await?;
+                    other.write_all(&runtime).await?;
+                    other.shutdown().await?;
+                    let channels = Channels { stdin: true, stdout: true, stderr: true, tty };
+                    let socket = accepted(inner).await;
+                    let served = async {
+                        // An error is an end as well.
+                        let _ = match carried {
+                            Carried::Command => command(socket, channels, outer).await,
+                            Carried::Ports => ports(socket, outer).await,
+                        };
+                    };
+                    tokio::time::timeout(std::time::Duration::from_secs(5), served).await?;
+                }
+                Ok::<_, io::Error>(())
+            });
+            prop_assert!(ended.is_ok(), "{ended:?}");
+        }
+    }
 
     #[test]
     fn what_is_carried_is_what_we_can_turn() {

@@ -76,6 +76,27 @@ pub fn from_servers(packet: &[u8]) -> Option<&[u8]> {
 mod tests {
     use super::*;
 
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Any packet carries a part of itself or nothing.
+        #[test]
+        fn any_packet_is_read_or_passed_over(mut bytes in vec(any::<u8>(), 0..100), payload in vec(any::<u8>(), 0..60), options in 5_u8..16) {
+            let _ = from_servers(&bytes);
+            // A header with options in front of a well-formed datagram.
+            let header = usize::from(options) * 4;
+            bytes.resize(header, 0);
+            (bytes[0], bytes[6], bytes[7], bytes[9]) = (0x40 | options, 0x40, 0, UDP);
+            bytes.extend(SERVER_PORT.to_be_bytes());
+            bytes.extend(CLIENT_PORT.to_be_bytes());
+            bytes.extend(u16::try_from(UDP_HEADER + payload.len()).expect("short").to_be_bytes());
+            bytes.extend([0, 0]);
+            bytes.extend(&payload);
+            prop_assert_eq!(from_servers(&bytes), Some(&payload[..]));
+        }
+    }
+
     #[test]
     fn packets_are_well_formed() {
         let packet = to_servers(b"abc");

@@ -274,6 +274,30 @@ impl Bus {
 mod tests {
     use super::*;
 
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Any header is read or refused, and fields that are well formed are read whatever stands between them.
+        #[test]
+        fn any_header_is_read_or_refused(bytes in vec(any::<u8>(), 0..200), reply_to in any::<u32>(), name in "[a-z.]{0,40}", flip in any::<(usize, u8)>()) {
+            let _ = read_fields(&bytes);
+            let _ = text(&bytes, 0);
+            let mut fields = Writer::default();
+            fields.field(DESTINATION, "s", &name);
+            fields.align(8);
+            fields.0.push(REPLY_TO);
+            fields.signature("u");
+            fields.align(4);
+            fields.number(reply_to);
+            fields.field(SIGNATURE, "g", "b");
+            prop_assert_eq!(read_fields(&fields.0), Some((reply_to, "b".into())));
+            let at = flip.0 % fields.0.len();
+            fields.0[at] = flip.1;
+            let _ = read_fields(&fields.0);
+        }
+    }
+
     #[test]
     fn messages_are_aligned() {
         let method = Method {

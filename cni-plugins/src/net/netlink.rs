@@ -273,3 +273,26 @@ fn error_code(body: &[u8]) -> i32 {
         .and_then(|b| b.try_into().ok())
         .map_or(-5, i32::from_ne_bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Any bytes hold attributes that lie within them; what was put in comes out, and cut off it never reads beyond.
+        #[test]
+        fn attributes_end_where_their_bytes_end(bytes in vec(any::<u8>(), 0..200), values in vec((0_u16..0x3fff, vec(any::<u8>(), 0..20)), 0..8), cut in 0_usize..200) {
+            prop_assert!(attributes(&bytes).map(|(_, v)| v.len() + 4).sum::<usize>() <= bytes.len());
+            let mut written = vec![];
+            for (kind, value) in &values {
+                attribute(&mut written, *kind, value);
+            }
+            let read: Vec<(u16, Vec<u8>)> = attributes(&written).map(|(k, v)| (k, v.to_vec())).collect();
+            prop_assert_eq!(&read, &values);
+            let cut = &written[..cut.min(written.len())];
+            prop_assert!(attributes(cut).count() <= values.len());
+        }
+    }
+}

@@ -476,6 +476,45 @@ mod tests {
         );
     }
 
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    fn operation() -> impl Strategy<Value = Value> {
+        let path = || {
+            proptest::sample::select(vec![
+                "", "/a", "/b", "/l", "/l/0", "/l/-", "/a/a", "/b/a/b", "/~0", "/l/01", "x",
+            ])
+        };
+        let value = proptest::sample::select(vec![
+            json!(null),
+            json!(1),
+            json!("text"),
+            json!([]),
+            json!({"a": {"b": [1]}}),
+        ]);
+        let kind = proptest::sample::select(vec![
+            "add", "remove", "replace", "move", "copy", "test", "other",
+        ]);
+        (kind, path(), path(), value).prop_map(
+            |(op, from, path, value)| json!({"op": op, "from": from, "path": path, "value": value}),
+        )
+    }
+
+    proptest! {
+        /// Any operations are applied or refused as the client's fault; an object stays within what can be read again.
+        #[test]
+        fn any_operations_are_applied_or_refused(operations in vec(operation(), 0..60)) {
+            let object = json!({"a": {"a": 1}, "b": {}, "l": [1, 2]});
+            match apply(Format::Json, &object, &operations.into()) {
+                Ok(patched) => {
+                    let size = Size::of(&patched);
+                    prop_assert!(size.depth <= MAX_DEPTH && size.bytes <= MAX_COPIED + MAX_WALKED);
+                }
+                Err(error) => prop_assert!((400..500).contains(&error.code), "{}", error.message),
+            }
+        }
+    }
+
     /// What doubles with every operation, and what nests deeper than anybody could read it again.
     #[test]
     fn json_patches_grow_within_bounds() {

@@ -219,6 +219,45 @@ mod tests {
         }
     }
 
+    use proptest::collection::{btree_map, vec};
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Any text is a selector or a 400, and a selector can be asked about any object.
+        #[test]
+        fn any_text_is_a_selector_or_refused(
+            text in "[a-c!=<>(), ]{0,24}|\\PC{0,24}",
+            fields in "metadata\\.name[=!]{1,3}\\PC{0,8}|\\PC{0,16}",
+            have in btree_map("[a-c]", "[a-c0-9]{0,2}", 0..3),
+        ) {
+            let pods = Resource::find("", "v1", "pods").expect("pods");
+            let attrs = Attrs { labels: have, ..Attrs::default() };
+            match Selector::parse(pods, Some(&text), Some(&fields)) {
+                Ok(selector) => {
+                    // Whether it matches is known, and stays so.
+                    prop_assert_eq!(selector.matches(&attrs), selector.clone().matches(&attrs));
+                    prop_assert!(!selector.is_everything() || selector.matches(&attrs));
+                }
+                Err(error) => prop_assert_eq!(error.code, 400),
+            }
+        }
+
+        /// `in` and `notin` are each other's opposite, as are a key and `!` before it, whatever the labels.
+        #[test]
+        fn opposites_never_agree(
+            key in "[a-c]", values in vec("[a-c]{0,2}", 1..4), have in btree_map("[a-c]", "[a-c]{0,2}", 0..3),
+        ) {
+            let pods = Resource::find("", "v1", "pods").expect("pods");
+            let attrs = Attrs { labels: have, ..Attrs::default() };
+            let matches = |text: String| {
+                Selector::parse(pods, Some(&text), None).expect("a selector").matches(&attrs)
+            };
+            let values = values.join(",");
+            prop_assert_ne!(matches(format!("{key} in ({values})")), matches(format!("{key} notin ({values})")));
+            prop_assert_ne!(matches(key.clone()), matches(format!("!{key}")));
+        }
+    }
+
     #[test]
     fn label_selectors_match_as_the_grammar_says() {
         let pods = Resource::find("", "v1", "pods").expect("pods");
