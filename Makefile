@@ -79,6 +79,10 @@ sim: ## Run many seeds of the simulation (SEEDS=2000)
 fuzz: ## Send the bundled API strange requests (SECONDS=60 for each kind)
 	HOLDFAST_FUZZ_SECONDS=$(or $(SECONDS),60) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --test control fuzz
 
+soak: test-deps ## Run hostile clients beside pods that come and go (MINUTES=30)
+	$(CARGO) build --locked -p holdfast-cni
+	HOLDFAST_SOAK_MINUTES=$(or $(MINUTES),30) $(CARGO) test --locked --test soak -- --nocapture
+
 bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENCHMARKS.md)
 	@install -D -m 755 $(STATIC) target/release/holdfast-cni
 	$(CARGO) bench --locked --bench pods
@@ -86,4 +90,4 @@ bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENC
 bench-cni: test-deps cni ## Compare the CNI plugins with the distribution's
 	HOLDFAST_CNI=$(CURDIR)/$(STATIC) $(CARGO) bench --locked -p holdfast-cni --bench cni
 
-.PHONY: help install uninstall cni runtimes kubectls machine sim fuzz deps test-deps build up down test check bench bench-cni
+.PHONY: help install uninstall cni runtimes kubectls machine sim fuzz soak deps test-deps build up down test check bench bench-cni

@@ -1,0 +1,480 @@
+//! A cluster whose API is asked by hostile clients while pods come and go: the control plane stays up, its memory stays flat,
+//! no acknowledged write is lost and no stranger is let in. A short run is part of the suite; `make soak` runs for
+//! `HOLDFAST_SOAK_MINUTES` with thousands of connections.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use base64::Engine as _;
+use k8s_openapi::api::core::v1::{ConfigMap, Pod};
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use kube::{Api, Client, ResourceExt as _};
+use serde_json::json;
+use support::Cluster;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_rustls::rustls::pki_types::pem::PemObject as _;
+use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+
+/// How much is done.
+struct Scale {
+    time: Duration,
+    slow: usize,
+    idle: usize,
+}
+
+impl Scale {
+    fn asked() -> Scale {
+        let Ok(minutes) = std::env::var("HOLDFAST_SOAK_MINUTES") else {
+            return Scale {
+                time: Duration::from_secs(15),
+                slow: 100,
+                idle: 300,
+            };
+        };
+        let files = nix::sys::resource::Resource::RLIMIT_NOFILE;
+        let (_, most) = nix::sys::resource::getrlimit(files).unwrap();
+        assert!(
+            most >= 16_000,
+            "the soak opens 16,000 connections, and this user may open {most} files: raise the hard limit (ulimit -Hn)"
+        );
+        nix::sys::resource::setrlimit(files, most, most).unwrap();
+        Scale {
+            time: Duration::from_secs_f64(minutes.parse::<f64>().unwrap() * 60.0),
+            slow: 4096,
+            idle: 10_000,
+        }
+    }
+}
+
+/// Where the API is, and what to speak to it with.
+#[derive(Clone)]
+struct Target {
+    port: u16,
+    stranger: TlsConnector,
+    admin: TlsConnector,
+    /// Requests of strangers that were answered with success.
+    admitted: Arc<AtomicU64>,
+    /// Requests of hostile clients that were answered at all.
+    answered: Arc<AtomicU64>,
+}
+
+impl Target {
+    fn new(cluster: &Cluster) -> Target {
+        let text = std::fs::read_to_string(cluster.data().join("kubeconfig")).unwrap();
+        let field = |name: &str| {
+            let line = text.lines().find_map(|l| l.trim().strip_prefix(name));
+            let value = line.unwrap_or_else(|| panic!("no {name}")).trim();
+            let decoded = base64::engine::general_purpose::STANDARD.decode(value.trim_matches('"'));
+            String::from_utf8(decoded.unwrap()).unwrap()
+        };
+        let ca = field("certificate-authority-data:");
+        let admin = holdfast::https::client(
+            &field("client-certificate-data:"),
+            &field("client-key-data:"),
+            &ca,
+        );
+        let mut roots = RootCertStore::empty();
+        roots
+            .add(CertificateDer::from_pem_slice(ca.as_bytes()).unwrap())
+            .unwrap();
+        let stranger = ClientConfig::builder()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        Target {
+            port: 16_400 + cluster.number,
+            stranger: TlsConnector::from(Arc::new(stranger)),
+            admin: TlsConnector::from(Arc::new(admin.unwrap())),
+            admitted: Arc::default(),
+            answered: Arc::default(),
+        }
+    }
+
+    async fn connect(&self, with: &TlsConnector) -> std::io::Result<TlsStream<TcpStream>> {
+        let socket = TcpStream::connect(("127.0.0.1", self.port)).await?;
+        let name = ServerName::try_from("localhost").unwrap();
+        with.connect(name, socket).await
+    }
+
+    /// Reads an answer's head and returns its code; an error if the connection was cut.
+    async fn code(&self, stream: &mut TlsStream<TcpStream>) -> std::io::Result<u16> {
+        let mut head = [0; 12];
+        stream.read_exact(&mut head).await?;
+        self.answered.fetch_add(1, Ordering::Relaxed);
+        Ok(String::from_utf8_lossy(&head[9..]).parse().unwrap_or(0))
+    }
+
+    fn note(&self, code: u16) {
+        if (200..300).contains(&code) {
+            self.admitted.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Sends the head of a large body, and then a byte a second.
+    async fn slow_sender(&self) -> std::io::Result<()> {
+        let mut stream = self.connect(&self.stranger).await?;
+        stream
+            .write_all(post("application/json", 1_000_000).as_bytes())
+            .await?;
+        let deadline = Instant::now() + Duration::from_secs(120);
+        while Instant::now() < deadline {
+            stream.write_all(b" ").await?;
+            stream.flush().await?;
+            if let Ok(code) =
+                tokio::time::timeout(Duration::from_secs(1), self.code(&mut stream)).await
+            {
+                self.note(code?);
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    /// Holds a connection on which nothing is said; every other does not even begin with TLS.
+    async fn idler(&self, bare: bool) -> std::io::Result<()> {
+        if bare {
+            let mut socket = TcpStream::connect(("127.0.0.1", self.port)).await?;
+            return socket.read_u8().await.map(drop);
+        }
+        self.connect(&self.stranger)
+            .await?
+            .read_u8()
+            .await
+            .map(drop)
+    }
+
+    /// Sends 64 MiB where 3 are taken.
+    async fn large_body(&self) -> std::io::Result<()> {
+        let mut stream = self.connect(&self.stranger).await?;
+        let size = 64 << 20;
+        stream
+            .write_all(post("application/json", size).as_bytes())
+            .await?;
+        let piece = vec![b' '; 1 << 20];
+        for _ in 0..size >> 20 {
+            if stream.write_all(&piece).await.is_err() {
+                break;
+            }
+        }
+        let code = self.code(&mut stream).await?;
+        self.note(code);
+        Ok(())
+    }
+
+    /// An administrator's body that nests as deeply as it is long.
+    async fn nested_body(&self) -> std::io::Result<()> {
+        let mut stream = self.connect(&self.admin).await?;
+        let body = "[".repeat(1 << 20);
+        stream
+            .write_all((post("application/json", body.len()) + &body).as_bytes())
+            .await?;
+        let code = self.code(&mut stream).await?;
+        assert!((400..500).contains(&code), "nested JSON: {code}");
+        Ok(())
+    }
+
+    /// Lists everything, over and over, on one connection each.
+    async fn lister(&self, path: &str) -> std::io::Result<()> {
+        let mut stream = self.connect(&self.admin).await?;
+        let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await?;
+        let code = self.code(&mut stream).await?;
+        assert_eq!(code, 200, "a list of {path}");
+        tokio::io::copy(&mut stream, &mut tokio::io::sink())
+            .await
+            .map(drop)
+    }
+
+    /// Watches, and never reads what comes.
+    async fn deaf_watcher(&self) -> std::io::Result<()> {
+        let mut stream = self.connect(&self.admin).await?;
+        let request =
+            "GET /api/v1/configmaps?watch=1&timeoutSeconds=20 HTTP/1.1\r\nHost: x\r\n\r\n";
+        stream.write_all(request.as_bytes()).await?;
+        tokio::time::sleep(Duration::from_secs(30)).await;
+        Ok(())
+    }
+
+    /// Asks for what no stranger may have.
+    async fn stranger(&self) -> std::io::Result<()> {
+        for path in [
+            "/api/v1/secrets",
+            "/api/v1/nodes",
+            "/apis/rbac.authorization.k8s.io/v1/clusterroles",
+        ] {
+            let mut stream = self.connect(&self.stranger).await?;
+            let request =
+                format!("GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a.b.c\r\n\r\n");
+            stream.write_all(request.as_bytes()).await?;
+            let code = self.code(&mut stream).await?;
+            self.note(code);
+        }
+        Ok(())
+    }
+}
+
+fn post(kind: &str, length: usize) -> String {
+    format!(
+        "POST /api/v1/namespaces/default/pods HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n\r\n"
+    )
+}
+
+/// Repeats something for ever; what is cut off begins again.
+fn repeat<F>(
+    tasks: &mut JoinSet<()>,
+    target: &Target,
+    pause: Duration,
+    act: impl Fn(Target) -> F + Send + 'static,
+) where
+    F: Future<Output = std::io::Result<()>> + Send,
+{
+    let target = target.clone();
+    tasks.spawn(async move {
+        loop {
+            // Being cut off is what should happen to it.
+            let _ = act(target.clone()).await;
+            tokio::time::sleep(pause).await;
+        }
+    });
+}
+
+fn hostile(target: &Target, scale: &Scale) -> JoinSet<()> {
+    let mut tasks = JoinSet::new();
+    let second = Duration::from_secs(1);
+    for _ in 0..scale.slow {
+        repeat(&mut tasks, target, second, async |t: Target| {
+            t.slow_sender().await
+        });
+    }
+    for i in 0..scale.idle {
+        repeat(&mut tasks, target, second * 5, move |t| async move {
+            t.idler(i % 2 == 0).await
+        });
+    }
+    for _ in 0..2 {
+        repeat(&mut tasks, target, second, |t| async move {
+            t.large_body().await
+        });
+        repeat(&mut tasks, target, second, |t| async move {
+            t.nested_body().await
+        });
+        repeat(
+            &mut tasks,
+            target,
+            second,
+            |t| async move { t.stranger().await },
+        );
+    }
+    for path in ["/api/v1/pods", "/api/v1/configmaps", "/api/v1/events"] {
+        let pause = Duration::from_millis(50);
+        repeat(&mut tasks, target, pause, move |t| async move {
+            t.lister(path).await
+        });
+    }
+    for _ in 0..10 {
+        repeat(&mut tasks, target, second, |t| async move {
+            t.deaf_watcher().await
+        });
+    }
+    tasks
+}
+
+/// What a writer was told.
+#[derive(Default)]
+struct Written {
+    /// What is there, as far as was acknowledged; none where the outcome is not known.
+    expected: BTreeMap<String, Option<String>>,
+    acknowledged: u64,
+    failed: u64,
+    longest: Duration,
+}
+
+/// Creates, changes and deletes config maps until a time.
+async fn write(client: Client, until: Instant) -> Written {
+    let api: Api<ConfigMap> = Api::namespaced(client, "default");
+    let mut written = Written::default();
+    for i in 0.. {
+        if Instant::now() > until {
+            break;
+        }
+        let (name, old) = (format!("soak-{i}"), format!("soak-{}", i / 2));
+        let map = |text: &str| -> ConfigMap {
+            serde_json::from_value(
+                json!({"metadata": {"name": name}, "data": {"k": text, "fill": "x".repeat(1000)}}),
+            )
+            .unwrap()
+        };
+        let begun = Instant::now();
+        let created = api.create(&PostParams::default(), &map("1")).await.is_ok();
+        written.note(&name, created, Some("1"));
+        if i % 3 == 0 {
+            let patch = Patch::Merge(json!({"data": {"k": "2"}}));
+            let patched = api
+                .patch(&name, &PatchParams::default(), &patch)
+                .await
+                .is_ok();
+            written.note(&name, created && patched, Some("2"));
+        }
+        if i % 2 == 1 && written.expected.get(&old).is_some_and(Option::is_some) {
+            let deleted = api.delete(&old, &DeleteParams::default()).await.is_ok();
+            written.note(&old, deleted, None);
+        }
+        written.longest = written.longest.max(begun.elapsed());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    written
+}
+
+impl Written {
+    fn note(&mut self, name: &str, acknowledged: bool, value: Option<&str>) {
+        if !acknowledged {
+            self.failed += 1;
+            self.expected.insert(name.into(), None);
+            return;
+        }
+        self.acknowledged += 1;
+        match value {
+            Some(value) => _ = self.expected.insert(name.into(), Some(value.into())),
+            None => _ = self.expected.remove(name),
+        }
+    }
+}
+
+/// Makes pods, waits until they are ready and deletes them, until a time. Returns how many, and the longest start.
+async fn pods(client: Client, image: String, until: Instant) -> (u64, Duration) {
+    let api: Api<Pod> = Api::namespaced(client, "default");
+    let (mut count, mut longest) = (0, Duration::ZERO);
+    while Instant::now() < until {
+        let name = format!("soak-{count}");
+        let pod = serde_json::from_value(
+            json!({"metadata": {"name": name}, "spec": {"terminationGracePeriodSeconds": 0,
+            "containers": [{"name": "c", "image": image, "command": ["busybox", "sleep", "10000"]}]}}),
+        );
+        let begun = Instant::now();
+        api.create(&PostParams::default(), &pod.unwrap())
+            .await
+            .unwrap();
+        let ready = |pod: &Pod| {
+            let conditions = pod.status.as_ref().and_then(|s| s.conditions.as_deref());
+            conditions
+                .is_some_and(|all| all.iter().any(|c| c.type_ == "Ready" && c.status == "True"))
+        };
+        while !ready(&api.get(&name).await.unwrap()) {
+            assert!(
+                begun.elapsed() < support::patience(),
+                "pod {name} is not ready"
+            );
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        longest = longest.max(begun.elapsed());
+        api.delete(&name, &DeleteParams::default()).await.unwrap();
+        let ended = Instant::now();
+        while api.get_opt(&name).await.unwrap().is_some() {
+            assert!(
+                ended.elapsed() < support::patience(),
+                "pod {name} does not go"
+            );
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        count += 1;
+    }
+    (count, longest)
+}
+
+/// The resident memory of a process in MiB.
+fn resident(pid: i32) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = text.lines().find_map(|l| l.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
+}
+
+/// The most memory that a process has in each quarter of a time.
+async fn memory(pid: i32, time: Duration) -> [u64; 4] {
+    let (start, mut most) = (Instant::now(), [0; 4]);
+    while start.elapsed() < time {
+        let quarter = (start.elapsed().as_secs_f64() / time.as_secs_f64() * 4.0) as usize;
+        most[quarter.min(3)] = most[quarter.min(3)].max(resident(pid));
+        tokio::time::sleep(Duration::from_millis(250)).await;
+    }
+    most
+}
+
+#[test]
+fn hostile_clients_disturb_nobody() {
+    let scale = Scale::asked();
+    let cluster = Cluster::start("soak", 72);
+    let image = support::busybox(&cluster);
+    let target = Target::new(&cluster);
+    let control = cluster.pid("control-plane");
+    let kubeconfig = cluster.data().join("kubeconfig");
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap();
+    let (written, pods, most) = runtime.block_on(async {
+        let connect = async || {
+            holdfast::kubeapi::client::connect(&kubeconfig)
+                .await
+                .unwrap()
+        };
+        let until = Instant::now() + scale.time;
+        let tasks = hostile(&target, &scale);
+        let (writer, churn) = (connect().await, connect().await);
+        let done = tokio::join!(
+            write(writer, until),
+            pods(churn, image, until),
+            memory(control, scale.time)
+        );
+        drop(tasks);
+        done
+    });
+    println!(
+        "{} acknowledged writes, {} failed, the longest {:?}; {} pods, the longest start {:?}; {} hostile requests answered; memory by quarters {most:?} MiB",
+        written.acknowledged,
+        written.failed,
+        written.longest,
+        pods.0,
+        pods.1,
+        target.answered.load(Ordering::Relaxed)
+    );
+    assert_eq!(
+        cluster.pid("control-plane"),
+        control,
+        "it is still the same"
+    );
+    assert_eq!(
+        target.admitted.load(Ordering::Relaxed),
+        0,
+        "no stranger got in"
+    );
+    assert!(written.acknowledged > 50 && pods.0 > 0);
+    assert_eq!(written.failed, 0, "nobody else was kept out");
+    let kept = runtime.block_on(async {
+        let client = holdfast::kubeapi::client::connect(&kubeconfig)
+            .await
+            .unwrap();
+        let maps: Api<ConfigMap> = Api::namespaced(client, "default");
+        let mut kept = BTreeMap::new();
+        for map in maps.list(&ListParams::default()).await.unwrap() {
+            if map.name_any().starts_with("soak-") {
+                kept.insert(map.name_any(), map.data.unwrap_or_default().remove("k"));
+            }
+        }
+        kept
+    });
+    assert_eq!(kept, written.expected, "what was acknowledged is there");
+    assert!(
+        most[3] <= most[1] + most[1] / 4 + 16,
+        "memory grows: {most:?} MiB by quarters"
+    );
+}
