@@ -491,6 +491,11 @@ impl PodHost for LinuxHost {
             .await
     }
 
+    async fn remove_container_cgroup(&self, pod: &Pod, id: &str) -> Result<(), String> {
+        let place = self.cgroup_path(pod, Some(id));
+        blocking(move || crate::sys::cgroup::remove(&place).map_err(|e| e.to_string())).await
+    }
+
     async fn remove_directories(&self, pod: &Pod) -> Result<(), String> {
         let (dir, logs, links) = (
             self.pod_dir(pod::uid(pod))?,

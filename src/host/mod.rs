@@ -142,6 +142,10 @@ pub trait PodHost: Send + Sync + 'static {
     async fn tear_down_volumes(&self, uid: &str) -> Result<(), String>;
     /// Removes the pod's cgroup.
     async fn remove_cgroup(&self, pod: &Pod) -> Result<(), String>;
+    /// Removes the cgroup of a container that has ended; processes still in it are killed.
+    async fn remove_container_cgroup(&self, _pod: &Pod, _id: &str) -> Result<(), String> {
+        Ok(())
+    }
     /// Removes the pod's directory and logs.
     async fn remove_directories(&self, pod: &Pod) -> Result<(), String>;
     /// The directory of the pod's logs.

@@ -264,7 +264,7 @@ fn remove_tree(dir: &Path) -> io::Result<()> {
     {
         remove_tree(&entry.path())?;
     }
-    for _ in 0..5 {
+    for _ in 0..20 {
         match fs::remove_dir(dir) {
             Ok(()) => return Ok(()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),

@@ -4,6 +4,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use holdfast_proto::csi as pb;
 use holdfast_proto::registration as reg;
@@ -154,10 +155,14 @@ impl Driver {
         }
     }
 
-    fn asked(&self, call: &str, volume: &str) -> Result<(), Status> {
+    /// Notes a call. It is refused, or held up for as long as such calls hang.
+    async fn asked(&self, call: &str, volume: &str) -> Result<(), Status> {
         self.note(call, volume);
         if self.state.lock().unwrap().refused.contains(call) {
             return Err(Status::invalid_argument("this is refused for good"));
+        }
+        while self.state.lock().unwrap().hung.contains(call) {
+            tokio::time::sleep(Duration::from_millis(50)).await;
         }
         Ok(())
     }
@@ -341,7 +346,7 @@ impl Node for Driver {
         request: Request<pb::NodeStageVolumeRequest>,
     ) -> Result<Response<pb::NodeStageVolumeResponse>, Status> {
         let request = request.into_inner();
-        self.asked("stage", &request.volume_id)?;
+        self.asked("stage", &request.volume_id).await?;
         let volume = self.dir.join(&request.volume_id);
         std::fs::create_dir_all(&volume).map_err(failed)?;
         Driver::bind(&volume, Path::new(&request.staging_target_path), false)?;
@@ -353,7 +358,7 @@ impl Node for Driver {
         request: Request<pb::NodeUnstageVolumeRequest>,
     ) -> Result<Response<pb::NodeUnstageVolumeResponse>, Status> {
         let request = request.into_inner();
-        self.asked("unstage", &request.volume_id)?;
+        self.asked("unstage", &request.volume_id).await?;
         self.not_busy(&request.volume_id)?;
         Driver::unbind(Path::new(&request.staging_target_path))?;
         self.answer("unstage", pb::NodeUnstageVolumeResponse {})
@@ -364,7 +369,7 @@ impl Node for Driver {
         request: Request<pb::NodePublishVolumeRequest>,
     ) -> Result<Response<pb::NodePublishVolumeResponse>, Status> {
         let request = request.into_inner();
-        self.asked("publish", &request.volume_id)?;
+        self.asked("publish", &request.volume_id).await?;
         {
             let mut state = self.state.lock().unwrap();
             state.context = request.volume_context.clone();
@@ -390,9 +395,6 @@ impl Node for Driver {
             }
             return self.answer("publish", pb::NodePublishVolumeResponse {});
         }
-        if self.state.lock().unwrap().hung.contains("publish") {
-            std::future::pending::<()>().await;
-        }
         let source = if request.staging_target_path.is_empty() {
             let own = self.dir.join(&request.volume_id);
             std::fs::create_dir_all(&own).map_err(failed)?;
@@ -409,7 +411,7 @@ impl Node for Driver {
         request: Request<pb::NodeUnpublishVolumeRequest>,
     ) -> Result<Response<pb::NodeUnpublishVolumeResponse>, Status> {
         let request = request.into_inner();
-        self.asked("unpublish", &request.volume_id)?;
+        self.asked("unpublish", &request.volume_id).await?;
         self.not_busy(&request.volume_id)?;
         Driver::unbind(Path::new(&request.target_path))?;
         let _ = std::fs::remove_dir(&request.target_path)

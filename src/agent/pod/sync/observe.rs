@@ -35,7 +35,7 @@ impl Job {
             .iter_mut()
             .filter(|c| c.state == ContainerState::Exited)
         {
-            self.add_termination_message(container).await;
+            self.complete_ended(container).await;
         }
         self.forget_messages(&observed.containers);
         let mut logged = BTreeMap::new();
@@ -53,7 +53,10 @@ impl Job {
         Ok(Outcome::Observed { pod, logged })
     }
 
-    async fn add_termination_message(&self, container: &mut observed::Container) {
+    /// Completes an ended container with its termination message. What the runtime has lost of it is ended
+    /// before, once: where a shim was killed, containerd 2 tells that the container has exited while its
+    /// processes go on, and another instance must not run beside them.
+    async fn complete_ended(&self, container: &mut observed::Container) {
         let known = || {
             self.tools
                 .messages
@@ -64,6 +67,7 @@ impl Job {
         let text = match read {
             Some(text) => text,
             None => {
+                self.kill_remains(container).await;
                 let text = self
                     .termination_message(container)
                     .await
@@ -78,6 +82,14 @@ impl Job {
             } else {
                 format!("{}: {text}", container.message)
             };
+        }
+    }
+
+    async fn kill_remains(&self, container: &observed::Container) {
+        let (host, id) = (&self.context().host, &container.id);
+        if let Err(error) = host.remove_container_cgroup(&self.pod, id).await {
+            let name = &container.name;
+            tracing::warn!(%error, container = name, id, "processes of an ended container may be left");
         }
     }
 

@@ -27,8 +27,10 @@ struct Plan {
     ops: Vec<Op>,
     /// Times at which something more is to be done.
     wake: Vec<Timestamp>,
-    /// What is waited for.
+    /// What the whole pod waits for.
     waits: Vec<String>,
+    /// What single containers wait for; often that is what the whole pod waits for.
+    container_waits: Vec<String>,
 }
 
 impl Worker {
@@ -39,7 +41,7 @@ impl Worker {
             // What was cancelled may have to be looked at, or begun otherwise.
             plan = self.plan(facts, turn);
         }
-        let waiting = plan.waits.into_iter().next();
+        let waiting = plan.waits.into_iter().chain(plan.container_waits).next();
         for op in plan.ops {
             let key = op.key();
             if self.is_in_flight(&key) {
@@ -325,7 +327,7 @@ impl Worker {
             }
             if let Some(until) = self.hold_back(facts, start, observed, turn) {
                 plan.wake.push(until);
-                plan.waits
+                plan.container_waits
                     .push(format!("container {name} waits to be started again"));
                 continue;
             }
@@ -334,7 +336,7 @@ impl Worker {
             }
             if !self.images.contains(name) {
                 plan.ops.push(Op::Pull(start.clone()));
-                plan.waits
+                plan.container_waits
                     .push(format!("container {name} waits for its image"));
                 continue;
             }
@@ -358,7 +360,8 @@ impl Worker {
                 Some(_) => "waits for the containers before it",
                 None => "waits for the pod's sandbox",
             };
-            plan.waits.push(format!("container {name} {reason}"));
+            plan.container_waits
+                .push(format!("container {name} {reason}"));
         }
         self.note_init_waits(observed, actions, plan);
     }
@@ -378,7 +381,7 @@ impl Worker {
             .flatten()
             .rfind(|c| observed.newest(&c.name).is_some());
         if let (Some(missing), Some(before)) = (missing, before) {
-            plan.waits.push(format!(
+            plan.container_waits.push(format!(
                 "container {} waits until init container {} is done or has started",
                 missing.name, before.name
             ));
