@@ -385,6 +385,13 @@ mod tests {
             fs::create_dir_all(outside.path().join(format!("{n}"))).expect("mkdir");
             fs::write(outside.path().join(format!("{n}/canary")), "alive").expect("written");
         }
+        /// Ends the thread that mounts, also where an assertion fails.
+        struct Over<'a>(&'a AtomicBool);
+        impl Drop for Over<'_> {
+            fn drop(&mut self) {
+                self.0.store(true, Ordering::Relaxed);
+            }
+        }
         let (over, round) = (AtomicBool::new(false), AtomicU32::new(0));
         // Who mounts without pause can keep the directory for ever: after some tries it lets go.
         let lets_go = AtomicBool::new(false);
@@ -408,6 +415,7 @@ mod tests {
                     let _ = mount::unmount_all(&place);
                 }
             });
+            let _over = Over(&over);
             for n in 0..25 {
                 let tree = dir.path().join(format!("tree-{n}"));
                 for below in 0..10 {
@@ -425,7 +433,6 @@ mod tests {
                 assert!(whole, "round {n}: nothing is mounted there any more");
                 lets_go.store(false, Ordering::Relaxed);
             }
-            over.store(true, Ordering::Relaxed);
         });
         for n in 0..50 {
             assert!(outside.path().join(format!("{n}/canary")).exists(), "{n}");
