@@ -41,7 +41,11 @@ impl Worker {
             // What was cancelled may have to be looked at, or begun otherwise.
             plan = self.plan(facts, turn);
         }
-        let waiting = plan.waits.into_iter().chain(plan.container_waits).next();
+        // What the whole pod waits for explains what its first container does.
+        let waiting: Vec<String> = [plan.waits, plan.container_waits]
+            .into_iter()
+            .filter_map(|waits| waits.into_iter().next())
+            .collect();
         for op in plan.ops {
             let key = op.key();
             if self.is_in_flight(&key) {
@@ -55,7 +59,7 @@ impl Worker {
             self.in_flight.push(op.clone());
             turn.begin.push(op);
         }
-        self.waiting = waiting;
+        self.waiting = (!waiting.is_empty()).then(|| waiting.join("; "));
         // What was due before now is in the plan already.
         turn.wake_at = plan.wake.into_iter().filter(|at| *at > facts.now).min();
     }

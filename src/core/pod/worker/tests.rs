@@ -416,7 +416,7 @@ fn a_pod_waits_for_the_network_and_says_so() {
     run.settle();
     assert_eq!((run.phase(), run.count(&Key::Sandbox)), ("Pending", 0));
     let why = run.worker.waiting.clone().unwrap_or_default();
-    assert!(why.contains("network is not ready"), "{why}");
+    assert!(why.contains("waits for the pod's sandbox"), "{why}");
     run.input(Input::Network(Network::Ready));
     run.settle();
     assert_eq!(run.phase(), "Running");
