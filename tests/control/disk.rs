@@ -2,8 +2,12 @@
 
 use std::sync::Arc;
 
+use holdfast::control::api::object;
 use holdfast::control::store::{Attrs, Change, Expect, Record, Store, Write, WriteError};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use serde_json::json;
+
+use crate::server::{MAPS, MERGE, Server, next};
 
 /// A small disk of its own, gone with the test.
 struct Disk(tempfile::TempDir);
@@ -98,4 +102,35 @@ async fn a_full_disk_is_written_again_when_there_is_room() {
         "nothing acknowledged is lost, nothing else is there"
     );
     assert_eq!(reopened.revision(), revision);
+}
+
+/// A client whose watch was cut off by a restart goes on where it was, with what its selector made of the changes.
+#[tokio::test]
+async fn a_watch_goes_on_after_a_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let (file, copy) = (dir.path().join("store"), dir.path().join("copy"));
+    let server = Server::over(Store::open(&file, object::index).unwrap());
+    let namespace = json!({"metadata": {"name": "default"}});
+    server.ok("POST", "/api/v1/namespaces", &namespace).await;
+    let map = |name: &str| json!({"metadata": {"name": name, "labels": {"l": "1"}}});
+    let first = server.ok("POST", MAPS, &map("a")).await;
+    server.ok("POST", MAPS, &map("b")).await;
+    let away = json!({"metadata": {"labels": {"l": "2"}}});
+    server.patch(&format!("{MAPS}/a"), MERGE, away).await;
+    server.ok("DELETE", &format!("{MAPS}/b"), &json!({})).await;
+    // What kill -9 leaves of it.
+    std::fs::copy(&file, &copy).unwrap();
+    let server = Server::over(Store::open(&copy, object::index).unwrap());
+    let since = first["metadata"]["resourceVersion"].as_str().unwrap();
+    let url = format!("{MAPS}?watch=1&resourceVersion={since}&labelSelector=l=1");
+    let mut lines = server.watch(&url).await;
+    for (kind, name) in [("ADDED", "b"), ("DELETED", "a"), ("DELETED", "b")] {
+        let event = next(&mut lines).await;
+        let object = &event["object"]["metadata"];
+        assert_eq!(
+            (&event["type"], &object["name"]),
+            (&json!(kind), &json!(name))
+        );
+        assert_eq!(object["labels"]["l"], "1");
+    }
 }

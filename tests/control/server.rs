@@ -22,14 +22,19 @@ pub struct Reply {
 }
 
 impl Server {
-    pub async fn new() -> Server {
+    /// The API over a store as it is.
+    pub fn over(store: Store) -> Server {
         let dir = tempfile::tempdir().unwrap();
         let (private, public) = Pki::open(dir.path()).unwrap().token_keys().unwrap();
-        let server = Server(Api::new(
-            Store::in_memory(),
+        Server(Api::new(
+            store,
             Tokens::new(&private, &public).unwrap(),
             "10.96.0.0/16".parse().unwrap(),
-        ));
+        ))
+    }
+
+    pub async fn new() -> Server {
+        let server = Self::over(Store::in_memory());
         for namespace in ["default", "other"] {
             server
                 .ok(

@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::error::ApiError;
 use super::resources::Resource;
+use super::validate::is_label_value;
 use crate::control::store::Attrs;
 use crate::core::selector::Operator;
 
@@ -197,7 +198,9 @@ fn requirement_of(text: &str) -> Option<Requirement> {
     };
     let key = key.trim();
     let valid = |c: char| c.is_ascii_alphanumeric() || "-_./".contains(c);
-    (!key.is_empty() && key.chars().all(valid)).then(|| Requirement {
+    let valid =
+        !key.is_empty() && key.chars().all(valid) && values.iter().all(|v| is_label_value(v));
+    valid.then(|| Requirement {
         key: key.to_owned(),
         operator,
         values,
@@ -276,7 +279,15 @@ mod tests {
             let selector = Selector::parse(pods, Some(text), None).expect(text);
             assert_eq!(selector.matches(&labels(have)), *expected, "{text}");
         }
-        for bad in ["a in 1", "a b", "=x", "n>five"] {
+        for bad in [
+            "a in 1",
+            "a b",
+            "=x",
+            "n>five",
+            "a=1)),b",
+            "a=b c",
+            "a in (-b)",
+        ] {
             assert_eq!(
                 Selector::parse(pods, Some(bad), None).expect_err(bad).code,
                 400,
