@@ -14,7 +14,7 @@ use world::World;
 
 /// One thing that happens from outside.
 async fn happen(world: &World, agent: &mut JoinHandle<()>, step: u64) {
-    match world.pick(24) {
+    match world.pick(26) {
         0 | 1 => world.create_pod(&format!("q{step}")),
         2 | 3 => world.delete_some_pod(),
         4..=7 => world.exit_some_container(),
@@ -47,6 +47,7 @@ async fn happen(world: &World, agent: &mut JoinHandle<()>, step: u64) {
         20 => world.change_some_map(),
         21 => world.change_node(),
         22 => world.drop_some_finalizer(),
+        23 => world.set_clock(),
         _ => {}
     }
 }

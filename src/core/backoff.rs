@@ -80,9 +80,20 @@ pub struct Held {
 }
 
 impl Backoff {
+    /// The clock was moved by so much.
+    pub fn move_by(&mut self, by: SignedDuration) {
+        for entry in self.0.values_mut() {
+            entry.updated = entry.updated.checked_add(by).unwrap_or(entry.updated);
+        }
+    }
+
     /// Whether a container that ended at `finished` has to wait at `now`, and until when. Counts nothing.
     #[must_use]
     pub fn held(&self, key: &str, finished: Timestamp, now: Timestamp) -> Option<Held> {
+        if finished > now {
+            // The clock was set back since: when it ended is not known.
+            return None;
+        }
         let entry = self
             .0
             .get(key)
@@ -117,7 +128,7 @@ impl Backoff {
             );
             return Ok(());
         };
-        if now.duration_since(finished) < entry.delay {
+        if finished <= now && now.duration_since(finished) < entry.delay {
             return Err(Held {
                 delay: entry.delay,
                 until: finished + entry.delay,
@@ -154,7 +165,8 @@ impl PullBackoff {
     pub fn held(&self, key: &(String, String), now: Timestamp) -> Option<(Timestamp, String)> {
         self.0
             .get(key)
-            .filter(|f| f.until > now)
+            // Further away than that it is if the clock was set back since.
+            .filter(|f| f.until > now && f.until <= now + f.delay)
             .map(|f| (f.until, f.error.clone()))
     }
 
@@ -211,6 +223,22 @@ mod tests {
         assert_eq!(delays, [20, 40, 80, 160, 300, 300]);
         backoff.succeeded(&key);
         assert_eq!(backoff.failed(key, "new", at(100)), at(110));
+    }
+
+    #[test]
+    fn a_clock_that_is_set_back_holds_nothing_up() {
+        let at = |s: i64| Timestamp::from_second(s).expect("a time");
+        let mut pulls = PullBackoff::default();
+        let key = ("uid".to_owned(), "image".to_owned());
+        pulls.failed(key.clone(), "failed", at(10_000));
+        assert_eq!(pulls.held(&key, at(6_400)), None);
+        let mut backoff = Backoff::default();
+        assert_eq!(backoff.start("c", at(10_000), at(10_000), MAXIMUM), Ok(()));
+        assert!(backoff.held("c", at(10_001), at(10_002)).is_some());
+        backoff.move_by(SignedDuration::from_secs(-3_600));
+        assert_eq!(backoff.held("c", at(10_001), at(6_402)), None);
+        assert_eq!(backoff.start("c", at(10_001), at(6_402), MAXIMUM), Ok(()));
+        assert!(backoff.held("c", at(6_403), at(6_404)).is_some());
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::*;
 impl PodApi for World {
     async fn patch_status(&self, _: &str, _: &str, patch: &Value) -> Result<Pod, ApiFailure> {
         let uid = patch["metadata"]["uid"].as_str().unwrap().to_owned();
-        self.state().spend(self.1.now(), "patch_status", &uid);
+        self.state().spend("patch_status", &uid);
         let lost = self.request().await?;
         let mut state = self.state();
         let earlier = state.pods.get(&uid).cloned();
@@ -68,7 +68,7 @@ impl PodApi for World {
     }
 
     async fn delete(&self, _: &str, _: &str, uid: &str) -> Result<(), ApiFailure> {
-        self.state().spend(self.1.now(), "delete", uid);
+        self.state().spend("delete", uid);
         let lost = self.request().await?;
         let mut state = self.state();
         let Some(pod) = state.pods.get(uid).cloned() else {
@@ -102,7 +102,7 @@ impl PodApi for World {
 
     async fn create(&self, mirror: &Pod) -> Result<Pod, ApiFailure> {
         let name = mirror.metadata.name.clone().unwrap();
-        self.state().spend(self.1.now(), "create", &name);
+        self.state().spend("create", &name);
         let lost = self.request().await?;
         let mut state = self.state();
         if state.pods.values().any(|p| p["metadata"]["name"] == *name) {
@@ -178,12 +178,12 @@ impl PodApi for World {
 
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {
         let uid = event.involved_object.uid.clone().unwrap_or_default();
-        self.state().spend(self.1.now(), "post_event", &uid);
+        self.state().spend("post_event", &uid);
         self.request().await.map(|_| ())
     }
 
     async fn count_event(&self, _: &str, name: &str, _: &Value) -> Result<(), ApiFailure> {
-        self.state().spend(self.1.now(), "count_event", name);
+        self.state().spend("count_event", name);
         self.request().await.map(|_| ())
     }
 

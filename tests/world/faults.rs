@@ -6,7 +6,7 @@ use super::*;
 /// How long a client waits for a frozen API.
 const DEADLINE: Duration = Duration::from_secs(30);
 /// Every kind of request or call may be made so often for one pod within a minute.
-const MINUTE: SignedDuration = SignedDuration::from_secs(60);
+const MINUTE: Duration = Duration::from_secs(60);
 
 /// How often one kind of request or call may be made for one pod within a minute, whatever happens to the pod. What the
 /// loops of the past did is a hundred times that.
@@ -21,7 +21,8 @@ fn budget(what: &str) -> usize {
 
 impl State {
     /// Counts a request or a call about a pod, and holds it to its budget.
-    pub(super) fn spend(&mut self, now: Timestamp, what: &'static str, uid: &str) {
+    pub(super) fn spend(&mut self, what: &'static str, uid: &str) {
+        let now = Instant::now();
         let spent = self.spent.entry((uid.to_owned(), what)).or_default();
         spent.push_back(now);
         while spent.front().is_some_and(|first| *first + MINUTE < now) {
@@ -134,7 +135,7 @@ impl World {
     /// an error is one that is not served.
     pub(super) async fn request(&self) -> Result<bool, ApiFailure> {
         let fault = self.fault().await;
-        let begun = tokio::time::Instant::now();
+        let begun = Instant::now();
         while self.state().frozen {
             if begun.elapsed() >= DEADLINE {
                 return Err(ApiFailure::Timeout("not answered within 30s".into()));
@@ -189,6 +190,12 @@ impl World {
         if let Some(context) = &state.context {
             context.node.see(state.node.clone());
         }
+    }
+
+    /// The machine's clock is set forward or back, by minutes or days.
+    pub fn set_clock(&self) {
+        let minutes = [-600, -30, -1, 1, 20, 5000][usize::try_from(self.pick(6)).unwrap()];
+        self.1.set_by(SignedDuration::from_mins(minutes));
     }
 
     /// Content of a ConfigMap that pods may use.

@@ -116,11 +116,8 @@ impl PodHost for World {
         volume: &ResolvedVolume,
         files: Option<Files>,
     ) -> Result<(), Problem> {
-        self.state().spend(
-            self.1.now(),
-            "set_up_volume",
-            &format!("{} {}", uid(pod), volume.volume),
-        );
+        self.state()
+            .spend("set_up_volume", &format!("{} {}", uid(pod), volume.volume));
         let version = files.and_then(|files| {
             let file = files.get("version")?;
             Some(String::from_utf8(file.content.clone()).unwrap())

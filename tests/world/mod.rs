@@ -45,6 +45,7 @@ use k8s_openapi::api::core::v1::{ConfigMap, Event, Node, Pod, Secret, Service};
 use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
 
 struct Box_ {
     uid: String,
@@ -110,7 +111,7 @@ struct State {
     /// What pods' volumes show, by pod and volume.
     shown: BTreeMap<(String, String), String>,
     /// When requests and calls were made, by pod and kind, within the last minute.
-    spent: BTreeMap<(String, &'static str), VecDeque<Timestamp>>,
+    spent: BTreeMap<(String, &'static str), VecDeque<Instant>>,
     /// The most of each kind within a minute.
     most: BTreeMap<&'static str, usize>,
 }

@@ -47,7 +47,7 @@ impl Runtime for World {
     }
 
     async fn observe(&self, uid: &str) -> Result<ObservedPod, RuntimeError> {
-        self.state().spend(self.1.now(), "observe", uid);
+        self.state().spend("observe", uid);
         self.hung(uid).await;
         self.call(|state| {
             let mut observed = ObservedPod {
@@ -77,7 +77,7 @@ impl Runtime for World {
     ) -> Result<String, RuntimeError> {
         let now = self.1.now();
         let metadata = config.metadata.clone().unwrap();
-        self.state().spend(now, "run_sandbox", &metadata.uid);
+        self.state().spend("run_sandbox", &metadata.uid);
         self.call(|state| {
             if state
                 .boxes
@@ -176,7 +176,7 @@ impl Runtime for World {
     ) -> Result<String, RuntimeError> {
         let now = self.1.now();
         let uid = config.labels[label::POD_UID].clone();
-        self.state().spend(now, "create_container", &uid);
+        self.state().spend("create_container", &uid);
         self.call(|state| {
             let Some(b) = state.boxes.get(sandbox).filter(|b| b.sandbox.ready) else {
                 return Err(missing("sandbox"));

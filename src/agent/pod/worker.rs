@@ -25,6 +25,7 @@ use crate::core::pod::journal::Step;
 use crate::core::pod::lifecycle::State;
 use crate::core::pod::record::Record;
 use crate::core::pod::worker::{Facts, Input, Key, Network, Op, Rules, Turn, Update, Worker};
+use crate::sys::clock::Watch;
 
 /// An operation under way. Dropping it cancels it.
 struct Running {
@@ -43,6 +44,7 @@ struct Shell {
     running: BTreeMap<Key, Running>,
     serial: u64,
     first_seen: Timestamp,
+    clock: Watch,
     /// The pod has been seen running, or was when this agent started.
     ran: bool,
     turns: u64,
@@ -74,6 +76,7 @@ pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen,
             .is_some_and(|p| p != "Pending"),
         worker,
         first_seen: context.clock.now(),
+        clock: Watch::of(context.clock),
         tools: Arc::new(Tools {
             context: Arc::clone(&context),
             log,
@@ -89,7 +92,7 @@ pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen,
         turns: 0,
     };
     let mut input = Input::Tick;
-    while let Some(wake_at) = shell.turn(input) {
+    while let Some(wake_at) = shell.take(input) {
         input = shell.next_input(wake_at).await;
     }
     context.ledger.release(&uid).await;
@@ -154,6 +157,15 @@ impl Shell {
             key: report.key,
             outcome: report.outcome,
         })
+    }
+
+    /// What an input leads to; that the clock has moved comes before it.
+    fn take(&mut self, input: Input) -> Option<Option<Instant>> {
+        if let Some(by) = self.clock.moved() {
+            tracing::info!(%by, "the clock was set, or this machine slept: deadlines move with it");
+            self.turn(Input::ClockMoved(by))?;
+        }
+        self.turn(input)
     }
 
     /// One turn: the decision, and everything that it says is begun. The answer is when to wake up, or

@@ -1,5 +1,7 @@
 //! What the runtime says about one pod, in our own types. Newest first everywhere.
 
+use std::collections::BTreeMap;
+
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
@@ -118,12 +120,21 @@ impl ObservedPod {
         self.sandboxes.is_empty() && self.containers.is_empty()
     }
 
-    /// Puts everything in order, newest first; of equal times the higher attempt.
+    /// Puts everything in order, newest first. Attempts say which is newer: clocks are set back at times.
     pub fn sort(&mut self) {
         self.sandboxes
-            .sort_by_key(|s| std::cmp::Reverse((s.created_at, s.attempt)));
-        self.containers
-            .sort_by_key(|c| std::cmp::Reverse((c.created_at, c.attempt)));
+            .sort_by_key(|s| std::cmp::Reverse((s.attempt, s.created_at)));
+        let sandboxes: BTreeMap<&str, u32> = self
+            .sandboxes
+            .iter()
+            .map(|s| (s.id.as_str(), s.attempt))
+            .collect();
+        // What ran in a sandbox that is gone ran before.
+        let age = |c: &Container| {
+            let sandbox = sandboxes.get(c.sandbox.as_str()).copied();
+            std::cmp::Reverse((sandbox, c.attempt, c.created_at))
+        };
+        self.containers.sort_by_key(age);
     }
 
     /// A number that changes whenever a state does: what a listing can see.

@@ -13,6 +13,7 @@ use crate::core::pod::actions::Kill;
 use crate::core::pod::journal::Step;
 use crate::core::pod::observed::ContainerState;
 use crate::core::pod::worker::Outcome;
+use tokio::time::Instant;
 
 /// What a container that is told to stop gets at least, in seconds.
 const FLOOR: i64 = 2;
@@ -33,15 +34,18 @@ impl Job {
     /// fails is reported and stops nothing.
     pub(super) async fn stop(&self, kill: &Kill, first: bool, until: Timestamp) -> Result<Outcome> {
         let at_once = kill.grace == Some(0);
+        // From here on as a duration: the clock may be set while the hook runs.
+        let until = Instant::now() + self.time_until(until);
         if first {
             self.pre_stop(kill, until, !at_once).await;
         }
-        let left = self.time_until(until).as_secs_f64().ceil() as i64;
+        let left = until.saturating_duration_since(Instant::now());
+        let left = left.as_secs_f64().ceil() as i64;
         let grace = if at_once { 0 } else { left.max(FLOOR) };
         self.signal(kill, grace).await
     }
 
-    async fn pre_stop(&self, kill: &Kill, until: Timestamp, with_hook: bool) {
+    async fn pre_stop(&self, kill: &Kill, until: Instant, with_hook: bool) {
         let definition = self.definition(&kill.name);
         let role = definition.as_ref().map_or(Role::Regular, |(role, _)| *role);
         let path = role.field_path(&kill.name);
@@ -82,12 +86,12 @@ impl Job {
         kill: &Kill,
         container: &Container,
         handler: &LifecycleHandler,
-        until: Timestamp,
+        until: Instant,
     ) -> std::result::Result<(), String> {
         let ips: &[String] = self.observed.sandboxes.first().map_or(&[], |s| &s.ips);
         let ip = hook_address(&self.pod, ips);
         let hook = hooks::run(self.context(), &self.pod, container, handler, &kill.id, ip);
-        tokio::time::timeout(self.time_until(until), hook)
+        tokio::time::timeout_at(until, hook)
             .await
             .unwrap_or_else(|_| Err("the hook took longer than the grace period".into()))
     }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::PodStatus;
 
 use super::{
     Facts, Growth, Input, Key, Op, Outcome, Retry, Turn, Update, VolumeState, Worker, event,
@@ -58,6 +59,7 @@ impl Worker {
             }
             Input::Network(network) => self.network = network,
             Input::Done { key, outcome } => self.apply_outcome(facts, &key, outcome, turn),
+            Input::ClockMoved(by) => self.move_timers(by),
             Input::Tick => {}
         }
         true
@@ -113,7 +115,9 @@ impl Worker {
         if let Some(object) = self.update.status_object().filter(|_| !self.adopted) {
             // Only the first sight counts: later ones may be echoes of what was written since.
             self.adopted = true;
-            if let Some(status) = object.status.clone().filter(|s| s.conditions.is_some()) {
+            // One that is refused has a start time before it has conditions.
+            let written = |s: &PodStatus| s.conditions.is_some() || s.start_time.is_some();
+            if let Some(status) = object.status.clone().filter(written) {
                 self.status = status;
             }
         }

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
 use serde::{Deserialize, Serialize};
 
@@ -126,6 +126,8 @@ pub enum Input {
         /// What came of it.
         outcome: Outcome,
     },
+    /// The clock was set, or the machine has slept: by how much the time of day has moved.
+    ClockMoved(SignedDuration),
     /// The time that the worker asked to be woken at, or an audit.
     Tick,
 }
@@ -140,6 +142,7 @@ impl Input {
             Input::Probed { .. } => "probed",
             Input::VolumesChanged => "volumes-changed",
             Input::DriversChanged => "drivers-changed",
+            Input::ClockMoved(_) => "clock-moved",
             Input::Evicted(_) => "evicted",
             Input::RoomFreed => "room-freed",
             Input::Network(_) => "network",

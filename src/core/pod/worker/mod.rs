@@ -10,6 +10,7 @@
 //! 3 and 5), `stop` in which order containers end.
 
 mod apply;
+mod clock;
 mod input;
 mod plan;
 mod stop;

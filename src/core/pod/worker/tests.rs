@@ -278,6 +278,48 @@ fn a_running_pod_that_is_refused_ends_before_it_has_failed() {
     assert_eq!(run.runtime.live().count(), 0);
 }
 
+/// Simulation, seed 38: the runtime was down, so there were no conditions yet, and the agent started again later.
+#[test]
+fn a_refused_pod_keeps_its_start_time() {
+    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
+    let refused = Outcome::Refused {
+        reason: "NodeAffinity".into(),
+        message: "no".into(),
+    };
+    run.settle_but(|op| matches!(op, Op::Admit | Op::Observe { .. }));
+    run.done(&Key::Admit, refused);
+    let started = run.worker.status.start_time.clone();
+    let mut run = run.restarted();
+    run.now += 100_000;
+    run.settle();
+    assert!(started.is_some());
+    assert_eq!(run.worker.status.start_time, started);
+}
+
+/// The machine slept, or its clock was set: what waits, waits on for as long as it would have.
+#[test]
+fn deadlines_move_with_the_clock() {
+    for by in [-3_600, 3_600] {
+        let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+        let mut run = Run::new(a_pod(spec, json!({})));
+        run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+        run.done(&Key::Sandbox, Outcome::Failed("injected".into()));
+        let wait = |turn: &Turn, now: i64| turn.wake_at.map(|wake| wake.duration_since(at(now)));
+        run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+        assert_eq!(run.count(&Key::Sandbox), 1);
+        let turn = run.input(Input::Tick);
+        let before = wait(&turn, run.now);
+        assert!(before.is_some_and(|w| w <= SignedDuration::from_millis(500)));
+        run.now += by * 1000;
+        let turn = run.input(Input::ClockMoved(SignedDuration::from_secs(by)));
+        assert_eq!(run.count(&Key::Sandbox), 1, "{by}");
+        assert_eq!(wait(&turn, run.now), before, "{by}");
+        run.now += 500;
+        run.input(Input::Tick);
+        assert_eq!(run.count(&Key::Sandbox), 2, "{by}");
+    }
+}
+
 #[test]
 fn the_final_phase_waits_for_sidecars_which_end_in_reverse() {
     let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));

@@ -1,0 +1,35 @@
+//! When the clock is set, or the machine has slept, what a worker waits for takes as long as it would have.
+
+use jiff::{SignedDuration, Timestamp};
+
+use super::{Op, Worker};
+
+impl Worker {
+    /// Moves every time that the worker keeps to act at. Times that others have given (when a container ended, when the
+    /// pod started) stay.
+    pub(super) fn move_timers(&mut self, by: SignedDuration) {
+        let moved = |at: &mut Timestamp| *at = at.checked_add(by).unwrap_or(*at);
+        let optional = [
+            &mut self.publish_at,
+            &mut self.stop_by,
+            &mut self.prepared_at,
+            &mut self.volumes.at,
+            &mut self.sandbox_at,
+            &mut self.wake_at,
+        ];
+        optional.into_iter().flatten().for_each(moved);
+        self.stops.values_mut().for_each(moved);
+        self.retries
+            .iter_mut()
+            .for_each(|retry| moved(&mut retry.until));
+        if let Some((_, at)) = &mut self.mirrored {
+            moved(at);
+        }
+        for op in &mut self.in_flight {
+            if let Op::Stop { until, .. } = op {
+                moved(until);
+            }
+        }
+        self.backoff.move_by(by);
+    }
+}
