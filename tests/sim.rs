@@ -68,7 +68,7 @@ async fn scenario(world: &World) -> Result<(), String> {
     world.freeze(false);
     world.deafen(false);
     // Long enough for the longest hang, back-off and grace.
-    tokio::time::sleep(Duration::from_secs(840)).await;
+    tokio::time::sleep(Duration::from_secs(540)).await;
     world.begin_quiet();
     tokio::time::sleep(Duration::from_secs(60)).await;
     world.check_quiet()?;
@@ -84,7 +84,7 @@ async fn scenario(world: &World) -> Result<(), String> {
     }
     world.delete_all_pods();
     world.remove_all_manifests();
-    tokio::time::sleep(Duration::from_secs(900)).await;
+    tokio::time::sleep(Duration::from_secs(420)).await;
     world.check_released()?;
     world.drop_all_finalizers();
     tokio::time::sleep(Duration::from_secs(120)).await;
