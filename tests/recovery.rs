@@ -142,9 +142,8 @@ impl Node {
         self.frozen_apiserver();
         self.cluster
             .kubectl(&["delete", "pod", "--all", "--wait=true"]);
-        // A start that is cut off can cost containerd 2.1 a shim, too.
         self.within(20, "nothing is left", || {
-            self.cluster.leftovers_known().is_empty()
+            self.cluster.leftovers().is_empty()
         });
     }
 

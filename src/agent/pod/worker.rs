@@ -8,7 +8,7 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
 use tokio::time::Instant;
-use tokio_util::task::AbortOnDropHandle;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::Instrument as _;
 
 use super::inbox::{Inbox, Message, Report};
@@ -42,6 +42,8 @@ struct Shell {
     probing: Probing,
     assets: Assets,
     running: BTreeMap<Key, Running>,
+    /// A start was cancelled, and the runtime has not been looked at since.
+    cut_off: bool,
     serial: u64,
     first_seen: Timestamp,
     clock: Watch,
@@ -62,6 +64,9 @@ pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen,
         StatusWriter::start(Arc::clone(&context.api), Arc::clone(&context.metrics)),
         pod::uid(worker.pod()).to_owned(),
     );
+    let starts = TaskTracker::new();
+    // It is waited for again and again; it is never the last time.
+    starts.close();
     log.start_record(Record::new(
         rules(&context),
         context.node_ips.clone(),
@@ -84,10 +89,12 @@ pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen,
             volumes: tokio::sync::Mutex::new(volumes),
             inbox,
             messages: std::sync::Mutex::default(),
+            starts,
         }),
         seen,
         assets: Assets::default(),
         running: BTreeMap::new(),
+        cut_off: false,
         serial: 0,
         turns: 0,
     };
@@ -190,6 +197,7 @@ impl Shell {
         self.tell(&turn);
         for key in &turn.cancel {
             self.running.remove(key);
+            self.cut_off |= matches!(key, Key::Start(_));
         }
         self.follow(&turn);
         let announce = turn.publish.is_some() || object_before != object_of(self.worker.update());
@@ -298,6 +306,7 @@ impl Shell {
             observed: self.worker.observed.clone().unwrap_or_default(),
             actuated: self.worker.resizing().actuated.clone(),
             assets: self.assets.clone(),
+            cut_off: matches!(op, Op::Observe { .. }) && std::mem::take(&mut self.cut_off),
         };
         let span = span(self.worker.pod(), self.worker.state);
         let reported = key.clone();

@@ -21,6 +21,7 @@ use std::sync::{Arc, Mutex};
 
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::Pod;
+use tokio_util::task::TaskTracker;
 
 use self::prepare::Setup;
 use super::inbox::Inbox;
@@ -85,6 +86,8 @@ pub struct Tools {
     pub inbox: Inbox,
     /// Termination messages by container id: an ended container's is read once.
     pub messages: Mutex<BTreeMap<String, String>>,
+    /// The runtime's calls that start containers; they outlive their operations.
+    pub starts: TaskTracker,
 }
 
 /// One operation and what is known when it is begun.
@@ -95,6 +98,8 @@ pub struct Job {
     pub observed: Arc<ObservedPod>,
     pub actuated: Sizes,
     pub assets: Assets,
+    /// A start was cancelled before: what comes of it is waited for before anything is looked at.
+    pub cut_off: bool,
 }
 
 type Result<T> = std::result::Result<T, Outcome>;

@@ -17,6 +17,9 @@ impl Job {
     /// runtime does not have.
     pub(super) async fn observe(&self, logs: bool) -> Result<Outcome> {
         let context = self.context();
+        if self.cut_off {
+            self.starts_settle().await;
+        }
         let look = async {
             let observed = context.runtime.observe(pod::uid(&self.pod)).await;
             observed.map_err(|e| format!("the runtime cannot be asked about the pod: {e}"))

@@ -3,11 +3,14 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 use holdfast_proto::cri as pb;
 use jiff::SignedDuration;
 use k8s_openapi::api::core::v1::{Container, Pod, VolumeMount};
 use kube::ResourceExt as _;
+use tracing::Instrument as _;
 
 use super::{Job, Result, failed, hook_address, hooks};
 use crate::agent::image::{Pulled, Waiting};
@@ -24,6 +27,10 @@ use crate::core::pod::{cri_config, dns};
 use crate::core::volume::resolved::Source;
 use crate::cri::RuntimeErrorKind;
 use crate::host::SubPath;
+
+/// How long the runtime may take to end the start of a container that is not wanted any more, before
+/// the pod goes on.
+const START_ENDS: Duration = Duration::from_secs(10);
 
 /// Where a container is to run.
 pub(super) struct Place<'a> {
@@ -83,6 +90,26 @@ impl Job {
             .map_err(waiting)?;
         self.log().close(Step::BackOff, name);
         Ok(Outcome::Started { id })
+    }
+
+    /// Asks the runtime to start a container. The call goes on where the operation is cancelled: containerd
+    /// 2 leaves a shim behind, and the container busy for seconds, where a client cuts it off.
+    async fn start_uncut(&self, id: &str) -> std::result::Result<(), String> {
+        let (runtime, id) = (Arc::clone(&self.context().runtime), id.to_owned());
+        let call = async move { runtime.start_container(&id).await };
+        let started = self.tools.starts.spawn(call.in_current_span()).await;
+        // It is not aborted, and a panic ends the process: it fails only when the process ends.
+        started
+            .map_err(|e| e.to_string())?
+            .map_err(|e| e.to_string())
+    }
+
+    /// Waits until the calls of cancelled starts have come to their end, but not for a runtime that hangs.
+    pub(super) async fn starts_settle(&self) {
+        let settled = self.tools.starts.wait();
+        if tokio::time::timeout(START_ENDS, settled).await.is_err() {
+            tracing::warn!("the runtime is starting a container that is not wanted any more");
+        }
     }
 }
 
@@ -145,11 +172,8 @@ async fn begin_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> St
         .await?;
     s.say(start, Kind::Normal, "Created", "Container created");
     let begin = async {
-        s.context
-            .runtime
-            .start_container(&id)
-            .await
-            .map_err(|e| s.refuse(start, "RunContainerError", e.to_string()))
+        let started = s.job.start_uncut(&id).await;
+        started.map_err(|e| s.refuse(start, "RunContainerError", e))
     };
     s.log.step(Step::Start, name, begin).await?;
     s.say(start, Kind::Normal, "Started", "Container started");
