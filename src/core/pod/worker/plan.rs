@@ -327,6 +327,8 @@ impl Worker {
         for start in &actions.start {
             let name = &start.container.name;
             if self.is_in_flight(&Key::Start(name.clone())) {
+                plan.container_waits
+                    .push(format!("container {name} is being started"));
                 continue;
             }
             if let Some(until) = self.hold_back(facts, start, observed, turn) {

@@ -320,6 +320,20 @@ fn deadlines_move_with_the_clock() {
     }
 }
 
+/// Found by tests/recovery.rs: something else happened while a sidecar was being started, and then all was well.
+#[test]
+fn a_pod_whose_container_is_being_started_is_never_well() {
+    let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
+    run.settle_but(|op| matches!(op, Op::Start { .. }));
+    assert_eq!(run.waiting.len(), 1);
+    for input in [Input::Hint, Input::Tick, Input::VolumesChanged] {
+        run.input(input);
+        run.settle_but(|op| matches!(op, Op::Start { .. }));
+        let why = run.worker.waiting.clone().unwrap_or_default();
+        assert!(why.contains("container s is being started"), "{why}");
+    }
+}
+
 #[test]
 fn the_final_phase_waits_for_sidecars_which_end_in_reverse() {
     let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
