@@ -131,7 +131,7 @@ impl Worker {
         match outcome {
             Outcome::Failed(_) => {
                 self.failed(facts.now, key);
-                if acts_on_runtime(&op) {
+                if op.changes_runtime() {
                     // Timeout or refusal: what came of it is seen before anything else is done.
                     self.acted += 1;
                     (self.look, self.unsure) = (true, true);
@@ -540,18 +540,5 @@ pub(super) fn backoff_key(start: &Start) -> String {
     format!(
         "{}{:?}{:?}",
         container.name, container.image, container.resources
-    )
-}
-
-fn acts_on_runtime(op: &Op) -> bool {
-    matches!(
-        op,
-        Op::Sandbox { .. }
-            | Op::Start { .. }
-            | Op::Stop { .. }
-            | Op::StopSandbox(_)
-            | Op::RestartAll(_)
-            | Op::Resize(_)
-            | Op::Collect { .. }
     )
 }

@@ -260,6 +260,21 @@ pub enum Key {
 }
 
 impl Op {
+    /// Whether it changes what the runtime has.
+    #[must_use]
+    pub fn changes_runtime(&self) -> bool {
+        matches!(
+            self,
+            Op::Sandbox { .. }
+                | Op::Start { .. }
+                | Op::Stop { .. }
+                | Op::StopSandbox(_)
+                | Op::RestartAll(_)
+                | Op::Resize(_)
+                | Op::Collect { .. }
+        )
+    }
+
     /// What it is about.
     #[must_use]
     pub fn key(&self) -> Key {

@@ -159,11 +159,11 @@ impl Worker {
         self.plan_pulls_and_starts(facts, &actions, &observed, turn, plan);
         if self.unsure {
             // What was done last is seen first.
-            plan.ops.retain(|op| !changes_runtime(op));
+            plan.ops.retain(|op| !op.changes_runtime());
             return;
         }
         if !actions.restart_all.is_empty() {
-            plan.ops.retain(|op| !changes_runtime(op));
+            plan.ops.retain(|op| !op.changes_runtime());
             plan.ops.push(Op::RestartAll(actions.restart_all));
             return;
         }
@@ -255,7 +255,7 @@ impl Worker {
             let message = "Pod sandbox changed, it will be killed and re-created.";
             turn.events.push(event("SandboxChanged", message.into()));
         }
-        plan.ops.retain(|op| !changes_runtime(op));
+        plan.ops.retain(|op| !op.changes_runtime());
         plan.ops.extend(stops);
         plan.wake.extend((until > facts.now).then_some(until));
         plan.waits
@@ -486,19 +486,6 @@ fn stops_earlier(planned: &Op, under_way: &Op) -> bool {
         (Op::Stop { until: new, .. }, Op::Stop { until: old, .. }) => new < old,
         _ => false,
     }
-}
-
-fn changes_runtime(op: &Op) -> bool {
-    matches!(
-        op,
-        Op::Sandbox { .. }
-            | Op::Start { .. }
-            | Op::Stop { .. }
-            | Op::StopSandbox(_)
-            | Op::RestartAll(_)
-            | Op::Resize(_)
-            | Op::Collect { .. }
-    )
 }
 
 /// What a pod's own files show of it: other labels, annotations or resources make other files.
