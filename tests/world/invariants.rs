@@ -86,7 +86,7 @@ pub fn of_status(
     );
     rule(
         !ended || live.is_empty(),
-        format!("the phase is {phase} while {live:?} run"),
+        format!("the phase is {phase} while {live:?} run: {old} {new}"),
     );
     let ids: Vec<&str> = statuses(after).filter_map(|s| s["name"].as_str()).collect();
     rule(

@@ -724,6 +724,18 @@ pub fn deadline(pod: &Pod, status: &PodStatus) -> Option<Timestamp> {
     Some(status.start_time.as_ref()?.0 + jiff::SignedDuration::from_secs(most))
 }
 
+/// Whether a container of any kind has been made for the pod, as its status has it.
+#[must_use]
+pub fn names_containers(status: &PodStatus) -> bool {
+    let lists = [
+        &status.init_container_statuses,
+        &status.container_statuses,
+        &status.ephemeral_container_statuses,
+    ];
+    let mut containers = lists.into_iter().flatten().flatten();
+    containers.any(|container| container.container_id.is_some())
+}
+
 /// The status of a pod that admission refused.
 #[must_use]
 pub fn rejected(previous: &PodStatus, reason: &str, message: &str, now: Timestamp) -> PodStatus {

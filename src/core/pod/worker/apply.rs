@@ -338,16 +338,16 @@ impl Worker {
         self.acted += 1;
     }
 
-    /// The node does not take the pod. One that has run here before the agent started comes to its end first: no final
-    /// phase stands beside a running container.
+    /// The node does not take the pod. One that may have run here before the agent started comes to its end first: no
+    /// final phase stands beside a running container.
     fn refused(&mut self, reason: String, message: String, facts: &Facts, turn: &mut Turn) {
         turn.events.push(warning(&reason, message.clone()));
-        let mut containers = self.status.container_statuses.iter().flatten();
-        let has_run = containers.any(|container| container.container_id.is_some())
-            || self
-                .observed
-                .as_ref()
-                .is_some_and(|o| !o.containers.is_empty());
+        let has_run = status::names_containers(&self.status)
+            || match &self.observed {
+                Some(observed) => !observed.containers.is_empty(),
+                // An agent has had it before; what that one started is not known yet.
+                None => self.status.start_time.is_some(),
+            };
         if has_run {
             self.verdict = Some(Verdict {
                 cause: Cause::Rejected,

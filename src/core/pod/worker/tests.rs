@@ -278,6 +278,32 @@ fn a_running_pod_that_is_refused_ends_before_it_has_failed() {
     assert_eq!(run.runtime.live().count(), 0);
 }
 
+/// Simulation, seeds 475 and 747: only sidecars had been started. And one of which an earlier agent could not write
+/// what it had started: the runtime is asked first.
+#[test]
+fn a_pending_pod_that_is_refused_ends_before_it_has_failed() {
+    for written in [true, false] {
+        let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
+        run.settle_but(|op| op.key() == start("c"));
+        assert_eq!((run.phase(), run.runtime.live().count()), ("Pending", 2));
+        let mut run = run.restarted();
+        if !written {
+            run.worker.status.init_container_statuses = None;
+            run.worker.status.container_statuses = None;
+        }
+        run.settle_but(|op| matches!(op, Op::Admit | Op::Observe { .. }));
+        let refused = Outcome::Refused {
+            reason: "NodeAffinity".into(),
+            message: "no".into(),
+        };
+        run.done(&Key::Admit, refused);
+        run.settle_but(|op| matches!(op, Op::Stop { .. }));
+        assert_eq!(run.phase(), "Pending", "its sidecars run");
+        run.settle();
+        assert_eq!((run.phase(), run.runtime.live().count()), ("Failed", 0));
+    }
+}
+
 /// Simulation, seed 38: the runtime was down, so there were no conditions yet, and the agent started again later.
 #[test]
 fn a_refused_pod_keeps_its_start_time() {
