@@ -12,6 +12,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             "grpc/health/v1/health.proto",
             "containerd/events/v1/events.proto",
             "containerd/content/v1/content.proto",
+            "containerd/tasks/v1/tasks.proto",
             "csi/v1/csi.proto",
             "pluginregistration/v1/api.proto",
         ],

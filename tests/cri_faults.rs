@@ -9,6 +9,7 @@ mod support;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use holdfast::core::pod::observed::{ContainerState, ObservedPod};
 use holdfast::cri::{CriClient, Runtime as _};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -143,6 +144,10 @@ impl Bench {
 
 /// How many containers of a pod the runtime has.
 fn ask(socket: &std::path::Path, uid: &str) -> usize {
+    observe(socket, uid).live().count()
+}
+
+fn observe(socket: &std::path::Path, uid: &str) -> ObservedPod {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -150,7 +155,7 @@ fn ask(socket: &std::path::Path, uid: &str) -> usize {
     runtime.block_on(async {
         let client =
             CriClient::new(socket.to_str().unwrap(), Duration::from_secs(30), None).unwrap();
-        client.observe(uid).await.unwrap().live().count()
+        client.observe(uid).await.unwrap()
     })
 }
 
@@ -193,6 +198,34 @@ fn the_agent_may_be_killed_at_every_call() {
     bench.cluster.wait_quietly("nothing at all to be left", || {
         bench.cluster.leftovers().is_empty()
     });
+}
+
+/// A caller that died at the wrong moment leaves a task that containerd's CRI plugin does not know of, and for which it
+/// refuses to remove the container.
+#[test]
+fn a_task_that_cri_does_not_know_of_does_not_keep_a_pod() {
+    let bench = Bench::start("cri-d", 34, "");
+    let Bench {
+        cluster,
+        proxy,
+        target,
+        ..
+    } = &bench;
+    proxy.set("StartContainer", Fault::Fail);
+    cluster.apply(&bench.pod("left"));
+    let created = || {
+        let pod = cluster.pods().into_iter().next()?;
+        let containers = observe(target, pod["metadata"]["uid"].as_str()?).containers;
+        let mut created = containers
+            .into_iter()
+            .filter(|c| c.state == ContainerState::Created);
+        created.next().map(|c| c.id)
+    };
+    cluster.wait("a container that is not started", || created().is_some());
+    let id = created().unwrap();
+    support::ctr(cluster, "k8s.io", &["task", "start", "--detach", &id]);
+    proxy.lift();
+    bench.end();
 }
 
 #[test]

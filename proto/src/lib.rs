@@ -27,6 +27,12 @@ pub mod content {
     tonic::include_proto!("containerd.services.content.v1");
 }
 
+/// containerd's tasks (`containerd.services.tasks.v1`), to end one that CRI does not know of.
+#[allow(clippy::all, clippy::pedantic, missing_docs)]
+pub mod tasks {
+    tonic::include_proto!("containerd.services.tasks.v1");
+}
+
 /// The Container Storage Interface (`csi.v1`), the node's side.
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
 pub mod csi {

@@ -9,6 +9,7 @@ use holdfast_proto::cri as pb;
 use pb::image_service_client::ImageServiceClient;
 use pb::runtime_service_client::RuntimeServiceClient;
 use tokio::sync::mpsc;
+use tonic::metadata::MetadataValue;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
@@ -23,7 +24,9 @@ use super::RuntimeErrorKind;
 use super::RuntimeStatus;
 use super::Stock;
 use super::convert;
+use super::events;
 use super::measured::{Measured, Report};
+use super::tasks;
 use crate::core::pod::explain::Fetching;
 use crate::core::pod::observed::{Container, ContainerState, ObservedPod};
 use crate::core::pod::probe;
@@ -109,6 +112,33 @@ impl CriClient {
         })
     }
 
+    /// Removes a container or a sandbox; tasks that keep the runtime from it are ended, for removal is by force.
+    async fn removing<F>(&self, id: &str, remove: impl Fn() -> F) -> Result<(), RuntimeError>
+    where
+        F: Future<Output = Result<(), Status>>,
+    {
+        let refused = match remove().await {
+            left if tasks::is_left(&left) => left,
+            other => return gone_is_fine(other),
+        };
+        // A sandbox is removed with its containers.
+        let of_sandbox = pb::ContainerFilter {
+            pod_sandbox_id: id.into(),
+            ..pb::ContainerFilter::default()
+        };
+        let containers = self.containers(Some(of_sandbox)).await?;
+        for id in containers.iter().map(|c| c.id.as_str()).chain([id]) {
+            match tasks::end(&self.channel, id).await {
+                // A runtime without such tasks has another reason.
+                Err(e) if e.kind == RuntimeErrorKind::Unimplemented => {
+                    return gone_is_fine(refused);
+                }
+                ended => ended?,
+            }
+        }
+        gone_is_fine(remove().await)
+    }
+
     pub(super) fn request<T>(&self, message: T) -> Request<T> {
         Self::within(self.deadline, message)
     }
@@ -116,6 +146,16 @@ impl CriClient {
     pub(super) fn within<T>(deadline: Duration, message: T) -> Request<T> {
         let mut request = Request::new(message);
         request.set_timeout(deadline);
+        request
+    }
+
+    /// A request to one of containerd's own services, about what came over CRI.
+    pub(super) fn to_containerd<T>(deadline: Duration, message: T) -> Request<T> {
+        let mut request = Self::within(deadline, message);
+        request.metadata_mut().insert(
+            "containerd-namespace",
+            MetadataValue::from_static(events::NAMESPACE),
+        );
         request
     }
 
@@ -248,14 +288,16 @@ impl Runtime for CriClient {
 
     async fn remove_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
         let result = self
-            .runtime
-            .clone()
-            .remove_pod_sandbox(self.request(pb::RemovePodSandboxRequest {
-                pod_sandbox_id: id.into(),
-            }))
+            .removing(id, || async {
+                let request = self.request(pb::RemovePodSandboxRequest {
+                    pod_sandbox_id: id.into(),
+                });
+                self.runtime.clone().remove_pod_sandbox(request).await?;
+                Ok(())
+            })
             .await;
         self.forget(id);
-        gone_is_fine(result)
+        result
     }
 
     async fn create_container(
@@ -485,14 +527,14 @@ impl Runtime for CriClient {
     }
 
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {
-        gone_is_fine(
-            self.runtime
-                .clone()
-                .remove_container(self.request(pb::RemoveContainerRequest {
-                    container_id: id.into(),
-                }))
-                .await,
-        )
+        self.removing(id, || async {
+            let request = self.request(pb::RemoveContainerRequest {
+                container_id: id.into(),
+            });
+            self.runtime.clone().remove_container(request).await?;
+            Ok(())
+        })
+        .await
     }
 
     async fn image(&self, name: &str) -> Result<Option<Image>, RuntimeError> {

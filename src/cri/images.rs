@@ -8,7 +8,7 @@ use holdfast_proto::cri as pb;
 use tonic::Request;
 
 use super::client::{CriClient, gone_is_fine};
-use super::{Credentials, Image, RuntimeError, Stock, events};
+use super::{Credentials, Image, RuntimeError, Stock};
 use crate::core::pod::explain::Fetching;
 
 impl CriClient {
@@ -118,11 +118,7 @@ impl CriClient {
 
     /// How far the pulls under way are.
     pub(super) async fn fetch_progress(&self) -> Result<Fetching, RuntimeError> {
-        let mut request = Self::within(Duration::from_secs(2), ListStatusesRequest::default());
-        request.metadata_mut().insert(
-            "containerd-namespace",
-            tonic::metadata::MetadataValue::from_static(events::NAMESPACE),
-        );
+        let request = Self::to_containerd(Duration::from_secs(2), ListStatusesRequest::default());
         let statuses = ContentClient::new(self.channel.clone())
             .list_statuses(request)
             .await?

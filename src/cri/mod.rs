@@ -8,6 +8,7 @@ mod events;
 mod images;
 mod measured;
 mod observation;
+mod tasks;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;

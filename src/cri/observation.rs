@@ -33,12 +33,8 @@ impl CriClient {
 
     pub(super) async fn containers(
         &self,
-        filter: Option<HashMap<String, String>>,
+        filter: Option<pb::ContainerFilter>,
     ) -> Result<Vec<pb::Container>, RuntimeError> {
-        let filter = filter.map(|label_selector| pb::ContainerFilter {
-            label_selector,
-            ..pb::ContainerFilter::default()
-        });
         Ok(self
             .runtime
             .clone()
@@ -179,9 +175,13 @@ impl CriClient {
 
     /// All that the runtime knows of a pod.
     pub(super) async fn observe_pod(&self, uid: &str) -> Result<ObservedPod, RuntimeError> {
-        let filter = || Some(HashMap::from([(label::POD_UID.to_owned(), uid.to_owned())]));
+        let labels = HashMap::from([(label::POD_UID.to_owned(), uid.to_owned())]);
+        let of_pod = pb::ContainerFilter {
+            label_selector: labels.clone(),
+            ..pb::ContainerFilter::default()
+        };
         let (sandboxes, containers) =
-            tokio::try_join!(self.sandboxes(filter()), self.containers(filter()))?;
+            tokio::try_join!(self.sandboxes(Some(labels)), self.containers(Some(of_pod)))?;
         let mut observed = ObservedPod::default();
         for listed in &sandboxes {
             let Some(mut sandbox) = convert::sandbox(listed) else {
@@ -233,13 +233,7 @@ impl CriClient {
             state,
             ..pb::ContainerFilter::default()
         });
-        let listed = self
-            .runtime
-            .clone()
-            .list_containers(self.request(pb::ListContainersRequest { filter }))
-            .await?
-            .into_inner()
-            .containers;
+        let listed = self.containers(filter).await?;
         let of = |c: &pb::Container| {
             let get = |key: &str| c.labels.get(key).cloned();
             let container = convert::container(c)?;

@@ -168,7 +168,7 @@ pub fn sentence(entry: &Entry) -> String {
         Step::PreStop => format!("the preStop hook of container {subject} failed: {error}"),
         Step::Stop => format!("container {subject} cannot be stopped: {error}"),
         Step::StopSandbox => format!("its sandbox cannot be stopped: {error}"),
-        Step::Release => format!("what it held cannot be given back: {error}"),
+        Step::Release => format!("what it held cannot be released: {error}"),
         Step::Finalise => error.clone(),
     }
 }

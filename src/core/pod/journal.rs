@@ -96,6 +96,19 @@ impl Step {
         }
     }
 
+    /// Whether a pod that ends may wait for it.
+    fn is_of_end(self) -> bool {
+        matches!(
+            self,
+            Step::Observe
+                | Step::PreStop
+                | Step::Stop
+                | Step::StopSandbox
+                | Step::Release
+                | Step::Finalise
+        )
+    }
+
     /// Whether it is repeated for as long as the pod lives.
     fn is_upkeep(self) -> bool {
         matches!(
@@ -307,17 +320,17 @@ impl Journal {
         self.decisions.push_back(Decision { at, input, state });
     }
 
-    /// The step that holds the pod up: the failure that was tried last, else what is still under way.
+    /// The step that holds the pod up: the failure that was tried last, else what is still under way. What failed
+    /// while the pod was started holds up no pod that ends.
     #[must_use]
     pub fn blocking(&self) -> Option<&Entry> {
-        let failed = self
-            .steps
-            .iter()
+        let ending = self.decisions.back().is_some_and(|d| d.state.is_ending());
+        let steps = || self.steps.iter().filter(|e| !ending || e.step.is_of_end());
+        let failed = steps()
             .filter(|e| matches!(e.progress, Progress::Failed(_)))
             .max_by_key(|e| e.tried);
         failed.or_else(|| {
-            self.steps
-                .iter()
+            steps()
                 .filter(|e| e.progress == Progress::Running)
                 .max_by_key(|e| e.tried)
         })
@@ -370,6 +383,23 @@ mod tests {
             journal.end(Step::Start, &n.to_string(), Progress::Done, at(n));
         }
         assert!(journal.steps.len() <= STEPS);
+    }
+
+    #[test]
+    fn what_failed_at_the_start_holds_up_no_pod_that_ends() {
+        let mut journal = Journal::default();
+        let failed = |why: &str| Progress::Failed(why.into());
+        journal.begin(Step::Start, "web", at(1));
+        journal.end(Step::Start, "web", failed("no such file"), at(2));
+        let ended = Input::Ended {
+            cause: Cause::Completed,
+            grace: 1,
+        };
+        journal.decided(at(3), State::Syncing, ended, State::Syncing.step(ended));
+        assert_eq!(journal.blocking(), None);
+        journal.begin(Step::Release, "", at(4));
+        journal.end(Step::Release, "", failed("busy"), at(5));
+        assert_eq!(journal.blocking().map(|e| e.step), Some(Step::Release));
     }
 
     #[test]

@@ -11,10 +11,10 @@ impl Job {
     /// Volumes and cgroup; for a pod that leaves, sandboxes, containers and directories too.
     pub(super) async fn release(&self, content: bool) -> Result<Outcome> {
         let (context, pod) = (self.context(), &self.pod);
-        if content {
-            self.remove_from_runtime().await?;
-        }
         let give_back = async {
+            if content {
+                self.remove_from_runtime().await?;
+            }
             crate::agent::volume::tear_down(context, pod::uid(pod)).await?;
             context.host.remove_cgroup(pod).await?;
             if content {
@@ -30,18 +30,18 @@ impl Job {
         Ok(Outcome::Done)
     }
 
-    async fn remove_from_runtime(&self) -> Result<()> {
+    async fn remove_from_runtime(&self) -> std::result::Result<(), String> {
         let runtime = &self.context().runtime;
         let observed = runtime
             .observe(pod::uid(&self.pod))
             .await
-            .map_err(|e| failed(format!("the runtime cannot be asked about the pod: {e}")))?;
+            .map_err(|e| format!("the runtime cannot be asked about the pod: {e}"))?;
         let removals = observed
             .sandboxes
             .iter()
             .map(|s| runtime.remove_sandbox(&s.id));
         for removed in futures::future::join_all(removals).await {
-            removed.map_err(|e| failed(format!("the sandbox cannot be removed: {e}")))?;
+            removed.map_err(|e| format!("the sandbox cannot be removed: {e}"))?;
         }
         let orphans = observed
             .containers
@@ -49,12 +49,7 @@ impl Job {
             .filter(|c| !observed.sandboxes.iter().any(|s| s.id == c.sandbox));
         for container in orphans {
             let removed = runtime.remove_container(&container.id).await;
-            removed.map_err(|e| {
-                failed(format!(
-                    "container {} cannot be removed: {e}",
-                    container.name
-                ))
-            })?;
+            removed.map_err(|e| format!("container {} cannot be removed: {e}", container.name))?;
         }
         Ok(())
     }
