@@ -111,7 +111,9 @@ fn run(seed: u64) -> (Result<(), String>, Vec<String>) {
             world.trace().iter().for_each(|line| println!("{line}"));
             println!("the most within a minute: {:?}", world.most());
         }
-        (result, world.trace())
+        let trace = world.trace();
+        world.end();
+        (result, trace)
     })
 }
 

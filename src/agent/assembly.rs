@@ -219,7 +219,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         dialer: Arc::new(crate::probes::Network),
         journals: Journals::default(),
         csi: super::Csi::new(&config.root_dir),
-        roster: watch::channel(vec![]).0,
+        roster: watch::Sender::default(),
         started: clock.now(),
         config,
     });

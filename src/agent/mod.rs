@@ -37,8 +37,8 @@ pub use node::ledger::{self, LedgerHandle};
 pub use node::{KubeNodes, NodeApi, NodeChange, OwnNode};
 pub use pod::journal::Journals;
 pub use pod::sources::Statics;
-pub use serving::Known;
 pub use serving::local::SOCKET;
+pub use serving::{Known, KnownPods};
 pub use volume::csi::Csi;
 
 use crate::config::Config;
@@ -92,7 +92,7 @@ pub struct Context {
     /// Storage drivers.
     pub csi: Csi,
     /// All pods that this node is to have, as the dispatcher last saw them.
-    pub roster: watch::Sender<Vec<Known>>,
+    pub roster: watch::Sender<KnownPods>,
     /// When this agent started.
     pub started: Timestamp,
 }

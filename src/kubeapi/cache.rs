@@ -4,10 +4,10 @@
 //! resumes by itself after errors, with a growing pause.
 
 use crate::core::backoff::Doubling;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::pin::pin;
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
 use futures::StreamExt as _;
@@ -25,10 +25,19 @@ const PAUSES: Doubling = Doubling::new(Duration::from_millis(50), Duration::from
 /// Namespace and name.
 pub type Key = (String, String);
 type Map<K> = BTreeMap<Key, Arc<K>>;
+/// The keys that a reader has not been told of yet.
+type Pending = Mutex<BTreeSet<Key>>;
+
+/// What the halves of a cache share.
+struct Shared<K> {
+    map: RwLock<Map<K>>,
+    /// Those who read key by key.
+    readers: Mutex<Vec<Weak<Pending>>>,
+}
 
 /// The objects of one kind as last seen. Clones share it; the watch ends with the last clone.
 pub struct Cache<K> {
-    map: Arc<RwLock<Map<K>>>,
+    shared: Arc<Shared<K>>,
     /// Counts changes; 0 until the first complete list.
     version: watch::Receiver<u64>,
     _task: Option<Arc<AbortOnDropHandle<()>>>,
@@ -36,38 +45,81 @@ pub struct Cache<K> {
 
 /// The writing half of a cache: there is one, so only one task writes.
 pub struct Writer<K> {
-    map: Arc<RwLock<Map<K>>>,
+    shared: Arc<Shared<K>>,
     announce: watch::Sender<u64>,
 }
 
+/// What has changed in a cache, key by key, for one reader.
+pub struct ChangedKeys {
+    pending: Arc<Pending>,
+    version: watch::Receiver<u64>,
+}
+
+impl ChangedKeys {
+    /// Waits for changes; the answer is the keys of what came, changed or went. It is empty where the first
+    /// complete list is empty. Cancel-safe.
+    pub async fn next(&mut self) -> BTreeSet<Key> {
+        if self.version.changed().await.is_err() {
+            // The watch has ended with the process.
+            return std::future::pending().await;
+        }
+        std::mem::take(&mut *self.pending.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl<K> Shared<K> {
+    /// Notes keys for every reader that is still there.
+    fn note(&self, keys: &BTreeSet<Key>) {
+        let mut readers = self.readers.lock().unwrap_or_else(PoisonError::into_inner);
+        readers.retain(|reader| {
+            let Some(pending) = reader.upgrade() else {
+                return false;
+            };
+            let mut pending = pending.lock().unwrap_or_else(PoisonError::into_inner);
+            pending.extend(keys.iter().cloned());
+            true
+        });
+    }
+}
+
 impl<K: Resource> Writer<K> {
-    fn change(&self, change: impl FnOnce(&mut Map<K>)) {
-        change(
-            &mut self
-                .map
-                .write()
-                .unwrap_or_else(std::sync::PoisonError::into_inner),
-        );
+    /// Makes a change, and tells of it with the keys that it concerns.
+    fn change(&self, change: impl FnOnce(&mut Map<K>) -> BTreeSet<Key>) {
+        let keys = {
+            let map = &self.shared.map;
+            change(&mut map.write().unwrap_or_else(PoisonError::into_inner))
+        };
+        self.shared.note(&keys);
         self.announce.send_modify(|version| *version += 1);
     }
 
     /// An object is there, or is there in a new version.
     pub fn apply(&self, object: K) {
-        self.change(|map| _ = map.insert(key(&object), Arc::new(slim(object))));
+        self.change(|map| {
+            let key = key(&object);
+            map.insert(key.clone(), Arc::new(slim(object)));
+            [key].into()
+        });
     }
 
     /// An object is gone.
     pub fn delete(&self, object: &K) {
-        self.change(|map| _ = map.remove(&key(object)));
+        self.change(|map| {
+            let key = key(object);
+            map.remove(&key);
+            [key].into()
+        });
     }
 
     /// A complete list, which replaces everything.
     pub fn replace(&self, objects: Vec<K>) {
+        let listed: Map<K> = objects
+            .into_iter()
+            .map(|o| (key(&o), Arc::new(slim(o))))
+            .collect();
         self.change(|map| {
-            *map = objects
-                .into_iter()
-                .map(|o| (key(&o), Arc::new(slim(o))))
-                .collect()
+            let before = std::mem::replace(map, listed);
+            before.into_keys().chain(map.keys().cloned()).collect()
         });
     }
 }
@@ -75,7 +127,7 @@ impl<K: Resource> Writer<K> {
 impl<K> Clone for Cache<K> {
     fn clone(&self) -> Self {
         Cache {
-            map: Arc::clone(&self.map),
+            shared: Arc::clone(&self.shared),
             version: self.version.clone(),
             _task: self._task.clone(),
         }
@@ -111,15 +163,18 @@ where
     /// A cache that is written by hand: for simulations.
     #[must_use]
     pub fn by_hand() -> (Writer<K>, Cache<K>) {
-        let map: Arc<RwLock<Map<K>>> = Arc::default();
+        let shared = Arc::new(Shared {
+            map: RwLock::default(),
+            readers: Mutex::default(),
+        });
         let (announce, version) = watch::channel(0);
         (
             Writer {
-                map: Arc::clone(&map),
+                shared: Arc::clone(&shared),
                 announce,
             },
             Cache {
-                map,
+                shared,
                 version,
                 _task: None,
             },
@@ -155,13 +210,38 @@ where
         self.version.clone()
     }
 
+    /// Tells of changes key by key; what is here already comes first.
+    #[must_use]
+    pub fn changed_keys(&self) -> ChangedKeys {
+        let pending = Arc::new(Pending::default());
+        let readers = &self.shared.readers;
+        readers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(Arc::downgrade(&pending));
+        let map = self
+            .shared
+            .map
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        pending
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .extend(map.keys().cloned());
+        drop(map);
+        // No clone of this receiver has seen anything: what came before is a change, too.
+        let version = self.version.clone();
+        ChangedKeys { pending, version }
+    }
+
     /// One object.
     #[must_use]
     pub fn get(&self, namespace: &str, name: &str) -> Option<Arc<K>> {
         let map = self
+            .shared
             .map
             .read()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+            .unwrap_or_else(PoisonError::into_inner);
         map.get(&(namespace.to_owned(), name.to_owned())).cloned()
     }
 
@@ -169,9 +249,10 @@ where
     #[must_use]
     pub fn list(&self) -> Vec<Arc<K>> {
         let map = self
+            .shared
             .map
             .read()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+            .unwrap_or_else(PoisonError::into_inner);
         map.values().cloned().collect()
     }
 }
@@ -215,4 +296,50 @@ where
 fn slim<K: Resource>(mut object: K) -> K {
     object.meta_mut().managed_fields = None;
     object
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures::FutureExt as _;
+    use k8s_openapi::api::core::v1::Pod;
+
+    fn pod(name: &str) -> Pod {
+        let mut pod = Pod::default();
+        pod.metadata.name = Some(name.into());
+        pod
+    }
+
+    fn names(changed: &mut ChangedKeys) -> Option<Vec<String>> {
+        let keys = changed.next().now_or_never()?;
+        Some(keys.into_iter().map(|(_, name)| name).collect())
+    }
+
+    #[test]
+    fn a_reader_is_told_the_keys_that_changed() {
+        let (writer, cache) = Cache::<Pod>::by_hand();
+        let mut early = cache.changed_keys();
+        assert_eq!(names(&mut early), None, "nothing has been listed yet");
+        writer.replace(vec![]);
+        assert_eq!(names(&mut early), Some(vec![]), "an empty list says so");
+        writer.replace(vec![pod("a"), pod("b")]);
+        writer.apply(pod("c"));
+        let mut late = cache.changed_keys();
+        for reader in [&mut early, &mut late] {
+            assert_eq!(
+                names(reader),
+                Some(vec!["a".into(), "b".into(), "c".into()])
+            );
+            assert_eq!(names(reader), None);
+        }
+        writer.delete(&pod("b"));
+        assert_eq!(names(&mut early), Some(vec!["b".into()]));
+        writer.replace(vec![pod("d")]);
+        let gone_and_come = vec!["a".into(), "c".into(), "d".into()];
+        assert_eq!(names(&mut early), Some(gone_and_come));
+        drop(late);
+        writer.apply(pod("e"));
+        let readers = cache.shared.readers.lock().unwrap();
+        assert_eq!(readers.len(), 1, "a reader that has gone is forgotten");
+    }
 }

@@ -229,7 +229,7 @@ impl World {
             dialer: Arc::new(self.clone()),
             journals: Journals::default(),
             csi: holdfast::agent::Csi::new(&config.root_dir),
-            roster: watch::channel(vec![]).0,
+            roster: watch::Sender::default(),
             started: self.1.now(),
             config,
         });
@@ -252,6 +252,12 @@ impl World {
             let result = Box::pin(agent.run()).await;
             world.state().deny(format!("the agent ended: {result:?}"));
         })
+    }
+
+    /// Ends the world: it and its agent hold each other.
+    pub fn end(&self) {
+        let state = std::mem::take(&mut *self.state());
+        drop(state);
     }
 
     /// A pod that stays up by itself.

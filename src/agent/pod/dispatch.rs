@@ -1,5 +1,6 @@
 //! From sources to workers: merges what the API and the files want, keeps one worker a pod, and hands
-//! on what happens to its inbox. It waits for nothing but the next thing to hand on.
+//! on what happens to its inbox. It waits for nothing but the next thing to hand on, and a change costs what the pods
+//! of its name cost, not what all pods of the node do.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -17,9 +18,11 @@ use super::sources::Statics;
 use super::worker;
 use crate::agent::{Context, Known};
 use crate::core::pod;
+use crate::core::pod::desired::Desired;
 use crate::core::pod::worker::{Input, Network, Update};
 use crate::cri::ListedPod;
 use crate::kubeapi::Cache;
+use crate::kubeapi::cache::Key;
 use crate::sealed::Keeper;
 
 /// How long the first list of the apiserver is waited for before the sealed pods are used.
@@ -31,15 +34,22 @@ struct Worker {
     full_name: String,
 }
 
-/// What the dispatcher knows of pods, for tasks that clean up after them.
-#[derive(Debug, Clone, Default, PartialEq)]
+/// What the dispatcher knows of pods, for tasks that clean up after them; by full name.
+#[derive(Debug, Default)]
 pub struct Roster {
     /// All sources have been read at least once.
     pub complete: bool,
-    /// Uids of pods that have a worker or are in a source.
-    pub uids: BTreeSet<String>,
     /// Mirrors whose static pod is gone, as is its worker.
-    pub orphaned_mirrors: Vec<Arc<Pod>>,
+    pub orphaned_mirrors: BTreeMap<String, Arc<Pod>>,
+    uids: BTreeMap<String, BTreeSet<String>>,
+}
+
+impl Roster {
+    /// Whether the pod has a worker or is in a source.
+    #[must_use]
+    pub fn has(&self, uid: &str) -> bool {
+        self.uids.values().any(|uids| uids.contains(uid))
+    }
 }
 
 /// What runs while the sources are followed.
@@ -56,14 +66,17 @@ pub struct Inputs {
 
 struct Dispatcher {
     context: Arc<Context>,
+    desired: Desired,
     workers: BTreeMap<String, Worker>,
+    /// The uids of the workers of each full name.
+    names: BTreeMap<String, BTreeSet<String>>,
     seen: Seen,
     finished: mpsc::Sender<String>,
     roster: watch::Sender<Roster>,
     network: Network,
-    api: Vec<Arc<Pod>>,
-    statics: Vec<Arc<Pod>>,
-    ready: bool,
+    /// The API has been listed, or there is none.
+    has_api: bool,
+    has_statics: bool,
 }
 
 /// Runs until the process ends.
@@ -79,55 +92,47 @@ pub async fn run(
     let mut dispatcher = Dispatcher {
         network: networks.borrow_and_update().clone(),
         context,
+        desired: Desired::default(),
         workers: BTreeMap::new(),
+        names: BTreeMap::new(),
         seen,
         finished,
         roster,
-        api: vec![],
-        statics: vec![],
-        ready: false,
+        has_api: inputs.api.is_none(),
+        has_statics: false,
     };
-    let mut api_changes = inputs.api.as_ref().map(Cache::changes);
+    let mut api = inputs.api.map(|cache| (cache.changed_keys(), cache));
     let (sealed_pods, mut sealed) = watch::channel(None);
-    if let (Some(api), Some(keeper)) = (inputs.api.clone(), inputs.keeper.clone()) {
-        tokio::spawn(use_sealed(api, keeper, cut_off_at, sealed_pods));
+    if let (Some((_, cache)), Some(keeper)) = (&api, inputs.keeper.clone()) {
+        tokio::spawn(use_sealed(cache.clone(), keeper, cut_off_at, sealed_pods));
     }
+    // What has been read already is a change, too.
+    inputs.statics.mark_changed();
     loop {
-        let statics = inputs.statics.borrow_and_update().pods();
-        if let Some(changes) = &mut api_changes {
-            changes.mark_unchanged();
-        }
-        dispatcher.ready = inputs.api.as_ref().is_none_or(Cache::is_synced) && statics.is_some();
-        dispatcher.api = match &inputs.api {
-            Some(cache) if cache.is_synced() => cache.list(),
-            _ => sealed.borrow_and_update().clone().unwrap_or_default(),
+        let api_changed = async {
+            match &mut api {
+                Some((changed, cache)) => (changed.next().await, &*cache),
+                None => std::future::pending().await,
+            }
         };
-        dispatcher.statics = statics.unwrap_or_default();
-        dispatcher.update();
-        // What concerns one worker alone is handed on here; what concerns the sources goes around.
-        loop {
-            let api_changed = async {
-                match &mut api_changes {
-                    Some(changes) => _ = changes.changed().await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                // In this order, so that a simulated run replays exactly.
-                biased;
-                // All arms are cancel-safe: receivers and watches keep what has not been taken.
-                Some(uid) = endings.recv() => {
-                    dispatcher.ended(&uid);
-                    break;
-                }
-                Some(hint) = inputs.hints.recv() => dispatcher.hand_on(hint),
-                Ok(()) = networks.changed() => {
-                    let network = networks.borrow_and_update().clone();
-                    dispatcher.network_is(network);
-                }
-                Ok(()) = sealed.changed() => break,
-                () = api_changed => break,
-                _ = inputs.statics.changed() => break,
+        tokio::select! {
+            // In this order, so that a simulated run replays exactly.
+            biased;
+            // All arms are cancel-safe: receivers and watches keep what has not been taken.
+            Some(uid) = endings.recv() => dispatcher.ended(&uid),
+            Some(hint) = inputs.hints.recv() => dispatcher.hand_on(hint),
+            Ok(()) = networks.changed() => {
+                let network = networks.borrow_and_update().clone();
+                dispatcher.network_is(network);
+            }
+            Ok(()) = sealed.changed() => {
+                let pods = sealed.borrow_and_update().clone().unwrap_or_default();
+                dispatcher.sealed_are(pods);
+            }
+            (keys, cache) = api_changed => dispatcher.objects_changed(&keys, cache),
+            Ok(()) = inputs.statics.changed() => {
+                let statics = inputs.statics.borrow_and_update().pods();
+                dispatcher.statics_are(statics);
             }
         }
     }
@@ -162,7 +167,7 @@ impl Dispatcher {
                     worker.inbox.send(Input::Hint);
                 }
             }
-            Hint::Listed(listed) if self.ready => self.adopt_orphans(&listed),
+            Hint::Listed(listed) if self.is_ready() => self.adopt_orphans(&listed),
             Hint::Listed(_) => {}
         }
     }
@@ -177,53 +182,101 @@ impl Dispatcher {
     }
 
     fn ended(&mut self, uid: &str) {
-        self.workers.remove(uid);
         self.seen.forget(uid);
+        let Some(worker) = self.workers.remove(uid) else {
+            return;
+        };
+        if let Some(uids) = self.names.get_mut(&worker.full_name) {
+            uids.remove(uid);
+            if uids.is_empty() {
+                self.names.remove(&worker.full_name);
+            }
+        }
+        // Another pod may have waited for the name.
+        self.update([worker.full_name].into());
     }
 
-    /// Tells every worker what is wanted now, and starts those that are missing, oldest pod first.
-    fn update(&mut self) {
-        let mirrors: BTreeMap<String, Arc<Pod>> = self
-            .api
-            .iter()
-            .filter(|p| pod::is_mirror(p))
-            .map(|p| (pod::full_name(p), Arc::clone(p)))
-            .collect();
-        let of_api = self.api.iter().filter(|p| !pod::is_mirror(p));
-        let mut wanted: Vec<Update> = of_api
-            .map(|pod| Update {
-                pod: Arc::clone(pod),
-                object: Some(Arc::clone(pod)),
-                removed: false,
-            })
-            .collect();
-        wanted.extend(self.statics.iter().map(|pod| Update {
-            pod: Arc::clone(pod),
-            object: mirrors.get(&pod::full_name(pod)).cloned(),
-            removed: false,
-        }));
-        let roster = wanted
-            .iter()
-            .map(|update| Known {
-                pod: Arc::clone(&update.pod),
-                object: update.object.clone(),
-            })
-            .collect();
-        self.context.roster.send_replace(roster);
-        wanted.sort_by_key(|u| u.pod.metadata.creation_timestamp.as_ref().map(|t| t.0));
-        if self.ready {
-            self.remove_unwanted(&wanted);
+    fn objects_changed(&mut self, keys: &BTreeSet<Key>, cache: &Cache<Pod>) {
+        if !std::mem::replace(&mut self.has_api, true) {
+            // Until now these were the sealed pods.
+            let mut names = self.desired.replace_objects(cache.list());
+            names.extend(self.all_names());
+            return self.update(names);
         }
+        let mut names = BTreeSet::new();
+        for (namespace, name) in keys {
+            let full_name = pod::full_name_of(namespace, name);
+            self.desired
+                .set_object(&full_name, cache.get(namespace, name));
+            names.insert(full_name);
+        }
+        self.update(names);
+    }
+
+    fn sealed_are(&mut self, pods: Vec<Arc<Pod>>) {
+        if !self.has_api {
+            let names = self.desired.replace_objects(pods);
+            self.update(names);
+        }
+    }
+
+    fn statics_are(&mut self, pods: Option<Vec<Arc<Pod>>>) {
+        let is_first = pods.is_some() && !self.has_statics;
+        self.has_statics |= is_first;
+        let mut names = self.desired.replace_statics(pods.unwrap_or_default());
+        if is_first {
+            names.extend(self.all_names());
+        }
+        self.update(names);
+    }
+
+    /// All sources have been read: what is in none of them is not wanted.
+    fn is_ready(&self) -> bool {
+        self.has_api && self.has_statics
+    }
+
+    /// Every name that has a pod or a worker.
+    fn all_names(&self) -> BTreeSet<String> {
+        let mut names = self.desired.names();
+        names.extend(self.names.keys().cloned());
+        names
+    }
+
+    /// Tells the workers of some names what is wanted now, and starts those that are missing, oldest pod first.
+    fn update(&mut self, names: BTreeSet<String>) {
+        let mut wanted = vec![];
+        for name in &names {
+            let updates = self.desired.of(name);
+            if self.is_ready() {
+                self.remove_unwanted(name, &updates);
+            }
+            self.publish_desired(name, &updates);
+            wanted.extend(updates);
+        }
+        wanted.sort_by_key(|u| u.pod.metadata.creation_timestamp.as_ref().map(|t| t.0));
         for update in wanted {
             self.want(update);
         }
-        self.publish_roster(&mirrors);
+        self.publish_roster(&names);
     }
 
-    fn remove_unwanted(&mut self, wanted: &[Update]) {
-        let uids: BTreeSet<&str> = wanted.iter().map(|u| pod::uid(&u.pod)).collect();
-        for (uid, worker) in &mut self.workers {
-            if !uids.contains(uid.as_str()) && !worker.update.removed {
+    fn publish_desired(&self, name: &str, updates: &[Update]) {
+        let known = updates.iter().map(|update| Known {
+            pod: Arc::clone(&update.pod),
+            object: update.object.clone(),
+        });
+        self.context
+            .roster
+            .send_modify(|pods| pods.set(name, known.collect()));
+    }
+
+    fn remove_unwanted(&mut self, name: &str, wanted: &[Update]) {
+        for uid in self.names.get(name).into_iter().flatten() {
+            let Some(worker) = self.workers.get_mut(uid) else {
+                continue;
+            };
+            let is_wanted = wanted.iter().any(|u| pod::uid(&u.pod) == uid);
+            if !is_wanted && !worker.update.removed {
                 worker.update.removed = true;
                 worker.inbox.send(Input::Update(worker.update.clone()));
             }
@@ -246,7 +299,7 @@ impl Dispatcher {
         }
         // A static pod waits until the one before it under the same name has gone.
         let full_name = pod::full_name(&update.pod);
-        if self.workers.values().any(|w| w.full_name == full_name) {
+        if self.names.contains_key(&full_name) {
             return;
         }
         self.start(uid, full_name, update);
@@ -270,6 +323,8 @@ impl Dispatcher {
                 tracing::debug!("the dispatcher has ended with the process");
             }
         });
+        let uids = self.names.entry(full_name.clone()).or_default();
+        uids.insert(uid.clone());
         let worker = Worker {
             inbox,
             update,
@@ -308,25 +363,28 @@ impl Dispatcher {
         }
     }
 
-    fn publish_roster(&self, mirrors: &BTreeMap<String, Arc<Pod>>) {
-        let sources = self.api.iter().chain(&self.statics);
-        let held = |name: &str| {
-            self.workers.values().any(|w| w.full_name == name)
-                || self.statics.iter().any(|s| pod::full_name(s) == name)
-        };
-        let orphaned = mirrors.iter().filter(|(name, _)| self.ready && !held(name));
-        let roster = Roster {
-            complete: self.ready,
-            uids: sources
-                .map(|p| pod::uid(p).to_owned())
-                .chain(self.workers.keys().cloned())
-                .collect(),
-            orphaned_mirrors: orphaned.map(|(_, mirror)| Arc::clone(mirror)).collect(),
-        };
-        self.roster.send_if_modified(|old| {
-            let changed = *old != roster;
-            *old = roster;
-            changed
+    fn publish_roster(&self, names: &BTreeSet<String>) {
+        let complete = self.is_ready();
+        self.roster.send_modify(|roster| {
+            roster.complete = complete;
+            for name in names {
+                let workers = self.names.get(name);
+                let mut uids = workers.cloned().unwrap_or_default();
+                uids.extend(self.desired.uids(name).map(str::to_owned));
+                if uids.is_empty() {
+                    roster.uids.remove(name);
+                } else {
+                    roster.uids.insert(name.clone(), uids);
+                }
+                let held = !complete || workers.is_some() || self.desired.has_static(name);
+                match self.desired.mirror(name).filter(|_| !held) {
+                    Some(mirror) => {
+                        let mirror = Arc::clone(mirror);
+                        roster.orphaned_mirrors.insert(name.clone(), mirror);
+                    }
+                    None => _ = roster.orphaned_mirrors.remove(name),
+                }
+            }
         });
     }
 }

@@ -43,9 +43,8 @@ async fn sweep_once(context: &Context, roster: &watch::Receiver<Roster>) {
             return;
         }
     };
-    let is_known = |uid: &String| {
-        roster.borrow().uids.contains(uid) || in_runtime.iter().any(|p| p.uid == *uid)
-    };
+    let is_known =
+        |uid: &String| roster.borrow().has(uid) || in_runtime.iter().any(|p| p.uid == *uid);
     let leftovers = context.host.leftovers().await;
     let removals = leftovers.into_iter().filter(|uid| !is_known(uid)).map(|uid| {
         async move {
@@ -74,7 +73,7 @@ pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<R
     loop {
         let orphaned = roster.borrow_and_update().orphaned_mirrors.clone();
         let mut failed = false;
-        for orphan in orphaned {
+        for orphan in orphaned.into_values() {
             let deletion = mirror::remove(&context, &orphan);
             let deleted = tokio::time::timeout(DELETE_TIMEOUT, deletion)
                 .await

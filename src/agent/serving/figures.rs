@@ -186,7 +186,7 @@ async fn read(
 ) -> Result<Snapshot, RuntimeError> {
     let context = &server.context;
     let running = context.runtime.running().await?;
-    let roster: Vec<Known> = context.roster.borrow().clone();
+    let roster: Vec<Known> = context.roster.borrow().iter().cloned().collect();
     let mut pods = vec![];
     for known in &roster {
         let own: Vec<_> = running

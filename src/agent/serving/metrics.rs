@@ -594,7 +594,7 @@ async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     out.sample(
         name,
         &[("static", "")],
-        (roster.len() - statics) as f64,
+        (roster.iter().count() - statics) as f64,
         None,
     )
     .sample(name, &[("static", "true")], statics as f64, None);

@@ -13,6 +13,7 @@ mod stats;
 mod streams;
 mod views;
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -70,6 +71,26 @@ impl Known {
     /// The object whose status counts.
     fn told(&self) -> &Pod {
         self.object.as_ref().unwrap_or(&self.pod)
+    }
+}
+
+/// All pods that this node is to have.
+#[derive(Debug, Clone, Default)]
+pub struct KnownPods(BTreeMap<String, Vec<Known>>);
+
+impl KnownPods {
+    /// The pods of a full name are these now.
+    pub fn set(&mut self, name: &str, pods: Vec<Known>) {
+        if pods.is_empty() {
+            self.0.remove(name);
+        } else {
+            self.0.insert(name.to_owned(), pods);
+        }
+    }
+
+    /// All of them, in the order of their names.
+    pub fn iter(&self) -> impl Iterator<Item = &Known> {
+        self.0.values().flatten()
     }
 }
 

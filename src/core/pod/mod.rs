@@ -4,6 +4,7 @@ pub mod actions;
 pub mod cgroup;
 mod container_hash;
 pub mod cri_config;
+pub mod desired;
 pub mod dns;
 pub mod env;
 mod env_file;
@@ -42,7 +43,13 @@ pub const MIRROR: &str = "kubernetes.io/config.mirror";
 /// `name_namespace`, as in messages and log directories.
 #[must_use]
 pub fn full_name(pod: &Pod) -> String {
-    format!("{}_{}", meta::name(pod), meta::namespace(pod))
+    full_name_of(meta::namespace(pod), meta::name(pod))
+}
+
+/// As [`full_name`], of a namespace and a name.
+#[must_use]
+pub fn full_name_of(namespace: &str, name: &str) -> String {
+    format!("{name}_{namespace}")
 }
 
 /// `name_namespace(uid)`, as in messages.
