@@ -42,9 +42,17 @@ impl Authority {
 
     /// A certificate with its key, PEM.
     fn pair(&self, name: &str) -> (String, String) {
+        self.pair_for(name, Duration::from_secs(3600))
+    }
+
+    /// One that lives so long.
+    fn pair_for(&self, name: &str, lives: Duration) -> (String, String) {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(["127.0.0.1".to_owned()]).unwrap();
         params.distinguished_name.push(DnType::CommonName, name);
+        let now = jiff::Timestamp::now().as_second() - 1_767_225_600;
+        let now = rcgen::date_time_ymd(2026, 1, 1) + Duration::from_secs(now.try_into().unwrap());
+        (params.not_before, params.not_after) = (now - Duration::from_secs(60), now + lives);
         let certificate = params.signed_by(&key, &self.issuer).unwrap().pem();
         (certificate, key.serialize_pem())
     }
@@ -63,6 +71,8 @@ struct Seen {
     asked: Mutex<Vec<(String, String)>>,
     /// How many lists were asked for.
     lists: AtomicUsize,
+    /// How many requests were refused, as their connection's certificate had ended.
+    refused: AtomicUsize,
 }
 
 impl Seen {
@@ -147,6 +157,11 @@ impl Server {
         let is_watch = query.contains("watch=true");
         let der = peer.certificate.clone().unwrap();
         let (who, _) = holdfast::core::node::signing::subject(&der).unwrap();
+        let (_, certificate) = x509_parser::parse_x509_certificate(&der).unwrap();
+        if !certificate.validity().is_valid() {
+            seen.refused.fetch_add(1, Ordering::Relaxed);
+            return https::text(StatusCode::UNAUTHORIZED, "Unauthorized");
+        }
         let what = match is_watch {
             true => "WATCH".to_owned(),
             false => request.method().to_string(),
@@ -181,8 +196,11 @@ impl Server {
 
     /// A kubeconfig with everything in it.
     fn kubeconfig(&self, name: &str) -> String {
+        self.kubeconfig_with(self.authority.pair(name))
+    }
+
+    fn kubeconfig_with(&self, (certificate, key): (String, String)) -> String {
         let encode = |pem: &str| base64::engine::general_purpose::STANDARD.encode(pem);
-        let (certificate, key) = self.authority.pair(name);
         let user = json!({"client-certificate-data": encode(&certificate), "client-key-data": encode(&key)});
         self.kubeconfig_of(user)
     }
@@ -336,4 +354,54 @@ async fn a_renewed_certificate_opens_the_connections_anew() {
     let user = json!({"client-certificate": link, "client-key": link});
     std::fs::write(&path, server.kubeconfig_of(user)).unwrap();
     renewed(&server, &path, renew).await;
+}
+
+/// A client whose watches say nothing makes no request at which it could look for another certificate.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_idle_client_finds_a_renewed_certificate_before_the_old_one_ends() {
+    let server = Server::start().await;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("kubeconfig");
+    let renew = |name: &str| {
+        let pair = server.authority.pair_for(name, Duration::from_secs(30));
+        replace(&path, &server.kubeconfig_with(pair));
+    };
+    renew("one");
+    let (idle, busy) = (connect(&path).await.unwrap(), connect(&path).await.unwrap());
+    let watched: Watched<ConfigMap> = Watched::new(idle.clone());
+    let _following = watched.follow("n", ["m".to_owned()].iter(), &nobody());
+    until("the watch", || server.seen.open() == 1).await;
+    let lists = server.seen.lists.load(Ordering::Relaxed);
+    let heartbeat = tokio::spawn(async move {
+        let pods: Api<Pod> = Api::namespaced(busy, "n");
+        loop {
+            pods.get("p").await.unwrap();
+            tokio::time::sleep(Duration::from_secs(2)).await;
+        }
+    });
+    // Each is renewed at half its life, and none is used beyond its end.
+    for name in ["two", "three", "four"] {
+        tokio::time::sleep(Duration::from_secs(15)).await;
+        renew(name);
+        let begun = Instant::now();
+        until("the watch to show it", || {
+            let all = server.seen.asked.lock().unwrap();
+            all.iter().any(|(what, who)| what == "WATCH" && who == name)
+        })
+        .await;
+        assert!(
+            begun.elapsed() < Duration::from_secs(13),
+            "{:?}",
+            begun.elapsed()
+        );
+    }
+    server.say("MODIFIED", "m", 7);
+    while watched.get("n", "m").await.unwrap().data.as_ref().unwrap()["version"] != "7" {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(!heartbeat.is_finished(), "no heartbeat was lost");
+    let pods: Api<Pod> = Api::namespaced(idle, "n");
+    pods.get("p").await.unwrap();
+    assert_eq!(server.seen.refused.load(Ordering::Relaxed), 0);
+    assert_eq!(server.seen.lists.load(Ordering::Relaxed), lists);
 }

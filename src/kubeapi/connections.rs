@@ -35,8 +35,10 @@ const AT_ONCE: usize = 32;
 const WATCHES: usize = 80;
 /// An answer begins within this time, and does not pause for longer; what a watch says may.
 const DEADLINE: Duration = Duration::from_secs(20);
-/// How often it is looked whether the key material has changed.
+/// How often it is looked at most, before a request, whether the key material has changed.
 const LOOK: Duration = Duration::from_secs(1);
+/// How often it is looked at least: a client whose watches say nothing makes no requests.
+const LOOK_IDLE: Duration = Duration::from_secs(10);
 /// A connection on which nobody has been answered for this long may have been closed.
 const IDLE: Duration = Duration::from_secs(60);
 /// The largest refusal that is read.
@@ -415,7 +417,7 @@ impl Connections {
     pub(super) async fn new(read: Read) -> Result<Connections, String> {
         let material = read().await?;
         let stamps = stamps(&material.files);
-        Ok(Connections(Arc::new(Shared {
+        let shared = Arc::new(Shared {
             read,
             permits: Semaphore::new(AT_ONCE),
             generation: Mutex::new(Generation::new(material, stamps)),
@@ -423,7 +425,19 @@ impl Connections {
                 at: Instant::now(),
                 unusable: vec![],
             }),
-        })))
+        });
+        let looking = Arc::downgrade(&shared);
+        tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(LOOK_IDLE).await;
+                // The client may be gone.
+                let Some(shared) = looking.upgrade() else {
+                    return;
+                };
+                shared.current().await;
+            }
+        });
+        Ok(Connections(shared))
     }
 }
 
