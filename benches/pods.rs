@@ -10,11 +10,11 @@ mod support;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::{StreamExt as _, TryStreamExt as _};
 use holdfast::core::pod::cri_config;
-use holdfast::core::pod::dns::Resolver;
 use holdfast::cri::{CriClient, Runtime as _};
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret};
@@ -302,7 +302,7 @@ fn prepare(name: &str) -> (Pod, PathBuf) {
     (made, dir)
 }
 
-fn floor_node<'a>(resolver: &'a Resolver, pod: &Pod, dir: &Path) -> cri_config::Node<'a> {
+fn floor_node(pod: &Pod, dir: &Path) -> cri_config::Node {
     cri_config::Node {
         cgroup_parent: format!(
             "/holdfast-floor/kubepods/besteffort/pod{}",
@@ -310,12 +310,12 @@ fn floor_node<'a>(resolver: &'a Resolver, pod: &Pod, dir: &Path) -> cri_config::
         ),
         log_directory: dir.join("logs").display().to_string(),
         memory: 1 << 34,
-        ..cri_config::Node::new(resolver)
+        ..cri_config::Node::new(Arc::default())
     }
 }
 
 /// The sandbox without the labels by which the agent would take it for a pod that nobody wants.
-fn floor_sandbox(pod: &Pod, node: &cri_config::Node<'_>) -> pb::PodSandboxConfig {
+fn floor_sandbox(pod: &Pod, node: &cri_config::Node) -> pb::PodSandboxConfig {
     let mut message = cri_config::sandbox(pod, 0, node).unwrap();
     message.labels.clear();
     message
@@ -326,7 +326,7 @@ async fn floor_container(
     pod: &Pod,
     dir: &Path,
     sandbox: &str,
-    node: &cri_config::Node<'_>,
+    node: &cri_config::Node,
     attempt: u32,
 ) -> String {
     let mount = |from: &str, to: &str| pb::Mount {
@@ -366,8 +366,7 @@ async fn floor_container(
 
 /// The floor of a start: the same sandbox and the same container, mounts included, by bare calls.
 async fn floor_create(runtime: &CriClient, pod: &Pod, dir: &Path) -> Made {
-    let resolver = Resolver::default();
-    let node = floor_node(&resolver, pod, dir);
+    let node = floor_node(pod, dir);
     let sandbox = runtime
         .run_sandbox(floor_sandbox(pod, &node), "")
         .await
@@ -405,8 +404,7 @@ async fn floor_restart(runtime: &CriClient, name: &str) -> f64 {
     let (pod, dir) = prepare(name);
     let made = floor_create(runtime, &pod, &dir).await;
     runtime.stop_container(&made.container, 0).await.unwrap();
-    let resolver = Resolver::default();
-    let node = floor_node(&resolver, &pod, &dir);
+    let node = floor_node(&pod, &dir);
     let start = Instant::now();
     let container = floor_container(runtime, &pod, &dir, &made.sandbox, &node, 1).await;
     let time = start.elapsed().as_secs_f64();

@@ -19,6 +19,7 @@ use holdfast::logging;
 use holdfast::sys;
 use holdfast::up;
 use holdfast_cni::ipam::audit as ipam;
+use tokio_util::sync::CancellationToken;
 
 fn main() -> ExitCode {
     let called_as = std::env::args_os().next().unwrap_or_default();
@@ -155,7 +156,9 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
             running: None,
             flags,
         } => {
-            let result = until_stopped(Box::pin(run_agent(*flags, given))).await;
+            let stop = CancellationToken::new();
+            let work = run_agent(*flags, given, stop.clone());
+            let result = until_drained(Box::pin(work), stop).await;
             // What is left of the traces is sent from a thread of its own.
             tokio::task::block_in_place(logging::finish);
             result
@@ -172,7 +175,11 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
     }
 }
 
-async fn run_agent(flags: AgentFlags, given: fields::Given) -> anyhow::Result<()> {
+async fn run_agent(
+    flags: AgentFlags,
+    given: fields::Given,
+    stop: CancellationToken,
+) -> anyhow::Result<()> {
     if !nix::unistd::geteuid().is_root() {
         anyhow::bail!("the agent needs root: it makes cgroups and mounts; run it with sudo");
     }
@@ -210,9 +217,12 @@ async fn run_agent(flags: AgentFlags, given: fields::Given) -> anyhow::Result<()
         runtime = config.runtime_endpoint,
         "the agent starts"
     );
-    let agent = agent::build(config).await?;
+    let agent = tokio::select! {
+        agent = agent::build(config) => agent?,
+        () = stop.cancelled() => return Ok(()),
+    };
     tokio::spawn(sys::service::alive());
-    Box::pin(agent.run()).await
+    Box::pin(agent.run_until(stop.cancelled_owned())).await
 }
 
 /// Prints the allocated addresses and which of them are leaked.
@@ -318,16 +328,47 @@ async fn explain(flags: &ExplainFlags) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs `work` until it ends or the process is told to stop; pods and their containers stay.
+/// Tells when the process is told to stop; each time, if asked again.
+struct Signals(tokio::signal::unix::Signal, tokio::signal::unix::Signal);
+
+impl Signals {
+    fn listen() -> std::io::Result<Signals> {
+        use tokio::signal::unix::{SignalKind, signal};
+        Ok(Signals(
+            signal(SignalKind::terminate())?,
+            signal(SignalKind::interrupt())?,
+        ))
+    }
+
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.0.recv() => {}
+            _ = self.1.recv() => {}
+        }
+    }
+}
+
+/// Runs `work` until it ends or the process is told to stop.
 async fn until_stopped(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let (mut terminate, mut interrupt) = (
-        signal(SignalKind::terminate())?,
-        signal(SignalKind::interrupt())?,
-    );
+    let mut signals = Signals::listen()?;
     tokio::select! {
         result = work => result,
-        _ = terminate.recv() => Ok(()),
-        _ = interrupt.recv() => Ok(()),
+        () = signals.next() => Ok(()),
+    }
+}
+
+/// The same, where `work` ends by itself after `stop`; who tells it twice does not wait for that.
+async fn until_drained(
+    mut work: impl Future<Output = anyhow::Result<()>> + Unpin,
+    stop: CancellationToken,
+) -> anyhow::Result<()> {
+    let mut signals = Signals::listen()?;
+    tokio::select! {
+        result = &mut work => return result,
+        () = signals.next() => stop.cancel(),
+    }
+    tokio::select! {
+        result = work => result,
+        () = signals.next() => Ok(()),
     }
 }

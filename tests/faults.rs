@@ -4,6 +4,7 @@
 mod support;
 
 use std::path::Path;
+use std::process::{Child, Command};
 use std::time::Duration;
 
 use holdfast::core::pod::observed::{ContainerState, ObservedPod};
@@ -25,6 +26,16 @@ fn condition(pod: &Value, kind: &str) -> Value {
 
 fn ready(pod: &Value) -> bool {
     condition(pod, "Ready")["status"] == "True"
+}
+
+/// What a port of this machine answers to a request.
+fn get(port: u16, path: &str) -> String {
+    use std::io::{Read as _, Write as _};
+    let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+    write!(stream, "GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer.split_once("\r\n\r\n").unwrap().1.to_owned()
 }
 
 /// Asks the cluster's containerd directly.
@@ -60,9 +71,85 @@ fn found_below(dir: &Path, text: &str) -> Vec<String> {
     found
 }
 
+/// The program and the arguments of a cluster's agent.
+fn arguments_of_agent(cluster: &Cluster) -> Vec<String> {
+    let text = std::fs::read(format!("/proc/{}/cmdline", cluster.pid("agent"))).unwrap();
+    let words = text.split(|b| *b == 0).filter(|a| !a.is_empty());
+    words
+        .map(|a| String::from_utf8(a.to_vec()).unwrap())
+        .collect()
+}
+
+/// Takes the machine down with what a pod has, and starts the agent alone.
+fn boot(cluster: &Cluster, uid: &str, arguments: &[String], offline: &str) -> Child {
+    for part in ["agent", "control-plane"] {
+        cluster.kill(part);
+    }
+    ask(cluster, async |runtime| {
+        for sandbox in runtime.observe(uid).await.unwrap().sandboxes {
+            runtime.stop_sandbox(&sandbox.id).await.unwrap();
+            runtime.remove_sandbox(&sandbox.id).await.unwrap();
+        }
+    });
+    let others = arguments[1..].iter();
+    Command::new(&arguments[0])
+        .args(others.filter(|a| !a.contains("offline-start")))
+        .arg(format!("--offline-start={offline}"))
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+/// The container of a pod that runs.
+fn running(cluster: &Cluster, uid: &str) -> Option<String> {
+    let observed = observe(cluster, uid);
+    let newest = observed.newest("c");
+    newest
+        .filter(|c| c.state == ContainerState::Running)
+        .map(|c| c.id.clone())
+}
+
+/// Others may be on another node by now.
+fn static_pods_alone_start_by_default(
+    cluster: &Cluster,
+    image: &str,
+    uid: &str,
+    arguments: &[String],
+) {
+    let manifest = cluster.data().join("agent/manifests/fixed.yaml");
+    let fixed = format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: fixed}}\nspec: {{terminationGracePeriodSeconds: 0, containers: [{{name: c, image: '{image}', command: [busybox, sleep, '1000']}}]}}\n"
+    );
+    let mut careful = boot(cluster, uid, arguments, "static-only");
+    std::fs::write(&manifest, fixed).unwrap();
+    let statics = || {
+        let all = ask(cluster, async |runtime| runtime.running().await.unwrap());
+        all.iter().filter(|c| c.pod.starts_with("fixed-")).count()
+    };
+    cluster.wait_quietly("the static pod", || statics() == 1);
+    std::thread::sleep(Duration::from_secs(5));
+    assert_eq!(running(cluster, uid), None, "it waits for the apiserver");
+    // Its status is told without a mirror.
+    let listed: Value = serde_json::from_str(&get(16924, "/pods")).unwrap();
+    let pods = listed["items"].as_array().unwrap();
+    assert!(
+        pods.len() == 1 && pods[0]["status"]["phase"] == "Running" && ready(&pods[0]),
+        "{listed}"
+    );
+    let secrets = std::fs::read_dir(cluster.data().join("agent/sealed/secrets"));
+    assert_eq!(secrets.unwrap().count(), 0, "nothing of others is kept");
+    std::fs::remove_file(&manifest).unwrap();
+    careful.kill().unwrap();
+    careful.wait().unwrap();
+    cluster.up();
+    cluster.wait("it goes on with the apiserver", || {
+        running(cluster, uid).is_some()
+    });
+}
+
 #[test]
 fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
-    let cluster = Cluster::start("sealed", 24);
+    let cluster = Cluster::start_configured("sealed", 24, "readOnlyPort: 16924\n");
     let image = support::busybox(&cluster);
     let canary = "canary-4f1d9c";
     cluster.kubectl(&[
@@ -104,33 +191,10 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
     );
 
     // The machine goes down, and comes up without its apiserver.
-    let arguments = std::fs::read(format!("/proc/{}/cmdline", cluster.pid("agent"))).unwrap();
-    let arguments: Vec<String> = arguments
-        .split(|b| *b == 0)
-        .filter(|a| !a.is_empty())
-        .map(|a| String::from_utf8(a.to_vec()).unwrap())
-        .collect();
-    for part in ["agent", "control-plane"] {
-        cluster.kill(part);
-    }
-    ask(&cluster, async |runtime| {
-        for sandbox in runtime.observe(&uid).await.unwrap().sandboxes {
-            runtime.stop_sandbox(&sandbox.id).await.unwrap();
-            runtime.remove_sandbox(&sandbox.id).await.unwrap();
-        }
-    });
-    let mut alone = std::process::Command::new(&arguments[0])
-        .args(&arguments[1..])
-        .stderr(std::process::Stdio::null())
-        .spawn()
-        .unwrap();
-    let running = || {
-        let observed = observe(&cluster, &uid);
-        observed
-            .newest("c")
-            .filter(|c| c.state == ContainerState::Running)
-            .map(|c| c.id.clone())
-    };
+    let arguments = arguments_of_agent(&cluster);
+    assert!(arguments.contains(&"--offline-start=always".to_owned()));
+    let mut alone = boot(&cluster, &uid, &arguments, "always");
+    let running = || running(&cluster, &uid);
     let start = std::time::Instant::now();
     while running().is_none() {
         assert!(
@@ -146,11 +210,7 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
     cluster.wait_quietly("it found its secret, its settings and its token", || {
         !found_below(&log, "stdout F fine").is_empty()
     });
-    kill(
-        Pid::from_raw(i32::try_from(alone.id()).unwrap()),
-        Signal::SIGKILL,
-    )
-    .unwrap();
+    alone.kill().unwrap();
     alone.wait().unwrap();
 
     // The apiserver is back: the same pod, undisturbed.
@@ -163,8 +223,10 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
     });
     assert_eq!(running(), Some(container), "nothing was started over");
     assert_eq!(cluster.pod("kept")["metadata"]["uid"], uid.as_str());
+
+    static_pods_alone_start_by_default(&cluster, &image, &uid, &arguments);
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.wait("nothing is left", || cluster.leftovers().is_empty());
     let secrets = || {
         ["secrets", "tokens", "configmaps"]
             .iter()

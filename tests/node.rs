@@ -199,15 +199,40 @@ fn limits_are_the_configured_ones(cluster: &Cluster) {
 
 #[test]
 fn the_node_object_is_true_and_known() {
-    let fields = "nodeStatusUpdateFrequency: 2s\nmaxOpenFiles: 5432\noomScoreAdj: -998\n";
-    let cluster = Cluster::start_configured("node", 54, fields);
+    let resolv_conf = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(resolv_conf.path(), "nameserver 192.0.2.1\n").unwrap();
+    let fields = format!(
+        "nodeStatusUpdateFrequency: 2s\nmaxOpenFiles: 5432\noomScoreAdj: -998\nresolvConf: {}\n",
+        resolv_conf.path().display()
+    );
+    let cluster = Cluster::start_configured("node", 54, &fields);
     limits_are_the_configured_ones(&cluster);
+    the_resolver_configuration_is_read_again(&cluster, resolv_conf.path());
     tiers_weigh_what_their_pods_ask_for(&cluster);
     a_runtime_in_use_is_refused(&cluster);
     labels_count_at_once(&cluster);
     devices_of_another_agent_are_zeroed(&cluster);
     a_short_absence_of_the_runtime_is_no_news(&cluster);
     a_deleted_node_is_not_registered_again(&cluster);
+}
+
+fn the_resolver_configuration_is_read_again(cluster: &Cluster, resolv_conf: &std::path::Path) {
+    let image = support::busybox(cluster);
+    let of = |name: &str| {
+        let spec = json!({"dnsPolicy": "Default", "containers": [{"name": "c", "image": image, "command": ["busybox", "sleep", "1000"]}]});
+        pod(cluster, name, &spec);
+        cluster.wait("the pod to run", || {
+            cluster.pod(name)["status"]["phase"] == "Running"
+        });
+        support::inside(cluster, name, &["busybox", "cat", "/etc/resolv.conf"])
+    };
+    assert!(of("before").contains("nameserver 192.0.2.1"));
+    std::fs::write(resolv_conf, "nameserver 192.0.2.2\n").unwrap();
+    cluster.wait_quietly("the agent to see it", || {
+        cluster.log("agent").contains("name resolution has changed")
+    });
+    assert!(of("after").contains("nameserver 192.0.2.2"));
+    cluster.kubectl(&["delete", "pod", "before", "after"]);
 }
 
 fn shares(cluster: &Cluster, tier: &str) -> String {

@@ -199,8 +199,49 @@ fn commands_run_in_containers_and_ports_are_reached() {
             "{what}"
         );
     }
+    sessions_have_time_to_end_when_the_agent_stops(&cluster);
+    ends_without_a_trace(&cluster);
+}
+
+fn ends_without_a_trace(cluster: &Cluster) {
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}
+
+fn sessions_have_time_to_end_when_the_agent_stops(cluster: &Cluster) {
+    let begin = |script: &str| {
+        let arguments = ["exec", "shell", "--", "busybox", "sh", "-c", script];
+        let mut child = Running(kubectl(cluster, &arguments).spawn().unwrap());
+        let mut line = String::new();
+        let mut output = BufReader::new(child.0.stdout.take().unwrap());
+        output.read_line(&mut line).unwrap();
+        assert_eq!(line, "begun\n");
+        (child, output)
+    };
+    let (mut short, mut output) = begin("echo begun; sleep 4; echo done");
+    let (mut long, _) = begin("echo begun; sleep 1000");
+    let pid = cluster.pid("agent");
+    cluster.unsupervise("agent");
+    let begun = Instant::now();
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(pid),
+        nix::sys::signal::Signal::SIGTERM,
+    )
+    .unwrap();
+    std::thread::sleep(Duration::from_secs(1));
+    let late = kubectl(cluster, &["exec", "shell", "--", "true"])
+        .output()
+        .unwrap();
+    assert!(!late.status.success(), "no other begins");
+    let mut rest = String::new();
+    output.read_to_string(&mut rest).unwrap();
+    assert_eq!(rest, "done\n", "it ran to its end");
+    assert!(short.0.wait().unwrap().success());
+    assert!(!long.0.wait().unwrap().success(), "it was cut off");
+    assert!(begun.elapsed() > Duration::from_secs(9), "after some time");
+    cluster.up();
+    let again = kubectl(cluster, &["exec", "shell", "--", "true"]).output();
+    assert!(again.unwrap().status.success());
 }
 
 /// The resident memory of the agent, in MiB.

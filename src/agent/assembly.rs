@@ -1,5 +1,6 @@
 //! Putting an agent together from its configuration and the real world.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,10 +20,9 @@ use super::KubeNodes;
 use super::Network;
 use super::NodeApi;
 use super::OwnNode;
-use super::node::credentials;
+use super::node::{credentials, network};
 use crate::config::Config;
 use crate::core::pod::cgroup::Driver;
-use crate::core::pod::dns::Resolver;
 use crate::cri::{CriClient, Runtime};
 use crate::host::cgroups::Cgroups;
 use crate::host::linux::LinuxHost;
@@ -31,8 +31,7 @@ use crate::kubeapi::client::connect_reporting;
 use crate::kubeapi::measured::Report;
 use crate::kubeapi::pods::{KubePods, PodApi};
 use crate::kubeapi::reviews::{KubeReviews, Reviews};
-use crate::sealed::{self, Keeper, SealedApi, Vault};
-use crate::sys::addresses;
+use crate::sealed::{self, Keeper, SealedApi};
 use crate::sys::clock::Clock;
 use crate::sys::machine::Machine;
 
@@ -70,25 +69,12 @@ fn make_directories(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Name resolution of pods, from the node's own as it is now.
-fn resolver(config: &Config, node_ips: &[String]) -> Resolver {
-    let own = if config.resolv_conf.is_empty() {
-        // Nothing of the node's: its own address as the server, and the root alone to search.
-        let is_ipv6 = node_ips.first().is_some_and(|ip| ip.contains(':'));
-        let local = if is_ipv6 { "::1" } else { "127.0.0.1" };
-        Resolver {
-            servers: vec![local.into()],
-            searches: vec![".".into()],
-            ..Resolver::default()
-        }
-    } else {
-        Resolver::parse(&std::fs::read_to_string(&config.resolv_conf).unwrap_or_default())
-    };
-    Resolver {
-        cluster_dns: config.cluster_dns.clone(),
-        cluster_domain: config.cluster_domain.clone(),
-        ..own
-    }
+/// The API whose answers are kept, and the pods with them.
+fn keep(api: Arc<dyn PodApi>, keeper: &Keeper, pods: &Cache<Pod>) -> Arc<dyn PodApi> {
+    let services = Arc::clone(&api);
+    let services = move || services.services();
+    tokio::spawn(sealed::follow(keeper.clone(), pods.clone(), services));
+    Arc::new(SealedApi::new(api, keeper.clone()))
 }
 
 /// Makes the agent.
@@ -120,13 +106,25 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let runtime: Arc<dyn Runtime> = Arc::new(runtime);
     let clock = Clock::system();
     credentials::bootstrap(&config, clock).await?;
+    let keeper = match &config.kubeconfig {
+        Some(_) => {
+            let credentials = std::env::var_os("CREDENTIALS_DIRECTORY").map(PathBuf::from);
+            let dir = config.root_dir.join("sealed");
+            sealed::start(&dir, credentials.as_deref(), config.offline_start, clock)?
+        }
+        None => None,
+    };
     // The heartbeat has a connection of its own: pods must not make the node look dead. So have reviews: whoever shows
     // us wrong tokens holds up no pod.
     let (clients, reviews) = match &config.kubeconfig {
         Some(path) => {
-            let counted = Arc::clone(&metrics);
-            let report: Report =
-                Arc::new(move |method, host, code| counted.requested(method, host, code));
+            let (counted, confirmed) = (Arc::clone(&metrics), keeper.clone());
+            let report: Report = Arc::new(move |method, host, code| {
+                counted.requested(method, host, code);
+                if let (Some(keeper), Some(200..300)) = (&confirmed, code) {
+                    keeper.confirm();
+                }
+            });
             let connect = || connect_reporting(path, Some(Arc::clone(&report)));
             let reviews: Arc<dyn Reviews> = Arc::new(KubeReviews(connect().await?));
             (Some((connect().await?, connect().await?)), Some(reviews))
@@ -141,11 +139,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
             let keep = credentials::keep(credentials::Kept::client(&config), client.clone(), clock);
             AbortOnDropHandle::new(tokio::spawn(keep))
         });
-    let mut node_ips: Vec<String> = config.node_ips.iter().map(ToString::to_string).collect();
-    if node_ips.is_empty() {
-        let own = addresses::read().await.preferred(config.prefers_ipv6);
-        node_ips.extend(own.map(|a| a.to_string()));
-    }
+    let node_ips = network::addresses(&config).await;
     if let (Some((client, _)), true) = (&clients, config.serving.asks_for_certificate) {
         tokio::spawn(credentials::keep(
             credentials::Kept::serving(&config, &node_ips),
@@ -162,25 +156,18 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         config.cpu_period,
     );
     let machine = Machine::read(&config.root_dir);
-    let resolver = resolver(&config, &node_ips);
-    let mut keeper = None;
+    let resolver = network::resolver(&config, &node_ips);
     let (api, pods, nodes): (Arc<dyn PodApi>, _, Option<Arc<dyn NodeApi>>) = match clients {
         Some((client, heartbeat)) => {
             let only_ours =
                 watcher::Config::default().fields(&format!("spec.nodeName={}", config.node_name));
             let pods: Cache<Pod> = Cache::start(Api::all(client.clone()), only_ours);
             let api: Arc<dyn PodApi> = Arc::new(KubePods::new(client));
-            let kept = Keeper::start(Vault::open(&config.root_dir.join("sealed"))?);
-            let services = Arc::clone(&api);
-            tokio::spawn(sealed::follow(kept.clone(), pods.clone(), move || {
-                services.services()
-            }));
-            keeper = Some(kept.clone());
-            (
-                Arc::new(SealedApi::new(api, kept)),
-                Some(pods),
-                Some(Arc::new(KubeNodes(heartbeat))),
-            )
+            let api = match &keeper {
+                Some(kept) => keep(api, kept, &pods),
+                None => api,
+            };
+            (api, Some(pods), Some(Arc::new(KubeNodes(heartbeat))))
         }
         None => (Arc::new(super::node::standalone::NoApi), None, None),
     };
@@ -209,8 +196,8 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         events,
         images,
         machine,
-        node_ips,
-        resolver,
+        node_ips: watch::channel(node_ips).0,
+        resolver: watch::channel(Arc::new(resolver)).0,
         network: network_state,
         node: OwnNode::new(&config.node_name, nodes),
         ledger,
@@ -223,6 +210,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         started: clock.now(),
         config,
     });
+    tokio::spawn(network::follow(Arc::clone(&context)));
     Ok(Agent {
         statics: super::pod::sources::start(&context),
         ledger: requests,

@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::Api;
 use kube::api::ListParams;
 
-use super::pod::sources;
+use super::pod::{sources, static_uids};
 use crate::config::Config;
 use crate::core::pod::actions::{self, Health};
 use crate::core::pod::observed::ObservedPod;
@@ -26,7 +26,7 @@ struct Plan {
     started: Vec<String>,
     /// The runtime has them, and nobody wants them: they are ended.
     ended: Vec<String>,
-    /// They are ended, and started under another uid. A kubelet gives static pods other uids than Holdfast does.
+    /// They are ended, and started under another uid: static pods whose manifests have changed.
     replaced: Vec<String>,
 }
 
@@ -110,7 +110,9 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
         )
     })?;
     let _ = writeln!(report, "The runtime answers: {version}.");
-    let mut wanted: Vec<Pod> = sources::once(config).map_err(anyhow::Error::msg)?;
+    let unlisted = |e| anyhow::anyhow!("the runtime's pods cannot be listed: {e}");
+    let statics = static_uids::started(&runtime).await.map_err(unlisted)?;
+    let mut wanted: Vec<Pod> = sources::once(config, statics).map_err(anyhow::Error::msg)?;
     let _ = writeln!(report, "Static pods: {}.", wanted.len());
     match &config.kubeconfig {
         None => report.push_str("No kubeconfig: only static pods would run.\n"),
@@ -133,7 +135,6 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
             wanted.extend(listed.items);
         }
     }
-    let unlisted = |e| anyhow::anyhow!("the runtime's pods cannot be listed: {e}");
     let mut running = vec![];
     for pod in runtime.list().await.map_err(unlisted)? {
         let observed = runtime.observe(&pod.uid).await.map_err(unlisted)?;
@@ -144,7 +145,7 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
         ("would go on undisturbed", &plan.kept),
         ("would go on with containers started anew", &plan.disturbed),
         (
-            "would be started anew: they run under another uid, as the kubelet gives static pods its own",
+            "would be started anew under another uid: their manifests have changed since they were started",
             &plan.replaced,
         ),
         ("would be started", &plan.started),

@@ -71,10 +71,10 @@ pub struct Context {
     pub images: Images,
     /// The machine.
     pub machine: Machine,
-    /// The node's addresses.
-    pub node_ips: Vec<String>,
-    /// Name resolution of pods.
-    pub resolver: Resolver,
+    /// The node's addresses as they are now.
+    pub node_ips: watch::Sender<Vec<String>>,
+    /// Name resolution of pods, by the node's own as it is now.
+    pub resolver: watch::Sender<Arc<Resolver>>,
     /// What the runtime last said of its network.
     pub network: watch::Receiver<Network>,
     /// Our own Node object.
@@ -130,6 +130,18 @@ pub struct Agent {
 impl Agent {
     /// Runs until a part of it ends, which none should.
     pub async fn run(self) -> anyhow::Result<()> {
+        Box::pin(self.run_until(std::future::pending())).await
+    }
+
+    /// Runs until `stop` is ready and the sessions of `kubectl exec` and the like have had time to end, or until a part of
+    /// it ends. Pods and their containers stay.
+    pub async fn run_until(self, stop: impl Future<Output = ()>) -> anyhow::Result<()> {
+        let sessions = serving::Sessions::default();
+        let served = sessions.clone();
+        let stopped = async move {
+            stop.await;
+            sessions.drain().await;
+        };
         let (hints, hinted) = tokio::sync::mpsc::channel(1024);
         let seen = pod::relist::Seen::default();
         let context = Arc::clone(&self.context);
@@ -157,7 +169,7 @@ impl Agent {
         let (serves, shared) = (self.serves.then_some(self.reviews), Arc::clone(&context));
         let server = Box::pin(async move {
             match serves {
-                Some(reviews) => serving::run(shared, reviews).await,
+                Some(reviews) => serving::run(shared, reviews, served).await,
                 None => std::future::pending().await,
             }
         });
@@ -172,6 +184,7 @@ impl Agent {
         tokio::select! {
             // In this order, so that a simulated run replays exactly.
             biased;
+            () = stopped => Ok(()),
             () = csi => anyhow::bail!("the registration of drivers ended"),
             () = renewal => anyhow::bail!("the node's client certificate has ended, and the apiserver gives it no other: it begins anew with --bootstrap-kubeconfig at the next start"),
             () = limits => anyhow::bail!("the watch over disk limits ended"),

@@ -326,6 +326,11 @@ pub struct AgentFlags {
     /// Where these plugins lie.
     #[arg(long, value_name = "DIR")]
     pub image_credential_provider_bin_dir: Option<PathBuf>,
+    /// Which pods a start without an apiserver begins: `never` and `static-only` static ones alone, `after=5m` and the like
+    /// also those that were bound to the node before, once no apiserver has answered for so long, `always` these at once.
+    /// What that takes is kept encrypted in <root-dir>/sealed; with `never` nothing is kept [default: static-only].
+    #[arg(long, value_name = "WHEN")]
+    pub offline_start: Option<String>,
     /// Look at the configuration, the runtime and the apiserver, say what a start would do to pods, and end.
     #[arg(long)]
     pub check: bool,
@@ -357,6 +362,7 @@ impl AgentFlags {
             cluster_domain: self.cluster_domain.clone(),
             credential_providers: self.image_credential_provider_config.clone(),
             credential_programs: self.image_credential_provider_bin_dir.clone(),
+            offline_start: self.offline_start.clone(),
         }
     }
 }

@@ -8,13 +8,45 @@ use serde_json::Value;
 use super::logging;
 use super::serving;
 
-/// Fields of the format that are read but not honoured by this version.
+/// Fields of the format that change nothing, whatever they say, and why that does no harm.
+pub(super) const WITHOUT_EFFECT: &[(&str, &str)] = &[
+    (
+        "configMapAndSecretChangeDetectionStrategy",
+        "what is in use is always watched",
+    ),
+    ("contentType", "requests are always JSON"),
+    (
+        "enableContentionProfiling",
+        "there is no Go profiler ([what takes its place](JOINING.md#profiling))",
+    ),
+    (
+        "enableProfilingHandler",
+        "there is no Go profiler ([what takes its place](JOINING.md#profiling))",
+    ),
+    (
+        "hairpinMode",
+        "as in the kubelet: the network plugin decides",
+    ),
+    ("iptablesDropBit", "as in the kubelet: kube-proxy decides"),
+    (
+        "iptablesMasqueradeBit",
+        "as in the kubelet: kube-proxy decides",
+    ),
+    ("showHiddenMetricsForVersion", "no metric is hidden"),
+    (
+        "streamingConnectionIdleTimeout",
+        "as in the kubelet: the runtime decides (`stream_idle_timeout` of containerd)",
+    ),
+    (
+        "volumeStatsAggPeriod",
+        "volumes are measured when somebody asks",
+    ),
+];
+
+/// Fields of the format that are read but not honoured by this version. Most of them are about the node's own resources
+/// (eviction, CPU, memory and topology managers, shutdown), which are to come as a whole.
 pub(super) const NOT_HONOURED: &[&str] = &[
     "tlsCurvePreferences",
-    "enableContentionProfiling",
-    "enableProfilingHandler",
-    "streamingConnectionIdleTimeout",
-    "volumeStatsAggPeriod",
     "kubeletCgroups",
     "systemCgroups",
     "cgroupsPerQOS",
@@ -27,8 +59,6 @@ pub(super) const NOT_HONOURED: &[&str] = &[
     "topologyManagerScope",
     "topologyManagerPolicyOptions",
     "qosReserved",
-    "hairpinMode",
-    "contentType",
     "kubeAPIQPS",
     "kubeAPIBurst",
     "evictionHard",
@@ -40,9 +70,6 @@ pub(super) const NOT_HONOURED: &[&str] = &[
     "mergeDefaultEvictionSettings",
     "enableControllerAttachDetach",
     "makeIPTablesUtilChains",
-    "iptablesMasqueradeBit",
-    "iptablesDropBit",
-    "configMapAndSecretChangeDetectionStrategy",
     "systemReservedCgroup",
     "kubeReservedCgroup",
     "enforceNodeAllocatable",
@@ -55,7 +82,6 @@ pub(super) const NOT_HONOURED: &[&str] = &[
     "memoryReservationPolicy",
     "imageServiceEndpoint",
     "userNamespaces",
-    "showHiddenMetricsForVersion",
 ];
 
 #[derive(Debug, Default, Deserialize)]

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::document::Document;
+use super::document::{Document, WITHOUT_EFFECT};
 use super::effective;
 
 /// All fields of the format (Kubernetes 1.36).
@@ -218,10 +218,13 @@ pub fn table() -> String {
             .get(name)
             .map(|v| format!("`{v}`"))
             .unwrap_or_default();
-        let what = if is_honoured(name) {
-            "honoured"
-        } else {
-            "read, not honoured: a warning at start says so where it is not the default"
+        let without = WITHOUT_EFFECT.iter().find(|(field, _)| *field == name);
+        let what = match without {
+            _ if is_honoured(name) => "honoured".to_owned(),
+            Some((_, why)) => format!("without effect: {why}"),
+            None => {
+                "read, not honoured: a warning at start says so where it is not the default".into()
+            }
         };
         text.push_str(&format!("| `{name}` | {default} | {what} |\n"));
     }
@@ -236,14 +239,22 @@ mod tests {
     #[test]
     fn every_field_is_either_honoured_or_said_not_to_be() {
         for name in ALL {
-            assert_ne!(is_honoured(name), NOT_HONOURED.contains(&name), "{name}");
+            let said = usize::from(NOT_HONOURED.contains(&name))
+                + WITHOUT_EFFECT
+                    .iter()
+                    .filter(|(field, _)| *field == name)
+                    .count();
+            assert_eq!(said, usize::from(!is_honoured(name)), "{name}");
         }
-        for name in NOT_HONOURED {
+        for name in NOT_HONOURED
+            .iter()
+            .chain(WITHOUT_EFFECT.iter().map(|(name, _)| name))
+        {
             assert!(ALL.contains(name), "{name} is no field");
         }
         for (name, value, expected) in [
-            ("hairpinMode", json!("promiscuous-bridge"), true),
-            ("hairpinMode", json!("none"), false),
+            ("cpuManagerPolicy", json!("none"), true),
+            ("cpuManagerPolicy", json!("static"), false),
             ("cgroupsPerQOS", json!(false), false),
             ("shutdownGracePeriod", json!("0s"), true),
             ("kernelMemcgNotification", json!(false), true),

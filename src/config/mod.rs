@@ -23,6 +23,7 @@ use serde_json::Value;
 
 use crate::core::image::gc::Rules as ImageRules;
 use crate::core::image::pulled::Policy;
+use crate::core::node::offline::OfflineStart;
 use crate::core::pod::resources::Amounts;
 
 pub use fields::table as fields_table;
@@ -158,6 +159,8 @@ pub struct Config {
     pub credential_providers: Option<PathBuf>,
     /// `--image-credential-provider-bin-dir`.
     pub credential_programs: Option<PathBuf>,
+    /// What a start without an apiserver does (`--offline-start`).
+    pub offline_start: OfflineStart,
     /// What is set aside for the system and for Kubernetes.
     pub reserved: Amounts,
     /// Whether containers without a seccomp profile get the runtime's.
@@ -229,6 +232,8 @@ pub struct Overrides {
     pub credential_providers: Option<PathBuf>,
     /// `--image-credential-provider-bin-dir`.
     pub credential_programs: Option<PathBuf>,
+    /// `--offline-start`.
+    pub offline_start: Option<String>,
 }
 
 #[cfg(test)]

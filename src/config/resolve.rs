@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::containers::{
     cgroup_driver, limited_swap, logs, longest_back_off, quota_period, unsafe_sysctls,
 };
-use super::document::{Document, NOT_HONOURED};
+use super::document::{Document, NOT_HONOURED, WITHOUT_EFFECT};
 use super::fields::is_default;
 use super::images::{credential_providers, image_rules, parallel_pulls, verification};
 use super::values::{absolute, at_least_zero, invalid, pace, time, url};
@@ -17,6 +17,7 @@ use super::{effective, logging, serving};
 use crate::core::node::addresses;
 use crate::core::node::capacity::count_cpus;
 use crate::core::node::features::{self, Objection};
+use crate::core::node::offline::OfflineStart;
 use crate::core::pod::resources::Amounts;
 use crate::core::quantity::Quantity;
 
@@ -39,6 +40,9 @@ fn gates(set: Option<&BTreeMap<String, bool>>) -> Result<Vec<String>, ConfigErro
 fn not_honoured(document: &Document) -> Result<Vec<String>, ConfigError> {
     let mut unused = vec![];
     for (name, value) in &document.rest {
+        if WITHOUT_EFFECT.iter().any(|(field, _)| field == name) {
+            continue;
+        }
         if !NOT_HONOURED.contains(&name.as_str()) {
             let remedy = "there is no such field in KubeletConfiguration v1beta1";
             return Err(invalid(name, value, remedy));
@@ -100,6 +104,15 @@ fn external_cloud(flags: &Overrides) -> Result<bool, ConfigError> {
             let remedy = "use external: no provider is built in any more";
             Err(invalid("--cloud-provider", other, remedy))
         }
+    }
+}
+
+fn offline_start(flags: &Overrides) -> Result<OfflineStart, ConfigError> {
+    match flags.offline_start.as_deref() {
+        None => Ok(OfflineStart::default()),
+        Some(text) => text
+            .parse()
+            .map_err(|remedy| invalid("--offline-start", text, remedy)),
     }
 }
 
@@ -302,6 +315,7 @@ pub(super) fn resolve(
         pull_verification: verification(&mut d)?,
         credential_providers: credential_providers(flags)?,
         credential_programs: flags.credential_programs.clone(),
+        offline_start: offline_start(flags)?,
         cpu_period: quota_period(d.cpu_cfs_quota, d.cpu_cfs_quota_period.as_ref())?,
         single_process_oom_kill: d.single_process_oom_kill.unwrap_or(false),
         unsafe_sysctls: unsafe_sysctls(d.allowed_unsafe_sysctls.take().unwrap_or_default())?,

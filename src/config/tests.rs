@@ -14,7 +14,7 @@ fn load(text: &str, flags: &Overrides) -> Result<Config, String> {
 fn files_are_read_flags_win_and_mistakes_are_named() {
     let flags = Overrides::default();
     let config = load(
-        "maxPods: 5\nsyncFrequency: 1m30s\nclusterDNS: [10.96.0.10]\nsystemReserved: {cpu: 100m}\nkubeReserved: {cpu: 200m}\nhairpinMode: none\nshutdownGracePeriod: 0s\n",
+        "maxPods: 5\nsyncFrequency: 1m30s\nclusterDNS: [10.96.0.10]\nsystemReserved: {cpu: 100m}\nkubeReserved: {cpu: 200m}\nhairpinMode: none\ncpuManagerPolicy: static\nshutdownGracePeriod: 0s\n",
         &flags,
     )
     .expect("fine");
@@ -29,7 +29,7 @@ fn files_are_read_flags_win_and_mistakes_are_named() {
     );
     assert_eq!(
         config.not_honoured,
-        ["hairpinMode"],
+        ["cpuManagerPolicy"],
         "a default needs no warning"
     );
     let zeros = load("imageMinimumGCAge: 0s\nsyncFrequency: 0s\n", &flags).expect("fine");
@@ -173,7 +173,17 @@ fn addresses_and_clouds_are_checked() {
         let error = load("", &with(ip, cloud)).expect_err(ip);
         assert!(error.contains(expected), "{error}");
     }
+    let flags = Overrides {
+        offline_start: Some("5m".into()),
+        ..Overrides::default()
+    };
+    let error = load("", &flags).expect_err("no way to say it");
+    assert!(
+        error.contains("--offline-start") && error.contains("after=5m"),
+        "{error}"
+    );
     let config = load("", &with("::", "external")).expect("fine");
+    assert_eq!(config.offline_start.pods_after(), None, "safe by default");
     assert_eq!(
         (config.node_ips, config.prefers_ipv6, config.external_cloud),
         (vec![], true, true)

@@ -1,10 +1,11 @@
 //! Writing what is to be sealed, in the background and in quiet moments: pods that start wait for no disk.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use jiff::SignedDuration;
 use k8s_openapi::api::core::v1::{Pod, Service};
 use kube::ResourceExt as _;
 use serde::Serialize;
@@ -13,11 +14,13 @@ use tokio::sync::Notify;
 
 use super::Kind;
 use super::Vault;
+use crate::core::node::offline::OfflineStart;
 use crate::core::{
     pod::{self, references},
     volume::{claims, payload},
 };
 use crate::kubeapi::Cache;
+use crate::sys::clock::Clock;
 
 /// How long nothing must have come before it is written, and how many times that it waits at most: the disk
 /// belongs to pods that start.
@@ -26,6 +29,10 @@ const AT_MOST: u32 = 20;
 
 /// The name of the list of pods.
 const INDEX: &str = "index";
+/// The name under which it is noted when an apiserver answered last, how often that is written, and how long it counts.
+const APISERVER: &str = "apiserver";
+const NOTED: SignedDuration = SignedDuration::from_hours(1);
+const COUNTS: SignedDuration = SignedDuration::from_hours(7 * 24);
 
 type Name = (Kind, String);
 
@@ -41,6 +48,12 @@ struct Inner {
     taken: Mutex<BTreeMap<Name, u64>>,
     services: Vec<Arc<Service>>,
     cut_off: AtomicBool,
+    /// Whether other pods than static ones are kept.
+    keeps_pods: bool,
+    clock: Clock,
+    /// When an apiserver answered last, in seconds since 1970; and the time that was noted.
+    confirmed: AtomicI64,
+    noted: AtomicI64,
     /// Of these kinds only these names are needed.
     needed: Mutex<Option<BTreeMap<Kind, BTreeSet<String>>>>,
     news: Notify,
@@ -56,7 +69,27 @@ fn digest(bytes: &[u8]) -> u64 {
 impl Keeper {
     /// Over a vault; writing begins at once.
     #[must_use]
-    pub fn start(vault: Vault) -> Keeper {
+    pub(super) fn start(vault: Vault, offline: OfflineStart, clock: Clock) -> Keeper {
+        // A vault of before this was noted counts from now.
+        let now = clock.now().as_second();
+        let confirmed = vault.get(Kind::Confirmed, APISERVER).unwrap_or(now);
+        let is_old = now - confirmed > COUNTS.as_secs();
+        if is_old {
+            tracing::warn!(
+                days = (now - confirmed) / 86_400,
+                "no apiserver has confirmed for a week what was kept for a start without one: it is forgotten"
+            );
+        }
+        let keeps_pods = offline.pods_after().is_some();
+        for kind in Kind::ALL {
+            let is_kept = !is_old && (keeps_pods || kind.is_for_static_pods());
+            if is_kept {
+                continue;
+            }
+            if let Err(error) = vault.retain(kind, &BTreeSet::new()) {
+                tracing::warn!(%error, kind = kind.dir(), "what is not to be kept any more is still sealed");
+            }
+        }
         let services = vault
             .get::<Vec<Service>>(Kind::Services, "all")
             .unwrap_or_default()
@@ -69,6 +102,10 @@ impl Keeper {
             taken: Mutex::default(),
             services,
             cut_off: AtomicBool::new(false),
+            keeps_pods,
+            clock,
+            confirmed: AtomicI64::new(confirmed),
+            noted: AtomicI64::new(0),
             needed: Mutex::default(),
             news: Notify::new(),
         }));
@@ -85,6 +122,27 @@ impl Keeper {
     /// Says whether the API has not answered since the start.
     pub fn set_cut_off(&self, cut_off: bool) {
         self.0.cut_off.store(cut_off, Ordering::Relaxed);
+    }
+
+    /// An apiserver has answered: what is kept is as it should be.
+    pub fn confirm(&self) {
+        let now = self.0.clock.now().as_second();
+        self.0.confirmed.store(now, Ordering::Relaxed);
+        let noted = self.0.noted.load(Ordering::Relaxed);
+        if (now - noted).abs() >= NOTED.as_secs() {
+            self.0.noted.store(now, Ordering::Relaxed);
+            self.put(Kind::Confirmed, APISERVER, &now);
+        }
+    }
+
+    /// Whether it is so long since an apiserver answered that what is kept does not count any more.
+    fn is_old(&self) -> bool {
+        let confirmed = self.0.confirmed.load(Ordering::Relaxed);
+        self.0.clock.now().as_second() - confirmed > COUNTS.as_secs()
+    }
+
+    fn keeps(&self, kind: Kind) -> bool {
+        self.0.keeps_pods || kind.is_for_static_pods()
     }
 
     /// The services as they were before the start.
@@ -114,7 +172,11 @@ impl Keeper {
 
     /// Seals a value soon, if it is another one than before.
     pub fn put(&self, kind: Kind, name: &str, value: &impl Serialize) {
-        let Ok(content) = Vault::content(name, value) else {
+        let Some(content) = self
+            .keeps(kind)
+            .then(|| Vault::content(name, value).ok())
+            .flatten()
+        else {
             return;
         };
         let (name, digest) = ((kind, name.to_owned()), digest(&content));
@@ -178,6 +240,9 @@ impl Keeper {
     /// What was sealed under a name, or is about to be.
     #[must_use]
     pub fn get<T: DeserializeOwned>(&self, kind: Kind, name: &str) -> Option<T> {
+        if !self.keeps(kind) || self.is_old() {
+            return None;
+        }
         let waiting = self
             .0
             .waiting

@@ -2,7 +2,11 @@
 //! objects they need, each in a file that only root may read and only this node's key opens.
 //!
 //! AES-256-GCM with a random nonce for every writing; what a file is about is authenticated with it, so
-//! that one cannot be put in another's place. A file that does not open is as good as none.
+//! that one cannot be put in another's place. A file that does not open is as good as none. The key lies beside the files
+//! or, better, is a credential of the service that systemd unseals (`holdfast-sealed-key`).
+//!
+//! How much is kept is said by [`OfflineStart`](crate::core::node::offline::OfflineStart): by default nothing but what
+//! static pods need. What no apiserver has confirmed for a week is forgotten.
 
 mod api;
 mod keeper;
@@ -22,6 +26,8 @@ pub use api::SealedApi;
 pub use keeper::{Keeper, follow};
 
 use crate::core::digest;
+use crate::core::node::offline::OfflineStart;
+use crate::sys::clock::Clock;
 use crate::sys::file;
 
 const KEY_LENGTH: usize = 32;
@@ -45,10 +51,12 @@ pub enum Kind {
     Services,
     /// Handlers of RuntimeClasses.
     Handlers,
+    /// When an apiserver answered last.
+    Confirmed,
 }
 
 impl Kind {
-    const ALL: [Kind; 7] = [
+    const ALL: [Kind; 8] = [
         Kind::Pods,
         Kind::ConfigMaps,
         Kind::Secrets,
@@ -56,7 +64,13 @@ impl Kind {
         Kind::Claims,
         Kind::Services,
         Kind::Handlers,
+        Kind::Confirmed,
     ];
+
+    /// Whether static pods need it; what they may not refer to is for other pods.
+    fn is_for_static_pods(self) -> bool {
+        matches!(self, Kind::Services | Kind::Handlers | Kind::Confirmed)
+    }
 
     fn dir(self) -> &'static str {
         match self {
@@ -67,6 +81,7 @@ impl Kind {
             Kind::Claims => "claims",
             Kind::Services => "services",
             Kind::Handlers => "handlers",
+            Kind::Confirmed => "confirmed",
         }
     }
 }
@@ -78,8 +93,9 @@ pub struct Vault {
 }
 
 impl Vault {
-    /// Opens the vault below `dir`, with a new key where there is none.
-    pub fn open(dir: &Path) -> anyhow::Result<Vault> {
+    /// Opens the vault below `dir`. The key is `credential` where that file is, else `key` in the directory, which is made
+    /// where there is none.
+    pub fn open(dir: &Path, credential: Option<&Path>) -> anyhow::Result<Vault> {
         let make = |dir: &Path| {
             fs::DirBuilder::new()
                 .recursive(true)
@@ -91,27 +107,31 @@ impl Vault {
         for kind in Kind::ALL {
             make(&dir.join(kind.dir()))?;
         }
-        let path = dir.join("key");
-        let bytes = match fs::read(&path) {
-            Ok(bytes) if bytes.len() == KEY_LENGTH => bytes,
-            Ok(_) => anyhow::bail!(
-                "{} is not a key of {KEY_LENGTH} bytes: remove it, and what was sealed with it is written anew",
-                path.display()
-            ),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let mut bytes = vec![0; KEY_LENGTH];
-                aws_lc_rs::rand::fill(&mut bytes)
-                    .map_err(|_| anyhow::anyhow!("the system gives no random numbers"))?;
-                file::replace(&path, &bytes)
-                    .with_context(|| format!("{} cannot be written", path.display()))?;
+        let beside = dir.join("key");
+        let given = match credential {
+            Some(path) => read_key(
+                path,
+                "write it anew, for instance with `head -c 32 /dev/urandom`",
+            )?,
+            None => None,
+        };
+        let bytes = match given {
+            Some(bytes) => {
+                // What it could open is written anew with the other key.
+                if_there(fs::remove_file(&beside))
+                    .with_context(|| format!("{} cannot be removed", beside.display()))?;
                 bytes
             }
-            Err(error) => {
-                return Err(error).with_context(|| format!("{} cannot be read", path.display()));
-            }
+            None => match read_key(
+                &beside,
+                "remove it, and what was sealed with it is written anew",
+            )? {
+                Some(bytes) => bytes,
+                None => new_key(&beside)?,
+            },
         };
         let key = RandomizedNonceKey::new(&AES_256_GCM, &bytes)
-            .map_err(|_| anyhow::anyhow!("{} is not a usable key", path.display()))?;
+            .map_err(|_| anyhow::anyhow!("AES-256-GCM takes no key of {KEY_LENGTH} bytes"))?;
         Ok(Vault {
             dir: dir.to_owned(),
             key,
@@ -189,11 +209,67 @@ impl Vault {
 
     /// Removes what was sealed under a name. Blocking.
     pub fn remove(&self, kind: Kind, name: &str) -> io::Result<()> {
-        match fs::remove_file(self.path(kind, name)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
+        if_there(fs::remove_file(self.path(kind, name)))
     }
+}
+
+/// A key from its file; nothing where there is none.
+fn read_key(path: &Path, remedy: &str) -> anyhow::Result<Option<Vec<u8>>> {
+    use std::io::Read as _;
+    let mut bytes = vec![];
+    match fs::File::open(path) {
+        Ok(file) => file
+            .take(KEY_LENGTH as u64 + 1)
+            .read_to_end(&mut bytes)
+            .with_context(|| format!("{} cannot be read", path.display()))?,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => {
+            return Err(error).with_context(|| format!("{} cannot be read", path.display()));
+        }
+    };
+    anyhow::ensure!(
+        bytes.len() == KEY_LENGTH,
+        "{} is not a key of {KEY_LENGTH} bytes: {remedy}",
+        path.display()
+    );
+    Ok(Some(bytes))
+}
+
+fn new_key(path: &Path) -> anyhow::Result<Vec<u8>> {
+    let mut bytes = vec![0; KEY_LENGTH];
+    aws_lc_rs::rand::fill(&mut bytes)
+        .map_err(|_| anyhow::anyhow!("the system gives no random numbers"))?;
+    file::replace(path, &bytes).with_context(|| format!("{} cannot be written", path.display()))?;
+    Ok(bytes)
+}
+
+/// The outcome of a removal; what was not there is removed.
+fn if_there(removed: io::Result<()>) -> io::Result<()> {
+    match removed {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// The name of the service's credential that is the key (`LoadCredentialEncrypted=` in its unit).
+const CREDENTIAL: &str = "holdfast-sealed-key";
+
+/// Begins to keep in `dir` what a start without an apiserver takes, by a key of the directory `credentials` where it has
+/// one. Where nothing is to be kept, what was kept before is removed.
+pub fn start(
+    dir: &Path,
+    credentials: Option<&Path>,
+    offline: OfflineStart,
+    clock: Clock,
+) -> anyhow::Result<Option<Keeper>> {
+    if !offline.keeps_any() {
+        if_there(fs::remove_dir_all(dir))
+            .with_context(|| format!("{} cannot be removed", dir.display()))?;
+        return Ok(None);
+    }
+    let credential = credentials.map(|dir| dir.join(CREDENTIAL));
+    let vault = Vault::open(dir, credential.as_deref())?;
+    Ok(Some(Keeper::start(vault, offline, clock)))
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt as _;
 #[test]
 fn what_is_sealed_opens_only_here_and_only_as_what_it_is() {
     let dir = tempfile::tempdir().expect("a directory");
-    let vault = Vault::open(dir.path()).expect("opened");
+    let vault = Vault::open(dir.path(), None).expect("opened");
     vault
         .seal(
             Kind::Secrets,
@@ -24,7 +24,7 @@ fn what_is_sealed_opens_only_here_and_only_as_what_it_is() {
         Some("the-canary-value")
     );
     assert_eq!(vault.get::<String>(Kind::ConfigMaps, "ns/canary"), None);
-    let again = Vault::open(dir.path()).expect("opened again");
+    let again = Vault::open(dir.path(), None).expect("opened again");
     assert_eq!(
         again.get::<String>(Kind::Secrets, "ns/canary").as_deref(),
         Some("the-canary-value")
@@ -88,5 +88,95 @@ fn what_is_sealed_opens_only_here_and_only_as_what_it_is() {
         .remove(Kind::Secrets, "ns/other")
         .expect("removing what is gone is fine");
     fs::write(dir.path().join("key"), b"not a key").expect("write");
-    assert!(Vault::open(dir.path()).is_err_and(|e| e.to_string().contains("remove it")));
+    assert!(Vault::open(dir.path(), None).is_err_and(|e| e.to_string().contains("remove it")));
+}
+
+fn clock(days: i64) -> Clock {
+    let start = jiff::Timestamp::from_second(1_800_000_000).expect("a time");
+    Clock::starting_at(start + jiff::SignedDuration::from_hours(24 * days))
+}
+
+async fn written(dir: &Path, kind: Kind) -> usize {
+    // Paused time: what is waited for is written in a thread, which takes real time.
+    for _ in 0..200 {
+        tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+    fs::read_dir(dir.join(kind.dir()))
+        .expect("a directory")
+        .count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_more_is_kept_than_is_asked_for_and_for_a_week() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("sealed");
+    let start = |offline: &str, days| {
+        let offline = offline.parse().expect("fine");
+        start(&path, None, offline, clock(days)).expect("started")
+    };
+    let always = start("always", 0).expect("a keeper");
+    always.confirm();
+    always.put(Kind::Secrets, "n/s", &"secret");
+    always.put(Kind::Handlers, "c", &"handler");
+    assert_eq!(written(&path, Kind::Secrets).await, 1);
+    assert_eq!(written(&path, Kind::Confirmed).await, 1);
+
+    // A week later it counts, after that no more.
+    let week = start("always", 7).expect("a keeper");
+    assert_eq!(
+        week.get::<String>(Kind::Secrets, "n/s").as_deref(),
+        Some("secret")
+    );
+    tokio::time::advance(std::time::Duration::from_secs(86_400)).await;
+    assert_eq!(week.get::<String>(Kind::Secrets, "n/s"), None);
+    let late = start("always", 8).expect("a keeper");
+    assert_eq!(late.get::<String>(Kind::Secrets, "n/s"), None);
+    assert_eq!(
+        fs::read_dir(path.join("secrets"))
+            .expect("a directory")
+            .count(),
+        0
+    );
+
+    always.put(Kind::Secrets, "n/t", &"another");
+    assert_eq!(written(&path, Kind::Secrets).await, 1);
+    let statics = start("static-only", 0).expect("a keeper");
+    statics.put(Kind::Secrets, "n/s", &"secret");
+    statics.put(Kind::Handlers, "d", &"handler");
+    assert_eq!(written(&path, Kind::Secrets).await, 0);
+    assert_eq!(written(&path, Kind::Handlers).await, 1);
+    assert_eq!(statics.get::<String>(Kind::Secrets, "n/s"), None);
+
+    assert!(start("never", 0).is_none() && !path.exists());
+}
+
+#[test]
+fn the_key_may_be_a_credential_of_the_service() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let (path, credential) = (dir.path().join("sealed"), dir.path().join("credential"));
+    let seal = |vault: &Vault| {
+        let content = Vault::content("n/s", &"secret").expect("json");
+        vault.seal(Kind::Secrets, "n/s", content).expect("sealed");
+    };
+    seal(&Vault::open(&path, Some(&credential)).expect("without the credential"));
+    assert!(path.join("key").exists());
+    fs::write(&credential, [7; KEY_LENGTH]).expect("write");
+    let vault = Vault::open(&path, Some(&credential)).expect("with it");
+    assert!(!path.join("key").exists(), "no other key is left");
+    assert_eq!(vault.get::<String>(Kind::Secrets, "n/s"), None);
+    seal(&vault);
+    let again = Vault::open(&path, Some(&credential)).expect("with it again");
+    assert_eq!(
+        again.get::<String>(Kind::Secrets, "n/s").as_deref(),
+        Some("secret")
+    );
+    fs::write(&credential, [7; KEY_LENGTH + 1]).expect("write");
+    let error = Vault::open(&path, Some(&credential))
+        .err()
+        .expect("an error");
+    assert!(
+        error.to_string().contains("not a key of 32 bytes"),
+        "{error}"
+    );
 }

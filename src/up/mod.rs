@@ -251,6 +251,8 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
         &root.display().to_string(),
         "--node-ip",
         &settings.node_ip.to_string(),
+        // There is no other node that could have the pods meanwhile.
+        "--offline-start=always",
     ];
     part.start_supervised(&own, &arguments.map(Into::into))
 }

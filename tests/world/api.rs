@@ -37,7 +37,11 @@ impl PodApi for World {
             } else if value.is_null() {
                 pod["status"].as_object_mut().unwrap().remove(key);
             } else {
-                pod["status"][key] = value.clone();
+                let mut value = value.clone();
+                if let Some(list) = value.as_array_mut() {
+                    list.retain(|item| item["$patch"] != "delete");
+                }
+                pod["status"][key] = value;
             }
         }
         let phase = pod["status"]["phase"].as_str().unwrap().to_owned();

@@ -20,7 +20,6 @@ use holdfast::config::{self, Overrides};
 use holdfast::core::image::gc::Filesystem;
 use holdfast::core::pod;
 use holdfast::core::pod::cri_config::label;
-use holdfast::core::pod::dns::Resolver;
 use holdfast::core::pod::explain::Fetching;
 use holdfast::core::pod::observed::{Container, ContainerState, ObservedPod, Sandbox};
 use holdfast::core::pod::probe::{Http, Reply};
@@ -219,8 +218,8 @@ impl World {
                 storage: 1 << 40,
                 ..Machine::default()
             },
-            node_ips: vec!["192.0.2.1".into()],
-            resolver: Resolver::default(),
+            node_ips: watch::channel(vec!["192.0.2.1".into()]).0,
+            resolver: watch::channel(Arc::default()).0,
             network: network_state,
             node: OwnNode::new("node", None),
             ledger,

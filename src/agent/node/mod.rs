@@ -10,6 +10,8 @@
 //! | `own::follow` | watches the Node object |
 //! | `qos_tiers::keep` | gives the tiers of pods their share of the processors |
 //!
+//! Beside them `network::follow` reads the machine's addresses and its resolver configuration again.
+//!
 //! What they tell each other is the newest value in a `watch` channel. Every request has a deadline.
 
 mod api;
@@ -18,6 +20,7 @@ mod lease;
 pub mod ledger;
 pub mod log_rotation;
 pub mod machine;
+pub mod network;
 mod own;
 mod qos_tiers;
 mod registration;

@@ -79,7 +79,7 @@ fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Exten
     let (config, view) = (&context.config, inputs.view.borrow().clone());
     let own = addresses(addresses::Sources {
         name: &config.node_name,
-        ips: &context.node_ips,
+        ips: &context.node_ips.borrow(),
         given: !config.node_ips.is_empty(),
         external: config.external_cloud,
         reported: old.addresses.as_deref().unwrap_or_default(),
@@ -206,7 +206,7 @@ fn tell_start(context: &Context, before: &NodeStatus) {
 }
 
 /// Registers the node and keeps its status: a round is due every `nodeStatusUpdateFrequency`, when the runtime's state
-/// changes, and when a volume's use has to be told.
+/// or the machine's addresses change, and when a volume's use has to be told.
 pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
     let Some(api) = context.node.api() else {
         return std::future::pending().await;
@@ -223,7 +223,7 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
     tell_start(context, &before);
     let another = was_another_agents(&before);
     context.node.see(node);
-    let mut view = inputs.view.clone();
+    let (mut view, mut ips) = (inputs.view.clone(), context.node_ips.subscribe());
     let mut rounds = Rounds {
         context,
         api: &*api,
@@ -241,6 +241,7 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
     loop {
         let node = context.node.present().await;
         view.mark_unchanged();
+        ips.mark_unchanged();
         let wait = match rounds.round(&node).await {
             Ok(()) => {
                 rounds.extended = Extended::Kept;
@@ -263,6 +264,7 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
         tokio::select! {
             biased;
             Ok(()) = view.changed() => {}
+            Ok(()) = ips.changed() => {}
             // Pods wait for it to be said.
             () = context.csi.in_use_changed() => {}
             () = tokio::time::sleep(wait) => {}

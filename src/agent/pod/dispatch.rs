@@ -4,7 +4,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Pod, PodSpec};
 use kube::ResourceExt as _;
@@ -17,6 +16,7 @@ use super::relist::{Hint, Seen};
 use super::sources::Statics;
 use super::worker;
 use crate::agent::{Context, Known};
+use crate::core::node::offline::{self, OfflineStart};
 use crate::core::pod;
 use crate::core::pod::desired::Desired;
 use crate::core::pod::worker::{Input, Network, Update};
@@ -24,9 +24,6 @@ use crate::cri::ListedPod;
 use crate::kubeapi::Cache;
 use crate::kubeapi::cache::Key;
 use crate::sealed::Keeper;
-
-/// How long the first list of the apiserver is waited for before the sealed pods are used.
-const API_SYNC_TIMEOUT: Duration = Duration::from_secs(3);
 
 struct Worker {
     inbox: Inbox,
@@ -86,7 +83,7 @@ pub async fn run(
     seen: Seen,
     roster: watch::Sender<Roster>,
 ) {
-    let cut_off_at = Instant::now() + API_SYNC_TIMEOUT;
+    let (started, offline) = (Instant::now(), context.config.offline_start);
     let (finished, mut endings) = mpsc::channel(256);
     let mut networks = context.network.clone();
     let mut dispatcher = Dispatcher {
@@ -104,7 +101,13 @@ pub async fn run(
     let mut api = inputs.api.map(|cache| (cache.changed_keys(), cache));
     let (sealed_pods, mut sealed) = watch::channel(None);
     if let (Some((_, cache)), Some(keeper)) = (&api, inputs.keeper.clone()) {
-        tokio::spawn(use_sealed(cache.clone(), keeper, cut_off_at, sealed_pods));
+        tokio::spawn(use_sealed(
+            cache.clone(),
+            keeper,
+            offline,
+            started,
+            sealed_pods,
+        ));
     }
     // What has been read already is a change, too.
     inputs.statics.mark_changed();
@@ -138,18 +141,28 @@ pub async fn run(
     }
 }
 
-/// No apiserver since the start: the pods of before go on, and nothing is removed.
+/// No apiserver since the start: static pods start with what was kept for them, and the pods of before go on where the
+/// configuration has it so; nothing is removed.
 async fn use_sealed(
     api: Cache<Pod>,
     keeper: Keeper,
-    at: Instant,
+    offline: OfflineStart,
+    started: Instant,
     found: watch::Sender<Option<Vec<Arc<Pod>>>>,
 ) {
-    if tokio::time::timeout_at(at, api.synced()).await.is_ok() {
+    let until = |wait| tokio::time::timeout_at(started + wait, api.synced());
+    if until(offline::GRACE).await.is_ok() {
+        return;
+    }
+    keeper.set_cut_off(true);
+    let Some(wait) = offline.pods_after() else {
+        tracing::warn!(%offline, "no apiserver answers: only static pods are started, as --offline-start has it");
+        return;
+    };
+    if until(wait).await.is_ok() {
         return;
     }
     let last = keeper.last_pods().await;
-    keeper.set_cut_off(true);
     tracing::warn!(
         pods = last.len(),
         "no apiserver answers: the pods that were bound here before are started from what was kept"

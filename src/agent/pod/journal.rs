@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Pod, PodStatus};
 use kube::ResourceExt as _;
 use tracing::Instrument as _;
 
@@ -25,6 +25,7 @@ const GONE: usize = 64;
 pub struct Log {
     journal: Arc<Mutex<Journal>>,
     record: Arc<Mutex<Option<Record>>>,
+    status: Arc<Mutex<Option<PodStatus>>>,
     clock: Clock,
     metrics: Arc<Metrics>,
 }
@@ -159,8 +160,16 @@ impl Log {
         *self.recorded() = Some(record);
     }
 
+    /// The status of a static pod as its worker has it; of other pods the API tells it.
+    fn status(&self) -> MutexGuard<'_, Option<PodStatus>> {
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// A turn of the worker.
     pub fn record(&self, facts: &Facts, input: worker::Input, turn: &Turn, worker: &Worker) {
+        if pod::is_static(worker.pod()) {
+            *self.status() = Some(worker.status.clone());
+        }
         if let Some(record) = &mut *self.recorded() {
             record.add(facts, input, turn, worker);
         }
@@ -211,6 +220,7 @@ impl Journals {
             log: Log {
                 journal: Arc::default(),
                 record: Arc::default(),
+                status: Arc::default(),
                 clock,
                 metrics: Arc::clone(metrics),
             },
@@ -232,6 +242,13 @@ impl Journals {
                 shelf.pods.remove(&oldest);
             }
         }
+    }
+
+    /// The status of a static pod, once its worker has one.
+    #[must_use]
+    pub fn status(&self, uid: &str) -> Option<PodStatus> {
+        let log = self.shelf().pods.get(uid).map(|kept| kept.log.clone());
+        log.and_then(|log| log.status().clone())
     }
 
     /// The record of the pod of a name that came last.

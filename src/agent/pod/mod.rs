@@ -9,6 +9,7 @@ pub mod orphans;
 pub mod probing;
 pub mod relist;
 pub mod sources;
+pub mod static_uids;
 pub mod status;
 pub mod sync;
 pub mod worker;

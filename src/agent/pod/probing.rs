@@ -98,10 +98,10 @@ impl Probing {
             }
             let since = seen.started_at.unwrap_or(seen.created_at);
             let ip = match observed.sandboxes.first() {
-                Some(sandbox) if !pod::host_network(pod) => sandbox.ips.first(),
-                _ => context.node_ips.first(),
+                Some(sandbox) if !pod::host_network(pod) => sandbox.ips.first().cloned(),
+                _ => context.node_ips.borrow().first().cloned(),
             };
-            let ip = ip.cloned().unwrap_or_default();
+            let ip = ip.unwrap_or_default();
             let health = worker.probed().health(&seen.id);
             self.begin(
                 context,

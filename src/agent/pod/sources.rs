@@ -1,14 +1,18 @@
 //! Static pods from a directory and from a URL (kubelet spec, 1.1 and 1.3). A file that cannot be read or parsed is
 //! reported and skipped; the others are kept.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Pod, Toleration};
 use tokio::sync::watch;
 
+use super::static_uids::{self, KeptUids};
 use crate::agent::Context;
+use crate::core::backoff::Doubling;
 use crate::core::pod;
+use crate::core::pod::static_uid::Started;
 use crate::sys;
 
 /// The largest manifest.
@@ -65,23 +69,65 @@ fn tell(found: &Found, change: impl FnOnce(&mut Statics)) {
     });
 }
 
+/// The uids under which static pods run. Waits for the runtime, without which none could be started.
+async fn uids(context: &Context) -> KeptUids {
+    let mut pauses = Doubling::new(Duration::from_millis(200), Duration::from_secs(5));
+    loop {
+        match static_uids::started(&*context.runtime).await {
+            Ok(started) => {
+                let root = context.config.root_dir.clone();
+                let load = move || KeptUids::load(&root, started);
+                match tokio::task::spawn_blocking(load).await {
+                    Ok(uids) => return uids,
+                    Err(error) => tracing::error!(%error, "static pods cannot be looked up"),
+                }
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the runtime's pods cannot be listed; static pods wait for it");
+            }
+        }
+        tokio::time::sleep(pauses.pause()).await;
+    }
+}
+
 async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
     let Some(dir) = context.config.static_pod_path.clone() else {
         tell(&found, |statics| statics.files = Some(vec![]));
         // Nothing will change; the sender must stay.
         return std::future::pending::<()>().await;
     };
+    let uids = Arc::new(uids(&context).await);
     let mut reported = Vec::new();
     loop {
         let changes = sys::watch::Changes::of(&dir);
         let (path, node) = (dir.clone(), context.config.node_name.clone());
-        let listed = tokio::task::spawn_blocking(move || read_dir(&path, &node)).await;
-        let (pods, errors) = listed.unwrap_or_default();
-        for error in errors.iter().filter(|e| !reported.contains(*e)) {
-            tracing::error!(%error, "a static pod manifest is skipped");
-        }
+        let known = Arc::clone(&uids);
+        let listed = tokio::task::spawn_blocking(move || {
+            let listed = read_dir(&path, &node, &known);
+            known.save();
+            listed
+        });
+        let listed = listed.await.unwrap_or_else(|e| Err(e.to_string()));
+        let errors = match listed {
+            Ok((pods, errors)) => {
+                for error in errors.iter().filter(|e| !reported.contains(*e)) {
+                    tracing::error!(%error, "a static pod manifest is skipped");
+                }
+                tell(&found, |statics| statics.files = Some(pods));
+                errors
+            }
+            // It does not say that there are no pods.
+            Err(error) => {
+                if !reported.contains(&error) {
+                    tracing::error!(
+                        error,
+                        "the static pods cannot be read: those of before stay"
+                    );
+                }
+                vec![error]
+            }
+        };
         reported = errors;
-        tell(&found, |statics| statics.files = Some(pods));
         changes.wait(context.config.file_check).await;
     }
 }
@@ -112,12 +158,13 @@ async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
     }
 }
 
-/// The pods of the directory as it is now; a file that would be skipped is an error.
-pub fn once(config: &crate::config::Config) -> Result<Vec<Pod>, String> {
+/// The pods of the directory as it is now, where the runtime has these; a file that would be skipped is an error.
+pub fn once(config: &crate::config::Config, started: Vec<Started>) -> Result<Vec<Pod>, String> {
     let Some(dir) = &config.static_pod_path else {
         return Ok(vec![]);
     };
-    let (pods, errors) = read_dir(dir, &config.node_name);
+    let uids = KeptUids::load(&config.root_dir, started);
+    let (pods, errors) = read_dir(dir, &config.node_name, &uids)?;
     if errors.is_empty() {
         Ok(pods.iter().map(|p| Pod::clone(p)).collect())
     } else {
@@ -134,6 +181,7 @@ fn parse_url(text: &str, url: &str, node: &str) -> Result<Vec<Arc<Pod>>, String>
     let origin = Origin {
         source: "http",
         identity: format!("url:{url}"),
+        uid: &|_, digest| digest.to_owned(),
     };
     let items: Vec<serde_json::Value> = match value["kind"].as_str() {
         Some("PodList" | "List") => {
@@ -165,42 +213,60 @@ fn parse_url(text: &str, url: &str, node: &str) -> Result<Vec<Arc<Pod>>, String>
 }
 
 /// Where a static pod came from.
-struct Origin {
+struct Origin<'a> {
     /// As its annotation says it.
     source: &'static str,
     /// What makes the same manifest elsewhere another pod.
     identity: String,
+    /// The uid of a pod, by its full name and a digest of its manifest and identity.
+    uid: &'a dyn Fn(&str, &str) -> String,
 }
 
-/// All pods of a directory, and what is wrong with the other files.
-fn read_dir(dir: &Path, node: &str) -> (Vec<Arc<Pod>>, Vec<String>) {
-    let (mut pods, mut errors): (Vec<Arc<Pod>>, Vec<String>) = (vec![], vec![]);
+/// Pods, and what is wrong with the manifests of others.
+type Listed = (Vec<Arc<Pod>>, Vec<String>);
+
+/// The files of a directory that are not hidden, sorted; none where there is no directory. As with the kubelet, the path of
+/// one file stands for itself.
+fn manifests(dir: &Path) -> Result<Vec<PathBuf>, String> {
+    if dir.is_file() {
+        return Ok(vec![dir.to_owned()]);
+    }
+    let failed = |e: std::io::Error| format!("the directory {}: {e}", dir.display());
     let entries = match std::fs::read_dir(dir) {
         Ok(entries) => entries,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return (pods, errors),
-        Err(error) => {
-            return (
-                pods,
-                vec![format!(
-                    "the directory {} cannot be read: {error}",
-                    dir.display()
-                )],
-            );
-        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(vec![]),
+        Err(error) => return Err(failed(error)),
     };
-    let mut paths: Vec<_> = entries
-        .filter_map(Result::ok)
-        .map(|e| e.path())
-        .filter(|p| {
-            p.is_file()
-                && !p
-                    .file_name()
-                    .is_some_and(|n| n.as_encoded_bytes().starts_with(b"."))
-        })
-        .collect();
+    let mut paths = vec![];
+    for entry in entries {
+        let path = entry.map_err(failed)?.path();
+        let is_hidden = path
+            .file_name()
+            .is_some_and(|n| n.as_encoded_bytes().starts_with(b"."));
+        if path.is_file() && !is_hidden {
+            paths.push(path);
+        }
+    }
     paths.sort();
-    for path in paths {
-        match read(&path).and_then(|text| parse(&text, &path, node)) {
+    Ok(paths)
+}
+
+/// All pods of a directory, and what is wrong with the other files. An error is what says nothing of pods: the directory,
+/// or a file in it, cannot be read.
+fn read_dir(dir: &Path, node: &str, uids: &KeptUids) -> Result<Listed, String> {
+    let (mut pods, mut errors): Listed = (vec![], vec![]);
+    for path in manifests(dir)? {
+        let text = match read(&path) {
+            Ok(text) => text,
+            // It was removed meanwhile.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(error) if error.kind() == std::io::ErrorKind::InvalidData => {
+                errors.push(format!("{}: {error}", path.display()));
+                continue;
+            }
+            Err(error) => return Err(format!("{}: {error}", path.display())),
+        };
+        match parse(&text, &path, node, uids) {
             Ok(pod)
                 if pods
                     .iter()
@@ -216,28 +282,28 @@ fn read_dir(dir: &Path, node: &str) -> (Vec<Arc<Pod>>, Vec<String>) {
             Err(error) => errors.push(format!("{}: {error}", path.display())),
         }
     }
-    (pods, errors)
+    Ok((pods, errors))
 }
 
-fn read(path: &Path) -> Result<String, String> {
+/// The text of a manifest; `InvalidData` where it cannot be one.
+fn read(path: &Path) -> std::io::Result<String> {
     use std::io::Read as _;
     let mut text = String::new();
-    let file = std::fs::File::open(path).map_err(|e| e.to_string())?;
-    file.take(FILE_LIMIT + 1)
-        .read_to_string(&mut text)
-        .map_err(|e| e.to_string())?;
+    let file = std::fs::File::open(path)?;
+    file.take(FILE_LIMIT + 1).read_to_string(&mut text)?;
     if text.len() as u64 > FILE_LIMIT {
-        Err(format!("the file is larger than {FILE_LIMIT} bytes"))
-    } else {
-        Ok(text)
+        let why = format!("the file is larger than {FILE_LIMIT} bytes");
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, why));
     }
+    Ok(text)
 }
 
 /// Parses one manifest and gives it what only a static pod needs.
-fn parse(text: &str, path: &Path, node: &str) -> Result<Pod, String> {
+fn parse(text: &str, path: &Path, node: &str, uids: &KeptUids) -> Result<Pod, String> {
     let origin = Origin {
         source: "file",
         identity: format!("host:{node}file:{}", path.display()),
+        uid: &|full_name, digest| uids.of(full_name, digest, static_uids::changed(path)),
     };
     complete(decode(text)?, text, &origin, node)
 }
@@ -251,7 +317,7 @@ fn decode(text: &str) -> Result<serde_json::Value, String> {
 fn complete(
     value: serde_json::Value,
     text: &str,
-    origin: &Origin,
+    origin: &Origin<'_>,
     node: &str,
 ) -> Result<Pod, String> {
     if value["kind"] != "Pod" || value["apiVersion"] != "v1" {
@@ -329,16 +395,17 @@ fn complete(
         };
         spec.tolerations.get_or_insert_default().push(everything);
     }
-    // Any change of the manifest, its path or the node makes another pod.
-    let uid = pod
-        .metadata
-        .uid
-        .clone()
-        .filter(|u| !u.is_empty())
-        .unwrap_or_else(|| digest(&format!("{text}{}", origin.identity)));
     let metadata = &mut pod.metadata;
     metadata.name = Some(format!("{name}-{node}"));
-    metadata.namespace.get_or_insert_with(|| "default".into());
+    let namespace = metadata.namespace.get_or_insert_with(|| "default".into());
+    let full_name = format!("{name}-{node}_{namespace}");
+    // Any change of the manifest, its path or the node makes another pod.
+    let digest = || digest(&format!("{text}{}", origin.identity));
+    let uid = metadata
+        .uid
+        .take()
+        .filter(|u| !u.is_empty())
+        .unwrap_or_else(|| (origin.uid)(&full_name, &digest()));
     metadata.uid = Some(uid.clone());
     let annotations = metadata.annotations.get_or_insert_default();
     annotations.insert(pod::SOURCE.into(), origin.source.into());
@@ -355,6 +422,21 @@ fn digest(text: &str) -> String {
 mod tests {
     use super::*;
     use kube::ResourceExt as _;
+
+    #[test]
+    fn what_cannot_be_read_does_not_say_that_there_are_no_pods() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let uids = KeptUids::load(dir.path(), vec![]);
+        // A file in the place of a directory: the kernel answers with another error than for one that is not there.
+        let file = dir.path().join("file");
+        let manifest = "apiVersion: v1\nkind: Pod\nmetadata: {name: p}\nspec: {containers: [{name: c, image: i}]}\n";
+        std::fs::write(&file, manifest).expect("written");
+        assert!(read_dir(&file.join("manifests"), "n", &uids).is_err());
+        let (pods, _) = read_dir(&file, "n", &uids).expect("one file stands for itself");
+        assert_eq!(pods.len(), 1);
+        let none = read_dir(&dir.path().join("none"), "n", &uids);
+        assert_eq!(none, Ok((vec![], vec![])));
+    }
 
     #[test]
     fn a_url_gives_one_pod_or_many_or_an_error_and_none_is_half_read() {
@@ -420,6 +502,10 @@ mod tests {
         );
         write("e.yaml", "apiVersion: v1\nkind: Deployment\n");
         write(".hidden", "x");
+        let elsewhere = tempfile::tempdir().expect("a directory");
+        let load = |started| KeptUids::load(elsewhere.path(), started);
+        let uids = load(vec![]);
+        let read_dir = |dir: &Path, node: &str| read_dir(dir, node, &uids).expect("readable");
         let (pods, errors) = read_dir(dir.path(), "n1");
         assert_eq!(pods.len(), 1);
         assert_eq!(
@@ -450,5 +536,21 @@ mod tests {
             pod::uid(&read_dir(dir.path(), "n2").0[0]),
             pod::uid(&pods[0])
         );
+
+        // A pod that another agent started from this file keeps its uid, also after the file was touched.
+        let kubelets = "0123456789abcdef0123456789abcdef";
+        let started = vec![Started {
+            full_name: "web-n1_default".into(),
+            uid: kubelets.into(),
+            since: jiff::Timestamp::now() + jiff::SignedDuration::from_secs(5),
+            ready: true,
+        }];
+        for _ in 0..2 {
+            let uids = load(started.clone());
+            let (pods, _) = super::read_dir(dir.path(), "n1", &uids).expect("readable");
+            assert_eq!(pod::uid(&pods[0]), kubelets);
+            assert_eq!(pods[0].annotations()[pod::HASH], kubelets);
+            uids.save();
+        }
     }
 }

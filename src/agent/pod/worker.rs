@@ -69,7 +69,7 @@ pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen,
     starts.close();
     log.start_record(Record::new(
         rules(&context),
-        context.node_ips.clone(),
+        context.node_ips.borrow().clone(),
         &worker,
     ));
     let mut shell = Shell {
@@ -182,7 +182,7 @@ impl Shell {
         let now = self.context().clock.now();
         let facts = Facts {
             now,
-            node_ips: self.context().node_ips.clone(),
+            node_ips: self.context().node_ips.borrow().clone(),
             held_up: self.log().held_up(),
             rules: rules(self.context()),
         };

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::hash::Hash;
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -26,6 +27,8 @@ const NOBODY: Duration = Duration::from_secs(10);
 const REVIEWS: usize = 8;
 /// How many tokens wait for their review; whoever comes then is told to come again.
 const WAITING: usize = 64;
+/// How many of these places one address has: another's tokens are reviewed beside a flood of it.
+const OF_ONE: usize = 16;
 
 /// Answers that count for a while.
 struct Answers<K, V>(Mutex<HashMap<K, (Instant, V)>>);
@@ -60,13 +63,44 @@ pub struct Access {
     serving: Serving,
     node: String,
     reviews: Option<Arc<dyn Reviews>>,
-    /// By the digest of the token: the token itself is not kept.
-    tokens: Answers<String, Option<Identity>>,
+    /// Whose tokens are, by the digest of the token: the token itself is not kept.
+    tokens: Answers<String, Identity>,
+    /// Tokens that are nobody's. Apart, so that a flood of them does not push out the others.
+    nobodys: Answers<String, ()>,
     decisions: Answers<(Identity, &'static str, &'static str), bool>,
     /// Held while a token is reviewed.
     reviewing: Semaphore,
     /// Held while a token waits for its review or is reviewed.
     waiting: Semaphore,
+    /// How many of these places each address has taken.
+    taken: Mutex<HashMap<IpAddr, usize>>,
+}
+
+/// A place that an address has taken.
+struct Taken<'a>(&'a Mutex<HashMap<IpAddr, usize>>, IpAddr);
+
+impl<'a> Taken<'a> {
+    /// Takes one more, if the address has not all that it may have.
+    fn one(places: &'a Mutex<HashMap<IpAddr, usize>>, address: IpAddr) -> Option<Taken<'a>> {
+        let mut all = places.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = all.entry(address).or_default();
+        (*count < OF_ONE).then(|| {
+            *count += 1;
+            Taken(places, address)
+        })
+    }
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = all.get_mut(&self.1) {
+            *count -= 1;
+            if *count == 0 {
+                all.remove(&self.1);
+            }
+        }
+    }
 }
 
 /// Whom a verified client certificate (DER) stands for.
@@ -93,9 +127,11 @@ impl Access {
             node: node.into(),
             reviews,
             tokens: Answers::new(),
+            nobodys: Answers::new(),
             decisions: Answers::new(),
             reviewing: Semaphore::new(REVIEWS),
             waiting: Semaphore::new(REVIEWS + WAITING),
+            taken: Mutex::default(),
         }
     }
 
@@ -117,7 +153,7 @@ impl Access {
                 .filter(|t| !t.is_empty());
             // A credential that does not hold is no reason to be taken for nobody.
             return match token {
-                Some(token) if self.serving.tokens => self.of_token(token).await,
+                Some(token) if self.serving.tokens => self.of_token(peer, token).await,
                 _ => Err(unauthorized()),
             };
         }
@@ -131,9 +167,13 @@ impl Access {
         Err(unauthorized())
     }
 
-    async fn of_token(&self, token: &str) -> Result<Identity, Response<Body>> {
+    async fn of_token(&self, peer: &Peer, token: &str) -> Result<Identity, Response<Body>> {
         let key = digest::sha256(token.as_bytes());
-        if let Some(known) = self.tokens.get(&key) {
+        let known = || match self.tokens.get(&key) {
+            Some(identity) => Some(Some(identity)),
+            None => self.nobodys.get(&key).map(|()| None),
+        };
+        if let Some(known) = known() {
             return known.ok_or_else(unauthorized);
         }
         let Some(reviews) = &self.reviews else {
@@ -145,21 +185,21 @@ impl Access {
                 "too many tokens are under review: try again later",
             )
         };
+        let _taken = Taken::one(&self.taken, peer.address.ip()).ok_or_else(busy)?;
         let _waiting = self.waiting.try_acquire().map_err(|_| busy())?;
         let _reviewing = self.reviewing.acquire().await.map_err(|_| busy())?;
         // Another request may have shown the same one meanwhile.
-        if let Some(known) = self.tokens.get(&key) {
+        if let Some(known) = known() {
             return known.ok_or_else(unauthorized);
         }
         match reviews.who(token).await {
-            Ok(found) => {
-                let ttl = if found.is_some() {
-                    self.serving.token_ttl
-                } else {
-                    NOBODY
-                };
-                self.tokens.put(key, found.clone(), ttl);
-                found.ok_or_else(unauthorized)
+            Ok(Some(found)) => {
+                self.tokens.put(key, found.clone(), self.serving.token_ttl);
+                Ok(found)
+            }
+            Ok(None) => {
+                self.nobodys.put(key, (), NOBODY);
+                Err(unauthorized())
             }
             Err(error) => {
                 tracing::warn!(%error, "a token could not be reviewed");
@@ -354,17 +394,46 @@ mod tests {
 
     #[tokio::test]
     async fn a_flood_of_tokens_is_turned_away_and_holds_up_nobody_else() {
-        let access = Access::new(serving(""), "n", Some(Arc::new(Fixed::default())));
+        let fixed = Arc::new(Fixed::default());
+        let reviews = Arc::clone(&fixed) as Arc<dyn Reviews>;
+        let access = Access::new(serving(""), "n", Some(reviews));
         let (nobody, admin) = (peer(None), peer(Some(("admin", "masters"))));
         assert_eq!(
             code(&access, &nobody, Some("good"), "GET", "/metrics").await,
             200
         );
+        // Wrong ones push out no right one.
+        for n in 0..2 * REMEMBERED {
+            let wrong = format!("wrong{n}");
+            let answer = code(&access, &nobody, Some(&wrong), "GET", "/metrics").await;
+            assert_eq!(answer, 401);
+        }
+        let asked = fixed.asked.load(Ordering::Relaxed);
+        let answer = code(&access, &nobody, Some("good"), "GET", "/metrics").await;
+        assert_eq!((answer, fixed.asked.load(Ordering::Relaxed)), (200, asked));
+
         let tokens: Vec<String> = (0..REVIEWS + WAITING).map(|n| format!("slow{n}")).collect();
-        let flood = tokens
-            .iter()
-            .map(|token| code(&access, &nobody, Some(token), "GET", "/metrics"));
-        let mut flood = std::pin::pin!(futures::future::join_all(flood));
+        let from = |n: usize| Peer {
+            address: ([192, 0, 2, u8::try_from(n).expect("small")], 1).into(),
+            certificate: None,
+        };
+        let peers: Vec<Peer> = (0..tokens.len()).map(|n| from(n / OF_ONE)).collect();
+        let begin = |n: usize| code(&access, &peers[n], Some(&tokens[n]), "GET", "/metrics");
+        let mut one = std::pin::pin!(futures::future::join_all((0..OF_ONE).map(begin)));
+        assert!(futures::poll!(one.as_mut()).is_pending());
+        // One address has all that it may have; others go on.
+        for (address, expected) in [(0, 429), (1, 401)] {
+            let other = from(address);
+            let new = code(&access, &other, Some("down"), "GET", "/metrics");
+            let mut new = std::pin::pin!(new);
+            match expected {
+                429 => assert_eq!(new.await, 429),
+                // It waits for one of the reviews under way.
+                _ => assert!(futures::poll!(new.as_mut()).is_pending()),
+            }
+        }
+        let rest = (OF_ONE..tokens.len()).map(begin);
+        let mut flood = std::pin::pin!(futures::future::join_all(rest));
         assert!(futures::poll!(flood.as_mut()).is_pending());
         assert_eq!(
             code(&access, &nobody, Some("new"), "GET", "/metrics").await,

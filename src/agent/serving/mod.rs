@@ -9,6 +9,7 @@ pub mod local;
 mod logs;
 mod metrics;
 mod node_logs;
+mod sessions;
 mod stats;
 mod streams;
 mod views;
@@ -24,7 +25,6 @@ use hyper::{Request, Response, StatusCode};
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tracing::Instrument as _;
 
@@ -40,6 +40,7 @@ use crate::sys::service;
 use access::Access;
 
 pub use figures::VolumeFigures;
+pub use sessions::Sessions;
 
 /// What the main listener gives away.
 const MAIN: Limits = Limits {
@@ -53,8 +54,6 @@ const SIDE: Limits = Limits {
     connections: 32,
     idle: Some(Duration::from_secs(30)),
 };
-/// How many streams are open at once.
-const STREAMS: usize = 512;
 /// The pause before a port that is taken is tried again.
 const AGAIN: Duration = Duration::from_secs(5);
 
@@ -112,8 +111,7 @@ pub struct Server {
     context: Arc<Context>,
     access: Access,
     figures: figures::Figures,
-    /// Streams that are open; each costs memory.
-    streams: Arc<Semaphore>,
+    sessions: Sessions,
     /// Where the runtime keeps its images.
     images: tokio::sync::OnceCell<PathBuf>,
 }
@@ -258,7 +256,11 @@ fn files(context: &Context) -> Result<TlsFiles, String> {
             }
             (current.clone(), current)
         }
-        None => self_signed(&config.cert_dir, &config.node_name, &context.node_ips)?,
+        None => self_signed(
+            &config.cert_dir,
+            &config.node_name,
+            &context.node_ips.borrow(),
+        )?,
     };
     Ok(TlsFiles {
         certificate,
@@ -320,7 +322,7 @@ async fn listen(address: SocketAddr) -> TcpListener {
 }
 
 /// Serves until the process ends.
-pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>) {
+pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessions: Sessions) {
     let serving = context.config.serving.clone();
     if !serving.enabled {
         service::ready();
@@ -331,7 +333,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>) {
         context,
         access,
         figures: figures::Figures::default(),
-        streams: Arc::new(Semaphore::new(STREAMS)),
+        sessions,
         images: tokio::sync::OnceCell::new(),
     });
     if !serving.reviews && serving.anonymous {

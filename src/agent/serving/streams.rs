@@ -123,12 +123,7 @@ pub async fn hand_on(
             "Upgrade request required".into(),
         ));
     }
-    let Ok(held) = Arc::clone(&server.streams).try_acquire_owned() else {
-        return Err(Refusal(
-            StatusCode::TOO_MANY_REQUESTS,
-            "too many streams are open on this node: try again later".into(),
-        ));
-    };
+    let held = server.sessions.begin()?;
     let url = url(server, endpoint, request.uri().query().unwrap_or_default()).await?;
     let failed = |what: String| {
         Refusal(

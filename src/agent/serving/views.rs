@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use super::Known;
 use super::Refusal;
 use super::Server;
+use crate::core::pod;
 use crate::https::{Body, text};
 use crate::logging;
 
@@ -51,11 +52,15 @@ pub async fn verbosity(request: Request<Incoming>) -> Result<Response<Body>, Ref
     ))
 }
 
-/// `/pods`: the pods of all sources as they came, each with the status that is known of it.
+/// `/pods`: the pods of all sources as they came, each with the status that is known of it. A static pod's is its worker's
+/// where there is no mirror.
 pub fn pods(server: &Arc<Server>) -> Response<Body> {
     let of = |known: &Known| {
         let mut pod = Pod::clone(&known.pod);
-        pod.status.clone_from(&known.told().status);
+        pod.status = match (&known.object, pod::is_static(&pod)) {
+            (None, true) => server.context.journals.status(pod::uid(&pod)),
+            _ => known.told().status.clone(),
+        };
         pod
     };
     let items: Vec<Pod> = server.context.roster.borrow().iter().map(of).collect();

@@ -89,11 +89,11 @@ impl Volumes {
         let mut fetched = log
             .step(Step::Objects, "", objects::fetch(&*context.api, pod))
             .await?;
-        let allocatable = context.allocatable();
+        let (allocatable, node_ips) = (context.allocatable(), context.node_ips.borrow().clone());
         let around = Surroundings {
             pod,
             pod_ips,
-            node_ips: &context.node_ips,
+            node_ips: &node_ips,
             allocatable: &allocatable,
         };
         let (held, resolved) = (&self.held, &self.resolved);

@@ -42,6 +42,13 @@ pub fn addresses(sources: Sources<'_>) -> Option<Vec<NodeAddress>> {
     Some(internal.chain([of("Hostname", sources.name)]).collect())
 }
 
+/// Whether what was found takes the place of the addresses that are known. None found, as while a network is taken down
+/// and up again, is no change.
+#[must_use]
+pub fn changed(known: &[String], found: &[String]) -> bool {
+    !found.is_empty() && known != found
+}
+
 /// Why an address cannot be a node's, if it cannot. Whether this machine has it is another matter. The kubelet refuses
 /// loopback addresses too; a cluster of one machine without a network has no other.
 #[must_use]
@@ -106,6 +113,24 @@ mod tests {
                 found.as_deref(),
                 expected,
                 "{external} {given} {reported:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_network_that_comes_late_or_changes_is_seen_and_one_that_is_away_for_a_moment_is_not() {
+        let of = |text: &str| text.split_whitespace().map(Into::into).collect::<Vec<_>>();
+        for (known, found, expected) in [
+            ("", "192.0.2.1", true),
+            ("192.0.2.1", "192.0.2.2", true),
+            ("192.0.2.1", "", false),
+            ("192.0.2.1", "192.0.2.1", false),
+            ("", "", false),
+        ] {
+            assert_eq!(
+                changed(&of(known), &of(found)),
+                expected,
+                "{known:?} {found:?}"
             );
         }
     }

@@ -8,6 +8,7 @@ pub mod conditions;
 pub mod features;
 pub mod ledger;
 pub mod node_affinity;
+pub mod offline;
 pub mod preempt;
 pub mod runtime_health;
 pub mod signing;

@@ -18,6 +18,7 @@ pub mod record;
 pub mod references;
 pub mod resize;
 pub mod resources;
+pub mod static_uid;
 pub mod status;
 pub mod sysctl;
 pub mod users;

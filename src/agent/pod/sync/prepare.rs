@@ -86,7 +86,7 @@ impl Job {
     }
 
     /// What the node is for the pod's messages to the runtime.
-    pub(super) fn node(&self) -> Result<cri_config::Node<'_>> {
+    pub(super) fn node(&self) -> Result<cri_config::Node> {
         let setup = self
             .assets
             .setup
@@ -96,11 +96,11 @@ impl Job {
     }
 }
 
-fn node_config<'a>(
-    context: &'a Context,
+fn node_config(
+    context: &Context,
     pod: &k8s_openapi::api::core::v1::Pod,
     setup: &Setup,
-) -> cri_config::Node<'a> {
+) -> cri_config::Node {
     let (config, machine) = (&context.config, &context.machine);
     let swap_bytes = |bytes| {
         if config.limited_swap && machine.cgroup_v2 {
@@ -110,7 +110,7 @@ fn node_config<'a>(
         }
     };
     cri_config::Node {
-        resolver: &context.resolver,
+        resolver: context.resolver.borrow().clone(),
         cgroup_parent: setup.cgroup_parent.clone(),
         log_directory: context.host.log_directory(pod).display().to_string(),
         seccomp_root: config.root_dir.join("seccomp").display().to_string(),

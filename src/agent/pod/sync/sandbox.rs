@@ -31,7 +31,7 @@ impl Job {
         };
         let node = self.node().map_err(|_| "the pod is not prepared")?;
         let config = cri_config::sandbox(pod, attempt, &node).map_err(fail)?;
-        for (reason, warning) in dns::config(pod, node.resolver).1 {
+        for (reason, warning) in dns::config(pod, &node.resolver).1 {
             self.say(Kind::Warning, reason, warning);
         }
         let begun = Instant::now();

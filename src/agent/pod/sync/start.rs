@@ -68,8 +68,9 @@ impl Job {
             None => cri_config::sandbox(&self.pod, place.attempt, &node).map_err(failed)?,
         };
         let context = self.context();
+        let node_ips = context.node_ips.borrow().clone();
         let ips = if pod::host_network(&self.pod) {
-            &context.node_ips
+            &node_ips
         } else {
             place.ips
         };
@@ -121,7 +122,7 @@ struct Starting<'a> {
     sandbox: &'a str,
     sandbox_config: &'a pb::PodSandboxConfig,
     ips: &'a [String],
-    node: &'a cri_config::Node<'a>,
+    node: &'a cri_config::Node,
     fetched: &'a Fetched,
     log: &'a Log,
     observed: &'a ObservedPod,
@@ -314,11 +315,11 @@ async fn environment(
         };
         files.insert((volume, path), text);
     }
-    let allocatable = s.context.allocatable();
+    let (allocatable, node_ips) = (s.context.allocatable(), s.context.node_ips.borrow().clone());
     let around = Surroundings {
         pod: s.pod,
         pod_ips: s.ips,
-        node_ips: &s.context.node_ips,
+        node_ips: &node_ips,
         allocatable: &allocatable,
     };
     env::build(container, &around, &services, s.fetched, &files)
@@ -482,7 +483,7 @@ async fn mounts(
         let text = dns::hosts_file(
             s.pod,
             s.ips,
-            &s.context.resolver.cluster_domain,
+            &s.context.config.cluster_domain,
             &s.context.host.node_hosts().await,
         );
         mounts.push(file(

@@ -4,6 +4,7 @@ mod resources;
 mod security;
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, VolumeMount};
@@ -51,9 +52,9 @@ pub mod annotation {
 
 /// What a pod's messages need besides the pod.
 #[derive(Debug, Clone)]
-pub struct Node<'a> {
+pub struct Node {
     /// Name resolution.
-    pub resolver: &'a Resolver,
+    pub resolver: Arc<Resolver>,
     /// The pod's cgroup in the driver's spelling.
     pub cgroup_parent: String,
     /// The directory of the pod's logs.
@@ -82,10 +83,10 @@ pub struct Node<'a> {
     pub recursive_read_only: bool,
 }
 
-impl<'a> Node<'a> {
+impl Node {
     /// With nothing but name resolution, and the field's defaults.
     #[must_use]
-    pub fn new(resolver: &'a Resolver) -> Node<'a> {
+    pub fn new(resolver: Arc<Resolver>) -> Node {
         Node {
             resolver,
             cgroup_parent: String::new(),
@@ -115,7 +116,7 @@ fn ids(list: &[Mapping]) -> Vec<pb::IdMapping> {
         .collect()
 }
 
-fn namespaces(spec: &PodSpec, node: &Node<'_>) -> pb::NamespaceOption {
+fn namespaces(spec: &PodSpec, node: &Node) -> pb::NamespaceOption {
     let of = |yes: Option<bool>, other: pb::NamespaceMode| if yes == Some(true) { pb::NamespaceMode::Node } else { other } as i32;
     let shared = if spec.share_process_namespace == Some(true) {
         pb::NamespaceMode::Pod
@@ -150,7 +151,7 @@ fn privileged(container: &Container) -> bool {
 }
 
 /// The sandbox of a pod. The error is a sandbox error.
-pub fn sandbox(pod: &Pod, attempt: u32, node: &Node<'_>) -> Result<pb::PodSandboxConfig, String> {
+pub fn sandbox(pod: &Pod, attempt: u32, node: &Node) -> Result<pb::PodSandboxConfig, String> {
     let spec = pod::spec(pod);
     let context = spec.security_context.clone().unwrap_or_default();
     let id = |value: Option<i64>| value.map(|value| pb::Int64Value { value });
@@ -177,7 +178,7 @@ pub fn sandbox(pod: &Pod, attempt: u32, node: &Node<'_>) -> Result<pb::PodSandbo
         }),
         hostname,
         log_directory: node.log_directory.clone(),
-        dns_config: Some(dns::config(pod, node.resolver).0),
+        dns_config: Some(dns::config(pod, &node.resolver).0),
         port_mappings: port_mappings(spec),
         labels,
         annotations: meta::annotations(pod).clone().into_iter().collect(),
@@ -215,7 +216,7 @@ pub fn sandbox(pod: &Pod, attempt: u32, node: &Node<'_>) -> Result<pb::PodSandbo
 
 /// What a pod's containers have together, and its overhead, as a sandbox's message says it.
 #[must_use]
-pub fn sandbox_sizes(pod: &Pod, node: &Node<'_>) -> pb::LinuxPodSandboxConfig {
+pub fn sandbox_sizes(pod: &Pod, node: &Node) -> pb::LinuxPodSandboxConfig {
     pb::LinuxPodSandboxConfig {
         overhead: Some(overhead(pod)),
         resources: Some(whole_resources(pod, node)),
@@ -286,7 +287,7 @@ pub struct Prepared<'a> {
 }
 
 /// A volumeMount as far as it can be told without the machine (kubelet spec, 6.7).
-pub fn volume_mount(mount: &VolumeMount, node: &Node<'_>) -> Result<pb::Mount, String> {
+pub fn volume_mount(mount: &VolumeMount, node: &Node) -> Result<pb::Mount, String> {
     let propagation = mount.mount_propagation.as_deref().unwrap_or("None");
     let readonly = mount.read_only.unwrap_or(false);
     let recursive = match mount.recursive_read_only.as_deref().unwrap_or("Disabled") {
@@ -374,7 +375,7 @@ pub fn container(
     pod: &Pod,
     container: &Container,
     prepared: Prepared<'_>,
-    node: &Node<'_>,
+    node: &Node,
 ) -> Result<pb::ContainerConfig, String> {
     let lookup = |name: &str| {
         prepared
@@ -482,12 +483,11 @@ mod tests {
 
     fn made(pod: Value, image_user: (Option<i64>, String)) -> Result<pb::ContainerConfig, String> {
         let pod: Pod = serde_json::from_value(pod).expect("a pod");
-        let resolver = Resolver::default();
         let node = Node {
             seccomp_root: "/s".into(),
             memory: 1 << 30,
             hugepages: vec!["2MB".into(), "1GB".into()],
-            ..Node::new(&resolver)
+            ..Node::new(Arc::default())
         };
         sandbox(&pod, 0, &node)?;
         let first = pod.spec.as_ref().expect("spec").containers[0].clone();

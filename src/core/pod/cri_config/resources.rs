@@ -1,12 +1,13 @@
 //! Resources in the runtime's units (kubelet spec, 6.8). Pure.
 
+use std::sync::Arc;
+
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::Node;
 use crate::core::pod;
 use crate::core::pod::cgroup::{self, oom_score_adj};
-use crate::core::pod::dns::Resolver;
 use crate::core::pod::qos::{self, QosClass};
 use crate::core::pod::resources::{Amounts, Side, amounts, of_container, of_pod, of_pod_level};
 use crate::core::quantity::Quantity;
@@ -24,7 +25,7 @@ pub struct Swap {
 }
 
 /// What amounts come to in the runtime's units.
-fn linux(requests: &Amounts, limits: &Amounts, node: &Node<'_>) -> pb::LinuxContainerResources {
+fn linux(requests: &Amounts, limits: &Amounts, node: &Node) -> pb::LinuxContainerResources {
     let share = requests
         .get("cpu")
         .or(limits.get("cpu"))
@@ -47,7 +48,7 @@ fn linux(requests: &Amounts, limits: &Amounts, node: &Node<'_>) -> pb::LinuxCont
 
 /// A container's resources in the runtime's units (kubelet spec, 6.8).
 #[must_use]
-pub fn resources(pod: &Pod, container: &Container, node: &Node<'_>) -> pb::LinuxContainerResources {
+pub fn resources(pod: &Pod, container: &Container, node: &Node) -> pb::LinuxContainerResources {
     let (requests, limits) = (
         of_container(container, Side::Requests),
         of_container(container, Side::Limits),
@@ -94,7 +95,7 @@ fn swap_share(pod: &Pod, requests: &Amounts, limits: &Amounts, swap: u64, memory
 }
 
 /// One limit for each size that the kernel knows: what is not asked for is not to be had.
-fn hugepages(limits: &Amounts, node: &Node<'_>) -> Vec<pb::HugepageLimit> {
+fn hugepages(limits: &Amounts, node: &Node) -> Vec<pb::HugepageLimit> {
     let asked = |size: &str| {
         let of = |(name, amount): (&String, &Quantity)| {
             let wanted = name.strip_prefix("hugepages-")?.parse::<Quantity>().ok()?;
@@ -132,11 +133,11 @@ pub(super) fn overhead(pod: &Pod) -> pb::LinuxContainerResources {
     if amounts.is_empty() {
         return pb::LinuxContainerResources::default();
     }
-    linux(&amounts, &amounts, &Node::new(&Resolver::default()))
+    linux(&amounts, &amounts, &Node::new(Arc::default()))
 }
 
 /// The sum of the pod's containers, for runtimes that size the sandbox by it.
-pub(super) fn whole_resources(pod: &Pod, node: &Node<'_>) -> pb::LinuxContainerResources {
+pub(super) fn whole_resources(pod: &Pod, node: &Node) -> pb::LinuxContainerResources {
     linux(
         &of_pod(pod, Side::Requests),
         &of_pod(pod, Side::Limits),
@@ -152,11 +153,10 @@ mod tests {
     fn made(spec: Value, swap: Option<Swap>) -> pb::LinuxContainerResources {
         let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p"}, "spec": spec}))
             .expect("a pod");
-        let resolver = Resolver::default();
         let node = Node {
             memory: 1 << 30,
             swap,
-            ..Node::new(&resolver)
+            ..Node::new(Arc::default())
         };
         resources(&pod, &pod::spec(&pod).containers[0], &node)
     }

@@ -130,10 +130,7 @@ fn apparmor_message(
     })
 }
 
-fn seccomp(
-    profile: Option<&SeccompProfile>,
-    node: &Node<'_>,
-) -> Result<pb::SecurityProfile, String> {
+fn seccomp(profile: Option<&SeccompProfile>, node: &Node) -> Result<pb::SecurityProfile, String> {
     use pb::security_profile::ProfileType;
     let simple = |kind: ProfileType| pb::SecurityProfile {
         profile_type: kind as i32,
@@ -214,7 +211,7 @@ pub(super) fn security(
     pod: &Pod,
     container: &Container,
     prepared: &Prepared<'_>,
-    node: &Node<'_>,
+    node: &Node,
 ) -> Result<pb::LinuxContainerSecurityContext, String> {
     let image_user = &prepared.image_user;
     let spec = pod::spec(pod);

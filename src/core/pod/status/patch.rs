@@ -29,7 +29,14 @@ pub fn patch(uid: &str, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
         if key == "conditions" {
             continue;
         }
-        if old.get(key) != Some(value) {
+        if old.get(key) == Some(value) {
+            continue;
+        }
+        if ["podIPs", "hostIPs"].contains(&key.as_str()) {
+            let (list, order) = addresses(old.get(key), value);
+            changes.insert(format!("$setElementOrder/{key}"), order);
+            changes.insert(key.clone(), list);
+        } else {
             changes.insert(key.clone(), value.clone());
         }
     }
@@ -86,6 +93,21 @@ pub fn patch(uid: &str, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
         changes.insert("conditions".into(), conditions.into());
     }
     (!changes.is_empty()).then(|| json!({"metadata": {"uid": uid}, "status": changes}))
+}
+
+/// The changes to a list of addresses, and its order. Lists of addresses are merged by address: one that is not deleted
+/// stays beside those that take its place, and the apiserver refuses two of one family (422).
+fn addresses(old: Option<&Value>, new: &Value) -> (Value, Value) {
+    let of = |list: Option<&Value>| -> Vec<Value> {
+        let items = list.and_then(Value::as_array).into_iter().flatten();
+        items.map(|item| item["ip"].clone()).collect()
+    };
+    let (old, new) = (of(old), of(Some(new)));
+    let gone = old.iter().filter(|ip| !new.contains(ip));
+    let order: Vec<Value> = new.iter().map(|ip| json!({"ip": ip})).collect();
+    let deleted = gone.map(|ip| json!({"ip": ip, "$patch": "delete"}));
+    let list: Vec<Value> = order.iter().cloned().chain(deleted).collect();
+    (list.into(), order.into())
 }
 
 /// A status without the generation that it was observed at: what is worth telling at once.

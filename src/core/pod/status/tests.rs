@@ -364,3 +364,30 @@ fn patches_hold_only_what_changed_and_leave_other_conditions_alone() {
         json!({"metadata": {"uid": "u"}, "status": {"phase": "Running"}})
     );
 }
+
+#[test]
+fn addresses_that_change_take_the_place_of_those_before() {
+    let status = |pod: &[&str], host: &[&str]| -> PodStatus {
+        let list = |ips: &[&str]| ips.iter().map(|ip| json!({"ip": ip})).collect::<Vec<_>>();
+        let status = json!({"podIP": pod.first(), "podIPs": list(pod), "hostIP": host.first(), "hostIPs": list(host)});
+        serde_json::from_value(status).expect("a status")
+    };
+    let before = status(&["10.0.0.1", "fd00::1"], &["192.0.2.1"]);
+    let after = status(&["10.0.0.2", "fd00::1"], &["192.0.2.2"]);
+    assert_eq!(
+        patch("u", &before, &after),
+        Some(json!({"metadata": {"uid": "u"}, "status": {
+            "podIP": "10.0.0.2", "hostIP": "192.0.2.2",
+            "$setElementOrder/podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}],
+            "podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}, {"ip": "10.0.0.1", "$patch": "delete"}],
+            "$setElementOrder/hostIPs": [{"ip": "192.0.2.2"}],
+            "hostIPs": [{"ip": "192.0.2.2"}, {"ip": "192.0.2.1", "$patch": "delete"}],
+        }}))
+    );
+    let other_order = status(&["fd00::1", "10.0.0.1"], &["192.0.2.1"]);
+    let patch = patch("u", &before, &other_order).expect("a patch");
+    assert_eq!(
+        patch["status"]["$setElementOrder/podIPs"],
+        json!([{"ip": "fd00::1"}, {"ip": "10.0.0.1"}])
+    );
+}

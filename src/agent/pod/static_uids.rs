@@ -1,0 +1,99 @@
+//! The uids of static pods, as the runtime has them and as they are kept from one start to the next
+//! (`core::pod::static_uid`).
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Read as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use jiff::Timestamp;
+
+use crate::core::pod::static_uid::{Started, Uids, is_static};
+use crate::cri::{Runtime, RuntimeError};
+use crate::sys::file;
+
+/// The largest file that is read.
+const LIMIT: u64 = 1 << 20;
+
+/// The static pods that the runtime has, whoever started them.
+pub async fn started(runtime: &dyn Runtime) -> Result<Vec<Started>, RuntimeError> {
+    let mut found = vec![];
+    for pod in runtime.list().await? {
+        if !is_static(&pod.uid) {
+            continue;
+        }
+        let observed = runtime.observe(&pod.uid).await?;
+        if let Some(since) = observed.sandboxes.iter().map(|s| s.created_at).min() {
+            found.push(Started {
+                full_name: format!("{}_{}", pod.name, pod.namespace),
+                uid: pod.uid,
+                since,
+                ready: observed.sandboxes.iter().any(|s| s.ready),
+            });
+        }
+    }
+    Ok(found)
+}
+
+/// The uids, with the file in which they are kept.
+pub struct KeptUids {
+    path: PathBuf,
+    uids: Mutex<Uids>,
+}
+
+impl KeptUids {
+    /// Of what the runtime has, and of what is kept below the root directory. Blocking.
+    #[must_use]
+    pub fn load(root_dir: &Path, started: Vec<Started>) -> KeptUids {
+        let path = root_dir.join("static_pod_uids");
+        KeptUids {
+            uids: Mutex::new(Uids::new(started, read(&path))),
+            path,
+        }
+    }
+
+    /// The uid of a manifest's pod.
+    pub fn of(&self, full_name: &str, digest: &str, changed: Option<Timestamp>) -> String {
+        let mut uids = self.uids.lock().unwrap_or_else(PoisonError::into_inner);
+        uids.of(full_name, digest, changed)
+    }
+
+    /// Writes what the next start must know, where it has changed. Blocking.
+    pub fn save(&self) {
+        let kept = {
+            let uids = self.uids.lock().unwrap_or_else(PoisonError::into_inner);
+            uids.kept().clone()
+        };
+        if kept == read(&self.path) {
+            return;
+        }
+        let written = serde_json::to_vec(&kept)
+            .map_err(Into::into)
+            .and_then(|text| file::replace(&self.path, &text));
+        if let Err(error) = written {
+            tracing::warn!(%error, path = %self.path.display(), "the uids of static pods are not kept: if a manifest is touched, its pod is started over at the next start of the agent");
+        }
+    }
+}
+
+/// What was kept; a file that cannot be read is as good as none.
+fn read(path: &Path) -> BTreeMap<String, String> {
+    let mut text = String::new();
+    let found = fs::File::open(path).and_then(|file| file.take(LIMIT).read_to_string(&mut text));
+    found
+        .ok()
+        .and_then(|_| serde_json::from_str(&text).ok())
+        .unwrap_or_default()
+}
+
+/// When a file was changed last, its name or its owner included; of a link, what it leads to counts too.
+pub fn changed(path: &Path) -> Option<Timestamp> {
+    let of = |metadata: fs::Metadata| {
+        let nanoseconds = i32::try_from(metadata.ctime_nsec()).ok()?;
+        Timestamp::new(metadata.ctime(), nanoseconds).ok()
+    };
+    let (file, link) = (fs::metadata(path).ok()?, fs::symlink_metadata(path).ok()?);
+    Some(of(file)?.max(of(link)?))
+}

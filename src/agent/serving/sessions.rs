@@ -1,0 +1,116 @@
+//! Commands, attachments and forwarded ports that are under way. They end with the agent, which gives them some time.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::StatusCode;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError};
+use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
+
+use super::Refusal;
+
+/// How many are open at once; each costs memory.
+const MOST: usize = 512;
+/// How long a stop waits for them.
+const DRAIN: Duration = Duration::from_secs(10);
+
+/// The sessions; clones are the same ones.
+#[derive(Debug, Clone)]
+pub struct Sessions {
+    places: Arc<Semaphore>,
+    open: TaskTracker,
+}
+
+/// A session that is under way, for as long as this is kept.
+#[derive(Debug)]
+pub struct Session {
+    _place: OwnedSemaphorePermit,
+    _open: TaskTrackerToken,
+}
+
+impl Default for Sessions {
+    fn default() -> Sessions {
+        Sessions {
+            places: Arc::new(Semaphore::new(MOST)),
+            open: TaskTracker::new(),
+        }
+    }
+}
+
+impl Sessions {
+    /// Begins one, if there is room and the agent is not about to stop.
+    pub(super) fn begin(&self) -> Result<Session, Refusal> {
+        match Arc::clone(&self.places).try_acquire_owned() {
+            Ok(place) => Ok(Session {
+                _place: place,
+                _open: self.open.token(),
+            }),
+            Err(TryAcquireError::NoPermits) => Err(Refusal(
+                StatusCode::TOO_MANY_REQUESTS,
+                "too many streams are open on this node: try again later".into(),
+            )),
+            Err(TryAcquireError::Closed) => Err(Refusal(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "the node's agent is stopping: try again when it has been started".into(),
+            )),
+        }
+    }
+
+    /// Begins no more, and waits until those that are under way have ended, but not for ever. The rest end with the
+    /// process.
+    pub async fn drain(&self) {
+        self.places.close();
+        self.open.close();
+        let open = self.open.len();
+        if open > 0 {
+            tracing::info!(
+                open,
+                "the agent stops when the sessions of kubectl have ended, or in {}s",
+                DRAIN.as_secs()
+            );
+        }
+        if tokio::time::timeout(DRAIN, self.open.wait()).await.is_err() {
+            tracing::warn!(cut_off = self.open.len(), "sessions are cut off");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::time::Instant;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stop_waits_for_sessions_and_not_for_ever() {
+        let sessions = Sessions::default();
+        let begun = Instant::now();
+        sessions.clone().drain().await;
+        assert_eq!(begun.elapsed(), Duration::ZERO, "nothing is waited for");
+        assert!(
+            sessions
+                .begin()
+                .is_err_and(|r| r.0 == StatusCode::SERVICE_UNAVAILABLE)
+        );
+        for (lasts, waits) in [(3, 3), (60, 10)] {
+            let sessions = Sessions::default();
+            let session = sessions.begin().expect("there is room");
+            tokio::spawn(async move {
+                tokio::time::sleep(Duration::from_secs(lasts)).await;
+                drop(session);
+            });
+            let begun = Instant::now();
+            sessions.drain().await;
+            assert_eq!(begun.elapsed().as_secs(), waits, "{lasts}");
+        }
+        let sessions = Sessions::default();
+        let all: Vec<_> = (0..MOST).map(|_| sessions.begin().expect("room")).collect();
+        assert!(
+            sessions
+                .begin()
+                .is_err_and(|r| r.0 == StatusCode::TOO_MANY_REQUESTS)
+        );
+        drop(all);
+        assert!(sessions.begin().is_ok());
+    }
+}

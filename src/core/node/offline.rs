@@ -1,0 +1,102 @@
+//! What an agent that starts while no apiserver answers does with the pods that were bound to its node before.
+//!
+//! A StatefulSet's pod may have been deleted by force and made anew on another node while this one was away, and only the
+//! apiserver knows. So by default such pods wait for it, as with the kubelet.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::core::time::{duration, shown};
+
+/// `--offline-start`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum OfflineStart {
+    /// Static pods are started. Nothing is kept on disk, not even what these need of the API.
+    Never,
+    /// Static pods are started, with what they need of the API (services for their environment, runtime handlers) as it
+    /// was. Of other pods nothing is kept.
+    #[default]
+    StaticOnly,
+    /// All pods that were bound here are started once no apiserver has answered for this long since the agent's start.
+    After(Duration),
+}
+
+/// How long a start waits for an apiserver in any case; [`OfflineStart::After`] is never shorter.
+pub const GRACE: Duration = Duration::from_secs(3);
+
+impl OfflineStart {
+    /// Whether what the API has said is kept on disk, in any measure.
+    #[must_use]
+    pub fn keeps_any(self) -> bool {
+        self != OfflineStart::Never
+    }
+
+    /// How long after the agent's start the pods of before are started; `None` where they wait for the apiserver.
+    #[must_use]
+    pub fn pods_after(self) -> Option<Duration> {
+        match self {
+            OfflineStart::Never | OfflineStart::StaticOnly => None,
+            OfflineStart::After(wait) => Some(wait.max(GRACE)),
+        }
+    }
+}
+
+impl FromStr for OfflineStart {
+    type Err = &'static str;
+
+    /// The error is the remedy.
+    fn from_str(text: &str) -> Result<OfflineStart, &'static str> {
+        match text {
+            "never" => Ok(OfflineStart::Never),
+            "static-only" => Ok(OfflineStart::StaticOnly),
+            "always" => Ok(OfflineStart::After(Duration::ZERO)),
+            _ => text
+                .strip_prefix("after=")
+                .and_then(duration)
+                .map(OfflineStart::After)
+                .ok_or("use never, static-only, always, or after= and a duration such as after=5m"),
+        }
+    }
+}
+
+impl fmt::Display for OfflineStart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            OfflineStart::Never => f.write_str("never"),
+            OfflineStart::StaticOnly => f.write_str("static-only"),
+            OfflineStart::After(wait) if wait.is_zero() => f.write_str("always"),
+            OfflineStart::After(wait) => write!(f, "after={}", shown(*wait)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_those_who_ask_for_it_get_pods_that_the_apiserver_has_not_confirmed() {
+        let of = |text: &str| text.parse::<OfflineStart>();
+        for (text, keeps, pods_after) in [
+            ("never", false, None),
+            ("static-only", true, None),
+            ("always", true, Some(3)),
+            ("after=1s", true, Some(3)),
+            ("after=5m", true, Some(300)),
+            ("after=1h30m", true, Some(5400)),
+        ] {
+            let parsed = of(text).expect(text);
+            assert_eq!(parsed.keeps_any(), keeps, "{text}");
+            assert_eq!(parsed.pods_after().map(|d| d.as_secs()), pods_after);
+            assert_eq!(of(&parsed.to_string()), Ok(parsed), "{text}");
+        }
+        for text in ["", "after", "after=", "after 5m", "after=5", "static", "5m"] {
+            assert!(
+                of(text).is_err_and(|remedy| remedy.contains("after=5m")),
+                "{text}"
+            );
+        }
+        assert_eq!(OfflineStart::default().pods_after(), None);
+    }
+}
