@@ -339,7 +339,7 @@ mod tests {
         assert_eq!(names(&mut early), Some(gone_and_come));
         drop(late);
         writer.apply(pod("e"));
-        let readers = cache.shared.readers.lock().unwrap();
+        let readers = cache.shared.readers.lock().expect("the readers");
         assert_eq!(readers.len(), 1, "a reader that has gone is forgotten");
     }
 }
