@@ -26,9 +26,10 @@ use super::Stock;
 use super::convert;
 use super::events;
 use super::measured::{Measured, Report};
+use super::observation::Detail;
 use super::tasks;
 use crate::core::pod::explain::Fetching;
-use crate::core::pod::observed::{Container, ContainerState, ObservedPod};
+use crate::core::pod::observed::{ContainerState, ObservedPod};
 use crate::core::pod::probe;
 use crate::core::serving::Streams;
 
@@ -41,8 +42,8 @@ pub struct CriClient {
     pub(super) images: ImageServiceClient<Measured>,
     /// The deadline of ordinary calls.
     deadline: Duration,
-    /// Details of containers by id and state, which do not change any more.
-    pub(super) details: Mutex<HashMap<(String, ContainerState), Container>>,
+    /// Details of containers by id and state.
+    pub(super) details: Mutex<HashMap<(String, ContainerState), Detail>>,
     pub(super) networks: Mutex<HashMap<String, (Vec<String>, bool)>>,
 }
 

@@ -1,6 +1,7 @@
 //! What the runtime has: pods, sandboxes and containers. Details that cannot change any more are remembered.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::{MutexGuard, PoisonError};
 
 use holdfast_proto::cri as pb;
 use tonic::Code;
@@ -12,6 +13,30 @@ use crate::core::pod::observed::{Container, ContainerState, ObservedPod, fingerp
 
 /// How many ended containers' details are remembered; they never change.
 const REMEMBERED: usize = 4096;
+
+/// What is remembered of a container in one state.
+#[derive(Debug, Clone)]
+pub(super) struct Detail {
+    container: Container,
+    /// It does not change any more, so the runtime need not be asked again.
+    is_final: bool,
+}
+
+impl Detail {
+    /// What to remember, `before` being what was seen last. Of a container that has ended the runtime may learn a little
+    /// later that memory was short (the exit and the OOM event come in any order): what is seen twice is final.
+    fn of(container: &Container, before: Option<&Detail>) -> Option<Detail> {
+        let is_final = match container.state {
+            ContainerState::Running => true,
+            ContainerState::Exited => before.is_some_and(|before| before.container == *container),
+            ContainerState::Created | ContainerState::Unknown => return None,
+        };
+        Some(Detail {
+            container: container.clone(),
+            is_final,
+        })
+    }
+}
 
 impl CriClient {
     async fn sandboxes(
@@ -44,16 +69,16 @@ impl CriClient {
             .containers)
     }
 
+    fn details(&self) -> MutexGuard<'_, HashMap<(String, ContainerState), Detail>> {
+        self.details.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Details of a container, from memory where they cannot have changed.
     async fn detail(&self, mut container: Container) -> Result<Option<Container>, RuntimeError> {
         let key = (container.id.clone(), container.state);
-        if let Some(known) = self
-            .details
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .get(&key)
-        {
-            return Ok(Some(known.clone()));
+        let known = self.details().get(&key).cloned();
+        if let Some(known) = known.as_ref().filter(|known| known.is_final) {
+            return Ok(Some(known.container.clone()));
         }
         let request = self.request(pb::ContainerStatusRequest {
             container_id: container.id.clone(),
@@ -66,18 +91,12 @@ impl CriClient {
         };
         if let Some(status) = status {
             convert::complete(&mut container, &status);
-            if matches!(
-                container.state,
-                ContainerState::Running | ContainerState::Exited
-            ) {
-                let mut details = self
-                    .details
-                    .lock()
-                    .unwrap_or_else(std::sync::PoisonError::into_inner);
+            if let Some(detail) = Detail::of(&container, known.as_ref()) {
+                let mut details = self.details();
                 if details.len() >= REMEMBERED {
                     details.clear();
                 }
-                details.insert((container.id.clone(), container.state), container.clone());
+                details.insert(key, detail);
             }
         }
         Ok(Some(container))
@@ -91,7 +110,7 @@ impl CriClient {
         if let Some(known) = self
             .networks
             .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .unwrap_or_else(PoisonError::into_inner)
             .get(id)
         {
             return Ok(Some(known.clone()));
@@ -109,10 +128,7 @@ impl CriClient {
             return Ok(None);
         };
         let network = convert::network(&status);
-        let mut networks = self
-            .networks
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut networks = self.networks.lock().unwrap_or_else(PoisonError::into_inner);
         if networks.len() >= REMEMBERED {
             networks.clear();
         }
@@ -124,12 +140,12 @@ impl CriClient {
     pub(super) fn forget(&self, sandbox: &str) {
         self.networks
             .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .unwrap_or_else(PoisonError::into_inner)
             .remove(sandbox);
         self.details
             .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .retain(|_, c| c.sandbox != sandbox);
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|_, c| c.container.sandbox != sandbox);
     }
 
     /// The pods that the runtime knows, with a fingerprint of their state.
@@ -247,5 +263,32 @@ impl CriClient {
             })
         };
         Ok(listed.iter().filter_map(of).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_container_is_final_when_it_was_seen_twice() {
+        let listed = pb::Container {
+            id: "c".into(),
+            labels: [(label::CONTAINER.to_owned(), "c".to_owned())].into(),
+            metadata: Some(pb::ContainerMetadata::default()),
+            state: pb::ContainerState::ContainerExited as i32,
+            ..pb::Container::default()
+        };
+        let mut ended = convert::container(&listed).unwrap();
+        let first = Detail::of(&ended, None).unwrap();
+        assert!(!first.is_final, "the OOM event may come yet");
+        ended.reason = "OOMKilled".into();
+        let second = Detail::of(&ended, Some(&first)).unwrap();
+        assert!(!second.is_final, "it has changed");
+        assert!(Detail::of(&ended, Some(&second)).unwrap().is_final);
+        ended.state = ContainerState::Running;
+        assert!(Detail::of(&ended, None).unwrap().is_final);
+        ended.state = ContainerState::Created;
+        assert!(Detail::of(&ended, None).is_none());
     }
 }
