@@ -14,7 +14,7 @@ use crate::core::pod::record::Report;
 /// The largest answer, in bytes: a record holds the pod and some dozens of observations.
 const LIMIT: usize = 16 << 20;
 /// How long an answer may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Asks the agent whose socket this is why a pod is not running.
 pub async fn explain(socket: &Path, namespace: &str, name: &str) -> anyhow::Result<Explanation> {
@@ -32,7 +32,7 @@ const OTHER_VERSION: &str =
     "the agent's answer cannot be decoded; use the `holdfast` of the agent's version";
 
 async fn ask(socket: &Path, path: &str) -> anyhow::Result<Bytes> {
-    let asked = tokio::time::timeout(PATIENCE, get(socket, path)).await;
+    let asked = tokio::time::timeout(ANSWER_TIMEOUT, get(socket, path)).await;
     let (status, body) =
         asked.with_context(|| format!("the agent at {} does not answer", socket.display()))??;
     if !status.is_success() {

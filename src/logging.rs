@@ -21,7 +21,7 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Registry, reload};
 
 /// How long a collector may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+const COLLECTOR_TIMEOUT: Duration = Duration::from_secs(10);
 
 static FILTER: OnceLock<reload::Handle<EnvFilter, Registry>> = OnceLock::new();
 
@@ -65,7 +65,7 @@ fn provider(traces: &Traces) -> Result<SdkTracerProvider, String> {
     let exporter = opentelemetry_otlp::SpanExporter::builder()
         .with_tonic()
         .with_endpoint(endpoint)
-        .with_timeout(PATIENCE)
+        .with_timeout(COLLECTOR_TIMEOUT)
         .build();
     let sampler = Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(
         f64::from(traces.per_million) / 1e6,

@@ -22,7 +22,7 @@ use tokio::sync::broadcast;
 
 use holdfast::https::{self, Body, BoxError, Limits, Peer, Tls};
 use holdfast::kubeapi::client::connect;
-use holdfast::kubeapi::objects::{News, Watched};
+use holdfast::kubeapi::objects::{OnChange, Watched};
 
 /// A certificate authority.
 struct Authority {
@@ -235,7 +235,7 @@ fn replace(path: &Path, text: &str) {
     std::fs::rename(fresh, path).unwrap();
 }
 
-fn nobody() -> News {
+fn nobody() -> OnChange {
     Arc::new(|| {})
 }
 

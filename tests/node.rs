@@ -32,6 +32,14 @@ fn ready(cluster: &Cluster) -> (String, String) {
     (text("status"), text("message"))
 }
 
+/// When the Ready condition was reported last.
+fn heartbeat(cluster: &Cluster) -> Value {
+    let node = node(cluster);
+    let conditions = node["status"]["conditions"].as_array().unwrap();
+    let ready = conditions.iter().find(|c| c["type"] == "Ready").unwrap();
+    ready["lastHeartbeatTime"].clone()
+}
+
 fn signal(pid: i32, signal: nix::sys::signal::Signal) {
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).unwrap();
 }
@@ -111,8 +119,11 @@ fn devices_of_another_agent_are_zeroed(cluster: &Cluster) {
     let devices = json!({"capacity": gpus, "allocatable": gpus});
     write_status(cluster, &devices);
     stop_agent(cluster);
+    let before = heartbeat(cluster);
     cluster.up();
-    std::thread::sleep(Duration::from_secs(3));
+    cluster.wait("the first report of an agent that starts anew", || {
+        heartbeat(cluster) != before
+    });
     let kept = capacity(cluster, "example.com/gpu");
     assert_eq!(
         kept.as_deref(),

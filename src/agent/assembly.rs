@@ -136,13 +136,14 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         .as_ref()
         .filter(|_| config.rotate_certificates)
         .map(|(client, _)| {
-            let keep = credentials::keep(credentials::Kept::client(&config), client.clone(), clock);
+            let keep =
+                credentials::keep(credentials::Renewed::client(&config), client.clone(), clock);
             AbortOnDropHandle::new(tokio::spawn(keep))
         });
     let node_ips = network::addresses(&config).await;
     if let (Some((client, _)), true) = (&clients, config.serving.asks_for_certificate) {
         tokio::spawn(credentials::keep(
-            credentials::Kept::serving(&config, &node_ips),
+            credentials::Renewed::serving(&config, &node_ips),
             client.clone(),
             clock,
         ));

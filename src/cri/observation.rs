@@ -279,15 +279,15 @@ mod tests {
             state: pb::ContainerState::ContainerExited as i32,
             ..pb::Container::default()
         };
-        let mut ended = convert::container(&listed).unwrap();
-        let first = Detail::of(&ended, None).unwrap();
+        let mut ended = convert::container(&listed).expect("a container");
+        let first = Detail::of(&ended, None).expect("a detail");
         assert!(!first.is_final, "the OOM event may come yet");
         ended.reason = "OOMKilled".into();
-        let second = Detail::of(&ended, Some(&first)).unwrap();
+        let second = Detail::of(&ended, Some(&first)).expect("a detail");
         assert!(!second.is_final, "it has changed");
-        assert!(Detail::of(&ended, Some(&second)).unwrap().is_final);
+        assert!(Detail::of(&ended, Some(&second)).is_some_and(|d| d.is_final));
         ended.state = ContainerState::Running;
-        assert!(Detail::of(&ended, None).unwrap().is_final);
+        assert!(Detail::of(&ended, None).expect("a detail").is_final);
         ended.state = ContainerState::Created;
         assert!(Detail::of(&ended, None).is_none());
     }

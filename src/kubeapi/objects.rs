@@ -23,7 +23,7 @@ use super::failure::ApiFailure;
 /// How long an object is watched that nobody uses any more: the next pod of a Job often wants the same.
 const LINGER: Duration = Duration::from_secs(5);
 /// How long a reader waits for the first answer.
-const PATIENCE: Duration = Duration::from_secs(1);
+const FIRST_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// The pauses after a watch that failed.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// The longest pause after a refusal. Refusals are expected for a moment: an apiserver grants a node the objects of a pod
@@ -31,10 +31,10 @@ const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_
 const FORBIDDEN: Duration = Duration::from_secs(30);
 
 /// Is told that an object has changed. Must not block.
-pub type News = Arc<dyn Fn() + Send + Sync>;
+pub type OnChange = Arc<dyn Fn() + Send + Sync>;
 
 /// What can be watched so.
-pub trait Kept:
+pub trait Referable:
     Resource<Scope = NamespaceResourceScope> + Clone + DeserializeOwned + Debug + Send + Sync + 'static
 {
     /// The kind in the words of messages, for instance `configmap`.
@@ -43,14 +43,14 @@ pub trait Kept:
     fn is_immutable(&self) -> bool;
 }
 
-impl Kept for ConfigMap {
+impl Referable for ConfigMap {
     const KIND: &'static str = "configmap";
     fn is_immutable(&self) -> bool {
         self.immutable == Some(true)
     }
 }
 
-impl Kept for Secret {
+impl Referable for Secret {
     const KIND: &'static str = "secret";
     fn is_immutable(&self) -> bool {
         self.immutable == Some(true)
@@ -68,18 +68,18 @@ enum Seen<K> {
 struct Entry<K> {
     seen: watch::Receiver<Seen<K>>,
     /// Who is told of changes, by token.
-    users: Arc<Mutex<BTreeMap<u64, News>>>,
+    users: Arc<Mutex<BTreeMap<u64, OnChange>>>,
     /// Since when nobody uses it.
     idle: Option<Instant>,
     _task: AbortOnDropHandle<()>,
 }
 
-struct Shelf<K> {
+struct Registry<K> {
     entries: BTreeMap<Key, Entry<K>>,
     next: u64,
 }
 
-impl<K> Shelf<K> {
+impl<K> Registry<K> {
     /// Ends the watches that nobody has used for a while; the answer is when the next one is to end.
     fn sweep(&mut self) -> Option<Instant> {
         let over = |entry: &Entry<K>| entry.idle.is_some_and(|since| since.elapsed() >= LINGER);
@@ -92,7 +92,7 @@ impl<K> Shelf<K> {
 /// The objects of one kind. Clones are the same one.
 pub struct Watched<K> {
     client: Client,
-    shelf: Arc<Mutex<Shelf<K>>>,
+    registry: Arc<Mutex<Registry<K>>>,
     /// Somebody has stopped using something.
     idle: Arc<Notify>,
     _janitor: Arc<AbortOnDropHandle<()>>,
@@ -102,7 +102,7 @@ impl<K> Clone for Watched<K> {
     fn clone(&self) -> Self {
         Watched {
             client: self.client.clone(),
-            shelf: Arc::clone(&self.shelf),
+            registry: Arc::clone(&self.registry),
             idle: Arc::clone(&self.idle),
             _janitor: Arc::clone(&self._janitor),
         }
@@ -143,18 +143,18 @@ impl Drop for Following {
     }
 }
 
-impl<K: Kept> Watched<K>
+impl<K: Referable> Watched<K>
 where
     K::DynamicType: Default,
 {
     /// Nothing is watched yet.
     #[must_use]
     pub fn new(client: Client) -> Watched<K> {
-        let shelf: Arc<Mutex<Shelf<K>>> = Arc::new(Mutex::new(Shelf {
+        let registry: Arc<Mutex<Registry<K>>> = Arc::new(Mutex::new(Registry {
             entries: BTreeMap::new(),
             next: 0,
         }));
-        let (swept, idle) = (Arc::clone(&shelf), Arc::new(Notify::new()));
+        let (swept, idle) = (Arc::clone(&registry), Arc::new(Notify::new()));
         let woken = Arc::clone(&idle);
         let janitor = tokio::spawn(async move {
             loop {
@@ -168,7 +168,7 @@ where
         });
         Watched {
             client,
-            shelf,
+            registry,
             idle,
             _janitor: Arc::new(AbortOnDropHandle::new(janitor)),
         }
@@ -177,7 +177,7 @@ where
     fn begin(&self, (namespace, name): &Key) -> Entry<K> {
         let api = Api::namespaced(self.client.clone(), namespace);
         let (sender, seen) = watch::channel(Seen::Unknown);
-        let users: Arc<Mutex<BTreeMap<u64, News>>> = Arc::default();
+        let users: Arc<Mutex<BTreeMap<u64, OnChange>>> = Arc::default();
         self.idle.notify_one();
         let task = tokio::spawn(follow(api, name.clone(), sender, Arc::clone(&users)));
         Entry {
@@ -194,23 +194,23 @@ where
         &self,
         namespace: &str,
         names: impl Iterator<Item = &'a String>,
-        news: &News,
+        news: &OnChange,
     ) -> Following {
-        let mut shelf = lock(&self.shelf);
+        let mut registry = lock(&self.registry);
         let mut ends: Vec<Box<dyn FnOnce() + Send + Sync>> = vec![];
         for name in names {
             let key = (namespace.to_owned(), name.clone());
-            shelf.next += 1;
-            let token = shelf.next;
-            let entry = shelf
+            registry.next += 1;
+            let token = registry.next;
+            let entry = registry
                 .entries
                 .entry(key.clone())
                 .or_insert_with(|| self.begin(&key));
             entry.idle = None;
             lock(&entry.users).insert(token, Arc::clone(news));
-            let (shelf, idle) = (Arc::clone(&self.shelf), Arc::clone(&self.idle));
+            let (registry, idle) = (Arc::clone(&self.registry), Arc::clone(&self.idle));
             ends.push(Box::new(move || {
-                if let Some(entry) = lock(&shelf).entries.get_mut(&key) {
+                if let Some(entry) = lock(&registry).entries.get_mut(&key) {
                     let mut users = lock(&entry.users);
                     users.remove(&token);
                     entry.idle = users.is_empty().then(Instant::now);
@@ -225,8 +225,8 @@ where
     pub async fn get(&self, namespace: &str, name: &str) -> Result<Arc<K>, ApiFailure> {
         let key = (namespace.to_owned(), name.to_owned());
         let mut seen = {
-            let mut shelf = lock(&self.shelf);
-            let entry = shelf
+            let mut registry = lock(&self.registry);
+            let entry = registry
                 .entries
                 .entry(key.clone())
                 .or_insert_with(|| self.begin(&key));
@@ -247,7 +247,7 @@ where
                 Seen::Unknown | Seen::Unreachable(ApiFailure::Forbidden(_))
             )
         };
-        let _ = tokio::time::timeout(PATIENCE, seen.wait_for(is_known)).await;
+        let _ = tokio::time::timeout(FIRST_ANSWER_TIMEOUT, seen.wait_for(is_known)).await;
         let known = seen.borrow().clone();
         match known {
             Seen::Unknown => Err(late()),
@@ -263,7 +263,7 @@ where
     /// How many objects are watched.
     #[must_use]
     pub fn len(&self) -> usize {
-        lock(&self.shelf).entries.len()
+        lock(&self.registry).entries.len()
     }
 
     /// Whether nothing is watched.
@@ -273,15 +273,15 @@ where
     }
 }
 
-async fn follow<K: Kept>(
+async fn follow<K: Referable>(
     api: Api<K>,
     name: String,
     sender: watch::Sender<Seen<K>>,
-    users: Arc<Mutex<BTreeMap<u64, News>>>,
+    users: Arc<Mutex<BTreeMap<u64, OnChange>>>,
 ) where
     K::DynamicType: Default,
 {
-    let eye = Eye {
+    let eye = Watcher {
         api,
         fields: format!("metadata.name={name}"),
         sender,
@@ -324,14 +324,14 @@ enum Over {
 }
 
 /// What one object is watched with.
-struct Eye<K> {
+struct Watcher<K> {
     api: Api<K>,
     fields: String,
     sender: watch::Sender<Seen<K>>,
-    users: Arc<Mutex<BTreeMap<u64, News>>>,
+    users: Arc<Mutex<BTreeMap<u64, OnChange>>>,
 }
 
-impl<K: Kept> Eye<K>
+impl<K: Referable> Watcher<K>
 where
     K::DynamicType: Default,
 {
@@ -406,7 +406,7 @@ where
             *seen = now;
         });
         if changed {
-            let told: Vec<News> = lock(&self.users).values().cloned().collect();
+            let told: Vec<OnChange> = lock(&self.users).values().cloned().collect();
             told.iter().for_each(|tell| tell());
         }
         over
@@ -506,7 +506,7 @@ mod tests {
         let watched: Watched<ConfigMap> = Watched::new(fake.client());
         let told = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&told);
-        let news: News = Arc::new(move || _ = counted.fetch_add(1, Ordering::Relaxed));
+        let news: OnChange = Arc::new(move || _ = counted.fetch_add(1, Ordering::Relaxed));
         let names = ["m".to_owned()];
         let (one, two) = (
             watched.follow("n", names.iter(), &news),

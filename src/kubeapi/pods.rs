@@ -27,7 +27,7 @@ use serde_json::{Value, json};
 
 use super::Cache;
 pub use super::failure::ApiFailure;
-use super::objects::{Following, News, Watched};
+use super::objects::{Following, OnChange, Watched};
 use crate::core::volume::certificates::CertificateWish;
 
 /// A service-account token. Never printed.
@@ -130,7 +130,7 @@ pub trait PodApi: Send + Sync + 'static {
         namespace: &str,
         config_maps: &BTreeSet<String>,
         secrets: &BTreeSet<String>,
-        news: &News,
+        news: &OnChange,
     ) -> Following;
     /// The services; `None` until they have been read once.
     fn services(&self) -> Option<Vec<Arc<Service>>>;
@@ -425,7 +425,7 @@ impl PodApi for KubePods {
         namespace: &str,
         config_maps: &BTreeSet<String>,
         secrets: &BTreeSet<String>,
-        news: &News,
+        news: &OnChange,
     ) -> Following {
         self.config_maps
             .follow(namespace, config_maps.iter(), news)

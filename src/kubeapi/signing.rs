@@ -19,7 +19,7 @@ const LOOKS: Doubling = Doubling::new(Duration::from_millis(200), Duration::from
 
 /// A certificate that is asked for.
 #[derive(Debug, Clone)]
-pub struct Wish {
+pub struct CertificateRequest {
     /// The request's name; none for one that the apiserver makes up.
     pub name: Option<String>,
     /// Who shall sign it.
@@ -33,7 +33,7 @@ pub struct Wish {
 /// Asks, and waits for at most `patience`; the answer is PEM.
 pub async fn obtain(
     client: &Client,
-    wish: &Wish,
+    wish: &CertificateRequest,
     patience: Duration,
 ) -> Result<String, ApiFailure> {
     let api: Api<CertificateSigningRequest> = Api::all(client.clone());

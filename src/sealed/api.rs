@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use super::Keeper;
 use super::Kind;
-use crate::kubeapi::objects::{Following, News};
+use crate::kubeapi::objects::{Following, OnChange};
 use crate::kubeapi::pods::{ApiFailure, Binding, CertificateFor, PodApi, Token, TokenFor};
 
 /// Asks the API; remembers, sealed, what it answered; and answers so itself when it cannot be reached.
@@ -172,7 +172,7 @@ impl PodApi for SealedApi {
         namespace: &str,
         config_maps: &BTreeSet<String>,
         secrets: &BTreeSet<String>,
-        news: &News,
+        news: &OnChange,
     ) -> Following {
         self.api.follow(namespace, config_maps, secrets, news)
     }

@@ -8,7 +8,7 @@ use zbus::Connection;
 use zbus::zvariant::Value;
 
 /// How long systemd may take for an answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[zbus::proxy(
     interface = "org.freedesktop.systemd1.Manager",
@@ -69,7 +69,7 @@ impl Slices {
         what: String,
         call: impl Future<Output = zbus::Result<T>>,
     ) -> Result<zbus::Result<T>, String> {
-        match tokio::time::timeout(PATIENCE, call).await {
+        match tokio::time::timeout(REPLY_TIMEOUT, call).await {
             Ok(Err(error @ (zbus::Error::InputOutput(_) | zbus::Error::Handshake(_)))) => {
                 self.connection.lock().await.take();
                 Err(format!("{what}: {error}"))
@@ -79,7 +79,7 @@ impl Slices {
                 self.connection.lock().await.take();
                 Err(format!(
                     "{what}: systemd has not answered for {}s",
-                    PATIENCE.as_secs()
+                    REPLY_TIMEOUT.as_secs()
                 ))
             }
         }

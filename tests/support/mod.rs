@@ -15,7 +15,7 @@ use serde_json::Value;
 /// How long a condition may take to come true: longer in a machine that is emulated.
 pub fn patience() -> Duration {
     Duration::from_secs(
-        std::env::var("HOLDFAST_PATIENCE").map_or(60, |seconds| seconds.parse().unwrap()),
+        std::env::var("HOLDFAST_TEST_TIMEOUT").map_or(60, |seconds| seconds.parse().unwrap()),
     )
 }
 

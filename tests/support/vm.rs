@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// What the kernel's command line says of such a machine.
 const MARK: &str = "holdfast.vm";
 /// How long it may take.
-const PATIENCE: Duration = Duration::from_secs(600);
+const RUN_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// A memory disk in the `newc` format.
 #[derive(Default)]
@@ -222,7 +222,7 @@ fn boot(kernel: &Path, mut disk: Archive, init: &str, more: &[&str]) {
         .unwrap();
     let begun = Instant::now();
     while machine.try_wait().unwrap().is_none() {
-        if begun.elapsed() > PATIENCE {
+        if begun.elapsed() > RUN_TIMEOUT {
             machine.kill().unwrap();
             machine.wait().unwrap();
         }
@@ -289,7 +289,7 @@ pub fn run_on_node(name: &str, programs: &[PathBuf]) {
     );
     // Only now: what lies in temporary directories is removed while the node comes up.
     let script = format!(
-        "#!/bin/sh\nexport HOME=/root HOLDFAST_PATIENCE=200\ncp -a /carried/. /\n{}\nsystemctl poweroff --force --force\n",
+        "#!/bin/sh\nexport HOME=/root HOLDFAST_TEST_TIMEOUT=200\ncp -a /carried/. /\n{}\nsystemctl poweroff --force --force\n",
         test(name)
     );
     disk.file(Path::new("/unit/run-test"), script.as_bytes());

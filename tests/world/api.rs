@@ -200,7 +200,7 @@ impl PodApi for World {
         _: &str,
         maps: &BTreeSet<String>,
         _: &BTreeSet<String>,
-        news: &News,
+        news: &OnChange,
     ) -> Following {
         let mut state = self.state();
         state.next += 1;

@@ -202,7 +202,7 @@ impl World {
 
     /// Content of a ConfigMap that pods may use.
     pub fn change_some_map(&self) {
-        let told: Vec<News> = {
+        let told: Vec<OnChange> = {
             let mut state = self.state();
             let name = format!("m{}", state.pick(4));
             *state.maps.entry(name.clone()).or_insert(1) += 1;

@@ -32,7 +32,7 @@ use holdfast::cri::{
 };
 use holdfast::host::{Log, PodHost, SubPath};
 use holdfast::kubeapi::cache::{Cache, Writer};
-use holdfast::kubeapi::objects::{Following, News};
+use holdfast::kubeapi::objects::{Following, OnChange};
 use holdfast::kubeapi::pods::{ApiFailure, Binding, CertificateFor, PodApi, Token, TokenFor};
 use holdfast::probes::{Dialer, HttpError};
 use holdfast::sys::clock::Clock;
@@ -106,7 +106,7 @@ struct State {
     /// Versions of ConfigMaps that are not the first.
     maps: BTreeMap<String, u64>,
     /// Who is told of changes of which ConfigMaps.
-    followers: BTreeMap<u64, (BTreeSet<String>, News)>,
+    followers: BTreeMap<u64, (BTreeSet<String>, OnChange)>,
     /// What pods' volumes show, by pod and volume.
     shown: BTreeMap<(String, String), String>,
     /// When requests and calls were made, by pod and kind, within the last minute.

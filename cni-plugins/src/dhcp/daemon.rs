@@ -27,7 +27,7 @@ use crate::net::netns;
 /// The largest request.
 const LIMIT: u64 = 4 << 20;
 /// How long a client may take to say what it wants.
-const CLIENT_PATIENCE: Duration = Duration::from_secs(10);
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
 
 const USAGE: &str = "usage: dhcp daemon [options]
 
@@ -633,8 +633,8 @@ impl Daemon {
     }
 
     fn serve(self: &Arc<Daemon>, mut stream: UnixStream) -> std::io::Result<()> {
-        stream.set_read_timeout(Some(CLIENT_PATIENCE))?;
-        stream.set_write_timeout(Some(CLIENT_PATIENCE))?;
+        stream.set_read_timeout(Some(CLIENT_TIMEOUT))?;
+        stream.set_write_timeout(Some(CLIENT_TIMEOUT))?;
         let mut input = vec![];
         std::io::Read::by_ref(&mut stream)
             .take(LIMIT)

@@ -8,7 +8,7 @@ use super::firewall::pings;
 use super::world::{World, ip, versions};
 
 /// How long a connection may take.
-pub const PATIENCE: Duration = Duration::from_secs(3);
+pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// A container on a bridge, and its result.
 pub fn bridged(version: &str, extra: Value) -> (World, Value, Value) {

@@ -5,15 +5,15 @@ use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
 
 use serde_json::{Value, json};
 
-use super::chained::{PATIENCE, bridged};
+use super::chained::{CONNECT_TIMEOUT, bridged};
 use super::world::{World, inside, ip, versions};
 
 /// What a server says that a connection from `namespace` to `to` reaches.
 fn heard(namespace: &str, to: &str) -> Option<String> {
     let to: SocketAddr = to.parse().unwrap();
     inside(namespace, || {
-        let mut stream = TcpStream::connect_timeout(&to, PATIENCE).ok()?;
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut stream = TcpStream::connect_timeout(&to, CONNECT_TIMEOUT).ok()?;
+        stream.set_read_timeout(Some(CONNECT_TIMEOUT)).unwrap();
         let mut text = String::new();
         stream.read_to_string(&mut text).ok().map(|_| text)
     })
@@ -221,7 +221,7 @@ fn udp_goes_to_the_container_that_has_the_port_now() {
         |world: &World| inside(&world.container, || UdpSocket::bind("0.0.0.0:53").unwrap());
     let (first_socket, second_socket) = (receive(&world), receive(&other));
     for socket in [&first_socket, &second_socket] {
-        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        socket.set_read_timeout(Some(CONNECT_TIMEOUT)).unwrap();
     }
     let client = inside(&world.host, || UdpSocket::bind("10.198.1.1:4000").unwrap());
     let arrives = |socket: &UdpSocket| {

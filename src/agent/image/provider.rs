@@ -17,7 +17,7 @@ use crate::core::time::duration;
 
 const REQUEST: &str = "credentialprovider.kubelet.k8s.io/v1";
 /// How long a plugin may take.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PLUGIN_TIMEOUT: Duration = Duration::from_secs(60);
 /// The largest answer.
 const LIMIT: u64 = 1 << 20;
 
@@ -68,7 +68,7 @@ struct Login {
     password: String,
 }
 
-struct Kept {
+struct CachedCredentials {
     entries: Vec<Entry>,
     until: Instant,
 }
@@ -77,8 +77,8 @@ struct Kept {
 struct Provider {
     definition: Definition,
     program: PathBuf,
-    kept: Mutex<HashMap<String, Kept>>,
-    /// One question at a time: whoever waits finds the answer kept.
+    cached: Mutex<HashMap<String, CachedCredentials>>,
+    /// One question at a time: whoever waits finds the answer cached.
     asking: tokio::sync::Mutex<()>,
 }
 
@@ -185,7 +185,7 @@ impl Providers {
                 providers.push(Provider {
                     definition,
                     program,
-                    kept: Mutex::default(),
+                    cached: Mutex::default(),
                     asking: tokio::sync::Mutex::default(),
                 });
             }
@@ -220,25 +220,25 @@ impl Providers {
 }
 
 impl Provider {
-    fn kept(&self, image: &str, repository: &str) -> Option<Vec<Entry>> {
+    fn cached(&self, image: &str, repository: &str) -> Option<Vec<Entry>> {
         let registry = repository.split('/').next().unwrap_or_default();
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.retain(|_, k| k.until > Instant::now());
+        let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
+        cached.retain(|_, k| k.until > Instant::now());
         ["", registry, image]
             .iter()
-            .find_map(|key| kept.get(*key))
+            .find_map(|key| cached.get(*key))
             .map(|k| k.entries.clone())
     }
 
     async fn entries(&self, image: &str, repository: &str) -> anyhow::Result<Vec<Entry>> {
-        if let Some(kept) = self.kept(image, repository) {
-            return Ok(kept);
+        if let Some(cached) = self.cached(image, repository) {
+            return Ok(cached);
         }
         let _asking = self.asking.lock().await;
-        if let Some(kept) = self.kept(image, repository) {
-            return Ok(kept);
+        if let Some(cached) = self.cached(image, repository) {
+            return Ok(cached);
         }
-        let answer = tokio::time::timeout(PATIENCE, self.ask(image))
+        let answer = tokio::time::timeout(PLUGIN_TIMEOUT, self.ask(image))
             .await
             .map_err(|_| anyhow::anyhow!("no answer within a minute"))??;
         if answer.api_version != self.definition.api_version {
@@ -270,14 +270,14 @@ impl Provider {
             other => bail!("cacheKeyType {other:?} is not known: use Image, Registry or Global"),
         };
         if !lasts.is_zero() {
-            let kept = Kept {
+            let cached = CachedCredentials {
                 entries: entries.clone(),
                 until: Instant::now() + lasts,
             };
-            self.kept
+            self.cached
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
-                .insert(key, kept);
+                .insert(key, cached);
         }
         Ok(entries)
     }

@@ -16,12 +16,13 @@ use crate::core::backoff::Doubling;
 use crate::core::node::signing::{self, CLIENT, SERVING};
 use crate::host::blocking;
 use crate::kubeapi::client::connect;
-use crate::kubeapi::signing::{Wish, obtain};
+use crate::kubeapi::signing::{CertificateRequest, obtain};
 use crate::sys::clock::Clock;
 use crate::sys::file;
 
 /// How long the first certificate is waited for, and each later one.
-const PATIENCE: (Duration, Duration) = (Duration::from_secs(3600), Duration::from_secs(900));
+const CERTIFICATE_TIMEOUTS: (Duration, Duration) =
+    (Duration::from_secs(3600), Duration::from_secs(900));
 /// The pauses after a failure.
 const AGAIN: Doubling = Doubling::new(Duration::from_secs(2), Duration::from_secs(32));
 /// How often it is looked whether one is due.
@@ -220,13 +221,13 @@ async fn first(
 ) -> Result<(), String> {
     let dir = config.cert_dir.clone();
     let key = blocking(move || first_key(&dir)).await?;
-    let wish = Wish {
+    let request = CertificateRequest {
         name: Some(first_name(&key, &config.node_name)),
         signer: CLIENT,
         usages: CLIENT_USAGES,
         request: request(&key, &config.node_name, &[])?,
     };
-    let certificate = obtain(client, &wish, PATIENCE.0)
+    let certificate = obtain(client, &request, CERTIFICATE_TIMEOUTS.0)
         .await
         .map_err(|e| e.to_string())?;
     let pair = Pair::client(&config.cert_dir);
@@ -259,7 +260,7 @@ async fn first(
 
 /// What is kept fresh.
 #[derive(Debug, Clone)]
-pub struct Kept {
+pub struct Renewed {
     pair: Pair,
     signer: &'static str,
     usages: &'static [&'static str],
@@ -267,11 +268,11 @@ pub struct Kept {
     names: Vec<String>,
 }
 
-impl Kept {
+impl Renewed {
     /// The certificate by which the node shows who it is.
     #[must_use]
-    pub fn client(config: &Config) -> Kept {
-        Kept {
+    pub fn client(config: &Config) -> Renewed {
+        Renewed {
             pair: Pair::client(&config.cert_dir),
             signer: CLIENT,
             usages: CLIENT_USAGES,
@@ -282,11 +283,11 @@ impl Kept {
 
     /// The one with which it serves, for its name and addresses.
     #[must_use]
-    pub fn serving(config: &Config, addresses: &[String]) -> Kept {
+    pub fn serving(config: &Config, addresses: &[String]) -> Renewed {
         let names = std::iter::once(config.node_name.clone())
             .chain(addresses.iter().cloned())
             .collect();
-        Kept {
+        Renewed {
             pair: Pair::serving(&config.cert_dir),
             signer: SERVING,
             usages: SERVING_USAGES,
@@ -318,7 +319,7 @@ fn without(
 
 /// Renews a certificate when it is due. Returns when the node has lost its own for good: the API answers, and what is left
 /// is to begin anew with a bootstrap token (kubelet spec, chapter 15).
-pub async fn keep(kept: Kept, client: Client, clock: Clock) {
+pub async fn keep(kept: Renewed, client: Client, clock: Clock) {
     let mut again = AGAIN;
     let mut since = None;
     loop {
@@ -355,15 +356,15 @@ pub async fn keep(kept: Kept, client: Client, clock: Clock) {
     }
 }
 
-async fn renew(kept: &Kept, client: &Client, now: Timestamp) -> Result<(), String> {
+async fn renew(kept: &Renewed, client: &Client, now: Timestamp) -> Result<(), String> {
     let key = KeyPair::generate().map_err(|e| format!("no key can be made: {e}"))?;
-    let wish = Wish {
+    let request = CertificateRequest {
         name: None,
         signer: kept.signer,
         usages: kept.usages,
         request: request(&key, &kept.node, &kept.names)?,
     };
-    let certificate = obtain(client, &wish, PATIENCE.1)
+    let certificate = obtain(client, &request, CERTIFICATE_TIMEOUTS.1)
         .await
         .map_err(|e| e.to_string())?;
     let pair = kept.pair.clone();

@@ -9,7 +9,7 @@ use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
 use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::Value;
 
-use crate::kubeapi::objects::{Following, News};
+use crate::kubeapi::objects::{Following, OnChange};
 use crate::kubeapi::pods::{ApiFailure, Binding, CertificateFor, PodApi, Token, TokenFor};
 
 /// No API.
@@ -95,7 +95,13 @@ impl PodApi for NoApi {
         none()
     }
 
-    fn follow(&self, _: &str, _: &BTreeSet<String>, _: &BTreeSet<String>, _: &News) -> Following {
+    fn follow(
+        &self,
+        _: &str,
+        _: &BTreeSet<String>,
+        _: &BTreeSet<String>,
+        _: &OnChange,
+    ) -> Following {
         Following::nothing()
     }
 

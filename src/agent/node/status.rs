@@ -138,8 +138,8 @@ struct Rounds<'a> {
     context: &'a Context,
     api: &'a dyn NodeApi,
     inputs: Inputs,
-    /// When a status was reported last.
-    reported: Instant,
+    /// When this agent reported a status last; its first round does in any case, as the kubelet's.
+    reported: Option<Instant>,
     /// How often one was.
     reports: u64,
     extended: Extended,
@@ -149,7 +149,8 @@ impl Rounds<'_> {
     fn is_report_due(&self) -> bool {
         let seed = format!("{}/{}", self.context.config.node_name, self.reports);
         let frequency = self.context.config.node_status_report;
-        self.reported.elapsed() >= report_after(frequency, seed.as_bytes())
+        let after = report_after(frequency, seed.as_bytes());
+        self.reported.is_none_or(|at| at.elapsed() >= after)
     }
 
     /// One round: what differs from what the Node object says is written.
@@ -174,7 +175,7 @@ impl Rounds<'_> {
         };
         let written = within(limit, self.api.patch_status(name, &patch)).await?;
         context.node.see(written);
-        self.reported = Instant::now();
+        self.reported = Some(Instant::now());
         self.reports += 1;
         if is_ready(&old) != is_ready(&new) {
             let reason = if is_ready(&new) {
@@ -228,7 +229,7 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
         context,
         api: &*api,
         inputs,
-        reported: Instant::now(),
+        reported: None,
         reports: 0,
         extended: if another {
             Extended::Zeroed

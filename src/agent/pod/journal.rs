@@ -188,33 +188,33 @@ impl Log {
     }
 }
 
-struct Kept {
+struct PodLog {
     namespace: String,
     name: String,
     log: Log,
 }
 
 #[derive(Default)]
-struct Shelf {
-    pods: BTreeMap<String, Kept>,
+struct PodLogs {
+    pods: BTreeMap<String, PodLog>,
     /// Uids of pods that have gone, oldest first.
     gone: VecDeque<String>,
 }
 
 /// All journals, by uid.
 #[derive(Default)]
-pub struct Journals(Mutex<Shelf>);
+pub struct Journals(Mutex<PodLogs>);
 
 impl Journals {
-    fn shelf(&self) -> MutexGuard<'_, Shelf> {
+    fn lock(&self) -> MutexGuard<'_, PodLogs> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The journal of a pod, a new one if there is none.
     pub fn open(&self, pod: &Pod, clock: Clock, metrics: &Arc<Metrics>) -> Log {
-        let mut shelf = self.shelf();
-        shelf.gone.retain(|uid| uid != pod::uid(pod));
-        let fresh = || Kept {
+        let mut all = self.lock();
+        all.gone.retain(|uid| uid != pod::uid(pod));
+        let fresh = || PodLog {
             namespace: pod.namespace().unwrap_or_default(),
             name: pod.name_any(),
             log: Log {
@@ -225,8 +225,7 @@ impl Journals {
                 metrics: Arc::clone(metrics),
             },
         };
-        shelf
-            .pods
+        all.pods
             .entry(pod::uid(pod).to_owned())
             .or_insert_with(fresh)
             .log
@@ -235,11 +234,11 @@ impl Journals {
 
     /// The pod has gone: its journal stays for a while.
     pub fn gone(&self, uid: &str) {
-        let mut shelf = self.shelf();
-        shelf.gone.push_back(uid.to_owned());
-        while shelf.gone.len() > GONE {
-            if let Some(oldest) = shelf.gone.pop_front() {
-                shelf.pods.remove(&oldest);
+        let mut all = self.lock();
+        all.gone.push_back(uid.to_owned());
+        while all.gone.len() > GONE {
+            if let Some(oldest) = all.gone.pop_front() {
+                all.pods.remove(&oldest);
             }
         }
     }
@@ -247,34 +246,34 @@ impl Journals {
     /// The status of a static pod, once its worker has one.
     #[must_use]
     pub fn status(&self, uid: &str) -> Option<PodStatus> {
-        let log = self.shelf().pods.get(uid).map(|kept| kept.log.clone());
+        let log = self.lock().pods.get(uid).map(|kept| kept.log.clone());
         log.and_then(|log| log.status().clone())
     }
 
     /// The record of the pod of a name that came last.
     #[must_use]
     pub fn record(&self, namespace: &str, name: &str) -> Option<Record> {
-        let shelf = self.shelf();
-        let mut logs: Vec<(&String, &Kept)> = shelf
+        let all = self.lock();
+        let mut logs: Vec<(&String, &PodLog)> = all
             .pods
             .iter()
             .filter(|(_, k)| k.namespace == namespace && k.name == name)
             .collect();
-        logs.sort_by_key(|(uid, _)| shelf.gone.contains(uid));
+        logs.sort_by_key(|(uid, _)| all.gone.contains(uid));
         logs.first().and_then(|(_, kept)| kept.log.read_record())
     }
 
     /// The journals of the pods of a name, with their uids; one that is still there comes first.
     #[must_use]
     pub fn find(&self, namespace: &str, name: &str) -> Vec<(String, Journal)> {
-        let shelf = self.shelf();
-        let mut found: Vec<(String, Journal)> = shelf
+        let all = self.lock();
+        let mut found: Vec<(String, Journal)> = all
             .pods
             .iter()
             .filter(|(_, k)| k.namespace == namespace && k.name == name)
             .map(|(uid, k)| (uid.clone(), k.log.read()))
             .collect();
-        found.sort_by_key(|(uid, _)| shelf.gone.contains(uid));
+        found.sort_by_key(|(uid, _)| all.gone.contains(uid));
         found
     }
 }

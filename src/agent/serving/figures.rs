@@ -29,7 +29,7 @@ const FRESH: Duration = Duration::from_secs(1);
 /// For how long what a pod has on the disk counts: counting costs more.
 const COUNTED: Duration = Duration::from_secs(60);
 /// How long it is waited for such a count; what takes longer is there the next time.
-const PATIENCE: Duration = Duration::from_secs(2);
+const COUNT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A container that runs.
 #[derive(Debug, Clone)]
@@ -318,7 +318,7 @@ pub async fn disks(server: &Arc<Server>, pods: &[PodFigures]) -> HashMap<String,
             }));
         }
     }
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + COUNT_TIMEOUT;
     for task in tasks {
         // One that is late goes on, and is there the next time.
         if let Ok(Ok((uid, figures))) = tokio::time::timeout_at(until, task).await {

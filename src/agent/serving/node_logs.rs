@@ -14,7 +14,7 @@ use crate::core::serving::log_query::{self, LogQuery, Searched};
 use crate::https::Body;
 
 /// How long a search may take.
-const PATIENCE: Duration = Duration::from_secs(30);
+const SEARCH_TIMEOUT: Duration = Duration::from_secs(30);
 /// How much is read at once.
 const PIECE: usize = 64 << 10;
 
@@ -57,7 +57,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
         ));
     };
     let mut first = vec![0; PIECE];
-    let begun = tokio::time::timeout(PATIENCE, out.read(&mut first)).await;
+    let begun = tokio::time::timeout(SEARCH_TIMEOUT, out.read(&mut first)).await;
     let length = begun
         .map_err(|_| {
             Refusal(
@@ -83,7 +83,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
                 piece.truncate(length);
             }
         };
-        if tokio::time::timeout(PATIENCE, copy).await.is_err() {
+        if tokio::time::timeout(SEARCH_TIMEOUT, copy).await.is_err() {
             tracing::warn!("a search of the node's journal took too long and was ended");
         }
         drop(child);

@@ -26,7 +26,7 @@ use crate::core::{
     pod,
     volume::{claims, payload},
 };
-use crate::kubeapi::objects::{Following, News};
+use crate::kubeapi::objects::{Following, OnChange};
 use crate::kubeapi::pods::ApiFailure;
 
 /// The volumes of one pod.
@@ -39,13 +39,13 @@ pub struct Volumes {
     /// The volumes resolved so far, by their names.
     resolved: BTreeMap<String, ResolvedVolume>,
     /// Called when something that they are made from has changed.
-    changed: News,
+    changed: OnChange,
 }
 
 impl Volumes {
     /// Nothing is set up; `changed` is called when something that they are made from has changed.
     #[must_use]
-    pub fn new(changed: News) -> Volumes {
+    pub fn new(changed: OnChange) -> Volumes {
         Volumes {
             held: Held::default(),
             set_up: false,

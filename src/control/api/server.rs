@@ -25,7 +25,7 @@ use crate::https::{
 /// The largest request body: 3 MiB, as the real server has it.
 const BODY_LIMIT: usize = 3 << 20;
 /// How long a body may take to arrive, and then the answer to be found. Watches and streams last as they like.
-const PATIENCE: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(60));
+const REQUEST_TIMEOUTS: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(60));
 /// Clients keep watches and idle connections as long as they like.
 const LIMITS: Limits = Limits {
     connections: 4096,
@@ -84,7 +84,7 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
                 .await;
         }
         let request = decode(&api, &peer, request).await?;
-        let answer = tokio::time::timeout(PATIENCE.1, api.answer(request))
+        let answer = tokio::time::timeout(REQUEST_TIMEOUTS.1, api.answer(request))
             .await
             .map_err(|_| {
                 ApiError::new(
@@ -92,7 +92,7 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
                     "Timeout",
                     format!(
                         "Timeout: request did not complete within {} s; a write may have been done nevertheless",
-                        PATIENCE.1.as_secs()
+                        REQUEST_TIMEOUTS.1.as_secs()
                     ),
                 )
             })?;
@@ -146,7 +146,7 @@ async fn decode(
     let head = if reads {
         request.into_parts().0
     } else {
-        let (head, body) = receive(request, BODY_LIMIT, PATIENCE.0).await;
+        let (head, body) = receive(request, BODY_LIMIT, REQUEST_TIMEOUTS.0).await;
         decoded.body = body.map_err(|error| match error {
             NotReceived::TooLong(_) => ApiError::new(
                 413,

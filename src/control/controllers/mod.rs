@@ -35,7 +35,7 @@ use tokio::time::Instant;
 use crate::kubeapi::cache::{Cache, Key, key, revision};
 
 /// How long a controller waits for its own write to come back before it looks anew.
-const PATIENCE: Duration = Duration::from_secs(5);
+const ECHO_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What controllers and scheduler watch.
 #[derive(Clone)]
@@ -149,7 +149,7 @@ impl Pending {
             key: key(object),
             revision: revision(object),
             deletion,
-            until: Instant::now() + PATIENCE,
+            until: Instant::now() + ECHO_TIMEOUT,
         };
         map.entry(owner.to_owned()).or_default().push(wrote);
     }

@@ -26,7 +26,7 @@ use crate::sys::patient::Call;
 use crate::sys::{beneath, ownership};
 
 /// How long the kernel is waited for.
-const PATIENCE: Duration = Duration::from_secs(10);
+const KERNEL_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl LinuxHost {
     /// Where volumes lie that must never reach a disk: one tmpfs for all pods. One mount a volume would
@@ -118,7 +118,7 @@ impl LinuxHost {
                 list.join(segment(&resolved.name)?),
             );
             let map = move || disks::map(&disk, &place, [&mark, &link]);
-            return Ok(self.patient.call(&key, PATIENCE, map).await?);
+            return Ok(self.patient.call(&key, KERNEL_TIMEOUT, map).await?);
         }
         let dir = self.volume_dir(uid, resolved)?;
         let done = match resolved.source.clone() {
@@ -127,7 +127,7 @@ impl LinuxHost {
             Source::HostPath { kind, .. } if kind.is_empty() => Ok(()),
             Source::HostPath { kind, .. } => {
                 self.patient
-                    .call(&key, PATIENCE, move || {
+                    .call(&key, KERNEL_TIMEOUT, move || {
                         directory::check_host_path(&dir, &kind)
                     })
                     .await
@@ -144,7 +144,7 @@ impl LinuxHost {
             Source::Nfs { device } => {
                 let resolved = resolved.clone();
                 self.patient
-                    .call_with(&key, PATIENCE, move |call| {
+                    .call_with(&key, KERNEL_TIMEOUT, move |call| {
                         device::nfs(&device, &dir, &resolved, call)
                     })
                     .await
@@ -154,7 +154,7 @@ impl LinuxHost {
                 let given = staged.clone();
                 let result = self
                     .patient
-                    .call_with(&key, PATIENCE, move |call| {
+                    .call_with(&key, KERNEL_TIMEOUT, move |call| {
                         let to = device::Target {
                             staged: &staged,
                             dir: &dir,
@@ -174,7 +174,7 @@ impl LinuxHost {
                 let given = [staged.clone(), PathBuf::from(&path)];
                 let result = self
                     .patient
-                    .call_with(&key, PATIENCE, move |call| {
+                    .call_with(&key, KERNEL_TIMEOUT, move |call| {
                         let to = device::Target {
                             staged: &staged,
                             dir: &dir,
@@ -251,7 +251,7 @@ impl LinuxHost {
             device::bind_if_wanted(&found, &target, call, failed)?;
             Ok(target)
         };
-        self.patient.call_with(&key, PATIENCE, work).await
+        self.patient.call_with(&key, KERNEL_TIMEOUT, work).await
     }
 
     pub(in crate::host) async fn read(

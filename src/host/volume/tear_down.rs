@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use nix::mount::MntFlags;
 
-use super::PATIENCE;
+use super::KERNEL_TIMEOUT;
 use super::disks;
 use super::staging_lock::Turn;
 use crate::host::blocking;
@@ -37,7 +37,7 @@ impl LinuxHost {
         // filesystem, must not hold up the pod's end: a mount that comes later finds that it was cancelled, and is
         // undone by who made it.
         let (begun, dir) = (format!("{}/", segment(uid)?), self.pod_dir(uid)?);
-        if let Err(progress) = self.patient.cancel(&begun, PATIENCE).await {
+        if let Err(progress) = self.patient.cancel(&begun, KERNEL_TIMEOUT).await {
             tracing::warn!(
                 progress,
                 uid,
@@ -62,7 +62,7 @@ impl LinuxHost {
             let (own, staged) = (had.contains(staged.device.as_str()), staged.clone());
             match self
                 .patient
-                .call(&key, PATIENCE, move || unstage(&pods, &staged))
+                .call(&key, KERNEL_TIMEOUT, move || unstage(&pods, &staged))
                 .await
             {
                 // Another pod's device that hangs is no reason to stay.
@@ -138,7 +138,7 @@ impl LinuxHost {
         let key = format!("unmount {} {flags:?}", point.display());
         let point = point.to_owned();
         let work = move || mount::unmount(&point, flags).map_err(|e| e.to_string());
-        self.patient.call(&key, PATIENCE, work).await
+        self.patient.call(&key, KERNEL_TIMEOUT, work).await
     }
 
     /// Ends the sessions of disks that no pod has: those of a pod that had them as devices, and those that led to
@@ -164,7 +164,7 @@ impl LinuxHost {
             let key = place.display().to_string();
             match self
                 .patient
-                .call(&key, PATIENCE, move || disks::end_if_idle(&place))
+                .call(&key, KERNEL_TIMEOUT, move || disks::end_if_idle(&place))
                 .await
             {
                 Err(error) if own => return Err(error),
