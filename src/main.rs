@@ -106,8 +106,8 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
                 .ok_or_else(|| anyhow::anyhow!("no program is named behind --"))?;
             up::supervise(
                 &flags.part,
-                &flags.run,
-                &flags.logs,
+                [&flags.run, &flags.logs],
+                flags.r#for,
                 program.as_ref(),
                 arguments,
             )

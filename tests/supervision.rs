@@ -64,6 +64,52 @@ fn a_part_that_ends_is_started_again() {
     assert_eq!(state["last_end"][0], "SIGKILL ended it");
 }
 
+/// A supervisor that is killed at any moment leaves no part behind that nobody knows.
+#[test]
+fn no_part_runs_that_is_noted_nowhere() {
+    for round in 0..30_u64 {
+        let dir = tempfile::tempdir().unwrap();
+        let mark = format!("{}{round:03}", 1_000_000 + std::process::id());
+        let mut supervisor = Command::new(env!("CARGO_BIN_EXE_holdfast"))
+            .args(["supervise", "--part", "agent", "--run"])
+            .arg(dir.path())
+            .arg("--logs")
+            .arg(dir.path())
+            .args(["--", "sleep", &mark])
+            .spawn()
+            .unwrap();
+        // From before the supervisor has written its own state to after the part has started.
+        std::thread::sleep(Duration::from_millis(round * 4));
+        supervisor.kill().unwrap();
+        supervisor.wait().unwrap();
+        let noted = || -> Option<i32> {
+            let text = std::fs::read_to_string(dir.path().join("agent.pid")).ok()?;
+            text.split(' ').next()?.parse().ok()
+        };
+        // What has the mark as its argument is the part, or is about to become it.
+        let marked = || -> Vec<i32> {
+            let pids = std::fs::read_dir("/proc").unwrap().flatten();
+            let pids = pids.filter_map(|e| e.file_name().to_str()?.parse().ok());
+            pids.filter(|pid: &i32| {
+                let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+                line.split(|b| *b == 0).any(|word| word == mark.as_bytes())
+            })
+            .collect()
+        };
+        // This is what `down` would find; whatever runs later was found.
+        let known = noted();
+        std::thread::sleep(Duration::from_millis(200));
+        let left = marked();
+        for pid in &left {
+            kill(Pid::from_raw(*pid), Signal::SIGKILL).unwrap();
+        }
+        assert!(
+            left.iter().all(|pid| Some(*pid) == known),
+            "round {round}: {left:?} run, and {known:?} is known"
+        );
+    }
+}
+
 #[test]
 fn a_control_plane_that_dies_comes_back() {
     let cluster = Cluster::start("supervised", 71);
@@ -105,4 +151,102 @@ fn a_control_plane_that_dies_comes_back() {
     cluster.up();
     let (runs, text) = status();
     assert!(runs && !text.contains("without a supervisor"), "{text}");
+
+    // The network's file is written anew, and `down` needs it too: without it no pod ends.
+    let image = support::busybox(&cluster);
+    cluster.kubectl(&[
+        "run",
+        "p",
+        "--image",
+        &image,
+        "--command",
+        "--",
+        "busybox",
+        "sleep",
+        "1000",
+    ]);
+    cluster.kubectl(&["wait", "--for=condition=Ready", "pod/p", "--timeout=60s"]);
+    let network = cluster.data().join("cni/net.d/10-holdfast.conflist");
+    std::fs::remove_file(&network).unwrap();
+    cluster.up();
+    assert!(network.is_file());
+    std::fs::remove_file(&network).unwrap();
+    let output = Command::new(support::holdfast())
+        .args(["down", "--purge", "--name", &cluster.name])
+        .output()
+        .unwrap();
+    let words = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{words}");
+    assert!(!cluster.data().exists());
+}
+
+/// A node whose agent is gone becomes Unknown and is tainted, its pods are deleted when they tolerate that no longer, and
+/// all is well again when the agent comes back.
+#[test]
+fn a_node_that_falls_silent_loses_its_pods() {
+    let cluster = Cluster::start("silent", 73);
+    let image = support::busybox(&cluster);
+    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    // Pods are deleted only while some node is ready: this one is, and nothing runs on it.
+    let other = serde_json::json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "other"}, "spec": {"unschedulable": true},
+        "status": {"conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady", "lastHeartbeatTime": "2026-01-01T00:00:00Z",
+            "lastTransitionTime": "2026-01-01T00:00:00Z"}]}});
+    cluster.apply(&other.to_string());
+    let pod = |name: &str, seconds: u32| {
+        let pod = serde_json::json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": {"terminationGracePeriodSeconds": 1,
+            "containers": [{"name": "c", "image": image, "command": ["busybox", "sleep", "1000"]}],
+            "tolerations": [{"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}]}});
+        cluster.apply(&pod.to_string());
+        cluster.kubectl(&[
+            "wait",
+            "--for=condition=Ready",
+            &format!("pod/{name}"),
+            "--timeout=60s",
+        ]);
+    };
+    pod("short", 2);
+    pod("long", 600);
+    cluster.kill("agent");
+    let heartbeat = |i: u32| {
+        let patch = serde_json::json!({"status": {"conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady",
+            "lastHeartbeatTime": format!("2026-01-01T00:{:02}:{:02}Z", i / 60, i % 60)}]}});
+        cluster.kubectl(&[
+            "patch",
+            "node",
+            "other",
+            "--subresource=status",
+            "-p",
+            &patch.to_string(),
+        ]);
+    };
+    let ready = || {
+        let path = "jsonpath={.status.conditions[?(@.type=='Ready')].status} {.spec.taints[*].key}";
+        cluster.kubectl(&["get", "node", &node, "-o", path])
+    };
+    let deleting = |name: &str| {
+        let path = "jsonpath={.metadata.deletionTimestamp}";
+        !cluster
+            .kubectl(&["get", "pod", name, "-o", path])
+            .is_empty()
+    };
+    let deadline = Instant::now() + Duration::from_secs(50) + support::patience();
+    for i in 1.. {
+        assert!(Instant::now() < deadline, "{}", ready());
+        heartbeat(i);
+        if deleting("short") {
+            break;
+        }
+        std::thread::sleep(Duration::from_secs(2));
+    }
+    let shown = ready();
+    assert!(
+        shown.starts_with("Unknown ") && shown.contains("unreachable"),
+        "{shown}"
+    );
+    assert!(!deleting("long"));
+    cluster.up();
+    cluster.wait("the node to be well", || ready().trim() == "True");
+    cluster.wait("the pod to end", || {
+        cluster.kubectl(&["get", "pods", "-o", "name"]).trim() == "pod/long"
+    });
 }

@@ -102,6 +102,9 @@ pub struct SuperviseFlags {
     /// Where its log lies.
     #[arg(long)]
     pub logs: PathBuf,
+    /// Become the part instead, if this process still starts it: note its pid, then run the program in its place.
+    #[arg(long, value_name = "PID")]
+    pub r#for: Option<u32>,
     /// The program and its arguments.
     #[arg(last = true, required = true)]
     pub command: Vec<String>,

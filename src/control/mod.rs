@@ -13,6 +13,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use futures::StreamExt as _;
 use serde_json::{Value, json};
 
 use api::{Api, Request, token::Tokens};
@@ -185,38 +186,94 @@ async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Events are kept for an hour.
+/// How many events are kept, and for how long. Whoever may write events may write many.
+const EVENTS: (usize, Duration) = (5000, Duration::from_secs(3600));
+
+/// Removes events that are older than [`EVENTS`] allows, and the oldest where there are more.
 async fn expire_events(api: Api) {
     loop {
-        tokio::time::sleep(Duration::from_secs(60)).await;
-        let before =
-            api::object::stamp(jiff::Timestamp::now() - jiff::SignedDuration::from_secs(3600));
+        tokio::time::sleep(Duration::from_secs(30)).await;
+        let age = jiff::SignedDuration::from_secs(EVENTS.1.as_secs().cast_signed());
+        let before = api::object::stamp(jiff::Timestamp::now() - age);
         let (events, _) = api.store().list("events/");
-        for (_, record) in events {
-            let Ok(event) = serde_json::from_slice::<Value>(&record.value) else {
-                continue;
+        let surplus = surplus_events(events, EVENTS.0, &before);
+        let removals = surplus.into_iter().map(|(namespace, name)| {
+            api.answer(Request {
+                method: "DELETE".into(),
+                path: format!("/api/v1/namespaces/{namespace}/events/{name}"),
+                user: master(),
+                ..Request::default()
+            })
+        });
+        // Several at a time share a sync.
+        futures::stream::iter(removals)
+            .buffer_unordered(32)
+            .for_each(|_| std::future::ready(()))
+            .await;
+    }
+}
+
+/// Namespace and name of the events that were last seen before `before`, and of the oldest beyond `most`.
+fn surplus_events(
+    events: Vec<(std::sync::Arc<str>, store::Record)>,
+    most: usize,
+    before: &str,
+) -> Vec<(String, String)> {
+    let mut all: Vec<(String, String, String)> = vec![];
+    for (_, record) in events {
+        let Ok(event) = serde_json::from_slice::<Value>(&record.value) else {
+            continue;
+        };
+        let last = ["lastTimestamp", "eventTime"]
+            .iter()
+            .find_map(|k| api::object::text(&event, &[k]))
+            .or(api::object::text(
+                &event,
+                &["metadata", "creationTimestamp"],
+            ));
+        all.push((
+            last.unwrap_or_default().to_owned(),
+            api::object::namespace(&event)
+                .unwrap_or("default")
+                .to_owned(),
+            api::object::name(&event).to_owned(),
+        ));
+    }
+    all.sort();
+    let beyond = all.len().saturating_sub(most);
+    let old = all.partition_point(|(last, ..)| last.as_str() < before);
+    all.truncate(beyond.max(old));
+    all.into_iter()
+        .map(|(_, namespace, name)| (namespace, name))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn old_events_go_and_of_too_many_the_oldest() {
+        let event = |minute: u32| {
+            let object = json!({"metadata": {"name": format!("e{minute}"), "namespace": "n"},
+                "lastTimestamp": format!("2026-01-01T00:{minute:02}:00Z")});
+            let record = store::Record {
+                value: object.to_string().into(),
+                attrs: std::sync::Arc::default(),
+                revision: 1,
             };
-            let last = ["lastTimestamp", "eventTime"]
-                .iter()
-                .find_map(|k| api::object::text(&event, &[k]))
-                .or(api::object::text(
-                    &event,
-                    &["metadata", "creationTimestamp"],
-                ));
-            if last.is_some_and(|last| last < before.as_str()) {
-                let path = format!(
-                    "/api/v1/namespaces/{}/events/{}",
-                    api::object::namespace(&event).unwrap_or("default"),
-                    api::object::name(&event)
-                );
-                api.answer(Request {
-                    method: "DELETE".into(),
-                    path,
-                    user: master(),
-                    ..Request::default()
-                })
-                .await;
-            }
-        }
+            (format!("events/n/e{minute}").into(), record)
+        };
+        let gone = |most, before: &str| {
+            let events = [4, 1, 3, 2, 5].map(event).to_vec();
+            let surplus = surplus_events(events, most, before);
+            surplus
+                .into_iter()
+                .map(|(_, name)| name)
+                .collect::<Vec<_>>()
+        };
+        assert!(gone(5, "2026-01-01T00:01:00Z").is_empty());
+        assert_eq!(gone(5, "2026-01-01T00:03:00Z"), ["e1", "e2"]);
+        assert_eq!(gone(2, "2026-01-01T00:01:30Z"), ["e1", "e2", "e3"]);
     }
 }

@@ -6,6 +6,7 @@ mod receive;
 mod spdy;
 mod tls;
 mod tunnel;
+mod turns;
 mod websocket;
 
 use std::collections::BTreeMap;
@@ -30,6 +31,8 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 
+use turns::{Source, Turns};
+
 pub use border::{Panicked, end_process_on_panic, guard};
 pub use receive::{NotReceived, receive};
 pub use tls::{Protocol, Tls, TlsFiles, client};
@@ -41,7 +44,7 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// A body of an answer.
 pub type Body = UnsyncBoxBody<Bytes, BoxError>;
 
-/// How long a TLS handshake may take.
+/// How long a TLS handshake may take, with waiting for its turns.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// How long a connection may take for its first request before it counts as idle.
 const FRESH: Duration = Duration::from_secs(1);
@@ -50,7 +53,7 @@ const FRESH: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// How many connections it has at most. For one more the longest idle one goes, or one that is slow to send its
-    /// request's body; if there is none of these, it waits.
+    /// request's body; if there is none of these, it waits. What one source has of them beyond the half goes first.
     pub connections: usize,
     /// Whether one that nobody has vouched for ([`Place::vouch`]) makes room too.
     pub strangers_give_way: bool,
@@ -103,6 +106,7 @@ struct Connection {
     vouched: bool,
     /// Since when it has been as it is.
     since: Instant,
+    source: Source,
     task: AbortHandle,
 }
 
@@ -137,9 +141,17 @@ impl Connections {
                 if all.len() < limits.connections {
                     return;
                 }
+                let mut held: BTreeMap<Source, usize> = BTreeMap::new();
+                for connection in all.values() {
+                    *held.entry(connection.source).or_default() += 1;
+                }
+                let greedy = held
+                    .into_iter()
+                    .find(|(_, count)| *count > limits.connections / 2);
+                let modest = |c: &Connection| greedy.is_none_or(|(source, _)| source != c.source);
                 let least = all
                     .iter()
-                    .filter_map(|(id, c)| Some((c.worth(limits)?, c.since, *id)))
+                    .filter_map(|(id, c)| Some((modest(c), c.worth(limits)?, c.since, *id)))
                     .min();
                 if let Some(connection) = least.and_then(|(.., id)| all.remove(&id)) {
                     connection.task.abort();
@@ -171,6 +183,7 @@ where
     F: Future<Output = Response<Body>> + Send + 'static,
 {
     let connections = Arc::new(Connections::default());
+    let turns = Turns::for_this_machine();
     let mut next = 0;
     loop {
         let (socket, address) = match listener.accept().await {
@@ -188,6 +201,7 @@ where
         next += 1;
         let (respond, tls, held, id) =
             (respond.clone(), tls.clone(), Arc::clone(&connections), next);
+        let (turns, source) = (Arc::clone(&turns), Source::from(address.ip()));
         // Entered before it begins, so that it finds itself.
         let mut all = connections.all();
         let task = tokio::spawn(async move {
@@ -213,8 +227,8 @@ where
                 .await;
             };
             let acceptor = TlsAcceptor::from(tls.current());
-            let Ok(Ok(stream)) = tokio::time::timeout(HANDSHAKE, acceptor.accept(socket)).await
-            else {
+            let handshake = turns.run(source, acceptor.accept(socket));
+            let Ok(Ok(stream)) = tokio::time::timeout(HANDSHAKE, handshake).await else {
                 return;
             };
             let certificate = stream
@@ -242,6 +256,7 @@ where
                 receiving: Arc::default(),
                 vouched: false,
                 since: Instant::now(),
+                source,
                 task: task.abort_handle(),
             },
         );
@@ -407,6 +422,27 @@ mod tests {
             !ask(&mut idle[0], "/").await.contains("END"),
             "the oldest idle one made room"
         );
+    }
+
+    #[tokio::test]
+    async fn a_source_with_most_of_the_connections_makes_room_first() {
+        let at = server(6).await;
+        let from = |last: u8| async move {
+            let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
+            let local = SocketAddr::from(([127, 0, 0, last], 0));
+            socket.bind(local).expect("an address of this machine");
+            socket.connect(at).await.expect("connected")
+        };
+        // It is idle, and came before all others.
+        let mut modest = from(2).await;
+        assert!(ask(&mut modest, "/").await.contains("END"));
+        let mut greedy = vec![];
+        for _ in 0..12 {
+            greedy.push(from(1).await);
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(ask(&mut modest, "/").await.contains("END"));
+        assert!(!ask(&mut greedy[0], "/").await.contains("END"));
     }
 
     /// Serves what waits for bodies on `/body`, answers without end on `/endless`, and panics on `/panic`.

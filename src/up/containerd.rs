@@ -85,11 +85,7 @@ pub fn network(settings: &Settings) -> serde_json::Value {
 
 /// Installs the CNI plugins of this build and the network's configuration.
 pub fn install_network(settings: &Settings) -> anyhow::Result<()> {
-    let (bin, conf) = (
-        settings.dirs.data.join("cni/bin"),
-        settings.dirs.data.join("cni/net.d"),
-    );
-    std::fs::create_dir_all(&conf)?;
+    let bin = settings.dirs.data.join("cni/bin");
     let source = cni_binary()?;
     let installed = std::process::Command::new(&source)
         .arg("install")
@@ -99,11 +95,22 @@ pub fn install_network(settings: &Settings) -> anyhow::Result<()> {
     if !installed.status.success() {
         bail!("{}", String::from_utf8_lossy(&installed.stderr).trim());
     }
-    std::fs::write(
-        conf.join("10-holdfast.conflist"),
+    write_network(settings)
+}
+
+/// Writes the network's configuration, unless it is there.
+pub fn write_network(settings: &Settings) -> anyhow::Result<()> {
+    let dir = settings.dirs.data.join("cni/net.d");
+    std::fs::create_dir_all(&dir)?;
+    let (file, text) = (
+        dir.join("10-holdfast.conflist"),
         network(settings).to_string(),
-    )?;
-    Ok(())
+    );
+    if std::fs::read_to_string(&file).is_ok_and(|is| is == text) {
+        return Ok(());
+    }
+    crate::sys::file::replace(&file, text.as_bytes())
+        .with_context(|| format!("{} cannot be written", file.display()))
 }
 
 fn cni_binary() -> anyhow::Result<PathBuf> {

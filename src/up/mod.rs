@@ -126,7 +126,8 @@ fn hint(part: &Part, ours: bool) -> String {
 
 fn start_containerd(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     if part.pid().is_some() {
-        return Ok(());
+        // It reads the network's file again when that changes; without it no pod starts or ends.
+        return containerd::write_network(settings);
     }
     let program = find_program("containerd")
         .context("containerd is not installed (Debian: apt-get install containerd); or name a running one with --containerd-endpoint")?;
@@ -315,8 +316,12 @@ pub async fn down(settings: &Settings, purge: bool) -> anyhow::Result<()> {
     progress.step("control plane");
     stopped |= parts.control.stop(Duration::from_secs(10))?;
     progress.step("pods");
-    if settings.containerd_endpoint.is_some() || parts.containerd.pid().is_some() {
-        remove_pods(settings).await?;
+    let private = settings.containerd_endpoint.is_none();
+    if private && parts.containerd.pid().is_some() {
+        containerd::write_network(settings)?;
+    }
+    if !private || parts.containerd.pid().is_some() {
+        remove_all_pods(settings).await?;
     }
     progress.step("containerd");
     stopped |= parts.containerd.stop(Duration::from_secs(10))?;
@@ -343,6 +348,19 @@ pub async fn down(settings: &Settings, purge: bool) -> anyhow::Result<()> {
         );
     }
     Ok(())
+}
+
+/// As [`remove_pods`], again for a while if it fails: a runtime takes a moment to read its network's file again.
+async fn remove_all_pods(settings: &Settings) -> anyhow::Result<()> {
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(10);
+    loop {
+        match remove_pods(settings).await {
+            Err(_) if tokio::time::Instant::now() < deadline => {
+                tokio::time::sleep(Duration::from_millis(500)).await;
+            }
+            done => return done,
+        }
+    }
 }
 
 /// Removes the sandboxes of this cluster's pods; in a private runtime that is all of them.
@@ -440,11 +458,12 @@ pub fn status(dirs: &Dirs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs a part of a cluster and starts it again whenever it ends.
+/// Runs a part of a cluster, whose files lie in `run` and `logs`, and starts it again whenever it ends; or becomes the part
+/// that the process `parent` starts.
 pub fn supervise(
     name: &str,
-    run: &Path,
-    logs: &Path,
+    [run, logs]: [&Path; 2],
+    parent: Option<u32>,
     program: &Path,
     arguments: &[String],
 ) -> anyhow::Result<()> {
@@ -452,7 +471,11 @@ pub fn supervise(
         .iter()
         .find(|known| **known == name)
         .with_context(|| format!("--part {name:?} is none of {}", PARTS.join(", ")))?;
-    supervise::supervise(&Part::new(name, run, logs), program, arguments)
+    let part = Part::new(name, run, logs);
+    match parent {
+        Some(parent) => part.become_it(parent, program, arguments),
+        None => supervise::supervise(&part, program, arguments),
+    }
 }
 
 /// The kubeconfig's text.

@@ -53,43 +53,89 @@ impl Part {
         (started_at(pid)? == start.parse::<u64>().ok()?).then_some(pid)
     }
 
-    /// Starts it in the background.
+    /// Starts it in the background. What is started first notes its own pid ([`Part::become_it`]), so that nothing runs that
+    /// is noted nowhere, wherever this process ends.
     pub fn start(&self, program: &Path, arguments: &[String]) -> anyhow::Result<Child> {
+        let own = std::env::current_exe()?;
+        let parent = std::process::id().to_string();
+        let mut command = self.command(&own, &["--for", &parent], program, arguments)?;
+        let mut child = command
+            .spawn()
+            .with_context(|| format!("{} cannot be started", self.name))?;
+        let pid = i32::try_from(child.id())?;
+        while self.pid() != Some(pid) {
+            if let Some(status) = child.try_wait()? {
+                bail!(
+                    "{} ended at once ({status}); see {}",
+                    self.name,
+                    self.log.display()
+                );
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(child)
+    }
+
+    /// `holdfast supervise` for this part, with its log as output.
+    pub(super) fn command(
+        &self,
+        own: &Path,
+        options: &[&str],
+        program: &Path,
+        arguments: &[String],
+    ) -> anyhow::Result<Command> {
+        let (run, logs) = (self.pid_file.parent(), self.log.parent());
+        let (run, logs) = run.zip(logs).context("the part has no directories")?;
         let log = fs::OpenOptions::new()
             .create(true)
             .append(true)
             .open(&self.log)
             .with_context(|| format!("the log {} cannot be written", self.log.display()))?;
-        let mut command = Command::new(program);
+        let mut command = Command::new(own);
         command
+            .arg("supervise")
+            .args(["--part", self.name])
+            .arg("--run")
+            .arg(run)
+            .arg("--logs")
+            .arg(logs)
+            .args(options)
+            .arg("--")
+            .arg(program)
             .args(arguments)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
             .process_group(0)
             .current_dir("/");
-        let mut child = command
-            .spawn()
-            .with_context(|| format!("{} cannot be started ({})", self.name, program.display()))?;
-        let pid = i32::try_from(child.id())?;
-        let Some(start) = started_at(pid) else {
-            let status = child.wait()?;
-            bail!(
-                "{} ended at once ({status}); see {}",
-                self.name,
-                self.log.display()
-            );
-        };
-        // Replaced in one step, as others read it at any time. Without the file nobody would find the process again.
+        Ok(command)
+    }
+
+    /// Notes the pid of this process as the part's, and runs `program` in its place. Does nothing if `parent` no longer runs:
+    /// then nobody looks for the part any more.
+    pub fn become_it(
+        &self,
+        parent: u32,
+        program: &Path,
+        arguments: &[String],
+    ) -> anyhow::Result<()> {
+        let pid = i32::try_from(std::process::id())?;
+        let start = started_at(pid).context("/proc is not mounted")?;
+        // Replaced in one step, as others read it at any time.
         let text = format!("{pid} {start}\n");
-        if let Err(error) = crate::sys::file::replace_soon(&self.pid_file, text.as_bytes()) {
-            let _ = child.kill();
-            child.wait()?;
-            return Err(error).with_context(|| {
-                format!("the pid file {} cannot be written", self.pid_file.display())
-            });
+        crate::sys::file::replace_soon(&self.pid_file, text.as_bytes()).with_context(|| {
+            format!("the pid file {} cannot be written", self.pid_file.display())
+        })?;
+        // Whoever ends the parent reads the file afterwards.
+        if std::os::unix::process::parent_id() != parent {
+            bail!(
+                "{} is not started: who wanted it has ended meanwhile",
+                self.name
+            );
         }
-        Ok(child)
+        let error = Command::new(program).args(arguments).exec();
+        Err(error)
+            .with_context(|| format!("{} cannot be started ({})", self.name, program.display()))
     }
 
     /// The last lines of its log, for an error message.

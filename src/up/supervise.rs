@@ -2,9 +2,9 @@
 //! end, and writes down what happened for `holdfast up status`.
 
 use std::fs;
-use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -83,28 +83,7 @@ impl Part {
         }
         self.stop(STOP)?;
         let own = std::env::current_exe()?;
-        let (run, logs) = (self.pid_file.parent(), self.log.parent());
-        let (run, logs) = run.zip(logs).context("the part has no directories")?;
-        let log = fs::OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(&self.log)
-            .with_context(|| format!("the log {} cannot be written", self.log.display()))?;
-        Command::new(own)
-            .arg("supervise")
-            .args(["--part", self.name])
-            .arg("--run")
-            .arg(run)
-            .arg("--logs")
-            .arg(logs)
-            .arg("--")
-            .arg(program)
-            .args(arguments)
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log)
-            .process_group(0)
-            .current_dir("/")
+        self.command(&own, &[], program, arguments)?
             .spawn()
             .with_context(|| format!("the supervisor of {} cannot be started", self.name))?;
         let deadline = Instant::now() + Duration::from_secs(10);

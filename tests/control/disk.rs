@@ -40,6 +40,7 @@ async fn put(store: &Store, key: &str) -> Result<Record, WriteError> {
         .write(Write {
             key: key.into(),
             expect: Expect::Absent,
+            requires: None,
             change: Change::Put,
             render: Box::new(|_| value.into()),
             attrs: Arc::new(Attrs::default()),

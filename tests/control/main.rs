@@ -11,4 +11,5 @@ mod hostile;
 mod reads;
 mod refusals;
 mod server;
+mod updates;
 mod writes;

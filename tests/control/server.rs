@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use holdfast::control::api::auth::User;
 use holdfast::control::api::token::Tokens;
+use holdfast::control::api::watch::Line;
 use holdfast::control::api::{Answer, Api, Query, Request};
 use holdfast::control::pki::Pki;
 use holdfast::control::store::Store;
@@ -155,7 +156,7 @@ impl Server {
         .await
     }
 
-    pub async fn watch(&self, url: &str) -> mpsc::Receiver<holdfast::control::store::Bytes> {
+    pub async fn watch(&self, url: &str) -> mpsc::Receiver<Line> {
         match self.0.answer(Self::request("GET", url, "", vec![])).await {
             Answer::Watch(lines) => lines,
             Answer::Body { body, .. } => panic!("no watch: {}", String::from_utf8_lossy(&body)),
@@ -163,11 +164,12 @@ impl Server {
     }
 }
 
-pub async fn next(lines: &mut mpsc::Receiver<holdfast::control::store::Bytes>) -> Value {
+pub async fn next(lines: &mut mpsc::Receiver<Line>) -> Value {
     let line = tokio::time::timeout(Duration::from_secs(5), lines.recv())
         .await
         .expect("an event in time")
-        .expect("the watch goes on");
+        .expect("the watch goes on")
+        .bytes();
     assert!(line.ends_with(b"\n"));
     serde_json::from_slice(&line).unwrap()
 }

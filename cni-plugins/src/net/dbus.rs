@@ -3,11 +3,13 @@
 
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// No answer that is read here is longer.
 const LIMIT: usize = 1 << 16;
+/// How many messages for somebody else are read over while an answer is awaited.
+const SKIPPED: usize = 1000;
 
 const CALL: u8 = 1;
 const RETURN: u8 = 2;
@@ -226,7 +228,13 @@ impl Bus {
         self.serial += 1;
         self.stream
             .write_all(&call(method, arguments, self.serial))?;
-        loop {
+        let deadline = Instant::now() + PATIENCE;
+        for _ in 0..SKIPPED {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            self.stream.set_read_timeout(Some(left))?;
             let mut fixed = [0; 16];
             self.stream.read_exact(&mut fixed)?;
             let (body, fields) = (
@@ -255,6 +263,10 @@ impl Bus {
                 _ => Answer::Other,
             });
         }
+        Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("the message bus sent {SKIPPED} messages and no answer"),
+        ))
     }
 
     /// Whether somebody goes by a name.
@@ -296,6 +308,23 @@ mod tests {
             fields.0[at] = flip.1;
             let _ = read_fields(&fields.0);
         }
+    }
+
+    #[test]
+    fn a_bus_that_only_talks_is_given_up() {
+        let (stream, mut other) = UnixStream::pair().expect("a pair");
+        let talk = std::thread::spawn(move || {
+            // A signal without fields or body.
+            let signal = [b'l', 4, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0];
+            (0..)
+                .take_while(|_| other.write_all(&signal).is_ok())
+                .count()
+        });
+        let mut bus = Bus { stream, serial: 0 };
+        let error = bus.has("a.b").expect_err("no answer");
+        assert!(error.to_string().contains("no answer"), "{error}");
+        drop(bus);
+        assert!(talk.join().expect("ended") >= SKIPPED);
     }
 
     #[test]

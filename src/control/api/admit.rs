@@ -8,15 +8,16 @@ use super::object::{at, entry, list, text};
 use super::resources::Resource;
 use crate::control::store::Store;
 
-/// Where a new object's namespace stands.
+/// Whether objects can be created in a namespace. Returns its key and revision: the answer holds as long as it is at that.
 pub fn namespace(
     store: &Store,
     resource: &Resource,
     namespace: &str,
     name: &str,
-) -> Result<(), ApiError> {
+) -> Result<(String, u64), ApiError> {
+    let key = format!("namespaces/{namespace}");
     let record = store
-        .get(&format!("namespaces/{namespace}"))
+        .get(&key)
         .ok_or_else(|| ApiError::not_found("", "namespaces", namespace))?;
     let object: Value = serde_json::from_slice(&record.value).map_err(ApiError::internal)?;
     if super::object::deleting(&object) {
@@ -28,13 +29,14 @@ pub fn namespace(
             "message": format!("namespace {namespace} is being terminated"), "field": "metadata.namespace"}]});
         return Err(error);
     }
-    Ok(())
+    Ok((key, record.revision))
 }
 
 /// Pods: service account, token volume, priority, default tolerations. May wait a little for the
 /// namespace's `default` account, which a controller makes.
 pub async fn pod(store: &Store, namespace: &str, pod: &mut Value) -> Result<(), ApiError> {
     tolerations(&mut pod["spec"]);
+    gated(pod);
     classes::runtime(store, pod)?;
     classes::priority(store, pod)?;
     if at(
@@ -80,6 +82,17 @@ pub async fn pod(store: &Store, namespace: &str, pod: &mut Value) -> Result<(), 
         token_volume(&mut pod["spec"]);
     }
     Ok(())
+}
+
+/// Says that a pod with scheduling gates waits for them to go.
+fn gated(pod: &mut Value) {
+    if list(pod, &["spec", "schedulingGates"]).is_empty() {
+        return;
+    }
+    let condition = json!({"type": "PodScheduled", "status": "False", "reason": "SchedulingGated",
+        "message": "Scheduling is blocked due to non-empty scheduling gates", "lastProbeTime": null,
+        "lastTransitionTime": super::object::now()});
+    entry(pod, "status").insert("conditions".into(), json!([condition]));
 }
 
 const TOKEN_PATH: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
@@ -148,59 +161,4 @@ fn entry_list<'a>(object: &'a mut Value, key: &str) -> &'a mut Vec<Value> {
         *slot = json!([]);
     }
     slot.as_array_mut().expect("made a list just above")
-}
-
-/// Services: a free cluster address. The caller holds the allocation lock until the service is stored.
-pub fn cluster_ip(
-    store: &Store,
-    range: ipnet::Ipv4Net,
-    service: &mut Value,
-) -> Result<(), ApiError> {
-    let spec = &mut service["spec"];
-    if spec["type"] == "ExternalName" {
-        return Ok(());
-    }
-    let asked = text(spec, &["clusterIP"]).unwrap_or_default().to_owned();
-    if asked == "None" {
-        spec["clusterIPs"] = json!(["None"]);
-        return Ok(());
-    }
-    let taken: std::collections::HashSet<String> = store
-        .list("services/")
-        .0
-        .iter()
-        .filter_map(|(_, r)| r.attrs.fields.get("spec.clusterIP").cloned())
-        .collect();
-    let address = if asked.is_empty() {
-        // The first addresses are kept for well-known services: .1 the API, .10 DNS.
-        range
-            .hosts()
-            .skip(15)
-            .map(|a| a.to_string())
-            .find(|a| !taken.contains(a))
-    } else {
-        asked
-            .parse::<std::net::Ipv4Addr>()
-            .ok()
-            .filter(|a| range.contains(a) && !taken.contains(&asked))
-            .map(|_| asked.clone())
-    };
-    let Some(address) = address else {
-        let detail = format!(
-            "failed to allocate IP {asked}: it is taken, or not in the valid range {range}"
-        );
-        return Err(ApiError::invalid(
-            "Service",
-            "",
-            super::object::name(service),
-            &[super::error::FieldError::invalid(
-                "spec.clusterIPs",
-                &json!([asked]),
-                &detail,
-            )],
-        ));
-    };
-    service["spec"]["clusterIP"] = address.as_str().into();
-    service["spec"]["clusterIPs"] = json!([address]);
-    Ok(())
 }

@@ -3,13 +3,14 @@
 use serde_json::{Value, json};
 
 use super::Api;
+use super::change::bump_generation;
 use super::error::{ApiError, FieldError};
 use super::object;
 use super::object::{deleting, list, meta, text};
 use super::resources::Resource;
 use super::route::Query;
 use super::schema;
-use super::write::{RETRIES, Written, bump_generation};
+use super::write::{RETRIES, Written};
 use crate::control::store::{Bytes, Expect, WriteError};
 
 /// The longest grace, in seconds: what fits the field wherever it is kept as an int32.

@@ -8,6 +8,7 @@ mod admit;
 pub mod auth;
 mod authorize;
 pub mod certificates;
+mod change;
 pub mod classes;
 mod defaults;
 mod delete;
@@ -26,12 +27,13 @@ mod route;
 mod schema;
 pub mod selector;
 pub mod server;
+mod services;
 pub mod storage;
 mod sub;
 mod table;
 pub mod token;
 mod validate;
-mod watch;
+pub mod watch;
 mod write;
 
 use std::sync::Arc;
@@ -47,7 +49,7 @@ pub use route::Query;
 use route::Target;
 use write::{Options, Written};
 
-use super::store::{Bytes, Store};
+use super::store::{Bytes, Expect, Store, WriteError};
 
 /// The API; clones share everything.
 #[derive(Clone)]
@@ -102,7 +104,7 @@ pub enum Answer {
         warnings: Vec<String>,
     },
     /// Lines of a watch, until the channel closes.
-    Watch(mpsc::Receiver<Bytes>),
+    Watch(mpsc::Receiver<watch::Line>),
 }
 
 const JSON: &str = "application/json";
@@ -430,21 +432,11 @@ impl Api {
         revision: u64,
         object: Value,
     ) -> Result<(), ApiError> {
-        use crate::control::store::{Change, Expect, Write, WriteError};
-        let attrs = Arc::new(object::attrs(resource, &object));
-        let mut object = object;
-        let render = Box::new(move |revision: u64| {
-            object::meta(&mut object).insert("resourceVersion".into(), revision.to_string().into());
-            read::render(&object)
-        });
-        let write = Write {
-            key: resource.key(namespace, name),
-            expect: Expect::Revision(revision),
-            change: Change::Put,
-            render,
-            attrs,
-        };
-        match self.store.write(write).await {
+        let key = resource.key(namespace, name);
+        match self
+            .put(resource, key, Expect::Revision(revision), object)
+            .await
+        {
             Ok(_) => Ok(()),
             Err(WriteError::Conflict(_)) => {
                 Err(ApiError::modified(resource.group, resource.plural, name))

@@ -190,7 +190,10 @@ fn random(bytes: &mut [u8]) {
 /// Labels and selectable fields of an object.
 #[must_use]
 pub fn attrs(resource: &Resource, object: &Value) -> Attrs {
-    let mut attrs = Attrs::default();
+    let mut attrs = Attrs {
+        fields: Vec::with_capacity(resource.fields.len() + 2),
+        ..Attrs::default()
+    };
     if let Some(labels) = at(object, &["metadata", "labels"]).and_then(Value::as_object) {
         for (key, value) in labels {
             attrs
@@ -198,14 +201,10 @@ pub fn attrs(resource: &Resource, object: &Value) -> Attrs {
                 .insert(key.clone(), value.as_str().unwrap_or_default().to_owned());
         }
     }
-    attrs
-        .fields
-        .insert("metadata.name".into(), name(object).into());
+    attrs.fields.push(("metadata.name", name(object).into()));
     if resource.namespaced {
-        attrs.fields.insert(
-            "metadata.namespace".into(),
-            namespace(object).unwrap_or_default().into(),
-        );
+        let namespace = namespace(object).unwrap_or_default();
+        attrs.fields.push(("metadata.namespace", namespace.into()));
     }
     for field in resource.fields {
         let path: Vec<&str> = match *field {
@@ -219,7 +218,7 @@ pub fn attrs(resource: &Resource, object: &Value) -> Attrs {
             _ if *field == "spec.unschedulable" || *field == "spec.hostNetwork" => "false".into(),
             _ => String::new(),
         };
-        attrs.fields.insert((*field).into(), value);
+        attrs.fields.push((field, value));
     }
     attrs
 }

@@ -7,7 +7,7 @@ pub struct Resource {
     pub group: &'static str,
     /// The version, for instance `v1`.
     pub version: &'static str,
-    /// The plural in paths.
+    /// The plural in paths, and the beginning of keys in the store: no two groups have one in common.
     pub plural: &'static str,
     /// The singular.
     pub singular: &'static str,
@@ -494,5 +494,20 @@ impl Resource {
             verbs.retain(|v| *v != "deletecollection");
         }
         verbs
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Keys of the store begin with the plural alone, and kinds are found by their kind alone.
+    #[test]
+    fn no_two_groups_have_a_plural_or_a_kind_in_common() {
+        let mut seen = std::collections::HashSet::new();
+        for resource in RESOURCES {
+            assert!(seen.insert(resource.plural), "{}", resource.plural);
+            assert!(seen.insert(resource.kind), "{}", resource.kind);
+        }
     }
 }

@@ -133,7 +133,7 @@ impl Selector {
     pub fn matches(&self, attrs: &Attrs) -> bool {
         self.matches_labels(&attrs.labels)
             && self.fields.iter().all(|(field, equal, value)| {
-                (attrs.fields.get(field).map_or("", String::as_str) == value) == *equal
+                (attrs.field(field).unwrap_or_default() == value) == *equal
             })
     }
 

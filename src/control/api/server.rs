@@ -200,7 +200,8 @@ fn encode(answer: Answer) -> hyper::Response<Body> {
             let lines = futures::stream::unfold(lines, |mut lines| async move {
                 lines.recv().await.map(|line| (line, lines))
             });
-            let body = StreamBody::new(lines.map(|line| Ok::<_, BoxError>(Frame::data(line))));
+            let frames = lines.map(|line| Ok::<_, BoxError>(Frame::data(line.bytes())));
+            let body = StreamBody::new(frames);
             response
                 .header(CONTENT_TYPE, "application/json")
                 .body(body.boxed_unsync())

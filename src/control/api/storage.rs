@@ -318,30 +318,45 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
     }
 }
 
+/// The binder fills in the volume of a claim; a bound one may ask for more, and for less only down to more than it has, when
+/// growing has not worked (KEP-1790).
+fn claim_update(old: &Value, new: &Value, errors: &mut Errors) {
+    let bound = text(old, &["status", "phase"]) == Some("Bound");
+    let mut allowed = new["spec"].clone();
+    if text(old, &["spec", "volumeName"]).is_none_or(str::is_empty) {
+        match old["spec"].get("volumeName") {
+            Some(name) => allowed["volumeName"] = name.clone(),
+            None => drop(allowed.as_object_mut().map(|s| s.remove("volumeName"))),
+        }
+    }
+    let request = ["spec", "resources", "requests", "storage"];
+    if bound
+        && at(new, &request).is_some()
+        && let Some(before) = at(old, &request)
+    {
+        allowed["resources"]["requests"]["storage"] = before.clone();
+    }
+    if allowed != old["spec"] {
+        let rule = "spec is immutable after creation except resources.requests and volumeAttributesClassName for bound claims";
+        errors.push(FieldError::forbidden("spec", rule));
+    }
+    let amount = |object, path: &[&str]| text(object, path)?.parse::<Quantity>().ok();
+    if let (Some(before), Some(after)) = (amount(old, &request), amount(new, &request))
+        && after < before
+        && amount(old, &["status", "capacity", "storage"]).is_none_or(|has| after <= has)
+    {
+        errors.push(FieldError::forbidden(
+            "spec.resources.requests.storage",
+            "field can not be less than status.capacity",
+        ));
+    }
+}
+
 /// Checks what an update changes.
 pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors) {
     match kind {
         "PersistentVolumeClaim" => {
-            let (mut before, mut after) = (old["spec"].clone(), new["spec"].clone());
-            let bound = text(old, &["status", "phase"]) == Some("Bound");
-            // The binder fills in the volume; a bound claim may grow.
-            for (key, free) in [
-                (
-                    "volumeName",
-                    text(old, &["spec", "volumeName"]).is_none_or(str::is_empty),
-                ),
-                ("resources", bound),
-            ] {
-                if free {
-                    for spec in [&mut before, &mut after] {
-                        spec.as_object_mut().map(|s| s.remove(key));
-                    }
-                }
-            }
-            if before != after {
-                let rule = "spec is immutable after creation except resources.requests and volumeAttributesClassName for bound claims";
-                errors.push(FieldError::forbidden("spec", rule));
-            }
+            claim_update(old, new, errors);
         }
         "PersistentVolume" => {
             let source = |volume: &Value| {

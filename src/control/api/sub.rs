@@ -68,6 +68,11 @@ impl Api {
                     "pod {name} is already assigned to node {taken:?}"
                 )));
             }
+            if !list(&old, &["spec", "schedulingGates"]).is_empty() {
+                return Err(refuse(format!(
+                    "pod {name} has non-empty .spec.schedulingGates"
+                )));
+            }
             match self
                 .replace(
                     pods,

@@ -15,7 +15,7 @@ use super::resources::Resource;
 use super::route::Query;
 use super::selector::Selector;
 use super::table;
-use crate::control::store::{Bytes, Change, Event, Record};
+use crate::control::store::{Bytes, Change, Compacted, Event, Record};
 use crate::https::guard;
 
 /// How often a watcher that asked for bookmarks gets one.
@@ -25,6 +25,32 @@ const DEFAULT_TIMEOUT: Duration = Duration::from_secs(2700);
 
 /// How long it lasts at most, whatever the client says.
 const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
+
+/// How many lines wait for a client, and how many changes are taken from the history at a time: what a client that does not
+/// read keeps in memory.
+const AHEAD: usize = 16;
+/// How long a client may leave them there.
+const SLOW: Duration = Duration::from_secs(60);
+
+/// One line of a watch.
+#[derive(Debug)]
+pub struct Line {
+    kind: &'static str,
+    /// Shared with the store where it is shown as it is stored.
+    object: Bytes,
+}
+
+impl Line {
+    /// The line as it is sent, with its end.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        let mut line = Vec::with_capacity(self.object.len() + 40);
+        line.extend_from_slice(format!(r#"{{"type":"{}","object":"#, self.kind).as_bytes());
+        line.extend_from_slice(&self.object);
+        line.extend_from_slice(b"}\n");
+        line.into()
+    }
+}
 
 struct Watch {
     resource: &'static Resource,
@@ -36,7 +62,7 @@ struct Watch {
     position: u64,
     /// Column definitions go with the first event only.
     columns_sent: bool,
-    out: mpsc::Sender<Bytes>,
+    out: mpsc::Sender<Line>,
 }
 
 impl Api {
@@ -47,7 +73,7 @@ impl Api {
         namespace: Option<&str>,
         query: &Query,
         view: View,
-    ) -> Result<mpsc::Receiver<Bytes>, ApiError> {
+    ) -> Result<mpsc::Receiver<Line>, ApiError> {
         let selector = Selector::parse(
             resource,
             query.get("labelSelector"),
@@ -82,7 +108,7 @@ impl Api {
             // Zero means that the client does not say.
             .filter(|s| *s > 0);
         let timeout = seconds.map_or(DEFAULT_TIMEOUT, |s| Duration::from_secs(s).min(MAX_TIMEOUT));
-        let (out, lines) = mpsc::channel(64);
+        let (out, lines) = mpsc::channel(AHEAD);
         let watch = Watch {
             resource,
             prefix: resource.prefix(namespace),
@@ -123,7 +149,7 @@ impl Watch {
         timeout: Duration,
     ) -> Option<()> {
         let deadline = Instant::now() + timeout;
-        let mut head = api.store.head();
+        let mut head = api.store.head_of(&self.prefix);
         if state_first {
             if let Err(error) = api.wait_for(at_least).await {
                 return self.error(&error).await;
@@ -141,38 +167,45 @@ impl Watch {
         }
         let mut next_bookmark = Instant::now() + BOOKMARK;
         loop {
-            let newest = *head.borrow_and_update();
-            if newest > self.position {
-                match api.store.changes(self.position, &self.prefix) {
-                    Ok(events) => {
-                        for event in &events {
-                            self.show(event).await?;
-                            self.position = self.position.max(event.revision);
-                        }
-                        self.position = self.position.max(newest);
-                    }
-                    Err(compacted) => {
-                        return self.error(&ApiError::expired(compacted.to_string())).await;
-                    }
-                }
+            head.borrow_and_update();
+            if let Err(compacted) = self.catch_up(&api).await? {
+                return self.error(&ApiError::expired(compacted.to_string())).await;
+            }
+            let now = Instant::now();
+            let (ends, due) = (now >= deadline, now >= next_bookmark);
+            if self.bookmarks && (ends || due) {
+                self.bookmark(false).await?;
+            }
+            if ends {
+                return Some(());
+            }
+            if due {
+                next_bookmark = now + BOOKMARK;
             }
             tokio::select! {
-                // Cancel-safe: a missed notification is seen by borrow_and_update above.
+                // Cancel-safe: a change that was missed here is found by `catch_up`.
                 changed = head.changed() => changed.ok()?,
                 // Cancel-safe: timers and the closing of a channel can be awaited anew.
-                () = tokio::time::sleep_until(next_bookmark.min(deadline)) => {
-                    if Instant::now() >= deadline {
-                        if self.bookmarks {
-                            self.bookmark(false).await?;
-                        }
-                        return Some(());
-                    }
-                    next_bookmark += BOOKMARK;
-                    if self.bookmarks {
-                        self.bookmark(false).await?;
-                    }
-                }
+                () = tokio::time::sleep_until(next_bookmark.min(deadline)) => {}
                 () = self.out.closed() => return None,
+            }
+        }
+    }
+
+    /// Shows all changes there are.
+    async fn catch_up(&mut self, api: &Api) -> Option<Result<(), Compacted>> {
+        loop {
+            let (events, complete) = match api.store.changes(self.position, &self.prefix, AHEAD) {
+                Ok(changes) => changes,
+                Err(compacted) => return Some(Err(compacted)),
+            };
+            for event in &events {
+                self.show(event).await?;
+            }
+            // A client may have named a revision that is yet to come.
+            self.position = self.position.max(complete);
+            if events.len() < AHEAD {
+                return Some(Ok(()));
             }
         }
     }
@@ -197,7 +230,7 @@ impl Watch {
         }
     }
 
-    async fn send(&mut self, kind: &str, record: &Record) -> Option<()> {
+    async fn send(&mut self, kind: &'static str, record: &Record) -> Option<()> {
         let object = match &self.view {
             View::Plain => record.value.clone(),
             view => {
@@ -224,7 +257,7 @@ impl Watch {
                 }
             }
         };
-        self.line(kind, &object).await
+        self.line(kind, object).await
     }
 
     async fn bookmark(&mut self, initial: bool) -> Option<()> {
@@ -241,18 +274,15 @@ impl Watch {
                 json!({"kind": self.resource.kind, "apiVersion": self.resource.api_version(), "metadata": metadata})
             }
         };
-        self.line("BOOKMARK", &render(&object)).await
+        self.line("BOOKMARK", render(&object)).await
     }
 
     async fn error(&mut self, error: &ApiError) -> Option<()> {
-        self.line("ERROR", &render(&error.status())).await
+        self.line("ERROR", render(&error.status())).await
     }
 
-    async fn line(&mut self, kind: &str, object: &[u8]) -> Option<()> {
-        let mut line = Vec::with_capacity(object.len() + 40);
-        line.extend_from_slice(format!(r#"{{"type":"{kind}","object":"#).as_bytes());
-        line.extend_from_slice(object);
-        line.extend_from_slice(b"}\n");
-        self.out.send(line.into()).await.ok()
+    async fn line(&mut self, kind: &'static str, object: Bytes) -> Option<()> {
+        let sent = self.out.send(Line { kind, object });
+        tokio::time::timeout(SLOW, sent).await.ok()?.ok()
     }
 }

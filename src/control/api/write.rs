@@ -2,23 +2,25 @@
 
 use std::sync::Arc;
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::Api;
 use super::admit;
 use super::auth::{Ask, User};
 use super::certificates;
+use super::change;
 use super::defaults;
 use super::delete::is_finished;
 use super::error::{ApiError, FieldError};
 use super::object;
-use super::object::{at, deleting, list, meta, now, text};
+use super::object::{deleting, meta, now, text};
 use super::patch;
 use super::rbac;
 use super::resources::{Resource, Sub};
 use super::restriction;
 use super::route::Query;
 use super::schema;
+use super::services;
 use super::storage;
 use super::validate;
 use crate::control::store::{Bytes, Change, Expect, Record, Write, WriteError};
@@ -235,9 +237,11 @@ impl Api {
                 );
             }
             let name = object::name(&fresh).to_owned();
-            if let Some(namespace) = namespace {
-                admit::namespace(&self.store, resource, namespace, &name)?;
-            }
+            // The namespace has to be as it was looked at when the object is stored: one that ends meanwhile gets no more.
+            let requires = match namespace {
+                Some(namespace) => Some(admit::namespace(&self.store, resource, namespace, &name)?),
+                None => None,
+            };
             self.prepare_new(resource, namespace, &mut fresh).await?;
             let errors = validate::object(resource, &fresh);
             if !errors.is_empty() {
@@ -266,7 +270,11 @@ impl Api {
                     warnings,
                 });
             }
-            match self.put(resource, key, Expect::Absent, fresh).await {
+            let write = Write {
+                requires,
+                ..write_of(resource, key, Expect::Absent, Change::Put, fresh)
+            };
+            match self.store.write(write).await {
                 Ok(record) => {
                     return Ok(Written {
                         code: 201,
@@ -274,6 +282,7 @@ impl Api {
                         warnings,
                     });
                 }
+                Err(WriteError::Overtaken) => {}
                 Err(WriteError::Conflict(_)) if !fixed_name => {}
                 Err(WriteError::Conflict(found)) => {
                     let mut error =
@@ -326,7 +335,7 @@ impl Api {
             ("Pod", Some(namespace)) => admit::pod(&self.store, namespace, fresh).await?,
             ("PersistentVolumeClaim", _) => storage::admit_claim(&self.store, fresh),
             ("PersistentVolume", _) => storage::admit_volume(fresh),
-            ("Service", _) => admit::cluster_ip(&self.store, self.service_range, fresh)?,
+            ("Service", _) => services::allocate(&self.store, self.service_range, None, fresh)?,
             _ => {}
         }
         // What admission added is defaulted too.
@@ -389,22 +398,10 @@ impl Api {
         resource: &Resource,
         key: String,
         expect: Expect,
-        mut value: Value,
+        value: Value,
     ) -> Result<Record, WriteError> {
-        let attrs = Arc::new(object::attrs(resource, &value));
-        let render = Box::new(move |revision: u64| {
-            meta(&mut value).insert("resourceVersion".into(), revision.to_string().into());
-            super::read::render(&value)
-        });
-        self.store
-            .write(Write {
-                key,
-                expect,
-                change: Change::Put,
-                render,
-                attrs,
-            })
-            .await
+        let write = write_of(resource, key, expect, Change::Put, value);
+        self.store.write(write).await
     }
 
     pub(super) async fn remove(
@@ -412,22 +409,11 @@ impl Api {
         resource: &Resource,
         key: String,
         revision: u64,
-        mut value: Value,
+        value: Value,
     ) -> Result<Record, WriteError> {
-        let attrs = Arc::new(object::attrs(resource, &value));
-        let render = Box::new(move |revision: u64| {
-            meta(&mut value).insert("resourceVersion".into(), revision.to_string().into());
-            super::read::render(&value)
-        });
-        self.store
-            .write(Write {
-                key,
-                expect: Expect::Revision(revision),
-                change: Change::Delete,
-                render,
-                attrs,
-            })
-            .await
+        let expect = Expect::Revision(revision);
+        let write = write_of(resource, key, expect, Change::Delete, value);
+        self.store.write(write).await
     }
 
     /// PUT of an object or subresource.
@@ -563,6 +549,11 @@ impl Api {
         warnings: Vec<String>,
         make: impl Fn(&Value) -> Result<Value, ApiError>,
     ) -> Result<Written, ApiError> {
+        let allocation = if resource.kind == "Service" && sub.is_none() {
+            Some(self.services.lock().await)
+        } else {
+            None
+        };
         for _ in 0..RETRIES {
             let (record, old) = self.fetch(resource, namespace, name)?;
             let mut new = make(&old)?;
@@ -584,25 +575,21 @@ impl Api {
                     ),
                 ));
             }
-            merge_unchangeable(resource, sub, &old, &mut new);
+            change::merge(resource, sub, &old, &mut new);
+            if allocation.is_some() {
+                services::allocate(&self.store, self.service_range, Some(&old), &mut new)?;
+            }
             if let (Some(user), true) = (&options.user, new != old) {
                 self.check_writer(user, resource, sub, Some(&old), &new)?;
             }
-            if matches!(sub, None | Some(Sub::EphemeralContainers | Sub::Resize)) {
-                let mut errors = validate::object(resource, &new);
-                errors.extend(match sub {
-                    Some(Sub::EphemeralContainers) => validate::ephemeral_update(&old, &new),
-                    Some(Sub::Resize) => validate::resize(&old, &new),
-                    _ => validate::update(resource, &old, &new),
-                });
-                if !errors.is_empty() {
-                    return Err(ApiError::invalid(
-                        resource.kind,
-                        resource.group,
-                        name,
-                        &errors,
-                    ));
-                }
+            let errors = change::check(resource, sub, &old, &new);
+            if !errors.is_empty() {
+                return Err(ApiError::invalid(
+                    resource.kind,
+                    resource.group,
+                    name,
+                    &errors,
+                ));
             }
             object::Size::check(&new)?;
             if new == old || options.dry_run {
@@ -646,120 +633,24 @@ impl Api {
     }
 }
 
-/// Restores what the kind of write may not touch, and counts the generation.
-fn merge_unchangeable(resource: &Resource, sub: Option<Sub>, old: &Value, new: &mut Value) {
-    match sub {
-        Some(Sub::Status) => {
-            // Only the status changes, and labels, annotations and finalizers may go along (not for pods).
-            let status = new.get("status").cloned();
-            let metadata = new["metadata"].clone();
-            *new = old.clone();
-            if let Some(status) = status {
-                new["status"] = status;
-            }
-            if resource.kind == "CertificateSigningRequest" {
-                certificates::keep_decision(old, new);
-            }
-            if resource.kind != "Pod" {
-                for key in ["labels", "annotations", "finalizers"] {
-                    match metadata.get(key) {
-                        Some(value) => meta(new).insert(key.into(), value.clone()),
-                        None => meta(new).remove(key),
-                    };
-                }
-            }
-        }
-        Some(Sub::Approval) => {
-            let status = new.get("status").cloned().unwrap_or_default();
-            *new = old.clone();
-            certificates::approve(new, &status);
-        }
-        Some(Sub::EphemeralContainers) => {
-            let wanted = at(new, &["spec", "ephemeralContainers"]).cloned();
-            *new = old.clone();
-            if let Some(wanted) = wanted {
-                new["spec"]["ephemeralContainers"] = wanted;
-            }
-            defaults::apply(resource.kind, new);
-        }
-        Some(Sub::Resize) => {
-            let wanted = std::mem::replace(new, old.clone());
-            for kind in ["containers", "initContainers"] {
-                let containers = new["spec"]
-                    .get_mut(kind)
-                    .and_then(Value::as_array_mut)
-                    .into_iter()
-                    .flatten();
-                for (container, wanted) in containers.zip(list(&wanted, &["spec", kind])) {
-                    if container["name"] == wanted["name"] {
-                        container["resources"] = wanted["resources"].clone();
-                    }
-                }
-            }
-            defaults::apply(resource.kind, new);
-        }
-        Some(Sub::Finalize) => {
-            let finalizers = at(new, &["spec", "finalizers"])
-                .cloned()
-                .unwrap_or(json!([]));
-            *new = old.clone();
-            new["spec"]["finalizers"] = finalizers;
-        }
-        _ => {
-            if resource.has(Sub::Status) {
-                match old.get("status") {
-                    Some(status) => new["status"] = status.clone(),
-                    None => {
-                        new.as_object_mut().map(|o| o.remove("status"));
-                    }
-                }
-            }
-            defaults::apply(resource.kind, new);
-            if resource.kind == "Namespace" {
-                new["spec"] = old["spec"].clone();
-            }
-            if resource.kind == "Service"
-                && old["spec"]["clusterIP"].is_string()
-                && new["spec"]["clusterIP"].is_null()
-            {
-                for key in ["clusterIP", "clusterIPs"] {
-                    new["spec"][key] = old["spec"][key].clone();
-                }
-            }
-        }
-    }
-    restore_metadata(old, new);
-    let annotations = |o: &Value| at(o, &["metadata", "annotations"]).cloned();
-    let changed = old["spec"] != new["spec"]
-        || (resource.kind == "Deployment" && sub.is_none() && annotations(old) != annotations(new));
-    if resource.generation && changed {
-        bump_generation(new);
-    }
-}
-
-/// What of the metadata is the server's alone.
-fn restore_metadata(old: &Value, new: &mut Value) {
-    for key in [
-        "uid",
-        "creationTimestamp",
-        "generation",
-        "deletionTimestamp",
-        "deletionGracePeriodSeconds",
-        "resourceVersion",
-        "namespace",
-        "name",
-        "generateName",
-    ] {
-        match old["metadata"].get(key) {
-            Some(value) => meta(new).insert(key.into(), value.clone()),
-            None => meta(new).remove(key),
-        };
-    }
-}
-
-pub(super) fn bump_generation(object: &mut Value) {
-    let generation = object["metadata"]["generation"].as_i64().unwrap_or(0);
-    if generation > 0 {
-        meta(object).insert("generation".into(), (generation + 1).into());
+fn write_of(
+    resource: &Resource,
+    key: String,
+    expect: Expect,
+    change: Change,
+    mut value: Value,
+) -> Write {
+    let attrs = Arc::new(object::attrs(resource, &value));
+    let render = Box::new(move |revision: u64| {
+        meta(&mut value).insert("resourceVersion".into(), revision.to_string().into());
+        super::read::render(&value)
+    });
+    Write {
+        key,
+        expect,
+        requires: None,
+        change,
+        render,
+        attrs,
     }
 }

@@ -486,13 +486,12 @@ async fn take(
             let Some(path) = directories.and_then(|(dir, _)| made_here(dir, &volume)) else {
                 return Ok(());
             };
-            let removed = tokio::task::spawn_blocking(move || std::fs::remove_dir_all(path)).await;
-            match removed.map_err(|e| io(std::io::Error::other(e)))? {
-                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                    return Err(io(error));
-                }
-                _ => {}
-            }
+            // Pods have written there, and anybody may have mounted something in it: what is not the volume's stays.
+            let remove = move || crate::sys::removal::remove_tree(&path);
+            tokio::task::spawn_blocking(remove)
+                .await
+                .map_err(|e| io(std::io::Error::other(e)))?
+                .map_err(|left| io(std::io::Error::other(left)))?;
             volumes
                 .delete(&volume.name_any(), &DeleteParams::default())
                 .await

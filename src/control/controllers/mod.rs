@@ -27,12 +27,15 @@ use k8s_openapi::api::core::v1::{
     ConfigMap, Namespace, Node, PersistentVolume, PersistentVolumeClaim, Pod, ServiceAccount,
 };
 use k8s_openapi::api::storage::v1::StorageClass;
+use kube::api::{Patch, PatchParams, PostParams};
 use kube::runtime::watcher;
 use kube::{Api, Client, Resource};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use crate::core::digest::fnv64;
 use crate::kubeapi::cache::{Cache, Key, key, revision};
+use crate::kubeapi::client::code;
 
 /// How long a controller waits for its own write to come back before it looks anew.
 const ECHO_TIMEOUT: Duration = Duration::from_secs(5);
@@ -191,7 +194,7 @@ fn controller_of<K: Resource>(object: &K) -> Option<&str> {
         .map(|o| o.uid.as_str())
 }
 
-/// Posts an event about an object; failures are logged, as events never hold anything up.
+/// Posts an event about an object; the same again only counts. Failures are logged, as events never hold anything up.
 pub(super) async fn event<K>(
     client: &Client,
     about: &K,
@@ -207,22 +210,31 @@ pub(super) async fn event<K>(
     let meta = about.meta();
     let namespace = meta.namespace.clone().unwrap_or_else(|| "default".into());
     let now = super::api::object::now();
+    let uid = meta.uid.as_deref().unwrap_or_default();
+    let same = fnv64([uid, component, reason, &message].join("\n").bytes());
+    let name = format!("{}.{same:016x}", meta.name.as_deref().unwrap_or_default());
     let event = serde_json::json!({
         "apiVersion": "v1", "kind": "Event",
-        "metadata": {"name": format!("{}.{}", meta.name.as_deref().unwrap_or_default(), super::api::object::new_uid().replace('-', "")), "namespace": namespace},
+        "metadata": {"name": name, "namespace": namespace},
         "involvedObject": {"kind": kind, "apiVersion": api_version, "name": meta.name, "namespace": namespace, "uid": meta.uid, "resourceVersion": meta.resource_version},
         "reason": reason, "message": message, "type": if warning { "Warning" } else { "Normal" },
         "source": {"component": component}, "reportingComponent": component, "firstTimestamp": now, "lastTimestamp": now, "count": 1,
     });
     let api: Api<k8s_openapi::api::core::v1::Event> = Api::namespaced(client.clone(), &namespace);
-    let sent = match serde_json::from_value(event) {
-        Ok(event) => api
-            .create(&kube::api::PostParams::default(), &event)
-            .await
-            .map(|_| ())
-            .map_err(|e| e.to_string()),
-        Err(error) => Err(error.to_string()),
+    let sent = async {
+        let event = serde_json::from_value(event).map_err(kube::Error::SerdeError)?;
+        match api.create(&PostParams::default(), &event).await {
+            Err(error) if code(&error) == Some(409) => {
+                let count = api.get(&name).await?.count.unwrap_or(1);
+                let again =
+                    serde_json::json!({"count": count.saturating_add(1), "lastTimestamp": now});
+                let patch = Patch::Merge(again);
+                api.patch(&name, &PatchParams::default(), &patch).await
+            }
+            sent => sent,
+        }
     };
+    let sent: Result<_, kube::Error> = sent.await;
     if let Err(error) = sent {
         tracing::debug!(%error, reason, "an event could not be written");
     }

@@ -1,6 +1,7 @@
 //! ReplicaSets: as many pods as asked for (control-plane spec, 5.7).
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::ReplicaSet;
@@ -9,6 +10,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use kube::{Api, Client, ResourceExt as _};
 use serde_json::json;
+use tokio::time::Instant;
 
 use super::Caches;
 use super::Pending;
@@ -16,11 +18,61 @@ use super::any_change;
 use super::controller_of;
 use super::event;
 use crate::control::api::selector::Selector;
+use crate::core::backoff::Doubling;
 use crate::kubeapi::cache::{key, revision};
 
 /// The most pods created or deleted in one go.
 const BURST: usize = 500;
 const COMPONENT: &str = "replicaset-controller";
+
+/// The pause before pods of a set are created anew after a failure: at first, and at most.
+const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(120));
+
+/// Sets whose pods cannot be created, by uid: they are tried again after a while, or when the set is another.
+#[derive(Default)]
+struct Failures(Mutex<HashMap<String, Failure>>);
+
+struct Failure {
+    generation: Option<i64>,
+    next: Instant,
+    retry: Doubling,
+}
+
+impl Failures {
+    fn all(&self) -> MutexGuard<'_, HashMap<String, Failure>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn may_try(&self, set: &ReplicaSet, now: Instant) -> bool {
+        let all = self.all();
+        let failure = set.uid().and_then(|uid| all.get(&uid));
+        failure.is_none_or(|f| f.generation != set.metadata.generation || f.next <= now)
+    }
+
+    fn note(&self, set: &ReplicaSet, failed: bool, now: Instant) {
+        let (mut all, uid) = (self.all(), set.uid().unwrap_or_default());
+        let generation = set.metadata.generation;
+        let before = all
+            .remove(&uid)
+            .filter(|f| failed && f.generation == generation);
+        if failed {
+            let mut retry = before.map_or(RETRY, |f| f.retry);
+            let next = now + retry.pause();
+            let failure = Failure {
+                generation,
+                next,
+                retry,
+            };
+            all.insert(uid, failure);
+        }
+    }
+
+    /// Forgets sets that are gone.
+    fn keep(&self, sets: &[Arc<ReplicaSet>]) {
+        self.all()
+            .retain(|uid, _| sets.iter().any(|s| s.metadata.uid.as_ref() == Some(uid)));
+    }
+}
 
 /// What to do about one ReplicaSet.
 #[derive(Debug, Default, PartialEq)]
@@ -163,7 +215,7 @@ fn plan(set: &ReplicaSet, pods: &[Arc<Pod>], now: jiff::Timestamp) -> Plan {
 
 pub(super) async fn run(client: Client, caches: Caches) {
     let mut changes = [caches.replica_sets.changes(), caches.pods.changes()];
-    let pending = Arc::new(Pending::default());
+    let (pending, failures) = (Arc::new(Pending::default()), Failures::default());
     loop {
         for receiver in &mut changes {
             receiver.mark_unchanged();
@@ -171,6 +223,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
         let (sets, pods) = (caches.replica_sets.list(), caches.pods.list());
         let work = sets.iter().map(|set| {
             let (client, pods, pending, caches) = (client.clone(), &pods, &pending, &caches);
+            let failures = &failures;
             async move {
                 let uid = set.uid().unwrap_or_default();
                 let seen = |(namespace, name): &(String, String)| {
@@ -183,16 +236,23 @@ pub(super) async fn run(client: Client, caches: Caches) {
                     })
                 };
                 if pending.settled(&uid, seen) {
-                    reconcile(&client, set, pods, pending).await;
+                    reconcile(&client, set, pods, pending, failures).await;
                 }
             }
         });
         futures::future::join_all(work).await;
+        failures.keep(&sets);
         any_change(&mut changes, Duration::from_secs(5)).await;
     }
 }
 
-async fn reconcile(client: &Client, set: &ReplicaSet, pods: &[Arc<Pod>], pending: &Pending) {
+async fn reconcile(
+    client: &Client,
+    set: &ReplicaSet,
+    pods: &[Arc<Pod>],
+    pending: &Pending,
+    failures: &Failures,
+) {
     let plan = plan(set, pods, jiff::Timestamp::now());
     let (namespace, name) = key(set);
     let uid = set.uid().unwrap_or_default();
@@ -217,7 +277,10 @@ async fn reconcile(client: &Client, set: &ReplicaSet, pods: &[Arc<Pod>], pending
             "releasing a pod",
         );
     }
-    create(client, &api, set, plan.create, pending).await;
+    if plan.create > 0 && failures.may_try(set, Instant::now()) {
+        let created = create(client, &api, set, plan.create, pending).await;
+        failures.note(set, !created, Instant::now());
+    }
     let deletions = plan.delete.iter().map(|pod| {
         let api = &api;
         async move { (pod, api.delete(pod, &DeleteParams::background()).await) }
@@ -302,14 +365,14 @@ fn new_pod(set: &ReplicaSet) -> Pod {
 }
 
 /// Creates in batches of 1, 2, 4, … and stops at the first batch with a failure, so that a template
-/// that cannot work does not flood the API.
+/// that cannot work does not flood the API. Says whether all could be created.
 async fn create(
     client: &Client,
     api: &Api<Pod>,
     set: &ReplicaSet,
     count: usize,
     pending: &Pending,
-) {
+) -> bool {
     let uid = set.uid().unwrap_or_default();
     let pod = new_pod(set);
     let (mut left, mut batch) = (count, 1);
@@ -348,11 +411,12 @@ async fn create(
                 format!("Error creating: {error}"),
             )
             .await;
-            return;
+            return false;
         }
         left -= size;
         batch *= 2;
     }
+    true
 }
 
 #[cfg(test)]
@@ -382,6 +446,32 @@ mod tests {
             }))
             .expect("a pod"),
         )
+    }
+
+    #[test]
+    fn what_cannot_be_created_is_tried_later_or_when_it_is_another() {
+        let (failures, now) = (Failures::default(), Instant::now());
+        let mut set = set(1);
+        set.metadata.generation = Some(1);
+        let mut pauses = vec![];
+        let mut at = now;
+        for _ in 0..9 {
+            failures.note(&set, true, at);
+            assert!(!failures.may_try(&set, at));
+            let pause = (0..).find(|s| failures.may_try(&set, at + Duration::from_secs(*s)));
+            pauses.push(pause.expect("some time"));
+            at += Duration::from_secs(pauses[pauses.len() - 1]);
+        }
+        assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 64, 120, 120]);
+        set.metadata.generation = Some(2);
+        assert!(failures.may_try(&set, at), "another template may work");
+        failures.note(&set, true, at);
+        assert!(failures.may_try(&set, at + Duration::from_secs(1)));
+        failures.note(&set, false, at);
+        assert!(failures.may_try(&set, at));
+        failures.note(&set, true, at);
+        failures.keep(&[]);
+        assert!(failures.all().is_empty());
     }
 
     #[test]

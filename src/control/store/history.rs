@@ -7,11 +7,26 @@ use super::{Compacted, Event};
 
 /// The most changes that are kept of one kind.
 pub(super) const CHANGES: usize = 8192;
-/// The most bytes of values that are kept of one kind; the newest change is kept whatever its size.
-const BYTES: usize = 16 << 20;
+/// The most bytes that are kept of one kind, with what a change costs besides its value; the newest change is kept whatever
+/// its size.
+const BYTES: usize = 8 << 20;
+
+/// About how many bytes a change takes in memory.
+fn cost(event: &Event) -> usize {
+    // The event itself, its key and two maps that are not empty.
+    const BASE: usize = 512;
+    let attrs = &event.record.attrs;
+    let labels: usize = attrs
+        .labels
+        .iter()
+        .map(|(k, v)| k.len() + v.len() + 64)
+        .sum();
+    let fields: usize = attrs.fields.iter().map(|(_, v)| v.len() + 56).sum();
+    BASE + labels + fields + event.record.value.len()
+}
 
 /// The kind of a key or of a prefix of keys: `pods` of `pods/default/web-1`.
-fn kind(key: &str) -> &str {
+pub(super) fn kind(key: &str) -> &str {
     key.split('/').next().unwrap_or_default()
 }
 
@@ -51,14 +66,14 @@ impl History {
     pub fn push(&mut self, event: Arc<Event>) -> Vec<(String, u64)> {
         let name = kind(&event.key).to_owned();
         let kind = self.kinds.entry(name.clone()).or_default();
-        kind.bytes += event.record.value.len();
+        kind.bytes += cost(&event);
         kind.events.push_back(event);
         let mut dropped = vec![];
         while (kind.events.len() > CHANGES || kind.bytes > BYTES)
             && kind.events.len() > 1
             && let Some(oldest) = kind.events.pop_front()
         {
-            kind.bytes -= oldest.record.value.len();
+            kind.bytes -= cost(&oldest);
             kind.compacted = oldest.revision;
             dropped.push((name.clone(), oldest.revision));
         }
@@ -71,8 +86,13 @@ impl History {
         kind.map_or(self.since, |k| k.compacted.max(self.since))
     }
 
-    /// All changes below `prefix`, which names a kind, that are newer than `after`; oldest first.
-    pub fn after(&self, after: u64, prefix: &str) -> Result<Vec<Arc<Event>>, Compacted> {
+    /// The first `most` changes below `prefix`, which names a kind, that are newer than `after`; oldest first.
+    pub fn after(
+        &self,
+        after: u64,
+        prefix: &str,
+        most: usize,
+    ) -> Result<Vec<Arc<Event>>, Compacted> {
         let oldest = self.oldest(prefix);
         if after < oldest {
             return Err(Compacted {
@@ -88,6 +108,7 @@ impl History {
             .events
             .range(from..)
             .filter(|event| event.key.starts_with(prefix))
+            .take(most)
             .cloned()
             .collect())
     }

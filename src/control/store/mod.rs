@@ -8,14 +8,14 @@
 //!
 //! One thread commits. Writers queue; what has queued up while the disk was busy goes to disk
 //! together (group commit). Readers look at memory only. A watcher pulls changes from its kind's bounded history
-//! at its own pace; one that falls behind is told so ([`Compacted`]) and never skips.
+//! at its own pace, woken by changes of that kind alone; one that falls behind is told so ([`Compacted`]) and never skips.
 
 mod disk;
 mod history;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
-use std::sync::{Arc, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot, watch};
@@ -27,8 +27,8 @@ pub use hyper::body::Bytes;
 
 /// The most writes that share one commit.
 const BATCH: usize = 128;
-/// How long a busy committer waits for more writes to share the next sync, which takes about as long.
-/// One that has been idle for longer than [`IDLE`] commits at once.
+/// How long a committer waits for more writes to share the next sync, which takes about as long. It waits only while several
+/// write at a time: the last commit had more than one write and was less than [`IDLE`] ago.
 const GATHER: Duration = Duration::from_millis(2);
 const IDLE: Duration = Duration::from_millis(5);
 
@@ -37,8 +37,17 @@ const IDLE: Duration = Duration::from_millis(5);
 pub struct Attrs {
     /// `metadata.labels`.
     pub labels: BTreeMap<String, String>,
-    /// The kind's selectable fields, for instance `spec.nodeName`.
-    pub fields: BTreeMap<String, String>,
+    /// The kind's selectable fields, for instance `spec.nodeName`, and their values.
+    pub fields: Vec<(&'static str, String)>,
+}
+
+impl Attrs {
+    /// The value of a selectable field.
+    #[must_use]
+    pub fn field(&self, name: &str) -> Option<&str> {
+        let field = self.fields.iter().find(|(field, _)| *field == name);
+        field.map(|(_, value)| value.as_str())
+    }
 }
 
 /// One version of one object.
@@ -94,6 +103,8 @@ pub struct Write {
     pub key: String,
     /// The condition.
     pub expect: Expect,
+    /// Another key and the revision that it has to be at still, for instance the namespace that the object is created in.
+    pub requires: Option<(String, u64)>,
     /// Put or delete.
     pub change: Change,
     /// Makes the bytes; for a deletion the last content.
@@ -108,6 +119,9 @@ pub enum WriteError {
     /// Another write came first. Holds what is there now.
     #[error("the key is not at the expected revision")]
     Conflict(Option<Record>),
+    /// What the write requires has changed since.
+    #[error("what the write depends on is not at the expected revision")]
+    Overtaken,
     /// The disk refused; the write did not happen.
     #[error("writing to the store failed: {0}")]
     Disk(String),
@@ -135,12 +149,42 @@ struct State {
 
 type Request = (Write, oneshot::Sender<Result<Record, WriteError>>);
 
+/// Announces the newest revision to all, and to those who look at one kind only changes of that kind.
+#[derive(Clone)]
+struct Heads {
+    all: watch::Sender<u64>,
+    kinds: Arc<Mutex<HashMap<String, watch::Sender<u64>>>>,
+}
+
+impl Heads {
+    fn new(revision: u64) -> Heads {
+        Heads {
+            all: watch::Sender::new(revision),
+            kinds: Arc::default(),
+        }
+    }
+
+    fn of(&self, kind: &str) -> watch::Receiver<u64> {
+        let mut kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
+        let head = kinds.entry(kind.to_owned()).or_default();
+        head.subscribe()
+    }
+
+    fn announce(&self, revision: u64, changed: &BTreeSet<String>) {
+        self.all.send_replace(revision);
+        let kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
+        for head in changed.iter().filter_map(|kind| kinds.get(kind)) {
+            head.send_replace(revision);
+        }
+    }
+}
+
 /// A handle to the store; clones share it. The last one dropped ends the committing thread.
 #[derive(Clone)]
 pub struct Store {
     state: Arc<RwLock<State>>,
     queue: mpsc::Sender<Request>,
-    head: watch::Receiver<u64>,
+    heads: Heads,
 }
 
 impl Store {
@@ -180,7 +224,8 @@ impl Store {
             .into_iter()
             .flat_map(|event| state.history.push(event))
             .collect();
-        let (announce, head) = watch::channel(state.revision);
+        let heads = Heads::new(state.revision);
+        let announce = heads.clone();
         let state = Arc::new(RwLock::new(state));
         let (queue, requests) = mpsc::channel(1024);
         let shared = Arc::clone(&state);
@@ -188,7 +233,11 @@ impl Store {
             .name("store".into())
             .spawn(move || commit_loop(disk, dropped, &shared, requests, &announce))
             .expect("a thread can be started while the process starts");
-        Store { state, queue, head }
+        Store {
+            state,
+            queue,
+            heads,
+        }
     }
 
     fn read(&self) -> RwLockReadGuard<'_, State> {
@@ -233,7 +282,8 @@ impl Store {
     ) -> Result<Vec<(Arc<str>, Record)>, Compacted> {
         let (items, _) = self.list(prefix);
         let mut then: BTreeMap<Arc<str>, Record> = items.into_iter().collect();
-        for event in self.changes(revision, prefix)?.into_iter().rev() {
+        let (changes, _) = self.changes(revision, prefix, usize::MAX)?;
+        for event in changes.into_iter().rev() {
             match &event.previous {
                 Some(record) => then.insert(Arc::clone(&event.key), record.clone()),
                 None => then.remove(&event.key),
@@ -242,15 +292,33 @@ impl Store {
         Ok(then.into_iter().collect())
     }
 
-    /// All changes below `prefix`, which names a kind, that are newer than `after`; oldest first.
-    pub fn changes(&self, after: u64, prefix: &str) -> Result<Vec<Arc<Event>>, Compacted> {
-        self.read().history.after(after, prefix)
+    /// The first `most` changes below `prefix`, which names a kind, that are newer than `after`, oldest first; and the
+    /// revision up to which there are no others.
+    pub fn changes(
+        &self,
+        after: u64,
+        prefix: &str,
+        most: usize,
+    ) -> Result<(Vec<Arc<Event>>, u64), Compacted> {
+        let state = self.read();
+        let changes = state.history.after(after, prefix, most)?;
+        let complete = match changes.last() {
+            Some(last) if changes.len() == most => last.revision,
+            _ => state.revision,
+        };
+        Ok((changes, complete))
     }
 
-    /// Announces the newest revision; a watcher waits on it and then asks for [`Store::changes`].
+    /// Announces the newest revision.
     #[must_use]
     pub fn head(&self) -> watch::Receiver<u64> {
-        self.head.clone()
+        self.heads.all.subscribe()
+    }
+
+    /// Announces changes of the kind that `prefix` names; a watcher waits on it and then asks for [`Store::changes`].
+    #[must_use]
+    pub fn head_of(&self, prefix: &str) -> watch::Receiver<u64> {
+        self.heads.of(history::kind(prefix))
     }
 
     /// Performs a conditional write; it is durable when this returns.
@@ -272,7 +340,7 @@ fn commit_loop(
     mut dropped: Vec<(String, u64)>,
     state: &RwLock<State>,
     mut requests: mpsc::Receiver<Request>,
-    announce: &watch::Sender<u64>,
+    heads: &Heads,
 ) {
     let mut last_commit: Option<Instant> = None;
     while let Some(first) = requests.blocking_recv() {
@@ -285,6 +353,7 @@ fn commit_loop(
         {
             batch.push(next);
         }
+        let several = batch.len() > 1;
         let (events, replies) = decide(state, batch);
         let committed = match (&mut disk, events.is_empty()) {
             (Some(disk), false) => {
@@ -295,18 +364,20 @@ fn commit_loop(
             }
             _ => Ok(()),
         };
-        last_commit = Some(Instant::now());
+        last_commit = several.then(Instant::now);
         match committed {
             Ok(()) => {
                 if !events.is_empty() {
                     dropped.clear();
                 }
+                let changed = events.iter().map(|e| history::kind(&e.key).to_owned());
+                let changed = changed.collect();
                 dropped.append(&mut show(state, events));
                 let revision = state
                     .read()
                     .unwrap_or_else(std::sync::PoisonError::into_inner)
                     .revision;
-                announce.send_replace(revision);
+                heads.announce(revision, &changed);
                 for (reply, result) in replies {
                     // A caller that gave up does not need the answer; the write stands.
                     let _ = reply.send(result);
@@ -338,10 +409,17 @@ fn decide(state: &RwLock<State>, batch: Vec<Request>) -> (Vec<Event>, Replies) {
     let mut replies = Vec::with_capacity(batch.len());
     for (write, reply) in batch {
         let key: Arc<str> = write.key.as_str().into();
-        let now = overlay
-            .get(&key)
-            .cloned()
-            .unwrap_or_else(|| state.map.get(&key).cloned());
+        let at = |key: &str| match overlay.get(key) {
+            Some(record) => record.clone(),
+            None => state.map.get(key).cloned(),
+        };
+        let now = at(&key);
+        if let Some((other, revision)) = &write.requires
+            && at(other).map(|record| record.revision) != Some(*revision)
+        {
+            replies.push((reply, Err(WriteError::Overtaken)));
+            continue;
+        }
         let fits = match (write.expect, &now) {
             (Expect::Absent, None) => true,
             (Expect::Revision(expected), Some(record)) => record.revision == expected,
@@ -352,9 +430,14 @@ fn decide(state: &RwLock<State>, batch: Vec<Request>) -> (Vec<Event>, Replies) {
             continue;
         }
         revision += 1;
+        // Most changes leave them alone; versions in the history then share them.
+        let attrs = match &now {
+            Some(before) if before.attrs == write.attrs => Arc::clone(&before.attrs),
+            _ => write.attrs,
+        };
         let record = Record {
             value: (write.render)(revision),
-            attrs: write.attrs,
+            attrs,
             revision,
         };
         overlay.insert(

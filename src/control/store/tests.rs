@@ -4,6 +4,7 @@ fn put(key: &str, expect: Expect, text: &'static str) -> Write {
     Write {
         key: key.into(),
         expect,
+        requires: None,
         change: Change::Put,
         render: Box::new(move |revision| Bytes::from(format!("{text}@{revision}"))),
         attrs: Arc::default(),
@@ -57,7 +58,10 @@ async fn changes_come_in_order_with_the_content_before_them() {
         .write(delete("a/1", second.revision))
         .await
         .expect("delete");
-    let seen = store.changes(1, "a/").expect("history");
+    let (seen, complete) = store.changes(1, "a/", usize::MAX).expect("history");
+    assert_eq!(complete, 4);
+    let (first, complete) = store.changes(1, "a/", 1).expect("history");
+    assert_eq!((first.len(), complete), (1, 3), "the rest comes later");
     let seen: Vec<_> = seen
         .iter()
         .map(|e| {
@@ -78,6 +82,64 @@ async fn changes_come_in_order_with_the_content_before_them() {
     assert!(store.list_at("a/", 4).expect("history").is_empty());
 }
 
+fn changes(store: &Store, after: u64, prefix: &str) -> Result<Vec<Arc<Event>>, Compacted> {
+    store
+        .changes(after, prefix, usize::MAX)
+        .map(|(changes, _)| changes)
+}
+
+#[tokio::test]
+async fn a_write_that_requires_another_key_waits_for_nobody() {
+    let store = Store::in_memory();
+    let requires = |revision| Write {
+        requires: Some(("namespaces/n".into(), revision)),
+        ..put("a/1", Expect::Absent, "x")
+    };
+    assert!(matches!(
+        store.write(requires(1)).await,
+        Err(WriteError::Overtaken)
+    ));
+    let namespace = store
+        .write(put("namespaces/n", Expect::Absent, "n"))
+        .await
+        .expect("put");
+    // Both are decided in one batch: the write sees what came before it in the same one.
+    let (changed, late) = tokio::join!(
+        store.write(put(
+            "namespaces/n",
+            Expect::Revision(namespace.revision),
+            "m"
+        )),
+        store.write(requires(namespace.revision))
+    );
+    let changed = changed.expect("put");
+    assert!(matches!(late, Err(WriteError::Overtaken)));
+    store
+        .write(requires(changed.revision))
+        .await
+        .expect("nothing has changed since");
+}
+
+#[tokio::test]
+async fn watchers_are_woken_by_their_kind_alone() {
+    let store = Store::in_memory();
+    let (mut pods, mut all) = (store.head_of("pods/default/"), store.head());
+    store
+        .write(put("leases/1", Expect::Absent, "x"))
+        .await
+        .expect("put");
+    assert!(all.has_changed().expect("open"));
+    assert!(!pods.has_changed().expect("open"));
+    store
+        .write(put("pods/default/1", Expect::Absent, "x"))
+        .await
+        .expect("put");
+    assert_eq!(
+        (*pods.borrow_and_update(), *all.borrow_and_update()),
+        (2, 2)
+    );
+}
+
 /// Writes `count` keys of a kind, many at once.
 async fn fill(store: &Store, kind: &str, count: usize) {
     let writes = (0..count).map(|i| store.write(put(&format!("{kind}/{i}"), Expect::Absent, "v")));
@@ -93,14 +155,14 @@ async fn a_reader_behind_its_kinds_history_is_told_so() {
     fill(&store, "leases", history::CHANGES + 5).await;
     let oldest = 6;
     assert_eq!(
-        store.changes(0, "leases/").expect_err("too old"),
+        changes(&store, 0, "leases/").expect_err("too old"),
         Compacted { asked: 0, oldest }
     );
     assert!(store.list_at("leases/", 0).is_err());
-    let kept = store.changes(oldest, "leases/").expect("kept");
+    let kept = changes(&store, oldest, "leases/").expect("kept");
     assert_eq!(kept.len(), history::CHANGES);
     // Other kinds keep theirs.
-    assert_eq!(store.changes(0, "pods/").expect("kept").len(), 1);
+    assert_eq!(changes(&store, 0, "pods/").expect("kept").len(), 1);
 }
 
 /// What kill -9 leaves of a store, opened.
@@ -138,7 +200,7 @@ async fn history_survives_a_restart() {
         .expect("put");
     let again = reopened(&file, &copy);
     let seen = |store: &Store, after, prefix| {
-        store.changes(after, prefix).map(|events| {
+        changes(store, after, prefix).map(|events| {
             events
                 .iter()
                 .map(|e| format!("{:?}", e))
@@ -148,8 +210,8 @@ async fn history_survives_a_restart() {
     for (after, prefix) in [(0, "a/"), (2, "a/"), (0, "b/"), (9, "b/"), (0, "c/")] {
         assert_eq!(seen(&again, after, prefix), seen(&store, after, prefix));
     }
-    assert_eq!(again.changes(0, "a/").expect("kept").len(), 5);
-    assert!(again.changes(0, "b/").is_err(), "dropped for good");
+    assert_eq!(changes(&again, 0, "a/").expect("kept").len(), 5);
+    assert!(changes(&again, 0, "b/").is_err(), "dropped for good");
     let then = again.list_at("a/", 2).expect("history");
     assert_eq!(then.len(), 1);
     assert_eq!(then[0].1.value, Bytes::from("y@2"));

@@ -1,10 +1,12 @@
 //! Validation of objects before they are stored (control-plane spec, 4.2 to 4.4).
 
 mod pod;
+mod status;
 mod update;
 
 use serde_json::Value;
 
+pub use status::status;
 pub use update::{ephemeral_update, resize, update};
 
 use super::error::FieldError;
@@ -16,6 +18,8 @@ const SUBDOMAIN: &str = "a lowercase RFC 1123 subdomain must consist of lower ca
 const LABEL: &str = "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?')";
 const LABEL_VALUE: &str = "a valid label must be an empty string or consist of alphanumeric characters, '-', '_' or '.', and must start and end with an alphanumeric character (e.g. 'MyValue',  or 'my_value',  or '12345', regex used for validation is '(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?')";
 const KEY: &str = "a valid config key must consist of alphanumeric characters, '-', '_' or '.' (e.g. 'key.name',  or 'KEY_NAME',  or 'key-name', regex used for validation is '[-._a-zA-Z0-9]+')";
+
+const QUALIFIED: &str = "name part must consist of alphanumeric characters, '-', '_' or '.', and must start and end with an alphanumeric character (e.g. 'MyName',  or 'my.name',  or '123-abc', regex used for validation is '([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]')";
 
 const SEGMENT: &str = "may not be '.' or '..', and may not contain '/' or '%'";
 
@@ -77,7 +81,10 @@ pub fn object(resource: &Resource, object: &Value) -> Errors {
     let mut errors = Errors::new();
     metadata(resource, object, &mut errors);
     match resource.kind {
-        "Pod" => pod::spec(&object["spec"], "spec", None, &mut errors),
+        "Pod" => {
+            pod::spec(&object["spec"], "spec", None, &mut errors);
+            pod::gates(object, &mut errors);
+        }
         "Deployment" | "ReplicaSet" => workload(resource, object, &mut errors),
         "ConfigMap" | "Secret" => {
             for field in ["data", "binaryData"] {
@@ -196,7 +203,11 @@ fn metadata(resource: &Resource, object: &Value, errors: &mut Errors) {
         .flatten()
     {
         if !is_qualified(key) {
-            errors.push(FieldError::invalid("metadata.labels", &key.as_str().into(), "name part must consist of alphanumeric characters, '-', '_' or '.', and must start and end with an alphanumeric character (e.g. 'MyName',  or 'my.name',  or '123-abc', regex used for validation is '([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]')"));
+            errors.push(FieldError::invalid(
+                "metadata.labels",
+                &key.as_str().into(),
+                QUALIFIED,
+            ));
         }
         if !value.as_str().is_some_and(is_label_value) {
             errors.push(FieldError::invalid("metadata.labels", value, LABEL_VALUE));
@@ -352,4 +363,5 @@ fn service(object: &Value, errors: &mut Errors) {
             &["ClusterIP", "ExternalName", "LoadBalancer", "NodePort"],
         ));
     }
+    super::services::validate(object, errors);
 }

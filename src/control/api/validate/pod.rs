@@ -9,6 +9,27 @@ use crate::control::api::delete::MAX_GRACE;
 use crate::control::api::error::FieldError;
 use crate::control::api::object::{at, list, text};
 
+/// Scheduling gates: names of their own kind, and no node while there are any (KEP-3521).
+pub(super) fn gates(pod: &Value, errors: &mut Errors) {
+    let gates = list(pod, &["spec", "schedulingGates"]);
+    let mut seen = HashSet::new();
+    for (i, gate) in gates.iter().enumerate() {
+        let name = text(gate, &["name"]).unwrap_or_default();
+        let field = format!("spec.schedulingGates[{i}].name");
+        if !super::is_qualified(name) {
+            errors.push(FieldError::invalid(field, &name.into(), super::QUALIFIED));
+        } else if !seen.insert(name) {
+            errors.push(FieldError::duplicate(field, name));
+        }
+    }
+    if !gates.is_empty() && text(pod, &["spec", "nodeName"]).is_some_and(|n| !n.is_empty()) {
+        errors.push(FieldError::forbidden(
+            "spec.nodeName",
+            "cannot be set until all schedulingGates have been cleared",
+        ));
+    }
+}
+
 pub(super) fn spec(spec: &Value, path: &str, restart: Option<&[&str]>, errors: &mut Errors) {
     if list(spec, &["containers"]).is_empty() {
         errors.push(FieldError::required(format!("{path}.containers"), ""));

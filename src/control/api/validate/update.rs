@@ -8,24 +8,13 @@ use super::Errors;
 use crate::control::api::error::FieldError;
 use crate::control::api::object::{at, list, text};
 use crate::control::api::resources::Resource;
-use crate::control::api::{certificates, object, rbac, storage};
+use crate::control::api::{certificates, rbac, storage};
 
 /// Checks what an update may change.
 #[must_use]
 pub fn update(resource: &Resource, old: &Value, new: &Value) -> Errors {
     let mut errors = Errors::new();
-    if object::deleting(old) {
-        let had: HashSet<&Value> = list(old, &["metadata", "finalizers"]).iter().collect();
-        if list(new, &["metadata", "finalizers"])
-            .iter()
-            .any(|f| !had.contains(f))
-        {
-            errors.push(FieldError::forbidden(
-                "metadata.finalizers",
-                "no new finalizers can be added if the object is being deleted",
-            ));
-        }
-    }
+    super::status::finalizers(old, new, &mut errors);
     match resource.kind {
         "Deployment" | "ReplicaSet" if old["spec"]["selector"] != new["spec"]["selector"] => {
             errors.push(FieldError::invalid(
@@ -265,14 +254,11 @@ fn pod_update(old: &Value, new: &Value, errors: &mut Errors) {
         "activeDeadlineSeconds",
         "tolerations",
         "terminationGracePeriodSeconds",
+        "schedulingGates",
     ] {
-        match old["spec"].get(key) {
-            Some(value) => comparable[key] = value.clone(),
-            None => {
-                comparable.as_object_mut().map(|m| m.remove(key));
-            }
-        }
+        put(&mut comparable, key, old["spec"].get(key));
     }
+    gated_update(old, new, &mut comparable, errors);
     if comparable != old["spec"] {
         errors.push(FieldError::forbidden("spec", "pod updates may not change fields other than `spec.containers[*].image`,`spec.initContainers[*].image`,`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to existing tolerations),`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was previously negative)"));
     }
@@ -286,4 +272,103 @@ fn pod_update(old: &Value, new: &Value, errors: &mut Errors) {
             "existing toleration can not be modified except its tolerationSeconds",
         ));
     }
+}
+
+fn put(object: &mut Value, key: &str, value: Option<&Value>) {
+    match (value, object.as_object_mut()) {
+        (Some(value), Some(map)) => drop(map.insert(key.into(), value.clone())),
+        (None, Some(map)) => drop(map.remove(key)),
+        (_, None) => {}
+    }
+}
+
+/// Scheduling gates only go; while there are any, the nodes that the pod may go to become fewer (KEP-3838). What may change is
+/// made equal in `comparable`.
+fn gated_update(old: &Value, new: &Value, comparable: &mut Value, errors: &mut Errors) {
+    let gates = list(old, &["spec", "schedulingGates"]);
+    for gate in list(new, &["spec", "schedulingGates"]) {
+        if !gates.contains(gate) {
+            let name = text(gate, &["name"]).unwrap_or_default();
+            errors.push(FieldError::forbidden(
+                "spec.schedulingGates",
+                &format!("only deletion is allowed, but found new scheduling gate {name:?}"),
+            ));
+        }
+    }
+    if gates.is_empty() {
+        return;
+    }
+    let entries = |pod: &Value| {
+        at(pod, &["spec", "nodeSelector"])
+            .and_then(Value::as_object)
+            .cloned()
+            .unwrap_or_default()
+    };
+    let (before, after) = (entries(old), entries(new));
+    if before
+        .iter()
+        .any(|(key, value)| after.get(key) != Some(value))
+    {
+        errors.push(FieldError::invalid(
+            "spec.nodeSelector",
+            &new["spec"]["nodeSelector"],
+            "only additions are allowed while the pod has scheduling gates",
+        ));
+    }
+    put(comparable, "nodeSelector", old["spec"].get("nodeSelector"));
+    if !narrower(old, new) {
+        errors.push(FieldError::invalid(
+            "spec.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution",
+            at(new, &REQUIRED).unwrap_or(&Value::Null),
+            "only additions to the expressions of each term are allowed while the pod has scheduling gates",
+        ));
+    }
+    let Some(affinity) = comparable.get_mut("affinity").filter(|a| a.is_object()) else {
+        // Without one of another kind it came or went with the node affinity.
+        if others(&old["spec"]["affinity"]).is_empty() {
+            put(comparable, "affinity", old["spec"].get("affinity"));
+        }
+        return;
+    };
+    put(
+        affinity,
+        "nodeAffinity",
+        old["spec"]["affinity"].get("nodeAffinity"),
+    );
+    if others(affinity).is_empty() && others(&old["spec"]["affinity"]).is_empty() {
+        put(comparable, "affinity", old["spec"].get("affinity"));
+    }
+}
+
+const REQUIRED: [&str; 4] = [
+    "spec",
+    "affinity",
+    "nodeAffinity",
+    "requiredDuringSchedulingIgnoredDuringExecution",
+];
+
+/// What of an affinity is not about nodes.
+fn others(affinity: &Value) -> Vec<&String> {
+    let fields = affinity.as_object().into_iter().flatten();
+    let others = fields.filter(|(key, value)| *key != "nodeAffinity" && !value.is_null());
+    others.map(|(key, _)| key).collect()
+}
+
+/// Whether a pod's required node affinity selects no node that it did not select before: its terms are alternatives, each
+/// with expressions that all have to hold.
+fn narrower(old: &Value, new: &Value) -> bool {
+    let terms = |pod| at(pod, &REQUIRED).map(|required| list(required, &["nodeSelectorTerms"]));
+    let Some(before) = terms(old) else {
+        return true;
+    };
+    let Some(after) = terms(new) else {
+        return false;
+    };
+    let has_all = |(before, after): (&Value, &Value)| {
+        ["matchExpressions", "matchFields"].iter().all(|key| {
+            let now = list(after, &[key]);
+            list(before, &[key]).iter().all(|e| now.contains(e))
+        })
+    };
+    before.len() == after.len() && before.iter().zip(after).all(has_all)
 }

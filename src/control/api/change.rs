@@ -1,0 +1,148 @@
+//! What a change of an object may touch, by the subresource that it goes through (control-plane spec, 3.5 and 4.4).
+
+use serde_json::{Value, json};
+
+use super::certificates;
+use super::defaults;
+use super::error::FieldError;
+use super::object::{at, list, meta};
+use super::resources::{Resource, Sub};
+use super::services;
+use super::validate;
+
+/// What is wrong with a change of an object or of one of its subresources.
+pub(super) fn check(
+    resource: &Resource,
+    sub: Option<Sub>,
+    old: &Value,
+    new: &Value,
+) -> Vec<FieldError> {
+    let more = match sub {
+        None => validate::update(resource, old, new),
+        Some(Sub::EphemeralContainers) => validate::ephemeral_update(old, new),
+        Some(Sub::Resize) => validate::resize(old, new),
+        Some(Sub::Status) => return validate::status(resource, old, new),
+        _ => return vec![],
+    };
+    let mut errors = validate::object(resource, new);
+    errors.extend(more);
+    errors
+}
+
+/// Restores what the kind of write may not touch, and counts the generation.
+pub(super) fn merge(resource: &Resource, sub: Option<Sub>, old: &Value, new: &mut Value) {
+    match sub {
+        Some(Sub::Status) => {
+            // Only the status changes, and labels, annotations and finalizers may go along (not for pods).
+            let status = new.get("status").cloned();
+            let metadata = new["metadata"].clone();
+            *new = old.clone();
+            if let Some(status) = status {
+                new["status"] = status;
+            }
+            if resource.kind == "Pod"
+                && let Some(class) = at(old, &["status", "qosClass"])
+            {
+                new["status"]["qosClass"] = class.clone();
+            }
+            if resource.kind == "CertificateSigningRequest" {
+                certificates::keep_decision(old, new);
+            }
+            if resource.kind != "Pod" {
+                for key in ["labels", "annotations", "finalizers"] {
+                    match metadata.get(key) {
+                        Some(value) => meta(new).insert(key.into(), value.clone()),
+                        None => meta(new).remove(key),
+                    };
+                }
+            }
+        }
+        Some(Sub::Approval) => {
+            let status = new.get("status").cloned().unwrap_or_default();
+            *new = old.clone();
+            certificates::approve(new, &status);
+        }
+        Some(Sub::EphemeralContainers) => {
+            let wanted = at(new, &["spec", "ephemeralContainers"]).cloned();
+            *new = old.clone();
+            if let Some(wanted) = wanted {
+                new["spec"]["ephemeralContainers"] = wanted;
+            }
+            defaults::apply(resource.kind, new);
+        }
+        Some(Sub::Resize) => {
+            let wanted = std::mem::replace(new, old.clone());
+            for kind in ["containers", "initContainers"] {
+                let containers = new["spec"]
+                    .get_mut(kind)
+                    .and_then(Value::as_array_mut)
+                    .into_iter()
+                    .flatten();
+                for (container, wanted) in containers.zip(list(&wanted, &["spec", kind])) {
+                    if container["name"] == wanted["name"] {
+                        container["resources"] = wanted["resources"].clone();
+                    }
+                }
+            }
+            defaults::apply(resource.kind, new);
+        }
+        Some(Sub::Finalize) => {
+            let finalizers = at(new, &["spec", "finalizers"])
+                .cloned()
+                .unwrap_or(json!([]));
+            *new = old.clone();
+            new["spec"]["finalizers"] = finalizers;
+        }
+        _ => {
+            if resource.has(Sub::Status) {
+                match old.get("status") {
+                    Some(status) => new["status"] = status.clone(),
+                    None => {
+                        new.as_object_mut().map(|o| o.remove("status"));
+                    }
+                }
+            }
+            if resource.kind == "Service" {
+                services::carry_over(old, new);
+            }
+            defaults::apply(resource.kind, new);
+            if resource.kind == "Namespace" {
+                new["spec"] = old["spec"].clone();
+            }
+        }
+    }
+    restore_metadata(old, new);
+    let annotations = |o: &Value| at(o, &["metadata", "annotations"]).cloned();
+    let changed = old["spec"] != new["spec"]
+        || (resource.kind == "Deployment" && sub.is_none() && annotations(old) != annotations(new));
+    if resource.generation && changed {
+        bump_generation(new);
+    }
+}
+
+/// What of the metadata is the server's alone.
+fn restore_metadata(old: &Value, new: &mut Value) {
+    for key in [
+        "uid",
+        "creationTimestamp",
+        "generation",
+        "deletionTimestamp",
+        "deletionGracePeriodSeconds",
+        "resourceVersion",
+        "namespace",
+        "name",
+        "generateName",
+    ] {
+        match old["metadata"].get(key) {
+            Some(value) => meta(new).insert(key.into(), value.clone()),
+            None => meta(new).remove(key),
+        };
+    }
+}
+
+pub(super) fn bump_generation(object: &mut Value) {
+    let generation = object["metadata"]["generation"].as_i64().unwrap_or(0);
+    if generation > 0 {
+        meta(object).insert("generation".into(), (generation + 1).into());
+    }
+}

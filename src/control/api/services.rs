@@ -1,0 +1,258 @@
+//! Addresses and node ports of services (control-plane spec, 4.1 and 5.8): given when a service needs them, kept by its
+//! updates, and free again when it is gone or needs them no more. What is taken is what stored services have, so the caller
+//! holds one lock over choosing and storing.
+
+use std::collections::HashSet;
+use std::ops::RangeInclusive;
+
+use serde_json::{Value, json};
+
+use super::error::{ApiError, FieldError};
+use super::object::{self, list, text};
+use crate::control::store::Store;
+
+/// Where node ports lie.
+const NODE_PORTS: RangeInclusive<i64> = 30_000..=32_767;
+/// The first of them that is given to those who name none: the ones before are for those who do (KEP-3668).
+const FIRST: i64 = 30_086;
+
+fn is(service: &Value, kind: &str) -> bool {
+    text(service, &["spec", "type"]).unwrap_or("ClusterIP") == kind
+}
+
+fn may_have_node_ports(service: &Value) -> bool {
+    is(service, "NodePort") || is(service, "LoadBalancer")
+}
+
+fn needs_node_ports(service: &Value) -> bool {
+    is(service, "NodePort")
+        || is(service, "LoadBalancer") && service["spec"]["allocateLoadBalancerNodePorts"] != false
+}
+
+fn node_port(port: &Value) -> Option<i64> {
+    port["nodePort"].as_i64().filter(|p| *p != 0)
+}
+
+fn ports_of(service: &mut Value) -> impl Iterator<Item = &mut Value> {
+    let ports = service["spec"].get_mut("ports");
+    ports.and_then(Value::as_array_mut).into_iter().flatten()
+}
+
+/// Carries over to an update what was allocated and is not named in it, and takes away what its type no longer has, unless it
+/// was set by this very update (then validation says so).
+pub fn carry_over(old: &Value, new: &mut Value) {
+    let drop_same = |new: &mut Value, keys: &[&str]| {
+        for key in keys {
+            if new["spec"][key] == old["spec"][key]
+                && let Some(spec) = new["spec"].as_object_mut()
+            {
+                spec.remove(*key);
+            }
+        }
+    };
+    let addresses = ["clusterIP", "clusterIPs"];
+    if is(new, "ExternalName") {
+        let also = ["ipFamilies", "ipFamilyPolicy", "internalTrafficPolicy"];
+        drop_same(new, &[&addresses[..], &also].concat());
+    } else if text(old, &["spec", "clusterIP"]).is_some_and(|a| !a.is_empty())
+        && text(new, &["spec", "clusterIP"]).is_none_or(str::is_empty)
+    {
+        for key in addresses {
+            new["spec"][key] = old["spec"][key].clone();
+        }
+    }
+    if !may_have_node_ports(new) {
+        drop_same(
+            new,
+            &["externalTrafficPolicy", "allocateLoadBalancerNodePorts"],
+        );
+    }
+    let before = list(old, &["spec", "ports"]);
+    let same = |port: &Value| {
+        let was = before
+            .iter()
+            .find(|b| b["port"] == port["port"] && protocol(b) == protocol(port));
+        was.and_then(node_port)
+    };
+    let (keep, fill) = (may_have_node_ports(new), needs_node_ports(new));
+    let taken: HashSet<i64> = list(new, &["spec", "ports"])
+        .iter()
+        .filter_map(node_port)
+        .collect();
+    for port in ports_of(new) {
+        let was = same(port);
+        match (node_port(port), was) {
+            (None, Some(was)) if fill && !taken.contains(&was) => port["nodePort"] = was.into(),
+            (Some(own), Some(was)) if !keep && own == was => {
+                port.as_object_mut().map(|p| p.remove("nodePort"));
+            }
+            _ => {}
+        }
+    }
+}
+
+fn protocol(port: &Value) -> &str {
+    text(port, &["protocol"]).unwrap_or("TCP")
+}
+
+/// Gives a service, of which `old` is stored, what it needs and does not have; refuses what another one has.
+pub fn allocate(
+    store: &Store,
+    range: ipnet::Ipv4Net,
+    old: Option<&Value>,
+    service: &mut Value,
+) -> Result<(), ApiError> {
+    if is(service, "ExternalName") {
+        return Ok(());
+    }
+    let has = text(service, &["spec", "clusterIP"]).filter(|a| !a.is_empty());
+    let had = old.and_then(|old| text(old, &["spec", "clusterIP"]));
+    if has.is_none() || has != had {
+        address(store, range, service)?;
+    }
+    node_ports(store, service)
+}
+
+fn refusal(service: &Value, field: String, value: &Value, why: &str) -> ApiError {
+    let error = FieldError::invalid(field, value, why);
+    ApiError::invalid("Service", "", object::name(service), &[error])
+}
+
+fn address(store: &Store, range: ipnet::Ipv4Net, service: &mut Value) -> Result<(), ApiError> {
+    let asked = text(service, &["spec", "clusterIP"])
+        .unwrap_or_default()
+        .to_owned();
+    if asked == "None" {
+        service["spec"]["clusterIPs"] = json!(["None"]);
+        return Ok(());
+    }
+    let services = store.list("services/").0;
+    let taken: HashSet<&str> = services
+        .iter()
+        .filter_map(|(_, r)| r.attrs.field("spec.clusterIP"))
+        .collect();
+    let address = if asked.is_empty() {
+        // The first addresses are kept for well-known services: .1 the API, .10 DNS.
+        range
+            .hosts()
+            .skip(15)
+            .map(|a| a.to_string())
+            .find(|a| !taken.contains(a.as_str()))
+    } else {
+        asked
+            .parse::<std::net::Ipv4Addr>()
+            .ok()
+            .filter(|a| range.contains(a) && !taken.contains(asked.as_str()))
+            .map(|_| asked.clone())
+    };
+    let Some(address) = address else {
+        let why = format!(
+            "failed to allocate IP {asked}: it is taken, or not in the valid range {range}"
+        );
+        let field = "spec.clusterIPs".into();
+        return Err(refusal(service, field, &json!([asked]), &why));
+    };
+    service["spec"]["clusterIP"] = address.as_str().into();
+    service["spec"]["clusterIPs"] = json!([address]);
+    Ok(())
+}
+
+fn node_ports(store: &Store, service: &mut Value) -> Result<(), ApiError> {
+    if !may_have_node_ports(service) {
+        return Ok(());
+    }
+    let (own_namespace, own_name) = (
+        object::namespace(service).unwrap_or_default().to_owned(),
+        object::name(service).to_owned(),
+    );
+    let own_key = format!("services/{own_namespace}/{own_name}");
+    let mut taken: HashSet<i64> = HashSet::new();
+    for (key, record) in store.list("services/").0 {
+        if *key != *own_key
+            && let Ok(other) = serde_json::from_slice::<Value>(&record.value)
+        {
+            taken.extend(
+                list(&other, &["spec", "ports"])
+                    .iter()
+                    .filter_map(node_port),
+            );
+        }
+    }
+    for (i, port) in list(service, &["spec", "ports"]).iter().enumerate() {
+        let Some(number) = node_port(port) else {
+            continue;
+        };
+        let field = format!("spec.ports[{i}].nodePort");
+        if !NODE_PORTS.contains(&number) {
+            let (first, last) = (NODE_PORTS.start(), NODE_PORTS.end());
+            let why = format!(
+                "provided port is not in the valid range. The range of valid ports is {first}-{last}"
+            );
+            return Err(refusal(service, field, &number.into(), &why));
+        }
+        if taken.contains(&number) {
+            let why = "provided port is already allocated";
+            return Err(refusal(service, field, &number.into(), why));
+        }
+    }
+    if !needs_node_ports(service) {
+        return Ok(());
+    }
+    taken.extend(
+        list(service, &["spec", "ports"])
+            .iter()
+            .filter_map(node_port),
+    );
+    let mut free = (FIRST..=*NODE_PORTS.end())
+        .chain(*NODE_PORTS.start()..FIRST)
+        .filter(|p| !taken.contains(p));
+    let mut full = false;
+    for port in ports_of(service).filter(|p| node_port(p).is_none()) {
+        match free.next() {
+            Some(number) => port["nodePort"] = number.into(),
+            None => full = true,
+        }
+    }
+    if full {
+        return Err(ApiError::internal(
+            "failed to allocate a nodePort: range is full",
+        ));
+    }
+    Ok(())
+}
+
+/// Checks ports and addresses against the service's type.
+pub fn validate(service: &Value, errors: &mut Vec<FieldError>) {
+    let kind = text(service, &["spec", "type"]).unwrap_or("ClusterIP");
+    if kind == "ExternalName" {
+        if text(service, &["spec", "externalName"]).is_none_or(str::is_empty) {
+            errors.push(FieldError::required("spec.externalName", ""));
+        }
+        if text(service, &["spec", "clusterIP"]).is_some_and(|a| !a.is_empty() && a != "None") {
+            errors.push(FieldError::forbidden(
+                "spec.clusterIPs",
+                "may not be set when `type` is 'ExternalName'",
+            ));
+        }
+    }
+    if may_have_node_ports(service) && text(service, &["spec", "clusterIP"]) == Some("None") {
+        errors.push(FieldError::invalid(
+            "spec.clusterIPs[0]",
+            &"None".into(),
+            &format!("may not be set to 'None' for {kind} services"),
+        ));
+    }
+    let mut seen = HashSet::new();
+    for (i, port) in list(service, &["spec", "ports"]).iter().enumerate() {
+        let Some(number) = node_port(port) else {
+            continue;
+        };
+        let field = format!("spec.ports[{i}].nodePort");
+        if !may_have_node_ports(service) {
+            let why = format!("may not be used when `type` is '{kind}'");
+            errors.push(FieldError::forbidden(field, &why));
+        } else if !seen.insert((protocol(port), number)) {
+            errors.push(FieldError::duplicate(field, &number.to_string()));
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! What may be written to `/status` (control-plane spec, 3.5): the rules of upstream's status strategies.
+
+use std::collections::HashSet;
+use std::net::IpAddr;
+
+use serde_json::Value;
+
+use super::Errors;
+use crate::control::api::error::FieldError;
+use crate::control::api::object::{self, at, list, text};
+use crate::control::api::resources::Resource;
+
+/// Checks what a write to `/status` changes.
+#[must_use]
+pub fn status(resource: &Resource, old: &Value, new: &Value) -> Errors {
+    let mut errors = Errors::new();
+    super::metadata(resource, new, &mut errors);
+    finalizers(old, new, &mut errors);
+    match resource.kind {
+        "Pod" => pod(old, new, &mut errors),
+        "Deployment" => {
+            counts(new, &mut errors);
+            let of = |o: &Value| o["status"]["collisionCount"].as_i64();
+            if of(new).unwrap_or(0) < of(old).unwrap_or(0) {
+                errors.push(FieldError::invalid(
+                    "status.collisionCount",
+                    &new["status"]["collisionCount"],
+                    "cannot be decremented",
+                ));
+            }
+        }
+        "ReplicaSet" => counts(new, &mut errors),
+        "Namespace" => {
+            let wanted = if object::deleting(new) {
+                "Terminating"
+            } else {
+                "Active"
+            };
+            if text(new, &["status", "phase"]).is_some_and(|p| !p.is_empty() && p != wanted) {
+                errors.push(FieldError::invalid(
+                    "status.phase",
+                    &new["status"]["phase"],
+                    &format!("may only be '{wanted}' as `deletionTimestamp` is"),
+                ));
+            }
+        }
+        "PersistentVolumeClaim" => amounts(new, "capacity", &mut errors),
+        "Node" => {
+            amounts(new, "capacity", &mut errors);
+            amounts(new, "allocatable", &mut errors);
+        }
+        _ => {}
+    }
+    errors
+}
+
+/// An object that is being deleted gets no new finalizers, whatever the endpoint.
+pub(super) fn finalizers(old: &Value, new: &Value, errors: &mut Errors) {
+    let had: HashSet<&Value> = list(old, &["metadata", "finalizers"]).iter().collect();
+    let added = list(new, &["metadata", "finalizers"])
+        .iter()
+        .any(|f| !had.contains(f));
+    if object::deleting(old) && added {
+        errors.push(FieldError::forbidden(
+            "metadata.finalizers",
+            "no new finalizers can be added if the object is being deleted",
+        ));
+    }
+}
+
+/// Numbers of replicas are none below zero, and parts are no more than their wholes.
+fn counts(new: &Value, errors: &mut Errors) {
+    let of = |key: &str| new["status"][key].as_i64().unwrap_or(0);
+    let mut refuse = |key: &str, why: &str| {
+        let field = format!("status.{key}");
+        errors.push(FieldError::invalid(field, &new["status"][key], why));
+    };
+    for key in [
+        "observedGeneration",
+        "replicas",
+        "updatedReplicas",
+        "fullyLabeledReplicas",
+        "readyReplicas",
+        "availableReplicas",
+        "unavailableReplicas",
+        "terminatingReplicas",
+    ] {
+        if of(key) < 0 {
+            refuse(key, "must be greater than or equal to 0");
+        }
+    }
+    for (part, whole) in [
+        ("updatedReplicas", "replicas"),
+        ("fullyLabeledReplicas", "replicas"),
+        ("readyReplicas", "replicas"),
+        ("availableReplicas", "replicas"),
+        ("availableReplicas", "readyReplicas"),
+    ] {
+        if of(part) > of(whole) {
+            refuse(part, &format!("cannot be greater than status.{whole}"));
+        }
+    }
+}
+
+/// Quantities can be read and are none below zero.
+fn amounts(new: &Value, field: &str, errors: &mut Errors) {
+    use crate::core::quantity::Quantity;
+    let amounts = at(new, &["status", field]).and_then(Value::as_object);
+    for (name, value) in amounts.into_iter().flatten() {
+        let text = value.as_str().unwrap_or_default();
+        let fine = match text.parse::<Quantity>() {
+            Ok(amount) => amount >= Quantity::ZERO,
+            Err(_) => value.is_number(),
+        };
+        if !fine {
+            errors.push(FieldError::invalid(
+                format!("status.{field}[{name}]"),
+                value,
+                "must be a quantity greater than or equal to 0",
+            ));
+        }
+    }
+}
+
+fn pod(old: &Value, new: &Value, errors: &mut Errors) {
+    for (one, all) in [("podIP", "podIPs"), ("hostIP", "hostIPs")] {
+        let addresses = list(new, &["status", all]);
+        for (i, address) in addresses.iter().enumerate() {
+            if text(address, &["ip"]).is_none_or(|ip| ip.parse::<IpAddr>().is_err()) {
+                errors.push(FieldError::invalid(
+                    format!("status.{all}[{i}].ip"),
+                    &address["ip"],
+                    "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)",
+                ));
+            }
+        }
+        if let (Some(first), Some(own)) = (addresses.first(), text(new, &["status", one]))
+            && !own.is_empty()
+            && text(first, &["ip"]) != Some(own)
+        {
+            errors.push(FieldError::invalid(
+                format!("status.{all}[0].ip"),
+                &first["ip"],
+                &format!("must be equal to `{one}`"),
+            ));
+        }
+    }
+    let nominated = text(new, &["status", "nominatedNodeName"]).unwrap_or_default();
+    if !nominated.is_empty() && !super::is_subdomain(nominated) {
+        errors.push(FieldError::invalid(
+            "status.nominatedNodeName",
+            &nominated.into(),
+            super::SUBDOMAIN,
+        ));
+    }
+    for (statuses, containers) in [
+        ("containerStatuses", "containers"),
+        ("initContainerStatuses", "initContainers"),
+    ] {
+        for (i, was) in list(old, &["status", statuses]).iter().enumerate() {
+            if ended_for_good(old, was, containers)
+                && list(new, &["status", statuses]).iter().any(|is| {
+                    is["name"] == was["name"] && at(is, &["state", "terminated"]).is_none()
+                })
+            {
+                errors.push(FieldError::forbidden(
+                    format!("status.{statuses}[{i}].state"),
+                    "may not be transitioned to non-terminated state",
+                ));
+            }
+        }
+    }
+}
+
+/// Whether a container that a status shows as ended is never started again, by its pod's and its own restart policy.
+fn ended_for_good(pod: &Value, status: &Value, containers: &str) -> bool {
+    let Some(terminated) = at(status, &["state", "terminated"]) else {
+        return false;
+    };
+    let mut specs = list(pod, &["spec", "containers"])
+        .iter()
+        .chain(list(pod, &["spec", "initContainers"]));
+    // With rules of their own (KEP-5307, KEP-5532) one container may start all others again.
+    if specs.any(|c| at(c, &["restartPolicyRules"]).is_some()) {
+        return false;
+    }
+    let own = list(pod, &["spec", containers])
+        .iter()
+        .find(|c| c["name"] == status["name"])
+        .and_then(|c| text(c, &["restartPolicy"]));
+    let policy = own.or(text(pod, &["spec", "restartPolicy"]));
+    match policy {
+        Some("Never") => true,
+        Some("OnFailure") => terminated["exitCode"] == 0,
+        _ => false,
+    }
+}

@@ -1,0 +1,205 @@
+//! Turns at what costs processor time and can be asked for by anybody: TLS handshakes.
+//!
+//! Thousands of handshakes that begin at once would otherwise stand in the runtime's queue before every request of those
+//! who are known. Each step of a handshake takes a turn; there are fewer turns than processors, and none is held while the
+//! other side is waited for. Sources take turns one after the other, so one that begins thousands delays only itself; of
+//! one source the newest goes first, as who came long ago has most likely given up.
+
+use std::collections::VecDeque;
+use std::net::IpAddr;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
+
+use tokio::sync::oneshot;
+
+/// Who asks: an IPv4 address, or the network of an IPv6 one, as a single host may have all addresses of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Source(IpAddr);
+
+impl From<IpAddr> for Source {
+    fn from(address: IpAddr) -> Source {
+        Source(match address.to_canonical() {
+            IpAddr::V6(ip) => IpAddr::V6((ip.to_bits() >> 64 << 64).into()),
+            v4 => v4,
+        })
+    }
+}
+
+/// The turns of one listener.
+pub(super) struct Turns(Mutex<State>);
+
+struct State {
+    free: usize,
+    /// The sources in the order in which they get a turn, each with those who wait, the newest last.
+    waiting: VecDeque<(Source, Vec<oneshot::Sender<Turn>>)>,
+}
+
+/// A turn, given to the next when it is dropped.
+struct Turn(Option<Arc<Turns>>);
+
+impl Turns {
+    pub fn new(count: usize) -> Arc<Turns> {
+        Arc::new(Turns(Mutex::new(State {
+            free: count,
+            waiting: VecDeque::new(),
+        })))
+    }
+
+    /// As many as leave processors to others: half of them, but one at least.
+    pub fn for_this_machine() -> Arc<Turns> {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        Self::new((processors / 2).max(1))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn take(self: &Arc<Self>, source: Source) -> Option<Turn> {
+        let receiver = {
+            let mut state = self.state();
+            if state.free > 0 {
+                state.free -= 1;
+                return Some(Turn(Some(Arc::clone(self))));
+            }
+            let (sender, receiver) = oneshot::channel();
+            match state.waiting.iter_mut().find(|(s, _)| *s == source) {
+                Some((_, senders)) => {
+                    // Those who have given up are forgotten now and then, so that they do not pile up below the newest.
+                    if senders.len() == senders.capacity() {
+                        senders.retain(|s| !s.is_closed());
+                    }
+                    senders.push(sender);
+                }
+                None => state.waiting.push_back((source, vec![sender])),
+            }
+            receiver
+        };
+        receiver.await.ok()
+    }
+
+    /// Hands a turn to the newest of the source whose time it is.
+    fn pass(self: Arc<Self>) {
+        let mut turn = Turn(Some(Arc::clone(&self)));
+        loop {
+            let next = {
+                let mut state = self.state();
+                let Some((source, mut senders)) = state.waiting.pop_front() else {
+                    state.free += 1;
+                    turn.0 = None;
+                    return;
+                };
+                let next = senders.pop();
+                if !senders.is_empty() {
+                    state.waiting.push_back((source, senders));
+                }
+                next
+            };
+            let Some(next) = next else { continue };
+            match next.send(turn) {
+                Ok(()) => return,
+                // It has given up.
+                Err(back) => turn = back,
+            }
+        }
+    }
+
+    /// Runs `work` in turns: each of its steps waits for one, and gives it back whether or not the work is done.
+    pub async fn run<F: Future>(self: &Arc<Self>, source: Source, work: F) -> F::Output {
+        let mut work = pin!(work);
+        loop {
+            let turn = self.take(source).await;
+            let step = std::future::poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await;
+            drop(turn);
+            if let Poll::Ready(output) = step {
+                return output;
+            }
+            // The step has seen to it that this task is woken when the work can go on.
+            let mut slept = false;
+            std::future::poll_fn(|_| {
+                if std::mem::replace(&mut slept, true) {
+                    Poll::Ready(())
+                } else {
+                    Poll::Pending
+                }
+            })
+            .await;
+        }
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        if let Some(turns) = self.0.take() {
+            turns.pass();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn source(last: u8) -> Source {
+        IpAddr::from([10, 0, 0, last]).into()
+    }
+
+    #[tokio::test]
+    async fn sources_alternate_and_the_newest_of_one_goes_first() {
+        let turns = Turns::new(1);
+        let held = turns.take(source(9)).await;
+        let order = Arc::new(Mutex::new(vec![]));
+        let mut tasks = vec![];
+        for (from, name) in [
+            (1, "a1"),
+            (1, "a2"),
+            (1, "a3"),
+            (1, "a4"),
+            (2, "b1"),
+            (3, "c1"),
+        ] {
+            let (turns, order) = (Arc::clone(&turns), Arc::clone(&order));
+            tasks.push(tokio::spawn(async move {
+                let turn = turns.take(source(from)).await;
+                order.lock().expect("not poisoned").push(name);
+                drop(turn);
+            }));
+            tokio::task::yield_now().await;
+        }
+        // Whoever gives up costs nobody a turn.
+        tasks.remove(2).abort();
+        tokio::task::yield_now().await;
+        drop(held);
+        for task in tasks {
+            task.await.expect("not cancelled");
+        }
+        let order = order.lock().expect("not poisoned").clone();
+        assert_eq!(order, ["a4", "b1", "c1", "a2", "a1"]);
+        assert_eq!(turns.state().free, 1, "no turn is lost");
+    }
+
+    #[tokio::test]
+    async fn no_turn_is_held_while_the_other_side_is_waited_for() {
+        let turns = Turns::new(1);
+        let (go, gone) = oneshot::channel::<()>();
+        let slow = tokio::spawn({
+            let turns = Arc::clone(&turns);
+            async move { turns.run(source(1), gone).await }
+        });
+        tokio::task::yield_now().await;
+        assert_eq!(turns.run(source(2), async { 7 }).await, 7);
+        go.send(()).expect("it waits");
+        slow.await.expect("ended").expect("sent");
+        assert_eq!(turns.state().free, 1);
+    }
+
+    #[test]
+    fn a_network_is_one_source() {
+        let source = |text: &str| Source::from(text.parse::<IpAddr>().expect("an address"));
+        assert_eq!(source("2001:db8::1"), source("2001:db8::ffff:2"));
+        assert_ne!(source("2001:db8::1"), source("2001:db8:0:1::1"));
+        assert_eq!(source("::ffff:10.0.0.1"), source("10.0.0.1"));
+        assert_ne!(source("10.0.0.2"), source("10.0.0.1"));
+    }
+}
