@@ -115,9 +115,14 @@ impl Connection {
     fn worth(&self, limits: Limits) -> Option<u8> {
         let under_way = Arc::strong_count(&self.busy) - 1;
         if under_way == 0 {
-            // One that has just come gets the time to ask something.
-            let new = limits.strangers_give_way && self.since.elapsed() < FRESH;
-            Some(if new { 3 } else { 0 })
+            // One that has just come gets the time to ask something; between two requests of somebody known the next may be on
+            // its way.
+            let new = self.since.elapsed() < FRESH;
+            Some(match limits.strangers_give_way {
+                true if self.vouched => 4,
+                true if new => 3,
+                _ => 0,
+            })
         } else if Arc::strong_count(&self.receiving) > under_way {
             Some(1)
         } else {
@@ -510,6 +515,20 @@ mod tests {
             known.await.expect("ended").contains("END"),
             "whoever is known is not cut off"
         );
+    }
+
+    #[tokio::test]
+    async fn strangers_give_way_to_idle_connections_of_who_is_known() {
+        let at = server(4).await;
+        let mut known = TcpStream::connect(at).await.expect("connected");
+        assert!(ask(&mut known, "/known").await.contains("END"));
+        tokio::time::sleep(FRESH + Duration::from_millis(100)).await;
+        let mut strangers = vec![];
+        for _ in 0..20 {
+            strangers.push(TcpStream::connect(at).await.expect("connected"));
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(ask(&mut known, "/").await.contains("END"));
     }
 
     #[tokio::test]

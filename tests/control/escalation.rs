@@ -472,3 +472,24 @@ async fn nodes_and_bootstrap_tokens_may_little() {
         assert_eq!(reply.code, code, "{url}: {}", reply.body);
     }
 }
+
+/// The proxy to nodes shows its certificate to whatever a node's status names: it calls agents and opens nothing here.
+#[tokio::test]
+async fn the_proxys_certificate_opens_nothing_here() {
+    let server = Server::with_roles().await;
+    let proxy = holdfast::control::api::rbac::NODE_CLIENT;
+    for (method, url, code) in [
+        ("GET", "/api/v1/secrets", 403),
+        ("PUT", "/api/v1/nodes/n/status", 403),
+        ("GET", PODS, 403),
+        ("DELETE", "/api/v1/nodes/n", 403),
+        (
+            "POST",
+            "/apis/rbac.authorization.k8s.io/v1/clusterroles",
+            403,
+        ),
+    ] {
+        let reply = server.call_as(proxy, &[], method, url, &json!({})).await;
+        assert_eq!(reply.code, code, "{method} {url}: {}", reply.body);
+    }
+}

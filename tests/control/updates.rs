@@ -15,17 +15,12 @@ async fn patches(server: &Server, rows: Vec<(String, Value, u16)>) {
 }
 
 #[tokio::test]
-async fn a_status_is_validated_and_deleting_objects_get_no_finalizers() {
+async fn a_pods_status_is_validated() {
     let server = Server::new().await;
     let mut never = pod("never");
     never["spec"]["restartPolicy"] = json!("Never");
     server.ok("POST", PODS, &never).await;
     server.ok("POST", PODS, &pod("always")).await;
-    let sets = "/apis/apps/v1/namespaces/default/replicasets";
-    let labels = json!({"a": "1"});
-    let set = json!({"metadata": {"name": "s"}, "spec": {"replicas": 1, "selector": {"matchLabels": labels},
-        "template": {"metadata": {"labels": labels}, "spec": pod("x")["spec"]}}});
-    server.ok("POST", sets, &set).await;
     let ended = json!({"status": {"containerStatuses": [{"name": "c", "image": "i", "imageID": "", "ready": false, "restartCount": 0,
         "state": {"terminated": {"exitCode": 0}}}]}});
     let mut again = ended.clone();
@@ -63,6 +58,24 @@ async fn a_status_is_validated_and_deleting_objects_get_no_finalizers() {
             (status("never"), again.clone(), 422),
             (status("always"), ended, 200),
             (status("always"), again, 200),
+        ],
+    )
+    .await;
+    let body = server.ok("GET", &status("never"), &Value::Null).await;
+    assert_eq!(body["status"]["qosClass"], "BestEffort");
+}
+
+#[tokio::test]
+async fn counts_phases_and_labels_are_validated_and_deleting_objects_get_no_finalizers() {
+    let server = Server::new().await;
+    let sets = "/apis/apps/v1/namespaces/default/replicasets";
+    let labels = json!({"a": "1"});
+    let set = json!({"metadata": {"name": "s"}, "spec": {"replicas": 1, "selector": {"matchLabels": labels},
+        "template": {"metadata": {"labels": labels}, "spec": pod("x")["spec"]}}});
+    server.ok("POST", sets, &set).await;
+    patches(
+        &server,
+        vec![
             (
                 format!("{sets}/s/status"),
                 json!({"status": {"replicas": -1}}),
@@ -102,8 +115,6 @@ async fn a_status_is_validated_and_deleting_objects_get_no_finalizers() {
         ],
     )
     .await;
-    let body = server.ok("GET", &status("never"), &Value::Null).await;
-    assert_eq!(body["status"]["qosClass"], "BestEffort");
     server
         .ok("DELETE", &format!("{sets}/s"), &Value::Null)
         .await;
@@ -272,6 +283,24 @@ async fn services_have_what_their_type_needs() {
     let address = back.body["spec"]["clusterIP"].as_str().unwrap().to_owned();
     assert!(address.starts_with("10.96."), "{}", back.body);
     assert_eq!(back.body["spec"]["clusterIPs"], json!([address]));
+}
+
+#[tokio::test]
+async fn a_rollout_has_to_be_able_to_move() {
+    let server = Server::new().await;
+    let deployments = "/apis/apps/v1/namespaces/default/deployments";
+    for (surge, unavailable, code) in [
+        (json!(0), json!("0%"), 422),
+        (json!("0%"), json!(1), 201),
+        (json!(1), json!(0), 409),
+    ] {
+        let rolling = json!({"maxSurge": surge, "maxUnavailable": unavailable});
+        let template = json!({"metadata": {"labels": {"a": "1"}}, "spec": pod("x")["spec"]});
+        let deployment = json!({"metadata": {"name": "d"}, "spec": {"strategy": {"rollingUpdate": rolling},
+            "selector": {"matchLabels": {"a": "1"}}, "template": template}});
+        let reply = server.call("POST", deployments, &deployment).await;
+        assert_eq!(reply.code, code, "{}", reply.body);
+    }
 }
 
 #[tokio::test]

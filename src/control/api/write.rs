@@ -230,11 +230,7 @@ impl Api {
         for _ in 0..8 {
             let mut fresh = body.clone();
             if !fixed_name && !generate.is_empty() {
-                let prefix: String = generate.chars().take(58).collect();
-                meta(&mut fresh).insert(
-                    "name".into(),
-                    format!("{prefix}{}", object::name_suffix()).into(),
-                );
+                generate_name(&mut fresh, &generate);
             }
             let name = object::name(&fresh).to_owned();
             // The namespace has to be as it was looked at when the object is stored: one that ends meanwhile gets no more.
@@ -284,16 +280,7 @@ impl Api {
                 }
                 Err(WriteError::Overtaken) => {}
                 Err(WriteError::Conflict(_)) if !fixed_name => {}
-                Err(WriteError::Conflict(found)) => {
-                    let mut error =
-                        ApiError::already_exists(resource.group, resource.plural, &name);
-                    let old: Option<Value> =
-                        found.and_then(|r| serde_json::from_slice(&r.value).ok());
-                    if old.is_some_and(|o| deleting(&o)) {
-                        error.message = format!("object is being deleted: {}", error.message);
-                    }
-                    return Err(error);
-                }
+                Err(WriteError::Conflict(found)) => return Err(taken(resource, &name, found)),
                 Err(other) => return Err(ApiError::internal(other)),
             }
         }
@@ -631,6 +618,22 @@ impl Api {
         }
         Err(ApiError::modified(resource.group, resource.plural, name))
     }
+}
+
+fn generate_name(object: &mut Value, beginning: &str) {
+    let beginning: String = beginning.chars().take(58).collect();
+    let name = format!("{beginning}{}", object::name_suffix());
+    meta(object).insert("name".into(), name.into());
+}
+
+/// The refusal of a name that `found` has.
+fn taken(resource: &Resource, name: &str, found: Option<Record>) -> ApiError {
+    let mut error = ApiError::already_exists(resource.group, resource.plural, name);
+    let old: Option<Value> = found.and_then(|r| serde_json::from_slice(&r.value).ok());
+    if old.is_some_and(|o| deleting(&o)) {
+        error.message = format!("object is being deleted: {}", error.message);
+    }
+    error
 }
 
 fn write_of(

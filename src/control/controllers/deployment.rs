@@ -223,6 +223,15 @@ fn owner(deployment: &Deployment) -> OwnerReference {
     }
 }
 
+/// Whether a set that has the name of `wanted` is of another template or another owner. If not it was made a moment ago and has
+/// not been seen yet, or is gone again.
+fn collides(taken: Option<&ReplicaSet>, wanted: &ReplicaSet) -> bool {
+    let template = |set: &ReplicaSet| set.spec.as_ref().and_then(|s| s.template.clone());
+    taken.is_some_and(|taken| {
+        controller_of(taken) != controller_of(wanted) || template(taken) != template(wanted)
+    })
+}
+
 /// Creates the set of the present template with no replicas yet. `None` if its name is taken by a set
 /// of another template: the collision is counted and another name is tried next time.
 async fn create(
@@ -289,13 +298,7 @@ async fn create(
         Ok(set) => Ok(Some(set)),
         Err(error) if crate::kubeapi::client::code(&error) == Some(409) => {
             let taken = sets.get_opt(&set.name_any()).await?;
-            // Gone again, or made a moment ago and not seen yet: no other template has the name.
-            let ours = |t: &ReplicaSet| {
-                controller_of(t) == deployment.metadata.uid.as_deref()
-                    && t.spec.as_ref().and_then(|s| s.template.as_ref())
-                        == set.spec.as_ref().and_then(|s| s.template.as_ref())
-            };
-            if taken.as_ref().is_none_or(ours) {
+            if !collides(taken.as_ref(), &set) {
                 return Ok(None);
             }
             let namespace = deployment.namespace().unwrap_or_default();
@@ -384,4 +387,25 @@ async fn clean_up(
             .await?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_another_template_or_owner_is_a_collision() {
+        let set = |uid: &str, image: &str| -> ReplicaSet {
+            serde_json::from_value(json!({
+                "metadata": {"name": "d-1", "ownerReferences": [{"apiVersion": "apps/v1", "kind": "Deployment", "name": "d", "uid": uid, "controller": true}]},
+                "spec": {"selector": {}, "template": {"spec": {"containers": [{"name": "c", "image": image}]}}},
+            }))
+            .expect("a set")
+        };
+        let wanted = set("u", "i:1");
+        assert!(!collides(None, &wanted), "gone again");
+        assert!(!collides(Some(&set("u", "i:1")), &wanted), "ours");
+        assert!(collides(Some(&set("u", "i:2")), &wanted));
+        assert!(collides(Some(&set("other", "i:1")), &wanted));
+    }
 }

@@ -285,7 +285,18 @@ fn workload(resource: &Resource, object: &Value, errors: &mut Errors) {
                     "may not be specified when strategy `type` is 'Recreate'",
                 ))
             }
-            Some("Recreate" | "RollingUpdate") | None => {}
+            Some("Recreate") => {}
+            Some("RollingUpdate") | None => {
+                let rolling = &strategy["rollingUpdate"];
+                let none = |value: &Value| *value == 0 || *value == "0%";
+                if none(&rolling["maxSurge"]) && none(&rolling["maxUnavailable"]) {
+                    errors.push(FieldError::invalid(
+                        "spec.strategy.rollingUpdate.maxUnavailable",
+                        &rolling["maxUnavailable"],
+                        "may not be 0 when `maxSurge` is 0",
+                    ));
+                }
+            }
             Some(other) => errors.push(FieldError::unsupported(
                 "spec.strategy.type",
                 other,
