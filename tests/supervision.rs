@@ -151,9 +151,12 @@ fn a_control_plane_that_dies_comes_back() {
     cluster.up();
     let (runs, text) = status();
     assert!(runs && !text.contains("without a supervisor"), "{text}");
+    the_networks_file_is_written_anew(&cluster);
+}
 
-    // The network's file is written anew, and `down` needs it too: without it no pod ends.
-    let image = support::busybox(&cluster);
+/// By `up`, and by `down`, which needs it too: without it no pod ends.
+fn the_networks_file_is_written_anew(cluster: &Cluster) {
+    let image = support::busybox(cluster);
     cluster.kubectl(&[
         "run",
         "p",

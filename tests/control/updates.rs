@@ -73,72 +73,30 @@ async fn counts_phases_and_labels_are_validated_and_deleting_objects_get_no_fina
     let set = json!({"metadata": {"name": "s"}, "spec": {"replicas": 1, "selector": {"matchLabels": labels},
         "template": {"metadata": {"labels": labels}, "spec": pod("x")["spec"]}}});
     server.ok("POST", sets, &set).await;
-    patches(
-        &server,
-        vec![
-            (
-                format!("{sets}/s/status"),
-                json!({"status": {"replicas": -1}}),
-                422,
-            ),
-            (
-                format!("{sets}/s/status"),
-                json!({"status": {"replicas": 1, "readyReplicas": 2}}),
-                422,
-            ),
-            (
-                format!("{sets}/s/status"),
-                json!({"status": {"replicas": 1, "readyReplicas": 1}}),
-                200,
-            ),
-            // Labels of other kinds may go along, and are labels all the same.
-            (
-                format!("{sets}/s/status"),
-                json!({"metadata": {"labels": {"-": "x"}}}),
-                422,
-            ),
-            (
-                "/api/v1/namespaces/other/status".into(),
-                json!({"status": {"phase": "Terminating"}}),
-                422,
-            ),
-            (
-                "/api/v1/namespaces/other/status".into(),
-                json!({"status": {"phase": "Active"}}),
-                200,
-            ),
-            (
-                format!("{sets}/s"),
-                json!({"metadata": {"finalizers": ["a.b/c"]}}),
-                200,
-            ),
-        ],
-    )
-    .await;
+    let of_set = |patch: Value, code: u16| (format!("{sets}/s/status"), patch, code);
+    let phase = |phase: &str| json!({"status": {"phase": phase}});
+    let namespace = "/api/v1/namespaces/other/status";
+    let more = json!({"metadata": {"finalizers": ["a.b/c", "d.e/f"]}});
+    let rows = vec![
+        of_set(json!({"status": {"replicas": -1}}), 422),
+        of_set(json!({"status": {"replicas": 1, "readyReplicas": 2}}), 422),
+        of_set(json!({"status": {"replicas": 1, "readyReplicas": 1}}), 200),
+        // Labels of other kinds may go along, and are labels all the same.
+        of_set(json!({"metadata": {"labels": {"-": "x"}}}), 422),
+        (namespace.to_owned(), phase("Terminating"), 422),
+        (namespace.to_owned(), phase("Active"), 200),
+        of_set(json!({"metadata": {"finalizers": ["a.b/c"]}}), 200),
+    ];
+    patches(&server, rows).await;
     server
         .ok("DELETE", &format!("{sets}/s"), &Value::Null)
         .await;
-    patches(
-        &server,
-        vec![
-            (
-                format!("{sets}/s/status"),
-                json!({"metadata": {"finalizers": ["a.b/c", "d.e/f"]}}),
-                422,
-            ),
-            (
-                format!("{sets}/s"),
-                json!({"metadata": {"finalizers": ["a.b/c", "d.e/f"]}}),
-                422,
-            ),
-            (
-                format!("{sets}/s/status"),
-                json!({"metadata": {"finalizers": []}}),
-                200,
-            ),
-        ],
-    )
-    .await;
+    let rows = vec![
+        of_set(more.clone(), 422),
+        (format!("{sets}/s"), more, 422),
+        of_set(json!({"metadata": {"finalizers": []}}), 200),
+    ];
+    patches(&server, rows).await;
     let gone = server.call("GET", &format!("{sets}/s"), &Value::Null).await;
     assert_eq!(gone.code, 404);
 }
@@ -261,7 +219,15 @@ async fn services_have_what_their_type_needs() {
     assert!(node_ports(&plain).is_empty());
     assert_eq!(plain["spec"].get("externalTrafficPolicy"), None);
     patches(&server, vec![(format!("{SERVICES}/s1"), own(30_001), 200)]).await;
+}
 
+#[tokio::test]
+async fn a_service_gets_an_address_when_it_is_external_no_more() {
+    let server = Server::new().await;
+    server
+        .ok("POST", SERVICES, &service("s0", "NodePort"))
+        .await;
+    let url = format!("{SERVICES}/s0");
     let external = json!({"spec": {"type": "ExternalName", "externalName": "a.b"}});
     patches(
         &server,

@@ -157,10 +157,8 @@ fn address(store: &Store, range: ipnet::Ipv4Net, service: &mut Value) -> Result<
     Ok(())
 }
 
-fn node_ports(store: &Store, service: &mut Value) -> Result<(), ApiError> {
-    if !may_have_node_ports(service) {
-        return Ok(());
-    }
+/// The node ports of all other services.
+fn taken_node_ports(store: &Store, service: &Value) -> HashSet<i64> {
     let (own_namespace, own_name) = (
         object::namespace(service).unwrap_or_default().to_owned(),
         object::name(service).to_owned(),
@@ -178,6 +176,14 @@ fn node_ports(store: &Store, service: &mut Value) -> Result<(), ApiError> {
             );
         }
     }
+    taken
+}
+
+fn node_ports(store: &Store, service: &mut Value) -> Result<(), ApiError> {
+    if !may_have_node_ports(service) {
+        return Ok(());
+    }
+    let mut taken = taken_node_ports(store, service);
     for (i, port) in list(service, &["spec", "ports"]).iter().enumerate() {
         let Some(number) = node_port(port) else {
             continue;
