@@ -228,7 +228,7 @@ impl Bus {
         self.serial += 1;
         self.stream
             .write_all(&call(method, arguments, self.serial))?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + REPLY_TIMEOUT;
         for _ in 0..SKIPPED {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
