@@ -9,6 +9,7 @@ use kube::api::ListParams;
 use super::pod::{sources, static_uids};
 use crate::config::Config;
 use crate::core::pod::actions::{self, Health};
+use crate::core::pod::full_name_of;
 use crate::core::pod::observed::ObservedPod;
 use crate::core::pod::probe::Probed;
 use crate::core::pod::{self, resize};
@@ -66,7 +67,7 @@ fn plan(wanted: &[Pod], running: &[(ListedPod, ObservedPod)]) -> Plan {
         .iter()
         .filter(|(r, _)| !wanted.iter().any(|w| pod::uid(w) == r.uid))
     {
-        let name = format!("{}_{}", pod.name, pod.namespace);
+        let name = full_name_of(&pod.namespace, &pod.name);
         match plan.started.iter().position(|started| *started == name) {
             Some(place) => plan.replaced.push(plan.started.remove(place)),
             None => plan.ended.push(name),

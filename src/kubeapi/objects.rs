@@ -188,13 +188,13 @@ where
         }
     }
 
-    /// Keeps objects of a namespace watched; `news` is told of every change after the first sight.
+    /// Keeps objects of a namespace watched; `on_change` is told of every change after the first sight.
     #[must_use]
     pub fn follow<'a>(
         &self,
         namespace: &str,
         names: impl Iterator<Item = &'a String>,
-        news: &OnChange,
+        on_change: &OnChange,
     ) -> Following {
         let mut registry = lock(&self.registry);
         let mut ends: Vec<Box<dyn FnOnce() + Send + Sync>> = vec![];
@@ -207,7 +207,7 @@ where
                 .entry(key.clone())
                 .or_insert_with(|| self.begin(&key));
             entry.idle = None;
-            lock(&entry.users).insert(token, Arc::clone(news));
+            lock(&entry.users).insert(token, Arc::clone(on_change));
             let (registry, idle) = (Arc::clone(&self.registry), Arc::clone(&self.idle));
             ends.push(Box::new(move || {
                 if let Some(entry) = lock(&registry).entries.get_mut(&key) {
@@ -281,7 +281,7 @@ async fn follow<K: Referable>(
 ) where
     K::DynamicType: Default,
 {
-    let eye = Watcher {
+    let watcher = Watcher {
         api,
         fields: format!("metadata.name={name}"),
         sender,
@@ -290,7 +290,7 @@ async fn follow<K: Referable>(
     let (mut from, mut pause) = (None, PAUSE.0);
     loop {
         let begun = Instant::now();
-        match eye.look(&mut from).await {
+        match watcher.look(&mut from).await {
             // What was seen last holds, for those who still ask.
             Ok(Over::ForGood) => return std::future::pending().await,
             // Servers end watches after some minutes. One that ends them at once is not asked without a pause.
@@ -307,7 +307,7 @@ async fn follow<K: Referable>(
                     _ => PAUSE.1,
                 };
                 pause = failure.retry_after().unwrap_or(pause).min(most);
-                eye.unreachable(failure);
+                watcher.unreachable(failure);
             }
         }
         tokio::time::sleep(pause).await;
@@ -506,11 +506,11 @@ mod tests {
         let watched: Watched<ConfigMap> = Watched::new(fake.client());
         let told = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&told);
-        let news: OnChange = Arc::new(move || _ = counted.fetch_add(1, Ordering::Relaxed));
+        let on_change: OnChange = Arc::new(move || _ = counted.fetch_add(1, Ordering::Relaxed));
         let names = ["m".to_owned()];
         let (one, two) = (
-            watched.follow("n", names.iter(), &news),
-            watched.follow("n", names.iter(), &news),
+            watched.follow("n", names.iter(), &on_change),
+            watched.follow("n", names.iter(), &on_change),
         );
         assert!(matches!(
             watched.get("n", "m").await,

@@ -124,13 +124,13 @@ pub trait PodApi: Send + Sync + 'static {
     ) -> Result<(), ApiFailure>;
     /// The runtime's handler for a RuntimeClass.
     async fn runtime_handler(&self, class: &str) -> Result<String, ApiFailure>;
-    /// Keeps these objects of a namespace watched, so that reading them costs nothing; `news` is told of changes.
+    /// Keeps these objects of a namespace watched, so that reading them costs nothing; `on_change` is told of changes.
     fn follow(
         &self,
         namespace: &str,
         config_maps: &BTreeSet<String>,
         secrets: &BTreeSet<String>,
-        news: &OnChange,
+        on_change: &OnChange,
     ) -> Following;
     /// The services; `None` until they have been read once.
     fn services(&self) -> Option<Vec<Arc<Service>>>;
@@ -425,11 +425,11 @@ impl PodApi for KubePods {
         namespace: &str,
         config_maps: &BTreeSet<String>,
         secrets: &BTreeSet<String>,
-        news: &OnChange,
+        on_change: &OnChange,
     ) -> Following {
         self.config_maps
-            .follow(namespace, config_maps.iter(), news)
-            .and(self.secrets.follow(namespace, secrets.iter(), news))
+            .follow(namespace, config_maps.iter(), on_change)
+            .and(self.secrets.follow(namespace, secrets.iter(), on_change))
     }
 
     fn services(&self) -> Option<Vec<Arc<Service>>> {

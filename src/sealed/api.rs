@@ -172,9 +172,9 @@ impl PodApi for SealedApi {
         namespace: &str,
         config_maps: &BTreeSet<String>,
         secrets: &BTreeSet<String>,
-        news: &OnChange,
+        on_change: &OnChange,
     ) -> Following {
-        self.api.follow(namespace, config_maps, secrets, news)
+        self.api.follow(namespace, config_maps, secrets, on_change)
     }
 
     fn services(&self) -> Option<Vec<Arc<Service>>> {

@@ -1,9 +1,21 @@
-//! Small files that must never be seen half written.
+//! Small files: read as a whole and no further than they may be long, never seen half written.
 
 use std::fs;
-use std::io::{self, Write as _};
+use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
+
+/// The text of a file of at most `limit` bytes; `InvalidData` where it is longer, or no text. Blocking.
+pub fn read_text(path: &Path, limit: u64) -> io::Result<String> {
+    let mut text = String::new();
+    let file = fs::File::open(path)?;
+    file.take(limit + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > limit {
+        let why = format!("the file is larger than {limit} bytes");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+    }
+    Ok(text)
+}
 
 fn aside(path: &Path, content: &[u8]) -> io::Result<(PathBuf, fs::File)> {
     let aside = PathBuf::from(format!("{}.new", path.display()));

@@ -200,14 +200,14 @@ impl PodApi for World {
         _: &str,
         maps: &BTreeSet<String>,
         _: &BTreeSet<String>,
-        news: &OnChange,
+        on_change: &OnChange,
     ) -> Following {
         let mut state = self.state();
         state.next += 1;
         let token = state.next;
         state
             .followers
-            .insert(token, (maps.clone(), Arc::clone(news)));
+            .insert(token, (maps.clone(), Arc::clone(on_change)));
         let world = Arc::downgrade(&self.0);
         Following::until(move || {
             if let Some(state) = world.upgrade() {

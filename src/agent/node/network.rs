@@ -8,7 +8,7 @@ use crate::config::Config;
 use crate::core::node::addresses::changed;
 use crate::core::pod::dns::{Resolver, check_host};
 use crate::host::blocking;
-use crate::sys::addresses;
+use crate::sys::{addresses, file};
 
 /// The largest resolver configuration that is read.
 const LIMIT: u64 = 64 << 10;
@@ -20,15 +20,6 @@ pub async fn addresses(config: &Config) -> Vec<String> {
     }
     let own = addresses::read().await.preferred(config.prefers_ipv6);
     own.map(|a| a.to_string()).into_iter().collect()
-}
-
-fn read(path: &str) -> std::io::Result<String> {
-    use std::io::Read as _;
-    let mut text = String::new();
-    std::fs::File::open(path)?
-        .take(LIMIT)
-        .read_to_string(&mut text)?;
-    Ok(text)
 }
 
 /// Name resolution of pods, by the node's own (`resolvConf`). A file that cannot be read is an error.
@@ -43,7 +34,7 @@ fn try_resolver(config: &Config, node_ips: &[String]) -> Result<Resolver, String
             ..Resolver::default()
         }
     } else {
-        let text = read(&config.resolv_conf);
+        let text = file::read_text(config.resolv_conf.as_ref(), LIMIT);
         Resolver::parse(&text.map_err(|e| format!("resolvConf {}: {e}", config.resolv_conf))?)
     };
     Ok(Resolver {

@@ -47,6 +47,29 @@ impl Roster {
     pub fn has(&self, uid: &str) -> bool {
         self.uids.values().any(|uids| uids.contains(uid))
     }
+
+    /// What is known under a name now; the answer is whether that is something else than before.
+    fn set(&mut self, name: &str, uids: BTreeSet<String>, orphan: Option<&Arc<Pod>>) -> bool {
+        let same = match self.uids.get(name) {
+            Some(known) => *known == uids,
+            None => uids.is_empty(),
+        };
+        if same && self.orphaned_mirrors.get(name) == orphan {
+            return false;
+        }
+        if uids.is_empty() {
+            self.uids.remove(name);
+        } else {
+            self.uids.insert(name.to_owned(), uids);
+        }
+        match orphan {
+            Some(mirror) => self
+                .orphaned_mirrors
+                .insert(name.to_owned(), Arc::clone(mirror)),
+            None => self.orphaned_mirrors.remove(name),
+        };
+        true
+    }
 }
 
 /// What runs while the sources are followed.
@@ -378,26 +401,42 @@ impl Dispatcher {
 
     fn publish_roster(&self, names: &BTreeSet<String>) {
         let complete = self.is_ready();
-        self.roster.send_modify(|roster| {
-            roster.complete = complete;
+        // Whoever follows it deletes orphaned mirrors: an event that changes nothing is no reason to try again.
+        self.roster.send_if_modified(|roster| {
+            let mut changed = std::mem::replace(&mut roster.complete, complete) != complete;
             for name in names {
                 let workers = self.names.get(name);
                 let mut uids = workers.cloned().unwrap_or_default();
                 uids.extend(self.desired.uids(name).map(str::to_owned));
-                if uids.is_empty() {
-                    roster.uids.remove(name);
-                } else {
-                    roster.uids.insert(name.clone(), uids);
-                }
                 let held = !complete || workers.is_some() || self.desired.has_static(name);
-                match self.desired.mirror(name).filter(|_| !held) {
-                    Some(mirror) => {
-                        let mirror = Arc::clone(mirror);
-                        roster.orphaned_mirrors.insert(name.clone(), mirror);
-                    }
-                    None => _ = roster.orphaned_mirrors.remove(name),
-                }
+                let orphan = self.desired.mirror(name).filter(|_| !held);
+                changed |= roster.set(name, uids, orphan);
             }
+            changed
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_that_changes_nothing_is_not_announced() {
+        let mut roster = Roster::default();
+        let uids = |uid: &str| BTreeSet::from([uid.to_owned()]);
+        let (mirror, mut other) = (Arc::new(Pod::default()), Pod::default());
+        assert!(
+            !roster.set("p", BTreeSet::new(), None),
+            "nothing, as before"
+        );
+        assert!(roster.set("p", uids("1"), Some(&mirror)));
+        assert!(!roster.set("p", uids("1"), Some(&Arc::new(Pod::default()))));
+        other.metadata.resource_version = Some("2".into());
+        assert!(roster.set("p", uids("1"), Some(&Arc::new(other))));
+        assert!(roster.set("p", uids("2"), None));
+        assert!(roster.has("2") && roster.orphaned_mirrors.is_empty());
+        assert!(roster.set("p", BTreeSet::new(), None));
+        assert!(!roster.has("2"));
     }
 }

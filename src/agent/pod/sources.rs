@@ -256,7 +256,7 @@ fn manifests(dir: &Path) -> Result<Vec<PathBuf>, String> {
 fn read_dir(dir: &Path, node: &str, uids: &KeptUids) -> Result<Listed, String> {
     let (mut pods, mut errors): Listed = (vec![], vec![]);
     for path in manifests(dir)? {
-        let text = match read(&path) {
+        let text = match sys::file::read_text(&path, FILE_LIMIT) {
             Ok(text) => text,
             // It was removed meanwhile.
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
@@ -283,19 +283,6 @@ fn read_dir(dir: &Path, node: &str, uids: &KeptUids) -> Result<Listed, String> {
         }
     }
     Ok((pods, errors))
-}
-
-/// The text of a manifest; `InvalidData` where it cannot be one.
-fn read(path: &Path) -> std::io::Result<String> {
-    use std::io::Read as _;
-    let mut text = String::new();
-    let file = std::fs::File::open(path)?;
-    file.take(FILE_LIMIT + 1).read_to_string(&mut text)?;
-    if text.len() as u64 > FILE_LIMIT {
-        let why = format!("the file is larger than {FILE_LIMIT} bytes");
-        return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, why));
-    }
-    Ok(text)
 }
 
 /// Parses one manifest and gives it what only a static pod needs.
@@ -396,9 +383,9 @@ fn complete(
         spec.tolerations.get_or_insert_default().push(everything);
     }
     let metadata = &mut pod.metadata;
-    metadata.name = Some(format!("{name}-{node}"));
+    let name = metadata.name.insert(format!("{name}-{node}"));
     let namespace = metadata.namespace.get_or_insert_with(|| "default".into());
-    let full_name = format!("{name}-{node}_{namespace}");
+    let full_name = pod::full_name_of(namespace, name);
     // Any change of the manifest, its path or the node makes another pod.
     let digest = || digest(&format!("{text}{}", origin.identity));
     let uid = metadata

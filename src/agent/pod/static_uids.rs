@@ -3,13 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use jiff::Timestamp;
 
+use crate::core::pod::full_name_of;
 use crate::core::pod::static_uid::{Started, Uids, is_static};
 use crate::cri::{Runtime, RuntimeError};
 use crate::sys::file;
@@ -27,7 +27,7 @@ pub async fn started(runtime: &dyn Runtime) -> Result<Vec<Started>, RuntimeError
         let observed = runtime.observe(&pod.uid).await?;
         if let Some(since) = observed.sandboxes.iter().map(|s| s.created_at).min() {
             found.push(Started {
-                full_name: format!("{}_{}", pod.name, pod.namespace),
+                full_name: full_name_of(&pod.namespace, &pod.name),
                 uid: pod.uid,
                 since,
                 ready: observed.sandboxes.iter().any(|s| s.ready),
@@ -80,11 +80,8 @@ impl KeptUids {
 
 /// What was kept; a file that cannot be read is as good as none.
 fn read(path: &Path) -> BTreeMap<String, String> {
-    let mut text = String::new();
-    let found = fs::File::open(path).and_then(|file| file.take(LIMIT).read_to_string(&mut text));
-    found
-        .ok()
-        .and_then(|_| serde_json::from_str(&text).ok())
+    let text = file::read_text(path, LIMIT).ok();
+    text.and_then(|text| serde_json::from_str(&text).ok())
         .unwrap_or_default()
 }
 
