@@ -119,6 +119,10 @@ impl Worker {
             let written = |s: &PodStatus| s.conditions.is_some() || s.start_time.is_some();
             if let Some(status) = object.status.clone().filter(written) {
                 self.status = status;
+                // A static pod's mirror may come to be known after its containers.
+                if let Some(seen) = self.observed.clone() {
+                    self.adopt_health(&seen);
+                }
             }
         }
     }
@@ -286,36 +290,13 @@ impl Worker {
         self.provisional = false;
         self.logged.extend(logged);
         turn.observed = true;
-        let all = pod::containers(&self.effective);
         let runs = |id: &str| {
             seen.containers
                 .iter()
                 .any(|c| c.id == id && c.state == ContainerState::Running)
         };
         self.probed.0.retain(|id, _| runs(id));
-        for (role, container) in &all {
-            if !matches!(role, Role::Regular | Role::Sidecar) {
-                continue;
-            }
-            let Some(running) = seen
-                .newest(&container.name)
-                .filter(|c| c.state == ContainerState::Running)
-            else {
-                continue;
-            };
-            let known = [
-                &self.status.container_statuses,
-                &self.status.init_container_statuses,
-            ]
-            .into_iter()
-            .flatten()
-            .flatten()
-            .find(|s| s.name == container.name);
-            self.probed
-                .0
-                .entry(running.id.clone())
-                .or_insert_with(|| Health::adopted(&running.id, known));
-        }
+        self.adopt_health(&seen);
         self.stops
             .retain(|id, _| seen.containers.iter().any(|c| c.id == *id));
         for survivor in std::mem::take(&mut self.stop_done) {
@@ -328,6 +309,28 @@ impl Worker {
         self.stopped_sandboxes
             .retain(|id| seen.sandboxes.iter().any(|s| s.id == *id));
         self.observed = Some(seen);
+    }
+
+    /// What no probe has judged yet is as the status has it, where that speaks of the same instances.
+    fn adopt_health(&mut self, seen: &ObservedPod) {
+        for (role, container) in &pod::containers(&self.effective) {
+            if !matches!(role, Role::Regular | Role::Sidecar) {
+                continue;
+            }
+            let running = seen.newest(&container.name);
+            let Some(running) = running.filter(|c| c.state == ContainerState::Running) else {
+                continue;
+            };
+            let known = [
+                &self.status.container_statuses,
+                &self.status.init_container_statuses,
+            ];
+            let mut known = known.into_iter().flatten().flatten();
+            let adopted = Health::adopted(&running.id, known.find(|s| s.name == container.name));
+            let health = self.probed.0.entry(running.id.clone()).or_default();
+            health.started = health.started.or(adopted.started);
+            health.ready = health.ready.or(adopted.ready);
+        }
     }
 
     fn note(&mut self, change: impl FnOnce(&mut ObservedPod)) {

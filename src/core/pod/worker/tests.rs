@@ -491,6 +491,53 @@ fn a_static_pod_starts_from_nothing_beside_the_mirror_of_an_older_manifest() {
 }
 
 #[test]
+fn a_restart_keeps_a_static_pods_readiness_though_its_mirror_is_seen_late() {
+    let annotations =
+        json!({"kubernetes.io/config.hash": "h", "kubernetes.io/config.source": "file"});
+    let probe = json!({"exec": {"command": ["true"]}});
+    let spec = json!({"containers": [{"name": "a", "image": "i", "readinessProbe": probe}]});
+    let mut run = Run::new(a_pod(spec.clone(), json!({"annotations": annotations})));
+    run.settle();
+    let id = run.runtime.containers[0].id.clone();
+    run.input(Input::Probed {
+        id,
+        kind: crate::core::pod::probe::Kind::Readiness,
+        result: true,
+    });
+    let before = run.worker.status.clone();
+    let ready = |status: &PodStatus| {
+        let conditions = status.conditions.clone().expect("conditions");
+        let ready = conditions.into_iter().find(|c| c.type_ == "Ready");
+        ready.map(|c| (c.status, c.last_transition_time))
+    };
+    assert_eq!(ready(&before).expect("Ready").0, "True");
+
+    let mut mirror = a_pod(
+        spec.clone(),
+        json!({"uid": "m", "annotations": {"kubernetes.io/config.mirror": "h"}}),
+    );
+    let mut object = Pod::clone(&mirror.pod);
+    object.status = Some(before.clone());
+    mirror.pod = Arc::new(object);
+    // Another agent reads the manifests before it has listed what the API has.
+    let mut update = a_pod(spec, json!({"annotations": annotations}));
+    update.object = None;
+    let mut again = Run::over(run.runtime, update.clone());
+    again.now = 60_000;
+    again.settle();
+    update.object = Some(mirror.pod);
+    again.published.clear();
+    again.input(Input::Update(update));
+    again.settle();
+    assert_eq!(ready(&again.worker.status), ready(&before));
+    assert!(
+        again.published.iter().all(|s| ready(s) == ready(&before)),
+        "{:?}",
+        again.published
+    );
+}
+
+#[test]
 fn a_pod_waits_for_the_network_and_says_so() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
