@@ -70,18 +70,18 @@ pub(super) fn resolve(
     }
     let traces = match &fields.tracing {
         None => None,
-        Some(wish) => {
+        Some(tracing) => {
             let field = "tracing.samplingRatePerMillion";
-            let rate = wish.sampling_rate_per_million.unwrap_or(0);
+            let rate = tracing.sampling_rate_per_million.unwrap_or(0);
             let rate = u32::try_from(rate).ok().filter(|r| *r <= 1_000_000);
             let rate = rate.ok_or_else(|| {
                 invalid(
                     field,
-                    wish.sampling_rate_per_million.unwrap_or(0),
+                    tracing.sampling_rate_per_million.unwrap_or(0),
                     "use a number from 0 to 1000000",
                 )
             })?;
-            let endpoint = wish
+            let endpoint = tracing
                 .endpoint
                 .clone()
                 .filter(|e| !e.is_empty())

@@ -33,6 +33,13 @@ impl Doubling {
         pause
     }
 
+    /// The pause that follows so many failures, for whoever counts them.
+    #[must_use]
+    pub fn after(&self, failures: u32) -> Duration {
+        let doublings = failures.saturating_sub(1).min(31);
+        self.first.saturating_mul(1 << doublings).min(self.most)
+    }
+
     /// Whether the next pause is the first one.
     #[must_use]
     pub fn is_first(&self) -> bool {

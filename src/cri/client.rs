@@ -512,16 +512,16 @@ impl Runtime for CriClient {
         timeout: Duration,
     ) -> Result<(), RuntimeError> {
         let seconds = i64::try_from(timeout.as_secs()).unwrap_or(0);
-        let wish = pb::CheckpointContainerRequest {
+        let request = pb::CheckpointContainerRequest {
             container_id: id.into(),
             location: path.into(),
             timeout: seconds,
         };
         // It takes as long as writing the container's memory does.
         let request = if seconds > 0 {
-            Self::within(timeout + self.deadline, wish)
+            Self::within(timeout + self.deadline, request)
         } else {
-            Request::new(wish)
+            Request::new(request)
         };
         self.runtime.clone().checkpoint_container(request).await?;
         Ok(())

@@ -14,7 +14,7 @@ use reg::registration_client::RegistrationClient;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
-use crate::core::volume::csi::Abilities;
+use crate::core::volume::csi::NodeCapabilities;
 
 /// How long a driver is waited for.
 const DEADLINE: Duration = Duration::from_secs(120);
@@ -153,7 +153,7 @@ impl Driver {
     }
 
     /// What it can do.
-    pub async fn abilities(&self) -> Result<Abilities, CsiError> {
+    pub async fn capabilities(&self) -> Result<NodeCapabilities, CsiError> {
         let answer = self
             .0
             .clone()
@@ -166,7 +166,7 @@ impl Driver {
                 .iter()
                 .any(|c| matches!(&c.r#type, Some(Capability::Rpc(r)) if r.r#type == rpc as i32))
         };
-        Ok(Abilities {
+        Ok(NodeCapabilities {
             stage: has(Rpc::StageUnstageVolume),
             mount_group: has(Rpc::VolumeMountGroup),
             single_node_multi_writer: has(Rpc::SingleNodeMultiWriter),

@@ -28,7 +28,7 @@ use serde_json::{Value, json};
 use super::Cache;
 pub use super::failure::ApiFailure;
 use super::objects::{Following, OnChange, Watched};
-use crate::core::volume::certificates::CertificateWish;
+use crate::core::volume::certificates::CertificateSource;
 
 /// A service-account token. Never printed.
 #[derive(Clone)]
@@ -58,7 +58,7 @@ pub struct CertificateFor<'a> {
     /// The node it is on.
     pub node: &'a Node,
     /// Signer, longest lifetime and words for the signer.
-    pub wish: &'a CertificateWish,
+    pub source: &'a CertificateSource,
     /// A PKCS#10 request made with the key, DER.
     pub request: &'a [u8],
 }
@@ -91,7 +91,7 @@ pub trait PodApi: Send + Sync + 'static {
     /// A Secret.
     async fn secret(&self, namespace: &str, name: &str) -> Result<Arc<Secret>, ApiFailure>;
     /// A token bound to a pod.
-    async fn token(&self, wish: TokenFor<'_>) -> Result<Token, ApiFailure>;
+    async fn token(&self, request: TokenFor<'_>) -> Result<Token, ApiFailure>;
     /// A claim, as it is now, and the volume it is bound to.
     async fn claimed(&self, namespace: &str, name: &str) -> Result<Binding, ApiFailure>;
     /// A claim's filesystem has this size now.
@@ -106,7 +106,7 @@ pub trait PodApi: Send + Sync + 'static {
     /// The roots that the cluster trusts for its signers.
     async fn trust_bundles(&self) -> Result<Vec<Arc<ClusterTrustBundle>>, ApiFailure>;
     /// Asks for a certificate; the answer is the request's name.
-    async fn request_certificate(&self, wish: CertificateFor<'_>) -> Result<String, ApiFailure>;
+    async fn request_certificate(&self, request: CertificateFor<'_>) -> Result<String, ApiFailure>;
     /// What has become of a request.
     async fn certificate(
         &self,
@@ -243,10 +243,10 @@ impl PodApi for KubePods {
         self.secrets.get(namespace, name).await
     }
 
-    async fn token(&self, wish: TokenFor<'_>) -> Result<Token, ApiFailure> {
-        let metadata = &wish.pod.metadata;
+    async fn token(&self, request: TokenFor<'_>) -> Result<Token, ApiFailure> {
+        let metadata = &request.pod.metadata;
         let namespace = metadata.namespace.as_deref().unwrap_or_default();
-        let account = wish
+        let account = request
             .pod
             .spec
             .as_ref()
@@ -254,14 +254,15 @@ impl PodApi for KubePods {
             .unwrap_or("default");
         let request = TokenRequest {
             spec: Some(TokenRequestSpec {
-                audiences: (!wish.audience.is_empty()).then(|| vec![wish.audience.to_owned()]),
+                audiences: (!request.audience.is_empty())
+                    .then(|| vec![request.audience.to_owned()]),
                 bound_object_ref: Some(BoundObjectReference {
                     api_version: Some("v1".into()),
                     kind: Some("Pod".into()),
                     name: metadata.name.clone(),
                     uid: metadata.uid.clone(),
                 }),
-                expiration_seconds: Some(wish.seconds),
+                expiration_seconds: Some(request.seconds),
             }),
             ..TokenRequest::default()
         };
@@ -328,7 +329,7 @@ impl PodApi for KubePods {
         let CertificateFor {
             pod,
             node,
-            wish,
+            source,
             request,
         } = asked;
         let namespace = pod.namespace().unwrap_or_default();
@@ -346,16 +347,16 @@ impl PodApi for KubePods {
                 ..ObjectMeta::default()
             },
             spec: PodCertificateRequestSpec {
-                signer_name: wish.signer.clone(),
+                signer_name: source.signer.clone(),
                 pod_name: pod.name_any(),
                 pod_uid: pod.uid().unwrap_or_default(),
                 service_account_name: account,
                 service_account_uid: account_uid,
                 node_name: node.name_any(),
                 node_uid: node.uid().unwrap_or_default(),
-                max_expiration_seconds: Some(wish.seconds.unwrap_or(86_400)),
+                max_expiration_seconds: Some(source.seconds.unwrap_or(86_400)),
                 stub_pkc_s10_request: ByteString(request.to_vec()),
-                unverified_user_annotations: Some(wish.annotations.clone())
+                unverified_user_annotations: Some(source.annotations.clone())
                     .filter(|a| !a.is_empty()),
                 ..PodCertificateRequestSpec::default()
             },

@@ -33,20 +33,20 @@ pub struct CertificateRequest {
 /// Asks, and waits for at most `patience`; the answer is PEM.
 pub async fn obtain(
     client: &Client,
-    wish: &CertificateRequest,
+    wanted: &CertificateRequest,
     patience: Duration,
 ) -> Result<String, ApiFailure> {
     let api: Api<CertificateSigningRequest> = Api::all(client.clone());
     let object = CertificateSigningRequest {
         metadata: ObjectMeta {
-            name: wish.name.clone(),
-            generate_name: wish.name.is_none().then(|| "csr-".into()),
+            name: wanted.name.clone(),
+            generate_name: wanted.name.is_none().then(|| "csr-".into()),
             ..ObjectMeta::default()
         },
         spec: CertificateSigningRequestSpec {
-            request: ByteString(wish.request.clone().into_bytes()),
-            signer_name: wish.signer.into(),
-            usages: Some(wish.usages.iter().map(|u| (*u).to_owned()).collect()),
+            request: ByteString(wanted.request.clone().into_bytes()),
+            signer_name: wanted.signer.into(),
+            usages: Some(wanted.usages.iter().map(|u| (*u).to_owned()).collect()),
             ..CertificateSigningRequestSpec::default()
         },
         ..CertificateSigningRequest::default()
@@ -59,7 +59,7 @@ pub async fn obtain(
         Ok(made) => made.name_any(),
         // The same key under the same name: what was asked before is waited for.
         Err(ApiFailure::AlreadyExists(why)) => {
-            wish.name.clone().ok_or(ApiFailure::AlreadyExists(why))?
+            wanted.name.clone().ok_or(ApiFailure::AlreadyExists(why))?
         }
         Err(error) => return Err(error),
     };

@@ -99,10 +99,14 @@ impl PodApi for SealedApi {
             .map(Arc::new)
     }
 
-    async fn token(&self, wish: TokenFor<'_>) -> Result<Token, ApiFailure> {
+    async fn token(&self, request: TokenFor<'_>) -> Result<Token, ApiFailure> {
         // One that has expired is still a file that the pod's containers wait for.
-        let name = format!("{}/{}", wish.pod.uid().unwrap_or_default(), wish.audience);
-        let answer = self.api.token(wish).await.map(|t| SealedToken {
+        let name = format!(
+            "{}/{}",
+            request.pod.uid().unwrap_or_default(),
+            request.audience
+        );
+        let answer = self.api.token(request).await.map(|t| SealedToken {
             text: t.text,
             expires: t.expires,
         });
@@ -137,8 +141,8 @@ impl PodApi for SealedApi {
         self.api.trust_bundles().await
     }
 
-    async fn request_certificate(&self, wish: CertificateFor<'_>) -> Result<String, ApiFailure> {
-        self.api.request_certificate(wish).await
+    async fn request_certificate(&self, request: CertificateFor<'_>) -> Result<String, ApiFailure> {
+        self.api.request_certificate(request).await
     }
 
     async fn certificate(

@@ -49,6 +49,12 @@ fn text(output: &Output) -> String {
     )
 }
 
+/// What a command printed, which must have succeeded.
+fn succeeded(what: &str, output: Output) -> String {
+    assert!(output.status.success(), "{what} failed: {}", text(&output));
+    String::from_utf8(output.stdout).unwrap()
+}
+
 impl Cluster {
     /// Starts a cluster; `number` (1 to 99) makes its ports and addresses its own.
     pub fn start(name: &str, number: u16) -> Cluster {
@@ -132,19 +138,15 @@ impl Cluster {
                 &(16_400 + self.number).to_string(),
             ])
             .args(["--pod-cidr", &format!("10.199.{}.0/24", self.number)])
-            .output()
-            .unwrap();
-        assert!(output.status.success(), "up failed: {}", text(&output));
-        String::from_utf8(output.stdout).unwrap()
+            .output();
+        succeeded("up", output.unwrap())
     }
 
     pub fn down(&self) -> String {
         let output = Command::new(holdfast())
             .args(["down", "--name", &self.name])
-            .output()
-            .unwrap();
-        assert!(output.status.success(), "down failed: {}", text(&output));
-        String::from_utf8(output.stdout).unwrap()
+            .output();
+        succeeded("down", output.unwrap())
     }
 
     pub fn name(&self) -> &str {
@@ -210,14 +212,8 @@ impl Cluster {
         let output = Command::new(holdfast())
             .args(arguments)
             .args(["--name", &self.name])
-            .output()
-            .unwrap();
-        assert!(
-            output.status.success(),
-            "holdfast {arguments:?} failed: {}",
-            text(&output)
-        );
-        String::from_utf8(output.stdout).unwrap()
+            .output();
+        succeeded(&format!("holdfast {arguments:?}"), output.unwrap())
     }
 
     pub fn apply(&self, manifest: &str) {
@@ -427,14 +423,8 @@ pub fn ctr(cluster: &Cluster, namespace: &str, arguments: &[&str]) -> String {
         .arg(socket)
         .args(["--namespace", namespace])
         .args(arguments)
-        .output()
-        .unwrap();
-    assert!(
-        output.status.success(),
-        "ctr {arguments:?}: {}",
-        text(&output)
-    );
-    String::from_utf8(output.stdout).unwrap()
+        .output();
+    succeeded(&format!("ctr {arguments:?}"), output.unwrap())
 }
 
 /// Imports a busybox image made from Debian's static busybox; the answer is its name.

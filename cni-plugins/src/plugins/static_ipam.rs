@@ -33,7 +33,7 @@ fn gateway(text: &str, place: &str) -> Result<IpAddr, Error> {
     })
 }
 
-/// The addresses, from the place that counts: the runtime's wish over `args`, those over the configuration with
+/// The addresses, from the place that counts: the runtime's request over `args`, those over the configuration with
 /// `CNI_ARGS`.
 fn addresses(call: &Call<'_>) -> Result<Vec<Address>, Error> {
     let of = |texts: Vec<String>, place: &str| {
@@ -42,7 +42,7 @@ fn addresses(call: &Call<'_>) -> Result<Vec<Address>, Error> {
             .map(|t| cidr(t, place))
             .collect::<Result<Vec<_>, _>>()
     };
-    let wished = of(
+    let requested = of(
         call.config.object("runtimeConfig")?.texts("ips")?,
         "runtimeConfig.ips",
     )?;
@@ -51,7 +51,7 @@ fn addresses(call: &Call<'_>) -> Result<Vec<Address>, Error> {
         "args.cni.ips",
     )?;
     let ipam = call.config.object("ipam")?;
-    if ipam.0.is_null() && wished.is_empty() && asked.is_empty() {
+    if ipam.0.is_null() && requested.is_empty() && asked.is_empty() {
         return Err(Error::config("IPAM config missing 'ipam' key"));
     }
     let mut own = vec![];
@@ -86,7 +86,7 @@ fn addresses(call: &Call<'_>) -> Result<Vec<Address>, Error> {
             .filter(|a| a.address.contains(&gateway))
             .for_each(|a| a.gateway = Some(gateway));
     }
-    let found = [wished, asked, own]
+    let found = [requested, asked, own]
         .into_iter()
         .find(|all| !all.is_empty())
         .unwrap_or_default();

@@ -112,7 +112,7 @@ fn static_addresses_come_from_the_place_that_counts() {
         }
         world.ok("static", "DEL", &config(version, own.clone(), json!({})));
     }
-    // The runtime's wish over args, those over CNI_ARGS and the configuration, which are added up.
+    // The runtime's request over args, those over CNI_ARGS and the configuration, which are added up.
     let addresses = |config: &Value, env: &[(&str, &str)]| {
         let output = world.call("static", "ADD", config, env);
         let result: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -145,19 +145,19 @@ fn static_addresses_come_from_the_place_that_counts() {
         addresses(&config("1.0.0", one.clone(), asked.clone()), &args),
         "10.12.0.1/24 -"
     );
-    let mut wished = asked.clone();
-    wished["runtimeConfig"] = json!({"ips": ["10.13.0.1/24"]});
+    let mut requested = asked.clone();
+    requested["runtimeConfig"] = json!({"ips": ["10.13.0.1/24"]});
     assert_eq!(
-        addresses(&config("1.0.0", one.clone(), wished.clone()), &args),
+        addresses(&config("1.0.0", one.clone(), requested.clone()), &args),
         "10.13.0.1/24 -"
     );
-    wished
+    requested
         .as_object_mut()
         .unwrap()
         .insert("ipam".into(), Value::Null);
     assert_eq!(
         addresses(
-            &wished
+            &requested
                 .as_object()
                 .map(|w| config("1.0.0", Value::Null, json!(w)))
                 .unwrap(),
@@ -240,7 +240,7 @@ fn static_addresses_come_from_the_place_that_counts() {
 }
 
 #[test]
-fn host_local_reads_what_it_finds_and_takes_wishes_from_everywhere() {
+fn host_local_reads_what_it_finds_and_takes_requests_from_everywhere() {
     let world = World::new();
     let resolv = world.data.path().join("resolv.conf");
     std::fs::write(&resolv, "# c\nnameserver 192.0.2.1\n nameserver 192.0.2.2\ndomain a.test\nsearch a b\noptions ndots:5\n").unwrap();
@@ -281,21 +281,21 @@ fn host_local_reads_what_it_finds_and_takes_wishes_from_everywhere() {
     assert_eq!(world.taken(), ["10.198.1.9"], "its own first");
     world.ok("host-local", "DEL", &config);
     assert!(world.taken().is_empty());
-    // Wishes, with and without a prefix, one for each set.
-    for wish in [
+    // Requests, with and without a prefix, one for each set.
+    for request in [
         json!({"runtimeConfig": {"ips": ["10.198.2.5", "fd00:198:1::99/64"]}}),
         json!({"args": {"cni": {"ips": ["10.198.2.5/28", "fd00:198:1::99"]}}}),
     ] {
-        let mut wished = config.clone();
-        wished
+        let mut requested = config.clone();
+        requested
             .as_object_mut()
             .unwrap()
-            .extend(wish.as_object().unwrap().clone());
+            .extend(request.as_object().unwrap().clone());
         assert_eq!(
-            addresses(&world.ok("host-local", "ADD", &wished)),
+            addresses(&world.ok("host-local", "ADD", &requested)),
             ["10.198.2.5/28", "fd00:198:1::99/64"]
         );
-        world.ok("host-local", "DEL", &wished);
+        world.ok("host-local", "DEL", &requested);
     }
     // Ranges that the runtime injects come first.
     let mut injected = config.clone();

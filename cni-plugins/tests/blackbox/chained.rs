@@ -69,20 +69,20 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
         assert!(!ip(&["-n", &world.host, "link"]).contains("bwp"));
         world.ok("bridge", "DEL", &config);
     }
-    // The runtime's wish counts where nothing stands at the top; a burst that means none is no burst.
+    // The runtime's request counts where nothing stands at the top; a burst that means none is no burst.
     let (world, _, result) = bridged("1.1.0", json!({}));
-    let mut wished = World::chained("1.1.0", "bandwidth", &result, json!({}));
+    let mut requested = World::chained("1.1.0", "bandwidth", &result, json!({}));
     assert_eq!(
-        world.ok("bandwidth", "ADD", &wished)["interfaces"],
+        world.ok("bandwidth", "ADD", &requested)["interfaces"],
         result["interfaces"],
         "no limits, nothing done"
     );
-    wished["runtimeConfig"] = json!({"bandwidth": {"IngressRate": 8_000_000, "IngressBurst": u32::MAX, "EgressRate": 8_000_000, "EgressBurst": u32::MAX}});
-    world.ok("bandwidth", "ADD", &wished);
+    requested["runtimeConfig"] = json!({"bandwidth": {"IngressRate": 8_000_000, "IngressBurst": u32::MAX, "EgressRate": 8_000_000, "EgressBurst": u32::MAX}});
+    world.ok("bandwidth", "ADD", &requested);
     let veth = result["interfaces"][1]["name"].as_str().unwrap();
     let shown = tc(&world, &["qdisc", "show", "dev", veth]);
     assert!(shown.contains("burst 100000b"), "{shown}");
-    let mut gc = wished.clone();
+    let mut gc = requested.clone();
     gc["cni.dev/valid-attachments"] = json!([{"containerID": "c1", "ifname": "eth0"}]);
     world.ok("bandwidth", "GC", &gc);
     assert!(ip(&["-n", &world.host, "link"]).contains("bwp"));

@@ -183,7 +183,7 @@ fn torment(world: &World, good: &Value, path: &str) {
     for config in horrors().into_iter().map(spoilt) {
         if is_accepted(world, &config, &what(&config)) {
             end(world, &config, &what(&config));
-            // A wish that was granted may have left what stays, such as a link that DEL was not told of.
+            // A request that was granted may have left what stays, such as a link that DEL was not told of.
             let _ = std::process::Command::new("ip")
                 .args(["-n", &world.container, "link", "del", "eth0"])
                 .output();

@@ -400,16 +400,16 @@ fn a_full_pool_is_not_full_of_the_dead() {
             String::from_utf8_lossy(&taken.stdout).contains("10.9.9.7/28"),
             "{taken:?}"
         );
-        // A wish that somebody has says who.
-        std::fs::write(machine.netns("wishes"), "").unwrap();
-        let wish = machine.call(
+        // A requested address that somebody has says who.
+        std::fs::write(machine.netns("requests"), "").unwrap();
+        let request = machine.call(
             "ADD",
-            "wishes",
+            "requests",
             json!({"runtimeConfig": {"ips": ["10.9.9.4"]}}),
         );
         assert!(
-            String::from_utf8_lossy(&wish.stdout).contains("eth0 of container c2 has it"),
-            "{wish:?}"
+            String::from_utf8_lossy(&request.stdout).contains("eth0 of container c2 has it"),
+            "{request:?}"
         );
     });
 }

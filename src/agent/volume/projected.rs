@@ -11,8 +11,8 @@ use rcgen::{CertificateParams, KeyPair, RsaKeySize};
 use tokio::sync::Mutex;
 
 use crate::agent::Context;
-use crate::core::volume::certificates::{self, CertificateWish, Outcome};
-use crate::core::volume::payload::{self, Credential, Given, TokenWish};
+use crate::core::volume::certificates::{self, CertificateSource, Outcome};
+use crate::core::volume::payload::{self, Credential, Given, TokenSource};
 use crate::host::blocking;
 use crate::kubeapi::pods::{ApiFailure, CertificateFor, Token, TokenFor};
 
@@ -76,10 +76,11 @@ impl Held {
         volume: &Volume,
     ) -> Result<Given, String> {
         let mut given = Given::default();
-        for wish in payload::tokens(volume) {
-            given
-                .tokens
-                .insert(wish.path.clone(), self.token(context, pod, &wish).await?);
+        for source in payload::tokens(volume) {
+            given.tokens.insert(
+                source.path.clone(),
+                self.token(context, pod, &source).await?,
+            );
         }
         let bundles = certificates::bundles(volume);
         if !bundles.is_empty() {
@@ -88,16 +89,16 @@ impl Held {
                 .trust_bundles()
                 .await
                 .map_err(|e| format!("the trust bundles cannot be read: {e}"))?;
-            for wish in bundles {
+            for source in bundles {
                 given
                     .bundles
-                    .insert(wish.path.clone(), certificates::trusted(wish, &all)?);
+                    .insert(source.path.clone(), certificates::trusted(source, &all)?);
             }
         }
-        for wish in certificates::wishes(volume) {
+        for source in certificates::sources(volume) {
             given.credentials.insert(
-                wish.place,
-                self.credential(context, pod, &volume.name, &wish).await?,
+                source.place,
+                self.credential(context, pod, &volume.name, &source).await?,
             );
         }
         Ok(given)
@@ -107,9 +108,9 @@ impl Held {
         &self,
         context: &Context,
         pod: &Pod,
-        wish: &TokenWish,
+        source: &TokenSource,
     ) -> Result<String, String> {
-        let place = (wish.volume.clone(), wish.path.clone());
+        let place = (source.volume.clone(), source.path.clone());
         let now = context.clock.now();
         let known = self
             .tokens
@@ -125,8 +126,8 @@ impl Held {
                 .api
                 .token(TokenFor {
                     pod,
-                    audience: &wish.audience,
-                    seconds: wish.seconds,
+                    audience: &source.audience,
+                    seconds: source.seconds,
                 })
                 .await,
             known,
@@ -149,9 +150,9 @@ impl Held {
         context: &Context,
         pod: &Pod,
         volume: &str,
-        wish: &CertificateWish,
+        source: &CertificateSource,
     ) -> Result<Credential, String> {
-        let place = (volume.to_owned(), wish.place);
+        let place = (volume.to_owned(), source.place);
         // Taken out while the API is asked; what is learnt is put back, whatever comes of it.
         let mut certified = self
             .certificates
@@ -159,7 +160,7 @@ impl Held {
             .await
             .remove(&place)
             .unwrap_or_default();
-        let outcome = certify(context, pod, wish, &mut certified).await;
+        let outcome = certify(context, pod, source, &mut certified).await;
         let now = context.clock.now();
         let usable = certified
             .issued
@@ -179,7 +180,7 @@ impl Held {
             (None, Err(error)) => Err(error),
             (None, Ok(())) => Err(format!(
                 "the certificate of signer {} has ended before it came",
-                wish.signer
+                source.signer
             )),
         }
     }
@@ -189,7 +190,7 @@ impl Held {
 async fn certify(
     context: &Context,
     pod: &Pod,
-    wish: &CertificateWish,
+    source: &CertificateSource,
     certified: &mut Certified,
 ) -> Result<(), String> {
     let now = context.clock.now();
@@ -205,7 +206,7 @@ async fn certify(
         .as_ref()
         .is_none_or(|asked| now.duration_since(asked.at) > UNDECIDED)
     {
-        certified.asked = Some(ask(context, pod, wish).await?);
+        certified.asked = Some(ask(context, pod, source).await?);
     }
     let Some(asked) = &certified.asked else {
         return Ok(());
@@ -250,30 +251,30 @@ async fn certify(
     }
     Err(format!(
         "{about} is awaited: its signer {} has not decided yet",
-        wish.signer
+        source.signer
     ))
 }
 
 /// Makes a key and asks for a certificate.
-async fn ask(context: &Context, pod: &Pod, wish: &CertificateWish) -> Result<Asked, String> {
+async fn ask(context: &Context, pod: &Pod, source: &CertificateSource) -> Result<Asked, String> {
     let Some(node) = context.node.borrow().clone() else {
         return Err("the node is not registered yet".into());
     };
-    let kind = wish.key_type.clone();
+    let kind = source.key_type.clone();
     let (key, request) = blocking(move || make(&kind)).await?;
     let asked = context
         .api
         .request_certificate(CertificateFor {
             pod,
             node: &node,
-            wish,
+            source,
             request: &request,
         })
         .await;
     let request = asked.map_err(|e| {
         format!(
             "a certificate of signer {} cannot be asked for: {e}",
-            wish.signer
+            source.signer
         )
     })?;
     Ok(Asked {

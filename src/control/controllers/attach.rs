@@ -96,7 +96,7 @@ impl World {
     /// What the users of waiting pods are told: the pod, a reason and a message (kubelet spec, 9.4).
     fn news(&self) -> Vec<(Arc<Pod>, &'static str, String)> {
         let mut news = vec![];
-        for (pod, name, wish) in self
+        for (pod, name, attachment) in self
             .needs()
             .into_iter()
             .filter(|(pod, ..)| pod::phase(pod) == "Pending")
@@ -109,7 +109,7 @@ impl World {
             let failed = status
                 .and_then(|s| s.attach_error.as_ref())
                 .map(|e| e.message.clone().unwrap_or_default());
-            let volume = &wish.volume;
+            let volume = &attachment.volume;
             match (status.is_some_and(|s| s.attached), failed) {
                 (true, _) => {
                     news.push((
@@ -133,14 +133,14 @@ impl World {
         let wanted: BTreeMap<String, Wanted> = self
             .needs()
             .into_iter()
-            .map(|(_, name, wish)| (name, wish))
+            .map(|(_, name, attachment)| (name, attachment))
             .collect();
         let mut steps = vec![];
-        for (name, wish) in wanted
+        for (name, attachment) in wanted
             .iter()
             .filter(|(name, _)| !self.attachments.iter().any(|a| a.name_any() == **name))
         {
-            steps.push(Step::Attach(name.clone(), Box::new(wish.clone())));
+            steps.push(Step::Attach(name.clone(), Box::new(attachment.clone())));
         }
         let in_use: BTreeSet<&String> = self
             .nodes
@@ -206,8 +206,8 @@ impl World {
 async fn take(client: &Client, step: Step) -> Result<(), kube::Error> {
     let attachments: Api<VolumeAttachment> = Api::all(client.clone());
     match step {
-        Step::Attach(name, wish) => {
-            let body = json!({"metadata": {"name": name}, "spec": {"attacher": wish.driver, "nodeName": wish.node, "source": {"persistentVolumeName": wish.volume}}});
+        Step::Attach(name, attachment) => {
+            let body = json!({"metadata": {"name": name}, "spec": {"attacher": attachment.driver, "nodeName": attachment.node, "source": {"persistentVolumeName": attachment.volume}}});
             let body = serde_json::from_value(body).map_err(kube::Error::SerdeError)?;
             attachments
                 .create(&PostParams::default(), &body)
@@ -329,7 +329,9 @@ mod tests {
         assert_eq!(world(false, &[]).steps(), vec![]);
         let mut attached = world(true, &["kubernetes.io/csi/d^h"]);
         let name = match &attached.steps()[..] {
-            [Step::Attach(name, wish)] if wish.node == "here" && wish.volume == "pv" => {
+            [Step::Attach(name, attachment)]
+                if attachment.node == "here" && attachment.volume == "pv" =>
+            {
                 name.clone()
             }
             other => panic!("{other:?}"),

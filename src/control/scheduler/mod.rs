@@ -126,8 +126,8 @@ pub async fn run(client: Client, caches: Caches) {
 
 /// Tells the binder what the claims of a pod that has a node are to be bound to.
 async fn select(client: &Client, wanted: Vec<Wanted>) {
-    for wish in wanted {
-        let (name, result) = match wish {
+    for desired in wanted {
+        let (name, result) = match desired {
             Wanted::Volume(volume, patch) => {
                 let api: Api<PersistentVolume> = Api::all(client.clone());
                 let name = volume.name_any();

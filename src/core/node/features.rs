@@ -141,7 +141,7 @@ pub const FEATURES: &[Feature] = &[
     alpha("UserNamespacesHostNetworkSupport", false),
 ];
 
-/// What is wrong with a gate's wish: the remedy, or a remark for the log.
+/// What is wrong with a gate's setting: the remedy, or a remark for the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Objection {
     /// It cannot be asked for.
@@ -150,9 +150,9 @@ pub enum Objection {
     Ignored(String),
 }
 
-/// What there is to say of a gate's wish; nothing if the agent behaves so.
+/// What there is to say of a gate's setting; nothing if the agent behaves so.
 #[must_use]
-pub fn object(name: &str, wish: bool) -> Option<Objection> {
+pub fn object(name: &str, enabled: bool) -> Option<Objection> {
     // These two set others, for all of which it is said here what they do.
     if matches!(name, "AllAlpha" | "AllBeta") {
         return Some(Objection::Ignored(format!(
@@ -165,10 +165,10 @@ pub fn object(name: &str, wish: bool) -> Option<Objection> {
         ))),
         Some(Feature {
             stage: Stage::Ga, ..
-        }) if !wish => Some(Objection::Refused(
+        }) if !enabled => Some(Objection::Refused(
             "remove it: the feature is locked to true".into(),
         )),
-        Some(feature) if feature.here != wish => {
+        Some(feature) if feature.here != enabled => {
             let way = if feature.here {
                 "behaves so in any case"
             } else {
@@ -187,21 +187,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn wishes_that_make_no_difference_are_told_and_impossible_ones_refused() {
+    fn settings_that_make_no_difference_are_told_and_impossible_ones_refused() {
         assert_eq!(object("NodeSwap", true), None);
         assert!(matches!(
             object("NodeSwap", false),
             Some(Objection::Refused(_))
         ));
         assert_eq!(object("MemoryQoS", false), None);
-        for (name, wish) in [
+        for (name, enabled) in [
             ("MemoryQoS", true),
             ("EnvFiles", false),
             ("NoSuchGate", true),
             ("AllAlpha", true),
         ] {
             assert!(
-                matches!(object(name, wish), Some(Objection::Ignored(why)) if why.contains(name)),
+                matches!(object(name, enabled), Some(Objection::Ignored(why)) if why.contains(name)),
                 "{name}"
             );
         }

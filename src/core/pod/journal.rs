@@ -434,9 +434,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_stored_run_replays_to_the_same_states(wishes in proptest::collection::vec((any::<bool>(), any::<bool>(), 1i64..60), 1..20)) {
+        fn a_stored_run_replays_to_the_same_states(intents in proptest::collection::vec((any::<bool>(), any::<bool>(), 1i64..60), 1..20)) {
             let (mut journal, mut state) = (Journal::default(), State::Syncing);
-            for (n, (deleted, stopped, grace)) in wishes.into_iter().enumerate() {
+            for (n, (deleted, stopped, grace)) in intents.into_iter().enumerate() {
                 let input = if stopped { Input::Stopped } else { Input::Intent(Intent { deleted, removed: false, terminal: false, grace }) };
                 let next = state.step(input);
                 journal.decided(at(i64::try_from(n).expect("small")), state, input, next);

@@ -166,9 +166,9 @@ impl Timing {
             successes: count(probe.success_threshold, 1),
             failures: count(probe.failure_threshold, 3),
         };
-        let problem = match wished_period(pod, container, kind, timing.period) {
-            Ok(wished) => {
-                timing.period = wished.unwrap_or(timing.period);
+        let problem = match configured_period(pod, container, kind, timing.period) {
+            Ok(configured) => {
+                timing.period = configured.unwrap_or(timing.period);
                 None
             }
             Err(problem) => Some(problem),
@@ -178,7 +178,7 @@ impl Timing {
 }
 
 /// The period that the pod's annotation gives a probe.
-fn wished_period(
+fn configured_period(
     pod: &Pod,
     container: &str,
     kind: Kind,
@@ -326,9 +326,9 @@ fn port(port: &IntOrString, container: &Container) -> Result<u16, String> {
 /// An `httpGet` as a request. `agent` is the client's name in `User-Agent`.
 fn http(get: &HTTPGetAction, container: &Container, ip: &str, agent: &str) -> Result<Http, String> {
     let mut headers: Vec<(String, String)> = vec![];
-    let wished: &[HTTPHeader] = get.http_headers.as_deref().unwrap_or_default();
+    let custom: &[HTTPHeader] = get.http_headers.as_deref().unwrap_or_default();
     for (name, default) in [("User-Agent", agent), ("Accept", "*/*")] {
-        if !wished.iter().any(|h| h.name.eq_ignore_ascii_case(name)) {
+        if !custom.iter().any(|h| h.name.eq_ignore_ascii_case(name)) {
             headers.push((name.to_owned(), default.to_owned()));
         }
     }
@@ -338,7 +338,7 @@ fn http(get: &HTTPGetAction, container: &Container, ip: &str, agent: &str) -> Re
             && ["user-agent", "accept"].contains(&h.name.to_ascii_lowercase().as_str())
     };
     headers.extend(
-        wished
+        custom
             .iter()
             .filter(|h| !left_out(h))
             .map(|h| (h.name.clone(), h.value.clone())),

@@ -1,4 +1,4 @@
-//! Resizing containers that run (KEP-1287; kubelet spec, 5.7 and 11.1): what is wished for, what the node
+//! Resizing containers that run (KEP-1287; kubelet spec, 5.7 and 11.1): what is asked for, what the node
 //! has granted, and what the runtime has. Pure.
 //!
 //! What was granted and carried out stands in the pod's status, so that an agent that has just started goes
@@ -84,9 +84,9 @@ fn counts(role: Role) -> bool {
     matches!(role, Role::Regular | Role::Sidecar)
 }
 
-/// The sizes that the spec wishes for.
+/// The sizes that the spec asks for.
 #[must_use]
-pub fn wished(pod: &Pod) -> Sizes {
+pub fn desired(pod: &Pod) -> Sizes {
     pod::containers(pod)
         .iter()
         .filter(|(role, _)| counts(*role))
@@ -97,7 +97,7 @@ pub fn wished(pod: &Pod) -> Sizes {
 /// The sizes that the pod's status shows as carried out; what it does not show is as the spec has it.
 #[must_use]
 pub fn known(pod: &Pod) -> Sizes {
-    let mut sizes = wished(pod);
+    let mut sizes = desired(pod);
     let status = pod.status.as_ref();
     let statuses = status
         .into_iter()
@@ -136,7 +136,7 @@ fn put(resources: &mut Option<ResourceRequirements>, size: &Size) {
     }
 }
 
-/// The pod with these sizes in place of those its spec wishes for.
+/// The pod with these sizes in place of those its spec asks for.
 #[must_use]
 pub fn with(pod: &Pod, sizes: &Sizes) -> Pod {
     let mut pod = pod.clone();
@@ -252,7 +252,7 @@ mod tests {
     #[test]
     fn sizes_are_compared_by_amount_and_changed_as_their_policy_says() {
         let restart = json!([{"resourceName": "memory", "restartPolicy": "RestartContainer"}]);
-        let before = wished(&pod("1", "64Mi", json!([])));
+        let before = desired(&pod("1", "64Mi", json!([])));
         for (cpu, memory, policy, expected) in [
             ("1000m", "65536Ki", json!([]), Change::None),
             ("2", "64Mi", json!([]), Change::Update),
@@ -266,7 +266,7 @@ mod tests {
                 expected,
                 "{cpu} {memory}"
             );
-            assert_eq!(same(&wished(&granted), &before), expected == Change::None);
+            assert_eq!(same(&desired(&granted), &before), expected == Change::None);
         }
         let smaller = pod("1", "32Mi", json!([]));
         assert_eq!(
@@ -283,16 +283,20 @@ mod tests {
     }
 
     #[test]
-    fn granted_sizes_replace_wished_ones_and_leave_the_rest() {
-        let wish = pod("4", "1Gi", json!([]));
-        let granted = with(&wish, &wished(&pod("1", "64Mi", json!([]))));
+    fn granted_sizes_replace_desired_ones_and_leave_the_rest() {
+        let asked = pod("4", "1Gi", json!([]));
+        let granted = with(&asked, &desired(&pod("1", "64Mi", json!([]))));
         let resources = pod::spec(&granted).containers[0]
             .resources
             .clone()
             .expect("resources");
         assert_eq!(resources.requests.expect("requests")["cpu"].0, "1");
         assert_eq!(resources.limits.expect("limits")["example.com/x"].0, "1");
-        let larger = with_larger(&wish, &wished(&pod("8", "64Mi", json!([]))), &wished(&wish));
+        let larger = with_larger(
+            &asked,
+            &desired(&pod("8", "64Mi", json!([]))),
+            &desired(&asked),
+        );
         let resources = pod::spec(&larger).containers[0]
             .resources
             .clone()
@@ -306,16 +310,16 @@ mod tests {
             ),
             ("8", "1Gi")
         );
-        assert!(described(&wish, Some("why")).contains("\"error\":\"why\""));
+        assert!(described(&asked, Some("why")).contains("\"error\":\"why\""));
     }
 
     #[test]
     fn what_the_status_shows_is_where_a_fresh_agent_goes_on() {
-        let mut wish = pod("4", "1Gi", json!([]));
-        wish.status =
+        let mut asked = pod("4", "1Gi", json!([]));
+        asked.status =
             serde_json::from_value(json!({"containerStatuses": [{"name": "a", "image": "", "imageID": "", "ready": true, "restartCount": 0,
             "resources": {"requests": {"cpu": "1", "memory": "64Mi"}, "limits": {"memory": "64Mi"}}}]}))
             .expect("a status");
-        assert!(same(&known(&wish), &wished(&pod("1", "64Mi", json!([])))));
+        assert!(same(&known(&asked), &desired(&pod("1", "64Mi", json!([])))));
     }
 }

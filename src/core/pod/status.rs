@@ -48,7 +48,7 @@ pub struct Verdict {
 pub struct Resizing {
     /// The sizes that the runtime has.
     pub actuated: Sizes,
-    /// Why what the spec wishes for is not granted: reason and message.
+    /// Why what the spec asks for is not granted: reason and message.
     pub pending: Option<(String, String)>,
     /// Why what was granted is not carried out.
     pub error: Option<String>,
@@ -612,7 +612,7 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
     }
     if !facts.ended
         && (facts.resize.error.is_some()
-            || !resize::same(&facts.resize.actuated, &resize::wished(facts.pod)))
+            || !resize::same(&facts.resize.actuated, &resize::desired(facts.pod)))
     {
         let error = facts.resize.error.clone();
         judged.push(Judged {

@@ -216,7 +216,7 @@ pub fn family(path: &str) -> &'static str {
         .unwrap_or("other")
 }
 
-/// Whether what is asked for takes as long as its reader wishes.
+/// Whether what is asked for lasts until its reader ends it.
 #[must_use]
 pub fn is_long(family: &str) -> bool {
     matches!(family, "exec" | "attach" | "portForward" | "containerLogs")

@@ -48,17 +48,17 @@ fn blocks(pem: &str, into: &mut BTreeMap<String, String>) -> Result<(), String> 
 /// The roots that a source selects, each once, in an order that says nothing. None if there are none and there need
 /// not be any.
 pub fn trusted(
-    wish: &ClusterTrustBundleProjection,
+    source: &ClusterTrustBundleProjection,
     all: &[impl AsRef<ClusterTrustBundle>],
 ) -> Result<Option<String>, String> {
     let mut all = all.iter().map(AsRef::as_ref);
-    let optional = wish.optional == Some(true);
-    let found: Vec<&ClusterTrustBundle> = match (&wish.name, &wish.signer_name) {
+    let optional = source.optional == Some(true);
+    let found: Vec<&ClusterTrustBundle> = match (&source.name, &source.signer_name) {
         (Some(name), None) => all.find(|b| meta::name(*b) == name).into_iter().collect(),
         (None, Some(signer)) => all
             .filter(|b| {
                 b.spec.signer_name.as_ref() == Some(signer)
-                    && wish
+                    && source
                         .label_selector
                         .as_ref()
                         .is_some_and(|s| selector::matches(s, meta::labels(*b)))
@@ -67,7 +67,7 @@ pub fn trusted(
         _ => return Err("a clusterTrustBundle source needs either name or signerName".into()),
     };
     if found.is_empty() {
-        let missing = match &wish.name {
+        let missing = match &source.name {
             Some(name) => format!("clustertrustbundle {name:?} not found"),
             None => "combination of signerName and labelSelector matched zero ClusterTrustBundles"
                 .into(),
@@ -83,7 +83,7 @@ pub fn trusted(
 
 /// A certificate that a projected volume asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CertificateWish {
+pub struct CertificateSource {
     /// The place of its source in the volume.
     pub place: usize,
     /// Who signs it.
@@ -98,20 +98,20 @@ pub struct CertificateWish {
 
 /// The certificates that a projected volume asks for.
 #[must_use]
-pub fn wishes(volume: &Volume) -> Vec<CertificateWish> {
+pub fn sources(volume: &Volume) -> Vec<CertificateSource> {
     let sources = volume
         .projected
         .iter()
         .flat_map(|p| p.sources.iter().flatten())
         .enumerate();
     let of = |(place, source): (usize, &k8s_openapi::api::core::v1::VolumeProjection)| {
-        let wish = source.pod_certificate.as_ref()?;
-        Some(CertificateWish {
+        let source = source.pod_certificate.as_ref()?;
+        Some(CertificateSource {
             place,
-            signer: wish.signer_name.clone(),
-            key_type: wish.key_type.clone(),
-            seconds: wish.max_expiration_seconds,
-            annotations: wish.user_annotations.clone().unwrap_or_default(),
+            signer: source.signer_name.clone(),
+            key_type: source.key_type.clone(),
+            seconds: source.max_expiration_seconds,
+            annotations: source.user_annotations.clone().unwrap_or_default(),
         })
     };
     sources.filter_map(of).collect()
@@ -207,10 +207,10 @@ mod tests {
                 &format!("{one}\n{two}"),
             ),
         ];
-        let chosen = |wish: Value| {
-            let mut wish = wish;
-            wish["path"] = json!("p");
-            let found = trusted(&serde_json::from_value(wish).expect("a wish"), &all);
+        let chosen = |source: Value| {
+            let mut source = source;
+            source["path"] = json!("p");
+            let found = trusted(&serde_json::from_value(source).expect("a source"), &all);
             found.map(|text| text.map(|t| t.matches("BEGIN").count()))
         };
         assert_eq!(chosen(json!({"name": "own"})), Ok(Some(1)));

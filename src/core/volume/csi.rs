@@ -164,7 +164,7 @@ pub fn of_inline(pod: &Pod, volume: &PodVolume) -> Option<Volume> {
 
 /// What a driver can do on a node.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Abilities {
+pub struct NodeCapabilities {
     /// Volumes are staged once for all pods.
     pub stage: bool,
     /// It sets the group of a volume itself.
@@ -179,9 +179,9 @@ pub struct Abilities {
 
 /// How a volume is accessed (kubelet spec, 9.5).
 #[must_use]
-pub fn mode(modes: &[String], abilities: Abilities) -> Mode {
+pub fn mode(modes: &[String], capabilities: NodeCapabilities) -> Mode {
     let has = |mode: &str| modes.iter().any(|m| m == mode);
-    let many = abilities.single_node_multi_writer;
+    let many = capabilities.single_node_multi_writer;
     if has("ReadWriteMany") {
         Mode::MultiNodeMultiWriter
     } else if has("ReadWriteOncePod") {
@@ -205,7 +205,7 @@ pub fn mode(modes: &[String], abilities: Abilities) -> Mode {
 #[must_use]
 pub fn capability(
     volume: &Volume,
-    abilities: Abilities,
+    capabilities: NodeCapabilities,
     group: Option<u32>,
 ) -> pb::VolumeCapability {
     let access = if volume.block {
@@ -215,7 +215,7 @@ pub fn capability(
             fs_type: volume.fs_type.clone(),
             mount_flags: volume.options.clone(),
             volume_mount_group: group
-                .filter(|_| abilities.mount_group)
+                .filter(|_| capabilities.mount_group)
                 .map(|g| g.to_string())
                 .unwrap_or_default(),
         })
@@ -223,15 +223,19 @@ pub fn capability(
     pb::VolumeCapability {
         access_type: Some(access),
         access_mode: Some(AccessMode {
-            mode: mode(&volume.modes, abilities) as i32,
+            mode: mode(&volume.modes, capabilities) as i32,
         }),
     }
 }
 
 /// Whether we give a volume to its pod's group ourselves.
 #[must_use]
-pub fn gives_group(volume: &Volume, driver: Option<&CSIDriver>, abilities: Abilities) -> bool {
-    if abilities.mount_group || volume.block || volume.read_only {
+pub fn gives_group(
+    volume: &Volume,
+    driver: Option<&CSIDriver>,
+    capabilities: NodeCapabilities,
+) -> bool {
+    if capabilities.mount_group || volume.block || volume.read_only {
         return false;
     }
     match driver
@@ -284,7 +288,7 @@ pub fn wants_attachment(volume: &Volume, driver: Option<&CSIDriver>) -> bool {
     !volume.inline && driver.is_none_or(|d| d.spec.attach_required != Some(false))
 }
 
-/// What the driver is told when a volume is published: its attributes, and its pod where the driver wishes so.
+/// What the driver is told when a volume is published: its attributes, and its pod where the driver asks for that.
 #[must_use]
 pub fn context(volume: &Volume, pod: &Pod, driver: Option<&CSIDriver>) -> HashMap<String, String> {
     let mut context: HashMap<String, String> = volume.attributes.clone().into_iter().collect();
@@ -367,13 +371,13 @@ mod tests {
     #[test]
     fn access_modes_follow_what_the_driver_can_tell_apart() {
         let (plain, fine) = (
-            Abilities::default(),
-            Abilities {
+            NodeCapabilities::default(),
+            NodeCapabilities {
                 single_node_multi_writer: true,
-                ..Abilities::default()
+                ..NodeCapabilities::default()
             },
         );
-        for (modes, abilities, expected) in [
+        for (modes, capabilities, expected) in [
             (vec!["ReadWriteOnce"], plain, Mode::SingleNodeWriter),
             (vec!["ReadWriteOnce"], fine, Mode::SingleNodeMultiWriter),
             (vec!["ReadWriteOncePod"], plain, Mode::SingleNodeWriter),
@@ -386,7 +390,7 @@ mod tests {
             ),
         ] {
             let modes: Vec<String> = modes.into_iter().map(Into::into).collect();
-            assert_eq!(mode(&modes, abilities), expected, "{modes:?}");
+            assert_eq!(mode(&modes, capabilities), expected, "{modes:?}");
         }
     }
 
@@ -397,7 +401,7 @@ mod tests {
             volume(&["ReadWriteMany"], "ext4"),
         );
         let policy = |p: &str| driver(json!({"fsGroupPolicy": p}));
-        let plain = Abilities::default();
+        let plain = NodeCapabilities::default();
         for (volume, driver, expected) in [
             (&rwo, None, true),
             (&rwx, None, false),
@@ -411,7 +415,7 @@ mod tests {
                 "{driver:?}"
             );
         }
-        let own = Abilities {
+        let own = NodeCapabilities {
             mount_group: true,
             ..plain
         };

@@ -64,7 +64,7 @@ pub struct Given {
 
 /// A token that a projected volume needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TokenWish {
+pub struct TokenSource {
     /// The audience; empty for the API's own.
     pub audience: String,
     /// The lifetime in seconds.
@@ -77,14 +77,14 @@ pub struct TokenWish {
 
 /// The tokens a volume needs.
 #[must_use]
-pub fn tokens(volume: &Volume) -> Vec<TokenWish> {
+pub fn tokens(volume: &Volume) -> Vec<TokenSource> {
     let sources = volume
         .projected
         .iter()
         .flat_map(|p| p.sources.iter().flatten());
     sources
         .filter_map(|s| s.service_account_token.as_ref())
-        .map(|t| TokenWish {
+        .map(|t| TokenSource {
             audience: t.audience.clone().unwrap_or_default(),
             seconds: t.expiration_seconds.unwrap_or(3600),
             path: t.path.clone(),
@@ -362,7 +362,7 @@ fn projection(
             File::new(content, mode(None, default)),
         )]));
     }
-    if let Some(wish) = &source.pod_certificate {
+    if let Some(certificate) = &source.pod_certificate {
         let credential = given
             .credentials
             .get(&place)
@@ -370,11 +370,14 @@ fn projection(
         let mut files = Files::new();
         for (path, content) in [
             (
-                &wish.credential_bundle_path,
+                &certificate.credential_bundle_path,
                 format!("{}{}", credential.key, credential.chain),
             ),
-            (&wish.key_path, credential.key.clone()),
-            (&wish.certificate_chain_path, credential.chain.clone()),
+            (&certificate.key_path, credential.key.clone()),
+            (
+                &certificate.certificate_chain_path,
+                credential.chain.clone(),
+            ),
         ] {
             if let Some(path) = path.as_deref().filter(|p| !p.is_empty()) {
                 files.insert(safe(path)?, private(around.pod, content, default));

@@ -195,8 +195,8 @@ impl Job {
     }
 
     async fn grow(&self) -> Outcome {
-        let wished = Arc::clone(&self.update.pod);
-        match self.context().ledger.grow(wished).await {
+        let desired = Arc::clone(&self.update.pod);
+        match self.context().ledger.grow(desired).await {
             Ok(()) => Outcome::Granted,
             Err(refusal) => Outcome::Deferred {
                 reason: refusal.reason,

@@ -26,7 +26,7 @@ impl Job {
     async fn resize_containers(&self, names: &[String]) -> std::result::Result<(), String> {
         let (context, pod) = (self.context(), &self.pod);
         let node = self.node().map_err(|_| "the pod is not prepared")?;
-        let larger = resize::with_larger(pod, &self.actuated, &resize::wished(pod));
+        let larger = resize::with_larger(pod, &self.actuated, &resize::desired(pod));
         context.host.ensure_cgroup(&larger).await?;
         let all = pod::containers(pod);
         let mut wanted: Vec<_> = all

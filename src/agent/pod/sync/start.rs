@@ -429,16 +429,16 @@ async fn devices(
     container: &Container,
 ) -> std::result::Result<Vec<pb::Device>, String> {
     let mut devices = vec![];
-    for (index, wish) in container.volume_devices.iter().flatten().enumerate() {
+    for (index, device) in container.volume_devices.iter().flatten().enumerate() {
         let resolved = s
             .fetched
             .resolved
-            .get(&wish.name)
-            .ok_or_else(|| format!("volume {:?} has not been set up", wish.name))?;
+            .get(&device.name)
+            .ok_or_else(|| format!("volume {:?} has not been set up", device.name))?;
         if !resolved.block {
             return Err(format!(
                 "volume {:?} is not a block volume, but is specified in volumeDevices",
-                wish.name
+                device.name
             ));
         }
         let place = SubPath {
@@ -452,7 +452,7 @@ async fn devices(
         };
         let permissions = if resolved.read_only { "r" } else { "mrw" };
         devices.push(pb::Device {
-            container_path: wish.device_path.clone(),
+            container_path: device.device_path.clone(),
             host_path: path.display().to_string(),
             permissions: permissions.into(),
         });

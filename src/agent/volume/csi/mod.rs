@@ -18,7 +18,7 @@ pub use registry::run;
 use crate::agent::serving::VolumeFigures;
 use crate::agent::{Context, Kind};
 use crate::core::pod;
-use crate::core::volume::csi::{self, Abilities, Volume, VolumeData};
+use crate::core::volume::csi::{self, NodeCapabilities, Volume, VolumeData};
 use crate::csi::{CsiError, Driver, NodeInfo};
 use crate::host::blocking;
 use crate::host::volume::csi::{CsiDirs, Published, give, is_mounted};
@@ -34,7 +34,7 @@ struct Registered {
     /// The socket that it has registered with.
     socket: PathBuf,
     driver: Driver,
-    abilities: Abilities,
+    capabilities: NodeCapabilities,
     info: NodeInfo,
 }
 
@@ -91,7 +91,7 @@ impl Csi {
     pub fn grows(&self, driver: &str) -> bool {
         lock(&self.drivers)
             .get(driver)
-            .is_some_and(|d| d.abilities.expand)
+            .is_some_and(|d| d.capabilities.expand)
     }
 
     fn turn(&self, data: &VolumeData) -> Arc<tokio::sync::Mutex<()>> {
@@ -262,7 +262,7 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bo
         HashMap::new()
     };
     let staging = mount(context, pod, &wanted, told).await?;
-    if volume.grown.is_some() && wanted.registered.abilities.expand && !volume.read_only {
+    if volume.grown.is_some() && wanted.registered.capabilities.expand && !volume.read_only {
         grow(context, pod, &wanted, staging).await;
     }
     Ok(volume.label.is_some())
@@ -296,7 +296,7 @@ async fn mount(
         place,
     } = wanted;
     let (described, owner) = (described.as_ref(), pod::ownership(pod));
-    let stages = registered.abilities.stage && !volume.inline;
+    let stages = registered.capabilities.stage && !volume.inline;
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
     let (there, before, staging) = blocking(move || {
         let before = dirs.staged(&own).is_some();
@@ -309,7 +309,7 @@ async fn mount(
         Ok((is_mounted(&own.target)?, before, staging))
     })
     .await?;
-    let capability = csi::capability(volume, registered.abilities, owner.group);
+    let capability = csi::capability(volume, registered.capabilities, owner.group);
     // A republish concerns the pod's mount alone.
     if stages && !there {
         stage(context, wanted, &told, &staging, capability.clone(), before).await?;
@@ -347,7 +347,7 @@ async fn mount(
             .await
             .map_err(failed("MountVolume.SetUp failed"))?;
     }
-    if csi::gives_group(volume, described, registered.abilities) {
+    if csi::gives_group(volume, described, registered.capabilities) {
         // An agent that was killed may have left the group half given: its root is given last.
         let (target, owner) = (
             place.target.clone(),
@@ -421,7 +421,7 @@ async fn grow(context: &Context, pod: &Pod, wanted: &Wanted<'_>, staging: String
                 limit_bytes: 0,
             }),
             staging_target_path: staging,
-            volume_capability: Some(csi::capability(volume, registered.abilities, None)),
+            volume_capability: Some(csi::capability(volume, registered.capabilities, None)),
             secrets: secret(context, volume.expand_secret.as_ref()).await?,
         };
         registered
@@ -585,7 +585,7 @@ async fn full(context: &Context, place: &Published) -> Result<VolumeFigures, Str
         ..VolumeFigures::default()
     };
     let registered = context.csi.driver(&place.data.driver_name)?;
-    if registered.abilities.stats {
+    if registered.capabilities.stats {
         let staging = staged(context, place)
             .await?
             .map(|dir| dir.display().to_string())

@@ -215,14 +215,14 @@ async fn accept(context: &Context, plugin: &Plugin, socket: &str) -> Result<(), 
         .info()
         .await
         .map_err(|e| format!("NodeGetInfo: {e}"))?;
-    let abilities = driver
-        .abilities()
+    let capabilities = driver
+        .capabilities()
         .await
         .map_err(|e| format!("NodeGetCapabilities: {e}"))?;
     tracing::info!(
         driver = plugin.name,
         node_id = info.node_id,
-        ?abilities,
+        ?capabilities,
         "a driver is registered"
     );
     // What a driver that was started anew has staged is not known: it is asked to stage again, which it can repeat.
@@ -233,7 +233,7 @@ async fn accept(context: &Context, plugin: &Plugin, socket: &str) -> Result<(), 
         Registered {
             socket: socket.into(),
             driver,
-            abilities,
+            capabilities,
             info,
         },
     );

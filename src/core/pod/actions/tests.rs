@@ -284,7 +284,7 @@ fn of_ended_containers_the_newest_stays() {
 #[test]
 fn granted_sizes_are_carried_out_as_the_policy_says() {
     let mut pod = a_pod("Always", json!([]), &["a", "b"]);
-    let actuated = resize::wished(&pod);
+    let actuated = resize::desired(&pod);
     for (container, policy) in pod
         .spec
         .as_mut()
@@ -327,14 +327,14 @@ fn granted_sizes_are_carried_out_as_the_policy_says() {
             1
         )
     );
-    let wished = resize::wished(&pod);
+    let desired = resize::desired(&pod);
     assert!(
         compute(
             &pod,
             &observed,
             &Health {
                 probed: &Probed::default(),
-                actuated: &wished
+                actuated: &desired
             },
             |_| 0
         )

@@ -343,7 +343,7 @@ pub fn volume_mount(mount: &VolumeMount, node: &Node) -> Result<pb::Mount, Strin
     })
 }
 
-/// The signal that asks a container to end: its own wish, else the image's (KEP-4960). The runtime's enum
+/// The signal that asks a container to end: its own setting, else the image's (KEP-4960). The runtime's enum
 /// spells out the sign of real-time signals.
 fn stop_signal(container: &Container) -> Result<pb::Signal, String> {
     let Some(name) = container

@@ -61,7 +61,7 @@ fn status(
         probed: &Probed::default(),
         starting: &BTreeSet::new(),
         resize: &Resizing {
-            actuated: resize::wished(pod),
+            actuated: resize::desired(pod),
             ..Resizing::default()
         },
         node_ips: &["192.0.2.1".into()],

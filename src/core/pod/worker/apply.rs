@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::PodStatus;
@@ -10,6 +11,7 @@ use super::{
     Facts, Growth, Input, Key, Op, Outcome, Retry, Turn, Update, VolumeState, Worker, event,
     warning,
 };
+use crate::core::backoff::Doubling;
 use crate::core::pod;
 use crate::core::pod::Role;
 use crate::core::pod::actions::{Kill, Start};
@@ -20,10 +22,7 @@ use crate::core::pod::resize;
 use crate::core::pod::status::{self, RESTARTING_ALL, Verdict};
 
 /// How long a failed operation waits, doubling up to the longest.
-const RETRY: (SignedDuration, SignedDuration) = (
-    SignedDuration::from_millis(500),
-    SignedDuration::from_secs(10),
-);
+const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(10));
 /// How long a container that could not be started waits where nothing says how long.
 const START_RETRY: SignedDuration = SignedDuration::from_secs(10);
 
@@ -99,8 +98,8 @@ impl Worker {
     /// Takes over what the newest update says: the granted sizes stay, and at the first sight of the
     /// object so does what the API knows, so that after a restart times and counts go on from there.
     pub(super) fn adopt_update(&mut self) {
-        let wished = resize::wished(&self.update.pod);
-        let granted = resize::same(&self.granted, &wished);
+        let desired = resize::desired(&self.update.pod);
+        let granted = resize::same(&self.granted, &desired);
         self.effective = if granted {
             Arc::clone(&self.update.pod)
         } else {
@@ -198,7 +197,7 @@ impl Worker {
             }
             (Op::StopSandbox(id), _) => self.note_stopped_sandbox(id),
             (Op::Resize(names), _) => {
-                let sizes = resize::wished(&self.effective);
+                let sizes = resize::desired(&self.effective);
                 let resized = names.iter().filter_map(|n| sizes.get_key_value(n));
                 self.resizing
                     .actuated
@@ -250,22 +249,22 @@ impl Worker {
     }
 
     fn apply_growth(&mut self, outcome: Outcome, turn: &mut Turn) {
-        let wished = Arc::clone(&self.update.pod);
+        let desired = Arc::clone(&self.update.pod);
         match outcome {
             Outcome::Deferred { reason, message } => {
                 self.growth = Growth::Deferred;
                 let pending = Some(("Deferred".to_owned(), message));
                 if self.resizing.pending != pending {
-                    let described = resize::described(&wished, None);
+                    let described = resize::described(&desired, None);
                     let text = format!("Pod resize {reason}: {described}");
                     turn.events.push(warning("ResizeDeferred", text));
                 }
                 self.resizing.pending = pending;
             }
             _ => {
-                self.granted = resize::wished(&wished);
+                self.granted = resize::desired(&desired);
                 self.adopt_update();
-                let described = resize::described(&wished, None);
+                let described = resize::described(&desired, None);
                 turn.events.push(event(
                     "ResizeStarted",
                     format!("Pod resize started: {described}"),
@@ -452,7 +451,7 @@ impl Worker {
         self.images.remove(&name);
         self.problems.remove(&name);
         // What is started now has the size that was granted.
-        let size = resize::wished(&self.effective).remove_entry(&name);
+        let size = resize::desired(&self.effective).remove_entry(&name);
         self.resizing.actuated.extend(size);
     }
 
@@ -513,17 +512,13 @@ impl Worker {
     }
 
     fn failed(&mut self, now: Timestamp, key: &Key) {
-        let failures = self
-            .retries
-            .iter()
-            .find(|r| r.key == *key)
-            .map_or(0, |r| r.failures);
-        let pause = (RETRY.0 * (1 << failures.min(10))).min(RETRY.1);
+        let before = self.retries.iter().find(|r| r.key == *key);
+        let failures = before.map_or(1, |r| r.failures + 1);
         self.forget_retry(key);
         self.retries.push(Retry {
             key: key.clone(),
-            failures: failures + 1,
-            until: now + pause,
+            failures,
+            until: now + RETRY.after(failures),
         });
     }
 

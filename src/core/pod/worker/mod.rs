@@ -327,7 +327,7 @@ impl Worker {
     }
 
     fn is_resizing(&self) -> bool {
-        !resize::same(&self.resizing.actuated, &resize::wished(&self.effective))
+        !resize::same(&self.resizing.actuated, &resize::desired(&self.effective))
     }
 
     /// Whether the worker is not needed any more: its content is released, and the API has no object of
