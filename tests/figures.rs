@@ -126,6 +126,7 @@ fn figures_are_those_that_dashboards_read() {
     check_says_what_a_start_would_do(&cluster);
     a_record_is_written_and_replayed(&cluster);
     own_metrics(&node);
+    a_short_pod_costs_few_requests(&node, &image);
     assert!(
         node.raw("/metrics/probes")
             .lines()
@@ -363,6 +364,28 @@ fn a_record_is_written_and_replayed(cluster: &Cluster) {
         code == Some(1) && said.contains("is not a record"),
         "{said}"
     );
+}
+
+/// A pod that runs, ends and is deleted is told in at most four patches (wanted: three), none of them for nothing.
+fn a_short_pod_costs_few_requests(node: &Node, image: &str) {
+    let patches = || {
+        let count = "kubelet_pod_status_sync_duration_seconds_count";
+        value(&node.raw("/metrics"), count)
+    };
+    let cluster = node.cluster;
+    let before = patches();
+    let short =
+        pod("short", image, "true").replace("containers:", "restartPolicy: Never, containers:");
+    cluster.apply(&short);
+    let phase = || cluster.pod("short")["status"]["phase"].clone();
+    cluster.wait("it ends", || phase() == "Succeeded");
+    // What changes in the object without its status is no reason to write that again.
+    for n in 0..5 {
+        cluster.kubectl(&["annotate", "pod", "short", &format!("n{n}=x")]);
+    }
+    cluster.kubectl(&["delete", "pod", "short", "--wait=true"]);
+    let cost = patches() - before;
+    assert!((1.0..=4.0).contains(&cost), "{cost} patches of its status");
 }
 
 /// `/metrics`, of the agent itself.

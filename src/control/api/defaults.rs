@@ -1,6 +1,6 @@
 //! The defaults that the API stores (control-plane spec, 4.1).
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::object::{at, entry, meta, text};
 
@@ -24,6 +24,7 @@ pub fn apply(kind: &str, object: &mut Value) {
             let status = entry(object, "status");
             status.entry("phase").or_insert(json!("Pending"));
             status.entry("qosClass").or_insert(json!(qos));
+            container_states(status);
         }
         "Deployment" => {
             let spec = &mut object["spec"];
@@ -235,6 +236,25 @@ fn volume_source(volume: &mut Value) {
             default(token, "expirationSeconds", json!(3600));
         }
         field_refs(source.pointer_mut("/downwardAPI/items"));
+    }
+}
+
+/// As upstream's types have it, states of containers are always there, empty if nothing is known.
+fn container_states(status: &mut Map<String, Value>) {
+    for list in [
+        "containerStatuses",
+        "initContainerStatuses",
+        "ephemeralContainerStatuses",
+    ] {
+        let containers = status.get_mut(list).and_then(Value::as_array_mut);
+        for container in containers.into_iter().flatten() {
+            let Some(container) = container.as_object_mut() else {
+                continue;
+            };
+            for state in ["state", "lastState"] {
+                container.entry(state).or_insert(json!({}));
+            }
+        }
     }
 }
 

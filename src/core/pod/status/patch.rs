@@ -29,7 +29,7 @@ pub fn patch(uid: &str, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
         if key == "conditions" {
             continue;
         }
-        if old.get(key) == Some(value) {
+        if old.get(key).is_some_and(|old| same(old, value)) {
             continue;
         }
         if ["podIPs", "hostIPs"].contains(&key.as_str()) {
@@ -93,6 +93,30 @@ pub fn patch(uid: &str, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
         changes.insert("conditions".into(), conditions.into());
     }
     (!changes.is_empty()).then(|| json!({"metadata": {"uid": uid}, "status": changes}))
+}
+
+/// Whether the API says the same: it answers with empty objects where nothing was written (`lastState`), and drops
+/// those that were (`resources.limits`).
+fn same(a: &Value, b: &Value) -> bool {
+    let is_said = |value: &&Value| match value {
+        Value::Null => false,
+        Value::Object(fields) => fields.values().any(|field| !same(field, &Value::Null)),
+        Value::Array(items) => !items.is_empty(),
+        _ => true,
+    };
+    match (Some(a).filter(is_said), Some(b).filter(is_said)) {
+        (Some(Value::Object(a)), Some(Value::Object(b))) => {
+            let keys = a.keys().chain(b.keys());
+            let of = |fields: &serde_json::Map<String, Value>, key| {
+                fields.get(key).cloned().unwrap_or_default()
+            };
+            keys.into_iter().all(|key| same(&of(a, key), &of(b, key)))
+        }
+        (Some(Value::Array(a)), Some(Value::Array(b))) => {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b))
+        }
+        (a, b) => a == b,
+    }
 }
 
 /// The changes to a list of addresses, and its order. Lists of addresses are merged by address: one that is not deleted

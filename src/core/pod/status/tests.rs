@@ -357,6 +357,12 @@ fn patches_hold_only_what_changed_and_leave_other_conditions_alone() {
         None,
         "a foreign condition is not ours to remove"
     );
+    // As a kube-apiserver answers: what is empty is there, or is not, whatever was written.
+    for container in api.container_statuses.iter_mut().flatten() {
+        container.last_state = Some(k8s_openapi::api::core::v1::ContainerState::default());
+        container.resources = Some(k8s_openapi::api::core::v1::ResourceRequirements::default());
+    }
+    assert_eq!(patch("u", &api, &status), None);
     api.phase = Some("Pending".into());
     let patch = patch("u", &api, &status).expect("a patch");
     assert_eq!(

@@ -38,7 +38,7 @@ use crate::core::backoff::Backoff;
 use crate::core::pod;
 
 /// How long a status waits while the pod is being started and more is about to change.
-const STATUS_DELAY: SignedDuration = SignedDuration::from_millis(300);
+const STATUS_DELAY: SignedDuration = SignedDuration::from_secs(1);
 
 /// What the configuration says that decisions depend on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -300,6 +300,12 @@ impl Worker {
         &self.probed
     }
 
+    /// The status that was handed to the writer last.
+    #[must_use]
+    pub fn published(&self) -> Option<&PodStatus> {
+        self.published.as_ref()
+    }
+
     /// How far a resize is.
     #[must_use]
     pub fn resizing(&self) -> &Resizing {
@@ -496,7 +502,9 @@ impl Worker {
         let differs = match (&self.published, self.state) {
             (None, _) => true,
             // That the deletion was seen is told together with the end, which is near.
-            (Some(published), State::Terminating { .. }) => {
+            (Some(published), state)
+                if matches!(state, State::Terminating { .. }) || self.update.intent().deleted =>
+            {
                 status::substance(published) != status::substance(&self.status)
             }
             (Some(published), _) => *published != self.status,
