@@ -297,7 +297,10 @@ fn parse(text: &str, path: &Path, node: &str, uids: &KeptUids) -> Result<Pod, St
 
 fn decode(text: &str) -> Result<serde_json::Value, String> {
     let options = serde_saphyr::options! { legacy_octal_numbers: true };
-    serde_saphyr::from_str_with_options(text, options).map_err(|e| format!("not YAML or JSON: {e}"))
+    let documents = serde_saphyr::from_multiple_with_options::<serde_json::Value>(text, options)
+        .map_err(|e| format!("not YAML or JSON: {e}"))?;
+    // As with the kubelet, the first document counts; a last line of `---` begins none.
+    documents.into_iter().next().ok_or("it is empty".into())
 }
 
 /// Makes a static pod of a manifest.
@@ -416,7 +419,7 @@ mod tests {
         let uids = KeptUids::load(dir.path(), vec![]);
         // A file in the place of a directory: the kernel answers with another error than for one that is not there.
         let file = dir.path().join("file");
-        let manifest = "apiVersion: v1\nkind: Pod\nmetadata: {name: p}\nspec: {containers: [{name: c, image: i}]}\n";
+        let manifest = "---\napiVersion: v1\nkind: Pod\nmetadata: {name: p}\nspec: {containers: [{name: c, image: i}]}\n---\n";
         std::fs::write(&file, manifest).expect("written");
         assert!(read_dir(&file.join("manifests"), "n", &uids).is_err());
         let (pods, _) = read_dir(&file, "n", &uids).expect("one file stands for itself");
