@@ -18,7 +18,7 @@ use holdfast::core::pod::cri_config;
 use holdfast::cri::{CriClient, Runtime as _};
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret};
-use kube::api::{DeleteParams, PostParams, WatchEvent, WatchParams};
+use kube::api::{DeleteParams, ListParams, PostParams, WatchEvent, WatchParams};
 use kube::{Api, ResourceExt as _};
 use serde_json::json;
 use support::Cluster;
@@ -115,14 +115,19 @@ fn is_ready(pod: &Pod) -> bool {
 }
 
 /// Follows the pods from now on until `done` has been true for `count` of them.
-async fn follow(
+async fn follow(api: &Api<Pod>, count: usize, done: impl Fn(&WatchEvent<Pod>) -> Option<String>) {
+    follow_since(api, "0", count, done).await;
+}
+
+/// As [`follow`], with everything that happened after a revision.
+async fn follow_since(
     api: &Api<Pod>,
+    revision: &str,
     count: usize,
     done: impl Fn(&WatchEvent<Pod>) -> Option<String>,
-) -> Duration {
-    let start = Instant::now();
+) {
     let mut stream = api
-        .watch(&WatchParams::default().labels("bench=1"), "0")
+        .watch(&WatchParams::default().labels("bench=1"), revision)
         .await
         .unwrap()
         .boxed();
@@ -135,7 +140,6 @@ async fn follow(
             .expect("the watch goes on");
         seen.extend(done(&event));
     }
-    start.elapsed()
 }
 
 fn ready(event: &WatchEvent<Pod>) -> Option<String> {
@@ -175,13 +179,16 @@ async fn create_all(api: &Api<Pod>, pods: &[Pod]) -> Duration {
 }
 
 async fn delete(api: &Api<Pod>, names: &[String]) -> Duration {
+    // Pods that have ended are gone at once, perhaps before the watch has begun.
+    let list = api.list(&ListParams::default().limit(1)).await.unwrap();
+    let revision = list.metadata.resource_version.unwrap();
     let start = Instant::now();
     let requests = futures::future::join_all(
         names
             .iter()
             .map(|name| async move { api.delete(name, &DeleteParams::default()).await.unwrap() }),
     );
-    tokio::join!(follow(api, names.len(), gone), requests);
+    tokio::join!(follow_since(api, &revision, names.len(), gone), requests);
     start.elapsed()
 }
 
