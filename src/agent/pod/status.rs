@@ -76,6 +76,13 @@ impl StatusWriter {
     }
 }
 
+/// What the API answered to a write, without the rest of the pod.
+struct Written {
+    uid: Option<String>,
+    revision: u64,
+    status: Option<PodStatus>,
+}
+
 async fn write(
     api: Arc<dyn PodApi>,
     mut changes: watch::Receiver<Wanted>,
@@ -83,7 +90,8 @@ async fn write(
     metrics: Arc<Metrics>,
 ) {
     // What the API had after our last write: newer than what the watch has shown so far.
-    let mut last: Option<Pod> = None;
+    let mut last: Option<Written> = None;
+    let none = PodStatus::default();
     let mut pauses = RETRY;
     while changes.changed().await.is_ok() {
         let begun = Instant::now();
@@ -95,9 +103,10 @@ async fn write(
             };
             let newer = last
                 .as_ref()
-                .filter(|l| l.uid() == object.uid() && revision(*l) > revision(&**object));
-            let base = newer.unwrap_or(object).status.clone().unwrap_or_default();
-            let Some(patch) = status::patch(pod::uid(object), &base, &wanted.status) else {
+                .filter(|l| l.uid == object.uid() && l.revision > revision(&**object));
+            let base = newer.map_or(&object.status, |last| &last.status);
+            let base = base.as_ref().unwrap_or(&none);
+            let Some(patch) = status::patch(pod::uid(object), base, &wanted.status) else {
                 done.send_replace(wanted.version);
                 break;
             };
@@ -110,7 +119,11 @@ async fn write(
                 .await
             {
                 Ok(pod) => {
-                    last = Some(pod);
+                    last = Some(Written {
+                        uid: pod.uid(),
+                        revision: revision(&pod),
+                        status: pod.status,
+                    });
                     metrics.status_written(begun.elapsed());
                     pauses.reset();
                     done.send_replace(wanted.version);

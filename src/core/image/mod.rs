@@ -3,6 +3,9 @@
 pub mod gc;
 pub mod keyring;
 pub mod pulled;
+mod reference;
+
+use reference::Reference;
 
 /// Whether an image name means "whatever is newest": tag `latest`, or neither tag nor digest.
 #[must_use]
@@ -17,14 +20,12 @@ pub fn tag_is_latest(image: &str) -> bool {
 /// The full reference the runtime is asked for: `:latest` is added where tag and digest are missing.
 /// The error says what is wrong with the name (waiting reason `InvalidImageName`).
 pub fn with_default_tag(image: &str) -> Result<String, String> {
-    let reference: oci_spec::distribution::Reference = image.parse().map_err(|e| {
+    let reference = Reference::parse(image).map_err(|e| {
         format!(
             "Failed to apply default image tag {image:?}: couldn't parse image name {image:?}: {e}"
         )
     })?;
-    let last = image.rsplit('/').next().unwrap_or(image);
-    let complete = reference.digest().is_some() || last.contains(':');
-    Ok(if complete {
+    Ok(if reference.digest.is_some() || reference.tag.is_some() {
         image.to_owned()
     } else {
         format!("{image}:latest")
@@ -34,9 +35,9 @@ pub fn with_default_tag(image: &str) -> Result<String, String> {
 /// A name as runtimes list it: in full, by digest where there is one, else by tag.
 #[must_use]
 pub fn canonical(image: &str) -> Option<String> {
-    let reference: oci_spec::distribution::Reference = image.parse().ok()?;
-    let repository = format!("{}/{}", reference.registry(), reference.repository());
-    Some(match (reference.digest(), reference.tag()) {
+    let reference = Reference::parse(image).ok()?;
+    let repository = format!("{}/{}", reference.registry, reference.repository);
+    Some(match (reference.digest, reference.tag) {
         (Some(digest), _) => format!("{repository}@{digest}"),
         (None, tag) => format!("{repository}:{}", tag.unwrap_or("latest")),
     })
@@ -45,9 +46,7 @@ pub fn canonical(image: &str) -> Option<String> {
 /// The registry host of an image name, `docker.io` where none is written.
 #[must_use]
 pub fn registry(image: &str) -> String {
-    image
-        .parse::<oci_spec::distribution::Reference>()
-        .map_or_else(|_| "docker.io".into(), |r| r.registry().to_owned())
+    Reference::parse(image).map_or_else(|_| "docker.io".into(), |r| r.registry.to_owned())
 }
 
 #[cfg(test)]

@@ -1,0 +1,243 @@
+//! References to images, as `distribution/reference` defines them. Pure.
+//!
+//! The library's parser is a regular expression whose compilation takes 20 MiB and a tenth of a second of an agent that
+//! is to be small; here it is what the tests compare with.
+
+use std::borrow::Cow;
+
+/// The registry of names that have none.
+const DEFAULT_REGISTRY: &str = "docker.io";
+/// Its former name.
+const LEGACY_REGISTRY: &str = "index.docker.io";
+/// The longest repository, in bytes.
+const REPOSITORY_LIMIT: usize = 255;
+/// The longest tag, in bytes.
+const TAG_LIMIT: usize = 128;
+const INVALID: &str = "invalid reference format";
+
+/// An image's name, taken apart.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reference<'a> {
+    /// Host and port; `docker.io` where none is written.
+    pub registry: &'a str,
+    /// The path in the registry; `library/` is added for single names on `docker.io`.
+    pub repository: Cow<'a, str>,
+    /// The tag, if one is written.
+    pub tag: Option<&'a str>,
+    /// The digest, if one is written.
+    pub digest: Option<&'a str>,
+}
+
+impl<'a> Reference<'a> {
+    /// Takes a name apart. The error says what is wrong with it, in the words of `distribution/reference`.
+    pub fn parse(text: &'a str) -> Result<Reference<'a>, &'static str> {
+        if text.is_empty() {
+            return Err("repository name must have at least one component");
+        }
+        let (tagged, digest) = match text.split_once('@') {
+            Some((tagged, digest)) => (tagged, Some(digest)),
+            None => (text, None),
+        };
+        // A colon before the last slash belongs to a port.
+        let last = tagged.rfind('/').map_or(0, |slash| slash + 1);
+        let (name, tag) = match tagged[last..].find(':') {
+            Some(colon) => (&tagged[..last + colon], Some(&tagged[last + colon + 1..])),
+            None => (tagged, None),
+        };
+        if !tag.is_none_or(is_tag) || !is_name(name) {
+            return Err(INVALID);
+        }
+        let (registry, repository) = split(name);
+        if repository.len() > REPOSITORY_LIMIT {
+            return Err("repository name must not be more than 255 characters");
+        }
+        digest.map_or(Ok(()), check_digest)?;
+        Ok(Reference {
+            registry,
+            repository,
+            tag,
+            digest,
+        })
+    }
+}
+
+/// The registry and the repository of a name.
+fn split(name: &str) -> (&str, Cow<'_, str>) {
+    let is_host = |first: &str| first.contains(['.', ':']) || first == "localhost";
+    let (registry, repository) = match name.split_once('/') {
+        Some((first, rest)) if is_host(first) => (first, rest),
+        _ => (DEFAULT_REGISTRY, name),
+    };
+    let registry = if registry == LEGACY_REGISTRY {
+        DEFAULT_REGISTRY
+    } else {
+        registry
+    };
+    if registry == DEFAULT_REGISTRY && !repository.contains('/') {
+        return (registry, format!("library/{repository}").into());
+    }
+    (registry, repository.into())
+}
+
+/// Components of a path, the first of which may be a host instead if others follow.
+fn is_name(name: &str) -> bool {
+    let is_path = |path: &str| path.split('/').all(is_path_component);
+    let on_host = |(first, rest): (&str, &str)| is_host(first) && is_path(rest);
+    is_path(name) || name.split_once('/').is_some_and(on_host)
+}
+
+/// Lower-case letters and digits, with `.`, `_`, `__` or dashes between them.
+fn is_path_component(component: &str) -> bool {
+    let is_word = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
+    let mut separators = component.split(is_word).filter(|part| !part.is_empty());
+    component.starts_with(is_word)
+        && component.ends_with(is_word)
+        && separators.all(|s| matches!(s, "." | "_" | "__") || s.bytes().all(|b| b == b'-'))
+}
+
+fn is_host(text: &str) -> bool {
+    let (host, port) = match text.split_once(':') {
+        Some((host, port)) => (host, Some(port)),
+        None => (text, None),
+    };
+    let is_label = |label: &str| {
+        let alphanumeric = |c: char| c.is_ascii_alphanumeric();
+        label.starts_with(alphanumeric)
+            && label.ends_with(alphanumeric)
+            && label.chars().all(|c| alphanumeric(c) || c == '-')
+    };
+    host.split('.').all(is_label) && port.is_none_or(is_number)
+}
+
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit())
+}
+
+fn is_tag(tag: &str) -> bool {
+    let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    tag.starts_with(is_word)
+        && tag.len() <= TAG_LIMIT
+        && tag.chars().all(|c| is_word(c) || c == '.' || c == '-')
+}
+
+fn check_digest(digest: &str) -> Result<(), &'static str> {
+    let (algorithm, hex) = digest.split_once(':').ok_or(INVALID)?;
+    let is_word = |word: &str| {
+        word.starts_with(|c: char| c.is_ascii_alphabetic())
+            && word.bytes().all(|b| b.is_ascii_alphanumeric())
+    };
+    let is_hex = hex.len() >= 32 && hex.bytes().all(|b| b.is_ascii_hexdigit());
+    if !algorithm.split(['-', '_', '+', '.']).all(is_word) || !is_hex {
+        return Err(INVALID);
+    }
+    let length = match algorithm {
+        "sha256" => 64,
+        "sha384" => 96,
+        "sha512" => 128,
+        _ => return Err("unsupported digest algorithm"),
+    };
+    if hex.len() == length {
+        Ok(())
+    } else {
+        Err("invalid checksum digest length")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// What the library makes of it: registry, repository, tag and digest, or its words.
+    fn library(text: &str) -> Result<[Option<String>; 4], String> {
+        let parsed: Result<oci_spec::distribution::Reference, _> = text.parse();
+        parsed.map_err(|e| e.to_string()).map(|r| {
+            let some = |text: &str| Some(text.to_owned());
+            [
+                some(r.registry()),
+                some(r.repository()),
+                r.tag().map(str::to_owned),
+                r.digest().map(str::to_owned),
+            ]
+        })
+    }
+
+    fn ours(text: &str) -> Result<[Option<String>; 4], String> {
+        let parsed = Reference::parse(text).map_err(str::to_owned)?;
+        // The library says `latest` where neither is written.
+        let latest = (parsed.tag.is_none() && parsed.digest.is_none()).then_some("latest");
+        Ok([
+            Some(parsed.registry.to_owned()),
+            Some(parsed.repository.into_owned()),
+            parsed.tag.or(latest).map(str::to_owned),
+            parsed.digest.map(str::to_owned),
+        ])
+    }
+
+    #[test]
+    fn names_are_what_the_library_says() {
+        let (sha256, long) = ("0".repeat(64), "a".repeat(256));
+        let names = [
+            "",
+            "/",
+            "a",
+            "A",
+            "a/",
+            "/a",
+            "a//b",
+            "a:",
+            "a:b",
+            "a:b:c",
+            "a/b:c",
+            "A/b",
+            "a.b/C",
+            "localhost/a",
+            "localhost:1",
+            "localhost:1/a",
+            "index.docker.io/a",
+            "docker.io/a/b",
+            "a_b",
+            "a__b",
+            "a___b",
+            "a--b",
+            "a.-b",
+            "a-",
+            "-a",
+            "r.example:5000/a_b/c-d:v1.0",
+            "r.example:/a",
+            "r..example/a",
+            "-r.example/a",
+            "r_x.example/a",
+            "a@",
+            "a@sha256:12",
+            "a:-b",
+            "a:.b",
+            "a:_b",
+            "a b",
+            "a/b@c@d",
+        ];
+        let digests = [
+            format!("a@sha256:{sha256}"),
+            format!("a:t@sha256:{sha256}"),
+            format!("a@sha512:{sha256}"),
+            format!("a@md5:{sha256}"),
+            format!("a@sha256+b:{sha256}"),
+            format!("a@sha256:{}g", &sha256[1..]),
+            long.clone(),
+            format!("a:{}", &long[..128]),
+            format!("a:{}", &long[..129]),
+        ];
+        for name in names.into_iter().map(str::to_owned).chain(digests) {
+            assert_eq!(ours(&name), library(&name), "{name:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_name_is_what_the_library_says(name in "[a-cA0-1._:@/-]{0,12}", host in "([a-b.-]{1,5}(:[0-9]{0,2})?/)?", digest in "(@sha(256|512):[0a]{60,66})?") {
+            for text in [name.clone(), format!("{host}{name}{digest}")] {
+                prop_assert_eq!(ours(&text), library(&text), "{:?}", text);
+            }
+        }
+    }
+}
