@@ -3,6 +3,7 @@
 
 mod support;
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -311,6 +312,42 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }
 
+/// Follows a log as `kubectl logs -f` must: the open file to its end, then the new one. It has 3,000 lines with numbers.
+fn nothing_is_lost_across_rotations(log: &Path) {
+    let (mut file, mut text, start) = (
+        std::fs::File::open(log).unwrap(),
+        String::new(),
+        Instant::now(),
+    );
+    while !text.contains("line-2999\n") {
+        use std::io::Read as _;
+        use std::os::unix::fs::MetadataExt as _;
+        let moved = std::fs::metadata(log).is_ok_and(|m| m.ino() != file.metadata().unwrap().ino());
+        file.read_to_string(&mut text).unwrap();
+        if moved {
+            file = std::fs::File::open(log).unwrap();
+        }
+        assert!(
+            start.elapsed() < Duration::from_secs(60),
+            "the log was not followed to its end"
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let seen: Vec<usize> = text
+        .lines()
+        .filter_map(|l| l.rsplit_once("line-")?.1.parse().ok())
+        .collect();
+    // The first rotation may have been before the first look.
+    let first = seen[0];
+    let expected: Vec<usize> = (first..3000).collect();
+    assert!(
+        first < 1500 && seen == expected,
+        "lines are lost or doubled across rotations: {} of {}, from {first}",
+        seen.len(),
+        expected.len()
+    );
+}
+
 #[test]
 fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
     let cluster = Cluster::start_configured(
@@ -356,42 +393,9 @@ fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
         names.sort();
         names
     };
-    // Follow as `kubectl logs -f` must: the open file to its end, then the new one.
-    cluster.wait("the log", || dir("chatty").join("0.log").exists());
     let log = dir("chatty").join("0.log");
-    let (mut file, mut text, start) = (
-        std::fs::File::open(&log).unwrap(),
-        String::new(),
-        Instant::now(),
-    );
-    while !text.contains("line-2999\n") {
-        use std::io::Read as _;
-        use std::os::unix::fs::MetadataExt as _;
-        let moved =
-            std::fs::metadata(&log).is_ok_and(|m| m.ino() != file.metadata().unwrap().ino());
-        file.read_to_string(&mut text).unwrap();
-        if moved {
-            file = std::fs::File::open(&log).unwrap();
-        }
-        assert!(
-            start.elapsed() < Duration::from_secs(60),
-            "the log was not followed to its end"
-        );
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    let seen: Vec<usize> = text
-        .lines()
-        .filter_map(|l| l.rsplit_once("line-")?.1.parse().ok())
-        .collect();
-    // The first rotation may have been before the first look.
-    let first = seen[0];
-    let expected: Vec<usize> = (first..3000).collect();
-    assert!(
-        first < 1500 && seen == expected,
-        "lines are lost or doubled across rotations: {} of {}, from {first}",
-        seen.len(),
-        expected.len()
-    );
+    cluster.wait("the log", || log.exists());
+    nothing_is_lost_across_rotations(&log);
     cluster.wait("files are bounded", || names("chatty").len() <= 3);
     assert!(
         names("chatty").iter().any(|n| n.ends_with(".gz")),
