@@ -302,8 +302,8 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
             }),
             ..ApiState::default()
         },
-        ContainerState::Created if !facts.ended => waiting(initial, ""),
-        ContainerState::Created | ContainerState::Unknown => ApiState {
+        ContainerState::Created => waiting("", ""),
+        ContainerState::Unknown => ApiState {
             terminated: Some(lost()),
             ..ApiState::default()
         },

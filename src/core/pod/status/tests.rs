@@ -71,7 +71,7 @@ fn status(
     })
 }
 
-use ContainerState::{Created, Exited, Running};
+use ContainerState::{Exited, Running};
 
 #[test]
 fn phases() {
@@ -330,27 +330,6 @@ fn conditions_move_only_when_their_status_does() {
         ("False", Some("containers with unready status: [a]"))
     );
     assert_eq!(ready.last_transition_time, Some(Time(time(100))));
-}
-
-#[test]
-fn a_container_that_was_never_started_is_being_created_until_its_pod_ends() {
-    let pod = a_pod("Always", json!([]));
-    let state = |ended| {
-        let created = vec![container("a", 0, Created, 0)];
-        let of = status(
-            &pod,
-            created,
-            &Problems::new(),
-            ended,
-            &PodStatus::default(),
-        );
-        let containers = of.container_statuses.expect("statuses");
-        containers[0].state.clone().expect("a state")
-    };
-    let waits = state(false).waiting.expect("it waits");
-    assert_eq!(waits.reason.as_deref(), Some("ContainerCreating"));
-    let ended = state(true).terminated.expect("it has ended");
-    assert_eq!(ended.reason.as_deref(), Some("ContainerStatusUnknown"));
 }
 
 #[test]
