@@ -523,9 +523,8 @@ impl Loop {
             .args(["--find", "--show", file.path().to_str().unwrap()])
             .output()
             .unwrap();
-        assert!(output.status.success(), "{output:?}");
         Loop {
-            device: String::from_utf8(output.stdout).unwrap().trim().to_owned(),
+            device: succeeded("losetup", output).trim().to_owned(),
             _file: file,
         }
     }

@@ -98,26 +98,26 @@ pub fn patch(uid: &str, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
 /// Whether the API says the same: it answers with empty objects where nothing was written (`lastState`), and drops
 /// those that were (`resources.limits`).
 fn same(a: &Value, b: &Value) -> bool {
-    let is_said = |value: &&Value| match value {
-        Value::Null => false,
-        Value::Object(fields) => fields.values().any(|field| !same(field, &Value::Null)),
-        Value::Array(items) => !items.is_empty(),
-        _ => true,
-    };
-    match (Some(a).filter(is_said), Some(b).filter(is_said)) {
-        (Some(Value::Object(a)), Some(Value::Object(b))) => {
-            let keys = a.keys().chain(b.keys());
-            let of = |fields: &serde_json::Map<String, Value>, key| {
-                fields.get(key).cloned().unwrap_or_default()
-            };
-            keys.into_iter().all(|key| same(&of(a, key), &of(b, key)))
+    match (a, b) {
+        (Value::Object(a), Value::Object(b)) => {
+            let both = |key| same(a.get(key).unwrap_or(&NULL), b.get(key).unwrap_or(&NULL));
+            a.keys().chain(b.keys()).all(both)
         }
-        (Some(Value::Array(a)), Some(Value::Array(b))) => {
+        (Value::Array(a), Value::Array(b)) => {
             a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b))
         }
+        // Nothing, beside something that may be empty.
+        (Value::Null, other) | (other, Value::Null) => match other {
+            Value::Object(fields) => fields.values().all(|field| same(field, &NULL)),
+            Value::Array(items) => items.is_empty(),
+            other => other.is_null(),
+        },
         (a, b) => a == b,
     }
 }
+
+/// A field that is not there.
+static NULL: Value = Value::Null;
 
 /// The changes to a list of addresses, and its order. Lists of addresses are merged by address: one that is not deleted
 /// stays beside those that take its place, and the apiserver refuses two of one family (422).
