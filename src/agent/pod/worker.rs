@@ -269,7 +269,10 @@ impl Shell {
     /// Steps 1 and 3: the startup latency at the first sight of the pod running, and the status writer.
     fn announce(&mut self) {
         let object = self.worker.update().status_object().cloned();
-        self.tools.writer.want(object, &self.worker.status);
+        // Not the newest one: that waits for its moment, whatever the API shows meanwhile.
+        if let Some(published) = self.worker.published() {
+            self.tools.writer.want(object, published);
+        }
         if self.ran || self.worker.status.phase.as_deref() != Some("Running") {
             return;
         }

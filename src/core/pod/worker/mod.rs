@@ -37,8 +37,8 @@ use super::status::{self, Problems, Resizing, Verdict};
 use crate::core::backoff::Backoff;
 use crate::core::pod;
 
-/// How long a status waits while the pod is being started and more is about to change.
-const STATUS_DELAY: SignedDuration = SignedDuration::from_millis(300);
+/// How long the status of a pending pod waits while it is being started and more is about to change.
+const STATUS_DELAY: SignedDuration = SignedDuration::from_secs(1);
 
 /// What the configuration says that decisions depend on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -300,6 +300,12 @@ impl Worker {
         &self.probed
     }
 
+    /// The status that was handed to the writer last.
+    #[must_use]
+    pub fn published(&self) -> Option<&PodStatus> {
+        self.published.as_ref()
+    }
+
     /// How far a resize is.
     #[must_use]
     pub fn resizing(&self) -> &Resizing {
@@ -496,7 +502,9 @@ impl Worker {
         let differs = match (&self.published, self.state) {
             (None, _) => true,
             // That the deletion was seen is told together with the end, which is near.
-            (Some(published), State::Terminating { .. }) => {
+            (Some(published), state)
+                if matches!(state, State::Terminating { .. }) || self.update.intent().deleted =>
+            {
                 status::substance(published) != status::substance(&self.status)
             }
             (Some(published), _) => *published != self.status,
@@ -505,14 +513,20 @@ impl Worker {
             self.publish_at = None;
             return;
         }
+        // Of a pod that runs, a change may be what others wait for: that a container is ready no more.
+        let is_pending = self
+            .published
+            .as_ref()
+            .is_some_and(|published| published.phase.as_deref() == Some("Pending"));
         let starting = self.state == State::Syncing
+            && self.published.is_some()
             && self.in_flight.iter().any(|op| match op {
-                Op::Sandbox { .. } | Op::Pull(_) | Op::Start { .. } => true,
+                Op::Sandbox { .. } | Op::Pull(_) | Op::Start { .. } => is_pending,
                 // It will say what the start that was noted looks like in full.
                 Op::Observe { .. } => self.provisional,
                 _ => false,
             });
-        let due = match (starting && self.published.is_some(), self.publish_at) {
+        let due = match (starting, self.publish_at) {
             (false, _) => true,
             (true, Some(at)) => at <= facts.now,
             (true, None) => {

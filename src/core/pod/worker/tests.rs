@@ -538,6 +538,31 @@ fn a_restart_keeps_a_static_pods_readiness_though_its_mirror_is_seen_late() {
 }
 
 #[test]
+fn that_a_container_is_ready_no_more_is_told_while_another_one_starts() {
+    let probe = json!({"exec": {"command": ["true"]}});
+    let spec = json!({"containers": [{"name": "a", "image": "i", "readinessProbe": probe}, {"name": "b", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    run.settle();
+    let probed = |result| Input::Probed {
+        id: "a0".into(),
+        kind: crate::core::pod::probe::Kind::Readiness,
+        result,
+    };
+    run.input(probed(true));
+    run.exit("b0", 1);
+    run.now += 60_000;
+    run.input(Input::Hint);
+    run.settle_but(|op| op.key() == start("b"));
+    assert!(run.waiting.iter().any(|op| op.key() == start("b")));
+    let turn = run.input(probed(false));
+    let ready = |status: &PodStatus| {
+        let mut containers = status.container_statuses.iter().flatten();
+        containers.any(|c| c.name == "a" && c.ready)
+    };
+    assert!(turn.publish.is_some_and(|status| !ready(&status)));
+}
+
+#[test]
 fn a_pod_waits_for_the_network_and_says_so() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
