@@ -145,6 +145,19 @@ impl State {
         self.broken.push(what);
     }
 
+    /// The longest time in seconds that a container of a pod may be given to stop.
+    fn grace_limit(&self, uid: &str) -> i64 {
+        let mut statics = self.statics.values();
+        let pod = self
+            .pods
+            .get(uid)
+            .or_else(|| statics.find(|pod| pod["metadata"]["uid"] == *uid));
+        let own = pod.and_then(|p| p["spec"]["terminationGracePeriodSeconds"].as_i64());
+        // That of a manifest that was replaced; orphans have less.
+        let orphaned = if self.static_uids.contains(uid) { 8 } else { 1 };
+        own.unwrap_or(orphaned).max(2)
+    }
+
     fn live(&self, uid: &str) -> Vec<&Container> {
         self.containers
             .values()

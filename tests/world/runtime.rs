@@ -301,34 +301,20 @@ impl Runtime for World {
     async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError> {
         let now = self.1.now();
         // Some processes need their time.
-        let (slow, limit) = {
+        let slow = {
             let mut state = self.state();
             let slow = state.pick(4) == 0;
-            let uid = state
-                .containers
-                .get(id)
-                .map(|c| c.uid.clone())
-                .unwrap_or_default();
-            let of_api = state.pods.get(&uid);
-            let pod = of_api.or_else(|| {
-                let mut statics = state.statics.values();
-                statics.find(|pod| pod["metadata"]["uid"] == *uid)
-            });
-            let limit = pod
-                .and_then(|p| p["spec"]["terminationGracePeriodSeconds"].as_i64())
-                // That of a manifest that was replaced; orphans have less.
-                .unwrap_or(if state.static_uids.contains(&uid) {
-                    8
-                } else {
-                    1
-                });
-            (slow, limit)
+            let uid = state.containers.get(id).map(|c| c.uid.clone());
+            // One that was lost with its sandbox meanwhile has no limit.
+            if let Some(limit) = uid.map(|uid| state.grace_limit(&uid))
+                && grace > limit
+            {
+                state.deny(format!(
+                    "{id}: stopped with {grace} s where {limit} s are allowed"
+                ));
+            }
+            slow
         };
-        if grace > limit.max(2) {
-            self.state().deny(format!(
-                "{id}: stopped with {grace} s where {limit} s are allowed"
-            ));
-        }
         if slow {
             self.sleep(Duration::from_secs(u64::try_from(grace).unwrap()))
                 .await;
