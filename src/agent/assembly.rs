@@ -29,11 +29,28 @@ use crate::host::linux::LinuxHost;
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::connect_reporting;
 use crate::kubeapi::measured::Report;
+use crate::kubeapi::pace::Pace;
 use crate::kubeapi::pods::{KubePods, PodApi};
 use crate::kubeapi::reviews::{KubeReviews, Reviews};
 use crate::sealed::{self, Keeper, SealedApi};
 use crate::sys::clock::Clock;
 use crate::sys::machine::Machine;
+
+/// A client of the runtime that the configuration names. Nothing is sent yet.
+pub(super) fn runtime(
+    config: &Config,
+    report: Option<crate::cri::Report>,
+) -> Result<CriClient, String> {
+    let client = CriClient::new(
+        &config.runtime_endpoint,
+        config.runtime_timeout,
+        report.clone(),
+    )?;
+    match &config.image_endpoint {
+        Some(endpoint) => client.with_images_at(endpoint, report),
+        None => Ok(client),
+    }
+}
 
 /// Waits for the runtime, as long as that takes, and asks who makes cgroups.
 async fn driver(runtime: &dyn Runtime, config: &Config) -> Driver {
@@ -97,13 +114,8 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let counted = Arc::clone(&metrics);
     let report: crate::cri::Report =
         Arc::new(move |operation, refused, took| counted.runtime(operation, refused, took));
-    let runtime = CriClient::new(
-        &config.runtime_endpoint,
-        config.runtime_timeout,
-        Some(report),
-    )
-    .map_err(anyhow::Error::msg)?;
-    let runtime: Arc<dyn Runtime> = Arc::new(runtime);
+    let runtime: Arc<dyn Runtime> =
+        Arc::new(runtime(&config, Some(report)).map_err(anyhow::Error::msg)?);
     let clock = Clock::system();
     credentials::bootstrap(&config, clock).await?;
     let keeper = match &config.kubeconfig {
@@ -125,9 +137,14 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
                     keeper.confirm();
                 }
             });
-            let connect = || connect_reporting(path, Some(Arc::clone(&report)));
-            let reviews: Arc<dyn Reviews> = Arc::new(KubeReviews(connect().await?));
-            (Some((connect().await?, connect().await?)), Some(reviews))
+            let connect = |pace| connect_reporting(path, Some(Arc::clone(&report)), pace);
+            let reviews = KubeReviews(connect(Pace::default()).await?);
+            let heartbeat = connect(Pace::default()).await?;
+            let client = connect(Pace::new(config.api_pace)).await?;
+            (
+                Some((client, heartbeat)),
+                Some(Arc::new(reviews) as Arc<dyn Reviews>),
+            )
         }
         None => (None, None),
     };
@@ -140,10 +157,10 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
                 credentials::keep(credentials::Renewed::client(&config), client.clone(), clock);
             AbortOnDropHandle::new(tokio::spawn(keep))
         });
-    let node_ips = network::addresses(&config).await;
+    let node_ips = watch::channel(network::addresses(&config).await).0;
     if let (Some((client, _)), true) = (&clients, config.serving.asks_for_certificate) {
         tokio::spawn(credentials::keep(
-            credentials::Renewed::serving(&config, &node_ips),
+            credentials::Renewed::serving(&config, node_ips.subscribe()),
             client.clone(),
             clock,
         ));
@@ -157,7 +174,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         config.cpu_period,
     );
     let machine = Machine::read(&config.root_dir);
-    let resolver = network::resolver(&config, &node_ips);
+    let resolver = network::resolver(&config, &node_ips.borrow());
     let (api, pods, nodes): (Arc<dyn PodApi>, _, Option<Arc<dyn NodeApi>>) = match clients {
         Some((client, heartbeat)) => {
             let only_ours =
@@ -197,7 +214,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         events,
         images,
         machine,
-        node_ips: watch::channel(node_ips).0,
+        node_ips,
         resolver: watch::channel(Arc::new(resolver)).0,
         network: network_state,
         node: OwnNode::new(&config.node_name, nodes),
@@ -212,6 +229,9 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         config,
     });
     tokio::spawn(network::follow(Arc::clone(&context)));
+    if context.config.iptables_chains {
+        tokio::spawn(network::keep_chains());
+    }
     Ok(Agent {
         statics: super::pod::sources::start(&context),
         ledger: requests,

@@ -13,7 +13,7 @@ use crate::core::pod::full_name_of;
 use crate::core::pod::observed::ObservedPod;
 use crate::core::pod::probe::Probed;
 use crate::core::pod::{self, resize};
-use crate::cri::{CriClient, ListedPod, Runtime as _};
+use crate::cri::{ListedPod, Runtime as _};
 use crate::kubeapi::client::{chain, connect};
 
 /// What a start would do to pods.
@@ -102,8 +102,7 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
     for what in &config.unread {
         let _ = writeln!(report, "Warning: {what}.");
     }
-    let runtime = CriClient::new(&config.runtime_endpoint, config.runtime_timeout, None)
-        .map_err(anyhow::Error::msg)?;
+    let runtime = super::assembly::runtime(config, None).map_err(anyhow::Error::msg)?;
     let version = runtime.version().await.map_err(|e| {
         anyhow::anyhow!(
             "the container runtime at {} does not answer: {e}",

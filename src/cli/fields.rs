@@ -23,7 +23,7 @@ enum Shape {
 use Shape::{Bool, Gates, List, Map as Pairs, Number, Taints, Text};
 
 /// The flags, the fields they set, and how.
-const FLAGS: [(&str, &str, Shape); 84] = [
+const FLAGS: [(&str, &str, Shape); 85] = [
     ("address", "address", Text),
     ("allowed-unsafe-sysctls", "allowedUnsafeSysctls", List),
     ("anonymous-auth", "authentication.anonymous.enabled", Bool),
@@ -102,6 +102,7 @@ const FLAGS: [(&str, &str, Shape); 84] = [
         "imageGCLowThresholdPercent",
         Number,
     ),
+    ("image-service-endpoint", "imageServiceEndpoint", Text),
     ("kernel-memcg-notification", "kernelMemcgNotification", Bool),
     ("kube-api-burst", "kubeAPIBurst", Number),
     ("kube-api-content-type", "contentType", Text),

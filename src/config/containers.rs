@@ -13,6 +13,7 @@ pub(super) fn logs(document: &Document) -> Result<Logs, ConfigError> {
     let size = document.container_log_max_size.as_ref();
     let files = document.container_log_max_files;
     let interval = document.container_log_monitor_interval.as_ref();
+    let workers = document.container_log_max_workers;
     let text = size.map_or("10Mi", String::as_str);
     let bytes = text
         .parse::<Quantity>()
@@ -31,6 +32,16 @@ pub(super) fn logs(document: &Document) -> Result<Logs, ConfigError> {
             .filter(|f| *f > 1)
             .ok_or_else(|| invalid("containerLogMaxFiles", files, "use 2 or more"))?,
         interval: time("containerLogMonitorInterval", interval, 10)?,
+        workers: usize::try_from(workers.unwrap_or(1))
+            .ok()
+            .filter(|w| *w > 0)
+            .ok_or_else(|| {
+                invalid(
+                    "containerLogMaxWorkers",
+                    workers.unwrap_or(0),
+                    "use 1 or more",
+                )
+            })?,
     })
 }
 

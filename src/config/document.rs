@@ -20,6 +20,10 @@ pub(super) const WITHOUT_EFFECT: &[(&str, &str)] = &[
         "there is no Go profiler ([what takes its place](JOINING.md#profiling))",
     ),
     (
+        "enableControllerAttachDetach",
+        "the attach-detach controller attaches volumes in any case, and the Node tells it to",
+    ),
+    (
         "enableProfilingHandler",
         "there is no Go profiler ([what takes its place](JOINING.md#profiling))",
     ),
@@ -46,7 +50,6 @@ pub(super) const WITHOUT_EFFECT: &[(&str, &str)] = &[
 /// Fields of the format that are read but not honoured by this version. Most of them are about the node's own resources
 /// (eviction, CPU, memory and topology managers, shutdown), which are to come as a whole.
 pub(super) const NOT_HONOURED: &[&str] = &[
-    "tlsCurvePreferences",
     "kubeletCgroups",
     "systemCgroups",
     "cgroupsPerQOS",
@@ -59,8 +62,6 @@ pub(super) const NOT_HONOURED: &[&str] = &[
     "topologyManagerScope",
     "topologyManagerPolicyOptions",
     "qosReserved",
-    "kubeAPIQPS",
-    "kubeAPIBurst",
     "evictionHard",
     "evictionSoft",
     "evictionSoftGracePeriod",
@@ -68,8 +69,6 @@ pub(super) const NOT_HONOURED: &[&str] = &[
     "evictionPressureTransitionPeriod",
     "evictionMaxPodGracePeriod",
     "mergeDefaultEvictionSettings",
-    "enableControllerAttachDetach",
-    "makeIPTablesUtilChains",
     "systemReservedCgroup",
     "kubeReservedCgroup",
     "enforceNodeAllocatable",
@@ -80,7 +79,6 @@ pub(super) const NOT_HONOURED: &[&str] = &[
     "shutdownGracePeriodByPodPriority",
     "memoryThrottlingFactor",
     "memoryReservationPolicy",
-    "imageServiceEndpoint",
     "userNamespaces",
 ];
 
@@ -151,6 +149,7 @@ pub(super) struct Document {
     pub(super) register_node: Option<bool>,
     pub(super) register_with_taints: Option<Vec<k8s_openapi::api::core::v1::Taint>>,
     pub(super) container_runtime_endpoint: Option<String>,
+    pub(super) image_service_endpoint: Option<String>,
     #[serde(rename = "singleProcessOOMKill")]
     pub(super) single_process_oom_kill: Option<bool>,
     #[serde(rename = "cpuCFSQuota")]
@@ -167,11 +166,17 @@ pub(super) struct Document {
     pub(super) container_log_max_files: Option<i32>,
     // One at a time is what we do; more would only read the disk harder.
     #[serde(rename = "containerLogMaxWorkers")]
-    pub(super) _container_log_max_workers: Option<i32>,
+    pub(super) container_log_max_workers: Option<i32>,
     pub(super) container_log_monitor_interval: Option<String>,
     #[serde(rename = "eventRecordQPS")]
     pub(super) event_record_qps: Option<i32>,
     pub(super) event_burst: Option<i32>,
+    #[serde(rename = "makeIPTablesUtilChains")]
+    pub(super) make_iptables_util_chains: Option<bool>,
+    #[serde(rename = "kubeAPIQPS")]
+    pub(super) kube_api_qps: Option<i32>,
+    #[serde(rename = "kubeAPIBurst")]
+    pub(super) kube_api_burst: Option<i32>,
     pub(super) memory_swap: Option<MemorySwap>,
     #[serde(rename = "imageMinimumGCAge")]
     pub(super) image_minimum_gc_age: Option<String>,

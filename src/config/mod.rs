@@ -61,6 +61,8 @@ pub struct Logs {
     pub max_files: usize,
     /// How often logs are looked at.
     pub interval: Duration,
+    /// How many are rotated at once.
+    pub workers: usize,
 }
 
 /// The resolved configuration.
@@ -94,6 +96,8 @@ pub struct Config {
     pub provider_id: Option<String>,
     /// The runtime's socket.
     pub runtime_endpoint: String,
+    /// The socket of its image service, where that is another one.
+    pub image_endpoint: Option<String>,
     /// The deadline of ordinary calls to it.
     pub runtime_timeout: Duration,
     /// The directory of static pods.
@@ -177,6 +181,11 @@ pub struct Config {
     pub logs: Logs,
     /// How many events are posted a second (0: any number), and how many at once.
     pub event_pace: (f64, f64),
+    /// Whether the agent makes the chains of iptables that others look for.
+    pub iptables_chains: bool,
+    /// How many requests are sent to the apiserver a second, and how many at once. Watches, events,
+    /// heartbeats and reviews do not count.
+    pub api_pace: (f64, f64),
     /// Whether containers may swap within their share (`memorySwap.swapBehavior`: `LimitedSwap`).
     pub limited_swap: bool,
     /// When images are removed that nothing uses.

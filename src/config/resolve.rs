@@ -54,6 +54,26 @@ fn not_honoured(document: &Document) -> Result<Vec<String>, ConfigError> {
     Ok(unused)
 }
 
+/// At what pace events are posted.
+fn event_pace(document: &Document) -> Result<(f64, f64), ConfigError> {
+    pace(
+        ("eventRecordQPS", document.event_record_qps, 50),
+        ("eventBurst", document.event_burst, 100),
+    )
+}
+
+/// At what pace requests are sent to the apiserver; 0 is the default, as in the kubelet.
+fn api_pace(document: &Document) -> Result<(f64, f64), ConfigError> {
+    pace(
+        ("kubeAPIQPS", document.kube_api_qps.filter(|q| *q != 0), 50),
+        (
+            "kubeAPIBurst",
+            document.kube_api_burst.filter(|b| *b != 0),
+            100,
+        ),
+    )
+}
+
 fn node_name(flags: &Overrides, hostname: &str) -> Result<String, ConfigError> {
     let given = flags.hostname.as_deref().unwrap_or(hostname);
     let name = given.trim().to_lowercase();
@@ -271,6 +291,7 @@ pub(super) fn resolve(
         provider_id: named(d.provider_id.take()),
         runtime_endpoint: endpoint
             .unwrap_or_else(|| "unix:///run/containerd/containerd.sock".into()),
+        image_endpoint: named(d.image_service_endpoint.take()),
         runtime_timeout: every("runtimeRequestTimeout", &d.runtime_request_timeout, 120)?,
         static_pod_path: flags.static_pod_path.clone().or(static_pod_path),
         static_pod_url: url("staticPodURL", named(d.static_pod_url.take()))?,
@@ -320,10 +341,9 @@ pub(super) fn resolve(
         single_process_oom_kill: d.single_process_oom_kill.unwrap_or(false),
         unsafe_sysctls: unsafe_sysctls(d.allowed_unsafe_sysctls.take().unwrap_or_default())?,
         logs: logs(&d)?,
-        event_pace: pace(
-            ("eventRecordQPS", d.event_record_qps, 50),
-            ("eventBurst", d.event_burst, 100),
-        )?,
+        event_pace: event_pace(&d)?,
+        iptables_chains: d.make_iptables_util_chains.unwrap_or(true),
+        api_pace: api_pace(&d)?,
         effective: effective::of(&d.raw),
         serving,
         logging,

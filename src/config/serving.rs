@@ -74,6 +74,7 @@ pub(super) struct Fields {
     healthz_port: Option<i32>,
     healthz_bind_address: Option<String>,
     tls_cipher_suites: Option<Vec<String>>,
+    tls_curve_preferences: Option<Vec<i64>>,
     tls_min_version: Option<String>,
     enable_debug_flags_handler: Option<bool>,
     enable_system_log_query: Option<bool>,
@@ -114,10 +115,19 @@ pub struct Serving {
     pub log_query: bool,
     /// Whether the verbosity may be changed.
     pub debug_flags: bool,
+    /// How TLS is spoken.
+    pub tls: Tls,
+}
+
+/// How TLS is spoken.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tls {
     /// Whether TLS 1.3 alone is spoken.
     pub only_tls13: bool,
     /// The cipher suites of TLS 1.2, by their names; empty for all that are sound.
     pub cipher_suites: Vec<String>,
+    /// The key exchange groups, by their numbers in IANA's registry; empty for all that are sound.
+    pub key_exchanges: Vec<u16>,
 }
 
 fn port(field: &str, value: Option<i32>, default: u16) -> Result<u16, ConfigError> {
@@ -186,13 +196,49 @@ fn cipher_suites(asked: &[String]) -> Result<(Vec<String>, Vec<String>), ConfigE
     ))
 }
 
-/// Resolves the fields; also says what of them is not honoured. Without a file the kubelet has older, open defaults, and so do we (kubelet spec, 13.1).
-pub(super) fn resolve(
-    fields: &Fields,
-    from_file: bool,
-) -> Result<(Serving, Vec<String>), ConfigError> {
-    let (cipher_suites, unspoken) =
+/// The key exchange groups that are spoken, by their numbers in IANA's registry of TLS supported groups.
+const GROUPS: [(u16, &str); 5] = [
+    (23, "P-256"),
+    (24, "P-384"),
+    (29, "X25519"),
+    (4587, "P-256 with ML-KEM-768"),
+    (4588, "X25519 with ML-KEM-768"),
+];
+
+/// The key exchange groups that are asked for and spoken, and those that are not spoken.
+fn key_exchanges(asked: &[i64]) -> Result<(Vec<u16>, Vec<String>), ConfigError> {
+    const FIELD: &str = "tlsCurvePreferences";
+    let known = GROUPS.map(|(number, name)| format!("{number} ({name})"));
+    let remedy = format!("use some of {}", known.join(", "));
+    let (mut spoken, mut unspoken) = (vec![], vec![]);
+    for (place, number) in asked.iter().enumerate() {
+        let valid = u16::try_from(*number).ok().filter(|n| *n > 0);
+        let Some(valid) = valid else {
+            return Err(invalid(FIELD, number, &remedy));
+        };
+        if asked[..place].contains(number) {
+            return Err(invalid(FIELD, number, "name each group once"));
+        }
+        match GROUPS.iter().any(|(known, _)| *known == valid) {
+            true => spoken.push(valid),
+            false => unspoken.push(format!("{FIELD}: {number}")),
+        }
+    }
+    if spoken.is_empty() && !unspoken.is_empty() {
+        let all: Vec<String> = asked.iter().map(ToString::to_string).collect();
+        let remedy = format!("none of them is spoken here: {remedy}");
+        return Err(invalid(FIELD, all.join(", "), &remedy));
+    }
+    Ok((spoken, unspoken))
+}
+
+/// How TLS is spoken, and what was asked for and is not spoken.
+fn tls(fields: &Fields) -> Result<(Tls, Vec<String>), ConfigError> {
+    let (cipher_suites, mut unspoken) =
         cipher_suites(fields.tls_cipher_suites.as_deref().unwrap_or_default())?;
+    let (key_exchanges, unknown) =
+        key_exchanges(fields.tls_curve_preferences.as_deref().unwrap_or_default())?;
+    unspoken.extend(unknown);
     let only_tls13 = match fields.tls_min_version.as_deref() {
         // Older ones than 1.2 are not spoken at all.
         None | Some("" | "VersionTLS10" | "VersionTLS11" | "VersionTLS12") => false,
@@ -205,6 +251,20 @@ pub(super) fn resolve(
             ));
         }
     };
+    let tls = Tls {
+        only_tls13,
+        cipher_suites,
+        key_exchanges,
+    };
+    Ok((tls, unspoken))
+}
+
+/// Resolves the fields; also says what of them is not honoured. Without a file the kubelet has older, open defaults, and so do we (kubelet spec, 13.1).
+pub(super) fn resolve(
+    fields: &Fields,
+    from_file: bool,
+) -> Result<(Serving, Vec<String>), ConfigError> {
+    let (tls, unspoken) = tls(fields)?;
     let host = address("address", fields.address.as_ref(), "0.0.0.0")?;
     let main = port("port", fields.port, 10250)?;
     if main == 0 {
@@ -292,8 +352,7 @@ pub(super) fn resolve(
         system_logs: fields.enable_system_log_handler.unwrap_or(true),
         log_query: fields.enable_system_log_query.unwrap_or(false),
         debug_flags: fields.enable_debug_flags_handler.unwrap_or(true),
-        only_tls13,
-        cipher_suites,
+        tls,
     };
     Ok((serving, unspoken))
 }
@@ -353,12 +412,17 @@ mod tests {
         let suites = "tlsMinVersion: VersionTLS13\ntlsCipherSuites: [TLS_RSA_WITH_AES_128_CBC_SHA, TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305]";
         let (own, unspoken) =
             resolve(&serde_saphyr::from_str(suites).expect("YAML"), true).expect("fine");
-        assert!(own.only_tls13);
+        assert!(own.tls.only_tls13);
         assert_eq!(
-            own.cipher_suites,
+            own.tls.cipher_suites,
             ["TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256"]
         );
         assert_eq!(unspoken, ["tlsCipherSuites: TLS_RSA_WITH_AES_128_CBC_SHA"]);
+        let groups = "tlsCurvePreferences: [4588, 25, 23]";
+        let (own, unspoken) =
+            resolve(&serde_saphyr::from_str(groups).expect("YAML"), true).expect("fine");
+        assert_eq!(own.tls.key_exchanges, [4588, 23]);
+        assert_eq!(unspoken, ["tlsCurvePreferences: 25"]);
     }
 
     #[test]
@@ -373,6 +437,10 @@ mod tests {
                 "tlsCipherSuites: [TLS_RSA_WITH_AES_128_CBC_SHA]",
                 "tlsCipherSuites",
             ),
+            ("tlsCurvePreferences: [0]", "tlsCurvePreferences"),
+            ("tlsCurvePreferences: [65536]", "tlsCurvePreferences"),
+            ("tlsCurvePreferences: [23, 23]", "name each group once"),
+            ("tlsCurvePreferences: [25]", "none of them is spoken here"),
             ("tlsCertFile: /c", "tlsPrivateKeyFile"),
             ("authorization: {mode: RBAC}", "authorization.mode"),
             (

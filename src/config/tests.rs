@@ -58,6 +58,8 @@ fn files_are_read_flags_win_and_mistakes_are_named() {
         ("featureGates: {NodeSwap: false}\n", "featureGates.NodeSwap"),
         ("maxPods: many\n", "many"),
         ("eventRecordQPS: -1\n", "eventRecordQPS"),
+        ("kubeAPIQPS: -1\n", "kubeAPIQPS"),
+        ("kubeAPIBurst: -1\n", "kubeAPIBurst"),
         (
             "imagePullCredentialsVerificationPolicy: Sometimes\n",
             "AlwaysVerify",
@@ -70,6 +72,7 @@ fn files_are_read_flags_win_and_mistakes_are_named() {
         ),
         ("containerLogMaxSize: big\n", "containerLogMaxSize"),
         ("containerLogMaxFiles: 1\n", "containerLogMaxFiles"),
+        ("containerLogMaxWorkers: 0\n", "containerLogMaxWorkers"),
         ("syncFrequency: soon\n", "syncFrequency: \"soon\""),
         ("cgroupDriver: other\n", "use cgroupfs or systemd"),
         ("podLogsDir: relative\n", "podLogsDir"),

@@ -75,6 +75,25 @@ pub(super) fn gone_is_fine<T>(result: Result<T, Status>) -> Result<(), RuntimeEr
     }
 }
 
+/// A channel to an endpoint, which is opened when it is needed. `what` it is names it in errors.
+fn channel(what: &str, endpoint: &str) -> Result<Channel, String> {
+    let address = if endpoint.starts_with('/') {
+        format!("unix://{endpoint}")
+    } else {
+        endpoint.to_owned()
+    };
+    if !address.starts_with("unix://") {
+        return Err(format!(
+            "the {what} endpoint {endpoint:?} is not a unix socket; use for instance unix:///run/containerd/containerd.sock"
+        ));
+    }
+    let endpoint = Endpoint::from_shared(address.clone())
+        .map_err(|e| format!("the {what} endpoint {address:?} cannot be used: {e}"))?;
+    Ok(endpoint
+        .connect_timeout(Duration::from_secs(5))
+        .connect_lazy())
+}
+
 impl CriClient {
     /// For an endpoint such as `unix:///run/containerd/containerd.sock`. Nothing is sent yet. Of calls that
     /// end, `report` is told.
@@ -83,21 +102,7 @@ impl CriClient {
         deadline: Duration,
         report: Option<Report>,
     ) -> Result<CriClient, String> {
-        let address = if endpoint.starts_with('/') {
-            format!("unix://{endpoint}")
-        } else {
-            endpoint.to_owned()
-        };
-        if !address.starts_with("unix://") {
-            return Err(format!(
-                "the runtime endpoint {endpoint:?} is not a unix socket; use for instance unix:///run/containerd/containerd.sock"
-            ));
-        }
-        let endpoint = Endpoint::from_shared(address.clone())
-            .map_err(|e| format!("the runtime endpoint {address:?} cannot be used: {e}"))?;
-        let channel = endpoint
-            .connect_timeout(Duration::from_secs(5))
-            .connect_lazy();
+        let channel = channel("runtime", endpoint)?;
         let measured = Measured {
             channel: channel.clone(),
             report,
@@ -110,6 +115,22 @@ impl CriClient {
             deadline,
             details: Mutex::default(),
             networks: Mutex::default(),
+        })
+    }
+
+    /// The same, with its image service at an endpoint of its own (`imageServiceEndpoint`).
+    pub fn with_images_at(
+        self,
+        endpoint: &str,
+        report: Option<Report>,
+    ) -> Result<CriClient, String> {
+        let measured = Measured {
+            channel: channel("image service", endpoint)?,
+            report,
+        };
+        Ok(CriClient {
+            images: ImageServiceClient::new(measured).max_decoding_message_size(MESSAGE_LIMIT),
+            ..self
         })
     }
 

@@ -395,12 +395,25 @@ impl PodHost for LinuxHost {
         .await
     }
 
-    async fn log_exceeds(&self, log: &Log, most: u64) -> Option<bool> {
-        let (place, name) = self.log_file(log).ok()?;
-        let read = move || Ok(place.open()?.open_log(&name)?.metadata()?.len() > most);
-        blocking(move || read().map_err(|e: io::Error| e.to_string()))
+    async fn log_sizes(&self, logs: Vec<Log>) -> Vec<Option<u64>> {
+        let count = logs.len();
+        let files: Vec<_> = logs.iter().map(|log| self.log_file(log).ok()).collect();
+        let size = |file: Option<(LogPlace, String)>| {
+            let (place, name) = file?;
+            Some(
+                place
+                    .open()
+                    .ok()?
+                    .open_log(&name)
+                    .ok()?
+                    .metadata()
+                    .ok()?
+                    .len(),
+            )
+        };
+        blocking(move || Ok(files.into_iter().map(size).collect()))
             .await
-            .ok()
+            .unwrap_or_else(|_| vec![None; count])
     }
 
     async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str) -> Result<String, String> {

@@ -3,8 +3,10 @@
 //! [`PodHost`] is the narrow trait the agent calls; [`linux::LinuxHost`] does it for real.
 
 pub mod cgroups;
+pub mod iptables;
 pub mod linux;
 pub mod serving;
+mod tool;
 pub mod volume;
 
 use std::path::{Path, PathBuf};
@@ -124,8 +126,8 @@ pub trait PodHost: Send + Sync + 'static {
         attempt: u32,
         id: &str,
     ) -> Result<(), String>;
-    /// Whether a log is larger than `most` bytes; `None` if it is not there.
-    async fn log_exceeds(&self, log: &Log, most: u64) -> Option<bool>;
+    /// The sizes of logs in bytes, in their order and in one visit to the disk; `None` for one that is not there.
+    async fn log_sizes(&self, logs: Vec<Log>) -> Vec<Option<u64>>;
     /// Moves a log aside, keeping at most `files` in all; the answer puts it back.
     async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str) -> Result<String, String>;
     /// Undoes that.

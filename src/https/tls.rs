@@ -32,6 +32,8 @@ pub struct Protocol {
     pub only_tls13: bool,
     /// The cipher suites of 1.2, by their names; empty for all.
     pub suites: Vec<String>,
+    /// The key exchange groups, by their numbers in IANA's registry; empty for the library's choice.
+    pub groups: Vec<u16>,
 }
 
 impl Protocol {
@@ -45,6 +47,13 @@ impl Protocol {
         provider
             .cipher_suites
             .retain(|suite| suite.tls13().is_some() || self.suites.is_empty() || asked(suite));
+        if !self.groups.is_empty() {
+            // All that the library has, not only what it offers by itself, in its own order.
+            provider.kx_groups = rustls::crypto::aws_lc_rs::ALL_KX_GROUPS.to_vec();
+            provider
+                .kx_groups
+                .retain(|group| self.groups.contains(&u16::from(group.name())));
+        }
         let versions: &[&rustls::SupportedProtocolVersion] = if self.only_tls13 {
             &[&rustls::version::TLS13]
         } else {
@@ -237,11 +246,12 @@ mod tests {
     }
 
     #[test]
-    fn versions_and_suites_are_those_that_are_asked_for() {
-        let of = |only_tls13: bool, suites: &[&str]| {
+    fn versions_suites_and_groups_are_those_that_are_asked_for() {
+        let of = |only_tls13: bool, suites: &[&str], groups: &[u16]| {
             let protocol = Protocol {
                 only_tls13,
                 suites: suites.iter().map(|s| (*s).into()).collect(),
+                groups: groups.to_vec(),
             };
             let made = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
             let config = config(
@@ -257,9 +267,14 @@ mod tests {
                 .iter()
                 .filter(|s| s.tls13().is_none())
                 .count();
-            (format!("{config:?}").contains("TLSv1_2"), tls12)
+            let groups = &config.crypto_provider().kx_groups;
+            let groups: Vec<u16> = groups.iter().map(|g| g.name().into()).collect();
+            (tls12, groups)
         };
-        assert_eq!(of(false, &["TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256"]).1, 1);
-        assert_eq!(of(false, &[]).1, 6);
+        let one = &["TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256"];
+        assert_eq!(of(false, one, &[]).0, 1);
+        assert_eq!(of(false, &[], &[]).0, 6);
+        assert_eq!(of(false, &[], &[24, 4587]).1, [24, 4587]);
+        assert!(of(false, &[], &[]).1.contains(&29));
     }
 }

@@ -15,6 +15,7 @@ use tower::util::BoxCloneSyncService;
 
 use super::connections::{self, Connections, Material};
 use super::measured::{Measured, Report};
+use super::pace::Pace;
 
 /// Why no connection can be made.
 #[derive(Debug, thiserror::Error)]
@@ -47,13 +48,14 @@ const ALIVE: (Duration, Duration) = (Duration::from_secs(20), Duration::from_sec
 
 /// A client for the current context of a kubeconfig file. Nothing is sent yet.
 pub async fn connect(path: &Path) -> Result<kube::Client, ConnectError> {
-    connect_reporting(path, None).await
+    connect_reporting(path, None, Pace::default()).await
 }
 
-/// The same; each answer is reported.
+/// The same; each answer is reported, and requests are sent at a pace.
 pub async fn connect_reporting(
     path: &Path,
     report: Option<Report>,
+    pace: Pace,
 ) -> Result<kube::Client, ConnectError> {
     let used = |why: String| ConnectError::Use {
         path: path.to_owned(),
@@ -77,7 +79,7 @@ pub async fn connect_reporting(
             material(config, files, report).map_err(|e| chain(&e))
         })
     });
-    let connections = Connections::new(read).await.map_err(used)?;
+    let connections = Connections::new(read, pace).await.map_err(used)?;
     Ok(kube::client::ClientBuilder::new(connections, namespace).build())
 }
 

@@ -28,6 +28,7 @@ use tower::util::BoxCloneSyncService;
 use tower::{BoxError, Service, ServiceExt as _};
 
 use super::failure::Undelivered;
+use super::pace::Pace;
 
 /// How many requests of one client are under way at once, of the 100 that an apiserver allows.
 const AT_ONCE: usize = 32;
@@ -208,6 +209,7 @@ struct Look {
 
 struct Shared {
     read: Read,
+    pace: Pace,
     permits: Semaphore,
     generation: Mutex<Arc<Generation>>,
     look: tokio::sync::Mutex<Look>,
@@ -257,7 +259,11 @@ impl Shared {
     }
 
     async fn send(&self, request: Request<Body>) -> Result<Response<Answer>, BoxError> {
-        let (begun, watch) = (Instant::now(), is_watch(request.uri()));
+        let watch = is_watch(request.uri());
+        if !watch && !is_event(request.uri()) {
+            self.pace.wait().await;
+        }
+        let begun = Instant::now();
         let what = format!("{} {}", request.method(), request.uri().path());
         let late = || Undelivered::Deadline {
             request: what.clone(),
@@ -312,6 +318,11 @@ impl Shared {
 fn is_watch(uri: &Uri) -> bool {
     let mut pairs = uri.query().unwrap_or_default().split('&');
     pairs.any(|pair| matches!(pair, "watch=true" | "watch=1"))
+}
+
+/// Events have a pace of their own.
+fn is_event(uri: &Uri) -> bool {
+    uri.path().split('/').any(|part| part == "events")
 }
 
 fn is_json(answer: &Response<Incoming>) -> bool {
@@ -414,11 +425,12 @@ pub(super) struct Connections(Arc<Shared>);
 
 impl Connections {
     /// Reads the key material for the first time. Nothing is sent yet.
-    pub(super) async fn new(read: Read) -> Result<Connections, String> {
+    pub(super) async fn new(read: Read, pace: Pace) -> Result<Connections, String> {
         let material = read().await?;
         let stamps = stamps(&material.files);
         let shared = Arc::new(Shared {
             read,
+            pace,
             permits: Semaphore::new(AT_ONCE),
             generation: Mutex::new(Generation::new(material, stamps)),
             look: tokio::sync::Mutex::new(Look {
@@ -498,7 +510,9 @@ mod tests {
                 })
             })
         });
-        let mut connections = Connections::new(read).await.expect("key material");
+        let mut connections = Connections::new(read, Pace::default())
+            .await
+            .expect("key material");
         for (method, uri, pools) in [
             ("PATCH", "/api/v1/namespaces/n/pods/p/status", 2),
             ("GET", "/api/v1/pods?watch=true", 3),

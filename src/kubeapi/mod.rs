@@ -6,6 +6,7 @@ mod connections;
 pub mod failure;
 pub mod measured;
 pub mod objects;
+pub mod pace;
 pub mod pods;
 pub mod reviews;
 pub mod signing;

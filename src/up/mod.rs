@@ -232,6 +232,8 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
         "staticPodPath": manifests, "podLogsDir": settings.dirs.data.join("pods-logs"), "cgroupRoot": settings.cgroup(),
         "containerRuntimeEndpoint": endpoint, "maxPods": 110.min((1_i64 << (32 - settings.pod_cidr.prefix_len())) - 3),
         "serializeImagePulls": false, "failSwapOn": false,
+        // Nothing here looks for them: the machine's iptables stay as they are.
+        "makeIPTablesUtilChains": false,
         "port": settings.agent_port()?, "healthzPort": settings.healthz_port(),
         "tlsCertFile": root.join("pki/serving.crt"), "tlsPrivateKeyFile": root.join("pki/serving.key"),
         "authentication": {"anonymous": {"enabled": false}, "webhook": {"enabled": true}, "x509": {"clientCAFile": root.join("pki/ca.crt")}},

@@ -10,6 +10,7 @@ use kube::Client;
 use kube::config::Kubeconfig;
 use rcgen::{CertificateParams, DnType, KeyPair, PublicKeyData as _};
 use serde_json::json;
+use tokio::sync::watch;
 
 use crate::config::Config;
 use crate::core::backoff::Doubling;
@@ -258,14 +259,15 @@ async fn first(
     Ok(())
 }
 
-/// What is kept fresh.
+/// A certificate that is renewed when it is due, or when the node's addresses are no longer those that it is for.
 #[derive(Debug, Clone)]
 pub struct Renewed {
     pair: Pair,
     signer: &'static str,
     usages: &'static [&'static str],
     node: String,
-    names: Vec<String>,
+    /// The node's addresses, where the certificate is for them.
+    addresses: Option<watch::Receiver<Vec<String>>>,
 }
 
 impl Renewed {
@@ -277,22 +279,47 @@ impl Renewed {
             signer: CLIENT,
             usages: CLIENT_USAGES,
             node: config.node_name.clone(),
-            names: vec![],
+            addresses: None,
         }
     }
 
     /// The one with which it serves, for its name and addresses.
     #[must_use]
-    pub fn serving(config: &Config, addresses: &[String]) -> Renewed {
-        let names = std::iter::once(config.node_name.clone())
-            .chain(addresses.iter().cloned())
-            .collect();
+    pub fn serving(config: &Config, addresses: watch::Receiver<Vec<String>>) -> Renewed {
         Renewed {
             pair: Pair::serving(&config.cert_dir),
             signer: SERVING,
             usages: SERVING_USAGES,
             node: config.node_name.clone(),
-            names,
+            addresses: Some(addresses),
+        }
+    }
+
+    /// The names and addresses that the certificate is to be for.
+    fn names(&self) -> Vec<String> {
+        let of_node = |addresses: &watch::Receiver<Vec<String>>| {
+            let addresses = addresses.borrow();
+            std::iter::once(self.node.clone())
+                .chain(addresses.iter().cloned())
+                .collect()
+        };
+        self.addresses.as_ref().map(of_node).unwrap_or_default()
+    }
+
+    /// Waits until it is time to look again.
+    async fn idle(&mut self) {
+        let changed = async {
+            // Whoever knows the addresses lives as long as the agent.
+            if let Some(addresses) = &mut self.addresses
+                && addresses.changed().await.is_ok()
+            {
+                return;
+            }
+            std::future::pending().await
+        };
+        tokio::select! {
+            () = tokio::time::sleep(LOOK) => {}
+            () = changed => {}
         }
     }
 }
@@ -317,25 +344,40 @@ fn without(
     }
 }
 
+/// Whether a certificate is to be renewed: late in its life, or because it is not for all of these names. Those that a
+/// signer was asked for last are not asked for again.
+fn is_due(
+    present: &[u8],
+    names: &[String],
+    answered: Option<&Vec<String>>,
+    now: Timestamp,
+) -> bool {
+    let fits = answered.is_some_and(|last| last == names) || signing::is_for(present, names);
+    // Nodes that began together are not due together.
+    let share = f64::from(now.subsec_nanosecond() % 1000) / 1000.0;
+    let due = signing::lifetime(present)
+        .filter(|_| fits)
+        .map(|(begins, ends)| signing::due(begins, ends, share));
+    due.is_none_or(|due| due <= now)
+}
+
 /// Renews a certificate when it is due. Returns when the node has lost its own for good: the API answers, and what is left
 /// is to begin anew with a bootstrap token (kubelet spec, chapter 15).
-pub async fn keep(kept: Renewed, client: Client, clock: Clock) {
+pub async fn keep(mut kept: Renewed, client: Client, clock: Clock) {
     let mut again = AGAIN;
     let mut since = None;
+    // A signer may leave out what was asked for: it is not asked for the same again.
+    let mut answered = None;
     loop {
-        let now = clock.now();
-        // Nodes that began together are not due together.
-        let share = f64::from(now.subsec_nanosecond() % 1000) / 1000.0;
-        let due = kept
-            .pair
-            .lifetime()
-            .map(|(begins, ends)| signing::due(begins, ends, share));
-        if due.is_some_and(|due| due > now) {
-            tokio::time::sleep(LOOK).await;
+        let (now, names) = (clock.now(), kept.names());
+        let present = std::fs::read(kept.pair.current()).unwrap_or_default();
+        if !is_due(&present, &names, answered.as_ref(), now) {
+            kept.idle().await;
             continue;
         }
-        match renew(&kept, &client, now).await {
+        match renew(&kept, &names, &client, now).await {
             Ok(()) => {
+                answered = Some(names);
                 tracing::info!(signer = kept.signer, "a certificate was renewed");
                 again.reset();
             }
@@ -356,13 +398,18 @@ pub async fn keep(kept: Renewed, client: Client, clock: Clock) {
     }
 }
 
-async fn renew(kept: &Renewed, client: &Client, now: Timestamp) -> Result<(), String> {
+async fn renew(
+    kept: &Renewed,
+    names: &[String],
+    client: &Client,
+    now: Timestamp,
+) -> Result<(), String> {
     let key = KeyPair::generate().map_err(|e| format!("no key can be made: {e}"))?;
     let request = CertificateRequest {
         name: None,
         signer: kept.signer,
         usages: kept.usages,
-        request: request(&key, &kept.node, &kept.names)?,
+        request: request(&key, &kept.node, names)?,
     };
     let certificate = obtain(client, &request, CERTIFICATE_TIMEOUTS.1)
         .await
@@ -378,6 +425,7 @@ async fn renew(kept: &Renewed, client: &Client, now: Timestamp) -> Result<(), St
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::{Overrides, load};
 
     #[test]
     fn the_newest_pair_is_behind_the_link_and_private() {
@@ -422,6 +470,28 @@ mod tests {
         );
         assert_eq!(without(Some((at(0), at(10))), None, at(10)), Some(at(10)));
         assert_eq!(without(None, Some(at(3)), at(10)), Some(at(3)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_serving_certificate_follows_the_nodes_addresses() {
+        let config = load(None, &Overrides::default(), "n1").expect("a configuration");
+        let addresses = watch::channel(vec!["192.0.2.1".to_owned()]).0;
+        let mut kept = Renewed::serving(&config, addresses.subscribe());
+        let made = rcgen::generate_simple_self_signed(kept.names()).expect("a certificate");
+        let (pem, now) = (made.cert.pem(), Timestamp::now());
+        let due = |kept: &Renewed, answered: Option<Vec<String>>| {
+            is_due(pem.as_bytes(), &kept.names(), answered.as_ref(), now)
+        };
+        assert!(!due(&kept, None) && is_due(b"", &kept.names(), None, now));
+        let begun = tokio::time::Instant::now();
+        addresses.send_replace(vec!["192.0.2.1".to_owned(), "2001:db8::1".to_owned()]);
+        kept.idle().await;
+        assert!(begun.elapsed() < LOOK, "it is looked at at once");
+        assert!(due(&kept, None));
+        let asked = kept.names();
+        assert!(!due(&kept, Some(asked)), "the signer gave what it gives");
+        kept.idle().await;
+        assert!(begun.elapsed() >= LOOK);
     }
 
     #[test]

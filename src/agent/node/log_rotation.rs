@@ -2,14 +2,17 @@
 
 use std::sync::Arc;
 
+use futures::StreamExt as _;
+
 use crate::agent::Context;
 use crate::cri::RunningContainer;
 use crate::host::Log;
 
 /// Runs until the process ends.
 pub async fn run(context: Arc<Context>) {
+    let settings = &context.config.logs;
     loop {
-        tokio::time::sleep(context.config.logs.interval).await;
+        tokio::time::sleep(settings.interval).await;
         let running = match context.runtime.running().await {
             Ok(running) => running,
             // That the runtime does not answer is said elsewhere.
@@ -18,59 +21,69 @@ pub async fn run(context: Arc<Context>) {
                 continue;
             }
         };
-        for container in running {
-            if let Err(error) = rotate(&context, &container).await {
-                tracing::warn!(
-                    error,
-                    pod = container.pod,
-                    namespace = container.namespace,
-                    container = container.name,
-                    "a log was not rotated"
-                );
+        let logs: Vec<Log> = running.iter().map(log_of).collect();
+        let sizes = context.host.log_sizes(logs.clone()).await;
+        let mut due = vec![];
+        for ((container, log), size) in running.into_iter().zip(logs).zip(sizes) {
+            // One that somebody removed is made anew.
+            if size.is_none_or(|bytes| bytes > settings.max_size) {
+                due.push(rotated(
+                    Arc::clone(&context),
+                    container,
+                    log,
+                    size.is_some(),
+                ));
             }
         }
+        futures::stream::iter(due)
+            .buffer_unordered(settings.workers)
+            .collect::<()>()
+            .await;
     }
 }
 
-async fn rotate(context: &Context, container: &RunningContainer) -> Result<(), String> {
-    let RunningContainer {
-        id,
-        namespace,
-        pod,
-        uid,
-        name,
-        attempt,
-    } = container.clone();
-    let log = Log {
-        namespace,
-        pod,
-        uid,
-        container: name,
-        attempt,
-    };
-    let settings = &context.config.logs;
+async fn rotated(context: Arc<Context>, container: RunningContainer, log: Log, exists: bool) {
+    if let Err(error) = rotate(&context, &container.id, &log, exists).await {
+        tracing::warn!(
+            error,
+            pod = container.pod,
+            namespace = container.namespace,
+            container = container.name,
+            "a log was not rotated"
+        );
+    }
+}
+
+fn log_of(container: &RunningContainer) -> Log {
+    Log {
+        namespace: container.namespace.clone(),
+        pod: container.pod.clone(),
+        uid: container.uid.clone(),
+        container: container.name.clone(),
+        attempt: container.attempt,
+    }
+}
+
+/// Moves a log aside, if it is there, and has the runtime open a new one.
+async fn rotate(context: &Context, id: &str, log: &Log, exists: bool) -> Result<(), String> {
     let reopen = async || {
         context
             .runtime
-            .reopen_log(&id)
+            .reopen_log(id)
             .await
             .map_err(|e| format!("the runtime does not open the log anew: {e}"))
     };
-    match context.host.log_exceeds(&log, settings.max_size).await {
-        Some(false) => Ok(()),
-        // Somebody removed it: the runtime makes a new one.
-        None => reopen().await,
-        Some(true) => {
-            let stamp = context.clock.now().strftime("%Y%m%d-%H%M%S").to_string();
-            let aside = context
-                .host
-                .move_log_aside(&log, settings.max_files, &stamp)
-                .await?;
-            let Err(error) = reopen().await else {
-                return Ok(());
-            };
-            context.host.put_log_back(&log, aside).await?;
-            Err(error)
-        }
+    if !exists {
+        return reopen().await;
     }
+    let stamp = context.clock.now().strftime("%Y%m%d-%H%M%S").to_string();
+    let aside = context
+        .host
+        .move_log_aside(log, context.config.logs.max_files, &stamp)
+        .await?;
+    let Err(error) = reopen().await else {
+        return Ok(());
+    };
+    context.host.put_log_back(log, aside).await?;
+    Err(error)
 }

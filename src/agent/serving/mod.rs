@@ -340,8 +340,9 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         tracing::warn!(address = %serving.main, "everybody may do everything over this agent's HTTP API: set authentication and authorization in its configuration");
     }
     let protocol = Protocol {
-        only_tls13: serving.only_tls13,
-        suites: serving.cipher_suites.clone(),
+        only_tls13: serving.tls.only_tls13,
+        suites: serving.tls.cipher_suites.clone(),
+        groups: serving.tls.key_exchanges.clone(),
     };
     let main = async {
         let tls = loop {

@@ -4,6 +4,7 @@
 use std::net::IpAddr;
 
 use jiff::{SignedDuration, Timestamp};
+use x509_parser::certificate::X509Certificate;
 use x509_parser::certification_request::X509CertificationRequest;
 use x509_parser::cri_attributes::ParsedCriAttribute;
 use x509_parser::extensions::{GeneralName, ParsedExtension};
@@ -280,18 +281,39 @@ pub fn due(begins: Timestamp, ends: Timestamp, share: f64) -> Timestamp {
     begins + SignedDuration::from_secs_f64(life.as_secs_f64() * (0.7 + 0.2 * share.clamp(0.0, 1.0)))
 }
 
-/// From when until when the first certificate of a PEM text is good.
-#[must_use]
-pub fn lifetime(pem: &[u8]) -> Option<(Timestamp, Timestamp)> {
+/// Reads something of the first certificate of a PEM text.
+fn read<T>(pem: &[u8], what: impl FnOnce(&X509Certificate<'_>) -> Option<T>) -> Option<T> {
     let block = x509_parser::pem::Pem::iter_from_buffer(pem)
         .flatten()
         .find(|b| b.label == "CERTIFICATE")?;
     let (_, certificate) = x509_parser::parse_x509_certificate(&block.contents).ok()?;
-    let validity = certificate.validity();
-    Some((
-        Timestamp::from_second(validity.not_before.timestamp()).ok()?,
-        Timestamp::from_second(validity.not_after.timestamp()).ok()?,
-    ))
+    what(&certificate)
+}
+
+/// From when until when the first certificate of a PEM text is good.
+#[must_use]
+pub fn lifetime(pem: &[u8]) -> Option<(Timestamp, Timestamp)> {
+    read(pem, |certificate| {
+        let validity = certificate.validity();
+        Some((
+            Timestamp::from_second(validity.not_before.timestamp()).ok()?,
+            Timestamp::from_second(validity.not_after.timestamp()).ok()?,
+        ))
+    })
+}
+
+/// Whether the first certificate of a PEM text is for all of these names and addresses.
+#[must_use]
+pub fn is_for(pem: &[u8], names: &[String]) -> bool {
+    let held = read(pem, |certificate| {
+        let extension = certificate.subject_alternative_name().ok()??;
+        alternative_names(&extension.value.general_names).ok()
+    });
+    let (dns, addresses) = held.unwrap_or_default();
+    names.iter().all(|name| match name.parse() {
+        Ok(address) => addresses.contains(&address),
+        Err(_) => dns.contains(name),
+    })
 }
 
 #[cfg(test)]
@@ -480,5 +502,21 @@ mod tests {
         let text = format!("{}{}", made.signing_key.serialize_pem(), made.cert.pem());
         assert!(lifetime(text.as_bytes()).is_some_and(|(begins, ends)| begins < ends));
         assert_eq!(lifetime(b"nothing"), None);
+    }
+
+    #[test]
+    fn a_certificate_is_for_the_names_that_it_holds() {
+        let names = |names: &[&str]| names.iter().map(ToString::to_string).collect::<Vec<_>>();
+        let of = |held: &[&str], asked: &[&str]| {
+            let made = rcgen::generate_simple_self_signed(names(held)).expect("a certificate");
+            is_for(made.cert.pem().as_bytes(), &names(asked))
+        };
+        assert!(of(
+            &["n1", "192.0.2.1", "2001:db8::1"],
+            &["n1", "2001:db8:0::1"]
+        ));
+        assert!(!of(&["n1", "192.0.2.1"], &["n1", "192.0.2.2"]));
+        assert!(!of(&["192.0.2.1"], &["n1"]));
+        assert!(of(&["n1"], &[]) && !is_for(b"", &names(&["n1"])));
     }
 }

@@ -8,11 +8,11 @@ use nix::mount::MntFlags;
 
 use super::disks;
 use super::staging_lock::Turn;
-use super::tool::{tool, tool_to_its_end, tool_while_wanted};
 use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
 use crate::core::volume::resolved::ResolvedVolume;
 use crate::host::linux::{doing, make};
+use crate::host::tool::{tool, tool_to_its_end, tool_while_wanted};
 use crate::sys::beneath::Found;
 use crate::sys::patient::Call;
 use crate::sys::{beneath, mount, ownership};

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::staging_lock::Turn;
-use super::tool::tool;
 use crate::core::volume::disks::{Disk, Iscsi};
 use crate::host::linux::{doing, make};
+use crate::host::tool::tool;
 use crate::sys::{file, mount};
 
 /// How long a disk may take to appear once it is there.

@@ -8,7 +8,6 @@ mod directory;
 mod disks;
 mod staging_lock;
 mod tear_down;
-mod tool;
 
 pub(in crate::host) use tear_down::FORCE_AFTER;
 
