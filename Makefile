@@ -77,8 +77,12 @@ check: ## Format, lints and, where installed, licences and advisories
 sim: ## Run many seeds of the simulation (SEEDS=5000)
 	HOLDFAST_SEEDS=$(or $(SEEDS),5000) $(CARGO) test --locked --test sim --config profile.dev.package.holdfast.opt-level=1 --config 'profile.dev.package.holdfast.debug="line-tables-only"'
 
-fuzz: ## Send the bundled API strange requests (SECONDS=60 for each kind)
+# Beside the API's requests: frames, selectors, patches, and what the plugins read from D-Bus, netlink and DHCP servers.
+READERS = any_ nonsense_is attributes_end selector::
+fuzz: ## Send the bundled API strange requests, and strange bytes to all that reads them (SECONDS=60 for each kind)
 	HOLDFAST_FUZZ_SECONDS=$(or $(SECONDS),60) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --test control fuzz
+	PROPTEST_CASES=$(or $(SECONDS),60)0000 $(CARGO) test --locked --lib -- $(READERS)
+	PROPTEST_CASES=$(or $(SECONDS),60)0000 $(CARGO) test --locked -p holdfast-cni --lib -- $(READERS)
 
 soak: test-deps ## Run hostile clients beside pods that come and go (MINUTES=30)
 	$(CARGO) build --locked -p holdfast-cni

@@ -18,6 +18,39 @@ fn inside(cluster: &Cluster, pod: &str, script: &str) -> String {
     support::inside(cluster, pod, &["busybox", "sh", "-c", script])
 }
 
+/// How full the volume is, as the driver says, and what the calls to it took.
+fn figures_tell_of_the_volume(cluster: &Cluster) {
+    let cluster_node =
+        cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let summary = cluster.kubectl(&[
+        "get",
+        "--raw",
+        &format!("/api/v1/nodes/{cluster_node}/proxy/stats/summary"),
+    ]);
+    let summary: serde_json::Value = serde_json::from_str(&summary).unwrap();
+    let full = summary["pods"][0]["volume"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|v| v["pvcRef"]["name"] == "shared")
+        .unwrap()
+        .clone();
+    assert_eq!(
+        (&full["name"], &full["usedBytes"], &full["inodesFree"]),
+        (&"v".into(), &700.into(), &3.into()),
+        "{full}"
+    );
+    assert_eq!(full["volumeHealthStats"]["abnormal"], true);
+    let metrics = cluster.kubectl(&[
+        "get",
+        "--raw",
+        &format!("/api/v1/nodes/{cluster_node}/proxy/metrics"),
+    ]);
+    let published = r#"csi_operations_seconds_count{driver_name="directories.test",grpc_status_code="OK",method_name="/csi.v1.Node/NodePublishVolume",migrated="false"}"#;
+    assert!(metrics.contains(published), "{metrics}");
+    assert!(metrics.contains("kubelet_volume_stats_used_bytes{namespace=\"default\",persistentvolumeclaim=\"shared\"} 700"), "{metrics}");
+}
+
 #[test]
 fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     let cluster = Cluster::start("csi", 38);
@@ -100,34 +133,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     );
     assert!(told["csi.storage.k8s.io/serviceAccount.tokens"].contains("vault"));
 
-    // How full it is, the driver says.
-    let cluster_node =
-        cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
-    let summary = cluster.kubectl(&[
-        "get",
-        "--raw",
-        &format!("/api/v1/nodes/{cluster_node}/proxy/stats/summary"),
-    ]);
-    let summary: serde_json::Value = serde_json::from_str(&summary).unwrap();
-    let full = summary["pods"][0]["volume"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .find(|v| v["pvcRef"]["name"] == "shared")
-        .unwrap()
-        .clone();
-    assert_eq!(
-        (&full["name"], &full["usedBytes"], &full["inodesFree"]),
-        (&"v".into(), &700.into(), &3.into()),
-        "{full}"
-    );
-    assert_eq!(full["volumeHealthStats"]["abnormal"], true);
-    let metrics = cluster.kubectl(&[
-        "get",
-        "--raw",
-        &format!("/api/v1/nodes/{cluster_node}/proxy/metrics"),
-    ]);
-    assert!(metrics.contains("kubelet_volume_stats_used_bytes{namespace=\"default\",persistentvolumeclaim=\"shared\"} 700"), "{metrics}");
+    figures_tell_of_the_volume(&cluster);
 
     // A second pod: staged once, published twice; undone in the same order.
     cluster.apply(&pod("two", by_claim, ""));

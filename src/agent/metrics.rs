@@ -149,6 +149,11 @@ const STORAGE: Family = family(
     "Storage operation duration.",
     &["migrated", "operation_name", "status", "volume_plugin"],
 );
+const CSI: Family = family(
+    "csi_operations_seconds",
+    "Container Storage Interface operation duration with gRPC error code status total",
+    &["driver_name", "grpc_status_code", "method_name", "migrated"],
+);
 const HTTP_SECONDS: Family = family(
     "kubelet_http_requests_duration_seconds",
     "Duration in seconds to serve http requests",
@@ -335,6 +340,13 @@ impl Metrics {
                 took.as_secs_f64(),
             )
         });
+    }
+
+    /// A driver has answered a call, with gRPC's code.
+    pub fn csi(&self, driver: &str, method: &str, code: &str, took: Duration) {
+        let method = format!("/csi.v1.Node/{method}");
+        let labels = [driver, code, &method, "false"];
+        self.with(|r| r.observe(CSI, STORING, &labels, took.as_secs_f64()));
     }
 
     /// A request to an apiserver was answered; without a code it was not.

@@ -3,7 +3,8 @@
 //! Calls for volumes have two minutes, as the kubelet's have. One that fails in between has an unknown outcome: it is repeated, as CSI makes all
 //! of them repeatable, and nothing is forgotten before the driver has said that it is undone.
 
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use holdfast_proto::csi as pb;
 use holdfast_proto::registration as reg;
@@ -12,7 +13,7 @@ use pb::node_service_capability::Type as Capability;
 use pb::node_service_capability::rpc::Type as Rpc;
 use reg::registration_client::RegistrationClient;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Request, Status};
+use tonic::{Code, Request, Response, Status};
 
 use crate::core::volume::csi::NodeCapabilities;
 
@@ -50,6 +51,29 @@ impl From<Status> for CsiError {
             message: status.message().to_owned(),
             certain: !open,
         }
+    }
+}
+
+/// A code as Go's gRPC library writes it, and so the kubelet's metrics.
+fn code_name(code: Code) -> &'static str {
+    match code {
+        Code::Ok => "OK",
+        Code::Cancelled => "Canceled",
+        Code::Unknown => "Unknown",
+        Code::InvalidArgument => "InvalidArgument",
+        Code::DeadlineExceeded => "DeadlineExceeded",
+        Code::NotFound => "NotFound",
+        Code::AlreadyExists => "AlreadyExists",
+        Code::PermissionDenied => "PermissionDenied",
+        Code::ResourceExhausted => "ResourceExhausted",
+        Code::FailedPrecondition => "FailedPrecondition",
+        Code::Aborted => "Aborted",
+        Code::OutOfRange => "OutOfRange",
+        Code::Unimplemented => "Unimplemented",
+        Code::Internal => "Internal",
+        Code::Unavailable => "Unavailable",
+        Code::DataLoss => "DataLoss",
+        Code::Unauthenticated => "Unauthenticated",
     }
 }
 
@@ -121,24 +145,48 @@ pub async fn tell(socket: &str, outcome: Result<(), String>) -> Result<(), CsiEr
     Ok(())
 }
 
+/// Is told of each call to a driver: the method, gRPC's name of the code, and how long it took.
+pub type Report = Arc<dyn Fn(&'static str, &str, Duration) + Send + Sync>;
+
 /// A driver. Clones share the connection.
-#[derive(Debug, Clone)]
-pub struct Driver(NodeClient<Channel>);
+#[derive(Clone)]
+pub struct Driver {
+    client: NodeClient<Channel>,
+    report: Report,
+}
 
 impl Driver {
-    /// Behind a socket. Nothing is sent yet.
-    pub fn new(socket: &str) -> Result<Driver, CsiError> {
-        Ok(Driver(NodeClient::new(channel(socket)?)))
+    /// Behind a socket. Nothing is sent yet. Of calls that end, `report` is told.
+    pub fn new(socket: &str, report: Report) -> Result<Driver, CsiError> {
+        Ok(Driver {
+            client: NodeClient::new(channel(socket)?),
+            report,
+        })
+    }
+
+    /// Makes a call, and tells of it.
+    async fn call<T>(
+        &self,
+        method: &'static str,
+        call: impl Future<Output = Result<Response<T>, Status>>,
+    ) -> Result<T, CsiError> {
+        let begun = Instant::now();
+        let answer = call.await;
+        let code = answer.as_ref().err().map_or(Code::Ok, Status::code);
+        (self.report)(method, code_name(code), begun.elapsed());
+        Ok(answer?.into_inner())
     }
 
     /// What it says of itself and this node.
     pub async fn info(&self) -> Result<NodeInfo, CsiError> {
         let info = self
-            .0
-            .clone()
-            .node_get_info(within(pb::NodeGetInfoRequest {}, DESCRIPTION))
-            .await?
-            .into_inner();
+            .call(
+                "NodeGetInfo",
+                self.client
+                    .clone()
+                    .node_get_info(within(pb::NodeGetInfoRequest {}, DESCRIPTION)),
+            )
+            .await?;
         let topology = info
             .accessible_topology
             .unwrap_or_default()
@@ -155,11 +203,13 @@ impl Driver {
     /// What it can do.
     pub async fn capabilities(&self) -> Result<NodeCapabilities, CsiError> {
         let answer = self
-            .0
-            .clone()
-            .node_get_capabilities(within(pb::NodeGetCapabilitiesRequest {}, DESCRIPTION))
-            .await?
-            .into_inner();
+            .call(
+                "NodeGetCapabilities",
+                self.client
+                    .clone()
+                    .node_get_capabilities(within(pb::NodeGetCapabilitiesRequest {}, DESCRIPTION)),
+            )
+            .await?;
         let has = |rpc: Rpc| {
             answer
                 .capabilities
@@ -177,10 +227,13 @@ impl Driver {
 
     /// Makes a volume ready for this node.
     pub async fn stage(&self, request: pb::NodeStageVolumeRequest) -> Result<(), CsiError> {
-        self.0
-            .clone()
-            .node_stage_volume(within(request, DEADLINE))
-            .await?;
+        self.call(
+            "NodeStageVolume",
+            self.client
+                .clone()
+                .node_stage_volume(within(request, DEADLINE)),
+        )
+        .await?;
         Ok(())
     }
 
@@ -190,10 +243,13 @@ impl Driver {
             volume_id: volume.into(),
             staging_target_path: staging.into(),
         };
-        self.0
-            .clone()
-            .node_unstage_volume(within(request, DEADLINE))
-            .await?;
+        self.call(
+            "NodeUnstageVolume",
+            self.client
+                .clone()
+                .node_unstage_volume(within(request, DEADLINE)),
+        )
+        .await?;
         Ok(())
     }
 
@@ -209,29 +265,36 @@ impl Driver {
             volume_path: target.into(),
             staging_target_path: staging.into(),
         };
-        Ok(self
-            .0
-            .clone()
-            .node_get_volume_stats(within(request, DEADLINE))
-            .await?
-            .into_inner())
+        self.call(
+            "NodeGetVolumeStats",
+            self.client
+                .clone()
+                .node_get_volume_stats(within(request, DEADLINE)),
+        )
+        .await
     }
 
     /// Makes the filesystem of a published volume as large as the volume is.
     pub async fn expand(&self, request: pb::NodeExpandVolumeRequest) -> Result<(), CsiError> {
-        self.0
-            .clone()
-            .node_expand_volume(within(request, DEADLINE))
-            .await?;
+        self.call(
+            "NodeExpandVolume",
+            self.client
+                .clone()
+                .node_expand_volume(within(request, DEADLINE)),
+        )
+        .await?;
         Ok(())
     }
 
     /// Makes a volume ready for one pod.
     pub async fn publish(&self, request: pb::NodePublishVolumeRequest) -> Result<(), CsiError> {
-        self.0
-            .clone()
-            .node_publish_volume(within(request, DEADLINE))
-            .await?;
+        self.call(
+            "NodePublishVolume",
+            self.client
+                .clone()
+                .node_publish_volume(within(request, DEADLINE)),
+        )
+        .await?;
         Ok(())
     }
 
@@ -241,10 +304,13 @@ impl Driver {
             volume_id: volume.into(),
             target_path: target.into(),
         };
-        self.0
-            .clone()
-            .node_unpublish_volume(within(request, DEADLINE))
-            .await?;
+        self.call(
+            "NodeUnpublishVolume",
+            self.client
+                .clone()
+                .node_unpublish_volume(within(request, DEADLINE)),
+        )
+        .await?;
         Ok(())
     }
 }

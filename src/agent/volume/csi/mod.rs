@@ -29,7 +29,7 @@ use crate::sys::machine::Room;
 const REPORTING: Duration = Duration::from_secs(10);
 
 /// A driver that is registered.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 struct Registered {
     /// The socket that it has registered with.
     socket: PathBuf,

@@ -17,7 +17,7 @@ use super::lock;
 use crate::agent::{Context, NodeApi};
 use crate::core::backoff::Doubling;
 use crate::core::volume::csi;
-use crate::csi::{Driver, Plugin, ask, tell};
+use crate::csi::{Driver, Plugin, Report, ask, tell};
 use crate::host::blocking;
 use crate::sys::watch::Changes;
 
@@ -210,7 +210,9 @@ async fn accept(context: &Context, plugin: &Plugin, socket: &str) -> Result<(), 
     } else {
         &plugin.endpoint
     };
-    let driver = Driver::new(endpoint).map_err(|e| e.to_string())?;
+    let (metrics, name) = (Arc::clone(&context.metrics), plugin.name.clone());
+    let report: Report = Arc::new(move |method, code, took| metrics.csi(&name, method, code, took));
+    let driver = Driver::new(endpoint, report).map_err(|e| e.to_string())?;
     let info = driver
         .info()
         .await

@@ -163,7 +163,7 @@ impl Worker {
             (Op::Admit, _) => self.admitted = true,
             (Op::Grow, outcome) => self.apply_growth(outcome, turn),
             (Op::Mirror, _) => {
-                self.mirrored = Some((self.object_version(), facts.now));
+                self.mirrored = Some((self.update.identity(), facts.now));
             }
             (Op::Prepare, _) => self.prepared_at = Some(facts.now),
             (Op::Volumes { .. }, _) => {
@@ -504,11 +504,6 @@ impl Worker {
         let newest = self.observed.as_ref()?.newest(name)?;
         (newest.state == ContainerState::Exited)
             .then(|| newest.finished_at.unwrap_or(newest.created_at))
-    }
-
-    pub(super) fn object_version(&self) -> Option<String> {
-        let object = self.update.object.as_ref()?;
-        object.metadata.resource_version.clone()
     }
 
     fn failed(&mut self, now: Timestamp, key: &Key) {

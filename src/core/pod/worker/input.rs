@@ -38,6 +38,16 @@ impl Update {
             .filter(|object| !pod::is_static(&self.pod) || self.is_mirrored_by(object))
     }
 
+    /// What tells the API's object from another one, whatever its status.
+    #[must_use]
+    pub fn identity(&self) -> Option<Identity> {
+        self.object.as_ref().map(|object| Identity {
+            uid: object.metadata.uid.clone(),
+            deleted: object.metadata.deletion_timestamp.is_some(),
+            mirrors: pod::annotation(object, pod::MIRROR).map(ToOwned::to_owned),
+        })
+    }
+
     /// Whether a mirror is that of this very manifest, and stays.
     #[must_use]
     pub fn is_mirrored_by(&self, mirror: &Pod) -> bool {
@@ -63,22 +73,24 @@ impl Update {
     pub fn differs_in_status_only(&self, other: &Update) -> bool {
         let (a, b) = (&self.pod, &other.pod);
         let gates = a.spec.as_ref().is_some_and(|s| s.readiness_gates.is_some());
-        let object = |update: &Update| {
-            update.object.as_ref().map(|o| {
-                (
-                    o.metadata.uid.clone(),
-                    o.metadata.deletion_timestamp.is_some(),
-                )
-            })
-        };
         !gates
             && self.intent() == other.intent()
             && a.spec == b.spec
             && a.metadata.labels == b.metadata.labels
             && a.metadata.annotations == b.metadata.annotations
             && a.metadata.generation == b.metadata.generation
-            && object(self) == object(other)
+            && self.identity() == other.identity()
     }
+}
+
+/// An object of the API, and what it stands for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    uid: Option<String>,
+    /// Its deletion was asked for.
+    deleted: bool,
+    /// The hash of the manifest that it mirrors.
+    mirrors: Option<String>,
 }
 
 /// Whether the runtime can give sandboxes a network.

@@ -25,7 +25,7 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{Pod, PodStatus};
 use serde::{Deserialize, Serialize};
 
-pub use input::{Input, Key, Network, Op, Outcome, PodEvent, Update};
+pub use input::{Identity, Input, Key, Network, Op, Outcome, PodEvent, Update};
 
 use super::Role;
 use super::actions;
@@ -37,7 +37,8 @@ use super::status::{self, Problems, Resizing, Verdict};
 use crate::core::backoff::Backoff;
 use crate::core::pod;
 
-/// How long the status of a pending pod waits while it is being started and more is about to change.
+/// How long a status waits while more is about to change: that of a pending pod while it is being started, that of a pod
+/// whose containers have all ended while its sandbox is stopped.
 const STATUS_DELAY: SignedDuration = SignedDuration::from_secs(1);
 
 /// What the configuration says that decisions depend on.
@@ -178,7 +179,7 @@ pub struct Worker {
     /// When the last sandbox was made.
     sandbox_at: Option<Timestamp>,
     /// The mirror was brought in line, as far as the API has shown it: this object was seen then.
-    mirrored: Option<(Option<String>, Timestamp)>,
+    mirrored: Option<(Option<Identity>, Timestamp)>,
     verdict: Option<Verdict>,
     /// When the plan has more to do.
     wake_at: Option<Timestamp>,
@@ -518,15 +519,18 @@ impl Worker {
             .published
             .as_ref()
             .is_some_and(|published| published.phase.as_deref() == Some("Pending"));
-        let starting = self.state == State::Syncing
-            && self.published.is_some()
-            && self.in_flight.iter().any(|op| match op {
-                Op::Sandbox { .. } | Op::Pull(_) | Op::Start { .. } => is_pending,
-                // It will say what the start that was noted looks like in full.
-                Op::Observe { .. } => self.provisional,
-                _ => false,
-            });
-        let due = match (starting, self.publish_at) {
+        let changing = |op: &Op| match (self.state, op) {
+            (State::Syncing, Op::Sandbox { .. } | Op::Pull(_) | Op::Start { .. }) => is_pending,
+            // It will say what the start that was noted looks like in full.
+            (State::Syncing, Op::Observe { .. }) => self.provisional,
+            (State::Terminating { .. }, Op::StopSandbox(_) | Op::Observe { .. }) => {
+                let observed = self.observed.as_ref();
+                observed.is_some_and(|o| o.live().next().is_none())
+            }
+            _ => false,
+        };
+        let waits = self.published.is_some() && self.in_flight.iter().any(changing);
+        let due = match (waits, self.publish_at) {
             (false, _) => true,
             (true, Some(at)) => at <= facts.now,
             (true, None) => {

@@ -193,8 +193,8 @@ impl Worker {
             return;
         }
         match &self.mirrored {
-            Some((version, at))
-                if *version == self.object_version() && facts.now < *at + MIRROR_AUDIT =>
+            Some((seen, at))
+                if *seen == self.update.identity() && facts.now < *at + MIRROR_AUDIT =>
             {
                 plan.wake.push(*at + MIRROR_AUDIT);
             }

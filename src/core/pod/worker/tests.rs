@@ -537,6 +537,69 @@ fn a_restart_keeps_a_static_pods_readiness_though_its_mirror_is_seen_late() {
     );
 }
 
+/// Seed 2300: the status of a mirror that is being deleted changed, and the worker slept with the mirror to do again.
+#[test]
+fn another_status_of_a_wrong_mirror_is_no_reason_to_mirror_again() {
+    let annotations =
+        json!({"kubernetes.io/config.hash": "h", "kubernetes.io/config.source": "file"});
+    let spec = json!({"containers": [{"name": "a", "image": "i"}]});
+    let mut update = a_pod(spec.clone(), json!({"annotations": annotations}));
+    let wrong = |version: &str, hash: &str| {
+        let mut mirror = json!({"uid": "m", "annotations": {"kubernetes.io/config.mirror": hash}, "resourceVersion": version});
+        mirror["deletionTimestamp"] = "2023-11-14T22:13:20Z".into();
+        Some(a_pod(spec.clone(), mirror).pod)
+    };
+    update.object = wrong("1", "g");
+    let mut run = Run::new(update.clone());
+    run.settle();
+    let mirrored = run.count(&Key::Mirror);
+    update.object = wrong("2", "g");
+    run.input(Input::Update(update.clone()));
+    assert_eq!(run.count(&Key::Mirror), mirrored);
+    update.object = wrong("3", "f");
+    run.input(Input::Update(update));
+    assert_eq!(
+        run.count(&Key::Mirror),
+        mirrored + 1,
+        "that is another mirror"
+    );
+}
+
+/// A pod's life costs the API three statuses, and none waits for a sandbox that does not stop.
+#[test]
+fn a_life_is_told_in_three_statuses() {
+    let spec = || json!({"containers": [{"name": "a", "image": "i"}]});
+    let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 5, "resourceVersion": "2"});
+    let mut run = Run::new(a_pod(spec(), json!({})));
+    run.settle();
+    run.input(Input::Update(a_pod(spec(), deleted)));
+    let stopping = |op: &Op| matches!(op, Op::StopSandbox(_));
+    run.settle_but(stopping);
+    let ended = |status: &PodStatus| {
+        let mut containers = status.container_statuses.iter().flatten();
+        containers.any(|c| c.state.as_ref().is_some_and(|s| s.terminated.is_some()))
+    };
+    assert!(ended(&run.worker.status) && run.waiting.iter().any(stopping));
+    assert!(!run.published.iter().any(ended), "the end is near");
+    let mut hung = Run {
+        worker: run.worker.clone(),
+        published: vec![],
+        ..Run::new(a_pod(spec(), json!({})))
+    };
+    hung.now = run.now + 1000;
+    let told = hung.input(Input::Tick).publish;
+    assert!(
+        told.is_some_and(|status| ended(&status)),
+        "it is not waited for"
+    );
+    run.settle();
+    let phases = run.published.iter().map(|s| s.phase.as_deref());
+    assert_eq!(
+        phases.collect::<Vec<_>>(),
+        [Some("Pending"), Some("Running"), Some("Failed")]
+    );
+}
+
 #[test]
 fn that_a_container_is_ready_no_more_is_told_while_another_one_starts() {
     let probe = json!({"exec": {"command": ["true"]}});
