@@ -366,7 +366,7 @@ fn a_record_is_written_and_replayed(cluster: &Cluster) {
     );
 }
 
-/// A pod that runs, ends and is deleted is told in few patches (wanted: three), none of them for nothing.
+/// A pod that runs, ends and is deleted is told in at most four patches (wanted: three), none of them for nothing.
 fn a_short_pod_costs_few_requests(node: &Node, image: &str) {
     let patches = || {
         let count = "kubelet_pod_status_sync_duration_seconds_count";

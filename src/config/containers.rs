@@ -8,6 +8,20 @@ use super::{ConfigError, Logs};
 use crate::core::quantity::Quantity;
 use crate::core::time::duration;
 
+/// A count that is not below the least.
+fn at_least(
+    field: &str,
+    value: Option<i32>,
+    default: i32,
+    least: usize,
+) -> Result<usize, ConfigError> {
+    let value = value.unwrap_or(default);
+    usize::try_from(value)
+        .ok()
+        .filter(|count| *count >= least)
+        .ok_or_else(|| invalid(field, value, &format!("use {least} or more")))
+}
+
 /// How container logs are rotated.
 pub(super) fn logs(document: &Document) -> Result<Logs, ConfigError> {
     let size = document.container_log_max_size.as_ref();
@@ -27,21 +41,9 @@ pub(super) fn logs(document: &Document) -> Result<Logs, ConfigError> {
                 "use a positive quantity such as 10Mi",
             )
         })?,
-        max_files: usize::try_from(files.unwrap_or(5))
-            .ok()
-            .filter(|f| *f > 1)
-            .ok_or_else(|| invalid("containerLogMaxFiles", files, "use 2 or more"))?,
+        max_files: at_least("containerLogMaxFiles", files, 5, 2)?,
         interval: time("containerLogMonitorInterval", interval, 10)?,
-        workers: usize::try_from(workers.unwrap_or(1))
-            .ok()
-            .filter(|w| *w > 0)
-            .ok_or_else(|| {
-                invalid(
-                    "containerLogMaxWorkers",
-                    workers.unwrap_or(0),
-                    "use 1 or more",
-                )
-            })?,
+        workers: at_least("containerLogMaxWorkers", workers, 1, 1)?,
     })
 }
 

@@ -55,25 +55,11 @@ impl From<Status> for CsiError {
 }
 
 /// A code as Go's gRPC library writes it, and so the kubelet's metrics.
-fn code_name(code: Code) -> &'static str {
+fn code_name(code: Code) -> String {
     match code {
-        Code::Ok => "OK",
-        Code::Cancelled => "Canceled",
-        Code::Unknown => "Unknown",
-        Code::InvalidArgument => "InvalidArgument",
-        Code::DeadlineExceeded => "DeadlineExceeded",
-        Code::NotFound => "NotFound",
-        Code::AlreadyExists => "AlreadyExists",
-        Code::PermissionDenied => "PermissionDenied",
-        Code::ResourceExhausted => "ResourceExhausted",
-        Code::FailedPrecondition => "FailedPrecondition",
-        Code::Aborted => "Aborted",
-        Code::OutOfRange => "OutOfRange",
-        Code::Unimplemented => "Unimplemented",
-        Code::Internal => "Internal",
-        Code::Unavailable => "Unavailable",
-        Code::DataLoss => "DataLoss",
-        Code::Unauthenticated => "Unauthenticated",
+        Code::Ok => "OK".into(),
+        Code::Cancelled => "Canceled".into(),
+        other => format!("{other:?}"),
     }
 }
 
@@ -173,7 +159,7 @@ impl Driver {
         let begun = Instant::now();
         let answer = call.await;
         let code = answer.as_ref().err().map_or(Code::Ok, Status::code);
-        (self.report)(method, code_name(code), begun.elapsed());
+        (self.report)(method, &code_name(code), begun.elapsed());
         Ok(answer?.into_inner())
     }
 

@@ -395,7 +395,7 @@ impl PodHost for LinuxHost {
         .await
     }
 
-    async fn log_sizes(&self, logs: Vec<Log>) -> Vec<Option<u64>> {
+    async fn log_sizes(&self, logs: &[Log]) -> Vec<Option<u64>> {
         let count = logs.len();
         let files: Vec<_> = logs.iter().map(|log| self.log_file(log).ok()).collect();
         let size = |file: Option<(LogPlace, String)>| {

@@ -127,7 +127,7 @@ pub trait PodHost: Send + Sync + 'static {
         id: &str,
     ) -> Result<(), String>;
     /// The sizes of logs in bytes, in their order and in one visit to the disk; `None` for one that is not there.
-    async fn log_sizes(&self, logs: Vec<Log>) -> Vec<Option<u64>>;
+    async fn log_sizes(&self, logs: &[Log]) -> Vec<Option<u64>>;
     /// Moves a log aside, keeping at most `files` in all; the answer puts it back.
     async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str) -> Result<String, String>;
     /// Undoes that.

@@ -22,7 +22,7 @@ pub async fn run(context: Arc<Context>) {
             }
         };
         let logs: Vec<Log> = running.iter().map(log_of).collect();
-        let sizes = context.host.log_sizes(logs.clone()).await;
+        let sizes = context.host.log_sizes(&logs).await;
         let mut due = vec![];
         for ((container, log), size) in running.into_iter().zip(logs).zip(sizes) {
             // One that somebody removed is made anew.

@@ -1,5 +1,6 @@
 //! What pods inherit of the machine's network: its addresses, where `--node-ip` names none, and its resolver
-//! configuration. Both may change, or come only after a boot, and are read again with every status of the node.
+//! configuration. Both may change, or come only after a boot, and are read again with every status of the node. And the
+//! chains of iptables that others look for.
 
 use std::sync::Arc;
 use std::time::Duration;
