@@ -88,6 +88,10 @@ soak: test-deps ## Run hostile clients beside pods that come and go (MINUTES=30)
 	$(CARGO) build --locked -p holdfast-cni
 	HOLDFAST_SOAK_MINUTES=$(or $(MINUTES),30) $(CARGO) test --locked --test soak -- --nocapture
 
+rounds: test-deps ## Random pods and volumes, kills, full disks, vanishing devices (ROUNDS=1000 SEED=1)
+	$(CARGO) build --locked -p holdfast-cni
+	HOLDFAST_ROUNDS=$(or $(ROUNDS),1000) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --test canary rounds -- --nocapture
+
 bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENCHMARKS.md)
 	@install -D -m 755 $(STATIC) target/release/holdfast-cni
 	$(CARGO) bench --locked --bench pods
@@ -95,4 +99,4 @@ bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENC
 bench-cni: test-deps cni ## Compare the CNI plugins with the distribution's
 	HOLDFAST_CNI=$(CURDIR)/$(STATIC) $(CARGO) bench --locked -p holdfast-cni --bench cni
 
-.PHONY: help install uninstall cni runtimes kubectls machine sim fuzz soak deps test-deps build up down test check bench bench-cni
+.PHONY: help install uninstall cni runtimes kubectls machine sim fuzz soak rounds deps test-deps build up down test check bench bench-cni

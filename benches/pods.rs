@@ -354,6 +354,8 @@ async fn floor_container(
         mounts,
         devices: vec![],
         target: None,
+        annotations: BTreeMap::new(),
+        cdi: vec![],
     };
     let mut container = cri_config::container(
         pod,

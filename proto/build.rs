@@ -6,6 +6,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=containerd");
     println!("cargo::rerun-if-changed=csi");
     println!("cargo::rerun-if-changed=pluginregistration");
+    println!("cargo::rerun-if-changed=deviceplugin");
+    println!("cargo::rerun-if-changed=podresources");
+    println!("cargo::rerun-if-changed=dra");
     let files = protox::compile(
         [
             "cri/v1/api.proto",
@@ -15,6 +18,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             "containerd/tasks/v1/tasks.proto",
             "csi/v1/csi.proto",
             "pluginregistration/v1/api.proto",
+            "deviceplugin/v1beta1/api.proto",
+            "podresources/v1/api.proto",
+            "dra/v1/api.proto",
+            "dra/v1beta1/api.proto",
         ],
         ["."],
     )?;

@@ -1,4 +1,4 @@
-//! Client of the agent's local socket, for `holdfast explain` and `holdfast agent record`.
+//! Client of the agent's local socket, for `holdfast explain`, `holdfast gc` and `holdfast agent record`.
 
 use std::path::Path;
 use std::time::Duration;
@@ -8,6 +8,7 @@ use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::body::Bytes;
 use hyper_util::rt::TokioIo;
 
+use crate::core::node::collection;
 use crate::core::pod::explain::Explanation;
 use crate::core::pod::record::Report;
 
@@ -15,6 +16,8 @@ use crate::core::pod::record::Report;
 const LIMIT: usize = 16 << 20;
 /// How long an answer may take.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the removal of images may take.
+const REMOVAL_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Asks the agent whose socket this is why a pod is not running.
 pub async fn explain(socket: &Path, namespace: &str, name: &str) -> anyhow::Result<Explanation> {
@@ -28,11 +31,29 @@ pub async fn record(socket: &Path, namespace: &str, name: &str) -> anyhow::Resul
     serde_json::from_slice(&body).context(OTHER_VERSION)
 }
 
+/// Asks it what collection would remove; without `dry_run` it removes that.
+pub async fn gc(socket: &Path, dry_run: bool) -> anyhow::Result<collection::Report> {
+    let body = match dry_run {
+        true => ask(socket, "/gc").await?,
+        false => within(REMOVAL_TIMEOUT, socket, hyper::Method::POST, "/gc").await?,
+    };
+    serde_json::from_slice(&body).context(OTHER_VERSION)
+}
+
 const OTHER_VERSION: &str =
     "the agent's answer cannot be decoded; use the `holdfast` of the agent's version";
 
 async fn ask(socket: &Path, path: &str) -> anyhow::Result<Bytes> {
-    let asked = tokio::time::timeout(ANSWER_TIMEOUT, get(socket, path)).await;
+    within(ANSWER_TIMEOUT, socket, hyper::Method::GET, path).await
+}
+
+async fn within(
+    timeout: Duration,
+    socket: &Path,
+    method: hyper::Method,
+    path: &str,
+) -> anyhow::Result<Bytes> {
+    let asked = tokio::time::timeout(timeout, send(socket, method, path)).await;
     let (status, body) =
         asked.with_context(|| format!("the agent at {} does not answer", socket.display()))??;
     if !status.is_success() {
@@ -41,7 +62,11 @@ async fn ask(socket: &Path, path: &str) -> anyhow::Result<Bytes> {
     Ok(body)
 }
 
-async fn get(socket: &Path, path: &str) -> anyhow::Result<(hyper::StatusCode, Bytes)> {
+async fn send(
+    socket: &Path,
+    method: hyper::Method,
+    path: &str,
+) -> anyhow::Result<(hyper::StatusCode, Bytes)> {
     let stream = tokio::net::UnixStream::connect(socket).await.with_context(|| {
         format!(
             "no agent answers at {}: run this as root on the pod's node, and name the agent's --root-dir or the cluster's --name",
@@ -51,7 +76,9 @@ async fn get(socket: &Path, path: &str) -> anyhow::Result<(hyper::StatusCode, By
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     let driver = tokio_util::task::AbortOnDropHandle::new(tokio::spawn(connection));
-    let request = hyper::Request::get(path)
+    let request = hyper::Request::builder()
+        .method(method)
+        .uri(path)
         .header(hyper::header::HOST, "localhost")
         .body(Empty::<Bytes>::new())?;
     let answer = sender.send_request(request).await?;

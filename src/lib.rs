@@ -8,6 +8,7 @@ pub mod control;
 pub mod core;
 pub mod cri;
 pub mod csi;
+pub mod devices;
 pub mod host;
 pub mod https;
 pub mod kubeapi;

@@ -7,11 +7,14 @@ use clap::Parser as _;
 use holdfast::agent;
 use holdfast::ask;
 use holdfast::cli::{
-    AgentFlags, AuditFlags, Cli, Command, ExplainFlags, Explained, Ipam, KubeletCli, Output,
-    PodOfAgent, RecordFlags, Recorded, Running, UpFlags, UpWhat, fields,
+    AgentFlags, AskedAgent, AuditFlags, Cli, Command, DoctorFlags, ExplainFlags, Explained,
+    Findings, GcFlags, Ipam, KubeletCli, Output, PodOfAgent, RecordFlags, Recorded, Running,
+    UpFlags, UpWhat, fields,
 };
 use holdfast::config;
 use holdfast::control;
+use holdfast::core::node::collection;
+use holdfast::core::node::doctor as diagnosis;
 use holdfast::core::pod::explain as explanation;
 use holdfast::core::pod::record::Report;
 use holdfast::https;
@@ -27,7 +30,8 @@ fn main() -> ExitCode {
         .file_name()
         .is_some_and(|n| n == "kubelet");
     // Flags that stand for fields of the configuration are the agent's alone.
-    let is_agent = as_kubelet || std::env::args_os().nth(1).is_some_and(|a| a == "agent");
+    let command = std::env::args_os().nth(1).unwrap_or_default();
+    let is_agent = as_kubelet || command == "agent" || command == "doctor";
     let given = match if is_agent {
         fields::take(std::env::args_os())
     } else {
@@ -139,18 +143,22 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
             Ok(())
         }
         Command::Explain {
+            agent,
             what: Explained::Pod(flags),
-        } => explain(&flags).await,
+        } => explain(&agent, &flags).await,
+        Command::Gc(flags) => gc(&flags).await,
         Command::Ipam {
             what: Ipam::Audit(flags),
         } => tokio::task::block_in_place(|| audit(flags)),
         Command::Agent {
             running:
                 Some(Running::Record {
+                    agent,
                     what: Recorded::Pod(flags),
                 }),
             ..
-        } => record(&flags).await,
+        } => record(&agent, &flags).await,
+        Command::Doctor(flags) => doctor(*flags, given).await,
         Command::Replay { file } => tokio::task::block_in_place(|| replay(&file)),
         Command::Agent {
             running: None,
@@ -173,6 +181,54 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
             until_stopped(Box::pin(control::run(settings))).await
         }
     }
+}
+
+/// The files of a node that kubeadm set up.
+const KUBEADM: [&str; 2] = [
+    "/var/lib/kubelet/config.yaml",
+    "/etc/kubernetes/kubelet.conf",
+];
+
+/// Says what keeps a node or its pods from running.
+async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> {
+    let DoctorFlags {
+        name,
+        output,
+        mut agent,
+    } = flags;
+    if !nix::unistd::geteuid().is_root() {
+        anyhow::bail!(
+            "doctor needs root: it asks the runtime and reads the node's certificates; run it with sudo"
+        );
+    }
+    let cluster = up::Settings::dirs(name.as_deref().unwrap_or("holdfast")).agent();
+    let bundled = name.is_some() || cluster.join("config.json").exists();
+    if agent.config.is_none() && agent.kubeconfig.is_none() {
+        if bundled {
+            agent.config = Some(cluster.join("config.json"));
+            agent.kubeconfig = Some(cluster.join("kubeconfig"));
+            agent.root_dir.get_or_insert(cluster);
+        } else {
+            let there = |path: &str| Some(path.into()).filter(|p: &std::path::PathBuf| p.exists());
+            [agent.config, agent.kubeconfig] = KUBEADM.map(there);
+        }
+    }
+    let config = config::load_all(
+        agent.config.as_deref(),
+        agent.config_dir.as_deref(),
+        &given.fields,
+        &agent.overrides(),
+        &sys::machine::hostname(),
+    )?;
+    let findings = agent::doctor::run(&config, sys::clock::Clock::system()).await;
+    match output {
+        Findings::Text => print!("{}", diagnosis::text(&findings)),
+        Findings::Json => println!("{}", serde_json::to_string_pretty(&findings)?),
+    }
+    if diagnosis::worst(&findings) == diagnosis::Severity::Error {
+        anyhow::bail!("there are errors: pods of this node do not run as they should");
+    }
+    Ok(())
 }
 
 async fn run_agent(
@@ -255,7 +311,8 @@ fn audit(flags: AuditFlags) -> anyhow::Result<()> {
 }
 
 /// The socket of the agent that is asked about a pod.
-fn socket_of(asked: &PodOfAgent) -> std::path::PathBuf {
+fn socket_of(asked: &AskedAgent) -> anyhow::Result<std::path::PathBuf> {
+    asked.check().map_err(anyhow::Error::msg)?;
     let root = match (&asked.root_dir, &asked.name) {
         (Some(dir), _) => dir.clone(),
         (None, Some(name)) => up::Settings::dirs(name).agent(),
@@ -269,13 +326,13 @@ fn socket_of(asked: &PodOfAgent) -> std::path::PathBuf {
             }
         }
     };
-    root.join(agent::SOCKET)
+    Ok(root.join(agent::SOCKET))
 }
 
 /// Writes what a pod's worker was told and what it decided.
-async fn record(flags: &RecordFlags) -> anyhow::Result<()> {
+async fn record(asked: &AskedAgent, flags: &RecordFlags) -> anyhow::Result<()> {
     let RecordFlags { pod, output } = flags;
-    let report = ask::record(&socket_of(pod), &pod.namespace, &pod.pod).await?;
+    let report = ask::record(&socket_of(asked)?, &pod.namespace, &pod.pod).await?;
     let mut text = serde_json::to_string_pretty(&report)?;
     text.push('\n');
     match output {
@@ -316,14 +373,24 @@ fn replay(file: &std::path::Path) -> anyhow::Result<()> {
 }
 
 /// Prints why a pod is not running.
-async fn explain(flags: &ExplainFlags) -> anyhow::Result<()> {
-    let PodOfAgent { pod, namespace, .. } = &flags.pod;
-    let answer = ask::explain(&socket_of(&flags.pod), namespace, pod).await?;
+async fn explain(asked: &AskedAgent, flags: &ExplainFlags) -> anyhow::Result<()> {
+    let PodOfAgent { pod, namespace } = &flags.pod;
+    let answer = ask::explain(&socket_of(asked)?, namespace, pod).await?;
     let now = sys::clock::Clock::system().now();
     match flags.output {
         Output::Text => print!("{}", explanation::text(&answer, now)),
         Output::Json => println!("{}", serde_json::to_string_pretty(&answer)?),
         Output::Svg => print!("{}", explanation::svg(&answer, now)),
+    }
+    Ok(())
+}
+
+/// Says what collection would remove, or has it removed.
+async fn gc(flags: &GcFlags) -> anyhow::Result<()> {
+    let report = ask::gc(&socket_of(&flags.agent)?, flags.dry_run).await?;
+    match flags.output {
+        Findings::Text => print!("{}", collection::text(&report, !flags.dry_run)),
+        Findings::Json => println!("{}", serde_json::to_string_pretty(&report)?),
     }
     Ok(())
 }

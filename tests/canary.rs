@@ -1,13 +1,22 @@
 //! What is the user's outlives every pod: with the agent's root directory being a link, with mounts made behind the
 //! agent's back, and with the agent killed meanwhile.
+//!
+//! `HOLDFAST_ROUNDS=1000 cargo test --test canary rounds` (`make rounds`) goes on for so many random rounds,
+//! `HOLDFAST_SEED=17` with other choices.
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/driver.rs"]
+mod driver;
 mod support;
 
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use driver::{Driver, Running};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use support::{Cluster, Loop, condition, inside};
 
 /// A directory of the user's with a file that must survive.
@@ -172,4 +181,377 @@ fn what_is_the_users_outlives_every_pod() {
         "alive\n"
     );
     umount2(place.path(), MntFlags::empty()).unwrap();
+}
+
+const DRIVER: &str = "rounds.test";
+/// Everything is healed and looked at after so many rounds.
+const SETTLE: u64 = 5;
+
+/// Random choices that a seed repeats (SplitMix64).
+struct Choices(u64);
+
+impl Choices {
+    fn below(&mut self, most: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        usize::try_from((mixed ^ (mixed >> 31)) % most as u64).unwrap()
+    }
+
+    fn one_in(&mut self, of: usize) -> bool {
+        self.below(of) == 0
+    }
+
+    fn of<'a, T>(&mut self, list: &'a [T]) -> &'a T {
+        &list[self.below(list.len())]
+    }
+}
+
+/// A filesystem of its own for the agent's root directory, which can be full.
+struct Small {
+    at: tempfile::TempDir,
+    _disk: Loop,
+}
+
+impl Small {
+    fn new() -> Small {
+        let (disk, at) = (Loop::new(), tempfile::tempdir().unwrap());
+        let made = std::process::Command::new("mkfs.ext4")
+            .args(["-q", &disk.device])
+            .status();
+        assert!(made.unwrap().success());
+        let (device, options) = (Some(disk.device.as_str()), None::<&str>);
+        mount(device, at.path(), Some("ext4"), MsFlags::empty(), options).unwrap();
+        Small { at, _disk: disk }
+    }
+
+    /// Where the agent's directory is.
+    fn root(&self) -> PathBuf {
+        self.at.path().join("agent")
+    }
+
+    fn filler(&self) -> PathBuf {
+        self.at.path().join("filler")
+    }
+
+    fn fill(&self) {
+        let mut file = std::fs::File::create(self.filler()).unwrap();
+        for size in [1 << 20, 4096, 1] {
+            while file.write_all(&vec![1; size]).is_ok() {}
+        }
+    }
+
+    /// What is mounted below the agent's directory.
+    fn mounts(&self) -> Vec<String> {
+        let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let points = table.lines().filter_map(|l| l.split(' ').nth(4));
+        let below = points.filter(|point| Path::new(point).starts_with(self.root()));
+        below.map(Into::into).collect()
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let mut mounts = self.mounts();
+        mounts.sort();
+        for point in mounts.iter().rev() {
+            let _ = umount2(point.as_str(), MntFlags::MNT_DETACH);
+        }
+        let _ = umount2(self.at.path(), MntFlags::MNT_DETACH);
+    }
+}
+
+/// A node whose pods, volumes, disks, driver and processes have a hard time.
+struct Rounds {
+    choices: Choices,
+    image: String,
+    canaries: [Canary; 2],
+    /// The disk of a volume, and the name under which it is known as long as it has not vanished.
+    disk: Loop,
+    name_of_disk: PathBuf,
+    driver_at: tempfile::TempDir,
+    driver: Option<Running>,
+    pods: Vec<String>,
+    cluster: Cluster,
+    small: Small,
+}
+
+impl Rounds {
+    fn start(seed: u64) -> Rounds {
+        let cluster = Cluster::start("rounds", 93);
+        let image = support::busybox(&cluster);
+        let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+        cluster.down();
+        let (root, small) = (cluster.data().join("agent"), Small::new());
+        std::fs::remove_dir_all(&root).unwrap();
+        std::fs::create_dir(small.root()).unwrap();
+        std::os::unix::fs::symlink(small.root(), &root).unwrap();
+        cluster.up();
+        let driver_at = tempfile::tempdir().unwrap();
+        std::fs::create_dir(driver_at.path().join("vol")).unwrap();
+        std::fs::write(driver_at.path().join("vol/canary"), "alive").unwrap();
+        let (disk, canaries) = (Loop::new(), [Canary::new(), Canary::new()]);
+        let name_of_disk = driver_at.path().join("disk");
+        std::os::unix::fs::symlink(&disk.device, &name_of_disk).unwrap();
+        cluster.kubectl(&["create", "configmap", "map", "--from-literal=key=value"]);
+        let secret = "create secret generic keys --from-literal=key=value";
+        cluster.kubectl(&secret.split(' ').collect::<Vec<_>>());
+        let local = canaries[1].path().display().to_string();
+        let disk_path = name_of_disk.display().to_string();
+        let by_driver = format!("csi: {{driver: {DRIVER}, volumeHandle: vol}}");
+        cluster.apply(&format!(
+            "apiVersion: storage.k8s.io/v1\nkind: CSIDriver\nmetadata: {{name: {DRIVER}}}\nspec: {{attachRequired: false}}\n---\n{}{}{}",
+            claimed("l", &node, &local),
+            claimed("d", &node, &disk_path),
+            claimed("c", &node, "/").replace("local: {path: '/'}", &by_driver),
+        ));
+        let mut rounds = Rounds {
+            choices: Choices(seed),
+            image,
+            canaries,
+            disk,
+            name_of_disk,
+            driver_at,
+            driver: None,
+            pods: vec![],
+            cluster,
+            small,
+        };
+        rounds.start_driver();
+        rounds
+    }
+
+    fn start_driver(&mut self) {
+        let registry = self.small.root().join("plugins_registry");
+        self.driver = None;
+        self.driver = Some(Driver::new(DRIVER, self.driver_at.path()).run(&registry));
+    }
+
+    /// A pod with some volumes, whole and in part, in which it leaves files and links to everywhere.
+    fn manifest(&mut self, name: &str) -> String {
+        let host = self.canaries[0].path().display().to_string();
+        let all = [
+            ("e", "emptyDir: {}".to_owned()),
+            ("t", "emptyDir: {medium: Memory}".into()),
+            ("h", format!("hostPath: {{path: '{host}'}}")),
+            ("m", "configMap: {name: map}".into()),
+            ("s", "secret: {secretName: keys}".into()),
+            ("p", "projected: {sources: [{serviceAccountToken: {path: token}}, {secret: {name: keys}}]}".into()),
+            ("w", "downwardAPI: {items: [{path: name, fieldRef: {fieldPath: metadata.name}}]}".into()),
+            ("l", "persistentVolumeClaim: {claimName: l}".into()),
+            ("d", "persistentVolumeClaim: {claimName: d}".into()),
+            ("c", "persistentVolumeClaim: {claimName: c}".into()),
+        ];
+        let (mut volumes, mut mounts) = (vec![], vec![]);
+        for (volume, source) in &all {
+            if !self.choices.one_in(2) {
+                continue;
+            }
+            volumes.push(format!("{{name: {volume}, {source}}}"));
+            mounts.push(format!("{{name: {volume}, mountPath: /v/{volume}}}"));
+            if self.choices.one_in(3) && ["e", "t", "h", "l", "d", "c"].contains(volume) {
+                mounts.push(format!(
+                    "{{name: {volume}, mountPath: /v/sub-{volume}, subPath: deep/er}}"
+                ));
+            }
+        }
+        let ends = self.choices.one_in(4);
+        let (policy, then) = match ends {
+            true => ("Never", "exit 0"),
+            false => ("Always", "trap 'exit 0' TERM; busybox sleep 10000 & wait"),
+        };
+        let (volumes, mounts) = (volumes.join(", "), mounts.join(", "));
+        format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec:\n  restartPolicy: {policy}\n  terminationGracePeriodSeconds: 1\n  volumes: [{volumes}]\n  containers:\n  - name: c\n    image: '{}'\n    volumeMounts: [{mounts}]\n    command: [busybox, sh, -c, \"for v in /v/*; do busybox mkdir -p $v/{name}/deep; echo x > $v/{name}/deep/file; busybox ln -s / $v/{name}/everywhere; done 2>/dev/null; {then}\"]\n---\n",
+            self.image
+        )
+    }
+
+    fn kill_agent(&self) {
+        let _ = kill(Pid::from_raw(self.cluster.pid("agent")), Signal::SIGKILL);
+    }
+
+    fn kill_shim(&mut self) {
+        let ours = format!("/run/holdfast-{}/", self.cluster.name);
+        let shims: Vec<i32> = std::fs::read_dir("/proc")
+            .unwrap()
+            .flatten()
+            .filter_map(|process| {
+                let line = std::fs::read(process.path().join("cmdline")).ok()?;
+                let line = String::from_utf8_lossy(&line).into_owned();
+                let is_shim = line.contains("containerd-shim") && line.contains(&ours);
+                is_shim.then(|| process.file_name().to_str()?.parse().ok())?
+            })
+            .collect();
+        if !shims.is_empty() {
+            let _ = kill(Pid::from_raw(*self.choices.of(&shims)), Signal::SIGKILL);
+        }
+    }
+
+    /// Somebody mounts a directory of theirs in an emptyDir.
+    fn mount_behind(&self) {
+        for pod in std::fs::read_dir(self.small.root().join("pods"))
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
+            let dir = pod.path().join("volumes/kubernetes.io~empty-dir/e");
+            if dir.exists() && std::fs::create_dir(dir.join("behind")).is_ok() {
+                let (from, bind) = (Some(self.canaries[0].path()), MsFlags::MS_BIND);
+                let _ = mount(from, &dir.join("behind"), None::<&str>, bind, None::<&str>);
+            }
+        }
+    }
+
+    /// Something bad, which lasts until all is healed; the answer says what.
+    fn fault(&mut self) -> String {
+        let calls = ["stage", "publish", "unpublish", "unstage"];
+        let call = *self.choices.of(&calls);
+        let what = self.choices.below(11);
+        let driver = self.driver.as_ref().map(|running| running.driver.clone());
+        match (what, driver) {
+            (0 | 1, _) => self.kill_agent(),
+            (2 | 3, _) => self.kill_shim(),
+            (4, _) => self.driver = None,
+            (5, Some(driver)) => driver.refuse(call, true),
+            (6, Some(driver)) => driver.lose(call, true),
+            (7, Some(driver)) => driver.hang(call, true),
+            (8, _) => self.small.fill(),
+            (9, _) => _ = std::fs::remove_file(&self.name_of_disk),
+            (10, _) => self.mount_behind(),
+            _ => {}
+        }
+        let names = [
+            "agent", "agent", "shim", "shim", "driver", "refuse", "lose", "hang", "full", "vanish",
+            "behind",
+        ];
+        format!("{} {call}", names[what])
+    }
+
+    fn heal(&mut self) {
+        let _ = std::fs::remove_file(self.small.filler());
+        let _ = std::os::unix::fs::symlink(&self.disk.device, &self.name_of_disk);
+        self.start_driver();
+    }
+
+    fn canaries_live(&self) {
+        self.canaries.iter().for_each(Canary::lives);
+        let canary = self.driver_at.path().join("vol/canary");
+        assert_eq!(std::fs::read_to_string(canary).unwrap(), "alive");
+    }
+
+    fn round(&mut self, round: u64) {
+        let new: Vec<String> = (0..=self.choices.below(2))
+            .map(|n| format!("pod-{round}-{n}"))
+            .collect();
+        let manifests: String = new.iter().map(|name| self.manifest(name)).collect();
+        self.cluster.apply(&manifests);
+        self.pods.extend(new);
+        std::thread::sleep(Duration::from_millis(self.choices.below(800) as u64));
+        let mut log = vec![];
+        for _ in 0..=self.choices.below(2) {
+            log.push(self.fault());
+        }
+        let mut going = vec![];
+        let mut kept = vec![];
+        for pod in std::mem::take(&mut self.pods) {
+            match self.choices.one_in(2) {
+                true => going.push(pod),
+                false => kept.push(pod),
+            }
+        }
+        self.pods = kept;
+        if !going.is_empty() {
+            let mut command = vec!["delete", "pod", "--wait=false", "--ignore-not-found"];
+            if self.choices.one_in(4) {
+                command.extend(["--force", "--grace-period=0"]);
+            }
+            command.extend(going.iter().map(String::as_str));
+            self.cluster.kubectl(&command);
+        }
+        if self.choices.one_in(3) {
+            std::thread::sleep(Duration::from_millis(self.choices.below(300) as u64));
+            log.push(self.fault());
+        }
+        eprintln!("round {round}: {} deleted, {}", going.len(), log.join(", "));
+        self.canaries_live();
+    }
+
+    /// What the agent says of the pods that are left.
+    fn explained(&self) -> String {
+        let name = |pod: &serde_json::Value| pod["metadata"]["name"].as_str().unwrap().to_owned();
+        let pods: Vec<String> = self.cluster.pods().iter().map(name).collect();
+        let explain = |pod: &String| self.cluster.holdfast(&["explain", "pod", pod]);
+        pods.iter().map(explain).collect()
+    }
+
+    /// Heals what is broken, ends all pods, and looks at what is left.
+    fn settle(&mut self, round: u64) {
+        self.heal();
+        // A supervisor waits longer each time that its agent ends early.
+        self.cluster.up();
+        let begun = Instant::now();
+        self.cluster
+            .kubectl(&["delete", "pod", "--all", "--wait=false"]);
+        self.pods.clear();
+        let deadline = begun + support::patience() * 2;
+        while !self.cluster.pods().is_empty() {
+            assert!(
+                Instant::now() < deadline,
+                "pods stay after round {round}:\n{}\nagent's log:\n{}",
+                self.explained(),
+                self.cluster.log("agent")
+            );
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        let left = || {
+            let pods = std::fs::read_dir(self.small.root().join("pods"));
+            let dirs = pods
+                .into_iter()
+                .flatten()
+                .flatten()
+                .map(|d| d.path().display().to_string());
+            let mut left = self.cluster.leftovers_known();
+            // The agent's root directory itself is made shared, where the machine's mounts are not.
+            let root = self.small.root().display().to_string();
+            left.extend(self.small.mounts().into_iter().filter(|at| *at != root));
+            left.extend(dirs);
+            left
+        };
+        while !left().is_empty() {
+            assert!(
+                Instant::now() < deadline,
+                "after round {round} there are left: {:#?}\nagent's log:\n{}",
+                left(),
+                self.cluster.log("agent")
+            );
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        eprintln!("settled after {:.1?}", begun.elapsed());
+        self.canaries_live();
+    }
+}
+
+/// Random pods with random volumes while the agent, the driver and containerd's shims are killed, the agent's disk is full,
+/// devices vanish and others mount where they should not: nothing of the user's is lost, and nothing is left.
+#[test]
+fn rounds_of_random_pods_lose_nothing_and_leave_nothing() {
+    let number = |name: &str| std::env::var(name).ok().map(|n| n.parse::<u64>().unwrap());
+    let seed = number("HOLDFAST_SEED").unwrap_or(1);
+    eprintln!("HOLDFAST_SEED={seed}");
+    let mut rounds = Rounds::start(seed);
+    for round in 1..=number("HOLDFAST_ROUNDS").unwrap_or(10) {
+        rounds.round(round);
+        if round % SETTLE == 0 {
+            rounds.settle(round);
+        }
+    }
+    rounds.settle(0);
+    // What was on the disk is still there, and it can be used.
+    let place = tempfile::tempdir().unwrap();
+    let (device, none) = (Some(rounds.disk.device.as_str()), None::<&str>);
+    if mount(device, place.path(), Some("ext4"), MsFlags::empty(), none).is_ok() {
+        umount2(place.path(), MntFlags::empty()).unwrap();
+    }
 }

@@ -174,5 +174,5 @@ fn pods_get_roots_and_certificates_of_their_own() {
         cluster.events("denied").contains("was denied: no (NotYou)")
     });
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.assert_clean();
 }

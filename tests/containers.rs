@@ -1,10 +1,17 @@
-//! What a container finds when it starts, against a real containerd: users, files, names, classes.
+//! What a container finds when it starts, against a real containerd: users, files, names, classes, and devices of a
+//! device plugin.
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/plugin.rs"]
+mod plugin;
+#[path = "support/pod_resources.rs"]
+mod pod_resources;
 mod support;
 
-use serde_json::Value;
-use support::Cluster;
+use holdfast_proto::podresources as resources;
+use plugin::{Mood, Plugin};
+use serde_json::{Value, json};
+use support::{Cluster, condition};
 
 fn end(cluster: &Cluster, pod: &str) -> Value {
     cluster.wait(&format!("{pod} has ended"), || {
@@ -172,7 +179,7 @@ fn containers_find_what_their_pods_promise() {
         "{refused:?}"
     );
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.assert_clean();
 }
 
 #[test]
@@ -214,7 +221,10 @@ fn critical_pods_make_room_and_ephemeral_containers_look_around() {
         sleeper("hopeless", most, ""),
         sleeper("critical", most, "priorityClassName: system-node-critical,")
     ));
-    cluster.wait("the critical pod runs", || phase("critical") == "Running");
+    cluster.wait(
+        "the critical pod runs, and the large one's end is told",
+        || phase("critical") == "Running" && phase("large") == "Failed",
+    );
     let large = cluster.pod("large");
     assert_eq!(
         (
@@ -267,7 +277,13 @@ fn critical_pods_make_room_and_ephemeral_containers_look_around() {
     );
     assert_eq!(phase("small"), "Running");
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.assert_clean();
+}
+
+/// Whether a container has been given so much of the processor, and no more than so much memory.
+fn has_size(status: &Value, cpu: &str, memory: &str) -> bool {
+    let resources = &status["resources"];
+    resources["requests"]["cpu"] == cpu && resources["limits"]["memory"] == memory
 }
 
 #[test]
@@ -327,7 +343,7 @@ fn pods_are_resized_in_place_and_wait_for_room() {
     for name in ["live", "anew"] {
         resize(name, larger.clone()).unwrap();
         cluster.wait("it has its new size", || {
-            status(name)["resources"]["limits"]["memory"] == "128Mi" && ready(name)
+            has_size(&status(name), "200m", "128Mi") && ready(name)
         });
         assert_eq!(status(name)["allocatedResources"]["cpu"], "200m");
     }
@@ -389,5 +405,274 @@ fn pods_are_resized_in_place_and_wait_for_room() {
         "{refused}"
     );
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.assert_clean();
+}
+
+const THING: &str = "example.com/thing";
+
+fn node(cluster: &Cluster) -> Value {
+    let list: Value =
+        serde_json::from_str(&cluster.kubectl(&["get", "nodes", "-o", "json"])).unwrap();
+    list["items"][0].clone()
+}
+
+fn node_name(cluster: &Cluster) -> String {
+    let node = node(cluster);
+    node["metadata"]["name"].as_str().unwrap().to_owned()
+}
+
+fn pod(cluster: &Cluster, name: &str, spec: &Value) {
+    let mut pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
+        "spec": {"terminationGracePeriodSeconds": 0}});
+    json_patch::merge(&mut pod["spec"], spec);
+    cluster.apply(&pod.to_string());
+}
+
+/// Capacity and allocatable of a device plugin's resource.
+fn things(cluster: &Cluster, resource: &str) -> (String, String) {
+    let node = node(cluster);
+    let text = |key: &str| {
+        let amount = node["status"][key][resource].as_str();
+        amount.unwrap_or("none").to_owned()
+    };
+    (text("capacity"), text("allocatable"))
+}
+
+fn wait_for_things(cluster: &Cluster, resource: &str, capacity: &str, allocatable: &str) {
+    let what = format!("{capacity} of {resource}, {allocatable} of them allocatable");
+    cluster.wait(&what, || {
+        things(cluster, resource) == (capacity.into(), allocatable.into())
+    });
+}
+
+/// A pod of one container that wants things. With the node's name it does not ask the scheduler.
+fn wants(cluster: &Cluster, name: &str, image: &str, amount: u32, on: Option<&str>) {
+    let container = json!({"name": "c", "image": image, "command": ["busybox", "sleep", "10000"],
+        "env": [{"name": "OWN", "value": "the container's"}], "resources": {"limits": {THING: amount.to_string()}}});
+    let mut spec = json!({"containers": [container]});
+    if let Some(node) = on {
+        spec["nodeName"] = node.into();
+    }
+    pod(cluster, name, &spec);
+}
+
+/// The podresources API's answer, while the agent is there: pod, resource and device, and what is allocatable.
+fn who_has_what(cluster: &Cluster) -> Option<(Vec<String>, usize)> {
+    pod_resources::ask(cluster, async |mut client| {
+        let request = resources::ListPodResourcesRequest {};
+        let listed = client.list(request).await.ok()?.into_inner();
+        let mut rows = vec![];
+        for pod in listed.pod_resources {
+            for device in pod.containers.iter().flat_map(|c| &c.devices) {
+                assert_eq!(device.topology.as_ref().unwrap().nodes[0].id, 0);
+                let ids = device.device_ids.join(",");
+                rows.push(format!("{} {} {ids}", pod.name, device.resource_name));
+            }
+            let request = resources::GetPodResourcesRequest {
+                pod_name: pod.name.clone(),
+                pod_namespace: pod.namespace,
+            };
+            // It may have gone since.
+            let one = client.get(request).await.ok()?.into_inner();
+            assert_eq!(one.pod_resources.unwrap().name, pod.name);
+        }
+        let unknown = client
+            .get(resources::GetPodResourcesRequest::default())
+            .await;
+        assert!(unknown.unwrap_err().message().contains("not found"));
+        let request = resources::AllocatableResourcesRequest {};
+        let all = client.get_allocatable_resources(request).await.unwrap();
+        rows.sort();
+        Some((rows, all.into_inner().devices.len()))
+    })
+}
+
+fn running(cluster: &Cluster, name: &str) {
+    cluster.wait(&format!("{name} to run"), || {
+        condition(&cluster.pod(name), "Ready") == "True"
+    });
+}
+
+/// The message of a pod that was not admitted because of its devices.
+fn refusal(cluster: &Cluster, name: &str) -> String {
+    cluster.wait(&format!("{name} to be refused"), || {
+        cluster.pod(name)["status"]["phase"] == "Failed"
+    });
+    let status = cluster.pod(name)["status"].clone();
+    assert_eq!(status["reason"], "UnexpectedAdmissionError", "{status}");
+    status["message"].as_str().unwrap().to_owned()
+}
+
+/// A container that ends while its plugin has not registered since the agent started is not started without its devices.
+fn a_container_waits_for_its_plugin(cluster: &Cluster) {
+    let status = || cluster.pod("first")["status"]["containerStatuses"][0].clone();
+    let id = status()["containerID"].as_str().unwrap().to_owned();
+    let id = id.rsplit('/').next().unwrap();
+    support::ctr(cluster, "k8s.io", &["tasks", "kill", "-s", "SIGKILL", id]);
+    cluster.wait("the container to wait for its plugin", || {
+        let waits = status()["state"]["waiting"]["message"].clone();
+        let waits = waits.as_str().unwrap_or_default();
+        waits.contains("has not registered since the agent started")
+    });
+}
+
+/// The first pod's status comes to tell the health of its device.
+fn health_is_told(cluster: &Cluster, health: &str) {
+    let device = json!([{"resourceID": "b", "health": health}]);
+    let expected = json!([{"name": THING, "resources": device}]);
+    cluster.wait(&format!("the device to be told {health}"), || {
+        let status = cluster.pod("first")["status"].clone();
+        status["containerStatuses"][0]["allocatedResourcesStatus"] == expected
+    });
+}
+
+fn health_follows_the_plugin(cluster: &Cluster, plugin: &Plugin) {
+    let runs = plugin.run(&cluster.data().join("agent/device-plugins"));
+    wait_for_things(cluster, THING, "2", "2");
+    plugin.set(&[("a", true), ("b", false)]);
+    health_is_told(cluster, "Unhealthy");
+    plugin.set(&[("a", false), ("b", true)]);
+    health_is_told(cluster, "Healthy");
+    wait_for_things(cluster, THING, "2", "1");
+    drop(runs);
+    wait_for_things(cluster, THING, "2", "0");
+    health_is_told(cluster, "Unknown");
+}
+
+fn devices_outlive_plugin_and_agent(cluster: &Cluster, plugin: &Plugin, image: &str) {
+    let sockets = cluster.data().join("agent/device-plugins");
+    let id = || cluster.pod("first")["status"]["containerStatuses"][0]["containerID"].clone();
+    let before = id();
+    health_follows_the_plugin(cluster, plugin);
+    let node = node_name(cluster);
+    wants(cluster, "too-early", image, 1, Some(&node));
+    assert_eq!(
+        refusal(cluster, "too-early"),
+        "Pod was rejected: Allocate failed due to no healthy devices present; cannot allocate unhealthy devices example.com/thing, which is unexpected"
+    );
+    // The agent is away, and so is the plugin when it comes back.
+    cluster.kill("agent");
+    cluster.up();
+    let known = |rows: &[&str]| who_has_what(cluster).is_some_and(|(found, _)| found == rows);
+    cluster.wait("the first pod's device to be known again", || {
+        known(&["first example.com/thing b"])
+    });
+    wait_for_things(cluster, THING, "0", "0");
+    assert_eq!(id(), before, "the first pod ran on");
+    a_container_waits_for_its_plugin(cluster);
+    plugin.set(&[("a", true), ("b", true)]);
+    let runs = plugin.run(&sockets);
+    wait_for_things(cluster, THING, "2", "2");
+    cluster.wait("the first pod's container to be started again", || {
+        let status = cluster.pod("first")["status"]["containerStatuses"][0].clone();
+        status["ready"] == true && status["restartCount"] == 1
+    });
+    health_is_told(cluster, "Healthy");
+    let before = id();
+    wants(cluster, "second", image, 1, None);
+    running(cluster, "second");
+    assert_eq!(
+        support::inside(cluster, "second", &["busybox", "sh", "-c", "echo $THING"]),
+        "a"
+    );
+    assert_eq!(id(), before, "the first pod ran on");
+    // The plugin registers again by itself where only the agent was away.
+    cluster.kill("agent");
+    cluster.up();
+    wait_for_things(cluster, THING, "2", "2");
+    let both = ["first example.com/thing b", "second example.com/thing a"];
+    cluster.wait("both pods to be known again", || known(&both));
+    cluster.kubectl(&[
+        "delete",
+        "pod",
+        "first",
+        "second",
+        "too-early",
+        "--wait=true",
+    ]);
+    // Seen before it runs again: from then on what the node says of it is news.
+    drop(runs);
+    wait_for_things(cluster, THING, "2", "0");
+}
+
+fn a_plugin_that_hangs_or_refuses_holds_up_nobody_else(
+    cluster: &Cluster,
+    plugin: &Plugin,
+    image: &str,
+) {
+    let _runs = plugin.run(&cluster.data().join("agent/device-plugins"));
+    wait_for_things(cluster, THING, "2", "2");
+    // The API forgets a pod without grace before its containers have ended.
+    cluster.wait("the devices of deleted pods to be free", || {
+        who_has_what(cluster).is_some_and(|(rows, _)| rows.is_empty())
+    });
+    plugin.feel(Mood::Refuses("it is broken"));
+    let node = node_name(cluster);
+    wants(cluster, "unlucky", image, 2, Some(&node));
+    let message = refusal(cluster, "unlucky");
+    let expected = "device plugin of example.com/thing: Allocate failed: rpc error: code = Unknown desc = it is broken";
+    assert!(message.contains(expected), "{message}");
+
+    plugin.feel(Mood::Hangs);
+    wants(cluster, "hung", image, 1, Some(&node));
+    cluster.wait("the plugin to be asked", || {
+        plugin.calls().last().unwrap() == "allocate b"
+    });
+    pod(
+        cluster,
+        "plain",
+        &json!({"containers": [{"name": "c", "image": image, "command": ["busybox", "sleep", "10000"]}]}),
+    );
+    running(cluster, "plain");
+    assert_eq!(cluster.pod("hung")["status"]["phase"], "Pending");
+    plugin.feel(Mood::Answers);
+    running(cluster, "hung");
+}
+
+#[test]
+fn devices_of_plugins_are_given_to_pods_and_outlive_restarts() {
+    let cluster = Cluster::start("devices", 58);
+    let image = support::busybox(&cluster);
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), "of the node").unwrap();
+    let plugin = Plugin::new(THING, file.path(), &["a", "b"]);
+    let sockets = cluster.data().join("agent/device-plugins");
+    let runs = plugin.run(&sockets);
+    wait_for_things(&cluster, THING, "2", "2");
+    wants(&cluster, "first", &image, 1, None);
+    running(&cluster, "first");
+    let script = "test -c /dev/thing && echo $THING $OWN $(busybox cat /thing)";
+    assert_eq!(
+        support::inside(&cluster, "first", &["busybox", "sh", "-c", script]),
+        "b the container's of the node",
+        "the plugin prefers the last one"
+    );
+    assert_eq!(plugin.calls(), ["allocate b", "start b"]);
+    let listed = who_has_what(&cluster);
+    let row = "first example.com/thing b".to_owned();
+    assert_eq!(listed, Some((vec![row], 2)));
+
+    // One waits for the scheduler, and one that does not ask it is refused.
+    wants(&cluster, "waits", &image, 2, None);
+    wants(&cluster, "refused", &image, 2, Some(&node_name(&cluster)));
+    assert_eq!(
+        refusal(&cluster, "refused"),
+        "Pod was rejected: Allocate failed due to requested number of devices unavailable for example.com/thing. Requested: 2, Available: 1, which is unexpected"
+    );
+    assert_eq!(cluster.pod("waits")["status"]["phase"], "Pending");
+    cluster.kubectl(&["delete", "pod", "waits", "refused"]);
+    drop(runs);
+    devices_outlive_plugin_and_agent(&cluster, &plugin, &image);
+    a_plugin_that_hangs_or_refuses_holds_up_nobody_else(&cluster, &plugin, &image);
+
+    let other = Plugin::new("example.com/other", file.path(), &["x"]);
+    let runs = other.run_in_registry(&cluster.data().join("agent/plugins_registry"));
+    wait_for_things(&cluster, "example.com/other", "1", "1");
+    cluster.wait("it to be told so", || other.calls() == ["outcome \"\""]);
+    drop(runs);
+    wait_for_things(&cluster, "example.com/other", "1", "0");
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    cluster.wait("nothing to be left of the pods", || {
+        cluster.leftovers().is_empty()
+    });
 }

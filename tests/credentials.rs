@@ -24,7 +24,7 @@ impl Drop for Agent {
 /// As kubeadm starts it.
 fn join(dir: &Path, port: u16, bootstrap: bool) -> Agent {
     let config = format!(
-        "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nrotateCertificates: true\nserverTLSBootstrap: true\nmakeIPTablesUtilChains: false\nport: {port}\nhealthzPort: 0\npodLogsDir: {}\n",
+        "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nrotateCertificates: true\nserverTLSBootstrap: true\nmakeIPTablesUtilChains: false\nevictionHard: {{}}\nport: {port}\nhealthzPort: 0\npodLogsDir: {}\n",
         dir.join("logs").display()
     );
     std::fs::write(dir.join("config.yaml"), config).unwrap();
@@ -115,10 +115,9 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     cluster.wait("the certificate", || {
         dir.join("kubelet.conf").exists() && current.exists()
     });
-    assert!(
-        !pki.join("kubelet-client.key.tmp").exists(),
-        "the first key is in the pair now"
-    );
+    cluster.wait("the first key to be in the pair alone", || {
+        !pki.join("kubelet-client.key.tmp").exists()
+    });
     let request = cluster.kubectl(&["get", "csr"]);
     assert!(
         request.contains("node-csr-")
@@ -243,7 +242,7 @@ fn prepared(cluster: &Cluster, server: &str, containers: &Cluster) -> String {
         "apiVersion: v1\nkind: Config\nclusters:\n- name: ''\n  cluster:\n    server: {server}\n    certificate-authority-data: {ca}\ncontexts: null\ncurrent-context: ''\nusers: null\n"
     );
     let config = format!(
-        "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nauthentication:\n  anonymous: {{enabled: false}}\n  webhook: {{cacheTTL: 0s, enabled: true}}\n  x509: {{clientCAFile: CA_FILE}}\nauthorization: {{mode: Webhook, webhook: {{cacheAuthorizedTTL: 0s, cacheUnauthorizedTTL: 0s}}}}\ncgroupDriver: cgroupfs\nclusterDNS: [10.96.0.10]\nclusterDomain: cluster.local\ncpuManagerReconcilePeriod: 0s\nevictionPressureTransitionPeriod: 0s\nfileCheckFrequency: 0s\nhealthzBindAddress: 127.0.0.1\nhealthzPort: 0\nmakeIPTablesUtilChains: false\nhttpCheckFrequency: 0s\nimageMaximumGCAge: 0s\nimageMinimumGCAge: 0s\nlogging: {{flushFrequency: 0, options: {{json: {{infoBufferSize: '0'}}, text: {{infoBufferSize: '0'}}}}, verbosity: 0}}\nmemorySwap: {{}}\nfailSwapOn: false\nnodeStatusReportFrequency: 0s\nnodeStatusUpdateFrequency: 0s\nrotateCertificates: true\nserverTLSBootstrap: true\nruntimeRequestTimeout: 0s\nshutdownGracePeriod: 0s\nshutdownGracePeriodCriticalPods: 0s\nstreamingConnectionIdleTimeout: 0s\nsyncFrequency: 0s\nvolumeStatsAggPeriod: 0s\nport: 17998\nimageGCHighThresholdPercent: 100\ncontainerRuntimeEndpoint: unix://{}\npodLogsDir: {}\ncgroupRoot: /holdfast-{}\n",
+        "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nauthentication:\n  anonymous: {{enabled: false}}\n  webhook: {{cacheTTL: 0s, enabled: true}}\n  x509: {{clientCAFile: CA_FILE}}\nauthorization: {{mode: Webhook, webhook: {{cacheAuthorizedTTL: 0s, cacheUnauthorizedTTL: 0s}}}}\ncgroupDriver: cgroupfs\nclusterDNS: [10.96.0.10]\nclusterDomain: cluster.local\ncpuManagerReconcilePeriod: 0s\nevictionPressureTransitionPeriod: 0s\nfileCheckFrequency: 0s\nhealthzBindAddress: 127.0.0.1\nhealthzPort: 0\nmakeIPTablesUtilChains: false\nhttpCheckFrequency: 0s\nimageMaximumGCAge: 0s\nimageMinimumGCAge: 0s\nlogging: {{flushFrequency: 0, options: {{json: {{infoBufferSize: '0'}}, text: {{infoBufferSize: '0'}}}}, verbosity: 0}}\nmemorySwap: {{}}\nfailSwapOn: false\nnodeStatusReportFrequency: 0s\nnodeStatusUpdateFrequency: 0s\nrotateCertificates: true\nserverTLSBootstrap: true\nruntimeRequestTimeout: 0s\nshutdownGracePeriod: 0s\nshutdownGracePeriodCriticalPods: 0s\nstreamingConnectionIdleTimeout: 0s\nsyncFrequency: 0s\nvolumeStatsAggPeriod: 0s\nport: 17998\nimageGCHighThresholdPercent: 100\nevictionHard: {{imagefs.available: 0%, nodefs.available: 0%}}\ncontainerRuntimeEndpoint: unix://{}\npodLogsDir: {}\ncgroupRoot: /holdfast-{}\n",
         containers.run_dir().join("containerd.sock").display(),
         containers.data().join("pods-logs").display(),
         containers.name
@@ -282,11 +281,7 @@ fn a_node_joins_as_kubeadm_prepares_it() {
     // Of the second cluster only its containerd is left: its machine is the node that joins.
     let image = support::busybox(&other);
     for part in ["agent", "control-plane"] {
-        nix::sys::signal::kill(
-            nix::unistd::Pid::from_raw(other.pid(part)),
-            nix::sys::signal::Signal::SIGTERM,
-        )
-        .unwrap();
+        other.kill(part);
     }
     let server = prepared(
         &cluster,

@@ -221,8 +221,12 @@ fn a_task_that_cri_does_not_know_of_does_not_keep_a_pod() {
             .filter(|c| c.state == ContainerState::Created);
         created.next().map(|c| c.id)
     };
-    cluster.wait("a container that is not started", || created().is_some());
-    let id = created().unwrap();
+    let mut id = None;
+    cluster.wait("a container that is not started", || {
+        id = created();
+        id.is_some()
+    });
+    let id = id.unwrap();
     support::ctr(cluster, "k8s.io", &["task", "start", "--detach", &id]);
     proxy.lift();
     bench.end();

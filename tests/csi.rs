@@ -22,19 +22,21 @@ fn inside(cluster: &Cluster, pod: &str, script: &str) -> String {
 fn figures_tell_of_the_volume(cluster: &Cluster) {
     let cluster_node =
         cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
-    let summary = cluster.kubectl(&[
-        "get",
-        "--raw",
-        &format!("/api/v1/nodes/{cluster_node}/proxy/stats/summary"),
-    ]);
-    let summary: serde_json::Value = serde_json::from_str(&summary).unwrap();
-    let full = summary["pods"][0]["volume"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .find(|v| v["pvcRef"]["name"] == "shared")
-        .unwrap()
-        .clone();
+    let path = format!("/api/v1/nodes/{cluster_node}/proxy/stats/summary");
+    let mut full = serde_json::Value::Null;
+    cluster.wait("the volume's figures", || {
+        let summary = cluster.kubectl(&["get", "--raw", &path]);
+        let summary: serde_json::Value = serde_json::from_str(&summary).unwrap();
+        let mut volumes = summary["pods"][0]["volume"]
+            .as_array()
+            .into_iter()
+            .flatten();
+        full = volumes
+            .find(|v| v["pvcRef"]["name"] == "shared")
+            .cloned()
+            .unwrap_or_default();
+        full.is_object()
+    });
     assert_eq!(
         (&full["name"], &full["usedBytes"], &full["inodesFree"]),
         (&"v".into(), &700.into(), &3.into()),
@@ -48,6 +50,32 @@ fn figures_tell_of_the_volume(cluster: &Cluster) {
     ]);
     let published = r#"csi_operations_seconds_count{driver_name="directories.test",grpc_status_code="OK",method_name="/csi.v1.Node/NodePublishVolume",migrated="false"}"#;
     assert!(metrics.contains(published), "{metrics}");
+    for (sample, least) in [
+        (
+            r#"storage_operation_duration_seconds_count{migrated="false",operation_name="volume_mount",status="success",volume_plugin="kubernetes.io/csi:directories.test"}"#,
+            1,
+        ),
+        (
+            r#"volume_operation_total_seconds_count{plugin_name="kubernetes.io/csi:directories.test",operation_name="overall_volume_mount"}"#,
+            1,
+        ),
+        (
+            r#"volume_manager_total_volumes{plugin_name="kubernetes.io/csi:directories.test",state="actual_state_of_world"}"#,
+            1,
+        ),
+        (
+            r#"volume_manager_total_volumes{plugin_name="kubernetes.io/csi:directories.test",state="desired_state_of_world"}"#,
+            1,
+        ),
+        ("reconstruct_volume_operations_total", 0),
+    ] {
+        let line = metrics.lines().find_map(|line| line.strip_prefix(sample));
+        let value = line.and_then(|value| value.trim().parse::<f64>().ok());
+        assert!(
+            value.is_some_and(|value| value >= f64::from(least)),
+            "{sample}: {metrics}"
+        );
+    }
     assert!(metrics.contains("kubelet_volume_stats_used_bytes{namespace=\"default\",persistentvolumeclaim=\"shared\"} 700"), "{metrics}");
 }
 
@@ -98,14 +126,13 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         driver.outcome().as_deref() == Some("")
     });
     cluster.wait("the pod", || ready("one"));
-    let node = cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]);
-    assert!(
+    cluster.wait("the driver to be in CSINode", || {
+        let node = cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]);
         node.contains(NAME)
             && node.contains("node-of-test")
             && node.contains("topology.test/zone")
-            && node.contains('7'),
-        "{node}"
-    );
+            && node.contains('7')
+    });
     cluster.wait("the node's annotation and label", || {
         let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata}"]);
         node.contains("csi.volume.kubernetes.io/nodeid") && node.contains("topology.test/zone")
@@ -255,11 +282,11 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         ),
     );
     cluster.wait("the pod with a device", || ready("raw"));
-    assert!(
+    cluster.wait("its event", || {
         cluster
             .events("raw")
             .contains("MapVolume.MapPodDevice succeeded for volume \"raw\"")
-    );
+    });
     assert_eq!(
         inside(
             &cluster,
@@ -310,8 +337,8 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         ])
     };
     assert_eq!(attached.driver.count("stage"), 0);
-    let failure =
-        r#"{"status": {"attached": false, "attachError": {"message": "no room in the rack"}}}"#;
+    attached.driver.serve(3);
+    let failure = r#"{"status": {"attached": false, "attachError": {"message": "no room in the rack", "errorCode": 8}}}"#;
     cluster.kubectl(&[
         "patch",
         "volumeattachment",
@@ -328,6 +355,16 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
                 "AttachVolume.Attach failed for volume \"elsewhere\" : no room in the rack",
             )
     });
+    // It was full, so the driver is asked anew how many volumes it serves here.
+    cluster.wait("the driver's new limit", || {
+        let told = cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]);
+        told.contains(r#""count":3"#)
+    });
+    cluster.wait("what it waits for to be told", || {
+        cluster
+            .events("waiting")
+            .contains("of driver attached.test: no room in the rack")
+    });
     // Before it is mounted, the node says that it is in use: nobody detaches it from then on.
     let in_use = || {
         cluster
@@ -339,7 +376,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
             ])
             .contains("kubernetes.io/csi/attached.test^e")
     };
-    assert!(in_use());
+    cluster.wait("the volume to be in use", in_use);
     cluster.kubectl(&[
         "patch",
         "volumeattachment",
@@ -362,7 +399,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     });
     cluster.kubectl(&["delete", "pod", "waiting"]);
     cluster.wait("the attachment to go", || attachment().is_empty());
-    assert!(!in_use());
+    cluster.wait("the volume not to be in use any more", || !in_use());
 
     // A driver that goes is forgotten, and comes back.
     drop((running, attached));
@@ -381,5 +418,5 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         .unwrap()
         .collect();
     assert!(staged.is_empty(), "{staged:?}");
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.assert_clean();
 }

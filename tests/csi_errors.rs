@@ -5,6 +5,9 @@
 mod driver;
 mod support;
 
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
 use driver::Driver;
 use support::{Cluster, condition};
 
@@ -16,9 +19,35 @@ fn pod(name: &str, image: &str, mount: &str) -> String {
     )
 }
 
+/// What was refused for good was not done.
+fn what_was_refused_is_not_undone(cluster: &Cluster, driver: &Driver, image: &str) {
+    driver.refuse("stage", true);
+    cluster.apply(&pod("refused", image, ""));
+    cluster.wait("the refusal to be told", || {
+        cluster
+            .events("refused")
+            .contains("this is refused for good")
+    });
+    // A try that the deletion cuts off would have to be undone: it comes between two that are seconds apart.
+    cluster.wait("the tries to be seconds apart", || {
+        driver.count("stage") > 3
+            && cluster
+                .holdfast(&["explain", "pod", "refused"])
+                .contains("next try in")
+    });
+    cluster.kubectl(&["delete", "pod", "refused"]);
+    assert_eq!(
+        (driver.count("publish"), driver.count("unstage")),
+        (0, 0),
+        "{:?}",
+        driver.calls()
+    );
+    driver.refuse("stage", false);
+}
+
 #[test]
 fn drivers_are_asked_for_what_is_needed_and_no_more() {
-    let cluster = Cluster::start_configured("csi-errors", 54, "{syncFrequency: 2s}");
+    let cluster = Cluster::start_configured("csi-errors", 96, "{syncFrequency: 2s}");
     let image = support::busybox(&cluster);
     let dir = tempfile::tempdir().unwrap();
     let registry = cluster.data().join("agent/plugins_registry");
@@ -30,22 +59,7 @@ fn drivers_are_asked_for_what_is_needed_and_no_more() {
     let driver = first.driver.clone();
     cluster.wait("the registration", || driver.outcome().is_some());
 
-    // What was refused for good was not done: nothing has to be undone.
-    driver.refuse("stage", true);
-    cluster.apply(&pod("refused", &image, ""));
-    cluster.wait("the refusal to be told", || {
-        cluster
-            .events("refused")
-            .contains("this is refused for good")
-    });
-    cluster.kubectl(&["delete", "pod", "refused"]);
-    assert_eq!(
-        (driver.count("publish"), driver.count("unstage")),
-        (0, 0),
-        "{:?}",
-        driver.calls()
-    );
-    driver.refuse("stage", false);
+    what_was_refused_is_not_undone(&cluster, &driver, &image);
 
     // It is published anew time and again, and staged once; parts of it are unmounted before the driver is asked.
     let staged = driver.count("stage");
@@ -78,5 +92,198 @@ fn drivers_are_asked_for_what_is_needed_and_no_more() {
     });
     cluster.kubectl(&["delete", "pod", "two"]);
     assert_eq!(second.driver.count("unstage"), 1);
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.assert_clean();
+}
+
+/// A volume and the claim that it is for.
+fn volume(name: &str, mode: &str, source: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: PersistentVolume\nmetadata: {{name: {name}}}\nspec: {{storageClassName: '', capacity: {{storage: 1Mi}}, accessModes: [{mode}], claimRef: {{namespace: default, name: {name}}}, {source}}}\n---\napiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {{name: {name}}}\nspec: {{storageClassName: '', accessModes: [{mode}], resources: {{requests: {{storage: 1Mi}}}}}}\n---\n"
+    )
+}
+
+/// A driver's volume of a pod that nobody knows, without a note of what it is.
+struct Unknown {
+    pod: PathBuf,
+    outside: tempfile::TempDir,
+}
+
+impl Unknown {
+    fn mount(cluster: &Cluster) -> Unknown {
+        let outside = tempfile::tempdir().unwrap();
+        std::fs::write(outside.path().join("canary"), "alive").unwrap();
+        let pod = cluster
+            .data()
+            .join("agent/pods/2f8c1d3e-0000-4000-8000-000000000000");
+        let place = pod.join("volumes/kubernetes.io~csi/lost/mount");
+        std::fs::create_dir_all(&place).unwrap();
+        let bind = nix::mount::MsFlags::MS_BIND;
+        nix::mount::mount(
+            Some(outside.path()),
+            &place,
+            None::<&str>,
+            bind,
+            None::<&str>,
+        )
+        .unwrap();
+        Unknown { pod, outside }
+    }
+}
+
+/// A pod alone has its volume until the driver has said that it is undone, whatever becomes of agent and pod.
+fn alone_until_undone(cluster: &Cluster, driver: &Driver, [one, two]: [String; 2]) {
+    let ready = |name: &str| condition(&cluster.pod(name), "Ready") == "True";
+    cluster.apply(&one);
+    cluster.wait("the pod", || ready("one"));
+    driver.refuse("unpublish", true);
+    cluster.kubectl(&["delete", "pod", "one", "--force", "--grace-period=0"]);
+    cluster.wait("the refusal", || driver.count("unpublish vol-4") > 0);
+    cluster.kill("agent");
+    let unknown = Unknown::mount(cluster);
+    let before = driver.count("unpublish vol-4");
+    cluster.up();
+    cluster.apply(&two);
+    cluster.wait("the second pod to be told", || {
+        cluster
+            .events("two")
+            .contains("already in use by another pod")
+    });
+    assert_eq!(driver.count("publish vol-4"), 1, "{:?}", driver.calls());
+    // What the first pod has left is tried again by itself, and nothing else waits for it.
+    cluster.wait("the driver to be asked again", || {
+        driver.count("unpublish vol-4") > before + 2
+    });
+    cluster.wait_quietly("what else was left to go", || !unknown.pod.exists());
+    for (sample, value) in [
+        ("kubelet_orphan_pod_cleaned_volumes_errors", 1.0),
+        ("force_cleaned_failed_volume_operations_total", 1.0),
+        ("force_cleaned_failed_volume_operation_errors_total", 0.0),
+    ] {
+        cluster.wait(sample, || cluster.metric(sample) == Some(value));
+    }
+    assert!(unknown.outside.path().join("canary").exists());
+    driver.refuse("unpublish", false);
+    let mended = Instant::now();
+    cluster.wait("the second pod", || ready("two"));
+    // By then the tries are some seconds apart, not a minute.
+    assert!(
+        mended.elapsed() < Duration::from_secs(40),
+        "{:?}",
+        mended.elapsed()
+    );
+
+    // One that ends as it should passes the volume on at once.
+    let three = two.replace("{name: two}", "{name: three}");
+    cluster.apply(&three);
+    cluster.wait("the third pod to be told", || {
+        cluster.events("three").matches("already in use").count() > 0
+    });
+    cluster.kubectl(&["delete", "pod", "two"]);
+    cluster.wait("the third pod", || ready("three"));
+    cluster.kubectl(&["delete", "pod", "three"]);
+}
+
+/// A driver that goes in the middle of staging may have staged: it is asked to undo that when it is back.
+fn cut_off_in_staging(
+    cluster: &Cluster,
+    first: driver::Running,
+    (pod, name): (&str, &'static str),
+    registry: &Path,
+) {
+    let (driver, dir) = (first.driver.clone(), tempfile::tempdir().unwrap());
+    driver.hang("stage", true);
+    cluster.apply(pod);
+    cluster.wait("it to be staged", || driver.count("stage vol-3") > 0);
+    drop(first);
+    cluster.wait("the failure to be told", || {
+        cluster.events("cut").contains("code = Unavailable")
+    });
+    cluster.kubectl(&["delete", "pod", "cut", "--wait=false"]);
+    let second = Driver::new(name, dir.path()).run(registry);
+    cluster.wait("the volume to be unstaged", || {
+        second.driver.count("unstage vol-3") == 1
+    });
+    cluster.wait("the pod to go", || cluster.pods().is_empty());
+}
+
+/// A driver that says how often it is asked anew, with a volume of a kind that it has taken over and two of its own.
+fn objects(name: &str) -> String {
+    format!(
+        "apiVersion: storage.k8s.io/v1\nkind: CSIDriver\nmetadata: {{name: {name}}}\nspec: {{attachRequired: false, nodeAllocatableUpdatePeriodSeconds: 10}}\n---\n{}{}{}",
+        volume(
+            "old",
+            "ReadWriteOnce",
+            "awsElasticBlockStore: {volumeID: 'aws://here/vol-1', fsType: ext4}"
+        ),
+        volume(
+            "cut",
+            "ReadWriteOnce",
+            &format!("csi: {{driver: {name}, volumeHandle: vol-3}}")
+        ),
+        volume(
+            "alone",
+            "ReadWriteOncePod",
+            &format!("csi: {{driver: {name}, volumeHandle: vol-4}}")
+        ),
+    )
+}
+
+/// A driver that has taken over a kind of volumes, whose limit changes and which goes in the middle of a call.
+#[test]
+fn migrated_volumes_new_limits_and_volumes_whose_state_is_unknown() {
+    const EBS: &str = "ebs.csi.aws.com";
+    let cluster = Cluster::start("csi-state", 95);
+    let image = support::busybox(&cluster);
+    let dir = tempfile::tempdir().unwrap();
+    let registry = cluster.data().join("agent/plugins_registry");
+    let ready = |name: &str| condition(&cluster.pod(name), "Ready") == "True";
+    let told = |path: &str| {
+        let path = format!("jsonpath={{.items[0].{path}}}");
+        cluster.kubectl(&["get", "csinodes", "-o", &path])
+    };
+    // Attachers and the scheduler learn at once which kinds are left to drivers.
+    assert_eq!(
+        told(r"metadata.annotations.storage\.alpha\.kubernetes\.io/migrated-plugins"),
+        holdfast::core::volume::migrated::PLUGINS.join(",")
+    );
+    let of = |name: &str, source: &str| {
+        pod(name, &image, "").replace("persistentVolumeClaim: {claimName: v}", source)
+    };
+    let by_claim = |name: &str, claim: &str| {
+        of(
+            name,
+            &format!("persistentVolumeClaim: {{claimName: {claim}}}"),
+        )
+    };
+    cluster.apply(&objects(EBS));
+    let first = Driver::new(EBS, dir.path()).run(&registry);
+    let driver = first.driver.clone();
+    cluster.wait("the driver's limit", || {
+        told("spec.drivers").contains(r#""count":7"#)
+    });
+    driver.serve(9);
+    cluster.apply(&format!(
+        "{}{}",
+        by_claim("claimed", "old"),
+        of("inline", "awsElasticBlockStore: {volumeID: vol-2}")
+    ));
+    cluster.wait("the pods", || ready("claimed") && ready("inline"));
+    let published = ["vol-1", "vol-2"].map(|volume| driver.count(&format!("publish {volume}")));
+    assert_eq!(published, [1, 1]);
+    cluster.kubectl(&["delete", "pod", "claimed", "inline"]);
+    assert_eq!(driver.count("unstage"), 2, "{:?}", driver.calls());
+
+    // Asked for by CSIDriver, every ten seconds.
+    cluster.wait("the driver's new limit", || {
+        told("spec.drivers").contains(r#""count":9"#)
+    });
+
+    alone_until_undone(
+        &cluster,
+        &driver,
+        ["one", "two"].map(|name| by_claim(name, "alone")),
+    );
+
+    cut_off_in_staging(&cluster, first, (&by_claim("cut", "cut"), EBS), &registry);
+    cluster.assert_clean();
 }

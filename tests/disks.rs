@@ -190,5 +190,5 @@ fn disks_are_attached_mounted_shared_and_let_go() {
         !table.contains("kubernetes.io/iscsi") && !table.contains("kubernetes.io/fc"),
         "{table}"
     );
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.assert_clean();
 }

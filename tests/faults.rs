@@ -130,12 +130,11 @@ fn static_pods_alone_start_by_default(
     std::thread::sleep(Duration::from_secs(5));
     assert_eq!(running(cluster, uid), None, "it waits for the apiserver");
     // Its status is told without a mirror.
-    let listed: Value = serde_json::from_str(&get(16924, "/pods")).unwrap();
-    let pods = listed["items"].as_array().unwrap();
-    assert!(
-        pods.len() == 1 && pods[0]["status"]["phase"] == "Running" && ready(&pods[0]),
-        "{listed}"
-    );
+    cluster.wait_quietly("the static pod's status", || {
+        let listed: Value = serde_json::from_str(&get(16924, "/pods")).unwrap();
+        let pods = listed["items"].as_array().unwrap();
+        pods.len() == 1 && pods[0]["status"]["phase"] == "Running" && ready(&pods[0])
+    });
     let secrets = std::fs::read_dir(cluster.data().join("agent/sealed/secrets"));
     assert_eq!(secrets.unwrap().count(), 0, "nothing of others is kept");
     std::fs::remove_file(&manifest).unwrap();
@@ -198,7 +197,7 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
     let start = std::time::Instant::now();
     while running().is_none() {
         assert!(
-            start.elapsed() < Duration::from_secs(30),
+            start.elapsed() < support::patience(),
             "the pod was not started without an apiserver"
         );
         std::thread::sleep(Duration::from_millis(100));

@@ -125,6 +125,7 @@ fn figures_are_those_that_dashboards_read() {
     traces(&cluster, &collector);
     check_says_what_a_start_would_do(&cluster);
     a_record_is_written_and_replayed(&cluster);
+    the_doctor_names_what_is_wrong(&cluster);
     own_metrics(&node);
     a_short_pod_costs_few_requests(&node, &image);
     assert!(
@@ -139,7 +140,7 @@ fn figures_are_those_that_dashboards_read() {
         !node.raw("/metrics/probes").contains("busy")
             && !node.raw("/metrics/resource").contains("busy")
     });
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.assert_clean();
 }
 
 /// `/metrics/resource`, what metrics-server reads.
@@ -297,7 +298,7 @@ fn check_says_what_a_start_would_do(cluster: &Cluster) {
         "--root-dir",
         &dir,
         "--fail-swap-on=false",
-        "--eviction-hard=memory.available<1Mi",
+        "--volume-plugin-dir=/elsewhere",
     ];
     let checked = Command::new(support::holdfast())
         .args(flags)
@@ -311,7 +312,7 @@ fn check_says_what_a_start_would_do(cluster: &Cluster) {
     assert!(
         report.contains("0 pods would be started")
             && report.contains("0 pods would be ended")
-            && report.contains("evictionHard"),
+            && report.contains("volumePluginDir"),
         "{report}"
     );
     let wrong = Command::new(support::holdfast())
@@ -323,6 +324,42 @@ fn check_says_what_a_start_would_do(cluster: &Cluster) {
         !wrong.status.success()
             && String::from_utf8_lossy(&wrong.stderr).contains("port: \"0\" is invalid"),
         "{wrong:?}"
+    );
+}
+
+/// `doctor` on a node that runs, and with flags of a node that would not.
+fn the_doctor_names_what_is_wrong(cluster: &Cluster) {
+    let severities = |said: &str| -> Vec<(String, String)> {
+        let findings: Vec<serde_json::Value> = serde_json::from_str(said).unwrap();
+        let text = |value: &serde_json::Value| value.as_str().unwrap().to_owned();
+        let pairs = findings
+            .iter()
+            .map(|f| (text(&f["subject"]), text(&f["severity"])));
+        pairs.collect()
+    };
+    let found = severities(&cluster.holdfast(&["doctor", "-o", "json"]));
+    for subject in ["kernel", "cgroups", "runtime", "apiserver", "node", "port"] {
+        let ok = (subject.to_owned(), "ok".to_owned());
+        assert!(found.contains(&ok), "{subject}: {found:?}");
+    }
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = format!("--healthz-port={}", taken.local_addr().unwrap().port());
+    let run = Command::new(support::holdfast())
+        .args(["doctor", "-o", "json", "--name", cluster.name(), &port])
+        .arg("--container-runtime-endpoint=unix:///nonexistent/runtime.sock")
+        .output()
+        .unwrap();
+    let said = String::from_utf8(run.stdout).unwrap();
+    assert_eq!(run.status.code(), Some(1), "{said}");
+    let found = severities(&said);
+    for subject in ["runtime", "port"] {
+        let error = (subject.to_owned(), "error".to_owned());
+        assert!(found.contains(&error), "{subject}: {found:?}");
+    }
+    assert!(
+        said.contains("unix:///nonexistent/runtime.sock")
+            && said.contains("--container-runtime-endpoint"),
+        "{said}"
     );
 }
 

@@ -209,6 +209,73 @@ fn line(path: &Path) -> String {
     std::fs::read_to_string(path).map_or_else(|e| e.to_string(), |text| text.trim().to_owned())
 }
 
+/// All pods together have limits, and what others change in them or in a pod's is set back.
+fn limits_outlast_others(cluster: &Cluster, tier: &Path, pod: &Path) {
+    let all = ["memory.max", "pids.max"].map(|f| line(&tier.join(f)));
+    assert!(all.iter().all(|v| v.parse::<u64>().is_ok()), "{all:?}");
+    let weight = tier.join("holdfast_t_vm-kubepods-besteffort.slice/cpu.weight");
+    std::fs::write(&weight, "77").unwrap();
+    std::fs::write(pod.join("pids.max"), "77").unwrap();
+    cluster.wait("the slices to be as they were", || {
+        [line(&weight), line(&pod.join("pids.max"))] == ["1", "100"]
+    });
+}
+
+/// The configuration of the node in it.
+const NODE: &str = "cgroupDriver: systemd\npodPidsLimit: 100\nshutdownGracePeriod: 60s\nshutdownGracePeriodCriticalPods: 10s\n";
+
+/// The machine is powered off by its own systemd: it waits for pods as long as the agent asked for, which is longer than
+/// logind would by itself. Nothing may be asked of the machine after that.
+fn a_real_shutdown_waits_for_pods(cluster: Cluster, image: &str) {
+    let run = |program: &str, arguments: &[&str]| {
+        let output = std::process::Command::new(program)
+            .args(arguments)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{program}: {output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let inhibits = || run("systemd-inhibit", &["--list", "--no-legend"]).contains("kubelet");
+    cluster.wait("the inhibitor", inhibits);
+    let limits = run(
+        "busctl",
+        &[
+            "get-property",
+            "org.freedesktop.login1",
+            "/org/freedesktop/login1",
+            "org.freedesktop.login1.Manager",
+            "InhibitDelayMaxUSec",
+        ],
+    );
+    assert_eq!(limits.trim(), "t 60000000");
+    cluster.apply(&format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: last}}\nspec: {{terminationGracePeriodSeconds: 30, containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, 'trap \"busybox sleep 6; exit 3\" TERM; while :; do busybox sleep 0.2; done']}}]}}\n"
+    ));
+    cluster.wait("the pod", || {
+        condition(&cluster.pod("last"), "Ready") == "True"
+    });
+    // While this test is there, the machine is: it ends with the script that runs it.
+    let mut still = std::process::Command::new("systemd-inhibit")
+        .args(["--what=shutdown", "--mode=delay", "sleep", "1000"])
+        .spawn()
+        .unwrap();
+    cluster.wait("an inhibitor of this test's own", || {
+        run("systemd-inhibit", &["--list", "--no-legend"]).contains("sleep")
+    });
+    run("systemctl", &["poweroff"]);
+    cluster.wait_quietly("the agent to let the machine go", || !inhibits());
+    assert!(still.try_wait().unwrap().is_none());
+    let pod = cluster.pod("last");
+    assert_eq!(pod["status"]["reason"], "Terminated", "{pod}");
+    assert_eq!(
+        pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"], 3,
+        "it had its time: {pod}"
+    );
+    let nodes = cluster.kubectl(&["get", "nodes", "-o", "json"]);
+    assert!(nodes.contains("node is shutting down"), "{nodes}");
+    cluster.kubectl(&["delete", "pod", "last", "--force", "--grace-period=0"]);
+}
+
 #[test]
 #[ignore = "runs in a virtual machine"]
 fn systemd_inside() {
@@ -234,7 +301,7 @@ fn systemd_inside() {
     .unwrap();
     run("systemctl", &["start", "nfs-server"]);
     share_disk();
-    let cluster = Cluster::start_configured("vm", 49, "cgroupDriver: systemd\npodPidsLimit: 100\n");
+    let cluster = Cluster::start_configured("vm", 49, NODE);
     let image = support::busybox(&cluster);
     let pod = |name: &str, limits: &str, command: &str, volume: &str| {
         format!(
@@ -264,11 +331,9 @@ fn systemd_inside() {
     ));
     let ready = |name: &str| condition(&cluster.pod(name), "Ready") == "True";
     cluster.wait("the pods", || ready("one") && ready("two") && ready("disk"));
-    assert_eq!(
-        line(Path::new("/srv/shared/file")),
-        "hello",
-        "what the pod wrote is on the server"
-    );
+    cluster.wait("what the pod wrote to be on the server", || {
+        line(Path::new("/srv/shared/file")) == "hello"
+    });
 
     // The slices have the pods' limits, and the containers are in them.
     let tier = Path::new("/sys/fs/cgroup/holdfast_t_vm.slice/holdfast_t_vm-kubepods.slice");
@@ -299,6 +364,7 @@ fn systemd_inside() {
         });
         assert_eq!(scopes.count(), 2, "the sandbox's and the container's");
     }
+    limits_outlast_others(&cluster, tier, &one);
     // Who uses too much is ended by the kernel. (That it was for its memory is told in time by the runtime, or not.)
     let code = || {
         cluster.pod("greedy")["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"]
@@ -306,7 +372,6 @@ fn systemd_inside() {
     };
     cluster.wait("the greedy pod to end", || code().is_some());
     assert_eq!(code(), Some(137));
-
     // Figures come from the same places.
     let node = cluster
         .kubectl(&["get", "nodes", "-o", "name"])
@@ -337,7 +402,9 @@ fn systemd_inside() {
     cluster.wait("the session to end", || sessions() == 0);
     cluster.apply(&pod("again", "{}", "cat /v/file; sleep 10000", &disk));
     cluster.wait("the pod", || ready("again"));
-    assert_eq!(cluster.kubectl(&["logs", "again"]).trim(), "kept");
+    cluster.wait("what was kept", || {
+        cluster.kubectl(&["logs", "again"]).trim() == "kept"
+    });
 
     // A pod that is resized keeps running, with its slice's limits changed.
     let patch = r#"{"spec": {"containers": [{"name": "c", "resources": {"limits": {"cpu": "300m", "memory": "96Mi"}, "requests": {"cpu": "300m", "memory": "96Mi"}}}]}}"#;
@@ -380,7 +447,7 @@ fn systemd_inside() {
             .contains(" - nfs4 "),
         "nothing of the server is mounted"
     );
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
-    drop(cluster);
+    cluster.assert_clean();
+    a_real_shutdown_waits_for_pods(cluster, &image);
     assert!(!tier.exists());
 }

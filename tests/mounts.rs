@@ -270,5 +270,5 @@ fn mounts_appear_where_their_propagation_says_and_host_paths_are_checked() {
     for below in ["late", "theirs", ""] {
         umount2(&place.path().join(below), MntFlags::MNT_DETACH).unwrap();
     }
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.assert_clean();
 }

@@ -116,5 +116,5 @@ fn a_secret_is_in_no_log_event_or_core_file() {
         "{core}"
     );
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.assert_clean();
 }

@@ -36,7 +36,7 @@ impl Drop for Supervisor {
 }
 
 fn wait(what: &str, mut is: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(60);
     while !is() {
         assert!(Instant::now() < deadline, "{what} did not come");
         std::thread::sleep(Duration::from_millis(10));
@@ -98,10 +98,19 @@ fn no_part_runs_that_is_noted_nowhere() {
         };
         // This is what `down` would find; whatever runs later was found.
         let known = noted();
-        std::thread::sleep(Duration::from_millis(200));
-        let left = marked();
+        std::thread::sleep(Duration::from_millis(100));
+        // What was about to become it ends by itself, as soon as it sees that its parent has gone.
+        let begun = Instant::now();
+        let mut left = marked();
+        while left.iter().any(|pid| Some(*pid) != known)
+            && begun.elapsed() < Duration::from_secs(20)
+        {
+            std::thread::sleep(Duration::from_millis(20));
+            left = marked();
+        }
         for pid in &left {
-            kill(Pid::from_raw(*pid), Signal::SIGKILL).unwrap();
+            // It may have ended since.
+            let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
         }
         assert!(
             left.iter().all(|pid| Some(*pid) == known),
@@ -133,9 +142,10 @@ fn a_control_plane_that_dies_comes_back() {
         status().1.contains("started again 1 times")
             && cluster
                 .log("control-plane")
-                .contains("the control plane serves")
+                .matches("the control plane serves")
+                .count()
+                >= 2
     });
-    std::thread::sleep(Duration::from_secs(1));
     cluster.kubectl(&["get", "nodes"]);
     let (runs, text) = status();
     assert!(runs && text.contains("SIGKILL ended it"), "{text}");

@@ -6,6 +6,7 @@ mod support;
 use std::time::Duration;
 
 use serde_json::Value;
+use support::client::kubectl;
 use support::{Cluster, Loop, condition, inside};
 
 fn pod(name: &str, image: &str, volumes: &str, mounts: &str) -> String {
@@ -167,7 +168,7 @@ fn what_changes_in_the_api_changes_in_the_container() {
         .collect();
     assert_eq!(restarts, [1, 0]);
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.assert_clean();
 }
 
 fn claim(name: &str, more: &str) -> String {
@@ -180,6 +181,47 @@ fn volume(name: &str, node: &str, source: &str) -> String {
     format!(
         "apiVersion: v1\nkind: PersistentVolume\nmetadata: {{name: {name}}}\nspec: {{storageClassName: by-hand, capacity: {{storage: 1Mi}}, accessModes: [ReadWriteOnce], claimRef: {{namespace: default, name: {name}}}, nodeAffinity: {{required: {{nodeSelectorTerms: [{{matchExpressions: [{{key: kubernetes.io/hostname, operator: In, values: [{node}]}}]}}]}}}}, {source}}}\n---\n"
     )
+}
+
+/// A pod that asks for another group takes the files from the first, and one that asks for another filesystem than a disk
+/// has gets nothing: both are told.
+fn others_are_told(cluster: &Cluster, node: &str, [directory, other]: [&str; 2], disk: &Loop) {
+    let sharer = directory.replace("{name: directory,", "{name: sharer,");
+    cluster.apply(&sharer.replace("4242", "4343"));
+    cluster.wait("the other group to be told", || {
+        let events = cluster.events("sharer");
+        events.contains("requested fsGroup is 4343, but the volume directory has GID 4242")
+    });
+    let source = format!("local: {{path: '{}', fsType: xfs}}", disk.device);
+    cluster.apply(&format!(
+        "{}{}{other}",
+        volume("other", node, &source),
+        claim("other", ", storageClassName: by-hand")
+    ));
+    cluster.wait("the volume to be told", || {
+        let format =
+            "jsonpath={range .items[*]}{.involvedObject.name} {.reason}: {.message}{\"\\n\"}{end}";
+        let events = cluster.kubectl(&["get", "events", "-o", format]);
+        let told = "other FailedMountOnFilesystemMismatch: ";
+        let mut lines = events.lines();
+        lines.any(|line| line.starts_with(told) && line.contains("type ext4"))
+    });
+    cluster.kubectl(&["delete", "pod", "sharer", "other"]);
+}
+
+/// A claim for one pod at a time is refused to the next, and had by it after the first.
+fn a_claim_for_one_pod_passes_on(cluster: &Cluster, image: &str, volumes: &str, at: &str) {
+    cluster.apply(&claim("single", "").replace("ReadWriteOnce]", "ReadWriteOncePod]"));
+    cluster.apply(&pod("holder", image, volumes, at));
+    cluster.wait("the holder", || ready(cluster, "holder"));
+    cluster.apply(&pod("heir", image, volumes, at));
+    cluster.wait("the heir to be told", || {
+        cluster
+            .events("heir")
+            .contains("already in use by another pod")
+    });
+    cluster.kubectl(&["delete", "pod", "holder"]);
+    cluster.wait("the heir", || ready(cluster, "heir"));
 }
 
 #[test]
@@ -342,6 +384,7 @@ fn claims_are_bound_mounted_kept_and_given_back() {
         ),
         "block"
     );
+    others_are_told(&cluster, &node, [&user("directory"), &user("other")], &disk);
     // The device stays mounted while a pod has it, whatever becomes of the other.
     cluster.kubectl(&["delete", "pod", "reader"]);
     assert_eq!(inside(&cluster, "disk", &["cat", "/v/file"]), "here");
@@ -351,25 +394,14 @@ fn claims_are_bound_mounted_kept_and_given_back() {
         .lines()
         .filter(|l| l.contains("/holdfast-t-claims/") && l.contains("local-volume"))
         .collect();
-    assert!(!table.contains(&disk.device) && ours.is_empty(), "{ours:?}");
+    let whole_name = format!(" {} ", disk.device);
+    assert!(!table.contains(&whole_name) && ours.is_empty(), "{ours:?}");
     // What a device holds is never formatted away.
     cluster.apply(&user("disk"));
     cluster.wait("the disk once more", || ready(&cluster, "disk"));
     assert_eq!(inside(&cluster, "disk", &["cat", "/v/file"]), "here");
 
-    // A claim for one pod at a time is refused to the next, and had by it after the first.
-    cluster.apply(&claim("single", "").replace("ReadWriteOnce]", "ReadWriteOncePod]"));
-    cluster.apply(&pod("holder", &image, &of("single"), at));
-    cluster.wait("the holder", || ready(&cluster, "holder"));
-    cluster.apply(&pod("heir", &image, &of("single"), at));
-    cluster.wait("the heir to be told", || {
-        cluster
-            .events("heir")
-            .contains("already in use by another pod")
-    });
-    cluster.kubectl(&["delete", "pod", "holder"]);
-    cluster.wait("the heir", || ready(&cluster, "heir"));
-
+    a_claim_for_one_pod_passes_on(&cluster, &image, &of("single"), at);
     // A claim that lives and dies with its pod; memory of a size; pages; and what is missing is named.
     let template = "[{name: v, ephemeral: {volumeClaimTemplate: {spec: {accessModes: [ReadWriteOnce], resources: {requests: {storage: 1Mi}}}}}}]";
     cluster.apply(&pod("short", &image, template, at));
@@ -406,7 +438,7 @@ fn claims_are_bound_mounted_kept_and_given_back() {
     cluster.wait("the short-lived claim to go", || {
         get("pvc", "short-v", ".metadata.name").is_empty()
     });
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.assert_clean();
     cluster.kubectl(&["delete", "pvc", "--all"]);
     assert!(cluster.kubectl(&["get", "pv", "disk"]).contains("Released"));
 }
@@ -520,9 +552,9 @@ fn who_uses_more_of_the_disk_than_it_may_is_evicted() {
         });
         assert_eq!(condition(&cluster.pod(name), "DisruptionTarget"), "");
     }
-    assert!(ready(&cluster, "modest"));
+    cluster.wait("the modest one to be ready", || ready(&cluster, "modest"));
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.assert_clean();
 }
 
 #[test]
@@ -573,7 +605,7 @@ fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
     std::fs::create_dir_all(&path).unwrap();
     cluster.wait("a pod that hung to start", || ready(&cluster, "stuck-2"));
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+    cluster.assert_clean();
     std::fs::remove_dir(&path).unwrap();
 }
 
@@ -636,9 +668,7 @@ fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
         let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
         let left: Vec<&str> = table
             .lines()
-            .filter(|l| {
-                l.contains("/holdfast-t-mount-kill/agent/") && !l.contains("/agent/memory ")
-            })
+            .filter(|l| l.contains("/holdfast-t-mount-kill/agent/"))
             .collect();
         assert!(left.is_empty(), "round {round}: {left:?}");
         // What the runtime had begun to end may end a moment later.
@@ -650,4 +680,117 @@ fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
     cluster.wait_quietly("nothing at all to be left", || {
         cluster.leftovers().is_empty()
     });
+}
+
+/// The type of what is mounted at a path.
+fn mounted(path: &std::path::Path) -> Option<String> {
+    let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let mut lines = table.lines();
+    let line = lines.find(|l| l.split(' ').nth(4) == path.to_str())?;
+    let (_, kind) = line.split_once(" - ")?;
+    Some(kind.split(' ').next()?.to_owned())
+}
+
+fn unmounts_are_counted(cluster: &Cluster) {
+    for (plugin, count) in [
+        ("configmap", 1.0),
+        ("secret", 1.0),
+        // With the token of the service account.
+        ("projected", 2.0),
+        ("downward-api", 1.0),
+        ("empty-dir", 2.0),
+        ("local-volume", 1.0),
+    ] {
+        let sample = format!(
+            "storage_operation_duration_seconds_count{{migrated=\"false\",operation_name=\"volume_unmount\",status=\"success\",volume_plugin=\"kubernetes.io/{plugin}\"}}"
+        );
+        cluster.wait(&sample, || cluster.metric(&sample) == Some(count));
+    }
+}
+
+/// A pod called `one` with a volume of every kind that the agent makes, and a local one. It ends when it finds `/e/end`.
+fn pod_of_every_kind(cluster: &Cluster, image: &str, node: &str, local: &std::path::Path) {
+    cluster.kubectl(&["create", "configmap", "map", "--from-literal=key=value"]);
+    let secret = "create secret generic keys --from-literal=key=value";
+    cluster.kubectl(&secret.split(' ').collect::<Vec<_>>());
+    let source = format!("local: {{path: '{}'}}", local.display());
+    cluster.apply(&volume("disk", node, &source));
+    cluster.apply(&claim("disk", ", storageClassName: by-hand"));
+    let volumes = "[{name: m, configMap: {name: map}}, {name: s, secret: {secretName: keys}}, {name: p, projected: {sources: [{secret: {name: keys}}]}}, {name: w, downwardAPI: {items: [{path: key, fieldRef: {fieldPath: metadata.name}}]}}, {name: e, emptyDir: {}}, {name: t, emptyDir: {medium: Memory}}, {name: l, persistentVolumeClaim: {claimName: disk}}]";
+    let mounts = ["m", "s", "p", "w", "e", "t", "l"]
+        .map(|v| format!("{{name: {v}, mountPath: /{v}}}"))
+        .join(", ");
+    let one = pod(
+        "one",
+        image,
+        volumes,
+        &format!("[{mounts}, {{name: e, mountPath: /sub, subPath: a/b}}]"),
+    );
+    cluster.apply(&one.replace("spec:\n", "spec:\n  restartPolicy: Never\n").replace(
+        "[busybox, sleep, '10000']",
+        "[busybox, sh, -c, 'echo said; echo x > /e/file; echo x > /t/file; echo x > /l/file; until [ -e /e/end ]; do sleep 0.1; done']",
+    ));
+}
+
+/// What a pod has lies where the kubelet has it, for whoever looks there (backup agents, `kubectl debug node`, a kubelet
+/// that takes over), and is given back when the pod has ended, though its object stays.
+#[test]
+fn volumes_lie_where_the_kubelet_has_them_and_go_when_their_pod_ends() {
+    let cluster = Cluster::start("layout", 92);
+    let image = support::busybox(&cluster);
+    let local = tempfile::tempdir().unwrap();
+    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    pod_of_every_kind(&cluster, &image, &node, local.path());
+    cluster.wait("the pod", || ready(&cluster, "one"));
+    let uid = cluster.kubectl(&["get", "pod", "one", "-o", "jsonpath={.metadata.uid}"]);
+    let dir = cluster.data().join("agent/pods").join(&uid);
+    let place =
+        |plugin: &str, name: &str| dir.join(format!("volumes/kubernetes.io~{plugin}/{name}"));
+    cluster.wait_quietly("its files", || {
+        place("local-volume", "disk").join("file").exists()
+    });
+    for (plugin, name, file, content, kind) in [
+        ("configmap", "m", "key", "value", None),
+        ("secret", "s", "key", "value", Some("tmpfs")),
+        ("projected", "p", "key", "value", Some("tmpfs")),
+        ("downward-api", "w", "key", "one", Some("tmpfs")),
+        ("empty-dir", "e", "file", "x\n", None),
+        ("empty-dir", "t", "file", "x\n", Some("tmpfs")),
+    ] {
+        let place = place(plugin, name);
+        assert_eq!(
+            std::fs::read_to_string(place.join(file)).unwrap(),
+            content,
+            "{plugin}"
+        );
+        assert_eq!(mounted(&place).as_deref(), kind, "{plugin}");
+    }
+    assert!(mounted(&place("local-volume", "disk")).is_some());
+    assert!(!cluster.data().join("agent/memory").exists());
+
+    std::fs::write(place("empty-dir", "e").join("end"), "").unwrap();
+    cluster.wait("the pod to end", || {
+        cluster.pod("one")["status"]["phase"] == "Succeeded"
+    });
+    let left = || {
+        let plugins = std::fs::read_dir(dir.join("volumes")).unwrap().flatten();
+        let volumes = plugins.flat_map(|p| std::fs::read_dir(p.path()).unwrap().flatten());
+        volumes.map(|v| v.path()).collect::<Vec<_>>()
+    };
+    cluster.wait_quietly("its volumes to be given back", || left().is_empty());
+    assert!(
+        dir.join("containers").exists(),
+        "the rest stays until it is deleted"
+    );
+    let log = || kubectl(&cluster, &["logs", "one"]).output().unwrap();
+    assert_eq!(log().stdout, b"said\n");
+    let file = std::fs::read_to_string(local.path().join("file"));
+    assert_eq!(file.unwrap(), "x\n");
+    unmounts_are_counted(&cluster);
+    // An agent that is started anew finds nothing to do for it.
+    cluster.kill("agent");
+    cluster.up();
+    cluster.wait("its log once more", || log().stdout == b"said\n");
+    cluster.kubectl(&["delete", "pod", "one"]);
+    cluster.wait_quietly("the rest to go", || cluster.leftovers().is_empty());
 }

@@ -1,7 +1,9 @@
 //! Generated gRPC types. They live in a package of their own so that they compile once.
 //!
 //! The messages are plain values and may be used anywhere; only `holdfast::cri`,
-//! `holdfast::csi` and `holdfast::probes` may call the clients.
+//! `holdfast::csi`, `holdfast::devices` and `holdfast::probes` may call the clients and serve.
+
+pub mod failure;
 
 /// CRI v1 (`runtime.v1`): the protocol of containerd and CRI-O.
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
@@ -43,4 +45,28 @@ pub mod csi {
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
 pub mod registration {
     tonic::include_proto!("pluginregistration");
+}
+
+/// Device plugins (`v1beta1`): their registration, and what is asked of them.
+#[allow(clippy::all, clippy::pedantic, missing_docs)]
+pub mod deviceplugin {
+    tonic::include_proto!("v1beta1");
+}
+
+/// The pod resources API (`v1`): which of the node's resources its containers have.
+#[allow(clippy::all, clippy::pedantic, missing_docs)]
+pub mod podresources {
+    tonic::include_proto!("v1");
+}
+
+/// Drivers of dynamic resource allocation (`v1`): what is asked of them.
+#[allow(clippy::all, clippy::pedantic, missing_docs)]
+pub mod dra {
+    tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1");
+}
+
+/// The same in the version before, `v1beta1`.
+#[allow(clippy::all, clippy::pedantic, missing_docs)]
+pub mod dra_v1beta1 {
+    tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1beta1");
 }

@@ -20,8 +20,9 @@ use super::KubeNodes;
 use super::Network;
 use super::NodeApi;
 use super::OwnNode;
-use super::node::{credentials, network};
+use super::node::{credentials, firewall, network};
 use crate::config::Config;
+use crate::core::node::cgroup_tree::Group;
 use crate::core::pod::cgroup::Driver;
 use crate::cri::{CriClient, Runtime};
 use crate::host::cgroups::Cgroups;
@@ -34,7 +35,9 @@ use crate::kubeapi::pods::{KubePods, PodApi};
 use crate::kubeapi::reviews::{KubeReviews, Reviews};
 use crate::sealed::{self, Keeper, SealedApi};
 use crate::sys::clock::Clock;
+use crate::sys::logind::Logind;
 use crate::sys::machine::Machine;
+use crate::sys::mount::{self, Sharing};
 
 /// A client of the runtime that the configuration names. Nothing is sent yet.
 pub(super) fn runtime(
@@ -86,6 +89,40 @@ fn make_directories(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Makes the mounts of volumes visible where containers ask for that (mountPropagation), as a kubelet does. A start that
+/// fails before this leaves no mount.
+fn share_mounts(config: &Config) {
+    let (root, without) = (
+        config.root_dir.display(),
+        "containers with mountPropagation Bidirectional below it do not start",
+    );
+    match mount::share(&config.root_dir) {
+        Ok(Sharing::Shared) => {}
+        Ok(Sharing::Occupied) => tracing::warn!(
+            "what is mounted below {root} is not seen by other mount namespaces, and {without}: volumes of an earlier agent are mounted there; drain the node and start the agent anew"
+        ),
+        Err(error) => tracing::warn!(
+            %error,
+            "what is mounted below {root} cannot be made visible to other mount namespaces, and {without}: mount --make-rshared the filesystem that it is on"
+        ),
+    }
+}
+
+/// Who makes cgroups. Those in which something is to be held for others are there already, or the node is not what its
+/// configuration takes it for.
+fn cgroups(config: &Config, driver: Driver) -> anyhow::Result<Cgroups> {
+    let cgroups = Cgroups::new(&config.cgroup_root, driver);
+    for reserved in config.enforcement.reserved() {
+        let name = &reserved.cgroup;
+        if !cgroups.has(&Group::Reserved(name.clone())) {
+            anyhow::bail!(
+                "there is no cgroup {name:?}, which is to be held to what is set aside for it (enforceNodeAllocatable): make it before the agent starts, or correct systemReservedCgroup and kubeReservedCgroup"
+            );
+        }
+    }
+    Ok(cgroups)
+}
+
 /// The API whose answers are kept, and the pods with them.
 fn keep(api: Arc<dyn PodApi>, keeper: &Keeper, pods: &Cache<Pod>) -> Arc<dyn PodApi> {
     let services = Arc::clone(&api);
@@ -110,6 +147,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         );
     }
     make_directories(&config)?;
+    let managers = super::node::managers::start(&config)?;
     let metrics = Arc::new(super::Metrics::default());
     let counted = Arc::clone(&metrics);
     let report: crate::cri::Report =
@@ -166,10 +204,11 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         ));
     }
     let driver = driver(&*runtime, &config).await;
+    share_mounts(&config);
     let host = LinuxHost::new(
         &config.root_dir,
         config.pod_logs_dir.clone(),
-        Cgroups::new(&config.cgroup_root, driver),
+        cgroups(&config, driver)?,
         config.pod_pids,
         config.cpu_period,
     );
@@ -189,7 +228,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         }
         None => (Arc::new(super::node::standalone::NoApi), None, None),
     };
-    let (ledger, requests) = super::node::ledger::channel();
+    let (ledger, requests) = super::node::ledger::channel(managers);
     let (network, network_state) = watch::channel(Network::Unknown);
     let events = Events::start(
         Arc::clone(&api),
@@ -206,6 +245,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         );
     }
     let images = Images::configured(&config)?;
+    let claims = super::ClaimManager::new(&config.root_dir).map_err(anyhow::Error::msg)?;
     let context = Arc::new(Context {
         runtime,
         api,
@@ -218,19 +258,23 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         resolver: watch::channel(Arc::new(resolver)).0,
         network: network_state,
         node: OwnNode::new(&config.node_name, nodes),
+        pressures: watch::Sender::default(),
+        shutting_down: watch::Sender::default(),
         ledger,
         features: watch::channel(crate::cri::Features::default()).0,
         metrics,
         dialer: Arc::new(crate::probes::Network),
         journals: Journals::default(),
         csi: super::Csi::new(&config.root_dir),
+        devices: super::DeviceManager::new(&config.root_dir, clock.now()),
+        claims,
         roster: watch::Sender::default(),
         started: clock.now(),
         config,
     });
     tokio::spawn(network::follow(Arc::clone(&context)));
     if context.config.iptables_chains {
-        tokio::spawn(network::keep_chains());
+        tokio::spawn(firewall::keep_chains());
     }
     Ok(Agent {
         statics: super::pod::sources::start(&context),
@@ -241,6 +285,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         pods,
         keeper,
         network,
+        announcer: Some(Arc::new(Logind::system())),
         renewal,
     })
 }

@@ -111,7 +111,12 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
     })?;
     let _ = writeln!(report, "The runtime answers: {version}.");
     let unlisted = |e| anyhow::anyhow!("the runtime's pods cannot be listed: {e}");
-    let statics = static_uids::started(&runtime).await.map_err(unlisted)?;
+    let mut running = vec![];
+    for pod in runtime.list().await.map_err(unlisted)? {
+        let observed = runtime.observe(&pod.uid).await.map_err(unlisted)?;
+        running.push((pod, observed));
+    }
+    let statics = static_uids::of_observed(&running);
     let mut wanted: Vec<Pod> = sources::once(config, statics).map_err(anyhow::Error::msg)?;
     let _ = writeln!(report, "Static pods: {}.", wanted.len());
     match &config.kubeconfig {
@@ -134,11 +139,6 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
             );
             wanted.extend(listed.items);
         }
-    }
-    let mut running = vec![];
-    for pod in runtime.list().await.map_err(unlisted)? {
-        let observed = runtime.observe(&pod.uid).await.map_err(unlisted)?;
-        running.push((pod, observed));
     }
     let plan = plan(&wanted, &running);
     for (what, pods) in [

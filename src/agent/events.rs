@@ -1,6 +1,7 @@
 //! Events about pods and the node: posted in the background, repeated ones counted instead of repeated.
 
-use std::sync::Arc;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use k8s_openapi::api::core::v1::{Event, EventSource, ObjectReference, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -26,17 +27,25 @@ pub enum Kind {
     Warning,
 }
 
+/// How many pods may have annotations that no event has taken yet.
+const NOTES: usize = 64;
+
+/// Annotations of events to come, by the pod's uid and the event's reason.
+type Notes = HashMap<(String, String), BTreeMap<String, String>>;
+
 struct Said {
     about: ObjectReference,
     kind: Kind,
     reason: String,
     message: String,
+    annotations: Option<BTreeMap<String, String>>,
 }
 
 /// Where events are handed in; clones share it.
 #[derive(Clone)]
 pub struct Events {
     queue: mpsc::Sender<Said>,
+    notes: Arc<Mutex<Notes>>,
 }
 
 impl Events {
@@ -46,18 +55,39 @@ impl Events {
     pub fn start(api: Arc<dyn PodApi>, node: &str, clock: Clock, pace: (f64, f64)) -> Events {
         let (queue, said) = mpsc::channel(QUEUE);
         tokio::spawn(post(api, node.to_owned(), clock, said, pace));
-        Events { queue }
+        Events {
+            queue,
+            notes: Arc::default(),
+        }
     }
 
     fn say(&self, about: ObjectReference, kind: Kind, reason: String, message: String) {
         tracing::debug!(object = about.name, reason, message, "event");
+        let key = (about.uid.clone().unwrap_or_default(), reason.clone());
+        let annotations = self.notes().remove(&key);
         if let Err(error) = self.queue.try_send(Said {
             about,
             kind,
             reason,
             message,
+            annotations,
         }) {
             tracing::warn!(%error, "an event was dropped: too many are waiting for the API");
+        }
+    }
+
+    fn notes(&self) -> MutexGuard<'_, Notes> {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next event of a reason about a pod has these annotations; none takes back what was said before.
+    pub fn annotate(&self, uid: &str, reason: &str, annotations: BTreeMap<String, String>) {
+        let key = (uid.to_owned(), reason.to_owned());
+        let mut notes = self.notes();
+        if annotations.is_empty() {
+            notes.remove(&key);
+        } else if notes.len() < NOTES {
+            notes.insert(key, annotations);
         }
     }
 
@@ -96,6 +126,23 @@ impl Events {
             kind: Some("PersistentVolumeClaim".into()),
             name: Some(name.into()),
             namespace: Some(namespace.into()),
+            ..ObjectReference::default()
+        };
+        self.say(about, kind, reason.to_owned(), message.into());
+    }
+
+    /// About a persistent volume.
+    pub fn persistent_volume(
+        &self,
+        name: &str,
+        kind: Kind,
+        reason: &str,
+        message: impl Into<String>,
+    ) {
+        let about = ObjectReference {
+            api_version: Some("v1".into()),
+            kind: Some("PersistentVolume".into()),
+            name: Some(name.into()),
             ..ObjectReference::default()
         };
         self.say(about, kind, reason.to_owned(), message.into());
@@ -171,6 +218,7 @@ async fn post(
             metadata: ObjectMeta {
                 name: Some(name.clone()),
                 namespace: Some(namespace),
+                annotations: said.annotations,
                 ..ObjectMeta::default()
             },
             involved_object: said.about,

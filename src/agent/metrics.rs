@@ -1,8 +1,10 @@
 //! What is counted as it happens, under the kubelet's names (kubelet spec, chapter 18).
 
-use std::sync::{Mutex, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::core::node::shutdown::Times;
 use crate::core::serving::exposition::{Family, Page, Registry};
 
 const POD_STARTS: &[f64] = &[
@@ -30,7 +32,12 @@ const RUNTIME: &[f64] = &[
     745.058_059_692_382_8,
 ];
 
-const fn family(name: &'static str, help: &'static str, labels: &'static [&'static str]) -> Family {
+/// A family that is counted as things happen.
+pub const fn family(
+    name: &'static str,
+    help: &'static str,
+    labels: &'static [&'static str],
+) -> Family {
     Family { name, help, labels }
 }
 
@@ -134,6 +141,11 @@ const EVICTED: Family = family(
     "Cumulative number of pod evictions by eviction signal.",
     &["eviction_signal"],
 );
+const EVICTION_AGE: Family = family(
+    "kubelet_eviction_stats_age_seconds",
+    "Time between when stats are collected, and when a pod is evicted based on those stats by eviction signal.",
+    &["eviction_signal"],
+);
 const PULLED: Family = family(
     "kubelet_image_pull_duration_seconds",
     "Duration in seconds to pull an image.",
@@ -149,10 +161,45 @@ const STORAGE: Family = family(
     "Storage operation duration.",
     &["migrated", "operation_name", "status", "volume_plugin"],
 );
+const STORAGE_TOTAL: Family = family(
+    "volume_operation_total_seconds",
+    "Storage operation end to end duration in seconds",
+    &["plugin_name", "operation_name"],
+);
+const RECONSTRUCTED: Family = family(
+    "reconstruct_volume_operations_total",
+    "The number of volumes that were attempted to be reconstructed from the operating system during kubelet startup.",
+    &[],
+);
+const RECONSTRUCTED_ERRORS: Family = family(
+    "reconstruct_volume_operations_errors_total",
+    "The number of volumes that failed reconstruction from the operating system during kubelet startup.",
+    &[],
+);
+const FORCE_CLEANED: Family = family(
+    "force_cleaned_failed_volume_operations_total",
+    "The number of volumes that were force cleaned after their reconstruction failed. This includes both successful and failed cleanups.",
+    &[],
+);
+const FORCE_CLEANED_ERRORS: Family = family(
+    "force_cleaned_failed_volume_operation_errors_total",
+    "The number of volumes that failed force cleanup after their reconstruction failed.",
+    &[],
+);
 const CSI: Family = family(
     "csi_operations_seconds",
     "Container Storage Interface operation duration with gRPC error code status total",
     &["driver_name", "grpc_status_code", "method_name", "migrated"],
+);
+const DEVICE_PLUGINS: Family = family(
+    "kubelet_device_plugin_registration_total",
+    "Number of registrations of device plugins.",
+    &["resource_name"],
+);
+const DEVICE_ALLOCATION: Family = family(
+    "kubelet_device_plugin_alloc_duration_seconds",
+    "Duration in seconds of a device plugin's answer to Allocate.",
+    &["resource_name"],
 );
 const HTTP_SECONDS: Family = family(
     "kubelet_http_requests_duration_seconds",
@@ -246,16 +293,60 @@ pub struct Probe<'a> {
     pub result: &'a str,
 }
 
+/// What was done with a volume.
+#[derive(Debug, Clone, Copy)]
+pub struct VolumeOperation<'a> {
+    /// `volume_mount`, for instance.
+    pub name: &'a str,
+    /// Its plugin, of a driver's volume with the driver.
+    pub plugin: &'a str,
+    /// Whether a driver has taken over its kind.
+    pub is_migrated: bool,
+    /// Whether it failed.
+    pub has_failed: bool,
+    /// How long it took.
+    pub took: Duration,
+}
+
+/// The volumes of a pod, each by its plugin.
+#[derive(Debug, Clone, Default)]
+pub struct PodVolumes {
+    /// Those that it is to have; `N/A` for one whose plugin is not known yet.
+    pub desired: Vec<String>,
+    /// Those that are set up.
+    pub actual: Vec<String>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// What is counted.
 #[derive(Debug, Default)]
 pub struct Metrics {
+    /// The volumes of pods, by uid.
+    volumes: Mutex<BTreeMap<String, PodVolumes>>,
+    /// Pods that are gone and have left something, and those of them of which it could not be removed.
+    orphans: Mutex<(usize, usize)>,
     own: Mutex<Registry>,
     probes: Mutex<Registry>,
+    /// When the machine was shut down last, or is now.
+    shutdown: Mutex<Times>,
 }
 
 impl Metrics {
     fn with(&self, work: impl FnOnce(&mut Registry)) {
-        work(&mut self.own.lock().unwrap_or_else(PoisonError::into_inner));
+        work(&mut lock(&self.own));
+    }
+
+    /// Counts.
+    pub fn count(&self, family: Family, labels: &[&str], by: u64) {
+        self.with(|r| r.count(family, labels, by));
+    }
+
+    /// Observes.
+    pub fn observe(&self, family: Family, bounds: &'static [f64], labels: &[&str], value: f64) {
+        self.with(|r| r.observe(family, bounds, labels, value));
     }
 
     /// A pod runs.
@@ -319,6 +410,21 @@ impl Metrics {
         self.with(|r| r.count(EVICTED, &[signal], 1));
     }
 
+    /// The machine is shut down, or was the last time.
+    pub fn shut_down(&self, times: Times) {
+        *lock(&self.shutdown) = times;
+    }
+
+    /// When the machine was shut down last, as far as that is known.
+    pub fn shutdown(&self) -> Times {
+        *lock(&self.shutdown)
+    }
+
+    /// A pod was chosen to go by figures that are so old.
+    pub fn eviction_decided(&self, signal: &str, age: Duration) {
+        self.with(|r| r.observe(EVICTION_AGE, USUAL, &[signal], age.as_secs_f64()));
+    }
+
     /// An image of so many bytes was pulled.
     pub fn pulled(&self, bytes: u64, took: Duration) {
         self.with(|r| r.observe(PULLED, PULLS, &[size_class(bytes)], took.as_secs_f64()));
@@ -329,17 +435,81 @@ impl Metrics {
         self.with(|r| r.count(COLLECTED, &[reason], 1));
     }
 
-    /// A volume was set up, or not.
-    pub fn volume(&self, plugin: &str, failed: bool, took: Duration) {
-        let status = if failed { "fail-unknown" } else { "success" };
+    /// Something was done with a volume, or not.
+    pub fn volume(&self, operation: VolumeOperation<'_>) {
+        let status = match operation.has_failed {
+            true => "fail-unknown",
+            false => "success",
+        };
+        let migrated = match operation.is_migrated {
+            true => "true",
+            false => "false",
+        };
+        let labels = [migrated, operation.name, status, operation.plugin];
+        self.with(|r| r.observe(STORAGE, STORING, &labels, operation.took.as_secs_f64()));
+    }
+
+    /// A volume is there, so long after its pod asked for it first.
+    pub fn volume_ready(&self, plugin: &str, took: Duration) {
+        let labels = [plugin, "overall_volume_mount"];
+        self.with(|r| r.observe(STORAGE_TOTAL, STORING, &labels, took.as_secs_f64()));
+    }
+
+    /// So many volumes stood on the disk when the agent started, and of so many it cannot be told what they are.
+    pub fn reconstructed(&self, volumes: u64, unknown: u64) {
         self.with(|r| {
-            r.observe(
-                STORAGE,
-                STORING,
-                &["false", "volume_mount", status, plugin],
-                took.as_secs_f64(),
-            )
+            r.count(RECONSTRUCTED, &[], volumes);
+            r.count(RECONSTRUCTED_ERRORS, &[], unknown);
+            r.count(FORCE_CLEANED, &[], 0);
+            r.count(FORCE_CLEANED_ERRORS, &[], 0);
         });
+    }
+
+    /// So many volumes of which it cannot be told what they are were cleared up for a pod that is gone, or could not be.
+    pub fn force_cleaned(&self, volumes: u64, has_failed: bool) {
+        self.with(|r| {
+            r.count(FORCE_CLEANED, &[], volumes);
+            r.count(
+                FORCE_CLEANED_ERRORS,
+                &[],
+                if has_failed { volumes } else { 0 },
+            );
+        });
+    }
+
+    /// Pods that are gone have left something: how many, and of how many it could not be removed yet.
+    pub fn orphans(&self, found: usize, failed: usize) {
+        *lock(&self.orphans) = (found, failed);
+    }
+
+    /// How many pods that are gone had left something at the last look, and of how many it could not be removed yet.
+    #[must_use]
+    pub fn orphaned(&self) -> (usize, usize) {
+        *lock(&self.orphans)
+    }
+
+    /// What a pod has of volumes now.
+    pub fn pod_has_volumes(&self, uid: &str, volumes: PodVolumes) {
+        lock(&self.volumes).insert(uid.to_owned(), volumes);
+    }
+
+    /// A pod's volumes are given back.
+    pub fn pod_has_no_volumes(&self, uid: &str) {
+        lock(&self.volumes).remove(uid);
+    }
+
+    /// How many volumes there are, by state and plugin.
+    #[must_use]
+    pub fn volumes(&self) -> BTreeMap<(&'static str, String), usize> {
+        let mut all = BTreeMap::new();
+        for pod in lock(&self.volumes).values() {
+            let desired = pod.desired.iter().map(|p| ("desired_state_of_world", p));
+            let actual = pod.actual.iter().map(|p| ("actual_state_of_world", p));
+            for (state, plugin) in desired.chain(actual) {
+                *all.entry((state, plugin.clone())).or_default() += 1;
+            }
+        }
+        all
     }
 
     /// A driver has answered a call, with gRPC's code.
@@ -347,6 +517,16 @@ impl Metrics {
         let method = format!("/csi.v1.Node/{method}");
         let labels = [driver, code, &method, "false"];
         self.with(|r| r.observe(CSI, STORING, &labels, took.as_secs_f64()));
+    }
+
+    /// A device plugin wants to be registered.
+    pub fn device_plugin_registered(&self, resource: &str) {
+        self.with(|r| r.count(DEVICE_PLUGINS, &[resource], 1));
+    }
+
+    /// A device plugin was asked for what a container needs, and has answered or not.
+    pub fn device_allocated(&self, resource: &str, took: Duration) {
+        self.with(|r| r.observe(DEVICE_ALLOCATION, USUAL, &[resource], took.as_secs_f64()));
     }
 
     /// A request to an apiserver was answered; without a code it was not.

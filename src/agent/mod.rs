@@ -13,6 +13,7 @@
 
 mod assembly;
 pub mod check;
+pub mod doctor;
 mod events;
 mod image;
 mod metrics;
@@ -33,8 +34,10 @@ pub use assembly::build;
 pub use events::{Events, Kind};
 pub use image::Images;
 pub use metrics::Metrics;
+use node::claims::register as register_resource_driver;
+use node::devices::register as register_device_plugin;
 pub use node::ledger::{self, LedgerHandle};
-pub use node::{KubeNodes, NodeApi, NodeChange, OwnNode};
+pub use node::{ClaimManager, DeviceManager, KubeNodes, NodeApi, NodeChange, OwnNode};
 pub use pod::journal::Journals;
 pub use pod::sources::Statics;
 pub use serving::local::SOCKET;
@@ -42,6 +45,7 @@ pub use serving::{Known, KnownPods};
 pub use volume::csi::Csi;
 
 use crate::config::Config;
+use crate::core::node::eviction::Pressures;
 use crate::core::pod::dns::Resolver;
 use crate::core::pod::resources::Amounts;
 use crate::cri::{Features, Runtime};
@@ -51,6 +55,7 @@ use crate::kubeapi::reviews::Reviews;
 use crate::probes::Dialer;
 use crate::sealed::Keeper;
 use crate::sys::clock::Clock;
+use crate::sys::logind::Announcer;
 use crate::sys::machine::Machine;
 
 /// What every worker shares.
@@ -79,6 +84,10 @@ pub struct Context {
     pub network: watch::Receiver<Network>,
     /// Our own Node object.
     pub node: OwnNode,
+    /// What the node is short of.
+    pub pressures: watch::Sender<Pressures>,
+    /// Whether the machine is being shut down.
+    pub shutting_down: watch::Sender<bool>,
     /// What the runtime can do, as it last said.
     pub features: watch::Sender<Features>,
     /// The actor that owns what the node's pods share.
@@ -91,6 +100,10 @@ pub struct Context {
     pub journals: Journals,
     /// Storage drivers.
     pub csi: Csi,
+    /// Device plugins, and which container has which device.
+    pub devices: DeviceManager,
+    /// Drivers of dynamic resources, and which claims are prepared.
+    pub claims: ClaimManager,
     /// All pods that this node is to have, as the dispatcher last saw them.
     pub roster: watch::Sender<KnownPods>,
     /// When this agent started.
@@ -123,6 +136,8 @@ pub struct Agent {
     pub network: watch::Sender<Network>,
     /// The requests to the actor behind [`Context::ledger`].
     pub ledger: node::ledger::Requests,
+    /// Who announces that the machine is shut down; none where nobody waits for that.
+    pub announcer: Option<Arc<dyn Announcer>>,
     /// The renewal of the node's own certificate, where it is ours: it ends when there is none to be had any more.
     pub renewal: Option<AbortOnDropHandle<()>>,
 }
@@ -146,6 +161,14 @@ impl Agent {
         let seen = pod::relist::Seen::default();
         let context = Arc::clone(&self.context);
         let (roster, known) = watch::channel(pod::dispatch::Roster::default());
+        let devices = Box::pin(node::devices::run(
+            Arc::clone(&context),
+            known.clone(),
+            hints.clone(),
+        ));
+        let claims = Box::pin(node::claims::run(Arc::clone(&context), known.clone()));
+        let slices = Box::pin(node::slices::run(Arc::clone(&context)));
+        let pod_resources = Box::pin(serving::pod_resources::run(Arc::clone(&context)));
         let inputs = pod::dispatch::Inputs {
             api: self.pods,
             statics: self.statics,
@@ -160,7 +183,10 @@ impl Agent {
         ));
         let ledger = node::ledger::run(Arc::clone(&context), self.ledger);
         let sweep = Box::pin(pod::orphans::sweep(Arc::clone(&context), known.clone()));
+        let binding = Box::pin(node::managers::keep(Arc::clone(&context), known.clone()));
         let mirrors = Box::pin(pod::orphans::delete_mirrors(Arc::clone(&context), known));
+        let shutdown = node::shutdown::run(Arc::clone(&context), self.announcer, hints.clone());
+        let shutdown = Box::pin(shutdown);
         let relist = pod::relist::run(Arc::clone(&context), seen, hints);
         let local = serving::local::run(Arc::clone(&context));
         let upkeep = node::log_rotation::run(Arc::clone(&context));
@@ -174,6 +200,8 @@ impl Agent {
             }
         });
         let collect = Box::pin(image::collect::run(Arc::clone(&context)));
+        let dead = Box::pin(pod::dead_containers::run(Arc::clone(&context)));
+        let pressure = Box::pin(node::pressure::run(Arc::clone(&context)));
         let renewal = async move {
             match self.renewal {
                 Some(task) => _ = task.await,
@@ -186,13 +214,21 @@ impl Agent {
             biased;
             () = stopped => Ok(()),
             () = csi => anyhow::bail!("the registration of drivers ended"),
+            () = devices => anyhow::bail!("the registration of device plugins ended"),
+            () = claims => anyhow::bail!("the upkeep of resource claims ended"),
+            () = slices => anyhow::bail!("the upkeep of ResourceSlices ended"),
+            () = pod_resources => anyhow::bail!("the podresources API ended"),
             () = renewal => anyhow::bail!("the node's client certificate has ended, and the apiserver gives it no other: it begins anew with --bootstrap-kubeconfig at the next start"),
             () = limits => anyhow::bail!("the watch over disk limits ended"),
+            () = pressure => anyhow::bail!("the watch over memory, disks and process ids ended"),
+            () = shutdown => anyhow::bail!("the watch for the machine's shutdown ended"),
             () = collect => anyhow::bail!("the removal of images ended"),
+            () = dead => anyhow::bail!("the removal of dead containers ended"),
             () = server => anyhow::bail!("the agent's HTTP API ended"),
             () = upkeep => anyhow::bail!("the upkeep ended"),
             () = local => anyhow::bail!("the local socket ended"),
             () = ledger => anyhow::bail!("the ledger of admitted pods ended"),
+            () = binding => anyhow::bail!("the binding of containers to processors ended"),
             () = sweep => anyhow::bail!("the sweep of orphaned directories ended"),
             () = mirrors => anyhow::bail!("the deletion of orphaned mirror pods ended"),
             () = dispatch => anyhow::bail!("the dispatcher ended"),

@@ -18,12 +18,14 @@ enum Shape {
     Gates,
     /// `key=value:effect`, separated by commas.
     Taints,
+    /// `node:type=quantity`, types separated by commas and nodes by semicolons; the flag may be given for each node.
+    Memory,
 }
 
-use Shape::{Bool, Gates, List, Map as Pairs, Number, Taints, Text};
+use Shape::{Bool, Gates, List, Map as Pairs, Memory, Number, Taints, Text};
 
 /// The flags, the fields they set, and how.
-const FLAGS: [(&str, &str, Shape); 85] = [
+const FLAGS: [(&str, &str, Shape); 89] = [
     ("address", "address", Text),
     ("allowed-unsafe-sysctls", "allowedUnsafeSysctls", List),
     ("anonymous-auth", "authentication.anonymous.enabled", Bool),
@@ -57,6 +59,16 @@ const FLAGS: [(&str, &str, Shape); 85] = [
     ("cpu-cfs-quota", "cpuCFSQuota", Bool),
     ("cpu-cfs-quota-period", "cpuCFSQuotaPeriod", Text),
     ("cpu-manager-policy", "cpuManagerPolicy", Text),
+    (
+        "cpu-manager-policy-options",
+        "cpuManagerPolicyOptions",
+        Pairs,
+    ),
+    (
+        "cpu-manager-reconcile-period",
+        "cpuManagerReconcilePeriod",
+        Text,
+    ),
     (
         "enable-controller-attach-detach",
         "enableControllerAttachDetach",
@@ -138,6 +150,7 @@ const FLAGS: [(&str, &str, Shape); 85] = [
     ("registry-burst", "registryBurst", Number),
     ("registry-qps", "registryPullQPS", Number),
     ("reserved-cpus", "reservedSystemCPUs", Text),
+    ("reserved-memory", "reservedMemory", Memory),
     ("resolv-conf", "resolvConf", Text),
     ("rotate-certificates", "rotateCertificates", Bool),
     ("rotate-server-certificates", "serverTLSBootstrap", Bool),
@@ -158,19 +171,21 @@ const FLAGS: [(&str, &str, Shape); 85] = [
     ("tls-min-version", "tlsMinVersion", Text),
     ("tls-private-key-file", "tlsPrivateKeyFile", Text),
     ("topology-manager-policy", "topologyManagerPolicy", Text),
+    (
+        "topology-manager-policy-options",
+        "topologyManagerPolicyOptions",
+        Pairs,
+    ),
     ("topology-manager-scope", "topologyManagerScope", Text),
     ("volume-plugin-dir", "volumePluginDir", Text),
     ("volume-stats-agg-period", "volumeStatsAggPeriod", Text),
 ];
 
 /// Flags of kubelets that change nothing here: taken, and reported.
-pub const WITHOUT_EFFECT: [&str; 8] = [
+pub const WITHOUT_EFFECT: [&str; 5] = [
     "exit-on-lock-contention",
     "experimental-mounter-path",
     "lock-file",
-    "maximum-dead-containers",
-    "maximum-dead-containers-per-container",
-    "minimum-container-ttl-duration",
     "pod-infra-container-image",
     "runtime-cgroups",
 ];
@@ -184,6 +199,21 @@ pub struct Given {
     pub fields: Value,
     /// Flags that were given and change nothing.
     pub without_effect: Vec<String>,
+}
+
+/// What is reserved on NUMA nodes, as `reservedMemory` has it.
+fn reservations(text: &str) -> Option<Vec<Value>> {
+    let limit = |item: &str| {
+        let (resource, quantity) = item.split_once('=')?;
+        Some((resource.trim().to_owned(), Value::from(quantity.trim())))
+    };
+    let reservation = |text: &str| {
+        let (node, limits) = text.split_once(':')?;
+        let node: u32 = node.trim().parse().ok()?;
+        let limits: Option<Map<String, Value>> = limits.split(',').map(limit).collect();
+        Some(json!({"numaNode": node, "limits": limits?}))
+    };
+    text.split(';').map(reservation).collect()
 }
 
 fn value(flag: &str, shape: Shape, text: &str) -> Result<Value, String> {
@@ -226,6 +256,9 @@ fn value(flag: &str, shape: Shape, text: &str) -> Result<Value, String> {
                 .map(Value::Object)
                 .ok_or_else(|| wrong("Gate=true or Gate=false, separated by commas"))
         }
+        Memory => reservations(text)
+            .map(Value::from)
+            .ok_or_else(|| wrong("node:type=quantity, types separated by commas")),
         Taints => {
             let taint = |item: &str| {
                 let (rest, effect) = item.rsplit_once(':')?;
@@ -289,7 +322,12 @@ pub fn take(arguments: impl IntoIterator<Item = OsString>) -> Result<Given, Stri
         };
         match known {
             Some((flag, field, shape)) => {
-                set(&mut given.fields, field, value(flag, *shape, &text)?)
+                let mut value = value(flag, *shape, &text)?;
+                let before = given.fields.get(field).and_then(Value::as_array);
+                if let (Memory, Some(before), Some(more)) = (shape, before, value.as_array()) {
+                    value = before.iter().chain(more).cloned().collect();
+                }
+                set(&mut given.fields, field, value);
             }
             None => given.without_effect.push(name.to_owned()),
         }
@@ -334,6 +372,9 @@ mod tests {
             "--eviction-hard=memory.available<5%",
             "--register-with-taints=a=b:NoSchedule,c:NoExecute",
             "--feature-gates=A=true",
+            "--reserved-memory=0:memory=1Gi,hugepages-2Mi=4Mi",
+            "--reserved-memory",
+            "1:memory=2Gi",
             "--pod-infra-container-image=pause:3",
             "-v",
             "2",
@@ -346,6 +387,7 @@ mod tests {
             json!({
                 "authentication": {"anonymous": {"enabled": false}, "x509": {"clientCAFile": "/ca.crt"}}, "rotateCertificates": true, "readOnlyPort": 0,
                 "kubeReserved": {"cpu": "100m", "memory": "1Gi"}, "evictionHard": {"memory.available": "5%"}, "featureGates": {"A": true},
+                "reservedMemory": [{"numaNode": 0, "limits": {"memory": "1Gi", "hugepages-2Mi": "4Mi"}}, {"numaNode": 1, "limits": {"memory": "2Gi"}}],
                 "registerWithTaints": [{"key": "a", "value": "b", "effect": "NoSchedule"}, {"key": "c", "value": "", "effect": "NoExecute"}],
             })
         );
@@ -358,6 +400,7 @@ mod tests {
             (vec!["--port=x"], "--port"),
             (vec!["--anonymous-auth=maybe"], "--anonymous-auth"),
             (vec!["--address"], "--address"),
+            (vec!["--reserved-memory=memory=1Gi"], "--reserved-memory"),
         ] {
             assert!(
                 of(&arguments).is_err_and(|e| e.contains(flag)),

@@ -46,10 +46,21 @@ pub enum Command {
     },
     /// Explain why a pod is not running.
     Explain {
+        /// Which agent is asked.
+        #[command(flatten)]
+        agent: AskedAgent,
         /// Of what.
         #[command(subcommand)]
         what: Explained,
     },
+    /// Remove images that nothing uses and dead containers as the agent's next pass would, and say what stays because of what.
+    ///
+    /// Images go when the disk that they are on is fuller than imageGCHighThresholdPercent, those that were used least
+    /// recently first, until it is down to imageGCLowThresholdPercent; and those that nothing has used for longer than
+    /// imageMaximumGCAge. Images that a pod or a container uses, that the runtime pins, or that came less than
+    /// imageMinimumGCAge ago stay. When an image was used last is known since the agent started. Of each container of a
+    /// pod the last dead instance stays (--maximum-dead-containers-per-container of the agent). Needs root.
+    Gc(GcFlags),
     /// Audit the addresses that host-local has allocated.
     Ipam {
         /// How.
@@ -66,6 +77,9 @@ pub enum Command {
         #[command(flatten)]
         flags: Box<AgentFlags>,
     },
+    /// Say what on this machine keeps a node or its pods from running, what it leads to, and the remedy. Nothing is
+    /// changed; exits with 1 if there is an error. Needs root.
+    Doctor(Box<DoctorFlags>),
     /// Decide again what an agent recorded, and show where this program decides otherwise. Exits with 1 if it does.
     Replay {
         /// A file that `holdfast agent record` wrote; - is standard input.
@@ -162,6 +176,9 @@ pub enum Output {
 pub enum Running {
     /// Write what a pod's worker was told and what it decided, for a bug report. `holdfast replay` reads it.
     Record {
+        /// Which agent is asked.
+        #[command(flatten)]
+        agent: AskedAgent,
         /// Of what.
         #[command(subcommand)]
         what: Recorded,
@@ -187,7 +204,7 @@ pub struct RecordFlags {
     pub output: Option<PathBuf>,
 }
 
-/// A pod, and the agent that knows it.
+/// A pod, as its agent knows it.
 #[derive(Args)]
 pub struct PodOfAgent {
     /// The pod's name.
@@ -195,12 +212,43 @@ pub struct PodOfAgent {
     /// Its namespace.
     #[arg(short, long, default_value = "default")]
     pub namespace: String,
+}
+
+/// An agent that runs on this machine. The flags may stand before what is asked, or after it.
+#[derive(Args)]
+pub struct AskedAgent {
     /// The cluster that `holdfast up --name` started.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", global = true)]
     pub name: Option<String>,
     /// The agent's root directory [default: that of the running `holdfast up`, else /var/lib/kubelet].
-    #[arg(long, value_name = "DIR", conflicts_with = "name")]
+    #[arg(long, value_name = "DIR", conflicts_with = "name", global = true)]
     pub root_dir: Option<PathBuf>,
+}
+
+impl AskedAgent {
+    /// Refuses both flags at once: clap does not see that where one stands before what is asked and the other after it.
+    pub fn check(&self) -> Result<(), &'static str> {
+        match (&self.name, &self.root_dir) {
+            (Some(_), Some(_)) => {
+                Err("--name and --root-dir cannot be used together: each names an agent")
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Flags of `holdfast gc`.
+#[derive(Args)]
+pub struct GcFlags {
+    /// Which agent is asked.
+    #[command(flatten)]
+    pub agent: AskedAgent,
+    /// Remove nothing: say what would go.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// How to print it.
+    #[arg(short, long, value_enum, default_value_t = Findings::Text)]
+    pub output: Findings,
 }
 
 /// Flags of `holdfast explain pod`.
@@ -212,6 +260,30 @@ pub struct ExplainFlags {
     /// How to print it.
     #[arg(short, long, value_enum, default_value_t = Output::Text)]
     pub output: Output,
+}
+
+/// How findings are printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Findings {
+    /// For people.
+    Text,
+    /// For programs.
+    Json,
+}
+
+/// Flags of `holdfast doctor`.
+#[derive(Args)]
+pub struct DoctorFlags {
+    /// The cluster of `holdfast up` whose node is meant [default: that of the running `holdfast up`, else the node whose
+    /// kubelet kubeadm set up].
+    #[arg(long, value_name = "CLUSTER", conflicts_with = "config")]
+    pub name: Option<String>,
+    /// How to print what was found.
+    #[arg(short, long, value_enum, default_value_t = Findings::Text)]
+    pub output: Findings,
+    /// The agent's flags: what they say is looked at.
+    #[command(flatten)]
+    pub agent: AgentFlags,
 }
 
 /// Flags of `holdfast up`.
@@ -334,6 +406,15 @@ pub struct AgentFlags {
     /// What that takes is kept encrypted in <root-dir>/sealed; with `never` nothing is kept [default: static-only].
     #[arg(long, value_name = "WHEN")]
     pub offline_start: Option<String>,
+    /// How many dead containers stay on the node; below 0 for any number [default: -1].
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub maximum_dead_containers: Option<i32>,
+    /// How many dead instances of each container of a pod stay; below 0 for any number [default: 1].
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub maximum_dead_containers_per_container: Option<i32>,
+    /// A container that was made less than this ago stays when it has ended [default: 0s].
+    #[arg(long, value_name = "DURATION")]
+    pub minimum_container_ttl_duration: Option<String>,
     /// Look at the configuration, the runtime and the apiserver, say what a start would do to pods, and end.
     #[arg(long)]
     pub check: bool,
@@ -366,6 +447,9 @@ impl AgentFlags {
             credential_providers: self.image_credential_provider_config.clone(),
             credential_programs: self.image_credential_provider_bin_dir.clone(),
             offline_start: self.offline_start.clone(),
+            maximum_dead_containers: self.maximum_dead_containers,
+            maximum_dead_containers_per_container: self.maximum_dead_containers_per_container,
+            minimum_container_ttl_duration: self.minimum_container_ttl_duration.clone(),
         }
     }
 }
@@ -395,6 +479,35 @@ pub fn flags_table() -> String {
 mod tests {
     use super::*;
     use clap::CommandFactory as _;
+
+    #[test]
+    fn which_agent_is_asked_may_be_said_before_and_after_what() {
+        for arguments in [
+            ["record", "--root-dir", "/r", "pod", "p"],
+            ["record", "pod", "--root-dir", "/r", "p"],
+            ["record", "pod", "p", "--root-dir", "/r"],
+        ] {
+            let all = ["holdfast", "agent"].into_iter().chain(arguments);
+            let Command::Agent {
+                running: Some(Running::Record { agent, .. }),
+                ..
+            } = Cli::try_parse_from(all).expect("parses").command
+            else {
+                panic!("{arguments:?} is another command");
+            };
+            assert_eq!(agent.root_dir, Some("/r".into()), "{arguments:?}");
+        }
+        let one = ["holdfast", "explain", "--name", "n", "pod", "p"];
+        let both = one.into_iter().chain(["--root-dir", "/r"]).collect();
+        for (arguments, is_clear) in [(one.to_vec(), true), (both, false)] {
+            let Command::Explain { agent, .. } =
+                Cli::try_parse_from(&arguments).expect("parses").command
+            else {
+                panic!("{arguments:?} is another command");
+            };
+            assert_eq!(agent.check().is_ok(), is_clear, "{arguments:?}");
+        }
+    }
 
     #[test]
     fn flags_are_consistent_and_take_go_style_booleans() {

@@ -6,7 +6,9 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::logging;
+use super::managers;
 use super::serving;
+use crate::core::node::shutdown::Period;
 
 /// Fields of the format that change nothing, whatever they say, and why that does no harm.
 pub(super) const WITHOUT_EFFECT: &[(&str, &str)] = &[
@@ -36,6 +38,10 @@ pub(super) const WITHOUT_EFFECT: &[(&str, &str)] = &[
         "iptablesMasqueradeBit",
         "as in the kubelet: kube-proxy decides",
     ),
+    (
+        "kernelMemcgNotification",
+        "the kernel's notices are always used where it gives them",
+    ),
     ("showHiddenMetricsForVersion", "no metric is hidden"),
     (
         "streamingConnectionIdleTimeout",
@@ -48,35 +54,12 @@ pub(super) const WITHOUT_EFFECT: &[(&str, &str)] = &[
 ];
 
 /// Fields of the format that are read but not honoured by this version. Most of them are about the node's own resources
-/// (eviction, CPU, memory and topology managers, shutdown), which are to come as a whole.
+/// (cgroups, memory QoS), which are to come as a whole.
 pub(super) const NOT_HONOURED: &[&str] = &[
     "kubeletCgroups",
     "systemCgroups",
     "cgroupsPerQOS",
-    "cpuManagerPolicy",
-    "cpuManagerPolicyOptions",
-    "cpuManagerReconcilePeriod",
-    "memoryManagerPolicy",
-    "reservedMemory",
-    "topologyManagerPolicy",
-    "topologyManagerScope",
-    "topologyManagerPolicyOptions",
-    "qosReserved",
-    "evictionHard",
-    "evictionSoft",
-    "evictionSoftGracePeriod",
-    "evictionMinimumReclaim",
-    "evictionPressureTransitionPeriod",
-    "evictionMaxPodGracePeriod",
-    "mergeDefaultEvictionSettings",
-    "systemReservedCgroup",
-    "kubeReservedCgroup",
-    "enforceNodeAllocatable",
     "volumePluginDir",
-    "kernelMemcgNotification",
-    "shutdownGracePeriod",
-    "shutdownGracePeriodCriticalPods",
-    "shutdownGracePeriodByPodPriority",
     "memoryThrottlingFactor",
     "memoryReservationPolicy",
     "userNamespaces",
@@ -142,6 +125,9 @@ pub(super) struct Document {
     pub(super) max_parallel_image_pulls: Option<usize>,
     pub(super) system_reserved: Option<BTreeMap<String, String>>,
     pub(super) kube_reserved: Option<BTreeMap<String, String>>,
+    pub(super) system_reserved_cgroup: Option<String>,
+    pub(super) kube_reserved_cgroup: Option<String>,
+    pub(super) qos_reserved: Option<BTreeMap<String, String>>,
     pub(super) seccomp_default: Option<bool>,
     #[serde(rename = "providerID")]
     pub(super) provider_id: Option<String>,
@@ -186,11 +172,24 @@ pub(super) struct Document {
     pub(super) image_gc_high_threshold_percent: Option<i32>,
     #[serde(rename = "imageGCLowThresholdPercent")]
     pub(super) image_gc_low_threshold_percent: Option<i32>,
+    pub(super) eviction_hard: Option<BTreeMap<String, String>>,
+    pub(super) eviction_soft: Option<BTreeMap<String, String>>,
+    pub(super) eviction_soft_grace_period: Option<BTreeMap<String, String>>,
+    pub(super) eviction_minimum_reclaim: Option<BTreeMap<String, String>>,
+    pub(super) eviction_pressure_transition_period: Option<String>,
+    pub(super) eviction_max_pod_grace_period: Option<i32>,
+    pub(super) merge_default_eviction_settings: Option<bool>,
+    pub(super) shutdown_grace_period: Option<String>,
+    pub(super) shutdown_grace_period_critical_pods: Option<String>,
+    pub(super) shutdown_grace_period_by_pod_priority: Option<Vec<Period>>,
+    pub(super) enforce_node_allocatable: Option<Vec<String>>,
     pub(super) feature_gates: Option<BTreeMap<String, bool>>,
     #[serde(flatten)]
     pub(super) serving: serving::Fields,
     #[serde(flatten)]
     pub(super) logging: logging::Fields,
+    #[serde(flatten)]
+    pub(super) managers: managers::Fields,
     #[serde(flatten)]
     pub(super) rest: BTreeMap<String, Value>,
 }

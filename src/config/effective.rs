@@ -31,6 +31,10 @@ pub(super) fn of(file: &Value) -> Value {
     let (mut all, known) = (defaults(), defaults());
     json_patch::merge(&mut all, file);
     leave_zeros(&mut all, &known);
+    let hard = all.get("evictionHard").filter(|map| !map.is_null());
+    let hard = hard.and_then(|map| serde_json::from_value(map.clone()).ok());
+    let merge = all["mergeDefaultEvictionSettings"] == true;
+    all["evictionHard"] = json!(super::eviction::hard(hard, merge));
     all["apiVersion"] = "kubelet.config.k8s.io/v1beta1".into();
     all["kind"] = "KubeletConfiguration".into();
     for value in all
@@ -74,5 +78,16 @@ mod tests {
             (&json!(0), &json!("0s"))
         );
         assert_eq!(of(&json!({}))["kind"], "KubeletConfiguration");
+        let hard = |file: Value| of(&file)["evictionHard"].clone();
+        assert_eq!(hard(json!({}))["nodefs.available"], "10%");
+        assert_eq!(hard(json!({"evictionHard": {}})), json!({}));
+        let own = json!({"evictionHard": {"memory.available": "1Gi"}, "mergeDefaultEvictionSettings": true});
+        assert_eq!(
+            (
+                hard(own.clone())["memory.available"].clone(),
+                hard(own)["imagefs.available"].clone()
+            ),
+            (json!("1Gi"), json!("15%"))
+        );
     }
 }

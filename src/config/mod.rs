@@ -3,15 +3,19 @@
 //! Every field of the format is known by name. One that is not honoured yet is reported at start; one
 //! that does not exist is refused, with its name.
 
+mod allocatable;
 mod containers;
 mod document;
 mod effective;
+mod eviction;
 mod fields;
 mod images;
 mod load;
 mod logging;
+mod managers;
 mod resolve;
 mod serving;
+mod shutdown;
 mod values;
 
 use std::collections::BTreeMap;
@@ -23,7 +27,12 @@ use serde_json::Value;
 
 use crate::core::image::gc::Rules as ImageRules;
 use crate::core::image::pulled::Policy;
+use crate::core::node::cgroup_tree::Rules as Enforcement;
+use crate::core::node::collection::ContainerRules;
+use crate::core::node::eviction::Settings as Eviction;
+use crate::core::node::managers::Rules as Managers;
 use crate::core::node::offline::OfflineStart;
+use crate::core::node::shutdown::Periods;
 use crate::core::pod::resources::Amounts;
 
 pub use fields::table as fields_table;
@@ -167,6 +176,10 @@ pub struct Config {
     pub offline_start: OfflineStart,
     /// What is set aside for the system and for Kubernetes.
     pub reserved: Amounts,
+    /// What of that is held by cgroups.
+    pub enforcement: Enforcement,
+    /// Who gets processors for himself, and how resources are aligned.
+    pub managers: Managers,
     /// Whether containers without a seccomp profile get the runtime's.
     pub seccomp_default: bool,
     /// The longest crash-loop back-off.
@@ -190,6 +203,12 @@ pub struct Config {
     pub limited_swap: bool,
     /// When images are removed that nothing uses.
     pub image_rules: ImageRules,
+    /// How many containers stay that have ended.
+    pub dead_containers: ContainerRules,
+    /// When pods are evicted because the node is short of something.
+    pub eviction: Eviction,
+    /// How long a shutdown of the machine waits for pods.
+    pub shutdown: Periods,
     /// The file as it stands, over the defaults of the format.
     pub effective: Value,
     /// The agent's HTTP API.
@@ -243,6 +262,12 @@ pub struct Overrides {
     pub credential_programs: Option<PathBuf>,
     /// `--offline-start`.
     pub offline_start: Option<String>,
+    /// `--maximum-dead-containers`.
+    pub maximum_dead_containers: Option<i32>,
+    /// `--maximum-dead-containers-per-container`.
+    pub maximum_dead_containers_per_container: Option<i32>,
+    /// `--minimum-container-ttl-duration`.
+    pub minimum_container_ttl_duration: Option<String>,
 }
 
 #[cfg(test)]

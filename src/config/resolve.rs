@@ -5,21 +5,22 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::allocatable::reserved;
 use super::containers::{
     cgroup_driver, limited_swap, logs, longest_back_off, quota_period, unsafe_sysctls,
 };
 use super::document::{Document, NOT_HONOURED, WITHOUT_EFFECT};
+use super::eviction::eviction;
 use super::fields::is_default;
 use super::images::{credential_providers, image_rules, parallel_pulls, verification};
 use super::values::{absolute, at_least_zero, invalid, pace, time, url};
 use super::{Config, ConfigError, Overrides};
-use super::{effective, logging, serving};
+use super::{effective, logging, managers, serving, shutdown};
 use crate::core::node::addresses;
-use crate::core::node::capacity::count_cpus;
+use crate::core::node::collection::ContainerRules;
 use crate::core::node::features::{self, Objection};
 use crate::core::node::offline::OfflineStart;
-use crate::core::pod::resources::Amounts;
-use crate::core::quantity::Quantity;
+use crate::core::time::duration;
 
 /// The feature gates that were set and change nothing, each with the reason; an error for one that cannot be set so.
 fn gates(set: Option<&BTreeMap<String, bool>>) -> Result<Vec<String>, ConfigError> {
@@ -148,38 +149,24 @@ fn node_labels(flags: &Overrides) -> Result<BTreeMap<String, String>, ConfigErro
     pairs.filter(|p| !p.is_empty()).map(parse).collect()
 }
 
-/// What is set aside for the system and for Kubernetes, together.
-fn reserved(document: &Document) -> Result<Amounts, ConfigError> {
-    let mut sums = Amounts::new();
-    for (field, map) in [
-        ("systemReserved", &document.system_reserved),
-        ("kubeReserved", &document.kube_reserved),
-    ] {
-        for (name, text) in map.iter().flatten() {
-            let amount: Quantity = text.parse().map_err(|_| {
-                let remedy = "use a quantity such as 100m or 256Mi";
-                invalid(&format!("{field}.{name}"), text, remedy)
-            })?;
-            let sum = sums.entry(name.clone()).or_default();
-            *sum = *sum + amount;
+/// Those of the kubelet's flags that have no field.
+fn dead_containers(flags: &Overrides) -> Result<ContainerRules, ConfigError> {
+    let default = ContainerRules::default();
+    let minimum_age = match flags.minimum_container_ttl_duration.as_deref() {
+        None | Some("") => default.minimum_age,
+        Some(text) => {
+            let field = "--minimum-container-ttl-duration";
+            let wrong = || invalid(field, text, "use a duration such as 1m30s");
+            let age = duration(text).ok_or_else(wrong)?;
+            age.try_into().map_err(|_| wrong())?
         }
-    }
-    // These processors are what is set aside, whatever else the file says of cpu.
-    if let Some(list) = document
-        .reserved_system_cpus
-        .as_ref()
-        .filter(|l| !l.is_empty())
-    {
-        let count = count_cpus(list).ok_or_else(|| {
-            invalid(
-                "reservedSystemCPUs",
-                list,
-                "use a list of processors such as 0-1,4",
-            )
-        })?;
-        sums.insert("cpu".into(), Quantity::from_units(i64::from(count)));
-    }
-    Ok(sums)
+    };
+    let each = flags.maximum_dead_containers_per_container;
+    Ok(ContainerRules {
+        each: each.unwrap_or(default.each),
+        all: flags.maximum_dead_containers.unwrap_or(default.all),
+        minimum_age,
+    })
 }
 
 fn max_pods(document: &Document, flags: &Overrides) -> Result<i64, ConfigError> {
@@ -198,6 +185,11 @@ fn lease_seconds(document: &Document) -> Result<i32, ConfigError> {
         )),
         seconds => Ok(seconds),
     }
+}
+
+fn node_status_update(document: &Document) -> Result<Duration, ConfigError> {
+    let text = document.node_status_update_frequency.as_ref();
+    time("nodeStatusUpdateFrequency", text, 10)
 }
 
 /// How often an unchanged status is reported: as often as it is computed, where only that is set.
@@ -235,6 +227,11 @@ fn bootstrap_kubeconfig(flags: &Overrides) -> Result<Option<PathBuf>, ConfigErro
     }
 }
 
+fn pod_logs_dir(document: &Document) -> Result<PathBuf, ConfigError> {
+    let given = document.pod_logs_dir.as_deref();
+    absolute("podLogsDir", given.unwrap_or("/var/log/pods").into())
+}
+
 fn headers(map: Option<BTreeMap<String, Vec<String>>>) -> Vec<(String, String)> {
     let one = |(name, values): (String, Vec<String>)| {
         values.into_iter().map(move |value| (name.clone(), value))
@@ -261,19 +258,18 @@ pub(super) fn resolve(
     let mut unused = not_honoured(&d)?;
     let (logging, ignored) = logging::resolve(&d.logging, flags.verbosity)?;
     let (serving, unspoken) = serving::resolve(&d.serving, d.kind.is_some())?;
-    unused.extend(ignored.into_iter().chain(unspoken));
+    let (eviction, enforcement, inert) = eviction(&mut d)?;
+    unused.extend(ignored.into_iter().chain(unspoken).chain(inert));
     unused.extend(gates(d.feature_gates.as_ref())?);
     let (node_ips, prefers_ipv6) = node_ips(flags)?;
     let every = |field, text: &Option<String>, default| time(field, text.as_ref(), default);
-    let root_dir = flags.root_dir.clone();
+    let (root_dir, cert_dir) = (flags.root_dir.clone(), flags.cert_dir.clone());
     let root_dir = root_dir.unwrap_or_else(|| "/var/lib/kubelet".into());
-    let cert_dir = flags.cert_dir.clone();
     let endpoint = flags.runtime_endpoint.clone();
     let endpoint = named(endpoint.or(d.container_runtime_endpoint.take()));
     let static_pod_path = named(d.static_pod_path.take()).map(Into::into);
     let resolv_conf = d.resolv_conf.take();
     let cgroup_root = flags.cgroup_root.clone().or(d.cgroup_root.take());
-    let logs_dir = d.pod_logs_dir.as_deref().unwrap_or("/var/log/pods");
     let domain = flags.cluster_domain.clone().or(d.cluster_domain.take());
     Ok(Config {
         node_name: node_name(flags, hostname)?,
@@ -298,16 +294,12 @@ pub(super) fn resolve(
         static_pod_url_header: headers(d.static_pod_url_header.take()),
         http_check: every("httpCheckFrequency", &d.http_check_frequency, 20)?,
         file_check: every("fileCheckFrequency", &d.file_check_frequency, 20)?,
-        pod_logs_dir: absolute("podLogsDir", logs_dir.into())?,
+        pod_logs_dir: pod_logs_dir(&d)?,
         sync_frequency: every("syncFrequency", &d.sync_frequency, 60)?,
         cluster_dns: cluster_dns(&mut d, flags),
         cluster_domain: domain.unwrap_or_default(),
         resolv_conf: resolv_conf.unwrap_or_else(|| "/etc/resolv.conf".into()),
-        node_status_update: every(
-            "nodeStatusUpdateFrequency",
-            &d.node_status_update_frequency,
-            10,
-        )?,
+        node_status_update: node_status_update(&d)?,
         node_status_report: node_status_report(&d)?,
         lease_seconds: lease_seconds(&d)?,
         max_images: d.node_status_max_images.unwrap_or(50),
@@ -324,10 +316,15 @@ pub(super) fn resolve(
         protects_kernel: d.protect_kernel_defaults.unwrap_or(false),
         pod_pids: d.pod_pids_limit.filter(|p| *p > 0),
         parallel_pulls: parallel_pulls(d.serialize_image_pulls, d.max_parallel_image_pulls)?,
+        managers: managers::resolve(&d, &reserved(&d)?)?,
         reserved: reserved(&d)?,
+        enforcement,
         seccomp_default: d.seccomp_default.unwrap_or(false),
         limited_swap: limited_swap(d.memory_swap.take())?,
         image_rules: image_rules(&d)?,
+        dead_containers: dead_containers(flags)?,
+        eviction,
+        shutdown: shutdown::periods(&d)?,
         max_backoff: longest_back_off(d.crash_loop_back_off.take())?,
         pull_quota: pace(
             ("registryPullQPS", d.registry_pull_qps, 5),

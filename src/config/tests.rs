@@ -14,7 +14,7 @@ fn load(text: &str, flags: &Overrides) -> Result<Config, String> {
 fn files_are_read_flags_win_and_mistakes_are_named() {
     let flags = Overrides::default();
     let config = load(
-        "maxPods: 5\nsyncFrequency: 1m30s\nclusterDNS: [10.96.0.10]\nsystemReserved: {cpu: 100m}\nkubeReserved: {cpu: 200m}\nhairpinMode: none\ncpuManagerPolicy: static\nshutdownGracePeriod: 0s\n",
+        "maxPods: 5\nsyncFrequency: 1m30s\nclusterDNS: [10.96.0.10]\nsystemReserved: {cpu: 100m}\nkubeReserved: {cpu: 200m}\nhairpinMode: none\nvolumePluginDir: /plugins\nshutdownGracePeriod: 0s\n",
         &flags,
     )
     .expect("fine");
@@ -29,7 +29,7 @@ fn files_are_read_flags_win_and_mistakes_are_named() {
     );
     assert_eq!(
         config.not_honoured,
-        ["cpuManagerPolicy"],
+        ["volumePluginDir"],
         "a default needs no warning"
     );
     let zeros = load("imageMinimumGCAge: 0s\nsyncFrequency: 0s\n", &flags).expect("fine");
@@ -81,6 +81,27 @@ fn files_are_read_flags_win_and_mistakes_are_named() {
             "between 1s and 300s",
         ),
         ("systemReserved: {memory: lots}\n", "systemReserved.memory"),
+        (
+            "evictionHard: {memory.available: lots}\n",
+            "evictionHard.memory.available: \"lots\"",
+        ),
+        ("evictionHard: {memory.free: 1Gi}\n", "no such signal"),
+        (
+            "evictionSoft: {nodefs.available: 20%}\n",
+            "evictionSoftGracePeriod.nodefs.available",
+        ),
+        (
+            "evictionMinimumReclaim: {nodefs.available: -1Gi}\n",
+            "evictionMinimumReclaim.nodefs.available",
+        ),
+        (
+            "enforceNodeAllocatable: [pods, none]\n",
+            "enforceNodeAllocatable",
+        ),
+        (
+            "enforceNodeAllocatable: [cpus]\n",
+            "use pods, system-reserved",
+        ),
     ];
     for (text, expected) in cases {
         let error = load(text, &flags).expect_err(text);
@@ -194,6 +215,53 @@ fn addresses_and_clouds_are_checked() {
 }
 
 #[test]
+fn thresholds_replace_the_defaults_or_are_merged_with_them() {
+    let signals = |text: &str| {
+        let config = load(text, &Overrides::default()).expect(text);
+        let thresholds = config.eviction.thresholds.iter();
+        let all: Vec<String> = thresholds
+            .map(|t| format!("{} {}", t.signal.name(), t.grace.as_secs()))
+            .collect();
+        (all.join(", "), config.not_honoured)
+    };
+    let defaults = "memory.available 0, allocatableMemory.available 0, nodefs.available 0, nodefs.inodesFree 0, imagefs.available 0, imagefs.inodesFree 0";
+    for (text, expected, unused) in [
+        ("", defaults, 0),
+        ("evictionHard: {}\n", "", 0),
+        (
+            "enforceNodeAllocatable: [none]\nevictionHard: {memory.available: 1Gi}\n",
+            "memory.available 0",
+            0,
+        ),
+        (
+            "evictionHard: {nodefs.available: 0%}\nevictionSoft: {pid.available: 10%}\nevictionSoftGracePeriod: {pid.available: 1m}\n",
+            "pid.available 60",
+            0,
+        ),
+        (
+            "evictionHard: {nodefs.available: 0%}\nmergeDefaultEvictionSettings: true\n",
+            "memory.available 0, allocatableMemory.available 0, nodefs.inodesFree 0, imagefs.available 0, imagefs.inodesFree 0",
+            0,
+        ),
+        (
+            "evictionHard: {containerfs.available: 5%}\nqosReserved: {memory: 50%}\n",
+            "",
+            2,
+        ),
+    ] {
+        let (found, not_honoured) = signals(text);
+        assert_eq!(found, expected, "{text}");
+        assert_eq!(not_honoured.len(), unused, "{text}: {not_honoured:?}");
+    }
+    let zeros = load(
+        "evictionPressureTransitionPeriod: 0s\n",
+        &Overrides::default(),
+    )
+    .expect("fine");
+    assert_eq!(zeros.eviction.transition.as_secs(), 300);
+}
+
+#[test]
 fn an_unchanged_status_is_reported_as_often_as_it_is_computed_where_only_that_is_set() {
     for (text, seconds) in [
         ("", 300),
@@ -205,5 +273,201 @@ fn an_unchanged_status_is_reported_as_often_as_it_is_computed_where_only_that_is
     ] {
         let config = load(text, &Overrides::default()).expect(text);
         assert_eq!(config.node_status_report.as_secs(), seconds, "{text}");
+    }
+}
+
+#[test]
+fn managers_are_resolved() {
+    use crate::core::node::hints::{Policy, Scope};
+    let flags = Overrides::default();
+    let head = "reservedSystemCPUs: 0-1\ncpuManagerPolicy: static\n";
+    let with = |text: &str| load(&format!("{head}{text}"), &flags);
+    let config = with("cpuManagerPolicyOptions: {full-pcpus-only: 'true', distribute-cpus-across-numa: '1'}\ncpuManagerReconcilePeriod: 5s\ntopologyManagerPolicy: restricted\ntopologyManagerScope: pod\ntopologyManagerPolicyOptions: {prefer-closest-numa-nodes: 'true', max-allowable-numa-nodes: '16'}\n").expect("fine");
+    let cpus = config.managers.cpus.expect("static");
+    assert!(cpus.options.full_cores && cpus.options.across_nodes && !cpus.options.by_socket);
+    assert_eq!(cpus.reserved.map(|set| set.len()), Some(2));
+    let alignment = config.managers.alignment.expect("restricted");
+    assert_eq!(
+        (alignment.policy, alignment.scope),
+        (Policy::Restricted, Scope::Pod)
+    );
+    assert!(alignment.closest && alignment.most_nodes == 16);
+    assert_eq!(config.managers.reconcile.as_secs(), 5);
+    assert!(!load("", &flags).expect("fine").managers.bind());
+    let memory = with(
+        "memoryManagerPolicy: Static\nreservedMemory: [{numaNode: 1, limits: {memory: 1Mi}}]\n",
+    );
+    let memory = memory.expect("fine").managers.memory.expect("static");
+    assert_eq!(memory.reserved[&1]["memory"], 1 << 20);
+}
+
+#[test]
+fn contradictions_of_the_managers_are_named() {
+    let flags = Overrides::default();
+    let head = "reservedSystemCPUs: 0-1\ncpuManagerPolicy: static\n";
+    let with = |text: &str| load(&format!("{head}{text}"), &flags);
+    assert!(with("featureGates: {CPUManagerPolicyAlphaOptions: true}\ncpuManagerPolicyOptions: {align-by-socket: 'true'}\n").is_ok());
+    for (text, expected) in [
+        ("cpuManagerPolicyOptions: {other: 'true'}\n", "other"),
+        (
+            "cpuManagerPolicyOptions: {full-pcpus-only: 'maybe'}\n",
+            "full-pcpus-only",
+        ),
+        (
+            "cpuManagerPolicyOptions: {align-by-socket: 'true'}\n",
+            "CPUManagerPolicyAlphaOptions",
+        ),
+        (
+            "featureGates: {CPUManagerPolicyBetaOptions: false}\ncpuManagerPolicyOptions: {distribute-cpus-across-numa: 'true'}\n",
+            "CPUManagerPolicyBetaOptions",
+        ),
+        (
+            "cpuManagerPolicyOptions: {prefer-align-cpus-by-uncorecache: 'true', distribute-cpus-across-numa: 'true'}\n",
+            "contradicts",
+        ),
+        ("topologyManagerPolicy: best\n", "topologyManagerPolicy"),
+        ("topologyManagerScope: node\n", "topologyManagerScope"),
+        (
+            "topologyManagerPolicy: restricted\ntopologyManagerPolicyOptions: {max-allowable-numa-nodes: '4'}\n",
+            "8 or more",
+        ),
+        (
+            "topologyManagerPolicy: restricted\ntopologyManagerPolicyOptions: {other: '4'}\n",
+            "other",
+        ),
+    ] {
+        let error = with(text).expect_err(text);
+        assert!(error.contains(expected), "{error}");
+    }
+    for (text, expected) in [
+        ("cpuManagerPolicy: static\n", "reservedSystemCPUs"),
+        ("cpuManagerPolicy: dynamic\n", "dynamic"),
+        (
+            "cpuManagerPolicyOptions: {full-pcpus-only: 'true'}\n",
+            "cpuManagerPolicy: static",
+        ),
+        (
+            "systemReserved: {cpu: '0'}\ncpuManagerPolicy: static\n",
+            "more than 0",
+        ),
+    ] {
+        let error = load(text, &flags).expect_err(text);
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn contradictions_of_reserved_memory_are_named() {
+    for (text, expected) in [
+        ("memoryManagerPolicy: Some\n", "memoryManagerPolicy"),
+        (
+            "reservedMemory: [{limits: {cpu: '1'}}]\n",
+            "reservedMemory[0].limits.cpu",
+        ),
+        (
+            "reservedMemory: [{limits: {memory: 1Mi}}, {limits: {memory: 1Mi}}]\n",
+            "reservedMemory[1].limits.memory",
+        ),
+        (
+            "reservedMemory: [{limits: {hugepages-2Mi: '0'}}]\n",
+            "more than 0",
+        ),
+    ] {
+        let error = load(text, &Overrides::default()).expect_err(text);
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn what_is_set_aside_is_held_where_that_is_asked_for() {
+    let flags = Overrides::default();
+    let rules = |text: &str| load(text, &flags).expect(text).enforcement;
+    assert!(rules("").limits_pods && !rules("enforceNodeAllocatable: [none]\n").limits_pods);
+    let all = rules(
+        "enforceNodeAllocatable: [pods, system-reserved, kube-reserved-compressible]\nsystemReserved: {cpu: 500m, memory: 1Gi}\nsystemReservedCgroup: /system.slice\nkubeReserved: {cpu: 100m}\nkubeReservedCgroup: /kube\nfeatureGates: {QOSReserved: true}\nqosReserved: {memory: 50%}\n",
+    );
+    let system = all.system.as_ref().expect("system-reserved");
+    assert_eq!(
+        (system.cgroup.as_str(), system.compressible_only),
+        ("/system.slice", false)
+    );
+    assert_eq!(system.amounts["memory"].to_string(), "1Gi");
+    let kube = all.kube.as_ref().expect("kube-reserved-compressible");
+    assert!(kube.compressible_only && kube.amounts.len() == 1);
+    assert_eq!((all.limits_pods, all.qos_memory), (true, Some(50)));
+    for (text, expected) in [
+        ("enforceNodeAllocatable: [pods, pods]\n", "name pods once"),
+        (
+            "enforceNodeAllocatable: [kube-reserved]\nkubeReserved: {cpu: 100m}\n",
+            "kubeReservedCgroup",
+        ),
+        (
+            "enforceNodeAllocatable: [system-reserved]\nsystemReservedCgroup: /system.slice\n",
+            "nothing is set aside",
+        ),
+        (
+            "enforceNodeAllocatable: [system-reserved, system-reserved-compressible]\nsystemReservedCgroup: /system.slice\n",
+            "not both",
+        ),
+        (
+            "reservedSystemCPUs: '0'\nsystemReservedCgroup: /system.slice\n",
+            "systemReservedCgroup",
+        ),
+        ("qosReserved: {memory: 101%}\n", "qosReserved.memory"),
+        ("qosReserved: {cpu: 10%}\n", "only memory"),
+    ] {
+        let error = load(text, &flags).expect_err(text);
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn a_shutdown_waits_as_the_kubelet_would_and_by_default_not_at_all() {
+    for (fields, seconds) in [
+        ("", 0),
+        (
+            "shutdownGracePeriod: 0s\nshutdownGracePeriodCriticalPods: 0s\nshutdownGracePeriodByPodPriority: []\n",
+            0,
+        ),
+        (
+            "shutdownGracePeriod: 1m30s\nshutdownGracePeriodCriticalPods: 10s\n",
+            90,
+        ),
+        (
+            "shutdownGracePeriodByPodPriority: [{priority: 100, shutdownGracePeriodSeconds: 20}, {priority: -5, shutdownGracePeriodSeconds: 7}]\n",
+            27,
+        ),
+    ] {
+        let config = load(fields, &Overrides::default()).expect(fields);
+        assert_eq!(config.shutdown.total().as_secs(), seconds, "{fields}");
+        assert_eq!(config.shutdown.is_empty(), seconds == 0, "{fields}");
+        assert_eq!(config.not_honoured, Vec::<String>::new(), "{fields}");
+    }
+}
+
+#[test]
+fn contradictions_of_a_shutdown_are_named() {
+    for (text, expected) in [
+        ("shutdownGracePeriod: soon\n", "shutdownGracePeriod"),
+        ("shutdownGracePeriod: 100ms\n", "use 0s, or 1s or more"),
+        (
+            "shutdownGracePeriodCriticalPods: 10s\n",
+            "it is a part of shutdownGracePeriod",
+        ),
+        (
+            "shutdownGracePeriod: 10s\nshutdownGracePeriodByPodPriority: [{priority: 0, shutdownGracePeriodSeconds: 5}]\n",
+            "use it without shutdownGracePeriod",
+        ),
+        (
+            "shutdownGracePeriod: 10s\nfeatureGates: {GracefulNodeShutdown: false}\n",
+            "remove featureGates.GracefulNodeShutdown",
+        ),
+        (
+            "shutdownGracePeriodByPodPriority: [{priority: 0, shutdownGracePeriodSeconds: 5}]\nfeatureGates: {GracefulNodeShutdownBasedOnPodPriority: false}\n",
+            "remove featureGates.GracefulNodeShutdownBasedOnPodPriority",
+        ),
+    ] {
+        let error = load(text, &Overrides::default()).expect_err(text);
+        assert!(error.contains(expected), "{error}");
     }
 }

@@ -1,4 +1,4 @@
-//! Digests: SHA-256, and FNV-1a for names and fingerprints, where nobody gains by a collision.
+//! Digests: SHA-256, the CRC of checkpoints, and FNV-1a for names and fingerprints, where nobody gains by a collision.
 
 use aws_lc_rs::digest;
 
@@ -10,6 +10,14 @@ pub fn sha256(bytes: &[u8]) -> String {
         .iter()
         .map(|b| format!("{b:02x}"))
         .collect()
+}
+
+/// CRC-32 as Ethernet and zip have it (IEEE 802.3).
+#[must_use]
+pub fn crc32(bytes: &[u8]) -> u32 {
+    let step = |crc: u32| (crc >> 1) ^ (0xEDB8_8320 & (crc & 1).wrapping_neg());
+    let byte = |crc: u32, byte: &u8| (0..8).fold(crc ^ u32::from(*byte), |crc, _| step(crc));
+    !bytes.iter().fold(u32::MAX, byte)
 }
 
 macro_rules! fnv1a {
@@ -73,6 +81,11 @@ mod tests {
         assert_eq!(fnv32(bytes()), 0xbf9c_f968);
         assert_eq!(fnv64(bytes()), 0x8594_4171_f739_67e8);
         assert_eq!(fnv128(bytes()), 0x343e_1662_793c_64bf_6f0d_3597_ba44_6f18);
+    }
+
+    #[test]
+    fn the_crc_has_its_published_check_value() {
+        assert_eq!((crc32(b"123456789"), crc32(b"")), (0xcbf4_3926, 0));
     }
 
     #[test]

@@ -7,6 +7,7 @@
 pub mod backoff;
 pub mod bucket;
 pub mod correlate;
+pub mod cpuset;
 pub mod digest;
 pub mod image;
 pub mod meta;

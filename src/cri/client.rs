@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use holdfast_proto::cri as pb;
+use holdfast_proto::failure::Failure;
 use pb::image_service_client::ImageServiceClient;
 use pb::runtime_service_client::RuntimeServiceClient;
 use tokio::sync::mpsc;
@@ -16,6 +17,7 @@ use tonic::{Code, Request, Status};
 use super::Credentials;
 use super::Exec;
 use super::Image;
+use super::Layer;
 use super::ListedPod;
 use super::RunningContainer;
 use super::Runtime;
@@ -28,6 +30,7 @@ use super::events;
 use super::measured::{Measured, Report};
 use super::observation::Detail;
 use super::tasks;
+use crate::core::node::collection::DeadContainer;
 use crate::core::pod::explain::Fetching;
 use crate::core::pod::observed::{ContainerState, ObservedPod};
 use crate::core::pod::probe;
@@ -58,11 +61,7 @@ impl From<Status> for RuntimeError {
         };
         RuntimeError {
             kind,
-            message: format!(
-                "rpc error: code = {:?} desc = {}",
-                status.code(),
-                status.message()
-            ),
+            message: Failure::from(status).to_string(),
         }
     }
 }
@@ -508,7 +507,7 @@ impl Runtime for CriClient {
             .url)
     }
 
-    async fn layers(&self) -> Result<BTreeMap<(String, String), u64>, RuntimeError> {
+    async fn layers(&self) -> Result<BTreeMap<(String, String), Layer>, RuntimeError> {
         self.writable_layers().await
     }
 
@@ -546,6 +545,10 @@ impl Runtime for CriClient {
         };
         self.runtime.clone().checkpoint_container(request).await?;
         Ok(())
+    }
+
+    async fn dead_containers(&self) -> Result<Vec<DeadContainer>, RuntimeError> {
+        self.list_dead_containers().await
     }
 
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {

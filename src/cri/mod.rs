@@ -21,6 +21,7 @@ use tokio::sync::mpsc;
 pub use client::CriClient;
 pub use measured::Report;
 
+use crate::core::node::collection::DeadContainer;
 use crate::core::pod::explain::Fetching;
 use crate::core::pod::observed::ObservedPod;
 use crate::core::serving::Streams;
@@ -177,6 +178,15 @@ pub struct RunningContainer {
     pub attempt: u32,
 }
 
+/// What a container has written outside of volumes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Layer {
+    /// Bytes.
+    pub bytes: u64,
+    /// Files and directories; 0 where the runtime does not count them.
+    pub inodes: u64,
+}
+
 /// The runtime and its images. Stopping and removing what is not there succeeds.
 #[async_trait]
 pub trait Runtime: Send + Sync + 'static {
@@ -249,8 +259,8 @@ pub trait Runtime: Send + Sync + 'static {
     async fn attach_url(&self, id: &str, streams: Streams) -> Result<String, RuntimeError>;
     /// The same for connections to ports of a sandbox; none for those that are named later.
     async fn forward_url(&self, sandbox: &str, ports: &[i32]) -> Result<String, RuntimeError>;
-    /// The bytes that running containers have written outside of volumes, by pod and container.
-    async fn layers(&self) -> Result<BTreeMap<(String, String), u64>, RuntimeError>;
+    /// What running containers have written outside of volumes, by pod and container.
+    async fn layers(&self) -> Result<BTreeMap<(String, String), Layer>, RuntimeError>;
     /// The containers that run.
     async fn running(&self) -> Result<Vec<RunningContainer>, RuntimeError>;
     /// Makes the runtime open a container's log anew, after the old one was moved aside.
@@ -258,6 +268,10 @@ pub trait Runtime: Send + Sync + 'static {
     /// Writes a running container's state to a file; a timeout of zero is the runtime's own.
     async fn checkpoint(&self, id: &str, path: &str, timeout: Duration)
     -> Result<(), RuntimeError>;
+    /// The containers of pods that have ended.
+    async fn dead_containers(&self) -> Result<Vec<DeadContainer>, RuntimeError> {
+        Ok(vec![])
+    }
     /// Removes a container.
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError>;
     /// An image by name or id.

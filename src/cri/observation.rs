@@ -7,7 +7,8 @@ use holdfast_proto::cri as pb;
 use tonic::Code;
 
 use super::client::CriClient;
-use super::{ListedPod, RunningContainer, RuntimeError, convert};
+use super::{Layer, ListedPod, RunningContainer, RuntimeError, convert};
+use crate::core::node::collection::DeadContainer;
 use crate::core::pod::cri_config::label;
 use crate::core::pod::observed::{Container, ContainerState, ObservedPod, fingerprint};
 
@@ -67,6 +68,32 @@ impl CriClient {
             .await?
             .into_inner()
             .containers)
+    }
+
+    /// The containers of pods that have ended.
+    pub(super) async fn list_dead_containers(&self) -> Result<Vec<DeadContainer>, RuntimeError> {
+        let ended = pb::ContainerStateValue {
+            state: pb::ContainerState::ContainerExited as i32,
+        };
+        let filter = pb::ContainerFilter {
+            state: Some(ended),
+            ..pb::ContainerFilter::default()
+        };
+        let of = |listed: &pb::Container| {
+            let get = |key: &str| listed.labels.get(key).cloned();
+            let container = convert::container(listed)?;
+            Some(DeadContainer {
+                namespace: get(label::POD_NAMESPACE)?,
+                pod: get(label::POD_NAME)?,
+                uid: get(label::POD_UID)?,
+                id: container.id,
+                name: container.name,
+                attempt: container.attempt,
+                created_at: container.created_at,
+            })
+        };
+        let listed = self.containers(Some(filter)).await?;
+        Ok(listed.iter().filter_map(of).collect())
     }
 
     fn details(&self) -> MutexGuard<'_, HashMap<(String, ContainerState), Detail>> {
@@ -221,7 +248,7 @@ impl CriClient {
     /// Bytes in the writable layers, by pod uid and container.
     pub(super) async fn writable_layers(
         &self,
-    ) -> Result<BTreeMap<(String, String), u64>, RuntimeError> {
+    ) -> Result<BTreeMap<(String, String), Layer>, RuntimeError> {
         let all = self
             .runtime
             .clone()
@@ -235,7 +262,12 @@ impl CriClient {
                 labels.get(label::POD_UID)?.clone(),
                 labels.get(label::CONTAINER)?.clone(),
             );
-            Some((key, stats.writable_layer?.used_bytes?.value))
+            let written = stats.writable_layer?;
+            let layer = Layer {
+                bytes: written.used_bytes?.value,
+                inodes: written.inodes_used.map_or(0, |count| count.value),
+            };
+            Some((key, layer))
         };
         Ok(all.into_iter().filter_map(of).collect())
     }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use holdfast_proto::csi as pb;
+use holdfast_proto::failure::{Failure, code_name};
 use holdfast_proto::registration as reg;
 use pb::node_client::NodeClient;
 use pb::node_service_capability::Type as Capability;
@@ -26,20 +27,18 @@ const REGISTRATION: (Duration, Duration) = (Duration::from_secs(1), Duration::fr
 
 /// Why a call had no success.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("rpc error: code = {code} desc = {message}")]
+#[error("{text}")]
 pub struct CsiError {
-    /// gRPC's name of the code.
-    pub code: String,
-    /// The driver's words.
-    pub message: String,
+    /// The code and the driver's words, as Go's gRPC library writes them.
+    pub text: String,
     /// Whether nothing was done. Otherwise it may have been, or still be under way.
     pub certain: bool,
 }
 
-impl From<Status> for CsiError {
-    fn from(status: Status) -> CsiError {
+impl From<Failure> for CsiError {
+    fn from(failure: Failure) -> CsiError {
         let open = matches!(
-            status.code(),
+            failure.code,
             Code::Cancelled
                 | Code::DeadlineExceeded
                 | Code::Unavailable
@@ -47,19 +46,15 @@ impl From<Status> for CsiError {
                 | Code::Aborted
         );
         CsiError {
-            code: format!("{:?}", status.code()),
-            message: status.message().to_owned(),
+            text: failure.to_string(),
             certain: !open,
         }
     }
 }
 
-/// A code as Go's gRPC library writes it, and so the kubelet's metrics.
-fn code_name(code: Code) -> String {
-    match code {
-        Code::Ok => "OK".into(),
-        Code::Cancelled => "Canceled".into(),
-        other => format!("{other:?}"),
+impl From<Status> for CsiError {
+    fn from(status: Status) -> CsiError {
+        Failure::from(status).into()
     }
 }
 
@@ -90,8 +85,7 @@ pub struct Plugin {
 fn channel(socket: &str) -> Result<Channel, CsiError> {
     let path = socket.strip_prefix("unix://").unwrap_or(socket);
     let endpoint = Endpoint::try_from(format!("unix://{path}")).map_err(|e| CsiError {
-        code: "InvalidArgument".into(),
-        message: format!("{socket:?} is not a socket: {e}"),
+        text: format!("the socket {socket:?} of a driver cannot be used: {e}"),
         certain: true,
     })?;
     Ok(endpoint
@@ -157,9 +151,9 @@ impl Driver {
         call: impl Future<Output = Result<Response<T>, Status>>,
     ) -> Result<T, CsiError> {
         let begun = Instant::now();
-        let answer = call.await;
-        let code = answer.as_ref().err().map_or(Code::Ok, Status::code);
-        (self.report)(method, &code_name(code), begun.elapsed());
+        let answer = call.await.map_err(Failure::from);
+        let code = answer.as_ref().err().map_or(Code::Ok, |f| f.code);
+        (self.report)(method, code_name(code), begun.elapsed());
         Ok(answer?.into_inner())
     }
 

@@ -13,6 +13,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 
 use super::Log;
+use super::OnTakenAway;
 use super::PodHost;
 use super::SubPath;
 use super::blocking;
@@ -20,7 +21,9 @@ use super::cgroups::Cgroups;
 use super::serving::rotate::LogPlace;
 use super::volume::FORCE_AFTER;
 use crate::core::image::gc::Filesystem;
-use crate::core::pod::cgroup::{TierShares, pod_limits};
+use crate::core::node::cgroup_tree::Group;
+use crate::core::pod::cgroup::pod_values;
+use crate::core::pod::cgroup_values::{Difference, Mended, Values};
 use crate::core::pod::users::{self, Mappings};
 use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
@@ -168,18 +171,27 @@ impl LinuxHost {
 
 #[async_trait]
 impl PodHost for LinuxHost {
-    async fn ensure_cgroup(&self, pod: &Pod) -> Result<String, String> {
+    async fn ensure_cgroup(&self, pod: &Pod, cpu_limit: bool) -> Result<String, String> {
         self.cgroups
             .ensure(
                 qos::of(pod::spec(pod)),
                 pod::uid(pod),
-                pod_limits(pod, self.pids, self.cpu_period),
+                &pod_values(
+                    pod,
+                    self.pids,
+                    self.cpu_period.filter(|_| cpu_limit),
+                    self.cgroups.page_sizes(),
+                ),
             )
             .await
     }
 
-    async fn set_tiers(&self, shares: &TierShares) -> Result<(), String> {
-        self.cgroups.set_tiers(shares).await
+    async fn apply_tree(&self, tree: &[(Group, Values)]) -> Vec<Result<Vec<Difference>, String>> {
+        self.cgroups.apply(tree).await
+    }
+
+    async fn mend_cgroups(&self) -> Vec<Mended> {
+        self.cgroups.mend().await
     }
 
     fn cgroup_of_all(&self) -> String {
@@ -234,6 +246,12 @@ impl PodHost for LinuxHost {
             make(&logs, 0o755)
         })
         .await
+    }
+
+    async fn group_of_others(&self, pod: &Pod, resolved: &ResolvedVolume) -> Option<u32> {
+        let wanted = pod::ownership(pod).group?;
+        let found = self.shared_group(pod::uid(pod), resolved).await?;
+        Some(found).filter(|found| *found != wanted)
     }
 
     async fn set_up_volume(
@@ -445,12 +463,8 @@ impl PodHost for LinuxHost {
     async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<Usage, String> {
         let volumes = self.pod_dir(pod::uid(pod))?.join("volumes");
         let name = segment(volume)?.to_owned();
-        let places = [
-            "kubernetes.io~empty-dir",
-            "kubernetes.io~configmap",
-            "kubernetes.io~downward-api",
-        ]
-        .map(|plugin| volumes.join(plugin).join(&name));
+        let places = ["kubernetes.io~empty-dir", "kubernetes.io~configmap"]
+            .map(|plugin| volumes.join(plugin).join(&name));
         let count = move || {
             places.iter().try_fold(Usage::default(), |all, place| {
                 let counted = quota::used(place)
@@ -494,8 +508,8 @@ impl PodHost for LinuxHost {
         LinuxHost::unbind_sub_paths(self, uid).await
     }
 
-    async fn tear_down_volumes(&self, uid: &str) -> Result<(), String> {
-        self.tear_down(uid).await
+    async fn tear_down_volumes(&self, uid: &str, each: OnTakenAway<'_>) -> Result<(), String> {
+        self.tear_down(uid, each).await
     }
 
     async fn remove_cgroup(&self, pod: &Pod) -> Result<(), String> {
@@ -539,16 +553,11 @@ impl PodHost for LinuxHost {
     }
 
     async fn leftovers(&self) -> Vec<String> {
-        let (pods, memory) = (self.root.join("pods"), self.memory());
+        let pods = self.root.join("pods");
         let found = blocking(move || {
-            let list = |dir: PathBuf| {
-                fs::read_dir(dir)
-                    .into_iter()
-                    .flatten()
-                    .filter_map(Result::ok)
-                    .filter_map(|e| e.file_name().into_string().ok())
-            };
-            Ok(list(pods).chain(list(memory)).collect::<Vec<String>>())
+            let listed = fs::read_dir(pods).into_iter().flatten().flatten();
+            let names = listed.filter_map(|entry| entry.file_name().into_string().ok());
+            Ok(names.collect::<Vec<String>>())
         });
         let mut uids = found.await.unwrap_or_default();
         uids.extend(
@@ -565,7 +574,6 @@ impl PodHost for LinuxHost {
     }
 
     async fn remove_leftovers(&self, uid: &str) -> Result<(), String> {
-        self.tear_down(uid).await?;
         let dir = self.pod_dir(uid)?;
         for (class, _) in self
             .cgroups

@@ -10,12 +10,14 @@ mod tool;
 pub mod volume;
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use k8s_openapi::api::core::v1::Pod;
 
 use crate::core::image::gc::Filesystem;
-use crate::core::pod::cgroup::TierShares;
+use crate::core::node::cgroup_tree::Group;
+use crate::core::pod::cgroup_values::{Difference, Mended, Values};
 use crate::core::pod::users::Mappings;
 use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
@@ -29,6 +31,22 @@ pub async fn blocking<T: Send + 'static>(
         .await
         .map_err(|e| format!("an operation on the filesystem ended unexpectedly: {e}"))?
 }
+
+/// A volume of a pod that was taken away, or could not be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TakenAway {
+    /// Its plugin, for instance `kubernetes.io/secret`.
+    pub plugin: String,
+    /// Whether it is a device and not a filesystem.
+    pub block: bool,
+    /// Whether it could not be taken away.
+    pub has_failed: bool,
+    /// How long it took.
+    pub took: Duration,
+}
+
+/// Is told of each volume that is taken away.
+pub type OnTakenAway<'a> = &'a (dyn Fn(TakenAway) + Send + Sync);
 
 /// The part of a volume that a container mounts.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,11 +77,17 @@ pub struct Log {
 /// The machine's side of pods. Errors are sentences for people. Removing what is gone succeeds.
 #[async_trait]
 pub trait PodHost: Send + Sync + 'static {
-    /// Makes the pod's cgroup and sets its values. The answer is the parent that the runtime is given.
-    async fn ensure_cgroup(&self, pod: &Pod) -> Result<String, String>;
-    /// Gives the tiers of pods their share of the processors, and makes those that are not there.
-    async fn set_tiers(&self, _shares: &TierShares) -> Result<(), String> {
-        Ok(())
+    /// Makes the pod's cgroup and sets its values, a limit of its CPU time only with `cpu_limit`. The answer is the parent
+    /// that the runtime is given.
+    async fn ensure_cgroup(&self, pod: &Pod, cpu_limit: bool) -> Result<String, String>;
+    /// Gives the node's own cgroups their values, and makes those that are to be made. The answers are in their order: what
+    /// was different, or why one could not be set.
+    async fn apply_tree(&self, tree: &[(Group, Values)]) -> Vec<Result<Vec<Difference>, String>> {
+        tree.iter().map(|_| Ok(vec![])).collect()
+    }
+    /// Waits until somebody else has changed a cgroup of the node or of a pod, and sets it back.
+    async fn mend_cgroups(&self) -> Vec<Mended> {
+        std::future::pending().await
     }
     /// Where the cgroup of all pods lies below the hierarchies. Nothing is touched.
     fn cgroup_of_all(&self) -> String;
@@ -73,6 +97,10 @@ pub trait PodHost: Send + Sync + 'static {
     async fn user_mappings(&self, pod: &Pod) -> Result<Mappings, String>;
     /// Makes the pod's directories.
     async fn make_directories(&self, pod: &Pod) -> Result<(), String>;
+    /// The group of a local volume that other pods have too, where this pod asks for another one.
+    async fn group_of_others(&self, _pod: &Pod, _resolved: &ResolvedVolume) -> Option<u32> {
+        None
+    }
     /// Mounts a volume and, for projecting kinds, writes its files.
     async fn set_up_volume(
         &self,
@@ -140,8 +168,9 @@ pub trait PodHost: Send + Sync + 'static {
     async fn filesystem(&self, dir: &Path) -> Result<Filesystem, String>;
     /// Unmounts the parts of volumes that the pod's containers had mounted.
     async fn unbind_sub_paths(&self, uid: &str) -> Result<(), String>;
-    /// Unmounts the pod's volumes.
-    async fn tear_down_volumes(&self, uid: &str) -> Result<(), String>;
+    /// Unmounts the pod's volumes, and removes what the agent has made for them: emptyDirs and projected files. Of those
+    /// of drivers, `each` is not told.
+    async fn tear_down_volumes(&self, uid: &str, each: OnTakenAway<'_>) -> Result<(), String>;
     /// Removes the pod's cgroup.
     async fn remove_cgroup(&self, pod: &Pod) -> Result<(), String>;
     /// Removes the cgroup of a container that has ended; processes still in it are killed.
@@ -156,6 +185,6 @@ pub trait PodHost: Send + Sync + 'static {
     async fn node_hosts(&self) -> String;
     /// Uids of pods that have a directory or cgroup here.
     async fn leftovers(&self) -> Vec<String>;
-    /// Removes what a pod that nobody knows any more left here, never crossing a mount.
+    /// Removes what a pod that nobody knows any more left here besides its volumes, never crossing a mount.
     async fn remove_leftovers(&self, uid: &str) -> Result<(), String>;
 }

@@ -136,7 +136,7 @@ mod tests {
     #[tokio::test]
     async fn a_tool_ends_when_nobody_wants_it_unless_it_writes_to_a_device() {
         let patient = Patient::default();
-        let (short, long) = (Duration::from_millis(50), Duration::from_secs(30));
+        let (short, long) = (Duration::from_millis(500), Duration::from_secs(30));
         let begun = Instant::now();
         let mounting = patient.call_with("u/v", short, |call| {
             tool_while_wanted("sleep", &["60"], call).map(|_| ())

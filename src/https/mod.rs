@@ -387,6 +387,34 @@ mod tests {
         String::from_utf8_lossy(&all).into_owned()
     }
 
+    /// For what comes at once, unless the machine is busy.
+    const LONG: Duration = Duration::from_secs(30);
+
+    /// Where an answer is held up: it says that it has come so far, and waits.
+    #[derive(Default)]
+    struct Gate {
+        reached: tokio::sync::Notify,
+        open: tokio::sync::Notify,
+    }
+
+    impl Gate {
+        async fn pass(&self) {
+            self.reached.notify_one();
+            self.open.notified().await;
+        }
+    }
+
+    /// Waits until the other side has closed a connection.
+    async fn closed(stream: &mut TcpStream) {
+        let mut byte = [0];
+        let end = tokio::time::timeout(LONG, stream.read(&mut byte)).await;
+        let end = end.expect("it is closed in time");
+        assert!(
+            end.is_err() || end.is_ok_and(|n| n == 0),
+            "nothing was said"
+        );
+    }
+
     #[tokio::test]
     async fn idle_connections_make_room_and_busy_ones_stay() {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
@@ -396,29 +424,35 @@ mod tests {
             strangers_give_way: false,
             idle: None,
         };
+        let gate = Arc::new(Gate::default());
+        let held = Arc::clone(&gate);
         tokio::spawn(serve(
             listener,
             None,
             limits,
-            |_, request: Request<Incoming>| async move {
-                if request.uri().path() == "/slow" {
-                    tokio::time::sleep(Duration::from_millis(300)).await;
+            move |_, request: Request<Incoming>| {
+                let held = Arc::clone(&held);
+                async move {
+                    if request.uri().path() == "/slow" {
+                        held.pass().await;
+                    }
+                    text(StatusCode::OK, "END")
                 }
-                text(StatusCode::OK, "END")
             },
         ));
         let mut busy = TcpStream::connect(at).await.expect("connected");
         let slow = tokio::spawn(async move { ask(&mut busy, "/slow").await });
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        gate.reached.notified().await;
         let mut idle = vec![];
         for _ in 0..20 {
             idle.push(TcpStream::connect(at).await.expect("connected"));
         }
         let mut last = TcpStream::connect(at).await.expect("connected");
-        let said = tokio::time::timeout(Duration::from_millis(200), ask(&mut last, "/"))
+        let said = tokio::time::timeout(LONG, ask(&mut last, "/"))
             .await
-            .expect("in time");
+            .expect("while the other is still answered");
         assert!(said.contains("200 OK"), "{said}");
+        gate.open.notify_one();
         assert!(
             slow.await.expect("ended").contains("END"),
             "whoever is answered is not cut off"
@@ -431,7 +465,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_source_with_most_of_the_connections_makes_room_first() {
-        let at = server(6).await;
+        let (at, _) = server(6, LONG).await;
         let from = |last: u8| async move {
             let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
             let local = SocketAddr::from(([127, 0, 0, last], 0));
@@ -445,13 +479,13 @@ mod tests {
         for _ in 0..12 {
             greedy.push(from(1).await);
         }
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        closed(&mut greedy[0]).await;
         assert!(ask(&mut modest, "/").await.contains("END"));
-        assert!(!ask(&mut greedy[0], "/").await.contains("END"));
     }
 
-    /// Serves what waits for bodies on `/body`, answers without end on `/endless`, and panics on `/panic`.
-    async fn server(connections: usize) -> SocketAddr {
+    /// Serves what waits for bodies on `/body`, vouches for whoever comes to `/known` and holds it up at a gate, answers
+    /// without end on `/endless`, and panics on `/panic`.
+    async fn server(connections: usize, body: Duration) -> (SocketAddr, Arc<Gate>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let at = listener.local_addr().expect("an address");
         let limits = Limits {
@@ -459,26 +493,31 @@ mod tests {
             strangers_give_way: true,
             idle: None,
         };
-        let respond = |_, request: Request<Incoming>| async move {
-            match request.uri().path() {
-                "/panic" => panic!("on purpose"),
-                "/body" => match receive(request, 10, Duration::from_millis(300)).await.1 {
-                    Ok(body) => text(StatusCode::OK, format!("{} bytes END", body.len())),
-                    Err(error) => text(StatusCode::BAD_REQUEST, format!("{error} END")),
-                },
-                "/known" => {
-                    if let Some(place) = request.extensions().get::<Place>() {
-                        place.vouch();
+        let gate = Arc::new(Gate::default());
+        let held = Arc::clone(&gate);
+        let respond = move |_, request: Request<Incoming>| {
+            let held = Arc::clone(&held);
+            async move {
+                match request.uri().path() {
+                    "/panic" => panic!("on purpose"),
+                    "/body" => match receive(request, 10, body).await.1 {
+                        Ok(body) => text(StatusCode::OK, format!("{} bytes END", body.len())),
+                        Err(error) => text(StatusCode::BAD_REQUEST, format!("{error} END")),
+                    },
+                    "/known" => {
+                        if let Some(place) = request.extensions().get::<Place>() {
+                            place.vouch();
+                        }
+                        held.pass().await;
+                        text(StatusCode::OK, "END")
                     }
-                    tokio::time::sleep(Duration::from_millis(500)).await;
-                    text(StatusCode::OK, "END")
+                    "/endless" => std::future::pending().await,
+                    _ => text(StatusCode::OK, "END"),
                 }
-                "/endless" => std::future::pending().await,
-                _ => text(StatusCode::OK, "END"),
             }
         };
         tokio::spawn(serve(listener, None, limits, respond));
-        at
+        (at, gate)
     }
 
     async fn say(at: SocketAddr, text: &str) -> TcpStream {
@@ -489,12 +528,12 @@ mod tests {
 
     #[tokio::test]
     async fn slow_senders_and_strangers_keep_nobody_out() {
-        let at = server(4).await;
+        let (at, gate) = server(4, 2 * LONG).await;
         let known = tokio::spawn(async move {
             let mut stream = TcpStream::connect(at).await.expect("connected");
             ask(&mut stream, "/known").await
         });
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        gate.reached.notified().await;
         let mut held = vec![];
         for _ in 0..10 {
             held.push(
@@ -507,10 +546,11 @@ mod tests {
             held.push(say(at, "GET /endless HTTP/1.1\r\nHost: x\r\n\r\n").await);
         }
         let mut last = TcpStream::connect(at).await.expect("connected");
-        let said = tokio::time::timeout(Duration::from_millis(200), ask(&mut last, "/"))
+        let said = tokio::time::timeout(LONG, ask(&mut last, "/"))
             .await
-            .expect("in time");
+            .expect("before the others' time is over");
         assert!(said.contains("200 OK"), "{said}");
+        gate.open.notify_one();
         assert!(
             known.await.expect("ended").contains("END"),
             "whoever is known is not cut off"
@@ -519,21 +559,22 @@ mod tests {
 
     #[tokio::test]
     async fn strangers_give_way_to_idle_connections_of_who_is_known() {
-        let at = server(4).await;
+        let (at, gate) = server(4, LONG).await;
         let mut known = TcpStream::connect(at).await.expect("connected");
+        gate.open.notify_one();
         assert!(ask(&mut known, "/known").await.contains("END"));
         tokio::time::sleep(FRESH + Duration::from_millis(100)).await;
         let mut strangers = vec![];
         for _ in 0..20 {
             strangers.push(TcpStream::connect(at).await.expect("connected"));
         }
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        closed(&mut strangers[0]).await;
         assert!(ask(&mut known, "/").await.contains("END"));
     }
 
     #[tokio::test]
     async fn bodies_have_a_size_and_a_deadline() {
-        let at = server(4).await;
+        let (at, _) = server(4, Duration::from_millis(500)).await;
         let post = |length: usize, body: &str| {
             format!(
                 "POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}"
@@ -554,7 +595,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_panic_is_an_answer() {
-        let at = server(4).await;
+        let (at, _) = server(4, LONG).await;
         let mut stream = say(
             at,
             "GET /panic HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",

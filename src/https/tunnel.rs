@@ -200,7 +200,7 @@ mod tests {
                 && stream.read_buf(&mut all).await.expect("read") > 0
             {}
         };
-        tokio::time::timeout(std::time::Duration::from_secs(5), read)
+        tokio::time::timeout(std::time::Duration::from_secs(60), read)
             .await
             .expect("in time");
         String::from_utf8_lossy(&all).into_owned()

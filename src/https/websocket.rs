@@ -371,7 +371,7 @@ mod tests {
                             Carried::Ports => ports(socket, outer).await,
                         };
                     };
-                    tokio::time::timeout(std::time::Duration::from_secs(5), served).await?;
+                    tokio::time::timeout(std::time::Duration::from_secs(60), served).await?;
                 }
                 Ok::<_, io::Error>(())
             });

@@ -3,19 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use hyper_timeout::TimeoutConnector;
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::Error as TransportError;
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::{TokioExecutor, TokioTimer};
 use kube::client::ConfigExt as _;
 use kube::config::{KubeConfigOptions, Kubeconfig};
-use tower::ServiceExt as _;
 use tower::util::BoxCloneSyncService;
 
 use super::connections::{self, Connections, Material};
-use super::measured::{Measured, Report};
+use super::measured::Report;
 use super::pace::Pace;
+use super::pool;
+use super::proxy::{self, Proxy};
 
 /// Why no connection can be made.
 #[derive(Debug, thiserror::Error)]
@@ -40,12 +36,6 @@ pub enum ConnectError {
     },
 }
 
-/// How long opening a connection may take, the handshake included.
-const CONNECT: Duration = Duration::from_secs(5);
-/// A connection on which nothing comes is asked whether it is alive this often, and given up when it has not
-/// answered for this long: a server that was cut off says nothing.
-const ALIVE: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
-
 /// A client for the current context of a kubeconfig file. Nothing is sent yet.
 pub async fn connect(path: &Path) -> Result<kube::Client, ConnectError> {
     connect_reporting(path, None, Pace::default()).await
@@ -65,26 +55,24 @@ pub async fn connect_reporting(
         path: path.to_owned(),
         why: e.to_string(),
     })?;
-    let (config, _) = read(path).await.map_err(used)?;
-    let namespace = config.default_namespace.clone();
-    if config.proxy_url.is_some() {
-        let builder = kube::client::ClientBuilder::try_from(config).map_err(|e| used(chain(&e)))?;
-        return Ok(builder.build());
-    }
+    let namespace = read(path).await.map_err(used)?.config.default_namespace;
     let path = path.to_owned();
     let read: connections::Read = Box::new(move || {
         let (path, report) = (path.clone(), report.clone());
-        Box::pin(async move {
-            let (config, files) = read(&path).await?;
-            material(config, files, report).map_err(|e| chain(&e))
-        })
+        Box::pin(async move { material(read(&path).await?, report).map_err(|e| chain(&e)) })
     });
     let connections = Connections::new(read, pace).await.map_err(used)?;
     Ok(kube::client::ClientBuilder::new(connections, namespace).build())
 }
 
-/// Reads a kubeconfig; the answer is what it says, and the files that say it.
-async fn read(path: &Path) -> Result<(kube::Config, Vec<PathBuf>), String> {
+/// What a kubeconfig says, the files that say it, and the proxy on the way.
+struct Target {
+    config: kube::Config,
+    files: Vec<PathBuf>,
+    proxy: Proxy,
+}
+
+async fn read(path: &Path) -> Result<Target, String> {
     let file = Kubeconfig::read_from(path).map_err(|e| chain(&e))?;
     let clusters = file.clusters.iter().filter_map(|c| c.cluster.as_ref());
     let users = file.auth_infos.iter().filter_map(|u| u.auth_info.as_ref());
@@ -93,48 +81,32 @@ async fn read(path: &Path) -> Result<(kube::Config, Vec<PathBuf>), String> {
     let files = std::iter::once(path.to_owned())
         .chain(authorities.chain(pairs.flatten()).map(PathBuf::from))
         .collect();
-    let mut config = kube::Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
+    let own = proxy::named(&file);
+    let config = kube::Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
         .await
         .map_err(|e| chain(&e))?;
-    config.connect_timeout = Some(CONNECT);
-    Ok((config, files))
+    let proxy = Proxy::towards(&config.cluster_url, own.as_deref())?;
+    Ok(Target {
+        config,
+        files,
+        proxy,
+    })
 }
 
 /// What a kubeconfig says, made ready: pools that speak HTTP/2 where the server does.
-fn material(
-    config: kube::Config,
-    files: Vec<PathBuf>,
-    report: Option<Report>,
-) -> Result<Material, kube::Error> {
+fn material(target: Target, report: Option<Report>) -> Result<Material, kube::Error> {
+    let Target {
+        config,
+        files,
+        proxy,
+    } = target;
     let tls = config.rustls_client_config()?;
     let front = tower::ServiceBuilder::new()
         .layer(config.base_uri_layer())
         .option_layer(config.auth_layer()?)
         .layer(config.extra_headers_layer()?)
         .service_fn(connections::carried);
-    let open = move || {
-        let mut connector = HttpConnector::new();
-        connector.enforce_http(false);
-        connector.set_nodelay(true);
-        let https = hyper_rustls::HttpsConnectorBuilder::new()
-            .with_tls_config(tls.clone())
-            .https_or_http();
-        // Around the handshake too: whoever listens need not speak.
-        let mut connector =
-            TimeoutConnector::new(https.enable_all_versions().wrap_connector(connector));
-        connector.set_connect_timeout(Some(CONNECT));
-        let client: Client<_, kube::client::Body> = Client::builder(TokioExecutor::new())
-            .timer(TokioTimer::new())
-            .pool_timer(TokioTimer::new())
-            .http2_keep_alive_interval(ALIVE.0)
-            .http2_keep_alive_timeout(ALIVE.1)
-            .build(connector);
-        let measured = Measured {
-            inner: client,
-            report: report.clone(),
-        };
-        BoxCloneSyncService::new(measured.map_err(|e: TransportError| tower::BoxError::from(e)))
-    };
+    let open = move || pool::open(&proxy, &tls, report.clone());
     Ok(Material {
         open: Box::new(open),
         front: BoxCloneSyncService::new(front),

@@ -8,6 +8,8 @@ pub mod measured;
 pub mod objects;
 pub mod pace;
 pub mod pods;
+mod pool;
+mod proxy;
 pub mod reviews;
 pub mod signing;
 

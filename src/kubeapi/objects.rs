@@ -29,6 +29,8 @@ const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_
 /// The longest pause after a refusal. Refusals are expected for a moment: an apiserver grants a node the objects of a pod
 /// a little after it has bound the pod, and of all pods a little after its own start.
 const FORBIDDEN: Duration = Duration::from_secs(30);
+/// Whoever asks for an object ends the pause, but not before this long: with the next pod its authorisation may have come.
+const ASKED: Duration = Duration::from_secs(1);
 
 /// Is told that an object has changed. Must not block.
 pub type OnChange = Arc<dyn Fn() + Send + Sync>;
@@ -69,6 +71,8 @@ struct Entry<K> {
     seen: watch::Receiver<Seen<K>>,
     /// Who is told of changes, by token.
     users: Arc<Mutex<BTreeMap<u64, OnChange>>>,
+    /// Ends the pause after a watch that failed.
+    asked: Arc<Notify>,
     /// Since when nobody uses it.
     idle: Option<Instant>,
     _task: AbortOnDropHandle<()>,
@@ -178,11 +182,19 @@ where
         let api = Api::namespaced(self.client.clone(), namespace);
         let (sender, seen) = watch::channel(Seen::Unknown);
         let users: Arc<Mutex<BTreeMap<u64, OnChange>>> = Arc::default();
+        let asked = Arc::new(Notify::new());
         self.idle.notify_one();
-        let task = tokio::spawn(follow(api, name.clone(), sender, Arc::clone(&users)));
+        let watcher = Watcher {
+            api,
+            fields: format!("metadata.name={name}"),
+            sender,
+            users: Arc::clone(&users),
+        };
+        let task = tokio::spawn(follow(watcher, name.clone(), Arc::clone(&asked)));
         Entry {
             seen,
             users,
+            asked,
             idle: Some(Instant::now()),
             _task: AbortOnDropHandle::new(task),
         }
@@ -207,6 +219,7 @@ where
                 .entry(key.clone())
                 .or_insert_with(|| self.begin(&key));
             entry.idle = None;
+            entry.asked.notify_one();
             lock(&entry.users).insert(token, Arc::clone(on_change));
             let (registry, idle) = (Arc::clone(&self.registry), Arc::clone(&self.idle));
             ends.push(Box::new(move || {
@@ -232,6 +245,9 @@ where
                 .or_insert_with(|| self.begin(&key));
             // Somebody reads it: it stays for another while.
             entry.idle = entry.idle.map(|_| Instant::now());
+            if matches!(*entry.seen.borrow(), Seen::Unreachable(_)) {
+                entry.asked.notify_one();
+            }
             entry.seen.clone()
         };
         let late = || {
@@ -273,20 +289,12 @@ where
     }
 }
 
-async fn follow<K: Referable>(
-    api: Api<K>,
-    name: String,
-    sender: watch::Sender<Seen<K>>,
-    users: Arc<Mutex<BTreeMap<u64, OnChange>>>,
-) where
+/// Watches an object until it is dropped. What goes wrong is told to those who ask for the object, who put it into their
+/// pod's events: in the log it would stand once a try.
+async fn follow<K: Referable>(watcher: Watcher<K>, name: String, asked: Arc<Notify>)
+where
     K::DynamicType: Default,
 {
-    let watcher = Watcher {
-        api,
-        fields: format!("metadata.name={name}"),
-        sender,
-        users,
-    };
     let (mut from, mut pause) = (None, PAUSE.0);
     loop {
         let begun = Instant::now();
@@ -310,9 +318,16 @@ async fn follow<K: Referable>(
                 watcher.unreachable(failure);
             }
         }
-        tokio::time::sleep(pause).await;
+        rest(pause, &asked).await;
         pause = (pause * 2).min(FORBIDDEN);
     }
+}
+
+/// The pause after a watch that failed; whoever asks for the object ends it.
+async fn rest(pause: Duration, asked: &Notify) {
+    let least = pause.min(ASKED);
+    tokio::time::sleep(least).await;
+    let _ = tokio::time::timeout(pause - least, asked.notified()).await;
 }
 
 /// How a watch has ended.

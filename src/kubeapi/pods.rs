@@ -17,6 +17,7 @@ use k8s_openapi::api::core::v1::{
     PersistentVolumeClaimCondition, Pod, Secret, Service, ServiceAccount,
 };
 use k8s_openapi::api::node::v1::RuntimeClass;
+use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::api::storage::v1::{CSIDriver, VolumeAttachment};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
@@ -72,6 +73,25 @@ pub struct Binding {
     pub volume: Option<PersistentVolume>,
 }
 
+/// gRPC's code of a driver that serves no more volumes on a node.
+const RESOURCE_EXHAUSTED: i32 = 8;
+
+/// What has become of attaching a volume.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Attachment {
+    /// Its attacher has not done it yet.
+    Awaited,
+    /// It is attached, and its attacher tells the node this.
+    Done(HashMap<String, String>),
+    /// It cannot be attached; its attacher tries on.
+    Failed {
+        /// The attacher's words.
+        message: String,
+        /// The driver serves no more volumes on this node.
+        is_full: bool,
+    },
+}
+
 /// The API's side of pods.
 #[async_trait]
 pub trait PodApi: Send + Sync + 'static {
@@ -96,13 +116,12 @@ pub trait PodApi: Send + Sync + 'static {
     async fn claimed(&self, namespace: &str, name: &str) -> Result<Binding, ApiFailure>;
     /// A claim's filesystem has this size now.
     async fn claim_has(&self, namespace: &str, name: &str, size: &str) -> Result<(), ApiFailure>;
+    /// A claim of dynamic resources, as it is now.
+    async fn device_claim(&self, namespace: &str, name: &str) -> Result<ResourceClaim, ApiFailure>;
     /// What the cluster says of a storage driver.
     async fn csi_driver(&self, name: &str) -> Result<Option<CSIDriver>, ApiFailure>;
-    /// Whether an attachment is carried out, and what its attacher tells the node.
-    async fn attached(
-        &self,
-        attachment: &str,
-    ) -> Result<Option<HashMap<String, String>>, ApiFailure>;
+    /// Whether a volume is attached.
+    async fn attachment(&self, name: &str) -> Result<Attachment, ApiFailure>;
     /// The roots that the cluster trusts for its signers.
     async fn trust_bundles(&self) -> Result<Vec<Arc<ClusterTrustBundle>>, ApiFailure>;
     /// Asks for a certificate; the answer is the request's name.
@@ -312,6 +331,11 @@ impl PodApi for KubePods {
         Ok(())
     }
 
+    async fn device_claim(&self, namespace: &str, name: &str) -> Result<ResourceClaim, ApiFailure> {
+        let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), namespace);
+        Ok(api.get(name).await?)
+    }
+
     async fn csi_driver(&self, name: &str) -> Result<Option<CSIDriver>, ApiFailure> {
         Ok(self
             .drivers
@@ -379,19 +403,22 @@ impl PodApi for KubePods {
             .await?)
     }
 
-    async fn attached(
-        &self,
-        attachment: &str,
-    ) -> Result<Option<HashMap<String, String>>, ApiFailure> {
-        let found: Option<VolumeAttachment> =
-            Api::all(self.client.clone()).get_opt(attachment).await?;
-        let status = found.and_then(|a| a.status).filter(|s| s.attached);
-        Ok(status.map(|s| {
-            s.attachment_metadata
-                .unwrap_or_default()
-                .into_iter()
-                .collect()
-        }))
+    async fn attachment(&self, name: &str) -> Result<Attachment, ApiFailure> {
+        let found: Option<VolumeAttachment> = Api::all(self.client.clone()).get_opt(name).await?;
+        let Some(status) = found.and_then(|a| a.status) else {
+            return Ok(Attachment::Awaited);
+        };
+        if status.attached {
+            let told = status.attachment_metadata.unwrap_or_default();
+            return Ok(Attachment::Done(told.into_iter().collect()));
+        }
+        Ok(match status.attach_error {
+            Some(error) => Attachment::Failed {
+                message: error.message.unwrap_or_default(),
+                is_full: error.error_code == Some(RESOURCE_EXHAUSTED),
+            },
+            None => Attachment::Awaited,
+        })
     }
 
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {

@@ -1,12 +1,13 @@
 //! The API as it is, or as it was last seen: what an apiserver that does not answer would say.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
 use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequest};
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
+use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::api::storage::v1::CSIDriver;
 use kube::ResourceExt as _;
 use serde::de::DeserializeOwned;
@@ -16,7 +17,9 @@ use serde_json::Value;
 use super::Keeper;
 use super::Kind;
 use crate::kubeapi::objects::{Following, OnChange};
-use crate::kubeapi::pods::{ApiFailure, Binding, CertificateFor, PodApi, Token, TokenFor};
+use crate::kubeapi::pods::{
+    ApiFailure, Attachment, Binding, CertificateFor, PodApi, Token, TokenFor,
+};
 
 /// Asks the API; remembers, sealed, what it answered; and answers so itself when it cannot be reached.
 pub struct SealedApi {
@@ -125,16 +128,18 @@ impl PodApi for SealedApi {
         self.api.claim_has(namespace, name, size).await
     }
 
+    /// Not kept: whether a claim is still the pod's, only the apiserver can tell.
+    async fn device_claim(&self, namespace: &str, name: &str) -> Result<ResourceClaim, ApiFailure> {
+        self.api.device_claim(namespace, name).await
+    }
+
     async fn csi_driver(&self, name: &str) -> Result<Option<CSIDriver>, ApiFailure> {
         let answer = self.api.csi_driver(name).await;
         self.settle(Kind::Handlers, &format!("csi/{name}"), answer)
     }
 
-    async fn attached(
-        &self,
-        attachment: &str,
-    ) -> Result<Option<HashMap<String, String>>, ApiFailure> {
-        self.api.attached(attachment).await
+    async fn attachment(&self, name: &str) -> Result<Attachment, ApiFailure> {
+        self.api.attachment(name).await
     }
 
     async fn trust_bundles(&self) -> Result<Vec<Arc<ClusterTrustBundle>>, ApiFailure> {

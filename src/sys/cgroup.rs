@@ -11,7 +11,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::core::pod::cgroup::{PodLimits, place, weight};
+use crate::core::pod::cgroup_values::{Controller, Difference, Setting};
 
 const ROOT: &str = "/sys/fs/cgroup";
 
@@ -40,6 +40,26 @@ const CONTROLLERS: &[&str] = &[
 pub fn is_v2() -> bool {
     static V2: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
     *V2.get_or_init(cgroups_rs::fs::hierarchies::is_cgroup2_unified_mode)
+}
+
+/// The controllers that the kernel has and that are enabled.
+#[must_use]
+pub fn controllers() -> Vec<String> {
+    if is_v2() {
+        let list = fs::read_to_string(Path::new(ROOT).join("cgroup.controllers"));
+        let list = list.unwrap_or_default();
+        return list.split_whitespace().map(Into::into).collect();
+    }
+    let table = fs::read_to_string("/proc/cgroups").unwrap_or_default();
+    let rows = table.lines().filter(|row| !row.starts_with('#'));
+    let enabled = rows.filter_map(|row| {
+        let fields: Vec<&str> = row.split_whitespace().collect();
+        match fields[..] {
+            [name, _, _, "1"] => Some(name.to_owned()),
+            _ => None,
+        }
+    });
+    enabled.collect()
 }
 
 /// Whether the kernel accounts for the swap of cgroups.
@@ -138,7 +158,7 @@ fn make_level(path: &str) -> io::Result<()> {
         if let Some(parent) = dir.parent() {
             let available =
                 fs::read_to_string(parent.join("cgroup.controllers")).unwrap_or_default();
-            for name in ["cpu", "cpuset", "memory", "pids", "io", "hugetlb"]
+            for name in PASSED_DOWN
                 .iter()
                 .filter(|c| available.split_whitespace().any(|a| a == **c))
             {
@@ -149,99 +169,126 @@ fn make_level(path: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes a pod's cgroup below `tiers` and sets its values.
-pub fn ensure_pod(tiers: &[String], path: &str, limits: &PodLimits) -> io::Result<()> {
-    // The tiers are there for all pods but the first.
-    let first = make_level(path);
-    if first
-        .as_ref()
-        .is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
-    {
-        for tier in tiers {
-            make_level(tier)?;
-        }
-        make_level(path)?;
-    } else {
-        first?;
-    }
-    for dir in places(path) {
-        if is_v2() {
-            let max = |v: Option<i64>| v.map_or_else(|| "max".to_owned(), |v| v.to_string());
-            write(&dir, "cpu.weight", &weight(limits.shares).to_string())?;
-            write(
-                &dir,
-                "cpu.max",
-                &format!("{} {}", max(limits.quota), limits.period),
-            )?;
-            write(&dir, "memory.max", &max(limits.memory))?;
-            if limits.pids.is_some() {
-                write(&dir, "pids.max", &max(limits.pids))?;
-            }
-            continue;
-        }
-        match controller(&dir, path).as_str() {
-            "cpu" => {
-                write(&dir, "cpu.shares", &limits.shares.to_string())?;
-                if let Some(quota) = limits.quota {
-                    write(&dir, "cpu.cfs_period_us", &limits.period.to_string())?;
-                    write(&dir, "cpu.cfs_quota_us", &quota.to_string())?;
-                }
-            }
-            "memory" => {
-                if let Some(memory) = limits.memory {
-                    write(&dir, "memory.limit_in_bytes", &memory.to_string())?;
-                }
-            }
-            "pids" => {
-                if let Some(pids) = limits.pids {
-                    write(&dir, "pids.max", &pids.to_string())?;
-                }
-            }
-            _ => {}
-        }
-    }
-    Ok(())
+/// The controllers that are passed down to pods' cgroups where the kernel has them (v2).
+const PASSED_DOWN: [&str; 6] = ["cpu", "cpuset", "memory", "pids", "io", "hugetlb"];
+
+/// Whether a cgroup's parent passes all controllers down to it (v2).
+fn has_controllers(path: &str) -> bool {
+    let read = |dir: &Path| fs::read_to_string(dir.join("cgroup.controllers")).unwrap_or_default();
+    let own = read(&Path::new(ROOT).join(path.trim_start_matches('/')));
+    let all = read(Path::new(ROOT));
+    let mut wanted = PASSED_DOWN
+        .iter()
+        .filter(|c| all.split_whitespace().any(|a| a == **c));
+    wanted.all(|c| own.split_whitespace().any(|o| o == *c))
 }
 
-/// The file of a cgroup's CPU weight, and what it holds for these shares. None where there is no such controller.
-fn shares_file(path: &str, shares: u64) -> Option<(PathBuf, String)> {
-    let path = place(path, None);
-    let (file, value) = if is_v2() {
-        ("cpu.weight", weight(shares))
-    } else {
-        ("cpu.shares", shares)
+/// Makes a cgroup, and those above it, where they are not there.
+pub fn make(path: &str) -> io::Result<()> {
+    let is_there = |path: &str| {
+        places(path).iter().all(|dir| dir.is_dir()) && (!is_v2() || has_controllers(path))
     };
-    let dir = places(&path)
-        .into_iter()
-        .find(|dir| dir.join(file).exists())?;
-    Some((dir.join(file), value.to_string()))
-}
-
-/// Whether a cgroup has these shares; one without the controller has what it can have.
-#[must_use]
-pub fn has_shares(path: &str, shares: u64) -> bool {
-    shares_file(path, shares)
-        .is_none_or(|(file, value)| fs::read_to_string(file).is_ok_and(|t| t.trim() == value))
-}
-
-/// Makes the cgroups `above` and the tiers where they are not there, and gives the tiers their shares.
-pub fn ensure_tiers(above: &[String], tiers: &[(String, u64)]) -> io::Result<()> {
-    for path in above.iter().chain(tiers.iter().map(|(path, _)| path)) {
-        if !places(path).iter().all(|dir| dir.is_dir()) {
-            make_level(path)?;
-        }
+    if is_there(path) {
+        return Ok(());
     }
-    for (path, shares) in tiers {
-        if let Some((file, value)) =
-            shares_file(path, *shares).filter(|_| !has_shares(path, *shares))
-        {
-            fs::write(&file, &value).map_err(|e| {
-                let shown = file.display();
-                io::Error::new(e.kind(), format!("{shown} cannot be set to {value}: {e}"))
-            })?;
+    let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
+    for depth in 1..=parts.len() {
+        make_level(&format!("/{}", parts[..depth].join("/")))?;
+    }
+    Ok(())
+}
+
+/// Passes a controller down to a cgroup that somebody else has made (v2).
+pub fn pass_down(path: &str, controller: Controller) -> io::Result<()> {
+    let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
+    for depth in 0..parts.len() {
+        let dir = Path::new(ROOT).join(parts[..depth].join("/"));
+        let passed = fs::read_to_string(dir.join("cgroup.subtree_control"))?;
+        if !passed.split_whitespace().any(|c| c == controller.name()) {
+            let more = format!("+{}", controller.name());
+            write(&dir, "cgroup.subtree_control", &more)?;
         }
     }
     Ok(())
+}
+
+/// Whether the kernel has a controller where it can be used.
+#[must_use]
+pub fn has_controller(controller: Controller) -> bool {
+    if !is_v2() {
+        return Path::new(ROOT).join(controller.name()).is_dir();
+    }
+    static FOUND: std::sync::OnceLock<Vec<String>> = std::sync::OnceLock::new();
+    let all = FOUND.get_or_init(controllers);
+    all.iter().any(|c| c == controller.name())
+}
+
+fn directory(path: &str, controller: Controller) -> PathBuf {
+    let relative = path.trim_start_matches('/');
+    if is_v2() {
+        Path::new(ROOT).join(relative)
+    } else {
+        Path::new(ROOT).join(controller.name()).join(relative)
+    }
+}
+
+/// What a setting's file holds instead of it; none where it holds it, or where the kernel has no such file at all.
+fn difference(path: &str, setting: &Setting) -> Option<Difference> {
+    if !has_controller(setting.controller) {
+        return None;
+    }
+    let file = directory(path, setting.controller).join(&setting.file);
+    let found = match fs::read_to_string(file) {
+        Ok(text) if setting.is_met_by(&text) => return None,
+        Ok(text) => Some(text.trim().to_owned()),
+        // Not every kernel has every size, nor counts what is reserved.
+        Err(_) if setting.controller == Controller::HugeTlb => return None,
+        Err(_) => None,
+    };
+    Some(Difference {
+        file: setting.file.clone(),
+        found,
+        wanted: setting.value.clone(),
+    })
+}
+
+/// The files of a cgroup that hold something else than they are to.
+#[must_use]
+pub fn differences(path: &str, settings: &[Setting]) -> Vec<Difference> {
+    settings
+        .iter()
+        .filter_map(|setting| difference(path, setting))
+        .collect()
+}
+
+/// Gives a cgroup these settings; the answer is what was different. A file that cannot be written keeps none of the others
+/// from being written; the error is the first one.
+pub fn set(path: &str, settings: &[Setting]) -> io::Result<Vec<Difference>> {
+    let (mut changed, mut failed) = (vec![], None);
+    for setting in settings {
+        let Some(difference) = difference(path, setting) else {
+            continue;
+        };
+        let dir = directory(path, setting.controller);
+        match write(&dir, &setting.file, &setting.value) {
+            Ok(()) => changed.push(difference),
+            Err(error) => failed = failed.or(Some(error)),
+        }
+    }
+    failed.map_or(Ok(changed), Err)
+}
+
+/// The bytes of memory that a cgroup uses, caches included; none where that is not known.
+#[must_use]
+pub fn memory_in_use(path: &str) -> Option<u64> {
+    let file = if is_v2() {
+        "memory.current"
+    } else {
+        "memory.usage_in_bytes"
+    };
+    let dir = directory(path, Controller::Memory);
+    let text = fs::read_to_string(dir.join(file)).ok()?;
+    text.trim().parse().ok()
 }
 
 /// Removes a cgroup and all below it; processes still in it are killed.
@@ -285,11 +332,10 @@ fn remove_tree(dir: &Path) -> io::Result<()> {
     })
 }
 
-/// Whether there is such a cgroup; a slice's name is its path.
+/// Whether there is such a cgroup.
 #[must_use]
 pub fn exists(path: &str) -> bool {
-    let path = place(path, None);
-    places(&path).iter().any(|dir| dir.is_dir())
+    places(path).iter().any(|dir| dir.is_dir())
 }
 
 /// The names of the cgroups in one; none if it is not there.

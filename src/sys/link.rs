@@ -1,8 +1,18 @@
 //! Network links and local sockets of the host.
 
-pub use holdfast_cni::net::local::listen;
+use std::io;
+use std::path::Path;
 
 use futures::TryStreamExt as _;
+use tokio::net::UnixListener;
+
+/// Listens on a socket of the filesystem, in place of one that nobody listens on any more. To be called within a runtime
+/// of tokio.
+pub fn listen(path: &Path) -> io::Result<UnixListener> {
+    let listener = holdfast_cni::net::local::listen(path)?;
+    listener.set_nonblocking(true)?;
+    UnixListener::from_std(listener)
+}
 
 /// Removes a link; a missing one is fine.
 pub async fn remove(name: &str) -> anyhow::Result<()> {

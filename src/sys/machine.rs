@@ -5,6 +5,7 @@ use std::path::Path;
 
 use crate::core::image::gc::Filesystem;
 use crate::core::node::capacity::count_cpus;
+use crate::core::pod::cgroup_values::page_name;
 use crate::core::volume::selinux;
 
 /// What a node reports about itself.
@@ -43,7 +44,8 @@ pub struct Machine {
 }
 
 /// The pools of huge pages: the bytes of one page, and how many pages there are.
-fn huge_pages() -> Vec<(u64, u64)> {
+#[must_use]
+pub fn huge_pages() -> Vec<(u64, u64)> {
     let entries = fs::read_dir("/sys/kernel/mm/hugepages")
         .into_iter()
         .flatten()
@@ -58,15 +60,6 @@ fn huge_pages() -> Vec<(u64, u64)> {
     let mut pools: Vec<(u64, u64)> = pools.collect();
     pools.sort_unstable();
     pools
-}
-
-/// A size of huge pages as cgroup files name it.
-fn page_name(bytes: u64) -> String {
-    match bytes {
-        b if b >= 1 << 30 => format!("{}GB", b >> 30),
-        b if b >= 1 << 20 => format!("{}MB", b >> 20),
-        b => format!("{}KB", b >> 10),
-    }
 }
 
 /// The machine's logical processors. Not those that this process may run on: its cgroup and affinity are its own matter.
@@ -214,6 +207,26 @@ pub fn kernel() -> String {
 #[must_use]
 pub fn sysctl(name: &str) -> String {
     line(&format!("/proc/sys/{name}"))
+}
+
+/// The largest list of modules that is read.
+const MODULES: u64 = 8 << 20;
+
+/// Whether the kernel has a filesystem, or a module for it.
+#[must_use]
+pub fn has_filesystem(name: &str) -> bool {
+    let loaded = line("/proc/filesystems");
+    if loaded
+        .lines()
+        .any(|row| row.split_whitespace().last() == Some(name))
+    {
+        return true;
+    }
+    let file = format!("/{name}.ko");
+    ["modules.dep", "modules.builtin"].iter().any(|list| {
+        let path = format!("/lib/modules/{}/{list}", kernel());
+        super::file::read_text(path.as_ref(), MODULES).is_ok_and(|text| text.contains(&file))
+    })
 }
 
 /// The files and devices that the machine swaps to. Compressed memory (zram) counts too, as for the kubelet.

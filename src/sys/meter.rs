@@ -12,12 +12,31 @@ const ROOT: &str = "/sys/fs/cgroup";
 /// What a cgroup used; none if there is no such cgroup.
 #[must_use]
 pub fn cgroup(path: &str) -> Option<Usage> {
+    usage(path, |_| true)
+}
+
+/// The memory that a cgroup uses, and the most it may; nothing else of it is read. None if there is no such cgroup.
+#[must_use]
+pub fn cgroup_memory(path: &str) -> Option<Usage> {
+    const FILES: [&str; 6] = [
+        "memory.usage_in_bytes",
+        "memory.limit_in_bytes",
+        "memory.current",
+        "memory.max",
+        "memory.stat",
+        "cpu.stat",
+    ];
+    usage(path, |file| FILES.contains(&file))
+}
+
+fn usage(path: &str, wanted: impl Fn(&str) -> bool) -> Option<Usage> {
     let relative = path.trim_matches('/');
     let read = |dir: &Path, file: &str| fs::read_to_string(dir.join(relative).join(file)).ok();
     if is_v2() {
         let root = Path::new(ROOT);
         let texts: Texts = cgroup_stats::V2
             .iter()
+            .filter(|file| wanted(file))
             .filter_map(|file| Some((*file, read(root, file)?)))
             .collect();
         return texts
@@ -26,6 +45,7 @@ pub fn cgroup(path: &str) -> Option<Usage> {
     }
     let texts: Texts = cgroup_stats::V1
         .iter()
+        .filter(|(_, file)| wanted(file))
         .filter_map(|(controller, file)| {
             Some((*file, read(&Path::new(ROOT).join(controller), file)?))
         })
@@ -65,15 +85,19 @@ pub struct Whole {
     pub processes: (u64, u64),
 }
 
-/// What the machine used.
+/// The bytes of the machine's memory, and those of them that are not in its working set.
 #[must_use]
-pub fn machine() -> Whole {
-    let (stat, memory) = (
-        fs::read_to_string("/proc/stat").unwrap_or_default(),
-        fs::read_to_string("/proc/meminfo").unwrap_or_default(),
-    );
-    let of = |key: &str| cgroup_stats::meminfo(&memory, key);
+pub fn memory() -> (u64, u64) {
+    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let of = |key: &str| cgroup_stats::meminfo(&text, key);
     let used = of("MemTotal").saturating_sub(of("MemFree"));
+    let working_set = used.saturating_sub(of("Inactive(file)"));
+    (of("MemTotal"), of("MemTotal").saturating_sub(working_set))
+}
+
+/// The highest process id that the kernel gives, and how many processes and threads there are.
+#[must_use]
+pub fn processes() -> (u64, u64) {
     let number = |path: &str| {
         fs::read_to_string(path)
             .ok()
@@ -86,6 +110,19 @@ pub fn machine() -> Whole {
         .nth(3)
         .and_then(|f| f.split('/').nth(1)?.parse().ok())
         .unwrap_or(0);
+    let most = number("/proc/sys/kernel/pid_max").min(number("/proc/sys/kernel/threads-max"));
+    (most, now)
+}
+
+/// What the machine used.
+#[must_use]
+pub fn machine() -> Whole {
+    let (stat, memory) = (
+        fs::read_to_string("/proc/stat").unwrap_or_default(),
+        fs::read_to_string("/proc/meminfo").unwrap_or_default(),
+    );
+    let of = |key: &str| cgroup_stats::meminfo(&memory, key);
+    let used = of("MemTotal").saturating_sub(of("MemFree"));
     let working_set = used.saturating_sub(of("Inactive(file)"));
     Whole {
         usage: Usage {
@@ -102,7 +139,7 @@ pub fn machine() -> Whole {
         interfaces: cgroup_stats::interfaces(
             &fs::read_to_string("/proc/net/dev").unwrap_or_default(),
         ),
-        processes: (number("/proc/sys/kernel/pid_max"), now),
+        processes: processes(),
     }
 }
 
@@ -159,6 +196,9 @@ mod tests {
         let (seconds, resident, _, open, most, began) = own();
         assert!(seconds >= 0.0 && resident > 1 << 20 && open > 2 && most >= open && began > 1e9);
         assert_eq!(cgroup("/no-such-cgroup"), None);
+        assert_eq!(cgroup_memory("/no-such-cgroup"), None);
+        let (all, left) = memory();
+        assert!(left > 0 && left < all);
         assert!(interfaces("/no-such-cgroup").is_empty());
     }
 }

@@ -1,4 +1,4 @@
-//! The only callers of the kernel: mounts, cgroups, directories below a handle, facts about the machine.
+//! The only callers of the kernel and of systemd: mounts, cgroups, directories below a handle, facts about the machine.
 
 pub mod addresses;
 pub mod atomic_dir;
@@ -7,16 +7,20 @@ pub mod cgroup;
 pub mod clock;
 pub mod file;
 pub mod link;
+pub mod logind;
 pub mod machine;
 pub mod memory;
+pub mod memory_notice;
 pub mod meter;
 pub mod mount;
 pub mod ownership;
 pub mod patient;
+pub mod ports;
 pub mod process;
 pub mod quota;
 pub mod removal;
 pub mod service;
 pub mod systemd;
+pub mod topology;
 pub mod usage;
 pub mod watch;

@@ -82,11 +82,16 @@ pub fn below(dir: &Path) -> io::Result<Vec<Mount>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
         Err(error) => return Err(error),
     };
-    let mut mounts = table()?;
-    mounts.retain(|m| m.point.starts_with(&dir));
-    mounts.reverse();
+    Ok(among(&table()?, &dir))
+}
+
+/// The mounts of a table at or below `dir`, whose path has no links: deepest and newest first.
+#[must_use]
+pub fn among(table: &[Mount], dir: &Path) -> Vec<Mount> {
+    let within = table.iter().rev().filter(|m| m.point.starts_with(dir));
+    let mut mounts: Vec<Mount> = within.cloned().collect();
     mounts.sort_by_key(|m| std::cmp::Reverse(m.point.components().count()));
-    Ok(mounts)
+    mounts
 }
 
 /// Whether something is mounted at `path`. A path that is not there is no mount.
@@ -237,6 +242,43 @@ pub fn bind(found: &Found, target: &Path) -> io::Result<()> {
     Err(io::Error::other("what was mounted is not what was found"))
 }
 
+/// How a directory's mount passes on what is mounted below it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sharing {
+    /// To the mount namespaces of others, as before or from now on.
+    Shared,
+    /// Not, as there are mounts below it already, which a mount over the directory would hide.
+    Occupied,
+}
+
+/// Makes what is mounted below `dir` from now on visible in other mount namespaces (`rshared`). Where its mount does not do
+/// that, the directory is mounted over itself, as a kubelet does with its root directory.
+pub fn share(dir: &Path) -> io::Result<Sharing> {
+    let dir = std::fs::canonicalize(dir)?;
+    let id = mount_id(std::fs::File::open(&dir)?)?.to_string();
+    let table = std::fs::read_to_string("/proc/self/mountinfo")?;
+    let held = table.lines().find(|l| l.split(' ').next() == Some(&id));
+    if held.is_some_and(is_shared) {
+        return Ok(Sharing::Shared);
+    }
+    let none = None::<&str>;
+    if !is_mounted(&dir)? {
+        if !below(&dir)?.is_empty() {
+            return Ok(Sharing::Occupied);
+        }
+        mount(Some(&dir), &dir, none, MsFlags::MS_BIND, none)?;
+    }
+    let shared = MsFlags::MS_SHARED | MsFlags::MS_REC;
+    mount(none, &dir, none, shared, none)?;
+    Ok(Sharing::Shared)
+}
+
+/// Whether a line of mountinfo has the optional field of a shared mount.
+fn is_shared(line: &str) -> bool {
+    let mut optional = line.split(' ').skip(6).take_while(|f| *f != "-");
+    optional.any(|f| f.starts_with("shared:"))
+}
+
 /// Unmounts everything at or below `dir`, the deepest first. Nothing that is in use is forced.
 pub fn unmount_all(dir: &Path) -> io::Result<()> {
     for mount in below(dir)? {
@@ -270,6 +312,44 @@ mod tests {
             ("98:0", "ext3")
         );
         assert_eq!(parse(b""), None);
+    }
+
+    #[test]
+    fn a_directory_is_shared_once_and_hides_nothing() {
+        let shared = "36 35 98:0 / /a rw,noatime master:1 shared:7 - ext3 /dev/shared:1 rw";
+        assert!(is_shared(shared));
+        assert!(!is_shared(&shared.replace("shared:7 ", "")));
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        // Whether the machine's own mounts are shared or not: this one is not.
+        tmpfs(dir.path(), 0).expect("mounted");
+        mount(
+            None::<&str>,
+            dir.path(),
+            None::<&str>,
+            MsFlags::MS_PRIVATE,
+            None::<&str>,
+        )
+        .expect("private");
+        let root = dir.path().join("root");
+        std::fs::create_dir_all(root.join("a")).expect("mkdir");
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(&root, &link).expect("link");
+        let mounts = || below(&root).expect("listed").len();
+        tmpfs(&root.join("a"), 0).expect("mounted");
+        assert_eq!(share(&link).expect("looked at"), Sharing::Occupied);
+        assert_eq!(mounts(), 1);
+        unmount_all(&root).expect("unmounted");
+        for _ in 0..2 {
+            assert_eq!(share(&link).expect("shared"), Sharing::Shared);
+            assert_eq!(mounts(), 1, "it is not mounted over itself again");
+        }
+        tmpfs(&root.join("a"), 0).expect("mounted");
+        assert_eq!(share(&root).expect("shared"), Sharing::Shared);
+        assert_eq!(mounts(), 2);
+        unmount_all(dir.path()).expect("unmounted");
     }
 
     #[test]

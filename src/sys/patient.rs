@@ -152,7 +152,7 @@ mod tests {
         let patient = Patient::default();
         let (release, held) = std::sync::mpsc::channel::<()>();
         let hang = move || held.recv().map_err(|e| e.to_string());
-        let short = Duration::from_millis(50);
+        let (short, long) = (Duration::from_millis(50), Duration::from_secs(60));
         assert!(
             patient
                 .call("a", short, hang)
@@ -164,18 +164,16 @@ mod tests {
             again.is_err_and(|e| e.contains("not answered")),
             "it is not begun twice"
         );
-        assert_eq!(patient.call("b", short, || Ok(7)).await, Ok(7));
+        assert_eq!(patient.call("b", long, || Ok(7)).await, Ok(7));
         assert_eq!(patient.under_way(), 1);
         release.send(()).expect("it waits");
         while patient.under_way() > 0 {
             tokio::task::yield_now().await;
         }
-        assert_eq!(patient.call("a", short, || Ok(1)).await, Ok(1));
+        assert_eq!(patient.call("a", long, || Ok(1)).await, Ok(1));
         assert!(
             patient
-                .call("c", Duration::from_secs(60), || -> Result<(), String> {
-                    panic!("broken")
-                })
+                .call("c", long, || -> Result<(), String> { panic!("broken") })
                 .await
                 .is_err_and(|e| e.contains("unexpectedly"))
         );
@@ -187,20 +185,22 @@ mod tests {
     #[tokio::test]
     async fn what_was_given_up_is_told_and_waited_for() {
         let patient = Patient::default();
-        let (short, long) = (Duration::from_millis(20), Duration::from_secs(60));
-        let until_cancelled = |call: &Call| {
+        // Its thread has begun by then.
+        let (short, long) = (Duration::from_millis(500), Duration::from_secs(60));
+        let (release, held) = std::sync::mpsc::channel::<()>();
+        let until_cancelled = move |call: &Call| {
             call.doing("mkfs of a disk");
             while !call.is_cancelled() {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            std::thread::sleep(Duration::from_millis(100));
-            Ok(())
+            held.recv().map_err(|e| e.to_string())
         };
         let given_up = patient.call_with("u/v", short, until_cancelled).await;
         assert!(given_up.is_err_and(|e| e.contains("mkfs of a disk has been running")));
         assert_eq!(patient.cancel("other/", long).await, Ok(()));
         let waiting = patient.cancel("u/", short).await;
         assert!(waiting.is_err_and(|e| e.contains("mkfs of a disk")));
+        release.send(()).expect("it waits");
         assert_eq!(patient.cancel("u/", long).await, Ok(()));
         assert_eq!(patient.under_way(), 0);
     }

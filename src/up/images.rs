@@ -198,11 +198,17 @@ mod tests {
             std::fs::write(&file, program).expect("written");
             std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755))
                 .expect("executable");
-            let mut child = std::process::Command::new(&file)
-                .arg("0")
-                .stdout(std::process::Stdio::null())
-                .spawn()
-                .expect("started");
+            // While a program that another test starts has not been executed it holds the file open for writing, too.
+            let begun = std::time::Instant::now();
+            let mut child = loop {
+                let mut command = std::process::Command::new(&file);
+                match command.arg("0").stdout(std::process::Stdio::null()).spawn() {
+                    Err(error)
+                        if error.kind() == std::io::ErrorKind::ExecutableFileBusy
+                            && begun.elapsed().as_secs() < 20 => {}
+                    started => break started.expect("started"),
+                }
+            };
             let pid = nix::unistd::Pid::from_raw(i32::try_from(child.id()).expect("a pid"));
             // Ready once the handler is there: SIGTERM is bit 14 of the caught signals.
             let caught = |status: &str| {

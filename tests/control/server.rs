@@ -165,7 +165,7 @@ impl Server {
 }
 
 pub async fn next(lines: &mut mpsc::Receiver<Line>) -> Value {
-    let line = tokio::time::timeout(Duration::from_secs(5), lines.recv())
+    let line = tokio::time::timeout(Duration::from_secs(30), lines.recv())
         .await
         .expect("an event in time")
         .expect("the watch goes on")

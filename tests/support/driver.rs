@@ -30,6 +30,8 @@ struct State {
     context: HashMap<String, String>,
     secrets: HashMap<String, String>,
     outcome: Option<String>,
+    /// How many volumes it serves here, where that is not the first number any more.
+    most: Option<i64>,
 }
 
 #[derive(Clone)]
@@ -52,6 +54,8 @@ fn failed(error: impl std::fmt::Display) -> Status {
 }
 
 fn is_mounted(path: &Path) -> bool {
+    // The agent's directory may be named through a link.
+    let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.into());
     std::fs::read_to_string("/proc/self/mountinfo")
         .unwrap()
         .lines()
@@ -133,6 +137,11 @@ impl Driver {
     /// The outcome of its registration: empty for a success.
     pub fn outcome(&self) -> Option<String> {
         self.state.lock().unwrap().outcome.clone()
+    }
+
+    /// From now on it serves so many volumes here.
+    pub fn serve(&self, most: i64) {
+        self.state.lock().unwrap().most = Some(most);
     }
 
     /// From the next such call on, until it is called again with `false`, answers are lost.
@@ -270,7 +279,7 @@ impl Node for Driver {
         };
         Ok(Response::new(pb::NodeGetInfoResponse {
             node_id: "node-of-test".into(),
-            max_volumes_per_node: 7,
+            max_volumes_per_node: self.state.lock().unwrap().most.unwrap_or(7),
             accessible_topology: Some(topology),
         }))
     }

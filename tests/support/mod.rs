@@ -28,6 +28,8 @@ pub struct Cluster {
     pub config: Option<tempfile::NamedTempFile>,
     /// Everything is logged.
     pub verbose: bool,
+    /// The system's message bus, where it is another than this machine's.
+    pub bus: Option<String>,
 }
 
 pub fn holdfast() -> PathBuf {
@@ -73,6 +75,7 @@ impl Cluster {
             runtime,
             config: None,
             verbose: false,
+            bus: None,
         };
         cluster.up();
         cluster
@@ -80,6 +83,11 @@ impl Cluster {
 
     /// As [`Cluster::start`], with fields of a KubeletConfiguration.
     pub fn start_configured(name: &str, number: u16, fields: &str) -> Cluster {
+        Self::start_on_bus(name, number, fields, None)
+    }
+
+    /// As [`Cluster::start_configured`], with another message bus in the place of the system's.
+    pub fn start_on_bus(name: &str, number: u16, fields: &str, bus: Option<String>) -> Cluster {
         assert!(
             nix::unistd::geteuid().is_root(),
             "this test makes containers: run it as root"
@@ -92,6 +100,7 @@ impl Cluster {
             runtime: None,
             config: Some(config),
             verbose: false,
+            bus,
         };
         cluster.up();
         cluster
@@ -109,6 +118,7 @@ impl Cluster {
             runtime: None,
             config: None,
             verbose: true,
+            bus: None,
         };
         cluster.up();
         cluster
@@ -118,6 +128,9 @@ impl Cluster {
         let mut command = Command::new(holdfast());
         if self.verbose {
             command.env("HOLDFAST_LOG", "trace");
+        }
+        if let Some(bus) = &self.bus {
+            command.env("DBUS_SYSTEM_BUS_ADDRESS", bus);
         }
         if let Some(runtime) = &self.runtime {
             command.env(
@@ -207,6 +220,15 @@ impl Cluster {
         String::from_utf8(output.stdout).unwrap()
     }
 
+    /// A sample of the agent's metrics, by its name and labels.
+    pub fn metric(&self, sample: &str) -> Option<f64> {
+        let node = self.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+        let path = format!("/api/v1/nodes/{node}/proxy/metrics");
+        let page = self.kubectl(&["get", "--raw", &path]);
+        let mut values = page.lines().filter_map(|line| line.strip_prefix(sample));
+        values.find_map(|value| value.strip_prefix(' ')?.trim().parse().ok())
+    }
+
     /// Runs a command of `holdfast` that asks this cluster's agent, which must succeed.
     pub fn holdfast(&self, arguments: &[&str]) -> String {
         let output = Command::new(holdfast())
@@ -233,6 +255,18 @@ impl Cluster {
         serde_json::from_str(&self.kubectl(&["get", "pod", name, "-o", "json"])).unwrap()
     }
 
+    /// The only Node.
+    pub fn node(&self) -> Value {
+        let list: Value =
+            serde_json::from_str(&self.kubectl(&["get", "nodes", "-o", "json"])).unwrap();
+        list["items"][0].clone()
+    }
+
+    /// The name of the only Node.
+    pub fn node_name(&self) -> String {
+        self.node()["metadata"]["name"].as_str().unwrap().to_owned()
+    }
+
     /// The events about a pod: type, reason and message, a line each.
     pub fn events(&self, pod: &str) -> String {
         let lines = "jsonpath={range .items[*]}{.type} {.reason} {.message}{\"\\n\"}{end}";
@@ -247,7 +281,7 @@ impl Cluster {
     }
 
     /// Waits until a condition holds; on time-out shows what there is.
-    pub fn wait(&self, what: &str, condition: impl Fn() -> bool) {
+    pub fn wait(&self, what: &str, mut condition: impl FnMut() -> bool) {
         let deadline = Instant::now() + patience();
         while !condition() {
             assert!(
@@ -282,7 +316,6 @@ impl Cluster {
         };
         let all = |_: &str| true;
         list("pod directory", self.data().join("agent/pods"), &all);
-        list("secret", self.data().join("agent/memory"), &all);
         list("pod log", self.data().join("pods-logs"), &all);
         list("log link", self.data().join("containers"), &all);
         list(
@@ -300,14 +333,14 @@ impl Cluster {
             .unwrap()
             .lines()
         {
-            let point = line.split(' ').nth(4).unwrap_or_default();
-            // The tmpfs that all pods share stays while the agent's directory does; what is in it counts.
-            let shared = point == self.data().join("agent/memory").to_str().unwrap()
-                && self.run_dir().join("agent.pid").exists();
-            let ours = !shared && point.starts_with(self.data().to_str().unwrap())
-                || point.starts_with(self.run_dir().to_str().unwrap());
-            if ours {
-                found.push(format!("mount {point}"));
+            let point = std::path::Path::new(line.split(' ').nth(4).unwrap_or_default());
+            // The agent's root directory itself is made shared, where the machine's mounts are not.
+            if point == self.data().join("agent") {
+                continue;
+            }
+            // By whole names: a cluster beside this one can be called as this one and more.
+            if point.starts_with(self.data()) || point.starts_with(self.run_dir()) {
+                found.push(format!("mount {}", point.display()));
             }
         }
         for controller in std::fs::read_dir("/sys/fs/cgroup").unwrap().flatten() {
@@ -339,13 +372,40 @@ impl Cluster {
         found
     }
 
-    /// As [`Cluster::leftovers`], less what containerd knows nothing of: a call that the agent's death cuts off can
-    /// cost version 1.6 a shim.
+    /// Nothing is left of pods whose objects have gone. What the agent gives back it has given back before the object goes; what
+    /// containerd and the kernel end by themselves (shims, links, mounts of sandboxes) may take a moment longer.
+    #[track_caller]
+    pub fn assert_clean(&self) {
+        let run = format!("mount {}", self.run_dir().display());
+        let ends_by_itself = |left: &String| {
+            let kinds = ["shim ", "sandbox state ", "link ", &run];
+            kinds.iter().any(|kind| left.starts_with(kind))
+        };
+        let deadline = Instant::now() + patience();
+        loop {
+            let left = self.leftovers();
+            if left.is_empty() {
+                return;
+            }
+            assert!(
+                left.iter().all(ends_by_itself) && Instant::now() < deadline,
+                "there is left: {left:#?}"
+            );
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// As [`Cluster::leftovers`], less what is containerd's own and containerd knows nothing of: a call that the agent's death
+    /// cuts off, or a shim that is killed, can cost version 1.6 a shim, its directory and its mount.
     pub fn leftovers_known(&self) -> Vec<String> {
         let known = ctr(self, "k8s.io", &["containers", "ls", "-q"]);
+        let state = format!("mount {}", self.run_dir().join("containerd").display());
+        let is_containerds = |l: &String| {
+            l.starts_with("shim ") || l.starts_with("sandbox state ") || l.starts_with(&state)
+        };
         self.leftovers()
             .into_iter()
-            .filter(|l| !l.starts_with("shim ") || known.lines().any(|id| l.contains(id)))
+            .filter(|l| !is_containerds(l) || known.lines().any(|id| l.contains(id)))
             .collect()
     }
 

@@ -46,17 +46,25 @@ impl PodApi for World {
         }
         let phase = pod["status"]["phase"].as_str().unwrap().to_owned();
         let pod = pod.clone();
+        let earlier = earlier.unwrap();
+        let reason = earlier["status"]["reason"].as_str();
+        let ended_with_machine = matches!(reason, Some("Terminated" | "NodeShutdown"));
         let runtime_uid = state.runtime_uid(&uid);
         let live: Vec<String> = state
             .live(&runtime_uid)
             .iter()
             .map(|c| c.name.clone())
             .collect();
-        for broken in invariants::of_status(&earlier.unwrap(), &pod, &live, &state.probed) {
+        for broken in invariants::of_status(&earlier, &pod, &live, &state.probed) {
             state.deny(format!("{uid}: {broken}"));
         }
         let at = self.1.now();
         state.trace.push(format!("{at} status {uid} {phase}"));
+        // A static pod that ended with the machine starts anew.
+        let anew = pod["metadata"]["annotations"][pod::MIRROR].is_string() && ended_with_machine;
+        if anew {
+            state.final_phase.remove(&uid);
+        }
         let before = state.final_phase.get(&uid).cloned();
         if before.as_ref().is_some_and(|b| *b != phase) {
             state.deny(format!("{uid}: the final phase {before:?} became {phase}"));
@@ -160,12 +168,16 @@ impl PodApi for World {
         Ok(())
     }
 
+    async fn device_claim(&self, _: &str, _: &str) -> Result<ResourceClaim, ApiFailure> {
+        Err(ApiFailure::Other("no resource claims here".into()))
+    }
+
     async fn csi_driver(&self, _: &str) -> Result<Option<CSIDriver>, ApiFailure> {
         Ok(None)
     }
 
-    async fn attached(&self, _: &str) -> Result<Option<HashMap<String, String>>, ApiFailure> {
-        Ok(None)
+    async fn attachment(&self, _: &str) -> Result<Attachment, ApiFailure> {
+        Ok(Attachment::Awaited)
     }
 
     async fn trust_bundles(&self) -> Result<Vec<Arc<ClusterTrustBundle>>, ApiFailure> {

@@ -89,7 +89,7 @@ fn uid(pod: &Pod) -> String {
 
 #[async_trait]
 impl PodHost for World {
-    async fn ensure_cgroup(&self, pod: &Pod) -> Result<String, String> {
+    async fn ensure_cgroup(&self, pod: &Pod, _cpu_limit: bool) -> Result<String, String> {
         self.machine(|s| s.cgroups.insert(uid(pod))).await?;
         Ok("/kubepods".into())
     }
@@ -212,7 +212,7 @@ impl PodHost for World {
         self.machine(|_| ()).await
     }
 
-    async fn tear_down_volumes(&self, uid: &str) -> Result<(), String> {
+    async fn tear_down_volumes(&self, uid: &str, _: OnTakenAway<'_>) -> Result<(), String> {
         self.machine(|s| {
             if !s.live(uid).is_empty() {
                 s.deny(format!(
@@ -237,6 +237,8 @@ impl PodHost for World {
                 ));
             }
             s.dirs.remove(&uid(pod));
+            // Nothing of it is left: a static pod that starts anew counts from nought.
+            s.started.retain(|(of, ..)| *of != uid(pod));
         })
         .await
     }

@@ -6,8 +6,11 @@ mod invariants;
 mod machine;
 mod rest;
 mod runtime;
+mod shutdown;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+pub use shutdown::Logind;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -18,6 +21,7 @@ use holdfast::agent::{
 };
 use holdfast::config::{self, Overrides};
 use holdfast::core::image::gc::Filesystem;
+use holdfast::core::node::shutdown::Periods;
 use holdfast::core::pod;
 use holdfast::core::pod::cri_config::label;
 use holdfast::core::pod::explain::Fetching;
@@ -30,10 +34,12 @@ use holdfast::cri::{
     Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind,
     RuntimeStatus, Stock,
 };
-use holdfast::host::{Log, PodHost, SubPath};
+use holdfast::host::{Log, OnTakenAway, PodHost, SubPath};
 use holdfast::kubeapi::cache::{Cache, Writer};
 use holdfast::kubeapi::objects::{Following, OnChange};
-use holdfast::kubeapi::pods::{ApiFailure, Binding, CertificateFor, PodApi, Token, TokenFor};
+use holdfast::kubeapi::pods::{
+    ApiFailure, Attachment, Binding, CertificateFor, PodApi, Token, TokenFor,
+};
 use holdfast::probes::{Dialer, HttpError};
 use holdfast::sys::clock::Clock;
 use holdfast::sys::machine::Machine;
@@ -41,6 +47,7 @@ use holdfast_proto::cri as pb;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequest};
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Node, Pod, Secret, Service};
+use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
@@ -111,6 +118,8 @@ struct State {
     shown: BTreeMap<(String, String), String>,
     /// When requests and calls were made, by pod and kind, within the last minute.
     spent: BTreeMap<(String, &'static str), VecDeque<Instant>>,
+    /// Who announces shutdowns, and what they wait for.
+    logind: Option<(shutdown::Logind, Periods)>,
     /// The most of each kind within a minute.
     most: BTreeMap<&'static str, usize>,
 }
@@ -212,9 +221,13 @@ impl World {
         }
         let mut config = config::load(None, &Overrides::default(), "node").unwrap();
         config.kubeconfig = Some("simulated".into());
-        // Nothing of this machine is touched.
+        // Nothing of this machine is touched or looked at.
+        config.eviction.thresholds.clear();
+        config.enforcement.limits_pods = false;
         config.root_dir = "/nonexistent/holdfast-sim".into();
-        let (ledger, requests) = holdfast::agent::ledger::channel();
+        let (logind, periods) = self.state().logind.clone().unzip();
+        config.shutdown = periods.unwrap_or_default();
+        let (ledger, requests) = holdfast::agent::ledger::channel(Default::default());
         let (network, network_state) = watch::channel(Network::Ready);
         let api: Arc<dyn PodApi> = Arc::new(self.clone());
         let events = Events::start(Arc::clone(&api), "node", self.1, (0.0, 0.0));
@@ -235,12 +248,16 @@ impl World {
             resolver: watch::channel(Arc::default()).0,
             network: network_state,
             node: OwnNode::new("node", None),
+            pressures: watch::Sender::default(),
+            shutting_down: watch::Sender::default(),
             ledger,
             features: watch::channel(holdfast::cri::Features::default()).0,
             metrics: Arc::new(Metrics::default()),
             dialer: Arc::new(self.clone()),
             journals: Journals::default(),
             csi: holdfast::agent::Csi::new(&config.root_dir),
+            devices: holdfast::agent::DeviceManager::new(&config.root_dir, self.1.now()),
+            claims: holdfast::agent::ClaimManager::new(&config.root_dir).unwrap(),
             roster: watch::Sender::default(),
             started: self.1.now(),
             config,
@@ -257,6 +274,7 @@ impl World {
             pods: Some(pods),
             keeper: None,
             network,
+            announcer: logind.map(|logind| Arc::new(logind) as _),
             renewal: None,
         };
         let world = self.clone();

@@ -411,7 +411,9 @@ impl Runtime for World {
         .await
     }
 
-    async fn layers(&self) -> Result<BTreeMap<(String, String), u64>, RuntimeError> {
+    async fn layers(
+        &self,
+    ) -> Result<BTreeMap<(String, String), holdfast::cri::Layer>, RuntimeError> {
         Ok(BTreeMap::new())
     }
 

@@ -7,6 +7,14 @@ use serde_json::json;
 
 use super::world::World;
 
+fn wait(what: &str, done: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !done() {
+        assert!(Instant::now() < deadline, "not in time: {what}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
 struct Firewalld {
     world: World,
     children: Vec<Child>,
@@ -53,13 +61,15 @@ impl Firewalld {
                     .spawn()
                     .expect("it is installed (make test does that)"),
             );
-            std::thread::sleep(Duration::from_millis(300));
+            // The one needs the other from its start on.
+            let socket = firewalld.world.data.path().join("bus");
+            wait("the bus listens", || {
+                std::os::unix::net::UnixStream::connect(&socket).is_ok()
+            });
         }
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while !firewalld.command(&["--state"]).contains("running") {
-            assert!(Instant::now() < deadline, "firewalld has started");
-            std::thread::sleep(Duration::from_millis(200));
-        }
+        wait("firewalld has started", || {
+            firewalld.command(&["--state"]).trim() == "running"
+        });
         firewalld
     }
 

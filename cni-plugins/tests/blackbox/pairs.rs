@@ -236,6 +236,13 @@ fn dual_stack_layer_two_and_exhaustion() {
     layer_two.ok("bridge", "CHECK", &World::with_previous(&config, &result));
 }
 
+/// What waits for somebody takes a second and more every time; a busy machine may be slow now and then.
+fn fast_once<T>(act: impl Fn() -> (std::time::Duration, T)) -> T {
+    let mut tries = (0..5).map(|_| act());
+    let fast = tries.find(|(took, _)| took.as_millis() < 900);
+    fast.expect("it waits for nobody").1
+}
+
 #[test]
 fn ptp_leads_everything_over_a_line_to_the_host() {
     for version in versions("bridge") {
@@ -308,17 +315,15 @@ fn ptp_leads_everything_over_a_line_to_the_host() {
         );
     }
     // Both families, without waiting for anybody who might have the address too.
-    let world = World::new();
     let ranges = json!([[{"subnet": "10.198.3.0/24"}], [{"subnet": "fd00:198:3::/64"}]]);
-    let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "ranges": ranges, "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}]});
-    let config = world.config("1.1.0", json!({"type": "ptp", "ipam": ipam}));
-    let begun = std::time::Instant::now();
-    let result = world.ok("ptp", "ADD", &config);
-    assert!(
-        begun.elapsed() < std::time::Duration::from_millis(900),
-        "{:?}",
-        begun.elapsed()
-    );
+    let (world, config, result) = fast_once(|| {
+        let world = World::new();
+        let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "ranges": ranges, "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}]});
+        let config = world.config("1.1.0", json!({"type": "ptp", "ipam": ipam}));
+        let begun = std::time::Instant::now();
+        let result = world.ok("ptp", "ADD", &config);
+        (begun.elapsed(), (world, config, result))
+    });
     let routes = ip(&["-n", &world.container, "-6", "route"]);
     assert!(
         routes.contains("default via fd00:198:3::1")

@@ -1,27 +1,37 @@
 //! Removing images that nothing uses, when room is needed or they are too old (kubelet spec, 8.5).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+
+use super::Ages;
 use crate::agent::Context;
 use crate::agent::events::Kind;
+use crate::agent::pod::dead_containers;
+use crate::core::backoff::Doubling;
 use crate::core::image::canonical;
-use crate::core::image::gc::{Filesystem, Ledger, Present};
+use crate::core::image::gc::{Filesystem, Judged, Present};
+use crate::core::node::collection::{Fate, ImageFate, Removal, Report};
 use crate::core::pod;
 use crate::cri::Stock;
 
-/// How often it is looked.
-const PERIOD: Duration = Duration::from_secs(300);
+/// How often it is looked, and more rarely while there is nothing that could be removed.
+const PAUSES: Doubling = Doubling::new(Duration::from_secs(300), Duration::from_secs(1200));
 
 /// Runs until the process ends.
 pub async fn run(context: Arc<Context>) {
     let rules = &context.config.image_rules;
-    let (mut ledger, mut failures) = (Ledger::default(), 0_u32);
+    let (mut failures, mut pauses) = (0_u32, PAUSES);
     loop {
         if rules.enabled() {
-            match pass(&context, &mut ledger).await {
-                Ok(()) => failures = 0,
+            match pass(&context).await {
+                Ok(()) => {
+                    failures = 0;
+                    pauses.reset();
+                }
                 Err(error) => {
                     failures += 1;
                     tracing::warn!(error, failures, "unused images could not all be removed");
@@ -37,26 +47,32 @@ pub async fn run(context: Arc<Context>) {
                 }
             }
         }
-        tokio::time::sleep(PERIOD).await;
+        let pause = match failures {
+            0 => PAUSES.after(1),
+            _ => pauses.pause(),
+        };
+        tokio::time::sleep(pause).await;
     }
 }
 
-/// The names of the images that pods of this node want, volumes included: in use, also while they are
-/// between two containers.
-async fn wanted(context: &Context) -> BTreeSet<String> {
+/// The names of the images that a pod wants, those of its volumes included: in use, also while they are between two
+/// containers.
+fn images_of(pod: &Pod) -> impl Iterator<Item = String> {
+    let containers = pod::containers(pod)
+        .into_iter()
+        .filter_map(|(_, c)| c.image.clone());
+    let volumes = pod::spec(pod)
+        .volumes
+        .iter()
+        .flatten()
+        .filter_map(|v| v.image.as_ref()?.reference.clone());
+    let names: Vec<String> = containers.chain(volumes).collect();
+    names.into_iter().filter_map(|name| canonical(&name))
+}
+
+async fn wanted_by_pods(context: &Context) -> BTreeSet<String> {
     let pods = context.ledger.pods().await;
-    let images = pods.iter().flat_map(|pod| {
-        let containers = pod::containers(pod)
-            .into_iter()
-            .filter_map(|(_, c)| c.image.clone());
-        let volumes = pod::spec(pod)
-            .volumes
-            .iter()
-            .flatten()
-            .filter_map(|v| v.image.as_ref()?.reference.clone());
-        containers.chain(volumes).collect::<Vec<_>>()
-    });
-    images.filter_map(|name| canonical(&name)).collect()
+    pods.iter().flat_map(|pod| images_of(pod)).collect()
 }
 
 fn present(stock: &Stock, wanted: &BTreeSet<String>) -> Vec<Present> {
@@ -73,15 +89,145 @@ fn present(stock: &Stock, wanted: &BTreeSet<String>) -> Vec<Present> {
     stock.images.iter().map(of).collect()
 }
 
-async fn pass(context: &Context, ledger: &mut Ledger) -> Result<(), String> {
+/// What was seen of the images.
+struct Seen {
+    images: Vec<Present>,
+    /// The same as the runtime has it.
+    stock: Stock,
+    /// When.
+    at: Timestamp,
+}
+
+/// Looks at the images that there are, and notes which are used.
+async fn see(context: &Context, ages: &mut Ages) -> Result<Seen, String> {
     let stock = context
         .runtime
         .stock()
         .await
         .map_err(|e| format!("images cannot be listed: {e}"))?;
-    let images = present(&stock, &wanted(context).await);
-    let now = context.clock.now();
-    ledger.look(&images, now);
+    let images = present(&stock, &wanted_by_pods(context).await);
+    let at = context.clock.now();
+    ages.look(&images, at);
+    Ok(Seen { images, stock, at })
+}
+
+/// Removes unused images, those that were used least recently first, until at least `wanted` bytes are free; all of them if
+/// that is not enough. The answer is how many bytes they had.
+pub async fn make_room(context: &Context, wanted: u64) -> Result<u64, String> {
+    let mut ages = context.images.ages.lock().await;
+    let Seen { images, at, .. } = see(context, &mut ages).await?;
+    let (mut freed, mut failed) = (0, None);
+    for image in ages.unused(&images, context.config.image_rules.minimum_age, at) {
+        if freed >= wanted {
+            break;
+        }
+        match remove(
+            context,
+            &image.id,
+            image.size,
+            ("space", "the node is short of disk"),
+        )
+        .await
+        {
+            Ok(()) => freed += image.size,
+            Err(error) => failed = Some(error),
+        }
+    }
+    match failed {
+        Some(error) if freed == 0 => Err(error),
+        _ => Ok(freed),
+    }
+}
+
+/// The pods that want each image, by its name.
+async fn users(context: &Context) -> BTreeMap<String, Vec<String>> {
+    let mut users: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for pod in context.ledger.pods().await {
+        let (namespace, name) = (
+            pod.metadata.namespace.clone().unwrap_or_default(),
+            pod.metadata.name.clone().unwrap_or_default(),
+        );
+        for image in images_of(&pod) {
+            let pods = users.entry(image).or_default();
+            let pod = format!("pod {namespace}/{name}");
+            if !pods.contains(&pod) {
+                pods.push(pod);
+            }
+        }
+    }
+    users
+}
+
+/// What would be removed by the rules now, and what stays because of what.
+pub async fn report(context: &Context) -> Result<Report, String> {
+    let mut ages = context.images.ages.lock().await;
+    judge(context, &mut ages).await
+}
+
+/// Removes what [`report`] names; the answer is what it was.
+pub async fn collect(context: &Context) -> Result<Report, String> {
+    let mut ages = context.images.ages.lock().await;
+    let report = judge(context, &mut ages).await?;
+    for image in &report.images {
+        let reason = match image.fate {
+            Fate::Goes(Removal::Age) => "age",
+            Fate::Goes(_) => "space",
+            Fate::Stays(_) => continue,
+        };
+        let why = image.fate.to_string();
+        remove(context, &image.id, image.bytes, (reason, &why)).await?;
+    }
+    dead_containers::remove(context, &report.containers).await?;
+    Ok(report)
+}
+
+async fn judge(context: &Context, ages: &mut Ages) -> Result<Report, String> {
+    let Seen { images, stock, at } = see(context, ages).await?;
+    let disk: Filesystem = context.host.filesystem(&stock.mountpoint).await?;
+    let rules = &context.config.image_rules;
+    let plan = ages.plan(&images, rules, disk, context.started, at);
+    let users = users(context).await;
+    let names = |id: &str| {
+        let image = stock.images.iter().find(|i| i.id == *id);
+        image.map(|i| i.names.clone()).unwrap_or_default()
+    };
+    let by = |image: &Present| {
+        let pods = names(&image.id).into_iter();
+        let pods = pods.filter_map(|name| users.get(&name)).flatten().cloned();
+        match pods.collect::<BTreeSet<String>>() {
+            none if none.is_empty() => vec!["a container that has ended, or another's".to_owned()],
+            pods => pods.into_iter().collect(),
+        }
+    };
+    let judged = ages.fates(&images, &plan, rules.minimum_age, at, by);
+    let going = |judged: &&Judged| matches!(judged.fate, Fate::Goes(_));
+    Ok(Report {
+        node: context.config.node_name.clone(),
+        at,
+        filesystem: stock.mountpoint.display().to_string(),
+        capacity_bytes: disk.capacity,
+        available_bytes: disk.available,
+        high_percent: rules.high,
+        low_percent: rules.low,
+        wanted_bytes: plan.wanted,
+        frees_bytes: judged.iter().filter(going).map(|j| j.image.size).sum(),
+        images: judged
+            .into_iter()
+            .map(|judged| ImageFate {
+                names: names(&judged.image.id),
+                id: judged.image.id,
+                bytes: judged.image.size,
+                last_used: judged.last_used,
+                fate: judged.fate,
+            })
+            .collect(),
+        containers: dead_containers::look(context, false).await?,
+    })
+}
+
+async fn pass(context: &Context) -> Result<(), String> {
+    let mut ages = context.images.ages.lock().await;
+    let Seen { images, stock, at } = see(context, &mut ages).await?;
     let disk: Filesystem = context.host.filesystem(&stock.mountpoint).await?;
     if disk.capacity == 0 {
         let message = "invalid capacity 0 on image filesystem".to_owned();
@@ -93,18 +239,19 @@ async fn pass(context: &Context, ledger: &mut Ledger) -> Result<(), String> {
         );
         return Err(message);
     }
-    let plan = ledger.plan(
+    let plan = ages.plan(
         &images,
         &context.config.image_rules,
         disk,
         context.started,
-        now,
+        at,
     );
     let mut failed = None;
     for image in &plan.aged {
         if let Err(error) = remove(
             context,
-            image,
+            &image.id,
+            image.size,
             ("age", "unused for longer than imageMaximumGCAge"),
         )
         .await
@@ -119,7 +266,8 @@ async fn pass(context: &Context, ledger: &mut Ledger) -> Result<(), String> {
         }
         match remove(
             context,
-            image,
+            &image.id,
+            image.size,
             ("space", "disk usage is above imageGCHighThresholdPercent"),
         )
         .await
@@ -147,21 +295,13 @@ async fn pass(context: &Context, ledger: &mut Ledger) -> Result<(), String> {
 
 async fn remove(
     context: &Context,
-    image: &Present,
+    id: &str,
+    bytes: u64,
     (reason, why): (&str, &str),
 ) -> Result<(), String> {
-    let result = context
-        .runtime
-        .remove_image(&image.id)
-        .await
-        .map_err(|e| format!("image {} cannot be removed: {e}", image.id));
-    if result.is_ok() {
-        context.metrics.collected(reason);
-        tracing::info!(
-            image = image.id,
-            bytes = image.size,
-            "removed unused image: {why}"
-        );
-    }
-    result
+    let removed = context.runtime.remove_image(id).await;
+    removed.map_err(|e| format!("image {id} cannot be removed: {e}"))?;
+    context.metrics.collected(reason);
+    tracing::info!(image = id, bytes, "removed an image: {why}");
+    Ok(())
 }

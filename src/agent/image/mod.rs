@@ -23,6 +23,7 @@ use crate::config::Config;
 use crate::core::backoff::PullBackoff;
 use crate::core::bucket::Bucket;
 use crate::core::digest;
+use crate::core::image::gc::Ledger as Ages;
 use crate::core::image::keyring::{self, Entry};
 use crate::core::image::pulled::{self, By, BySecret, Policy};
 use crate::core::image::with_default_tag;
@@ -66,6 +67,8 @@ pub struct Images {
     node_keys: Vec<PathBuf>,
     records: Option<Records>,
     policy: Policy,
+    /// Since when images are known. Who holds it looks at what may be removed, and removes it.
+    ages: tokio::sync::Mutex<Ages>,
 }
 
 impl Images {
@@ -81,6 +84,7 @@ impl Images {
             node_keys: vec![],
             records: None,
             policy: Policy::default(),
+            ages: tokio::sync::Mutex::default(),
         }
     }
 

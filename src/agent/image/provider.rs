@@ -337,12 +337,21 @@ mod tests {
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("mode");
             path
         };
+        // While a program that another test starts has not been executed it holds the file open for writing, too: until then
+        // nobody can execute it.
+        let executed = |path: &Path| {
+            let begun = std::time::Instant::now();
+            let mut probe = std::process::Command::new(path);
+            probe.stdin(std::process::Stdio::null());
+            while probe.output().is_err() && begun.elapsed().as_secs() < 20 {}
+        };
         let count = dir.path().join("count");
         let script = format!(
             "#!/bin/sh\necho asked >> {}\ngrep -q reg.example/x || exit 1\necho '{{\"apiVersion\": \"{REQUEST}\", \"cacheKeyType\": \"Registry\", \"cacheDuration\": \"1m\", \"auth\": {{\"reg.example\": {{\"username\": \"'$1'\", \"password\": \"'$PASS'\"}}}}}}'\n",
             count.display()
         );
-        write("plugin", &script);
+        executed(&write("plugin", &script));
+        let _ = std::fs::remove_file(&count);
         let definition = |more: &str| {
             format!(
                 "apiVersion: kubelet.config.k8s.io/v1\nkind: CredentialProviderConfig\nproviders:\n- name: plugin\n  apiVersion: {REQUEST}\n  matchImages: ['*.example']\n  args: [me]\n  env: [{{name: PASS, value: word}}]\n{more}"

@@ -7,13 +7,17 @@ use futures::StreamExt as _;
 use futures::stream::BoxStream;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::Node;
-use k8s_openapi::api::storage::v1::{CSINode, CSINodeDriver};
-use kube::api::{Patch, PatchParams, PostParams};
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use k8s_openapi::api::storage::v1::CSINode;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::runtime::watcher::watch_object;
 use kube::{Api, Client, ResourceExt as _};
 use serde_json::{Value, json};
 
 use crate::core::time::shown;
+use crate::core::volume::csi::Drivers;
+use crate::core::volume::migrated;
 use crate::kubeapi::client::{chain, code};
 use crate::kubeapi::pods::ApiFailure;
 
@@ -55,14 +59,13 @@ pub trait NodeApi: Send + Sync + 'static {
     async fn patch(&self, name: &str, patch: &Value) -> Result<Node, ApiFailure>;
     /// Patches its status (strategic merge).
     async fn patch_status(&self, name: &str, patch: &Value) -> Result<Node, ApiFailure>;
-    /// Makes the node's CSINode say which drivers there are.
-    async fn report_drivers(
-        &self,
-        node: &Node,
-        drivers: &[CSINodeDriver],
-    ) -> Result<(), ApiFailure>;
+    /// Makes the node's CSINode say which drivers there are, and which kinds of volumes are left to drivers. One of
+    /// another node of the same name is replaced.
+    async fn report_drivers(&self, node: &Node, drivers: &Drivers) -> Result<(), ApiFailure>;
     /// Creates or renews its lease.
     async fn renew(&self, lease: &Lease) -> Result<(), ApiFailure>;
+    /// Deletes the ResourceSlices of the node, of one driver or of all.
+    async fn delete_slices(&self, node: &str, driver: Option<&str>) -> Result<(), ApiFailure>;
 }
 
 /// The node's side of the API over kube.
@@ -102,26 +105,55 @@ impl NodeApi for KubeNodes {
             .await?)
     }
 
-    async fn report_drivers(
-        &self,
-        node: &Node,
-        drivers: &[CSINodeDriver],
-    ) -> Result<(), ApiFailure> {
+    async fn report_drivers(&self, node: &Node, drivers: &Drivers) -> Result<(), ApiFailure> {
         let api: Api<CSINode> = Api::all(self.0.clone());
         let name = node.name_any();
-        let Some(mut known) = api.get_opt(&name).await? else {
+        let migrated = migrated::PLUGINS.join(",");
+        let mut found = api.get_opt(&name).await?;
+        let is_owner = |o: &OwnerReference| {
+            o.kind == "Node" && o.name == name && Some(&o.uid) == node.metadata.uid.as_ref()
+        };
+        if let Some(other) = found.take_if(|n| !n.owner_references().iter().any(is_owner)) {
+            let other = Preconditions {
+                uid: other.uid(),
+                ..Preconditions::default()
+            };
+            api.delete(&name, &DeleteParams::default().preconditions(other))
+                .await?;
+        }
+        let Some(mut known) = found else {
             let owner =
                 json!({"apiVersion": "v1", "kind": "Node", "name": name, "uid": node.uid()});
-            let fresh = json!({"metadata": {"name": name, "ownerReferences": [owner]}, "spec": {"drivers": drivers}});
+            let metadata = json!({"name": name, "ownerReferences": [owner], "annotations": {migrated::ANNOTATION: migrated}});
+            let fresh = json!({"metadata": metadata, "spec": {"drivers": drivers.merged(&[])}});
             let fresh: CSINode =
                 serde_json::from_value(fresh).map_err(|e| ApiFailure::Other(e.to_string()))?;
             api.create(&PostParams::default(), &fresh).await?;
             return Ok(());
         };
-        if known.spec.drivers != drivers {
-            known.spec.drivers = drivers.to_vec();
+        let wanted = drivers.merged(&known.spec.drivers);
+        let annotated = known.annotations().get(migrated::ANNOTATION) == Some(&migrated);
+        if known.spec.drivers != wanted || !annotated {
+            known.spec.drivers = wanted;
+            known
+                .annotations_mut()
+                .insert(migrated::ANNOTATION.into(), migrated);
             api.replace(&name, &PostParams::default(), &known).await?;
         }
+        Ok(())
+    }
+
+    async fn delete_slices(&self, node: &str, driver: Option<&str>) -> Result<(), ApiFailure> {
+        let fields = match driver {
+            Some(driver) => format!("spec.driver={driver},spec.nodeName={node}"),
+            None => format!("spec.nodeName={node}"),
+        };
+        Api::<ResourceSlice>::all(self.0.clone())
+            .delete_collection(
+                &DeleteParams::default(),
+                &ListParams::default().fields(&fields),
+            )
+            .await?;
         Ok(())
     }
 

@@ -1,18 +1,26 @@
-//! The actor that owns what the node's pods share: admission, preemption, eviction, room to grow, and
-//! claims of one pod alone. It decides with [`Ledger`] and tells workers through their inboxes; whoever
-//! waits for room is answered when there is some.
+//! The actor that owns what the node's pods share: admission, preemption, eviction, the end with the machine, room to grow,
+//! claims of one pod alone, and resources of a pod's own. It decides with [`Ledger`] and [`Managers`] and tells workers
+//! through their inboxes; whoever waits for room is answered when there is some.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 use k8s_openapi::api::core::v1::Pod;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
+use super::{devices, manager_metrics};
 use crate::agent::Context;
 use crate::agent::pod::inbox::Inbox;
 use crate::core::node::admit::{Here, Refusal};
+use crate::core::node::devices::{Devices, Slot};
+use crate::core::node::eviction::Pressures;
 use crate::core::node::ledger::{Decision, Eviction, Ledger};
+use crate::core::node::managers::Managers;
 use crate::core::pod;
+use crate::core::pod::pinning::Pinning;
+use crate::core::pod::resources::Amounts;
+use crate::core::pod::status::Verdict;
 use crate::core::pod::worker::Input;
 
 /// How many requests may wait for the actor.
@@ -36,34 +44,56 @@ enum Request {
         reply: oneshot::Sender<bool>,
     },
     Evict {
+        eviction: Eviction,
+        reply: oneshot::Sender<bool>,
+    },
+    End {
         uid: String,
-        signal: String,
-        message: String,
+        verdict: Verdict,
+        reply: oneshot::Sender<bool>,
     },
     Release(String),
     Pods(oneshot::Sender<Vec<Arc<Pod>>>),
-    DriversChanged,
+    Managers(oneshot::Sender<Managers>),
+    VolumesRetried,
 }
 
 /// How to reach the actor; clones reach the same one.
 #[derive(Clone)]
-pub struct LedgerHandle(mpsc::Sender<Request>);
+pub struct LedgerHandle {
+    requests: mpsc::Sender<Request>,
+    pinning: watch::Receiver<Arc<Pinning>>,
+}
 
 /// The receiving end, for [`run`].
-pub struct Requests(mpsc::Receiver<Request>);
+pub struct Requests {
+    queue: mpsc::Receiver<Request>,
+    managers: Managers,
+    pinning: watch::Sender<Arc<Pinning>>,
+}
 
-/// A handle and what [`run`] needs to answer it.
+/// A handle and what [`run`] needs to answer it. `managers` give pods resources of their own.
 #[must_use]
-pub fn channel() -> (LedgerHandle, Requests) {
-    let (sender, receiver) = mpsc::channel(QUEUE);
-    (LedgerHandle(sender), Requests(receiver))
+pub fn channel(managers: Managers) -> (LedgerHandle, Requests) {
+    let (sender, queue) = mpsc::channel(QUEUE);
+    let (pinning, pinned) = watch::channel(Arc::new(managers.pinning()));
+    let handle = LedgerHandle {
+        requests: sender,
+        pinning: pinned,
+    };
+    let requests = Requests {
+        queue,
+        managers,
+        pinning,
+    };
+    (handle, requests)
 }
 
 impl LedgerHandle {
     /// Sends a request. The actor lives as long as the process: where it is gone, so are the callers.
     async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> T {
         let (reply, answer) = oneshot::channel();
-        if self.0.send(request(reply)).await.is_ok()
+        if self.requests.send(request(reply)).await.is_ok()
             && let Ok(answer) = answer.await
         {
             return answer;
@@ -72,7 +102,7 @@ impl LedgerHandle {
     }
 
     async fn tell(&self, request: Request) {
-        if self.0.send(request).await.is_err() {
+        if self.requests.send(request).await.is_err() {
             tracing::debug!("the ledger of pods has ended with the process");
         }
     }
@@ -104,15 +134,20 @@ impl LedgerHandle {
         .await
     }
 
-    /// Ends a pod that uses more of `signal` than it may.
-    pub async fn evict(&self, uid: &str, signal: &str, message: String) {
-        let (uid, signal) = (uid.to_owned(), signal.to_owned());
-        self.tell(Request::Evict {
+    /// Tells a pod to end. Whether it is here and has not been told before.
+    pub async fn evict(&self, eviction: Eviction) -> bool {
+        self.ask(|reply| Request::Evict { eviction, reply }).await
+    }
+
+    /// Tells a pod to end because the machine is being shut down, whatever it was told before. Whether it is here.
+    pub async fn end(&self, uid: &str, verdict: Verdict) -> bool {
+        let uid = uid.to_owned();
+        self.ask(|reply| Request::End {
             uid,
-            signal,
-            message,
+            verdict,
+            reply,
         })
-        .await;
+        .await
     }
 
     /// The pod holds nothing any more.
@@ -125,9 +160,25 @@ impl LedgerHandle {
         self.ask(Request::Pods).await
     }
 
+    /// What containers have of processors and memory for themselves, as it is now.
+    pub async fn managers(&self) -> Managers {
+        self.ask(Request::Managers).await
+    }
+
+    /// Which processors and memory containers are bound to, as it changes.
+    #[must_use]
+    pub fn pinning(&self) -> watch::Receiver<Arc<Pinning>> {
+        self.pinning.clone()
+    }
+
     /// A storage driver has come or gone.
     pub async fn drivers_changed(&self) {
-        self.tell(Request::DriversChanged).await;
+        self.tell(Request::VolumesRetried).await;
+    }
+
+    /// Volumes that one pod alone may have were given back by one that is gone.
+    pub async fn volumes_freed(&self) {
+        self.tell(Request::VolumesRetried).await;
     }
 }
 
@@ -143,6 +194,10 @@ struct Actor {
     ledger: Ledger,
     inboxes: BTreeMap<String, Inbox>,
     waiting: Vec<Waiting>,
+    managers: Managers,
+    pinning: watch::Sender<Arc<Pinning>>,
+    /// Whether what the managers have given is not in their checkpoints yet.
+    unsaved: bool,
 }
 
 /// Answers requests until the process ends.
@@ -152,9 +207,14 @@ pub async fn run(context: Arc<Context>, mut requests: Requests) {
         ledger: Ledger::default(),
         inboxes: BTreeMap::new(),
         waiting: vec![],
+        managers: requests.managers,
+        pinning: requests.pinning,
+        unsaved: false,
     };
-    while let Some(request) = requests.0.recv().await {
+    manager_metrics::begin(&actor.context.metrics, &actor.managers);
+    while let Some(request) = requests.queue.recv().await {
         actor.answer(request);
+        actor.save().await;
     }
 }
 
@@ -163,8 +223,7 @@ impl Actor {
         match request {
             Request::Admit { pod, inbox, reply } => self.admit(Waiting { pod, inbox, reply }),
             Request::Grow { pod, reply } => {
-                let context = Arc::clone(&self.context);
-                let result = with_resources(&context, |here| self.ledger.grow(&pod, here));
+                let result = self.grow(&pod);
                 answered(reply.send(result));
             }
             Request::HoldAlone {
@@ -173,57 +232,142 @@ impl Actor {
                 claim,
                 reply,
             } => answered(reply.send(self.ledger.hold_alone(&uid, &namespace, &claim))),
-            Request::Evict {
-                uid,
-                signal,
-                message,
-            } => {
-                if let Some(eviction) = self.ledger.evict(&uid, &signal, message) {
-                    self.context.metrics.evicted(&signal);
-                    self.tell(eviction);
+            Request::Evict { eviction, reply } => {
+                let told = self.ledger.evict(&eviction.uid);
+                if told {
+                    self.context.metrics.evicted(&eviction.signal);
+                    self.tell(&eviction.uid, eviction.verdict);
                 }
+                answered(reply.send(told));
+            }
+            Request::End {
+                uid,
+                verdict,
+                reply,
+            } => {
+                let told = self.ledger.end(&uid);
+                if told {
+                    self.tell(&uid, verdict);
+                }
+                answered(reply.send(told));
             }
             Request::Release(uid) => self.release(&uid),
             Request::Pods(reply) => answered(reply.send(self.ledger.pods())),
-            Request::DriversChanged => {
-                for inbox in self.inboxes.values() {
-                    inbox.send(Input::DriversChanged);
-                }
-            }
+            Request::Managers(reply) => answered(reply.send(self.managers.clone())),
+            Request::VolumesRetried => self.retry_volumes(),
         }
     }
 
     fn admit(&mut self, waiting: Waiting) {
         let uid = pod::uid(&waiting.pod).to_owned();
         let context = Arc::clone(&self.context);
-        match with_node(&context, |here| self.ledger.admit(&waiting.pod, here)) {
-            Decision::Admitted => {
-                self.inboxes.insert(uid, waiting.inbox);
-                answered(waiting.reply.send(Ok(())));
+        match with_node(&context, &uid, |here| self.ledger.admit(&waiting.pod, here)) {
+            Decision::Admitted => match self.give(&waiting.pod) {
+                Ok(slots) => {
+                    self.inboxes.insert(uid, waiting.inbox);
+                    self.publish();
+                    if slots.is_empty() {
+                        answered(waiting.reply.send(Ok(())));
+                    } else {
+                        devices::allocate(&context, waiting.pod, slots, waiting.reply);
+                    }
+                }
+                Err(refusal) => {
+                    self.release(&uid);
+                    answered(waiting.reply.send(Err(refusal)));
+                }
+            },
+            Decision::Refused(refusal) => {
+                let look = |devices: &Devices| devices.in_words(&waiting.pod, refusal);
+                answered(waiting.reply.send(Err(context.devices.look(look))));
             }
-            Decision::Refused(refusal) => answered(waiting.reply.send(Err(refusal))),
             Decision::AwaitingPreemption(evictions) => {
                 for eviction in evictions {
                     self.context.metrics.preempted(&eviction.signal);
-                    self.tell(eviction);
+                    self.tell(&eviction.uid, eviction.verdict);
                 }
                 self.waiting.push(waiting);
             }
         }
     }
 
-    fn tell(&self, eviction: Eviction) {
-        if let Some(inbox) = self.inboxes.get(&eviction.uid) {
-            inbox.send(Input::Evicted(eviction.verdict));
+    /// Gives an admitted pod resources of its own, all that it asks for or nothing; the answer is for what devices
+    /// plugins are still to be asked.
+    fn give(&mut self, pod: &Pod) -> Result<Vec<Slot>, Refusal> {
+        let (context, managers) = (&self.context, &mut self.managers);
+        let begun = Instant::now();
+        let decide = |devices: &mut Devices| managers.admit(pod, devices);
+        let admission = context.devices.decide(decide);
+        manager_metrics::admitted(&context.metrics, &admission.counts, begun.elapsed());
+        admission.result
+    }
+
+    fn grow(&mut self, pod: &Pod) -> Result<(), Refusal> {
+        if let Some(now) = self.ledger.pod(pod::uid(pod)) {
+            self.managers.resize(&now, pod)?;
+        }
+        let context = Arc::clone(&self.context);
+        with_resources(&context, pod::uid(pod), |here| self.ledger.grow(pod, here))
+    }
+
+    /// Tells what is bound to what, if that has changed. Before a pod is told that it is admitted.
+    fn publish(&mut self) {
+        let now = self.managers.pinning();
+        self.unsaved |= self.pinning.send_if_modified(|pinning| {
+            let changed = **pinning != now;
+            if changed {
+                *pinning = Arc::new(now);
+            }
+            changed
+        });
+    }
+
+    /// Writes what the managers have given. What cannot be written is tried again after the next request.
+    async fn save(&mut self) {
+        if !self.unsaved {
+            return;
+        }
+        let (root, checkpoints) = (
+            self.context.config.root_dir.clone(),
+            self.managers.checkpoints(),
+        );
+        let write = move || super::managers::save(&root, &checkpoints);
+        match tokio::task::spawn_blocking(write).await {
+            Ok(Ok(())) => self.unsaved = false,
+            Ok(Err(error)) => tracing::error!(
+                error = format!("{error:#}"),
+                "who has which processors and which memory is not written down: after a restart it may be given anew"
+            ),
+            Err(error) => tracing::error!(%error, "the checkpoints were not written"),
+        }
+    }
+
+    fn tell(&self, uid: &str, verdict: Verdict) {
+        if let Some(inbox) = self.inboxes.get(uid) {
+            inbox.send(Input::Evicted(verdict));
+        }
+    }
+
+    /// What volumes wait for may be there: those that failed are tried again.
+    fn retry_volumes(&self) {
+        for inbox in self.inboxes.values() {
+            inbox.send(Input::DriversChanged);
         }
     }
 
     fn release(&mut self, uid: &str) {
         self.inboxes.remove(uid);
+        let held_alone = self.ledger.holds_alone(uid);
+        self.context.devices.release(uid);
+        self.managers.release(uid);
+        self.publish();
         for waits in self.ledger.release(uid) {
             if let Some(inbox) = self.inboxes.get(&waits) {
                 inbox.send(Input::RoomFreed);
             }
+        }
+        if held_alone {
+            self.retry_volumes();
         }
         // A pod that was deleted while it waited does not wait any more.
         self.waiting.retain(|waiting| !waiting.reply.is_closed());
@@ -234,14 +378,21 @@ impl Actor {
 }
 
 /// An answer that nobody waits for any more is dropped.
-fn answered<T>(result: Result<(), T>) {
+pub(super) fn answered<T>(result: Result<(), T>) {
     if result.is_err() {
         tracing::debug!("the worker that asked has turned to something else");
     }
 }
 
-fn with_node<T>(context: &Context, decide: impl FnOnce(&Here<'_>) -> T) -> T {
-    let (node, allocatable) = (context.node.borrow().clone(), context.allocatable());
+/// What pods may use, and what is advertised of devices; `uid` is the pod that asks.
+fn allocatable(context: &Context, uid: &str) -> Amounts {
+    let mut amounts = context.allocatable();
+    amounts.extend(context.devices.look(|d| d.allocatable_for(uid)));
+    amounts
+}
+
+fn with_node<T>(context: &Context, uid: &str, decide: impl FnOnce(&Here<'_>) -> T) -> T {
+    let (node, allocatable) = (context.node.borrow().clone(), allocatable(context, uid));
     decide(&Here {
         allocatable: &allocatable,
         node: node.as_deref(),
@@ -249,12 +400,14 @@ fn with_node<T>(context: &Context, decide: impl FnOnce(&Here<'_>) -> T) -> T {
         kernel: &context.machine.kernel,
         apparmor: context.machine.apparmor,
         strict_groups: context.features.borrow().strict_groups,
+        pressures: &context.pressures.borrow(),
+        shutting_down: *context.shutting_down.borrow(),
     })
 }
 
 /// For decisions about resources alone.
-fn with_resources<T>(context: &Context, decide: impl FnOnce(&Here<'_>) -> T) -> T {
-    let allocatable = context.allocatable();
+fn with_resources<T>(context: &Context, uid: &str, decide: impl FnOnce(&Here<'_>) -> T) -> T {
+    let allocatable = allocatable(context, uid);
     decide(&Here {
         allocatable: &allocatable,
         node: None,
@@ -262,5 +415,7 @@ fn with_resources<T>(context: &Context, decide: impl FnOnce(&Here<'_>) -> T) -> 
         kernel: "",
         apparmor: true,
         strict_groups: true,
+        pressures: &Pressures::new(),
+        shutting_down: false,
     })
 }

@@ -15,27 +15,39 @@ const KERNEL: [(&str, i64); 6] = [
     ("kernel/keys/root_maxbytes", 25_000_000),
 ];
 
-/// Refuses a machine that the configuration does not allow, and sets this process's own limits.
-pub fn prepare(config: &Config) -> anyhow::Result<()> {
+/// Why this machine is refused, as sentences with their remedies; none where it is not.
+#[must_use]
+pub fn refusals(config: &Config) -> Vec<String> {
+    let mut refusals = vec![];
     if !beneath::is_supported() {
-        bail!(
+        refusals.push(format!(
             "this kernel ({}) does not have openat2, with which files below pods' directories are opened safely: use Linux 5.6 or newer",
             machine::kernel()
-        );
+        ));
     }
     if config.refuses_cgroup_v1 && !crate::sys::cgroup::is_v2() {
-        bail!(
-            "failCgroupV1 is true and this machine has cgroup v1: boot it with cgroup v2, or set failCgroupV1: false"
+        refusals.push(
+            "failCgroupV1 is true and this machine has cgroup v1: boot it with cgroup v2, or set failCgroupV1: false".into(),
         );
     }
-    if config.refuses_swap && !machine::swaps().is_empty() {
-        bail!(
+    let swaps = machine::swaps();
+    if config.refuses_swap && !swaps.is_empty() {
+        refusals.push(format!(
             "this machine swaps ({}) and failSwapOn is true: run swapoff -a, or set failSwapOn: false (--fail-swap-on=false)",
-            machine::swaps().join(", ")
-        );
+            swaps.join(", ")
+        ));
     }
     if config.protects_kernel {
-        protect()?;
+        refusals.extend(unprotected());
+    }
+    refusals
+}
+
+/// Refuses a machine that the configuration does not allow, and sets this process's own limits.
+pub fn prepare(config: &Config) -> anyhow::Result<()> {
+    let refusals = refusals(config);
+    if !refusals.is_empty() {
+        bail!("{}", refusals.join("; "));
     }
     raise_open_files(config.max_open_files);
     if let Err(error) = process::set_oom_score_adj(config.oom_score_adj) {
@@ -44,7 +56,8 @@ pub fn prepare(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn protect() -> anyhow::Result<()> {
+/// Which of the kernel's settings are not as `protectKernelDefaults` insists on.
+fn unprotected() -> Option<String> {
     let wrong = KERNEL.iter().filter_map(|(name, wanted)| {
         let found = machine::sysctl(name);
         (found.parse() != Ok(*wanted)).then(|| {
@@ -53,13 +66,12 @@ fn protect() -> anyhow::Result<()> {
         })
     });
     let wrong: Vec<String> = wrong.collect();
-    if wrong.is_empty() {
-        return Ok(());
-    }
-    bail!(
-        "protectKernelDefaults is true and the kernel's settings differ: {}; set them with sysctl, or set protectKernelDefaults: false",
-        wrong.join("; ")
-    )
+    (!wrong.is_empty()).then(|| {
+        format!(
+            "protectKernelDefaults is true and the kernel's settings differ: {}; set them with sysctl, or set protectKernelDefaults: false",
+            wrong.join("; ")
+        )
+    })
 }
 
 /// As many open files as are wanted, or as many as can be had.
@@ -81,7 +93,7 @@ mod tests {
 
     #[test]
     fn kernel_settings_that_differ_are_named() {
-        let wrong = protect().err().map(|e| e.to_string()).unwrap_or_default();
+        let wrong = unprotected().unwrap_or_default();
         for (name, wanted) in KERNEL {
             let differs = machine::sysctl(name).parse() != Ok(wanted);
             assert_eq!(

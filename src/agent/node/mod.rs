@@ -8,23 +8,35 @@
 //! | `status::keep` | registers the node (`registration`) and patches its status |
 //! | `lease::keep` | renews the lease |
 //! | `own::follow` | watches the Node object |
-//! | `qos_tiers::keep` | gives the tiers of pods their share of the processors |
+//! | `cgroup_tree::keep` | gives the cgroups above pods, and those of the system, their values |
 //!
-//! Beside them `network::follow` reads the machine's addresses and its resolver configuration again.
+//! Beside them `pressure` watches over memory, disks and process ids, and evicts pods where they run short; `shutdown`
+//! ends them in their order with the machine; `devices::run` registers device plugins; `claims::run` gives back what pods have left of dynamic resources, and
+//! `slices::run` takes back what drivers that are gone have offered; `network::follow` reads the machine's addresses and its resolver configuration again, and
+//! `managers::keep` binds containers to the processors and the memory that they should use.
 //!
 //! What they tell each other is the newest value in a `watch` channel. Every request has a deadline.
 
 mod api;
+mod cgroup_tree;
+pub mod claim_metrics;
+pub mod claims;
 pub mod credentials;
+pub mod devices;
+pub mod firewall;
 mod lease;
 pub mod ledger;
 pub mod log_rotation;
 pub mod machine;
+pub mod manager_metrics;
+pub mod managers;
 pub mod network;
 mod own;
-mod qos_tiers;
+pub mod pressure;
 mod registration;
 mod runtime;
+pub mod shutdown;
+pub mod slices;
 pub mod standalone;
 mod status;
 
@@ -34,6 +46,8 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 pub use api::{KubeNodes, NodeApi, NodeChange};
+pub use claims::ClaimManager;
+pub use devices::DeviceManager;
 pub use own::OwnNode;
 
 use super::Context;
@@ -70,6 +84,7 @@ fn limits(config: &Config) -> Limits<'_> {
         pods_per_core: config.pods_per_core,
         ephemeral_storage: config.ephemeral_storage,
         reserved: &config.reserved,
+        thresholds: &config.eviction.thresholds,
     }
 }
 
@@ -101,6 +116,6 @@ pub async fn run(context: Arc<Context>, network: watch::Sender<Network>) {
         status::keep(&context, inputs),
         lease::keep(&context),
         own::follow(&context),
-        qos_tiers::keep(&context),
+        cgroup_tree::keep(&context),
     );
 }

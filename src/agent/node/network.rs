@@ -1,19 +1,15 @@
 //! What pods inherit of the machine's network: its addresses, where `--node-ip` names none, and its resolver
-//! configuration. Both may change, or come only after a boot, and are read again with every status of the node. And the
-//! chains of iptables that others look for.
+//! configuration. Both may change, or come only after a boot, and are read again with every status of the node.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use crate::agent::Context;
 use crate::config::Config;
 use crate::core::node::addresses::changed;
 use crate::core::pod::dns::{Resolver, check_host};
-use crate::host::{blocking, iptables};
+use crate::host::blocking;
 use crate::sys::{addresses, file};
 
-/// How often the chains of iptables are looked for.
-const CHAINS: Duration = Duration::from_secs(60);
 /// The largest resolver configuration that is read.
 const LIMIT: u64 = 64 << 10;
 
@@ -27,7 +23,7 @@ pub async fn addresses(config: &Config) -> Vec<String> {
 }
 
 /// Name resolution of pods, by the node's own (`resolvConf`). A file that cannot be read is an error.
-fn try_resolver(config: &Config, node_ips: &[String]) -> Result<Resolver, String> {
+pub fn try_resolver(config: &Config, node_ips: &[String]) -> Result<Resolver, String> {
     let own = if config.resolv_conf.is_empty() {
         // Nothing of the node's: its own address as the server, and the root alone to search.
         let is_ipv6 = node_ips.first().is_some_and(|ip| ip.contains(':'));
@@ -99,29 +95,6 @@ pub async fn follow(context: Arc<Context>) {
             Ok(_) => {}
             Err(error) => tracing::debug!(error, "the node's name resolution stays as it was"),
         }
-    }
-}
-
-/// Keeps the chains of iptables that others look for, until the process ends: a firewall that is loaded anew removes them.
-/// A machine without iptables has nobody who needs them.
-pub async fn keep_chains() {
-    let mut last = Ok(false);
-    loop {
-        let made = iptables::ensure().await;
-        match &made {
-            Ok(true) => {
-                tracing::info!("the iptables chains KUBE-IPTABLES-HINT and KUBE-FIREWALL were made")
-            }
-            Err(error) if last.as_ref().err() != Some(error) => {
-                tracing::info!(
-                    error,
-                    "the iptables chains for kube-proxy and network plugins cannot be made; it is tried every minute, unless makeIPTablesUtilChains is false"
-                );
-            }
-            Ok(false) | Err(_) => {}
-        }
-        last = made;
-        tokio::time::sleep(CHAINS).await;
     }
 }
 

@@ -113,7 +113,7 @@ impl OwnNode {
     }
 
     /// Waits until the object is there.
-    pub(super) async fn present(&self) -> Arc<Node> {
+    pub async fn present(&self) -> Arc<Node> {
         let (mut seen, mut deleted) = (self.seen.subscribe(), self.deleted.subscribe());
         loop {
             // The senders are our own: neither wait can fail.

@@ -1,16 +1,19 @@
 //! The API of an agent that has none: static pods only. What would be told to an API is dropped.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequest};
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
+use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::Value;
 
 use crate::kubeapi::objects::{Following, OnChange};
-use crate::kubeapi::pods::{ApiFailure, Binding, CertificateFor, PodApi, Token, TokenFor};
+use crate::kubeapi::pods::{
+    ApiFailure, Attachment, Binding, CertificateFor, PodApi, Token, TokenFor,
+};
 
 /// No API.
 pub struct NoApi;
@@ -55,12 +58,16 @@ impl PodApi for NoApi {
         none()
     }
 
+    async fn device_claim(&self, _: &str, _: &str) -> Result<ResourceClaim, ApiFailure> {
+        none()
+    }
+
     async fn csi_driver(&self, _: &str) -> Result<Option<CSIDriver>, ApiFailure> {
         Ok(None)
     }
 
-    async fn attached(&self, _: &str) -> Result<Option<HashMap<String, String>>, ApiFailure> {
-        Ok(None)
+    async fn attachment(&self, _: &str) -> Result<Attachment, ApiFailure> {
+        Ok(Attachment::Awaited)
     }
 
     async fn trust_bundles(&self) -> Result<Vec<Arc<ClusterTrustBundle>>, ApiFailure> {

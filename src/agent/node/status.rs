@@ -18,7 +18,8 @@ use crate::agent::{Context, Kind};
 use crate::core::backoff::Doubling;
 use crate::core::node::addresses::{self, addresses};
 use crate::core::node::capacity::{self, Extended};
-use crate::core::node::conditions::{conditions, is_ready, patch, report_after};
+use crate::core::node::conditions::{conditions, patch, report_after, transitions};
+use crate::core::node::shutdown;
 use crate::cri::{Features, Handler};
 use crate::kubeapi::pods::ApiFailure;
 
@@ -74,6 +75,15 @@ fn system_info(context: &Context, runtime: &str) -> NodeSystemInfo {
     }
 }
 
+/// Why the node is not ready, if it is not.
+fn problem(context: &Context, view: &RuntimeView) -> Option<String> {
+    let shutting_down = *context.shutting_down.borrow();
+    let known = shutting_down.then(|| shutdown::NOT_READY.to_owned());
+    known
+        .or_else(|| view.problem.clone())
+        .or_else(|| context.csi.problem())
+}
+
 /// The status as of now; `old` is what the Node object says.
 fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Extended) -> NodeStatus {
     let (config, view) = (&context.config, inputs.view.borrow().clone());
@@ -85,8 +95,11 @@ fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Exten
         reported: old.addresses.as_deref().unwrap_or_default(),
     });
     let machine = size(&context.machine);
-    let capacity = capacity::capacity(&machine, limits(config));
-    let allocatable = capacity::allocatable(&machine, limits(config));
+    let mut capacity = capacity::capacity(&machine, limits(config));
+    let mut allocatable = capacity::allocatable(&machine, limits(config));
+    let (devices, usable) = context.devices.amounts();
+    capacity.extend(devices);
+    allocatable.extend(usable);
     let in_use = context.csi.in_use();
     NodeStatus {
         addresses: own,
@@ -101,7 +114,8 @@ fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Exten
             extended,
         )),
         conditions: Some(conditions(
-            view.problem.as_deref(),
+            problem(context, &view).as_deref(),
+            &context.pressures.borrow(),
             old.conditions.as_deref().unwrap_or_default(),
             context.clock.now(),
         )),
@@ -177,14 +191,9 @@ impl Rounds<'_> {
         context.node.see(written);
         self.reported = Some(Instant::now());
         self.reports += 1;
-        if is_ready(&old) != is_ready(&new) {
-            let reason = if is_ready(&new) {
-                "NodeReady"
-            } else {
-                "NodeNotReady"
-            };
+        for reason in transitions(&old, &new) {
             let message = format!("Node {name} status is now: {reason}");
-            context.events.node(name, Kind::Normal, reason, message);
+            context.events.node(name, Kind::Normal, &reason, message);
         }
         Ok(())
     }
@@ -206,8 +215,8 @@ fn tell_start(context: &Context, before: &NodeStatus) {
     }
 }
 
-/// Registers the node and keeps its status: a round is due every `nodeStatusUpdateFrequency`, when the runtime's state
-/// or the machine's addresses change, and when a volume's use has to be told.
+/// Registers the node and keeps its status: a round is due every `nodeStatusUpdateFrequency`, when the runtime's state,
+/// the machine's addresses or what is short change, when the machine is shut down, and when a volume's use has to be told.
 pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
     let Some(api) = context.node.api() else {
         return std::future::pending().await;
@@ -224,7 +233,12 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
     tell_start(context, &before);
     let another = was_another_agents(&before);
     context.node.see(node);
+    // A node that was ready before does not lose it for the moment that its CSINode takes.
+    let _ = tokio::time::timeout(FIRST, context.csi.is_ready()).await;
     let (mut view, mut ips) = (inputs.view.clone(), context.node_ips.subscribe());
+    let mut pressures = context.pressures.subscribe();
+    let mut shutting_down = context.shutting_down.subscribe();
+    let mut devices = context.devices.changes();
     let mut rounds = Rounds {
         context,
         api: &*api,
@@ -243,6 +257,9 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
         let node = context.node.present().await;
         view.mark_unchanged();
         ips.mark_unchanged();
+        pressures.mark_unchanged();
+        shutting_down.mark_unchanged();
+        devices.mark_unchanged();
         let wait = match rounds.round(&node).await {
             Ok(()) => {
                 rounds.extended = Extended::Kept;
@@ -266,6 +283,9 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
             biased;
             Ok(()) = view.changed() => {}
             Ok(()) = ips.changed() => {}
+            Ok(()) = pressures.changed() => {}
+            Ok(()) = shutting_down.changed() => {}
+            Ok(()) = devices.changed() => {}
             // Pods wait for it to be said.
             () = context.csi.in_use_changed() => {}
             () = tokio::time::sleep(wait) => {}

@@ -203,6 +203,18 @@ impl Dispatcher {
                     worker.inbox.send(Input::Hint);
                 }
             }
+            Hint::Devices(uid) => {
+                if let Some(worker) = self.workers.get(&uid) {
+                    worker.inbox.send(Input::Devices(BTreeMap::new()));
+                }
+            }
+            Hint::StartAnew(uid) => {
+                // It leaves, and is wanted again when it has gone.
+                if let Some(worker) = self.workers.get_mut(&uid) {
+                    worker.update.removed = true;
+                    worker.inbox.send(Input::Update(worker.update.clone()));
+                }
+            }
             Hint::Listed(listed) if self.is_ready() => self.adopt_orphans(&listed),
             Hint::Listed(_) => {}
         }
@@ -352,7 +364,8 @@ impl Dispatcher {
         );
         let (finished, id) = (self.finished.clone(), uid.clone());
         let span = tracing::info_span!("pod", pod = full_name, uid);
-        let work = work.instrument(span);
+        // Boxed: a future that is moved into another one takes its place twice, for as long as the pod lives.
+        let work = Box::pin(work.instrument(span));
         tokio::spawn(async move {
             work.await;
             if finished.send(id).await.is_err() {

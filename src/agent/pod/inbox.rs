@@ -108,6 +108,7 @@ fn supersedes(new: &Input, old: &Input) -> bool {
         (Input::Hint, Input::Hint)
         | (Input::VolumesChanged, Input::VolumesChanged)
         | (Input::DriversChanged, Input::DriversChanged)
+        | (Input::Devices(_), Input::Devices(_))
         | (Input::RoomFreed, Input::RoomFreed)
         | (Input::Network(_), Input::Network(_))
         | (Input::Tick, Input::Tick) => true,

@@ -1,8 +1,12 @@
 //! The journals of all pods: written by workers as they go, read by whoever asks why.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::io::Write as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use flate2::Compression;
+use flate2::read::GzDecoder;
+use flate2::write::GzEncoder;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, PodStatus};
 use kube::ResourceExt as _;
@@ -19,12 +23,63 @@ use crate::sys::clock::Clock;
 
 /// How many pods that have gone are remembered.
 const GONE: usize = 64;
+/// How many of these are not compressed: an encoder costs more than the rest of a pod's end, and nothing where few pods go.
+const FRESH: usize = 16;
+
+/// A worker's record as it is kept.
+#[derive(Default)]
+enum Recorded {
+    /// The worker has not begun.
+    #[default]
+    Nothing,
+    /// The worker adds to it.
+    Growing(Box<Record>),
+    /// The pod has gone: JSON. Thousands of pieces, between which the allocator could give nothing back, are one.
+    Written(Vec<u8>),
+    /// The pod went before others: a tenth of that, compressed.
+    Packed(Vec<u8>),
+}
+
+impl Recorded {
+    fn read(&self) -> Option<Record> {
+        match self {
+            Recorded::Nothing => None,
+            Recorded::Growing(record) => Some((**record).clone()),
+            Recorded::Written(bytes) => serde_json::from_slice(bytes).ok(),
+            Recorded::Packed(bytes) => serde_json::from_reader(GzDecoder::new(&bytes[..])).ok(),
+        }
+    }
+
+    /// Nothing is added any more. One that cannot be written stays as it is.
+    fn finish(&mut self) {
+        if let Recorded::Growing(record) = self
+            && let Ok(mut bytes) = serde_json::to_vec(record)
+        {
+            bytes.shrink_to_fit();
+            *self = Recorded::Written(bytes);
+        }
+    }
+
+    /// Makes a finished one small.
+    fn pack(&mut self) {
+        let Recorded::Written(json) = self else {
+            return;
+        };
+        let mut encoder = GzEncoder::new(vec![], Compression::fast());
+        if encoder.write_all(json).is_ok()
+            && let Ok(mut bytes) = encoder.finish()
+        {
+            bytes.shrink_to_fit();
+            *self = Recorded::Packed(bytes);
+        }
+    }
+}
 
 /// One pod's journal; clones are the same one.
 #[derive(Clone)]
 pub struct Log {
     journal: Arc<Mutex<Journal>>,
-    record: Arc<Mutex<Option<Record>>>,
+    record: Arc<Mutex<Recorded>>,
     status: Arc<Mutex<Option<PodStatus>>>,
     clock: Clock,
     metrics: Arc<Metrics>,
@@ -151,13 +206,13 @@ impl Log {
         self.journal().waiting = waiting;
     }
 
-    fn recorded(&self) -> MutexGuard<'_, Option<Record>> {
+    fn recorded(&self) -> MutexGuard<'_, Recorded> {
         self.record.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A worker begins: from here on its turns are recorded.
     pub fn start_record(&self, record: Record) {
-        *self.recorded() = Some(record);
+        *self.recorded() = Recorded::Growing(Box::new(record));
     }
 
     /// The status of a static pod as its worker has it; of other pods the API tells it.
@@ -168,9 +223,12 @@ impl Log {
     /// A turn of the worker.
     pub fn record(&self, facts: &Facts, input: worker::Input, turn: &Turn, worker: &Worker) {
         if pod::is_static(worker.pod()) {
-            *self.status() = Some(worker.status.clone());
+            let mut status = self.status();
+            if status.as_ref() != Some(&worker.status) {
+                *status = Some(worker.status.clone());
+            }
         }
-        if let Some(record) = &mut *self.recorded() {
+        if let Recorded::Growing(record) = &mut *self.recorded() {
             record.add(facts, input, turn, worker);
         }
     }
@@ -178,7 +236,7 @@ impl Log {
     /// The record so far.
     #[must_use]
     pub fn read_record(&self) -> Option<Record> {
-        self.recorded().clone()
+        self.recorded().read()
     }
 
     /// The state machine took a step.
@@ -234,8 +292,20 @@ impl Journals {
 
     /// The pod has gone: its journal stays for a while.
     pub fn gone(&self, uid: &str) {
+        let log = self.lock().pods.get(uid).map(|kept| kept.log.clone());
+        if let Some(log) = log {
+            *log.status() = None;
+            log.recorded().finish();
+        }
         let mut all = self.lock();
         all.gone.push_back(uid.to_owned());
+        let aged = all.gone.len().checked_sub(FRESH + 1);
+        let aged = aged.and_then(|at| all.pods.get(&all.gone[at]));
+        if let Some(log) = aged.map(|kept| kept.log.clone()) {
+            drop(all);
+            log.recorded().pack();
+            all = self.lock();
+        }
         while all.gone.len() > GONE {
             if let Some(oldest) = all.gone.pop_front() {
                 all.pods.remove(&oldest);
@@ -275,5 +345,48 @@ impl Journals {
             .collect();
         found.sort_by_key(|(uid, _)| all.gone.contains(uid));
         found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use jiff::SignedDuration;
+    use serde_json::json;
+
+    use super::*;
+    use crate::core::pod::worker::{Network, Rules, Update};
+
+    #[test]
+    fn the_record_of_a_pod_that_has_gone_is_small_and_reads_as_before() {
+        let pod = json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": {"containers": [{"name": "c", "image": "i"}]}});
+        let pod: Arc<Pod> = Arc::new(serde_json::from_value(pod).expect("a pod"));
+        let journals = Journals::default();
+        let log = journals.open(&pod, Clock::system(), &Arc::default());
+        let update = Update {
+            object: Some(Arc::clone(&pod)),
+            pod,
+            removed: false,
+        };
+        let worker = Worker::new(update, Network::Ready, Timestamp::UNIX_EPOCH);
+        let rules = Rules {
+            sync_frequency: SignedDuration::from_secs(60),
+            max_backoff: SignedDuration::from_secs(300),
+            mirrors: true,
+        };
+        let record = Record::new(rules, vec!["192.0.2.1".into()], &worker);
+        log.start_record(record.clone());
+        assert_eq!(journals.record("n", "p"), Some(record.clone()));
+        journals.gone("u");
+        assert!(matches!(&*log.recorded(), Recorded::Written(_)));
+        assert_eq!(journals.record("n", "p"), Some(record.clone()));
+        for other in 0..FRESH {
+            journals.gone(&other.to_string());
+        }
+        assert!(matches!(&*log.recorded(), Recorded::Packed(bytes) if bytes.len() < 2_000));
+        assert_eq!(journals.record("n", "p"), Some(record.clone()));
+        // The same pod again: its new worker has a record of its own.
+        let again = journals.open(worker.pod(), Clock::system(), &Arc::default());
+        again.start_record(record);
+        assert!(matches!(&*again.recorded(), Recorded::Growing(_)));
     }
 }

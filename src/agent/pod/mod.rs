@@ -1,5 +1,6 @@
 //! Pods: where they come from, their workers, what the workers carry out, and what is reported.
 
+pub mod dead_containers;
 pub mod dispatch;
 pub mod hooks;
 pub mod inbox;

@@ -2,69 +2,155 @@
 //! their static pod. Tasks of their own, with deadlines and back-off: a driver or an apiserver that does
 //! not answer holds up nothing else.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::dispatch::Roster;
 use super::mirror;
-use crate::agent::Context;
+use crate::agent::{Context, volume};
 use crate::core::backoff::Doubling;
 use crate::core::pod;
+use crate::cri::RuntimeError;
 
 /// How often directories and cgroups without a pod are looked for.
 const ORPHAN_SWEEP_INTERVAL: Duration = Duration::from_secs(60);
-/// How long removing what one pod has left may take before the next one's turn.
+/// How long removing what one pod has left may take before it has failed.
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(150);
 /// How long deleting one mirror may take.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(15);
-/// How long a failed deletion waits, doubling up to the longest.
+/// How long a failed removal or deletion waits, doubling up to the longest.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(60));
 
-/// Removes what pods that are gone have left, until the process ends.
+/// What has come of the removals: which are under way, and when those that failed are tried again.
+#[derive(Default)]
+struct Removals {
+    under_way: BTreeSet<String>,
+    failed: BTreeMap<String, (Doubling, Instant)>,
+}
+
+impl Removals {
+    /// Which of the `orphans` it is time for. They are under way from now on; those that are orphans no more are forgotten.
+    fn begin(&mut self, orphans: &BTreeSet<String>, now: Instant) -> Vec<String> {
+        self.failed.retain(|uid, _| orphans.contains(uid));
+        let waits = |uid: &String| self.failed.get(uid).is_some_and(|(_, at)| *at > now);
+        let due = orphans
+            .iter()
+            .filter(|uid| !self.under_way.contains(*uid) && !waits(uid));
+        let due: Vec<String> = due.cloned().collect();
+        self.under_way.extend(due.iter().cloned());
+        due
+    }
+
+    fn ended(&mut self, uid: &str, has_failed: bool, now: Instant) {
+        self.under_way.remove(uid);
+        if has_failed {
+            let (pauses, at) = self.failed.entry(uid.to_owned()).or_insert((RETRY, now));
+            *at = now + pauses.pause();
+        } else {
+            self.failed.remove(uid);
+        }
+    }
+
+    /// When the next one is tried again.
+    fn next(&self) -> Option<Instant> {
+        let waiting = self
+            .failed
+            .iter()
+            .filter(|(uid, _)| !self.under_way.contains(*uid));
+        waiting.map(|(_, (_, at))| *at).min()
+    }
+}
+
+/// Removes what pods that are gone have left, until the process ends. A worker ends when all that its pod held is given
+/// back: so these are pods of an agent that was stopped or killed before that.
 pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>) {
     // The dispatcher lives as long as the process.
     if roster.wait_for(|roster| roster.complete).await.is_err() {
         return;
     }
+    // Each in a task of its own: a driver that hangs for one pod holds up no other.
+    let mut tasks = JoinSet::<(String, bool)>::new();
+    let (mut removals, mut unseen) = (Removals::default(), RETRY);
+    let mut look_at = Instant::now();
     loop {
-        sweep_once(&context, &roster).await;
-        tokio::time::sleep(ORPHAN_SWEEP_INTERVAL).await;
+        tokio::select! {
+            // In this order, so that a simulated run replays exactly.
+            biased;
+            // Cancel-safe: a task's end is taken or stays.
+            Some(ended) = tasks.join_next() => {
+                let now = Instant::now();
+                // No task is aborted, and a panic ends the process.
+                if let Ok((uid, has_failed)) = ended {
+                    removals.ended(&uid, has_failed, now);
+                    look_at = look_at.min(removals.next().unwrap_or(look_at));
+                }
+                continue;
+            }
+            () = tokio::time::sleep_until(look_at) => {}
+        }
+        let found = find(&context, &roster).await;
+        let now = Instant::now();
+        match found {
+            Ok(orphans) => {
+                unseen.reset();
+                for uid in removals.begin(&orphans, now) {
+                    tasks.spawn(remove(Arc::clone(&context), uid));
+                }
+                context
+                    .metrics
+                    .orphans(orphans.len(), removals.failed.len());
+                look_at = now + ORPHAN_SWEEP_INTERVAL;
+                look_at = look_at.min(removals.next().unwrap_or(look_at));
+            }
+            Err(error) => {
+                tracing::debug!(%error, "orphans are not looked for: the runtime cannot say what runs");
+                look_at = now + unseen.pause();
+            }
+        }
     }
 }
 
-async fn sweep_once(context: &Context, roster: &watch::Receiver<Roster>) {
-    let in_runtime = match context.runtime.list().await {
-        Ok(listed) => listed,
-        Err(error) => {
-            tracing::debug!(%error, "orphans are not looked for: the runtime cannot say what runs");
-            return;
-        }
-    };
-    let is_known =
-        |uid: &String| roster.borrow().has(uid) || in_runtime.iter().any(|p| p.uid == *uid);
+/// The pods that have left something and that nobody knows any more.
+async fn find(
+    context: &Context,
+    roster: &watch::Receiver<Roster>,
+) -> Result<BTreeSet<String>, RuntimeError> {
+    let in_runtime = context.runtime.list().await?;
     let leftovers = context.host.leftovers().await;
-    let removals = leftovers.into_iter().filter(|uid| !is_known(uid)).map(|uid| {
-        async move {
-            let removal = async {
-                crate::agent::volume::csi::unpublish(context, &uid).await?;
-                context.host.remove_leftovers(&uid).await
-            };
-            let removed = tokio::time::timeout(REMOVAL_TIMEOUT, removal)
-                .await
-                .unwrap_or_else(|_| Err(format!("not done after {REMOVAL_TIMEOUT:?}")));
-            match removed {
-                Ok(()) => tracing::info!(uid, "orphaned pod directory removed"),
-                Err(error) => {
-                    tracing::warn!(%error, uid, "orphaned pod directory cannot be removed, retrying");
-                }
-            }
+    let roster = roster.borrow();
+    let is_known = |uid: &String| roster.has(uid) || in_runtime.iter().any(|p| p.uid == *uid);
+    Ok(leftovers.into_iter().filter(|uid| !is_known(uid)).collect())
+}
+
+/// Removes what a pod has left; the answer is its uid and whether that has failed.
+async fn remove(context: Arc<Context>, uid: String) -> (String, bool) {
+    let removal = async {
+        let unknown = volume::csi::unknown(&context, &uid).await;
+        let is_published = context.csi.has_volumes(&uid);
+        let taken = volume::tear_down(&context, &uid).await;
+        context.metrics.force_cleaned(unknown, taken.is_err());
+        taken?;
+        if is_published {
+            // Pods that waited for them need not wait for their next try.
+            context.ledger.volumes_freed().await;
         }
-    });
-    // Side by side: a driver that hangs for one pod does not hold up the others.
-    futures::future::join_all(removals).await;
+        context.host.remove_leftovers(&uid).await
+    };
+    let removed = tokio::time::timeout(REMOVAL_TIMEOUT, removal)
+        .await
+        .unwrap_or_else(|_| Err(format!("not done after {REMOVAL_TIMEOUT:?}")));
+    match &removed {
+        Ok(()) => tracing::info!(uid, "orphaned pod directory removed"),
+        Err(error) => {
+            tracing::warn!(%error, uid, "orphaned pod directory cannot be removed, retrying");
+        }
+    }
+    (uid, removed.is_err())
 }
 
 /// Deletes mirrors whose static pod is gone, until the process ends.
@@ -94,5 +180,42 @@ pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<R
             () = async { match again { Some(at) => tokio::time::sleep_until(at).await, None => std::future::pending().await } } => {}
             changed = roster.changed(), if !failed => if changed.is_err() { return },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_removal_waits_longer_each_time_and_holds_up_no_other() {
+        let begun = Instant::now();
+        let at = |seconds: u64| begun + Duration::from_secs(seconds);
+        let of = |uids: &[&str]| uids.iter().map(|uid| (*uid).to_owned()).collect();
+        let mut removals = Removals::default();
+        assert_eq!(removals.begin(&of(&["a", "b"]), at(0)), ["a", "b"]);
+        assert_eq!(removals.next(), None);
+        removals.ended("a", true, at(0));
+        assert_eq!(removals.next(), Some(at(1)));
+        assert!(removals.begin(&of(&["a", "b"]), at(0)).is_empty());
+        assert_eq!(
+            removals.begin(&of(&["a", "b", "c"]), at(1)),
+            ["a", "c"],
+            "one that hangs is begun once"
+        );
+        assert_eq!(removals.next(), None, "what is under way is not waited for");
+        removals.ended("c", false, at(1));
+        removals.ended("a", true, at(1));
+        assert_eq!(removals.next(), Some(at(3)));
+        assert_eq!(removals.begin(&of(&["a", "b"]), at(3)), ["a"]);
+        removals.ended("a", false, at(3));
+        removals.ended("b", true, at(150));
+        assert_eq!(removals.next(), Some(at(151)));
+        // Somebody else has removed it.
+        assert!(removals.begin(&of(&[]), at(151)).is_empty());
+        assert_eq!(removals.next(), None);
+        assert_eq!(removals.begin(&of(&["b"]), at(151)), ["b"]);
+        removals.ended("b", true, at(151));
+        assert_eq!(removals.next(), Some(at(152)), "from the first pause again");
     }
 }

@@ -57,8 +57,12 @@ impl Seen {
 /// What is found.
 #[derive(Debug)]
 pub enum Hint {
+    /// This static pod, which the node has ended, is to start anew.
+    StartAnew(String),
     /// Something may have changed in this pod.
     Pod(String),
+    /// The devices of this pod have another health than before.
+    Devices(String),
     /// All pods that the runtime has.
     Listed(Vec<ListedPod>),
 }
@@ -78,9 +82,15 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
     let mut next_try = Instant::now();
     let mut failing = false;
     let mut last: Option<Instant> = None;
-    // Memory is given back once a burst is over: something happened, and then a while nothing did.
+    // Memory is given back once a burst is over: something happened, and then a while nothing did. The last to free much
+    // are workers that end, some time after their containers.
     let mut quiet_since: Option<Instant> = None;
+    let mut roster = context.roster.subscribe();
     loop {
+        if roster.has_changed().unwrap_or(false) {
+            roster.mark_unchanged();
+            quiet_since = Some(Instant::now());
+        }
         if quiet_since.is_some_and(|since| since.elapsed() >= QUIET) {
             quiet_since = None;
             crate::sys::memory::trim();
@@ -140,6 +150,7 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
                     }
                     None => events = None,
                 },
+                Ok(()) = roster.changed() => quiet_since = Some(Instant::now()),
                 () = trimming(quiet_since) => {
                     quiet_since = None;
                     crate::sys::memory::trim();

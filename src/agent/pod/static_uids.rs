@@ -10,8 +10,9 @@ use std::sync::{Mutex, PoisonError};
 use jiff::Timestamp;
 
 use crate::core::pod::full_name_of;
+use crate::core::pod::observed::ObservedPod;
 use crate::core::pod::static_uid::{Started, Uids, is_static};
-use crate::cri::{Runtime, RuntimeError};
+use crate::cri::{ListedPod, Runtime, RuntimeError};
 use crate::sys::file;
 
 /// The largest file that is read.
@@ -19,22 +20,29 @@ const LIMIT: u64 = 1 << 20;
 
 /// The static pods that the runtime has, whoever started them.
 pub async fn started(runtime: &dyn Runtime) -> Result<Vec<Started>, RuntimeError> {
-    let mut found = vec![];
+    let mut observed = vec![];
     for pod in runtime.list().await? {
-        if !is_static(&pod.uid) {
-            continue;
-        }
-        let observed = runtime.observe(&pod.uid).await?;
-        if let Some(since) = observed.sandboxes.iter().map(|s| s.created_at).min() {
-            found.push(Started {
-                full_name: full_name_of(&pod.namespace, &pod.name),
-                uid: pod.uid,
-                since,
-                ready: observed.sandboxes.iter().any(|s| s.ready),
-            });
+        if is_static(&pod.uid) {
+            let found = runtime.observe(&pod.uid).await?;
+            observed.push((pod, found));
         }
     }
-    Ok(found)
+    Ok(of_observed(&observed))
+}
+
+/// The same of what was observed already.
+#[must_use]
+pub fn of_observed(observed: &[(ListedPod, ObservedPod)]) -> Vec<Started> {
+    let statics = observed.iter().filter(|(pod, _)| is_static(&pod.uid));
+    let started = statics.filter_map(|(pod, observed)| {
+        Some(Started {
+            full_name: full_name_of(&pod.namespace, &pod.name),
+            uid: pod.uid.clone(),
+            since: observed.sandboxes.iter().map(|s| s.created_at).min()?,
+            ready: observed.sandboxes.iter().any(|s| s.ready),
+        })
+    });
+    started.collect()
 }
 
 /// The uids, with the file in which they are kept.

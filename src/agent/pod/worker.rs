@@ -24,6 +24,7 @@ use crate::core::pod;
 use crate::core::pod::journal::Step;
 use crate::core::pod::lifecycle::State;
 use crate::core::pod::record::Record;
+use crate::core::pod::status::devices::OfPod as DeviceHealth;
 use crate::core::pod::worker::{Facts, Input, Key, Network, Op, Rules, Turn, Update, Worker};
 use crate::sys::clock::Watch;
 
@@ -98,6 +99,10 @@ pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen,
         serial: 0,
         turns: 0,
     };
+    if !shell.device_health().is_empty() {
+        // An agent before this one has given it devices.
+        shell.tools.inbox.send(Input::Devices(BTreeMap::new()));
+    }
     let mut input = Input::Tick;
     while let Some(wake_at) = shell.take(input) {
         input = shell.next_input(wake_at).await;
@@ -125,10 +130,18 @@ impl Shell {
         &self.tools.log
     }
 
+    /// The health of the devices that the pod's containers have now.
+    fn device_health(&self) -> DeviceHealth {
+        let uid = pod::uid(self.worker.pod());
+        self.context().devices.look(|devices| devices.health(uid))
+    }
+
     /// The next thing that happened. What cancelled operations report is dropped.
     async fn next_input(&mut self, wake_at: Option<Instant>) -> Input {
         loop {
             match self.tools.inbox.next(wake_at).await {
+                // The news may have waited: what is true by now counts.
+                Message::Input(Input::Devices(_)) => return Input::Devices(self.device_health()),
                 Message::Input(input) => return input,
                 Message::Done(report) => {
                     if let Some(input) = self.done(report) {

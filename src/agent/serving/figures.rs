@@ -19,7 +19,7 @@ use crate::core::{
     pod,
     volume::{claims, local_storage},
 };
-use crate::cri::RuntimeError;
+use crate::cri::{Layer, RuntimeError};
 use crate::host::blocking;
 use crate::sys::machine::Room;
 use crate::sys::meter::{self, Whole};
@@ -141,8 +141,8 @@ impl Figures {
     }
 }
 
-/// Bytes of writable layers, by pod and container.
-type Layers = BTreeMap<(String, String), u64>;
+/// Writable layers, by pod and container.
+type Layers = BTreeMap<(String, String), Layer>;
 type Disk = Arc<Mutex<Option<(Instant, DiskFigures)>>>;
 
 /// Processor time a second between two readings.
@@ -357,8 +357,7 @@ async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) 
             .unwrap_or(0);
         let layer = layers
             .get(&(pod::uid(pod).to_owned(), container.name.clone()))
-            .copied()
-            .unwrap_or(0);
+            .map_or(0, |layer| layer.bytes);
         figures.ephemeral += logs + layer;
         figures.logs.insert(container.name.clone(), logs);
         figures.layers.insert(container.name.clone(), layer);

@@ -1,18 +1,20 @@
 //! The agent's own questions and answers on this machine: a unix socket in its root directory that only
-//! root may use. `GET /explain/NAMESPACE/NAME` and `GET /record/NAMESPACE/NAME` answer with JSON.
+//! root may use. `GET /explain/NAMESPACE/NAME`, `GET /record/NAMESPACE/NAME` and `GET /gc` answer with JSON; `POST /gc`
+//! removes what `GET /gc` names.
 
 use std::convert::Infallible;
-use std::path::Path;
 use std::sync::Arc;
+
+use std::time::Duration;
 
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
-use hyper::{Request, Response, StatusCode};
+use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
-use tokio::net::UnixListener;
 use tokio::sync::Semaphore;
 
 use crate::agent::Context;
+use crate::agent::image::collect;
 use crate::core::pod::explain::{self, Fetching};
 use crate::core::pod::record::Report;
 
@@ -20,17 +22,13 @@ use crate::core::pod::record::Report;
 pub const SOCKET: &str = "holdfast.sock";
 /// How many ask at once; more wait.
 const AT_ONCE: usize = 8;
-
-fn listen(path: &Path) -> std::io::Result<UnixListener> {
-    let listener = crate::sys::link::listen(path)?;
-    listener.set_nonblocking(true)?;
-    UnixListener::from_std(listener)
-}
+/// How long an answer may take, the removal of images included.
+const ANSWERING: Duration = Duration::from_secs(600);
 
 /// Answers until the process ends. Without the socket the agent works all the same.
 pub async fn run(context: Arc<Context>) {
     let path = context.config.root_dir.join(SOCKET);
-    let listener = match listen(&path) {
+    let listener = match crate::sys::link::listen(&path) {
         Ok(listener) => listener,
         Err(error) => {
             tracing::warn!(%error, socket = %path.display(), "`holdfast explain` will not work: the socket cannot be made");
@@ -46,7 +44,7 @@ pub async fn run(context: Arc<Context>) {
             Ok((stream, _)) => stream,
             Err(error) => {
                 tracing::warn!(%error, "a question on the local socket could not be taken");
-                tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+                tokio::time::sleep(Duration::from_secs(1)).await;
                 continue;
             }
         };
@@ -60,10 +58,7 @@ pub async fn run(context: Arc<Context>) {
             let serve = hyper::server::conn::http1::Builder::new()
                 .serve_connection(TokioIo::new(stream), service);
             // Whoever asks and does not listen is not waited for.
-            if tokio::time::timeout(std::time::Duration::from_secs(10), serve)
-                .await
-                .is_err()
-            {
+            if tokio::time::timeout(ANSWERING, serve).await.is_err() {
                 tracing::debug!("a question on the local socket was given up");
             }
         });
@@ -118,10 +113,21 @@ async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full
         response
     };
     let parts: Vec<&str> = request.uri().path().split('/').skip(1).collect();
+    if let ["gc"] = parts.as_slice() {
+        let report = match *request.method() {
+            Method::POST => collect::collect(context).await,
+            _ => collect::report(context).await,
+        };
+        let text = report.and_then(|r| serde_json::to_string(&r).map_err(|e| e.to_string()));
+        return match text {
+            Ok(text) => say(StatusCode::OK, text),
+            Err(error) => say(StatusCode::INTERNAL_SERVER_ERROR, error),
+        };
+    }
     let [question @ ("explain" | "record"), namespace, name] = parts.as_slice() else {
         return say(
             StatusCode::NOT_FOUND,
-            "there are only /explain/NAMESPACE/NAME and /record/NAMESPACE/NAME here".into(),
+            "there are only /explain/NAMESPACE/NAME, /record/NAMESPACE/NAME and /gc here".into(),
         );
     };
     let answer = match *question {

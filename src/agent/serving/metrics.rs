@@ -10,7 +10,9 @@ use kube::ResourceExt as _;
 use super::Refusal;
 use super::Server;
 use super::figures::{self, ContainerFigures, PodFigures, Snapshot};
+use crate::agent::Context;
 use crate::agent::node::credentials::Pair;
+use crate::agent::node::{claim_metrics, manager_metrics};
 use crate::core::node::features::FEATURES;
 use crate::core::pod;
 use crate::core::serving::cgroup_stats::Usage;
@@ -476,6 +478,56 @@ fn probes(server: &Arc<Server>) -> Response<Body> {
     page(out)
 }
 
+/// The volumes of pods, and the pods and containers that run.
+async fn what_runs(out: &mut Page, context: &Context) -> Result<(), Refusal> {
+    let name = "volume_manager_total_volumes";
+    out.family(name, "gauge", "Number of volumes in Volume Manager");
+    for ((state, plugin), count) in context.metrics.volumes() {
+        let labels = [("plugin_name", plugin.as_str()), ("state", state)];
+        out.sample(name, &labels, count as f64, None);
+    }
+    manager_metrics::write(&context.ledger.managers().await, out);
+    context
+        .claims
+        .look(|claims| claim_metrics::write(claims, out));
+    let (orphans, failed) = context.metrics.orphaned();
+    out.single(
+        "kubelet_orphan_pod_cleaned_volumes",
+        "gauge",
+        "The total number of orphaned Pods whose volumes were cleaned in the last periodic sweep.",
+        &[],
+        orphans as f64,
+    );
+    out.single(
+        "kubelet_orphan_pod_cleaned_volumes_errors",
+        "gauge",
+        "The number of orphaned Pods whose volumes failed to be cleaned in the last periodic sweep.",
+        &[],
+        failed as f64,
+    );
+    let running = context.runtime.running().await.map_err(broken)?;
+    let mut by_pod: BTreeMap<&str, usize> = BTreeMap::new();
+    running
+        .iter()
+        .for_each(|c| *by_pod.entry(c.uid.as_str()).or_default() += 1);
+    out.single(
+        "kubelet_running_pods",
+        "gauge",
+        "Number of pods that have a running container.",
+        &[],
+        by_pod.len() as f64,
+    );
+    let name = "kubelet_running_containers";
+    out.family(name, "gauge", "Number of containers currently running.")
+        .sample(
+            name,
+            &[("container_state", "running")],
+            running.len() as f64,
+            None,
+        );
+    Ok(())
+}
+
 /// `/metrics`: the agent itself.
 async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     let (context, mut out) = (&server.context, Page::default());
@@ -540,6 +592,22 @@ async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
                 left,
             );
         }
+    }
+    let shutdown = context.metrics.shutdown();
+    for (name, help, time) in [
+        (
+            "kubelet_graceful_shutdown_start_time_seconds",
+            "Last graceful shutdown start time since unix epoch in seconds",
+            shutdown.start,
+        ),
+        (
+            "kubelet_graceful_shutdown_end_time_seconds",
+            "Last graceful shutdown end time since unix epoch in seconds",
+            shutdown.end,
+        ),
+    ] {
+        let value = time.map_or(0.0, |time| time.as_second() as f64);
+        out.single(name, "gauge", help, &[], value);
     }
     let name = "kubernetes_feature_enabled";
     out.family(
@@ -636,26 +704,7 @@ async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
         &[],
         active as f64,
     );
-    let running = context.runtime.running().await.map_err(broken)?;
-    let mut by_pod: BTreeMap<&str, usize> = BTreeMap::new();
-    running
-        .iter()
-        .for_each(|c| *by_pod.entry(c.uid.as_str()).or_default() += 1);
-    out.single(
-        "kubelet_running_pods",
-        "gauge",
-        "Number of pods that have a running container.",
-        &[],
-        by_pod.len() as f64,
-    );
-    let name = "kubelet_running_containers";
-    out.family(name, "gauge", "Number of containers currently running.")
-        .sample(
-            name,
-            &[("container_state", "running")],
-            running.len() as f64,
-            None,
-        );
+    what_runs(&mut out, context).await?;
     {
         let volumes = server.figures.known_volumes();
         for (name, help, get) in [

@@ -9,6 +9,7 @@ pub mod local;
 mod logs;
 mod metrics;
 mod node_logs;
+pub mod pod_resources;
 mod sessions;
 mod stats;
 mod streams;
@@ -68,7 +69,7 @@ pub struct Known {
 
 impl Known {
     /// The object whose status counts.
-    fn told(&self) -> &Pod {
+    pub(super) fn told(&self) -> &Pod {
         self.object.as_ref().unwrap_or(&self.pod)
     }
 }

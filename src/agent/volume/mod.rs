@@ -7,6 +7,7 @@ pub mod projected;
 pub mod storage_limits;
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Pod, Volume};
 use kube::ResourceExt as _;
@@ -16,6 +17,7 @@ use self::objects::Fetched;
 use self::projected::Held;
 use super::Context;
 use super::Kind;
+use super::metrics::{PodVolumes, VolumeOperation};
 use super::pod::journal::Log;
 use crate::core::pod::env::Surroundings;
 use crate::core::pod::journal::Step;
@@ -26,12 +28,15 @@ use crate::core::{
     pod,
     volume::{claims, payload},
 };
+use crate::host::TakenAway;
 use crate::kubeapi::objects::{Following, OnChange};
 use crate::kubeapi::pods::ApiFailure;
 
 /// The volumes of one pod.
 pub struct Volumes {
     held: Held,
+    /// When they were asked for first.
+    begun: Option<Instant>,
     /// They have been set up at least once.
     set_up: bool,
     /// What they are made from, and for as long as it is followed.
@@ -48,6 +53,7 @@ impl Volumes {
     pub fn new(changed: OnChange) -> Volumes {
         Volumes {
             held: Held::default(),
+            begun: None,
             set_up: false,
             following: None,
             resolved: BTreeMap::new(),
@@ -75,6 +81,33 @@ impl Volumes {
         self.following = Some((wanted, following));
     }
 
+    /// A volume is set up.
+    fn has_come(&mut self, context: &Context, resolved: ResolvedVolume) {
+        if !self.resolved.contains_key(&resolved.volume)
+            && let Some(begun) = self.begun
+        {
+            let plugin = resolved.qualified_plugin();
+            context.metrics.volume_ready(&plugin, begun.elapsed());
+        }
+        self.resolved.insert(resolved.volume.clone(), resolved);
+    }
+
+    /// Says which volumes the pod is to have, and which it has.
+    fn count(&self, context: &Context, pod: &Pod) {
+        let wanted = pod::spec(pod).volumes.iter().flatten();
+        let plugin = |volume: &Volume| match self.resolved.get(&volume.name) {
+            Some(resolved) => resolved.qualified_plugin(),
+            None => resolved::resolve(pod, volume, None, resolved::Here::default())
+                .map_or_else(|_| "N/A".into(), |resolved| resolved.qualified_plugin()),
+        };
+        let actual = self.resolved.values();
+        let counted = PodVolumes {
+            desired: wanted.map(plugin).collect(),
+            actual: actual.map(ResolvedVolume::qualified_plugin).collect(),
+        };
+        context.metrics.pod_has_volumes(pod::uid(pod), counted);
+    }
+
     /// Sets up what is missing and refreshes what has changed. `known` says that they were set up before: then
     /// what cannot be refreshed stays as it was, and is reported.
     pub async fn set_up(
@@ -85,6 +118,7 @@ impl Volumes {
         known: bool,
         log: &Log,
     ) -> Result<Fetched, String> {
+        self.begun.get_or_insert_with(Instant::now);
         self.follow(context, pod);
         let mut fetched = log
             .step(Step::Objects, "", objects::fetch(&*context.api, pod))
@@ -110,14 +144,14 @@ impl Volumes {
                 };
                 let (begun, known_before) =
                     (Instant::now(), self.resolved.contains_key(&volume.name));
+                if !known_before {
+                    warn_of_others(context, pod, &resolved).await;
+                }
                 let outcome = one(context, volume, &resolved, &around, &fetched, held).await;
                 // Looking once more at what is set up is no operation.
                 if outcome.is_err() || !known_before {
-                    context.metrics.volume(
-                        &resolved.plugin().replace('~', "/"),
-                        outcome.is_err(),
-                        begun.elapsed(),
-                    );
+                    let failed = outcome.as_ref().err();
+                    tell_attempt(context, pod, &resolved, failed, begun.elapsed());
                 }
                 let labelled = outcome.map_err(|problem| match problem {
                     Problem::SetUp(why) if resolved.block => Problem::Map(why),
@@ -155,10 +189,11 @@ impl Volumes {
         let mut failed = None;
         for result in futures::future::join_all(work).await {
             match result {
-                Ok(resolved) => _ = self.resolved.insert(resolved.volume.clone(), resolved),
+                Ok(resolved) => self.has_come(context, resolved),
                 Err::<_, String>(error) => failed = failed.or(Some(error)),
             }
         }
+        self.count(context, pod);
         match failed {
             Some(error) if !(known || self.set_up) => return Err(error),
             _ => {}
@@ -169,10 +204,70 @@ impl Volumes {
     }
 }
 
-/// Takes away the volumes of a pod, those of drivers first.
+/// Counts an attempt to set up a volume. That a disk has another filesystem than its volume asks for, the volume is told.
+fn tell_attempt(
+    context: &Context,
+    pod: &Pod,
+    resolved: &ResolvedVolume,
+    failed: Option<&Problem>,
+    took: Duration,
+) {
+    context.metrics.volume(VolumeOperation {
+        name: match resolved.block {
+            true => "map_volume",
+            false => "volume_mount",
+        },
+        plugin: &resolved.qualified_plugin(),
+        is_migrated: resolved.is_migrated(),
+        has_failed: failed.is_some(),
+        took,
+    });
+    let mut claimed = claims::of_pod(pod).into_iter();
+    if let Some(Problem::Mismatch(why)) = failed
+        && claimed.any(|(volume, _)| volume.name == resolved.volume)
+    {
+        let (name, reason) = (&resolved.name, "FailedMountOnFilesystemMismatch");
+        let events = &context.events;
+        events.persistent_volume(name, Kind::Warning, reason, why.as_str());
+    }
+}
+
+/// Tells that a volume is given to the pod's group though other pods have it under another one.
+async fn warn_of_others(context: &Context, pod: &Pod, resolved: &ResolvedVolume) {
+    let (Some(found), Some(wanted)) = (
+        context.host.group_of_others(pod, resolved).await,
+        pod::ownership(pod).group,
+    ) else {
+        return;
+    };
+    let message = format!(
+        "The requested fsGroup is {wanted}, but the volume {} has GID {found}. The volume may not be shareable.",
+        resolved.name
+    );
+    let reason = "AlreadyMountedVolume";
+    context
+        .events
+        .pod(pod, None, Kind::Warning, reason, message);
+}
+
+/// Takes away the volumes of a pod, those of drivers first, with what was in its emptyDirs.
 pub async fn tear_down(context: &Context, uid: &str) -> Result<(), String> {
     csi::unpublish(context, uid).await?;
-    context.host.tear_down_volumes(uid).await
+    let each = |taken: TakenAway| {
+        context.metrics.volume(VolumeOperation {
+            name: match taken.block {
+                true => "unmap_volume",
+                false => "volume_unmount",
+            },
+            plugin: &taken.plugin,
+            is_migrated: false,
+            has_failed: taken.has_failed,
+            took: taken.took,
+        });
+    };
+    context.host.tear_down_volumes(uid, &each).await?;
+    context.metrics.pod_has_no_volumes(uid);
+    Ok(())
 }
 
 /// Resolves a volume that is set up again: what a claim was bound to stays, but it may have grown.
@@ -221,10 +316,7 @@ async fn resolve(
     let bound = found
         .volume
         .ok_or_else(|| refused(format!("persistentVolume {wanted:?} not found")))?;
-    let claimed = resolved::Claimed {
-        claim: found.claim,
-        volume: bound,
-    };
+    let claimed = resolved::Claimed::new(found.claim, bound)?;
     if claimed.is_for_one_pod() && !context.ledger.hold_alone(pod, &namespace, &name).await {
         return Err(Problem::SetUp(
             "volume uses the ReadWriteOncePod access mode and is already in use by another pod"

@@ -10,11 +10,14 @@ use k8s_openapi::api::core::v1::Pod;
 use tokio::time::Instant;
 
 use crate::agent::Context;
+use crate::core::node::ledger::Eviction;
 use crate::core::volume::local_storage::{self, Limits, Usage};
 use crate::core::{node::preempt, pod};
+use crate::cri::Layer;
 
-/// How often it is looked.
-const PERIOD: Duration = Duration::from_secs(10);
+/// How often it is looked, so that a pod over its limit is evicted within five seconds. What containers have written is as
+/// new as the runtime's own count (containerd: every 10 s, `stats_collect_period`).
+const PERIOD: Duration = Duration::from_secs(4);
 /// Counting takes at most this share of the time: one part in so many.
 const SHARE: u32 = 20;
 
@@ -61,7 +64,8 @@ async fn pass(context: &Context) {
             Ok(usage) => {
                 if let Some((signal, message)) = limits.exceeded(&usage) {
                     tracing::warn!(pod = %pod::full_name(&pod), message, "the pod is evicted");
-                    context.ledger.evict(pod::uid(&pod), signal, message).await;
+                    let eviction = Eviction::over_limit(pod::uid(&pod), signal, message);
+                    context.ledger.evict(eviction).await;
                 }
             }
             Err(error) => {
@@ -71,12 +75,12 @@ async fn pass(context: &Context) {
     }
 }
 
-/// What a pod uses. `layers` has the bytes of writable layers, by pod and container.
+/// What a pod uses. `layers` has the writable layers, by pod and container.
 async fn usage(
     context: &Context,
     pod: &Pod,
     limits: &Limits,
-    layers: &BTreeMap<(String, String), u64>,
+    layers: &BTreeMap<(String, String), Layer>,
 ) -> Result<Usage, String> {
     let mut usage = Usage::default();
     for volume in local_storage::counted(pod) {
@@ -92,8 +96,7 @@ async fn usage(
         for (_, container) in pod::containers(pod) {
             let layer = layers
                 .get(&(pod::uid(pod).to_owned(), container.name.clone()))
-                .copied()
-                .unwrap_or(0);
+                .map_or(0, |layer| layer.bytes);
             let logs = context.host.log_usage(pod, &container.name).await?;
             usage
                 .containers

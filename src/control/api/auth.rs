@@ -275,6 +275,9 @@ fn node_may(node: &str, ask: &Ask<'_>) -> bool {
         ("podcertificaterequests", "") => {
             ask.verb == "create" || (read && (!ask.name.is_empty() || ask.on_node == node))
         }
+        // Which one it may get, the graph says.
+        ("resourceclaims", "") => ask.verb == "get",
+        ("resourceslices", "") => ask.verb == "deletecollection" && ask.on_node == node,
         ("csinodes", "") => {
             ask.verb == "create"
                 || (ask.name == node

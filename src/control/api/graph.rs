@@ -11,6 +11,7 @@ use super::auth::Ask;
 use super::object::text;
 use crate::control::store::Store;
 use crate::core::{
+    node::claims as resource_claims,
     pod::{self, references},
     volume::claims,
 };
@@ -23,6 +24,7 @@ struct Edges {
     config_maps: BTreeSet<String>,
     secrets: BTreeSet<String>,
     claims: BTreeSet<String>,
+    resource_claims: BTreeSet<String>,
 }
 
 fn edges(pod: &Pod) -> Edges {
@@ -50,6 +52,12 @@ fn edges(pod: &Pod) -> Edges {
         claims: claims::of_pod(pod)
             .into_iter()
             .map(|(_, name)| name)
+            .collect(),
+        // One that is not made yet has nothing to be read.
+        resource_claims: resource_claims::references(pod)
+            .unwrap_or_default()
+            .into_iter()
+            .map(|reference| reference.name)
             .collect(),
     }
 }
@@ -114,6 +122,7 @@ impl Graph {
             ("persistentvolumeclaims", "" | "status") => {
                 named && any(&|e| e.claims.contains(ask.name))
             }
+            ("resourceclaims", "") => named && any(&|e| e.resource_claims.contains(ask.name)),
             ("persistentvolumes", "") => {
                 named
                     && self.has_volume(
@@ -199,7 +208,8 @@ mod tests {
             "nodeName": "here", "serviceAccountName": "s", "imagePullSecrets": [{"name": "pull"}],
             "containers": [{"name": "c", "env": [{"name": "X", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}}]}],
             "volumes": [{"name": "a", "secret": {"secretName": "t"}}, {"name": "b", "csi": {"driver": "d", "nodePublishSecretRef": {"name": "u"}}},
-                {"name": "c", "persistentVolumeClaim": {"claimName": "claim"}}, {"name": "e", "ephemeral": {}}]}}))
+                {"name": "c", "persistentVolumeClaim": {"claimName": "claim"}}, {"name": "e", "ephemeral": {}}],
+            "resourceClaims": [{"name": "r", "resourceClaimName": "device"}]}}))
         .expect("a pod");
         let own = edges(&pod);
         let names = |list: &[&str]| {
@@ -213,5 +223,6 @@ mod tests {
             (own.config_maps, own.claims),
             (names(&["m"]), names(&["claim", "p-e"]))
         );
+        assert_eq!(own.resource_claims, names(&["device"]));
     }
 }

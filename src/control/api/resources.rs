@@ -333,6 +333,27 @@ pub static RESOURCES: &[Resource] = &[
         ..NONE
     },
     Resource {
+        group: "resource.k8s.io",
+        plural: "resourceclaims",
+        singular: "resourceclaim",
+        kind: "ResourceClaim",
+        subresources: &[Sub::Status],
+        needs_version: true,
+        returns_deleted: true,
+        ..NONE
+    },
+    Resource {
+        group: "resource.k8s.io",
+        plural: "resourceslices",
+        singular: "resourceslice",
+        kind: "ResourceSlice",
+        namespaced: false,
+        needs_version: true,
+        returns_deleted: true,
+        fields: &["spec.nodeName", "spec.driver"],
+        ..NONE
+    },
+    Resource {
         group: "certificates.k8s.io",
         plural: "certificatesigningrequests",
         singular: "certificatesigningrequest",

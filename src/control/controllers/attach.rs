@@ -17,7 +17,7 @@ use super::Caches;
 use super::any_change;
 use crate::core::{
     pod,
-    volume::{claims, csi},
+    volume::{claims, csi, migrated},
 };
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::code;
@@ -225,6 +225,14 @@ async fn take(client: &Client, step: Step) -> Result<(), kube::Error> {
     }
 }
 
+/// A volume as its driver serves it.
+fn served(volume: Arc<PersistentVolume>) -> Arc<PersistentVolume> {
+    if volume.spec.as_ref().is_some_and(|s| s.csi.is_some()) {
+        return volume;
+    }
+    migrated::persistent(PersistentVolume::clone(&volume)).map_or(volume, Arc::new)
+}
+
 /// Runs until the process ends.
 pub(super) async fn run(client: Client, caches: Caches) {
     let config = || watcher::Config::default().streaming_lists();
@@ -247,7 +255,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
         }
         let mut unfinished = false;
         // Without volumes of drivers there is nothing to attach: most clusters here have none.
-        let volumes = caches.volumes.list();
+        let volumes: Vec<_> = caches.volumes.list().into_iter().map(served).collect();
         if volumes
             .iter()
             .any(|v| v.spec.as_ref().is_some_and(|s| s.csi.is_some()))

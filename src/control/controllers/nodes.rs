@@ -30,6 +30,12 @@ const PERIOD: Duration = Duration::from_secs(5);
 const NOT_READY: &str = "node.kubernetes.io/not-ready";
 const UNREACHABLE: &str = "node.kubernetes.io/unreachable";
 const UNSCHEDULABLE: &str = "node.kubernetes.io/unschedulable";
+/// The conditions of a node that is short of something, and the taints that keep pods away from it.
+const PRESSURES: [(&str, &str); 3] = [
+    ("MemoryPressure", "node.kubernetes.io/memory-pressure"),
+    ("DiskPressure", "node.kubernetes.io/disk-pressure"),
+    ("PIDPressure", "node.kubernetes.io/pid-pressure"),
+];
 
 /// How a node is, as far as its pods are concerned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,9 +45,13 @@ enum Health {
     Unreachable,
 }
 
-fn ready(node: &Node) -> Option<&NodeCondition> {
+fn condition<'a>(node: &'a Node, kind: &str) -> Option<&'a NodeCondition> {
     let conditions = node.status.as_ref()?.conditions.as_deref()?;
-    conditions.iter().find(|c| c.type_ == "Ready")
+    conditions.iter().find(|c| c.type_ == kind)
+}
+
+fn ready(node: &Node) -> Option<&NodeCondition> {
+    condition(node, "Ready")
 }
 
 fn health(node: &Node, overdue: bool) -> Health {
@@ -62,6 +72,9 @@ fn taints(node: &Node, health: Health, evict: bool, now: Timestamp) -> Option<Ve
     if spec.unschedulable == Some(true) {
         wanted.push((UNSCHEDULABLE, "NoSchedule"));
     }
+    let pressed = |kind: &str| condition(node, kind).is_some_and(|c| c.status == "True");
+    let short = PRESSURES.iter().filter(|(kind, _)| pressed(kind));
+    wanted.extend(short.map(|(_, taint)| (*taint, "NoSchedule")));
     let key = match health {
         Health::Ready => None,
         Health::NotReady => Some(NOT_READY),
@@ -75,8 +88,10 @@ fn taints(node: &Node, health: Health, evict: bool, now: Timestamp) -> Option<Ve
     }
     let is =
         |taint: &Taint, (key, effect): &(&str, &str)| taint.key == *key && taint.effect == *effect;
-    let ours =
-        |taint: &Taint| [NOT_READY, UNREACHABLE, UNSCHEDULABLE].contains(&taint.key.as_str());
+    let ours = |taint: &Taint| {
+        [NOT_READY, UNREACHABLE, UNSCHEDULABLE].contains(&taint.key.as_str())
+            || PRESSURES.iter().any(|(_, key)| taint.key == *key)
+    };
     let mut new: Vec<Taint> = old
         .iter()
         .filter(|t| !ours(t) || wanted.iter().any(|w| is(t, w)))
@@ -408,6 +423,24 @@ mod tests {
             });
             assert_eq!(shown.as_deref(), expected, "{ready} {overdue}");
         }
+    }
+
+    #[test]
+    fn a_node_that_is_short_of_something_is_tainted_until_it_is_not() {
+        let pressed = |status: &str, spec| {
+            let mut node = node("True", spec);
+            let conditions = node.status.as_mut().and_then(|s| s.conditions.as_mut());
+            let condition = json!({"type": "DiskPressure", "status": status});
+            let condition = serde_json::from_value(condition).expect("a condition");
+            conditions.expect("conditions").push(condition);
+            let found = taints(&node, Health::Ready, true, at(0));
+            found.map(|t| t.iter().map(|t| t.key.clone()).collect::<Vec<_>>())
+        };
+        let key = "node.kubernetes.io/disk-pressure";
+        let tainted = json!({"taints": [{"key": key, "effect": "NoSchedule"}]});
+        assert_eq!(pressed("True", json!({})), Some(vec![key.to_owned()]));
+        assert_eq!(pressed("True", tainted.clone()), None);
+        assert_eq!(pressed("False", tainted), Some(vec![]));
     }
 
     /// While no node is ready no pod is deleted for it: no NoExecute is added, and one that is there goes.

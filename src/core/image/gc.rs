@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use jiff::{SignedDuration, Timestamp};
 
+use crate::core::node::collection::{Fate, Removal, Stay};
+
 /// When images are removed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rules {
@@ -116,6 +118,33 @@ impl Ledger {
         }
     }
 
+    /// What may be removed, in the order in which it goes: what was used least recently first. Images that were first seen
+    /// less than `minimum_age` ago stay: somebody may be about to use them.
+    #[must_use]
+    pub fn unused(
+        &self,
+        images: &[Present],
+        minimum_age: SignedDuration,
+        now: Timestamp,
+    ) -> Vec<Present> {
+        let of = |image: &Present| self.known(image, now);
+        let mut idle: Vec<Present> = images
+            .iter()
+            .filter(|i| !i.used && !i.pinned)
+            .filter(|i| now.duration_since(of(i).detected) >= minimum_age)
+            .cloned()
+            .collect();
+        idle.sort_by_key(|image| (of(image).used, of(image).detected, image.id.clone()));
+        idle
+    }
+
+    fn known(&self, image: &Present, now: Timestamp) -> Known {
+        self.known.get(&image.id).copied().unwrap_or(Known {
+            detected: now,
+            used: None,
+        })
+    }
+
     /// What is to be removed now. `since` is when the agent started: ages are counted from there.
     #[must_use]
     pub fn plan(
@@ -126,23 +155,9 @@ impl Ledger {
         since: Timestamp,
         now: Timestamp,
     ) -> Plan {
-        let of = |image: &Present| {
-            self.known.get(&image.id).copied().unwrap_or(Known {
-                detected: now,
-                used: None,
-            })
-        };
-        let old_enough =
-            |image: &&Present| now.duration_since(of(image).detected) >= rules.minimum_age;
-        let mut idle: Vec<Present> = images
-            .iter()
-            .filter(|i| !i.used && !i.pinned)
-            .filter(old_enough)
-            .cloned()
-            .collect();
-        idle.sort_by_key(|image| (of(image).used, of(image).detected, image.id.clone()));
+        let idle = self.unused(images, rules.minimum_age, now);
         let too_old = |image: &Present| {
-            let known = of(image);
+            let known = self.known(image, now);
             rules.maximum_age.is_some_and(|most| {
                 now.duration_since(since) > most
                     && now.duration_since(known.used.unwrap_or(known.detected)) > most
@@ -165,6 +180,66 @@ impl Ledger {
             wanted,
         }
     }
+
+    /// What becomes of each image by a plan, those that go first, in their order. `users` says who uses one.
+    #[must_use]
+    pub fn fates(
+        &self,
+        images: &[Present],
+        plan: &Plan,
+        minimum_age: SignedDuration,
+        now: Timestamp,
+        users: impl Fn(&Present) -> Vec<String>,
+    ) -> Vec<Judged> {
+        let judged = |image: &Present, fate| Judged {
+            image: image.clone(),
+            last_used: self.known(image, now).used,
+            fate,
+        };
+        let mut freed = 0;
+        let mut all: Vec<Judged> = plan
+            .aged
+            .iter()
+            .map(|image| judged(image, Fate::Goes(Removal::Age)))
+            .collect();
+        for image in &plan.candidates {
+            let fate = match freed < plan.wanted {
+                true => Fate::Goes(Removal::Space),
+                false => Fate::Stays(Stay::Enough),
+            };
+            freed += image.size;
+            all.push(judged(image, fate));
+        }
+        let rest = images
+            .iter()
+            .filter(|i| !plan.aged.contains(i) && !plan.candidates.contains(i));
+        let mut rest: Vec<Judged> = rest
+            .map(|image| {
+                let age = now.duration_since(self.known(image, now).detected);
+                let stay = match image {
+                    Present { used: true, .. } => Stay::InUse(users(image)),
+                    Present { pinned: true, .. } => Stay::Pinned,
+                    _ if age < minimum_age => Stay::New,
+                    _ => Stay::NoNeed,
+                };
+                judged(image, Fate::Stays(stay))
+            })
+            .collect();
+        rest.sort_by_key(|judged| (judged.last_used, judged.image.id.clone()));
+        all.extend(rest);
+        all
+    }
+}
+
+/// An image and what becomes of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Judged {
+    /// The image.
+    pub image: Present,
+    /// When it was last seen in use.
+    pub last_used: Option<Timestamp>,
+    /// What becomes of it.
+    pub fate: Fate,
 }
 
 #[cfg(test)]
@@ -322,6 +397,65 @@ mod tests {
             0,
             "what has gone by age counts as freed"
         );
+    }
+
+    #[test]
+    fn every_image_goes_or_stays_for_a_reason() {
+        let (mut ledger, full) = (
+            Ledger::default(),
+            Filesystem {
+                capacity: 1000,
+                available: 190,
+            },
+        );
+        let mut pinned = image("pause", false);
+        pinned.pinned = true;
+        let images = [
+            image("a", false),
+            image("b", false),
+            image("used", true),
+            pinned,
+        ];
+        ledger.look(&images, at(0));
+        let more: Vec<Present> = images.into_iter().chain([image("new", false)]).collect();
+        ledger.look(&more, at(100));
+        let fates = |rules: &Rules| -> Vec<(String, Fate)> {
+            let plan = ledger.plan(&more, rules, full, at(0), at(150));
+            let by = |_: &Present| vec!["pod n/p".to_owned()];
+            let all = ledger.fates(&more, &plan, rules.minimum_age, at(150), by);
+            all.into_iter().map(|j| (j.image.id, j.fate)).collect()
+        };
+        let in_use = Fate::Stays(Stay::InUse(vec!["pod n/p".into()]));
+        let kept = |stay| Fate::Stays(stay);
+        let expected = |first: Fate, second: Fate| {
+            [
+                ("a".to_owned(), first),
+                ("b".to_owned(), second),
+                ("new".to_owned(), kept(Stay::New)),
+                ("pause".to_owned(), kept(Stay::Pinned)),
+                ("used".to_owned(), in_use.clone()),
+            ]
+        };
+        // Ten bytes are to be freed: one image is enough.
+        let high = Rules {
+            high: 81,
+            low: 80,
+            ..Rules::default()
+        };
+        assert_eq!(
+            fates(&high),
+            expected(Fate::Goes(Removal::Space), kept(Stay::Enough))
+        );
+        assert_eq!(
+            fates(&Rules::default()),
+            expected(kept(Stay::NoNeed), kept(Stay::NoNeed))
+        );
+        let old = Rules {
+            maximum_age: Some(SignedDuration::from_secs(60)),
+            ..Rules::default()
+        };
+        let aged = || Fate::Goes(Removal::Age);
+        assert_eq!(fates(&old), expected(aged(), aged()));
     }
 
     #[test]

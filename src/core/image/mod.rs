@@ -7,14 +7,11 @@ mod reference;
 
 use reference::Reference;
 
-/// Whether an image name means "whatever is newest": tag `latest`, or neither tag nor digest.
+/// Whether an image name means "whatever is newest": tag `latest`, or neither tag nor digest. What is no name does not.
 #[must_use]
 pub fn tag_is_latest(image: &str) -> bool {
-    if image.contains('@') {
-        return false;
-    }
-    let last = image.rsplit('/').next().unwrap_or(image);
-    last.split_once(':').is_none_or(|(_, tag)| tag == "latest")
+    Reference::parse(image)
+        .is_ok_and(|r| r.digest.is_none() && r.tag.is_none_or(|tag| tag == "latest"))
 }
 
 /// The full reference the runtime is asked for: `:latest` is added where tag and digest are missing.
@@ -78,7 +75,7 @@ mod tests {
             assert_eq!(registry(image), host, "{image}");
             assert_eq!(with_default_tag(image).as_deref(), full, "{image}");
         }
-        assert!(with_default_tag("Not Valid!").is_err());
+        assert!(with_default_tag("Not Valid!").is_err() && !tag_is_latest("Not Valid!"));
         assert_eq!(
             canonical("busybox").as_deref(),
             Some("docker.io/library/busybox:latest")

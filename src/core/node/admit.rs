@@ -3,7 +3,9 @@
 use k8s_openapi::api::core::v1::{Container, Node, Pod};
 
 use super::capacity::is_extended;
+use super::eviction::{self, Pressures};
 use super::node_affinity;
+use super::shutdown;
 use super::taints::tolerates;
 use crate::core::pod;
 use crate::core::pod::cri_config;
@@ -36,6 +38,10 @@ pub struct Here<'a> {
     pub apparmor: bool,
     /// Whether the runtime honours strict supplemental groups.
     pub strict_groups: bool,
+    /// What the node is short of.
+    pub pressures: &'a Pressures,
+    /// Whether the machine is being shut down.
+    pub shutting_down: bool,
 }
 
 impl Here<'_> {
@@ -56,12 +62,20 @@ impl Here<'_> {
 /// The reason of a refusal because of the node's labels.
 pub const NODE_AFFINITY: &str = "NodeAffinity";
 
-fn refuse(reason: &str, message: impl Into<String>) -> Refusal {
+pub(super) fn refuse(reason: &str, message: impl Into<String>) -> Refusal {
     Refusal {
         reason: reason.into(),
         message: message.into(),
         missing: Amounts::new(),
     }
+}
+
+/// The refusal of a pod that cannot be given what admission so far has found to be there.
+pub(super) fn unexpected(error: impl std::fmt::Display) -> Refusal {
+    refuse(
+        "UnexpectedAdmissionError",
+        format!("Allocate failed due to {error}, which is unexpected"),
+    )
 }
 
 /// What the pod itself asks for that this node cannot give.
@@ -118,6 +132,13 @@ pub fn admit<'a>(
     others: impl Iterator<Item = &'a Pod> + Clone,
     here: &Here<'_>,
 ) -> Result<(), Refusal> {
+    // First, where the kubelet asks it last: for a pod that nothing helps nobody is preempted.
+    if here.shutting_down {
+        return Err(refuse(shutdown::REJECTED, shutdown::REJECTED_MESSAGE));
+    }
+    if let Some(message) = eviction::refusal(here.pressures, pod) {
+        return Err(refuse("Evicted", message));
+    }
     if let Some(message) = sysctl::refusal(pod, here.unsafe_sysctls, here.kernel) {
         return Err(refuse("SysctlForbidden", message));
     }
@@ -224,6 +245,20 @@ mod tests {
         serde_json::from_value(base).expect("a pod")
     }
 
+    fn here<'a>(allocatable: &'a Amounts, node: Option<&'a Node>) -> Here<'a> {
+        static NONE: Pressures = Pressures::new();
+        Here {
+            allocatable,
+            node,
+            unsafe_sysctls: &[],
+            kernel: "6.1",
+            apparmor: false,
+            strict_groups: false,
+            pressures: &NONE,
+            shutting_down: false,
+        }
+    }
+
     #[test]
     fn resources_that_are_not_ordinary_are_known_by_the_node_or_refused() {
         let node: Node = serde_json::from_value(
@@ -234,14 +269,7 @@ mod tests {
             ("pods".to_owned(), Quantity::from_units(10)),
             ("hugepages-2Mi".to_owned(), Quantity::from_bytes(4 << 20)),
         ]);
-        let here = Here {
-            allocatable: &allocatable,
-            node: Some(&node),
-            unsafe_sysctls: &[],
-            kernel: "6.1",
-            apparmor: false,
-            strict_groups: false,
-        };
+        let here = here(&allocatable, Some(&node));
         for (resource, amount, fits) in [
             ("example.com/gpu", "1", false),
             ("example.com/lane", "2", true),
@@ -365,14 +393,7 @@ mod tests {
             ),
         ];
         for (pod, others, allocatable, node, expected) in cases {
-            let here = Here {
-                allocatable: &allocatable,
-                node,
-                unsafe_sysctls: &[],
-                kernel: "6.1",
-                apparmor: false,
-                strict_groups: false,
-            };
+            let here = here(&allocatable, node);
             let result = admit(&pod, others.into_iter(), &here);
             match expected {
                 None => assert_eq!(result, Ok(())),

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 
+use super::eviction::{Resource, Threshold, set_aside};
 use crate::core::pod::resources::Amounts;
 use crate::core::quantity::Quantity;
 
@@ -21,7 +22,7 @@ pub struct MachineSize {
 }
 
 /// What the configuration says of the node's size.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits<'a> {
     /// `maxPods`.
     pub pods: i64,
@@ -31,6 +32,8 @@ pub struct Limits<'a> {
     pub ephemeral_storage: bool,
     /// `systemReserved` and `kubeReserved` together.
     pub reserved: &'a Amounts,
+    /// The eviction thresholds: the hard ones keep pods from the last of memory and disk.
+    pub thresholds: &'a [Threshold],
 }
 
 /// The resource name of huge pages of a size in bytes, for instance `hugepages-2Mi`.
@@ -89,7 +92,7 @@ pub fn capacity(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
     amounts
 }
 
-/// What pods may use: the capacity less what is set aside. Huge pages are memory that ordinary requests cannot have.
+/// What pods may use: the capacity less what is set aside and what hard eviction thresholds keep free. Huge pages are memory that ordinary requests cannot have.
 #[must_use]
 pub fn allocatable(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
     let mut amounts = capacity(machine, limits);
@@ -101,7 +104,13 @@ pub fn allocatable(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
         if let Some(reserved) = limits.reserved.get(name) {
             *amount = (*amount - *reserved).max(Quantity::ZERO);
         }
-        if name == "memory" {
+        let (kept, capacity) = match name.as_str() {
+            "memory" => (Resource::Memory, machine.memory),
+            "ephemeral-storage" => (Resource::EphemeralStorage, machine.storage),
+            _ => continue,
+        };
+        *amount = (*amount - set_aside(limits.thresholds, kept, capacity)).max(Quantity::ZERO);
+        if kept == Resource::Memory {
             *amount = (*amount - huge).max(Quantity::ZERO);
         }
     }
@@ -149,6 +158,7 @@ mod tests {
             pods_per_core: 0,
             ephemeral_storage: true,
             reserved,
+            thresholds: &[],
         }
     }
 
@@ -169,6 +179,41 @@ mod tests {
         let usable = allocatable(&machine, limits(&reserved));
         assert_eq!(text(&usable, "memory"), "6Gi");
         assert_eq!(text(&usable, "hugepages-2Mi"), "1Gi");
+    }
+
+    #[test]
+    fn hard_eviction_thresholds_are_not_for_pods() {
+        use crate::core::node::eviction::{DEFAULT_HARD, Statements, parse};
+        let machine = MachineSize {
+            cpus: 4,
+            memory: 8 << 30,
+            storage: 100 << 30,
+            huge_pages: vec![],
+        };
+        let hard = DEFAULT_HARD.map(|(k, v)| (k.to_owned(), v.to_owned()));
+        let none = BTreeMap::new();
+        let soft = [("memory.available".to_owned(), "1Gi".to_owned())].into();
+        let grace = [("memory.available".to_owned(), "1m".to_owned())].into();
+        let thresholds = parse(Statements {
+            hard: &hard.into(),
+            soft: &soft,
+            soft_grace: &grace,
+            min_reclaim: &none,
+            pods_are_limited: true,
+        });
+        let reserved = Amounts::from([("memory".to_owned(), Quantity::from_bytes(1 << 30))]);
+        let limits = Limits {
+            thresholds: &thresholds.expect("thresholds"),
+            ..limits(&reserved)
+        };
+        let usable = allocatable(&machine, limits);
+        // A tenth as the kubelet computes it, with 32 bits.
+        let text = |name: &str| usable[name].to_string();
+        assert_eq!(
+            (text("memory"), text("ephemeral-storage")),
+            ("7068Mi".into(), "96636764000".into())
+        );
+        assert_eq!(capacity(&machine, limits)["memory"].to_string(), "8Gi");
     }
 
     #[test]

@@ -6,12 +6,52 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{NodeCondition, NodeStatus};
 use serde_json::{Value, json};
 
+use super::eviction::{Pressure, Pressures};
 use crate::core::time::seconds;
 
-/// The conditions as of now. `not_ready` is why the node is not ready, if it is not; `old` is what was reported before.
+/// The shortages of a node, each with the reason and message of its condition: while there is none, and while there is.
+const SHORTAGES: [(Pressure, [(&str, &str); 2]); 3] = [
+    (
+        Pressure::Memory,
+        [
+            (
+                "KubeletHasSufficientMemory",
+                "kubelet has sufficient memory available",
+            ),
+            (
+                "KubeletHasInsufficientMemory",
+                "kubelet has insufficient memory available",
+            ),
+        ],
+    ),
+    (
+        Pressure::Disk,
+        [
+            ("KubeletHasNoDiskPressure", "kubelet has no disk pressure"),
+            ("KubeletHasDiskPressure", "kubelet has disk pressure"),
+        ],
+    ),
+    (
+        Pressure::Pid,
+        [
+            (
+                "KubeletHasSufficientPID",
+                "kubelet has sufficient PID available",
+            ),
+            (
+                "KubeletHasInsufficientPID",
+                "kubelet has insufficient PID available",
+            ),
+        ],
+    ),
+];
+
+/// The conditions as of now. `not_ready` is why the node is not ready, if it is not; `pressures` is what it is short of;
+/// `old` is what was reported before.
 #[must_use]
 pub fn conditions(
     not_ready: Option<&str>,
+    pressures: &Pressures,
     old: &[NodeCondition],
     now: Timestamp,
 ) -> Vec<NodeCondition> {
@@ -28,33 +68,56 @@ pub fn conditions(
             last_transition_time: Some(since.unwrap_or_else(|| now.clone())),
         }
     };
-    let sufficient = |kind, reason, message| condition(kind, "False", reason, message);
-    vec![
-        sufficient(
-            "MemoryPressure",
-            "KubeletHasSufficientMemory",
-            "kubelet has sufficient memory available",
+    let shortages = SHORTAGES.iter().map(|(pressure, [without, with])| {
+        let kind = pressure.condition();
+        match pressures.contains(pressure) {
+            true => condition(kind, "True", with.0, with.1),
+            false => condition(kind, "False", without.0, without.1),
+        }
+    });
+    let ready = match not_ready {
+        None => condition(
+            "Ready",
+            "True",
+            "KubeletReady",
+            "kubelet is posting ready status",
         ),
-        sufficient(
-            "DiskPressure",
-            "KubeletHasNoDiskPressure",
-            "kubelet has no disk pressure",
-        ),
-        sufficient(
-            "PIDPressure",
-            "KubeletHasSufficientPID",
-            "kubelet has sufficient PID available",
-        ),
-        match not_ready {
-            None => condition(
-                "Ready",
-                "True",
-                "KubeletReady",
-                "kubelet is posting ready status",
-            ),
-            Some(why) => condition("Ready", "False", "KubeletNotReady", why),
-        },
-    ]
+        Some(why) => condition("Ready", "False", "KubeletNotReady", why),
+    };
+    shortages.chain([ready]).collect()
+}
+
+/// What has become of the node's conditions between two statuses, as reasons of events; in the kubelet's words.
+#[must_use]
+pub fn transitions(old: &NodeStatus, new: &NodeStatus) -> Vec<String> {
+    let find = |status: &NodeStatus, kind: &str| {
+        let conditions = status.conditions.iter().flatten();
+        let mut found = conditions.filter(|c| c.type_ == kind);
+        found.next().cloned()
+    };
+    let mut reasons: Vec<String> = SHORTAGES
+        .iter()
+        .filter_map(|(pressure, _)| {
+            let now = find(new, pressure.condition())?;
+            let before = find(old, pressure.condition());
+            let changed = match before {
+                Some(before) => before.status != now.status,
+                // Only what is wrong is worth saying of a node that was not known.
+                None => now.status == "True",
+            };
+            let reason = now.reason.filter(|_| changed)?;
+            Some(reason.replacen("Kubelet", "Node", 1))
+        })
+        .collect();
+    if is_ready(old) != is_ready(new) {
+        let reason = if is_ready(new) {
+            "NodeReady"
+        } else {
+            "NodeNotReady"
+        };
+        reasons.push(reason.to_owned());
+    }
+    reasons
 }
 
 /// Whether a status says that the node is ready.
@@ -121,7 +184,7 @@ mod tests {
         let now = Timestamp::from_second(at).expect("a time");
         let old = old.conditions.as_deref().unwrap_or_default();
         NodeStatus {
-            conditions: Some(conditions(not_ready, old, now)),
+            conditions: Some(conditions(not_ready, &Pressures::new(), old, now)),
             addresses: Some(vec![NodeAddress {
                 type_: "InternalIP".into(),
                 address: ip.into(),
@@ -147,6 +210,43 @@ mod tests {
             patch(&first, &moved).expect("a patch")["status"]["addresses"][1],
             json!({"$patch": "replace"})
         );
+    }
+
+    #[test]
+    fn shortages_are_conditions_and_their_changes_events() {
+        let of = |pressures: &[Pressure], old: &NodeStatus| {
+            let known = old.conditions.as_deref().unwrap_or_default();
+            let pressures = pressures.iter().copied().collect();
+            NodeStatus {
+                conditions: Some(conditions(None, &pressures, known, Timestamp::UNIX_EPOCH)),
+                ..NodeStatus::default()
+            }
+        };
+        let none = of(&[], &NodeStatus::default());
+        assert_eq!(transitions(&NodeStatus::default(), &none), ["NodeReady"]);
+        let short = of(&[Pressure::Memory, Pressure::Disk], &none);
+        let found: Vec<(&str, Option<&str>)> = short
+            .conditions
+            .iter()
+            .flatten()
+            .map(|c| (c.status.as_str(), c.reason.as_deref()))
+            .collect();
+        assert_eq!(
+            found,
+            [
+                ("True", Some("KubeletHasInsufficientMemory")),
+                ("True", Some("KubeletHasDiskPressure")),
+                ("False", Some("KubeletHasSufficientPID")),
+                ("True", Some("KubeletReady")),
+            ]
+        );
+        assert_eq!(
+            transitions(&none, &short),
+            ["NodeHasInsufficientMemory", "NodeHasDiskPressure"]
+        );
+        let better = of(&[Pressure::Disk], &short);
+        assert_eq!(transitions(&short, &better), ["NodeHasSufficientMemory"]);
+        assert_eq!(transitions(&better, &better), Vec::<String>::new());
     }
 
     #[test]

@@ -31,7 +31,7 @@ pub struct Feature {
     pub name: &'static str,
     /// How far it is.
     pub stage: Stage,
-    /// Whether this agent behaves so. No gate changes that.
+    /// Whether this agent behaves so. No gate changes that, but for those of the CPU manager's options and of `qosReserved`.
     pub here: bool,
 }
 
@@ -59,10 +59,19 @@ const fn alpha(name: &'static str, here: bool) -> Feature {
     }
 }
 
+/// Whether beta options of the CPU manager can be set. This gate and the next are what the configuration says.
+pub const CPU_BETA_OPTIONS: &str = "CPUManagerPolicyBetaOptions";
+
+/// Whether alpha options of the CPU manager can be set.
+pub const CPU_ALPHA_OPTIONS: &str = "CPUManagerPolicyAlphaOptions";
+
+/// The gate of `qosReserved`.
+pub const QOS_RESERVED: &str = "QOSReserved";
+
 /// All of them.
 pub const FEATURES: &[Feature] = &[
     ga("CPUCFSQuotaPeriod", true),
-    ga("CPUManagerPolicyOptions", false),
+    ga("CPUManagerPolicyOptions", true),
     ga("CSIServiceAccountTokenSecrets", true),
     ga("DynamicResourceAllocation", false),
     ga("ExecProbeTimeout", true),
@@ -88,18 +97,19 @@ pub const FEATURES: &[Feature] = &[
     ga("SidecarContainers", true),
     ga("SupplementalGroupsPolicy", true),
     ga("SystemdWatchdog", true),
-    ga("TopologyManagerPolicyOptions", false),
+    ga("TopologyManagerPolicyOptions", true),
     ga("UserNamespacesSupport", true),
+    beta(CPU_BETA_OPTIONS, true),
     beta("ComponentFlagz", true),
     beta("ComponentStatusz", true),
     beta("ContainerCheckpoint", true),
     beta("ContainerRestartRules", true),
     beta("DRAExtendedResource", false),
-    beta("DisableCPUQuotaWithExclusiveCPUs", false),
+    beta("DisableCPUQuotaWithExclusiveCPUs", true),
     beta("EnvFiles", true),
     beta("ExtendWebSocketsToKubelet", true),
-    beta("GracefulNodeShutdown", false),
-    beta("GracefulNodeShutdownBasedOnPodPriority", false),
+    beta("GracefulNodeShutdown", true),
+    beta("GracefulNodeShutdownBasedOnPodPriority", true),
     beta("HostnameOverride", true),
     beta("InPlacePodLevelResourcesVerticalScaling", false),
     beta("InPlacePodVerticalScalingInitContainers", true),
@@ -114,11 +124,12 @@ pub const FEATURES: &[Feature] = &[
     beta("PreventStaticPodAPIReferences", true),
     beta("ReloadKubeletClientCAFile", true),
     beta("ReloadKubeletServerCertificateFile", true),
-    beta("ResourceHealthStatus", false),
+    beta("ResourceHealthStatus", true),
     beta("RestartAllContainersOnContainerExits", true),
     beta("RotateKubeletServerCertificate", true),
     beta("SELinuxMount", false),
     alpha("AllowDNSOnlyNodeCSR", true),
+    alpha(CPU_ALPHA_OPTIONS, false),
     alpha("CRIListStreaming", false),
     alpha("ChangeContainerStatusOnKubeletRestart", false),
     alpha("ClusterTrustBundle", true),
@@ -135,7 +146,7 @@ pub const FEATURES: &[Feature] = &[
     alpha("PodLevelResourceManagers", false),
     alpha("PodLogsQuerySplitStreams", false),
     alpha("PodsAPI", false),
-    alpha("QOSReserved", false),
+    alpha(QOS_RESERVED, false),
     alpha("ReduceDefaultCrashLoopBackOffDecay", false),
     alpha("RuntimeClassInImageCriAPI", false),
     alpha("UserNamespacesHostNetworkSupport", false),
@@ -158,6 +169,9 @@ pub fn object(name: &str, enabled: bool) -> Option<Objection> {
         return Some(Objection::Ignored(format!(
             "featureGates.{name}: it changes nothing here"
         )));
+    }
+    if matches!(name, CPU_BETA_OPTIONS | CPU_ALPHA_OPTIONS | QOS_RESERVED) {
+        return None;
     }
     match FEATURES.iter().find(|f| f.name == name) {
         None => Some(Objection::Ignored(format!(

@@ -47,6 +47,33 @@ pub struct Eviction {
     pub verdict: Verdict,
 }
 
+impl Eviction {
+    /// Of a pod that uses more of `signal` than it may. It would do the same elsewhere.
+    #[must_use]
+    pub fn over_limit(uid: &str, signal: &str, message: String) -> Eviction {
+        Eviction {
+            uid: uid.to_owned(),
+            signal: signal.to_owned(),
+            verdict: Verdict {
+                cause: Cause::Evicted,
+                reason: "Evicted".into(),
+                message,
+                disruption: None,
+                grace: Some(1),
+            },
+        }
+    }
+
+    /// Of a pod that goes because the node is short of something; it gets `grace` seconds to end.
+    #[must_use]
+    pub fn under_pressure(uid: &str, signal: &str, message: String, grace: i64) -> Eviction {
+        let mut eviction = Eviction::over_limit(uid, signal, message.clone());
+        eviction.verdict.disruption = Some(message);
+        eviction.verdict.grace = Some(grace);
+        eviction
+    }
+}
+
 /// All admitted pods, by uid.
 #[derive(Debug, Clone, Default)]
 pub struct Ledger(BTreeMap<String, Admitted>);
@@ -132,21 +159,24 @@ impl Ledger {
         true
     }
 
-    /// A pod uses more than it may: it is told to end, once.
-    pub fn evict(&mut self, uid: &str, signal: &str, message: String) -> Option<Eviction> {
-        let victim = self.0.get_mut(uid).filter(|v| !v.evicted)?;
-        victim.evicted = true;
-        Some(Eviction {
-            uid: uid.to_owned(),
-            signal: signal.to_owned(),
-            verdict: Verdict {
-                cause: Cause::Evicted,
-                reason: "Evicted".into(),
-                message,
-                disruption: None,
-                grace: Some(1),
-            },
-        })
+    /// Whether a pod has a claim that only one may have at a time.
+    #[must_use]
+    pub fn holds_alone(&self, uid: &str) -> bool {
+        self.0.get(uid).is_some_and(|own| !own.claims.is_empty())
+    }
+
+    /// A pod is to be told to end. Whether it is here and has not been told before.
+    pub fn evict(&mut self, uid: &str) -> bool {
+        match self.0.get_mut(uid) {
+            Some(victim) => !std::mem::replace(&mut victim.evicted, true),
+            None => false,
+        }
+    }
+
+    /// A pod is to be told to end whatever it was told before. Whether it is here.
+    pub fn end(&mut self, uid: &str) -> bool {
+        let pod = self.0.get_mut(uid);
+        pod.map(|pod| pod.evicted = true).is_some()
     }
 
     /// Forgets a pod that holds nothing any more; the answer is who waits for room to grow.
@@ -156,6 +186,12 @@ impl Ledger {
         }
         let waiting = self.0.iter().filter(|(_, admitted)| admitted.waits);
         waiting.map(|(uid, _)| uid.clone()).collect()
+    }
+
+    /// An admitted pod, as it was last granted its sizes.
+    #[must_use]
+    pub fn pod(&self, uid: &str) -> Option<Arc<Pod>> {
+        Some(Arc::clone(&self.0.get(uid)?.pod))
     }
 
     /// The admitted pods.
@@ -178,6 +214,7 @@ fn preempted() -> Verdict {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::core::node::eviction::{Pressure, Pressures};
     use crate::core::pod::resources::Amounts;
     use serde_json::json;
 
@@ -200,6 +237,8 @@ mod tests {
             kernel: "6.18",
             apparmor: false,
             strict_groups: false,
+            pressures: &Pressures::new(),
+            shutting_down: false,
         })
     }
 
@@ -230,6 +269,53 @@ mod tests {
     }
 
     #[test]
+    fn a_node_under_pressure_keeps_whom_it_has_and_tells_each_victim_once() {
+        with_two_cpus(|here| {
+            let mut ledger = Ledger::default();
+            assert_eq!(ledger.admit(&pod("a", 0, "0"), here), Decision::Admitted);
+            let pressed = Here {
+                pressures: &Pressures::from([Pressure::Disk]),
+                ..*here
+            };
+            let late = ledger.admit(&pod("b", 0, "1"), &pressed);
+            assert!(matches!(late, Decision::Refused(r) if r.reason == "Evicted"));
+            assert_eq!(
+                ledger.admit(&pod("a", 0, "0"), &pressed),
+                Decision::Admitted
+            );
+            assert!(ledger.evict("a") && !ledger.evict("a") && !ledger.evict("b"));
+            assert!(ledger.end("a") && ledger.end("a") && !ledger.end("b"));
+        });
+    }
+
+    #[test]
+    fn a_node_that_shuts_down_keeps_whom_it_has_and_takes_nobody() {
+        with_two_cpus(|here| {
+            let mut ledger = Ledger::default();
+            assert_eq!(ledger.admit(&pod("a", 0, "2"), here), Decision::Admitted);
+            let closing = Here {
+                shutting_down: true,
+                ..*here
+            };
+            assert_eq!(
+                ledger.admit(&pod("a", 0, "2"), &closing),
+                Decision::Admitted
+            );
+            for (priority, cpu) in [(0, "0"), (2_000_000_000, "0")] {
+                let refused = ledger.admit(&pod("b", priority, cpu), &closing);
+                assert!(
+                    matches!(&refused, Decision::Refused(r) if r.reason == "NodeShutdown"
+                        && r.message == "Pod was rejected as the node is shutting down."),
+                    "{refused:?}"
+                );
+            }
+            // Nobody is preempted for a pod that is refused anyway.
+            let critical = ledger.admit(&pod("c", 2_000_000_000, "2"), &closing);
+            assert!(matches!(critical, Decision::Refused(r) if r.reason == "NodeShutdown"));
+        });
+    }
+
+    #[test]
     fn whoever_waits_for_room_is_named_when_a_pod_goes() {
         with_two_cpus(|here| {
             let mut ledger = Ledger::default();
@@ -252,6 +338,7 @@ mod tests {
             }
             assert!(ledger.hold_alone("a", "n", "data"));
             assert!(ledger.hold_alone("a", "n", "data"), "it keeps it");
+            assert!(ledger.holds_alone("a") && !ledger.holds_alone("b"));
             assert!(!ledger.hold_alone("b", "n", "data"));
             ledger.release("a");
             assert!(ledger.hold_alone("b", "n", "data"));

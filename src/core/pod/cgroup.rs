@@ -1,10 +1,15 @@
 //! The cgroups of pods: their place in the tree and their values (kubelet spec, chapter 7). Pure.
 
+use std::collections::BTreeMap;
+
 use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::Role;
+use super::cgroup_values::{Bound, CpuTime, Values};
 use super::qos::{self, QosClass};
-use super::resources::{Amounts, Side, of_container, of_containers, of_pod, of_pod_level};
+use super::resources::{
+    Side, huge_pages as huge_pages_of, of_container, of_containers, of_pod, of_pod_level,
+};
 use crate::core::pod;
 
 /// Who makes cgroups.
@@ -118,33 +123,6 @@ pub fn uid_of(name: &str, driver: Driver) -> Option<String> {
     }
 }
 
-/// A pod's limits as properties of its slice (systemd.resource-control(5)), in systemd's units: `u64::MAX` is unlimited.
-#[must_use]
-pub fn properties(limits: &PodLimits, unified: bool) -> Vec<(&'static str, u64)> {
-    let max = |value: Option<i64>| {
-        value
-            .and_then(|v| u64::try_from(v).ok())
-            .unwrap_or(u64::MAX)
-    };
-    // What one second may have, in microseconds; systemd knows no finer steps than a hundredth of a CPU.
-    let second = limits
-        .quota
-        .and_then(|q| u64::try_from(q).ok())
-        .map_or(u64::MAX, |quota| {
-            let exact = quota.saturating_mul(1_000_000) / limits.period.max(1);
-            exact.next_multiple_of(10_000)
-        });
-    let memory = if unified { "MemoryMax" } else { "MemoryLimit" };
-    let pids = limits.pids.map(|_| ("TasksMax", max(limits.pids)));
-    let all = [
-        share_property(limits.shares, unified),
-        ("CPUQuotaPerSecUSec", second),
-        ("CPUQuotaPeriodUSec", limits.period),
-        (memory, max(limits.memory)),
-    ];
-    all.into_iter().chain(pids).collect()
-}
-
 /// Where a cgroup of [`pod_path`] lies below the hierarchy's root, or one of its containers'.
 #[must_use]
 pub fn place(path: &str, container: Option<&str>) -> String {
@@ -160,73 +138,6 @@ pub fn place(path: &str, container: Option<&str>) -> String {
         .map(|id| format!("/cri-containerd-{id}.scope"))
         .unwrap_or_default();
     format!("/{}{scope}", slices.join("/"))
-}
-
-/// The CPU weights of the tiers, as v1 shares.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TierShares {
-    /// Of all pods beside the rest of the machine.
-    pub all: u64,
-    /// Of the burstable ones beside the guaranteed ones.
-    pub burstable: u64,
-    /// Of the best-effort ones beside the guaranteed ones.
-    pub best_effort: u64,
-}
-
-impl TierShares {
-    /// Each tier's path in the driver's spelling, and its shares; outermost first.
-    #[must_use]
-    pub fn by_path(&self, root: &str, driver: Driver) -> [(String, u64); 3] {
-        let all = all_pods(root, driver);
-        let tier = |name: &str| match driver {
-            Driver::Cgroupfs => format!("{all}/{name}"),
-            Driver::Systemd => format!("{}-{name}.slice", all.trim_end_matches(".slice")),
-        };
-        [
-            (all.clone(), self.all),
-            (tier("burstable"), self.burstable),
-            (tier("besteffort"), self.best_effort),
-        ]
-    }
-}
-
-/// What the tiers get: all pods what they may use of the node, burstable pods what they ask for together, best-effort pods
-/// next to nothing (kubelet spec, 7.2). A guaranteed pod lies beside the last two with its own request.
-#[must_use]
-pub fn tier_shares(allocatable: &Amounts, pods: &[&Pod]) -> TierShares {
-    let burstable = pods
-        .iter()
-        .filter(|p| qos::of(pod::spec(p)) == QosClass::Burstable);
-    let asked = burstable.map(|p| {
-        of_pod(p, Side::Requests)
-            .get("cpu")
-            .map_or(0, |q| q.milli())
-    });
-    TierShares {
-        all: shares(allocatable.get("cpu").map_or(0, |q| q.milli())),
-        burstable: shares(asked.fold(0, i64::saturating_add)),
-        best_effort: shares(0),
-    }
-}
-
-/// The property of a slice that gives it these shares.
-#[must_use]
-pub fn share_property(shares: u64, unified: bool) -> (&'static str, u64) {
-    if unified {
-        ("CPUWeight", weight(shares))
-    } else {
-        ("CPUShares", shares)
-    }
-}
-
-/// The tiers above a pod, outermost first, in cgroupfs spelling.
-#[must_use]
-pub fn tiers(root: &str, class: QosClass) -> Vec<String> {
-    let pod = pod_path(root, Driver::Cgroupfs, class, "x");
-    let parts: Vec<&str> = pod.trim_start_matches('/').split('/').collect();
-    (1..parts.len())
-        .map(|n| format!("/{}", parts[..n].join("/")))
-        .collect()
 }
 
 /// The values of a pod's cgroup. Without `period` no CPU quota is set.
@@ -266,6 +177,31 @@ pub fn pod_limits(pod: &Pod, pids: Option<i64>, period: Option<u64>) -> PodLimit
         period: period.unwrap_or(PERIOD),
         memory: bounded("memory").map(|q| q.units()),
         pids: pids.filter(|p| *p > 0),
+    }
+}
+
+/// The same as values of a cgroup. Of the huge pages of `page_sizes` (bytes of one page) the pod may have what it asks for,
+/// and no others.
+#[must_use]
+pub fn pod_values(pod: &Pod, pids: Option<i64>, period: Option<u64>, page_sizes: &[u64]) -> Values {
+    let limits = pod_limits(pod, pids, period);
+    let number = |value: i64| u64::try_from(value).unwrap_or(0);
+    let mut huge_pages: BTreeMap<u64, u64> = page_sizes.iter().map(|size| (*size, 0)).collect();
+    huge_pages.extend(huge_pages_of(&of_pod(pod, Side::Requests)));
+    let huge_pages = huge_pages.into_iter();
+    Values {
+        shares: Some(limits.shares),
+        cpu: Some(CpuTime {
+            quota: limits.quota.map(number),
+            period: limits.period,
+        }),
+        memory: Some(
+            limits
+                .memory
+                .map_or(Bound::Unlimited, |m| Bound::At(number(m))),
+        ),
+        pids: limits.pids.map(|p| Bound::At(number(p))),
+        huge_pages: huge_pages.map(|(s, b)| (s, Bound::At(b))).collect(),
     }
 }
 
@@ -371,99 +307,26 @@ mod tests {
         ] {
             assert_eq!(uid_of(name, driver).as_deref(), expected, "{name}");
         }
-        assert_eq!(
-            tiers("/t", QosClass::Burstable),
-            ["/t", "/t/kubepods", "/t/kubepods/burstable"]
-        );
     }
 
     #[test]
-    fn no_tier_outweighs_what_its_pods_ask_for() {
-        let pod = |requests: Value, limits: Value| -> Pod {
-            let container =
-                json!({"name": "c", "resources": {"requests": requests, "limits": limits}});
-            serde_json::from_value(json!({"spec": {"containers": [container]}})).expect("a pod")
-        };
-        let small = json!({"cpu": "100m", "memory": "1Mi"});
-        let guaranteed = pod(small.clone(), small);
-        let burstable = pod(json!({"cpu": "500m"}), json!({}));
-        let best_effort = pod(json!({}), json!({}));
-        let allocatable = Amounts::from([("cpu".to_owned(), "3500m".parse().expect("a quantity"))]);
-        let pods = [
-            &guaranteed,
-            &burstable,
-            &burstable,
-            &best_effort,
-            &best_effort,
-        ];
-        let tiers = tier_shares(&allocatable, &pods);
+    fn a_pod_has_the_huge_pages_that_it_asks_for_and_no_others() {
+        let container = json!({"name": "c", "resources": {"limits": {"cpu": "1", "memory": "1Mi", "hugepages-2Mi": "4Mi"},
+            "requests": {"cpu": "1", "memory": "1Mi", "hugepages-2Mi": "4Mi"}}});
+        let pod: Pod =
+            serde_json::from_value(json!({"spec": {"containers": [container]}})).expect("a pod");
+        let values = pod_values(&pod, Some(100), Some(PERIOD), &[2 << 20, 1 << 30]);
+        let huge: Vec<_> = values.huge_pages.into_iter().collect();
         assert_eq!(
-            (tiers.all, tiers.burstable, tiers.best_effort),
-            (3584, 1024, 2)
+            huge,
+            [(2 << 20, Bound::At(4 << 20)), (1 << 30, Bound::At(0))]
         );
-        // However many best-effort pods there are, together they weigh less than the smallest guaranteed one.
-        assert!(tiers.best_effort < pod_limits(&guaranteed, None, None).shares);
-        assert_eq!(tier_shares(&allocatable, &[]).burstable, 2);
-        for (root, driver, expected) in [
-            (
-                "/t",
-                Driver::Cgroupfs,
-                [
-                    "/t/kubepods",
-                    "/t/kubepods/burstable",
-                    "/t/kubepods/besteffort",
-                ],
-            ),
-            (
-                "/",
-                Driver::Systemd,
-                [
-                    "kubepods.slice",
-                    "kubepods-burstable.slice",
-                    "kubepods-besteffort.slice",
-                ],
-            ),
-        ] {
-            assert_eq!(tiers.by_path(root, driver).map(|(path, _)| path), expected);
-        }
-    }
-
-    #[test]
-    fn systemd_is_told_limits_in_its_units() {
-        let limits = PodLimits {
-            shares: 1024,
-            quota: Some(12_345),
-            period: 100_000,
-            memory: Some(1 << 20),
-            pids: Some(7),
+        assert_eq!(values.pids, Some(Bound::At(100)));
+        let time = |period| {
+            let values = pod_values(&pod, None, period, &[]);
+            values.cpu.and_then(|cpu| cpu.quota)
         };
-        assert_eq!(
-            properties(&limits, true),
-            [
-                ("CPUWeight", 39),
-                ("CPUQuotaPerSecUSec", 130_000),
-                ("CPUQuotaPeriodUSec", 100_000),
-                ("MemoryMax", 1 << 20),
-                ("TasksMax", 7)
-            ]
-        );
-        let open = PodLimits {
-            shares: 2,
-            quota: None,
-            period: 100_000,
-            memory: None,
-            pids: None,
-        };
-        assert_eq!(
-            properties(&open, false),
-            [
-                ("CPUShares", 2),
-                ("CPUQuotaPerSecUSec", u64::MAX),
-                ("CPUQuotaPeriodUSec", 100_000),
-                ("MemoryLimit", u64::MAX)
-            ],
-            "what was limited before is not any more"
-        );
+        assert_eq!((time(Some(PERIOD)), time(None)), (Some(100_000), None));
     }
 
     #[test]

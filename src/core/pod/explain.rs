@@ -91,6 +91,7 @@ impl Step {
             Step::Directories => "directories",
             Step::Volume => "volume",
             Step::Objects => "references",
+            Step::Claims => "resource claims",
             Step::Sandbox => "sandbox",
             Step::Image => "image",
             Step::Create => "create",
@@ -104,6 +105,7 @@ impl Step {
             Step::PreStop => "preStop hook",
             Step::Stop => "stop",
             Step::StopSandbox => "stop sandbox",
+            Step::ReturnClaims => "give back resource claims",
             Step::Release => "release",
             Step::Finalise => "finalise",
         }
@@ -121,6 +123,7 @@ impl Step {
                 | Step::Directories
                 | Step::Volume
                 | Step::Objects
+                | Step::Claims
                 | Step::Sandbox
         )
     }
@@ -155,6 +158,7 @@ pub fn sentence(entry: &Entry) -> String {
         Step::Directories => format!("its directories cannot be made: {error}"),
         Step::Volume => format!("volume {subject} cannot be set up: {error}"),
         Step::Objects => format!("what it refers to cannot be read: {error}"),
+        Step::Claims => format!("its resource claims cannot be prepared: {error}"),
         Step::Sandbox => format!("its sandbox cannot be made: {error}"),
         Step::Image => format!("the image of container {subject} cannot be pulled: {error}"),
         Step::Create => format!("container {subject} cannot be created: {error}"),
@@ -168,6 +172,7 @@ pub fn sentence(entry: &Entry) -> String {
         Step::PreStop => format!("the preStop hook of container {subject} failed: {error}"),
         Step::Stop => format!("container {subject} cannot be stopped: {error}"),
         Step::StopSandbox => format!("its sandbox cannot be stopped: {error}"),
+        Step::ReturnClaims => format!("its resource claims cannot be given back: {error}"),
         Step::Release => format!("what it held cannot be released: {error}"),
         Step::Finalise => error.clone(),
     }
@@ -201,6 +206,7 @@ pub fn explain(
         Cause::Preempted => "it made room for a critical pod",
         Cause::Evicted => "the node evicted it",
         Cause::DeadlineExceeded => "it was active for longer than activeDeadlineSeconds",
+        Cause::NodeShutdown => "the node is shutting down",
     };
     let fetching = fetching.filter(|f| f.parts > 0 && journal.is_pulling());
     let progress = fetching.map_or(String::new(), |f| format!(" ({f})"));

@@ -33,6 +33,8 @@ pub enum Step {
     Volume,
     /// The objects that the pod refers to.
     Objects,
+    /// The resource claims, which drivers prepare.
+    Claims,
     /// The sandbox.
     Sandbox,
     /// The image of the subject.
@@ -59,6 +61,8 @@ pub enum Step {
     Stop,
     /// Stopping the sandboxes.
     StopSandbox,
+    /// Giving back the resource claims.
+    ReturnClaims,
     /// Giving back volumes, cgroup and directories.
     Release,
     /// Letting the API have the object back.
@@ -78,6 +82,7 @@ impl Step {
             Step::Directories => "directories",
             Step::Volume => "volume",
             Step::Objects => "objects",
+            Step::Claims => "claims",
             Step::Sandbox => "sandbox",
             Step::Image => "image",
             Step::Create => "create",
@@ -91,6 +96,7 @@ impl Step {
             Step::PreStop => "pre-stop",
             Step::Stop => "stop",
             Step::StopSandbox => "stop-sandbox",
+            Step::ReturnClaims => "return-claims",
             Step::Release => "release",
             Step::Finalise => "finalise",
         }
@@ -104,6 +110,7 @@ impl Step {
                 | Step::PreStop
                 | Step::Stop
                 | Step::StopSandbox
+                | Step::ReturnClaims
                 | Step::Release
                 | Step::Finalise
         )

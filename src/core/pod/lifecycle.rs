@@ -23,6 +23,8 @@ pub enum Cause {
     Evicted,
     /// It was active for longer than `activeDeadlineSeconds`.
     DeadlineExceeded,
+    /// The machine is being shut down.
+    NodeShutdown,
 }
 
 /// Where a pod stands.
@@ -154,10 +156,11 @@ impl Cause {
         }
     }
 
-    /// Whether dead containers, logs and directories go too.
+    /// Whether dead containers, logs and directories go too. Those of an evicted pod do at once: what the node is short of
+    /// may be in them (kubelet spec, 2.6).
     #[must_use]
     pub fn removes_content(self) -> bool {
-        matches!(self, Cause::Deleted | Cause::Removed)
+        matches!(self, Cause::Deleted | Cause::Removed | Cause::Evicted)
     }
 }
 

@@ -2,6 +2,7 @@
 
 pub mod actions;
 pub mod cgroup;
+pub mod cgroup_values;
 mod container_hash;
 pub mod cri_config;
 pub mod desired;
@@ -12,6 +13,7 @@ pub mod explain;
 pub mod journal;
 pub mod lifecycle;
 pub mod observed;
+pub mod pinning;
 pub mod probe;
 pub mod qos;
 pub mod record;

@@ -1,8 +1,10 @@
 //! QoS classes (kubelet spec, 7.1).
 
-use k8s_openapi::api::core::v1::{PodSpec, ResourceRequirements};
+use k8s_openapi::api::core::v1::{Pod, PodSpec, ResourceRequirements};
 use serde_json::Value;
 
+use super::resources::{Side, of_pod_level};
+use crate::core::pod;
 use crate::core::quantity::Quantity;
 
 /// How a pod's processes are ranked when memory or CPU runs short.
@@ -86,6 +88,16 @@ pub fn of(spec: &PodSpec) -> QosClass {
 pub fn of_json(spec: &Value) -> &'static str {
     let spec: Option<PodSpec> = serde_json::from_value(spec.clone()).ok();
     spec.map_or(QosClass::BestEffort, |s| of(&s)).name()
+}
+
+/// Whether a pod is Guaranteed by its containers: then they can have processors and memory of their own. Where resources
+/// are set for the pod as a whole, none has its own.
+#[must_use]
+pub fn is_guaranteed_by_containers(pod: &Pod) -> bool {
+    let for_the_pod = |side| !of_pod_level(pod, side).is_empty();
+    of(pod::spec(pod)) == QosClass::Guaranteed
+        && !for_the_pod(Side::Limits)
+        && !for_the_pod(Side::Requests)
 }
 
 #[cfg(test)]

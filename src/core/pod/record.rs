@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use super::lifecycle::State;
+use super::lifecycle::{Cause, State};
 use super::worker::{Facts, Input, Key, Op, Outcome, Rules, Turn, Worker};
 
 /// How many turns are kept.
@@ -88,7 +88,13 @@ impl std::fmt::Display for Entry {
                 let verb = if *result { "succeeded" } else { "failed" };
                 write!(f, "{kind:?} probe of {id} {verb}")?;
             }
-            Input::Evicted(verdict) => write!(f, "evicted: {}", verdict.message)?,
+            Input::Evicted(verdict) => {
+                let what = match verdict.cause {
+                    Cause::NodeShutdown => "ended with the node",
+                    _ => "evicted",
+                };
+                write!(f, "{what}: {}", verdict.message)?;
+            }
             Input::Network(network) => write!(f, "network: {network:?}")?,
             other => f.write_str(other.name())?,
         }
@@ -174,8 +180,12 @@ impl Record {
     }
 
     /// Adds a turn; `worker` is as it was after it. The oldest turn goes into the base when there are
-    /// too many.
+    /// too many. A turn that decided nothing is left out: most of those are echoes of the pod's own status, and
+    /// each would keep a copy of the whole pod.
     pub fn add(&mut self, facts: &Facts, input: Input, turn: &Turn, worker: &Worker) {
+        if turn.unchanged && turn.publish.is_none() {
+            return;
+        }
         if self.entries.len() >= TURNS
             && let Some(oldest) = self.entries.pop_front()
         {

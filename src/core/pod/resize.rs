@@ -15,6 +15,9 @@ use super::Role;
 use crate::core::pod;
 use crate::core::quantity::Quantity;
 
+/// The reason of a resize that cannot be granted as long as the pod runs.
+pub const INFEASIBLE: &str = "Infeasible";
+
 /// The resources that can change while a container runs.
 const RESIZABLE: [&str; 2] = ["cpu", "memory"];
 

@@ -131,6 +131,15 @@ pub fn of_containers(pod: &Pod, side: Side) -> Amounts {
     total
 }
 
+/// The bytes of huge pages, by the bytes of one page.
+pub fn huge_pages(amounts: &Amounts) -> impl Iterator<Item = (u64, u64)> {
+    amounts.iter().filter_map(|(name, amount)| {
+        let size: Quantity = name.strip_prefix("hugepages-")?.parse().ok()?;
+        let bytes = u64::try_from(amount.units()).unwrap_or(0);
+        Some((u64::try_from(size.units()).ok()?, bytes))
+    })
+}
+
 /// What the scheduler and admission count.
 #[must_use]
 pub fn requests(pod: &Pod) -> Amounts {

@@ -1,6 +1,7 @@
 //! The status of a pod: phase, conditions, container statuses, and the patch that brings the API up to
 //! it (kubelet spec, chapter 4). Pure.
 
+pub mod devices;
 mod patch;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -68,6 +69,8 @@ pub struct Facts<'a> {
     pub held_up: Option<String>,
     /// What their probes say.
     pub probed: &'a Probed,
+    /// The health of the devices that containers have.
+    pub devices: &'a devices::OfPod,
     /// Containers whose start has not ended: their postStart hook may still run.
     pub starting: &'a BTreeSet<&'a str>,
     /// How far a resize is.
@@ -266,6 +269,10 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
         image: image.clone(),
         ..ContainerStatus::default()
     };
+    if role == Role::Regular {
+        let own = facts.devices.get(&container.name);
+        status.allocated_resources_status = devices::told(own, before, facts.ended);
+    }
     let Some(newest) = newest else {
         return status_without_instance(facts, container, before, initial, status);
     };

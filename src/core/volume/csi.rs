@@ -1,19 +1,20 @@
 //! What is asked of a CSI driver: the messages for one volume, from the volume, its driver and its pod (CSI 1;
 //! kubelet spec, 9.5). Pure.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::time::Duration;
 
 use holdfast_proto::csi as pb;
 use k8s_openapi::api::core::v1::{
     CSIPersistentVolumeSource, PersistentVolume, PersistentVolumeClaim, Pod, SecretReference,
     Volume as PodVolume,
 };
-use k8s_openapi::api::storage::v1::CSIDriver;
+use k8s_openapi::api::storage::v1::{CSIDriver, CSINodeDriver};
 use pb::volume_capability::access_mode::Mode;
 use pb::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use serde::{Deserialize, Serialize};
 
-use super::selinux;
+use super::{migrated, selinux};
 use crate::core::digest::sha256;
 use crate::core::quantity::Quantity;
 use crate::core::{meta, pod};
@@ -41,6 +42,8 @@ pub struct Volume {
     pub block: bool,
     /// Whether it lives and dies with its pod.
     pub inline: bool,
+    /// Whether it is of a kind that this driver has taken over.
+    pub migrated: bool,
     /// The SELinux label that it is mounted with, if its driver can do so.
     pub label: Option<String>,
     /// The secret for staging: namespace and name.
@@ -117,6 +120,36 @@ pub fn of_persistent(
     source: &CSIPersistentVolumeSource,
     read_only: bool,
 ) -> Volume {
+    Volume {
+        claim: Some((
+            meta::namespace(claim).to_owned(),
+            meta::name(claim).to_owned(),
+        )),
+        grown: growth(volume, claim),
+        ..of_source(volume, source, read_only)
+    }
+}
+
+/// What a driver serves of a pod's own: an inline volume, or one of a kind that it has taken over; else none.
+pub fn of_pod(pod: &Pod, volume: &PodVolume) -> Result<Option<Volume>, String> {
+    if let Some(inline) = of_inline(pod, volume) {
+        return Ok(Some(inline));
+    }
+    let made = migrated::inline(volume, meta::namespace(pod))?;
+    Ok(made.and_then(|made| {
+        let source = made.spec.as_ref()?.csi.as_ref()?;
+        Some(Volume {
+            migrated: true,
+            ..of_source(&made, source, false)
+        })
+    }))
+}
+
+fn of_source(
+    volume: &PersistentVolume,
+    source: &CSIPersistentVolumeSource,
+    read_only: bool,
+) -> Volume {
     let spec = volume.spec.clone().unwrap_or_default();
     Volume {
         driver: source.driver.clone(),
@@ -128,16 +161,10 @@ pub fn of_persistent(
         options: spec.mount_options.unwrap_or_default(),
         read_only: read_only || source.read_only == Some(true),
         block: spec.volume_mode.as_deref() == Some("Block"),
-        inline: false,
-        label: None,
         stage_secret: secret(source.node_stage_secret_ref.as_ref()),
         publish_secret: secret(source.node_publish_secret_ref.as_ref()),
         expand_secret: secret(source.node_expand_secret_ref.as_ref()),
-        claim: Some((
-            meta::namespace(claim).to_owned(),
-            meta::name(claim).to_owned(),
-        )),
-        grown: growth(volume, claim),
+        ..Volume::default()
     }
 }
 
@@ -274,6 +301,58 @@ pub fn labelled(volume: &Volume, driver: Option<&CSIDriver>) -> Volume {
     }
 }
 
+/// The drivers that a node tells of.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Drivers {
+    /// Those that are registered.
+    pub present: Vec<CSINodeDriver>,
+    /// The names of those that were, and have gone. Others that are still told of have not come back yet since the agent
+    /// or the machine was started: they stay.
+    pub gone: BTreeSet<String>,
+}
+
+impl Drivers {
+    /// The drivers that CSINode is to tell of, where it tells of `known`.
+    #[must_use]
+    pub fn merged(&self, known: &[CSINodeDriver]) -> Vec<CSINodeDriver> {
+        let is_present = |name: &str| self.present.iter().any(|driver| driver.name == name);
+        let kept = known
+            .iter()
+            .filter(|driver| !self.gone.contains(&driver.name) && !is_present(&driver.name));
+        let mut all: Vec<CSINodeDriver> = kept.chain(&self.present).cloned().collect();
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        all
+    }
+
+    /// The node's annotation with their names for it, where it says `known`; none where there is nothing to say.
+    #[must_use]
+    pub fn node_ids(&self, known: Option<&str>) -> Option<String> {
+        let known = known.and_then(|text| serde_json::from_str(text).ok());
+        let mut ids: BTreeMap<String, String> = known.unwrap_or_default();
+        ids.retain(|name, _| !self.gone.contains(name));
+        let present = self.present.iter();
+        ids.extend(present.map(|driver| (driver.name.clone(), driver.node_id.clone())));
+        // A map of texts has a form as JSON.
+        (!ids.is_empty()).then(|| serde_json::json!(ids).to_string())
+    }
+}
+
+/// Whether only one pod at a time may have a volume (KEP-2485).
+#[must_use]
+pub fn is_for_one_pod(volume: &Volume) -> bool {
+    volume.modes.iter().any(|mode| mode == "ReadWriteOncePod")
+}
+
+/// How often a driver is asked anew how many volumes it serves here (KEP-4876); none for once.
+#[must_use]
+pub fn refresh_period(driver: Option<&CSIDriver>) -> Option<Duration> {
+    let seconds = driver?.spec.node_allocatable_update_period_seconds?;
+    u64::try_from(seconds)
+        .ok()
+        .filter(|seconds| *seconds > 0)
+        .map(Duration::from_secs)
+}
+
 /// Whether a driver serves inline volumes.
 #[must_use]
 pub fn serves_inline(driver: Option<&CSIDriver>) -> bool {
@@ -345,6 +424,26 @@ mod tests {
             fs_type: fs_type.into(),
             ..Volume::default()
         }
+    }
+
+    #[test]
+    fn drivers_that_have_not_come_back_are_still_told_of() {
+        let driver = |name: &str, id: &str| CSINodeDriver {
+            name: name.into(),
+            node_id: id.into(),
+            ..CSINodeDriver::default()
+        };
+        let drivers = Drivers {
+            present: vec![driver("b", "2"), driver("a", "1")],
+            gone: BTreeSet::from(["c".to_owned()]),
+        };
+        let told = drivers.merged(&[driver("a", "0"), driver("c", "3"), driver("d", "4")]);
+        assert_eq!(told, [driver("a", "1"), driver("b", "2"), driver("d", "4")]);
+        assert_eq!(
+            drivers.node_ids(Some(r#"{"c": "3", "d": "4"}"#)).as_deref(),
+            Some(r#"{"a":"1","b":"2","d":"4"}"#)
+        );
+        assert_eq!(Drivers::default().node_ids(None), None);
     }
 
     #[test]

@@ -146,7 +146,7 @@ pub fn counted(pod: &Pod) -> Vec<String> {
             .empty_dir
             .as_ref()
             .is_some_and(|e| e.medium.as_deref().unwrap_or_default().is_empty());
-        disk || v.config_map.is_some() || v.downward_api.is_some()
+        disk || v.config_map.is_some()
     };
     pod::spec(pod)
         .volumes

@@ -5,6 +5,7 @@ pub mod claims;
 pub mod csi;
 pub mod disks;
 pub mod local_storage;
+pub mod migrated;
 pub mod payload;
 pub mod resolved;
 pub mod selinux;

@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::{Container, PersistentVolume, PersistentVolumeCl
 use super::claims;
 use super::csi;
 use super::disks::{self, Disk};
-use super::selinux;
+use super::{migrated, selinux};
 use crate::core::pod::resources::{Side, of_container};
 use crate::core::quantity::Quantity;
 use crate::core::{meta, pod};
@@ -30,10 +30,10 @@ pub enum Medium {
 pub enum Source {
     /// The agent makes it.
     EmptyDir(Medium),
-    /// The agent writes its files; into memory where they may be secret.
+    /// The agent writes its files: into memory, except those of ConfigMaps.
     Files {
-        /// Whether they must never reach a disk.
-        secret: bool,
+        /// Whether they lie in memory: what may be secret must never reach a disk.
+        in_memory: bool,
         /// The directory of the plugin.
         plugin: &'static str,
     },
@@ -115,6 +115,22 @@ impl ResolvedVolume {
         }
     }
 
+    /// Its plugin as metrics name it: of a driver's volume with the driver.
+    #[must_use]
+    pub fn qualified_plugin(&self) -> String {
+        let plugin = self.plugin().replace('~', "/");
+        match &self.source {
+            Source::Csi(served) => format!("{plugin}:{}", served.driver),
+            _ => plugin,
+        }
+    }
+
+    /// Whether a driver has taken over its kind.
+    #[must_use]
+    pub fn is_migrated(&self) -> bool {
+        matches!(&self.source, Source::Csi(served) if served.migrated)
+    }
+
     /// Whether the runtime gives its files the container's SELinux label (kubelet spec, 9.7): what is ours to change,
     /// and has no label from its mount.
     #[must_use]
@@ -133,11 +149,25 @@ impl ResolvedVolume {
 pub struct Claimed {
     /// The claim.
     pub claim: PersistentVolumeClaim,
-    /// The volume.
+    /// The volume, as [translated](migrated::persistent).
     pub volume: PersistentVolume,
+    /// Whether it is of a kind that a CSI driver has taken over.
+    pub migrated: bool,
 }
 
 impl Claimed {
+    /// A claim with the volume that it is bound to.
+    pub fn new(claim: PersistentVolumeClaim, volume: PersistentVolume) -> Result<Claimed, String> {
+        let is_csi = |v: &PersistentVolume| v.spec.as_ref().is_some_and(|s| s.csi.is_some());
+        let before = is_csi(&volume);
+        let volume = migrated::persistent(volume)?;
+        Ok(Claimed {
+            migrated: is_csi(&volume) && !before,
+            claim,
+            volume,
+        })
+    }
+
     /// Whether only one pod at a time may use it.
     #[must_use]
     pub fn is_for_one_pod(&self) -> bool {
@@ -164,6 +194,9 @@ pub enum Problem {
     /// Its files are still being given to the pod's group.
     #[error("{0}")]
     Permissions(String),
+    /// Its disk has another filesystem than it asks for.
+    #[error("{0}")]
+    Mismatch(String),
 }
 
 impl From<String> for Problem {
@@ -179,7 +212,7 @@ impl Problem {
         match self {
             Problem::Map(_) => "FailedMapVolume",
             Problem::Permissions(_) => "VolumePermissionChangeInProgress",
-            Problem::Claim(_) | Problem::SetUp(_) => "FailedMount",
+            Problem::Claim(_) | Problem::SetUp(_) | Problem::Mismatch(_) => "FailedMount",
         }
     }
 
@@ -198,7 +231,7 @@ impl Problem {
                     "Unable to attach or mount volumes: unmounted volumes=[{volume}], failed to process volumes=[{volume}]: {why}"
                 )
             }
-            Problem::SetUp(why) => {
+            Problem::SetUp(why) | Problem::Mismatch(why) => {
                 format!("MountVolume.SetUp failed for volume {volume:?} : {why}")
             }
             Problem::Permissions(why) => format!("volume {volume:?}: {why}"),
@@ -354,7 +387,7 @@ pub fn resolve(
             kind: host.type_.clone().unwrap_or_default(),
         }));
     }
-    for (is, secret, plugin) in [
+    for (is, in_memory, plugin) in [
         (
             volume.config_map.is_some(),
             false,
@@ -362,7 +395,7 @@ pub fn resolve(
         ),
         (
             volume.downward_api.is_some(),
-            false,
+            true,
             "kubernetes.io~downward-api",
         ),
         (volume.secret.is_some(), true, "kubernetes.io~secret"),
@@ -372,7 +405,7 @@ pub fn resolve(
             return Ok(ResolvedVolume {
                 read_only: true,
                 owned: true,
-                ..plain(Source::Files { secret, plugin })
+                ..plain(Source::Files { in_memory, plugin })
             });
         }
     }
@@ -413,19 +446,27 @@ pub fn resolve(
             ..plain(source_of)
         });
     }
-    if let Some(inline) = csi::of_inline(pod, volume) {
+    if let Some(served) = csi::of_pod(pod, volume)? {
         return Ok(ResolvedVolume {
-            read_only: inline.read_only,
-            ..plain(Source::Csi(Box::new(inline)))
+            name: served.name.clone(),
+            read_only: served.read_only,
+            ..plain(Source::Csi(Box::new(served)))
         });
     }
-    Err(unserved(&volume.name).into())
+    let flex = volume.flex_volume.as_ref();
+    Err(unserved(&volume.name, flex.map(|f| &f.driver)).into())
 }
 
-fn unserved(name: &str) -> String {
-    format!(
-        "volume {name:?} is of a type that this version does not serve: it serves emptyDir, hostPath, configMap, secret, downwardAPI, projected, image, nfs, iscsi, fc, csi, and claims of hostPath, local, nfs, iscsi, fc and csi volumes"
-    )
+/// Why a volume is not served; `flex` is the driver of a flexVolume.
+fn unserved(name: &str, flex: Option<&String>) -> String {
+    match flex {
+        Some(driver) => format!(
+            "volume {name:?} is a flexVolume of driver {driver:?}, and this version calls no driver in volumePluginDir: use a CSI driver for it"
+        ),
+        None => format!(
+            "volume {name:?} is of a type that this version does not serve: it serves emptyDir, hostPath, configMap, secret, downwardAPI, projected, image, nfs, iscsi, fc, csi, and claims of hostPath, local, nfs, iscsi, fc and csi volumes, and the types that CSI drivers have taken over"
+        ),
+    }
 }
 
 /// The filesystem of a disk.
@@ -560,15 +601,14 @@ fn persistent(
     if let Some(source) = &spec.csi {
         let served = csi::Volume {
             label,
+            migrated: claimed.migrated,
             ..csi::of_persistent(&claimed.volume, &claimed.claim, source, read_only)
         };
-        return Ok(made(
-            Source::Csi(Box::new(served.clone())),
-            served.read_only,
-            false,
-        ));
+        let read_only = served.read_only;
+        return Ok(made(Source::Csi(Box::new(served)), read_only, false));
     }
-    Err(unserved(&volume.name).into())
+    let flex = spec.flex_volume.as_ref();
+    Err(unserved(&volume.name, flex.map(|f| &f.driver)).into())
 }
 
 /// Whether a node reaches the volume of a claim.
@@ -585,182 +625,4 @@ pub fn reached(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::{Value, json};
-
-    fn pod(volume: Value, container: Value) -> Pod {
-        let mut c = json!({"name": "c"});
-        json_patch::merge(&mut c, &container);
-        serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": {"containers": [c], "volumes": [volume]}}))
-            .expect("a pod")
-    }
-
-    fn made(volume: Value, container: Value) -> Result<ResolvedVolume, Problem> {
-        let pod = pod(volume, container);
-        let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
-        resolve(
-            &pod,
-            &volume,
-            None,
-            Here {
-                memory: 1 << 30,
-                label: None,
-            },
-        )
-    }
-
-    #[test]
-    fn empty_directories_are_as_large_as_the_smallest_of_their_limits() {
-        let memory = |size: Value, limit: Value| {
-            let volume = json!({"name": "v", "emptyDir": {"medium": "Memory", "sizeLimit": size}});
-            made(volume, json!({"resources": {"limits": limit}})).map(|b| b.source)
-        };
-        let of = |size: u64| Ok(Source::EmptyDir(Medium::Memory(size)));
-        assert_eq!(memory(Value::Null, json!({})), of(1 << 30));
-        assert_eq!(memory(json!("64Mi"), json!({})), of(64 << 20));
-        assert_eq!(
-            memory(json!("64Mi"), json!({"memory": "32Mi"})),
-            of(32 << 20)
-        );
-        assert_eq!(memory(json!("4Gi"), json!({})), of(1 << 30));
-        let pages = |medium: &str, requests: Value| {
-            made(
-                json!({"name": "v", "emptyDir": {"medium": medium}}),
-                json!({"resources": {"requests": requests}}),
-            )
-            .map(|b| b.source)
-        };
-        assert_eq!(
-            pages("HugePages", json!({"hugepages-2Mi": "4Mi"})),
-            Ok(Source::EmptyDir(Medium::HugePages(2 << 20)))
-        );
-        assert_eq!(
-            pages("HugePages-1Gi", json!({})),
-            Ok(Source::EmptyDir(Medium::HugePages(1 << 30)))
-        );
-        assert!(
-            pages(
-                "HugePages",
-                json!({"hugepages-2Mi": "4Mi", "hugepages-1Gi": "1Gi"})
-            )
-            .is_err_and(|e| e.told("v").contains("multiple"))
-        );
-        assert!(pages("Tape", json!({})).is_err_and(|e| e.told("v").contains("Tape")));
-    }
-
-    fn claimed(volume: Value, phase: &str) -> Claimed {
-        let claim = json!({"metadata": {"name": "c", "namespace": "n", "uid": "0"}, "spec": {"volumeName": "pv"}, "status": {"phase": phase}});
-        let mut spec = json!({"claimRef": {"uid": "0"}});
-        json_patch::merge(&mut spec, &volume);
-        Claimed {
-            claim: serde_json::from_value(claim).expect("a claim"),
-            volume: serde_json::from_value(json!({"metadata": {"name": "pv"}, "spec": spec}))
-                .expect("a volume"),
-        }
-    }
-
-    #[test]
-    fn a_claims_volume_has_the_persistent_volumes_name_and_manner() {
-        let of = |source: Value, volume: Value, container: Value| {
-            let mut v = json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}});
-            json_patch::merge(&mut v, &volume);
-            let pod = pod(v, container);
-            let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
-            resolve(
-                &pod,
-                &volume,
-                Some(&claimed(source, "Bound")),
-                Here {
-                    memory: 0,
-                    label: Some("u:r:t:s0"),
-                },
-            )
-        };
-        let nfs = of(
-            json!({"nfs": {"server": "fd00::1", "path": "/x"}, "mountOptions": ["hard"]}),
-            json!({"persistentVolumeClaim": {"readOnly": true}}),
-            json!({}),
-        )
-        .expect("fine");
-        assert_eq!(
-            (
-                nfs.name.as_str(),
-                &nfs.source,
-                nfs.read_only,
-                nfs.options.len()
-            ),
-            (
-                "pv",
-                &Source::Nfs {
-                    device: "[fd00::1]:/x".into()
-                },
-                true,
-                1
-            )
-        );
-        let local = json!({"local": {"path": "/dev/x"}, "volumeMode": "Block"});
-        assert!(
-            of(
-                local.clone(),
-                json!({}),
-                json!({"volumeDevices": [{"name": "v", "devicePath": "/dev/y"}]})
-            )
-            .expect("fine")
-            .block
-        );
-        assert!(
-            of(
-                local,
-                json!({}),
-                json!({"volumeMounts": [{"name": "v", "mountPath": "/y"}]})
-            )
-            .is_err_and(|e| e.told("v").contains("volumeMode Block"))
-        );
-        assert!(
-            of(
-                json!({"hostPath": {"path": "/x"}, "claimRef": {"uid": "9"}}),
-                json!({}),
-                json!({})
-            )
-            .is_err_and(|e| e.told("v").contains("another claim"))
-        );
-        // One pod alone uses it, and its containers' label is known: the mount gives it.
-        let disk = json!({"fc": {"wwids": ["w"]}, "accessModes": ["ReadWriteOncePod"], "mountOptions": ["noatime"]});
-        let context = json!({"securityContext": {"seLinuxOptions": {"level": "s0:c1,c2"}}, "volumeMounts": [{"name": "v", "mountPath": "/v"}]});
-        let labelled = of(disk.clone(), json!({}), context).expect("fine");
-        assert_eq!(labelled.options, ["noatime", "context=\"u:r:t:s0:c1,c2\""]);
-        assert!(
-            !labelled.is_relabelled()
-                && of(disk, json!({}), json!({}))
-                    .expect("fine")
-                    .is_relabelled()
-        );
-        assert!(
-            of(json!({"cephfs": {"monitors": []}}), json!({}), json!({}))
-                .is_err_and(|e| e.told("v").contains("does not serve"))
-        );
-    }
-
-    #[test]
-    fn claims_that_cannot_be_used_say_why() {
-        let volume = |v: Value| serde_json::from_value::<Volume>(v).expect("a volume");
-        let by_claim = volume(json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}}));
-        let p = pod(json!({"name": "v"}), json!({}));
-        assert_eq!(
-            usable(&p, &by_claim, &claimed(json!({}), "Bound").claim),
-            Ok("pv".into())
-        );
-        assert_eq!(
-            usable(&p, &by_claim, &claimed(json!({}), "Pending").claim),
-            Err(Problem::Claim(
-                "error processing PVC n/c: PVC is not bound".into()
-            ))
-        );
-        let ephemeral = volume(json!({"name": "v", "ephemeral": {}}));
-        assert!(
-            usable(&p, &ephemeral, &claimed(json!({}), "Bound").claim)
-                .is_err_and(|e| e.told("v").contains("(pod is not owner)"))
-        );
-    }
-}
+mod tests;

@@ -194,6 +194,41 @@ impl CsiDirs {
         mark.exists().then_some(place)
     }
 
+    /// How many volumes of pods stand on the disk, and of how many drivers' volumes it cannot be told what they are.
+    #[must_use]
+    pub fn count(&self) -> (u64, u64) {
+        let pods = names(&self.0.join("pods"));
+        pods.iter().fold((0, 0), |(volumes, unknown), uid| {
+            let (own, own_unknown) = self.count_of(uid);
+            (volumes + own, unknown + own_unknown)
+        })
+    }
+
+    /// The same of one pod.
+    #[must_use]
+    pub fn count_of(&self, uid: &str) -> (u64, u64) {
+        let (mut volumes, mut unknown) = (0, 0);
+        let Ok(uid) = segment(uid) else {
+            return (0, 0);
+        };
+        let dir = self.0.join("pods").join(uid);
+        for plugin in names(&dir.join("volumes")) {
+            let of_plugin = dir.join("volumes").join(&plugin);
+            for name in names(&of_plugin) {
+                let note = || -> Option<VolumeData> {
+                    let text = fs::read(of_plugin.join(&name).join(NOTE)).ok()?;
+                    serde_json::from_slice(&text).ok()
+                };
+                volumes += 1;
+                unknown += u64::from(plugin == PLUGIN && note().is_none());
+            }
+        }
+        for plugin in names(&dir.join("volumeDevices")) {
+            volumes += names(&dir.join("volumeDevices").join(plugin)).len() as u64;
+        }
+        (volumes, unknown)
+    }
+
     /// All volumes that were published here.
     #[must_use]
     pub fn published(&self) -> Vec<Published> {

@@ -10,7 +10,7 @@ use super::disks;
 use super::staging_lock::Turn;
 use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
-use crate::core::volume::resolved::ResolvedVolume;
+use crate::core::volume::resolved::{Problem, ResolvedVolume};
 use crate::host::linux::{doing, make};
 use crate::host::tool::{tool, tool_to_its_end, tool_while_wanted};
 use crate::sys::beneath::Found;
@@ -49,7 +49,7 @@ pub(super) fn remote(
     filesystem: &str,
     resolved: &ResolvedVolume,
     to: &Target<'_>,
-) -> Result<(), String> {
+) -> Result<(), Problem> {
     if mount::is_mounted(to.dir).map_err(|e| e.to_string())? {
         return Ok(());
     }
@@ -59,7 +59,7 @@ pub(super) fn remote(
         let device = disks::attach(disk)?;
         stage(&device, filesystem, resolved, to)?;
     }
-    bind_staged(to.staged, resolved, to)
+    Ok(bind_staged(to.staged, resolved, to)?)
 }
 
 /// A local volume: a directory is bound into the pod; a device is mounted once, formatted if it is empty.
@@ -68,17 +68,15 @@ pub(super) fn local(
     filesystem: &str,
     resolved: &ResolvedVolume,
     to: &Target<'_>,
-) -> Result<(), String> {
+) -> Result<(), Problem> {
     let found = fs::metadata(path).map_err(doing(format!("local volume {}", path.display())))?;
     let device = found.file_type().is_block_device();
     if resolved.block {
         return if device {
             Ok(())
         } else {
-            Err(format!(
-                "{} is not a block device, as volumeMode Block asks for",
-                path.display()
-            ))
+            let shown = path.display();
+            Err(format!("{shown} is not a block device, as volumeMode Block asks for").into())
         };
     }
     if mount::is_mounted(to.dir).map_err(|e| e.to_string())? {
@@ -93,9 +91,10 @@ pub(super) fn local(
         return Err(format!(
             "local volume {} is neither a directory nor a block device",
             path.display()
-        ));
+        )
+        .into());
     }
-    bind_staged(source, resolved, to)
+    Ok(bind_staged(source, resolved, to)?)
 }
 
 /// Binds what is mounted for all pods into one, and gives it to the pod's group.
@@ -148,7 +147,7 @@ fn stage(
     filesystem: &str,
     resolved: &ResolvedVolume,
     to: &Target<'_>,
-) -> Result<(), String> {
+) -> Result<(), Problem> {
     if mount::is_mounted(to.staged).map_err(|e| e.to_string())? {
         return Ok(());
     }
@@ -158,7 +157,8 @@ fn stage(
         return Err(format!(
             "filesystem {filesystem:?} is not known: use one of {}",
             known.join(", ")
-        ));
+        )
+        .into());
     }
     let found = prepare(&shown, filesystem, resolved.read_only, to.call)?;
     make(to.staged, 0o750)?;
@@ -167,10 +167,10 @@ fn stage(
     mount_with_tool(filesystem, &shown, to.staged, &options, to.call).map_err(|why| match mismatch(
         &found, filesystem,
     ) {
-        Some(other) => {
-            format!("{shown} has {other}, and the volume asks for {filesystem}: {why}")
-        }
-        None => why,
+        Some(other) => Problem::Mismatch(format!(
+            "{shown} has {other}, and the volume asks for {filesystem}: {why}"
+        )),
+        None => why.into(),
     })
 }
 

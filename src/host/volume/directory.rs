@@ -3,11 +3,11 @@
 use std::fs;
 use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
 
 use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::Medium;
 use crate::host::linux::{doing, make};
+use crate::sys::patient::Call;
 use crate::sys::{atomic_dir, mount, quota};
 
 /// Checks a hostPath volume's type (kubelet spec, 9.3).
@@ -95,33 +95,46 @@ pub(super) fn empty_dir(
     fs::write(ready, "").map_err(doing(format!("{} cannot be written", ready.display())))
 }
 
-/// What may be secret never reaches a disk, also after somebody unmounted it. Volumes are set up side by side: the first of them
-/// mounts what they share, and the others must not mount it again over what the first has written.
-fn ensure_memory(memory: &Path) -> Result<(), String> {
-    static MOUNTING: Mutex<()> = Mutex::new(());
-    let _one = MOUNTING.lock().unwrap_or_else(PoisonError::into_inner);
-    if mount::is_tmpfs(memory) {
+/// Keeps a volume in a tmpfs of its own, where the kubelet has it too. What may be secret never reaches a disk, also after
+/// somebody has unmounted it.
+pub(super) fn keep_in_memory(dir: &Path) -> Result<(), String> {
+    let looked = |e: std::io::Error| format!("{} cannot be looked at: {e}", dir.display());
+    if !mount::is_mounted(dir).map_err(looked)? {
+        make(dir, 0o755)?;
+        mount::tmpfs(dir, 0).map_err(doing(format!(
+            "a tmpfs cannot be mounted at {}",
+            dir.display()
+        )))?;
+    }
+    match mount::is_tmpfs(dir) {
+        true => Ok(()),
+        false => Err(format!(
+            "something other than memory is mounted at {}: unmount it",
+            dir.display()
+        )),
+    }
+}
+
+/// Undoes what was mounted for a pod that has ended meanwhile.
+pub(super) fn undo_if_unwanted(dir: &Path, call: &Call) -> Result<(), String> {
+    if !call.is_cancelled() {
         return Ok(());
     }
-    make(memory, 0o700)?;
-    mount::tmpfs(memory, 0).map_err(doing(format!(
-        "a tmpfs cannot be mounted at {}",
-        memory.display()
-    )))
+    mount::unmount_all(dir).map_err(|e| e.to_string())?;
+    Err(format!(
+        "{} is not mounted: its pod has ended",
+        dir.display()
+    ))
 }
 
 /// The files that the agent projects.
 pub(super) fn write_files(
     dir: &Path,
-    memory: &Path,
     volume: &str,
     files: Option<Files>,
     group: Option<u32>,
 ) -> Result<(), String> {
     let files = files.ok_or_else(|| format!("volume {volume:?} has no content"))?;
-    if dir.starts_with(memory) {
-        ensure_memory(memory)?;
-    }
     make(dir, 0o755)?;
     fs::set_permissions(dir, fs::Permissions::from_mode(0o755))
         .map_err(doing("the volume's mode cannot be set"))?;
@@ -142,38 +155,36 @@ mod tests {
     use std::os::unix::fs::MetadataExt as _;
 
     #[test]
-    fn volumes_set_up_side_by_side_share_one_memory() {
-        // Below the file systems of disks, as the agent's directory is.
-        let dir = tempfile::tempdir_in("/var/tmp").expect("a directory");
-        let memory = dir.path().join("memory");
-        for _ in 0..20 {
-            let barrier = std::sync::Barrier::new(8);
-            std::thread::scope(|scope| {
-                for n in 0..8 {
-                    let (barrier, memory) = (&barrier, &memory);
-                    scope.spawn(move || {
-                        barrier.wait();
-                        let files =
-                            Files::from([("key".to_owned(), File::new(b"value".to_vec(), 0o400))]);
-                        write_files(
-                            &memory.join(format!("pod/v{n}")),
-                            memory,
-                            "v",
-                            Some(files),
-                            None,
-                        )
-                        .expect("written");
-                    });
-                }
-            });
-            for n in 0..8 {
-                assert_eq!(
-                    fs::read(memory.join(format!("pod/v{n}/key"))).expect("it is there"),
-                    b"value"
-                );
-            }
-            mount::unmount_all(&memory).expect("unmounted");
+    fn what_may_be_secret_is_kept_in_memory_or_not_at_all() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
         }
+        // On a disk, as the agent's directory is.
+        let root = tempfile::tempdir_in("/var/tmp").expect("a directory");
+        let write = |dir: &Path| {
+            let files = Files::from([("key".to_owned(), File::new(b"value".to_vec(), 0o400))]);
+            keep_in_memory(dir)?;
+            write_files(dir, "v", Some(files), None)
+        };
+        let (dir, disk) = (root.path().join("v"), root.path().join("disk"));
+        for _ in 0..2 {
+            write(&dir).expect("written, and looked at again");
+            assert!(mount::is_mounted(&dir).expect("looked at") && mount::is_tmpfs(&dir));
+            assert_eq!(mount::below(root.path()).expect("listed").len(), 1);
+            assert_eq!(fs::read(dir.join("key")).expect("it is there"), b"value");
+        }
+        mount::unmount_all(&dir).expect("unmounted");
+        assert_eq!(fs::read_dir(&dir).expect("listed").count(), 0);
+        write(&dir).expect("as after a restart of the node");
+        mount::unmount_all(&dir).expect("unmounted");
+
+        fs::create_dir(&disk).expect("mkdir");
+        let disk = crate::sys::beneath::Dir::open(&disk).expect("open");
+        mount::bind(&disk.itself().expect("itself"), &dir).expect("bound");
+        let refused = write(&dir).expect_err("a disk is no memory");
+        assert!(refused.contains("something other than memory"), "{refused}");
+        assert_eq!(fs::read_dir(&dir).expect("listed").count(), 0);
+        mount::unmount_all(&dir).expect("unmounted");
     }
 
     #[test]

@@ -11,6 +11,8 @@ mod tear_down;
 
 pub(in crate::host) use tear_down::FORCE_AFTER;
 
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -28,12 +30,6 @@ use crate::sys::{beneath, ownership};
 const KERNEL_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl LinuxHost {
-    /// Where volumes lie that must never reach a disk: one tmpfs for all pods. One mount a volume would
-    /// lengthen the mount table, which the runtime reads for every container it starts.
-    pub(in crate::host) fn memory(&self) -> PathBuf {
-        self.root.join("memory")
-    }
-
     fn staged(&self, name: &str) -> Result<PathBuf, String> {
         Ok(self
             .root
@@ -83,10 +79,6 @@ impl LinuxHost {
             Source::Disk { disk, .. } if resolved.block => {
                 disks::find(disk).ok_or("the disk is not there any more")?
             }
-            Source::Files { secret: true, .. } => self
-                .memory()
-                .join(segment(uid)?)
-                .join(segment(&resolved.name)?),
             Source::Csi(_) => self
                 .pod_dir(uid)?
                 .join("volumes")
@@ -101,6 +93,42 @@ impl LinuxHost {
         })
     }
 
+    /// The group of a local volume that other pods have too.
+    pub(in crate::host) async fn shared_group(
+        &self,
+        uid: &str,
+        resolved: &ResolvedVolume,
+    ) -> Option<u32> {
+        let Source::Local { path, .. } = &resolved.source else {
+            return None;
+        };
+        let (staged, path) = (self.staged(&resolved.name).ok()?, PathBuf::from(path));
+        let (pods, own) = (self.root.join("pods"), uid.to_owned());
+        let (plugin, name) = (resolved.plugin(), resolved.name.clone());
+        let look = move || {
+            let others = fs::read_dir(pods).map_err(|e| e.to_string())?.flatten();
+            let mut others = others.filter(|pod| *pod.file_name() != *own);
+            // The mount itself is not asked: it may hang.
+            let has = |pod: fs::DirEntry| {
+                let volumes = fs::read_dir(pod.path().join("volumes").join(plugin));
+                let mut volumes = volumes.into_iter().flatten().flatten();
+                volumes.any(|volume| *volume.file_name() == *name)
+            };
+            if !others.any(has) {
+                return Ok(None);
+            }
+            let found = fs::metadata(&path).map_err(|e| e.to_string())?;
+            let root = match found.is_dir() {
+                true => found,
+                false => fs::metadata(&staged).map_err(|e| e.to_string())?,
+            };
+            Ok(Some(root.gid()))
+        };
+        let key = format!("{uid}/{}/group", resolved.volume);
+        let found = self.patient.call(&key, KERNEL_TIMEOUT, look).await;
+        found.ok().flatten()
+    }
+
     pub(in crate::host) async fn set_up(
         &self,
         uid: &str,
@@ -110,14 +138,9 @@ impl LinuxHost {
     ) -> Result<(), Problem> {
         let key = format!("{uid}/{}", resolved.volume);
         if let (Source::Disk { disk, .. }, true) = (&resolved.source, resolved.block) {
-            let (disk, place) = (disk.clone(), self.mapped_disk(disk)?);
-            let list = self.pod_dir(uid)?.join("volumeDevices").join(disk.plugin());
-            let (mark, link) = (
-                place.join(segment(uid)?),
-                list.join(segment(&resolved.name)?),
-            );
-            let map = move || disks::map(&disk, &place, [&mark, &link]);
-            return Ok(self.patient.call(&key, KERNEL_TIMEOUT, map).await?);
+            return Ok(self
+                .map_disk(&key, uid, &resolved.name, disk.clone())
+                .await?);
         }
         let dir = self.volume_dir(uid, resolved)?;
         let done = match resolved.source.clone() {
@@ -133,12 +156,18 @@ impl LinuxHost {
             }
             Source::EmptyDir(medium) => {
                 let mark = self.ready_mark(uid, resolved)?;
-                blocking(move || directory::empty_dir(&dir, &mark, &medium, owner.group)).await
+                let make = move |dir: &Path| directory::empty_dir(dir, &mark, &medium, owner.group);
+                self.make_if_wanted(&key, dir, make).await
             }
-            Source::Files { .. } => {
-                let (memory, volume) = (self.memory(), resolved.volume.clone());
-                blocking(move || directory::write_files(&dir, &memory, &volume, files, owner.group))
-                    .await
+            Source::Files { in_memory, .. } => {
+                let volume = resolved.volume.clone();
+                let make = move |dir: &Path| {
+                    if in_memory {
+                        directory::keep_in_memory(dir)?;
+                    }
+                    directory::write_files(dir, &volume, files, owner.group)
+                };
+                self.make_if_wanted(&key, dir, make).await
             }
             Source::Nfs { device } => {
                 let resolved = resolved.clone();
@@ -151,7 +180,7 @@ impl LinuxHost {
             Source::Disk { disk, filesystem } => {
                 let (staged, resolved) = (self.staged_disk(&disk)?, resolved.clone());
                 let given = staged.clone();
-                let result = self
+                let result: Result<(), Problem> = self
                     .patient
                     .call_with(&key, KERNEL_TIMEOUT, move |call| {
                         let to = device::Target {
@@ -160,18 +189,20 @@ impl LinuxHost {
                             owner,
                             call,
                         };
-                        device::remote(&disk, &filesystem, &resolved, &to)
+                        Ok(device::remote(&disk, &filesystem, &resolved, &to))
                     })
-                    .await;
+                    .await
+                    .map_err(Problem::from)
+                    .flatten();
                 if let (Err(_), Some(progress)) = (&result, giving(&given, owner)) {
                     return Err(Problem::Permissions(progress));
                 }
-                result
+                return result;
             }
             Source::Local { path, filesystem } => {
                 let (staged, resolved) = (self.staged(&resolved.name)?, resolved.clone());
                 let given = [staged.clone(), PathBuf::from(&path)];
-                let result = self
+                let result: Result<(), Problem> = self
                     .patient
                     .call_with(&key, KERNEL_TIMEOUT, move |call| {
                         let to = device::Target {
@@ -180,17 +211,48 @@ impl LinuxHost {
                             owner,
                             call,
                         };
-                        device::local(Path::new(&path), &filesystem, &resolved, &to)
+                        Ok(device::local(Path::new(&path), &filesystem, &resolved, &to))
                     })
-                    .await;
+                    .await
+                    .map_err(Problem::from)
+                    .flatten();
                 let progress = given.iter().find_map(|place| giving(place, owner));
                 if let (Err(_), Some(progress)) = (&result, progress) {
                     return Err(Problem::Permissions(progress));
                 }
-                result
+                return result;
             }
         };
         Ok(done?)
+    }
+
+    /// Makes a disk known to a pod as a device, under a volume's name.
+    async fn map_disk(
+        &self,
+        key: &str,
+        uid: &str,
+        name: &str,
+        disk: Box<Disk>,
+    ) -> Result<(), String> {
+        let place = self.mapped_disk(&disk)?;
+        let list = self.pod_dir(uid)?.join("volumeDevices").join(disk.plugin());
+        let (mark, link) = (place.join(segment(uid)?), list.join(segment(name)?));
+        let map = move || disks::map(&disk, &place, [&mark, &link]);
+        self.patient.call(key, KERNEL_TIMEOUT, map).await
+    }
+
+    /// Makes a volume, and unmounts it if its pod has ended meanwhile.
+    async fn make_if_wanted(
+        &self,
+        key: &str,
+        dir: PathBuf,
+        make: impl FnOnce(&Path) -> Result<(), String> + Send + 'static,
+    ) -> Result<(), String> {
+        let work = move |call: &Call| {
+            make(&dir)?;
+            directory::undo_if_unwanted(&dir, call)
+        };
+        self.patient.call_with(key, KERNEL_TIMEOUT, work).await
     }
 
     pub(in crate::host) async fn source(

@@ -6,7 +6,8 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
@@ -15,12 +16,52 @@ use nix::mount::MntFlags;
 use super::KERNEL_TIMEOUT;
 use super::disks;
 use super::staging_lock::Turn;
-use crate::host::blocking;
 use crate::host::linux::{LinuxHost, doing, remove, segment};
+use crate::host::{OnTakenAway, TakenAway, blocking};
 use crate::sys::mount::{self, Mount};
 
 /// How long a filesystem of another machine may refuse to be unmounted before it is forced.
 pub(in crate::host) const FORCE_AFTER: Duration = Duration::from_secs(60);
+
+/// The plugins whose volumes the agent makes: what is in them goes with them.
+const MADE: [&str; 5] = [
+    "kubernetes.io~empty-dir",
+    "kubernetes.io~configmap",
+    "kubernetes.io~downward-api",
+    "kubernetes.io~projected",
+    "kubernetes.io~secret",
+];
+/// Volumes of drivers are undone by them.
+const DRIVERS: &str = "kubernetes.io~csi";
+
+/// Where a volume lies in a pod's directory.
+struct Place {
+    /// The directory of its plugin.
+    plugin: String,
+    dir: PathBuf,
+    /// Whether it is a device and not a filesystem.
+    block: bool,
+}
+
+/// The volumes in a pod's directory, but for those of drivers. What is mounted there is not asked: it may hang.
+fn places(pod: &Path) -> Vec<Place> {
+    let listed = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut found = vec![];
+    for (below, block) in [("volumes", false), ("volumeDevices", true)] {
+        for plugin in listed(&pod.join(below)) {
+            let name = plugin.file_name().to_string_lossy().into_owned();
+            if name == DRIVERS {
+                continue;
+            }
+            found.extend(listed(&plugin.path()).map(|volume| Place {
+                plugin: name.clone(),
+                dir: volume.path(),
+                block,
+            }));
+        }
+    }
+    found
+}
 
 /// Whether a filesystem depends on somebody who may be gone: a server, or a program.
 fn is_remote(kind: &str) -> bool {
@@ -29,9 +70,13 @@ fn is_remote(kind: &str) -> bool {
 }
 
 impl LinuxHost {
-    /// Unmounts what a pod has mounted, and staged devices that nobody has any more: its own, and those that an agent
-    /// left behind that was killed.
-    pub(in crate::host) async fn tear_down(&self, uid: &str) -> Result<(), String> {
+    /// Unmounts what a pod has mounted and removes what the agent has made for it, then unmounts staged devices that nobody
+    /// has any more: its own, and those that an agent left behind that was killed.
+    pub(in crate::host) async fn tear_down(
+        &self,
+        uid: &str,
+        each: OnTakenAway<'_>,
+    ) -> Result<(), String> {
         let failed = |e: String| format!("volumes cannot be unmounted: {e}");
         // What was given up on may be under way yet. It is waited for a while; what never ends, as a look at a dead
         // filesystem, must not hold up the pod's end: a mount that comes later finds that it was cancelled, and is
@@ -44,15 +89,41 @@ impl LinuxHost {
                 "a pod's volumes are unmounted while one is being set up"
             );
         }
-        let table = blocking(|| mount::table().map_err(|e| e.to_string())).await?;
+        let look = move || {
+            let dir = fs::canonicalize(&dir).unwrap_or(dir);
+            let table = mount::table().map_err(|e| e.to_string())?;
+            Ok((places(&dir), table, dir))
+        };
+        let (places, table, dir) = blocking(look).await?;
         let had: BTreeSet<&str> = table
             .iter()
             .filter(|m| m.point.starts_with(&dir))
             .map(|m| m.device.as_str())
             .collect();
+        // Side by side: one that hangs holds up no other.
+        let work = places.into_iter().map(|place| async {
+            let (begun, plugin, block) =
+                (Instant::now(), place.plugin.replace('~', "/"), place.block);
+            let outcome = self.take_away(place, &dir, &table).await;
+            each(TakenAway {
+                plugin,
+                block,
+                has_failed: outcome.is_err(),
+                took: begun.elapsed(),
+            });
+            outcome
+        });
+        for outcome in futures::future::join_all(work).await {
+            outcome.map_err(failed)?;
+        }
+        // What others have mounted there, and parts of volumes.
         self.unmount_below(&dir).await.map_err(failed)?;
-        let memory = self.memory().join(segment(uid)?);
-        blocking(move || remove(&memory)).await?;
+        self.unstage_idle(&table, &had).await.map_err(failed)?;
+        self.let_sessions_go(uid).await.map_err(failed)
+    }
+
+    /// Unmounts the staged devices that no pod has. One of those that the pod `had` must go.
+    async fn unstage_idle(&self, table: &[Mount], had: &BTreeSet<&str>) -> Result<(), String> {
         let staging = self.staging();
         let staged = table
             .iter()
@@ -66,7 +137,7 @@ impl LinuxHost {
                 .await
             {
                 // Another pod's device that hangs is no reason to stay.
-                Err(error) if own => return Err(failed(error)),
+                Err(error) if own => return Err(error),
                 Err(error) => tracing::warn!(
                     error,
                     volume = key,
@@ -75,7 +146,35 @@ impl LinuxHost {
                 Ok(()) => {}
             }
         }
-        self.let_sessions_go(uid).await.map_err(failed)
+        Ok(())
+    }
+
+    /// Takes one volume away from the pod with this directory: what is mounted there goes, and what the agent has made.
+    async fn take_away(&self, place: Place, pod: &Path, table: &[Mount]) -> Result<(), String> {
+        for mount in mount::among(table, &place.dir) {
+            self.unmount(mount).await?;
+        }
+        let name = place.dir.file_name().unwrap_or_default();
+        let mark = pod.join("plugins").join(&place.plugin).join(name);
+        blocking(move || {
+            if MADE.contains(&place.plugin.as_str()) {
+                remove(&mark)?;
+                return remove(&place.dir);
+            }
+            let removed = match place.block {
+                true => fs::remove_file(&place.dir),
+                false => fs::remove_dir(&place.dir),
+            };
+            match removed.map_err(|e| (e.kind(), e)) {
+                // What lies where something was mounted is not ours.
+                Ok(()) | Err((ErrorKind::NotFound | ErrorKind::DirectoryNotEmpty, _)) => Ok(()),
+                Err((_, error)) => Err(format!(
+                    "{} cannot be removed: {error}",
+                    place.dir.display()
+                )),
+            }
+        })
+        .await
     }
 
     /// Unmounts the parts of volumes that containers had: before a driver is asked to unpublish what they are part of.
@@ -257,13 +356,13 @@ mod tests {
         )
         .expect("held");
         assert!(
-            host.tear_down("u")
+            host.tear_down("u", &|_| ())
                 .await
                 .is_err_and(|e| e.contains("EBUSY"))
         );
         assert!(mount::is_mounted(&point).expect("looked at"));
         host.force_after = Duration::ZERO;
-        assert_eq!(host.tear_down("u").await, Ok(()));
+        assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
         assert!(!mount::is_mounted(&point).expect("looked at"));
         drop(held);
     }
@@ -282,13 +381,13 @@ mod tests {
         let held = fs::File::create(point.join("file")).expect("held");
         for _ in 0..2 {
             assert!(
-                host.tear_down("u")
+                host.tear_down("u", &|_| ())
                     .await
                     .is_err_and(|e| e.contains("EBUSY"))
             );
         }
         drop(held);
-        assert_eq!(host.tear_down("u").await, Ok(()));
+        assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
     }
 
     #[tokio::test]
@@ -301,14 +400,17 @@ mod tests {
         let point = host.root.join("pods/u/volumes/kubernetes.io~nfs/v");
         fs::create_dir_all(&point).expect("mkdir");
         let late = point.clone();
+        let (release, held) = std::sync::mpsc::channel::<()>();
         let mounting = host
             .patient
             .call("u/v", Duration::from_millis(20), move || {
+                held.recv().map_err(|e| e.to_string())?;
                 std::thread::sleep(Duration::from_millis(300));
                 mount::tmpfs(&late, 0).map_err(|e| e.to_string())
             });
         assert!(mounting.await.is_err(), "it is given up");
-        assert_eq!(host.tear_down("u").await, Ok(()));
+        release.send(()).expect("it waits");
+        assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
         assert!(!mount::is_mounted(&point).expect("looked at"));
         assert_eq!(host.patient.under_way(), 0);
     }
@@ -325,7 +427,7 @@ mod tests {
                 held.recv().map_err(|e| e.to_string())
             });
         assert!(looking.await.is_err(), "it is given up");
-        assert_eq!(host.tear_down("u").await, Ok(()));
+        assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
         release.send(()).expect("it waits");
     }
 }

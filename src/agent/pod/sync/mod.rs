@@ -152,6 +152,7 @@ impl Job {
             Op::StopSandbox(id) => self.stop_sandbox(id).await.map(plain),
             Op::RestartAll(kills) => self.restart_all(kills).await.map(plain),
             Op::Resize(names) => self.resize(names).await.map(plain),
+            Op::ReturnClaims => self.return_claims().await.map(plain),
             Op::Collect {
                 containers,
                 sandboxes,

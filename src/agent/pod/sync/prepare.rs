@@ -24,7 +24,7 @@ impl Job {
     pub(super) async fn prepare(&self) -> Result<(Outcome, Option<Asset>)> {
         let (context, pod) = (self.context(), &self.pod);
         let (handler, users) = self.isolation().await.map_err(failed)?;
-        let make_cgroup = context.host.ensure_cgroup(pod);
+        let make_cgroup = context.host.ensure_cgroup(pod, self.cpu_limit());
         let cgroup_parent = self
             .log()
             .step(Step::Cgroup, "", make_cgroup)
@@ -49,6 +49,13 @@ impl Job {
             users,
         };
         Ok((Outcome::Done, Some(Asset::Setup(Arc::new(setup)))))
+    }
+
+    /// Whether the pod's cgroup limits its CPU time: a container with processors for itself may use all of them.
+    pub(super) fn cpu_limit(&self) -> bool {
+        let pinning = self.context().ledger.pinning();
+        let has_own = pinning.borrow().pod_has_own_cpus(pod::uid(&self.pod));
+        !has_own
     }
 
     /// The runtime's handler that the pod asks for, and its user namespace's ids.
@@ -131,5 +138,6 @@ fn node_config(
             .recursive_read_only,
         handler: setup.handler.clone(),
         users: setup.users.clone(),
+        pinning: context.ledger.pinning().borrow().clone(),
     }
 }

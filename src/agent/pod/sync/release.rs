@@ -30,6 +30,15 @@ impl Job {
         Ok(Outcome::Done)
     }
 
+    /// Tells the drivers of the pod's resource claims that nothing uses them here any more.
+    pub(super) async fn return_claims(&self) -> Result<Outcome> {
+        let context = self.context();
+        let give_back = context.claims.give_back(context, pod::uid(&self.pod));
+        let step = self.log().step(Step::ReturnClaims, "", give_back);
+        step.await.map_err(failed)?;
+        Ok(Outcome::Done)
+    }
+
     async fn remove_from_runtime(&self) -> std::result::Result<(), String> {
         let runtime = &self.context().runtime;
         let observed = runtime

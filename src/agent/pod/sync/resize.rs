@@ -27,7 +27,10 @@ impl Job {
         let (context, pod) = (self.context(), &self.pod);
         let node = self.node().map_err(|_| "the pod is not prepared")?;
         let larger = resize::with_larger(pod, &self.actuated, &resize::desired(pod));
-        context.host.ensure_cgroup(&larger).await?;
+        context
+            .host
+            .ensure_cgroup(&larger, self.cpu_limit())
+            .await?;
         let all = pod::containers(pod);
         let mut wanted: Vec<_> = all
             .iter()
@@ -59,7 +62,8 @@ impl Job {
                 .await
                 .map_err(|e| format!("container {} cannot be resized: {e}", container.name))?;
         }
-        context.host.ensure_cgroup(pod).await.map(|_| ())
+        let made = context.host.ensure_cgroup(pod, self.cpu_limit()).await;
+        made.map(|_| ())
     }
 
     /// The containers have their sizes; this only informs runtimes that size sandboxes by them.

@@ -6,17 +6,36 @@ use tokio::time::Instant;
 
 use super::{Asset, Job, Result, failed};
 use crate::agent::Kind;
+use crate::core::node::claims::has_claims;
 use crate::core::pod::journal::{Progress, Step};
 use crate::core::pod::worker::Outcome;
 use crate::core::pod::{cri_config, dns};
 
 impl Job {
     pub(super) async fn sandbox(&self, attempt: u32) -> Result<(Outcome, Option<Asset>)> {
+        self.prepare_claims().await?;
         let make = self.make_sandbox(attempt);
         self.log()
             .step(Step::Sandbox, "", make)
             .await
             .map_err(failed)
+    }
+
+    /// Has the pod's resource claims prepared; the runtime finds their devices when containers are made.
+    async fn prepare_claims(&self) -> Result<()> {
+        let (context, pod) = (self.context(), self.update.with_status());
+        if !has_claims(pod) {
+            return Ok(());
+        }
+        let prepare = async {
+            context.claims.prepare(context, pod).await.map_err(|error| {
+                let message = format!("Failed to prepare dynamic resources: {error}");
+                self.say(Kind::Warning, "FailedPrepareDynamicResources", message);
+                error
+            })
+        };
+        let step = self.log().step(Step::Claims, "", prepare);
+        step.await.map_err(failed)
     }
 
     async fn make_sandbox(

@@ -17,6 +17,7 @@ use crate::agent::image::{Pulled, Waiting};
 use crate::agent::pod::journal::Log;
 use crate::agent::volume::objects::Fetched;
 use crate::agent::{Context, Kind};
+use crate::core::node::claims::has_claims;
 use crate::core::pod::actions::{Kill, Start};
 use crate::core::pod::env::{self, Surroundings};
 use crate::core::pod::journal::Step;
@@ -331,8 +332,28 @@ async fn container_config(
     images: &Pulled,
 ) -> std::result::Result<pb::ContainerConfig, String> {
     let container = &start.container;
-    let env = environment(s, container).await?;
-    let mounts = mounts(s, start, &env, &images.volumes).await?;
+    let given = s.context.devices.prepare(pod::uid(s.pod), &container.name);
+    let given = given.await?;
+    let claimed = match s.job.update.with_status() {
+        pod if has_claims(pod) => s.context.claims.cdi(pod, container)?,
+        _ => vec![],
+    };
+    // Where both name a variable or a path, the container's own counts.
+    let own = environment(s, container).await?;
+    let mut env = given.env;
+    env.retain(|(name, _)| !own.iter().any(|(known, _)| known == name));
+    env.extend(own);
+    let mut mounts = mounts(s, start, &env, &images.volumes).await?;
+    for mount in given.mounts {
+        if !mounts
+            .iter()
+            .any(|m| m.container_path == mount.container_path)
+        {
+            mounts.push(mount);
+        }
+    }
+    let mut devices = devices(s, container).await?;
+    devices.extend(given.devices);
     let image_user = (images.own.uid, images.own.username.clone());
     let target = target(s, start)?;
     let prepared = cri_config::Prepared {
@@ -341,7 +362,9 @@ async fn container_config(
         image_user,
         env,
         mounts,
-        devices: devices(s, container).await?,
+        devices,
+        annotations: given.annotations,
+        cdi: given.cdi.into_iter().chain(claimed).collect(),
         target,
     };
     cri_config::container(s.pod, container, prepared, s.node)

@@ -11,10 +11,12 @@ use holdfast_proto::csi as pb;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::{Value, json};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
+use tokio::time::Instant;
 
 pub use registry::run;
 
+use crate::agent::metrics::VolumeOperation;
 use crate::agent::serving::VolumeFigures;
 use crate::agent::{Context, Kind};
 use crate::core::pod;
@@ -22,7 +24,7 @@ use crate::core::volume::csi::{self, NodeCapabilities, Volume, VolumeData};
 use crate::csi::{CsiError, Driver, NodeInfo};
 use crate::host::blocking;
 use crate::host::volume::csi::{CsiDirs, Published, give, is_mounted};
-use crate::kubeapi::pods::TokenFor;
+use crate::kubeapi::pods::{Attachment, TokenFor};
 use crate::sys::machine::Room;
 
 /// How long a volume waits until the node's status says that it is in use.
@@ -50,8 +52,13 @@ pub struct Csi {
     staged: Mutex<BTreeSet<String>>,
     /// One call at a time for each volume.
     locks: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
-    /// Which volumes are in use has changed.
+    /// Which volumes are in use has changed, or why the node is not ready.
     changed: Notify,
+    /// Drivers that have to say anew how many volumes they serve here.
+    outdated: Mutex<BTreeSet<String>>,
+    asked: Notify,
+    /// Why CSINode does not say what it should, if it does not.
+    problem: watch::Sender<Option<String>>,
     dirs: CsiDirs,
 }
 
@@ -75,6 +82,9 @@ impl Csi {
             staged: Mutex::default(),
             locks: Mutex::default(),
             changed: Notify::new(),
+            outdated: Mutex::default(),
+            asked: Notify::new(),
+            problem: watch::Sender::new(None),
             dirs,
         }
     }
@@ -128,6 +138,43 @@ impl Csi {
             .any(|v| same(v) && (&v.uid, &v.name) != (&place.uid, &place.name))
     }
 
+    /// Whether something is published for a pod, or may be.
+    #[must_use]
+    pub fn has_volumes(&self, uid: &str) -> bool {
+        lock(&self.published).values().any(|v| v.uid == uid)
+    }
+
+    /// Why the node is not ready on account of its drivers: until its CSINode is there, controllers would take the volumes
+    /// that drivers have taken over for another's.
+    #[must_use]
+    pub fn problem(&self) -> Option<String> {
+        self.problem.borrow().clone()
+    }
+
+    /// Returns when there is no such reason.
+    pub async fn is_ready(&self) {
+        let mut problem = self.problem.subscribe();
+        // The sender is ours: it is not dropped.
+        let _ = problem.wait_for(Option::is_none).await;
+    }
+
+    fn set_problem(&self, now: Option<String>) {
+        let changed = self.problem.send_if_modified(|known| {
+            let changed = *known != now;
+            *known = now;
+            changed
+        });
+        if changed {
+            self.changed.notify_one();
+        }
+    }
+
+    /// Has a driver asked anew how many volumes it serves here.
+    fn outdate(&self, driver: &str) {
+        lock(&self.outdated).insert(driver.to_owned());
+        self.asked.notify_one();
+    }
+
     /// Where the device of a pod's volume is published.
     pub fn device(&self, uid: &str, name: &str) -> Result<PathBuf, String> {
         self.dirs.device(uid, name)
@@ -148,7 +195,7 @@ impl Csi {
         names
     }
 
-    /// Returns when that has changed.
+    /// Returns when that has changed, or [`Csi::problem`].
     pub async fn in_use_changed(&self) {
         self.changed.notified().await;
     }
@@ -255,6 +302,13 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bo
     };
     let turn = context.csi.turn(&wanted.place.data);
     let _turn = turn.lock().await;
+    // As noted on disk, too: another pod's is given back when its driver has said that it is undone, and not before.
+    if csi::is_for_one_pod(volume) && context.csi.is_shared(&wanted.place) {
+        return Err(
+            "volume uses the ReadWriteOncePod access mode and is already in use by another pod"
+                .into(),
+        );
+    }
     context.csi.note(&wanted.place);
     let told = if attaches {
         attached(context, &wanted.place.data).await?
@@ -271,15 +325,23 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bo
 /// Waits for the attachment; the answer is what its attacher tells the node.
 async fn attached(context: &Context, data: &VolumeData) -> Result<HashMap<String, String>, String> {
     reported(context, data).await?;
-    let attached = context
-        .api
-        .attached(&data.attachment_id)
-        .await
-        .map_err(|e| e.to_string())?;
-    attached.ok_or_else(|| {
-        let (name, driver) = (&data.attachment_id, &data.driver_name);
-        format!("volume is not attached yet: VolumeAttachment {name} of driver {driver} is awaited; its attacher makes it so")
-    })
+    let (name, driver) = (&data.attachment_id, &data.driver_name);
+    let attachment = context.api.attachment(name).await;
+    match attachment.map_err(|e| e.to_string())? {
+        Attachment::Done(told) => Ok(told),
+        Attachment::Awaited => Err(format!(
+            "volume is not attached yet: VolumeAttachment {name} of driver {driver} is awaited; its attacher makes it so"
+        )),
+        Attachment::Failed { message, is_full } => {
+            if is_full {
+                // The scheduler has sent the pod here by a number that does not hold any more (KEP-4876).
+                context.csi.outdate(driver);
+            }
+            Err(format!(
+                "volume is not attached yet: VolumeAttachment {name} of driver {driver}: {message}"
+            ))
+        }
+    }
 }
 
 /// Has the driver stage and publish, unless it has; the answer is where it is staged, if it is.
@@ -501,12 +563,30 @@ pub async fn unpublish(context: &Context, uid: &str) -> Result<(), String> {
     for place in &all {
         let turn = context.csi.turn(&place.data);
         let _turn = turn.lock().await;
-        one(context, place)
-            .await
-            .map_err(|e| format!("volume {} cannot be unpublished: {e}", place.name))?;
+        let (begun, outcome) = (Instant::now(), one(context, place).await);
+        context.metrics.volume(VolumeOperation {
+            name: if place.block {
+                "unmap_volume"
+            } else {
+                "volume_unmount"
+            },
+            plugin: &format!("kubernetes.io/csi:{}", place.data.driver_name),
+            is_migrated: false,
+            has_failed: outcome.is_err(),
+            took: begun.elapsed(),
+        });
+        outcome.map_err(|e| format!("volume {} cannot be unpublished: {e}", place.name))?;
         context.csi.forget(place);
     }
     Ok(())
+}
+
+/// How many drivers' volumes a pod has of which it cannot be told what they are.
+pub async fn unknown(context: &Context, uid: &str) -> u64 {
+    let (dirs, uid) = (context.csi.dirs.clone(), uid.to_owned());
+    blocking(move || Ok(dirs.count_of(&uid).1))
+        .await
+        .unwrap_or_default()
 }
 
 /// Where a volume is staged, if it is. What is mounted there may hang.

@@ -1,11 +1,13 @@
-//! Drivers are registered as they appear and are forgotten as they go (kubelet spec, 9.5 and 14.5).
+//! Storage drivers, and the device plugins and drivers of dynamic resources that register as they do, are registered as they appear and forgotten as they go
+//! (kubelet spec, 9.5 and 14.5).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::storage::v1::{CSINodeDriver, VolumeNodeResources};
 use kube::ResourceExt as _;
 use serde_json::json;
@@ -14,9 +16,9 @@ use tokio::time::Instant;
 use super::Csi;
 use super::Registered;
 use super::lock;
-use crate::agent::{Context, NodeApi};
+use crate::agent::{Context, NodeApi, register_device_plugin, register_resource_driver};
 use crate::core::backoff::Doubling;
-use crate::core::volume::csi;
+use crate::core::volume::csi::{self, Drivers};
 use crate::csi::{Driver, Plugin, Report, ask, tell};
 use crate::host::blocking;
 use crate::sys::watch::Changes;
@@ -26,6 +28,11 @@ const LOOK: Duration = Duration::from_secs(60);
 /// The pauses before a socket that failed is asked again, and before the API is.
 const RETRY: Doubling = Doubling::new(FIRST_RETRY, Duration::from_secs(120));
 const FIRST_RETRY: Duration = Duration::from_millis(500);
+
+/// The node's annotation with the drivers' names for it.
+const NODE_IDS: &str = "csi.volume.kubernetes.io/nodeid";
+/// Why a node is not ready until its CSINode is there, in the kubelet's words.
+const PENDING: &str = "CSINode is not yet initialized";
 
 /// How deep below that directory sockets are looked for.
 const DEPTH: u32 = 3;
@@ -79,8 +86,16 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
         tracing::warn!(%error, dir = %dir.display(), "no driver can be registered: the directory cannot be made");
         return std::future::pending().await;
     }
+    if nodes.is_some() {
+        context.csi.set_problem(Some(PENDING.into()));
+    }
+    let dirs = context.csi.dirs.clone();
+    let (volumes, unknown) = blocking(move || Ok(dirs.count())).await.unwrap_or_default();
+    context.metrics.reconstructed(volumes, unknown);
     let mut known: BTreeMap<PathBuf, Socket> = BTreeMap::new();
     let mut told: Option<Vec<CSINodeDriver>> = None;
+    let mut served = BTreeSet::new();
+    let mut refreshed = Refreshed::default();
     loop {
         // Before the listing: what comes after it ends the wait below.
         let changes = Changes::of(&dir);
@@ -90,25 +105,113 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
             .unwrap_or_default();
         forget_gone(&context, &mut known, &found);
         register_new(&context, &mut known, found).await;
+        let due = refreshed.look(&context).await;
         let now = context.csi.described();
-        if let Some(nodes) = nodes.as_ref().filter(|_| told.as_ref() != Some(&now)) {
-            match report(&context, &**nodes, &now).await {
-                Ok(()) => told = Some(now.clone()),
-                Err(error) => tracing::debug!(error, "the drivers could not be reported yet"),
-            }
+        served.extend(now.iter().map(|driver| driver.name.clone()));
+        let node = context.node.borrow().clone();
+        let registered = node.is_some() || nodes.is_none();
+        if let Some((nodes, node)) = nodes.as_ref().zip(node)
+            && told.as_ref() != Some(&now)
+            && tell_of(&context, &**nodes, &node, (&now, &served)).await
+        {
+            told = Some(now.clone());
         }
         let next = known
             .values()
             .filter(|s| s.name.is_none())
             .map(|s| s.next.saturating_duration_since(Instant::now()))
             .min();
-        let reported = told.as_ref() == Some(&now) || nodes.is_none();
-        changes
-            .wait(
-                next.unwrap_or(LOOK)
-                    .min(if reported { LOOK } else { FIRST_RETRY }),
-            )
-            .await;
+        let reported = told.as_ref() == Some(&now) || !registered || nodes.is_none();
+        let most = if reported { LOOK } else { FIRST_RETRY };
+        let pause = next.unwrap_or(LOOK).min(due.unwrap_or(LOOK)).min(most);
+        tokio::select! {
+            biased;
+            () = changes.wait(pause) => {}
+            () = context.csi.asked.notified() => {}
+            _ = context.node.present(), if !registered => {}
+        }
+    }
+}
+
+/// Tells the API of the drivers there are `now`, of all that were served; whether it knows.
+async fn tell_of(
+    context: &Context,
+    nodes: &dyn NodeApi,
+    node: &Node,
+    (now, served): (&[CSINodeDriver], &BTreeSet<String>),
+) -> bool {
+    let present = |name: &String| now.iter().any(|driver| driver.name == *name);
+    let gone = served.iter().filter(|name| !present(name)).cloned();
+    let drivers = Drivers {
+        present: now.to_vec(),
+        gone: gone.collect(),
+    };
+    let told = report(context, nodes, node, &drivers).await;
+    match &told {
+        Ok(()) => context.csi.set_problem(None),
+        Err(error) => {
+            tracing::debug!(error, "the drivers could not be reported yet");
+            if context.csi.problem().is_some() {
+                let why = format!("failed to initialize CSINode: {error}");
+                context.csi.set_problem(Some(why));
+            }
+        }
+    }
+    told.is_ok()
+}
+
+/// When drivers were last asked what they say of themselves and this node.
+#[derive(Default)]
+struct Refreshed(BTreeMap<String, Instant>);
+
+impl Refreshed {
+    /// Asks those that are due, by their CSIDriver objects or as somebody has seen that a number does not hold any more.
+    /// The answer is when the next one is due.
+    async fn look(&mut self, context: &Context) -> Option<Duration> {
+        let outdated = std::mem::take(&mut *lock(&context.csi.outdated));
+        let drivers: Vec<(String, Registered)> = lock(&context.csi.drivers)
+            .iter()
+            .map(|(name, registered)| (name.clone(), registered.clone()))
+            .collect();
+        self.0
+            .retain(|name, _| drivers.iter().any(|(known, _)| known == name));
+        let (now, mut next) = (Instant::now(), None::<Duration>);
+        let mut asked = vec![];
+        for (name, registered) in drivers {
+            let described = context.api.csi_driver(&name).await.ok().flatten();
+            let period = csi::refresh_period(described.as_ref());
+            let last = *self.0.entry(name.clone()).or_insert(now);
+            let is_due = period.is_some_and(|period| last + period <= now);
+            if is_due || outdated.contains(&name) {
+                self.0.insert(name.clone(), now);
+                asked.push(refresh(context, name, registered));
+            }
+            let left = period.map(|period| match is_due {
+                true => period,
+                false => (last + period).saturating_duration_since(now),
+            });
+            next = next.into_iter().chain(left).min();
+        }
+        futures::future::join_all(asked).await;
+        next
+    }
+}
+
+/// Asks a driver anew. One that does not answer is asked again when it is due.
+async fn refresh(context: &Context, name: String, registered: Registered) {
+    match registered.driver.info().await {
+        Ok(info) => {
+            let mut drivers = lock(&context.csi.drivers);
+            if let Some(known) = drivers
+                .get_mut(&name)
+                .filter(|d| d.socket == registered.socket)
+            {
+                known.info = info;
+            }
+        }
+        Err(error) => {
+            tracing::debug!(%error, driver = name, "a driver does not say what it serves here")
+        }
     }
 }
 
@@ -128,14 +231,20 @@ fn forget_gone(
         stays
     });
     for (path, name) in gone {
-        {
+        let was_driver = {
             let mut drivers = lock(&context.csi.drivers);
-            if drivers.get(&name).is_none_or(|d| d.socket != path) {
-                continue;
-            }
-            drivers.remove(&name);
+            drivers.get(&name).is_some_and(|d| d.socket == path) && drivers.remove(&name).is_some()
+        };
+        let now = context.clock.now();
+        if context.claims.lose(&name, &path) {
+            // Other instances of it stay registered.
+            tracing::info!(driver = name, socket = %path.display(), "a driver of dynamic resources has gone");
+            continue;
         }
-        tracing::info!(driver = name, socket = %path.display(), "a driver has gone");
+        if !was_driver && !context.devices.lose(&name, &path, now) {
+            continue;
+        }
+        tracing::info!(plugin = name, socket = %path.display(), "a plugin has gone");
         for other in known.values_mut() {
             if other.name.as_ref() == Some(&name) {
                 (other.name, other.next) = (None, Instant::now());
@@ -146,7 +255,7 @@ fn forget_gone(
 
 /// Registers the sockets that are new or due for another try, side by side: one that does not answer holds up no other.
 async fn register_new(
-    context: &Context,
+    context: &Arc<Context>,
     known: &mut BTreeMap<PathBuf, Socket>,
     found: BTreeMap<PathBuf, (u64, i64)>,
 ) {
@@ -175,7 +284,7 @@ async fn register_new(
 }
 
 /// Registers who is behind a socket; the answer is the name.
-async fn register(context: &Context, path: &Path) -> Result<String, String> {
+async fn register(context: &Arc<Context>, path: &Path) -> Result<String, String> {
     let socket = &path.display().to_string();
     let plugin = ask(socket)
         .await
@@ -187,13 +296,36 @@ async fn register(context: &Context, path: &Path) -> Result<String, String> {
     outcome.map(|()| plugin.name)
 }
 
-async fn accept(context: &Context, plugin: &Plugin, socket: &str) -> Result<(), String> {
-    if plugin.kind != "CSIPlugin" {
-        return Err(format!(
-            "plugins of type {:?} are not served by this version: it serves CSIPlugin",
-            plugin.kind
-        ));
+async fn accept(context: &Arc<Context>, plugin: &Plugin, socket: &str) -> Result<(), String> {
+    let endpoint = if plugin.endpoint.is_empty() {
+        socket
+    } else {
+        &plugin.endpoint
+    };
+    match plugin.kind.as_str() {
+        "CSIPlugin" => accept_driver(context, plugin, socket, endpoint).await,
+        "DevicePlugin" => {
+            let path = endpoint.strip_prefix("unix://").unwrap_or(endpoint);
+            let (path, by) = (Path::new(path), Path::new(socket));
+            register_device_plugin(context, &plugin.name, &plugin.versions, path, by).await
+        }
+        "DRAPlugin" => {
+            let path = endpoint.strip_prefix("unix://").unwrap_or(endpoint);
+            let (path, by) = (Path::new(path), Path::new(socket));
+            register_resource_driver(context, &plugin.name, &plugin.versions, path, by).await
+        }
+        other => Err(format!(
+            "plugins of type {other:?} are not served by this version: it serves CSIPlugin, DevicePlugin and DRAPlugin"
+        )),
     }
+}
+
+async fn accept_driver(
+    context: &Context,
+    plugin: &Plugin,
+    socket: &str,
+    endpoint: &str,
+) -> Result<(), String> {
     if !plugin
         .versions
         .iter()
@@ -205,11 +337,6 @@ async fn accept(context: &Context, plugin: &Plugin, socket: &str) -> Result<(), 
             plugin.versions.join(", ")
         ));
     }
-    let endpoint = if plugin.endpoint.is_empty() {
-        socket
-    } else {
-        &plugin.endpoint
-    };
     let (metrics, name) = (Arc::clone(&context.metrics), plugin.name.clone());
     let report: Report = Arc::new(move |method, code, took| metrics.csi(&name, method, code, took));
     let driver = Driver::new(endpoint, report).map_err(|e| e.to_string())?;
@@ -248,29 +375,24 @@ async fn accept(context: &Context, plugin: &Plugin, socket: &str) -> Result<(), 
 async fn report(
     context: &Context,
     nodes: &dyn NodeApi,
-    drivers: &[CSINodeDriver],
+    node: &Node,
+    drivers: &Drivers,
 ) -> Result<(), String> {
-    let Some(node) = context.node.borrow().clone() else {
-        return Err("the node is not registered yet".into());
-    };
     nodes
-        .report_drivers(&node, drivers)
+        .report_drivers(node, drivers)
         .await
         .map_err(|e| e.to_string())?;
-    let ids: BTreeMap<&str, &str> = drivers
-        .iter()
-        .map(|d| (d.name.as_str(), d.node_id.as_str()))
-        .collect();
     let labels: BTreeMap<String, String> = lock(&context.csi.drivers)
         .values()
         .flat_map(|r| r.info.topology.clone())
         .collect();
-    let known = node.annotations().get("csi.volume.kubernetes.io/nodeid");
-    if drivers.is_empty() && known.is_none() {
+    let known = node.annotations().get(NODE_IDS);
+    let text = drivers.node_ids(known.map(String::as_str));
+    let named = |(key, value): (&String, &String)| node.labels().get(key) == Some(value);
+    if known == text.as_ref() && labels.iter().all(named) {
         return Ok(());
     }
-    let text = serde_json::to_string(&ids).map_err(|e| e.to_string())?;
-    let patch = json!({"metadata": {"annotations": {"csi.volume.kubernetes.io/nodeid": text}, "labels": labels}});
+    let patch = json!({"metadata": {"annotations": {NODE_IDS: text}, "labels": labels}});
     nodes
         .patch(&node.name_any(), &patch)
         .await

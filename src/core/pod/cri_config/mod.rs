@@ -3,7 +3,7 @@
 mod resources;
 mod security;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use holdfast_proto::cri as pb;
@@ -11,6 +11,7 @@ use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, VolumeMount};
 
 use super::cgroup;
 use super::dns::{self, Resolver};
+use super::pinning::Pinning;
 use super::users::{Mapping, Mappings};
 use crate::core::{meta, pod};
 pub use resources::{Swap, resources};
@@ -81,6 +82,8 @@ pub struct Node {
     pub users: Option<Mappings>,
     /// Whether the runtime can make mounts read-only with all that is mounted below them.
     pub recursive_read_only: bool,
+    /// Which processors and memory containers are bound to.
+    pub pinning: Arc<Pinning>,
 }
 
 impl Node {
@@ -102,6 +105,7 @@ impl Node {
             handler: String::new(),
             users: None,
             recursive_read_only: false,
+            pinning: Arc::default(),
         }
     }
 }
@@ -282,6 +286,10 @@ pub struct Prepared<'a> {
     pub mounts: Vec<pb::Mount>,
     /// The devices.
     pub devices: Vec<pb::Device>,
+    /// Annotations that device plugins add.
+    pub annotations: BTreeMap<String, String>,
+    /// The full names of CDI devices.
+    pub cdi: Vec<String>,
     /// The container whose processes an ephemeral one shares.
     pub target: Option<String>,
 }
@@ -370,27 +378,15 @@ pub fn signal_name(signal: pb::Signal) -> Option<String> {
     })
 }
 
-/// A container's message. The error is a `CreateContainerConfigError`.
-pub fn container(
+/// A container's annotations: what whoever finds it later must know, and what device plugins add.
+fn annotations(
     pod: &Pod,
     container: &Container,
-    prepared: Prepared<'_>,
-    node: &Node,
-) -> Result<pb::ContainerConfig, String> {
-    let lookup = |name: &str| {
-        prepared
-            .env
-            .iter()
-            .find(|(n, _)| n == name)
-            .map(|(_, v)| v.clone())
-    };
-    let expand = |list: Option<&Vec<String>>| {
-        list.into_iter()
-            .flatten()
-            .map(|text| super::env::expand(text, lookup))
-            .collect()
-    };
-    let mut annotations = HashMap::from([
+    prepared: &Prepared<'_>,
+) -> HashMap<String, String> {
+    let mut annotations: HashMap<String, String> =
+        prepared.annotations.clone().into_iter().collect();
+    annotations.extend([
         (annotation::HASH.to_owned(), pod::container_hash(container)),
         (
             annotation::RESTARTS.to_owned(),
@@ -435,8 +431,32 @@ pub fn container(
         .and_then(|p| serde_json::to_value(p).ok());
     annotations.extend(json(hook).map(|text| (annotation::PRE_STOP.to_owned(), text)));
     annotations.extend(json(ports).map(|text| (annotation::PORTS.to_owned(), text)));
+    annotations
+}
+
+/// A container's message. The error is a `CreateContainerConfigError`.
+pub fn container(
+    pod: &Pod,
+    container: &Container,
+    prepared: Prepared<'_>,
+    node: &Node,
+) -> Result<pb::ContainerConfig, String> {
+    let lookup = |name: &str| {
+        prepared
+            .env
+            .iter()
+            .find(|(n, _)| n == name)
+            .map(|(_, v)| v.clone())
+    };
+    let expand = |list: Option<&Vec<String>>| {
+        list.into_iter()
+            .flatten()
+            .map(|text| super::env::expand(text, lookup))
+            .collect()
+    };
     let mut labels: HashMap<String, String> = pod_labels(pod).into();
     labels.insert(label::CONTAINER.into(), container.name.clone());
+    let annotations = annotations(pod, container, &prepared);
     let security = security(pod, container, &prepared, node)?;
     Ok(pb::ContainerConfig {
         metadata: Some(pb::ContainerMetadata {
@@ -461,6 +481,11 @@ pub fn container(
             .collect(),
         mounts: prepared.mounts,
         devices: prepared.devices,
+        cdi_devices: prepared
+            .cdi
+            .into_iter()
+            .map(|name| pb::CdiDevice { name })
+            .collect(),
         labels,
         annotations,
         log_path: format!("{}/{}.log", container.name, prepared.attempt),
@@ -501,6 +526,12 @@ mod tests {
                 env: vec![("A".into(), "1".into())],
                 mounts: vec![],
                 devices: vec![],
+                annotations: [
+                    ("vendor".to_owned(), "x".to_owned()),
+                    (annotation::RESTARTS.to_owned(), "9".to_owned()),
+                ]
+                .into(),
+                cdi: vec!["vendor.com/gpu=0".into()],
                 target: None,
             },
             &node,
@@ -523,6 +554,8 @@ mod tests {
             ),
             (vec!["1".to_owned()], "c/2.log", "2", "u")
         );
+        assert_eq!(config.annotations["vendor"], "x");
+        assert_eq!(config.cdi_devices[0].name, "vendor.com/gpu=0");
         let linux = config.linux.expect("linux");
         assert_eq!(linux.resources.expect("resources").oom_score_adj, 1000);
         let security = linux.security_context.expect("security");

@@ -6,6 +6,7 @@ use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::Node;
+use crate::core::cpuset::list;
 use crate::core::pod;
 use crate::core::pod::cgroup::{self, oom_score_adj};
 use crate::core::pod::qos::{self, QosClass};
@@ -72,12 +73,33 @@ pub fn resources(pod: &Pod, container: &Container, node: &Node) -> pb::LinuxCont
         None => {}
     }
     message.hugepage_limits = hugepages(&limits, node);
+    bind(&mut message, pod::uid(pod), &container.name, node);
     if node.group_oom {
         message
             .unified
             .insert("memory.oom.group".into(), "1".into());
     }
     message
+}
+
+/// The processors and NUMA nodes that a container is bound to. One that has processors for itself may use all of them
+/// all the time (the kubelet's `DisableCPUQuotaWithExclusiveCPUs`).
+fn bind(message: &mut pb::LinuxContainerResources, uid: &str, name: &str, node: &Node) {
+    if let Some(cpus) = node.pinning.cpus(uid, name) {
+        message.cpuset_cpus = list(cpus);
+    }
+    if let Some(nodes) = node.pinning.memory_nodes(uid, name) {
+        message.cpuset_mems = list(nodes);
+    }
+    if node.pinning.has_own_cpus(uid, name) {
+        lift_quota(message);
+    }
+}
+
+fn lift_quota(message: &mut pb::LinuxContainerResources) {
+    if message.cpu_period != 0 {
+        message.cpu_quota = -1;
+    }
 }
 
 /// A container's share of `swap` bytes: by its memory request, for Burstable pods that are not critical.
@@ -138,11 +160,15 @@ pub(super) fn overhead(pod: &Pod) -> pb::LinuxContainerResources {
 
 /// The sum of the pod's containers, for runtimes that size the sandbox by it.
 pub(super) fn whole_resources(pod: &Pod, node: &Node) -> pb::LinuxContainerResources {
-    linux(
+    let mut message = linux(
         &of_pod(pod, Side::Requests),
         &of_pod(pod, Side::Limits),
         node,
-    )
+    );
+    if node.pinning.pod_has_own_cpus(pod::uid(pod)) {
+        lift_quota(&mut message);
+    }
+    message
 }
 
 #[cfg(test)]

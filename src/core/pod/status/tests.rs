@@ -59,6 +59,7 @@ fn status(
         problems,
         held_up: None,
         probed: &Probed::default(),
+        devices: &devices::OfPod::new(),
         starting: &BTreeSet::new(),
         resize: &Resizing {
             actuated: resize::desired(pod),
@@ -396,4 +397,54 @@ fn addresses_that_change_take_the_place_of_those_before() {
         patch["status"]["$setElementOrder/podIPs"],
         json!([{"ip": "fd00::1"}, {"ip": "10.0.0.1"}])
     );
+}
+
+#[test]
+fn the_health_of_devices_is_told_and_outlives_what_is_not_known() {
+    use devices::{Health, told};
+    let own = |health: Health| -> devices::OfContainer {
+        let of = |ids: &[&str]| ids.iter().map(|id| ((*id).to_owned(), health)).collect();
+        [
+            ("x/one".to_owned(), of(&["b", "a"])),
+            ("x/two".to_owned(), of(&["c"])),
+        ]
+        .into()
+    };
+    let status = |before: Option<&ContainerStatus>, health| ContainerStatus {
+        allocated_resources_status: told(Some(&own(health)), before, false),
+        ..ContainerStatus::default()
+    };
+    let shown = |status: &ContainerStatus| {
+        let all = status.allocated_resources_status.iter().flatten();
+        let of = |r: &k8s_openapi::api::core::v1::ResourceStatus| {
+            let devices = r.resources.iter().flatten();
+            let devices: Vec<String> = devices
+                .map(|d| format!("{}={}", d.resource_id, d.health.as_deref().unwrap_or("")))
+                .collect();
+            format!("{} {}", r.name, devices.join(" "))
+        };
+        all.map(of).collect::<Vec<_>>()
+    };
+    let healthy = status(None, Health::Healthy);
+    assert_eq!(
+        shown(&healthy),
+        ["x/one a=Healthy b=Healthy", "x/two c=Healthy"]
+    );
+    let ill = status(Some(&healthy), Health::Unhealthy);
+    assert_eq!(
+        shown(&ill),
+        ["x/one a=Unhealthy b=Unhealthy", "x/two c=Unhealthy"]
+    );
+    assert_eq!(
+        status(Some(&ill), Health::Untold),
+        ill,
+        "an agent that has just started says what was said"
+    );
+    let unknown = shown(&status(None, Health::Untold));
+    assert_eq!(unknown, ["x/one a=Unknown b=Unknown", "x/two c=Unknown"]);
+    assert_eq!(shown(&status(Some(&ill), Health::Unknown)), unknown);
+    // What a pod that has ended has given back stays told; one that never had anything pays nothing.
+    assert_eq!(told(None, Some(&ill), true), ill.allocated_resources_status);
+    assert_eq!(told(None, Some(&ill), false), None);
+    assert_eq!(told(None, None, true), None);
 }

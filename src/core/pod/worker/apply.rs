@@ -12,13 +12,14 @@ use super::{
     warning,
 };
 use crate::core::backoff::Doubling;
+use crate::core::node::claims::has_claims;
 use crate::core::pod;
 use crate::core::pod::Role;
 use crate::core::pod::actions::{Kill, Start};
 use crate::core::pod::lifecycle::{self, Cause, State};
 use crate::core::pod::observed::{Container, ContainerState, ObservedPod, Sandbox};
 use crate::core::pod::probe::Health;
-use crate::core::pod::resize;
+use crate::core::pod::resize::{self, INFEASIBLE};
 use crate::core::pod::status::{self, RESTARTING_ALL, Verdict};
 
 /// How long a failed operation waits, doubling up to the longest.
@@ -43,12 +44,23 @@ impl Worker {
                 self.volumes.stale = true;
                 self.forget_retry(&Key::Volumes);
             }
-            Input::DriversChanged => self.forget_retry(&Key::Volumes),
+            Input::DriversChanged => {
+                self.forget_retry(&Key::Volumes);
+                if has_claims(self.update.with_status()) {
+                    self.forget_retry(&Key::Sandbox);
+                    self.forget_retry(&Key::ReturnClaims);
+                }
+            }
+            Input::Devices(health) => self.devices = health,
             Input::Evicted(verdict) => {
                 if self.state == State::Syncing && self.verdict.is_none() {
                     turn.events
                         .push(warning(&verdict.reason, verdict.message.clone()));
                     self.verdict = Some(verdict);
+                } else if let (Cause::NodeShutdown, Some(grace)) = (verdict.cause, verdict.grace) {
+                    // It ends anyway, and may have been given more time than the machine has.
+                    let cause = verdict.cause;
+                    self.step(lifecycle::Input::Ended { cause, grace }, facts, turn);
                 }
             }
             Input::RoomFreed => {
@@ -210,6 +222,7 @@ impl Worker {
                     self.step(lifecycle::Input::Released, facts, turn);
                 }
             }
+            (Op::ReturnClaims, _) => self.claims_returned = true,
             (Op::Finalise, _) => self.finalised = true,
             // No other outcome belongs to these operations.
             (Op::Observe { .. } | Op::Sandbox { .. } | Op::Start { .. }, _) => self.look = true,
@@ -253,11 +266,15 @@ impl Worker {
         match outcome {
             Outcome::Deferred { reason, message } => {
                 self.growth = Growth::Deferred;
-                let pending = Some(("Deferred".to_owned(), message));
+                let (kind, event) = match reason.as_str() {
+                    INFEASIBLE => (INFEASIBLE, "ResizeInfeasible"),
+                    _ => ("Deferred", "ResizeDeferred"),
+                };
+                let pending = Some((kind.to_owned(), message));
                 if self.resizing.pending != pending {
                     let described = resize::described(&desired, None);
                     let text = format!("Pod resize {reason}: {described}");
-                    turn.events.push(warning("ResizeDeferred", text));
+                    turn.events.push(warning(event, text));
                 }
                 self.resizing.pending = pending;
             }

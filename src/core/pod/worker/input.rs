@@ -14,6 +14,7 @@ use crate::core::pod::lifecycle::Intent;
 use crate::core::pod::observed::ObservedPod;
 use crate::core::pod::probe::Kind;
 use crate::core::pod::status::Verdict;
+use crate::core::pod::status::devices::OfPod as DeviceHealth;
 
 /// The desired state of a pod, as its source has it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -36,6 +37,14 @@ impl Update {
         self.object
             .as_ref()
             .filter(|object| !pod::is_static(&self.pod) || self.is_mirrored_by(object))
+    }
+
+    /// The pod with what the API's status says of it: what others have written there stands in no other place.
+    #[must_use]
+    pub fn with_status(&self) -> &Arc<Pod> {
+        let object = self.object.as_ref();
+        let own = object.filter(|_| !pod::is_static(&self.pod));
+        own.unwrap_or(&self.pod)
     }
 
     /// What tells the API's object from another one, whatever its status.
@@ -123,8 +132,11 @@ pub enum Input {
     },
     /// Something that volumes or environments are made from has changed.
     VolumesChanged,
-    /// A storage driver has come or gone: failed volumes are worth another try now.
+    /// A driver has come or gone, or a volume that one pod alone may have is free: failed volumes and resource claims are
+    /// worth another try now.
     DriversChanged,
+    /// The health of the devices that the pod's containers have, as it is when this is taken in.
+    Devices(DeviceHealth),
     /// The node ends the pod.
     Evicted(Verdict),
     /// Another pod has gone: a resize that was deferred is worth another try now.
@@ -154,6 +166,7 @@ impl Input {
             Input::Probed { .. } => "probed",
             Input::VolumesChanged => "volumes-changed",
             Input::DriversChanged => "drivers-changed",
+            Input::Devices(_) => "devices",
             Input::ClockMoved(_) => "clock-moved",
             Input::Evicted(_) => "evicted",
             Input::RoomFreed => "room-freed",
@@ -214,6 +227,8 @@ pub enum Op {
     },
     /// Stop a sandbox and give its addresses back.
     StopSandbox(String),
+    /// Give back the resource claims of a pod of which nothing runs any more, before its end is told.
+    ReturnClaims,
     /// Stop containers at once and remove them, in this order, so that all start over (KEP-5532).
     RestartAll(Vec<Kill>),
     /// Bring running containers to the sizes that were granted; their names.
@@ -259,6 +274,8 @@ pub enum Key {
     Stop(String),
     /// See [`Op::StopSandbox`]; its id.
     StopSandbox(String),
+    /// See [`Op::ReturnClaims`].
+    ReturnClaims,
     /// See [`Op::RestartAll`].
     RestartAll,
     /// See [`Op::Resize`].
@@ -302,6 +319,7 @@ impl Op {
             Op::Start { start, .. } => Key::Start(start.container.name.clone()),
             Op::Stop { kill, .. } => Key::Stop(kill.id.clone()),
             Op::StopSandbox(id) => Key::StopSandbox(id.clone()),
+            Op::ReturnClaims => Key::ReturnClaims,
             Op::RestartAll(_) => Key::RestartAll,
             Op::Resize(_) => Key::Resize,
             Op::Collect { .. } => Key::Collect,

@@ -18,6 +18,7 @@ mod stored;
 #[cfg(test)]
 mod tests;
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -33,8 +34,10 @@ use super::lifecycle::{self, Cause, State};
 use super::observed::{ContainerState, ObservedPod};
 use super::probe::Probed;
 use super::resize::{self, Sizes};
+use super::status::devices::OfPod as DeviceHealth;
 use super::status::{self, Problems, Resizing, Verdict};
 use crate::core::backoff::Backoff;
+use crate::core::node::shutdown;
 use crate::core::pod;
 
 /// How long a status waits while more is about to change: that of a pending pod while it is being started, that of a pod
@@ -84,6 +87,8 @@ pub struct Turn {
     pub observed: bool,
     /// The pod has left this node, and its worker ends.
     pub gone: bool,
+    /// The input changed nothing that decisions are made from, and nothing was due.
+    pub unchanged: bool,
 }
 
 /// A failed operation that is tried again.
@@ -156,6 +161,9 @@ pub struct Worker {
     logged: BTreeMap<String, u32>,
     counts: BTreeMap<String, u32>,
     probed: Probed,
+    /// The health of the devices that containers have.
+    #[serde(default)]
+    devices: DeviceHealth,
     problems: Problems,
     backoff: Backoff,
     /// Attempts whose back-off was announced, by container.
@@ -185,6 +193,9 @@ pub struct Worker {
     wake_at: Option<Timestamp>,
     /// The containers that the pod is for have come to their end; sidecars may still run.
     completed: bool,
+    /// Its resource claims are given back.
+    #[serde(default)]
+    claims_returned: bool,
     finalised: bool,
 }
 
@@ -217,6 +228,7 @@ impl Worker {
             logged: BTreeMap::new(),
             counts: BTreeMap::new(),
             probed: Probed::default(),
+            devices: DeviceHealth::new(),
             problems: Problems::new(),
             backoff: Backoff::default(),
             announced: BTreeMap::new(),
@@ -236,6 +248,7 @@ impl Worker {
             verdict: None,
             wake_at: None,
             completed: false,
+            claims_returned: false,
             finalised: false,
             update,
         };
@@ -252,7 +265,8 @@ impl Worker {
         let resizing = self.is_resizing();
         // An input that changes nothing may come when something else is due.
         let due = self.wake_at.is_some_and(|at| at <= facts.now);
-        if self.apply(facts, input, &mut turn) || due {
+        turn.unchanged = !self.apply(facts, input, &mut turn) && !due;
+        if !turn.unchanged {
             self.advance(facts, &mut turn);
             self.replan(facts, &mut turn);
             self.wake_at = turn.wake_at;
@@ -414,7 +428,9 @@ impl Worker {
                 });
                 ended(Cause::DeadlineExceeded, own_grace)
             }
-            State::Terminating { .. } => self.has_stopped().then_some(lifecycle::Input::Stopped),
+            State::Terminating { .. } => {
+                (self.has_stopped() && !self.owes_claims()).then_some(lifecycle::Input::Stopped)
+            }
             State::Terminated { .. } | State::Finished { .. } => None,
         }
     }
@@ -466,13 +482,24 @@ impl Worker {
         self.problems
             .retain(|name, _| !is_settled(&self.effective, observed, name));
         let starting = self.starting();
+        let mut previous = Cow::Borrowed(&self.status);
+        let starts_anew = self.state == State::Syncing && pod::is_static(&self.effective);
+        if starts_anew && shutdown::has_ended(&previous) {
+            let anew = previous.to_mut();
+            (anew.phase, anew.reason, anew.message) = (None, None, None);
+            if observed.containers.is_empty() {
+                // Not even its containers are left.
+                (anew.container_statuses, anew.init_container_statuses) = (None, None);
+            }
+        }
         let mut status = status::compute(&status::Facts {
             pod: &self.effective,
             observed,
-            previous: &self.status,
+            previous: &previous,
             problems: &self.problems,
             held_up: facts.held_up.clone(),
             probed: &self.probed,
+            devices: &self.devices,
             starting: &starting,
             resize: &self.resizing,
             node_ips: &facts.node_ips,
@@ -490,6 +517,10 @@ impl Worker {
         {
             // A final phase says that nothing runs any more, sidecars included.
             status.phase = Some("Running".into());
+        } else if is_final(&status) && !is_final(&self.status) && self.owes_claims() {
+            // Nor that its devices are still its own.
+            let before = self.status.phase.clone();
+            status.phase = before.or_else(|| Some("Pending".into()));
         }
         self.status = status;
     }

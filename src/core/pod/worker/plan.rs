@@ -104,6 +104,7 @@ impl Worker {
             Op::Observe { .. }
             | Op::Sandbox { .. }
             | Op::StopSandbox(_)
+            | Op::ReturnClaims
             | Op::Release { .. }
             | Op::Finalise => false,
             Op::Stop { .. } => ops
@@ -467,6 +468,11 @@ impl Worker {
         let stops = self.plan_stop(observed, until, facts.now);
         // A sandbox that is being made is stopped when it is there.
         plan.ops.extend(stops.into_iter().filter(|_| !making));
+        if self.has_stopped() && self.owes_claims() {
+            plan.ops.push(Op::ReturnClaims);
+            plan.waits
+                .push("its resource claims are being given back".into());
+        }
     }
 
     fn plan_end(&self, cause: Cause, plan: &mut Plan) {

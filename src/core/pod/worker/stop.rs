@@ -5,6 +5,7 @@
 use jiff::{SignedDuration, Timestamp};
 
 use super::{Op, Worker};
+use crate::core::node::claims::has_claims;
 use crate::core::pod;
 use crate::core::pod::Role;
 use crate::core::pod::actions::Kill;
@@ -79,6 +80,12 @@ impl Worker {
     fn unstopped<'a>(&'a self, observed: &'a ObservedPod) -> impl Iterator<Item = &'a str> {
         let ids = observed.sandboxes.iter().map(|s| s.id.as_str());
         ids.filter(|id| !self.stopped_sandboxes.contains(*id))
+    }
+
+    /// Whether the drivers of the pod's resource claims are still to be told that it has ended. Only then is its end told:
+    /// whoever sees it may give the devices to another pod (kubelet spec, 14.6).
+    pub(super) fn owes_claims(&self) -> bool {
+        has_claims(self.update.with_status()) && !self.claims_returned
     }
 
     /// Whether nothing of the pod runs any more, as far as was seen after the last thing that was done.

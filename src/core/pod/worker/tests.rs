@@ -4,6 +4,9 @@ use crate::core::pod::record::Record;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
+mod claims;
+mod shutdown;
+
 fn at(milliseconds: i64) -> Timestamp {
     Timestamp::from_millisecond(1_700_000_000_000 + milliseconds).expect("a time")
 }
@@ -652,6 +655,22 @@ fn a_record_is_decided_again_and_shows_what_differs() {
     let stored = serde_json::to_string(&run.record).expect("it can be stored");
     let mut read: Record = serde_json::from_str(&stored).expect("and read");
     assert_eq!(read.replay(), vec![]);
+    let entries = run.record.entries.len();
+    let mut echo = run.worker.update().clone();
+    let mut pod = Pod::clone(&echo.pod);
+    pod.metadata.resource_version = Some("11".into());
+    pod.status = Some(PodStatus {
+        phase: Some("Running".into()),
+        ..PodStatus::default()
+    });
+    echo.pod = Arc::new(pod);
+    echo.object = Some(Arc::clone(&echo.pod));
+    run.input(Input::Update(echo));
+    assert_eq!(
+        run.record.entries.len(),
+        entries,
+        "an echo of the status would keep a whole pod"
+    );
     read.entries[3].decision.begin.push(Key::Finalise);
     let differences = read.replay();
     assert_eq!(differences.iter().map(|d| d.place).collect::<Vec<_>>(), [3]);
@@ -661,7 +680,7 @@ proptest! {
     /// Whatever happens in whatever order: no two operations about the same, none begun for a pod that ends but
     /// those that end it, and (a debug assertion in `turn`) nothing planned that nobody would ever wake up for.
     #[test]
-    fn no_order_of_events_confuses_a_worker(choices in proptest::collection::vec(0u8..16, 1..120)) {
+    fn no_order_of_events_confuses_a_worker(choices in proptest::collection::vec(0u8..18, 1..120)) {
         let mut run = Run::new(a_pod(with_sidecar("OnFailure"), json!({})));
         for choice in choices {
             run.now += i64::from(choice) * 37;
@@ -685,6 +704,15 @@ proptest! {
                     let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "resourceVersion": "9"});
                     run.input(Input::Update(a_pod(with_sidecar("OnFailure"), deleted)));
                 }
+                (15, _) => {
+                    let mut echo = run.worker.update().clone();
+                    let mut pod = Pod::clone(&echo.pod);
+                    pod.status = Some(run.worker.status.clone());
+                    echo.pod = Arc::new(pod);
+                    echo.object = Some(Arc::clone(&echo.pod));
+                    run.input(Input::Update(echo));
+                }
+                (16, _) => _ = run.input(Input::Evicted(shutdown::verdict(9))),
                 _ => _ = run.input(Input::Tick),
             }
             let mut keys: Vec<Key> = run.waiting.iter().map(Op::key).collect();
@@ -697,5 +725,6 @@ proptest! {
                 prop_assert!(!starts);
             }
         }
+        prop_assert_eq!(run.record.replay(), vec![]);
     }
 }

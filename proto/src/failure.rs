@@ -1,0 +1,98 @@
+//! Why a call had no success, in the words of gRPC's Go library: the kubelet's events, logs and metrics show them, and
+//! people's scripts look for them.
+
+use std::error::Error;
+use std::fmt;
+
+use tonic::{Code, Status, TimeoutExpired};
+
+/// Why a call had no success.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// `DeadlineExceeded` where our own deadline has passed, `Unavailable` where the connection broke.
+    pub code: Code,
+    /// The server's words, or those about the connection.
+    pub message: String,
+}
+
+impl From<Status> for Failure {
+    fn from(status: Status) -> Failure {
+        if is_caused_by_time(status.source()) {
+            return Failure {
+                code: Code::DeadlineExceeded,
+                message: "context deadline exceeded".into(),
+            };
+        }
+        // What a server answers has no cause here.
+        let code = match (status.code(), status.source()) {
+            (Code::Unknown | Code::Internal, Some(_)) => Code::Unavailable,
+            (code, _) => code,
+        };
+        Failure {
+            code,
+            message: status.message().to_owned(),
+        }
+    }
+}
+
+fn is_caused_by_time(cause: Option<&(dyn Error + 'static)>) -> bool {
+    cause.is_some_and(|cause| cause.is::<TimeoutExpired>() || is_caused_by_time(cause.source()))
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (code, message) = (code_name(self.code), &self.message);
+        write!(f, "rpc error: code = {code} desc = {message}")
+    }
+}
+
+/// A code as Go's gRPC library writes it.
+#[must_use]
+pub fn code_name(code: Code) -> &'static str {
+    match code {
+        Code::Ok => "OK",
+        Code::Cancelled => "Canceled",
+        Code::Unknown => "Unknown",
+        Code::InvalidArgument => "InvalidArgument",
+        Code::DeadlineExceeded => "DeadlineExceeded",
+        Code::NotFound => "NotFound",
+        Code::AlreadyExists => "AlreadyExists",
+        Code::PermissionDenied => "PermissionDenied",
+        Code::ResourceExhausted => "ResourceExhausted",
+        Code::FailedPrecondition => "FailedPrecondition",
+        Code::Aborted => "Aborted",
+        Code::OutOfRange => "OutOfRange",
+        Code::Unimplemented => "Unimplemented",
+        Code::Internal => "Internal",
+        Code::Unavailable => "Unavailable",
+        Code::DataLoss => "DataLoss",
+        Code::Unauthenticated => "Unauthenticated",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_are_written_as_go_writes_them() {
+        let text = |status: Status| Failure::from(status).to_string();
+        assert_eq!(
+            text(Status::cancelled("stopped")),
+            "rpc error: code = Canceled desc = stopped"
+        );
+        assert_eq!(
+            text(Status::internal("the disk is gone")),
+            "rpc error: code = Internal desc = the disk is gone"
+        );
+        assert_eq!(
+            text(Status::from_error(Box::new(TimeoutExpired(())))),
+            "rpc error: code = DeadlineExceeded desc = context deadline exceeded"
+        );
+        let broken = std::io::Error::from(std::io::ErrorKind::BrokenPipe);
+        assert_eq!(
+            Failure::from(Status::from_error(Box::new(broken))).code,
+            Code::Unavailable
+        );
+    }
+}

@@ -1,0 +1,190 @@
+//! `holdfast doctor`: asks the machine, the runtime and the apiserver what [`diagnose`] judges. Nothing is changed.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hyper::http;
+use k8s_openapi::api::core::v1::Node;
+use kube::Api;
+use tokio::time::{Instant, timeout};
+
+use super::node::credentials::Pair;
+use super::node::{machine, network};
+use crate::config::Config;
+use crate::core::node::conditions;
+use crate::core::node::doctor::{
+    ApiFacts, Certificate, Disk, Facts, Finding, Port, RuntimeFacts, diagnose,
+};
+use crate::core::node::signing;
+use crate::cri::Runtime as _;
+use crate::kubeapi::client::{chain, connect};
+use crate::sys::clock::Clock;
+use crate::sys::machine::{self as own, Room};
+use crate::sys::{cgroup, file, ports};
+
+/// How long the runtime and the apiserver may take to answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The largest certificate file that is read.
+const LIMIT: u64 = 1 << 20;
+
+/// Looks at everything, and says what is wrong.
+pub async fn run(config: &Config, clock: Clock) -> Vec<Finding> {
+    let (runtime, api) = tokio::join!(runtime(config), api(config, clock));
+    let node_ips = network::addresses(config).await;
+    let resolver = network::try_resolver(config, &node_ips);
+    diagnose(&Facts {
+        now: clock.now(),
+        refusals: machine::refusals(config),
+        configuration: unheard(config),
+        kernel: own::kernel(),
+        overlay: own::has_filesystem("overlay"),
+        forwards: own::sysctl("net/ipv4/ip_forward") == "1",
+        bridge_filters: bridge_filters(),
+        cgroup_v2: cgroup::is_v2(),
+        controllers: cgroup::controllers(),
+        wants_systemd: config.systemd_cgroups,
+        runtime: Some((config.runtime_endpoint.clone(), runtime)),
+        api,
+        ports: listening(config)
+            .into_iter()
+            .map(|(field, address)| Port {
+                field,
+                address,
+                holder: ports::holder(address),
+            })
+            .collect(),
+        certificates: certificates(config),
+        disks: disks(config),
+        // An empty name means that pods get nothing of the node's.
+        resolver: (!config.resolv_conf.is_empty()).then(|| (config.resolv_conf.clone(), resolver)),
+    })
+}
+
+fn unheard(config: &Config) -> Vec<String> {
+    let ignored = config.not_honoured.iter();
+    ignored
+        .map(|field| format!("{field} is read but not honoured by this version"))
+        .chain(config.unread.iter().cloned())
+        .collect()
+}
+
+/// None where no bridge exists, or br_netfilter is not loaded: then bridges are routed around iptables by intent.
+fn bridge_filters() -> Option<bool> {
+    match own::sysctl("net/bridge/bridge-nf-call-iptables").as_str() {
+        "" => None,
+        value => Some(value == "1"),
+    }
+}
+
+async fn runtime(config: &Config) -> Result<RuntimeFacts, String> {
+    let client = super::assembly::runtime(config, None)?;
+    let begun = Instant::now();
+    let late = |_| format!("no answer within {} s", PATIENCE.as_secs());
+    let asked = timeout(PATIENCE, client.status()).await.map_err(late)?;
+    let status = asked.map_err(|e| e.to_string())?;
+    let took = begun.elapsed();
+    let asked = timeout(PATIENCE, client.systemd_cgroups())
+        .await
+        .map_err(late)?;
+    Ok(RuntimeFacts {
+        version: status.version,
+        not_ready: status.not_ready,
+        network_not_ready: status.network_not_ready,
+        systemd_cgroups: asked.map_err(|e| e.to_string())?,
+        took,
+    })
+}
+
+async fn api(config: &Config, clock: Clock) -> Option<Result<ApiFacts, String>> {
+    let path = config.kubeconfig.as_deref()?;
+    let bootstraps = config.bootstrap_kubeconfig.as_deref();
+    // A node that has not joined yet asks for its certificate with the other one.
+    let path = bootstraps.filter(|_| !path.exists()).unwrap_or(path);
+    let asked = timeout(PATIENCE, ask_api(path, &config.node_name, clock)).await;
+    Some(asked.unwrap_or_else(|_| Err(format!("nothing within {} s", PATIENCE.as_secs()))))
+}
+
+async fn ask_api(kubeconfig: &Path, node: &str, clock: Clock) -> Result<ApiFacts, String> {
+    let client = connect(kubeconfig).await.map_err(|e| e.to_string())?;
+    let request = http::Request::get("/version").body(kube::client::Body::empty());
+    let begun = Instant::now();
+    let sent = client.send(request.map_err(|e| e.to_string())?).await;
+    let answer = sent.map_err(|e| chain(&e))?;
+    let took = begun.elapsed();
+    let date = answer.headers().get(http::header::DATE);
+    let theirs = date
+        .and_then(|date| jiff::fmt::rfc2822::parse(date.to_str().ok()?).ok())
+        .map(|zoned| zoned.timestamp());
+    let clock = theirs.map(|theirs| theirs.duration_since(clock.now()));
+    let found = Api::<Node>::all(client).get_opt(node).await;
+    let found = found.map_err(|e| format!("the node's object: {}", chain(&e)))?;
+    Ok(ApiFacts {
+        took,
+        clock,
+        node_ready: found.map(|node| node.status.is_some_and(|s| conditions::is_ready(&s))),
+    })
+}
+
+fn listening(config: &Config) -> Vec<(&'static str, SocketAddr)> {
+    let serving = &config.serving;
+    let main = serving.enabled.then_some(("port", serving.main));
+    let others = [
+        ("readOnlyPort", serving.read_only),
+        ("healthzPort", serving.healthz),
+    ];
+    let others = others
+        .into_iter()
+        .filter_map(|(field, address)| Some((field, address?)));
+    main.into_iter().chain(others).collect()
+}
+
+fn certificates(config: &Config) -> Vec<Certificate> {
+    let serving = match &config.serving.certificate {
+        Some((certificate, _)) => certificate.clone(),
+        None => Pair::serving(&config.cert_dir).current(),
+    };
+    let files = [
+        ("client", Pair::client(&config.cert_dir).current()),
+        ("serving", serving),
+    ];
+    let read = |path: &PathBuf| signing::lifetime(file::read_text(path, LIMIT).ok()?.as_bytes());
+    files
+        .into_iter()
+        .filter_map(|(purpose, path)| {
+            let lifetime = read(&path)?;
+            Some(Certificate {
+                purpose,
+                path,
+                lifetime,
+            })
+        })
+        .collect()
+}
+
+fn disks(config: &Config) -> Vec<Disk> {
+    let places = [("pods", &config.root_dir), ("logs", &config.pod_logs_dir)];
+    let mut disks: Vec<Disk> = vec![];
+    let mut rooms = vec![];
+    for (purpose, path) in places {
+        // Before the first start the directories are not there; what is above them is.
+        let there = path.ancestors().find(|dir| dir.exists());
+        let Some(room) = there.and_then(|dir| Room::of(dir).ok()) else {
+            continue;
+        };
+        // One filesystem is judged once.
+        if rooms.contains(&room) {
+            continue;
+        }
+        rooms.push(room);
+        disks.push(Disk {
+            purpose,
+            path: path.clone(),
+            capacity: room.capacity,
+            available: room.available,
+            inodes: room.inodes,
+            inodes_free: room.inodes_free,
+        });
+    }
+    disks
+}

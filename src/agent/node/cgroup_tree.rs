@@ -1,0 +1,237 @@
+//! The node's own cgroups: what all pods and their classes may have, and what is held for the system and for Kubernetes
+//! (kubelet spec, 7.1 to 7.3). What somebody else changes in them, or in a pod's, is set back.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use tokio::time::Instant;
+
+use super::{limits, size};
+use crate::agent::{Context, Kind};
+use crate::config::Config;
+use crate::core::backoff::Doubling;
+use crate::core::node::capacity;
+use crate::core::node::cgroup_tree::{Group, PIDS, Rules, Supply, tree};
+use crate::core::pod;
+use crate::core::pod::cgroup_values::{Mended, Values};
+use crate::core::quantity::Quantity;
+use crate::sys::meter;
+
+/// How long changes are collected: pods come and go in crowds.
+const GATHER: Duration = Duration::from_millis(200);
+/// The pause after cgroups could not be set.
+const RETRY: Doubling = Doubling::new(Duration::from_secs(5), Duration::from_secs(60));
+/// How often the same failure is told again.
+const REMINDER: Doubling = Doubling::new(Duration::from_secs(60), Duration::from_secs(3600));
+/// How long somebody may go on changing a file until it is told again.
+const QUARREL: Duration = Duration::from_secs(600);
+
+/// Keeps them as they should be.
+pub(super) async fn keep(context: &Context) {
+    tokio::join!(apply(context), mend(context));
+}
+
+fn supply(context: &Context) -> Supply {
+    let config = &context.config;
+    let mut capacity = capacity::capacity(&size(&context.machine), limits(config));
+    let (pids, _) = meter::processes();
+    let pids = i64::try_from(pids).unwrap_or(i64::MAX);
+    capacity.insert(PIDS.to_owned(), Quantity::from_units(pids));
+    Supply {
+        capacity,
+        reserved: config.reserved.clone(),
+        allocatable: context.allocatable(),
+    }
+}
+
+/// What is said of the setting of a cgroup: what was done, and what could not be. Nothing of a class of pods, of which
+/// nobody has asked to hear.
+fn said(config: &Config, group: &Group) -> Option<(String, String)> {
+    let rules = &config.enforcement;
+    match group {
+        Group::Pods if rules.limits_pods => {
+            let parts = config
+                .cgroup_root
+                .split('/')
+                .filter(|part| !part.is_empty());
+            let parts: Vec<&str> = parts.chain(["kubepods"]).collect();
+            Some((
+                "Updated Node Allocatable limit across pods".to_owned(),
+                format!("Failed to update Node Allocatable Limits {:?}", parts),
+            ))
+        }
+        Group::Reserved(name) => {
+            let reserved = |whose: &str, rule: &Option<_>| {
+                let rule: &crate::core::node::cgroup_tree::Reserved = rule.as_ref()?;
+                (rule.cgroup == *name).then(|| {
+                    let part = if rule.compressible_only {
+                        " Compressible"
+                    } else {
+                        ""
+                    };
+                    let lower = whose.to_lowercase();
+                    (
+                        format!("Updated limits on {lower} reserved cgroup {name}"),
+                        format!(
+                            "Failed to enforce {whose} Reserved{part} Cgroup Limits on {name:?}"
+                        ),
+                    )
+                })
+            };
+            reserved("System", &rules.system).or_else(|| reserved("Kube", &rules.kube))
+        }
+        Group::Pods | Group::Burstable | Group::BestEffort => None,
+    }
+}
+
+/// What was told of one cgroup.
+struct Told {
+    /// The failure; none after a success.
+    error: Option<String>,
+    at: Instant,
+    reminder: Doubling,
+    again: Duration,
+}
+
+/// Says what has changed about a cgroup: the first success, a failure, and that again and again ever more rarely.
+fn tell(
+    context: &Context,
+    told: &mut HashMap<String, Told>,
+    group: &Group,
+    error: Option<&String>,
+) {
+    let key = format!("{group:?}");
+    let now = Instant::now();
+    let last = told.get_mut(&key);
+    let is_known = last.as_ref().is_some_and(|t| t.error.as_ref() == error);
+    let mut reminder = match last {
+        Some(last) if is_known && (error.is_none() || now - last.at < last.again) => return,
+        Some(last) if is_known => last.reminder,
+        _ => REMINDER,
+    };
+    let first = !told.contains_key(&key);
+    let again = reminder.pause();
+    let config = &context.config;
+    let event = |kind, message: String| {
+        let reason = match kind {
+            Kind::Normal => "NodeAllocatableEnforced",
+            Kind::Warning => "FailedNodeAllocatableEnforcement",
+        };
+        context
+            .events
+            .node(&config.node_name, kind, reason, message);
+    };
+    match (said(config, group), error) {
+        (said, Some(error)) => {
+            tracing::warn!(
+                error,
+                ?group,
+                "a cgroup of the node cannot be set: pods may get more or less than they ask for; it is tried again"
+            );
+            if let Some((_, failure)) = said {
+                event(Kind::Warning, format!("{failure}: {error}"));
+            }
+        }
+        (Some((success, _)), None) => event(Kind::Normal, success),
+        (None, None) if first => {}
+        (None, None) => tracing::info!(?group, "the cgroup could be set"),
+    }
+    let error = error.cloned();
+    let now_told = Told {
+        error,
+        at: now,
+        reminder,
+        again,
+    };
+    told.insert(key, now_told);
+}
+
+/// Gives the cgroups their values, anew whenever pods come or go.
+async fn apply(context: &Context) {
+    let mut roster = context.roster.subscribe();
+    let supply = supply(context);
+    let rules: &Rules = &context.config.enforcement;
+    let (mut told, mut pauses) = (HashMap::new(), RETRY);
+    loop {
+        let pods: Vec<_> = roster
+            .borrow_and_update()
+            .iter()
+            .map(|k| k.pod.clone())
+            .collect();
+        let alive = pods.iter().map(|p| &**p).filter(|p| !pod::is_terminal(p));
+        let alive: Vec<&Pod> = alive.collect();
+        let wanted: Vec<(Group, Values)> = tree(&supply, rules, &alive);
+        let answers = context.host.apply_tree(&wanted).await;
+        let mut failed = false;
+        for ((group, _), answer) in wanted.iter().zip(&answers) {
+            failed |= answer.is_err();
+            tell(context, &mut told, group, answer.as_ref().err());
+        }
+        if !failed {
+            pauses.reset();
+        }
+        let again = failed.then(|| Instant::now() + pauses.pause());
+        tokio::select! {
+            biased;
+            Ok(()) = roster.changed() => tokio::time::sleep(GATHER).await,
+            () = async { match again { Some(at) => tokio::time::sleep_until(at).await, None => std::future::pending().await } } => {}
+        }
+    }
+}
+
+/// Sets back what somebody else changes. Who goes on doing so is named once.
+async fn mend(context: &Context) {
+    let mut told: HashMap<(String, String), Instant> = HashMap::new();
+    loop {
+        for mended in context.host.mend_cgroups().await {
+            let Mended {
+                cgroup,
+                changes,
+                error,
+            } = mended;
+            let now = Instant::now();
+            told.retain(|_, at| now - *at < QUARREL);
+            let what = changes.iter().map(ToString::to_string);
+            let what: Vec<String> = what.collect();
+            let files = changes.into_iter().map(|change| change.file);
+            let files: Vec<String> = match files.collect::<Vec<_>>() {
+                none if none.is_empty() => vec![String::new()],
+                files => files,
+            };
+            let mut is_new = false;
+            for file in files {
+                is_new |= told.insert((cgroup.clone(), file), now).is_none();
+            }
+            let what = match what.join(", ") {
+                none if none.is_empty() => "it was removed".to_owned(),
+                what => what,
+            };
+            match (is_new, error) {
+                (true, Some(error)) => {
+                    tracing::warn!(
+                        cgroup,
+                        what,
+                        error,
+                        "somebody else has changed a cgroup, and it cannot be set back"
+                    );
+                }
+                (true, None) => {
+                    tracing::warn!(
+                        cgroup,
+                        what,
+                        "somebody else has changed a cgroup; it is set back, now and from here on"
+                    );
+                }
+                (false, error) => {
+                    tracing::debug!(
+                        cgroup,
+                        what,
+                        error,
+                        "somebody else has changed a cgroup again"
+                    );
+                }
+            }
+        }
+    }
+}

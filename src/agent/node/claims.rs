@@ -1,0 +1,433 @@
+//! Dynamic resource allocation (kubelet spec, 14.6): drivers register, prepare the claims of pods before their sandbox is
+//! made, and are told when the last pod of a claim has ended. What is to be asked of whom decides [`Claims`]; no lock is held
+//! while a driver is asked.
+//!
+//! Which claims are prepared for whom is kept in the kubelet's checkpoint before drivers are asked, so that after a restart
+//! of this agent, or an exchange for the kubelet, everything that was prepared is given back.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use k8s_openapi::api::core::v1::{Container, Pod};
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+
+use super::claim_metrics;
+use crate::agent::Context;
+use crate::agent::pod::dispatch::Roster;
+use crate::core::meta;
+use crate::core::node::claims::checkpoint::{self, Device, FILE};
+use crate::core::node::claims::{Batches, Begun, ClaimError, Claims, Named, Wanted};
+use crate::core::node::claims::{checked, judge, references};
+use crate::core::pod;
+use crate::devices::dra::{Driver, Report};
+use crate::host::blocking;
+use crate::sys::file;
+
+/// How long the checkpoint may be, in bytes.
+const LIMIT: u64 = 64 << 20;
+/// How often what pods have left behind is given back, as the kubelet has it.
+const RECONCILE: Duration = Duration::from_secs(60);
+/// How long a connection to a socket of this machine may take.
+const CONNECTION: Duration = Duration::from_secs(1);
+
+/// A driver's instance; while it is replaced a driver has two.
+struct Instance {
+    /// The socket that it has registered with: its own, or one in the directory of registrations.
+    by: PathBuf,
+    /// The socket that it is asked at.
+    socket: PathBuf,
+    driver: Driver,
+}
+
+#[derive(Default)]
+struct State {
+    claims: Claims,
+    /// By name; the newest instance is the last.
+    drivers: BTreeMap<String, Vec<Instance>>,
+}
+
+/// The resource claims of this node and their drivers.
+pub struct ClaimManager {
+    path: PathBuf,
+    state: Mutex<State>,
+    /// Goes up with every change of the claims.
+    version: watch::Sender<u64>,
+    /// The version that the checkpoint has.
+    saved: tokio::sync::Mutex<u64>,
+    /// The drivers that are registered, as that changes.
+    registered: watch::Sender<BTreeSet<String>>,
+}
+
+fn restored(path: &Path) -> Result<Claims, String> {
+    let text = match file::read_text(path, LIMIT) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Claims::default()),
+        read => read.map_err(|e| e.to_string()),
+    };
+    text.and_then(|text| checkpoint::read(&text).map_err(|e| e.to_string()))
+        .map_err(|error| {
+            let path = path.display();
+            format!("{path} cannot be used: {error}; drain the node and delete the file")
+        })
+}
+
+/// What the drivers were asked for, until it is settled what came of it. Where the asking is cut off, nothing has.
+struct Asking<'a> {
+    manager: &'a ClaimManager,
+    batches: Batches,
+    outcome: Outcome,
+}
+
+enum Outcome {
+    Prepared(BTreeMap<String, Vec<(Named, Vec<Device>)>>),
+    GivenBack(bool),
+}
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        let batches = &self.batches;
+        self.manager.change(|claims| match &self.outcome {
+            Outcome::Prepared(done) => claims.prepared(batches, done),
+            Outcome::GivenBack(done) => claims.given_back(batches, *done),
+        });
+    }
+}
+
+/// What all drivers of a batch have answered: what has succeeded, and the first failure.
+type Answered<T> = (BTreeMap<String, T>, Result<(), String>);
+
+impl ClaimManager {
+    /// No drivers yet; which claims are prepared is read from below the agent's root directory.
+    ///
+    /// # Errors
+    ///
+    /// The checkpoint cannot be used: what it has kept would never be given back.
+    pub fn new(root: &Path) -> Result<ClaimManager, String> {
+        let path = root.join(FILE);
+        let state = State {
+            claims: restored(&path)?,
+            ..State::default()
+        };
+        Ok(ClaimManager {
+            path,
+            state: Mutex::new(state),
+            version: watch::Sender::new(0),
+            saved: tokio::sync::Mutex::new(0),
+            registered: watch::Sender::default(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Looks at the claims.
+    pub fn look<T>(&self, look: impl FnOnce(&Claims) -> T) -> T {
+        look(&self.lock().claims)
+    }
+
+    fn change<T>(&self, change: impl FnOnce(&mut Claims) -> T) -> T {
+        let changed = change(&mut self.lock().claims);
+        self.version.send_modify(|version| *version += 1);
+        changed
+    }
+
+    /// Begins something with claims as soon as nobody else is about them.
+    async fn begin(
+        &self,
+        mut begin: impl FnMut(&mut Claims) -> Result<Begun, ClaimError>,
+    ) -> Result<Batches, ClaimError> {
+        let mut changes = self.version.subscribe();
+        loop {
+            changes.mark_unchanged();
+            let begun = begin(&mut self.lock().claims)?;
+            if let Begun::Ask(batches) = begun {
+                self.version.send_modify(|version| *version += 1);
+                return Ok(batches);
+            }
+            // The sender is our own: it does not go before we do.
+            let _ = changes.changed().await;
+        }
+    }
+
+    /// Writes the checkpoint where it is not up to date.
+    async fn save(&self) -> Result<(), String> {
+        let mut saved = self.saved.lock().await;
+        let version = *self.version.borrow();
+        if *saved == version {
+            return Ok(());
+        }
+        let text = self.look(checkpoint::write);
+        let path = self.path.clone();
+        let shown = self.path.display();
+        blocking(move || file::replace(&path, text.as_bytes()).map_err(|e| e.to_string()))
+            .await
+            .map_err(|e| {
+                format!("checkpoint ResourceClaim state: {shown} cannot be written: {e}")
+            })?;
+        *saved = version;
+        Ok(())
+    }
+
+    fn require(&self, driver: &str) -> Result<(), String> {
+        match self.lock().drivers.contains_key(driver) {
+            true => Ok(()),
+            false => Err(format!("DRA driver {driver} is not registered")),
+        }
+    }
+
+    /// The newest instance of a driver that answers; where none does, the newest.
+    async fn driver(&self, name: &str) -> Result<Driver, String> {
+        self.require(name)?;
+        let instances: Vec<(Driver, PathBuf)> = {
+            let state = self.lock();
+            let newest_first = state.drivers.get(name).into_iter().flatten().rev();
+            newest_first
+                .map(|i| (i.driver.clone(), i.socket.clone()))
+                .collect()
+        };
+        let newest = instances.first().map(|(driver, _)| driver.clone());
+        if instances.len() > 1 {
+            for (driver, socket) in instances {
+                if answers(&socket).await {
+                    return Ok(driver);
+                }
+            }
+        }
+        newest.ok_or_else(|| format!("DRA driver {name} is not registered"))
+    }
+
+    /// Whether somebody is behind one of a driver's sockets.
+    pub(super) async fn is_usable(&self, name: &str) -> bool {
+        let sockets: Vec<PathBuf> = {
+            let state = self.lock();
+            let instances = state.drivers.get(name).into_iter().flatten();
+            instances.map(|i| i.socket.clone()).collect()
+        };
+        for socket in sockets {
+            if answers(&socket).await {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// The drivers that are registered, as that changes.
+    pub(super) fn registered(&self) -> watch::Receiver<BTreeSet<String>> {
+        self.registered.subscribe()
+    }
+
+    /// Asks the drivers of a batch side by side.
+    async fn ask<T>(
+        &self,
+        batches: &Batches,
+        call: impl AsyncFn(Driver, &[Named]) -> Result<T, String>,
+    ) -> Answered<T> {
+        let asked = batches.iter().map(|(name, claims)| {
+            let call = &call;
+            async move {
+                let answer = match self.driver(name).await {
+                    Ok(driver) => call(driver, claims).await,
+                    Err(error) => Err(error),
+                };
+                (name.clone(), answer)
+            }
+        });
+        let (mut done, mut outcome) = (BTreeMap::new(), Ok(()));
+        for (name, answer) in futures::future::join_all(asked).await {
+            match answer {
+                Ok(answer) => _ = done.insert(name, answer),
+                Err(error) => outcome = outcome.and(Err(error)),
+            }
+        }
+        (done, outcome)
+    }
+
+    /// Has the claims of a pod prepared that are not prepared already. `pod` has the status that the API has.
+    ///
+    /// # Errors
+    ///
+    /// One of them is not to be used by the pod, or a driver could not prepare it; the words are the kubelet's.
+    pub async fn prepare(&self, context: &Context, pod: &Pod) -> Result<(), String> {
+        let begun = Instant::now();
+        let outcome = self.have_prepared(context, pod).await;
+        claim_metrics::prepared(&context.metrics, outcome.is_err(), begun.elapsed());
+        outcome.map_err(|error| format!("prepare dynamic resources: {error}"))
+    }
+
+    async fn have_prepared(&self, context: &Context, pod: &Pod) -> Result<(), String> {
+        let mut wanted: Vec<Wanted> = vec![];
+        for reference in references(pod).map_err(|e| e.to_string())? {
+            let (namespace, name) = (meta::namespace(pod), &reference.name);
+            let claim = context.api.device_claim(namespace, name).await;
+            let claim = claim.map_err(|e| format!("fetch ResourceClaim {name}: {e}"))?;
+            let claim = checked(pod, &reference, &claim).map_err(|e| e.to_string())?;
+            for driver in &claim.drivers {
+                self.require(driver)?;
+            }
+            wanted.push(claim);
+        }
+        let uid = pod::uid(pod);
+        let batches = self.begin(|claims| claims.prepare(uid, &wanted)).await;
+        let mut asking = Asking {
+            manager: self,
+            batches: batches.map_err(|e| e.to_string())?,
+            outcome: Outcome::Prepared(BTreeMap::new()),
+        };
+        self.save().await?;
+        let call = async |driver: Driver, claims: &[Named]| {
+            let call = "NodePrepareResources";
+            let answer = driver.prepare(claims).await;
+            let answer = answer.map_err(|e| format!("{call}: {e}"))?;
+            judge(call, claims, answer).map_err(|e| e.to_string())
+        };
+        let (done, outcome) = self.ask(&asking.batches, call).await;
+        asking.outcome = Outcome::Prepared(done);
+        drop(asking);
+        outcome.and(self.save().await)
+    }
+
+    /// Gives back what a pod has that has ended. It is repeated until it succeeds.
+    ///
+    /// # Errors
+    ///
+    /// A driver could not be asked, or could not do it; the words are the kubelet's.
+    pub async fn give_back(&self, context: &Context, uid: &str) -> Result<(), String> {
+        if !self.look(|claims| claims.uses(uid)) {
+            return Ok(());
+        }
+        let begun = Instant::now();
+        let outcome = self.have_given_back(uid).await;
+        claim_metrics::given_back(&context.metrics, outcome.is_err(), begun.elapsed());
+        outcome.map_err(|error| format!("unprepare dynamic resources: {error}"))
+    }
+
+    async fn have_given_back(&self, uid: &str) -> Result<(), String> {
+        let batches = self.begin(|claims| Ok(claims.give_back(uid))).await;
+        let mut asking = Asking {
+            manager: self,
+            batches: batches.map_err(|e| e.to_string())?,
+            outcome: Outcome::GivenBack(false),
+        };
+        let call = async |driver: Driver, claims: &[Named]| {
+            let call = "NodeUnprepareResources";
+            let answer = driver.give_back(claims).await;
+            let answer = answer.map_err(|e| format!("{call}: {e}"))?;
+            judge(call, claims, answer).map_err(|e| e.to_string())
+        };
+        let (_, outcome) = self.ask(&asking.batches, call).await;
+        asking.outcome = Outcome::GivenBack(outcome.is_ok());
+        drop(asking);
+        outcome.and(self.save().await)
+    }
+
+    /// The CDI devices of a container's claims.
+    ///
+    /// # Errors
+    ///
+    /// It refers to a claim that is not prepared for the pod.
+    pub fn cdi(&self, pod: &Pod, container: &Container) -> Result<Vec<String>, String> {
+        self.look(|claims| claims.cdi(pod, container).map_err(|e| e.to_string()))
+    }
+
+    /// The socket that a driver has registered with has gone; the answer is whether it was one of its.
+    pub fn lose(&self, name: &str, by: &Path) -> bool {
+        let mut state = self.lock();
+        let Some(instances) = state.drivers.get_mut(name) else {
+            return false;
+        };
+        let before = instances.len();
+        instances.retain(|instance| instance.by != by);
+        let lost = instances.len() < before;
+        if instances.is_empty() {
+            state.drivers.remove(name);
+        }
+        self.tell_registered(&state);
+        lost
+    }
+
+    fn tell_registered(&self, state: &State) {
+        let names = state.drivers.keys().cloned().collect();
+        self.registered.send_replace(names);
+    }
+}
+
+/// Whether somebody is behind a socket.
+async fn answers(socket: &Path) -> bool {
+    let connected = tokio::time::timeout(CONNECTION, UnixStream::connect(socket)).await;
+    matches!(connected, Ok(Ok(_)))
+}
+
+/// Registers the driver behind a socket. `by` is the socket that it has registered with.
+pub async fn register(
+    context: &Arc<Context>,
+    name: &str,
+    services: &[String],
+    socket: &Path,
+    by: &Path,
+) -> Result<(), String> {
+    let (metrics, own) = (Arc::clone(&context.metrics), name.to_owned());
+    let report: Report = Arc::new(move |method, code, took| {
+        claim_metrics::called(&metrics, &own, method, code, took)
+    });
+    let driver = Driver::new(socket, services, report)?;
+    tracing::info!(driver = name, socket = %socket.display(), ?services, "a driver of dynamic resources is registered");
+    {
+        let mut state = context.claims.lock();
+        let instances = state.drivers.entry(name.to_owned()).or_default();
+        instances.retain(|instance| instance.by != by);
+        instances.push(Instance {
+            by: by.into(),
+            socket: socket.into(),
+            driver,
+        });
+        context.claims.tell_registered(&state);
+    }
+    // Pods that waited for it need not wait for their next try.
+    context.ledger.drivers_changed().await;
+    Ok(())
+}
+
+/// Gives back what pods have left that are not on this node any more, until the process ends.
+pub async fn run(context: Arc<Context>, mut roster: watch::Receiver<Roster>) {
+    if roster.wait_for(|roster| roster.complete).await.is_err() {
+        return std::future::pending().await;
+    }
+    let mut changes = context.claims.version.subscribe();
+    loop {
+        changes.mark_unchanged();
+        if context.claims.look(|claims| claims.pods().is_empty()) {
+            let _ = changes.changed().await;
+            continue;
+        }
+        give_back_left(&context, &roster).await;
+        tokio::time::sleep(RECONCILE).await;
+    }
+}
+
+async fn give_back_left(context: &Context, roster: &watch::Receiver<Roster>) {
+    // What runs still uses its devices, whether a source has it or not.
+    let Ok(listed) = context.runtime.list().await else {
+        return;
+    };
+    let mut left = context.claims.look(Claims::pods);
+    left.retain(|uid| !roster.borrow().has(uid) && !listed.iter().any(|p| p.uid == *uid));
+    for uid in left {
+        match context.claims.give_back(context, &uid).await {
+            Ok(()) => tracing::info!(
+                pod = uid,
+                "the pod is gone: its resource claims are given back"
+            ),
+            Err(error) => {
+                tracing::warn!(
+                    error,
+                    pod = uid,
+                    "the resource claims of a pod that is gone cannot be given back yet"
+                );
+            }
+        }
+    }
+}

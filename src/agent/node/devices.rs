@@ -1,0 +1,501 @@
+//! The device manager: registers device plugins, follows their devices, and asks them for what containers need
+//! (kubelet spec, 14.4). What there is and who has it decides [`Devices`]; the ledger's actor reserves in it when a pod is
+//! admitted, and the plugins are asked in a task of the pod's own. No lock is held while a plugin is asked.
+//!
+//! What containers have is kept in the kubelet's checkpoint before they start, so that a restart of this agent, or an
+//! exchange for the kubelet, leaves every container its devices.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+use tokio::net::UnixListener;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio_util::task::AbortOnDropHandle;
+
+use super::ledger::answered;
+use crate::agent::Context;
+use crate::agent::pod::dispatch::Roster;
+use crate::agent::pod::relist::Hint;
+use crate::core::node::admit::Refusal;
+use crate::core::node::devices::checkpoint;
+use crate::core::node::devices::{DeviceError, Devices, Given, Slot, is_resource_name};
+use crate::core::pod;
+use crate::core::pod::resources::Amounts;
+use crate::devices::{
+    Options, Plugin, PluginError, Register, Registration, VERSION, serve_registration,
+};
+use crate::host::blocking;
+use crate::sys::file;
+
+/// The directory of plugins' sockets, below the root directory.
+const DIRECTORY: &str = "device-plugins";
+/// The socket in it that plugins register at.
+const SOCKET: &str = "kubelet.sock";
+/// The file in it that keeps who has what.
+const CHECKPOINT: &str = "kubelet_internal_checkpoint";
+/// How long that file may be, in bytes.
+const CHECKPOINT_LIMIT: u64 = 64 << 20;
+/// How long a container that starts waits for a plugin that has not registered since the agent started, before that is told.
+const COMES_BACK: Duration = Duration::from_secs(5);
+/// How long a checkpoint that could not be written, or a runtime that did not answer, waits for the next try.
+const RETRY: Duration = Duration::from_secs(5);
+
+/// A plugin that has registered.
+struct Registered {
+    number: u64,
+    plugin: Plugin,
+    options: Options,
+    /// The socket that it has registered with: its own, or one in the directory of registrations.
+    by: PathBuf,
+    /// Its stream of devices has ended, or its socket has gone.
+    gone: bool,
+    _follower: AbortOnDropHandle<()>,
+}
+
+#[derive(Default)]
+struct State {
+    devices: Devices,
+    /// By resource.
+    plugins: BTreeMap<String, Registered>,
+    registrations: u64,
+}
+
+/// The devices of this node and their plugins.
+pub struct DeviceManager {
+    dir: PathBuf,
+    state: Mutex<State>,
+    /// Goes up with every change.
+    version: watch::Sender<u64>,
+    /// The version that the checkpoint has.
+    saved: tokio::sync::Mutex<u64>,
+}
+
+fn restored(path: &Path, now: Timestamp) -> Devices {
+    let text = match file::read_text(path, CHECKPOINT_LIMIT) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Devices::default(),
+        read => read.map_err(|e| e.to_string()),
+    };
+    let data = text.and_then(|text| checkpoint::read(&text).map_err(|e| e.to_string()));
+    match data {
+        Ok(data) => Devices::restored(data, now),
+        Err(error) => {
+            tracing::error!(error, file = %path.display(), "which container has which device is not known: the checkpoint cannot be used");
+            Devices::default()
+        }
+    }
+}
+
+impl DeviceManager {
+    /// No plugins yet; who has what is read from below the agent's root directory.
+    #[must_use]
+    pub fn new(root: &Path, now: Timestamp) -> DeviceManager {
+        let dir = root.join(DIRECTORY);
+        let devices = restored(&dir.join(CHECKPOINT), now);
+        let state = State {
+            devices,
+            ..State::default()
+        };
+        DeviceManager {
+            dir,
+            state: Mutex::new(state),
+            version: watch::Sender::new(0),
+            saved: tokio::sync::Mutex::new(0),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes something; whether it did is the answer of `change`, and is passed on.
+    fn change(&self, change: impl FnOnce(&mut State) -> bool) -> bool {
+        let changed = change(&mut self.lock());
+        if changed {
+            self.version.send_modify(|version| *version += 1);
+        }
+        changed
+    }
+
+    /// Looks at the devices.
+    pub fn look<T>(&self, look: impl FnOnce(&Devices) -> T) -> T {
+        look(&self.lock().devices)
+    }
+
+    /// Is told of every change.
+    #[must_use]
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.version.subscribe()
+    }
+
+    /// What the Node advertises: capacity and allocatable.
+    #[must_use]
+    pub fn amounts(&self) -> (Amounts, Amounts) {
+        self.look(Devices::amounts)
+    }
+
+    /// Decides which devices a pod gets. Nothing is kept of it before the plugins have answered.
+    pub(super) fn decide<T>(&self, decide: impl FnOnce(&mut Devices) -> T) -> T {
+        decide(&mut self.lock().devices)
+    }
+
+    /// A pod's devices are free again.
+    pub(super) fn release(&self, uid: &str) {
+        self.change(|state| state.devices.release(uid));
+    }
+
+    /// The plugin of a resource, if it is there.
+    fn plugin(&self, resource: &str) -> Option<(Plugin, Options)> {
+        let state = self.lock();
+        let found = state.plugins.get(resource).filter(|p| !p.gone)?;
+        Some((found.plugin.clone(), found.options))
+    }
+
+    /// Asks the plugins for what containers need for the devices that are set aside for them, and keeps it.
+    async fn ask(&self, context: &Context, uid: &str, slots: &[Slot]) -> Result<(), DeviceError> {
+        for slot in slots {
+            let resource = &slot.resource;
+            let Some((plugin, options)) = self.plugin(resource) else {
+                return Err(DeviceError::NoneHealthy(resource.clone()));
+            };
+            let failed = |call: &'static str, error: &PluginError| DeviceError::Plugin {
+                resource: resource.clone(),
+                call,
+                why: error.to_string(),
+            };
+            let offer = self.look(|devices| devices.offer(uid, slot));
+            if let Some(offer) = offer.filter(|o| options.preference && o.leaves_a_choice()) {
+                let preferred = plugin.preferred(offer).await;
+                let preferred = preferred.map_err(|e| failed("GetPreferredAllocation", &e))?;
+                self.lock().devices.prefer(uid, slot, &preferred);
+            }
+            let ids = self.look(|devices| devices.ids(uid, slot));
+            let begun = Instant::now();
+            let answer = plugin.allocate(ids).await;
+            context.metrics.device_allocated(resource, begun.elapsed());
+            let answer = answer.map_err(|e| failed("Allocate", &e))?;
+            if !self.change(|state| state.devices.answered(uid, slot, answer)) {
+                tracing::debug!(
+                    uid,
+                    resource,
+                    "a pod has gone while its devices were prepared"
+                );
+            }
+        }
+        let saved = self.save().await;
+        saved.map_err(|why| DeviceError::Checkpoint {
+            path: self.dir.join(CHECKPOINT).display().to_string(),
+            why,
+        })
+    }
+
+    /// Writes the checkpoint where it is not up to date.
+    async fn save(&self) -> Result<(), String> {
+        let mut saved = self.saved.lock().await;
+        let version = *self.version.borrow();
+        if *saved == version {
+            return Ok(());
+        }
+        let data = self.look(Devices::to_keep);
+        let path = self.dir.join(CHECKPOINT);
+        blocking(move || {
+            file::replace(&path, checkpoint::write(data).as_bytes()).map_err(|e| e.to_string())
+        })
+        .await?;
+        *saved = version;
+        Ok(())
+    }
+
+    /// What a container that is about to start gets with its devices; plugins that want it are told. The error is a
+    /// `CreateContainerConfigError`.
+    pub async fn prepare(&self, uid: &str, container: &str) -> Result<Given, String> {
+        let awaited = |devices: &Devices| devices.awaited(uid, container).map(str::to_owned);
+        let mut changes = self.changes();
+        let listed = changes.wait_for(|_| self.look(awaited).is_none());
+        let late = tokio::time::timeout(COMES_BACK, listed).await.is_err();
+        if let Some(resource) = self.look(awaited).filter(|_| late) {
+            return Err(format!(
+                "the device plugin of {resource} has not registered since the agent started: the container's devices may not be there yet"
+            ));
+        }
+        for slot in self.look(|devices| devices.slots(uid, container)) {
+            let resource = &slot.resource;
+            let (plugin, gone) = match self.lock().plugins.get(resource) {
+                Some(found) if found.options.pre_start => (found.plugin.clone(), found.gone),
+                _ => continue,
+            };
+            let told = if gone {
+                Err("the plugin has gone".to_owned())
+            } else {
+                let ids = self.look(|devices| devices.ids(uid, &slot));
+                plugin.pre_start(ids).await.map_err(|e| e.to_string())
+            };
+            told.map_err(|why| {
+                format!("device plugin of {resource}: PreStartContainer failed: {why}")
+            })?;
+        }
+        Ok(self.look(|devices| devices.given(uid, container)))
+    }
+
+    /// The socket that a plugin has registered with has gone; the answer is whether it is that of the newest one.
+    pub fn lose(&self, resource: &str, by: &Path, now: Timestamp) -> bool {
+        let number = {
+            let state = self.lock();
+            let found = state.plugins.get(resource);
+            found.filter(|p| p.by == by).map(|p| p.number)
+        };
+        if let Some(number) = number {
+            self.lose_registration(resource, number, now);
+        }
+        number.is_some()
+    }
+
+    fn lose_registration(&self, resource: &str, number: u64, now: Timestamp) {
+        let lost = self.change(|state| {
+            if let Some(found) = state.plugins.get_mut(resource)
+                && found.number == number
+            {
+                found.gone = true;
+            }
+            state.devices.lose(resource, number, now)
+        });
+        if lost {
+            tracing::warn!(
+                resource,
+                "a device plugin has gone: its devices are not given to pods until it is back"
+            );
+        }
+    }
+}
+
+/// Asks the plugins for a pod that has been admitted, in a task of its own, and answers whether it stays so.
+pub(super) fn allocate(
+    context: &Arc<Context>,
+    pod: Arc<Pod>,
+    slots: Vec<Slot>,
+    reply: oneshot::Sender<Result<(), Refusal>>,
+) {
+    let context = Arc::clone(context);
+    tokio::spawn(async move {
+        let uid = pod::uid(&pod);
+        let Err(error) = context.devices.ask(&context, uid, &slots).await else {
+            return answered(reply.send(Ok(())));
+        };
+        tracing::warn!(%error, pod = %pod::full_name(&pod), "a pod does not get its devices");
+        context.devices.lock().devices.abandon(uid);
+        // Nobody waits where the pod is ending: its end releases it.
+        if !reply.is_closed() {
+            context.ledger.release(uid).await;
+        }
+        answered(reply.send(Err(error.refusal())));
+    });
+}
+
+/// Registers the plugin behind a socket: it is asked what it wants, and its devices are followed from now on. `by` is the
+/// socket that it has registered with.
+pub async fn register(
+    context: &Arc<Context>,
+    resource: &str,
+    versions: &[String],
+    socket: &Path,
+    by: &Path,
+) -> Result<(), String> {
+    context.metrics.device_plugin_registered(resource);
+    if !versions.iter().any(|v| v == VERSION) {
+        let versions = versions.join(", ");
+        return Err(format!(
+            "the device plugin speaks version {versions:?}, and {VERSION:?} is needed"
+        ));
+    }
+    if !is_resource_name(resource) {
+        return Err(format!(
+            "the resource name {resource:?} is invalid: it must be an extended resource such as example.com/gpu"
+        ));
+    }
+    let plugin = Plugin::new(socket).map_err(|e| e.to_string())?;
+    let options = plugin.options().await;
+    let options = options.map_err(|e| format!("GetDevicePluginOptions: {e}"))?;
+    tracing::info!(resource, socket = %socket.display(), ?options, "a device plugin is registered");
+    context.devices.change(|state| {
+        state.registrations += 1;
+        let number = state.registrations;
+        let follow = follow(
+            Arc::clone(context),
+            resource.to_owned(),
+            number,
+            plugin.clone(),
+        );
+        let registered = Registered {
+            number,
+            plugin,
+            options,
+            by: by.into(),
+            gone: false,
+            _follower: AbortOnDropHandle::new(tokio::spawn(follow)),
+        };
+        state.devices.register(resource, number);
+        // Whoever registered before is not followed any more.
+        state.plugins.insert(resource.to_owned(), registered);
+        true
+    });
+    Ok(())
+}
+
+/// Follows a plugin's devices until it goes.
+async fn follow(context: Arc<Context>, resource: String, number: u64, plugin: Plugin) {
+    let ended = async {
+        let mut listing = plugin.list().await?;
+        while let Some(listed) = listing.next().await? {
+            let count = listed.len();
+            let list = |state: &mut State| state.devices.list(&resource, number, listed);
+            if context.devices.change(list) {
+                tracing::info!(
+                    resource,
+                    devices = count,
+                    "a device plugin tells of its devices"
+                );
+            }
+        }
+        Ok::<_, PluginError>(())
+    };
+    if let Err(error) = ended.await {
+        tracing::debug!(%error, resource, "the stream of a device plugin has broken");
+    }
+    let now = context.clock.now();
+    context.devices.lose_registration(&resource, number, now);
+}
+
+struct Registrar(Arc<Context>);
+
+#[async_trait]
+impl Register for Registrar {
+    async fn register(&self, registration: Registration) -> Result<(), String> {
+        let name = Path::new(&registration.endpoint);
+        let inside = name.is_relative() && !registration.endpoint.contains("..");
+        if registration.endpoint.is_empty() || !inside {
+            return Err(format!(
+                "the endpoint {:?} is not the name of a socket in {}",
+                registration.endpoint,
+                self.0.devices.dir.display()
+            ));
+        }
+        let socket = self.0.devices.dir.join(name);
+        let versions = [registration.version];
+        let outcome = register(&self.0, &registration.resource, &versions, &socket, &socket).await;
+        if let Err(error) = &outcome {
+            tracing::warn!(
+                error,
+                resource = registration.resource,
+                "a device plugin could not be registered"
+            );
+        }
+        outcome
+    }
+}
+
+/// Takes plugins' sockets away and makes ours anew: by that plugins see that they have to register again.
+fn listen(dir: &Path) -> std::io::Result<UnixListener> {
+    match std::fs::DirBuilder::new().mode(0o750).create(dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let own = dir.join(SOCKET);
+    if UnixStream::connect(&own).is_err() {
+        for entry in std::fs::read_dir(dir)?.flatten() {
+            if entry.file_type().is_ok_and(|kind| kind.is_socket()) {
+                std::fs::remove_file(entry.path())?;
+            }
+        }
+    }
+    crate::sys::link::listen(&own)
+}
+
+/// Serves registrations and keeps the checkpoint, until the process ends.
+pub async fn run(
+    context: Arc<Context>,
+    roster: watch::Receiver<Roster>,
+    hints: mpsc::Sender<Hint>,
+) {
+    let dir = &context.devices.dir;
+    let listener = match listen(dir) {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::warn!(%error, dir = %dir.display(), "no device plugin can be registered: the socket cannot be made");
+            return std::future::pending().await;
+        }
+    };
+    let registrar = Arc::new(Registrar(Arc::clone(&context)));
+    tokio::join!(
+        serve_registration(listener, registrar),
+        keep(&context),
+        release_gone(&context, roster),
+        tell_pods(&context, hints),
+    );
+}
+
+/// Writes the checkpoint after changes, and drops resources whose plugin does not come back.
+async fn keep(context: &Context) {
+    let manager = &context.devices;
+    let mut changes = manager.changes();
+    loop {
+        changes.mark_unchanged();
+        let now = context.clock.now();
+        manager.change(|state| state.devices.expire(now));
+        let saved = manager.save().await;
+        if let Err(error) = &saved {
+            tracing::error!(error, file = %manager.dir.join(CHECKPOINT).display(), "which container has which device could not be written down; it is tried again");
+        }
+        let expiry = manager.look(Devices::next_expiry);
+        let expiry =
+            expiry.map(|at| Duration::try_from(at.duration_since(now)).unwrap_or_default());
+        let retry = saved.is_err().then_some(RETRY);
+        let wait = [expiry, retry].into_iter().flatten().min();
+        tokio::select! {
+            biased;
+            Ok(()) = changes.changed() => {}
+            () = tokio::time::sleep(wait.unwrap_or(Duration::MAX)) => {}
+        }
+    }
+}
+
+/// Tells pods whose devices have another health than before, until nobody listens any more.
+async fn tell_pods(context: &Context, hints: mpsc::Sender<Hint>) {
+    let mut changes = context.devices.changes();
+    let mut told = BTreeMap::new();
+    loop {
+        changes.mark_unchanged();
+        let now = context.devices.look(Devices::health_of_all);
+        for (uid, health) in &now {
+            if told.get(uid) != Some(health)
+                && hints.send(Hint::Devices(uid.clone())).await.is_err()
+            {
+                return;
+            }
+        }
+        told = now;
+        if changes.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Releases the devices of pods that went while no agent ran, once it is known which there are.
+async fn release_gone(context: &Context, mut roster: watch::Receiver<Roster>) {
+    if roster.wait_for(|roster| roster.complete).await.is_err() {
+        return;
+    }
+    let listed = loop {
+        match context.runtime.list().await {
+            Ok(listed) => break listed,
+            Err(_) => tokio::time::sleep(RETRY).await,
+        }
+    };
+    let exists = |uid: &str| roster.borrow().has(uid) || listed.iter().any(|p| p.uid == uid);
+    context.devices.change(|state| state.devices.retain(exists));
+}

@@ -1,0 +1,188 @@
+//! The world around the managers of the node's resources ([`crate::core::node::managers`]): the machine's layout and the
+//! checkpoints at the start, and containers bound to the processors that they should run on and the memory that they should
+//! use.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use holdfast_proto::cri as pb;
+use tokio::sync::watch;
+
+use crate::agent::Context;
+use crate::agent::pod::dispatch::Roster;
+use crate::config::Config;
+use crate::core::cpuset::list;
+use crate::core::node::cpus::checkpoint as cpus;
+use crate::core::node::managers::{Checkpoints, Machine, Managers};
+use crate::core::node::memory::{checkpoint as memory, set_aside};
+use crate::core::pod::pinning::Pinning;
+use crate::cri::RunningContainer;
+use crate::sys::{file, machine, topology};
+
+/// The most that a checkpoint may be long, in bytes.
+const LIMIT: u64 = 16 << 20;
+
+fn read(root: &Path, name: &str) -> anyhow::Result<Option<String>> {
+    let path = root.join(name);
+    match file::read_text(&path, LIMIT) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error).with_context(|| format!("{} cannot be read", path.display())),
+    }
+}
+
+/// The managers as the configuration wants them, with what they or a kubelet gave before.
+pub fn start(config: &Config) -> anyhow::Result<Managers> {
+    let machine = match config.managers.bind() || config.managers.alignment.is_some() {
+        false => Machine::default(),
+        true => Machine {
+            topology: Arc::new(topology::read(Path::new(topology::SYSTEM))),
+            set_aside: set_aside(
+                &super::size(&machine::Machine::read(&config.root_dir)),
+                super::limits(config),
+            ),
+        },
+    };
+    let checkpoints = Checkpoints {
+        cpus: read(&config.root_dir, cpus::FILE)?,
+        memory: read(&config.root_dir, memory::FILE)?,
+    };
+    let managers = Managers::new(&config.managers, &machine, &checkpoints);
+    let managers = managers
+        .map_err(anyhow::Error::msg)
+        .with_context(|| format!("in {}", config.root_dir.display()))?;
+    save(&config.root_dir, &managers.checkpoints())?;
+    Ok(managers)
+}
+
+/// Writes the checkpoints. Blocking.
+pub fn save(root: &Path, checkpoints: &[(&'static str, String)]) -> anyhow::Result<()> {
+    for (name, text) in checkpoints {
+        let path = root.join(name);
+        file::replace(&path, text.as_bytes())
+            .with_context(|| format!("{} cannot be written", path.display()))?;
+    }
+    Ok(())
+}
+
+/// Binds containers to the processors and the memory that they should use, when those change and every `cpuManagerReconcilePeriod`,
+/// and takes back what pods have that are not there any more.
+pub async fn keep(context: Arc<Context>, roster: watch::Receiver<Roster>) {
+    if !context.config.managers.bind() {
+        return std::future::pending().await;
+    }
+    let mut pinning = context.ledger.pinning();
+    let mut binder = Binder::default();
+    loop {
+        let _now = pinning.borrow_and_update();
+        drop(_now);
+        binder.pass(&context, &roster).await;
+        tokio::select! {
+            biased;
+            Ok(()) = pinning.changed() => {}
+            () = tokio::time::sleep(context.config.managers.reconcile) => {}
+        }
+    }
+}
+
+/// The processors and NUMA nodes that a container is bound to, as lists; an empty one binds to nothing.
+#[derive(Default, Clone, PartialEq, Eq)]
+struct Bound {
+    cpus: String,
+    nodes: String,
+}
+
+impl Bound {
+    fn of(pinning: &Pinning, container: &RunningContainer) -> Bound {
+        let (uid, name) = (&container.uid, &container.name);
+        Bound {
+            cpus: pinning.cpus(uid, name).map(list).unwrap_or_default(),
+            nodes: pinning
+                .memory_nodes(uid, name)
+                .map(list)
+                .unwrap_or_default(),
+        }
+    }
+}
+
+/// What containers were bound to last, by their ids.
+#[derive(Default)]
+struct Binder {
+    bound: BTreeMap<String, Bound>,
+    failing: bool,
+}
+
+impl Binder {
+    async fn pass(&mut self, context: &Context, roster: &watch::Receiver<Roster>) {
+        let result = match context.runtime.running().await {
+            Ok(running) => {
+                release_stale(context, roster, &running).await;
+                self.bind(context, &running).await
+            }
+            Err(error) => Err(error.to_string()),
+        };
+        match result {
+            Ok(()) => self.failing = false,
+            Err(error) if !std::mem::replace(&mut self.failing, true) => tracing::warn!(
+                error,
+                "containers cannot be bound to the processors and the memory that they should use; it is tried again"
+            ),
+            Err(_) => {}
+        }
+    }
+
+    async fn bind(
+        &mut self,
+        context: &Context,
+        running: &[RunningContainer],
+    ) -> Result<(), String> {
+        self.bound
+            .retain(|id, _| running.iter().any(|c| c.id == *id));
+        let mut result = Ok(());
+        for container in running {
+            let now = Arc::clone(&context.ledger.pinning().borrow());
+            let wanted = Bound::of(&now, container);
+            if *self.bound.get(&container.id).unwrap_or(&Bound::default()) == wanted {
+                continue;
+            }
+            let resources = pb::LinuxContainerResources {
+                cpuset_cpus: wanted.cpus.clone(),
+                cpuset_mems: wanted.nodes.clone(),
+                ..pb::LinuxContainerResources::default()
+            };
+            let bound = context.runtime.update_container(&container.id, resources);
+            match bound.await {
+                Ok(()) => _ = self.bound.insert(container.id.clone(), wanted),
+                Err(error) => {
+                    let (pod, name) = (&container.pod, &container.name);
+                    result = Err(format!("container {name} of pod {pod}: {error}"));
+                }
+            }
+        }
+        result
+    }
+}
+
+/// Pods that went while no agent ran have left what they had.
+async fn release_stale(
+    context: &Context,
+    roster: &watch::Receiver<Roster>,
+    running: &[RunningContainer],
+) {
+    let pinning = Arc::clone(&context.ledger.pinning().borrow());
+    let stale: BTreeSet<String> = {
+        let roster = roster.borrow();
+        let runs = |uid: &str| running.iter().any(|c| c.uid == uid);
+        let gone = pinning
+            .pods()
+            .filter(|uid| roster.complete && !roster.has(uid) && !runs(uid));
+        gone.map(Into::into).collect()
+    };
+    for uid in stale {
+        tracing::info!(pod = uid, "the pod is gone: what it had for itself is free");
+        context.ledger.release(&uid).await;
+    }
+}

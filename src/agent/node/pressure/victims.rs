@@ -1,0 +1,167 @@
+//! The pods that could make room, and what each of them uses.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::future::join_all;
+use k8s_openapi::api::core::v1::Pod;
+
+use super::measure::Part;
+use crate::agent::{Context, Known};
+use crate::core::node::eviction::{Candidate, ContainerFigures, PodFigures, Resource};
+use crate::core::node::preempt::is_critical;
+use crate::core::pod;
+use crate::core::volume::local_storage;
+use crate::cri::Layer;
+use crate::host::blocking;
+use crate::sys::meter;
+
+/// How long it is waited for what pods have on the disk. What cannot be counted in this time counts as nothing.
+const COUNTING: Duration = Duration::from_secs(60);
+
+/// The pods that are here to stay: not those that end anyway. With each what the API says of it.
+async fn pods(context: &Context) -> Vec<(Arc<Pod>, Option<Known>)> {
+    let known: HashMap<String, Known> = context
+        .roster
+        .borrow()
+        .iter()
+        .map(|k| (pod::uid(&k.pod).to_owned(), k.clone()))
+        .collect();
+    let all = context.ledger.pods().await.into_iter();
+    all.filter(|pod| !is_critical(pod))
+        .map(|pod| {
+            let known = known.get(pod::uid(&pod)).cloned();
+            (pod, known)
+        })
+        .filter(|(_, known)| {
+            let ends = |k: &Known| k.pod.metadata.deletion_timestamp.is_some();
+            !known.as_ref().is_some_and(ends)
+        })
+        .collect()
+}
+
+/// The names and ids of a pod's containers.
+fn containers(known: &Known) -> Vec<(String, String)> {
+    let Some(status) = &known.told().status else {
+        return vec![];
+    };
+    let regular = status.container_statuses.iter().flatten();
+    let init = status.init_container_statuses.iter().flatten();
+    let id = |id: &String| id.rsplit_once('/').map(|(_, id)| id.to_owned());
+    regular
+        .chain(init)
+        .filter_map(|c| Some((c.name.clone(), id(c.container_id.as_ref()?)?)))
+        .collect()
+}
+
+/// The pods that could go, with what they use of the resource; of the disk, what they have on one filesystem.
+pub(super) async fn find(context: &Context, resource: Resource, part: Part) -> Vec<Candidate> {
+    let pods = pods(context).await;
+    match resource {
+        Resource::Memory | Resource::Pids => in_cgroups(context, pods).await,
+        Resource::EphemeralStorage | Resource::Inodes => on_disk(context, pods, part).await,
+    }
+}
+
+/// A pod, its cgroup, and the names and cgroups of its containers.
+type Place = (Arc<Pod>, String, Vec<(String, String)>);
+
+/// What pods use of memory and process ids. One without a cgroup uses nothing.
+async fn in_cgroups(context: &Context, pods: Vec<(Arc<Pod>, Option<Known>)>) -> Vec<Candidate> {
+    let place = |(pod, known): (Arc<Pod>, Option<Known>)| {
+        let of = |id: Option<&str>| context.host.cgroup_path(&pod, id);
+        let containers = known.as_ref().map(containers).unwrap_or_default();
+        let containers = containers.into_iter().map(|(name, id)| {
+            let cgroup = of(Some(&id));
+            (name, cgroup)
+        });
+        let (containers, whole) = (containers.collect(), of(None));
+        (pod, whole, containers)
+    };
+    let places: Vec<Place> = pods.into_iter().map(place).collect();
+    let read = |(pod, cgroup, containers): Place| {
+        let usage = meter::cgroup(&cgroup)?;
+        let containers = containers.into_iter().filter_map(|(name, cgroup)| {
+            Some(ContainerFigures {
+                name,
+                memory: meter::cgroup_memory(&cgroup)?.working_set,
+                disk: 0,
+            })
+        });
+        let figures = PodFigures {
+            memory: usage.working_set,
+            processes: usage.processes,
+            containers: containers.collect(),
+            ..PodFigures::default()
+        };
+        Some(Candidate { pod, figures })
+    };
+    blocking(move || Ok(places.into_iter().filter_map(read).collect()))
+        .await
+        .unwrap_or_default()
+}
+
+/// Writable layers, by pod and container.
+type Layers = BTreeMap<(String, String), Layer>;
+
+/// What pods have on a filesystem, counted side by side.
+async fn on_disk(
+    context: &Context,
+    pods: Vec<(Arc<Pod>, Option<Known>)>,
+    part: Part,
+) -> Vec<Candidate> {
+    let layers = match part {
+        Part::Files => Layers::new(),
+        Part::Whole | Part::Layers => context.runtime.layers().await.unwrap_or_else(|error| {
+            tracing::warn!(%error, "the runtime does not say what containers have written");
+            Layers::new()
+        }),
+    };
+    let counts = pods.into_iter().map(|(pod, _)| async {
+        let counting = count(context, &pod, part, &layers);
+        let figures = match tokio::time::timeout(COUNTING, counting).await {
+            Ok(figures) => figures,
+            Err(_) => {
+                tracing::warn!(pod = pod::full_name(&pod), waited = ?COUNTING, "what the pod has on the disk could not be counted in time");
+                PodFigures::default()
+            }
+        };
+        Candidate { pod, figures }
+    });
+    join_all(counts).await
+}
+
+async fn count(context: &Context, pod: &Pod, part: Part, layers: &Layers) -> PodFigures {
+    let mut figures = PodFigures::default();
+    if part != Part::Layers {
+        for volume in local_storage::counted(pod) {
+            match context.host.volume_usage(pod, &volume, u64::MAX).await {
+                Ok(used) => {
+                    figures.disk += used.bytes;
+                    figures.inodes += used.inodes;
+                }
+                Err(error) => tracing::debug!(error, volume, "a volume could not be counted"),
+            }
+        }
+    }
+    for (_, container) in pod::containers(pod) {
+        let key = (pod::uid(pod).to_owned(), container.name.clone());
+        let layer = layers.get(&key).copied().unwrap_or_default();
+        let logs = match part {
+            Part::Layers => 0,
+            _ => {
+                let logs = context.host.log_usage(pod, &container.name).await;
+                logs.unwrap_or(0)
+            }
+        };
+        figures.disk += layer.bytes + logs;
+        figures.inodes += layer.inodes;
+        figures.containers.push(ContainerFigures {
+            name: container.name.clone(),
+            memory: 0,
+            disk: layer.bytes + logs,
+        });
+    }
+    figures
+}

@@ -1,0 +1,331 @@
+//! The machine's shutdown (KEP-2000, KEP-2712; kubelet spec, 12.8): it is made to wait; when it is announced the node takes
+//! no more pods and says so, the pods end phase by phase, lowest priority first, and what became of them is written before
+//! the machine goes on. [`crate::core::node::shutdown`] decides who ends when and how.
+//!
+//! A shutdown that is called off leaves a node as any other: what has ended stays so, but for static pods.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Node, Pod};
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::agent::pod::relist::Hint;
+use crate::agent::{Context, Kind, Known, KnownPods};
+use crate::core::backoff::Doubling;
+use crate::core::node::shutdown::{self, Phase, REJECTED, STATE_FILE, Times};
+use crate::core::pod;
+use crate::sys::file;
+use crate::sys::logind::{Announcements, Announcer, Inhibitor};
+
+/// The pauses between tries to listen.
+const PAUSES: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(30));
+/// How long pods wait for the Node to say that it shuts down.
+const REPORT: Duration = Duration::from_secs(1);
+/// How long the statuses of pods that have ended are waited for: without an apiserver they would not be written at all.
+const FLUSH: Duration = Duration::from_secs(2);
+/// How often it is looked whether pods have ended.
+const LOOK: Duration = Duration::from_millis(50);
+/// The most that the state file may be long, in bytes.
+const LIMIT: u64 = 4096;
+
+/// Runs until the process ends. Without grace periods no shutdown waits.
+pub async fn run(
+    context: Arc<Context>,
+    announcer: Option<Arc<dyn Announcer>>,
+    hints: mpsc::Sender<Hint>,
+) {
+    let enabled = !context.config.shutdown.is_empty();
+    let Some(announcer) = announcer.filter(|_| enabled) else {
+        return std::future::pending().await;
+    };
+    match last_times(&context.config.root_dir) {
+        Ok(times) => context.metrics.shut_down(times),
+        Err(error) => tracing::warn!(
+            error,
+            file = STATE_FILE,
+            "when the machine was shut down last cannot be read"
+        ),
+    }
+    let mut watch = Watch {
+        context: &context,
+        hints,
+        inhibitor: None,
+        ending: None,
+    };
+    let mut pauses = PAUSES;
+    loop {
+        let error = watch.listen(&*announcer, &mut pauses).await;
+        let first = pauses.is_first();
+        let pause = pauses.pause();
+        if first {
+            tracing::warn!(
+                error,
+                "a shutdown of the machine is not announced and does not wait for pods; it is tried again until it is and does"
+            );
+        }
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// The pods are ending; the answer is the static pods that were told to.
+struct Ending {
+    call_off: CancellationToken,
+    told: AbortOnDropHandle<BTreeSet<String>>,
+}
+
+struct Watch<'a> {
+    context: &'a Arc<Context>,
+    hints: mpsc::Sender<Hint>,
+    /// Held while nothing is announced.
+    inhibitor: Option<Inhibitor>,
+    /// From the announcement of a shutdown on, until it is called off.
+    ending: Option<Ending>,
+}
+
+impl Watch<'_> {
+    /// Follows what is announced. Ends with the reason why there are no more announcements.
+    async fn listen(&mut self, announcer: &dyn Announcer, pauses: &mut Doubling) -> String {
+        let needed = self.context.config.shutdown.total();
+        match announcer.listen(needed).await {
+            Ok(mut announcements) => match self.follow(&mut *announcements, pauses).await {
+                Ok(()) => "logind or D-Bus has gone".into(),
+                Err(error) => error,
+            },
+            Err(error) => error,
+        }
+    }
+
+    async fn follow(
+        &mut self,
+        announcements: &mut dyn Announcements,
+        pauses: &mut Doubling,
+    ) -> Result<(), String> {
+        // What was announced while nobody listened counts too.
+        let mut is_shutting_down = announcements.is_shutting_down().await?;
+        loop {
+            if is_shutting_down {
+                self.begin();
+            } else {
+                self.call_off().await;
+                self.inhibitor = Some(announcements.inhibit().await?);
+                tracing::info!("a shutdown of the machine waits for pods");
+            }
+            pauses.reset();
+            match announcements.next().await {
+                Some(announced) => is_shutting_down = announced,
+                None => return Ok(()),
+            }
+        }
+    }
+
+    fn tell(&self, what: &str) {
+        let name = &self.context.config.node_name;
+        let message = format!("Shutdown manager detected shutdown {what}");
+        let events = &self.context.events;
+        events.node(name, Kind::Normal, "Shutdown", message);
+    }
+
+    fn begin(&mut self) {
+        if self.ending.is_some() {
+            return;
+        }
+        tracing::warn!("the machine is being shut down: the pods of this node end");
+        self.context.shutting_down.send_replace(true);
+        self.tell("event");
+        let (context, call_off) = (Arc::clone(self.context), CancellationToken::new());
+        let (called_off, inhibitor) = (call_off.clone(), self.inhibitor.take());
+        let told = tokio::spawn(async move {
+            let mut told = BTreeSet::new();
+            let ended = called_off.run_until_cancelled_owned(end_pods(&context, &mut told));
+            if ended.await.is_some() {
+                tracing::info!("the pods have ended: the machine may be shut down");
+            }
+            drop(inhibitor);
+            told
+        });
+        self.ending = Some(Ending {
+            call_off,
+            told: AbortOnDropHandle::new(told),
+        });
+    }
+
+    /// The machine goes on: so does the node.
+    async fn call_off(&mut self) {
+        let Some(Ending { call_off, told }) = self.ending.take() else {
+            return;
+        };
+        call_off.cancel();
+        let mut anew = match told.await {
+            Ok(told) => told,
+            Err(error) => {
+                tracing::error!(%error, "which static pods have ended is not known");
+                BTreeSet::new()
+            }
+        };
+        anew.extend(rejected(&self.context.roster.borrow()));
+        tracing::warn!("the shutdown of the machine was called off: the node takes pods again");
+        self.context.shutting_down.send_replace(false);
+        self.tell("cancellation");
+        for uid in anew {
+            if self.hints.send(Hint::StartAnew(uid)).await.is_err() {
+                tracing::debug!("the dispatcher has ended with the process");
+            }
+        }
+    }
+}
+
+/// Static pods that were not taken because of the shutdown.
+fn rejected(pods: &KnownPods) -> BTreeSet<String> {
+    let is_rejected = |known: &&Known| {
+        let status = known.object.as_ref().and_then(|o| o.status.as_ref());
+        pod::is_static(&known.pod) && status.is_some_and(|s| s.reason.as_deref() == Some(REJECTED))
+    };
+    let rejected = pods.iter().filter(is_rejected);
+    rejected.map(|k| pod::uid(&k.pod).to_owned()).collect()
+}
+
+/// Ends all pods. `told` are the static ones among those that were told.
+async fn end_pods(context: &Arc<Context>, told: &mut BTreeSet<String>) {
+    let mut began = Instant::now();
+    let mut times = Times {
+        start: Some(context.clock.now()),
+        end: None,
+    };
+    note(context, times).await;
+    report(context).await;
+    let pods = context.ledger.pods().await;
+    let phases = context.config.shutdown.phases(pods);
+    for (place, phase) in phases.iter().enumerate() {
+        let deadline = began + phase.period;
+        let is_static = phase.pods.iter().filter(|p| pod::is_static(p));
+        told.extend(is_static.map(|p| pod::uid(p).to_owned()));
+        end_phase(context, phase, deadline).await;
+        // The apiserver may be a pod of the next phase; nobody loses time by that.
+        let is_last = place + 1 == phases.len();
+        let longest = Instant::now() + FLUSH;
+        flush(
+            context,
+            phase,
+            if is_last {
+                longest
+            } else {
+                longest.min(deadline)
+            },
+        )
+        .await;
+        began = Instant::now().min(deadline);
+    }
+    times.end = Some(context.clock.now());
+    note(context, times).await;
+}
+
+/// Ends the pods of a phase, and waits until they have, at most until its end.
+async fn end_phase(context: &Context, phase: &Phase, deadline: Instant) {
+    let names: Vec<String> = phase.pods.iter().map(|p| pod::full_name(p)).collect();
+    tracing::info!(
+        priority = phase.priority,
+        period = ?phase.period,
+        pods = names.join(" "),
+        "pods from this priority on end"
+    );
+    for pod in &phase.pods {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let verdict = phase.verdict(pod, left);
+        context.ledger.end(pod::uid(pod), verdict).await;
+    }
+    let uids: BTreeSet<&str> = phase.pods.iter().map(|p| pod::uid(p)).collect();
+    let ended = async {
+        while remaining(context, &uids).await.next().is_some() {
+            tokio::time::sleep(LOOK).await;
+        }
+    };
+    if tokio::time::timeout_at(deadline, ended).await.is_err() {
+        let late: Vec<String> = remaining(context, &uids)
+            .await
+            .map(|p| pod::full_name(&p))
+            .collect();
+        tracing::warn!(pods = late.join(" "), period = ?phase.period, "pods have not ended in time, or their volumes could not be unmounted");
+    }
+}
+
+/// Waits until the API knows what became of the pods of a phase.
+async fn flush(context: &Context, phase: &Phase, until: Instant) {
+    let uids: BTreeSet<&str> = phase.pods.iter().map(|p| pod::uid(p)).collect();
+    let mut roster = context.roster.subscribe();
+    let written = roster.wait_for(|known| uids.iter().all(|uid| is_written(known, uid)));
+    if tokio::time::timeout_at(until, written).await.is_err() {
+        tracing::warn!(
+            priority = phase.priority,
+            "the apiserver does not know of all pods from this priority on that they have ended"
+        );
+    }
+}
+
+/// The pods that still hold something.
+async fn remaining(context: &Context, uids: &BTreeSet<&str>) -> impl Iterator<Item = Arc<Pod>> {
+    let pods = context.ledger.pods().await.into_iter();
+    pods.filter(|p| uids.contains(pod::uid(p)))
+}
+
+/// Whether the API has the last status of a pod, or nothing where it could be.
+fn is_written(known: &KnownPods, uid: &str) -> bool {
+    let Some(known) = known.iter().find(|k| pod::uid(&k.pod) == uid) else {
+        return true;
+    };
+    let mirrors = |object: &&Arc<Pod>| {
+        !pod::is_static(&known.pod)
+            || pod::annotation(object, pod::MIRROR) == pod::annotation(&known.pod, pod::HASH)
+    };
+    let object = known.object.as_ref().filter(mirrors);
+    object.is_none_or(|object| pod::is_terminal(object))
+}
+
+/// Waits until the Node says that it shuts down: nobody should send pods here any more.
+async fn report(context: &Context) {
+    if context.node.api().is_none() {
+        return;
+    }
+    let says = |node: &Option<Arc<Node>>| {
+        let status = node.as_ref().and_then(|n| n.status.as_ref());
+        let mut conditions = status
+            .and_then(|s| s.conditions.as_ref())
+            .into_iter()
+            .flatten();
+        conditions.any(|c| c.type_ == "Ready" && c.message.as_deref() == Some(shutdown::NOT_READY))
+    };
+    let mut seen = context.node.subscribe();
+    if tokio::time::timeout(REPORT, seen.wait_for(says))
+        .await
+        .is_err()
+    {
+        tracing::warn!(waited = ?REPORT, "the apiserver does not know yet that the node shuts down; its pods end all the same");
+    }
+}
+
+fn last_times(root: &Path) -> Result<Times, String> {
+    match file::read_text(&root.join(STATE_FILE), LIMIT) {
+        Ok(text) => Times::parse(&text),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Times::default()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// Writes down when the shutdown began and ended, for the metrics after the next start.
+async fn note(context: &Context, times: Times) {
+    context.metrics.shut_down(times);
+    let path = context.config.root_dir.join(STATE_FILE);
+    let write = move || file::replace(&path, times.checkpoint().as_bytes());
+    match tokio::task::spawn_blocking(write).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => {
+            tracing::warn!(%error, file = STATE_FILE, "the times of the shutdown are not written down");
+        }
+        Err(error) => tracing::error!(%error, "the times of the shutdown were not written down"),
+    }
+}

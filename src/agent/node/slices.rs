@@ -1,0 +1,143 @@
+//! ResourceSlices of drivers that are gone are deleted, so that no pod is given devices that nobody prepares (kubelet spec,
+//! 14.6): all of this node's when the agent starts, as drivers publish theirs anew when they are gone, and those of a driver
+//! that nobody has answered for [`GRACE`].
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::api::within;
+use crate::agent::{Context, NodeApi};
+use crate::core::backoff::Doubling;
+use crate::kubeapi::pods::ApiFailure;
+
+/// How long a driver may be away, as the kubelet has it: as long as an upgrade of it may take.
+const GRACE: Duration = Duration::from_secs(30);
+/// How often it is looked whether somebody is behind the sockets of drivers: one that is killed leaves them.
+const LOOK: Duration = Duration::from_secs(10);
+/// The pauses before another try.
+const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(300));
+/// How long one request may take.
+const REQUEST: Duration = Duration::from_secs(30);
+
+/// Slices that are to be deleted.
+struct Due {
+    at: Instant,
+    retry: Doubling,
+}
+
+/// What is to be deleted, by driver; under none, the slices of all drivers.
+#[derive(Default)]
+struct Deletions {
+    due: BTreeMap<Option<String>, Due>,
+    /// Drivers whose slices were deleted since they were seen last.
+    done: BTreeSet<String>,
+}
+
+impl Deletions {
+    fn add(&mut self, driver: Option<String>, at: Instant) {
+        self.due.entry(driver).or_insert(Due { at, retry: RETRY });
+    }
+
+    /// Whether a driver is there is known anew.
+    fn see(&mut self, driver: &str, usable: bool, now: Instant) {
+        if usable {
+            self.done.remove(driver);
+            self.due.remove(&Some(driver.to_owned()));
+        } else if !self.done.contains(driver) {
+            self.add(Some(driver.to_owned()), now + GRACE);
+        }
+    }
+
+    /// Deletes what is due.
+    async fn carry_out(&mut self, api: &dyn NodeApi, node: &str) {
+        let now = Instant::now();
+        let mut done = vec![];
+        for (driver, due) in self.due.iter_mut().filter(|(_, due)| due.at <= now) {
+            let deleted = within(REQUEST, api.delete_slices(node, driver.as_deref())).await;
+            match deleted {
+                Ok(()) => {
+                    tracing::debug!(?driver, "ResourceSlices of this node are deleted");
+                    done.push(driver.clone());
+                }
+                // An apiserver without dynamic resources.
+                Err(ApiFailure::NotFound(_)) => done.push(driver.clone()),
+                Err(error) => {
+                    tracing::debug!(%error, ?driver, "ResourceSlices cannot be deleted yet");
+                    due.at = Instant::now() + due.retry.pause();
+                }
+            }
+        }
+        for driver in done {
+            self.due.remove(&driver);
+            self.done.extend(driver);
+        }
+    }
+
+    fn next(&self) -> Option<Duration> {
+        let next = self.due.values().map(|due| due.at).min();
+        next.map(|at| at.saturating_duration_since(Instant::now()))
+    }
+}
+
+/// Deletes slices until the process ends.
+pub async fn run(context: Arc<Context>) {
+    let Some(api) = context.node.api() else {
+        return std::future::pending().await;
+    };
+    let _node = context.node.present().await;
+    let mut registered = context.claims.registered();
+    let mut known = BTreeSet::new();
+    let mut deletions = Deletions::default();
+    deletions.add(None, Instant::now());
+    loop {
+        known.extend(registered.borrow_and_update().iter().cloned());
+        for driver in &known {
+            let usable = context.claims.is_usable(driver).await;
+            deletions.see(driver, usable, Instant::now());
+        }
+        let node = &context.config.node_name;
+        deletions.carry_out(&*api, node).await;
+        known.retain(|driver| {
+            !deletions.done.contains(driver) || registered.borrow().contains(driver)
+        });
+        let look = (!known.is_empty()).then_some(LOOK);
+        let wait = [look, deletions.next()].into_iter().flatten().min();
+        tokio::select! {
+            biased;
+            Ok(()) = registered.changed() => {}
+            () = tokio::time::sleep(wait.unwrap_or(Duration::MAX)) => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_slices_of_a_driver_go_once_when_it_has_been_away() {
+        let mut deletions = Deletions::default();
+        let begin = Instant::now();
+        let after = |seconds| begin + Duration::from_secs(seconds);
+        let due = |deletions: &Deletions| deletions.due.values().map(|due| due.at).min();
+        deletions.see("d", true, begin);
+        assert_eq!(due(&deletions), None);
+        deletions.see("d", false, after(1));
+        deletions.see("d", false, after(11));
+        assert_eq!(due(&deletions), Some(after(31)), "from when it went");
+        deletions.see("d", true, after(21));
+        assert_eq!(due(&deletions), None, "an upgrade");
+
+        deletions.see("d", false, after(40));
+        deletions.due.clear();
+        deletions.done.insert("d".into());
+        deletions.see("d", false, after(50));
+        assert_eq!(due(&deletions), None, "they are gone already");
+        deletions.see("d", true, after(60));
+        deletions.see("d", false, after(70));
+        assert_eq!(due(&deletions), Some(after(100)), "it was back");
+    }
+}

@@ -1,0 +1,110 @@
+//! Removing containers that have ended, by age and number (kubelet spec, 8.6). Workers remove what a newer instance has
+//! replaced as they go; this holds the rules for the node as a whole, whatever workers are doing.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+
+use crate::agent::{Context, Kind};
+use crate::core::node::collection::{ContainerFate, DeadContainer, Fate, Standing, of_containers};
+use crate::core::pod;
+
+/// How often it is looked.
+const PERIOD: Duration = Duration::from_secs(60);
+
+/// Runs until the process ends.
+pub async fn run(context: Arc<Context>) {
+    let mut failing = false;
+    loop {
+        tokio::time::sleep(PERIOD).await;
+        match collect(&context, false).await {
+            Ok(_) => failing = false,
+            Err(error) => {
+                tracing::warn!(error, "dead containers could not all be removed");
+                // Once is nothing: the runtime may just have been restarted.
+                if std::mem::replace(&mut failing, true) {
+                    let name = &context.config.node_name;
+                    let events = &context.events;
+                    events.node(name, Kind::Warning, "ContainerGCFailed", error);
+                }
+            }
+        }
+    }
+}
+
+/// What becomes of each dead container. `short` is whether the node is short of disk.
+pub async fn look(context: &Context, short: bool) -> Result<Vec<ContainerFate>, String> {
+    let dead = context.runtime.dead_containers().await;
+    let dead = dead.map_err(|e| format!("containers cannot be listed: {e}"))?;
+    let known: HashMap<String, bool> = context
+        .roster
+        .borrow()
+        .iter()
+        .map(|known| {
+            let uid = pod::uid(&known.pod).to_owned();
+            (uid, pod::is_terminal(known.told()))
+        })
+        .collect();
+    let standing = |uid: &str| match known.get(uid) {
+        None => Standing::Unknown,
+        Some(true) => Standing::Finished,
+        Some(false) => Standing::Alive,
+    };
+    let rules = context.config.dead_containers;
+    let now = context.clock.now();
+    Ok(of_containers(dead, rules, standing, short, now))
+}
+
+/// Removes those that go, with their logs; the answer is how many. What cannot be removed keeps none of the others.
+pub async fn remove(context: &Context, fates: &[ContainerFate]) -> Result<usize, String> {
+    let going = fates.iter().filter(|f| matches!(f.fate, Fate::Goes(_)));
+    let (mut removed, mut failed) = (0, None);
+    for ContainerFate { container, fate } in going {
+        let DeadContainer {
+            id,
+            namespace,
+            pod,
+            uid,
+            name,
+            attempt,
+            ..
+        } = container;
+        if let Err(error) = context.runtime.remove_container(id).await {
+            failed = Some(format!("container {id} cannot be removed: {error}"));
+            continue;
+        }
+        removed += 1;
+        tracing::info!(
+            namespace,
+            pod,
+            container = name,
+            attempt,
+            "removed a dead container: {fate}"
+        );
+        let owner = Pod {
+            metadata: ObjectMeta {
+                namespace: Some(namespace.clone()),
+                name: Some(pod.clone()),
+                uid: Some(uid.clone()),
+                ..ObjectMeta::default()
+            },
+            ..Pod::default()
+        };
+        let logs = context.host.remove_instance(&owner, name, *attempt, id);
+        if let Err(error) = logs.await {
+            failed = Some(format!(
+                "the logs of container {id} cannot be removed: {error}"
+            ));
+        }
+    }
+    failed.map_or(Ok(removed), Err)
+}
+
+/// Looks, and removes what goes; the answer is how many.
+pub async fn collect(context: &Context, short: bool) -> Result<usize, String> {
+    let fates = look(context, short).await?;
+    remove(context, &fates).await
+}

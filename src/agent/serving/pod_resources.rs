@@ -1,0 +1,241 @@
+//! The podresources API (v1): which container has which of the node's devices, and which processors and memory for itself,
+//! for monitoring agents, on `pod-resources/kubelet.sock` in the root directory (kubelet spec, 14.7).
+
+use std::collections::BTreeSet;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use holdfast_proto::podresources as pb;
+use k8s_openapi::api::core::v1::{Container, Pod};
+use tokio::net::UnixListener;
+
+use crate::agent::Context;
+use crate::core::bucket::Bucket;
+use crate::core::meta;
+use crate::core::node::claims::Claims;
+use crate::core::node::claims::checkpoint::Device;
+use crate::core::node::cpus::Cpus;
+use crate::core::node::devices::Devices;
+use crate::core::node::managers::Managers;
+use crate::core::node::memory::{Block, Memory};
+use crate::core::pod::{self, Role};
+use crate::devices::{PodResources, serve_pod_resources};
+
+/// The directory of the socket, below the root directory.
+const DIRECTORY: &str = "pod-resources";
+/// The socket in it.
+const SOCKET: &str = "kubelet.sock";
+/// How many questions are answered in a second, and at once, as the kubelet has it.
+const RATE: (f64, f64) = (100.0, 10.0);
+
+fn listen(dir: &Path) -> std::io::Result<UnixListener> {
+    match std::fs::DirBuilder::new().mode(0o750).create(dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    crate::sys::link::listen(&dir.join(SOCKET))
+}
+
+/// Answers until the process ends. Without the socket the agent works all the same.
+pub async fn run(context: Arc<Context>) {
+    let dir = context.config.root_dir.join(DIRECTORY);
+    let listener = match listen(&dir) {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::warn!(%error, dir = %dir.display(), "nobody can ask which container has which device: the socket cannot be made");
+            return std::future::pending().await;
+        }
+    };
+    let (rate, burst) = RATE;
+    let bucket = Mutex::new(Bucket::new(rate, burst, context.clock.now()));
+    serve_pod_resources(listener, Arc::new(Answers { context, bucket })).await;
+}
+
+struct Answers {
+    context: Arc<Context>,
+    bucket: Mutex<Bucket>,
+}
+
+/// Devices as the API has them: one entry for each device and NUMA node.
+fn devices(rows: Vec<(String, String, BTreeSet<i64>)>) -> Vec<pb::ContainerDevices> {
+    let entry = |resource: &str, id: &str, node: Option<i64>| pb::ContainerDevices {
+        resource_name: resource.to_owned(),
+        device_ids: vec![id.to_owned()],
+        topology: node.map(|id| pb::TopologyInfo {
+            nodes: vec![pb::NumaNode { id }],
+        }),
+    };
+    let mut entries = vec![];
+    for (resource, id, numa) in rows {
+        if numa.is_empty() {
+            entries.push(entry(&resource, &id, None));
+        }
+        entries.extend(numa.iter().map(|node| entry(&resource, &id, Some(*node))));
+    }
+    entries
+}
+
+fn memory(blocks: &[Block]) -> Vec<pb::ContainerMemory> {
+    let block = |block: &Block| pb::ContainerMemory {
+        memory_type: block.resource.clone(),
+        size: block.size,
+        topology: Some(pb::TopologyInfo {
+            nodes: block
+                .nodes
+                .iter()
+                .map(|id| pb::NumaNode { id: (*id).into() })
+                .collect(),
+        }),
+    };
+    blocks.iter().map(block).collect()
+}
+
+fn cpu_ids<'a>(cpus: impl IntoIterator<Item = &'a u32>) -> Vec<i64> {
+    cpus.into_iter().copied().map(i64::from).collect()
+}
+
+/// What is prepared of the claims that a container refers to.
+fn claimed(pod: &Pod, container: &Container, claims: &Claims) -> Vec<pb::DynamicResource> {
+    let held = claims.held(pod, container).into_iter();
+    let claim = held.map(|(claim, drivers)| {
+        let devices = drivers
+            .iter()
+            .flat_map(|(driver, devices)| devices.iter().map(move |device| (driver, device)));
+        let resource = |(driver, device): (&String, &Device)| pb::ClaimResource {
+            cdi_devices: device
+                .cdi_device_ids
+                .iter()
+                .flatten()
+                .map(|name| pb::CdiDevice { name: name.clone() })
+                .collect(),
+            driver_name: driver.clone(),
+            pool_name: device.pool_name.clone(),
+            device_name: device.device_name.clone(),
+            share_id: device.share_id.clone(),
+        };
+        pb::DynamicResource {
+            claim_name: claim.name,
+            claim_namespace: claim.namespace,
+            claim_resources: devices.map(resource).collect(),
+        }
+    });
+    claim.collect()
+}
+
+/// Who has what.
+struct Held<'a> {
+    devices: &'a Devices,
+    claims: &'a Claims,
+    managers: &'a Managers,
+}
+
+/// What a container has for itself.
+fn of_container(pod: &Pod, container: &Container, held: &Held<'_>) -> pb::ContainerResources {
+    let (uid, name, managers) = (pod::uid(pod), &container.name, held.managers);
+    let cpus = managers.cpus();
+    let cpus = cpus.and_then(|cpus| cpus.state().exclusive.get(uid)?.get(name));
+    let blocks = managers.memory();
+    let blocks = blocks.and_then(|memory| memory.blocks(uid, name));
+    pb::ContainerResources {
+        name: name.clone(),
+        devices: devices(held.devices.held(uid, name)),
+        cpu_ids: cpu_ids(cpus.into_iter().flatten()),
+        memory: memory(blocks.unwrap_or_default()),
+        dynamic_resources: claimed(pod, container, held.claims),
+    }
+}
+
+/// What a pod's containers have that run for as long as it does.
+fn of_pod(pod: &Pod, held: &Held<'_>) -> pb::PodResources {
+    let containers = pod::containers(pod);
+    let lasting = containers
+        .iter()
+        .filter(|(role, _)| matches!(role, Role::Sidecar | Role::Regular));
+    let containers = lasting.map(|(_, container)| of_container(pod, container, held));
+    pb::PodResources {
+        name: meta::name(pod).to_owned(),
+        namespace: meta::namespace(pod).to_owned(),
+        containers: containers.collect(),
+    }
+}
+
+impl Answers {
+    /// Looks at who has what. The managers are the ledger's, and asked for before.
+    fn look<T>(&self, managers: &Managers, look: impl FnOnce(&Held<'_>) -> T) -> T {
+        let context = &self.context;
+        context.devices.look(|devices| {
+            context.claims.look(|claims| {
+                look(&Held {
+                    devices,
+                    claims,
+                    managers,
+                })
+            })
+        })
+    }
+
+    async fn pods(&self) -> Vec<Arc<Pod>> {
+        let mut pods = self.context.ledger.pods().await;
+        pods.retain(|pod| !matches!(pod::phase(pod), "Succeeded" | "Failed"));
+        pods
+    }
+}
+
+#[async_trait]
+impl PodResources for Answers {
+    fn admits(&self) -> bool {
+        let mut bucket = self.bucket.lock().unwrap_or_else(PoisonError::into_inner);
+        bucket.take(self.context.clock.now()).is_ok()
+    }
+
+    async fn list(&self) -> Vec<pb::PodResources> {
+        let (pods, managers) = (self.pods().await, self.context.ledger.managers().await);
+        self.look(&managers, |held| {
+            pods.iter().map(|p| of_pod(p, held)).collect()
+        })
+    }
+
+    async fn get(&self, namespace: &str, name: &str) -> Option<pb::PodResources> {
+        let pods = self.pods().await;
+        let mut pods = pods.iter();
+        let pod =
+            pods.find(|p| meta::name(&***p) == name && meta::namespace(&***p) == namespace)?;
+        let managers = self.context.ledger.managers().await;
+        Some(self.look(&managers, |held| of_pod(pod, held)))
+    }
+
+    async fn allocatable(&self) -> pb::AllocatableResourcesResponse {
+        let managers = self.context.ledger.managers().await;
+        let cpus = managers.cpus().map(Cpus::allocatable).unwrap_or_default();
+        let blocks = managers.memory().map(Memory::allocatable);
+        pb::AllocatableResourcesResponse {
+            devices: devices(self.context.devices.look(Devices::healthy)),
+            cpu_ids: cpu_ids(&cpus),
+            memory: memory(&blocks.unwrap_or_default()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_near_to_two_nodes_has_two_entries() {
+        let row = |id: &str, numa: &[i64]| {
+            let numa = numa.iter().copied().collect();
+            ("example.com/thing".to_owned(), id.to_owned(), numa)
+        };
+        let entries = devices(vec![row("a", &[]), row("b", &[0, 1])]);
+        let shown: Vec<_> = entries
+            .iter()
+            .map(|e| {
+                let node = e.topology.as_ref().map(|t| t.nodes[0].id);
+                (e.device_ids[0].as_str(), node)
+            })
+            .collect();
+        assert_eq!(shown, [("a", None), ("b", Some(0)), ("b", Some(1))]);
+    }
+}

@@ -1,0 +1,159 @@
+//! What pods may have of the node together, and what is set aside and held for others.
+
+use std::collections::BTreeMap;
+
+use super::ConfigError;
+use super::document::Document;
+use super::values::invalid;
+use crate::core::node::capacity::count_cpus;
+use crate::core::node::cgroup_tree::{Reserved, Rules};
+use crate::core::node::features::QOS_RESERVED;
+use crate::core::pod::resources::Amounts;
+use crate::core::quantity::Quantity;
+
+const FIELD: &str = "enforceNodeAllocatable";
+
+fn amounts(field: &str, map: Option<&BTreeMap<String, String>>) -> Result<Amounts, ConfigError> {
+    let parse = |(name, text): (&String, &String)| match text.parse::<Quantity>() {
+        Ok(amount) => Ok((name.clone(), amount)),
+        Err(_) => {
+            let remedy = "use a quantity such as 100m or 256Mi";
+            Err(invalid(&format!("{field}.{name}"), text, remedy))
+        }
+    };
+    map.into_iter().flatten().map(parse).collect()
+}
+
+/// What is set aside for the system and for Kubernetes, together.
+pub(super) fn reserved(d: &Document) -> Result<Amounts, ConfigError> {
+    let mut sums = amounts("systemReserved", d.system_reserved.as_ref())?;
+    for (name, amount) in amounts("kubeReserved", d.kube_reserved.as_ref())? {
+        let sum = sums.entry(name).or_default();
+        *sum = *sum + amount;
+    }
+    // These processors are what is set aside, whatever else the file says of cpu.
+    if let Some(list) = d.reserved_system_cpus.as_ref().filter(|l| !l.is_empty()) {
+        let field = "reservedSystemCPUs";
+        let remedy = "use a list of processors such as 0-1,4";
+        let count = count_cpus(list).ok_or_else(|| invalid(field, list, remedy))?;
+        let cgroups = [&d.system_reserved_cgroup, &d.kube_reserved_cgroup];
+        if cgroups.into_iter().flatten().any(|name| !name.is_empty()) {
+            let remedy = "remove it, or systemReservedCgroup and kubeReservedCgroup: processors are either set aside by number or held by shares";
+            return Err(invalid(field, list, remedy));
+        }
+        sums.insert("cpu".into(), Quantity::from_units(i64::from(count)));
+    }
+    Ok(sums)
+}
+
+/// The fields about what is set aside for one of the two.
+struct Fields<'a> {
+    whose: &'static str,
+    cgroup: (&'static str, Option<&'a String>),
+    amounts: (&'static str, Option<&'a BTreeMap<String, String>>),
+}
+
+/// What is held for one of them, if anything is.
+fn held(list: &[String], fields: &Fields<'_>) -> Result<Option<Reserved>, ConfigError> {
+    let whole = fields.whose.to_owned();
+    let compressible = format!("{whole}-compressible");
+    let compressible_only = match (list.contains(&whole), list.contains(&compressible)) {
+        (false, false) => return Ok(None),
+        (true, true) => {
+            let remedy = format!("use {whole} or {compressible}, not both");
+            return Err(invalid(FIELD, list, &remedy));
+        }
+        (_, compressible) => compressible,
+    };
+    let (field, name) = fields.cgroup;
+    let named = name.filter(|name| !name.is_empty());
+    let cgroup = named.cloned().ok_or_else(|| {
+        let remedy = format!("set it to a cgroup that is there: {FIELD} has {whole}");
+        invalid(field, "", &remedy)
+    })?;
+    let (field, map) = fields.amounts;
+    if map.is_none() {
+        let remedy = format!("set it: {FIELD} has {whole}, and nothing is set aside");
+        return Err(invalid(field, "", &remedy));
+    }
+    Ok(Some(Reserved {
+        cgroup,
+        amounts: amounts(field, map)?,
+        compressible_only,
+    }))
+}
+
+fn check(list: &[String]) -> Result<(), ConfigError> {
+    for (place, what) in list.iter().enumerate() {
+        if list[..place].contains(what) {
+            return Err(invalid(FIELD, list, &format!("name {what} once")));
+        }
+        match what.as_str() {
+            ""
+            | "pods"
+            | "system-reserved"
+            | "system-reserved-compressible"
+            | "kube-reserved"
+            | "kube-reserved-compressible" => {}
+            "none" if list.len() == 1 => {}
+            "none" => return Err(invalid(FIELD, list, "use none alone")),
+            other => {
+                let remedy =
+                    "use pods, system-reserved, kube-reserved, their -compressible forms, or none";
+                return Err(invalid(FIELD, other, remedy));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The part of the memory asked for that `qosReserved` keeps from lower classes, in percent.
+fn qos_memory(d: &Document) -> Result<Option<u8>, ConfigError> {
+    let mut percent = None;
+    for (resource, text) in d.qos_reserved.iter().flatten() {
+        let field = format!("qosReserved.{resource}");
+        if resource != "memory" {
+            return Err(invalid(&field, text, "only memory can be kept: remove it"));
+        }
+        let number = text.strip_suffix('%').and_then(|n| n.parse::<u8>().ok());
+        let number = number.filter(|n| *n <= 100);
+        percent = Some(number.ok_or_else(|| invalid(&field, text, "use 0% to 100%"))?);
+    }
+    Ok(percent)
+}
+
+/// What is enforced, and what of the fields has no effect.
+pub(super) fn enforcement(d: &Document) -> Result<(Rules, Vec<String>), ConfigError> {
+    let default = ["pods".to_owned()];
+    let list = d.enforce_node_allocatable.as_deref().unwrap_or(&default);
+    check(list)?;
+    let mut unused = vec![];
+    let gates = d.feature_gates.as_ref();
+    let is_open = gates.and_then(|gates| gates.get(QOS_RESERVED)).copied();
+    let qos_memory = match qos_memory(d)? {
+        Some(_) if is_open != Some(true) => {
+            unused.push(format!(
+                "qosReserved (set featureGates.{QOS_RESERVED}: true)"
+            ));
+            None
+        }
+        percent => percent,
+    };
+    let system = Fields {
+        whose: "system-reserved",
+        cgroup: ("systemReservedCgroup", d.system_reserved_cgroup.as_ref()),
+        amounts: ("systemReserved", d.system_reserved.as_ref()),
+    };
+    let kube = Fields {
+        whose: "kube-reserved",
+        cgroup: ("kubeReservedCgroup", d.kube_reserved_cgroup.as_ref()),
+        amounts: ("kubeReserved", d.kube_reserved.as_ref()),
+    };
+    let rules = Rules {
+        limits_pods: list.iter().any(|what| what == "pods"),
+        system: held(list, &system)?,
+        kube: held(list, &kube)?,
+        qos_memory,
+    };
+    Ok((rules, unused))
+}

@@ -1,0 +1,68 @@
+//! Sets of processors and NUMA nodes, and the kernel's lists of them.
+
+use std::collections::BTreeSet;
+
+/// A set of logical processors, or of anything else that the kernel numbers.
+pub type CpuSet = BTreeSet<u32>;
+
+/// The highest number that a list may name: what is read from a file is bounded.
+const HIGHEST: u32 = 65_535;
+
+/// Reads a list such as `0-3,8`; none where it is not one. An empty text is the empty set.
+#[must_use]
+pub fn parse_list(text: &str) -> Option<CpuSet> {
+    let text = text.trim();
+    let mut set = CpuSet::new();
+    if text.is_empty() {
+        return Some(set);
+    }
+    for part in text.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last): (u32, u32) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+        if first > last || last > HIGHEST {
+            return None;
+        }
+        set.extend(first..=last);
+    }
+    Some(set)
+}
+
+/// The list of a set, for instance `0-3,8`.
+#[must_use]
+pub fn list(set: &CpuSet) -> String {
+    let mut ranges: Vec<(u32, u32)> = vec![];
+    for &cpu in set {
+        match ranges.last_mut() {
+            Some((_, last)) if *last + 1 == cpu => *last = cpu,
+            _ => ranges.push((cpu, cpu)),
+        }
+    }
+    let shown = ranges.iter().map(|(first, last)| match first == last {
+        true => first.to_string(),
+        false => format!("{first}-{last}"),
+    });
+    shown.collect::<Vec<_>>().join(",")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_are_read_and_written_as_the_kernel_has_them() {
+        for (text, canonical) in [
+            ("", Some("")),
+            ("0-3,8\n", Some("0-3,8")),
+            ("3,1,2", Some("1-3")),
+            ("5", Some("5")),
+            ("0-1,1-2", Some("0-2")),
+            ("3-1", None),
+            ("a", None),
+            ("1,", None),
+            ("0-4000000000", None),
+        ] {
+            let read = parse_list(text).map(|set| list(&set));
+            assert_eq!(read.as_deref(), canonical, "{text:?}");
+        }
+    }
+}

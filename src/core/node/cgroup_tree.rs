@@ -1,0 +1,379 @@
+//! The cgroups of the node besides those of pods, and what each is to have (kubelet spec, 7.1 to 7.3; kubelet's
+//! `node_container_manager_linux.go` and `qos_container_manager_linux.go`). Pure.
+//!
+//! ```text
+//! /systemReservedCgroup, /kubeReservedCgroup   what is set aside, where that is enforced
+//! <cgroupRoot>/kubepods                        all pods: what is not set aside
+//!                       guaranteed pods
+//!                       /burstable             as much CPU as its pods ask for together
+//!                       /besteffort            next to no CPU
+//! ```
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::Pod;
+
+use crate::core::pod;
+use crate::core::pod::cgroup::{Driver, all_pods, shares};
+use crate::core::pod::cgroup_values::{Bound, Values};
+use crate::core::pod::qos::{self, QosClass};
+use crate::core::pod::resources::{Amounts, Side, huge_pages, of_pod};
+use crate::core::quantity::Quantity;
+
+/// The name under which process ids are set aside.
+pub const PIDS: &str = "pid";
+
+/// A cgroup of the node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Group {
+    /// All pods'.
+    Pods,
+    /// That of the burstable ones, in it.
+    Burstable,
+    /// That of the best-effort ones, in it.
+    BestEffort,
+    /// One that is there already and gets what is set aside for it, by its name in the configuration.
+    Reserved(String),
+}
+
+/// What is set aside for a cgroup, and held.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reserved {
+    /// The cgroup (`systemReservedCgroup`, `kubeReservedCgroup`).
+    pub cgroup: String,
+    /// How much (`systemReserved`, `kubeReserved`).
+    pub amounts: Amounts,
+    /// Whether only its share of the processors is held, of which the others lose nothing while it is not used.
+    pub compressible_only: bool,
+}
+
+/// What the configuration says of the tree (`enforceNodeAllocatable`, `qosReserved`).
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Rules {
+    /// Whether all pods together get no more than what is not set aside.
+    pub limits_pods: bool,
+    /// What is held for the system's own services.
+    pub system: Option<Reserved>,
+    /// What is held for Kubernetes' own.
+    pub kube: Option<Reserved>,
+    /// How much of the memory that pods of higher classes ask for those of lower ones cannot have, in percent.
+    pub qos_memory: Option<u8>,
+}
+
+/// What there is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Supply {
+    /// What the machine has, process ids included.
+    pub capacity: Amounts,
+    /// What is set aside for the system and for Kubernetes together.
+    pub reserved: Amounts,
+    /// What the scheduler may give to pods.
+    pub allocatable: Amounts,
+}
+
+impl Group {
+    /// Where it is, in the driver's spelling, with the cgroup of all pods below `root`.
+    #[must_use]
+    pub fn name(&self, root: &str, driver: Driver) -> String {
+        let all = all_pods(root, driver);
+        let tier = |name: &str| match driver {
+            Driver::Cgroupfs => format!("{all}/{name}"),
+            Driver::Systemd => format!("{}-{name}.slice", all.trim_end_matches(".slice")),
+        };
+        match self {
+            Group::Pods => all,
+            Group::Burstable => tier("burstable"),
+            Group::BestEffort => tier("besteffort"),
+            Group::Reserved(name) => match driver {
+                Driver::Cgroupfs => format!("/{}", name.trim_matches('/')),
+                // The slices above one are in its own name.
+                Driver::Systemd => {
+                    let last = name.trim_end_matches('/').rsplit('/').next();
+                    let last = last.unwrap_or_default();
+                    format!("{}.slice", last.trim_end_matches(".slice"))
+                }
+            },
+        }
+    }
+}
+
+impl Rules {
+    /// The cgroups for which something is held.
+    pub fn reserved(&self) -> impl Iterator<Item = &Reserved> {
+        self.system.iter().chain(&self.kube)
+    }
+}
+
+fn units(amounts: &Amounts, name: &str) -> Option<u64> {
+    let amount = amounts.get(name)?.units();
+    u64::try_from(amount).ok().filter(|amount| *amount > 0)
+}
+
+fn milli(amounts: &Amounts, name: &str) -> i64 {
+    amounts.get(name).map_or(0, |q| q.milli())
+}
+
+/// What pods of a class ask for together.
+fn asked(pods: &[&Pod], class: QosClass, of: impl Fn(&Amounts) -> i64) -> i64 {
+    let own = pods.iter().filter(|p| qos::of(pod::spec(p)) == class);
+    let each = own.map(|p| of(&of_pod(p, Side::Requests)));
+    each.fold(0, i64::saturating_add)
+}
+
+fn of_all_pods(supply: &Supply, rules: &Rules) -> Values {
+    let mut usable = supply.capacity.clone();
+    if rules.limits_pods {
+        for (name, amount) in &mut usable {
+            let reserved = supply.reserved.get(name).copied().unwrap_or_default();
+            *amount = (*amount - reserved).max(Quantity::ZERO);
+        }
+    }
+    let memory = units(&usable, "memory").filter(|_| rules.limits_pods);
+    Values {
+        shares: Some(shares(milli(&usable, "cpu"))),
+        cpu: None,
+        memory: Some(memory.map_or(Bound::Unlimited, Bound::At)),
+        pids: units(&usable, PIDS).map(Bound::At),
+        huge_pages: huge_pages(&usable)
+            .map(|(size, bytes)| (size, Bound::At(bytes)))
+            .collect(),
+    }
+}
+
+/// The memory of the burstable and of the best-effort pods: what is left of that which may be given to pods when the
+/// classes above have a part of what they ask for.
+fn memory_of_classes(supply: &Supply, rules: &Rules, pods: &[&Pod]) -> Option<(u64, u64)> {
+    let percent = i64::from(rules.qos_memory?);
+    let all = i64::try_from(units(&supply.allocatable, "memory")?).ok()?;
+    let memory = |amounts: &Amounts| amounts.get("memory").map_or(0, |q| q.units());
+    let kept = |class| asked(pods, class, memory).saturating_mul(percent) / 100;
+    let burstable = all.saturating_sub(kept(QosClass::Guaranteed));
+    let best_effort = burstable.saturating_sub(kept(QosClass::Burstable));
+    let bytes = |n: i64| u64::try_from(n).unwrap_or(0);
+    Some((bytes(burstable), bytes(best_effort)))
+}
+
+fn of_reserved(reserved: &Reserved) -> Values {
+    let amounts = &reserved.amounts;
+    let cpu = Values {
+        shares: amounts.get("cpu").map(|q| shares(q.milli())),
+        ..Values::default()
+    };
+    if reserved.compressible_only {
+        return cpu;
+    }
+    Values {
+        memory: units(amounts, "memory").map(Bound::At),
+        pids: units(amounts, PIDS).map(Bound::At),
+        huge_pages: huge_pages(amounts)
+            .map(|(size, bytes)| (size, Bound::At(bytes)))
+            .collect(),
+        ..cpu
+    }
+}
+
+/// The tree for these pods, outermost cgroups first. The share of the burstable ones is what they ask for together: a
+/// guaranteed pod lies beside them with its own request, and no number of best-effort pods outweighs it.
+#[must_use]
+pub fn tree(supply: &Supply, rules: &Rules, pods: &[&Pod]) -> Vec<(Group, Values)> {
+    let limits = memory_of_classes(supply, rules, pods);
+    let class = |shares, memory: Option<u64>| Values {
+        shares: Some(shares),
+        memory: Some(memory.map_or(Bound::Unlimited, Bound::At)),
+        huge_pages: huge_pages(&supply.capacity)
+            .map(|(size, _)| (size, Bound::Unlimited))
+            .collect::<BTreeMap<_, _>>(),
+        ..Values::default()
+    };
+    let burstable = asked(pods, QosClass::Burstable, |amounts| milli(amounts, "cpu"));
+    let reserved = rules
+        .reserved()
+        .map(|r| (Group::Reserved(r.cgroup.clone()), of_reserved(r)));
+    let own = [
+        (Group::Pods, of_all_pods(supply, rules)),
+        (
+            Group::Burstable,
+            class(shares(burstable), limits.map(|l| l.0)),
+        ),
+        (Group::BestEffort, class(shares(0), limits.map(|l| l.1))),
+    ];
+    own.into_iter().chain(reserved).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::pod::cgroup::pod_limits;
+    use serde_json::{Value, json};
+
+    fn amounts(pairs: &[(&str, &str)]) -> Amounts {
+        let pairs = pairs.iter();
+        pairs
+            .map(|(name, text)| ((*name).into(), text.parse().expect("a quantity")))
+            .collect()
+    }
+
+    fn pod(requests: Value, limits: Value) -> Pod {
+        let container = json!({"name": "c", "resources": {"requests": requests, "limits": limits}});
+        serde_json::from_value(json!({"spec": {"containers": [container]}})).expect("a pod")
+    }
+
+    fn supply() -> Supply {
+        Supply {
+            capacity: amounts(&[
+                ("cpu", "4"),
+                ("memory", "8Gi"),
+                ("pid", "32768"),
+                ("hugepages-2Mi", "1Gi"),
+                ("hugepages-1Gi", "0"),
+            ]),
+            reserved: amounts(&[("cpu", "500m"), ("memory", "1Gi"), ("pid", "1000")]),
+            allocatable: amounts(&[("cpu", "3500m"), ("memory", "5Gi")]),
+        }
+    }
+
+    fn of(tree: &[(Group, Values)], group: &Group) -> Values {
+        let found = tree.iter().find(|(g, _)| g == group);
+        found
+            .map(|(_, values)| values.clone())
+            .expect("in the tree")
+    }
+
+    #[test]
+    fn no_tier_outweighs_what_its_pods_ask_for() {
+        let small = json!({"cpu": "100m", "memory": "1Mi"});
+        let guaranteed = pod(small.clone(), small);
+        let burstable = pod(json!({"cpu": "500m"}), json!({}));
+        let best_effort = pod(json!({}), json!({}));
+        let pods = [
+            &guaranteed,
+            &burstable,
+            &burstable,
+            &best_effort,
+            &best_effort,
+        ];
+        let rules = Rules {
+            limits_pods: true,
+            ..Rules::default()
+        };
+        let all = tree(&supply(), &rules, &pods);
+        let shares = |group| of(&all, &group).shares;
+        assert_eq!(shares(Group::Pods), Some(3584));
+        assert_eq!(shares(Group::Burstable), Some(1024));
+        assert_eq!(shares(Group::BestEffort), Some(2));
+        // However many best-effort pods there are, together they weigh less than the smallest guaranteed one.
+        assert!(shares(Group::BestEffort) < Some(pod_limits(&guaranteed, None, None).shares));
+        assert_eq!(
+            of(&tree(&supply(), &rules, &[]), &Group::Burstable).shares,
+            Some(2)
+        );
+    }
+
+    #[test]
+    fn all_pods_together_get_what_is_not_set_aside() {
+        let enforced = Rules {
+            limits_pods: true,
+            ..Rules::default()
+        };
+        for (rules, shares, memory, pids) in [
+            (enforced, 3584, Bound::At(7 << 30), 31_768),
+            (Rules::default(), 4096, Bound::Unlimited, 32_768),
+        ] {
+            let all = tree(&supply(), &rules, &[]);
+            let pods = of(&all, &Group::Pods);
+            assert_eq!(
+                (pods.shares, pods.memory, pods.pids),
+                (Some(shares), Some(memory), Some(Bound::At(pids)))
+            );
+            let huge: Vec<_> = pods.huge_pages.into_iter().collect();
+            assert_eq!(
+                huge,
+                [(2 << 20, Bound::At(1 << 30)), (1 << 30, Bound::At(0))],
+                "not more than there are"
+            );
+            let tier = of(&all, &Group::BestEffort);
+            assert_eq!(tier.memory, Some(Bound::Unlimited));
+            assert!(tier.huge_pages.values().all(|b| *b == Bound::Unlimited));
+        }
+    }
+
+    #[test]
+    fn memory_that_higher_classes_ask_for_is_kept_from_lower_ones() {
+        let sizes = json!({"cpu": "1", "memory": "1Gi"});
+        let guaranteed = pod(sizes.clone(), sizes);
+        let burstable = pod(json!({"memory": "2Gi"}), json!({}));
+        for (percent, expected) in [
+            (None, [Bound::Unlimited; 2]),
+            (Some(0), [Bound::At(5 << 30); 2]),
+            (Some(50), [Bound::At(9 << 29), Bound::At(7 << 29)]),
+            (Some(100), [Bound::At(4 << 30), Bound::At(2 << 30)]),
+        ] {
+            let rules = Rules {
+                qos_memory: percent,
+                ..Rules::default()
+            };
+            let all = tree(&supply(), &rules, &[&guaranteed, &burstable]);
+            let found = [Group::Burstable, Group::BestEffort].map(|g| of(&all, &g).memory);
+            assert_eq!(found, expected.map(Some), "{percent:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_set_aside_is_held_in_the_cgroups_named_for_it() {
+        let reserved = |cgroup: &str, compressible_only| Reserved {
+            cgroup: cgroup.into(),
+            amounts: amounts(&[("cpu", "500m"), ("memory", "1Gi"), ("pid", "1000")]),
+            compressible_only,
+        };
+        let rules = Rules {
+            system: Some(reserved("/system.slice", false)),
+            kube: Some(reserved("/kube", true)),
+            ..Rules::default()
+        };
+        let all = tree(&supply(), &rules, &[]);
+        let cpu = Values {
+            shares: Some(512),
+            ..Values::default()
+        };
+        assert_eq!(of(&all, &Group::Reserved("/kube".into())), cpu);
+        assert_eq!(
+            of(&all, &Group::Reserved("/system.slice".into())),
+            Values {
+                memory: Some(Bound::At(1 << 30)),
+                pids: Some(Bound::At(1000)),
+                ..cpu
+            }
+        );
+    }
+
+    #[test]
+    fn cgroups_are_named_as_their_driver_does() {
+        for (group, in_files, in_systemd) in [
+            (Group::Pods, "/t/kubepods", "t-kubepods.slice"),
+            (
+                Group::Burstable,
+                "/t/kubepods/burstable",
+                "t-kubepods-burstable.slice",
+            ),
+            (
+                Group::BestEffort,
+                "/t/kubepods/besteffort",
+                "t-kubepods-besteffort.slice",
+            ),
+            (
+                Group::Reserved("system.slice".into()),
+                "/system.slice",
+                "system.slice",
+            ),
+            (
+                Group::Reserved("/a.slice/a-b.slice".into()),
+                "/a.slice/a-b.slice",
+                "a-b.slice",
+            ),
+            (Group::Reserved("/kube".into()), "/kube", "kube.slice"),
+        ] {
+            assert_eq!(group.name("/t", Driver::Cgroupfs), in_files);
+            assert_eq!(group.name("/t", Driver::Systemd), in_systemd);
+        }
+    }
+}

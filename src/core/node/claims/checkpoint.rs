@@ -1,0 +1,151 @@
+//! The file that keeps which claims are prepared for which pods: `dra_manager_state` in the kubelet's format
+//! (`pkg/kubelet/cm/dra/state`), so that a node's agent can be exchanged, in either direction, and no driver is left with
+//! what nobody gives back. Pure.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Claim, Claims};
+use crate::core::digest::crc32;
+
+/// The file's name, in the root directory.
+pub const FILE: &str = "dra_manager_state";
+const KIND: &str = "DRACheckpoint";
+const VERSION: &str = "checkpoint.dra.kubelet.k8s.io/v1";
+
+/// The file as a whole. The checksum is of the text in it, as it stands.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct File {
+    data: String,
+    checksum: u32,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Data {
+    #[serde(default)]
+    kind: String,
+    #[serde(default, rename = "apiVersion")]
+    api_version: String,
+    #[serde(default, rename = "ClaimInfoStateList")]
+    claims: Option<Vec<Entry>>,
+}
+
+/// A claim. Go writes lists that are absent as null.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Entry {
+    #[serde(rename = "ClaimUID")]
+    uid: String,
+    claim_name: String,
+    namespace: String,
+    #[serde(rename = "PodUIDs")]
+    pods: Option<BTreeMap<String, Nothing>>,
+    driver_state: Option<BTreeMap<String, Driver>>,
+}
+
+/// What Go's sets have as values.
+#[derive(Debug, Serialize, Deserialize)]
+struct Nothing {}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Driver {
+    devices: Option<Vec<Device>>,
+}
+
+/// What a driver has prepared of a claim.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub struct Device {
+    /// The device's pool.
+    pub pool_name: String,
+    /// Its name in the pool.
+    pub device_name: String,
+    /// Which share of it, where several claims share it.
+    #[serde(rename = "ShareID")]
+    pub share_id: Option<String>,
+    /// The requests of the claim that it is for; none means all.
+    pub request_names: Option<Vec<String>>,
+    /// The full names of its CDI devices.
+    #[serde(rename = "CDIDeviceIDs")]
+    pub cdi_device_ids: Option<Vec<String>>,
+}
+
+/// Why a checkpoint cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// It is not JSON of this shape.
+    #[error("it is not a checkpoint of resource claims: {0}")]
+    Malformed(#[from] serde_json::Error),
+    /// It was changed after it was written, or not written to its end.
+    #[error("its checksum is {found}, and its content has {expected}")]
+    Checksum {
+        /// As it stands in the file.
+        found: u32,
+        /// As the content has it.
+        expected: u32,
+    },
+}
+
+/// Reads a file. What it names is taken to be prepared for its pods, and is prepared once more for others.
+///
+/// # Errors
+///
+/// It is damaged.
+pub fn read(text: &str) -> Result<Claims, CheckpointError> {
+    let file: File = serde_json::from_str(text)?;
+    let expected = crc32(file.data.as_bytes());
+    if file.checksum != expected {
+        return Err(CheckpointError::Checksum {
+            found: file.checksum,
+            expected,
+        });
+    }
+    let data: Data = serde_json::from_str(&file.data)?;
+    let claim = |entry: Entry| {
+        let drivers = entry.driver_state.into_iter().flatten();
+        let drivers = drivers.map(|(name, state)| (name, state.devices.unwrap_or_default()));
+        let claim = Claim {
+            uid: entry.uid,
+            pods: entry.pods.unwrap_or_default().into_keys().collect(),
+            drivers: drivers.collect(),
+            ..Claim::default()
+        };
+        ((entry.namespace, entry.claim_name), claim)
+    };
+    let claims = data.claims.into_iter().flatten();
+    Ok(Claims(claims.map(claim).collect()))
+}
+
+/// The file's text.
+#[must_use]
+pub fn write(claims: &Claims) -> String {
+    let driver = |(name, devices): (&String, &Vec<Device>)| {
+        let devices = (!devices.is_empty()).then(|| devices.clone());
+        (name.clone(), Driver { devices })
+    };
+    let entry = |((namespace, name), claim): (&(String, String), &Claim)| Entry {
+        uid: claim.uid.clone(),
+        claim_name: name.clone(),
+        namespace: namespace.clone(),
+        pods: Some(
+            claim
+                .pods
+                .iter()
+                .map(|uid| (uid.clone(), Nothing {}))
+                .collect(),
+        ),
+        driver_state: Some(claim.drivers.iter().map(driver).collect()),
+    };
+    let data = Data {
+        kind: KIND.into(),
+        api_version: VERSION.into(),
+        claims: Some(claims.0.iter().map(entry).collect()),
+    };
+    // Strings under strings: serde_json writes them without fail.
+    let data = serde_json::to_string(&data).unwrap_or_default();
+    let checksum = crc32(data.as_bytes());
+    serde_json::to_string(&File { data, checksum }).unwrap_or_default()
+}

@@ -1,0 +1,467 @@
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::*;
+
+fn device(name: &str, requests: &[&str], cdi: &[&str]) -> Device {
+    let list = |items: &[&str]| {
+        let items: Vec<String> = items.iter().map(|i| (*i).to_owned()).collect();
+        Some(items).filter(|i| !i.is_empty())
+    };
+    Device {
+        pool_name: "here".into(),
+        device_name: name.into(),
+        request_names: list(requests),
+        cdi_device_ids: list(cdi),
+        ..Device::default()
+    }
+}
+
+fn pod(value: Value) -> Pod {
+    let mut pod = json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": {"containers": []}});
+    json_patch::merge(&mut pod, &value);
+    serde_json::from_value(pod).expect("a pod")
+}
+
+fn claim(status: Value) -> ResourceClaim {
+    let owner =
+        json!({"apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "u", "controller": true});
+    let metadata = json!({"name": "c", "namespace": "n", "uid": "cu", "ownerReferences": [owner]});
+    let claim = json!({"metadata": metadata, "spec": {}, "status": status});
+    serde_json::from_value(claim).expect("a claim")
+}
+
+fn wanted(name: &str, uid: &str, drivers: &[&str]) -> Wanted {
+    Wanted {
+        claim: Named {
+            namespace: "n".into(),
+            name: name.into(),
+            uid: uid.into(),
+        },
+        drivers: drivers.iter().map(|d| (*d).to_owned()).collect(),
+    }
+}
+
+/// Every driver has prepared all that it was asked for.
+fn all_done(batches: &Batches, devices: &[Device]) -> BTreeMap<String, Vec<(Named, Vec<Device>)>> {
+    let of = |(driver, claims): (&String, &Vec<Named>)| {
+        let claims = claims.iter().map(|c| (c.clone(), devices.to_vec()));
+        (driver.clone(), claims.collect())
+    };
+    batches.iter().map(of).collect()
+}
+
+fn ask(begun: Begun) -> Batches {
+    match begun {
+        Begun::Ask(batches) => batches,
+        Begun::Busy => panic!("the claims are busy"),
+    }
+}
+
+/// Prepares with success; what was asked.
+fn prepare(claims: &mut Claims, pod: &str, wanted: &[Wanted], devices: &[Device]) -> Batches {
+    let batches = ask(claims.prepare(pod, wanted).expect("no conflict"));
+    claims.prepared(&batches, &all_done(&batches, devices));
+    batches
+}
+
+fn names(batches: &Batches) -> Vec<String> {
+    let of = |(driver, claims): (&String, &Vec<Named>)| {
+        let names: Vec<&str> = claims.iter().map(|c| c.name.as_str()).collect();
+        format!("{driver}: {}", names.join(" "))
+    };
+    batches.iter().map(of).collect()
+}
+
+#[test]
+fn a_pods_claims_are_those_it_names_and_those_made_for_it() {
+    let spec = json!({"resourceClaims": [
+        {"name": "a", "resourceClaimName": "shared"}, {"name": "b", "resourceClaimTemplateName": "t"},
+        {"name": "again", "resourceClaimName": "shared"}, {"name": "none", "resourceClaimTemplateName": "t"}]});
+    let early = pod(json!({"spec": spec}));
+    assert!(has_claims(&early));
+    let error = references(&early).expect_err("no claim yet");
+    assert_eq!(
+        error.to_string(),
+        "pod \"n/p\": ResourceClaim not created yet"
+    );
+    let made = pod(json!({"spec": spec, "status": {
+        "resourceClaimStatuses": [{"name": "b", "resourceClaimName": "p-b-x"}, {"name": "none"}],
+        "extendedResourceClaimStatus": {"resourceClaimName": "extended", "requestMappings": []}}}));
+    let found: Vec<(String, bool)> = references(&made)
+        .expect("all are made")
+        .into_iter()
+        .map(|r| (r.name, r.own))
+        .collect();
+    let expected = [("shared", false), ("p-b-x", true), ("extended", false)];
+    assert_eq!(found, expected.map(|(name, own)| (name.to_owned(), own)));
+    assert!(!has_claims(&pod(json!({}))));
+    assert_eq!(references(&pod(json!({}))), Ok(vec![]));
+    let neither = pod(json!({"spec": {"resourceClaims": [{"name": "a"}]}}));
+    assert!(matches!(
+        references(&neither),
+        Err(ClaimError::Unsupported { .. })
+    ));
+}
+
+#[test]
+fn a_claim_has_to_be_the_pods_reserved_and_allocated() {
+    let reserved = json!([{"resource": "pods", "name": "p", "uid": "u"}]);
+    let allocation = json!({"devices": {"results": [
+        {"request": "r", "driver": "a.example", "pool": "x", "device": "0"},
+        {"request": "s", "driver": "b.example", "pool": "x", "device": "1"},
+        {"request": "t", "driver": "a.example", "pool": "x", "device": "2"}]}});
+    let own = Reference {
+        name: "c".into(),
+        own: true,
+    };
+    let (this, other) = (pod(json!({})), pod(json!({"metadata": {"uid": "v"}})));
+    let whole = claim(json!({"reservedFor": reserved, "allocation": allocation}));
+    let drivers = ["a.example", "b.example"];
+    assert_eq!(
+        checked(&this, &own, &whole),
+        Ok(wanted("c", "cu", &drivers))
+    );
+    let said = |pod: &Pod, own: &Reference, claim: &ResourceClaim| {
+        checked(pod, own, claim).expect_err("a refusal").to_string()
+    };
+    let shared = Reference {
+        own: false,
+        ..own.clone()
+    };
+    assert_eq!(
+        said(&other, &own, &whole),
+        "ResourceClaim n/c was not created for Pod n/p (Pod is not owner)"
+    );
+    assert_eq!(
+        said(&other, &shared, &whole),
+        "pod p (v) is not allowed to use ResourceClaim c (cu)"
+    );
+    assert_eq!(
+        said(&this, &own, &claim(json!({"reservedFor": reserved}))),
+        "ResourceClaim c: not allocated"
+    );
+}
+
+#[test]
+fn a_shared_claim_is_prepared_once_and_given_back_by_the_last() {
+    let mut claims = Claims::default();
+    let shared = wanted("shared", "1", &["d", "e"]);
+    let own = wanted("own", "2", &["d"]);
+    let both = [shared.clone(), own];
+    let first = prepare(&mut claims, "p", &both, &[]);
+    assert_eq!(names(&first), ["d: shared own", "e: shared"]);
+    assert_eq!(
+        names(&prepare(
+            &mut claims,
+            "q",
+            std::slice::from_ref(&shared),
+            &[]
+        )),
+        [""; 0]
+    );
+    // The sandbox is made anew.
+    assert_eq!(names(&prepare(&mut claims, "p", &both, &[])), [""; 0]);
+    assert_eq!(
+        claims.in_use(),
+        BTreeMap::from([(String::new(), 2), ("d".into(), 2), ("e".into(), 1)])
+    );
+
+    let back = ask(claims.give_back("p"));
+    assert_eq!(names(&back), ["d: own"]);
+    claims.given_back(&back, false);
+    let back = ask(claims.give_back("p"));
+    assert_eq!(names(&back), ["d: own"], "what failed is repeated");
+    claims.given_back(&back, true);
+    assert!(!claims.uses("p"));
+    let back = ask(claims.give_back("q"));
+    assert_eq!(names(&back), ["d: shared", "e: shared"]);
+    claims.given_back(&back, true);
+    assert_eq!(claims, Claims::default());
+    assert_eq!(ask(claims.give_back("q")), Batches::new());
+}
+
+#[test]
+fn nobody_begins_with_a_claim_that_somebody_is_about() {
+    let mut claims = Claims::default();
+    let shared = [wanted("shared", "1", &["d"])];
+    let asked = ask(claims.prepare("p", &shared).expect("no conflict"));
+    assert_eq!(claims.prepare("q", &shared), Ok(Begun::Busy));
+    assert_eq!(claims.give_back("p"), Begun::Busy);
+    assert!(!claims.uses("q"));
+    claims.prepared(&asked, &BTreeMap::new());
+    // It failed for the first; the second asks again, and both have it then.
+    assert_eq!(
+        names(&prepare(&mut claims, "q", &shared, &[])),
+        ["d: shared"]
+    );
+    assert_eq!(ask(claims.give_back("p")), Batches::new());
+    let back = ask(claims.give_back("q"));
+    assert_eq!(claims.prepare("r", &shared), Ok(Begun::Busy));
+    claims.given_back(&back, true);
+
+    let before = claims.clone();
+    prepare(&mut claims, "p", &shared, &[]);
+    let other = claims.prepare(
+        "r",
+        &[wanted("new", "3", &["d"]), wanted("shared", "2", &["d"])],
+    );
+    assert_eq!(
+        other.expect_err("another claim").to_string(),
+        "old ResourceClaim with same name shared and different UID 1 still exists (previous pod force-deleted?!)"
+    );
+    assert_eq!(claims.pods(), ["p".to_owned()].into());
+    assert!(before.pods().is_empty());
+}
+
+#[test]
+fn a_claim_without_devices_has_nobody_to_ask() {
+    let mut claims = Claims::default();
+    let empty = [wanted("empty", "1", &[])];
+    assert_eq!(prepare(&mut claims, "p", &empty, &[]), Batches::new());
+    assert_eq!(ask(claims.give_back("p")), Batches::new());
+    assert_eq!(claims, Claims::default());
+}
+
+#[test]
+fn containers_find_the_devices_of_the_requests_that_they_name() {
+    let pod = pod(json!({
+        "spec": {"resourceClaims": [{"name": "a", "resourceClaimName": "one"}, {"name": "b", "resourceClaimName": "two"}],
+            "containers": [
+                {"name": "all", "resources": {"claims": [{"name": "a"}]}},
+                {"name": "some", "resources": {"claims": [{"name": "a", "request": "r"}, {"name": "b"}]}},
+                {"name": "extended"}, {"name": "none"}]},
+        "status": {"extendedResourceClaimStatus": {"resourceClaimName": "two",
+            "requestMappings": [{"containerName": "extended", "resourceName": "example.com/x", "requestName": "x"}]}}}));
+    let containers = &pod::spec(&pod).containers;
+    let mut claims = Claims::default();
+    let error = claims.cdi(&pod, &containers[0]).expect_err("not prepared");
+    assert!(error.to_string().contains("n/one"), "{error}");
+    let devices = [
+        device("0", &["r"], &["v/c=0", "v/c=both"]),
+        device("1", &["s"], &["v/c=1", "v/c=both"]),
+        device("2", &[], &["v/c=every"]),
+    ];
+    prepare(&mut claims, "u", &[wanted("one", "1", &["d"])], &devices);
+    let other = [
+        device("x", &["x"], &["w/c=x"]),
+        device("y", &["y"], &["w/c=y"]),
+    ];
+    prepare(&mut claims, "u", &[wanted("two", "2", &["d"])], &other);
+    let cdi = |at: usize| {
+        claims
+            .cdi(&pod, &containers[at])
+            .expect("prepared")
+            .join(" ")
+    };
+    assert_eq!(cdi(0), "v/c=0 v/c=both v/c=1 v/c=every");
+    assert_eq!(cdi(1), "v/c=0 v/c=both v/c=every w/c=x w/c=y");
+    assert_eq!((cdi(2).as_str(), cdi(3).as_str()), ("w/c=x", ""));
+    let held: Vec<(String, usize)> = claims
+        .held(&pod, &containers[1])
+        .into_iter()
+        .map(|(claim, drivers)| (claim.name, drivers["d"].len()))
+        .collect();
+    assert_eq!(held, [("one".to_owned(), 3), ("two".to_owned(), 2)]);
+    assert!(claims.held(&pod, &containers[3]).is_empty());
+}
+
+#[test]
+fn drivers_have_to_answer_for_what_they_were_asked() {
+    let asked = [wanted("a", "1", &[]).claim, wanted("b", "2", &[]).claim];
+    let answers = |list: &[(&str, Result<u8, &str>)]| {
+        let answer = |(uid, answer): &(&str, Result<u8, &str>)| {
+            ((*uid).to_owned(), answer.map_err(ToOwned::to_owned))
+        };
+        judge("Call", &asked, list.iter().map(answer).collect())
+    };
+    let judged = answers(&[("1", Ok(1)), ("2", Ok(2))]).expect("all");
+    assert_eq!(judged, [(asked[0].clone(), 1), (asked[1].clone(), 2)]);
+    for (list, said) in [
+        (vec![("1", Ok(1))], "Call skipped 1 ResourceClaims"),
+        (
+            vec![("1", Ok(1)), ("2", Err("no"))],
+            "Call failed for ResourceClaim b: no",
+        ),
+        (
+            vec![("3", Ok(1))],
+            "Call returned result for unknown claim UID 3",
+        ),
+    ] {
+        assert_eq!(answers(&list).expect_err("a failure").to_string(), said);
+    }
+}
+
+/// In the form of the kubelet's structures (1.36, `pkg/kubelet/cm/dra/state`): Go has null for lists that are absent, and the
+/// values of sets are empty objects.
+const FILE: &str = r#"{"Data":"{\"kind\":\"DRACheckpoint\",\"apiVersion\":\"checkpoint.dra.kubelet.k8s.io/v1\",\"ClaimInfoStateList\":[{\"ClaimUID\":\"1\",\"ClaimName\":\"one\",\"Namespace\":\"n\",\"PodUIDs\":{\"u\":{}},\"DriverState\":{\"d.example\":{\"Devices\":[{\"PoolName\":\"here\",\"DeviceName\":\"0\",\"ShareID\":null,\"RequestNames\":[\"r\"],\"CDIDeviceIDs\":[\"v/c=0\"]}]},\"e.example\":{\"Devices\":null}}}]}","Checksum":CHECKSUM}"#;
+
+fn file() -> String {
+    let data: Value = serde_json::from_str(&FILE.replace("CHECKSUM", "0")).expect("JSON");
+    let data = data["Data"].as_str().expect("text");
+    FILE.replace(
+        "CHECKSUM",
+        &crate::core::digest::crc32(data.as_bytes()).to_string(),
+    )
+}
+
+#[test]
+fn the_kubelets_checkpoint_is_read_and_written() {
+    let text = file();
+    let mut claims = checkpoint::read(&text).expect("a checkpoint");
+    assert_eq!(checkpoint::write(&claims), text);
+    assert_eq!(claims.pods(), ["u".to_owned()].into());
+    // Its pod's containers have their devices, and another pod has the claim prepared once more.
+    let both = [wanted("one", "1", &["d.example", "e.example"])];
+    let asked = prepare(&mut claims, "v", &both, &[]);
+    assert_eq!(names(&asked), ["d.example: one", "e.example: one"]);
+    let empty = r#"{"Data":"{\"kind\":\"DRACheckpoint\",\"apiVersion\":\"checkpoint.dra.kubelet.k8s.io/v1\",\"ClaimInfoStateList\":null}","Checksum":CHECKSUM}"#;
+    let data = r#"{"kind":"DRACheckpoint","apiVersion":"checkpoint.dra.kubelet.k8s.io/v1","ClaimInfoStateList":null}"#;
+    let checksum = crate::core::digest::crc32(data.as_bytes()).to_string();
+    let empty = checkpoint::read(&empty.replace("CHECKSUM", &checksum)).expect("none");
+    assert_eq!(empty, Claims::default());
+}
+
+#[test]
+fn a_checkpoint_that_was_changed_or_cut_off_is_not_used() {
+    let text = file();
+    let changed = checkpoint::read(&text.replace("v/c=0", "v/c=1")).expect_err("a change");
+    assert!(matches!(
+        changed,
+        checkpoint::CheckpointError::Checksum { .. }
+    ));
+    let cut = checkpoint::read(&text[..100]).expect_err("an end");
+    assert!(matches!(cut, checkpoint::CheckpointError::Malformed(_)));
+}
+
+/// One thing that happens: a pod's claims are to be prepared or given back, a call under way ends, the agent starts anew.
+#[derive(Debug, Clone)]
+enum Event {
+    Prepare(usize, BTreeSet<usize>),
+    GiveBack(usize),
+    Ends(usize, bool),
+    Restart,
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    prop_oneof![
+        4 => (0..3usize, prop::collection::btree_set(0..3usize, 1..3)).prop_map(|(p, c)| Event::Prepare(p, c)),
+        3 => (0..3usize).prop_map(Event::GiveBack),
+        6 => (any::<usize>(), any::<bool>()).prop_map(|(at, ok)| Event::Ends(at, ok)),
+        1 => Just(Event::Restart),
+    ]
+}
+
+enum Call {
+    Prepare(usize, BTreeSet<usize>, Batches),
+    GiveBack(usize, Batches),
+}
+
+impl Call {
+    fn of(&self, pod: usize) -> bool {
+        let (Call::Prepare(own, ..) | Call::GiveBack(own, _)) = self;
+        *own == pod
+    }
+
+    fn claims(&self) -> impl Iterator<Item = &Named> {
+        let (Call::Prepare(_, _, batches) | Call::GiveBack(_, batches)) = self;
+        batches.values().flatten()
+    }
+}
+
+#[derive(Default)]
+struct World {
+    claims: Claims,
+    calls: Vec<Call>,
+    /// What the driver holds.
+    held: BTreeSet<String>,
+    /// Pods that were told that their claims are prepared.
+    ready: BTreeMap<usize, BTreeSet<usize>>,
+}
+
+impl World {
+    fn happens(&mut self, event: Event) {
+        match event {
+            Event::Prepare(pod, its) => {
+                let name = |claim: &usize| wanted(&claim.to_string(), &claim.to_string(), &["d"]);
+                let list: Vec<Wanted> = its.iter().map(name).collect();
+                if self.ready.contains_key(&pod) || self.calls.iter().any(|c| c.of(pod)) {
+                    return;
+                }
+                let begun = self.claims.prepare(&pod.to_string(), &list);
+                if let Begun::Ask(batches) = begun.expect("one uid a name") {
+                    self.calls.push(Call::Prepare(pod, its, batches));
+                }
+            }
+            Event::GiveBack(pod) if self.calls.iter().any(|c| c.of(pod)) => {}
+            Event::GiveBack(pod) => {
+                if let Begun::Ask(batches) = self.claims.give_back(&pod.to_string()) {
+                    self.ready.remove(&pod);
+                    self.calls.push(Call::GiveBack(pod, batches));
+                }
+            }
+            Event::Ends(..) if self.calls.is_empty() => {}
+            Event::Ends(at, ok) => {
+                let call = self.calls.remove(at % self.calls.len());
+                self.ends(call, ok);
+            }
+            Event::Restart => {
+                // What was under way may have been done.
+                let begun = self.calls.drain(..);
+                let begun = begun.filter(|call| matches!(call, Call::Prepare(..)));
+                for call in begun {
+                    self.held.extend(call.claims().map(|c| c.name.clone()));
+                }
+                self.claims = checkpoint::read(&checkpoint::write(&self.claims)).expect("our own");
+            }
+        }
+    }
+
+    fn ends(&mut self, call: Call, ok: bool) {
+        match call {
+            Call::Prepare(pod, its, batches) => {
+                let asked = batches.values().flatten().map(|c| c.name.clone());
+                self.held.extend(asked);
+                let done = all_done(&batches, &[]);
+                self.claims
+                    .prepared(&batches, &if ok { done } else { BTreeMap::new() });
+                if ok {
+                    self.ready.insert(pod, its);
+                }
+            }
+            Call::GiveBack(_, batches) => {
+                let given = batches.values().flatten().filter(|_| ok);
+                given.for_each(|claim| _ = self.held.remove(&claim.name));
+                self.claims.given_back(&batches, ok);
+            }
+        }
+    }
+}
+
+proptest! {
+    /// Whatever comes in between: no claim is being prepared and given back at once, what a pod has had prepared stays
+    /// prepared at its driver until that pod gives it back, and when all pods have ended, drivers have nothing left.
+    #[test]
+    fn drivers_hold_what_pods_use_and_nothing_else(events in prop::collection::vec(event(), 0..60)) {
+        let mut world = World::default();
+        for event in events {
+            world.happens(event);
+            for claim in world.ready.values().flatten() {
+                prop_assert!(world.held.contains(&claim.to_string()), "claim {claim} was given back under a pod");
+            }
+            let mut busy = BTreeSet::new();
+            for claim in world.calls.iter().flat_map(Call::claims) {
+                prop_assert!(busy.insert(claim.clone()), "two calls for {claim:?}");
+            }
+        }
+        while let Some(call) = world.calls.pop() {
+            world.ends(call, true);
+        }
+        for pod in world.claims.pods() {
+            let batches = ask(world.claims.give_back(&pod));
+            world.ends(Call::GiveBack(0, batches), true);
+        }
+        prop_assert!(world.held.is_empty(), "left at the driver: {:?}", world.held);
+        prop_assert_eq!(world.claims, Claims::default());
+    }
+}

@@ -1,0 +1,453 @@
+//! Which images and dead containers go, which stay, and why: what `holdfast gc` shows (kubelet spec, 8.5 and 8.6). Pure.
+
+use std::collections::BTreeMap;
+use std::fmt::{self, Write as _};
+
+use jiff::{SignedDuration, Timestamp};
+use serde::{Deserialize, Serialize};
+
+use crate::core::time;
+
+/// How many dead containers stay (kubelet's `--maximum-dead-containers` and its like).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ContainerRules {
+    /// Of each container of a pod; below 0 for any number.
+    pub each: i32,
+    /// On the node; below 0 for any number.
+    pub all: i32,
+    /// One that was made less than this ago stays.
+    pub minimum_age: SignedDuration,
+}
+
+impl Default for ContainerRules {
+    fn default() -> ContainerRules {
+        ContainerRules {
+            each: 1,
+            all: -1,
+            minimum_age: SignedDuration::ZERO,
+        }
+    }
+}
+
+/// A container that has ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DeadContainer {
+    /// The runtime's id.
+    pub id: String,
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod's name.
+    pub pod: String,
+    /// The pod's uid.
+    pub uid: String,
+    /// The container's name.
+    pub name: String,
+    /// The restart count.
+    pub attempt: u32,
+    /// When it was made.
+    pub created_at: Timestamp,
+}
+
+/// What is known of the pod of a dead container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    /// It runs, or is to run again.
+    Alive,
+    /// All its containers have ended for good.
+    Finished,
+    /// This agent does not have it.
+    Unknown,
+}
+
+/// Why something goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Removal {
+    /// The disk is fuller than `imageGCHighThresholdPercent`.
+    Space,
+    /// It has been unused for longer than `imageMaximumGCAge`.
+    Age,
+    /// There are more dead instances of the container than stay.
+    TooManyOfContainer,
+    /// There are more dead containers on the node than stay.
+    TooManyOnNode,
+    /// The node is short of disk, and the pod has finished.
+    PodFinished,
+}
+
+/// Why something stays.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Stay {
+    /// These use it: pods, or containers that have ended.
+    InUse(Vec<String>),
+    /// The runtime keeps it for itself.
+    Pinned,
+    /// It came a short while ago.
+    New,
+    /// There is room enough.
+    NoNeed,
+    /// What goes before it is enough.
+    Enough,
+    /// The pod's status and logs are from it.
+    LastOfContainer,
+    /// The agent does not have its pod: who has may want it.
+    UnknownPod,
+}
+
+/// What becomes of something.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Fate {
+    /// It goes.
+    Goes(Removal),
+    /// It stays.
+    Stays(Stay),
+}
+
+impl fmt::Display for Fate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = match self {
+            Fate::Goes(Removal::Space) => "unused, and the disk is too full",
+            Fate::Goes(Removal::Age) => "unused for longer than imageMaximumGCAge",
+            Fate::Goes(Removal::TooManyOfContainer) => {
+                "newer instances of the container have ended, too"
+            }
+            Fate::Goes(Removal::TooManyOnNode) => "more dead containers than the node keeps",
+            Fate::Goes(Removal::PodFinished) => "its pod has finished",
+            Fate::Stays(Stay::InUse(by)) => {
+                let shown: Vec<&str> = by.iter().take(3).map(String::as_str).collect();
+                write!(f, "in use by {}", shown.join(", "))?;
+                return match by.len().saturating_sub(shown.len()) {
+                    0 => Ok(()),
+                    more => write!(f, " and {more} more"),
+                };
+            }
+            Fate::Stays(Stay::Pinned) => "pinned: the runtime keeps it for itself",
+            Fate::Stays(Stay::New) => "new: it stays for its minimum age",
+            Fate::Stays(Stay::NoNeed) => "unused; there is room enough",
+            Fate::Stays(Stay::Enough) => "unused; what goes before it is enough",
+            Fate::Stays(Stay::LastOfContainer) => "the pod's status and logs are from it",
+            Fate::Stays(Stay::UnknownPod) => "this agent does not have its pod",
+        };
+        f.write_str(text)
+    }
+}
+
+/// An image and what becomes of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ImageFate {
+    /// The runtime's id.
+    pub id: String,
+    /// Its names.
+    pub names: Vec<String>,
+    /// Its size.
+    pub bytes: u64,
+    /// When it was last seen in use; none if that was not since the agent started.
+    pub last_used: Option<Timestamp>,
+    /// What becomes of it.
+    pub fate: Fate,
+}
+
+/// A dead container and what becomes of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ContainerFate {
+    /// The container.
+    #[serde(flatten)]
+    pub container: DeadContainer,
+    /// What becomes of it.
+    pub fate: Fate,
+}
+
+/// What collection would do now.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Report {
+    /// The node.
+    pub node: String,
+    /// When it was looked.
+    pub at: Timestamp,
+    /// A directory on the filesystem with the images.
+    pub filesystem: String,
+    /// Its bytes.
+    pub capacity_bytes: u64,
+    /// Those that can still be written.
+    pub available_bytes: u64,
+    /// Above this share in use, in percent, images go; 100 for never.
+    pub high_percent: u8,
+    /// Down to this share.
+    pub low_percent: u8,
+    /// How many bytes are to be freed now.
+    pub wanted_bytes: u64,
+    /// How many bytes the images have that go. Layers that other images have, too, stay with those.
+    pub frees_bytes: u64,
+    /// The images, in the order in which they go.
+    pub images: Vec<ImageFate>,
+    /// The dead containers, newest first.
+    pub containers: Vec<ContainerFate>,
+}
+
+/// What becomes of each dead container. `short` is whether the node is short of disk: then those of finished pods go as
+/// well. The last instance of each container of a pod that goes on stays whatever the rules say: its status is from there.
+#[must_use]
+pub fn of_containers(
+    mut dead: Vec<DeadContainer>,
+    rules: ContainerRules,
+    standing: impl Fn(&str) -> Standing,
+    short: bool,
+    now: Timestamp,
+) -> Vec<ContainerFate> {
+    dead.sort_by_key(|c| std::cmp::Reverse((c.created_at, c.attempt, c.id.clone())));
+    let mut seen: BTreeMap<(String, String), i32> = BTreeMap::new();
+    let mut kept = 0;
+    let fate = |container: DeadContainer| {
+        let key = (container.uid.clone(), container.name.clone());
+        let newer = seen.entry(key).or_default();
+        let place = *newer;
+        *newer += 1;
+        let standing = standing(&container.uid);
+        let is_new = now.duration_since(container.created_at) < rules.minimum_age;
+        let fate = match standing {
+            Standing::Unknown => Fate::Stays(Stay::UnknownPod),
+            Standing::Alive if place == 0 => Fate::Stays(Stay::LastOfContainer),
+            Standing::Finished if short => Fate::Goes(Removal::PodFinished),
+            _ if is_new => Fate::Stays(Stay::New),
+            _ if rules.each >= 0 && place >= rules.each => Fate::Goes(Removal::TooManyOfContainer),
+            _ if rules.all >= 0 && kept >= rules.all => Fate::Goes(Removal::TooManyOnNode),
+            _ => Fate::Stays(Stay::LastOfContainer),
+        };
+        if matches!(fate, Fate::Stays(_)) {
+            kept += 1;
+        }
+        ContainerFate { container, fate }
+    };
+    dead.into_iter().map(fate).collect()
+}
+
+fn size(bytes: u64) -> String {
+    let mib = bytes as f64 / f64::from(1 << 20);
+    match mib {
+        large if large >= 1024.0 => format!("{:.1} GiB", large / 1024.0),
+        small => format!("{small:.1} MiB"),
+    }
+}
+
+fn ago(now: Timestamp, then: Option<Timestamp>) -> String {
+    let Some(then) = then else {
+        return "not since the agent started".into();
+    };
+    let passed = now.duration_since(then).unsigned_abs();
+    format!(
+        "{} ago",
+        time::shown(std::time::Duration::from_secs(passed.as_secs()))
+    )
+}
+
+/// The report for people. `done` is whether what goes has gone.
+#[must_use]
+pub fn text(report: &Report, done: bool) -> String {
+    let mut text = String::new();
+    let used = 100 - report.available_bytes.saturating_mul(100) / report.capacity_bytes.max(1);
+    let (goes, removed) = match done {
+        true => ("removed", "removed"),
+        false => ("goes", "would be removed"),
+    };
+    // Writing to a string cannot fail.
+    let _ = writeln!(
+        text,
+        "{}: {used}% of {} in use at {}; images go from {}% on, down to {}%",
+        report.node,
+        size(report.capacity_bytes),
+        report.filesystem,
+        report.high_percent,
+        report.low_percent,
+    );
+    if report.wanted_bytes > report.frees_bytes {
+        let missing = report.wanted_bytes - report.frees_bytes;
+        let _ = writeln!(
+            text,
+            "{} too little: remove what else fills the disk, or make it larger",
+            size(missing)
+        );
+    }
+    let is_gone = |fate: &Fate| matches!(fate, Fate::Goes(_));
+    let count = report.images.iter().filter(|i| is_gone(&i.fate)).count();
+    let frees = size(report.frees_bytes);
+    let _ = writeln!(
+        text,
+        "\nimages: {count} of {} {removed}, {frees}",
+        report.images.len()
+    );
+    for image in &report.images {
+        let what = if is_gone(&image.fate) { goes } else { "stays" };
+        let name = image.names.first().unwrap_or(&image.id);
+        let used = ago(report.at, image.last_used);
+        let (bytes, fate) = (size(image.bytes), &image.fate);
+        let _ = writeln!(
+            text,
+            "  {what:<8}{bytes:>11}  {name}: {fate} (used: {used})"
+        );
+    }
+    let all = &report.containers;
+    let count = all.iter().filter(|c| is_gone(&c.fate)).count();
+    let _ = writeln!(
+        text,
+        "\ndead containers: {count} of {} {removed}",
+        all.len()
+    );
+    for ContainerFate { container, fate } in all {
+        let what = if is_gone(fate) { goes } else { "stays" };
+        let DeadContainer {
+            namespace,
+            pod,
+            name,
+            attempt,
+            ..
+        } = container;
+        let made = ago(report.at, Some(container.created_at));
+        let _ = writeln!(
+            text,
+            "  {what:<8}{namespace}/{pod} {name} #{attempt}: {fate} (made {made})"
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn at(seconds: i64) -> Timestamp {
+        Timestamp::from_second(seconds).expect("a time")
+    }
+
+    fn dead(uid: &str, name: &str, attempt: u32) -> DeadContainer {
+        DeadContainer {
+            id: format!("{uid}-{name}-{attempt}"),
+            namespace: "n".into(),
+            pod: uid.into(),
+            uid: uid.into(),
+            name: name.into(),
+            attempt,
+            created_at: at(100 + i64::from(attempt)),
+        }
+    }
+
+    fn going(fates: &[ContainerFate]) -> Vec<(&str, Removal)> {
+        let going = fates.iter().filter_map(|f| match f.fate {
+            Fate::Goes(why) => Some((f.container.id.as_str(), why)),
+            Fate::Stays(_) => None,
+        });
+        going.collect()
+    }
+
+    fn standing(uid: &str) -> Standing {
+        match uid {
+            "alive" => Standing::Alive,
+            "done" => Standing::Finished,
+            _ => Standing::Unknown,
+        }
+    }
+
+    /// What goes of three dead instances of one container in each of three pods.
+    fn gone(rules: ContainerRules, short: bool, now: i64) -> Vec<String> {
+        let of = |uid| (0..3).map(move |attempt| dead(uid, "c", attempt));
+        let all = of("alive").chain(of("done")).chain(of("else")).collect();
+        let fates = of_containers(all, rules, standing, short, at(now));
+        let going = going(&fates).into_iter();
+        going.map(|(id, why)| format!("{id} {why:?}")).collect()
+    }
+
+    #[test]
+    fn dead_containers_go_by_age_and_number() {
+        let rules = ContainerRules::default();
+        let many = ["done-c-1", "alive-c-1", "done-c-0", "alive-c-0"]
+            .map(|id| format!("{id} TooManyOfContainer"));
+        assert_eq!(gone(rules, false, 1000), many);
+        let older = ContainerRules {
+            minimum_age: SignedDuration::from_secs(10),
+            ..rules
+        };
+        assert_eq!(gone(older, false, 110), many[2..]);
+        let any = ContainerRules { each: -1, ..rules };
+        assert_eq!(gone(any, false, 1000), [""; 0]);
+        let none = ContainerRules { all: 0, ..any };
+        assert_eq!(
+            gone(none, false, 1000),
+            ["done-c-2", "done-c-1", "alive-c-1", "done-c-0", "alive-c-0"]
+                .map(|id| format!("{id} TooManyOnNode"))
+        );
+        assert_eq!(
+            gone(rules, true, 1000),
+            [
+                "done-c-2 PodFinished",
+                "done-c-1 PodFinished",
+                "alive-c-1 TooManyOfContainer",
+                "done-c-0 PodFinished",
+                "alive-c-0 TooManyOfContainer"
+            ]
+        );
+    }
+
+    #[test]
+    fn a_report_says_what_goes_and_what_stays_because_of_what() {
+        let image = |name: &str, fate| ImageFate {
+            id: "sha256:1".into(),
+            names: vec![name.into()],
+            bytes: 3 << 20,
+            last_used: Some(at(940)),
+            fate,
+        };
+        let by = ["a", "b", "c", "d"].map(|name| format!("pod n/{name}"));
+        let report = Report {
+            node: "node".into(),
+            at: at(1000),
+            filesystem: "/images".into(),
+            capacity_bytes: 100 << 30,
+            available_bytes: 10 << 30,
+            high_percent: 85,
+            low_percent: 80,
+            wanted_bytes: 10 << 30,
+            frees_bytes: 3 << 20,
+            images: vec![
+                image("old", Fate::Goes(Removal::Space)),
+                image("web", Fate::Stays(Stay::InUse(by.into()))),
+            ],
+            containers: vec![ContainerFate {
+                container: dead("alive", "c", 1),
+                fate: Fate::Stays(Stay::LastOfContainer),
+            }],
+        };
+        let told = text(&report, false);
+        for line in [
+            "node: 90% of 100.0 GiB in use at /images; images go from 85% on, down to 80%\n",
+            "10.0 GiB too little: remove what else",
+            "images: 1 of 2 would be removed, 3.0 MiB\n",
+            "  goes        3.0 MiB  old: unused, and the disk is too full (used: 1m0s ago)\n",
+            "web: in use by pod n/a, pod n/b, pod n/c and 1 more",
+            "dead containers: 0 of 1 would be removed\n  stays   n/alive c #1: the pod's status",
+        ] {
+            assert!(told.contains(line), "{line:?} is not in\n{told}");
+        }
+        let json = serde_json::to_string(&report).expect("JSON");
+        assert!(json.contains(r#""fate":{"goes":"Space"}"#), "{json}");
+        let read: Report = serde_json::from_str(&json).expect("the same");
+        assert_eq!(read, report);
+    }
+
+    proptest! {
+        /// Whatever the rules: a pod that goes on keeps the last instance of each container, and of one that this agent
+        /// does not have nothing goes.
+        #[test]
+        fn what_a_status_is_from_stays(each in -1..3, all in -1..5, short: bool, count in 0_u32..4) {
+            let containers = ["alive", "else"].into_iter().flat_map(|uid| (0..count).map(move |n| dead(uid, "c", n)));
+            let rules = ContainerRules { each, all, ..ContainerRules::default() };
+            let fates = of_containers(containers.collect(), rules, standing, short, at(1000));
+            for (id, _) in going(&fates) {
+                prop_assert!(id.starts_with("alive") && !id.ends_with(&format!("-{}", count - 1)), "{}", id);
+            }
+        }
+    }
+}

@@ -1,0 +1,320 @@
+//! Which processors a container gets, out of those that are free: whole NUMA nodes, sockets and cores first, the fuller
+//! ones first, so that large free groups stay whole (kubelet's `cm/cpumanager/cpu_assignment.go`; KEP-2902 for spreading
+//! over nodes). Pure.
+
+use std::collections::BTreeMap;
+
+use crate::core::cpuset::CpuSet;
+use crate::core::node::topology::{Cpus, Level, Topology, combinations};
+
+/// How processors are chosen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Way {
+    /// One of each core before a second one (`distribute-cpus-across-cores`).
+    pub spread: bool,
+    /// Those that share a cache together, where that can be (`prefer-align-cpus-by-uncorecache`).
+    pub caches: bool,
+    /// Evenly over as few NUMA nodes as can be, in groups of so many (`distribute-cpus-across-numa`).
+    pub over_nodes: Option<usize>,
+}
+
+/// Why processors cannot be had; the text is the kubelet's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "not enough cpus available to satisfy request: requested={requested}, available={available}"
+)]
+pub struct NotEnough {
+    /// How many were asked for.
+    pub requested: usize,
+    /// How many there are.
+    pub available: usize,
+}
+
+/// Takes `number` of the free processors.
+pub fn take(
+    topology: &Topology,
+    free: &CpuSet,
+    number: usize,
+    way: Way,
+) -> Result<CpuSet, NotEnough> {
+    let free = topology.cpus.only(free);
+    if number > free.len() {
+        return Err(NotEnough {
+            requested: number,
+            available: free.len(),
+        });
+    }
+    Ok(match way.over_nodes {
+        Some(group) if group > 0 && number.is_multiple_of(group) => {
+            distributed(topology, &free, number, group, way.spread)
+        }
+        _ => packed(topology, free, number, way),
+    })
+}
+
+fn packed(topology: &Topology, free: Cpus, number: usize, way: Way) -> CpuSet {
+    let mut taking = Accumulator::new(topology, free, number);
+    let [first, second] = taking.outer();
+    taking.take_whole(first);
+    taking.take_whole(second);
+    if way.caches && way.over_nodes.is_none() {
+        taking.take_caches();
+    }
+    if !way.spread {
+        taking.take_whole(Level::Core);
+    }
+    taking.take_single(way.spread);
+    taking.taken
+}
+
+struct Accumulator<'a> {
+    topology: &'a Topology,
+    free: Cpus,
+    needed: usize,
+    taken: CpuSet,
+}
+
+impl<'a> Accumulator<'a> {
+    fn new(topology: &'a Topology, free: Cpus, needed: usize) -> Accumulator<'a> {
+        Accumulator {
+            topology,
+            free,
+            needed,
+            taken: CpuSet::new(),
+        }
+    }
+
+    /// NUMA nodes and sockets, that which contains the other first.
+    fn outer(&self) -> [Level; 2] {
+        let number = |level| self.topology.number_of(level);
+        if number(Level::Socket) >= number(Level::Node) {
+            [Level::Node, Level::Socket]
+        } else {
+            [Level::Socket, Level::Node]
+        }
+    }
+
+    fn take(&mut self, cpus: &CpuSet) {
+        self.free.0.retain(|id, _| !cpus.contains(id));
+        self.taken.extend(cpus);
+        self.needed = self.needed.saturating_sub(cpus.len());
+    }
+
+    /// Groups with those first that have the fewest free processors.
+    fn fullest_first(&self, ids: impl IntoIterator<Item = u32>, level: Level) -> Vec<u32> {
+        let mut ids: Vec<u32> = ids.into_iter().collect();
+        ids.sort_by_key(|id| (self.free.count(level, *id), *id));
+        ids
+    }
+
+    fn inside(&self, outer: Level, ids: &[u32], level: Level) -> Vec<u32> {
+        let groups = ids
+            .iter()
+            .map(|id| self.fullest_first(self.free.groups_in(level, outer, *id), level));
+        groups.flatten().collect()
+    }
+
+    /// The groups of a level that have a free processor, the fullest first; inside those of the outer levels.
+    fn sorted(&self, level: Level) -> Vec<u32> {
+        let [first, second] = self.outer();
+        match level {
+            level if level == first => self.fullest_first(self.free.groups(first), first),
+            level if level == second => self.inside(first, &self.sorted(first), second),
+            Level::Core => self.inside(second, &self.sorted(second), Level::Core),
+            _ => self.inside(Level::Node, &self.sorted(Level::Node), level),
+        }
+    }
+
+    fn is_whole(&self, level: Level, id: u32) -> bool {
+        let whole = match level {
+            Level::Core => self.topology.cpus_per_core(),
+            Level::Socket => self.topology.cpus_per_socket(),
+            Level::Node | Level::Cache => self.topology.cpus.count(level, id),
+        };
+        self.free.count(level, id) == whole
+    }
+
+    fn take_whole(&mut self, level: Level) {
+        let whole: Vec<u32> = self
+            .sorted(level)
+            .into_iter()
+            .filter(|id| self.is_whole(level, *id))
+            .collect();
+        for id in whole {
+            let cpus = self.free.members(level, id);
+            if self.needed > 0 && self.needed >= cpus.len() {
+                self.take(&cpus);
+            }
+        }
+    }
+
+    fn take_caches(&mut self) {
+        for id in self.sorted(Level::Cache) {
+            if self.needed >= self.topology.cpus_per_cache() {
+                self.take_whole(Level::Cache);
+            }
+            if self.needed == 0 {
+                return;
+            }
+            self.take_part_of_cache(id);
+        }
+    }
+
+    /// Takes all that is still needed from one cache, in whole cores but for the last.
+    fn take_part_of_cache(&mut self, id: u32) {
+        let per_core = self.topology.cpus_per_core();
+        let cores = self.free.groups_in(Level::Core, Level::Cache, id);
+        let cores = cores.into_iter().take(self.needed.div_ceil(per_core));
+        let mut cpus: CpuSet = cores
+            .flat_map(|core| self.free.members(Level::Core, core))
+            .collect();
+        if per_core > 1 && !self.needed.is_multiple_of(2) && cpus.len() > self.needed {
+            cpus.pop_last();
+        }
+        if cpus.len() == self.needed {
+            self.take(&cpus);
+        }
+    }
+
+    fn take_single(&mut self, spread: bool) {
+        let level = if spread { Level::Socket } else { Level::Core };
+        let groups = self.sorted(level).into_iter();
+        let cpus = groups.flat_map(|id| self.free.members(level, id));
+        let cpus: CpuSet = cpus
+            .collect::<Vec<_>>()
+            .into_iter()
+            .take(self.needed)
+            .collect();
+        self.take(&cpus);
+    }
+}
+
+/// Evenly over as few NUMA nodes as can be; packed where no number of nodes has room for equal parts.
+fn distributed(
+    topology: &Topology,
+    free: &Cpus,
+    number: usize,
+    group: usize,
+    spread: bool,
+) -> CpuSet {
+    let taking = Accumulator::new(topology, free.clone(), number);
+    let nodes = taking.sorted(Level::Node);
+    let (fewest, most) = node_range(topology, nodes.len(), number, group);
+    let plain = Way {
+        spread,
+        ..Way::default()
+    };
+    for size in fewest..=most {
+        let fit = |combination: Vec<u32>| Split::of(free, &nodes, combination, number, group);
+        let splits = combinations(&nodes, size).into_iter().filter_map(fit);
+        // The first of those that leave the nodes most alike.
+        let Some(split) = splits.min_by_key(|split| split.imbalance) else {
+            continue;
+        };
+        let mut taking = Accumulator::new(topology, free.clone(), number);
+        for (node, count) in split.takes {
+            let here = taking.free.members(Level::Node, node);
+            let cpus = packed(topology, taking.free.only(&here), count, plain);
+            taking.take(&cpus);
+        }
+        return taking.taken;
+    }
+    packed(topology, free.clone(), number, plain)
+}
+
+/// How few and how many nodes may be used.
+fn node_range(
+    topology: &Topology,
+    free_nodes: usize,
+    number: usize,
+    group: usize,
+) -> (usize, usize) {
+    let groups = number.div_ceil(group);
+    let all = topology.cpus.len().div_ceil(group);
+    let per_node = all.div_ceil(topology.number_of(Level::Node).max(1));
+    (groups.div_ceil(per_node.max(1)), groups.min(free_nodes))
+}
+
+/// How many processors are taken from which node, in this order.
+struct Split {
+    takes: Vec<(u32, usize)>,
+    /// How unlike the nodes are in what is free afterwards: the variance, times a constant.
+    imbalance: u64,
+}
+
+impl Split {
+    fn of(
+        free: &Cpus,
+        nodes: &[u32],
+        combination: Vec<u32>,
+        number: usize,
+        group: usize,
+    ) -> Option<Split> {
+        let count = |node: u32| free.count(Level::Node, node);
+        let in_groups: usize = combination.iter().map(|n| count(*n) / group * group).sum();
+        let each = number / combination.len() / group * group;
+        if in_groups < number || combination.iter().any(|n| count(*n) < each) {
+            return None;
+        }
+        let mut left: BTreeMap<u32, usize> = nodes.iter().map(|n| (*n, count(*n))).collect();
+        for node in &combination {
+            left.entry(*node).and_modify(|left| *left -= each);
+        }
+        let takes: Vec<(u32, usize)> = combination.iter().map(|n| (*n, each)).collect();
+        let rest = number - each * combination.len();
+        if rest == 0 {
+            let imbalance = imbalance(&left);
+            return Some(Split { takes, imbalance });
+        }
+        let able: Vec<u32> = combination
+            .into_iter()
+            .filter(|n| left[n] >= group)
+            .collect();
+        let mut best: Option<Split> = None;
+        // Over as many nodes as can be, unless fewer leave the nodes more alike.
+        for size in (1..=able.len()).rev() {
+            for subset in combinations(&able, size) {
+                let split = with_rest(&left, &takes, &subset, rest, group);
+                if let Some(split) = split
+                    && best.as_ref().is_none_or(|b| split.imbalance < b.imbalance)
+                {
+                    best = Some(split);
+                }
+            }
+        }
+        best
+    }
+}
+
+/// The rest, group by group from the nodes of `subset` in turn.
+fn with_rest(
+    left: &BTreeMap<u32, usize>,
+    takes: &[(u32, usize)],
+    subset: &[u32],
+    mut rest: usize,
+    group: usize,
+) -> Option<Split> {
+    let (mut left, mut takes) = (left.clone(), takes.to_vec());
+    while rest > 0 {
+        let before = rest;
+        for node in subset {
+            if rest > 0 && left[node] >= group {
+                left.entry(*node).and_modify(|left| *left -= group);
+                takes.push((*node, group));
+                rest -= group;
+            }
+        }
+        if rest == before {
+            return None;
+        }
+    }
+    let imbalance = imbalance(&left);
+    Some(Split { takes, imbalance })
+}
+
+fn imbalance(left: &BTreeMap<u32, usize>) -> u64 {
+    let values = || left.values().map(|n| u64::try_from(*n).unwrap_or(u64::MAX));
+    let (sum, squares): (u64, u64) = (values().sum(), values().map(|v| v * v).sum());
+    let number = u64::try_from(left.len()).unwrap_or(0);
+    number * squares - sum * sum
+}

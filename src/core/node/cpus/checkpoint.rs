@@ -1,0 +1,142 @@
+//! `cpu_manager_state`: who has which processors, in the kubelet's format (`cm/cpumanager/state/checkpoint.go`, the second
+//! version), so that either agent goes on with what the other one gave. Pure.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::State;
+use crate::core::cpuset::{list, parse_list};
+use crate::core::digest::fnv32;
+use crate::core::node::checkpoint::Head;
+
+/// The file's name in the root directory.
+pub const FILE: &str = "cpu_manager_state";
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Document {
+    #[serde(rename = "policyName", default)]
+    policy: String,
+    #[serde(rename = "defaultCpuSet", alias = "defaultCPUSet", default)]
+    shared: String,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    entries: BTreeMap<String, BTreeMap<String, String>>,
+    #[serde(default)]
+    checksum: u64,
+}
+
+/// FNV-1a of the document as Go's `spew` dumps it: that is what the kubelet compares.
+fn checksum(document: &Document) -> u64 {
+    let pods = document.entries.iter().map(|(uid, containers)| {
+        let containers = containers.iter().map(|(name, set)| format!("{name}:{set}"));
+        let containers: Vec<String> = containers.collect();
+        format!("{uid}:map[{}]", containers.join(" "))
+    });
+    let pods: Vec<String> = pods.collect();
+    let dump = format!(
+        "(*state.CPUManagerCheckpoint){{PolicyName:(string){} DefaultCPUSet:(string){} Entries:(map[string]map[string]string)map[{}] Checksum:(checksum.Checksum)0}}",
+        document.policy,
+        document.shared,
+        pods.join(" ")
+    );
+    fnv32(dump.bytes()).into()
+}
+
+/// The file's text.
+#[must_use]
+pub fn write(policy: &str, state: &State) -> String {
+    let lists = |containers: &BTreeMap<String, _>| -> BTreeMap<String, String> {
+        let listed = containers
+            .iter()
+            .map(|(name, set)| (name.clone(), list(set)));
+        listed.collect()
+    };
+    let mut document = Document {
+        policy: policy.into(),
+        shared: list(&state.shared),
+        entries: state
+            .exclusive
+            .iter()
+            .map(|(uid, containers)| (uid.clone(), lists(containers)))
+            .collect(),
+        checksum: 0,
+    };
+    document.checksum = checksum(&document);
+    serde_json::to_string(&document).unwrap_or_default()
+}
+
+/// Reads the file's text.
+///
+/// # Errors
+///
+/// It is damaged, or was written under another policy.
+pub fn read(text: &str, policy: &str) -> Result<State, String> {
+    let document: Document = serde_json::from_str(text).map_err(|e| e.to_string())?;
+    Head {
+        field: "cpuManagerPolicy",
+        policy: &document.policy,
+        checksum: document.checksum,
+        expected: checksum(&document),
+    }
+    .check(policy)?;
+    let set = |text: &str| {
+        parse_list(text).ok_or_else(|| format!("{text:?} is not a list of processors"))
+    };
+    let mut state = State {
+        shared: set(&document.shared)?,
+        ..State::default()
+    };
+    for (uid, containers) in &document.entries {
+        let own = state.exclusive.entry(uid.clone()).or_default();
+        for (name, text) in containers {
+            own.insert(name.clone(), set(text)?);
+        }
+    }
+    Ok(state)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Written by the kubelet's own code.
+    const STATIC: &str = r#"{"policyName":"static","defaultCpuSet":"0,2","entries":{"a":{},"a-1":{"c":"5"},"b":{"a":"3-4","x":"1"}},"checksum":1979447490}"#;
+
+    #[test]
+    fn what_the_kubelet_wrote_is_read_and_written_the_same() {
+        let state = read(STATIC, "static").expect("a state");
+        assert_eq!(list(&state.shared), "0,2");
+        assert_eq!(list(&state.exclusive["b"]["a"]), "3-4");
+        assert_eq!(write("static", &state), STATIC);
+        for (text, policy) in [
+            (
+                r#"{"policyName":"none","defaultCPUSet":"4-6","entries":{},"checksum":354655845}"#,
+                "none",
+            ),
+            (
+                r#"{"policyName":"none","defaultCPUSet":"1-3","entries":{"pod":{"container1":"4-6","container2":"1-3"}},"checksum":3610638499}"#,
+                "none",
+            ),
+            (r#"{"policyName":"static","defaultCpuSet":"0-1"}"#, "static"),
+        ] {
+            assert!(read(text, policy).is_ok(), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_named() {
+        for (text, policy, expected) in [
+            ("{", "static", "EOF"),
+            (&STATIC.replace("0,2", "0,3"), "static", "checksum"),
+            (STATIC, "none", "cpuManagerPolicy: static"),
+            (
+                r#"{"policyName":"none","defaultCPUSet":"1.3","entries":{},"checksum":3021697696}"#,
+                "none",
+                "\"1.3\"",
+            ),
+        ] {
+            let error = read(text, policy).expect_err(text);
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}

@@ -1,0 +1,517 @@
+//! Processors of one container alone (`cpuManagerPolicy: static`; kubelet spec, 14.1; kubelet's
+//! `cm/cpumanager/policy_static.go`): a Guaranteed pod's containers that ask for whole processors get some that no other
+//! container runs on; all others share what is left, in which the reserved ones always are. Pure.
+//!
+//! An init container's processors go to the containers after it; a sidecar keeps its own.
+
+mod accumulator;
+pub mod checkpoint;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::{Container, Pod};
+
+pub use accumulator::Way;
+use accumulator::take;
+
+use super::admit::{Refusal, refuse, unexpected};
+use super::hints::{Asker, Count, Hint, Hints, NodeMask, Policy, Provider, most_at_a_time};
+use super::topology::{Level, Topology};
+use crate::core::cpuset::{CpuSet, list};
+use crate::core::pod::qos;
+use crate::core::pod::resources::{Side, of_container};
+use crate::core::pod::{self, Role};
+
+/// `cpuManagerPolicyOptions` of the static policy.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Options {
+    /// Whole cores only (`full-pcpus-only`).
+    pub full_cores: bool,
+    /// Evenly over NUMA nodes, where one is not enough (`distribute-cpus-across-numa`).
+    pub across_nodes: bool,
+    /// Together on a socket rather than on a NUMA node (`align-by-socket`).
+    pub by_socket: bool,
+    /// One processor of each core before a second one (`distribute-cpus-across-cores`).
+    pub across_cores: bool,
+    /// Nobody's containers on the reserved processors (`strict-cpu-reservation`).
+    pub strict_reservation: bool,
+    /// Together below a shared cache, where that can be (`prefer-align-cpus-by-uncorecache`).
+    pub by_cache: bool,
+}
+
+/// What the configuration says of the static policy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rules {
+    /// The options.
+    pub options: Options,
+    /// How many processors are reserved, in thousandths (`systemReserved` and `kubeReserved`); more than 0.
+    pub reserved_milli: i64,
+    /// Which ones (`reservedSystemCPUs`).
+    pub reserved: Option<CpuSet>,
+}
+
+/// Who has which processors, by pod uid and container.
+pub type Exclusive = BTreeMap<String, BTreeMap<String, CpuSet>>;
+
+/// What a checkpoint holds.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct State {
+    /// The processors that containers share; empty in a state that was never used.
+    pub shared: CpuSet,
+    /// Those that containers have for themselves.
+    pub exclusive: Exclusive,
+}
+
+/// The processors of a machine and who has them.
+#[derive(Debug, Clone)]
+pub struct Cpus {
+    topology: Arc<Topology>,
+    options: Options,
+    reserved: CpuSet,
+    /// The reserved ones and all others of their cores.
+    reserved_cores: CpuSet,
+    state: State,
+    /// The processors of a pod's init containers that have not been given to another of its containers.
+    reusable: (String, CpuSet),
+}
+
+impl Cpus {
+    /// By the rules, on this machine; nobody has anything yet.
+    ///
+    /// # Errors
+    ///
+    /// The rules do not fit the machine.
+    pub fn new(
+        rules: &Rules,
+        alignment: Option<Policy>,
+        topology: Arc<Topology>,
+    ) -> Result<Cpus, String> {
+        let options = rules.options;
+        check_options(options, alignment, &topology)?;
+        let mut cpus = Cpus {
+            options,
+            reserved: CpuSet::new(),
+            reserved_cores: CpuSet::new(),
+            state: State::default(),
+            reusable: (String::new(), CpuSet::new()),
+            topology,
+        };
+        cpus.reserve(rules)?;
+        cpus.state.shared = cpus.usable();
+        Ok(cpus)
+    }
+
+    /// All processors that containers may run on.
+    fn usable(&self) -> CpuSet {
+        let all = self.topology.cpus.all();
+        match self.options.strict_reservation {
+            true => &all - &self.reserved,
+            false => all,
+        }
+    }
+
+    fn reserve(&mut self, rules: &Rules) -> Result<(), String> {
+        let all = self.topology.cpus.all();
+        self.reserved = match &rules.reserved {
+            Some(reserved) if !reserved.is_subset(&all) => {
+                return Err(format!(
+                    "reservedSystemCPUs: {} are not processors of this machine, which has {}",
+                    list(&(reserved - &all)),
+                    list(&all)
+                ));
+            }
+            Some(reserved) => reserved.clone(),
+            None => {
+                let whole = rules.reserved_milli.max(0).unsigned_abs().div_ceil(1000);
+                let number = usize::try_from(whole).unwrap_or(usize::MAX);
+                self.take(&all, number).map_err(|_| {
+                    format!(
+                        "systemReserved and kubeReserved set {number} processors aside, and this machine has {}",
+                        all.len()
+                    )
+                })?
+            }
+        };
+        let cores = self.topology.cpus.only(&self.reserved).groups(Level::Core);
+        let members = |core| self.topology.cpus.members(Level::Core, core);
+        self.reserved_cores = cores.into_iter().flat_map(members).collect();
+        Ok(())
+    }
+
+    /// Goes on with what was given before.
+    ///
+    /// # Errors
+    ///
+    /// The state does not fit the rules or the machine.
+    pub fn adopt(&mut self, state: State) -> Result<(), String> {
+        let strict = self.options.strict_reservation;
+        let State { shared, exclusive } = &state;
+        if shared.is_empty() && exclusive.is_empty() {
+            return Ok(());
+        }
+        let given = || {
+            exclusive
+                .iter()
+                .flat_map(|(uid, c)| c.iter().map(move |(n, s)| (uid, n, s)))
+        };
+        // Where the reserved ones are nobody's, all others can be given away.
+        if shared.is_empty() && !strict {
+            return Err("no processor is shared, though some are assigned".into());
+        }
+        if strict && !self.reserved.is_disjoint(shared) {
+            return Err(format!(
+                "processors {} are strictly reserved, and are shared there",
+                list(&(&self.reserved & shared))
+            ));
+        }
+        if !strict && !self.reserved.is_subset(shared) {
+            return Err(format!(
+                "not all of the reserved processors {} are shared there ({})",
+                list(&self.reserved),
+                list(shared)
+            ));
+        }
+        if let Some((uid, container, own)) = given().find(|(_, _, own)| !own.is_disjoint(shared)) {
+            return Err(format!(
+                "processors {} are shared there, and container {container} of pod {uid} has them",
+                list(&(own & shared))
+            ));
+        }
+        let mut known = shared.clone();
+        known.extend(given().flat_map(|(_, _, own)| own));
+        if known != self.usable() {
+            return Err(format!(
+                "it is of a machine with the processors {}, and this one has {}",
+                list(&known),
+                list(&self.usable())
+            ));
+        }
+        self.state = state;
+        Ok(())
+    }
+
+    fn way(&self) -> Way {
+        let group = match self.options.full_cores {
+            true => self.topology.cpus_per_core(),
+            false => 1,
+        };
+        Way {
+            spread: self.options.across_cores,
+            caches: self.options.by_cache,
+            over_nodes: self.options.across_nodes.then_some(group),
+        }
+    }
+
+    fn take(&self, free: &CpuSet, number: usize) -> Result<CpuSet, accumulator::NotEnough> {
+        take(&self.topology, free, number, self.way())
+    }
+
+    /// What is given and what is shared.
+    #[must_use]
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// The processors that containers can have for themselves, in all.
+    #[must_use]
+    pub fn allocatable(&self) -> CpuSet {
+        &self.topology.cpus.all() - &self.reserved
+    }
+
+    /// Those of them that are shared now.
+    #[must_use]
+    pub fn free(&self) -> CpuSet {
+        &self.state.shared - &self.reserved
+    }
+
+    /// The machine that this is about.
+    #[must_use]
+    pub fn topology(&self) -> &Topology {
+        &self.topology
+    }
+
+    /// Takes back what a pod has; whether that was anything.
+    pub fn release(&mut self, uid: &str) -> bool {
+        if self.reusable.0 == uid {
+            self.reusable = (String::new(), CpuSet::new());
+        }
+        let Some(containers) = self.state.exclusive.remove(uid) else {
+            return false;
+        };
+        self.state.shared.extend(containers.into_values().flatten());
+        true
+    }
+
+    fn reusable(&self, uid: &str) -> CpuSet {
+        match self.reusable.0 == uid {
+            true => self.reusable.1.clone(),
+            false => CpuSet::new(),
+        }
+    }
+
+    /// An init container's processors are for those after it; what another container has is not.
+    fn note_reusable(&mut self, uid: &str, role: Role, own: &CpuSet) {
+        let reusable = self.reusable(uid);
+        let now = match role {
+            Role::Init => &reusable | own,
+            _ => &reusable - own,
+        };
+        self.reusable = (uid.to_owned(), now);
+    }
+
+    fn check_cores(&self, number: usize) -> Result<(), Refusal> {
+        let per_core = self.topology.cpus_per_core();
+        if !self.options.full_cores || per_core == 0 {
+            return Ok(());
+        }
+        let refusal =
+            |why: String| refuse("SMTAlignmentError", format!("SMT Alignment Error: {why}"));
+        if !number.is_multiple_of(per_core) {
+            return Err(refusal(format!(
+                "requested {number} cpus not multiple cpus per core = {per_core}"
+            )));
+        }
+        let available = (&self.state.shared - &self.reserved_cores).len();
+        if number > available {
+            return Err(refusal(format!(
+                "not enough free physical CPUs: available physical CPUs = {available}, requested CPUs = {number}, CPUs per core = {per_core}"
+            )));
+        }
+        Ok(())
+    }
+
+    /// The processors of these nodes, or of the sockets that the nodes are in.
+    fn near(&self, nodes: NodeMask, free: &CpuSet) -> CpuSet {
+        let cpus = &self.topology.cpus;
+        let of = |level: Level, id: u32| cpus.members(level, id);
+        let near: CpuSet = match self.options.by_socket {
+            false => nodes
+                .nodes()
+                .into_iter()
+                .flat_map(|n| of(Level::Node, n))
+                .collect(),
+            true => self
+                .sockets(nodes)
+                .into_iter()
+                .flat_map(|s| of(Level::Socket, s))
+                .collect(),
+        };
+        &near & free
+    }
+
+    fn sockets(&self, nodes: NodeMask) -> CpuSet {
+        let of = |node| {
+            self.topology
+                .cpus
+                .groups_in(Level::Socket, Level::Node, node)
+        };
+        nodes.nodes().into_iter().flat_map(of).collect()
+    }
+
+    fn choose(&self, number: usize, affinity: Hint, reusable: &CpuSet) -> Result<CpuSet, Refusal> {
+        let free = &self.free() | reusable;
+        let take = |free: &CpuSet, number| self.take(free, number).map_err(unexpected);
+        let mut chosen = CpuSet::new();
+        if let Some(nodes) = affinity.nodes {
+            let near = self.near(nodes, &free);
+            chosen = take(&near, number.min(near.len()))?;
+        }
+        let rest = take(&(&free - &chosen), number - chosen.len())?;
+        chosen.extend(rest);
+        Ok(chosen)
+    }
+
+    fn offers(&self, available: &CpuSet, reusable: &CpuSet, number: usize) -> Vec<Hint> {
+        let cpus = &self.topology.cpus;
+        let nodes: Vec<u32> = cpus.groups(Level::Node).into_iter().collect();
+        let of = |set: &CpuSet| -> Vec<u32> {
+            let nodes = cpus.only(set);
+            nodes.0.values().map(|cpu| cpu.node).collect()
+        };
+        let (all, available, reusable) = (of(&cpus.all()), of(available), of(reusable));
+        let within = |list: &[u32], mask: NodeMask| list.iter().filter(|n| mask.has(**n)).count();
+        let mut fewest = u32::try_from(nodes.len()).unwrap_or(u32::MAX);
+        let mut masks = vec![];
+        for mask in NodeMask::all_of(&nodes) {
+            if within(&all, mask) >= number {
+                fewest = fewest.min(mask.count());
+            }
+            let reused = within(&reusable, mask);
+            if reused == reusable.len() && reused + within(&available, mask) >= number {
+                masks.push(mask);
+            }
+        }
+        let hint = |mask: NodeMask| Hint {
+            nodes: Some(mask),
+            preferred: mask.count() == fewest || self.is_by_socket(mask, fewest),
+        };
+        masks.into_iter().map(hint).collect()
+    }
+
+    /// Whether these nodes are in no more sockets than so many nodes need.
+    fn is_by_socket(&self, mask: NodeMask, fewest: u32) -> bool {
+        let number = |level| self.topology.number_of(level);
+        let per_socket = number(Level::Node).checked_div(number(Level::Socket));
+        let Some(per_socket) = per_socket.filter(|n| self.options.by_socket && *n > 0) else {
+            return false;
+        };
+        let fewest = usize::try_from(fewest).unwrap_or(usize::MAX);
+        self.sockets(mask).len() == fewest.div_ceil(per_socket)
+    }
+
+    fn container_hints(&self, pod: &Pod, container: &Container) -> Option<Vec<Hint>> {
+        let number = wanted(pod, container);
+        if number == 0 {
+            return None;
+        }
+        let (uid, none) = (pod::uid(pod), CpuSet::new());
+        let given = self.state.exclusive.get(uid);
+        match given.and_then(|c| c.get(&container.name)) {
+            Some(own) if own.len() != number => Some(vec![]),
+            Some(own) => Some(self.offers(own, &none, number)),
+            None => Some(self.offers(&self.free(), &self.reusable(uid), number)),
+        }
+    }
+
+    fn pod_hints(&self, pod: &Pod) -> Option<Vec<Hint>> {
+        let number = wanted_by_pod(pod);
+        if number == 0 {
+            return None;
+        }
+        let (uid, none) = (pod::uid(pod), CpuSet::new());
+        let mut assigned = CpuSet::new();
+        for (role, container) in pod::containers(pod) {
+            let given = self.state.exclusive.get(uid);
+            let own = given.and_then(|c| c.get(&container.name));
+            if let Some(own) = own.filter(|_| role != Role::Ephemeral) {
+                if own.len() != wanted(pod, &container) {
+                    return Some(vec![]);
+                }
+                assigned.extend(own);
+            }
+        }
+        if assigned.len() == number {
+            return Some(self.offers(&assigned, &none, number));
+        }
+        let reusable = &self.reusable(uid) | &assigned;
+        Some(self.offers(&self.free(), &reusable, number))
+    }
+
+    /// What a container gets now; none if it has it already.
+    fn give(
+        &mut self,
+        uid: &str,
+        role: Role,
+        container: &str,
+        number: usize,
+        affinity: Hint,
+    ) -> Result<CpuSet, Refusal> {
+        let given = self.state.exclusive.get(uid);
+        if let Some(own) = given.and_then(|c| c.get(container)).cloned() {
+            self.note_reusable(uid, role, &own);
+            return Ok(CpuSet::new());
+        }
+        self.check_cores(number)?;
+        let own = self.choose(number, affinity, &self.reusable(uid))?;
+        self.state.shared.retain(|cpu| !own.contains(cpu));
+        self.note_reusable(uid, role, &own);
+        let containers = self.state.exclusive.entry(uid.to_owned()).or_default();
+        containers.insert(container.to_owned(), own.clone());
+        Ok(own)
+    }
+}
+
+impl Provider for Cpus {
+    fn hints(&self, asker: Asker<'_>) -> Hints {
+        let hints = match asker {
+            Asker::Container(pod, container) => self.container_hints(pod, container),
+            Asker::Pod(pod) => self.pod_hints(pod),
+        };
+        hints.into_iter().map(|h| ("cpu".to_owned(), h)).collect()
+    }
+
+    fn allocate(
+        &mut self,
+        pod: &Pod,
+        role: Role,
+        container: &Container,
+        affinity: Hint,
+        counts: &mut Vec<Count>,
+    ) -> Result<(), Refusal> {
+        let number = wanted(pod, container);
+        if number == 0 {
+            return Ok(());
+        }
+        counts.push(Count::CpuPinning);
+        let own = self.give(pod::uid(pod), role, &container.name, number, affinity);
+        let full = self.options.full_cores;
+        match &own {
+            Ok(own) => {
+                let caches = self.topology.cpus.only(own).groups(Level::Cache);
+                counts.extend((caches.len() == 1).then_some(Count::OneCache));
+                counts.extend(full.then_some(Count::WholeCores));
+            }
+            Err(_) => {
+                counts.push(Count::CpuPinningError);
+                counts.extend(full.then_some(Count::NoWholeCores));
+            }
+        }
+        own.map(drop)
+    }
+}
+
+fn check_options(
+    options: Options,
+    alignment: Option<Policy>,
+    topology: &Topology,
+) -> Result<(), String> {
+    if topology.cpus.is_empty() {
+        return Err("cpuManagerPolicy: static needs the machine's topology, and none can be read below /sys/devices/system/cpu".into());
+    }
+    if !options.by_socket {
+        return Ok(());
+    }
+    if alignment == Some(Policy::SingleNode) {
+        return Err("cpuManagerPolicyOptions.align-by-socket contradicts topologyManagerPolicy: single-numa-node: remove one of them".into());
+    }
+    let number = |level| topology.number_of(level);
+    if number(Level::Socket) > number(Level::Node) {
+        return Err(format!(
+            "cpuManagerPolicyOptions.align-by-socket is of no use on this machine, which has {} sockets and {} NUMA nodes: remove it",
+            number(Level::Socket),
+            number(Level::Node)
+        ));
+    }
+    Ok(())
+}
+
+/// How many processors a container gets for itself: those that it asks for, if they are whole ones and its pod is
+/// Guaranteed by its containers. Where resources are set for the pod as a whole, none has its own.
+#[must_use]
+pub fn wanted(pod: &Pod, container: &Container) -> usize {
+    if !qos::is_guaranteed_by_containers(pod) {
+        return 0;
+    }
+    let of = |side| of_container(container, side).get("cpu").copied();
+    let Some(cpu) = of(Side::Requests).or_else(|| of(Side::Limits)) else {
+        return 0;
+    };
+    match cpu.milli() % 1000 {
+        0 => usize::try_from(cpu.milli() / 1000).unwrap_or(0),
+        _ => 0,
+    }
+}
+
+/// How many the containers of a pod have at the most at a time.
+fn wanted_by_pod(pod: &Pod) -> usize {
+    let of = |container: &Container| {
+        let number = u64::try_from(wanted(pod, container)).unwrap_or(u64::MAX);
+        BTreeMap::from([("cpu".to_owned(), number)])
+    };
+    let most = most_at_a_time(pod, of).get("cpu").copied().unwrap_or(0);
+    usize::try_from(most).unwrap_or(usize::MAX)
+}
+
+#[cfg(test)]
+mod tests;

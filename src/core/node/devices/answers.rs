@@ -1,0 +1,161 @@
+//! What plugins say that containers need for their devices: together for a container, and for the checkpoint.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use holdfast_proto::cri;
+use holdfast_proto::deviceplugin::ContainerAllocateResponse;
+use jiff::Timestamp;
+use prost::Message as _;
+
+use super::checkpoint::{Data, Entry};
+use super::{Allocation, Devices, Plugin, Resource};
+
+/// The NUMA node under which the checkpoint has devices without one.
+const NOWHERE: i64 = -1;
+
+/// What a container gets with its devices. Where two plugins say different things of one name, the first counts.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Given {
+    /// Variables. The container's own come after them.
+    pub env: Vec<(String, String)>,
+    /// Mounts.
+    pub mounts: Vec<cri::Mount>,
+    /// Device files.
+    pub devices: Vec<cri::Device>,
+    /// Annotations for the runtime.
+    pub annotations: BTreeMap<String, String>,
+    /// The full names of CDI devices.
+    pub cdi: Vec<String>,
+}
+
+impl Given {
+    fn add(&mut self, answer: &ContainerAllocateResponse) {
+        // Protobuf's maps have no order.
+        let envs: BTreeMap<_, _> = answer.envs.iter().collect();
+        for (name, value) in envs {
+            if !self.env.iter().any(|(known, _)| known == name) {
+                self.env.push((name.clone(), value.clone()));
+            }
+        }
+        for mount in &answer.mounts {
+            let path = &mount.container_path;
+            if !self.mounts.iter().any(|m| m.container_path == *path) {
+                self.mounts.push(cri::Mount {
+                    container_path: path.clone(),
+                    host_path: mount.host_path.clone(),
+                    readonly: mount.read_only,
+                    ..cri::Mount::default()
+                });
+            }
+        }
+        for device in &answer.devices {
+            let path = &device.container_path;
+            if !self.devices.iter().any(|d| d.container_path == *path) {
+                self.devices.push(cri::Device {
+                    container_path: path.clone(),
+                    host_path: device.host_path.clone(),
+                    permissions: device.permissions.clone(),
+                });
+            }
+        }
+        for (name, value) in &answer.annotations {
+            let entry = self.annotations.entry(name.clone());
+            entry.or_insert_with(|| value.clone());
+        }
+        for device in &answer.cdi_devices {
+            if !self.cdi.contains(&device.name) {
+                self.cdi.push(device.name.clone());
+            }
+        }
+    }
+}
+
+impl Devices {
+    /// What a container gets with its devices, from its resources in the order of their names.
+    #[must_use]
+    pub fn given(&self, uid: &str, container: &str) -> Given {
+        let allocations = self.pods.get(uid).and_then(|pod| pod.get(container));
+        let mut given = Given::default();
+        for own in allocations.into_iter().flat_map(BTreeMap::values) {
+            own.answer.iter().for_each(|answer| given.add(answer));
+        }
+        given
+    }
+
+    /// What a checkpoint says, at the start of an agent. A plugin that was registered has its [`super::GRACE`] to do so
+    /// again; until then its resource is there with no devices.
+    #[must_use]
+    pub fn restored(data: Data, now: Timestamp) -> Devices {
+        let mut devices = Devices::default();
+        for entry in data.pod_device_entries.into_iter().flatten() {
+            let answer = entry.answer().unwrap_or_default();
+            let Ok(answer) = ContainerAllocateResponse::decode(answer.as_slice()) else {
+                continue;
+            };
+            let mut own = Allocation {
+                answer: Some(answer),
+                ..Allocation::default()
+            };
+            for (node, ids) in entry.device_ids.into_iter().flatten() {
+                for id in ids.into_iter().flatten() {
+                    let numa = own.devices.entry(id).or_default();
+                    numa.extend((node != NOWHERE).then_some(node));
+                }
+            }
+            let of_pod = devices.pods.entry(entry.pod_uid).or_default();
+            let of_container = of_pod.entry(entry.container_name).or_default();
+            of_container.insert(entry.resource_name, own);
+        }
+        for (name, _) in data.registered_devices.into_iter().flatten() {
+            let resource = Resource {
+                devices: BTreeMap::new(),
+                plugin: Plugin::Gone(now),
+                listed: false,
+                current: false,
+            };
+            devices.resources.insert(name, resource);
+        }
+        devices
+    }
+
+    /// What the checkpoint is to keep: what containers have, without what no plugin was asked for yet.
+    #[must_use]
+    pub fn to_keep(&self) -> Data {
+        let mut entries = vec![];
+        for (uid, containers) in &self.pods {
+            for (container, allocations) in containers {
+                for (resource, own) in allocations {
+                    let Some(answer) = &own.answer else { continue };
+                    entries.push(Entry {
+                        pod_uid: uid.clone(),
+                        container_name: container.clone(),
+                        resource_name: resource.clone(),
+                        device_ids: Some(by_node(own)),
+                        alloc_resp: Some(Entry::encoded(&answer.encode_to_vec())),
+                    });
+                }
+            }
+        }
+        let registered = self.resources.iter().map(|(name, resource)| {
+            let healthy = resource.healthy().cloned().collect();
+            (name.clone(), Some(healthy))
+        });
+        Data {
+            pod_device_entries: Some(entries).filter(|e| !e.is_empty()),
+            registered_devices: Some(registered.collect()),
+        }
+    }
+}
+
+fn by_node(own: &Allocation) -> BTreeMap<i64, Option<Vec<String>>> {
+    let mut nodes: BTreeMap<i64, Option<Vec<String>>> = BTreeMap::new();
+    for (id, numa) in &own.devices {
+        let nowhere = BTreeSet::from([NOWHERE]);
+        let numa = if numa.is_empty() { &nowhere } else { numa };
+        for node in numa {
+            let ids = nodes.entry(*node).or_default();
+            ids.get_or_insert_default().push(id.clone());
+        }
+    }
+    nodes
+}

@@ -1,0 +1,193 @@
+//! The file that keeps which container has which devices: `device-plugins/kubelet_internal_checkpoint` in the kubelet's
+//! format (`pkg/kubelet/cm/devicemanager/checkpoint`), so that a node's agent can be exchanged, in either direction, and
+//! every container keeps its devices. Pure.
+
+use std::collections::BTreeMap;
+use std::fmt::{Display, Write as _};
+
+use serde::{Deserialize, Serialize};
+
+use crate::core::digest::fnv32;
+
+/// The file as a whole.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct File {
+    data: Data,
+    checksum: u64,
+}
+
+/// What the file keeps. Go tells lists that are absent from empty ones, and so does the checksum.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+pub struct Data {
+    /// What containers have, in any order.
+    pub pod_device_entries: Option<Vec<Entry>>,
+    /// The healthy devices of each resource whose plugin is registered.
+    pub registered_devices: Option<BTreeMap<String, Option<Vec<String>>>>,
+}
+
+/// What one container has of one resource.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+pub struct Entry {
+    /// The pod's uid.
+    #[serde(rename = "PodUID")]
+    pub pod_uid: String,
+    /// The container's name.
+    pub container_name: String,
+    /// The resource.
+    pub resource_name: String,
+    /// The devices by NUMA node; those without one stand under -1.
+    #[serde(rename = "DeviceIDs")]
+    pub device_ids: Option<BTreeMap<i64, Option<Vec<String>>>>,
+    /// What the plugin answered to Allocate, in protobuf and base64.
+    pub alloc_resp: Option<String>,
+}
+
+/// Why a checkpoint cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// It is not JSON of this shape.
+    #[error("it is not a checkpoint of devices: {0}")]
+    Malformed(#[from] serde_json::Error),
+    /// It was changed after it was written, or not written to its end.
+    #[error("its checksum is {found}, and its content has {expected}")]
+    Checksum {
+        /// As it stands in the file.
+        found: u64,
+        /// As the content has it.
+        expected: u64,
+    },
+}
+
+/// Reads a file.
+pub fn read(text: &str) -> Result<Data, CheckpointError> {
+    let file: File = serde_json::from_str(text)?;
+    let expected = checksum(&file.data);
+    if file.checksum != expected {
+        return Err(CheckpointError::Checksum {
+            found: file.checksum,
+            expected,
+        });
+    }
+    Ok(file.data)
+}
+
+/// The file's text.
+#[must_use]
+pub fn write(data: Data) -> String {
+    let checksum = checksum(&data);
+    // Strings and numbers under strings: serde_json writes them without fail.
+    serde_json::to_string(&File { data, checksum }).unwrap_or_default()
+}
+
+/// FNV-1a with 32 bits over what Go's deep-hash printer writes of the structure.
+fn checksum(data: &Data) -> u64 {
+    fnv32(printed(data).bytes()).into()
+}
+
+/// A list as that printer writes it: `<nil>` where it is absent.
+fn list<T: Display>(items: Option<&[T]>) -> String {
+    let Some(items) = items else {
+        return "<nil>".into();
+    };
+    let items: Vec<String> = items.iter().map(T::to_string).collect();
+    format!("[{}]", items.join(" "))
+}
+
+/// A map of lists as it writes it: the keys in their order.
+fn map<K: Display>(map: Option<&BTreeMap<K, Option<Vec<String>>>>) -> String {
+    let Some(map) = map else {
+        return "<nil>".into();
+    };
+    let items: Vec<String> = map
+        .iter()
+        .map(|(key, items)| format!("{key}:{}", list(items.as_deref())))
+        .collect();
+    format!("map[{}]", items.join(" "))
+}
+
+fn printed(data: &Data) -> String {
+    let entry = |entry: &Entry| {
+        let mut text = format!(
+            "{{PodUID:(string){} ContainerName:(string){} ResourceName:(string){}",
+            entry.pod_uid, entry.container_name, entry.resource_name
+        );
+        let devices = map(entry.device_ids.as_ref());
+        let answer = list(entry.answer().as_deref());
+        // Writing to a string does not fail.
+        let _ = write!(
+            text,
+            " DeviceIDs:(checkpoint.DevicesPerNUMA){devices} AllocResp:([]uint8){answer}}}"
+        );
+        text
+    };
+    let entries: Option<Vec<String>> = data
+        .pod_device_entries
+        .as_ref()
+        .map(|entries| entries.iter().map(entry).collect());
+    format!(
+        "(checkpoint.checkpointData){{PodDeviceEntries:([]checkpoint.PodDevicesEntry){} RegisteredDevices:(map[string][]string){}}}",
+        list(entries.as_deref()),
+        map(data.registered_devices.as_ref())
+    )
+}
+
+impl Entry {
+    /// What the plugin answered, in protobuf; none where it is absent or not base64.
+    #[must_use]
+    pub fn answer(&self) -> Option<Vec<u8>> {
+        use base64::Engine as _;
+        let engine = base64::engine::general_purpose::STANDARD;
+        engine.decode(self.alloc_resp.as_ref()?).ok()
+    }
+
+    /// What [`Entry::alloc_resp`] is for an answer in protobuf.
+    #[must_use]
+    pub fn encoded(answer: &[u8]) -> String {
+        use base64::Engine as _;
+        base64::engine::general_purpose::STANDARD.encode(answer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Written by the kubelet's own package (1.36.1).
+    const FILES: [&str; 3] = [
+        r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":3467439661}"#,
+        r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":null},"Checksum":1944006890}"#,
+        r#"{"Data":{"PodDeviceEntries":[{"PodUID":"pod-1","ContainerName":"c","ResourceName":"example.com/thing","DeviceIDs":{"-1":["d1","d2"],"0":["a"],"10":["b"],"2":["é \"x\""]},"AllocResp":"CgD/"},{"PodUID":"pod-2","ContainerName":"c2","ResourceName":"r/x","DeviceIDs":{},"AllocResp":""},{"PodUID":"pod-3","ContainerName":"c3","ResourceName":"r/x","DeviceIDs":null,"AllocResp":null}],"RegisteredDevices":{"a/nil":null,"b/none":[],"example.com/thing":["d2","d1"]}},"Checksum":3057672466}"#,
+    ];
+
+    #[test]
+    fn the_kubelets_files_are_read_and_written() {
+        for text in FILES {
+            let data = read(text).expect(text);
+            // Only the order of a map's keys may differ.
+            let value =
+                |text: &str| -> serde_json::Value { serde_json::from_str(text).expect("JSON") };
+            assert_eq!(value(&write(data.clone())), value(text));
+            assert_eq!(read(&write(data.clone())).expect(text), data);
+        }
+        let data = read(FILES[2]).expect("a checkpoint");
+        let entries = data.pod_device_entries.expect("entries");
+        assert_eq!(entries[0].answer(), Some(vec![10, 0, 255]));
+        assert_eq!(Entry::encoded(&[10, 0, 255]), "CgD/");
+    }
+
+    #[test]
+    fn what_was_changed_or_cut_off_is_not_used() {
+        let changed = FILES[2].replace("\"d1\"", "\"d3\"");
+        assert!(matches!(
+            read(&changed),
+            Err(CheckpointError::Checksum { .. })
+        ));
+        assert!(matches!(
+            read(&FILES[2][..100]),
+            Err(CheckpointError::Malformed(_))
+        ));
+    }
+}

@@ -1,0 +1,49 @@
+//! How well the devices are that containers have, for their statuses (KEP-4680). Pure.
+
+use std::collections::BTreeMap;
+
+use super::{Allocations, Devices};
+use crate::core::pod::status::devices::{Health, OfContainer, OfPod};
+
+impl Devices {
+    /// The health of the devices that a pod's containers have; nothing of those that no plugin was asked for yet.
+    #[must_use]
+    pub fn health(&self, uid: &str) -> OfPod {
+        let containers = self.pods.get(uid).into_iter().flatten();
+        let of_container = containers.filter_map(|(name, allocations)| {
+            let own = self.health_of(allocations);
+            (!own.is_empty()).then(|| (name.clone(), own))
+        });
+        of_container.collect()
+    }
+
+    /// That of all pods that have devices, by uid.
+    #[must_use]
+    pub fn health_of_all(&self) -> BTreeMap<String, OfPod> {
+        let pods = self.pods.keys().map(|uid| (uid.clone(), self.health(uid)));
+        pods.filter(|(_, health)| !health.is_empty()).collect()
+    }
+
+    fn health_of(&self, allocations: &Allocations) -> OfContainer {
+        let given = allocations.iter().filter(|(_, own)| own.answer.is_some());
+        let of_resource = given.map(|(resource, own)| {
+            let ids = own.devices.keys();
+            let devices = ids.map(|id| (id.clone(), self.device_health(resource, id)));
+            (resource.clone(), devices.collect())
+        });
+        of_resource.collect()
+    }
+
+    /// The kubelet calls a device healthy whose plugin says nothing of it; the API has a word for that.
+    fn device_health(&self, resource: &str, id: &str) -> Health {
+        match self.resources.get(resource) {
+            Some(known) if !known.listed => Health::Untold,
+            Some(known) if known.current => match known.devices.get(id) {
+                Some(device) if device.healthy => Health::Healthy,
+                Some(_) => Health::Unhealthy,
+                None => Health::Unknown,
+            },
+            _ => Health::Unknown,
+        }
+    }
+}

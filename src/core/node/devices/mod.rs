@@ -1,0 +1,711 @@
+//! The devices of this node's device plugins, and which container has which (KEP-3573; kubelet spec, 14.4; kubelet's
+//! `pkg/kubelet/cm/devicemanager`). Pure; the agent's device manager owns it.
+//!
+//! A pod's devices are reserved as a whole when it is admitted, and only then are the plugins asked: so no call is waited
+//! for while something is decided, and what a plugin prefers can only exchange a reserved device for a free one.
+
+mod answers;
+pub mod checkpoint;
+mod health;
+mod hints;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use holdfast_proto::deviceplugin::ContainerAllocateResponse;
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::{Container, Pod};
+
+use super::admit::Refusal;
+use super::capacity::is_extended;
+use crate::core::pod::resources::Amounts;
+use crate::core::pod::{self, Role};
+use crate::core::quantity::Quantity;
+pub use answers::Given;
+pub use hints::NearNodes;
+
+/// How long a resource counts whose plugin has gone.
+pub const GRACE: SignedDuration = SignedDuration::from_mins(5);
+
+/// A device as its plugin describes it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Device {
+    /// Whether it can be given to a container.
+    pub healthy: bool,
+    /// The NUMA nodes that it is near to; none where it has no place.
+    pub numa: BTreeSet<i64>,
+}
+
+/// Where a resource's plugin stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Plugin {
+    /// It is registered; each registration has a number of its own.
+    Registered(u64),
+    /// It has gone, or has not come since the agent started.
+    Gone(Timestamp),
+}
+
+#[derive(Debug, Clone)]
+struct Resource {
+    devices: BTreeMap<String, Device>,
+    plugin: Plugin,
+    /// The plugin has told of its devices since the agent started.
+    listed: bool,
+    /// What it has told is true: it has not gone since.
+    current: bool,
+}
+
+impl Resource {
+    fn healthy(&self) -> impl Iterator<Item = &String> {
+        let healthy = self.devices.iter().filter(|(_, device)| device.healthy);
+        healthy.map(|(id, _)| id)
+    }
+}
+
+/// What a container has of a resource.
+#[derive(Debug, Clone, Default, PartialEq)]
+struct Allocation {
+    /// The devices and their NUMA nodes.
+    devices: BTreeMap<String, BTreeSet<i64>>,
+    /// What the plugin said that the container needs; none until it has been asked.
+    answer: Option<ContainerAllocateResponse>,
+    /// Those of them that the pod's init containers have too.
+    reused: BTreeSet<String>,
+    /// The NUMA nodes that the devices are to be near to, if any.
+    affinity: Option<BTreeSet<i64>>,
+}
+
+/// A container and a resource.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Slot {
+    /// The container's name.
+    pub container: String,
+    /// The resource.
+    pub resource: String,
+}
+
+/// What a plugin is asked about its preference.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Offer {
+    /// The devices that it may choose from.
+    pub available: BTreeSet<String>,
+    /// Those that must be among them.
+    pub must_include: BTreeSet<String>,
+    /// How many are needed.
+    pub size: usize,
+}
+
+impl Offer {
+    /// Whether the plugin has something to choose.
+    #[must_use]
+    pub fn leaves_a_choice(&self) -> bool {
+        self.must_include.len() < self.size
+    }
+}
+
+/// Why a pod does not get its devices. The texts are the kubelet's.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DeviceError {
+    /// Too few are free.
+    #[error(
+        "requested number of devices unavailable for {resource}. Requested: {requested}, Available: {available}"
+    )]
+    Unavailable {
+        /// The resource.
+        resource: String,
+        /// How many are needed beyond those that are reused.
+        requested: usize,
+        /// How many are free and healthy.
+        available: usize,
+    },
+    /// No plugin has it now.
+    #[error("cannot allocate unregistered device {0}")]
+    Unregistered(String),
+    /// None of its devices is healthy: its plugin has gone, for instance.
+    #[error("no healthy devices present; cannot allocate unhealthy devices {0}")]
+    NoneHealthy(String),
+    /// The container has another number of them than its definition says.
+    #[error(
+        "container {container:?} changed request for resource {resource:?} from {held} to {requested}"
+    )]
+    Changed {
+        /// The container.
+        container: String,
+        /// The resource.
+        resource: String,
+        /// How many it has.
+        held: usize,
+        /// How many its definition says.
+        requested: usize,
+    },
+    /// A call to the plugin had no success.
+    #[error("device plugin of {resource}: {call} failed: {why}")]
+    Plugin {
+        /// The resource.
+        resource: String,
+        /// The call.
+        call: &'static str,
+        /// Why, in the plugin's words.
+        why: String,
+    },
+    /// What was decided could not be written down, so that it would not survive a restart.
+    #[error("failed to write checkpoint file {path:?}: {why}")]
+    Checkpoint {
+        /// The file.
+        path: String,
+        /// Why.
+        why: String,
+    },
+}
+
+impl DeviceError {
+    /// As the refusal of a pod.
+    #[must_use]
+    pub fn refusal(&self) -> Refusal {
+        Refusal {
+            reason: "UnexpectedAdmissionError".into(),
+            message: format!("Allocate failed due to {self}, which is unexpected"),
+            missing: Amounts::new(),
+        }
+    }
+}
+
+/// By resource.
+type Allocations = BTreeMap<String, Allocation>;
+
+/// What a pod has of all resources, by container.
+#[derive(Debug, Clone, Default)]
+pub struct Holding(BTreeMap<String, Allocations>);
+
+/// All devices, and who has them.
+#[derive(Debug, Clone, Default)]
+pub struct Devices {
+    resources: BTreeMap<String, Resource>,
+    /// Resources that went for good since the agent started: they are advertised as zero.
+    removed: BTreeSet<String>,
+    /// By the pod's uid and the container's name.
+    pods: BTreeMap<String, BTreeMap<String, Allocations>>,
+}
+
+/// Whether a plugin may have a resource of this name: an extended one, spelled as the API wants it.
+#[must_use]
+pub fn is_resource_name(name: &str) -> bool {
+    let Some((domain, own)) = name.split_once('/') else {
+        return false;
+    };
+    let ends = |text: &str| {
+        let outer = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
+        outer(text.chars().next()) && outer(text.chars().last())
+    };
+    // The API counts "requests." with the domain.
+    is_extended(name)
+        && (1..=244).contains(&domain.len())
+        && ends(domain)
+        && domain
+            .chars()
+            .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.".contains(c))
+        && (1..=63).contains(&own.len())
+        && ends(own)
+        && own
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+}
+
+/// Whether a container's resource is given by DRA instead (KEP-5004).
+fn is_from_claim(pod: &Pod, container: &str, resource: &str) -> bool {
+    let status = pod.status.as_ref();
+    let claim = status.and_then(|s| s.extended_resource_claim_status.as_ref());
+    claim.is_some_and(|claim| {
+        let mut mappings = claim.request_mappings.iter();
+        mappings.any(|m| m.container_name == container && m.resource_name == resource)
+    })
+}
+
+/// How many of each extended resource a container wants. Such resources are not overcommitted: requests are limits.
+fn wanted<'a>(pod: &Pod, container: &'a Container) -> impl Iterator<Item = (&'a String, usize)> {
+    let limits = container
+        .resources
+        .as_ref()
+        .and_then(|r| r.limits.as_ref())
+        .into_iter()
+        .flatten();
+    limits.filter_map(|(name, amount)| {
+        let amount: Quantity = amount.0.parse().ok()?;
+        let number = usize::try_from(amount.units()).ok()?;
+        let counts = number > 0 && is_extended(name) && !is_from_claim(pod, &container.name, name);
+        counts.then_some((name, number))
+    })
+}
+
+impl Devices {
+    /// A plugin has registered for a resource. What an earlier one said of it counts until this one has spoken.
+    pub fn register(&mut self, resource: &str, number: u64) {
+        self.removed.remove(resource);
+        let entry = self
+            .resources
+            .entry(resource.to_owned())
+            .or_insert_with(|| Resource {
+                devices: BTreeMap::new(),
+                plugin: Plugin::Registered(number),
+                listed: false,
+                current: false,
+            });
+        entry.plugin = Plugin::Registered(number);
+    }
+
+    /// The plugin says which devices there are; the answer is whether that is something else than before. What comes of
+    /// an earlier registration does not count.
+    pub fn list(&mut self, resource: &str, number: u64, devices: BTreeMap<String, Device>) -> bool {
+        let Some(known) = self
+            .resources
+            .get_mut(resource)
+            .filter(|r| r.plugin == Plugin::Registered(number))
+        else {
+            return false;
+        };
+        let same = known.current && known.devices == devices;
+        (known.devices, known.listed, known.current) = (devices, true, true);
+        !same
+    }
+
+    /// The plugin of a registration has gone: its devices count, but no container gets one. The answer is whether that
+    /// registration was the newest.
+    pub fn lose(&mut self, resource: &str, number: u64, now: Timestamp) -> bool {
+        let Some(known) = self
+            .resources
+            .get_mut(resource)
+            .filter(|r| r.plugin == Plugin::Registered(number))
+        else {
+            return false;
+        };
+        (known.plugin, known.current) = (Plugin::Gone(now), false);
+        for device in known.devices.values_mut() {
+            device.healthy = false;
+        }
+        true
+    }
+
+    /// Drops the resources whose plugin has been gone for [`GRACE`]; the answer is whether there are any.
+    pub fn expire(&mut self, now: Timestamp) -> bool {
+        let before = self.resources.len();
+        self.resources.retain(|name, resource| {
+            let stays = match resource.plugin {
+                Plugin::Registered(_) => true,
+                Plugin::Gone(since) => now < since + GRACE,
+            };
+            if !stays {
+                self.removed.insert(name.clone());
+            }
+            stays
+        });
+        self.resources.len() != before
+    }
+
+    /// When [`Devices::expire`] has something to do next.
+    #[must_use]
+    pub fn next_expiry(&self) -> Option<Timestamp> {
+        let gone = self.resources.values().filter_map(|r| match r.plugin {
+            Plugin::Registered(_) => None,
+            Plugin::Gone(since) => Some(since + GRACE),
+        });
+        gone.min()
+    }
+
+    /// What the Node advertises: all devices as capacity, and the healthy ones as allocatable.
+    #[must_use]
+    pub fn amounts(&self) -> (Amounts, Amounts) {
+        let (mut capacity, mut allocatable) = (Amounts::new(), Amounts::new());
+        for name in &self.removed {
+            capacity.insert(name.clone(), Quantity::ZERO);
+            allocatable.insert(name.clone(), Quantity::ZERO);
+        }
+        for (name, resource) in &self.resources {
+            capacity.insert(name.clone(), number(resource.devices.len()));
+            allocatable.insert(name.clone(), number(resource.healthy().count()));
+        }
+        (capacity, allocatable)
+    }
+
+    /// What a pod's admission may count on: what is allocatable, and for a pod that has devices already at least what is
+    /// given out. So it goes on while its plugin is away.
+    #[must_use]
+    pub fn allocatable_for(&self, uid: &str) -> Amounts {
+        let mut amounts = self.amounts().1;
+        if self.pods.contains_key(uid) {
+            for resource in self.held_resources() {
+                let given = number(self.in_use(&resource).len());
+                let amount = amounts.entry(resource).or_default();
+                *amount = (*amount).max(given);
+            }
+        }
+        amounts
+    }
+
+    fn held_resources(&self) -> BTreeSet<String> {
+        let containers = self.pods.values().flat_map(BTreeMap::values);
+        containers.flat_map(BTreeMap::keys).cloned().collect()
+    }
+
+    /// The devices of a resource that containers have.
+    fn in_use(&self, resource: &str) -> BTreeSet<&String> {
+        let containers = self.pods.values().flat_map(BTreeMap::values);
+        let allocations = containers.filter_map(|c| c.get(resource));
+        allocations.flat_map(|a| a.devices.keys()).collect()
+    }
+
+    /// The devices of a resource that are healthy and that nobody has.
+    fn free(&self, resource: &str) -> BTreeSet<String> {
+        let in_use = self.in_use(resource);
+        let healthy = self.resources.get(resource).into_iter();
+        let healthy = healthy.flat_map(Resource::healthy);
+        healthy.filter(|id| !in_use.contains(id)).cloned().collect()
+    }
+
+    /// Whether a resource is a plugin's: one that is or was registered, or that some container has.
+    fn knows(&self, resource: &str) -> bool {
+        self.resources.contains_key(resource) || self.held_resources().contains(resource)
+    }
+
+    fn allocation(&self, uid: &str, slot: &Slot) -> Option<&Allocation> {
+        let containers = self.pods.get(uid)?;
+        containers.get(&slot.container)?.get(&slot.resource)
+    }
+
+    /// What a pod has now, for [`Devices::put_back`].
+    #[must_use]
+    pub fn holding(&self, uid: &str) -> Holding {
+        Holding(self.pods.get(uid).cloned().unwrap_or_default())
+    }
+
+    /// A pod has again what it had.
+    pub fn put_back(&mut self, uid: &str, before: Holding) {
+        match before.0.is_empty() {
+            true => self.pods.remove(uid),
+            false => self.pods.insert(uid.to_owned(), before.0),
+        };
+    }
+
+    /// For what of a pod's devices the plugins are still to be asked, in this order: init containers come first.
+    #[must_use]
+    pub fn unanswered(&self, pod: &Pod) -> Vec<Slot> {
+        let uid = pod::uid(pod);
+        let containers = pod::containers(pod);
+        let slots = containers
+            .iter()
+            .flat_map(|(_, c)| self.slots(uid, &c.name));
+        let is_open = |slot: &Slot| {
+            let own = self.allocation(uid, slot);
+            own.is_some_and(|own| own.answer.is_none())
+        };
+        slots.filter(is_open).collect()
+    }
+
+    /// Sets aside what one container wants; what it has already it keeps. The pod's containers have their turns in their
+    /// order, init containers first. Where it fails, some of it may be set aside: [`Devices::put_back`] gives it up.
+    pub fn reserve_container(
+        &mut self,
+        pod: &Pod,
+        container: &Container,
+        affinity: Option<&BTreeSet<i64>>,
+    ) -> Result<(), DeviceError> {
+        let uid = pod::uid(pod);
+        for (resource, requested) in wanted(pod, container) {
+            if !self.knows(resource) {
+                continue;
+            }
+            let slot = Slot {
+                container: container.name.clone(),
+                resource: resource.clone(),
+            };
+            let held = self.allocation(uid, &slot).map(|own| own.devices.len());
+            match held {
+                Some(held) if held != requested => {
+                    return Err(DeviceError::Changed {
+                        container: slot.container,
+                        resource: slot.resource,
+                        held,
+                        requested,
+                    });
+                }
+                Some(_) => {}
+                None => {
+                    let reusable = self.reusable(pod, resource);
+                    let allocation = self.choose(resource, requested, &reusable, affinity)?;
+                    let of_pod = self.pods.entry(uid.to_owned()).or_default();
+                    let of_container = of_pod.entry(slot.container).or_default();
+                    of_container.insert(slot.resource, allocation);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The devices that the next container of a pod has too: those of its init containers, which run before, without those
+    /// of sidecars and regular ones, which go on using theirs.
+    fn reusable(&self, pod: &Pod, resource: &str) -> BTreeSet<String> {
+        let init = pod::spec(pod).init_containers.iter().flatten();
+        let init: BTreeSet<&str> = init
+            .filter(|c| !pod::is_sidecar(c))
+            .map(|c| c.name.as_str())
+            .collect();
+        let (mut ended, mut lasting) = (BTreeSet::new(), BTreeSet::new());
+        for (name, allocations) in self.pods.get(pod::uid(pod)).into_iter().flatten() {
+            let ids = allocations.get(resource).into_iter();
+            let ids = ids.flat_map(|own| own.devices.keys().cloned());
+            if init.contains(name.as_str()) {
+                ended.extend(ids);
+            } else {
+                lasting.extend(ids);
+            }
+        }
+        &ended - &lasting
+    }
+
+    /// Chooses devices: those that can be reused, then free ones that are near, then any.
+    fn choose(
+        &self,
+        resource: &str,
+        needed: usize,
+        reusable: &BTreeSet<String>,
+        affinity: Option<&BTreeSet<i64>>,
+    ) -> Result<Allocation, DeviceError> {
+        let Some(known) = self.resources.get(resource) else {
+            return Err(DeviceError::Unregistered(resource.to_owned()));
+        };
+        let healthy: BTreeSet<&String> = known.healthy().collect();
+        if healthy.is_empty() {
+            return Err(DeviceError::NoneHealthy(resource.to_owned()));
+        }
+        let reused = reusable.iter().filter(|id| healthy.contains(id));
+        let reused: BTreeSet<String> = reused.take(needed).cloned().collect();
+        let missing = needed - reused.len();
+        let free = self.free(resource);
+        if free.len() < missing {
+            return Err(DeviceError::Unavailable {
+                resource: resource.to_owned(),
+                requested: missing,
+                available: free.len(),
+            });
+        }
+        let mut free: Vec<&String> = free.iter().collect();
+        free.sort_by_key(|id| distance(&known.devices[*id], affinity));
+        let chosen = reused.iter().chain(free.into_iter().take(missing));
+        let devices = chosen.map(|id| (id.clone(), known.devices[id].numa.clone()));
+        Ok(Allocation {
+            devices: devices.collect(),
+            answer: None,
+            reused: reused.clone(),
+            affinity: affinity.cloned(),
+        })
+    }
+
+    /// What the plugin is to be asked about its preference: the devices that are near, if they suffice, else all of them
+    /// beside those that are near.
+    #[must_use]
+    pub fn offer(&self, uid: &str, slot: &Slot) -> Option<Offer> {
+        let own = self.allocation(uid, slot)?;
+        let known = self.resources.get(&slot.resource)?;
+        let mut available = self.free(&slot.resource);
+        available.extend(own.devices.keys().cloned());
+        let mut must_include = own.reused.clone();
+        let near: BTreeSet<String> = available
+            .iter()
+            .filter(|id| !own.reused.contains(*id))
+            .filter(|id| {
+                let device = known.devices.get(*id);
+                device.is_some_and(|d| distance(d, own.affinity.as_ref()) == Distance::Near)
+            })
+            .cloned()
+            .collect();
+        if own.devices.len() - own.reused.len() < near.len() {
+            available = near.union(&own.reused).cloned().collect();
+        } else {
+            must_include.extend(near);
+        }
+        Some(Offer {
+            available,
+            must_include,
+            size: own.devices.len(),
+        })
+    }
+
+    /// Takes the plugin's preference over as far as it was offered and is still free. Containers of the pod that reuse
+    /// what is exchanged follow.
+    pub fn prefer(&mut self, uid: &str, slot: &Slot, preferred: &[String]) {
+        let (Some(offer), Some(own)) = (self.offer(uid, slot), self.allocation(uid, slot)) else {
+            return;
+        };
+        let preferred = preferred.iter().filter(|id| offer.available.contains(*id));
+        let order = offer.must_include.iter().chain(preferred);
+        let mut chosen: BTreeSet<String> = BTreeSet::new();
+        for id in order.chain(own.devices.keys()) {
+            if chosen.len() < offer.size {
+                chosen.insert(id.clone());
+            }
+        }
+        let given_up: Vec<String> = own
+            .devices
+            .keys()
+            .filter(|id| !chosen.contains(*id))
+            .cloned()
+            .collect();
+        let taken: Vec<String> = chosen
+            .into_iter()
+            .filter(|id| !own.devices.contains_key(id))
+            .collect();
+        for (old, new) in given_up.iter().zip(&taken) {
+            self.exchange(uid, &slot.resource, old, new);
+        }
+    }
+
+    /// Exchanges a device in all containers of a pod whose plugin has not been asked yet.
+    fn exchange(&mut self, uid: &str, resource: &str, old: &str, new: &str) {
+        let numa = self
+            .resources
+            .get(resource)
+            .and_then(|r| r.devices.get(new))
+            .map(|d| d.numa.clone())
+            .unwrap_or_default();
+        let containers = self.pods.get_mut(uid).into_iter().flatten();
+        for (_, allocations) in containers {
+            let Some(own) = allocations.get_mut(resource) else {
+                continue;
+            };
+            if own.answer.is_none() && own.devices.remove(old).is_some() {
+                own.devices.insert(new.to_owned(), numa.clone());
+                if own.reused.remove(old) {
+                    own.reused.insert(new.to_owned());
+                }
+            }
+        }
+    }
+
+    /// The devices that a container has of a resource.
+    #[must_use]
+    pub fn ids(&self, uid: &str, slot: &Slot) -> Vec<String> {
+        let own = self.allocation(uid, slot);
+        own.map(|a| a.devices.keys().cloned().collect())
+            .unwrap_or_default()
+    }
+
+    /// The plugin has said what a container needs for its devices; the answer is whether it still has them.
+    pub fn answered(&mut self, uid: &str, slot: &Slot, answer: ContainerAllocateResponse) -> bool {
+        let own = self
+            .pods
+            .get_mut(uid)
+            .and_then(|containers| containers.get_mut(&slot.container))
+            .and_then(|allocations| allocations.get_mut(&slot.resource));
+        own.map(|own| own.answer = Some(answer)).is_some()
+    }
+
+    /// Gives up what a pod has set aside and no plugin was asked for.
+    pub fn abandon(&mut self, uid: &str) {
+        if let Some(containers) = self.pods.get_mut(uid) {
+            for allocations in containers.values_mut() {
+                allocations.retain(|_, own| own.answer.is_some());
+            }
+            containers.retain(|_, allocations| !allocations.is_empty());
+            if containers.is_empty() {
+                self.pods.remove(uid);
+            }
+        }
+    }
+
+    /// A pod's devices are free again; the answer is whether it had any.
+    pub fn release(&mut self, uid: &str) -> bool {
+        self.pods.remove(uid).is_some()
+    }
+
+    /// Releases the devices of pods that do not exist any more; the answer is whether there were any.
+    pub fn retain(&mut self, exists: impl Fn(&str) -> bool) -> bool {
+        let before = self.pods.len();
+        self.pods.retain(|uid, _| exists(uid));
+        self.pods.len() != before
+    }
+
+    /// A refusal in the kubelet's words where a plugin's resource is what is short: the kubelet's device manager decides
+    /// before its scheduler's rules do.
+    #[must_use]
+    pub fn in_words(&self, pod: &Pod, refusal: Refusal) -> Refusal {
+        let resource = refusal.reason.strip_prefix("OutOf");
+        if !resource.is_some_and(|name| self.knows(name)) {
+            return refusal;
+        }
+        let mut tried = self.clone();
+        for (role, container) in pod::containers(pod) {
+            if role != Role::Ephemeral
+                && let Err(error) = tried.reserve_container(pod, &container, None)
+            {
+                return error.refusal();
+            }
+        }
+        refusal
+    }
+
+    /// A resource of a container whose plugin has not told of its devices since the agent started: they may not be there
+    /// yet.
+    #[must_use]
+    pub fn awaited(&self, uid: &str, container: &str) -> Option<&str> {
+        let allocations = self.pods.get(uid)?.get(container)?;
+        let mut resources = allocations.keys();
+        let absent = resources.find(|name| self.resources.get(*name).is_none_or(|r| !r.listed));
+        absent.map(String::as_str)
+    }
+
+    /// The resources that a container has devices of.
+    #[must_use]
+    pub fn slots(&self, uid: &str, container: &str) -> Vec<Slot> {
+        let allocations = self.pods.get(uid).and_then(|pod| pod.get(container));
+        let resources = allocations.into_iter().flat_map(BTreeMap::keys);
+        let slot = |resource: &String| Slot {
+            container: container.to_owned(),
+            resource: resource.clone(),
+        };
+        resources.map(slot).collect()
+    }
+
+    /// What a container has: resource, device, and its NUMA nodes.
+    #[must_use]
+    pub fn held(&self, uid: &str, container: &str) -> Vec<(String, String, BTreeSet<i64>)> {
+        let allocations = self.pods.get(uid).and_then(|pod| pod.get(container));
+        let allocations = allocations.into_iter().flatten();
+        let rows = allocations.flat_map(|(resource, own)| {
+            let devices = own.devices.iter();
+            devices.map(|(id, numa)| (resource.clone(), id.clone(), numa.clone()))
+        });
+        rows.collect()
+    }
+
+    /// All healthy devices, as [`Devices::held`] has them.
+    #[must_use]
+    pub fn healthy(&self) -> Vec<(String, String, BTreeSet<i64>)> {
+        let rows = self.resources.iter().flat_map(|(name, resource)| {
+            let ids = resource.healthy();
+            ids.map(|id| (name.clone(), id.clone(), resource.devices[id].numa.clone()))
+        });
+        rows.collect()
+    }
+}
+
+fn number(count: usize) -> Quantity {
+    Quantity::from_units(i64::try_from(count).unwrap_or(i64::MAX))
+}
+
+/// How far a device is from where it is wanted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Distance {
+    Near,
+    Far,
+    /// It has no place, or none is wanted.
+    Unknown,
+}
+
+fn distance(device: &Device, affinity: Option<&BTreeSet<i64>>) -> Distance {
+    match affinity {
+        Some(_) if device.numa.is_empty() => Distance::Unknown,
+        Some(wanted) if !wanted.is_disjoint(&device.numa) => Distance::Near,
+        Some(_) => Distance::Far,
+        None => Distance::Unknown,
+    }
+}

@@ -1,0 +1,561 @@
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::core::node::hints::{Asker, Hint, Provider as _};
+
+const THING: &str = "example.com/thing";
+
+/// The NUMA nodes that containers' devices are to be near to, by the container's name.
+type Affinities = BTreeMap<String, BTreeSet<i64>>;
+
+impl Devices {
+    /// Sets aside what a pod's containers want, all or nothing; the answer is for what the plugins are to be asked.
+    fn reserve(&mut self, pod: &Pod, affinities: &Affinities) -> Result<Vec<Slot>, DeviceError> {
+        let before = self.holding(pod::uid(pod));
+        for (_, container) in pod::containers(pod) {
+            let affinity = affinities.get(&container.name);
+            if let Err(error) = self.reserve_container(pod, &container, affinity) {
+                self.put_back(pod::uid(pod), before);
+                return Err(error);
+            }
+        }
+        Ok(self.unanswered(pod))
+    }
+}
+
+fn pod(uid: &str, spec: &Value) -> Pod {
+    let pod = json!({"metadata": {"name": uid, "namespace": "n", "uid": uid}, "spec": spec});
+    serde_json::from_value(pod).expect("a pod")
+}
+
+fn container(name: &str, things: usize) -> Value {
+    json!({"name": name, "resources": {"limits": {THING: things.to_string()}}})
+}
+
+fn plain(uid: &str, things: usize) -> Pod {
+    pod(uid, &json!({"containers": [container("c", things)]}))
+}
+
+fn slot(container: &str) -> Slot {
+    Slot {
+        container: container.into(),
+        resource: THING.into(),
+    }
+}
+
+fn at(second: i64) -> Timestamp {
+    Timestamp::from_second(second).expect("a time")
+}
+
+/// Devices by their names; those with a `!` are not healthy, and digits at the end are NUMA nodes.
+fn described(names: &[&str]) -> BTreeMap<String, Device> {
+    let device = |name: &&str| {
+        let id = name.trim_end_matches('!');
+        let device = Device {
+            healthy: id == *name,
+            numa: id
+                .chars()
+                .filter_map(|c| c.to_digit(10))
+                .map(i64::from)
+                .collect(),
+        };
+        (id.to_owned(), device)
+    };
+    names.iter().map(device).collect()
+}
+
+fn with(names: &[&str]) -> Devices {
+    let mut devices = Devices::default();
+    devices.register(THING, 1);
+    devices.list(THING, 1, described(names));
+    devices
+}
+
+fn answer(text: &str) -> ContainerAllocateResponse {
+    ContainerAllocateResponse {
+        envs: [("WHICH".to_owned(), text.to_owned())].into(),
+        ..ContainerAllocateResponse::default()
+    }
+}
+
+fn amounts_of(devices: &Devices) -> (i64, i64) {
+    let (capacity, allocatable) = devices.amounts();
+    (capacity[THING].units(), allocatable[THING].units())
+}
+
+#[test]
+fn refusals_are_in_the_kubelets_words() {
+    let none = Affinities::new();
+    let mut devices = with(&["a", "b", "c!"]);
+    devices.reserve(&plain("first", 1), &none).expect("free");
+    let error = devices.reserve(&plain("second", 2), &none);
+    let refusal = error.expect_err("one is free").refusal();
+    assert_eq!(
+        (refusal.reason.as_str(), refusal.message.as_str()),
+        (
+            "UnexpectedAdmissionError",
+            "Allocate failed due to requested number of devices unavailable for example.com/thing. Requested: 2, Available: 1, which is unexpected"
+        )
+    );
+    let shorted = Refusal {
+        reason: format!("OutOf{THING}"),
+        message: "m".into(),
+        missing: Amounts::new(),
+    };
+    assert_eq!(devices.in_words(&plain("second", 2), shorted), refusal);
+    let cpu = Refusal {
+        reason: "OutOfcpu".into(),
+        ..refusal
+    };
+    assert_eq!(devices.in_words(&plain("second", 2), cpu.clone()), cpu);
+
+    devices.lose(THING, 1, at(0));
+    let error = devices.reserve(&plain("second", 1), &none);
+    assert_eq!(error, Err(DeviceError::NoneHealthy(THING.into())));
+    let changed = devices.reserve(&plain("first", 2), &none);
+    assert!(matches!(changed, Err(DeviceError::Changed { held: 1, .. })));
+    // It keeps what it has, whatever its plugin does.
+    assert_eq!(
+        devices.reserve(&plain("first", 1), &none),
+        Ok(vec![slot("c")])
+    );
+}
+
+#[test]
+fn all_of_a_pods_devices_are_reserved_or_none() {
+    let mut devices = with(&["a", "b"]);
+    let two = json!({"containers": [container("one", 1), container("two", 2)]});
+    assert!(
+        devices
+            .reserve(&pod("p", &two), &Affinities::new())
+            .is_err()
+    );
+    assert_eq!(devices.free(THING).len(), 2);
+    assert!(!devices.release("p"), "nothing is left of it");
+    // What no plugin has, and what comes from a claim, is not ours.
+    let mut claimed = pod(
+        "q",
+        &json!({"containers": [{"name": "c", "resources": {"limits": {"example.com/other": "9", "cpu": "1"}}}]}),
+    );
+    assert_eq!(devices.reserve(&claimed, &Affinities::new()), Ok(vec![]));
+    claimed.spec = plain("q", 9).spec;
+    claimed.status = serde_json::from_value(
+        json!({"extendedResourceClaimStatus": {"resourceClaimName": "x",
+        "requestMappings": [{"containerName": "c", "resourceName": THING, "requestName": "r"}]}}),
+    )
+    .expect("a status");
+    assert_eq!(devices.reserve(&claimed, &Affinities::new()), Ok(vec![]));
+}
+
+#[test]
+fn init_containers_hand_on_their_devices_and_sidecars_keep_theirs() {
+    let mut devices = with(&["a", "b", "c", "d"]);
+    let mut sidecar = container("sidecar", 1);
+    sidecar["restartPolicy"] = "Always".into();
+    let spec = json!({"initContainers": [container("first", 2), container("second", 1), sidecar],
+        "containers": [container("main", 1), container("other", 1)]});
+    let asked = devices.reserve(&pod("p", &spec), &Affinities::new());
+    assert_eq!(asked.expect("they suffice").len(), 5);
+    let ids = |devices: &Devices, name: &str| devices.ids("p", &slot(name)).join(",");
+    let all = |devices: &Devices| {
+        ["first", "second", "sidecar", "main", "other"].map(|name| ids(devices, name))
+    };
+    assert_eq!(all(&devices), ["a,b", "a", "a", "b", "c"]);
+    assert_eq!(devices.free(THING).len(), 1);
+
+    // What the plugin prefers for an init container its successors follow.
+    let offer = devices.offer("p", &slot("first")).expect("reserved");
+    assert_eq!((offer.size, offer.must_include.len()), (2, 0));
+    assert_eq!(offer.available.len(), 3, "{offer:?}");
+    devices.prefer(
+        "p",
+        &slot("first"),
+        &["d".into(), "nonsense".into(), "c".into()],
+    );
+    assert_eq!(all(&devices), ["a,d", "a", "a", "d", "c"]);
+    assert!(devices.answered("p", &slot("first"), answer("x")));
+    // What is reused stays; what is another container's cannot be had.
+    devices.prefer("p", &slot("main"), &["b".into()]);
+    devices.prefer("p", &slot("other"), &["a".into(), "b".into()]);
+    assert_eq!(all(&devices), ["a,d", "a", "a", "d", "b"]);
+    devices.abandon("p");
+    assert_eq!(all(&devices), ["a,d", "", "", "", ""]);
+    assert!(devices.release("p"));
+    assert_eq!(devices.free(THING).len(), 4);
+}
+
+#[test]
+fn devices_near_the_wanted_nodes_come_first() {
+    let all = "a0,b1,c,d01,e1";
+    for (node, wanted, expected, offered) in [
+        (Some(1), 1, "b1", "b1,d01,e1"),
+        // All that are near, and then the plugin may choose of the others.
+        (Some(1), 3, "b1,d01,e1", all),
+        (Some(1), 4, "a0,b1,d01,e1", all),
+        (Some(0), 1, "a0", "a0,d01"),
+        (Some(7), 1, "a0", all),
+        (None, 1, "a0", all),
+    ] {
+        let mut devices = with(&["a0", "b1", "c", "d01", "e1"]);
+        let near = node.map(|node| ("c".to_owned(), BTreeSet::from([node])));
+        let reserved = devices.reserve(&plain("p", wanted), &near.into_iter().collect());
+        reserved.expect("they suffice");
+        let offer = devices.offer("p", &slot("c")).expect("reserved");
+        let available: Vec<String> = offer.available.into_iter().collect();
+        assert_eq!(
+            (
+                devices.ids("p", &slot("c")).join(","),
+                available.join(",").as_str()
+            ),
+            (expected.to_owned(), offered),
+            "{wanted} near {node:?}"
+        );
+    }
+}
+
+#[test]
+fn hints_say_which_nodes_suffice() {
+    // Nodes with a `+` are preferred.
+    for (names, init, requested, expected) in [
+        (vec!["a0", "b1"], 0, 1, "0+ 01 1+"),
+        (vec!["a0", "b1"], 0, 2, "01+"),
+        (vec!["a0", "b0", "c1"], 0, 2, "0+ 01"),
+        // Were they all healthy, one node would do: so none is preferred.
+        (vec!["a0", "b0!", "c1"], 0, 2, "01"),
+        (vec!["a0", "b1", "c"], 0, 3, ""),
+        (vec!["a0"], 0, 2, ""),
+        (vec!["a", "b"], 0, 1, "no difference"),
+        (vec!["a01", "b1"], 0, 2, "01 1+"),
+        // The init container has the first one, which is used again.
+        (vec!["a0", "b1"], 1, 1, "0+ 01"),
+        (vec!["a0", "b0", "c1"], 1, 2, "0+ 01"),
+        // A node that the machine does not have.
+        (vec!["a0", "b7"], 0, 1, "0+"),
+    ] {
+        let mut devices = with(&names);
+        let spec = json!({"initContainers": [container("init", init)], "containers": [container("c", requested)]});
+        let pod = pod("p", &spec);
+        let containers = pod::containers(&pod);
+        devices
+            .reserve_container(&pod, &containers[0].1, None)
+            .expect("free");
+        let near = NearNodes {
+            devices: &mut devices,
+            nodes: &[0, 1].into(),
+        };
+        let hints = near.hints(Asker::Container(&pod, &containers[1].1));
+        let text = |hint: &Hint| {
+            let nodes = hint.nodes.unwrap_or_default().nodes();
+            let nodes: String = nodes.iter().map(ToString::to_string).collect();
+            format!("{nodes}{}", if hint.preferred { "+" } else { "" })
+        };
+        let shown = hints.get(THING).map(|hints| {
+            let mut shown: Vec<String> = hints.iter().map(text).collect();
+            shown.sort();
+            shown.join(" ")
+        });
+        let shown = shown.unwrap_or_else(|| "no difference".into());
+        assert_eq!(shown, expected, "{requested} of {names:?} after {init}");
+    }
+}
+
+#[test]
+fn a_resource_goes_five_minutes_after_its_plugin() {
+    let mut devices = with(&["a", "b", "c!"]);
+    assert_eq!(amounts_of(&devices), (3, 2));
+    assert!(!devices.list(THING, 1, described(&["a", "b", "c!"])));
+    assert!(devices.list(THING, 1, described(&["a!", "b", "c!"])));
+    assert_eq!(amounts_of(&devices), (3, 1));
+    devices.reserve(&plain("p", 1), &Affinities::new()).ok();
+    assert!(devices.lose(THING, 1, at(100)));
+    assert_eq!(amounts_of(&devices), (3, 0));
+    // The pod that has one goes on.
+    assert_eq!(devices.allocatable_for("p")[THING].units(), 1);
+    assert_eq!(devices.allocatable_for("q")[THING].units(), 0);
+    assert_eq!(devices.next_expiry(), Some(at(400)));
+    assert!(!devices.expire(at(399)));
+    assert!(devices.expire(at(400)));
+    assert_eq!(amounts_of(&devices), (0, 0));
+    assert_eq!(devices.next_expiry(), None);
+
+    devices.register(THING, 2);
+    devices.list(THING, 2, described(&["a"]));
+    assert_eq!(amounts_of(&devices), (1, 1));
+    // What comes of an earlier registration does not count.
+    assert!(!devices.list(THING, 1, described(&[])));
+    assert!(!devices.lose(THING, 1, at(500)));
+    assert_eq!(amounts_of(&devices), (1, 1));
+}
+
+#[test]
+fn a_restart_keeps_what_containers_have() {
+    let mut devices = with(&["a0", "b01", "c"]);
+    devices
+        .reserve(&plain("p", 2), &Affinities::new())
+        .expect("free");
+    assert!(devices.answered("p", &slot("c"), answer("two")));
+    devices
+        .reserve(&plain("unanswered", 1), &Affinities::new())
+        .expect("free");
+
+    let text = checkpoint::write(devices.to_keep());
+    let data = checkpoint::read(&text).expect("a checkpoint");
+    let mut restarted = Devices::restored(data, at(0));
+    assert_eq!(restarted.held("p", "c"), devices.held("p", "c"));
+    assert_eq!(restarted.given("p", "c"), devices.given("p", "c"));
+    assert_eq!(restarted.given("p", "c").env[0].1, "two");
+    assert!(restarted.held("unanswered", "c").is_empty());
+    assert_eq!(amounts_of(&restarted), (0, 0));
+    assert_eq!(restarted.awaited("p", "c"), Some(THING));
+    assert_eq!(
+        restarted.reserve(&plain("p", 2), &Affinities::new()),
+        Ok(vec![])
+    );
+    let refused = restarted.reserve(&plain("q", 1), &Affinities::new());
+    assert_eq!(refused, Err(DeviceError::NoneHealthy(THING.into())));
+    restarted.register(THING, 1);
+    restarted.list(THING, 1, described(&["a0", "b01", "c"]));
+    assert_eq!(restarted.awaited("p", "c"), None);
+    assert_eq!(restarted.free(THING), BTreeSet::from(["c".to_owned()]));
+    assert!(restarted.retain(|uid| uid != "p"));
+    assert_eq!(restarted.free(THING).len(), 3);
+}
+
+#[test]
+fn answers_of_several_plugins_are_put_together_and_the_first_counts() {
+    use holdfast_proto::deviceplugin as pb;
+    let mut devices = with(&["a"]);
+    devices.register("example.com/other", 2);
+    devices.list("example.com/other", 2, described(&["x"]));
+    let limits = json!({THING: "1", "example.com/other": "1"});
+    let spec = json!({"containers": [{"name": "c", "resources": {"limits": limits}}]});
+    let asked = devices.reserve(&pod("p", &spec), &Affinities::new());
+    for (slot, text) in asked.expect("free").iter().zip(["first", "second"]) {
+        let answer = pb::ContainerAllocateResponse {
+            envs: [
+                ("SAME".to_owned(), text.to_owned()),
+                (text.to_owned(), String::new()),
+            ]
+            .into(),
+            mounts: vec![pb::Mount {
+                container_path: "/m".into(),
+                host_path: text.into(),
+                read_only: true,
+            }],
+            devices: vec![pb::DeviceSpec {
+                container_path: "/dev/m".into(),
+                host_path: text.into(),
+                permissions: "rw".into(),
+            }],
+            annotations: [("a".to_owned(), text.to_owned())].into(),
+            cdi_devices: vec![pb::CdiDevice {
+                name: "v/c=d".into(),
+            }],
+        };
+        assert!(devices.answered("p", slot, answer));
+    }
+    let given = devices.given("p", "c");
+    let same: Vec<_> = given.env.iter().map(|(k, v)| format!("{k}={v}")).collect();
+    assert_eq!(same, ["SAME=first", "first=", "second="]);
+    assert_eq!(
+        (given.mounts.len(), given.devices.len(), given.cdi.len()),
+        (1, 1, 1)
+    );
+    assert!(given.mounts[0].readonly && given.mounts[0].host_path == "first");
+    assert_eq!(given.annotations["a"], "first");
+}
+
+#[test]
+fn names_of_resources_are_extended_ones() {
+    for (name, expected) in [
+        (THING, true),
+        ("a/B_c.d-e", true),
+        ("thing", false),
+        ("kubernetes.io/thing", false),
+        ("requests.example.com/thing", false),
+        ("Example.com/thing", false),
+        ("example.com/", false),
+        ("example.com/a/b", false),
+        ("example.com/-a", false),
+    ] {
+        assert_eq!(is_resource_name(name), expected, "{name}");
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Change {
+    List(Vec<Option<bool>>),
+    Reserve(usize, [usize; 3], Option<i64>),
+    Prefer(usize, Vec<usize>),
+    Answer(usize),
+    Abandon(usize),
+    Release(usize),
+    Lose,
+    Restart,
+}
+
+fn change() -> impl Strategy<Value = Change> {
+    let pod = 0..4usize;
+    prop_oneof![
+        3 => prop::collection::vec(prop::option::weighted(0.9, prop::bool::weighted(0.8)), 8)
+            .prop_map(Change::List),
+        6 => (pod.clone(), [0..3usize, 0..3, 0..3], prop::option::of(0..2i64))
+            .prop_map(|(p, n, a)| Change::Reserve(p, n, a)),
+        3 => (pod.clone(), prop::collection::vec(0..8usize, 0..4))
+            .prop_map(|(p, ids)| Change::Prefer(p, ids)),
+        3 => pod.clone().prop_map(Change::Answer),
+        1 => pod.clone().prop_map(Change::Abandon),
+        2 => pod.prop_map(Change::Release),
+        1 => Just(Change::Lose),
+        1 => Just(Change::Restart),
+    ]
+}
+
+const NAMES: [&str; 3] = ["init", "one", "two"];
+
+fn random_pod(uid: &str, [init, one, two]: [usize; 3]) -> Pod {
+    let spec = json!({"initContainers": [container("init", init)], "containers": [container("one", one), container("two", two)]});
+    pod(uid, &spec)
+}
+
+/// No device has two owners, but for an init container and one of its pod's regular ones.
+fn check_owners(devices: &Devices) {
+    let mut owners: BTreeMap<String, (String, String)> = BTreeMap::new();
+    for (uid, containers) in &devices.pods {
+        for (name, allocations) in containers {
+            for id in allocations[THING].devices.keys() {
+                let Some((other, container)) =
+                    owners.insert(id.clone(), (uid.clone(), name.clone()))
+                else {
+                    continue;
+                };
+                assert_eq!(&other, uid, "{id} has two pods");
+                assert!(
+                    (container == "init") != (name == "init"),
+                    "{id}: {container} and {name}"
+                );
+            }
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_device_is_given_twice_and_no_unhealthy_one(changes in prop::collection::vec(change(), 1..40)) {
+        let mut devices = Devices::default();
+        let mut number = 0;
+        for change in changes {
+            match change {
+                Change::List(states) => {
+                    number += 1;
+                    devices.register(THING, number);
+                    let listed = states.iter().enumerate().filter_map(|(i, state)| {
+                        let device = Device { healthy: (*state)?, numa: [i as i64 % 2].into() };
+                        Some((format!("d{i}"), device))
+                    });
+                    devices.list(THING, number, listed.collect());
+                }
+                Change::Reserve(p, sizes, affinity) => {
+                    let uid = format!("p{p}");
+                    let before = devices.clone();
+                    let near = affinity.map(|node| BTreeSet::from([node]));
+                    let affinities = near.into_iter().flat_map(|near| NAMES.map(|n| (n.to_owned(), near.clone()))).collect();
+                    let healthy: BTreeSet<String> = before.healthy().into_iter().map(|(_, id, _)| id).collect();
+                    let known = before.knows(THING);
+                    match devices.reserve(&random_pod(&uid, sizes), &affinities) {
+                        Err(_) => prop_assert_eq!(&devices.pods, &before.pods),
+                        Ok(_) => for (name, size) in NAMES.iter().zip(sizes) {
+                            let had = before.ids(&uid, &slot(name));
+                            let has = devices.ids(&uid, &slot(name));
+                            if size > 0 && known {
+                                prop_assert_eq!(has.len(), size);
+                            }
+                            if had.is_empty() {
+                                prop_assert!(has.iter().all(|id| healthy.contains(id)), "{:?} of {:?}", has, healthy);
+                            }
+                        },
+                    }
+                }
+                Change::Prefer(p, ids) => {
+                    let uid = format!("p{p}");
+                    let preferred: Vec<String> = ids.iter().map(|i| format!("d{i}")).collect();
+                    for name in NAMES {
+                        let before = devices.ids(&uid, &slot(name));
+                        devices.prefer(&uid, &slot(name), &preferred);
+                        let after = devices.ids(&uid, &slot(name));
+                        prop_assert_eq!(before.len(), after.len());
+                        let healthy: BTreeSet<String> = devices.healthy().into_iter().map(|(_, id, _)| id).collect();
+                        prop_assert!(after.iter().all(|id| before.contains(id) || healthy.contains(id)));
+                    }
+                }
+                Change::Answer(p) => for name in NAMES {
+                    devices.answered(&format!("p{p}"), &slot(name), answer("x"));
+                },
+                Change::Abandon(p) => devices.abandon(&format!("p{p}")),
+                Change::Release(p) => {
+                    devices.release(&format!("p{p}"));
+                }
+                Change::Lose => {
+                    devices.lose(THING, number, at(0));
+                }
+                Change::Restart => {
+                    let text = checkpoint::write(devices.to_keep());
+                    devices = Devices::restored(checkpoint::read(&text).expect("a checkpoint"), at(0));
+                }
+            }
+            check_owners(&devices);
+        }
+    }
+}
+
+#[test]
+fn the_health_of_what_containers_have_follows_their_plugin() {
+    use crate::core::pod::status::devices::Health;
+
+    let mut devices = with(&["a", "b"]);
+    let pod = plain("p", 1);
+    devices
+        .reserve(&pod, &Affinities::new())
+        .expect("there is room");
+    assert_eq!(devices.health("p"), BTreeMap::new(), "it is not given yet");
+    assert!(devices.answered("p", &slot("c"), answer("a")));
+    let of = |devices: &Devices| {
+        let health = devices.health("p");
+        assert_eq!(devices.health_of_all().get("p"), Some(&health));
+        let own = &health["c"][THING];
+        assert_eq!(own.len(), 1);
+        own["a"]
+    };
+    assert_eq!(of(&devices), Health::Healthy);
+    assert_eq!(devices.health("other"), BTreeMap::new());
+    assert!(devices.list(THING, 1, described(&["a!", "b"])));
+    assert_eq!(of(&devices), Health::Unhealthy);
+    assert!(devices.list(THING, 1, described(&["b"])));
+    assert_eq!(of(&devices), Health::Unknown, "it is not named any more");
+    assert!(devices.list(THING, 1, described(&["a!", "b!"])));
+    // Its plugin goes and comes back: nothing is known until it has spoken, even if it says the same.
+    assert!(devices.lose(THING, 1, at(0)));
+    assert_eq!(of(&devices), Health::Unknown);
+    devices.register(THING, 2);
+    assert_eq!(of(&devices), Health::Unknown);
+    assert!(
+        devices.list(THING, 2, described(&["a!", "b!"])),
+        "that is news"
+    );
+    assert_eq!(of(&devices), Health::Unhealthy);
+    // One that registers anew without having gone changes nothing.
+    assert!(devices.list(THING, 2, described(&["a", "b"])));
+    devices.register(THING, 3);
+    assert_eq!(of(&devices), Health::Healthy);
+    // Another agent knows who has what, and not yet how it is; for a plugin that stays away that ends.
+    let mut restarted = Devices::restored(devices.to_keep(), at(10));
+    assert_eq!(of(&restarted), Health::Untold);
+    let mut back = restarted.clone();
+    back.register(THING, 1);
+    assert_eq!(of(&back), Health::Untold);
+    back.list(THING, 1, described(&["a"]));
+    assert_eq!(of(&back), Health::Healthy);
+    assert!(restarted.expire(at(10) + GRACE));
+    assert_eq!(of(&restarted), Health::Unknown);
+}

@@ -1,0 +1,422 @@
+//! What is made of each fact.
+
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+
+use super::{ApiFacts, Certificate, Disk, Facts, Finding, Port, RuntimeFacts, Severity};
+use crate::core::pod::dns::{self, Resolver};
+
+/// The controllers without which pods' limits are not kept.
+pub(super) const CONTROLLERS: [&str; 4] = ["cpu", "cpuset", "memory", "pids"];
+/// A clock that differs by more makes tokens and certificates invalid at times.
+const SKEW: SignedDuration = SignedDuration::from_secs(5);
+/// Certificates that are renewed are renewed long before.
+const EXPIRES_SOON: SignedDuration = SignedDuration::from_hours(7 * 24);
+/// Answers that take longer make every pod slow.
+pub(super) const SLOW: Duration = Duration::from_secs(1);
+/// The kubelet's own thresholds of available bytes and free inodes, in percent.
+const LITTLE_ROOM: (u64, u64) = (10, 5);
+
+fn ok(subject: &'static str, found: impl Into<String>) -> Finding {
+    Finding {
+        subject,
+        severity: Severity::Ok,
+        found: found.into(),
+        leads_to: None,
+        remedy: None,
+    }
+}
+
+fn fault(
+    severity: Severity,
+    subject: &'static str,
+    found: impl Into<String>,
+    leads_to: impl Into<String>,
+    remedy: impl Into<String>,
+) -> Finding {
+    Finding {
+        subject,
+        severity,
+        found: found.into(),
+        leads_to: Some(leads_to.into()),
+        remedy: Some(remedy.into()),
+    }
+}
+
+pub(super) fn configuration(facts: &Facts) -> Vec<Finding> {
+    let refused = facts.refusals.iter().map(|why| Finding {
+        leads_to: Some("the agent does not start".into()),
+        severity: Severity::Error,
+        ..ok("start", why.clone())
+    });
+    let unread = facts.configuration.iter().map(|what| {
+        fault(
+            Severity::Warning,
+            "config",
+            what.clone(),
+            "the node does not do what this part of its configuration says",
+            "remove the field, or see docs/ for what is honoured",
+        )
+    });
+    let mut findings: Vec<Finding> = refused.chain(unread).collect();
+    if findings.is_empty() {
+        findings.push(ok("config", "valid, and all of it is honoured"));
+    }
+    findings
+}
+
+pub(super) fn kernel(facts: &Facts) -> Vec<Finding> {
+    let mut findings = vec![];
+    if !facts.overlay {
+        findings.push(fault(
+            Severity::Error,
+            "kernel",
+            format!("Linux {} without overlayfs", facts.kernel),
+            "containerd cannot make containers with its default snapshotter",
+            "modprobe overlay; echo overlay > /etc/modules-load.d/overlay.conf",
+        ));
+    }
+    if !facts.forwards {
+        findings.push(fault(
+            Severity::Error,
+            "kernel",
+            "net.ipv4.ip_forward is 0",
+            "pods reach nothing outside their node, and nothing reaches them",
+            "sysctl -w net.ipv4.ip_forward=1; echo net.ipv4.ip_forward=1 > /etc/sysctl.d/99-kubernetes.conf",
+        ));
+    }
+    if facts.bridge_filters == Some(false) {
+        findings.push(fault(
+            Severity::Warning,
+            "kernel",
+            "net.bridge.bridge-nf-call-iptables is 0",
+            "a pod may not reach a service whose pod is on the same bridge, and network policies are not kept there",
+            "sysctl -w net.bridge.bridge-nf-call-iptables=1",
+        ));
+    }
+    if findings.is_empty() {
+        findings.push(ok("kernel", format!("Linux {}", facts.kernel)));
+    }
+    findings
+}
+
+pub(super) fn cgroups(facts: &Facts) -> Vec<Finding> {
+    let version = if facts.cgroup_v2 { "v2" } else { "v1" };
+    let is_missing = |name: &&str| !facts.controllers.iter().any(|c| c == name);
+    let missing: Vec<&str> = CONTROLLERS.into_iter().filter(is_missing).collect();
+    let mut findings = vec![];
+    if !missing.is_empty() {
+        findings.push(fault(
+            Severity::Error,
+            "cgroups",
+            format!("cgroup {version} without {}", missing.join(", ")),
+            "the limits of pods are not kept, or their cgroups cannot be made",
+            "boot with cgroup_enable=cpuset,memory on the kernel's command line, and let systemd delegate the controllers",
+        ));
+    }
+    let driver = |systemd| if systemd { "systemd" } else { "cgroupfs" };
+    let said = facts
+        .runtime
+        .iter()
+        .find_map(|(_, said)| said.as_ref().ok());
+    match said.and_then(|runtime| runtime.systemd_cgroups) {
+        Some(systemd) if systemd != facts.wants_systemd => findings.push(fault(
+            Severity::Warning,
+            "cgroups",
+            format!(
+                "cgroupDriver is {}, and the runtime uses {}",
+                driver(facts.wants_systemd),
+                driver(systemd)
+            ),
+            "the agent uses the runtime's; a kubelet without the same knowledge would fail to start pods",
+            format!("set cgroupDriver: {} in the KubeletConfiguration", driver(systemd)),
+        )),
+        Some(systemd) if findings.is_empty() => findings.push(ok(
+            "cgroups",
+            format!("cgroup {version} with the {} driver", driver(systemd)),
+        )),
+        None if findings.is_empty() => findings.push(ok("cgroups", format!("cgroup {version}"))),
+        _ => {}
+    }
+    findings
+}
+
+pub(super) fn runtime(endpoint: &str, said: &Result<RuntimeFacts, String>) -> Vec<Finding> {
+    let facts = match said {
+        Ok(facts) => facts,
+        Err(why) => {
+            return vec![fault(
+                Severity::Error,
+                "runtime",
+                format!("{endpoint} does not answer: {why}"),
+                "no pod starts, and the node is NotReady",
+                "systemctl start containerd; or name its socket with --container-runtime-endpoint",
+            )];
+        }
+    };
+    let mut findings = vec![];
+    if let Some(why) = &facts.not_ready {
+        findings.push(fault(
+            Severity::Error,
+            "runtime",
+            format!("{} is not ready: {why}", facts.version),
+            "no pod starts, and the node is NotReady",
+            "journalctl -u containerd says what it lacks",
+        ));
+    }
+    if let Some(why) = &facts.network_not_ready {
+        findings.push(fault(
+            Severity::Error,
+            "network",
+            format!("the runtime has no pod network: {why}"),
+            "the node is NotReady, and only pods of the host's network start",
+            "install a network plugin: its configuration goes to /etc/cni/net.d, its programs to /opt/cni/bin",
+        ));
+    }
+    if facts.took > SLOW {
+        findings.push(fault(
+            Severity::Warning,
+            "runtime",
+            format!(
+                "{} took {:.1} s to answer",
+                facts.version,
+                facts.took.as_secs_f64()
+            ),
+            "pods start and stop slowly",
+            "look for a disk or a processor that is busy: iostat -x 1, top",
+        ));
+    }
+    if findings.is_empty() {
+        let took = facts.took.as_millis();
+        findings.push(ok(
+            "runtime",
+            format!(
+                "{} at {endpoint}, its network is ready, answered in {took} ms",
+                facts.version
+            ),
+        ));
+    }
+    findings
+}
+
+fn percent(part: u64, whole: u64) -> u64 {
+    // Of u64::MAX bytes a hundredth is still exact enough.
+    part.checked_mul(100)
+        .map_or(part / (whole / 100).max(1), |p| p / whole.max(1))
+}
+
+pub(super) fn disk(disk: &Disk) -> Vec<Finding> {
+    let Disk {
+        purpose,
+        path,
+        capacity,
+        available,
+        inodes,
+        inodes_free,
+    } = disk;
+    let path = path.display();
+    let (room, free) = (
+        percent(*available, *capacity),
+        percent(*inodes_free, *inodes),
+    );
+    let mut findings = vec![];
+    let leads_to =
+        "below the kubelet's eviction thresholds images are removed and pods are evicted";
+    if room < LITTLE_ROOM.0 {
+        findings.push(fault(
+            Severity::Warning,
+            "disk",
+            format!("{room} % of {path} ({purpose}) is available"),
+            leads_to,
+            format!(
+                "remove what is not needed (du -xh --max-depth=2 {path}), or enlarge the filesystem"
+            ),
+        ));
+    }
+    if *inodes > 0 && free < LITTLE_ROOM.1 {
+        findings.push(fault(
+            Severity::Warning,
+            "disk",
+            format!("{free} % of the inodes of {path} ({purpose}) are free"),
+            leads_to,
+            format!("remove small files that are not needed (du -x --inodes --max-depth=2 {path})"),
+        ));
+    }
+    if findings.is_empty() {
+        findings.push(ok(
+            "disk",
+            format!("{room} % of {path} ({purpose}) is available"),
+        ));
+    }
+    findings
+}
+
+pub(super) fn resolve(path: &str, resolver: &Result<Resolver, String>) -> Finding {
+    let resolver = match resolver {
+        Ok(resolver) => resolver,
+        Err(why) => {
+            return fault(
+                Severity::Error,
+                "dns",
+                why.clone(),
+                "pods inherit no name resolution from the node, the cluster's DNS server among them",
+                "name the file with resolvConf",
+            );
+        }
+    };
+    let is_loopback = |server: &&String| {
+        let address = server.parse::<std::net::IpAddr>();
+        address.is_ok_and(|a| a.is_loopback())
+    };
+    if let Some(server) = resolver.servers.iter().find(is_loopback) {
+        return fault(
+            Severity::Warning,
+            "dns",
+            format!("{path} names {server}, which is another one in every pod"),
+            "pods with dnsPolicy Default resolve nothing, and CoreDNS asks itself until it ends",
+            "set resolvConf: /run/systemd/resolve/resolv.conf, or the file with the real servers",
+        );
+    }
+    match dns::check_host(resolver) {
+        Some(what) => fault(
+            Severity::Warning,
+            "dns",
+            what,
+            "some names resolve on the node and not in pods",
+            format!("shorten the search line of {path}"),
+        ),
+        None => ok(
+            "dns",
+            format!("{path} names {}", resolver.servers.join(", ")),
+        ),
+    }
+}
+
+pub(super) fn port(port: &Port) -> Finding {
+    let Port {
+        field,
+        address,
+        holder,
+    } = port;
+    match holder {
+        None => ok("port", format!("{address} ({field}) is free")),
+        Some(Some((name, pid))) if matches!(name.as_str(), "kubelet" | "holdfast") => ok(
+            "port",
+            format!("{address} ({field}) is served by {name} (pid {pid})"),
+        ),
+        Some(other) => {
+            let who = match other {
+                Some((name, pid)) => format!("{name} (pid {pid})"),
+                None => "another process".into(),
+            };
+            fault(
+                Severity::Error,
+                "port",
+                format!("{address} ({field}) is taken by {who}"),
+                "the agent cannot serve there: no logs, no exec, no metrics",
+                format!("end that process, or set another port with {field}"),
+            )
+        }
+    }
+}
+
+pub(super) fn certificate(held: &Certificate, now: Timestamp) -> Finding {
+    let Certificate {
+        purpose,
+        path,
+        lifetime: (begins, ends),
+    } = held;
+    let found = |what: String| format!("the {purpose} certificate {} {what}", path.display());
+    if now < *begins {
+        return fault(
+            Severity::Error,
+            "certificate",
+            found(format!("is not valid before {begins}")),
+            "nobody accepts it: the machine's clock is behind, or the certificate is wrong",
+            "timedatectl set-ntp true",
+        );
+    }
+    if *ends <= now {
+        return fault(
+            Severity::Error,
+            "certificate",
+            found(format!("expired at {ends}")),
+            "the apiserver and the node do not accept each other",
+            "kubeadm certs renew, or join the node anew; with rotateCertificates the agent renews it by itself while it runs",
+        );
+    }
+    let left = ends.duration_since(now);
+    let days = left.as_hours() / 24;
+    if left < EXPIRES_SOON {
+        return fault(
+            Severity::Warning,
+            "certificate",
+            found(format!("expires in {days} days, at {ends}")),
+            "from then on the apiserver and the node do not accept each other",
+            "set rotateCertificates: true, and look whether its requests are approved: kubectl get csr",
+        );
+    }
+    ok("certificate", found(format!("is valid for {days} days")))
+}
+
+pub(super) fn api(said: &Result<ApiFacts, String>) -> Vec<Finding> {
+    let facts = match said {
+        Ok(facts) => facts,
+        Err(why) => {
+            return vec![fault(
+                Severity::Error,
+                "apiserver",
+                format!("no answer: {why}"),
+                "the node gets no pods, and becomes Unknown to the cluster after 40 s",
+                "check the server's address in the kubeconfig and the way there: curl -k https://SERVER/livez",
+            )];
+        }
+    };
+    let mut findings = vec![];
+    if let Some(clock) = facts.clock.filter(|c| c.abs() > SKEW) {
+        let (by, seconds) = (
+            if clock.is_positive() {
+                "behind"
+            } else {
+                "ahead"
+            },
+            clock.abs().as_secs(),
+        );
+        findings.push(fault(
+            Severity::Error,
+            "clock",
+            format!("this machine's clock is {seconds} s {by} the apiserver's"),
+            "leases, tokens and certificates are taken for expired, or for not valid yet",
+            "timedatectl set-ntp true",
+        ));
+    }
+    if facts.took > SLOW {
+        findings.push(fault(
+            Severity::Warning,
+            "apiserver",
+            format!("its answer took {:.1} s", facts.took.as_secs_f64()),
+            "pods start late, and statuses are old",
+            "look at the way there and at the apiserver's load",
+        ));
+    }
+    match facts.node_ready {
+        Some(false) => findings.push(fault(
+            Severity::Warning,
+            "node",
+            "its object is there and not Ready",
+            "no pod is scheduled to it",
+            "kubectl describe node: the condition Ready says why",
+        )),
+        Some(true) => findings.push(ok("node", "Ready")),
+        None => findings.push(ok(
+            "node",
+            "it has no object yet: the agent makes it when it starts",
+        )),
+    }
+    if findings.iter().all(|f| f.subject == "node") {
+        let took = facts.took.as_millis();
+        findings.insert(0, ok("apiserver", format!("answered in {took} ms")));
+    }
+    findings
+}

@@ -1,0 +1,223 @@
+use super::judge::{CONTROLLERS, SLOW};
+use super::*;
+
+fn healthy() -> Facts {
+    let runtime = RuntimeFacts {
+        version: "containerd 2.1.0".into(),
+        systemd_cgroups: Some(true),
+        ..RuntimeFacts::default()
+    };
+    Facts {
+        now: "2026-11-22T12:00:00Z".parse().expect("a time"),
+        kernel: "6.1".into(),
+        overlay: true,
+        forwards: true,
+        bridge_filters: Some(true),
+        cgroup_v2: true,
+        controllers: CONTROLLERS.map(Into::into).to_vec(),
+        wants_systemd: true,
+        runtime: Some(("unix:///run/containerd/containerd.sock".into(), Ok(runtime))),
+        api: Some(Ok(ApiFacts {
+            node_ready: Some(true),
+            clock: Some(SignedDuration::from_secs(-2)),
+            ..ApiFacts::default()
+        })),
+        ports: vec![Port {
+            field: "port",
+            address: ([0, 0, 0, 0], 10250).into(),
+            holder: Some(Some(("kubelet".into(), 7))),
+        }],
+        certificates: vec![Certificate {
+            purpose: "client",
+            path: "/pki/c.pem".into(),
+            lifetime: (
+                "2026-01-01T00:00:00Z".parse().expect("a time"),
+                "2027-01-01T00:00:00Z".parse().expect("a time"),
+            ),
+        }],
+        disks: vec![Disk {
+            purpose: "pods",
+            path: "/var/lib/kubelet".into(),
+            capacity: 1000,
+            available: 400,
+            inodes: 1000,
+            inodes_free: 50,
+        }],
+        resolver: Some((
+            "/etc/resolv.conf".into(),
+            Ok(Resolver::parse(
+                "nameserver 192.0.2.53\nsearch example.com\n",
+            )),
+        )),
+        ..Facts::default()
+    }
+}
+
+#[test]
+fn a_healthy_node_has_no_fault() {
+    let findings = diagnose(&healthy());
+    assert_eq!(worst(&findings), Severity::Ok, "{}", text(&findings));
+    let subjects: Vec<&str> = findings.iter().map(|f| f.subject).collect();
+    let expected = [
+        "config",
+        "kernel",
+        "cgroups",
+        "runtime",
+        "disk",
+        "dns",
+        "port",
+        "certificate",
+        "apiserver",
+        "node",
+    ];
+    assert_eq!(subjects, expected);
+}
+
+/// Breaks one thing of a healthy node: there is this fault, it says its effect and this of its remedy, and no other.
+fn only(break_it: impl FnOnce(&mut Facts), subject: &str, severity: Severity, remedy: &str) {
+    let mut facts = healthy();
+    break_it(&mut facts);
+    let faults: Vec<Finding> = diagnose(&facts)
+        .into_iter()
+        .filter(|f| f.severity > Severity::Ok)
+        .collect();
+    let [fault] = &faults[..] else {
+        panic!("{subject}, {remedy}: {}", text(&faults));
+    };
+    assert_eq!(
+        (fault.subject, fault.severity),
+        (subject, severity),
+        "{remedy}"
+    );
+    let said = fault.remedy.as_deref().unwrap_or_default();
+    assert!(said.contains(remedy), "{subject}: {said}");
+    assert!(fault.leads_to.is_some(), "{subject}");
+}
+
+fn with_runtime(change: impl FnOnce(&mut RuntimeFacts)) -> impl FnOnce(&mut Facts) {
+    |facts| {
+        if let Some((_, Ok(runtime))) = &mut facts.runtime {
+            change(runtime);
+        }
+    }
+}
+
+fn with_api(change: impl FnOnce(&mut ApiFacts)) -> impl FnOnce(&mut Facts) {
+    |facts| {
+        if let Some(Ok(api)) = &mut facts.api {
+            change(api);
+        }
+    }
+}
+
+fn at(now: &'static str) -> impl FnOnce(&mut Facts) {
+    move |facts| facts.now = now.parse().expect("a time")
+}
+
+#[test]
+fn faults_of_the_machine_are_found_alone_with_their_remedies() {
+    use Severity::{Error, Warning};
+    only(
+        |f| f.configuration.push("x".into()),
+        "config",
+        Warning,
+        "remove",
+    );
+    only(|f| f.overlay = false, "kernel", Error, "modprobe");
+    only(|f| f.forwards = false, "kernel", Error, "ip_forward=1");
+    only(
+        |f| f.bridge_filters = Some(false),
+        "kernel",
+        Warning,
+        "sysctl",
+    );
+    only(
+        |f| f.controllers.retain(|c| c != "memory"),
+        "cgroups",
+        Error,
+        "cgroup_enable",
+    );
+    only(|f| f.wants_systemd = false, "cgroups", Warning, "systemd");
+    only(|f| f.disks[0].available = 99, "disk", Warning, "du -xh");
+    only(|f| f.disks[0].inodes_free = 49, "disk", Warning, "--inodes");
+    let stub = || Ok(Resolver::parse("nameserver 127.0.0.53"));
+    only(
+        |f| f.resolver = Some(("/r".into(), stub())),
+        "dns",
+        Warning,
+        "resolvConf",
+    );
+    let nginx = || Some(Some(("nginx".into(), 9)));
+    only(
+        |f| f.ports[0].holder = nginx(),
+        "port",
+        Error,
+        "another port",
+    );
+}
+
+#[test]
+fn faults_of_what_the_node_talks_to_are_found_alone_with_their_remedies() {
+    use Severity::{Error, Warning};
+    let gone = || Some(("unix:///x".into(), Err("refused".into())));
+    only(|f| f.runtime = gone(), "runtime", Error, "containerd");
+    only(
+        with_runtime(|r| r.not_ready = Some("y".into())),
+        "runtime",
+        Error,
+        "journalctl",
+    );
+    let cni = with_runtime(|r| r.network_not_ready = Some("cni".into()));
+    only(cni, "network", Error, "/etc/cni/net.d");
+    only(
+        with_runtime(|r| r.took = SLOW * 2),
+        "runtime",
+        Warning,
+        "iostat",
+    );
+    only(at("2025-12-31T00:00:00Z"), "certificate", Error, "ntp");
+    only(
+        at("2026-12-30T00:00:00Z"),
+        "certificate",
+        Warning,
+        "rotateCertificates",
+    );
+    only(at("2027-01-01T00:00:00Z"), "certificate", Error, "renew");
+    let behind = with_api(|a| a.clock = Some(SignedDuration::from_secs(61)));
+    only(behind, "clock", Error, "ntp");
+    only(
+        with_api(|a| a.took = SLOW * 2),
+        "apiserver",
+        Warning,
+        "load",
+    );
+    only(
+        with_api(|a| a.node_ready = Some(false)),
+        "node",
+        Warning,
+        "describe",
+    );
+    only(
+        |f| f.api = Some(Err("refused".into())),
+        "apiserver",
+        Error,
+        "livez",
+    );
+}
+
+#[test]
+fn what_would_stop_the_start_is_an_error_and_shown_with_its_effect() {
+    let mut facts = healthy();
+    facts.refusals = vec!["this machine swaps (/swap): run swapoff -a".into()];
+    let findings = diagnose(&facts);
+    assert_eq!(worst(&findings), Severity::Error);
+    let shown = text(&findings);
+    assert!(
+        shown.starts_with("ERROR   start        this machine swaps (/swap): run swapoff -a\n"),
+        "{shown}"
+    );
+    assert!(
+        shown.contains("leads to: the agent does not start\n"),
+        "{shown}"
+    );
+}

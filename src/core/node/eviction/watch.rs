@@ -1,0 +1,283 @@
+//! Which thresholds are met, for how long, and what the node says of it. Times are counted from any fixed moment: the
+//! clock may be set meanwhile.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use super::{Observations, Pressure, Pressures, Resource, Settings, Signal, Threshold};
+
+/// How much memory a processor can fill in a second, in bytes: fewer than it writes, since new pages are cleared first.
+const FILL: u64 = 1 << 30;
+/// More processors than these fill memory no faster.
+const FILLING: u64 = 8;
+/// The shortest and the longest time between two looks at memory.
+const LOOKS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
+
+/// What was seen so far. Thresholds go by their place in the settings.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Watch {
+    /// Those that are met, and since when.
+    met: BTreeMap<usize, Duration>,
+    /// Those that were met for their grace period when it was last looked.
+    driving: BTreeSet<usize>,
+    /// When each condition was last observed.
+    observed: BTreeMap<Pressure, Duration>,
+}
+
+/// What follows from a look.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Assessment {
+    /// The conditions that the node has.
+    pub pressures: Pressures,
+    /// The thresholds that pods have to go for, in the order in which they are acted upon.
+    pub driving: Vec<Threshold>,
+    /// After what time something changes although nothing else is observed: a grace period or a condition ends.
+    pub again: Option<Duration>,
+}
+
+impl Watch {
+    /// Takes in what was measured at `now`.
+    pub fn assess(
+        &mut self,
+        settings: &Settings,
+        observations: &Observations,
+        now: Duration,
+    ) -> Assessment {
+        let thresholds = || settings.thresholds.iter().enumerate();
+        // One that pods went for stays until enough is free.
+        let is_met = |(place, threshold): &(usize, &Threshold)| {
+            observations.get(&threshold.signal).is_some_and(|amount| {
+                threshold.is_met(*amount)
+                    || (self.driving.contains(place) && threshold.missing(*amount) > 0)
+            })
+        };
+        let before = &self.met;
+        let since = |place| before.get(&place).copied().unwrap_or(now);
+        let met: BTreeMap<usize, Duration> = thresholds()
+            .filter(is_met)
+            .map(|(place, _)| (place, since(place)))
+            .collect();
+        for (place, threshold) in thresholds() {
+            if met.contains_key(&place) {
+                self.observed.insert(threshold.signal.pressure(), now);
+            }
+        }
+        let held = |since: Duration| now.saturating_sub(since);
+        self.observed
+            .retain(|_, at| held(*at) < settings.transition);
+        self.driving = thresholds()
+            .filter(|(place, t)| met.get(place).is_some_and(|since| held(*since) >= t.grace))
+            .map(|(place, _)| place)
+            .collect();
+        let graces = thresholds()
+            .filter_map(|(place, t)| t.grace.checked_sub(held(*met.get(&place)?)))
+            .filter(|left| !left.is_zero());
+        let transitions = self
+            .observed
+            .values()
+            .map(|at| settings.transition.saturating_sub(held(*at)));
+        let again = graces.chain(transitions).min();
+        self.met = met;
+        Assessment {
+            pressures: self.observed.keys().copied().collect(),
+            driving: thresholds()
+                .filter(|(place, _)| self.driving.contains(place))
+                .map(|(_, t)| *t)
+                .collect(),
+            again,
+        }
+    }
+
+    /// Whether a threshold of memory is met that was not when it was last assessed.
+    #[must_use]
+    pub fn is_newly_met(&self, settings: &Settings, memory: &Observations) -> bool {
+        settings.thresholds.iter().enumerate().any(|(place, t)| {
+            t.signal.resource() == Resource::Memory
+                && !self.met.contains_key(&place)
+                && memory.get(&t.signal).is_some_and(|a| t.is_met(*a))
+        })
+    }
+}
+
+/// The bytes that may still be used before the nearest threshold of a signal that is not met is; none without one.
+fn headroom(thresholds: &[Threshold], memory: &Observations, signal: Signal) -> Option<u64> {
+    let amount = memory.get(&signal)?;
+    let of = |t: &Threshold| {
+        let level = u64::try_from(t.value.of(amount.capacity).units()).unwrap_or(0);
+        amount.available.checked_sub(level)
+    };
+    let own = thresholds.iter().filter(|t| t.signal == signal);
+    own.filter_map(of).min()
+}
+
+/// When memory is to be looked at again: no later than a threshold could be met if the processors did nothing but fill
+/// memory. The kernel's notice comes earlier where there is one.
+#[must_use]
+pub fn next_look(thresholds: &[Threshold], memory: &Observations, cpus: u32) -> Duration {
+    let (shortest, longest) = LOOKS;
+    let rate = FILL * u64::from(cpus.max(1)).min(FILLING);
+    let (machine, pods) = notice_after(thresholds, memory);
+    match machine.into_iter().chain(pods).min() {
+        None => longest,
+        Some(bytes) => Duration::from_millis(bytes / (rate / 1000)).clamp(shortest, longest),
+    }
+}
+
+/// By how many bytes the use of the machine's memory and of that of all pods may grow before a threshold is met; none where
+/// none can be.
+#[must_use]
+pub fn notice_after(thresholds: &[Threshold], memory: &Observations) -> (Option<u64>, Option<u64>) {
+    (
+        headroom(thresholds, memory, Signal::MemoryAvailable),
+        headroom(thresholds, memory, Signal::AllocatableMemoryAvailable),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Amount, Value};
+    use super::*;
+    use proptest::prelude::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn settings() -> Settings {
+        let threshold = |signal, value: u64, grace, reclaim: u64| Threshold {
+            signal,
+            value: Value::Absolute(crate::core::quantity::Quantity::from_bytes(value)),
+            grace: Duration::from_secs(grace),
+            min_reclaim: (reclaim > 0)
+                .then(|| Value::Absolute(crate::core::quantity::Quantity::from_bytes(reclaim))),
+        };
+        Settings {
+            thresholds: vec![
+                threshold(Signal::MemoryAvailable, GIB, 0, GIB / 2),
+                threshold(Signal::MemoryAvailable, 2 * GIB, 30, 0),
+                threshold(Signal::PidAvailable, 1000, 0, 0),
+            ],
+            transition: Duration::from_secs(300),
+            max_pod_grace: 0,
+        }
+    }
+
+    fn memory(available: u64) -> Observations {
+        let amount = Amount {
+            capacity: 8 * GIB,
+            available,
+        };
+        Observations::from([(Signal::MemoryAvailable, amount)])
+    }
+
+    fn graces(assessment: &Assessment) -> Vec<u64> {
+        assessment
+            .driving
+            .iter()
+            .map(|t| t.grace.as_secs())
+            .collect()
+    }
+
+    #[test]
+    fn hard_ones_count_at_once_soft_ones_after_their_grace_and_conditions_outlast_them() {
+        let (settings, mut watch) = (settings(), Watch::default());
+        let pressed = Pressures::from([Pressure::Memory]);
+        // At what second, 64ths of a GiB that are left; the graces of what drives, whether there is pressure, and when
+        // something changes by itself.
+        for (at, available, driving, pressure, again) in [
+            (0, 192, vec![], false, None),
+            (10, 127, vec![], true, Some(30)),
+            (39, 127, vec![], true, Some(1)),
+            (40, 127, vec![30], true, Some(300)),
+            (50, 63, vec![0, 30], true, Some(300)),
+            // Above the level, not by as much as is to be reclaimed.
+            (60, 95, vec![0, 30], true, Some(300)),
+            (70, 96, vec![30], true, Some(300)),
+            (80, 95, vec![30], true, Some(300)),
+            (90, 128, vec![], true, Some(300)),
+            (379, 192, vec![], true, Some(1)),
+            (380, 192, vec![], false, None),
+            (400, 127, vec![], true, Some(30)),
+        ] {
+            let found = watch.assess(
+                &settings,
+                &memory(available * GIB / 64),
+                Duration::from_secs(at),
+            );
+            assert_eq!(graces(&found), driving, "at {at}");
+            assert_eq!(found.pressures == pressed, pressure, "at {at}");
+            // What holds is measured anew in any case.
+            if again != Some(300) {
+                assert_eq!(found.again, again.map(Duration::from_secs), "at {at}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_measured_is_not_met() {
+        let (settings, mut watch) = (settings(), Watch::default());
+        let none = watch.assess(&settings, &Observations::new(), Duration::ZERO);
+        assert_eq!(none, Assessment::default());
+        let pids = Observations::from([(
+            Signal::PidAvailable,
+            Amount {
+                capacity: 32768,
+                available: 999,
+            },
+        )]);
+        let short = watch.assess(&settings, &pids, Duration::ZERO);
+        assert_eq!(short.pressures, Pressures::from([Pressure::Pid]));
+    }
+
+    #[test]
+    fn memory_is_looked_at_the_oftener_the_nearer_a_threshold_is() {
+        let (settings, mut watch) = (settings(), Watch::default());
+        for (available, cpus, millis) in [
+            (8 * GIB, 2, 3000),
+            (8 * GIB, 64, 750),
+            (2 * GIB + 1, 2, 100),
+            // Below the soft threshold, the hard one is next.
+            (2 * GIB - 1, 1, 999),
+            (GIB, 1, 100),
+            (1, 1, 10_000),
+        ] {
+            let found = next_look(&settings.thresholds, &memory(available), cpus).as_millis();
+            assert!(found.abs_diff(millis) <= 5, "{available}: {found}");
+        }
+        assert_eq!(next_look(&[], &memory(1), 1), LOOKS.1);
+        assert!(watch.is_newly_met(&settings, &memory(2 * GIB - 1)));
+        watch.assess(&settings, &memory(2 * GIB - 1), Duration::ZERO);
+        assert!(!watch.is_newly_met(&settings, &memory(2 * GIB - 2)));
+        assert!(watch.is_newly_met(&settings, &memory(GIB - 1)));
+        assert_eq!(
+            notice_after(&settings.thresholds, &memory(3 * GIB)),
+            (Some(GIB), None)
+        );
+        assert_eq!(notice_after(&settings.thresholds, &memory(1)), (None, None));
+    }
+
+    proptest! {
+        /// Whatever is measured: nobody goes without a threshold that is met or not yet left, a hard one that is met is
+        /// never waited for, and whoever has to go finds the condition on the node.
+        #[test]
+        fn what_drives_is_met_and_shown(levels in proptest::collection::vec((0_u64..4 * GIB, 1_u64..60), 1..40)) {
+            let (settings, mut watch, mut now) = (settings(), Watch::default(), Duration::ZERO);
+            for (available, wait) in levels {
+                let seen = memory(available);
+                let found = watch.assess(&settings, &seen, now);
+                for threshold in &found.driving {
+                    let amount = seen[&threshold.signal];
+                    prop_assert!(threshold.is_met(amount) || threshold.missing(amount) > 0);
+                    prop_assert!(found.pressures.contains(&threshold.signal.pressure()));
+                }
+                let hard = settings.thresholds[0];
+                if hard.is_met(seen[&hard.signal]) {
+                    prop_assert!(found.driving.contains(&hard));
+                }
+                if settings.thresholds.iter().any(|t| seen.get(&t.signal).is_some_and(|a| t.is_met(*a))) {
+                    prop_assert!(!found.pressures.is_empty());
+                }
+                prop_assert!(found.again.is_none_or(|again| again <= settings.transition));
+                now += Duration::from_secs(wait);
+            }
+        }
+    }
+}

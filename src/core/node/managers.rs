@@ -1,0 +1,337 @@
+//! Those who give pods resources of their own: the CPU and memory managers, and the topology manager that has them and the
+//! device manager give what lies together (kubelet spec, chapter 14). Pure; the ledger's actor owns them.
+//!
+//! A pod gets all that it asks for or nothing: what a refused pod had been given by some of them is taken back.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+
+use super::admit::{Refusal, refuse};
+use super::cpus::{self, Cpus, checkpoint as cpu_checkpoint};
+use super::devices::{Devices, NearNodes, Slot};
+use super::hints::{self, Alignment, Asker, Count, Hint, Hints, NodeMask, Provider, Scope};
+use super::memory::{self, Memory, checkpoint as memory_checkpoint};
+use super::topology::Topology;
+use crate::core::pod::pinning::Pinning;
+use crate::core::pod::qos::{self, QosClass};
+use crate::core::pod::resize::INFEASIBLE;
+use crate::core::pod::resources::{Amounts, Side, of_container};
+use crate::core::pod::{self, Role};
+
+/// What the configuration says of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rules {
+    /// `cpuManagerPolicy: static`, and its options.
+    pub cpus: Option<cpus::Rules>,
+    /// `memoryManagerPolicy: Static`.
+    pub memory: Option<memory::Rules>,
+    /// `topologyManagerPolicy`, where it is not `none`.
+    pub alignment: Option<hints::Rules>,
+    /// How often containers are bound anew to what they should be bound to (`cpuManagerReconcilePeriod`).
+    pub reconcile: Duration,
+}
+
+impl Default for Rules {
+    fn default() -> Rules {
+        Rules {
+            cpus: None,
+            memory: None,
+            alignment: None,
+            reconcile: Duration::from_secs(10),
+        }
+    }
+}
+
+impl Rules {
+    /// Whether containers are bound to anything.
+    #[must_use]
+    pub fn bind(&self) -> bool {
+        self.cpus.is_some() || self.memory.is_some()
+    }
+}
+
+/// The checkpoints of an earlier start, as they stand in their files.
+#[derive(Debug, Clone, Default)]
+pub struct Checkpoints {
+    /// `cpu_manager_state`.
+    pub cpus: Option<String>,
+    /// `memory_manager_state`.
+    pub memory: Option<String>,
+}
+
+/// The machine that they give resources of.
+#[derive(Debug, Clone, Default)]
+pub struct Machine {
+    /// How it is laid out.
+    pub topology: Arc<Topology>,
+    /// How much of its memory and huge pages is not for pods ([`memory::set_aside`]).
+    pub set_aside: Amounts,
+}
+
+/// All of them. The default ones give nobody anything.
+#[derive(Debug, Clone, Default)]
+pub struct Managers {
+    /// The machine's NUMA nodes.
+    nodes: BTreeSet<i64>,
+    alignment: Option<Alignment>,
+    cpus: Option<Cpus>,
+    memory: Option<Memory>,
+}
+
+/// What came of a pod's admission.
+#[derive(Debug)]
+pub struct Admission {
+    /// For what devices plugins are still to be asked, or why the pod gets nothing.
+    pub result: Result<Vec<Slot>, Refusal>,
+    /// What is to be counted of it, whatever came of it.
+    pub counts: Vec<Count>,
+}
+
+/// The error of a state that cannot be gone on with.
+fn unusable(file: &str, why: &str) -> String {
+    format!(
+        "{file} cannot be gone on with: {why}; drain this node and remove the file, then start the agent again"
+    )
+}
+
+impl Managers {
+    /// By the rules, on this machine, with what was given before.
+    ///
+    /// # Errors
+    ///
+    /// The rules do not fit the machine, or a checkpoint fits neither: the text names the field or the file, and the
+    /// remedy.
+    pub fn new(
+        rules: &Rules,
+        machine: &Machine,
+        checkpoints: &Checkpoints,
+    ) -> Result<Managers, String> {
+        let topology = &machine.topology;
+        if topology.nodes.keys().any(|node| *node >= NodeMask::NODES) {
+            return Err(format!(
+                "NUMA nodes are numbered from {} on here: set the CPU, memory and topology manager's policies to none",
+                NodeMask::NODES
+            ));
+        }
+        let alignment = rules.alignment.map(|r| Alignment::new(r, topology));
+        Ok(Managers {
+            nodes: topology.nodes.keys().copied().map(i64::from).collect(),
+            alignment: alignment.transpose()?,
+            cpus: cpus(rules, topology, checkpoints.cpus.as_deref())?,
+            memory: memory(rules, machine, checkpoints.memory.as_deref())?,
+        })
+    }
+
+    /// In the kubelet's order, by which the first refusal is that of a device.
+    fn providers<'a>(&'a mut self, devices: &'a mut NearNodes<'_>) -> Vec<&'a mut dyn Provider> {
+        let cpus = self.cpus.iter_mut().map(|c| c as &mut dyn Provider);
+        let memory = self.memory.iter_mut().map(|m| m as &mut dyn Provider);
+        let devices: &mut dyn Provider = devices;
+        [devices].into_iter().chain(cpus).chain(memory).collect()
+    }
+
+    fn offers(&mut self, devices: &mut NearNodes<'_>, asker: Asker<'_>) -> Vec<Hints> {
+        let providers = self.providers(devices);
+        providers.iter().map(|p| p.hints(asker)).collect()
+    }
+
+    /// Gives a pod what it asks for; one that has it already keeps it. Where it cannot have all, everything is as before.
+    pub fn admit(&mut self, pod: &Pod, devices: &mut Devices) -> Admission {
+        let uid = pod::uid(pod);
+        let (before, held) = (self.clone(), devices.holding(uid));
+        let mut counts = vec![Count::Alignment];
+        let given = self.give(pod, devices, &mut counts);
+        let result = match given {
+            Ok(()) => Ok(devices.unanswered(pod)),
+            Err(refusal) => {
+                *self = before;
+                devices.put_back(uid, held);
+                Err(refusal)
+            }
+        };
+        if result.is_err() && self.alignment.is_some() {
+            counts.push(Count::AlignmentError);
+        }
+        Admission { result, counts }
+    }
+
+    fn give(
+        &mut self,
+        pod: &Pod,
+        devices: &mut Devices,
+        counts: &mut Vec<Count>,
+    ) -> Result<(), Refusal> {
+        let (alignment, nodes) = (self.alignment.clone(), self.nodes.clone());
+        let mut devices = NearNodes {
+            devices,
+            nodes: &nodes,
+        };
+        let aligned = |scope| alignment.as_ref().filter(|a| a.scope() == scope);
+        let mut affinity = Hint::default();
+        if let Some(alignment) = aligned(Scope::Pod) {
+            let offers = self.offers(&mut devices, Asker::Pod(pod));
+            affinity = merged(alignment, &offers, counts)?;
+        }
+        for (role, container) in pod::containers(pod) {
+            if role == Role::Ephemeral {
+                continue;
+            }
+            if let Some(alignment) = aligned(Scope::Container) {
+                let offers = self.offers(&mut devices, Asker::Container(pod, &container));
+                affinity = merged(alignment, &offers, counts)?;
+            }
+            for provider in self.providers(&mut devices) {
+                provider.allocate(pod, role, &container, affinity, counts)?;
+            }
+            let on_one = aligned(Scope::Container).filter(|a| a.is_guaranteed());
+            counts.extend(on_one.map(|a| Count::OneNode(a.scope())));
+        }
+        let on_one = aligned(Scope::Pod).filter(|a| a.is_guaranteed());
+        counts.extend(on_one.map(|a| Count::OneNode(a.scope())));
+        Ok(())
+    }
+
+    /// Takes back what a pod has; whether that was anything.
+    pub fn release(&mut self, uid: &str) -> bool {
+        let cpus = self.cpus.as_mut().is_some_and(|c| c.release(uid));
+        let memory = self.memory.as_mut().is_some_and(|m| m.release(uid));
+        cpus || memory
+    }
+
+    /// Whether a pod that runs may have other sizes, for all that they know. Processors of a container's own are not
+    /// changed while it runs.
+    pub fn resize(&self, now: &Pod, then: &Pod) -> Result<(), Refusal> {
+        let changes = |resource: &str| {
+            let of = |pod: &Pod| -> Vec<_> {
+                let containers = pod::containers(pod);
+                let request = containers.iter().map(|(_, c)| {
+                    let amounts = of_container(c, Side::Requests);
+                    (c.name.clone(), amounts.get(resource).map(|q| q.milli()))
+                });
+                request.collect()
+            };
+            of(now) != of(then)
+        };
+        if qos::of(pod::spec(then)) != QosClass::Guaranteed {
+            return Ok(());
+        }
+        let refusal = |manager: &str| {
+            let message = format!("Resize is infeasible for Guaranteed Pods alongside {manager}");
+            Err(refuse(INFEASIBLE, message))
+        };
+        if self.cpus.is_some() && changes("cpu") {
+            return refusal("CPU Manager policy \"static\"");
+        }
+        if self.memory.is_some() && changes("memory") {
+            return refusal("Memory Manager policy \"Static\"");
+        }
+        Ok(())
+    }
+
+    /// What is bound to what now.
+    #[must_use]
+    pub fn pinning(&self) -> Pinning {
+        let cpus = self.cpus.as_ref().map(Cpus::state);
+        Pinning {
+            shared: cpus.map(|state| state.shared.clone()),
+            exclusive: cpus
+                .map(|state| state.exclusive.clone())
+                .unwrap_or_default(),
+            memory: self.memory.as_ref().map(Memory::nodes).unwrap_or_default(),
+        }
+    }
+
+    /// Whether there is a topology manager with a policy.
+    #[must_use]
+    pub fn aligns(&self) -> bool {
+        self.alignment.is_some()
+    }
+
+    /// The CPU manager, where there is one.
+    #[must_use]
+    pub fn cpus(&self) -> Option<&Cpus> {
+        self.cpus.as_ref()
+    }
+
+    /// The memory manager, where there is one.
+    #[must_use]
+    pub fn memory(&self) -> Option<&Memory> {
+        self.memory.as_ref()
+    }
+
+    /// The checkpoints as they should stand in their files now.
+    #[must_use]
+    pub fn checkpoints(&self) -> Vec<(&'static str, String)> {
+        let cpus = self.cpus.iter().map(|cpus| {
+            let text = cpu_checkpoint::write("static", cpus.state());
+            (cpu_checkpoint::FILE, text)
+        });
+        let memory = self.memory.iter().map(|memory| {
+            let text = memory_checkpoint::write("Static", memory.state());
+            (memory_checkpoint::FILE, text)
+        });
+        cpus.chain(memory).collect()
+    }
+}
+
+/// The best nodes for all resources, counted where they cannot be one.
+fn merged(
+    alignment: &Alignment,
+    offers: &[Hints],
+    counts: &mut Vec<Count>,
+) -> Result<Hint, Refusal> {
+    let merged = alignment.merge(offers);
+    if merged.is_err() && alignment.is_guaranteed() {
+        counts.push(Count::NoNode(alignment.scope()));
+    }
+    merged
+}
+
+fn cpus(
+    rules: &Rules,
+    topology: &Arc<Topology>,
+    checkpoint: Option<&str>,
+) -> Result<Option<Cpus>, String> {
+    let unusable = |why: String| unusable(cpu_checkpoint::FILE, &why);
+    let policy = if rules.cpus.is_some() {
+        "static"
+    } else {
+        "none"
+    };
+    let state = checkpoint.map(|text| cpu_checkpoint::read(text, policy));
+    let state = state.transpose().map_err(unusable)?;
+    let Some(own) = &rules.cpus else {
+        return Ok(None);
+    };
+    let alignment = rules.alignment.map(|a| a.policy);
+    let mut cpus = Cpus::new(own, alignment, Arc::clone(topology))?;
+    cpus.adopt(state.unwrap_or_default()).map_err(unusable)?;
+    Ok(Some(cpus))
+}
+
+fn memory(
+    rules: &Rules,
+    machine: &Machine,
+    checkpoint: Option<&str>,
+) -> Result<Option<Memory>, String> {
+    let unusable = |why: String| unusable(memory_checkpoint::FILE, &why);
+    let policy = if rules.memory.is_some() {
+        "Static"
+    } else {
+        "None"
+    };
+    let state = checkpoint.map(|text| memory_checkpoint::read(text, policy));
+    let state = state.transpose().map_err(unusable)?;
+    let Some(own) = &rules.memory else {
+        return Ok(None);
+    };
+    let mut memory = Memory::new(own, &machine.topology, &machine.set_aside)?;
+    memory.adopt(state.unwrap_or_default()).map_err(unusable)?;
+    Ok(Some(memory))
+}
+
+#[cfg(test)]
+mod tests;

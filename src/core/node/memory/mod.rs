@@ -1,0 +1,385 @@
+//! Memory of one container alone (`memoryManagerPolicy: Static`; kubelet spec, 14.2; kubelet's
+//! `cm/memorymanager/policy_static.go`): a Guaranteed pod's containers get their memory and huge pages from NUMA nodes that
+//! have so much left, from one node where that can be. A node is in one group of nodes at a time. Pure.
+//!
+//! The kernel holds containers to their nodes (`cpuset.mems`); how much is left on which is counted here.
+
+pub mod checkpoint;
+mod rules;
+mod state;
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::{Container, Pod};
+
+use super::admit::{Refusal, unexpected};
+use super::hints::{Asker, Count, Hint, Hints, NodeMask, Provider, most_at_a_time};
+use super::topology::Topology;
+use crate::core::cpuset::CpuSet;
+use crate::core::pod::qos;
+use crate::core::pod::resources::{Amounts, Side, of_container};
+use crate::core::pod::{self, Role};
+pub use rules::{Reserved, Rules, is_memory, set_aside};
+pub use state::{Block, Given, NodeState, State, Table};
+
+/// What somebody asks for: bytes by resource.
+type Wanted = BTreeMap<String, u64>;
+
+/// The memory of a machine and who has it.
+#[derive(Debug, Clone)]
+pub struct Memory {
+    state: State,
+    /// The memory of a pod's init containers that has not been given to another of its containers.
+    reusable: (String, BTreeMap<(NodeMask, String), u64>),
+}
+
+impl Memory {
+    /// By the rules, on this machine. `set_aside` is what of each resource is not for pods at all; it is reserved on the
+    /// nodes.
+    ///
+    /// # Errors
+    ///
+    /// The rules do not fit the machine or each other.
+    pub fn new(rules: &Rules, topology: &Topology, set_aside: &Amounts) -> Result<Memory, String> {
+        rules.check(topology, set_aside)?;
+        Ok(Memory {
+            state: rules.untouched(topology),
+            reusable: Default::default(),
+        })
+    }
+
+    /// Goes on with what was given before.
+    ///
+    /// # Errors
+    ///
+    /// The state does not fit the rules or the machine.
+    pub fn adopt(&mut self, state: State) -> Result<(), String> {
+        if state.nodes.is_empty() {
+            return match state.given.is_empty() {
+                true => Ok(()),
+                false => Err("it has memory given, and no NUMA nodes".into()),
+            };
+        }
+        let mut expected = self.state.clone();
+        for (uid, containers) in &state.given {
+            let blocks = containers
+                .iter()
+                .flat_map(|(name, blocks)| blocks.iter().map(move |block| (name, block)));
+            for (name, block) in blocks {
+                if !expected.knows(block) {
+                    return Err(format!(
+                        "container {name} of pod {uid} has {} from NUMA nodes {:?}, and this machine has none there",
+                        block.resource, block.nodes
+                    ));
+                }
+                expected.take(&block.nodes, &block.resource, block.size);
+            }
+        }
+        if let Some(why) = expected.difference(&state) {
+            return Err(why);
+        }
+        self.state = state;
+        Ok(())
+    }
+
+    /// What a container has.
+    #[must_use]
+    pub fn blocks(&self, uid: &str, container: &str) -> Option<&[Block]> {
+        let containers = self.state.given.get(uid)?;
+        containers.get(container).map(Vec::as_slice)
+    }
+
+    /// What containers can have in all, node by node and resource by resource.
+    #[must_use]
+    pub fn allocatable(&self) -> Vec<Block> {
+        let nodes = self.state.nodes.iter();
+        let blocks = nodes.flat_map(|(id, node)| {
+            let tables = node.tables.iter().filter(|(_, t)| t.allocatable > 0);
+            tables.map(|(resource, table)| Block {
+                nodes: vec![*id],
+                resource: resource.clone(),
+                size: table.allocatable,
+            })
+        });
+        blocks.collect()
+    }
+
+    /// What is given and what is left.
+    #[must_use]
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// The NUMA nodes that containers have memory from.
+    #[must_use]
+    pub fn nodes(&self) -> BTreeMap<String, BTreeMap<String, CpuSet>> {
+        let of = |blocks: &Vec<Block>| blocks.iter().flat_map(|b| b.nodes.clone()).collect();
+        let pod = |containers: &BTreeMap<String, Vec<Block>>| {
+            let nodes = containers
+                .iter()
+                .map(|(name, blocks)| (name.clone(), of(blocks)));
+            nodes.collect()
+        };
+        let pods = self.state.given.iter();
+        pods.map(|(uid, containers)| (uid.clone(), pod(containers)))
+            .collect()
+    }
+
+    /// Takes back what a pod has; whether that was anything.
+    pub fn release(&mut self, uid: &str) -> bool {
+        if self.reusable.0 == uid {
+            self.reusable = Default::default();
+        }
+        let Some(containers) = self.state.given.remove(uid) else {
+            return false;
+        };
+        for block in containers.values().flatten() {
+            self.state.give_back(block);
+        }
+        true
+    }
+
+    fn reusable(&self, uid: &str, mask: NodeMask, resource: &str) -> u64 {
+        let own = self.reusable.0 == uid;
+        let found = self.reusable.1.get(&(mask, resource.to_owned()));
+        found.copied().filter(|_| own).unwrap_or(0)
+    }
+
+    /// Where so much is left, and whether fewer nodes would do.
+    fn offers(&self, uid: &str, wanted: &Wanted) -> Vec<Hint> {
+        let nodes: Vec<u32> = self.state.nodes.keys().copied().collect();
+        let mut fewest = u32::try_from(nodes.len()).unwrap_or(u32::MAX);
+        let mut masks = vec![];
+        for mask in NodeMask::all_of(&nodes) {
+            let can_ever = |(resource, size): (&String, &u64)| {
+                self.state.sum(mask, resource, |t| t.allocatable) >= *size
+            };
+            if !wanted.iter().all(can_ever) {
+                continue;
+            }
+            fewest = fewest.min(mask.count());
+            let can_now = |(resource, size): (&String, &u64)| {
+                let free = self.state.sum(mask, resource, |t| t.free);
+                free.saturating_add(self.reusable(uid, mask, resource)) >= *size
+            };
+            if self.state.may_group(mask) && wanted.iter().all(can_now) {
+                masks.push(mask);
+            }
+        }
+        let hint = |mask: NodeMask| Hint {
+            nodes: Some(mask),
+            preferred: mask.count() == fewest,
+        };
+        masks.into_iter().map(hint).collect()
+    }
+
+    /// The nodes for what is asked for: those of the affinity, more where they have not enough left.
+    ///
+    /// A single node that gives memory with a group is extended to the group. (The kubelet takes it alone, and its own
+    /// state contradicts itself from then on.)
+    fn choose(&self, uid: &str, wanted: &Wanted, affinity: Hint) -> Result<NodeMask, Refusal> {
+        let no_worse = |before: Hint, found: Hint, which: &str| match before.preferred {
+            true if !found.preferred => Err(unexpected(format!(
+                "[memorymanager] failed to find the {which} preferred hint"
+            ))),
+            _ => Ok(found),
+        };
+        let mut hint = affinity;
+        if hint.nodes.is_none() {
+            let found = best(self.offers(uid, wanted)).ok_or_else(|| {
+                unexpected("[memorymanager] failed to get the default NUMA affinity, no NUMA nodes with enough memory is available")
+            })?;
+            hint = no_worse(hint, found, "default")?;
+        }
+        let nodes = hint.nodes.unwrap_or_default();
+        let is_alone = nodes.count() > 1 || self.state.may_group(nodes);
+        if !is_alone || !self.state.has_left(nodes, wanted) {
+            let mut offers = self.offers(uid, wanted);
+            offers.retain(|offer| offer.nodes.is_some_and(|n| nodes.is_within(n)));
+            let found = best(offers).ok_or_else(|| {
+                unexpected(
+                    "[memorymanager] failed to find NUMA nodes to extend the current topology hint",
+                )
+            })?;
+            hint = no_worse(hint, found, "extended")?;
+        }
+        let nodes = hint.nodes.unwrap_or_default();
+        if !self.state.may_group(nodes) {
+            return Err(unexpected(
+                "[memorymanager] preferred hint violates NUMA node allocation",
+            ));
+        }
+        Ok(nodes)
+    }
+
+    /// An init container's memory is for those after it; what another container has is not.
+    fn note_reusable(&mut self, uid: &str, role: Role, blocks: &[Block]) {
+        if self.reusable.0 != uid {
+            self.reusable = (uid.to_owned(), BTreeMap::new());
+        }
+        for block in blocks {
+            let key = (block.mask(), block.resource.clone());
+            let left = self.reusable.1.entry(key).or_default();
+            *left = match role {
+                Role::Init => (*left).max(block.size),
+                _ => left.saturating_sub(block.size),
+            };
+        }
+    }
+
+    /// What a container has taken over from init containers before it is not theirs any more: the sum of all blocks stays
+    /// what is taken from the nodes.
+    fn shrink_init(&mut self, pod: &Pod, container: &Container, blocks: &[Block]) {
+        let Some(given) = self.state.given.get_mut(pod::uid(pod)) else {
+            return;
+        };
+        for block in blocks {
+            let mut size = block.size;
+            for (role, init) in pod::containers(pod) {
+                if init.name == container.name {
+                    break;
+                }
+                let own = given.get_mut(&init.name).filter(|_| role == Role::Init);
+                for before in own.into_iter().flatten() {
+                    if before.resource == block.resource && before.mask() == block.mask() {
+                        let taken = before.size.min(size);
+                        before.size -= taken;
+                        size -= taken;
+                    }
+                }
+            }
+        }
+    }
+
+    fn container_hints(&self, pod: &Pod, container: &Container) -> Hints {
+        let (uid, wanted) = (pod::uid(pod), wanted(pod, container));
+        match self.blocks(uid, &container.name) {
+            Some(blocks) => regenerated(blocks, &wanted),
+            None => self.hints_of(uid, &wanted),
+        }
+    }
+
+    fn hints_of(&self, uid: &str, wanted: &Wanted) -> Hints {
+        let offers = match wanted.is_empty() {
+            true => vec![],
+            false => self.offers(uid, wanted),
+        };
+        // Where nothing has so much left the nodes make no difference: it is refused when it is to be given.
+        let resources = wanted.keys().filter(|_| !offers.is_empty());
+        resources.map(|r| (r.clone(), offers.clone())).collect()
+    }
+
+    fn pod_hints(&self, pod: &Pod) -> Hints {
+        let uid = pod::uid(pod);
+        let wanted = most_at_a_time(pod, |container| wanted(pod, container));
+        let containers = pod::containers(pod);
+        let mut blocks = containers.iter().map(|(_, c)| self.blocks(uid, &c.name));
+        match blocks.find_map(|blocks| blocks) {
+            Some(blocks) => regenerated(blocks, &wanted),
+            None => self.hints_of(uid, &wanted),
+        }
+    }
+
+    fn give(
+        &mut self,
+        pod: &Pod,
+        role: Role,
+        container: &Container,
+        wanted: Wanted,
+        affinity: Hint,
+    ) -> Result<(), Refusal> {
+        let uid = pod::uid(pod);
+        if let Some(blocks) = self.blocks(uid, &container.name) {
+            let blocks = blocks.to_vec();
+            self.note_reusable(uid, role, &blocks);
+            return Ok(());
+        }
+        let mask = self.choose(uid, &wanted, affinity)?;
+        let nodes = mask.nodes();
+        let mut blocks = vec![];
+        for (resource, size) in wanted {
+            let reused = self.reusable(uid, mask, &resource);
+            self.state
+                .take(&nodes, &resource, size.saturating_sub(reused));
+            blocks.push(Block {
+                nodes: nodes.clone(),
+                resource,
+                size,
+            });
+        }
+        self.note_reusable(uid, role, &blocks);
+        self.shrink_init(pod, container, &blocks);
+        let containers = self.state.given.entry(uid.to_owned()).or_default();
+        containers.insert(container.name.clone(), blocks);
+        Ok(())
+    }
+}
+
+impl Provider for Memory {
+    fn hints(&self, asker: Asker<'_>) -> Hints {
+        match asker {
+            Asker::Container(pod, container) => self.container_hints(pod, container),
+            Asker::Pod(pod) => self.pod_hints(pod),
+        }
+    }
+
+    fn allocate(
+        &mut self,
+        pod: &Pod,
+        role: Role,
+        container: &Container,
+        affinity: Hint,
+        counts: &mut Vec<Count>,
+    ) -> Result<(), Refusal> {
+        let wanted = wanted(pod, container);
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        counts.push(Count::MemoryPinning);
+        let given = self.give(pod, role, container, wanted, affinity);
+        if given.is_err() {
+            counts.push(Count::MemoryPinningError);
+        }
+        given
+    }
+}
+
+fn best(hints: Vec<Hint>) -> Option<Hint> {
+    let narrowness = |hint: &Hint| {
+        let nodes = hint.nodes.unwrap_or_default();
+        (!hint.preferred, nodes.count(), nodes)
+    };
+    hints.into_iter().min_by_key(narrowness)
+}
+
+/// The hints that led to what is given already; none where something else is asked for now.
+fn regenerated(blocks: &[Block], wanted: &Wanted) -> Hints {
+    let fits = |block: &Block| wanted.get(&block.resource) == Some(&block.size);
+    if blocks.len() != wanted.len() || !blocks.iter().all(fits) {
+        return Hints::new();
+    }
+    let hint = |block: &Block| {
+        let hint = Hint {
+            nodes: Some(block.mask()),
+            preferred: true,
+        };
+        (block.resource.clone(), vec![hint])
+    };
+    blocks.iter().map(hint).collect()
+}
+
+/// What a container gets for itself: the memory and huge pages that it asks for, if its pod is Guaranteed by its
+/// containers.
+fn wanted(pod: &Pod, container: &Container) -> Wanted {
+    if !qos::is_guaranteed_by_containers(pod) {
+        return Wanted::new();
+    }
+    let mut amounts = of_container(container, Side::Limits);
+    amounts.extend(of_container(container, Side::Requests));
+    let sizes = amounts.into_iter().filter(|(name, _)| is_memory(name));
+    let sizes = sizes.map(|(name, amount)| (name, u64::try_from(amount.units()).unwrap_or(0)));
+    sizes.filter(|(_, size)| *size > 0).collect()
+}
+
+#[cfg(test)]
+mod tests;

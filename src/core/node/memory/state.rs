@@ -1,0 +1,201 @@
+//! How much memory each NUMA node has, how much of it is given, and to whom: the tables that the kubelet keeps
+//! (`cm/memorymanager/state`), and the arithmetic on them. Pure.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::super::hints::NodeMask;
+use super::Wanted;
+
+/// One resource of a node, in bytes.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Table {
+    /// All of it.
+    pub total: u64,
+    /// What the configuration reserves.
+    #[serde(rename = "systemReserved")]
+    pub system_reserved: u64,
+    /// What containers can have in all.
+    pub allocatable: u64,
+    /// What they have.
+    pub reserved: u64,
+    /// What is left.
+    pub free: u64,
+}
+
+/// A NUMA node.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeState {
+    /// How many blocks are from it.
+    #[serde(rename = "numberOfAssignments")]
+    pub assignments: u64,
+    /// Its resources.
+    #[serde(rename = "memoryMap", default)]
+    pub tables: BTreeMap<String, Table>,
+    /// The nodes that it gives memory together with: itself alone, or a group.
+    #[serde(default)]
+    pub cells: Vec<u32>,
+}
+
+impl NodeState {
+    fn group(&self) -> NodeMask {
+        NodeMask::of(self.cells.iter().copied())
+    }
+}
+
+/// What a container has of a resource.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Block {
+    /// The nodes that it is from.
+    #[serde(rename = "numaAffinity")]
+    pub nodes: Vec<u32>,
+    /// The resource.
+    #[serde(rename = "type")]
+    pub resource: String,
+    /// How many bytes.
+    pub size: u64,
+}
+
+impl Block {
+    pub(super) fn mask(&self) -> NodeMask {
+        NodeMask::of(self.nodes.iter().copied())
+    }
+}
+
+/// Who has what, by pod uid and container.
+pub type Given = BTreeMap<String, BTreeMap<String, Vec<Block>>>;
+
+/// What a checkpoint holds.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct State {
+    /// The nodes.
+    pub nodes: BTreeMap<u32, NodeState>,
+    /// Who has what.
+    pub given: Given,
+}
+
+impl State {
+    fn of(&self, mask: NodeMask) -> impl Iterator<Item = &NodeState> {
+        let nodes = self.nodes.iter().filter(move |(id, _)| mask.has(**id));
+        nodes.map(|(_, node)| node)
+    }
+
+    /// The sum over these nodes of what a table says of a resource.
+    pub(super) fn sum(&self, mask: NodeMask, resource: &str, of: impl Fn(&Table) -> u64) -> u64 {
+        let tables = self.of(mask).filter_map(|node| node.tables.get(resource));
+        tables.map(of).fold(0, u64::saturating_add)
+    }
+
+    /// Whether these nodes have so much left.
+    pub(super) fn has_left(&self, mask: NodeMask, wanted: &Wanted) -> bool {
+        let mut each = wanted.iter();
+        each.all(|(resource, size)| self.sum(mask, resource, |t| t.free) >= *size)
+    }
+
+    /// Whether memory may be from these nodes together: a node gives memory alone or with one group of nodes, not both.
+    pub(super) fn may_group(&self, mask: NodeMask) -> bool {
+        match mask.count() {
+            1 => self.of(mask).all(|node| node.cells.len() <= 1),
+            _ => {
+                let fits = |node: &NodeState| node.assignments == 0 || node.group() == mask;
+                self.of(mask).all(fits)
+            }
+        }
+    }
+
+    /// Whether the nodes of a block have its resource at all.
+    pub(super) fn knows(&self, block: &Block) -> bool {
+        let has = |id: &u32| {
+            let node = self.nodes.get(id);
+            node.is_some_and(|n| n.tables.contains_key(&block.resource))
+        };
+        block.nodes.iter().all(has)
+    }
+
+    /// Takes so much from these nodes, from the first ones first.
+    pub(super) fn take(&mut self, nodes: &[u32], resource: &str, mut size: u64) {
+        for id in nodes {
+            let Some(node) = self.nodes.get_mut(id) else {
+                continue;
+            };
+            node.assignments += 1;
+            node.cells = nodes.to_vec();
+            if let Some(table) = node.tables.get_mut(resource) {
+                let taken = table.free.min(size);
+                table.free -= taken;
+                table.reserved += taken;
+                size -= taken;
+            }
+        }
+    }
+
+    /// Gives a block back to its nodes.
+    pub(super) fn give_back(&mut self, block: &Block) {
+        let mut size = block.size;
+        for id in &block.nodes {
+            let Some(node) = self.nodes.get_mut(id) else {
+                continue;
+            };
+            node.assignments = node.assignments.saturating_sub(1);
+            if node.assignments == 0 {
+                node.cells = vec![*id];
+            }
+            if let Some(table) = node.tables.get_mut(&block.resource) {
+                let returned = table.reserved.min(size);
+                table.free += returned;
+                table.reserved -= returned;
+                size -= returned;
+            }
+        }
+    }
+
+    /// In what another state of the nodes is not this one; none where it is the same. How a group's memory is divided
+    /// between its nodes makes no difference.
+    pub(super) fn difference(&self, other: &State) -> Option<String> {
+        let ids = |state: &State| state.nodes.keys().copied().collect::<Vec<u32>>();
+        if ids(self) != ids(other) {
+            let (then, now) = (ids(other), ids(self));
+            return Some(format!(
+                "it is of a machine with the NUMA nodes {then:?}, and this one has {now:?}"
+            ));
+        }
+        let mut pairs = self.nodes.iter().zip(other.nodes.values());
+        pairs.find_map(|((id, now), then)| self.node_difference(other, *id, now, then))
+    }
+
+    fn node_difference(
+        &self,
+        other: &State,
+        id: u32,
+        now: &NodeState,
+        then: &NodeState,
+    ) -> Option<String> {
+        if now.assignments != then.assignments || now.group() != then.group() {
+            return Some(format!(
+                "what it says is given of NUMA node {id} does not add up"
+            ));
+        }
+        if !now.tables.keys().eq(then.tables.keys()) {
+            return Some(format!("NUMA node {id} had other resources"));
+        }
+        let sums = |state: &State, resource: &str| {
+            let sum = |of: fn(&Table) -> u64| state.sum(now.group(), resource, of);
+            (sum(|t| t.free), sum(|t| t.reserved))
+        };
+        let fixed = |t: &Table| (t.total, t.system_reserved, t.allocatable);
+        let mut tables = now.tables.iter().zip(then.tables.values());
+        tables.find_map(|((resource, table), was)| {
+            if fixed(table) != fixed(was) {
+                return Some(format!(
+                    "NUMA node {id} had {} bytes of {resource}, {} of them reserved, and has {} and {} now",
+                    was.total, was.system_reserved, table.total, table.system_reserved
+                ));
+            }
+            let differs = sums(self, resource) != sums(other, resource);
+            differs.then(|| {
+                format!("what it says is given of {resource} on NUMA node {id} does not add up")
+            })
+        })
+    }
+}

@@ -1,0 +1,438 @@
+//! Graceful shutdown of the node (KEP-2000, KEP-2712; kubelet spec, 12.8; kubelet's `pkg/kubelet/nodeshutdown`): which pods
+//! end when the machine is shut down, how long each may take, and what is said about them. Pure.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Pod, PodStatus};
+use serde::{Deserialize, Serialize};
+
+use super::preempt::CRITICAL;
+use crate::core::pod;
+use crate::core::pod::lifecycle::Cause;
+use crate::core::pod::status::Verdict;
+
+/// Why a node that shuts down is not ready: the message of its condition.
+pub const NOT_READY: &str = "node is shutting down";
+/// The reason in the status of a pod that came while the node was shutting down.
+pub const REJECTED: &str = "NodeShutdown";
+/// The message beside [`REJECTED`].
+pub const REJECTED_MESSAGE: &str = "Pod was rejected as the node is shutting down.";
+/// The reason in the status of a pod that the shutdown has ended.
+pub const ENDED: &str = "Terminated";
+/// The message beside [`ENDED`], and of the condition `DisruptionTarget`.
+const ENDED_MESSAGE: &str = "Pod was terminated in response to imminent node shutdown.";
+/// The file below the root directory that says when the last shutdown began and ended, as the kubelet writes it.
+pub const STATE_FILE: &str = "graceful_node_shutdown_state";
+/// What Go writes for a time that is not known.
+const NO_TIME: &str = "0001-01-01T00:00:00Z";
+
+/// How long pods of a priority may take to end: those from this one up to the next that has a period of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Period {
+    /// The lowest priority.
+    #[serde(default)]
+    pub priority: i32,
+    /// Seconds.
+    #[serde(default)]
+    pub shutdown_grace_period_seconds: i64,
+}
+
+/// What the configuration says.
+#[derive(Debug, Clone, Default)]
+pub struct Statements {
+    /// `shutdownGracePeriod`: how long all pods may take together.
+    pub all: Duration,
+    /// `shutdownGracePeriodCriticalPods`: how much of it is for critical pods, which end last.
+    pub critical: Duration,
+    /// `shutdownGracePeriodByPodPriority`, which takes the place of both.
+    pub by_priority: Vec<Period>,
+}
+
+/// A field that cannot be as it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Invalid {
+    /// The field.
+    pub field: &'static str,
+    /// Its value.
+    pub value: String,
+    /// What to do about it.
+    pub remedy: &'static str,
+}
+
+/// The periods of a shutdown, lowest priority first. Without any, a shutdown waits for no pod.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Periods(Vec<Period>);
+
+/// Pods that end together.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Phase {
+    /// The lowest priority that belongs to it.
+    pub priority: i32,
+    /// How long they may take; then the next phase begins, whatever still runs.
+    pub period: Duration,
+    /// The pods.
+    pub pods: Vec<Arc<Pod>>,
+}
+
+impl Periods {
+    /// The periods that the configuration asks for, by the kubelet's rules.
+    pub fn new(statements: &Statements) -> Result<Periods, Invalid> {
+        let Statements { all, critical, .. } = *statements;
+        let invalid = |field, value: String, remedy| Invalid {
+            field,
+            value,
+            remedy,
+        };
+        for (field, period) in [
+            ("shutdownGracePeriod", all),
+            ("shutdownGracePeriodCriticalPods", critical),
+        ] {
+            if !period.is_zero() && period < Duration::from_secs(1) {
+                let value = format!("{period:?}");
+                return Err(invalid(field, value, "use 0s, or 1s or more"));
+            }
+        }
+        if critical > all {
+            return Err(invalid(
+                "shutdownGracePeriodCriticalPods",
+                format!("{critical:?}"),
+                "it is a part of shutdownGracePeriod: use no more than that",
+            ));
+        }
+        let mut periods = statements.by_priority.clone();
+        if periods.is_empty() {
+            return Ok(Periods(simple(all, critical)));
+        }
+        let field = "shutdownGracePeriodByPodPriority";
+        if !all.is_zero() {
+            let remedy =
+                "use it without shutdownGracePeriod and shutdownGracePeriodCriticalPods, or these";
+            return Err(invalid(field, format!("{periods:?}"), remedy));
+        }
+        if let Some(wrong) = periods.iter().find(|p| p.shutdown_grace_period_seconds < 0) {
+            let value = wrong.shutdown_grace_period_seconds.to_string();
+            return Err(invalid(field, value, "use 0 seconds or more"));
+        }
+        periods.sort_by_key(|period| period.priority);
+        Ok(Periods(periods))
+    }
+
+    /// Whether a shutdown waits for no pod.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// How long all pods may take together.
+    #[must_use]
+    pub fn total(&self) -> Duration {
+        self.0.iter().map(|p| p.length()).sum()
+    }
+
+    /// The pods by the phase in which they end, in the order of the phases. A priority below all periods belongs to the
+    /// first. Phases without pods are left out: nobody waits for them.
+    #[must_use]
+    pub fn phases(&self, pods: Vec<Arc<Pod>>) -> Vec<Phase> {
+        let empty = |period: &Period| Phase {
+            priority: period.priority,
+            period: period.length(),
+            pods: vec![],
+        };
+        let mut phases: Vec<Phase> = self.0.iter().map(empty).collect();
+        for pod in pods {
+            let priority = pod::spec(&pod).priority.unwrap_or(0);
+            let above = self.0.partition_point(|p| p.priority <= priority);
+            if let Some(phase) = phases.get_mut(above.saturating_sub(1)) {
+                phase.pods.push(pod);
+            }
+        }
+        phases.retain(|phase| !phase.pods.is_empty());
+        phases
+    }
+}
+
+impl Period {
+    fn length(&self) -> Duration {
+        Duration::from_secs(u64::try_from(self.shutdown_grace_period_seconds).unwrap_or(0))
+    }
+}
+
+/// Critical pods after all others, in whole seconds.
+fn simple(all: Duration, critical: Duration) -> Vec<Period> {
+    if all.is_zero() {
+        return vec![];
+    }
+    let period = |priority, length: Duration| Period {
+        priority,
+        shutdown_grace_period_seconds: i64::try_from(length.as_secs()).unwrap_or(i64::MAX),
+    };
+    vec![period(0, all - critical), period(CRITICAL, critical)]
+}
+
+impl Phase {
+    /// What becomes of a pod of this phase, `left` before the phase is over: its containers get their own grace period, or
+    /// what is left of the phase's where that is less.
+    #[must_use]
+    pub fn verdict(&self, pod: &Pod, left: Duration) -> Verdict {
+        // What the agent itself has taken is not taken from the pod.
+        let left = i64::try_from((left + Duration::from_millis(500)).as_secs());
+        Verdict {
+            cause: Cause::NodeShutdown,
+            reason: ENDED.into(),
+            message: ENDED_MESSAGE.into(),
+            disruption: Some(ENDED_MESSAGE.into()),
+            grace: Some(pod::grace_seconds(pod).min(left.unwrap_or(i64::MAX))),
+        }
+    }
+}
+
+/// Whether a status is the last one of a pod that a shutdown has ended, or has kept from starting. A static pod starts
+/// anew from there when the node is back.
+#[must_use]
+pub fn has_ended(status: &PodStatus) -> bool {
+    let reason = status.reason.as_deref();
+    status.phase.as_deref() == Some("Failed") && matches!(reason, Some(ENDED | REJECTED))
+}
+
+/// When a shutdown began and ended.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Times {
+    /// When it was announced.
+    pub start: Option<Timestamp>,
+    /// When nothing had to be waited for any more.
+    pub end: Option<Timestamp>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Checkpoint {
+    start_time: String,
+    end_time: String,
+}
+
+impl Times {
+    /// The content of [`STATE_FILE`].
+    #[must_use]
+    pub fn checkpoint(&self) -> String {
+        let text = |time: Option<Timestamp>| time.map_or(NO_TIME.into(), |t| t.to_string());
+        let checkpoint = Checkpoint {
+            start_time: text(self.start),
+            end_time: text(self.end),
+        };
+        // Two strings have a form as JSON.
+        serde_json::to_string(&checkpoint).unwrap_or_default()
+    }
+
+    /// What a file says; the error says why it cannot be read.
+    pub fn parse(text: &str) -> Result<Times, String> {
+        let read: Checkpoint = serde_json::from_str(text).map_err(|e| e.to_string())?;
+        let time = |text: &str| -> Result<Option<Timestamp>, String> {
+            let time: Timestamp = text.parse().map_err(|e| format!("{text:?}: {e}"))?;
+            Ok(Some(time).filter(|t| *t > Timestamp::UNIX_EPOCH))
+        };
+        Ok(Times {
+            start: time(&read.start_time)?,
+            end: time(&read.end_time)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn pod(name: &str, priority: Option<i32>, grace: i64) -> Arc<Pod> {
+        let spec =
+            json!({"priority": priority, "terminationGracePeriodSeconds": grace, "containers": []});
+        let pod = json!({"metadata": {"name": name}, "spec": spec});
+        Arc::new(serde_json::from_value(pod).expect("a pod"))
+    }
+
+    fn by_priority(periods: &[(i32, i64)]) -> Statements {
+        let period = |(priority, seconds): &(i32, i64)| Period {
+            priority: *priority,
+            shutdown_grace_period_seconds: *seconds,
+        };
+        Statements {
+            by_priority: periods.iter().map(period).collect(),
+            ..Statements::default()
+        }
+    }
+
+    fn simple(all: &str, critical: &str) -> Statements {
+        let time = |text| crate::core::time::duration(text).expect("a duration");
+        Statements {
+            all: time(all),
+            critical: time(critical),
+            by_priority: vec![],
+        }
+    }
+
+    fn shown(phases: &[Phase]) -> Vec<(i32, u64, String)> {
+        let of = |phase: &Phase| {
+            let names = phase.pods.iter().filter_map(|p| p.metadata.name.clone());
+            let names: Vec<String> = names.collect();
+            (phase.priority, phase.period.as_secs(), names.join(" "))
+        };
+        phases.iter().map(of).collect()
+    }
+
+    fn of_all_priorities() -> Vec<Arc<Pod>> {
+        vec![
+            pod("critical", Some(CRITICAL), 30),
+            pod("none", None, 30),
+            pod("negative", Some(-7), 30),
+            pod("high", Some(100_000), 30),
+            pod("node-critical", Some(CRITICAL + 1000), 30),
+            pod("middle", Some(99_999), 30),
+        ]
+    }
+
+    #[test]
+    fn pods_end_in_phases_by_their_priority() {
+        type Expected<'a> = &'a [(i32, u64, &'a [&'a str])];
+        let two: Expected<'_> = &[
+            (0, 20, &["none", "negative", "high", "middle"]),
+            (CRITICAL, 10, &["critical", "node-critical"]),
+        ];
+        let three: Expected<'_> = &[
+            (0, 5, &["none", "negative"]),
+            (10_000, 15, &["middle"]),
+            (100_000, 60, &["critical", "high", "node-critical"]),
+        ];
+        let one: Expected<'_> = &[(
+            500,
+            5,
+            &[
+                "critical",
+                "none",
+                "negative",
+                "high",
+                "node-critical",
+                "middle",
+            ],
+        )];
+        let above: Expected<'_> = &[
+            (50, 1, &["none", "negative"]),
+            (CRITICAL, 7, &["critical", "node-critical"]),
+        ];
+        let above = &[above[0], (100, 2, &["high", "middle"]), above[1]];
+        for (statements, expected, total) in [
+            (simple("30s", "10s"), two, 30),
+            // What is no whole second is nobody's.
+            (simple("30.5s", "10.2s"), two, 30),
+            (
+                by_priority(&[(100_000, 60), (0, 5), (10_000, 15)]),
+                three,
+                80,
+            ),
+            (by_priority(&[(500, 5)]), one, 5),
+            // A period without pods is waited for by nobody, and counts for the machine all the same.
+            (
+                by_priority(&[(50, 1), (100, 2), (1_000_000, 9), (CRITICAL, 7)]),
+                above,
+                19,
+            ),
+        ] {
+            let periods = Periods::new(&statements).expect("periods");
+            assert_eq!(periods.total().as_secs(), total, "{statements:?}");
+            let shown = shown(&periods.phases(of_all_priorities()));
+            let expected: Vec<_> = expected
+                .iter()
+                .map(|(priority, period, names)| (*priority, *period, names.join(" ")))
+                .collect();
+            assert_eq!(shown, expected, "{statements:?}");
+        }
+        let none = Periods::new(&simple("0s", "0s")).expect("periods");
+        assert!(none.is_empty() && none.phases(of_all_priorities()).is_empty());
+    }
+
+    #[test]
+    fn each_pod_gets_the_lesser_of_its_grace_and_what_is_left_of_the_phase() {
+        let phase = Phase {
+            priority: 0,
+            period: Duration::from_secs(10),
+            pods: vec![],
+        };
+        for (own, left, expected) in [
+            (30, 10_000, 10),
+            (10, 10_000, 10),
+            (3, 10_000, 3),
+            (0, 10_000, 1),
+            (30, 9_998, 10),
+            (30, 9_100, 9),
+            (30, 0, 0),
+        ] {
+            let verdict = phase.verdict(&pod("p", None, own), Duration::from_millis(left));
+            assert_eq!(verdict.grace, Some(expected), "{own} s, {left} ms left");
+            assert_eq!(
+                (verdict.reason.as_str(), verdict.cause),
+                ("Terminated", Cause::NodeShutdown)
+            );
+            let message = "Pod was terminated in response to imminent node shutdown.";
+            assert_eq!(verdict.message, message);
+            assert_eq!(verdict.disruption.as_deref(), Some(message));
+        }
+    }
+
+    #[test]
+    fn what_the_kubelet_refuses_is_refused_by_its_name() {
+        let both = Statements {
+            all: Duration::from_secs(5),
+            ..by_priority(&[(0, 5)])
+        };
+        for (statements, field) in [
+            (simple("500ms", "0s"), "shutdownGracePeriod"),
+            (simple("5s", "10ms"), "shutdownGracePeriodCriticalPods"),
+            (simple("5s", "6s"), "shutdownGracePeriodCriticalPods"),
+            (simple("0s", "6s"), "shutdownGracePeriodCriticalPods"),
+            (both, "shutdownGracePeriodByPodPriority"),
+            (
+                by_priority(&[(0, 5), (1, -1)]),
+                "shutdownGracePeriodByPodPriority",
+            ),
+        ] {
+            let refused = Periods::new(&statements).expect_err(field);
+            assert_eq!(refused.field, field, "{refused:?}");
+        }
+    }
+
+    #[test]
+    fn the_state_is_the_kubelets() {
+        let at = |text: &str| Some(text.parse().expect("a time"));
+        let under_way = Times {
+            start: at("2026-11-23T00:00:01.5Z"),
+            end: None,
+        };
+        let text = r#"{"startTime":"2026-11-23T00:00:01.5Z","endTime":"0001-01-01T00:00:00Z"}"#;
+        assert_eq!(under_way.checkpoint(), text);
+        assert_eq!(Times::parse(text), Ok(under_way));
+        // As Go writes it where the machine is east of Greenwich.
+        let go = r#"{"startTime":"2026-11-23T01:00:01.5+01:00","endTime":"2026-11-23T01:00:09.123456789+01:00"}"#;
+        let ended = Times {
+            end: at("2026-11-23T00:00:09.123456789Z"),
+            ..under_way
+        };
+        assert_eq!(Times::parse(go), Ok(ended));
+        assert_eq!(Times::parse(&ended.checkpoint()), Ok(ended));
+        assert!(Times::parse("{}").is_err() && Times::parse("").is_err());
+    }
+
+    #[test]
+    fn only_what_a_shutdown_ended_starts_anew() {
+        for (phase, reason, expected) in [
+            ("Failed", "Terminated", true),
+            ("Failed", "NodeShutdown", true),
+            ("Failed", "Evicted", false),
+            ("Succeeded", "Terminated", false),
+        ] {
+            let status = json!({"phase": phase, "reason": reason});
+            let status = serde_json::from_value(status).expect("a status");
+            assert_eq!(has_ended(&status), expected, "{phase}, {reason}");
+        }
+    }
+}

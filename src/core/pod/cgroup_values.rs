@@ -1,0 +1,407 @@
+//! The values of a cgroup: what is wanted, the files that hold it in either version of cgroups, and the properties of a
+//! slice that stand for it (cgroups(7), systemd.resource-control(5)). Pure.
+
+use std::collections::BTreeMap;
+
+use super::cgroup::weight;
+
+/// Limits of memory are kept in whole pages.
+const PAGE: u64 = 4096;
+/// From here on a limit of v1 means none.
+const UNLIMITED: u64 = 1 << 62;
+/// systemd gives CPU time in hundredths of a CPU: so many microseconds a second.
+const SYSTEMD_STEP: u64 = 10_000;
+
+/// A limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Bound {
+    /// There is none.
+    Unlimited,
+    /// So much and no more.
+    At(u64),
+}
+
+/// How much CPU time a cgroup gets, in microseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CpuTime {
+    /// In each period; none for any amount.
+    pub quota: Option<u64>,
+    /// The length of a period.
+    pub period: u64,
+}
+
+/// What a cgroup is to have. What is none, or not in the map, is left as it is.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Values {
+    /// CPU weight as v1 shares.
+    pub shares: Option<u64>,
+    /// CPU time.
+    pub cpu: Option<CpuTime>,
+    /// Bytes of memory.
+    pub memory: Option<Bound>,
+    /// Processes and threads.
+    pub pids: Option<Bound>,
+    /// Bytes of huge pages, by the bytes of one page.
+    pub huge_pages: BTreeMap<u64, Bound>,
+}
+
+/// The part of the kernel that a file belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Controller {
+    /// Processors.
+    Cpu,
+    /// Memory.
+    Memory,
+    /// Process ids.
+    Pids,
+    /// Huge pages.
+    HugeTlb,
+}
+
+impl Controller {
+    /// The kernel's name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Controller::Cpu => "cpu",
+            Controller::Memory => "memory",
+            Controller::Pids => "pids",
+            Controller::HugeTlb => "hugetlb",
+        }
+    }
+}
+
+/// A file of a cgroup and what is to be in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Setting {
+    /// Whose file it is.
+    pub controller: Controller,
+    /// Its name.
+    pub file: String,
+    /// What is written.
+    pub value: String,
+    /// The kernel keeps the next lower multiple of this.
+    unit: u64,
+}
+
+/// A file that did not hold what it should.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Difference {
+    /// Its name.
+    pub file: String,
+    /// What was in it; none where the file or the cgroup was missing.
+    pub found: Option<String>,
+    /// What should be.
+    pub wanted: String,
+}
+
+impl std::fmt::Display for Difference {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let found = self.found.as_deref().unwrap_or("missing");
+        write!(f, "{} was {found} instead of {}", self.file, self.wanted)
+    }
+}
+
+/// A cgroup that somebody else had changed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mended {
+    /// Its path or slice.
+    pub cgroup: String,
+    /// What was different.
+    pub changes: Vec<Difference>,
+    /// Why it could not be set back, if it could not.
+    pub error: Option<String>,
+}
+
+/// A size of huge pages, in bytes, as the names of cgroup files have it.
+#[must_use]
+pub fn page_name(bytes: u64) -> String {
+    match bytes {
+        b if b >= 1 << 30 => format!("{}GB", b >> 30),
+        b if b >= 1 << 20 => format!("{}MB", b >> 20),
+        b => format!("{}KB", b >> 10),
+    }
+}
+
+impl Setting {
+    fn new(controller: Controller, file: impl Into<String>, value: impl ToString) -> Setting {
+        Setting {
+            controller,
+            file: file.into(),
+            value: value.to_string(),
+            unit: 1,
+        }
+    }
+
+    fn limit(
+        controller: Controller,
+        file: impl Into<String>,
+        bound: Bound,
+        (none, unit): (&str, u64),
+    ) -> Setting {
+        let value = match bound {
+            Bound::Unlimited => none.to_owned(),
+            Bound::At(amount) => amount.to_string(),
+        };
+        Setting {
+            unit,
+            ..Setting::new(controller, file, value)
+        }
+    }
+
+    /// Whether a file with this text holds it.
+    #[must_use]
+    pub fn is_met_by(&self, text: &str) -> bool {
+        let kept = |text: &str| match text {
+            "max" | "-1" => Some(UNLIMITED),
+            number => {
+                let number: u64 = number.parse().ok()?;
+                Some((number / self.unit * self.unit).min(UNLIMITED))
+            }
+        };
+        let text = text.trim();
+        text == self.value || kept(text).is_some_and(|found| Some(found) == kept(&self.value))
+    }
+}
+
+impl Values {
+    /// The files that hold this, in the order in which they are written. `unified` is cgroup v2.
+    #[must_use]
+    pub fn settings(&self, unified: bool) -> Vec<Setting> {
+        use Controller::{Cpu, HugeTlb, Memory, Pids};
+        let mut all = vec![];
+        if let Some(shares) = self.shares {
+            all.push(match unified {
+                true => Setting::new(Cpu, "cpu.weight", weight(shares)),
+                false => Setting::new(Cpu, "cpu.shares", shares),
+            });
+        }
+        if let Some(CpuTime { quota, period }) = self.cpu {
+            let quota = |none: &str| quota.map_or_else(|| none.to_owned(), |q| q.to_string());
+            if unified {
+                let both = format!("{} {period}", quota("max"));
+                all.push(Setting::new(Cpu, "cpu.max", both));
+            } else {
+                all.push(Setting::new(Cpu, "cpu.cfs_period_us", period));
+                all.push(Setting::new(Cpu, "cpu.cfs_quota_us", quota("-1")));
+            }
+        }
+        let none = if unified { "max" } else { "-1" };
+        if let Some(bound) = self.memory {
+            let file = match unified {
+                true => "memory.max",
+                false => "memory.limit_in_bytes",
+            };
+            all.push(Setting::limit(Memory, file, bound, (none, PAGE)));
+        }
+        if let Some(bound) = self.pids {
+            all.push(Setting::limit(Pids, "pids.max", bound, ("max", 1)));
+        }
+        for (bytes, bound) in &self.huge_pages {
+            let size = page_name(*bytes);
+            let limit = if unified { "max" } else { "limit_in_bytes" };
+            for kind in ["", "rsvd."] {
+                let file = format!("hugetlb.{size}.{kind}{limit}");
+                all.push(Setting::limit(HugeTlb, file, *bound, (none, *bytes)));
+            }
+        }
+        all
+    }
+
+    /// As properties of a slice, in systemd's units: `u64::MAX` is unlimited. Huge pages are none of its business.
+    #[must_use]
+    pub fn properties(&self, unified: bool) -> Vec<(&'static str, u64)> {
+        let max = |bound| match bound {
+            Bound::Unlimited => u64::MAX,
+            Bound::At(amount) => amount,
+        };
+        let mut all = vec![];
+        if let Some(shares) = self.shares {
+            all.push(match unified {
+                true => ("CPUWeight", weight(shares)),
+                false => ("CPUShares", shares),
+            });
+        }
+        if let Some(cpu) = self.cpu {
+            all.push((
+                "CPUQuotaPerSecUSec",
+                cpu.each_second_of_systemd().unwrap_or(u64::MAX),
+            ));
+            all.push(("CPUQuotaPeriodUSec", cpu.period));
+        }
+        if let Some(bound) = self.memory {
+            let name = if unified { "MemoryMax" } else { "MemoryLimit" };
+            all.push((name, max(bound)));
+        }
+        if let Some(bound) = self.pids {
+            all.push(("TasksMax", max(bound)));
+        }
+        all
+    }
+
+    /// With CPU time as systemd rounds it.
+    #[must_use]
+    pub fn rounded_by_systemd(mut self) -> Values {
+        if let Some(cpu) = &mut self.cpu {
+            let each = cpu.each_second_of_systemd();
+            cpu.quota = each.map(|each| each.saturating_mul(cpu.period) / 1_000_000);
+        }
+        self
+    }
+}
+
+impl CpuTime {
+    /// The microseconds of each second.
+    fn each_second_of_systemd(self) -> Option<u64> {
+        let exact = self.quota?.saturating_mul(1_000_000) / self.period.max(1);
+        Some(exact.next_multiple_of(SYSTEMD_STEP))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn values() -> Values {
+        Values {
+            shares: Some(1024),
+            cpu: Some(CpuTime {
+                quota: Some(12_345),
+                period: 100_000,
+            }),
+            memory: Some(Bound::At(1 << 20)),
+            pids: Some(Bound::At(7)),
+            huge_pages: [(2 << 20, Bound::At(4 << 20)), (1 << 30, Bound::Unlimited)].into(),
+        }
+    }
+
+    fn open() -> Values {
+        Values {
+            shares: Some(2),
+            cpu: Some(CpuTime {
+                quota: None,
+                period: 100_000,
+            }),
+            memory: Some(Bound::Unlimited),
+            ..Values::default()
+        }
+    }
+
+    fn files(values: &Values, unified: bool) -> Vec<(String, String)> {
+        let settings = values.settings(unified).into_iter();
+        settings.map(|s| (s.file, s.value)).collect()
+    }
+
+    #[test]
+    fn values_are_written_as_each_version_has_them() {
+        let text = |pairs: &[(&str, &str)]| -> Vec<(String, String)> {
+            let pairs = pairs.iter();
+            pairs.map(|(a, b)| ((*a).into(), (*b).into())).collect()
+        };
+        assert_eq!(
+            files(&values(), true),
+            text(&[
+                ("cpu.weight", "39"),
+                ("cpu.max", "12345 100000"),
+                ("memory.max", "1048576"),
+                ("pids.max", "7"),
+                ("hugetlb.2MB.max", "4194304"),
+                ("hugetlb.2MB.rsvd.max", "4194304"),
+                ("hugetlb.1GB.max", "max"),
+                ("hugetlb.1GB.rsvd.max", "max"),
+            ])
+        );
+        assert_eq!(
+            files(&values(), false)[..5],
+            text(&[
+                ("cpu.shares", "1024"),
+                ("cpu.cfs_period_us", "100000"),
+                ("cpu.cfs_quota_us", "12345"),
+                ("memory.limit_in_bytes", "1048576"),
+                ("pids.max", "7"),
+            ])
+        );
+        assert_eq!(
+            files(&open(), false),
+            text(&[
+                ("cpu.shares", "2"),
+                ("cpu.cfs_period_us", "100000"),
+                ("cpu.cfs_quota_us", "-1"),
+                ("memory.limit_in_bytes", "-1"),
+            ]),
+            "what was limited before is not any more"
+        );
+        assert_eq!(files(&Values::default(), true), []);
+    }
+
+    #[test]
+    fn what_the_kernel_rounds_is_not_a_difference() {
+        let limits = Values {
+            memory: Some(Bound::At(10_000)),
+            ..Values::default()
+        };
+        let setting = &limits.settings(false)[0];
+        for (text, met) in [
+            ("8192\n", true),
+            ("10000", true),
+            ("12288", false),
+            ("9223372036854771712", false),
+            ("", false),
+        ] {
+            assert_eq!(setting.is_met_by(text), met, "{text:?}");
+        }
+        let unlimited = &open().settings(false)[3];
+        assert!(unlimited.is_met_by("9223372036854771712\n") && !unlimited.is_met_by("4096"));
+        let quota = &open().settings(false)[2];
+        assert!(quota.is_met_by("-1\n") && !quota.is_met_by("1000"));
+        let both = &open().settings(true)[1];
+        assert!(both.is_met_by("max 100000\n") && !both.is_met_by("1000 100000"));
+    }
+
+    #[test]
+    fn systemd_is_told_limits_in_its_units() {
+        assert_eq!(
+            values().properties(true),
+            [
+                ("CPUWeight", 39),
+                ("CPUQuotaPerSecUSec", 130_000),
+                ("CPUQuotaPeriodUSec", 100_000),
+                ("MemoryMax", 1 << 20),
+                ("TasksMax", 7)
+            ]
+        );
+        assert_eq!(
+            open().properties(false),
+            [
+                ("CPUShares", 2),
+                ("CPUQuotaPerSecUSec", u64::MAX),
+                ("CPUQuotaPeriodUSec", 100_000),
+                ("MemoryLimit", u64::MAX)
+            ]
+        );
+        let quota = |values: Values| values.rounded_by_systemd().cpu.and_then(|c| c.quota);
+        assert_eq!((quota(values()), quota(open())), (Some(13_000), None));
+    }
+
+    proptest! {
+        /// What was written is never seen as somebody else's change.
+        #[test]
+        fn what_is_written_is_met(shares in 2_u64..262_144, quota in proptest::option::of(1000_u64..1 << 40), memory in any::<u64>(), pids in any::<u32>(), unified: bool) {
+            let all = Values {
+                shares: Some(shares),
+                cpu: Some(CpuTime { quota, period: 100_000 }),
+                memory: Some(Bound::At(memory)),
+                pids: Some(Bound::At(pids.into())),
+                huge_pages: [(2 << 20, Bound::At(memory))].into(),
+            };
+            for setting in all.settings(unified) {
+                prop_assert!(setting.is_met_by(&setting.value), "{:?}", setting);
+                if setting.unit > 1 {
+                    let kept = memory / setting.unit * setting.unit;
+                    prop_assert!(setting.is_met_by(&format!("{kept}\n")), "{:?}", setting);
+                }
+            }
+        }
+    }
+}

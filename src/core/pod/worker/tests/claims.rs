@@ -1,0 +1,54 @@
+//! The end of a pod with resource claims is told when they are given back.
+
+use super::*;
+
+#[test]
+fn a_pod_ends_when_its_claims_are_given_back() {
+    let spec = json!({"restartPolicy": "Never", "containers": [{"name": "c", "image": "i"}],
+        "resourceClaims": [{"name": "r", "resourceClaimName": "device"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    run.settle();
+    assert_eq!((run.phase(), run.count(&Key::ReturnClaims)), ("Running", 0));
+    run.exit("c0", 1);
+    run.input(Input::Hint);
+    while let Some(op) = run
+        .waiting
+        .iter()
+        .find(|op| **op != Op::ReturnClaims)
+        .cloned()
+    {
+        let outcome = run.outcome(&op);
+        run.done(&op.key(), outcome);
+    }
+    let turn = run.done(
+        &Key::ReturnClaims,
+        Outcome::Failed("the driver says no".into()),
+    );
+    assert_eq!(run.phase(), "Running");
+    assert!(matches!(run.worker.state, State::Terminating { .. }));
+    // It is tried again by itself, and at once when a driver comes.
+    assert_eq!(turn.wake_at, Some(at(run.now + 500)));
+    run.input(Input::DriversChanged);
+    assert_eq!(run.waiting, [Op::ReturnClaims]);
+    assert!(
+        run.published
+            .iter()
+            .all(|s| s.phase.as_deref() != Some("Failed"))
+    );
+    run.settle();
+    assert_eq!((run.phase(), run.count(&Key::ReturnClaims)), ("Failed", 2));
+}
+
+#[test]
+fn a_pod_without_claims_has_nothing_to_give_back() {
+    let spec = json!({"restartPolicy": "Never", "containers": [{"name": "c", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    run.settle();
+    run.exit("c0", 0);
+    run.input(Input::Hint);
+    run.settle();
+    assert_eq!(
+        (run.phase(), run.count(&Key::ReturnClaims)),
+        ("Succeeded", 0)
+    );
+}

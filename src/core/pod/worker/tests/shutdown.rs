@@ -1,0 +1,97 @@
+//! What a shutdown of the machine makes of a pod, and the boot after it.
+
+use std::time::Duration;
+
+use super::*;
+use crate::core::node::shutdown::Phase;
+
+/// What a worker is told when the machine is shut down.
+pub(super) fn verdict(seconds: u64) -> Verdict {
+    let phase = Phase {
+        priority: 0,
+        period: Duration::from_secs(seconds),
+        pods: vec![],
+    };
+    phase.verdict(&Pod::default(), phase.period)
+}
+
+#[test]
+fn a_shutdown_ends_pods_and_leaves_those_that_end_no_more_time_than_there_is() {
+    let spec = || json!({"terminationGracePeriodSeconds": 600, "restartPolicy": "Always", "containers": [{"name": "c", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec(), json!({})));
+    run.settle();
+    let turn = run.input(Input::Evicted(verdict(10)));
+    assert_eq!(turn.wake_at, Some(at(10_000)));
+    run.settle();
+    let status = &run.worker.status;
+    assert_eq!(
+        (status.phase.as_deref(), status.reason.as_deref()),
+        (Some("Failed"), Some("Terminated"))
+    );
+    let condition = |s: &PodStatus| {
+        s.conditions
+            .iter()
+            .flatten()
+            .any(|c| c.type_ == "DisruptionTarget")
+    };
+    assert!(condition(status));
+    assert!(matches!(
+        run.worker.state,
+        State::Finished {
+            cause: Cause::NodeShutdown
+        }
+    ));
+    let stopped = run.count(&Key::Stop("c0".into()));
+    // After the boot it stays ended; its logs are there.
+    let mut after = run.restarted();
+    after.settle();
+    assert_eq!((after.phase(), stopped), ("Failed", 1));
+    assert_eq!(after.count(&start("c")), 0);
+
+    let mut run = Run::new(a_pod(spec(), json!({})));
+    run.settle();
+    let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 600, "resourceVersion": "2"});
+    let turn = run.input(Input::Update(a_pod(spec(), deleted)));
+    assert_eq!(turn.wake_at, Some(at(600_000)));
+    run.now = 1000;
+    let turn = run.input(Input::Evicted(verdict(10)));
+    assert_eq!(turn.wake_at, Some(at(11_000)), "it has less time now");
+    assert!(matches!(
+        run.worker.state,
+        State::Terminating {
+            cause: Cause::Deleted,
+            ..
+        }
+    ));
+}
+
+#[test]
+fn a_static_pod_that_ended_with_the_machine_starts_anew() {
+    let annotations =
+        json!({"kubernetes.io/config.hash": "h", "kubernetes.io/config.source": "file"});
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    for (reason, expected) in [("Terminated", "Running"), ("Other", "Failed")] {
+        let mirror = a_pod(
+            spec.clone(),
+            json!({"uid": "m", "annotations": {"kubernetes.io/config.mirror": "h"}}),
+        );
+        let mut object = Pod::clone(&mirror.pod);
+        let status = json!({"phase": "Failed", "reason": reason, "message": "m", "startTime": "2023-11-14T22:13:20Z", "conditions": []});
+        object.status = Some(serde_json::from_value(status).expect("a status"));
+        let mut update = a_pod(spec.clone(), json!({"annotations": annotations}));
+        update.object = Some(Arc::new(object));
+        let mut run = Run::new(update);
+        run.settle();
+        assert_eq!(run.phase(), expected);
+        let told = run
+            .published
+            .iter()
+            .map(|s| (s.phase.as_deref(), &s.reason));
+        for (phase, reason) in told {
+            let holds = phase.is_some() && (phase == Some("Failed")) == reason.is_some();
+            assert!(holds, "half a status was told: {phase:?} {reason:?}");
+        }
+        let told = run.worker.status.message.is_some();
+        assert_eq!(told, expected == "Failed");
+    }
+}

@@ -1,0 +1,187 @@
+use super::*;
+use serde_json::{Value, json};
+
+fn pod(volume: Value, container: Value) -> Pod {
+    let mut c = json!({"name": "c"});
+    json_patch::merge(&mut c, &container);
+    serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": {"containers": [c], "volumes": [volume]}}))
+        .expect("a pod")
+}
+
+fn made(volume: Value, container: Value) -> Result<ResolvedVolume, Problem> {
+    let pod = pod(volume, container);
+    let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
+    resolve(
+        &pod,
+        &volume,
+        None,
+        Here {
+            memory: 1 << 30,
+            label: None,
+        },
+    )
+}
+
+#[test]
+fn empty_directories_are_as_large_as_the_smallest_of_their_limits() {
+    let memory = |size: Value, limit: Value| {
+        let volume = json!({"name": "v", "emptyDir": {"medium": "Memory", "sizeLimit": size}});
+        made(volume, json!({"resources": {"limits": limit}})).map(|b| b.source)
+    };
+    let of = |size: u64| Ok(Source::EmptyDir(Medium::Memory(size)));
+    assert_eq!(memory(Value::Null, json!({})), of(1 << 30));
+    assert_eq!(memory(json!("64Mi"), json!({})), of(64 << 20));
+    assert_eq!(
+        memory(json!("64Mi"), json!({"memory": "32Mi"})),
+        of(32 << 20)
+    );
+    assert_eq!(memory(json!("4Gi"), json!({})), of(1 << 30));
+    let pages = |medium: &str, requests: Value| {
+        made(
+            json!({"name": "v", "emptyDir": {"medium": medium}}),
+            json!({"resources": {"requests": requests}}),
+        )
+        .map(|b| b.source)
+    };
+    assert_eq!(
+        pages("HugePages", json!({"hugepages-2Mi": "4Mi"})),
+        Ok(Source::EmptyDir(Medium::HugePages(2 << 20)))
+    );
+    assert_eq!(
+        pages("HugePages-1Gi", json!({})),
+        Ok(Source::EmptyDir(Medium::HugePages(1 << 30)))
+    );
+    assert!(
+        pages(
+            "HugePages",
+            json!({"hugepages-2Mi": "4Mi", "hugepages-1Gi": "1Gi"})
+        )
+        .is_err_and(|e| e.told("v").contains("multiple"))
+    );
+    assert!(pages("Tape", json!({})).is_err_and(|e| e.told("v").contains("Tape")));
+}
+
+fn claimed(volume: Value, phase: &str) -> Claimed {
+    let claim = json!({"metadata": {"name": "c", "namespace": "n", "uid": "0"}, "spec": {"volumeName": "pv"}, "status": {"phase": phase}});
+    let mut spec = json!({"claimRef": {"uid": "0"}});
+    json_patch::merge(&mut spec, &volume);
+    Claimed {
+        claim: serde_json::from_value(claim).expect("a claim"),
+        volume: serde_json::from_value(json!({"metadata": {"name": "pv"}, "spec": spec}))
+            .expect("a volume"),
+        migrated: false,
+    }
+}
+
+#[test]
+fn a_claims_volume_has_the_persistent_volumes_name_and_manner() {
+    let of = |source: Value, volume: Value, container: Value| {
+        let mut v = json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}});
+        json_patch::merge(&mut v, &volume);
+        let pod = pod(v, container);
+        let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
+        resolve(
+            &pod,
+            &volume,
+            Some(&claimed(source, "Bound")),
+            Here {
+                memory: 0,
+                label: Some("u:r:t:s0"),
+            },
+        )
+    };
+    let nfs = of(
+        json!({"nfs": {"server": "fd00::1", "path": "/x"}, "mountOptions": ["hard"]}),
+        json!({"persistentVolumeClaim": {"readOnly": true}}),
+        json!({}),
+    )
+    .expect("fine");
+    assert_eq!(
+        (
+            nfs.name.as_str(),
+            &nfs.source,
+            nfs.read_only,
+            nfs.options.len()
+        ),
+        (
+            "pv",
+            &Source::Nfs {
+                device: "[fd00::1]:/x".into()
+            },
+            true,
+            1
+        )
+    );
+    let local = json!({"local": {"path": "/dev/x"}, "volumeMode": "Block"});
+    assert!(
+        of(
+            local.clone(),
+            json!({}),
+            json!({"volumeDevices": [{"name": "v", "devicePath": "/dev/y"}]})
+        )
+        .expect("fine")
+        .block
+    );
+    assert!(
+        of(
+            local,
+            json!({}),
+            json!({"volumeMounts": [{"name": "v", "mountPath": "/y"}]})
+        )
+        .is_err_and(|e| e.told("v").contains("volumeMode Block"))
+    );
+    assert!(
+        of(
+            json!({"hostPath": {"path": "/x"}, "claimRef": {"uid": "9"}}),
+            json!({}),
+            json!({})
+        )
+        .is_err_and(|e| e.told("v").contains("another claim"))
+    );
+    // One pod alone uses it, and its containers' label is known: the mount gives it.
+    let disk = json!({"fc": {"wwids": ["w"]}, "accessModes": ["ReadWriteOncePod"], "mountOptions": ["noatime"]});
+    let context = json!({"securityContext": {"seLinuxOptions": {"level": "s0:c1,c2"}}, "volumeMounts": [{"name": "v", "mountPath": "/v"}]});
+    let labelled = of(disk.clone(), json!({}), context).expect("fine");
+    assert_eq!(labelled.options, ["noatime", "context=\"u:r:t:s0:c1,c2\""]);
+    assert!(
+        !labelled.is_relabelled()
+            && of(disk, json!({}), json!({}))
+                .expect("fine")
+                .is_relabelled()
+    );
+    assert!(
+        of(json!({"cephfs": {"monitors": []}}), json!({}), json!({}))
+            .is_err_and(|e| e.told("v").contains("does not serve"))
+    );
+    let told = |e: Problem| {
+        let said = e.told("v");
+        said.contains("volumePluginDir") && said.contains("example.test/x") && said.contains("CSI")
+    };
+    let flex = json!({"flexVolume": {"driver": "example.test/x"}});
+    assert!(of(flex.clone(), json!({}), json!({})).is_err_and(told));
+    let mut inline = json!({"name": "v"});
+    json_patch::merge(&mut inline, &flex);
+    assert!(made(inline, json!({})).is_err_and(told));
+}
+
+#[test]
+fn claims_that_cannot_be_used_say_why() {
+    let volume = |v: Value| serde_json::from_value::<Volume>(v).expect("a volume");
+    let by_claim = volume(json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}}));
+    let p = pod(json!({"name": "v"}), json!({}));
+    assert_eq!(
+        usable(&p, &by_claim, &claimed(json!({}), "Bound").claim),
+        Ok("pv".into())
+    );
+    assert_eq!(
+        usable(&p, &by_claim, &claimed(json!({}), "Pending").claim),
+        Err(Problem::Claim(
+            "error processing PVC n/c: PVC is not bound".into()
+        ))
+    );
+    let ephemeral = volume(json!({"name": "v", "ephemeral": {}}));
+    assert!(
+        usable(&p, &ephemeral, &claimed(json!({}), "Bound").claim)
+            .is_err_and(|e| e.told("v").contains("(pod is not owner)"))
+    );
+}

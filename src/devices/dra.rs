@@ -1,0 +1,215 @@
+//! Drivers of dynamic resource allocation: what is asked of them (DRAPlugin v1, and v1beta1 of older drivers).
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use holdfast_proto::failure::{Failure, code_name};
+use holdfast_proto::{dra as pb, dra_v1beta1 as beta};
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Request, Response, Status};
+
+use crate::core::node::claims::Named;
+use crate::core::node::claims::checkpoint::Device;
+
+/// How long a driver may take to be connected to.
+const CONNECTION: Duration = Duration::from_secs(10);
+/// How long it may take for a call, as the kubelet has it.
+const CALL: Duration = Duration::from_secs(45);
+
+/// The services that are spoken, as drivers name them when they register. Which one is used, the driver's order says.
+pub const SERVICES: [&str; 2] = ["v1.DRAPlugin", "v1beta1.DRAPlugin"];
+
+/// What a driver answers, by the claims' uids.
+pub type Answers<T> = BTreeMap<String, Result<T, String>>;
+
+/// Is told of each call to a driver: the path of the method, gRPC's name of the code, and how long it took.
+pub type Report = Arc<dyn Fn(&'static str, &str, Duration) + Send + Sync>;
+
+#[derive(Clone)]
+enum Client {
+    V1(pb::dra_plugin_client::DraPluginClient<Channel>),
+    V1beta1(beta::dra_plugin_client::DraPluginClient<Channel>),
+}
+
+/// A driver. Clones share the connection.
+#[derive(Clone)]
+pub struct Driver {
+    client: Client,
+    report: Report,
+}
+
+/// A call with its deadline: tonic's own tells the driver, ours holds whatever the driver does.
+async fn within<T, A>(
+    message: T,
+    call: impl AsyncFnOnce(Request<T>) -> Result<Response<A>, Status>,
+) -> Result<A, Failure> {
+    let mut request = Request::new(message);
+    request.set_timeout(CALL);
+    match tokio::time::timeout(CALL, call(request)).await {
+        Ok(answer) => Ok(answer?.into_inner()),
+        Err(_) => Err(Failure {
+            code: Code::DeadlineExceeded,
+            message: "context deadline exceeded".into(),
+        }),
+    }
+}
+
+/// An answer about one claim: nothing but an error is a failure.
+fn outcome<T>(error: String, done: T) -> Result<T, String> {
+    match error.is_empty() {
+        true => Ok(done),
+        false => Err(error),
+    }
+}
+
+fn list(items: Vec<String>) -> Option<Vec<String>> {
+    Some(items).filter(|items| !items.is_empty())
+}
+
+macro_rules! version {
+    ($module:ident, $prepared:ident, $claims:ident, $share:expr) => {
+        fn $claims(claims: &[Named]) -> Vec<$module::Claim> {
+            let claim = |claim: &Named| $module::Claim {
+                namespace: claim.namespace.clone(),
+                uid: claim.uid.clone(),
+                name: claim.name.clone(),
+            };
+            claims.iter().map(claim).collect()
+        }
+
+        fn $prepared(answer: $module::NodePrepareResourcesResponse) -> Answers<Vec<Device>> {
+            let share: fn(&$module::Device) -> Option<String> = $share;
+            let device = |device: $module::Device| Device {
+                share_id: share(&device),
+                pool_name: device.pool_name,
+                device_name: device.device_name,
+                request_names: list(device.request_names),
+                cdi_device_ids: list(device.cdi_device_ids),
+            };
+            let claim = |(uid, claim): (String, $module::NodePrepareResourceResponse)| {
+                let devices = claim.devices.into_iter().map(device).collect();
+                (uid, outcome(claim.error, devices))
+            };
+            answer.claims.into_iter().map(claim).collect()
+        }
+    };
+}
+
+version!(pb, prepared, claims, |device| device.share_id.clone());
+version!(beta, prepared_beta, claims_beta, |_| None);
+
+impl Driver {
+    /// Behind a socket; `services` are those that the driver says it serves. Nothing is sent yet. Of calls that end, `report`
+    /// is told.
+    pub fn new(socket: &Path, services: &[String], report: Report) -> Result<Driver, String> {
+        let mut known = services.iter();
+        let Some(service) = known.find(|s| SERVICES.contains(&s.as_str())) else {
+            return Err(format!(
+                "the driver serves {services:?}, and one of {SERVICES:?} is needed"
+            ));
+        };
+        let endpoint = Endpoint::try_from(format!("unix://{}", socket.display()))
+            .map_err(|e| format!("{} is not a socket: {e}", socket.display()))?;
+        let channel = endpoint.connect_timeout(CONNECTION).connect_lazy();
+        let client = match service.as_str() == SERVICES[0] {
+            true => Client::V1(pb::dra_plugin_client::DraPluginClient::new(channel)),
+            false => Client::V1beta1(beta::dra_plugin_client::DraPluginClient::new(channel)),
+        };
+        Ok(Driver { client, report })
+    }
+
+    fn told<T>(
+        &self,
+        paths: [&'static str; 2],
+        begun: Instant,
+        answer: Result<T, Failure>,
+    ) -> Result<T, String> {
+        let path = match self.client {
+            Client::V1(_) => paths[0],
+            Client::V1beta1(_) => paths[1],
+        };
+        let code = answer.as_ref().err().map_or(Code::Ok, |e| e.code);
+        (self.report)(path, code_name(code), begun.elapsed());
+        answer.map_err(|e| e.to_string())
+    }
+
+    /// Has claims prepared; it may be repeated.
+    pub async fn prepare(&self, asked: &[Named]) -> Result<Answers<Vec<Device>>, String> {
+        let begun = Instant::now();
+        let answer = match self.client.clone() {
+            Client::V1(mut client) => {
+                let message = pb::NodePrepareResourcesRequest {
+                    claims: claims(asked),
+                };
+                within(message, async |m| client.node_prepare_resources(m).await)
+                    .await
+                    .map(prepared)
+            }
+            Client::V1beta1(mut client) => {
+                let message = beta::NodePrepareResourcesRequest {
+                    claims: claims_beta(asked),
+                };
+                within(message, async |m| client.node_prepare_resources(m).await)
+                    .await
+                    .map(prepared_beta)
+            }
+        };
+        let paths = [
+            "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources",
+            "/k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin/NodePrepareResources",
+        ];
+        self.told(paths, begun, answer)
+    }
+
+    /// Gives claims back; it may be repeated.
+    pub async fn give_back(&self, asked: &[Named]) -> Result<Answers<()>, String> {
+        let begun = Instant::now();
+        let answer: Result<Answers<()>, Failure> = match self.client.clone() {
+            Client::V1(mut client) => {
+                let message = pb::NodeUnprepareResourcesRequest {
+                    claims: claims(asked),
+                };
+                let answer = within(message, async |m| client.node_unprepare_resources(m).await);
+                let claims = answer.await.map(|answer| answer.claims.into_iter());
+                claims.map(|c| c.map(|(uid, c)| (uid, outcome(c.error, ()))).collect())
+            }
+            Client::V1beta1(mut client) => {
+                let message = beta::NodeUnprepareResourcesRequest {
+                    claims: claims_beta(asked),
+                };
+                let answer = within(message, async |m| client.node_unprepare_resources(m).await);
+                let claims = answer.await.map(|answer| answer.claims.into_iter());
+                claims.map(|c| c.map(|(uid, c)| (uid, outcome(c.error, ()))).collect())
+            }
+        };
+        let paths = [
+            "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources",
+            "/k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin/NodeUnprepareResources",
+        ];
+        self.told(paths, begun, answer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn the_drivers_order_says_which_service_is_used() {
+        let report: Report = Arc::new(|_, _, _| {});
+        let new = |services: &[&str]| {
+            let services: Vec<String> = services.iter().map(|s| (*s).to_owned()).collect();
+            Driver::new(Path::new("/run/x.sock"), &services, Arc::clone(&report))
+        };
+        let is_v1 = |services: &[&str]| {
+            let driver = new(services).expect("a driver");
+            matches!(driver.client, Client::V1(_))
+        };
+        assert!(is_v1(&["v1.DRAPlugin", "v1beta1.DRAPlugin"]));
+        assert!(!is_v1(&["v1alpha3", "v1beta1.DRAPlugin", "v1.DRAPlugin"]));
+        let refused = new(&["v1alpha4.Node"]).err().expect("a refusal");
+        assert!(refused.contains("v1alpha4.Node"), "{refused}");
+    }
+}

@@ -1,0 +1,171 @@
+//! What the agent serves on sockets of its own: the registration of device plugins, and the podresources API.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use holdfast_proto::deviceplugin as pb;
+use holdfast_proto::podresources as pods;
+use hyper::body::Incoming;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::service::TowerToHyperService;
+use pb::registration_server::RegistrationServer;
+use pods::pod_resources_lister_server::{PodResourcesLister, PodResourcesListerServer};
+use tokio::net::UnixListener;
+use tokio::sync::Semaphore;
+use tonic::codegen::{Service, http};
+use tonic::{Request, Response, Status};
+
+/// How many connections a socket has at once; more wait.
+const CONNECTIONS: usize = 64;
+
+/// A plugin that wants to be registered.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Registration {
+    /// The version of the protocol that it speaks.
+    pub version: String,
+    /// The name of its socket in the directory of the agent's.
+    pub endpoint: String,
+    /// The resource that it has devices of.
+    pub resource: String,
+}
+
+/// Registers plugins.
+#[async_trait]
+pub trait Register: Send + Sync + 'static {
+    /// Registers one; the error is told to it.
+    async fn register(&self, registration: Registration) -> Result<(), String>;
+}
+
+/// Knows which container has what.
+#[async_trait]
+pub trait PodResources: Send + Sync + 'static {
+    /// Whether one more question is answered now: there are so many a second.
+    fn admits(&self) -> bool;
+    /// All pods.
+    async fn list(&self) -> Vec<pods::PodResources>;
+    /// One pod, by namespace and name.
+    async fn get(&self, namespace: &str, name: &str) -> Option<pods::PodResources>;
+    /// What there is for pods.
+    async fn allocatable(&self) -> pods::AllocatableResourcesResponse;
+}
+
+/// Serves registrations until the process ends.
+pub async fn serve_registration(listener: UnixListener, register: Arc<dyn Register>) {
+    serve(listener, RegistrationServer::new(Registrar(register))).await;
+}
+
+/// Serves the podresources API until the process ends.
+pub async fn serve_pod_resources(listener: UnixListener, resources: Arc<dyn PodResources>) {
+    serve(listener, PodResourcesListerServer::new(Lister(resources))).await;
+}
+
+async fn serve<S>(listener: UnixListener, service: S)
+where
+    S: Service<
+            http::Request<Incoming>,
+            Response = http::Response<tonic::body::Body>,
+            Error = Infallible,
+        > + Clone
+        + Send
+        + 'static,
+    S::Future: Send,
+{
+    let slots = Arc::new(Semaphore::new(CONNECTIONS));
+    loop {
+        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else {
+            return;
+        };
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "a connection to a socket of the agent could not be taken");
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                continue;
+            }
+        };
+        let service = TowerToHyperService::new(service.clone());
+        tokio::spawn(async move {
+            let _slot = slot;
+            let served = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
+                .serve_connection(TokioIo::new(stream), service)
+                .await;
+            if let Err(error) = served {
+                tracing::debug!(%error, "a connection to a socket of the agent has broken");
+            }
+        });
+    }
+}
+
+struct Registrar(Arc<dyn Register>);
+
+#[async_trait]
+impl pb::registration_server::Registration for Registrar {
+    async fn register(
+        &self,
+        request: Request<pb::RegisterRequest>,
+    ) -> Result<Response<pb::Empty>, Status> {
+        let request = request.into_inner();
+        let registration = Registration {
+            version: request.version,
+            endpoint: request.endpoint,
+            resource: request.resource_name,
+        };
+        let outcome = self.0.register(registration).await;
+        outcome.map_err(Status::unknown)?;
+        Ok(Response::new(pb::Empty {}))
+    }
+}
+
+struct Lister(Arc<dyn PodResources>);
+
+impl Lister {
+    fn admit(&self) -> Result<(), Status> {
+        if self.0.admits() {
+            return Ok(());
+        }
+        Err(Status::resource_exhausted("rejected by rate limit"))
+    }
+}
+
+#[async_trait]
+impl PodResourcesLister for Lister {
+    async fn list(
+        &self,
+        _: Request<pods::ListPodResourcesRequest>,
+    ) -> Result<Response<pods::ListPodResourcesResponse>, Status> {
+        self.admit()?;
+        let pod_resources = self.0.list().await;
+        Ok(Response::new(pods::ListPodResourcesResponse {
+            pod_resources,
+        }))
+    }
+
+    async fn get_allocatable_resources(
+        &self,
+        _: Request<pods::AllocatableResourcesRequest>,
+    ) -> Result<Response<pods::AllocatableResourcesResponse>, Status> {
+        self.admit()?;
+        Ok(Response::new(self.0.allocatable().await))
+    }
+
+    async fn get(
+        &self,
+        request: Request<pods::GetPodResourcesRequest>,
+    ) -> Result<Response<pods::GetPodResourcesResponse>, Status> {
+        self.admit()?;
+        let (name, namespace) = {
+            let request = request.into_inner();
+            (request.pod_name, request.pod_namespace)
+        };
+        match self.0.get(&namespace, &name).await {
+            Some(pod) => Ok(Response::new(pods::GetPodResourcesResponse {
+                pod_resources: Some(pod),
+            })),
+            None => Err(Status::unknown(format!(
+                "pod {name} in namespace {namespace} not found"
+            ))),
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! Pools of connections to an apiserver, straight or through a proxy.
+
+use std::error::Error;
+use std::time::Duration;
+
+use hyper::Uri;
+use hyper::rt::{Read, Write};
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_timeout::TimeoutConnector;
+use hyper_util::client::legacy::connect::proxy::{SocksV5, Tunnel};
+use hyper_util::client::legacy::connect::{Connection, HttpConnector};
+use hyper_util::client::legacy::{Client, Error as TransportError};
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use rustls::ClientConfig;
+use tower::util::BoxCloneSyncService;
+use tower::{BoxError, Service, ServiceExt as _};
+
+use super::connections::Http;
+use super::measured::{Measured, Report};
+use super::proxy::Proxy;
+
+/// How long opening a connection may take, the proxy and the handshake included.
+const CONNECT: Duration = Duration::from_secs(5);
+/// A connection on which nothing comes is asked whether it is alive this often, and given up when it has not
+/// answered for this long: a server that was cut off says nothing.
+const ALIVE: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
+
+/// A pool without connections; they are opened as requests need them. Each answer is reported.
+pub(super) fn open(proxy: &Proxy, tls: &ClientConfig, report: Option<Report>) -> Http {
+    let mut plain = HttpConnector::new();
+    plain.enforce_http(false);
+    plain.set_nodelay(true);
+    match proxy {
+        Proxy::None => over(plain, tls, report),
+        Proxy::Http { uri, auth } => {
+            let tunnel = Tunnel::new(uri.clone(), plain);
+            match auth {
+                Some(auth) => over(tunnel.with_auth(auth.clone()), tls, report),
+                None => over(tunnel, tls, report),
+            }
+        }
+        Proxy::Https { uri, auth } => {
+            let secured = https(tls).enable_http1().wrap_connector(plain);
+            let tunnel = Tunnel::new(uri.clone(), secured);
+            match auth {
+                Some(auth) => over(tunnel.with_auth(auth.clone()), tls, report),
+                None => over(tunnel, tls, report),
+            }
+        }
+        Proxy::Socks5 { uri, auth } => {
+            let socks = SocksV5::new(uri.clone(), plain);
+            match auth.clone() {
+                Some((user, password)) => over(socks.with_auth(user, password), tls, report),
+                None => over(socks, tls, report),
+            }
+        }
+    }
+}
+
+fn https(
+    tls: &ClientConfig,
+) -> HttpsConnectorBuilder<hyper_rustls::builderstates::WantsProtocols1> {
+    HttpsConnectorBuilder::new()
+        .with_tls_config(tls.clone())
+        .https_or_http()
+}
+
+/// A pool over streams that `connector` opens.
+fn over<C>(connector: C, tls: &ClientConfig, report: Option<Report>) -> Http
+where
+    C: Service<Uri> + Clone + Send + Sync + 'static,
+    C::Response: Connection + Read + Write + Send + Unpin + 'static,
+    C::Future: Send + 'static,
+    C::Error: Into<Box<dyn Error + Send + Sync>>,
+{
+    let secured: HttpsConnector<C> = https(tls).enable_all_versions().wrap_connector(connector);
+    // Around the handshake too: whoever listens need not speak.
+    let mut connector = TimeoutConnector::new(secured);
+    connector.set_connect_timeout(Some(CONNECT));
+    let client: Client<_, kube::client::Body> = Client::builder(TokioExecutor::new())
+        .timer(TokioTimer::new())
+        .pool_timer(TokioTimer::new())
+        .http2_keep_alive_interval(ALIVE.0)
+        .http2_keep_alive_timeout(ALIVE.1)
+        .build(connector);
+    let measured = Measured {
+        inner: client,
+        report,
+    };
+    BoxCloneSyncService::new(measured.map_err(|e: TransportError| BoxError::from(e)))
+}

@@ -1,0 +1,186 @@
+//! The kernel's word that memory runs short: when processes stall for want of it (PSI, any version of cgroups), and when a
+//! cgroup of version 1 has grown by so many bytes. Hints to look, which may come early, late or not at all.
+#![allow(unsafe_code)]
+
+use std::fs::OpenOptions;
+use std::io::{self, Write as _};
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
+use std::time::Duration;
+
+use futures::future::{BoxFuture, FutureExt as _, select_all};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+use super::cgroup::is_v2;
+
+const STALLS: &str = "/proc/pressure/memory";
+/// Something stalled for 50 ms within a second, in microseconds. A zero byte ends it, as the kernel wants it.
+const STALLED: &[u8] = b"some 50000 1000000\0";
+const V1: &str = "/sys/fs/cgroup/memory";
+/// The pause after a notice: what goes on giving some must not keep a processor busy.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// What the kernel is to tell.
+pub struct MemoryNotices {
+    stalls: Option<AsyncFd<OwnedFd>>,
+    grown: Vec<AsyncFd<OwnedFd>>,
+}
+
+fn registered(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an owned descriptor stays the same, and open, until it is dropped.
+    let registered = unsafe { AsyncFd::register_with_interest(fd, interest) };
+    registered.map_err(Into::into)
+}
+
+fn watch_stalls() -> io::Result<AsyncFd<OwnedFd>> {
+    let mut file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(STALLS)?;
+    file.write_all(STALLED)?;
+    registered(file.into(), Interest::PRIORITY)
+}
+
+/// The registration ends when the answer is dropped.
+fn watch_growth(cgroup: &str, by: u64) -> io::Result<AsyncFd<OwnedFd>> {
+    let dir = Path::new(V1).join(cgroup.trim_matches('/'));
+    let usage = OpenOptions::new()
+        .read(true)
+        .open(dir.join("memory.usage_in_bytes"))?;
+    let used: u64 = io::read_to_string(&usage)?
+        .trim()
+        .parse()
+        .map_err(io::Error::other)?;
+    let told = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+    let text = format!(
+        "{} {} {}",
+        told.as_raw_fd(),
+        usage.as_raw_fd(),
+        used.saturating_add(by)
+    );
+    OpenOptions::new()
+        .write(true)
+        .open(dir.join("cgroup.event_control"))?
+        .write_all(text.as_bytes())?;
+    registered(told.into(), Interest::READABLE)
+}
+
+/// Returns when there is a notice; never where there can be none any more.
+async fn notice(fd: &AsyncFd<OwnedFd>, interest: Interest) {
+    let Ok(mut ready) = fd.ready(interest).await else {
+        return std::future::pending().await;
+    };
+    if interest.is_readable() {
+        // What is read is a count of no interest.
+        let _ = nix::unistd::read(fd.get_ref(), &mut [0; 8]);
+    }
+    ready.clear_ready();
+}
+
+impl MemoryNotices {
+    /// Asks for notices of stalls. To be made within a runtime of tokio.
+    #[must_use]
+    pub fn open() -> MemoryNotices {
+        let stalls = watch_stalls();
+        if let Err(error) = &stalls {
+            tracing::debug!(%error, "the kernel does not tell when processes stall for want of memory");
+        }
+        MemoryNotices {
+            stalls: stalls.ok(),
+            grown: vec![],
+        }
+    }
+
+    /// Asks for notices of cgroups' growth by so many bytes from now on, in place of those asked for before.
+    pub fn tell_growth(&mut self, cgroups: &[(&str, u64)]) {
+        self.grown.clear();
+        if is_v2() {
+            return;
+        }
+        for (cgroup, by) in cgroups {
+            match watch_growth(cgroup, *by) {
+                Ok(fd) => self.grown.push(fd),
+                Err(error) => {
+                    tracing::debug!(%error, cgroup, "the kernel does not tell when the cgroup has grown")
+                }
+            }
+        }
+    }
+
+    /// Returns with the next notice.
+    pub async fn next(&mut self) {
+        let stalls = self.stalls.iter().map(|fd| (fd, Interest::PRIORITY));
+        let grown = self.grown.iter().map(|fd| (fd, Interest::READABLE));
+        let all: Vec<BoxFuture<'_, ()>> = stalls
+            .chain(grown)
+            .map(|(fd, interest)| notice(fd, interest).boxed())
+            .collect();
+        if all.is_empty() {
+            return std::future::pending().await;
+        }
+        select_all(all).await;
+        tokio::time::sleep(PAUSE).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+
+    /// A process grows in a cgroup of its own: the notice comes once it has grown enough, not before.
+    #[tokio::test]
+    async fn the_kernel_tells_when_a_cgroup_has_grown() {
+        let name = format!("holdfast-notice-{}", std::process::id());
+        let dir = Path::new(V1).join(&name);
+        if is_v2() || std::fs::create_dir(&dir).is_err() {
+            return; // There are no such notices, or we may not ask for them.
+        }
+        let mut notices = MemoryNotices {
+            stalls: None,
+            grown: vec![],
+        };
+        // What sorts keeps all it has read.
+        let mut sort = Command::new("sort")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("sort runs");
+        std::fs::write(dir.join("cgroup.procs"), sort.id().to_string()).expect("moved");
+        notices.tell_growth(&[(&name, 32 << 20)]);
+        let mut input = sort.stdin.take().expect("a pipe");
+        let mut grow = |megabytes: usize| {
+            for _ in 0..megabytes {
+                input.write_all(&vec![b'x'; 1 << 20]).expect("written");
+            }
+        };
+        grow(4);
+        let early = tokio::time::timeout(Duration::from_millis(200), notices.next()).await;
+        grow(124);
+        let told = tokio::time::timeout(Duration::from_secs(60), notices.next()).await;
+        sort.kill().expect("killed");
+        sort.wait().expect("ended");
+        drop(notices);
+        for _ in 0..100 {
+            if std::fs::remove_dir(&dir).is_ok() {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        assert!(early.is_err() && told.is_ok(), "{early:?} {told:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn without_the_kernels_word_nothing_is_told() {
+        let mut notices = MemoryNotices {
+            stalls: None,
+            grown: vec![],
+        };
+        let told = tokio::time::timeout(Duration::from_secs(3600), notices.next()).await;
+        assert!(told.is_err());
+    }
+}

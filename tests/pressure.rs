@@ -1,0 +1,430 @@
+//! Who uses up a node is evicted and others stay; and the cgroups that keep pods to what they may have.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use holdfast::core::node::cgroup_tree::{self, Reserved, Rules, Supply};
+use holdfast::core::pod::cgroup::Driver;
+use holdfast::core::pod::cgroup_values::Values;
+use holdfast::core::pod::resources::Amounts;
+use holdfast::host::PodHost as _;
+use holdfast::host::cgroups::Cgroups;
+use holdfast::host::linux::LinuxHost;
+use holdfast::sys;
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Value, json};
+use support::Cluster;
+
+fn pod(cluster: &Cluster, name: &str, spec: &Value) {
+    let mut pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
+        "spec": {"terminationGracePeriodSeconds": 0, "containers": [{"name": "c", "image": "holdfast.local/demo:1"}]}});
+    json_patch::merge(&mut pod["spec"], spec);
+    cluster.apply(&pod.to_string());
+}
+
+/// A small filesystem at a directory, so that it can be filled; taken away when dropped.
+struct Small(std::path::PathBuf);
+
+impl Small {
+    fn at(dir: std::path::PathBuf, options: &str) -> Small {
+        std::fs::create_dir_all(&dir).unwrap();
+        let flags = nix::mount::MsFlags::empty();
+        nix::mount::mount(Some("tmpfs"), &dir, Some("tmpfs"), flags, Some(options)).unwrap();
+        Small(dir)
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        // The test has failed already if it is not there.
+        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
+    }
+}
+
+/// Status of a condition of the node.
+fn pressure(cluster: &Cluster, kind: &str) -> String {
+    let node = cluster.node();
+    let conditions = node["status"]["conditions"].as_array().unwrap();
+    let found = conditions.iter().find(|c| c["type"] == kind).unwrap();
+    found["status"].as_str().unwrap().to_owned()
+}
+
+/// A file of the cgroup of all pods, in either version's spelling.
+fn of_all_pods(cluster: &Cluster, v1: &str, v2: &str) -> u64 {
+    let below = format!("holdfast-{}/kubepods", cluster.name());
+    let text = std::fs::read_to_string(format!("/sys/fs/cgroup/memory/{below}/{v1}"))
+        .or_else(|_| std::fs::read_to_string(format!("/sys/fs/cgroup/{below}/{v2}")));
+    text.unwrap().trim().parse().unwrap()
+}
+
+/// A pod that does nothing yet, and `script` once it is [`let_go`].
+fn hog(cluster: &Cluster, name: &str, script: &str) {
+    let image = support::busybox(cluster);
+    let asked = json!({"requests": {"cpu": "10m", "memory": "10Mi"}});
+    let script = format!("until test -e /v/go; do sleep 0.1; done; {script}; sleep 1000");
+    let spec = json!({"volumes": [{"name": "v", "emptyDir": {}}],
+        "containers": [{"name": "c", "image": image, "command": ["busybox", "sh", "-c", script], "resources": asked,
+            "volumeMounts": [{"name": "v", "mountPath": "/v"}]}]});
+    pod(cluster, name, &spec);
+}
+
+fn let_go(cluster: &Cluster, name: &str) {
+    cluster.wait("the pod to run", || {
+        cluster.pod(name)["status"]["phase"] == "Running"
+    });
+    let uid = cluster.pod(name)["metadata"]["uid"].clone();
+    let dir = format!(
+        "agent/pods/{}/volumes/kubernetes.io~empty-dir/v",
+        uid.as_str().unwrap()
+    );
+    std::fs::write(cluster.data().join(dir).join("go"), "").unwrap();
+}
+
+/// Waits until the node has evicted a pod; the answer is its status. Pods beside it stay, and the node says what is short.
+fn is_evicted(cluster: &Cluster, name: &str, kind: &str, resource: &str) -> Value {
+    let_go(cluster, name);
+    cluster.wait("the node to say what is short", || {
+        pressure(cluster, kind) == "True"
+    });
+    cluster.wait(&format!("{name} to be evicted"), || {
+        cluster.pod(name)["status"]["phase"] == "Failed"
+    });
+    let status = cluster.pod(name)["status"].clone();
+    assert_eq!(status["reason"], "Evicted", "{status}");
+    let low = format!("The node was low on resource: {resource}. Threshold quantity: ");
+    let message = status["message"].as_str().unwrap();
+    assert!(message.starts_with(&low), "{message}");
+    let conditions = status["conditions"].as_array().unwrap();
+    let target = conditions.iter().find(|c| c["type"] == "DisruptionTarget");
+    assert_eq!(target.unwrap()["reason"], "TerminationByKubelet");
+    let evicted = format!("Warning Evicted {low}");
+    let attempt = format!("Warning EvictionThresholdMet Attempting to reclaim {resource}");
+    cluster.wait("the events of that", || {
+        cluster.events(name).contains(&evicted)
+            && cluster.events(&cluster.node_name()).contains(&attempt)
+    });
+    let steady = cluster.pod("steady")["status"].clone();
+    assert_eq!(
+        steady["phase"],
+        "Running",
+        "{steady}\n{}",
+        cluster.log("agent")
+    );
+    assert_eq!(steady["containerStatuses"][0]["restartCount"], 0);
+    eprintln!("{name}: {message}");
+    status
+}
+
+fn until_relieved(cluster: &Cluster, kind: &str) {
+    cluster.wait("the node to be short of nothing", || {
+        pressure(cluster, kind) == "False"
+    });
+}
+
+/// What a hog of memory does, and how long it takes from the crossing of the threshold until it is gone.
+fn a_memory_hog_goes(cluster: &Cluster) {
+    let used = || of_all_pods(cluster, "memory.usage_in_bytes", "memory.current");
+    let_go(cluster, "smaller");
+    cluster.wait("the smaller one to have its memory", || used() > 90 << 20);
+    let status = std::thread::scope(|scope| {
+        let measured = scope.spawn(|| {
+            let wait = |reached: &dyn Fn(u64) -> bool| {
+                let begun = Instant::now();
+                while !reached(used()) && begun.elapsed() < support::patience() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Instant::now()
+            };
+            let crossed = wait(&|used| used > 400 << 20);
+            wait(&|used| used < 300 << 20) - crossed
+        });
+        let status = is_evicted(cluster, "memory-hog", "MemoryPressure", "memory");
+        let took = measured.join().unwrap();
+        eprintln!("from the crossing to the victim's end: {took:?}");
+        // The grace of a hard threshold is a second; the machine that tests may be busy.
+        assert!(took < Duration::from_secs(15), "{took:?}");
+        status
+    });
+    let message = status["message"].as_str().unwrap();
+    assert!(message.contains("Container c was using "), "{message}");
+    let about = "involvedObject.name=memory-hog,reason=Evicted";
+    let events = cluster.kubectl(&["get", "events", "--field-selector", about, "-o", "json"]);
+    let events: Value = serde_json::from_str(&events).unwrap();
+    let notes = &events["items"][0]["metadata"]["annotations"];
+    assert_eq!(notes["offending_containers"], "c", "{notes}");
+    assert_eq!(notes["starved_resource"], "memory");
+    let ranking = notes["ranking"].as_str().unwrap();
+    assert!(ranking.starts_with("memory-hog_default uses "), "{ranking}");
+    assert!(message.contains("request is 10Mi, has larger consumption of memory. "));
+    let best_effort = json!({"nodeName": cluster.node_name()});
+    pod(cluster, "late", &best_effort);
+    cluster.wait("a best-effort pod to be refused", || {
+        cluster.pod("late")["status"]["reason"] == "Evicted"
+    });
+    let refused = cluster.pod("late")["status"]["message"].clone();
+    assert_eq!(
+        refused,
+        "Pod was rejected: The node had condition: [MemoryPressure]. "
+    );
+    cluster.wait("the node to be tainted", || {
+        let key = "node.kubernetes.io/memory-pressure";
+        cluster.node()["spec"]["taints"].to_string().contains(key)
+    });
+}
+
+fn a_disk_hog_goes_after_the_dead(cluster: &Cluster) {
+    let done = json!({"nodeName": cluster.node_name(), "restartPolicy": "Never", "containers": [{"name": "c", "image": support::busybox(cluster), "command": ["busybox", "true"],
+        "resources": {"requests": {"memory": "1Mi"}}}]});
+    pod(cluster, "done", &done);
+    cluster.wait("the pod to finish", || {
+        cluster.pod("done")["status"]["phase"] == "Succeeded"
+    });
+    let id = cluster.pod("done")["status"]["containerStatuses"][0]["containerID"].clone();
+    let id = id.as_str().unwrap().rsplit('/').next().unwrap().to_owned();
+    let dead = || support::ctr(cluster, "k8s.io", &["containers", "ls", "-q"]).contains(&id);
+    assert!(dead(), "its logs are there until it is deleted");
+    is_evicted(cluster, "disk-hog", "DiskPressure", "ephemeral-storage");
+    assert!(
+        !dead(),
+        "the node is short of disk: dead containers went first"
+    );
+}
+
+/// The configuration of a node that is soon short of something.
+fn small_node() -> String {
+    let info = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let total = info.lines().next().unwrap().split_whitespace().nth(1);
+    let total: u64 = total.unwrap().parse().unwrap();
+    let (most, now) = sys::meter::processes();
+    format!(
+        "systemReserved: {{memory: {}Ki}}\nsystemReservedCgroup: /holdfast-t-pressure-system\nenforceNodeAllocatable: [pods, system-reserved]\nevictionPressureTransitionPeriod: 12s\nevictionHard: {{memory.available: 200Mi, nodefs.available: 60Mi, nodefs.inodesFree: '4000', pid.available: '{}'}}\nevictionSoft: {{nodefs.available: 85Mi}}\nevictionSoftGracePeriod: {{nodefs.available: 3s}}\npodPidsLimit: 2500\n",
+        total - (600 << 10),
+        most - now - 1200
+    )
+}
+
+fn limits_are_told(cluster: &Cluster) {
+    for done in [
+        "Updated Node Allocatable limit across pods",
+        "Updated limits on system reserved cgroup /holdfast-t-pressure-system",
+    ] {
+        let event = format!("Normal NodeAllocatableEnforced {done}");
+        cluster.wait(&event, || {
+            cluster.events(&cluster.node_name()).contains(&event)
+        });
+    }
+}
+
+/// A fork bomb that stops by itself, and a hog that only crosses a soft threshold.
+fn a_fork_bomb_and_a_soft_threshold(cluster: &Cluster) {
+    let bomb = "for i in $(busybox seq 1700); do busybox sleep 1000 & done";
+    hog(cluster, "fork-bomb", bomb);
+    let script = "busybox dd if=/dev/zero of=/v/f bs=1M count=35";
+    hog(cluster, "soft-hog", script);
+    let_go(cluster, "soft-hog");
+    let status = is_evicted(cluster, "fork-bomb", "PIDPressure", "pids");
+    let message = status["message"].as_str().unwrap();
+    assert!(!message.contains("Container"), "{message}");
+    let status = is_evicted(cluster, "soft-hog", "DiskPressure", "ephemeral-storage");
+    let message = status["message"].as_str().unwrap();
+    assert!(message.contains("Threshold quantity: 85Mi, "), "{message}");
+}
+
+/// The memory of all pods is limited to 600 MiB and the root directory lies on a small filesystem: what others do on this
+/// machine does not matter.
+#[test]
+fn pods_that_use_up_the_node_are_evicted_and_others_stay() {
+    let fields = small_node();
+    let config = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(config.path(), fields).unwrap();
+    let cluster = Cluster {
+        name: "t-pressure".into(),
+        number: 57,
+        runtime: None,
+        config: Some(config),
+        verbose: false,
+        bus: None,
+    };
+    let root = Small::at(cluster.data().join("agent"), "size=120m,nr_inodes=16000");
+    let _system = Group::made("/holdfast-t-pressure-system");
+    cluster.up();
+    let limit = of_all_pods(&cluster, "memory.limit_in_bytes", "memory.max");
+    assert_eq!(limit, 600 << 20);
+    let allocatable = cluster.node()["status"]["allocatable"]["memory"].clone();
+    assert_eq!(allocatable, "400Mi");
+    limits_are_told(&cluster);
+    let sizes = json!({"cpu": "10m", "memory": "50Mi"});
+    let guaranteed = json!({"containers": [{"name": "c", "image": "holdfast.local/demo:1", "resources": {"requests": sizes, "limits": sizes}}]});
+    pod(&cluster, "steady", &guaranteed);
+    cluster.wait("the guaranteed pod to run", || {
+        cluster.pod("steady")["status"]["phase"] == "Running"
+    });
+    let memory = "busybox head -c 450m /dev/zero | busybox tail -c 450m | sleep 1000";
+    hog(&cluster, "memory-hog", memory);
+    hog(&cluster, "smaller", &memory.replace("450m", "100m"));
+    hog(
+        &cluster,
+        "disk-hog",
+        "busybox dd if=/dev/zero of=/v/f bs=1M count=75",
+    );
+    hog(
+        &cluster,
+        "inode-hog",
+        "cd /v; for i in $(busybox seq 13000); do : > $i; done",
+    );
+    a_memory_hog_goes(&cluster);
+    a_disk_hog_goes_after_the_dead(&cluster);
+    is_evicted(&cluster, "inode-hog", "DiskPressure", "inodes");
+    for kind in ["MemoryPressure", "DiskPressure"] {
+        until_relieved(&cluster, kind);
+    }
+    pod(&cluster, "after", &json!({"nodeName": cluster.node_name()}));
+    // The larger one was enough.
+    assert_eq!(cluster.pod("smaller")["status"]["phase"], "Running");
+    cluster.wait("a best-effort pod to run again", || {
+        cluster.pod("after")["status"]["phase"] == "Running"
+    });
+    a_fork_bomb_and_a_soft_threshold(&cluster);
+    cluster.down();
+    drop(root);
+}
+
+/// A file of a cgroup, in either version's spelling.
+fn file_of(cgroup: &str, (controller, v1): (&str, &str), v2: &str) -> std::path::PathBuf {
+    let below = cgroup.trim_start_matches('/');
+    if sys::cgroup::is_v2() {
+        format!("/sys/fs/cgroup/{below}/{v2}").into()
+    } else {
+        format!("/sys/fs/cgroup/{controller}/{below}/{v1}").into()
+    }
+}
+
+fn shares_of(cgroup: &str) -> std::path::PathBuf {
+    file_of(cgroup, ("cpu", "cpu.shares"), "cpu.weight")
+}
+
+fn memory_of(cgroup: &str) -> std::path::PathBuf {
+    file_of(cgroup, ("memory", "memory.limit_in_bytes"), "memory.max")
+}
+
+fn text_of(file: &std::path::Path) -> String {
+    let text = std::fs::read_to_string(file);
+    text.unwrap_or_else(|e| format!("{}: {e}", file.display()))
+        .trim()
+        .to_owned()
+}
+
+/// A cgroup that is removed when dropped.
+struct Group(&'static str);
+
+impl Group {
+    fn made(path: &'static str) -> Group {
+        sys::cgroup::make(path).unwrap();
+        Group(path)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // The test has failed already if it is not there.
+        let _ = sys::cgroup::remove(self.0);
+    }
+}
+
+fn amounts(pairs: &[(&str, &str)]) -> Amounts {
+    let pairs = pairs.iter();
+    pairs
+        .map(|(name, text)| ((*name).to_owned(), text.parse().unwrap()))
+        .collect()
+}
+
+/// The tree of a node without pods that holds something in the cgroup `system`.
+fn described(system: &str) -> Vec<(cgroup_tree::Group, Values)> {
+    let supply = Supply {
+        capacity: amounts(&[("cpu", "4"), ("memory", "2Gi"), ("pid", "3000")]),
+        reserved: amounts(&[("cpu", "1"), ("memory", "1Gi"), ("pid", "1000")]),
+        allocatable: amounts(&[("memory", "1Gi")]),
+    };
+    let rules = Rules {
+        limits_pods: true,
+        system: Some(Reserved {
+            cgroup: system.into(),
+            amounts: amounts(&[("cpu", "500m"), ("memory", "512Mi")]),
+            compressible_only: false,
+        }),
+        ..Rules::default()
+    };
+    cgroup_tree::tree(&supply, &rules, &[])
+}
+
+/// A pod with half a processor and 64 MiB.
+fn guaranteed() -> Pod {
+    let sizes = json!({"cpu": "500m", "memory": "64Mi"});
+    serde_json::from_value(json!({"metadata": {"name": "p", "uid": "u"},
+        "spec": {"containers": [{"name": "c", "resources": {"limits": sizes, "requests": sizes}}]}}))
+    .unwrap()
+}
+
+/// The tree with its tiers and what is held for others; what others change in it, and in a pod's cgroup.
+#[tokio::test]
+async fn cgroups_are_as_described_whoever_changes_them() {
+    let (root, system) = ("/holdfast-t-tree", "/holdfast-t-tree-system");
+    let _groups = [Group::made(root), Group::made(system)];
+    let dir = tempfile::tempdir().unwrap();
+    let host = LinuxHost::new(
+        dir.path(),
+        dir.path().join("logs"),
+        Cgroups::new(root, Driver::Cgroupfs),
+        Some(50),
+        Some(100_000),
+    );
+    let tree = described(system);
+    for answer in host.apply_tree(&tree).await {
+        answer.unwrap();
+    }
+    let (pods, tier) = (
+        format!("{root}/kubepods"),
+        format!("{root}/kubepods/besteffort"),
+    );
+    let pids = file_of(&pods, ("pids", "pids.max"), "pids.max");
+    let expected = |shares: &'static str, weight: &'static str| {
+        if sys::cgroup::is_v2() { weight } else { shares }
+    };
+    let limits = [&pods, system].map(|cgroup: &str| text_of(&memory_of(cgroup)));
+    assert_eq!(limits, ["1073741824", "536870912"]);
+    assert_eq!(text_of(&pids), "2000");
+    assert_eq!(text_of(&shares_of(&pods)), expected("3072", "118"));
+    assert_eq!(text_of(&shares_of(system)), expected("512", "20"));
+
+    let pod = guaranteed();
+    let own = host.ensure_cgroup(&pod, true).await.unwrap();
+    let quota = file_of(&own, ("cpu", "cpu.cfs_quota_us"), "cpu.max");
+    assert!(text_of(&quota).starts_with("50000"), "{}", text_of(&quota));
+    // Its processors are its own from now on.
+    host.ensure_cgroup(&pod, false).await.unwrap();
+    assert!(["-1", "max 100000"].contains(&text_of(&quota).as_str()));
+
+    std::fs::write(shares_of(&tier), "77").unwrap();
+    std::fs::write(memory_of(&own), "1048576000").unwrap();
+    std::fs::write(memory_of(system), "1048576000").unwrap();
+    sys::cgroup::remove(&format!("{root}/kubepods/burstable")).unwrap();
+    let begun = Instant::now();
+    let mended = tokio::time::timeout(Duration::from_secs(10), host.mend_cgroups()).await;
+    let mended = mended.expect("changes are seen within seconds");
+    eprintln!("set back after {:?}: {mended:?}", begun.elapsed());
+    let names: Vec<&str> = mended.iter().map(|m| m.cgroup.as_str()).collect();
+    let burstable = format!("{root}/kubepods/burstable");
+    assert_eq!(names, [system, &tier, &burstable, &own]);
+    assert!(mended.iter().all(|m| m.error.is_none()), "{mended:?}");
+    let found = mended[1].changes[0].to_string();
+    assert!(found.contains(" was 77 instead of "), "{found}");
+    assert_eq!(text_of(&shares_of(&tier)), expected("2", "1"));
+    assert_eq!(text_of(&shares_of(&burstable)), expected("2", "1"));
+    assert_eq!(text_of(&memory_of(&own)), "67108864");
+    assert_eq!(text_of(&memory_of(system)), "536870912");
+    // What was removed by ourselves is not made again.
+    host.remove_cgroup(&pod).await.unwrap();
+    assert!(!quota.exists());
+}

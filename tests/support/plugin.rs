@@ -1,0 +1,288 @@
+//! A device plugin whose devices are ordinary files. It registers as plugins do: at the agent's socket, again whenever
+//! that is made anew, or through a socket of its own in the directory of registrations.
+
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use holdfast_proto::deviceplugin as pb;
+use holdfast_proto::registration as reg;
+use pb::device_plugin_server::{DevicePlugin, DevicePluginServer};
+use pb::registration_client::RegistrationClient;
+use reg::registration_server::{Registration, RegistrationServer};
+use tokio::net::UnixListener;
+use tokio::sync::watch;
+use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
+use tonic::transport::{Endpoint, Server};
+use tonic::{Request, Response, Status};
+
+/// What a plugin does with calls to Allocate.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Mood {
+    Answers,
+    Hangs,
+    Refuses(&'static str),
+}
+
+struct Inner {
+    resource: &'static str,
+    /// The file that containers find as `/thing`.
+    file: PathBuf,
+    devices: watch::Sender<Vec<(&'static str, bool)>>,
+    mood: watch::Sender<Mood>,
+    calls: Mutex<Vec<String>>,
+}
+
+#[derive(Clone)]
+pub struct Plugin(Arc<Inner>);
+
+/// The plugin while it runs; dropping it ends it and takes its sockets away.
+pub struct Running {
+    sockets: Vec<PathBuf>,
+    _runtime: tokio::runtime::Runtime,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        for socket in &self.sockets {
+            let _ = std::fs::remove_file(socket);
+        }
+    }
+}
+
+/// What tells a file from the next one under its name.
+fn identity(path: &Path) -> Option<(u64, i64)> {
+    let found = std::fs::metadata(path).ok();
+    found.map(|m| (m.ino(), m.ctime_nsec()))
+}
+
+fn bind(path: &Path) -> UnixListenerStream {
+    let _ = std::fs::remove_file(path);
+    UnixListenerStream::new(UnixListener::bind(path).unwrap())
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap()
+}
+
+impl Plugin {
+    pub fn new(resource: &'static str, file: &Path, devices: &[&'static str]) -> Plugin {
+        let devices = devices.iter().map(|id| (*id, true)).collect();
+        Plugin(Arc::new(Inner {
+            resource,
+            file: file.into(),
+            devices: watch::Sender::new(devices),
+            mood: watch::Sender::new(Mood::Answers),
+            calls: Mutex::default(),
+        }))
+    }
+
+    pub fn set(&self, devices: &[(&'static str, bool)]) {
+        self.0.devices.send_replace(devices.to_vec());
+    }
+
+    pub fn feel(&self, mood: Mood) {
+        self.0.mood.send_replace(mood);
+    }
+
+    /// What was asked, in order.
+    pub fn calls(&self) -> Vec<String> {
+        self.0.calls.lock().unwrap().clone()
+    }
+
+    /// Runs it with its socket beside the agent's.
+    pub fn run(&self, dir: &Path) -> Running {
+        let (agents, own) = (dir.join("kubelet.sock"), dir.join("thing.sock"));
+        let runtime = runtime();
+        let (plugin, socket) = (self.clone(), own.clone());
+        runtime.spawn(async move {
+            let mut registered = None;
+            let mut server: Option<tokio::task::JoinHandle<()>> = None;
+            loop {
+                let found = identity(&agents);
+                if found.is_some() && found != registered {
+                    server.take().iter().for_each(|old| old.abort());
+                    let sockets = bind(&socket);
+                    let service = DevicePluginServer::new(plugin.clone());
+                    server = Some(tokio::spawn(async move {
+                        let serve = Server::builder().add_service(service);
+                        serve.serve_with_incoming(sockets).await.unwrap();
+                    }));
+                    if plugin.register(&agents).await.is_ok() {
+                        registered = found;
+                    }
+                }
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        });
+        Running {
+            sockets: vec![own],
+            _runtime: runtime,
+        }
+    }
+
+    async fn register(&self, agents: &Path) -> Result<(), String> {
+        let endpoint = Endpoint::try_from(format!("unix://{}", agents.display())).unwrap();
+        let mut client = RegistrationClient::new(endpoint.connect_lazy());
+        let request = pb::RegisterRequest {
+            version: "v1beta1".into(),
+            endpoint: "thing.sock".into(),
+            resource_name: self.0.resource.into(),
+            options: None,
+        };
+        let outcome = client.register(request).await;
+        outcome.map(|_| ()).map_err(|e| e.to_string())
+    }
+
+    /// Runs it with one socket for everything, in the directory of registrations.
+    pub fn run_in_registry(&self, registry: &Path) -> Running {
+        let socket = registry.join("thing-reg.sock");
+        let runtime = runtime();
+        let (plugin, path) = (self.clone(), socket.clone());
+        runtime.spawn(async move {
+            let serve = Server::builder()
+                .add_service(DevicePluginServer::new(plugin.clone()))
+                .add_service(RegistrationServer::new(plugin));
+            serve.serve_with_incoming(bind(&path)).await.unwrap();
+        });
+        Running {
+            sockets: vec![socket],
+            _runtime: runtime,
+        }
+    }
+
+    fn note(&self, call: String) {
+        self.0.calls.lock().unwrap().push(call);
+    }
+}
+
+#[tonic::async_trait]
+impl DevicePlugin for Plugin {
+    async fn get_device_plugin_options(
+        &self,
+        _: Request<pb::Empty>,
+    ) -> Result<Response<pb::DevicePluginOptions>, Status> {
+        Ok(Response::new(pb::DevicePluginOptions {
+            pre_start_required: true,
+            get_preferred_allocation_available: true,
+        }))
+    }
+
+    type ListAndWatchStream = ReceiverStream<Result<pb::ListAndWatchResponse, Status>>;
+
+    async fn list_and_watch(
+        &self,
+        _: Request<pb::Empty>,
+    ) -> Result<Response<Self::ListAndWatchStream>, Status> {
+        let (sender, receiver) = tokio::sync::mpsc::channel(1);
+        let mut devices = self.0.devices.subscribe();
+        tokio::spawn(async move {
+            loop {
+                let listed = devices.borrow_and_update().clone();
+                let device = |(id, healthy): (&str, bool)| pb::Device {
+                    id: id.into(),
+                    health: if healthy { "Healthy" } else { "Unhealthy" }.into(),
+                    topology: Some(pb::TopologyInfo {
+                        nodes: vec![pb::NumaNode { id: 0 }],
+                    }),
+                };
+                let devices_now = listed.into_iter().map(device).collect();
+                let message = pb::ListAndWatchResponse {
+                    devices: devices_now,
+                };
+                if sender.send(Ok(message)).await.is_err() || devices.changed().await.is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    /// It prefers the last ones.
+    async fn get_preferred_allocation(
+        &self,
+        request: Request<pb::PreferredAllocationRequest>,
+    ) -> Result<Response<pb::PreferredAllocationResponse>, Status> {
+        let wanted = request.into_inner().container_requests.remove(0);
+        let mut ids = wanted.available_device_i_ds;
+        ids.sort();
+        ids.reverse();
+        ids.truncate(wanted.allocation_size as usize);
+        let device_i_ds = ids;
+        Ok(Response::new(pb::PreferredAllocationResponse {
+            container_responses: vec![pb::ContainerPreferredAllocationResponse { device_i_ds }],
+        }))
+    }
+
+    async fn allocate(
+        &self,
+        request: Request<pb::AllocateRequest>,
+    ) -> Result<Response<pb::AllocateResponse>, Status> {
+        let ids = request.into_inner().container_requests.remove(0);
+        let ids = ids.devices_ids.join(",");
+        self.note(format!("allocate {ids}"));
+        let mut mood = self.0.mood.subscribe();
+        let _ = mood.wait_for(|mood| *mood != Mood::Hangs).await;
+        if let Mood::Refuses(why) = &*mood.borrow() {
+            return Err(Status::unknown(*why));
+        }
+        let answer = pb::ContainerAllocateResponse {
+            envs: [
+                ("THING".to_owned(), ids),
+                ("OWN".to_owned(), "the plugin's".to_owned()),
+            ]
+            .into(),
+            mounts: vec![pb::Mount {
+                container_path: "/thing".into(),
+                host_path: self.0.file.display().to_string(),
+                read_only: true,
+            }],
+            devices: vec![pb::DeviceSpec {
+                container_path: "/dev/thing".into(),
+                host_path: "/dev/null".into(),
+                permissions: "rw".into(),
+            }],
+            ..pb::ContainerAllocateResponse::default()
+        };
+        Ok(Response::new(pb::AllocateResponse {
+            container_responses: vec![answer],
+        }))
+    }
+
+    async fn pre_start_container(
+        &self,
+        request: Request<pb::PreStartContainerRequest>,
+    ) -> Result<Response<pb::PreStartContainerResponse>, Status> {
+        let ids = request.into_inner().devices_ids.join(",");
+        self.note(format!("start {ids}"));
+        Ok(Response::new(pb::PreStartContainerResponse {}))
+    }
+}
+
+#[tonic::async_trait]
+impl Registration for Plugin {
+    async fn get_info(
+        &self,
+        _: Request<reg::InfoRequest>,
+    ) -> Result<Response<reg::PluginInfo>, Status> {
+        Ok(Response::new(reg::PluginInfo {
+            r#type: "DevicePlugin".into(),
+            name: self.0.resource.into(),
+            endpoint: String::new(),
+            supported_versions: vec!["v1beta1".into()],
+        }))
+    }
+
+    async fn notify_registration_status(
+        &self,
+        request: Request<reg::RegistrationStatus>,
+    ) -> Result<Response<reg::RegistrationStatusResponse>, Status> {
+        self.note(format!("outcome {:?}", request.into_inner().error));
+        Ok(Response::new(reg::RegistrationStatusResponse {}))
+    }
+}

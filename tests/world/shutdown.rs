@@ -1,0 +1,172 @@
+//! A logind that announces what the test says, and pods whose order is looked at when it does.
+
+use holdfast::core::node::shutdown::{Period, Statements};
+use holdfast::sys::logind::{Announcements, Announcer, Inhibitor};
+
+use super::*;
+
+/// Shared by all agents of a world, as one machine is.
+#[derive(Clone, Default)]
+pub struct Logind(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    shutting_down: watch::Sender<bool>,
+    /// How often it was started anew.
+    starts: watch::Sender<u32>,
+    /// How many inhibitors are held, and how many have been.
+    inhibitors: Mutex<(usize, usize)>,
+}
+
+struct Listening {
+    logind: Logind,
+    shutting_down: watch::Receiver<bool>,
+    starts: watch::Receiver<u32>,
+}
+
+struct Held(Logind);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.0.0.inhibitors.lock().unwrap().0 -= 1;
+    }
+}
+
+impl Logind {
+    /// A shutdown is announced, or called off.
+    pub fn announce(&self, shutting_down: bool) {
+        self.0.shutting_down.send_replace(shutting_down);
+    }
+
+    /// Whoever listens has to do so anew.
+    pub fn restart(&self) {
+        self.0.starts.send_modify(|starts| *starts += 1);
+    }
+
+    /// How many inhibitors are held, and how many have been.
+    pub fn inhibitors(&self) -> (usize, usize) {
+        *self.0.inhibitors.lock().unwrap()
+    }
+}
+
+#[async_trait]
+impl Announcer for Logind {
+    async fn listen(&self, _: Duration) -> Result<Box<dyn Announcements>, String> {
+        Ok(Box::new(Listening {
+            logind: self.clone(),
+            shutting_down: self.0.shutting_down.subscribe(),
+            starts: self.0.starts.subscribe(),
+        }))
+    }
+}
+
+#[async_trait]
+impl Announcements for Listening {
+    async fn inhibit(&mut self) -> Result<Inhibitor, String> {
+        if *self.shutting_down.borrow() {
+            return Err("a shutdown is under way".into());
+        }
+        let mut inhibitors = self.logind.0.inhibitors.lock().unwrap();
+        *inhibitors = (inhibitors.0 + 1, inhibitors.1 + 1);
+        Ok(Box::new(Held(self.logind.clone())))
+    }
+
+    async fn is_shutting_down(&mut self) -> Result<bool, String> {
+        Ok(*self.shutting_down.borrow_and_update())
+    }
+
+    async fn next(&mut self) -> Option<bool> {
+        tokio::select! {
+            biased;
+            changed = self.shutting_down.changed() => {
+                changed.unwrap();
+                Some(*self.shutting_down.borrow_and_update())
+            }
+            _ = self.starts.changed() => None,
+        }
+    }
+}
+
+impl World {
+    /// Shutdowns wait for pods so many seconds, by priority. To be said before an agent starts.
+    pub fn wait_for_pods(&self, periods: &[(i32, i64)]) -> Logind {
+        let period = |(priority, seconds): &(i32, i64)| Period {
+            priority: *priority,
+            shutdown_grace_period_seconds: *seconds,
+        };
+        let statements = Statements {
+            by_priority: periods.iter().map(period).collect(),
+            ..Statements::default()
+        };
+        let logind = Logind::default();
+        let periods = Periods::new(&statements).unwrap();
+        self.state().logind = Some((logind.clone(), periods));
+        logind
+    }
+
+    /// A pod that stays up by itself, with a priority and a grace period.
+    pub fn create_ranked_pod(&self, name: &str, priority: i32, grace: i64) {
+        self.create_steady_pod(name);
+        let uid = self.uid(name);
+        let mut state = self.state();
+        let spec = &mut state.pods.get_mut(&uid).unwrap()["spec"];
+        spec["priority"] = priority.into();
+        spec["terminationGracePeriodSeconds"] = grace.into();
+        state.publish(&uid);
+    }
+
+    /// A pod is deleted in the API, with its own grace period.
+    pub fn delete_pod(&self, name: &str) {
+        self.mark_deleted(&self.uid(name));
+    }
+
+    /// A static pod; its mirror is `steady-node`.
+    pub fn add_manifest(&self) {
+        let mut state = self.state();
+        let uid = "steady-v1".to_owned();
+        let pod = json!({"apiVersion": "v1", "kind": "Pod",
+            "metadata": {"name": "steady-node", "namespace": "ns", "uid": uid, "annotations": {pod::SOURCE: "file", pod::HASH: uid}},
+            "spec": {"nodeName": "node", "restartPolicy": "Always", "terminationGracePeriodSeconds": 8,
+                     "containers": [{"name": "c0", "image": "i:1"}], "volumes": [{"name": "v", "emptyDir": {}}]}});
+        state.static_uids.insert(uid);
+        state.statics.insert("steady".into(), pod);
+        state.publish_statics();
+    }
+
+    /// Phase and reason that the API has of a pod; nothing where it has no such pod.
+    pub fn phase(&self, name: &str) -> Option<(String, String)> {
+        let state = self.state();
+        let pod = state
+            .pods
+            .values()
+            .find(|p| p["metadata"]["name"] == name)?;
+        let text = |key: &str| pod["status"][key].as_str().unwrap_or_default().to_owned();
+        Some((text("phase"), text("reason")))
+    }
+
+    /// When the containers of pods with this uid began first, and ended last if all have.
+    pub fn lived(&self, uid: &str) -> (Option<Timestamp>, Option<Timestamp>) {
+        let state = self.state();
+        let own = || {
+            let all = state.containers.values().filter(|c| c.uid == uid);
+            all.map(|c| &c.container)
+        };
+        let ended = own().all(|c| c.finished_at.is_some());
+        let last = own().filter_map(|c| c.finished_at).max();
+        (own().map(|c| c.created_at).min(), last.filter(|_| ended))
+    }
+
+    /// The machine goes down: nothing of it runs any more.
+    pub fn power_off(&self) {
+        self.kill_agent();
+        let now = self.1.now();
+        let mut state = self.state();
+        let all: Vec<String> = state.containers.keys().cloned().collect();
+        for id in all {
+            end(&mut state, &id, 255, now);
+        }
+        for sandbox in state.boxes.values_mut() {
+            sandbox.sandbox.ready = false;
+        }
+    }
+}
