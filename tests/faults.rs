@@ -241,7 +241,7 @@ fn killed_agents_and_shims_disturb_no_other_and_no_readiness() {
     let image = support::busybox(&cluster);
     let pod = |name: &str| {
         format!(
-            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec:\n  terminationGracePeriodSeconds: 1\n  containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, 'touch /ok; sleep 10000'], startupProbe: {{periodSeconds: 1, exec: {{command: [cat, /ok]}}}}, readinessProbe: {{periodSeconds: 2, exec: {{command: [cat, /ok]}}}}, livenessProbe: {{periodSeconds: 2, exec: {{command: [cat, /ok]}}}}}}]\n---\n"
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec:\n  terminationGracePeriodSeconds: 1\n  containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, 'touch /ok; sleep 10000'], startupProbe: {{periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 60, exec: {{command: [cat, /ok]}}}}, readinessProbe: {{periodSeconds: 2, timeoutSeconds: 20, failureThreshold: 60, exec: {{command: [cat, /ok]}}}}, livenessProbe: {{periodSeconds: 2, timeoutSeconds: 20, failureThreshold: 60, exec: {{command: [cat, /ok]}}}}}}]\n---\n"
         )
     };
     cluster.apply(&format!("{}{}", pod("one"), pod("two")));

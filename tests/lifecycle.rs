@@ -88,7 +88,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
         manifest(
             "sidecar",
             &format!(
-                "  initContainers: [{{name: side, restartPolicy: Always, {}, {mount}, startupProbe: {{periodSeconds: 1, exec: {{command: [cat, /notes/side-up]}}}}}}]\n  containers: [{{name: c, {}, {mount}}}]\n{volume}",
+                "  initContainers: [{{name: side, restartPolicy: Always, {}, {mount}, startupProbe: {{periodSeconds: 1, failureThreshold: 60, exec: {{command: [cat, /notes/side-up]}}}}}}]\n  containers: [{{name: c, {}, {mount}}}]\n{volume}",
                 shell(
                     "trap \"echo side >> /notes/order; exit 0\" TERM; sleep 2; touch /notes/side-up; while true; do sleep 0.1; done"
                 ),

@@ -276,7 +276,7 @@ fn a_followed_log_shows_a_line_at_once() {
     cluster.apply(&pod(
         "clock",
         &image,
-        "while true; do sleep 1; echo tick; done",
+        "while true; do sleep 0.7; echo tick; done",
     ));
     cluster.wait("the pod", || {
         condition(&cluster.pod("clock"), "Ready") == "True"
@@ -290,7 +290,7 @@ fn a_followed_log_shows_a_line_at_once() {
     // The first ones were there before.
     let mut late: Vec<i64> = lines
         .skip(3)
-        .take(7)
+        .take(15)
         .map(|line| {
             let line = line.unwrap();
             let said: jiff::Timestamp = line.split(' ').next().unwrap().parse().unwrap();
@@ -299,8 +299,12 @@ fn a_followed_log_shows_a_line_at_once() {
         .collect();
     late.sort_unstable();
     eprintln!("milliseconds from the runtime to the reader: {late:?}");
-    // Some milliseconds on a machine that is idle; whoever looks every second would need half of one.
-    assert!(late[3] < 250, "the median of {late:?} ms");
+    // Some milliseconds on a machine that is idle. A busy one delays some of the lines, whoever looks every second more
+    // than 300 ms for ten of them.
+    assert!(
+        late[4] < 100,
+        "a third within a tenth of a second: {late:?} ms"
+    );
     drop(follow);
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
 }

@@ -358,8 +358,7 @@ impl Node {
     /// that all is well.
     fn sidecar(&self) {
         let script = format!("sleep 1; touch /up; {UNTIL_TERM}");
-        let probe =
-            "restartPolicy: Always, startupProbe: {periodSeconds: 1, exec: {command: [cat, /up]}}";
+        let probe = "restartPolicy: Always, startupProbe: {periodSeconds: 1, failureThreshold: 60, exec: {command: [cat, /up]}}";
         let sidecar = self.container("side", &script, probe);
         let spec = with_sidecar(&sidecar, &self.container("main", "sleep 2", ""));
         self.cluster.apply(&manifest("sidecar", "", &spec));

@@ -372,22 +372,16 @@ fn descriptors(cluster: &Cluster) -> usize {
 }
 
 const STREAMS: usize = 10_000;
-static UNANSWERED: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
-
-/// Waits for an answer. A known fault: now and then one of hundreds is not answered; its client gives up.
+/// Waits for an answer, which comes in time.
 async fn answered(stream: &mut (impl tokio::io::AsyncRead + Unpin), line: &str, expected: &str) {
     use tokio::io::AsyncReadExt as _;
     let mut said = String::new();
     while !said.contains(expected) {
         let mut piece = [0; 1024];
-        let read = tokio::time::timeout(Duration::from_secs(20), stream.read(&mut piece));
-        let Ok(length) = read.await else {
-            eprintln!("{line}: no answer after {said:?}");
-            let before = UNANSWERED.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            assert!(before < STREAMS / 50, "too many are not answered");
-            return;
-        };
-        let length = length.unwrap();
+        let read = tokio::time::timeout(Duration::from_secs(60), stream.read(&mut piece)).await;
+        let length = read
+            .unwrap_or_else(|_| panic!("{line}: no answer after {said:?}"))
+            .unwrap();
         assert!(length > 0, "{line}: it ended after {said:?}");
         said += &String::from_utf8_lossy(&piece[..length]);
     }
@@ -466,6 +460,8 @@ fn thousands_of_streams_leave_nothing_behind() {
             let request =
                 format!("{line} HTTP/1.1\r\nHost: node\r\nContent-Length: 0\r\n{headers}\r\n");
             stream.write_all(request.as_bytes()).await.unwrap();
+            // What TLS has taken and the socket has not goes out no sooner than with this.
+            stream.flush().await.unwrap();
             answered(&mut stream, line, expected).await;
             // Gone without a word, as clients go.
         }

@@ -9,7 +9,7 @@ use hyper::header::{
 };
 use hyper::{HeaderMap, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 
 use super::Body;
 use super::BoxError;
@@ -130,6 +130,10 @@ pub async fn tunnel(
                 return;
             };
             let (mut inner, mut outer) = (TokioIo::new(inner), TokioIo::new(outer));
+            // hyper gives the connection away also when TLS still holds a part of the answer.
+            if inner.flush().await.is_err() {
+                return;
+            }
             // An end of either side is an end; nobody is left to be told of an error.
             if let Err(error) = tokio::io::copy_bidirectional(&mut inner, &mut outer).await {
                 tracing::debug!(%error, "a stream was cut off");

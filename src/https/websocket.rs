@@ -152,7 +152,12 @@ pub async fn serve_socket(
     tokio::spawn(async move {
         let _held = held;
         let Ok(inner) = inner.await else { return };
-        let socket = accepted(TokioIo::new(inner)).await;
+        let mut inner = TokioIo::new(inner);
+        // hyper gives the connection away also when TLS still holds a part of the answer.
+        if inner.flush().await.is_err() {
+            return;
+        }
+        let socket = accepted(inner).await;
         let done = match carried {
             Carried::Command => command(socket, channels, outer).await,
             Carried::Ports => ports(socket, outer).await,
