@@ -65,8 +65,8 @@ KUBECTLS = target/kubectl
 kubectls:
 	@sh tests/support/fetch-package.sh sid kubectl $(KUBECTLS)/sid usr/bin/kubectl || echo "kubectl of sid cannot be fetched; its tests are skipped, and fail with CI=true"
 
-test: test-deps runtimes kubectls machine ## Run all tests
-	HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_KUBECTLS=$(CURDIR)/$(KUBECTLS) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test --workspace --locked -- --test-threads=2
+test: test-deps runtimes kubectls machine ## Run all tests (ONLY='-p holdfast --test node' for one suite)
+	HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_KUBECTLS=$(CURDIR)/$(KUBECTLS) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test $(or $(ONLY),--workspace) --locked $(FLAGS) -- --test-threads=2
 
 check: ## Format, lints and, where installed, licences and advisories
 	$(CARGO) fmt --all --check
