@@ -119,6 +119,27 @@ fn no_part_runs_that_is_noted_nowhere() {
     }
 }
 
+/// A process that a supervisor has started may come to note its pid only when the supervisor is gone and another has started
+/// the part: then it leaves the other's alone.
+#[test]
+fn a_late_process_does_not_take_the_place_of_the_part() {
+    let dir = tempfile::tempdir().unwrap();
+    let noted = dir.path().join("agent.pid");
+    std::fs::write(&noted, "7 7\n").unwrap();
+    // Process 1 has not started it.
+    let late = Command::new(env!("CARGO_BIN_EXE_holdfast"))
+        .args(["supervise", "--part", "agent", "--for", "1", "--run"])
+        .arg(dir.path())
+        .arg("--logs")
+        .arg(dir.path())
+        .args(["--", "true"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&late.stderr);
+    assert!(said.contains("agent is not started"), "{said}");
+    assert_eq!(std::fs::read_to_string(&noted).unwrap(), "7 7\n");
+}
+
 #[test]
 fn a_control_plane_that_dies_comes_back() {
     let cluster = Cluster::start("supervised", 71);

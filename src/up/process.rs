@@ -111,8 +111,31 @@ impl Part {
         Ok(command)
     }
 
+    /// Waits until nobody else notes a pid in the part's directory, and keeps others from it until the answer is dropped.
+    fn note_alone(&self) -> anyhow::Result<Option<fs::File>> {
+        let dir = self
+            .pid_file
+            .parent()
+            .context("the part has no directory")?;
+        let failed = || format!("{} cannot be locked", dir.display());
+        match fs::File::open(dir) {
+            Ok(file) => {
+                file.lock().with_context(failed)?;
+                Ok(Some(file))
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error).with_context(failed),
+        }
+    }
+
+    /// Waits for a process that was started by a supervisor that has ended since: it has noted its pid when this returns, or
+    /// never will.
+    pub(super) fn settle(&self) -> anyhow::Result<()> {
+        self.note_alone().map(drop)
+    }
+
     /// Notes the pid of this process as the part's, and runs `program` in its place. Does nothing if `parent` no longer runs:
-    /// then nobody looks for the part any more.
+    /// then another process may be the part.
     pub fn become_it(
         &self,
         parent: u32,
@@ -121,18 +144,20 @@ impl Part {
     ) -> anyhow::Result<()> {
         let pid = i32::try_from(std::process::id())?;
         let start = started_at(pid).context("/proc is not mounted")?;
-        // Replaced in one step, as others read it at any time.
-        let text = format!("{pid} {start}\n");
-        crate::sys::file::replace_soon(&self.pid_file, text.as_bytes()).with_context(|| {
-            format!("the pid file {} cannot be written", self.pid_file.display())
-        })?;
-        // Whoever ends the parent reads the file afterwards.
+        let noting = self.note_alone()?;
         if std::os::unix::process::parent_id() != parent {
             bail!(
                 "{} is not started: who wanted it has ended meanwhile",
                 self.name
             );
         }
+        // Replaced in one step, as others read it at any time.
+        let text = format!("{pid} {start}\n");
+        crate::sys::file::replace_soon(&self.pid_file, text.as_bytes()).with_context(|| {
+            format!("the pid file {} cannot be written", self.pid_file.display())
+        })?;
+        // Whoever has ended the parent meanwhile finds it there.
+        drop(noting);
         let error = Command::new(program).args(arguments).exec();
         Err(error)
             .with_context(|| format!("{} cannot be started ({})", self.name, program.display()))

@@ -118,6 +118,7 @@ impl Part {
                 std::thread::sleep(Duration::from_millis(2));
             }
         }
+        self.settle()?;
         match fs::remove_file(self.state_file()) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
             _ => Ok(()),
