@@ -213,6 +213,15 @@ fn line(path: &Path) -> String {
 fn limits_outlast_others(cluster: &Cluster, tier: &Path, pod: &Path) {
     let all = ["memory.max", "pids.max"].map(|f| line(&tier.join(f)));
     assert!(all.iter().all(|v| v.parse::<u64>().is_ok()), "{all:?}");
+    // The memory that a guaranteed pod asks for is protected in its slice, in its container's scope and above them.
+    let protected = |dir: &Path| line(&dir.join("memory.min")).parse::<u64>().unwrap();
+    assert_eq!(protected(pod), 64 << 20);
+    let inner = std::fs::read_dir(pod).unwrap().flatten().map(|e| e.path());
+    let mut scopes = inner.filter(|path| path.is_dir());
+    assert!(scopes.any(|scope| protected(&scope) == 64 << 20));
+    cluster.wait("all pods' slice to protect as much", || {
+        protected(tier) >= 64 << 20
+    });
     let weight = tier.join("holdfast_t_vm-kubepods-besteffort.slice/cpu.weight");
     std::fs::write(&weight, "77").unwrap();
     std::fs::write(pod.join("pids.max"), "77").unwrap();
@@ -222,7 +231,7 @@ fn limits_outlast_others(cluster: &Cluster, tier: &Path, pod: &Path) {
 }
 
 /// The configuration of the node in it.
-const NODE: &str = "cgroupDriver: systemd\npodPidsLimit: 100\nshutdownGracePeriod: 60s\nshutdownGracePeriodCriticalPods: 10s\n";
+const NODE: &str = "cgroupDriver: systemd\npodPidsLimit: 100\nfeatureGates: {MemoryQoS: true}\nmemoryReservationPolicy: TieredReservation\nshutdownGracePeriod: 60s\nshutdownGracePeriodCriticalPods: 10s\n";
 
 /// The machine is powered off by its own systemd: it waits for pods as long as the agent asked for, which is longer than
 /// logind would by itself. Nothing may be asked of the machine after that.
@@ -330,7 +339,7 @@ fn systemd_inside() {
         &disk,
     ));
     let ready = |name: &str| condition(&cluster.pod(name), "Ready") == "True";
-    cluster.wait("the pods", || ready("one") && ready("two") && ready("disk"));
+    cluster.wait("the pods", || ["one", "two", "disk"].into_iter().all(ready));
     cluster.wait("what the pod wrote to be on the server", || {
         line(Path::new("/srv/shared/file")) == "hello"
     });
@@ -417,7 +426,8 @@ fn systemd_inside() {
         patch,
     ]);
     cluster.wait("the slice's limits", || {
-        [line(&one.join("memory.max")), line(&one.join("cpu.max"))] == ["100663296", "30000 100000"]
+        ["memory.max", "memory.min", "cpu.max"].map(|f| line(&one.join(f)))
+            == ["100663296", "100663296", "30000 100000"]
     });
 
     // An agent that was killed finds its pods, and takes away all of them.
@@ -427,9 +437,7 @@ fn systemd_inside() {
     )
     .unwrap();
     cluster.up();
-    cluster.wait("the pods to be ready still", || {
-        ready("one") && ready("two")
-    });
+    cluster.wait("both to be ready", || ready("one") && ready("two"));
     assert_eq!(
         cluster.pod("one")["status"]["containerStatuses"][0]["restartCount"],
         0

@@ -123,6 +123,19 @@ fn cgroups(config: &Config, driver: Driver) -> anyhow::Result<Cgroups> {
     Ok(cgroups)
 }
 
+/// The machine as the configuration has it.
+fn host(config: &Config, driver: Driver) -> anyhow::Result<LinuxHost> {
+    let mut host = LinuxHost::new(
+        &config.root_dir,
+        config.pod_logs_dir.clone(),
+        cgroups(config, driver)?,
+        config.pod_pids,
+        config.cpu_period,
+    );
+    host.reserves_memory = config.enforcement.memory.is_some_and(|m| m.reserves);
+    Ok(host)
+}
+
 /// The API whose answers are kept, and the pods with them.
 fn keep(api: Arc<dyn PodApi>, keeper: &Keeper, pods: &Cache<Pod>) -> Arc<dyn PodApi> {
     let services = Arc::clone(&api);
@@ -205,13 +218,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     }
     let driver = driver(&*runtime, &config).await;
     share_mounts(&config);
-    let host = LinuxHost::new(
-        &config.root_dir,
-        config.pod_logs_dir.clone(),
-        cgroups(&config, driver)?,
-        config.pod_pids,
-        config.cpu_period,
-    );
+    let host = host(&config, driver)?;
     let machine = Machine::read(&config.root_dir);
     let resolver = network::resolver(&config, &node_ips.borrow());
     let (api, pods, nodes): (Arc<dyn PodApi>, _, Option<Arc<dyn NodeApi>>) = match clients {

@@ -7,7 +7,8 @@ use super::document::Document;
 use super::values::invalid;
 use crate::core::node::capacity::count_cpus;
 use crate::core::node::cgroup_tree::{Reserved, Rules};
-use crate::core::node::features::QOS_RESERVED;
+use crate::core::node::features::{MEMORY_QOS, QOS_RESERVED};
+use crate::core::pod::memory_qos::MemoryQos;
 use crate::core::pod::resources::Amounts;
 use crate::core::quantity::Quantity;
 
@@ -122,6 +123,29 @@ fn qos_memory(d: &Document) -> Result<Option<u8>, ConfigError> {
     Ok(percent)
 }
 
+/// How memory is protected and throttled, if the gate is open.
+fn memory(d: &Document, is_open: bool) -> Result<Option<MemoryQos>, ConfigError> {
+    let throttling = d.memory_throttling_factor.unwrap_or(0.9);
+    if !(throttling > 0.0 && throttling <= 1.0) {
+        let remedy = "use a number above 0 and up to 1";
+        return Err(invalid("memoryThrottlingFactor", throttling, remedy));
+    }
+    let field = "memoryReservationPolicy";
+    let reserves = match d.memory_reservation_policy.as_deref() {
+        None | Some("" | "None") => false,
+        Some(policy @ "TieredReservation") if !is_open => {
+            let remedy = format!("set featureGates.{MEMORY_QOS}: true, or use None");
+            return Err(invalid(field, policy, &remedy));
+        }
+        Some("TieredReservation") => true,
+        Some(other) => return Err(invalid(field, other, "use None or TieredReservation")),
+    };
+    Ok(is_open.then_some(MemoryQos {
+        throttling,
+        reserves,
+    }))
+}
+
 /// What is enforced, and what of the fields has no effect.
 pub(super) fn enforcement(d: &Document) -> Result<(Rules, Vec<String>), ConfigError> {
     let default = ["pods".to_owned()];
@@ -129,9 +153,9 @@ pub(super) fn enforcement(d: &Document) -> Result<(Rules, Vec<String>), ConfigEr
     check(list)?;
     let mut unused = vec![];
     let gates = d.feature_gates.as_ref();
-    let is_open = gates.and_then(|gates| gates.get(QOS_RESERVED)).copied();
+    let is_open = |name| gates.and_then(|gates| gates.get(name)) == Some(&true);
     let qos_memory = match qos_memory(d)? {
-        Some(_) if is_open != Some(true) => {
+        Some(_) if !is_open(QOS_RESERVED) => {
             unused.push(format!(
                 "qosReserved (set featureGates.{QOS_RESERVED}: true)"
             ));
@@ -154,6 +178,7 @@ pub(super) fn enforcement(d: &Document) -> Result<(Rules, Vec<String>), ConfigEr
         system: held(list, &system)?,
         kube: held(list, &kube)?,
         qos_memory,
+        memory: memory(d, is_open(MEMORY_QOS))?,
     };
     Ok((rules, unused))
 }

@@ -54,14 +54,12 @@ pub(super) const WITHOUT_EFFECT: &[(&str, &str)] = &[
 ];
 
 /// Fields of the format that are read but not honoured by this version. Most of them are about the node's own resources
-/// (cgroups, memory QoS), which are to come as a whole.
+/// (cgroups, user namespaces).
 pub(super) const NOT_HONOURED: &[&str] = &[
     "kubeletCgroups",
     "systemCgroups",
     "cgroupsPerQOS",
     "volumePluginDir",
-    "memoryThrottlingFactor",
-    "memoryReservationPolicy",
     "userNamespaces",
 ];
 
@@ -164,6 +162,8 @@ pub(super) struct Document {
     #[serde(rename = "kubeAPIBurst")]
     pub(super) kube_api_burst: Option<i32>,
     pub(super) memory_swap: Option<MemorySwap>,
+    pub(super) memory_throttling_factor: Option<f64>,
+    pub(super) memory_reservation_policy: Option<String>,
     #[serde(rename = "imageMinimumGCAge")]
     pub(super) image_minimum_gc_age: Option<String>,
     #[serde(rename = "imageMaximumGCAge")]

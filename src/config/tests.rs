@@ -3,6 +3,7 @@
 use super::document::{Document, parse};
 use super::resolve::resolve;
 use super::*;
+use crate::core::pod::memory_qos::MemoryQos;
 
 fn load(text: &str, flags: &Overrides) -> Result<Config, String> {
     let text =
@@ -395,6 +396,25 @@ fn what_is_set_aside_is_held_where_that_is_asked_for() {
     let kube = all.kube.as_ref().expect("kube-reserved-compressible");
     assert!(kube.compressible_only && kube.amounts.len() == 1);
     assert_eq!((all.limits_pods, all.qos_memory), (true, Some(50)));
+    assert_eq!(all.memory, None);
+    let memory =
+        |fields: &str| rules(&format!("featureGates: {{MemoryQoS: true}}\n{fields}")).memory;
+    let (throttling, reserves) = (0.9, false);
+    assert_eq!(
+        memory(""),
+        Some(MemoryQos {
+            throttling,
+            reserves
+        })
+    );
+    let (throttling, reserves) = (0.5, true);
+    assert_eq!(
+        memory("memoryThrottlingFactor: 0.5\nmemoryReservationPolicy: TieredReservation\n"),
+        Some(MemoryQos {
+            throttling,
+            reserves
+        })
+    );
     for (text, expected) in [
         ("enforceNodeAllocatable: [pods, pods]\n", "name pods once"),
         (
@@ -415,6 +435,12 @@ fn what_is_set_aside_is_held_where_that_is_asked_for() {
         ),
         ("qosReserved: {memory: 101%}\n", "qosReserved.memory"),
         ("qosReserved: {cpu: 10%}\n", "only memory"),
+        ("memoryThrottlingFactor: 0\n", "memoryThrottlingFactor"),
+        (
+            "memoryReservationPolicy: TieredReservation\n",
+            "featureGates.MemoryQoS",
+        ),
+        ("memoryReservationPolicy: All\n", "TieredReservation"),
     ] {
         let error = load(text, &flags).expect_err(text);
         assert!(error.contains(expected), "{error}");

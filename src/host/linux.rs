@@ -24,6 +24,7 @@ use crate::core::image::gc::Filesystem;
 use crate::core::node::cgroup_tree::Group;
 use crate::core::pod::cgroup::pod_values;
 use crate::core::pod::cgroup_values::{Difference, Mended, Values};
+use crate::core::pod::memory_qos;
 use crate::core::pod::users::{self, Mappings};
 use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
@@ -61,6 +62,8 @@ pub struct LinuxHost {
     pub pids: Option<i64>,
     /// The period of CPU quotas in microseconds; none where quotas are not enforced.
     pub cpu_period: Option<u64>,
+    /// Whether the memory that pods ask for is protected (cgroup v2 only).
+    pub reserves_memory: bool,
     /// Calls that the kernel may never answer.
     pub(in crate::host) patient: Patient,
     /// Mounts that could not be undone, and since when.
@@ -129,6 +132,7 @@ impl LinuxHost {
             cgroups,
             pids,
             cpu_period,
+            reserves_memory: false,
             patient: Patient::default(),
             refusing: Mutex::default(),
             force_after: FORCE_AFTER,
@@ -172,18 +176,15 @@ impl LinuxHost {
 #[async_trait]
 impl PodHost for LinuxHost {
     async fn ensure_cgroup(&self, pod: &Pod, cpu_limit: bool) -> Result<String, String> {
-        self.cgroups
-            .ensure(
-                qos::of(pod::spec(pod)),
-                pod::uid(pod),
-                &pod_values(
-                    pod,
-                    self.pids,
-                    self.cpu_period.filter(|_| cpu_limit),
-                    self.cgroups.page_sizes(),
-                ),
-            )
-            .await
+        let period = self.cpu_period.filter(|_| cpu_limit);
+        let mut values = pod_values(pod, self.pids, period, self.cgroups.page_sizes());
+        if self.reserves_memory {
+            let protected = memory_qos::of_whole_pod(pod);
+            values.memory_min = Some(protected.min);
+            values.memory_low = Some(protected.low);
+        }
+        let class = qos::of(pod::spec(pod));
+        self.cgroups.ensure(class, pod::uid(pod), &values).await
     }
 
     async fn apply_tree(&self, tree: &[(Group, Values)]) -> Vec<Result<Vec<Difference>, String>> {

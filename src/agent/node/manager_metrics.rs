@@ -4,8 +4,11 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use k8s_openapi::api::core::v1::Pod;
+
 use crate::agent::metrics::{Metrics, family};
 use crate::core::cpuset::CpuSet;
+use crate::core::node::cgroup_tree::{Rules, protection};
 use crate::core::node::hints::{Count, Scope};
 use crate::core::node::managers::Managers;
 use crate::core::serving::exposition::{Family, Page};
@@ -102,6 +105,27 @@ pub fn begin(metrics: &Metrics, managers: &Managers) {
     for each in plain.into_iter().chain(cpus).chain(nodes) {
         count(metrics, each, 0);
     }
+}
+
+/// Writes how much memory is protected for pods that have not ended; nothing without memory QoS.
+pub fn write_protected(rules: &Rules, pods: &[&Pod], page: &mut Page) {
+    let Some((all, burstable)) = protection(rules, pods) else {
+        return;
+    };
+    page.single(
+        "kubelet_memory_qos_node_memory_min_bytes",
+        "gauge",
+        "Memory of guaranteed pods that is never reclaimed for others (memory.min), in bytes.",
+        &[],
+        all.min.saturating_sub(burstable.low) as f64,
+    );
+    page.single(
+        "kubelet_memory_qos_node_memory_low_bytes",
+        "gauge",
+        "Memory of burstable pods that is reclaimed last (memory.low), in bytes.",
+        &[],
+        burstable.low as f64,
+    );
 }
 
 /// A pod was admitted or not, which took so long.

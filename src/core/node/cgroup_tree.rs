@@ -16,6 +16,7 @@ use k8s_openapi::api::core::v1::Pod;
 use crate::core::pod;
 use crate::core::pod::cgroup::{Driver, all_pods, shares};
 use crate::core::pod::cgroup_values::{Bound, Values};
+use crate::core::pod::memory_qos::{self, MemoryQos, Protection};
 use crate::core::pod::qos::{self, QosClass};
 use crate::core::pod::resources::{Amounts, Side, huge_pages, of_pod};
 use crate::core::quantity::Quantity;
@@ -47,8 +48,8 @@ pub struct Reserved {
     pub compressible_only: bool,
 }
 
-/// What the configuration says of the tree (`enforceNodeAllocatable`, `qosReserved`).
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+/// What the configuration says of the tree (`enforceNodeAllocatable`, `qosReserved`, `featureGates.MemoryQoS`).
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Rules {
     /// Whether all pods together get no more than what is not set aside.
     pub limits_pods: bool,
@@ -58,6 +59,8 @@ pub struct Rules {
     pub kube: Option<Reserved>,
     /// How much of the memory that pods of higher classes ask for those of lower ones cannot have, in percent.
     pub qos_memory: Option<u8>,
+    /// How memory is protected and throttled, where that is asked for.
+    pub memory: Option<MemoryQos>,
 }
 
 /// What there is.
@@ -134,6 +137,8 @@ fn of_all_pods(supply: &Supply, rules: &Rules) -> Values {
         cpu: None,
         memory: Some(memory.map_or(Bound::Unlimited, Bound::At)),
         pids: units(&usable, PIDS).map(Bound::At),
+        memory_min: None,
+        memory_low: None,
         huge_pages: huge_pages(&usable)
             .map(|(size, bytes)| (size, Bound::At(bytes)))
             .collect(),
@@ -153,7 +158,7 @@ fn memory_of_classes(supply: &Supply, rules: &Rules, pods: &[&Pod]) -> Option<(u
     Some((bytes(burstable), bytes(best_effort)))
 }
 
-fn of_reserved(reserved: &Reserved) -> Values {
+fn of_reserved(reserved: &Reserved, rules: &Rules) -> Values {
     let amounts = &reserved.amounts;
     let cpu = Values {
         shares: amounts.get("cpu").map(|q| shares(q.milli())),
@@ -162,14 +167,25 @@ fn of_reserved(reserved: &Reserved) -> Values {
     if reserved.compressible_only {
         return cpu;
     }
+    let memory = units(amounts, "memory");
     Values {
-        memory: units(amounts, "memory").map(Bound::At),
+        memory: memory.map(Bound::At),
+        memory_min: memory.filter(|_| rules.memory.is_some()),
         pids: units(amounts, PIDS).map(Bound::At),
         huge_pages: huge_pages(amounts)
             .map(|(size, bytes)| (size, Bound::At(bytes)))
             .collect(),
         ..cpu
     }
+}
+
+/// The memory that is protected for all pods and for the burstable ones; none where that is not asked for.
+#[must_use]
+pub fn protection(rules: &Rules, pods: &[&Pod]) -> Option<(Protection, Protection)> {
+    Some(match rules.memory?.reserves {
+        true => memory_qos::of_classes(pods),
+        false => Default::default(),
+    })
 }
 
 /// The tree for these pods, outermost cgroups first. The share of the burstable ones is what they ask for together: a
@@ -188,12 +204,22 @@ pub fn tree(supply: &Supply, rules: &Rules, pods: &[&Pod]) -> Vec<(Group, Values
     let burstable = asked(pods, QosClass::Burstable, |amounts| milli(amounts, "cpu"));
     let reserved = rules
         .reserved()
-        .map(|r| (Group::Reserved(r.cgroup.clone()), of_reserved(r)));
+        .map(|r| (Group::Reserved(r.cgroup.clone()), of_reserved(r, rules)));
+    let protected = protection(rules, pods);
     let own = [
-        (Group::Pods, of_all_pods(supply, rules)),
+        (
+            Group::Pods,
+            Values {
+                memory_min: protected.map(|(all, _)| all.min),
+                ..of_all_pods(supply, rules)
+            },
+        ),
         (
             Group::Burstable,
-            class(shares(burstable), limits.map(|l| l.0)),
+            Values {
+                memory_low: protected.map(|(_, burstable)| burstable.low),
+                ..class(shares(burstable), limits.map(|l| l.0))
+            },
         ),
         (Group::BestEffort, class(shares(0), limits.map(|l| l.1))),
     ];
@@ -315,6 +341,43 @@ mod tests {
             let all = tree(&supply(), &rules, &[&guaranteed, &burstable]);
             let found = [Group::Burstable, Group::BestEffort].map(|g| of(&all, &g).memory);
             assert_eq!(found, expected.map(Some), "{percent:?}");
+        }
+    }
+
+    #[test]
+    fn memory_is_protected_where_that_is_asked_for() {
+        let sizes = json!({"cpu": "1", "memory": "1Gi"});
+        let guaranteed = pod(sizes.clone(), sizes);
+        let burstable = pod(json!({"memory": "2Gi"}), json!({}));
+        let qos = |reserves| MemoryQos {
+            throttling: 0.9,
+            reserves,
+        };
+        for (memory, expected) in [
+            (None, (None, None, None)),
+            (Some(qos(false)), (Some(0), Some(0), Some(1 << 30))),
+            (
+                Some(qos(true)),
+                (Some(3 << 30), Some(2 << 30), Some(1 << 30)),
+            ),
+        ] {
+            let system = Reserved {
+                cgroup: "/s".into(),
+                amounts: amounts(&[("memory", "1Gi")]),
+                compressible_only: false,
+            };
+            let rules = Rules {
+                memory,
+                system: Some(system),
+                ..Rules::default()
+            };
+            let all = tree(&supply(), &rules, &[&guaranteed, &burstable]);
+            let found = (
+                of(&all, &Group::Pods).memory_min,
+                of(&all, &Group::Burstable).memory_low,
+                of(&all, &Group::Reserved("/s".into())).memory_min,
+            );
+            assert_eq!(found, expected, "{memory:?}");
         }
     }
 

@@ -31,7 +31,8 @@ pub struct Feature {
     pub name: &'static str,
     /// How far it is.
     pub stage: Stage,
-    /// Whether this agent behaves so. No gate changes that, but for those of the CPU manager's options and of `qosReserved`.
+    /// Whether this agent behaves so. No gate changes that, but for those of the CPU manager's options, of `qosReserved`
+    /// and of memory QoS.
     pub here: bool,
 }
 
@@ -67,6 +68,9 @@ pub const CPU_ALPHA_OPTIONS: &str = "CPUManagerPolicyAlphaOptions";
 
 /// The gate of `qosReserved`.
 pub const QOS_RESERVED: &str = "QOSReserved";
+
+/// The gate of `memoryThrottlingFactor` and `memoryReservationPolicy`.
+pub const MEMORY_QOS: &str = "MemoryQoS";
 
 /// All of them.
 pub const FEATURES: &[Feature] = &[
@@ -140,7 +144,7 @@ pub const FEATURES: &[Feature] = &[
     alpha("InPlacePodVerticalScalingExclusiveCPUs", false),
     alpha("InPlacePodVerticalScalingExclusiveMemory", false),
     alpha("LocalStorageCapacityIsolationFSQuotaMonitoring", true),
-    alpha("MemoryQoS", false),
+    alpha(MEMORY_QOS, false),
     alpha("PodAndContainerStatsFromCRI", false),
     alpha("PodCertificateRequest", true),
     alpha("PodLevelResourceManagers", false),
@@ -170,7 +174,10 @@ pub fn object(name: &str, enabled: bool) -> Option<Objection> {
             "featureGates.{name}: it changes nothing here"
         )));
     }
-    if matches!(name, CPU_BETA_OPTIONS | CPU_ALPHA_OPTIONS | QOS_RESERVED) {
+    if matches!(
+        name,
+        CPU_BETA_OPTIONS | CPU_ALPHA_OPTIONS | QOS_RESERVED | MEMORY_QOS
+    ) {
         return None;
     }
     match FEATURES.iter().find(|f| f.name == name) {
@@ -209,7 +216,7 @@ mod tests {
         ));
         assert_eq!(object("MemoryQoS", false), None);
         for (name, enabled) in [
-            ("MemoryQoS", true),
+            ("PodsAPI", true),
             ("EnvFiles", false),
             ("NoSuchGate", true),
             ("AllAlpha", true),

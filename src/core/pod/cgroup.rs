@@ -201,6 +201,8 @@ pub fn pod_values(pod: &Pod, pids: Option<i64>, period: Option<u64>, page_sizes:
                 .map_or(Bound::Unlimited, |m| Bound::At(number(m))),
         ),
         pids: limits.pids.map(|p| Bound::At(number(p))),
+        memory_min: None,
+        memory_low: None,
         huge_pages: huge_pages.map(|(s, b)| (s, Bound::At(b))).collect(),
     }
 }

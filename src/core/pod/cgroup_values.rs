@@ -39,6 +39,10 @@ pub struct Values {
     pub cpu: Option<CpuTime>,
     /// Bytes of memory.
     pub memory: Option<Bound>,
+    /// Bytes of memory that are never reclaimed for others. Version 1 has no such thing.
+    pub memory_min: Option<u64>,
+    /// Bytes of memory that are reclaimed last. Neither has it this.
+    pub memory_low: Option<u64>,
     /// Processes and threads.
     pub pids: Option<Bound>,
     /// Bytes of huge pages, by the bytes of one page.
@@ -194,6 +198,9 @@ impl Values {
             };
             all.push(Setting::limit(Memory, file, bound, (none, PAGE)));
         }
+        for (file, bytes) in self.protection(unified) {
+            all.push(Setting::limit(Memory, file, Bound::At(bytes), (none, PAGE)));
+        }
         if let Some(bound) = self.pids {
             all.push(Setting::limit(Pids, "pids.max", bound, ("max", 1)));
         }
@@ -206,6 +213,16 @@ impl Values {
             }
         }
         all
+    }
+
+    /// The memory that is kept from being reclaimed, by its files.
+    fn protection(&self, unified: bool) -> impl Iterator<Item = (&'static str, u64)> {
+        let files = [
+            ("memory.min", self.memory_min),
+            ("memory.low", self.memory_low),
+        ];
+        let files = files.into_iter().filter(move |_| unified);
+        files.filter_map(|(file, bytes)| Some((file, bytes?)))
     }
 
     /// As properties of a slice, in systemd's units: `u64::MAX` is unlimited. Huge pages are none of its business.
@@ -232,6 +249,13 @@ impl Values {
         if let Some(bound) = self.memory {
             let name = if unified { "MemoryMax" } else { "MemoryLimit" };
             all.push((name, max(bound)));
+        }
+        for (file, bytes) in self.protection(unified) {
+            let name = match file {
+                "memory.min" => "MemoryMin",
+                _ => "MemoryLow",
+            };
+            all.push((name, bytes));
         }
         if let Some(bound) = self.pids {
             all.push(("TasksMax", max(bound)));
@@ -271,6 +295,8 @@ mod tests {
                 period: 100_000,
             }),
             memory: Some(Bound::At(1 << 20)),
+            memory_min: Some(8192),
+            memory_low: Some(0),
             pids: Some(Bound::At(7)),
             huge_pages: [(2 << 20, Bound::At(4 << 20)), (1 << 30, Bound::Unlimited)].into(),
         }
@@ -305,6 +331,8 @@ mod tests {
                 ("cpu.weight", "39"),
                 ("cpu.max", "12345 100000"),
                 ("memory.max", "1048576"),
+                ("memory.min", "8192"),
+                ("memory.low", "0"),
                 ("pids.max", "7"),
                 ("hugetlb.2MB.max", "4194304"),
                 ("hugetlb.2MB.rsvd.max", "4194304"),
@@ -368,6 +396,8 @@ mod tests {
                 ("CPUQuotaPerSecUSec", 130_000),
                 ("CPUQuotaPeriodUSec", 100_000),
                 ("MemoryMax", 1 << 20),
+                ("MemoryMin", 8192),
+                ("MemoryLow", 0),
                 ("TasksMax", 7)
             ]
         );
@@ -392,6 +422,8 @@ mod tests {
                 shares: Some(shares),
                 cpu: Some(CpuTime { quota, period: 100_000 }),
                 memory: Some(Bound::At(memory)),
+                memory_min: Some(memory),
+                memory_low: Some(memory),
                 pids: Some(Bound::At(pids.into())),
                 huge_pages: [(2 << 20, Bound::At(memory))].into(),
             };

@@ -12,6 +12,7 @@ mod env_file;
 pub mod explain;
 pub mod journal;
 pub mod lifecycle;
+pub mod memory_qos;
 pub mod observed;
 pub mod pinning;
 pub mod probe;

@@ -7,6 +7,7 @@ use crate::agent::{Context, Kind};
 use crate::core::pod;
 use crate::core::pod::cri_config;
 use crate::core::pod::journal::Step;
+use crate::core::pod::memory_qos::MemoryQos;
 use crate::core::pod::users::Mappings;
 use crate::core::pod::worker::Outcome;
 
@@ -103,6 +104,15 @@ impl Job {
     }
 }
 
+/// How memory is protected and throttled, with what pods may have of it.
+fn memory_qos(context: &Context) -> Option<(MemoryQos, u64)> {
+    let rules = context.config.enforcement.memory;
+    let rules = rules.filter(|_| context.machine.cgroup_v2)?;
+    let allocatable = context.allocatable();
+    let bytes = allocatable.get("memory").map_or(0, |q| q.units());
+    Some((rules, u64::try_from(bytes).unwrap_or(0)))
+}
+
 fn node_config(
     context: &Context,
     pod: &k8s_openapi::api::core::v1::Pod,
@@ -123,6 +133,7 @@ fn node_config(
         seccomp_root: config.root_dir.join("seccomp").display().to_string(),
         seccomp_default: config.seccomp_default,
         memory: machine.memory,
+        memory_qos: memory_qos(context),
         cpu_period: config.cpu_period,
         hugepages: machine.hugepages.clone(),
         group_oom: machine.cgroup_v2 && !config.single_process_oom_kill,

@@ -11,6 +11,7 @@ use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, VolumeMount};
 
 use super::cgroup;
 use super::dns::{self, Resolver};
+use super::memory_qos::MemoryQos;
 use super::pinning::Pinning;
 use super::users::{Mapping, Mappings};
 use crate::core::{meta, pod};
@@ -66,6 +67,8 @@ pub struct Node {
     pub seccomp_default: bool,
     /// The node's memory in bytes.
     pub memory: u64,
+    /// How memory is protected and throttled, and the bytes of it that pods may have (cgroup v2 only).
+    pub memory_qos: Option<(MemoryQos, u64)>,
     /// The period of CPU quotas in microseconds; none where quotas are not enforced.
     pub cpu_period: Option<u64>,
     /// The sizes of huge pages that the kernel knows, for instance `2MB`.
@@ -97,6 +100,7 @@ impl Node {
             seccomp_root: String::new(),
             seccomp_default: false,
             memory: 0,
+            memory_qos: None,
             cpu_period: Some(cgroup::PERIOD),
             hugepages: vec![],
             group_oom: false,

@@ -9,6 +9,7 @@ use super::Node;
 use crate::core::cpuset::list;
 use crate::core::pod;
 use crate::core::pod::cgroup::{self, oom_score_adj};
+use crate::core::pod::memory_qos;
 use crate::core::pod::qos::{self, QosClass};
 use crate::core::pod::resources::{Amounts, Side, amounts, of_container, of_pod, of_pod_level};
 use crate::core::quantity::Quantity;
@@ -71,6 +72,12 @@ pub fn resources(pod: &Pod, container: &Container, node: &Node) -> pb::LinuxCont
         // Version 1 counts memory and swap together.
         Some(_) => message.memory_swap_limit_in_bytes = message.memory_limit_in_bytes,
         None => {}
+    }
+    if let Some((rules, allocatable)) = node.memory_qos {
+        let files = memory_qos::of_one_container(pod, container, rules, allocatable);
+        let files = files.into_iter();
+        let files = files.map(|(file, bytes)| (file.to_owned(), bytes.to_string()));
+        message.unified.extend(files);
     }
     message.hugepage_limits = hugepages(&limits, node);
     bind(&mut message, pod::uid(pod), &container.name, node);

@@ -1,0 +1,185 @@
+//! Memory that the kernel leaves to pods and throttling before a limit, on cgroup v2
+//! ([KEP-2570](https://git.k8s.io/enhancements/keps/sig-node/2570-memory-qos), `featureGates.MemoryQoS`). Pure.
+
+use k8s_openapi::api::core::v1::{Container, Pod};
+
+use super::qos::{self, QosClass};
+use super::resources::{Amounts, Side, of_container, of_pod};
+use crate::core::pod;
+
+/// `memory.high` is kept in whole pages of so many bytes.
+const PAGE: i64 = 4096;
+
+/// What the configuration says of it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MemoryQos {
+    /// How far between its request and its limit a container is throttled (`memoryThrottlingFactor`), above 0 and at most 1.
+    pub throttling: f64,
+    /// Whether requests are protected (`memoryReservationPolicy: TieredReservation`).
+    pub reserves: bool,
+}
+
+/// Memory of a cgroup that the kernel does not reclaim for others, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Protection {
+    /// Never (`memory.min`).
+    pub min: u64,
+    /// As long as there is other memory to reclaim (`memory.low`).
+    pub low: u64,
+}
+
+fn memory(amounts: &Amounts) -> u64 {
+    let bytes = amounts.get("memory").map_or(0, |q| q.units());
+    u64::try_from(bytes).unwrap_or(0)
+}
+
+/// What is protected of a request: of a guaranteed pod always, of others while there is other memory.
+fn of_request(class: QosClass, request: u64) -> Protection {
+    match class {
+        QosClass::Guaranteed => Protection {
+            min: request,
+            low: 0,
+        },
+        _ => Protection {
+            min: 0,
+            low: request,
+        },
+    }
+}
+
+/// What a pod's cgroup is to have.
+#[must_use]
+pub fn of_whole_pod(pod: &Pod) -> Protection {
+    let request = memory(&of_pod(pod, Side::Requests));
+    of_request(qos::of(pod::spec(pod)), request)
+}
+
+/// What the cgroups of all pods and of the burstable ones are to have: a cgroup protects no more than those above it.
+#[must_use]
+pub fn of_classes(pods: &[&Pod]) -> (Protection, Protection) {
+    let sum = pods
+        .iter()
+        .map(|p| of_whole_pod(p))
+        .fold(Protection::default(), |sum, one| Protection {
+            min: sum.min.saturating_add(one.min),
+            low: sum.low.saturating_add(one.low),
+        });
+    let all = Protection {
+        min: sum.min.saturating_add(sum.low),
+        low: 0,
+    };
+    (
+        all,
+        Protection {
+            min: 0,
+            low: sum.low,
+        },
+    )
+}
+
+/// The files of a container's cgroup. One without a limit of its own is throttled as if `allocatable` (bytes) were it;
+/// one whose request is its limit is not.
+#[must_use]
+pub fn of_one_container(
+    pod: &Pod,
+    container: &Container,
+    rules: MemoryQos,
+    allocatable: u64,
+) -> Vec<(&'static str, u64)> {
+    let request = memory(&of_container(container, Side::Requests));
+    let limit = memory(&of_container(container, Side::Limits));
+    let mut files = vec![];
+    if rules.reserves && request > 0 {
+        let protection = of_request(qos::of(pod::spec(pod)), request);
+        files.push(match protection.min {
+            0 => ("memory.low", protection.low),
+            min => ("memory.min", min),
+        });
+    } else {
+        files.extend([("memory.min", 0), ("memory.low", 0)]);
+    }
+    let most = if limit == 0 { allocatable } else { limit };
+    if request != limit && most > request {
+        let high = throttled_from(request, most, rules.throttling);
+        if high > request {
+            files.push(("memory.high", high));
+        }
+    }
+    files
+}
+
+/// `request + (most - request) × factor`, in whole pages.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    reason = "the kubelet computes it in floating point, and both must agree"
+)]
+fn throttled_from(request: u64, most: u64, factor: f64) -> u64 {
+    let bytes = request as f64 + (most as f64 - request as f64) * factor;
+    let pages = (bytes.floor() / PAGE as f64) as i64;
+    (pages * PAGE).max(0) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    const MIB: u64 = 1 << 20;
+
+    fn pod(resources: Value) -> Pod {
+        let container = json!({"name": "c", "resources": resources});
+        serde_json::from_value(json!({"spec": {"containers": [container]}})).expect("a pod")
+    }
+
+    fn files(pod: &Pod, reserves: bool) -> Vec<(&'static str, u64)> {
+        let rules = MemoryQos {
+            throttling: 0.9,
+            reserves,
+        };
+        of_one_container(pod, &pod::spec(pod).containers[0], rules, 1000 * MIB)
+    }
+
+    #[test]
+    fn containers_are_protected_by_their_class_and_throttled_below_their_limit() {
+        let guaranteed = pod(
+            json!({"limits": {"cpu": "1", "memory": "64Mi"}, "requests": {"cpu": "1", "memory": "64Mi"}}),
+        );
+        let burstable =
+            pod(json!({"requests": {"memory": "100Mi"}, "limits": {"memory": "200Mi"}}));
+        let open = pod(json!({"requests": {"memory": "100Mi"}}));
+        let best_effort = pod(json!({}));
+        let none = [("memory.min", 0), ("memory.low", 0)];
+        let (low, high) = (("memory.low", 100 * MIB), ("memory.high", 190 * MIB));
+        for (pod, reserves, expected) in [
+            (&guaranteed, true, vec![("memory.min", 64 * MIB)]),
+            (&guaranteed, false, none.to_vec()),
+            (&burstable, true, vec![low, high]),
+            (&burstable, false, vec![none[0], none[1], high]),
+            (&open, true, vec![low, ("memory.high", 910 * MIB)]),
+            (&best_effort, true, none.to_vec()),
+        ] {
+            assert_eq!(files(pod, reserves), expected, "{pod:?}");
+        }
+        let odd = pod(json!({"requests": {"memory": "1"}, "limits": {"memory": "10001"}}));
+        assert_eq!(files(&odd, false)[2], ("memory.high", 8192), "whole pages");
+        let small = pod(json!({"requests": {"memory": "4097"}, "limits": {"memory": "4100"}}));
+        assert_eq!(files(&small, false).len(), 2, "not below the request");
+        let more_than_there_is = pod(json!({"requests": {"memory": "2000Mi"}}));
+        assert_eq!(files(&more_than_there_is, false).len(), 2);
+    }
+
+    #[test]
+    fn what_is_above_protects_what_is_below() {
+        let guaranteed = pod(
+            json!({"limits": {"cpu": "1", "memory": "64Mi"}, "requests": {"cpu": "1", "memory": "64Mi"}}),
+        );
+        let burstable = pod(json!({"requests": {"memory": "100Mi"}}));
+        let (all, class) = of_classes(&[&guaranteed, &burstable, &burstable]);
+        assert_eq!(
+            (all.min, all.low, class.min, class.low),
+            (264 * MIB, 0, 0, 200 * MIB)
+        );
+    }
+}
