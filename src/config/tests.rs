@@ -396,25 +396,6 @@ fn what_is_set_aside_is_held_where_that_is_asked_for() {
     let kube = all.kube.as_ref().expect("kube-reserved-compressible");
     assert!(kube.compressible_only && kube.amounts.len() == 1);
     assert_eq!((all.limits_pods, all.qos_memory), (true, Some(50)));
-    assert_eq!(all.memory, None);
-    let memory =
-        |fields: &str| rules(&format!("featureGates: {{MemoryQoS: true}}\n{fields}")).memory;
-    let (throttling, reserves) = (0.9, false);
-    assert_eq!(
-        memory(""),
-        Some(MemoryQos {
-            throttling,
-            reserves
-        })
-    );
-    let (throttling, reserves) = (0.5, true);
-    assert_eq!(
-        memory("memoryThrottlingFactor: 0.5\nmemoryReservationPolicy: TieredReservation\n"),
-        Some(MemoryQos {
-            throttling,
-            reserves
-        })
-    );
     for (text, expected) in [
         ("enforceNodeAllocatable: [pods, pods]\n", "name pods once"),
         (
@@ -445,6 +426,30 @@ fn what_is_set_aside_is_held_where_that_is_asked_for() {
         let error = load(text, &flags).expect_err(text);
         assert!(error.contains(expected), "{error}");
     }
+}
+
+#[test]
+fn memory_is_protected_where_the_gate_is_open() {
+    let flags = Overrides::default();
+    let memory = |text: &str| load(text, &flags).expect(text).enforcement.memory;
+    assert_eq!(memory("memoryThrottlingFactor: 0.5\n"), None);
+    let open = |fields: &str| memory(&format!("featureGates: {{MemoryQoS: true}}\n{fields}"));
+    let (throttling, reserves) = (0.9, false);
+    assert_eq!(
+        open(""),
+        Some(MemoryQos {
+            throttling,
+            reserves
+        })
+    );
+    let (throttling, reserves) = (0.5, true);
+    assert_eq!(
+        open("memoryThrottlingFactor: 0.5\nmemoryReservationPolicy: TieredReservation\n"),
+        Some(MemoryQos {
+            throttling,
+            reserves
+        })
+    );
 }
 
 #[test]
