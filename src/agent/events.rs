@@ -61,7 +61,8 @@ impl Events {
         }
     }
 
-    fn say(&self, about: ObjectReference, kind: Kind, reason: String, message: String) {
+    fn say(&self, about: ObjectReference, kind: Kind, reason: &str, message: impl Into<String>) {
+        let (reason, message) = (reason.to_owned(), message.into());
         tracing::debug!(object = about.name, reason, message, "event");
         let key = (about.uid.clone().unwrap_or_default(), reason.clone());
         let annotations = self.notes().remove(&key);
@@ -101,15 +102,13 @@ impl Events {
         message: impl Into<String>,
     ) {
         let about = ObjectReference {
-            api_version: Some("v1".into()),
-            kind: Some("Pod".into()),
-            name: Some(pod.name_any()),
             namespace: pod.namespace(),
             uid: pod.uid(),
             resource_version: pod.resource_version(),
             field_path: container,
+            ..object("Pod", &pod.name_any())
         };
-        self.say(about, kind, reason.to_owned(), message.into());
+        self.say(about, kind, reason, message);
     }
 
     /// About a claim.
@@ -122,13 +121,10 @@ impl Events {
         message: impl Into<String>,
     ) {
         let about = ObjectReference {
-            api_version: Some("v1".into()),
-            kind: Some("PersistentVolumeClaim".into()),
-            name: Some(name.into()),
             namespace: Some(namespace.into()),
-            ..ObjectReference::default()
+            ..object("PersistentVolumeClaim", name)
         };
-        self.say(about, kind, reason.to_owned(), message.into());
+        self.say(about, kind, reason, message);
     }
 
     /// About a persistent volume.
@@ -139,24 +135,22 @@ impl Events {
         reason: &str,
         message: impl Into<String>,
     ) {
-        let about = ObjectReference {
-            api_version: Some("v1".into()),
-            kind: Some("PersistentVolume".into()),
-            name: Some(name.into()),
-            ..ObjectReference::default()
-        };
-        self.say(about, kind, reason.to_owned(), message.into());
+        self.say(object("PersistentVolume", name), kind, reason, message);
     }
 
     /// About the node.
     pub fn node(&self, name: &str, kind: Kind, reason: &str, message: impl Into<String>) {
-        let about = ObjectReference {
-            api_version: Some("v1".into()),
-            kind: Some("Node".into()),
-            name: Some(name.into()),
-            ..ObjectReference::default()
-        };
-        self.say(about, kind, reason.to_owned(), message.into());
+        self.say(object("Node", name), kind, reason, message);
+    }
+}
+
+/// An object of the core group, which has no namespace until it is given one.
+fn object(kind: &str, name: &str) -> ObjectReference {
+    ObjectReference {
+        api_version: Some("v1".into()),
+        kind: Some(kind.into()),
+        name: Some(name.into()),
+        ..ObjectReference::default()
     }
 }
 
