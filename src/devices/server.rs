@@ -2,7 +2,6 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::Duration;
 
 use async_trait::async_trait;
 use holdfast_proto::deviceplugin as pb;
@@ -13,9 +12,10 @@ use hyper_util::service::TowerToHyperService;
 use pb::registration_server::RegistrationServer;
 use pods::pod_resources_lister_server::{PodResourcesLister, PodResourcesListerServer};
 use tokio::net::UnixListener;
-use tokio::sync::Semaphore;
 use tonic::codegen::{Service, http};
 use tonic::{Request, Response, Status};
+
+use crate::sys::link;
 
 /// How many connections a socket has at once; more wait.
 const CONNECTIONS: usize = 64;
@@ -72,30 +72,18 @@ where
         + 'static,
     S::Future: Send,
 {
-    let slots = Arc::new(Semaphore::new(CONNECTIONS));
-    loop {
-        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else {
-            return;
-        };
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                tracing::warn!(%error, "a connection to a socket of the agent could not be taken");
-                tokio::time::sleep(Duration::from_secs(1)).await;
-                continue;
-            }
-        };
+    let serve = |stream| {
         let service = TowerToHyperService::new(service.clone());
-        tokio::spawn(async move {
-            let _slot = slot;
+        async move {
             let served = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
                 .serve_connection(TokioIo::new(stream), service)
                 .await;
             if let Err(error) = served {
                 tracing::debug!(%error, "a connection to a socket of the agent has broken");
             }
-        });
-    }
+        }
+    };
+    link::serve(listener, CONNECTIONS, serve).await;
 }
 
 struct Registrar(Arc<dyn Register>);

@@ -2,9 +2,15 @@
 
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
 
 use futures::TryStreamExt as _;
-use tokio::net::UnixListener;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::Semaphore;
+
+/// How long after a connection that could not be taken the next one is tried: it lacked descriptors or memory.
+const RETRY: Duration = Duration::from_secs(1);
 
 /// Listens on a socket of the filesystem, in place of one that nobody listens on any more. To be called within a runtime
 /// of tokio.
@@ -12,6 +18,32 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
     let listener = holdfast_cni::net::local::listen(path)?;
     listener.set_nonblocking(true)?;
     UnixListener::from_std(listener)
+}
+
+/// Serves the connections to a socket until the process ends, each in a task of its own: `most` at once, more wait.
+pub async fn serve<S>(listener: UnixListener, most: usize, serve: impl Fn(UnixStream) -> S)
+where
+    S: Future<Output = ()> + Send + 'static,
+{
+    let slots = Arc::new(Semaphore::new(most));
+    loop {
+        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else {
+            return;
+        };
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let served = serve(stream);
+                tokio::spawn(async move {
+                    let _slot = slot;
+                    served.await;
+                });
+            }
+            Err(error) => {
+                tracing::warn!(%error, "a connection to a socket of the agent could not be taken");
+                tokio::time::sleep(RETRY).await;
+            }
+        }
+    }
 }
 
 /// Removes a link; a missing one is fine.

@@ -4,19 +4,18 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
-
 use std::time::Duration;
 
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
-use tokio::sync::Semaphore;
 
 use crate::agent::Context;
 use crate::agent::image::collect;
 use crate::core::pod::explain::{self, Fetching};
 use crate::core::pod::record::Report;
+use crate::sys::link;
 
 /// The socket's name below the root directory.
 pub const SOCKET: &str = "holdfast.sock";
@@ -28,29 +27,16 @@ const ANSWERING: Duration = Duration::from_secs(600);
 /// Answers until the process ends. Without the socket the agent works all the same.
 pub async fn run(context: Arc<Context>) {
     let path = context.config.root_dir.join(SOCKET);
-    let listener = match crate::sys::link::listen(&path) {
+    let listener = match link::listen(&path) {
         Ok(listener) => listener,
         Err(error) => {
             tracing::warn!(%error, socket = %path.display(), "`holdfast explain` will not work: the socket cannot be made");
             return std::future::pending().await;
         }
     };
-    let slots = Arc::new(Semaphore::new(AT_ONCE));
-    loop {
-        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else {
-            return;
-        };
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                tracing::warn!(%error, "a question on the local socket could not be taken");
-                tokio::time::sleep(Duration::from_secs(1)).await;
-                continue;
-            }
-        };
+    let serve = |stream| {
         let context = Arc::clone(&context);
-        tokio::spawn(async move {
-            let _slot = slot;
+        async move {
             let service = hyper::service::service_fn(|request| {
                 let context = Arc::clone(&context);
                 async move { Ok::<_, Infallible>(answer(&context, &request).await) }
@@ -61,8 +47,9 @@ pub async fn run(context: Arc<Context>) {
             if tokio::time::timeout(ANSWERING, serve).await.is_err() {
                 tracing::debug!("a question on the local socket was given up");
             }
-        });
-    }
+        }
+    };
+    link::serve(listener, AT_ONCE, serve).await;
 }
 
 /// What is being fetched. A runtime that cannot say is no reason to say nothing at all.
