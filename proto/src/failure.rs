@@ -15,13 +15,21 @@ pub struct Failure {
     pub message: String,
 }
 
+impl Failure {
+    /// Our own deadline has passed.
+    #[must_use]
+    pub fn late() -> Failure {
+        Failure {
+            code: Code::DeadlineExceeded,
+            message: "context deadline exceeded".into(),
+        }
+    }
+}
+
 impl From<Status> for Failure {
     fn from(status: Status) -> Failure {
         if is_caused_by_time(status.source()) {
-            return Failure {
-                code: Code::DeadlineExceeded,
-                message: "context deadline exceeded".into(),
-            };
+            return Failure::late();
         }
         // What a server answers has no cause here.
         let code = match (status.code(), status.source()) {

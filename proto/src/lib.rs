@@ -4,6 +4,7 @@
 //! `holdfast::csi`, `holdfast::devices` and `holdfast::probes` may call the clients and serve.
 
 pub mod failure;
+pub mod socket;
 
 /// CRI v1 (`runtime.v1`): the protocol of containerd and CRI-O.
 #[allow(clippy::all, clippy::pedantic, missing_docs)]

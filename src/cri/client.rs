@@ -5,13 +5,13 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use holdfast_proto::cri as pb;
 use holdfast_proto::failure::Failure;
+use holdfast_proto::{cri as pb, socket};
 use pb::image_service_client::ImageServiceClient;
 use pb::runtime_service_client::RuntimeServiceClient;
 use tokio::sync::mpsc;
 use tonic::metadata::MetadataValue;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 
 use super::Credentials;
@@ -38,6 +38,8 @@ use crate::core::serving::Streams;
 
 /// The largest message, as the kubelet has it.
 const MESSAGE_LIMIT: usize = 16 << 20;
+/// How long the runtime may take to be connected to.
+const CONNECTION: Duration = Duration::from_secs(5);
 /// A client; clones share the connection, which comes back by itself.
 pub struct CriClient {
     pub(super) channel: Channel,
@@ -76,21 +78,13 @@ pub(super) fn gone_is_fine<T>(result: Result<T, Status>) -> Result<(), RuntimeEr
 
 /// A channel to an endpoint, which is opened when it is needed. `what` it is names it in errors.
 fn channel(what: &str, endpoint: &str) -> Result<Channel, String> {
-    let address = if endpoint.starts_with('/') {
-        format!("unix://{endpoint}")
-    } else {
-        endpoint.to_owned()
-    };
-    if !address.starts_with("unix://") {
+    if !endpoint.starts_with('/') && !endpoint.starts_with("unix://") {
         return Err(format!(
             "the {what} endpoint {endpoint:?} is not a unix socket; use for instance unix:///run/containerd/containerd.sock"
         ));
     }
-    let endpoint = Endpoint::from_shared(address.clone())
-        .map_err(|e| format!("the {what} endpoint {address:?} cannot be used: {e}"))?;
-    Ok(endpoint
-        .connect_timeout(Duration::from_secs(5))
-        .connect_lazy())
+    socket::channel(endpoint, CONNECTION)
+        .map_err(|e| format!("the {what} endpoint {endpoint:?} cannot be used: {e}"))
 }
 
 impl CriClient {

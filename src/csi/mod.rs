@@ -8,16 +8,18 @@ use std::time::{Duration, Instant};
 
 use holdfast_proto::csi as pb;
 use holdfast_proto::failure::{Failure, code_name};
-use holdfast_proto::registration as reg;
+use holdfast_proto::{registration as reg, socket};
 use pb::node_client::NodeClient;
 use pb::node_service_capability::Type as Capability;
 use pb::node_service_capability::rpc::Type as Rpc;
 use reg::registration_client::RegistrationClient;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Request, Response, Status};
 
 use crate::core::volume::csi::NodeCapabilities;
 
+/// How long a driver may take to be connected to.
+const CONNECTION: Duration = Duration::from_secs(10);
 /// How long a driver is waited for.
 const DEADLINE: Duration = Duration::from_secs(120);
 /// How long a driver may take to describe itself and this node. It is asked again later.
@@ -82,15 +84,11 @@ pub struct Plugin {
     pub versions: Vec<String>,
 }
 
-fn channel(socket: &str) -> Result<Channel, CsiError> {
-    let path = socket.strip_prefix("unix://").unwrap_or(socket);
-    let endpoint = Endpoint::try_from(format!("unix://{path}")).map_err(|e| CsiError {
-        text: format!("the socket {socket:?} of a driver cannot be used: {e}"),
+fn channel(path: &str) -> Result<Channel, CsiError> {
+    socket::channel(path, CONNECTION).map_err(|e| CsiError {
+        text: format!("the socket {path:?} of a driver cannot be used: {e}"),
         certain: true,
-    })?;
-    Ok(endpoint
-        .connect_timeout(Duration::from_secs(10))
-        .connect_lazy())
+    })
 }
 
 fn within<T>(message: T, deadline: Duration) -> Request<T> {

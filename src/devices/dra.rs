@@ -7,14 +7,13 @@ use std::time::{Duration, Instant};
 
 use holdfast_proto::failure::{Failure, code_name};
 use holdfast_proto::{dra as pb, dra_v1beta1 as beta};
-use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Request, Response, Status};
+use tonic::Code;
+use tonic::transport::Channel;
 
+use super::{channel, within};
 use crate::core::node::claims::Named;
 use crate::core::node::claims::checkpoint::Device;
 
-/// How long a driver may take to be connected to.
-const CONNECTION: Duration = Duration::from_secs(10);
 /// How long it may take for a call, as the kubelet has it.
 const CALL: Duration = Duration::from_secs(45);
 
@@ -38,22 +37,6 @@ enum Client {
 pub struct Driver {
     client: Client,
     report: Report,
-}
-
-/// A call with its deadline: tonic's own tells the driver, ours holds whatever the driver does.
-async fn within<T, A>(
-    message: T,
-    call: impl AsyncFnOnce(Request<T>) -> Result<Response<A>, Status>,
-) -> Result<A, Failure> {
-    let mut request = Request::new(message);
-    request.set_timeout(CALL);
-    match tokio::time::timeout(CALL, call(request)).await {
-        Ok(answer) => Ok(answer?.into_inner()),
-        Err(_) => Err(Failure {
-            code: Code::DeadlineExceeded,
-            message: "context deadline exceeded".into(),
-        }),
-    }
 }
 
 /// An answer about one claim: nothing but an error is a failure.
@@ -110,9 +93,7 @@ impl Driver {
                 "the driver serves {services:?}, and one of {SERVICES:?} is needed"
             ));
         };
-        let endpoint = Endpoint::try_from(format!("unix://{}", socket.display()))
-            .map_err(|e| format!("{} is not a socket: {e}", socket.display()))?;
-        let channel = endpoint.connect_timeout(CONNECTION).connect_lazy();
+        let channel = channel(socket).map_err(|e| e.to_string())?;
         let client = match service.as_str() == SERVICES[0] {
             true => Client::V1(pb::dra_plugin_client::DraPluginClient::new(channel)),
             false => Client::V1beta1(beta::dra_plugin_client::DraPluginClient::new(channel)),
@@ -143,17 +124,21 @@ impl Driver {
                 let message = pb::NodePrepareResourcesRequest {
                     claims: claims(asked),
                 };
-                within(message, async |m| client.node_prepare_resources(m).await)
-                    .await
-                    .map(prepared)
+                within(CALL, message, async |m| {
+                    client.node_prepare_resources(m).await
+                })
+                .await
+                .map(prepared)
             }
             Client::V1beta1(mut client) => {
                 let message = beta::NodePrepareResourcesRequest {
                     claims: claims_beta(asked),
                 };
-                within(message, async |m| client.node_prepare_resources(m).await)
-                    .await
-                    .map(prepared_beta)
+                within(CALL, message, async |m| {
+                    client.node_prepare_resources(m).await
+                })
+                .await
+                .map(prepared_beta)
             }
         };
         let paths = [
@@ -171,7 +156,9 @@ impl Driver {
                 let message = pb::NodeUnprepareResourcesRequest {
                     claims: claims(asked),
                 };
-                let answer = within(message, async |m| client.node_unprepare_resources(m).await);
+                let answer = within(CALL, message, async |m| {
+                    client.node_unprepare_resources(m).await
+                });
                 let claims = answer.await.map(|answer| answer.claims.into_iter());
                 claims.map(|c| c.map(|(uid, c)| (uid, outcome(c.error, ()))).collect())
             }
@@ -179,7 +166,9 @@ impl Driver {
                 let message = beta::NodeUnprepareResourcesRequest {
                     claims: claims_beta(asked),
                 };
-                let answer = within(message, async |m| client.node_unprepare_resources(m).await);
+                let answer = within(CALL, message, async |m| {
+                    client.node_unprepare_resources(m).await
+                });
                 let claims = answer.await.map(|answer| answer.claims.into_iter());
                 claims.map(|c| c.map(|(uid, c)| (uid, outcome(c.error, ()))).collect())
             }

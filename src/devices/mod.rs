@@ -11,9 +11,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
-use holdfast_proto::deviceplugin as pb;
+use holdfast_proto::failure::Failure;
+use holdfast_proto::{deviceplugin as pb, socket};
 use pb::device_plugin_client::DevicePluginClient;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Request, Status, Streaming};
 
 use crate::core::node::devices::{Device, Offer};
@@ -21,7 +22,7 @@ pub use server::{PodResources, Register, Registration, serve_pod_resources, serv
 
 /// The version of the protocol.
 pub const VERSION: &str = "v1beta1";
-/// How long a plugin may take to be connected to, to describe itself and to prefer devices.
+/// How long a plugin or a driver may take to be connected to, and a plugin to describe itself and to prefer devices.
 const DESCRIPTION: Duration = Duration::from_secs(10);
 /// How long it may take to say what a container needs for its devices, which may mean to set them up.
 const ALLOCATION: Duration = Duration::from_secs(60);
@@ -37,11 +38,13 @@ pub struct PluginError(String);
 
 impl From<Status> for PluginError {
     fn from(status: Status) -> PluginError {
-        PluginError(format!(
-            "rpc error: code = {:?} desc = {}",
-            status.code(),
-            status.message()
-        ))
+        Failure::from(status).into()
+    }
+}
+
+impl From<Failure> for PluginError {
+    fn from(failure: Failure) -> PluginError {
+        PluginError(failure.to_string())
     }
 }
 
@@ -77,27 +80,31 @@ impl Listing {
     }
 }
 
+/// The way to a plugin or a driver. Nothing is sent yet.
+fn channel(socket: &Path) -> Result<Channel, PluginError> {
+    let path = socket.display();
+    socket::channel(&path.to_string(), DESCRIPTION)
+        .map_err(|e| PluginError(format!("{path} is not a socket: {e}")))
+}
+
 /// A call with its deadline: tonic's own tells the plugin, ours holds whatever the plugin does.
 async fn within<T, A>(
     deadline: Duration,
     message: T,
     call: impl AsyncFnOnce(Request<T>) -> Result<tonic::Response<A>, Status>,
-) -> Result<A, PluginError> {
+) -> Result<A, Failure> {
     let mut request = Request::new(message);
     request.set_timeout(deadline);
     match tokio::time::timeout(deadline, call(request)).await {
         Ok(answer) => Ok(answer?.into_inner()),
-        Err(_) => Err(PluginError(format!("no answer after {deadline:?}"))),
+        Err(_) => Err(Failure::late()),
     }
 }
 
 impl Plugin {
     /// Behind a socket. Nothing is sent yet.
     pub fn new(socket: &Path) -> Result<Plugin, PluginError> {
-        let endpoint = Endpoint::try_from(format!("unix://{}", socket.display()))
-            .map_err(|e| PluginError(format!("{} is not a socket: {e}", socket.display())))?;
-        let channel = endpoint.connect_timeout(DESCRIPTION).connect_lazy();
-        Ok(Plugin(DevicePluginClient::new(channel)))
+        Ok(Plugin(DevicePluginClient::new(channel(socket)?)))
     }
 
     /// What it wants.
