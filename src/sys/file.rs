@@ -17,6 +17,14 @@ pub fn read_text(path: &Path, limit: u64) -> io::Result<String> {
     Ok(text)
 }
 
+/// The same; none where there is no such file. Blocking.
+pub fn read_text_if_there(path: &Path, limit: u64) -> io::Result<Option<String>> {
+    match read_text(path, limit) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        read => read.map(Some),
+    }
+}
+
 fn aside(path: &Path, content: &[u8]) -> io::Result<(PathBuf, fs::File)> {
     let aside = PathBuf::from(format!("{}.new", path.display()));
     let mut file = fs::OpenOptions::new()

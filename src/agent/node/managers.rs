@@ -3,7 +3,6 @@
 //! use.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -27,11 +26,8 @@ const LIMIT: u64 = 16 << 20;
 
 fn read(root: &Path, name: &str) -> anyhow::Result<Option<String>> {
     let path = root.join(name);
-    match file::read_text(&path, LIMIT) {
-        Ok(text) => Ok(Some(text)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error).with_context(|| format!("{} cannot be read", path.display())),
-    }
+    file::read_text_if_there(&path, LIMIT)
+        .with_context(|| format!("{} cannot be read", path.display()))
 }
 
 /// The managers as the configuration wants them, with what they or a kubelet gave before.

@@ -309,10 +309,10 @@ async fn report(context: &Context) {
 }
 
 fn last_times(root: &Path) -> Result<Times, String> {
-    match file::read_text(&root.join(STATE_FILE), LIMIT) {
-        Ok(text) => Times::parse(&text),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Times::default()),
-        Err(error) => Err(error.to_string()),
+    let text = file::read_text_if_there(&root.join(STATE_FILE), LIMIT);
+    match text.map_err(|e| e.to_string())? {
+        Some(text) => Times::parse(&text),
+        None => Ok(Times::default()),
     }
 }
 
