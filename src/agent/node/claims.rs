@@ -6,7 +6,6 @@
 //! of this agent, or an exchange for the kubelet, everything that was prepared is given back.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,20 +14,17 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 use tokio::net::UnixStream;
 use tokio::sync::watch;
 
+use super::checkpoint::Checkpoint;
 use super::claim_metrics;
 use crate::agent::Context;
 use crate::agent::pod::dispatch::Roster;
 use crate::core::meta;
-use crate::core::node::claims::checkpoint::{self, Device, FILE};
+use crate::core::node::claims::checkpoint::{self as format, Device, FILE};
 use crate::core::node::claims::{Batches, Begun, ClaimError, Claims, Named, Wanted};
 use crate::core::node::claims::{checked, judge, references};
 use crate::core::pod;
 use crate::devices::dra::{Driver, Report};
-use crate::host::blocking;
-use crate::sys::file;
 
-/// How long the checkpoint may be, in bytes.
-const LIMIT: u64 = 64 << 20;
 /// How often what pods have left behind is given back, as the kubelet has it.
 const RECONCILE: Duration = Duration::from_secs(60);
 /// How long a connection to a socket of this machine may take.
@@ -52,26 +48,21 @@ struct State {
 
 /// The resource claims of this node and their drivers.
 pub struct ClaimManager {
-    path: PathBuf,
     state: Mutex<State>,
-    /// Goes up with every change of the claims.
-    version: watch::Sender<u64>,
-    /// The version that the checkpoint has.
-    saved: tokio::sync::Mutex<u64>,
+    checkpoint: Checkpoint,
     /// The drivers that are registered, as that changes.
     registered: watch::Sender<BTreeSet<String>>,
 }
 
-fn restored(path: &Path) -> Result<Claims, String> {
-    let text = match file::read_text(path, LIMIT) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Claims::default()),
-        read => read.map_err(|e| e.to_string()),
+fn restored(checkpoint: &Checkpoint) -> Result<Claims, String> {
+    let read = || match checkpoint.read()? {
+        Some(text) => format::read(&text).map_err(|e| e.to_string()),
+        None => Ok(Claims::default()),
     };
-    text.and_then(|text| checkpoint::read(&text).map_err(|e| e.to_string()))
-        .map_err(|error| {
-            let path = path.display();
-            format!("{path} cannot be used: {error}; drain the node and delete the file")
-        })
+    read().map_err(|error| {
+        let path = checkpoint.path().display();
+        format!("{path} cannot be used: {error}; drain the node and delete the file")
+    })
 }
 
 /// What the drivers were asked for, until it is settled what came of it. Where the asking is cut off, nothing has.
@@ -106,16 +97,14 @@ impl ClaimManager {
     ///
     /// The checkpoint cannot be used: what it has kept would never be given back.
     pub fn new(root: &Path) -> Result<ClaimManager, String> {
-        let path = root.join(FILE);
+        let checkpoint = Checkpoint::new(root.join(FILE));
         let state = State {
-            claims: restored(&path)?,
+            claims: restored(&checkpoint)?,
             ..State::default()
         };
         Ok(ClaimManager {
-            path,
             state: Mutex::new(state),
-            version: watch::Sender::new(0),
-            saved: tokio::sync::Mutex::new(0),
+            checkpoint,
             registered: watch::Sender::default(),
         })
     }
@@ -131,7 +120,7 @@ impl ClaimManager {
 
     fn change<T>(&self, change: impl FnOnce(&mut Claims) -> T) -> T {
         let changed = change(&mut self.lock().claims);
-        self.version.send_modify(|version| *version += 1);
+        self.checkpoint.changed();
         changed
     }
 
@@ -140,12 +129,12 @@ impl ClaimManager {
         &self,
         mut begin: impl FnMut(&mut Claims) -> Result<Begun, ClaimError>,
     ) -> Result<Batches, ClaimError> {
-        let mut changes = self.version.subscribe();
+        let mut changes = self.checkpoint.changes();
         loop {
             changes.mark_unchanged();
             let begun = begin(&mut self.lock().claims)?;
             if let Begun::Ask(batches) = begun {
-                self.version.send_modify(|version| *version += 1);
+                self.checkpoint.changed();
                 return Ok(batches);
             }
             // The sender is our own: it does not go before we do.
@@ -155,21 +144,11 @@ impl ClaimManager {
 
     /// Writes the checkpoint where it is not up to date.
     async fn save(&self) -> Result<(), String> {
-        let mut saved = self.saved.lock().await;
-        let version = *self.version.borrow();
-        if *saved == version {
-            return Ok(());
-        }
-        let text = self.look(checkpoint::write);
-        let path = self.path.clone();
-        let shown = self.path.display();
-        blocking(move || file::replace(&path, text.as_bytes()).map_err(|e| e.to_string()))
-            .await
-            .map_err(|e| {
-                format!("checkpoint ResourceClaim state: {shown} cannot be written: {e}")
-            })?;
-        *saved = version;
-        Ok(())
+        let saved = self.checkpoint.save(|| self.look(format::write)).await;
+        saved.map_err(|e| {
+            let path = self.checkpoint.path().display();
+            format!("checkpoint ResourceClaim state: {path} cannot be written: {e}")
+        })
     }
 
     fn require(&self, driver: &str) -> Result<(), String> {
@@ -396,7 +375,7 @@ pub async fn run(context: Arc<Context>, mut roster: watch::Receiver<Roster>) {
     if roster.wait_for(|roster| roster.complete).await.is_err() {
         return std::future::pending().await;
     }
-    let mut changes = context.claims.version.subscribe();
+    let mut changes = context.claims.checkpoint.changes();
     loop {
         changes.mark_unchanged();
         if context.claims.look(|claims| claims.pods().is_empty()) {

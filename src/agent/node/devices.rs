@@ -19,20 +19,19 @@ use tokio::net::UnixListener;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
+use super::checkpoint::Checkpoint;
 use super::ledger::answered;
 use crate::agent::Context;
 use crate::agent::pod::dispatch::Roster;
 use crate::agent::pod::relist::Hint;
 use crate::core::node::admit::Refusal;
-use crate::core::node::devices::checkpoint;
+use crate::core::node::devices::checkpoint as format;
 use crate::core::node::devices::{DeviceError, Devices, Given, Slot, is_resource_name};
 use crate::core::pod;
 use crate::core::pod::resources::Amounts;
 use crate::devices::{
     Options, Plugin, PluginError, Register, Registration, VERSION, serve_registration,
 };
-use crate::host::blocking;
-use crate::sys::file;
 
 /// The directory of plugins' sockets, below the root directory.
 const DIRECTORY: &str = "device-plugins";
@@ -40,8 +39,6 @@ const DIRECTORY: &str = "device-plugins";
 const SOCKET: &str = "kubelet.sock";
 /// The file in it that keeps who has what.
 const CHECKPOINT: &str = "kubelet_internal_checkpoint";
-/// How long that file may be, in bytes.
-const CHECKPOINT_LIMIT: u64 = 64 << 20;
 /// How long a container that starts waits for a plugin that has not registered since the agent started, before that is told.
 const COMES_BACK: Duration = Duration::from_secs(5);
 /// How long a checkpoint that could not be written, or a runtime that did not answer, waits for the next try.
@@ -71,22 +68,19 @@ struct State {
 pub struct DeviceManager {
     dir: PathBuf,
     state: Mutex<State>,
-    /// Goes up with every change.
-    version: watch::Sender<u64>,
-    /// The version that the checkpoint has.
-    saved: tokio::sync::Mutex<u64>,
+    checkpoint: Checkpoint,
 }
 
-fn restored(path: &Path, now: Timestamp) -> Devices {
-    let text = match file::read_text(path, CHECKPOINT_LIMIT) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Devices::default(),
-        read => read.map_err(|e| e.to_string()),
+fn restored(checkpoint: &Checkpoint, now: Timestamp) -> Devices {
+    let read = || match checkpoint.read()? {
+        Some(text) => format::read(&text).map(Some).map_err(|e| e.to_string()),
+        None => Ok(None),
     };
-    let data = text.and_then(|text| checkpoint::read(&text).map_err(|e| e.to_string()));
-    match data {
-        Ok(data) => Devices::restored(data, now),
+    match read() {
+        Ok(Some(data)) => Devices::restored(data, now),
+        Ok(None) => Devices::default(),
         Err(error) => {
-            tracing::error!(error, file = %path.display(), "which container has which device is not known: the checkpoint cannot be used");
+            tracing::error!(error, file = %checkpoint.path().display(), "which container has which device is not known: the checkpoint cannot be used");
             Devices::default()
         }
     }
@@ -97,16 +91,15 @@ impl DeviceManager {
     #[must_use]
     pub fn new(root: &Path, now: Timestamp) -> DeviceManager {
         let dir = root.join(DIRECTORY);
-        let devices = restored(&dir.join(CHECKPOINT), now);
+        let checkpoint = Checkpoint::new(dir.join(CHECKPOINT));
         let state = State {
-            devices,
+            devices: restored(&checkpoint, now),
             ..State::default()
         };
         DeviceManager {
             dir,
             state: Mutex::new(state),
-            version: watch::Sender::new(0),
-            saved: tokio::sync::Mutex::new(0),
+            checkpoint,
         }
     }
 
@@ -118,7 +111,7 @@ impl DeviceManager {
     fn change(&self, change: impl FnOnce(&mut State) -> bool) -> bool {
         let changed = change(&mut self.lock());
         if changed {
-            self.version.send_modify(|version| *version += 1);
+            self.checkpoint.changed();
         }
         changed
     }
@@ -131,7 +124,7 @@ impl DeviceManager {
     /// Is told of every change.
     #[must_use]
     pub fn changes(&self) -> watch::Receiver<u64> {
-        self.version.subscribe()
+        self.checkpoint.changes()
     }
 
     /// What the Node advertises: capacity and allocatable.
@@ -190,26 +183,15 @@ impl DeviceManager {
         }
         let saved = self.save().await;
         saved.map_err(|why| DeviceError::Checkpoint {
-            path: self.dir.join(CHECKPOINT).display().to_string(),
+            path: self.checkpoint.path().display().to_string(),
             why,
         })
     }
 
     /// Writes the checkpoint where it is not up to date.
     async fn save(&self) -> Result<(), String> {
-        let mut saved = self.saved.lock().await;
-        let version = *self.version.borrow();
-        if *saved == version {
-            return Ok(());
-        }
-        let data = self.look(Devices::to_keep);
-        let path = self.dir.join(CHECKPOINT);
-        blocking(move || {
-            file::replace(&path, checkpoint::write(data).as_bytes()).map_err(|e| e.to_string())
-        })
-        .await?;
-        *saved = version;
-        Ok(())
+        let text = || format::write(self.look(Devices::to_keep));
+        self.checkpoint.save(text).await
     }
 
     /// What a container that is about to start gets with its devices; plugins that want it are told. The error is a
@@ -449,7 +431,7 @@ async fn keep(context: &Context) {
         manager.change(|state| state.devices.expire(now));
         let saved = manager.save().await;
         if let Err(error) = &saved {
-            tracing::error!(error, file = %manager.dir.join(CHECKPOINT).display(), "which container has which device could not be written down; it is tried again");
+            tracing::error!(error, file = %manager.checkpoint.path().display(), "which container has which device could not be written down; it is tried again");
         }
         let expiry = manager.look(Devices::next_expiry);
         let expiry =

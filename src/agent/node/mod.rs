@@ -19,6 +19,7 @@
 
 mod api;
 mod cgroup_tree;
+mod checkpoint;
 pub mod claim_metrics;
 pub mod claims;
 pub mod credentials;

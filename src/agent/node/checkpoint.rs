@@ -1,0 +1,96 @@
+//! A file that keeps what must outlive this process: it is written before others rely on what it keeps, and only where that
+//! has changed.
+
+use std::path::{Path, PathBuf};
+
+use tokio::sync::{Mutex, watch};
+
+use crate::host::blocking;
+use crate::sys::file;
+
+/// How long a checkpoint may be, in bytes.
+const LIMIT: u64 = 64 << 20;
+
+/// A checkpoint and which version of its content it has.
+pub(super) struct Checkpoint {
+    path: PathBuf,
+    /// Goes up with every change of the content.
+    version: watch::Sender<u64>,
+    /// The version that the file has.
+    saved: Mutex<u64>,
+}
+
+impl Checkpoint {
+    /// The content is what the file has, until [`Checkpoint::changed`].
+    pub(super) fn new(path: PathBuf) -> Checkpoint {
+        Checkpoint {
+            path,
+            version: watch::Sender::new(0),
+            saved: Mutex::new(0),
+        }
+    }
+
+    /// The file.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What the file keeps; none where there is no file. Blocking.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be read, or is too long.
+    pub(super) fn read(&self) -> Result<Option<String>, String> {
+        file::read_text_if_there(&self.path, LIMIT).map_err(|e| e.to_string())
+    }
+
+    /// The content has changed.
+    pub(super) fn changed(&self) {
+        self.version.send_modify(|version| *version += 1);
+    }
+
+    /// Is told of every change.
+    pub(super) fn changes(&self) -> watch::Receiver<u64> {
+        self.version.subscribe()
+    }
+
+    /// Writes the content, which `text` makes, where the file does not have it yet.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be written; it is tried again with the next call.
+    pub(super) async fn save(&self, text: impl FnOnce() -> String) -> Result<(), String> {
+        let mut saved = self.saved.lock().await;
+        let version = *self.version.borrow();
+        if *saved == version {
+            return Ok(());
+        }
+        let (path, text) = (self.path.clone(), text());
+        blocking(move || file::replace(&path, text.as_bytes()).map_err(|e| e.to_string())).await?;
+        *saved = version;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn what_has_not_changed_is_not_written() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let checkpoint = Checkpoint::new(dir.path().join("below/checkpoint"));
+        assert_eq!(checkpoint.read(), Ok(None));
+        let save = |text: &'static str| checkpoint.save(move || text.into());
+        assert_eq!(save("nothing has changed").await, Ok(()));
+        checkpoint.changed();
+        assert!(save("there is no directory").await.is_err());
+        std::fs::create_dir(dir.path().join("below")).expect("a directory");
+        assert_eq!(save("first").await, Ok(()));
+        assert_eq!(save("the same").await, Ok(()));
+        assert_eq!(checkpoint.read(), Ok(Some("first".into())));
+        checkpoint.changed();
+        assert_eq!(save("second").await, Ok(()));
+        assert_eq!(checkpoint.read(), Ok(Some("second".into())));
+    }
+}
