@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::Path;
 
+use super::topology;
 use crate::core::image::gc::Filesystem;
 use crate::core::node::capacity::count_cpus;
-use crate::core::pod::cgroup_values::page_name;
 use crate::core::volume::selinux;
 
 /// What a node reports about itself.
@@ -27,8 +27,6 @@ pub struct Machine {
     pub kernel: String,
     /// The distribution's name.
     pub os_image: String,
-    /// The sizes of huge pages that the kernel knows, for instance `2MB`.
-    pub hugepages: Vec<String>,
     /// The huge pages set aside, by size: the bytes of one page, and how many pages there are.
     pub huge_pages: Vec<(u64, u64)>,
     /// The `thermal_throttle` directories of the processors.
@@ -46,20 +44,8 @@ pub struct Machine {
 /// The pools of huge pages: the bytes of one page, and how many pages there are.
 #[must_use]
 pub fn huge_pages() -> Vec<(u64, u64)> {
-    let entries = fs::read_dir("/sys/kernel/mm/hugepages")
-        .into_iter()
-        .flatten()
-        .filter_map(Result::ok);
-    let pools = entries.filter_map(|e| {
-        let name = e.file_name();
-        let size = name.to_str()?.strip_prefix("hugepages-")?;
-        let kilobytes: u64 = size.strip_suffix("kB")?.parse().ok()?;
-        let pages = fs::read_to_string(e.path().join("nr_hugepages")).ok()?;
-        Some((kilobytes << 10, pages.trim().parse().ok()?))
-    });
-    let mut pools: Vec<(u64, u64)> = pools.collect();
-    pools.sort_unstable();
-    pools
+    let pools = topology::huge_pages(Path::new("/sys/kernel/mm/hugepages"));
+    pools.into_iter().collect()
 }
 
 /// The machine's logical processors. Not those that this process may run on: its cgroup and affinity are its own matter.
@@ -124,7 +110,6 @@ impl Machine {
                 .and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok())
         };
         let total = kilobytes("MemTotal:");
-        let huge_pages = huge_pages();
         let release = line("/etc/os-release");
         let pretty = release
             .lines()
@@ -139,11 +124,7 @@ impl Machine {
             boot_id: line("/proc/sys/kernel/random/boot_id"),
             kernel: kernel(),
             os_image: pretty.unwrap_or_else(|| "Linux".into()),
-            hugepages: huge_pages
-                .iter()
-                .map(|(bytes, _)| page_name(*bytes))
-                .collect(),
-            huge_pages,
+            huge_pages: huge_pages(),
             thermal: thermal(),
             cgroup_v2: crate::sys::cgroup::is_v2(),
             swap: crate::sys::cgroup::accounts_swap()
@@ -253,12 +234,5 @@ mod tests {
         // This test may be bound to fewer: the machine has what it has.
         let here = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         assert!(usize::try_from(cpus()).is_ok_and(|all| all >= here));
-    }
-
-    #[test]
-    fn sizes_of_huge_pages_have_the_names_of_cgroup_files() {
-        for (bytes, name) in [(64 << 10, "64KB"), (2 << 20, "2MB"), (1 << 30, "1GB")] {
-            assert_eq!(page_name(bytes), name);
-        }
     }
 }

@@ -82,6 +82,19 @@ fn cpus(system: &Path, node: u32, numbers: &BTreeSet<u32>) -> BTreeMap<u32, Cpu>
     cores.into_iter().flat_map(of).collect()
 }
 
+/// The pools of huge pages below a directory: how many pages there are, by the bytes of one. Blocking.
+pub(super) fn huge_pages(pools: &Path) -> BTreeMap<u64, u64> {
+    let entries = fs::read_dir(pools).into_iter().flatten().take(ENTRIES);
+    let pool = |entry: fs::DirEntry| {
+        let name = entry.file_name();
+        let size = name.to_str()?.strip_prefix("hugepages-")?;
+        let kilobytes: u64 = size.strip_suffix("kB")?.parse().ok()?;
+        let pages = number(&entry.path().join("nr_hugepages"))?;
+        Some((kilobytes.saturating_mul(1024), pages))
+    };
+    entries.filter_map(Result::ok).filter_map(pool).collect()
+}
+
 fn memory(dir: &Path, nodes: &BTreeSet<u32>) -> MemoryNode {
     let info = text(&dir.join("meminfo")).unwrap_or_default();
     let total = info.lines().find_map(|line| {
@@ -92,22 +105,11 @@ fn memory(dir: &Path, nodes: &BTreeSet<u32>) -> MemoryNode {
             .parse::<u64>()
             .ok()
     });
-    let pools = dir.join("hugepages");
-    let sizes = fs::read_dir(&pools).into_iter().flatten().take(ENTRIES);
-    let pool = |entry: fs::DirEntry| {
-        let name = entry.file_name();
-        let size = name
-            .to_str()?
-            .strip_prefix("hugepages-")?
-            .strip_suffix("kB")?;
-        let pages = number(&entry.path().join("nr_hugepages"))?;
-        Some((size.parse::<u64>().ok()?.saturating_mul(1024), pages))
-    };
     let distances = text(&dir.join("distance")).unwrap_or_default();
     let distances = distances.split_whitespace().map(|d| d.parse().unwrap_or(0));
     MemoryNode {
         memory: total.unwrap_or(0).saturating_mul(1024),
-        huge_pages: sizes.filter_map(Result::ok).filter_map(pool).collect(),
+        huge_pages: huge_pages(&dir.join("hugepages")),
         distances: nodes.iter().copied().zip(distances).collect(),
     }
 }

@@ -320,6 +320,13 @@ mod tests {
     }
 
     #[test]
+    fn sizes_of_huge_pages_have_the_names_of_cgroup_files() {
+        for (bytes, name) in [(64 << 10, "64KB"), (2 << 20, "2MB"), (1 << 30, "1GB")] {
+            assert_eq!(page_name(bytes), name);
+        }
+    }
+
+    #[test]
     fn values_are_written_as_each_version_has_them() {
         let text = |pairs: &[(&str, &str)]| -> Vec<(String, String)> {
             let pairs = pairs.iter();

@@ -135,7 +135,7 @@ fn node_config(
         memory: machine.memory,
         memory_qos: memory_qos(context),
         cpu_period: config.cpu_period,
-        hugepages: machine.hugepages.clone(),
+        page_sizes: machine.huge_pages.iter().map(|(size, _)| *size).collect(),
         group_oom: machine.cgroup_v2 && !config.single_process_oom_kill,
         swap: machine.swap.map(|bytes| cri_config::Swap {
             bytes: swap_bytes(bytes),

@@ -71,8 +71,8 @@ pub struct Node {
     pub memory_qos: Option<(MemoryQos, u64)>,
     /// The period of CPU quotas in microseconds; none where quotas are not enforced.
     pub cpu_period: Option<u64>,
-    /// The sizes of huge pages that the kernel knows, for instance `2MB`.
-    pub hugepages: Vec<String>,
+    /// The sizes of huge pages that the kernel knows, in bytes.
+    pub page_sizes: Vec<u64>,
     /// Whether one process that runs out of memory takes the whole container with it (cgroup v2 only).
     pub group_oom: bool,
     /// What containers may have of the machine's swap; none where the kernel does not account for it.
@@ -102,7 +102,7 @@ impl Node {
             memory: 0,
             memory_qos: None,
             cpu_period: Some(cgroup::PERIOD),
-            hugepages: vec![],
+            page_sizes: vec![],
             group_oom: false,
             swap: None,
             masked: vec![],
@@ -515,7 +515,7 @@ mod tests {
         let node = Node {
             seccomp_root: "/s".into(),
             memory: 1 << 30,
-            hugepages: vec!["2MB".into(), "1GB".into()],
+            page_sizes: vec![2 << 20, 1 << 30],
             ..Node::new(Arc::default())
         };
         sandbox(&pod, 0, &node)?;

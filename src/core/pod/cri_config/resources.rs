@@ -9,10 +9,12 @@ use super::Node;
 use crate::core::cpuset::list;
 use crate::core::pod;
 use crate::core::pod::cgroup::{self, oom_score_adj};
+use crate::core::pod::cgroup_values::page_name;
 use crate::core::pod::memory_qos;
 use crate::core::pod::qos::{self, QosClass};
-use crate::core::pod::resources::{Amounts, Side, amounts, of_container, of_pod, of_pod_level};
-use crate::core::quantity::Quantity;
+use crate::core::pod::resources::{
+    Amounts, Side, amounts, huge_pages, of_container, of_pod, of_pod_level,
+};
 
 /// From this priority on a pod is critical.
 const CRITICAL: i32 = 2_000_000_000;
@@ -125,31 +127,12 @@ fn swap_share(pod: &Pod, requests: &Amounts, limits: &Amounts, swap: u64, memory
 
 /// One limit for each size that the kernel knows: what is not asked for is not to be had.
 fn hugepages(limits: &Amounts, node: &Node) -> Vec<pb::HugepageLimit> {
-    let asked = |size: &str| {
-        let of = |(name, amount): (&String, &Quantity)| {
-            let wanted = name.strip_prefix("hugepages-")?.parse::<Quantity>().ok()?;
-            (page_size(wanted.units()) == size).then(|| u64::try_from(amount.units()).unwrap_or(0))
-        };
-        limits.iter().find_map(of).unwrap_or(0)
+    let asked = |size| huge_pages(limits).find(|(of, _)| *of == size);
+    let limit = |size: &u64| pb::HugepageLimit {
+        page_size: page_name(*size),
+        limit: asked(*size).map_or(0, |(_, bytes)| bytes),
     };
-    node.hugepages
-        .iter()
-        .map(|size| pb::HugepageLimit {
-            page_size: size.clone(),
-            limit: asked(size),
-        })
-        .collect()
-}
-
-/// A page size as the kernel's cgroup files name it, for instance `2MB`.
-fn page_size(bytes: i64) -> String {
-    let units = ["B", "KB", "MB", "GB", "TB"];
-    let (mut size, mut unit) = (bytes, 0);
-    while size >= 1024 && size % 1024 == 0 && unit + 1 < units.len() {
-        size /= 1024;
-        unit += 1;
-    }
-    format!("{size}{}", units[unit])
+    node.page_sizes.iter().map(limit).collect()
 }
 
 /// The pod's overhead.
