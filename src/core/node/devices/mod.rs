@@ -254,14 +254,16 @@ impl Devices {
         entry.plugin = Plugin::Registered(number);
     }
 
+    /// A resource, if this registration of its plugin is the newest and the plugin has not gone.
+    fn registered(&mut self, resource: &str, number: u64) -> Option<&mut Resource> {
+        let known = self.resources.get_mut(resource);
+        known.filter(|r| r.plugin == Plugin::Registered(number))
+    }
+
     /// The plugin says which devices there are; the answer is whether that is something else than before. What comes of
     /// an earlier registration does not count.
     pub fn list(&mut self, resource: &str, number: u64, devices: BTreeMap<String, Device>) -> bool {
-        let Some(known) = self
-            .resources
-            .get_mut(resource)
-            .filter(|r| r.plugin == Plugin::Registered(number))
-        else {
+        let Some(known) = self.registered(resource, number) else {
             return false;
         };
         let same = known.current && known.devices == devices;
@@ -272,11 +274,7 @@ impl Devices {
     /// The plugin of a registration has gone: its devices count, but no container gets one. The answer is whether that
     /// registration was the newest.
     pub fn lose(&mut self, resource: &str, number: u64, now: Timestamp) -> bool {
-        let Some(known) = self
-            .resources
-            .get_mut(resource)
-            .filter(|r| r.plugin == Plugin::Registered(number))
-        else {
+        let Some(known) = self.registered(resource, number) else {
             return false;
         };
         (known.plugin, known.current) = (Plugin::Gone(now), false);
