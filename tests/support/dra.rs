@@ -5,13 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use holdfast_proto::dra as pb;
-use holdfast_proto::registration as reg;
+use holdfast_proto::registration::PluginInfo;
 use pb::dra_plugin_server::{DraPlugin, DraPluginServer};
-use reg::registration_server::{Registration, RegistrationServer};
-use tokio::net::UnixListener;
-use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
+
+use crate::support::served::{Servers, registration};
 
 /// The kind of its CDI devices.
 const KIND: &str = "holdfast.test/thing";
@@ -27,20 +26,6 @@ struct Inner {
 pub struct Driver {
     name: &'static str,
     inner: Arc<Inner>,
-}
-
-/// The driver while it runs; dropping it ends it and takes its socket and its CDI devices away.
-pub struct Running {
-    files: [PathBuf; 2],
-    _runtime: tokio::runtime::Runtime,
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        for file in &self.files {
-            let _ = std::fs::remove_file(file);
-        }
-    }
 }
 
 impl Driver {
@@ -61,8 +46,8 @@ impl Driver {
         *self.inner.refusal.lock().unwrap() = why.map(ToOwned::to_owned);
     }
 
-    /// Runs it, with its CDI devices described where runtimes look.
-    pub fn run(&self, registry: &Path) -> Running {
+    /// Runs it, with its CDI devices described where runtimes look for as long as it runs.
+    pub fn run(&self, registry: &Path) -> Servers {
         let cdi = PathBuf::from("/var/run/cdi");
         std::fs::create_dir_all(&cdi).unwrap();
         let spec = cdi.join(format!("holdfast-test-{}.json", std::process::id()));
@@ -71,24 +56,24 @@ impl Driver {
         let text = serde_json::json!({"cdiVersion": "0.5.0", "kind": KIND, "devices": [device]});
         std::fs::write(&spec, text.to_string()).unwrap();
         let socket = registry.join(format!("{}-reg.sock", self.name));
-        let _ = std::fs::remove_file(&socket);
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .enable_all()
-            .build()
-            .unwrap();
-        let (driver, path) = (self.clone(), socket.clone());
-        runtime.spawn(async move {
-            let listener = UnixListenerStream::new(UnixListener::bind(&path).unwrap());
-            let serve = Server::builder()
-                .add_service(DraPluginServer::new(driver.clone()))
-                .add_service(RegistrationServer::new(driver));
-            serve.serve_with_incoming(listener).await.unwrap();
-        });
-        Running {
-            files: [socket, spec],
-            _runtime: runtime,
-        }
+        let plugin = PluginInfo {
+            r#type: "DRAPlugin".into(),
+            name: self.name.into(),
+            endpoint: String::new(),
+            supported_versions: vec!["v1.DRAPlugin".into(), "v1beta1.DRAPlugin".into()],
+        };
+        let inner = Arc::clone(&self.inner);
+        let told = move |error: String| {
+            let mut calls = inner.calls.lock().unwrap();
+            calls.push(format!("outcome {error:?}"));
+        };
+        let services = Server::builder()
+            .add_service(DraPluginServer::new(self.clone()))
+            .add_service(registration(plugin, told));
+        let mut servers = Servers::new();
+        servers.owns(&spec);
+        servers.serve(&socket, services);
+        servers
     }
 
     fn note(&self, call: &str, claims: &[pb::Claim]) {
@@ -137,30 +122,5 @@ impl DraPlugin for Driver {
         let claims = claims.into_iter().map(|c| (c.uid, answer.clone()));
         let claims = claims.collect();
         Ok(Response::new(pb::NodeUnprepareResourcesResponse { claims }))
-    }
-}
-
-#[tonic::async_trait]
-impl Registration for Driver {
-    async fn get_info(
-        &self,
-        _: Request<reg::InfoRequest>,
-    ) -> Result<Response<reg::PluginInfo>, Status> {
-        Ok(Response::new(reg::PluginInfo {
-            r#type: "DRAPlugin".into(),
-            name: self.name.into(),
-            endpoint: String::new(),
-            supported_versions: vec!["v1.DRAPlugin".into(), "v1beta1.DRAPlugin".into()],
-        }))
-    }
-
-    async fn notify_registration_status(
-        &self,
-        request: Request<reg::RegistrationStatus>,
-    ) -> Result<Response<reg::RegistrationStatusResponse>, Status> {
-        let error = request.into_inner().error;
-        let mut calls = self.inner.calls.lock().unwrap();
-        calls.push(format!("outcome {error:?}"));
-        Ok(Response::new(reg::RegistrationStatusResponse {}))
     }
 }

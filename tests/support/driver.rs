@@ -7,14 +7,15 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use holdfast_proto::csi as pb;
-use holdfast_proto::registration as reg;
+use holdfast_proto::registration::PluginInfo;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use pb::node_server::{Node, NodeServer};
 use pb::node_service_capability::{Rpc, Type, rpc};
 use pb::volume_capability::AccessType;
-use reg::registration_server::{Registration, RegistrationServer};
-use tokio_stream::wrappers::UnixListenerStream;
+use tonic::transport::Server;
 use tonic::{Request, Response, Status};
+
+use crate::support::served::{Servers, registration};
 
 #[derive(Default)]
 struct State {
@@ -39,14 +40,12 @@ pub struct Driver {
     name: &'static str,
     dir: PathBuf,
     state: Arc<Mutex<State>>,
-    endpoint: String,
 }
 
 /// The driver while it runs; dropping it ends it and takes its sockets away.
 pub struct Running {
     pub driver: Driver,
-    sockets: Vec<PathBuf>,
-    _runtime: tokio::runtime::Runtime,
+    _servers: Servers,
 }
 
 fn failed(error: impl std::fmt::Display) -> Status {
@@ -68,48 +67,30 @@ impl Driver {
             name,
             dir: dir.into(),
             state: Arc::default(),
-            endpoint: String::new(),
         }
     }
 
     /// Runs it: its own socket beside its volumes, and one in the node's directory of registrations.
-    pub fn run(mut self, registry: &Path) -> Running {
-        let (own, registration) = (
-            self.dir.join("csi.sock"),
-            registry.join(format!("{}-reg.sock", self.name)),
-        );
-        for socket in [&own, &registration] {
-            let _ = std::fs::remove_file(socket);
-        }
-        self.endpoint = own.display().to_string();
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .enable_all()
-            .build()
-            .unwrap();
-        let (node, register) = (self.clone(), self.clone());
-        let listen = |path: &Path| {
-            UnixListenerStream::new(
-                runtime.block_on(async { tokio::net::UnixListener::bind(path).unwrap() }),
-            )
+    pub fn run(self, registry: &Path) -> Running {
+        let own = self.dir.join("csi.sock");
+        let plugin = PluginInfo {
+            r#type: "CSIPlugin".into(),
+            name: self.name.into(),
+            endpoint: own.display().to_string(),
+            supported_versions: vec!["1.9.0".into()],
         };
-        let (node_socket, register_socket) = (listen(&own), listen(&registration));
-        runtime.spawn(async move {
-            tonic::transport::Server::builder()
-                .add_service(NodeServer::new(node))
-                .serve_with_incoming(node_socket)
-                .await
-        });
-        runtime.spawn(async move {
-            tonic::transport::Server::builder()
-                .add_service(RegistrationServer::new(register))
-                .serve_with_incoming(register_socket)
-                .await
-        });
+        let state = Arc::clone(&self.state);
+        let told = move |error| state.lock().unwrap().outcome = Some(error);
+        let mut servers = Servers::new();
+        let node = NodeServer::new(self.clone());
+        servers.serve(&own, Server::builder().add_service(node));
+        servers.serve(
+            &registry.join(format!("{}-reg.sock", self.name)),
+            Server::builder().add_service(registration(plugin, told)),
+        );
         Running {
             driver: self,
-            sockets: vec![own, registration],
-            _runtime: runtime,
+            _servers: servers,
         }
     }
 
@@ -233,38 +214,6 @@ impl Driver {
             umount2(path, MntFlags::UMOUNT_NOFOLLOW).map_err(failed)?;
         }
         Ok(())
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        for socket in &self.sockets {
-            let _ = std::fs::remove_file(socket);
-        }
-    }
-}
-
-#[tonic::async_trait]
-impl Registration for Driver {
-    async fn get_info(
-        &self,
-        _: Request<reg::InfoRequest>,
-    ) -> Result<Response<reg::PluginInfo>, Status> {
-        let info = reg::PluginInfo {
-            r#type: "CSIPlugin".into(),
-            name: self.name.into(),
-            endpoint: self.endpoint.clone(),
-            supported_versions: vec!["1.9.0".into()],
-        };
-        Ok(Response::new(info))
-    }
-
-    async fn notify_registration_status(
-        &self,
-        request: Request<reg::RegistrationStatus>,
-    ) -> Result<Response<reg::RegistrationStatusResponse>, Status> {
-        self.state.lock().unwrap().outcome = Some(request.into_inner().error);
-        Ok(Response::new(reg::RegistrationStatusResponse {}))
     }
 }
 

@@ -4,6 +4,7 @@
 #![allow(dead_code, clippy::unwrap_used)]
 
 pub mod client;
+pub mod served;
 pub mod skip;
 
 use std::path::PathBuf;

@@ -6,16 +6,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use holdfast_proto::deviceplugin as pb;
-use holdfast_proto::registration as reg;
+use holdfast_proto::registration::PluginInfo;
+use holdfast_proto::{deviceplugin as pb, socket};
 use pb::device_plugin_server::{DevicePlugin, DevicePluginServer};
 use pb::registration_client::RegistrationClient;
-use reg::registration_server::{Registration, RegistrationServer};
-use tokio::net::UnixListener;
 use tokio::sync::watch;
-use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
-use tonic::transport::{Endpoint, Server};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::Server;
 use tonic::{Request, Response, Status};
+
+use crate::support::served::{Servers, registration, serve};
 
 /// What a plugin does with calls to Allocate.
 #[derive(Debug, Clone, PartialEq)]
@@ -37,37 +37,10 @@ struct Inner {
 #[derive(Clone)]
 pub struct Plugin(Arc<Inner>);
 
-/// The plugin while it runs; dropping it ends it and takes its sockets away.
-pub struct Running {
-    sockets: Vec<PathBuf>,
-    _runtime: tokio::runtime::Runtime,
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        for socket in &self.sockets {
-            let _ = std::fs::remove_file(socket);
-        }
-    }
-}
-
 /// What tells a file from the next one under its name.
 fn identity(path: &Path) -> Option<(u64, i64)> {
     let found = std::fs::metadata(path).ok();
     found.map(|m| (m.ino(), m.ctime_nsec()))
-}
-
-fn bind(path: &Path) -> UnixListenerStream {
-    let _ = std::fs::remove_file(path);
-    UnixListenerStream::new(UnixListener::bind(path).unwrap())
-}
-
-fn runtime() -> tokio::runtime::Runtime {
-    tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(1)
-        .enable_all()
-        .build()
-        .unwrap()
 }
 
 impl Plugin {
@@ -96,23 +69,21 @@ impl Plugin {
     }
 
     /// Runs it with its socket beside the agent's.
-    pub fn run(&self, dir: &Path) -> Running {
-        let (agents, own) = (dir.join("kubelet.sock"), dir.join("thing.sock"));
-        let runtime = runtime();
-        let (plugin, socket) = (self.clone(), own.clone());
-        runtime.spawn(async move {
+    pub fn run(&self, dir: &Path) -> Servers {
+        let (agents, socket) = (dir.join("kubelet.sock"), dir.join("thing.sock"));
+        let mut servers = Servers::new();
+        servers.owns(&socket);
+        let plugin = self.clone();
+        servers.spawn(async move {
             let mut registered = None;
             let mut server: Option<tokio::task::JoinHandle<()>> = None;
             loop {
                 let found = identity(&agents);
                 if found.is_some() && found != registered {
                     server.take().iter().for_each(|old| old.abort());
-                    let sockets = bind(&socket);
                     let service = DevicePluginServer::new(plugin.clone());
-                    server = Some(tokio::spawn(async move {
-                        let serve = Server::builder().add_service(service);
-                        serve.serve_with_incoming(sockets).await.unwrap();
-                    }));
+                    let services = Server::builder().add_service(service);
+                    server = Some(tokio::spawn(serve(&socket, services)));
                     if plugin.register(&agents).await.is_ok() {
                         registered = found;
                     }
@@ -120,15 +91,12 @@ impl Plugin {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         });
-        Running {
-            sockets: vec![own],
-            _runtime: runtime,
-        }
+        servers
     }
 
     async fn register(&self, agents: &Path) -> Result<(), String> {
-        let endpoint = Endpoint::try_from(format!("unix://{}", agents.display())).unwrap();
-        let mut client = RegistrationClient::new(endpoint.connect_lazy());
+        let channel = socket::channel(agents.to_str().unwrap(), Duration::from_secs(10)).unwrap();
+        let mut client = RegistrationClient::new(channel);
         let request = pb::RegisterRequest {
             version: "v1beta1".into(),
             endpoint: "thing.sock".into(),
@@ -140,20 +108,21 @@ impl Plugin {
     }
 
     /// Runs it with one socket for everything, in the directory of registrations.
-    pub fn run_in_registry(&self, registry: &Path) -> Running {
-        let socket = registry.join("thing-reg.sock");
-        let runtime = runtime();
-        let (plugin, path) = (self.clone(), socket.clone());
-        runtime.spawn(async move {
-            let serve = Server::builder()
-                .add_service(DevicePluginServer::new(plugin.clone()))
-                .add_service(RegistrationServer::new(plugin));
-            serve.serve_with_incoming(bind(&path)).await.unwrap();
-        });
-        Running {
-            sockets: vec![socket],
-            _runtime: runtime,
-        }
+    pub fn run_in_registry(&self, registry: &Path) -> Servers {
+        let info = PluginInfo {
+            r#type: "DevicePlugin".into(),
+            name: self.0.resource.into(),
+            endpoint: String::new(),
+            supported_versions: vec!["v1beta1".into()],
+        };
+        let plugin = self.clone();
+        let told = move |error: String| plugin.note(format!("outcome {error:?}"));
+        let services = Server::builder()
+            .add_service(DevicePluginServer::new(self.clone()))
+            .add_service(registration(info, told));
+        let mut servers = Servers::new();
+        servers.serve(&registry.join("thing-reg.sock"), services);
+        servers
     }
 
     fn note(&self, call: String) {
@@ -261,28 +230,5 @@ impl DevicePlugin for Plugin {
         let ids = request.into_inner().devices_ids.join(",");
         self.note(format!("start {ids}"));
         Ok(Response::new(pb::PreStartContainerResponse {}))
-    }
-}
-
-#[tonic::async_trait]
-impl Registration for Plugin {
-    async fn get_info(
-        &self,
-        _: Request<reg::InfoRequest>,
-    ) -> Result<Response<reg::PluginInfo>, Status> {
-        Ok(Response::new(reg::PluginInfo {
-            r#type: "DevicePlugin".into(),
-            name: self.0.resource.into(),
-            endpoint: String::new(),
-            supported_versions: vec!["v1beta1".into()],
-        }))
-    }
-
-    async fn notify_registration_status(
-        &self,
-        request: Request<reg::RegistrationStatus>,
-    ) -> Result<Response<reg::RegistrationStatusResponse>, Status> {
-        self.note(format!("outcome {:?}", request.into_inner().error));
-        Ok(Response::new(reg::RegistrationStatusResponse {}))
     }
 }

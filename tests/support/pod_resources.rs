@@ -1,9 +1,12 @@
 //! The podresources API as a monitoring agent asks it.
 #![allow(dead_code, clippy::unwrap_used)]
 
+use std::time::Duration;
+
 use holdfast_proto::podresources::pod_resources_lister_client::PodResourcesListerClient;
 use holdfast_proto::podresources::{AllocatableResourcesRequest, ListPodResourcesRequest};
-use tonic::transport::{Channel, Endpoint};
+use holdfast_proto::socket::channel;
+use tonic::transport::Channel;
 
 use crate::support::Cluster;
 
@@ -18,8 +21,8 @@ pub fn ask<T>(
         .build()
         .unwrap();
     runtime.block_on(async {
-        let endpoint = Endpoint::try_from(format!("unix://{}", socket.display())).unwrap();
-        work(PodResourcesListerClient::new(endpoint.connect_lazy())).await
+        let channel = channel(socket.to_str().unwrap(), Duration::from_secs(10)).unwrap();
+        work(PodResourcesListerClient::new(channel)).await
     })
 }
 
