@@ -116,23 +116,8 @@ async fn see(context: &Context, ages: &mut Ages) -> Result<Seen, String> {
 pub async fn make_room(context: &Context, wanted: u64) -> Result<u64, String> {
     let mut ages = context.images.ages.lock().await;
     let Seen { images, at, .. } = see(context, &mut ages).await?;
-    let (mut freed, mut failed) = (0, None);
-    for image in ages.unused(&images, context.config.image_rules.minimum_age, at) {
-        if freed >= wanted {
-            break;
-        }
-        match remove(
-            context,
-            &image.id,
-            image.size,
-            ("space", "the node is short of disk"),
-        )
-        .await
-        {
-            Ok(()) => freed += image.size,
-            Err(error) => failed = Some(error),
-        }
-    }
+    let unused = ages.unused(&images, context.config.image_rules.minimum_age, at);
+    let (freed, failed) = free(context, &unused, wanted, "the node is short of disk").await;
     match failed {
         Some(error) if freed == 0 => Err(error),
         _ => Ok(freed),
@@ -259,23 +244,8 @@ async fn pass(context: &Context) -> Result<(), String> {
             failed = Some(error);
         }
     }
-    let mut freed = 0;
-    for image in &plan.candidates {
-        if freed >= plan.wanted {
-            break;
-        }
-        match remove(
-            context,
-            &image.id,
-            image.size,
-            ("space", "disk usage is above imageGCHighThresholdPercent"),
-        )
-        .await
-        {
-            Ok(()) => freed += image.size,
-            Err(error) => failed = Some(error),
-        }
-    }
+    let why = "disk usage is above imageGCHighThresholdPercent";
+    let (freed, unfreed) = free(context, &plan.candidates, plan.wanted, why).await;
     if freed < plan.wanted {
         let message = format!(
             "Insufficient free disk space on the node's image filesystem ({}% of {} bytes used). Failed to free sufficient space by deleting unused images (freed {freed} bytes). Remove what else fills the disk, or make it larger.",
@@ -290,7 +260,28 @@ async fn pass(context: &Context) -> Result<(), String> {
         );
         return Err(message);
     }
-    failed.map_or(Ok(()), Err)
+    unfreed.or(failed).map_or(Ok(()), Err)
+}
+
+/// Removes images, one after the other, until at least `wanted` bytes are free. The answer is how many bytes they had, and
+/// the last failure.
+async fn free(
+    context: &Context,
+    images: &[Present],
+    wanted: u64,
+    why: &str,
+) -> (u64, Option<String>) {
+    let (mut freed, mut failed) = (0, None);
+    for image in images {
+        if freed >= wanted {
+            break;
+        }
+        match remove(context, &image.id, image.size, ("space", why)).await {
+            Ok(()) => freed += image.size,
+            Err(error) => failed = Some(error),
+        }
+    }
+    (freed, failed)
 }
 
 async fn remove(
