@@ -23,7 +23,7 @@ use crate::core::node::claims::checkpoint::{self as format, Device, FILE};
 use crate::core::node::claims::{Batches, Begun, ClaimError, Claims, Named, Wanted};
 use crate::core::node::claims::{checked, judge, references};
 use crate::core::pod;
-use crate::devices::dra::{Driver, Report};
+use crate::devices::dra::{Answers, Driver, Report};
 
 /// How often what pods have left behind is given back, as the kubelet has it.
 const RECONCILE: Duration = Duration::from_secs(60);
@@ -258,10 +258,8 @@ impl ClaimManager {
         };
         self.save().await?;
         let call = async |driver: Driver, claims: &[Named]| {
-            let call = "NodePrepareResources";
             let answer = driver.prepare(claims).await;
-            let answer = answer.map_err(|e| format!("{call}: {e}"))?;
-            judge(call, claims, answer).map_err(|e| e.to_string())
+            judged("NodePrepareResources", claims, answer)
         };
         let (done, outcome) = self.ask(&asking.batches, call).await;
         asking.outcome = Outcome::Prepared(done);
@@ -292,10 +290,8 @@ impl ClaimManager {
             outcome: Outcome::GivenBack(false),
         };
         let call = async |driver: Driver, claims: &[Named]| {
-            let call = "NodeUnprepareResources";
             let answer = driver.give_back(claims).await;
-            let answer = answer.map_err(|e| format!("{call}: {e}"))?;
-            judge(call, claims, answer).map_err(|e| e.to_string())
+            judged("NodeUnprepareResources", claims, answer)
         };
         let (_, outcome) = self.ask(&asking.batches, call).await;
         asking.outcome = Outcome::GivenBack(outcome.is_ok());
@@ -332,6 +328,16 @@ impl ClaimManager {
         let names = state.drivers.keys().cloned().collect();
         self.registered.send_replace(names);
     }
+}
+
+/// What a call to a driver comes to for the claims that it was asked about.
+fn judged<T>(
+    call: &'static str,
+    asked: &[Named],
+    answer: Result<Answers<T>, String>,
+) -> Result<Vec<(Named, T)>, String> {
+    let answers = answer.map_err(|e| format!("{call}: {e}"))?;
+    judge(call, asked, answers).map_err(|e| e.to_string())
 }
 
 /// Whether somebody is behind a socket.
