@@ -65,3 +65,40 @@ pub async fn remove(name: &str) -> anyhow::Result<()> {
     task.abort();
     result
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn no_more_are_served_at_once_than_may_be() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("socket");
+        let listener = listen(&path).expect("a socket");
+        let (now, most, all) = (AtomicUsize::new(0), AtomicUsize::new(0), Semaphore::new(0));
+        let counts = Arc::new((now, most, all));
+        let counted = Arc::clone(&counts);
+        let server = tokio::spawn(serve(listener, 2, move |_stream| {
+            let counts = Arc::clone(&counted);
+            async move {
+                let (now, most, all) = &*counts;
+                most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                for _ in 0..10 {
+                    tokio::task::yield_now().await;
+                }
+                now.fetch_sub(1, Ordering::SeqCst);
+                all.add_permits(1);
+            }
+        }));
+        let mut streams = vec![];
+        for _ in 0..6 {
+            streams.push(UnixStream::connect(&path).await.expect("connected"));
+        }
+        let (_, most, all) = &*counts;
+        let _all = all.acquire_many(6).await.expect("all are served");
+        assert_eq!(most.load(Ordering::SeqCst), 2);
+        server.abort();
+    }
+}
