@@ -183,6 +183,20 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
     }
 }
 
+/// The agent's configuration by its files and flags.
+fn configuration(
+    flags: &AgentFlags,
+    given: &fields::Given,
+) -> Result<config::Config, config::ConfigError> {
+    config::load_all(
+        flags.config.as_deref(),
+        flags.config_dir.as_deref(),
+        &given.fields,
+        &flags.overrides(),
+        &sys::machine::hostname(),
+    )
+}
+
 /// The files of a node that kubeadm set up.
 const KUBEADM: [&str; 2] = [
     "/var/lib/kubelet/config.yaml",
@@ -213,13 +227,7 @@ async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> 
             [agent.config, agent.kubeconfig] = KUBEADM.map(there);
         }
     }
-    let config = config::load_all(
-        agent.config.as_deref(),
-        agent.config_dir.as_deref(),
-        &given.fields,
-        &agent.overrides(),
-        &sys::machine::hostname(),
-    )?;
+    let config = configuration(&agent, &given)?;
     let findings = agent::doctor::run(&config, sys::clock::Clock::system()).await;
     match output {
         Findings::Text => print!("{}", diagnosis::text(&findings)),
@@ -242,13 +250,7 @@ async fn run_agent(
     // Secrets are in this process's memory: it leaves no core file, and nobody but root looks inside.
     nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_CORE, 0, 0)?;
     nix::sys::prctl::set_dumpable(false)?;
-    let config = config::load_all(
-        flags.config.as_deref(),
-        flags.config_dir.as_deref(),
-        &given.fields,
-        &flags.overrides(),
-        &sys::machine::hostname(),
-    )?;
+    let config = configuration(&flags, &given)?;
     let traces = config.logging.traces.clone();
     let traces = traces.map(|(endpoint, per_million)| logging::Traces {
         endpoint,
