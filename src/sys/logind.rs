@@ -14,6 +14,8 @@ use zbus::connection::Builder;
 use zbus::proxy::OwnerChangedStream;
 use zbus::zvariant::OwnedFd;
 
+use super::systemd::ManagerProxy;
+
 /// How long logind may take for an answer.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Where logind reads its configuration besides its own file.
@@ -66,16 +68,6 @@ trait Login {
     fn preparing_for_shutdown(&self) -> zbus::Result<bool>;
 }
 
-#[zbus::proxy(
-    interface = "org.freedesktop.systemd1.Manager",
-    default_service = "org.freedesktop.systemd1",
-    default_path = "/org/freedesktop/systemd1",
-    gen_blocking = false
-)]
-trait Units {
-    fn kill_unit(&self, name: &str, who: &str, signal: i32) -> zbus::Result<()>;
-}
-
 /// logind behind a bus.
 pub struct Logind {
     /// The bus; none for the system's.
@@ -121,8 +113,8 @@ impl Logind {
         let write = move || write_delay(&file, needed);
         let written = tokio::task::spawn_blocking(write).await;
         written.map_err(|e| e.to_string())??;
-        let units = UnitsProxy::new(connection).await;
-        let reload = async { units?.kill_unit(UNIT, "all", SIGHUP).await };
+        let manager = ManagerProxy::new(connection).await;
+        let reload = async { manager?.kill_unit(UNIT, "all", SIGHUP).await };
         reload
             .await
             .map_err(|e| format!("logind cannot be told to read its configuration again: {e}"))?;

@@ -16,7 +16,7 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
     default_path = "/org/freedesktop/systemd1",
     gen_blocking = false
 )]
-trait Manager {
+pub(super) trait Manager {
     fn start_transient_unit(
         &self,
         name: &str,
@@ -31,6 +31,7 @@ trait Manager {
         properties: &[(&str, Value<'_>)],
     ) -> zbus::Result<()>;
     fn stop_unit(&self, name: &str, mode: &str) -> zbus::Result<zbus::zvariant::OwnedObjectPath>;
+    fn kill_unit(&self, name: &str, who: &str, signal: i32) -> zbus::Result<()>;
 }
 
 /// systemd's slices, and what was last asked for each.
