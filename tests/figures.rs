@@ -3,6 +3,7 @@
 
 mod support;
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
 
 use support::client::pod;
@@ -121,6 +122,7 @@ fn figures_are_those_that_dashboards_read() {
     let node = Node::of(&cluster);
     resource_metrics(&node);
     cadvisor_metrics(&node);
+    names_are_those_of_the_list(&node);
     summary(&node);
     traces(&cluster, &collector);
     check_says_what_a_start_would_do(&cluster);
@@ -183,32 +185,98 @@ fn resource_metrics(node: &Node) {
 /// `/metrics/cadvisor`.
 fn cadvisor_metrics(node: &Node) {
     let adviser = node.raw("/metrics/cadvisor");
-    for name in [
-        "container_memory_working_set_bytes",
-        "container_cpu_cfs_periods_total",
-        "container_spec_memory_limit_bytes",
-        "container_processes",
-    ] {
-        assert!(
-            adviser.lines().any(|l| l.starts_with(name)
+    let of_container = |name: &str| {
+        let own = |l: &&str| {
+            l.starts_with(&format!("{name}{{"))
                 && l.contains(r#"container="c""#)
-                && l.contains(r#"pod="busy""#)),
-            "{name}"
+                && l.contains(r#"pod="busy""#)
+        };
+        let line = adviser.lines().find(own);
+        line.unwrap_or_else(|| panic!("no {name} of the container in\n{adviser}"))
+    };
+    let value = |name: &str| {
+        let line = of_container(name);
+        let (_, rest) = line.rsplit_once('}').unwrap();
+        let value = rest.split_whitespace().next().unwrap();
+        value.parse::<f64>().unwrap()
+    };
+    for (name, least) in [
+        ("container_memory_working_set_bytes", 1.0),
+        ("container_cpu_cfs_periods_total", 0.0),
+        ("container_spec_cpu_quota", 100_000.0),
+        ("container_spec_cpu_shares", 2.0),
+        ("container_processes", 1.0),
+        ("container_threads", 1.0),
+        ("container_file_descriptors", 1.0),
+        ("container_sockets", 0.0),
+        ("container_ulimits_soft", 1.0),
+        ("container_start_time_seconds", 1e9),
+    ] {
+        assert!(value(name) >= least, "{}", of_container(name));
+    }
+    let limit = of_container("container_spec_memory_limit_bytes");
+    assert!(limit.ends_with(&format!("}} {}", 64 << 20)), "{limit}");
+    let received = "container_network_receive_bytes_total{";
+    let mut of_pod = adviser.lines().filter(|l| l.starts_with(received));
+    assert!(of_pod.any(|l| {
+        l.contains(r#"interface="eth0""#)
+            && l.contains(r#"pod="busy""#)
+            && l.contains(r#"container="""#)
+            && !l.contains(r#"image="""#)
+    }));
+    for id in ["/", "/kubepods/besteffort", "/kubepods/burstable"] {
+        let end = format!(r#"{id}",image="",name="",namespace="",pod="""#);
+        let mut memory = adviser
+            .lines()
+            .filter(|l| l.starts_with("container_memory_usage_bytes"));
+        assert!(memory.any(|l| l.contains(&end)), "{id}");
+    }
+}
+
+/// The names and the labels of the series of a page.
+fn series(page: &str) -> BTreeSet<String> {
+    let name = |line: &str| {
+        let (name, rest) = line.split_once(['{', ' ']).unwrap();
+        if line.as_bytes()[name.len()] == b' ' {
+            return name.to_owned();
+        }
+        let (labels, _) = rest.rsplit_once('}').unwrap();
+        let mut labels: Vec<&str> = labels
+            .split("\",")
+            .map(|pair| pair.split_once('=').unwrap().0)
+            .collect();
+        labels.sort_unstable();
+        format!("{name}{{{}}}", labels.join(","))
+    };
+    let samples = page.lines().filter(|l| !l.starts_with('#'));
+    samples.map(name).collect()
+}
+
+/// What is served is what `metrics.txt` lists.
+fn names_are_those_of_the_list(node: &Node) {
+    let (mut path, mut listed) = ("", BTreeMap::<&str, (BTreeSet<_>, BTreeSet<_>)>::new());
+    for line in include_str!("metrics.txt").lines() {
+        match line.split_at_checked(1) {
+            Some(("/", _)) => path = line,
+            Some(("?", name)) => _ = listed.entry(path).or_default().1.insert(name.trim()),
+            None | Some(("#", _)) => {}
+            Some(_) => _ = listed.entry(path).or_default().0.insert(line),
+        }
+    }
+    assert!(listed.len() > 3);
+    for (path, (always, sometimes)) in listed {
+        let page = node.raw(path);
+        let served = series(&page);
+        let served: BTreeSet<&str> = served.iter().map(String::as_str).collect();
+        let lost: Vec<_> = always.difference(&served).collect();
+        assert!(lost.is_empty(), "{path} has lost {lost:#?}");
+        let known: BTreeSet<&str> = always.union(&sometimes).copied().collect();
+        let new: Vec<_> = served.difference(&known).collect();
+        assert!(
+            new.is_empty() || path == "/metrics",
+            "{path} has what the list does not have: {new:#?}"
         );
     }
-    let limit = adviser
-        .lines()
-        .find(|l| {
-            l.starts_with("container_spec_memory_limit_bytes") && l.contains(r#"container="c""#)
-        })
-        .unwrap();
-    assert!(limit.contains(&format!("}} {} ", 64 << 20)), "{limit}");
-    assert!(
-        adviser
-            .lines()
-            .any(|l| l.starts_with("container_network_receive_bytes_total")
-                && l.contains(r#"interface="eth0""#))
-    );
 }
 
 /// `/stats/summary`, whole and short.
@@ -238,6 +306,14 @@ fn summary(node: &Node) {
         .unwrap();
     assert!(volume["usedBytes"].as_u64() >= Some(5 << 20), "{volume}");
     assert!(own["ephemeral-storage"]["usedBytes"].as_u64() >= Some(5 << 20));
+    // A kernel may have the file and refuse to read it.
+    let pressed = std::fs::read_to_string("/proc/pressure/io").is_ok();
+    let node_pressure = &summary["node"]["io"]["psi"]["some"]["total"];
+    assert_eq!(node_pressure.is_u64(), pressed, "{}", summary["node"]);
+    assert!(own["swap"]["swapUsageBytes"].is_u64() && own["containers"][0]["swap"].is_object());
+    let systems = summary["node"]["systemContainers"].as_array().unwrap();
+    let pods = systems.iter().find(|s| s["name"] == "pods").unwrap();
+    assert!(pods["cpu"]["usageCoreNanoSeconds"].as_u64() > Some(0) && pods["swap"].is_object());
     for key in ["cpu", "memory", "fs", "runtime", "rlimit", "swap"] {
         assert!(
             summary["node"][key].is_object(),
@@ -248,6 +324,7 @@ fn summary(node: &Node) {
     let short: serde_json::Value =
         serde_json::from_str(&node.raw("/stats/summary?only_cpu_and_memory=true")).unwrap();
     assert!(short["node"]["fs"].is_null() && short["pods"][0]["cpu"].is_object());
+    assert!(short["node"]["io"].is_null() && short["node"]["swap"].is_object());
 }
 
 /// The spans of a pod's start, down to the calls to the runtime.

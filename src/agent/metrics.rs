@@ -234,6 +234,12 @@ const PROBES: Family = family(
     ],
 );
 
+const PROBE_SECONDS: Family = family(
+    "prober_probe_duration_seconds",
+    "Duration in seconds for a probe response.",
+    &["container", "namespace", "pod", "probe_type"],
+);
+
 const PULLS: &[f64] = &[
     1.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0,
     1200.0, 1800.0, 2700.0, 3600.0,
@@ -291,6 +297,8 @@ pub struct Probe<'a> {
     pub kind: &'a str,
     /// `successful`, `failed` or `unknown`.
     pub result: &'a str,
+    /// How long the answer took.
+    pub took: Duration,
 }
 
 /// What was done with a volume.
@@ -578,22 +586,24 @@ impl Metrics {
         });
     }
 
-    /// A probe has an answer.
+    /// A probe has an answer. How long it took counts where it did not fail, as in the kubelet.
     pub fn probed(&self, probe: Probe<'_>) {
         let [container, namespace, pod, uid] = probe.of;
         let labels = [container, namespace, pod, uid, probe.kind, probe.result];
-        self.probes
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .count(PROBES, &labels, 1);
+        let mut probes = self.probes.lock().unwrap_or_else(PoisonError::into_inner);
+        probes.count(PROBES, &labels, 1);
+        if probe.result != "failed" {
+            let labels = [container, namespace, pod, probe.kind];
+            probes.observe(PROBE_SECONDS, USUAL, &labels, probe.took.as_secs_f64());
+        }
     }
 
     /// A pod is gone: so is what was counted of its probes.
-    pub fn gone(&self, uid: &str) {
-        self.probes
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .forget("pod_uid", uid);
+    pub fn gone(&self, uid: &str, namespace: &str, pod: &str) {
+        let mut probes = self.probes.lock().unwrap_or_else(PoisonError::into_inner);
+        probes.forget(PROBES, &[("pod_uid", uid)]);
+        // How long they took is known by the name alone. A newer pod of this name begins anew.
+        probes.forget(PROBE_SECONDS, &[("namespace", namespace), ("pod", pod)]);
     }
 
     /// Writes what is counted of the agent, or of probes.

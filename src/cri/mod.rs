@@ -176,6 +176,8 @@ pub struct RunningContainer {
     pub name: String,
     /// The restart count.
     pub attempt: u32,
+    /// The runtime's id of its sandbox.
+    pub sandbox: String,
 }
 
 /// What a container has written outside of volumes.

@@ -292,6 +292,7 @@ impl CriClient {
                 uid: get(label::POD_UID)?,
                 name: container.name,
                 attempt: container.attempt,
+                sandbox: c.pod_sandbox_id.clone(),
             })
         };
         Ok(listed.iter().filter_map(of).collect())

@@ -129,6 +129,13 @@ impl Cgroups {
         cgroup::place(&cgroup::all_pods(&self.root, self.driver), None)
     }
 
+    /// Where the cgroups of the classes that have one lie.
+    pub(in crate::host) fn places_of_classes(&self) -> Vec<String> {
+        let all = self.place_of_all();
+        let tiers = CLASSES.map(|class| self.tier(class));
+        tiers.into_iter().filter(|tier| *tier != all).collect()
+    }
+
     /// The path of a cgroup below the hierarchies; a slice's name stands for one.
     fn path(&self, name: &str) -> String {
         match self.driver {

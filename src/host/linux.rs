@@ -199,6 +199,10 @@ impl PodHost for LinuxHost {
         self.cgroups.place_of_all()
     }
 
+    fn cgroups_of_classes(&self) -> Vec<String> {
+        self.cgroups.places_of_classes()
+    }
+
     fn cgroup_path(&self, pod: &Pod, container: Option<&str>) -> String {
         self.cgroups
             .place(qos::of(pod::spec(pod)), pod::uid(pod), container)

@@ -91,6 +91,10 @@ pub trait PodHost: Send + Sync + 'static {
     }
     /// Where the cgroup of all pods lies below the hierarchies. Nothing is touched.
     fn cgroup_of_all(&self) -> String;
+    /// Where the cgroups of the classes that have one lie.
+    fn cgroups_of_classes(&self) -> Vec<String> {
+        vec![]
+    }
     /// Where the pod's cgroup lies below the hierarchies, or a container's by its id. Nothing is touched.
     fn cgroup_path(&self, pod: &Pod, container: Option<&str>) -> String;
     /// The ids of the pod's user namespace: those it has already, else a range that no other pod has.

@@ -1,77 +1,178 @@
 //! Reading what cgroups, processes and the machine used. Nothing is kept; what is gone has used nothing.
 
-use std::fs;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Read as _;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 
-use crate::core::serving::cgroup_stats::{self, Interface, Texts, Usage};
+use nix::dir::Dir;
+use nix::fcntl::{AtFlags, OFlag, open, openat, readlinkat};
+use nix::sys::stat::{Mode, fstatat};
+
+use crate::core::serving::block_io::{self, DiskCounters};
+use crate::core::serving::cgroup_stats::{self, Depth, Texts, Usage};
+use crate::core::serving::machine_stats::{self, Interface};
+use crate::core::serving::pressure::{self, Pressures};
 
 use super::cgroup::is_v2;
+use super::machine::Room;
+use super::mount;
 
 const ROOT: &str = "/sys/fs/cgroup";
+/// The most that is read of a file of the kernel's.
+const MOST_TEXT: u64 = 1 << 20;
+/// The most processes of a cgroup whose descriptors are counted, and the most descriptors.
+const MOST_PROCESSES: usize = 256;
+const MOST_DESCRIPTORS: usize = 4096;
+/// The most filesystems of the machine that are asked.
+const MOST_FILESYSTEMS: usize = 64;
+
+/// A directory that stays open while its files are read: a path from the root costs more than the reading.
+struct Group(OwnedFd);
+
+impl Group {
+    fn open(path: &Path) -> Option<Group> {
+        let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+        open(path, flags, Mode::empty()).ok().map(Group)
+    }
+
+    fn text(&self, file: &str) -> Option<String> {
+        let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC;
+        let file = File::from(openat(&self.0, file, flags, Mode::empty()).ok()?);
+        let mut text = String::with_capacity(2048);
+        // The kernel refuses a file whose figures are switched off when it is read.
+        file.take(MOST_TEXT).read_to_string(&mut text).ok()?;
+        Some(text)
+    }
+}
 
 /// What a cgroup used; none if there is no such cgroup.
 #[must_use]
-pub fn cgroup(path: &str) -> Option<Usage> {
-    usage(path, |_| true)
-}
-
-/// The memory that a cgroup uses, and the most it may; nothing else of it is read. None if there is no such cgroup.
-#[must_use]
-pub fn cgroup_memory(path: &str) -> Option<Usage> {
-    const FILES: [&str; 6] = [
-        "memory.usage_in_bytes",
-        "memory.limit_in_bytes",
-        "memory.current",
-        "memory.max",
-        "memory.stat",
-        "cpu.stat",
-    ];
-    usage(path, |file| FILES.contains(&file))
-}
-
-fn usage(path: &str, wanted: impl Fn(&str) -> bool) -> Option<Usage> {
+pub fn cgroup(path: &str, depth: Depth) -> Option<Usage> {
     let relative = path.trim_matches('/');
-    let read = |dir: &Path, file: &str| fs::read_to_string(dir.join(relative).join(file)).ok();
     if is_v2() {
-        let root = Path::new(ROOT);
-        let texts: Texts = cgroup_stats::V2
-            .iter()
-            .filter(|file| wanted(file))
-            .filter_map(|file| Some((*file, read(root, file)?)))
+        let group = Group::open(&Path::new(ROOT).join(relative))?;
+        let files = cgroup_stats::V2.iter();
+        let files = files.filter(|(_, needed)| *needed <= depth);
+        let texts: Texts = files
+            .filter_map(|(file, _)| Some((*file, group.text(file)?)))
             .collect();
-        return texts
-            .contains_key("cpu.stat")
-            .then(|| cgroup_stats::v2(&texts));
+        return Some(cgroup_stats::v2(&texts));
     }
-    let texts: Texts = cgroup_stats::V1
-        .iter()
-        .filter(|(_, file)| wanted(file))
-        .filter_map(|(controller, file)| {
-            Some((*file, read(&Path::new(ROOT).join(controller), file)?))
+    let mut groups: BTreeMap<&str, Option<Group>> = BTreeMap::new();
+    let files = cgroup_stats::V1.iter();
+    let files = files.filter(|(_, _, needed)| *needed <= depth);
+    let texts: Texts = files
+        .filter_map(|(controller, file, _)| {
+            let group = groups
+                .entry(*controller)
+                .or_insert_with(|| Group::open(&Path::new(ROOT).join(controller).join(relative)));
+            Some((*file, group.as_ref()?.text(file)?))
         })
         .collect();
     (!texts.is_empty()).then(|| cgroup_stats::v1(&texts))
 }
 
-/// The interfaces that the processes of a cgroup have.
-#[must_use]
-pub fn interfaces(path: &str) -> Vec<Interface> {
+/// What the processes of a cgroup have, beyond what the cgroup counts.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Processes {
+    /// The interfaces of the first of them.
+    pub interfaces: Vec<Interface>,
+    /// Open descriptors, and those of them that are sockets; none where there are too many to count.
+    pub descriptors: Option<(u64, u64)>,
+    /// How many files the first may have open; -1 for any number.
+    pub open_files: Option<i64>,
+}
+
+/// The processes in a cgroup, not below it.
+fn members(path: &str) -> Vec<u32> {
     let relative = path.trim_matches('/');
     let dir = if is_v2() {
         Path::new(ROOT).join(relative)
     } else {
-        Path::new(ROOT).join("memory").join(relative)
+        Path::new(ROOT).join("cpu").join(relative)
     };
-    let processes = fs::read_to_string(dir.join("cgroup.procs")).unwrap_or_default();
-    let text = processes.lines().find_map(|pid| {
-        fs::read_to_string(format!("/proc/{}/net/dev", pid.parse::<u32>().ok()?)).ok()
-    });
-    text.map(|text| cgroup_stats::interfaces(&text))
-        .unwrap_or_default()
+    let text = Group::open(&dir).and_then(|group| group.text("cgroup.procs"));
+    let text = text.unwrap_or_default();
+    text.lines().filter_map(|pid| pid.parse().ok()).collect()
+}
+
+/// What the processes in a cgroup have: their interfaces, and with [`Depth::All`] their descriptors.
+#[must_use]
+pub fn processes_of(path: &str, depth: Depth, with_interfaces: bool) -> Processes {
+    let members = members(path);
+    let read = |pid: &u32, file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).ok();
+    let first = |file: &str| members.iter().find_map(|pid| read(pid, file));
+    let mut found = Processes::default();
+    if with_interfaces {
+        let text = first("net/dev").unwrap_or_default();
+        found.interfaces = machine_stats::interfaces(&text);
+    }
+    if depth == Depth::All {
+        found.open_files = first("limits").and_then(|text| machine_stats::open_files(&text));
+        found.descriptors = descriptors(&members);
+    }
+    found
+}
+
+/// The descriptors of processes, and those of them that are sockets.
+fn descriptors(members: &[u32]) -> Option<(u64, u64)> {
+    if members.len() > MOST_PROCESSES {
+        return None;
+    }
+    let (mut all, mut sockets) = (0, 0);
+    for pid in members {
+        let path = format!("/proc/{pid}/fd");
+        let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+        // One that has ended meanwhile has none.
+        let Ok(mut dir) = Dir::open(path.as_str(), flags, Mode::empty()) else {
+            continue;
+        };
+        // Since Linux 6.2 the directory's size is their number: those that are too many need not be listed.
+        let size = fstatat(&dir, ".", AtFlags::empty()).map_or(0, |stat| stat.st_size);
+        if usize::try_from(size).is_ok_and(|size| size > MOST_DESCRIPTORS) {
+            return None;
+        }
+        let names: Vec<_> = dir
+            .iter()
+            .filter_map(Result::ok)
+            .map(|entry| entry.file_name().to_owned())
+            .filter(|name| !name.to_bytes().starts_with(b"."))
+            .take(MOST_DESCRIPTORS + 1)
+            .collect();
+        for name in names {
+            all += 1;
+            let link = readlinkat(&dir, name.as_c_str()).unwrap_or_default();
+            sockets += u64::from(link.as_encoded_bytes().starts_with(b"socket:"));
+        }
+        if all > MOST_DESCRIPTORS as u64 {
+            return None;
+        }
+    }
+    Some((all, sockets))
+}
+
+/// The cgroup of the process that listens on a socket, if it is not the root. Nothing is sent.
+#[must_use]
+pub fn cgroup_of_server(socket: &str) -> Option<String> {
+    use nix::sys::socket::{
+        AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, socket as create,
+        sockopt::PeerCredentials,
+    };
+    use std::os::fd::AsRawFd as _;
+    let path = socket.strip_prefix("unix://").unwrap_or(socket);
+    // One that does not accept must not be waited for.
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let end = create(AddressFamily::Unix, SockType::Stream, flags, None).ok()?;
+    connect(end.as_raw_fd(), &UnixAddr::new(path).ok()?).ok()?;
+    let pid = getsockopt(&end, PeerCredentials).ok()?.pid();
+    let text = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    machine_stats::cgroup_of_process(&text, is_v2()).map(str::to_owned)
 }
 
 /// The machine's own figures.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Whole {
     /// What it used.
     pub usage: Usage,
@@ -83,13 +184,55 @@ pub struct Whole {
     pub interfaces: Vec<Interface>,
     /// The highest number of processes, and the present one.
     pub processes: (u64, u64),
+    /// When it was started, in seconds since 1970.
+    pub booted: u64,
+    /// Its disks and partitions.
+    pub disks: Vec<DiskCounters>,
+    /// The room on its filesystems.
+    pub filesystems: Vec<Filesystem>,
+    /// What the processes in the root cgroup have.
+    pub own: Processes,
+}
+
+/// The room on a filesystem of the machine.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Filesystem {
+    /// The device that it is on, or where it is if it is on none.
+    pub device: String,
+    /// Its room.
+    pub room: Room,
+}
+
+/// The machine's filesystems; `root` is the agent's directory, and what pods have mounted below it is left out.
+fn filesystems(root: &str) -> Vec<Filesystem> {
+    let mut known: BTreeMap<String, std::path::PathBuf> = BTreeMap::new();
+    for mount in mount::table().unwrap_or_default() {
+        let point = mount.point.to_string_lossy();
+        let device = machine_stats::device_of_mount(&mount.kind, &mount.source, &point, root);
+        if let Some(device) = device {
+            known.entry(device).or_insert(mount.point);
+        }
+    }
+    let known = known.into_iter().take(MOST_FILESYSTEMS);
+    let room = |(device, point): (String, std::path::PathBuf)| {
+        let room = Room::of(&point).ok()?;
+        Some(Filesystem { device, room })
+    };
+    known.filter_map(room).collect()
+}
+
+/// The cgroup that this process is in, if it is not the root.
+#[must_use]
+pub fn own_cgroup() -> Option<String> {
+    let text = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    machine_stats::cgroup_of_process(&text, is_v2()).map(str::to_owned)
 }
 
 /// The bytes of the machine's memory, and those of them that are not in its working set.
 #[must_use]
 pub fn memory() -> (u64, u64) {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let of = |key: &str| cgroup_stats::meminfo(&text, key);
+    let of = |key: &str| machine_stats::meminfo(&text, key);
     let used = of("MemTotal").saturating_sub(of("MemFree"));
     let working_set = used.saturating_sub(of("Inactive(file)"));
     (of("MemTotal"), of("MemTotal").saturating_sub(working_set))
@@ -114,32 +257,57 @@ pub fn processes() -> (u64, u64) {
     (most, now)
 }
 
-/// What the machine used.
+/// What the machine used; with [`Depth::All`] of its disks and filesystems too. `root` is the agent's directory.
 #[must_use]
-pub fn machine() -> Whole {
-    let (stat, memory) = (
-        fs::read_to_string("/proc/stat").unwrap_or_default(),
-        fs::read_to_string("/proc/meminfo").unwrap_or_default(),
-    );
-    let of = |key: &str| cgroup_stats::meminfo(&memory, key);
+pub fn machine(depth: Depth, root: &str) -> Whole {
+    let text = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    let (stat, memory) = (text("/proc/stat"), text("/proc/meminfo"));
+    let of = |key: &str| machine_stats::meminfo(&memory, key);
     let used = of("MemTotal").saturating_sub(of("MemFree"));
     let working_set = used.saturating_sub(of("Inactive(file)"));
+    let (cpu, user, system) = machine_stats::machine_cpu(&stat);
+    let pressure = |name: &str| pressure::read(&text(&format!("/proc/pressure/{name}")));
+    let processes = processes();
+    let all = depth == Depth::All;
+    let (mut disks, mut rooms, mut own) = (vec![], vec![], Processes::default());
+    if all {
+        disks = block_io::counters(&text("/proc/diskstats"));
+        rooms = filesystems(root);
+        own = processes_of("/", depth, false);
+        own.open_files = machine_stats::open_files(&text("/proc/1/limits"));
+    }
     Whole {
         usage: Usage {
-            cpu: cgroup_stats::machine_cpu(&stat),
+            cpu,
+            user,
+            system,
             memory: used,
             working_set,
             rss: of("AnonPages"),
             cache: of("Cached"),
             mapped: of("Mapped"),
-            ..Usage::default()
+            file: (of("Active(file)"), of("Inactive(file)")),
+            kernel: of("Slab") + of("KernelStack") + of("PageTables"),
+            swap: of("SwapTotal").saturating_sub(of("SwapFree")),
+            limit: Some(of("MemTotal")),
+            swap_limit: Some(of("SwapTotal")),
+            threads: processes.1,
+            pressure: Pressures {
+                cpu: pressure("cpu"),
+                memory: pressure("memory"),
+                io: pressure("io"),
+            },
+            // The rest the root cgroup tells, as far as the version has it there.
+            ..cgroup("/", depth).unwrap_or_default()
         },
         available: of("MemTotal").saturating_sub(working_set),
         swap: (of("SwapTotal"), of("SwapFree")),
-        interfaces: cgroup_stats::interfaces(
-            &fs::read_to_string("/proc/net/dev").unwrap_or_default(),
-        ),
-        processes: processes(),
+        interfaces: machine_stats::interfaces(&text("/proc/self/net/dev")),
+        processes,
+        booted: machine_stats::booted(&stat),
+        disks,
+        filesystems: rooms,
+        own,
     }
 }
 
@@ -167,10 +335,7 @@ pub fn own() -> (f64, u64, u64, u64, u64, f64) {
         .and_then(|l| l.split_whitespace().nth(3)?.parse().ok())
         .unwrap_or(0);
     let booted = fs::read_to_string("/proc/stat").unwrap_or_default();
-    let booted = booted
-        .lines()
-        .find_map(|l| l.strip_prefix("btime ")?.parse::<u64>().ok())
-        .unwrap_or(0);
+    let booted = machine_stats::booted(&booted);
     let seconds = (field(14) + field(15)) as f64 / 100.0;
     (
         seconds,
@@ -183,22 +348,44 @@ pub fn own() -> (f64, u64, u64, u64, u64, f64) {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
     #[test]
     fn this_machine_and_this_process_use_something() {
-        let whole = machine();
+        let whole = machine(Depth::All, "/var/lib/kubelet");
         assert!(
             whole.usage.cpu > 0 && whole.usage.memory > 0 && whole.processes.0 > 0,
             "{whole:?}"
         );
+        assert!(
+            whole.booted > 0 && whole.filesystems.iter().any(|f| f.room.capacity > 0),
+            "{whole:?}"
+        );
         let (seconds, resident, _, open, most, began) = own();
         assert!(seconds >= 0.0 && resident > 1 << 20 && open > 2 && most >= open && began > 1e9);
-        assert_eq!(cgroup("/no-such-cgroup"), None);
-        assert_eq!(cgroup_memory("/no-such-cgroup"), None);
+        assert_eq!(cgroup("/no-such-cgroup", Depth::All), None);
+        assert_eq!(cgroup("/no-such-cgroup", Depth::Memory), None);
         let (all, left) = memory();
         assert!(left > 0 && left < all);
-        assert!(interfaces("/no-such-cgroup").is_empty());
+        let none = processes_of("/no-such-cgroup", Depth::All, true);
+        let descriptors = Some((0, 0));
+        assert_eq!(
+            none,
+            Processes {
+                descriptors,
+                ..Processes::default()
+            }
+        );
+    }
+
+    #[test]
+    fn descriptors_and_sockets_are_counted() {
+        let _open = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let (all, sockets) = descriptors(&[std::process::id()]).unwrap();
+        assert!(all > sockets && sockets >= 1, "{all} {sockets}");
+        assert_eq!(descriptors(&[u32::MAX]), Some((0, 0)));
+        assert_eq!(descriptors(&vec![1; MOST_PROCESSES + 1]), None);
     }
 }

@@ -27,6 +27,8 @@ pub struct Mount {
     pub device: String,
     /// The filesystem's type, for instance `nfs4`.
     pub kind: String,
+    /// What is mounted, for instance `/dev/sda1`.
+    pub source: String,
 }
 
 /// All mounts of this mount namespace, oldest first. Reading them asks no filesystem.
@@ -41,11 +43,14 @@ fn parse(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|b| *b == b' ');
     let device = text(fields.nth(2)?);
     let point = OsString::from_vec(unescape(fields.nth(1)?)).into();
-    let kind = text(fields.skip_while(|f| *f != b"-").nth(1)?);
+    let mut fields = fields.skip_while(|f| *f != b"-").skip(1);
+    let kind = text(fields.next()?);
+    let source = text(&unescape(fields.next().unwrap_or_default()));
     Some(Mount {
         point,
         device,
         kind,
+        source,
     })
 }
 

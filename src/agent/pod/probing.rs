@@ -298,6 +298,7 @@ impl Prober {
 
     /// One question; `None` if it could not be asked.
     async fn ask(&self) -> Option<bool> {
+        let begun = Instant::now();
         let mut answer = self.answer().await;
         for _ in 1..TRIES {
             if !matches!(answer, Answer::Unknown(_)) {
@@ -325,6 +326,7 @@ impl Prober {
             of,
             kind: name,
             result,
+            took: begun.elapsed(),
         });
         match answer {
             Answer::Success => Some(true),

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt as _;
 use tokio::time::Instant;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::Instrument as _;
@@ -109,7 +110,11 @@ pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen,
     }
     context.ledger.release(&uid).await;
     context.journals.gone(&uid);
-    context.metrics.gone(&uid);
+    let (namespace, name) = (
+        shell.worker.pod().namespace().unwrap_or_default(),
+        shell.worker.pod().name_any(),
+    );
+    context.metrics.gone(&uid, &namespace, &name);
 }
 
 fn rules(context: &Context) -> Rules {

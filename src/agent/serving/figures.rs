@@ -2,7 +2,7 @@
 //! namespaces and the filesystems. Those who ask at the same time share one reading.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -14,15 +14,16 @@ use super::Known;
 use super::Server;
 use super::logs;
 use crate::agent::volume::csi;
-use crate::core::serving::cgroup_stats::{Interface, Usage};
+use crate::core::node::topology::Topology;
+use crate::core::serving::cgroup_stats::{Depth, Usage};
 use crate::core::{
     pod,
     volume::{claims, local_storage},
 };
-use crate::cri::{Layer, RuntimeError};
+use crate::cri::{Layer, RunningContainer, RuntimeError};
 use crate::host::blocking;
 use crate::sys::machine::Room;
-use crate::sys::meter::{self, Whole};
+use crate::sys::meter::{self, Processes, Whole};
 
 /// For how long a reading counts.
 const FRESH: Duration = Duration::from_secs(1);
@@ -38,16 +39,31 @@ pub struct ContainerFigures {
     pub name: String,
     /// The runtime's id.
     pub id: String,
-    /// The image that its pod names.
+    /// Its image, as its status names it.
     pub image: String,
     /// Its cgroup.
     pub cgroup: String,
     /// What it used.
     pub usage: Usage,
+    /// What its processes have; with [`Depth::All`] alone.
+    pub processes: Processes,
     /// Processor time a second since the reading before, in nanoseconds.
     pub rate: Option<u64>,
     /// When it began.
     pub started: Option<Timestamp>,
+}
+
+/// A pod's sandbox.
+#[derive(Debug, Clone)]
+pub struct SandboxFigures {
+    /// The runtime's id.
+    pub id: String,
+    /// Its cgroup.
+    pub cgroup: String,
+    /// What it used; with [`Depth::All`] alone.
+    pub usage: Usage,
+    /// What its processes have: the pod's interfaces, unless it is on the node's network.
+    pub processes: Processes,
 }
 
 /// A pod with a container that runs.
@@ -61,12 +77,29 @@ pub struct PodFigures {
     pub usage: Usage,
     /// As for a container.
     pub rate: Option<u64>,
-    /// Its interfaces; none on the node's network.
-    pub interfaces: Vec<Interface>,
+    /// Its sandbox.
+    pub sandbox: SandboxFigures,
     /// When it was taken.
     pub started: Option<Timestamp>,
     /// Its containers.
     pub containers: Vec<ContainerFigures>,
+}
+
+/// A part of the node that is counted by itself.
+#[derive(Debug, Clone)]
+pub struct SystemFigures {
+    /// The summary's name of it: `pods`, `kubelet`, `runtime`; empty for a class of pods.
+    pub name: &'static str,
+    /// Its cgroup.
+    pub cgroup: String,
+    /// What it used.
+    pub usage: Usage,
+    /// As for a container.
+    pub rate: Option<u64>,
+    /// When it began; none if nobody knows, then it is as old as the machine.
+    pub started: Option<Timestamp>,
+    /// What its processes have.
+    pub processes: Processes,
 }
 
 /// One reading.
@@ -74,6 +107,8 @@ pub struct PodFigures {
 pub struct Snapshot {
     /// When.
     pub at: Timestamp,
+    /// How much was read.
+    pub depth: Depth,
     /// The machine.
     pub machine: Whole,
     /// As for a container.
@@ -82,8 +117,24 @@ pub struct Snapshot {
     pub root: Room,
     /// The pods.
     pub pods: Vec<PodFigures>,
-    /// All pods' cgroup together.
-    pub tier: (String, Usage),
+    /// All pods together, their classes, the agent and the runtime, as far as they have cgroups.
+    pub systems: Vec<SystemFigures>,
+}
+
+impl Snapshot {
+    /// Processor time by cgroup; the machine's is that of `/`.
+    fn cpu(&self) -> HashMap<String, u64> {
+        let pods = self.pods.iter().flat_map(|p| {
+            let containers = p.containers.iter().map(|c| (&c.cgroup, &c.usage));
+            containers.chain([(&p.cgroup, &p.usage)])
+        });
+        let systems = self.systems.iter().map(|s| (&s.cgroup, &s.usage));
+        let known = pods.chain(systems);
+        let known = known.map(|(cgroup, usage)| (cgroup.clone(), usage.cpu));
+        known
+            .chain([("/".to_owned(), self.machine.usage.cpu)])
+            .collect()
+    }
 }
 
 /// How full something on the disk is.
@@ -116,10 +167,18 @@ pub struct DiskFigures {
     pub ephemeral: u64,
 }
 
+/// A reading and when it was made.
+type Dated = (Instant, Arc<Snapshot>);
+
 /// The readings that are kept.
 #[derive(Default)]
 pub struct Figures {
-    last: Mutex<Option<(Instant, Arc<Snapshot>)>>,
+    /// The last, and one before it that is old enough for a rate.
+    last: Mutex<(Option<Dated>, Option<Dated>)>,
+    /// The cgroup that the runtime runs in, once it is known.
+    runtime: OnceLock<String>,
+    /// How the machine's processors are laid out.
+    pub topology: OnceCell<Topology>,
     /// By uid; each pod's own turn.
     disks: std::sync::Mutex<HashMap<String, Disk>>,
 }
@@ -163,121 +222,187 @@ fn began(pod: &Pod, container: &str) -> Option<Timestamp> {
 }
 
 /// The present reading.
-pub async fn snapshot(server: &Arc<Server>) -> Result<Arc<Snapshot>, RuntimeError> {
-    let mut last = server.figures.last.lock().await;
-    if let Some((_, known)) = last.as_ref().filter(|(at, _)| at.elapsed() < FRESH) {
-        return Ok(Arc::clone(known));
+pub async fn snapshot(server: &Arc<Server>, depth: Depth) -> Result<Arc<Snapshot>, RuntimeError> {
+    let mut kept = server.figures.last.lock().await;
+    if let Some((at, known)) = kept.0.clone() {
+        if at.elapsed() >= FRESH {
+            kept.1 = Some((at, known));
+        } else if known.depth >= depth {
+            return Ok(known);
+        }
     }
-    let fresh = Arc::new(
-        read(
-            server,
-            last.as_ref()
-                .map(|(at, known)| (at.elapsed(), Arc::clone(known))),
-        )
-        .await?,
-    );
-    *last = Some((Instant::now(), Arc::clone(&fresh)));
+    let fresh = Arc::new(read(server, depth, kept.1.as_ref()).await?);
+    kept.0 = Some((Instant::now(), Arc::clone(&fresh)));
     Ok(fresh)
+}
+
+/// Reads cgroups, and says what they used a second since the reading before.
+struct Meter {
+    depth: Depth,
+    before: HashMap<String, u64>,
+    elapsed: Duration,
+}
+
+impl Meter {
+    fn rate(&self, cgroup: &str, usage: &Usage) -> Option<u64> {
+        rate(self.before.get(cgroup).copied(), usage.cpu, self.elapsed)
+    }
+
+    fn container(
+        &self,
+        told: &Pod,
+        place: String,
+        c: RunningContainer,
+    ) -> Option<ContainerFigures> {
+        let usage = meter::cgroup(&place, self.depth)?;
+        let status = logs::status(told, &c.name).map(|s| s.image.clone());
+        let status = status.filter(|image| !image.is_empty());
+        let spec = || {
+            let all = pod::containers(told);
+            let of_spec = all.iter().find(|(_, known)| known.name == c.name);
+            of_spec.and_then(|(_, known)| known.image.clone())
+        };
+        Some(ContainerFigures {
+            rate: self.rate(&place, &usage),
+            started: began(told, &c.name),
+            processes: self.processes(&place),
+            image: status.or_else(spec).unwrap_or_default(),
+            name: c.name,
+            id: c.id,
+            cgroup: place,
+            usage,
+        })
+    }
+
+    /// What the processes of a cgroup have, where it is asked for.
+    fn processes(&self, place: &str) -> Processes {
+        if self.depth < Depth::All {
+            return Processes::default();
+        }
+        meter::processes_of(place, self.depth, false)
+    }
+
+    fn pod(&self, place: Placed) -> PodFigures {
+        let told = place.known.told().clone();
+        let containers = place.containers.into_iter();
+        let (id, cgroup) = place.sandbox;
+        let own_network = !pod::host_network(&place.known.pod);
+        let sandbox = SandboxFigures {
+            usage: (self.depth == Depth::All)
+                .then(|| meter::cgroup(&cgroup, self.depth))
+                .flatten()
+                .unwrap_or_default(),
+            processes: meter::processes_of(&cgroup, self.depth, own_network),
+            id,
+            cgroup,
+        };
+        let usage = meter::cgroup(&place.cgroup, self.depth).unwrap_or_default();
+        PodFigures {
+            rate: self.rate(&place.cgroup, &usage),
+            started: told
+                .status
+                .as_ref()
+                .and_then(|s| s.start_time.as_ref())
+                .map(|t| t.0),
+            containers: containers
+                .filter_map(|(place, c)| self.container(&told, place, c))
+                .collect(),
+            pod: place.known.pod,
+            cgroup: place.cgroup,
+            usage,
+            sandbox,
+        }
+    }
+
+    fn system(
+        &self,
+        (name, cgroup, started): (&'static str, String, Option<Timestamp>),
+    ) -> Option<SystemFigures> {
+        let usage = meter::cgroup(&cgroup, self.depth)?;
+        Some(SystemFigures {
+            rate: self.rate(&cgroup, &usage),
+            processes: self.processes(&cgroup),
+            name,
+            cgroup,
+            usage,
+            started,
+        })
+    }
+}
+
+/// A pod with the cgroups that are its own.
+struct Placed {
+    known: Known,
+    cgroup: String,
+    /// The runtime's id and the cgroup.
+    sandbox: (String, String),
+    containers: Vec<(String, RunningContainer)>,
+}
+
+/// The pods with a container that runs.
+fn placed(server: &Server, running: Vec<RunningContainer>) -> Vec<Placed> {
+    let context = &server.context;
+    let mut by_pod: HashMap<String, Vec<RunningContainer>> = HashMap::new();
+    for container in running {
+        let own = by_pod.entry(container.uid.clone()).or_default();
+        own.push(container);
+    }
+    let roster = context.roster.borrow();
+    let place = |known: &Known| {
+        let own = by_pod.remove(pod::uid(&known.pod))?;
+        let of = |id: Option<&str>| context.host.cgroup_path(&known.pod, id);
+        let id = own.first()?.sandbox.clone();
+        let place = of(Some(&id));
+        Some(Placed {
+            known: known.clone(),
+            cgroup: of(None),
+            sandbox: (id, place),
+            containers: own.into_iter().map(|c| (of(Some(&c.id)), c)).collect(),
+        })
+    };
+    roster.iter().filter_map(place).collect()
 }
 
 async fn read(
     server: &Arc<Server>,
-    before: Option<(Duration, Arc<Snapshot>)>,
+    depth: Depth,
+    before: Option<&Dated>,
 ) -> Result<Snapshot, RuntimeError> {
     let context = &server.context;
-    let running = context.runtime.running().await?;
-    let roster: Vec<Known> = context.roster.borrow().iter().cloned().collect();
-    let mut pods = vec![];
-    for known in &roster {
-        let own: Vec<_> = running
-            .iter()
-            .filter(|c| c.uid == pod::uid(&known.pod))
-            .cloned()
-            .collect();
-        if !own.is_empty() {
-            let cgroup = context.host.cgroup_path(&known.pod, None);
-            let places: Vec<_> = own
-                .into_iter()
-                .map(|c| (context.host.cgroup_path(&known.pod, Some(&c.id)), c))
-                .collect();
-            pods.push((known.clone(), cgroup, places));
-        }
-    }
+    let placed = placed(server, context.runtime.running().await?);
     let (root_dir, at) = (context.config.root_dir.clone(), context.clock.now());
-    let tier = context.host.cgroup_of_all();
+    let mut systems = vec![("pods", context.host.cgroup_of_all(), Some(context.started))];
+    if depth == Depth::All {
+        let classes = context.host.cgroups_of_classes().into_iter();
+        systems.extend(classes.map(|cgroup| ("", cgroup, None)));
+    }
+    let of_meter = Meter {
+        depth,
+        before: before.map(|(_, s)| s.cpu()).unwrap_or_default(),
+        elapsed: before.map_or(Duration::ZERO, |(at, _)| at.elapsed()),
+    };
+    let server = Arc::clone(server);
     let read = move || {
-        let old: HashMap<&str, u64> = before
-            .iter()
-            .flat_map(|(_, s)| s.pods.iter().map(|p| (p.cgroup.as_str(), p.usage.cpu)))
-            .collect();
-        let old_containers: HashMap<&str, u64> = before
-            .iter()
-            .flat_map(|(_, s)| s.pods.iter().flat_map(|p| &p.containers))
-            .map(|c| (c.cgroup.as_str(), c.usage.cpu))
-            .collect();
-        let elapsed = before
-            .as_ref()
-            .map_or(Duration::ZERO, |(elapsed, _)| *elapsed);
-        let mut figures = vec![];
-        for (known, cgroup, places) in pods {
-            let told = known.told();
-            let mut containers = vec![];
-            let mut interfaces = vec![];
-            for (place, container) in places {
-                let Some(usage) = meter::cgroup(&place) else {
-                    continue;
-                };
-                if interfaces.is_empty() && !pod::host_network(&known.pod) {
-                    interfaces = meter::interfaces(&place);
-                }
-                let image = pod::containers(&known.pod)
-                    .iter()
-                    .find(|(_, c)| c.name == container.name)
-                    .and_then(|(_, c)| c.image.clone());
-                containers.push(ContainerFigures {
-                    rate: rate(
-                        old_containers.get(place.as_str()).copied(),
-                        usage.cpu,
-                        elapsed,
-                    ),
-                    started: began(told, &container.name),
-                    name: container.name,
-                    id: container.id,
-                    image: image.unwrap_or_default(),
-                    cgroup: place,
-                    usage,
-                });
-            }
-            let usage = meter::cgroup(&cgroup).unwrap_or_default();
-            figures.push(PodFigures {
-                rate: rate(old.get(cgroup.as_str()).copied(), usage.cpu, elapsed),
-                started: told
-                    .status
-                    .as_ref()
-                    .and_then(|s| s.start_time.as_ref())
-                    .map(|t| t.0),
-                pod: known.pod,
-                cgroup,
-                usage,
-                interfaces,
-                containers,
-            });
-        }
-        let machine = meter::machine();
-        let rate = rate(
-            before.as_ref().map(|(_, s)| s.machine.usage.cpu),
-            machine.usage.cpu,
-            elapsed,
-        );
-        let root = Room::of(&root_dir).map_err(|e| e.to_string())?;
-        let whole = meter::cgroup(&tier).unwrap_or_default();
+        let context = &server.context;
+        let kubelet = meter::own_cgroup();
+        systems.extend(kubelet.map(|cgroup| ("kubelet", cgroup, Some(context.started))));
+        let known = server.figures.runtime.get().cloned().or_else(|| {
+            let found = meter::cgroup_of_server(&context.config.runtime_endpoint)?;
+            Some(server.figures.runtime.get_or_init(|| found).clone())
+        });
+        systems.extend(known.map(|cgroup| ("runtime", cgroup, None)));
+        let machine = meter::machine(depth, &root_dir.to_string_lossy());
         Ok(Snapshot {
             at,
+            depth,
+            rate: of_meter.rate("/", &machine.usage),
             machine,
-            rate,
-            root,
-            pods: figures,
-            tier: (tier, whole),
+            root: Room::of(&root_dir).map_err(|e| e.to_string())?,
+            pods: placed.into_iter().map(|p| of_meter.pod(p)).collect(),
+            systems: systems
+                .into_iter()
+                .filter_map(|s| of_meter.system(s))
+                .collect(),
         })
     };
     blocking(read).await.map_err(|message| RuntimeError {

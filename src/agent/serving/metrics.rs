@@ -15,14 +15,14 @@ use crate::agent::node::credentials::Pair;
 use crate::agent::node::{claim_metrics, manager_metrics};
 use crate::core::node::features::FEATURES;
 use crate::core::pod;
-use crate::core::serving::cgroup_stats::Usage;
+use crate::core::serving::cgroup_stats::{Depth, Usage};
 use crate::core::serving::exposition::Page;
 use crate::https::{Body, text};
 use crate::sys::meter;
 
 const NANO: f64 = 1e9;
 
-fn page(page: Page) -> Response<Body> {
+pub(super) fn page(page: Page) -> Response<Body> {
     let mut response = text(StatusCode::OK, page.into_text());
     response.headers_mut().insert(
         CONTENT_TYPE,
@@ -31,7 +31,7 @@ fn page(page: Page) -> Response<Body> {
     response
 }
 
-fn broken(error: crate::cri::RuntimeError) -> Refusal {
+pub(super) fn broken(error: crate::cri::RuntimeError) -> Refusal {
     Refusal(StatusCode::INTERNAL_SERVER_ERROR, error.message)
 }
 
@@ -39,7 +39,7 @@ fn broken(error: crate::cri::RuntimeError) -> Refusal {
 pub async fn part(server: &Arc<Server>, name: &str) -> Result<Response<Body>, Refusal> {
     match name {
         "resource" => resource(server).await,
-        "cadvisor" => cadvisor(server).await,
+        "cadvisor" => super::cadvisor::cadvisor(server).await,
         "slis" => Ok(slis()),
         "probes" => Ok(probes(server)),
         _ => own(server).await,
@@ -49,7 +49,7 @@ pub async fn part(server: &Arc<Server>, name: &str) -> Result<Response<Body>, Re
 /// `/metrics/resource`: what autoscalers and `kubectl top` read.
 async fn resource(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     let mut out = Page::default();
-    let snapshot = match figures::snapshot(server).await {
+    let snapshot = match figures::snapshot(server, Depth::Figures).await {
         Ok(snapshot) => snapshot,
         Err(error) => {
             tracing::debug!(%error, "there are no figures");
@@ -105,6 +105,17 @@ async fn resource(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
             );
         }
     }
+    let name = "container_swap_limit_bytes";
+    out.family(
+        name,
+        "gauge",
+        "Current amount of the container swap limit in bytes",
+    );
+    each_container(&snapshot, |_, c, labels| {
+        if let Some(limit) = c.usage.swap_limit {
+            out.sample(name, labels, limit as f64, at);
+        }
+    });
     let name = "container_start_time_seconds";
     out.family(
         name,
@@ -168,294 +179,6 @@ fn each_container(
             );
         }
     }
-}
-
-/// One cgroup as cAdvisor labels it.
-struct Labelled<'a> {
-    labels: [(&'static str, String); 6],
-    usage: &'a Usage,
-}
-
-fn labelled<'a>(
-    id: &str,
-    usage: &'a Usage,
-    pod: Option<&PodFigures>,
-    container: Option<&ContainerFigures>,
-) -> Labelled<'a> {
-    let of_pod = |get: fn(&PodFigures) -> String| pod.map(get).unwrap_or_default();
-    let of_container = |get: fn(&ContainerFigures) -> &String| {
-        container.map(|c| get(c).clone()).unwrap_or_default()
-    };
-    let labels = [
-        ("container", of_container(|c| &c.name)),
-        ("id", id.to_owned()),
-        ("image", of_container(|c| &c.image)),
-        ("name", of_container(|c| &c.id)),
-        (
-            "namespace",
-            of_pod(|p| p.pod.namespace().unwrap_or_default()),
-        ),
-        ("pod", of_pod(|p| p.pod.name_any())),
-    ];
-    Labelled { labels, usage }
-}
-
-/// `/metrics/cadvisor`.
-async fn cadvisor(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
-    let snapshot = figures::snapshot(server).await.map_err(broken)?;
-    let (mut out, at) = (Page::default(), Some(snapshot.at.as_millisecond()));
-    let mut all = vec![
-        labelled("/", &snapshot.machine.usage, None, None),
-        labelled(&snapshot.tier.0, &snapshot.tier.1, None, None),
-    ];
-    for p in &snapshot.pods {
-        all.push(labelled(&p.cgroup, &p.usage, Some(p), None));
-        all.extend(
-            p.containers
-                .iter()
-                .map(|c| labelled(&c.cgroup, &c.usage, Some(p), Some(c))),
-        );
-    }
-    type Get = fn(&Usage) -> f64;
-    let families: [(&str, &str, &str, Get); 18] = [
-        (
-            "container_cpu_usage_seconds_total",
-            "counter",
-            "Cumulative cpu time consumed in seconds.",
-            |u| u.cpu as f64 / NANO,
-        ),
-        (
-            "container_cpu_user_seconds_total",
-            "counter",
-            "Cumulative user cpu time consumed in seconds.",
-            |u| u.user as f64 / NANO,
-        ),
-        (
-            "container_cpu_system_seconds_total",
-            "counter",
-            "Cumulative system cpu time consumed in seconds.",
-            |u| u.system as f64 / NANO,
-        ),
-        (
-            "container_cpu_cfs_periods_total",
-            "counter",
-            "Number of elapsed enforcement period intervals.",
-            |u| u.periods.0 as f64,
-        ),
-        (
-            "container_cpu_cfs_throttled_periods_total",
-            "counter",
-            "Number of throttled period intervals.",
-            |u| u.periods.1 as f64,
-        ),
-        (
-            "container_cpu_cfs_throttled_seconds_total",
-            "counter",
-            "Total time the container has been throttled.",
-            |u| u.periods.2 as f64 / NANO,
-        ),
-        (
-            "container_memory_usage_bytes",
-            "gauge",
-            "Current memory usage in bytes, including all memory regardless of when it was accessed.",
-            |u| u.memory as f64,
-        ),
-        (
-            "container_memory_working_set_bytes",
-            "gauge",
-            "Current working set in bytes.",
-            |u| u.working_set as f64,
-        ),
-        (
-            "container_memory_rss",
-            "gauge",
-            "Size of RSS in bytes.",
-            |u| u.rss as f64,
-        ),
-        (
-            "container_memory_cache",
-            "gauge",
-            "Number of bytes of page cache memory.",
-            |u| u.cache as f64,
-        ),
-        (
-            "container_memory_swap",
-            "gauge",
-            "Container swap usage in bytes.",
-            |u| u.swap as f64,
-        ),
-        (
-            "container_memory_mapped_file",
-            "gauge",
-            "Size of memory mapped files in bytes.",
-            |u| u.mapped as f64,
-        ),
-        (
-            "container_memory_max_usage_bytes",
-            "gauge",
-            "Maximum memory usage recorded in bytes.",
-            |u| u.peak as f64,
-        ),
-        (
-            "container_memory_failcnt",
-            "counter",
-            "Number of memory usage hits limits.",
-            |u| u.failures as f64,
-        ),
-        (
-            "container_spec_memory_limit_bytes",
-            "gauge",
-            "Memory limit for the container; 0 for none.",
-            |u| u.limit.unwrap_or(0) as f64,
-        ),
-        (
-            "container_processes",
-            "gauge",
-            "Number of processes and threads running inside the container.",
-            |u| u.processes as f64,
-        ),
-        (
-            "container_oom_events_total",
-            "counter",
-            "Count of out of memory events observed for the container.",
-            |u| u.oom_kills as f64,
-        ),
-        (
-            "container_last_seen",
-            "gauge",
-            "Last time a container was seen.",
-            |_| 0.0,
-        ),
-    ];
-    for (name, kind, help, get) in families {
-        out.family(name, kind, help);
-        for one in &all {
-            let mut labels: Vec<(&str, &str)> = one
-                .labels
-                .iter()
-                .map(|(key, value)| (*key, value.as_str()))
-                .collect();
-            if name == "container_cpu_usage_seconds_total" {
-                labels.insert(1, ("cpu", "total"));
-            }
-            let value = if name == "container_last_seen" {
-                snapshot.at.as_second() as f64
-            } else {
-                get(one.usage)
-            };
-            out.sample(name, &labels, value, at);
-        }
-    }
-    let name = "container_memory_failures_total";
-    out.family(
-        name,
-        "counter",
-        "Cumulative count of memory allocation failures.",
-    );
-    for one in &all {
-        for (kind, value) in [
-            ("pgfault", one.usage.faults.0),
-            ("pgmajfault", one.usage.faults.1),
-        ] {
-            let own = [("failure_type", kind), ("scope", "hierarchy")];
-            let labels: Vec<(&str, &str)> = own
-                .into_iter()
-                .chain(one.labels.iter().map(|(key, value)| (*key, value.as_str())))
-                .collect();
-            out.sample(name, &labels, value as f64, at);
-        }
-    }
-    let name = "container_start_time_seconds";
-    out.family(
-        name,
-        "gauge",
-        "Start time of the container since unix epoch in seconds.",
-    );
-    for (p, c) in snapshot
-        .pods
-        .iter()
-        .flat_map(|p| p.containers.iter().map(move |c| (p, c)))
-    {
-        let one = labelled(&c.cgroup, &c.usage, Some(p), Some(c));
-        let labels: Vec<(&str, &str)> = one
-            .labels
-            .iter()
-            .map(|(key, value)| (*key, value.as_str()))
-            .collect();
-        out.sample(
-            name,
-            &labels,
-            c.started.map_or(0.0, |t| t.as_second() as f64),
-            at,
-        );
-    }
-    for (direction, sent) in [("receive", false), ("transmit", true)] {
-        for (i, what) in ["bytes", "packets", "errors", "packets_dropped"]
-            .into_iter()
-            .enumerate()
-        {
-            let name = format!("container_network_{direction}_{what}_total");
-            out.family(
-                &name,
-                "counter",
-                "Cumulative count of what went over an interface.",
-            );
-            for p in &snapshot.pods {
-                let (pod, namespace) = (p.pod.name_any(), p.pod.namespace().unwrap_or_default());
-                for interface in &p.interfaces {
-                    let value = if sent {
-                        interface.sent[i]
-                    } else {
-                        interface.received[i]
-                    };
-                    let labels = [
-                        ("id", p.cgroup.as_str()),
-                        ("interface", &interface.name),
-                        ("namespace", &namespace),
-                        ("pod", &pod),
-                    ];
-                    out.sample(&name, &labels, value as f64, at);
-                }
-            }
-        }
-    }
-    let machine = &server.context.machine;
-    out.single(
-        "machine_cpu_cores",
-        "gauge",
-        "Number of logical CPU cores.",
-        &[],
-        f64::from(machine.cpus),
-    );
-    out.single(
-        "machine_memory_bytes",
-        "gauge",
-        "Amount of memory installed on the machine.",
-        &[],
-        machine.memory as f64,
-    );
-    out.single(
-        "machine_swap_bytes",
-        "gauge",
-        "Amount of swap memory available on the machine.",
-        &[],
-        snapshot.machine.swap.0 as f64,
-    );
-    out.single(
-        "machine_scrape_error",
-        "gauge",
-        "1 if there was an error while getting machine metrics, 0 otherwise.",
-        &[],
-        0.0,
-    );
-    out.single(
-        "container_scrape_error",
-        "gauge",
-        "1 if there was an error while getting container metrics, 0 otherwise",
-        &[],
-        0.0,
-    );
-    Ok(page(out))
 }
 
 /// `/metrics/slis`.

@@ -3,6 +3,7 @@
 //! Every path is authenticated and authorised before it is looked at. What is shown is read when it is asked for.
 
 mod access;
+mod cadvisor;
 mod checkpoint;
 mod figures;
 pub mod local;
@@ -33,6 +34,7 @@ use super::Context;
 use super::node::credentials::Pair;
 use crate::core::pod;
 use crate::core::serving::{self, Endpoint, Place, Routed};
+use crate::cri::RuntimeError;
 use crate::host::blocking;
 use crate::https::{self, Body, Limits, Peer, Protocol, Tls, TlsFiles, text};
 use crate::kubeapi::reviews::Reviews;
@@ -113,8 +115,8 @@ pub struct Server {
     access: Access,
     figures: figures::Figures,
     sessions: Sessions,
-    /// Where the runtime keeps its images.
-    images: tokio::sync::OnceCell<PathBuf>,
+    /// Where the runtime keeps its images, and the image of sandboxes.
+    images: tokio::sync::OnceCell<(PathBuf, String)>,
 }
 
 impl Server {
@@ -131,17 +133,23 @@ impl Server {
         self.context.roster.borrow().iter().find(fits).cloned()
     }
 
+    /// What the runtime says of its images, asked once.
+    async fn of_images(&self) -> Result<&(PathBuf, String), RuntimeError> {
+        let ask = || async {
+            let stock = self.context.runtime.stock().await?;
+            let pinned = stock.images.iter().filter(|i| i.pinned);
+            let mut names = pinned.flat_map(|i| &i.names);
+            let sandbox = names.find(|n| n.contains("pause") && !n.contains('@'));
+            let sandbox = sandbox.cloned().unwrap_or_default();
+            Ok((stock.mountpoint, sandbox))
+        };
+        self.images.get_or_try_init(ask).await
+    }
+
     /// The room on the filesystem of the runtime's images; nothing where the runtime does not say where that is.
     async fn image_room(&self) -> Room {
-        let ask = || async {
-            self.context
-                .runtime
-                .stock()
-                .await
-                .map(|stock| stock.mountpoint)
-        };
-        match self.images.get_or_try_init(ask).await {
-            Ok(dir) => {
+        match self.of_images().await {
+            Ok((dir, _)) => {
                 let dir = dir.clone();
                 blocking(move || Room::of(&dir).map_err(|e| e.to_string()))
                     .await

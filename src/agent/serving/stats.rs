@@ -12,7 +12,9 @@ use super::Server;
 use super::figures::{self, DiskFigures, PodFigures, VolumeFigures};
 use super::views;
 use crate::core::pod;
-use crate::core::serving::cgroup_stats::{Interface, Usage};
+use crate::core::serving::cgroup_stats::{Depth, Usage};
+use crate::core::serving::machine_stats::Interface;
+use crate::core::serving::pressure::{Pressure, Waited};
 use crate::core::time::seconds;
 use crate::https::Body;
 use crate::sys::machine::Room;
@@ -21,10 +23,20 @@ fn time(at: Timestamp) -> Value {
     serde_json::to_value(seconds(at)).unwrap_or_default()
 }
 
+/// Pressure in the summary's spelling. The totals are the kernel's microseconds: the format speaks of nanoseconds, but that is
+/// what every kubelet sends.
+fn psi(pressure: Option<Pressure>) -> Option<Value> {
+    let of = |w: Waited| json!({"total": w.total, "avg10": w.averages[0], "avg60": w.averages[1], "avg300": w.averages[2]});
+    pressure.map(|p| json!({"full": of(p.full), "some": of(p.some)}))
+}
+
 fn cpu(at: Timestamp, usage: &Usage, rate: Option<u64>) -> Value {
     let mut cpu = json!({"time": time(at), "usageCoreNanoSeconds": usage.cpu});
     if let Some(rate) = rate {
         cpu["usageNanoCores"] = rate.into();
+    }
+    if let Some(psi) = psi(usage.pressure.cpu) {
+        cpu["psi"] = psi;
     }
     cpu
 }
@@ -35,7 +47,31 @@ fn memory(at: Timestamp, usage: &Usage) -> Value {
     if let Some(limit) = usage.limit {
         memory["availableBytes"] = limit.saturating_sub(usage.working_set).into();
     }
+    if let Some(psi) = psi(usage.pressure.memory) {
+        memory["psi"] = psi;
+    }
     memory
+}
+
+fn swap(at: Timestamp, usage: &Usage) -> Value {
+    let mut swap = json!({"time": time(at), "swapUsageBytes": usage.swap});
+    if let Some(limit) = usage.swap_limit {
+        swap["swapAvailableBytes"] = limit.saturating_sub(usage.swap).into();
+    }
+    swap
+}
+
+/// What every part has of its cgroup. The pressure on disks is not asked for with the processors and the memory alone.
+fn of_cgroup(at: Timestamp, usage: &Usage, rate: Option<u64>, whole: bool) -> Map<String, Value> {
+    let mut of = Map::from_iter([
+        ("cpu".to_owned(), cpu(at, usage, rate)),
+        ("memory".to_owned(), memory(at, usage)),
+        ("swap".to_owned(), swap(at, usage)),
+    ]);
+    if let Some(psi) = psi(usage.pressure.io).filter(|_| whole) {
+        of.insert("io".to_owned(), json!({"time": time(at), "psi": psi}));
+    }
+    of
 }
 
 fn network(at: Timestamp, interfaces: &[Interface]) -> Option<Value> {
@@ -85,7 +121,8 @@ fn of_pod(
     let pod = &figures.pod;
     let namespace = pod.namespace().unwrap_or_default();
     let containers = figures.containers.iter().map(|c| {
-        let mut value = json!({"name": c.name, "cpu": cpu(at, &c.usage, c.rate), "memory": memory(at, &c.usage)});
+        let mut value = Value::Object(of_cgroup(at, &c.usage, c.rate, whole));
+        value["name"] = c.name.as_str().into();
         value["startTime"] = c.started.map(time).unwrap_or_default();
         if let (Some(disk), true) = (disk, whole) {
             value["rootfs"] = room(at, root, disk.layers.get(&c.name).copied());
@@ -93,17 +130,16 @@ fn of_pod(
         }
         value
     });
-    let mut value = json!({
-        "podRef": {"name": pod.name_any(), "namespace": namespace, "uid": pod::uid(pod)},
-        "startTime": figures.started.map(time), "containers": containers.collect::<Vec<_>>(),
-        "cpu": cpu(at, &figures.usage, figures.rate), "memory": memory(at, &figures.usage),
-    });
+    let mut value = Value::Object(of_cgroup(at, &figures.usage, figures.rate, whole));
+    value["podRef"] = json!({"name": pod.name_any(), "namespace": namespace, "uid": pod::uid(pod)});
+    value["startTime"] = figures.started.map(time).unwrap_or_default();
+    value["containers"] = containers.collect();
     if !whole {
         return value;
     }
-    value["process_stats"] = json!({"process_count": figures.usage.processes});
-    value["swap"] = json!({"time": time(at), "swapUsageBytes": figures.usage.swap});
-    if let Some(network) = network(at, &figures.interfaces) {
+    let processes = figures.containers.iter().map(|c| c.usage.processes);
+    value["process_stats"] = json!({"process_count": processes.sum::<u64>()});
+    if let Some(network) = network(at, &figures.sandbox.processes.interfaces) {
         value["network"] = network;
     }
     if let Some(disk) = disk {
@@ -124,7 +160,7 @@ pub async fn summary(server: &Arc<Server>, query: &str) -> Result<Response<Body>
         .any(|(key, value)| {
             key == "only_cpu_and_memory" && crate::core::serving::query::is_true(value)
         });
-    let snapshot = figures::snapshot(server)
+    let snapshot = figures::snapshot(server, Depth::Figures)
         .await
         .map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e.message))?;
     let disks = if whole {
@@ -133,25 +169,26 @@ pub async fn summary(server: &Arc<Server>, query: &str) -> Result<Response<Body>
         Default::default()
     };
     let (at, machine, root) = (snapshot.at, &snapshot.machine, &snapshot.root);
-    let mut of_machine = memory(at, &machine.usage);
-    of_machine["availableBytes"] = machine.available.into();
-    let (_, of_tier) = &snapshot.tier;
-    let mut node = Map::from_iter([
+    let booted = i64::try_from(machine.booted).unwrap_or(0);
+    let booted = Timestamp::from_second(booted).unwrap_or(server.context.started);
+    let systems = snapshot.systems.iter().filter(|s| !s.name.is_empty());
+    let systems = systems.map(|s| {
+        let mut value = Value::Object(of_cgroup(at, &s.usage, s.rate, whole));
+        value["name"] = s.name.into();
+        value["startTime"] = time(s.started.unwrap_or(booted));
+        value
+    });
+    let mut node = of_cgroup(at, &machine.usage, snapshot.rate, whole);
+    node.extend([
         (
             "nodeName".to_owned(),
             server.context.config.node_name.clone().into(),
         ),
-        (
-            "systemContainers".to_owned(),
-            json!([{"name": "pods", "startTime": time(server.context.started), "cpu": cpu(at, of_tier, None), "memory": memory(at, of_tier)}]),
-        ),
-        ("startTime".to_owned(), time(server.context.started)),
-        ("cpu".to_owned(), cpu(at, &machine.usage, snapshot.rate)),
-        ("memory".to_owned(), of_machine),
+        ("systemContainers".to_owned(), systems.collect()),
+        ("startTime".to_owned(), time(booted)),
     ]);
+    node["memory"]["availableBytes"] = machine.available.into();
     if whole {
-        let (all, free) = machine.swap;
-        node.insert("swap".into(), json!({"time": time(at), "swapAvailableBytes": free, "swapUsageBytes": all.saturating_sub(free)}));
         node.insert("fs".into(), room(at, root, None));
         node.insert("rlimit".into(), json!({"time": time(at), "maxpid": machine.processes.0, "curproc": machine.processes.1}));
         node.extend(network(at, &machine.interfaces).map(|n| ("network".to_owned(), n)));

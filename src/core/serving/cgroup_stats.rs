@@ -1,9 +1,23 @@
-//! What a cgroup used, from the text of its files, on v1 and v2; and interfaces from `/proc/<pid>/net/dev`. Pure.
+//! What a cgroup used and what it may, from the text of its files, on v1 and v2. Pure.
 
 use std::collections::BTreeMap;
 
+use super::block_io::{self, Disk};
+use super::pressure::{self, Pressures};
+
+/// How much of a cgroup is read: every file costs a few microseconds, and there are hundreds of cgroups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Depth {
+    /// Memory alone.
+    Memory,
+    /// What `/stats/summary` and `/metrics/resource` show.
+    Figures,
+    /// What `/metrics/cadvisor` shows.
+    All,
+}
+
 /// What a cgroup used, and what it may.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Usage {
     /// Processor time in nanoseconds: all of it, and its parts.
     pub cpu: u64,
@@ -13,6 +27,14 @@ pub struct Usage {
     pub system: u64,
     /// Periods in which a quota counted, those in which it ran out, and the nanoseconds waited.
     pub periods: (u64, u64, u64),
+    /// Periods in which more than the quota was used because of earlier ones, and the nanoseconds.
+    pub bursts: (u64, u64),
+    /// The weight, in v1's shares.
+    pub shares: u64,
+    /// The length of a period, in microseconds.
+    pub period: u64,
+    /// The microseconds of a period that may be used; none for all.
+    pub quota: Option<u64>,
     /// Memory in bytes, the page cache included.
     pub memory: u64,
     /// Without what could be dropped at once.
@@ -23,6 +45,10 @@ pub struct Usage {
     pub cache: u64,
     /// Mapped files.
     pub mapped: u64,
+    /// The page cache that is in use, and that which is not.
+    pub file: (u64, u64),
+    /// The kernel's own.
+    pub kernel: u64,
     /// Swapped out.
     pub swap: u64,
     /// The most there was at once.
@@ -33,44 +59,79 @@ pub struct Usage {
     pub faults: (u64, u64),
     /// The most there may be; none for any amount.
     pub limit: Option<u64>,
-    /// Processes and threads.
+    /// What is kept for it under pressure.
+    pub reserved: u64,
+    /// The most that may be swapped out; none for any amount.
+    pub swap_limit: Option<u64>,
+    /// Processes in it, not below it.
     pub processes: u64,
+    /// Processes and threads, those below it included.
+    pub threads: u64,
+    /// The most of them that there may be; none for any number.
+    pub threads_limit: Option<u64>,
     /// How often the kernel killed something for want of memory.
     pub oom_kills: u64,
+    /// What went to and from disks.
+    pub disks: Vec<Disk>,
+    /// How long its tasks waited; v2 alone says so.
+    pub pressure: Pressures,
 }
 
 /// The files of a cgroup that matter, by name.
 pub type Texts = BTreeMap<&'static str, String>;
 
-/// The files that are read of v1: controller and name.
-pub const V1: [(&str, &str); 11] = [
-    ("cpuacct", "cpuacct.usage"),
-    ("cpuacct", "cpuacct.stat"),
-    ("cpu", "cpu.stat"),
-    ("memory", "memory.usage_in_bytes"),
-    ("memory", "memory.max_usage_in_bytes"),
-    ("memory", "memory.failcnt"),
-    ("memory", "memory.limit_in_bytes"),
-    ("memory", "memory.stat"),
-    ("memory", "memory.oom_control"),
-    ("pids", "pids.current"),
-    ("memory", "memory.memsw.limit_in_bytes"),
+/// The files that are read of v1: controller, name, and for what they are needed.
+pub const V1: [(&str, &str, Depth); 20] = [
+    ("memory", "memory.usage_in_bytes", Depth::Memory),
+    ("memory", "memory.limit_in_bytes", Depth::Memory),
+    ("memory", "memory.stat", Depth::Memory),
+    ("memory", "memory.memsw.limit_in_bytes", Depth::Figures),
+    ("cpuacct", "cpuacct.usage", Depth::Figures),
+    ("pids", "pids.current", Depth::Figures),
+    ("cpu", "cgroup.procs", Depth::Figures),
+    ("cpuacct", "cpuacct.stat", Depth::All),
+    ("cpu", "cpu.stat", Depth::All),
+    ("cpu", "cpu.shares", Depth::All),
+    ("cpu", "cpu.cfs_period_us", Depth::All),
+    ("cpu", "cpu.cfs_quota_us", Depth::All),
+    ("memory", "memory.max_usage_in_bytes", Depth::All),
+    ("memory", "memory.failcnt", Depth::All),
+    ("memory", "memory.oom_control", Depth::All),
+    ("memory", "memory.kmem.usage_in_bytes", Depth::All),
+    ("memory", "memory.soft_limit_in_bytes", Depth::All),
+    ("pids", "pids.max", Depth::All),
+    (
+        "blkio",
+        "blkio.throttle.io_service_bytes_recursive",
+        Depth::All,
+    ),
+    ("blkio", "blkio.throttle.io_serviced_recursive", Depth::All),
 ];
 
-/// The files that are read of v2.
-pub const V2: [&str; 8] = [
-    "cpu.stat",
-    "memory.current",
-    "memory.peak",
-    "memory.max",
-    "memory.stat",
-    "memory.events",
-    "memory.swap.current",
-    "pids.current",
+/// The files that are read of v2, and for what they are needed.
+pub const V2: [(&str, Depth); 18] = [
+    ("memory.current", Depth::Memory),
+    ("memory.max", Depth::Memory),
+    ("memory.stat", Depth::Memory),
+    ("cpu.stat", Depth::Figures),
+    ("memory.swap.current", Depth::Figures),
+    ("memory.swap.max", Depth::Figures),
+    ("pids.current", Depth::Figures),
+    ("cgroup.procs", Depth::Figures),
+    ("cpu.pressure", Depth::Figures),
+    ("memory.pressure", Depth::Figures),
+    ("io.pressure", Depth::Figures),
+    ("cpu.max", Depth::All),
+    ("cpu.weight", Depth::All),
+    ("memory.peak", Depth::All),
+    ("memory.events", Depth::All),
+    ("memory.min", Depth::All),
+    ("pids.max", Depth::All),
+    ("io.stat", Depth::All),
 ];
 
 /// Ticks a second in v1's `cpuacct.stat`; fixed in the kernel's interface.
-const TICK: u64 = 10_000_000;
+pub const TICK: u64 = 10_000_000;
 /// Limits from here on mean none.
 const UNLIMITED: u64 = 1 << 62;
 
@@ -88,6 +149,19 @@ fn number(text: Option<&String>) -> Option<u64> {
     text?.trim().parse().ok()
 }
 
+fn bounded(text: Option<&String>) -> Option<u64> {
+    number(text).filter(|limit| *limit < UNLIMITED)
+}
+
+fn lines(text: Option<&String>) -> u64 {
+    text.map_or(0, |text| text.lines().count() as u64)
+}
+
+/// v1's shares for v2's weight, as cAdvisor counts them.
+fn shares(weight: u64) -> u64 {
+    weight.checked_sub(1).map_or(0, |w| 2 + w * 262_142 / 9999)
+}
+
 /// Reads v1's files.
 #[must_use]
 pub fn v1(texts: &Texts) -> Usage {
@@ -97,7 +171,10 @@ pub fn v1(texts: &Texts) -> Usage {
         fields(texts.get("memory.stat")),
     );
     let of = |map: &BTreeMap<&str, u64>, key: &str| map.get(key).copied().unwrap_or(0);
+    let text = |name: &str| texts.get(name).map_or("", String::as_str);
     let used = number(texts.get("memory.usage_in_bytes")).unwrap_or(0);
+    let limit = bounded(texts.get("memory.limit_in_bytes"));
+    let with_swap = bounded(texts.get("memory.memsw.limit_in_bytes"));
     Usage {
         cpu: number(texts.get("cpuacct.usage")).unwrap_or(0),
         user: of(&cpu, "user") * TICK,
@@ -107,11 +184,20 @@ pub fn v1(texts: &Texts) -> Usage {
             of(&quota, "nr_throttled"),
             of(&quota, "throttled_time"),
         ),
+        bursts: (of(&quota, "nr_bursts"), of(&quota, "burst_time")),
+        shares: number(texts.get("cpu.shares")).unwrap_or(0),
+        period: number(texts.get("cpu.cfs_period_us")).unwrap_or(0),
+        quota: number(texts.get("cpu.cfs_quota_us")),
         memory: used,
         working_set: used.saturating_sub(of(&memory, "total_inactive_file")),
         rss: of(&memory, "total_rss"),
         cache: of(&memory, "total_cache"),
         mapped: of(&memory, "total_mapped_file"),
+        file: (
+            of(&memory, "total_active_file"),
+            of(&memory, "total_inactive_file"),
+        ),
+        kernel: number(texts.get("memory.kmem.usage_in_bytes")).unwrap_or(0),
         swap: of(&memory, "total_swap"),
         peak: number(texts.get("memory.max_usage_in_bytes")).unwrap_or(0),
         failures: number(texts.get("memory.failcnt")).unwrap_or(0),
@@ -119,9 +205,21 @@ pub fn v1(texts: &Texts) -> Usage {
             of(&memory, "total_pgfault"),
             of(&memory, "total_pgmajfault"),
         ),
-        limit: number(texts.get("memory.limit_in_bytes")).filter(|l| *l < UNLIMITED),
-        processes: number(texts.get("pids.current")).unwrap_or(0),
+        limit,
+        reserved: bounded(texts.get("memory.soft_limit_in_bytes")).unwrap_or(0),
+        // v1 limits memory and swap together.
+        swap_limit: with_swap
+            .zip(limit)
+            .map(|(both, memory)| both.saturating_sub(memory)),
+        processes: lines(texts.get("cgroup.procs")),
+        threads: number(texts.get("pids.current")).unwrap_or(0),
+        threads_limit: number(texts.get("pids.max")),
         oom_kills: of(&fields(texts.get("memory.oom_control")), "oom_kill"),
+        disks: block_io::v1(
+            text("blkio.throttle.io_service_bytes_recursive"),
+            text("blkio.throttle.io_serviced_recursive"),
+        ),
+        pressure: Pressures::default(),
     }
 }
 
@@ -135,6 +233,8 @@ pub fn v2(texts: &Texts) -> Usage {
     );
     let of = |map: &BTreeMap<&str, u64>, key: &str| map.get(key).copied().unwrap_or(0);
     let micro = |key: &str| of(&cpu, key) * 1000;
+    let text = |name: &str| texts.get(name).map_or("", String::as_str);
+    let (quota, period) = text("cpu.max").split_once(' ').unwrap_or_default();
     let used = number(texts.get("memory.current")).unwrap_or(0);
     Usage {
         cpu: micro("usage_usec"),
@@ -145,90 +245,35 @@ pub fn v2(texts: &Texts) -> Usage {
             of(&cpu, "nr_throttled"),
             micro("throttled_usec"),
         ),
+        bursts: (of(&cpu, "nr_bursts"), micro("burst_usec")),
+        shares: shares(number(texts.get("cpu.weight")).unwrap_or(0)),
+        period: period.trim().parse().unwrap_or(0),
+        quota: quota.parse().ok(),
         memory: used,
         working_set: used.saturating_sub(of(&memory, "inactive_file")),
         rss: of(&memory, "anon"),
         cache: of(&memory, "file"),
         mapped: of(&memory, "file_mapped"),
+        file: (of(&memory, "active_file"), of(&memory, "inactive_file")),
+        kernel: of(&memory, "kernel"),
         swap: number(texts.get("memory.swap.current")).unwrap_or(0),
         peak: number(texts.get("memory.peak")).unwrap_or(0),
         failures: of(&events, "max"),
         faults: (of(&memory, "pgfault"), of(&memory, "pgmajfault")),
         limit: number(texts.get("memory.max")),
-        processes: number(texts.get("pids.current")).unwrap_or(0),
+        reserved: bounded(texts.get("memory.min")).unwrap_or(0),
+        swap_limit: number(texts.get("memory.swap.max")),
+        processes: lines(texts.get("cgroup.procs")),
+        threads: number(texts.get("pids.current")).unwrap_or(0),
+        threads_limit: number(texts.get("pids.max")),
         oom_kills: of(&events, "oom_kill"),
+        disks: block_io::v2(text("io.stat")),
+        pressure: Pressures {
+            cpu: pressure::read(text("cpu.pressure")),
+            memory: pressure::read(text("memory.pressure")),
+            io: pressure::read(text("io.pressure")),
+        },
     }
-}
-
-/// The counters of a network interface.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Interface {
-    /// Its name.
-    pub name: String,
-    /// Received: bytes, packets, errors, dropped.
-    pub received: [u64; 4],
-    /// Sent: bytes, packets, errors, dropped.
-    pub sent: [u64; 4],
-}
-
-/// Reads `/proc/<pid>/net/dev`; what only looks back is left out.
-#[must_use]
-pub fn interfaces(text: &str) -> Vec<Interface> {
-    let of = |line: &str| {
-        let (name, rest) = line.split_once(':')?;
-        let numbers: Vec<u64> = rest
-            .split_whitespace()
-            .filter_map(|n| n.parse().ok())
-            .collect();
-        let four = |at: usize| {
-            Some([
-                *numbers.get(at)?,
-                *numbers.get(at + 1)?,
-                *numbers.get(at + 2)?,
-                *numbers.get(at + 3)?,
-            ])
-        };
-        Some(Interface {
-            name: name.trim().to_owned(),
-            received: four(0)?,
-            sent: four(8)?,
-        })
-    };
-    text.lines()
-        .filter_map(of)
-        .filter(|i| i.name != "lo")
-        .collect()
-}
-
-/// Processor time of the whole machine from `/proc/stat`, in nanoseconds: without what it was idle or waited.
-#[must_use]
-pub fn machine_cpu(stat: &str) -> u64 {
-    let numbers = stat
-        .lines()
-        .next()
-        .into_iter()
-        .flat_map(str::split_whitespace)
-        .skip(1)
-        .filter_map(|n| n.parse::<u64>().ok());
-    // user nice system idle iowait irq softirq steal; guests are in user already.
-    numbers
-        .take(8)
-        .enumerate()
-        .filter(|(i, _)| !matches!(i, 3 | 4))
-        .map(|(_, n)| n)
-        .sum::<u64>()
-        * TICK
-}
-
-/// A figure of `/proc/meminfo`, in bytes.
-#[must_use]
-pub fn meminfo(text: &str, key: &str) -> u64 {
-    let line = text
-        .lines()
-        .find_map(|l| l.strip_prefix(key)?.strip_prefix(':'));
-    line.and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok())
-        .unwrap_or(0)
-        * 1024
 }
 
 #[cfg(test)]
@@ -240,20 +285,36 @@ mod tests {
         let old = Texts::from([
             ("cpuacct.usage", "2000000\n".to_owned()),
             ("cpuacct.stat", "user 1\nsystem 2\n".to_owned()),
-            ("cpu.stat", "nr_periods 5\nnr_throttled 2\nthrottled_time 7000\n".to_owned()),
+            ("cpu.stat", "nr_periods 5\nnr_throttled 2\nthrottled_time 7000\nnr_bursts 1\nburst_time 3000\n".to_owned()),
+            ("cpu.shares", "2\n".to_owned()),
+            ("cpu.cfs_period_us", "100000\n".to_owned()),
+            ("cpu.cfs_quota_us", "50000\n".to_owned()),
             ("memory.usage_in_bytes", "1000".to_owned()),
             ("memory.limit_in_bytes", "9223372036854771712".to_owned()),
-            ("memory.stat", "rss 1\ntotal_rss 300\ntotal_cache 700\ntotal_inactive_file 400\ntotal_pgfault 9\ntotal_pgmajfault 1\n".to_owned()),
+            ("memory.kmem.usage_in_bytes", "64\n".to_owned()),
+            ("memory.soft_limit_in_bytes", "9223372036854771712".to_owned()),
+            ("memory.stat", "rss 1\ntotal_rss 300\ntotal_cache 700\ntotal_inactive_file 400\ntotal_active_file 200\ntotal_pgfault 9\ntotal_pgmajfault 1\n".to_owned()),
             ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n".to_owned()),
             ("pids.current", "4\n".to_owned()),
+            ("pids.max", "max\n".to_owned()),
+            ("cgroup.procs", "10\n11\n".to_owned()),
+            ("blkio.throttle.io_service_bytes_recursive", "8:0 Read 4096\n8:0 Write 1\n".to_owned()),
+            ("blkio.throttle.io_serviced_recursive", "8:0 Read 2\n8:0 Write 1\n".to_owned()),
         ]);
         let new = Texts::from([
-            ("cpu.stat", "usage_usec 2000\nuser_usec 10000\nsystem_usec 20000\nnr_periods 5\nnr_throttled 2\nthrottled_usec 7\n".to_owned()),
+            ("cpu.stat", "usage_usec 2000\nuser_usec 10000\nsystem_usec 20000\nnr_periods 5\nnr_throttled 2\nthrottled_usec 7\nnr_bursts 1\nburst_usec 3\n".to_owned()),
+            ("cpu.weight", "1\n".to_owned()),
+            ("cpu.max", "50000 100000\n".to_owned()),
             ("memory.current", "1000\n".to_owned()),
             ("memory.max", "max\n".to_owned()),
-            ("memory.stat", "anon 300\nfile 700\ninactive_file 400\npgfault 9\npgmajfault 1\n".to_owned()),
+            ("memory.stat", "anon 300\nfile 700\nkernel 64\ninactive_file 400\nactive_file 200\npgfault 9\npgmajfault 1\n".to_owned()),
             ("memory.events", "low 0\nmax 0\noom_kill 3\n".to_owned()),
             ("pids.current", "4\n".to_owned()),
+            ("pids.max", "max\n".to_owned()),
+            ("memory.min", "0\n".to_owned()),
+            ("memory.swap.max", "max\n".to_owned()),
+            ("cgroup.procs", "10\n11\n".to_owned()),
+            ("io.stat", "8:0 rbytes=4096 wbytes=1 rios=2 wios=1 dbytes=0 dios=0\n".to_owned()),
         ]);
         let (old, new) = (v1(&old), v2(&new));
         assert_eq!(old, new);
@@ -268,20 +329,41 @@ mod tests {
     }
 
     #[test]
-    fn the_machine_and_its_interfaces_are_read() {
-        let text = "Inter-|   Receive  |  Transmit\n face |bytes packets\n    lo: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0\n  eth0: 10 2 3 4 0 0 0 0 50 6 7 8 0 0 0 0\n";
-        assert_eq!(
-            interfaces(text),
-            [Interface {
-                name: "eth0".into(),
-                received: [10, 2, 3, 4],
-                sent: [50, 6, 7, 8]
-            }]
-        );
-        assert_eq!(
-            machine_cpu("cpu  1 2 3 100 100 4 5 6 7 8\ncpu0 9\n"),
-            21 * TICK
-        );
-        assert_eq!(meminfo("MemTotal: 5 kB\nMemFree:  2 kB\n", "MemFree"), 2048);
+    fn limits_are_read() {
+        let of = |pairs: &[(&'static str, &str)]| -> Texts {
+            let pairs = pairs.iter();
+            pairs
+                .map(|(name, text)| (*name, format!("{text}\n")))
+                .collect()
+        };
+        let old = v1(&of(&[
+            ("memory.limit_in_bytes", "1000"),
+            ("memory.memsw.limit_in_bytes", "1500"),
+            ("memory.soft_limit_in_bytes", "10"),
+            ("cpu.cfs_quota_us", "-1"),
+            ("pids.max", "99"),
+        ]));
+        let new = v2(&of(&[
+            ("memory.max", "1000"),
+            ("memory.swap.max", "500"),
+            ("memory.min", "10"),
+            ("cpu.max", "max 100000"),
+            ("pids.max", "99"),
+        ]));
+        let limits = |u: &Usage| (u.limit, u.swap_limit, u.reserved, u.quota, u.threads_limit);
+        assert_eq!(limits(&old), (Some(1000), Some(500), 10, None, Some(99)));
+        assert_eq!((limits(&new), new.period), (limits(&old), 100_000));
+        for (weight, is) in [(0, 0), (1, 2), (39, 998), (100, 2597), (10_000, 262_144)] {
+            assert_eq!(shares(weight), is, "{weight}");
+        }
+    }
+
+    #[test]
+    fn pressure_is_there_where_the_kernel_says_it() {
+        let line = "some avg10=1.50 avg60=0.00 avg300=0.00 total=7\n".to_owned();
+        let usage = v2(&Texts::from([("io.pressure", line)]));
+        let io = usage.pressure.io.unwrap_or_default();
+        assert_eq!((io.some.total, io.some.averages[0]), (7, 1.5));
+        assert_eq!((usage.pressure.cpu, usage.pressure.memory), (None, None));
     }
 }

@@ -19,9 +19,26 @@ fn escaped(value: &str) -> String {
 
 fn number(value: f64) -> String {
     if value.fract() == 0.0 && value.abs() < 1e15 {
-        format!("{value:.0}")
+        // Exact below 2^53, and several times as fast as the formatting of a fraction.
+        (value as i64).to_string()
     } else {
         format!("{value}")
+    }
+}
+
+/// Labels that many samples have in common, written out once.
+#[derive(Debug, Clone, Default)]
+pub struct Common(Vec<(&'static str, String)>);
+
+impl Common {
+    /// Those of these names, which rise, and values.
+    #[must_use]
+    pub fn new(labels: &[(&'static str, &str)]) -> Common {
+        let written = |(key, value): &(&'static str, &str)| {
+            let written = format!("{key}=\"{}\"", escaped(value));
+            (*key, written)
+        };
+        Common(labels.iter().map(written).collect())
     }
 }
 
@@ -53,6 +70,40 @@ impl Page {
         let at = at.map(|at| format!(" {at}")).unwrap_or_default();
         let _ = writeln!(self.0, "{name}{labels} {}{at}", number(value));
         self
+    }
+
+    /// A sample with labels in common with others and labels of its own, whose names rise too.
+    pub fn sample_of(
+        &mut self,
+        name: &str,
+        common: &Common,
+        own: Labels<'_>,
+        value: f64,
+        at: Option<i64>,
+    ) {
+        let out = &mut self.0;
+        out.push_str(name);
+        let mut separator = '{';
+        let mut own = own.iter().peekable();
+        for (key, written) in &common.0 {
+            while let Some((name, value)) = own.next_if(|(name, _)| name < key) {
+                // Writing to a String cannot fail.
+                let _ = write!(out, "{separator}{name}=\"{}\"", escaped(value));
+                separator = ',';
+            }
+            out.push(separator);
+            out.push_str(written);
+            separator = ',';
+        }
+        for (name, value) in own {
+            let _ = write!(out, "{separator}{name}=\"{}\"", escaped(value));
+            separator = ',';
+        }
+        let _ = write!(out, "}} {}", number(value));
+        if let Some(at) = at {
+            let _ = write!(out, " {at}");
+        }
+        out.push('\n');
     }
 
     /// A family of one sample.
@@ -183,12 +234,20 @@ impl Registry {
         }
     }
 
-    /// Forgets all label sets with this value.
-    pub fn forget(&mut self, label: &str, value: &str) {
-        for (family, all) in self.counters.values_mut() {
-            if let Some(at) = family.labels.iter().position(|l| *l == label) {
-                all.retain(|values, _| values.get(at).is_none_or(|v| v != value));
-            }
+    /// Forgets all label sets of a family with these values.
+    pub fn forget(&mut self, family: Family, labels: Labels<'_>) {
+        let stays = |values: &Values| {
+            let has = |(label, value): &(&str, &str)| {
+                let at = family.labels.iter().position(|l| l == label);
+                at.and_then(|at| values.get(at)).is_some_and(|v| v == value)
+            };
+            !labels.iter().all(has)
+        };
+        if let Some((_, all)) = self.counters.get_mut(family.name) {
+            all.retain(|values, _| stays(values));
+        }
+        if let Some((_, all)) = self.histograms.get_mut(family.name) {
+            all.retain(|values, _| stays(values));
         }
     }
 
@@ -261,7 +320,26 @@ mod tests {
         };
         (0..10_000).for_each(|n| registry.count(family, &[&n.to_string()], 1));
         assert_eq!(registry.counters["a_total"].1.len(), MOST);
-        registry.forget("path", "7");
+        let other = Family {
+            name: "b",
+            ..family
+        };
+        registry.forget(other, &[("path", "7")]);
+        registry.forget(family, &[("path", "7"), ("verb", "GET")]);
+        assert_eq!(registry.counters["a_total"].1.len(), MOST);
+        registry.forget(family, &[("path", "7")]);
         assert_eq!(registry.counters["a_total"].1.len(), MOST - 1);
+    }
+
+    #[test]
+    fn labels_in_common_stand_among_others_by_their_names() {
+        let common = Common::new(&[("b", "x\"y"), ("d", "")]);
+        let mut page = Page::default();
+        for own in [&[][..], &[("a", "1"), ("c", "2"), ("e", "\n")]] {
+            page.sample_of("n", &common, own, -0.5, Some(3));
+        }
+        page.sample_of("n", &Common::default(), &[("a", "1")], 1e14, None);
+        let lines = "n{b=\"x\\\"y\",d=\"\"} -0.5 3\nn{a=\"1\",b=\"x\\\"y\",c=\"2\",d=\"\",e=\"\\n\"} -0.5 3\nn{a=\"1\"} 100000000000000\n";
+        assert_eq!(page.into_text(), lines);
     }
 }

@@ -1,9 +1,12 @@
 //! What the agent's HTTP API has, who may use it, and how its logs are read (kubelet spec, chapter 13). Pure.
 
+pub mod block_io;
 pub mod cgroup_stats;
 pub mod exposition;
 pub mod log_query;
 pub mod logs;
+pub mod machine_stats;
+pub mod pressure;
 pub mod query;
 
 use jiff::{SignedDuration, Timestamp};

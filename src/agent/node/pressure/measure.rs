@@ -4,6 +4,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use crate::core::node::eviction::{Amount, Observations, Signal};
+use crate::core::serving::cgroup_stats::Depth;
 use crate::host::blocking;
 use crate::sys::machine::Room;
 use crate::sys::meter;
@@ -50,7 +51,7 @@ fn read_memory(pods: &str) -> Observations {
         };
         left.insert(Signal::MemoryAvailable, amount);
     }
-    let all = meter::cgroup_memory(pods);
+    let all = meter::cgroup(pods, Depth::Memory);
     if let Some((limit, used)) = all.and_then(|u| Some((u.limit?, u.working_set))) {
         let amount = Amount {
             capacity: limit,

@@ -12,6 +12,7 @@ use crate::agent::{Context, Known};
 use crate::core::node::eviction::{Candidate, ContainerFigures, PodFigures, Resource};
 use crate::core::node::preempt::is_critical;
 use crate::core::pod;
+use crate::core::serving::cgroup_stats::Depth;
 use crate::core::volume::local_storage;
 use crate::cri::Layer;
 use crate::host::blocking;
@@ -81,17 +82,17 @@ async fn in_cgroups(context: &Context, pods: Vec<(Arc<Pod>, Option<Known>)>) -> 
     };
     let places: Vec<Place> = pods.into_iter().map(place).collect();
     let read = |(pod, cgroup, containers): Place| {
-        let usage = meter::cgroup(&cgroup)?;
+        let usage = meter::cgroup(&cgroup, Depth::Figures)?;
         let containers = containers.into_iter().filter_map(|(name, cgroup)| {
             Some(ContainerFigures {
                 name,
-                memory: meter::cgroup_memory(&cgroup)?.working_set,
+                memory: meter::cgroup(&cgroup, Depth::Memory)?.working_set,
                 disk: 0,
             })
         });
         let figures = PodFigures {
             memory: usage.working_set,
-            processes: usage.processes,
+            processes: usage.threads,
             containers: containers.collect(),
             ..PodFigures::default()
         };

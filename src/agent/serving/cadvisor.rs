@@ -1,0 +1,450 @@
+//! `/metrics/cadvisor`: cAdvisor's names, labels and units, as a kubelet with its defaults shows them (kubelet spec, 13.7).
+//!
+//! Shown are the machine (`/`), all pods and their classes, the agent and the runtime, and every pod, sandbox and container
+//! that runs. What a default kubelet leaves out stays out: figures of single processors, TCP, huge pages, the scheduler. Of the
+//! machine's filesystems those that pods bring along (overlays, tmpfs volumes, volumes of drivers) are left out.
+
+mod families;
+
+use std::sync::Arc;
+
+use hyper::Response;
+use kube::ResourceExt as _;
+
+use families::{COSTS, CPU, DISK, MEMORY, MICRO, NANO, PROCESSES, REQUESTS, ROOM, SPEC, Shown};
+
+use super::figures::{self, Snapshot};
+use super::metrics::{broken, page};
+use super::{Refusal, Server};
+use crate::core::node::topology::{Level, Topology};
+use crate::core::serving::block_io::DiskCounters;
+use crate::core::serving::cgroup_stats::{Depth, Usage};
+use crate::core::serving::exposition::{Common, Labels, Page};
+use crate::host::blocking;
+use crate::https::Body;
+use crate::sys::machine::Machine;
+use crate::sys::meter::Processes;
+use crate::sys::topology;
+
+/// Writes families: the head once, and only where there is a sample.
+struct Writer {
+    page: Page,
+    /// The time of the reading, in milliseconds.
+    at: i64,
+}
+
+impl Writer {
+    /// A family: what `each` gives of every cgroup.
+    fn family<'a>(
+        &mut self,
+        (name, kind, help): (&str, &str, &str),
+        all: &'a [Shown<'a>],
+        dated: bool,
+        mut each: impl FnMut(&'a Shown<'a>, &mut dyn FnMut(Labels<'_>, f64)),
+    ) {
+        let at = dated.then_some(self.at);
+        let (page, mut begun) = (&mut self.page, false);
+        for shown in all {
+            each(shown, &mut |own, value| {
+                if !begun {
+                    page.family(name, kind, help);
+                    begun = true;
+                }
+                page.sample_of(name, &shown.labels, own, value, at);
+            });
+        }
+    }
+}
+
+/// The cgroups of a reading with their labels.
+fn shown<'a>(snapshot: &'a Snapshot, v2: bool, sandbox_image: &str) -> Vec<Shown<'a>> {
+    let machine = &snapshot.machine;
+    let booted = i64::try_from(machine.booted).unwrap_or(0);
+    let of = |names: [&str; 6], usage: &'a Usage, processes: &'a Processes, began: i64| {
+        let [container, id, image, name, namespace, pod] = names;
+        let labels = [
+            ("container", container),
+            ("id", id),
+            ("image", image),
+            ("name", name),
+            ("namespace", namespace),
+            ("pod", pod),
+        ];
+        let memory = if v2 { 0 } else { usage.limit.unwrap_or(0) };
+        Shown {
+            labels: Common::new(&labels),
+            usage,
+            processes,
+            began,
+            swap_limit: usage.swap_limit.map_or(0, |swap| swap + memory),
+            has_root: true,
+            interfaces: &processes.interfaces,
+            filesystems: &[],
+        }
+    };
+    let none = &NO_PROCESSES;
+    let names = ["", "/", "", "", "", ""];
+    let mut all = vec![Shown {
+        interfaces: &machine.interfaces,
+        filesystems: &machine.filesystems,
+        // The machine's swap is no limit beside its memory.
+        swap_limit: machine.swap.0,
+        ..of(names, &machine.usage, &machine.own, booted)
+    }];
+    all.extend(snapshot.systems.iter().map(|s| Shown {
+        has_root: false,
+        ..of(
+            ["", &s.cgroup, "", "", "", ""],
+            &s.usage,
+            &s.processes,
+            s.started.map_or(booted, |t| t.as_second()),
+        )
+    }));
+    for p in &snapshot.pods {
+        let (pod, namespace) = (p.pod.name_any(), p.pod.namespace().unwrap_or_default());
+        let began = p.started.map_or(booted, |t| t.as_second());
+        let names = ["", &p.cgroup, "", "", &namespace, &pod];
+        all.push(Shown {
+            has_root: false,
+            ..of(names, &p.usage, none, began)
+        });
+        let sandbox = &p.sandbox;
+        let id = sandbox.id.as_str();
+        let names = ["", &sandbox.cgroup, sandbox_image, id, &namespace, &pod];
+        all.push(of(names, &sandbox.usage, &sandbox.processes, began));
+        all.extend(p.containers.iter().map(|c| {
+            let names = [&c.name, &c.cgroup, &c.image, &c.id, &namespace, &pod];
+            let began = c.started.map_or(booted, |t| t.as_second());
+            of(names.map(String::as_str), &c.usage, &c.processes, began)
+        }));
+    }
+    all
+}
+
+static NO_PROCESSES: Processes = Processes {
+    interfaces: vec![],
+    descriptors: None,
+    open_files: None,
+};
+
+/// What has a label of its own, besides disks and interfaces.
+fn labelled(out: &mut Writer, all: &[Shown<'_>]) {
+    out.family(
+        (
+            "container_cpu_usage_seconds_total",
+            "counter",
+            "Cumulative cpu time consumed in seconds.",
+        ),
+        all,
+        true,
+        |s, sample| {
+            if s.usage.cpu > 0 {
+                sample(&[("cpu", "total")], s.usage.cpu as f64 / NANO);
+            }
+        },
+    );
+    out.family(
+        (
+            "container_memory_failures_total",
+            "counter",
+            "Cumulative count of memory allocation failures.",
+        ),
+        all,
+        true,
+        |s, sample| {
+            for scope in ["container", "hierarchy"] {
+                for (kind, value) in [
+                    ("pgfault", s.usage.faults.0),
+                    ("pgmajfault", s.usage.faults.1),
+                ] {
+                    sample(&[("failure_type", kind), ("scope", scope)], value as f64);
+                }
+            }
+        },
+    );
+    out.family(
+        (
+            "container_ulimits_soft",
+            "gauge",
+            "Soft ulimit values for the container root process. Unlimited if -1, except priority and nice",
+        ),
+        all,
+        true,
+        |s, sample| {
+            if let Some(most) = s.processes.open_files.filter(|_| s.has_root) {
+                sample(&[("ulimit", "max_open_files")], most as f64);
+            }
+        },
+    );
+}
+
+/// What went over interfaces.
+fn network(out: &mut Writer, all: &[Shown<'_>]) {
+    for (direction, done, sent) in [
+        ("receive", "received", false),
+        ("transmit", "transmitted", true),
+    ] {
+        let doing = if sent { "transmitting" } else { "receiving" };
+        let helps = [
+            format!("Cumulative count of bytes {done}"),
+            format!("Cumulative count of packets {done}"),
+            format!("Cumulative count of errors encountered while {doing}"),
+            format!("Cumulative count of packets dropped while {doing}"),
+        ];
+        let whats = ["bytes", "packets", "errors", "packets_dropped"];
+        for (i, (what, help)) in whats.into_iter().zip(&helps).enumerate() {
+            let name = format!("container_network_{direction}_{what}_total");
+            out.family((&name, "counter", help), all, true, |s, sample| {
+                for interface in s.interfaces {
+                    let counters = if sent {
+                        &interface.sent
+                    } else {
+                        &interface.received
+                    };
+                    let labels = [("interface", interface.name.as_str())];
+                    sample(&labels, counters[i] as f64);
+                }
+            });
+        }
+    }
+}
+
+/// The machine's disks and partitions by name and by number.
+struct Disks<'a>(&'a [DiskCounters]);
+
+impl<'a> Disks<'a> {
+    fn name(&self, device: (u32, u32)) -> String {
+        let known = self.0.iter().find(|d| d.device == device);
+        known.map_or(String::new(), |d| format!("/dev/{}", d.name))
+    }
+
+    /// What the kernel counts of the device below a filesystem; nothing of one that is on none.
+    fn below(&self, device: &str) -> Option<&'a DiskCounters> {
+        let name = device.strip_prefix("/dev/")?;
+        self.0.iter().find(|d| d.name == name)
+    }
+}
+
+/// What went to and from disks, and the room on filesystems.
+fn disks(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
+    for (name, help, get) in ROOM {
+        out.family((name, "gauge", help), all, true, |s, sample| {
+            for f in s.filesystems {
+                sample(&[("device", &f.device)], get(f) as f64);
+            }
+        });
+    }
+    for (name, kind, help, get) in DISK {
+        out.family((name, kind, help), all, true, |s, sample| {
+            for f in s.filesystems {
+                let value = disks.below(&f.device).map_or(0.0, get);
+                sample(&[("device", &f.device)], value);
+            }
+        });
+    }
+    for (name, help, kind, of_disk) in REQUESTS {
+        out.family((name, "counter", help), all, true, |s, sample| {
+            let mut told = vec![];
+            for disk in &s.usage.disks {
+                let counted = if of_disk.is_none() {
+                    &disk.bytes
+                } else {
+                    &disk.requests
+                };
+                if !counted.is_empty() {
+                    let value = counted.iter().find(|(of, _)| *of == kind);
+                    let device = disks.name(disk.device);
+                    sample(&[("device", &device)], value.map_or(0.0, |v| v.1 as f64));
+                    told.push(device);
+                }
+            }
+            // A filesystem on the whole disk has the labels that the disk had already.
+            let rest = s.filesystems.iter().filter(|f| !told.contains(&f.device));
+            for f in rest {
+                if let Some(get) = of_disk {
+                    let value = disks.below(&f.device).map_or(0.0, get);
+                    sample(&[("device", &f.device)], value);
+                }
+            }
+        });
+    }
+    for (i, (name, help)) in COSTS.into_iter().enumerate() {
+        out.family((name, "counter", help), all, true, |s, sample| {
+            for disk in &s.usage.disks {
+                if let Some(cost) = disk.cost {
+                    let device = disks.name(disk.device);
+                    sample(&[("device", &device)], cost[i] as f64 / MICRO);
+                }
+            }
+        });
+    }
+    out.family(
+        (
+            "container_blkio_device_usage_total",
+            "counter",
+            "Blkio Device bytes usage",
+        ),
+        all,
+        true,
+        |s, sample| {
+            for disk in &s.usage.disks {
+                let device = disks.name(disk.device);
+                let (major, minor) = (disk.device.0.to_string(), disk.device.1.to_string());
+                for (operation, value) in &disk.bytes {
+                    let labels = [
+                        ("device", device.as_str()),
+                        ("major", &major),
+                        ("minor", &minor),
+                        ("operation", operation),
+                    ];
+                    sample(&labels, *value as f64);
+                }
+            }
+        },
+    );
+}
+
+/// The machine's own.
+fn machine(out: &mut Page, machine: &Machine, topology: &Topology, swap: u64) {
+    let labels = [
+        ("boot_id", machine.boot_id.as_str()),
+        ("machine_id", &machine.machine_id),
+        ("system_uuid", &machine.system_uuid),
+    ];
+    let groups = |level: Level| topology.cpus.groups(level).len() as f64;
+    for (name, help, value) in [
+        (
+            "machine_cpu_physical_cores",
+            "Number of physical CPU cores.",
+            groups(Level::Core),
+        ),
+        (
+            "machine_cpu_cores",
+            "Number of logical CPU cores.",
+            f64::from(machine.cpus),
+        ),
+        (
+            "machine_cpu_sockets",
+            "Number of CPU sockets.",
+            groups(Level::Socket),
+        ),
+        // Of mainframes alone.
+        ("machine_cpu_books", "Number of CPU books.", 0.0),
+        ("machine_cpu_drawers", "Number of CPU drawers.", 0.0),
+        (
+            "machine_memory_bytes",
+            "Amount of memory installed on the machine.",
+            machine.memory as f64,
+        ),
+        (
+            "machine_swap_bytes",
+            "Amount of swap memory available on the machine.",
+            swap as f64,
+        ),
+        (
+            "machine_nvm_avg_power_budget_watts",
+            "NVM power budget.",
+            0.0,
+        ),
+    ] {
+        out.single(name, "gauge", help, &labels, value);
+    }
+    // Without Intel's library, which a default kubelet lacks too, there is no such memory.
+    let name = "machine_nvm_capacity";
+    let help = "NVM capacity value labeled by NVM mode (memory mode or app direct mode).";
+    out.family(name, "gauge", help);
+    for mode in ["app_direct_mode", "memory_mode"] {
+        let [boot, id, uuid] = labels;
+        out.sample(name, &[boot, id, ("mode", mode), uuid], 0.0, None);
+    }
+    out.single(
+        "machine_scrape_error",
+        "gauge",
+        "1 if there was an error while getting machine metrics, 0 otherwise.",
+        &[],
+        0.0,
+    );
+    let version = [
+        ("cadvisorRevision", ""),
+        ("cadvisorVersion", ""),
+        ("dockerVersion", ""),
+        ("kernelVersion", machine.kernel.as_str()),
+        ("osVersion", &machine.os_image),
+    ];
+    out.single(
+        "cadvisor_version_info",
+        "gauge",
+        "A metric with a constant '1' value labeled by kernel version, OS version, docker version, cadvisor version & cadvisor revision.",
+        &version,
+        1.0,
+    );
+}
+
+/// What a reading says of cgroups.
+fn containers(snapshot: &Snapshot, v2: bool, sandbox_image: &str) -> Page {
+    let all = shown(snapshot, v2, sandbox_image);
+    let mut out = Writer {
+        page: Page::default(),
+        at: snapshot.at.as_millisecond(),
+    };
+    let seen = snapshot.at.as_second() as f64;
+    let name = (
+        "container_last_seen",
+        "gauge",
+        "Last time a container was seen by the exporter",
+    );
+    out.family(name, &all, true, |_, sample| sample(&[], seen));
+    for (families, dated) in [
+        (&SPEC[..], false),
+        (&CPU[..], true),
+        (&MEMORY[..], true),
+        (&PROCESSES[..], true),
+    ] {
+        for &(name, kind, help, get) in families {
+            out.family((name, kind, help), &all, dated, |s, sample| {
+                if let Some(value) = get(s) {
+                    sample(&[], value);
+                }
+            });
+        }
+    }
+    labelled(&mut out, &all);
+    disks(&mut out, &all, &Disks(&snapshot.machine.disks));
+    network(&mut out, &all);
+    out.page.single(
+        "container_scrape_error",
+        "gauge",
+        "1 if there was an error while getting container metrics, 0 otherwise",
+        &[],
+        0.0,
+    );
+    out.page
+}
+
+/// `GET /metrics/cadvisor`.
+pub async fn cadvisor(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
+    let snapshot = figures::snapshot(server, Depth::All)
+        .await
+        .map_err(broken)?;
+    let image = match server.of_images().await {
+        Ok((_, image)) => image.clone(),
+        Err(error) => {
+            tracing::debug!(%error, "the runtime does not say which image sandboxes have");
+            String::new()
+        }
+    };
+    let read = || async {
+        let system = std::path::Path::new(topology::SYSTEM);
+        let read = blocking(move || Ok::<_, String>(topology::read(system)));
+        read.await.unwrap_or_default()
+    };
+    let layout = server.figures.topology.get_or_init(read).await;
+    let (about, swap) = (&server.context.machine, snapshot.machine.swap.0);
+    let mut out = containers(&snapshot, about.cgroup_v2, &image);
+    machine(&mut out, about, layout, swap);
+    Ok(page(out))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;
