@@ -50,19 +50,23 @@ impl Group {
 /// What a cgroup used; none if there is no such cgroup.
 #[must_use]
 pub fn cgroup(path: &str, depth: Depth) -> Option<Usage> {
+    texts(path, |_, needed| needed <= depth).map(|texts| usage(&texts))
+}
+
+/// The files of a cgroup that are wanted, by name and by what they are needed for; none if there is no such cgroup.
+#[must_use]
+pub fn texts(path: &str, wanted: impl Fn(&str, Depth) -> bool) -> Option<Texts> {
     let relative = path.trim_matches('/');
     if is_v2() {
         let group = Group::open(&Path::new(ROOT).join(relative))?;
         let files = cgroup_stats::V2.iter();
-        let files = files.filter(|(_, needed)| *needed <= depth);
-        let texts: Texts = files
-            .filter_map(|(file, _)| Some((*file, group.text(file)?)))
-            .collect();
-        return Some(cgroup_stats::v2(&texts));
+        let files = files.filter(|(file, needed)| wanted(file, *needed));
+        let texts = files.filter_map(|(file, _)| Some((*file, group.text(file)?)));
+        return Some(texts.collect());
     }
     let mut groups: BTreeMap<&str, Option<Group>> = BTreeMap::new();
     let files = cgroup_stats::V1.iter();
-    let files = files.filter(|(_, _, needed)| *needed <= depth);
+    let files = files.filter(|(_, file, needed)| wanted(file, *needed));
     let texts: Texts = files
         .filter_map(|(controller, file, _)| {
             let group = groups
@@ -71,7 +75,17 @@ pub fn cgroup(path: &str, depth: Depth) -> Option<Usage> {
             Some((*file, group.as_ref()?.text(file)?))
         })
         .collect();
-    (!texts.is_empty()).then(|| cgroup_stats::v1(&texts))
+    (!texts.is_empty()).then_some(texts)
+}
+
+/// What the files of a cgroup of this machine say.
+#[must_use]
+pub fn usage(texts: &Texts) -> Usage {
+    if is_v2() {
+        cgroup_stats::v2(texts)
+    } else {
+        cgroup_stats::v1(texts)
+    }
 }
 
 /// What the processes of a cgroup have, beyond what the cgroup counts.

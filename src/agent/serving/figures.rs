@@ -1,6 +1,7 @@
 //! What the node, its pods and their containers use: read when somebody asks, from cgroup files, the pods' network
 //! namespaces and the filesystems. Those who ask at the same time share one reading.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -15,7 +16,7 @@ use super::Server;
 use super::logs;
 use crate::agent::volume::csi;
 use crate::core::node::topology::Topology;
-use crate::core::serving::cgroup_stats::{Depth, Usage};
+use crate::core::serving::cgroup_stats::{self, Depth, Texts, Usage};
 use crate::core::{
     pod,
     volume::{claims, local_storage},
@@ -27,6 +28,8 @@ use crate::sys::meter::{self, Processes, Whole};
 
 /// For how long a reading counts.
 const FRESH: Duration = Duration::from_secs(1);
+/// For how long a cgroup's settings count, at least and at most: each has its turn, not all at once.
+const SET: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(60));
 /// For how long what a pod has on the disk counts: counting costs more.
 const COUNTED: Duration = Duration::from_secs(60);
 /// How long it is waited for such a count; what takes longer is there the next time.
@@ -167,6 +170,14 @@ pub struct DiskFigures {
     pub ephemeral: u64,
 }
 
+/// What a cgroup may.
+struct Settings {
+    /// They are read anew then.
+    until: Instant,
+    depth: Depth,
+    texts: Texts,
+}
+
 /// A reading and when it was made.
 type Dated = (Instant, Arc<Snapshot>);
 
@@ -175,6 +186,8 @@ type Dated = (Instant, Arc<Snapshot>);
 pub struct Figures {
     /// The last, and one before it that is old enough for a rate.
     last: Mutex<(Option<Dated>, Option<Dated>)>,
+    /// The settings of cgroups.
+    settings: std::sync::Mutex<HashMap<String, Settings>>,
     /// The cgroup that the runtime runs in, once it is known.
     runtime: OnceLock<String>,
     /// How the machine's processors are laid out.
@@ -241,9 +254,38 @@ struct Meter {
     depth: Depth,
     before: HashMap<String, u64>,
     elapsed: Duration,
+    /// The settings of the readings before, and those of this one.
+    settings: (
+        RefCell<HashMap<String, Settings>>,
+        RefCell<HashMap<String, Settings>>,
+    ),
 }
 
 impl Meter {
+    /// What a cgroup used.
+    fn usage(&self, cgroup: &str) -> Option<Usage> {
+        let (before, now) = (&self.settings.0, &self.settings.1);
+        let known = before.borrow_mut().remove(cgroup);
+        let known = known.filter(|s| s.until > Instant::now() && s.depth >= self.depth);
+        let is_setting = |file: &str| cgroup_stats::SETTINGS.contains(&file);
+        let mut texts = meter::texts(cgroup, |file, needed| {
+            needed <= self.depth && (known.is_none() || !is_setting(file))
+        })?;
+        let mut now = now.borrow_mut();
+        let settings = known.unwrap_or_else(|| {
+            let turn = u32::try_from(now.len() % 16).unwrap_or(0);
+            let settings = texts.iter().filter(|(file, _)| is_setting(file));
+            Settings {
+                until: Instant::now() + SET.0 + (SET.1 - SET.0) * turn / 16,
+                depth: self.depth,
+                texts: settings.map(|(f, text)| (*f, text.clone())).collect(),
+            }
+        });
+        texts.extend(settings.texts.iter().map(|(f, text)| (*f, text.clone())));
+        now.insert(cgroup.to_owned(), settings);
+        Some(meter::usage(&texts))
+    }
+
     fn rate(&self, cgroup: &str, usage: &Usage) -> Option<u64> {
         rate(self.before.get(cgroup).copied(), usage.cpu, self.elapsed)
     }
@@ -254,7 +296,7 @@ impl Meter {
         place: String,
         c: RunningContainer,
     ) -> Option<ContainerFigures> {
-        let usage = meter::cgroup(&place, self.depth)?;
+        let usage = self.usage(&place)?;
         let status = logs::status(told, &c.name).map(|s| s.image.clone());
         let status = status.filter(|image| !image.is_empty());
         let spec = || {
@@ -283,20 +325,19 @@ impl Meter {
     }
 
     fn pod(&self, place: Placed) -> PodFigures {
-        let told = place.known.told().clone();
-        let containers = place.containers.into_iter();
+        let told = place.known.told();
         let (id, cgroup) = place.sandbox;
         let own_network = !pod::host_network(&place.known.pod);
         let sandbox = SandboxFigures {
             usage: (self.depth == Depth::All)
-                .then(|| meter::cgroup(&cgroup, self.depth))
+                .then(|| self.usage(&cgroup))
                 .flatten()
                 .unwrap_or_default(),
             processes: meter::processes_of(&cgroup, self.depth, own_network),
             id,
             cgroup,
         };
-        let usage = meter::cgroup(&place.cgroup, self.depth).unwrap_or_default();
+        let usage = self.usage(&place.cgroup).unwrap_or_default();
         PodFigures {
             rate: self.rate(&place.cgroup, &usage),
             started: told
@@ -304,10 +345,12 @@ impl Meter {
                 .as_ref()
                 .and_then(|s| s.start_time.as_ref())
                 .map(|t| t.0),
-            containers: containers
-                .filter_map(|(place, c)| self.container(&told, place, c))
+            containers: place
+                .containers
+                .into_iter()
+                .filter_map(|(place, c)| self.container(told, place, c))
                 .collect(),
-            pod: place.known.pod,
+            pod: Arc::clone(&place.known.pod),
             cgroup: place.cgroup,
             usage,
             sandbox,
@@ -318,7 +361,7 @@ impl Meter {
         &self,
         (name, cgroup, started): (&'static str, String, Option<Timestamp>),
     ) -> Option<SystemFigures> {
-        let usage = meter::cgroup(&cgroup, self.depth)?;
+        let usage = self.usage(&cgroup)?;
         Some(SystemFigures {
             rate: self.rate(&cgroup, &usage),
             processes: self.processes(&cgroup),
@@ -363,6 +406,11 @@ fn placed(server: &Server, running: Vec<RunningContainer>) -> Vec<Placed> {
     roster.iter().filter_map(place).collect()
 }
 
+fn settings(server: &Server) -> std::sync::MutexGuard<'_, HashMap<String, Settings>> {
+    let settings = server.figures.settings.lock();
+    settings.unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
 async fn read(
     server: &Arc<Server>,
     depth: Depth,
@@ -380,6 +428,10 @@ async fn read(
         depth,
         before: before.map(|(_, s)| s.cpu()).unwrap_or_default(),
         elapsed: before.map_or(Duration::ZERO, |(at, _)| at.elapsed()),
+        settings: (
+            std::mem::take(&mut *settings(server)).into(),
+            RefCell::default(),
+        ),
     };
     let server = Arc::clone(server);
     let read = move || {
@@ -392,7 +444,7 @@ async fn read(
         });
         systems.extend(known.map(|cgroup| ("runtime", cgroup, None)));
         let machine = meter::machine(depth, &root_dir.to_string_lossy());
-        Ok(Snapshot {
+        let snapshot = Snapshot {
             at,
             depth,
             rate: of_meter.rate("/", &machine.usage),
@@ -403,7 +455,14 @@ async fn read(
                 .into_iter()
                 .filter_map(|s| of_meter.system(s))
                 .collect(),
-        })
+        };
+        // Those that are not met any more go when their time is over.
+        let (before, now) = of_meter.settings;
+        let mut kept = before.into_inner();
+        kept.retain(|_, settings| settings.until > Instant::now());
+        kept.extend(now.into_inner());
+        *settings(&server) = kept;
+        Ok(snapshot)
     };
     blocking(read).await.map_err(|message| RuntimeError {
         kind: crate::cri::RuntimeErrorKind::Failed,

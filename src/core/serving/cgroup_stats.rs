@@ -130,6 +130,22 @@ pub const V2: [(&str, Depth); 18] = [
     ("io.stat", Depth::All),
 ];
 
+/// The files that say what a cgroup may: they change when somebody sets them, and need not be read each time.
+pub const SETTINGS: [&str; 12] = [
+    "memory.limit_in_bytes",
+    "memory.memsw.limit_in_bytes",
+    "memory.soft_limit_in_bytes",
+    "cpu.shares",
+    "cpu.cfs_period_us",
+    "cpu.cfs_quota_us",
+    "memory.max",
+    "memory.min",
+    "memory.swap.max",
+    "cpu.max",
+    "cpu.weight",
+    "pids.max",
+];
+
 /// Ticks a second in v1's `cpuacct.stat`; fixed in the kernel's interface.
 pub const TICK: u64 = 10_000_000;
 /// Limits from here on mean none.
@@ -355,6 +371,15 @@ mod tests {
         assert_eq!((limits(&new), new.period), (limits(&old), 100_000));
         for (weight, is) in [(0, 0), (1, 2), (39, 998), (100, 2597), (10_000, 262_144)] {
             assert_eq!(shares(weight), is, "{weight}");
+        }
+    }
+
+    #[test]
+    fn settings_are_files_that_are_read() {
+        let v1 = V1.iter().map(|(_, file, _)| *file);
+        let read: Vec<&str> = v1.chain(V2.iter().map(|(file, _)| *file)).collect();
+        for file in SETTINGS {
+            assert!(read.contains(&file), "{file}");
         }
     }
 
