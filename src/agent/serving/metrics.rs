@@ -105,28 +105,7 @@ async fn resource(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
             );
         }
     }
-    let name = "container_swap_limit_bytes";
-    out.family(
-        name,
-        "gauge",
-        "Current amount of the container swap limit in bytes",
-    );
-    each_container(&snapshot, |_, c, labels| {
-        if let Some(limit) = c.usage.swap_limit {
-            out.sample(name, labels, limit as f64, at);
-        }
-    });
-    let name = "container_start_time_seconds";
-    out.family(
-        name,
-        "gauge",
-        "Start time of the container since unix epoch in seconds",
-    );
-    each_container(&snapshot, |_, c, labels| {
-        if let Some(began) = c.started {
-            out.sample(name, labels, began.as_millisecond() as f64 / 1000.0, at);
-        }
-    });
+    settings_of_containers(&mut out, &snapshot);
     let machine = &snapshot.machine;
     for (name, kind, value) in [
         (
@@ -158,6 +137,33 @@ async fn resource(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
         );
     }
     Ok(page(out))
+}
+
+/// What containers may swap, and when they began.
+fn settings_of_containers(out: &mut Page, snapshot: &Snapshot) {
+    let at = Some(snapshot.at.as_millisecond());
+    let name = "container_swap_limit_bytes";
+    out.family(
+        name,
+        "gauge",
+        "Current amount of the container swap limit in bytes",
+    );
+    each_container(snapshot, |_, c, labels| {
+        if let Some(limit) = c.usage.swap_limit {
+            out.sample(name, labels, limit as f64, at);
+        }
+    });
+    let name = "container_start_time_seconds";
+    out.family(
+        name,
+        "gauge",
+        "Start time of the container since unix epoch in seconds",
+    );
+    each_container(snapshot, |_, c, labels| {
+        if let Some(began) = c.started {
+            out.sample(name, labels, began.as_millisecond() as f64 / 1000.0, at);
+        }
+    });
 }
 
 /// Calls for each container with its labels.
