@@ -225,23 +225,8 @@ impl<'a> Disks<'a> {
     }
 }
 
-/// What went to and from disks, and the room on filesystems.
-fn disks(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
-    for (name, help, get) in ROOM {
-        out.family((name, "gauge", help), all, true, |s, sample| {
-            for f in s.filesystems {
-                sample(&[("device", &f.device)], get(f) as f64);
-            }
-        });
-    }
-    for (name, kind, help, get) in DISK {
-        out.family((name, kind, help), all, true, |s, sample| {
-            for f in s.filesystems {
-                let value = disks.below(&f.device).map_or(0.0, get);
-                sample(&[("device", &f.device)], value);
-            }
-        });
-    }
+/// The requests that cgroups made of disks.
+fn requests(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
     for (name, help, kind, of_disk) in REQUESTS {
         out.family((name, "counter", help), all, true, |s, sample| {
             let mut told = vec![];
@@ -268,6 +253,26 @@ fn disks(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
             }
         });
     }
+}
+
+/// What went to and from disks, and the room on filesystems.
+fn disks(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
+    for (name, help, get) in ROOM {
+        out.family((name, "gauge", help), all, true, |s, sample| {
+            for f in s.filesystems {
+                sample(&[("device", &f.device)], get(f) as f64);
+            }
+        });
+    }
+    for (name, kind, help, get) in DISK {
+        out.family((name, kind, help), all, true, |s, sample| {
+            for f in s.filesystems {
+                let value = disks.below(&f.device).map_or(0.0, get);
+                sample(&[("device", &f.device)], value);
+            }
+        });
+    }
+    requests(out, all, disks);
     for (i, (name, help)) in COSTS.into_iter().enumerate() {
         out.family((name, "counter", help), all, true, |s, sample| {
             for disk in &s.usage.disks {
@@ -364,6 +369,11 @@ fn machine(out: &mut Page, machine: &Machine, topology: &Topology, swap: u64) {
         &[],
         0.0,
     );
+    version(out, machine);
+}
+
+/// What runs here.
+fn version(out: &mut Page, machine: &Machine) {
     let version = [
         ("cadvisorRevision", ""),
         ("cadvisorVersion", ""),
