@@ -539,6 +539,13 @@ fn own_metrics(node: &Node) {
             1.0,
         ),
         ("kubelet_started_pods_total", 1.0),
+        ("kubelet_containers_per_pod_count_count", 1.0),
+        ("kubelet_pod_worker_start_duration_seconds_count", 1.0),
+        ("kubelet_pleg_last_seen_seconds", 1.7e9),
+        (
+            "kubelet_cgroup_manager_duration_seconds_count{operation_type=\"create\"}",
+            1.0,
+        ),
         (
             r#"storage_operation_duration_seconds_count{migrated="false",operation_name="volume_mount",status="success",volume_plugin="kubernetes.io/empty-dir"}"#,
             1.0,

@@ -41,6 +41,21 @@ pub const fn family(
     Family { name, help, labels }
 }
 
+const CGROUPS: Family = family(
+    "kubelet_cgroup_manager_duration_seconds",
+    "Duration in seconds to make, change or remove a pod's cgroup.",
+    &["operation_type"],
+);
+const CONTAINERS: Family = family(
+    "kubelet_containers_per_pod_count",
+    "The number of containers of pods, without init containers.",
+    &[],
+);
+const WORKER_START: Family = family(
+    "kubelet_pod_worker_start_duration_seconds",
+    "Duration in seconds from the agent's first sight of a pod to the begin of work on it.",
+    &[],
+);
 const POD_START: Family = family(
     "kubelet_pod_start_duration_seconds",
     "Duration in seconds from the agent's first sight of a pod to its running.",
@@ -244,6 +259,7 @@ const PULLS: &[f64] = &[
     1.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0,
     1200.0, 1800.0, 2700.0, 3600.0,
 ];
+const COUNTS: &[f64] = &[1.0, 2.0, 4.0, 8.0, 16.0];
 const STATUSES: &[f64] = &[0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 20.0, 30.0, 45.0, 60.0];
 const STORING: &[f64] = &[
     0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 120.0, 300.0, 600.0,
@@ -336,6 +352,8 @@ pub struct Metrics {
     volumes: Mutex<BTreeMap<String, PodVolumes>>,
     /// Pods that are gone and have left something, and those of them of which it could not be removed.
     orphans: Mutex<(usize, usize)>,
+    /// When the runtime's pods were listed last, in seconds since 1970.
+    listed_at: Mutex<Option<f64>>,
     own: Mutex<Registry>,
     probes: Mutex<Registry>,
     /// When the machine was shut down last, or is now.
@@ -562,8 +580,26 @@ impl Metrics {
         });
     }
 
-    /// The runtime's pods were listed.
-    pub fn listed(&self, took: Duration, since_last: Option<Duration>) {
+    /// Work on a pod with so many containers begins, so long after the agent saw it first.
+    pub fn pod_begun(&self, containers: usize, after: f64) {
+        self.with(|r| {
+            r.observe(CONTAINERS, COUNTS, &[], containers as f64);
+            r.observe(WORKER_START, USUAL, &[], after);
+        });
+    }
+
+    /// Waits until a pod's cgroup is made (`create`), changed (`update`) or removed (`destroy`).
+    pub async fn cgroup<T>(&self, operation: &str, work: impl Future<Output = T>) -> T {
+        let begun = tokio::time::Instant::now();
+        let done = work.await;
+        let took = begun.elapsed().as_secs_f64();
+        self.with(|r| r.observe(CGROUPS, USUAL, &[operation], took));
+        done
+    }
+
+    /// The runtime's pods were listed, at `now` in seconds since 1970.
+    pub fn listed(&self, now: f64, took: Duration, since_last: Option<Duration>) {
+        *lock(&self.listed_at) = Some(now);
         self.with(|r| {
             r.observe(RELIST, USUAL, &[], took.as_secs_f64());
             if let Some(since) = since_last {
@@ -609,9 +645,16 @@ impl Metrics {
     /// Writes what is counted of the agent, or of probes.
     pub fn write(&self, probes: bool, page: &mut Page) {
         let of = if probes { &self.probes } else { &self.own };
-        of.lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .write(page);
+        lock(of).write(page);
+        if let Some(at) = lock(&self.listed_at).filter(|_| !probes) {
+            page.single(
+                "kubelet_pleg_last_seen_seconds",
+                "gauge",
+                "When the runtime's pods were listed last, in seconds since 1970.",
+                &[],
+                at,
+            );
+        }
     }
 }
 

@@ -110,6 +110,7 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
         let begun = Instant::now();
         let listing = context.runtime.list().await;
         context.metrics.listed(
+            context.clock.now().as_duration().as_secs_f64(),
             begun.elapsed(),
             last.replace(begun).map(|last| begun - last),
         );

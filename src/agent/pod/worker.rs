@@ -318,6 +318,12 @@ impl Shell {
 
     /// Begins an operation in a task of its own, which reports to the inbox.
     fn begin(&mut self, op: Op) {
+        if self.serial == 0 {
+            let after = self.context().clock.now().duration_since(self.first_seen);
+            let containers = pod::spec(self.worker.pod()).containers.len();
+            let metrics = &self.context().metrics;
+            metrics.pod_begun(containers, after.as_secs_f64());
+        }
         self.serial += 1;
         let (serial, key) = (self.serial, op.key());
         let job = Job {

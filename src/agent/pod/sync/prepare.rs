@@ -26,6 +26,7 @@ impl Job {
         let (context, pod) = (self.context(), &self.pod);
         let (handler, users) = self.isolation().await.map_err(failed)?;
         let make_cgroup = context.host.ensure_cgroup(pod, self.cpu_limit());
+        let make_cgroup = context.metrics.cgroup("create", make_cgroup);
         let cgroup_parent = self
             .log()
             .step(Step::Cgroup, "", make_cgroup)

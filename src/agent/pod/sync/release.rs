@@ -16,7 +16,8 @@ impl Job {
                 self.remove_from_runtime().await?;
             }
             crate::agent::volume::tear_down(context, pod::uid(pod)).await?;
-            context.host.remove_cgroup(pod).await?;
+            let remove = context.host.remove_cgroup(pod);
+            context.metrics.cgroup("destroy", remove).await?;
             if content {
                 context.host.remove_directories(pod).await?;
             }

@@ -27,10 +27,8 @@ impl Job {
         let (context, pod) = (self.context(), &self.pod);
         let node = self.node().map_err(|_| "the pod is not prepared")?;
         let larger = resize::with_larger(pod, &self.actuated, &resize::desired(pod));
-        context
-            .host
-            .ensure_cgroup(&larger, self.cpu_limit())
-            .await?;
+        let widen = context.host.ensure_cgroup(&larger, self.cpu_limit());
+        context.metrics.cgroup("update", widen).await?;
         let all = pod::containers(pod);
         let mut wanted: Vec<_> = all
             .iter()
@@ -62,8 +60,8 @@ impl Job {
                 .await
                 .map_err(|e| format!("container {} cannot be resized: {e}", container.name))?;
         }
-        let made = context.host.ensure_cgroup(pod, self.cpu_limit()).await;
-        made.map(|_| ())
+        let set = context.host.ensure_cgroup(pod, self.cpu_limit());
+        context.metrics.cgroup("update", set).await.map(drop)
     }
 
     /// The containers have their sizes; this only informs runtimes that size sandboxes by them.
