@@ -4,7 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt as _;
+
 use crate::core::node::shutdown::Times;
+use crate::core::pod;
 use crate::core::serving::exposition::{Family, Page, Registry};
 
 const POD_STARTS: &[f64] = &[
@@ -635,11 +639,13 @@ impl Metrics {
     }
 
     /// A pod is gone: so is what was counted of its probes.
-    pub fn gone(&self, uid: &str, namespace: &str, pod: &str) {
-        let mut probes = self.probes.lock().unwrap_or_else(PoisonError::into_inner);
-        probes.forget(PROBES, &[("pod_uid", uid)]);
+    pub fn gone(&self, pod: &Pod) {
+        let (namespace, name) = (pod.namespace().unwrap_or_default(), pod.name_any());
+        let mut probes = lock(&self.probes);
+        probes.forget(PROBES, &[("pod_uid", pod::uid(pod))]);
         // How long they took is known by the name alone. A newer pod of this name begins anew.
-        probes.forget(PROBE_SECONDS, &[("namespace", namespace), ("pod", pod)]);
+        let of = [("namespace", namespace.as_str()), ("pod", &name)];
+        probes.forget(PROBE_SECONDS, &of);
     }
 
     /// Writes what is counted of the agent, or of probes.

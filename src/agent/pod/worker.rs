@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
-use kube::ResourceExt as _;
 use tokio::time::Instant;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::Instrument as _;
@@ -110,11 +109,7 @@ pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen,
     }
     context.ledger.release(&uid).await;
     context.journals.gone(&uid);
-    let (namespace, name) = (
-        shell.worker.pod().namespace().unwrap_or_default(),
-        shell.worker.pod().name_any(),
-    );
-    context.metrics.gone(&uid, &namespace, &name);
+    context.metrics.gone(shell.worker.pod());
 }
 
 fn rules(context: &Context) -> Rules {
