@@ -7,6 +7,7 @@ use hyper::header::{
     AUTHORIZATION, CONNECTION, HOST, HeaderName, HeaderValue, TE, TRAILER, TRANSFER_ENCODING,
     UPGRADE,
 };
+use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper::{HeaderMap, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
@@ -77,6 +78,14 @@ fn headers(from: &HeaderMap, upgrade: bool) -> HeaderMap {
     to
 }
 
+/// The client's connection after the answer that leaves HTTP; none if it has ended. hyper gives it away also when TLS still
+/// holds a part of that answer, which goes out here.
+pub(super) async fn taken_over(inner: OnUpgrade) -> Option<TokioIo<Upgraded>> {
+    let mut inner = TokioIo::new(inner.await.ok()?);
+    inner.flush().await.ok()?;
+    Some(inner)
+}
+
 /// Hands a request on over a fresh connection, and the answer back. Where the other side leaves HTTP, bytes go both ways
 /// until one side ends; `held` is kept until then.
 pub async fn tunnel(
@@ -126,14 +135,10 @@ pub async fn tunnel(
         let outer = hyper::upgrade::on(&mut answer);
         tokio::spawn(async move {
             let _held = held;
-            let (Ok(inner), Ok(outer)) = tokio::join!(inner, outer) else {
+            let (Some(mut inner), Ok(outer)) = tokio::join!(taken_over(inner), outer) else {
                 return;
             };
-            let (mut inner, mut outer) = (TokioIo::new(inner), TokioIo::new(outer));
-            // hyper gives the connection away also when TLS still holds a part of the answer.
-            if inner.flush().await.is_err() {
-                return;
-            }
+            let mut outer = TokioIo::new(outer);
             // An end of either side is an end; nobody is left to be told of an error.
             if let Err(error) = tokio::io::copy_bidirectional(&mut inner, &mut outer).await {
                 tracing::debug!(%error, "a stream was cut off");

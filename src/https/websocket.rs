@@ -25,6 +25,7 @@ use super::Outgoing;
 use super::TunnelError;
 use super::full;
 use super::spdy::{Frame, Reader, Writer};
+use super::tunnel::taken_over;
 
 /// The protocols that we turn into SPDY; older ones a runtime speaks itself.
 const COMMAND: &str = "v5.channel.k8s.io";
@@ -151,12 +152,9 @@ pub async fn serve_socket(
     };
     tokio::spawn(async move {
         let _held = held;
-        let Ok(inner) = inner.await else { return };
-        let mut inner = TokioIo::new(inner);
-        // hyper gives the connection away also when TLS still holds a part of the answer.
-        if inner.flush().await.is_err() {
+        let Some(inner) = taken_over(inner).await else {
             return;
-        }
+        };
         let socket = accepted(inner).await;
         let done = match carried {
             Carried::Command => command(socket, channels, outer).await,
