@@ -107,9 +107,9 @@ pub fn begin(metrics: &Metrics, managers: &Managers) {
     }
 }
 
-/// Writes how much memory is protected for pods that have not ended; nothing without memory QoS.
+/// Writes how much memory is protected for these pods; nothing without memory QoS.
 pub fn write_protected(rules: &Rules, pods: &[&Pod], page: &mut Page) {
-    let Some((all, burstable)) = protection(rules, pods) else {
+    let Some(all) = protection(rules, pods) else {
         return;
     };
     page.single(
@@ -117,14 +117,14 @@ pub fn write_protected(rules: &Rules, pods: &[&Pod], page: &mut Page) {
         "gauge",
         "Memory of guaranteed pods that is never reclaimed for others (memory.min), in bytes.",
         &[],
-        all.min.saturating_sub(burstable.low) as f64,
+        all.min as f64,
     );
     page.single(
         "kubelet_memory_qos_node_memory_low_bytes",
         "gauge",
         "Memory of burstable pods that is reclaimed last (memory.low), in bytes.",
         &[],
-        burstable.low as f64,
+        all.low as f64,
     );
 }
 

@@ -216,10 +216,13 @@ async fn what_runs(out: &mut Page, context: &Context) -> Result<(), Refusal> {
         out.sample(name, &labels, count as f64, None);
     }
     manager_metrics::write(&context.ledger.managers().await, out);
-    let roster = context.roster.borrow().clone();
-    let pods = roster.iter().map(|known| &*known.pod);
-    let alive: Vec<_> = pods.filter(|pod| !pod::is_terminal(pod)).collect();
-    manager_metrics::write_protected(&context.config.enforcement, &alive, out);
+    let rules = &context.config.enforcement;
+    if rules.memory.is_some() {
+        let roster = context.roster.borrow();
+        let pods = roster.iter().map(|known| &*known.pod);
+        let alive: Vec<_> = pods.filter(|pod| !pod::is_terminal(pod)).collect();
+        manager_metrics::write_protected(rules, &alive, out);
+    }
     context
         .claims
         .look(|claims| claim_metrics::write(claims, out));

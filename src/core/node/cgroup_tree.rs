@@ -179,12 +179,12 @@ fn of_reserved(reserved: &Reserved, rules: &Rules) -> Values {
     }
 }
 
-/// The memory that is protected for all pods and for the burstable ones; none where that is not asked for.
+/// The memory that is protected for pods; none where that is not asked for.
 #[must_use]
-pub fn protection(rules: &Rules, pods: &[&Pod]) -> Option<(Protection, Protection)> {
+pub fn protection(rules: &Rules, pods: &[&Pod]) -> Option<Protection> {
     Some(match rules.memory?.reserves {
-        true => memory_qos::of_classes(pods),
-        false => Default::default(),
+        true => memory_qos::of_pods(pods),
+        false => Protection::default(),
     })
 }
 
@@ -210,14 +210,15 @@ pub fn tree(supply: &Supply, rules: &Rules, pods: &[&Pod]) -> Vec<(Group, Values
         (
             Group::Pods,
             Values {
-                memory_min: protected.map(|(all, _)| all.min),
+                // A cgroup protects no more than those above it.
+                memory_min: protected.map(|all| all.min.saturating_add(all.low)),
                 ..of_all_pods(supply, rules)
             },
         ),
         (
             Group::Burstable,
             Values {
-                memory_low: protected.map(|(_, burstable)| burstable.low),
+                memory_low: protected.map(|all| all.low),
                 ..class(shares(burstable), limits.map(|l| l.0))
             },
         ),
@@ -378,6 +379,8 @@ mod tests {
                 of(&all, &Group::Reserved("/s".into())).memory_min,
             );
             assert_eq!(found, expected, "{memory:?}");
+            let (pods, burstable) = (of(&all, &Group::Pods), of(&all, &Group::Burstable));
+            assert_eq!((pods.memory_low, burstable.memory_min), (None, None));
         }
     }
 

@@ -54,27 +54,15 @@ pub fn of_whole_pod(pod: &Pod) -> Protection {
     of_request(qos::of(pod::spec(pod)), request)
 }
 
-/// What the cgroups of all pods and of the burstable ones are to have: a cgroup protects no more than those above it.
+/// What pods have together.
 #[must_use]
-pub fn of_classes(pods: &[&Pod]) -> (Protection, Protection) {
-    let sum = pods
-        .iter()
+pub fn of_pods(pods: &[&Pod]) -> Protection {
+    pods.iter()
         .map(|p| of_whole_pod(p))
         .fold(Protection::default(), |sum, one| Protection {
             min: sum.min.saturating_add(one.min),
             low: sum.low.saturating_add(one.low),
-        });
-    let all = Protection {
-        min: sum.min.saturating_add(sum.low),
-        low: 0,
-    };
-    (
-        all,
-        Protection {
-            min: 0,
-            low: sum.low,
-        },
-    )
+        })
 }
 
 /// The files of a container's cgroup. One without a limit of its own is throttled as if `allocatable` (bytes) were it;
@@ -171,15 +159,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_above_protects_what_is_below() {
+    fn pods_are_protected_together() {
         let guaranteed = pod(
             json!({"limits": {"cpu": "1", "memory": "64Mi"}, "requests": {"cpu": "1", "memory": "64Mi"}}),
         );
         let burstable = pod(json!({"requests": {"memory": "100Mi"}}));
-        let (all, class) = of_classes(&[&guaranteed, &burstable, &burstable]);
-        assert_eq!(
-            (all.min, all.low, class.min, class.low),
-            (264 * MIB, 0, 0, 200 * MIB)
-        );
+        let all = of_pods(&[&guaranteed, &burstable, &burstable]);
+        assert_eq!((all.min, all.low), (64 * MIB, 200 * MIB));
     }
 }
