@@ -630,7 +630,7 @@ impl Metrics {
     pub fn probed(&self, probe: Probe<'_>) {
         let [container, namespace, pod, uid] = probe.of;
         let labels = [container, namespace, pod, uid, probe.kind, probe.result];
-        let mut probes = self.probes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut probes = lock(&self.probes);
         probes.count(PROBES, &labels, 1);
         if probe.result != "failed" {
             let labels = [container, namespace, pod, probe.kind];

@@ -22,11 +22,11 @@ const SETTLE: Duration = Duration::from_millis(200);
 /// How often it is looked whether a new slice is there, and how many times.
 const APPEARS: (Duration, u32) = (Duration::from_millis(20), 50);
 
-/// The tiers of pods.
-const CLASSES: [QosClass; 3] = [
-    QosClass::Guaranteed,
-    QosClass::Burstable,
-    QosClass::BestEffort,
+/// The cgroups that the pods of each class lie in.
+const CLASSES: [(QosClass, Group); 3] = [
+    (QosClass::Guaranteed, Group::Pods),
+    (QosClass::Burstable, Group::Burstable),
+    (QosClass::BestEffort, Group::BestEffort),
 ];
 
 /// Whose a cgroup is.
@@ -126,14 +126,18 @@ impl Cgroups {
 
     /// Where all pods' lies.
     pub(in crate::host) fn place_of_all(&self) -> String {
-        cgroup::place(&cgroup::all_pods(&self.root, self.driver), None)
+        self.place_of(&Group::Pods)
     }
 
     /// Where the cgroups of the classes that have one lie.
     pub(in crate::host) fn places_of_classes(&self) -> Vec<String> {
-        let all = self.place_of_all();
-        let tiers = CLASSES.map(|class| self.tier(class));
-        tiers.into_iter().filter(|tier| *tier != all).collect()
+        [Group::Burstable, Group::BestEffort]
+            .map(|group| self.place_of(&group))
+            .into()
+    }
+
+    fn place_of(&self, group: &Group) -> String {
+        self.path(&group.name(&self.root, self.driver))
     }
 
     /// The path of a cgroup below the hierarchies; a slice's name stands for one.
@@ -147,7 +151,7 @@ impl Cgroups {
     /// Whether a cgroup of the node is there.
     #[must_use]
     pub fn has(&self, group: &Group) -> bool {
-        sys::cgroup::exists(&self.path(&group.name(&self.root, self.driver)))
+        sys::cgroup::exists(&self.place_of(group))
     }
 
     fn known(&self) -> MutexGuard<'_, BTreeMap<String, Known>> {
@@ -347,16 +351,10 @@ impl Cgroups {
         }
     }
 
-    fn tier(&self, class: QosClass) -> String {
-        let place = self.place(class, "x", None);
-        place
-            .rsplit_once('/')
-            .map_or(place.clone(), |(tier, _)| tier.to_owned())
-    }
-
     /// The pods that have one, by uid.
     pub(in crate::host) async fn pods(&self) -> Result<Vec<(QosClass, String)>, String> {
-        let (driver, tiers) = (self.driver, CLASSES.map(|class| (class, self.tier(class))));
+        let driver = self.driver;
+        let tiers = CLASSES.map(|(class, group)| (class, self.place_of(&group)));
         blocking(move || {
             let below = |(class, tier): (QosClass, String)| {
                 let names = sys::cgroup::children(&tier).into_iter();

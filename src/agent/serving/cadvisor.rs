@@ -6,6 +6,7 @@
 
 mod families;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use hyper::Response;
@@ -209,19 +210,28 @@ fn network(out: &mut Writer, all: &[Shown<'_>]) {
     }
 }
 
-/// The machine's disks and partitions by name and by number.
-struct Disks<'a>(&'a [DiskCounters]);
+/// The machine's disks and partitions by number and by name.
+struct Disks<'a> {
+    names: BTreeMap<(u32, u32), String>,
+    counters: BTreeMap<&'a str, &'a DiskCounters>,
+}
 
 impl<'a> Disks<'a> {
-    fn name(&self, device: (u32, u32)) -> String {
-        let known = self.0.iter().find(|d| d.device == device);
-        known.map_or(String::new(), |d| format!("/dev/{}", d.name))
+    fn new(all: &'a [DiskCounters]) -> Disks<'a> {
+        let names = all.iter().map(|d| (d.device, format!("/dev/{}", d.name)));
+        Disks {
+            names: names.collect(),
+            counters: all.iter().map(|d| (d.name.as_str(), d)).collect(),
+        }
+    }
+
+    fn name(&self, device: (u32, u32)) -> &str {
+        self.names.get(&device).map_or("", String::as_str)
     }
 
     /// What the kernel counts of the device below a filesystem; nothing of one that is on none.
     fn below(&self, device: &str) -> Option<&'a DiskCounters> {
-        let name = device.strip_prefix("/dev/")?;
-        self.0.iter().find(|d| d.name == name)
+        self.counters.get(device.strip_prefix("/dev/")?).copied()
     }
 }
 
@@ -239,12 +249,15 @@ fn requests(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
                 if !counted.is_empty() {
                     let value = counted.iter().find(|(of, _)| *of == kind);
                     let device = disks.name(disk.device);
-                    sample(&[("device", &device)], value.map_or(0.0, |v| v.1 as f64));
+                    sample(&[("device", device)], value.map_or(0.0, |v| v.1 as f64));
                     told.push(device);
                 }
             }
             // A filesystem on the whole disk has the labels that the disk had already.
-            let rest = s.filesystems.iter().filter(|f| !told.contains(&f.device));
+            let rest = s
+                .filesystems
+                .iter()
+                .filter(|f| !told.contains(&f.device.as_str()));
             for f in rest {
                 if let Some(get) = of_disk {
                     let value = disks.below(&f.device).map_or(0.0, get);
@@ -278,7 +291,7 @@ fn disks(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
             for disk in &s.usage.disks {
                 if let Some(cost) = disk.cost {
                     let device = disks.name(disk.device);
-                    sample(&[("device", &device)], cost[i] as f64 / MICRO);
+                    sample(&[("device", device)], cost[i] as f64 / MICRO);
                 }
             }
         });
@@ -297,7 +310,7 @@ fn disks(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
                 let (major, minor) = (disk.device.0.to_string(), disk.device.1.to_string());
                 for (operation, value) in &disk.bytes {
                     let labels = [
-                        ("device", device.as_str()),
+                        ("device", device),
                         ("major", &major),
                         ("minor", &minor),
                         ("operation", operation),
@@ -419,7 +432,7 @@ fn containers(snapshot: &Snapshot, v2: bool, sandbox_image: &str) -> Page {
         }
     }
     labelled(&mut out, &all);
-    disks(&mut out, &all, &Disks(&snapshot.machine.disks));
+    disks(&mut out, &all, &Disks::new(&snapshot.machine.disks));
     network(&mut out, &all);
     out.page.single(
         "container_scrape_error",
