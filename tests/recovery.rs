@@ -129,6 +129,7 @@ impl Node {
             ("sidecar", &|| self.sidecar()),
             ("hook", &|| self.exit_beside_a_hook()),
             ("finalizer", &|| self.finalizer()),
+            ("at once", &|| self.ends_at_once()),
         ]);
         self.side_by_side(&[
             ("manifest", &|| self.manifest_changed_ten_times()),
@@ -425,6 +426,32 @@ impl Node {
             );
         }
         self.cluster.kubectl(&["delete", "pod", "-l", "row=burst"]);
+    }
+
+    /// Containers that end while the runtime still starts them: their pods end with them, not with the next audit.
+    fn ends_at_once(&self) {
+        let main = self.container("main", "true", "");
+        let spec = format!("restartPolicy: Never, containers: [{main}]");
+        let names: Vec<String> = (0..20).map(|n| format!("instant-{n}")).collect();
+        let all = |name: &String| manifest(name, "labels: {row: instant}", &spec);
+        self.cluster
+            .apply(&names.iter().map(all).collect::<String>());
+        let mut longest = jiff::SignedDuration::ZERO;
+        for name in &names {
+            self.within(60, &format!("{name} succeeds"), || {
+                self.is(name, "Succeeded")
+            });
+            let pod = self.pod(name).unwrap();
+            let end = &pod["status"]["containerStatuses"][0]["state"]["terminated"];
+            let conditions = pod["status"]["conditions"].as_array().unwrap();
+            let ready = conditions.iter().find(|c| c["type"] == "Ready").unwrap();
+            let after = time(&ready["lastTransitionTime"]).duration_since(time(&end["finishedAt"]));
+            assert!(after.as_secs() <= 10, "{after:?}: {pod:#}");
+            longest = longest.max(after);
+        }
+        self.took("20 containers that end at once are seen after", longest);
+        self.cluster
+            .kubectl(&["delete", "pod", "-l", "row=instant"]);
     }
 
     /// A container that ends while another one's postStart hook runs is started again long before the hook ends.

@@ -2,6 +2,7 @@
 //! containerd itself, which come over the same socket.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use holdfast_proto::containerd::events_client::EventsClient;
 use holdfast_proto::containerd::{SubscribeRequest, TaskExit};
@@ -9,17 +10,23 @@ use holdfast_proto::cri as pb;
 use pb::runtime_service_client::RuntimeServiceClient;
 use prost::Message as _;
 use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
 use tonic::transport::Channel;
 use tonic::{Request, Status};
 
 use super::RuntimeError;
 use super::RuntimeErrorKind;
 use super::measured::Measured;
+use crate::core::backoff::Doubling;
 use crate::core::pod::cri_config::label;
 
 /// How long a refusal may take. A runtime may answer only with its first event: no refusal within this time
 /// is a yes.
-const REFUSAL: std::time::Duration = std::time::Duration::from_millis(500);
+const REFUSAL: Duration = Duration::from_millis(500);
+/// The pauses between two looks whether CRI has seen an end: the first, and the longest.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_secs(1));
+/// After so long the pod is looked at in any case.
+const AUDIT: Duration = Duration::from_secs(30);
 /// The namespace in which containerd keeps what came over CRI.
 pub(super) const NAMESPACE: &str = "k8s.io";
 
@@ -113,7 +120,8 @@ async fn of_containerd(
             // Each on its own: one that is slow to be seen holds up no other.
             let (runtime, sender) = (runtime.clone(), sender.clone());
             tokio::spawn(async move {
-                if let Some(uid) = uid_of(&runtime, &exit.container_id).await {
+                let look = || shown(runtime.clone(), exit.container_id.clone());
+                if let Some(uid) = uid_of(look).await {
                     // The receiver has gone with the stream's reader; then nobody wants to know.
                     let _ = sender.send(uid).await;
                 }
@@ -123,45 +131,105 @@ async fn of_containerd(
     accepted(refusal).await.map(|()| receiver)
 }
 
-/// The pod to which a container or sandbox belongs. CRI must have seen the end itself before it is worth
-/// looking, and it listens to the same events: it is waited for, a second at most.
-async fn uid_of(runtime: &RuntimeServiceClient<Measured>, id: &str) -> Option<String> {
-    let uid = |labels: &HashMap<String, String>| labels.get(label::POD_UID).cloned();
-    let mut found = None;
-    for pause in [0, 2, 4, 8, 16, 32, 64, 128, 256, 512] {
-        tokio::time::sleep(std::time::Duration::from_millis(pause)).await;
-        let filter = Some(pb::ContainerFilter {
-            id: id.into(),
-            ..pb::ContainerFilter::default()
-        });
-        let listed = runtime
-            .clone()
-            .list_containers(Request::new(pb::ListContainersRequest { filter }))
-            .await
-            .ok()?
-            .into_inner()
-            .containers;
-        let Some(container) = listed.first() else {
-            break;
-        };
-        found = uid(&container.labels);
-        if container.state != pb::ContainerState::ContainerRunning as i32 {
+/// What CRI shows of a container or a sandbox.
+struct Shown {
+    /// The pod that it belongs to.
+    uid: Option<String>,
+    has_ended: bool,
+}
+
+/// The pod whose container or sandbox has ended. CRI learns of the end from the same event, and only when it has
+/// answered who starts the container meanwhile: until it shows the end itself, a look at it finds nothing new, and
+/// nothing would lead to another one. So that is waited for; until the next audit, which looks at all pods.
+async fn uid_of<F>(look: impl Fn() -> F) -> Option<String>
+where
+    F: Future<Output = Option<Shown>>,
+{
+    let begun = Instant::now();
+    let mut pauses = Doubling::new(PAUSES.0, PAUSES.1);
+    let mut uid = None;
+    // What is not shown any more has been removed since.
+    while let Some(shown) = look().await {
+        uid = shown.uid;
+        if shown.has_ended || begun.elapsed() >= AUDIT {
             break;
         }
+        tokio::time::sleep(pauses.pause()).await;
     }
-    if found.is_some() {
-        return found;
+    uid
+}
+
+async fn shown(mut runtime: RuntimeServiceClient<Measured>, id: String) -> Option<Shown> {
+    let uid = |labels: &HashMap<String, String>| labels.get(label::POD_UID).cloned();
+    let filter = Some(pb::ContainerFilter {
+        id: id.clone(),
+        ..pb::ContainerFilter::default()
+    });
+    let request = Request::new(pb::ListContainersRequest { filter });
+    let listed = runtime.list_containers(request).await.ok()?;
+    if let Some(container) = listed.into_inner().containers.first() {
+        return Some(Shown {
+            uid: uid(&container.labels),
+            has_ended: container.state() == pb::ContainerState::ContainerExited,
+        });
     }
     let filter = Some(pb::PodSandboxFilter {
-        id: id.into(),
+        id,
         ..pb::PodSandboxFilter::default()
     });
-    let listed = runtime
-        .clone()
-        .list_pod_sandbox(Request::new(pb::ListPodSandboxRequest { filter }))
-        .await
-        .ok()?
-        .into_inner()
-        .items;
-    listed.first().and_then(|sandbox| uid(&sandbox.labels))
+    let request = Request::new(pb::ListPodSandboxRequest { filter });
+    let listed = runtime.list_pod_sandbox(request).await.ok()?;
+    let listed = listed.into_inner().items;
+    listed.first().map(|sandbox| Shown {
+        uid: uid(&sandbox.labels),
+        has_ended: sandbox.state() == pb::PodSandboxState::SandboxNotready,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    /// The pod, and after how long it was told of, where CRI shows the end so late.
+    async fn told(late: Duration) -> (Option<String>, Duration) {
+        let begun = Instant::now();
+        let look = || async {
+            Some(Shown {
+                uid: Some("p".to_owned()),
+                has_ended: begun.elapsed() >= late,
+            })
+        };
+        (uid_of(look).await, begun.elapsed())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_pod_is_looked_at_when_cri_shows_the_end() {
+        for late in [0, 1, 20, 700, 5000] {
+            let late = Duration::from_millis(late);
+            let (uid, after) = told(late).await;
+            assert_eq!(uid.as_deref(), Some("p"));
+            assert!(after >= late && after <= late * 2 + PAUSES.0, "{after:?}");
+            assert!(after <= late + PAUSES.1, "{after:?}");
+        }
+        // Where CRI never shows it, the audit is no later.
+        let (uid, after) = told(Duration::MAX).await;
+        assert_eq!(uid.as_deref(), Some("p"));
+        assert!(after < AUDIT + PAUSES.1, "{after:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_removed_is_not_waited_for() {
+        let looks = Cell::new(0);
+        let look = || async {
+            looks.set(looks.get() + 1);
+            (looks.get() < 3).then(|| Shown {
+                uid: Some("p".to_owned()),
+                has_ended: false,
+            })
+        };
+        assert_eq!(uid_of(look).await.as_deref(), Some("p"));
+        assert_eq!(looks.get(), 3);
+    }
 }
