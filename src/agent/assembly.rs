@@ -182,8 +182,8 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let (clients, reviews) = match &config.kubeconfig {
         Some(path) => {
             let (counted, confirmed) = (Arc::clone(&metrics), keeper.clone());
-            let report: Report = Arc::new(move |method, host, code| {
-                counted.requested(method, host, code);
+            let report: Report = Arc::new(move |method, host, code, took| {
+                counted.requested(method, host, code, took);
                 if let (Some(keeper), Some(200..300)) = (&confirmed, code) {
                     keeper.confirm();
                 }
@@ -204,8 +204,8 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         .as_ref()
         .filter(|_| config.rotate_certificates)
         .map(|(client, _)| {
-            let keep =
-                credentials::keep(credentials::Renewed::client(&config), client.clone(), clock);
+            let kept = credentials::Renewed::client(&config);
+            let keep = credentials::keep(kept, client.clone(), clock, Arc::clone(&metrics));
             AbortOnDropHandle::new(tokio::spawn(keep))
         });
     let node_ips = watch::channel(network::addresses(&config).await).0;
@@ -214,6 +214,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
             credentials::Renewed::serving(&config, node_ips.subscribe()),
             client.clone(),
             clock,
+            Arc::clone(&metrics),
         ));
     }
     let driver = driver(&*runtime, &config).await;

@@ -1,276 +1,23 @@
 //! What is counted as it happens, under the kubelet's names (kubelet spec, chapter 18).
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::Pod;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{ContainerStatus, Pod, PodStatus};
 use kube::ResourceExt as _;
+use tokio::time::Instant;
 
 use crate::core::node::shutdown::Times;
 use crate::core::pod;
+use crate::core::pod::resize::Asked;
 use crate::core::serving::exposition::{Family, Page, Registry};
 
-const POD_STARTS: &[f64] = &[
-    0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 20.0, 30.0, 45.0, 60.0, 120.0, 180.0, 240.0,
-    300.0, 360.0, 480.0, 600.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0,
-];
-const USUAL: &[f64] = &[
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
-];
-/// 0.005 × 2.5ⁿ, fourteen of them.
-const RUNTIME: &[f64] = &[
-    0.005,
-    0.0125,
-    0.03125,
-    0.078_125,
-    0.195_312_5,
-    0.488_281_25,
-    1.220_703_125,
-    3.051_757_812_5,
-    7.629_394_531_25,
-    19.073_486_328_125,
-    47.683_715_820_312_5,
-    119.209_289_550_781_25,
-    298.023_223_876_953_1,
-    745.058_059_692_382_8,
-];
+mod families;
 
-/// A family that is counted as things happen.
-pub const fn family(
-    name: &'static str,
-    help: &'static str,
-    labels: &'static [&'static str],
-) -> Family {
-    Family { name, help, labels }
-}
-
-const CGROUPS: Family = family(
-    "kubelet_cgroup_manager_duration_seconds",
-    "Duration in seconds to make, change or remove a pod's cgroup.",
-    &["operation_type"],
-);
-const CONTAINERS: Family = family(
-    "kubelet_containers_per_pod_count",
-    "The number of containers of pods, without init containers.",
-    &[],
-);
-const WORKER_START: Family = family(
-    "kubelet_pod_worker_start_duration_seconds",
-    "Duration in seconds from the agent's first sight of a pod to the begin of work on it.",
-    &[],
-);
-const POD_START: Family = family(
-    "kubelet_pod_start_duration_seconds",
-    "Duration in seconds from the agent's first sight of a pod to its running.",
-    &[],
-);
-const RUNTIME_TOTAL: Family = family(
-    "kubelet_runtime_operations_total",
-    "Cumulative number of runtime operations by operation type.",
-    &["operation_type"],
-);
-const RUNTIME_ERRORS: Family = family(
-    "kubelet_runtime_operations_errors_total",
-    "Cumulative number of runtime operation errors by operation type.",
-    &["operation_type"],
-);
-const RUNTIME_SECONDS: Family = family(
-    "kubelet_runtime_operations_duration_seconds",
-    "Duration in seconds of runtime operations by operation type.",
-    &["operation_type"],
-);
-const RELIST: Family = family(
-    "kubelet_pleg_relist_duration_seconds",
-    "Duration in seconds for listing the runtime's pods.",
-    &[],
-);
-const INTERVAL: Family = family(
-    "kubelet_pleg_relist_interval_seconds",
-    "Interval in seconds between two such listings.",
-    &[],
-);
-const HTTP: Family = family(
-    "kubelet_http_requests_total",
-    "Number of the HTTP requests received since the agent started.",
-    &["method", "path", "server_type", "long_running"],
-);
-const POD_START_SLI: Family = family(
-    "kubelet_pod_start_sli_duration_seconds",
-    "Duration in seconds to start a pod, excluding time to pull images and run init containers; pods with claims are left out.",
-    &[],
-);
-const POD_START_TOTAL: Family = family(
-    "kubelet_pod_start_total_duration_seconds",
-    "Duration in seconds to start a pod since creation, including time to pull images.",
-    &[],
-);
-const WORKER: Family = family(
-    "kubelet_pod_worker_duration_seconds",
-    "Duration in seconds to sync a single pod, by operation type.",
-    &["operation_type"],
-);
-const STATUS: Family = family(
-    "kubelet_pod_status_sync_duration_seconds",
-    "Duration in seconds to sync a pod status update.",
-    &[],
-);
-const SANDBOX: Family = family(
-    "kubelet_run_podsandbox_duration_seconds",
-    "Duration in seconds of the run_podsandbox operations.",
-    &["runtime_handler"],
-);
-const SANDBOX_ERRORS: Family = family(
-    "kubelet_run_podsandbox_errors_total",
-    "Cumulative number of the run_podsandbox operation errors.",
-    &["runtime_handler"],
-);
-const STARTED_PODS: Family = family(
-    "kubelet_started_pods_total",
-    "Cumulative number of pods started.",
-    &[],
-);
-const STARTED_PODS_ERRORS: Family = family(
-    "kubelet_started_pods_errors_total",
-    "Cumulative number of errors when starting pods.",
-    &[],
-);
-const STARTED: Family = family(
-    "kubelet_started_containers_total",
-    "Cumulative number of containers started.",
-    &["container_type"],
-);
-const STARTED_ERRORS: Family = family(
-    "kubelet_started_containers_errors_total",
-    "Cumulative number of errors when starting containers.",
-    &["container_type", "code"],
-);
-const REJECTED: Family = family(
-    "kubelet_admission_rejections_total",
-    "Cumulative number of pod admission rejections.",
-    &["reason"],
-);
-const PREEMPTED: Family = family(
-    "kubelet_preemptions",
-    "Cumulative number of pod preemptions by preemption resource.",
-    &["preemption_signal"],
-);
-const EVICTED: Family = family(
-    "kubelet_evictions",
-    "Cumulative number of pod evictions by eviction signal.",
-    &["eviction_signal"],
-);
-const EVICTION_AGE: Family = family(
-    "kubelet_eviction_stats_age_seconds",
-    "Time between when stats are collected, and when a pod is evicted based on those stats by eviction signal.",
-    &["eviction_signal"],
-);
-const PULLED: Family = family(
-    "kubelet_image_pull_duration_seconds",
-    "Duration in seconds to pull an image.",
-    &["image_size_in_bytes"],
-);
-const COLLECTED: Family = family(
-    "kubelet_image_garbage_collected_total",
-    "Total number of images garbage collected, whether for room or for age.",
-    &["reason"],
-);
-const STORAGE: Family = family(
-    "storage_operation_duration_seconds",
-    "Storage operation duration.",
-    &["migrated", "operation_name", "status", "volume_plugin"],
-);
-const STORAGE_TOTAL: Family = family(
-    "volume_operation_total_seconds",
-    "Storage operation end to end duration in seconds",
-    &["plugin_name", "operation_name"],
-);
-const RECONSTRUCTED: Family = family(
-    "reconstruct_volume_operations_total",
-    "The number of volumes that were attempted to be reconstructed from the operating system during kubelet startup.",
-    &[],
-);
-const RECONSTRUCTED_ERRORS: Family = family(
-    "reconstruct_volume_operations_errors_total",
-    "The number of volumes that failed reconstruction from the operating system during kubelet startup.",
-    &[],
-);
-const FORCE_CLEANED: Family = family(
-    "force_cleaned_failed_volume_operations_total",
-    "The number of volumes that were force cleaned after their reconstruction failed. This includes both successful and failed cleanups.",
-    &[],
-);
-const FORCE_CLEANED_ERRORS: Family = family(
-    "force_cleaned_failed_volume_operation_errors_total",
-    "The number of volumes that failed force cleanup after their reconstruction failed.",
-    &[],
-);
-const CSI: Family = family(
-    "csi_operations_seconds",
-    "Container Storage Interface operation duration with gRPC error code status total",
-    &["driver_name", "grpc_status_code", "method_name", "migrated"],
-);
-const DEVICE_PLUGINS: Family = family(
-    "kubelet_device_plugin_registration_total",
-    "Number of registrations of device plugins.",
-    &["resource_name"],
-);
-const DEVICE_ALLOCATION: Family = family(
-    "kubelet_device_plugin_alloc_duration_seconds",
-    "Duration in seconds of a device plugin's answer to Allocate.",
-    &["resource_name"],
-);
-const HTTP_SECONDS: Family = family(
-    "kubelet_http_requests_duration_seconds",
-    "Duration in seconds to serve http requests",
-    &["method", "path", "server_type", "long_running"],
-);
-const CLIENT: Family = family(
-    "rest_client_requests_total",
-    "Number of HTTP requests, partitioned by status code, method, and host.",
-    &["code", "method", "host"],
-);
-const WEBSOCKETS: Family = family(
-    "kubelet_websocket_streaming_requests_total",
-    "Total number of WebSocket streaming requests.",
-    &["subresource"],
-);
-const STEPS: Family = family(
-    "holdfast_step_duration_seconds",
-    "Duration in seconds of each step of a pod's life.",
-    &["step", "result"],
-);
-const PROBES: Family = family(
-    "prober_probe_total",
-    "Cumulative number of a liveness, readiness or startup probe for a container by result.",
-    &[
-        "container",
-        "namespace",
-        "pod",
-        "pod_uid",
-        "probe_type",
-        "result",
-    ],
-);
-
-const PROBE_SECONDS: Family = family(
-    "prober_probe_duration_seconds",
-    "Duration in seconds for a probe response.",
-    &["container", "namespace", "pod", "probe_type"],
-);
-
-const PULLS: &[f64] = &[
-    1.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0,
-    1200.0, 1800.0, 2700.0, 3600.0,
-];
-const COUNTS: &[f64] = &[1.0, 2.0, 4.0, 8.0, 16.0];
-const STATUSES: &[f64] = &[0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 20.0, 30.0, 45.0, 60.0];
-const STORING: &[f64] = &[
-    0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 120.0, 300.0, 600.0,
-];
-const STEP: &[f64] = &[
-    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0,
-];
+pub use families::family;
+use families::*;
 
 /// The size of an image as metrics show it.
 fn size_class(bytes: u64) -> &'static str {
@@ -306,6 +53,8 @@ pub struct PodStart {
     pub images: f64,
     /// Whether it has storage of its own, whose time is not ours.
     pub stateful: bool,
+    /// Whether it has a network of its own.
+    pub network: bool,
 }
 
 /// A probe of a container.
@@ -345,6 +94,10 @@ pub struct PodVolumes {
     pub actual: Vec<String>,
 }
 
+fn seconds(at: Timestamp) -> f64 {
+    at.as_duration().as_secs_f64()
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -356,8 +109,8 @@ pub struct Metrics {
     volumes: Mutex<BTreeMap<String, PodVolumes>>,
     /// Pods that are gone and have left something, and those of them of which it could not be removed.
     orphans: Mutex<(usize, usize)>,
-    /// When the runtime's pods were listed last, in seconds since 1970.
-    listed_at: Mutex<Option<f64>>,
+    /// When the node was to be registered first, and when it was, in seconds since 1970.
+    registration: Mutex<(Option<f64>, Option<f64>)>,
     own: Mutex<Registry>,
     probes: Mutex<Registry>,
     /// When the machine was shut down last, or is now.
@@ -384,13 +137,12 @@ impl Metrics {
         self.with(|r| {
             r.observe(POD_START, POD_STARTS, &[], start.seen);
             r.observe(POD_START_TOTAL, POD_STARTS, &[], start.created);
+            let without_images = (start.created - start.images).max(0.0);
             if !start.stateful {
-                r.observe(
-                    POD_START_SLI,
-                    POD_STARTS,
-                    &[],
-                    (start.created - start.images).max(0.0),
-                );
+                r.observe(POD_START_SLI, POD_STARTS, &[], without_images);
+            }
+            if start.network && r.get(FIRST_NETWORK).is_none() {
+                r.set(FIRST_NETWORK, without_images);
             }
         });
     }
@@ -406,8 +158,12 @@ impl Metrics {
     }
 
     /// A sandbox was made, or not.
-    pub fn sandbox(&self, handler: &str, refused: bool, took: Duration) {
+    pub fn sandbox(&self, handler: &str, own_users: bool, refused: bool, took: Duration) {
         self.with(|r| {
+            if own_users {
+                r.count(USER_NAMESPACES, &[], 1);
+                r.count(USER_NAMESPACES_ERRORS, &[], u64::from(refused));
+            }
             r.observe(SANDBOX, USUAL, &[handler], took.as_secs_f64());
             r.count(SANDBOX_ERRORS, &[handler], u64::from(refused));
             r.count(STARTED_PODS, &[], 1);
@@ -421,6 +177,123 @@ impl Metrics {
             r.count(STARTED, &[kind], 1);
             if let Some(code) = failed {
                 r.count(STARTED_ERRORS, &[kind, code], 1);
+            }
+        });
+    }
+
+    /// A pod's status changes: containers that end with it are counted, each once.
+    pub fn containers_ended(&self, before: Option<&PodStatus>, now: &PodStatus) {
+        type List = fn(&PodStatus) -> &Option<Vec<ContainerStatus>>;
+        let lists: [(&str, List); 3] = [
+            ("init_container", |s| &s.init_container_statuses),
+            ("container", |s| &s.container_statuses),
+            ("ephemeral_container", |s| &s.ephemeral_container_statuses),
+        ];
+        let end = |c: &ContainerStatus| c.state.as_ref().and_then(|s| s.terminated.clone());
+        for (kind, list) in lists {
+            let had_ended = |name: &str| {
+                let mut known = before.and_then(|b| list(b).as_ref()).into_iter().flatten();
+                known.any(|c| c.name == name && end(c).is_some())
+            };
+            for container in list(now).iter().flatten() {
+                if let Some(end) = end(container).filter(|_| !had_ended(&container.name)) {
+                    let labels = [
+                        kind,
+                        &end.exit_code.to_string(),
+                        end.reason.as_deref().unwrap_or_default(),
+                    ];
+                    self.with(|r| r.count(TERMINATED, &labels, 1));
+                }
+            }
+        }
+    }
+
+    /// A container is to have other resources than before.
+    pub fn resize_asked(&self, asked: &[Asked]) {
+        self.with(|r| {
+            for asked in asked {
+                let labels = [asked.resource, asked.of, asked.operation];
+                r.count(RESIZES, &labels, 1);
+            }
+        });
+    }
+
+    /// A pod's containers were resized, or could not be.
+    pub fn resized(&self, done: bool, took: Duration) {
+        let labels = [if done { "true" } else { "false" }];
+        let took = took.as_secs_f64() * 1000.0;
+        self.with(|r| r.observe(RESIZE_MS, RESIZING, &labels, took));
+    }
+
+    /// A container with so many images as volumes was created.
+    pub fn image_volumes(&self, count: u64) {
+        self.with(|r| {
+            r.count(IMAGE_VOLUMES, &[], count);
+            r.count(IMAGE_VOLUMES_MOUNTED, &[], count);
+        });
+    }
+
+    /// A lifecycle hook over HTTPS was answered over plain HTTP.
+    pub fn hook_in_plain_http(&self) {
+        self.with(|r| r.count(HOOKS_IN_PLAIN_HTTP, &[], 1));
+    }
+
+    /// A sleep hook was ended before its time.
+    pub fn sleep_cut(&self) {
+        self.with(|r| r.count(SLEEPS_CUT, &[], 1));
+    }
+
+    /// So many renewals of the client's certificate, or of the server's, have failed.
+    pub fn renewals_failed(&self, client: bool, by: u64) {
+        let of = if client {
+            CLIENT_RENEWALS
+        } else {
+            SERVER_RENEWALS
+        };
+        self.with(|r| r.count(of, &[], by));
+    }
+
+    /// The podresources API was asked: `list`, `get` or `get_allocatable`.
+    pub fn pod_resources(&self, verb: &str, found: bool) {
+        self.with(|r| {
+            for family in POD_RESOURCES {
+                let of = family.name.rsplit_once("requests_").map(|(_, of)| of);
+                if of == Some("total") || of == Some(verb) {
+                    r.count(family, &["v1"], 1);
+                }
+            }
+            r.count(POD_RESOURCES_ERRORS, &["v1"], u64::from(!found));
+        });
+    }
+
+    /// The node is to be registered, at `now`.
+    pub fn node_registering(&self, now: Timestamp) {
+        lock(&self.registration).0.get_or_insert(seconds(now));
+    }
+
+    /// The node was not known to the API and is registered now. The machine and the agent have started then.
+    pub fn node_registered(&self, now: Timestamp, machine: Timestamp, agent: Timestamp) {
+        let mut registration = lock(&self.registration);
+        let (Some(tried), None) = *registration else {
+            return;
+        };
+        registration.1 = Some(seconds(now));
+        self.with(|r| {
+            r.set(STARTUP_BEFORE, seconds(agent) - seconds(machine));
+            r.set(STARTUP_TRIED, tried - seconds(agent));
+            r.set(STARTUP_REGISTERED, seconds(now) - tried);
+        });
+    }
+
+    /// The node is ready. How long that took is told of a node that was registered anew, and once.
+    pub fn node_ready(&self, now: Timestamp, machine: Timestamp) {
+        let Some(registered) = lock(&self.registration).1 else {
+            return;
+        };
+        self.with(|r| {
+            if r.get(STARTUP).is_none() {
+                r.set(STARTUP_READY, seconds(now) - registered);
+                r.set(STARTUP, seconds(now) - seconds(machine));
             }
         });
     }
@@ -560,9 +433,13 @@ impl Metrics {
     }
 
     /// A request to an apiserver was answered; without a code it was not.
-    pub fn requested(&self, method: &str, host: &str, code: Option<u16>) {
+    pub fn requested(&self, method: &str, host: &str, code: Option<u16>, took: Duration) {
         let code = code.map_or_else(|| "<error>".to_owned(), |c| c.to_string());
-        self.with(|r| r.count(CLIENT, &[&code, method, host], 1));
+        self.with(|r| {
+            r.count(CLIENT, &[&code, method, host], 1);
+            let labels = [host, method];
+            r.observe(CLIENT_SECONDS, REQUESTS, &labels, took.as_secs_f64());
+        });
     }
 
     /// A command or port is served over a WebSocket.
@@ -594,7 +471,7 @@ impl Metrics {
 
     /// Waits until a pod's cgroup is made (`create`), changed (`update`) or removed (`destroy`).
     pub async fn cgroup<T>(&self, operation: &str, work: impl Future<Output = T>) -> T {
-        let begun = tokio::time::Instant::now();
+        let begun = Instant::now();
         let done = work.await;
         let took = begun.elapsed().as_secs_f64();
         self.with(|r| r.observe(CGROUPS, USUAL, &[operation], took));
@@ -603,8 +480,8 @@ impl Metrics {
 
     /// The runtime's pods were listed, at `now` in seconds since 1970.
     pub fn listed(&self, now: f64, took: Duration, since_last: Option<Duration>) {
-        *lock(&self.listed_at) = Some(now);
         self.with(|r| {
+            r.set(LISTED, now);
             r.observe(RELIST, USUAL, &[], took.as_secs_f64());
             if let Some(since) = since_last {
                 r.observe(INTERVAL, USUAL, &[], since.as_secs_f64());
@@ -612,18 +489,24 @@ impl Metrics {
         });
     }
 
-    /// Something was asked over HTTP, and answered after so long.
-    pub fn http(&self, method: &str, path: &str, long: bool, took: Duration) {
-        let labels = [
-            method,
-            path,
-            "readwrite",
-            if long { "true" } else { "false" },
-        ];
+    /// Counts a request over HTTP, and that it is being answered until what this gives is dropped.
+    pub fn http(
+        self: &Arc<Self>,
+        method: &'static str,
+        path: &'static str,
+        long: bool,
+    ) -> Answering {
+        let long = if long { "true" } else { "false" };
+        let labels = [method, path, "readwrite", long];
         self.with(|r| {
             r.count(HTTP, &labels, 1);
-            r.observe(HTTP_SECONDS, USUAL, &labels, took.as_secs_f64());
+            r.add(HTTP_NOW, &labels, 1.0);
         });
+        Answering {
+            metrics: Arc::clone(self),
+            labels,
+            begun: Instant::now(),
+        }
     }
 
     /// A probe has an answer. How long it took counts where it did not fail, as in the kubelet.
@@ -652,21 +535,92 @@ impl Metrics {
     pub fn write(&self, probes: bool, page: &mut Page) {
         let of = if probes { &self.probes } else { &self.own };
         lock(of).write(page);
-        if let Some(at) = lock(&self.listed_at).filter(|_| !probes) {
-            page.single(
-                "kubelet_pleg_last_seen_seconds",
-                "gauge",
-                "When the runtime's pods were listed last, in seconds since 1970.",
-                &[],
-                at,
-            );
-        }
+    }
+}
+
+/// A request over HTTP that is being answered.
+#[derive(Debug)]
+pub struct Answering {
+    metrics: Arc<Metrics>,
+    labels: [&'static str; 4],
+    begun: Instant,
+}
+
+impl Drop for Answering {
+    fn drop(&mut self) {
+        self.metrics.with(|r| {
+            r.add(HTTP_NOW, &self.labels, -1.0);
+            let took = self.begun.elapsed().as_secs_f64();
+            r.observe(HTTP_SECONDS, USUAL, &self.labels, took);
+        });
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn written(metrics: &Metrics) -> String {
+        let mut page = Page::default();
+        metrics.write(false, &mut page);
+        page.into_text()
+    }
+
+    #[test]
+    fn a_container_ends_once() {
+        let status = |state: serde_json::Value| -> PodStatus {
+            let containers = serde_json::json!({"containerStatuses": [{"name": "c", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state}]});
+            serde_json::from_value(containers).expect("a status")
+        };
+        let ended = serde_json::json!({"terminated": {"exitCode": 137, "reason": "OOMKilled"}});
+        let (runs, ended) = (status(serde_json::json!({"running": {}})), status(ended));
+        let metrics = Metrics::default();
+        metrics.containers_ended(None, &runs);
+        assert!(!written(&metrics).contains("terminated_containers"));
+        for before in [&runs, &ended, &ended] {
+            metrics.containers_ended(Some(before), &ended);
+        }
+        let line = "kubelet_terminated_containers_total{container_type=\"container\",exit_code=\"137\",reason=\"OOMKilled\"} 1\n";
+        assert!(written(&metrics).contains(line), "{}", written(&metrics));
+    }
+
+    #[test]
+    fn the_start_of_a_node_is_told_once_and_only_where_it_is_new() {
+        let at = |second| Timestamp::from_second(second).expect("a time");
+        let metrics = Metrics::default();
+        metrics.node_ready(at(50), at(10));
+        assert!(!written(&metrics).contains("node_startup"));
+        metrics.node_registering(at(30));
+        metrics.node_registering(at(33));
+        metrics.node_registered(at(35), at(10), at(28));
+        metrics.node_ready(at(42), at(10));
+        metrics.node_ready(at(99), at(10));
+        let text = written(&metrics);
+        for (part, seconds) in [
+            ("pre_kubelet_", 18),
+            ("pre_registration_", 2),
+            ("registration_", 5),
+            ("post_registration_", 7),
+            ("", 32),
+        ] {
+            let line = format!("kubelet_node_startup_{part}duration_seconds {seconds}\n");
+            assert!(text.contains(&line), "{line}{text}");
+        }
+    }
+
+    #[test]
+    fn a_request_is_in_flight_until_it_is_answered() {
+        let metrics = Arc::new(Metrics::default());
+        let now = |count: u8| {
+            format!(
+                "kubelet_http_inflight_requests{{method=\"GET\",path=\"pods\",server_type=\"readwrite\",long_running=\"false\"}} {count}\n"
+            )
+        };
+        let answering = metrics.http("GET", "pods", false);
+        assert!(written(&metrics).contains(&now(1)), "{}", written(&metrics));
+        drop(answering);
+        assert!(written(&metrics).contains(&now(0)));
+    }
 
     #[test]
     fn images_are_of_a_size() {

@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use futures::future::BoxFuture;
 use hyper::{Request, Response};
+use tokio::time::Instant;
 use tower::Service;
 
-/// Is told of a request: its method, the host, and the code of the answer if there was one.
-pub type Report = Arc<dyn Fn(&str, &str, Option<u16>) + Send + Sync>;
+/// Is told of a request: its method, the host, the code of the answer if there was one, and how long it took.
+pub type Report = Arc<dyn Fn(&str, &str, Option<u16>, Duration) + Send + Sync>;
 
 /// A service whose requests are reported.
 #[derive(Clone)]
@@ -39,16 +41,18 @@ where
                 report,
                 request.method().clone(),
                 request.uri().authority().map(ToString::to_string),
+                Instant::now(),
             )
         });
         let answer = self.inner.call(request);
         Box::pin(async move {
             let answer = answer.await;
-            if let Some((report, method, host)) = report {
+            if let Some((report, method, host, begun)) = report {
                 report(
                     method.as_str(),
                     host.as_deref().unwrap_or_default(),
                     answer.as_ref().ok().map(|a| a.status().as_u16()),
+                    begun.elapsed(),
                 );
             }
             answer

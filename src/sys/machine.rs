@@ -3,9 +3,12 @@
 use std::fs;
 use std::path::Path;
 
+use jiff::Timestamp;
+
 use super::topology;
 use crate::core::image::gc::Filesystem;
 use crate::core::node::capacity::count_cpus;
+use crate::core::serving::machine_stats;
 use crate::core::volume::selinux;
 
 /// What a node reports about itself.
@@ -23,6 +26,8 @@ pub struct Machine {
     pub system_uuid: String,
     /// Changes with every boot.
     pub boot_id: String,
+    /// When it was booted.
+    pub booted: Timestamp,
     /// `uname -r`.
     pub kernel: String,
     /// The distribution's name.
@@ -122,6 +127,10 @@ impl Machine {
             machine_id: line("/etc/machine-id"),
             system_uuid: line("/sys/class/dmi/id/product_uuid"),
             boot_id: line("/proc/sys/kernel/random/boot_id"),
+            booted: i64::try_from(machine_stats::booted(&line("/proc/stat")))
+                .ok()
+                .and_then(|second| Timestamp::from_second(second).ok())
+                .unwrap_or_default(),
             kernel: kernel(),
             os_image: pretty.unwrap_or_else(|| "Linux".into()),
             huge_pages: huge_pages(),

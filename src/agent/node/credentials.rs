@@ -2,6 +2,7 @@
 //! asking too; kept in the kubelet's files (kubelet spec, chapter 15).
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use base64::Engine as _;
@@ -12,6 +13,7 @@ use rcgen::{CertificateParams, DnType, KeyPair, PublicKeyData as _};
 use serde_json::json;
 use tokio::sync::watch;
 
+use crate::agent::Metrics;
 use crate::config::Config;
 use crate::core::backoff::Doubling;
 use crate::core::node::signing::{self, CLIENT, SERVING};
@@ -363,7 +365,8 @@ fn is_due(
 
 /// Renews a certificate when it is due. Returns when the node has lost its own for good: the API answers, and what is left
 /// is to begin anew with a bootstrap token (kubelet spec, chapter 15).
-pub async fn keep(mut kept: Renewed, client: Client, clock: Clock) {
+pub async fn keep(mut kept: Renewed, client: Client, clock: Clock, metrics: Arc<Metrics>) {
+    metrics.renewals_failed(kept.signer == CLIENT, 0);
     let mut again = AGAIN;
     let mut since = None;
     // A signer may leave out what was asked for: it is not asked for the same again.
@@ -382,6 +385,7 @@ pub async fn keep(mut kept: Renewed, client: Client, clock: Clock) {
                 again.reset();
             }
             Err(error) => {
+                metrics.renewals_failed(kept.signer == CLIENT, 1);
                 tracing::warn!(
                     error,
                     signer = kept.signer,

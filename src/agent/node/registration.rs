@@ -114,6 +114,22 @@ pub(super) fn platform_patch(node: &Node) -> Option<Value> {
     (!wrong.is_empty()).then(|| json!({"metadata": {"labels": wrong}}))
 }
 
+/// Makes the Node object.
+async fn create(
+    context: &Context,
+    api: &dyn NodeApi,
+    status: NodeStatus,
+) -> Result<Node, ApiFailure> {
+    let node = fresh(&context.config, status);
+    context.metrics.node_registering(context.clock.now());
+    let made = within(deadline(context), api.create(&node)).await?;
+    let (now, booted) = (context.clock.now(), context.machine.booted);
+    context
+        .metrics
+        .node_registered(now, booted, context.started);
+    Ok(made)
+}
+
 /// The Node object, made if it does not exist. Taints count only when it is made.
 async fn once(
     context: &Context,
@@ -129,7 +145,7 @@ async fn once(
                 "the node {name:?} does not exist and --register-node is false"
             )));
         }
-        None => match within(limit, api.create(&fresh(config, status))).await {
+        None => match create(context, api, status).await {
             // A node that may not make itself may have been made by others.
             Err(refusal @ (ApiFailure::AlreadyExists(_) | ApiFailure::Forbidden(_))) => {
                 within(limit, api.get(name)).await?.ok_or(refusal)?

@@ -18,7 +18,7 @@ use crate::agent::{Context, Kind};
 use crate::core::backoff::Doubling;
 use crate::core::node::addresses::{self, addresses};
 use crate::core::node::capacity::{self, Extended};
-use crate::core::node::conditions::{conditions, patch, report_after, transitions};
+use crate::core::node::conditions::{conditions, is_ready, patch, report_after, transitions};
 use crate::core::node::shutdown;
 use crate::cri::{Features, Handler};
 use crate::kubeapi::pods::ApiFailure;
@@ -191,6 +191,10 @@ impl Rounds<'_> {
         context.node.see(written);
         self.reported = Some(Instant::now());
         self.reports += 1;
+        if is_ready(&new) {
+            let (now, booted) = (context.clock.now(), context.machine.booted);
+            context.metrics.node_ready(now, booted);
+        }
         for reason in transitions(&old, &new) {
             let message = format!("Node {name} status is now: {reason}");
             context.events.node(name, Kind::Normal, &reason, message);

@@ -23,7 +23,9 @@ pub async fn run(
 ) -> Result<(), String> {
     match probe::hook(handler, container, ip)? {
         Hook::Sleep(time) => {
+            let cut = Cut(context);
             tokio::time::sleep(time).await;
+            std::mem::forget(cut);
             Ok(())
         }
         Hook::Exec(command) => match context.runtime.exec(id, &command, None).await {
@@ -46,6 +48,7 @@ pub async fn run(
                     request.host
                 );
                 plain(context, &request).await?;
+                context.metrics.hook_in_plain_http();
                 context
                     .events
                     .pod(pod, None, Kind::Warning, "LifecycleHTTPFallback", message);
@@ -54,6 +57,15 @@ pub async fn run(
             // Any answer will do.
             other => other.map(|_| ()).map_err(|e| e.to_string()),
         },
+    }
+}
+
+/// Counts a sleep that does not come to its end.
+struct Cut<'a>(&'a Context);
+
+impl Drop for Cut<'_> {
+    fn drop(&mut self) {
+        self.0.metrics.sleep_cut();
     }
 }
 

@@ -30,6 +30,7 @@ struct Wanted {
 pub struct StatusWriter {
     wanted: watch::Sender<Wanted>,
     written: watch::Receiver<u64>,
+    metrics: Arc<Metrics>,
     _task: AbortOnDropHandle<()>,
 }
 
@@ -39,8 +40,9 @@ impl StatusWriter {
     pub fn start(api: Arc<dyn PodApi>, metrics: Arc<Metrics>) -> StatusWriter {
         let (wanted, changes) = watch::channel(Wanted::default());
         let (done, written) = watch::channel(0);
-        let task = tokio::spawn(write(api, changes, done, metrics));
+        let task = tokio::spawn(write(api, changes, done, Arc::clone(&metrics)));
         StatusWriter {
+            metrics,
             wanted,
             written,
             _task: AbortOnDropHandle::new(task),
@@ -57,6 +59,12 @@ impl StatusWriter {
                     .map(|o| (o.uid(), o.resource_version()))
                     == object.as_ref().map(|o| (o.uid(), o.resource_version()));
             if !same {
+                // An agent that has just started goes on from what the API has.
+                let before = match wanted.version {
+                    0 => object.as_ref().and_then(|o| o.status.as_ref()),
+                    _ => Some(&wanted.status),
+                };
+                self.metrics.containers_ended(before, status);
                 *wanted = Wanted {
                     version: wanted.version + 1,
                     status: status.clone(),

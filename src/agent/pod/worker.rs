@@ -24,6 +24,7 @@ use crate::core::pod;
 use crate::core::pod::journal::Step;
 use crate::core::pod::lifecycle::State;
 use crate::core::pod::record::Record;
+use crate::core::pod::resize;
 use crate::core::pod::status::devices::OfPod as DeviceHealth;
 use crate::core::pod::worker::{Facts, Input, Key, Network, Op, Rules, Turn, Update, Worker};
 use crate::sys::clock::Watch;
@@ -200,6 +201,7 @@ impl Shell {
             rules: rules(self.context()),
         };
         let object_before = object_of(self.worker.update());
+        let pod_before = Arc::clone(&self.worker.update().pod);
         let kept = input.clone();
         let turn = self.worker.turn(&facts, input);
         self.log().record(&facts, kept, &turn, &self.worker);
@@ -208,6 +210,11 @@ impl Shell {
         }
         self.log().waits(self.worker.waiting.clone());
         self.tell(&turn);
+        let pod_now = &self.worker.update().pod;
+        if !Arc::ptr_eq(&pod_before, pod_now) {
+            let asked = resize::asked(&pod_before, pod_now);
+            self.context().metrics.resize_asked(&asked);
+        }
         for key in &turn.cancel {
             self.running.remove(key);
             self.cut_off |= matches!(key, Key::Start(_));
@@ -308,6 +315,7 @@ impl Shell {
             created: since(created),
             images: self.log().took(Step::Image).as_secs_f64(),
             stateful,
+            network: !pod::host_network(pod),
         });
     }
 

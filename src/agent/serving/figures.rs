@@ -211,6 +211,19 @@ impl Figures {
         });
         known.flatten().filter(|v| v.claim.is_some()).collect()
     }
+
+    /// The bytes of a pod's logs, by container, as far as they have been counted. Nothing is counted for it.
+    pub fn known_logs(&self, uid: &str) -> BTreeMap<String, u64> {
+        let all = self
+            .disks
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let known = all.get(uid).and_then(|disk| {
+            let figures = disk.try_lock().ok()?;
+            Some(figures.as_ref()?.1.logs.clone())
+        });
+        known.unwrap_or_default()
+    }
 }
 
 /// Writable layers, by pod and container.

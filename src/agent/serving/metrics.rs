@@ -8,8 +8,8 @@ use hyper::{Response, StatusCode};
 use kube::ResourceExt as _;
 
 use super::Refusal;
-use super::Server;
 use super::figures::{self, ContainerFigures, PodFigures, Snapshot};
+use super::{Known, Server};
 use crate::agent::Context;
 use crate::agent::node::credentials::Pair;
 use crate::agent::node::{claim_metrics, manager_metrics};
@@ -264,6 +264,207 @@ async fn what_runs(out: &mut Page, context: &Context) -> Result<(), Refusal> {
     Ok(())
 }
 
+/// What pods have on the disk, as far as it has been counted. Nothing is counted for it.
+fn disks(out: &mut Page, server: &Server) {
+    let volumes = server.figures.known_volumes();
+    for (name, help, get) in [
+        (
+            "kubelet_volume_stats_capacity_bytes",
+            "Capacity in bytes of the volume",
+            (|v| v.bytes.1) as fn(&figures::VolumeFigures) -> u64,
+        ),
+        (
+            "kubelet_volume_stats_available_bytes",
+            "Number of available bytes in the volume",
+            |v| v.bytes.2,
+        ),
+        (
+            "kubelet_volume_stats_used_bytes",
+            "Number of used bytes in the volume",
+            |v| v.bytes.0,
+        ),
+        (
+            "kubelet_volume_stats_inodes",
+            "Maximum number of inodes in the volume",
+            |v| v.inodes.1,
+        ),
+        (
+            "kubelet_volume_stats_inodes_free",
+            "Number of free inodes in the volume",
+            |v| v.inodes.2,
+        ),
+        (
+            "kubelet_volume_stats_inodes_used",
+            "Number of used inodes in the volume",
+            |v| v.inodes.0,
+        ),
+    ] {
+        out.family(name, "gauge", help);
+        for volume in &volumes {
+            let claim = volume.claim.as_deref().unwrap_or_default();
+            out.sample(
+                name,
+                &[
+                    ("namespace", &volume.namespace),
+                    ("persistentvolumeclaim", claim),
+                ],
+                get(volume) as f64,
+                None,
+            );
+        }
+    }
+    let name = "kubelet_volume_stats_health_status_abnormal";
+    out.family(
+        name,
+        "gauge",
+        "Abnormal volume health status. The count is either 1 or 0. 1 indicates the volume is unhealthy, 0 indicates volume is healthy",
+    );
+    for volume in &volumes {
+        if let (Some(claim), Some(abnormal)) = (&volume.claim, volume.abnormal) {
+            let labels = [
+                ("namespace", volume.namespace.as_str()),
+                ("persistentvolumeclaim", claim),
+            ];
+            out.sample(name, &labels, f64::from(u8::from(abnormal)), None);
+        }
+    }
+    let name = "kubelet_container_log_filesystem_used_bytes";
+    out.family(
+        name,
+        "gauge",
+        "Bytes used by the container's logs on the filesystem.",
+    );
+    for known in server.context.roster.borrow().iter() {
+        let uid = pod::uid(&known.pod);
+        let (namespace, pod) = (
+            known.pod.namespace().unwrap_or_default(),
+            known.pod.name_any(),
+        );
+        for (container, bytes) in server.figures.known_logs(uid) {
+            let labels = [
+                ("container", container.as_str()),
+                ("namespace", &namespace),
+                ("pod", &pod),
+                ("uid", uid),
+            ];
+            out.sample(name, &labels, bytes as f64, None);
+        }
+    }
+}
+
+/// The pods that this node is to have, and their resizes.
+fn pods_of_the_node(out: &mut Page, context: &Context) {
+    let roster = context.roster.borrow();
+    let statics = roster.iter().filter(|k| pod::is_static(&k.pod)).count();
+    let name = "kubelet_desired_pods";
+    out.family(
+        name,
+        "gauge",
+        "The number of pods the kubelet is being instructed to run.",
+    );
+    out.sample(
+        name,
+        &[("static", "")],
+        (roster.iter().count() - statics) as f64,
+        None,
+    )
+    .sample(name, &[("static", "true")], statics as f64, None);
+    let mirrors = roster
+        .iter()
+        .filter(|k| pod::is_static(&k.pod) && k.object.is_some())
+        .count();
+    out.single(
+        "kubelet_mirror_pods",
+        "gauge",
+        "The number of mirror pods the kubelet will try to create.",
+        &[],
+        mirrors as f64,
+    );
+    let guests = roster
+        .iter()
+        .map(|k| {
+            pod::spec(&k.pod)
+                .ephemeral_containers
+                .as_ref()
+                .map_or(0, Vec::len)
+        })
+        .sum::<usize>();
+    out.single(
+        "kubelet_managed_ephemeral_containers",
+        "gauge",
+        "Current number of ephemeral containers in pods.",
+        &[],
+        guests as f64,
+    );
+    let active = roster
+        .iter()
+        .filter(|k| !pod::is_terminal(k.told()))
+        .count();
+    out.single(
+        "kubelet_active_pods",
+        "gauge",
+        "The number of pods the kubelet considers active.",
+        &[],
+        active as f64,
+    );
+    let name = "kubelet_working_pods";
+    out.family(
+        name,
+        "gauge",
+        "Number of pods that the node works on, by where they are in their life.",
+    );
+    for lifecycle in ["sync", "terminating", "terminated"] {
+        for is_static in [false, true] {
+            let of = |known: &&Known| {
+                (lifecycle_of(known), pod::is_static(&known.pod)) == (lifecycle, is_static)
+            };
+            let labels = [
+                ("config", "desired"),
+                ("lifecycle", lifecycle),
+                ("static", if is_static { "true" } else { "" }),
+            ];
+            let count = roster.iter().filter(of).count();
+            out.sample(name, &labels, count as f64, None);
+        }
+    }
+    let resizes = |kind: &str, reason: Option<&str>| {
+        let has = |known: &&Known| {
+            let status = known.told().status.as_ref();
+            let mut conditions = status
+                .into_iter()
+                .flat_map(|s| s.conditions.iter().flatten());
+            conditions.any(|c| {
+                c.type_ == kind && reason.is_none_or(|reason| c.reason.as_deref() == Some(reason))
+            })
+        };
+        roster.iter().filter(has).count() as f64
+    };
+    let name = "kubelet_pod_pending_resizes";
+    out.family(name, "gauge", "Number of pending resizes for pods.");
+    for (reason, shown) in [("Deferred", "deferred"), ("Infeasible", "infeasible")] {
+        let count = resizes("PodResizePending", Some(reason));
+        out.sample(name, &[("reason", shown)], count, None);
+    }
+    out.single(
+        "kubelet_pod_in_progress_resizes",
+        "gauge",
+        "Number of in-progress resizes for pods.",
+        &[],
+        resizes("PodResizeInProgress", None),
+    );
+}
+
+/// Where a pod is in its life, in the kubelet's words.
+fn lifecycle_of(known: &Known) -> &'static str {
+    if pod::is_terminal(known.told()) {
+        "terminated"
+    } else if known.pod.metadata.deletion_timestamp.is_some() {
+        "terminating"
+    } else {
+        "sync"
+    }
+}
+
 /// `/metrics`: the agent itself.
 async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     let (context, mut out) = (&server.context, Page::default());
@@ -387,109 +588,9 @@ async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
         &[],
         if context.machine.cgroup_v2 { 2.0 } else { 1.0 },
     );
-    let roster = context.roster.borrow().clone();
-    let statics = roster.iter().filter(|k| pod::is_static(&k.pod)).count();
-    let name = "kubelet_desired_pods";
-    out.family(
-        name,
-        "gauge",
-        "The number of pods the kubelet is being instructed to run.",
-    );
-    out.sample(
-        name,
-        &[("static", "")],
-        (roster.iter().count() - statics) as f64,
-        None,
-    )
-    .sample(name, &[("static", "true")], statics as f64, None);
-    let mirrors = roster
-        .iter()
-        .filter(|k| pod::is_static(&k.pod) && k.object.is_some())
-        .count();
-    out.single(
-        "kubelet_mirror_pods",
-        "gauge",
-        "The number of mirror pods the kubelet will try to create.",
-        &[],
-        mirrors as f64,
-    );
-    let guests = roster
-        .iter()
-        .map(|k| {
-            pod::spec(&k.pod)
-                .ephemeral_containers
-                .as_ref()
-                .map_or(0, Vec::len)
-        })
-        .sum::<usize>();
-    out.single(
-        "kubelet_managed_ephemeral_containers",
-        "gauge",
-        "Current number of ephemeral containers in pods.",
-        &[],
-        guests as f64,
-    );
-    let active = roster
-        .iter()
-        .filter(|k| !pod::is_terminal(k.told()))
-        .count();
-    out.single(
-        "kubelet_active_pods",
-        "gauge",
-        "The number of pods the kubelet considers active.",
-        &[],
-        active as f64,
-    );
+    pods_of_the_node(&mut out, context);
     what_runs(&mut out, context).await?;
-    {
-        let volumes = server.figures.known_volumes();
-        for (name, help, get) in [
-            (
-                "kubelet_volume_stats_capacity_bytes",
-                "Capacity in bytes of the volume",
-                (|v| v.bytes.1) as fn(&figures::VolumeFigures) -> u64,
-            ),
-            (
-                "kubelet_volume_stats_available_bytes",
-                "Number of available bytes in the volume",
-                |v| v.bytes.2,
-            ),
-            (
-                "kubelet_volume_stats_used_bytes",
-                "Number of used bytes in the volume",
-                |v| v.bytes.0,
-            ),
-            (
-                "kubelet_volume_stats_inodes",
-                "Maximum number of inodes in the volume",
-                |v| v.inodes.1,
-            ),
-            (
-                "kubelet_volume_stats_inodes_free",
-                "Number of free inodes in the volume",
-                |v| v.inodes.2,
-            ),
-            (
-                "kubelet_volume_stats_inodes_used",
-                "Number of used inodes in the volume",
-                |v| v.inodes.0,
-            ),
-        ] {
-            out.family(name, "gauge", help);
-            for volume in &volumes {
-                let claim = volume.claim.as_deref().unwrap_or_default();
-                out.sample(
-                    name,
-                    &[
-                        ("namespace", &volume.namespace),
-                        ("persistentvolumeclaim", claim),
-                    ],
-                    get(volume) as f64,
-                    None,
-                );
-            }
-        }
-    }
+    disks(&mut out, server);
     context.metrics.write(false, &mut out);
     Ok(page(out))
 }

@@ -27,7 +27,6 @@ use hyper::{Request, Response, StatusCode};
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 use tokio::net::TcpListener;
-use tokio::time::Instant;
 use tracing::Instrument as _;
 
 use super::Context;
@@ -165,10 +164,9 @@ impl Server {
     async fn answer(self: Arc<Self>, peer: Peer, request: Request<Incoming>) -> Response<Body> {
         let needs = serving::needs(request.method().as_str(), request.uri().path());
         let path = serving::family(request.uri().path());
-        let (method, begun) = (
-            serving::known_method(request.method().as_str()),
-            Instant::now(),
-        );
+        let method = serving::known_method(request.method().as_str());
+        let metrics = &self.context.metrics;
+        let _answering = metrics.http(method, path, serving::is_long(path));
         let span = tracing::info_span!(target: "trace::http", "http", otel.name = format!("{method} /{path}"), otel.kind = "server");
         let answer = async {
             match self.access.check(&peer, request.headers(), &needs).await {
@@ -176,11 +174,7 @@ impl Server {
                 Err(refusal) => refusal,
             }
         };
-        let answer = answer.instrument(span).await;
-        self.context
-            .metrics
-            .http(method, path, serving::is_long(path), begun.elapsed());
-        answer
+        answer.instrument(span).await
     }
 
     async fn serve(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {

@@ -191,6 +191,7 @@ impl PodResources for Answers {
     }
 
     async fn list(&self) -> Vec<pb::PodResources> {
+        self.context.metrics.pod_resources("list", true);
         let (pods, managers) = (self.pods().await, self.context.ledger.managers().await);
         self.look(&managers, |held| {
             pods.iter().map(|p| of_pod(p, held)).collect()
@@ -200,13 +201,16 @@ impl PodResources for Answers {
     async fn get(&self, namespace: &str, name: &str) -> Option<pb::PodResources> {
         let pods = self.pods().await;
         let mut pods = pods.iter();
-        let pod =
-            pods.find(|p| meta::name(&***p) == name && meta::namespace(&***p) == namespace)?;
+        let pod = pods.find(|p| meta::name(&***p) == name && meta::namespace(&***p) == namespace);
+        self.context.metrics.pod_resources("get", pod.is_some());
+        let pod = pod?;
         let managers = self.context.ledger.managers().await;
         Some(self.look(&managers, |held| of_pod(pod, held)))
     }
 
     async fn allocatable(&self) -> pb::AllocatableResourcesResponse {
+        let metrics = &self.context.metrics;
+        metrics.pod_resources("get_allocatable", true);
         let managers = self.context.ledger.managers().await;
         let cpus = managers.cpus().map(Cpus::allocatable).unwrap_or_default();
         let blocks = managers.memory().map(Memory::allocatable);

@@ -124,6 +124,49 @@ pub fn same(a: &Sizes, b: &Sizes) -> bool {
     })
 }
 
+/// A change of a container's requests or limits that the spec asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Asked {
+    /// `cpu` or `memory`.
+    pub resource: &'static str,
+    /// `requests` or `limits`.
+    pub of: &'static str,
+    /// `add`, `remove`, `increase` or `decrease`.
+    pub operation: &'static str,
+}
+
+/// What two specs of a pod ask for differently.
+#[must_use]
+pub fn asked(before: &Pod, now: &Pod) -> Vec<Asked> {
+    let (before, now) = (desired(before), desired(now));
+    let none = Size::default();
+    let mut all = vec![];
+    for (name, size) in &now {
+        let old = before.get(name).unwrap_or(&none);
+        for (of, old, new) in [
+            ("requests", &old.requests, &size.requests),
+            ("limits", &old.limits, &size.limits),
+        ] {
+            for resource in RESIZABLE {
+                let amounts = (Size::amount(old, resource), Size::amount(new, resource));
+                let operation = match amounts {
+                    (None, Some(_)) => "add",
+                    (Some(_), None) => "remove",
+                    (Some(old), Some(new)) if new > old => "increase",
+                    (Some(old), Some(new)) if new < old => "decrease",
+                    _ => continue,
+                };
+                all.push(Asked {
+                    resource,
+                    of,
+                    operation,
+                });
+            }
+        }
+    }
+    all
+}
+
 fn put(resources: &mut Option<ResourceRequirements>, size: &Size) {
     if resources.is_none() && size.requests.is_empty() && size.limits.is_empty() {
         return;
@@ -250,6 +293,36 @@ mod tests {
             {"name": "a", "resizePolicy": policy, "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory, "example.com/x": "1"}}},
         ]}}))
         .expect("a pod")
+    }
+
+    #[test]
+    fn what_is_asked_for_is_told_by_resource() {
+        let before = pod("1", "64Mi", json!([]));
+        let of = |now: &Pod| -> Vec<String> {
+            let asked = asked(&before, now);
+            let shown = |a: &Asked| format!("{} {} {}", a.operation, a.resource, a.of);
+            asked.iter().map(shown).collect()
+        };
+        assert_eq!(of(&pod("1000m", "65536Ki", json!([]))), [""; 0]);
+        assert_eq!(
+            of(&pod("2", "32Mi", json!([]))),
+            [
+                "increase cpu requests",
+                "decrease memory requests",
+                "decrease memory limits"
+            ]
+        );
+        let mut none = before.clone();
+        none.spec.as_mut().expect("a spec").containers[0].resources = None;
+        assert_eq!(
+            of(&none),
+            [
+                "remove cpu requests",
+                "remove memory requests",
+                "remove memory limits"
+            ]
+        );
+        assert_eq!(asked(&none, &before)[0].operation, "add");
     }
 
     #[test]

@@ -199,6 +199,7 @@ type Values = Vec<String>;
 #[derive(Debug, Default)]
 pub struct Registry {
     counters: BTreeMap<&'static str, (Family, BTreeMap<Values, u64>)>,
+    gauges: BTreeMap<&'static str, (Family, BTreeMap<Values, f64>)>,
     histograms: BTreeMap<&'static str, (Family, BTreeMap<Values, Histogram>)>,
 }
 
@@ -219,6 +220,29 @@ impl Registry {
         if all.len() < MOST || all.contains_key(&values(labels)) {
             *all.entry(values(labels)).or_default() += by;
         }
+    }
+
+    /// Adds to a gauge, which begins with nothing.
+    pub fn add(&mut self, family: Family, labels: &[&str], by: f64) {
+        let (_, all) = self
+            .gauges
+            .entry(family.name)
+            .or_insert_with(|| (family, BTreeMap::new()));
+        if all.len() < MOST || all.contains_key(&values(labels)) {
+            *all.entry(values(labels)).or_default() += by;
+        }
+    }
+
+    /// Sets a gauge without labels.
+    pub fn set(&mut self, family: Family, value: f64) {
+        let all = BTreeMap::from([(Values::new(), value)]);
+        self.gauges.insert(family.name, (family, all));
+    }
+
+    /// What a gauge without labels says, if it has been set.
+    #[must_use]
+    pub fn get(&self, family: Family) -> Option<f64> {
+        self.gauges.get(family.name)?.1.get(&Values::new()).copied()
     }
 
     /// Observes.
@@ -265,6 +289,12 @@ impl Registry {
             page.family(family.name, "counter", family.help);
             for (of, count) in all {
                 page.sample(family.name, &pairs(family, of), *count as f64, None);
+            }
+        }
+        for (family, all) in self.gauges.values() {
+            page.family(family.name, "gauge", family.help);
+            for (of, value) in all {
+                page.sample(family.name, &pairs(family, of), *value, None);
             }
         }
         for (family, all) in self.histograms.values() {

@@ -7,6 +7,7 @@ use tokio::time::Instant;
 use super::{Asset, Job, Result, failed};
 use crate::agent::Kind;
 use crate::core::node::claims::has_claims;
+use crate::core::pod;
 use crate::core::pod::journal::{Progress, Step};
 use crate::core::pod::worker::Outcome;
 use crate::core::pod::{cri_config, dns};
@@ -58,9 +59,10 @@ impl Job {
             .runtime
             .run_sandbox(config.clone(), &node.handler)
             .await;
+        let own_users = pod::spec(pod).host_users == Some(false);
         context
             .metrics
-            .sandbox(&node.handler, made.is_err(), begun.elapsed());
+            .sandbox(&node.handler, own_users, made.is_err(), begun.elapsed());
         let id = made.map_err(|e| fail(e.to_string()))?;
         let ips = context.runtime.sandbox_ips(&id).await.map_err(|e| {
             let message = format!("Unable to get pod sandbox status: {e}");

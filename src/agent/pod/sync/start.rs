@@ -226,7 +226,11 @@ async fn create_container(
         .create_container(s.sandbox, config, s.sandbox_config.clone())
         .await
     {
-        Ok(id) => Ok(id),
+        Ok(id) => {
+            let volumes = images.volumes.len() as u64;
+            s.context.metrics.image_volumes(volumes);
+            Ok(id)
+        }
         // The outcome is unknown: what was made under this name is looked up and used.
         Err(error) if error.kind == RuntimeErrorKind::Timeout => {
             let observed = s
