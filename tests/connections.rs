@@ -564,9 +564,11 @@ type Reported = Arc<Mutex<Vec<(String, Option<u16>)>>>;
 fn noting() -> (Report, Reported) {
     let reported = Reported::default();
     let noted = Arc::clone(&reported);
-    let report: Report = Arc::new(move |method: &str, _: &str, code: Option<u16>| {
-        noted.lock().unwrap().push((method.to_owned(), code));
-    });
+    let report: Report = Arc::new(
+        move |method: &str, _: &str, code: Option<u16>, _: Duration| {
+            noted.lock().unwrap().push((method.to_owned(), code));
+        },
+    );
     (report, reported)
 }
 

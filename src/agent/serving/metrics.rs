@@ -9,7 +9,7 @@ use kube::ResourceExt as _;
 
 use super::Refusal;
 use super::figures::{self, ContainerFigures, PodFigures, Snapshot};
-use super::{Known, Server};
+use super::{Known, KnownPods, Server};
 use crate::agent::Context;
 use crate::agent::node::credentials::Pair;
 use crate::agent::node::{claim_metrics, manager_metrics};
@@ -264,8 +264,8 @@ async fn what_runs(out: &mut Page, context: &Context) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// What pods have on the disk, as far as it has been counted. Nothing is counted for it.
-fn disks(out: &mut Page, server: &Server) {
+/// The volumes of claims, as far as they have been counted. Nothing is counted for it.
+fn volumes(out: &mut Page, server: &Server) {
     let volumes = server.figures.known_volumes();
     for (name, help, get) in [
         (
@@ -313,13 +313,18 @@ fn disks(out: &mut Page, server: &Server) {
             );
         }
     }
+    abnormal(out, &volumes);
+}
+
+/// What drivers say of the volumes' health.
+fn abnormal(out: &mut Page, volumes: &[figures::VolumeFigures]) {
     let name = "kubelet_volume_stats_health_status_abnormal";
     out.family(
         name,
         "gauge",
         "Abnormal volume health status. The count is either 1 or 0. 1 indicates the volume is unhealthy, 0 indicates volume is healthy",
     );
-    for volume in &volumes {
+    for volume in volumes {
         if let (Some(claim), Some(abnormal)) = (&volume.claim, volume.abnormal) {
             let labels = [
                 ("namespace", volume.namespace.as_str()),
@@ -328,6 +333,10 @@ fn disks(out: &mut Page, server: &Server) {
             out.sample(name, &labels, f64::from(u8::from(abnormal)), None);
         }
     }
+}
+
+/// The bytes of containers' logs, as far as they have been counted. Nothing is counted for it.
+fn logs(out: &mut Page, server: &Server) {
     let name = "kubelet_container_log_filesystem_used_bytes";
     out.family(
         name,
@@ -352,9 +361,8 @@ fn disks(out: &mut Page, server: &Server) {
     }
 }
 
-/// The pods that this node is to have, and their resizes.
-fn pods_of_the_node(out: &mut Page, context: &Context) {
-    let roster = context.roster.borrow();
+/// The pods that this node is to have.
+fn pods_of_the_node(out: &mut Page, roster: &KnownPods) {
     let statics = roster.iter().filter(|k| pod::is_static(&k.pod)).count();
     let name = "kubelet_desired_pods";
     out.family(
@@ -407,6 +415,10 @@ fn pods_of_the_node(out: &mut Page, context: &Context) {
         &[],
         active as f64,
     );
+}
+
+/// The same by where they are in their life.
+fn working_pods(out: &mut Page, roster: &KnownPods) {
     let name = "kubelet_working_pods";
     out.family(
         name,
@@ -427,6 +439,10 @@ fn pods_of_the_node(out: &mut Page, context: &Context) {
             out.sample(name, &labels, count as f64, None);
         }
     }
+}
+
+/// The resizes of pods that wait or are being carried out.
+fn resizes(out: &mut Page, roster: &KnownPods) {
     let resizes = |kind: &str, reason: Option<&str>| {
         let has = |known: &&Known| {
             let status = known.told().status.as_ref();
@@ -588,9 +604,13 @@ async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
         &[],
         if context.machine.cgroup_v2 { 2.0 } else { 1.0 },
     );
-    pods_of_the_node(&mut out, context);
+    let roster = context.roster.borrow().clone();
+    pods_of_the_node(&mut out, &roster);
+    working_pods(&mut out, &roster);
+    resizes(&mut out, &roster);
     what_runs(&mut out, context).await?;
-    disks(&mut out, server);
+    volumes(&mut out, server);
+    logs(&mut out, server);
     context.metrics.write(false, &mut out);
     Ok(page(out))
 }
