@@ -574,4 +574,27 @@ fn own_metrics(node: &Node) {
     ] {
         assert!(value(&agent, begin) >= least, "{begin}");
     }
+    // The node was registered by this agent, and its pods' disks have been counted for the summary.
+    for (begin, least) in [
+        (
+            r#"kubelet_http_inflight_requests{method="GET",path="metrics""#,
+            1.0,
+        ),
+        ("kubelet_node_startup_pre_kubelet_duration_seconds", 1.0),
+        ("kubelet_node_startup_registration_duration_seconds", 1e-6),
+        ("kubelet_node_startup_duration_seconds", 1.0),
+        ("kubelet_first_network_pod_start_sli_duration_seconds", 1e-3),
+        (
+            r#"kubelet_working_pods{config="desired",lifecycle="sync",static=""}"#,
+            1.0,
+        ),
+        (
+            r#"kubelet_container_log_filesystem_used_bytes{container="c",namespace="default",pod="busy""#,
+            1.0,
+        ),
+        ("kubelet_pod_in_progress_resizes", 0.0),
+    ] {
+        assert!(value(&agent, begin) >= least, "{begin}");
+    }
+    assert!(agent.contains("rest_client_request_duration_seconds_bucket{host="));
 }
