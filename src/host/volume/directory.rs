@@ -1,7 +1,9 @@
 //! Volumes that are plain directories of this node: emptyDirs, files that the agent projects, host paths.
 
 use std::fs;
-use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::{
+    FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
+};
 use std::path::Path;
 
 use crate::core::volume::payload::Files;
@@ -100,7 +102,7 @@ pub(super) fn empty_dir(
 pub(super) fn keep_in_memory(dir: &Path) -> Result<(), String> {
     let looked = |e: std::io::Error| format!("{} cannot be looked at: {e}", dir.display());
     if !mount::is_mounted(dir).map_err(looked)? {
-        make(dir, 0o755)?;
+        make(dir, 0o777)?;
         mount::tmpfs(dir, 0).map_err(doing(format!(
             "a tmpfs cannot be mounted at {}",
             dir.display()
@@ -127,6 +129,21 @@ pub(super) fn undo_if_unwanted(dir: &Path, call: &Call) -> Result<(), String> {
     ))
 }
 
+/// The directory that containers see: an emptyDir, as in the kubelet, and so as open as one; a tmpfs has the sticky bit
+/// besides. With a group it is the group's, and so is what is made in it.
+fn root_of_files(dir: &Path, group: Option<u32>) -> std::io::Result<()> {
+    let found = fs::metadata(dir)?;
+    if let Some(group) = group.filter(|group| *group != found.gid()) {
+        std::os::unix::fs::chown(dir, None, Some(group))?;
+    }
+    let bits = if group.is_some() { 0o2777 } else { 0o777 };
+    let mode = found.mode() & 0o7777;
+    if mode | bits == mode {
+        return Ok(());
+    }
+    fs::set_permissions(dir, fs::Permissions::from_mode(mode | bits))
+}
+
 /// The files that the agent projects.
 pub(super) fn write_files(
     dir: &Path,
@@ -135,9 +152,8 @@ pub(super) fn write_files(
     group: Option<u32>,
 ) -> Result<(), String> {
     let files = files.ok_or_else(|| format!("volume {volume:?} has no content"))?;
-    make(dir, 0o755)?;
-    fs::set_permissions(dir, fs::Permissions::from_mode(0o755))
-        .map_err(doing("the volume's mode cannot be set"))?;
+    make(dir, 0o777)?;
+    root_of_files(dir, group).map_err(doing("the volume's mode cannot be set"))?;
     let stamp = jiff::Timestamp::now()
         .strftime("%Y_%m_%d_%H_%M_%S")
         .to_string();
@@ -184,6 +200,31 @@ mod tests {
         let refused = write(&dir).expect_err("a disk is no memory");
         assert!(refused.contains("something other than memory"), "{refused}");
         assert_eq!(fs::read_dir(&dir).expect("listed").count(), 0);
+        mount::unmount_all(&dir).expect("unmounted");
+    }
+
+    #[test]
+    fn the_root_of_files_is_as_open_as_an_empty_dir() {
+        let root = tempfile::tempdir().expect("a directory");
+        let mode = |dir: &Path| fs::metadata(dir).expect("stat").mode() & 0o7777;
+        let dir = root.path().join("v");
+        let write = |dir: &Path, group| write_files(dir, "v", Some(Files::new()), group);
+        write(&dir, None).expect("written");
+        assert_eq!(mode(&dir), 0o777);
+        // As an agent before this one left it.
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).expect("chmod");
+        write(&dir, None).expect("written again");
+        assert_eq!(mode(&dir), 0o777);
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        write(&dir, Some(4242)).expect("written for a group");
+        assert_eq!(mode(&dir), 0o2777);
+        assert_eq!(fs::metadata(&dir).expect("stat").gid(), 4242);
+        let dir = root.path().join("m");
+        keep_in_memory(&dir).expect("mounted");
+        write(&dir, None).expect("written");
+        assert_eq!(mode(&dir), 0o1777);
         mount::unmount_all(&dir).expect("unmounted");
     }
 
