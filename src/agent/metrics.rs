@@ -225,12 +225,14 @@ impl Metrics {
         self.with(|r| r.observe(RESIZE_MS, RESIZING, &labels, took));
     }
 
-    /// A container with so many images as volumes was created.
+    /// A container is to have so many images as volumes.
     pub fn image_volumes(&self, count: u64) {
-        self.with(|r| {
-            r.count(IMAGE_VOLUMES, &[], count);
-            r.count(IMAGE_VOLUMES_MOUNTED, &[], count);
-        });
+        self.with(|r| r.count(IMAGE_VOLUMES, &[], count));
+    }
+
+    /// It was created with them.
+    pub fn image_volumes_mounted(&self, count: u64) {
+        self.with(|r| r.count(IMAGE_VOLUMES_MOUNTED, &[], count));
     }
 
     /// A lifecycle hook over HTTPS was answered over plain HTTP.

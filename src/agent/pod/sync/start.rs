@@ -220,6 +220,8 @@ async fn create_container(
             ))
         })?;
     }
+    let (metrics, image_volumes) = (&s.context.metrics, images.volumes.len() as u64);
+    metrics.image_volumes(image_volumes);
     match s
         .context
         .runtime
@@ -227,8 +229,7 @@ async fn create_container(
         .await
     {
         Ok(id) => {
-            let volumes = images.volumes.len() as u64;
-            s.context.metrics.image_volumes(volumes);
+            metrics.image_volumes_mounted(image_volumes);
             Ok(id)
         }
         // The outcome is unknown: what was made under this name is looked up and used.
