@@ -5,6 +5,8 @@
 
 #[path = "pods/bursts.rs"]
 mod bursts;
+#[path = "pods/scrape.rs"]
+mod scrape;
 #[path = "../tests/support/mod.rs"]
 mod support;
 
@@ -508,6 +510,7 @@ struct Footprint {
     rss_after: f64,
     rss_many: f64,
     idle: f64,
+    scrape: scrape::Cost,
     cpu: f64,
 }
 
@@ -517,6 +520,7 @@ fn print_agent(agent: &Footprint) {
         rss_after,
         rss_many,
         idle,
+        scrape,
         cpu,
     } = agent;
     println!("\n| agent | value | mark |\n|---|---|---|");
@@ -524,6 +528,15 @@ fn print_agent(agent: &Footprint) {
     println!("| RSS without pods, after all of them (MiB) | {rss_after:.1} | |");
     println!("| RSS with {MANY} pods (MiB) | {rss_many:.1} | ≤ 45 |");
     println!("| idle CPU with {MANY} pods (% of a core) | {idle:.2} | ≤ 1 |");
+    println!(
+        "| CPU of a scrape of cAdvisor's page with {MANY} pods, {} KiB (ms) | {:.1} | ≤ 20 |",
+        scrape.bytes / 1024,
+        scrape.cpu
+    );
+    println!(
+        "| CPU with {MANY} pods and a scrape every 15 s (% of a core) | {:.2} | ≤ 1 |",
+        idle + scrape.share()
+    );
     println!("| CPU time of the whole run (s) | {cpu:.1} | |");
 }
 
@@ -589,6 +602,7 @@ async fn main() {
     tokio::time::sleep(Duration::from_secs(5)).await;
     let rss_many = rss_mib(agent);
     let idle = idle_percent(agent).await;
+    let scrape = scrape::cost(&client, agent, idle).await;
     delete(&api, &all).await;
     tokio::time::sleep(Duration::from_secs(5)).await;
     let rss_after = rss_mib(agent);
@@ -640,6 +654,7 @@ async fn main() {
         rss_after,
         rss_many,
         idle,
+        scrape,
         cpu: cpu_seconds(agent),
     });
 }

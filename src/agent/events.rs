@@ -1,7 +1,7 @@
 //! Events about pods and the node: posted in the background, repeated ones counted instead of repeated.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use k8s_openapi::api::core::v1::{Event, EventSource, ObjectReference, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -11,6 +11,7 @@ use tokio::sync::mpsc;
 
 use crate::core::bucket::Bucket;
 use crate::core::correlate::{self, Correlator};
+use crate::core::lock::lock;
 use crate::core::time::seconds;
 use crate::kubeapi::pods::{ApiFailure, PodApi};
 use crate::sys::clock::Clock;
@@ -78,7 +79,7 @@ impl Events {
     }
 
     fn notes(&self) -> MutexGuard<'_, Notes> {
-        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.notes)
     }
 
     /// The next event of a reason about a pod has these annotations; none takes back what was said before.

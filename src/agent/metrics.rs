@@ -1,7 +1,7 @@
 //! What is counted as it happens, under the kubelet's names (kubelet spec, chapter 18).
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -9,6 +9,7 @@ use k8s_openapi::api::core::v1::{ContainerStatus, Pod, PodStatus};
 use kube::ResourceExt as _;
 use tokio::time::Instant;
 
+use crate::core::lock::lock;
 use crate::core::node::shutdown::Times;
 use crate::core::pod;
 use crate::core::pod::resize::Asked;
@@ -96,10 +97,6 @@ pub struct PodVolumes {
 
 fn seconds(at: Timestamp) -> f64 {
     at.as_duration().as_secs_f64()
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What is counted.

@@ -1,13 +1,14 @@
 //! What the runtime has: pods, sandboxes and containers. Details that cannot change any more are remembered.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{MutexGuard, PoisonError};
+use std::sync::MutexGuard;
 
 use holdfast_proto::cri as pb;
 use tonic::Code;
 
 use super::client::CriClient;
 use super::{Layer, ListedPod, RunningContainer, RuntimeError, convert};
+use crate::core::lock::lock;
 use crate::core::node::collection::DeadContainer;
 use crate::core::pod::cri_config::label;
 use crate::core::pod::observed::{Container, ContainerState, ObservedPod, fingerprint};
@@ -97,7 +98,7 @@ impl CriClient {
     }
 
     fn details(&self) -> MutexGuard<'_, HashMap<(String, ContainerState), Detail>> {
-        self.details.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.details)
     }
 
     /// Details of a container, from memory where they cannot have changed.
@@ -134,12 +135,7 @@ impl CriClient {
         &self,
         id: &str,
     ) -> Result<Option<(Vec<String>, bool)>, RuntimeError> {
-        if let Some(known) = self
-            .networks
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get(id)
-        {
+        if let Some(known) = lock(&self.networks).get(id) {
             return Ok(Some(known.clone()));
         }
         let request = self.request(pb::PodSandboxStatusRequest {
@@ -155,7 +151,7 @@ impl CriClient {
             return Ok(None);
         };
         let network = convert::network(&status);
-        let mut networks = self.networks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut networks = lock(&self.networks);
         if networks.len() >= REMEMBERED {
             networks.clear();
         }
@@ -165,14 +161,8 @@ impl CriClient {
 
     /// Drops what is remembered of a sandbox.
     pub(super) fn forget(&self, sandbox: &str) {
-        self.networks
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(sandbox);
-        self.details
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .retain(|_, c| c.container.sandbox != sandbox);
+        lock(&self.networks).remove(sandbox);
+        lock(&self.details).retain(|_, c| c.container.sandbox != sandbox);
     }
 
     /// The pods that the runtime knows, with a fingerprint of their state.

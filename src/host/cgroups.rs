@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use super::blocking;
+use crate::core::lock::lock;
 use crate::core::node::cgroup_tree::Group;
 use crate::core::pod::cgroup::{self, Driver};
 use crate::core::pod::cgroup_values::{Bound, Controller, Difference, Mended, Setting, Values};
@@ -155,7 +156,7 @@ impl Cgroups {
     }
 
     fn known(&self) -> MutexGuard<'_, BTreeMap<String, Known>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.known)
     }
 
     /// Gives a cgroup its values and keeps in mind that it has them; the answer is what was different.

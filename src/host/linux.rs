@@ -21,6 +21,7 @@ use super::cgroups::Cgroups;
 use super::serving::rotate::LogPlace;
 use super::volume::FORCE_AFTER;
 use crate::core::image::gc::Filesystem;
+use crate::core::lock::lock;
 use crate::core::node::cgroup_tree::Group;
 use crate::core::pod::cgroup::pod_values;
 use crate::core::pod::cgroup_values::{Difference, Mended, Values};
@@ -213,9 +214,7 @@ impl PodHost for LinuxHost {
         blocking(move || {
             // One at a time: two pods must not take the same range.
             static TAKING: std::sync::Mutex<()> = std::sync::Mutex::new(());
-            let _taking = TAKING
-                .lock()
-                .unwrap_or_else(std::sync::PoisonError::into_inner);
+            let _taking = lock(&TAKING);
             let read = |dir: &Path| {
                 fs::read(dir.join("userns"))
                     .ok()

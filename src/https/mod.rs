@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -32,6 +32,8 @@ use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 
 use turns::{Source, Turns};
+
+use crate::core::lock::lock;
 
 pub use border::{Panicked, end_process_on_panic, guard};
 pub use receive::{NotReceived, receive};
@@ -133,7 +135,7 @@ impl Connection {
 
 impl Connections {
     fn all(&self) -> MutexGuard<'_, BTreeMap<u64, Connection>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.open)
     }
 
     /// Makes room for one more: if there are too many, the one that is worth least goes, and of several the oldest.

@@ -8,10 +8,12 @@
 use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Poll;
 
 use tokio::sync::oneshot;
+
+use crate::core::lock::lock;
 
 /// Who asks: an IPv4 address, or the network of an IPv6 one, as a single host may have all addresses of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -53,7 +55,7 @@ impl Turns {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     async fn take(self: &Arc<Self>, source: Source) -> Option<Turn> {

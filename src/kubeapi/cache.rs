@@ -4,6 +4,7 @@
 //! resumes by itself after errors, with a growing pause.
 
 use crate::core::backoff::Doubling;
+use crate::core::lock::lock;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::pin::pin;
@@ -63,19 +64,19 @@ impl ChangedKeys {
             // The watch has ended with the process.
             return std::future::pending().await;
         }
-        std::mem::take(&mut *self.pending.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *lock(&self.pending))
     }
 }
 
 impl<K> Shared<K> {
     /// Notes keys for every reader that is still there.
     fn note(&self, keys: &BTreeSet<Key>) {
-        let mut readers = self.readers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut readers = lock(&self.readers);
         readers.retain(|reader| {
             let Some(pending) = reader.upgrade() else {
                 return false;
             };
-            let mut pending = pending.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut pending = lock(&pending);
             pending.extend(keys.iter().cloned());
             true
         });
@@ -215,19 +216,13 @@ where
     pub fn changed_keys(&self) -> ChangedKeys {
         let pending = Arc::new(Pending::default());
         let readers = &self.shared.readers;
-        readers
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(Arc::downgrade(&pending));
+        lock(readers).push(Arc::downgrade(&pending));
         let map = self
             .shared
             .map
             .read()
             .unwrap_or_else(PoisonError::into_inner);
-        pending
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .extend(map.keys().cloned());
+        lock(&pending).extend(map.keys().cloned());
         drop(map);
         // No clone of this receiver has seen anything: what came before is a change, too.
         let version = self.version.clone();

@@ -11,7 +11,7 @@
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, SystemTime};
 
@@ -29,6 +29,7 @@ use tower::{BoxError, Service, ServiceExt as _};
 
 use super::failure::Undelivered;
 use super::pace::Pace;
+use crate::core::lock::lock;
 
 /// How many requests of one client are under way at once, of the 100 that an apiserver allows.
 const AT_ONCE: usize = 32;
@@ -71,10 +72,6 @@ pub(super) async fn carried(mut request: Request<Body>) -> Result<Response<Incom
         Some(Pool(http)) => http.oneshot(request).await,
         None => Err("a request was sent without a pool".into()),
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// By what a changed file is known; a renamed one has another number.

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures::StreamExt as _;
@@ -19,6 +19,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::cache::Key;
 use super::failure::ApiFailure;
+use crate::core::lock::lock;
 
 /// How long an object is watched that nobody uses any more: the next pod of a Job often wants the same.
 const LINGER: Duration = Duration::from_secs(5);
@@ -111,10 +112,6 @@ impl<K> Clone for Watched<K> {
             _janitor: Arc::clone(&self._janitor),
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Somebody who uses objects. Dropping it ends that.

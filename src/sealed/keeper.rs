@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use jiff::SignedDuration;
@@ -14,6 +14,7 @@ use tokio::sync::Notify;
 
 use super::Kind;
 use super::Vault;
+use crate::core::lock::lock;
 use crate::core::node::offline::OfflineStart;
 use crate::core::{
     pod::{self, references},
@@ -180,18 +181,9 @@ impl Keeper {
             return;
         };
         let (name, digest) = ((kind, name.to_owned()), digest(&content));
-        let before = self
-            .0
-            .taken
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(name.clone(), digest);
+        let before = lock(&self.0.taken).insert(name.clone(), digest);
         if before != Some(digest) {
-            self.0
-                .waiting
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .insert(name, Some(content));
+            lock(&self.0.waiting).insert(name, Some(content));
             self.0.news.notify_one();
         }
     }
@@ -199,19 +191,8 @@ impl Keeper {
     /// Removes what was sealed under a name.
     pub fn remove(&self, kind: Kind, name: &str) {
         let name = (kind, name.to_owned());
-        if self
-            .0
-            .taken
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&name)
-            .is_some()
-        {
-            self.0
-                .waiting
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .insert(name, None);
+        if lock(&self.0.taken).remove(&name).is_some() {
+            lock(&self.0.waiting).insert(name, None);
             self.0.news.notify_one();
         }
     }
@@ -223,17 +204,9 @@ impl Keeper {
                 .get(&name.0)
                 .is_some_and(|names| !names.contains(&name.1))
         };
-        self.0
-            .taken
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .retain(|name, _| !unneeded(name));
-        self.0
-            .waiting
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .retain(|name, _| !unneeded(name));
-        *self.0.needed.lock().unwrap_or_else(PoisonError::into_inner) = Some(needed);
+        lock(&self.0.taken).retain(|name, _| !unneeded(name));
+        lock(&self.0.waiting).retain(|name, _| !unneeded(name));
+        *lock(&self.0.needed) = Some(needed);
         self.0.news.notify_one();
     }
 
@@ -243,13 +216,7 @@ impl Keeper {
         if !self.keeps(kind) || self.is_old() {
             return None;
         }
-        let waiting = self
-            .0
-            .waiting
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get(&(kind, name.to_owned()))
-            .cloned();
+        let waiting = lock(&self.0.waiting).get(&(kind, name.to_owned())).cloned();
         match waiting {
             Some(content) => Vault::value(name, &content?),
             None => self.0.vault.get(kind, name),
@@ -269,19 +236,8 @@ async fn write(keeper: Keeper) {
                 break;
             }
         }
-        let batch = std::mem::take(
-            &mut *keeper
-                .0
-                .waiting
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner),
-        );
-        let needed = keeper
-            .0
-            .needed
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let batch = std::mem::take(&mut *lock(&keeper.0.waiting));
+        let needed = lock(&keeper.0.needed).take();
         let inner = Arc::clone(&keeper.0);
         let done = tokio::task::spawn_blocking(move || {
             // Before writing: what is written now may be of pods that came after this was decided.

@@ -5,12 +5,14 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use nix::dir::{Dir, Type};
 use nix::fcntl::{AtFlags, OFlag, openat};
 use nix::sys::stat::{FchmodatFlags, FileStat, Mode, fchmodat, fstat};
 use nix::unistd::{Gid, fchownat};
+
+use crate::core::lock::lock;
 
 /// The bits that a member of the group needs: of files, and of directories besides.
 const FILE: u32 = 0o660;
@@ -32,7 +34,7 @@ fn wanted(stat: &FileStat, read_only: bool) -> u32 {
 static UNDER_WAY: Mutex<BTreeMap<PathBuf, u64>> = Mutex::new(BTreeMap::new());
 
 fn under_way_now() -> MutexGuard<'static, BTreeMap<PathBuf, u64>> {
-    UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&UNDER_WAY)
 }
 
 /// How many files have been given of a volume that is being given just now.

@@ -10,12 +10,13 @@ use std::hash::{Hash as _, Hasher as _};
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use nix::fcntl::OFlag;
 use nix::sys::stat::Mode;
 
 use super::usage::Usage;
+use crate::core::lock::lock;
 
 /// Projects below this one are the administrator's: the kubelet's first, too.
 const FIRST: u32 = 1_048_577;
@@ -100,7 +101,7 @@ pub fn begin(dir: &Path) -> io::Result<()> {
     let mut hasher = DefaultHasher::new();
     dir.hash(&mut hasher);
     let start = u32::try_from(hasher.finish() % u64::from(PROJECTS)).unwrap_or(0);
-    let _taking = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _taking = lock(&TAKING);
     let free = (0..PROJECTS)
         .map(|n| FIRST + (start + n) % PROJECTS)
         .find(|project| count(&handle, *project).is_none_or(|u| u.inodes == 0));

@@ -7,6 +7,8 @@ use tokio::sync::Mutex;
 use zbus::Connection;
 use zbus::zvariant::Value;
 
+use crate::core::lock::lock;
+
 /// How long systemd may take for an answer.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -87,9 +89,7 @@ impl Slices {
     }
 
     fn known(&self) -> std::sync::MutexGuard<'_, HashMap<String, Vec<(&'static str, u64)>>> {
-        self.known
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+        lock(&self.known)
     }
 
     /// Makes a slice with these properties, or gives them to the one that is there. What was asked for already is not

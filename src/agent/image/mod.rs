@@ -27,6 +27,7 @@ use crate::core::image::gc::Ledger as Ages;
 use crate::core::image::keyring::{self, Entry};
 use crate::core::image::pulled::{self, By, BySecret, Policy};
 use crate::core::image::with_default_tag;
+use crate::core::lock::lock;
 use crate::core::pod::{self, Role};
 use crate::cri::{Credentials, Image};
 
@@ -304,13 +305,7 @@ async fn pull(
     secrets: &[Arc<Secret>],
 ) -> Result<Image, Waiting> {
     let key = (pod.uid().unwrap_or_default(), name.to_owned());
-    let backoff = || {
-        context
-            .images
-            .backoff
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-    };
+    let backoff = || lock(&context.images.backoff);
     let held = backoff().held(&key, context.clock.now());
     if let Some((until, error)) = held {
         context.events.pod(
@@ -420,11 +415,7 @@ async fn attempt(
 ) -> Result<(Image, std::time::Duration), String> {
     let images = &context.images;
     let _slot = images.slots.acquire().await.map_err(|e| e.to_string())?;
-    let quota = images
-        .quota
-        .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner)
-        .take(context.clock.now());
+    let quota = lock(&images.quota).take(context.clock.now());
     if quota.is_err() {
         return Err("pull QPS exceeded".into());
     }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -13,6 +13,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::Instant;
 
 use crate::core::image::keyring::{self, Entry};
+use crate::core::lock::lock;
 use crate::core::time::duration;
 
 const REQUEST: &str = "credentialprovider.kubelet.k8s.io/v1";
@@ -222,7 +223,7 @@ impl Providers {
 impl Provider {
     fn cached(&self, image: &str, repository: &str) -> Option<Vec<Entry>> {
         let registry = repository.split('/').next().unwrap_or_default();
-        let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cached = lock(&self.cached);
         cached.retain(|_, k| k.until > Instant::now());
         ["", registry, image]
             .iter()
@@ -274,10 +275,7 @@ impl Provider {
                 entries: entries.clone(),
                 until: Instant::now() + lasts,
             };
-            self.cached
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .insert(key, cached);
+            lock(&self.cached).insert(key, cached);
         }
         Ok(entries)
     }

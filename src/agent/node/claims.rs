@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::{Container, Pod};
@@ -18,6 +18,7 @@ use super::checkpoint::Checkpoint;
 use super::claim_metrics;
 use crate::agent::Context;
 use crate::agent::pod::dispatch::Roster;
+use crate::core::lock::lock;
 use crate::core::meta;
 use crate::core::node::claims::checkpoint::{self as format, Device, FILE};
 use crate::core::node::claims::{Batches, Begun, ClaimError, Claims, Named, Wanted};
@@ -110,7 +111,7 @@ impl ClaimManager {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Looks at the claims.

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -24,6 +24,7 @@ use super::ledger::answered;
 use crate::agent::Context;
 use crate::agent::pod::dispatch::Roster;
 use crate::agent::pod::relist::Hint;
+use crate::core::lock::lock;
 use crate::core::node::admit::Refusal;
 use crate::core::node::devices::checkpoint as format;
 use crate::core::node::devices::{DeviceError, Devices, Given, Slot, is_resource_name};
@@ -104,7 +105,7 @@ impl DeviceManager {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Changes something; whether it did is the answer of `change`, and is passed on.

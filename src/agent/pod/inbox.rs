@@ -2,12 +2,13 @@
 //! waits. What says the same twice lies in it once, so it is bounded by what there is to say.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::sync::Asset;
+use crate::core::lock::lock;
 use crate::core::pod::worker::{Input, Key, Outcome};
 
 /// What lies in an inbox.
@@ -42,10 +43,7 @@ pub struct Inbox(Arc<Shared>);
 
 impl Inbox {
     fn messages(&self) -> MutexGuard<'_, VecDeque<Message>> {
-        self.0
-            .messages
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.messages)
     }
 
     /// Something has happened. An older input that this one supersedes is replaced.

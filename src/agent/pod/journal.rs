@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::Write as _;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use flate2::Compression;
 use flate2::read::GzDecoder;
@@ -13,6 +13,7 @@ use kube::ResourceExt as _;
 use tracing::Instrument as _;
 
 use crate::agent::Metrics;
+use crate::core::lock::lock;
 use crate::core::pod;
 use crate::core::pod::explain;
 use crate::core::pod::journal::{Journal, Progress, Step};
@@ -103,7 +104,7 @@ impl Drop for Open<'_> {
 
 impl Log {
     fn journal(&self) -> MutexGuard<'_, Journal> {
-        self.journal.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.journal)
     }
 
     /// What is written so far.
@@ -207,7 +208,7 @@ impl Log {
     }
 
     fn recorded(&self) -> MutexGuard<'_, Recorded> {
-        self.record.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.record)
     }
 
     /// A worker begins: from here on its turns are recorded.
@@ -217,7 +218,7 @@ impl Log {
 
     /// The status of a static pod as its worker has it; of other pods the API tells it.
     fn status(&self) -> MutexGuard<'_, Option<PodStatus>> {
-        self.status.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.status)
     }
 
     /// A turn of the worker.
@@ -265,7 +266,7 @@ pub struct Journals(Mutex<PodLogs>);
 
 impl Journals {
     fn lock(&self) -> MutexGuard<'_, PodLogs> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// The journal of a pod, a new one if there is none.

@@ -9,6 +9,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::agent::Context;
+use crate::core::lock::lock;
 use crate::cri::{ListedPod, RuntimeErrorKind};
 
 /// How often the runtime is listed without events, and with them.
@@ -24,25 +25,16 @@ pub struct Seen(Arc<Mutex<BTreeMap<String, u64>>>);
 impl Seen {
     /// A worker has seen this.
     pub fn set(&self, uid: &str, fingerprint: u64) {
-        self.0
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .insert(uid.to_owned(), fingerprint);
+        lock(&self.0).insert(uid.to_owned(), fingerprint);
     }
 
     /// The worker is gone.
     pub fn forget(&self, uid: &str) {
-        self.0
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .remove(uid);
+        lock(&self.0).remove(uid);
     }
 
     fn differing(&self, listed: &[ListedPod]) -> Vec<String> {
-        let seen = self
-            .0
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let seen = lock(&self.0);
         let now: BTreeMap<&str, u64> = listed
             .iter()
             .map(|p| (p.uid.as_str(), p.fingerprint))

@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use jiff::Timestamp;
 
+use crate::core::lock::lock;
 use crate::core::pod::full_name_of;
 use crate::core::pod::observed::ObservedPod;
 use crate::core::pod::static_uid::{Started, Uids, is_static};
@@ -64,14 +65,14 @@ impl KeptUids {
 
     /// The uid of a manifest's pod.
     pub fn of(&self, full_name: &str, digest: &str, changed: Option<Timestamp>) -> String {
-        let mut uids = self.uids.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut uids = lock(&self.uids);
         uids.of(full_name, digest, changed)
     }
 
     /// Writes what the next start must know, where it has changed. Blocking.
     pub fn save(&self) {
         let kept = {
-            let uids = self.uids.lock().unwrap_or_else(PoisonError::into_inner);
+            let uids = lock(&self.uids);
             uids.kept().clone()
         };
         if kept == read(&self.path) {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use hyper::header::AUTHORIZATION;
@@ -13,6 +13,7 @@ use tokio::time::Instant;
 
 use crate::config::Serving;
 use crate::core::digest;
+use crate::core::lock::lock;
 use crate::core::node::signing::subject;
 use crate::core::serving::Needs;
 use crate::https::{Body, Peer, text};
@@ -39,7 +40,7 @@ impl<K: Hash + Eq, V: Clone> Answers<K, V> {
     }
 
     fn get(&self, key: &K) -> Option<V> {
-        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = lock(&self.0);
         known
             .get(key)
             .filter(|(until, _)| *until > Instant::now())
@@ -47,7 +48,7 @@ impl<K: Hash + Eq, V: Clone> Answers<K, V> {
     }
 
     fn put(&self, key: K, value: V, ttl: Duration) {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.0);
         if known.len() >= REMEMBERED {
             known.retain(|_, (until, _)| *until > Instant::now());
         }
@@ -82,7 +83,7 @@ struct Taken<'a>(&'a Mutex<HashMap<IpAddr, usize>>, IpAddr);
 impl<'a> Taken<'a> {
     /// Takes one more, if the address has not all that it may have.
     fn one(places: &'a Mutex<HashMap<IpAddr, usize>>, address: IpAddr) -> Option<Taken<'a>> {
-        let mut all = places.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(places);
         let count = all.entry(address).or_default();
         (*count < OF_ONE).then(|| {
             *count += 1;
@@ -93,7 +94,7 @@ impl<'a> Taken<'a> {
 
 impl Drop for Taken<'_> {
     fn drop(&mut self) {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(self.0);
         if let Some(count) = all.get_mut(&self.1) {
             *count -= 1;
             if *count == 0 {

@@ -15,6 +15,7 @@ use super::Known;
 use super::Server;
 use super::logs;
 use crate::agent::volume::csi;
+use crate::core::lock::lock;
 use crate::core::node::topology::Topology;
 use crate::core::serving::cgroup_stats::{self, Depth, Texts, Usage};
 use crate::core::{
@@ -199,10 +200,7 @@ pub struct Figures {
 impl Figures {
     /// The volumes of claims that have been counted. Nothing is counted for it.
     pub fn known_volumes(&self) -> Vec<VolumeFigures> {
-        let all = self
-            .disks
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let all = lock(&self.disks);
         let known = all.values().filter_map(|disk| {
             disk.try_lock()
                 .ok()?
@@ -214,10 +212,7 @@ impl Figures {
 
     /// The bytes of a pod's logs, by container, as far as they have been counted. Nothing is counted for it.
     pub fn known_logs(&self, uid: &str) -> BTreeMap<String, u64> {
-        let all = self
-            .disks
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let all = lock(&self.disks);
         let known = all.get(uid).and_then(|disk| {
             let figures = disk.try_lock().ok()?;
             Some(figures.as_ref()?.1.logs.clone())
@@ -490,11 +485,7 @@ pub async fn disks(server: &Arc<Server>, pods: &[PodFigures]) -> HashMap<String,
     let mut found = HashMap::new();
     let mut tasks = vec![];
     {
-        let mut all = server
-            .figures
-            .disks
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut all = lock(&server.figures.disks);
         all.retain(|uid, _| pods.iter().any(|p| pod::uid(&p.pod) == uid));
         for figures in pods {
             let disk = Arc::clone(all.entry(pod::uid(&figures.pod).to_owned()).or_default());

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use holdfast_proto::podresources as pb;
@@ -13,6 +13,7 @@ use tokio::net::UnixListener;
 
 use crate::agent::Context;
 use crate::core::bucket::Bucket;
+use crate::core::lock::lock;
 use crate::core::meta;
 use crate::core::node::claims::Claims;
 use crate::core::node::claims::checkpoint::Device;
@@ -186,7 +187,7 @@ impl Answers {
 #[async_trait]
 impl PodResources for Answers {
     fn admits(&self) -> bool {
-        let mut bucket = self.bucket.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut bucket = lock(&self.bucket);
         bucket.take(self.context.clock.now()).is_ok()
     }
 

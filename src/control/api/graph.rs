@@ -2,7 +2,7 @@
 //! control-plane spec, 6.2).
 
 use std::collections::{BTreeSet, HashMap};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::Value;
@@ -10,6 +10,7 @@ use serde_json::Value;
 use super::auth::Ask;
 use super::object::text;
 use crate::control::store::Store;
+use crate::core::lock::lock;
 use crate::core::{
     node::claims as resource_claims,
     pod::{self, references},
@@ -74,7 +75,7 @@ impl Graph {
         } else {
             format!("pods/{namespace}/")
         };
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.0);
         let mut found = vec![];
         let mut seen = BTreeSet::new();
         for (key, record) in store.list(&prefix).0 {

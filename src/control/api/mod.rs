@@ -50,6 +50,7 @@ use route::Target;
 use write::{Options, Written};
 
 use super::store::{Bytes, Expect, Store, WriteError};
+use crate::core::lock::lock;
 
 /// The API; clones share everything.
 #[derive(Clone)]
@@ -201,10 +202,7 @@ impl Api {
 
     /// Requests by verb and kind, in Prometheus' text format.
     fn metrics(&self) -> String {
-        let counts = self
-            .counts
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let counts = lock(&self.counts);
         let mut text = String::from(
             "# HELP apiserver_request_total Requests by verb, resource and whether a node asked.\n# TYPE apiserver_request_total counter\n",
         );
@@ -264,12 +262,7 @@ impl Api {
                 sub.map_or("", Sub::name),
                 request.user.node().is_some(),
             );
-            *self
-                .counts
-                .lock()
-                .unwrap_or_else(std::sync::PoisonError::into_inner)
-                .entry(key)
-                .or_default() += 1;
+            *lock(&self.counts).entry(key).or_default() += 1;
         }
         if let (Some(sub), Some(name)) = (sub, name)
             && !matches!(

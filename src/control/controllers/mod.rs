@@ -34,6 +34,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::core::digest::fnv64;
+use crate::core::lock::lock;
 use crate::kubeapi::cache::{Cache, Key, key, revision};
 use crate::kubeapi::client::code;
 
@@ -144,10 +145,7 @@ impl Pending {
     }
 
     fn note<K: Resource>(&self, owner: &str, object: &K, deletion: bool) {
-        let mut map = self
-            .0
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut map = lock(&self.0);
         let wrote = Wrote {
             key: key(object),
             revision: revision(object),
@@ -159,10 +157,7 @@ impl Pending {
 
     /// Whether everything written for `owner` has been seen, or has been awaited long enough.
     fn settled(&self, owner: &str, seen: impl Fn(&Key) -> Option<u64>) -> bool {
-        let mut map = self
-            .0
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut map = lock(&self.0);
         let Some(list) = map.get_mut(owner) else {
             return true;
         };

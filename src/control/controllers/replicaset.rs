@@ -1,7 +1,7 @@
 //! ReplicaSets: as many pods as asked for (control-plane spec, 5.7).
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::ReplicaSet;
@@ -19,6 +19,7 @@ use super::controller_of;
 use super::event;
 use crate::control::api::selector::Selector;
 use crate::core::backoff::Doubling;
+use crate::core::lock::lock;
 use crate::kubeapi::cache::{key, revision};
 
 /// The most pods created or deleted in one go.
@@ -40,7 +41,7 @@ struct Failure {
 
 impl Failures {
     fn all(&self) -> MutexGuard<'_, HashMap<String, Failure>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     fn may_try(&self, set: &ReplicaSet, now: Instant) -> bool {

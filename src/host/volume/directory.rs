@@ -168,7 +168,6 @@ pub(super) fn write_files(
 mod tests {
     use super::*;
     use crate::core::volume::payload::File;
-    use std::os::unix::fs::MetadataExt as _;
 
     #[test]
     fn what_may_be_secret_is_kept_in_memory_or_not_at_all() {

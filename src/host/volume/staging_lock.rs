@@ -3,7 +3,9 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
+
+use crate::core::lock::lock;
 
 /// The places that somebody is at.
 static TAKEN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
@@ -14,7 +16,7 @@ pub(in crate::host) struct Turn(PathBuf);
 impl Turn {
     /// None if somebody else has it.
     pub(in crate::host) fn at(place: &Path) -> Option<Turn> {
-        let mut all = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&TAKEN);
         all.insert(place.into()).then(|| Turn(place.into()))
     }
 
@@ -26,9 +28,6 @@ impl Turn {
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        TAKEN
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&self.0);
+        lock(&TAKEN).remove(&self.0);
     }
 }

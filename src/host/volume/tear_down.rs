@@ -8,7 +8,6 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use nix::mount::MntFlags;
@@ -16,6 +15,7 @@ use nix::mount::MntFlags;
 use super::KERNEL_TIMEOUT;
 use super::disks;
 use super::staging_lock::Turn;
+use crate::core::lock::lock;
 use crate::host::linux::{LinuxHost, doing, remove, segment};
 use crate::host::{OnTakenAway, TakenAway, blocking};
 use crate::sys::mount::{self, Mount};
@@ -199,7 +199,7 @@ impl LinuxHost {
         let point = mount.point.clone();
         let outcome = self.unmount_with(&point, MntFlags::empty()).await;
         let first = {
-            let mut all = self.refusing.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut all = lock(&self.refusing);
             if outcome.is_ok() {
                 all.remove(&point);
                 return Ok(());
@@ -228,7 +228,7 @@ impl LinuxHost {
     }
 
     fn unmounted(&self, point: &Path) -> Result<(), String> {
-        let mut all = self.refusing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&self.refusing);
         all.remove(point);
         Ok(())
     }

@@ -1,12 +1,13 @@
 //! Looking at what the runtime has of a pod.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::{Job, Result, failed};
 use crate::agent::Kind;
+use crate::core::lock::lock;
 use crate::core::pod;
 use crate::core::pod::journal::Step;
 use crate::core::pod::observed::{self, ContainerState};
@@ -60,12 +61,7 @@ impl Job {
     /// before, once: where a shim was killed, containerd 2 tells that the container has exited while its
     /// processes go on, and another instance must not run beside them.
     async fn complete_ended(&self, container: &mut observed::Container) {
-        let known = || {
-            self.tools
-                .messages
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-        };
+        let known = || lock(&self.tools.messages);
         let read = known().get(&container.id).cloned();
         let text = match read {
             Some(text) => text,
@@ -108,11 +104,7 @@ impl Job {
     }
 
     fn forget_messages(&self, containers: &[observed::Container]) {
-        let mut known = self
-            .tools
-            .messages
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.tools.messages);
         known.retain(|id, _| containers.iter().any(|c| c.id == *id));
     }
 }

@@ -4,7 +4,7 @@ mod registry;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use holdfast_proto::csi as pb;
@@ -19,6 +19,7 @@ pub use registry::run;
 use crate::agent::metrics::VolumeOperation;
 use crate::agent::serving::VolumeFigures;
 use crate::agent::{Context, Kind};
+use crate::core::lock::lock;
 use crate::core::pod;
 use crate::core::volume::csi::{self, NodeCapabilities, Volume, VolumeData};
 use crate::csi::{CsiError, Driver, NodeInfo};
@@ -60,10 +61,6 @@ pub struct Csi {
     /// Why CSINode does not say what it should, if it does not.
     problem: watch::Sender<Option<String>>,
     dirs: CsiDirs,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Csi {

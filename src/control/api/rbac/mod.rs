@@ -2,7 +2,7 @@
 //! denied; nobody gives away what they do not have.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -11,6 +11,7 @@ use super::auth::{Ask, User};
 use super::object::{at, list, text};
 use super::selector::Selector;
 use crate::control::store::Store;
+use crate::core::lock::lock;
 
 mod bootstrap;
 mod escalation;
@@ -201,7 +202,7 @@ impl Rbac {
                 .wrapping_add(r.revision)
                 .wrapping_add(key.len() as u64)
         });
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.0);
         if known.0 != print {
             *known = (print, Arc::new(grants(store)));
         }
