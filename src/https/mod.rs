@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -32,8 +32,6 @@ use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 
 use turns::{Source, Turns};
-
-use crate::core::lock::lock;
 
 pub use border::{Panicked, end_process_on_panic, guard};
 pub use receive::{NotReceived, receive};
@@ -135,7 +133,7 @@ impl Connection {
 
 impl Connections {
     fn all(&self) -> MutexGuard<'_, BTreeMap<u64, Connection>> {
-        lock(&self.open)
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Makes room for one more: if there are too many, the one that is worth least goes, and of several the oldest.

@@ -1,7 +1,7 @@
 //! What TLS is spoken with: our certificate and key, and the CAs whose clients count.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use rustls::pki_types::pem::PemObject as _;
@@ -10,7 +10,6 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, ConfigBuilder, RootCertStore, ServerConfig, WantsVerifier};
 
 use super::BoxError;
-use crate::core::lock::lock;
 
 /// How often files are looked at; a handshake in between uses what is known.
 const LOOK: Duration = Duration::from_secs(1);
@@ -174,7 +173,7 @@ impl Tls {
 
     /// The settings as they are now. Files that cannot be used leave those of before.
     pub(super) fn current(&self) -> Arc<ServerConfig> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((files, protocol)) = self
             .files
             .as_ref()

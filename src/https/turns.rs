@@ -8,12 +8,10 @@
 use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 
 use tokio::sync::oneshot;
-
-use crate::core::lock::lock;
 
 /// Who asks: an IPv4 address, or the network of an IPv6 one, as a single host may have all addresses of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -55,7 +53,7 @@ impl Turns {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.0)
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn take(self: &Arc<Self>, source: Source) -> Option<Turn> {

@@ -15,7 +15,7 @@ mod history;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
-use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot, watch};
@@ -23,8 +23,6 @@ use tokio::sync::{mpsc, oneshot, watch};
 use disk::Disk;
 pub use disk::DiskError;
 use history::History;
-
-use crate::core::lock::lock;
 pub use hyper::body::Bytes;
 
 /// The most writes that share one commit.
@@ -167,14 +165,14 @@ impl Heads {
     }
 
     fn of(&self, kind: &str) -> watch::Receiver<u64> {
-        let mut kinds = lock(&self.kinds);
+        let mut kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
         let head = kinds.entry(kind.to_owned()).or_default();
         head.subscribe()
     }
 
     fn announce(&self, revision: u64, changed: &BTreeSet<String>) {
         self.all.send_replace(revision);
-        let kinds = lock(&self.kinds);
+        let kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
         for head in changed.iter().filter_map(|kind| kinds.get(kind)) {
             head.send_replace(revision);
         }
