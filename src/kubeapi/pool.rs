@@ -3,8 +3,9 @@
 use std::error::Error;
 use std::time::Duration;
 
-use hyper::Uri;
+use hyper::header::{self, HeaderValue};
 use hyper::rt::{Read, Write};
+use hyper::{Request, Uri};
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_timeout::TimeoutConnector;
 use hyper_util::client::legacy::connect::proxy::{SocksV5, Tunnel};
@@ -24,6 +25,9 @@ const CONNECT: Duration = Duration::from_secs(5);
 /// A connection on which nothing comes is asked whether it is alive this often, and given up when it has not
 /// answered for this long: a server that was cut off says nothing.
 const ALIVE: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
+
+/// Who asks: audit logs show it, and managed fields what stands before the slash.
+const USER_AGENT: &str = concat!("holdfast/", env!("CARGO_PKG_VERSION"), " (linux)");
 
 /// A pool without connections; they are opened as requests need them. Each answer is reported.
 pub(super) fn open(proxy: &Proxy, tls: &ClientConfig, report: Option<Report>) -> Http {
@@ -87,5 +91,13 @@ where
         inner: client,
         report,
     };
-    BoxCloneSyncService::new(measured.map_err(|e: TransportError| BoxError::from(e)))
+    let named = measured.map_request(|mut request: Request<kube::client::Body>| {
+        let named = HeaderValue::from_static(USER_AGENT);
+        request
+            .headers_mut()
+            .entry(header::USER_AGENT)
+            .or_insert(named);
+        request
+    });
+    BoxCloneSyncService::new(named.map_err(|e: TransportError| BoxError::from(e)))
 }

@@ -103,7 +103,8 @@ fn largest(mut images: Vec<Image>, most: usize) -> Vec<ContainerImage> {
         image.names.sort_by_key(|name| !name.contains('@'));
         image.names.truncate(NAMES);
         ContainerImage {
-            names: Some(image.names),
+            // The API drops an empty list: it would differ from what it says in each round.
+            names: (!image.names.is_empty()).then_some(image.names),
             size_bytes: i64::try_from(image.size).ok(),
         }
     };

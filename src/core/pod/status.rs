@@ -24,6 +24,8 @@ use super::resize::{self, Sizes};
 use crate::core::pod;
 use crate::core::time::seconds;
 
+mod missing;
+
 pub use patch::{patch, substance};
 
 /// Why a container is not running, by container name: reason and message of its waiting state.
@@ -174,7 +176,7 @@ fn volume_mounts(container: &Container) -> Option<Vec<VolumeMountStatus>> {
 /// The status of a container that the runtime has no instance of.
 fn status_without_instance(
     facts: &Facts<'_>,
-    container: &Container,
+    (role, container): (Role, &Container),
     before: Option<&ContainerStatus>,
     initial: &str,
     mut status: ContainerStatus,
@@ -207,7 +209,7 @@ fn status_without_instance(
             terminated: Some(ended),
             ..ApiState::default()
         }
-    } else if ran_before || facts.ended {
+    } else if ran_before || (facts.ended && missing::is_lost(facts, role, container)) {
         status.restart_count += i32::from(ran_before && !facts.ended);
         if facts.ended {
             ApiState {
@@ -274,7 +276,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
         status.allocated_resources_status = devices::told(own, before, facts.ended);
     }
     let Some(newest) = newest else {
-        return status_without_instance(facts, container, before, initial, status);
+        return status_without_instance(facts, (role, container), before, initial, status);
     };
     // Of a pod that is being removed the newest instance may have gone before older ones. One that has not been
     // started yet may still be replaced, and is not counted before it has run.
@@ -332,7 +334,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
         }
         status.state = Some(waiting(reason, message));
     }
-    if running && matches!(role, Role::Regular | Role::Sidecar) {
+    if running && role != Role::Ephemeral {
         status.allocated_resources = container
             .resources
             .as_ref()

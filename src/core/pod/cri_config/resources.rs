@@ -50,6 +50,18 @@ fn linux(requests: &Amounts, limits: &Amounts, node: &Node) -> pb::LinuxContaine
     }
 }
 
+/// A container's limits; where it has none of its own, those of the whole pod (KEP-2837).
+fn with_the_pods(pod: &Pod, own: &Amounts) -> Amounts {
+    let mut limits = own.clone();
+    for (name, limit) in of_pod_level(pod, Side::Limits) {
+        let has_own = limits.get(&name).is_some_and(|own| !own.is_zero());
+        if matches!(name.as_str(), "cpu" | "memory") && !has_own {
+            limits.insert(name, limit);
+        }
+    }
+    limits
+}
+
 /// A container's resources in the runtime's units (kubelet spec, 6.8).
 #[must_use]
 pub fn resources(pod: &Pod, container: &Container, node: &Node) -> pb::LinuxContainerResources {
@@ -57,12 +69,7 @@ pub fn resources(pod: &Pod, container: &Container, node: &Node) -> pb::LinuxCont
         of_container(container, Side::Requests),
         of_container(container, Side::Limits),
     );
-    let mut message = linux(&requests, &limits, node);
-    if message.memory_limit_in_bytes == 0 {
-        message.memory_limit_in_bytes = of_pod_level(pod, Side::Limits)
-            .get("memory")
-            .map_or(0, |q| q.units());
-    }
+    let mut message = linux(&requests, &with_the_pods(pod, &limits), node);
     message.oom_score_adj = oom_score_adj(pod, container, node.memory);
     match node.swap {
         Some(swap) if swap.unified => {
@@ -232,13 +239,21 @@ mod tests {
     }
 
     #[test]
-    fn the_pods_memory_limit_is_that_of_containers_without_one() {
+    fn the_pods_limits_are_those_of_containers_without_one() {
         let spec = |own: Value| json!({"resources": {"limits": {"memory": "64Mi", "cpu": "1"}}, "containers": [{"name": "c", "resources": own}]});
         assert_eq!(made(spec(json!({})), None).memory_limit_in_bytes, 64 << 20);
         assert_eq!(
             made(spec(json!({"limits": {"memory": "32Mi"}})), None).memory_limit_in_bytes,
             32 << 20
         );
-        assert_eq!(made(spec(json!({})), None).cpu_quota, 0);
+        let cpu = |own: Value| {
+            let message = made(spec(own), None);
+            (message.cpu_quota, message.cpu_shares)
+        };
+        assert_eq!(cpu(json!({})), (100_000, 1024));
+        assert_eq!(cpu(json!({"limits": {"cpu": "500m"}})), (50_000, 512));
+        assert_eq!(cpu(json!({"limits": {"cpu": "0"}})), (100_000, 1024));
+        // What it asks for is its own.
+        assert_eq!(cpu(json!({"requests": {"cpu": "250m"}})), (100_000, 256));
     }
 }

@@ -448,3 +448,78 @@ fn the_health_of_devices_is_told_and_outlives_what_is_not_known() {
     assert_eq!(told(None, Some(&ill), false), None);
     assert_eq!(told(None, None, true), None);
 }
+
+/// The states of a pod that has ended, by container: `waiting`, `lost`, or its exit code.
+fn end_states(pod: &Pod, seen: Vec<observed::Container>, previous: &PodStatus) -> Vec<String> {
+    let told = status(pod, seen, &Problems::new(), true, previous);
+    let lists = [&told.init_container_statuses, &told.container_statuses];
+    let shown = |c: &ContainerStatus| {
+        let state = c.state.clone().unwrap_or_default();
+        let end = match (state.waiting, state.terminated) {
+            (Some(waiting), _) => waiting.reason.unwrap_or_default(),
+            (_, Some(end)) if end.reason.as_deref() == Some("ContainerStatusUnknown") => {
+                "lost".into()
+            }
+            (_, Some(end)) => end.exit_code.to_string(),
+            _ => "runs".into(),
+        };
+        format!("{} {end}", c.name)
+    };
+    let mut all: Vec<String> = lists.into_iter().flatten().flatten().map(shown).collect();
+    let conditions = told.conditions.iter().flatten();
+    let mut initialized = conditions.filter(|c| c.type_ == "Initialized");
+    all.push(initialized.next().expect("the condition").status.clone());
+    all.push(told.phase.unwrap_or_default());
+    all
+}
+
+#[test]
+fn containers_whose_turn_never_came_are_not_lost() {
+    let two = json!([{"name": "i", "image": "i"}, {"name": "j", "image": "i"}]);
+    let pod = a_pod("Never", two);
+    let none = PodStatus::default();
+    let at = |states: Vec<observed::Container>| end_states(&pod, states, &none);
+    // The second init container has failed: the kubelet shows Init:Error.
+    assert_eq!(
+        at(vec![
+            container("i", 0, Exited, 0),
+            container("j", 0, Exited, 1)
+        ]),
+        ["i 0", "j 1", "a PodInitializing", "False", "Failed"]
+    );
+    assert_eq!(
+        at(vec![]),
+        [
+            "i PodInitializing",
+            "j PodInitializing",
+            "a PodInitializing",
+            "False",
+            "Failed"
+        ]
+    );
+    // A later one has started, so the first had, too.
+    assert_eq!(
+        at(vec![container("j", 0, Exited, 1)]),
+        ["i lost", "j 1", "a PodInitializing", "False", "Failed"]
+    );
+    // The init containers are done: the turn of the others had come.
+    assert_eq!(
+        at(vec![
+            container("i", 0, Exited, 0),
+            container("j", 0, Exited, 0)
+        ]),
+        ["i 0", "j 0", "a lost", "True", "Failed"]
+    );
+    let initialised: PodStatus =
+        serde_json::from_value(json!({"conditions": [{"type": "Initialized", "status": "True"}]}))
+            .expect("a status");
+    assert_eq!(
+        end_states(&pod, vec![], &initialised),
+        ["i lost", "j lost", "a lost", "True", "Failed"]
+    );
+    let plain = a_pod("Never", json!([]));
+    assert_eq!(
+        end_states(&plain, vec![], &none),
+        ["a lost", "True", "Failed"]
+    );
+}

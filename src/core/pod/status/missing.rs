@@ -1,0 +1,71 @@
+//! Containers of a pod that has ended, of which the runtime has nothing (the kubelet's `TerminatePod`): those whose turn
+//! had come are lost, and fail; those whose turn never came go on waiting.
+
+use k8s_openapi::api::core::v1::{Container, ContainerStatus, Pod};
+
+use super::{Facts, initialised_before};
+use crate::core::pod::observed::ContainerState;
+use crate::core::pod::{self, Role};
+
+fn init_containers(pod: &Pod) -> &[Container] {
+    pod::spec(pod)
+        .init_containers
+        .as_deref()
+        .unwrap_or_default()
+}
+
+fn status_of<'a>(facts: &Facts<'a>, name: &str) -> Option<&'a ContainerStatus> {
+    let lists = [
+        &facts.previous.container_statuses,
+        &facts.previous.init_container_statuses,
+    ];
+    let mut all = lists.into_iter().flatten().flatten();
+    all.find(|s| s.name == name)
+}
+
+/// Whether a container is known to have started once.
+fn has_started(facts: &Facts<'_>, name: &str) -> bool {
+    let seen = facts.observed.newest(name);
+    let told = status_of(facts, name);
+    let state = told.and_then(|s| s.state.as_ref());
+    seen.is_some_and(|c| c.state != ContainerState::Created)
+        || state.is_some_and(|s| s.running.is_some() || s.terminated.is_some())
+        || told.is_some_and(|s| {
+            s.last_state
+                .as_ref()
+                .is_some_and(|l| l.terminated.is_some())
+        })
+}
+
+fn has_succeeded(facts: &Facts<'_>, name: &str) -> bool {
+    let seen = facts.observed.newest(name);
+    let told = status_of(facts, name).and_then(|s| s.state.as_ref()?.terminated.as_ref());
+    seen.is_some_and(|c| c.state == ContainerState::Exited && c.exit_code == 0)
+        || told.is_some_and(|t| t.exit_code == 0)
+}
+
+/// Whether the turn of the regular containers had come.
+fn was_initialised(facts: &Facts<'_>) -> bool {
+    let Some(last) = init_containers(facts.pod).last() else {
+        return true;
+    };
+    let regular = &pod::spec(facts.pod).containers;
+    initialised_before(facts)
+        || regular.iter().any(|c| has_started(facts, &c.name))
+        || (!pod::is_sidecar(last) && has_succeeded(facts, &last.name))
+}
+
+/// Whether a container without an instance has failed with its pod.
+pub(super) fn is_lost(facts: &Facts<'_>, role: Role, container: &Container) -> bool {
+    match role {
+        Role::Regular => was_initialised(facts),
+        // One that comes later has started: so had this one.
+        Role::Init | Role::Sidecar => {
+            let mut rest = init_containers(facts.pod)
+                .iter()
+                .skip_while(|c| c.name != container.name);
+            was_initialised(facts) || rest.any(|c| has_started(facts, &c.name))
+        }
+        Role::Ephemeral => false,
+    }
+}
