@@ -236,14 +236,12 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
             && status(&all, "b")["restartCount"].as_i64() >= Some(1)
     });
     let all = pod("all");
-    assert_eq!(
-        (
-            &status(&all, "a")["restartCount"],
-            &status(&all, "b")["restartCount"],
-            &status(&all, "i")["restartCount"]
-        ),
-        (&1.into(), &1.into(), &1.into())
-    );
+    for name in ["a", "b", "i"] {
+        let status = status(&all, name);
+        assert_eq!(status["restartCount"], 1, "{name}: {all:#}");
+        let last = &status["lastState"]["terminated"];
+        assert_eq!(last["reason"], "RestartingAllContainers", "{name}: {all:#}");
+    }
     assert_eq!(
         status(&all, "a")["state"]["terminated"]["message"],
         "2\n",

@@ -479,8 +479,10 @@ impl Worker {
             // What the runtime had has been removed: the last status stands.
             return;
         }
-        self.problems
-            .retain(|name, _| !is_settled(&self.effective, observed, name));
+        // What starts over has a problem until it is started again, whatever it did before.
+        self.problems.retain(|name, (reason, _)| {
+            reason == status::RESTARTING_ALL || !is_settled(&self.effective, observed, name)
+        });
         let starting = self.starting();
         let mut previous = Cow::Borrowed(&self.status);
         let starts_anew = self.state == State::Syncing && pod::is_static(&self.effective);
