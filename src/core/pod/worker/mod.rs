@@ -479,10 +479,8 @@ impl Worker {
             // What the runtime had has been removed: the last status stands.
             return;
         }
-        // What starts over has a problem until it is started again, whatever it did before.
-        self.problems.retain(|name, (reason, _)| {
-            reason == status::RESTARTING_ALL || !is_settled(&self.effective, observed, name)
-        });
+        self.problems
+            .retain(|name, (reason, _)| !is_settled(&self.effective, observed, name, reason));
         let starting = self.starting();
         let mut previous = Cow::Borrowed(&self.status);
         let starts_anew = self.state == State::Syncing && pod::is_static(&self.effective);
@@ -582,8 +580,11 @@ impl Worker {
 }
 
 /// Whether a container runs, or is an init container that has done its work: then whatever kept it from
-/// being started is over, also where the answer to its start was lost.
-fn is_settled(pod: &Pod, observed: &ObservedPod, name: &str) -> bool {
+/// being started is over, also where the answer to its start was lost. One that starts over is still to be removed.
+fn is_settled(pod: &Pod, observed: &ObservedPod, name: &str, reason: &str) -> bool {
+    if reason == status::RESTARTING_ALL {
+        return false;
+    }
     let init = pod::containers(pod)
         .iter()
         .any(|(role, c)| *role == Role::Init && c.name == name);
