@@ -239,14 +239,8 @@ fn pods_that_use_up_the_node_are_evicted_and_others_stay() {
     let fields = small_node();
     let config = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(config.path(), fields).unwrap();
-    let cluster = Cluster {
-        name: "t-pressure".into(),
-        number: 57,
-        runtime: None,
-        config: Some(config),
-        verbose: false,
-        bus: None,
-    };
+    let mut cluster = Cluster::new("pressure", 57);
+    cluster.config = Some(config);
     let root = Small::at(cluster.data().join("agent"), "size=120m,nr_inodes=16000");
     let _system = Group::made("/holdfast-t-pressure-system");
     cluster.up();

@@ -625,6 +625,12 @@ impl Node {
         );
     }
 
+    fn is_node_ready(&self) -> bool {
+        let ready = "jsonpath={.status.conditions[?(@.type=='Ready')].status}";
+        let node = ["get", "node", &self.name, "-o", ready];
+        self.cluster.kubectl(&node) == "True"
+    }
+
     /// Pods that end and pods that come while there is no CNI configuration.
     fn missing_network(&self) {
         let container = self.container("c", UNTIL_TERM, "");
@@ -641,12 +647,13 @@ impl Node {
         self.cluster
             .kubectl(&["delete", "pod", "-l", "row=going", "--wait=false"]);
         let waiting = ["at-once", "later"];
-        for name in waiting {
-            // The scheduler would not place it on a node that is not ready.
-            let bound = format!("nodeName: {}, {spec}", self.name);
-            self.cluster.apply(&manifest(name, "", &bound));
-            std::thread::sleep(Duration::from_secs(3));
-        }
+        // The scheduler would not place them on a node that is not ready.
+        let bound = format!("nodeName: {}, {spec}", self.name);
+        let apply = |name: &str| self.cluster.apply(&manifest(name, "", &bound));
+        apply(waiting[0]);
+        // The runtime is asked every five seconds. A sandbox that is tried before fails, and cannot be removed either.
+        self.within(20, "the node is not ready", || !self.is_node_ready());
+        apply(waiting[1]);
         self.within(20, "it says what it waits for", || {
             self.cluster.events("later").contains("NetworkNotReady")
         });

@@ -61,25 +61,14 @@ fn succeeded(what: &str, output: Output) -> String {
 impl Cluster {
     /// Starts a cluster; `number` (1 to 99) makes its ports and addresses its own.
     pub fn start(name: &str, number: u16) -> Cluster {
-        Self::start_with(name, number, None)
+        Self::new(name, number).started()
     }
 
     /// As [`Cluster::start`], with the containerd in `runtime`.
     pub fn start_with(name: &str, number: u16, runtime: Option<PathBuf>) -> Cluster {
-        assert!(
-            nix::unistd::geteuid().is_root(),
-            "this test makes containers: run it as root"
-        );
-        let cluster = Cluster {
-            name: format!("t-{name}"),
-            number,
-            runtime,
-            config: None,
-            verbose: false,
-            bus: None,
-        };
-        cluster.up();
-        cluster
+        let mut cluster = Self::new(name, number);
+        cluster.runtime = runtime;
+        cluster.started()
     }
 
     /// As [`Cluster::start`], with fields of a KubeletConfiguration.
@@ -89,40 +78,43 @@ impl Cluster {
 
     /// As [`Cluster::start_configured`], with another message bus in the place of the system's.
     pub fn start_on_bus(name: &str, number: u16, fields: &str, bus: Option<String>) -> Cluster {
-        assert!(
-            nix::unistd::geteuid().is_root(),
-            "this test makes containers: run it as root"
-        );
         let config = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(config.path(), fields).unwrap();
-        let cluster = Cluster {
-            name: format!("t-{name}"),
-            number,
-            runtime: None,
-            config: Some(config),
-            verbose: false,
-            bus,
-        };
-        cluster.up();
-        cluster
+        let mut cluster = Self::new(name, number);
+        (cluster.config, cluster.bus) = (Some(config), bus);
+        cluster.started()
     }
 
     /// As [`Cluster::start`], with everything logged that can be.
     pub fn start_verbose(name: &str, number: u16) -> Cluster {
-        assert!(
-            nix::unistd::geteuid().is_root(),
-            "this test makes containers: run it as root"
-        );
-        let cluster = Cluster {
+        let mut cluster = Self::new(name, number);
+        cluster.verbose = true;
+        cluster.started()
+    }
+
+    /// One that is not started yet.
+    pub fn new(name: &str, number: u16) -> Cluster {
+        Cluster {
             name: format!("t-{name}"),
             number,
             runtime: None,
             config: None,
-            verbose: true,
+            verbose: false,
             bus: None,
-        };
-        cluster.up();
-        cluster
+        }
+    }
+
+    fn started(self) -> Cluster {
+        assert!(
+            nix::unistd::geteuid().is_root(),
+            "this test makes containers: run it as root"
+        );
+        // A run that was cut off leaves its cluster behind.
+        if self.data().exists() {
+            succeeded("down", self.purged());
+        }
+        self.up();
+        self
     }
 
     pub fn up(&self) -> String {
@@ -161,6 +153,13 @@ impl Cluster {
             .args(["down", "--name", &self.name])
             .output();
         succeeded("down", output.unwrap())
+    }
+
+    fn purged(&self) -> Output {
+        Command::new(holdfast())
+            .args(["down", "--name", &self.name, "--purge"])
+            .output()
+            .unwrap()
     }
 
     pub fn name(&self) -> &str {
@@ -439,11 +438,8 @@ impl Drop for Cluster {
         if std::thread::panicking() && std::env::var_os("HOLDFAST_KEEP").is_some() {
             return;
         }
-        let output = Command::new(holdfast())
-            .args(["down", "--name", &self.name, "--purge"])
-            .output();
+        let output = self.purged();
         if !std::thread::panicking() {
-            let output = output.unwrap();
             assert!(
                 output.status.success(),
                 "down --purge failed: {}",
