@@ -395,7 +395,6 @@ src/control/controllers take 124
 src/core/image only_who_could_have_pulled_it_may_use_it 104
 src/core/node refusals_name_what_is_short 121
 src/core/pod build 143
-src/core/pod compute 140
 src/core/pod container 104
 src/core/pod container_status 170
 src/core/pod phases 128
@@ -404,7 +403,6 @@ src/core/serving every_path_leads_where_it_should_and_needs_what_it_must 175
 src/core/volume persistent 125
 tests/certificates pods_get_roots_and_certificates_of_their_own 126
 tests/containers containers_find_what_their_pods_promise 151
-tests/containers pods_are_resized_in_place_and_wait_for_room 120
 tests/control a_node_sees_what_its_pods_refer_to_and_nothing_else 197
 tests/control deletion_waits_for_grace_and_finalizers 143
 tests/control refusals_have_the_right_code_reason_and_words 350

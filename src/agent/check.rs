@@ -35,7 +35,8 @@ struct Plan {
 fn stopped(pod: &Pod, observed: &ObservedPod) -> Vec<String> {
     let health = Health {
         probed: &Probed::default(),
-        actuated: &resize::known(pod),
+        wanted: &resize::wanted(pod),
+        actuated: &resize::actuated(pod),
     };
     let actions = actions::compute(pod, observed, &health, |_| 0);
     if actions.kill_pod {

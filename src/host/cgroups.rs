@@ -230,6 +230,11 @@ impl Cgroups {
         Ok(name)
     }
 
+    /// The bytes of memory that a pod's uses, caches included; none where that is not known.
+    pub(in crate::host) fn memory_in_use(&self, class: QosClass, uid: &str) -> Option<u64> {
+        sys::cgroup::memory_in_use(&self.path(&self.name(class, uid)))
+    }
+
     /// Gives the node's own cgroups their values, each by itself; the answers are in their order.
     pub(in crate::host) async fn apply(
         &self,

@@ -188,6 +188,11 @@ impl PodHost for LinuxHost {
         self.cgroups.ensure(class, pod::uid(pod), &values).await
     }
 
+    fn memory_of_pod(&self, pod: &Pod) -> Option<u64> {
+        let class = qos::of(pod::spec(pod));
+        self.cgroups.memory_in_use(class, pod::uid(pod))
+    }
+
     async fn apply_tree(&self, tree: &[(Group, Values)]) -> Vec<Result<Vec<Difference>, String>> {
         self.cgroups.apply(tree).await
     }

@@ -80,6 +80,10 @@ pub trait PodHost: Send + Sync + 'static {
     /// Makes the pod's cgroup and sets its values, a limit of its CPU time only with `cpu_limit`. The answer is the parent
     /// that the runtime is given.
     async fn ensure_cgroup(&self, pod: &Pod, cpu_limit: bool) -> Result<String, String>;
+    /// The bytes of memory that the pod uses, caches included; none where that is not known.
+    fn memory_of_pod(&self, _pod: &Pod) -> Option<u64> {
+        None
+    }
     /// Gives the node's own cgroups their values, and makes those that are to be made. The answers are in their order: what
     /// was different, or why one could not be set.
     async fn apply_tree(&self, tree: &[(Group, Values)]) -> Vec<Result<Vec<Difference>, String>> {

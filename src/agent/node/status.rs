@@ -26,6 +26,8 @@ use crate::kubeapi::pods::ApiFailure;
 /// What this agent can do that the scheduler and the API ask for: only what truly works.
 const DECLARED: &[&str] = &[
     "ExtendWebSocketsToKubelet",
+    "InPlacePodLevelResourcesVerticalScaling",
+    "InPlacePodVerticalScalingInitContainers",
     "RestartAllContainersOnContainerExits",
 ];
 /// How long the first status waits for the runtime's first answer and its images.

@@ -334,7 +334,7 @@ impl Shell {
             pod: Arc::clone(self.worker.pod()),
             update: self.worker.update().clone(),
             observed: self.worker.observed.clone().unwrap_or_default(),
-            actuated: self.worker.resizing().actuated.clone(),
+            resizing: self.worker.resizing().clone(),
             assets: self.assets.clone(),
             cut_off: matches!(op, Op::Observe { .. }) && std::mem::take(&mut self.cut_off),
         };

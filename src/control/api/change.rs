@@ -72,6 +72,13 @@ pub(super) fn merge(resource: &Resource, sub: Option<Sub>, old: &Value, new: &mu
         }
         Some(Sub::Resize) => {
             let wanted = std::mem::replace(new, old.clone());
+            if let (Some(spec), resources) =
+                (new["spec"].as_object_mut(), &wanted["spec"]["resources"])
+            {
+                spec.remove("resources");
+                let set = (!resources.is_null()).then(|| ("resources".into(), resources.clone()));
+                spec.extend(set);
+            }
             for kind in ["containers", "initContainers"] {
                 let containers = new["spec"]
                     .get_mut(kind)

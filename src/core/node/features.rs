@@ -115,7 +115,7 @@ pub const FEATURES: &[Feature] = &[
     beta("GracefulNodeShutdown", true),
     beta("GracefulNodeShutdownBasedOnPodPriority", true),
     beta("HostnameOverride", true),
-    beta("InPlacePodLevelResourcesVerticalScaling", false),
+    beta("InPlacePodLevelResourcesVerticalScaling", true),
     beta("InPlacePodVerticalScalingInitContainers", true),
     beta("KubeletCrashLoopBackOffMax", true),
     beta("KubeletEnsureSecretPulledImages", true),

@@ -334,13 +334,15 @@ fn restart_all(pod: &Pod, observed: &ObservedPod, sandbox: &str) -> Vec<Kill> {
 pub struct Health<'a> {
     /// What their probes say.
     pub probed: &'a Probed,
-    /// The sizes that the runtime has; a container that is not here has that of the spec.
+    /// The sizes that the runtime is to have.
+    pub wanted: &'a Sizes,
+    /// The sizes that it has; a container that is not here has what it is to have.
     pub actuated: &'a Sizes,
 }
 
 fn resized(container: &Container, health: &Health<'_>) -> Option<String> {
-    (resize::change(container, health.actuated) == resize::Change::Update)
-        .then(|| container.name.clone())
+    let change = resize::change(container, health.wanted, health.actuated);
+    (change == resize::Change::Update).then(|| container.name.clone())
 }
 
 /// Why a running container cannot stay (kubelet spec, 5.2).
@@ -363,7 +365,8 @@ fn condemned(
         .hash
         .as_ref()
         .is_some_and(|h| *h != pod::container_hash(container));
-    let resize = resize::change(container, health.actuated) == resize::Change::Restart;
+    let change = resize::change(container, health.wanted, health.actuated);
+    let resize = change == resize::Change::Restart;
     let (what, grace) = if changed {
         ("definition changed", None)
     } else if resize {
@@ -547,7 +550,10 @@ fn init_step<'a>(
         }
         match seen {
             Some(seen) if seen.state == ContainerState::Exited && seen.exit_code == 0 => {}
-            Some(seen) if seen.state == ContainerState::Running => return InitStep::Wait,
+            Some(seen) if seen.state == ContainerState::Running => {
+                actions.resize.extend(resized(container, health));
+                return InitStep::Wait;
+            }
             Some(seen)
                 if matches!(seen.state, ContainerState::Exited | ContainerState::Unknown) =>
             {

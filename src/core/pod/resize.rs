@@ -1,4 +1,4 @@
-//! Resizing containers that run (KEP-1287; kubelet spec, 5.7 and 11.1): what is asked for, what the node
+//! Resizing pods that run (KEP-1287, KEP-5419; kubelet spec, 5.7 and 11.1): what is asked for, what the node
 //! has granted, and what the runtime has. Pure.
 //!
 //! What was granted and carried out stands in the pod's status, so that an agent that has just started goes
@@ -6,13 +6,15 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::{Container, Pod, ResourceRequirements};
+use k8s_openapi::api::core::v1::{Container, Pod, PodStatus, ResourceRequirements};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::Role;
+use super::qos;
 use crate::core::pod;
+use crate::core::pod::resources::{Side, amounts, of_pod};
 use crate::core::quantity::Quantity;
 
 /// The reason of a resize that cannot be granted as long as the pod runs.
@@ -21,7 +23,7 @@ pub const INFEASIBLE: &str = "Infeasible";
 /// The resources that can change while a container runs.
 const RESIZABLE: [&str; 2] = ["cpu", "memory"];
 
-/// One container's CPU and memory.
+/// CPU and memory of one container, or of the pod as a whole.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Size {
     /// What is set aside.
@@ -30,8 +32,15 @@ pub struct Size {
     pub limits: BTreeMap<String, Text>,
 }
 
-/// The sizes of a pod's regular containers and sidecars, by name.
-pub type Sizes = BTreeMap<String, Size>;
+/// The sizes of a pod.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Sizes {
+    /// What is set for the pod as a whole (KEP-2837).
+    pub pod: Size,
+    /// Those of its containers, by name; ephemeral ones have none.
+    pub containers: BTreeMap<String, Size>,
+}
 
 fn resizable(map: Option<&BTreeMap<String, Text>>) -> BTreeMap<String, Text> {
     map.into_iter()
@@ -49,11 +58,30 @@ impl Size {
         }
     }
 
+    fn is_empty(&self) -> bool {
+        self.requests.is_empty() && self.limits.is_empty()
+    }
+
     fn amount(map: &BTreeMap<String, Text>, name: &str) -> Option<Quantity> {
         map.get(name).and_then(|q| q.0.parse().ok())
     }
 
-    /// Whether a resource is another one in another size, whatever its spelling.
+    fn is_same(&self, other: &Size) -> bool {
+        !RESIZABLE.iter().any(|r| self.differs(other, r))
+    }
+
+    /// With the pod's limits where it has none of its own: what the container is given.
+    fn with_limits_of(mut self, pod: &Size) -> Size {
+        for (name, limit) in &pod.limits {
+            let own = Self::amount(&self.limits, name).filter(|own| !own.is_zero());
+            if own.is_none() {
+                self.limits.insert(name.clone(), limit.clone());
+            }
+        }
+        self
+    }
+
+    /// Whether a resource has another size, whatever its spelling.
     fn differs(&self, other: &Size, name: &str) -> bool {
         Self::amount(&self.requests, name) != Self::amount(&other.requests, name)
             || Self::amount(&self.limits, name) != Self::amount(&other.limits, name)
@@ -83,45 +111,148 @@ impl Size {
     }
 }
 
-fn counts(role: Role) -> bool {
-    matches!(role, Role::Regular | Role::Sidecar)
-}
-
 /// The sizes that the spec asks for.
 #[must_use]
 pub fn desired(pod: &Pod) -> Sizes {
-    pod::containers(pod)
-        .iter()
-        .filter(|(role, _)| counts(*role))
-        .map(|(_, c)| (c.name.clone(), Size::of(c.resources.as_ref())))
-        .collect()
+    let containers = pod::containers(pod).into_iter();
+    let sized = containers.filter(|(role, _)| *role != Role::Ephemeral);
+    Sizes {
+        pod: Size::of(pod::spec(pod).resources.as_ref()),
+        containers: sized
+            .map(|(_, c)| (c.name.clone(), Size::of(c.resources.as_ref())))
+            .collect(),
+    }
+}
+
+/// The sizes that the runtime is to have: a container without a limit of its own has the pod's.
+#[must_use]
+pub fn wanted(pod: &Pod) -> Sizes {
+    let Sizes { pod, containers } = desired(pod);
+    let containers = containers
+        .into_iter()
+        .map(|(name, size)| (name, size.with_limits_of(&pod)))
+        .collect();
+    Sizes { pod, containers }
 }
 
 /// The sizes that the pod's status shows as carried out; what it does not show is as the spec has it.
 #[must_use]
 pub fn known(pod: &Pod) -> Sizes {
     let mut sizes = desired(pod);
-    let status = pod.status.as_ref();
-    let statuses = status
-        .into_iter()
-        .flat_map(|s| [&s.container_statuses, &s.init_container_statuses])
-        .flatten()
-        .flatten();
+    let Some(status) = &pod.status else {
+        return sizes;
+    };
+    let asked = sizes.pod.clone();
+    if !asked.is_empty() {
+        sizes.pod = known_of_pod(pod, status, &asked);
+    }
+    let statuses = [&status.container_statuses, &status.init_container_statuses];
+    let statuses = statuses.into_iter().flatten().flatten();
     for status in statuses.filter(|s| s.resources.is_some()) {
-        if let Some(size) = sizes.get_mut(&status.name) {
-            *size = Size::of(status.resources.as_ref());
-        }
+        let Some(size) = sizes.containers.get_mut(&status.name) else {
+            continue;
+        };
+        let mut shown = Size::of(status.resources.as_ref());
+        // What it has from the pod is shown as its own.
+        let own = &size.limits;
+        shown
+            .limits
+            .retain(|name, _| own.contains_key(name) || !asked.limits.contains_key(name));
+        let from_limit =
+            |name: &String| !size.requests.contains_key(name) && asked.limits.contains_key(name);
+        shown.requests.retain(|name, _| !from_limit(name));
+        *size = shown;
     }
     sizes
+}
+
+/// The sizes that the runtime has, as the pod's status shows them.
+#[must_use]
+pub fn actuated(pod: &Pod) -> Sizes {
+    wanted(&with(pod, &known(pod)))
+}
+
+/// Requests are shown with the pod's overhead, limits as the cgroup has them; both also where they are the containers' sums.
+fn known_of_pod(pod: &Pod, status: &PodStatus, asked: &Size) -> Size {
+    let mut size = asked.clone();
+    let overhead = pod::spec(pod).overhead.as_ref();
+    let overhead = overhead.map(amounts).unwrap_or_default();
+    for (name, request) in &mut size.requests {
+        let allocated = status.allocated_resources.as_ref();
+        if let Some(shown) = allocated.and_then(|a| a.get(name)) {
+            let without = shown
+                .0
+                .parse::<Quantity>()
+                .ok()
+                .map(|shown| shown - overhead.get(name).copied().unwrap_or_default());
+            let same = without == request.0.parse().ok();
+            if let Some(without) = without.filter(|_| !same) {
+                *request = Text(without.to_string());
+            }
+        }
+    }
+    let shown = status.resources.as_ref().and_then(|r| r.limits.as_ref());
+    for (name, limit) in &mut size.limits {
+        if let Some(shown) = shown.and_then(|l| l.get(name)) {
+            *limit = shown.clone();
+        }
+    }
+    size
 }
 
 /// Whether two sets of sizes are the same in amount.
 #[must_use]
 pub fn same(a: &Sizes, b: &Sizes) -> bool {
-    a.iter().all(|(name, size)| {
-        b.get(name)
-            .is_none_or(|other| !RESIZABLE.iter().any(|r| size.differs(other, r)))
-    })
+    a.pod.is_same(&b.pod)
+        && a.containers.iter().all(|(name, size)| {
+            let other = b.containers.get(name);
+            other.is_none_or(|other| size.is_same(other))
+        })
+}
+
+/// How far a pod is with its resize.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Resizing {
+    /// The sizes that the runtime has; a container has the pod's limits where it has none of its own.
+    pub actuated: Sizes,
+    /// Those that the pod's cgroup was made for; none before it is made.
+    pub cgroup: Option<Sizes>,
+    /// Why what the spec asks for is not granted: reason and message.
+    pub pending: Option<(String, String)>,
+    /// Why what was granted is not carried out.
+    pub error: Option<String>,
+}
+
+impl Resizing {
+    /// Whether the pod's cgroup is still for other sizes than these.
+    #[must_use]
+    pub fn owes_cgroup(&self, wanted: &Sizes) -> bool {
+        self.cgroup.as_ref().is_some_and(|c| !same(c, wanted))
+    }
+
+    /// Whether something that runs, or the pod's cgroup, does not have these sizes yet.
+    #[must_use]
+    pub fn is_under_way(&self, wanted: &Sizes, runs: impl Fn(&str) -> bool) -> bool {
+        let has = |(name, size): (&String, &Size)| {
+            let actual = self.actuated.containers.get(name);
+            actual.is_none_or(|actual| actual.is_same(size)) || !runs(name)
+        };
+        !self.actuated.pod.is_same(&wanted.pod)
+            || self.owes_cgroup(wanted)
+            || !wanted.containers.iter().all(has)
+    }
+
+    /// Containers have been brought to these sizes, and the pod's cgroup with them.
+    pub fn carried_out(&mut self, names: &[String], to: Sizes) {
+        for name in names {
+            let size = to.containers.get_key_value(name);
+            let size = size.map(|(name, size)| (name.clone(), size.clone()));
+            self.actuated.containers.extend(size);
+        }
+        self.actuated.pod = to.pod.clone();
+        (self.cgroup, self.error) = (Some(to), None);
+    }
 }
 
 /// A change of a container's requests or limits that the spec asks for.
@@ -141,8 +272,8 @@ pub fn asked(before: &Pod, now: &Pod) -> Vec<Asked> {
     let (before, now) = (desired(before), desired(now));
     let none = Size::default();
     let mut all = vec![];
-    for (name, size) in &now {
-        let old = before.get(name).unwrap_or(&none);
+    for (name, size) in &now.containers {
+        let old = before.containers.get(name).unwrap_or(&none);
         for (of, old, new) in [
             ("requests", &old.requests, &size.requests),
             ("limits", &old.limits, &size.limits),
@@ -168,18 +299,21 @@ pub fn asked(before: &Pod, now: &Pod) -> Vec<Asked> {
 }
 
 fn put(resources: &mut Option<ResourceRequirements>, size: &Size) {
-    if resources.is_none() && size.requests.is_empty() && size.limits.is_empty() {
+    if resources.is_none() && size.is_empty() {
         return;
     }
-    let resources = resources.get_or_insert_default();
+    let both = resources.get_or_insert_default();
     for (side, new) in [
-        (&mut resources.requests, &size.requests),
-        (&mut resources.limits, &size.limits),
+        (&mut both.requests, &size.requests),
+        (&mut both.limits, &size.limits),
     ] {
-        let map = side.get_or_insert_default();
+        let mut map = side.take().unwrap_or_default();
         map.retain(|name, _| !RESIZABLE.contains(&name.as_str()));
         map.extend(new.iter().map(|(n, q)| (n.clone(), q.clone())));
+        // An empty map is not the same as none: a pod whose own is empty would be of another QoS class.
+        *side = (!map.is_empty()).then_some(map);
     }
+    resources.take_if(|both| *both == ResourceRequirements::default());
 }
 
 /// The pod with these sizes in place of those its spec asks for.
@@ -187,12 +321,13 @@ fn put(resources: &mut Option<ResourceRequirements>, size: &Size) {
 pub fn with(pod: &Pod, sizes: &Sizes) -> Pod {
     let mut pod = pod.clone();
     if let Some(spec) = &mut pod.spec {
+        put(&mut spec.resources, &sizes.pod);
         for container in spec
             .containers
             .iter_mut()
             .chain(spec.init_containers.iter_mut().flatten())
         {
-            if let Some(size) = sizes.get(&container.name) {
+            if let Some(size) = sizes.containers.get(&container.name) {
                 put(&mut container.resources, size);
             }
         }
@@ -203,17 +338,27 @@ pub fn with(pod: &Pod, sizes: &Sizes) -> Pod {
 /// The pod with the larger of both sizes: its cgroup while it is resized.
 #[must_use]
 pub fn with_larger(pod: &Pod, from: &Sizes, to: &Sizes) -> Pod {
-    let larger = to
-        .iter()
-        .map(|(name, size)| {
-            (
-                name.clone(),
-                from.get(name)
-                    .map_or_else(|| size.clone(), |before| size.larger(before)),
-            )
-        })
-        .collect();
-    with(pod, &larger)
+    let larger = |name: &String, size: &Size| {
+        from.containers
+            .get(name)
+            .map_or_else(|| size.clone(), |before| size.larger(before))
+    };
+    let larger = Sizes {
+        pod: to.pod.larger(&from.pod),
+        containers: to
+            .containers
+            .iter()
+            .map(|(name, size)| (name.clone(), larger(name, size)))
+            .collect(),
+    };
+    let larger = with(pod, &larger);
+    let class = |pod: &Pod| qos::of(pod::spec(pod));
+    // The cgroup of another class would be another one.
+    if class(&larger) == class(pod) {
+        larger
+    } else {
+        with(pod, to)
+    }
 }
 
 /// What a container needs so that the runtime has its size.
@@ -227,18 +372,16 @@ pub enum Change {
     Restart,
 }
 
-/// What a running container needs. The pod has the sizes that were granted.
+/// What a running container needs to have what it is to have.
 #[must_use]
-pub fn change(container: &Container, actuated: &Sizes) -> Change {
-    let (granted, Some(actual)) = (
-        Size::of(container.resources.as_ref()),
-        actuated.get(&container.name),
-    ) else {
+pub fn change(container: &Container, wanted: &Sizes, actuated: &Sizes) -> Change {
+    let of = |sizes: &'_ Sizes| sizes.containers.get(&container.name).cloned();
+    let (Some(wanted), Some(actual)) = (of(wanted), of(actuated)) else {
         return Change::None;
     };
     let changed: Vec<&str> = RESIZABLE
         .into_iter()
-        .filter(|name| granted.differs(actual, name))
+        .filter(|name| wanted.differs(&actual, name))
         .collect();
     let restarts = |name: &&str| {
         container
@@ -254,13 +397,58 @@ pub fn change(container: &Container, actuated: &Sizes) -> Change {
     }
 }
 
-/// Whether the memory limit becomes smaller, and to how many bytes.
+/// Whether a container's memory limit becomes smaller, and to how many bytes.
 #[must_use]
-pub fn lowers_memory(container: &Container, actuated: &Sizes) -> Option<i64> {
-    let granted = Size::of(container.resources.as_ref());
-    let new = Size::amount(&granted.limits, "memory")?;
-    let before = Size::amount(&actuated.get(&container.name)?.limits, "memory")?;
-    (new < before).then(|| new.units())
+pub fn lowers_memory(name: &str, wanted: &Sizes, actuated: &Sizes) -> Option<i64> {
+    let limit = |sizes: &Sizes| Size::amount(&sizes.containers.get(name)?.limits, "memory");
+    let new = limit(wanted)?;
+    let lowers = limit(actuated).is_none_or(|before| new < before);
+    lowers.then(|| new.units())
+}
+
+/// A container's resources as its status tells them. The pod's limits stand beside those of its own; where it has none
+/// of its own none is told, as by the kubelet.
+#[must_use]
+pub fn told(container: &Container, actuated: &Sizes) -> ResourceRequirements {
+    let mut resources = container.resources.clone();
+    if let Some(size) = actuated.containers.get(&container.name) {
+        let mut size = size.clone();
+        let has = |r: &ResourceRequirements| r.limits.as_ref().is_some_and(|l| !l.is_empty());
+        if !resources.as_ref().is_some_and(has) {
+            size.limits.clear();
+        }
+        put(&mut resources, &size);
+    }
+    let mut resources = resources.unwrap_or_default();
+    resources.claims = None;
+    resources
+}
+
+/// What the status tells of resources that are set for the pod as a whole: what is set aside for it, overhead included,
+/// and what it has.
+#[must_use]
+pub fn told_of_pod(
+    pod: &Pod,
+    actuated: &Sizes,
+) -> Option<(BTreeMap<String, Text>, ResourceRequirements)> {
+    let mut resources = pod::spec(pod).resources.clone();
+    let asked = resources.clone()?.requests.unwrap_or_default();
+    let text = |(name, amount): (String, Quantity)| {
+        let spelled = asked.get(&name);
+        let spelled = spelled.filter(|text| text.0.parse() == Ok(amount));
+        let text = spelled.cloned().unwrap_or_else(|| Text(amount.to_string()));
+        (name, text)
+    };
+    let allocated: BTreeMap<_, _> = of_pod(pod, Side::Requests).into_iter().map(text).collect();
+    put(&mut resources, &actuated.pod);
+    let mut resources = resources.unwrap_or_default();
+    let requests = resources.requests.get_or_insert_default();
+    for (name, amount) in resizable(Some(&allocated)) {
+        requests.entry(name).or_insert(amount);
+    }
+    resources.requests.take_if(|requests| requests.is_empty());
+    resources.claims = None;
+    Some((allocated, resources))
 }
 
 /// The text that events of a resize end with.
@@ -285,117 +473,4 @@ pub fn described(pod: &Pod, error: Option<&str>) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn pod(cpu: &str, memory: &str, policy: Value) -> Pod {
-        serde_json::from_value(json!({"metadata": {"generation": 2}, "spec": {"containers": [
-            {"name": "a", "resizePolicy": policy, "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory, "example.com/x": "1"}}},
-        ]}}))
-        .expect("a pod")
-    }
-
-    #[test]
-    fn what_is_asked_for_is_told_by_resource() {
-        let before = pod("1", "64Mi", json!([]));
-        let of = |now: &Pod| -> Vec<String> {
-            let asked = asked(&before, now);
-            let shown = |a: &Asked| format!("{} {} {}", a.operation, a.resource, a.of);
-            asked.iter().map(shown).collect()
-        };
-        assert_eq!(of(&pod("1000m", "65536Ki", json!([]))), [""; 0]);
-        assert_eq!(
-            of(&pod("2", "32Mi", json!([]))),
-            [
-                "increase cpu requests",
-                "decrease memory requests",
-                "decrease memory limits"
-            ]
-        );
-        let mut none = before.clone();
-        none.spec.as_mut().expect("a spec").containers[0].resources = None;
-        assert_eq!(
-            of(&none),
-            [
-                "remove cpu requests",
-                "remove memory requests",
-                "remove memory limits"
-            ]
-        );
-        assert_eq!(asked(&none, &before)[0].operation, "add");
-    }
-
-    #[test]
-    fn sizes_are_compared_by_amount_and_changed_as_their_policy_says() {
-        let restart = json!([{"resourceName": "memory", "restartPolicy": "RestartContainer"}]);
-        let before = desired(&pod("1", "64Mi", json!([])));
-        for (cpu, memory, policy, expected) in [
-            ("1000m", "65536Ki", json!([]), Change::None),
-            ("2", "64Mi", json!([]), Change::Update),
-            ("1", "128Mi", json!([]), Change::Update),
-            ("1", "128Mi", restart.clone(), Change::Restart),
-            ("2", "64Mi", restart, Change::Update),
-        ] {
-            let granted = pod(cpu, memory, policy);
-            assert_eq!(
-                change(&pod::spec(&granted).containers[0], &before),
-                expected,
-                "{cpu} {memory}"
-            );
-            assert_eq!(same(&desired(&granted), &before), expected == Change::None);
-        }
-        let smaller = pod("1", "32Mi", json!([]));
-        assert_eq!(
-            lowers_memory(&pod::spec(&smaller).containers[0], &before),
-            Some(32 << 20)
-        );
-        assert_eq!(
-            lowers_memory(
-                &pod::spec(&pod("1", "65Mi", json!([]))).containers[0],
-                &before
-            ),
-            None
-        );
-    }
-
-    #[test]
-    fn granted_sizes_replace_desired_ones_and_leave_the_rest() {
-        let asked = pod("4", "1Gi", json!([]));
-        let granted = with(&asked, &desired(&pod("1", "64Mi", json!([]))));
-        let resources = pod::spec(&granted).containers[0]
-            .resources
-            .clone()
-            .expect("resources");
-        assert_eq!(resources.requests.expect("requests")["cpu"].0, "1");
-        assert_eq!(resources.limits.expect("limits")["example.com/x"].0, "1");
-        let larger = with_larger(
-            &asked,
-            &desired(&pod("8", "64Mi", json!([]))),
-            &desired(&asked),
-        );
-        let resources = pod::spec(&larger).containers[0]
-            .resources
-            .clone()
-            .expect("resources");
-        assert_eq!(
-            (
-                resources.requests.as_ref().expect("requests")["cpu"]
-                    .0
-                    .as_str(),
-                resources.limits.expect("limits")["memory"].0.as_str()
-            ),
-            ("8", "1Gi")
-        );
-        assert!(described(&asked, Some("why")).contains("\"error\":\"why\""));
-    }
-
-    #[test]
-    fn what_the_status_shows_is_where_a_fresh_agent_goes_on() {
-        let mut asked = pod("4", "1Gi", json!([]));
-        asked.status =
-            serde_json::from_value(json!({"containerStatuses": [{"name": "a", "image": "", "imageID": "", "ready": true, "restartCount": 0,
-            "resources": {"requests": {"cpu": "1", "memory": "64Mi"}, "limits": {"memory": "64Mi"}}}]}))
-            .expect("a status");
-        assert!(same(&known(&asked), &desired(&pod("1", "64Mi", json!([])))));
-    }
-}
+mod tests;

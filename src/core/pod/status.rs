@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{
     Container, ContainerState as ApiState, ContainerStateRunning, ContainerStateTerminated,
     ContainerStateWaiting, ContainerStatus, ContainerUser, HostIP, LinuxContainerUser, Pod,
-    PodCondition, PodIP, PodStatus, ResourceRequirements, VolumeMount, VolumeMountStatus,
+    PodCondition, PodIP, PodStatus, VolumeMount, VolumeMountStatus,
 };
 use serde::{Deserialize, Serialize};
 
@@ -20,7 +20,7 @@ use super::lifecycle::Cause;
 use super::observed::{self, ContainerState, ObservedPod};
 use super::probe::Probed;
 use super::qos;
-use super::resize::{self, Sizes};
+use super::resize::{self, Resizing};
 use crate::core::pod;
 use crate::core::time::seconds;
 
@@ -46,17 +46,6 @@ pub struct Verdict {
     pub grace: Option<i64>,
 }
 
-/// How far a pod is with its resize. The pod of the facts has the sizes that were granted.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Resizing {
-    /// The sizes that the runtime has.
-    pub actuated: Sizes,
-    /// Why what the spec asks for is not granted: reason and message.
-    pub pending: Option<(String, String)>,
-    /// Why what was granted is not carried out.
-    pub error: Option<String>,
-}
-
 /// Everything a status is made from.
 pub struct Facts<'a> {
     /// The pod.
@@ -75,7 +64,7 @@ pub struct Facts<'a> {
     pub devices: &'a devices::OfPod,
     /// Containers whose start has not ended: their postStart hook may still run.
     pub starting: &'a BTreeSet<&'a str>,
-    /// How far a resize is.
+    /// How far a resize is. The pod has the sizes that were granted.
     pub resize: &'a Resizing,
     /// The node's addresses.
     pub node_ips: &'a [String],
@@ -135,20 +124,6 @@ fn waiting(reason: &str, message: &str) -> ApiState {
         }),
         ..ApiState::default()
     }
-}
-
-/// The resources as the runtime has them.
-fn carried_out(container: &Container, resizing: &Resizing) -> ResourceRequirements {
-    let mut pod = Pod::default();
-    pod.spec.get_or_insert_default().containers = vec![container.clone()];
-    let pod = resize::with(&pod, &resizing.actuated);
-    let mut resources = pod::spec(&pod)
-        .containers
-        .first()
-        .and_then(|c| c.resources.clone())
-        .unwrap_or_default();
-    resources.claims = None;
-    resources
 }
 
 /// The mounts as they were made.
@@ -340,7 +315,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
             .as_ref()
             .and_then(|r| r.requests.clone())
             .filter(|r| !r.is_empty());
-        status.resources = Some(carried_out(container, facts.resize));
+        status.resources = Some(resize::told(container, &facts.resize.actuated));
     }
     status.user = newest.user.as_ref().map(|user| ContainerUser {
         linux: Some(LinuxContainerUser {
@@ -583,6 +558,75 @@ fn verdicts(
     ]
 }
 
+/// How far a resize is, where there is one.
+fn resizes(facts: &Facts<'_>) -> Vec<Judged> {
+    let mut judged = vec![];
+    if let Some((reason, message)) = &facts.resize.pending {
+        let infeasible = reason == resize::INFEASIBLE;
+        judged.push(Judged {
+            kind: "PodResizePending",
+            holds: true,
+            reason: Some(if infeasible {
+                resize::INFEASIBLE
+            } else {
+                "Deferred"
+            }),
+            message: Some(message.clone()),
+        });
+    }
+    let runs = |name: &str| {
+        let newest = facts.observed.newest(name);
+        newest.is_some_and(|c| c.state == ContainerState::Running)
+    };
+    let error = facts.resize.error.clone();
+    let under_way = || {
+        let wanted = resize::wanted(facts.pod);
+        error.is_some() || facts.resize.is_under_way(&wanted, runs)
+    };
+    if !facts.ended && under_way() {
+        judged.push(Judged {
+            kind: "PodResizeInProgress",
+            holds: true,
+            reason: error.is_some().then_some("Error"),
+            message: error,
+        });
+    }
+    judged
+}
+
+/// A condition, with the time since when it holds.
+fn condition(facts: &Facts<'_>, verdict: Judged) -> PodCondition {
+    let status = if verdict.holds { "True" } else { "False" };
+    let before = facts.previous.conditions.iter().flatten();
+    let same = |c: &&PodCondition| c.type_ == verdict.kind && c.status == status;
+    let since = { before }
+        .find(same)
+        .and_then(|c| c.last_transition_time.clone());
+    PodCondition {
+        type_: verdict.kind.into(),
+        status: status.into(),
+        reason: verdict.reason.map(Into::into),
+        message: verdict.message,
+        last_transition_time: since.or_else(|| Some(seconds(facts.now))),
+        observed_generation: facts.pod.metadata.generation,
+        last_probe_time: None,
+    }
+}
+
+/// The pod's addresses: the node's, the sandbox's, or while it has none those from before.
+fn addresses(facts: &Facts<'_>) -> Vec<String> {
+    if pod::host_network(facts.pod) {
+        return facts.node_ips.to_vec();
+    }
+    let sandbox = facts.observed.sandboxes.first();
+    let ips = sandbox.map(|s| s.ips.clone()).unwrap_or_default();
+    if !ips.is_empty() {
+        return ips;
+    }
+    let before = facts.previous.pod_ips.iter().flatten();
+    before.map(|i| i.ip.clone()).collect()
+}
+
 /// Computes the status.
 #[must_use]
 pub fn compute(facts: &Facts<'_>) -> PodStatus {
@@ -607,30 +651,7 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
         _ => phase(facts, &regular, &init),
     };
     let mut judged = verdicts(facts, phase, &regular, &init);
-    if let Some((reason, message)) = &facts.resize.pending {
-        judged.push(Judged {
-            kind: "PodResizePending",
-            holds: true,
-            reason: Some(if reason == "Infeasible" {
-                "Infeasible"
-            } else {
-                "Deferred"
-            }),
-            message: Some(message.clone()),
-        });
-    }
-    if !facts.ended
-        && (facts.resize.error.is_some()
-            || !resize::same(&facts.resize.actuated, &resize::desired(facts.pod)))
-    {
-        let error = facts.resize.error.clone();
-        judged.push(Judged {
-            kind: "PodResizeInProgress",
-            holds: true,
-            reason: error.is_some().then_some("Error"),
-            message: error,
-        });
-    }
+    judged.extend(resizes(facts));
     if let Some(message) = verdict.and_then(|v| v.disruption.clone()) {
         judged.push(Judged {
             kind: "DisruptionTarget",
@@ -639,52 +660,12 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
             message: Some(message),
         });
     }
-    let conditions = judged
-        .into_iter()
-        .map(|verdict| {
-            let status = if verdict.holds { "True" } else { "False" };
-            let before = facts
-                .previous
-                .conditions
-                .iter()
-                .flatten()
-                .find(|c| c.type_ == verdict.kind && c.status == status);
-            PodCondition {
-                type_: verdict.kind.into(),
-                status: status.into(),
-                reason: verdict.reason.map(Into::into),
-                message: verdict.message,
-                last_transition_time: Some(
-                    before
-                        .and_then(|c| c.last_transition_time.clone())
-                        .unwrap_or_else(|| seconds(facts.now)),
-                ),
-                observed_generation: facts.pod.metadata.generation,
-                last_probe_time: None,
-            }
-        })
-        .collect();
-    let sandbox_ips = facts
-        .observed
-        .sandboxes
-        .first()
-        .map(|s| s.ips.clone())
-        .unwrap_or_default();
-    let before: Vec<String> = facts
-        .previous
-        .pod_ips
-        .iter()
-        .flatten()
-        .map(|i| i.ip.clone())
-        .collect();
-    let ips = if pod::host_network(facts.pod) {
-        facts.node_ips.to_vec()
-    } else if sandbox_ips.is_empty() {
-        before
-    } else {
-        sandbox_ips
-    };
+    let conditions = judged.into_iter();
+    let conditions = conditions.map(|j| condition(facts, j)).collect();
+    let ips = addresses(facts);
     let some = |list: Vec<ContainerStatus>| (!list.is_empty()).then_some(list);
+    let (allocated_resources, resources) =
+        resize::told_of_pod(facts.pod, &facts.resize.actuated).unzip();
     let mut regular = regular;
     regular.sort_by(|a, b| a.name.cmp(&b.name));
     PodStatus {
@@ -720,8 +701,8 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
             .map(|v| v.message.clone())
             .or_else(|| facts.previous.message.clone().filter(|_| known == phase)),
         observed_generation: facts.pod.metadata.generation,
-        allocated_resources: spec.resources.as_ref().and_then(|r| r.requests.clone()),
-        resources: spec.resources.clone(),
+        allocated_resources,
+        resources,
         ..PodStatus::default()
     }
 }

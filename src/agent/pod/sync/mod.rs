@@ -36,7 +36,7 @@ use crate::core::node::admit::{NODE_AFFINITY, Refusal};
 use crate::core::pod;
 use crate::core::pod::journal::{Progress, Step};
 use crate::core::pod::observed::ObservedPod;
-use crate::core::pod::resize::Sizes;
+use crate::core::pod::resize::Resizing;
 use crate::core::pod::worker::{Op, Outcome, Update};
 
 /// What an operation made for later ones. The worker's decisions do not depend on what is in it.
@@ -96,7 +96,7 @@ pub struct Job {
     pub pod: Arc<Pod>,
     pub update: Update,
     pub observed: Arc<ObservedPod>,
-    pub actuated: Sizes,
+    pub resizing: Resizing,
     pub assets: Assets,
     /// A start was cancelled before: what comes of it is waited for before anything is looked at.
     pub cut_off: bool,
@@ -151,7 +151,7 @@ impl Job {
             Op::Stop { kill, first, until } => self.stop(kill, *first, *until).await.map(plain),
             Op::StopSandbox(id) => self.stop_sandbox(id).await.map(plain),
             Op::RestartAll(kills) => self.restart_all(kills).await.map(plain),
-            Op::Resize(names) => self.resize(names).await.map(plain),
+            Op::Resize { names, to } => self.resize(names, to).await.map(plain),
             Op::ReturnClaims => self.return_claims().await.map(plain),
             Op::Collect {
                 containers,

@@ -1,5 +1,6 @@
 //! Steps 5 and 7: the pod's cgroup and directories, and how the runtime is to isolate it.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use super::{Asset, Job, Result, failed};
@@ -8,6 +9,7 @@ use crate::core::pod;
 use crate::core::pod::cri_config;
 use crate::core::pod::journal::Step;
 use crate::core::pod::memory_qos::MemoryQos;
+use crate::core::pod::resize;
 use crate::core::pod::users::Mappings;
 use crate::core::pod::worker::Outcome;
 
@@ -25,7 +27,11 @@ impl Job {
     pub(super) async fn prepare(&self) -> Result<(Outcome, Option<Asset>)> {
         let (context, pod) = (self.context(), &self.pod);
         let (handler, users) = self.isolation().await.map_err(failed)?;
-        let make_cgroup = context.host.ensure_cgroup(pod, self.cpu_limit());
+        // A resize brings it to another size, and looks before at what is used.
+        let owed = self.resizing.owes_cgroup(&resize::wanted(pod));
+        let sized = self.resizing.cgroup.as_ref().filter(|_| owed);
+        let sized = sized.map_or(Cow::Borrowed(&**pod), |c| Cow::Owned(resize::with(pod, c)));
+        let make_cgroup = context.host.ensure_cgroup(&sized, self.cpu_limit());
         let make_cgroup = context.metrics.cgroup("create", make_cgroup);
         let cgroup_parent = self
             .log()

@@ -5,13 +5,14 @@ use super::{Job, Result, failed};
 use crate::agent::Kind;
 use crate::core::pod;
 use crate::core::pod::journal::Step;
+use crate::core::pod::resize::Sizes;
 use crate::core::pod::worker::Outcome;
-use crate::core::pod::{cri_config, resize};
+use crate::core::pod::{cgroup, cri_config, resize};
 use crate::cri::RuntimeErrorKind;
 
 impl Job {
-    pub(super) async fn resize(&self, names: &[String]) -> Result<Outcome> {
-        if let Err(error) = self.resize_containers(names).await {
+    pub(super) async fn resize(&self, names: &[String], to: &Sizes) -> Result<Outcome> {
+        if let Err(error) = self.resize_containers(names, to).await {
             self.log().fail(Step::Resize, "", &error, None);
             let described = resize::described(&self.pod, Some(&error));
             let message = format!("Pod resize error: {described}");
@@ -23,36 +24,34 @@ impl Job {
         Ok(Outcome::Done)
     }
 
-    async fn resize_containers(&self, names: &[String]) -> std::result::Result<(), String> {
+    async fn resize_containers(
+        &self,
+        names: &[String],
+        to: &Sizes,
+    ) -> std::result::Result<(), String> {
         let (context, pod) = (self.context(), &self.pod);
         let node = self.node().map_err(|_| "the pod is not prepared")?;
-        let larger = resize::with_larger(pod, &self.actuated, &resize::desired(pod));
-        let widen = context.host.ensure_cgroup(&larger, self.cpu_limit());
-        context.metrics.cgroup("update", widen).await?;
+        let lowered = |name: &str| resize::lowers_memory(name, to, &self.resizing.actuated);
         let all = pod::containers(pod);
         let mut wanted: Vec<_> = all
             .iter()
             .filter(|(_, c)| names.contains(&c.name))
-            .map(|(_, c)| c)
+            .filter_map(|(_, c)| Some((c, self.observed.newest(&c.name)?)))
             .collect();
-        wanted.sort_by_key(|c| resize::lowers_memory(c, &self.actuated).is_none());
-        for container in wanted {
-            let Some(seen) = self.observed.newest(&container.name) else {
-                continue;
-            };
-            if let Some(limit) = resize::lowers_memory(container, &self.actuated) {
-                let used = context
-                    .runtime
-                    .memory_in_use(&seen.id)
-                    .await
-                    .map_err(|e| e.to_string())?;
-                if i128::from(used) > i128::from(limit) {
-                    return Err(format!(
-                        "container {} uses {used} bytes of memory, more than its new limit of {limit}",
-                        container.name
-                    ));
-                }
+        wanted.sort_by_key(|(c, _)| lowered(&c.name).is_none());
+        // Nothing is changed where one of the limits is below what is used: the kernel would kill for it.
+        self.fits_pod()?;
+        for (container, seen) in &wanted {
+            if let Some(limit) = lowered(&container.name) {
+                let used = context.runtime.memory_in_use(&seen.id).await;
+                let used = used.map_err(|e| e.to_string())?;
+                fits(&format!("container \"{}\"", container.name), limit, used)?;
             }
+        }
+        let larger = resize::with_larger(pod, &self.resizing.actuated, &resize::desired(pod));
+        let widen = context.host.ensure_cgroup(&larger, self.cpu_limit());
+        context.metrics.cgroup("update", widen).await?;
+        for (container, seen) in wanted {
             let resources = cri_config::resources(pod, container, &node);
             context
                 .runtime
@@ -62,6 +61,14 @@ impl Job {
         }
         let set = context.host.ensure_cgroup(pod, self.cpu_limit());
         context.metrics.cgroup("update", set).await.map(drop)
+    }
+
+    fn fits_pod(&self) -> std::result::Result<(), String> {
+        let limit = cgroup::pod_limits(&self.pod, None, None).memory;
+        let used = limit.and(self.context().host.memory_of_pod(&self.pod));
+        limit
+            .zip(used)
+            .map_or(Ok(()), |(limit, used)| fits("pod", limit, used))
     }
 
     /// The containers have their sizes; this only informs runtimes that size sandboxes by them.
@@ -81,4 +88,14 @@ impl Job {
         }
         Ok(())
     }
+}
+
+/// Both in bytes.
+fn fits(what: &str, limit: i64, used: u64) -> std::result::Result<(), String> {
+    if i128::from(used) <= i128::from(limit) {
+        return Ok(());
+    }
+    let below =
+        format!("attempting to set {what} memory limit ({limit}) below current usage ({used})");
+    Err(format!("cannot decrease memory limits: {below}"))
 }

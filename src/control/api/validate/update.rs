@@ -151,7 +151,7 @@ pub fn ephemeral_update(old: &Value, new: &Value) -> Errors {
     errors
 }
 
-/// Checks a write to `resize`: CPU and memory only, and what is set stays set (KEP-1287).
+/// Checks a write to `resize`: CPU and memory only, and what is set stays set (KEP-1287, KEP-5419).
 #[must_use]
 pub fn resize(old: &Value, new: &Value) -> Errors {
     let mut errors = Errors::new();
@@ -159,12 +159,6 @@ pub fn resize(old: &Value, new: &Value) -> Errors {
         errors.push(FieldError::forbidden(
             "spec",
             "a pod that has ended cannot be resized",
-        ));
-    }
-    if old["spec"]["resources"] != new["spec"]["resources"] {
-        errors.push(FieldError::forbidden(
-            "spec.resources",
-            "what is set for the pod as a whole cannot be resized yet",
         ));
     }
     let class = |pod: &Value| {
@@ -179,50 +173,57 @@ pub fn resize(old: &Value, new: &Value) -> Errors {
             "a resize may not change the pod's QoS class",
         ));
     }
+    sizes("spec.resources", &old["spec"], &new["spec"], &mut errors);
     for kind in ["containers", "initContainers"] {
         for (i, (before, after)) in list(old, &["spec", kind])
             .iter()
             .zip(list(new, &["spec", kind]))
             .enumerate()
         {
-            let here = format!("spec.{kind}[{i}].resources");
-            if before["resources"] != after["resources"]
-                && kind == "initContainers"
-                && before["restartPolicy"] != "Always"
+            let here = format!("spec.{kind}[{i}]");
+            let runs_once = kind == "initContainers" && before["restartPolicy"] != "Always";
+            let restarts = |policy: &Value| policy["restartPolicy"] == "RestartContainer";
+            if runs_once
+                && before["resources"] != after["resources"]
+                && list(after, &["resizePolicy"]).iter().any(restarts)
             {
                 errors.push(FieldError::forbidden(
-                    here.clone(),
-                    "of the init containers only sidecars can be resized",
+                    format!("{here}.resizePolicy"),
+                    "an init container cannot be resized by a restart",
                 ));
             }
-            for side in ["requests", "limits"] {
-                let of = |container: &Value| {
-                    at(container, &["resources", side])
-                        .and_then(Value::as_object)
-                        .cloned()
-                        .unwrap_or_default()
-                };
-                let (before, after) = (of(before), of(after));
-                for name in before.keys().chain(after.keys()) {
-                    if before.get(name) != after.get(name)
-                        && !["cpu", "memory"].contains(&name.as_str())
-                    {
-                        errors.push(FieldError::forbidden(
-                            format!("{here}.{side}[{name}]"),
-                            "only cpu and memory can be resized",
-                        ));
-                    }
-                    if !after.contains_key(name) && before.contains_key(name) {
-                        errors.push(FieldError::forbidden(
-                            format!("{here}.{side}"),
-                            "what is set cannot be removed",
-                        ));
-                    }
-                }
-            }
+            sizes(&format!("{here}.resources"), before, after, &mut errors);
         }
     }
     errors
+}
+
+/// Checks how the `resources` of a container, or of a pod's spec, change.
+fn sizes(here: &str, before: &Value, after: &Value, errors: &mut Errors) {
+    for side in ["requests", "limits"] {
+        let of = |holder: &Value| {
+            at(holder, &["resources", side])
+                .and_then(Value::as_object)
+                .cloned()
+                .unwrap_or_default()
+        };
+        let (before, after) = (of(before), of(after));
+        let added = after.keys().filter(|name| !before.contains_key(*name));
+        for name in before.keys().chain(added) {
+            if before.get(name) != after.get(name) && !["cpu", "memory"].contains(&name.as_str()) {
+                errors.push(FieldError::forbidden(
+                    format!("{here}.{side}[{name}]"),
+                    "only cpu and memory can be resized",
+                ));
+            }
+            if !after.contains_key(name) {
+                errors.push(FieldError::forbidden(
+                    format!("{here}.{side}"),
+                    "what is set cannot be removed",
+                ));
+            }
+        }
+    }
 }
 
 fn pod_update(old: &Value, new: &Value, errors: &mut Errors) {

@@ -78,9 +78,10 @@ fn starts(actions: &PodActions) -> Vec<(String, u32)> {
 use ContainerState::{Exited, Running, Unknown};
 
 fn with(probed: &Probed) -> Health<'_> {
-    static AS_SPEC: Sizes = Sizes::new();
+    static AS_SPEC: std::sync::LazyLock<Sizes> = std::sync::LazyLock::new(Sizes::default);
     Health {
         probed,
+        wanted: &AS_SPEC,
         actuated: &AS_SPEC,
     }
 }
@@ -284,7 +285,7 @@ fn of_ended_containers_the_newest_stays() {
 #[test]
 fn granted_sizes_are_carried_out_as_the_policy_says() {
     let mut pod = a_pod("Always", json!([]), &["a", "b"]);
-    let actuated = resize::desired(&pod);
+    let actuated = resize::wanted(&pod);
     for (container, policy) in pod
         .spec
         .as_mut()
@@ -306,15 +307,14 @@ fn granted_sizes_are_carried_out_as_the_policy_says() {
             container("b", "s", 0, Running, 0),
         ],
     );
-    let actions = compute(
-        &pod,
-        &observed,
-        &Health {
-            probed: &Probed::default(),
-            actuated: &actuated,
-        },
-        |_| 0,
-    );
+    let wanted = resize::wanted(&pod);
+    let probed = Probed::default();
+    let health = |actuated| Health {
+        probed: &probed,
+        wanted: &wanted,
+        actuated,
+    };
+    let actions = compute(&pod, &observed, &health(&actuated), |_| 0);
     assert_eq!(
         (
             actions.resize,
@@ -327,19 +327,7 @@ fn granted_sizes_are_carried_out_as_the_policy_says() {
             1
         )
     );
-    let desired = resize::desired(&pod);
-    assert!(
-        compute(
-            &pod,
-            &observed,
-            &Health {
-                probed: &Probed::default(),
-                actuated: &desired
-            },
-            |_| 0
-        )
-        .is_empty()
-    );
+    assert!(compute(&pod, &observed, &health(&wanted), |_| 0).is_empty());
 }
 
 #[test]

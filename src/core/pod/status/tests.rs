@@ -62,7 +62,7 @@ fn status(
         devices: &devices::OfPod::new(),
         starting: &BTreeSet::new(),
         resize: &Resizing {
-            actuated: resize::desired(pod),
+            actuated: resize::wanted(pod),
             ..Resizing::default()
         },
         node_ips: &["192.0.2.1".into()],

@@ -117,6 +117,7 @@ impl Worker {
         } else {
             Arc::new(resize::with(&self.update.pod, &self.granted))
         };
+        self.wanted = resize::wanted(&self.effective);
         self.growth = if granted {
             self.resizing.pending = None;
             Growth::Settled
@@ -144,8 +145,11 @@ impl Worker {
         };
         let op = self.in_flight.remove(at);
         match outcome {
-            Outcome::Failed(_) => {
+            Outcome::Failed(error) => {
                 self.failed(facts.now, key);
+                if let Op::Resize { .. } = op {
+                    self.resizing.error = Some(error);
+                }
                 if op.changes_runtime() {
                     // Timeout or refusal: what came of it is seen before anything else is done.
                     self.acted += 1;
@@ -208,14 +212,7 @@ impl Worker {
                 self.failed(facts.now, key);
             }
             (Op::StopSandbox(id), _) => self.note_stopped_sandbox(id),
-            (Op::Resize(names), _) => {
-                let sizes = resize::desired(&self.effective);
-                let resized = names.iter().filter_map(|n| sizes.get_key_value(n));
-                self.resizing
-                    .actuated
-                    .extend(resized.map(|(n, s)| (n.clone(), s.clone())));
-                self.resizing.error = None;
-            }
+            (Op::Resize { names, to }, _) => self.resizing.carried_out(&names, to),
             (Op::Release { content }, _) => {
                 // A pod that was deleted meanwhile has more to give back: that is planned then.
                 if content || !self.gives_back_content() {
@@ -280,6 +277,7 @@ impl Worker {
             }
             _ => {
                 self.granted = resize::desired(&desired);
+                self.resizing.error = None;
                 self.adopt_update();
                 let described = resize::described(&desired, None);
                 turn.events.push(event(
@@ -467,9 +465,6 @@ impl Worker {
         self.look = true;
         self.images.remove(&name);
         self.problems.remove(&name);
-        // What is started now has the size that was granted.
-        let size = resize::desired(&self.effective).remove_entry(&name);
-        self.resizing.actuated.extend(size);
     }
 
     /// An operation is begun: what follows from that alone.
@@ -486,7 +481,16 @@ impl Worker {
                 self.volumes.shape = super::plan::shape(&self.effective);
             }
             Op::RestartAll(kills) => self.restart_over(kills),
+            // One that there is keeps its size until it is resized: what runs may use more than it is to have.
+            Op::Prepare if self.resizing.cgroup.is_none() => {
+                self.resizing.cgroup = Some(self.wanted.clone());
+                self.resizing.actuated.pod = self.wanted.pod.clone();
+            }
             Op::Start { start, .. } => {
+                // It is started with what was granted by now.
+                let size = self.wanted.containers.get_key_value(&start.container.name);
+                let size = size.map(|(name, size)| (name.clone(), size.clone()));
+                self.resizing.actuated.containers.extend(size);
                 let finished = self.last_end(&start.container.name);
                 if let Some(finished) = finished {
                     let key = backoff_key(start);

@@ -13,6 +13,7 @@ use crate::core::pod::actions::{Kill, Start};
 use crate::core::pod::lifecycle::Intent;
 use crate::core::pod::observed::ObservedPod;
 use crate::core::pod::probe::Kind;
+use crate::core::pod::resize::Sizes;
 use crate::core::pod::status::Verdict;
 use crate::core::pod::status::devices::OfPod as DeviceHealth;
 
@@ -231,8 +232,13 @@ pub enum Op {
     ReturnClaims,
     /// Stop containers at once and remove them, in this order, so that all start over (KEP-5532).
     RestartAll(Vec<Kill>),
-    /// Bring running containers to the sizes that were granted; their names.
-    Resize(Vec<String>),
+    /// Bring running containers and the pod's cgroup to the sizes that were granted.
+    Resize {
+        /// The containers' names.
+        names: Vec<String>,
+        /// The sizes.
+        to: Sizes,
+    },
     /// Remove ended containers and sandboxes that nobody needs any more.
     Collect {
         /// Containers: id, name and attempt.
@@ -299,7 +305,7 @@ impl Op {
                 | Op::Stop { .. }
                 | Op::StopSandbox(_)
                 | Op::RestartAll(_)
-                | Op::Resize(_)
+                | Op::Resize { .. }
                 | Op::Collect { .. }
         )
     }
@@ -321,7 +327,7 @@ impl Op {
             Op::StopSandbox(id) => Key::StopSandbox(id.clone()),
             Op::ReturnClaims => Key::ReturnClaims,
             Op::RestartAll(_) => Key::RestartAll,
-            Op::Resize(_) => Key::Resize,
+            Op::Resize { .. } => Key::Resize,
             Op::Collect { .. } => Key::Collect,
             Op::Release { .. } => Key::Release,
             Op::Finalise => Key::Finalise,

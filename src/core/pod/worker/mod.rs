@@ -33,9 +33,9 @@ use super::actions;
 use super::lifecycle::{self, Cause, State};
 use super::observed::{ContainerState, ObservedPod};
 use super::probe::Probed;
-use super::resize::{self, Sizes};
+use super::resize::{self, Resizing, Sizes};
 use super::status::devices::OfPod as DeviceHealth;
-use super::status::{self, Problems, Resizing, Verdict};
+use super::status::{self, Problems, Verdict};
 use crate::core::backoff::Backoff;
 use crate::core::node::shutdown;
 use crate::core::pod;
@@ -142,6 +142,9 @@ pub struct Worker {
     #[serde(with = "stored::shared")]
     effective: Arc<Pod>,
     granted: Sizes,
+    /// What the runtime is to have of that.
+    #[serde(default)]
+    wanted: Sizes,
     growth: Growth,
     resizing: Resizing,
     published: Option<PodStatus>,
@@ -211,10 +214,11 @@ impl Worker {
             waiting: None,
             effective: Arc::clone(&update.pod),
             resizing: Resizing {
-                actuated: granted.clone(),
+                actuated: resize::actuated(&update.pod),
                 ..Resizing::default()
             },
             granted,
+            wanted: Sizes::default(),
             growth: Growth::Settled,
             published: None,
             publish_at: None,
@@ -348,7 +352,11 @@ impl Worker {
     }
 
     fn is_resizing(&self) -> bool {
-        !resize::same(&self.resizing.actuated, &resize::desired(&self.effective))
+        let runs = |name: &str| {
+            let newest = self.observed.as_ref().and_then(|o| o.newest(name));
+            newest.is_some_and(|c| c.state == ContainerState::Running)
+        };
+        self.resizing.is_under_way(&self.wanted, runs)
     }
 
     /// Whether the worker is not needed any more: its content is released, and the API has no object of
@@ -442,6 +450,7 @@ impl Worker {
         };
         let health = actions::Health {
             probed: &self.probed,
+            wanted: &self.wanted,
             actuated: &self.resizing.actuated,
         };
         actions::compute(&self.effective, observed, &health, |name| {

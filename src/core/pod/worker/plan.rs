@@ -178,8 +178,13 @@ impl Worker {
             plan.ops
                 .push(self.stop_within(kill.clone(), grace, facts.now));
         }
-        if !actions.resize.is_empty() {
-            plan.ops.push(Op::Resize(actions.resize.clone()));
+        // Where nothing but the cgroup is left to do, what is to be stopped for its new size is gone first.
+        let rest = actions.sandbox.is_some() && actions.kill.is_empty();
+        if !actions.resize.is_empty() || (rest && self.resizing.owes_cgroup(&self.wanted)) {
+            plan.ops.push(Op::Resize {
+                names: actions.resize.clone(),
+                to: self.wanted.clone(),
+            });
         }
         self.plan_sandbox(facts, &actions, turn, plan);
         self.plan_collection(&observed, plan);

@@ -1,0 +1,236 @@
+use serde_json::json;
+
+use super::*;
+
+fn pod(cpu: &str, memory: &str, policy: Value) -> Pod {
+    serde_json::from_value(json!({"metadata": {"generation": 2}, "spec": {"containers": [
+        {"name": "a", "resizePolicy": policy, "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory, "example.com/x": "1"}}},
+    ]}}))
+    .expect("a pod")
+}
+
+#[test]
+fn what_is_asked_for_is_told_by_resource() {
+    let before = pod("1", "64Mi", json!([]));
+    let of = |now: &Pod| -> Vec<String> {
+        let asked = asked(&before, now);
+        let shown = |a: &Asked| format!("{} {} {}", a.operation, a.resource, a.of);
+        asked.iter().map(shown).collect()
+    };
+    assert_eq!(of(&pod("1000m", "65536Ki", json!([]))), [""; 0]);
+    assert_eq!(
+        of(&pod("2", "32Mi", json!([]))),
+        [
+            "increase cpu requests",
+            "decrease memory requests",
+            "decrease memory limits"
+        ]
+    );
+    let mut none = before.clone();
+    none.spec.as_mut().expect("a spec").containers[0].resources = None;
+    assert_eq!(
+        of(&none),
+        [
+            "remove cpu requests",
+            "remove memory requests",
+            "remove memory limits"
+        ]
+    );
+    assert_eq!(asked(&none, &before)[0].operation, "add");
+}
+
+#[test]
+fn sizes_are_compared_by_amount_and_changed_as_their_policy_says() {
+    let restart = json!([{"resourceName": "memory", "restartPolicy": "RestartContainer"}]);
+    let before = desired(&pod("1", "64Mi", json!([])));
+    for (cpu, memory, policy, expected) in [
+        ("1000m", "65536Ki", json!([]), Change::None),
+        ("2", "64Mi", json!([]), Change::Update),
+        ("1", "128Mi", json!([]), Change::Update),
+        ("1", "128Mi", restart.clone(), Change::Restart),
+        ("2", "64Mi", restart, Change::Update),
+    ] {
+        let granted = pod(cpu, memory, policy);
+        assert_eq!(
+            change(
+                &pod::spec(&granted).containers[0],
+                &wanted(&granted),
+                &before
+            ),
+            expected,
+            "{cpu} {memory}"
+        );
+        assert_eq!(same(&desired(&granted), &before), expected == Change::None);
+    }
+    let lowered = |memory: &str| lowers_memory("a", &wanted(&pod("1", memory, json!([]))), &before);
+    assert_eq!(lowered("32Mi"), Some(32 << 20));
+    assert_eq!(lowered("65Mi"), None);
+}
+
+#[test]
+fn granted_sizes_replace_desired_ones_and_leave_the_rest() {
+    let asked = pod("4", "1Gi", json!([]));
+    let granted = with(&asked, &desired(&pod("1", "64Mi", json!([]))));
+    let resources = pod::spec(&granted).containers[0]
+        .resources
+        .clone()
+        .expect("resources");
+    assert_eq!(resources.requests.expect("requests")["cpu"].0, "1");
+    assert_eq!(resources.limits.expect("limits")["example.com/x"].0, "1");
+    let larger = with_larger(
+        &asked,
+        &desired(&pod("8", "64Mi", json!([]))),
+        &desired(&asked),
+    );
+    let resources = pod::spec(&larger).containers[0]
+        .resources
+        .clone()
+        .expect("resources");
+    assert_eq!(
+        (
+            resources.requests.as_ref().expect("requests")["cpu"]
+                .0
+                .as_str(),
+            resources.limits.expect("limits")["memory"].0.as_str()
+        ),
+        ("8", "1Gi")
+    );
+    assert!(described(&asked, Some("why")).contains("\"error\":\"why\""));
+}
+
+#[test]
+fn what_the_status_shows_is_where_a_fresh_agent_goes_on() {
+    let mut asked = pod("4", "1Gi", json!([]));
+    asked.status =
+        serde_json::from_value(json!({"containerStatuses": [{"name": "a", "image": "", "imageID": "", "ready": true, "restartCount": 0,
+        "resources": {"requests": {"cpu": "1", "memory": "64Mi"}, "limits": {"memory": "64Mi"}}}]}))
+        .expect("a status");
+    assert!(same(&known(&asked), &desired(&pod("1", "64Mi", json!([])))));
+}
+
+/// One container without limits, one with a limit of its own; 200m of CPU more than its containers for the whole pod.
+fn shared(resources: &Value) -> Pod {
+    serde_json::from_value(json!({"metadata": {"generation": 2}, "spec": {
+        "resources": resources, "overhead": {"cpu": "50m"},
+        "initContainers": [{"name": "i", "resources": {"requests": {"cpu": "10m"}}}],
+        "containers": [
+            {"name": "a", "resizePolicy": [{"resourceName": "memory", "restartPolicy": "RestartContainer"}]},
+            {"name": "b", "resources": {"limits": {"memory": "10Mi"}, "requests": {"memory": "10Mi"}}}]}}))
+    .expect("a pod")
+}
+
+fn sized(cpu: &str, memory: &str) -> Value {
+    json!({"requests": {"cpu": cpu, "memory": "16Mi"}, "limits": {"cpu": cpu, "memory": memory}})
+}
+
+#[test]
+fn containers_without_limits_of_their_own_change_with_the_pod() {
+    let before = wanted(&shared(&sized("1", "64Mi")));
+    let changes = |now: &Pod| -> Vec<Change> {
+        let containers = pod::containers(now);
+        let change = containers
+            .iter()
+            .map(|(_, c)| change(c, &wanted(now), &before));
+        change.collect()
+    };
+    use Change::{None, Restart, Update};
+    let same = shared(&sized("1000m", "65536Ki"));
+    assert_eq!(changes(&same), [None, None, None]);
+    // The one with a limit of its own has the pod's CPU limit all the same.
+    assert_eq!(changes(&shared(&sized("2", "64Mi"))), [Update; 3]);
+    let smaller = shared(&sized("1", "32Mi"));
+    assert_eq!(changes(&smaller), [Update, Restart, None]);
+    assert_eq!(
+        lowers_memory("a", &wanted(&smaller), &before),
+        Some(32 << 20)
+    );
+    assert_eq!(lowers_memory("b", &wanted(&smaller), &before), Option::None);
+    // A limit that comes can be too low as well.
+    let unlimited = shared(&json!({"requests": {"cpu": "1"}}));
+    let limited = lowers_memory("a", &before, &wanted(&unlimited));
+    assert_eq!(limited, Some(64 << 20));
+}
+
+#[test]
+fn a_resize_goes_on_until_all_that_runs_and_the_cgroup_have_it() {
+    let (old, new) = (
+        wanted(&shared(&sized("1", "64Mi"))),
+        wanted(&shared(&sized("2", "64Mi"))),
+    );
+    let mut resizing = Resizing {
+        actuated: old.clone(),
+        cgroup: Some(old.clone()),
+        ..Resizing::default()
+    };
+    assert!(!resizing.is_under_way(&old, |_| true));
+    assert!(resizing.is_under_way(&new, |_| true) && resizing.owes_cgroup(&new));
+    resizing.carried_out(&["a".into(), "b".into()], new.clone());
+    assert!(!resizing.owes_cgroup(&new));
+    // The init container is over; while it ran it had to have it too.
+    assert!(!resizing.is_under_way(&new, |name| name != "i"));
+    assert!(resizing.is_under_way(&new, |_| true));
+    // A cgroup that is still to be made is made for what is granted by then.
+    resizing.cgroup = None;
+    assert!(!resizing.owes_cgroup(&old));
+}
+
+#[test]
+fn the_kubelets_status_of_a_whole_pod_is_understood() {
+    let mut pod = shared(&sized("1", "64Mi"));
+    pod.status = serde_json::from_value(json!({
+        "allocatedResources": {"cpu": "1050m", "memory": "16Mi"},
+        "resources": {"requests": {"cpu": "1050m", "memory": "16Mi"}, "limits": {"cpu": "1", "memory": "64Mi"}},
+        "containerStatuses": [
+            {"name": "a", "image": "", "imageID": "", "ready": true, "restartCount": 0, "resources": {}},
+            {"name": "b", "image": "", "imageID": "", "ready": true, "restartCount": 0, "resources": {
+                "requests": {"cpu": "1", "memory": "10Mi"}, "limits": {"cpu": "1", "memory": "10Mi"}}}]}))
+    .expect("a status");
+    assert!(same(&known(&pod), &desired(&pod)));
+    assert!(same(&actuated(&pod), &wanted(&pod)));
+    let (allocated, resources) = told_of_pod(&pod, &actuated(&pod)).expect("resources of the pod");
+    let (told, status) = (json!(allocated), pod.status.clone().expect("a status"));
+    assert_eq!(told, json!(status.allocated_resources));
+    assert_eq!(
+        resources.limits,
+        status.resources.expect("resources").limits
+    );
+    // What was asked for since is not carried out.
+    let status = pod.status.take();
+    pod = shared(&sized("2", "128Mi"));
+    pod.status = status;
+    let granted = with(&pod, &known(&pod));
+    assert!(same(
+        &desired(&granted),
+        &desired(&shared(&sized("1", "64Mi")))
+    ));
+}
+
+#[test]
+fn a_pod_without_sizes_of_its_own_stays_in_its_class() {
+    let asked = shared(&sized("1", "64Mi"));
+    let none = Sizes::default();
+    let granted = with(&asked, &none);
+    assert_eq!(pod::spec(&granted).resources, None);
+    assert_eq!(told_of_pod(&granted, &none), None);
+    // Each size alone is Burstable; the larger of both would be Guaranteed.
+    let of = |cpu: &str, memory: (&str, &str)| -> Pod {
+        serde_json::from_value(json!({"spec": {"containers": [{"name": "a", "resources": {
+            "requests": {"cpu": cpu, "memory": memory.0}, "limits": {"cpu": "3", "memory": memory.1}}}]}}))
+        .expect("a pod")
+    };
+    let (before, now) = (of("1", ("2Gi", "2Gi")), of("3", ("1Gi", "2Gi")));
+    let larger = with_larger(&now, &desired(&before), &desired(&now));
+    assert_eq!(qos::of(pod::spec(&larger)), qos::of(pod::spec(&now)));
+}
+
+#[test]
+fn limits_of_the_pod_are_told_beside_own_ones_alone() {
+    let pod = shared(&sized("1", "64Mi"));
+    let [a, b] = &pod::spec(&pod).containers[..] else {
+        panic!("two containers");
+    };
+    let sizes = wanted(&pod);
+    assert_eq!(told(a, &sizes), ResourceRequirements::default());
+    let limits = json!({"cpu": "1", "memory": "10Mi"});
+    assert_eq!(json!(told(b, &sizes).limits), limits);
+}
