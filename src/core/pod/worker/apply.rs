@@ -111,19 +111,16 @@ impl Worker {
     /// object so does what the API knows, so that after a restart times and counts go on from there.
     pub(super) fn adopt_update(&mut self) {
         let desired = resize::desired(&self.update.pod);
-        let granted = resize::same(&self.granted, &desired);
-        self.effective = if granted {
-            Arc::clone(&self.update.pod)
-        } else {
-            Arc::new(resize::with(&self.update.pod, &self.granted))
-        };
-        self.wanted = resize::wanted(&self.effective);
-        self.growth = if granted {
+        if resize::same(&self.granted, &desired) {
+            self.decided = self.update.pod.metadata.generation;
+            self.effective = Arc::clone(&self.update.pod);
             self.resizing.pending = None;
-            Growth::Settled
+            self.growth = Growth::Settled;
         } else {
-            Growth::Wanted
-        };
+            self.keep_granted();
+            self.growth = Growth::Wanted;
+        }
+        self.wanted = resize::wanted(&self.effective);
         if let Some(object) = self.update.status_object().filter(|_| !self.adopted) {
             // Only the first sight counts: later ones may be echoes of what was written since.
             self.adopted = true;
@@ -137,6 +134,13 @@ impl Worker {
                 }
             }
         }
+    }
+
+    /// The pod goes on with the sizes that were granted. Its generation is observed when the node has decided about it.
+    fn keep_granted(&mut self) {
+        let mut pod = resize::with(&self.update.pod, &self.granted);
+        pod.metadata.generation = self.decided;
+        self.effective = Arc::new(pod);
     }
 
     fn apply_outcome(&mut self, facts: &Facts, key: &Key, outcome: Outcome, turn: &mut Turn) {
@@ -274,6 +278,8 @@ impl Worker {
                     turn.events.push(warning(event, text));
                 }
                 self.resizing.pending = pending;
+                self.decided = desired.metadata.generation;
+                self.keep_granted();
             }
             _ => {
                 self.granted = resize::desired(&desired);

@@ -142,6 +142,9 @@ pub struct Worker {
     #[serde(with = "stored::shared")]
     effective: Arc<Pod>,
     granted: Sizes,
+    /// The newest generation whose sizes were granted or not.
+    #[serde(default)]
+    decided: Option<i64>,
     /// What the runtime is to have of that.
     #[serde(default)]
     wanted: Sizes,
@@ -218,6 +221,11 @@ impl Worker {
                 ..Resizing::default()
             },
             granted,
+            decided: update
+                .pod
+                .status
+                .as_ref()
+                .and_then(|s| s.observed_generation),
             wanted: Sizes::default(),
             growth: Growth::Settled,
             published: None,

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 mod claims;
+mod resizes;
 mod shutdown;
 
 fn at(milliseconds: i64) -> Timestamp {

@@ -1,0 +1,112 @@
+//! Pods that get other sizes while they run (KEP-1287).
+
+use super::*;
+
+/// A pod of one generation, whose container has so much CPU; `policy` is that of a change of its CPU.
+fn sized(generation: i64, cpu: &str, policy: &str) -> Update {
+    let container = json!({"name": "c", "image": "i", "resources": {"requests": {"cpu": cpu}},
+        "resizePolicy": [{"resourceName": "cpu", "restartPolicy": policy}]});
+    let metadata = json!({"generation": generation, "resourceVersion": generation.to_string()});
+    a_pod(json!({"containers": [container]}), metadata)
+}
+
+fn running(policy: &str) -> Run {
+    let mut run = Run::new(sized(1, "1", policy));
+    run.settle();
+    assert_eq!(run.phase(), "Running");
+    run
+}
+
+/// The observed generation, and what the status says of a resize: type, reason and message.
+fn told(run: &Run) -> (i64, Vec<(String, String, String)>) {
+    let status = &run.worker.status;
+    let conditions = status.conditions.iter().flatten();
+    let resizes = conditions.filter(|c| c.type_.starts_with("PodResize"));
+    let text = |text: &Option<String>| text.clone().unwrap_or_default();
+    let shown = resizes.map(|c| (c.type_.clone(), text(&c.reason), text(&c.message)));
+    (
+        status.observed_generation.unwrap_or_default(),
+        shown.collect(),
+    )
+}
+
+fn one(kind: &str, reason: &str, message: &str) -> Vec<(String, String, String)> {
+    vec![(kind.into(), reason.into(), message.into())]
+}
+
+fn updated(run: &mut Run, update: Update) {
+    run.input(Input::Update(update));
+}
+
+#[test]
+fn a_new_size_is_observed_when_the_node_has_decided() {
+    let mut run = running("NotRequired");
+    updated(&mut run, sized(2, "2", "NotRequired"));
+    run.settle_but(|op| matches!(op, Op::Grow));
+    assert_eq!(
+        told(&run),
+        (1, vec![]),
+        "who waits for it would think it done"
+    );
+    run.settle_but(|op| matches!(op, Op::Resize { .. }));
+    assert_eq!(told(&run), (2, one("PodResizeInProgress", "", "")));
+    run.done(&Key::Resize, Outcome::Failed("too small".into()));
+    let error = one("PodResizeInProgress", "Error", "too small");
+    assert_eq!(told(&run), (2, error));
+    // Another agent takes over in the middle of it.
+    let mut run = run.restarted();
+    run.settle();
+    assert_eq!(told(&run), (2, vec![]));
+    let resources = run.worker.status.container_statuses.as_ref();
+    let resources = resources.and_then(|all| all[0].resources.clone());
+    assert_eq!(json!(resources), json!({"requests": {"cpu": "2"}}));
+}
+
+#[test]
+fn what_is_not_granted_is_observed_too_and_the_old_size_stays() {
+    let mut run = running("NotRequired");
+    updated(&mut run, sized(2, "64", "NotRequired"));
+    let no = Outcome::Deferred {
+        reason: "Deferred".into(),
+        message: "no room".into(),
+    };
+    run.done(&Key::Grow, no);
+    run.settle();
+    let pending = one("PodResizePending", "Deferred", "no room");
+    assert_eq!(told(&run), (2, pending));
+    assert_eq!(run.count(&Key::Resize), 0);
+    // It is taken back.
+    updated(&mut run, sized(3, "1", "NotRequired"));
+    run.settle();
+    assert_eq!((told(&run), run.count(&Key::Resize)), ((3, vec![]), 0));
+}
+
+#[test]
+fn a_size_that_comes_during_a_resize_has_one_of_its_own() {
+    let mut run = running("NotRequired");
+    updated(&mut run, sized(2, "2", "NotRequired"));
+    run.settle_but(|op| matches!(op, Op::Resize { .. }));
+    updated(&mut run, sized(3, "3", "NotRequired"));
+    run.settle_but(|op| matches!(op, Op::Resize { .. }));
+    run.done(&Key::Resize, Outcome::Done);
+    assert_eq!(told(&run), (3, one("PodResizeInProgress", "", "")));
+    run.settle();
+    assert_eq!((told(&run), run.count(&Key::Resize)), ((3, vec![]), 2));
+}
+
+#[test]
+fn the_cgroup_follows_a_container_that_starts_anew_for_its_size() {
+    let mut run = running("RestartContainer");
+    updated(&mut run, sized(2, "2", "RestartContainer"));
+    run.settle_but(|op| matches!(op, Op::Stop { .. }));
+    assert_eq!(
+        run.count(&Key::Resize),
+        0,
+        "it may use more than it is to have"
+    );
+    assert_eq!(told(&run), (2, one("PodResizeInProgress", "", "")));
+    run.settle();
+    assert_eq!((told(&run), run.count(&Key::Resize)), ((2, vec![]), 1));
+    let status = run.worker.status.container_statuses.as_ref();
+    assert_eq!(status.map(|all| all[0].restart_count), Some(1));
+}
