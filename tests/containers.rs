@@ -549,3 +549,41 @@ fn devices_of_plugins_are_given_to_pods_and_outlive_restarts() {
         cluster.leftovers().is_empty()
     });
 }
+
+/// As soon as the API shows that a pod needs nothing any more the scheduler sends the next one, which must find its place.
+#[test]
+fn a_full_node_takes_the_next_pod_at_once() {
+    let cluster = Cluster::start("room", 76);
+    let image = support::busybox(&cluster);
+    let allocatable = node(&cluster)["status"]["allocatable"]["cpu"].clone();
+    let cpus: u64 = allocatable.as_str().unwrap().parse().unwrap();
+    let name_of_node = node_name(&cluster);
+    let big = |name: &str, script: &str| {
+        let request = json!({"requests": {"cpu": format!("{}m", cpus * 1000 - 100)}});
+        let container = json!({"name": "c", "image": image, "command": ["busybox", "sh", "-c", script], "resources": request});
+        // Bound by hand: nothing waits for the scheduler's own idea of what is free.
+        let spec =
+            json!({"nodeName": name_of_node, "restartPolicy": "Never", "containers": [container]});
+        pod(&cluster, name, &spec);
+    };
+    let phase = |name: &str| cluster.pod(name)["status"]["phase"].clone();
+    let stays = "trap '' TERM; while :; do busybox sleep 1; done";
+    big("first", stays);
+    cluster.wait("the first", || phase("first") == "Running");
+    // Deleted by force it is gone from the API before its container has ended.
+    cluster.kubectl(&["delete", "pod", "first", "--grace-period=0", "--force"]);
+    big("second", "busybox sleep 2");
+    cluster.wait("the second to end", || {
+        let phase = phase("second");
+        assert_ne!(phase, "Failed", "{}", cluster.pod("second")["status"]);
+        phase == "Succeeded"
+    });
+    big("third", stays);
+    cluster.wait("the third", || {
+        let phase = phase("third");
+        assert_ne!(phase, "Failed", "{}", cluster.pod("third")["status"]);
+        phase == "Running"
+    });
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true", "--grace-period=1"]);
+    cluster.wait_quietly("nothing to be left", || cluster.leftovers().is_empty());
+}

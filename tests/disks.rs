@@ -7,6 +7,7 @@ mod support;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 
+use serde_json::{Value, json};
 use support::{Cluster, Loop, condition, inside};
 
 const IQN: &str = "iqn.2026-11.test.holdfast:disk";
@@ -185,5 +186,76 @@ fn disks_are_attached_mounted_shared_and_let_go() {
     assert_eq!(magic("raw"), "53 ef", "ext4");
     cluster.kubectl(&["delete", "pod", "raw"]);
 
+    cluster.assert_clean();
+}
+
+/// A local volume of 320 MiB and its claim, `disk`.
+fn claimed(cluster: &Cluster, local: &Value) {
+    let node = cluster.node()["metadata"]["name"].clone();
+    let here = json!({"key": "kubernetes.io/hostname", "operator": "In", "values": [node]});
+    let reach = json!({"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}});
+    let common = json!({"storageClassName": "", "accessModes": ["ReadWriteOnce"]});
+    let made = |kind: &str, name: &str, mut spec: Value| {
+        json_patch::merge(&mut spec, &common);
+        let object =
+            json!({"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, "spec": spec});
+        cluster.apply(&object.to_string());
+    };
+    let of = json!({"namespace": "default", "name": "disk"});
+    let size = json!({"storage": "320Mi"});
+    let volume = json!({"capacity": size, "claimRef": of, "nodeAffinity": reach, "local": local});
+    made("PersistentVolume", "disk", volume);
+    let claim = json!({"volumeName": "disk", "resources": {"requests": size}});
+    made("PersistentVolumeClaim", "disk", claim);
+}
+
+/// A device that has become larger has a larger filesystem as soon as its volume says so, under the pod that uses it.
+#[test]
+fn a_local_disk_grows_under_its_pod() {
+    let cluster = Cluster::start_configured("grown", 75, "syncFrequency: 2s");
+    // XFS grows for who may mount it; ext4 asks for more (CAP_SYS_RESOURCE). It is no smaller than 300 MiB.
+    let (image, disk) = (support::busybox(&cluster), Loop::new());
+    disk.grow(320 << 20);
+    claimed(&cluster, &json!({"path": disk.device, "fsType": "xfs"}));
+    let container = json!({"name": "c", "image": image, "command": ["busybox", "sleep", "10000"],
+        "volumeMounts": [{"name": "v", "mountPath": "/v"}]});
+    let volumes = json!([{"name": "v", "persistentVolumeClaim": {"claimName": "disk"}}]);
+    let spec =
+        json!({"terminationGracePeriodSeconds": 1, "containers": [container], "volumes": volumes});
+    let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec});
+    cluster.apply(&pod.to_string());
+    cluster.wait("the pod", || {
+        condition(&cluster.pod("p"), "Ready") == "True"
+    });
+    let mebibytes = || -> u64 {
+        let table = inside(&cluster, "p", &["busybox", "df", "-Pm", "/v"]);
+        let size = table.lines().nth(1).unwrap().split_whitespace().nth(1);
+        size.unwrap().parse().unwrap()
+    };
+    assert!((200..=320).contains(&mebibytes()));
+    inside(&cluster, "p", &["busybox", "touch", "/v/kept"]);
+
+    let capacity = |size: &str| {
+        let patch = json!({"spec": {"capacity": {"storage": size}}}).to_string();
+        cluster.kubectl(&["patch", "pv", "disk", "--type=merge", "-p", &patch]);
+    };
+    disk.grow(640 << 20);
+    capacity("640Mi");
+    cluster.wait("the claim to have it", || {
+        let has = "jsonpath={.status.capacity.storage}";
+        cluster.kubectl(&["get", "pvc", "disk", "-o", has]) == "640Mi"
+    });
+    assert!((480..=640).contains(&mebibytes()));
+    inside(&cluster, "p", &["cat", "/v/kept"]);
+    let restarts = &cluster.pod("p")["status"]["containerStatuses"][0]["restartCount"];
+    assert_eq!(restarts, 0);
+    for who in ["p", "disk"] {
+        cluster.wait("the event", || {
+            let told = cluster.events(who);
+            told.contains("FileSystemResizeSuccessful") && told.contains("it has 640Mi now")
+        });
+    }
+    cluster.kubectl(&["delete", "pod", "p"]);
+    cluster.kubectl(&["delete", "pvc,pv", "disk"]);
     cluster.assert_clean();
 }

@@ -215,6 +215,11 @@ impl Metrics {
         });
     }
 
+    /// A resize that waited for room has got it.
+    pub fn deferred_resize_accepted(&self, trigger: &str) {
+        self.with(|r| r.count(DEFERRED_ACCEPTED, &[trigger], 1));
+    }
+
     /// A pod's containers were resized, or could not be.
     pub fn resized(&self, done: bool, took: Duration) {
         let labels = [if done { "true" } else { "false" }];

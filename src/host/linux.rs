@@ -263,6 +263,10 @@ impl PodHost for LinuxHost {
         Some(found).filter(|found| *found != wanted)
     }
 
+    async fn grow_volume(&self, pod: &Pod, resolved: &ResolvedVolume) -> Result<(), String> {
+        self.grow(pod::uid(pod), resolved).await
+    }
+
     async fn set_up_volume(
         &self,
         pod: &Pod,

@@ -116,6 +116,10 @@ pub trait PodHost: Send + Sync + 'static {
         resolved: &ResolvedVolume,
         files: Option<Files>,
     ) -> Result<(), Problem>;
+    /// Makes the filesystem of a volume that is set up as large as the volume has become.
+    async fn grow_volume(&self, _pod: &Pod, _resolved: &ResolvedVolume) -> Result<(), String> {
+        Ok(())
+    }
     /// The directory or file that a container mounts.
     async fn mount_source(
         &self,

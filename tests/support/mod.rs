@@ -569,7 +569,7 @@ pub fn inside(cluster: &Cluster, pod: &str, command: &[&str]) -> String {
 /// A file as a block device; taken away when dropped.
 pub struct Loop {
     pub device: String,
-    _file: tempfile::NamedTempFile,
+    file: tempfile::NamedTempFile,
 }
 
 impl Loop {
@@ -582,8 +582,19 @@ impl Loop {
             .unwrap();
         Loop {
             device: succeeded("losetup", output).trim().to_owned(),
-            _file: file,
+            file,
         }
+    }
+}
+
+impl Loop {
+    /// Makes the device larger.
+    pub fn grow(&self, bytes: u64) {
+        self.file.as_file().set_len(bytes).unwrap();
+        let told = Command::new("losetup")
+            .args(["--set-capacity", &self.device])
+            .output();
+        succeeded("losetup", told.unwrap());
     }
 }
 

@@ -306,6 +306,11 @@ pub(super) const RESIZES: Family = family(
     "Number of requested resizes of containers: a resource's requests or limits that were added, removed, increased or decreased.",
     &["resource", "requirement", "operation"],
 );
+pub(super) const DEFERRED_ACCEPTED: Family = family(
+    "kubelet_pod_deferred_accepted_resizes_total",
+    "Cumulative number of resizes that were accepted after being deferred, by what made the room.",
+    &["retry_trigger"],
+);
 pub(super) const RESIZE_MS: Family = family(
     "kubelet_pod_resize_duration_milliseconds",
     "Duration in milliseconds to actuate a pod resize.",

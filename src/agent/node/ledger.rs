@@ -15,7 +15,7 @@ use crate::agent::pod::inbox::Inbox;
 use crate::core::node::admit::{Here, Refusal};
 use crate::core::node::devices::{Devices, Slot};
 use crate::core::node::eviction::Pressures;
-use crate::core::node::ledger::{Decision, Eviction, Ledger};
+use crate::core::node::ledger::{Decision, Eviction, Ledger, asks_for_more};
 use crate::core::node::managers::Managers;
 use crate::core::pod;
 use crate::core::pod::pinning::Pinning;
@@ -51,6 +51,10 @@ enum Request {
         uid: String,
         verdict: Verdict,
         reply: oneshot::Sender<bool>,
+    },
+    Uncount {
+        uid: String,
+        has_stopped: bool,
     },
     Release(String),
     Pods(oneshot::Sender<Vec<Arc<Pod>>>),
@@ -112,8 +116,8 @@ impl LedgerHandle {
         self.ask(|reply| Request::Admit { pod, inbox, reply }).await
     }
 
-    /// Whether a pod may have the sizes that its spec has. If not, it gets [`Input::RoomFreed`] when
-    /// another pod has gone.
+    /// Whether a pod may have the sizes that its spec has. If not, it gets [`Input::RoomFreed`] when there is room for it and
+    /// its turn has come.
     pub async fn grow(&self, pod: Arc<Pod>) -> Result<(), Refusal> {
         self.ask(|reply| Request::Grow { pod, reply }).await
     }
@@ -148,6 +152,20 @@ impl LedgerHandle {
             reply,
         })
         .await
+    }
+
+    /// What the pod asked for may be given to others: it has left its source, or none of its containers runs any more. That
+    /// is said before its final phase is told, as the scheduler sends the next pod then.
+    pub fn uncount(&self, uid: &str, has_stopped: bool) {
+        let uid = uid.to_owned();
+        let Err(full) = self
+            .requests
+            .try_send(Request::Uncount { uid, has_stopped })
+        else {
+            return;
+        };
+        let ledger = self.clone();
+        tokio::spawn(async move { ledger.tell(full.into_inner()).await });
     }
 
     /// The pod holds nothing any more.
@@ -223,8 +241,14 @@ impl Actor {
         match request {
             Request::Admit { pod, inbox, reply } => self.admit(Waiting { pod, inbox, reply }),
             Request::Grow { pod, reply } => {
+                let before = self.ledger.pod(pod::uid(&pod));
                 let result = self.grow(&pod);
+                let frees = before.is_some_and(|before| asks_for_more(&pod, &before));
+                let retries = result.is_ok() && frees;
                 answered(reply.send(result));
+                if retries {
+                    self.retry_growth("pod_resized");
+                }
             }
             Request::HoldAlone {
                 uid,
@@ -250,6 +274,10 @@ impl Actor {
                     self.tell(&uid, verdict);
                 }
                 answered(reply.send(told));
+            }
+            Request::Uncount { uid, has_stopped } => {
+                self.ledger.uncount(&uid);
+                self.make_room(&uid, has_stopped);
             }
             Request::Release(uid) => self.release(&uid),
             Request::Pods(reply) => answered(reply.send(self.ledger.pods())),
@@ -310,6 +338,19 @@ impl Actor {
         with_resources(&context, pod::uid(pod), |here| self.ledger.grow(pod, here))
     }
 
+    /// Gives those that wait to grow what has become free, in their order, and tells them to ask again. The others wait on.
+    fn retry_growth(&mut self, trigger: &str) {
+        for pod in self.ledger.waiting_to_grow() {
+            if self.grow(&pod).is_err() {
+                continue;
+            }
+            self.context.metrics.deferred_resize_accepted(trigger);
+            if let Some(inbox) = self.inboxes.get(pod::uid(&pod)) {
+                inbox.send(Input::RoomFreed);
+            }
+        }
+    }
+
     /// Tells what is bound to what, if that has changed. Before a pod is told that it is admitted.
     fn publish(&mut self) {
         let now = self.managers.pinning();
@@ -358,17 +399,21 @@ impl Actor {
     fn release(&mut self, uid: &str) {
         self.inboxes.remove(uid);
         let held_alone = self.ledger.holds_alone(uid);
-        self.context.devices.release(uid);
-        self.managers.release(uid);
-        self.publish();
-        for waits in self.ledger.release(uid) {
-            if let Some(inbox) = self.inboxes.get(&waits) {
-                inbox.send(Input::RoomFreed);
-            }
-        }
+        self.ledger.release(uid);
+        self.make_room(uid, true);
         if held_alone {
             self.retry_volumes();
         }
+    }
+
+    /// What a pod had of the node's resources goes to those that wait; what was its alone only once it has stopped.
+    fn make_room(&mut self, uid: &str, has_stopped: bool) {
+        if has_stopped {
+            self.context.devices.release(uid);
+            self.managers.release(uid);
+            self.publish();
+        }
+        self.retry_growth("pods_removed");
         // A pod that was deleted while it waited does not wait any more.
         self.waiting.retain(|waiting| !waiting.reply.is_closed());
         for waiting in std::mem::take(&mut self.waiting) {

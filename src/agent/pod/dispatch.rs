@@ -326,6 +326,8 @@ impl Dispatcher {
             let is_wanted = wanted.iter().any(|u| pod::uid(&u.pod) == uid);
             if !is_wanted && !worker.update.removed {
                 worker.update.removed = true;
+                // The scheduler has given away what it asked for; who comes next is admitted after this.
+                self.context.ledger.uncount(uid, false);
                 worker.inbox.send(Input::Update(worker.update.clone()));
             }
         }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Pod, PodStatus};
 use tokio::time::Instant;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::Instrument as _;
@@ -51,6 +51,8 @@ struct Shell {
     clock: Watch,
     /// The pod has been seen running, or was when this agent started.
     ran: bool,
+    /// It does not count any more for what the node has left.
+    uncounted: bool,
     turns: u64,
 }
 
@@ -94,6 +96,7 @@ pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen,
             starts,
         }),
         seen,
+        uncounted: false,
         assets: Assets::default(),
         running: BTreeMap::new(),
         cut_off: false,
@@ -220,6 +223,7 @@ impl Shell {
             self.cut_off |= matches!(key, Key::Start(_));
         }
         self.follow(&turn);
+        self.uncount();
         let announce = turn.publish.is_some() || object_before != object_of(self.worker.update());
         if announce {
             self.announce();
@@ -283,6 +287,17 @@ impl Shell {
                 }
             }
             State::Terminated { .. } | State::Finished { .. } => self.probing.stop(),
+        }
+    }
+
+    /// Nothing runs any more under a final phase: others may have what the pod asked for, before the scheduler gives it away.
+    fn uncount(&mut self) {
+        let is_final =
+            |status: &PodStatus| matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"));
+        let ended = self.worker.published().is_some_and(is_final);
+        if ended && !std::mem::replace(&mut self.uncounted, true) {
+            let uid = pod::uid(self.worker.pod());
+            self.context().ledger.uncount(uid, true);
         }
     }
 

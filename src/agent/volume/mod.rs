@@ -2,6 +2,7 @@
 //! the API makes of them is in the container as soon as it is known (kubelet spec, chapter 9).
 
 pub mod csi;
+mod growth;
 pub mod objects;
 pub mod projected;
 pub mod storage_limits;
@@ -278,7 +279,11 @@ async fn again(
     known: &ResolvedVolume,
     memory: u64,
 ) -> ResolvedVolume {
-    let may_grow = matches!(&known.source, Source::Csi(served) if served.claim.is_some() && context.csi.grows(&served.driver));
+    let may_grow = match &known.source {
+        Source::Csi(served) => served.claim.is_some() && context.csi.grows(&served.driver),
+        Source::Local { .. } => !known.read_only,
+        _ => false,
+    };
     if !may_grow {
         return known.clone();
     }
@@ -393,5 +398,6 @@ async fn one(
             .set_up_volume(around.pod, resolved, files)
             .await?;
     }
+    growth::of_local(context, around.pod, resolved).await;
     Ok(resolved.labelled)
 }

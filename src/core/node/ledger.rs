@@ -1,6 +1,7 @@
 //! The pods that this node has admitted, and what they hold of what pods share: resources, ports,
 //! claims of one pod alone (kubelet spec, chapter 11). Pure; one actor owns it.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -10,6 +11,8 @@ use super::admit::{self, Here, Refusal};
 use super::preempt;
 use crate::core::pod;
 use crate::core::pod::lifecycle::Cause;
+use crate::core::pod::qos::{self, QosClass};
+use crate::core::pod::resources::requests;
 use crate::core::pod::status::Verdict;
 use crate::core::volume::claims;
 
@@ -19,10 +22,21 @@ struct Admitted {
     pod: Arc<Pod>,
     /// It was told to end.
     evicted: bool,
+    /// What it asked for may be given to others.
+    uncounted: bool,
     /// It waits for room to grow.
-    waits: bool,
+    waits: Option<Waits>,
     /// Claims that it alone has: namespace and name.
     claims: BTreeSet<(String, String)>,
+}
+
+/// A pod that waits for room to grow.
+#[derive(Debug, Clone)]
+struct Waits {
+    /// It with the sizes that it asks for.
+    pod: Arc<Pod>,
+    /// How many began to wait before it.
+    place: u64,
 }
 
 /// What becomes of a pod that wants to run here.
@@ -87,12 +101,16 @@ impl Ledger {
             known.pod = Arc::clone(pod);
             return Decision::Admitted;
         }
-        let others = || self.0.values().map(|admitted| &*admitted.pod);
+        let others = || {
+            let active = self.0.values().filter(|admitted| !admitted.uncounted);
+            active.map(|admitted| &*admitted.pod)
+        };
         let Err(refusal) = admit::admit(pod, others(), here) else {
             let admitted = Admitted {
                 pod: Arc::clone(pod),
                 evicted: false,
-                waits: false,
+                uncounted: false,
+                waits: None,
                 claims: BTreeSet::new(),
             };
             self.0.insert(uid, admitted);
@@ -121,22 +139,51 @@ impl Ledger {
     }
 
     /// Whether a pod that runs may have the sizes that its spec has; the refusal says what is missing.
-    /// One that may not is named by [`Ledger::release`] when another pod goes.
+    /// One that may not waits: see [`Ledger::waiting_to_grow`].
     pub fn grow(&mut self, pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
         let uid = pod::uid(pod);
         let others = self
             .0
             .iter()
-            .filter(|(other, _)| other.as_str() != uid)
+            .filter(|(other, admitted)| other.as_str() != uid && !admitted.uncounted)
             .map(|(_, admitted)| &*admitted.pod);
         let result = admit::check_resources(pod, others, here);
+        let places = self
+            .0
+            .values()
+            .filter_map(|a| Some(a.waits.as_ref()?.place));
+        let last = places.max().unwrap_or_default();
         if let Some(own) = self.0.get_mut(uid) {
-            own.waits = result.is_err();
+            let pod = Arc::new(pod.clone());
             if result.is_ok() {
-                own.pod = Arc::new(pod.clone());
+                (own.pod, own.waits) = (pod, None);
+            } else {
+                let place = own.waits.as_ref().map_or(last + 1, |w| w.place);
+                own.waits = Some(Waits { pod, place });
             }
         }
         result
+    }
+
+    /// Who waits for room to grow, as they ask for it, in the order in which they get it: who asks for no more than it has,
+    /// then by priority, guaranteed ones before others, and who has waited longest (KEP-1287).
+    #[must_use]
+    pub fn waiting_to_grow(&self) -> Vec<Arc<Pod>> {
+        let waiting = self.0.values().filter_map(|a| Some((a, a.waits.as_ref()?)));
+        let mut waiting: Vec<_> = waiting.collect();
+        waiting.sort_by_key(|(admitted, waits)| {
+            let spec = pod::spec(&waits.pod);
+            (
+                asks_for_more(&admitted.pod, &waits.pod),
+                Reverse(spec.priority.unwrap_or_default()),
+                qos::of(spec) != QosClass::Guaranteed,
+                waits.place,
+            )
+        });
+        waiting
+            .into_iter()
+            .map(|(_, w)| Arc::clone(&w.pod))
+            .collect()
     }
 
     /// Whether a pod has a claim that only one may have at a time: nobody got it first, or has run with
@@ -179,13 +226,17 @@ impl Ledger {
         pod.map(|pod| pod.evicted = true).is_some()
     }
 
-    /// Forgets a pod that holds nothing any more; the answer is who waits for room to grow.
-    pub fn release(&mut self, uid: &str) -> Vec<String> {
-        if self.0.remove(uid).is_none() {
-            return vec![];
+    /// From now on a pod counts for no admission: nothing of it runs any more, or it is in no source any more. The scheduler
+    /// gives away what it had as soon as the API shows that.
+    pub fn uncount(&mut self, uid: &str) {
+        if let Some(own) = self.0.get_mut(uid) {
+            own.uncounted = true;
         }
-        let waiting = self.0.iter().filter(|(_, admitted)| admitted.waits);
-        waiting.map(|(uid, _)| uid.clone()).collect()
+    }
+
+    /// Forgets a pod that holds nothing any more. Whether it was here.
+    pub fn release(&mut self, uid: &str) -> bool {
+        self.0.remove(uid).is_some()
     }
 
     /// An admitted pod, as it was last granted its sizes.
@@ -199,6 +250,15 @@ impl Ledger {
     pub fn pods(&self) -> Vec<Arc<Pod>> {
         self.0.values().map(|a| Arc::clone(&a.pod)).collect()
     }
+}
+
+/// Whether a pod asks for more of anything than it has.
+#[must_use]
+pub fn asks_for_more(has: &Pod, asks: &Pod) -> bool {
+    let has = requests(has);
+    requests(asks)
+        .iter()
+        .any(|(name, amount)| *amount > has.get(name).copied().unwrap_or_default())
 }
 
 fn preempted() -> Verdict {
@@ -316,16 +376,59 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_for_room_is_named_when_a_pod_goes() {
+    fn whoever_waits_for_room_gets_it_in_turn() {
         with_two_cpus(|here| {
             let mut ledger = Ledger::default();
-            for uid in ["a", "b"] {
-                assert_eq!(ledger.admit(&pod(uid, 0, "1"), here), Decision::Admitted);
+            let all = [("a", 0), ("b", 0), ("c", 1000), ("d", 0)];
+            for (uid, priority) in all {
+                let small = pod(uid, priority, "500m");
+                assert_eq!(ledger.admit(&small, here), Decision::Admitted);
             }
-            assert!(ledger.grow(&pod("a", 0, "1500m"), here).is_err());
-            assert_eq!(ledger.release("b"), ["a"]);
-            assert!(ledger.grow(&pod("a", 0, "1500m"), here).is_ok());
-            assert_eq!(ledger.release("b"), Vec::<String>::new());
+            let waiting = |ledger: &Ledger| -> Vec<String> {
+                let waiting = ledger.waiting_to_grow();
+                waiting.iter().map(|p| pod::uid(p).to_owned()).collect()
+            };
+            for (uid, priority) in [("d", 0), ("c", 1000), ("b", 0), ("a", 0)] {
+                assert!(ledger.grow(&pod(uid, priority, "1500m"), here).is_err());
+            }
+            // Who asks again keeps its place.
+            assert!(ledger.grow(&pod("d", 0, "1600m"), here).is_err());
+            assert_eq!(waiting(&ledger), ["c", "d", "b", "a"]);
+            let asked = ledger.waiting_to_grow();
+            assert_eq!(requests(&asked[1])["cpu"].milli(), 1600);
+            assert!(ledger.release("c") && !ledger.release("c"));
+            assert_eq!(waiting(&ledger), ["d", "b", "a"]);
+            // One that has got it, or asks for no more than it has, does not wait behind the others.
+            assert!(ledger.grow(&pod("b", 0, "1"), here).is_ok());
+            assert_eq!(waiting(&ledger), ["d", "a"]);
+            assert!(asks_for_more(&pod("a", 0, "1"), &pod("a", 0, "1001m")));
+            assert!(!asks_for_more(&pod("a", 0, "1"), &pod("a", 0, "1000m")));
+        });
+    }
+
+    #[test]
+    fn what_has_stopped_makes_room_before_it_is_forgotten() {
+        with_two_cpus(|here| {
+            let mut ledger = Ledger::default();
+            assert_eq!(ledger.admit(&pod("a", 0, "2"), here), Decision::Admitted);
+            assert!(ledger.hold_alone("a", "n", "data"));
+            let next = pod("b", 0, "2");
+            assert!(matches!(ledger.admit(&next, here), Decision::Refused(_)));
+            ledger.uncount("a");
+            assert_eq!(ledger.admit(&next, here), Decision::Admitted);
+            assert!(
+                !ledger.hold_alone("b", "n", "data"),
+                "its volumes are there"
+            );
+            // Nobody is preempted who has stopped.
+            let critical = ledger.admit(&pod("c", 2_000_000_000, "2"), here);
+            let Decision::AwaitingPreemption(evictions) = critical else {
+                panic!("it waits for one");
+            };
+            assert_eq!(evictions.iter().map(|e| &*e.uid).collect::<Vec<_>>(), ["b"]);
+            ledger.uncount("b");
+            let critical = ledger.admit(&pod("c", 2_000_000_000, "2"), here);
+            assert_eq!(critical, Decision::Admitted);
         });
     }
 

@@ -8,7 +8,7 @@ use super::Role;
 use super::cgroup_values::{Bound, CpuTime, Values};
 use super::qos::{self, QosClass};
 use super::resources::{
-    Side, huge_pages as huge_pages_of, of_container, of_containers, of_pod, of_pod_level,
+    Amounts, Side, huge_pages as huge_pages_of, of_container, of_containers, of_pod, of_pod_level,
 };
 use crate::core::pod;
 
@@ -140,42 +140,46 @@ pub fn place(path: &str, container: Option<&str>) -> String {
     format!("/{}{scope}", slices.join("/"))
 }
 
+/// The limits of CPU and memory that a pod's cgroup has: what is set for the pod as a whole, else what its containers have
+/// together, if each of them has a limit.
+#[must_use]
+pub fn pod_bounds(pod: &Pod) -> Amounts {
+    if qos::of(pod::spec(pod)) == QosClass::BestEffort {
+        return Amounts::new();
+    }
+    let mut limits = of_pod(pod, Side::Limits);
+    let whole = of_pod_level(pod, Side::Limits);
+    let containers = pod::containers(pod);
+    let has = |container: &Container, name: &str| {
+        let limits = of_container(container, Side::Limits);
+        limits.get(name).is_some_and(|q| !q.is_zero())
+    };
+    let everyone_has = |name: &str| {
+        let mut sized = containers.iter().filter(|(r, _)| *r != Role::Ephemeral);
+        whole.contains_key(name) || sized.all(|(_, c)| has(c, name))
+    };
+    limits.retain(|name, _| matches!(name.as_str(), "cpu" | "memory") && everyone_has(name));
+    limits
+}
+
 /// The values of a pod's cgroup. Without `period` no CPU quota is set.
 #[must_use]
 pub fn pod_limits(pod: &Pod, pids: Option<i64>, period: Option<u64>) -> PodLimits {
-    let spec = pod::spec(pod);
-    let class = qos::of(spec);
     let requests = of_pod(pod, Side::Requests);
-    let limits = of_pod(pod, Side::Limits);
-    let whole = of_pod_level(pod, Side::Limits);
-    let everyone_has = |name: &str| {
-        whole.contains_key(name)
-            || pod::containers(pod)
-                .iter()
-                .filter(|(role, _)| *role != Role::Ephemeral)
-                .all(|(_, c)| {
-                    of_container(c, Side::Limits)
-                        .get(name)
-                        .is_some_and(|q| !q.is_zero())
-                })
-    };
+    let bounds = pod_bounds(pod);
     let milli = requests.get("cpu").map_or(0, |q| q.milli());
-    let bounded = |name: &str| {
-        (class != QosClass::BestEffort && everyone_has(name))
-            .then(|| limits.get(name).copied())
-            .flatten()
-    };
     PodLimits {
-        shares: if class == QosClass::BestEffort {
+        shares: if qos::of(pod::spec(pod)) == QosClass::BestEffort {
             2
         } else {
             shares(milli)
         },
-        quota: bounded("cpu")
+        quota: bounds
+            .get("cpu")
             .zip(period)
             .map(|(q, period)| quota(q.milli(), period)),
         period: period.unwrap_or(PERIOD),
-        memory: bounded("memory").map(|q| q.units()),
+        memory: bounds.get("memory").map(|q| q.units()),
         pids: pids.filter(|p| *p > 0),
     }
 }

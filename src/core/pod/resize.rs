@@ -4,6 +4,7 @@
 //! What was granted and carried out stands in the pod's status, so that an agent that has just started goes
 //! on from there.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{Container, Pod, PodStatus, ResourceRequirements};
@@ -14,7 +15,8 @@ use serde_json::{Value, json};
 use super::Role;
 use super::qos;
 use crate::core::pod;
-use crate::core::pod::resources::{Side, amounts, of_pod};
+use crate::core::pod::cgroup::pod_bounds;
+use crate::core::pod::resources::{Amounts, Side, amounts, of_pod, of_pod_level};
 use crate::core::quantity::Quantity;
 
 /// The reason of a resize that cannot be granted as long as the pod runs.
@@ -172,32 +174,26 @@ pub fn actuated(pod: &Pod) -> Sizes {
     wanted(&with(pod, &known(pod)))
 }
 
-/// Requests are shown with the pod's overhead, limits as the cgroup has them; both also where they are the containers' sums.
+/// What is shown of the whole pod has its overhead with it.
 fn known_of_pod(pod: &Pod, status: &PodStatus, asked: &Size) -> Size {
-    let mut size = asked.clone();
     let overhead = pod::spec(pod).overhead.as_ref();
     let overhead = overhead.map(amounts).unwrap_or_default();
-    for (name, request) in &mut size.requests {
-        let allocated = status.allocated_resources.as_ref();
-        if let Some(shown) = allocated.and_then(|a| a.get(name)) {
-            let without = shown
-                .0
-                .parse::<Quantity>()
-                .ok()
-                .map(|shown| shown - overhead.get(name).copied().unwrap_or_default());
-            let same = without == request.0.parse().ok();
-            if let Some(without) = without.filter(|_| !same) {
-                *request = Text(without.to_string());
-            }
-        }
+    let known = |asked: &BTreeMap<String, Text>, shown: Option<&BTreeMap<String, Text>>| {
+        let one = |(name, asked): (&String, &Text)| {
+            let shown: Option<Quantity> = shown.and_then(|s| s.get(name)?.0.parse().ok());
+            let over = overhead.get(name).copied().unwrap_or_default();
+            let has = shown.map(|shown| shown - over);
+            let has = has.filter(|has| asked.0.parse() != Ok(*has));
+            let text = has.map_or_else(|| asked.clone(), |has| Text(has.to_string()));
+            (name.clone(), text)
+        };
+        asked.iter().map(one).collect()
+    };
+    let limits = status.resources.as_ref().and_then(|r| r.limits.as_ref());
+    Size {
+        requests: known(&asked.requests, status.allocated_resources.as_ref()),
+        limits: known(&asked.limits, limits),
     }
-    let shown = status.resources.as_ref().and_then(|r| r.limits.as_ref());
-    for (name, limit) in &mut size.limits {
-        if let Some(shown) = shown.and_then(|l| l.get(name)) {
-            *limit = shown.clone();
-        }
-    }
-    size
 }
 
 /// Whether two sets of sizes are the same in amount.
@@ -424,31 +420,45 @@ pub fn told(container: &Container, actuated: &Sizes) -> ResourceRequirements {
     resources
 }
 
-/// What the status tells of resources that are set for the pod as a whole: what is set aside for it, overhead included,
-/// and what it has.
+/// What the status tells of the pod as a whole: what is set aside for it, overhead included, and what its cgroup has.
 #[must_use]
 pub fn told_of_pod(
     pod: &Pod,
     actuated: &Sizes,
-) -> Option<(BTreeMap<String, Text>, ResourceRequirements)> {
-    let mut resources = pod::spec(pod).resources.clone();
-    let asked = resources.clone()?.requests.unwrap_or_default();
-    let text = |(name, amount): (String, Quantity)| {
-        let spelled = asked.get(&name);
-        let spelled = spelled.filter(|text| text.0.parse() == Ok(amount));
-        let text = spelled.cloned().unwrap_or_else(|| Text(amount.to_string()));
-        (name, text)
+) -> (Option<BTreeMap<String, Text>>, Option<ResourceRequirements>) {
+    let has = if same(actuated, &wanted(pod)) {
+        Cow::Borrowed(pod)
+    } else {
+        Cow::Owned(with(pod, actuated))
     };
-    let allocated: BTreeMap<_, _> = of_pod(pod, Side::Requests).into_iter().map(text).collect();
-    put(&mut resources, &actuated.pod);
-    let mut resources = resources.unwrap_or_default();
-    let requests = resources.requests.get_or_insert_default();
-    for (name, amount) in resizable(Some(&allocated)) {
-        requests.entry(name).or_insert(amount);
-    }
-    resources.requests.take_if(|requests| requests.is_empty());
-    resources.claims = None;
-    Some((allocated, resources))
+    let whole = pod::spec(pod).resources.as_ref();
+    let some = |map: BTreeMap<String, Text>| (!map.is_empty()).then_some(map);
+    let texts = |amounts: Amounts, spelled: Option<&BTreeMap<String, Text>>| {
+        let text = |(name, amount): (String, Quantity)| {
+            let spelled = spelled.and_then(|s| s.get(&name));
+            let spelled = spelled.filter(|text| text.0.parse() == Ok(amount));
+            let text = spelled.cloned().unwrap_or_else(|| Text(amount.to_string()));
+            (name, text)
+        };
+        some(amounts.into_iter().map(text).collect())
+    };
+    let requests = whole.and_then(|r| r.requests.as_ref());
+    let limits = whole.and_then(|r| r.limits.as_ref());
+    let allocated = texts(of_pod(pod, Side::Requests), requests);
+    let mut own = of_pod(&has, Side::Requests);
+    own.retain(|name, _| {
+        RESIZABLE.contains(&name.as_str()) || requests.is_some_and(|r| r.contains_key(name))
+    });
+    let mut bounds = pod_bounds(&has);
+    let pages = of_pod_level(&has, Side::Limits).into_iter();
+    bounds.extend(pages.filter(|(name, _)| !RESIZABLE.contains(&name.as_str())));
+    let resources = ResourceRequirements {
+        requests: texts(own, requests),
+        limits: texts(bounds, limits),
+        claims: None,
+    };
+    let resources = Some(resources).filter(|r| *r != ResourceRequirements::default());
+    (allocated, resources)
 }
 
 /// The text that events of a resize end with.

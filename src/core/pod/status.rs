@@ -664,8 +664,7 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
     let conditions = conditions.map(|j| condition(facts, j)).collect();
     let ips = addresses(facts);
     let some = |list: Vec<ContainerStatus>| (!list.is_empty()).then_some(list);
-    let (allocated_resources, resources) =
-        resize::told_of_pod(facts.pod, &facts.resize.actuated).unzip();
+    let (allocated_resources, resources) = resize::told_of_pod(facts.pod, &facts.resize.actuated);
     let mut regular = regular;
     regular.sort_by(|a, b| a.name.cmp(&b.name));
     PodStatus {

@@ -149,6 +149,34 @@ pub fn best<'a>(
     })
 }
 
+/// A volume that has grown behind its filesystem.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Grown {
+    /// The namespace of its claim.
+    pub namespace: String,
+    /// Its claim.
+    pub claim: String,
+    /// What it has, in bytes.
+    pub bytes: i64,
+    /// The same as the API writes it.
+    pub text: String,
+}
+
+/// What a volume has, where its claim says that its filesystem has less: somebody has to grow that.
+#[must_use]
+pub fn growth(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> Option<Grown> {
+    let has = claim.status.as_ref()?.capacity.as_ref()?.get("storage")?;
+    let has = has.0.parse::<Quantity>().ok()?;
+    let text = &volume.spec.as_ref()?.capacity.as_ref()?.get("storage")?.0;
+    let now = text.parse::<Quantity>().ok().filter(|now| *now > has)?;
+    Some(Grown {
+        namespace: meta::namespace(claim).to_owned(),
+        claim: meta::name(claim).to_owned(),
+        bytes: now.units(),
+        text: text.clone(),
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -252,5 +280,43 @@ mod tests {
             [("a", "data"), ("b", "p-b")]
         );
         assert!(uses(&pod, "n", "p-b") && !uses(&pod, "m", "p-b"));
+    }
+
+    #[test]
+    fn a_volume_that_is_larger_than_its_claim_knows_has_grown() {
+        let volume = |size: &str| {
+            serde_json::from_value(
+                json!({"metadata": {"name": "v"}, "spec": {"capacity": {"storage": size}}}),
+            )
+            .expect("a volume")
+        };
+        let claim = |status: Value| {
+            serde_json::from_value(
+                json!({"metadata": {"namespace": "n", "name": "c"}, "status": status}),
+            )
+            .expect("a claim")
+        };
+        let known = claim(json!({"capacity": {"storage": "1Mi"}}));
+        assert_eq!(
+            growth(&volume("2Mi"), &known),
+            Some(Grown {
+                namespace: "n".into(),
+                claim: "c".into(),
+                bytes: 2 << 20,
+                text: "2Mi".into()
+            })
+        );
+        assert_eq!(
+            (
+                growth(&volume("1Mi"), &known),
+                growth(&volume("512Ki"), &known)
+            ),
+            (None, None)
+        );
+        assert_eq!(
+            growth(&volume("2Mi"), &claim(json!({}))),
+            None,
+            "what it has is not known yet"
+        );
     }
 }

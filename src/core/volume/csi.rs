@@ -14,9 +14,9 @@ use pb::volume_capability::access_mode::Mode;
 use pb::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use serde::{Deserialize, Serialize};
 
+use super::claims::{self, Grown};
 use super::{migrated, selinux};
 use crate::core::digest::sha256;
-use crate::core::quantity::Quantity;
 use crate::core::{meta, pod};
 
 /// A volume that a driver serves.
@@ -58,15 +58,6 @@ pub struct Volume {
     pub grown: Option<Grown>,
 }
 
-/// What a volume has grown to.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Grown {
-    /// In bytes.
-    pub bytes: i64,
-    /// As the API writes it.
-    pub text: String,
-}
-
 /// The name that nodes and attachers know a volume by (kubelet spec, 9.2).
 #[must_use]
 pub fn unique_name(driver: &str, handle: &str) -> String {
@@ -88,25 +79,6 @@ pub fn inline_handle(uid: &str, volume: &str) -> String {
     format!("csi-{}", sha256(format!("{uid}{volume}").as_bytes()))
 }
 
-/// What a volume has, where its claim says that its filesystem has less: somebody has to grow that.
-fn growth(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> Option<Grown> {
-    let has = claim
-        .status
-        .as_ref()?
-        .capacity
-        .as_ref()?
-        .get("storage")?
-        .0
-        .parse::<Quantity>()
-        .ok()?;
-    let text = &volume.spec.as_ref()?.capacity.as_ref()?.get("storage")?.0;
-    let now = text.parse::<Quantity>().ok().filter(|now| *now > has)?;
-    Some(Grown {
-        bytes: now.units(),
-        text: text.clone(),
-    })
-}
-
 fn secret(reference: Option<&SecretReference>) -> Option<(String, String)> {
     let reference = reference?;
     Some((reference.namespace.clone()?, reference.name.clone()?))
@@ -125,7 +97,7 @@ pub fn of_persistent(
             meta::namespace(claim).to_owned(),
             meta::name(claim).to_owned(),
         )),
-        grown: growth(volume, claim),
+        grown: claims::growth(volume, claim),
         ..of_source(volume, source, read_only)
     }
 }
@@ -557,40 +529,6 @@ mod tests {
             &volume(&[], ""),
             Some(&driver(json!({"attachRequired": false})))
         ));
-    }
-
-    #[test]
-    fn a_volume_that_is_larger_than_its_claim_knows_has_grown() {
-        let volume = |size: &str| {
-            serde_json::from_value(
-                json!({"metadata": {"name": "v"}, "spec": {"capacity": {"storage": size}}}),
-            )
-            .expect("a volume")
-        };
-        let claim = |status: Value| {
-            serde_json::from_value(json!({"metadata": {"name": "c"}, "status": status}))
-                .expect("a claim")
-        };
-        let known = claim(json!({"capacity": {"storage": "1Mi"}}));
-        assert_eq!(
-            growth(&volume("2Mi"), &known),
-            Some(Grown {
-                bytes: 2 << 20,
-                text: "2Mi".into()
-            })
-        );
-        assert_eq!(
-            (
-                growth(&volume("1Mi"), &known),
-                growth(&volume("512Ki"), &known)
-            ),
-            (None, None)
-        );
-        assert_eq!(
-            growth(&volume("2Mi"), &claim(json!({}))),
-            None,
-            "what it has is not known yet"
-        );
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use k8s_openapi::api::core::v1::{Container, PersistentVolume, PersistentVolumeClaim, Pod, Volume};
 
-use super::claims;
+use super::claims::{self, Grown};
 use super::csi;
 use super::disks::{self, Disk};
 use super::{migrated, selinux};
@@ -52,6 +52,8 @@ pub enum Source {
         path: String,
         /// The filesystem that a device gets which has none.
         filesystem: String,
+        /// What it has grown to, where the claim says that its filesystem has less.
+        grown: Option<Grown>,
     },
     /// A driver publishes it.
     Csi(Box<csi::Volume>),
@@ -573,6 +575,7 @@ fn persistent(
             Source::Local {
                 path: local.path.clone(),
                 filesystem,
+                grown: claims::growth(&claimed.volume, &claimed.claim).filter(|_| !read_only),
             },
             read_only,
             !block,

@@ -229,6 +229,30 @@ fn prepare(device: &str, filesystem: &str, read_only: bool, call: &Call) -> Resu
     Ok(found)
 }
 
+/// Makes the filesystem of a device that is mounted as large as the device; a directory has what its filesystem has.
+pub(super) fn grow(device: &Path, staged: &Path, call: &Call) -> Result<(), String> {
+    let shown = device.display().to_string();
+    let found = fs::metadata(device).map_err(doing(format!("local volume {shown}")))?;
+    if !found.file_type().is_block_device() {
+        return Ok(());
+    }
+    let mounted = staged.display().to_string();
+    let mounts = mount::table().map_err(|e| e.to_string())?;
+    let there = mounts.iter().rfind(|m| m.point == staged);
+    let there = there.ok_or_else(|| format!("{shown} is not mounted at {mounted}"))?;
+    let (program, arguments) = match there.kind.as_str() {
+        "ext2" | "ext3" | "ext4" => ("resize2fs", vec![shown.as_str()]),
+        "xfs" => ("xfs_growfs", vec![mounted.as_str()]),
+        "btrfs" => ("btrfs", vec!["filesystem", "resize", "max", &mounted]),
+        other => return Err(format!("a filesystem of type {other} cannot be grown")),
+    };
+    call.doing(format!("{program} {}", arguments.join(" ")));
+    match tool_to_its_end(program, &arguments, locked(&shown)?)? {
+        (0, _) => Ok(()),
+        (code, said) => Err(format!("{program} {shown} failed with {code}: {said}")),
+    }
+}
+
 /// A device held with a lock that whoever formats or checks it inherits.
 fn locked(device: &str) -> Result<File, String> {
     let file = File::open(device).map_err(doing(format!("{device} cannot be opened")))?;

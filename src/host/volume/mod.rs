@@ -199,7 +199,9 @@ impl LinuxHost {
                 }
                 return result;
             }
-            Source::Local { path, filesystem } => {
+            Source::Local {
+                path, filesystem, ..
+            } => {
                 let (staged, resolved) = (self.staged(&resolved.name)?, resolved.clone());
                 let given = [staged.clone(), PathBuf::from(&path)];
                 let result: Result<(), Problem> = self
@@ -224,6 +226,24 @@ impl LinuxHost {
             }
         };
         Ok(done?)
+    }
+
+    /// Makes the filesystem of a local volume as large as its device has become.
+    pub(in crate::host) async fn grow(
+        &self,
+        uid: &str,
+        resolved: &ResolvedVolume,
+    ) -> Result<(), String> {
+        let Source::Local { path, .. } = &resolved.source else {
+            return Ok(());
+        };
+        if resolved.block {
+            return Ok(());
+        }
+        let (path, staged) = (PathBuf::from(path), self.staged(&resolved.name)?);
+        let key = format!("{uid}/{}/size", resolved.volume);
+        let grow = move |call: &Call| device::grow(&path, &staged, call);
+        self.patient.call_with(&key, KERNEL_TIMEOUT, grow).await
     }
 
     /// Makes a disk known to a pod as a device, under a volume's name.

@@ -16,9 +16,10 @@ use tokio::time::Instant;
 
 pub use registry::run;
 
+use crate::agent::Context;
 use crate::agent::metrics::VolumeOperation;
 use crate::agent::serving::VolumeFigures;
-use crate::agent::{Context, Kind};
+use crate::agent::volume::growth;
 use crate::core::lock::lock;
 use crate::core::pod;
 use crate::core::volume::csi::{self, NodeCapabilities, Volume, VolumeData};
@@ -459,8 +460,7 @@ async fn stage(
     Err(failed("MountVolume.MountDevice failed")(error))
 }
 
-/// Makes a filesystem as large as its volume has become, and says so. A volume that stays as small as it was can be
-/// used all the same, so a failure is told and holds nothing up; the next refresh tries again.
+/// Makes a filesystem as large as its volume has become, and says so.
 async fn grow(context: &Context, pod: &Pod, wanted: &Wanted<'_>, staging: String) {
     let Wanted {
         volume,
@@ -468,7 +468,7 @@ async fn grow(context: &Context, pod: &Pod, wanted: &Wanted<'_>, staging: String
         place,
         ..
     } = wanted;
-    let (Some(grown), Some((namespace, claim))) = (&volume.grown, &volume.claim) else {
+    let Some(grown) = &volume.grown else {
         return;
     };
     let outcome = async {
@@ -483,39 +483,10 @@ async fn grow(context: &Context, pod: &Pod, wanted: &Wanted<'_>, staging: String
             volume_capability: Some(csi::capability(volume, registered.capabilities, None)),
             secrets: secret(context, volume.expand_secret.as_ref()).await?,
         };
-        registered
-            .driver
-            .expand(request)
-            .await
-            .map_err(failed("NodeExpandVolume"))?;
-        context
-            .api
-            .claim_has(namespace, claim, &grown.text)
-            .await
-            .map_err(|e| format!("the claim could not be told: {e}"))
+        let expanded = registered.driver.expand(request).await;
+        expanded.map(drop).map_err(failed("NodeExpandVolume"))
     };
-    let (kind, reason, message) = match outcome.await {
-        Ok(()) => (
-            Kind::Normal,
-            "FileSystemResizeSuccessful",
-            format!(
-                "MountVolume.NodeExpandVolume succeeded for volume {:?}: it has {} now",
-                volume.name, grown.text
-            ),
-        ),
-        Err(error) => (
-            Kind::Warning,
-            "VolumeResizeFailed",
-            format!(
-                "NodeExpandVolume.NodeExpandVolume failed for volume {:?} : {error}",
-                volume.name
-            ),
-        ),
-    };
-    context.events.pod(pod, None, kind, reason, message.clone());
-    context
-        .events
-        .claim(namespace, claim, kind, reason, message);
+    growth::tell(context, pod, &volume.name, grown, outcome.await).await;
 }
 
 /// The tokens that a driver wants of the pod's service account.

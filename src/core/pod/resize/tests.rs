@@ -179,7 +179,7 @@ fn the_kubelets_status_of_a_whole_pod_is_understood() {
     let mut pod = shared(&sized("1", "64Mi"));
     pod.status = serde_json::from_value(json!({
         "allocatedResources": {"cpu": "1050m", "memory": "16Mi"},
-        "resources": {"requests": {"cpu": "1050m", "memory": "16Mi"}, "limits": {"cpu": "1", "memory": "64Mi"}},
+        "resources": {"requests": {"cpu": "1050m", "memory": "16Mi"}, "limits": {"cpu": "1050m", "memory": "64Mi"}},
         "containerStatuses": [
             {"name": "a", "image": "", "imageID": "", "ready": true, "restartCount": 0, "resources": {}},
             {"name": "b", "image": "", "imageID": "", "ready": true, "restartCount": 0, "resources": {
@@ -187,13 +187,10 @@ fn the_kubelets_status_of_a_whole_pod_is_understood() {
     .expect("a status");
     assert!(same(&known(&pod), &desired(&pod)));
     assert!(same(&actuated(&pod), &wanted(&pod)));
-    let (allocated, resources) = told_of_pod(&pod, &actuated(&pod)).expect("resources of the pod");
-    let (told, status) = (json!(allocated), pod.status.clone().expect("a status"));
-    assert_eq!(told, json!(status.allocated_resources));
-    assert_eq!(
-        resources.limits,
-        status.resources.expect("resources").limits
-    );
+    let (allocated, resources) = told_of_pod(&pod, &actuated(&pod));
+    let status = pod.status.clone().expect("a status");
+    assert_eq!(json!(allocated), json!(status.allocated_resources));
+    assert_eq!(json!(resources), json!(status.resources));
     // What was asked for since is not carried out.
     let status = pod.status.take();
     pod = shared(&sized("2", "128Mi"));
@@ -211,7 +208,6 @@ fn a_pod_without_sizes_of_its_own_stays_in_its_class() {
     let none = Sizes::default();
     let granted = with(&asked, &none);
     assert_eq!(pod::spec(&granted).resources, None);
-    assert_eq!(told_of_pod(&granted, &none), None);
     // Each size alone is Burstable; the larger of both would be Guaranteed.
     let of = |cpu: &str, memory: (&str, &str)| -> Pod {
         serde_json::from_value(json!({"spec": {"containers": [{"name": "a", "resources": {
@@ -233,4 +229,26 @@ fn limits_of_the_pod_are_told_beside_own_ones_alone() {
     assert_eq!(told(a, &sizes), ResourceRequirements::default());
     let limits = json!({"cpu": "1", "memory": "10Mi"});
     assert_eq!(json!(told(b, &sizes).limits), limits);
+}
+
+#[test]
+fn what_containers_have_together_is_told_of_their_pod() {
+    let sums = |containers: Value| {
+        let pod: Pod =
+            serde_json::from_value(json!({"spec": {"containers": containers}})).expect("a pod");
+        let (allocated, resources) = told_of_pod(&pod, &wanted(&pod));
+        (json!(allocated), json!(resources))
+    };
+    let a = json!({"name": "a", "resources": {"requests": {"cpu": "20m", "memory": "10Mi", "example.com/x": "1"},
+        "limits": {"cpu": "30m", "memory": "20Mi", "example.com/x": "1"}}});
+    let b =
+        json!({"name": "b", "resources": {"requests": {"cpu": "5m"}, "limits": {"cpu": "10m"}}});
+    assert_eq!(
+        sums(json!([a, b])),
+        (
+            json!({"cpu": "25m", "memory": "10Mi", "example.com/x": "1"}),
+            json!({"requests": {"cpu": "25m", "memory": "10Mi"}, "limits": {"cpu": "40m"}})
+        )
+    );
+    assert_eq!(sums(json!([{"name": "c"}])), (Value::Null, Value::Null));
 }

@@ -140,7 +140,7 @@ pub enum Input {
     Devices(DeviceHealth),
     /// The node ends the pod.
     Evicted(Verdict),
-    /// Another pod has gone: a resize that was deferred is worth another try now.
+    /// There is room now for a resize that was deferred: it is asked for again.
     RoomFreed,
     /// The runtime's network.
     Network(Network),
