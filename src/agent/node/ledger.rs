@@ -340,13 +340,22 @@ impl Actor {
 
     /// Gives those that wait to grow what has become free, in their order, and tells them to ask again. The others wait on.
     fn retry_growth(&mut self, trigger: &str) {
-        for pod in self.ledger.waiting_to_grow() {
-            if self.grow(&pod).is_err() {
-                continue;
-            }
-            self.context.metrics.deferred_resize_accepted(trigger);
-            if let Some(inbox) = self.inboxes.get(pod::uid(&pod)) {
-                inbox.send(Input::RoomFreed);
+        let mut waiting = self.ledger.waiting_to_grow();
+        loop {
+            let before = waiting.len();
+            waiting.retain(|pod| {
+                let grows = self.grow(pod).is_ok();
+                if grows {
+                    self.context.metrics.deferred_resize_accepted(trigger);
+                    if let Some(inbox) = self.inboxes.get(pod::uid(pod)) {
+                        inbox.send(Input::RoomFreed);
+                    }
+                }
+                !grows
+            });
+            // One that has got more of one thing may have left some of another to one before it.
+            if waiting.is_empty() || waiting.len() == before {
+                return;
             }
         }
     }

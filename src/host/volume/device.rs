@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
+use std::time::Duration;
 
 use nix::mount::MntFlags;
 
@@ -247,6 +248,16 @@ pub(super) fn grow(device: &Path, staged: &Path, call: &Call) -> Result<(), Stri
         other => return Err(format!("a filesystem of type {other} cannot be grown")),
     };
     call.doing(format!("{program} {}", arguments.join(" ")));
+    // Another pod that has it may see at the same time that it has grown.
+    let _turn = loop {
+        if call.is_cancelled() {
+            return Err(format!("{shown} is not grown: its pod has ended"));
+        }
+        match Turn::at(staged) {
+            Some(turn) => break turn,
+            None => std::thread::sleep(Duration::from_millis(20)),
+        }
+    };
     match tool_to_its_end(program, &arguments, locked(&shown)?)? {
         (0, _) => Ok(()),
         (code, said) => Err(format!("{program} {shown} failed with {code}: {said}")),

@@ -63,11 +63,12 @@ impl Worker {
                     self.step(lifecycle::Input::Ended { cause, grace }, facts, turn);
                 }
             }
-            Input::RoomFreed => {
-                if self.growth == Growth::Deferred {
-                    self.growth = Growth::Wanted;
-                }
-            }
+            Input::RoomFreed => match self.growth {
+                Growth::Deferred => self.growth = Growth::Wanted,
+                // The refusal that this overtook is on its way.
+                Growth::Wanted => self.room_freed = true,
+                Growth::Settled => {}
+            },
             Input::Network(network) => self.network = network,
             Input::Done { key, outcome } => self.apply_outcome(facts, &key, outcome, turn),
             Input::ClockMoved(by) => self.move_timers(by),
@@ -266,7 +267,10 @@ impl Worker {
         let desired = Arc::clone(&self.update.pod);
         match outcome {
             Outcome::Deferred { reason, message } => {
-                self.growth = Growth::Deferred;
+                self.growth = match std::mem::take(&mut self.room_freed) {
+                    true => Growth::Wanted,
+                    false => Growth::Deferred,
+                };
                 let (kind, event) = match reason.as_str() {
                     INFEASIBLE => (INFEASIBLE, "ResizeInfeasible"),
                     _ => ("Deferred", "ResizeDeferred"),
@@ -486,6 +490,7 @@ impl Worker {
                 self.volumes.stale = false;
                 self.volumes.shape = super::plan::shape(&self.effective);
             }
+            Op::Grow => self.room_freed = false,
             Op::RestartAll(kills) => self.restart_over(kills),
             // One that there is keeps its size until it is resized: what runs may use more than it is to have.
             Op::Prepare if self.resizing.cgroup.is_none() => {

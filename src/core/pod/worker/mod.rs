@@ -149,6 +149,9 @@ pub struct Worker {
     #[serde(default)]
     wanted: Sizes,
     growth: Growth,
+    /// Room was made while the node was asked for it.
+    #[serde(default)]
+    room_freed: bool,
     resizing: Resizing,
     published: Option<PodStatus>,
     publish_at: Option<Timestamp>,
@@ -228,6 +231,7 @@ impl Worker {
                 .and_then(|s| s.observed_generation),
             wanted: Sizes::default(),
             growth: Growth::Settled,
+            room_freed: false,
             published: None,
             publish_at: None,
             adopted: false,

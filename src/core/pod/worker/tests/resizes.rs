@@ -82,6 +82,22 @@ fn what_is_not_granted_is_observed_too_and_the_old_size_stays() {
 }
 
 #[test]
+fn room_that_is_made_while_it_is_refused_is_asked_for_again() {
+    let mut run = running("NotRequired");
+    updated(&mut run, sized(2, "64", "NotRequired"));
+    run.settle_but(|op| matches!(op, Op::Grow));
+    run.input(Input::RoomFreed);
+    let no = Outcome::Deferred {
+        reason: "Deferred".into(),
+        message: "no room".into(),
+    };
+    run.done(&Key::Grow, no);
+    assert!(run.waiting.contains(&Op::Grow), "{:?}", run.waiting);
+    run.settle();
+    assert_eq!(told(&run), (2, vec![]));
+}
+
+#[test]
 fn a_size_that_comes_during_a_resize_has_one_of_its_own() {
     let mut run = running("NotRequired");
     updated(&mut run, sized(2, "2", "NotRequired"));
