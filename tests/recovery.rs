@@ -499,8 +499,11 @@ impl Node {
             let pod = self.pod("held").unwrap();
             pod["status"]["containerStatuses"][0]["state"]["terminated"].is_object()
         });
+        // Its final status is told first; what the node gives back after that takes a moment.
+        self.within(20, "the node gives it back", || {
+            self.pod("held").unwrap()["metadata"]["deletionGracePeriodSeconds"] == 0
+        });
         let version = || self.pod("held").unwrap()["metadata"]["resourceVersion"].clone();
-        // What becomes of its containers and what becomes of it may be told one after the other.
         self.within(20, "its last status", || {
             let before = version();
             std::thread::sleep(Duration::from_secs(1));
