@@ -11,7 +11,7 @@ mod support;
 use holdfast_proto::podresources as resources;
 use plugin::{Mood, Plugin};
 use serde_json::{Value, json};
-use support::{Cluster, condition};
+use support::{Cluster, condition, pod};
 
 fn end(cluster: &Cluster, pod: &str) -> Value {
     cluster.wait(&format!("{pod} has ended"), || {
@@ -292,13 +292,6 @@ fn node(cluster: &Cluster) -> Value {
 fn node_name(cluster: &Cluster) -> String {
     let node = node(cluster);
     node["metadata"]["name"].as_str().unwrap().to_owned()
-}
-
-fn pod(cluster: &Cluster, name: &str, spec: &Value) {
-    let mut pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
-        "spec": {"terminationGracePeriodSeconds": 0}});
-    json_patch::merge(&mut pod["spec"], spec);
-    cluster.apply(&pod.to_string());
 }
 
 /// Capacity and allocatable of a device plugin's resource.

@@ -222,8 +222,7 @@ fn a_local_disk_grows_under_its_pod() {
     let volumes = json!([{"name": "v", "persistentVolumeClaim": {"claimName": "disk"}}]);
     let spec =
         json!({"terminationGracePeriodSeconds": 1, "containers": [container], "volumes": volumes});
-    let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec});
-    cluster.apply(&pod.to_string());
+    support::pod(&cluster, "p", &spec);
     cluster.wait("the pod", || {
         condition(&cluster.pod("p"), "Ready") == "True"
     });

@@ -15,7 +15,7 @@ use holdfast::core::cpuset;
 use holdfast_proto::podresources::ListPodResourcesRequest;
 use pod_resources::who_has_what;
 use serde_json::{Value, json};
-use support::Cluster;
+use support::{Cluster, pod};
 
 /// Status and message of the Ready condition.
 fn ready(cluster: &Cluster) -> (String, String) {
@@ -70,13 +70,6 @@ fn capacity(cluster: &Cluster, resource: &str) -> Option<String> {
     let text = |key: &str| node["status"][key][resource].as_str().map(str::to_owned);
     assert_eq!(text("capacity"), text("allocatable"));
     text("capacity")
-}
-
-fn pod(cluster: &Cluster, name: &str, spec: &Value) {
-    let mut pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
-        "spec": {"terminationGracePeriodSeconds": 0, "containers": [{"name": "c", "image": "holdfast.local/demo:1"}]}});
-    json_patch::merge(&mut pod["spec"], spec);
-    cluster.apply(&pod.to_string());
 }
 
 fn labels_count_at_once(cluster: &Cluster) {

@@ -15,14 +15,7 @@ use holdfast::host::linux::LinuxHost;
 use holdfast::sys;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
-use support::Cluster;
-
-fn pod(cluster: &Cluster, name: &str, spec: &Value) {
-    let mut pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
-        "spec": {"terminationGracePeriodSeconds": 0, "containers": [{"name": "c", "image": "holdfast.local/demo:1"}]}});
-    json_patch::merge(&mut pod["spec"], spec);
-    cluster.apply(&pod.to_string());
-}
+use support::{Cluster, pod};
 
 /// A small filesystem at a directory, so that it can be filled; taken away when dropped.
 struct Small(std::path::PathBuf);

@@ -6,7 +6,7 @@ mod support;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use support::Cluster;
+use support::{Cluster, pod};
 
 /// Writes to a pod's `resize`, as a strategic merge.
 fn resized(cluster: &Cluster, name: &str, spec: &Value) -> Result<(), String> {
@@ -109,10 +109,9 @@ impl Sized<'_> {
 }
 
 fn made<'a>(cluster: &'a Cluster, name: &'a str, spec: &Value) -> Sized<'a> {
-    let mut pod =
-        json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec});
-    pod["spec"]["terminationGracePeriodSeconds"] = 1.into();
-    cluster.apply(&pod.to_string());
+    let mut spec = spec.clone();
+    spec["terminationGracePeriodSeconds"] = 1.into();
+    pod(cluster, name, &spec);
     Sized { cluster, name }
 }
 

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// How long a condition may take to come true: longer in a machine that is emulated.
 pub fn patience() -> Duration {
@@ -564,6 +564,14 @@ pub fn inside(cluster: &Cluster, pod: &str, command: &[&str]) -> String {
             .trim()
             .to_owned()
     })
+}
+
+/// Creates a pod, of one container of the bundled image where `spec` has no other, that ends at once when it is deleted.
+pub fn pod(cluster: &Cluster, name: &str, spec: &Value) {
+    let mut pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
+        "spec": {"terminationGracePeriodSeconds": 0, "containers": [{"name": "c", "image": "holdfast.local/demo:1"}]}});
+    json_patch::merge(&mut pod["spec"], spec);
+    cluster.apply(&pod.to_string());
 }
 
 /// A file as a block device; taken away when dropped.

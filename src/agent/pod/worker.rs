@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
-use k8s_openapi::api::core::v1::{Pod, PodStatus};
+use k8s_openapi::api::core::v1::Pod;
 use tokio::time::Instant;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::Instrument as _;
@@ -292,9 +292,7 @@ impl Shell {
 
     /// Nothing runs any more under a final phase: others may have what the pod asked for, before the scheduler gives it away.
     fn uncount(&mut self) {
-        let is_final =
-            |status: &PodStatus| matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"));
-        let ended = self.worker.published().is_some_and(is_final);
+        let ended = self.worker.published().is_some_and(pod::is_final);
         if ended && !std::mem::replace(&mut self.uncounted, true) {
             let uid = pod::uid(self.worker.pod());
             self.context().ledger.uncount(uid, true);

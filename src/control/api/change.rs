@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::certificates;
 use super::defaults;
 use super::error::FieldError;
-use super::object::{at, list, meta};
+use super::object::{at, list, meta, put};
 use super::resources::{Resource, Sub};
 use super::services;
 use super::validate;
@@ -72,13 +72,8 @@ pub(super) fn merge(resource: &Resource, sub: Option<Sub>, old: &Value, new: &mu
         }
         Some(Sub::Resize) => {
             let wanted = std::mem::replace(new, old.clone());
-            if let (Some(spec), resources) =
-                (new["spec"].as_object_mut(), &wanted["spec"]["resources"])
-            {
-                spec.remove("resources");
-                let set = (!resources.is_null()).then(|| ("resources".into(), resources.clone()));
-                spec.extend(set);
-            }
+            let whole = at(&wanted, &["spec", "resources"]);
+            put(&mut new["spec"], "resources", whole);
             for kind in ["containers", "initContainers"] {
                 let containers = new["spec"]
                     .get_mut(kind)

@@ -99,6 +99,15 @@ pub fn entry<'a>(object: &'a mut Value, key: &str) -> &'a mut Map<String, Value>
     slot.as_object_mut().expect("made an object just above")
 }
 
+/// Sets `object[key]`, or removes it; what is no map stays as it is.
+pub fn put(object: &mut Value, key: &str, value: Option<&Value>) {
+    match (value, object.as_object_mut()) {
+        (Some(value), Some(map)) => drop(map.insert(key.into(), value.clone())),
+        (None, Some(map)) => drop(map.remove(key)),
+        (_, None) => {}
+    }
+}
+
 /// `object.metadata`, created if absent.
 pub fn meta(object: &mut Value) -> &mut Map<String, Value> {
     entry(object, "metadata")

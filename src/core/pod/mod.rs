@@ -30,7 +30,7 @@ pub mod worker;
 use std::borrow::Cow;
 use std::sync::LazyLock;
 
-use k8s_openapi::api::core::v1::{Container, EphemeralContainer, Pod, PodSpec};
+use k8s_openapi::api::core::v1::{Container, EphemeralContainer, Pod, PodSpec, PodStatus};
 use serde::{Deserialize, Serialize};
 
 use crate::core::meta;
@@ -105,10 +105,16 @@ pub fn phase(pod: &Pod) -> &str {
         .unwrap_or("Pending")
 }
 
+/// Whether a status says that the pod has reached its end: it never runs again.
+#[must_use]
+pub fn is_final(status: &PodStatus) -> bool {
+    matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"))
+}
+
 /// Whether the pod has reached its end.
 #[must_use]
 pub fn is_terminal(pod: &Pod) -> bool {
-    matches!(phase(pod), "Succeeded" | "Failed")
+    pod.status.as_ref().is_some_and(is_final)
 }
 
 /// What a pod wants of its volumes' ownership.

@@ -99,6 +99,13 @@ impl ObservedPod {
         self.containers.iter().find(|c| c.name == name)
     }
 
+    /// Whether the newest instance of a container runs.
+    #[must_use]
+    pub fn runs(&self, name: &str) -> bool {
+        let newest = self.newest(name);
+        newest.is_some_and(|c| c.state == ContainerState::Running)
+    }
+
     /// The newest instance, and the newest before it that has ended. One that was made and never started
     /// says nothing about how the container went before.
     #[must_use]

@@ -239,15 +239,26 @@ impl Resizing {
             || !wanted.containers.iter().all(has)
     }
 
+    /// A container has its part of these sizes.
+    pub fn has_container(&mut self, name: &str, sizes: &Sizes) {
+        let size = sizes.containers.get_key_value(name);
+        let size = size.map(|(name, size)| (name.clone(), size.clone()));
+        self.actuated.containers.extend(size);
+    }
+
+    /// The pod's cgroup is made for these sizes.
+    pub fn has_cgroup(&mut self, sizes: Sizes) {
+        self.actuated.pod = sizes.pod.clone();
+        self.cgroup = Some(sizes);
+    }
+
     /// Containers have been brought to these sizes, and the pod's cgroup with them.
     pub fn carried_out(&mut self, names: &[String], to: Sizes) {
         for name in names {
-            let size = to.containers.get_key_value(name);
-            let size = size.map(|(name, size)| (name.clone(), size.clone()));
-            self.actuated.containers.extend(size);
+            self.has_container(name, &to);
         }
-        self.actuated.pod = to.pod.clone();
-        (self.cgroup, self.error) = (Some(to), None);
+        self.has_cgroup(to);
+        self.error = None;
     }
 }
 
@@ -424,9 +435,10 @@ pub fn told(container: &Container, actuated: &Sizes) -> ResourceRequirements {
 #[must_use]
 pub fn told_of_pod(
     pod: &Pod,
+    wanted: &Sizes,
     actuated: &Sizes,
 ) -> (Option<BTreeMap<String, Text>>, Option<ResourceRequirements>) {
-    let has = if same(actuated, &wanted(pod)) {
+    let has = if same(actuated, wanted) {
         Cow::Borrowed(pod)
     } else {
         Cow::Owned(with(pod, actuated))

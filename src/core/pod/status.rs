@@ -20,7 +20,7 @@ use super::lifecycle::Cause;
 use super::observed::{self, ContainerState, ObservedPod};
 use super::probe::Probed;
 use super::qos;
-use super::resize::{self, Resizing};
+use super::resize::{self, Resizing, Sizes};
 use crate::core::pod;
 use crate::core::time::seconds;
 
@@ -64,7 +64,9 @@ pub struct Facts<'a> {
     pub devices: &'a devices::OfPod,
     /// Containers whose start has not ended: their postStart hook may still run.
     pub starting: &'a BTreeSet<&'a str>,
-    /// How far a resize is. The pod has the sizes that were granted.
+    /// The sizes that the runtime is to have: those that were granted, which the pod has, too.
+    pub wanted: &'a Sizes,
+    /// How far it is with them.
     pub resize: &'a Resizing,
     /// The node's addresses.
     pub node_ips: &'a [String],
@@ -574,16 +576,10 @@ fn resizes(facts: &Facts<'_>) -> Vec<Judged> {
             message: Some(message.clone()),
         });
     }
-    let runs = |name: &str| {
-        let newest = facts.observed.newest(name);
-        newest.is_some_and(|c| c.state == ContainerState::Running)
-    };
     let error = facts.resize.error.clone();
-    let under_way = || {
-        let wanted = resize::wanted(facts.pod);
-        error.is_some() || facts.resize.is_under_way(&wanted, runs)
-    };
-    if !facts.ended && under_way() {
+    let runs = |name: &str| facts.observed.runs(name);
+    let under_way = || facts.resize.is_under_way(facts.wanted, runs);
+    if !facts.ended && (error.is_some() || under_way()) {
         judged.push(Judged {
             kind: "PodResizeInProgress",
             holds: true,
@@ -664,7 +660,8 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
     let conditions = conditions.map(|j| condition(facts, j)).collect();
     let ips = addresses(facts);
     let some = |list: Vec<ContainerStatus>| (!list.is_empty()).then_some(list);
-    let (allocated_resources, resources) = resize::told_of_pod(facts.pod, &facts.resize.actuated);
+    let (allocated_resources, resources) =
+        resize::told_of_pod(facts.pod, facts.wanted, &facts.resize.actuated);
     let mut regular = regular;
     regular.sort_by(|a, b| a.name.cmp(&b.name));
     PodStatus {

@@ -3,7 +3,6 @@
 use std::fs::{self, File};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
-use std::time::Duration;
 
 use nix::mount::MntFlags;
 
@@ -248,25 +247,26 @@ pub(super) fn grow(device: &Path, staged: &Path, call: &Call) -> Result<(), Stri
         other => return Err(format!("a filesystem of type {other} cannot be grown")),
     };
     call.doing(format!("{program} {}", arguments.join(" ")));
-    // Another pod that has it may see at the same time that it has grown.
-    let _turn = loop {
-        if call.is_cancelled() {
-            return Err(format!("{shown} is not grown: its pod has ended"));
-        }
-        match Turn::at(staged) {
-            Some(turn) => break turn,
-            None => std::thread::sleep(Duration::from_millis(20)),
-        }
-    };
-    match tool_to_its_end(program, &arguments, locked(&shown)?)? {
+    // Another pod that has it may see at the same time that it has grown: one after the other.
+    let held = opened(&shown)?;
+    held.lock()
+        .map_err(doing(format!("{shown} cannot be locked")))?;
+    if call.is_cancelled() {
+        return Err(format!("{shown} is not grown: its pod has ended"));
+    }
+    match tool_to_its_end(program, &arguments, held)? {
         (0, _) => Ok(()),
         (code, said) => Err(format!("{program} {shown} failed with {code}: {said}")),
     }
 }
 
+fn opened(device: &str) -> Result<File, String> {
+    File::open(device).map_err(doing(format!("{device} cannot be opened")))
+}
+
 /// A device held with a lock that whoever formats or checks it inherits.
 fn locked(device: &str) -> Result<File, String> {
-    let file = File::open(device).map_err(doing(format!("{device} cannot be opened")))?;
+    let file = opened(device)?;
     file.try_lock().map_err(doing(format!(
         "{device} is locked: another program formats, checks or probes it just now"
     )))?;

@@ -64,7 +64,8 @@ impl Job {
     }
 
     fn fits_pod(&self) -> std::result::Result<(), String> {
-        let limit = cgroup::pod_limits(&self.pod, None, None).memory;
+        let bounds = cgroup::pod_bounds(&self.pod);
+        let limit = bounds.get("memory").map(|q| q.units());
         let used = limit.and(self.context().host.memory_of_pod(&self.pod));
         limit
             .zip(used)

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::Errors;
 use crate::control::api::error::FieldError;
-use crate::control::api::object::{at, list, text};
+use crate::control::api::object::{at, list, put, text};
 use crate::control::api::resources::Resource;
 use crate::control::api::{certificates, rbac, storage};
 
@@ -272,14 +272,6 @@ fn pod_update(old: &Value, new: &Value, errors: &mut Errors) {
             "spec.tolerations",
             "existing toleration can not be modified except its tolerationSeconds",
         ));
-    }
-}
-
-fn put(object: &mut Value, key: &str, value: Option<&Value>) {
-    match (value, object.as_object_mut()) {
-        (Some(value), Some(map)) => drop(map.insert(key.into(), value.clone())),
-        (None, Some(map)) => drop(map.remove(key)),
-        (_, None) => {}
     }
 }
 

@@ -187,7 +187,7 @@ fn the_kubelets_status_of_a_whole_pod_is_understood() {
     .expect("a status");
     assert!(same(&known(&pod), &desired(&pod)));
     assert!(same(&actuated(&pod), &wanted(&pod)));
-    let (allocated, resources) = told_of_pod(&pod, &actuated(&pod));
+    let (allocated, resources) = told_of_pod(&pod, &wanted(&pod), &actuated(&pod));
     let status = pod.status.clone().expect("a status");
     assert_eq!(json!(allocated), json!(status.allocated_resources));
     assert_eq!(json!(resources), json!(status.resources));
@@ -236,7 +236,7 @@ fn what_containers_have_together_is_told_of_their_pod() {
     let sums = |containers: Value| {
         let pod: Pod =
             serde_json::from_value(json!({"spec": {"containers": containers}})).expect("a pod");
-        let (allocated, resources) = told_of_pod(&pod, &wanted(&pod));
+        let (allocated, resources) = told_of_pod(&pod, &wanted(&pod), &wanted(&pod));
         (json!(allocated), json!(resources))
     };
     let a = json!({"name": "a", "resources": {"requests": {"cpu": "20m", "memory": "10Mi", "example.com/x": "1"},

@@ -61,6 +61,7 @@ fn status(
         probed: &Probed::default(),
         devices: &devices::OfPod::new(),
         starting: &BTreeSet::new(),
+        wanted: &resize::wanted(pod),
         resize: &Resizing {
             actuated: resize::wanted(pod),
             ..Resizing::default()

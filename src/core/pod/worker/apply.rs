@@ -494,14 +494,12 @@ impl Worker {
             Op::RestartAll(kills) => self.restart_over(kills),
             // One that there is keeps its size until it is resized: what runs may use more than it is to have.
             Op::Prepare if self.resizing.cgroup.is_none() => {
-                self.resizing.cgroup = Some(self.wanted.clone());
-                self.resizing.actuated.pod = self.wanted.pod.clone();
+                self.resizing.has_cgroup(self.wanted.clone());
             }
             Op::Start { start, .. } => {
                 // It is started with what was granted by now.
-                let size = self.wanted.containers.get_key_value(&start.container.name);
-                let size = size.map(|(name, size)| (name.clone(), size.clone()));
-                self.resizing.actuated.containers.extend(size);
+                let name = &start.container.name;
+                self.resizing.has_container(name, &self.wanted);
                 let finished = self.last_end(&start.container.name);
                 if let Some(finished) = finished {
                     let key = backoff_key(start);

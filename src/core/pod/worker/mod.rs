@@ -364,10 +364,8 @@ impl Worker {
     }
 
     fn is_resizing(&self) -> bool {
-        let runs = |name: &str| {
-            let newest = self.observed.as_ref().and_then(|o| o.newest(name));
-            newest.is_some_and(|c| c.state == ContainerState::Running)
-        };
+        let observed = self.observed.as_ref();
+        let runs = |name: &str| observed.is_some_and(|o| o.runs(name));
         self.resizing.is_under_way(&self.wanted, runs)
     }
 
@@ -522,23 +520,22 @@ impl Worker {
             probed: &self.probed,
             devices: &self.devices,
             starting: &starting,
+            wanted: &self.wanted,
             resize: &self.resizing,
             node_ips: &facts.node_ips,
             ended,
             verdict: self.verdict.as_ref(),
             now: facts.now,
         });
-        let is_final =
-            |status: &PodStatus| matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"));
-        self.completed = is_final(&status);
+        self.completed = pod::is_final(&status);
         if !ended
-            && is_final(&status)
-            && !is_final(&self.status)
+            && pod::is_final(&status)
+            && !pod::is_final(&self.status)
             && observed.live().next().is_some()
         {
             // A final phase says that nothing runs any more, sidecars included.
             status.phase = Some("Running".into());
-        } else if is_final(&status) && !is_final(&self.status) && self.owes_claims() {
+        } else if pod::is_final(&status) && !pod::is_final(&self.status) && self.owes_claims() {
             // Nor that its devices are still its own.
             let before = self.status.phase.clone();
             status.phase = before.or_else(|| Some("Pending".into()));

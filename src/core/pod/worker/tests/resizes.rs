@@ -34,6 +34,13 @@ fn one(kind: &str, reason: &str, message: &str) -> Vec<(String, String, String)>
     vec![(kind.into(), reason.into(), message.into())]
 }
 
+fn no_room() -> Outcome {
+    Outcome::Deferred {
+        reason: "Deferred".into(),
+        message: "no room".into(),
+    }
+}
+
 fn updated(run: &mut Run, update: Update) {
     run.input(Input::Update(update));
 }
@@ -66,11 +73,7 @@ fn a_new_size_is_observed_when_the_node_has_decided() {
 fn what_is_not_granted_is_observed_too_and_the_old_size_stays() {
     let mut run = running("NotRequired");
     updated(&mut run, sized(2, "64", "NotRequired"));
-    let no = Outcome::Deferred {
-        reason: "Deferred".into(),
-        message: "no room".into(),
-    };
-    run.done(&Key::Grow, no);
+    run.done(&Key::Grow, no_room());
     run.settle();
     let pending = one("PodResizePending", "Deferred", "no room");
     assert_eq!(told(&run), (2, pending));
@@ -87,11 +90,7 @@ fn room_that_is_made_while_it_is_refused_is_asked_for_again() {
     updated(&mut run, sized(2, "64", "NotRequired"));
     run.settle_but(|op| matches!(op, Op::Grow));
     run.input(Input::RoomFreed);
-    let no = Outcome::Deferred {
-        reason: "Deferred".into(),
-        message: "no room".into(),
-    };
-    run.done(&Key::Grow, no);
+    run.done(&Key::Grow, no_room());
     assert!(run.waiting.contains(&Op::Grow), "{:?}", run.waiting);
     run.settle();
     assert_eq!(told(&run), (2, vec![]));
