@@ -44,13 +44,18 @@ impl Part {
         }
     }
 
+    /// The pid and the start that are noted, whether it still runs or not.
+    fn noted(&self) -> Option<(i32, u64)> {
+        let text = fs::read_to_string(&self.pid_file).ok()?;
+        let (pid, start) = text.trim().split_once(' ')?;
+        Some((pid.parse().ok()?, start.parse().ok()?))
+    }
+
     /// Its pid, if it runs. A stale pid file stays: its supervisor may be writing the next one.
     #[must_use]
     pub fn pid(&self) -> Option<i32> {
-        let text = fs::read_to_string(&self.pid_file).ok()?;
-        let (pid, start) = text.trim().split_once(' ')?;
-        let pid: i32 = pid.parse().ok()?;
-        (started_at(pid)? == start.parse::<u64>().ok()?).then_some(pid)
+        let (pid, start) = self.noted()?;
+        (started_at(pid)? == start).then_some(pid)
     }
 
     /// Starts it in the background. What is started first notes its own pid ([`Part::become_it`]), so that nothing runs that
@@ -63,8 +68,12 @@ impl Part {
             .spawn()
             .with_context(|| format!("{} cannot be started", self.name))?;
         let pid = i32::try_from(child.id())?;
-        while self.pid() != Some(pid) {
-            if let Some(status) = child.try_wait()? {
+        let noted = || self.noted().is_some_and(|(noted, _)| noted == pid);
+        while !noted() {
+            // What ended after it was noted did start: the caller learns how it ended.
+            if let Some(status) = child.try_wait()?
+                && !noted()
+            {
                 bail!(
                     "{} ended at once ({status}); see {}",
                     self.name,
