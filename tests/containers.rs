@@ -178,6 +178,7 @@ fn containers_find_what_their_pods_promise() {
         String::from_utf8_lossy(&refused.stderr).contains("RuntimeClass \"none\" not found"),
         "{refused:?}"
     );
+    cluster.delete_finished();
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     cluster.assert_clean();
 }
@@ -276,6 +277,7 @@ fn critical_pods_make_room_and_ephemeral_containers_look_around() {
         "it shares the processes of its target"
     );
     assert_eq!(phase("small"), "Running");
+    cluster.delete_finished();
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     cluster.assert_clean();
 }
@@ -446,8 +448,12 @@ fn devices_outlive_plugin_and_agent(cluster: &Cluster, plugin: &Plugin, image: &
     cluster.kill("agent");
     cluster.up();
     wait_for_things(cluster, THING, "2", "2");
+    // Of the agent before this one the node may say so still: what is asked here is this one's own.
     let both = ["first example.com/thing b", "second example.com/thing a"];
-    cluster.wait("both pods to be known again", || known(&both));
+    let both = Some((both.map(str::to_owned).to_vec(), 2));
+    cluster.wait("pods and devices to be known again", || {
+        who_has_what(cluster) == both
+    });
     cluster.kubectl(&[
         "delete",
         "pod",

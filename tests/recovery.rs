@@ -27,8 +27,8 @@ use support::{Cluster, condition};
 
 /// Ends at once when it is told to.
 const UNTIL_TERM: &str = "trap \"exit 0\" TERM; while true; do sleep 0.1; done";
-/// How long the apiserver is frozen.
-const FREEZE: Duration = Duration::from_secs(40);
+/// How long the apiserver is frozen: with the last heartbeat, of up to 15 seconds ago, less than makes a node Unknown (50).
+const FREEZE: Duration = Duration::from_secs(33);
 /// The CSI driver of the tests.
 const DRIVER: &str = "slow.test";
 
@@ -129,8 +129,9 @@ impl Node {
             ("sidecar", &|| self.sidecar()),
             ("hook", &|| self.exit_beside_a_hook()),
             ("finalizer", &|| self.finalizer()),
-            ("at once", &|| self.ends_at_once()),
         ]);
+        // By itself: one of the rows before counts requests.
+        self.ends_at_once();
         self.side_by_side(&[
             ("manifest", &|| self.manifest_changed_ten_times()),
             ("burst", &|| self.burst()),
@@ -160,12 +161,11 @@ impl Node {
         eprintln!("containerd {}: {what}: {time:.1?}", self.version);
     }
 
-    /// Waits until a condition holds, so many seconds at most, twice as many on a machine that is slow or busy; the answer is
-    /// how long it took.
+    /// Waits until a condition holds, [`at_most`] so many seconds; the answer is how long it took.
     fn within(&self, seconds: u64, what: &str, condition: impl Fn() -> bool) -> Duration {
         let begun = Instant::now();
         while !condition() {
-            if begun.elapsed() > 2 * Duration::from_secs(seconds) {
+            if begun.elapsed() > at_most(seconds) {
                 let log = self.cluster.log("agent");
                 let from = log.len().saturating_sub(10_000);
                 let end = String::from_utf8_lossy(&log.as_bytes()[from..]);
@@ -317,6 +317,19 @@ impl Node {
     }
 }
 
+/// How long what should take so many seconds may take: twice as long on any machine, longer on one that has more to do than
+/// it has processors.
+fn at_most(seconds: u64) -> Duration {
+    let text = std::fs::read_to_string("/proc/loadavg").unwrap();
+    let load: f64 = text.split(' ').next().unwrap().parse().unwrap();
+    let processors = std::thread::available_parallelism().unwrap().get() as f64;
+    Duration::from_secs(seconds).mul_f64((load / processors).clamp(2.0, 6.0))
+}
+
+fn is_within(took: jiff::SignedDuration, seconds: u64) -> bool {
+    took.as_secs_f64() <= at_most(seconds).as_secs_f64()
+}
+
 fn manifest(name: &str, metadata: &str, spec: &str) -> String {
     format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, {metadata}}}\nspec: {{terminationGracePeriodSeconds: 2, {spec}}}\n---\n"
@@ -377,7 +390,7 @@ impl Node {
         let main = &pod["status"]["containerStatuses"][0]["state"]["terminated"];
         let waited =
             time(&main["startedAt"]).duration_since(time(&pod["metadata"]["creationTimestamp"]));
-        assert!(waited.as_secs() <= 20, "{waited:?}: {pod:#}");
+        assert!(is_within(waited, 10), "{waited:?}: {pod:#}");
         self.took(
             "a container with a sidecar that takes a second starts after",
             waited,
@@ -410,11 +423,7 @@ impl Node {
                 self.is(name, "Succeeded")
             });
         }
-        assert!(
-            begun.elapsed() < Duration::from_secs(80),
-            "{:?}",
-            begun.elapsed()
-        );
+        assert!(begun.elapsed() < at_most(40), "{:?}", begun.elapsed());
         self.took("12 short pods and 4 with sidecars", begun.elapsed());
         for name in &paired {
             let pod = self.pod(name).unwrap();
@@ -446,7 +455,7 @@ impl Node {
             let conditions = pod["status"]["conditions"].as_array().unwrap();
             let ready = conditions.iter().find(|c| c["type"] == "Ready").unwrap();
             let after = time(&ready["lastTransitionTime"]).duration_since(time(&end["finishedAt"]));
-            assert!(after.as_secs() <= 10, "{after:?}: {pod:#}");
+            assert!(is_within(after, 5), "{after:?}: {pod:#}");
             longest = longest.max(after);
         }
         self.took("20 containers that end at once are seen after", longest);
@@ -457,7 +466,7 @@ impl Node {
     /// A container that ends while another one's postStart hook runs is started again long before the hook ends.
     fn exit_beside_a_hook(&self) {
         let first = self.container("a", "sleep 3; exit 1", "");
-        let hook = "lifecycle: {postStart: {exec: {command: [sleep, '30']}}}";
+        let hook = "lifecycle: {postStart: {exec: {command: [sleep, '150']}}}";
         let second = self.container("b", UNTIL_TERM, hook);
         self.cluster.apply(&manifest(
             "hook",
@@ -477,7 +486,7 @@ impl Node {
         if let Some(started) = started {
             let waited =
                 time(started).duration_since(time(&a["lastState"]["terminated"]["finishedAt"]));
-            assert!(waited.as_secs() <= 15, "{waited:?}: {a:#}");
+            assert!(is_within(waited, 8), "{waited:?}: {a:#}");
             self.took("restart beside a hook after", waited);
         }
         self.delete("hook", 15);
@@ -660,8 +669,10 @@ impl Node {
         self.within(20, "it says what it waits for", || {
             self.cluster.events("later").contains("NetworkNotReady")
         });
-        let said = self.explain("later");
-        assert!(said.contains("the node's network is not ready"), "{said}");
+        self.within(10, "the agent says so, too", || {
+            let said = self.explain("later");
+            said.contains("the node's network is not ready")
+        });
         let end = Instant::now() + Duration::from_secs(5);
         while Instant::now() < end {
             for name in waiting {
@@ -701,7 +712,8 @@ impl Node {
     /// The apiserver freezes: nobody's readiness changes, static pods come and change without it, and what was
     /// created meanwhile starts as soon as it answers again.
     fn frozen_apiserver(&self) {
-        let probe = "readinessProbe: {periodSeconds: 1, exec: {command: ['true']}}";
+        let probe =
+            "readinessProbe: {periodSeconds: 1, timeoutSeconds: 20, exec: {command: ['true']}}";
         let container = self.container("c", UNTIL_TERM, probe);
         let probed = ["probed-0", "probed-1", "probed-2"];
         for name in probed {

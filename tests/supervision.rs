@@ -36,7 +36,7 @@ impl Drop for Supervisor {
 }
 
 fn wait(what: &str, mut is: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + support::patience();
     while !is() {
         assert!(Instant::now() < deadline, "{what} did not come");
         std::thread::sleep(Duration::from_millis(10));
@@ -98,15 +98,16 @@ fn no_part_runs_that_is_noted_nowhere() {
             })
             .collect()
         };
-        // This is what `down` would find; whatever runs later was found.
+        // This is what `down` would find, which waits for one that is just noting its pid; whatever runs later was found.
+        let noting = std::fs::File::open(dir.path()).unwrap();
+        noting.lock().unwrap();
         let known = noted();
+        drop(noting);
         std::thread::sleep(Duration::from_millis(100));
         // What was about to become it ends by itself, as soon as it sees that its parent has gone.
         let begun = Instant::now();
         let mut left = marked();
-        while left.iter().any(|pid| Some(*pid) != known)
-            && begun.elapsed() < Duration::from_secs(20)
-        {
+        while left.iter().any(|pid| Some(*pid) != known) && begun.elapsed() < support::patience() {
             std::thread::sleep(Duration::from_millis(20));
             left = marked();
         }

@@ -261,6 +261,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         clock,
         events,
         images,
+        sandbox_slots: super::SandboxSlots::for_processors(machine.cpus),
         machine,
         node_ips,
         resolver: watch::channel(Arc::new(resolver)).0,

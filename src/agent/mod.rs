@@ -39,6 +39,7 @@ use node::devices::register as register_device_plugin;
 pub use node::ledger::{self, LedgerHandle};
 pub use node::{ClaimManager, DeviceManager, KubeNodes, NodeApi, NodeChange, OwnNode};
 pub use pod::journal::Journals;
+pub use pod::sandbox_slots::SandboxSlots;
 pub use pod::sources::Statics;
 pub use serving::local::SOCKET;
 pub use serving::{Known, KnownPods};
@@ -98,6 +99,8 @@ pub struct Context {
     pub dialer: Arc<dyn Dialer>,
     /// What was done for each pod.
     pub journals: Journals,
+    /// How many sandboxes are made at once.
+    pub sandbox_slots: SandboxSlots,
     /// Storage drivers.
     pub csi: Csi,
     /// Device plugins, and which container has which device.

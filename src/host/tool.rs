@@ -136,23 +136,38 @@ mod tests {
     #[tokio::test]
     async fn a_tool_ends_when_nobody_wants_it_unless_it_writes_to_a_device() {
         let patient = Patient::default();
-        let (short, long) = (Duration::from_millis(500), Duration::from_secs(30));
+        let (short, long) = (Duration::from_millis(500), Duration::from_secs(60));
         let begun = Instant::now();
         let mounting = patient.call_with("u/v", short, |call| {
-            tool_while_wanted("sleep", &["60"], call).map(|_| ())
+            tool_while_wanted("sleep", &["600"], call).map(|_| ())
         });
         assert!(mounting.await.is_err());
         assert_eq!(patient.cancel("u/", long).await, Ok(()));
-        assert!(begun.elapsed() < Duration::from_secs(20), "it was killed");
+        assert!(begun.elapsed() < Duration::from_secs(90), "it was killed");
         let dir = tempfile::tempdir().expect("a directory");
-        let done = dir.path().join("done");
-        let script = format!("sleep 1; touch {}", done.display());
+        let (go, done) = (dir.path().join("go"), dir.path().join("done"));
+        let script = format!(
+            "for i in $(seq 1200); do test -e {0} && break; sleep 0.05; done; test -e {0} && touch {1}",
+            go.display(),
+            done.display()
+        );
+        let (began, begun) = std::sync::mpsc::channel::<()>();
         let formatting = patient.call_with("u/v", short, move |call| {
             call.doing("formatting");
+            began.send(()).map_err(|e| e.to_string())?;
             let held = File::open("/dev/null").map_err(|e| e.to_string())?;
             tool_to_its_end("sh", &["-c", &script], held).map(|_| ())
         });
-        assert!(formatting.await.is_err_and(|e| e.contains("formatting")));
+        // While a thread of tokio's waits, the clock stands: it is not given up before its thread has begun.
+        tokio::time::pause();
+        let begun = tokio::task::spawn_blocking(move || begun.recv());
+        let (formatting, begun) = tokio::join!(formatting, begun);
+        tokio::time::resume();
+        begun.expect("waited for").expect("it has begun");
+        assert!(formatting.is_err_and(|e| e.contains("formatting")));
+        let cancelled = patient.cancel("u/", short).await;
+        assert!(cancelled.is_err_and(|e| e.contains("formatting")));
+        std::fs::write(&go, "").expect("written");
         assert_eq!(patient.cancel("u/", long).await, Ok(()));
         assert!(done.exists(), "it was waited for");
     }

@@ -105,7 +105,7 @@ async fn written(dir: &Path, kind: Kind, expected: usize) -> usize {
     };
     // Paused time: what is waited for is written in a thread, which takes real time. What is not to be written has a while
     // to come all the same.
-    for round in 0..10_000 {
+    for round in 0..30_000 {
         tokio::time::sleep(std::time::Duration::from_secs(1)).await;
         std::thread::sleep(std::time::Duration::from_millis(2));
         if round >= 200 && count() == expected {

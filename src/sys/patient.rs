@@ -183,17 +183,24 @@ mod tests {
     #[tokio::test]
     async fn what_was_given_up_is_told_and_waited_for() {
         let patient = Patient::default();
-        // Its thread has begun by then.
         let (short, long) = (Duration::from_millis(500), Duration::from_secs(60));
         let (release, held) = std::sync::mpsc::channel::<()>();
+        let (began, begun) = std::sync::mpsc::channel::<()>();
         let until_cancelled = move |call: &Call| {
             call.doing("mkfs of a disk");
+            began.send(()).map_err(|e| e.to_string())?;
             while !call.is_cancelled() {
                 std::thread::sleep(Duration::from_millis(5));
             }
             held.recv().map_err(|e| e.to_string())
         };
-        let given_up = patient.call_with("u/v", short, until_cancelled).await;
+        let calling = patient.call_with("u/v", short, until_cancelled);
+        // While a thread of tokio's waits, the clock stands: it is not given up before its thread has begun.
+        tokio::time::pause();
+        let begun = tokio::task::spawn_blocking(move || begun.recv());
+        let (given_up, begun) = tokio::join!(calling, begun);
+        tokio::time::resume();
+        begun.expect("waited for").expect("it has begun");
         assert!(given_up.is_err_and(|e| e.contains("mkfs of a disk has been running")));
         assert_eq!(patient.cancel("other/", long).await, Ok(()));
         let waiting = patient.cancel("u/", short).await;

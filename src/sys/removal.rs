@@ -427,7 +427,7 @@ mod tests {
                 let tried = (0..5).any(|_| remove_tree(&tree).is_ok());
                 lets_go.store(true, Ordering::Relaxed);
                 let whole = tried
-                    || (0..10_000).any(|_| {
+                    || (0..30_000).any(|_| {
                         std::thread::sleep(std::time::Duration::from_millis(1));
                         remove_tree(&tree).is_ok()
                     });

@@ -205,7 +205,7 @@ mod tests {
                 match command.arg("0").stdout(std::process::Stdio::null()).spawn() {
                     Err(error)
                         if error.kind() == std::io::ErrorKind::ExecutableFileBusy
-                            && begun.elapsed().as_secs() < 20 => {}
+                            && begun.elapsed().as_secs() < 60 => {}
                     started => break started.expect("started"),
                 }
             };

@@ -50,7 +50,8 @@ impl Driver {
     pub fn run(&self, registry: &Path) -> Servers {
         let cdi = PathBuf::from("/var/run/cdi");
         std::fs::create_dir_all(&cdi).unwrap();
-        let spec = cdi.join(format!("holdfast-test-{}.json", std::process::id()));
+        // Always the same file: two files with the same device contradict each other, and a run that was cut off leaves one.
+        let spec = cdi.join("holdfast-test.json");
         let device =
             serde_json::json!({"name": "a", "containerEdits": {"env": ["THING=of the driver"]}});
         let text = serde_json::json!({"cdiVersion": "0.5.0", "kind": KIND, "devices": [device]});

@@ -109,12 +109,16 @@ impl Cluster {
             nix::unistd::geteuid().is_root(),
             "this test makes containers: run it as root"
         );
-        // A run that was cut off leaves its cluster behind.
+        self.clear();
+        self.up();
+        self
+    }
+
+    /// A run that was cut off leaves its cluster behind.
+    pub fn clear(&self) {
         if self.data().exists() {
             succeeded("down", self.purged());
         }
-        self.up();
-        self
     }
 
     pub fn up(&self) -> String {
@@ -190,8 +194,17 @@ impl Cluster {
     /// Kills a part and its supervisor: it stays down until [`Cluster::up`].
     pub fn kill(&self, part: &str) {
         self.unsupervise(part);
-        let pid = nix::unistd::Pid::from_raw(self.pid(part));
-        nix::sys::signal::kill(pid, nix::sys::signal::SIGKILL).unwrap();
+        let pid = self.pid(part);
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGKILL).unwrap();
+        self.wait_for_end(pid);
+    }
+
+    /// Waits until a process that was sent a signal has ended: what seems to run still is left alone by [`Cluster::up`].
+    pub fn wait_for_end(&self, pid: i32) {
+        let stat = format!("/proc/{pid}/stat");
+        self.wait_quietly(&format!("process {pid} to end"), || {
+            std::fs::read_to_string(&stat).map_or(true, |s| s.contains(") Z "))
+        });
     }
 
     pub fn log(&self, part: &str) -> String {
@@ -249,6 +262,28 @@ impl Cluster {
         let list: Value =
             serde_json::from_str(&self.kubectl(&["get", "pods", "-o", "json"])).unwrap();
         list["items"].as_array().unwrap().clone()
+    }
+
+    /// Deletes the pods that have finished, and waits until nothing is left of them: the API forgets such a pod at once, and
+    /// what the node keeps of it goes after that.
+    pub fn delete_finished(&self) {
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let mut pods = self.pods();
+        pods.retain(|p| ["Succeeded", "Failed"].contains(&&*text(&p["status"]["phase"])));
+        let names = pods.iter().map(|p| text(&p["metadata"]["name"]));
+        let names: Vec<String> = names.collect();
+        let delete = ["delete", "pod"].into_iter();
+        let delete: Vec<&str> = delete.chain(names.iter().map(String::as_str)).collect();
+        self.kubectl(&delete);
+        // Links of logs have the name, all else has the uid.
+        let mut marks: Vec<String> = names.iter().map(|n| format!("log link {n}_")).collect();
+        marks.extend(pods.iter().map(|p| text(&p["metadata"]["uid"])));
+        self.wait("nothing to be left of what has finished", || {
+            let left = self.leftovers();
+            !left
+                .iter()
+                .any(|l| marks.iter().any(|mark| l.contains(mark)))
+        });
     }
 
     pub fn pod(&self, name: &str) -> Value {
@@ -373,7 +408,8 @@ impl Cluster {
     }
 
     /// Nothing is left of pods whose objects have gone. What the agent gives back it has given back before the object goes; what
-    /// containerd and the kernel end by themselves (shims, links, mounts of sandboxes) may take a moment longer.
+    /// containerd and the kernel end by themselves (shims, links, mounts of sandboxes) may take a moment longer. Pods that had
+    /// finished are for [`Cluster::delete_finished`].
     #[track_caller]
     pub fn assert_clean(&self) {
         let run = format!("mount {}", self.run_dir().display());

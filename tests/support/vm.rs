@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 /// What the kernel's command line says of such a machine.
 const MARK: &str = "holdfast.vm";
-/// How long it may take.
-const RUN_TIMEOUT: Duration = Duration::from_secs(600);
+/// How long it may take: its processor is emulated, on a machine that may be busy.
+const RUN_TIMEOUT: Duration = Duration::from_secs(1800);
 
 /// A memory disk in the `newc` format.
 #[derive(Default)]

@@ -255,6 +255,7 @@ impl World {
             metrics: Arc::new(Metrics::default()),
             dialer: Arc::new(self.clone()),
             journals: Journals::default(),
+            sandbox_slots: holdfast::agent::SandboxSlots::for_processors(2),
             csi: holdfast::agent::Csi::new(&config.root_dir),
             devices: holdfast::agent::DeviceManager::new(&config.root_dir, self.1.now()),
             claims: holdfast::agent::ClaimManager::new(&config.root_dir).unwrap(),

@@ -100,11 +100,12 @@ impl Asking {
         consent(&self.ask(&packets, &request, &[kind::ACK, kind::NAK], until)?)
     }
 
-    /// A longer lease: from its server, to which it speaks by its address, or from any server.
-    pub fn extend(&self, lease: &Lease, any: bool) -> Result<Lease, Error> {
+    /// A longer lease: from its server, to which it speaks by its address, or from any server. It is given up when the
+    /// lease, which is of this age, ends: its address may be another's then.
+    pub fn extend(&self, lease: &Lease, age: Duration, any: bool) -> Result<Lease, Error> {
         let mut request = self.message(kind::REQUEST, random()?);
         request.client = lease.address.addr();
-        let until = Instant::now() + self.patience;
+        let until = Instant::now() + lease.left(age).min(self.patience);
         if any {
             let packets =
                 Packets::open(self.link.0).map_err(|e| Error::doing("no socket for DHCP", e))?;
@@ -121,14 +122,19 @@ impl Asking {
             .map_err(failed)?;
         let mut wait = FIRST_WAIT.min(self.longest_wait);
         let mut buffer = [0; 2048];
-        while Instant::now() < until {
+        while let Some(left) = until
+            .checked_duration_since(Instant::now())
+            .filter(|left| !left.is_zero())
+        {
             socket
                 .send_to(
                     &request.encode(),
                     SocketAddrV4::new(lease.server, SERVER_PORT),
                 )
                 .map_err(failed)?;
-            socket.set_read_timeout(Some(wait)).map_err(failed)?;
+            socket
+                .set_read_timeout(Some(wait.min(left)))
+                .map_err(failed)?;
             match socket.recv(&mut buffer) {
                 Ok(length) => {
                     let answer = buffer

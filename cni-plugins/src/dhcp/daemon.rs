@@ -480,7 +480,7 @@ impl Daemon {
             let extended = holder.inside(|socket| {
                 holder
                     .asking(&self.settings, socket)?
-                    .extend(&state.lease, any)
+                    .extend(&state.lease, age, any)
             });
             match extended {
                 Ok(lease) => {

@@ -133,6 +133,15 @@ impl Lease {
         })
     }
 
+    /// How long it lasts from this age on.
+    #[must_use]
+    pub fn left(&self, age: Duration) -> Duration {
+        if self.seconds == FOR_EVER {
+            return Duration::MAX;
+        }
+        Duration::from_secs(self.seconds.into()).saturating_sub(age)
+    }
+
     /// What is to be done at its age.
     #[must_use]
     pub fn step(&self, age: Duration) -> Step {
@@ -285,6 +294,8 @@ mod tests {
     fn leases_are_renewed_in_time() {
         let lease = Lease::of(&ack()).expect("a lease");
         let at = |seconds: u64| lease.step(Duration::from_secs(seconds));
+        let left = |seconds: u64| lease.left(Duration::from_secs(seconds)).as_secs();
+        assert_eq!([left(0), left(3500), left(4000)], [3600, 100, 0]);
         assert_eq!(at(0), Step::Wait(Some(Duration::from_secs(1800))));
         assert_eq!(at(1800), Step::Renew(Duration::from_secs(675)));
         assert_eq!(at(3140), Step::Renew(Duration::from_secs(60)));

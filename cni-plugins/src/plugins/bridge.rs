@@ -5,6 +5,7 @@
 
 use std::fs::File;
 use std::net::IpAddr;
+use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
 use serde_json::{Map, Value};
@@ -18,6 +19,9 @@ use crate::net::netlink::Socket;
 use crate::net::nft::{Nft, spoof};
 use crate::net::{netns, sysctl};
 use crate::skel::{Call, Plugin};
+
+/// How long the kernel may take to make a port operational whose ends are both up.
+const OPERATES_WITHIN: Duration = Duration::from_secs(5);
 
 /// The plugin.
 pub struct Bridge;
@@ -565,22 +569,46 @@ fn attach(
             .map_err(doing("the MAC spoof check cannot be set up in nftables"))?;
     }
     let mut finish = |success| {
-        finish(
-            socket,
-            config,
-            call,
-            bridge,
-            namespace,
-            Success {
-                interfaces: interfaces.to_vec(),
-                ..success
-            },
-        )
+        let success = Success {
+            interfaces: interfaces.to_vec(),
+            ..success
+        };
+        let success = finish(socket, config, call, bridge, namespace, success)?;
+        if !config.leave_down {
+            forwards(socket, &host_name)?;
+        }
+        Ok(success)
     };
     if config.ipam.is_empty() {
         finish(Success::default())
     } else {
         interface::with_addresses(call, config.ipam, finish)
+    }
+}
+
+/// Waits until the port is operational: the kernel makes it so a moment after both ends are up, and the bridge drops what
+/// the container sends before.
+fn forwards(socket: &mut Socket, port: &str) -> Result<(), Error> {
+    let begun = Instant::now();
+    loop {
+        let link = socket
+            .link(port)
+            .map_err(doing("the host interface cannot be read"))?;
+        match link {
+            Some(link) if link.operates => return Ok(()),
+            Some(_) if begun.elapsed() < OPERATES_WITHIN => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Some(_) => {
+                return Err(Error::other(format!(
+                    "the bridge's port {port:?} did not become operational within {} s though both its ends are up",
+                    OPERATES_WITHIN.as_secs()
+                )));
+            }
+            None => {
+                return Err(Error::other(format!("the interface {port:?} vanished")));
+            }
+        }
     }
 }
 

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use super::firewall::reaches;
 use super::world::{World, ip, plugins};
 
 /// A host with a wire, a DHCP server at its other end, and the daemon.
@@ -17,7 +18,7 @@ struct Network {
 }
 
 fn wait(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(30);
+    let deadline = Instant::now() + Duration::from_secs(60);
     while !done() {
         assert!(Instant::now() < deadline, "{what}");
         std::thread::sleep(Duration::from_millis(50));
@@ -74,6 +75,7 @@ impl Network {
         network
     }
 
+    /// Starts the server, and waits until it listens: what is asked before costs the client its patience.
     fn serve(&mut self) {
         let mut command = Command::new("ip");
         command
@@ -87,14 +89,18 @@ impl Network {
                 "-S",
             ])
             .arg(self.far.data.path().join("udhcpd.conf"));
-        self.server = Some(
-            command
-                .stdin(Stdio::null())
-                .stdout(Stdio::null())
-                .stderr(Stdio::null())
-                .spawn()
-                .unwrap(),
-        );
+        let server = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let sockets = format!("/proc/{}/net/udp", server.id());
+        self.server = Some(server);
+        // Port 67, in the namespace that the process has entered by then.
+        wait("the server listens", || {
+            std::fs::read_to_string(&sockets).is_ok_and(|all| all.contains(":0043 "))
+        });
     }
 
     fn socket(&self) -> PathBuf {
@@ -198,24 +204,7 @@ fn leases_are_got_and_given_back() {
                 && routes.contains("default via 10.198.8.1"),
             "{routes}"
         );
-        let ping = [
-            "netns",
-            "exec",
-            &world.container,
-            "busybox",
-            "ping",
-            "-c1",
-            "-W2",
-            "10.198.8.1",
-        ];
-        assert!(
-            Command::new("ip")
-                .args(ping)
-                .output()
-                .unwrap()
-                .status
-                .success()
-        );
+        assert!(reaches(&world.container, "10.198.8.1"));
         let with = World::with_previous(&config, &result);
         if version >= "0.4.0" {
             world.ok("macvlan", "CHECK", &with);
@@ -280,7 +269,8 @@ fn leases_are_got_and_given_back() {
 
 #[test]
 fn leases_are_renewed_and_outlive_the_daemon_and_end_with_their_server() {
-    let mut network = Network::new(1, 4);
+    // Long enough for a busy machine to renew it in time.
+    let mut network = Network::new(1, 8);
     let config = network.config("1.1.0");
     network.world.ok("macvlan", "ADD", &config);
     let dir = network.socket().with_extension("leases");
@@ -341,7 +331,7 @@ fn systemd_may_have_opened_the_socket() {
 
 #[test]
 fn a_container_that_vanishes_ends_its_lease() {
-    let network = Network::new(1, 4);
+    let network = Network::new(1, 8);
     network.world.ok("macvlan", "ADD", &network.config("1.1.0"));
     ip(&["netns", "del", &network.world.container]);
     wait("the lease is dropped", || network.held() == 0);

@@ -4,6 +4,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
@@ -35,6 +36,24 @@ pub fn ip(arguments: &[&str]) -> String {
         String::from_utf8_lossy(&output.stderr)
     );
     String::from_utf8(output.stdout).unwrap()
+}
+
+/// Whether something comes true. The kernel begins to use a link a moment after it was brought up, a busy machine later.
+pub fn comes_true(done: impl Fn() -> bool) -> bool {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !done() {
+        if Instant::now() > deadline {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    true
+}
+
+/// What `show` shows of a link once the kernel has begun to use it, or after a while.
+pub fn once_up(show: impl Fn() -> String) -> String {
+    comes_true(|| show().contains("state UP"));
+    show()
 }
 
 /// Two namespaces, a "host" in which the plugins run and a "container"; gone when dropped.

@@ -341,7 +341,7 @@ mod tests {
             let begun = std::time::Instant::now();
             let mut probe = std::process::Command::new(path);
             probe.stdin(std::process::Stdio::null());
-            while probe.output().is_err() && begun.elapsed().as_secs() < 20 {}
+            while probe.output().is_err() && begun.elapsed().as_secs() < 60 {}
         };
         let count = dir.path().join("count");
         let script = format!(

@@ -79,10 +79,6 @@ pub async fn follow(context: Arc<Context>) {
         });
         match read.await {
             Ok(found) if **context.resolver.borrow() != found => {
-                tracing::info!(
-                    file = context.config.resolv_conf,
-                    "the node's name resolution has changed: new sandboxes get it"
-                );
                 if let Some(warning) = check_host(&found) {
                     let name = &context.config.node_name;
                     let reason = "CheckLimitsForResolvConf";
@@ -91,6 +87,10 @@ pub async fn follow(context: Arc<Context>) {
                         .node(name, crate::agent::Kind::Warning, reason, warning);
                 }
                 context.resolver.send_replace(Arc::new(found));
+                tracing::info!(
+                    file = context.config.resolv_conf,
+                    "the node's name resolution has changed: new sandboxes get it"
+                );
             }
             Ok(_) => {}
             Err(error) => tracing::debug!(error, "the node's name resolution stays as it was"),

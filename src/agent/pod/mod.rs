@@ -9,6 +9,7 @@ pub mod mirror;
 pub mod orphans;
 pub mod probing;
 pub mod relist;
+pub mod sandbox_slots;
 pub mod sources;
 pub mod static_uids;
 pub mod status;

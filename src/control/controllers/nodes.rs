@@ -2,6 +2,7 @@
 //! deleted when they no longer tolerate the taint; pods of nodes that are gone are collected (control-plane spec, 5.7).
 
 use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -163,16 +164,31 @@ fn ends(tolerations: &[Toleration], taints: &[Taint], now: Timestamp) -> Option<
 
 /// The last heartbeat of every node, and when it was seen.
 #[derive(Default)]
-struct Heartbeats(HashMap<String, (String, Instant)>);
+struct Heartbeats {
+    nodes: HashMap<String, (String, Instant)>,
+    looked: Option<Instant>,
+}
 
 impl Heartbeats {
+    /// A look at all nodes, of which those that there are no more are forgotten. Time in which this process did not run says
+    /// nothing about them: their heartbeats of that time have not been read yet.
+    fn look(&mut self, now: Instant, nodes: &[Arc<Node>]) {
+        self.nodes
+            .retain(|name, _| nodes.iter().any(|n| n.name_any() == *name));
+        let since = self.looked.replace(now).unwrap_or(now);
+        let missed = now.duration_since(since).saturating_sub(2 * PERIOD);
+        for (_, seen) in self.nodes.values_mut() {
+            *seen += missed;
+        }
+    }
+
     /// Whether a node has sent no heartbeat for too long. Clocks are not compared: a heartbeat is that its times change.
     fn overdue(&mut self, node: &Node, lease: Option<&Lease>, now: Instant) -> bool {
         let renewed = lease.and_then(|l| l.spec.as_ref()?.renew_time.as_ref());
         let beat = ready(node).and_then(|c| c.last_heartbeat_time.as_ref());
         let last = format!("{renewed:?} {beat:?}");
         let entry = self
-            .0
+            .nodes
             .entry(node.name_any())
             .or_insert_with(|| (last.clone(), now));
         if entry.0 != last {
@@ -324,10 +340,8 @@ pub(super) async fn run(client: Client, caches: Caches) {
     loop {
         changes[0].mark_unchanged();
         let (nodes, pods) = (caches.nodes.list(), caches.pods.list());
-        heartbeats
-            .0
-            .retain(|name, _| nodes.iter().any(|n| n.name_any() == *name));
         let now = Instant::now();
+        heartbeats.look(now, &nodes);
         let states: Vec<Health> = nodes
             .iter()
             .map(|node| {
@@ -498,6 +512,22 @@ mod tests {
             !heartbeats.overdue(&node, Some(&lease(2)), after(200)),
             "and is back"
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn time_in_which_nobody_looked_is_no_silence() {
+        let (mut heartbeats, node) = (Heartbeats::default(), Arc::new(node("True", json!({}))));
+        let nodes = [Arc::clone(&node)];
+        let start = Instant::now();
+        let mut overdue_at = |seconds: u64| {
+            let now = start + Duration::from_secs(seconds);
+            heartbeats.look(now, &nodes);
+            heartbeats.overdue(&node, None, now)
+        };
+        assert!(!overdue_at(0) && !overdue_at(5) && !overdue_at(10));
+        assert!(!overdue_at(3600), "this process was stopped for an hour");
+        let silent: Vec<u64> = (3605..3660).step_by(5).filter(|s| overdue_at(*s)).collect();
+        assert_eq!(silent.first(), Some(&3635), "and the node has gone indeed");
     }
 
     #[test]

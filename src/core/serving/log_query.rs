@@ -66,9 +66,13 @@ impl LogQuery {
             parsed.ok()
         };
         let (since, until) = (time("sinceTime"), time("untilTime"));
-        let asked = all("query");
-        if asked.is_empty() {
+        if !pairs.iter().any(|(key, _)| key == "query") {
             return Ok(None);
+        }
+        let mut asked = all("query");
+        asked.retain(|name| !name.trim().is_empty());
+        if asked.is_empty() {
+            return Err("query: it is empty: name services or one file".into());
         }
         let (files, services): (Vec<String>, Vec<String>) = asked
             .into_iter()
@@ -208,6 +212,8 @@ mod tests {
             ("query=a&tailLines=-1", "tailLines"),
             ("query=a&tailLines=100001", "tailLines"),
             ("query=a&boot=1", "boot"),
+            ("query", "it is empty"),
+            ("query=%20", "it is empty"),
             ("query=a&query=b&query=c&query=d&query=e", "5 services"),
             ("query=/a&query=/b", "only one file"),
             ("query=/a&query=b", "either"),

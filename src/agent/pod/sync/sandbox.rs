@@ -54,15 +54,19 @@ impl Job {
         for (reason, warning) in dns::config(pod, &node.resolver).1 {
             self.say(Kind::Warning, reason, warning);
         }
-        let begun = Instant::now();
-        let made = context
-            .runtime
-            .run_sandbox(config.clone(), &node.handler)
-            .await;
         let own_users = pod::spec(pod).host_users == Some(false);
-        context
-            .metrics
-            .sandbox(&node.handler, own_users, made.is_err(), begun.elapsed());
+        let make = async {
+            let begun = Instant::now();
+            let made = context
+                .runtime
+                .run_sandbox(config.clone(), &node.handler)
+                .await;
+            context
+                .metrics
+                .sandbox(&node.handler, own_users, made.is_err(), begun.elapsed());
+            made
+        };
+        let made = context.sandbox_slots.one_of(make).await;
         let id = made.map_err(|e| fail(e.to_string()))?;
         let ips = context.runtime.sandbox_ips(&id).await.map_err(|e| {
             let message = format!("Unable to get pod sandbox status: {e}");

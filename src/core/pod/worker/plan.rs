@@ -99,6 +99,8 @@ impl Worker {
     /// was something.
     fn cancel(&mut self, ops: &[Op], turn: &mut Turn) -> bool {
         let ending = self.state.is_ending();
+        // A container that is just being started is one of those that start over: it is seen first.
+        let starts_over = ops.iter().any(|op| matches!(op, Op::RestartAll(_)));
         let pointless = |op: &Op| match op {
             // What these have begun cannot be taken back: their end is waited for.
             Op::Observe { .. }
@@ -111,7 +113,7 @@ impl Worker {
                 .iter()
                 .any(|planned| planned.key() == op.key() && stops_earlier(planned, op)),
             // An ephemeral container is for looking at a pod that ends, too.
-            Op::Start { start, .. } => ending && start.role != Role::Ephemeral,
+            Op::Start { start, .. } => (ending || starts_over) && start.role != Role::Ephemeral,
             Op::Pull(start) => {
                 let planned = ops.iter().find(|planned| planned.key() == op.key());
                 ending || matches!(planned, Some(Op::Pull(p)) if p.container != start.container)

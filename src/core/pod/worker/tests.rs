@@ -427,6 +427,30 @@ fn a_hook_of_one_container_does_not_hold_up_the_restart_of_another() {
 }
 
 #[test]
+fn a_container_that_is_being_started_starts_over_with_the_others() {
+    let rules =
+        json!([{"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [4]}}]);
+    let spec = json!({"containers": [{"name": "a", "image": "i", "restartPolicy": "Never", "restartPolicyRules": rules}, {"name": "b", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    let held = |op: &Op| op.key() == start("b") || matches!(op, Op::RestartAll(_));
+    run.settle_but(held);
+    run.exit("a0", 4);
+    run.input(Input::Hint);
+    let outcome = run.outcome(&Op::Observe { logs: false });
+    let turn = run.done(&Key::Observe, outcome);
+    assert_eq!(turn.cancel, [start("b")]);
+    // The runtime was making it.
+    let b = container("b", 0, "box0", run.now);
+    run.runtime.containers.insert(0, b);
+    run.settle_but(held);
+    let Some(Op::RestartAll(kills)) = run.waiting.first() else {
+        panic!("{:?}", run.waiting);
+    };
+    let names: Vec<&str> = kills.iter().map(|kill| kill.name.as_str()).collect();
+    assert_eq!(names, ["b", "a"]);
+}
+
+#[test]
 fn a_finalizer_costs_one_request() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec.clone(), json!({})));
