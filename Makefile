@@ -11,7 +11,7 @@ deps: ## Install what running needs (containerd, runc) from the distribution
 	@sh tests/support/install.sh containerd runc
 
 test-deps: ## Install what the tests need besides
-	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables iptables containernetworking-plugins podman firewalld dbus kubectl docker-registry qemu-system-x86 e2fsprogs xfsprogs mmdebstrap kmod
+	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables iptables containernetworking-plugins podman firewalld dbus kubectl docker-registry qemu-system-x86 e2fsprogs xfsprogs mmdebstrap kmod patchelf
 
 # The plugins need no libraries: a third of what starting one costs would be finding them.
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
@@ -53,6 +53,7 @@ uninstall: ## Remove what `make install` put there; /etc/holdfast and the data s
 RUNTIMES = target/containerd
 runtimes:
 	@for suite in trixie sid; do sh tests/support/fetch-package.sh $$suite containerd $(RUNTIMES)/$$suite usr/bin/containerd || echo "containerd of $$suite cannot be fetched; its tests are skipped, and fail with CI=true"; done
+	@sh tests/support/fetch-runc.sh $(RUNTIMES)/runc || echo "runc of sid cannot be fetched; its tests are skipped, and fail with CI=true"
 
 # A virtual machine's kernel and disk, for what this machine lacks: cgroup v2 with systemd, NFS, quotas.
 MACHINE = target/machine

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Unpacks a package of a newer Debian suite below a directory, without installing anything: the suite is taken from where
-# this machine's own apt takes its packages. Arguments: suite, package, directory, a file in it that tells that it is there.
+# Unpacks packages of a newer Debian suite below a directory, without installing anything: the suite is taken from where
+# this machine's own apt takes its packages. Arguments: suite, packages, directory, a file in it that tells that they are there.
 set -eu
 suite=$1
-package=$2
+packages=$2
 target=$3
 [ -x "$target/$4" ] && exit 0
 work=$(mktemp -d)
@@ -16,6 +16,7 @@ echo "deb [signed-by=$key] $uri $suite main" >"$work/etc/sources.list"
 # What is installed here does not matter there.
 apt="apt-get -qq -o Dir::Etc::sourcelist=$work/etc/sources.list -o Dir::Etc::sourceparts=/dev/null -o Dir::State::lists=$work/lists -o Dir::State::status=/dev/null -o Dir::Cache=$work/cache -o APT::Sandbox::User=root"
 $apt update
-(cd "$work/debs" && $apt download "$package")
+# shellcheck disable=SC2086 # They are words.
+(cd "$work/debs" && $apt download $packages)
 mkdir -p "$target"
-dpkg-deb -x "$work"/debs/*.deb "$target"
+for deb in "$work"/debs/*.deb; do dpkg-deb -x "$deb" "$target"; done

@@ -1,0 +1,135 @@
+//! Pods with users of their own (`hostUsers: false`, KEP-127), run by a containerd and a runc that can do that.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::path::PathBuf;
+
+use support::{Cluster, condition};
+
+/// How many users a pod has, and the multiple at which they begin on the host.
+const USERS: u32 = 65_536;
+
+/// A container that does nothing, with an emptyDir, a Secret and a ConfigMap.
+fn manifest(name: &str, image: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{hostUsers: false, terminationGracePeriodSeconds: 1, securityContext: {{fsGroup: 1234}}, volumes: [{{name: e, emptyDir: {{}}}}, {{name: s, secret: {{secretName: keys, defaultMode: 256}}}}, {{name: m, configMap: {{name: words}}}}], containers: [{{name: c, image: '{image}', command: [busybox, sleep, '100000'], volumeMounts: [{{name: e, mountPath: /e}}, {{name: s, mountPath: /s}}, {{name: m, mountPath: /m}}]}}]}}\n---\n"
+    )
+}
+
+/// A pod that is up, as the test looks at it.
+struct Users<'a>(&'a Cluster, &'a str);
+
+impl Users<'_> {
+    fn says(&self, command: &str) -> String {
+        let Users(cluster, name) = self;
+        let shell = ["exec", name, "--", "busybox", "sh", "-c", command];
+        cluster.kubectl(&shell).trim().to_owned()
+    }
+
+    /// The first of its users on the host.
+    fn first(&self) -> u32 {
+        let map = self.says("cat /proc/self/uid_map; cat /proc/self/gid_map");
+        let lines: Vec<Vec<u32>> = map
+            .lines()
+            .map(|l| l.split_whitespace().map(|n| n.parse().unwrap()).collect())
+            .collect();
+        assert_eq!(lines[0], lines[1], "users and groups are the same");
+        assert_eq!((lines.len(), lines[0][0], lines[0][2]), (2, 0, USERS));
+        lines[0][1]
+    }
+
+    /// Who its container's process is on the host.
+    fn on_host(&self) -> u32 {
+        let Users(cluster, name) = self;
+        let pod = cluster.pod(name);
+        let id = pod["status"]["containerStatuses"][0]["containerID"]
+            .as_str()
+            .unwrap()
+            .trim_start_matches("containerd://")
+            .to_owned();
+        let state = cluster
+            .run_dir()
+            .join("containerd/io.containerd.runtime.v2.task/k8s.io")
+            .join(id)
+            .join("init.pid");
+        let pid = std::fs::read_to_string(state).unwrap();
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let users = status.lines().find_map(|l| l.strip_prefix("Uid:")).unwrap();
+        users.split_whitespace().next().unwrap().parse().unwrap()
+    }
+}
+
+fn runtime() -> Option<PathBuf> {
+    let containerds = support::skip::fetched("HOLDFAST_RUNTIMES", "usr/bin/containerd");
+    let runcs = support::skip::fetched("HOLDFAST_RUNTIMES", "usr/sbin/runc");
+    let newest = containerds
+        .iter()
+        .find(|c| c.ends_with("sid/usr/bin/containerd"))?;
+    let [containerd, runc] = [newest, runcs.first()?].map(|p| p.parent().unwrap());
+    // The shim finds runc by its name.
+    Some(format!("{}:{}", runc.display(), containerd.display()).into())
+}
+
+#[test]
+fn pods_have_users_of_their_own() {
+    let Some(runtime) = runtime() else { return };
+    let cluster = Cluster::start_with("users", 77, Some(runtime));
+    let image = support::busybox(&cluster);
+    cluster.kubectl(&[
+        "create",
+        "secret",
+        "generic",
+        "keys",
+        "--from-literal=pin=42",
+    ]);
+    cluster.kubectl(&["create", "configmap", "words", "--from-literal=a=b"]);
+    let ready = |name: &str| {
+        cluster.wait(name, || condition(&cluster.pod(name), "Ready") == "True");
+    };
+    cluster.apply(&[manifest("one", &image), manifest("two", &image)].concat());
+    let (one, two) = (Users(&cluster, "one"), Users(&cluster, "two"));
+    ready("one");
+    ready("two");
+
+    // Root inside is nobody outside, and not the same nobody in two pods.
+    let firsts = [one.first(), two.first()];
+    for (pod, first) in [(&one, firsts[0]), (&two, firsts[1])] {
+        assert!(first >= USERS && first.is_multiple_of(USERS), "{first}");
+        assert_eq!((pod.says("id -u"), pod.on_host()), ("0".into(), first));
+    }
+    assert_ne!(firsts[0], firsts[1]);
+
+    // Volumes are as in any other pod, seen from inside.
+    let owners = "busybox stat -L -c '%u:%g %a' /e /s/pin /m/a; touch /e/f; busybox stat -c '%u:%g' /e/f; cat /s/pin";
+    assert_eq!(
+        one.says(owners),
+        "0:1234 2777\n0:1234 440\n0:1234 644\n0:1234\n42"
+    );
+    // Files that the kubelet's own paths have are root's on the host: an agent without user namespaces can read them.
+    let file = std::fs::metadata(
+        cluster
+            .data()
+            .join("agent/pods")
+            .join(cluster.pod("one")["metadata"]["uid"].as_str().unwrap())
+            .join("volumes/kubernetes.io~empty-dir/e/f"),
+    );
+    assert_eq!(std::os::unix::fs::MetadataExt::uid(&file.unwrap()), 0);
+
+    // Another agent knows who has which users.
+    cluster.kill("agent");
+    cluster.up();
+    cluster.apply(&manifest("three", &image));
+    ready("three");
+    let three = Users(&cluster, "three");
+    assert_eq!([one.first(), two.first()], firsts);
+    assert!(!firsts.contains(&three.first()), "{}", three.first());
+    let restarts =
+        |name| cluster.pod(name)["status"]["containerStatuses"][0]["restartCount"].clone();
+    assert_eq!([restarts("one"), restarts("two")], [0, 0]);
+    let started = cluster.metric("kubelet_started_user_namespaced_pods_total");
+    assert_eq!(started, Some(1.0), "since this agent's start");
+
+    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    cluster.assert_clean();
+}
