@@ -173,6 +173,5 @@ fn pods_get_roots_and_certificates_of_their_own() {
     cluster.wait("the refusal to be told", || {
         cluster.events("denied").contains("was denied: no (NotYou)")
     });
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }

@@ -178,9 +178,7 @@ fn containers_find_what_their_pods_promise() {
         String::from_utf8_lossy(&refused.stderr).contains("RuntimeClass \"none\" not found"),
         "{refused:?}"
     );
-    cluster.delete_finished();
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }
 
 #[test]
@@ -277,9 +275,7 @@ fn critical_pods_make_room_and_ephemeral_containers_look_around() {
         "it shares the processes of its target"
     );
     assert_eq!(phase("small"), "Running");
-    cluster.delete_finished();
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }
 
 /// Whether a container has been given so much of the processor, and no more than so much memory.

@@ -260,8 +260,7 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
     });
     throttle.free.store(true, Ordering::Relaxed);
     cluster.wait("the slow image", || phase("slow") == "Succeeded");
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }
 
 /// What `holdfast gc` says of a cluster.
@@ -355,6 +354,5 @@ fn images_that_nothing_uses_make_room() {
         pod["status"]["containerStatuses"][0]["restartCount"], 0,
         "{pod}"
     );
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }

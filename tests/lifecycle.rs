@@ -307,9 +307,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
     assert!(explain("startup", "svg").starts_with("<svg "));
     assert!(explain("nobody", "text").contains("kubectl get pod -o wide"));
 
-    cluster.delete_finished();
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }
 
 /// While a pod that does not listen is being stopped.
@@ -443,8 +441,7 @@ fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
         let newest = [format!("{}.log", count - 1), format!("{count}.log")];
         names("crash").iter().all(|n| newest.contains(n))
     });
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }
 
 #[test]

@@ -169,8 +169,7 @@ fn pods_as_a_whole_and_init_containers_that_run_are_resized() {
     let refused = resized(&cluster, "whole", &none).unwrap_err();
     let why = "spec.resources.limits: Forbidden: what is set cannot be removed";
     assert!(refused.contains(why), "{refused}");
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }
 
 fn sizes(cpu: &str, memory: &str) -> Value {
@@ -307,6 +306,5 @@ fn pods_are_resized_in_place_and_wait_for_room() {
     let refused = resized(&cluster, "live", &one(&none)).unwrap_err();
     let why = "may not change the pod's QoS class";
     assert!(refused.contains(why), "{refused}");
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }

@@ -115,6 +115,5 @@ fn a_secret_is_in_no_log_event_or_core_file() {
         ["0", "0"],
         "{core}"
     );
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }

@@ -204,8 +204,7 @@ fn commands_run_in_containers_and_ports_are_reached() {
 }
 
 fn ends_without_a_trace(cluster: &Cluster) {
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }
 
 fn sessions_have_time_to_end_when_the_agent_stops(cluster: &Cluster) {
@@ -360,8 +359,7 @@ fn whoever_holds_connections_or_does_not_read_keeps_nobody_out() {
         held.max(streaming) - before <= 50,
         "MiB before, with idle connections, with streams nobody reads: {before}, {held}, {streaming}"
     );
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }
 
 /// The open descriptors of the agent.
@@ -496,8 +494,7 @@ fn thousands_of_streams_leave_nothing_behind() {
         cluster.kubectl(&["exec", "shell", "--", "busybox", "echo", "still here"]),
         "still here\n"
     );
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }
 
 #[test]

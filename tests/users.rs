@@ -130,6 +130,5 @@ fn pods_have_users_of_their_own() {
     let started = cluster.metric("kubelet_started_user_namespaced_pods_total");
     assert_eq!(started, Some(1.0), "since this agent's start");
 
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }

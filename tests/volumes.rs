@@ -167,8 +167,7 @@ fn what_changes_in_the_api_changes_in_the_container() {
         .map(|p| p["status"]["containerStatuses"][0]["restartCount"].clone())
         .collect();
     assert_eq!(restarts, [1, 0]);
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }
 
 fn claim(name: &str, more: &str) -> String {
@@ -553,8 +552,7 @@ fn who_uses_more_of_the_disk_than_it_may_is_evicted() {
         assert_eq!(condition(&cluster.pod(name), "DisruptionTarget"), "");
     }
     cluster.wait("the modest one to be ready", || ready(&cluster, "modest"));
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
 }
 
 #[test]
@@ -604,8 +602,7 @@ fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
     drop(dead);
     std::fs::create_dir_all(&path).unwrap();
     cluster.wait("a pod that hung to start", || ready(&cluster, "stuck-2"));
-    cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.assert_clean();
+    cluster.end_clean();
     std::fs::remove_dir(&path).unwrap();
 }
 

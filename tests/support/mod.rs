@@ -272,6 +272,9 @@ impl Cluster {
         pods.retain(|p| ["Succeeded", "Failed"].contains(&&*text(&p["status"]["phase"])));
         let names = pods.iter().map(|p| text(&p["metadata"]["name"]));
         let names: Vec<String> = names.collect();
+        if names.is_empty() {
+            return;
+        }
         let delete = ["delete", "pod"].into_iter();
         let delete: Vec<&str> = delete.chain(names.iter().map(String::as_str)).collect();
         self.kubectl(&delete);
@@ -284,6 +287,14 @@ impl Cluster {
                 .iter()
                 .any(|l| marks.iter().any(|mark| l.contains(mark)))
         });
+    }
+
+    /// Deletes all pods, and nothing is left of them.
+    #[track_caller]
+    pub fn end_clean(&self) {
+        self.delete_finished();
+        self.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+        self.assert_clean();
     }
 
     pub fn pod(&self, name: &str) -> Value {
