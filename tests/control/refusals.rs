@@ -355,3 +355,50 @@ async fn refusals_have_the_right_code_reason_and_words() {
         .await;
     assert_eq!(apply.code, 415);
 }
+
+/// What a pod has as a whole and what its containers have fit each other, from the start and after a resize.
+#[tokio::test]
+async fn a_pod_as_a_whole_is_no_less_than_its_containers() {
+    let server = Server::new().await;
+    let sized = |name: &str, whole: Value, one: Value| {
+        let containers = json!([{"name": "a", "image": "i", "resources": one}, {"name": "b", "image": "i", "resources": one}]);
+        json!({"metadata": {"name": name}, "spec": {"resources": whole, "containers": containers}})
+    };
+    let cpu = |side: &str, amount: &str| json!({side: {"cpu": amount}});
+    let cases = [
+        (
+            cpu("requests", "1"),
+            cpu("requests", "600m"),
+            "spec.resources.requests[cpu]: Invalid value: \"1\": must be greater than or equal to aggregate container requests of 1200m",
+        ),
+        (
+            cpu("limits", "1"),
+            cpu("limits", "2"),
+            "spec.containers[1].resources.limits[cpu]: Invalid value: \"2\": must be less than or equal to pod limits of 1",
+        ),
+        (
+            json!({"requests": {"example.com/thing": "1"}}),
+            json!({}),
+            "spec.resources.requests[example.com/thing]",
+        ),
+    ];
+    for (whole, one, expected) in cases {
+        let body = sized("refused", whole, one);
+        let reply = server.call("POST", PODS, &body).await;
+        let message = reply.body["message"].as_str().unwrap_or_default();
+        assert_eq!(
+            (reply.code, message.contains(expected)),
+            (422, true),
+            "{message}"
+        );
+    }
+    let fits = sized("fits", cpu("requests", "2"), cpu("requests", "500m"));
+    server.ok("POST", PODS, &fits).await;
+    let less = json!({"spec": {"resources": {"requests": {"cpu": "800m"}}}});
+    let path = format!("{PODS}/fits/resize");
+    let kind = "application/merge-patch+json";
+    let reply = server.patch(&path, kind, less).await;
+    let message = reply.body["message"].as_str().unwrap_or_default();
+    let fits = message.contains("aggregate container requests of 1");
+    assert_eq!((reply.code, fits), (422, true), "{message}");
+}

@@ -2,7 +2,8 @@
 
 use std::collections::HashSet;
 
-use serde_json::Value;
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Value, json};
 
 use super::{Errors, LABEL, is_label};
 use crate::control::api::delete::MAX_GRACE;
@@ -91,6 +92,23 @@ pub(super) fn spec(spec: &Value, path: &str, restart: Option<&[&str]>, errors: &
         }
     }
     resources(spec, path, errors);
+    whole(spec, path, errors);
+    for (i, toleration) in list(spec, &["tolerations"]).iter().enumerate() {
+        let operator = text(toleration, &["operator"]).unwrap_or("Equal");
+        if text(toleration, &["key"]).is_none_or(str::is_empty) && operator != "Exists" {
+            errors.push(FieldError::invalid(
+                format!("{path}.tolerations[{i}].operator"),
+                &operator.into(),
+                "operator must be Exists when `key` is empty, which means \"match all values and all keys\"",
+            ));
+        }
+    }
+}
+
+/// What is set for a pod as a whole: resources that can be, no less than its containers request together, and no limit
+/// below that of a container (KEP-2837).
+fn whole(spec: &Value, path: &str, errors: &mut Errors) {
+    use crate::core::pod::resources::{Side, amounts, of_container, of_containers};
     for side in ["limits", "requests"] {
         for (name, value) in at(spec, &["resources", side])
             .and_then(Value::as_object)
@@ -107,14 +125,34 @@ pub(super) fn spec(spec: &Value, path: &str, restart: Option<&[&str]>, errors: &
             }
         }
     }
-    for (i, toleration) in list(spec, &["tolerations"]).iter().enumerate() {
-        let operator = text(toleration, &["operator"]).unwrap_or("Equal");
-        if text(toleration, &["key"]).is_none_or(str::is_empty) && operator != "Exists" {
+    // What cannot be read has errors of its own.
+    let Ok(pod) = serde_json::from_value::<Pod>(json!({"spec": spec})) else {
+        return;
+    };
+    let spec = crate::core::pod::spec(&pod);
+    let Some(resources) = &spec.resources else {
+        return;
+    };
+    let of = |map: &Option<_>| map.as_ref().map(amounts).unwrap_or_default();
+    let (requests, limits) = (of(&resources.requests), of(&resources.limits));
+    for (name, sum) in of_containers(&pod, Side::Requests) {
+        if let Some(own) = requests.get(&name).filter(|own| **own < sum) {
             errors.push(FieldError::invalid(
-                format!("{path}.tolerations[{i}].operator"),
-                &operator.into(),
-                "operator must be Exists when `key` is empty, which means \"match all values and all keys\"",
+                format!("{path}.resources.requests[{name}]"),
+                &own.to_string().into(),
+                &format!("must be greater than or equal to aggregate container requests of {sum}"),
             ));
+        }
+    }
+    for (i, container) in spec.containers.iter().enumerate() {
+        for (name, limit) in of_container(container, Side::Limits) {
+            if let Some(own) = limits.get(&name).filter(|own| **own < limit) {
+                errors.push(FieldError::invalid(
+                    format!("{path}.containers[{i}].resources.limits[{name}]"),
+                    &limit.to_string().into(),
+                    &format!("must be less than or equal to pod limits of {own}"),
+                ));
+            }
         }
     }
 }
