@@ -185,7 +185,27 @@ fn a_control_plane_that_dies_comes_back() {
     cluster.up();
     let (runs, text) = status();
     assert!(runs && !text.contains("without a supervisor"), "{text}");
+    the_readiness_is_that_of_the_agent_that_runs(&cluster);
     the_networks_file_is_written_anew(&cluster);
+}
+
+/// `up` waits for the agent that it has started: what one before it reported stands in the node's status until then.
+fn the_readiness_is_that_of_the_agent_that_runs(cluster: &Cluster) {
+    cluster.kill("agent");
+    // Heartbeats are whole seconds.
+    std::thread::sleep(Duration::from_millis(1100));
+    cluster.up();
+    let path = "jsonpath={.items[0].status.conditions[?(@.type=='Ready')].lastHeartbeatTime}";
+    let heartbeat: jiff::Timestamp = cluster
+        .kubectl(&["get", "nodes", "-o", path])
+        .parse()
+        .unwrap();
+    let noted = std::fs::metadata(cluster.run_dir().join("agent.pid")).unwrap();
+    let started = jiff::Timestamp::try_from(noted.modified().unwrap()).unwrap();
+    assert!(
+        heartbeat.as_second() >= started.as_second(),
+        "{heartbeat} is before {started}"
+    );
 }
 
 /// By `up`, and by `down`, which needs it too: without it no pod ends.

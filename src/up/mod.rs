@@ -13,6 +13,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::NodeCondition;
 use kube::ResourceExt as _;
 use process::{Part, find_program};
 use progress::Progress;
@@ -277,6 +279,7 @@ fn own_fields(settings: &Settings) -> anyhow::Result<Option<serde_json::Value>> 
     Ok(Some(own))
 }
 
+/// Waits until the agent that runs now has said that its node is Ready; what one before it said does not count.
 async fn wait_node(client: &kube::Client, part: &Part) -> anyhow::Result<String> {
     let api: kube::Api<k8s_openapi::api::core::v1::Node> = kube::Api::all(client.clone());
     let name = crate::sys::machine::hostname();
@@ -284,15 +287,11 @@ async fn wait_node(client: &kube::Client, part: &Part) -> anyhow::Result<String>
     let mut why = "it has not registered".to_owned();
     loop {
         if let Some(node) = api.get_opt(&name).await? {
-            let ready = node
-                .status
-                .iter()
-                .flat_map(|s| s.conditions.iter().flatten())
-                .find(|c| c.type_ == "Ready")
-                .cloned();
-            match ready {
+            let conditions = node.status.iter().flat_map(|s| s.conditions.iter());
+            match conditions.flatten().find(|c| c.type_ == "Ready") {
+                Some(c) if !is_of(c, part) => "its agent has not reported yet".clone_into(&mut why),
                 Some(c) if c.status == "True" => return Ok(node.name_any()),
-                Some(c) => why = c.message.unwrap_or_default(),
+                Some(c) => why = c.message.clone().unwrap_or_default(),
                 None => {}
             }
         }
@@ -306,6 +305,18 @@ async fn wait_node(client: &kube::Client, part: &Part) -> anyhow::Result<String>
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
+}
+
+/// Whether the process that runs now reported the condition: an agent does at its start, whatever the status was. Heartbeats
+/// are whole seconds. A start that seems to come is one before the clock was set back, and says nothing.
+fn is_of(condition: &NodeCondition, part: &Part) -> bool {
+    let (Some(heartbeat), Some(started)) = (&condition.last_heartbeat_time, part.started()) else {
+        return false;
+    };
+    let Ok(started) = Timestamp::try_from(started) else {
+        return false;
+    };
+    started > Timestamp::now() || heartbeat.0.as_second() >= started.as_second()
 }
 
 /// Stops everything and removes what pods had on this machine; with `purge` the data too.
@@ -447,7 +458,7 @@ pub fn status(dirs: &Dirs) -> anyhow::Result<()> {
         control,
         agent,
     } = parts(dirs);
-    let now = jiff::Timestamp::now().as_second();
+    let now = Timestamp::now().as_second();
     let mut all_run = true;
     for part in [containerd, control, agent] {
         let (text, runs) = part.status(now);

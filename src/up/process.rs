@@ -58,6 +58,11 @@ impl Part {
         (started_at(pid)? == start).then_some(pid)
     }
 
+    /// When the process that runs, or ran last, was noted, which it is before anything else ([`Part::become_it`]).
+    pub(super) fn started(&self) -> Option<std::time::SystemTime> {
+        fs::metadata(&self.pid_file).ok()?.modified().ok()
+    }
+
     /// Starts it in the background. What is started first notes its own pid ([`Part::become_it`]), so that nothing runs that
     /// is noted nowhere, wherever this process ends.
     pub fn start(&self, program: &Path, arguments: &[String]) -> anyhow::Result<Child> {
