@@ -9,6 +9,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=deviceplugin");
     println!("cargo::rerun-if-changed=podresources");
     println!("cargo::rerun-if-changed=dra");
+    println!("cargo::rerun-if-changed=drahealth");
     let files = protox::compile(
         [
             "cri/v1/api.proto",
@@ -22,6 +23,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             "podresources/v1/api.proto",
             "dra/v1/api.proto",
             "dra/v1beta1/api.proto",
+            "drahealth/v1alpha1/api.proto",
         ],
         ["."],
     )?;

@@ -12,6 +12,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use holdfast::core::cpuset;
+use holdfast_proto::dra_health as health;
 use holdfast_proto::podresources::ListPodResourcesRequest;
 use pod_resources::who_has_what;
 use serde_json::{Value, json};
@@ -654,6 +655,41 @@ fn exchange_the_agent(cluster: &Cluster, driver: &str) {
     });
 }
 
+/// What the driver says of a device's health stands in the status of each container that has it, whatever it said before.
+fn the_device_is_told_to_be_ill(cluster: &Cluster, driver: &dra::Driver) {
+    let told = |name: &str| {
+        let status = cluster.pod(name)["status"]["containerStatuses"][0].clone();
+        status["allocatedResourcesStatus"].clone()
+    };
+    let expected = |health: Value| {
+        let mut device = json!({"resourceID": "holdfast.test/thing=a"});
+        device
+            .as_object_mut()
+            .unwrap()
+            .extend(health.as_object().unwrap().clone());
+        json!([{"name": "claim:mine/thing", "resources": [device]}])
+    };
+    let steps = [
+        (
+            health::HealthStatus::Healthy,
+            "",
+            json!({"health": "Healthy"}),
+        ),
+        (
+            health::HealthStatus::Unhealthy,
+            "too hot",
+            json!({"health": "Unhealthy", "message": "too hot"}),
+        ),
+    ];
+    for (status, why, shown) in steps {
+        driver.say(status, why);
+        for name in ["one", "two"] {
+            let shown = expected(shown.clone());
+            cluster.wait(&format!("{name}: {shown}"), || told(name) == shown);
+        }
+    }
+}
+
 /// Two pods share a claim: it is prepared once, its device is in both, and it is given back when both have ended, before
 /// the end of the second is told.
 #[test]
@@ -677,6 +713,7 @@ fn claims_are_prepared_once_and_given_back_before_the_end_is_told() {
     let row = |pod: &str| format!("{pod} shared {DRIVER}/pool/a holdfast.test/thing=a");
     let rows = vec![row("one"), row("two")];
     assert_eq!(who_has_which_claim(&cluster), Some(rows));
+    the_device_is_told_to_be_ill(&cluster, &driver);
     exchange_the_agent(&cluster, DRIVER);
     let asked = |call: &str| {
         let calls = driver.calls();

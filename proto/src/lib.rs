@@ -71,3 +71,9 @@ pub mod dra {
 pub mod dra_v1beta1 {
     tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1beta1");
 }
+
+/// How drivers of dynamic resource allocation say how their devices are (`v1alpha1`, KEP-4680).
+#[allow(clippy::all, clippy::pedantic, missing_docs)]
+pub mod dra_health {
+    tonic::include_proto!("v1alpha1");
+}

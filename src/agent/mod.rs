@@ -169,7 +169,11 @@ impl Agent {
             known.clone(),
             hints.clone(),
         ));
-        let claims = Box::pin(node::claims::run(Arc::clone(&context), known.clone()));
+        let claims = Box::pin(node::claims::run(
+            Arc::clone(&context),
+            known.clone(),
+            hints.clone(),
+        ));
         let slices = Box::pin(node::slices::run(Arc::clone(&context)));
         let pod_resources = Box::pin(serving::pod_resources::run(Arc::clone(&context)));
         let inputs = pod::dispatch::Inputs {

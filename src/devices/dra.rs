@@ -1,4 +1,5 @@
-//! Drivers of dynamic resource allocation: what is asked of them (DRAPlugin v1, and v1beta1 of older drivers).
+//! Drivers of dynamic resource allocation: what is asked of them (DRAPlugin v1, and v1beta1 of older drivers), and what they
+//! say of their devices' health (DRAResourceHealth v1alpha1, KEP-4680).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -6,13 +7,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use holdfast_proto::failure::{Failure, code_name};
-use holdfast_proto::{dra as pb, dra_v1beta1 as beta};
-use tonic::Code;
+use holdfast_proto::{dra as pb, dra_health, dra_v1beta1 as beta};
 use tonic::transport::Channel;
+use tonic::{Code, Status, Streaming};
 
 use super::{channel, within};
 use crate::core::node::claims::Named;
 use crate::core::node::claims::checkpoint::Device;
+use crate::core::node::claims::health::Said;
+use crate::core::pod::status::devices::Health;
 
 /// How long it may take for a call, as the kubelet has it.
 const CALL: Duration = Duration::from_secs(45);
@@ -36,7 +39,59 @@ enum Client {
 #[derive(Clone)]
 pub struct Driver {
     client: Client,
+    channel: Channel,
     report: Report,
+}
+
+/// What a driver says of its devices' health, as it changes.
+pub struct HealthStream(Streaming<dra_health::NodeWatchResourcesResponse>);
+
+/// Why nothing is heard of the health of a driver's devices.
+#[derive(Debug, thiserror::Error)]
+pub enum Unheard {
+    /// The driver does not say it.
+    #[error("the driver does not report its devices' health")]
+    Unsupported,
+    /// It cannot be asked, or has stopped.
+    #[error("{0}")]
+    Ended(Failure),
+}
+
+impl From<Status> for Unheard {
+    fn from(status: Status) -> Unheard {
+        match status.code() {
+            Code::Unimplemented => Unheard::Unsupported,
+            _ => Unheard::Ended(status.into()),
+        }
+    }
+}
+
+fn said(device: dra_health::DeviceHealth) -> Said {
+    let health = match device.health() {
+        dra_health::HealthStatus::Healthy => Health::Healthy,
+        dra_health::HealthStatus::Unhealthy => Health::Unhealthy,
+        dra_health::HealthStatus::Unknown => Health::Unknown,
+    };
+    let named = device.device.unwrap_or_default();
+    Said {
+        pool: named.pool_name,
+        device: named.device_name,
+        health,
+        message: device.message,
+        seconds: device.health_check_timeout_seconds,
+    }
+}
+
+impl HealthStream {
+    /// What the driver says next of its devices; none when the stream has ended.
+    ///
+    /// # Errors
+    ///
+    /// The driver does not say it, or the stream has broken off.
+    pub async fn next(&mut self) -> Result<Option<Vec<Said>>, Unheard> {
+        let message = self.0.message().await?;
+        Ok(message.map(|m| m.devices.into_iter().map(said).collect()))
+    }
 }
 
 /// An answer about one claim: nothing but an error is a failure.
@@ -94,11 +149,31 @@ impl Driver {
             ));
         };
         let channel = channel(socket).map_err(|e| e.to_string())?;
+        let own = channel.clone();
         let client = match service.as_str() == SERVICES[0] {
-            true => Client::V1(pb::dra_plugin_client::DraPluginClient::new(channel)),
-            false => Client::V1beta1(beta::dra_plugin_client::DraPluginClient::new(channel)),
+            true => Client::V1(pb::dra_plugin_client::DraPluginClient::new(own)),
+            false => Client::V1beta1(beta::dra_plugin_client::DraPluginClient::new(own)),
         };
-        Ok(Driver { client, report })
+        Ok(Driver {
+            client,
+            channel,
+            report,
+        })
+    }
+
+    /// What it says of its devices' health, for as long as it runs. It is asked whether it has named that service or not:
+    /// drivers that have it need not.
+    ///
+    /// # Errors
+    ///
+    /// It does not say it, or cannot be asked.
+    pub async fn health(&self) -> Result<HealthStream, Unheard> {
+        let channel = self.channel.clone();
+        let mut client =
+            dra_health::dra_resource_health_client::DraResourceHealthClient::new(channel);
+        let request = dra_health::NodeWatchResourcesRequest {};
+        let stream = client.node_watch_resources(request).await?;
+        Ok(HealthStream(stream.into_inner()))
     }
 
     fn told<T>(

@@ -4,9 +4,12 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use holdfast_proto::dra as pb;
+use health::dra_resource_health_server::{DraResourceHealth, DraResourceHealthServer};
 use holdfast_proto::registration::PluginInfo;
+use holdfast_proto::{dra as pb, dra_health as health};
 use pb::dra_plugin_server::{DraPlugin, DraPluginServer};
+use tokio::sync::watch;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 
@@ -20,6 +23,8 @@ struct Inner {
     calls: Mutex<Vec<String>>,
     /// What it says to every call to give back, if that is not to succeed.
     refusal: Mutex<Option<String>>,
+    /// How the device is, and why; nothing is said before the first time.
+    health: watch::Sender<Option<(health::HealthStatus, &'static str)>>,
 }
 
 #[derive(Clone)]
@@ -46,6 +51,11 @@ impl Driver {
         *self.inner.refusal.lock().unwrap() = why.map(ToOwned::to_owned);
     }
 
+    /// Says how the device is, and why.
+    pub fn say(&self, status: health::HealthStatus, why: &'static str) {
+        self.inner.health.send_replace(Some((status, why)));
+    }
+
     /// Runs it, with its CDI devices described where runtimes look for as long as it runs.
     pub fn run(&self, registry: &Path) -> Servers {
         let cdi = PathBuf::from("/var/run/cdi");
@@ -70,6 +80,7 @@ impl Driver {
         };
         let services = Server::builder()
             .add_service(DraPluginServer::new(self.clone()))
+            .add_service(DraResourceHealthServer::new(self.clone()))
             .add_service(registration(plugin, told));
         let mut servers = Servers::new();
         servers.owns(&spec);
@@ -123,5 +134,42 @@ impl DraPlugin for Driver {
         let claims = claims.into_iter().map(|c| (c.uid, answer.clone()));
         let claims = claims.collect();
         Ok(Response::new(pb::NodeUnprepareResourcesResponse { claims }))
+    }
+}
+
+#[tonic::async_trait]
+impl DraResourceHealth for Driver {
+    type NodeWatchResourcesStream =
+        ReceiverStream<Result<health::NodeWatchResourcesResponse, Status>>;
+
+    async fn node_watch_resources(
+        &self,
+        _: Request<health::NodeWatchResourcesRequest>,
+    ) -> Result<Response<Self::NodeWatchResourcesStream>, Status> {
+        let (sender, receiver) = tokio::sync::mpsc::channel(1);
+        let mut said = self.inner.health.subscribe();
+        tokio::spawn(async move {
+            loop {
+                let now = *said.borrow_and_update();
+                let device = |(status, why): (health::HealthStatus, &str)| health::DeviceHealth {
+                    device: Some(health::DeviceIdentifier {
+                        pool_name: "pool".into(),
+                        device_name: "a".into(),
+                    }),
+                    health: status.into(),
+                    last_updated_time: 0,
+                    // Longer than the test.
+                    health_check_timeout_seconds: 3600,
+                    message: why.into(),
+                };
+                let message = health::NodeWatchResourcesResponse {
+                    devices: now.into_iter().map(device).collect(),
+                };
+                if sender.send(Ok(message)).await.is_err() || said.changed().await.is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
     }
 }

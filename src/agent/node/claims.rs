@@ -12,24 +12,31 @@ use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::{Container, Pod};
 use tokio::net::UnixStream;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
+use tokio_util::task::AbortOnDropHandle;
 
 use super::checkpoint::Checkpoint;
 use super::claim_metrics;
 use crate::agent::Context;
 use crate::agent::pod::dispatch::Roster;
+use crate::agent::pod::relist::Hint;
 use crate::core::lock::lock;
 use crate::core::meta;
 use crate::core::node::claims::checkpoint::{self as format, Device, FILE};
+use crate::core::node::claims::health::{DriversHealth, Said};
 use crate::core::node::claims::{Batches, Begun, ClaimError, Claims, Named, Wanted};
 use crate::core::node::claims::{checked, judge, references};
 use crate::core::pod;
-use crate::devices::dra::{Answers, Driver, Report};
+use crate::core::pod::status::devices::OfPod;
+use crate::devices::dra::{Answers, Driver, Report, Unheard};
 
 /// How often what pods have left behind is given back, as the kubelet has it.
 const RECONCILE: Duration = Duration::from_secs(60);
 /// How long a connection to a socket of this machine may take.
 const CONNECTION: Duration = Duration::from_secs(1);
+
+/// The pause before a driver is asked again for its devices' health, as the kubelet has it.
+const LISTEN: Duration = Duration::from_secs(5);
 
 /// A driver's instance; while it is replaced a driver has two.
 struct Instance {
@@ -38,11 +45,14 @@ struct Instance {
     /// The socket that it is asked at.
     socket: PathBuf,
     driver: Driver,
+    /// Hears how its devices are.
+    _listener: AbortOnDropHandle<()>,
 }
 
 #[derive(Default)]
 struct State {
     claims: Claims,
+    health: DriversHealth,
     /// By name; the newest instance is the last.
     drivers: BTreeMap<String, Vec<Instance>>,
 }
@@ -53,6 +63,9 @@ pub struct ClaimManager {
     checkpoint: Checkpoint,
     /// The drivers that are registered, as that changes.
     registered: watch::Sender<BTreeSet<String>>,
+    /// Is told when a driver says how its devices are.
+    heard: watch::Sender<()>,
+    begun: tokio::time::Instant,
 }
 
 fn restored(checkpoint: &Checkpoint) -> Result<Claims, String> {
@@ -107,6 +120,8 @@ impl ClaimManager {
             state: Mutex::new(state),
             checkpoint,
             registered: watch::Sender::default(),
+            heard: watch::Sender::default(),
+            begun: tokio::time::Instant::now(),
         })
     }
 
@@ -117,6 +132,20 @@ impl ClaimManager {
     /// Looks at the claims.
     pub fn look<T>(&self, look: impl FnOnce(&Claims) -> T) -> T {
         look(&self.lock().claims)
+    }
+
+    /// The health of the devices that the containers of a pod have by their claims. `pod` has the status that the API has.
+    pub fn health(&self, pod: &Pod) -> OfPod {
+        let state = self.lock();
+        state
+            .claims
+            .health(pod, &state.health, self.begun.elapsed())
+    }
+
+    fn hear(&self, driver: &str, devices: Vec<Said>) {
+        let now = self.begun.elapsed();
+        self.lock().health.said(driver, devices, now);
+        self.heard.send_replace(());
     }
 
     fn change<T>(&self, change: impl FnOnce(&mut Claims) -> T) -> T {
@@ -367,6 +396,11 @@ pub async fn register(
         instances.push(Instance {
             by: by.into(),
             socket: socket.into(),
+            _listener: AbortOnDropHandle::new(tokio::spawn(listen(
+                Arc::clone(context),
+                name.to_owned(),
+                driver.clone(),
+            ))),
             driver,
         });
         context.claims.tell_registered(&state);
@@ -376,8 +410,70 @@ pub async fn register(
     Ok(())
 }
 
-/// Gives back what pods have left that are not on this node any more, until the process ends.
-pub async fn run(context: Arc<Context>, mut roster: watch::Receiver<Roster>) {
+/// Hears how the devices of a driver are; ends if that is nothing that the driver says. What it said last holds on for its
+/// time when the stream breaks off, as it does when the driver is replaced.
+async fn listen(context: Arc<Context>, name: String, driver: Driver) {
+    let hear = async || -> Result<(), Unheard> {
+        let mut stream = driver.health().await?;
+        while let Some(devices) = stream.next().await? {
+            context.claims.hear(&name, devices);
+        }
+        Ok(())
+    };
+    loop {
+        match hear().await {
+            Err(Unheard::Unsupported) => return,
+            Err(error @ Unheard::Ended(_)) => {
+                tracing::debug!(driver = name, %error, "nothing is heard of the driver's devices' health");
+            }
+            Ok(()) => {}
+        }
+        tokio::time::sleep(LISTEN).await;
+    }
+}
+
+/// Tells pods whose devices have another health than before, until nobody listens any more.
+async fn tell_pods(context: &Context, hints: mpsc::Sender<Hint>) {
+    let manager = &context.claims;
+    let (mut prepared, mut heard) = (manager.checkpoint.changes(), manager.heard.subscribe());
+    let mut told = BTreeMap::new();
+    loop {
+        prepared.mark_unchanged();
+        heard.mark_unchanged();
+        let now = manager.begun.elapsed();
+        let (health, expiry) = {
+            let State { claims, health, .. } = &*manager.lock();
+            (claims.health_by_pod(health, now), health.next_expiry(now))
+        };
+        for (uid, devices) in &health {
+            if told.get(uid) != Some(devices)
+                && hints.send(Hint::Devices(uid.clone())).await.is_err()
+            {
+                return;
+            }
+        }
+        told = health;
+        let expires = expiry.map_or(Duration::MAX, |at| at.saturating_sub(now));
+        tokio::select! {
+            biased;
+            Ok(()) = prepared.changed() => {}
+            Ok(()) = heard.changed() => {}
+            () = tokio::time::sleep(expires) => {}
+        }
+    }
+}
+
+/// Gives back what pods have left that are not on this node any more, and tells pods how their devices are, until the process
+/// ends.
+pub async fn run(
+    context: Arc<Context>,
+    roster: watch::Receiver<Roster>,
+    hints: mpsc::Sender<Hint>,
+) {
+    tokio::join!(give_back_all(&context, roster), tell_pods(&context, hints));
+}
+
+async fn give_back_all(context: &Context, mut roster: watch::Receiver<Roster>) {
     if roster.wait_for(|roster| roster.complete).await.is_err() {
         return std::future::pending().await;
     }
@@ -388,7 +484,7 @@ pub async fn run(context: Arc<Context>, mut roster: watch::Receiver<Roster>) {
             let _ = changes.changed().await;
             continue;
         }
-        give_back_left(&context, &roster).await;
+        give_back_left(context, &roster).await;
         tokio::time::sleep(RECONCILE).await;
     }
 }

@@ -20,6 +20,7 @@ use super::sync::{Assets, Job, Tools};
 use crate::agent::metrics::PodStart;
 use crate::agent::volume::Volumes;
 use crate::agent::{Context, Kind};
+use crate::core::node::claims::has_claims;
 use crate::core::pod;
 use crate::core::pod::journal::Step;
 use crate::core::pod::lifecycle::State;
@@ -136,8 +137,16 @@ impl Shell {
 
     /// The health of the devices that the pod's containers have now.
     fn device_health(&self) -> DeviceHealth {
-        let uid = pod::uid(self.worker.pod());
-        self.context().devices.look(|devices| devices.health(uid))
+        let (pod, context) = (self.worker.pod(), self.context());
+        let mut health = context
+            .devices
+            .look(|devices| devices.health(pod::uid(pod)));
+        if has_claims(pod) {
+            for (container, devices) in context.claims.health(pod) {
+                health.entry(container).or_default().extend(devices);
+            }
+        }
+        health
     }
 
     /// The next thing that happened. What cancelled operations report is dropped.

@@ -6,6 +6,7 @@
 //! asked it is busy: nobody else begins anything with it. So a claim is never given back while it is prepared for another pod.
 
 pub mod checkpoint;
+pub mod health;
 #[cfg(test)]
 mod tests;
 
@@ -287,6 +288,24 @@ struct Claim {
     busy: bool,
 }
 
+impl Claim {
+    /// What was prepared for a request, or for all, each with its driver.
+    fn devices<'a>(
+        &'a self,
+        request: Option<&str>,
+    ) -> impl Iterator<Item = (&'a String, &'a Device)> {
+        let of_driver = |(driver, devices): (&'a String, &'a Vec<Device>)| {
+            devices.iter().map(move |device| (driver, device))
+        };
+        let all = self.drivers.iter().flat_map(of_driver);
+        // A device without names of requests is for all of them.
+        all.filter(move |(_, device)| match (request, &device.request_names) {
+            (Some(request), Some(names)) => names.is_empty() || names.iter().any(|n| n == request),
+            _ => true,
+        })
+    }
+}
+
 /// The claims of this node, by namespace and name.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Claims(BTreeMap<(String, String), Claim>);
@@ -486,13 +505,7 @@ impl Claims {
     pub fn cdi(&self, pod: &Pod, container: &Container) -> Result<Vec<String>, ClaimError> {
         let mut ids: Vec<String> = vec![];
         for (name, request) in Self::of_container(pod, container)? {
-            let claim = self.get(pod, &name)?;
-            // A device without names of requests is for all of them.
-            let serves = |device: &&Device| match (&request, &device.request_names) {
-                (Some(request), Some(names)) => names.is_empty() || names.contains(request),
-                _ => true,
-            };
-            for device in claim.drivers.values().flatten().filter(serves) {
+            for (_, device) in self.get(pod, &name)?.devices(request.as_deref()) {
                 for id in device.cdi_device_ids.iter().flatten() {
                     if !ids.contains(id) {
                         ids.push(id.clone());

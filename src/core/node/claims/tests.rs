@@ -1,7 +1,11 @@
+use std::time::Duration;
+
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
+use super::health::{DriversHealth, HOLDS, Said};
 use super::*;
+use crate::core::pod::status::devices::{DeviceHealth, Health};
 
 fn device(name: &str, requests: &[&str], cdi: &[&str]) -> Device {
     let list = |items: &[&str]| {
@@ -464,4 +468,88 @@ proptest! {
         prop_assert!(world.held.is_empty(), "left at the driver: {:?}", world.held);
         prop_assert_eq!(world.claims, Claims::default());
     }
+}
+
+/// A claim with two devices, of which a container names one alone and both, and what its driver says of them.
+struct Told {
+    claims: Claims,
+    drivers: DriversHealth,
+}
+
+impl Told {
+    fn shown(&self, now: u64) -> Vec<String> {
+        let claims_of =
+            json!([{"name": "mine", "request": "a"}, {"name": "mine"}, {"name": "none"}]);
+        let pod = pod(
+            json!({"spec": {"resourceClaims": [{"name": "mine", "resourceClaimName": "shared"}],
+            "containers": [{"name": "c", "resources": {"claims": claims_of}}, {"name": "without"}]}}),
+        );
+        let now = Duration::from_secs(now);
+        let health = self.claims.health(&pod, &self.drivers, now);
+        assert!(health.keys().all(|container| container == "c"));
+        let of = |(name, devices): (&String, &BTreeMap<String, DeviceHealth>)| {
+            let device = |(id, d): (&String, &DeviceHealth)| {
+                let message = d.message.as_deref().unwrap_or_default();
+                format!("{id}={:?}{message}", d.health)
+            };
+            let devices: Vec<String> = devices.iter().map(device).collect();
+            format!("{name} {}", devices.join(" "))
+        };
+        health.get("c").into_iter().flatten().map(of).collect()
+    }
+
+    /// At a time in seconds; each device with its health, its message and for how many seconds that holds.
+    fn say(&mut self, now: u64, devices: &[(&str, Health, &str, i64)]) {
+        let said = |(name, health, message, seconds): &(&str, Health, &str, i64)| Said {
+            pool: "here".into(),
+            device: (*name).into(),
+            health: *health,
+            message: (*message).into(),
+            seconds: *seconds,
+        };
+        let devices = devices.iter().map(said).collect();
+        self.drivers.said("d", devices, Duration::from_secs(now));
+    }
+}
+
+#[test]
+fn the_health_of_a_claims_devices_is_that_which_its_driver_told_last() {
+    let mut told = Told {
+        claims: Claims::default(),
+        drivers: DriversHealth::default(),
+    };
+    assert!(told.shown(0).is_empty(), "not prepared");
+    let devices = [
+        device("one", &["a"], &["k=one", "k=more"]),
+        device("two", &["b"], &[]),
+    ];
+    let shared = [wanted("shared", "su", &["d"])];
+    prepare(&mut told.claims, "u", &shared, &devices);
+    let both = |one: &str, two: &str| {
+        let all = format!("claim:mine d/here/two={two} k=one={one}");
+        vec![all, format!("claim:mine/a k=one={one}")]
+    };
+    assert_eq!(told.shown(0), both("Untold", "Untold"));
+    assert_eq!(told.shown(HOLDS.as_secs()), both("Unknown", "Unknown"));
+
+    let first = [
+        ("one", Health::Unhealthy, " hot", 0),
+        ("two", Health::Healthy, "", 90),
+    ];
+    told.say(100, &first);
+    assert_eq!(told.shown(129), both("Unhealthy hot", "Healthy"));
+    let next = told.drivers.next_expiry(Duration::from_secs(100));
+    assert_eq!(next, Some(Duration::from_secs(130)));
+    assert_eq!(told.shown(130), both("Unknown", "Healthy"));
+    // What is not named any more holds on for its own time; a time below zero is none.
+    told.say(140, &[("one", Health::Healthy, "", -1)]);
+    assert_eq!(told.shown(169), both("Healthy", "Healthy"));
+    assert_eq!(told.shown(190), both("Unknown", "Unknown"));
+    told.say(200, &[("one", Health::Healthy, &"ü".repeat(1025), 0)]);
+    let cut = format!("Healthy{}...", "ü".repeat(1021));
+    assert_eq!(told.shown(201), both(&cut, "Unknown"));
+    let by_pod = told
+        .claims
+        .health_by_pod(&told.drivers, Duration::from_secs(201));
+    assert_eq!(by_pod["u"].len(), 2);
 }

@@ -28,7 +28,7 @@ impl Devices {
         let given = allocations.iter().filter(|(_, own)| own.answer.is_some());
         let of_resource = given.map(|(resource, own)| {
             let ids = own.devices.keys();
-            let devices = ids.map(|id| (id.clone(), self.device_health(resource, id)));
+            let devices = ids.map(|id| (id.clone(), self.device_health(resource, id).into()));
             (resource.clone(), devices.collect())
         });
         of_resource.collect()

@@ -525,7 +525,7 @@ fn the_health_of_what_containers_have_follows_their_plugin() {
         assert_eq!(devices.health_of_all().get("p"), Some(&health));
         let own = &health["c"][THING];
         assert_eq!(own.len(), 1);
-        own["a"]
+        own["a"].health
     };
     assert_eq!(of(&devices), Health::Healthy);
     assert_eq!(devices.health("other"), BTreeMap::new());

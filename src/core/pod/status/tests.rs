@@ -404,7 +404,11 @@ fn addresses_that_change_take_the_place_of_those_before() {
 fn the_health_of_devices_is_told_and_outlives_what_is_not_known() {
     use devices::{Health, told};
     let own = |health: Health| -> devices::OfContainer {
-        let of = |ids: &[&str]| ids.iter().map(|id| ((*id).to_owned(), health)).collect();
+        let of = |ids: &[&str]| {
+            ids.iter()
+                .map(|id| ((*id).to_owned(), health.into()))
+                .collect()
+        };
         [
             ("x/one".to_owned(), of(&["b", "a"])),
             ("x/two".to_owned(), of(&["c"])),
