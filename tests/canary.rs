@@ -117,8 +117,9 @@ fn what_is_the_users_outlives_every_pod() {
         elsewhere.join("pods").join(uid)
     };
     let die = || {
-        let agent = nix::unistd::Pid::from_raw(cluster.pid("agent"));
-        nix::sys::signal::kill(agent, nix::sys::signal::Signal::SIGKILL).unwrap();
+        let agent = cluster.pid("agent");
+        kill(Pid::from_raw(agent), Signal::SIGKILL).unwrap();
+        cluster.wait_for_end(agent);
         cluster.up();
     };
     for round in 0..6_u64 {
@@ -369,7 +370,9 @@ impl Rounds {
     }
 
     fn kill_agent(&self) {
-        let _ = kill(Pid::from_raw(self.cluster.pid("agent")), Signal::SIGKILL);
+        let agent = self.cluster.pid("agent");
+        let _ = kill(Pid::from_raw(agent), Signal::SIGKILL);
+        self.cluster.wait_for_end(agent);
     }
 
     fn kill_shim(&mut self) {
@@ -495,7 +498,7 @@ impl Rounds {
         self.cluster
             .kubectl(&["delete", "pod", "--all", "--wait=false"]);
         self.pods.clear();
-        let deadline = begun + support::patience() * 2;
+        let deadline = begun + support::patience() * 4;
         while !self.cluster.pods().is_empty() {
             assert!(
                 Instant::now() < deadline,

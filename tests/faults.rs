@@ -28,14 +28,14 @@ fn ready(pod: &Value) -> bool {
     condition(pod, "Ready")["status"] == "True"
 }
 
-/// What a port of this machine answers to a request.
-fn get(port: u16, path: &str) -> String {
+/// What a port of this machine answers to a request, once somebody listens there.
+fn get(port: u16, path: &str) -> Option<String> {
     use std::io::{Read as _, Write as _};
-    let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
-    write!(stream, "GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n").unwrap();
+    let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).ok()?;
+    write!(stream, "GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n").ok()?;
     let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    answer.split_once("\r\n\r\n").unwrap().1.to_owned()
+    stream.read_to_string(&mut answer).ok()?;
+    Some(answer.split_once("\r\n\r\n")?.1.to_owned())
 }
 
 /// Asks the cluster's containerd directly.
@@ -131,12 +131,19 @@ fn static_pods_alone_start_by_default(
     assert_eq!(running(cluster, uid), None, "it waits for the apiserver");
     // Its status is told without a mirror.
     cluster.wait_quietly("the static pod's status", || {
-        let listed: Value = serde_json::from_str(&get(16924, "/pods")).unwrap();
-        let pods = listed["items"].as_array().unwrap();
+        let Some(listed) = get(16924, "/pods") else {
+            return false;
+        };
+        let listed: Value = serde_json::from_str(&listed).unwrap_or_default();
+        let Some(pods) = listed["items"].as_array() else {
+            return false;
+        };
         pods.len() == 1 && pods[0]["status"]["phase"] == "Running" && ready(&pods[0])
     });
-    let secrets = std::fs::read_dir(cluster.data().join("agent/sealed/secrets"));
-    assert_eq!(secrets.unwrap().count(), 0, "nothing of others is kept");
+    let secrets = cluster.data().join("agent/sealed/secrets");
+    cluster.wait_quietly("nothing of others to be kept", || {
+        std::fs::read_dir(&secrets).unwrap().count() == 0
+    });
     std::fs::remove_file(&manifest).unwrap();
     careful.kill().unwrap();
     careful.wait().unwrap();
@@ -172,7 +179,7 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
         ready(&cluster.pod("kept")) && ready(&cluster.pod("gone"))
     });
     let sealed = cluster.data().join("agent/sealed");
-    let count = || std::fs::read_dir(sealed.join("pods")).unwrap().count();
+    let count = || std::fs::read_dir(sealed.join("pods")).map_or(0, Iterator::count);
     cluster.wait("both are sealed", || count() == 3);
     cluster.kubectl(&["delete", "pod", "gone"]);
     cluster.wait("what is gone is unsealed", || count() == 2);
@@ -261,7 +268,9 @@ fn killed_agents_and_shims_disturb_no_other_and_no_readiness() {
     };
     std::thread::sleep(Duration::from_secs(11));
     let before = [state("one"), state("two")];
-    kill(Pid::from_raw(cluster.pid("agent")), Signal::SIGKILL).unwrap();
+    let agent = cluster.pid("agent");
+    kill(Pid::from_raw(agent), Signal::SIGKILL).unwrap();
+    cluster.wait_for_end(agent);
     cluster.up();
     // Over several periods of its probes nothing may have changed, not even for a moment.
     for _ in 0..20 {

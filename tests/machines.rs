@@ -6,6 +6,7 @@ mod support;
 mod vm;
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use holdfast::core::pod::cgroup::Driver;
 use holdfast::core::volume::resolved::{self, Here};
@@ -230,8 +231,9 @@ fn limits_outlast_others(cluster: &Cluster, tier: &Path, pod: &Path) {
     });
 }
 
-/// The configuration of the node in it.
-const NODE: &str = "cgroupDriver: systemd\npodPidsLimit: 100\nfeatureGates: {MemoryQoS: true}\nmemoryReservationPolicy: TieredReservation\nshutdownGracePeriod: 60s\nshutdownGracePeriodCriticalPods: 10s\n";
+/// The configuration of the node in it. A shutdown has much time: the machine waits for this test no longer either, whose
+/// every command takes seconds there.
+const NODE: &str = "cgroupDriver: systemd\npodPidsLimit: 100\nfeatureGates: {MemoryQoS: true}\nmemoryReservationPolicy: TieredReservation\nshutdownGracePeriod: 900s\nshutdownGracePeriodCriticalPods: 10s\n";
 
 /// The machine is powered off by its own systemd: it waits for pods as long as the agent asked for, which is longer than
 /// logind would by itself. Nothing may be asked of the machine after that.
@@ -246,26 +248,25 @@ fn a_real_shutdown_waits_for_pods(cluster: Cluster, image: &str) {
     };
     let inhibits = || run("systemd-inhibit", &["--list", "--no-legend"]).contains("kubelet");
     cluster.wait("the inhibitor", inhibits);
-    let limits = run(
-        "busctl",
-        &[
-            "get-property",
-            "org.freedesktop.login1",
-            "/org/freedesktop/login1",
-            "org.freedesktop.login1.Manager",
-            "InhibitDelayMaxUSec",
-        ],
-    );
-    assert_eq!(limits.trim(), "t 60000000");
+    let delay = [
+        "get-property",
+        "org.freedesktop.login1",
+        "/org/freedesktop/login1",
+        "org.freedesktop.login1.Manager",
+        "InhibitDelayMaxUSec",
+    ];
+    cluster.wait("logind to wait for as long", || {
+        run("busctl", &delay).trim() == "t 900000000"
+    });
     cluster.apply(&format!(
-        "apiVersion: v1\nkind: Pod\nmetadata: {{name: last}}\nspec: {{terminationGracePeriodSeconds: 30, containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, 'trap \"busybox sleep 6; exit 3\" TERM; while :; do busybox sleep 0.2; done']}}]}}\n"
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: last}}\nspec: {{terminationGracePeriodSeconds: 200, containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, 'trap \"busybox sleep 6; exit 3\" TERM; while :; do busybox sleep 0.2; done']}}]}}\n"
     ));
     cluster.wait("the pod", || {
         condition(&cluster.pod("last"), "Ready") == "True"
     });
     // While this test is there, the machine is: it ends with the script that runs it.
     let mut still = std::process::Command::new("systemd-inhibit")
-        .args(["--what=shutdown", "--mode=delay", "sleep", "1000"])
+        .args(["--what=shutdown", "--mode=delay", "sleep", "100000"])
         .spawn()
         .unwrap();
     cluster.wait("an inhibitor of this test's own", || {
@@ -274,14 +275,21 @@ fn a_real_shutdown_waits_for_pods(cluster: Cluster, image: &str) {
     run("systemctl", &["poweroff"]);
     cluster.wait_quietly("the agent to let the machine go", || !inhibits());
     assert!(still.try_wait().unwrap().is_none());
-    let pod = cluster.pod("last");
+    let mut pod = json!(null);
+    cluster.wait("the pod's end to be told", || {
+        pod = cluster.pod("last");
+        let state = &pod["status"]["containerStatuses"][0]["state"];
+        !state["terminated"].is_null() && pod["status"]["reason"].is_string()
+    });
     assert_eq!(pod["status"]["reason"], "Terminated", "{pod}");
     assert_eq!(
         pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"], 3,
         "it had its time: {pod}"
     );
-    let nodes = cluster.kubectl(&["get", "nodes", "-o", "json"]);
-    assert!(nodes.contains("node is shutting down"), "{nodes}");
+    cluster.wait("the shutdown to be told", || {
+        let nodes = cluster.kubectl(&["get", "nodes", "-o", "json"]);
+        nodes.contains("node is shutting down")
+    });
     cluster.kubectl(&["delete", "pod", "last", "--force", "--grace-period=0"]);
 }
 
@@ -385,24 +393,17 @@ fn systemd_inside() {
     let node = cluster
         .kubectl(&["get", "nodes", "-o", "name"])
         .replace("node/", "");
-    let summary = cluster.kubectl(&[
-        "get",
-        "--raw",
-        &format!("/api/v1/nodes/{}/proxy/stats/summary", node.trim()),
-    ]);
-    let summary: serde_json::Value = serde_json::from_str(&summary).unwrap();
-    let of_one = summary["pods"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .find(|p| p["podRef"]["name"] == "one")
-        .expect("the pod's figures")
-        .clone();
-    assert!(
-        of_one["memory"]["workingSetBytes"].as_u64() > Some(0)
-            && of_one["process_stats"]["process_count"].as_u64() > Some(0),
-        "{of_one}"
-    );
+    let path = format!("/api/v1/nodes/{}/proxy/stats/summary", node.trim());
+    cluster.wait("the pod's figures", || {
+        let summary = cluster.kubectl(&["get", "--raw", &path]);
+        let summary: serde_json::Value = serde_json::from_str(&summary).unwrap();
+        let mut pods = summary["pods"].as_array().unwrap().iter();
+        pods.find(|p| p["podRef"]["name"] == "one")
+            .is_some_and(|p| {
+                p["memory"]["workingSetBytes"].as_u64() > Some(0)
+                    && p["process_stats"]["process_count"].as_u64() > Some(0)
+            })
+    });
 
     // The disk's session ends with its last pod, and what was written is on the disk.
     let sessions = || std::fs::read_dir("/sys/class/iscsi_session").map_or(0, Iterator::count);
@@ -431,18 +432,21 @@ fn systemd_inside() {
     });
 
     // An agent that was killed finds its pods, and takes away all of them.
+    let agent = cluster.pid("agent");
     nix::sys::signal::kill(
-        nix::unistd::Pid::from_raw(cluster.pid("agent")),
+        nix::unistd::Pid::from_raw(agent),
         nix::sys::signal::Signal::SIGKILL,
     )
     .unwrap();
+    cluster.wait_for_end(agent);
     cluster.up();
     cluster.wait("both to be ready", || ready("one") && ready("two"));
     assert_eq!(
         cluster.pod("one")["status"]["containerStatuses"][0]["restartCount"],
         0
     );
-    cluster.kubectl(&["delete", "pod", "one", "two", "greedy", "again"]);
+    cluster.delete_finished();
+    cluster.kubectl(&["delete", "pod", "one", "two", "again"]);
     let slices = || {
         let mut found = vec![];
         support::find_pods(Path::new("/sys/fs/cgroup/holdfast_t_vm.slice"), &mut found);
@@ -457,5 +461,10 @@ fn systemd_inside() {
     );
     cluster.assert_clean();
     a_real_shutdown_waits_for_pods(cluster, &image);
-    assert!(!tier.exists());
+    // The cgroup goes a moment after its slice has stopped.
+    let deadline = Instant::now() + support::patience();
+    while tier.exists() {
+        assert!(Instant::now() < deadline, "the slice stays");
+        std::thread::sleep(Duration::from_millis(100));
+    }
 }

@@ -20,6 +20,7 @@ fn commands_run_in_containers_and_ports_are_reached() {
         ["shell", "web"]
             .iter()
             .all(|name| condition(&cluster.pod(name), "Ready") == "True")
+            && listens(&cluster, "web")
     });
     let descriptors = || {
         std::fs::read_dir(format!("/proc/{}/fd", cluster.pid("agent")))
@@ -112,10 +113,7 @@ fn commands_run_in_containers_and_ports_are_reached() {
         .unwrap_or_else(|| panic!("{line}"))
         .to_owned();
     for _ in 0..20 {
-        let mut stream = std::net::TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
-        stream.write_all(b"GET / HTTP/1.0\r\n\r\n").unwrap();
-        let mut text = String::new();
-        stream.read_to_string(&mut text).unwrap();
+        let text = forwarded(&port);
         assert!(text.contains("Hello from web"), "{text}");
     }
     drop((forward, said));
@@ -217,8 +215,9 @@ fn sessions_have_time_to_end_when_the_agent_stops(cluster: &Cluster) {
         assert_eq!(line, "begun\n");
         (child, output)
     };
-    let (mut short, mut output) = begin("echo begun; sleep 4; echo done");
+    // The short one second: it is under way still when the agent is told to stop.
     let (mut long, _) = begin("echo begun; sleep 1000");
+    let (mut short, mut output) = begin("echo begun; sleep 4; echo done");
     let pid = cluster.pid("agent");
     cluster.unsupervise("agent");
     let begun = Instant::now();
@@ -232,8 +231,10 @@ fn sessions_have_time_to_end_when_the_agent_stops(cluster: &Cluster) {
         output.unwrap().status.success()
     };
     cluster.wait_quietly("no other to begin", || !another());
+    // On a busy machine all that may have taken as long as sessions have.
+    let goes_on = long.0.try_wait().unwrap().is_none();
     assert!(
-        long.0.try_wait().unwrap().is_none(),
+        goes_on || begun.elapsed() > Duration::from_secs(9),
         "those that were there go on meanwhile"
     );
     let mut rest = String::new();
@@ -242,9 +243,29 @@ fn sessions_have_time_to_end_when_the_agent_stops(cluster: &Cluster) {
     assert!(short.0.wait().unwrap().success());
     assert!(!long.0.wait().unwrap().success(), "it was cut off");
     assert!(begun.elapsed() > Duration::from_secs(9), "after some time");
+    cluster.wait_for_end(pid);
     cluster.up();
     // The node's object may be from before.
     cluster.wait("others to begin again", another);
+}
+
+/// Whether a pod's web server answers: a pod without a probe is ready before it listens.
+fn listens(cluster: &Cluster, name: &str) -> bool {
+    let ip = cluster.pod(name)["status"]["podIP"].clone();
+    ip.as_str()
+        .is_some_and(|ip| support::http_get(&format!("{ip}:80")).is_some())
+}
+
+/// What is answered behind a forwarded port, however busy the machine is.
+fn forwarded(port: &str) -> String {
+    let mut stream = std::net::TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
+    stream
+        .set_read_timeout(Some(Duration::from_secs(60)))
+        .unwrap();
+    stream.write_all(b"GET / HTTP/1.0\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text
 }
 
 /// The resident memory of the agent, in MiB.
@@ -286,7 +307,7 @@ fn whoever_holds_connections_or_does_not_read_keeps_nobody_out() {
             "ok"
         );
         assert!(
-            begun.elapsed() < Duration::from_secs(5),
+            begun.elapsed() < Duration::from_secs(20),
             "others are answered: {:?}",
             begun.elapsed()
         );
@@ -354,9 +375,10 @@ fn whoever_holds_connections_or_does_not_read_keeps_nobody_out() {
     answered();
     let streaming = resident(&cluster);
     unread.clear();
-    // An unoptimised build is larger from the start: what counts is what is added to the 25 of a release build.
+    // An unoptimised build is larger from the start: what counts is what is added to the 25 of a release build. It may be
+    // less than before: the agent gives memory back when it has been quiet, and the kernel takes pages that are files'.
     assert!(
-        held.max(streaming) - before <= 50,
+        held.max(streaming).saturating_sub(before) <= 50,
         "MiB before, with idle connections, with streams nobody reads: {before}, {held}, {streaming}"
     );
     cluster.end_clean();
@@ -512,6 +534,7 @@ fn newer_kubectls_do_the_same() {
         ["shell", "web"]
             .iter()
             .all(|name| condition(&cluster.pod(name), "Ready") == "True")
+            && listens(&cluster, "web")
     });
     cluster.kubectl(&[
         "exec",
@@ -548,10 +571,9 @@ fn newer_kubectls_do_the_same() {
             "{version}: {errors}"
         );
         assert!(errors.starts_with("err\n"), "{version}: {errors}");
-        assert!(
-            run(&["logs", "shell", "--tail=1"]).1.contains("ready"),
-            "{version}"
-        );
+        cluster.wait(&format!("the log by kubectl {version}"), || {
+            run(&["logs", "shell"]).1.contains("ready")
+        });
         let payload = vec![b'x'; 1 << 20];
         let mut child = with(
             program,
@@ -602,7 +624,7 @@ fn newer_kubectls_do_the_same() {
             .nth(1)
             .and_then(|rest| rest.split(' ').next())
             .unwrap_or_else(|| panic!("{version}: {line}"));
-        let answer = support::http_get(&format!("127.0.0.1:{port}")).unwrap_or_default();
+        let answer = forwarded(port);
         assert!(answer.contains("Hello from web"), "{version}: {answer}");
         drop((forward, said));
         assert!(
@@ -617,10 +639,12 @@ fn newer_kubectls_do_the_same() {
             "--replicas=2",
         ]);
         assert_eq!(code, Some(0), "{version}: {errors}");
-        let (code, _, errors) = run(&["rollout", "status", "deployment/twice", "--timeout=60s"]);
+        let (code, _, errors) = run(&["rollout", "status", "deployment/twice", "--timeout=180s"]);
         assert_eq!(code, Some(0), "{version}: {errors}");
-        let described = run(&["describe", "pod", "web"]);
-        assert!(described.1.contains("Started"), "{version}: {described:?}");
+        // Events are written a while after what they tell.
+        cluster.wait(&format!("the events by kubectl {version}"), || {
+            run(&["describe", "pod", "web"]).1.contains("Started")
+        });
         run(&["delete", "deployment", "twice"]);
     }
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);

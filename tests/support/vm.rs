@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// What the kernel's command line says of such a machine.
 const MARK: &str = "holdfast.vm";
 /// How long it may take: its processor is emulated, on a machine that may be busy.
-const RUN_TIMEOUT: Duration = Duration::from_secs(1800);
+const RUN_TIMEOUT: Duration = Duration::from_secs(2700);
 
 /// A memory disk in the `newc` format.
 #[derive(Default)]
@@ -214,7 +214,7 @@ fn boot(kernel: &Path, mut disk: Archive, init: &str, more: &[&str]) {
         .arg(&image)
         .args([
             "-append",
-            &format!("console=ttyS0 quiet panic=-1 systemd.unified_cgroup_hierarchy=1 {MARK}"),
+            &format!("console=ttyS0 quiet panic=-1 systemd.unified_cgroup_hierarchy=1 systemd.default_timeout_start_sec=900 {MARK}"),
         ])
         .args(more)
         .stdin(Stdio::null())
@@ -235,8 +235,11 @@ fn boot(kernel: &Path, mut disk: Archive, init: &str, more: &[&str]) {
     );
 }
 
+/// How it ended is said twice, and with time to be written: the kernel may speak in between, and what is not written when
+/// the machine goes is lost.
 fn test(name: &str) -> String {
-    format!("/test --exact {name} --ignored --nocapture --test-threads=1; echo VM-ENDED-WITH $?")
+    let said = "echo VM-ENDED-WITH $code; busybox sleep 2";
+    format!("/test --exact {name} --ignored --nocapture --test-threads=1; code=$?; {said}; {said}")
 }
 
 /// Boots a machine that has only these modules, loaded in their order, and these programs of ours; there it runs the ignored
@@ -289,10 +292,12 @@ pub fn run_on_node(name: &str, programs: &[PathBuf]) {
     );
     // Only now: what lies in temporary directories is removed while the node comes up.
     let script = format!(
-        "#!/bin/sh\nexport HOME=/root HOLDFAST_TEST_TIMEOUT=200\ncp -a /carried/. /\n{}\nsystemctl poweroff --force --force\n",
+        "#!/bin/sh\nexport HOME=/root HOLDFAST_TEST_TIMEOUT=600\ncp -a /carried/. /\n{}\nsystemctl poweroff --force --force\n",
         test(name)
     );
     disk.file(Path::new("/unit/run-test"), script.as_bytes());
+    // The disk may come a moment after its driver.
+    init += "n=0; until busybox test -b /dev/vda || busybox test $n -ge 300; do n=$((n+1)); busybox sleep 0.2; done\n";
     init += "busybox mount -t ext4 /dev/vda /node && busybox cp -a /unit/. /node/ && busybox cp -a /carried /node/\n";
     init += "busybox mkdir -p /node/etc/systemd/system/multi-user.target.wants\n";
     init += "busybox ln -s ../test.service /node/etc/systemd/system/multi-user.target.wants/test.service\n";
