@@ -1,6 +1,7 @@
-//! This process's own limits.
+//! This process's own limits, and the programs that it can run.
 
 use std::io;
+use std::path::PathBuf;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
@@ -18,6 +19,26 @@ pub fn limit_open_files(wanted: u64) -> io::Result<u64> {
 /// Says how soon this process is killed when memory is short: -1000 (never) to 1000.
 pub fn set_oom_score_adj(score: i32) -> io::Result<()> {
     std::fs::write("/proc/self/oom_score_adj", score.to_string())
+}
+
+/// Finds a program in `PATH` and the usual places for system programs.
+#[must_use]
+pub fn find_program(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .chain(
+            [
+                "/usr/local/sbin",
+                "/usr/sbin",
+                "/sbin",
+                "/usr/local/bin",
+                "/usr/bin",
+                "/bin",
+            ]
+            .map(PathBuf::from),
+        )
+        .map(|d| d.join(name))
+        .find(|p| p.is_file())
 }
 
 #[cfg(test)]

@@ -8,9 +8,9 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 
 use super::images;
-use super::process::find_program;
 use super::settings::Settings;
 use crate::cri::{CriClient, Runtime as _};
+use crate::sys::process::find_program;
 
 /// Whether this process may lower `oom_score_adj`; without it containers must be told not to try.
 fn may_lower_oom_score() -> bool {

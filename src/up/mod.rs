@@ -16,12 +16,13 @@ use anyhow::{Context as _, bail};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::NodeCondition;
 use kube::ResourceExt as _;
-use process::{Part, find_program};
+use process::Part;
 use progress::Progress;
 pub use settings::{Dirs, Settings};
 
 use crate::control::pki::{self, Pki};
 use crate::cri::{CriClient, Runtime as _};
+use crate::sys::process::find_program;
 use crate::sys::systemd::Slices;
 
 /// The addresses of services.
@@ -88,12 +89,12 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
     containerd::import_images(settings, &endpoint)?;
 
     progress.step("control plane");
-    start_control_plane(settings, &parts.control)?;
-    let client = wait_api(settings, &parts.control).await?;
+    let started = start_control_plane(settings, &parts.control)?;
+    let client = wait_api(settings, &parts.control, started).await?;
 
     progress.step("agent");
-    start_agent(settings, &parts.agent, &endpoint)?;
-    let node = wait_node(&client, &parts.agent).await?;
+    let started = start_agent(settings, &parts.agent, &endpoint)?;
+    let node = wait_node(&client, &parts.agent, started).await?;
     progress.done();
 
     let kubeconfig = dirs.kubeconfig();
@@ -151,7 +152,8 @@ fn start_containerd(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     .map(drop)
 }
 
-fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<()> {
+/// The answer is whether it was started.
+fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<bool> {
     let dir = settings.dirs.data.join("control");
     let pki = Pki::open(&dir.join("pki"))?;
     let server = format!("https://127.0.0.1:{}", settings.api_port);
@@ -185,7 +187,7 @@ fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     crate::sys::file::replace(&certs.join("serving.key"), serving.key.as_bytes())?;
     crate::sys::file::replace(&certs.join("serving.crt"), serving.certificate.as_bytes())?;
     if part.runs_supervised() {
-        return Ok(());
+        return Ok(false);
     }
     let own = std::env::current_exe()?;
     let arguments = [
@@ -200,7 +202,7 @@ fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     part.start_supervised(&own, &arguments.map(Into::into))
 }
 
-async fn wait_api(settings: &Settings, part: &Part) -> anyhow::Result<kube::Client> {
+async fn wait_api(settings: &Settings, part: &Part, started: bool) -> anyhow::Result<kube::Client> {
     let client = crate::kubeapi::client::connect(&settings.dirs.kubeconfig()).await?;
     let deadline = tokio::time::Instant::now() + Duration::from_secs(30);
     loop {
@@ -208,8 +210,8 @@ async fn wait_api(settings: &Settings, part: &Part) -> anyhow::Result<kube::Clie
             Ok(_) => return Ok(client),
             Err(error) => crate::kubeapi::client::chain(&error),
         };
-        if part.pid().is_none() || tokio::time::Instant::now() > deadline {
-            part.release()?;
+        if part.is_lost(started) || tokio::time::Instant::now() > deadline {
+            give_up(part, started)?;
             bail!(
                 "the control plane did not come up ({error}); its log is {}\n{}",
                 part.log.display(),
@@ -220,9 +222,10 @@ async fn wait_api(settings: &Settings, part: &Part) -> anyhow::Result<kube::Clie
     }
 }
 
-fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Result<()> {
+/// The answer is whether it was started.
+fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Result<bool> {
     if part.runs_supervised() {
-        return Ok(());
+        return Ok(false);
     }
     let root = settings.dirs.agent();
     let manifests = root.join("manifests");
@@ -279,24 +282,39 @@ fn own_fields(settings: &Settings) -> anyhow::Result<Option<serde_json::Value>> 
     Ok(Some(own))
 }
 
+/// What this process has started in vain is not started again and again; what ran before is left to its supervisor.
+fn give_up(part: &Part, started: bool) -> anyhow::Result<()> {
+    match started {
+        true => part.release(),
+        false => Ok(()),
+    }
+}
+
 /// Waits until the agent that runs now has said that its node is Ready; what one before it said does not count.
-async fn wait_node(client: &kube::Client, part: &Part) -> anyhow::Result<String> {
+async fn wait_node(client: &kube::Client, part: &Part, started: bool) -> anyhow::Result<String> {
     let api: kube::Api<k8s_openapi::api::core::v1::Node> = kube::Api::all(client.clone());
     let name = crate::sys::machine::hostname();
     let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
     let mut why = "it has not registered".to_owned();
     loop {
-        if let Some(node) = api.get_opt(&name).await? {
-            let conditions = node.status.iter().flat_map(|s| s.conditions.iter());
-            match conditions.flatten().find(|c| c.type_ == "Ready") {
-                Some(c) if !is_of(c, part) => "its agent has not reported yet".clone_into(&mut why),
-                Some(c) if c.status == "True" => return Ok(node.name_any()),
-                Some(c) => why = c.message.clone().unwrap_or_default(),
-                None => {}
+        match api.get_opt(&name).await {
+            Ok(Some(node)) => {
+                let conditions = node.status.iter().flat_map(|s| s.conditions.iter());
+                match conditions.flatten().find(|c| c.type_ == "Ready") {
+                    Some(c) if !is_of(c, part) => {
+                        "its agent has not reported yet".clone_into(&mut why);
+                    }
+                    Some(c) if c.status == "True" => return Ok(node.name_any()),
+                    Some(c) => why = c.message.clone().unwrap_or_default(),
+                    None => {}
+                }
             }
+            Ok(None) => {}
+            // The control plane may be about to be started again.
+            Err(error) => why = crate::kubeapi::client::chain(&error),
         }
-        if part.pid().is_none() || tokio::time::Instant::now() > deadline {
-            part.release()?;
+        if part.is_lost(started) || tokio::time::Instant::now() > deadline {
+            give_up(part, started)?;
             bail!(
                 "the node {name} did not become ready: {why}; the agent's log is {}\n{}",
                 part.log.display(),

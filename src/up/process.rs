@@ -248,23 +248,3 @@ pub fn end_shims(socket: &Path) {
         }
     }
 }
-
-/// Finds a program in `PATH` and the usual places for system programs.
-#[must_use]
-pub fn find_program(name: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path)
-        .chain(
-            [
-                "/usr/local/sbin",
-                "/usr/sbin",
-                "/sbin",
-                "/usr/local/bin",
-                "/usr/bin",
-                "/bin",
-            ]
-            .map(PathBuf::from),
-        )
-        .map(|d| d.join(name))
-        .find(|p| p.is_file())
-}

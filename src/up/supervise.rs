@@ -76,10 +76,11 @@ impl Part {
     }
 
     /// Starts it in the background with a supervisor beside it, unless both run. A supervisor whose part does not run is
-    /// replaced, so that nothing waits for its back-off; a part that has lost its supervisor is started again with one.
-    pub fn start_supervised(&self, program: &Path, arguments: &[String]) -> anyhow::Result<()> {
+    /// replaced, so that nothing waits for its back-off; a part that has lost its supervisor is started again with one. The
+    /// answer is whether it was started.
+    pub fn start_supervised(&self, program: &Path, arguments: &[String]) -> anyhow::Result<bool> {
         if self.runs_supervised() {
-            return Ok(());
+            return Ok(false);
         }
         self.stop(STOP)?;
         let own = std::env::current_exe()?;
@@ -96,7 +97,14 @@ impl Part {
             );
             std::thread::sleep(Duration::from_millis(5));
         }
-        Ok(())
+        Ok(true)
+    }
+
+    /// Whether nobody will start it (again): one that this process has `started` must not end at all, for one that ran before
+    /// its supervisor is there.
+    #[must_use]
+    pub fn is_lost(&self, started: bool) -> bool {
+        self.pid().is_none() && (started || self.supervised().is_none())
     }
 
     /// Ends its supervisor; the part itself goes on.
@@ -206,5 +214,24 @@ mod tests {
         }
         assert_eq!(seen, [500, 1000, 2000, 4000, 8000, 16000, 30000, 30000]);
         assert_eq!(next_pause(pause, STEADY), PAUSES.0);
+    }
+
+    #[test]
+    fn a_part_that_ran_before_is_lost_without_its_supervisor_alone() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let part = Part::new("agent", dir.path(), dir.path());
+        assert!(part.is_lost(false), "nothing runs");
+        let own = i32::try_from(std::process::id()).expect("a pid");
+        let start = started_at(own).expect("/proc");
+        let state = State {
+            supervisor: (own, start),
+            ..State::default()
+        };
+        let text = serde_json::to_vec(&state).expect("JSON");
+        fs::write(part.state_file(), text).expect("a file");
+        assert!(!part.is_lost(false), "its supervisor starts it again");
+        assert!(part.is_lost(true), "it was started just now, in vain");
+        fs::write(&part.pid_file, format!("{own} {start}\n")).expect("a file");
+        assert!(!part.is_lost(true) && !part.is_lost(false), "it runs");
     }
 }
