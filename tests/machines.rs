@@ -5,7 +5,7 @@ mod support;
 #[path = "support/vm.rs"]
 mod vm;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use holdfast::core::pod::cgroup::Driver;
@@ -151,17 +151,29 @@ fn systemd_makes_the_cgroups() {
     );
 }
 
+fn run(program: &str, arguments: &[&str]) {
+    let status = std::process::Command::new(program).args(arguments).status();
+    assert!(status.unwrap().success(), "{program} {arguments:?}");
+}
+
+/// A directory by NFS, and a disk by iSCSI, of a network that this machine has for itself.
+fn serve_a_directory_and_a_disk() {
+    run("ip", &["link", "add", "uplink", "type", "dummy"]);
+    run("ip", &["address", "add", "192.0.2.10/24", "dev", "uplink"]);
+    run("ip", &["link", "set", "uplink", "up"]);
+    run("ip", &["route", "add", "default", "dev", "uplink"]);
+    std::fs::create_dir_all("/srv/shared").unwrap();
+    std::fs::write(
+        "/etc/exports",
+        "/srv/shared 192.0.2.10(rw,no_root_squash,insecure,no_subtree_check)\n",
+    )
+    .unwrap();
+    run("systemctl", &["start", "nfs-server"]);
+    share_disk();
+}
+
 /// A disk behind iSCSI, by the kernel's own target.
 fn share_disk() {
-    let run = |program: &str, arguments: &[&str]| {
-        assert!(
-            std::process::Command::new(program)
-                .args(arguments)
-                .status()
-                .unwrap()
-                .success()
-        )
-    };
     for module in [
         "target_core_mod",
         "target_core_file",
@@ -231,6 +243,71 @@ fn limits_outlast_others(cluster: &Cluster, tier: &Path, pod: &Path) {
     });
 }
 
+fn iscsi() -> String {
+    format!("iscsi: {{targetPortal: 192.0.2.10, iqn: '{IQN}', lun: 0, fsType: ext4}}")
+}
+
+/// The agent's root directory leads to another disk, as users have it; where it is then.
+fn the_root_is_a_link(cluster: &Cluster) -> PathBuf {
+    cluster.down();
+    let root = cluster.data().join("agent");
+    let elsewhere = cluster.data().join("larger-disk");
+    std::fs::rename(&root, &elsewhere).unwrap();
+    std::os::unix::fs::symlink(&elsewhere, &root).unwrap();
+    cluster.up();
+    elsewhere
+}
+
+/// What a server and a disk hold outlives every pod that has it, whole and in part: with the server mounted behind the agent's
+/// back where the pod's own files are, and with the agent killed while the pod goes.
+fn what_is_on_servers_outlives_every_pod(cluster: &Cluster, image: &str, root: &Path) {
+    let shared = Path::new("/srv/shared");
+    std::fs::create_dir_all(shared.join("deep/er")).unwrap();
+    let canaries = ["canary", "deep/er/canary"].map(|file| shared.join(file));
+    for canary in &canaries {
+        std::fs::write(canary, "alive").unwrap();
+    }
+    let mounts = ["share", "disk", "empty"].map(|volume| {
+        format!("{{name: {volume}, mountPath: /{volume}}}, {{name: {volume}, mountPath: /sub-{volume}, subPath: deep/er}}")
+    });
+    for round in 0..3_u64 {
+        let name = format!("canary-{round}");
+        let first = "echo alive > /disk/canary; echo alive > /sub-disk/canary; sync; ";
+        let first = if round == 0 { first } else { "" };
+        let command = format!("{first}cat /disk/canary /disk/deep/er/canary; sleep 10000");
+        cluster.apply(&format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, '{command}'], volumeMounts: [{}]}}], volumes: [{{name: share, nfs: {{server: 192.0.2.10, path: /srv/shared}}}}, {{name: disk, {}}}, {{name: empty, emptyDir: {{}}}}]}}\n",
+            mounts.join(", "),
+            iscsi()
+        ));
+        cluster.wait("the pod to find what is on the disk", || {
+            condition(&cluster.pod(&name), "Ready") == "True"
+                && cluster.kubectl(&["logs", &name]) == "alive\nalive\n"
+        });
+        let uid = cluster.pod(&name)["metadata"]["uid"].clone();
+        let dir = root.join("pods").join(uid.as_str().unwrap());
+        let behind = dir.join("volumes/kubernetes.io~empty-dir/empty/behind");
+        std::fs::create_dir(&behind).unwrap();
+        let target = behind.to_str().unwrap();
+        run("mount", &["-t", "nfs", "192.0.2.10:/srv/shared", target]);
+        cluster.kubectl(&["delete", "pod", &name, "--wait=false"]);
+        if round > 0 {
+            std::thread::sleep(Duration::from_millis(round * 700));
+            cluster.kill("agent");
+            cluster.up();
+        }
+        cluster.wait_quietly("the pod and its directory to go", || {
+            !cluster
+                .kubectl(&["get", "pods", "-o", "name"])
+                .contains(&name)
+                && !dir.exists()
+        });
+        for canary in &canaries {
+            assert_eq!(line(canary), "alive", "round {round}: {}", canary.display());
+        }
+    }
+}
+
 /// The configuration of the node in it. A shutdown has much time: the machine waits for this test no longer either, whose
 /// every command takes seconds there.
 const NODE: &str = "cgroupDriver: systemd\npodPidsLimit: 100\nfeatureGates: {MemoryQoS: true}\nmemoryReservationPolicy: TieredReservation\nshutdownGracePeriod: 900s\nshutdownGracePeriodCriticalPods: 10s\n";
@@ -297,28 +374,9 @@ fn a_real_shutdown_waits_for_pods(cluster: Cluster, image: &str) {
 #[ignore = "runs in a virtual machine"]
 fn systemd_inside() {
     assert!(vm::is_inside(), "this needs a machine of its own");
-    let run = |program: &str, arguments: &[&str]| {
-        assert!(
-            std::process::Command::new(program)
-                .args(arguments)
-                .status()
-                .unwrap()
-                .success()
-        )
-    };
-    run("ip", &["link", "add", "uplink", "type", "dummy"]);
-    run("ip", &["address", "add", "192.0.2.10/24", "dev", "uplink"]);
-    run("ip", &["link", "set", "uplink", "up"]);
-    run("ip", &["route", "add", "default", "dev", "uplink"]);
-    std::fs::create_dir_all("/srv/shared").unwrap();
-    std::fs::write(
-        "/etc/exports",
-        "/srv/shared 192.0.2.10(rw,no_root_squash,insecure,no_subtree_check)\n",
-    )
-    .unwrap();
-    run("systemctl", &["start", "nfs-server"]);
-    share_disk();
+    serve_a_directory_and_a_disk();
     let cluster = Cluster::start_configured("vm", 49, NODE);
+    let root = the_root_is_a_link(&cluster);
     let image = support::busybox(&cluster);
     let pod = |name: &str, limits: &str, command: &str, volume: &str| {
         format!(
@@ -339,7 +397,7 @@ fn systemd_inside() {
         "dd if=/dev/zero of=/v/file bs=1M count=64",
         "emptyDir: {medium: Memory}",
     ));
-    let disk = format!("iscsi: {{targetPortal: 192.0.2.10, iqn: '{IQN}', lun: 0, fsType: ext4}}");
+    let disk = iscsi();
     cluster.apply(&pod(
         "disk",
         "{}",
@@ -410,6 +468,8 @@ fn systemd_inside() {
     assert_eq!(sessions(), 1);
     cluster.kubectl(&["delete", "pod", "disk"]);
     cluster.wait("the session to end", || sessions() == 0);
+    what_is_on_servers_outlives_every_pod(&cluster, &image, &root);
+    cluster.wait("the sessions to end", || sessions() == 0);
     cluster.apply(&pod("again", "{}", "cat /v/file; sleep 10000", &disk));
     cluster.wait("the pod", || ready("again"));
     cluster.wait("what was kept", || {
