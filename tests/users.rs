@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use support::{Cluster, condition};
 
 /// How many users a pod has, and the multiple at which they begin on the host.
-const USERS: u32 = 65_536;
+const USERS: u32 = 131_072;
 
 /// A container that does nothing, with an emptyDir, a Secret and a ConfigMap.
 fn manifest(name: &str, image: &str) -> String {
@@ -74,7 +74,8 @@ fn runtime() -> Option<PathBuf> {
 #[test]
 fn pods_have_users_of_their_own() {
     let Some(runtime) = runtime() else { return };
-    let cluster = Cluster::start_with("users", 77, Some(runtime));
+    let fields = format!("userNamespaces: {{idsPerPod: {USERS}}}");
+    let cluster = Cluster::start_configured_with("users", 77, &fields, runtime);
     let image = support::busybox(&cluster);
     cluster.kubectl(&[
         "create",
@@ -106,6 +107,8 @@ fn pods_have_users_of_their_own() {
         one.says(owners),
         "0:1234 2777\n0:1234 440\n0:1234 644\n0:1234\n42"
     );
+    let last = "busybox chown 131071 /e/f; busybox stat -c %u /e/f; busybox chown 0 /e/f";
+    assert_eq!(one.says(last), "131071", "the last of its users");
     // Files that the kubelet's own paths have are root's on the host: an agent without user namespaces can read them.
     let file = std::fs::metadata(
         cluster

@@ -27,6 +27,7 @@ use crate::core::pod::cgroup::Driver;
 use crate::cri::{CriClient, Runtime};
 use crate::host::cgroups::Cgroups;
 use crate::host::linux::LinuxHost;
+use crate::host::users;
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::connect_reporting;
 use crate::kubeapi::measured::Report;
@@ -132,6 +133,7 @@ fn host(config: &Config, driver: Driver) -> anyhow::Result<LinuxHost> {
         config.pod_pids,
         config.cpu_period,
     );
+    host.users = users::pool(config.ids_per_pod, config.max_pods).map_err(anyhow::Error::msg)?;
     host.reserves_memory = config.enforcement.memory.is_some_and(|m| m.reserves);
     Ok(host)
 }

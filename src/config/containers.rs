@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use super::document::{CrashLoop, Document, MemorySwap};
+use super::document::{CrashLoop, Document, MemorySwap, UserNamespaces};
 use super::values::{invalid, time};
 use super::{ConfigError, Logs};
+use crate::core::pod::users::LENGTH;
 use crate::core::quantity::Quantity;
 use crate::core::time::duration;
 
@@ -57,6 +58,15 @@ pub(super) fn limited_swap(swap: Option<MemorySwap>) -> Result<bool, ConfigError
             "use NoSwap or LimitedSwap",
         )),
     }
+}
+
+/// How many user and group ids a pod with a user namespace gets. One range is the node's own, so that there must be two.
+pub(super) fn ids_per_pod(given: Option<UserNamespaces>) -> Result<u32, ConfigError> {
+    let each = given.and_then(|g| g.ids_per_pod).unwrap_or(LENGTH.into());
+    let whole = u32::try_from(each).ok();
+    let whole = whole.filter(|n| *n > 0 && n.is_multiple_of(LENGTH) && *n <= 1 << 31);
+    let field = "userNamespaces.idsPerPod";
+    whole.ok_or_else(|| invalid(field, each, "use a multiple of 65536, 2147483648 at most"))
 }
 
 /// The period of CPU quotas in microseconds; none where quotas are not enforced.

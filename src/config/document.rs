@@ -53,14 +53,12 @@ pub(super) const WITHOUT_EFFECT: &[(&str, &str)] = &[
     ),
 ];
 
-/// Fields of the format that are read but not honoured by this version. Most of them are about the node's own resources
-/// (cgroups, user namespaces).
+/// Fields of the format that are read but not honoured by this version.
 pub(super) const NOT_HONOURED: &[&str] = &[
     "kubeletCgroups",
     "systemCgroups",
     "cgroupsPerQOS",
     "volumePluginDir",
-    "userNamespaces",
 ];
 
 #[derive(Debug, Default, Deserialize)]
@@ -73,6 +71,13 @@ pub(super) struct CrashLoop {
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(super) struct MemorySwap {
     pub(super) swap_behavior: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct UserNamespaces {
+    #[serde(rename = "idsPerPod")]
+    pub(super) ids_per_pod: Option<i64>,
 }
 
 /// The honoured fields as they stand in a file.
@@ -162,6 +167,7 @@ pub(super) struct Document {
     #[serde(rename = "kubeAPIBurst")]
     pub(super) kube_api_burst: Option<i32>,
     pub(super) memory_swap: Option<MemorySwap>,
+    pub(super) user_namespaces: Option<UserNamespaces>,
     pub(super) memory_throttling_factor: Option<f64>,
     pub(super) memory_reservation_policy: Option<String>,
     #[serde(rename = "imageMinimumGCAge")]

@@ -3,11 +3,19 @@
 use std::path::PathBuf;
 
 use super::document::Document;
-use super::values::invalid;
+use super::values::{invalid, pace};
 use super::{ConfigError, Overrides};
 use crate::core::image::gc::Rules as ImageRules;
 use crate::core::image::pulled::Policy;
 use crate::core::time::duration;
+
+/// How many pulls are begun a second, and how many at once.
+pub(super) fn pull_quota(d: &Document) -> Result<(f64, f64), ConfigError> {
+    pace(
+        ("registryPullQPS", d.registry_pull_qps, 5),
+        ("registryBurst", d.registry_burst, 10),
+    )
+}
 
 pub(super) fn image_rules(document: &Document) -> Result<ImageRules, ConfigError> {
     let percent = |field: &str, value: Option<i32>, default: i32| {

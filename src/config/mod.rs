@@ -201,6 +201,8 @@ pub struct Config {
     pub api_pace: (f64, f64),
     /// Whether containers may swap within their share (`memorySwap.swapBehavior`: `LimitedSwap`).
     pub limited_swap: bool,
+    /// How many ids a pod with a user namespace gets (`userNamespaces.idsPerPod`): a multiple of 65536.
+    pub ids_per_pod: u32,
     /// When images are removed that nothing uses.
     pub image_rules: ImageRules,
     /// How many containers stay that have ended.

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use super::allocatable::reserved;
 use super::containers::{
-    cgroup_driver, limited_swap, logs, longest_back_off, quota_period, unsafe_sysctls,
+    cgroup_driver, ids_per_pod, limited_swap, logs, longest_back_off, quota_period, unsafe_sysctls,
 };
 use super::document::{Document, NOT_HONOURED, WITHOUT_EFFECT};
 use super::eviction::eviction;
 use super::fields::is_default;
-use super::images::{credential_providers, image_rules, parallel_pulls, verification};
+use super::images::{credential_providers, image_rules, parallel_pulls, pull_quota, verification};
 use super::values::{absolute, at_least_zero, invalid, pace, time, url};
 use super::{Config, ConfigError, Overrides};
 use super::{effective, logging, managers, serving, shutdown};
@@ -249,6 +249,15 @@ fn named(text: Option<String>) -> Option<String> {
     text.filter(|t| !t.is_empty())
 }
 
+/// The root directory, and that of certificates.
+fn directories(flags: &Overrides) -> (PathBuf, PathBuf) {
+    let root = flags.root_dir.clone();
+    let root = root.unwrap_or_else(|| "/var/lib/kubelet".into());
+    let certificates = flags.cert_dir.clone();
+    let certificates = certificates.unwrap_or_else(|| root.join("pki"));
+    (root, certificates)
+}
+
 /// Resolves the merged file; flags win. `hostname` is the machine's own name.
 pub(super) fn resolve(
     mut d: Document,
@@ -263,8 +272,7 @@ pub(super) fn resolve(
     unused.extend(gates(d.feature_gates.as_ref())?);
     let (node_ips, prefers_ipv6) = node_ips(flags)?;
     let every = |field, text: &Option<String>, default| time(field, text.as_ref(), default);
-    let (root_dir, cert_dir) = (flags.root_dir.clone(), flags.cert_dir.clone());
-    let root_dir = root_dir.unwrap_or_else(|| "/var/lib/kubelet".into());
+    let (root_dir, cert_dir) = directories(flags);
     let endpoint = flags.runtime_endpoint.clone();
     let endpoint = named(endpoint.or(d.container_runtime_endpoint.take()));
     let static_pod_path = named(d.static_pod_path.take()).map(Into::into);
@@ -279,7 +287,7 @@ pub(super) fn resolve(
         kubeconfig: flags.kubeconfig.clone(),
         bootstrap_kubeconfig: bootstrap_kubeconfig(flags)?,
         rotate_certificates: d.rotate_certificates.unwrap_or(false),
-        cert_dir: cert_dir.unwrap_or_else(|| root_dir.join("pki")),
+        cert_dir,
         root_dir: absolute("--root-dir", root_dir)?,
         node_labels: node_labels(flags)?,
         register_node: flags.register_node.or(d.register_node).unwrap_or(true),
@@ -321,15 +329,13 @@ pub(super) fn resolve(
         enforcement,
         seccomp_default: d.seccomp_default.unwrap_or(false),
         limited_swap: limited_swap(d.memory_swap.take())?,
+        ids_per_pod: ids_per_pod(d.user_namespaces.take())?,
         image_rules: image_rules(&d)?,
         dead_containers: dead_containers(flags)?,
         eviction,
         shutdown: shutdown::periods(&d)?,
         max_backoff: longest_back_off(d.crash_loop_back_off.take())?,
-        pull_quota: pace(
-            ("registryPullQPS", d.registry_pull_qps, 5),
-            ("registryBurst", d.registry_burst, 10),
-        )?,
+        pull_quota: pull_quota(&d)?,
         pull_verification: verification(&mut d)?,
         credential_providers: credential_providers(flags)?,
         credential_programs: flags.credential_programs.clone(),

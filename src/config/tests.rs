@@ -11,6 +11,68 @@ fn load(text: &str, flags: &Overrides) -> Result<Config, String> {
     resolve(Document::decode(parse(&text)?.fields)?, flags, "HOST").map_err(|e| e.to_string())
 }
 
+/// Fields with values that nobody can mean, and what the error names.
+const MISTAKES: &[(&str, &str)] = &[
+    ("reservedSystemCPUs: some\n", "reservedSystemCPUs"),
+    ("oomScoreAdj: 2000\n", "oomScoreAdj"),
+    ("maxPods: -1\n", "maxPods"),
+    ("featureGates: {NodeSwap: false}\n", "featureGates.NodeSwap"),
+    ("maxPods: many\n", "many"),
+    ("eventRecordQPS: -1\n", "eventRecordQPS"),
+    ("kubeAPIQPS: -1\n", "kubeAPIQPS"),
+    ("kubeAPIBurst: -1\n", "kubeAPIBurst"),
+    (
+        "imagePullCredentialsVerificationPolicy: Sometimes\n",
+        "AlwaysVerify",
+    ),
+    ("staticPodURL: ftp://x\n", "staticPodURL"),
+    ("cpuCFSQuotaPeriod: 2s\n", "cpuCFSQuotaPeriod"),
+    (
+        "userNamespaces: {idsPerPod: 70000}\n",
+        "userNamespaces.idsPerPod: \"70000\" is invalid: use a multiple of 65536",
+    ),
+    (
+        "userNamespaces: {idsPerPod: 0}\n",
+        "userNamespaces.idsPerPod",
+    ),
+    (
+        "allowedUnsafeSysctls: [vm.swappiness]\n",
+        "allowedUnsafeSysctls",
+    ),
+    ("containerLogMaxSize: big\n", "containerLogMaxSize"),
+    ("containerLogMaxFiles: 1\n", "containerLogMaxFiles"),
+    ("containerLogMaxWorkers: 0\n", "containerLogMaxWorkers"),
+    ("syncFrequency: soon\n", "syncFrequency: \"soon\""),
+    ("cgroupDriver: other\n", "use cgroupfs or systemd"),
+    ("podLogsDir: relative\n", "podLogsDir"),
+    (
+        "crashLoopBackOff: {maxContainerRestartPeriod: 10m}\n",
+        "between 1s and 300s",
+    ),
+    ("systemReserved: {memory: lots}\n", "systemReserved.memory"),
+    (
+        "evictionHard: {memory.available: lots}\n",
+        "evictionHard.memory.available: \"lots\"",
+    ),
+    ("evictionHard: {memory.free: 1Gi}\n", "no such signal"),
+    (
+        "evictionSoft: {nodefs.available: 20%}\n",
+        "evictionSoftGracePeriod.nodefs.available",
+    ),
+    (
+        "evictionMinimumReclaim: {nodefs.available: -1Gi}\n",
+        "evictionMinimumReclaim.nodefs.available",
+    ),
+    (
+        "enforceNodeAllocatable: [pods, none]\n",
+        "enforceNodeAllocatable",
+    ),
+    (
+        "enforceNodeAllocatable: [cpus]\n",
+        "use pods, system-reserved",
+    ),
+];
+
 #[test]
 fn files_are_read_flags_win_and_mistakes_are_named() {
     let flags = Overrides::default();
@@ -52,59 +114,7 @@ fn files_are_read_flags_win_and_mistakes_are_named() {
     )
     .expect("fine");
     assert_eq!((over.max_pods, over.node_name.as_str()), (7, "n1"));
-    let cases = [
-        ("reservedSystemCPUs: some\n", "reservedSystemCPUs"),
-        ("oomScoreAdj: 2000\n", "oomScoreAdj"),
-        ("maxPods: -1\n", "maxPods"),
-        ("featureGates: {NodeSwap: false}\n", "featureGates.NodeSwap"),
-        ("maxPods: many\n", "many"),
-        ("eventRecordQPS: -1\n", "eventRecordQPS"),
-        ("kubeAPIQPS: -1\n", "kubeAPIQPS"),
-        ("kubeAPIBurst: -1\n", "kubeAPIBurst"),
-        (
-            "imagePullCredentialsVerificationPolicy: Sometimes\n",
-            "AlwaysVerify",
-        ),
-        ("staticPodURL: ftp://x\n", "staticPodURL"),
-        ("cpuCFSQuotaPeriod: 2s\n", "cpuCFSQuotaPeriod"),
-        (
-            "allowedUnsafeSysctls: [vm.swappiness]\n",
-            "allowedUnsafeSysctls",
-        ),
-        ("containerLogMaxSize: big\n", "containerLogMaxSize"),
-        ("containerLogMaxFiles: 1\n", "containerLogMaxFiles"),
-        ("containerLogMaxWorkers: 0\n", "containerLogMaxWorkers"),
-        ("syncFrequency: soon\n", "syncFrequency: \"soon\""),
-        ("cgroupDriver: other\n", "use cgroupfs or systemd"),
-        ("podLogsDir: relative\n", "podLogsDir"),
-        (
-            "crashLoopBackOff: {maxContainerRestartPeriod: 10m}\n",
-            "between 1s and 300s",
-        ),
-        ("systemReserved: {memory: lots}\n", "systemReserved.memory"),
-        (
-            "evictionHard: {memory.available: lots}\n",
-            "evictionHard.memory.available: \"lots\"",
-        ),
-        ("evictionHard: {memory.free: 1Gi}\n", "no such signal"),
-        (
-            "evictionSoft: {nodefs.available: 20%}\n",
-            "evictionSoftGracePeriod.nodefs.available",
-        ),
-        (
-            "evictionMinimumReclaim: {nodefs.available: -1Gi}\n",
-            "evictionMinimumReclaim.nodefs.available",
-        ),
-        (
-            "enforceNodeAllocatable: [pods, none]\n",
-            "enforceNodeAllocatable",
-        ),
-        (
-            "enforceNodeAllocatable: [cpus]\n",
-            "use pods, system-reserved",
-        ),
-    ];
-    for (text, expected) in cases {
+    for (text, expected) in MISTAKES {
         let error = load(text, &flags).expect_err(text);
         assert!(error.contains(expected), "{error}");
     }

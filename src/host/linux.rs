@@ -26,7 +26,7 @@ use crate::core::node::cgroup_tree::Group;
 use crate::core::pod::cgroup::pod_values;
 use crate::core::pod::cgroup_values::{Difference, Mended, Values};
 use crate::core::pod::memory_qos;
-use crate::core::pod::users::{self, Mappings};
+use crate::core::pod::users::{LENGTH, Mappings, Pool};
 use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
 use crate::core::{
@@ -65,6 +65,8 @@ pub struct LinuxHost {
     pub cpu_period: Option<u64>,
     /// Whether the memory that pods ask for is protected (cgroup v2 only).
     pub reserves_memory: bool,
+    /// The ids that pods with user namespaces get.
+    pub users: Pool,
     /// Calls that the kernel may never answer.
     pub(in crate::host) patient: Patient,
     /// Mounts that could not be undone, and since when.
@@ -134,6 +136,7 @@ impl LinuxHost {
             pids,
             cpu_period,
             reserves_memory: false,
+            users: Pool::all(LENGTH),
             patient: Patient::default(),
             refusing: Mutex::default(),
             force_after: FORCE_AFTER,
@@ -216,6 +219,7 @@ impl PodHost for LinuxHost {
 
     async fn user_mappings(&self, pod: &Pod) -> Result<Mappings, String> {
         let (pods, dir) = (self.root.join("pods"), self.pod_dir(pod::uid(pod))?);
+        let pool = self.users;
         blocking(move || {
             // One at a time: two pods must not take the same range.
             static TAKING: std::sync::Mutex<()> = std::sync::Mutex::new(());
@@ -234,8 +238,8 @@ impl PodHost for LinuxHost {
                 .filter_map(Result::ok)
                 .filter_map(|e| read(&e.path()))
                 .collect();
-            let free =
-                users::free(&taken).ok_or("all ranges of user ids are taken by other pods")?;
+            let free = pool.free(&taken);
+            let free = free.ok_or("all ranges of user ids are taken by other pods")?;
             make(&dir, 0o750)?;
             let text = serde_json::to_vec(&free).map_err(|e| e.to_string())?;
             file::replace(&dir.join("userns"), &text)

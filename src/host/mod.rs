@@ -7,6 +7,7 @@ pub mod iptables;
 pub mod linux;
 pub mod serving;
 mod tool;
+pub mod users;
 pub mod volume;
 
 use std::path::{Path, PathBuf};

@@ -73,15 +73,32 @@ impl Cluster {
 
     /// As [`Cluster::start`], with fields of a KubeletConfiguration.
     pub fn start_configured(name: &str, number: u16, fields: &str) -> Cluster {
-        Self::start_on_bus(name, number, fields, None)
+        Self::new(name, number).configured(fields).started()
+    }
+
+    /// As [`Cluster::start_configured`], with the containerd in `runtime`.
+    pub fn start_configured_with(
+        name: &str,
+        number: u16,
+        fields: &str,
+        runtime: PathBuf,
+    ) -> Cluster {
+        let mut cluster = Self::new(name, number).configured(fields);
+        cluster.runtime = Some(runtime);
+        cluster.started()
+    }
+
+    fn configured(mut self, fields: &str) -> Cluster {
+        let config = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(config.path(), fields).unwrap();
+        self.config = Some(config);
+        self
     }
 
     /// As [`Cluster::start_configured`], with another message bus in the place of the system's.
     pub fn start_on_bus(name: &str, number: u16, fields: &str, bus: Option<String>) -> Cluster {
-        let config = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(config.path(), fields).unwrap();
-        let mut cluster = Self::new(name, number);
-        (cluster.config, cluster.bus) = (Some(config), bus);
+        let mut cluster = Self::new(name, number).configured(fields);
+        cluster.bus = bus;
         cluster.started()
     }
 

@@ -1,8 +1,8 @@
-//! Ranges of user and group ids for pods with a user namespace of their own (kubelet spec, 6.1). Pure.
+//! Ranges of user and group ids for pods with a user namespace of their own (KEP-127; kubelet spec, 6.1). Pure.
 
 use serde::{Deserialize, Serialize};
 
-/// How many ids each pod gets; also the start of the first range.
+/// How many ids a pod gets where the configuration does not say; what it says is a multiple of that.
 pub const LENGTH: u32 = 65_536;
 
 /// One mapping of ids.
@@ -17,6 +17,13 @@ pub struct Mapping {
     pub length: u32,
 }
 
+impl Mapping {
+    /// The first id on the node that is not in it.
+    fn end(&self) -> u64 {
+        u64::from(self.host_id) + u64::from(self.length)
+    }
+}
+
 /// A pod's mappings, as they are kept in its directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -27,25 +34,122 @@ pub struct Mappings {
     pub gid_mappings: Vec<Mapping>,
 }
 
-/// The lowest range that nobody has; `None` if all are taken.
+/// Ids of the node, from the first on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ids {
+    /// The first of them.
+    pub first: u64,
+    /// How many.
+    pub count: u64,
+}
+
+/// Why pods cannot have the ids that the machine sets aside for the user `kubelet`.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PoolError {
+    /// They are not whole ranges.
+    #[error(
+        "userNamespaces.idsPerPod is {each}, and the subordinate ids of the user kubelet are {count} from {first}: begin them at a multiple of {each}, not at 0, and give it a multiple of {each} in /etc/subuid and /etc/subgid"
+    )]
+    Uneven {
+        /// How many ids a pod gets.
+        each: u32,
+        /// The first id.
+        first: u64,
+        /// How many there are.
+        count: u64,
+    },
+    /// They are too few.
+    #[error(
+        "the subordinate ids of the user kubelet are for {has} pods, and maxPods is {pods}: give it {needed} of them in /etc/subuid and /etc/subgid, or lower maxPods"
+    )]
+    Few {
+        /// For how many pods they are enough.
+        has: u64,
+        /// How many pods there may be.
+        pods: i64,
+        /// How many ids those need.
+        needed: u64,
+    },
+}
+
+/// The ids of the node that its pods get, in ranges of equal length.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pool {
+    each: u32,
+    ids: Ids,
+}
+
+impl Pool {
+    /// All ids but the first range, which has those of the node's own users; each pod gets `each` of them, which is a
+    /// positive multiple of [`LENGTH`].
+    #[must_use]
+    pub fn all(each: u32) -> Pool {
+        let first = u64::from(each);
+        let ids = Ids {
+            first,
+            count: (1 << 32) - first,
+        };
+        Pool { each, ids }
+    }
+
+    /// Those that are set aside, for so many pods.
+    ///
+    /// # Errors
+    ///
+    /// They are not whole ranges, or too few.
+    pub fn of(each: u32, ids: Ids, pods: i64) -> Result<Pool, PoolError> {
+        let length = u64::from(each);
+        let Ids { first, count } = ids;
+        let fits = first.saturating_add(count) <= 1 << 32;
+        if first == 0 || !first.is_multiple_of(length) || !count.is_multiple_of(length) || !fits {
+            return Err(PoolError::Uneven { each, first, count });
+        }
+        let (has, wanted) = (count / length, u64::try_from(pods).unwrap_or(0));
+        if has < wanted {
+            let needed = wanted.saturating_mul(length);
+            return Err(PoolError::Few { has, pods, needed });
+        }
+        Ok(Pool { each, ids })
+    }
+
+    /// The lowest range of which nobody has an id; `None` if all are taken.
+    #[must_use]
+    pub fn free(&self, taken: &[Mappings]) -> Option<Mappings> {
+        let both = |m: &'_ Mappings| [m.uid_mappings.clone(), m.gid_mappings.clone()].concat();
+        let used: Vec<Mapping> = taken.iter().flat_map(both).collect();
+        let length = u64::from(self.each);
+        let starts = (0..self.ids.count / length).map(|n| self.ids.first + n * length);
+        let is_free = |start: &u64| {
+            let overlaps = |m: &Mapping| u64::from(m.host_id) < start + length && *start < m.end();
+            !used.iter().any(overlaps)
+        };
+        let host_id = starts.into_iter().find(is_free)?;
+        let mapping = vec![Mapping {
+            host_id: u32::try_from(host_id).ok()?,
+            container_id: 0,
+            length: self.each,
+        }];
+        Some(Mappings {
+            uid_mappings: mapping.clone(),
+            gid_mappings: mapping,
+        })
+    }
+}
+
+/// What `getsubids` says of a user: one line, `0: kubelet 65536 7208960`; `None` if it says anything else.
 #[must_use]
-pub fn free(taken: &[Mappings]) -> Option<Mappings> {
-    let used: std::collections::BTreeSet<u32> = taken
-        .iter()
-        .flat_map(|m| &m.uid_mappings)
-        .map(|m| m.host_id)
-        .collect();
-    let host_id = (1..LENGTH)
-        .map(|n| n * LENGTH)
-        .find(|start| !used.contains(start))?;
-    let mapping = vec![Mapping {
-        host_id,
-        container_id: 0,
-        length: LENGTH,
-    }];
-    Some(Mappings {
-        uid_mappings: mapping.clone(),
-        gid_mappings: mapping,
+pub fn subordinate(said: &str) -> Option<Ids> {
+    let mut lines = said.lines();
+    let (line, None) = (lines.next()?, lines.next()) else {
+        return None;
+    };
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let [_, _, first, count] = words[..] else {
+        return None;
+    };
+    Some(Ids {
+        first: first.parse().ok()?,
+        count: count.parse().ok()?,
     })
 }
 
@@ -53,22 +157,84 @@ pub fn free(taken: &[Mappings]) -> Option<Mappings> {
 mod tests {
     use super::*;
 
+    fn first(mappings: &Mappings) -> u32 {
+        mappings.uid_mappings[0].host_id
+    }
+
     #[test]
     fn ranges_do_not_overlap_and_gaps_are_filled() {
-        let first = free(&[]).expect("free");
-        let second = free(std::slice::from_ref(&first)).expect("free");
-        assert_eq!(
-            (
-                first.uid_mappings[0].host_id,
-                second.uid_mappings[0].host_id
-            ),
-            (65_536, 131_072)
-        );
-        assert_eq!(free(&[second]), Some(first.clone()));
-        let text = serde_json::to_string(&first).expect("json");
+        let pool = Pool::all(LENGTH);
+        let one = pool.free(&[]).expect("free");
+        let two = pool.free(std::slice::from_ref(&one)).expect("free");
+        assert_eq!((first(&one), first(&two)), (65_536, 131_072));
+        assert_eq!(pool.free(&[two]), Some(one.clone()));
+        let text = serde_json::to_string(&one).expect("json");
         assert_eq!(
             text,
             "{\"uidMappings\":[{\"hostId\":65536,\"containerId\":0,\"length\":65536}],\"gidMappings\":[{\"hostId\":65536,\"containerId\":0,\"length\":65536}]}"
         );
+    }
+
+    #[test]
+    fn pods_keep_their_ranges_when_the_length_changes() {
+        let (short, long) = (Pool::all(LENGTH), Pool::all(4 * LENGTH));
+        let mut taken: Vec<Mappings> = vec![];
+        for pool in [short, long, short, long, short] {
+            taken.extend(pool.free(&taken));
+        }
+        // The first long range has the short ones' place only from its second on.
+        let firsts: Vec<u32> = taken.iter().map(|m| first(m) / LENGTH).collect();
+        assert_eq!(firsts, [1, 4, 2, 8, 3]);
+        let last = Pool::all(1 << 31);
+        assert_eq!(last.free(&[]).as_ref().map(first), Some(1 << 31));
+        let all_taken: Vec<Mappings> = last.free(&[]).into_iter().collect();
+        assert_eq!(last.free(&all_taken), None);
+    }
+
+    #[test]
+    fn ids_that_are_set_aside_are_whole_ranges_and_enough() {
+        let ids = |first, count| Ids { first, count };
+        let (length, pods) = (u64::from(LENGTH), 3);
+        let pool = Pool::of(LENGTH, ids(10 * length, 3 * length), pods).expect("enough");
+        let mut taken: Vec<Mappings> = vec![];
+        while let Some(free) = pool.free(&taken) {
+            taken.push(free);
+        }
+        let firsts: Vec<u32> = taken.iter().map(|m| first(m) / LENGTH).collect();
+        assert_eq!(firsts, [10, 11, 12]);
+        for (first, count) in [
+            (0, 3 * length),
+            (100_000, 3 * length),
+            (length, 3 * length + 1),
+            (3 << 31, 3 * length),
+        ] {
+            let refused = Pool::of(LENGTH, ids(first, count), pods);
+            assert!(
+                matches!(refused, Err(PoolError::Uneven { .. })),
+                "{first} {count}"
+            );
+        }
+        let few = Pool::of(LENGTH, ids(length, 2 * length), pods).expect_err("too few");
+        assert_eq!(
+            few.to_string(),
+            "the subordinate ids of the user kubelet are for 2 pods, and maxPods is 3: give it 196608 of them in /etc/subuid and /etc/subgid, or lower maxPods"
+        );
+    }
+
+    #[test]
+    fn one_line_of_getsubids_counts() {
+        let one = Ids {
+            first: 65_536,
+            count: 7_208_960,
+        };
+        assert_eq!(subordinate("0: kubelet 65536 7208960\n"), Some(one));
+        for other in [
+            "",
+            "0: kubelet 65536\n",
+            "0: kubelet x 1\n",
+            "0: kubelet 65536 1\n1: kubelet 131072 1\n",
+        ] {
+            assert_eq!(subordinate(other), None, "{other:?}");
+        }
     }
 }

@@ -1,0 +1,55 @@
+//! Which ids of the machine pods with a user namespace get (KEP-127).
+
+use nix::unistd::User;
+
+use super::tool::tool;
+use crate::core::pod::users::{Pool, subordinate};
+use crate::sys::process::find_program;
+
+/// Who asks for subordinate ids, as the machine knows the agent.
+const USER: &str = "kubelet";
+/// Tells them.
+const GETSUBIDS: &str = "getsubids";
+
+/// Those that the machine sets aside for the user `kubelet`, `each` for one of so many pods; all but the machine's own users
+/// where there is no such user, or nothing that could say.
+///
+/// # Errors
+///
+/// They are not what pods can get, or cannot be read.
+pub fn pool(each: u32, pods: i64) -> Result<Pool, String> {
+    let user =
+        User::from_name(USER).map_err(|e| format!("the user {USER} cannot be looked up: {e}"))?;
+    if user.is_none() {
+        return Ok(Pool::all(each));
+    }
+    if find_program(GETSUBIDS).is_none() {
+        tracing::warn!(
+            "there is a user {USER} and no {GETSUBIDS}: pods with user namespaces get any ids; install it (Debian: uidmap) for those of the user in /etc/subuid"
+        );
+        return Ok(Pool::all(each));
+    }
+    let ask = |arguments: &[&str]| match tool(GETSUBIDS, arguments)? {
+        (0, said) => Ok(said),
+        (code, said) => Err(format!(
+            "{GETSUBIDS} {} ended with code {code}: {}; give the user {USER} ids in /etc/subuid and /etc/subgid, or remove it",
+            arguments.join(" "),
+            said.trim()
+        )),
+    };
+    let (users, groups) = (ask(&[USER])?, ask(&["-g", USER])?);
+    if users != groups {
+        return Err(format!(
+            "the user {USER} has other ids in /etc/subuid ({}) than in /etc/subgid ({}): make them equal",
+            users.trim(),
+            groups.trim()
+        ));
+    }
+    let ids = subordinate(&users).ok_or_else(|| {
+        format!(
+            "the user {USER} needs exactly one range of ids in /etc/subuid and /etc/subgid, and {GETSUBIDS} says {:?}",
+            users.trim()
+        )
+    })?;
+    Pool::of(each, ids, pods).map_err(|e| e.to_string())
+}
