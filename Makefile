@@ -93,6 +93,10 @@ rounds: test-deps ## Random pods and volumes, kills, full disks, vanishing devic
 	$(CARGO) build --locked -p holdfast-cni
 	HOLDFAST_ROUNDS=$(or $(ROUNDS),1000) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --test canary rounds -- --nocapture
 
+power: test-deps machine ## Power a virtual node off, in order and by a cut, again and again (CYCLES=19)
+	$(CARGO) build --locked -p holdfast-cni
+	HOLDFAST_CYCLES=$(or $(CYCLES),19) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test --locked --test machines power -- --nocapture
+
 bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENCHMARKS.md)
 	@install -D -m 755 $(STATIC) target/release/holdfast-cni
 	$(CARGO) bench --locked --bench pods
@@ -100,4 +104,4 @@ bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENC
 bench-cni: test-deps cni ## Compare the CNI plugins with the distribution's
 	HOLDFAST_CNI=$(CURDIR)/$(STATIC) $(CARGO) bench --locked -p holdfast-cni --bench cni
 
-.PHONY: help install uninstall cni runtimes kubectls machine sim fuzz soak rounds deps test-deps build up down test check bench bench-cni
+.PHONY: help install uninstall cni runtimes kubectls machine sim fuzz soak rounds power deps test-deps build up down test check bench bench-cni

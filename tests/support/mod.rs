@@ -88,7 +88,8 @@ impl Cluster {
         cluster.started()
     }
 
-    fn configured(mut self, fields: &str) -> Cluster {
+    /// With fields of a KubeletConfiguration.
+    pub fn configured(mut self, fields: &str) -> Cluster {
         let config = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(config.path(), fields).unwrap();
         self.config = Some(config);

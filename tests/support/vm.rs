@@ -12,7 +12,7 @@ const MARK: &str = "holdfast.vm";
 const RUN_TIMEOUT: Duration = Duration::from_secs(2700);
 
 /// A memory disk in the `newc` format.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct Archive {
     bytes: Vec<u8>,
     made: BTreeSet<PathBuf>,
@@ -179,60 +179,87 @@ fn begin(kernel: &Path, modules: &[&str]) -> (Archive, String) {
     (disk, init)
 }
 
-/// Boots it, and waits for the test's end.
-fn boot(kernel: &Path, mut disk: Archive, init: &str, more: &[&str]) {
-    disk.file(Path::new("/init"), init.as_bytes());
-    disk.entry("TRAILER!!!", 0, b"");
-    let work = tempfile::tempdir().unwrap();
-    let (image, console) = (work.path().join("initrd"), work.path().join("console"));
-    std::fs::write(&image, disk.bytes).unwrap();
-    let boot = find(&kernel.join("boot"), &|found| found.starts_with("vmlinuz")).expect("a kernel");
-    let mut machine = Command::new("qemu-system-x86_64")
-        .args([
-            "-machine",
-            "q35,accel=tcg",
-            "-cpu",
-            "max",
-            "-m",
-            "2048",
-            "-smp",
-            "2",
-            "-display",
-            "none",
-            "-monitor",
-            "none",
-            "-nodefaults",
-        ])
-        .args([
-            "-no-reboot",
-            "-serial",
-            &format!("file:{}", console.display()),
-            "-kernel",
-        ])
-        .arg(boot)
-        .arg("-initrd")
-        .arg(&image)
-        .args([
-            "-append",
-            &format!("console=ttyS0 quiet panic=-1 systemd.unified_cgroup_hierarchy=1 systemd.default_timeout_start_sec=900 {MARK}"),
-        ])
-        .args(more)
-        .stdin(Stdio::null())
-        .spawn()
-        .unwrap();
-    let begun = Instant::now();
-    while machine.try_wait().unwrap().is_none() {
-        if begun.elapsed() > RUN_TIMEOUT {
-            machine.kill().unwrap();
-            machine.wait().unwrap();
+/// A machine that runs.
+struct Machine {
+    process: std::process::Child,
+    console: PathBuf,
+    _work: tempfile::TempDir,
+}
+
+impl Machine {
+    fn boot(kernel: &Path, mut disk: Archive, init: &str, more: &[String]) -> Machine {
+        disk.file(Path::new("/init"), init.as_bytes());
+        disk.entry("TRAILER!!!", 0, b"");
+        let work = tempfile::tempdir().unwrap();
+        let (image, console) = (work.path().join("initrd"), work.path().join("console"));
+        std::fs::write(&image, disk.bytes).unwrap();
+        let boot = kernel.join("boot");
+        let boot = find(&boot, &|found| found.starts_with("vmlinuz")).expect("a kernel");
+        let always = "-machine q35,accel=tcg -cpu max -m 2048 -display none -monitor none -nodefaults -no-reboot";
+        let process = Command::new("qemu-system-x86_64")
+            .args(always.split(' '))
+            .args(["-serial", &format!("file:{}", console.display())])
+            .arg("-kernel")
+            .arg(boot)
+            .arg("-initrd")
+            .arg(&image)
+            .args([
+                "-append",
+                &format!("console=ttyS0 quiet panic=-1 systemd.unified_cgroup_hierarchy=1 systemd.default_timeout_start_sec=900 {MARK}"),
+            ])
+            .args(more)
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        Machine {
+            process,
+            console,
+            _work: work,
         }
-        std::thread::sleep(Duration::from_millis(100));
     }
-    let said = String::from_utf8_lossy(&std::fs::read(&console).unwrap()).into_owned();
+
+    /// What it has said so far.
+    fn said(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(&self.console).unwrap_or_default()).into_owned()
+    }
+
+    fn cut(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+
+    /// Waits for its end, or until it has said `until`; whether it still runs.
+    fn wait(&mut self, until: Option<&str>) -> bool {
+        let begun = Instant::now();
+        while self.process.try_wait().unwrap().is_none() {
+            if until.is_some_and(|until| self.said().contains(until)) {
+                return true;
+            }
+            if begun.elapsed() > RUN_TIMEOUT {
+                self.cut();
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        false
+    }
+}
+
+/// The processors of a machine, as qemu's arguments have it.
+const PLAIN: &str = "-smp 2";
+
+/// Boots it, and waits for the test's end.
+fn boot(kernel: &Path, disk: Archive, init: &str, more: &[String]) {
+    let mut machine = Machine::boot(kernel, disk, init, more);
+    machine.wait(None);
+    let said = machine.said();
     assert!(
         said.contains("VM-ENDED-WITH 0") && said.contains("1 passed"),
         "in the virtual machine:\n{said}"
     );
+}
+
+fn words(arguments: &str) -> Vec<String> {
+    arguments.split(' ').map(str::to_owned).collect()
 }
 
 /// How it ended is said twice, and with time to be written: the kernel may speak in between, and what is not written when
@@ -252,59 +279,108 @@ pub fn run(name: &str, modules: &[&str], programs: &[&str]) {
         disk.program(Path::new(program), Path::new(program));
     }
     init += &format!("{}\nbusybox poweroff -f\n", test(name));
-    boot(&kernel, disk, &init, &[]);
+    boot(&kernel, disk, &init, &words(PLAIN));
 }
 
-/// The same with a whole Debian, with systemd, containerd and cgroup v2; the programs lie where they lie here.
-pub fn run_on_node(name: &str, programs: &[PathBuf]) {
-    let Some(kernel) = kernel(name) else { return };
-    let virtio = ["virtio_pci", "virtio_blk"];
-    let (mut disk, mut init) = begin(&kernel, &virtio);
-    let stripped = tempfile::tempdir().unwrap();
-    let mut carry = |at: &Path, program: &Path| {
-        // What nobody debugs there need not be carried there.
-        let small = stripped.path().join("program");
-        let status = Command::new("strip")
-            .arg("-o")
-            .arg(&small)
-            .arg(program)
-            .status()
-            .unwrap();
-        let program = if status.success() { &*small } else { program };
+/// A whole Debian with systemd, containerd and cgroup v2, in which the programs lie where they lie here.
+pub struct Node {
+    kernel: PathBuf,
+    disk: Archive,
+    init: String,
+}
+
+impl Node {
+    /// One that runs the ignored test `name` of this binary. `None` without a kernel to boot (`make test` has one).
+    pub fn new(name: &str, programs: &[PathBuf]) -> Option<Node> {
+        let kernel = kernel(name)?;
+        let virtio = ["virtio_pci", "virtio_blk"];
+        let (mut disk, mut init) = begin(&kernel, &virtio);
+        let mut carry = |at: &Path, program: &Path| {
+            let at = Path::new("/carried").join(at.strip_prefix("/").unwrap());
+            disk.file(&at, &stripped(program));
+        };
+        carry(Path::new("/test"), &std::env::current_exe().unwrap());
+        for program in programs {
+            // Directories may be links there too.
+            let dir = std::fs::canonicalize(program.parent().unwrap()).unwrap();
+            carry(
+                &dir.join(program.file_name().unwrap()),
+                &std::fs::canonicalize(program).unwrap(),
+            );
+        }
         disk.file(
-            &Path::new("/carried").join(at.strip_prefix("/").unwrap()),
-            &std::fs::read(program).unwrap(),
+            Path::new("/unit/etc/systemd/system/test.service"),
+            b"[Unit]\nAfter=multi-user.target\n[Service]\nType=idle\nExecStart=/run-test\nStandardOutput=tty\nStandardError=tty\nTTYPath=/dev/ttyS0\n",
         );
-    };
-    carry(Path::new("/test"), &std::env::current_exe().unwrap());
-    for program in programs {
-        // Directories may be links there too.
-        let dir = std::fs::canonicalize(program.parent().unwrap()).unwrap();
-        carry(
-            &dir.join(program.file_name().unwrap()),
-            &std::fs::canonicalize(program).unwrap(),
+        // Only now: what lies in temporary directories is removed while the node comes up.
+        let script = format!(
+            "#!/bin/sh\nexport HOME=/root HOLDFAST_TEST_TIMEOUT=600\ncp -a /carried/. /\n{}\nsystemctl poweroff --force --force\n",
+            test(name)
         );
+        disk.file(Path::new("/unit/run-test"), script.as_bytes());
+        // The disk may come a moment after its driver.
+        init += "n=0; until busybox test -b /dev/vda || busybox test $n -ge 300; do n=$((n+1)); busybox sleep 0.2; done\n";
+        init += "busybox mount -t ext4 /dev/vda /node && busybox cp -a /unit/. /node/ && busybox cp -a /carried /node/\n";
+        init += "busybox mkdir -p /node/etc/systemd/system/multi-user.target.wants\n";
+        init += "busybox ln -sf ../test.service /node/etc/systemd/system/multi-user.target.wants/test.service\n";
+        init += "for at in proc sys dev; do busybox umount -l /$at; done\nexec busybox switch_root /node /sbin/init\n";
+        Some(Node { kernel, disk, init })
     }
-    let unit = "[Unit]\nAfter=multi-user.target\n[Service]\nType=idle\nExecStart=/run-test\nStandardOutput=tty\nStandardError=tty\nTTYPath=/dev/ttyS0\n";
-    disk.file(
-        Path::new("/unit/etc/systemd/system/test.service"),
-        unit.as_bytes(),
-    );
-    // Only now: what lies in temporary directories is removed while the node comes up.
-    let script = format!(
-        "#!/bin/sh\nexport HOME=/root HOLDFAST_TEST_TIMEOUT=600\ncp -a /carried/. /\n{}\nsystemctl poweroff --force --force\n",
-        test(name)
-    );
-    disk.file(Path::new("/unit/run-test"), script.as_bytes());
-    // The disk may come a moment after its driver.
-    init += "n=0; until busybox test -b /dev/vda || busybox test $n -ge 300; do n=$((n+1)); busybox sleep 0.2; done\n";
-    init += "busybox mount -t ext4 /dev/vda /node && busybox cp -a /unit/. /node/ && busybox cp -a /carried /node/\n";
-    init += "busybox mkdir -p /node/etc/systemd/system/multi-user.target.wants\n";
-    init += "busybox ln -s ../test.service /node/etc/systemd/system/multi-user.target.wants/test.service\n";
-    init += "for at in proc sys dev; do busybox umount -l /$at; done\nexec busybox switch_root /node /sbin/init\n";
-    let drive = format!(
-        "file={},if=virtio,format=raw,snapshot=on",
-        kernel.join("node.img").display()
-    );
-    boot(&kernel, disk, &init, &["-drive", &drive]);
+
+    /// Boots it with these processors and memory (qemu's arguments); what it writes is lost when the test has passed.
+    pub fn run(self, machine: &str) {
+        let mut more = words(machine);
+        more.extend(drive(&self.kernel.join("node.img"), "snapshot=on"));
+        boot(&self.kernel, self.disk, &self.init, &more);
+    }
+
+    /// A disk that outlives the machine, as a file below `dir`.
+    pub fn own_disk(&self, dir: &Path) -> PathBuf {
+        let own = dir.join("disk.img");
+        let copied = Command::new("cp")
+            .arg("--sparse=always")
+            .args([&self.kernel.join("node.img"), &own])
+            .status();
+        assert!(copied.unwrap().success());
+        own
+    }
+
+    /// Boots it with such a disk. It goes on until it ends by itself, or loses its power `after` it has said `mark`. What it
+    /// has said.
+    pub fn run_until(&self, disk: &Path, mark: &str, after: Duration) -> String {
+        let mut more = words(PLAIN);
+        more.extend(drive(disk, "cache=unsafe"));
+        let mut machine = Machine::boot(&self.kernel, self.disk.clone(), &self.init, &more);
+        if machine.wait(Some(mark)) {
+            std::thread::sleep(after);
+            machine.cut();
+        }
+        machine.said()
+    }
+}
+
+/// What nobody debugs there need not be carried there.
+fn stripped(program: &Path) -> Vec<u8> {
+    let dir = tempfile::tempdir().unwrap();
+    let small = dir.path().join("program");
+    let status = Command::new("strip")
+        .arg("-o")
+        .arg(&small)
+        .arg(program)
+        .status()
+        .unwrap();
+    let program = if status.success() { &small } else { program };
+    std::fs::read(program).unwrap()
+}
+
+fn drive(file: &Path, how: &str) -> [String; 2] {
+    let drive = format!("file={},if=virtio,format=raw,{how}", file.display());
+    ["-drive".into(), drive]
+}
+
+/// Boots such a node for one test.
+pub fn run_on_node(name: &str, programs: &[PathBuf]) {
+    if let Some(node) = Node::new(name, programs) {
+        node.run(PLAIN);
+    }
 }

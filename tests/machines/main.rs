@@ -1,8 +1,10 @@
 //! What the kernel at hand may lack, in virtual machines.
 #![allow(clippy::unwrap_used)]
 
+mod power;
+#[path = "../support/mod.rs"]
 mod support;
-#[path = "support/vm.rs"]
+#[path = "../support/vm.rs"]
 mod vm;
 
 use std::path::{Path, PathBuf};
@@ -135,20 +137,18 @@ fn quotas_inside() {
     }));
 }
 
+/// What a node needs besides what its disk has.
+fn programs() -> Vec<PathBuf> {
+    let own = support::holdfast();
+    let plugins = own.with_file_name("holdfast-cni");
+    let others = ["/usr/bin/kubectl", "/bin/busybox"].map(PathBuf::from);
+    [own, plugins].into_iter().chain(others).collect()
+}
+
 /// A whole node, as most clusters have them: systemd makes the cgroups, and they are unified.
 #[test]
 fn systemd_makes_the_cgroups() {
-    let own = support::holdfast();
-    let plugins = own.with_file_name("holdfast-cni");
-    vm::run_on_node(
-        "systemd_inside",
-        &[
-            own,
-            plugins,
-            "/usr/bin/kubectl".into(),
-            "/bin/busybox".into(),
-        ],
-    );
+    vm::run_on_node("systemd_inside", &programs());
 }
 
 fn run(program: &str, arguments: &[&str]) {
@@ -156,12 +156,17 @@ fn run(program: &str, arguments: &[&str]) {
     assert!(status.unwrap().success(), "{program} {arguments:?}");
 }
 
-/// A directory by NFS, and a disk by iSCSI, of a network that this machine has for itself.
-fn serve_a_directory_and_a_disk() {
+/// An interface with the node's address and its default route.
+fn an_uplink() {
     run("ip", &["link", "add", "uplink", "type", "dummy"]);
     run("ip", &["address", "add", "192.0.2.10/24", "dev", "uplink"]);
     run("ip", &["link", "set", "uplink", "up"]);
     run("ip", &["route", "add", "default", "dev", "uplink"]);
+}
+
+/// A directory by NFS, and a disk by iSCSI, of a network that this machine has for itself.
+fn serve_a_directory_and_a_disk() {
+    an_uplink();
     std::fs::create_dir_all("/srv/shared").unwrap();
     std::fs::write(
         "/etc/exports",

@@ -1,0 +1,231 @@
+//! A node that is powered off, or loses its power in the middle of its work, again and again (issue 18, the node's shutdown).
+//! Each boot starts the cluster on what the last one has left on the disk.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::support::{self, Cluster, condition, find_pods};
+use crate::{an_uplink, programs, run, vm};
+
+/// Said when all is as it should be after a boot.
+const CHECKED: &str = "VM-CHECKED";
+/// Said when the power may go at any time.
+const AT_WORK: &str = "VM-AT-WORK";
+/// How many boots there are after the first one: an even number ends in order, an odd one by a cut.
+const CYCLES: u32 = 2;
+/// On the machine's disk: how many boots there have been, and the uid of the pod that must not run any more.
+const COUNT: &str = "/var/lib/power-cycles";
+const DELETED: &str = "/var/lib/power-deleted";
+/// Pods end long before; what is asked of the machine takes seconds there.
+const NODE: &str =
+    "cgroupDriver: systemd\nshutdownGracePeriod: 300s\nshutdownGracePeriodCriticalPods: 100s\n";
+
+#[test]
+fn a_node_comes_back_from_every_end_of_its_power() {
+    let Some(node) = vm::Node::new("power::inside", &programs()) else {
+        return;
+    };
+    let cycles = std::env::var("HOLDFAST_CYCLES").map_or(CYCLES, |n| n.parse().unwrap());
+    let work = tempfile::tempdir().unwrap();
+    let disk = node.own_disk(work.path());
+    for cycle in 0..=cycles {
+        let after = Duration::from_millis(u64::from(cycle) * 1_700 % 5_000);
+        let said = node.run_until(&disk, AT_WORK, after);
+        let checked = said.contains(&format!("{CHECKED} {cycle}"));
+        assert!(
+            checked && !said.contains("panicked"),
+            "boot {cycle} of the virtual machine:\n{said}"
+        );
+        println!("boot {cycle} of {cycles} is as it should be");
+    }
+}
+
+#[test]
+#[ignore = "runs in a virtual machine"]
+fn inside() {
+    assert!(vm::is_inside(), "this ends its machine");
+    let cycle: u32 = std::fs::read_to_string(COUNT).map_or(0, |text| text.parse().unwrap());
+    write_through(COUNT, &(cycle + 1).to_string());
+    an_uplink();
+    // The disk goes with the test, and the cluster with it.
+    let cluster = std::mem::ManuallyDrop::new(Cluster::new("power", 48).configured(NODE));
+    cluster.up();
+    match cycle {
+        0 => make_pods(&cluster),
+        _ => check(&cluster),
+    }
+    println!("{CHECKED} {cycle}");
+    match cycle % 2 {
+        0 => power_off(),
+        _ => work_until_the_power_goes(&cluster),
+    }
+}
+
+fn write_through(path: &str, text: &str) {
+    use std::io::Write as _;
+    let mut file = std::fs::File::create(path).unwrap();
+    file.write_all(text.as_bytes()).unwrap();
+    file.sync_all().unwrap();
+}
+
+fn keeper(image: &str) -> String {
+    let command = "echo line >> /v/lines; busybox sync; exec busybox sleep 100000";
+    format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: keeper}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, '{command}'], volumeMounts: [{{name: v, mountPath: /v}}]}}], volumes: [{{name: v, emptyDir: {{}}}}]}}\n"
+    )
+}
+
+const IMAGE: &str = "test.local/busybox:1";
+
+/// A Deployment with a ConfigMap, a pod with files of its own, a static pod.
+fn make_pods(cluster: &Cluster) {
+    assert_eq!(support::busybox(cluster), IMAGE);
+    let idle = format!(
+        "{{name: c, image: '{IMAGE}', command: [busybox, sh, -c, 'trap exit TERM; while :; do busybox sleep 0.5; done']}}"
+    );
+    cluster.kubectl(&["create", "configmap", "settings", "--from-literal=a=b"]);
+    cluster.apply(&keeper(IMAGE));
+    cluster.apply(&format!(
+        "apiVersion: apps/v1\nkind: Deployment\nmetadata: {{name: web}}\nspec: {{replicas: 2, selector: {{matchLabels: {{app: web}}}}, template: {{metadata: {{labels: {{app: web}}}}, spec: {{terminationGracePeriodSeconds: 5, containers: [{idle}], volumes: [{{name: v, configMap: {{name: settings}}}}]}}}}}}\n"
+    ));
+    let manifest = cluster.data().join("agent/manifests/fixed.yaml");
+    let text = format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: fixed}}\nspec: {{terminationGracePeriodSeconds: 5, containers: [{idle}]}}\n"
+    );
+    std::fs::write(manifest, text).unwrap();
+    cluster.wait("the pods", || all_run(cluster));
+    // What the runtime has unpacked must be on the disk: that is the runtime's business.
+    nix::unistd::sync();
+}
+
+fn uid(pod: &Value) -> String {
+    pod["metadata"]["uid"].as_str().unwrap().to_owned()
+}
+
+fn named<'a>(pods: &'a [Value], prefix: &str) -> Vec<&'a Value> {
+    let is = |pod: &&Value| {
+        pod["metadata"]["name"]
+            .as_str()
+            .unwrap()
+            .starts_with(prefix)
+    };
+    pods.iter().filter(is).collect()
+}
+
+/// Two pods of the Deployment, the one with files and the static one run, and no other.
+fn all_run(cluster: &Cluster) -> bool {
+    let pods = cluster.pods();
+    let are = |prefix: &str, many: usize| {
+        let found = named(&pods, prefix);
+        found.len() == many && found.iter().all(|p| condition(p, "Ready") == "True")
+    };
+    are("web-", 2) && are("keeper", 1) && are("fixed-", 1) && pods.len() == 4
+}
+
+/// After a boot: every pod is back, and nothing is there of pods that are not.
+fn check(cluster: &Cluster) {
+    // What a shutdown has ended stays ended, as with the kubelet: a controller replaces its pods, and one without is ours to.
+    let is_failed = |p: &Value| p["status"]["phase"] == "Failed";
+    cluster.wait("the agent to have looked at every pod", || {
+        let running = |p: &Value| condition(p, "Ready") == "True";
+        cluster.pods().iter().all(|p| is_failed(p) || running(p))
+    });
+    let was_ended = cluster.pods().iter().any(is_failed);
+    let keeper_ended = named(&cluster.pods(), "keeper").into_iter().any(is_failed);
+    if was_ended {
+        cluster.delete_finished();
+    }
+    if keeper_ended {
+        cluster.apply(&keeper(IMAGE));
+    }
+    cluster.kubectl(&["scale", "deployment", "web", "--replicas=2"]);
+    cluster.wait("every pod to be back", || all_run(cluster));
+    let pods = cluster.pods();
+    if !keeper_ended {
+        let dir = cluster
+            .data()
+            .join("agent/pods")
+            .join(uid(named(&pods, "keeper")[0]));
+        let lines = dir.join("volumes/kubernetes.io~empty-dir/v/lines");
+        let lines = std::fs::read_to_string(lines).unwrap();
+        assert!(lines.lines().count() > 1, "its files are kept: {lines:?}");
+    }
+    if let Ok(deleted) = std::fs::read_to_string(DELETED) {
+        cluster.wait("nothing to be left of the pod that was deleted", || {
+            !cluster
+                .leftovers()
+                .iter()
+                .any(|left| left.contains(&deleted))
+        });
+    }
+    // The uid of a static pod is the runtime's and the directory's, not its mirror's.
+    let config = |p: &Value| {
+        let hash = &p["metadata"]["annotations"]["kubernetes.io/config.hash"];
+        hash.as_str().map(str::to_owned)
+    };
+    let uids: BTreeSet<String> = pods
+        .iter()
+        .map(|p| config(p).unwrap_or_else(|| uid(p)))
+        .collect();
+    cluster.wait("the directories of these pods alone", || {
+        directories(&cluster.data().join("agent/pods")) == uids
+    });
+    cluster.wait("the cgroups of these pods alone", || {
+        let mut found = vec![];
+        find_pods(
+            Path::new("/sys/fs/cgroup/holdfast_t_power.slice"),
+            &mut found,
+        );
+        let is_known = |slice: &String| {
+            uids.iter()
+                .any(|uid| slice.contains(&uid.replace('-', "_")))
+        };
+        found.len() == uids.len() && found.iter().all(is_known)
+    });
+    let addresses = cluster.data().join("cni/networks").join(cluster.name());
+    cluster.wait("one address a pod", || {
+        let given = directories(&addresses);
+        let given = given
+            .iter()
+            .filter(|n| n.parse::<std::net::IpAddr>().is_ok());
+        given.count() == uids.len()
+    });
+    cluster.holdfast(&["ipam", "audit"]);
+}
+
+fn directories(dir: &Path) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    entries
+        .map(|e| e.file_name().into_string().unwrap())
+        .collect()
+}
+
+/// As a person does it. The agent's inhibitor makes logind wait for the pods.
+fn power_off() {
+    run("systemctl", &["poweroff"]);
+    // This process ends with the machine.
+    std::thread::sleep(Duration::from_secs(900));
+}
+
+/// Deletes a pod while the agent is away, and has the agent start and end others until the machine is gone.
+fn work_until_the_power_goes(cluster: &Cluster) {
+    let pods = cluster.pods();
+    let victim = named(&pods, "web-")[0];
+    cluster.kill("agent");
+    let name = victim["metadata"]["name"].as_str().unwrap();
+    cluster.kubectl(&["delete", "pod", name, "--force", "--grace-period=0"]);
+    write_through(DELETED, &uid(victim));
+    cluster.up();
+    println!("{AT_WORK}");
+    for replicas in [3, 1, 4, 2].into_iter().cycle() {
+        cluster.kubectl(&[
+            "scale",
+            "deployment",
+            "web",
+            &format!("--replicas={replicas}"),
+        ]);
+    }
+}
