@@ -37,6 +37,10 @@ enum Request {
         pod: Arc<Pod>,
         reply: oneshot::Sender<Result<(), Refusal>>,
     },
+    Withdraw {
+        pod: Arc<Pod>,
+        reply: oneshot::Sender<()>,
+    },
     HoldAlone {
         uid: String,
         namespace: String,
@@ -120,6 +124,11 @@ impl LedgerHandle {
     /// its turn has come.
     pub async fn grow(&self, pod: Arc<Pod>) -> Result<(), Refusal> {
         self.ask(|reply| Request::Grow { pod, reply }).await
+    }
+
+    /// A pod has the sizes that its spec has, and asks for no others any more.
+    pub async fn withdraw(&self, pod: Arc<Pod>) {
+        self.ask(|reply| Request::Withdraw { pod, reply }).await;
     }
 
     /// Whether the pod has a claim that only one pod may have at a time.
@@ -247,6 +256,13 @@ impl Actor {
                 let retries = result.is_ok() && frees;
                 answered(reply.send(result));
                 if retries {
+                    self.retry_growth("pod_resized");
+                }
+            }
+            Request::Withdraw { pod, reply } => {
+                let frees = self.ledger.withdraw(&pod);
+                answered(reply.send(()));
+                if frees {
                     self.retry_growth("pod_resized");
                 }
             }

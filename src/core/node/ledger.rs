@@ -165,6 +165,17 @@ impl Ledger {
         result
     }
 
+    /// A pod has the sizes that its spec has, and asks for no others any more: it does not wait for them, and does not have
+    /// them. Whether it had more than that.
+    pub fn withdraw(&mut self, pod: &Arc<Pod>) -> bool {
+        let Some(own) = self.0.get_mut(pod::uid(pod)) else {
+            return false;
+        };
+        own.waits = None;
+        let before = std::mem::replace(&mut own.pod, Arc::clone(pod));
+        asks_for_more(pod, &before)
+    }
+
     /// Who waits for room to grow, as they ask for it, in the order in which they get it: who asks for no more than it has,
     /// then by priority, guaranteed ones before others, and who has waited longest (KEP-1287).
     #[must_use]
@@ -403,6 +414,31 @@ mod tests {
             assert_eq!(waiting(&ledger), ["d", "a"]);
             assert!(asks_for_more(&pod("a", 0, "1"), &pod("a", 0, "1001m")));
             assert!(!asks_for_more(&pod("a", 0, "1"), &pod("a", 0, "1000m")));
+        });
+    }
+
+    #[test]
+    fn a_resize_that_is_taken_back_gets_no_room_and_leaves_none_booked() {
+        with_two_cpus(|here| {
+            let mut ledger = Ledger::default();
+            let small = pod("a", 0, "500m");
+            assert_eq!(ledger.admit(&small, here), Decision::Admitted);
+            let other = pod("b", 0, "1");
+            assert_eq!(ledger.admit(&other, here), Decision::Admitted);
+            let large = pod("a", 0, "1500m");
+            assert!(ledger.grow(&large, here).is_err());
+            assert!(!ledger.withdraw(&small), "it did not have it");
+            assert_eq!(ledger.waiting_to_grow(), []);
+            ledger.release("b");
+            // It got the room in the moment in which it was taken back.
+            assert!(ledger.grow(&large, here).is_ok());
+            assert!(ledger.withdraw(&small), "that room is free for others");
+            assert_eq!(
+                ledger.admit(&pod("c", 0, "1500m"), here),
+                Decision::Admitted
+            );
+            assert!(!ledger.withdraw(&pod("gone", 0, "1")));
+            assert_eq!(ledger.pod("gone"), None);
         });
     }
 

@@ -130,6 +130,11 @@ impl Job {
             Op::Observe { logs } => self.observe(*logs).await.map(plain),
             Op::Admit => Ok(plain(self.admit().await)),
             Op::Grow => Ok(plain(self.grow().await)),
+            Op::Withdraw => {
+                let sizes = Arc::clone(&self.update.pod);
+                self.context().ledger.withdraw(sizes).await;
+                Ok(plain(Outcome::Done))
+            }
             Op::Mirror => self.mirror().await.map(plain),
             Op::Prepare => self.prepare().await,
             Op::Volumes { known } => self.volumes(*known).await,

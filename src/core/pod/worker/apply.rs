@@ -67,7 +67,7 @@ impl Worker {
                 Growth::Deferred => self.growth = Growth::Wanted,
                 // The refusal that this overtook is on its way.
                 Growth::Wanted => self.room_freed = true,
-                Growth::Settled => {}
+                Growth::Settled | Growth::Withdrawn => {}
             },
             Input::Network(network) => self.network = network,
             Input::Done { key, outcome } => self.apply_outcome(facts, &key, outcome, turn),
@@ -116,7 +116,9 @@ impl Worker {
             self.decided = self.update.pod.metadata.generation;
             self.effective = Arc::clone(&self.update.pod);
             self.resizing.pending = None;
-            self.growth = Growth::Settled;
+            if self.growth != Growth::Settled {
+                self.growth = Growth::Withdrawn;
+            }
         } else {
             self.keep_granted();
             self.growth = Growth::Wanted;
@@ -183,6 +185,7 @@ impl Worker {
             }
             (Op::Admit, _) => self.admitted = true,
             (Op::Grow, outcome) => self.apply_growth(outcome, turn),
+            (Op::Withdraw, _) if self.growth == Growth::Withdrawn => self.growth = Growth::Settled,
             (Op::Mirror, _) => {
                 self.mirrored = Some((self.update.identity(), facts.now));
             }
@@ -228,6 +231,7 @@ impl Worker {
             (Op::Finalise, _) => self.finalised = true,
             // No other outcome belongs to these operations.
             (Op::Observe { .. } | Op::Sandbox { .. } | Op::Start { .. }, _) => self.look = true,
+            (Op::Withdraw, _) => {}
         }
     }
 
@@ -287,6 +291,7 @@ impl Worker {
             }
             _ => {
                 self.granted = resize::desired(&desired);
+                self.growth = Growth::Settled;
                 self.resizing.error = None;
                 self.adopt_update();
                 let described = resize::described(&desired, None);

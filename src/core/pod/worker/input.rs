@@ -190,6 +190,8 @@ pub enum Op {
     Admit,
     /// Ask the node whether the pod may have the sizes that its spec has now.
     Grow,
+    /// Report to the node that the pod asks for no other sizes than it has.
+    Withdraw,
     /// Bring a static pod's mirror in line.
     Mirror,
     /// Make the cgroup and the directories; find the runtime handler and the user namespace.
@@ -262,7 +264,7 @@ pub enum Key {
     Observe,
     /// See [`Op::Admit`].
     Admit,
-    /// See [`Op::Grow`].
+    /// See [`Op::Grow`] and [`Op::Withdraw`]: the node gets them one after the other.
     Grow,
     /// See [`Op::Mirror`].
     Mirror,
@@ -316,7 +318,7 @@ impl Op {
         match self {
             Op::Observe { .. } => Key::Observe,
             Op::Admit => Key::Admit,
-            Op::Grow => Key::Grow,
+            Op::Grow | Op::Withdraw => Key::Grow,
             Op::Mirror => Key::Mirror,
             Op::Prepare => Key::Prepare,
             Op::Volumes { .. } => Key::Volumes,

@@ -118,6 +118,8 @@ enum Growth {
     /// It has what its spec says.
     #[default]
     Settled,
+    /// It has what its spec says again: the node may still book other sizes, or keep them waiting for room.
+    Withdrawn,
     /// The node is to be asked.
     Wanted,
     /// The node has said no; when another pod goes it is asked again.

@@ -148,8 +148,10 @@ impl Worker {
             return;
         }
         self.plan_mirror(facts, plan);
-        if self.growth == Growth::Wanted {
-            plan.ops.push(Op::Grow);
+        match self.growth {
+            Growth::Wanted => plan.ops.push(Op::Grow),
+            Growth::Withdrawn => plan.ops.push(Op::Withdraw),
+            Growth::Settled | Growth::Deferred => {}
         }
         plan.wake
             .extend(status::deadline(&self.effective, &self.status));

@@ -84,6 +84,39 @@ fn what_is_not_granted_is_observed_too_and_the_old_size_stays() {
     assert_eq!((told(&run), run.count(&Key::Resize)), ((3, vec![]), 0));
 }
 
+/// The node's ledger is an actor: it may keep a size waiting, or book it, that the pod asks for no more.
+#[test]
+fn the_node_learns_that_a_size_is_taken_back() {
+    let withdrawals = |run: &Run| run.waiting.iter().filter(|op| **op == Op::Withdraw).count();
+    for deferred in [true, false] {
+        let mut run = running("NotRequired");
+        assert_eq!(withdrawals(&run), 0);
+        updated(&mut run, sized(2, "64", "NotRequired"));
+        assert!(run.waiting.contains(&Op::Grow));
+        if deferred {
+            run.done(&Key::Grow, no_room());
+        }
+        updated(&mut run, sized(3, "1", "NotRequired"));
+        assert_eq!(withdrawals(&run), 1, "deferred: {deferred}");
+        assert!(!run.waiting.contains(&Op::Grow));
+        // The room that it was given meanwhile is not asked for.
+        run.input(Input::RoomFreed);
+        let asked = run.count(&Key::Grow);
+        run.settle();
+        assert_eq!((told(&run), run.count(&Key::Grow)), ((3, vec![]), asked));
+        // Another size is asked for after that, not beside it.
+        updated(&mut run, sized(4, "64", "NotRequired"));
+        updated(&mut run, sized(5, "1", "NotRequired"));
+        updated(&mut run, sized(6, "2", "NotRequired"));
+        assert_eq!(
+            (withdrawals(&run), run.waiting.contains(&Op::Grow)),
+            (0, true)
+        );
+        run.settle();
+        assert_eq!((told(&run), run.count(&Key::Resize)), ((6, vec![]), 1));
+    }
+}
+
 #[test]
 fn room_that_is_made_while_it_is_refused_is_asked_for_again() {
     let mut run = running("NotRequired");
