@@ -163,6 +163,51 @@ fn one_hung_pod_holds_up_no_other() {
     });
 }
 
+/// `kubectl delete --force` of a pod that hangs: the next one of its name, as a StatefulSet makes it, runs beside it.
+#[test]
+fn a_pod_that_hangs_does_not_hold_up_its_replacement() {
+    simulate(1, async {
+        let world = World::new(1);
+        let agent = world.start_agent();
+        world.create_steady_pod("db-0");
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        world.hang(&world.uid("db-0"));
+        world.remove_by_force("db-0");
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        world.create_steady_pod("db-0");
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        assert_eq!(world.not_in_phase("Running"), Vec::<String>::new());
+        assert_eq!(world.broken(), Ok(()));
+        agent.abort();
+    });
+}
+
+/// The runtime lists the ended containers of a completed pod for as long as it has them.
+#[test]
+fn a_completed_pod_is_left_alone() {
+    // The runtimes of every third seed have no events, and are listed every second.
+    for seed in [1, 3] {
+        simulate(seed, async {
+            let world = World::new(seed);
+            let agent = world.start_agent();
+            world.create_plain_pod("job", "Never");
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            world.complete("job");
+            tokio::time::sleep(Duration::from_secs(60)).await;
+            let succeeded = Some(("Succeeded".to_owned(), String::new()));
+            assert_eq!(world.phase("job"), succeeded, "seed {seed}");
+            let before = world.record("job");
+            tokio::time::sleep(Duration::from_secs(240)).await;
+            assert!(
+                world.record("job") == before,
+                "seed {seed}: it was looked at again"
+            );
+            assert!(before.is_some());
+            agent.abort();
+        });
+    }
+}
+
 /// Seconds since `since`.
 fn seconds(since: tokio::time::Instant) -> u64 {
     since.elapsed().as_secs()

@@ -27,6 +27,7 @@ use holdfast::core::pod::cri_config::label;
 use holdfast::core::pod::explain::Fetching;
 use holdfast::core::pod::observed::{Container, ContainerState, ObservedPod, Sandbox};
 use holdfast::core::pod::probe::{Http, Reply};
+use holdfast::core::pod::record::Record;
 use holdfast::core::serving::Streams;
 use holdfast::core::volume::payload::Files;
 use holdfast::core::volume::resolved::{Problem, ResolvedVolume};
@@ -293,13 +294,38 @@ impl World {
 
     /// A pod that stays up by itself.
     pub fn create_steady_pod(&self, name: &str) {
+        self.create_plain_pod(name, "Always");
+    }
+
+    /// A pod with one container, which runs until it is told to end.
+    pub fn create_plain_pod(&self, name: &str, policy: &str) {
         let mut state = self.state();
         let uid = state.id("uid");
         let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "ns", "uid": uid, "creationTimestamp": self.1.now().to_string(), "generation": 1},
-            "spec": {"nodeName": "node", "restartPolicy": "Always", "terminationGracePeriodSeconds": 1, "containers": [{"name": "c0", "image": "i:1"}],
+            "spec": {"nodeName": "node", "restartPolicy": policy, "terminationGracePeriodSeconds": 1, "containers": [{"name": "c0", "image": "i:1"}],
                      "volumes": [{"name": "v", "emptyDir": {}}]}, "status": {"phase": "Pending"}});
         state.pods.insert(uid.clone(), pod);
         state.publish(&uid);
+    }
+
+    /// A pod's object is removed at once, whatever still runs of it.
+    pub fn remove_by_force(&self, name: &str) {
+        let uid = self.uid(name);
+        self.state().remove(&uid);
+    }
+
+    /// The containers of a pod end by themselves, well.
+    pub fn complete(&self, name: &str) {
+        let (uid, now) = (self.uid(name), self.1.now());
+        let mut state = self.state();
+        let live: Vec<String> = state.live(&uid).iter().map(|c| c.id.clone()).collect();
+        live.iter().for_each(|id| end(&mut state, id, 0, now));
+    }
+
+    /// What the worker of a pod has taken in lately, and decided.
+    pub fn record(&self, name: &str) -> Option<Record> {
+        let context = self.state().context.clone()?;
+        context.journals.record("ns", name)
     }
 
     pub fn create_pod(&self, name: &str) {

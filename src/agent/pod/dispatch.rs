@@ -29,6 +29,8 @@ struct Worker {
     inbox: Inbox,
     update: Update,
     full_name: String,
+    /// A static pod of its name waits for its end: it is static itself, or only the runtime knows it.
+    holds_name: bool,
 }
 
 /// What the dispatcher knows of pods, for tasks that clean up after them; by full name.
@@ -240,7 +242,7 @@ impl Dispatcher {
                 self.names.remove(&worker.full_name);
             }
         }
-        // Another pod may have waited for the name.
+        // A static pod may have waited for the name.
         self.update([worker.full_name].into());
     }
 
@@ -347,12 +349,19 @@ impl Dispatcher {
             }
             return;
         }
-        // A static pod waits until the one before it under the same name has gone.
+        // A static pod waits until the one before it under the same name has gone. A pod of the API does not: the one before
+        // may hang, and was deleted by force so that this one can take its place.
         let full_name = pod::full_name(&update.pod);
-        if self.names.contains_key(&full_name) {
+        if pod::is_static(&update.pod) && self.is_held(&full_name) {
             return;
         }
         self.start(uid, full_name, update);
+    }
+
+    /// Whether a static pod of this name has to wait.
+    fn is_held(&self, full_name: &str) -> bool {
+        let mut uids = self.names.get(full_name).into_iter().flatten();
+        uids.any(|uid| self.workers.get(uid).is_some_and(|w| w.holds_name))
     }
 
     fn start(&mut self, uid: String, full_name: String, update: Update) {
@@ -378,6 +387,7 @@ impl Dispatcher {
         uids.insert(uid.clone());
         let worker = Worker {
             inbox,
+            holds_name: pod::is_static(&update.pod) || update.object.is_none(),
             update,
             full_name,
         };
@@ -420,10 +430,9 @@ impl Dispatcher {
         self.roster.send_if_modified(|roster| {
             let mut changed = std::mem::replace(&mut roster.complete, complete) != complete;
             for name in names {
-                let workers = self.names.get(name);
-                let mut uids = workers.cloned().unwrap_or_default();
+                let mut uids = self.names.get(name).cloned().unwrap_or_default();
                 uids.extend(self.desired.uids(name).map(str::to_owned));
-                let held = !complete || workers.is_some() || self.desired.has_static(name);
+                let held = !complete || self.is_held(name) || self.desired.has_static(name);
                 let orphan = self.desired.mirror(name).filter(|_| !held);
                 changed |= roster.set(name, uids, orphan);
             }

@@ -1,5 +1,6 @@
 //! The journals of all pods: written by workers as they go, read by whoever asks why.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 use std::io::Write as _;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -250,6 +251,8 @@ impl Log {
 struct PodLog {
     namespace: String,
     name: String,
+    /// How many were opened before it.
+    place: u64,
     log: Log,
 }
 
@@ -258,6 +261,17 @@ struct PodLogs {
     pods: BTreeMap<String, PodLog>,
     /// Uids of pods that have gone, oldest first.
     gone: VecDeque<String>,
+    opened: u64,
+}
+
+impl PodLogs {
+    /// The pods of a name: those that are still there first, and of those the one that came last.
+    fn of(&self, namespace: &str, name: &str) -> Vec<(&String, &PodLog)> {
+        let named = |(_, log): &(&String, &PodLog)| log.namespace == namespace && log.name == name;
+        let mut logs: Vec<_> = self.pods.iter().filter(named).collect();
+        logs.sort_by_key(|(uid, log)| (self.gone.contains(uid), Reverse(log.place)));
+        logs
+    }
 }
 
 /// All journals, by uid.
@@ -273,9 +287,12 @@ impl Journals {
     pub fn open(&self, pod: &Pod, clock: Clock, metrics: &Arc<Metrics>) -> Log {
         let mut all = self.lock();
         all.gone.retain(|uid| uid != pod::uid(pod));
+        all.opened += 1;
+        let place = all.opened;
         let fresh = || PodLog {
             namespace: pod.namespace().unwrap_or_default(),
             name: pod.name_any(),
+            place,
             log: Log {
                 journal: Arc::default(),
                 record: Arc::default(),
@@ -325,27 +342,16 @@ impl Journals {
     #[must_use]
     pub fn record(&self, namespace: &str, name: &str) -> Option<Record> {
         let all = self.lock();
-        let mut logs: Vec<(&String, &PodLog)> = all
-            .pods
-            .iter()
-            .filter(|(_, k)| k.namespace == namespace && k.name == name)
-            .collect();
-        logs.sort_by_key(|(uid, _)| all.gone.contains(uid));
+        let logs = all.of(namespace, name);
         logs.first().and_then(|(_, kept)| kept.log.read_record())
     }
 
-    /// The journals of the pods of a name, with their uids; one that is still there comes first.
+    /// The journals of the pods of a name, with their uids; those that are still there come first, the newest before all.
     #[must_use]
     pub fn find(&self, namespace: &str, name: &str) -> Vec<(String, Journal)> {
         let all = self.lock();
-        let mut found: Vec<(String, Journal)> = all
-            .pods
-            .iter()
-            .filter(|(_, k)| k.namespace == namespace && k.name == name)
-            .map(|(uid, k)| (uid.clone(), k.log.read()))
-            .collect();
-        found.sort_by_key(|(uid, _)| all.gone.contains(uid));
-        found
+        let read = |(uid, kept): (&String, &PodLog)| (uid.clone(), kept.log.read());
+        all.of(namespace, name).into_iter().map(read).collect()
     }
 }
 

@@ -275,14 +275,13 @@ impl Shell {
 
     /// Probes and the audit follow what was seen.
     fn follow(&mut self, turn: &Turn) {
-        let fingerprint = match &self.worker.observed {
-            Some(observed) if !matches!(self.worker.state, State::Finished { .. }) => {
-                observed.fingerprint()
-            }
-            _ => 0,
-        };
-        if turn.observed || !turn.decisions.is_empty() || !turn.begin.is_empty() {
-            self.seen.set(pod::uid(self.worker.pod()), fingerprint);
+        let uid = pod::uid(self.worker.pod());
+        if let State::Finished { .. } = self.worker.state {
+            // It looks no more: its ended containers stay listed, or are removed, and neither is news.
+            self.seen.forget(uid);
+        } else if turn.observed || !turn.decisions.is_empty() || !turn.begin.is_empty() {
+            let observed = self.worker.observed.as_ref();
+            self.seen.set(uid, observed.map_or(0, |o| o.fingerprint()));
         }
         match self.worker.state {
             State::Syncing | State::Terminating { .. } => {
