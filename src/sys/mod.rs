@@ -5,6 +5,7 @@ pub mod atomic_dir;
 pub mod beneath;
 pub mod cgroup;
 pub mod clock;
+mod descent;
 pub mod file;
 pub mod link;
 pub mod logind;

@@ -2,24 +2,25 @@
 //! (kubelet spec, 9.7).
 
 use std::collections::BTreeMap;
+use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 
 use nix::dir::{Dir, Type};
+use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, openat};
 use nix::sys::stat::{FchmodatFlags, FileStat, Mode, fchmodat, fstat};
 use nix::unistd::{Gid, fchownat};
 
+use super::descent::{Descent, FLAGS};
 use crate::core::lock::lock;
 
 /// The bits that a member of the group needs: of files, and of directories besides.
 const FILE: u32 = 0o660;
 const FILE_READ_ONLY: u32 = 0o440;
 const DIR: u32 = 0o2110;
-/// How deep a tree may be.
-const DEPTH: usize = 1000;
 
 fn wanted(stat: &FileStat, read_only: bool) -> u32 {
     let bits = if read_only { FILE_READ_ONLY } else { FILE };
@@ -101,67 +102,91 @@ fn give(fd: BorrowedFd<'_>, group: u32, read_only: bool) -> io::Result<()> {
     Ok(())
 }
 
-fn walk(
-    dir: OwnedFd,
-    group: u32,
-    read_only: bool,
-    depth: usize,
-    giving: &mut Giving<'_>,
-) -> io::Result<()> {
-    if depth > DEPTH {
-        return Err(io::Error::other(format!(
-            "the volume's directories are more than {DEPTH} deep"
-        )));
-    }
-    let mut listed = Dir::from_fd(dir)?;
+/// A name in a directory, and what it is if the directory says so.
+type Name = (CString, Option<Type>);
+
+fn list(dir: BorrowedFd<'_>) -> io::Result<Vec<Name>> {
     let mut names = vec![];
-    for entry in listed.iter() {
+    for entry in Dir::from_fd(dir.try_clone_to_owned()?)?.iter() {
         let entry = entry?;
         let name = entry.file_name().to_owned();
         if name.as_bytes() != b"." && name.as_bytes() != b".." {
             names.push((name, entry.file_type()));
         }
     }
-    for (name, kind) in names {
-        let held = match openat(
-            listed.as_fd(),
-            name.as_c_str(),
-            OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC,
-            Mode::empty(),
-        ) {
-            Ok(held) => held,
-            // Somebody removed it meanwhile.
-            Err(nix::errno::Errno::ENOENT) => continue,
-            Err(error) => return Err(error.into()),
-        };
-        let is_dir = match kind {
-            Some(kind) => kind == Type::Directory,
-            None => fstat(&held)?.st_mode & libc::S_IFMT == libc::S_IFDIR,
-        };
-        if is_dir {
-            let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-            match openat(listed.as_fd(), name.as_c_str(), flags, Mode::empty()) {
-                Ok(below) => walk(below, group, read_only, depth + 1, giving)?,
-                // It was swapped for something else: that is looked at as what it is now.
-                Err(
-                    nix::errno::Errno::ENOTDIR
-                    | nix::errno::Errno::ELOOP
-                    | nix::errno::Errno::ENOENT,
-                ) => {}
-                Err(error) => return Err(error.into()),
+    Ok(names)
+}
+
+/// What a name in a directory is.
+enum Found {
+    Gone,
+    Dir(OwnedFd),
+    /// Held by its path.
+    Other(OwnedFd),
+}
+
+fn open(dir: BorrowedFd<'_>, (name, kind): &Name) -> io::Result<Found> {
+    let held = match openat(
+        dir,
+        name.as_c_str(),
+        OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC,
+        Mode::empty(),
+    ) {
+        Ok(held) => held,
+        // Somebody removed it meanwhile.
+        Err(Errno::ENOENT) => return Ok(Found::Gone),
+        Err(error) => return Err(error.into()),
+    };
+    let is_dir = match kind {
+        Some(kind) => *kind == Type::Directory,
+        None => fstat(&held)?.st_mode & libc::S_IFMT == libc::S_IFDIR,
+    };
+    if !is_dir {
+        return Ok(Found::Other(held));
+    }
+    match openat(dir, name.as_c_str(), FLAGS, Mode::empty()) {
+        Ok(below) => Ok(Found::Dir(below)),
+        // It was swapped for something else: that is looked at as what it is now.
+        Err(Errno::ENOTDIR | Errno::ELOOP | Errno::ENOENT) => Ok(Found::Other(held)),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Gives all that is in a directory, however deep; each directory after what is in it.
+fn walk(top: OwnedFd, group: u32, read_only: bool, giving: &mut Giving<'_>) -> io::Result<()> {
+    let names = list(top.as_fd())?;
+    let (mut descent, mut depth) = (Descent::new(top, names), 0_u64);
+    loop {
+        match descent.next() {
+            Some(name) => match open(descent.here(), &name)? {
+                Found::Gone => {}
+                Found::Dir(dir) => {
+                    let names = list(dir.as_fd())?;
+                    descent.enter(dir, names)?;
+                    depth += 1;
+                }
+                Found::Other(held) => {
+                    give(held.as_fd(), group, read_only)?;
+                    giving.count()?;
+                }
+            },
+            // The top is given by who has asked, after all else.
+            None if depth == 0 => return Ok(()),
+            None => {
+                give(descent.here(), group, read_only)?;
+                giving.count()?;
+                descent.leave()?;
+                depth -= 1;
             }
         }
-        give(held.as_fd(), group, read_only)?;
-        giving.count()?;
     }
-    Ok(())
 }
 
 /// Gives a volume to a group. With `on_mismatch` only if its root is not the group's yet: the root is changed
 /// last, so that a change that was cut off is done again. `stop` is asked after each file.
 ///
 /// # Errors
-/// Of the kind `Interrupted` if it was stopped.
+/// Of the kind `Interrupted` if it was stopped, or if a directory was moved meanwhile.
 pub fn set_group(
     root: &Path,
     group: u32,
@@ -181,7 +206,6 @@ pub fn set_group(
         dir.try_clone()?,
         group,
         read_only,
-        0,
         &mut Giving {
             root,
             given: 0,
@@ -245,5 +269,31 @@ mod tests {
         assert_eq!((asked.get(), stat("").gid()), (2, 4242));
         set_group(root, 4343, true, false, &|| false).expect("given");
         assert_eq!((stat("").gid(), stat("a/b/f").gid()), (4343, 4343));
+    }
+
+    #[test]
+    fn trees_are_given_as_a_whole_however_deep_they_are() {
+        use crate::sys::descent::tests::{deep, with_a_small_stack};
+        use crate::sys::removal::remove_tree;
+
+        let dir = tempfile::tempdir().expect("a directory");
+        let top = dir.path().join("tree");
+        std::fs::create_dir(&top).expect("mkdir");
+        deep(&top, 5000);
+        std::fs::create_dir_all(top.join("a/b")).expect("mkdir");
+        // Its own group: this can be had without being root. The modes show what was given.
+        let group = nix::unistd::getegid().as_raw();
+        let asked = std::sync::atomic::AtomicU64::new(0);
+        let count = || {
+            asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            false
+        };
+        let given = with_a_small_stack(|| set_group(&top, group, false, false, &count));
+        let modes = [top.clone(), top.join("deep/deep"), top.join("a/b")]
+            .map(|path| std::fs::metadata(path).expect("stat").mode() & 0o2770);
+        assert_eq!(remove_tree(&top), Ok(()));
+        assert!(given.is_ok(), "{given:?}");
+        assert_eq!(asked.into_inner(), 5000 + 1 + 2);
+        assert_eq!(modes, [0o2770; 3]);
     }
 }

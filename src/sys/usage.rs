@@ -1,20 +1,22 @@
 //! How much of a disk a directory uses: counted by walking it, file by file, never through a link and never into
-//! another filesystem. Bounded: it stops as soon as it has seen enough, and rests on its way.
+//! another filesystem. Bounded: it stops as soon as it has seen enough, and rests on its way. A tree may be as deep as
+//! its pod has made it.
 
 use std::collections::HashSet;
+use std::ffi::CString;
 use std::io;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
 use nix::dir::Dir;
-use nix::fcntl::{AtFlags, OFlag, openat};
+use nix::fcntl::{AtFlags, openat};
 use nix::sys::stat::{FileStat, Mode, fstat, fstatat};
+
+use super::descent::{Descent, FLAGS};
 
 /// After so many files it rests for a moment, so that disks and processors are there for others.
 const BREATH: (u64, Duration) = (2_000, Duration::from_millis(2));
-/// How deep a tree is followed.
-const DEPTH: usize = 1000;
 
 /// What a directory uses.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -48,18 +50,17 @@ impl Walk {
         }
     }
 
-    fn dir(&mut self, dir: OwnedFd, depth: usize) -> io::Result<()> {
-        let mut listed = Dir::from_fd(dir)?;
+    /// Counts what is in a directory; the answer is the directories among it.
+    fn list(&mut self, dir: BorrowedFd<'_>) -> io::Result<Vec<CString>> {
         let mut below = vec![];
-        let held = listed.as_fd().try_clone_to_owned()?;
-        for entry in listed.iter() {
+        for entry in Dir::from_fd(dir.try_clone_to_owned()?)?.iter() {
             let entry = entry?;
             let name = entry.file_name();
             if name.to_bytes() == b"." || name.to_bytes() == b".." {
                 continue;
             }
             // What goes away meanwhile uses nothing.
-            let Ok(stat) = fstatat(&held, name, AtFlags::AT_SYMLINK_NOFOLLOW) else {
+            let Ok(stat) = fstatat(dir, name, AtFlags::AT_SYMLINK_NOFOLLOW) else {
                 continue;
             };
             if stat.st_dev != self.device {
@@ -67,22 +68,34 @@ impl Walk {
             }
             self.count(&stat);
             if self.usage.bytes > self.enough {
-                return Ok(());
+                break;
             }
-            if stat.st_mode & libc::S_IFMT == libc::S_IFDIR && depth < DEPTH {
+            if stat.st_mode & libc::S_IFMT == libc::S_IFDIR {
                 below.push(name.to_owned());
             }
         }
-        for name in below {
-            let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-            let Ok(dir) = openat(&held, name.as_c_str(), flags, Mode::empty()) else {
+        Ok(below)
+    }
+
+    fn tree(&mut self, top: OwnedFd) -> io::Result<()> {
+        let below = self.list(top.as_fd())?;
+        let mut descent = Descent::new(top, below);
+        while self.usage.bytes <= self.enough {
+            let Some(name) = descent.next() else {
+                match descent.leave() {
+                    Ok(true) => continue,
+                    Ok(false) => break,
+                    // What moves meanwhile is counted next time.
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                    Err(error) => return Err(error),
+                }
+            };
+            let Ok(dir) = openat(descent.here(), name.as_c_str(), FLAGS, Mode::empty()) else {
                 continue;
             };
             if fstat(&dir)?.st_dev == self.device {
-                self.dir(dir, depth + 1)?;
-            }
-            if self.usage.bytes > self.enough {
-                return Ok(());
+                let below = self.list(dir.as_fd())?;
+                descent.enter(dir, below)?;
             }
         }
         Ok(())
@@ -91,8 +104,7 @@ impl Walk {
 
 /// What a directory uses; counting ends once it is more than `enough` bytes. A missing one uses nothing.
 pub fn of(path: &Path, enough: u64) -> io::Result<Usage> {
-    let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-    let dir = match nix::fcntl::open(path, flags, Mode::empty()) {
+    let dir = match nix::fcntl::open(path, FLAGS, Mode::empty()) {
         Ok(dir) => dir,
         Err(nix::errno::Errno::ENOENT) => return Ok(Usage::default()),
         Err(error) => return Err(error.into()),
@@ -105,7 +117,7 @@ pub fn of(path: &Path, enough: u64) -> io::Result<Usage> {
         linked: HashSet::new(),
     };
     walk.count(&stat);
-    walk.dir(dir, 0)?;
+    walk.tree(dir)?;
     Ok(walk.usage)
 }
 
@@ -137,5 +149,24 @@ mod tests {
             of(&dir.path().join("none"), 0).expect("counted"),
             Usage::default()
         );
+    }
+
+    #[test]
+    fn trees_count_as_a_whole_however_deep_they_are() {
+        use crate::sys::descent::tests::{deep, with_a_small_stack};
+        use crate::sys::removal::remove_tree;
+
+        let dir = tempfile::tempdir().expect("a directory");
+        let top = dir.path().join("tree");
+        std::fs::create_dir(&top).expect("mkdir");
+        let empty = of(&top, u64::MAX).expect("counted");
+        deep(&top, 5000);
+        // Another branch, that is walked after the way back up.
+        std::fs::create_dir_all(top.join("a/b")).expect("mkdir");
+        let used = with_a_small_stack(|| of(&top, u64::MAX));
+        assert_eq!(remove_tree(&top), Ok(()));
+        let used = used.expect("counted");
+        assert_eq!(used.inodes, empty.inodes + 5000 + 1 + 2);
+        assert!(used.bytes >= empty.bytes + 4096, "{used:?}");
     }
 }

@@ -1,0 +1,171 @@
+//! The way down into a tree that a pod has made: deeper than a stack has room, or than a process may hold files open.
+//!
+//! Only the topmost directories stay open, and the one that is being read. The way back up to the others is `..`, and
+//! what is found there counts only if it is the directory that was come from: one that was moved meanwhile leads nowhere.
+
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+
+use nix::fcntl::{OFlag, openat};
+use nix::sys::stat::{Mode, fstat};
+
+/// How many of the topmost directories stay open.
+const HELD: usize = 64;
+
+/// How directories of pods are opened: never through a link.
+pub(super) const FLAGS: OFlag = OFlag::O_RDONLY
+    .union(OFlag::O_DIRECTORY)
+    .union(OFlag::O_NOFOLLOW)
+    .union(OFlag::O_CLOEXEC);
+
+/// A directory above the one that is being read.
+struct Level<T> {
+    /// Open, if it is one of the topmost.
+    dir: Option<OwnedFd>,
+    identity: (u64, u64),
+    below: Vec<T>,
+}
+
+/// A directory of a tree, what is still to be looked at in it, and the way back up.
+pub(super) struct Descent<T> {
+    here: OwnedFd,
+    below: Vec<T>,
+    above: Vec<Level<T>>,
+}
+
+/// What tells one directory from another.
+fn identity(dir: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
+    let stat = fstat(dir)?;
+    Ok((stat.st_dev, stat.st_ino))
+}
+
+impl<T> Descent<T> {
+    /// At the top of a tree.
+    pub(super) fn new(top: OwnedFd, below: Vec<T>) -> Descent<T> {
+        Descent {
+            here: top,
+            below,
+            above: vec![],
+        }
+    }
+
+    /// The directory that is being read.
+    pub(super) fn here(&self) -> BorrowedFd<'_> {
+        self.here.as_fd()
+    }
+
+    /// What is to be looked at next in it.
+    pub(super) fn next(&mut self) -> Option<T> {
+        self.below.pop()
+    }
+
+    /// Goes down into a directory.
+    pub(super) fn enter(&mut self, dir: OwnedFd, below: Vec<T>) -> io::Result<()> {
+        let identity = identity(self.here())?;
+        let left = std::mem::replace(&mut self.here, dir);
+        self.above.push(Level {
+            dir: (self.above.len() < HELD).then_some(left),
+            identity,
+            below: std::mem::replace(&mut self.below, below),
+        });
+        Ok(())
+    }
+
+    /// Goes back up; false at the top.
+    ///
+    /// # Errors
+    /// The directory above was moved, or it cannot be opened any more. Then this is the lowest of those that are held, and
+    /// what was to be looked at in between is left out.
+    pub(super) fn leave(&mut self) -> io::Result<bool> {
+        let Some(mut level) = self.above.pop() else {
+            return Ok(false);
+        };
+        let mut outcome = Ok(true);
+        loop {
+            match level.dir.map_or_else(|| self.parent(level.identity), Ok) {
+                Ok(dir) => {
+                    (self.here, self.below) = (dir, level.below);
+                    return outcome;
+                }
+                Err(error) => outcome = Err(error),
+            }
+            self.above.truncate(HELD);
+            match self.above.pop() {
+                Some(held) => level = held,
+                None => return outcome,
+            }
+        }
+    }
+
+    fn parent(&self, expected: (u64, u64)) -> io::Result<OwnedFd> {
+        let dir = openat(self.here(), c"..", FLAGS, Mode::empty())?;
+        if identity(dir.as_fd())? != expected {
+            return Err(io::Error::new(
+                io::ErrorKind::Interrupted,
+                "a directory was moved while its files were walked",
+            ));
+        }
+        Ok(dir)
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use std::path::Path;
+
+    /// Makes directories in each other, and a file in the lowest: deeper than a path is long.
+    pub(in crate::sys) fn deep(top: &Path, depth: usize) {
+        let flags = OFlag::O_PATH | OFlag::O_DIRECTORY;
+        let mut here = nix::fcntl::open(top, flags, Mode::empty()).expect("open");
+        for _ in 0..depth {
+            nix::sys::stat::mkdirat(&here, "deep", Mode::from_bits_truncate(0o700)).expect("mkdir");
+            here = openat(&here, "deep", flags, Mode::empty()).expect("open");
+        }
+        let made = OFlag::O_CREAT | OFlag::O_WRONLY;
+        let file =
+            openat(&here, "file", made, Mode::from_bits_truncate(0o600)).expect("a file is made");
+        nix::unistd::write(&file, &[1; 4096]).expect("written");
+    }
+
+    /// In a thread with as much stack as those have that walk the volumes of pods.
+    pub(in crate::sys) fn with_a_small_stack<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().stack_size(256 << 10);
+            let thread = thread.spawn_scoped(scope, work).expect("a thread");
+            thread.join().expect("it ends")
+        })
+    }
+
+    #[test]
+    fn what_is_moved_meanwhile_leads_nowhere() {
+        let dir = tempfile::tempdir().expect("a directory");
+        deep(dir.path(), HELD + 4);
+        let open = |dir: BorrowedFd<'_>| openat(dir, "deep", FLAGS, Mode::empty()).expect("open");
+        let top = nix::fcntl::open(dir.path(), FLAGS, Mode::empty()).expect("open");
+        let mut descent = Descent::new(top, vec![0]);
+        for depth in 1..=HELD + 4 {
+            let below = open(descent.here());
+            descent.enter(below, vec![depth]).expect("entered");
+        }
+        let held = descent.above.iter().filter(|l| l.dir.is_some()).count();
+        assert_eq!(held, HELD, "no more are open");
+        assert!(descent.leave().expect("up"));
+        assert_eq!(descent.next(), Some(HELD + 3));
+        // The directory that is being read goes to the top: what is above it now was never on the way.
+        let here = format!(
+            "/proc/self/fd/{}",
+            std::os::fd::AsRawFd::as_raw_fd(&descent.here())
+        );
+        let here = std::fs::read_link(here).expect("its path");
+        std::fs::rename(here, dir.path().join("moved")).expect("moved");
+        let lost = descent.leave().expect_err("it leads nowhere");
+        assert_eq!(lost.kind(), io::ErrorKind::Interrupted);
+        assert_eq!(descent.next(), Some(HELD - 1), "the lowest that is held");
+        for depth in (0..HELD - 1).rev() {
+            assert!(descent.leave().expect("up"));
+            assert_eq!(descent.next(), Some(depth));
+        }
+        assert!(!descent.leave().expect("the top"));
+    }
+}
