@@ -160,7 +160,12 @@ fn stage(
         )
         .into());
     }
-    let found = prepare(&shown, filesystem, resolved.read_only, to.call)?;
+    let found = prepare(
+        &shown,
+        filesystem,
+        is_read_only(resolved.read_only, &resolved.options),
+        to.call,
+    )?;
     make(to.staged, 0o750)?;
     let mut options = resolved.options.clone();
     options.extend(resolved.read_only.then(|| "ro".to_owned()));
@@ -174,7 +179,14 @@ fn stage(
     })
 }
 
-/// Formats an empty device and checks one that is not; the answer is what `blkid` found. However long that takes, it is
+/// Whether a volume is mounted read-only: by its pod or its claim, or by an option of its mount.
+fn is_read_only(read_only: bool, options: &[String]) -> bool {
+    let mut options = options.iter().flat_map(|o| o.split(','));
+    read_only || options.any(|option| option == "ro")
+}
+
+/// Formats an empty device and checks one that is not, unless it is read-only: then nothing is written, as the disk may be
+/// mounted on another machine. The answer is what `blkid` found. However long that takes, it is
 /// never cut off, and the device stays locked meanwhile, also if this agent ends before its tool.
 fn prepare(device: &str, filesystem: &str, read_only: bool, call: &Call) -> Result<String, String> {
     if call.is_cancelled() {
@@ -211,7 +223,7 @@ fn prepare(device: &str, filesystem: &str, read_only: bool, call: &Call) -> Resu
             (0, _) => {}
             (code, said) => return Err(format!("{program} {device} failed with {code}: {said}")),
         }
-    } else if filesystem.starts_with("ext") {
+    } else if filesystem.starts_with("ext") && !read_only {
         call.doing(format!("fsck -a {device}"));
         // 1 says that errors were mended, 4 that they were not.
         match tool_to_its_end("fsck", &["-a", device], held)? {
@@ -327,5 +339,62 @@ fn mount_called(
         (code, said) => Err(format!(
             "mount -t {kind} {device} failed with {code}: {said}"
         )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::patient::Patient;
+    use std::os::unix::fs::FileExt as _;
+    use std::time::Duration;
+
+    #[test]
+    fn volumes_are_read_only_by_themselves_or_by_an_option() {
+        for (read_only, options, expected) in [
+            (false, vec![], false),
+            (true, vec![], true),
+            (false, vec!["ro"], true),
+            (false, vec!["noatime,ro"], true),
+            (false, vec!["errors=remount-ro", "rw"], false),
+        ] {
+            let options: Vec<String> = options.into_iter().map(str::to_owned).collect();
+            assert_eq!(
+                is_read_only(read_only, &options),
+                expected,
+                "{read_only} {options:?}"
+            );
+        }
+    }
+
+    /// A filesystem that was not unmounted, which a check would write to.
+    fn unclean(image: &Path) {
+        let file = File::create(image).expect("an image");
+        file.set_len(4 << 20).expect("as large");
+        let path = image.display().to_string();
+        let arguments = ["-q", "-F", "-O", "^metadata_csum", &path];
+        let made = std::process::Command::new("mkfs.ext4")
+            .args(arguments)
+            .status();
+        assert!(made.expect("mkfs.ext4 of e2fsprogs").success());
+        // The state in the superblock.
+        file.write_all_at(&[0, 0], 1024 + 0x3a).expect("written");
+    }
+
+    #[tokio::test]
+    async fn what_is_read_only_is_not_checked() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let image = dir.path().join("image");
+        unclean(&image);
+        let bytes = || std::fs::read(&image).expect("read");
+        let before = bytes();
+        for (read_only, is_checked) in [(true, false), (false, true)] {
+            let device = image.display().to_string();
+            let work = move |call: &Call| prepare(&device, "ext4", read_only, call);
+            let patient = Patient::default();
+            let prepared = patient.call_with("v", Duration::from_secs(60), work).await;
+            assert!(prepared.is_ok_and(|found| found.contains("TYPE=ext4")));
+            assert_eq!(bytes() != before, is_checked, "read-only: {read_only}");
+        }
     }
 }
