@@ -69,9 +69,9 @@ pub struct LinuxHost {
     pub users: Pool,
     /// Calls that the kernel may never answer.
     pub(in crate::host) patient: Patient,
-    /// Mounts that could not be undone, and since when.
-    pub(in crate::host) refusing: Mutex<HashMap<PathBuf, Instant>>,
-    /// How long a filesystem of another machine may refuse to be unmounted before it is forced.
+    /// Mounts of servers that seem to be gone, as unmounting them has no answer, and since when.
+    pub(in crate::host) silent: Mutex<HashMap<PathBuf, Instant>>,
+    /// How long a filesystem of another machine may leave its unmounting without an answer before it is forced.
     pub(in crate::host) force_after: Duration,
 }
 
@@ -138,7 +138,7 @@ impl LinuxHost {
             reserves_memory: false,
             users: Pool::all(LENGTH),
             patient: Patient::default(),
-            refusing: Mutex::default(),
+            silent: Mutex::default(),
             force_after: FORCE_AFTER,
         }
     }

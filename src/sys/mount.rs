@@ -294,12 +294,19 @@ pub fn unmount_all(dir: &Path) -> io::Result<()> {
 
 /// Unmounts what is mounted at a place, which may be nothing any more. A link is not followed.
 pub fn unmount(point: &Path, flags: MntFlags) -> io::Result<()> {
-    match umount2(point, flags | MntFlags::UMOUNT_NOFOLLOW) {
-        Ok(()) | Err(Errno::EINVAL | Errno::ENOENT) => Ok(()),
-        Err(error) => Err(io::Error::new(
+    try_unmount(point, flags).map_err(|error| {
+        io::Error::new(
             io::Error::from(error).kind(),
             format!("{} cannot be unmounted: {error}", point.display()),
-        )),
+        )
+    })
+}
+
+/// The same; the error is the kernel's own.
+pub fn try_unmount(point: &Path, flags: MntFlags) -> Result<(), Errno> {
+    match umount2(point, flags | MntFlags::UMOUNT_NOFOLLOW) {
+        Err(Errno::EINVAL | Errno::ENOENT) => Ok(()),
+        other => other,
     }
 }
 

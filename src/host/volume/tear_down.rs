@@ -1,8 +1,8 @@
 //! Undoing what a pod has mounted (kubelet spec, 9.3 and 9.8).
 //!
 //! The order is: what is still being mounted is cancelled and waited for, then the pod's mounts go, the deepest first,
-//! then staged devices that nobody has any more, then sessions. A filesystem whose server is gone is forced after a
-//! time; a disk of this node never is.
+//! then staged devices that nobody has any more, then sessions. A filesystem whose server does not answer is forced after
+//! a time; one that is busy and a disk of this node never are.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,6 +10,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
 use nix::mount::MntFlags;
 
 use super::KERNEL_TIMEOUT;
@@ -20,7 +21,7 @@ use crate::host::linux::{LinuxHost, doing, remove, segment};
 use crate::host::{OnTakenAway, TakenAway, blocking};
 use crate::sys::mount::{self, Mount};
 
-/// How long a filesystem of another machine may refuse to be unmounted before it is forced.
+/// How long a filesystem of another machine may leave its unmounting without an answer before it is forced.
 pub(in crate::host) const FORCE_AFTER: Duration = Duration::from_secs(60);
 
 /// The plugins whose volumes the agent makes: what is in them goes with them.
@@ -67,6 +68,47 @@ fn places(pod: &Path) -> Vec<Place> {
 fn is_remote(kind: &str) -> bool {
     let kind = kind.split('.').next().unwrap_or(kind);
     kind.starts_with("nfs") || ["cifs", "smb3", "ceph", "9p", "fuse"].contains(&kind)
+}
+
+/// Why something is still mounted.
+#[derive(Debug)]
+enum Refusal {
+    /// The kernel has not answered: it waits for somebody else.
+    Silent(String),
+    /// It has answered so.
+    Refused(PathBuf, Errno),
+}
+
+impl Refusal {
+    /// Whether its server is gone, as far as can be told. One that answers may still get what was not written yet.
+    fn is_of_a_lost_server(&self) -> bool {
+        match self {
+            Refusal::Silent(_) => true,
+            Refusal::Refused(_, error) => matches!(error, Errno::EIO | Errno::ESTALE),
+        }
+    }
+}
+
+impl From<Refusal> for String {
+    fn from(refusal: Refusal) -> String {
+        match refusal {
+            Refusal::Silent(why) => why,
+            Refusal::Refused(point, error) => {
+                let busy = match error {
+                    Errno::EBUSY => {
+                        "; files in it are open: it is not forced, as what was not written yet would be lost, and is tried again"
+                    }
+                    _ => "",
+                };
+                format!("{} cannot be unmounted: {error}{busy}", point.display())
+            }
+        }
+    }
+}
+
+/// What an unmounting is known by while it is under way.
+fn unmounting(point: &Path, flags: MntFlags) -> String {
+    format!("unmount {} {flags:?}", point.display())
 }
 
 impl LinuxHost {
@@ -197,22 +239,25 @@ impl LinuxHost {
 
     async fn unmount(&self, mount: Mount) -> Result<(), String> {
         let point = mount.point.clone();
-        let outcome = self.unmount_with(&point, MntFlags::empty()).await;
-        let first = {
-            let mut all = lock(&self.refusing);
-            if outcome.is_ok() {
-                all.remove(&point);
-                return Ok(());
-            }
-            *all.entry(point.clone()).or_insert_with(Instant::now)
+        let Err(refusal) = self.unmount_with(&point, MntFlags::empty()).await else {
+            return self.unmounted(&point);
         };
-        if !is_remote(&mount.kind) || first.elapsed() < self.force_after {
-            return outcome;
+        if !is_remote(&mount.kind) || !refusal.is_of_a_lost_server() {
+            // It has answered: the time that a lost server has begins anew.
+            lock(&self.silent).remove(&point);
+            return Err(refusal.into());
+        }
+        let first = *lock(&self.silent)
+            .entry(point.clone())
+            .or_insert_with(Instant::now);
+        if first.elapsed() < self.force_after {
+            return Err(refusal.into());
         }
         tracing::warn!(
             mount = %point.display(),
             kind = mount.kind,
-            "a volume of another machine cannot be unmounted and is forced: what was not written yet is lost"
+            why = String::from(refusal),
+            "a volume of another machine that does not answer is unmounted by force: what was not written yet is lost"
         );
         let device = mount.device;
         let shared = blocking(move || {
@@ -228,16 +273,17 @@ impl LinuxHost {
     }
 
     fn unmounted(&self, point: &Path) -> Result<(), String> {
-        let mut all = lock(&self.refusing);
-        all.remove(point);
+        lock(&self.silent).remove(point);
         Ok(())
     }
 
-    async fn unmount_with(&self, point: &Path, flags: MntFlags) -> Result<(), String> {
-        let key = format!("unmount {} {flags:?}", point.display());
-        let point = point.to_owned();
-        let work = move || mount::unmount(&point, flags).map_err(|e| e.to_string());
-        self.patient.call(&key, KERNEL_TIMEOUT, work).await
+    async fn unmount_with(&self, point: &Path, flags: MntFlags) -> Result<(), Refusal> {
+        let (key, own) = (unmounting(point, flags), point.to_owned());
+        let work = move || Ok(mount::try_unmount(&own, flags));
+        let answer = self.patient.call(&key, KERNEL_TIMEOUT, work).await;
+        answer
+            .map_err(Refusal::Silent)?
+            .map_err(|error| Refusal::Refused(point.to_owned(), error))
     }
 
     /// Ends the sessions of disks that no pod has: those of a pod that had them as devices, and those that led to
@@ -322,49 +368,83 @@ mod tests {
         )
     }
 
-    #[tokio::test]
-    async fn a_filesystem_whose_server_is_gone_is_forced_after_a_time() {
-        if !nix::unistd::geteuid().is_root() {
-            return;
+    #[test]
+    fn only_a_server_that_is_gone_is_forced() {
+        let refused = |error| Refusal::Refused("/v".into(), error);
+        assert!(Refusal::Silent("no answer".into()).is_of_a_lost_server());
+        for (error, expected) in [
+            (Errno::EIO, true),
+            (Errno::ESTALE, true),
+            (Errno::EBUSY, false),
+            (Errno::EPERM, false),
+            (Errno::EAGAIN, false),
+        ] {
+            assert_eq!(refused(error).is_of_a_lost_server(), expected, "{error}");
         }
-        let dir = tempfile::tempdir().expect("a directory");
-        let mut host = host(dir.path());
-        let point = host.root.join("pods/u/volumes/kubernetes.io~nfs/v");
-        fs::create_dir_all(&point).expect("mkdir");
-        // A filesystem that never answers, held by somebody.
-        let answers = fs::OpenOptions::new()
-            .read(true)
-            .write(true)
-            .open("/dev/fuse");
-        let Ok(answers) = answers else { return };
+        let busy = String::from(refused(Errno::EBUSY));
+        assert!(
+            busy.contains("EBUSY") && busy.contains("is not forced"),
+            "{busy}"
+        );
+    }
+
+    /// A filesystem of a program that never answers, and who holds it.
+    fn of_a_program(point: &Path) -> Option<(fs::File, std::os::fd::OwnedFd)> {
+        fs::create_dir_all(point).expect("mkdir");
+        let mut options = fs::OpenOptions::new();
+        let answers = options.read(true).write(true).open("/dev/fuse").ok()?;
         let options = format!(
             "fd={},rootmode=40000,user_id=0,group_id=0",
             answers.as_raw_fd()
         );
         nix::mount::mount(
             Some("dead"),
-            &point,
+            point,
             Some("fuse"),
             nix::mount::MsFlags::empty(),
             Some(options.as_str()),
         )
         .expect("mounted");
-        let held = nix::fcntl::open(
-            &point,
-            nix::fcntl::OFlag::O_PATH,
-            nix::sys::stat::Mode::empty(),
-        )
-        .expect("held");
-        assert!(
-            host.tear_down("u", &|_| ())
-                .await
-                .is_err_and(|e| e.contains("EBUSY"))
-        );
-        assert!(mount::is_mounted(&point).expect("looked at"));
+        let flags = nix::fcntl::OFlag::O_PATH;
+        let held = nix::fcntl::open(point, flags, nix::sys::stat::Mode::empty());
+        Some((answers, held.expect("held")))
+    }
+
+    #[tokio::test]
+    async fn a_filesystem_whose_server_is_gone_is_forced_after_a_time_and_a_busy_one_never() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut host = host(dir.path());
+        let point = host.root.join("pods/u/volumes/kubernetes.io~nfs/v");
+        let Some((_answers, _held)) = of_a_program(&point) else {
+            return;
+        };
+        let is_mounted = || mount::is_mounted(&point).expect("looked at");
+        // The kernel says that it is busy, so its server may be well: it is waited for, however long that takes.
+        host.force_after = Duration::ZERO;
+        for _ in 0..2 {
+            let busy = host.tear_down("u", &|_| ()).await;
+            assert!(busy.is_err_and(|e| e.contains("EBUSY") && e.contains("is not forced")));
+            assert!(is_mounted());
+        }
+        // No answer: as an unmounting has none that waits for a server.
+        let (release, answer) = std::sync::mpsc::channel::<()>();
+        let real = fs::canonicalize(dir.path()).expect("a path");
+        let real = real.join("disk/pods/u/volumes/kubernetes.io~nfs/v");
+        let key = unmounting(&real, MntFlags::empty());
+        let silent = move || answer.recv().map_err(|e| e.to_string());
+        let hung = host.patient.call(&key, Duration::from_millis(1), silent);
+        assert!(hung.await.is_err(), "it is given up");
+        host.force_after = FORCE_AFTER;
+        let waits = host.tear_down("u", &|_| ()).await;
+        assert!(waits.is_err_and(|e| e.contains("not answered")));
+        assert!(is_mounted(), "not before its time");
         host.force_after = Duration::ZERO;
         assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
-        assert!(!mount::is_mounted(&point).expect("looked at"));
-        drop(held);
+        assert!(!is_mounted());
+        release.send(()).expect("it waits");
     }
 
     #[tokio::test]
