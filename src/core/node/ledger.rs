@@ -119,14 +119,19 @@ impl Ledger {
         if refusal.missing.is_empty() || !preempt::is_critical(pod) {
             return Decision::Refused(refusal);
         }
-        let others: Vec<&Pod> = others().collect();
-        let Some(victims) = preempt::victims(pod, &others, &refusal.missing) else {
+        // Those that were told to end before make room as well.
+        let told = |evicted: bool| -> Vec<&Pod> {
+            let active = self.0.values().filter(|admitted| !admitted.uncounted);
+            let told = active.filter(|admitted| admitted.evicted == evicted);
+            told.map(|admitted| &*admitted.pod).collect()
+        };
+        let missing = preempt::missing_after(&refusal.missing, &told(true));
+        let Some(victims) = preempt::victims(pod, &told(false), &missing) else {
             return Decision::Refused(refusal);
         };
         let signal = refusal.reason.trim_start_matches("OutOf").to_owned();
         let evictions = victims.into_iter().filter_map(|uid| {
-            let victim = self.0.get_mut(&uid).filter(|v| !v.evicted)?;
-            victim.evicted = true;
+            self.0.get_mut(&uid)?.evicted = true;
             let signal = signal.clone();
             let verdict = preempted();
             Some(Eviction {
@@ -231,7 +236,7 @@ impl Ledger {
         }
     }
 
-    /// A pod is to be told to end whatever it was told before. Whether it is here.
+    /// A pod is to be told to end whatever it was told before: it may have less time now. Whether it is here.
     pub fn end(&mut self, uid: &str) -> bool {
         let pod = self.0.get_mut(uid);
         pod.map(|pod| pod.evicted = true).is_some()
@@ -336,6 +341,62 @@ mod tests {
             );
             ledger.release("a");
             assert_eq!(ledger.admit(&critical, here), Decision::Admitted);
+        });
+    }
+
+    /// On a node with two CPUs a critical pod misses some; those that were told before are named, then those that are told.
+    #[test]
+    fn what_those_that_end_already_free_is_not_taken_from_others() {
+        type Case = (
+            &'static [(&'static str, &'static str)],
+            &'static [&'static str],
+            &'static str,
+            &'static [&'static str],
+        );
+        const CASES: [Case; 5] = [
+            (&[("a", "1"), ("b", "1")], &[], "1500m", &["b", "a"]),
+            (&[("a", "1"), ("b", "1")], &["a"], "1", &[]),
+            // b ends and frees more than is missing; c alone would be the smallest that is enough.
+            (&[("b", "1200m"), ("c", "800m")], &["b"], "800m", &[]),
+            (&[("b", "1200m"), ("c", "800m")], &["b"], "1500m", &["c"]),
+            (
+                &[("a", "500m"), ("b", "500m"), ("c", "1")],
+                &["a"],
+                "1",
+                &["b"],
+            ),
+        ];
+        with_two_cpus(|here| {
+            for (pods, told, asks, expected) in CASES {
+                let mut ledger = Ledger::default();
+                for (uid, cpu) in pods {
+                    assert_eq!(ledger.admit(&pod(uid, 0, cpu), here), Decision::Admitted);
+                }
+                for uid in told {
+                    assert!(ledger.evict(uid));
+                }
+                let critical = pod("critical", 2_000_000_000, asks);
+                let mut names = |ledger: &mut Ledger| match ledger.admit(&critical, here) {
+                    Decision::AwaitingPreemption(victims) => {
+                        Some(victims.into_iter().map(|e| e.uid).collect::<Vec<_>>())
+                    }
+                    _ => None,
+                };
+                let found = names(&mut ledger);
+                assert_eq!(
+                    found.as_deref(),
+                    Some(&*expected.iter().map(|u| (*u).to_owned()).collect::<Vec<_>>()),
+                    "{told:?} {asks}"
+                );
+                // Whoever ends first: nobody else has to go.
+                for uid in told.iter().chain(expected) {
+                    if let Some(more) = names(&mut ledger) {
+                        assert_eq!(more, [""; 0], "{uid}");
+                    }
+                    ledger.release(uid);
+                }
+                assert_eq!(ledger.admit(&critical, here), Decision::Admitted);
+            }
         });
     }
 

@@ -29,21 +29,33 @@ fn class(pod: &Pod) -> u8 {
     }
 }
 
+/// What is still missing of `missing` when these pods have ended.
+#[must_use]
+pub fn missing_after(missing: &Amounts, ending: &[&Pod]) -> Amounts {
+    let left = ending.iter().fold(missing.clone(), |mut left, pod| {
+        let freed = with_count(pod);
+        for (name, need) in &mut left {
+            *need = *need - of(&freed, name);
+        }
+        left
+    });
+    left.into_iter()
+        .filter(|(_, need)| *need > Quantity::ZERO)
+        .collect()
+}
+
 /// The uids of the pods that must go so that `missing` becomes free; `None` if that cannot be. Of lower
-/// classes first; few rather than many; little rather than much.
+/// classes first; few rather than many; little rather than much; none without which it becomes free as well.
 #[must_use]
 pub fn victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<String>> {
+    let wanted = missing;
     let mut left: Vec<(&Pod, Amounts)> = others
         .iter()
         .filter(|p| may_go(p, for_pod))
         .map(|p| (*p, with_count(p)))
         .collect();
-    let mut chosen: Vec<(&Pod, Amounts)> = vec![];
-    let mut missing: Amounts = missing
-        .iter()
-        .filter(|(_, q)| !q.is_zero())
-        .map(|(n, q)| (n.clone(), *q))
-        .collect();
+    let mut chosen: Vec<&Pod> = vec![];
+    let mut missing = missing_after(missing, &[]);
     for limit in 0..=2 {
         while !missing.is_empty() {
             // What brings the largest part of what is missing, and of those the smallest.
@@ -69,18 +81,23 @@ pub fn victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<
                 .max_by_key(|(_, (_, amounts))| (share(amounts), std::cmp::Reverse(size(amounts))))
                 .map(|(at, _)| at);
             let Some(at) = best else { break };
-            let (pod, amounts) = left.remove(at);
-            missing = missing
-                .into_iter()
-                .map(|(name, need)| (name.clone(), need - of(&amounts, &name)))
-                .filter(|(_, q)| *q > Quantity::ZERO)
-                .collect();
-            chosen.push((pod, amounts));
+            let (pod, _) = left.remove(at);
+            missing = missing_after(&missing, &[pod]);
+            chosen.push(pod);
         }
     }
-    missing
-        .is_empty()
-        .then(|| chosen.iter().map(|(p, _)| pod::uid(p).to_owned()).collect())
+    if !missing.is_empty() {
+        return None;
+    }
+    // One of a higher class, which goes because those of lower ones are not enough, may be enough without some of them.
+    for at in (0..chosen.len()).rev() {
+        let mut fewer = chosen.clone();
+        fewer.remove(at);
+        if missing_after(wanted, &fewer).is_empty() {
+            chosen = fewer;
+        }
+    }
+    Some(chosen.iter().map(|p| pod::uid(p).to_owned()).collect())
 }
 
 fn of(amounts: &Amounts, name: &str) -> Quantity {
@@ -126,7 +143,7 @@ mod tests {
                 ("pods".to_owned(), Quantity::from_units(pods)),
             ])
         };
-        let cases: [(Vec<&Pod>, Amounts, Option<Vec<&str>>); 6] = [
+        let cases: [(Vec<&Pod>, Amounts, Option<Vec<&str>>); 7] = [
             (
                 vec![&small, &large, &guaranteed],
                 missing("200m", 0),
@@ -140,6 +157,11 @@ mod tests {
             (
                 vec![&small, &guaranteed],
                 missing("1", 0),
+                Some(vec!["guaranteed"]),
+            ),
+            (
+                vec![&small, &guaranteed],
+                missing("1100m", 0),
                 Some(vec!["small", "guaranteed"]),
             ),
             (vec![&best, &small], missing("0", 1), Some(vec!["best"])),
