@@ -95,10 +95,10 @@ pub(super) async fn memory(pods: String) -> Observations {
         .unwrap_or_default()
 }
 
-/// Memory, the filesystems of the root directory and of the images, and process ids.
-pub(super) async fn all(root: PathBuf, images: Option<PathBuf>, pods: String) -> Measured {
+/// The filesystems of the root directory and of the images, and process ids.
+pub(super) async fn others(root: PathBuf, images: Option<PathBuf>) -> Measured {
     let read = move || {
-        let mut left = read_memory(&pods);
+        let mut left = Observations::new();
         let node = [Signal::NodeFsAvailable, Signal::NodeFsInodesFree];
         add_room(&mut left, &root, node);
         let mut separate_images = false;
@@ -132,9 +132,11 @@ mod tests {
     async fn this_machine_is_measured() {
         let root = tempfile::tempdir().expect("a directory");
         let dir = root.path().to_owned();
-        let found = all(dir.clone(), Some(dir.clone()), "/no-such-cgroup".into()).await;
+        let found = others(dir.clone(), Some(dir.clone())).await;
         assert!(!found.separate_images);
-        let amount = |signal| found.left.get(&signal).copied().unwrap_or_default();
+        let mut left = found.left;
+        left.extend(memory("/no-such-cgroup".into()).await);
+        let amount = |signal| left.get(&signal).copied().unwrap_or_default();
         for signal in [
             Signal::MemoryAvailable,
             Signal::NodeFsAvailable,
@@ -148,8 +150,8 @@ mod tests {
             assert!(0 < available && available <= capacity, "{signal:?}");
         }
         let limit = Signal::AllocatableMemoryAvailable;
-        assert!(!found.left.contains_key(&limit));
-        let elsewhere = all(dir, Some("/proc".into()), "/".into()).await;
+        assert!(!left.contains_key(&limit));
+        let elsewhere = others(dir, Some("/proc".into())).await;
         assert!(elsewhere.separate_images);
         // A filesystem that is made of nothing has no room that could run short.
         assert!(!elsewhere.left.contains_key(&Signal::ImageFsAvailable));

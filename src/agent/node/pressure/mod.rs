@@ -1,8 +1,12 @@
 //! Node-pressure eviction (kubelet spec, 12.7): what is left of memory, disks and process ids is measured, the node says
 //! what is short, images are removed and pods evicted, one at a time, until enough is free again.
 //!
+//! Two tasks do this: one for memory, which may run short within a moment, and one for everything else, whose relief may
+//! take minutes. Each has thresholds and conditions of its own, so that what one of them sees is acted upon once.
+//!
 //! All is measured every ten seconds, memory as often as it could run short, and whenever the kernel says that it may.
-//! After a pod was evicted everything is measured anew once it has ended: no more go than have to.
+//! After a pod was evicted everything is measured anew once it has ended, and no other goes for the same before: no more go
+//! than have to.
 
 mod measure;
 mod victims;
@@ -20,8 +24,9 @@ use crate::agent::image::collect;
 use crate::agent::pod::dead_containers;
 use crate::agent::{Context, Kind};
 use crate::core::node::eviction::{
-    Amount, Assessment, Observations, Resource, Settings, Threshold, Watch, annotations, explain,
-    grace, message, next_look, notice_after, rank,
+    Amount, Assessment, Candidate, Ending, Observations, PodFigures, Pressure, Pressures, Resource,
+    Settings, Threshold, Watch, annotations, explain, grace, message, next_look, notice_after,
+    rank,
 };
 use crate::core::node::ledger::Eviction;
 use crate::core::pod;
@@ -34,9 +39,7 @@ const EVICTED: &str = "Evicted";
 const PERIOD: Duration = Duration::from_secs(10);
 /// How often it is where memory or process ids are short and there was nobody to evict: somebody may have come.
 const UNRELIEVED: Duration = Duration::from_secs(1);
-/// How long a pod that was evicted is waited for before the next one may go.
-const ENDING: Duration = Duration::from_secs(30);
-/// How often it is looked whether it has ended.
+/// How often it is looked whether a pod that was evicted has ended.
 const LOOK: Duration = Duration::from_millis(50);
 /// The shortest rest, also where memory wavers about a threshold.
 const BREATH: Duration = Duration::from_millis(20);
@@ -45,10 +48,19 @@ const AGAIN: Duration = Duration::from_secs(10);
 
 /// Runs until the process ends. Without thresholds nothing is measured.
 pub async fn run(context: Arc<Context>) {
-    if context.config.eviction.thresholds.is_empty() {
+    let memory = Manager::new(&context, |resource| resource == Resource::Memory);
+    let others = Manager::new(&context, |resource| resource != Resource::Memory);
+    // Memory has a task to itself: it does not wait until other work of the agent has had its turn.
+    let memory = AbortOnDropHandle::new(tokio::spawn(keep(memory)));
+    keep(others).await;
+    drop(memory);
+}
+
+/// Runs until the process ends.
+async fn keep(manager: Option<Manager>) {
+    let Some(mut manager) = manager else {
         return std::future::pending().await;
-    }
-    let mut manager = Manager::new(&context);
+    };
     loop {
         if let Some(most) = manager.pass().await {
             manager.rest(most).await;
@@ -56,18 +68,29 @@ pub async fn run(context: Arc<Context>) {
     }
 }
 
-struct Manager<'a> {
-    context: &'a Arc<Context>,
-    settings: &'a Settings,
+struct Manager {
+    context: Arc<Context>,
+    /// With the thresholds of this task.
+    settings: Settings,
     watch: Watch,
     /// Times are counted from here.
     begun: Instant,
-    notices: MemoryNotices,
-    /// A directory on the filesystem with the images, once the runtime has said where they are.
-    images: watch::Receiver<Option<PathBuf>>,
-    _asking: AbortOnDropHandle<()>,
+    source: Source,
+    ending: Ending,
     /// What the node was last said to be short of, and when.
     told: Option<(Resource, Instant)>,
+}
+
+/// What is measured.
+enum Source {
+    /// Memory, also when the kernel says that it may run short.
+    Memory(MemoryNotices),
+    /// The filesystems and process ids.
+    Others {
+        /// A directory on the filesystem with the images, once the runtime has said where they are.
+        images: watch::Receiver<Option<PathBuf>>,
+        _asking: AbortOnDropHandle<()>,
+    },
 }
 
 /// Asks the runtime where its images are until it says so. It may hang: nobody else waits for it.
@@ -83,29 +106,64 @@ async fn find_images(context: Arc<Context>, found: watch::Sender<Option<PathBuf>
     }
 }
 
-impl<'a> Manager<'a> {
-    fn new(context: &'a Arc<Context>) -> Manager<'a> {
+impl Source {
+    /// What belongs to these thresholds.
+    fn of(settings: &Settings, context: &Arc<Context>) -> Source {
+        let mut signals = settings.thresholds.iter().map(|t| t.signal);
+        if signals.any(|s| s.resource() == Resource::Memory) {
+            return Source::Memory(MemoryNotices::open());
+        }
         let (found, images) = watch::channel(None);
         let asking = tokio::spawn(find_images(Arc::clone(context), found));
-        Manager {
-            context,
-            settings: &context.config.eviction,
-            watch: Watch::default(),
-            begun: Instant::now(),
-            notices: MemoryNotices::open(),
+        Source::Others {
             images,
             _asking: AbortOnDropHandle::new(asking),
-            told: None,
         }
     }
 
+    /// Returns with the kernel's next notice.
+    async fn next(&mut self) {
+        match self {
+            Source::Memory(notices) => notices.next().await,
+            Source::Others { .. } => std::future::pending().await,
+        }
+    }
+
+    /// Whether a condition follows from what is measured here.
+    fn shows(&self, pressure: Pressure) -> bool {
+        matches!(self, Source::Memory(_)) == (pressure == Pressure::Memory)
+    }
+}
+
+impl Manager {
+    /// For the thresholds of some resources.
+    fn new(context: &Arc<Context>, is_among: impl Fn(Resource) -> bool) -> Option<Manager> {
+        let settings = context.config.eviction.of(is_among);
+        if settings.thresholds.is_empty() {
+            return None;
+        }
+        Some(Manager {
+            context: Arc::clone(context),
+            source: Source::of(&settings, context),
+            settings,
+            watch: Watch::default(),
+            begun: Instant::now(),
+            ending: Ending::default(),
+            told: None,
+        })
+    }
+
     async fn measure(&self) -> Measured {
-        let images = self.images.borrow().clone();
-        let (root, pods) = (
-            self.context.config.root_dir.clone(),
-            self.context.host.cgroup_of_all(),
-        );
-        measure::all(root, images, pods).await
+        match &self.source {
+            Source::Memory(_) => Measured {
+                left: measure::memory(self.context.host.cgroup_of_all()).await,
+                separate_images: false,
+            },
+            Source::Others { images, .. } => {
+                let images = images.borrow().clone();
+                measure::others(self.context.config.root_dir.clone(), images).await
+            }
+        }
     }
 
     /// Measures everything and does what follows from it. The answer is how long to rest; none where all is to be measured
@@ -114,15 +172,22 @@ impl<'a> Manager<'a> {
         let measured = self.measure().await;
         let found = self
             .watch
-            .assess(self.settings, &measured.left, self.begun.elapsed());
+            .assess(&self.settings, &measured.left, self.begun.elapsed());
         self.publish(&found, &measured.left);
         self.ask_for_notices(&measured.left);
+        let mut rest = found.again.unwrap_or(PERIOD).min(PERIOD);
         let mut tried = BTreeSet::new();
         for threshold in &found.driving {
             let signal = threshold.signal;
             let Some(amount) = measured.left.get(&signal) else {
                 continue;
             };
+            self.hasten(threshold, *amount).await;
+            let ends = self.ending.wait(signal.pressure(), self.begun.elapsed());
+            if let Some(ends) = ends {
+                rest = rest.min(ends);
+                continue;
+            }
             // Two thresholds of the same thing have the same victims.
             let elsewhere = measured.separate_images && signal.is_of_images();
             if tried.insert((signal.resource(), elsewhere))
@@ -131,7 +196,6 @@ impl<'a> Manager<'a> {
                 return None;
             }
         }
-        let rest = found.again.unwrap_or(PERIOD).min(PERIOD);
         let quick = [Resource::Memory, Resource::Pids];
         match tried.iter().any(|(resource, _)| quick.contains(resource)) {
             true => Some(rest.min(UNRELIEVED)),
@@ -141,14 +205,17 @@ impl<'a> Manager<'a> {
 
     /// Says what the node is short of, where that has changed.
     fn publish(&self, found: &Assessment, left: &Observations) {
+        let mut now = Pressures::new();
         let changed = self.context.pressures.send_if_modified(|known| {
-            let changed = *known != found.pressures;
-            known.clone_from(&found.pressures);
+            let others = known.iter().filter(|p| !self.source.shows(**p));
+            now = others.chain(&found.pressures).copied().collect();
+            let changed = *known != now;
+            known.clone_from(&now);
             changed
         });
         if changed {
             tracing::warn!(
-                pressures = ?found.pressures, ?left,
+                pressures = ?now, ?left,
                 "what the node is short of has changed"
             );
         }
@@ -156,6 +223,9 @@ impl<'a> Manager<'a> {
 
     /// The kernel is to tell when memory has been used up to the next threshold.
     fn ask_for_notices(&mut self, left: &Observations) {
+        let Source::Memory(notices) = &mut self.source else {
+            return;
+        };
         let thresholds = &self.settings.thresholds;
         let (machine, pods) = notice_after(thresholds, left);
         let of_pods = self.context.host.cgroup_of_all();
@@ -164,29 +234,90 @@ impl<'a> Manager<'a> {
             .into_iter()
             .chain(pods.map(|bytes| (of_pods.as_str(), bytes)))
             .collect();
-        self.notices.tell_growth(&cgroups);
+        notices.tell_growth(&cgroups);
     }
 
-    /// Rests until all is to be measured again, `most` at the longest, or until a threshold of memory is met that was not.
+    /// Rests until all is to be measured again: `most` at the longest, until a pod that was evicted has ended, or until a
+    /// threshold of memory is met that was not.
     async fn rest(&mut self, most: Duration) {
         let until = Instant::now() + most;
-        let pods = self.context.host.cgroup_of_all();
         tokio::time::sleep(BREATH).await;
         loop {
-            let memory = measure::memory(pods.clone()).await;
-            if self.watch.is_newly_met(self.settings, &memory) {
+            if self.has_one_ended().await {
                 return;
             }
-            let cpus = self.context.machine.cpus;
-            let look = next_look(&self.settings.thresholds, &memory, cpus);
+            let Some(mut look) = self.look().await else {
+                return;
+            };
+            if !self.ending.is_empty() {
+                look = look.min(LOOK);
+            }
             let next = until.min(Instant::now() + look);
             tokio::select! {
                 biased;
-                () = self.notices.next() => {}
+                () = self.source.next() => {}
                 () = tokio::time::sleep_until(next) => {}
             }
             if Instant::now() >= until {
                 return;
+            }
+        }
+    }
+
+    /// When memory is to be looked at again; none if a threshold is met that was not, so that all is to be measured now.
+    async fn look(&self) -> Option<Duration> {
+        let Source::Memory(_) = self.source else {
+            return Some(PERIOD);
+        };
+        let memory = measure::memory(self.context.host.cgroup_of_all()).await;
+        let cpus = self.context.machine.cpus;
+        let is_met = self.watch.is_newly_met(&self.settings, &memory);
+        (!is_met).then(|| next_look(&self.settings.thresholds, &memory, cpus))
+    }
+
+    /// Whether a pod that was evicted holds nothing any more.
+    async fn has_one_ended(&mut self) -> bool {
+        if self.ending.is_empty() {
+            return false;
+        }
+        let pods = self.context.ledger.pods().await;
+        let here: BTreeSet<&str> = pods.iter().map(|p| pod::uid(p)).collect();
+        let ended = self.ending.forget(|uid| here.contains(uid));
+        for (uid, told) in &ended {
+            let took = self.begun.elapsed().saturating_sub(*told);
+            tracing::info!(uid, ?took, "the evicted pod has ended");
+        }
+        !ended.is_empty()
+    }
+
+    /// Pods that end already are to end sooner where a threshold leaves them less time than they have.
+    async fn hasten(&mut self, threshold: &Threshold, amount: Amount) {
+        let now = self.begun.elapsed();
+        let pressure = threshold.signal.pressure();
+        if self.ending.wait(pressure, now).is_none() {
+            return;
+        }
+        for pod in self.context.ledger.pods().await {
+            let grace = grace(&self.settings, threshold, &pod);
+            let uid = pod::uid(&pod);
+            if !self.ending.is_later(pressure, uid, now, grace) {
+                continue;
+            }
+            let victim = Candidate {
+                pod: Arc::clone(&pod),
+                figures: PodFigures::default(),
+            };
+            let text = message(threshold, amount, &victim);
+            let name = threshold.signal.name();
+            let eviction = Eviction::under_pressure(uid, name, text, grace);
+            if self.context.ledger.end(uid, eviction.verdict).await {
+                self.ending.told(pressure, uid, now, grace);
+                tracing::warn!(
+                    pod = pod::full_name(&pod),
+                    grace,
+                    "the evicted pod is to end sooner: the node is shorter of {} than when it was evicted",
+                    threshold.signal.resource().name()
+                );
             }
         }
     }
@@ -199,7 +330,7 @@ impl<'a> Manager<'a> {
         amount: Amount,
         measured: &Measured,
     ) -> bool {
-        let (context, signal) = (self.context, threshold.signal);
+        let signal = threshold.signal;
         let resource = signal.resource();
         self.tell(resource);
         let images_help = signal.is_of_images() || !measured.separate_images;
@@ -211,36 +342,76 @@ impl<'a> Manager<'a> {
         }
         let observed = Instant::now();
         let on = measured.part(signal);
-        let ranked = rank(resource, victims::find(context, resource, on).await);
-        for victim in &ranked {
-            let grace = grace(self.settings, threshold, &victim.pod);
-            let text = message(threshold, amount, victim);
+        let ranked = rank(resource, victims::find(&self.context, resource, on).await);
+        let (now, pressure) = (self.begun.elapsed(), signal.pressure());
+        let overdue = |victim: &&Candidate| {
             let uid = pod::uid(&victim.pod);
-            let eviction = Eviction::under_pressure(uid, signal.name(), text.clone(), grace);
-            let notes = annotations(resource, victim, &ranked);
-            context.events.annotate(uid, EVICTED, notes);
-            if context.ledger.evict(eviction).await {
-                context
-                    .metrics
-                    .eviction_decided(signal.name(), observed.elapsed());
-                let ranking = explain(resource, &ranked);
-                tracing::warn!(
-                    pod = pod::full_name(&victim.pod),
-                    message = text,
-                    ranking,
-                    "the pod is evicted: the node is short of {}",
-                    resource.name()
-                );
-                self.see_end(uid).await;
+            self.ending.is_overdue(pressure, uid, now)
+        };
+        let in_vain: Vec<String> = ranked.iter().filter(overdue).map(name).collect();
+        let victims: Vec<&Candidate> = ranked.iter().filter(|v| !overdue(v)).collect();
+        for victim in victims {
+            if self
+                .evict(threshold, amount, victim, &ranked, observed)
+                .await
+            {
+                if !in_vain.is_empty() {
+                    tracing::warn!(
+                        pods = in_vain.join(", "),
+                        "evicted pods have not ended in time: another one goes"
+                    );
+                }
                 return true;
             }
-            context.events.annotate(uid, EVICTED, BTreeMap::new());
         }
         tracing::debug!(
             signal = signal.name(),
             "the node is short of something, and there is no pod whose eviction would help"
         );
         false
+    }
+
+    /// Tells a pod to end, also one that ends already. Whether it is still here.
+    async fn evict(
+        &mut self,
+        threshold: &Threshold,
+        amount: Amount,
+        victim: &Candidate,
+        ranked: &[Candidate],
+        observed: Instant,
+    ) -> bool {
+        let context = &self.context;
+        let (signal, uid) = (threshold.signal, pod::uid(&victim.pod));
+        let resource = signal.resource();
+        let grace = grace(&self.settings, threshold, &victim.pod);
+        let text = message(threshold, amount, victim);
+        let eviction = Eviction::under_pressure(uid, signal.name(), text.clone(), grace);
+        let verdict = eviction.verdict.clone();
+        let notes = annotations(resource, victim, ranked);
+        context.events.annotate(uid, EVICTED, notes);
+        let is_told = context.ledger.evict(eviction).await;
+        if !is_told {
+            context.events.annotate(uid, EVICTED, BTreeMap::new());
+            if !context.ledger.end(uid, verdict).await {
+                return false;
+            }
+        }
+        self.ending
+            .told(signal.pressure(), uid, self.begun.elapsed(), grace);
+        let age = observed.elapsed();
+        if is_told {
+            context.metrics.eviction_decided(signal.name(), age);
+        }
+        let ranking = explain(resource, ranked);
+        tracing::warn!(
+            pod = name(victim),
+            message = text,
+            ranking,
+            ends_already = !is_told,
+            "the pod is evicted: the node is short of {}",
+            resource.name()
+        );
+        true
     }
 
     /// An event, though not with every look.
@@ -272,7 +443,7 @@ impl<'a> Manager<'a> {
             Resource::EphemeralStorage | Resource::Inodes => {}
             Resource::Memory | Resource::Pids => return false,
         }
-        match dead_containers::collect(self.context, true).await {
+        match dead_containers::collect(&self.context, true).await {
             Ok(0) => return false,
             Ok(removed) => {
                 tracing::info!(removed, "dead containers were removed: the disk is short")
@@ -293,7 +464,7 @@ impl<'a> Manager<'a> {
             Resource::Inodes => u64::MAX,
             Resource::Memory | Resource::Pids => return false,
         };
-        match collect::make_room(self.context, wanted).await {
+        match collect::make_room(&self.context, wanted).await {
             Ok(0) => return false,
             Ok(freed) => tracing::info!(freed, "unused images were removed: the disk is short"),
             Err(error) => {
@@ -303,18 +474,8 @@ impl<'a> Manager<'a> {
         }
         self.is_relieved(threshold).await
     }
+}
 
-    /// Waits until a pod holds nothing any more.
-    async fn see_end(&self, uid: &str) {
-        let begun = Instant::now();
-        while begun.elapsed() < ENDING {
-            let pods = self.context.ledger.pods().await;
-            if !pods.iter().any(|p| pod::uid(p) == uid) {
-                tracing::info!(uid, took = ?begun.elapsed(), "the evicted pod has ended");
-                return;
-            }
-            tokio::time::sleep(LOOK).await;
-        }
-        tracing::warn!(uid, waited = ?ENDING, "the evicted pod has not ended; another one may have to go");
-    }
+fn name(victim: &Candidate) -> String {
+    pod::full_name(&victim.pod)
 }

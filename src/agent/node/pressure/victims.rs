@@ -21,7 +21,8 @@ use crate::sys::meter;
 /// How long it is waited for what pods have on the disk. What cannot be counted in this time counts as nothing.
 const COUNTING: Duration = Duration::from_secs(60);
 
-/// The pods that are here to stay: not those that end anyway. With each what the API says of it.
+/// The pods that may go, also those that end already: they may have been given more time than the node has. With each what
+/// the API says of it.
 async fn pods(context: &Context) -> Vec<(Arc<Pod>, Option<Known>)> {
     let known: HashMap<String, Known> = context
         .roster
@@ -34,10 +35,6 @@ async fn pods(context: &Context) -> Vec<(Arc<Pod>, Option<Known>)> {
         .map(|pod| {
             let known = known.get(pod::uid(&pod)).cloned();
             (pod, known)
-        })
-        .filter(|(_, known)| {
-            let ends = |k: &Known| k.pod.metadata.deletion_timestamp.is_some();
-            !known.as_ref().is_some_and(ends)
         })
         .collect()
 }

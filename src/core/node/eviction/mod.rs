@@ -2,8 +2,9 @@
 //! (kubelet spec, 11 and 12.7; kubelet's `pkg/kubelet/eviction`). Pure.
 //!
 //! `thresholds` reads the configuration, `watch` says which thresholds are met and for how long, `ranking` which pod
-//! goes and what is said about it.
+//! goes and what is said about it, `ending` how long it is waited for.
 
+mod ending;
 mod ranking;
 mod thresholds;
 mod watch;
@@ -19,6 +20,7 @@ use crate::core::pod;
 use crate::core::pod::qos::{self, QosClass};
 use crate::core::quantity::Quantity;
 
+pub use ending::Ending;
 pub use ranking::{
     Candidate, ContainerFigures, PodFigures, annotations, explain, grace, message, rank,
 };
@@ -152,6 +154,19 @@ impl Signal {
             Resource::Memory => Pressure::Memory,
             Resource::EphemeralStorage | Resource::Inodes => Pressure::Disk,
             Resource::Pids => Pressure::Pid,
+        }
+    }
+}
+
+impl Settings {
+    /// These with some of the thresholds only.
+    #[must_use]
+    pub fn of(&self, is_among: impl Fn(Resource) -> bool) -> Settings {
+        let thresholds = self.thresholds.iter();
+        let own = thresholds.filter(|t| is_among(t.signal.resource()));
+        Settings {
+            thresholds: own.copied().collect(),
+            ..self.clone()
         }
     }
 }

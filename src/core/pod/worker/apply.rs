@@ -52,17 +52,7 @@ impl Worker {
                 }
             }
             Input::Devices(health) => self.devices = health,
-            Input::Evicted(verdict) => {
-                if self.state == State::Syncing && self.verdict.is_none() {
-                    turn.events
-                        .push(warning(&verdict.reason, verdict.message.clone()));
-                    self.verdict = Some(verdict);
-                } else if let (Cause::NodeShutdown, Some(grace)) = (verdict.cause, verdict.grace) {
-                    // It ends anyway, and may have been given more time than the machine has.
-                    let cause = verdict.cause;
-                    self.step(lifecycle::Input::Ended { cause, grace }, facts, turn);
-                }
-            }
+            Input::Evicted(verdict) => self.apply_verdict(facts, verdict, turn),
             Input::RoomFreed => match self.growth {
                 Growth::Deferred => self.growth = Growth::Wanted,
                 // The refusal that this overtook is on its way.
@@ -75,6 +65,30 @@ impl Worker {
             Input::Tick => {}
         }
         true
+    }
+
+    /// The node ends the pod. One that ends already may have been given more time than the machine has, or than the node can
+    /// do without what it holds; where its deletion is all that was said about it, its status says why it got less.
+    fn apply_verdict(&mut self, facts: &Facts, verdict: Verdict, turn: &mut Turn) {
+        let (cause, grace) = (verdict.cause, verdict.grace);
+        let is_deleted = matches!(
+            self.state,
+            State::Terminating {
+                cause: Cause::Deleted | Cause::Removed,
+                ..
+            }
+        );
+        let is_told = self.state == State::Syncing || (is_deleted && cause == Cause::Evicted);
+        if is_told && self.verdict.is_none() {
+            turn.events
+                .push(warning(&verdict.reason, verdict.message.clone()));
+            self.verdict = Some(verdict);
+        }
+        if let (Cause::NodeShutdown | Cause::Evicted, Some(grace)) = (cause, grace)
+            && self.state != State::Syncing
+        {
+            self.step(lifecycle::Input::Ended { cause, grace }, facts, turn);
+        }
     }
 
     fn apply_update(&mut self, facts: &Facts, update: Update, turn: &mut Turn) -> bool {

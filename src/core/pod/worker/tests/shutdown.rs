@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::*;
+use crate::core::node::ledger::Eviction;
 use crate::core::node::shutdown::Phase;
 
 /// What a worker is told when the machine is shut down.
@@ -63,6 +64,42 @@ fn a_shutdown_ends_pods_and_leaves_those_that_end_no_more_time_than_there_is() {
             ..
         }
     ));
+}
+
+/// What the kubelet does with a pod that ends already when the node runs short: it has less time, and its status says why.
+#[test]
+fn an_eviction_leaves_a_pod_that_ends_already_no_more_time_than_the_node_has() {
+    let evicted = |grace| {
+        Input::Evicted(
+            Eviction::under_pressure("u", "memory.available", "low".into(), grace).verdict,
+        )
+    };
+    let spec =
+        json!({"terminationGracePeriodSeconds": 600, "containers": [{"name": "c", "image": "i"}]});
+    let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 600, "resourceVersion": "2"});
+    for (first, wake) in [
+        (Input::Update(a_pod(spec.clone(), deleted)), 600_000),
+        (evicted(90), 90_000),
+    ] {
+        let is_deleted = matches!(first, Input::Update(_));
+        let mut run = Run::new(a_pod(spec.clone(), json!({})));
+        run.settle();
+        let turn = run.input(first);
+        assert_eq!(turn.wake_at, Some(at(wake)));
+        assert_eq!(turn.events.len(), usize::from(!is_deleted));
+        run.now = 1000;
+        let turn = run.input(evicted(1));
+        assert_eq!(turn.wake_at, Some(at(2000)), "it has less time now");
+        // The first one says it.
+        assert_eq!(turn.events.len(), usize::from(is_deleted));
+        assert_eq!(run.input(evicted(60)).wake_at, Some(at(2000)));
+        run.settle();
+        let status = &run.worker.status;
+        assert_eq!(
+            (status.phase.as_deref(), status.reason.as_deref()),
+            (Some("Failed"), Some("Evicted"))
+        );
+    }
 }
 
 #[test]
