@@ -296,6 +296,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         pods,
         keeper,
         network,
+        kernel_log: Some(crate::sys::kmsg::DEVICE.into()),
         announcer: Some(Arc::new(Logind::system())),
         renewal,
     })

@@ -139,6 +139,8 @@ pub struct Agent {
     pub network: watch::Sender<Network>,
     /// The requests to the actor behind [`Context::ledger`].
     pub ledger: node::ledger::Requests,
+    /// The kernel's log, from which it is read that the machine has run out of memory; none where nobody reads it.
+    pub kernel_log: Option<std::path::PathBuf>,
     /// Who announces that the machine is shut down; none where nobody waits for that.
     pub announcer: Option<Arc<dyn Announcer>>,
     /// The renewal of the node's own certificate, where it is ours: it ends when there is none to be had any more.
@@ -209,6 +211,7 @@ impl Agent {
         let collect = Box::pin(image::collect::run(Arc::clone(&context)));
         let dead = Box::pin(pod::dead_containers::run(Arc::clone(&context)));
         let pressure = Box::pin(node::pressure::run(Arc::clone(&context)));
+        let oom = Box::pin(node::oom::run(Arc::clone(&context), self.kernel_log));
         let renewal = async move {
             match self.renewal {
                 Some(task) => _ = task.await,
@@ -228,6 +231,7 @@ impl Agent {
             () = renewal => anyhow::bail!("the node's client certificate has ended, and the apiserver gives it no other: it begins anew with --bootstrap-kubeconfig at the next start"),
             () = limits => anyhow::bail!("the watch over disk limits ended"),
             () = pressure => anyhow::bail!("the watch over memory, disks and process ids ended"),
+            () = oom => anyhow::bail!("the watch over the kernel's log ended"),
             () = shutdown => anyhow::bail!("the watch for the machine's shutdown ended"),
             () = collect => anyhow::bail!("the removal of images ended"),
             () = dead => anyhow::bail!("the removal of dead containers ended"),

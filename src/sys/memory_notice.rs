@@ -29,7 +29,8 @@ pub struct MemoryNotices {
     grown: Vec<AsyncFd<OwnedFd>>,
 }
 
-fn registered(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
+/// So that it is known when something can be read.
+pub(super) fn registered(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an owned descriptor stays the same, and open, until it is dropped.
     let registered = unsafe { AsyncFd::register_with_interest(fd, interest) };
     registered.map_err(Into::into)

@@ -7,6 +7,7 @@ pub mod cgroup;
 pub mod clock;
 mod descent;
 pub mod file;
+pub mod kmsg;
 pub mod link;
 pub mod logind;
 pub mod machine;

@@ -276,6 +276,7 @@ impl World {
             pods: Some(pods),
             keeper: None,
             network,
+            kernel_log: None,
             announcer: logind.map(|logind| Arc::new(logind) as _),
             renewal: None,
         };

@@ -10,7 +10,7 @@
 //! | `own::follow` | watches the Node object |
 //! | `cgroup_tree::keep` | gives the cgroups above pods, and those of the system, their values |
 //!
-//! Beside them `pressure` watches over memory, disks and process ids, and evicts pods where they run short; `shutdown`
+//! Beside them `pressure` watches over memory, disks and process ids, and evicts pods where they run short; `oom` says when the kernel had to kill; `shutdown`
 //! ends them in their order with the machine; `devices::run` registers device plugins; `claims::run` gives back what pods have left of dynamic resources, and
 //! `slices::run` takes back what drivers that are gone have offered; `network::follow` reads the machine's addresses and its resolver configuration again, and
 //! `managers::keep` binds containers to the processors and the memory that they should use.
@@ -32,6 +32,7 @@ pub mod machine;
 pub mod manager_metrics;
 pub mod managers;
 pub mod network;
+pub mod oom;
 mod own;
 pub mod pressure;
 mod registration;

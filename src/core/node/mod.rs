@@ -20,6 +20,7 @@ pub mod managers;
 pub mod memory;
 pub mod node_affinity;
 pub mod offline;
+pub mod oom;
 pub mod preempt;
 pub mod runtime_health;
 pub mod shutdown;

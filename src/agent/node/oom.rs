@@ -1,0 +1,42 @@
+//! Says so at the node when the kernel kills processes because the machine has no memory left (kubelet spec, 12.9).
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use crate::agent::{Context, Kind};
+use crate::core::node::oom::Reader;
+use crate::sys::kmsg::KernelLog;
+
+/// The event's reason.
+const REASON: &str = "SystemOOM";
+
+/// Runs until the process ends. `log` is the kernel's log; without one there is nothing to say.
+pub async fn run(context: Arc<Context>, log: Option<PathBuf>) {
+    if let Some(path) = log {
+        let Err(error) = follow(&context, path.clone()).await;
+        tracing::warn!(
+            %error,
+            path = %path.display(),
+            "the kernel's log cannot be read: there are no events SystemOOM when the machine runs out of memory"
+        );
+    }
+    std::future::pending().await
+}
+
+async fn follow(context: &Context, path: PathBuf) -> std::io::Result<std::convert::Infallible> {
+    let mut log = KernelLog::open(&path)?;
+    let mut reader = Reader::default();
+    loop {
+        let record = log.next().await?;
+        if let Some(kill) = reader.read(&record) {
+            tracing::warn!(
+                process = kill.process,
+                pid = kill.pid,
+                "the machine has no memory left: the kernel has killed a process"
+            );
+            let name = &context.config.node_name;
+            let message = kill.message();
+            context.events.node(name, Kind::Warning, REASON, message);
+        }
+    }
+}
