@@ -12,7 +12,7 @@ use crate::agent::{Context, Kind};
 use crate::config::Config;
 use crate::core::backoff::Doubling;
 use crate::core::node::capacity;
-use crate::core::node::cgroup_tree::{Group, PIDS, Rules, Supply, tree};
+use crate::core::node::cgroup_tree::{Group, PIDS, Rules, Supply, as_granted, tree};
 use crate::core::pod;
 use crate::core::pod::cgroup_values::{Mended, Values};
 use crate::core::quantity::Quantity;
@@ -20,6 +20,8 @@ use crate::sys::meter;
 
 /// How long changes are collected: pods come and go in crowds.
 const GATHER: Duration = Duration::from_millis(200);
+/// How often they are given anew without a change: whether a size was granted is not in the roster until it is in the API.
+const AGAIN: Duration = Duration::from_secs(60);
 /// The pause after cgroups could not be set.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(5), Duration::from_secs(60));
 /// How often the same failure is told again.
@@ -154,12 +156,11 @@ async fn apply(context: &Context) {
     let rules: &Rules = &context.config.enforcement;
     let (mut told, mut pauses) = (HashMap::new(), RETRY);
     loop {
-        let pods: Vec<_> = roster
-            .borrow_and_update()
-            .iter()
-            .map(|k| k.pod.clone())
-            .collect();
-        let alive = pods.iter().map(|p| &**p).filter(|p| !pod::is_terminal(p));
+        let known = roster.borrow_and_update().clone();
+        let alive = known.iter().map(|k| &k.pod);
+        let alive = alive.filter(|p| !pod::is_terminal(p)).cloned().collect();
+        let alive = as_granted(alive, &context.ledger.pods().await);
+        let alive = alive.iter().map(|p| &**p);
         let alive: Vec<&Pod> = alive.collect();
         let wanted: Vec<(Group, Values)> = tree(&supply, rules, &alive);
         let answers = context.host.apply_tree(&wanted).await;
@@ -175,6 +176,7 @@ async fn apply(context: &Context) {
         tokio::select! {
             biased;
             Ok(()) = roster.changed() => tokio::time::sleep(GATHER).await,
+            () = tokio::time::sleep(AGAIN) => {}
             () = async { match again { Some(at) => tokio::time::sleep_until(at).await, None => std::future::pending().await } } => {}
         }
     }

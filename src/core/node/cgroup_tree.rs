@@ -10,6 +10,7 @@
 //! ```
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Pod;
 
@@ -179,6 +180,19 @@ fn of_reserved(reserved: &Reserved, rules: &Rules) -> Values {
     }
 }
 
+/// The pods of a node with the sizes that they were granted. What one asks for that waits for room, the others beside it
+/// still have; one that has not been admitted yet has what it asks for, as it is about to be made.
+#[must_use]
+pub fn as_granted(wanted: Vec<Arc<Pod>>, admitted: &[Arc<Pod>]) -> Vec<Arc<Pod>> {
+    let granted = admitted.iter().map(|pod| (pod::uid(pod), pod));
+    let granted: BTreeMap<&str, &Arc<Pod>> = granted.collect();
+    let of = |pod: Arc<Pod>| match granted.get(pod::uid(&pod)) {
+        Some(granted) => Arc::clone(granted),
+        None => pod,
+    };
+    wanted.into_iter().map(of).collect()
+}
+
 /// The memory that is protected for pods; none where that is not asked for.
 #[must_use]
 pub fn protection(rules: &Rules, pods: &[&Pod]) -> Option<Protection> {
@@ -294,6 +308,29 @@ mod tests {
             of(&tree(&supply(), &rules, &[]), &Group::Burstable).shares,
             Some(2)
         );
+    }
+
+    /// One with two CPUs asks for 64, which it does not get yet: it weighs as much as before. One that is not admitted yet is
+    /// about to have its cgroup.
+    #[test]
+    fn a_size_that_was_not_granted_weighs_nothing() {
+        let sized = |uid: &str, cpu: &str| {
+            let mut pod = pod(json!({"cpu": cpu}), json!({}));
+            pod.metadata.uid = Some(uid.to_owned());
+            Arc::new(pod)
+        };
+        let wanted = vec![sized("grows", "64"), sized("new", "1")];
+        for (admitted, cpus) in [
+            (vec![sized("grows", "2"), sized("gone", "8")], 3),
+            (vec![sized("grows", "64")], 65),
+            (vec![], 65),
+        ] {
+            let pods = as_granted(wanted.clone(), &admitted);
+            let pods: Vec<&Pod> = pods.iter().map(|p| &**p).collect();
+            let all = tree(&supply(), &Rules::default(), &pods);
+            let found = of(&all, &Group::Burstable).shares;
+            assert_eq!(found, Some(cpus * 1024), "{admitted:?}");
+        }
     }
 
     #[test]
