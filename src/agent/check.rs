@@ -203,6 +203,7 @@ mod tests {
                 hash: Some(hash.into()),
                 user: None,
                 stop_signal: None,
+                message_file: None,
             }],
         }
     }

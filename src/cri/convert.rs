@@ -1,5 +1,7 @@
 //! From the runtime's messages to our own types.
 
+use std::path::Path;
+
 use holdfast_proto::cri as pb;
 use jiff::Timestamp;
 
@@ -52,7 +54,25 @@ pub(super) fn container(listed: &pb::Container) -> Option<Container> {
         hash: listed.annotations.get(annotation::HASH).cloned(),
         user: None,
         stop_signal: None,
+        message_file: None,
     })
+}
+
+/// The file of a container's termination message: it is mounted at the path of the message, and lies in the pod's own
+/// directory of the container. A volume may be mounted at the same path; what lies elsewhere is not read.
+fn message_file(status: &pb::ContainerStatus) -> Option<String> {
+    let get = |key: &str| status.labels.get(key);
+    let place = Path::new("pods")
+        .join(get(label::POD_UID)?)
+        .join("containers")
+        .join(get(label::CONTAINER)?);
+    let inside = Path::new("/").join(status.annotations.get(annotation::MESSAGE_PATH)?);
+    let mounts = status.mounts.iter();
+    let mut files = mounts
+        .filter(|mount| Path::new(&mount.container_path) == inside)
+        .map(|mount| Path::new(&mount.host_path));
+    let file = files.find(|file| file.parent().is_some_and(|dir| dir.ends_with(&place)))?;
+    Some(file.file_name()?.to_str()?.to_owned())
 }
 
 /// Adds what the status of a container has over its listing.
@@ -72,6 +92,9 @@ pub(super) fn complete(container: &mut Container, status: &pb::ContainerStatus) 
     container.stop_signal = pb::Signal::try_from(status.stop_signal)
         .ok()
         .and_then(signal_name);
+    if container.state == ContainerState::Exited {
+        container.message_file = message_file(status);
+    }
     container.exit_code = status.exit_code;
     container.reason.clone_from(&status.reason);
     container.message.clone_from(&status.message);
@@ -124,4 +147,74 @@ pub(super) fn network(status: &pb::PodSandboxStatus) -> (Vec<String>, bool) {
         .chain(network.additional_ips.into_iter().map(|i| i.ip))
         .filter(|ip| !ip.is_empty());
     (if host { vec![] } else { ips.collect() }, host)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const INSIDE: &str = "/dev/termination-log";
+    const OWN: &str = "/var/lib/kubelet/pods/u/containers/c/1a2b3c4d";
+
+    /// The path of the message, the mounts as (path in the container, path here), and the file that is found.
+    type Case = (
+        &'static str,
+        &'static [(&'static str, &'static str)],
+        Option<&'static str>,
+    );
+    const CASES: [Case; 9] = [
+        (
+            INSIDE,
+            &[("/data", "/srv"), (INSIDE, OWN)],
+            Some("1a2b3c4d"),
+        ),
+        ("dev/termination-log", &[(INSIDE, OWN)], Some("1a2b3c4d")),
+        (
+            INSIDE,
+            &[(INSIDE, "/etc/shadow"), (INSIDE, OWN)],
+            Some("1a2b3c4d"),
+        ),
+        (INSIDE, &[(INSIDE, "/etc/shadow")], None),
+        (INSIDE, &[(INSIDE, "/k/pods/other/containers/c/1a")], None),
+        (INSIDE, &[(INSIDE, "/k/pods/u/containers/c/..")], None),
+        (
+            INSIDE,
+            &[(INSIDE, "/k/pods/u/containers/c/x/../../y")],
+            None,
+        ),
+        (INSIDE, &[("/elsewhere", OWN)], None),
+        ("", &[(INSIDE, OWN)], None),
+    ];
+
+    #[test]
+    fn an_ended_containers_message_is_in_the_file_that_was_mounted_for_it() {
+        for (path, mounts, expected) in CASES {
+            let mounts = mounts.iter().map(|(inside, here)| pb::Mount {
+                container_path: (*inside).into(),
+                host_path: (*here).into(),
+                ..pb::Mount::default()
+            });
+            let mut status = pb::ContainerStatus {
+                state: pb::ContainerState::ContainerExited as i32,
+                labels: [(label::POD_UID, "u"), (label::CONTAINER, "c")]
+                    .map(|(key, value)| (key.to_owned(), value.to_owned()))
+                    .into(),
+                annotations: [(annotation::MESSAGE_PATH.to_owned(), path.to_owned())].into(),
+                mounts: mounts.collect(),
+                ..pb::ContainerStatus::default()
+            };
+            let listed = pb::Container {
+                labels: status.labels.clone(),
+                metadata: Some(pb::ContainerMetadata::default()),
+                ..pb::Container::default()
+            };
+            let mut found = container(&listed).expect("a container");
+            complete(&mut found, &status);
+            assert_eq!(found.message_file.as_deref(), expected, "{path} {status:?}");
+            status.state = pb::ContainerState::ContainerRunning as i32;
+            found.message_file = None;
+            complete(&mut found, &status);
+            assert_eq!(found.message_file, None, "one that runs has no message yet");
+        }
+    }
 }

@@ -26,6 +26,7 @@ use crate::core::node::cgroup_tree::Group;
 use crate::core::pod::cgroup::pod_values;
 use crate::core::pod::cgroup_values::{Difference, Mended, Values};
 use crate::core::pod::memory_qos;
+use crate::core::pod::observed;
 use crate::core::pod::users::{LENGTH, Mappings, Pool};
 use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
@@ -33,6 +34,7 @@ use crate::core::{
     pod::{self, qos},
     serving::logs,
 };
+use crate::sys::beneath::Dir;
 use crate::sys::patient::Patient;
 use crate::sys::usage::{self, Usage};
 use crate::sys::{file, machine, mount, quota, removal};
@@ -108,6 +110,11 @@ pub(in crate::host) fn remove(dir: &Path) -> Result<(), String> {
     removal::remove_tree(dir).map_err(|left| left.to_string())
 }
 
+/// The name of the file with the termination message of a container's instance.
+fn message_name(attempt: u32) -> String {
+    format!("{attempt:08x}")
+}
+
 /// The last `limit` bytes of a file.
 fn last_bytes(mut file: fs::File, limit: u64) -> io::Result<String> {
     use std::io::{Read as _, Seek as _};
@@ -147,12 +154,15 @@ impl LinuxHost {
         Ok(self.root.join("pods").join(segment(uid)?))
     }
 
+    /// Where the termination messages of a container lie.
+    fn messages(&self, uid: &str, container: &str) -> Result<PathBuf, String> {
+        let of_all = self.pod_dir(uid)?.join("containers");
+        Ok(of_all.join(segment(container)?))
+    }
+
+    /// The file of a termination message that the agent makes.
     fn message_file(&self, uid: &str, container: &str, attempt: u32) -> Result<PathBuf, String> {
-        Ok(self
-            .pod_dir(uid)?
-            .join("containers")
-            .join(segment(container)?)
-            .join(format!("{attempt:08x}")))
+        Ok(self.messages(uid, container)?.join(message_name(attempt)))
     }
 
     /// Where log collectors look: `containers` beside the directory of pod logs, as `/var/log/containers`
@@ -334,11 +344,15 @@ impl PodHost for LinuxHost {
     async fn termination_message(
         &self,
         uid: &str,
-        container: &str,
-        attempt: u32,
+        container: &observed::Container,
     ) -> Option<String> {
-        let path = self.message_file(uid, container, attempt).ok()?;
-        let read = move || last_bytes(fs::File::open(path)?, MESSAGE_LIMIT);
+        let dir = self.messages(uid, &container.name).ok()?;
+        let own = || message_name(container.attempt);
+        let name = container.message_file.clone().unwrap_or_else(own);
+        let read = move || {
+            let file = Dir::open(&dir)?.open_file(Path::new(&name))?;
+            last_bytes(file, MESSAGE_LIMIT)
+        };
         blocking(move || read().map_err(|e| e.to_string()))
             .await
             .ok()
@@ -652,4 +666,56 @@ fn remove_unmounted(dir: &Path) -> Result<(), String> {
         ));
     }
     remove(dir)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::pod::cgroup::Driver;
+    use crate::core::pod::observed::{Container, ContainerState};
+
+    fn ended(message_file: Option<&str>) -> Container {
+        Container {
+            id: "id".into(),
+            name: "c".into(),
+            sandbox: "s".into(),
+            attempt: 1,
+            state: ContainerState::Exited,
+            created_at: jiff::Timestamp::UNIX_EPOCH,
+            started_at: None,
+            finished_at: None,
+            exit_code: 1,
+            reason: String::new(),
+            message: String::new(),
+            image: String::new(),
+            image_ref: String::new(),
+            hash: None,
+            user: None,
+            stop_signal: None,
+            message_file: message_file.map(Into::into),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_termination_message_is_read_from_the_file_that_the_runtime_names() {
+        let root = tempfile::tempdir().expect("a directory");
+        let (cgroups, logs) = (Cgroups::new("/", Driver::Cgroupfs), root.path().join("l"));
+        let host = LinuxHost::new(root.path(), logs, cgroups, None, None);
+        let dir = root.path().join("pods/u/containers/c");
+        fs::create_dir_all(&dir).expect("mkdir");
+        fs::write(root.path().join("pods/u/secret"), "others'").expect("a file");
+        fs::write(dir.join("1a2b3c4d"), "of the kubelet").expect("a file");
+        fs::write(dir.join("00000001"), "own").expect("a file");
+        std::os::unix::fs::symlink("../../secret", dir.join("link")).expect("a link");
+        for (file, expected) in [
+            (Some("1a2b3c4d"), Some("of the kubelet")),
+            (None, Some("own")),
+            (Some("gone"), None),
+            (Some("../../secret"), None),
+            (Some("link"), None),
+        ] {
+            let read = host.termination_message("u", &ended(file)).await;
+            assert_eq!(read.as_deref(), expected, "{file:?}");
+        }
+    }
 }

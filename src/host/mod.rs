@@ -19,6 +19,7 @@ use k8s_openapi::api::core::v1::Pod;
 use crate::core::image::gc::Filesystem;
 use crate::core::node::cgroup_tree::Group;
 use crate::core::pod::cgroup_values::{Difference, Mended, Values};
+use crate::core::pod::observed::Container;
 use crate::core::pod::users::Mappings;
 use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
@@ -144,9 +145,8 @@ pub trait PodHost: Send + Sync + 'static {
         container: &str,
         attempt: u32,
     ) -> Result<PathBuf, String>;
-    /// What a container left as its termination message.
-    async fn termination_message(&self, uid: &str, container: &str, attempt: u32)
-    -> Option<String>;
+    /// What an ended container of a pod left as its termination message.
+    async fn termination_message(&self, uid: &str, container: &Container) -> Option<String>;
     /// The end of a container's log: at most 80 lines and 2048 bytes.
     async fn log_tail(&self, pod: &Pod, container: &str, attempt: u32) -> Option<String>;
     /// The highest restart count that a container has a log of.

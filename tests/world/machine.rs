@@ -156,7 +156,11 @@ impl PodHost for World {
         Ok("/t".into())
     }
 
-    async fn termination_message(&self, _: &str, _: &str, _: u32) -> Option<String> {
+    async fn termination_message(
+        &self,
+        _: &str,
+        _: &holdfast::core::pod::observed::Container,
+    ) -> Option<String> {
         None
     }
 

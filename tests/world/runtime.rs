@@ -221,6 +221,7 @@ impl Runtime for World {
                     .cloned(),
                 user: None,
                 stop_signal: None,
+                message_file: None,
             };
             state.containers.insert(id.clone(), Ctr { uid, container });
             Ok(id)

@@ -348,6 +348,7 @@ mod tests {
             hash: None,
             user: None,
             stop_signal: None,
+            message_file: None,
         };
         ObservedPod {
             sandboxes: vec![],

@@ -53,6 +53,10 @@ pub struct Container {
     pub user: Option<User>,
     /// The signal that asks it to end, where the runtime says so, as the API spells it.
     pub stop_signal: Option<String>,
+    /// Of an ended one: the file of its termination message in the pod's directory of the container, where the runtime
+    /// says so. The kubelet gives these files random names.
+    #[serde(default)]
+    pub message_file: Option<String>,
 }
 
 /// Whom a process runs as.

@@ -94,9 +94,7 @@ impl Job {
 
     async fn termination_message(&self, container: &observed::Container) -> Option<String> {
         let (host, pod) = (&self.context().host, &self.pod);
-        let text = host
-            .termination_message(pod::uid(pod), &container.name, container.attempt)
-            .await;
+        let text = host.termination_message(pod::uid(pod), container).await;
         if text.is_none() && falls_back_to_logs(pod, container) {
             return host.log_tail(pod, &container.name, container.attempt).await;
         }

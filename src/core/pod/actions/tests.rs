@@ -55,6 +55,7 @@ fn container(
         hash: Some(hash),
         user: None,
         stop_signal: None,
+        message_file: None,
     }
 }
 

@@ -29,6 +29,7 @@ fn container(name: &str, attempt: u32, state: ContainerState, code: i32) -> obse
         hash: None,
         user: None,
         stop_signal: None,
+        message_file: None,
     }
 }
 

@@ -475,6 +475,7 @@ impl Worker {
             hash: Some(hash),
             user: None,
             stop_signal: None,
+            message_file: None,
         };
         self.note(|observed| {
             let seen = observed.containers.iter_mut().find(|c| c.id == instance.id);

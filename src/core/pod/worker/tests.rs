@@ -208,6 +208,7 @@ fn container(name: &str, attempt: u32, sandbox: &str, now: i64) -> Container {
         hash: Some(pod::container_hash(&definition)),
         user: None,
         stop_signal: None,
+        message_file: None,
     }
 }
 
