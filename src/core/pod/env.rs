@@ -154,7 +154,13 @@ pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
         "metadata.annotations" => lines(meta::annotations(pod)),
         "spec.nodeName" => spec.node_name.clone().unwrap_or_default(),
         "spec.serviceAccountName" => spec.service_account_name.clone().unwrap_or_default(),
-        "status.hostIP" => around.node_ips.first().cloned().unwrap_or_default(),
+        // It would be wrong for as long as the container lives.
+        "status.hostIP" | "status.hostIPs" if around.node_ips.is_empty() => {
+            return Err(format!(
+                "{path}: the node has no address yet: bring its network up, or name an address with --node-ip"
+            ));
+        }
+        "status.hostIP" => around.node_ips[0].clone(),
         "status.hostIPs" => around.node_ips.join(","),
         "status.podIP" => around.pod_ips.first().cloned().unwrap_or_default(),
         "status.podIPs" => around.pod_ips.join(","),
@@ -423,6 +429,33 @@ mod tests {
         ] {
             assert_eq!(expand(text, lookup), expected, "{text}");
         }
+    }
+
+    #[test]
+    fn a_host_address_that_is_not_known_yet_is_an_error() {
+        let pod = Pod::default();
+        let value = |path: &str, node_ips: &[String]| {
+            let around = Surroundings {
+                pod: &pod,
+                pod_ips: &[],
+                node_ips,
+                allocatable: &Default::default(),
+            };
+            field(path, &around)
+        };
+        let both = ["192.0.2.1".to_owned(), "2001:db8::1".to_owned()];
+        for (path, expected) in [
+            ("status.hostIP", "192.0.2.1"),
+            ("status.hostIPs", "192.0.2.1,2001:db8::1"),
+        ] {
+            assert_eq!(value(path, &both).as_deref(), Ok(expected));
+            let error = value(path, &[]).expect_err("no address");
+            assert!(
+                error.starts_with(path) && error.contains("--node-ip"),
+                "{error}"
+            );
+        }
+        assert_eq!(value("status.podIP", &[]).as_deref(), Ok(""));
     }
 
     #[test]

@@ -609,10 +609,19 @@ fn condition(facts: &Facts<'_>, verdict: Judged) -> PodCondition {
     }
 }
 
+/// The node's addresses: while none is known, as after a start without a network, those that are reported.
+fn node_addresses(facts: &Facts<'_>) -> Vec<String> {
+    if !facts.node_ips.is_empty() {
+        return facts.node_ips.to_vec();
+    }
+    let before = facts.previous.host_ips.iter().flatten();
+    before.map(|known| known.ip.clone()).collect()
+}
+
 /// The pod's addresses: the node's, the sandbox's, or while it has none those from before.
 fn addresses(facts: &Facts<'_>) -> Vec<String> {
     if pod::host_network(facts.pod) {
-        return facts.node_ips.to_vec();
+        return node_addresses(facts);
     }
     let sandbox = facts.observed.sandboxes.first();
     let ips = sandbox.map(|s| s.ips.clone()).unwrap_or_default();
@@ -658,7 +667,7 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
     }
     let conditions = judged.into_iter();
     let conditions = conditions.map(|j| condition(facts, j)).collect();
-    let ips = addresses(facts);
+    let (ips, host_ips) = (addresses(facts), node_addresses(facts));
     let some = |list: Vec<ContainerStatus>| (!list.is_empty()).then_some(list);
     let (allocated_resources, resources) =
         resize::told_of_pod(facts.pod, facts.wanted, &facts.resize.actuated);
@@ -670,14 +679,9 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
         container_statuses: some(regular),
         init_container_statuses: some(init),
         ephemeral_container_statuses: some(ephemeral),
-        host_ip: facts.node_ips.first().cloned(),
-        host_ips: Some(
-            facts
-                .node_ips
-                .iter()
-                .map(|ip| HostIP { ip: ip.clone() })
-                .collect(),
-        ),
+        host_ip: host_ips.first().cloned(),
+        host_ips: (!host_ips.is_empty())
+            .then(|| host_ips.into_iter().map(|ip| HostIP { ip }).collect()),
         pod_ip: ips.first().cloned(),
         pod_ips: (!ips.is_empty()).then(|| ips.iter().map(|ip| PodIP { ip: ip.clone() }).collect()),
         start_time: facts

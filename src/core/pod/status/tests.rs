@@ -529,3 +529,38 @@ fn containers_whose_turn_never_came_are_not_lost() {
         ["a lost", "True", "Failed"]
     );
 }
+
+#[test]
+fn a_node_without_an_address_keeps_the_one_that_is_reported() {
+    let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p", "uid": "u"},
+        "spec": {"hostNetwork": true, "containers": [{"name": "a", "image": "i"}]}}))
+    .expect("a pod");
+    let reported: PodStatus = serde_json::from_value(json!({"hostIP": "192.0.2.9",
+        "hostIPs": [{"ip": "192.0.2.9"}], "podIPs": [{"ip": "192.0.2.9"}]}))
+    .expect("a status");
+    for (node_ips, previous, expected) in [
+        (&["192.0.2.1".to_owned()][..], &reported, Some("192.0.2.1")),
+        (&[], &reported, Some("192.0.2.9")),
+        (&[], &PodStatus::default(), None),
+    ] {
+        let status = compute(&Facts {
+            pod: &pod,
+            observed: &ObservedPod::default(),
+            previous,
+            problems: &Problems::new(),
+            held_up: None,
+            probed: &Probed::default(),
+            devices: &devices::OfPod::new(),
+            starting: &BTreeSet::new(),
+            wanted: &resize::wanted(&pod),
+            resize: &Resizing::default(),
+            node_ips,
+            ended: false,
+            verdict: None,
+            now: time(100),
+        });
+        let first = status.host_ips.and_then(|ips| ips.into_iter().next());
+        let told = [status.host_ip, first.map(|ip| ip.ip), status.pod_ip];
+        assert_eq!(told, [(); 3].map(|()| expected.map(str::to_owned)));
+    }
+}
