@@ -210,7 +210,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
             let keep = credentials::keep(kept, client.clone(), clock, Arc::clone(&metrics));
             AbortOnDropHandle::new(tokio::spawn(keep))
         });
-    let node_ips = watch::channel(network::addresses(&config).await).0;
+    let node_ips = watch::channel(network::first_addresses(&config).await).0;
     if let (Some((client, _)), true) = (&clients, config.serving.asks_for_certificate) {
         tokio::spawn(credentials::keep(
             credentials::Renewed::serving(&config, node_ips.subscribe()),

@@ -1,7 +1,9 @@
 //! What pods inherit of the machine's network: its addresses, where `--node-ip` names none, and its resolver
 //! configuration. Both may change, or come only after a boot, and are read again with every status of the node.
 
+use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::agent::Context;
 use crate::config::Config;
@@ -13,13 +15,41 @@ use crate::sys::{addresses, file};
 /// The largest resolver configuration that is read.
 const LIMIT: u64 = 64 << 10;
 
-/// The node's addresses as they are now; none where the machine has none yet.
-pub async fn addresses(config: &Config) -> Vec<String> {
+/// How long the node's name may take to be resolved.
+const RESOLVED: Duration = Duration::from_secs(3);
+
+/// The node's addresses as they are now, or why there are none.
+pub async fn addresses(config: &Config) -> Result<Vec<String>, String> {
+    let machine = addresses::read().await?;
     if !config.node_ips.is_empty() {
-        return config.node_ips.iter().map(ToString::to_string).collect();
+        return match machine.lacks(&config.node_ips) {
+            Some(ip) => Err(format!(
+                "--node-ip: this machine has no address {ip}: name one that `ip address` shows; if it is still to come, it is waited for"
+            )),
+            None => Ok(config.node_ips.iter().map(ToString::to_string).collect()),
+        };
     }
-    let own = addresses::read().await.preferred(config.prefers_ipv6);
-    own.map(|a| a.to_string()).into_iter().collect()
+    let name = &config.node_name;
+    let lookup = tokio::net::lookup_host((name.as_str(), 0));
+    let resolved: Vec<IpAddr> = match tokio::time::timeout(RESOLVED, lookup).await {
+        Ok(Ok(found)) => found.map(|socket| socket.ip()).collect(),
+        _ => vec![],
+    };
+    let own = machine.of_node(name, &resolved, config.prefers_ipv6);
+    let missing = || {
+        format!(
+            "no address is known for the node: the name {name:?} resolves to none of this machine's, and no interface with a default route has one; name one with --node-ip, or bring the network up"
+        )
+    };
+    own.map(|ip| vec![ip.to_string()]).ok_or_else(missing)
+}
+
+/// The same for a start: without an address, pods that ask for it wait until there is one.
+pub async fn first_addresses(config: &Config) -> Vec<String> {
+    addresses(config).await.unwrap_or_else(|error| {
+        tracing::error!(error, "the node has no address yet; it is looked for again");
+        vec![]
+    })
 }
 
 /// Name resolution of pods, by the node's own (`resolvConf`). A file that cannot be read is an error.
@@ -61,9 +91,16 @@ pub fn resolver(config: &Config, node_ips: &[String]) -> Resolver {
 
 /// Follows what changes, until the process ends. What cannot be read stays as it was.
 pub async fn follow(context: Arc<Context>) {
+    let mut complaint = None;
     loop {
         tokio::time::sleep(context.config.node_status_update).await;
-        let found = addresses(&context.config).await;
+        let looked = addresses(&context.config).await;
+        let error = looked.as_ref().err().cloned();
+        if let Some(error) = error.as_ref().filter(|_| complaint != error) {
+            tracing::warn!(error, "the node keeps the addresses that are known");
+        }
+        complaint = error;
+        let found = looked.unwrap_or_default();
         context.node_ips.send_if_modified(|known| {
             let is_other = changed(known, &found);
             if is_other {

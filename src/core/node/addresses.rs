@@ -7,6 +7,82 @@ use k8s_openapi::api::core::v1::NodeAddress;
 /// Tells a cloud controller which addresses the administrator wants.
 pub const PROVIDED: &str = "alpha.kubernetes.io/provided-node-ip";
 
+/// The loopback interface's index in every network namespace.
+const LOOPBACK: u32 = 1;
+
+/// The addresses of this machine, as the kernel tells them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Machine {
+    /// The indexes of interfaces, and the addresses that they have.
+    pub held: Vec<(u32, IpAddr)>,
+    /// The interfaces of default routes, the preferred first: of IPv4, and of IPv6.
+    pub default: [Vec<u32>; 2],
+}
+
+/// Whether an address means the same to every machine that can reach it.
+fn is_global(ip: IpAddr) -> bool {
+    let link_local = match ip {
+        IpAddr::V4(ip) => ip.is_link_local() || ip.is_broadcast(),
+        IpAddr::V6(ip) => ip.is_unicast_link_local(),
+    };
+    !(link_local || ip.is_loopback() || ip.is_multicast() || ip.is_unspecified())
+}
+
+impl Machine {
+    fn has(&self, ip: IpAddr) -> bool {
+        self.held.iter().any(|(_, held)| *held == ip)
+    }
+
+    fn on(&self, interface: u32, ipv6: bool) -> Option<IpAddr> {
+        let mut on = self.held.iter().filter(|(index, _)| *index == interface);
+        let found = on.find(|(_, ip)| ip.is_ipv6() == ipv6 && is_global(*ip));
+        found.map(|(_, ip)| *ip)
+    }
+
+    /// The address of an interface with a default route of the same family, of the preferred family first. Routers may
+    /// have none but link-local ones there; their address is then the loopback interface's.
+    #[must_use]
+    pub fn by_default_route(&self, ipv6: bool) -> Option<IpAddr> {
+        [ipv6, !ipv6].into_iter().find_map(|ipv6| {
+            let interfaces = self.default[usize::from(ipv6)].iter();
+            let mut tried = interfaces.flat_map(|index| [*index, LOOPBACK]);
+            tried.find_map(|index| self.on(index, ipv6))
+        })
+    }
+
+    /// Any address that others may know, for a cluster of this machine alone.
+    #[must_use]
+    pub fn any(&self) -> Option<IpAddr> {
+        let any = || {
+            self.held
+                .iter()
+                .map(|(_, ip)| *ip)
+                .find(|ip| is_global(*ip))
+        };
+        self.by_default_route(false).or_else(any)
+    }
+
+    /// The address of a node that `--node-ip` does not name: its name, if that is one; what its name resolves to, if
+    /// this machine has it; else by the default route. Bridges of containers are never chosen for being there.
+    #[must_use]
+    pub fn of_node(&self, name: &str, resolved: &[IpAddr], ipv6: bool) -> Option<IpAddr> {
+        let is_own = |ip: &IpAddr| is_global(*ip) && self.has(*ip);
+        let own = || resolved.iter().copied().filter(is_own);
+        let by_name = own()
+            .find(|ip| ip.is_ipv6() == ipv6)
+            .or_else(|| own().next());
+        let literal = name.parse().ok();
+        let by_route = || self.by_default_route(ipv6);
+        literal.or(by_name).or_else(by_route)
+    }
+
+    /// The first of some addresses that this machine does not have.
+    #[must_use]
+    pub fn lacks(&self, ips: &[IpAddr]) -> Option<IpAddr> {
+        ips.iter().copied().find(|ip| !self.has(*ip))
+    }
+}
+
 /// What the addresses of a Node follow from.
 #[derive(Debug, Clone, Copy)]
 pub struct Sources<'a> {
@@ -25,7 +101,9 @@ pub struct Sources<'a> {
 /// The addresses to report; none where those that are reported are not ours to change.
 #[must_use]
 pub fn addresses(sources: Sources<'_>) -> Option<Vec<NodeAddress>> {
-    if sources.external && !sources.reported.is_empty() {
+    // A network that is not up yet does not take back what is reported.
+    let unknown = sources.ips.is_empty();
+    if (sources.external || unknown) && !sources.reported.is_empty() {
         return None;
     }
     let of = |kind: &str, address: &str| NodeAddress {
@@ -115,6 +193,113 @@ mod tests {
                 "{external} {given} {reported:?}"
             );
         }
+    }
+
+    /// Interface 1 is loopback, 2 a bridge of containers, 3 and 4 lead to the world.
+    const BRIDGE: &str = "1=127.0.0.1 1=::1 2=172.17.0.1 2=fe80::2";
+    const UP: &str =
+        "1=127.0.0.1 2=172.17.0.1 3=fe80::3 3=192.0.2.3 3=2001:db8::3 4=192.0.2.4 4=2001:db8::4";
+    const V6: &str = "1=127.0.0.1 2=172.17.0.1 3=fe80::3 3=2001:db8::3";
+    const ROUTER: &str = "1=127.0.0.1 1=198.51.100.1 2=172.17.0.1 3=169.254.0.3";
+
+    /// What the machine has; the default routes of IPv4, and of IPv6; the node's name, what that resolves to, whether
+    /// IPv6 is preferred, and the address.
+    type Chosen = (
+        &'static str,
+        [&'static [u32]; 2],
+        &'static str,
+        &'static str,
+        bool,
+        &'static str,
+    );
+    const CHOSEN: [Chosen; 17] = [
+        (UP, [&[3], &[3]], "n", "", false, "192.0.2.3"),
+        (UP, [&[3], &[3]], "n", "", true, "2001:db8::3"),
+        (UP, [&[4, 3], &[3]], "n", "", false, "192.0.2.4"),
+        (UP, [&[], &[3]], "n", "", false, "2001:db8::3"),
+        (UP, [&[3], &[]], "n", "", true, "192.0.2.3"),
+        (UP, [&[], &[]], "n", "", false, ""),
+        (V6, [&[], &[3]], "n", "", false, "2001:db8::3"),
+        (V6, [&[3], &[3]], "n", "", false, "2001:db8::3"),
+        (BRIDGE, [&[], &[]], "n", "", false, ""),
+        (BRIDGE, [&[3], &[]], "n", "", false, ""),
+        (ROUTER, [&[3], &[]], "n", "", false, "198.51.100.1"),
+        (UP, [&[3], &[3]], "n", "192.0.2.4", false, "192.0.2.4"),
+        (
+            UP,
+            [&[3], &[3]],
+            "n",
+            "2001:db8::4 192.0.2.4",
+            false,
+            "192.0.2.4",
+        ),
+        (UP, [&[3], &[3]], "n", "2001:db8::4", false, "2001:db8::4"),
+        (
+            UP,
+            [&[3], &[3]],
+            "n",
+            "127.0.0.1 203.0.113.9",
+            false,
+            "192.0.2.3",
+        ),
+        (UP, [&[3], &[3]], "203.0.113.9", "", false, "203.0.113.9"),
+        (BRIDGE, [&[], &[]], "n", "172.17.0.1", false, "172.17.0.1"),
+    ];
+
+    fn machine(held: &str, default: [&[u32]; 2]) -> Machine {
+        let held = held.split_whitespace().map(|pair| {
+            let (index, ip) = pair.split_once('=').expect("a pair");
+            let ip = ip.parse().expect("an address");
+            (index.parse().expect("an index"), ip)
+        });
+        Machine {
+            held: held.collect(),
+            default: default.map(<[u32]>::to_vec),
+        }
+    }
+
+    #[test]
+    fn a_nodes_address_is_its_names_or_its_default_routes_and_never_a_bridges() {
+        for (held, default, name, resolved, ipv6, expected) in CHOSEN {
+            let resolved = resolved.split_whitespace();
+            let resolved: Vec<IpAddr> = resolved.map(|t| t.parse().expect("an address")).collect();
+            let found = machine(held, default).of_node(name, &resolved, ipv6);
+            let found = found.map(|ip| ip.to_string()).unwrap_or_default();
+            assert_eq!(
+                found, expected,
+                "{held} {default:?} {name} {resolved:?} {ipv6}"
+            );
+        }
+    }
+
+    #[test]
+    fn addresses_that_the_machine_lacks_are_named() {
+        let own = machine(UP, [&[], &[]]);
+        let ip = |text: &str| text.parse::<IpAddr>().expect("an address");
+        let (here, there) = (ip("192.0.2.4"), ip("2001:db8::9"));
+        assert_eq!(own.lacks(&[here, ip("2001:db8::4")]), None);
+        assert_eq!(own.lacks(&[here, there]), Some(there));
+        assert_eq!(machine(BRIDGE, [&[], &[]]).any(), Some(ip("172.17.0.1")));
+        assert_eq!(machine(ROUTER, [&[3], &[]]).any(), Some(ip("198.51.100.1")));
+    }
+
+    #[test]
+    fn addresses_that_are_not_known_yet_leave_those_that_are_reported() {
+        let reported = [NodeAddress {
+            type_: "InternalIP".into(),
+            address: "192.0.2.1".into(),
+        }];
+        let with = |reported| {
+            addresses(Sources {
+                name: "n",
+                ips: &[],
+                given: true,
+                external: false,
+                reported,
+            })
+        };
+        assert_eq!(with(&reported), None);
+        assert_eq!(with(&[]).map(|all| all.len()), Some(1), "the name alone");
     }
 
     #[test]
