@@ -39,6 +39,22 @@ fn labels(config: &Config) -> BTreeMap<String, String> {
     labels
 }
 
+/// Labels that a Node which exists already gets too: they are the machine's. Others are the administrator's once the
+/// Node is there.
+const RECONCILED: [&str; 11] = [
+    "kubernetes.io/hostname",
+    "kubernetes.io/os",
+    "kubernetes.io/arch",
+    "beta.kubernetes.io/os",
+    "beta.kubernetes.io/arch",
+    "topology.kubernetes.io/zone",
+    "topology.kubernetes.io/region",
+    "failure-domain.beta.kubernetes.io/zone",
+    "failure-domain.beta.kubernetes.io/region",
+    "node.kubernetes.io/instance-type",
+    "beta.kubernetes.io/instance-type",
+];
+
 /// The addresses that `--node-ip` named, for the cloud controller.
 fn provided(config: &Config) -> Option<String> {
     let ips: Vec<String> = config.node_ips.iter().map(ToString::to_string).collect();
@@ -84,9 +100,11 @@ fn fresh(config: &Config, status: NodeStatus) -> Node {
 
 /// The merge patch that puts a Node's own labels and annotations right; none where they are.
 fn mended(config: &Config, found: &Node) -> Option<Value> {
-    let labels: BTreeMap<String, String> = labels(config)
+    let labels: BTreeMap<String, Option<String>> = labels(config)
         .into_iter()
-        .filter(|(key, value)| found.labels().get(key) != Some(value))
+        .filter(|(key, _)| RECONCILED.contains(&key.as_str()))
+        .map(|(key, value)| (key, Some(value).filter(|value| !value.is_empty())))
+        .filter(|(key, value)| found.labels().get(key) != value.as_ref())
         .collect();
     let mut annotations = Map::new();
     let attach = Some("true".to_owned());
@@ -202,6 +220,35 @@ mod tests {
         let without = fresh(&config(Overrides::default()), NodeStatus::default());
         assert!(without.spec.as_ref().is_some_and(|s| s.taints.is_none()));
         assert!(!without.annotations().contains_key(PROVIDED));
+    }
+
+    #[test]
+    fn labels_that_a_flag_gave_are_the_administrators_once_the_node_is_there() {
+        let zone = "topology.kubernetes.io/zone";
+        let with = |labels: &str| {
+            config(Overrides {
+                node_labels: Some(labels.into()),
+                ..Overrides::default()
+            })
+        };
+        let mut node = fresh(
+            &with("tier=a,topology.kubernetes.io/zone=z1"),
+            NodeStatus::default(),
+        );
+        assert_eq!(node.labels()["tier"], "a");
+        assert_eq!(node.labels()[zone], "z1");
+        node.labels_mut().insert("tier".into(), "b".into());
+        assert_eq!(
+            mended(
+                &with("tier=a,other=c,topology.kubernetes.io/zone=z2"),
+                &node
+            ),
+            Some(json!({"metadata": {"labels": {zone: "z2"}}}))
+        );
+        assert_eq!(
+            mended(&with("topology.kubernetes.io/zone="), &node),
+            Some(json!({"metadata": {"labels": {zone: null}}}))
+        );
     }
 
     #[test]
