@@ -44,7 +44,10 @@ install: ## Install what `make build` made, with its units (PREFIX, DESTDIR)
 	install -D -m 644 config/10-holdfast.conflist $(DESTDIR)$(SHARE)/10-holdfast.conflist
 	test -e $(DESTDIR)/etc/holdfast/config.yaml || install -D -m 644 config/agent.yaml $(DESTDIR)/etc/holdfast/config.yaml
 
+# The drop-in that turns a kubelet's unit over to Holdfast: without the program that unit could not start.
+DROP_IN = /etc/systemd/system/kubelet.service.d/20-holdfast.conf
 uninstall: ## Remove what `make install` put there; /etc/holdfast and the data stay
+	@test ! -e $(DESTDIR)$(DROP_IN) || { echo "$(DESTDIR)$(DROP_IN) still makes kubelet.service run holdfast: go back to the kubelet first with rm $(DESTDIR)$(DROP_IN) && systemctl daemon-reload && systemctl restart kubelet" >&2; exit 1; }
 	rm -f $(DESTDIR)$(PREFIX)/bin/holdfast $(DESTDIR)$(PREFIX)/bin/holdfast-cni
 	for unit in $(UNIT_FILES); do rm -f $(DESTDIR)$(UNITS)/$$unit; done
 	rm -rf $(DESTDIR)$(SHARE)

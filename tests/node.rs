@@ -476,17 +476,18 @@ fn units_leave_mounts_alone_and_are_never_given_up() {
 #[test]
 fn installing_and_uninstalling_leaves_only_what_is_the_administrators() {
     let root = tempfile::tempdir().unwrap();
-    let make = |target: &str| {
+    let run = |target: &str| {
         let mut command = Command::new("make");
         command.args([target, "PREFIX=/usr"]);
         command.arg(format!("DESTDIR={}", root.path().display()));
         command.arg(format!("RELEASE={}", support::holdfast().display()));
         let output = command.output().unwrap();
-        assert!(
-            output.status.success(),
-            "{}",
-            String::from_utf8_lossy(&output.stderr)
-        );
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        (output.status.success(), error)
+    };
+    let make = |target: &str| {
+        let (fine, error) = run(target);
+        assert!(fine, "{error}");
     };
     let files = || {
         let mut found = vec![];
@@ -536,6 +537,17 @@ fn installing_and_uninstalling_leaves_only_what_is_the_administrators() {
         unit.contains("ExecStart=/usr/bin/holdfast agent "),
         "{unit}"
     );
+    // The kubelet's unit still runs it.
+    let drop_in = root
+        .path()
+        .join("etc/systemd/system/kubelet.service.d/20-holdfast.conf");
+    std::fs::create_dir_all(drop_in.parent().unwrap()).unwrap();
+    std::fs::write(&drop_in, "").unwrap();
+    let installed = files();
+    let (fine, error) = run("uninstall");
+    assert!(!fine && error.contains("rm /"), "{error}");
+    assert_eq!(files(), installed);
+    std::fs::remove_file(&drop_in).unwrap();
     make("uninstall");
     assert_eq!(files(), ["etc/holdfast/config.yaml"]);
 }
