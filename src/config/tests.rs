@@ -512,3 +512,12 @@ fn contradictions_of_a_shutdown_are_named() {
         assert!(error.contains(expected), "{error}");
     }
 }
+
+#[test]
+fn cgroup_v1_is_refused_only_where_that_is_asked_for_and_configz_says_so() {
+    for (text, refuses) in [("", false), ("failCgroupV1: true", true)] {
+        let config = load(text, &Overrides::default()).expect("a configuration");
+        assert_eq!(config.refuses_cgroup_v1, refuses, "{text:?}");
+        assert_eq!(config.effective["failCgroupV1"], refuses, "{text:?}");
+    }
+}
