@@ -23,7 +23,7 @@ use tokio::sync::broadcast;
 
 use holdfast::https::{self, Body, BoxError, Limits, Peer, Tls};
 use holdfast::kubeapi::ApiFailure;
-use holdfast::kubeapi::client::{connect, connect_reporting};
+use holdfast::kubeapi::client::{connect, connect_as};
 use holdfast::kubeapi::measured::Report;
 use holdfast::kubeapi::objects::{OnChange, Watched};
 use holdfast::kubeapi::pace::Pace;
@@ -606,7 +606,7 @@ async fn what_goes_through_a_proxy_is_paced_reported_and_renewed_as_well() {
     };
     write("one");
     let (report, reported) = noting();
-    let client = connect_reporting(&path, Some(report), Pace::new((10.0, 1.0)))
+    let client = connect_as(&path, None, Some(report), Pace::new((10.0, 1.0)))
         .await
         .unwrap();
     let pods: Api<Pod> = Api::namespaced(client.clone(), "n");

@@ -29,7 +29,7 @@ use crate::host::cgroups::Cgroups;
 use crate::host::linux::LinuxHost;
 use crate::host::users;
 use crate::kubeapi::Cache;
-use crate::kubeapi::client::connect_reporting;
+use crate::kubeapi::client::connect_as;
 use crate::kubeapi::measured::Report;
 use crate::kubeapi::pace::Pace;
 use crate::kubeapi::pods::{KubePods, PodApi};
@@ -190,7 +190,10 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
                     keeper.confirm();
                 }
             });
-            let connect = |pace| connect_reporting(path, Some(Arc::clone(&report)), pace);
+            let connect = |pace| {
+                let own = credentials::own_pair(&config);
+                connect_as(path, own, Some(Arc::clone(&report)), pace)
+            };
             let reviews = KubeReviews(connect(Pace::default()).await?);
             let heartbeat = connect(Pace::default()).await?;
             let client = connect(Pace::new(config.api_pace)).await?;

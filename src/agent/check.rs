@@ -6,6 +6,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::Api;
 use kube::api::ListParams;
 
+use super::node::credentials;
 use super::pod::{sources, static_uids};
 use crate::config::Config;
 use crate::core::pod::actions::{self, Health};
@@ -14,7 +15,8 @@ use crate::core::pod::observed::ObservedPod;
 use crate::core::pod::probe::Probed;
 use crate::core::pod::{self, resize};
 use crate::cri::{ListedPod, Runtime as _};
-use crate::kubeapi::client::{chain, connect};
+use crate::kubeapi::client::{chain, connect_as};
+use crate::kubeapi::pace::Pace;
 
 /// What a start would do to pods.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -127,7 +129,8 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
             return Ok(report);
         }
         Some(path) => {
-            let client = connect(path).await?;
+            let own = credentials::own_pair(config);
+            let client = connect_as(path, own, None, Pace::default()).await?;
             let ours = ListParams::default().fields(&format!("spec.nodeName={}", config.node_name));
             let listed = Api::<Pod>::all(client)
                 .list(&ours)

@@ -10,7 +10,7 @@ use kube::Api;
 use tokio::time::{Instant, timeout};
 
 use super::node::credentials::Pair;
-use super::node::{machine, network};
+use super::node::{credentials, machine, network};
 use crate::config::Config;
 use crate::core::node::conditions;
 use crate::core::node::doctor::{
@@ -18,7 +18,8 @@ use crate::core::node::doctor::{
 };
 use crate::core::node::signing;
 use crate::cri::Runtime as _;
-use crate::kubeapi::client::{chain, connect};
+use crate::kubeapi::client::{chain, connect_as};
+use crate::kubeapi::pace::Pace;
 use crate::sys::clock::Clock;
 use crate::sys::machine::{self as own, Room};
 use crate::sys::{cgroup, file, ports};
@@ -100,13 +101,22 @@ async fn api(config: &Config, clock: Clock) -> Option<Result<ApiFacts, String>> 
     let path = config.kubeconfig.as_deref()?;
     let bootstraps = config.bootstrap_kubeconfig.as_deref();
     // A node that has not joined yet asks for its certificate with the other one.
-    let path = bootstraps.filter(|_| !path.exists()).unwrap_or(path);
-    let asked = timeout(PATIENCE, ask_api(path, &config.node_name, clock)).await;
+    let (path, own) = match bootstraps.filter(|_| !path.exists()) {
+        Some(bootstraps) => (bootstraps, None),
+        None => (path, credentials::own_pair(config)),
+    };
+    let asked = timeout(PATIENCE, ask_api(path, own, &config.node_name, clock)).await;
     Some(asked.unwrap_or_else(|_| Err(format!("nothing within {} s", PATIENCE.as_secs()))))
 }
 
-async fn ask_api(kubeconfig: &Path, node: &str, clock: Clock) -> Result<ApiFacts, String> {
-    let client = connect(kubeconfig).await.map_err(|e| e.to_string())?;
+async fn ask_api(
+    kubeconfig: &Path,
+    own: Option<PathBuf>,
+    node: &str,
+    clock: Clock,
+) -> Result<ApiFacts, String> {
+    let client = connect_as(kubeconfig, own, None, Pace::default()).await;
+    let client = client.map_err(|e| e.to_string())?;
     let request = http::Request::get("/version").body(kube::client::Body::empty());
     let begun = Instant::now();
     let sent = client.send(request.map_err(|e| e.to_string())?).await;

@@ -3,8 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use jiff::Timestamp;
 use kube::client::ConfigExt as _;
-use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::config::{AuthInfo, KubeConfigOptions, Kubeconfig};
 use tower::util::BoxCloneSyncService;
 
 use super::connections::{self, Connections, Material};
@@ -12,6 +13,7 @@ use super::measured::Report;
 use super::pace::Pace;
 use super::pool;
 use super::proxy::{self, Proxy};
+use crate::core::node::signing;
 
 /// Why no connection can be made.
 #[derive(Debug, thiserror::Error)]
@@ -38,12 +40,14 @@ pub enum ConnectError {
 
 /// A client for the current context of a kubeconfig file. Nothing is sent yet.
 pub async fn connect(path: &Path) -> Result<kube::Client, ConnectError> {
-    connect_reporting(path, None, Pace::default()).await
+    connect_as(path, None, None, Pace::default()).await
 }
 
-/// The same; each answer is reported, and requests are sent at a pace.
-pub async fn connect_reporting(
+/// The same, as the node: while the pair of a certificate and its key in `own` is good, it takes the place of the
+/// kubeconfig's credentials, which only began it. Each answer is reported, and requests are sent at a pace.
+pub async fn connect_as(
     path: &Path,
+    own: Option<PathBuf>,
     report: Option<Report>,
     pace: Pace,
 ) -> Result<kube::Client, ConnectError> {
@@ -55,11 +59,15 @@ pub async fn connect_reporting(
         path: path.to_owned(),
         why: e.to_string(),
     })?;
-    let namespace = read(path).await.map_err(used)?.config.default_namespace;
+    let target = read(path, own.as_deref()).await.map_err(used)?;
+    let namespace = target.config.default_namespace;
     let path = path.to_owned();
     let read: connections::Read = Box::new(move || {
-        let (path, report) = (path.clone(), report.clone());
-        Box::pin(async move { material(read(&path).await?, report).map_err(|e| chain(&e)) })
+        let (path, own, report) = (path.clone(), own.clone(), report.clone());
+        Box::pin(async move {
+            let target = read(&path, own.as_deref()).await?;
+            material(target, report).map_err(|e| chain(&e))
+        })
     });
     let connections = Connections::new(read, pace).await.map_err(used)?;
     Ok(kube::client::ClientBuilder::new(connections, namespace).build())
@@ -72,14 +80,31 @@ struct Target {
     proxy: Proxy,
 }
 
-async fn read(path: &Path) -> Result<Target, String> {
-    let file = Kubeconfig::read_from(path).map_err(|e| chain(&e))?;
+/// The credentials of a pair that the node keeps itself, if it is there and has not ended.
+fn kept(own: &Path, now: Timestamp) -> Option<AuthInfo> {
+    let (_, ends) = signing::lifetime(&std::fs::read(own).ok()?)?;
+    let path = own.to_str().filter(|_| ends > now)?;
+    Some(AuthInfo {
+        client_certificate: Some(path.into()),
+        client_key: Some(path.into()),
+        ..AuthInfo::default()
+    })
+}
+
+async fn read(path: &Path, own: Option<&Path>) -> Result<Target, String> {
+    let mut file = Kubeconfig::read_from(path).map_err(|e| chain(&e))?;
+    if let Some(kept) = own.and_then(|own| kept(own, Timestamp::now())) {
+        for user in &mut file.auth_infos {
+            user.auth_info = Some(kept.clone());
+        }
+    }
     let clusters = file.clusters.iter().filter_map(|c| c.cluster.as_ref());
     let users = file.auth_infos.iter().filter_map(|u| u.auth_info.as_ref());
     let authorities = clusters.filter_map(|c| c.certificate_authority.clone());
     let pairs = users.flat_map(|u| [u.client_certificate.clone(), u.client_key.clone()]);
     let files = std::iter::once(path.to_owned())
         .chain(authorities.chain(pairs.flatten()).map(PathBuf::from))
+        .chain(own.map(Path::to_owned))
         .collect();
     let own = proxy::named(&file);
     let config = kube::Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
@@ -170,5 +195,50 @@ pub fn code(error: &kube::Error) -> Option<u16> {
     match error {
         kube::Error::Api(status) => Some(status.code),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A certificate that ends in a hundred years.
+    const GOOD: &str = "\
+-----BEGIN CERTIFICATE-----
+MIIBcDCCARWgAwIBAgIUDFrmQxnI4n8sDVOv1D1w60MjNrUwCgYIKoZIzj0EAwIw
+DDEKMAgGA1UEAwwBbjAgFw0yNjExMjQyMDQwMDBaGA8yMTI2MTAzMTIwNDAwMFow
+DDEKMAgGA1UEAwwBbjBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABAcn6e/fcfSj
+CbBMF07cRl74P/kL0ADSzReXMhfTSn6jZGAkDKSXUknm5Wt9xzzOOLs9xA+X0bK2
+wNp4lYctvUCjUzBRMB0GA1UdDgQWBBSfBC+c+coYQDnIW/xDKRighLDTWDAfBgNV
+HSMEGDAWgBSfBC+c+coYQDnIW/xDKRighLDTWDAPBgNVHRMBAf8EBTADAQH/MAoG
+CCqGSM49BAMCA0kAMEYCIQCPjRA1bSVtwv7JhU46h8UD5YPuZqIBT7+rbJDDBt2b
+GAIhAOFDlwoQo6Feb/obJekaCiuea05mUm24Dn1X6VNZdR5U
+-----END CERTIFICATE-----
+";
+
+    #[tokio::test]
+    async fn a_renewed_pair_takes_the_place_of_what_the_kubeconfig_began_with() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (path, own) = (
+            dir.path().join("kubeconfig"),
+            dir.path().join("current.pem"),
+        );
+        let begun = "apiVersion: v1\nkind: Config\ncurrent-context: x\nclusters: [{name: a, cluster: {server: 'https://192.0.2.1'}}]\ncontexts: [{name: x, context: {cluster: a, user: u}}]\nusers: [{name: u, user: {token: begun}}]\n";
+        std::fs::write(&path, begun).expect("written");
+        for (content, is_used) in [(None, false), (Some("torn"), false), (Some(GOOD), true)] {
+            if let Some(content) = content {
+                std::fs::write(&own, content).expect("written");
+            }
+            let target = read(&path, Some(&own)).await.expect("a target");
+            let user = &target.config.auth_info;
+            let used = user.client_certificate.as_deref();
+            assert_eq!(used, own.to_str().filter(|_| is_used), "{content:?}");
+            assert_eq!(user.token.is_none(), is_used, "{content:?}");
+            assert!(target.files.contains(&own), "a new one is seen");
+        }
+        let (_, ends) = signing::lifetime(GOOD.as_bytes()).expect("a certificate");
+        assert!(kept(&own, ends).is_none(), "it has ended");
+        let alone = read(&path, None).await.expect("a target");
+        assert!(alone.config.auth_info.token.is_some());
     }
 }

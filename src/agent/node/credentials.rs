@@ -91,6 +91,14 @@ impl Pair {
     }
 }
 
+/// The pair that the node keeps and renews itself, with `rotateCertificates`: it shows who it is by that one, and by what
+/// the kubeconfig says only until it is there.
+#[must_use]
+pub fn own_pair(config: &Config) -> Option<PathBuf> {
+    let rotates = config.rotate_certificates;
+    rotates.then(|| Pair::client(&config.cert_dir).current())
+}
+
 /// A request for the node, PEM.
 fn request(key: &KeyPair, node: &str, names: &[String]) -> Result<String, String> {
     let failed = |e: rcgen::Error| format!("no request for a certificate can be made: {e}");
