@@ -37,6 +37,11 @@ const AT_ONCE: usize = 32;
 const WATCHES: usize = 80;
 /// An answer begins within this time, and does not pause for longer; what a watch says may.
 const DEADLINE: Duration = Duration::from_secs(20);
+/// A request that its caller gives up after this time, while nobody was answered on its connection, has shown as much as one
+/// that missed the deadline: a heartbeat waits for ten seconds and no longer.
+const UNANSWERED: Duration = Duration::from_secs(5);
+/// How much longer than it was asked for a watch may last. A load balancer keeps a connection up whose other half is gone.
+const OVERDUE: Duration = Duration::from_secs(30);
 /// How often it is looked at most, before a request, whether the key material has changed.
 const LOOK: Duration = Duration::from_secs(1);
 /// How often it is looked at least: a client whose watches say nothing makes no requests.
@@ -113,6 +118,10 @@ impl Lane {
         lock(&self.answered).is_some_and(|at| at.elapsed() < IDLE)
     }
 
+    fn has_answered_since(&self, then: Instant) -> bool {
+        lock(&self.answered).is_some_and(|at| at >= then)
+    }
+
     async fn send(&self, mut request: Request<Body>) -> Result<Response<Incoming>, BoxError> {
         request.extensions_mut().insert(self.pool.clone());
         let ahead = if self.is_warm() {
@@ -142,6 +151,24 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         self.0.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A request that has been sent and not been answered. Where its caller goes away, nobody else may find out that the
+/// connection is dead.
+struct Waiting<'a> {
+    generation: &'a Generation,
+    lane: Arc<Lane>,
+    begun: Instant,
+    is_over: bool,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        let is_silent = || !self.lane.has_answered_since(self.begun);
+        if !self.is_over && self.begun.elapsed() >= UNANSWERED && is_silent() {
+            self.generation.give_up(&self.lane);
+        }
     }
 }
 
@@ -281,14 +308,22 @@ impl Shared {
         } else {
             generation.request_place()
         };
+        let limit = watch_limit(request.uri());
         let left = DEADLINE.saturating_sub(begun.elapsed());
-        let answer = match timeout(left, place.0.send(request)).await {
-            Ok(answer) => answer?,
-            Err(_) => {
-                generation.give_up(&place.0);
-                return Err(late().into());
-            }
+        let mut waiting = Waiting {
+            generation: &generation,
+            lane: Arc::clone(&place.0),
+            begun: Instant::now(),
+            is_over: false,
         };
+        let answer = timeout(left, place.0.send(request)).await;
+        waiting.is_over = true;
+        drop(waiting);
+        let Ok(answer) = answer else {
+            generation.give_up(&place.0);
+            return Err(late().into());
+        };
+        let answer = answer?;
         drop(permit);
         if answer.status() == StatusCode::TOO_MANY_REQUESTS && !is_json(&answer) {
             return Err(busy(answer).await.into());
@@ -296,6 +331,7 @@ impl Shared {
         let flow = if watch {
             Flow::Watch {
                 ended: Box::pin(generation.ended.clone().cancelled_owned()),
+                overdue: limit.map(|limit| Box::pin(tokio::time::sleep(limit))),
                 is_between: true,
             }
         } else {
@@ -315,6 +351,14 @@ impl Shared {
 fn is_watch(uri: &Uri) -> bool {
     let mut pairs = uri.query().unwrap_or_default().split('&');
     pairs.any(|pair| matches!(pair, "watch=true" | "watch=1"))
+}
+
+/// How long a watch may last: what it was asked for (`timeoutSeconds`), and a little more.
+fn watch_limit(uri: &Uri) -> Option<Duration> {
+    let mut pairs = uri.query().unwrap_or_default().split('&');
+    let seconds = pairs.find_map(|pair| pair.strip_prefix("timeoutSeconds="))?;
+    let seconds = Duration::from_secs(u64::from(seconds.parse::<u32>().ok()?));
+    Some(seconds + OVERDUE)
 }
 
 /// Events have a pace of their own.
@@ -353,9 +397,10 @@ enum Flow {
         pause: Pin<Box<Sleep>>,
         request: String,
     },
-    /// When its connection is to be opened anew, and no event is half said.
+    /// When its connection is to be opened anew, and no event is half said; or when it lasts longer than it should.
     Watch {
         ended: Pin<Box<WaitForCancellationFutureOwned>>,
+        overdue: Option<Pin<Box<Sleep>>>,
         is_between: bool,
     },
 }
@@ -377,7 +422,16 @@ impl hyper::body::Body for Answer {
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = &mut *self;
         match &mut this.flow {
-            Flow::Watch { ended, is_between } => {
+            Flow::Watch {
+                ended,
+                overdue,
+                is_between,
+            } => {
+                let overdue = overdue.as_mut().map(|sleep| sleep.as_mut().poll(cx));
+                if overdue.is_some_and(|overdue| overdue.is_ready()) {
+                    let cut = || Err("a watch was cut off in the middle of an event".into());
+                    return Poll::Ready((!*is_between).then(cut));
+                }
                 if *is_between && ended.as_mut().poll(cx).is_ready() {
                     return Poll::Ready(None);
                 }
@@ -487,17 +541,15 @@ mod tests {
         }
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn a_request_without_an_answer_ends_in_time_and_gives_its_connection_up() {
+    /// Connections over what `send` answers, and how often pools were opened.
+    async fn over(send: Http) -> (Connections, Arc<AtomicUsize>) {
         let opened = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&opened);
         let read: Read = Box::new(move || {
-            let counted = Arc::clone(&counted);
+            let (counted, send) = (Arc::clone(&counted), send.clone());
             let open = move || {
                 counted.fetch_add(1, Ordering::Relaxed);
-                BoxCloneSyncService::new(tower::service_fn(|_: Request<Body>| {
-                    std::future::pending::<Result<Response<Incoming>, BoxError>>()
-                }))
+                send.clone()
             };
             Box::pin(async move {
                 Ok(Material {
@@ -507,9 +559,74 @@ mod tests {
                 })
             })
         });
-        let mut connections = Connections::new(read, Pace::default())
-            .await
-            .expect("key material");
+        let connections = Connections::new(read, Pace::default()).await;
+        (connections.expect("key material"), opened)
+    }
+
+    fn silent() -> Http {
+        BoxCloneSyncService::new(tower::service_fn(|_: Request<Body>| {
+            std::future::pending::<Result<Response<Incoming>, BoxError>>()
+        }))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_that_its_caller_gives_up_gives_up_its_connection_too() {
+        let (mut connections, opened) = over(silent()).await;
+        for (seconds, method, uri, pools) in [
+            (4, "PUT", "/apis/coordination.k8s.io/v1/leases/n", 1),
+            (9, "PUT", "/apis/coordination.k8s.io/v1/leases/n", 2),
+            (4, "GET", "/api/v1/pods?watch=true", 3),
+            (9, "GET", "/api/v1/pods?watch=true", 4),
+            (4, "GET", "/api/v1/pods?watch=true", 5),
+        ] {
+            let patience = Duration::from_secs(seconds);
+            let answer = timeout(patience, connections.call(request(method, uri))).await;
+            assert!(answer.is_err(), "no answer");
+            assert_eq!(opened.load(Ordering::Relaxed), pools, "{seconds} {uri}");
+        }
+    }
+
+    /// Sends over HTTP/1.1 to a server that says one event of a watch, and `rest`, and then nothing.
+    fn one_event_then(rest: &'static str) -> Http {
+        use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+        let send = move |request: Request<Body>| async move {
+            let (near, mut far) = tokio::io::duplex(4096);
+            tokio::spawn(async move {
+                let mut asked = vec![0; 4096];
+                let _ = far.read(&mut asked).await;
+                let text = format!("{{}}\n{rest}");
+                let head = "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n";
+                let chunk = format!("{head}{:x}\r\n{text}\r\n", text.len());
+                let _ = far.write_all(chunk.as_bytes()).await;
+                std::future::pending::<()>().await;
+            });
+            let io = hyper_util::rt::TokioIo::new(near);
+            let (mut sender, connection) = hyper::client::conn::http1::handshake(io).await?;
+            tokio::spawn(connection);
+            Ok::<_, BoxError>(sender.send_request(request).await?)
+        };
+        BoxCloneSyncService::new(tower::service_fn(send))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_watch_that_is_cut_off_silently_ends_a_little_after_its_time() {
+        for (rest, is_clean) in [("", true), ("{\"type\":", false)] {
+            let (mut connections, _) = over(one_event_then(rest)).await;
+            let watch = request("GET", "/api/v1/pods?watch=true&timeoutSeconds=290");
+            let answer = connections.call(watch).await.expect("an answer");
+            let begun = Instant::now();
+            let body = timeout(Duration::from_secs(600), answer.into_body().collect()).await;
+            let body = body.expect("an end");
+            assert_eq!(begun.elapsed().as_secs(), 320, "{rest:?}");
+            assert_eq!(body.is_ok(), is_clean, "{rest:?}");
+        }
+        let plain = "/api/v1/pods?watch=true".parse().expect("a URI");
+        assert_eq!(watch_limit(&plain), None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_without_an_answer_ends_in_time_and_gives_its_connection_up() {
+        let (mut connections, opened) = over(silent()).await;
         for (method, uri, pools) in [
             ("PATCH", "/api/v1/namespaces/n/pods/p/status", 2),
             ("GET", "/api/v1/pods?watch=true", 3),

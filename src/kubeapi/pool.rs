@@ -26,6 +26,10 @@ const CONNECT: Duration = Duration::from_secs(5);
 /// answered for this long: a server that was cut off says nothing.
 const ALIVE: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
 
+/// A connection on which nothing is said is probed by the kernel after this time, this often, and closed after so many
+/// probes without an answer: over HTTP/1.1 there is nothing else to ask with.
+const PROBED: (Duration, Duration, u32) = (Duration::from_secs(20), Duration::from_secs(5), 3);
+
 /// Who asks: audit logs show it, and managed fields what stands before the slash.
 const USER_AGENT: &str = concat!("holdfast/", env!("CARGO_PKG_VERSION"), " (linux)");
 
@@ -34,6 +38,9 @@ pub(super) fn open(proxy: &Proxy, tls: &ClientConfig, report: Option<Report>) ->
     let mut plain = HttpConnector::new();
     plain.enforce_http(false);
     plain.set_nodelay(true);
+    plain.set_keepalive(Some(PROBED.0));
+    plain.set_keepalive_interval(Some(PROBED.1));
+    plain.set_keepalive_retries(Some(PROBED.2));
     match proxy {
         Proxy::None => over(plain, tls, report),
         Proxy::Http { uri, auth } => {
@@ -100,4 +107,48 @@ where
         request
     });
     BoxCloneSyncService::new(named.map_err(|e: TransportError| BoxError::from(e)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    /// The timer of the connection to a local port: 2 is that of keepalive.
+    fn timer(port: u16) -> Option<String> {
+        let table = std::fs::read_to_string("/proc/net/tcp").expect("the table of connections");
+        let mut rows = table.lines().map(|row| row.split_whitespace());
+        let fields: Vec<&str> = rows.find_map(|row| {
+            let fields: Vec<&str> = row.collect();
+            let is_ours = fields[2] == format!("0100007F:{port:04X}");
+            is_ours.then_some(fields)
+        })?;
+        Some(fields[5].split(':').next()?.to_owned())
+    }
+
+    #[tokio::test]
+    async fn a_connection_on_which_nothing_is_said_is_probed() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await;
+        let listener = listener.expect("a listener");
+        let port = listener.local_addr().expect("an address").port();
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let tls = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .expect("versions")
+            .with_root_certificates(rustls::RootCertStore::empty())
+            .with_no_client_auth();
+        let pool = open(&Proxy::None, &tls, None);
+        let request = Request::get(format!("http://127.0.0.1:{port}/"));
+        let request = request.body(kube::client::Body::empty());
+        let asked = tokio::spawn(pool.oneshot(request.expect("a request")));
+        let _held = listener.accept().await.expect("a connection");
+        let probed = async {
+            while timer(port).as_deref() != Some("02") {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        let waited = tokio::time::timeout(Duration::from_secs(10), probed).await;
+        assert!(waited.is_ok(), "the timer is {:?}", timer(port));
+        asked.abort();
+    }
 }
