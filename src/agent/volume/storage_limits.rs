@@ -1,86 +1,104 @@
 //! Pods that use more of the node's disk than they may are ended (kubelet spec, 12.7). Only pods with limits are
-//! looked at; what they use is counted in the background, one pod after the other, and never for longer than a
-//! small share of the time.
+//! looked at; what each uses is counted in a task of its own, when `core::volume::counting` says so.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::agent::Context;
 use crate::core::node::ledger::Eviction;
+use crate::core::volume::counting::{Counting, PERIOD};
 use crate::core::volume::local_storage::{self, Limits, Usage};
 use crate::core::{node::preempt, pod};
 use crate::cri::Layer;
 
-/// How often it is looked, so that a pod over its limit is evicted within five seconds. What containers have written is as
-/// new as the runtime's own count (containerd: every 10 s, `stats_collect_period`).
-const PERIOD: Duration = Duration::from_secs(4);
-/// Counting takes at most this share of the time: one part in so many.
-const SHARE: u32 = 20;
+/// The writable layers, by pod and container.
+type Layers = BTreeMap<(String, String), Layer>;
 
 /// Runs until the process ends. Without `localStorageCapacityIsolation` there are no such limits.
 pub async fn run(context: Arc<Context>) {
     if !context.config.ephemeral_storage {
         return std::future::pending().await;
     }
+    let (epoch, mut counting) = (Instant::now(), Counting::default());
+    let mut walks: JoinSet<String> = JoinSet::new();
     loop {
-        let begun = Instant::now();
-        pass(&context).await;
-        tokio::time::sleep(PERIOD.max(begun.elapsed() * SHARE)).await;
-    }
-}
-
-async fn pass(context: &Context) {
-    // Critical pods are never evicted.
-    let pods = context
-        .ledger
-        .pods()
-        .await
-        .into_iter()
-        .filter(|pod| !preempt::is_critical(pod));
-    let limited: Vec<(Arc<Pod>, Limits)> = pods
-        .map(|pod| (Arc::clone(&pod), local_storage::limits(&pod)))
-        .filter(|(_, limits)| !limits.is_empty())
-        .collect();
-    if limited.is_empty() {
-        return;
-    }
-    let layers = if limited.iter().any(|(_, limits)| limits.counts_containers()) {
-        match context.runtime.layers().await {
-            Ok(layers) => layers,
-            Err(error) => {
-                tracing::debug!(%error, "the runtime does not say what containers have written");
-                BTreeMap::new()
+        let round_ends = Instant::now() + PERIOD;
+        let limited = limited(&context).await;
+        let layers = Arc::new(layers(&context, &limited).await);
+        loop {
+            for uid in counting.begin(limited.keys().map(String::as_str), epoch.elapsed()) {
+                let (pod, limits) = limited[&uid].clone();
+                let (context, layers) = (Arc::clone(&context), Arc::clone(&layers));
+                walks.spawn(async move {
+                    check(&context, &pod, &limits, &layers).await;
+                    uid
+                });
             }
-        }
-    } else {
-        BTreeMap::new()
-    };
-    for (pod, limits) in limited {
-        match usage(context, &pod, &limits, &layers).await {
-            Ok(usage) => {
-                if let Some((signal, message)) = limits.exceeded(&usage) {
-                    tracing::warn!(pod = %pod::full_name(&pod), message, "the pod is evicted");
-                    let eviction = Eviction::over_limit(pod::uid(&pod), signal, message);
-                    context.ledger.evict(eviction).await;
+            tokio::select! {
+                biased;
+                Some(ended) = walks.join_next() => {
+                    // A panic ends the process.
+                    if let Ok(uid) = ended {
+                        counting.ended(&uid, epoch.elapsed());
+                    }
                 }
-            }
-            Err(error) => {
-                tracing::warn!(error, pod = %pod::full_name(&pod), "what the pod uses of the disk cannot be counted")
+                () = tokio::time::sleep_until(round_ends) => break,
             }
         }
     }
 }
 
-/// What a pod uses. `layers` has the writable layers, by pod and container.
+/// The pods with limits, by uid. Critical pods are never evicted.
+async fn limited(context: &Context) -> BTreeMap<String, (Arc<Pod>, Limits)> {
+    let pods = context.ledger.pods().await.into_iter();
+    let pods = pods.filter(|pod| !preempt::is_critical(pod));
+    pods.map(|pod| {
+        let limits = local_storage::limits(&pod);
+        (pod::uid(&pod).to_owned(), (pod, limits))
+    })
+    .filter(|(_, (_, limits))| !limits.is_empty())
+    .collect()
+}
+
+/// What containers have written, where a limit counts that.
+async fn layers(context: &Context, limited: &BTreeMap<String, (Arc<Pod>, Limits)>) -> Layers {
+    let mut limits = limited.values().map(|(_, limits)| limits);
+    if !limits.any(Limits::counts_containers) {
+        return Layers::new();
+    }
+    let layers = context.runtime.layers().await;
+    layers.unwrap_or_else(|error| {
+        tracing::debug!(%error, "the runtime does not say what containers have written");
+        Layers::new()
+    })
+}
+
+/// Counts what a pod uses, and has it evicted where that is too much.
+async fn check(context: &Context, pod: &Pod, limits: &Limits, layers: &Layers) {
+    match usage(context, pod, limits, layers).await {
+        Ok(usage) => {
+            if let Some((signal, message)) = limits.exceeded(&usage) {
+                tracing::warn!(pod = %pod::full_name(pod), message, "the pod is evicted");
+                let eviction = Eviction::over_limit(pod::uid(pod), signal, message);
+                context.ledger.evict(eviction).await;
+            }
+        }
+        Err(error) => {
+            tracing::warn!(error, pod = %pod::full_name(pod), "what the pod uses of the disk cannot be counted")
+        }
+    }
+}
+
+/// What a pod uses.
 async fn usage(
     context: &Context,
     pod: &Pod,
     limits: &Limits,
-    layers: &BTreeMap<(String, String), Layer>,
+    layers: &Layers,
 ) -> Result<Usage, String> {
     let mut usage = Usage::default();
     for volume in local_storage::counted(pod) {

@@ -2,6 +2,7 @@
 
 pub mod certificates;
 pub mod claims;
+pub mod counting;
 pub mod csi;
 pub mod disks;
 pub mod local_storage;

@@ -1,0 +1,210 @@
+//! When it is counted what each pod uses of the disk (kubelet spec, 12.7). Pure: times are since the agent began to count.
+//!
+//! Counting walks through a pod's files. Every pod has a pause of its own that grows with its own walk, so that a pod with
+//! millions of files makes neither the node busy nor the limits of other pods late.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// How often a pod is counted, so that one over its limit is evicted within five seconds. What containers have written is as
+/// new as the runtime's own count (containerd: every 10 s, `stats_collect_period`).
+pub const PERIOD: Duration = Duration::from_secs(4);
+/// Pods due so soon are counted with those that are due now: then all of them keep the pace of the rounds.
+const EARLY: Duration = Duration::from_millis(500);
+/// A pod is counted during at most one part in so many of the time.
+const SHARE: u32 = 20;
+/// A walk that takes longer is a long one: it holds up only other long ones.
+const LONG: Duration = Duration::from_secs(1);
+/// How many short walks are made side by side.
+const SHORT_ONES: usize = 4;
+/// How many walks of pods whose last one was long are made side by side.
+const LONG_ONES: usize = 2;
+/// How many walks there may be in all: pods that are new may turn out to have long ones.
+const MOST: usize = 16;
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Pod {
+    /// When the walk that is under way began.
+    begun: Option<Duration>,
+    /// How long the last one took.
+    took: Duration,
+    /// When the next one is due.
+    due: Duration,
+}
+
+impl Pod {
+    fn is_long(&self) -> bool {
+        self.took > LONG
+    }
+
+    fn takes_short_place(&self, now: Duration) -> bool {
+        let young = |begun| now.saturating_sub(begun) <= LONG;
+        !self.is_long() && self.begun.is_some_and(young)
+    }
+}
+
+/// The pods that are counted, by uid.
+#[derive(Debug, Clone, Default)]
+pub struct Counting(BTreeMap<String, Pod>);
+
+impl Counting {
+    /// The pods of `limited` that are to be counted from now on: those that are due, longest overdue first, as far as there
+    /// are places.
+    pub fn begin<'a>(
+        &mut self,
+        limited: impl Iterator<Item = &'a str>,
+        now: Duration,
+    ) -> Vec<String> {
+        let known = std::mem::take(&mut self.0);
+        let of = |uid: &str| known.get(uid).copied().unwrap_or_default();
+        self.0 = limited.map(|uid| (uid.to_owned(), of(uid))).collect();
+        // A walk goes on when its pod has gone.
+        let under_way = known.into_iter().filter(|(_, pod)| pod.begun.is_some());
+        self.0.extend(under_way);
+        let count = |counts: &dyn Fn(&Pod) -> bool| self.0.values().filter(|p| counts(p)).count();
+        let mut short = SHORT_ONES.saturating_sub(count(&|p| p.takes_short_place(now)));
+        let mut long = LONG_ONES.saturating_sub(count(&|p| p.begun.is_some() && p.is_long()));
+        let all = MOST.saturating_sub(count(&|p| p.begun.is_some()));
+        let is_due = |pod: &Pod| pod.begun.is_none() && pod.due <= now + EARLY;
+        let mut due: Vec<(&String, &mut Pod)> =
+            self.0.iter_mut().filter(|(_, p)| is_due(p)).collect();
+        due.sort_by_key(|(_, pod)| pod.due);
+        let has_place = |(_, pod): &(&String, &mut Pod)| {
+            let places = if pod.is_long() { &mut long } else { &mut short };
+            let has = *places > 0;
+            *places -= usize::from(has);
+            has
+        };
+        let begun = due.into_iter().filter(has_place).take(all);
+        let begin = |(uid, pod): (&String, &mut Pod)| {
+            pod.begun = Some(now);
+            uid.clone()
+        };
+        begun.map(begin).collect()
+    }
+
+    /// A pod has been counted, or could not be.
+    pub fn ended(&mut self, uid: &str, now: Duration) {
+        let Some(pod) = self.0.get_mut(uid) else {
+            return;
+        };
+        if let Some(begun) = pod.begun.take() {
+            pod.took = now.saturating_sub(begun);
+            pod.due = begun + PERIOD.max(pod.took * SHARE);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// When each of some pods was counted: `took` says how long a walk of each takes, in milliseconds.
+    fn counted(took: &BTreeMap<String, u64>, until: Duration) -> BTreeMap<String, Vec<u64>> {
+        let (mut counting, mut now) = (Counting::default(), Duration::ZERO);
+        let mut ends: BTreeMap<(Duration, String), ()> = BTreeMap::new();
+        let mut starts: BTreeMap<String, Vec<u64>> = BTreeMap::new();
+        let mut round = Duration::ZERO;
+        while now < until {
+            for uid in counting.begin(took.keys().map(String::as_str), now) {
+                let end = now + Duration::from_millis(took[&uid]);
+                let at = u64::try_from(now.as_millis()).expect("short");
+                starts.entry(uid.clone()).or_default().push(at);
+                ends.insert((end, uid), ());
+            }
+            let next = ends.first_key_value().map(|((at, _), ())| *at);
+            match next.filter(|at| *at < round + PERIOD) {
+                Some(at) => {
+                    let ((_, uid), ()) = ends.pop_first().expect("one");
+                    now = at;
+                    counting.ended(&uid, now);
+                }
+                None => {
+                    round += PERIOD;
+                    now = round;
+                }
+            }
+        }
+        starts
+    }
+
+    fn longest_pause(starts: &[u64]) -> u64 {
+        let pauses = starts.windows(2).map(|pair| pair[1] - pair[0]);
+        pauses.max().unwrap_or(u64::MAX)
+    }
+
+    #[test]
+    fn a_pod_with_a_long_walk_makes_no_other_late() {
+        for big in [1, 3, 10] {
+            let mut took: BTreeMap<String, u64> =
+                (0..40).map(|n| (format!("small-{n}"), 10)).collect();
+            took.extend((0..big).map(|n| (format!("big-{n}"), 300_000)));
+            let starts = counted(&took, Duration::from_secs(3600));
+            for (uid, starts) in starts.iter().filter(|(uid, _)| uid.starts_with("small")) {
+                let pause = longest_pause(starts);
+                assert!(pause <= 4500, "{big} big ones: {uid} waited {pause} ms");
+            }
+        }
+    }
+
+    #[test]
+    fn a_pod_is_counted_during_a_small_share_of_the_time() {
+        for (took, pause) in [
+            (0, 4_000),
+            (150, 4_000),
+            (1_000, 20_000),
+            (300_000, 6_000_000),
+        ] {
+            let took = BTreeMap::from([("p".to_owned(), took)]);
+            let starts = counted(&took, Duration::from_secs(20_000));
+            let pauses = starts["p"].windows(2).map(|pair| pair[1] - pair[0]);
+            assert!(
+                pauses
+                    .clone()
+                    .all(|p| (pause - 500..=pause + 4_000).contains(&p))
+                    && starts["p"].len() > 2,
+                "{took:?}: {:?}",
+                pauses.take(3).collect::<Vec<_>>()
+            );
+        }
+    }
+
+    #[test]
+    fn walks_side_by_side_are_few_and_everybody_has_a_turn() {
+        let uids: Vec<String> = (0..50).map(|n| format!("u{n}")).collect();
+        let all = || uids.iter().map(String::as_str);
+        let second = Duration::from_secs;
+        let mut counting = Counting::default();
+        let mut under_way = vec![];
+        // All of them are new, and no walk ends.
+        for now in (0..60).map(|n| second(2 * n)) {
+            under_way.extend(counting.begin(all(), now));
+        }
+        assert_eq!(under_way.len(), MOST);
+        for (n, uid) in under_way.iter().enumerate() {
+            counting.ended(uid, second(200 + n as u64));
+        }
+        // Those that have waited come before those that were counted; what goes is forgotten.
+        let next = counting.begin(all(), second(100_000));
+        assert!(next.iter().filter(|uid| under_way.contains(uid)).count() <= LONG_ONES);
+        assert_eq!(next.len(), SHORT_ONES + LONG_ONES);
+        assert!(
+            counting
+                .begin(std::iter::empty(), second(100_000))
+                .is_empty()
+        );
+        assert_eq!(
+            counting.0.len(),
+            next.len(),
+            "only what is under way is kept"
+        );
+        next.iter()
+            .for_each(|uid| counting.ended(uid, second(100_001)));
+        assert!(
+            counting
+                .begin(std::iter::empty(), second(100_000))
+                .is_empty()
+        );
+        assert!(counting.0.is_empty());
+    }
+}
