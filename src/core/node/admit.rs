@@ -3,6 +3,7 @@
 use k8s_openapi::api::core::v1::{Container, Node, Pod};
 
 use super::capacity::is_extended;
+use super::devices::is_from_claim;
 use super::eviction::{self, Pressures};
 use super::node_affinity;
 use super::shutdown;
@@ -148,6 +149,37 @@ pub fn admit<'a>(
     check_apparmor(pod, here)
 }
 
+/// What a pod takes of the node, with its own place: its requests without the extended resources that a claim gives it
+/// (KEP-5004), which no device plugin of the same resource is asked for.
+pub(super) fn taken(pod: &Pod) -> Amounts {
+    let status = pod.status.as_ref();
+    let claim = status.and_then(|s| s.extended_resource_claim_status.as_ref());
+    let mut amounts = match claim {
+        None => requests(pod),
+        Some(_) => requests(&without_claimed(pod.clone())),
+    };
+    amounts.insert("pods".into(), Quantity::from_units(1));
+    amounts
+}
+
+fn without_claimed(mut pod: Pod) -> Pod {
+    let Some(mut spec) = pod.spec.take() else {
+        return pod;
+    };
+    let containers = spec.containers.iter_mut();
+    for container in containers.chain(spec.init_containers.iter_mut().flatten()) {
+        let Some(resources) = &mut container.resources else {
+            continue;
+        };
+        let lists = [&mut resources.requests, &mut resources.limits];
+        for list in lists.into_iter().flatten() {
+            list.retain(|resource, _| !is_from_claim(&pod, &container.name, resource));
+        }
+    }
+    pod.spec = Some(spec);
+    pod
+}
+
 /// Whether the node has what a pod asks for; the refusal says what is missing.
 pub fn check_resources<'a>(
     pod: &Pod,
@@ -155,19 +187,14 @@ pub fn check_resources<'a>(
     here: &Here<'_>,
 ) -> Result<(), Refusal> {
     let mut used = Amounts::from([("pods".to_owned(), Quantity::ZERO)]);
-    let counted = |pod: &Pod| {
-        let mut amounts = requests(pod);
-        amounts.insert("pods".into(), Quantity::from_units(1));
-        amounts
-    };
     for other in others {
-        for (name, amount) in counted(other) {
+        for (name, amount) in taken(other) {
             let sum = used.entry(name).or_default();
             *sum = *sum + amount;
         }
     }
     let mut refusal: Option<Refusal> = None;
-    let wanted = counted(pod);
+    let wanted = taken(pod);
     // The number of pods first, as the field has it.
     let order = wanted
         .iter()
@@ -290,6 +317,47 @@ mod tests {
             let reason = format!("OutOf{resource}");
             assert!(result.err().is_none_or(|r| r.reason == reason));
         }
+    }
+
+    #[test]
+    fn what_a_claim_gives_is_not_taken_from_a_plugin() {
+        let gpu = "example.com/gpu";
+        let amounts = Amounts::from([
+            ("pods".to_owned(), Quantity::from_units(10)),
+            (gpu.to_owned(), Quantity::from_units(1)),
+            ("cpu".to_owned(), Quantity::from_units(1)),
+        ]);
+        let gone: Node =
+            serde_json::from_value(json!({"status": {"allocatable": {gpu: "0"}}})).expect("a node");
+        let no_gpus = Amounts::from([("pods".to_owned(), Quantity::from_units(10))]);
+        let wants = |claimed: &[&str]| -> Pod {
+            let container = |name: &str| json!({"name": name, "resources": {"requests": {gpu: "1"}, "limits": {gpu: "1"}}});
+            let mapping = |name: &&str| json!({"containerName": name, "resourceName": gpu, "requestName": "r"});
+            let mappings: Vec<Value> = claimed.iter().map(mapping).collect();
+            let mut pod = json!({"spec": {"containers": [container("a")], "initContainers": [container("i")]}});
+            if !claimed.is_empty() {
+                pod["status"] = json!({"extendedResourceClaimStatus": {"resourceClaimName": "c", "requestMappings": mappings}});
+            }
+            serde_json::from_value(pod).expect("a pod")
+        };
+        let (plain, half, claimed) = (wants(&[]), wants(&["a"]), wants(&["a", "i"]));
+        let fits = |pod: &Pod, others: &[&Pod], here: &Here<'_>| {
+            check_resources(pod, others.iter().copied(), here).is_ok()
+        };
+        let (with_plugin, without) = (here(&amounts, None), here(&no_gpus, Some(&gone)));
+        for (pod, others, with, without_plugin) in [
+            (&plain, vec![], true, false),
+            (&claimed, vec![], true, true),
+            // The init container's is the plugin's.
+            (&half, vec![], true, false),
+            (&plain, vec![&claimed, &claimed], true, false),
+            (&plain, vec![&half], false, false),
+            (&claimed, vec![&plain], true, true),
+        ] {
+            assert_eq!(fits(pod, &others, &with_plugin), with, "{pod:?}");
+            assert_eq!(fits(pod, &others, &without), without_plugin, "{pod:?}");
+        }
+        assert_eq!(taken(&claimed).get(gpu), None);
     }
 
     #[test]

@@ -2,9 +2,10 @@
 
 use k8s_openapi::api::core::v1::Pod;
 
+use super::admit::taken;
 use crate::core::pod;
 use crate::core::pod::qos::{self, QosClass};
-use crate::core::pod::resources::{Amounts, requests};
+use crate::core::pod::resources::Amounts;
 use crate::core::quantity::Quantity;
 
 /// From this priority on a pod is critical.
@@ -52,7 +53,7 @@ pub fn victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<
     let mut left: Vec<(&Pod, Amounts)> = others
         .iter()
         .filter(|p| may_go(p, for_pod))
-        .map(|p| (*p, with_count(p)))
+        .map(|p| (*p, taken(p)))
         .collect();
     let mut chosen: Vec<&Pod> = vec![];
     let mut missing = missing_after(missing, &[]);
@@ -102,12 +103,6 @@ pub fn victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<
 
 fn of(amounts: &Amounts, name: &str) -> Quantity {
     amounts.get(name).copied().unwrap_or(Quantity::ZERO)
-}
-
-fn with_count(pod: &Pod) -> Amounts {
-    let mut amounts = requests(pod);
-    amounts.insert("pods".into(), Quantity::from_units(1));
-    amounts
 }
 
 #[cfg(test)]

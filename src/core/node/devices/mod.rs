@@ -213,7 +213,7 @@ pub fn is_resource_name(name: &str) -> bool {
 }
 
 /// Whether a container's resource is given by DRA instead (KEP-5004).
-fn is_from_claim(pod: &Pod, container: &str, resource: &str) -> bool {
+pub(super) fn is_from_claim(pod: &Pod, container: &str, resource: &str) -> bool {
     let status = pod.status.as_ref();
     let claim = status.and_then(|s| s.extended_resource_claim_status.as_ref());
     claim.is_some_and(|claim| {
