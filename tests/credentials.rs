@@ -50,6 +50,8 @@ fn join(dir: &Path, port: u16, bootstrap: bool) -> Agent {
         &at("config.yaml"),
         "--root-dir",
         &at("root"),
+        "--device-plugin-dir",
+        &at("root/device-plugins"),
     ]);
     command.args([
         "--hostname-override",
@@ -367,7 +369,11 @@ fn a_node_joins_as_kubeadm_prepares_it() {
     command.arg(format!("--config={}", lib.join("config.yaml").display()));
     command
         .args(flags.split(' '))
-        .arg(format!("--root-dir={}", lib.display()));
+        .arg(format!("--root-dir={}", lib.display()))
+        .arg(format!(
+            "--device-plugin-dir={}",
+            lib.join("device-plugins").display()
+        ));
     let agent = Agent(
         command
             .stdin(Stdio::null())

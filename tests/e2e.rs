@@ -585,6 +585,8 @@ fn mistakes_are_answered_with_the_thing_and_the_remedy() {
                 "/nonexistent",
                 "--root-dir",
                 "/tmp/holdfast-test-root",
+                "--device-plugin-dir",
+                "/tmp/holdfast-test-root/device-plugins",
             ],
             &["/nonexistent", "--kubeconfig"],
         ),

@@ -280,7 +280,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         dialer: Arc::new(crate::probes::Network),
         journals: Journals::default(),
         csi: super::Csi::new(&config.root_dir),
-        devices: super::DeviceManager::new(&config.root_dir, clock.now()),
+        devices: super::DeviceManager::new(&config.device_plugin_dir, clock.now()),
         claims,
         roster: watch::Sender::default(),
         started: clock.now(),

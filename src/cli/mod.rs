@@ -371,6 +371,10 @@ pub struct AgentFlags {
     /// Where certificates lie [default: <root-dir>/pki].
     #[arg(long, value_name = "DIR")]
     pub cert_dir: Option<PathBuf>,
+    /// Where device plugins find the agent's socket and have their own; they look for it there whatever the root directory is
+    /// [default: /var/lib/kubelet/device-plugins].
+    #[arg(long, value_name = "DIR")]
+    pub device_plugin_dir: Option<PathBuf>,
     /// Labels for the node, key=value separated by commas.
     #[arg(long, value_name = "LABELS")]
     pub node_labels: Option<String>,
@@ -436,6 +440,7 @@ impl AgentFlags {
             verbosity: self.verbosity,
             root_dir: self.root_dir.clone(),
             cert_dir: self.cert_dir.clone(),
+            device_plugin_dir: self.device_plugin_dir.clone(),
             node_labels: self.node_labels.clone(),
             register_node: self.register_node,
             runtime_endpoint: self.container_runtime_endpoint.clone(),

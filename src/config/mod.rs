@@ -95,6 +95,10 @@ pub struct Config {
     pub root_dir: PathBuf,
     /// `--cert-dir`.
     pub cert_dir: PathBuf,
+    /// `--device-plugin-dir`.
+    pub device_plugin_dir: PathBuf,
+    /// The feature gates that are set.
+    pub feature_gates: BTreeMap<String, bool>,
     /// Extra labels of the node.
     pub node_labels: BTreeMap<String, String>,
     /// Whether the agent makes its Node object.
@@ -242,6 +246,8 @@ pub struct Overrides {
     pub root_dir: Option<PathBuf>,
     /// `--cert-dir`.
     pub cert_dir: Option<PathBuf>,
+    /// `--device-plugin-dir`.
+    pub device_plugin_dir: Option<PathBuf>,
     /// `--node-labels`.
     pub node_labels: Option<String>,
     /// `--register-node`.

@@ -258,6 +258,9 @@ fn directories(flags: &Overrides) -> (PathBuf, PathBuf) {
     (root, certificates)
 }
 
+/// The kubelet's own, which device plugins are built with: they register there whatever the root directory is.
+const DEVICE_PLUGINS: &str = "/var/lib/kubelet/device-plugins";
+
 /// Resolves the merged file; flags win. `hostname` is the machine's own name.
 pub(super) fn resolve(
     mut d: Document,
@@ -288,6 +291,14 @@ pub(super) fn resolve(
         bootstrap_kubeconfig: bootstrap_kubeconfig(flags)?,
         rotate_certificates: d.rotate_certificates.unwrap_or(false),
         cert_dir,
+        feature_gates: d.feature_gates.clone().unwrap_or_default(),
+        device_plugin_dir: absolute(
+            "--device-plugin-dir",
+            flags
+                .device_plugin_dir
+                .clone()
+                .unwrap_or_else(|| DEVICE_PLUGINS.into()),
+        )?,
         root_dir: absolute("--root-dir", root_dir)?,
         node_labels: node_labels(flags)?,
         register_node: flags.register_node.or(d.register_node).unwrap_or(true),

@@ -521,3 +521,21 @@ fn cgroup_v1_is_refused_only_where_that_is_asked_for_and_configz_says_so() {
         assert_eq!(config.effective["failCgroupV1"], refuses, "{text:?}");
     }
 }
+
+#[test]
+fn device_plugins_find_the_agent_where_they_look_for_it() {
+    let dir = |overrides: &Overrides| load("", overrides).expect("it is valid").device_plugin_dir;
+    let elsewhere = Overrides {
+        root_dir: Some("/data/kubelet".into()),
+        ..Overrides::default()
+    };
+    assert_eq!(
+        dir(&elsewhere),
+        std::path::Path::new("/var/lib/kubelet/device-plugins")
+    );
+    let own = Overrides {
+        device_plugin_dir: Some("/data/plugins".into()),
+        ..elsewhere
+    };
+    assert_eq!(dir(&own), std::path::Path::new("/data/plugins"));
+}

@@ -258,6 +258,8 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
         &root.join("kubeconfig").display().to_string(),
         "--root-dir",
         &root.display().to_string(),
+        "--device-plugin-dir",
+        &root.join("device-plugins").display().to_string(),
         "--node-ip",
         &settings.node_ip.to_string(),
         // There is no other node that could have the pods meanwhile.

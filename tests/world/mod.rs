@@ -226,6 +226,7 @@ impl World {
         config.eviction.thresholds.clear();
         config.enforcement.limits_pods = false;
         config.root_dir = "/nonexistent/holdfast-sim".into();
+        config.device_plugin_dir = config.root_dir.join("device-plugins");
         let (logind, periods) = self.state().logind.clone().unzip();
         config.shutdown = periods.unwrap_or_default();
         let (ledger, requests) = holdfast::agent::ledger::channel(Default::default());
@@ -258,7 +259,7 @@ impl World {
             journals: Journals::default(),
             sandbox_slots: holdfast::agent::SandboxSlots::for_processors(2),
             csi: holdfast::agent::Csi::new(&config.root_dir),
-            devices: holdfast::agent::DeviceManager::new(&config.root_dir, self.1.now()),
+            devices: holdfast::agent::DeviceManager::new(&config.device_plugin_dir, self.1.now()),
             claims: holdfast::agent::ClaimManager::new(&config.root_dir).unwrap(),
             roster: watch::Sender::default(),
             started: self.1.now(),

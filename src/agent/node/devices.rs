@@ -34,11 +34,9 @@ use crate::devices::{
     Options, Plugin, PluginError, Register, Registration, VERSION, serve_registration,
 };
 
-/// The directory of plugins' sockets, below the root directory.
-const DIRECTORY: &str = "device-plugins";
-/// The socket in it that plugins register at.
+/// The socket that plugins register at.
 const SOCKET: &str = "kubelet.sock";
-/// The file in it that keeps who has what.
+/// The file beside it that keeps who has what.
 const CHECKPOINT: &str = "kubelet_internal_checkpoint";
 /// How long a container that starts waits for a plugin that has not registered since the agent started, before that is told.
 const COMES_BACK: Duration = Duration::from_secs(5);
@@ -88,17 +86,16 @@ fn restored(checkpoint: &Checkpoint, now: Timestamp) -> Devices {
 }
 
 impl DeviceManager {
-    /// No plugins yet; who has what is read from below the agent's root directory.
+    /// No plugins yet; who has what is read from the directory of plugins' sockets.
     #[must_use]
-    pub fn new(root: &Path, now: Timestamp) -> DeviceManager {
-        let dir = root.join(DIRECTORY);
+    pub fn new(dir: &Path, now: Timestamp) -> DeviceManager {
         let checkpoint = Checkpoint::new(dir.join(CHECKPOINT));
         let state = State {
             devices: restored(&checkpoint, now),
             ..State::default()
         };
         DeviceManager {
-            dir,
+            dir: dir.to_owned(),
             state: Mutex::new(state),
             checkpoint,
         }
@@ -384,10 +381,8 @@ impl Register for Registrar {
 
 /// Takes plugins' sockets away and makes ours anew: by that plugins see that they have to register again.
 fn listen(dir: &Path) -> std::io::Result<UnixListener> {
-    match std::fs::DirBuilder::new().mode(0o750).create(dir) {
-        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error),
-        _ => {}
-    }
+    let mut builder = std::fs::DirBuilder::new();
+    builder.recursive(true).mode(0o750).create(dir)?;
     let own = dir.join(SOCKET);
     if UnixStream::connect(&own).is_err() {
         for entry in std::fs::read_dir(dir)?.flatten() {
