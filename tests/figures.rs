@@ -593,6 +593,16 @@ fn own_metrics(node: &Node) {
             1.0,
         ),
         ("kubelet_node_startup_pre_kubelet_duration_seconds", 1.0),
+        (
+            r#"kubernetes_feature_enabled{name="DynamicResourceAllocation",stage=""}"#,
+            1.0,
+        ),
+        (
+            r#"kubelet_running_containers{container_state="exited"}"#,
+            0.0,
+        ),
+        (r#"kubelet_restarted_pods_total{static="true"}"#, 0.0),
+        ("kubelet_orphaned_runtime_pods_total", 0.0),
         ("kubelet_node_startup_registration_duration_seconds", 1e-6),
         ("kubelet_node_startup_duration_seconds", 1.0),
         ("kubelet_first_network_pod_start_sli_duration_seconds", 1e-3),

@@ -572,7 +572,7 @@ async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
         out.sample(
             name,
             &[("name", feature.name), ("stage", feature.stage.shown())],
-            f64::from(u8::from(feature.here)),
+            f64::from(u8::from(feature.is_enabled(&context.config.feature_gates))),
             None,
         );
     }

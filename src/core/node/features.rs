@@ -1,6 +1,8 @@
 //! The kubelet's feature gates that say how a node behaves (kubelet spec, chapter 0), and whether this agent behaves so.
 //! Pure.
 
+use std::collections::BTreeMap;
+
 /// How far a feature is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
@@ -31,8 +33,8 @@ pub struct Feature {
     pub name: &'static str,
     /// How far it is.
     pub stage: Stage,
-    /// Whether this agent behaves so. No gate changes that, but for those of the CPU manager's options, of `qosReserved`
-    /// and of memory QoS.
+    /// Whether this agent behaves so where the configuration does not say. No gate changes that, but for those that are
+    /// [configurable](is_configurable).
     pub here: bool,
 }
 
@@ -77,18 +79,18 @@ pub const FEATURES: &[Feature] = &[
     ga("CPUCFSQuotaPeriod", true),
     ga("CPUManagerPolicyOptions", true),
     ga("CSIServiceAccountTokenSecrets", true),
-    ga("DynamicResourceAllocation", false),
+    ga("DynamicResourceAllocation", true),
     ga("ExecProbeTimeout", true),
     ga("ImageMaximumGCAge", true),
     ga("ImageVolume", true),
     ga("InPlacePodVerticalScaling", true),
     ga("KubeletCgroupDriverFromCRI", true),
     ga("KubeletFineGrainedAuthz", true),
-    ga("KubeletPSI", false),
-    ga("KubeletPodResourcesDynamicResources", false),
-    ga("KubeletPodResourcesGet", false),
+    ga("KubeletPSI", true),
+    ga("KubeletPodResourcesDynamicResources", true),
+    ga("KubeletPodResourcesGet", true),
     ga("KubeletTracing", true),
-    ga("MutableCSINodeAllocatableCount", false),
+    ga("MutableCSINodeAllocatableCount", true),
     ga("NodeLogQuery", true),
     ga("NodeSwap", true),
     ga("PodLifecycleSleepAction", true),
@@ -108,7 +110,7 @@ pub const FEATURES: &[Feature] = &[
     beta("ComponentStatusz", true),
     beta("ContainerCheckpoint", true),
     beta("ContainerRestartRules", true),
-    beta("DRAExtendedResource", false),
+    beta("DRAExtendedResource", true),
     beta("DisableCPUQuotaWithExclusiveCPUs", true),
     beta("EnvFiles", true),
     beta("ExtendWebSocketsToKubelet", true),
@@ -156,6 +158,23 @@ pub const FEATURES: &[Feature] = &[
     alpha("UserNamespacesHostNetworkSupport", false),
 ];
 
+/// Whether a gate decides: those of the CPU manager's options, of `qosReserved` and of memory QoS.
+fn is_configurable(name: &str) -> bool {
+    matches!(
+        name,
+        CPU_BETA_OPTIONS | CPU_ALPHA_OPTIONS | QOS_RESERVED | MEMORY_QOS
+    )
+}
+
+impl Feature {
+    /// Whether this agent behaves so, with these gates.
+    #[must_use]
+    pub fn is_enabled(&self, gates: &BTreeMap<String, bool>) -> bool {
+        let set = gates.get(self.name).filter(|_| is_configurable(self.name));
+        set.copied().unwrap_or(self.here)
+    }
+}
+
 /// What is wrong with a gate's setting: the remedy, or a remark for the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Objection {
@@ -174,10 +193,7 @@ pub fn object(name: &str, enabled: bool) -> Option<Objection> {
             "featureGates.{name}: it changes nothing here"
         )));
     }
-    if matches!(
-        name,
-        CPU_BETA_OPTIONS | CPU_ALPHA_OPTIONS | QOS_RESERVED | MEMORY_QOS
-    ) {
+    if is_configurable(name) {
         return None;
     }
     match FEATURES.iter().find(|f| f.name == name) {
@@ -226,6 +242,49 @@ mod tests {
                 "{name}"
             );
         }
+    }
+
+    #[test]
+    fn what_is_built_is_enabled_and_gates_decide_where_they_can() {
+        let gates = |set: &[(&str, bool)]| -> BTreeMap<String, bool> {
+            set.iter()
+                .map(|(name, on)| ((*name).to_owned(), *on))
+                .collect()
+        };
+        let is_enabled = |name: &str, set: &[(&str, bool)]| {
+            let feature = FEATURES.iter().find(|f| f.name == name);
+            feature.expect(name).is_enabled(&gates(set))
+        };
+        for name in [
+            "DynamicResourceAllocation",
+            "DRAExtendedResource",
+            "KubeletPSI",
+            "KubeletPodResourcesGet",
+            "KubeletPodResourcesDynamicResources",
+            "MutableCSINodeAllocatableCount",
+        ] {
+            assert!(is_enabled(name, &[]), "{name}");
+            assert_eq!(object(name, true), None, "{name}");
+        }
+        for (name, default) in [
+            (MEMORY_QOS, false),
+            (QOS_RESERVED, false),
+            (CPU_ALPHA_OPTIONS, false),
+            (CPU_BETA_OPTIONS, true),
+        ] {
+            assert_eq!(is_enabled(name, &[]), default, "{name}");
+            for on in [true, false] {
+                assert_eq!(is_enabled(name, &[(name, on)]), on, "{name}");
+            }
+        }
+        assert!(
+            !is_enabled("PodsAPI", &[("PodsAPI", true)]),
+            "it is not built"
+        );
+        assert!(
+            is_enabled("EnvFiles", &[("EnvFiles", false)]),
+            "no gate turns it off"
+        );
     }
 
     #[test]
