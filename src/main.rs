@@ -394,7 +394,10 @@ async fn gc(flags: &GcFlags) -> anyhow::Result<()> {
         Findings::Text => print!("{}", collection::text(&report, !flags.dry_run)),
         Findings::Json => println!("{}", serde_json::to_string_pretty(&report)?),
     }
-    Ok(())
+    match report.failures.len() {
+        0 => Ok(()),
+        n => anyhow::bail!("{n} of the images and containers that go could not be removed"),
+    }
 }
 
 /// Tells when the process is told to stop; each time, if asked again.

@@ -243,12 +243,42 @@ fn a_task_that_cri_does_not_know_of_does_not_keep_a_pod() {
     bench.end();
 }
 
+/// `holdfast gc` with two images that nobody uses, of which none can be removed at first.
+fn gc_goes_on_after_a_failure(bench: &Bench) {
+    let Bench { cluster, proxy, .. } = bench;
+    let gc = |more: &[&str]| {
+        let mut command = Command::new(support::holdfast());
+        command.args(["gc", "--name", cluster.name()]).args(more);
+        let output = command.output().unwrap();
+        let said = String::from_utf8(output.stdout).unwrap();
+        (output.status.success(), said)
+    };
+    let unused = ["test.local/one:1", "test.local/two:1"]
+        .map(|name| support::busybox_in(cluster, "k8s.io", name, name.as_bytes()));
+    let lines = |said: &str, verb: &str| {
+        let is_it = |line: &&str| {
+            line.trim().starts_with(verb) && unused.iter().any(|image| line.contains(image))
+        };
+        said.lines().filter(is_it).count()
+    };
+    cluster.wait("both images to be old enough", || {
+        lines(&gc(&["--dry-run"]).1, "goes ") == 2
+    });
+    proxy.set("RemoveImage", Fault::Fail);
+    let (succeeds, said) = gc(&[]);
+    assert!(!succeeds && lines(&said, "failed ") == 2, "{said}");
+    assert_eq!(proxy.hits(), 2, "the second is tried after the first");
+    proxy.lift();
+    let (succeeds, said) = gc(&[]);
+    assert!(succeeds && lines(&said, "removed ") == 2, "{said}");
+}
+
 #[test]
 fn calls_of_upkeep_may_go_wrong() {
     let bench = Bench::start(
         "cri-c",
         33,
-        ", containerLogMaxSize: 1Ki, containerLogMonitorInterval: 500ms",
+        ", containerLogMaxSize: 1Ki, containerLogMonitorInterval: 500ms, imageGCHighThresholdPercent: 1, imageGCLowThresholdPercent: 0, imageMinimumGCAge: 1s",
     );
     let Bench { cluster, proxy, .. } = &bench;
     cluster.apply(&bench.pod("kept"));
@@ -301,5 +331,6 @@ fn calls_of_upkeep_may_go_wrong() {
         cluster.pod("kept")["status"]["containerStatuses"][0]["containerID"],
         before
     );
+    gc_goes_on_after_a_failure(&bench);
     bench.end();
 }

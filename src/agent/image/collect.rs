@@ -14,7 +14,7 @@ use crate::agent::pod::dead_containers;
 use crate::core::backoff::Doubling;
 use crate::core::image::canonical;
 use crate::core::image::gc::{Filesystem, Judged, Present};
-use crate::core::node::collection::{Fate, ImageFate, Removal, Report};
+use crate::core::node::collection::{Failures, Fate, ImageFate, Removal, Report};
 use crate::core::pod;
 use crate::cri::Stock;
 
@@ -149,10 +149,10 @@ pub async fn report(context: &Context) -> Result<Report, String> {
     judge(context, &mut ages).await
 }
 
-/// Removes what [`report`] names; the answer is what it was.
+/// Removes what [`report`] names; the answer is what it was, and what of it could not be removed.
 pub async fn collect(context: &Context) -> Result<Report, String> {
     let mut ages = context.images.ages.lock().await;
-    let report = judge(context, &mut ages).await?;
+    let mut report = judge(context, &mut ages).await?;
     for image in &report.images {
         let reason = match image.fate {
             Fate::Goes(Removal::Age) => "age",
@@ -160,9 +160,13 @@ pub async fn collect(context: &Context) -> Result<Report, String> {
             Fate::Stays(_) => continue,
         };
         let why = image.fate.to_string();
-        remove(context, &image.id, image.bytes, (reason, &why)).await?;
+        if let Err(error) = remove(context, &image.id, image.bytes, (reason, &why)).await {
+            tracing::warn!(error, "an image could not be removed");
+            report.failures.insert(image.id.clone(), error);
+        }
     }
-    dead_containers::remove(context, &report.containers).await?;
+    let (_, failures) = dead_containers::remove(context, &report.containers).await;
+    report.failures.extend(failures);
     Ok(report)
 }
 
@@ -207,6 +211,7 @@ async fn judge(context: &Context, ages: &mut Ages) -> Result<Report, String> {
             })
             .collect(),
         containers: dead_containers::look(context, false).await?,
+        failures: Failures::new(),
     })
 }
 

@@ -9,7 +9,9 @@ use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::agent::{Context, Kind};
-use crate::core::node::collection::{ContainerFate, DeadContainer, Fate, Standing, of_containers};
+use crate::core::node::collection::{
+    ContainerFate, DeadContainer, Failures, Fate, Standing, of_containers,
+};
 use crate::core::pod;
 
 /// How often it is looked.
@@ -21,8 +23,12 @@ pub async fn run(context: Arc<Context>) {
     loop {
         tokio::time::sleep(PERIOD).await;
         match collect(&context, false).await {
-            Ok(_) => failing = false,
-            Err(error) => {
+            Ok((_, failures)) if failures.is_empty() => failing = false,
+            result => {
+                let all = |(_, failures): (usize, Failures)| {
+                    failures.into_values().collect::<Vec<_>>().join("; ")
+                };
+                let error = result.map_or_else(|error| error, all);
                 tracing::warn!(error, "dead containers could not all be removed");
                 // Once is nothing: the runtime may just have been restarted.
                 if std::mem::replace(&mut failing, true) {
@@ -58,10 +64,10 @@ pub async fn look(context: &Context, short: bool) -> Result<Vec<ContainerFate>, 
     Ok(of_containers(dead, rules, standing, short, now))
 }
 
-/// Removes those that go, with their logs; the answer is how many. What cannot be removed keeps none of the others.
-pub async fn remove(context: &Context, fates: &[ContainerFate]) -> Result<usize, String> {
+/// Removes those that go, with their logs; the answer is how many, and why others could not be removed.
+pub async fn remove(context: &Context, fates: &[ContainerFate]) -> (usize, Failures) {
     let going = fates.iter().filter(|f| matches!(f.fate, Fate::Goes(_)));
-    let (mut removed, mut failed) = (0, None);
+    let (mut removed, mut failures) = (0, Failures::new());
     for ContainerFate { container, fate } in going {
         let DeadContainer {
             id,
@@ -73,7 +79,8 @@ pub async fn remove(context: &Context, fates: &[ContainerFate]) -> Result<usize,
             ..
         } = container;
         if let Err(error) = context.runtime.remove_container(id).await {
-            failed = Some(format!("container {id} cannot be removed: {error}"));
+            let why = format!("container {id} cannot be removed: {error}");
+            failures.insert(id.clone(), why);
             continue;
         }
         removed += 1;
@@ -95,16 +102,15 @@ pub async fn remove(context: &Context, fates: &[ContainerFate]) -> Result<usize,
         };
         let logs = context.host.remove_instance(&owner, name, *attempt, id);
         if let Err(error) = logs.await {
-            failed = Some(format!(
-                "the logs of container {id} cannot be removed: {error}"
-            ));
+            let why = format!("the logs of container {id} cannot be removed: {error}");
+            failures.insert(id.clone(), why);
         }
     }
-    failed.map_or(Ok(removed), Err)
+    (removed, failures)
 }
 
-/// Looks, and removes what goes; the answer is how many.
-pub async fn collect(context: &Context, short: bool) -> Result<usize, String> {
+/// Looks, and removes what goes; the answer is as for [`remove`].
+pub async fn collect(context: &Context, short: bool) -> Result<(usize, Failures), String> {
     let fates = look(context, short).await?;
-    remove(context, &fates).await
+    Ok(remove(context, &fates).await)
 }

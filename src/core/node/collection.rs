@@ -186,7 +186,13 @@ pub struct Report {
     pub images: Vec<ImageFate>,
     /// The dead containers, newest first.
     pub containers: Vec<ContainerFate>,
+    /// Why what goes could not be removed, by the ids of images and containers.
+    #[serde(default, skip_serializing_if = "Failures::is_empty")]
+    pub failures: Failures,
 }
+
+/// Why something could not be removed, by its id.
+pub type Failures = BTreeMap<String, String>;
 
 /// What becomes of each dead container. `short` is whether the node is short of disk: then those of finished pods go as
 /// well. The last instance of each container of a pod that goes on stays whatever the rules say: its status is from there.
@@ -244,15 +250,30 @@ fn ago(now: Timestamp, then: Option<Timestamp>) -> String {
     )
 }
 
+impl Report {
+    /// What is said of something, and whether it counts as removed.
+    fn outcome(&self, id: &str, fate: &Fate, done: bool) -> (&'static str, bool) {
+        match fate {
+            Fate::Stays(_) => ("stays", false),
+            Fate::Goes(_) if self.failures.contains_key(id) => ("failed", false),
+            Fate::Goes(_) if done => ("removed", true),
+            Fate::Goes(_) => ("goes", true),
+        }
+    }
+
+    /// What is said of one that could not be removed, besides why it was to go.
+    fn failure(&self, id: &str) -> String {
+        let why = self.failures.get(id);
+        why.map(|why| format!("; it could not be removed: {why}"))
+            .unwrap_or_default()
+    }
+}
+
 /// The report for people. `done` is whether what goes has gone.
 #[must_use]
 pub fn text(report: &Report, done: bool) -> String {
     let mut text = String::new();
     let used = 100 - report.available_bytes.saturating_mul(100) / report.capacity_bytes.max(1);
-    let (goes, removed) = match done {
-        true => ("removed", "removed"),
-        false => ("goes", "would be removed"),
-    };
     // Writing to a string cannot fail.
     let _ = writeln!(
         text,
@@ -271,33 +292,51 @@ pub fn text(report: &Report, done: bool) -> String {
             size(missing)
         );
     }
-    let is_gone = |fate: &Fate| matches!(fate, Fate::Goes(_));
-    let count = report.images.iter().filter(|i| is_gone(&i.fate)).count();
-    let frees = size(report.frees_bytes);
+    let removed = match done {
+        true => "removed",
+        false => "would be removed",
+    };
+    write_images(report, done, removed, &mut text);
+    write_containers(report, done, removed, &mut text);
+    text
+}
+
+fn write_images(report: &Report, done: bool, removed: &str, text: &mut String) {
+    let images = &report.images;
+    let gone = images
+        .iter()
+        .filter(|i| report.outcome(&i.id, &i.fate, done).1);
+    let (count, bytes) = gone.fold((0, 0), |(n, bytes), image| (n + 1, bytes + image.bytes));
     let _ = writeln!(
         text,
-        "\nimages: {count} of {} {removed}, {frees}",
-        report.images.len()
+        "\nimages: {count} of {} {removed}, {}",
+        images.len(),
+        size(bytes)
     );
-    for image in &report.images {
-        let what = if is_gone(&image.fate) { goes } else { "stays" };
+    for image in images {
+        let (what, _) = report.outcome(&image.id, &image.fate, done);
         let name = image.names.first().unwrap_or(&image.id);
         let used = ago(report.at, image.last_used);
         let (bytes, fate) = (size(image.bytes), &image.fate);
+        let failure = report.failure(&image.id);
         let _ = writeln!(
             text,
-            "  {what:<8}{bytes:>11}  {name}: {fate} (used: {used})"
+            "  {what:<8}{bytes:>11}  {name}: {fate} (used: {used}){failure}"
         );
     }
+}
+
+fn write_containers(report: &Report, done: bool, removed: &str, text: &mut String) {
     let all = &report.containers;
-    let count = all.iter().filter(|c| is_gone(&c.fate)).count();
+    let is_gone = |c: &&ContainerFate| report.outcome(&c.container.id, &c.fate, done).1;
+    let count = all.iter().filter(is_gone).count();
     let _ = writeln!(
         text,
         "\ndead containers: {count} of {} {removed}",
         all.len()
     );
     for ContainerFate { container, fate } in all {
-        let what = if is_gone(fate) { goes } else { "stays" };
+        let (what, _) = report.outcome(&container.id, fate, done);
         let DeadContainer {
             namespace,
             pod,
@@ -306,12 +345,12 @@ pub fn text(report: &Report, done: bool) -> String {
             ..
         } = container;
         let made = ago(report.at, Some(container.created_at));
+        let failure = report.failure(&container.id);
         let _ = writeln!(
             text,
-            "  {what:<8}{namespace}/{pod} {name} #{attempt}: {fate} (made {made})"
+            "  {what:<8}{namespace}/{pod} {name} #{attempt}: {fate} (made {made}){failure}"
         );
     }
-    text
 }
 
 #[cfg(test)]
@@ -419,6 +458,7 @@ mod tests {
                 container: dead("alive", "c", 1),
                 fate: Fate::Stays(Stay::LastOfContainer),
             }],
+            failures: Failures::new(),
         };
         let told = text(&report, false);
         for line in [
@@ -435,6 +475,18 @@ mod tests {
         assert!(json.contains(r#""fate":{"goes":"Space"}"#), "{json}");
         let read: Report = serde_json::from_str(&json).expect("the same");
         assert_eq!(read, report);
+        let report = Report {
+            failures: Failures::from([("sha256:1".into(), "the runtime is busy".into())]),
+            ..report
+        };
+        let told = text(&report, true);
+        for line in [
+            "images: 0 of 2 removed, 0.0 MiB\n",
+            "  failed      3.0 MiB  old: unused",
+            "(used: 1m0s ago); it could not be removed: the runtime is busy\n",
+        ] {
+            assert!(told.contains(line), "{line:?} is not in\n{told}");
+        }
     }
 
     proptest! {

@@ -444,8 +444,13 @@ impl Manager {
             Resource::Memory | Resource::Pids => return false,
         }
         match dead_containers::collect(&self.context, true).await {
-            Ok(0) => return false,
-            Ok(removed) => {
+            Ok((removed, failures)) => {
+                for error in failures.values() {
+                    tracing::warn!(error, "a dead container could not be removed");
+                }
+                if removed == 0 {
+                    return false;
+                }
                 tracing::info!(removed, "dead containers were removed: the disk is short")
             }
             Err(error) => {
