@@ -17,6 +17,7 @@ use tonic::{Code, Request, Status};
 use super::Credentials;
 use super::Exec;
 use super::Image;
+use super::ImageFilesystem;
 use super::Layer;
 use super::ListedPod;
 use super::RunningContainer;
@@ -566,6 +567,10 @@ impl Runtime for CriClient {
 
     async fn stock(&self) -> Result<Stock, RuntimeError> {
         self.list_stock().await
+    }
+
+    async fn image_filesystem(&self) -> Result<ImageFilesystem, RuntimeError> {
+        self.images_lie_on().await
     }
 
     async fn remove_image(&self, id: &str) -> Result<(), RuntimeError> {

@@ -8,7 +8,7 @@ use holdfast_proto::cri as pb;
 use tonic::Request;
 
 use super::client::{CriClient, gone_is_fine};
-use super::{Credentials, Image, RuntimeError, Stock};
+use super::{Credentials, Image, ImageFilesystem, RuntimeError, Stock};
 use crate::core::pod::explain::Fetching;
 
 impl CriClient {
@@ -60,20 +60,27 @@ impl CriClient {
             .collect())
     }
 
-    /// All images and what uses them.
-    pub(super) async fn list_stock(&self) -> Result<Stock, RuntimeError> {
-        let filesystem = self
+    /// The filesystem with the images: the first, where the runtime has several.
+    pub(super) async fn images_lie_on(&self) -> Result<ImageFilesystem, RuntimeError> {
+        let filesystems = self
             .images
             .clone()
             .image_fs_info(self.request(pb::ImageFsInfoRequest {}))
             .await?
-            .into_inner();
-        let mountpoint = filesystem
-            .image_filesystems
-            .into_iter()
-            .find_map(|f| f.fs_id)
-            .map(|id| id.mountpoint)
-            .unwrap_or_default();
+            .into_inner()
+            .image_filesystems;
+        let first = filesystems.into_iter().find(|f| f.fs_id.is_some());
+        let first = first.unwrap_or_default();
+        Ok(ImageFilesystem {
+            mountpoint: first.fs_id.unwrap_or_default().mountpoint.into(),
+            bytes: first.used_bytes.unwrap_or_default().value,
+            inodes: first.inodes_used.map(|count| count.value),
+        })
+    }
+
+    /// All images and what uses them.
+    pub(super) async fn list_stock(&self) -> Result<Stock, RuntimeError> {
+        let mountpoint = self.images_lie_on().await?.mountpoint;
         let containers = self.containers(None).await?;
         let names = |c: pb::Container| {
             [
@@ -98,7 +105,7 @@ impl CriClient {
         Ok(Stock {
             images,
             in_use,
-            mountpoint: mountpoint.into(),
+            mountpoint,
         })
     }
 

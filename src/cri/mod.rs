@@ -181,12 +181,25 @@ pub struct RunningContainer {
 }
 
 /// What a container has written outside of volumes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Layer {
     /// Bytes.
     pub bytes: u64,
     /// Files and directories; 0 where the runtime does not count them.
     pub inodes: u64,
+    /// A directory on the filesystem that it lies on; empty where the runtime does not say.
+    pub mountpoint: PathBuf,
+}
+
+/// What the runtime says of the filesystem with its images.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ImageFilesystem {
+    /// A directory on it.
+    pub mountpoint: PathBuf,
+    /// The bytes of the images.
+    pub bytes: u64,
+    /// Their files and directories, where the runtime counts them.
+    pub inodes: Option<u64>,
 }
 
 /// The runtime and its images. Stopping and removing what is not there succeeds.
@@ -282,6 +295,10 @@ pub trait Runtime: Send + Sync + 'static {
     async fn images(&self) -> Result<Vec<Image>, RuntimeError>;
     /// All images, and what uses them.
     async fn stock(&self) -> Result<Stock, RuntimeError>;
+    /// The filesystem with the images.
+    async fn image_filesystem(&self) -> Result<ImageFilesystem, RuntimeError> {
+        Ok(ImageFilesystem::default())
+    }
     /// Removes an image by its id.
     async fn remove_image(&self, id: &str) -> Result<(), RuntimeError>;
     /// What it is fetching just now, over all pulls. `Unimplemented` where it cannot say.

@@ -256,6 +256,7 @@ impl CriClient {
             let layer = Layer {
                 bytes: written.used_bytes?.value,
                 inodes: written.inodes_used.map_or(0, |count| count.value),
+                mountpoint: written.fs_id.unwrap_or_default().mountpoint.into(),
             };
             Some((key, layer))
         };

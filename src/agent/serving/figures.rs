@@ -165,8 +165,8 @@ pub struct DiskFigures {
     pub volumes: Vec<VolumeFigures>,
     /// Bytes of logs, by container.
     pub logs: BTreeMap<String, u64>,
-    /// Bytes of writable layers, by container.
-    pub layers: BTreeMap<String, u64>,
+    /// Writable layers, by container.
+    pub layers: BTreeMap<String, Layer>,
     /// Bytes of all this that counts as the node's own disk.
     pub ephemeral: u64,
 }
@@ -545,8 +545,9 @@ async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) 
             .unwrap_or(0);
         let layer = layers
             .get(&(pod::uid(pod).to_owned(), container.name.clone()))
-            .map_or(0, |layer| layer.bytes);
-        figures.ephemeral += logs + layer;
+            .cloned()
+            .unwrap_or_default();
+        figures.ephemeral += logs + layer.bytes;
         figures.logs.insert(container.name.clone(), logs);
         figures.layers.insert(container.name.clone(), layer);
     }

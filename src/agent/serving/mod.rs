@@ -33,11 +33,9 @@ use super::Context;
 use super::node::credentials::Pair;
 use crate::core::pod;
 use crate::core::serving::{self, Endpoint, Place, Routed};
-use crate::cri::RuntimeError;
-use crate::host::blocking;
+use crate::cri::{ImageFilesystem, RuntimeError};
 use crate::https::{self, Body, Limits, Peer, Protocol, Tls, TlsFiles, text};
 use crate::kubeapi::reviews::Reviews;
-use crate::sys::machine::Room;
 use crate::sys::service;
 use access::Access;
 
@@ -145,20 +143,13 @@ impl Server {
         self.images.get_or_try_init(ask).await
     }
 
-    /// The room on the filesystem of the runtime's images; nothing where the runtime does not say where that is.
-    async fn image_room(&self) -> Room {
-        match self.of_images().await {
-            Ok((dir, _)) => {
-                let dir = dir.clone();
-                blocking(move || Room::of(&dir).map_err(|e| e.to_string()))
-                    .await
-                    .unwrap_or_default()
-            }
-            Err(error) => {
-                tracing::debug!(%error, "the runtime does not say where its images are");
-                Room::default()
-            }
-        }
+    /// The filesystem of the runtime's images; nothing where the runtime does not say where that is.
+    async fn image_filesystem(&self) -> ImageFilesystem {
+        let asked = self.context.runtime.image_filesystem().await;
+        asked.unwrap_or_else(|error| {
+            tracing::debug!(%error, "the runtime does not say where its images are");
+            ImageFilesystem::default()
+        })
     }
 
     async fn answer(self: Arc<Self>, peer: Peer, request: Request<Incoming>) -> Response<Body> {

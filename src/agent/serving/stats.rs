@@ -1,5 +1,7 @@
 //! `/stats/summary` (kubelet spec, 13.6).
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use hyper::{Response, StatusCode};
@@ -16,6 +18,8 @@ use crate::core::serving::cgroup_stats::{Depth, Usage};
 use crate::core::serving::machine_stats::Interface;
 use crate::core::serving::pressure::{Pressure, Waited};
 use crate::core::time::seconds;
+use crate::cri::{ImageFilesystem, Layer};
+use crate::host::blocking;
 use crate::https::Body;
 use crate::sys::machine::Room;
 
@@ -92,6 +96,58 @@ fn room(at: Timestamp, room: &Room, used: Option<u64>) -> Value {
         "inodesFree": room.inodes_free, "inodes": room.inodes, "inodesUsed": room.inodes.saturating_sub(room.inodes_free)})
 }
 
+/// What something of the runtime's has of a filesystem: its own bytes and files, and the filesystem's room. The room is left
+/// out where the runtime names no filesystem that there is here.
+fn part(at: Timestamp, of: Option<&Room>, bytes: u64, inodes: Option<u64>) -> Value {
+    let mut value = match of {
+        Some(of) => room(at, of, Some(bytes)),
+        None => json!({"time": time(at), "usedBytes": bytes}),
+    };
+    match inodes {
+        Some(inodes) => value["inodesUsed"] = inodes.into(),
+        None => {
+            _ = value
+                .as_object_mut()
+                .map(|value| value.remove("inodesUsed"))
+        }
+    }
+    value
+}
+
+/// The room of the filesystems that pods and images lie on.
+struct Rooms<'a> {
+    root: &'a Room,
+    /// Those that the runtime names, by their directories.
+    of_runtime: BTreeMap<PathBuf, Room>,
+}
+
+impl Rooms<'_> {
+    fn images(&self, at: Timestamp, images: &ImageFilesystem) -> Value {
+        let room = self.of_runtime.get(&images.mountpoint);
+        part(at, room, images.bytes, images.inodes)
+    }
+
+    /// A container's writable layer, which may lie on another filesystem than the pod's directory.
+    fn layer(&self, at: Timestamp, layer: &Layer) -> Value {
+        let inodes = Some(layer.inodes).filter(|inodes| *inodes > 0);
+        part(
+            at,
+            self.of_runtime.get(&layer.mountpoint),
+            layer.bytes,
+            inodes,
+        )
+    }
+}
+
+/// Asks for the room at each of these.
+async fn rooms(dirs: BTreeSet<PathBuf>) -> BTreeMap<PathBuf, Room> {
+    let read = move || {
+        let room = |dir: PathBuf| Some((dir.clone(), Room::of(&dir).ok()?));
+        Ok::<_, String>(dirs.into_iter().filter_map(room).collect())
+    };
+    blocking(read).await.unwrap_or_default()
+}
+
 fn volume(at: Timestamp, root: &Room, namespace: &str, volume: &VolumeFigures) -> Value {
     let (used, all, free) = volume.bytes;
     // A directory of the node's own disk can have all of it.
@@ -114,18 +170,19 @@ fn volume(at: Timestamp, root: &Room, namespace: &str, volume: &VolumeFigures) -
 fn of_pod(
     at: Timestamp,
     figures: &PodFigures,
-    root: &Room,
+    rooms: &Rooms<'_>,
     disk: Option<&DiskFigures>,
     whole: bool,
 ) -> Value {
-    let pod = &figures.pod;
+    let (pod, root) = (&figures.pod, rooms.root);
     let namespace = pod.namespace().unwrap_or_default();
     let containers = figures.containers.iter().map(|c| {
         let mut value = Value::Object(of_cgroup(at, &c.usage, c.rate, whole));
         value["name"] = c.name.as_str().into();
         value["startTime"] = c.started.map(time).unwrap_or_default();
         if let (Some(disk), true) = (disk, whole) {
-            value["rootfs"] = room(at, root, disk.layers.get(&c.name).copied());
+            let layer = disk.layers.get(&c.name).cloned().unwrap_or_default();
+            value["rootfs"] = rooms.layer(at, &layer);
             value["logs"] = room(at, root, disk.logs.get(&c.name).copied());
         }
         value
@@ -188,20 +245,83 @@ pub async fn summary(server: &Arc<Server>, query: &str) -> Result<Response<Body>
         ("startTime".to_owned(), time(booted)),
     ]);
     node["memory"]["availableBytes"] = machine.available.into();
+    let mut rooms = Rooms {
+        root,
+        of_runtime: BTreeMap::new(),
+    };
     if whole {
         node.insert("fs".into(), room(at, root, None));
         node.insert("rlimit".into(), json!({"time": time(at), "maxpid": machine.processes.0, "curproc": machine.processes.1}));
         node.extend(network(at, &machine.interfaces).map(|n| ("network".to_owned(), n)));
-        let images = server.image_room().await;
+        let images = server.image_filesystem().await;
+        let layers = disks.values().flat_map(|disk| disk.layers.values());
+        let dirs = layers.map(|layer| &layer.mountpoint);
+        let dirs = dirs.chain([&images.mountpoint]).cloned();
+        rooms.of_runtime = self::rooms(dirs.collect()).await;
+        let images = rooms.images(at, &images);
         node.insert(
             "runtime".into(),
-            json!({"imageFs": room(at, &images, None), "containerFs": room(at, &images, None)}),
+            json!({"imageFs": images, "containerFs": images}),
         );
     }
     let pods: Vec<Value> = snapshot
         .pods
         .iter()
-        .map(|p| of_pod(at, p, root, disks.get(pod::uid(&p.pod)), whole))
+        .map(|p| of_pod(at, p, &rooms, disks.get(pod::uid(&p.pod)), whole))
         .collect();
     Ok(views::as_json(&json!({"node": node, "pods": pods})))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_and_images_have_the_room_of_the_disk_that_they_lie_on() {
+        let (own, images) = (
+            Room {
+                capacity: 100,
+                available: 60,
+                free: 70,
+                inodes: 10,
+                inodes_free: 4,
+            },
+            Room {
+                capacity: 5000,
+                available: 3000,
+                free: 3500,
+                inodes: 500,
+                inodes_free: 300,
+            },
+        );
+        let rooms = Rooms {
+            root: &own,
+            of_runtime: BTreeMap::from([("/images".into(), images)]),
+        };
+        let at = Timestamp::UNIX_EPOCH;
+        let layer = |mountpoint: &str, inodes| Layer {
+            bytes: 7,
+            inodes,
+            mountpoint: mountpoint.into(),
+        };
+        let here = json!({"time": time(at), "usedBytes": 7, "inodesUsed": 3,
+            "availableBytes": 3000, "capacityBytes": 5000, "inodes": 500, "inodesFree": 300});
+        assert_eq!(rooms.layer(at, &layer("/images", 3)), here);
+        let uncounted = rooms.layer(at, &layer("/images", 0));
+        assert_eq!(uncounted.get("inodesUsed"), None, "{uncounted}");
+        // Where the runtime names no filesystem, nothing is said of another one.
+        let nowhere = json!({"time": time(at), "usedBytes": 7});
+        assert_eq!(rooms.layer(at, &layer("", 0)), nowhere);
+        let of = ImageFilesystem {
+            mountpoint: "/images".into(),
+            bytes: 40,
+            inodes: Some(9),
+        };
+        let shown = rooms.images(at, &of);
+        assert_eq!(
+            (&shown["usedBytes"], &shown["inodesUsed"]),
+            (&json!(40), &json!(9))
+        );
+        assert_eq!(shown["capacityBytes"], 5000);
+    }
 }

@@ -145,7 +145,7 @@ async fn count(context: &Context, pod: &Pod, part: Part, layers: &Layers) -> Pod
     }
     for (_, container) in pod::containers(pod) {
         let key = (pod::uid(pod).to_owned(), container.name.clone());
-        let layer = layers.get(&key).copied().unwrap_or_default();
+        let layer = layers.get(&key).cloned().unwrap_or_default();
         let logs = match part {
             Part::Layers => 0,
             _ => {
