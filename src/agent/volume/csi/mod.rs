@@ -28,9 +28,12 @@ use crate::host::blocking;
 use crate::host::volume::csi::{CsiDirs, Published, give, is_mounted};
 use crate::kubeapi::pods::{Attachment, TokenFor};
 use crate::sys::machine::Room;
+use crate::sys::patient::Patient;
 
 /// How long a volume waits until the node's status says that it is in use.
 const REPORTING: Duration = Duration::from_secs(10);
+/// How long a volume's filesystem may take to say how full it is.
+const ASKING: Duration = Duration::from_secs(10);
 
 /// A driver that is registered.
 #[derive(Clone)]
@@ -62,6 +65,8 @@ pub struct Csi {
     /// Why CSINode does not say what it should, if it does not.
     problem: watch::Sender<Option<String>>,
     dirs: CsiDirs,
+    /// Filesystems that are asked for their room.
+    rooms: Patient,
 }
 
 impl Csi {
@@ -84,6 +89,7 @@ impl Csi {
             asked: Notify::new(),
             problem: watch::Sender::new(None),
             dirs,
+            rooms: Patient::default(),
         }
     }
 
@@ -660,8 +666,10 @@ async fn full(context: &Context, place: &Published) -> Result<VolumeFigures, Str
         figures.abnormal = answer.volume_condition.map(|c| c.abnormal);
         return Ok(figures);
     }
-    let target = place.target.clone();
-    let room = blocking(move || Room::of(&target).map_err(|e| e.to_string())).await?;
+    // A server that is gone pins one thread for each such volume, and none that others need.
+    let (key, target) = (place.target.display().to_string(), place.target.clone());
+    let ask = move || Room::of(&target).map_err(|e| e.to_string());
+    let room = context.csi.rooms.call(&key, ASKING, ask).await?;
     figures.bytes = (
         room.capacity.saturating_sub(room.free),
         room.capacity,
