@@ -30,6 +30,9 @@ pub struct Iscsi {
     pub interface: String,
     /// Our own name, if it is not the node's.
     pub initiator: Option<String>,
+    /// The interface that a kubelet has made for that name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub made: Option<String>,
     /// Whether discovery and sessions need a password.
     pub chap: (bool, bool),
     /// The secret with the passwords: namespace and name.
@@ -80,6 +83,7 @@ pub fn of_iscsi(source: &ISCSIVolumeSource, namespace: &str) -> Disk {
             .filter(|i| !i.is_empty())
             .unwrap_or_else(|| "default".into()),
         initiator: source.initiator_name.clone(),
+        made: None,
         chap: (
             source.chap_auth_discovery == Some(true),
             source.chap_auth_session == Some(true),
@@ -197,10 +201,61 @@ impl Disk {
     }
 }
 
+/// What a kubelet notes of a session (its `pkg/volume/iscsi`). Go reads field names in any case, and writes these.
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct KubeletSession {
+    portals: Vec<String>,
+    iqn: String,
+    lun: String,
+    #[serde(default)]
+    iface: String,
+    #[serde(default)]
+    initiator_name: String,
+}
+
+/// The note of a session: ours or a kubelet's.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Session {
+    Own(Iscsi),
+    Kubelet(KubeletSession),
+}
+
+impl From<KubeletSession> for Iscsi {
+    fn from(noted: KubeletSession) -> Iscsi {
+        let own_name = !noted.initiator_name.is_empty();
+        let interface = match noted.iface.as_str() {
+            "" => "default".to_owned(),
+            name => name.to_owned(),
+        };
+        Iscsi {
+            portals: noted.portals,
+            iqn: noted.iqn,
+            lun: noted.lun.parse().unwrap_or(0),
+            initiator: own_name.then_some(noted.initiator_name),
+            made: own_name.then(|| interface.clone()),
+            interface,
+            ..Iscsi::default()
+        }
+    }
+}
+
 impl Iscsi {
+    /// Reads the note of a session that this agent or a kubelet has begun.
+    pub fn noted(text: &[u8]) -> Result<Iscsi, String> {
+        match serde_json::from_slice(text) {
+            Ok(Session::Own(own)) => Ok(own),
+            Ok(Session::Kubelet(noted)) => Ok(noted.into()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
     /// The interface that is used: one of our own where we have a name of our own.
     fn iface(&self, portal: &str) -> String {
-        if self.initiator.is_some() {
+        if let Some(made) = &self.made {
+            made.clone()
+        } else if self.initiator.is_some() {
             format!("{portal}:{}", self.iqn)
         } else {
             self.interface.clone()
@@ -290,7 +345,9 @@ impl Iscsi {
             Self::with(&[&node[..], &["--logout"]].concat()),
             Self::with(&[&node[..], &["-o", "delete"]].concat()),
         ];
-        if self.initiator.is_some() {
+        // A kubelet's interface serves all portals: it goes after the last one.
+        let is_last = self.made.is_none() || self.portals.last().is_some_and(|last| last == portal);
+        if self.initiator.is_some() && is_last {
             calls.push(Self::with(&["-m", "iface", "-I", &iface, "-o", "delete"]));
         }
         calls
@@ -390,5 +447,40 @@ mod tests {
         );
         assert!(said[0].ends_with("-o new") && said[1].ends_with("-v iqn.me"));
         assert_eq!(format!("{:?}", secured.passwords), "Chap(2 values)");
+    }
+
+    #[test]
+    fn sessions_that_a_kubelet_has_begun_are_ended() {
+        // As kubelet 1.36 writes it.
+        let noted = |iface: &str, name: &str| {
+            format!(
+                r#"{{"VolName":"vol","Portals":["192.0.2.1:3260","192.0.2.2:3260"],"Iqn":"iqn.2026-11.test:disk","Lun":"3","InitIface":"default","Iface":"{iface}","InitiatorName":"{name}","MetricsProvider":null}}
+"#
+            )
+        };
+        let ended = |text: &str| -> Vec<String> {
+            let session = Iscsi::noted(text.as_bytes()).expect("a note");
+            assert_eq!(session.lun, 3);
+            let calls = session.portals.iter().flat_map(|p| session.logout(p));
+            calls.map(|call| call.join(" ")).collect()
+        };
+        let node = |portal: &str, iface: &str, what: &str| {
+            format!("-m node -p {portal}:3260 -T iqn.2026-11.test:disk -I {iface} {what}")
+        };
+        let nodes = |iface: &str| {
+            ["192.0.2.1", "192.0.2.2"]
+                .map(|portal| ["--logout", "-o delete"].map(|what| node(portal, iface, what)))
+        };
+        assert_eq!(ended(&noted("default", "")), nodes("default").concat());
+        let own = "192.0.2.1:3260:vol";
+        let mut expected = nodes(own).concat();
+        expected.push(format!("-m iface -I {own} -o delete"));
+        assert_eq!(ended(&noted(own, "iqn.me")), expected);
+        let Disk::Iscsi(ours) = iscsi(json!({"initiatorName": "iqn.me"})) else {
+            panic!("iSCSI")
+        };
+        let text = serde_json::to_vec(&ours).expect("JSON");
+        assert_eq!(Iscsi::noted(&text), Ok(ours));
+        assert!(Iscsi::noted(b"{\"Portals\": 3}").is_err());
     }
 }

@@ -225,8 +225,9 @@ pub(in crate::host) fn end_if_idle(place: &Path) -> Result<(), String> {
 pub(in crate::host) fn end_session(place: &Path) -> Result<(), String> {
     let note = place.join(SESSION);
     let session: Iscsi = match fs::read(&note) {
-        Ok(text) => serde_json::from_slice(&text)
-            .map_err(doing(format!("{} cannot be read", note.display())))?,
+        Ok(text) => {
+            Iscsi::noted(&text).map_err(doing(format!("{} cannot be read", note.display())))?
+        }
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(format!("{} cannot be read: {error}", note.display())),
     };
