@@ -25,9 +25,10 @@ use crate::sys::watch::Changes;
 
 /// How often the directory of registrations is looked at in any case.
 const LOOK: Duration = Duration::from_secs(60);
-/// The pauses before a socket that failed is asked again, and before the API is.
-const RETRY: Doubling = Doubling::new(FIRST_RETRY, Duration::from_secs(120));
-const FIRST_RETRY: Duration = Duration::from_millis(500);
+/// The pauses before a socket that failed is asked again.
+const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(120));
+/// The pauses before the API is told again; the node is not ready until it knows.
+const REPORT_RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(10));
 
 /// The node's annotation with the drivers' names for it.
 const NODE_IDS: &str = "csi.volume.kubernetes.io/nodeid";
@@ -95,7 +96,7 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
     let mut known: BTreeMap<PathBuf, Socket> = BTreeMap::new();
     let mut told: Option<Vec<CSINodeDriver>> = None;
     let mut served = BTreeSet::new();
-    let mut refreshed = Refreshed::default();
+    let (mut refreshed, mut retry) = (Refreshed::default(), REPORT_RETRY);
     loop {
         // Before the listing: what comes after it ends the wait below.
         let changes = Changes::of(&dir);
@@ -110,19 +111,21 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
         served.extend(now.iter().map(|driver| driver.name.clone()));
         let node = context.node.borrow().clone();
         let registered = node.is_some() || nodes.is_none();
+        let mut most = LOOK;
         if let Some((nodes, node)) = nodes.as_ref().zip(node)
             && told.as_ref() != Some(&now)
-            && tell_of(&context, &**nodes, &node, (&now, &served)).await
         {
-            told = Some(now.clone());
+            if tell_of(&context, &**nodes, &node, (&now, &served)).await {
+                (told, retry) = (Some(now), REPORT_RETRY);
+            } else {
+                most = retry.pause();
+            }
         }
         let next = known
             .values()
             .filter(|s| s.name.is_none())
             .map(|s| s.next.saturating_duration_since(Instant::now()))
             .min();
-        let reported = told.as_ref() == Some(&now) || !registered || nodes.is_none();
-        let most = if reported { LOOK } else { FIRST_RETRY };
         let pause = next.unwrap_or(LOOK).min(due.unwrap_or(LOOK)).min(most);
         tokio::select! {
             biased;
