@@ -228,7 +228,7 @@ impl Agent {
             () = claims => anyhow::bail!("the upkeep of resource claims ended"),
             () = slices => anyhow::bail!("the upkeep of ResourceSlices ended"),
             () = pod_resources => anyhow::bail!("the podresources API ended"),
-            () = renewal => anyhow::bail!("the node's client certificate has ended, and the apiserver gives it no other: it begins anew with --bootstrap-kubeconfig at the next start"),
+            () = renewal => anyhow::bail!("the node's client certificate expired and its renewal failed: the next start requests one with --bootstrap-kubeconfig"),
             () = limits => anyhow::bail!("the watch over disk limits ended"),
             () = pressure => anyhow::bail!("the watch over memory, disks and process ids ended"),
             () = oom => anyhow::bail!("the watch over the kernel's log ended"),

@@ -261,6 +261,14 @@ fn directories(flags: &Overrides) -> (PathBuf, PathBuf) {
 /// The kubelet's own, which device plugins are built with: they register there whatever the root directory is.
 const DEVICE_PLUGINS: &str = "/var/lib/kubelet/device-plugins";
 
+fn device_plugin_dir(flags: &Overrides) -> Result<PathBuf, ConfigError> {
+    let given = flags.device_plugin_dir.clone();
+    absolute(
+        "--device-plugin-dir",
+        given.unwrap_or_else(|| DEVICE_PLUGINS.into()),
+    )
+}
+
 /// Resolves the merged file; flags win. `hostname` is the machine's own name.
 pub(super) fn resolve(
     mut d: Document,
@@ -292,13 +300,7 @@ pub(super) fn resolve(
         rotate_certificates: d.rotate_certificates.unwrap_or(false),
         cert_dir,
         feature_gates: d.feature_gates.clone().unwrap_or_default(),
-        device_plugin_dir: absolute(
-            "--device-plugin-dir",
-            flags
-                .device_plugin_dir
-                .clone()
-                .unwrap_or_else(|| DEVICE_PLUGINS.into()),
-        )?,
+        device_plugin_dir: device_plugin_dir(flags)?,
         root_dir: absolute("--root-dir", root_dir)?,
         node_labels: node_labels(flags)?,
         register_node: flags.register_node.or(d.register_node).unwrap_or(true),

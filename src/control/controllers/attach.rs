@@ -289,7 +289,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
                 if let Err(error) = take(&client, step).await {
                     unfinished = true;
                     if !matches!(code(&error), Some(404 | 409)) {
-                        tracing::warn!(error = %crate::kubeapi::client::chain(&error), "an attachment could not be tended; it is tried again");
+                        tracing::warn!(error = %crate::kubeapi::client::chain(&error), "reconcile of a VolumeAttachment failed, retrying");
                     }
                 }
             }

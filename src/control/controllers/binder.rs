@@ -567,7 +567,7 @@ pub(super) async fn run(client: Client, caches: Caches, directories: Option<(Pat
             match take(&client, step.clone(), directories.as_ref()).await {
                 // Overtaken, or done before: the next look knows.
                 Err(error) if !matches!(code(&error), Some(404 | 409)) => {
-                    tracing::warn!(error = %crate::kubeapi::client::chain(&error), ?step, "a claim or volume could not be tended; it is tried again");
+                    tracing::warn!(error = %crate::kubeapi::client::chain(&error), ?step, "reconcile of a claim or volume failed, retrying");
                     unfinished = true;
                 }
                 Err(_) => unfinished = true,

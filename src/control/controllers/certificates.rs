@@ -169,7 +169,7 @@ pub(super) async fn run(client: Client, sign: Sign) {
             if let Err(error) = take(&client, &request, step, &sign).await {
                 unfinished |= !matches!(code(&error), Some(404 | 409));
                 if unfinished {
-                    tracing::warn!(error = %chain(&error), request = request.name_any(), "a request for a certificate could not be tended; it is tried again");
+                    tracing::warn!(error = %chain(&error), request = request.name_any(), "reconcile of a CertificateSigningRequest failed, retrying");
                 }
             }
         }

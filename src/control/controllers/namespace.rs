@@ -35,7 +35,7 @@ pub(super) async fn run(client: Client, caches: Caches, ca: String) {
             };
             if let Err(error) = result {
                 unfinished = true;
-                tracing::debug!(%error, namespace = namespace.name_any(), "a namespace could not be tended; it is tried again");
+                tracing::debug!(%error, namespace = namespace.name_any(), "reconcile of a namespace failed, retrying");
             }
         }
         let most = if unfinished {
