@@ -227,8 +227,10 @@ async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> 
             [agent.config, agent.kubeconfig] = KUBEADM.map(there);
         }
     }
-    let config = configuration(&agent, &given)?;
-    let findings = agent::doctor::run(&config, sys::clock::Clock::system()).await;
+    let findings = match configuration(&agent, &given) {
+        Ok(config) => agent::doctor::run(&config, sys::clock::Clock::system()).await,
+        Err(error) => vec![diagnosis::unusable(error.to_string())],
+    };
     match output {
         Findings::Text => print!("{}", diagnosis::text(&findings)),
         Findings::Json => println!("{}", serde_json::to_string_pretty(&findings)?),
@@ -275,6 +277,7 @@ async fn run_agent(
         runtime = config.runtime_endpoint,
         "the agent starts"
     );
+    agent::doctor::at_start(&config);
     let agent = tokio::select! {
         agent = agent::build(config) => agent?,
         () = stop.cancelled() => return Ok(()),

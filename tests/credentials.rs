@@ -79,6 +79,12 @@ fn as_node(dir: &Path, arguments: &[&str]) -> String {
     String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
 }
 
+/// Whether a log of the agent has the doctor's finding that the runtime does not answer, with its remedy.
+fn names_the_runtime(log: &str) -> bool {
+    let mut lines = log.lines().filter(|line| line.contains("doctor: "));
+    lines.any(|line| line.contains("nothing.sock does not answer") && line.contains("remedy"))
+}
+
 #[test]
 fn a_node_joins_with_a_token_and_renews_its_certificates() {
     let cluster = Cluster::start("credentials", 47);
@@ -108,6 +114,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     cluster.wait("the refusal", || {
         log().contains("the node has no certificate yet") && log().contains("Unauthorized")
     });
+    cluster.wait("the doctor's finding", || names_the_runtime(&log()));
     drop(agent);
     assert!(!dir.join("kubelet.conf").exists());
 

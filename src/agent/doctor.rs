@@ -14,7 +14,7 @@ use super::node::{credentials, machine, network};
 use crate::config::Config;
 use crate::core::node::conditions;
 use crate::core::node::doctor::{
-    ApiFacts, Certificate, Disk, Facts, Finding, Port, RuntimeFacts, diagnose,
+    ApiFacts, Certificate, Disk, Facts, Finding, Port, RuntimeFacts, diagnose, errors,
 };
 use crate::core::node::signing;
 use crate::cri::Runtime as _;
@@ -25,27 +25,15 @@ use crate::sys::machine::{self as own, Room};
 use crate::sys::{cgroup, file, ports};
 
 /// How long the runtime and the apiserver may take to answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The largest certificate file that is read.
 const LIMIT: u64 = 1 << 20;
 
 /// Looks at everything, and says what is wrong.
 pub async fn run(config: &Config, clock: Clock) -> Vec<Finding> {
-    let (runtime, api) = tokio::join!(runtime(config), api(config, clock));
-    let node_ips = network::addresses(config).await.unwrap_or_default();
-    let resolver = network::try_resolver(config, &node_ips);
+    let api = api(config, clock).await;
     diagnose(&Facts {
-        now: clock.now(),
-        refusals: machine::refusals(config),
         configuration: unheard(config),
-        kernel: own::kernel(),
-        overlay: own::has_filesystem("overlay"),
-        forwards: own::sysctl("net/ipv4/ip_forward") == "1",
-        bridge_filters: bridge_filters(),
-        cgroup_v2: cgroup::is_v2(),
-        controllers: cgroup::controllers(),
-        wants_systemd: config.systemd_cgroups,
-        runtime: Some((config.runtime_endpoint.clone(), runtime)),
         api,
         ports: listening(config)
             .into_iter()
@@ -55,11 +43,52 @@ pub async fn run(config: &Config, clock: Clock) -> Vec<Finding> {
                 holder: ports::holder(address),
             })
             .collect(),
+        ..local(config, clock).await
+    })
+}
+
+/// Looks, while the agent starts, at what costs little and that the agent does not report by itself, and logs once what
+/// keeps pods from running. The start does not wait for it.
+pub fn at_start(config: &Config) {
+    let config = config.clone();
+    tokio::spawn(async move {
+        let findings = diagnose(&local(&config, Clock::system()).await);
+        for finding in errors(&findings) {
+            tracing::error!(
+                subject = finding.subject,
+                leads_to = finding.leads_to,
+                remedy = finding.remedy,
+                "doctor: {}",
+                finding.found
+            );
+        }
+    });
+}
+
+/// What the machine and the runtime say: neither the apiserver nor the ports, which the agent itself takes.
+async fn local(config: &Config, clock: Clock) -> Facts {
+    let runtime = runtime(config).await;
+    let node_ips = network::addresses(config).await;
+    let resolver = network::try_resolver(config, &node_ips);
+    Facts {
+        now: clock.now(),
+        refusals: machine::refusals(config),
+        configuration: vec![],
+        kernel: own::kernel(),
+        overlay: own::has_filesystem("overlay"),
+        forwards: own::sysctl("net/ipv4/ip_forward") == "1",
+        bridge_filters: bridge_filters(),
+        cgroup_v2: cgroup::is_v2(),
+        controllers: cgroup::controllers(),
+        wants_systemd: config.systemd_cgroups,
+        runtime: Some((config.runtime_endpoint.clone(), runtime)),
+        api: None,
+        ports: vec![],
         certificates: certificates(config),
         disks: disks(config),
         // An empty name means that pods get nothing of the node's.
         resolver: (!config.resolv_conf.is_empty()).then(|| (config.resolv_conf.clone(), resolver)),
-    })
+    }
 }
 
 fn unheard(config: &Config) -> Vec<String> {
@@ -81,11 +110,13 @@ fn bridge_filters() -> Option<bool> {
 async fn runtime(config: &Config) -> Result<RuntimeFacts, String> {
     let client = super::assembly::runtime(config, None)?;
     let begun = Instant::now();
-    let late = |_| format!("no answer within {} s", PATIENCE.as_secs());
-    let asked = timeout(PATIENCE, client.status()).await.map_err(late)?;
+    let late = |_| format!("no answer within {} s", ANSWER_TIMEOUT.as_secs());
+    let asked = timeout(ANSWER_TIMEOUT, client.status())
+        .await
+        .map_err(late)?;
     let status = asked.map_err(|e| e.to_string())?;
     let took = begun.elapsed();
-    let asked = timeout(PATIENCE, client.systemd_cgroups())
+    let asked = timeout(ANSWER_TIMEOUT, client.systemd_cgroups())
         .await
         .map_err(late)?;
     Ok(RuntimeFacts {
@@ -105,8 +136,8 @@ async fn api(config: &Config, clock: Clock) -> Option<Result<ApiFacts, String>> 
         Some(bootstraps) => (bootstraps, None),
         None => (path, credentials::own_pair(config)),
     };
-    let asked = timeout(PATIENCE, ask_api(path, own, &config.node_name, clock)).await;
-    Some(asked.unwrap_or_else(|_| Err(format!("nothing within {} s", PATIENCE.as_secs()))))
+    let asked = timeout(ANSWER_TIMEOUT, ask_api(path, own, &config.node_name, clock)).await;
+    Some(asked.unwrap_or_else(|_| Err(format!("nothing within {} s", ANSWER_TIMEOUT.as_secs()))))
 }
 
 async fn ask_api(

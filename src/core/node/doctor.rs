@@ -166,6 +166,23 @@ pub fn diagnose(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
+/// What keeps the agent from starting or pods from running.
+pub fn errors(findings: &[Finding]) -> impl Iterator<Item = &Finding> {
+    findings.iter().filter(|f| f.severity == Severity::Error)
+}
+
+/// The finding about a configuration that cannot be used; the reason names the field and the remedy.
+#[must_use]
+pub fn unusable(why: String) -> Finding {
+    Finding {
+        subject: "config",
+        severity: Severity::Error,
+        found: why,
+        leads_to: Some("the agent does not start".into()),
+        remedy: Some("correct the flag or the field of the configuration that is named".into()),
+    }
+}
+
 /// The findings for people: what is well in one line each, what is not with its effect and its remedy.
 #[must_use]
 pub fn text(findings: &[Finding]) -> String {
