@@ -445,6 +445,17 @@ fn the_doctor_names_what_is_wrong(cluster: &Cluster) {
             && said.contains("--container-runtime-endpoint"),
         "{said}"
     );
+    let invalid = Command::new(support::holdfast())
+        .args(["doctor", "-o", "json", "--name", cluster.name(), "--port=0"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8(invalid.stdout).unwrap();
+    assert_eq!(invalid.status.code(), Some(1), "{said}");
+    assert_eq!(
+        severities(&said),
+        [("config".to_owned(), "error".to_owned())]
+    );
+    assert!(said.contains("port: \\\"0\\\" is invalid"), "{said}");
 }
 
 /// `agent record pod` and `replay`, with a record as it is and with one that an other program might have written.
@@ -514,9 +525,28 @@ fn a_short_pod_costs_few_requests(node: &Node, image: &str) {
     );
 }
 
+/// What is served from the start on, whatever has happened.
+fn facts(agent: &str) {
+    for (begin, least) in [
+        (
+            r#"kubernetes_feature_enabled{name="DynamicResourceAllocation",stage=""}"#,
+            1.0,
+        ),
+        (
+            r#"kubelet_running_containers{container_state="exited"}"#,
+            0.0,
+        ),
+        (r#"kubelet_restarted_pods_total{static="true"}"#, 0.0),
+        ("kubelet_orphaned_runtime_pods_total", 0.0),
+    ] {
+        assert!(value(agent, begin) >= least, "{begin}");
+    }
+}
+
 /// `/metrics`, of the agent itself.
 fn own_metrics(node: &Node) {
     let agent = node.raw("/metrics");
+    facts(&agent);
     assert!(value(&agent, "process_resident_memory_bytes") > f64::from(1 << 20));
     assert!(
         value(
@@ -593,16 +623,6 @@ fn own_metrics(node: &Node) {
             1.0,
         ),
         ("kubelet_node_startup_pre_kubelet_duration_seconds", 1.0),
-        (
-            r#"kubernetes_feature_enabled{name="DynamicResourceAllocation",stage=""}"#,
-            1.0,
-        ),
-        (
-            r#"kubelet_running_containers{container_state="exited"}"#,
-            0.0,
-        ),
-        (r#"kubelet_restarted_pods_total{static="true"}"#, 0.0),
-        ("kubelet_orphaned_runtime_pods_total", 0.0),
         ("kubelet_node_startup_registration_duration_seconds", 1e-6),
         ("kubelet_node_startup_duration_seconds", 1.0),
         ("kubelet_first_network_pod_start_sli_duration_seconds", 1e-3),

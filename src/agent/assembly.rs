@@ -164,6 +164,9 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     make_directories(&config)?;
     let managers = super::node::managers::start(&config)?;
     let metrics = Arc::new(super::Metrics::default());
+    metrics.pods_orphaned(0);
+    metrics.pods_restarted(false, 0);
+    metrics.pods_restarted(true, 0);
     let counted = Arc::clone(&metrics);
     let report: crate::cri::Report =
         Arc::new(move |operation, refused, took| counted.runtime(operation, refused, took));

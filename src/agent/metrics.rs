@@ -220,6 +220,23 @@ impl Metrics {
         self.with(|r| r.count(DEFERRED_ACCEPTED, &[trigger], 1));
     }
 
+    /// A pod cannot have other sizes while it runs; `manager` is what forbids it: `cpu` or `memory`.
+    pub fn resize_infeasible(&self, manager: &str) {
+        let reason = format!("guaranteed_pod_{manager}_manager_static_policy");
+        self.with(|r| r.count(INFEASIBLE, &[&reason], 1));
+    }
+
+    /// So many pods came back under the uid of one that had to end first.
+    pub fn pods_restarted(&self, is_static: bool, count: u64) {
+        let labels = [if is_static { "true" } else { "" }];
+        self.with(|r| r.count(RESTARTED, &labels, count));
+    }
+
+    /// So many pods were found that only the runtime has.
+    pub fn pods_orphaned(&self, count: u64) {
+        self.with(|r| r.count(ORPHANED, &[], count));
+    }
+
     /// A pod's containers were resized, or could not be.
     pub fn resized(&self, done: bool, took: Duration) {
         let labels = [if done { "true" } else { "false" }];

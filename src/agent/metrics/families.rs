@@ -311,6 +311,21 @@ pub(super) const DEFERRED_ACCEPTED: Family = family(
     "Cumulative number of resizes that were accepted after being deferred, by what made the room.",
     &["retry_trigger"],
 );
+pub(super) const INFEASIBLE: Family = family(
+    "kubelet_pod_infeasible_resizes_total",
+    "Number of infeasible resizes for pods.",
+    &["reason_detail"],
+);
+pub(super) const RESTARTED: Family = family(
+    "kubelet_restarted_pods_total",
+    "Number of pods that have been restarted because they were deleted and recreated with the same UID while the agent was watching them (common for static pods, extremely uncommon for API pods).",
+    &["static"],
+);
+pub(super) const ORPHANED: Family = family(
+    "kubelet_orphaned_runtime_pods_total",
+    "Number of pods that have been detected in the container runtime and that neither the API nor a file or URL has.",
+    &[],
+);
 pub(super) const RESIZE_MS: Family = family(
     "kubelet_pod_resize_duration_milliseconds",
     "Duration in milliseconds to actuate a pod resize.",

@@ -244,6 +244,10 @@ impl Dispatcher {
         }
         // A static pod may have waited for the name.
         self.update([worker.full_name].into());
+        if self.workers.contains_key(uid) {
+            let is_static = pod::is_static(&worker.update.pod);
+            self.context.metrics.pods_restarted(is_static, 1);
+        }
     }
 
     fn objects_changed(&mut self, keys: &BTreeSet<Key>, cache: &Cache<Pod>) {
@@ -400,6 +404,7 @@ impl Dispatcher {
             if self.workers.contains_key(&orphan.uid) {
                 continue;
             }
+            self.context.metrics.pods_orphaned(1);
             tracing::info!(
                 pod = orphan.name,
                 namespace = orphan.namespace,

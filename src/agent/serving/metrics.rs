@@ -254,13 +254,11 @@ async fn what_runs(out: &mut Page, context: &Context) -> Result<(), Refusal> {
         by_pod.len() as f64,
     );
     let name = "kubelet_running_containers";
-    out.family(name, "gauge", "Number of containers currently running.")
-        .sample(
-            name,
-            &[("container_state", "running")],
-            running.len() as f64,
-            None,
-        );
+    out.family(name, "gauge", "Number of containers by their state.");
+    let ended = context.runtime.dead_containers().await.map_err(broken)?;
+    for (state, count) in [("running", running.len()), ("exited", ended.len())] {
+        out.sample(name, &[("container_state", state)], count as f64, None);
+    }
     Ok(())
 }
 

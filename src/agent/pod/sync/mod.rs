@@ -36,7 +36,7 @@ use crate::core::node::admit::{NODE_AFFINITY, Refusal};
 use crate::core::pod;
 use crate::core::pod::journal::{Progress, Step};
 use crate::core::pod::observed::ObservedPod;
-use crate::core::pod::resize::Resizing;
+use crate::core::pod::resize::{INFEASIBLE, Resizing};
 use crate::core::pod::worker::{Op, Outcome, Update};
 
 /// What an operation made for later ones. The worker's decisions do not depend on what is in it.
@@ -204,10 +204,16 @@ impl Job {
         let desired = Arc::clone(&self.update.pod);
         match self.context().ledger.grow(desired).await {
             Ok(()) => Outcome::Granted,
-            Err(refusal) => Outcome::Deferred {
-                reason: refusal.reason,
-                message: refusal.message,
-            },
+            Err(Refusal {
+                reason, message, ..
+            }) => {
+                if reason == INFEASIBLE {
+                    let is_memory = message.contains("Memory Manager");
+                    let manager = if is_memory { "memory" } else { "cpu" };
+                    self.context().metrics.resize_infeasible(manager);
+                }
+                Outcome::Deferred { reason, message }
+            }
         }
     }
 
