@@ -110,7 +110,7 @@ impl Volumes {
     }
 
     /// Sets up what is missing and refreshes what has changed. `known` says that they were set up before: then
-    /// what cannot be refreshed stays as it was, and is reported.
+    /// what cannot be refreshed stays as it was, and the answer says why.
     pub async fn set_up(
         &mut self,
         context: &Context,
@@ -118,7 +118,7 @@ impl Volumes {
         pod_ips: &[String],
         known: bool,
         log: &Log,
-    ) -> Result<Fetched, String> {
+    ) -> Result<(Fetched, Option<String>), String> {
         self.begun.get_or_insert_with(Instant::now);
         self.follow(context, pod);
         let mut fetched = log
@@ -195,13 +195,12 @@ impl Volumes {
             }
         }
         self.count(context, pod);
-        match failed {
-            Some(error) if !(known || self.set_up) => return Err(error),
-            _ => {}
-        }
-        self.set_up = true;
+        self.set_up |= known || failed.is_none();
         fetched.resolved.clone_from(&self.resolved);
-        Ok(fetched)
+        match failed {
+            Some(error) if !self.set_up => Err(error),
+            outdated => Ok((fetched, outdated)),
+        }
     }
 }
 

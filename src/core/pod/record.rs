@@ -126,6 +126,7 @@ fn brief(outcome: &Outcome) -> String {
         | Outcome::Waiting {
             reason, message, ..
         } => format!("{reason}: {message}"),
+        Outcome::Outdated(why) => format!("not up to date: {why}"),
         Outcome::Failed(why) => format!("failed: {why}"),
         Outcome::Admitted => "admitted".into(),
         Outcome::Granted => "granted".into(),

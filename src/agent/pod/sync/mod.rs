@@ -238,11 +238,12 @@ impl Job {
             .map(|s| s.ips.clone())
             .unwrap_or_default();
         let mut volumes = self.tools.volumes.lock().await;
-        let fetched = volumes
+        let (fetched, outdated) = volumes
             .set_up(self.context(), &self.pod, &ips, known, self.log())
             .await
             .map_err(failed)?;
-        Ok((Outcome::Done, Some(Asset::Fetched(Arc::new(fetched)))))
+        let outcome = outdated.map_or(Outcome::Done, Outcome::Outdated);
+        Ok((outcome, Some(Asset::Fetched(Arc::new(fetched)))))
     }
 }
 

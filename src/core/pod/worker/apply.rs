@@ -186,6 +186,7 @@ impl Worker {
                 message,
                 until,
             } => return self.apply_waiting(facts, &op, (reason, message), until),
+            Outcome::Outdated(_) => self.failed(facts.now, key),
             // Making sandboxes is paced by how long they stand, not by whether one was made.
             _ if *key != Key::Sandbox => self.forget_retry(key),
             _ => {}
@@ -204,10 +205,12 @@ impl Worker {
                 self.mirrored = Some((self.update.identity(), facts.now));
             }
             (Op::Prepare, _) => self.prepared_at = Some(facts.now),
-            (Op::Volumes { .. }, _) => {
+            (Op::Volumes { .. }, outcome) => {
+                // Containers start with what there is.
                 self.volumes = VolumeState {
                     at: Some(facts.now),
                     fresh: true,
+                    stale: self.volumes.stale || matches!(outcome, Outcome::Outdated(_)),
                     ..self.volumes
                 };
             }

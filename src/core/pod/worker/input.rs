@@ -390,6 +390,8 @@ pub enum Outcome {
         /// When another try makes sense, if that is known.
         until: Option<Timestamp>,
     },
+    /// What was there before still is, and could not be brought up to date.
+    Outdated(String),
     /// It failed or its outcome is unknown; another try may cure it.
     Failed(String),
 }

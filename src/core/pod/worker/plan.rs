@@ -21,6 +21,10 @@ use crate::core::time;
 /// A mirror that the API does not show in line is looked after this often.
 const MIRROR_AUDIT: SignedDuration = SignedDuration::from_secs(10);
 
+/// What a pod waits for whose volumes could not be refreshed; the journal has why.
+const OUTDATED: &str =
+    "its volumes are not up to date: they could not be refreshed, and it is tried again";
+
 /// A plan in the making.
 #[derive(Default)]
 struct Plan {
@@ -216,7 +220,9 @@ impl Worker {
     fn plan_preparation(&mut self, facts: &Facts, actions: &PodActions, plan: &mut Plan) {
         let every = facts.rules.sync_frequency;
         let starts = !actions.start.is_empty() || actions.create_sandbox.is_some();
-        if !starts {
+        let is_held = self.held_until(&Key::Volumes, facts.now).is_some();
+        // While a refresh that failed waits for its next try, containers start with what there is.
+        if !starts && !is_held {
             self.volumes.fresh = false;
         }
         let due = |at: Option<Timestamp>| at.is_none_or(|at| at + every <= facts.now);
@@ -232,6 +238,9 @@ impl Worker {
             plan.waits
                 .push("its cgroup and directories are being made".into());
             return;
+        }
+        if refresh && is_held && self.volumes.at.is_some() {
+            plan.waits.push(OUTDATED.into());
         }
         if refresh || (!actions.start.is_empty() && !self.volumes.fresh) {
             let known = self

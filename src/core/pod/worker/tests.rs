@@ -351,6 +351,42 @@ fn deadlines_move_with_the_clock() {
     }
 }
 
+#[test]
+fn volumes_that_could_not_be_refreshed_are_tried_again_and_hold_up_no_start() {
+    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
+    run.settle();
+    run.input(Input::VolumesChanged);
+    let outdated = || Outcome::Outdated("no space left on device".into());
+    let mut pauses = vec![];
+    for _ in 0..6 {
+        assert!(run.waiting.iter().any(|op| op.key() == Key::Volumes));
+        let turn = run.done(&Key::Volumes, outdated());
+        let why = run.worker.waiting.clone().unwrap_or_default();
+        assert!(why.contains("volumes are not up to date"), "{why}");
+        let wake = turn.wake_at.expect("it is tried again");
+        pauses.push(wake.duration_since(at(run.now)).as_millis());
+        run.now += i64::try_from(*pauses.last().expect("one")).expect("short");
+        run.input(Input::Tick);
+    }
+    assert_eq!(pauses, [500, 1000, 2000, 4000, 8000, 10_000]);
+    // A container that ends meanwhile starts anew with what there is.
+    run.exit("c0", 1);
+    run.input(Input::Hint);
+    let starts = run.begun.len();
+    run.done(&Key::Volumes, outdated());
+    run.settle_but(|op| op.key() == Key::Volumes);
+    assert!(
+        run.begun[starts..]
+            .iter()
+            .any(|key| matches!(key, Key::Start(_)))
+    );
+    run.now += 10_000;
+    run.input(Input::Tick);
+    run.settle();
+    let why = run.worker.waiting.clone().unwrap_or_default();
+    assert!(!why.contains("volumes are not up to date"), "{why}");
+}
+
 /// Found by tests/recovery.rs: something else happened while a sidecar was being started, and then all was well.
 #[test]
 fn a_pod_whose_container_is_being_started_is_never_well() {
