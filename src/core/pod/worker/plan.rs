@@ -393,18 +393,19 @@ impl Worker {
 
     /// Containers that no action starts yet because an init container or a sidecar comes first.
     fn note_init_waits(&self, observed: &ObservedPod, actions: &PodActions, plan: &mut Plan) {
-        if !actions.start.is_empty() || actions.sandbox.is_none() {
+        let Some(sandbox) = actions
+            .sandbox
+            .as_ref()
+            .filter(|_| actions.start.is_empty())
+        else {
             return;
-        }
-        let missing = pod::spec(&self.effective)
-            .containers
-            .iter()
-            .find(|c| observed.newest(&c.name).is_none());
-        let before = pod::spec(&self.effective)
-            .init_containers
-            .iter()
-            .flatten()
-            .rfind(|c| observed.newest(&c.name).is_some());
+        };
+        // Those of an older sandbox are history: all init containers run again in a new one.
+        let here = |name: &str| observed.newest(name).is_some_and(|c| c.sandbox == *sandbox);
+        let spec = pod::spec(&self.effective);
+        let missing = spec.containers.iter().find(|c| !here(&c.name));
+        let mut init = spec.init_containers.iter().flatten();
+        let before = init.rfind(|c| here(&c.name));
         if let (Some(missing), Some(before)) = (missing, before) {
             plan.container_waits.push(format!(
                 "container {} waits until init container {} is done or has started",

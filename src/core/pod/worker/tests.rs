@@ -149,6 +149,30 @@ impl Run {
         }
     }
 
+    /// The machine started again, or a shim died: the sandbox and all in it have ended.
+    fn lose_sandbox(&mut self) {
+        let all: Vec<String> = self.runtime.live().map(|c| c.id.clone()).collect();
+        all.iter().for_each(|id| self.exit(id, 137));
+        self.runtime
+            .sandboxes
+            .iter_mut()
+            .for_each(|s| s.ready = false);
+    }
+
+    /// Whether all is well as far as it says, though a container has no instance in the sandbox that there is.
+    fn is_overconfident(&self) -> bool {
+        let Some(seen) = self.worker.observed.as_ref() else {
+            return self.worker.waiting.is_none();
+        };
+        let here = |name: &str| {
+            let sandbox = seen.sandboxes.first().map(|s| &s.id);
+            seen.newest(name)
+                .is_some_and(|c| Some(&c.sandbox) == sandbox)
+        };
+        let mut containers = pod::spec(self.worker.pod()).containers.iter();
+        self.worker.waiting.is_none() && containers.any(|c| !here(&c.name))
+    }
+
     /// Lets operations end, all but those that `held` names, until none is left. Time stands still.
     fn settle_but(&mut self, held: impl Fn(&Op) -> bool) {
         for _ in 0..200 {
@@ -237,6 +261,38 @@ fn a_container_starts_as_soon_as_its_sidecar_has() {
         (run.phase(), run.worker.waiting.as_deref()),
         ("Running", None)
     );
+}
+
+/// A pod with a sidecar, an init container and a container.
+fn with_init(policy: &str) -> Value {
+    json!({"restartPolicy": policy, "initContainers": [{"name": "s", "image": "i", "restartPolicy": "Always"}, {"name": "t", "image": "i"}],
+        "containers": [{"name": "c", "image": "i"}]})
+}
+
+#[test]
+fn an_init_container_that_runs_again_is_waited_for_again() {
+    let mut run = Run::new(a_pod(with_init("Always"), json!({})));
+    for attempt in 0..2 {
+        run.settle();
+        let why = run.worker.waiting.clone().unwrap_or_default();
+        assert!(
+            why.contains("container c waits until init container t is done"),
+            "{attempt}: {why:?}"
+        );
+        run.exit(&format!("t{attempt}"), 0);
+        run.input(Input::Hint);
+        run.settle();
+        assert_eq!(
+            (run.phase(), run.worker.waiting.as_deref()),
+            ("Running", None)
+        );
+        run.lose_sandbox();
+        run.input(Input::Hint);
+        // Making another sandbox is paced.
+        run.settle();
+        run.now += 60_000;
+        run.input(Input::Tick);
+    }
 }
 
 /// Simulation, seed 1: an event told of the sandbox before the call that made it had returned.
@@ -742,8 +798,9 @@ proptest! {
     /// Whatever happens in whatever order: no two operations about the same, none begun for a pod that ends but
     /// those that end it, and (a debug assertion in `turn`) nothing planned that nobody would ever wake up for.
     #[test]
-    fn no_order_of_events_confuses_a_worker(choices in proptest::collection::vec(0u8..18, 1..120)) {
-        let mut run = Run::new(a_pod(with_sidecar("OnFailure"), json!({})));
+    fn no_order_of_events_confuses_a_worker(choices in proptest::collection::vec(0u8..21, 1..120), init in any::<bool>()) {
+        let spec = || if init { with_init("OnFailure") } else { with_sidecar("OnFailure") };
+        let mut run = Run::new(a_pod(spec(), json!({})));
         for choice in choices {
             run.now += i64::from(choice) * 37;
             let op = run.waiting.get(usize::from(choice % 4)).cloned();
@@ -764,7 +821,7 @@ proptest! {
                 (13, _) => _ = run.input(Input::Hint),
                 (14, _) if run.now > 2000 => {
                     let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "resourceVersion": "9"});
-                    run.input(Input::Update(a_pod(with_sidecar("OnFailure"), deleted)));
+                    run.input(Input::Update(a_pod(spec(), deleted)));
                 }
                 (15, _) => {
                     let mut echo = run.worker.update().clone();
@@ -775,6 +832,17 @@ proptest! {
                     run.input(Input::Update(echo));
                 }
                 (16, _) => _ = run.input(Input::Evicted(shutdown::verdict(9))),
+                (18, _) => {
+                    let newest = run.runtime.newest("t").filter(|t| t.state == ContainerState::Running);
+                    if let Some(id) = newest.filter(|_| init).map(|t| t.id.clone()) {
+                        run.exit(&id, 0);
+                    }
+                    run.input(Input::Hint);
+                }
+                (19, _) => {
+                    run.lose_sandbox();
+                    run.input(Input::Hint);
+                }
                 _ => _ = run.input(Input::Tick),
             }
             let mut keys: Vec<Key> = run.waiting.iter().map(Op::key).collect();
@@ -782,6 +850,9 @@ proptest! {
             let all = keys.len();
             keys.dedup();
             prop_assert_eq!(keys.len(), all);
+            if run.worker.state == State::Syncing {
+                prop_assert!(!run.is_overconfident(), "{:?}", run.worker);
+            }
             if run.worker.state.is_ending() {
                 let starts = run.waiting.iter().any(|op| matches!(op, Op::Start { .. } | Op::Pull(_) | Op::Volumes { .. }));
                 prop_assert!(!starts);
