@@ -208,6 +208,55 @@ fn a_completed_pod_is_left_alone() {
     }
 }
 
+/// The machine gets another address: the probes of pods that have the node's go there.
+#[test]
+fn probes_follow_the_address_of_the_node() {
+    simulate(1, async {
+        let world = World::new(1);
+        let agent = world.start_agent();
+        world.create_host_pod("proxy");
+        let is_well = |pod: &serde_json::Value| {
+            let container = &pod["status"]["containerStatuses"][0];
+            container["ready"] == true && container["restartCount"] == 0
+        };
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        assert!(is_well(&world.object("proxy")), "{}", world.object("proxy"));
+        world.move_node("192.0.2.99");
+        for _ in 0..60 {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            assert!(is_well(&world.object("proxy")), "{}", world.object("proxy"));
+        }
+        agent.abort();
+    });
+}
+
+/// Each pod that came or went caused another DELETE of every mirror that waits for a finalizer.
+#[test]
+fn a_mirror_that_waits_for_a_finalizer_is_deleted_once() {
+    simulate(1, async {
+        let world = World::new(1);
+        let agent = world.start_agent();
+        world.add_manifest();
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        world.put_finalizer("steady-node");
+        world.remove_all_manifests();
+        tokio::time::sleep(Duration::from_secs(12)).await;
+        for n in 0..10 {
+            world.create_steady_pod(&format!("p{n}"));
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        let mirror = world.object("steady-node");
+        assert!(
+            mirror["metadata"]["deletionTimestamp"].is_string(),
+            "{mirror}"
+        );
+        assert_eq!(world.spent("delete", "steady-node"), 1);
+        world.drop_all_finalizers();
+        assert_eq!(world.phase("steady-node"), None);
+        agent.abort();
+    });
+}
+
 /// Seconds since `since`.
 fn seconds(since: tokio::time::Instant) -> u64 {
     since.elapsed().as_secs()

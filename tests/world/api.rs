@@ -103,6 +103,9 @@ impl PodApi for World {
             state.remove(uid);
         } else {
             let pod = state.pods.get_mut(uid).unwrap();
+            if pod["metadata"]["deletionTimestamp"].is_null() {
+                pod["metadata"]["deletionTimestamp"] = self.1.now().to_string().into();
+            }
             pod["metadata"]["deletionGracePeriodSeconds"] = 0.into();
             state.publish(uid);
         }

@@ -24,10 +24,15 @@ impl Dialer for World {
             _ => {
                 // The path names the container, the host its pod.
                 let mut state = self.state();
+                let context = state.context.as_ref().unwrap();
+                let node = context.node_ips.borrow()[0].clone();
                 let boxes: Vec<String> = state
                     .boxes
                     .iter()
-                    .filter(|(_, b)| b.sandbox.ips.contains(&request.host))
+                    .filter(|(_, b)| match b.sandbox.host_network {
+                        true => node == request.host,
+                        false => b.sandbox.ips.contains(&request.host),
+                    })
                     .map(|(id, _)| id.clone())
                     .collect();
                 let name = request.path.trim_start_matches('/');

@@ -324,6 +324,47 @@ impl World {
         live.iter().for_each(|id| end(&mut state, id, 0, now));
     }
 
+    /// A pod of the host network with probes of every kind.
+    pub fn create_host_pod(&self, name: &str) {
+        self.create_plain_pod(name, "Always");
+        let uid = self.uid(name);
+        let mut state = self.state();
+        let spec = &mut state.pods.get_mut(&uid).unwrap()["spec"];
+        spec["hostNetwork"] = true.into();
+        let probe = json!({"httpGet": {"port": 80, "path": "/c0"}, "periodSeconds": 1});
+        for kind in ["startupProbe", "readinessProbe", "livenessProbe"] {
+            spec["containers"][0][kind] = probe.clone();
+        }
+        state.publish(&uid);
+    }
+
+    /// The node has another address, as after a DHCP lease that was not renewed.
+    pub fn move_node(&self, address: &str) {
+        let context = self.state().context.clone().unwrap();
+        context.node_ips.send_replace(vec![address.to_owned()]);
+    }
+
+    /// A pod's object as the API has it.
+    pub fn object(&self, name: &str) -> Value {
+        let uid = self.uid(name);
+        self.state().pods[&uid].clone()
+    }
+
+    /// Somebody wants to see a pod's end.
+    pub fn put_finalizer(&self, name: &str) {
+        let uid = self.uid(name);
+        let mut state = self.state();
+        state.pods.get_mut(&uid).unwrap()["metadata"]["finalizers"] = json!(["sim.example/hold"]);
+        state.publish(&uid);
+    }
+
+    /// How many requests or calls of a kind there were for a pod within the last minute before the latest.
+    pub fn spent(&self, what: &'static str, name: &str) -> usize {
+        let uid = self.uid(name);
+        let state = self.state();
+        state.spent.get(&(uid, what)).map_or(0, VecDeque::len)
+    }
+
     /// What the worker of a pod has taken in lately, and decided.
     pub fn record(&self, name: &str) -> Option<Record> {
         let context = self.state().context.clone()?;

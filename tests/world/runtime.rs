@@ -78,6 +78,10 @@ impl Runtime for World {
         let now = self.1.now();
         let metadata = config.metadata.clone().unwrap();
         self.state().spend("run_sandbox", &metadata.uid);
+        let linux = config.linux.and_then(|l| l.security_context);
+        let host_network = linux
+            .and_then(|s| s.namespace_options)
+            .is_some_and(|n| n.network == pb::NamespaceMode::Node as i32);
         self.call(|state| {
             if state
                 .boxes
@@ -98,8 +102,11 @@ impl Runtime for World {
                 attempt: metadata.attempt,
                 ready: true,
                 created_at: now,
-                ips: vec![format!("10.0.0.{}", state.next % 250)],
-                host_network: false,
+                ips: match host_network {
+                    true => vec![],
+                    false => vec![format!("10.0.0.{}", state.next % 250)],
+                },
+                host_network,
             };
             state.boxes.insert(
                 id.clone(),

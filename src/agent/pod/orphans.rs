@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -153,34 +154,61 @@ async fn remove(context: Arc<Context>, uid: String) -> (String, bool) {
     (uid, removed.is_err())
 }
 
-/// Deletes mirrors whose static pod is gone, until the process ends.
+/// The mirrors that the API is to be asked to delete, by uid: not those that it is deleting, and that wait for a finalizer.
+fn undeleted(orphaned: &BTreeMap<String, Arc<Pod>>) -> BTreeMap<String, Arc<Pod>> {
+    let mirrors = orphaned.values();
+    mirrors
+        .filter(|mirror| mirror.metadata.deletion_timestamp.is_none())
+        .map(|mirror| (pod::uid(mirror).to_owned(), Arc::clone(mirror)))
+        .collect()
+}
+
+/// Deletes mirrors whose static pod is gone, until the process ends. Each in a task of its own, with a back-off of its own.
 pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<Roster>) {
-    let mut pauses = RETRY;
+    let mut tasks = JoinSet::<(String, bool)>::new();
+    let mut removals = Removals::default();
+    // The API has taken their deletion, and the watch may not have shown it yet.
+    let mut accepted = BTreeSet::new();
     loop {
-        let orphaned = roster.borrow_and_update().orphaned_mirrors.clone();
-        let mut failed = false;
-        for orphan in orphaned.into_values() {
-            let deletion = mirror::remove(&context, &orphan);
-            let deleted = tokio::time::timeout(DELETE_TIMEOUT, deletion)
-                .await
-                .unwrap_or_else(|_| Err(format!("no answer after {DELETE_TIMEOUT:?}")));
-            if let Err(error) = deleted {
-                failed = true;
-                tracing::warn!(%error, pod = %pod::full_name(&orphan), "orphaned mirror pod not deleted, retrying");
-            }
+        let mirrors = undeleted(&roster.borrow_and_update().orphaned_mirrors);
+        accepted.retain(|uid| mirrors.contains_key(uid));
+        let open = mirrors.keys().filter(|uid| !accepted.contains(*uid));
+        for uid in removals.begin(&open.cloned().collect(), Instant::now()) {
+            tasks.spawn(delete_mirror(
+                Arc::clone(&context),
+                Arc::clone(&mirrors[&uid]),
+            ));
         }
-        if !failed {
-            pauses.reset();
-        }
-        let again = failed.then(|| Instant::now() + pauses.pause());
+        let again = removals.next();
         tokio::select! {
             // In this order, so that a simulated run replays exactly.
             biased;
-            // Cancel-safe: the newest roster is read at the top of the loop.
+            // Cancel-safe: a task's end is taken or stays, and the newest roster is read at the top of the loop.
+            Some(ended) = tasks.join_next() => {
+                // No task is aborted, and a panic ends the process.
+                if let Ok((uid, has_failed)) = ended {
+                    removals.ended(&uid, has_failed, Instant::now());
+                    if !has_failed {
+                        accepted.insert(uid);
+                    }
+                }
+            }
             () = async { match again { Some(at) => tokio::time::sleep_until(at).await, None => std::future::pending().await } } => {}
-            changed = roster.changed(), if !failed => if changed.is_err() { return },
+            changed = roster.changed() => if changed.is_err() { return },
         }
     }
+}
+
+/// Deletes a mirror; the answer is its uid and whether that has failed.
+async fn delete_mirror(context: Arc<Context>, mirror: Arc<Pod>) -> (String, bool) {
+    let deletion = mirror::remove(&context, &mirror);
+    let deleted = tokio::time::timeout(DELETE_TIMEOUT, deletion)
+        .await
+        .unwrap_or_else(|_| Err(format!("no answer after {DELETE_TIMEOUT:?}")));
+    if let Err(error) = &deleted {
+        tracing::warn!(%error, pod = %pod::full_name(&mirror), "orphaned mirror pod not deleted, retrying");
+    }
+    (pod::uid(&mirror).to_owned(), deleted.is_err())
 }
 
 #[cfg(test)]

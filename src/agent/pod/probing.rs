@@ -50,7 +50,8 @@ struct Prober {
     role: Role,
     container: Container,
     id: String,
-    ip: String,
+    /// The pod's own address. A pod of the host network has the node's, which may change while it runs.
+    ip: Option<String>,
     kind: Kind,
     timing: Timing,
     first: Instant,
@@ -97,11 +98,10 @@ impl Probing {
                 continue;
             }
             let since = seen.started_at.unwrap_or(seen.created_at);
-            let ip = match observed.sandboxes.first() {
-                Some(sandbox) if !pod::host_network(pod) => sandbox.ips.first().cloned(),
-                _ => context.node_ips.borrow().first().cloned(),
-            };
-            let ip = ip.unwrap_or_default();
+            let sandbox = observed.sandboxes.first();
+            let ip = sandbox
+                .filter(|_| !pod::host_network(pod))
+                .map(|sandbox| sandbox.ips.first().cloned().unwrap_or_default());
             let health = worker.probed().health(&seen.id);
             self.begin(
                 context,
@@ -130,7 +130,7 @@ impl Probing {
         pod: &Arc<Pod>,
         role: Role,
         container: &Container,
-        (id, since, ip): (&str, Timestamp, String),
+        (id, since, ip): (&str, Timestamp, Option<String>),
         mut health: Health,
     ) {
         let started = Arc::new(
@@ -369,7 +369,9 @@ impl Prober {
         let Some(spec) = self.kind.of(&self.container) else {
             return Answer::Success;
         };
-        let check = match probe::check(spec, &self.container, &self.ip) {
+        let node_ip = || self.context.node_ips.borrow().first().cloned();
+        let ip = self.ip.clone().or_else(node_ip).unwrap_or_default();
+        let check = match probe::check(spec, &self.container, &ip) {
             Ok(check) => check,
             Err(error) => return Answer::Unknown(error),
         };
