@@ -32,6 +32,41 @@ struct Wanted {
     unique: String,
 }
 
+/// An attachment that nobody needs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Detached {
+    name: String,
+    node: String,
+    /// The name that nodes know the volume by, if its volume is still there.
+    unique: Option<String>,
+}
+
+/// The volumes that a node says it uses.
+fn in_use(node: &Node) -> BTreeSet<&str> {
+    let status = node.status.as_ref();
+    let names = status.and_then(|s| s.volumes_in_use.as_ref());
+    names.into_iter().flatten().map(String::as_str).collect()
+}
+
+/// The volumes that a node is told are attached.
+fn listed(node: &Node) -> BTreeSet<&str> {
+    let status = node.status.as_ref();
+    let volumes = status.and_then(|s| s.volumes_attached.as_ref());
+    let volumes = volumes.into_iter().flatten();
+    volumes.map(|v| v.name.as_str()).collect()
+}
+
+/// Whether a volume may be detached from a node. The node mounts only what is listed, after it has said that it uses
+/// it: what is neither at the same time cannot become mounted any more.
+fn is_free(node: &Node, unique: &str) -> bool {
+    !in_use(node).contains(unique) && !listed(node).contains(unique)
+}
+
+fn is_attached(attachment: &VolumeAttachment) -> bool {
+    attachment.metadata.deletion_timestamp.is_none()
+        && attachment.status.as_ref().is_some_and(|s| s.attached)
+}
+
 /// What there is.
 struct World {
     pods: Vec<Arc<Pod>>,
@@ -46,7 +81,7 @@ struct World {
 #[derive(Debug, PartialEq)]
 enum Step {
     Attach(String, Box<Wanted>),
-    Detach(String),
+    Detach(Box<Detached>),
     /// What a node is told of its volumes.
     Tell(String, Value),
 }
@@ -101,16 +136,13 @@ impl World {
             .into_iter()
             .filter(|(pod, ..)| pod::phase(pod) == "Pending")
         {
-            let status = self
-                .attachments
-                .iter()
-                .find(|a| a.name_any() == name)
-                .and_then(|a| a.status.as_ref());
+            let found = self.attachments.iter().find(|a| a.name_any() == name);
+            let status = found.and_then(|a| a.status.as_ref());
             let failed = status
                 .and_then(|s| s.attach_error.as_ref())
                 .map(|e| e.message.clone().unwrap_or_default());
             let volume = &attachment.volume;
-            match (status.is_some_and(|s| s.attached), failed) {
+            match (found.is_some_and(|a| is_attached(a)), failed) {
                 (true, _) => {
                     news.push((
                         Arc::clone(pod),
@@ -142,53 +174,18 @@ impl World {
         {
             steps.push(Step::Attach(name.clone(), Box::new(attachment.clone())));
         }
-        let in_use: BTreeSet<&String> = self
-            .nodes
-            .iter()
-            .flat_map(|n| {
-                n.status
-                    .as_ref()
-                    .and_then(|s| s.volumes_in_use.as_ref())
-                    .into_iter()
-                    .flatten()
-            })
-            .collect();
-        let unique = |attachment: &VolumeAttachment| {
-            let volume = attachment.spec.source.persistent_volume_name.as_ref()?;
-            let source = self
-                .volumes
-                .iter()
-                .find(|v| v.name_any() == *volume)?
-                .spec
-                .as_ref()?
-                .csi
-                .as_ref()?;
-            Some(csi::unique_name(&source.driver, &source.volume_handle))
-        };
-        for attachment in self
-            .attachments
-            .iter()
-            .filter(|a| a.metadata.deletion_timestamp.is_none())
-        {
-            let held = unique(attachment).is_some_and(|u| in_use.contains(&u));
-            if !wanted.contains_key(&attachment.name_any()) && !held {
-                steps.push(Step::Detach(attachment.name_any()));
-            }
-        }
+        let is_wanted = |a: &VolumeAttachment| wanted.contains_key(&a.name_any());
         for node in &self.nodes {
-            let attached = self.attachments.iter().filter(|a| {
-                a.spec.node_name == node.name_any() && a.status.as_ref().is_some_and(|s| s.attached)
-            });
-            let names: BTreeSet<String> = attached.filter_map(|a| unique(a)).collect();
-            let known: BTreeSet<String> = node
-                .status
-                .as_ref()
-                .and_then(|s| s.volumes_attached.as_ref())
-                .into_iter()
-                .flatten()
-                .map(|v| v.name.clone())
-                .collect();
-            if names != known {
+            let in_use = in_use(node);
+            // One that nobody needs is taken off the list before it is detached.
+            let attached = self
+                .attachments
+                .iter()
+                .filter(|a| a.spec.node_name == node.name_any() && is_attached(a))
+                .filter_map(|a| Some((a, self.unique(a)?)))
+                .filter(|(a, unique)| is_wanted(a) || in_use.contains(unique.as_str()));
+            let names: BTreeSet<String> = attached.map(|(_, unique)| unique).collect();
+            if !names.iter().map(String::as_str).eq(listed(node)) {
                 let list: Vec<Value> = names
                     .iter()
                     .map(|name| json!({"name": name, "devicePath": ""}))
@@ -199,8 +196,50 @@ impl World {
                 ));
             }
         }
+        let unwanted = self
+            .attachments
+            .iter()
+            .filter(|a| a.metadata.deletion_timestamp.is_none() && !is_wanted(a));
+        for attachment in unwanted {
+            let unique = self.unique(attachment);
+            let on = &attachment.spec.node_name;
+            let node = self.nodes.iter().find(|n| n.name_any() == *on);
+            if let (Some(node), Some(unique)) = (node, &unique)
+                && !is_free(node, unique)
+            {
+                continue;
+            }
+            steps.push(Step::Detach(Box::new(Detached {
+                name: attachment.name_any(),
+                node: on.clone(),
+                unique,
+            })));
+        }
         steps
     }
+
+    /// The name that nodes know an attachment's volume by.
+    fn unique(&self, attachment: &VolumeAttachment) -> Option<String> {
+        let volume = attachment.spec.source.persistent_volume_name.as_ref()?;
+        let found = self.volumes.iter().find(|v| v.name_any() == *volume)?;
+        let source = found.spec.as_ref()?.csi.as_ref()?;
+        Some(csi::unique_name(&source.driver, &source.volume_handle))
+    }
+}
+
+/// Deletes an attachment, unless its node has begun to use it meanwhile: what is known of it may be old.
+async fn detach(client: &Client, detached: &Detached) -> Result<(), kube::Error> {
+    if let Some(unique) = &detached.unique {
+        let nodes: Api<Node> = Api::all(client.clone());
+        let node = nodes.get_opt(&detached.node).await?;
+        if node.is_some_and(|node| !is_free(&node, unique)) {
+            return Ok(());
+        }
+    }
+    Api::<VolumeAttachment>::all(client.clone())
+        .delete(&detached.name, &DeleteParams::default())
+        .await
+        .map(|_| ())
 }
 
 async fn take(client: &Client, step: Step) -> Result<(), kube::Error> {
@@ -214,10 +253,7 @@ async fn take(client: &Client, step: Step) -> Result<(), kube::Error> {
                 .await
                 .map(|_| ())
         }
-        Step::Detach(name) => attachments
-            .delete(&name, &DeleteParams::default())
-            .await
-            .map(|_| ()),
+        Step::Detach(detached) => detach(client, &detached).await,
         Step::Tell(node, patch) => Api::<Node>::all(client.clone())
             .patch_status(&node, &PatchParams::default(), &Patch::Merge(patch))
             .await
@@ -314,6 +350,15 @@ mod tests {
         vec![Arc::new(serde_json::from_value(value).expect("an object"))]
     }
 
+    fn node(in_use: &[&str], attached: &[&str]) -> Arc<Node> {
+        let attached: Vec<Value> = attached
+            .iter()
+            .map(|name| json!({"name": name, "devicePath": ""}))
+            .collect();
+        let status = json!({"volumesInUse": in_use, "volumesAttached": attached});
+        one(json!({"metadata": {"name": "here"}, "status": status})).remove(0)
+    }
+
     fn world(required: bool, in_use: &[&str]) -> World {
         World {
             pods: one(
@@ -367,15 +412,38 @@ mod tests {
         assert!(
             matches!(&failing.news()[..], [(_, "FailedAttachVolume", why)] if why.ends_with("\"pv\" : no room"))
         );
+        attached.nodes[0] = node(&["kubernetes.io/csi/d^h"], &["kubernetes.io/csi/d^h"]);
         attached.pods.clear();
+        assert_eq!(attached.steps(), [], "the node still has it mounted");
+        // It is taken off the list before it is detached: a node that reads it there may mount it.
+        attached.nodes[0] = node(&[], &["kubernetes.io/csi/d^h"]);
+        let told = json!({"status": {"volumesAttached": []}});
+        assert_eq!(attached.steps(), [Step::Tell("here".into(), told)]);
+        attached.nodes[0] = node(&[], &[]);
         assert!(
-            !attached
-                .steps()
-                .iter()
-                .any(|s| matches!(s, Step::Detach(_))),
-            "the node still has it mounted"
+            matches!(&attached.steps()[..], [Step::Detach(detached)] if detached.name == name && detached.node == "here")
         );
-        attached.nodes = world(true, &[]).nodes;
-        assert!(attached.steps().contains(&Step::Detach(name)));
+        // Another node that uses it does not matter.
+        let mut other = Node::clone(&node(&["kubernetes.io/csi/d^h"], &[]));
+        other.metadata.name = Some("other".into());
+        attached.nodes.push(Arc::new(other));
+        assert!(matches!(&attached.steps()[..], [Step::Detach(_)]));
+    }
+
+    #[test]
+    fn an_attachment_that_is_being_deleted_is_not_attached() {
+        let mut world = world(true, &["kubernetes.io/csi/d^h"]);
+        let name = csi::attachment_name("d", "h", "here");
+        world.attachments = one(
+            json!({"metadata": {"name": name, "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["a"]},
+            "spec": {"attacher": "d", "nodeName": "here", "source": {"persistentVolumeName": "pv"}}, "status": {"attached": true}}),
+        );
+        assert_eq!((world.steps(), world.news()), (vec![], vec![]));
+        world.nodes[0] = node(&[], &["kubernetes.io/csi/d^h"]);
+        let told = json!({"status": {"volumesAttached": []}});
+        assert_eq!(world.steps(), [Step::Tell("here".into(), told)]);
+        world.attachments.clear();
+        world.nodes[0] = node(&[], &[]);
+        assert!(matches!(&world.steps()[..], [Step::Attach(..)]));
     }
 }
