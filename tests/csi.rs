@@ -5,8 +5,6 @@
 mod driver;
 mod support;
 
-use std::time::Duration;
-
 use driver::Driver;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -77,6 +75,124 @@ fn figures_tell_of_the_volume(cluster: &Cluster) {
         );
     }
     assert!(metrics.contains("kubelet_volume_stats_used_bytes{namespace=\"default\",persistentvolumeclaim=\"shared\"} 700"), "{metrics}");
+}
+
+/// A driver that does not answer holds up its pod alone. Its call is waited for: what it does late is undone after that.
+fn slow_calls_are_waited_for(cluster: &Cluster, driver: &Driver, [slow, quick]: [String; 2]) {
+    driver.hang("publish shared-1", true);
+    let before = driver.calls().len();
+    let asked = || {
+        let calls = driver.calls().split_off(before);
+        let of_volume = calls.into_iter().filter(|call| {
+            call.ends_with(" shared-1") && !call.starts_with("stats") && !call.starts_with("expand")
+        });
+        of_volume.collect::<Vec<_>>()
+    };
+    let begun = ["stage shared-1", "publish shared-1"];
+    cluster.apply(&slow);
+    cluster.wait("the driver to be asked", || asked() == begun);
+    cluster.kubectl(&["delete", "pod", "slow", "--wait=false"]);
+    cluster.apply(&quick);
+    cluster.wait("another pod with a volume of the driver", || {
+        condition(&cluster.pod("quick"), "Ready") == "True"
+    });
+    cluster.kubectl(&["delete", "pod", "quick"]);
+    assert_eq!(asked(), begun, "nothing is undone before it is done");
+    driver.hang("publish shared-1", false);
+    cluster.wait("it to go", || {
+        cluster
+            .kubectl(&["get", "pod", "slow", "--ignore-not-found"])
+            .is_empty()
+    });
+    let undone = ["unpublish shared-1", "unstage shared-1"];
+    assert_eq!(asked(), [begun, undone].concat());
+}
+
+const ATTACHED: &str =
+    r#"{"status": {"attached": true, "attachError": null, "attachmentMetadata": {"lun": "7"}}}"#;
+
+/// The name of the only attachment.
+fn attachment(cluster: &Cluster) -> String {
+    let names = "jsonpath={.items[*].metadata.name}";
+    cluster.kubectl(&["get", "volumeattachments", "-o", names])
+}
+
+/// What the attacher says of it.
+fn patch_attachment(cluster: &Cluster, status: &str) {
+    let name = attachment(cluster);
+    cluster.kubectl(&[
+        "patch",
+        "volumeattachment",
+        &name,
+        "--subresource=status",
+        "--type=merge",
+        "--patch",
+        status,
+    ]);
+}
+
+fn patch_finalizers(cluster: &Cluster, finalizers: &str) {
+    let (name, patch) = (
+        attachment(cluster),
+        format!(r#"{{"metadata": {{"finalizers": {finalizers}}}}}"#),
+    );
+    let patch = ["--type=merge", "--patch", &patch];
+    cluster.kubectl(&[&["patch", "volumeattachment", &name], &patch[..]].concat());
+}
+
+/// A volume that is attached no more, or that is being detached, is not mounted, though pods of this node have had it.
+fn what_is_not_attached_is_not_mounted(cluster: &Cluster, driver: &Driver, waiting: &str) {
+    let pod = |name: &str| waiting.replace("{name: waiting}", &format!("{{name: {name}}}"));
+    let node = |path: &str| {
+        let path = format!("jsonpath={{.items[0].status.{path}}}");
+        cluster.kubectl(&["get", "nodes", "-o", &path])
+    };
+    let told = |name: &str, what: &str| {
+        cluster.wait(what, || cluster.events(name).contains(what));
+    };
+    assert_eq!(driver.count("stage"), 1);
+    patch_finalizers(cluster, r#"["attacher.test/detach"]"#);
+    patch_attachment(cluster, r#"{"status": {"attached": false}}"#);
+    cluster.apply(&pod("second"));
+    told("second", "is awaited");
+    // One that waits has nothing of it: the volume is unstaged after the last that has.
+    cluster.kubectl(&["delete", "pod", "waiting"]);
+    assert_eq!(driver.count("unstage"), 1, "{:?}", driver.calls());
+    // Its attacher is slow: the attachment says that it is attached while it is being detached.
+    cluster.kubectl(&["delete", "pod", "second"]);
+    cluster.wait("the attachment to be deleted", || {
+        let at = "jsonpath={.items[0].metadata.deletionTimestamp}";
+        !cluster
+            .kubectl(&["get", "volumeattachments", "-o", at])
+            .is_empty()
+    });
+    patch_attachment(cluster, ATTACHED);
+    cluster.apply(&pod("third"));
+    told("third", "is being deleted");
+    assert!(!node("volumesAttached").contains("attached.test"));
+    let explained = cluster.holdfast(&["explain", "pod", "third"]);
+    assert!(explained.contains("is being deleted"), "{explained}");
+    assert_eq!(driver.count("stage"), 1, "{:?}", driver.calls());
+    let old = cluster.kubectl(&[
+        "get",
+        "volumeattachments",
+        "-o",
+        "jsonpath={.items[0].metadata.uid}",
+    ]);
+    patch_finalizers(cluster, "null");
+    cluster.wait("the volume to be attached anew", || {
+        let uid = cluster.kubectl(&[
+            "get",
+            "volumeattachments",
+            "-o",
+            "jsonpath={.items[*].metadata.uid}",
+        ]);
+        !uid.is_empty() && uid != old
+    });
+    patch_attachment(cluster, ATTACHED);
+    cluster.wait("the pod", || {
+        condition(&cluster.pod("third"), "Ready") == "True"
+    });
 }
 
 #[test]
@@ -297,21 +413,12 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     );
     cluster.kubectl(&["delete", "pod", "raw"]);
 
-    // A driver that does not answer holds up its pod alone, and not its end.
-    driver.hang("publish", true);
-    let before = driver.count("publish");
-    cluster.apply(&pod("slow", by_claim, ""));
-    cluster.wait("the driver to be asked", || {
-        driver.count("publish") > before
-    });
-    let begun = std::time::Instant::now();
-    cluster.kubectl(&["delete", "pod", "slow"]);
-    assert!(
-        begun.elapsed() < Duration::from_secs(60),
-        "the driver had two minutes to answer: {:?}",
-        begun.elapsed()
+    let inline = format!("csi: {{driver: {NAME}}}");
+    slow_calls_are_waited_for(
+        &cluster,
+        &driver,
+        [pod("slow", by_claim, ""), pod("quick", &inline, "")],
     );
-    driver.hang("publish", false);
     // A volume that has to be attached is waited for; its attacher is played here.
     let (other, other_dir) = ("attached.test", tempfile::tempdir().unwrap());
     let attached = Driver::new(other, other_dir.path()).run(&registry);
@@ -328,26 +435,11 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
             .events("waiting")
             .contains("volume is not attached yet: VolumeAttachment csi-")
     });
-    let attachment = || {
-        cluster.kubectl(&[
-            "get",
-            "volumeattachments",
-            "-o",
-            "jsonpath={.items[*].metadata.name}",
-        ])
-    };
+    let attachment = || attachment(&cluster);
     assert_eq!(attached.driver.count("stage"), 0);
     attached.driver.serve(3);
     let failure = r#"{"status": {"attached": false, "attachError": {"message": "no room in the rack", "errorCode": 8}}}"#;
-    cluster.kubectl(&[
-        "patch",
-        "volumeattachment",
-        &attachment(),
-        "--subresource=status",
-        "--type=merge",
-        "--patch",
-        failure,
-    ]);
+    patch_attachment(&cluster, failure);
     cluster.wait("the failure to be told", || {
         let events = cluster.events("waiting");
         events.contains("FailedAttachVolume")
@@ -377,15 +469,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
             .contains("kubernetes.io/csi/attached.test^e")
     };
     cluster.wait("the volume to be in use", in_use);
-    cluster.kubectl(&[
-        "patch",
-        "volumeattachment",
-        &attachment(),
-        "--subresource=status",
-        "--type=merge",
-        "--patch",
-        r#"{"status": {"attached": true, "attachError": null, "attachmentMetadata": {"lun": "7"}}}"#,
-    ]);
+    patch_attachment(&cluster, ATTACHED);
     cluster.wait("the pod", || ready("waiting"));
     cluster.wait("the node to be told", || {
         cluster
@@ -397,7 +481,13 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
             ])
             .contains("kubernetes.io/csi/attached.test^e")
     });
-    cluster.kubectl(&["delete", "pod", "waiting"]);
+    let waiting = pod(
+        "waiting",
+        "persistentVolumeClaim: {claimName: elsewhere}",
+        "",
+    );
+    what_is_not_attached_is_not_mounted(&cluster, &attached.driver, &waiting);
+    cluster.kubectl(&["delete", "pod", "third"]);
     cluster.wait("the attachment to go", || attachment().is_empty());
     cluster.wait("the volume not to be in use any more", || !in_use());
 
@@ -409,6 +499,10 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
             .contains(NAME)
     });
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
+    let devices = root.join("plugins/kubernetes.io/csi/volumeDevices");
+    for place in [devices.join("raw"), devices.join("publish/raw")] {
+        assert!(!place.exists(), "{}", place.display());
+    }
     let staged: Vec<_> = std::fs::read_dir(root.join("plugins/kubernetes.io/csi").join(NAME))
         .unwrap()
         .collect();

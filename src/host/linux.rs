@@ -20,9 +20,11 @@ use super::blocking;
 use super::cgroups::Cgroups;
 use super::serving::rotate::LogPlace;
 use super::volume::FORCE_AFTER;
+use super::volume::csi::Published;
 use crate::core::image::gc::Filesystem;
 use crate::core::lock::lock;
 use crate::core::node::cgroup_tree::Group;
+use crate::core::pod::Ownership;
 use crate::core::pod::cgroup::pod_values;
 use crate::core::pod::cgroup_values::{Difference, Mended, Values};
 use crate::core::pod::memory_qos;
@@ -533,6 +535,10 @@ impl PodHost for LinuxHost {
                 .map_err(|e| format!("the filesystem of {} cannot be read: {e}", dir.display()))
         })
         .await
+    }
+
+    async fn give_published(&self, volume: &Published, owner: Ownership) -> Result<(), Problem> {
+        self.give(volume, owner).await
     }
 
     async fn unbind_sub_paths(&self, uid: &str) -> Result<(), String> {

@@ -16,8 +16,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use k8s_openapi::api::core::v1::Pod;
 
+use self::volume::csi::Published;
 use crate::core::image::gc::Filesystem;
 use crate::core::node::cgroup_tree::Group;
+use crate::core::pod::Ownership;
 use crate::core::pod::cgroup_values::{Difference, Mended, Values};
 use crate::core::pod::observed::Container;
 use crate::core::pod::users::Mappings;
@@ -179,7 +181,11 @@ pub trait PodHost: Send + Sync + 'static {
     async fn log_usage(&self, pod: &Pod, container: &str) -> Result<u64, String>;
     /// The filesystem that a directory is on.
     async fn filesystem(&self, dir: &Path) -> Result<Filesystem, String>;
-    /// Unmounts the parts of volumes that the pod's containers had mounted.
+    /// Gives a volume that a driver has published to its pod's group.
+    async fn give_published(&self, _volume: &Published, _owner: Ownership) -> Result<(), Problem> {
+        Ok(())
+    }
+    /// Ends the setting up of the pod's volumes, and unmounts the parts of them that its containers had mounted.
     async fn unbind_sub_paths(&self, uid: &str) -> Result<(), String>;
     /// Unmounts the pod's volumes, and removes what the agent has made for them: emptyDirs and projected files. Of those
     /// of drivers, `each` is not told.

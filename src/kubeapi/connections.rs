@@ -215,6 +215,27 @@ impl Generation {
         Place::on(&lock(&self.requests))
     }
 
+    /// Sends a request; there is nothing where it was not answered in time.
+    async fn ask(
+        &self,
+        lane: &Arc<Lane>,
+        request: Request<Body>,
+        limit: Duration,
+    ) -> Option<Result<Response<Incoming>, BoxError>> {
+        let mut waiting = Waiting {
+            generation: self,
+            lane: Arc::clone(lane),
+            begun: Instant::now(),
+            is_over: false,
+        };
+        let answer = timeout(limit, lane.send(request)).await.ok();
+        waiting.is_over = true;
+        if answer.is_none() {
+            self.give_up(lane);
+        }
+        answer
+    }
+
     /// Nothing more is sent on a connection that did not answer in time.
     fn give_up(&self, lane: &Arc<Lane>) {
         let mut requests = lock(&self.requests);
@@ -310,20 +331,8 @@ impl Shared {
         };
         let limit = watch_limit(request.uri());
         let left = DEADLINE.saturating_sub(begun.elapsed());
-        let mut waiting = Waiting {
-            generation: &generation,
-            lane: Arc::clone(&place.0),
-            begun: Instant::now(),
-            is_over: false,
-        };
-        let answer = timeout(left, place.0.send(request)).await;
-        waiting.is_over = true;
-        drop(waiting);
-        let Ok(answer) = answer else {
-            generation.give_up(&place.0);
-            return Err(late().into());
-        };
-        let answer = answer?;
+        let answer = generation.ask(&place.0, request, left).await;
+        let answer = answer.ok_or_else(late)??;
         drop(permit);
         if answer.status() == StatusCode::TOO_MANY_REQUESTS && !is_json(&answer) {
             return Err(busy(answer).await.into());

@@ -81,6 +81,8 @@ const RESOURCE_EXHAUSTED: i32 = 8;
 pub enum Attachment {
     /// Its attacher has not done it yet.
     Awaited,
+    /// It is being deleted: its attacher detaches the volume, or is about to.
+    Detaching,
     /// It is attached, and its attacher tells the node this.
     Done(HashMap<String, String>),
     /// It cannot be attached; its attacher tries on.
@@ -90,6 +92,30 @@ pub enum Attachment {
         /// The driver serves no more volumes on this node.
         is_full: bool,
     },
+}
+
+impl From<Option<VolumeAttachment>> for Attachment {
+    fn from(found: Option<VolumeAttachment>) -> Attachment {
+        let Some(found) = found else {
+            return Attachment::Awaited;
+        };
+        // While it is being deleted it still says that it is attached.
+        if found.metadata.deletion_timestamp.is_some() {
+            return Attachment::Detaching;
+        }
+        let status = found.status.unwrap_or_default();
+        if status.attached {
+            let told = status.attachment_metadata.unwrap_or_default();
+            return Attachment::Done(told.into_iter().collect());
+        }
+        match status.attach_error {
+            Some(error) => Attachment::Failed {
+                message: error.message.unwrap_or_default(),
+                is_full: error.error_code == Some(RESOURCE_EXHAUSTED),
+            },
+            None => Attachment::Awaited,
+        }
+    }
 }
 
 /// The API's side of pods.
@@ -405,20 +431,7 @@ impl PodApi for KubePods {
 
     async fn attachment(&self, name: &str) -> Result<Attachment, ApiFailure> {
         let found: Option<VolumeAttachment> = Api::all(self.client.clone()).get_opt(name).await?;
-        let Some(status) = found.and_then(|a| a.status) else {
-            return Ok(Attachment::Awaited);
-        };
-        if status.attached {
-            let told = status.attachment_metadata.unwrap_or_default();
-            return Ok(Attachment::Done(told.into_iter().collect()));
-        }
-        Ok(match status.attach_error {
-            Some(error) => Attachment::Failed {
-                message: error.message.unwrap_or_default(),
-                is_full: error.error_code == Some(RESOURCE_EXHAUSTED),
-            },
-            None => Attachment::Awaited,
-        })
+        Ok(found.into())
     }
 
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {
@@ -462,5 +475,39 @@ impl PodApi for KubePods {
 
     fn services(&self) -> Option<Vec<Arc<Service>>> {
         self.services.is_synced().then(|| self.services.list())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_attachment_that_is_being_deleted_is_none() {
+        let of = |deleted: bool, status: Value| {
+            let deleted = deleted.then_some("2026-01-01T00:00:00Z");
+            let found = json!({"metadata": {"name": "a", "deletionTimestamp": deleted}, "status": status,
+                "spec": {"attacher": "d", "nodeName": "n", "source": {"persistentVolumeName": "v"}}});
+            let found: VolumeAttachment = serde_json::from_value(found).expect("an attachment");
+            Attachment::from(Some(found))
+        };
+        let attached = json!({"attached": true, "attachmentMetadata": {"lun": "7"}});
+        let full = json!({"attached": false, "attachError": {"message": "full", "errorCode": 8}});
+        let done = Attachment::Done(HashMap::from([("lun".into(), "7".into())]));
+        let failed = Attachment::Failed {
+            message: "full".into(),
+            is_full: true,
+        };
+        for (deleted, status, expected) in [
+            (false, attached.clone(), done),
+            (true, attached, Attachment::Detaching),
+            (false, full.clone(), failed),
+            (true, full, Attachment::Detaching),
+            (false, json!({"attached": false}), Attachment::Awaited),
+            (false, Value::Null, Attachment::Awaited),
+        ] {
+            assert_eq!(of(deleted, status.clone()), expected, "{status}");
+        }
+        assert_eq!(Attachment::from(None), Attachment::Awaited);
     }
 }

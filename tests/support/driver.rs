@@ -151,7 +151,12 @@ impl Driver {
         if self.state.lock().unwrap().refused.contains(call) {
             return Err(Status::invalid_argument("this is refused for good"));
         }
-        while self.state.lock().unwrap().hung.contains(call) {
+        let (call, of_volume) = (call.to_owned(), format!("{call} {volume}"));
+        let is_hung = || {
+            let state = self.state.lock().unwrap();
+            state.hung.contains(&call) || state.hung.contains(&of_volume)
+        };
+        while is_hung() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         Ok(())
@@ -171,7 +176,8 @@ impl Driver {
         Ok(())
     }
 
-    /// From the next such call on, until it is called again with `false`, there are no answers.
+    /// From the next such call on, until it is called again with `false`, there are no answers. The call may be of one
+    /// volume: `publish v-1`.
     pub fn hang(&self, call: &str, hang: bool) {
         let mut state = self.state.lock().unwrap();
         if hang {

@@ -184,13 +184,18 @@ impl Rounds<'_> {
         }
         let old = node.status.clone().unwrap_or_default();
         let new = compute(context, &self.inputs, &old, self.extended);
+        let in_use = new.volumes_in_use.as_deref().unwrap_or_default();
         let patch = match patch(&old, &new) {
             Some(patch) => patch,
             None if self.is_report_due() => json!({"status": {"conditions": new.conditions}}),
-            None => return Ok(()),
+            None => {
+                context.csi.set_reported(in_use);
+                return Ok(());
+            }
         };
         let written = within(limit, self.api.patch_status(name, &patch)).await?;
         context.node.see(written);
+        context.csi.set_reported(in_use);
         self.reported = Some(Instant::now());
         self.reports += 1;
         if is_ready(&new) {

@@ -382,7 +382,7 @@ async fn one(
     held: &Held,
 ) -> Result<bool, Problem> {
     if let Source::Csi(served) = &resolved.source {
-        return Ok(Box::pin(csi::publish(context, around.pod, served)).await?);
+        return Box::pin(csi::publish(context, around.pod, served)).await;
     }
     let given = held.fetch(context, around.pod, volume).await?;
     let files = payload::files(volume, around, fetched, &given).transpose()?;

@@ -2,12 +2,16 @@
 //! beside it (kubelet spec, 9.5).
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use super::{KERNEL_TIMEOUT, giving};
 use crate::core::digest;
 use crate::core::pod::Ownership;
 use crate::core::volume::csi::VolumeData;
-use crate::host::linux::{doing, make, segment};
+use crate::core::volume::resolved::Problem;
+use crate::host::linux::{LinuxHost, doing, make, segment};
+use crate::sys::patient::Call;
 use crate::sys::{file, mount, ownership};
 
 const PLUGIN: &str = "kubernetes.io~csi";
@@ -273,18 +277,40 @@ impl CsiDirs {
         all
     }
 
-    /// Removes what is left of a volume that the driver has unpublished. What is still mounted is an error.
-    pub fn forget(&self, volume: &Published) -> Result<(), String> {
+    /// Removes what is left of a volume that the driver has unpublished. What is still mounted is an error. `is_last` says
+    /// that no other pod has it.
+    pub fn forget(&self, volume: &Published, is_last: bool) -> Result<(), String> {
         still(&volume.target)?;
         if volume.block {
-            let link = self.devices_of(&volume.uid)?.join(segment(&volume.name)?);
+            let name = segment(&volume.name)?;
+            let link = self.devices_of(&volume.uid)?.join(name);
             gone(fs::remove_file(&volume.target), &volume.target)?;
-            return gone(fs::remove_file(&link), &link);
+            gone(fs::remove_file(&link), &link)?;
+            return match is_last {
+                true => self.forget_device(&volume.data, name),
+                false => Ok(()),
+            };
         }
         let dir = self.of_pod(&volume.uid)?.join(segment(&volume.name)?);
         gone(fs::remove_dir(&volume.target), &volume.target)?;
         gone(fs::remove_file(dir.join(NOTE)), &dir)?;
         gone(fs::remove_dir(&dir), &dir)
+    }
+
+    /// Removes what is kept of a device for all pods.
+    fn forget_device(&self, data: &VolumeData, name: &str) -> Result<(), String> {
+        let (note, _) = self.of_staging(data, true)?;
+        gone(fs::remove_file(note.join(NOTE)), &note)?;
+        let of_volume = self.devices().join(name);
+        let published = self.devices().join("publish").join(name);
+        for dir in [note, of_volume, published] {
+            // What a driver has put there stays, and what is there with it.
+            match fs::remove_dir(&dir) {
+                Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {}
+                removed => gone(removed, &dir)?,
+            }
+        }
+        Ok(())
     }
 
     /// The same for one that was unstaged, and that no other pod has.
@@ -316,13 +342,30 @@ pub fn is_mounted(target: &Path) -> Result<bool, String> {
     mount::is_mounted(target).map_err(|e| e.to_string())
 }
 
-/// Gives a published volume to its pod's group.
-pub fn give(target: &Path, owner: Ownership) -> Result<(), String> {
-    let Some(group) = owner.group else {
-        return Ok(());
-    };
-    ownership::set_group(target, group, owner.on_mismatch, false, &|| false)
-        .map_err(doing("the volume's group cannot be set"))
+impl LinuxHost {
+    /// Gives a published volume to its pod's group. A large one takes its time: it goes on, and what it has come to is
+    /// the answer meanwhile.
+    pub(in crate::host) async fn give(
+        &self,
+        volume: &Published,
+        owner: Ownership,
+    ) -> Result<(), Problem> {
+        let Some(group) = owner.group else {
+            return Ok(());
+        };
+        let key = format!("{}/{}/published", segment(&volume.uid)?, volume.name);
+        let target = volume.target.clone();
+        let give = move |call: &Call| {
+            let stop = || call.is_cancelled();
+            ownership::set_group(&target, group, owner.on_mismatch, false, &stop)
+                .map_err(doing("the volume's group cannot be set"))
+        };
+        let outcome = self.patient.call_with(&key, KERNEL_TIMEOUT, give).await;
+        match (outcome, giving(&volume.target, owner)) {
+            (Err(_), Some(progress)) => Err(Problem::Permissions(progress)),
+            (outcome, _) => Ok(outcome?),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -355,15 +398,28 @@ mod tests {
         assert_eq!(dirs.staged(&found[0]), Some(staging));
         dirs.unstaged(&found[0]).expect("forgotten");
         dirs.unstaged(&found[0]).expect("once more is fine");
-        dirs.forget(&found[0]).expect("forgotten");
+        dirs.forget(&found[0], true).expect("forgotten");
         assert!(dirs.published().is_empty() && dirs.staged(&found[0]).is_none());
         let device = dirs.place("u", data.clone(), true, None).expect("a place");
         dirs.prepare(&device).expect("prepared");
         assert!(device.target.ends_with("volumeDevices/publish/pv/u") && !device.target.exists());
-        let found = dirs.published();
-        assert_eq!(found, [device]);
-        dirs.forget(&found[0]).expect("forgotten");
+        let other = dirs.place("w", data.clone(), true, None).expect("a place");
+        dirs.prepare(&other).expect("prepared");
+        dirs.stage(&other).expect("staged");
+        assert_eq!(dirs.published().len(), 2);
+        // What all pods have goes with the last of them.
+        dirs.forget(&device, false).expect("forgotten");
+        assert_eq!(dirs.published(), std::slice::from_ref(&other));
+        dirs.unstaged(&other).expect("forgotten");
+        dirs.forget(&other, true).expect("forgotten");
+        dirs.forget(&other, true).expect("once more is fine");
         assert!(dirs.published().is_empty());
+        let left: Vec<_> = ["", "staging", "publish"]
+            .iter()
+            .flat_map(|dir| names(&dirs.devices().join(dir)))
+            .filter(|name| !["staging", "publish"].contains(&name.as_str()))
+            .collect();
+        assert!(left.is_empty(), "{left:?}");
         for bad in ["../x", "", ".."] {
             assert!(
                 dirs.place(bad, data.clone(), false, None).is_err(),
@@ -395,5 +451,54 @@ mod tests {
                 .expect("a place");
             assert!(dirs.stage(&place).is_err(), "{bad:?}");
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn giving_a_large_volume_is_told_and_ends_with_its_pod() {
+        use crate::host::volume::tear_down::tests::{host, of_a_program};
+
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let root = tempfile::tempdir().expect("a directory");
+        let host = host(root.path());
+        let dirs = CsiDirs(host.root.clone());
+        let data = VolumeData {
+            spec_vol_id: "pv".into(),
+            ..VolumeData::default()
+        };
+        let volume = dirs.place("u", data, false, None).expect("a place");
+        // A directory that takes for ever to read.
+        let slow = volume.target.join("slow");
+        let Some((answers, held)) = of_a_program(&slow) else {
+            return;
+        };
+        let owner = Ownership {
+            group: Some(4242),
+            ..Ownership::default()
+        };
+        for _ in 0..2 {
+            let problem = host.give(&volume, owner).await.expect_err("it is slow");
+            assert_eq!(problem.reason(), "VolumePermissionChangeInProgress");
+            assert!(
+                problem.to_string().contains("group 4242: 0 so far"),
+                "{problem}"
+            );
+        }
+        assert_eq!(host.patient.under_way(), 1, "it is begun once");
+        // Its pod's end does not wait for ever, and ends it.
+        let unbound = host.unbind_sub_paths("u").await;
+        drop((answers, held));
+        mount::unmount(&slow, nix::mount::MntFlags::MNT_DETACH).expect("unmounted");
+        assert_eq!(unbound, Ok(()));
+        tokio::time::resume();
+        let ended = host
+            .patient
+            .cancel("u/", std::time::Duration::from_secs(60))
+            .await;
+        assert_eq!(ended, Ok(()));
+        use std::os::unix::fs::MetadataExt as _;
+        let root = fs::metadata(&volume.target).expect("stat");
+        assert_ne!(root.gid(), 4242, "the root is given last");
     }
 }

@@ -120,17 +120,8 @@ impl LinuxHost {
         each: OnTakenAway<'_>,
     ) -> Result<(), String> {
         let failed = |e: String| format!("volumes cannot be unmounted: {e}");
-        // What was given up on may be under way yet. It is waited for a while; what never ends, as a look at a dead
-        // filesystem, must not hold up the pod's end: a mount that comes later finds that it was cancelled, and is
-        // undone by who made it.
-        let (begun, dir) = (format!("{}/", segment(uid)?), self.pod_dir(uid)?);
-        if let Err(progress) = self.patient.cancel(&begun, KERNEL_TIMEOUT).await {
-            tracing::warn!(
-                progress,
-                uid,
-                "a pod's volumes are unmounted while one is being set up"
-            );
-        }
+        self.end_setting_up(uid).await?;
+        let dir = self.pod_dir(uid)?;
         let look = move || {
             let dir = fs::canonicalize(&dir).unwrap_or(dir);
             let table = mount::table().map_err(|e| e.to_string())?;
@@ -162,6 +153,21 @@ impl LinuxHost {
         self.unmount_below(&dir).await.map_err(failed)?;
         self.unstage_idle(&table, &had).await.map_err(failed)?;
         self.let_sessions_go(uid).await.map_err(failed)
+    }
+
+    /// Ends what is being set up for a pod: what was given up on may be under way yet. It is waited for a while; what never
+    /// ends, as a look at a dead filesystem, must not hold up the pod's end: a mount that comes later finds that it was
+    /// cancelled, and is undone by who made it.
+    async fn end_setting_up(&self, uid: &str) -> Result<(), String> {
+        let begun = format!("{}/", segment(uid)?);
+        if let Err(progress) = self.patient.cancel(&begun, KERNEL_TIMEOUT).await {
+            tracing::warn!(
+                progress,
+                uid,
+                "a pod's volumes are unmounted while one is being set up"
+            );
+        }
+        Ok(())
     }
 
     /// Unmounts the staged devices that no pod has. One of those that the pod `had` must go.
@@ -221,6 +227,7 @@ impl LinuxHost {
 
     /// Unmounts the parts of volumes that containers had: before a driver is asked to unpublish what they are part of.
     pub(in crate::host) async fn unbind_sub_paths(&self, uid: &str) -> Result<(), String> {
+        self.end_setting_up(uid).await?;
         let dir = self.pod_dir(uid)?.join("volume-subpaths");
         self.unmount_below(&dir)
             .await
@@ -349,14 +356,14 @@ fn unstage(pods: &Path, staged: &Mount) -> Result<(), String> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::core::pod::cgroup::Driver;
     use crate::host::cgroups::Cgroups;
     use std::os::fd::AsRawFd as _;
 
     /// The machine with a root directory that is a link, as `/var/lib/kubelet` may be.
-    fn host(dir: &Path) -> LinuxHost {
+    pub(in crate::host::volume) fn host(dir: &Path) -> LinuxHost {
         fs::create_dir_all(dir.join("disk")).expect("mkdir");
         std::os::unix::fs::symlink("disk", dir.join("root")).expect("link");
         LinuxHost::new(
@@ -389,7 +396,9 @@ mod tests {
     }
 
     /// A filesystem of a program that never answers, and who holds it.
-    fn of_a_program(point: &Path) -> Option<(fs::File, std::os::fd::OwnedFd)> {
+    pub(in crate::host::volume) fn of_a_program(
+        point: &Path,
+    ) -> Option<(fs::File, std::os::fd::OwnedFd)> {
         fs::create_dir_all(point).expect("mkdir");
         let mut options = fs::OpenOptions::new();
         let answers = options.read(true).write(true).open("/dev/fuse").ok()?;

@@ -1,17 +1,17 @@
 //! Volumes of CSI drivers: staged and published for pods, and undone after them (kubelet spec, 9.5).
 
+mod attachment;
 mod registry;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use holdfast_proto::csi as pb;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::{Value, json};
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, OwnedMutexGuard, watch};
 use tokio::time::Instant;
 
 pub use registry::run;
@@ -23,15 +23,14 @@ use crate::agent::volume::growth;
 use crate::core::lock::lock;
 use crate::core::pod;
 use crate::core::volume::csi::{self, NodeCapabilities, Volume, VolumeData};
+use crate::core::volume::resolved::Problem;
 use crate::csi::{CsiError, Driver, NodeInfo};
 use crate::host::blocking;
-use crate::host::volume::csi::{CsiDirs, Published, give, is_mounted};
-use crate::kubeapi::pods::{Attachment, TokenFor};
+use crate::host::volume::csi::{CsiDirs, Published, is_mounted};
+use crate::kubeapi::pods::TokenFor;
 use crate::sys::machine::Room;
 use crate::sys::patient::Patient;
 
-/// How long a volume waits until the node's status says that it is in use.
-const REPORTING: Duration = Duration::from_secs(10);
 /// How long a volume's filesystem may take to say how full it is.
 const ASKING: Duration = Duration::from_secs(10);
 
@@ -57,6 +56,8 @@ pub struct Csi {
     staged: Mutex<BTreeSet<String>>,
     /// One call at a time for each volume.
     locks: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
+    /// The volumes that the node's status says are in use, of those that still are.
+    reported: watch::Sender<BTreeSet<String>>,
     /// Which volumes are in use has changed, or why the node is not ready.
     changed: Notify,
     /// Drivers that have to say anew how many volumes they serve here.
@@ -84,6 +85,7 @@ impl Csi {
             published: Mutex::new(published),
             staged: Mutex::default(),
             locks: Mutex::default(),
+            reported: watch::Sender::default(),
             changed: Notify::new(),
             outdated: Mutex::default(),
             asked: Notify::new(),
@@ -127,19 +129,30 @@ impl Csi {
     }
 
     fn forget(&self, place: &Published) {
-        lock(&self.published).remove(&(place.uid.clone(), place.name.clone()));
+        let mut published = lock(&self.published);
+        published.remove(&(place.uid.clone(), place.name.clone()));
+        if !published.values().any(|v| is_same(v, place)) {
+            // For the next pod it is reported anew: until then a controller may have begun to detach it.
+            let name = csi::unique_name(&place.data.driver_name, &place.data.volume_handle);
+            self.reported.send_modify(|reported| {
+                reported.remove(&name);
+            });
+        }
+        drop(published);
         self.changed.notify_one();
     }
 
-    /// Whether another pod has the same volume.
+    /// The same volume as other pods have it, or wait for it.
+    fn others(&self, place: &Published) -> Vec<Published> {
+        let is_other =
+            |v: &&Published| is_same(v, place) && (&v.uid, &v.name) != (&place.uid, &place.name);
+        let published = lock(&self.published);
+        published.values().filter(is_other).cloned().collect()
+    }
+
+    /// Whether another pod has the same volume, or waits for it.
     fn is_shared(&self, place: &Published) -> bool {
-        let same = |v: &Published| {
-            v.data.driver_name == place.data.driver_name
-                && v.data.volume_handle == place.data.volume_handle
-        };
-        lock(&self.published)
-            .values()
-            .any(|v| same(v) && (&v.uid, &v.name) != (&place.uid, &place.name))
+        !self.others(place).is_empty()
     }
 
     /// Whether something is published for a pod, or may be.
@@ -187,22 +200,41 @@ impl Csi {
     /// The volumes that this node has, or is about to have, of those that are attached, as nodes name them.
     #[must_use]
     pub fn in_use(&self) -> Vec<String> {
+        attached(&lock(&self.published)).into_iter().collect()
+    }
+
+    /// The node's status says now that these are in use. It counts for those that still are.
+    pub fn set_reported(&self, names: &[String]) {
+        // Under the lock: what is forgotten meanwhile must not come back.
         let published = lock(&self.published);
-        let attached = published
-            .values()
-            .filter(|v| !v.data.attachment_id.is_empty());
-        let mut names: Vec<String> = attached
-            .map(|v| csi::unique_name(&v.data.driver_name, &v.data.volume_handle))
-            .collect();
-        names.sort();
-        names.dedup();
-        names
+        let mut now = attached(&published);
+        now.retain(|name| names.contains(name));
+        self.reported.send_if_modified(|reported| {
+            let changed = *reported != now;
+            *reported = now;
+            changed
+        });
     }
 
     /// Returns when that has changed, or [`Csi::problem`].
     pub async fn in_use_changed(&self) {
         self.changed.notified().await;
     }
+}
+
+/// Of volumes that are published, those that are attached, as nodes name them.
+fn attached(published: &BTreeMap<Place, Published>) -> BTreeSet<String> {
+    let attached = published
+        .values()
+        .filter(|v| !v.data.attachment_id.is_empty());
+    attached
+        .map(|v| csi::unique_name(&v.data.driver_name, &v.data.volume_handle))
+        .collect()
+}
+
+fn is_same(one: &Published, other: &Published) -> bool {
+    one.data.driver_name == other.data.driver_name
+        && one.data.volume_handle == other.data.volume_handle
 }
 
 async fn secret(
@@ -223,24 +255,6 @@ async fn secret(
         .collect())
 }
 
-/// Waits until the node's status says that a volume is in use: from then on nobody detaches it.
-async fn reported(context: &Context, data: &VolumeData) -> Result<(), String> {
-    let name = csi::unique_name(&data.driver_name, &data.volume_handle);
-    let mut node = context.node.subscribe();
-    let says = node.wait_for(|node| {
-        let status = node.as_ref().and_then(|n| n.status.as_ref());
-        status
-            .and_then(|s| s.volumes_in_use.as_ref())
-            .is_some_and(|names| names.contains(&name))
-    });
-    match tokio::time::timeout(REPORTING, says).await {
-        Ok(Ok(_)) => Ok(()),
-        _ => Err(format!(
-            "the node's status does not say yet that {name} is in use"
-        )),
-    }
-}
-
 fn failed(what: &str) -> impl Fn(CsiError) -> String {
     move |error| format!("{what}: {error}")
 }
@@ -251,11 +265,35 @@ struct Wanted<'a> {
     registered: Registered,
     described: Option<CSIDriver>,
     place: Published,
+    turn: Turn,
+}
+
+/// Whoever has it is the only one who asks a driver about a volume.
+type Turn = Arc<OwnedMutexGuard<()>>;
+
+/// Makes a call that is not cut off when its pod ends meanwhile: it keeps the volume's turn until the driver has answered
+/// or its time is over. Otherwise a driver that is still staging would be asked to undo it, and mount after that.
+async fn to_its_end<T: Send + 'static>(
+    turn: &Turn,
+    call: impl Future<Output = Result<T, CsiError>> + Send + 'static,
+) -> Result<T, CsiError> {
+    let held = Arc::clone(turn);
+    let calling = tokio::spawn(async move {
+        let outcome = call.await;
+        drop(held);
+        outcome
+    });
+    calling.await.unwrap_or_else(|error| {
+        Err(CsiError {
+            text: error.to_string(),
+            certain: false,
+        })
+    })
 }
 
 /// Stages and publishes a volume for a pod, and makes its filesystem as large as it has become. The answer is whether its
 /// files have their SELinux label from the mount.
-pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bool, String> {
+pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bool, Problem> {
     let registered = context.csi.driver(&volume.driver)?;
     let described = context
         .api
@@ -267,7 +305,8 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bo
         return Err(format!(
             "volume mode \"Ephemeral\" not supported by driver {} (no CSIDriver object)",
             volume.driver
-        ));
+        )
+        .into());
     }
     let uid = pod::uid(pod);
     let handle = if volume.inline {
@@ -298,24 +337,27 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bo
         .csi
         .dirs
         .place(uid, data, volume.block, volume.claim.clone())?;
+    let turn = context.csi.turn(&place.data).lock_owned().await;
     let wanted = Wanted {
         volume,
         registered,
         described,
         place,
+        turn: Arc::new(turn),
     };
-    let turn = context.csi.turn(&wanted.place.data);
-    let _turn = turn.lock().await;
     // As noted on disk, too: another pod's is given back when its driver has said that it is undone, and not before.
     if csi::is_for_one_pod(volume) && context.csi.is_shared(&wanted.place) {
         return Err(
             "volume uses the ReadWriteOncePod access mode and is already in use by another pod"
+                .to_owned()
                 .into(),
         );
     }
     context.csi.note(&wanted.place);
-    let told = if attaches {
-        attached(context, &wanted.place.data).await?
+    // What is mounted was attached before: only a driver that publishes anew has to know how.
+    let is_needed = attaches && (republishes(wanted.described.as_ref()) || !there(&wanted).await?);
+    let told = if is_needed {
+        attachment::wait(context, &wanted.place.data).await?
     } else {
         HashMap::new()
     };
@@ -326,26 +368,14 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bo
     Ok(volume.label.is_some())
 }
 
-/// Waits for the attachment; the answer is what its attacher tells the node.
-async fn attached(context: &Context, data: &VolumeData) -> Result<HashMap<String, String>, String> {
-    reported(context, data).await?;
-    let (name, driver) = (&data.attachment_id, &data.driver_name);
-    let attachment = context.api.attachment(name).await;
-    match attachment.map_err(|e| e.to_string())? {
-        Attachment::Done(told) => Ok(told),
-        Attachment::Awaited => Err(format!(
-            "volume is not attached yet: VolumeAttachment {name} of driver {driver} is awaited; its attacher makes it so"
-        )),
-        Attachment::Failed { message, is_full } => {
-            if is_full {
-                // The scheduler has sent the pod here by a number that does not hold any more (KEP-4876).
-                context.csi.outdate(driver);
-            }
-            Err(format!(
-                "volume is not attached yet: VolumeAttachment {name} of driver {driver}: {message}"
-            ))
-        }
-    }
+fn republishes(driver: Option<&CSIDriver>) -> bool {
+    driver.is_some_and(|d| d.spec.requires_republish == Some(true))
+}
+
+/// Whether a volume is mounted for its pod.
+async fn there(wanted: &Wanted<'_>) -> Result<bool, String> {
+    let target = wanted.place.target.clone();
+    blocking(move || is_mounted(&target)).await
 }
 
 /// Has the driver stage and publish, unless it has; the answer is where it is staged, if it is.
@@ -354,17 +384,20 @@ async fn mount(
     pod: &Pod,
     wanted: &Wanted<'_>,
     told: HashMap<String, String>,
-) -> Result<String, String> {
+) -> Result<String, Problem> {
     let Wanted {
         volume,
         registered,
         described,
         place,
+        turn,
     } = wanted;
     let (described, owner) = (described.as_ref(), pod::ownership(pod));
     let stages = registered.capabilities.stage && !volume.inline;
-    let (dirs, own) = (context.csi.dirs.clone(), place.clone());
+    let (dirs, own, held) = (context.csi.dirs.clone(), place.clone(), Arc::clone(turn));
     let (there, before, staging) = blocking(move || {
+        // Not cut off either: what is noted late would be taken for published.
+        let _held = held;
         let before = dirs.staged(&own).is_some();
         dirs.prepare(&own)?;
         let staging = if stages {
@@ -380,7 +413,7 @@ async fn mount(
     if stages && !there {
         stage(context, wanted, &told, &staging, capability.clone(), before).await?;
     }
-    if !there || described.is_some_and(|d| d.spec.requires_republish == Some(true)) {
+    if !there || republishes(described) {
         let mut volume_context = csi::context(volume, pod, described);
         let mut secrets = secret(context, volume.publish_secret.as_ref()).await?;
         if let Some(tokens) = tokens(context, pod, described).await? {
@@ -407,22 +440,18 @@ async fn mount(
             secrets,
             volume_context,
         };
-        registered
-            .driver
-            .publish(request)
+        let driver = registered.driver.clone();
+        to_its_end(turn, async move { driver.publish(request).await })
             .await
             .map_err(failed("MountVolume.SetUp failed"))?;
     }
     if csi::gives_group(volume, described, registered.capabilities) {
         // An agent that was killed may have left the group half given: its root is given last.
-        let (target, owner) = (
-            place.target.clone(),
-            pod::Ownership {
-                on_mismatch: there || owner.on_mismatch,
-                ..owner
-            },
-        );
-        blocking(move || give(&target, owner)).await?;
+        let owner = pod::Ownership {
+            on_mismatch: there || owner.on_mismatch,
+            ..owner
+        };
+        context.host.give_published(place, owner).await?;
     }
     Ok(staging)
 }
@@ -450,16 +479,21 @@ async fn stage(
         secrets: secret(context, volume.stage_secret.as_ref()).await?,
         volume_context: volume.attributes.clone().into_iter().collect(),
     };
-    let Err(error) = wanted.registered.driver.stage(request).await else {
+    let driver = wanted.registered.driver.clone();
+    let staging = async move { driver.stage(request).await };
+    let Err(error) = to_its_end(&wanted.turn, staging).await else {
         lock(&context.csi.staged).insert(name);
         return Ok(());
     };
     if error.certain && !before {
         // Nothing was staged: its driver need not be asked to undo it, and may be gone when the pod ends.
+        let is_last = !is_published_elsewhere(context, place).await?;
         let (dirs, own) = (context.csi.dirs.clone(), place.clone());
+        let held = Arc::clone(&wanted.turn);
         blocking(move || {
+            let _held = held;
             dirs.unstaged(&own)?;
-            dirs.forget(&own)
+            dirs.forget(&own, is_last)
         })
         .await?;
     }
@@ -472,6 +506,7 @@ async fn grow(context: &Context, pod: &Pod, wanted: &Wanted<'_>, staging: String
         volume,
         registered,
         place,
+        turn,
         ..
     } = wanted;
     let Some(grown) = &volume.grown else {
@@ -489,7 +524,8 @@ async fn grow(context: &Context, pod: &Pod, wanted: &Wanted<'_>, staging: String
             volume_capability: Some(csi::capability(volume, registered.capabilities, None)),
             secrets: secret(context, volume.expand_secret.as_ref()).await?,
         };
-        let expanded = registered.driver.expand(request).await;
+        let driver = registered.driver.clone();
+        let expanded = to_its_end(turn, async move { driver.expand(request).await }).await;
         expanded.map(drop).map_err(failed("NodeExpandVolume"))
     };
     growth::tell(context, pod, &volume.name, grown, outcome.await).await;
@@ -526,15 +562,19 @@ async fn tokens(
 
 /// Undoes all that was published for a pod. Nothing is forgotten before its driver has said that it is undone.
 pub async fn unpublish(context: &Context, uid: &str) -> Result<(), String> {
-    // A driver cannot unpublish what is still mounted elsewhere in part: its device would be busy.
-    context.host.unbind_sub_paths(uid).await?;
     let of_pod = |place: &&Published| place.uid == uid;
     let all: Vec<Published> = lock(&context.csi.published)
         .values()
         .filter(of_pod)
         .cloned()
         .collect();
+    if all.is_empty() {
+        return Ok(());
+    }
+    // A driver cannot unpublish what is still mounted elsewhere in part: its device would be busy.
+    context.host.unbind_sub_paths(uid).await?;
     for place in &all {
+        // A call that is under way is waited for.
         let turn = context.csi.turn(&place.data);
         let _turn = turn.lock().await;
         let (begun, outcome) = (Instant::now(), one(context, place).await);
@@ -569,26 +609,34 @@ async fn staged(context: &Context, place: &Published) -> Result<Option<PathBuf>,
     blocking(move || Ok(dirs.staged(&own))).await
 }
 
+/// Whether a driver may have published the same volume for another pod: one that waits for its attachment does not count.
+async fn is_published_elsewhere(context: &Context, place: &Published) -> Result<bool, String> {
+    let (dirs, others) = (context.csi.dirs.clone(), context.csi.others(place));
+    blocking(move || Ok(others.iter().any(|other| dirs.is_noted(other)))).await
+}
+
 async fn one(context: &Context, place: &Published) -> Result<(), String> {
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
-    if !blocking(move || Ok(dirs.is_noted(&own))).await? {
-        // It waited for its attachment: its driver knows nothing of it.
+    // Of one that waits for its attachment its driver knows nothing, unless it was staged for another pod.
+    let is_noted = blocking(move || Ok(dirs.is_noted(&own))).await?;
+    let is_last = !is_published_elsewhere(context, place).await?;
+    let staged = match is_last {
+        true => staged(context, place).await?,
+        false => None,
+    };
+    if !is_noted && staged.is_none() {
         return Ok(());
     }
     let data = &place.data;
     let registered = context.csi.driver(&data.driver_name)?;
-    let target = place.target.display().to_string();
-    registered
-        .driver
-        .unpublish(&data.volume_handle, &target)
-        .await
-        .map_err(failed("NodeUnpublishVolume"))?;
-    // The pod's own note goes last: while it is there, a try that was cut off is made again as a whole.
-    let staged = if context.csi.is_shared(place) {
-        None
-    } else {
-        staged(context, place).await?
-    };
+    if is_noted {
+        let target = place.target.display().to_string();
+        registered
+            .driver
+            .unpublish(&data.volume_handle, &target)
+            .await
+            .map_err(failed("NodeUnpublishVolume"))?;
+    }
     if let Some(staged) = &staged {
         let name = csi::unique_name(&data.driver_name, &data.volume_handle);
         lock(&context.csi.staged).remove(&name);
@@ -603,7 +651,8 @@ async fn one(context: &Context, place: &Published) -> Result<(), String> {
         if staged.is_some() {
             dirs.unstaged(&own)?;
         }
-        dirs.forget(&own)
+        // The pod's own note goes last: while it is there, a try that was cut off is made again as a whole.
+        dirs.forget(&own, is_last)
     })
     .await
 }
