@@ -477,8 +477,18 @@ mod tests {
             group: Some(4242),
             ..Ownership::default()
         };
-        for _ in 0..2 {
-            let problem = host.give(&volume, owner).await.expect_err("it is slow");
+        let target = volume.target.clone();
+        // While a thread of tokio's waits, the clock stands: it is not given up before the walk has begun.
+        let begun = tokio::task::spawn_blocking(move || {
+            let since = std::time::Instant::now();
+            while ownership::under_way(&target).is_none() && since.elapsed().as_secs() < 60 {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        });
+        let (first, begun) = tokio::join!(host.give(&volume, owner), begun);
+        begun.expect("it has begun");
+        for outcome in [first, host.give(&volume, owner).await] {
+            let problem = outcome.expect_err("it is slow");
             assert_eq!(problem.reason(), "VolumePermissionChangeInProgress");
             assert!(
                 problem.to_string().contains("group 4242: 0 so far"),
