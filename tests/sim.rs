@@ -382,6 +382,26 @@ fn a_shutdown_does_not_wait_for_a_pod_that_never_ends() {
     });
 }
 
+/// What a pod starts with is written down first: an agent that is killed then gives it to nobody else.
+#[test]
+fn processors_are_written_down_before_a_pod_starts_with_them() {
+    simulate(1, async {
+        let root = tempfile::tempdir().unwrap();
+        let world = World::new(1);
+        world.give_processors(root.path());
+        let agent = world.start_agent();
+        for name in ["one", "other"] {
+            world.create_pod_with_processors(name);
+            tokio::time::sleep(Duration::from_secs(10)).await;
+            let phase = world.phase(name).map(|(phase, _)| phase);
+            assert_eq!(phase.as_deref(), Some("Running"), "{name}");
+        }
+        assert_eq!(world.broken(), Ok(()));
+        agent.abort();
+        world.end();
+    });
+}
+
 #[test]
 fn no_seed_breaks_an_invariant() {
     let number = |name: &str| std::env::var(name).ok().and_then(|v| v.parse::<u64>().ok());

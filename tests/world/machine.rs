@@ -95,6 +95,7 @@ fn uid(pod: &Pod) -> String {
 #[async_trait]
 impl PodHost for World {
     async fn ensure_cgroup(&self, pod: &Pod, _cpu_limit: bool) -> Result<String, String> {
+        self.check_processors(pod);
         self.machine(|s| s.cgroups.insert(uid(pod))).await?;
         Ok("/kubepods".into())
     }

@@ -4,6 +4,7 @@ mod api;
 mod faults;
 mod invariants;
 mod machine;
+mod processors;
 mod rest;
 mod runtime;
 mod shutdown;
@@ -119,6 +120,8 @@ struct State {
     shown: BTreeMap<(String, String), String>,
     /// When requests and calls were made, by pod and kind, within the last minute.
     spent: BTreeMap<(String, &'static str), VecDeque<Instant>>,
+    /// The root directory of a node that gives containers processors of their own.
+    processors: Option<PathBuf>,
     /// Who announces shutdowns, and what they wait for.
     logind: Option<(shutdown::Logind, Periods)>,
     /// The most of each kind within a minute.
@@ -229,7 +232,8 @@ impl World {
         config.device_plugin_dir = config.root_dir.join("device-plugins");
         let (logind, periods) = self.state().logind.clone().unzip();
         config.shutdown = periods.unwrap_or_default();
-        let (ledger, requests) = holdfast::agent::ledger::channel(Default::default());
+        let managers = self.managers(&mut config.root_dir);
+        let (ledger, requests) = holdfast::agent::ledger::channel(managers);
         let (network, network_state) = watch::channel(Network::Ready);
         let api: Arc<dyn PodApi> = Arc::new(self.clone());
         let events = Events::start(Arc::clone(&api), "node", self.1, (0.0, 0.0));
@@ -294,17 +298,27 @@ impl World {
         drop(state);
     }
 
+    /// One that has two processors for itself.
+    pub fn create_pod_with_processors(&self, name: &str) {
+        let sizes = json!({"cpu": "2", "memory": "1Mi"});
+        self.create_pod_of(name, "Always", &json!({"limits": sizes, "requests": sizes}));
+    }
+
     /// A pod that stays up by itself.
     pub fn create_steady_pod(&self, name: &str) {
-        self.create_plain_pod(name, "Always");
+        self.create_pod_of(name, "Always", &json!({}));
     }
 
     /// A pod with one container, which runs until it is told to end.
     pub fn create_plain_pod(&self, name: &str, policy: &str) {
+        self.create_pod_of(name, policy, &json!({}));
+    }
+
+    fn create_pod_of(&self, name: &str, policy: &str, resources: &Value) {
         let mut state = self.state();
         let uid = state.id("uid");
         let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "ns", "uid": uid, "creationTimestamp": self.1.now().to_string(), "generation": 1},
-            "spec": {"nodeName": "node", "restartPolicy": policy, "terminationGracePeriodSeconds": 1, "containers": [{"name": "c0", "image": "i:1"}],
+            "spec": {"nodeName": "node", "restartPolicy": policy, "terminationGracePeriodSeconds": 1, "containers": [{"name": "c0", "image": "i:1", "resources": resources}],
                      "volumes": [{"name": "v", "emptyDir": {}}]}, "status": {"phase": "Pending"}});
         state.pods.insert(uid.clone(), pod);
         state.publish(&uid);

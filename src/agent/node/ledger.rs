@@ -152,7 +152,8 @@ impl LedgerHandle {
         self.ask(|reply| Request::Evict { eviction, reply }).await
     }
 
-    /// Tells a pod to end because the machine is being shut down, whatever it was told before. Whether it is here.
+    /// Tells a pod to end whatever it was told before: the machine is being shut down, or the pod is to end sooner. Whether it
+    /// is here.
     pub async fn end(&self, uid: &str, verdict: Verdict) -> bool {
         let uid = uid.to_owned();
         self.ask(|reply| Request::End {
@@ -225,6 +226,9 @@ struct Actor {
     pinning: watch::Sender<Arc<Pinning>>,
     /// Whether what the managers have given is not in their checkpoints yet.
     unsaved: bool,
+    /// Pods that were admitted, and what devices plugins are still to be asked. They are told once the checkpoints are
+    /// written: what they start with must not be given to others after a restart.
+    granted: Vec<(Waiting, Vec<Slot>)>,
 }
 
 /// Answers requests until the process ends.
@@ -237,11 +241,13 @@ pub async fn run(context: Arc<Context>, mut requests: Requests) {
         managers: requests.managers,
         pinning: requests.pinning,
         unsaved: false,
+        granted: vec![],
     };
     manager_metrics::begin(&actor.context.metrics, &actor.managers);
     while let Some(request) = requests.queue.recv().await {
         actor.answer(request);
         actor.save().await;
+        actor.tell_granted();
     }
 }
 
@@ -308,13 +314,9 @@ impl Actor {
         match with_node(&context, &uid, |here| self.ledger.admit(&waiting.pod, here)) {
             Decision::Admitted => match self.give(&waiting.pod) {
                 Ok(slots) => {
-                    self.inboxes.insert(uid, waiting.inbox);
+                    self.inboxes.insert(uid, waiting.inbox.clone());
                     self.publish();
-                    if slots.is_empty() {
-                        answered(waiting.reply.send(Ok(())));
-                    } else {
-                        devices::allocate(&context, waiting.pod, slots, waiting.reply);
-                    }
+                    self.granted.push((waiting, slots));
                 }
                 Err(refusal) => {
                     self.release(&uid);
@@ -331,6 +333,17 @@ impl Actor {
                     self.tell(&eviction.uid, eviction.verdict);
                 }
                 self.waiting.push(waiting);
+            }
+        }
+    }
+
+    /// Tells pods that they are admitted, and asks device plugins for what they are to have.
+    fn tell_granted(&mut self) {
+        for (waiting, slots) in std::mem::take(&mut self.granted) {
+            if slots.is_empty() {
+                answered(waiting.reply.send(Ok(())));
+            } else {
+                devices::allocate(&self.context, waiting.pod, slots, waiting.reply);
             }
         }
     }
@@ -388,7 +401,8 @@ impl Actor {
         });
     }
 
-    /// Writes what the managers have given. What cannot be written is tried again after the next request.
+    /// Writes what the managers have given. What cannot be written is tried again after the next request; pods start
+    /// nevertheless, as with a kubelet.
     async fn save(&mut self) {
         if !self.unsaved {
             return;
