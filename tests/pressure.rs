@@ -13,6 +13,7 @@ use holdfast::host::PodHost as _;
 use holdfast::host::cgroups::Cgroups;
 use holdfast::host::linux::LinuxHost;
 use holdfast::sys;
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 use support::{Cluster, pod};
@@ -54,16 +55,26 @@ fn of_all_pods(cluster: &Cluster, v1: &str, v2: &str) -> u64 {
 
 /// A pod that does nothing yet, and `script` once it is [`let_go`].
 fn hog(cluster: &Cluster, name: &str, script: &str) {
+    hog_with(cluster, name, script, &json!({}));
+}
+
+fn hog_with(cluster: &Cluster, name: &str, script: &str, more: &Value) {
     let image = support::busybox(cluster);
     let asked = json!({"requests": {"cpu": "10m", "memory": "10Mi"}});
     let script = format!("until test -e /v/go; do sleep 0.1; done; {script}; sleep 1000");
-    let spec = json!({"volumes": [{"name": "v", "emptyDir": {}}],
+    let mut spec = json!({"volumes": [{"name": "v", "emptyDir": {}}],
         "containers": [{"name": "c", "image": image, "command": ["busybox", "sh", "-c", script], "resources": asked,
             "volumeMounts": [{"name": "v", "mountPath": "/v"}]}]});
+    json_patch::merge(&mut spec, more);
     pod(cluster, name, &spec);
 }
 
 fn let_go(cluster: &Cluster, name: &str) {
+    signal(cluster, name, "go");
+}
+
+/// Makes a file in a hog's volume.
+fn signal(cluster: &Cluster, name: &str, file: &str) {
     cluster.wait("the pod to run", || {
         cluster.pod(name)["status"]["phase"] == "Running"
     });
@@ -72,7 +83,7 @@ fn let_go(cluster: &Cluster, name: &str) {
         "agent/pods/{}/volumes/kubernetes.io~empty-dir/v",
         uid.as_str().unwrap()
     );
-    std::fs::write(cluster.data().join(dir).join("go"), "").unwrap();
+    std::fs::write(cluster.data().join(dir).join(file), "").unwrap();
 }
 
 /// Waits until the node has evicted a pod; the answer is its status. Pods beside it stay, and the node says what is short.
@@ -116,36 +127,80 @@ fn until_relieved(cluster: &Cluster, kind: &str) {
     });
 }
 
-/// What a hog of memory does, and how long it takes from the crossing of the threshold until it is gone.
-fn a_memory_hog_goes(cluster: &Cluster) {
-    let used = || of_all_pods(cluster, "memory.usage_in_bytes", "memory.current");
-    let_go(cluster, "smaller");
-    cluster.wait("the smaller one to have its memory", || used() > 90 << 20);
+/// The node's event about a pod that was evicted, and what it says beside the message.
+fn eviction_of(cluster: &Cluster, name: &str) -> Value {
+    let about = format!("involvedObject.name={name},reason=Evicted");
+    let events = cluster.kubectl(&["get", "events", "--field-selector", &about, "-o", "json"]);
+    let events: Value = serde_json::from_str(&events).unwrap();
+    assert_eq!(events["items"].as_array().unwrap().len(), 1, "{events}");
+    events["items"][0].clone()
+}
+
+/// When the memory of all pods crossed the threshold, and how long it took from there until the victims' memory was free.
+fn watch_memory(cluster: &Cluster, crossed: u64, freed: u64) -> (Timestamp, Duration) {
+    let wait = |reached: &dyn Fn(u64) -> bool| {
+        let begun = Instant::now();
+        while !reached(used(cluster)) && begun.elapsed() < support::patience() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Instant::now()
+    };
+    let begun = wait(&|used| used > crossed);
+    let at = Timestamp::now();
+    (at, wait(&|used| used < freed) - begun)
+}
+
+fn used(cluster: &Cluster) -> u64 {
+    of_all_pods(cluster, "memory.usage_in_bytes", "memory.current")
+}
+
+/// A pod was evicted no later than two seconds after the threshold was crossed. Events have whole seconds.
+fn is_quick(cluster: &Cluster, name: &str, crossed: Timestamp) {
+    let event = eviction_of(cluster, name);
+    let told: Timestamp = event["firstTimestamp"].as_str().unwrap().parse().unwrap();
+    let late = told.duration_since(crossed).as_secs_f64();
+    eprintln!("{name}: evicted {late:.1} s after the crossing, or less than a second later");
+    assert!((-1.0..=2.0).contains(&late), "{late}: {event}");
+}
+
+/// Two hogs of memory, of which the smaller one has the lower priority: it goes first, the other one as that was not
+/// enough, and how long that takes. One that is smaller still stays.
+fn memory_hogs_go(cluster: &Cluster) {
+    for name in ["smaller", "memory-low"] {
+        let_go(cluster, name);
+    }
+    cluster.wait("both to have their memory", || used(cluster) > 230 << 20);
     let status = std::thread::scope(|scope| {
-        let measured = scope.spawn(|| {
-            let wait = |reached: &dyn Fn(u64) -> bool| {
-                let begun = Instant::now();
-                while !reached(used()) && begun.elapsed() < support::patience() {
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-                Instant::now()
-            };
-            let crossed = wait(&|used| used > 400 << 20);
-            wait(&|used| used < 300 << 20) - crossed
-        });
+        let measured = scope.spawn(|| watch_memory(cluster, 400 << 20, 300 << 20));
         let status = is_evicted(cluster, "memory-hog", "MemoryPressure", "memory");
-        let took = measured.join().unwrap();
-        eprintln!("from the crossing to the victim's end: {took:?}");
+        let (crossed, took) = measured.join().unwrap();
+        eprintln!("from the crossing to the victims' end: {took:?}");
         // The grace of a hard threshold is a second; the machine that tests may be busy.
         assert!(took < Duration::from_secs(15), "{took:?}");
+        is_quick(cluster, "memory-low", crossed);
         status
     });
+    let reason = &cluster.pod("memory-low")["status"]["reason"];
+    assert_eq!(*reason, "Evicted", "{}", cluster.log("agent"));
+    let first = eviction_of(cluster, "memory-low")["metadata"]["annotations"]["ranking"].clone();
+    let first = first.as_str().unwrap().to_owned();
+    let places = [
+        "memory-low_default",
+        "memory-hog_default",
+        "smaller_default",
+    ];
+    let places = places.map(|name| first.find(name));
+    assert!(places[0] == Some(0) && places.is_sorted(), "{first}");
+    assert_eq!(cluster.pod("smaller")["status"]["phase"], "Running");
+    memory_pressure_is_told(cluster, &status);
+}
+
+/// What is said of the eviction of a hog, and what the node is like after it.
+fn memory_pressure_is_told(cluster: &Cluster, status: &Value) {
     let message = status["message"].as_str().unwrap();
     assert!(message.contains("Container c was using "), "{message}");
-    let about = "involvedObject.name=memory-hog,reason=Evicted";
-    let events = cluster.kubectl(&["get", "events", "--field-selector", about, "-o", "json"]);
-    let events: Value = serde_json::from_str(&events).unwrap();
-    let notes = &events["items"][0]["metadata"]["annotations"];
+    let event = eviction_of(cluster, "memory-hog");
+    let notes = &event["metadata"]["annotations"];
     assert_eq!(notes["offending_containers"], "c", "{notes}");
     assert_eq!(notes["starved_resource"], "memory");
     let ranking = notes["ranking"].as_str().unwrap();
@@ -192,7 +247,7 @@ fn small_node() -> String {
     let total: u64 = total.unwrap().parse().unwrap();
     let (most, now) = sys::meter::processes();
     format!(
-        "systemReserved: {{memory: {}Ki}}\nsystemReservedCgroup: /holdfast-t-pressure-system\nenforceNodeAllocatable: [pods, system-reserved]\nevictionPressureTransitionPeriod: 25s\nevictionHard: {{memory.available: 200Mi, nodefs.available: 60Mi, nodefs.inodesFree: '4000', pid.available: '{}'}}\nevictionSoft: {{nodefs.available: 85Mi}}\nevictionSoftGracePeriod: {{nodefs.available: 3s}}\npodPidsLimit: 2500\n",
+        "systemReserved: {{memory: {}Ki}}\nsystemReservedCgroup: /holdfast-t-pressure-system\nenforceNodeAllocatable: [pods, system-reserved]\nevictionPressureTransitionPeriod: 25s\nevictionHard: {{memory.available: 200Mi, nodefs.available: 60Mi, nodefs.inodesFree: '4000', pid.available: '{}'}}\nevictionSoft: {{nodefs.available: 85Mi}}\nevictionSoftGracePeriod: {{nodefs.available: 3s}}\nevictionMaxPodGracePeriod: 120\npodPidsLimit: 2500\n",
         total - (600 << 10),
         most - now - 1200
     )
@@ -210,18 +265,67 @@ fn limits_are_told(cluster: &Cluster) {
     }
 }
 
-/// A fork bomb that stops by itself, and a hog that only crosses a soft threshold.
-fn a_fork_bomb_and_a_soft_threshold(cluster: &Cluster) {
+/// A fork bomb that stops by itself.
+fn a_fork_bomb_goes(cluster: &Cluster) {
     let bomb = "for i in $(busybox seq 1700); do busybox sleep 1000 & done";
     hog(cluster, "fork-bomb", bomb);
-    let script = "busybox dd if=/dev/zero of=/v/f bs=1M count=35";
-    hog(cluster, "soft-hog", script);
     let status = is_evicted(cluster, "fork-bomb", "PIDPressure", "pids");
     let message = status["message"].as_str().unwrap();
     assert!(!message.contains("Container"), "{message}");
-    let status = is_evicted(cluster, "soft-hog", "DiskPressure", "ephemeral-storage");
+}
+
+/// A hog that only crosses a soft threshold has its grace period, and uses it; a hog of memory that comes meanwhile goes at
+/// once, and nobody else does.
+fn memory_is_watched_while_a_pod_has_its_grace_period(cluster: &Cluster) {
+    let script = "busybox dd if=/dev/zero of=/v/f bs=1M count=35; until test -e /v/end; do sleep 0.1; done; exit 0";
+    let patient = json!({"terminationGracePeriodSeconds": 120});
+    hog_with(cluster, "soft-hog", script, &patient);
+    hog(cluster, "late-hog", &memory_of_size("350m"));
+    let_go(cluster, "soft-hog");
+    cluster.wait("the soft threshold to be acted upon", || {
+        cluster.events("soft-hog").contains("Warning Evicted ")
+    });
+    let crossed = std::thread::scope(|scope| {
+        let measured = scope.spawn(|| watch_memory(cluster, 400 << 20, 300 << 20));
+        is_evicted(cluster, "late-hog", "MemoryPressure", "memory");
+        measured.join().unwrap().0
+    });
+    is_quick(cluster, "late-hog", crossed);
+    for name in ["soft-hog", "smaller"] {
+        let status = cluster.pod(name)["status"].clone();
+        assert_eq!(status["phase"], "Running", "{status}");
+    }
+    signal(cluster, "soft-hog", "end");
+    let status = is_evicted_at_last(cluster, "soft-hog");
     let message = status["message"].as_str().unwrap();
     assert!(message.contains("Threshold quantity: 85Mi, "), "{message}");
+}
+
+/// The status of a pod that was told to end.
+fn is_evicted_at_last(cluster: &Cluster, name: &str) -> Value {
+    cluster.wait(&format!("{name} to end"), || {
+        cluster.pod(name)["status"]["phase"] == "Failed"
+    });
+    let status = cluster.pod(name)["status"].clone();
+    assert_eq!(status["reason"], "Evicted", "{status}");
+    status
+}
+
+/// A script that takes so much memory and keeps it.
+fn memory_of_size(size: &str) -> String {
+    format!("busybox head -c {size} /dev/zero | busybox tail -c {size} | sleep 1000")
+}
+
+/// Hogs of memory: one of a priority below the others', and a small one above them.
+fn make_memory_hogs(cluster: &Cluster) {
+    for (name, value) in [("low", -10), ("high", 1000)] {
+        let class = json!({"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": name}, "value": value});
+        cluster.apply(&class.to_string());
+    }
+    let of = |class: &str| json!({"priorityClassName": class});
+    hog(cluster, "memory-hog", &memory_of_size("320m"));
+    hog_with(cluster, "memory-low", &memory_of_size("140m"), &of("low"));
+    hog_with(cluster, "smaller", &memory_of_size("100m"), &of("high"));
 }
 
 /// The memory of all pods is limited to 600 MiB and the root directory lies on a small filesystem: what others do on this
@@ -248,9 +352,7 @@ fn pods_that_use_up_the_node_are_evicted_and_others_stay() {
     cluster.wait("the guaranteed pod to run", || {
         cluster.pod("steady")["status"]["phase"] == "Running"
     });
-    let memory = "busybox head -c 450m /dev/zero | busybox tail -c 450m | sleep 1000";
-    hog(&cluster, "memory-hog", memory);
-    hog(&cluster, "smaller", &memory.replace("450m", "100m"));
+    make_memory_hogs(&cluster);
     hog(
         &cluster,
         "disk-hog",
@@ -261,19 +363,20 @@ fn pods_that_use_up_the_node_are_evicted_and_others_stay() {
         "inode-hog",
         "cd /v; for i in $(busybox seq 13000); do : > $i; done",
     );
-    a_memory_hog_goes(&cluster);
+    memory_hogs_go(&cluster);
     a_disk_hog_goes_after_the_dead(&cluster);
     is_evicted(&cluster, "inode-hog", "DiskPressure", "inodes");
     for kind in ["MemoryPressure", "DiskPressure"] {
         until_relieved(&cluster, kind);
     }
     pod(&cluster, "after", &json!({"nodeName": cluster.node_name()}));
-    // The larger one was enough.
+    // The larger ones were enough.
     assert_eq!(cluster.pod("smaller")["status"]["phase"], "Running");
     cluster.wait("a best-effort pod to run again", || {
         cluster.pod("after")["status"]["phase"] == "Running"
     });
-    a_fork_bomb_and_a_soft_threshold(&cluster);
+    a_fork_bomb_goes(&cluster);
+    memory_is_watched_while_a_pod_has_its_grace_period(&cluster);
     cluster.down();
     drop(root);
 }
