@@ -376,7 +376,7 @@ mod tests {
                     assert!(ledger.evict(uid));
                 }
                 let critical = pod("critical", 2_000_000_000, asks);
-                let mut names = |ledger: &mut Ledger| match ledger.admit(&critical, here) {
+                let names = |ledger: &mut Ledger| match ledger.admit(&critical, here) {
                     Decision::AwaitingPreemption(victims) => {
                         Some(victims.into_iter().map(|e| e.uid).collect::<Vec<_>>())
                     }
