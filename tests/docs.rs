@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-const HEAD: &str = "# Flags and fields of the agent\n\nThis page is made from the code by `HOLDFAST_WRITE_DOCS=1 cargo test --test docs`; a test compares the two.\n\nThe agent takes the kubelet's flags below and a KubeletConfiguration v1beta1 file (`--config`). Flags win over the file. As with the\nkubelet, a field that is not one of the format is left out with a warning; so is one that is not honoured yet, where it is not the default.\n`holdfast agent --check …` looks at all of it, and says what a start would do to pods, without starting.\n\n## Flags\n\n";
+const HEAD: &str = "# Flags and fields of the agent\n\nThis page is made from the code by `HOLDFAST_WRITE_DOCS=1 cargo test --test docs`; a test compares the two.\n\nThe agent takes the kubelet's flags below and a KubeletConfiguration v1beta1 file (`--config`). Flags win over the file. As with the\nkubelet, a field that is not one of the format is left out with a warning; so is one that is not honoured yet, where it is not the default.\nOne default differs from the kubelet's: `failCgroupV1` is false, since the agent supports both versions of cgroups.\n`holdfast agent --check …` looks at all of it, and says what a start would do to pods, without starting.\n\n## Flags\n\n";
 
 #[test]
 fn the_tables_of_flags_and_fields_are_up_to_date() {

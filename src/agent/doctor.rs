@@ -68,7 +68,7 @@ pub fn at_start(config: &Config) {
 /// What the machine and the runtime say: neither the apiserver nor the ports, which the agent itself takes.
 async fn local(config: &Config, clock: Clock) -> Facts {
     let runtime = runtime(config).await;
-    let node_ips = network::addresses(config).await;
+    let node_ips = network::addresses(config).await.unwrap_or_default();
     let resolver = network::try_resolver(config, &node_ips);
     Facts {
         now: clock.now(),

@@ -20,12 +20,14 @@ enum Shape {
     Taints,
     /// `node:type=quantity`, types separated by commas and nodes by semicolons; the flag may be given for each node.
     Memory,
+    /// `key:value`, separated by commas; a key may have several values, and the flag may be given for each.
+    Headers,
 }
 
-use Shape::{Bool, Gates, List, Map as Pairs, Memory, Number, Taints, Text};
+use Shape::{Bool, Gates, Headers, List, Map as Pairs, Memory, Number, Taints, Text};
 
 /// The flags, the fields they set, and how.
-const FLAGS: [(&str, &str, Shape); 89] = [
+const FLAGS: [(&str, &str, Shape); 94] = [
     ("address", "address", Text),
     ("allowed-unsafe-sysctls", "allowedUnsafeSysctls", List),
     ("anonymous-auth", "authentication.anonymous.enabled", Bool),
@@ -97,6 +99,7 @@ const FLAGS: [(&str, &str, Shape); 89] = [
         "evictionSoftGracePeriod",
         Pairs,
     ),
+    ("fail-cgroupv1", "failCgroupV1", Bool),
     ("fail-swap-on", "failSwapOn", Bool),
     ("feature-gates", "featureGates", Gates),
     ("file-check-frequency", "fileCheckFrequency", Text),
@@ -127,9 +130,11 @@ const FLAGS: [(&str, &str, Shape); 89] = [
         "localStorageCapacityIsolation",
         Bool,
     ),
+    ("log-flush-frequency", "logging.flushFrequency", Text),
     ("logging-format", "logging.format", Text),
     ("make-iptables-util-chains", "makeIPTablesUtilChains", Bool),
     ("manifest-url", "staticPodURL", Text),
+    ("manifest-url-header", "staticPodURLHeader", Headers),
     ("max-open-files", "maxOpenFiles", Number),
     ("memory-manager-policy", "memoryManagerPolicy", Text),
     ("minimum-image-ttl-duration", "imageMinimumGCAge", Text),
@@ -139,12 +144,14 @@ const FLAGS: [(&str, &str, Shape); 89] = [
         "nodeStatusUpdateFrequency",
         Text,
     ),
+    ("oom-score-adj", "oomScoreAdj", Number),
     ("pod-cidr", "podCIDR", Text),
     ("pod-max-pids", "podPidsLimit", Number),
     ("pods-per-core", "podsPerCore", Number),
     ("port", "port", Number),
     ("protect-kernel-defaults", "protectKernelDefaults", Bool),
     ("provider-id", "providerID", Text),
+    ("qos-reserved", "qosReserved", Pairs),
     ("read-only-port", "readOnlyPort", Number),
     ("register-with-taints", "registerWithTaints", Taints),
     ("registry-burst", "registryBurst", Number),
@@ -181,13 +188,40 @@ const FLAGS: [(&str, &str, Shape); 89] = [
     ("volume-stats-agg-period", "volumeStatsAggPeriod", Text),
 ];
 
-/// Flags of kubelets that change nothing here: taken, and reported.
-pub const WITHOUT_EFFECT: [&str; 5] = [
-    "exit-on-lock-contention",
-    "experimental-mounter-path",
-    "lock-file",
-    "pod-infra-container-image",
-    "runtime-cgroups",
+/// Flags of kubelets that change nothing here: taken, and reported. Many are of cAdvisor, which is not part of the agent.
+const WITHOUT_EFFECT: [(&str, Shape); 32] = [
+    ("application-metrics-count-limit", Number),
+    ("boot-id-file", Text),
+    ("container-hints", Text),
+    ("containerd", Text),
+    ("containerd-namespace", Text),
+    ("enable-load-reader", Bool),
+    ("event-storage-age-limit", Text),
+    ("event-storage-event-limit", Text),
+    ("exit-on-lock-contention", Bool),
+    ("experimental-allocatable-ignore-eviction", Bool),
+    ("experimental-mounter-path", Text),
+    ("global-housekeeping-interval", Text),
+    ("housekeeping-interval", Text),
+    ("lock-file", Text),
+    ("log-cadvisor-usage", Bool),
+    ("log-json-info-buffer-size", Text),
+    ("log-json-split-stream", Bool),
+    ("log-text-info-buffer-size", Text),
+    ("log-text-split-stream", Bool),
+    ("machine-id-file", Text),
+    ("max-housekeeping-interval", Text),
+    ("pod-infra-container-image", Text),
+    ("runonce", Bool),
+    ("runtime-cgroups", Text),
+    ("storage-driver-buffer-duration", Text),
+    ("storage-driver-db", Text),
+    ("storage-driver-host", Text),
+    ("storage-driver-password", Text),
+    ("storage-driver-secure", Bool),
+    ("storage-driver-table", Text),
+    ("storage-driver-user", Text),
+    ("vmodule", Text),
 ];
 
 /// What the flags for fields say.
@@ -214,6 +248,35 @@ fn reservations(text: &str) -> Option<Vec<Value>> {
         Some(json!({"numaNode": node, "limits": limits?}))
     };
     text.split(';').map(reservation).collect()
+}
+
+/// Headers, as `staticPodURLHeader` has them.
+fn headers<'a>(items: impl Iterator<Item = &'a str>) -> Option<Value> {
+    let mut all = Map::new();
+    for item in items {
+        let (key, value) = item.split_once(':')?;
+        let values = all.entry(key.trim()).or_insert_with(|| json!([]));
+        values.as_array_mut()?.push(value.trim().into());
+    }
+    Some(all.into())
+}
+
+/// What a flag that is given again adds to what it gave before.
+fn added(before: Option<&Value>, more: Value) -> Value {
+    match (before, more) {
+        (Some(Value::Array(before)), Value::Array(more)) => {
+            before.iter().cloned().chain(more).collect()
+        }
+        (Some(Value::Object(before)), Value::Object(more)) => {
+            let mut all = before.clone();
+            for (key, value) in more {
+                let value = added(before.get(&key), value);
+                all.insert(key, value);
+            }
+            all.into()
+        }
+        (_, more) => more,
+    }
 }
 
 fn value(flag: &str, shape: Shape, text: &str) -> Result<Value, String> {
@@ -259,6 +322,7 @@ fn value(flag: &str, shape: Shape, text: &str) -> Result<Value, String> {
         Memory => reservations(text)
             .map(Value::from)
             .ok_or_else(|| wrong("node:type=quantity, types separated by commas")),
+        Headers => headers(items()).ok_or_else(|| wrong("name:value pairs separated by commas")),
         Taints => {
             let taint = |item: &str| {
                 let (rest, effect) = item.rsplit_once(':')?;
@@ -284,6 +348,14 @@ fn set(fields: &mut Value, path: &str, value: Value) {
     *here = value;
 }
 
+/// The field that a flag sets, if it sets one, and how its value is read; none where the flag is for others to read.
+fn known(name: &str) -> Option<(Option<&'static str>, Shape)> {
+    let of_field = FLAGS.iter().find(|(flag, ..)| *flag == name);
+    let of_field = of_field.map(|(_, field, shape)| (Some(*field), *shape));
+    let without = WITHOUT_EFFECT.iter().find(|(flag, _)| *flag == name);
+    of_field.or(without.map(|(_, shape)| (None, *shape)))
+}
+
 /// Takes the flags for fields out of the arguments; what is not one is left for others to read.
 pub fn take(arguments: impl IntoIterator<Item = OsString>) -> Result<Given, String> {
     let mut given = Given {
@@ -304,32 +376,32 @@ pub fn take(arguments: impl IntoIterator<Item = OsString>) -> Result<Given, Stri
                 }),
             None => ("", None),
         };
-        let ignored = WITHOUT_EFFECT.contains(&name);
-        let known = FLAGS.iter().find(|(flag, ..)| *flag == name);
-        if !ignored && known.is_none() {
+        // Flags of libraries are spelled with underscores in old files.
+        let name = name.replace('_', "-");
+        let Some((field, shape)) = known(&name) else {
             given.rest.push(argument);
             continue;
-        }
-        let is_bool =
-            known.is_some_and(|(.., shape)| *shape == Bool) || name == "exit-on-lock-contention";
+        };
         let text = match inline {
             Some(text) => text,
-            None if is_bool => "true".to_owned(),
+            None if shape == Bool => "true".to_owned(),
             None => arguments
                 .next()
                 .and_then(|v| v.into_string().ok())
                 .ok_or_else(|| format!("--{name} needs a value"))?,
         };
-        match known {
-            Some((flag, field, shape)) => {
-                let mut value = value(flag, *shape, &text)?;
-                let before = given.fields.get(field).and_then(Value::as_array);
-                if let (Memory, Some(before), Some(more)) = (shape, before, value.as_array()) {
-                    value = before.iter().chain(more).cloned().collect();
+        let mut value = value(&name, shape, &text)?;
+        match field {
+            Some(field) => {
+                if matches!(shape, Memory | Headers) {
+                    value = added(given.fields.get(field), value);
                 }
                 set(&mut given.fields, field, value);
             }
-            None => given.without_effect.push(name.to_owned()),
+            None if name == "runonce" && value == true => {
+                return Err("--runonce: true is invalid: the kubelet has no such mode any more; leave it out".into());
+            }
+            None => given.without_effect.push(name),
         }
     }
     Ok(given)
@@ -342,7 +414,7 @@ pub fn table() -> String {
     for (flag, field, _) in FLAGS {
         text.push_str(&format!("| `--{flag}` | `{field}` |\n"));
     }
-    for flag in WITHOUT_EFFECT {
+    for (flag, _) in WITHOUT_EFFECT {
         text.push_str(&format!(
             "| `--{flag}` | taken, without effect: a warning at start says so |\n"
         ));
@@ -353,6 +425,77 @@ pub fn table() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The flags of the kubelet of 1.36, without `v`, `help` and `version`.
+    const OF_THE_KUBELET: &str = "
+        address allowed-unsafe-sysctls anonymous-auth application-metrics-count-limit
+        authentication-token-webhook authentication-token-webhook-cache-ttl authorization-mode
+        authorization-webhook-cache-authorized-ttl authorization-webhook-cache-unauthorized-ttl boot-id-file
+        bootstrap-kubeconfig cert-dir cgroup-driver cgroup-root cgroups-per-qos client-ca-file
+        cloud-provider cluster-dns cluster-domain config config-dir container-hints container-log-max-files
+        container-log-max-size container-runtime-endpoint containerd containerd-namespace
+        contention-profiling cpu-cfs-quota cpu-cfs-quota-period cpu-manager-policy
+        cpu-manager-policy-options cpu-manager-reconcile-period enable-controller-attach-detach
+        enable-debugging-handlers enable-load-reader enable-server enforce-node-allocatable event-burst
+        event-qps event-storage-age-limit event-storage-event-limit eviction-hard
+        eviction-max-pod-grace-period eviction-minimum-reclaim eviction-pressure-transition-period
+        eviction-soft eviction-soft-grace-period exit-on-lock-contention
+        experimental-allocatable-ignore-eviction experimental-mounter-path fail-cgroupv1 fail-swap-on
+        feature-gates file-check-frequency global-housekeeping-interval hairpin-mode healthz-bind-address
+        healthz-port hostname-override housekeeping-interval http-check-frequency
+        image-credential-provider-bin-dir image-credential-provider-config image-gc-high-threshold
+        image-gc-low-threshold image-service-endpoint kernel-memcg-notification kube-api-burst
+        kube-api-content-type kube-api-qps kube-reserved kube-reserved-cgroup kubeconfig kubelet-cgroups
+        local-storage-capacity-isolation lock-file log-cadvisor-usage log-flush-frequency
+        log-json-info-buffer-size log-json-split-stream log-text-info-buffer-size log-text-split-stream
+        logging-format machine-id-file make-iptables-util-chains manifest-url manifest-url-header
+        max-housekeeping-interval max-open-files max-pods maximum-dead-containers
+        maximum-dead-containers-per-container memory-manager-policy minimum-container-ttl-duration
+        minimum-image-ttl-duration node-ip node-labels node-status-max-images node-status-update-frequency
+        oom-score-adj pod-cidr pod-manifest-path pod-max-pids pods-per-core port protect-kernel-defaults
+        provider-id qos-reserved read-only-port register-node register-with-taints registry-burst
+        registry-qps reserved-cpus reserved-memory resolv-conf root-dir rotate-certificates
+        rotate-server-certificates runonce runtime-cgroups runtime-request-timeout seccomp-default
+        serialize-image-pulls storage-driver-buffer-duration storage-driver-db storage-driver-host
+        storage-driver-password storage-driver-secure storage-driver-table storage-driver-user
+        streaming-connection-idle-timeout sync-frequency system-cgroups system-reserved
+        system-reserved-cgroup tls-cert-file tls-cipher-suites tls-min-version tls-private-key-file
+        topology-manager-policy topology-manager-policy-options topology-manager-scope vmodule
+        volume-plugin-dir volume-stats-agg-period
+    ";
+
+    /// A value that a flag of a shape takes.
+    fn example(shape: Shape) -> &'static str {
+        match shape {
+            Bool | Text => "false",
+            Number => "1",
+            List | Pairs => "a=b",
+            Gates => "A=true",
+            Headers => "a:b",
+            Memory => "0:memory=1Gi",
+            Taints => "a=b:NoSchedule",
+        }
+    }
+
+    #[test]
+    fn every_flag_of_the_kubelet_is_accepted() {
+        use clap::CommandFactory as _;
+        let command = crate::cli::KubeletCli::command();
+        let own: Vec<&str> = command
+            .get_arguments()
+            .filter_map(|a| a.get_long())
+            .collect();
+        for flag in OF_THE_KUBELET.split_whitespace() {
+            let Some((field, shape)) = known(flag) else {
+                assert!(own.contains(&flag), "--{flag} would stop the start");
+                continue;
+            };
+            assert!(!own.contains(&flag), "--{flag} is read twice");
+            let given = of(&[&format!("--{flag}={}", example(shape))]).expect(flag);
+            assert!(given.rest.is_empty(), "--{flag}");
+            assert_eq!(given.without_effect.is_empty(), field.is_some(), "--{flag}");
+        }
+    }
 
     fn of(arguments: &[&str]) -> Result<Given, String> {
         take(arguments.iter().map(|a| OsString::from(*a)))
@@ -376,18 +519,29 @@ mod tests {
             "--reserved-memory",
             "1:memory=2Gi",
             "--pod-infra-container-image=pause:3",
+            "--housekeeping_interval=1s",
+            "--manifest-url-header=a:b, c:d",
+            "--manifest-url-header",
+            "a:e",
+            "--runonce=false",
             "-v",
             "2",
         ])
         .expect("fine");
         assert_eq!(given.rest, ["kubelet", "--config=/c", "-v", "2"]);
-        assert_eq!(given.without_effect, ["pod-infra-container-image"]);
+        let without_effect = [
+            "pod-infra-container-image",
+            "housekeeping-interval",
+            "runonce",
+        ];
+        assert_eq!(given.without_effect, without_effect);
         assert_eq!(
             given.fields,
             json!({
                 "authentication": {"anonymous": {"enabled": false}, "x509": {"clientCAFile": "/ca.crt"}}, "rotateCertificates": true, "readOnlyPort": 0,
                 "kubeReserved": {"cpu": "100m", "memory": "1Gi"}, "evictionHard": {"memory.available": "5%"}, "featureGates": {"A": true},
                 "reservedMemory": [{"numaNode": 0, "limits": {"memory": "1Gi", "hugepages-2Mi": "4Mi"}}, {"numaNode": 1, "limits": {"memory": "2Gi"}}],
+                "staticPodURLHeader": {"a": ["b", "e"], "c": ["d"]},
                 "registerWithTaints": [{"key": "a", "value": "b", "effect": "NoSchedule"}, {"key": "c", "value": "", "effect": "NoExecute"}],
             })
         );
@@ -400,6 +554,9 @@ mod tests {
             (vec!["--port=x"], "--port"),
             (vec!["--anonymous-auth=maybe"], "--anonymous-auth"),
             (vec!["--address"], "--address"),
+            (vec!["--runonce"], "--runonce"),
+            (vec!["--manifest-url-header=a"], "--manifest-url-header"),
+            (vec!["--housekeeping-interval"], "--housekeeping-interval"),
             (vec!["--reserved-memory=memory=1Gi"], "--reserved-memory"),
         ] {
             assert!(

@@ -359,7 +359,9 @@ pub struct AgentFlags {
     /// The node's name instead of the host name.
     #[arg(long, value_name = "NAME")]
     pub hostname_override: Option<String>,
-    /// The node's address, or two of different families separated by a comma; 0.0.0.0 or :: to choose the family alone.
+    /// The node's address, or two of different families separated by a comma, which this machine must have; 0.0.0.0 or ::
+    /// to choose the family alone. Without it the address is what the node's name resolves to, if this machine has that,
+    /// else that of the interface with the default route.
     #[arg(long, value_name = "IP")]
     pub node_ip: Option<String>,
     /// `external` where a cloud controller initialises the node and sets its addresses.
@@ -375,7 +377,8 @@ pub struct AgentFlags {
     /// [default: /var/lib/kubelet/device-plugins].
     #[arg(long, value_name = "DIR")]
     pub device_plugin_dir: Option<PathBuf>,
-    /// Labels for the node, key=value separated by commas.
+    /// Labels for the node when it registers, key=value separated by commas. Of a Node that exists already, those for zone,
+    /// region and instance type are kept as the flag has them; others are the administrator's.
     #[arg(long, value_name = "LABELS")]
     pub node_labels: Option<String>,
     /// Whether to make the Node object [default: true].
