@@ -36,8 +36,12 @@ impl Ending {
 
     /// Forgets the pods that hold nothing any more; the answer is when each of them was told.
     pub fn forget(&mut self, holds: impl Fn(&str) -> bool) -> Vec<(String, Duration)> {
-        let ended = self.0.extract_if(.., |(_, uid), _| !holds(uid));
-        ended.map(|((_, uid), told)| (uid, told.at)).collect()
+        let has_ended = |((_, uid), _): &(&(Pressure, String), &Told)| !holds(uid);
+        let ended = self.0.iter().filter(has_ended);
+        let ended = ended.map(|((_, uid), told)| (uid.clone(), told.at));
+        let ended: Vec<(String, Duration)> = ended.collect();
+        self.0.retain(|(_, uid), _| holds(uid));
+        ended
     }
 
     /// Whether there is nobody to wait for.
