@@ -95,7 +95,7 @@ async fn scenario(world: &World) -> Result<(), String> {
 
 fn simulate<T>(seed: u64, work: impl Future<Output = T>) -> T {
     let mut builder = tokio::runtime::Builder::new_current_thread();
-    builder.enable_time().start_paused(true);
+    builder.enable_all().start_paused(true);
     // The order in which tokio wakes those who wait for the same news is random otherwise
     // (.cargo/config.toml).
     #[cfg(tokio_unstable)]

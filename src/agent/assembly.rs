@@ -124,6 +124,15 @@ fn cgroups(config: &Config, driver: Driver) -> anyhow::Result<Cgroups> {
     Ok(cgroups)
 }
 
+/// With the series that are there before anything is counted.
+fn metrics() -> Arc<super::Metrics> {
+    let metrics = super::Metrics::default();
+    metrics.pods_orphaned(0);
+    metrics.pods_restarted(false, 0);
+    metrics.pods_restarted(true, 0);
+    Arc::new(metrics)
+}
+
 /// The machine as the configuration has it.
 fn host(config: &Config, driver: Driver) -> anyhow::Result<LinuxHost> {
     let mut host = LinuxHost::new(
@@ -163,10 +172,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     }
     make_directories(&config)?;
     let managers = super::node::managers::start(&config)?;
-    let metrics = Arc::new(super::Metrics::default());
-    metrics.pods_orphaned(0);
-    metrics.pods_restarted(false, 0);
-    metrics.pods_restarted(true, 0);
+    let metrics = metrics();
     let counted = Arc::clone(&metrics);
     let report: crate::cri::Report =
         Arc::new(move |operation, refused, took| counted.runtime(operation, refused, took));

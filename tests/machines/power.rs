@@ -153,6 +153,11 @@ fn check(cluster: &Cluster) {
         let lines = std::fs::read_to_string(lines).unwrap();
         assert!(lines.lines().count() > 1, "its files are kept: {lines:?}");
     }
+    nothing_else_is_there(cluster, &pods);
+}
+
+/// Directories, cgroups and addresses are those of these pods alone.
+fn nothing_else_is_there(cluster: &Cluster, pods: &[Value]) {
     if let Ok(deleted) = std::fs::read_to_string(DELETED) {
         cluster.wait("nothing to be left of the pod that was deleted", || {
             !cluster

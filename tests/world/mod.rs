@@ -229,7 +229,8 @@ impl World {
         config.eviction.thresholds.clear();
         config.enforcement.limits_pods = false;
         config.root_dir = "/nonexistent/holdfast-sim".into();
-        config.device_plugin_dir = config.root_dir.join("device-plugins");
+        // Directories are made there, but not below a file.
+        config.device_plugin_dir = "/dev/null/device-plugins".into();
         let (logind, periods) = self.state().logind.clone().unzip();
         config.shutdown = periods.unwrap_or_default();
         let managers = self.managers(&mut config.root_dir);
@@ -629,18 +630,21 @@ impl World {
     ) -> Result<T, RuntimeError> {
         let timeout = || RuntimeError {
             kind: RuntimeErrorKind::Timeout,
+            code: None,
             message: "deadline exceeded".into(),
         };
         let fault = self.fault().await;
         if self.state().down {
             return Err(RuntimeError {
                 kind: RuntimeErrorKind::Unavailable,
+                code: None,
                 message: "connection refused".into(),
             });
         }
         match fault {
             Fault::Before => Err(RuntimeError {
                 kind: RuntimeErrorKind::Failed,
+                code: None,
                 message: "injected".into(),
             }),
             Fault::After => {
@@ -673,6 +677,7 @@ fn end(state: &mut State, id: &str, code: i32, now: Timestamp) {
 fn missing(what: &str) -> RuntimeError {
     RuntimeError {
         kind: RuntimeErrorKind::NotFound,
+        code: None,
         message: format!("{what} not found"),
     }
 }

@@ -154,11 +154,12 @@ async fn remove(context: Arc<Context>, uid: String) -> (String, bool) {
     (uid, removed.is_err())
 }
 
-/// The mirrors that the API is to be asked to delete, by uid: not those that it is deleting, and that wait for a finalizer.
+/// The mirrors that the API is to be asked to delete, by uid: not those whose deletion it has taken, and that wait for a
+/// finalizer. One that somebody deletes gracefully waits for the node's own DELETE.
 fn undeleted(orphaned: &BTreeMap<String, Arc<Pod>>) -> BTreeMap<String, Arc<Pod>> {
     let mirrors = orphaned.values();
     mirrors
-        .filter(|mirror| mirror.metadata.deletion_timestamp.is_none())
+        .filter(|mirror| mirror.metadata.deletion_grace_period_seconds != Some(0))
         .map(|mirror| (pod::uid(mirror).to_owned(), Arc::clone(mirror)))
         .collect()
 }

@@ -34,7 +34,7 @@ fn class(pod: &Pod) -> u8 {
 #[must_use]
 pub fn missing_after(missing: &Amounts, ending: &[&Pod]) -> Amounts {
     let left = ending.iter().fold(missing.clone(), |mut left, pod| {
-        let freed = with_count(pod);
+        let freed = taken(pod);
         for (name, need) in &mut left {
             *need = *need - of(&freed, name);
         }

@@ -6,6 +6,7 @@ mod registry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use holdfast_proto::csi as pb;
 use k8s_openapi::api::core::v1::Pod;
