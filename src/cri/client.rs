@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use holdfast_proto::failure::Failure;
+use holdfast_proto::failure::{Failure, code_name};
 use holdfast_proto::{cri as pb, socket};
 use pb::image_service_client::ImageServiceClient;
 use pb::runtime_service_client::RuntimeServiceClient;
@@ -62,9 +62,11 @@ impl From<Status> for RuntimeError {
             Code::Unimplemented => RuntimeErrorKind::Unimplemented,
             _ => RuntimeErrorKind::Failed,
         };
+        let failure = Failure::from(status);
         RuntimeError {
             kind,
-            message: Failure::from(status).to_string(),
+            code: Some(code_name(failure.code)),
+            message: failure.message,
         }
     }
 }

@@ -28,12 +28,32 @@ use crate::core::serving::Streams;
 
 /// Why a call to the runtime failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{message}")]
+#[error("{}{message}", prefix(*code))]
 pub struct RuntimeError {
     /// What kind of failure.
     pub kind: RuntimeErrorKind,
+    /// The name of gRPC's status code, where the runtime or the connection to it gave one.
+    pub code: Option<&'static str>,
     /// The runtime's message.
     pub message: String,
+}
+
+/// As gRPC's Go library prints a code: that is what users search for.
+fn prefix(code: Option<&str>) -> String {
+    code.map_or_else(String::new, |code| {
+        format!("rpc error: code = {code} desc = ")
+    })
+}
+
+impl RuntimeError {
+    /// The text without a code that says nothing, as the kubelet shows failed pulls.
+    #[must_use]
+    pub fn without_unknown(&self) -> String {
+        match self.code {
+            Some("Unknown") => self.message.clone(),
+            _ => self.to_string(),
+        }
+    }
 }
 
 /// What a failure means for the caller.

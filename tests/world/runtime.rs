@@ -90,6 +90,7 @@ impl Runtime for World {
             {
                 return Err(RuntimeError {
                     kind: RuntimeErrorKind::Failed,
+                    code: None,
                     message: format!("failed to reserve sandbox name {}", metadata.name),
                 });
             }
@@ -181,8 +182,7 @@ impl Runtime for World {
         config: pb::ContainerConfig,
         _: pb::PodSandboxConfig,
     ) -> Result<String, RuntimeError> {
-        let now = self.1.now();
-        let uid = config.labels[label::POD_UID].clone();
+        let (now, uid) = (self.1.now(), config.labels[label::POD_UID].clone());
         self.state().spend("create_container", &uid);
         self.call(|state| {
             let Some(b) = state.boxes.get(sandbox).filter(|b| b.sandbox.ready) else {
@@ -197,6 +197,7 @@ impl Runtime for World {
             }) {
                 return Err(RuntimeError {
                     kind: RuntimeErrorKind::Failed,
+                    code: None,
                     message: format!("failed to reserve container name {}", metadata.name),
                 });
             }
@@ -247,6 +248,7 @@ impl Runtime for World {
             if c.container.state != ContainerState::Created {
                 return Err(RuntimeError {
                     kind: RuntimeErrorKind::Failed,
+                    code: None,
                     message: "already started".into(),
                 });
             }
@@ -356,6 +358,7 @@ impl Runtime for World {
     ) -> Result<(), RuntimeError> {
         Err(RuntimeError {
             kind: RuntimeErrorKind::Unimplemented,
+            code: None,
             message: "unknown method".into(),
         })
     }
@@ -367,6 +370,7 @@ impl Runtime for World {
     async fn exec_url(&self, _: &str, _: &[String], _: Streams) -> Result<String, RuntimeError> {
         Err(RuntimeError {
             kind: RuntimeErrorKind::Unimplemented,
+            code: None,
             message: "no streams here".into(),
         })
     }
@@ -374,6 +378,7 @@ impl Runtime for World {
     async fn attach_url(&self, _: &str, _: Streams) -> Result<String, RuntimeError> {
         Err(RuntimeError {
             kind: RuntimeErrorKind::Unimplemented,
+            code: None,
             message: "no streams here".into(),
         })
     }
@@ -381,6 +386,7 @@ impl Runtime for World {
     async fn forward_url(&self, _: &str, _: &[i32]) -> Result<String, RuntimeError> {
         Err(RuntimeError {
             kind: RuntimeErrorKind::Unimplemented,
+            code: None,
             message: "no streams here".into(),
         })
     }
@@ -493,6 +499,7 @@ impl Runtime for World {
         if !self.state().has_events {
             return Err(RuntimeError {
                 kind: RuntimeErrorKind::Unimplemented,
+                code: None,
                 message: String::new(),
             });
         }

@@ -8,6 +8,7 @@ mod records;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container, Pod, Secret};
@@ -30,6 +31,9 @@ use crate::core::image::with_default_tag;
 use crate::core::lock::lock;
 use crate::core::pod::{self, Role};
 use crate::cri::{Credentials, Image};
+
+/// How long a pull that failed is shown as such, before the container waits in `ImagePullBackOff`.
+const SHOWN: Duration = Duration::from_secs(2);
 
 /// Why a container waits: reason, message, and when to try again if that is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -260,10 +264,17 @@ async fn ensure(
             };
             context.events.pod(
                 pod,
-                path,
+                path.clone(),
                 Kind::Warning,
                 "ErrImageNeverPull",
                 message.clone(),
+            );
+            context.events.pod(
+                pod,
+                path,
+                Kind::Warning,
+                "Failed",
+                "Error: ErrImageNeverPull",
             );
             Err(waiting("ErrImageNeverPull", message))
         }
@@ -310,10 +321,17 @@ async fn pull(
     if let Some((until, error)) = held {
         context.events.pod(
             pod,
-            path,
+            path.clone(),
             Kind::Normal,
             "BackOff",
             format!("Back-off pulling image {shown:?}"),
+        );
+        context.events.pod(
+            pod,
+            path,
+            Kind::Warning,
+            "Failed",
+            "Error: ImagePullBackOff",
         );
         return Err(Waiting {
             reason: "ImagePullBackOff".into(),
@@ -366,7 +384,7 @@ async fn pull(
             Err(Waiting {
                 reason: reason.into(),
                 message: error,
-                again: Some(until),
+                again: Some(until.min(context.clock.now() + SHOWN)),
             })
         }
     }
@@ -426,7 +444,7 @@ async fn attempt(
     let mut errors: Vec<String> = Vec::new();
     for (credentials, by) in candidates(context, name, secrets).await {
         if let Err(error) = context.runtime.pull(name, credentials).await {
-            errors.push(error.to_string());
+            errors.push(error.without_unknown());
             continue;
         }
         let image = context

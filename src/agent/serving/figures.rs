@@ -474,6 +474,7 @@ async fn read(
     };
     blocking(read).await.map_err(|message| RuntimeError {
         kind: crate::cri::RuntimeErrorKind::Failed,
+        code: None,
         message,
     })
 }

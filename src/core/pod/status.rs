@@ -128,7 +128,7 @@ fn waiting(reason: &str, message: &str) -> ApiState {
     }
 }
 
-/// The mounts as they were made.
+/// The mounts as they are made, or will be.
 fn volume_mounts(container: &Container) -> Option<Vec<VolumeMountStatus>> {
     let of = |mount: &VolumeMount| VolumeMountStatus {
         name: mount.name.clone(),
@@ -246,6 +246,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     let mut status = ContainerStatus {
         name: container.name.clone(),
         image: image.clone(),
+        volume_mounts: volume_mounts(container),
         ..ContainerStatus::default()
     };
     if role == Role::Regular {
@@ -327,7 +328,6 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
         }),
     });
     status.stop_signal.clone_from(&newest.stop_signal);
-    status.volume_mounts = volume_mounts(container);
     let running = running && !facts.starting.contains(container.name.as_str());
     status.started = Some(running && facts.probed.started(container, &newest.id));
     status.ready = match role {
@@ -726,14 +726,23 @@ pub fn names_containers(status: &PodStatus) -> bool {
     containers.any(|container| container.container_id.is_some())
 }
 
-/// The status of a pod that admission refused.
+/// The status of a pod that admission refused before anything of it was made: nothing is said of its containers.
 #[must_use]
-pub fn rejected(previous: &PodStatus, reason: &str, message: &str, now: Timestamp) -> PodStatus {
+pub fn rejected(
+    pod: &Pod,
+    previous: &PodStatus,
+    refusal: (&str, &str),
+    now: Timestamp,
+) -> PodStatus {
+    let (reason, message) = refusal;
+    let qos = || Some(qos::of(pod::spec(pod)).name().into());
     PodStatus {
         phase: Some("Failed".into()),
         reason: Some(reason.into()),
         message: Some(format!("Pod was rejected: {message}")),
         start_time: previous.start_time.clone().or_else(|| Some(seconds(now))),
+        qos_class: previous.qos_class.clone().or_else(qos),
+        observed_generation: pod.metadata.generation,
         ..previous.clone()
     }
 }

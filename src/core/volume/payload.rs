@@ -153,7 +153,11 @@ fn project(
                 );
             }
             None if optional => {}
-            None => return Err(format!("references non-existent {whose} key: {}", item.key)),
+            None => {
+                let what = if whose == "config" { "configmap " } else { "" };
+                let key = &item.key;
+                return Err(format!("{what}references non-existent {whose} key: {key}"));
+            }
         }
     }
     Ok(files)
@@ -491,7 +495,7 @@ mod tests {
         );
         assert_eq!(
             made(json!({"configMap": {"name": "cm", "items": [{"key": "z", "path": "z"}]}})),
-            Err("references non-existent config key: z".into())
+            Err("configmap references non-existent config key: z".into())
         );
         assert_eq!(
             made(

@@ -101,9 +101,7 @@ impl Job {
         let call = async move { runtime.start_container(&id).await };
         let started = self.tools.starts.spawn(call.in_current_span()).await;
         // It is not aborted, and a panic ends the process: it fails only when the process ends.
-        started
-            .map_err(|e| e.to_string())?
-            .map_err(|e| e.to_string())
+        started.map_err(|e| e.to_string())?.map_err(|e| e.message)
     }
 
     /// Waits until the calls of cancelled starts have come to their end, but not for a runtime that hangs.
@@ -246,7 +244,7 @@ async fn create_container(
             made.map(|c| c.id.clone())
                 .ok_or_else(|| failed(error.to_string()))
         }
-        Err(error) => Err(failed(error.to_string())),
+        Err(error) => Err(failed(error.message)),
     }
 }
 

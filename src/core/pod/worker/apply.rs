@@ -407,7 +407,8 @@ impl Worker {
             });
             return;
         }
-        self.status = status::rejected(&self.status, &reason, &message, facts.now);
+        let refusal = (reason.as_str(), message.as_str());
+        self.status = status::rejected(&self.effective, &self.status, refusal, facts.now);
         let ended = lifecycle::Input::Ended {
             cause: Cause::Rejected,
             grace: 1,

@@ -486,6 +486,25 @@ impl Worker {
             .max(self.counts.get(name).copied().unwrap_or(0))
     }
 
+    /// Whether nothing that is observed can change the status any more: what the runtime had has been removed, or
+    /// admission refused the pod before anything of it was made. Its containers are not lost then, also for the next agent:
+    /// there were none.
+    fn status_stands(&self, observed: &ObservedPod) -> bool {
+        if let State::Finished { cause } = self.state
+            && cause.removes_content()
+        {
+            return true;
+        }
+        let starts_anew = pod::is_static(&self.effective) && self.state == State::Syncing;
+        let status = &self.status;
+        let told = [&status.container_statuses, &status.init_container_statuses];
+        status.phase.as_deref() == Some("Failed")
+            && !starts_anew
+            && self.verdict.is_none()
+            && observed.containers.is_empty()
+            && told.iter().all(|list| list.is_none())
+    }
+
     fn compute_status(&mut self, facts: &Facts) {
         let Some(observed) = &self.observed else {
             return;
@@ -494,10 +513,8 @@ impl Worker {
             self.state,
             State::Terminated { .. } | State::Finished { .. }
         );
-        if let State::Finished { cause } = self.state
-            && cause.removes_content()
-        {
-            // What the runtime had has been removed: the last status stands.
+        if self.status_stands(observed) {
+            self.completed = pod::is_final(&self.status);
             return;
         }
         self.problems

@@ -1,0 +1,101 @@
+//! Pods that the node does not admit.
+
+use super::*;
+
+/// Simulation, seed 67: the agent started again, and the Node had other labels.
+#[test]
+fn a_running_pod_that_is_refused_ends_before_it_has_failed() {
+    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
+    run.settle();
+    let mut run = run.restarted();
+    let refused = Outcome::Refused {
+        reason: "NodeAffinity".into(),
+        message: "no".into(),
+    };
+    run.settle_but(|op| matches!(op, Op::Admit));
+    run.done(&Key::Admit, refused);
+    run.settle_but(|op| matches!(op, Op::Stop { .. }));
+    assert_eq!(run.phase(), "Running", "containers run");
+    run.settle();
+    let status = &run.worker.status;
+    assert_eq!(run.phase(), "Failed");
+    assert_eq!(status.reason.as_deref(), Some("NodeAffinity"));
+    assert_eq!(status.message.as_deref(), Some("Pod was rejected: no"));
+    let ready = status
+        .conditions
+        .iter()
+        .flatten()
+        .find(|c| c.type_ == "Ready");
+    assert_eq!(ready.map(|c| c.status.as_str()), Some("False"));
+    assert_eq!(run.runtime.live().count(), 0);
+}
+
+/// Simulation, seeds 475 and 747: only sidecars had been started. And one of which an earlier agent could not write
+/// what it had started: the runtime is asked first.
+#[test]
+fn a_pending_pod_that_is_refused_ends_before_it_has_failed() {
+    for written in [true, false] {
+        let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
+        run.settle_but(|op| op.key() == start("c"));
+        assert_eq!((run.phase(), run.runtime.live().count()), ("Pending", 2));
+        let mut run = run.restarted();
+        if !written {
+            run.worker.status.init_container_statuses = None;
+            run.worker.status.container_statuses = None;
+        }
+        run.settle_but(|op| matches!(op, Op::Admit | Op::Observe { .. }));
+        let refused = Outcome::Refused {
+            reason: "NodeAffinity".into(),
+            message: "no".into(),
+        };
+        run.done(&Key::Admit, refused);
+        run.settle_but(|op| matches!(op, Op::Stop { .. }));
+        assert_eq!(run.phase(), "Pending", "its sidecars run");
+        run.settle();
+        assert_eq!((run.phase(), run.runtime.live().count()), ("Failed", 0));
+    }
+}
+
+/// Simulation, seed 38: the runtime was down, so there were no conditions yet, and the agent started again later.
+#[test]
+fn a_refused_pod_keeps_its_start_time() {
+    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
+    let refused = Outcome::Refused {
+        reason: "NodeAffinity".into(),
+        message: "no".into(),
+    };
+    run.settle_but(|op| matches!(op, Op::Admit | Op::Observe { .. }));
+    run.done(&Key::Admit, refused);
+    let started = run.worker.status.start_time.clone();
+    let mut run = run.restarted();
+    run.now += 100_000;
+    run.settle();
+    assert!(started.is_some());
+    assert_eq!(run.worker.status.start_time, started);
+}
+
+/// `kubectl get` shows the reason of a terminated container rather than the pod's: of a pod that was refused before anything
+/// of it was made no container is told as lost, also by the next agent.
+#[test]
+fn of_a_refused_pod_nothing_is_said_of_containers() {
+    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
+    let refused = Outcome::Refused {
+        reason: "SysctlForbidden".into(),
+        message: "no".into(),
+    };
+    run.settle_but(|op| matches!(op, Op::Admit | Op::Observe { .. }));
+    run.done(&Key::Admit, refused);
+    run.settle();
+    let mut run = {
+        let status = &run.worker.status;
+        assert_eq!(run.phase(), "Failed");
+        assert_eq!(status.reason.as_deref(), Some("SysctlForbidden"));
+        assert!(status.container_statuses.is_none() && status.init_container_statuses.is_none());
+        assert!(status.qos_class.is_some());
+        run.restarted()
+    };
+    run.settle();
+    let status = &run.worker.status;
+    assert_eq!(status.reason.as_deref(), Some("SysctlForbidden"));
+    assert!(status.container_statuses.is_none() && status.init_container_statuses.is_none());
+}
