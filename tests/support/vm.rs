@@ -323,6 +323,8 @@ impl Node {
         init += "busybox mount -t ext4 /dev/vda /node && busybox cp -a /unit/. /node/ && busybox cp -a /carried /node/\n";
         init += "busybox mkdir -p /node/etc/systemd/system/multi-user.target.wants\n";
         init += "busybox ln -sf ../test.service /node/etc/systemd/system/multi-user.target.wants/test.service\n";
+        // A login on the console would hang up what the test writes there, if it comes after the test has begun.
+        init += "busybox ln -sf /dev/null /node/etc/systemd/system/serial-getty@ttyS0.service\n";
         init += "for at in proc sys dev; do busybox umount -l /$at; done\nexec busybox switch_root /node /sbin/init\n";
         Some(Node { kernel, disk, init })
     }
