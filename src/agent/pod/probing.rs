@@ -163,7 +163,8 @@ impl Probing {
                 ip: ip.clone(),
                 kind,
                 timing,
-                first: first_probe(context, id, since, &timing),
+                first: Instant::now()
+                    + first_probe(context.started, context.clock.now(), id, since, &timing),
                 inbox: self.inbox.clone(),
                 last: *health.of(kind),
                 started: Arc::clone(&started),
@@ -207,21 +208,25 @@ impl Probing {
     }
 }
 
-/// When the first probe is due: as soon as the delay is over. Containers that were found running are
-/// spread over their period, so that a restart of the agent is no burst.
-fn first_probe(context: &Context, id: &str, since: Timestamp, timing: &Timing) -> Instant {
-    let now = context.clock.now();
-    let up = now.duration_since(since);
-    if context.started.duration_since(since) > ADOPTED {
-        let share = id.bytes().fold(0_u64, |sum, b| {
-            sum.wrapping_mul(31).wrapping_add(u64::from(b))
-        }) % 1000;
-        return Instant::now() + timing.period.mul_f64(share as f64 / 1000.0);
+/// How long the first probe of a container that has run since `since` waits: until its delay is over. Containers that
+/// were found running at the agent's start are spread over their period besides, so that a restart of the agent is no
+/// burst.
+fn first_probe(
+    agent_started: Timestamp,
+    now: Timestamp,
+    id: &str,
+    since: Timestamp,
+    timing: &Timing,
+) -> Duration {
+    let up = Duration::try_from(now.duration_since(since)).unwrap_or_default();
+    let rest = timing.delay.saturating_sub(up);
+    if agent_started.duration_since(since) <= ADOPTED {
+        return rest;
     }
-    Instant::now()
-        + timing
-            .delay
-            .saturating_sub(Duration::try_from(up).unwrap_or_default())
+    let share = id.bytes().fold(0_u64, |sum, b| {
+        sum.wrapping_mul(31).wrapping_add(u64::from(b))
+    }) % 1000;
+    rest.max(timing.period.mul_f64(share as f64 / 1000.0))
 }
 
 fn step(kind: Kind) -> Step {
@@ -406,5 +411,31 @@ impl Prober {
                 Err(error) => Answer::Unknown(error.to_string()),
             },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_probe_waits_for_the_delay_also_after_a_restart_of_the_agent() {
+        let timing = Timing {
+            delay: Duration::from_secs(300),
+            period: Duration::from_secs(10),
+            timeout: Duration::from_secs(1),
+            successes: 1,
+            failures: 3,
+        };
+        let at = |second| Timestamp::from_second(second).expect("a time");
+        // Started by this agent, just now and a while ago.
+        let own = |now| first_probe(at(0), at(now), "c", at(100), &timing);
+        assert_eq!(own(100), Duration::from_secs(300));
+        assert_eq!(own(150), Duration::from_secs(250));
+        assert_eq!(own(1000), Duration::ZERO);
+        // Found running: thirty seconds old, and an hour old.
+        let found = |now| first_probe(at(now), at(now), "c", at(0), &timing);
+        assert_eq!(found(30), Duration::from_secs(270));
+        assert!(found(3600) < timing.period);
     }
 }
