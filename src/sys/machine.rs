@@ -125,7 +125,16 @@ impl Machine {
             memory: total.unwrap_or(0) * 1024,
             storage: filesystem(root).map_or(0, |f| f.capacity),
             machine_id: line("/etc/machine-id"),
-            system_uuid: line("/sys/class/dmi/id/product_uuid"),
+            // Machines without DMI have no other number of their own (cAdvisor, `GetSystemUUID`).
+            system_uuid: [
+                "/sys/class/dmi/id/product_uuid",
+                "/proc/device-tree/vm,uuid",
+                "/etc/machine-id",
+            ]
+            .into_iter()
+            .map(&line)
+            .find(|id| !id.is_empty())
+            .unwrap_or_default(),
             boot_id: line("/proc/sys/kernel/random/boot_id"),
             booted: i64::try_from(machine_stats::booted(&line("/proc/stat")))
                 .ok()
