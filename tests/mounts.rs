@@ -57,6 +57,7 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
         options: vec![],
         owned: false,
         labelled: false,
+        group: None,
     };
     let pod: k8s_openapi::api::core::v1::Pod =
         serde_json::from_value(serde_json::json!({"metadata": {"name": "p", "uid": "u"}})).unwrap();

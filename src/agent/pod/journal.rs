@@ -379,6 +379,7 @@ mod tests {
             sync_frequency: SignedDuration::from_secs(60),
             max_backoff: SignedDuration::from_secs(300),
             mirrors: true,
+            recursive_read_only: false,
         };
         let record = Record::new(rules, vec!["192.0.2.1".into()], &worker);
         log.start_record(record.clone());

@@ -73,7 +73,7 @@ pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen,
     // It is waited for again and again; it is never the last time.
     starts.close();
     log.start_record(Record::new(
-        rules(&context),
+        rules(&context, &Assets::default()),
         context.node_ips.borrow().clone(),
         &worker,
     ));
@@ -117,12 +117,17 @@ pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen,
     context.metrics.gone(shell.worker.pod());
 }
 
-fn rules(context: &Context) -> Rules {
+fn rules(context: &Context, assets: &Assets) -> Rules {
     let span = |time: Duration| SignedDuration::try_from(time).unwrap_or(SignedDuration::MAX);
     Rules {
         sync_frequency: span(context.config.sync_frequency),
         max_backoff: span(context.config.max_backoff),
         mirrors: context.config.kubeconfig.is_some(),
+        recursive_read_only: context
+            .features
+            .borrow()
+            .handler(assets.handler())
+            .recursive_read_only,
     }
 }
 
@@ -210,7 +215,7 @@ impl Shell {
             now,
             node_ips: self.context().node_ips.borrow().clone(),
             held_up: self.log().held_up(),
-            rules: rules(self.context()),
+            rules: rules(self.context(), &self.assets),
         };
         let object_before = object_of(self.worker.update());
         let pod_before = Arc::clone(&self.worker.update().pod);

@@ -393,7 +393,11 @@ fn condemned(
     let message = format!(
         "{who} {} {what}{}",
         container.name,
-        if restarts { ", will be restarted" } else { "" }
+        if restarts && !resize {
+            ", will be restarted"
+        } else {
+            ""
+        }
     );
     Some((
         Kill {
@@ -510,7 +514,9 @@ fn init_step<'a>(
     start: &impl Fn(Role, &Container) -> Start,
     actions: &mut PodActions,
 ) -> InitStep {
-    for container in init {
+    // What comes before one that was started has ended well, also where its instance is gone.
+    let begun = init.iter().rposition(|c| here(&c.name).is_some());
+    for (place, container) in init.iter().enumerate() {
         let seen = here(&container.name);
         if pod::is_sidecar(container) {
             let goes_on = match seen {
@@ -545,7 +551,7 @@ fn init_step<'a>(
             }
             continue;
         }
-        if initialised {
+        if initialised || (seen.is_none() && begun.is_some_and(|begun| place < begun)) {
             continue;
         }
         match seen {
@@ -557,14 +563,14 @@ fn init_step<'a>(
             Some(seen)
                 if matches!(seen.state, ContainerState::Exited | ContainerState::Unknown) =>
             {
-                let code = if seen.state == ContainerState::Unknown {
-                    137
-                } else {
-                    seen.exit_code
-                };
+                let is_unknown = seen.state == ContainerState::Unknown;
+                let code = if is_unknown { 137 } else { seen.exit_code };
                 if after_exit(pod, Role::Init, container, code) == AfterExit::Stay {
                     return InitStep::Failed;
                 }
+                // Two of them must not run side by side.
+                let killed = is_unknown.then(|| unknown(Role::Init, seen));
+                actions.kill.extend(killed);
                 actions.start.push(start(Role::Init, container));
                 return InitStep::Wait;
             }

@@ -31,6 +31,13 @@ pub struct Surroundings<'a> {
     pub allocatable: &'a super::resources::Amounts,
 }
 
+impl Surroundings<'_> {
+    /// The pod's addresses as its status tells them.
+    fn addresses(&self) -> Vec<String> {
+        super::status::pod_ips(self.pod_ips, self.node_ips)
+    }
+}
+
 /// Replaces `$(NAME)` where NAME is known; `$$` is a dollar.
 #[must_use]
 pub fn expand(text: &str, lookup: impl Fn(&str) -> Option<String>) -> String {
@@ -162,8 +169,8 @@ pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
         }
         "status.hostIP" => around.node_ips[0].clone(),
         "status.hostIPs" => around.node_ips.join(","),
-        "status.podIP" => around.pod_ips.first().cloned().unwrap_or_default(),
-        "status.podIPs" => around.pod_ips.join(","),
+        "status.podIP" => around.addresses().into_iter().next().unwrap_or_default(),
+        "status.podIPs" => around.addresses().join(","),
         other => return Err(format!("unsupported fieldPath: {other}")),
     })
 }

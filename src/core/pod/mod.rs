@@ -268,3 +268,14 @@ pub fn grace_seconds(pod: &Pod) -> i64 {
         .unwrap_or(spec)
         .max(1)
 }
+/// Whether the end of one of a pod's containers may make all of them start over (KEP-5532).
+#[must_use]
+pub fn may_restart_all(pod: &Pod) -> bool {
+    let spec = spec(pod);
+    let of = |c: &Container| {
+        let mut rules = c.restart_policy_rules.iter().flatten();
+        rules.any(|rule| rule.action == "RestartAllContainers")
+    };
+    let init = spec.init_containers.iter().flatten();
+    init.chain(&spec.containers).any(of)
+}

@@ -70,6 +70,8 @@ pub struct Facts<'a> {
     pub resize: &'a Resizing,
     /// The node's addresses.
     pub node_ips: &'a [String],
+    /// Whether the runtime can make a mount read-only with all that is mounted below it.
+    pub recursive_read_only: bool,
     /// All containers have been stopped for good.
     pub ended: bool,
     /// Why this node ends the pod, if it does: told once all containers have been stopped.
@@ -128,19 +130,28 @@ fn waiting(reason: &str, message: &str) -> ApiState {
     }
 }
 
-/// The mounts as they are made, or will be.
-fn volume_mounts(container: &Container) -> Option<Vec<VolumeMountStatus>> {
+/// The mounts as they are made, or will be. `recursive` says that the runtime can make a mount read-only with all below.
+fn volume_mounts(container: &Container, recursive: bool) -> Option<Vec<VolumeMountStatus>> {
+    let is_recursive = |mount: &VolumeMount| match mount.recursive_read_only.as_deref() {
+        Some("Enabled") => true,
+        Some("IfPossible") => {
+            let propagation = mount.mount_propagation.as_deref().unwrap_or("None");
+            recursive && propagation == "None"
+        }
+        _ => false,
+    };
     let of = |mount: &VolumeMount| VolumeMountStatus {
         name: mount.name.clone(),
         mount_path: mount.mount_path.clone(),
         read_only: mount.read_only.filter(|r| *r),
-        recursive_read_only: mount.read_only.filter(|r| *r).and(
-            mount
-                .recursive_read_only
-                .clone()
-                .filter(|r| r != "IfPossible")
-                .or(Some("Disabled".into())),
-        ),
+        recursive_read_only: mount.read_only.filter(|r| *r).map(|_| {
+            let told = if is_recursive(mount) {
+                "Enabled"
+            } else {
+                "Disabled"
+            };
+            told.to_owned()
+        }),
         ..VolumeMountStatus::default()
     };
     container
@@ -246,7 +257,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     let mut status = ContainerStatus {
         name: container.name.clone(),
         image: image.clone(),
-        volume_mounts: volume_mounts(container),
+        volume_mounts: volume_mounts(container, facts.recursive_read_only),
         ..ContainerStatus::default()
     };
     if role == Role::Regular {
@@ -312,7 +323,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
         }
         status.state = Some(waiting(reason, message));
     }
-    if running && role != Role::Ephemeral {
+    if role != Role::Ephemeral {
         status.allocated_resources = container
             .resources
             .as_ref()
@@ -329,7 +340,8 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     });
     status.stop_signal.clone_from(&newest.stop_signal);
     let running = running && !facts.starting.contains(container.name.as_str());
-    status.started = Some(running && facts.probed.started(container, &newest.id));
+    status.started =
+        (role != Role::Ephemeral).then(|| running && facts.probed.started(container, &newest.id));
     status.ready = match role {
         Role::Init => newest.state == ContainerState::Exited && newest.exit_code == 0,
         Role::Ephemeral => false,
@@ -545,7 +557,13 @@ fn verdicts(
     } else {
         say("Ready", holds, reason, message.clone())
     };
-    vec![
+    let final_reason = reason.filter(|_| matches!(phase, "Succeeded" | "Failed"));
+    let restarting = pod::may_restart_all(facts.pod).then(|| {
+        let over = |(reason, _): &(String, String)| reason == RESTARTING_ALL;
+        let holds = final_reason.is_none() && facts.problems.values().any(over);
+        say("AllContainersRestarting", holds, final_reason, None)
+    });
+    let mut all = vec![
         // The kubelet says nothing here; we say what is in the way.
         say(
             "PodReadyToStartContainers",
@@ -557,7 +575,9 @@ fn verdicts(
         ready,
         say("ContainersReady", holds, reason, message),
         say("PodScheduled", true, None, None),
-    ]
+    ];
+    all.extend(restarting);
+    all
 }
 
 /// How far a resize is, where there is one.
@@ -618,18 +638,41 @@ fn node_addresses(facts: &Facts<'_>) -> Vec<String> {
     before.map(|known| known.ip.clone()).collect()
 }
 
+/// What a pod's status tells of its sandbox's addresses: one of each family, that of the node's own family first. An
+/// apiserver refuses two of a family (`ValidatePodStatusUpdate`).
+#[must_use]
+pub fn pod_ips(of_sandbox: &[String], node_ips: &[String]) -> Vec<String> {
+    let is_v6 = |ip: &String| ip.contains(':');
+    let first = node_ips.first().is_some_and(is_v6);
+    let of = |family| of_sandbox.iter().find(|ip| is_v6(ip) == family);
+    of(first).into_iter().chain(of(!first)).cloned().collect()
+}
+
 /// The pod's addresses: the node's, the sandbox's, or while it has none those from before.
 fn addresses(facts: &Facts<'_>) -> Vec<String> {
     if pod::host_network(facts.pod) {
         return node_addresses(facts);
     }
     let sandbox = facts.observed.sandboxes.first();
-    let ips = sandbox.map(|s| s.ips.clone()).unwrap_or_default();
+    let ips = sandbox.map_or_else(Vec::new, |s| pod_ips(&s.ips, facts.node_ips));
     if !ips.is_empty() {
         return ips;
     }
     let before = facts.previous.pod_ips.iter().flatten();
     before.map(|i| i.ip.clone()).collect()
+}
+
+/// How many bytes the termination messages of a pod's containers may have together (kubelet spec, 5.9).
+const MESSAGES: usize = 12 << 10;
+
+/// Cuts a container's termination messages to its share of what the pod's may have together.
+fn cut_messages(status: &mut ContainerStatus, most: usize) {
+    for state in [&mut status.state, &mut status.last_state] {
+        let ended = state.as_mut().and_then(|s| s.terminated.as_mut());
+        if let Some(message) = ended.and_then(|t| t.message.as_mut()) {
+            message.truncate(message.floor_char_boundary(most));
+        }
+    }
 }
 
 /// Computes the status.
@@ -640,7 +683,11 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
     let of = |wanted: fn(Role) -> bool| -> Vec<ContainerStatus> {
         all.iter()
             .filter(|(role, _)| wanted(*role))
-            .map(|(role, c)| container_status(facts, *role, c))
+            .map(|(role, c)| {
+                let mut status = container_status(facts, *role, c);
+                cut_messages(&mut status, MESSAGES / all.len().max(1));
+                status
+            })
             .collect()
     };
     let regular = of(|r| r == Role::Regular);

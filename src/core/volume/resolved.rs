@@ -90,6 +90,8 @@ pub struct ResolvedVolume {
     pub owned: bool,
     /// Whether its files get their SELinux label from the mount, and need none of their own.
     pub labelled: bool,
+    /// The group that may use its files, of a persistent volume that names one.
+    pub group: Option<i64>,
 }
 
 /// What volumes are made with on this node.
@@ -357,6 +359,12 @@ fn empty_dir(
     }
 }
 
+/// The group that a persistent volume's annotation names: its files are that group's.
+fn group_of(volume: &PersistentVolume) -> Option<i64> {
+    let named = meta::annotations(volume).get("pv.beta.kubernetes.io/gid")?;
+    named.parse().ok()
+}
+
 /// Resolves a volume. `claimed` is its claim if it has one.
 pub fn resolve(
     pod: &Pod,
@@ -373,6 +381,7 @@ pub fn resolve(
         options: vec![],
         owned: false,
         labelled: false,
+        group: None,
     };
     if let Some(claimed) = claimed {
         return persistent(pod, volume, claimed, here);
@@ -531,6 +540,7 @@ fn persistent(
         options: spec.mount_options.clone().unwrap_or_default(),
         owned,
         labelled: false,
+        group: group_of(&claimed.volume),
     };
     let modes = spec.access_modes.clone().unwrap_or_default();
     let label = here

@@ -30,21 +30,13 @@ pub fn files(contexts: &str) -> String {
         .unwrap_or_else(|| FILES.into())
 }
 
-/// A container's options over its pod's, field by field.
+/// A container's options, else its pod's: they are not mixed (`securitycontext.DetermineEffectiveSecurityContext`).
 #[must_use]
-pub fn merged(
-    own: Option<&SELinuxOptions>,
-    pod: Option<&SELinuxOptions>,
-) -> Option<SELinuxOptions> {
-    match (own.cloned(), pod.cloned()) {
-        (Some(own), Some(pod)) => Some(SELinuxOptions {
-            user: own.user.or(pod.user),
-            role: own.role.or(pod.role),
-            type_: own.type_.or(pod.type_),
-            level: own.level.or(pod.level),
-        }),
-        (own, pod) => own.or(pod),
-    }
+pub fn effective<'a>(
+    own: Option<&'a SELinuxOptions>,
+    pod: Option<&'a SELinuxOptions>,
+) -> Option<&'a SELinuxOptions> {
+    own.or(pod)
 }
 
 /// Whether a part of a label is one: it becomes a part of a mount's options, and may add none.
@@ -91,8 +83,8 @@ pub fn of_volume(pod: &Pod, volume: &str, modes: &[String], files: &str) -> Opti
                 .security_context
                 .as_ref()
                 .and_then(|s| s.se_linux_options.as_ref());
-            merged(own, of_pod.and_then(|s| s.se_linux_options.as_ref()))
-                .and_then(|options| label(&options, files))
+            effective(own, of_pod.and_then(|s| s.se_linux_options.as_ref()))
+                .and_then(|options| label(options, files))
         })
         .collect();
     if labels.len() == 1 {
@@ -162,10 +154,19 @@ mod tests {
             expected,
             "a privileged container may use anything"
         );
-        let user = json!([mounting(json!({"seLinuxOptions": {"user": "staff_u"}}))]);
+        let user = |own: Value| json!([mounting(json!({"seLinuxOptions": own}))]);
         assert_eq!(
-            of(alone(), level("s0:c1"), user),
+            of(
+                alone(),
+                level("s0:c9"),
+                user(json!({"user": "staff_u", "level": "s0:c1"}))
+            ),
             Some("staff_u:object_r:container_file_t:s0:c1".into())
+        );
+        assert_eq!(
+            of(alone(), level("s0:c9"), user(json!({"user": "staff_u"}))),
+            None,
+            "a container's options are not mixed with its pod's"
         );
         assert_eq!(
             files("process = \"a:b:c:s0\"\nfile = \"u:r:t:s0\"\n"),

@@ -61,6 +61,11 @@ pub struct Assets {
 }
 
 impl Assets {
+    /// The handler of the runtime that the pod is made with; the default one has an empty name.
+    pub fn handler(&self) -> &str {
+        self.setup.as_ref().map_or("", |setup| &setup.handler)
+    }
+
     /// Keeps what an operation made.
     pub fn keep(&mut self, asset: Asset) {
         match asset {
@@ -152,6 +157,10 @@ impl Job {
                     ips,
                 };
                 self.start(start, &place).await.map(plain)
+            }
+            Op::PreStop { kill, until } => {
+                self.told(kill, *until).await;
+                Ok(plain(Outcome::Done))
             }
             Op::Stop { kill, first, until } => self.stop(kill, *first, *until).await.map(plain),
             Op::StopSandbox(id) => self.stop_sandbox(id).await.map(plain),

@@ -369,6 +369,12 @@ async fn container_config(
         annotations: given.annotations,
         cdi: given.cdi.into_iter().chain(claimed).collect(),
         target,
+        groups: s
+            .fetched
+            .resolved
+            .values()
+            .filter_map(|v| v.group)
+            .collect(),
     };
     cri_config::container(s.pod, container, prepared, s.node)
 }

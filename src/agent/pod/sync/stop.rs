@@ -45,6 +45,12 @@ impl Job {
         self.signal(kill, grace).await
     }
 
+    /// Tells a container that it will be stopped by `until`: the event, and its hook.
+    pub(super) async fn told(&self, kill: &Kill, until: Timestamp) {
+        let until = Instant::now() + self.time_until(until);
+        self.pre_stop(kill, until, true).await;
+    }
+
     async fn pre_stop(&self, kill: &Kill, until: Instant, with_hook: bool) {
         let definition = self.definition(&kill.name);
         let role = definition.as_ref().map_or(Role::Regular, |(role, _)| *role);
@@ -111,7 +117,7 @@ impl Job {
         }
     }
 
-    /// Starts all containers over in their sandbox (KEP-5532): stopped at once and removed, the ones
+    /// Starts all containers over in their sandbox (KEP-5532): stopped with the shortest grace and removed, the ones
     /// that asked for it last.
     pub(super) async fn restart_all(&self, kills: &[Kill]) -> Result<Outcome> {
         let running = |kill: &&Kill| self.observed.live().any(|c| c.id == kill.id);
@@ -125,7 +131,7 @@ impl Job {
                 "Killing",
                 kill.message.clone(),
             );
-            self.signal(kill, 0).await
+            self.signal(kill, FLOOR).await
         });
         for stopped in futures::future::join_all(stops).await {
             stopped?;

@@ -223,6 +223,9 @@ fn init_containers_run_one_by_one_and_sidecars_stay() {
         (vec![done("i1")], vec!["side"]),
         (vec![done("i1"), up("side")], vec!["i2"]),
         (vec![done("i1"), up("side"), done("i2")], vec!["a"]),
+        // Somebody has removed what had ended.
+        (vec![up("side"), up("i2")], vec![]),
+        (vec![done("i2")], vec!["side"]),
         (vec![done("i1"), up("side"), done("i2"), up("a")], vec![]),
         (
             vec![
@@ -248,6 +251,10 @@ fn init_containers_run_one_by_one_and_sidecars_stay() {
         assert_eq!(started, expected, "{names:?}");
         assert!(!actions.kill_pod, "{names:?}");
     }
+    let lost = container("i1", "s", 0, ContainerState::Unknown, 0);
+    let actions = compute(&pod, &seen(ready(), vec![lost]), &none(), |_| 0);
+    assert_eq!(actions.start[0].container.name, "i1");
+    assert_eq!(actions.kill[0].id, "i1-0", "two of them never run");
     let never = a_pod("Never", json!([{"name": "i1", "image": "i"}]), &["a"]);
     let failed = compute(
         &never,
@@ -324,7 +331,7 @@ fn granted_sizes_are_carried_out_as_the_policy_says() {
         ),
         (
             vec!["a".to_owned()],
-            "Container b resize requires restart, will be restarted",
+            "Container b resize requires restart",
             1
         )
     );

@@ -296,6 +296,8 @@ pub struct Prepared<'a> {
     pub cdi: Vec<String>,
     /// The container whose processes an ephemeral one shares.
     pub target: Option<String>,
+    /// Groups that the pod's persistent volumes ask for.
+    pub groups: Vec<i64>,
 }
 
 /// A volumeMount as far as it can be told without the machine (kubelet spec, 6.7).
@@ -341,16 +343,6 @@ pub fn volume_mount(mount: &VolumeMount, node: &Node) -> Result<pb::Mount, Strin
             "Bidirectional" => pb::MountPropagation::PropagationBidirectional,
             _ => pb::MountPropagation::PropagationPrivate,
         } as i32,
-        uid_mappings: node
-            .users
-            .as_ref()
-            .map(|u| ids(&u.uid_mappings))
-            .unwrap_or_default(),
-        gid_mappings: node
-            .users
-            .as_ref()
-            .map(|u| ids(&u.gid_mappings))
-            .unwrap_or_default(),
         ..pb::Mount::default()
     })
 }
@@ -438,6 +430,18 @@ fn annotations(
     annotations
 }
 
+/// Mounts as a container of a pod with users of its own sees them: what is root's is its root's, the agent's own files
+/// (`/etc/hosts`, the termination log) and those of device plugins included.
+fn mapped(mut mounts: Vec<pb::Mount>, node: &Node) -> Vec<pb::Mount> {
+    if let Some(users) = &node.users {
+        for mount in &mut mounts {
+            mount.uid_mappings = ids(&users.uid_mappings);
+            mount.gid_mappings = ids(&users.gid_mappings);
+        }
+    }
+    mounts
+}
+
 /// A container's message. The error is a `CreateContainerConfigError`.
 pub fn container(
     pod: &Pod,
@@ -483,7 +487,7 @@ pub fn container(
                 value: value.clone(),
             })
             .collect(),
-        mounts: prepared.mounts,
+        mounts: mapped(prepared.mounts, node),
         devices: prepared.devices,
         cdi_devices: prepared
             .cdi
@@ -537,6 +541,7 @@ mod tests {
                 .into(),
                 cdi: vec!["vendor.com/gpu=0".into()],
                 target: None,
+                groups: vec![],
             },
             &node,
         )

@@ -13,7 +13,7 @@ use crate::core::pod::cgroup_values::page_name;
 use crate::core::pod::memory_qos;
 use crate::core::pod::qos::{self, QosClass};
 use crate::core::pod::resources::{
-    Amounts, Side, amounts, huge_pages, of_container, of_pod, of_pod_level,
+    Amounts, Side, amounts, huge_pages, of_container, of_containers, of_pod_level,
 };
 
 /// From this priority on a pod is critical.
@@ -55,7 +55,7 @@ fn with_the_pods(pod: &Pod, own: &Amounts) -> Amounts {
     let mut limits = own.clone();
     for (name, limit) in of_pod_level(pod, Side::Limits) {
         let has_own = limits.get(&name).is_some_and(|own| !own.is_zero());
-        if matches!(name.as_str(), "cpu" | "memory") && !has_own {
+        if !has_own {
             limits.insert(name, limit);
         }
     }
@@ -69,7 +69,8 @@ pub fn resources(pod: &Pod, container: &Container, node: &Node) -> pb::LinuxCont
         of_container(container, Side::Requests),
         of_container(container, Side::Limits),
     );
-    let mut message = linux(&requests, &with_the_pods(pod, &limits), node);
+    let bounds = with_the_pods(pod, &limits);
+    let mut message = linux(&requests, &bounds, node);
     message.oom_score_adj = oom_score_adj(pod, container, node.memory);
     match node.swap {
         Some(swap) if swap.unified => {
@@ -88,7 +89,7 @@ pub fn resources(pod: &Pod, container: &Container, node: &Node) -> pb::LinuxCont
         let files = files.map(|(file, bytes)| (file.to_owned(), bytes.to_string()));
         message.unified.extend(files);
     }
-    message.hugepage_limits = hugepages(&limits, node);
+    message.hugepage_limits = hugepages(&bounds, node);
     bind(&mut message, pod::uid(pod), &container.name, node);
     if node.group_oom {
         message
@@ -155,13 +156,14 @@ pub(super) fn overhead(pod: &Pod) -> pb::LinuxContainerResources {
     linux(&amounts, &amounts, &Node::new(Arc::default()))
 }
 
-/// The sum of the pod's containers, for runtimes that size the sandbox by it.
+/// The sum of the pod's containers, for runtimes that size the sandbox by it. The overhead is told beside it.
 pub(super) fn whole_resources(pod: &Pod, node: &Node) -> pb::LinuxContainerResources {
-    let mut message = linux(
-        &of_pod(pod, Side::Requests),
-        &of_pod(pod, Side::Limits),
-        node,
-    );
+    let of = |side| {
+        let mut amounts = of_containers(pod, side);
+        amounts.extend(of_pod_level(pod, side));
+        amounts
+    };
+    let mut message = linux(&of(Side::Requests), &of(Side::Limits), node);
     if node.pinning.pod_has_own_cpus(pod::uid(pod)) {
         lift_quota(&mut message);
     }

@@ -1,6 +1,8 @@
 //! What containers may do: users, capabilities, profiles, hidden paths (kubelet spec, 6.6). Pure.
 
-use crate::core::volume::selinux::merged;
+use std::collections::BTreeSet;
+
+use crate::core::volume::selinux::effective;
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{
     AppArmorProfile, Capabilities, Container, Pod, SELinuxOptions, SeccompProfile, SecurityContext,
@@ -266,15 +268,15 @@ pub(super) fn security(
             .flatten()
             .copied()
             .chain(of_pod.fs_group)
+            .chain(extra_groups(pod, &prepared.groups))
             .collect(),
         no_new_privs: own.allow_privilege_escalation == Some(false),
         masked_paths: masked,
         supplemental_groups_policy: groups_policy(of_pod.supplemental_groups_policy.as_deref()),
-        selinux_options: merged(
+        selinux_options: effective(
             own.se_linux_options.as_ref(),
             of_pod.se_linux_options.as_ref(),
         )
-        .as_ref()
         .map(selinux),
         apparmor,
         apparmor_profile,
@@ -287,4 +289,11 @@ pub(super) fn security(
         )?),
         ..pb::LinuxContainerSecurityContext::default()
     })
+}
+/// The groups of the pod's persistent volumes that its own supplementary groups do not have yet.
+fn extra_groups(pod: &Pod, of_volumes: &[i64]) -> BTreeSet<i64> {
+    let context = pod::spec(pod).security_context.as_ref();
+    let own = context.and_then(|c| c.supplemental_groups.as_ref());
+    let is_new = |group: &&i64| !own.is_some_and(|own| own.contains(group));
+    of_volumes.iter().filter(is_new).copied().collect()
 }

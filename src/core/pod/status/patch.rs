@@ -11,6 +11,7 @@ const OWN: &[&str] = &[
     "ContainersReady",
     "PodScheduled",
     "DisruptionTarget",
+    "AllContainersRestarting",
     "PodResizePending",
     "PodResizeInProgress",
 ];

@@ -68,6 +68,7 @@ fn status(
             ..Resizing::default()
         },
         node_ips: &["192.0.2.1".into()],
+        recursive_read_only: true,
         ended,
         verdict: None,
         now: time(100),
@@ -555,6 +556,7 @@ fn a_node_without_an_address_keeps_the_one_that_is_reported() {
             wanted: &resize::wanted(&pod),
             resize: &Resizing::default(),
             node_ips,
+            recursive_read_only: true,
             ended: false,
             verdict: None,
             now: time(100),
@@ -563,4 +565,72 @@ fn a_node_without_an_address_keeps_the_one_that_is_reported() {
         let told = [status.host_ip, first.map(|ip| ip.ip), status.pod_ip];
         assert_eq!(told, [(); 3].map(|()| expected.map(str::to_owned)));
     }
+}
+
+#[test]
+fn a_pod_has_one_address_of_each_family_its_nodes_first() {
+    let list = |ips: &str| -> Vec<String> { ips.split_whitespace().map(str::to_owned).collect() };
+    for (seen, node, told) in [
+        ("10.0.0.2", "192.0.2.1", "10.0.0.2"),
+        ("10.0.0.2 fd00::2", "192.0.2.1 fd01::1", "10.0.0.2 fd00::2"),
+        ("10.0.0.2 fd00::2", "fd01::1 192.0.2.1", "fd00::2 10.0.0.2"),
+        // A second interface's address is not told: the apiserver would refuse the whole status.
+        ("10.0.0.2 10.1.0.2 fd00::2", "192.0.2.1", "10.0.0.2 fd00::2"),
+        ("fd00::2", "192.0.2.1", "fd00::2"),
+        ("", "192.0.2.1", ""),
+        ("10.0.0.2", "", "10.0.0.2"),
+    ] {
+        assert_eq!(pod_ips(&list(seen), &list(node)), list(told), "{seen}");
+    }
+}
+
+#[test]
+fn termination_messages_share_twelve_kibibytes() {
+    let containers: Vec<Value> = (0..12)
+        .map(|n| json!({"name": format!("c{n}"), "image": "i"}))
+        .collect();
+    let spec = json!({"restartPolicy": "Never", "containers": containers});
+    let pod: Pod =
+        serde_json::from_value(json!({"metadata": {"name": "p"}, "spec": spec})).expect("a pod");
+    let seen = (0..12).map(|n| {
+        let mut container = container(&format!("c{n}"), 0, Exited, 1);
+        container.message = "ä".repeat(2048);
+        container
+    });
+    let told = status(
+        &pod,
+        seen.collect(),
+        &Problems::new(),
+        true,
+        &PodStatus::default(),
+    );
+    for container in told.container_statuses.into_iter().flatten() {
+        let ended = container.state.and_then(|s| s.terminated).expect("ended");
+        assert_eq!(ended.message.map(|m| m.len()), Some(1024));
+    }
+}
+
+#[test]
+fn pods_whose_containers_may_all_start_over_say_whether_they_do() {
+    let rules =
+        json!([{"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [4]}}]);
+    let mut pod = a_pod("Always", json!([]));
+    let condition = |pod: &Pod, problems: &Problems| {
+        let told = status(
+            pod,
+            vec![container("a", 0, Running, 0)],
+            problems,
+            false,
+            &PodStatus::default(),
+        );
+        let found = told.conditions.into_iter().flatten();
+        let mut found = found.filter(|c| c.type_ == "AllContainersRestarting");
+        found.next().map(|c| c.status)
+    };
+    assert_eq!(condition(&pod, &Problems::new()), None);
+    let spec = pod.spec.as_mut().expect("a spec");
+    spec.containers[0].restart_policy_rules = serde_json::from_value(rules).expect("rules");
+    assert_eq!(condition(&pod, &Problems::new()).as_deref(), Some("False"));
+    let over = [("a".to_owned(), (RESTARTING_ALL.to_owned(), String::new()))];
+    assert_eq!(condition(&pod, &over.into()).as_deref(), Some("True"));
 }

@@ -244,6 +244,7 @@ impl Worker {
                     self.step(lifecycle::Input::Released, facts, turn);
                 }
             }
+            (Op::PreStop { .. }, _) => {}
             (Op::ReturnClaims, _) => self.claims_returned = true,
             (Op::Finalise, _) => self.finalised = true,
             // No other outcome belongs to these operations.
@@ -296,9 +297,9 @@ impl Worker {
                     INFEASIBLE => (INFEASIBLE, "ResizeInfeasible"),
                     _ => ("Deferred", "ResizeDeferred"),
                 };
+                let described = resize::described(&desired, Some(&message));
                 let pending = Some((kind.to_owned(), message));
                 if self.resizing.pending != pending {
-                    let described = resize::described(&desired, None);
                     let text = format!("Pod resize {reason}: {described}");
                     turn.events.push(warning(event, text));
                 }
@@ -508,7 +509,9 @@ impl Worker {
                 self.look = false;
                 self.observing = self.acted;
             }
-            Op::Stop { kill, until, .. } => _ = self.stops.insert(kill.id.clone(), *until),
+            Op::PreStop { kill, until } | Op::Stop { kill, until, .. } => {
+                self.stops.insert(kill.id.clone(), *until);
+            }
             Op::Volumes { .. } => {
                 // What changes from now on makes another turn.
                 self.volumes.stale = false;

@@ -26,7 +26,7 @@ impl Worker {
             moved(at);
         }
         for op in &mut self.in_flight {
-            if let Op::Stop { until, .. } = op {
+            if let Op::Stop { until, .. } | Op::PreStop { until, .. } = op {
                 moved(until);
             }
         }

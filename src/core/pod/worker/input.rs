@@ -219,6 +219,13 @@ pub enum Op {
         /// The sandbox's addresses.
         ips: Vec<String>,
     },
+    /// Tell a sidecar that the pod ends, before it is its turn to stop: the event is sent and its preStop hook runs.
+    PreStop {
+        /// The container.
+        kill: Kill,
+        /// When its grace period is over.
+        until: Timestamp,
+    },
     /// Stop a container: its preStop hook, the signal, and at the deadline SIGKILL.
     Stop {
         /// The container.
@@ -278,6 +285,8 @@ pub enum Key {
     Pull(String),
     /// See [`Op::Start`]; the container's name.
     Start(String),
+    /// See [`Op::PreStop`]; the container's id.
+    PreStop(String),
     /// See [`Op::Stop`]; the container's id.
     Stop(String),
     /// See [`Op::StopSandbox`]; its id.
@@ -304,6 +313,7 @@ impl Op {
             self,
             Op::Sandbox { .. }
                 | Op::Start { .. }
+                | Op::PreStop { .. }
                 | Op::Stop { .. }
                 | Op::StopSandbox(_)
                 | Op::RestartAll(_)
@@ -325,6 +335,7 @@ impl Op {
             Op::Sandbox { .. } => Key::Sandbox,
             Op::Pull(start) => Key::Pull(start.container.name.clone()),
             Op::Start { start, .. } => Key::Start(start.container.name.clone()),
+            Op::PreStop { kill, .. } => Key::PreStop(kill.id.clone()),
             Op::Stop { kill, .. } => Key::Stop(kill.id.clone()),
             Op::StopSandbox(id) => Key::StopSandbox(id.clone()),
             Op::ReturnClaims => Key::ReturnClaims,

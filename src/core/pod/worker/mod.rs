@@ -53,6 +53,8 @@ pub struct Rules {
     pub max_backoff: SignedDuration,
     /// Whether static pods have mirrors: there is an API.
     pub mirrors: bool,
+    /// Whether the pod's runtime can make a mount read-only with all that is mounted below it.
+    pub recursive_read_only: bool,
 }
 
 /// What is true when an input is looked at.
@@ -542,6 +544,7 @@ impl Worker {
             wanted: &self.wanted,
             resize: &self.resizing,
             node_ips: &facts.node_ips,
+            recursive_read_only: facts.rules.recursive_read_only,
             ended,
             verdict: self.verdict.as_ref(),
             now: facts.now,

@@ -116,6 +116,8 @@ impl Worker {
             Op::Stop { .. } => ops
                 .iter()
                 .any(|planned| planned.key() == op.key() && stops_earlier(planned, op)),
+            // It is stopped all the same when its time is over, and may have ended by itself.
+            Op::PreStop { kill, .. } => !self.may_run(&kill.id) || stops(ops, &kill.id),
             // An ephemeral container is for looking at a pod that ends, too.
             Op::Start { start, .. } => (ending || starts_over) && start.role != Role::Ephemeral,
             Op::Pull(start) => {
@@ -269,8 +271,7 @@ impl Worker {
             return false;
         }
         self.stop_by = Some(until);
-        if begins && actions.create_sandbox.is_some() && observed.sandboxes.iter().any(|s| s.ready)
-        {
+        if begins && actions.create_sandbox.is_some() && !observed.sandboxes.is_empty() {
             let message = "Pod sandbox changed, it will be killed and re-created.";
             turn.events.push(event("SandboxChanged", message.into()));
         }
@@ -504,6 +505,11 @@ impl Worker {
             plan.ops.push(Op::Finalise);
         }
     }
+}
+
+fn stops(ops: &[Op], container: &str) -> bool {
+    let stops = |op: &Op| matches!(op, Op::Stop { kill, .. } if kill.id == container);
+    ops.iter().any(stops)
 }
 
 fn stops_earlier(planned: &Op, under_way: &Op) -> bool {

@@ -1,6 +1,6 @@
 //! In which order a pod's containers end (kubelet spec, 3.4 and 3.6): the regular ones at once, each
 //! sidecar when all regular containers and the sidecars after it have ended or the grace period is over,
-//! then the sandboxes.
+//! then the sandboxes. The preStop hooks of all of them begin at once.
 
 use jiff::{SignedDuration, Timestamp};
 
@@ -26,24 +26,38 @@ impl Worker {
                 .position(|(role, def)| *role == Role::Sidecar && def.name == c.name)
                 .unwrap_or(usize::MAX)
         };
-        let last = self.alive(observed).map(place).max();
-        let due = |c: &&observed::Container| Some(place(c)) == last || until <= now;
-        let stops = self.alive(observed).filter(due).map(|c| {
+        let Some(last) = self.alive(observed).map(place).max() else {
+            let stop = |id: &str| Op::StopSandbox(id.to_owned());
+            return self.unstopped(observed).map(stop).collect();
+        };
+        let stops = self.alive(observed).filter_map(|c| {
             let kill = Kill {
                 id: c.id.clone(),
                 name: c.name.clone(),
                 message: format!("Stopping container {}", c.name),
                 grace: None,
             };
-            self.stop_of(kill, until)
+            let is_due = place(c) == last || until <= now;
+            let is_told = self.stops.contains_key(&c.id);
+            if is_due && (until <= now || !self.runs_hook(&c.id)) {
+                Some(self.stop_of(kill, until))
+            } else {
+                (!is_due && !is_told).then_some(Op::PreStop { kill, until })
+            }
         });
-        let ops: Vec<Op> = stops.collect();
-        if !ops.is_empty() {
-            return ops;
-        }
-        self.unstopped(observed)
-            .map(|id| Op::StopSandbox(id.to_owned()))
-            .collect()
+        stops.collect()
+    }
+
+    /// Whether a container's preStop hook runs before it is its turn to stop.
+    fn runs_hook(&self, id: &str) -> bool {
+        let hook = |op: &Op| matches!(op, Op::PreStop { kill, .. } if kill.id == id);
+        self.in_flight.iter().any(hook)
+    }
+
+    /// Whether a container may have a process.
+    pub(super) fn may_run(&self, id: &str) -> bool {
+        let observed = self.observed.as_ref();
+        observed.is_none_or(|observed| self.alive(observed).any(|c| c.id == id))
     }
 
     /// Stopping one container by `until`, or earlier if it was told so before.
