@@ -17,7 +17,7 @@ use super::Refusal;
 use super::Server;
 use crate::agent::Context;
 use crate::core::pod;
-use crate::core::pod::observed::{ContainerState, ObservedPod};
+use crate::core::pod::observed::{Container, ContainerState, ObservedPod};
 use crate::core::serving::logs::Decoder;
 use crate::core::serving::{LogOptions, Place};
 use crate::host::blocking;
@@ -55,6 +55,23 @@ pub(super) fn status<'a>(pod: &'a Pod, container: &str) -> Option<&'a ContainerS
         .find(|s| s.name == container)
 }
 
+/// The instance that a status tells as the last one. While a container waits to be started again, that is the newest,
+/// and the runtime may have no other.
+fn last<'a>(
+    told: Option<&ContainerStatus>,
+    observed: &'a ObservedPod,
+    newest: Option<&'a Container>,
+) -> Option<&'a Container> {
+    let told = told?;
+    let ended = told.last_state.as_ref().and_then(|s| s.terminated.as_ref());
+    let id = ended
+        .and_then(|t| t.container_id.as_deref())
+        .and_then(|id| id.split_once("://"));
+    let named = id.and_then(|(_, id)| observed.containers.iter().find(|c| c.id == id));
+    let waits = told.state.as_ref().is_some_and(|s| s.waiting.is_some());
+    named.or(newest.filter(|c| waits && c.state == ContainerState::Exited))
+}
+
 /// Chooses the instance. Pure.
 fn instance(
     known: &Known,
@@ -80,7 +97,8 @@ fn instance(
                 format!("previous terminated container {container:?} in pod {name:?} not found"),
             )
         };
-        return before
+        return last(status(known.told(), container), observed, newest)
+            .or(before)
             .map(|c| Instance {
                 attempt: c.attempt,
                 running: None,
@@ -353,6 +371,40 @@ mod tests {
         ObservedPod {
             sandboxes: vec![],
             containers: states.iter().map(of).collect(),
+        }
+    }
+
+    #[test]
+    fn the_previous_instance_is_the_one_that_the_status_tells() {
+        use ContainerState::{Exited, Running};
+        let told = |state: Value, last: Value| {
+            known(
+                json!({"containerStatuses": [{"name": "c", "ready": false, "restartCount": 2, "image": "", "imageID": "", "state": state, "lastState": last}]}),
+            )
+        };
+        let waiting = json!({"waiting": {"reason": "CrashLoopBackOff"}});
+        let ended = |id: &str| json!({"terminated": {"exitCode": 1, "containerID": id}});
+        for (state, last, observed_, expected) in [
+            (
+                &waiting,
+                ended("containerd://id2"),
+                &[(2, Exited)][..],
+                Some(2),
+            ),
+            // The status comes after the runtime.
+            (&waiting, ended("containerd://id1"), &[(2, Exited)], Some(2)),
+            (&waiting, json!({}), &[(2, Exited)], Some(2)),
+            (
+                &json!({"running": {}}),
+                ended("containerd://id1"),
+                &[(2, Running), (1, Exited)],
+                Some(1),
+            ),
+            (&ended("containerd://id0"), json!({}), &[(0, Exited)], None),
+            (&waiting, json!({}), &[], None),
+        ] {
+            let chosen = instance(&told(state.clone(), last), &observed(observed_), "c", true);
+            assert_eq!(chosen.ok().map(|i| i.attempt), expected, "{state}");
         }
     }
 
