@@ -94,15 +94,16 @@ fn whole_pod(parts: &[&str]) -> Option<Place> {
     }
 }
 
+/// The parts of a path, decoded.
+fn parts(path: &str) -> impl Iterator<Item = String> + '_ {
+    let encoded = path.trim_end_matches('/').split('/').skip(1);
+    encoded.map(|part| query::decode(&part.replace('+', "%2B")))
+}
+
 /// Finds what is at a path.
 #[must_use]
 pub fn route(method: &str, path: &str) -> Routed {
-    let decoded: Vec<String> = path
-        .trim_end_matches('/')
-        .split('/')
-        .skip(1)
-        .map(|part| query::decode(&part.replace('+', "%2B")))
-        .collect();
+    let decoded: Vec<String> = parts(path).collect();
     let parts: Vec<&str> = decoded.iter().map(String::as_str).collect();
     let get = &["GET", "HEAD"][..];
     let stream = &["GET", "POST"][..];
@@ -164,11 +165,9 @@ pub fn needs(method: &str, path: &str) -> Needs {
         "DELETE" => "delete",
         _ => "",
     };
-    let first = path
-        .trim_start_matches('/')
-        .split('/')
-        .next()
-        .unwrap_or_default();
+    // As `route` finds it: what is judged is what is served.
+    let first = parts(path).next().unwrap_or_default();
+    let first = first.as_str();
     let subresources: &[&str] = match first {
         "healthz" => &["healthz", "proxy"],
         "pods" | "runningpods" => &["pods", "proxy"],
@@ -208,11 +207,7 @@ pub fn family(path: &str) -> &'static str {
         "statusz",
         "flagz",
     ];
-    let first = path
-        .trim_start_matches('/')
-        .split('/')
-        .next()
-        .unwrap_or_default();
+    let first = parts(path).next().unwrap_or_default();
     KNOWN
         .into_iter()
         .find(|known| *known == first)
@@ -521,6 +516,21 @@ mod tests {
                 "get",
                 &["configz", "proxy"],
             ),
+            (
+                "GET",
+                "/%65xec/n/p/c",
+                found(Endpoint::Exec(place(None, "c"))),
+                "create",
+                &["proxy"],
+            ),
+            (
+                "GET",
+                "/metric%73",
+                found(Endpoint::Metrics(String::new())),
+                "get",
+                &["metrics"],
+            ),
+            ("GET", "//exec/n/p/c", Routed::Nothing, "get", &["proxy"]),
             ("GET", "/", Routed::Nothing, "get", &["proxy"]),
             ("BREW", "/coffee", Routed::Nothing, "", &["proxy"]),
         ] {
