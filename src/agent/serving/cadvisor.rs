@@ -449,12 +449,13 @@ pub async fn cadvisor(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     let snapshot = figures::snapshot(server, Depth::All)
         .await
         .map_err(broken)?;
-    let image = match server.of_images().await {
-        Ok((_, image)) => image.clone(),
-        Err(error) => {
+    let image = match tokio::time::timeout(figures::PATIENCE, server.of_images()).await {
+        Ok(Ok((_, image))) => image.clone(),
+        Ok(Err(error)) => {
             tracing::debug!(%error, "the runtime does not say which image sandboxes have");
             String::new()
         }
+        Err(_) => String::new(),
     };
     let read = || async {
         let system = std::path::Path::new(topology::SYSTEM);

@@ -22,7 +22,7 @@ use crate::core::{
     pod,
     volume::{claims, local_storage},
 };
-use crate::cri::{Layer, RunningContainer, RuntimeError};
+use crate::cri::{Layer, RunningContainer, RuntimeError, RuntimeErrorKind};
 use crate::host::blocking;
 use crate::sys::machine::Room;
 use crate::sys::meter::{self, Processes, Whole};
@@ -35,6 +35,8 @@ const SET: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(
 const COUNTED: Duration = Duration::from_secs(60);
 /// How long it is waited for such a count; what takes longer is there the next time.
 const COUNT_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long it is waited for what the runtime runs, where what it said before will do.
+pub const PATIENCE: Duration = Duration::from_secs(2);
 
 /// A container that runs.
 #[derive(Debug, Clone)]
@@ -195,6 +197,40 @@ pub struct Figures {
     pub topology: OnceCell<Topology>,
     /// By uid; each pod's own turn.
     disks: std::sync::Mutex<HashMap<String, Disk>>,
+    /// What the runtime ran when it was last asked.
+    running: Running,
+}
+
+/// The containers that run, as far as the runtime has said.
+#[derive(Default)]
+struct Running(std::sync::Mutex<Option<Vec<RunningContainer>>>);
+
+impl Running {
+    /// What the runtime says now; where it fails or is slow, what it said before: containers run on without it.
+    async fn ask(
+        &self,
+        asked: impl Future<Output = Result<Vec<RunningContainer>, RuntimeError>>,
+    ) -> Result<Vec<RunningContainer>, RuntimeError> {
+        let answer = tokio::time::timeout(PATIENCE, asked).await;
+        let answer = answer.unwrap_or_else(|_| {
+            Err(RuntimeError {
+                kind: RuntimeErrorKind::Timeout,
+                code: None,
+                message: "the runtime does not answer".into(),
+            })
+        });
+        let mut known = lock(&self.0);
+        match answer {
+            Ok(running) => Ok(known.insert(running).clone()),
+            Err(error) => known.clone().ok_or(error),
+        }
+    }
+}
+
+/// The containers that run, or that ran when the runtime last answered.
+pub async fn running(server: &Server) -> Result<Vec<RunningContainer>, RuntimeError> {
+    let asked = server.context.runtime.running();
+    server.figures.running.ask(asked).await
 }
 
 impl Figures {
@@ -425,7 +461,7 @@ async fn read(
     before: Option<&Dated>,
 ) -> Result<Snapshot, RuntimeError> {
     let context = &server.context;
-    let placed = placed(server, context.runtime.running().await?);
+    let placed = placed(server, running(server).await?);
     let (root_dir, at) = (context.config.root_dir.clone(), context.clock.now());
     let mut systems = vec![("pods", context.host.cgroup_of_all(), Some(context.started))];
     if depth == Depth::All {
@@ -473,7 +509,7 @@ async fn read(
         Ok(snapshot)
     };
     blocking(read).await.map_err(|message| RuntimeError {
-        kind: crate::cri::RuntimeErrorKind::Failed,
+        kind: RuntimeErrorKind::Failed,
         code: None,
         message,
     })
@@ -563,4 +599,37 @@ async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) 
         figures.volumes.push(volume);
     }
     figures
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn without_the_runtime_what_it_said_before_counts() {
+        let failed = || RuntimeError {
+            kind: RuntimeErrorKind::Unavailable,
+            code: None,
+            message: "gone".into(),
+        };
+        let one = RunningContainer {
+            id: "1".into(),
+            namespace: "n".into(),
+            pod: "p".into(),
+            uid: "u".into(),
+            name: "c".into(),
+            attempt: 0,
+            sandbox: "s".into(),
+        };
+        let running = Running::default();
+        assert_eq!(running.ask(async { Err(failed()) }).await, Err(failed()));
+        let silent = running.ask(std::future::pending()).await;
+        assert!(silent.is_err_and(|e| e.kind == RuntimeErrorKind::Timeout));
+        let said: Result<_, RuntimeError> = Ok(vec![one]);
+        assert_eq!(running.ask(async { said.clone() }).await, said);
+        assert_eq!(running.ask(async { Err(failed()) }).await, said);
+        assert_eq!(running.ask(std::future::pending()).await, said);
+        assert_eq!(running.ask(async { Ok(vec![]) }).await, Ok(vec![]));
+        assert_eq!(running.ask(async { Err(failed()) }).await, Ok(vec![]));
+    }
 }

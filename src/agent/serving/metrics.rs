@@ -42,7 +42,7 @@ pub async fn part(server: &Arc<Server>, name: &str) -> Result<Response<Body>, Re
         "cadvisor" => super::cadvisor::cadvisor(server).await,
         "slis" => Ok(slis()),
         "probes" => Ok(probes(server)),
-        _ => own(server).await,
+        _ => Ok(own(server).await),
     }
 }
 
@@ -207,8 +207,8 @@ fn probes(server: &Arc<Server>) -> Response<Body> {
     page(out)
 }
 
-/// The volumes of pods, and the pods and containers that run.
-async fn what_runs(out: &mut Page, context: &Context) -> Result<(), Refusal> {
+/// The volumes of pods, and the managers of the node.
+async fn what_is_managed(out: &mut Page, context: &Context) {
     let name = "volume_manager_total_volumes";
     out.family(name, "gauge", "Number of volumes in Volume Manager");
     for ((state, plugin), count) in context.metrics.volumes() {
@@ -241,7 +241,17 @@ async fn what_runs(out: &mut Page, context: &Context) -> Result<(), Refusal> {
         &[],
         failed as f64,
     );
-    let running = context.runtime.running().await.map_err(broken)?;
+}
+
+/// The pods and containers that run, and the containers that have ended, as far as the runtime says.
+async fn what_runs(out: &mut Page, server: &Server) {
+    let ended = server.context.runtime.dead_containers();
+    let ended = tokio::time::timeout(figures::PATIENCE, ended);
+    let (running, ended) = tokio::join!(figures::running(server), ended);
+    let running = match running {
+        Ok(running) => running,
+        Err(error) => return tracing::debug!(%error, "it is not known what runs"),
+    };
     let mut by_pod: BTreeMap<&str, usize> = BTreeMap::new();
     running
         .iter()
@@ -255,11 +265,12 @@ async fn what_runs(out: &mut Page, context: &Context) -> Result<(), Refusal> {
     );
     let name = "kubelet_running_containers";
     out.family(name, "gauge", "Number of containers by their state.");
-    let ended = context.runtime.dead_containers().await.map_err(broken)?;
-    for (state, count) in [("running", running.len()), ("exited", ended.len())] {
-        out.sample(name, &[("container_state", state)], count as f64, None);
+    let ended = ended.ok().and_then(Result::ok).map(|ended| ended.len());
+    for (state, count) in [("running", Some(running.len())), ("exited", ended)] {
+        if let Some(count) = count {
+            out.sample(name, &[("container_state", state)], count as f64, None);
+        }
     }
-    Ok(())
 }
 
 /// The volumes of claims, as far as they have been counted. Nothing is counted for it.
@@ -480,7 +491,7 @@ fn lifecycle_of(known: &Known) -> &'static str {
 }
 
 /// `/metrics`: the agent itself.
-async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
+async fn own(server: &Arc<Server>) -> Response<Body> {
     let (context, mut out) = (&server.context, Page::default());
     let (cpu, resident, virtual_bytes, open, most, began) = meter::own();
     for (name, kind, help, value) in [
@@ -606,9 +617,10 @@ async fn own(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     pods_of_the_node(&mut out, &roster);
     working_pods(&mut out, &roster);
     resizes(&mut out, &roster);
-    what_runs(&mut out, context).await?;
+    what_is_managed(&mut out, context).await;
+    what_runs(&mut out, server).await;
     volumes(&mut out, server);
     logs(&mut out, server);
     context.metrics.write(false, &mut out);
-    Ok(page(out))
+    page(out)
 }
