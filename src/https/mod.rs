@@ -31,6 +31,7 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 
+use crate::sys::link;
 use turns::{Source, Turns};
 
 pub use border::{Panicked, end_process_on_panic, guard};
@@ -203,6 +204,9 @@ where
         connections.make_room(limits).await;
         // Small answers and watch lines must not wait for the acknowledgement of the one before.
         let _ = socket.set_nodelay(true);
+        if let Err(error) = link::keep_alive(&socket) {
+            tracing::debug!(%error, "a connection is not probed while it is silent");
+        }
         next += 1;
         let (respond, tls, held, id) =
             (respond.clone(), tls.clone(), Arc::clone(&connections), next);

@@ -1,6 +1,11 @@
 //! Handing a request on to another server as it came, and the connection itself where both sides leave HTTP: SPDY and
 //! WebSocket alike. A redirect is never followed and never handed back (CVE-2018-1002102, CVE-2020-8559).
 
+use std::io;
+use std::pin::pin;
+use std::time::Duration;
+
+use futures::future::{Either, select};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use hyper::header::{
@@ -11,10 +16,14 @@ use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper::{HeaderMap, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
+use tokio::time::timeout;
 
 use super::Body;
 use super::BoxError;
 use super::full;
+
+/// How long one side of a tunnel may go on after the other has ended.
+const GRACE: Duration = Duration::from_secs(2);
 
 /// Why a request could not be handed on.
 #[derive(Debug, thiserror::Error)]
@@ -86,6 +95,36 @@ pub(super) async fn taken_over(inner: OnUpgrade) -> Option<TokioIo<Upgraded>> {
     Some(inner)
 }
 
+/// Carries bytes until `from` ends, and the end after them.
+async fn one_way(
+    mut from: impl AsyncRead + Unpin,
+    mut to: impl AsyncWrite + Unpin,
+) -> io::Result<()> {
+    tokio::io::copy(&mut from, &mut to).await?;
+    to.shutdown().await
+}
+
+/// Carries bytes both ways until one side ends; what the other one still says to it may take [`GRACE`].
+async fn both_ways(
+    inner: impl AsyncRead + AsyncWrite,
+    outer: impl AsyncRead + AsyncWrite,
+) -> io::Result<()> {
+    let (from_inner, to_inner) = tokio::io::split(inner);
+    let (from_outer, to_outer) = tokio::io::split(outer);
+    let there = pin!(one_way(from_inner, to_outer));
+    let back = pin!(one_way(from_outer, to_inner));
+    match select(there, back).await {
+        Either::Left((end, back)) => {
+            end?;
+            timeout(GRACE, back).await.unwrap_or(Ok(()))
+        }
+        Either::Right((end, there)) => {
+            end?;
+            timeout(GRACE, there).await.unwrap_or(Ok(()))
+        }
+    }
+}
+
 /// Hands a request on over a fresh connection, and the answer back. Where the other side leaves HTTP, bytes go both ways
 /// until one side ends; `held` is kept until then.
 pub async fn tunnel(
@@ -135,12 +174,11 @@ pub async fn tunnel(
         let outer = hyper::upgrade::on(&mut answer);
         tokio::spawn(async move {
             let _held = held;
-            let (Some(mut inner), Ok(outer)) = tokio::join!(taken_over(inner), outer) else {
+            let (Some(inner), Ok(outer)) = tokio::join!(taken_over(inner), outer) else {
                 return;
             };
-            let mut outer = TokioIo::new(outer);
-            // An end of either side is an end; nobody is left to be told of an error.
-            if let Err(error) = tokio::io::copy_bidirectional(&mut inner, &mut outer).await {
+            // Nobody is left to be told of an error.
+            if let Err(error) = both_ways(inner, TokioIo::new(outer)).await {
                 tracing::debug!(%error, "a stream was cut off");
             }
         });
@@ -250,6 +288,33 @@ mod tests {
             "{said}"
         );
         assert!(said.ends_with("helloEND"), "{said}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_end_of_either_side_ends_a_tunnel() {
+        use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex};
+
+        for server_ends in [true, false] {
+            let (client, inner) = duplex(64);
+            let (server, outer) = duplex(64);
+            let carried = tokio::spawn(both_ways(inner, outer));
+            let (mut ends, mut stays) = match server_ends {
+                true => (server, client),
+                false => (client, server),
+            };
+            ends.write_all(b"bye").await.expect("sent");
+            ends.shutdown().await.expect("ended");
+            let mut said = String::new();
+            stays.read_to_string(&mut said).await.expect("the end");
+            assert_eq!(said, "bye");
+            // What the other side has to say yet arrives.
+            stays.write_all(b"and you").await.expect("sent");
+            let mut rest = String::new();
+            ends.read_to_string(&mut rest).await.expect("the end");
+            assert_eq!(rest, "and you");
+            let carried = timeout(10 * GRACE, carried).await.expect("in time");
+            assert!(carried.expect("no panic").is_ok());
+        }
     }
 
     #[tokio::test]

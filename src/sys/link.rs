@@ -1,16 +1,31 @@
-//! Network links and local sockets of the host.
+//! Network links, local sockets of the host, and the kernel's care for connections.
 
 use std::io;
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::TryStreamExt as _;
+use nix::sys::socket::{setsockopt, sockopt};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 
 /// How long after a connection that could not be taken the next one is tried: it lacked descriptors or memory.
 const RETRY: Duration = Duration::from_secs(1);
+
+/// A connection on which nothing is said is probed by the kernel after so many seconds, so often, and closed after so many
+/// probes without an answer.
+const PROBED: (u32, u32, u32) = (20, 5, 3);
+
+/// Has the kernel end a TCP connection whose other side was cut off: it says nothing, and nobody would notice.
+pub fn keep_alive(connection: &impl AsFd) -> io::Result<()> {
+    setsockopt(connection, sockopt::TcpKeepIdle, &PROBED.0)?;
+    setsockopt(connection, sockopt::TcpKeepInterval, &PROBED.1)?;
+    setsockopt(connection, sockopt::TcpKeepCount, &PROBED.2)?;
+    setsockopt(connection, sockopt::KeepAlive, &true)?;
+    Ok(())
+}
 
 /// Listens on a socket of the filesystem, in place of one that nobody listens on any more. To be called within a runtime
 /// of tokio.
@@ -71,6 +86,20 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
+
+    #[tokio::test]
+    async fn silent_connections_are_probed() {
+        use nix::sys::socket::getsockopt;
+
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await;
+        let listener = listener.expect("a port");
+        let at = listener.local_addr().expect("an address");
+        let connection = tokio::net::TcpStream::connect(at).await;
+        let connection = connection.expect("a connection");
+        keep_alive(&connection).expect("set");
+        assert_eq!(getsockopt(&connection, sockopt::KeepAlive), Ok(true));
+        assert_eq!(getsockopt(&connection, sockopt::TcpKeepIdle), Ok(PROBED.0));
+    }
 
     #[tokio::test]
     async fn no_more_are_served_at_once_than_may_be() {
