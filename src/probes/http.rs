@@ -15,6 +15,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use super::HttpError;
 use super::connect;
 use crate::core::pod::probe::{Http, OUTPUT_LIMIT, Reply, limited};
+use crate::core::serving::query;
 
 /// How many redirects are followed.
 const REDIRECTS: usize = 10;
@@ -95,28 +96,79 @@ pub async fn get(request: &Http) -> Result<Reply, HttpError> {
     )))
 }
 
+/// A path without `.` and `..` (RFC 3986, 5.2.4).
+fn without_dots(path: &str) -> String {
+    let mut parts = vec![];
+    for part in path.split('/').skip(1) {
+        match part {
+            "." => {}
+            ".." => {
+                parts.pop();
+            }
+            part => parts.push(part),
+        }
+    }
+    if path.ends_with("/.") || path.ends_with("/..") {
+        parts.push("");
+    }
+    format!("/{}", parts.join("/"))
+}
+
+/// What a path and a query are relative to those of `from` (RFC 3986, 5.2.2).
+fn relative(from: &str, to: &str) -> String {
+    let (base, base_query) = from.split_at(from.find('?').unwrap_or(from.len()));
+    let (path, query) = to.split_at(to.find('?').unwrap_or(to.len()));
+    let query = match (path, query) {
+        ("", "") => base_query,
+        (_, query) => query,
+    };
+    let path = match path {
+        "" => base.to_owned(),
+        path if path.starts_with('/') => without_dots(path),
+        path => {
+            let dir = base.rsplit_once('/').map_or("", |(dir, _)| dir);
+            without_dots(&format!("{dir}/{path}"))
+        }
+    };
+    format!("{path}{query}")
+}
+
 /// The request to which a redirect leads; none if that is another host.
 fn follow(from: &Http, location: &str) -> Result<Option<Http>, HttpError> {
-    let uri: Uri = location.parse().map_err(|e| {
-        HttpError::Failed(format!("failed to parse Location header {location:?}: {e}"))
-    })?;
-    let host = uri
-        .host()
-        .map(|h| h.trim_start_matches('[').trim_end_matches(']'));
-    if host.is_some_and(|h| h != from.host) {
+    let failed = |why: &dyn std::fmt::Display| {
+        HttpError::Failed(format!(
+            "failed to parse Location header {location:?}: {why}"
+        ))
+    };
+    let to = query::encode_url(location.split('#').next().unwrap_or_default());
+    let mut next = from.clone();
+    // A colon before the path and the query ends a scheme.
+    let has_scheme = |text: &str| {
+        let first = text.split(['/', '?']).next();
+        first.is_some_and(|first| first.contains(':'))
+    };
+    let absolute = match (to.starts_with("//"), from.tls) {
+        (true, true) => format!("https:{to}"),
+        (true, false) => format!("http:{to}"),
+        (false, _) if has_scheme(&to) => to,
+        (false, _) => {
+            next.path = relative(&from.path, &to);
+            return Ok(Some(next));
+        }
+    };
+    let uri = absolute.parse::<Uri>().map_err(|e| failed(&e))?;
+    let host = uri.host().ok_or_else(|| failed(&"it names no host"))?;
+    if host.trim_start_matches('[').trim_end_matches(']') != from.host {
         return Ok(None);
     }
-    let mut next = from.clone();
-    if let Some(scheme) = uri.scheme_str() {
-        next.tls = scheme == "https";
-        next.port = uri.port_u16().unwrap_or(if next.tls { 443 } else { 80 });
-    }
-    let path = uri.path_and_query().map_or("/", |p| p.as_str());
-    next.path = if path.starts_with('/') {
-        path.to_owned()
-    } else {
-        format!("/{path}")
+    next.tls = match uri.scheme_str() {
+        Some("https") => true,
+        Some("http") => false,
+        _ => return Err(failed(&"its scheme is not http or https")),
     };
+    next.port = uri.port_u16().unwrap_or(if next.tls { 443 } else { 80 });
+    let target = uri.path_and_query().map_or("/", |p| p.as_str());
+    next.path = relative("/", target);
     Ok(Some(next))
 }
 
@@ -194,4 +246,56 @@ async fn exchange(
         },
         location,
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn redirects_lead_where_the_request_says() {
+        let from = Http {
+            tls: false,
+            host: "10.0.0.1".into(),
+            port: 8080,
+            path: "/a/b?c=1".into(),
+            headers: vec![],
+        };
+        let here = |path: &str| Some((false, 8080, path.to_owned()));
+        for (location, expected) in [
+            ("/health", here("/health")),
+            ("health", here("/a/health")),
+            ("sub/health", here("/a/sub/health")),
+            ("./x", here("/a/x")),
+            ("../x/.", here("/x/")),
+            ("../../../x", here("/x")),
+            ("/a/../b", here("/b")),
+            ("?d=2", here("/a/b?d=2")),
+            ("#part", here("/a/b?c=1")),
+            ("x?u=http://other/", here("/a/x?u=http://other/")),
+            ("/with space", here("/with%20space")),
+            ("//10.0.0.1:81/x", Some((false, 81, "/x".into()))),
+            ("http://10.0.0.1", Some((false, 80, "/".into()))),
+            ("https://10.0.0.1/x?y", Some((true, 443, "/x?y".into()))),
+            ("//other/x", None),
+            ("http://other/x", None),
+        ] {
+            let found = follow(&from, location).expect("a request");
+            let found = found.map(|next| (next.tls, next.port, next.path));
+            assert_eq!(found, expected, "{location}");
+        }
+        for wrong in ["ftp://10.0.0.1/x", "http://["] {
+            let found = follow(&from, wrong);
+            assert!(
+                found.is_err_and(|e| e.to_string().contains("failed to parse Location")),
+                "{wrong}"
+            );
+        }
+        let six = Http {
+            host: "::1".into(),
+            ..from
+        };
+        let found = follow(&six, "http://[::1]:81/x").expect("a request");
+        assert_eq!(found.map(|next| next.port), Some(81));
+    }
 }

@@ -24,10 +24,8 @@ pub fn decode(text: &str) -> String {
     String::from_utf8_lossy(&out).into_owned()
 }
 
-/// Encodes what cannot stand in a query as it is.
-#[must_use]
-pub fn encode(text: &str) -> String {
-    let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.~".contains(&b);
+/// Encodes what is not plain.
+fn encode_unless(text: &str, plain: impl Fn(u8) -> bool) -> String {
     text.bytes()
         .map(|b| {
             if plain(b) {
@@ -37,6 +35,20 @@ pub fn encode(text: &str) -> String {
             }
         })
         .collect()
+}
+
+/// Encodes what cannot stand in a query as it is.
+#[must_use]
+pub fn encode(text: &str) -> String {
+    encode_unless(text, |b| b.is_ascii_alphanumeric() || b"-_.~".contains(&b))
+}
+
+/// Encodes what cannot stand in a URL at all; what is encoded already stays.
+#[must_use]
+pub fn encode_url(text: &str) -> String {
+    encode_unless(text, |b| {
+        b.is_ascii_graphic() && !b"\"<>\\^`{|}".contains(&b)
+    })
 }
 
 /// The pairs of a query in their order, decoded.
@@ -75,6 +87,10 @@ mod tests {
         assert_eq!(found, expected.map(|(k, v)| (k.to_owned(), v.to_owned())));
         let hard = "a&b=c d/ü%";
         assert_eq!(decode(&encode(hard)), hard);
+        assert_eq!(
+            encode_url("/a b/%20?c=<d>&e=[f]#g"),
+            "/a%20b/%20?c=%3Cd%3E&e=[f]#g"
+        );
         assert!(is_true("1") && is_true("") && !is_true("0") && !is_true("yes"));
     }
 }
