@@ -70,6 +70,8 @@ pub struct Decoder {
     timestamps: bool,
     /// So many bytes are still wanted; none for any number.
     left: Option<u64>,
+    /// So many lines of the file are still wanted; none for any number.
+    lines: Option<u64>,
     /// The beginning of a line whose end has not come.
     rest: Vec<u8>,
     /// The line goes on, and its time has been written.
@@ -89,6 +91,8 @@ impl Decoder {
             since: options.since,
             timestamps: options.timestamps,
             left: options.limit,
+            // Who follows wants what is written later too.
+            lines: options.tail.filter(|_| !options.follow),
             ..Decoder::default()
         }
     }
@@ -96,7 +100,7 @@ impl Decoder {
     /// Whether nothing more is wanted.
     #[must_use]
     pub fn is_full(&self) -> bool {
-        self.left == Some(0)
+        self.left == Some(0) || self.lines == Some(0)
     }
 
     /// Takes a piece of a file; the answer is what the reader gets of it.
@@ -130,6 +134,12 @@ impl Decoder {
         let data = fields.next().unwrap_or_default();
         if !matches!(stream, b"stdout" | b"stderr") {
             return;
+        }
+        if let Some(lines) = &mut self.lines {
+            let Some(left) = lines.checked_sub(1) else {
+                return;
+            };
+            *lines = left;
         }
         if let (Some(since), false) = (self.since, self.begun) {
             let at = std::str::from_utf8(time)
@@ -229,6 +239,25 @@ mod tests {
                 }),
                 "one\nt"
             );
+        }
+    }
+
+    #[test]
+    fn no_more_lines_come_than_are_wanted() {
+        let line = |n: u32| format!("2026-11-20T00:00:0{n}Z stdout F {n}\n");
+        for (query, expected, full) in [
+            ("tailLines=2", "1\n2\n", true),
+            ("tailLines=0", "", true),
+            ("tailLines=2&follow=true", "1\n2\n3\n", false),
+            ("", "1\n2\n3\n", false),
+        ] {
+            let options = LogOptions::parse(query, jiff::Timestamp::UNIX_EPOCH);
+            let mut decoder = Decoder::new(&options.expect("options"));
+            let mut out = decoder.push((line(1) + &line(2)).as_bytes());
+            // Written while it was read.
+            out.extend(decoder.push(line(3).as_bytes()));
+            assert_eq!(out, expected.as_bytes(), "{query}");
+            assert_eq!(decoder.is_full(), full, "{query}");
         }
     }
 
