@@ -222,6 +222,8 @@ async fn read(
     to: mpsc::Sender<Bytes>,
 ) {
     let mut asked: Option<Instant> = None;
+    // Whether something has come since it was asked: it may have been the last.
+    let mut news = true;
     let mut ended = false;
     // Before reading: what is written from now on ends the wait below.
     let mut changes = follow.as_ref().map(|f| Changes::with_writes(&f.dir));
@@ -261,7 +263,9 @@ async fn read(
         let soon = asked
             .map(|at| LOOK.1.saturating_sub(at.elapsed()))
             .filter(|left| !left.is_zero());
+        let limit = soon.unwrap_or(if news { LOOK.1 } else { LOOK.0 });
         if soon.is_none() {
+            news = false;
             asked = Some(Instant::now());
             if !follow.goes_on().await {
                 // Once more: it may have written between the reading and the asking.
@@ -269,8 +273,12 @@ async fn read(
                 continue;
             }
         }
+        let begun = Instant::now();
         tokio::select! {
-            () = changes.next(soon.unwrap_or(LOOK.0)) => tokio::time::sleep(TOGETHER).await,
+            () = changes.next(limit) => {
+                news |= begun.elapsed() < limit;
+                tokio::time::sleep(TOGETHER).await;
+            }
             () = to.closed() => return,
         }
     }
