@@ -83,6 +83,24 @@ pub struct Decoder {
 /// The longest line that is taken whole; runtimes cut theirs far shorter.
 const LINE_LIMIT: usize = 1 << 20;
 
+/// Writes a time with nine digits of its second: what has one width lines up and can be sorted.
+fn write_time(time: &[u8], out: &mut Vec<u8>) {
+    let (seconds, rest) = time.split_at(time.len().min("2026-11-20T00:00:01".len()));
+    let fraction = rest.strip_prefix(b".").unwrap_or_default();
+    let digits = fraction.iter().take_while(|b| b.is_ascii_digit()).count();
+    let zone = if digits == 0 {
+        rest
+    } else {
+        &fraction[digits..]
+    };
+    let shown = digits.min(9);
+    out.extend_from_slice(seconds);
+    out.push(b'.');
+    out.extend_from_slice(&fraction[..shown]);
+    out.extend(std::iter::repeat_n(b'0', 9 - shown));
+    out.extend_from_slice(zone);
+}
+
 impl Decoder {
     /// For a reader who wants the log so.
     #[must_use]
@@ -151,7 +169,7 @@ impl Decoder {
             self.begun = true;
         }
         if self.timestamps && !self.within {
-            out.extend_from_slice(time);
+            write_time(time, out);
             out.push(b' ');
         }
         out.extend_from_slice(data);
@@ -222,7 +240,7 @@ mod tests {
             });
             assert_eq!(
                 times,
-                "2026-11-20T00:00:01Z one\n2026-11-20T00:00:02Z two\n2026-11-20T00:00:04Z \n"
+                "2026-11-20T00:00:01.000000000Z one\n2026-11-20T00:00:02.000000000Z two\n2026-11-20T00:00:04.000000000Z \n"
             );
             let since = "2026-11-20T00:00:02Z".parse().ok();
             assert_eq!(
@@ -258,6 +276,26 @@ mod tests {
             out.extend(decoder.push(line(3).as_bytes()));
             assert_eq!(out, expected.as_bytes(), "{query}");
             assert_eq!(decoder.is_full(), full, "{query}");
+        }
+    }
+
+    #[test]
+    fn times_have_one_width() {
+        for (time, expected) in [
+            ("2026-11-20T00:00:01Z", "2026-11-20T00:00:01.000000000Z"),
+            ("2026-11-20T00:00:01.5Z", "2026-11-20T00:00:01.500000000Z"),
+            (
+                "2026-11-20T00:00:01.123456789+01:00",
+                "2026-11-20T00:00:01.123456789+01:00",
+            ),
+            (
+                "2026-11-20T00:00:01.1234567891-01:00",
+                "2026-11-20T00:00:01.123456789-01:00",
+            ),
+        ] {
+            let mut out = vec![];
+            write_time(time.as_bytes(), &mut out);
+            assert_eq!(out, expected.as_bytes(), "{time}");
         }
     }
 
