@@ -258,6 +258,11 @@ async fn read(
             }
         }
         let (Some(follow), Some(changes), false) = (&follow, &mut changes, ended) else {
+            let out = decoder.finish();
+            if !out.is_empty() {
+                // Whoever has gone does not miss it.
+                let _ = to.send(out.into()).await;
+            }
             return;
         };
         let soon = asked

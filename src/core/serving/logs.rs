@@ -136,6 +136,22 @@ impl Decoder {
         if text.len() - whole <= LINE_LIMIT {
             self.rest = text.split_off(whole);
         }
+        self.bounded(out)
+    }
+
+    /// Takes the end of the log: a line that has not ended by now is whole, but for its end.
+    pub fn finish(&mut self) -> Vec<u8> {
+        let mut out = vec![];
+        let rest = std::mem::take(&mut self.rest);
+        self.line(&rest, &mut out);
+        if out.last() == Some(&b'\n') {
+            out.pop();
+        }
+        self.bounded(out)
+    }
+
+    /// What is still wanted of what comes.
+    fn bounded(&mut self, mut out: Vec<u8>) -> Vec<u8> {
         if let Some(left) = &mut self.left {
             out.truncate(usize::try_from(*left).unwrap_or(usize::MAX));
             *left -= out.len() as u64;
@@ -296,6 +312,29 @@ mod tests {
             let mut out = vec![];
             write_time(time.as_bytes(), &mut out);
             assert_eq!(out, expected.as_bytes(), "{time}");
+        }
+    }
+
+    #[test]
+    fn a_last_line_without_an_end_is_read() {
+        let finished = |text: &str, query: &str| {
+            let options = LogOptions::parse(query, jiff::Timestamp::UNIX_EPOCH);
+            let mut decoder = Decoder::new(&options.expect("options"));
+            let mut out = decoder.push(text.as_bytes());
+            out.extend(decoder.finish());
+            String::from_utf8(out).expect("text")
+        };
+        let whole = "2026-11-20T00:00:01Z stdout F one\n";
+        let half = format!("{whole}2026-11-20T00:00:02Z stderr F half");
+        for (text, query, expected) in [
+            (half.as_str(), "", "one\nhalf"),
+            (&half, "limitBytes=6", "one\nha"),
+            (&half, "tailLines=1", "one\n"),
+            (whole, "", "one\n"),
+            (&format!("{whole}2026-11-20T00:00"), "", "one\n"),
+            ("", "", ""),
+        ] {
+            assert_eq!(finished(text, query), expected, "{text:?} {query}");
         }
     }
 
